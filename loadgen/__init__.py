@@ -1,0 +1,1 @@
+"""Arrivals, clients, outcomes, goodput, reports."""

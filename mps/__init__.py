@@ -1,0 +1,1 @@
+"""CUDA MPS daemons, shares and the GPU inventory."""

@@ -1,0 +1,29 @@
+"""How a plan is found: workload, cluster, plan, and one file per policy."""
+
+from tenuto.placement.cluster import Cluster, Gpu, GpuGroup, Node
+from tenuto.placement.plan import Expected, ExpectedModel, Gpulet, Plan, PlannedGpu, PolicyUsed, Replica
+from tenuto.placement.policy import Policy, load_policy, policy_names
+from tenuto.placement.solve import solve
+from tenuto.placement.workload import Arrival, ModelSpec, Workload, profile_of
+
+__all__ = [
+    "Arrival",
+    "Cluster",
+    "Expected",
+    "ExpectedModel",
+    "Gpu",
+    "GpuGroup",
+    "Gpulet",
+    "ModelSpec",
+    "Node",
+    "Plan",
+    "PlannedGpu",
+    "Policy",
+    "PolicyUsed",
+    "Replica",
+    "Workload",
+    "load_policy",
+    "policy_names",
+    "profile_of",
+    "solve",
+]

@@ -1,0 +1,120 @@
+"""The cluster a plan is made for: nodes and their GPUs."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import Field, model_validator
+
+from tenuto.errors import InvalidInputError, Problem
+from tenuto.profiles.documents import StrictModel, dump_yaml, load_document, parse_document
+from tenuto.profiles.gpu_types import GPU_TYPES
+
+__all__ = ["Cluster", "Gpu", "GpuGroup", "Node"]
+
+
+class Gpu(StrictModel):
+    """One GPU of the cluster. `uuid` is None for a logical GPU that is not bound to hardware."""
+
+    id: str
+    type: str
+    uuid: str | None = None
+    memory_mib: float
+    price_per_hour: float | None = None
+
+
+class GpuGroup(StrictModel):
+    """`count` GPUs of one type on a node. Memory and price default to what is known of the type."""
+
+    type: str
+    count: Annotated[int, Field(ge=1)] = 1
+    uuids: tuple[str, ...] | None = None
+    memory_mib: Annotated[float, Field(gt=0)] | None = None
+    price_per_hour: Annotated[float, Field(ge=0)] | None = None
+
+    @model_validator(mode="after")
+    def _check(self) -> GpuGroup:
+        if self.type not in GPU_TYPES and self.memory_mib is None:
+            known = ", ".join(GPU_TYPES)
+            raise ValueError(
+                f"unknown GPU type '{self.type}'; cure: Use one of {known}, or give its memory_mib in the cluster file."
+            )
+        if self.uuids is not None and len(self.uuids) != self.count:
+            raise ValueError(f"{len(self.uuids)} uuids for {self.count} GPUs; cure: Give one UUID per GPU.")
+        return self
+
+
+class Node(StrictModel):
+    """One machine. `address` is the node's IP in the Ray cluster, where gpu-lets must be kept on this node."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
+    gpus: tuple[GpuGroup, ...]
+    address: str | None = None
+
+
+class Cluster(StrictModel):
+    """Nodes with GPUs; `elastic` lets a policy use as many GPUs of these types as it needs, and cost counts."""
+
+    nodes: tuple[Node, ...] = ()
+    elastic: bool = False
+
+    @model_validator(mode="after")
+    def _unique_nodes(self) -> Cluster:
+        names = [node.name for node in self.nodes]
+        twice = sorted({name for name in names if names.count(name) > 1})
+        if twice:
+            raise ValueError(f"node names used twice: {', '.join(twice)}; cure: Rename them.")
+        return self
+
+    @property
+    def gpus(self) -> tuple[Gpu, ...]:
+        """Every GPU, in file order, with ids `node/index`."""
+        found = []
+        for node in self.nodes:
+            index = 0
+            for group in node.gpus:
+                kind = GPU_TYPES.get(group.type)
+                memory = group.memory_mib if group.memory_mib is not None else float(kind.memory_mib if kind else 0)
+                price = group.price_per_hour if group.price_per_hour is not None else (kind and kind.price_per_hour)
+                for position in range(group.count):
+                    found.append(
+                        Gpu(id=f"{node.name}/{index}", type=group.type, memory_mib=memory, price_per_hour=price,
+                            uuid=group.uuids[position] if group.uuids else None)
+                    )
+                    index += 1
+        return tuple(found)
+
+    @property
+    def gpu_types(self) -> tuple[str, ...]:
+        """The GPU types present, in file order."""
+        return tuple(dict.fromkeys(group.type for node in self.nodes for group in node.gpus))
+
+    @classmethod
+    def load(cls, path: str | Path) -> Cluster:
+        """Read and validate a cluster file; raises `InvalidInputError` with every problem found."""
+        return parse_document(cls, load_document(path), origin=str(path))
+
+    def dump(self) -> str:
+        """Render as YAML; `Cluster.load` of the text gives an equal cluster."""
+        return dump_yaml(self.model_dump(mode="json", exclude_none=True))
+
+    @classmethod
+    def parse(cls, text: str, *, elastic: bool = False) -> Cluster:
+        """Build a one-node cluster from the short form `v100:4`, or `v100:2,t4:2` for several types.
+
+        Raises:
+            InvalidInputError: not of that form, or an unknown type.
+        """
+        groups = []
+        for part in text.split(","):
+            match = re.fullmatch(r"\s*([A-Za-z0-9_.-]+)(?::(\d+))?\s*", part)
+            if match is None or match.group(2) == "0":
+                raise InvalidInputError(
+                    Problem("--gpus", text, "must be TYPE:COUNT[,TYPE:COUNT…] with counts of at least 1",
+                            "Write for example --gpus v100:4.")
+                )
+            groups.append({"type": match.group(1), "count": int(match.group(2) or 1)})
+        data = {"nodes": [{"name": "n0", "gpus": groups}], "elastic": elastic}
+        return parse_document(cls, data, origin="--gpus")

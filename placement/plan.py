@@ -1,0 +1,198 @@
+"""The plan: which models run on which share of which GPU, with which batch size, and what is expected of it.
+
+One schema for every policy. Plans are immutable and comparable; they carry all that serving and simulating need (sources,
+SLOs, latencies), so that neither reads the workload or the profiles again.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, field_validator
+
+from tenuto.errors import InvalidInputError, Problem
+from tenuto.placement.workload import ModelSpec
+from tenuto.profiles import LatencyTable, LinearLatency
+from tenuto.profiles.documents import StrictModel, dump_yaml, load_document, parse_document
+
+__all__ = ["SCHEMA", "Expected", "ExpectedModel", "Gpulet", "Plan", "PlannedGpu", "PolicyUsed", "Replica"]
+
+SCHEMA = 1
+
+
+class PolicyUsed(StrictModel):
+    """The policy that made the plan, and the options it was given."""
+
+    name: str
+    options: dict[str, Any] = Field(default_factory=dict)
+
+
+class PlannedGpu(StrictModel):
+    """A GPU of the plan. `uuid` None: a logical GPU, emulated on a machine without NVIDIA hardware."""
+
+    id: str
+    type: str
+    uuid: str | None = None
+
+
+class Replica(StrictModel):
+    """One model resident on a gpu-let.
+
+    `batch_size` is the largest batch that will be run. `latency` is l(b) on this gpu-let alone; `slowdown` what its
+    neighbours on the GPU are expected to cost on top (1.0: nothing). `rate_rps` is the part of the model's load planned here.
+    """
+
+    name: str
+    batch_size: Annotated[int, Field(ge=1)]
+    rate_rps: float | None = None
+    latency_ms: float | None = None  # expected for one full batch, neighbours included
+    slowdown: Annotated[float, Field(ge=1)] = 1.0
+    memory_mib: float | None = None
+    latency: LinearLatency | LatencyTable | None = None
+
+
+class Gpulet(StrictModel):
+    """A share of one GPU served by one process.
+
+    `share_pct` None: unrestricted. `duty_cycle_ms`: the models take turns in rounds of this length (temporal sharing);
+    None: whichever batch is due runs.
+    """
+
+    id: str
+    gpu: str
+    share_pct: Annotated[float, Field(gt=0, le=100)] | None = None
+    memory_mib: Annotated[float, Field(gt=0)] | None = None  # cap of the process; None: no cap
+    duty_cycle_ms: Annotated[float, Field(gt=0)] | None = None
+    models: tuple[Replica, ...]
+
+    @property
+    def effective_share_pct(self) -> float:
+        """The share as a number: 100 where unrestricted."""
+        return 100.0 if self.share_pct is None else self.share_pct
+
+
+class ExpectedModel(StrictModel):
+    """What the plan promises for one model: requests per second in time, and the latency of its slowest replica's batch."""
+
+    goodput_rps: float
+    latency_ms: float | None = None
+
+
+class Expected(StrictModel):
+    """What the plan promises as a whole. `cost_per_hour` is None where a used GPU type has no price."""
+
+    goodput_rps: float = 0.0
+    gpus_used: int = 0
+    cost_per_hour: float | None = None
+    models: dict[str, ExpectedModel] = Field(default_factory=dict)
+
+
+class Plan(StrictModel):
+    """The decision of a policy, complete and immutable."""
+
+    schema_version: Annotated[int, Field(alias="schema")] = SCHEMA
+    policy: PolicyUsed
+    gpus: tuple[PlannedGpu, ...] = ()
+    gpulets: tuple[Gpulet, ...] = ()
+    expected: Expected = Expected()
+    unserved: tuple[str, ...] = ()
+    unserved_reasons: dict[str, str] = Field(default_factory=dict)
+    notes: tuple[str, ...] = ()  # which constraint bound, what was given up, over-commitment
+    models: tuple[ModelSpec, ...] = ()  # the workload's entries, for serving and simulation
+    mps: Literal["off", "auto", "required"] = "auto"
+
+    @field_validator("schema_version")
+    @classmethod
+    def _known_schema(cls, version: int) -> int:
+        if version != SCHEMA:
+            raise ValueError(
+                f"plan schema {version} is not supported by this version, which reads schema {SCHEMA}; "
+                "cure: Make the plan again with `tenuto plan`."
+            )
+        return version
+
+    def model(self, name: str) -> ModelSpec:
+        """Return the workload entry of a model; KeyError if the plan does not know it."""
+        for spec in self.models:
+            if spec.name == name:
+                return spec
+        raise KeyError(name)
+
+    def on_gpu(self, gpu_id: str) -> tuple[Gpulet, ...]:
+        """Return the gpu-lets of one GPU."""
+        return tuple(gpulet for gpulet in self.gpulets if gpulet.gpu == gpu_id)
+
+    def hosts_of(self, model: str) -> tuple[Gpulet, ...]:
+        """Return the gpu-lets on which a model is resident."""
+        return tuple(g for g in self.gpulets if any(replica.name == model for replica in g.models))
+
+    def to_data(self) -> dict[str, Any]:
+        """Return plain data in the key order of the file format."""
+        data = self.model_dump(mode="json", by_alias=True)
+        for gpulet in data["gpulets"]:
+            _drop(gpulet, memory_mib=None, duty_cycle_ms=None)
+            for replica in gpulet["models"]:
+                _drop(replica, rate_rps=None, latency_ms=None, slowdown=1.0, memory_mib=None, latency=None)
+        data["models"] = [m.model_dump(mode="json", exclude_defaults=True, exclude_none=True) for m in self.models]
+        return data
+
+    def dump(self) -> str:
+        """Render as YAML; `Plan.load` of the text gives an equal plan."""
+        return dump_yaml(self.to_data())
+
+    @classmethod
+    def from_data(cls, data: Any, *, origin: str = "plan") -> Plan:
+        """Validate plain data: a bare plan, or a Serve config that carries one.
+
+        Raises:
+            InvalidInputError: with every problem found.
+        """
+        if isinstance(data, dict) and "applications" in data:
+            data = _plan_in_serve_config(data, origin)
+        plan = parse_document(cls, data, origin=origin)
+        plan.check_references(origin)
+        return plan
+
+    @classmethod
+    def load(cls, path: str | Path) -> Plan:
+        """Read a plan file, bare or inside a Serve config; raises `InvalidInputError` with every problem found."""
+        return cls.from_data(load_document(path), origin=str(path))
+
+    def check_references(self, origin: str = "plan") -> None:
+        """Raise `InvalidInputError` when gpu-lets name unknown GPUs or ids, or models appear twice on one gpu-let."""
+        problems = []
+        gpus = {gpu.id for gpu in self.gpus}
+        seen: set[str] = set()
+        for index, gpulet in enumerate(self.gpulets):
+            where = f"{origin}: gpulets.{index}"
+            if gpulet.gpu not in gpus:
+                problems.append(Problem(f"{where}.gpu", gpulet.gpu, "no such GPU in the plan",
+                                        f"Use one of {', '.join(sorted(gpus)) or '(none)'}."))
+            if gpulet.id in seen:
+                problems.append(Problem(f"{where}.id", gpulet.id, "id is used twice", "Give each gpu-let its own id."))
+            seen.add(gpulet.id)
+            names = [replica.name for replica in gpulet.models]
+            for name in sorted({name for name in names if names.count(name) > 1}):
+                problems.append(Problem(f"{where}.models", name, "model appears twice on one gpu-let",
+                                        "Keep one entry; its batch size is the largest batch."))
+        if problems:
+            raise InvalidInputError(problems)
+
+
+def _drop(data: dict[str, Any], **defaults: Any) -> None:
+    for key, default in defaults.items():
+        if data.get(key) == default:
+            del data[key]
+
+
+def _plan_in_serve_config(config: dict[str, Any], origin: str) -> Any:
+    for application in config.get("applications") or []:
+        for deployment in application.get("deployments") or []:
+            user_config = deployment.get("user_config") or {}
+            if isinstance(user_config, dict) and "plan" in user_config:
+                return user_config["plan"]
+    raise InvalidInputError(
+        Problem(f"{origin}: applications", "(Serve config)", "carries no Tenuto plan",
+                "Write it with `tenuto plan … -o plan.yaml`.")
+    )

@@ -1,0 +1,165 @@
+"""The one path from policy to plan: decide, complete, validate. Every policy's plan goes through here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from tenuto.errors import InvalidInputError, Problem, raise_if_any
+from tenuto.placement.cluster import Cluster
+from tenuto.placement.plan import Expected, ExpectedModel, Gpulet, Plan, PolicyUsed, Replica
+from tenuto.placement.policy import Policy
+from tenuto.placement.workload import Workload, profile_of, profiles_of
+from tenuto.profiles import LatencyTable, LinearLatency, ModelProfile, Profiles
+
+__all__ = ["check_inputs", "check_plan", "complete", "solve"]
+
+
+def solve(policy: Policy, workload: Workload, cluster: Cluster, profiles: Profiles) -> Plan:
+    """Return the completed, validated plan of a policy.
+
+    Raises:
+        InvalidInputError: the inputs contradict each other, or the policy's plan breaks a rule; all problems at once.
+    """
+    check_inputs(workload, cluster, profiles)
+    plan = complete(policy.place(workload, cluster, profiles), policy, workload, cluster, profiles)
+    check_plan(plan, cluster)
+    return plan
+
+
+def check_inputs(workload: Workload, cluster: Cluster, profiles: Profiles) -> None:
+    """Raise `InvalidInputError` for models without a profile and SLOs that not even a batch of one can meet."""
+    problems: list[Problem] = []
+    for index, spec in enumerate(workload.models):
+        fastest = float("inf")
+        missing: list[Problem] = []
+        for gpu_type in cluster.gpu_types:
+            try:
+                model = profile_of(spec, gpu_type, profiles)
+                largest_share = max(model.shares())
+                fastest = min(fastest, model.latency_ms(1, largest_share))
+            except InvalidInputError as error:
+                missing += error.problems or (Problem("profiles", spec.name, str(error), "Give another profile."),)
+        if fastest == float("inf"):
+            problems += [Problem(f"models.{index}.profile", p.value, p.rule, p.cure) for p in missing]
+        elif spec.slo_ms < fastest:
+            problems.append(
+                Problem(f"models.{index}.slo_ms", spec.slo_ms,
+                        f"below the latency of a single request of '{spec.name}', {fastest:.4g} ms on the fastest GPU",
+                        f"Give an SLO above {fastest:.4g} ms, better twice that, or a faster GPU type.")
+            )
+    raise_if_any(problems)
+
+
+def complete(plan: Plan, policy: Policy, workload: Workload, cluster: Cluster, profiles: Profiles) -> Plan:
+    """Fill in what follows from the decision: GPUs used, latencies per replica, expected goodput, cost, the workload entries.
+
+    What a policy states itself (latency with interference, planned rate, goodput) is kept.
+    """
+    used = {gpulet.gpu for gpulet in plan.gpulets}
+    types = {gpu.id: gpu.type for gpu in cluster.gpus} | {gpu.id: gpu.type for gpu in plan.gpus}
+    tables = {kind: profiles_of(workload, kind, profiles) for kind in sorted({types[g] for g in used if g in types})}
+    gpulets = tuple(_completed(gpulet, tables[types[gpulet.gpu]]) if gpulet.gpu in types else gpulet for gpulet in plan.gpulets)
+    expected = plan.expected
+    if not expected.models:
+        expected = _expected(gpulets, workload)
+    prices = {gpu.type: gpu.price_per_hour for gpu in cluster.gpus}
+    costs = [prices.get(gpu.type) for gpu in plan.gpus if gpu.id in used]
+    cost = None if None in costs else round(sum(c for c in costs if c is not None), 6)
+    expected = expected.model_copy(update={"gpus_used": len(used), "cost_per_hour": cost})
+    reasons = {name: plan.unserved_reasons.get(name, "the policy gave no reason") for name in plan.unserved}
+    return plan.model_copy(
+        update={
+            "policy": PolicyUsed(name=getattr(policy, "name", type(policy).__name__), options=_plain_options(policy)),
+            "gpulets": gpulets,
+            "expected": expected,
+            "unserved_reasons": reasons,
+            "models": workload.models,
+            "mps": workload.mps,
+        }
+    )
+
+
+def _plain_options(policy: Policy) -> dict[str, object]:
+    return {k: list(v) if isinstance(v, tuple) else v for k, v in getattr(policy, "options", {}).items()}
+
+
+def _completed(gpulet: Gpulet, profiles: Mapping[str, ModelProfile]) -> Gpulet:
+    replicas = []
+    for replica in gpulet.models:
+        model: ModelProfile | None = profiles.get(replica.name)
+        if model is None:
+            replicas.append(replica)
+            continue
+        latency = replica.latency or _curve(model, gpulet.effective_share_pct, replica.batch_size)
+        update: dict[str, object] = {"latency": latency}
+        if replica.latency_ms is None:
+            update["latency_ms"] = round(latency.at(replica.batch_size) * replica.slowdown, 6)
+        if replica.memory_mib is None:
+            update["memory_mib"] = model.memory_mib(replica.batch_size, gpulet.effective_share_pct)
+        replicas.append(replica.model_copy(update=update))
+    return gpulet.model_copy(update={"models": tuple(replicas)})
+
+
+def _curve(model: ModelProfile, share_pct: float, batch_size: int) -> LatencyTable | LinearLatency:
+    """Return l(b) up to the planned batch size, as short as the measured points allow."""
+    latency = model.latency(share_pct)
+    if isinstance(latency, LinearLatency):
+        return latency
+    points = {b: ms for b, ms in latency.points.items() if b < batch_size}
+    points[batch_size] = latency.at(batch_size)
+    return LatencyTable(points={b: round(ms, 6) for b, ms in points.items()})
+
+
+def _expected(gpulets: tuple[Gpulet, ...], workload: Workload) -> Expected:
+    models: dict[str, ExpectedModel] = {}
+    for spec in workload.models:
+        capacity, latency = 0.0, None
+        for gpulet in gpulets:
+            for replica in gpulet.models:
+                if replica.name == spec.name and replica.latency_ms is not None:
+                    full = 1000.0 * replica.batch_size / replica.latency_ms / len(gpulet.models)
+                    capacity += replica.rate_rps if replica.rate_rps is not None else full
+                    latency = max(latency or 0.0, replica.latency_ms)
+        if latency is not None:
+            models[spec.name] = ExpectedModel(goodput_rps=round(min(spec.rate_rps, capacity), 6), latency_ms=latency)
+    return Expected(goodput_rps=round(sum(m.goodput_rps for m in models.values()), 6), models=models)
+
+
+def check_plan(plan: Plan, cluster: Cluster) -> None:
+    """Raise `InvalidInputError` when a plan breaks a rule that holds for every policy.
+
+    Rules: ids are consistent; models exist; memory of the gpu-lets of a GPU fits; shares sum to at most 100 % unless the plan's
+    notes say that it over-commits; every model is served or listed as unserved.
+    """
+    plan.check_references()
+    problems: list[Problem] = []
+    memory = {gpu.type: gpu.memory_mib for gpu in cluster.gpus}
+    known = {spec.name for spec in plan.models}
+    overcommits = any("over-commit" in note for note in plan.notes)
+    for gpu in plan.gpus:
+        gpulets = plan.on_gpu(gpu.id)
+        share = sum(g.effective_share_pct for g in gpulets)
+        if share > 100.0 + 1e-6 and not overcommits:
+            problems.append(Problem(f"gpus.{gpu.id}", share, "shares sum to more than 100 %", "Make the plan again."))
+        need = sum(_need(gpulet) for gpulet in gpulets)
+        if gpu.type in memory and need > memory[gpu.type] + 1e-6:
+            problems.append(
+                Problem(f"gpus.{gpu.id}", f"{need:.0f} MiB", f"more memory than the GPU has ({memory[gpu.type]:.0f} MiB)",
+                        "Use smaller batches, fewer models per GPU, or a larger GPU type.")
+            )
+    for gpulet in plan.gpulets:
+        for replica in gpulet.models:
+            if replica.name not in known:
+                problems.append(Problem(f"gpulets.{gpulet.id}.models", replica.name, "not a model of the workload",
+                                        f"Known models: {', '.join(sorted(known))}."))
+    served = {replica.name for gpulet in plan.gpulets for replica in gpulet.models}
+    for name in sorted(known - served - set(plan.unserved)):
+        problems.append(Problem("unserved", name, "neither served nor listed as unserved", "This is a fault of the policy."))
+    raise_if_any(problems)
+
+
+def _need(gpulet: Gpulet) -> float:
+    """Return the memory a gpu-let needs in MiB: its cap, or the sum of what its replicas are known to need."""
+    if gpulet.memory_mib is not None:
+        return gpulet.memory_mib
+    return sum(replica.memory_mib or 0.0 for replica in gpulet.models)

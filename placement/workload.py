@@ -1,0 +1,141 @@
+"""The workload: which models are asked for, how often, and how fast they must answer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, model_validator
+
+from tenuto.errors import InvalidInputError, MissingProfileError, Problem
+from tenuto.profiles import LatencyTable, LinearLatency, ModelProfile, Profiles
+from tenuto.profiles.documents import StrictModel, dump_yaml, load_document, parse_document
+
+__all__ = ["Arrival", "ModelSpec", "Workload", "profile_of"]
+
+Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=128)]
+Positive = Annotated[float, Field(gt=0)]
+
+
+class Arrival(StrictModel):
+    """How requests of a model arrive. Which other keys a process takes is checked where schedules are made."""
+
+    process: str = "poisson"
+    shape: Positive | None = None  # gamma: k; the coefficient of variation is k**-0.5
+    cv: Positive | None = None  # gamma: alternative to shape
+    path: str | None = None  # trace: CSV with time_ms and optionally model
+    options: dict[str, Any] = Field(default_factory=dict)
+
+
+class ModelSpec(StrictModel):
+    """One model of the workload. `name` is unique and appears in URLs; `weight` scales it in the goodput objective."""
+
+    name: Name
+    source: str | None = None  # torchvision/resnet50, transformers/bert, package.module:factory; default: the catalogue
+    rate_rps: Positive
+    slo_ms: Positive
+    arrival: Arrival = Arrival()
+    profile: str | None = None  # the profile row, when it differs from the name
+    latency: LinearLatency | LatencyTable | None = None  # inline profile: any GPU type, whole GPU
+    weight: Positive = 1.0
+    weights_path: str | None = None  # local safetensors or state dict; seeded random weights without it
+    options: dict[str, Any] = Field(default_factory=dict)  # passed to the executor, such as dtype
+
+    @property
+    def profile_row(self) -> str:
+        """The row of the profile files that describes this model."""
+        return self.profile or self.name
+
+    @model_validator(mode="after")
+    def _one_cost(self) -> ModelSpec:
+        if self.profile is not None and self.latency is not None:
+            raise ValueError("gives both 'profile' and 'latency'; cure: keep one of them")
+        return self
+
+
+class Workload(StrictModel):
+    """The models that share the cluster. Invariant: names are unique."""
+
+    models: tuple[ModelSpec, ...] = ()
+    mps: Literal["off", "auto", "required"] = "auto"  # CUDA MPS for gpu-lets that share a GPU
+
+    @model_validator(mode="after")
+    def _unique_names(self) -> Workload:
+        seen: set[str] = set()
+        problems = []
+        for index, model in enumerate(self.models):
+            if model.name in seen:
+                problems.append(
+                    Problem(f"models.{index}.name", model.name, "name is used twice",
+                            "Rename one of them; `profile:` lets both use the same measurements.")
+                )
+            seen.add(model.name)
+        if problems:
+            raise _as_value_error(problems)
+        return self
+
+    def __getitem__(self, name: str) -> ModelSpec:
+        """Return the model of that name; KeyError if there is none."""
+        for model in self.models:
+            if model.name == name:
+                return model
+        raise KeyError(name)
+
+    @property
+    def rate_rps(self) -> float:
+        """The offered rate of all models together."""
+        return sum(model.rate_rps for model in self.models)
+
+    @classmethod
+    def load(cls, path: str | Path) -> Workload:
+        """Read and validate a workload file; raises `InvalidInputError` with every problem found."""
+        return parse_document(cls, load_document(path), origin=str(path))
+
+    def dump(self) -> str:
+        """Render as YAML; `Workload.load` of the text gives an equal workload."""
+        return dump_yaml(self.model_dump(mode="json", exclude_defaults=True, exclude_none=True))
+
+    def scaled(self, factor: float) -> Workload:
+        """Return the same workload with every rate multiplied by `factor`."""
+        models = tuple(m.model_copy(update={"rate_rps": m.rate_rps * factor}) for m in self.models)
+        return self.model_copy(update={"models": models})
+
+
+def _as_value_error(problems: list[Problem]) -> ValueError:
+    text = " ".join(f"{p.path}: {p.value!r}: {p.rule}." for p in problems)
+    return ValueError(f"{text}; cure: {problems[0].cure}")
+
+
+def profile_of(spec: ModelSpec, gpu_type: str, profiles: Profiles) -> ModelProfile:
+    """Return what a workload's model costs on a GPU type: its inline latency, else its row of the profile files.
+
+    Raises:
+        InvalidInputError: neither exists; the message lists the known rows.
+    """
+    if isinstance(spec.latency, LinearLatency):
+        return ModelProfile(line=spec.latency)
+    if isinstance(spec.latency, LatencyTable):
+        points = [{"batch_size": size, "latency_ms": latency} for size, latency in spec.latency.points.items()]
+        return ModelProfile.model_validate({"points": points})
+    return profiles.get(spec.profile_row, gpu_type)
+
+
+def profiles_of(workload: Workload, gpu_type: str, profiles: Profiles) -> Mapping[str, ModelProfile]:
+    """Return the profile of every model by name.
+
+    Raises:
+        InvalidInputError: with one problem per model that has none.
+    """
+    found: dict[str, ModelProfile] = {}
+    problems: list[Problem] = []
+    for index, spec in enumerate(workload.models):
+        try:
+            found[spec.name] = profile_of(spec, gpu_type, profiles)
+        except MissingProfileError:
+            raise
+        except InvalidInputError as error:
+            problems += [Problem(f"models.{index}.profile", p.value, p.rule, p.cure) for p in error.problems]
+    if problems:
+        raise InvalidInputError(problems)
+    return found

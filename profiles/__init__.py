@@ -1,0 +1,16 @@
+"""What a model costs on a GPU type: recorded, measured, estimated, looked up."""
+
+from tenuto.profiles.latency import Latency, LatencyTable, LinearLatency
+from tenuto.profiles.profile import Fit, Measured, ModelProfile, Profile, ProfilePoint, Profiles
+
+__all__ = [
+    "Fit",
+    "Latency",
+    "LatencyTable",
+    "LinearLatency",
+    "Measured",
+    "ModelProfile",
+    "Profile",
+    "ProfilePoint",
+    "Profiles",
+]

@@ -1,0 +1,153 @@
+"""Read YAML and JSON documents into strict models and report every fault at once, each with its cure.
+
+All of Tenuto's files (profiles, workloads, clusters, plans) pass through here, so that an unknown key or a wrong unit
+reads the same everywhere.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import yaml
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from tenuto.errors import InvalidInputError, Problem
+
+__all__ = ["StrictModel", "dump_yaml", "load_document", "parse_document"]
+
+
+class StrictModel(BaseModel):
+    """Base of every file schema: frozen, comparable, unknown keys are errors (a typo must fail, not be ignored)."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+ModelT = TypeVar("ModelT", bound=BaseModel)
+
+# pydantic's error types, with what a user should do about each.
+_CURES = {
+    "missing": "Add this key.",
+    "greater_than": "Give a larger number.",
+    "greater_than_equal": "Give a larger number.",
+    "less_than": "Give a smaller number.",
+    "less_than_equal": "Give a smaller number.",
+    "finite_number": "Give a finite number.",
+    "float_parsing": "Give a number without a unit; the unit is in the key.",
+    "float_type": "Give a number without a unit; the unit is in the key.",
+    "int_parsing": "Give a whole number.",
+    "int_type": "Give a whole number.",
+    "int_from_float": "Give a whole number.",
+    "string_pattern_mismatch": "Use letters, digits, '.', '_' and '-' only, starting with a letter or digit.",
+    "literal_error": "Use one of the values listed.",
+    "union_tag_invalid": "Use one of the values listed.",
+    "too_short": "Give at least one entry.",
+    "model_type": "Give a mapping of keys to values.",
+    "list_type": "Give a list.",
+    "tuple_type": "Give a list.",
+    "dict_type": "Give a mapping of keys to values.",
+}
+
+
+def load_document(path: str | Path) -> Any:
+    """Parse a YAML or JSON file.
+
+    Raises:
+        InvalidInputError: the file is absent, unreadable, or not YAML; the message names line and column.
+    """
+    file = Path(path)
+    try:
+        text = file.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise InvalidInputError(f"{file}: no such file. Check the path.") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidInputError(f"{file}: cannot be read ({error}). Check that it is a readable text file.") from error
+    try:
+        return json.loads(text) if file.suffix == ".json" else yaml.safe_load(text)
+    except (yaml.YAMLError, json.JSONDecodeError) as error:
+        detail = " ".join(str(error).split())
+        raise InvalidInputError(f"{file}: not valid YAML or JSON ({detail}). Repair the syntax there.") from error
+
+
+def parse_document(model: type[ModelT], data: Any, *, origin: str = "") -> ModelT:
+    """Validate `data` against `model`.
+
+    Args:
+        model: the schema.
+        data: plain Python data as read from a file.
+        origin: prefix of the paths in error messages, such as a file name.
+
+    Raises:
+        InvalidInputError: with one `Problem` per fault, all of them.
+    """
+    if data is None or not isinstance(data, (dict, BaseModel)):
+        where = origin or model.__name__
+        raise InvalidInputError(
+            Problem(where, data, "must be a mapping of keys to values", "See the file formats in docs/files.md.")
+        )
+    try:
+        return model.model_validate(data)
+    except ValidationError as error:
+        raise InvalidInputError(list(_problems(error, model, origin))) from error
+
+
+def _problems(error: ValidationError, model: type[BaseModel], origin: str) -> Iterable[Problem]:
+    prefix = f"{origin}: " if origin else ""
+    for fault in error.errors(include_url=False):
+        context = fault.get("ctx", {})
+        inner = context.get("error")
+        path = prefix + (".".join(str(part) for part in fault["loc"]) or model.__name__)
+        if isinstance(inner, InvalidInputError) and inner.problems:
+            for problem in inner.problems:
+                yield Problem(f"{path}.{problem.path}".rstrip("."), problem.value, problem.rule, problem.cure)
+            continue
+        if fault["type"] == "extra_forbidden":
+            key = str(fault["loc"][-1])
+            yield Problem(path, fault["input"], "unknown key", _suggest(key, _known_keys(model, fault["loc"][:-1])))
+        else:
+            message = str(fault["msg"])
+            message = message.removeprefix("Value error, ")
+            rule, _, cure = message.partition("; cure: ")
+            yield Problem(path, fault["input"], rule[:1].lower() + rule[1:], cure or _CURES.get(fault["type"], "Correct the value."))
+
+
+def _known_keys(model: type[BaseModel], location: tuple[int | str, ...]) -> list[str]:
+    """Find the keys allowed at `location` by walking the JSON schema, which resolves nested and aliased fields."""
+    schema = model.model_json_schema(by_alias=True)
+    definitions = schema.get("$defs", {})
+
+    def resolve(node: dict[str, Any]) -> dict[str, Any]:
+        while "$ref" in node:
+            node = definitions[node["$ref"].rsplit("/", 1)[1]]
+        options = [option for option in node.get("anyOf", []) + node.get("oneOf", []) if option.get("type") != "null"]
+        return resolve(options[0]) if "properties" not in node and options else node
+
+    node = resolve(schema)
+    for part in location:
+        if isinstance(part, int):
+            node = resolve(node.get("items", {}))
+        elif part in node.get("properties", {}):
+            node = resolve(node["properties"][part])
+        else:
+            values = node.get("additionalProperties")
+            node = resolve(values) if isinstance(values, dict) else node
+    return sorted(node.get("properties", {}))
+
+
+def _suggest(key: str, known: list[str]) -> str:
+    close = difflib.get_close_matches(key, known, n=1)
+    listing = f"Known keys: {', '.join(known)}." if known else "Remove it."
+    return f"Did you mean '{close[0]}'? {listing}" if close else listing
+
+
+def dump_yaml(data: Any) -> str:
+    """Render plain data as YAML in a stable form: keys in the given order, no aliases, floats as Python prints them."""
+
+    class Dumper(yaml.SafeDumper):
+        def ignore_aliases(self, data: Any) -> bool:
+            return True
+
+    return yaml.dump(data, Dumper=Dumper, sort_keys=False, allow_unicode=True, width=120)

@@ -1,0 +1,46 @@
+"""GPU types Tenuto knows by name: memory, SM count and a list price, so that `--gpus v100:4` is enough.
+
+A type that is not listed here is used by giving `memory_mib` in the cluster file.
+Prices are on-demand US list prices of large clouds per GPU and hour, rounded; override with `price_per_hour`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["GPU_TYPES", "GpuType"]
+
+
+@dataclass(frozen=True)
+class GpuType:
+    """What is fixed by the kind of device.
+
+    `sm_count` is None where compute is not divided into streaming multiprocessors (`cpu`).
+    """
+
+    name: str
+    memory_mib: int
+    sm_count: int | None
+    price_per_hour: float | None
+
+
+GPU_TYPES: dict[str, GpuType] = {
+    kind.name: kind
+    for kind in (
+        GpuType("v100", 16_384, 80, 3.06),
+        GpuType("t4", 15_360, 40, 0.526),
+        GpuType("p100", 16_384, 56, 1.46),
+        GpuType("p4", 7_680, 20, 0.60),
+        GpuType("1080ti", 11_264, 28, None),
+        GpuType("titanx", 12_288, 24, None),
+        GpuType("2080ti", 11_264, 68, None),
+        GpuType("3080", 10_240, 68, None),
+        GpuType("a10g", 24_576, 80, 1.006),
+        GpuType("l4", 24_576, 58, 0.71),
+        GpuType("a100", 40_960, 108, 3.67),
+        GpuType("h100", 81_920, 132, 6.98),
+        GpuType("h200", 144_384, 132, 7.91),
+        # The processor of this machine, shared by threads instead of SMs; memory is the host's and checked on the node.
+        GpuType("cpu", 16_384, None, None),
+    )
+}

@@ -1,0 +1,226 @@
+"""Profiles: what a model costs on a GPU type, by batch size and share, and how to look it up.
+
+A profile never invents a number: between measured points it interpolates, outside them it raises
+`MissingProfileError`. Measuring is `tenuto.profiles.measure`; the shipped files are in `profiles/data`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import Field
+
+from tenuto.errors import InvalidInputError, MissingProfileError, Problem
+from tenuto.profiles.documents import StrictModel, dump_yaml, load_document, parse_document
+from tenuto.profiles.latency import LatencyTable, LinearLatency
+
+__all__ = ["Fit", "Measured", "ModelProfile", "Profile", "ProfilePoint", "Profiles"]
+
+Positive = Annotated[float, Field(gt=0)]
+
+
+class ProfilePoint(StrictModel):
+    """One measurement: a batch size on a share of the GPU, alone on the device.
+
+    A value that could not be measured or read is absent (None), never a guess.
+    """
+
+    batch_size: Annotated[int, Field(ge=1)]
+    share_pct: Annotated[float, Field(gt=0, le=100)] = 100.0
+    latency_ms: Positive
+    latency_spread_ms: Annotated[float, Field(ge=0)] | None = None  # half the distance of the 10th and 90th percentile
+    throughput_rps: Positive | None = None  # printed separately where more precise than batch / latency
+    memory_mib: Annotated[float, Field(ge=0)] | None = None
+    metrics: dict[str, float] = Field(default_factory=dict)
+
+
+class Fit(StrictModel):
+    """The line l(b) = alpha_ms*b + beta_ms through the whole-GPU points, and how well it fits."""
+
+    alpha_ms: float
+    beta_ms: float
+    r_squared: float | None = None
+    max_error_pct: float | None = None
+
+
+class Measured(StrictModel):
+    """Where and when a profile was measured."""
+
+    hardware: str
+    date: str
+    versions: dict[str, str] = Field(default_factory=dict)
+    command: str | None = None
+
+
+class ModelProfile(StrictModel):
+    """All that is known about one model on one GPU type. Invariant: at least one point or an inline line."""
+
+    points: tuple[ProfilePoint, ...] = ()
+    line: LinearLatency | None = None  # a latency given as coefficients only, valid for every batch size
+    fit: Fit | None = None
+    weights_mib: float | None = None
+    coefficients: dict[str, float] = Field(default_factory=dict)  # named model constants, such as iGniter's k1..k5
+    doubts: tuple[str, ...] = ()
+
+    def shares(self) -> tuple[float, ...]:
+        """Return the measured shares in percent, ascending; (100.0,) for a line."""
+        return tuple(sorted({point.share_pct for point in self.points})) or (100.0,)
+
+    def batch_sizes(self, share_pct: float = 100.0) -> tuple[int, ...]:
+        """Return the measured batch sizes at a share, ascending; empty for a line or an unmeasured share."""
+        return tuple(sorted(point.batch_size for point in self.points if point.share_pct == share_pct))
+
+    def point(self, batch_size: int, share_pct: float = 100.0) -> ProfilePoint:
+        """Return the measured point.
+
+        Raises:
+            MissingProfileError: this combination was not measured.
+        """
+        for point in self.points:
+            if point.batch_size == batch_size and point.share_pct == share_pct:
+                return point
+        raise MissingProfileError(
+            f"no measurement at batch size {batch_size} and share {share_pct:g} %. Measured shares: {self.shares()}."
+        )
+
+    def latency(self, share_pct: float = 100.0) -> LatencyTable | LinearLatency:
+        """Return l(b) at a share.
+
+        Raises:
+            MissingProfileError: the share was not measured and is not between two measured ones.
+        """
+        if self.line is not None:
+            if share_pct != 100.0:
+                raise MissingProfileError(
+                    f"share {share_pct:g} %: an inline latency is known for the whole GPU only. Give a profile instead."
+                )
+            return self.line
+        exact = {p.batch_size: p.latency_ms for p in self.points if p.share_pct == share_pct}
+        if exact:
+            return LatencyTable(points=exact)
+        return LatencyTable(points=self._between_shares(share_pct))
+
+    def _between_shares(self, share_pct: float) -> dict[int, float]:
+        """Interpolate linearly in 1/share, the form of compute-bound work (iGniter eq. 11 with k4 = 0)."""
+        shares = self.shares()
+        below = max((s for s in shares if s < share_pct), default=None)
+        above = min((s for s in shares if s > share_pct), default=None)
+        if below is None or above is None:
+            raise MissingProfileError(
+                f"share {share_pct:g} % is outside the measured shares {shares}. Profile it with --shares."
+            )
+        weight = (1 / below - 1 / share_pct) / (1 / below - 1 / above)
+        low, high = self.latency(below), self.latency(above)
+        common = set(self.batch_sizes(below)) & set(self.batch_sizes(above))
+        if not common:
+            raise MissingProfileError(f"no batch size was measured at both {below:g} % and {above:g} %. Profile it.")
+        return {b: low.at(b) * (1 - weight) + high.at(b) * weight for b in sorted(common)}
+
+    def latency_ms(self, batch_size: int, share_pct: float = 100.0) -> float:
+        """Return the latency of one batch in ms; see `latency` for the errors."""
+        return self.latency(share_pct).at(batch_size)
+
+    def throughput_rps(self, batch_size: int, share_pct: float = 100.0) -> float:
+        """Return requests per second when batches of this size follow each other without a gap."""
+        for point in self.points:
+            if (point.batch_size, point.share_pct) == (batch_size, share_pct) and point.throughput_rps is not None:
+                return point.throughput_rps
+        return 1000.0 * batch_size / self.latency_ms(batch_size, share_pct)
+
+    def memory_mib(self, batch_size: int, share_pct: float = 100.0) -> float | None:
+        """Return the memory of one replica at the next measured batch size, or None where it was not measured."""
+        candidates = sorted(
+            (p for p in self.points if p.batch_size >= batch_size and p.memory_mib is not None),
+            key=lambda p: (p.batch_size, abs(p.share_pct - share_pct)),
+        )
+        return candidates[0].memory_mib if candidates else None
+
+    def metric(self, name: str, batch_size: int, share_pct: float = 100.0) -> float:
+        """Return a kernel metric at a measured point.
+
+        Raises:
+            MissingProfileError: the point or this metric was not measured.
+        """
+        value = self.point(batch_size, share_pct).metrics.get(name)
+        if value is None:
+            raise MissingProfileError(f"metric '{name}' is missing at batch size {batch_size}, share {share_pct:g} %.")
+        return value
+
+
+class Profile(StrictModel):
+    """A profile file: several models on one GPU type."""
+
+    schema_version: Annotated[int, Field(alias="schema", ge=1, le=1)] = 1
+    name: str
+    gpu_type: str
+    source: str
+    measured: Measured | None = None
+    memory_mib: Annotated[float, Field(gt=0)] | None = None  # memory of the device that was measured
+    coefficients: dict[str, float] = Field(default_factory=dict)  # of the hardware, such as iGniter's alpha_f
+    doubts: tuple[str, ...] = ()
+    models: dict[str, ModelProfile]
+
+    @classmethod
+    def load(cls, path: str | Path) -> Profile:
+        """Read and validate a profile file; raises `InvalidInputError` with every problem found."""
+        return parse_document(cls, load_document(path), origin=str(path))
+
+    def dump(self) -> str:
+        """Render as YAML; `Profile.load` of the text gives an equal profile."""
+        data: dict[str, Any] = self.model_dump(mode="json", by_alias=True, exclude_none=True, exclude_defaults=True)
+        return dump_yaml({"schema": 1, **data})
+
+
+class Profiles:
+    """Several profile files, looked up by model row and GPU type. Earlier files win over later ones."""
+
+    def __init__(self, profiles: Iterable[Profile]) -> None:
+        self._profiles = tuple(profiles)
+
+    def __iter__(self) -> Any:
+        return iter(self._profiles)
+
+    def gpu_types(self) -> tuple[str, ...]:
+        """Return the GPU types covered."""
+        return tuple(dict.fromkeys(profile.gpu_type for profile in self._profiles))
+
+    def for_type(self, gpu_type: str) -> Mapping[str, ModelProfile]:
+        """Return every model measured on a GPU type."""
+        merged: dict[str, ModelProfile] = {}
+        for profile in self._profiles:
+            if profile.gpu_type == gpu_type:
+                for name, model in profile.models.items():
+                    merged.setdefault(name, model)
+        return merged
+
+    def hardware(self, gpu_type: str) -> Mapping[str, float]:
+        """Return the hardware coefficients of a GPU type, empty where none are known."""
+        merged: dict[str, float] = {}
+        for profile in self._profiles:
+            if profile.gpu_type == gpu_type:
+                for name, value in profile.coefficients.items():
+                    merged.setdefault(name, value)
+        return merged
+
+    def get(self, row: str, gpu_type: str) -> ModelProfile:
+        """Return what is known about a model on a GPU type.
+
+        Raises:
+            InvalidInputError: no profile has this row for this type; the message lists those that exist.
+        """
+        models = self.for_type(gpu_type)
+        if row in models:
+            return models[row]
+        if not models:
+            known = ", ".join(self.gpu_types()) or "none"
+            raise InvalidInputError(
+                Problem("profiles", gpu_type, f"no profile was measured on GPU type '{gpu_type}'",
+                        f"Measure one with `tenuto profile`, or pass --profiles. Types with profiles: {known}.")
+            )
+        raise InvalidInputError(
+            Problem("profiles", row, f"no profile of '{row}' on GPU type '{gpu_type}'",
+                    f"Measure it with `tenuto profile {row}`, or give `profile:` in the workload. "
+                    f"Known: {', '.join(sorted(models))}.")
+        )

@@ -1,0 +1,88 @@
+"""The one tree of exceptions; a leaf module that every folder may import.
+
+    TenutoError
+    ├── InvalidInputError      the caller must change what was passed in      (exit code 2)
+    │   └── MissingProfileError  a profile lacks the measurement asked for
+    ├── UnavailableError       retry later, or reduce the load                 (exit code 3)
+    └── EnvironmentFaultError  an operator must repair the machine or cluster  (exit code 3)
+
+Expiry and rejection of requests are ordinary values on the request path (see `tenuto.batching`), never exceptions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+__all__ = [
+    "EnvironmentFaultError",
+    "InvalidInputError",
+    "MissingProfileError",
+    "Problem",
+    "TenutoError",
+    "UnavailableError",
+]
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One thing wrong with an input: where it is, what was found, which rule it breaks and how to cure it."""
+
+    path: str
+    value: Any
+    rule: str
+    cure: str
+
+    def __str__(self) -> str:
+        shown = repr(self.value)
+        if len(shown) > 80:
+            shown = shown[:77] + "..."
+        return f"{self.path}: {shown}: {self.rule}. {self.cure}"
+
+
+class TenutoError(Exception):
+    """Base class of every error Tenuto raises on purpose; its message says what to do next."""
+
+    exit_code = 3
+
+
+class InvalidInputError(TenutoError):
+    """A file, argument or request body must be changed; `problems` lists everything found wrong, not only the first."""
+
+    exit_code = 2
+
+    def __init__(self, problems: Problem | str | Sequence[Problem]) -> None:
+        """Accept one problem, several, or a plain message.
+
+        The argument goes to the base class as it is, so that the exception survives pickling between processes.
+        """
+        super().__init__(problems)
+        self.problems: tuple[Problem, ...]
+        if isinstance(problems, str):
+            self._text, self.problems = problems, ()
+        else:
+            self.problems = (problems,) if isinstance(problems, Problem) else tuple(problems)
+            self._text = "\n".join(str(problem) for problem in self.problems)
+
+    def __str__(self) -> str:
+        return self._text
+
+
+class MissingProfileError(InvalidInputError):
+    """A profile has no measurement for the model, batch size, share or metric asked for."""
+
+
+class UnavailableError(TenutoError):
+    """Something is not ready or overloaded; the same call may succeed later."""
+
+
+class EnvironmentFaultError(TenutoError):
+    """The machine, the Ray cluster or a driver is not as required; the message names the repair."""
+
+
+def raise_if_any(problems: Iterable[Problem]) -> None:
+    """Raise one `InvalidInputError` with all problems, or return when there are none."""
+    found = tuple(problems)
+    if found:
+        raise InvalidInputError(found)
