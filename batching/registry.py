@@ -1,0 +1,45 @@
+"""Schedulers by name. Modules are imported on first use, so that one scheduler does not pay for the others."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from typing import Any
+
+from tenuto.batching.interface import Scheduler, Setup
+from tenuto.errors import InvalidInputError, Problem
+
+__all__ = ["SCHEDULERS", "make_scheduler", "scheduler_class"]
+
+SCHEDULERS: dict[str, str] = {
+    "deferred": "tenuto.batching.deferred:DeferredScheduler",
+    "eager": "tenuto.batching.rivals.eager:EagerScheduler",
+    "timeout": "tenuto.batching.rivals.timeout:TimeoutScheduler",
+    "clockwork": "tenuto.batching.rivals.clockwork:ClockworkScheduler",
+    "nexus": "tenuto.batching.rivals.nexus:NexusScheduler",
+    "shepherd": "tenuto.batching.rivals.shepherd:ShepherdScheduler",
+}
+
+
+def scheduler_class(name: str) -> type[Scheduler]:
+    """Return the class of a scheduler.
+
+    Raises:
+        InvalidInputError: unknown name; lists the known ones.
+    """
+    target = SCHEDULERS.get(name)
+    if target is None:
+        raise InvalidInputError(Problem("--scheduler", name, "unknown scheduler", f"Use one of {', '.join(SCHEDULERS)}."))
+    module, _, attribute = target.partition(":")
+    found: type[Scheduler] = getattr(importlib.import_module(module), attribute)
+    return found
+
+
+def make_scheduler(name: str, setup: Setup, options: Mapping[str, Any] | None = None) -> Scheduler:
+    """Build a scheduler by name with options as given on the command line.
+
+    Raises:
+        InvalidInputError: unknown scheduler or option, unusable value, or a set-up with impossible numbers.
+    """
+    kind = scheduler_class(name)
+    return kind(setup, kind.options_type.parse(name, options or {}))

@@ -1,0 +1,113 @@
+"""Turn plans and workloads into what a scheduler is built from.
+
+Two ways: from a plan, gpu-let by gpu-let; or Symphony's plain setting, in which every GPU holds every model.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from tenuto.batching.interface import GpuletSpec, Host, NetworkDelay, SchedulerModel, Setup
+from tenuto.errors import InvalidInputError, Problem
+from tenuto.placement import Cluster, Plan, Workload, profile_of
+from tenuto.profiles import Latency, LatencyTable, Profiles
+
+__all__ = ["everywhere", "everywhere_linear", "from_plan", "latency_steps"]
+
+
+def latency_steps(latency: Latency, slo_ms: float, max_batch: int | None = None) -> tuple[float, ...]:
+    """Return l(0..b) in ms, where b is the largest batch that can run within the SLO, or `max_batch`; at least 1.
+
+    A table that was measured from a larger batch on is used downwards as an upper bound; latencies never fall as b grows.
+    """
+    largest = latency.largest_batch(slo_ms) if max_batch is None else max_batch
+    if isinstance(latency, LatencyTable):
+        largest = min(largest, latency.largest)
+    steps = [0.0]
+    for size in range(1, max(1, largest) + 1):
+        steps.append(max(steps[-1], latency.at(size)))
+    return tuple(steps)
+
+
+def from_plan(plan: Plan, network: NetworkDelay = NetworkDelay()) -> Setup:
+    """Return the set-up of a plan: its gpu-lets in file order, each holding its replicas up to their planned batch size.
+
+    Models the plan leaves unserved keep their index but have no host.
+
+    Raises:
+        InvalidInputError: a replica without latency, a replica of a model the plan does not list, or an SLO that no batch can meet.
+    """
+    index = {spec.name: position for position, spec in enumerate(plan.models)}
+    models = tuple(SchedulerModel(spec.name, spec.slo_ms, spec.rate_rps, spec.weight) for spec in plan.models)
+    problems: list[Problem] = []
+    gpulets = []
+    shared: dict[tuple[tuple[int, Host], ...], dict[int, Host]] = {}
+    for position, gpulet in enumerate(plan.gpulets):
+        hosts: dict[int, Host] = {}
+        for replica in gpulet.models:
+            where = f"gpulets.{position}.models.{replica.name}"
+            if replica.name not in index:
+                problems.append(Problem(where, replica.name, "the plan has no entry for this model under `models`",
+                                        "Make the plan again with `tenuto plan`."))
+            elif replica.latency is None:
+                problems.append(Problem(where, None, "the replica carries no latency", "Make the plan again with `tenuto plan`."))
+            else:
+                spec = plan.models[index[replica.name]]
+                steps = latency_steps(replica.latency, spec.slo_ms, replica.batch_size)
+                hosts[index[replica.name]] = Host(steps, replica.slowdown)
+        key = tuple(hosts.items())
+        gpulets.append(GpuletSpec(gpulet.id, gpulet.gpu, shared.setdefault(key, hosts)))
+    if problems:
+        raise InvalidInputError(problems)
+    return _checked(Setup(models, tuple(gpulets), network))
+
+
+def everywhere(workload: Workload, cluster: Cluster, profiles: Profiles, network: NetworkDelay = NetworkDelay()) -> Setup:
+    """Return Symphony's plain setting: each GPU of the cluster is one gpu-let that holds every model of the workload.
+
+    Raises:
+        InvalidInputError: a model without profile, or an SLO that no batch can meet.
+    """
+    models = tuple(SchedulerModel(spec.name, spec.slo_ms, spec.rate_rps, spec.weight) for spec in workload.models)
+    by_type: dict[str, dict[int, Host]] = {}
+    for gpu_type in cluster.gpu_types:
+        by_type[gpu_type] = {
+            position: Host(latency_steps(profile_of(spec, gpu_type, profiles).latency(), spec.slo_ms))
+            for position, spec in enumerate(workload.models)
+        }
+    gpulets = tuple(GpuletSpec(f"{gpu.id}/a", gpu.id, by_type[gpu.type]) for gpu in cluster.gpus)
+    return _checked(Setup(models, gpulets, network))
+
+
+def everywhere_linear(
+    models: Sequence[tuple[str, float, float, float, float | None]], n_gpus: int, network: NetworkDelay = NetworkDelay()
+) -> Setup:
+    """Return the plain setting for models given as (name, alpha_ms, beta_ms, slo_ms, rate_rps or None).
+
+    Raises:
+        InvalidInputError: coefficients or SLOs that are not finite and positive, or an SLO that no batch can meet.
+    """
+    problems = []
+    for name, alpha_ms, beta_ms, slo_ms, _ in models:
+        for key, value, least in (("alpha_ms", alpha_ms, 1e-9), ("beta_ms", beta_ms, 0.0), ("slo_ms", slo_ms, 1e-9)):
+            if not (math.isfinite(value) and value >= least):
+                problems.append(Problem(f"{name}.{key}", value, "must be a positive number", "Correct the value."))
+    if n_gpus < 1:
+        problems.append(Problem("n_gpus", n_gpus, "must be at least 1", "Give at least one GPU."))
+    if problems:
+        raise InvalidInputError(problems)
+    hosts: dict[int, Host] = {}
+    for position, (_, alpha_ms, beta_ms, slo_ms, _) in enumerate(models):
+        largest = max(1, math.floor((slo_ms - beta_ms) / alpha_ms + 1e-9))
+        hosts[position] = Host((0.0, *(alpha_ms * size + beta_ms for size in range(1, largest + 1))))
+    gpulets = tuple(GpuletSpec(f"g{number}/a", f"g{number}", hosts) for number in range(n_gpus))
+    specs = tuple(SchedulerModel(name, slo_ms, rate_rps) for name, _, _, slo_ms, rate_rps in models)
+    return _checked(Setup(specs, gpulets, network))
+
+
+def _checked(setup: Setup) -> Setup:
+    problems = setup.problems() or setup.unserveable()
+    if problems:
+        raise InvalidInputError(problems)
+    return setup
