@@ -1,0 +1,227 @@
+"""`tenuto plan`: find, validate, explain, compare, draw and write a plan."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+from rich.markup import escape
+from rich.table import Table
+
+from tenuto.cli.common import (
+    cluster_from,
+    cluster_options,
+    emit_json,
+    parse_options,
+    profiles_from,
+    progress_console,
+    stdout_console,
+)
+from tenuto.errors import InvalidInputError, Problem
+from tenuto.placement import Cluster, Plan, Policy, Workload, load_policy, solve
+from tenuto.placement.solve import check_inputs
+from tenuto.placement.table import PlanTotals, compare_rows, rows_of, totals_of, why_unserved
+from tenuto.profiles import Profiles
+
+__all__ = ["command"]
+
+T = TypeVar("T")
+
+
+class _Faults:
+    """Runs steps that may each find input wrong, so that a user sees every problem in one go."""
+
+    def __init__(self) -> None:
+        self.problems: list[Problem] = []
+
+    def attempt(self, step: Callable[[], T]) -> T | None:
+        try:
+            return step()
+        except InvalidInputError as error:
+            self.problems += error.problems or (_loose(str(error)),)
+            return None
+
+    def raise_if_any(self) -> None:
+        if self.problems:
+            raise InvalidInputError(list(dict.fromkeys(self.problems)))
+
+
+def _loose(text: str) -> Problem:
+    """Turn a plain message `what: rule. Cure.` into a problem of the same wording."""
+    path, _, rest = text.partition(": ")
+    rule, _, cure = rest.partition(". ")
+    return Problem(path, None, rule or text, cure or "Correct it.")
+
+
+@click.command("plan")
+@click.argument("workload_file", metavar="WORKLOAD")
+@click.option("--policy", "policy_name", default="ffd", show_default=True, metavar="NAME|FILE.py:CLASS",
+              help="Placement policy; see `tenuto policies`.")
+@click.option("--compare", metavar="NAME,NAME…", help="Plan with several policies and print them side by side.")
+@cluster_options
+@click.option("--option", "options", multiple=True, metavar="K=V", help="Option of the policy; repeatable.")
+@click.option("-o", "--output", type=click.Path(dir_okay=False), metavar="FILE",
+              help="Write the plan as a Serve config for `serve deploy`.")
+@click.option("--executor", type=click.Choice(["auto", "torch", "emulated"]), default="auto", show_default=True,
+              help="How the written plan's gpu-lets run their models.")
+@click.option("--picture", type=click.Path(dir_okay=False), metavar="FILE.svg",
+              help="Draw the GPUs with their gpu-lets.")
+@click.option("--json", "as_json", is_flag=True, help="Print the plan as JSON.")
+def command(
+    workload_file: str, policy_name: str, compare: str | None, gpus: str | None, cluster_file: str | None,
+    elastic: bool, profile_names: tuple[str, ...], options: tuple[str, ...], output: str | None, executor: str, picture: str | None,
+    as_json: bool,
+) -> None:
+    """Find and validate a plan for WORKLOAD on a cluster.
+
+    Example: tenuto plan workload.yaml --policy usher --gpus v100:4 -o plan.yaml
+    """
+    names = [name.strip() for name in compare.split(",") if name.strip()] if compare else [policy_name]
+    if compare and (output or picture):
+        raise InvalidInputError(
+            Problem("--compare", compare, "writes no plan and no picture",
+                    "Choose one policy with --policy for -o and --picture.")
+        )
+    workload, cluster, profiles, policies = _inputs(
+        workload_file, names, gpus, cluster_file, elastic, profile_names, options, strict_options=not compare
+    )
+    plans = {name: solve(policy, workload, cluster, profiles) for name, policy in policies.items()}
+    if compare:
+        if as_json:
+            emit_json({"plans": {name: plan.to_data() for name, plan in plans.items()}})
+        else:
+            _print_comparison(plans)
+        return
+    plan = plans[policy_name]
+    if output:
+        _write(Path(output), _document(plan, executor))
+    if picture:
+        from tenuto.placement.picture import draw
+
+        _write(Path(picture), draw(plan))
+    if as_json:
+        emit_json(plan.to_data())
+    else:
+        _print_plan(plan)
+    for path in filter(None, (output, picture)):
+        progress_console().print(f"wrote {escape(path)}")
+
+
+def _inputs(
+    workload_file: str, names: list[str], gpus: str | None, cluster_file: str | None, elastic: bool,
+    profile_names: tuple[str, ...], options: tuple[str, ...], *, strict_options: bool,
+) -> tuple[Workload, Cluster, Profiles, dict[str, Policy]]:
+    """Read all inputs and raise one `InvalidInputError` with the problems of all of them."""
+    faults = _Faults()
+    workload = faults.attempt(lambda: Workload.load(workload_file))
+    cluster = faults.attempt(lambda: cluster_from(gpus, cluster_file, elastic))
+    values = faults.attempt(lambda: parse_options(options)) or {}
+    policies = {name: faults.attempt(partial(_policy, name, values, strict_options)) for name in names}
+    types = cluster.gpu_types if cluster else ()
+    profiles = faults.attempt(lambda: profiles_from(profile_names, types))
+    if workload and cluster and profiles is not None:
+        faults.attempt(lambda: check_inputs(workload, cluster, profiles))
+    faults.raise_if_any()
+    if workload is None or cluster is None or profiles is None:  # never after raise_if_any; tells the type checker so
+        raise InvalidInputError("incomplete input. Correct the problems above.")
+    return workload, cluster, profiles, {name: policy for name, policy in policies.items() if policy is not None}
+
+
+def _policy(name: str, options: dict[str, Any], strict: bool) -> Policy:
+    """Load a policy; when comparing, an option goes to the policies that have it."""
+    if strict:
+        return load_policy(name, options)
+    known = type(load_policy(name)).__init__
+    parameters = set(getattr(known, "__kwdefaults__", None) or {})
+    return load_policy(name, {key: value for key, value in options.items() if key in parameters})
+
+
+def _document(plan: Plan, executor: str) -> str:
+    """Return the Serve config which carries the plan; the bare plan where serving is not installed."""
+    from tenuto.profiles.documents import dump_yaml
+
+    if importlib.util.find_spec("tenuto.deployments.config") is None:
+        return plan.dump()
+    from tenuto.deployments.config import serve_config
+
+    return dump_yaml(serve_config(plan, executor=executor))
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        problem = Problem(str(path), None, f"cannot be written ({error.strerror})", "Give a writable path.")
+        raise InvalidInputError(problem) from error
+
+
+def _number(value: float | None, unit: str = "") -> str:
+    return "-" if value is None else f"{value:,.4g}{unit}" if abs(value) < 10_000 else f"{value:,.0f}{unit}"
+
+
+def _print_plan(plan: Plan) -> None:
+    console = stdout_console()
+    table = Table(box=None, header_style="bold")
+    for heading in ("GPU", "type", "gpu-let", "share", "model"):
+        table.add_column(heading, overflow="fold")
+    for heading in ("batch", "latency ms", "SLO ms", "rate rps", "memory MiB"):
+        table.add_column(heading, justify="right")
+    rows = rows_of(plan)
+    previous = ("", "")
+    for row in rows:
+        share = "all" if row.share_pct is None else f"{row.share_pct:g} %"
+        place = (row.gpu, row.gpulet)
+        table.add_row(
+            row.gpu if row.gpu != previous[0] else "", row.gpu_type if row.gpu != previous[0] else "",
+            *((row.gpulet, share) if place != previous else ("", "")), row.model, str(row.batch_size),
+            _number(row.latency_ms), _number(row.slo_ms), _number(row.rate_rps), _number(row.memory_mib),
+        )
+        previous = place
+    if rows:
+        console.print(table)
+    idle = [gpu.id for gpu in plan.gpus if not plan.on_gpu(gpu.id)]
+    if idle:
+        console.print(f"idle: {_shortened(idle)}")
+    for name, reason in why_unserved(plan):
+        console.print(f"unserved: {escape(name)}: {escape(reason)}")
+    for note in plan.notes:
+        console.print(f"note: {escape(note)}")
+    console.print(f"{plan.policy.name}: {_totals(totals_of(plan))}")
+
+
+def _shortened(ids: list[str]) -> str:
+    return ", ".join(ids) if len(ids) <= 8 else f"{', '.join(ids[:8])} and {len(ids) - 8} more"
+
+
+def _totals(totals: PlanTotals) -> str:
+    cost = "" if totals.cost_per_hour is None else f", {totals.cost_per_hour:,.2f} $/h"
+    return (
+        f"{_number(totals.goodput_rps)} of {_number(totals.offered_rps)} rps expected, "
+        f"{totals.served} of {totals.models} models, "
+        f"{totals.gpus_used} of {totals.gpus} GPUs{cost}"
+    )
+
+
+def _print_comparison(plans: dict[str, Plan]) -> None:
+    console = stdout_console()
+    table = Table(box=None, header_style="bold")
+    table.add_column("")
+    for name in plans:
+        table.add_column(name, overflow="fold")
+    for model, cells in compare_rows(plans):
+        table.add_row(escape(model), *(cells[name] for name in plans))
+    totals = [totals_of(plan) for plan in plans.values()]
+    table.add_section()
+    table.add_row("expected rps", *(_number(t.goodput_rps) for t in totals))
+    table.add_row("offered rps", *(_number(t.offered_rps) for t in totals))
+    table.add_row("models served", *(f"{t.served} of {t.models}" for t in totals))
+    table.add_row("GPUs used", *(f"{t.gpus_used} of {t.gpus}" for t in totals))
+    table.add_row("$/hour", *(_number(t.cost_per_hour) for t in totals))
+    console.print(table)
+    for name, plan in plans.items():
+        for model, reason in why_unserved(plan):
+            console.print(f"{name}: unserved: {escape(model)}: {escape(reason)}")
