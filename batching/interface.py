@@ -1,7 +1,7 @@
 """What every scheduler is: events go in with an explicit time, decisions come out; no I/O, no clock, no randomness.
 
-The virtual-time driver (`tenuto.batching.simulator`) and the asyncio driver of the dispatcher run the same object, so what is
-simulated is what is served. All times are float milliseconds on one axis whose origin the driver chooses.
+The virtual-time driver (`tenuto.batching.simulator`) and the asyncio driver of the dispatcher run the same object, so
+what is simulated is what is served. All times are float milliseconds on one axis whose origin the driver chooses.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from typing import Any, ClassVar, NamedTuple
 
 from tenuto.errors import InvalidInputError, Problem
@@ -25,15 +25,19 @@ __all__ = [
     "Scheduler",
     "SchedulerModel",
     "SchedulerOptions",
+    "TIME_TOLERANCE_MS",
     "Setup",
 ]
 
 INF = math.inf
 
+# A nanosecond: sums of times in different order may differ by rounding, and a deadline met exactly is met.
+TIME_TOLERANCE_MS = 1e-6
+
 
 @dataclass(frozen=True, slots=True)
 class SchedulerModel:
-    """A model as the scheduler sees it. `rate_rps` is a first guess of the offered rate (None: unknown), never trusted for long."""
+    """A model as the scheduler sees it. `rate_rps` is a first guess of the offered rate (None: unknown)."""
 
     name: str
     slo_ms: float
@@ -78,8 +82,8 @@ class GpuletSpec:
 class NetworkDelay:
     """Delays to budget, in ms (Symphony, appendix D).
 
-    A batch of b that is dispatched now can start after `ctrl_ms + data_ms_per_request * b`; its answer reaches the client
-    `response_ms` after its end.
+    A batch of b that is dispatched now can start after `ctrl_ms + data_ms_per_request * b`; its answer reaches the
+    client `response_ms` after its end.
     """
 
     ctrl_ms: float = 0.0
@@ -100,9 +104,11 @@ class Setup:
         found = []
         for index, model in enumerate(self.models):
             if not (math.isfinite(model.slo_ms) and model.slo_ms > 0):
-                found.append(Problem(f"models.{index}.slo_ms", model.slo_ms, "must be a positive number of ms", "Give a larger SLO."))
+                found.append(Problem(f"models.{index}.slo_ms", model.slo_ms, "must be a positive number of ms",
+                                     "Give a larger SLO."))
             if model.rate_rps is not None and not (math.isfinite(model.rate_rps) and model.rate_rps > 0):
-                found.append(Problem(f"models.{index}.rate_rps", model.rate_rps, "must be a positive rate", "Give a larger rate."))
+                found.append(Problem(f"models.{index}.rate_rps", model.rate_rps, "must be a positive rate",
+                                     "Give a larger rate."))
         seen: set[int] = set()
         for gpulet in self.gpulets:
             if id(gpulet.hosts) in seen:
@@ -111,10 +117,11 @@ class Setup:
             for index, host in gpulet.hosts.items():
                 where = f"gpulets.{gpulet.id}.{self.models[index].name}"
                 if host.max_batch < 1 or not all(math.isfinite(x) and x > 0 for x in host.latency_ms[1:]):
-                    found.append(Problem(where, host.latency_ms[:4], "latencies must be positive numbers for batch 1 and up",
-                                         "Correct the profile."))
+                    found.append(Problem(where, host.latency_ms[:4],
+                                         "latencies must be positive numbers for batch 1 and up", "Correct the profile."))
                 if not host.slowdown >= 1.0 or not math.isfinite(host.slowdown):
-                    found.append(Problem(where, host.slowdown, "slowdown must be a number of at least 1", "Use 1.0 for none."))
+                    found.append(Problem(where, host.slowdown, "slowdown must be a number of at least 1",
+                                         "Use 1.0 for none."))
         for key in ("ctrl_ms", "data_ms_per_request", "response_ms"):
             value = getattr(self.network, key)
             if not (math.isfinite(value) and value >= 0):
@@ -141,8 +148,8 @@ class Setup:
 class Dispatch(NamedTuple):
     """Run these requests as one batch on that gpu-let.
 
-    `start_ms` and `finish_ms` are the scheduler's estimates (neighbours included). Dispatches to one gpu-let run in the order
-    given; with a network delay one may be given while the gpu-let still runs the batch before.
+    `start_ms` and `finish_ms` are the scheduler's estimates (neighbours included). Dispatches to one gpu-let run in the
+    order given; with a network delay one may be given while the gpu-let still runs the batch before.
     """
 
     gpulet: int
@@ -153,14 +160,14 @@ class Dispatch(NamedTuple):
 
 
 class Drop(NamedTuple):
-    """These requests will never be executed: their deadline cannot be met, or they were sacrificed. Outcome `expired`."""
+    """These requests will never be executed: their deadline cannot be met, or they were given up. Outcome `expired`."""
 
     model: int
     request_ids: Sequence[int]
 
 
 class Preempt(NamedTuple):
-    """Abort the batch running on that gpu-let; its work is lost. The scheduler has taken its requests back by itself."""
+    """Abort the batch running on that gpu-let; its work is lost. The scheduler has its requests back in its queue."""
 
     gpulet: int
 
@@ -170,7 +177,7 @@ Decision = Dispatch | Drop | Preempt
 
 @dataclass(frozen=True)
 class SchedulerOptions:
-    """Base of a scheduler's options; the fields of a subclass are what `--option k=v` accepts, their defaults included."""
+    """Base of a scheduler's options; the fields of a subclass are what `--option k=v` accepts, with their defaults."""
 
     @classmethod
     def parse(cls, scheduler: str, raw: Mapping[str, Any]) -> SchedulerOptions:
@@ -193,7 +200,8 @@ class SchedulerOptions:
             try:
                 converted = _convert(value, type(spec.default))
             except ValueError:
-                problems.append(Problem(where, value, f"must be a {type(spec.default).__name__}", f"The default is {spec.default}."))
+                problems.append(Problem(where, value, f"must be a {type(spec.default).__name__}",
+                                        f"The default is {spec.default}."))
                 continue
             choices, minimum = spec.metadata.get("choices"), spec.metadata.get("minimum")
             if choices is not None and converted not in choices:
@@ -230,14 +238,14 @@ class Scheduler(ABC):
 
     Contract with the driver:
 
-    * Every call carries `now_ms`, which never decreases. After any call the driver takes `drain()` and carries the decisions
-      out, then sleeps until the next event or `next_wake_ms`, whichever is first, and calls `wake`.
-    * Events of one instant come in the order completions, arrivals, wake. A scheduler may decide in any call; if it wants all
-      events of the instant first it sets `next_wake_ms = now_ms`.
-    * Request ids are chosen by the driver and unique among requests in the scheduler. Each id comes out exactly once, in a
-      `Dispatch` or a `Drop` (again in a later `Dispatch` only after `Preempt`), unless it was cancelled.
-    * A gpu-let is busy from its `Dispatch` to its `batch_done`; one `batch_done` per `Dispatch`, oldest first (none for a
-      preempted batch or one lost with its gpu-let).
+    * Every call carries `now_ms`, which never decreases. After any call the driver takes `drain()` and carries the
+      decisions out, then sleeps until the next event or `next_wake_ms`, whichever is first, and calls `wake`.
+    * Events of one instant come in the order completions, arrivals, wake. A scheduler may decide in any call; if it wants
+      all events of the instant first it sets `next_wake_ms = now_ms`.
+    * Request ids are chosen by the driver and unique among requests in the scheduler. Each id comes out exactly once, in
+      a `Dispatch` or a `Drop` (again in a later `Dispatch` only after `Preempt`), unless it was cancelled.
+    * A gpu-let is busy from its `Dispatch` to its `batch_done`; one `batch_done` per `Dispatch`, oldest first (none for
+      a preempted batch or one lost with its gpu-let).
     """
 
     name: ClassVar[str]
@@ -249,7 +257,7 @@ class Scheduler(ABC):
     next_wake_ms: float  # inf: only an event can change anything
     decisions: list[Decision]
 
-    def __init__(self, setup: Setup, options: SchedulerOptions | None = None) -> None:
+    def __init__(self, setup: Setup, options: SchedulerOptions | None = None) -> None:  # noqa: ARG002
         """Build for a fixed set of models and gpu-lets.
 
         Raises:
@@ -270,7 +278,7 @@ class Scheduler(ABC):
 
     @abstractmethod
     def add_request(self, now_ms: float, model_index: int, request_id: int, deadline_ms: float) -> None:
-        """Take one request; `deadline_ms` is when its answer must be with the client. A deadline in the past is dropped at once."""
+        """Take one request; `deadline_ms` is when its answer must be with the client. One in the past is dropped at once."""
 
     def add_requests(
         self, now_ms: float, model_index: int, request_ids: Sequence[int], deadlines_ms: Iterable[float]
@@ -303,8 +311,10 @@ class Scheduler(ABC):
     def queued(self, model_index: int) -> int:
         """Return how many requests of a model wait for a batch."""
 
-    def update_latency(self, model_index: int, gpulet_index: int, factor: float) -> None:  # noqa: B027 (a scheduler may ignore it)
-        """Plan with `factor` times the set-up's latency for this model on this gpu-let from now on (online correction)."""
+    # A scheduler that plans with nothing may ignore the two corrections below.
 
-    def update_network(self, network: NetworkDelay) -> None:  # noqa: B027 (a scheduler may ignore it)
+    def update_latency(self, model_index: int, gpulet_index: int, factor: float) -> None:  # noqa: B027
+        """Plan with `factor` times the set-up's latency for this model on this gpu-let (online correction)."""
+
+    def update_network(self, network: NetworkDelay) -> None:  # noqa: B027
         """Budget these delays from now on."""

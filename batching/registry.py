@@ -29,7 +29,8 @@ def scheduler_class(name: str) -> type[Scheduler]:
     """
     target = SCHEDULERS.get(name)
     if target is None:
-        raise InvalidInputError(Problem("--scheduler", name, "unknown scheduler", f"Use one of {', '.join(SCHEDULERS)}."))
+        known = ", ".join(SCHEDULERS)
+        raise InvalidInputError(Problem("--scheduler", name, "unknown scheduler", f"Use one of {known}."))
     module, _, attribute = target.partition(":")
     found: type[Scheduler] = getattr(importlib.import_module(module), attribute)
     return found

@@ -13,13 +13,15 @@ from tenuto.errors import InvalidInputError, Problem
 from tenuto.placement import Cluster, Plan, Workload, profile_of
 from tenuto.profiles import Latency, LatencyTable, Profiles
 
+NO_DELAY = NetworkDelay()
+
 __all__ = ["everywhere", "everywhere_linear", "from_plan", "latency_steps"]
 
 
 def latency_steps(latency: Latency, slo_ms: float, max_batch: int | None = None) -> tuple[float, ...]:
     """Return l(0..b) in ms, where b is the largest batch that can run within the SLO, or `max_batch`; at least 1.
 
-    A table that was measured from a larger batch on is used downwards as an upper bound; latencies never fall as b grows.
+    A table measured from a larger batch on is used downwards as an upper bound; latencies never fall as b grows.
     """
     largest = latency.largest_batch(slo_ms) if max_batch is None else max_batch
     if isinstance(latency, LatencyTable):
@@ -30,13 +32,13 @@ def latency_steps(latency: Latency, slo_ms: float, max_batch: int | None = None)
     return tuple(steps)
 
 
-def from_plan(plan: Plan, network: NetworkDelay = NetworkDelay()) -> Setup:
-    """Return the set-up of a plan: its gpu-lets in file order, each holding its replicas up to their planned batch size.
+def from_plan(plan: Plan, network: NetworkDelay = NO_DELAY) -> Setup:
+    """Return the set-up of a plan: its gpu-lets in file order, each with its replicas up to their planned batch size.
 
     Models the plan leaves unserved keep their index but have no host.
 
     Raises:
-        InvalidInputError: a replica without latency, a replica of a model the plan does not list, or an SLO that no batch can meet.
+        InvalidInputError: a replica without latency, one of a model the plan does not list, or an SLO no batch can meet.
     """
     index = {spec.name: position for position, spec in enumerate(plan.models)}
     models = tuple(SchedulerModel(spec.name, spec.slo_ms, spec.rate_rps, spec.weight) for spec in plan.models)
@@ -51,7 +53,8 @@ def from_plan(plan: Plan, network: NetworkDelay = NetworkDelay()) -> Setup:
                 problems.append(Problem(where, replica.name, "the plan has no entry for this model under `models`",
                                         "Make the plan again with `tenuto plan`."))
             elif replica.latency is None:
-                problems.append(Problem(where, None, "the replica carries no latency", "Make the plan again with `tenuto plan`."))
+                problems.append(Problem(where, None, "the replica carries no latency",
+                                        "Make the plan again with `tenuto plan`."))
             else:
                 spec = plan.models[index[replica.name]]
                 steps = latency_steps(replica.latency, spec.slo_ms, replica.batch_size)
@@ -63,8 +66,10 @@ def from_plan(plan: Plan, network: NetworkDelay = NetworkDelay()) -> Setup:
     return _checked(Setup(models, tuple(gpulets), network))
 
 
-def everywhere(workload: Workload, cluster: Cluster, profiles: Profiles, network: NetworkDelay = NetworkDelay()) -> Setup:
-    """Return Symphony's plain setting: each GPU of the cluster is one gpu-let that holds every model of the workload.
+def everywhere(
+    workload: Workload, cluster: Cluster, profiles: Profiles, network: NetworkDelay = NO_DELAY
+) -> Setup:
+    """Return Symphony's plain setting: each GPU of the cluster is one gpu-let holding every model of the workload.
 
     Raises:
         InvalidInputError: a model without profile, or an SLO that no batch can meet.
@@ -81,7 +86,7 @@ def everywhere(workload: Workload, cluster: Cluster, profiles: Profiles, network
 
 
 def everywhere_linear(
-    models: Sequence[tuple[str, float, float, float, float | None]], n_gpus: int, network: NetworkDelay = NetworkDelay()
+    models: Sequence[tuple[str, float, float, float, float | None]], n_gpus: int, network: NetworkDelay = NO_DELAY
 ) -> Setup:
     """Return the plain setting for models given as (name, alpha_ms, beta_ms, slo_ms, rate_rps or None).
 
