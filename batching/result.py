@@ -111,7 +111,8 @@ class SimulationResult:
         """Return measured requests by model (rows) and outcome (columns, in the order of `OUTCOMES`)."""
         rows = len(self.setup.models)
         flat = self.model[self.measured].astype(np.int64) * len(OUTCOMES) + self.outcome[self.measured]
-        return np.bincount(flat, minlength=rows * len(OUTCOMES)).reshape(rows, len(OUTCOMES))
+        counts: NDArray[np.int64] = np.bincount(flat, minlength=rows * len(OUTCOMES)).astype(np.int64)
+        return counts.reshape(rows, len(OUTCOMES))
 
     @property
     def window_s(self) -> float:
@@ -135,7 +136,9 @@ class SimulationResult:
         log, low, high = self.batches, self.warmup_s * 1000.0, self.duration_s * 1000.0
         start = np.clip(np.array(log.start_ms, dtype=np.float64), low, high)
         finish = np.clip(np.array(log.finish_ms, dtype=np.float64), low, high)
-        return np.bincount(np.array(log.gpulet, dtype=np.int64), weights=finish - start, minlength=len(self.setup.gpulets))
+        gpulet = np.array(log.gpulet, dtype=np.int64)
+        busy = np.bincount(gpulet, weights=finish - start, minlength=len(self.setup.gpulets))
+        return busy.astype(np.float64)
 
     def gpu_busy_ms(self) -> dict[str, float]:
         """Return the time each GPU ran at least one of its gpu-lets within the measured window."""
@@ -147,11 +150,11 @@ class SimulationResult:
         shared = {gpu: indices for gpu, indices in members.items() if len(indices) > 1}
         if shared:
             log, low, high = self.batches, self.warmup_s * 1000.0, self.duration_s * 1000.0
-            gpulet = np.array(log.gpulet, dtype=np.int64)
+            ran_on = np.array(log.gpulet, dtype=np.int64)
             start = np.clip(np.array(log.start_ms, dtype=np.float64), low, high)
             finish = np.clip(np.array(log.finish_ms, dtype=np.float64), low, high)
             for gpu, indices in shared.items():
-                chosen = np.isin(gpulet, indices)
+                chosen = np.isin(ran_on, indices)
                 result[gpu] = _union_ms(start[chosen], finish[chosen])
         return {gpu: result[gpu] for gpu in members}
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from heapq import heappop, heappush
 from itertools import chain
 
@@ -124,7 +124,8 @@ def simulate(
     *,
     duration_s: float | None = None,
     warmup_s: float | None = None,
-    stop: Callable[[float, int, int], bool] | None = None,
+    stop: Callable[[list[int]], bool] | None = None,
+    observe: Callable[[Scheduler, float], None] | None = None,
 ) -> SimulationResult:
     """Run a schedule of arrivals to its end in virtual time.
 
@@ -134,7 +135,9 @@ def simulate(
         model_index: the model of each arrival, an index into `scheduler.setup.models`.
         duration_s: length of the schedule; default: the last arrival.
         warmup_s: arrivals before this are served but not counted; default: the first 5 %.
-        stop: called every few thousand arrivals with (now_ms, offered, expired so far); True ends the run there.
+        stop: called every few thousand arrivals with the requests dropped so far by model, of those dropped after the
+            warm-up; True ends the run there.
+        observe: called at the same moments with the scheduler and the time, for progress and inspection.
 
     Raises:
         InvalidInputError: arrivals that are not ascending, negative, not finite, or of unknown models.
@@ -148,8 +151,12 @@ def simulate(
     deadlines_ms = times_ms + slo[model_index] if total else np.zeros(0)
     cluster = _Cluster(scheduler)
     events, running = cluster.events, cluster.running
-    dropped: list[list[int]] = []
-    drop_times: list[float] = []
+    dropped: list[Sequence[int]] = []
+    dropped_by_model = [0] * len(setup.models)
+    duration_s = duration_s if duration_s is not None else (float(times_ms[-1]) / 1000.0 if total else 0.0)
+    warmup_s = 0.05 * duration_s if warmup_s is None else warmup_s
+    # A request dropped later than this arrived after the warm-up.
+    counted_from_ms = warmup_s * 1000.0 + (float(slo.max()) if len(slo) else 0.0)
     now = 0.0
 
     def carry_out(now: float) -> None:
@@ -157,8 +164,9 @@ def simulate(
             if type(decision) is Dispatch:
                 cluster.send(now, decision)
             elif type(decision) is Drop:
-                dropped.append(decision.request_ids)  # type: ignore[arg-type]
-                drop_times.append(now)
+                dropped.append(decision.request_ids)
+                if now > counted_from_ms:
+                    dropped_by_model[decision.model] += len(decision.request_ids)
             elif type(decision) is Preempt:
                 cluster.abort(now, decision.gpulet)
 
@@ -205,15 +213,16 @@ def simulate(
             add(at, model, request, deadline)
             if scheduler.decisions:
                 carry_out(at)
-        if stop is not None and stop(now, last, sum(map(len, dropped))):
+        if observe is not None:
+            observe(scheduler, now)
+        if stop is not None and stop(dropped_by_model):
             done = last
             break
     advance(INF)
     expired = np.fromiter(chain.from_iterable(dropped), dtype=np.int64)
     return SimulationResult.build(
         setup, times_ms[:done], model_index[:done], deadlines_ms[:done], cluster.log, expired, unhosted,
-        duration_s=duration_s if duration_s is not None else (float(times_ms[done - 1]) / 1000.0 if done else 0.0),
-        warmup_s=warmup_s, wall_s=time.perf_counter() - started,
+        duration_s=duration_s if done == total else now / 1000.0, warmup_s=warmup_s, wall_s=time.perf_counter() - started,
     )
 
 
@@ -223,10 +232,16 @@ def _check_schedule(times_ms: NDArray[np.float64], model_index: NDArray[np.int32
     if not len(times_ms):
         return
     if not np.isfinite(times_ms).all() or times_ms[0] < 0:
-        raise InvalidInputError(Problem("times_ms", float(times_ms[0]), "arrivals must be finite and not negative", "Correct them."))
+        raise InvalidInputError(
+            Problem("times_ms", float(times_ms[0]), "arrivals must be finite and not negative", "Correct them.")
+        )
     steps = np.diff(times_ms)
     if (steps < 0).any():
         where = int(np.argmax(steps < 0)) + 1
-        raise InvalidInputError(Problem(f"times_ms[{where}]", float(times_ms[where]), "arrivals must be ascending", "Sort them."))
+        raise InvalidInputError(
+            Problem(f"times_ms[{where}]", float(times_ms[where]), "arrivals must be ascending", "Sort them.")
+        )
     if model_index.min() < 0 or model_index.max() >= models:
-        raise InvalidInputError(Problem("model_index", int(model_index.max()), f"there are {models} models", "Use an index below."))
+        raise InvalidInputError(
+            Problem("model_index", int(model_index.max()), f"there are {models} models", "Use an index below.")
+        )

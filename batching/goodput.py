@@ -1,0 +1,184 @@
+"""Goodput: the highest offered rate that is still answered in time, found by bisection on the rate scale.
+
+The criterion is Symphony's: every model keeps at least 99 % of its requests in time (or, optionally, all requests together).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tenuto.batching.interface import Scheduler
+from tenuto.batching.result import OK, SimulationResult
+from tenuto.batching.simulator import simulate
+from tenuto.errors import InvalidInputError, Problem
+
+__all__ = ["Criterion", "GoodputSearch", "Trial", "find_goodput"]
+
+Criterion = Literal["each", "all"]
+Schedule = tuple[NDArray[np.float64], NDArray[np.int32]]
+
+LARGEST_SCALE = 2.0**20
+LEAST_REQUESTS = 100  # a run with fewer measured requests cannot show 99 %
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One simulated rate: attainment of the worst model and of all requests. A hopeless run is stopped early."""
+
+    rate_scale: float
+    passed: bool
+    offered_rps: float
+    goodput_rps: float
+    worst_model: str | None
+    worst_attainment: float
+    attainment: float
+    stopped_early: bool
+
+
+@dataclass(frozen=True)
+class GoodputSearch:
+    """The answer so far. `best` is the run at `rate_scale`; None when no tried rate satisfied the criterion."""
+
+    rate_scale: float
+    upper_scale: float  # the lowest rate scale known to fail; inf if none did
+    best: SimulationResult | None
+    trials: tuple[Trial, ...]
+    criterion: Criterion
+    attainment: float
+    interrupted: bool
+
+    def summary(self) -> dict[str, Any]:
+        """Return the figures of `goodput --json`; those of the best run are under `simulation`."""
+        best = self.best
+        return {
+            "goodput_rps": best.goodput_rps if best else 0.0,
+            "rate_scale": self.rate_scale,
+            "offered_rps": float(best.counts().sum()) / best.window_s if best else 0.0,
+            "bracket_pct": 100.0 * (self.upper_scale / self.rate_scale - 1.0)
+            if self.rate_scale > 0 and math.isfinite(self.upper_scale) else None,
+            "criterion": self.criterion,
+            "required_attainment": self.attainment,
+            "interrupted": self.interrupted,
+            "trials": [
+                {"rate_scale": t.rate_scale, "passed": t.passed, "offered_rps": t.offered_rps,
+                 "attainment": t.attainment, "worst_model": t.worst_model, "worst_attainment": t.worst_attainment,
+                 "stopped_early": t.stopped_early}
+                for t in self.trials
+            ],
+            "simulation": best.summary() if best else None,
+        }
+
+
+def find_goodput(
+    make_scheduler: Callable[[float], Scheduler],
+    make_schedule: Callable[[float], Schedule],
+    *,
+    duration_s: float,
+    warmup_s: float | None = None,
+    criterion: Criterion = "each",
+    attainment: float = 0.99,
+    tolerance: float = 0.01,
+    start_scale: float = 1.0,
+    progress: Callable[[Trial, GoodputSearch], None] | None = None,
+) -> GoodputSearch:
+    """Search the rate scale until the bracket between passing and failing is narrower than `tolerance`.
+
+    Args:
+        make_scheduler: a fresh scheduler for a rate scale.
+        make_schedule: the arrivals (times in ms, model index) at a rate scale, `duration_s` long.
+        duration_s: length of each run.
+        warmup_s: not counted; default: the first 5 %.
+        criterion: `each`: every model that has a host; `all`: all requests together.
+        attainment: the share of requests to be answered in time.
+        tolerance: relative width of the final bracket.
+        start_scale: where to begin.
+        progress: called after each run with it and the search so far.
+
+    Returns:
+        The best answer found; on Ctrl-C the best so far, marked `interrupted`.
+
+    Raises:
+        InvalidInputError: arguments out of range.
+    """
+    for name, value, valid in (
+        ("duration_s", duration_s, math.isfinite(duration_s) and duration_s > 0),
+        ("attainment", attainment, 0 < attainment <= 1),
+        ("tolerance", tolerance, 0 < tolerance < 1),
+        ("start_scale", start_scale, math.isfinite(start_scale) and start_scale > 0),
+    ):
+        if not valid:
+            raise InvalidInputError(Problem(name, value, "out of range", "Give a positive, finite number."))
+    low, high = 0.0, math.inf
+    best: SimulationResult | None = None
+    trials: list[Trial] = []
+
+    def answer(interrupted: bool = False) -> GoodputSearch:
+        return GoodputSearch(low, high, best, tuple(trials), criterion, attainment, interrupted)
+
+    scale = start_scale
+    try:
+        while True:
+            trial, result = _try(make_scheduler(scale), make_schedule(scale), scale, duration_s, warmup_s, criterion, attainment)
+            trials.append(trial)
+            if trial.passed:
+                low, best = scale, result
+            else:
+                high = scale
+            if progress is not None:
+                progress(trial, answer())
+            if low and math.isfinite(high):
+                if high / low - 1 < tolerance:
+                    return answer()
+                scale = math.sqrt(low * high)
+            elif low:
+                if low >= LARGEST_SCALE:
+                    return answer()
+                scale = low * 2
+            else:
+                if result.measured.sum() < LEAST_REQUESTS:
+                    return answer()
+                scale = high / 2
+    except KeyboardInterrupt:
+        return answer(interrupted=True)
+
+
+def _try(
+    scheduler: Scheduler, schedule: Schedule, scale: float, duration_s: float, warmup_s: float | None,
+    criterion: Criterion, attainment: float,
+) -> tuple[Trial, SimulationResult]:
+    times_ms, model_index = schedule
+    models = scheduler.setup.models
+    hosted = {m for hosts in {id(g.hosts): g.hosts for g in scheduler.setup.gpulets}.values() for m in hosts}
+    begin_ms = 1000.0 * (0.05 * duration_s if warmup_s is None else warmup_s)
+    offered = np.bincount(model_index[times_ms >= begin_ms], minlength=len(models)).tolist()
+    allowed = [(1.0 - attainment) * count for count in offered]
+    allowed_together = sum(allowed)
+    stopped = False
+
+    def stop(dropped: list[int]) -> bool:
+        """Whether the drops so far already exceed what the whole run may lose."""
+        nonlocal stopped
+        if criterion == "all":
+            stopped = sum(dropped) > allowed_together
+        else:
+            stopped = any(map(float.__gt__, map(float, dropped), allowed))
+        return stopped
+
+    result = simulate(scheduler, times_ms, model_index, duration_s=duration_s, warmup_s=warmup_s, stop=stop)
+    counts = result.counts()
+    by_model = result.attainments()
+    judged = [(float(by_model[m]), models[m].name) for m in sorted(hosted) if offered[m] and not math.isnan(by_model[m])]
+    worst, name = min(judged, default=(0.0, None))
+    served = counts[sorted(hosted)]
+    together = float(served[:, OK].sum() / served.sum()) if served.sum() else 0.0
+    passed = not stopped and bool(judged) and (worst if criterion == "each" else together) >= attainment
+    return Trial(
+        rate_scale=scale, passed=passed, offered_rps=float(counts.sum()) / result.window_s, goodput_rps=result.goodput_rps,
+        worst_model=name, worst_attainment=worst, attainment=together, stopped_early=stopped,
+    ), result

@@ -1,0 +1,254 @@
+"""The deferred scheduler's decisions, event by event."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from tenuto.batching.deferred import DeferredOptions, DeferredScheduler
+from tenuto.batching.interface import Dispatch, Drop, GpuletSpec, Host, NetworkDelay, SchedulerModel, Setup
+from tenuto.batching.setup import everywhere_linear
+
+FRONTRUN = DeferredOptions(release="frontrun")
+
+
+def host(alpha: float, beta: float, largest: int, slowdown: float = 1.0) -> Host:
+    return Host((0.0, *(alpha * b + beta for b in range(1, largest + 1))), slowdown)
+
+
+def test_a_lone_request_is_held_until_one_more_would_no_longer_fit(one_gpu: Setup) -> None:
+    core = DeferredScheduler(one_gpu, FRONTRUN)
+    core.add_request(0.0, 0, 7, 20.0)
+    assert core.drain() == []
+    assert core.next_wake_ms == pytest.approx(20.0 - 7.0)  # d - l(2)
+    core.wake(core.next_wake_ms)
+    assert core.drain() == [Dispatch(0, 0, [7], 13.0, 19.0)]
+    assert core.next_wake_ms == math.inf
+
+
+def test_each_arrival_moves_frontrun_forward(one_gpu: Setup) -> None:
+    core = DeferredScheduler(one_gpu, FRONTRUN)
+    for request, at in enumerate((0.0, 1.0, 2.0)):
+        core.add_request(at, 0, request, at + 20.0)
+    assert core.next_wake_ms == pytest.approx(20.0 - 9.0)  # d - l(4)
+
+
+def test_a_freed_gpulet_goes_to_the_most_urgent_waiting_model() -> None:
+    setup = everywhere_linear([("a", 1.0, 5.0, 30.0, None), ("b", 1.0, 5.0, 30.0, None), ("c", 1.0, 5.0, 30.0, None)], 1)
+    core = DeferredScheduler(setup, FRONTRUN)
+    core.add_request(0.0, 0, 0, 8.0)
+    core.wake(1.0)
+    assert [d.model for d in core.drain()] == [0]
+    core.add_request(1.0, 1, 1, 13.8)
+    core.add_request(1.0, 2, 2, 13.5)
+    while core.next_wake_ms <= 7.0:
+        core.wake(core.next_wake_ms)
+    assert core.drain() == []
+    core.batch_done(7.0, 0)
+    dispatched = core.drain()
+    assert [d.model for d in dispatched if isinstance(d, Dispatch)][:1] == [2]
+
+
+def test_the_smallest_idle_gpulet_is_taken() -> None:
+    core = DeferredScheduler(everywhere_linear([("a", 1.0, 5.0, 20.0, None)], 4), FRONTRUN)
+    taken = []
+    for request in range(3):
+        core.add_request(0.0, 0, request, 6.0)
+        core.wake(0.0)
+        taken += [d.gpulet for d in core.drain() if isinstance(d, Dispatch)]
+    assert taken == [0, 1, 2]
+    core.batch_done(6.0, 1)
+    core.add_request(6.0, 0, 9, 12.0)
+    core.wake(6.0)
+    assert [d.gpulet for d in core.drain()] == [1]
+
+
+def test_a_deadline_in_the_past_is_dropped_at_once(one_gpu: Setup) -> None:
+    core = DeferredScheduler(one_gpu)
+    core.add_request(10.0, 0, 3, 9.0)
+    assert core.next_wake_ms <= 10.0
+    core.wake(10.0)
+    assert core.drain() == [Drop(0, [3])]
+    assert core.queued(0) == 0
+
+
+def test_a_queued_request_is_dropped_when_it_can_no_longer_make_it(one_gpu: Setup) -> None:
+    core = DeferredScheduler(one_gpu, FRONTRUN)
+    core.add_request(0.0, 0, 0, 6.0)
+    core.wake(0.0)
+    core.drain()
+    core.add_request(0.0, 0, 1, 9.0)  # latest start 3, the gpu-let is busy until 6
+    at = 0.0
+    while not core.decisions:
+        at = max(at, core.next_wake_ms)
+        assert at < 3.1
+        core.wake(at)
+    assert core.drain() == [Drop(0, [1])]
+
+
+def test_requests_with_their_own_deadlines_are_served_in_deadline_order(one_gpu: Setup) -> None:
+    core = DeferredScheduler(one_gpu, DeferredOptions(gather="head-first", release="frontrun"))
+    core.add_request(0.0, 0, 0, 30.0)
+    core.add_request(0.0, 0, 1, 8.0)
+    core.add_request(0.0, 0, 2, 20.0)
+    core.wake(core.next_wake_ms)
+    first = core.drain()[0]
+    assert isinstance(first, Dispatch)
+    assert list(first.request_ids) == [1, 2, 0]
+
+
+def test_cancel_frees_the_place(one_gpu: Setup) -> None:
+    core = DeferredScheduler(one_gpu, FRONTRUN)
+    core.add_request(0.0, 0, 0, 20.0)
+    core.add_request(1.0, 0, 1, 21.0)
+    assert core.cancel(1.5, 0, 0)
+    assert not core.cancel(1.5, 0, 0)
+    assert not core.cancel(1.5, 0, 99)
+    core.wake(core.next_wake_ms)
+    while not core.decisions:
+        core.wake(core.next_wake_ms)
+    assert core.drain() == [Dispatch(0, 0, [1], 14.0, 20.0)]
+
+
+def test_cancel_of_the_only_waiting_request_leaves_no_timer(one_gpu: Setup) -> None:
+    core = DeferredScheduler(one_gpu, FRONTRUN)
+    core.add_request(0.0, 0, 0, 6.0)
+    core.wake(0.0)
+    core.add_request(0.0, 0, 1, 13.0)
+    core.wake(6.0 - 1e-6)
+    core.drain()
+    assert core.cancel(6.0, 0, 1)
+    core.wake(6.0)
+    core.batch_done(6.0, 0)
+    assert core.drain() == []
+    assert core.next_wake_ms == math.inf
+
+
+def test_a_lost_gpulet_is_not_used_until_it_is_back() -> None:
+    core = DeferredScheduler(everywhere_linear([("a", 1.0, 5.0, 20.0, None)], 2), FRONTRUN)
+    core.gpulet_lost(0.0, 0)
+    core.add_request(0.0, 0, 0, 6.0)
+    core.wake(0.0)
+    assert [d.gpulet for d in core.drain()] == [1]
+    core.add_request(0.0, 0, 1, 12.0)
+    core.wake(5.0)  # frontrun: nothing is free
+    assert core.drain() == []
+    core.gpulet_back(5.5, 0)
+    assert [d.gpulet for d in core.drain()] == [0]
+
+
+def test_a_lost_gpulet_may_report_late_or_never(one_gpu: Setup) -> None:
+    core = DeferredScheduler(one_gpu, FRONTRUN)
+    core.add_request(0.0, 0, 0, 6.0)
+    core.wake(0.0)
+    core.drain()
+    core.gpulet_lost(1.0, 0)
+    core.batch_done(6.0, 0)
+    core.gpulet_back(7.0, 0)
+    core.add_request(7.0, 0, 1, 13.0)
+    core.wake(7.0)
+    assert [type(d) for d in core.drain()] == [Dispatch]
+    core.batch_done(13.0, 0)
+    core.add_request(13.0, 0, 2, 19.0)
+    core.wake(13.0)
+    assert [type(d) for d in core.drain()] == [Dispatch]
+
+
+def test_network_delays_are_budgeted() -> None:
+    network = NetworkDelay(ctrl_ms=0.5, data_ms_per_request=0.25, response_ms=1.0)
+    core = DeferredScheduler(everywhere_linear([("a", 1.0, 5.0, 20.0, None)], 1, network), FRONTRUN)
+    core.add_request(0.0, 0, 0, 20.0)
+    assert core.next_wake_ms == pytest.approx(20.0 - 1.0 - 7.0 - 0.5 - 2 * 0.25)  # d - d_resp - l(2) - delay(2)
+    core.wake(core.next_wake_ms)
+    (dispatch,) = core.drain()
+    assert isinstance(dispatch, Dispatch)
+    assert dispatch.start_ms == pytest.approx(11.0 + 0.75)
+    assert dispatch.finish_ms + 1.0 <= 20.0
+
+
+def test_with_a_network_delay_the_next_batch_is_sent_before_the_gpulet_is_free() -> None:
+    network = NetworkDelay(ctrl_ms=1.0)
+    core = DeferredScheduler(everywhere_linear([("a", 1.0, 5.0, 20.0, None)], 1, network), FRONTRUN)
+    core.add_request(0.0, 0, 0, 7.0)
+    core.wake(0.0)
+    (first,) = core.drain()
+    assert isinstance(first, Dispatch)
+    assert first.finish_ms == 7.0
+    core.add_request(1.0, 0, 1, 13.0)
+    sent_at = 1.0
+    while not core.decisions:
+        sent_at = max(sent_at, core.next_wake_ms)
+        core.wake(sent_at)
+    (second,) = core.drain()
+    assert isinstance(second, Dispatch)
+    assert sent_at == pytest.approx(6.0)
+    assert (second.start_ms, second.finish_ms) == (7.0, 13.0)
+
+
+def test_a_corrected_latency_moves_frontrun(one_gpu: Setup) -> None:
+    core = DeferredScheduler(one_gpu, FRONTRUN)
+    core.update_latency(0, 0, 1.5)
+    core.add_request(0.0, 0, 0, 20.0)
+    assert core.next_wake_ms == pytest.approx(20.0 - 1.5 * 7.0)
+    core.wake(core.next_wake_ms)
+    (dispatch,) = core.drain()
+    assert isinstance(dispatch, Dispatch)
+    assert dispatch.finish_ms - dispatch.start_ms == pytest.approx(9.0)
+    core.update_latency(0, 0, 1.0)
+    core.batch_done(20.0, 0)
+    core.add_request(20.0, 0, 1, 40.0)
+    assert core.next_wake_ms == pytest.approx(33.0)
+
+
+def test_a_measured_network_delay_moves_frontrun(one_gpu: Setup) -> None:
+    core = DeferredScheduler(one_gpu, FRONTRUN)
+    core.update_network(NetworkDelay(ctrl_ms=2.0, response_ms=1.0))
+    core.add_request(0.0, 0, 0, 20.0)
+    assert core.next_wake_ms == pytest.approx(20.0 - 1.0 - 7.0 - 2.0)
+
+
+def test_gpulets_serve_only_the_models_they_hold() -> None:
+    models = (SchedulerModel("a", 20.0), SchedulerModel("b", 20.0))
+    setup = Setup(models, (GpuletSpec("g0/a", "g0", {0: host(1, 5, 8)}), GpuletSpec("g1/a", "g1", {1: host(1, 5, 8)})))
+    core = DeferredScheduler(setup, FRONTRUN)
+    core.add_request(0.0, 1, 0, 6.0)
+    core.add_request(0.0, 1, 1, 13.0)
+    core.add_request(0.0, 0, 2, 6.0)
+    core.wake(0.0)
+    assert sorted((d.model, d.gpulet) for d in core.drain() if isinstance(d, Dispatch)) == [(0, 0), (1, 1)]
+    assert core.queued(1) == 1
+
+
+def test_a_request_only_the_fast_gpulet_can_meet_is_left_to_it() -> None:
+    setup = Setup(
+        (SchedulerModel("a", 30.0),),
+        (GpuletSpec("g0/slow", "g0", {0: host(2, 10, 8)}), GpuletSpec("g1/fast", "g1", {0: host(1, 5, 8)})),
+    )
+    core = DeferredScheduler(setup, FRONTRUN)
+    core.add_request(0.0, 0, 0, 6.0)  # only the fast one can
+    core.wake(0.0)
+    assert [d.gpulet for d in core.drain()] == [1]
+    core.add_request(0.0, 0, 1, 12.5)  # the slow one could not finish two, and one only from 0.5 on
+    core.add_request(0.0, 0, 2, 13.0)
+    core.wake(0.0)
+    served = [r for d in core.drain() if isinstance(d, Dispatch) for r in d.request_ids]
+    assert served in ([1], [2])
+
+
+def test_no_batch_exceeds_what_the_gpulet_may_run() -> None:
+    setup = Setup((SchedulerModel("a", 100.0),), (GpuletSpec("g", "g", {0: host(1, 5, 3)}),))
+    core = DeferredScheduler(setup, DeferredOptions())
+    core.add_requests(0.0, 0, list(range(10)), [100.0] * 10)
+    core.wake(0.0)
+    (first,) = core.drain()
+    assert isinstance(first, Dispatch)
+    assert list(first.request_ids) == [0, 1, 2]
+
+
+def test_a_model_without_host_is_dropped() -> None:
+    setup = Setup((SchedulerModel("a", 20.0), SchedulerModel("b", 20.0)), (GpuletSpec("g", "g", {0: host(1, 5, 8)}),))
+    core = DeferredScheduler(setup)
+    core.add_request(0.0, 1, 4, 20.0)
+    core.wake(0.0)
+    assert core.drain() == [Drop(1, [4])]

@@ -1,0 +1,158 @@
+"""Generated scenarios: whatever happens, the promises of the deferred scheduler hold."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tenuto.batching.deferred import DeferredOptions, DeferredScheduler
+from tenuto.batching.gathering import GATHERING
+from tenuto.batching.interface import GpuletSpec, Host, NetworkDelay, SchedulerModel, Setup
+from tenuto.batching.result import EXPIRED, LATE, OK
+from tenuto.batching.setup import everywhere_linear
+from tenuto.batching.simulator import simulate
+from tests.batching.checked_run import CheckedRun, Event, Outcomes
+
+FEW = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+coefficients = st.tuples(st.floats(0.1, 5.0), st.floats(0.0, 10.0), st.floats(1.05, 6.0))
+
+
+@st.composite
+def setups(draw: Any, delays: bool = True) -> Setup:
+    """Return models on pools of different speed, largest batch and model sets."""
+    lines = draw(st.lists(coefficients, min_size=1, max_size=4))
+    models = []
+    for index, (alpha, beta, slack) in enumerate(lines):
+        models.append(SchedulerModel(f"m{index}", (alpha + beta) * slack * 2.0 + 3.0, draw(st.sampled_from([None, 50.0, 500.0]))))
+    pools = []
+    for _ in range(draw(st.integers(1, 3))):
+        held = draw(st.sets(st.integers(0, len(lines) - 1), min_size=1))
+        speed = draw(st.sampled_from([1.0, 1.0, 1.5]))
+        hosts = {}
+        for index in sorted(held):
+            alpha, beta, _ = lines[index]
+            largest = draw(st.integers(1, 12))
+            hosts[index] = Host((0.0, *(speed * (alpha * b + beta) for b in range(1, largest + 1))), draw(st.sampled_from([1.0, 1.2])))
+        pools.append(hosts)
+    gpulets = [
+        GpuletSpec(f"g{number}", f"g{number}", pools[draw(st.integers(0, len(pools) - 1))]) for number in range(draw(st.integers(1, 5)))
+    ]
+    network = draw(st.sampled_from([NetworkDelay(), NetworkDelay(0.1, 0.05, 0.5), NetworkDelay(0.0, 0.0, 1.0)])) if delays else NetworkDelay()
+    return Setup(tuple(models), tuple(gpulets), network)
+
+
+@st.composite
+def scenarios(draw: Any, faults: bool = True) -> tuple[Setup, list[Event]]:
+    setup = draw(setups())
+    gaps = draw(st.lists(st.sampled_from([0.0, 0.0, 0.1, 0.5, 1.0, 3.0, 20.0]), min_size=1, max_size=60))
+    events, now = [], 0.0
+    kinds = ["add"] * 8 + (["cancel", "lost", "back"] if faults else [])
+    for ref, gap in enumerate(gaps):
+        now += gap
+        kind = draw(st.sampled_from(kinds))
+        if kind == "add":
+            model = draw(st.integers(0, len(setup.models) - 1))
+            slo = setup.models[model].slo_ms * draw(st.sampled_from([1.0, 1.0, 1.0, 0.5, 2.0, -1.0]))
+            events.append(Event(now, "add", model, ref, slo))
+        elif kind == "cancel":
+            events.append(Event(now, "cancel", 0, draw(st.integers(0, ref))))
+        else:
+            events.append(Event(now, kind, draw(st.integers(0, len(setup.gpulets) - 1))))
+    return setup, events
+
+
+options = st.builds(
+    DeferredOptions, gather=st.sampled_from(sorted(GATHERING)), release=st.sampled_from(["frontrun", "target"])
+)
+
+
+def check_outcomes(events: list[Event], out: Outcomes, run: CheckedRun) -> None:
+    """Each request ends in exactly one outcome, and the counts add up."""
+    offered = {event.ref for event in events if event.kind == "add"}
+    groups = [set(out.served), set(out.dropped), out.cancelled, out.failed]
+    assert set().union(*groups) == offered
+    assert sum(map(len, groups)) == len(offered)
+    assert not run.queued
+
+
+@FEW
+@given(scenarios(), options)
+def test_every_request_has_one_outcome_and_no_promise_is_broken(scenario: tuple[Setup, list[Event]], chosen: DeferredOptions) -> None:
+    setup, events = scenario
+    run = CheckedRun(DeferredScheduler(setup, chosen))
+    check_outcomes(events, run.run(events), run)
+
+
+@FEW
+@given(scenarios(), options)
+def test_an_expired_request_is_answered_by_its_deadline(scenario: tuple[Setup, list[Event]], chosen: DeferredOptions) -> None:
+    setup, events = scenario
+    run = CheckedRun(DeferredScheduler(setup, chosen))
+    out = run.run(events)
+    arrived = {event.ref: event.at for event in events if event.kind == "add"}
+    for request, at in out.dropped.items():
+        assert at <= max(run.deadline[request], arrived[request]) + 0.01
+
+
+@FEW
+@given(scenarios(faults=False), options)
+def test_the_same_events_give_the_same_batches(scenario: tuple[Setup, list[Event]], chosen: DeferredOptions) -> None:
+    setup, events = scenario
+    first = CheckedRun(DeferredScheduler(setup, chosen)).run(events)
+    second = CheckedRun(DeferredScheduler(setup, chosen)).run(events)
+    assert first == second
+
+
+@FEW
+@given(scenarios(faults=False), options)
+def test_an_idle_cluster_drops_nothing_that_could_have_been_met(scenario: tuple[Setup, list[Event]], chosen: DeferredOptions) -> None:
+    """A request that is alone in the system and feasible on its own is served."""
+    setup, events = scenario
+    network = setup.network
+    spaced = []
+    for number, event in enumerate(e for e in events if e.slo_ms > 0):
+        spaced.append(Event(1000.0 * number, "add", event.index, event.ref, event.slo_ms))
+    run = CheckedRun(DeferredScheduler(setup, chosen))
+    out = run.run(spaced)
+    for event in spaced:
+        best = min((g.hosts[event.index].planned_ms()[1] for g in setup.gpulets if event.index in g.hosts), default=1e9)
+        needed = best + network.ctrl_ms + network.data_ms_per_request + network.response_ms
+        if needed <= event.slo_ms:
+            assert event.ref in out.served
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(0, 2**32 - 1), st.floats(0.3, 3.0), st.integers(1, 6))
+def test_the_fast_driver_agrees_with_the_checked_one(seed: int, load: float, gpus: int) -> None:
+    setup = everywhere_linear([("a", 1.0, 5.0, 25.0, None), ("b", 2.0, 6.0, 60.0, None)], gpus)
+    rng = np.random.default_rng(seed)
+    count = 300
+    times = np.cumsum(rng.exponential(1.0 / (0.5 * gpus * load), count))
+    models = rng.integers(0, 2, count).astype(np.int32)
+    result = simulate(DeferredScheduler(setup), times, models, warmup_s=0.0)
+    events = [
+        Event(float(t), "add", int(m), i, setup.models[int(m)].slo_ms) for i, (t, m) in enumerate(zip(times, models, strict=True))
+    ]
+    out = CheckedRun(DeferredScheduler(setup)).run(events)
+    assert {int(i) for i in np.flatnonzero(result.outcome == OK)} == set(out.served)
+    assert {int(i) for i in np.flatnonzero(result.outcome == EXPIRED)} == set(out.dropped)
+    assert not (result.outcome == LATE).any()
+    assert sorted(result.batches.finish_ms) == pytest.approx(sorted(batch[4] for batch in out.batches))
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.integers(0, 2**32 - 1), st.floats(1.0, 2.5))
+def test_no_model_starves_while_another_is_served_late(seed: int, load: float) -> None:
+    """Equal models under overload all keep a fair part: none falls below half of the best one's attainment."""
+    setup = everywhere_linear([(f"m{i}", 1.0, 5.0, 40.0, None) for i in range(6)], 2)
+    rng = np.random.default_rng(seed)
+    times = np.cumsum(rng.exponential(1.0 / (0.9 * load), 6000))
+    models = rng.integers(0, 6, len(times)).astype(np.int32)
+    result = simulate(DeferredScheduler(setup), times, models)
+    attained = result.attainments()
+    assert attained.min() >= 0.5 * attained.max()
+    assert result.counts()[:, LATE].sum() == 0

@@ -1,0 +1,41 @@
+"""The worked trace of Symphony §3.3 comes out exactly: l(b) = b + 5, SLO 12, three GPUs, R_i at 0.75 (i - 1)."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from tenuto.batching.deferred import DeferredOptions, DeferredScheduler
+from tenuto.batching.interface import Setup
+from tenuto.batching.result import OK
+from tenuto.batching.simulator import simulate
+
+FRONTRUN = DeferredOptions(gather="head-first", release="frontrun")
+
+
+def arrivals(count: int, missing: set[int]) -> tuple[np.ndarray, np.ndarray]:
+    times = np.array([0.75 * (i - 1) for i in range(1, count + 1) if i not in missing])
+    return times, np.zeros(len(times), dtype=np.int32)
+
+
+def test_first_batch_has_four_requests_at_2_25_then_one_every_3(trace_setup: Setup) -> None:
+    result = simulate(DeferredScheduler(trace_setup, FRONTRUN), *arrivals(400, set()), warmup_s=0.0)
+    order = np.argsort(result.batches.start_ms)
+    starts = np.array(result.batches.start_ms)[order]
+    sizes = np.array([len(result.batches.requests[i]) for i in order])
+    assert (sizes == 4).all()
+    assert starts.tolist() == [2.25 + 3.0 * k for k in range(100)]
+    assert result.batches.requests[int(order[0])] == [0, 1, 2, 3]
+    gpulets = np.array(result.batches.gpulet)[order]
+    assert gpulets.tolist() == [k % 3 for k in range(100)]  # each GPU is taken again the moment it becomes free
+    assert (result.outcome == OK).all()
+
+
+@pytest.mark.parametrize("options", [FRONTRUN, DeferredOptions(release="frontrun")])
+def test_after_missing_arrivals_the_staggered_pattern_returns_and_nothing_is_dropped(
+    trace_setup: Setup, options: DeferredOptions
+) -> None:
+    result = simulate(DeferredScheduler(trace_setup, options), *arrivals(400, {13, 14, 15}), warmup_s=0.0)
+    assert (result.outcome == OK).all()
+    late_sizes = [len(ids) for ids, start in zip(result.batches.requests, result.batches.start_ms, strict=True) if start > 30]
+    assert set(late_sizes[:-1]) == {4}
