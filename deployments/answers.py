@@ -1,0 +1,52 @@
+"""What a submitted request comes back as: an ordinary value with one outcome, never an exception."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import NamedTuple
+
+__all__ = ["Answer", "Outcome", "OutputTensor"]
+
+
+class Outcome(StrEnum):
+    """How a request ended inside the server (design: five outcomes; `late` is an `ok` answer after its deadline)."""
+
+    OK = "ok"
+    EXPIRED = "expired"
+    REJECTED = "rejected"
+    FAILED = "failed"
+
+
+class OutputTensor(NamedTuple):
+    """One output of one request: name, numpy dtype name, shape without the batch dimension, raw little-endian bytes."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    data: memoryview
+
+
+@dataclass(slots=True)
+class Answer:
+    """The end of one request, with its times in ms.
+
+    `batching_ms` is the wait for a batch (received to dispatched), `gpulet_queue_ms` the wait at the gpu-let,
+    `execution_ms` the batch's run. `reason` says why it is not ok and what to do.
+    """
+
+    outcome: Outcome
+    outputs: list[OutputTensor] = field(default_factory=list)
+    batch_size: int = 0
+    gpulet: str = ""
+    batching_ms: float = 0.0
+    gpulet_queue_ms: float = 0.0
+    execution_ms: float = 0.0
+    emulated: bool = False
+    retry_after_s: float | None = None
+    reason: str = ""
+
+    @property
+    def queue_ms(self) -> float:
+        """All waiting between arrival and execution."""
+        return self.batching_ms + self.gpulet_queue_ms

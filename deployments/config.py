@@ -1,0 +1,143 @@
+"""Plan in, Ray Serve config out: one application per gpu-let and one for the entry, so that a change touches only what changed.
+
+What only a restart can change (GPU, share, memory cap, executor) is in `args` and `ray_actor_options`; what can change in place
+(models, batch sizes, the plan the dispatcher follows) is in `user_config`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from tenuto.placement import Gpulet, Plan, PlannedGpu
+
+__all__ = ["ENTRY_APPLICATION", "application_name", "serve_config"]
+
+ENTRY_APPLICATION = "tenuto"
+_EXECUTORS = ("auto", "torch", "emulated")
+
+
+def application_name(gpulet_id: str) -> str:
+    """Return the name of a gpu-let's Serve application."""
+    return "gpulet-" + gpulet_id.replace("/", "-")
+
+
+def serve_config(
+    plan: Plan,
+    *,
+    executor: str = "auto",
+    host: str = "127.0.0.1",
+    port: int = 8000,
+    scheduler: str = "deferred",
+    scheduler_options: Mapping[str, Any] | None = None,
+    gateway_options: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Return the Serve config of a plan as plain data, ready for `serve deploy`.
+
+    Args:
+        plan: a completed plan.
+        executor: `torch`, `emulated`, or `auto`: torch on `cpu` GPUs, on GPUs bound by UUID and wherever the node has NVIDIA
+            devices; emulated for logical GPUs on a node without any.
+        host: address the HTTP server binds to.
+        port: port of the HTTP server.
+        scheduler: batching scheduler of the dispatcher.
+        scheduler_options: its options.
+        gateway_options: `max_queued`, `max_body_mib`, `response_ms`; see `tenuto.deployments.gateway`.
+
+    Raises:
+        ValueError: unknown executor.
+    """
+    if executor not in _EXECUTORS:
+        raise ValueError(f"executor must be one of {', '.join(_EXECUTORS)}, not {executor!r}")
+    gpus = {gpu.id: gpu for gpu in plan.gpus}
+    slots = {gpu.id: len(plan.on_gpu(gpu.id)) for gpu in plan.gpus}
+    gateway = {
+        "plan": plan.to_data(),
+        "scheduler": {"name": scheduler, "options": dict(scheduler_options or {})},
+        **(gateway_options or {}),
+    }
+    return {
+        "proxy_location": "HeadOnly",
+        "http_options": {"host": host, "port": port, "request_timeout_s": None},
+        "logging_config": {"enable_access_log": False},
+        "applications": [
+            {
+                "name": ENTRY_APPLICATION,
+                "route_prefix": "/",
+                "import_path": "tenuto.deployments.gateway:build",
+                "args": {},
+                "deployments": [
+                    {
+                        "name": "gateway",
+                        "num_replicas": 1,
+                        "max_ongoing_requests": 100_000,
+                        "health_check_period_s": 2.0,
+                        "graceful_shutdown_wait_loop_s": 0.2,
+                        "graceful_shutdown_timeout_s": 10.0,
+                        "ray_actor_options": {"num_cpus": 0},
+                        "user_config": gateway,
+                    }
+                ],
+            },
+            *(_gpulet_application(plan, gpulet, gpus[gpulet.gpu], slots[gpulet.gpu], executor) for gpulet in plan.gpulets),
+        ],
+    }
+
+
+def _gpulet_application(plan: Plan, gpulet: Gpulet, gpu: PlannedGpu, slots: int, executor: str) -> dict[str, Any]:
+    spec = {
+        "gpulet": gpulet.id,
+        "gpu": {"id": gpu.id, "type": gpu.type, "uuid": gpu.uuid},
+        "share_pct": gpulet.share_pct,
+        "memory_mib": gpulet.memory_mib,
+        "executor": executor,
+        "mps": plan.mps,
+    }
+    return {
+        "name": application_name(gpulet.id),
+        "route_prefix": None,
+        "import_path": "tenuto.deployments.gpulet:build",
+        "args": {"spec": spec},
+        "deployments": [
+            {
+                "name": "gpulet",
+                "num_replicas": 1,
+                "max_ongoing_requests": 100,
+                "health_check_period_s": 2.0,
+                "graceful_shutdown_wait_loop_s": 0.2,
+                "graceful_shutdown_timeout_s": 10.0,
+                "ray_actor_options": _actor_options(gpulet, gpu, slots),
+                "user_config": {"models": [_model_entry(plan, replica) for replica in gpulet.models]},
+            }
+        ],
+    }
+
+
+def _actor_options(gpulet: Gpulet, gpu: PlannedGpu, slots: int) -> dict[str, Any]:
+    """Return Ray's options: an equal ledger slot per gpu-let of a GPU; the real share is in the environment.
+
+    Ray packs fractions slot by slot, so that uneven shares which fit the GPUs may not fit its ledger; equal slots always do.
+    """
+    options: dict[str, Any] = {"num_cpus": 0}
+    environment: dict[str, str] = {}
+    if gpu.type != "cpu":
+        options["num_gpus"] = math.floor(10_000 / slots) / 10_000
+        if gpu.uuid is not None:
+            environment["CUDA_VISIBLE_DEVICES"] = gpu.uuid
+    if environment:
+        options["runtime_env"] = {"env_vars": environment}
+    return options
+
+
+def _model_entry(plan: Plan, replica: Any) -> dict[str, Any]:
+    spec = plan.model(replica.name)
+    return {
+        "name": replica.name,
+        "source": spec.source,
+        "batch_size": replica.batch_size,
+        "weights_path": spec.weights_path,
+        "options": spec.options,
+        "latency": replica.latency.model_dump(mode="json") if replica.latency is not None else None,
+        "slowdown": replica.slowdown,
+    }

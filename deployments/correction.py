@@ -1,0 +1,96 @@
+"""Online corrections of what the scheduler plans with: execution times per model and gpu-let, and delays around them."""
+
+from __future__ import annotations
+
+from collections import deque
+
+from tenuto.batching.interface import NetworkDelay
+
+__all__ = ["LatencyCorrection", "NetworkMeter"]
+
+
+class LatencyCorrection:
+    """Follows the ratio of measured to planned execution time for each (model, gpu-let).
+
+    The median of the last three batches feeds a moving average: one outlier never passes the median, a real change passes
+    with the second batch and is followed to 90 % within about six more.
+    """
+
+    _WEIGHT = 0.3
+    _REPORT = 0.02  # changes below this are not worth a new plan of the queue
+
+    def __init__(self) -> None:
+        self._recent: dict[tuple[int, int], deque[float]] = {}
+        self._average: dict[tuple[int, int], float] = {}
+        self._reported: dict[tuple[int, int], float] = {}
+
+    def restart(self) -> None:
+        """Forget everything; indices mean something else now."""
+        self._recent.clear()
+        self._average.clear()
+        self._reported.clear()
+
+    def record(self, model: int, gpulet: int, ratio: float) -> float | None:
+        """Take one batch's measured/planned ratio; return the new factor when it moved enough to matter."""
+        key = (model, gpulet)
+        recent = self._recent.setdefault(key, deque(maxlen=3))
+        recent.append(ratio)
+        if len(recent) < 3:
+            return None
+        median = sorted(recent)[1]
+        average = self._average.get(key, 1.0)
+        average += self._WEIGHT * (median - average)
+        self._average[key] = average
+        if abs(average - self._reported.get(key, 1.0)) < self._REPORT * self._reported.get(key, 1.0):
+            return None
+        self._reported[key] = average
+        return average
+
+    def factor(self, model: int, gpulet: int) -> float:
+        """Return the present factor; 1.0 before anything was measured."""
+        return self._reported.get((model, gpulet), 1.0)
+
+
+class NetworkMeter:
+    """Measures the delays around execution and turns their 95th percentiles into the scheduler's budget.
+
+    `travel` is the time of a batch from dispatch to the arrival of its answer, less its queueing and execution at the
+    gpu-let; `answer` the time from there until the last response of the batch was handed to the socket.
+    """
+
+    _EVERY = 64
+    _QUANTILE = 0.95
+
+    def __init__(self, client_ms: float) -> None:
+        self.client_ms = client_ms  # reserved for what happens beyond the socket, which the server cannot see
+        self._travel: deque[float] = deque(maxlen=512)
+        self._answer: deque[float] = deque(maxlen=512)
+        self._since = 0
+
+    def record(self, travel_ms: float, batch_size: int) -> None:
+        """Take one batch's delay on the wire."""
+        del batch_size
+        self._travel.append(max(0.0, travel_ms))
+        self._since += 1
+
+    def record_answer(self, answer_ms: float) -> None:
+        """Take the time from a batch's answer to one response handed to the socket."""
+        self._answer.append(max(0.0, answer_ms))
+
+    def is_due(self) -> bool:
+        """Whether enough was recorded since `delay` was last read to tell the scheduler."""
+        return self._since >= self._EVERY
+
+    def delay(self) -> NetworkDelay:
+        """Return the delays to budget now, in ms."""
+        self._since = 0
+        return NetworkDelay(
+            ctrl_ms=_quantile(self._travel, self._QUANTILE, 1.0),
+            response_ms=self.client_ms + _quantile(self._answer, self._QUANTILE, 0.0),
+        )
+
+
+def _quantile(values: deque[float], quantile: float, default: float) -> float:
+    if len(values) < 16:
+        return default
+    return sorted(values)[min(len(values) - 1, int(quantile * len(values)))]

@@ -1,0 +1,499 @@
+"""The asyncio driver of the scheduler core: requests in, batches out to gpu-lets, answers back.
+
+It lives in the gateway's process, so that a request crosses no process boundary alone; only whole batches travel. The
+core decides, this module carries out: it owns the clock, the timer, the tensors of waiting requests and the links.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from tenuto.batching.interface import Dispatch, Drop, NetworkDelay, Preempt, Scheduler
+from tenuto.deployments.answers import Answer, Outcome, OutputTensor
+from tenuto.deployments.correction import LatencyCorrection, NetworkMeter
+from tenuto.deployments.link import Finder, GpuletLink
+from tenuto.deployments.served import ServedModel
+from tenuto.placement import Plan
+
+__all__ = ["Dispatcher", "ModelCounters", "SchedulerFactory"]
+
+logger = logging.getLogger("ray.serve")
+
+# Builds the core for a plan; called again when the plan changes.
+SchedulerFactory = Callable[[Plan, NetworkDelay], Scheduler]
+
+_NO_ANSWER = "the gpu-let that executed this batch died; send the request again"
+
+
+@dataclass(slots=True)
+class _Request:
+    """A request between arrival and answer. `parts` holds one buffer per input of the model, in signature order."""
+
+    id: int
+    name: str
+    model: int  # index in the present plan
+    deadline_ms: float
+    received_ms: float
+    parts: Sequence[bytes | memoryview]
+    future: asyncio.Future[Answer]
+    dispatched_ms: float = 0.0
+    retried: bool = False
+
+
+@dataclass(slots=True)
+class _Batch:
+    sequence: int
+    name: str
+    model: int
+    gpulet: int
+    requests: list[_Request]
+    dispatched_ms: float
+    aborted: bool = False
+
+
+@dataclass
+class ModelCounters:
+    """Counts since the dispatcher started; `batches` and `batched` give the mean batch size."""
+
+    submitted: int = 0
+    ok: int = 0
+    late: int = 0
+    expired: int = 0
+    rejected: int = 0
+    failed: int = 0
+    cancelled: int = 0
+    batches: int = 0
+    batched: int = 0
+    execution_ms: deque[float] = field(default_factory=lambda: deque(maxlen=512))
+
+
+class Dispatcher:
+    """Runs one scheduler over the gpu-lets of a plan. All methods must be called on one event loop."""
+
+    def __init__(
+        self,
+        build_scheduler: SchedulerFactory,
+        find_gpulet: Callable[[str], Finder],
+        *,
+        max_queued: int = 10_000,
+        response_ms: float = 3.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Prepare without a plan; `apply` gives one.
+
+        Args:
+            build_scheduler: makes the scheduler core of a plan.
+            find_gpulet: returns the function that finds a gpu-let by its id.
+            max_queued: requests of one model that may wait; more are rejected with a time to retry after.
+            response_ms: what is reserved for the way back to the client until it is measured.
+            clock: monotonic seconds.
+        """
+        self._build_scheduler = build_scheduler
+        self._find_gpulet = find_gpulet
+        self._max_queued = max_queued
+        self._clock = clock
+        self._ids = itertools.count()
+        self._sequences = itertools.count()
+        self._requests: dict[int, _Request] = {}
+        self._batches: dict[int, _Batch] = {}
+        self._in_flight: list[deque[int]] = []
+        self._links: list[GpuletLink] = []
+        self._plan: Plan | None = None
+        self._scheduler: Scheduler | None = None
+        self._first_sequence = 0  # of the present plan
+        self._timer: asyncio.TimerHandle | None = None
+        self._armed_ms = math.inf
+        self._model_index: dict[str, int] = {}
+        self._closing: set[asyncio.Task[None]] = set()
+        self.network = NetworkMeter(response_ms)
+        self.correction = LatencyCorrection()
+        self.counters: dict[str, ModelCounters] = {}
+        self._served: dict[str, ServedModel] = {}
+
+    def configure(self, build_scheduler: SchedulerFactory, *, max_queued: int, response_ms: float) -> None:
+        """Take new settings; they hold from the next `apply`."""
+        self._build_scheduler = build_scheduler
+        self._max_queued = max_queued
+        self.network.client_ms = response_ms
+
+    # --- the plan -----------------------------------------------------------------------------------------------
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan that is being served."""
+        return self._plan
+
+    def apply(self, plan: Plan) -> None:
+        """Serve `plan` from now on. Waiting requests move over; batches that run are answered; unchanged links stay."""
+        now = self._now()
+        old = {link.gpulet_id: link for link in self._links}
+        in_flight = {link.gpulet_id: queue for link, queue in zip(self._links, self._in_flight, strict=True)}
+
+        self._plan = plan
+        self._first_sequence = next(self._sequences)
+        self._model_index = {spec.name: index for index, spec in enumerate(plan.models)}
+        self._served.clear()  # a source may have changed
+        for spec in plan.models:
+            self.counters.setdefault(spec.name, ModelCounters())
+        scheduler = self._build_scheduler(plan, self.network.delay())
+        scheduler.drain()
+        self._scheduler = scheduler
+        self.correction.restart()
+        self._links, self._in_flight = [], []
+        for index, gpulet in enumerate(plan.gpulets):
+            link = old.pop(gpulet.id, None)
+            queue = in_flight.pop(gpulet.id, deque())
+            if link is None:
+                link = GpuletLink(index, gpulet.id, self._find_gpulet(gpulet.id), self)
+                link.start()
+            link.index = index
+            self._links.append(link)
+            self._in_flight.append(queue)
+            for sequence in queue:
+                self._batches[sequence].gpulet = index
+            # A gpu-let that is absent or still runs a batch of the old plan joins the new core when it is idle.
+            if not link.is_up or queue:
+                scheduler.gpulet_lost(now, index)
+        for gpulet_id, link in old.items():
+            self._close_link(link, in_flight.get(gpulet_id, deque()))
+        for request in list(self._requests.values()):
+            request.model = self._model_index.get(request.name, -1)
+            if request.dispatched_ms == 0.0:
+                self._enqueue(request, now)
+        self._carry_out(now)
+
+    def _enqueue(self, request: _Request, now: float) -> None:
+        """Give a request to the core; one whose model the plan no longer has fails."""
+        assert self._scheduler is not None
+        if request.model < 0:
+            self._finish(request, Answer(Outcome.FAILED, reason=f"'{request.name}' was removed from the plan"))
+        else:
+            self._scheduler.add_request(now, request.model, request.id, request.deadline_ms)
+
+    def _close_link(self, link: GpuletLink, queue: deque[int]) -> None:
+        """Let a removed gpu-let answer what it runs, then close its connection."""
+
+        async def close_when_idle() -> None:
+            limit = self._now() + 30_000.0
+            while any(sequence in self._batches for sequence in queue) and self._now() < limit:
+                await asyncio.sleep(0.02)
+            await link.stop()
+
+        link.index = -1
+        task = asyncio.create_task(close_when_idle(), name=f"close {link.gpulet_id}")
+        self._closing.add(task)
+        task.add_done_callback(self._closing.discard)
+
+    async def close(self) -> None:
+        """Answer everything that waits as failed, and disconnect."""
+        if self._timer is not None:
+            self._timer.cancel()
+        for request in list(self._requests.values()):
+            self._finish(request, Answer(Outcome.FAILED, reason="the server is shutting down; send the request again"))
+        await asyncio.gather(*(link.stop() for link in self._links), *self._closing)
+
+    # --- requests -----------------------------------------------------------------------------------------------
+
+    def submit(self, model: str, parts: Sequence[bytes | memoryview], slo_ms: float | None = None) -> asyncio.Future[Answer]:
+        """Queue one request and return the future of its answer; cancelling the future frees its place.
+
+        Args:
+            model: a model of the plan.
+            parts: one raw buffer per input, in the order of the signature, for one sample.
+            slo_ms: time allowed from now; the model's SLO by default. Zero or less is answered `expired` at once.
+
+        Raises:
+            KeyError: the plan has no such model.
+        """
+        index = self._model_index[model]
+        assert self._plan is not None
+        scheduler = self._scheduler
+        assert scheduler is not None
+        now = self._now()
+        allowed = self._plan.models[index].slo_ms if slo_ms is None else slo_ms
+        future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        counters = self.counters[model]
+        counters.submitted += 1
+        if scheduler.queued(index) >= self._max_queued:
+            counters.rejected += 1
+            wait_s = max(0.1, allowed / 1000.0)
+            future.set_result(Answer(Outcome.REJECTED, retry_after_s=wait_s,
+                                     reason=f"{self._max_queued} requests of '{model}' are waiting; retry in {wait_s:g} s"))
+            return future
+        request = _Request(next(self._ids), model, index, now + allowed, now, parts, future)
+        self._requests[request.id] = request
+        future.add_done_callback(lambda done, request=request: self._cancelled(request) if done.cancelled() else None)
+        scheduler.add_request(now, index, request.id, request.deadline_ms)
+        self._carry_out(now)
+        return future
+
+    def _cancelled(self, request: _Request) -> None:
+        """Forget a request whose client went away; one that already runs cannot be taken back."""
+        if self._requests.pop(request.id, None) is None or self._scheduler is None:
+            return
+        self.counters[request.name].cancelled += 1
+        if request.dispatched_ms == 0.0:
+            now = self._now()
+            self._scheduler.cancel(now, request.model, request.id)
+            self._carry_out(now)
+
+    # --- decisions ----------------------------------------------------------------------------------------------
+
+    def _now(self) -> float:
+        return self._clock() * 1000.0
+
+    def _carry_out(self, now: float) -> None:
+        scheduler = self._scheduler
+        assert scheduler is not None
+        while scheduler.decisions:
+            for decision in scheduler.drain():
+                if isinstance(decision, Dispatch):
+                    self._dispatch(decision, now)
+                elif isinstance(decision, Drop):
+                    self._drop(decision)
+                else:
+                    self._preempt(decision)
+        self._arm(scheduler.next_wake_ms, now)
+
+    def _arm(self, wake_ms: float, now: float) -> None:
+        if wake_ms >= self._armed_ms:
+            return  # the earlier timer looks again when it fires
+        if self._timer is not None:
+            self._timer.cancel()
+        self._armed_ms = wake_ms
+        loop = asyncio.get_running_loop()
+        self._timer = loop.call_later(max(0.0, (wake_ms - now) / 1000.0), self._on_timer)
+
+    def _on_timer(self) -> None:
+        self._armed_ms = math.inf
+        self._timer = None
+        scheduler = self._scheduler
+        assert scheduler is not None
+        now = self._now()
+        if scheduler.next_wake_ms <= now:
+            scheduler.wake(now)
+        self._carry_out(now)
+
+    def _dispatch(self, decision: Dispatch, now: float) -> None:
+        requests = []
+        for request_id in decision.request_ids:
+            request = self._requests.get(request_id)
+            if request is not None:
+                request.dispatched_ms = now
+                requests.append(request)
+        assert self._plan is not None
+        name = self._plan.models[decision.model].name
+        batch = _Batch(next(self._sequences), name, decision.model, decision.gpulet, requests, now)
+        self._batches[batch.sequence] = batch
+        self._in_flight[decision.gpulet].append(batch.sequence)
+        if not requests:
+            # Every client left between decision and dispatch; keep the core's account of the gpu-let straight.
+            asyncio.get_running_loop().call_soon(self._empty_batch_done, batch)
+            return
+        counters = self.counters[name]
+        counters.batches += 1
+        counters.batched += len(requests)
+        n_inputs = len(requests[0].parts)
+        buffers = [request.parts[position] for position in range(n_inputs) for request in requests]
+        self._links[decision.gpulet].send({"id": batch.sequence, "model": name, "n": len(requests)}, buffers)
+
+    def _empty_batch_done(self, batch: _Batch) -> None:
+        if self._batches.pop(batch.sequence, None) is not None:
+            self._in_flight[batch.gpulet].remove(batch.sequence)
+            self._done(batch, self._now())
+
+    def _drop(self, decision: Drop) -> None:
+        for request_id in decision.request_ids:
+            request = self._requests.get(request_id)
+            if request is not None:
+                waited = self._now() - request.received_ms
+                self._finish(request, Answer(Outcome.EXPIRED, batching_ms=waited,
+                                             reason="the deadline could not be met; it was not executed. "
+                                                    "Lower the rate, raise the SLO or add GPUs"))
+
+    def _preempt(self, decision: Preempt) -> None:
+        """The core has the requests back in its queue; the gpu-let's answer for that batch will be ignored."""
+        queue = self._in_flight[decision.gpulet]
+        if not queue:
+            return
+        batch = self._batches[queue.popleft()]
+        batch.aborted = True
+        for request in batch.requests:
+            request.dispatched_ms = 0.0
+        self._links[decision.gpulet].send({"abort": batch.sequence}, ())
+        del self._batches[batch.sequence]
+
+    # --- answers (LinkEvents) -----------------------------------------------------------------------------------
+
+    def link_up(self, index: int, description: dict[str, Any]) -> None:
+        if index >= 0 and self._scheduler is not None:
+            now = self._now()
+            self._scheduler.gpulet_back(now, index)
+            self._carry_out(now)
+
+    def link_down(self, index: int, reason: str) -> None:
+        if index < 0 or self._scheduler is None:
+            return
+        now = self._now()
+        lost = [self._batches.pop(sequence) for sequence in self._in_flight[index] if sequence in self._batches]
+        self._in_flight[index].clear()
+        self._scheduler.gpulet_lost(now, index)
+        for batch in lost:
+            for request in batch.requests:
+                self._retry_or_fail(request, now, reason)
+        self._carry_out(now)
+
+    def _retry_or_fail(self, request: _Request, now: float, reason: str) -> None:
+        """Queue a request of a lost batch once more; the core drops it at once if its deadline no longer allows."""
+        if request.id not in self._requests:
+            return
+        if request.retried or request.deadline_ms <= now:
+            self._finish(request, Answer(Outcome.FAILED, reason=f"{_NO_ANSWER} ({reason})"))
+            return
+        request.retried = True
+        request.dispatched_ms = 0.0
+        self._enqueue(request, now)
+
+    def batch_answered(self, index: int, header: dict[str, Any], body: memoryview) -> None:
+        batch = self._batches.pop(header["id"], None)
+        if batch is None:
+            return  # preempted
+        now = self._now()
+        if index >= 0:
+            self._in_flight[index].remove(batch.sequence)
+            self._learn(batch, header, now)
+            self._done(batch, now)
+            # The gpu-let is idle: the next batch leaves before this one's answers are taken apart.
+            self._carry_out(now)
+        self._answer_requests(batch, header, body, now)
+
+    def _done(self, batch: _Batch, now: float) -> None:
+        """Tell the core; one still busy with a batch of an older plan is handed to the core once it is idle."""
+        assert self._scheduler is not None
+        if self._is_from_old_plan(batch):
+            if not self._in_flight[batch.gpulet] and self._links[batch.gpulet].is_up:
+                self._scheduler.gpulet_back(now, batch.gpulet)
+        else:
+            self._scheduler.batch_done(now, batch.gpulet)
+
+    def _is_from_old_plan(self, batch: _Batch) -> bool:
+        return batch.sequence < self._first_sequence
+
+    def _learn(self, batch: _Batch, header: dict[str, Any], now: float) -> None:
+        if "error" in header or self._scheduler is None or self._is_from_old_plan(batch):
+            return
+        execution_ms = float(header["execution_ms"])
+        travel_ms = now - batch.dispatched_ms - execution_ms - float(header["queue_ms"])
+        self.network.record(travel_ms, len(batch.requests))
+        setup = self._scheduler.setup
+        planned = setup.gpulets[batch.gpulet].hosts[batch.model].planned_ms()[len(batch.requests)]
+        factor = self.correction.record(batch.model, batch.gpulet, execution_ms / planned)
+        if factor is not None:
+            self._scheduler.update_latency(batch.model, batch.gpulet, factor)
+        if self.network.is_due():
+            self._scheduler.update_network(self.network.delay())
+
+    def _answer_requests(self, batch: _Batch, header: dict[str, Any], body: memoryview, now: float) -> None:
+        error = header.get("error")
+        if error is not None:
+            for request in batch.requests:
+                if request.id in self._requests:
+                    self._finish(request, Answer(Outcome.FAILED, gpulet=header["gpulet"], reason=str(error)))
+            return
+        execution_ms, queue_ms = float(header["execution_ms"]), float(header["queue_ms"])
+        size = len(batch.requests)
+        outputs: list[tuple[str, str, tuple[int, ...], int, int]] = []
+        offset = 0
+        for name, dtype, shape, sample_bytes in header["outputs"]:
+            outputs.append((name, dtype, tuple(shape), offset, sample_bytes))
+            offset += sample_bytes * size
+        self.counters[batch.name].execution_ms.append(execution_ms)
+        for position, request in enumerate(batch.requests):
+            if request.id not in self._requests:
+                continue
+            tensors = [
+                OutputTensor(name, dtype, shape, body[start + position * length : start + (position + 1) * length])
+                for name, dtype, shape, start, length in outputs
+            ]
+            self._finish(
+                request,
+                Answer(Outcome.OK, tensors, size, header["gpulet"], batch.dispatched_ms - request.received_ms, queue_ms,
+                       execution_ms, header["emulated"]),
+                now,
+            )
+
+    def _finish(self, request: _Request, answer: Answer, now: float | None = None) -> None:
+        self._requests.pop(request.id, None)
+        counters = self.counters[request.name]
+        if answer.outcome is Outcome.EXPIRED:
+            counters.expired += 1
+        elif answer.outcome is not Outcome.OK:
+            counters.failed += 1
+        elif (now if now is not None else self._now()) <= request.deadline_ms:
+            counters.ok += 1
+        else:
+            counters.late += 1
+        if not request.future.done():
+            request.future.set_result(answer)
+
+    # --- state --------------------------------------------------------------------------------------------------
+
+    def is_ready(self, model: str | None = None) -> bool:
+        """Whether every gpu-let is connected; with a model, whether at least one of its gpu-lets is."""
+        if self._plan is None:
+            return False
+        if model is None:
+            return all(link.is_up for link in self._links)
+        hosts = {gpulet.id for gpulet in self._plan.hosts_of(model)}
+        return any(link.is_up for link in self._links if link.gpulet_id in hosts)
+
+    def served(self, model: str) -> ServedModel | None:
+        """Return a model's signature as reported by the first gpu-let of it that ever connected; None before."""
+        found = self._served.get(model)
+        if found is None:
+            for link in self._links:
+                raw = link.description.get("signatures", {}).get(model)
+                if raw is not None:
+                    found = self._served[model] = ServedModel.from_data(raw)
+                    break
+        return found
+
+    def status(self) -> dict[str, Any]:
+        """Return plain data: the plan, the gpu-lets as they are, counts and measured against planned latencies."""
+        plan = self._plan
+        if plan is None:
+            return {"plan": None, "gpulets": [], "models": {}}
+        models = {}
+        for spec in plan.models:
+            counters = self.counters[spec.name]
+            executions = sorted(counters.execution_ms)
+            expected = plan.expected.models.get(spec.name)
+            models[spec.name] = {
+                "submitted": counters.submitted, "ok": counters.ok, "late": counters.late, "expired": counters.expired,
+                "rejected": counters.rejected, "failed": counters.failed, "cancelled": counters.cancelled,
+                "batches": counters.batches, "mean_batch": counters.batched / counters.batches if counters.batches else None,
+                "execution_p50_ms": executions[len(executions) // 2] if executions else None,
+                "planned_latency_ms": expected.latency_ms if expected else None,
+                "queued": self._scheduler.queued(self._model_index[spec.name]) if self._scheduler else 0,
+            }  # fmt: skip
+        delay = self.network.delay()
+        return {
+            "plan": plan.to_data(), "gpulets": self.gpulets(), "models": models,
+            "network": {"ctrl_ms": delay.ctrl_ms, "response_ms": delay.response_ms},
+        }  # fmt: skip
+
+    def gpulets(self) -> list[dict[str, Any]]:
+        """Return what every gpu-let reported when it connected, and whether it is up."""
+        return [{"id": link.gpulet_id, "up": link.is_up, **_public(link.description)} for link in self._links]
+
+
+def _public(description: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in description.items() if key not in ("token", "address")}

@@ -1,0 +1,271 @@
+"""The HTTP entry: Open Inference Protocol v2, `/predict`, health and documentation, with the dispatcher in the same process.
+
+The infer path is plain ASGI in front of FastAPI: routing, validation and response models would cost more than the rest of a
+request. FastAPI serves everything else and describes all of it at `/docs`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+from urllib.parse import unquote
+
+from fastapi import FastAPI
+
+from tenuto import __version__
+from tenuto.batching.interface import NetworkDelay, Scheduler
+from tenuto.batching.registry import make_scheduler
+from tenuto.batching.setup import from_plan
+from tenuto.deployments.answers import Answer, Outcome
+from tenuto.deployments.config import application_name
+from tenuto.deployments.dispatcher import Dispatcher
+from tenuto.deployments.http import (
+    HttpError,
+    Receive,
+    Scope,
+    Send,
+    header,
+    read_body,
+    send_error,
+    send_json,
+    send_response,
+)
+from tenuto.deployments.oip import BadRequestError, check_outputs, encode_response, parse_infer, parse_slo
+from tenuto.deployments.routes import add_routes
+from tenuto.deployments.served import ServedModel
+from tenuto.errors import InvalidInputError
+from tenuto.placement import Plan
+
+__all__ = ["Gateway", "build"]
+
+logger = logging.getLogger("ray.serve")
+
+_STATUS = {Outcome.EXPIRED: 504, Outcome.REJECTED: 429, Outcome.FAILED: 503}
+
+
+class Gateway:
+    """The Serve deployment. `reconfigure` gives it a plan; without one every model is unknown and nothing is ready."""
+
+    def __init__(self, _options: Mapping[str, Any] | None = None) -> None:
+        self._dispatcher: Dispatcher | None = None
+        self._max_body_bytes = 64 << 20
+        self._app: FastAPI | None = None
+
+    # --- Serve's side -------------------------------------------------------------------------------------------
+
+    def __serve_build_asgi_app__(self) -> FastAPI:
+        """Return the ASGI application; Serve calls this once after the constructor."""
+        self._app = make_app(self)
+        return self._app
+
+    async def reconfigure(self, user_config: Mapping[str, Any]) -> None:
+        """Follow a new plan without a restart."""
+        try:
+            plan = Plan.from_data(user_config["plan"], origin="user_config.plan")
+        except InvalidInputError as error:
+            raise ValueError(str(error)) from None
+        chosen = user_config.get("scheduler", {"name": "deferred", "options": {}})
+        self._max_body_bytes = int(user_config.get("max_body_mib", 64)) << 20
+
+        def build_scheduler(plan: Plan, network: NetworkDelay) -> Scheduler:
+            return make_scheduler(chosen["name"], from_plan(plan, network), chosen.get("options", {}))
+
+        if self._dispatcher is None:
+            self._dispatcher = Dispatcher(
+                build_scheduler,
+                _find_over_ray,
+                max_queued=int(user_config.get("max_queued", 10_000)),
+                response_ms=float(user_config.get("response_ms", 3.0)),
+            )
+        else:
+            self._dispatcher.configure(
+                build_scheduler,
+                max_queued=int(user_config.get("max_queued", 10_000)),
+                response_ms=float(user_config.get("response_ms", 3.0)),
+            )
+        self._dispatcher.apply(plan)
+
+    async def __del__(self) -> None:
+        """Answer what waits and disconnect; Serve calls this after draining."""
+        if self._dispatcher is not None:
+            await self._dispatcher.close()
+
+    @property
+    def dispatcher(self) -> Dispatcher:
+        """The dispatcher; raises `HttpError` 503 before the first plan."""
+        if self._dispatcher is None:
+            raise HttpError(503, "no plan is applied yet. Wait a moment and retry.", retry_after_s=1)
+        return self._dispatcher
+
+    def served(self, name: str) -> ServedModel:
+        """Return a model that can be asked now.
+
+        Raises:
+            HttpError: 404 for a model the plan does not know, 503 for one that is unserved or whose gpu-lets are starting.
+        """
+        dispatcher = self.dispatcher
+        plan = dispatcher.plan
+        names = [spec.name for spec in plan.models] if plan is not None else []
+        if plan is None or name not in names:
+            raise HttpError(404, f"unknown model '{name}'. Models here: {', '.join(names) or '(none)'}.")
+        model = dispatcher.served(name)
+        if model is not None and dispatcher.is_ready(name):
+            return model
+        if name in plan.unserved:
+            why = plan.unserved_reasons.get(name, "no reason given")
+            raise HttpError(503, f"the plan leaves '{name}' unserved: {why}. Plan again with more GPUs or another policy.")
+        raise HttpError(503, f"no gpu-let of '{name}' is ready. Retry in a few seconds.", retry_after_s=2)
+
+    # --- the infer path -----------------------------------------------------------------------------------------
+
+    async def infer(self, name: str, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer POST /v2/models/{name}/infer."""
+        model = self.served(name)
+        body = await read_body(scope, receive, self._max_body_bytes)
+        length = header(scope, b"inference-header-content-length")
+        if length is not None and not length.isdigit():
+            raise HttpError(400, f"Inference-Header-Content-Length is {length.decode('latin-1')!r}. Give a number of bytes.")
+        try:
+            request = parse_infer(body, None if length is None else int(length), model.inputs)
+            check_outputs(request.outputs, model.outputs)
+            slo_ms = self._slo(scope, request.slo_ms)
+        except BadRequestError as error:
+            raise HttpError(400, str(error)) from None
+        answers = await self._submit(name, request.parts, slo_ms)
+        self._raise_unless_ok(answers)
+        parameters, headers = _split(answers)
+        answered_at = time.monotonic()
+        payload, json_length = encode_response(name, request, [a.outputs for a in answers], parameters, model.labels)
+        if json_length is None:
+            headers.append((b"content-type", b"application/json"))
+        else:
+            headers.append((b"content-type", b"application/octet-stream"))
+            headers.append((b"inference-header-content-length", b"%d" % json_length))
+        await send_response(send, 200, payload, headers)
+        self.dispatcher.network.record_answer((time.monotonic() - answered_at) * 1000.0)
+
+    async def predict(self, name: str, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer POST /predict/{name} with a raw image or text body."""
+        model = self.served(name)
+        body = await read_body(scope, receive, self._max_body_bytes)
+        try:
+            slo_ms = self._slo(scope, None)
+            # Decoding and resizing is real work: off the loop, where it would delay every timer.
+            parts = await asyncio.get_running_loop().run_in_executor(None, model.preprocess, body)
+        except (BadRequestError, InvalidInputError) as error:
+            raise HttpError(400, str(error)) from None
+        answers = await self._submit(name, [parts], slo_ms)
+        self._raise_unless_ok(answers)
+        parameters, headers = _split(answers)
+        document = {"model_name": name, "predictions": model.postprocess(answers[0].outputs), "parameters": parameters}
+        await send_json(send, 200, document, headers)
+
+    async def _submit(self, name: str, parts: list[Any], slo_ms: float | None) -> list[Answer]:
+        """Wait for every sample; a client that goes away cancels this coroutine, which frees their places."""
+        submit = self.dispatcher.submit
+        if len(parts) == 1:
+            return [await submit(name, parts[0], slo_ms)]
+        futures = [submit(name, sample, slo_ms) for sample in parts]
+        try:
+            return await asyncio.gather(*futures)
+        except asyncio.CancelledError:
+            for future in futures:
+                future.cancel()
+            raise
+
+    @staticmethod
+    def _slo(scope: Scope, from_body: float | None) -> float | None:
+        raw = header(scope, b"x-slo-ms")
+        return from_body if raw is None else parse_slo(raw.decode("latin-1"), "header X-SLO-Ms")
+
+    @staticmethod
+    def _raise_unless_ok(answers: list[Answer]) -> None:
+        for answer in answers:
+            if answer.outcome is not Outcome.OK:
+                _, headers = _split([answer])
+                raise HttpError(_STATUS[answer.outcome], answer.reason, retry_after_s=answer.retry_after_s, headers=headers,
+                                details={"outcome": answer.outcome.value})
+
+
+def _split(answers: list[Answer]) -> tuple[dict[str, Any], list[tuple[bytes, bytes]]]:
+    """Return the times of a request as response parameters and as headers; of several samples, those of the slowest."""
+    answer = max(answers, key=lambda a: a.queue_ms + a.execution_ms) if len(answers) > 1 else answers[0]
+    parameters = {
+        "queue_ms": round(answer.queue_ms, 3),
+        "batching_ms": round(answer.batching_ms, 3),
+        "execution_ms": round(answer.execution_ms, 3),
+        "batch_size": answer.batch_size,
+        "gpulet": answer.gpulet,
+        "emulated": answer.emulated,
+    }
+    headers = [
+        (b"x-tenuto-queue-ms", b"%.3f" % answer.queue_ms),
+        (b"x-tenuto-batching-ms", b"%.3f" % answer.batching_ms),
+        (b"x-tenuto-execution-ms", b"%.3f" % answer.execution_ms),
+        (b"x-tenuto-batch-size", b"%d" % answer.batch_size),
+        (b"x-tenuto-gpulet", answer.gpulet.encode()),
+    ]
+    return parameters, headers
+
+
+def _find_over_ray(gpulet_id: str) -> Callable[[], Awaitable[dict[str, Any]]]:
+    """Return the function that asks a gpu-let's application for its address; waits while its replica starts."""
+
+    async def find() -> dict[str, Any]:
+        import ray
+        from ray import serve
+
+        handle = serve.get_app_handle(application_name(gpulet_id))
+        async with asyncio.timeout(30.0):
+            found: dict[str, Any] = await handle.describe.remote(ray.get_runtime_context().get_node_id())
+        return found
+
+    return find
+
+
+def make_app(gateway: Gateway) -> FastAPI:
+    """Return the application: the two hot paths as plain ASGI, the rest as FastAPI routes."""
+
+    class App(FastAPI):
+        async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+            if scope["type"] == "http" and scope["method"] == "POST":
+                target = _hot_path(scope["path"][len(scope.get("root_path", "")) :])
+                if target is not None:
+                    action, name = target
+                    try:
+                        await (gateway.infer if action == "infer" else gateway.predict)(name, scope, receive, send)
+                    except HttpError as error:
+                        with contextlib.suppress(ConnectionError):
+                            await send_error(send, error)
+                    except Exception as error:
+                        logger.exception("a request for '%s' failed", name)
+                        await send_error(send, HttpError(500, f"internal error: {type(error).__name__}: {error}"))
+                    return
+            await super().__call__(scope, receive, send)
+
+    app = App(title="Tenuto", version=__version__, description="Multi-model inference with latency SLOs.")
+    add_routes(app, gateway)
+    return app
+
+
+def _hot_path(path: str) -> tuple[str, str] | None:
+    """Return (infer|predict, model) for the two paths that carry load."""
+    parts = path.split("/")
+    if len(parts) == 5 and parts[1] == "v2" and parts[2] == "models" and parts[4] == "infer":
+        return "infer", unquote(parts[3])
+    if len(parts) == 7 and parts[1] == "v2" and parts[4] == "versions" and parts[6] == "infer":
+        return "infer", unquote(parts[3])
+    if len(parts) == 3 and parts[1] == "predict":
+        return "predict", unquote(parts[2])
+    return None
+
+
+def build(args: dict[str, Any]) -> Any:
+    """Return the entry's Serve application; named as `import_path` in the generated Serve config."""
+    from ray import serve
+
+    return serve.deployment(name="gateway")(serve.ingress()(Gateway)).bind(args)

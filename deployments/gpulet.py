@@ -1,0 +1,259 @@
+"""A gpu-let: one Serve replica, one process, one share of one GPU, one or more resident models.
+
+Batches arrive over its own socket (see `tenuto.deployments.transport`), run one after another on a worker thread, and never
+touch the event loop. The replica reports ready only after every planned batch size of every model was warmed up.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import queue
+import secrets
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from tenuto.deployments.executors.choose import make_executor
+from tenuto.deployments.executors.base import Executor
+from tenuto.deployments.transport import FrameProtocol, listen
+from tenuto.errors import EnvironmentFaultError
+
+__all__ = ["GpuletReplica", "build"]
+
+logger = logging.getLogger("ray.serve")
+
+
+class _Work:
+    """One batch between arrival and answer."""
+
+    __slots__ = ("aborted", "body", "header", "protocol", "received_at")
+
+    def __init__(self, protocol: FrameProtocol, header: dict[str, Any], body: memoryview, received_at: float) -> None:
+        self.protocol = protocol
+        self.header = header
+        self.body = body
+        self.received_at = received_at
+        self.aborted = False
+
+
+class GpuletReplica:
+    """Serves the models of one gpu-let. Created by Serve; `reconfigure` changes models and batch sizes in place."""
+
+    async def __init__(self, spec: Mapping[str, Any]) -> None:
+        """Choose the executor and start listening.
+
+        Args:
+            spec: what only a restart can change: `gpulet`, `gpu` (id, type, uuid), `share_pct`, `memory_mib`, `executor`.
+
+        Raises:
+            EnvironmentFaultError: the machine cannot give what the plan asks for.
+        """
+        self._spec = dict(spec)
+        self._id = str(spec["gpulet"])
+        self._loop = asyncio.get_running_loop()
+        self._executor: Executor = make_executor(spec)
+        self._models: dict[str, dict[str, Any]] = {}
+        self._queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._running: dict[tuple[int, int], _Work] = {}
+        self._failure: str | None = None
+        self._token = secrets.token_hex(16)
+        self._address = f"\0tenuto-{secrets.token_hex(8)}"
+        self._servers = [await listen(self._address, self._token, self._on_frame, self._on_lost)]
+        self._tcp: tuple[str, int] | None = None
+        self._batches = 0
+        self._busy_s = 0.0
+        self._thread = threading.Thread(target=self._work, name=f"gpulet {self._id}", daemon=True)
+        self._thread.start()
+
+    # --- Serve's side -------------------------------------------------------------------------------------------
+
+    async def reconfigure(self, user_config: Mapping[str, Any]) -> None:
+        """Load, unload and warm up until the resident models are those of `user_config`; unchanged ones are not touched."""
+        wanted = {entry["name"]: dict(entry) for entry in user_config["models"]}
+        for name in [name for name in self._models if name not in wanted]:
+            await self._on_worker(lambda name=name: self._executor.unload(name))
+            del self._models[name]
+        for name, entry in wanted.items():
+            if self._models.get(name) == entry:
+                continue
+            started = time.monotonic()
+            await self._on_worker(lambda entry=entry: self._load(entry))
+            self._models[name] = entry
+            logger.info("gpu-let %s: %s is ready up to batch %d (%.1f s)", self._id, name, entry["batch_size"],
+                        time.monotonic() - started)
+
+    def _load(self, entry: Mapping[str, Any]) -> None:
+        """Build or rebuild one model and warm up every batch size from 1 to the planned one; runs on the worker thread."""
+        if entry["name"] in self._models:
+            self._executor.unload(entry["name"])
+        options = {**entry.get("options", {}), "latency": entry.get("latency"), "slowdown": entry.get("slowdown", 1.0)}
+        self._executor.load(
+            entry["name"], entry.get("source"), weights_path=entry.get("weights_path"), options=options,
+            batch_sizes=range(1, int(entry["batch_size"]) + 1),
+        )
+
+    async def check_health(self) -> None:
+        """Raise when this process can no longer run batches; Serve then replaces it."""
+        if self._failure is not None:
+            raise EnvironmentFaultError(self._failure)
+        if not self._thread.is_alive():
+            raise EnvironmentFaultError(f"the worker thread of gpu-let {self._id} has ended")
+
+    async def describe(self, node_id: str = "") -> dict[str, Any]:
+        """Return how to reach this gpu-let from a node, and what it really got.
+
+        A caller on another node gets a TCP address on this node's cluster interface, guarded by the same token.
+        """
+        import ray
+
+        context = ray.get_runtime_context()
+        address: Any = self._address
+        if node_id and node_id != context.get_node_id():
+            if self._tcp is None:
+                host = ray.util.get_node_ip_address()
+                server = await listen((host, 0), self._token, self._on_frame, self._on_lost)
+                self._servers.append(server)
+                self._tcp = (host, server.sockets[0].getsockname()[1])
+            address = list(self._tcp)
+        return {
+            "address": address,
+            "token": self._token,
+            "gpulet": self._id,
+            "gpu": self._spec["gpu"]["id"],
+            "pid": os.getpid(),
+            "node_id": context.get_node_id(),
+            "device": self._executor.device,
+            "emulated": self._executor.device.startswith("emulated"),
+            "share_pct": self._spec.get("share_pct"),
+            "memory_mib": self._executor.memory_mib(),
+            "models": {name: entry["batch_size"] for name, entry in self._models.items()},
+            "signatures": {name: self._executor.signature(name) for name in self._models},
+        }
+
+    async def statistics(self) -> dict[str, Any]:
+        """Return batches run and seconds spent running them since the start."""
+        return {"gpulet": self._id, "batches": self._batches, "busy_s": self._busy_s, "pid": os.getpid()}
+
+    async def __del__(self) -> None:
+        """Finish what runs, then release the device; Serve calls this once requests have drained."""
+        self._queue.put(None)
+        await asyncio.get_running_loop().run_in_executor(None, self._thread.join, 10.0)
+        for server in self._servers:
+            server.close()
+        self._executor.close()
+
+    # --- the socket's side (event loop) -------------------------------------------------------------------------
+
+    def _on_frame(self, protocol: FrameProtocol, header: dict[str, Any], body: memoryview) -> None:
+        received_at = time.perf_counter()
+        if "abort" in header:
+            work = self._running.get((id(protocol), header["abort"]))
+            if work is not None:
+                work.aborted = True
+            return
+        work = _Work(protocol, header, body, received_at)
+        self._running[(id(protocol), header["id"])] = work
+        self._queue.put(work)
+
+    def _on_lost(self, protocol: FrameProtocol, error: BaseException | None) -> None:
+        """The gateway is gone: nobody waits for its batches, so those not begun are not run."""
+        for (owner, _), work in list(self._running.items()):
+            if owner == id(protocol):
+                work.aborted = True
+
+    def _answer(self, work: _Work, header: dict[str, Any], buffers: Sequence[memoryview]) -> None:
+        self._running.pop((id(work.protocol), work.header["id"]), None)
+        work.protocol.send({"id": work.header["id"], "gpulet": self._id, **header}, buffers)
+
+    # --- the device's side (worker thread) ----------------------------------------------------------------------
+
+    def _on_worker(self, action: Any) -> asyncio.Future[None]:
+        """Run something between two batches on the thread that owns the device."""
+        future: asyncio.Future[None] = self._loop.create_future()
+        self._queue.put((action, future))
+        return future
+
+    def _work(self) -> None:
+        while True:
+            item = self._queue.get()
+            if item is None:
+                return
+            if isinstance(item, _Work):
+                header, buffers = self._run(item)
+                self._loop.call_soon_threadsafe(self._answer, item, header, buffers)
+            else:
+                action, future = item
+                try:
+                    action()
+                except BaseException as error:
+                    self._loop.call_soon_threadsafe(_settle, future, error)
+                else:
+                    self._loop.call_soon_threadsafe(_settle, future, None)
+
+    def _run(self, work: _Work) -> tuple[dict[str, Any], list[memoryview]]:
+        started_at = time.perf_counter()
+        name, size = work.header["model"], int(work.header["n"])
+        if work.aborted:
+            return {"error": "the batch was given up before it ran"}, []
+        if name not in self._models:
+            return {"error": f"'{name}' is not resident on gpu-let {self._id}; the plan has just changed, send it again"}, []
+        try:
+            inputs = self._inputs(name, work.body, size)
+            outputs, execution_ms = self._executor.run(name, inputs, size)
+        except Exception as error:
+            logger.exception("gpu-let %s: a batch of %d for %s failed", self._id, size, name)
+            self._note_fault(error)
+            return {"error": f"running '{name}' failed: {type(error).__name__}: {error}"}, []
+        self._batches += 1
+        self._busy_s += execution_ms / 1000.0
+        described, buffers = [], []
+        for output, array in outputs.items():
+            array = np.ascontiguousarray(array)
+            described.append((output, array.dtype.name, array.shape[1:], array.nbytes // size))
+            buffers.append(memoryview(array).cast("B"))
+        header = {
+            "outputs": described,
+            "execution_ms": execution_ms,
+            "queue_ms": (started_at - work.received_at) * 1000.0,
+            "emulated": self._executor.device.startswith("emulated"),
+        }
+        return header, buffers
+
+    def _inputs(self, name: str, body: memoryview, size: int) -> dict[str, np.ndarray[Any, Any]]:
+        """Cut the body into one array per input, without copying; the gateway has checked shapes and types."""
+        inputs = {}
+        offset = 0
+        for tensor in self._executor.signature(name)["inputs"]:
+            dtype = np.dtype(tensor["dtype"])
+            shape = (size, *tensor["shape"])
+            length = int(np.prod(shape)) * dtype.itemsize
+            inputs[tensor["name"]] = np.frombuffer(body[offset : offset + length], dtype=dtype).reshape(shape)
+            offset += length
+        return inputs
+
+    def _note_fault(self, error: Exception) -> None:
+        """A CUDA fault is sticky: the context is lost and only a new process helps, so fail the next health check."""
+        text = str(error)
+        if "CUDA error" in text or "device-side assert" in text or "CUDA driver" in text:
+            self._failure = f"the CUDA context of gpu-let {self._id} is lost: {text.splitlines()[0]}"
+
+
+def _settle(future: asyncio.Future[None], error: BaseException | None) -> None:
+    if future.done():
+        return
+    if error is None:
+        future.set_result(None)
+    else:
+        future.set_exception(error)
+
+
+def build(args: dict[str, Any]) -> Any:
+    """Return the Serve application of one gpu-let; named as `import_path` in the generated Serve config."""
+    from ray import serve
+
+    return serve.deployment(name="gpulet")(GpuletReplica).bind(args["spec"])  # type: ignore[arg-type]

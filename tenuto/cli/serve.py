@@ -1,0 +1,81 @@
+"""`tenuto serve`: bring a plan up, keep it up, drain on Ctrl-C."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from typing import Any
+
+import click
+
+from tenuto.cli.common import parse_options, progress_console
+
+__all__ = ["command"]
+
+
+@click.command(name="serve", short_help="Start a plan on Ray Serve and wait until it is healthy; Ctrl-C drains.")
+@click.argument("plan_file", metavar="PLAN")
+@click.option("--emulate", is_flag=True, help="Emulate every GPU of the plan; answers are labelled so.")
+@click.option("--executor", type=click.Choice(["auto", "torch", "emulated"]), default=None, help="What runs the models.")
+@click.option("--host", default="127.0.0.1", show_default=True, help="Address to bind to.")
+@click.option("--port", default=8000, show_default=True, type=click.IntRange(1, 65535), help="Port to listen on.")
+@click.option("--scheduler", default="deferred", show_default=True, help="Batching scheduler of the dispatcher.")
+@click.option("--option", "options", multiple=True, metavar="K=V", help="Option of the scheduler; repeatable.")
+@click.option("--address", metavar="ADDRESS", help="Ray cluster to use; default: a running one, else a local Ray is started.")
+def command(
+    plan_file: str, emulate: bool, executor: str | None, host: str, port: int, scheduler: str, options: tuple[str, ...],
+    address: str | None,
+) -> None:
+    """Start a plan on Ray Serve, wait until it is healthy, and serve until Ctrl-C.
+
+    Without a running Ray cluster a local one is started in Serve's fast front-door mode and stopped at the end.
+
+    Example: tenuto serve plan.yaml --emulate
+    """
+    from tenuto.batching.registry import make_scheduler
+    from tenuto.batching.setup import from_plan
+    from tenuto.deployments.config import serve_config
+    from tenuto.placement import Plan
+
+    plan = Plan.load(plan_file)
+    chosen = parse_options(options)
+    make_scheduler(scheduler, from_plan(plan), chosen)  # a wrong name or option fails here, not in a replica
+    config = serve_config(
+        plan, executor="emulated" if emulate else executor or _planned_executor(plan_file), host=host, port=port,
+        scheduler=scheduler, scheduler_options=chosen,
+    )
+    stop = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: stop.set())
+    _run(config, plan, stop, address)
+
+
+def _planned_executor(plan_file: str) -> str:
+    """Return the executor a generated Serve config was written with; `auto` for a bare plan."""
+    from tenuto.profiles.documents import load_document
+
+    data = load_document(plan_file)
+    for application in data.get("applications", []):
+        spec = application.get("args", {}).get("spec")
+        if spec is not None:
+            return str(spec["executor"])
+    return "auto"
+
+
+def _run(config: dict[str, Any], plan: Any, stop: threading.Event, address: str | None) -> None:
+    from tenuto.deployments.launcher import Launcher, get_json
+
+    console = progress_console()
+    with Launcher(progress=lambda text: console.print(f"tenuto: {text}")) as launcher:
+        launcher.connect(num_gpus=sum(gpu.type != "cpu" for gpu in plan.gpus), address=address)
+        if not stop.is_set():
+            launcher.apply(config)
+            status = get_json(f"{launcher.base_url}/status")
+            for gpulet in status["gpulets"]:
+                models = ", ".join(f"{name} (batch {size})" for name, size in gpulet["models"].items())
+                console.print(f"tenuto: {gpulet['id']} on {gpulet['device']}, pid {gpulet['pid']}: {models}")
+            console.print(f"tenuto: serving at {launcher.base_url}, documentation at {launcher.base_url}/docs. Ctrl-C drains.")
+            while not stop.wait(0.5):
+                pass
+        console.print("tenuto: draining")
+    console.print("tenuto: stopped")

@@ -1,0 +1,54 @@
+"""`tenuto status`: what runs against what was planned."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+from rich.table import Table
+
+from tenuto.cli.common import emit_json, stdout_console
+
+__all__ = ["command"]
+
+
+@click.command(name="status", short_help="Show what runs against what was planned.")
+@click.option("--url", default="http://127.0.0.1:8000", show_default=True, help="Address of the gateway.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def command(url: str, as_json: bool) -> int:
+    """Show every gpu-let and model: planned against measured. Exit code 1 when a gpu-let is missing.
+
+    Example: tenuto status --url http://127.0.0.1:8000
+    """
+    from tenuto.deployments.launcher import get_json
+    from tenuto.errors import EnvironmentFaultError
+
+    status = get_json(f"{url.rstrip('/')}/status")
+    if "gpulets" not in status:
+        raise EnvironmentFaultError(f"{url}/status: {status.get('error', 'not a Tenuto server')}")
+    if as_json:
+        emit_json(status)
+    else:
+        _print(status)
+    return 0 if all(gpulet["up"] for gpulet in status["gpulets"]) else 1
+
+
+def _print(status: dict[str, Any]) -> None:
+    console = stdout_console()
+    gpulets = Table("gpu-let", "state", "device", "share", "pid", "models (batch)", title="gpu-lets")
+    for gpulet in status["gpulets"]:
+        models = ", ".join(f"{name} ({size})" for name, size in gpulet.get("models", {}).items())
+        share = gpulet.get("share_pct")
+        gpulets.add_row(gpulet["id"], "up" if gpulet["up"] else "down", str(gpulet.get("device", "-")),
+                        "-" if share is None else f"{share:g} %", str(gpulet.get("pid", "-")), models)
+    console.print(gpulets)
+    models = Table("model", "ok", "late", "expired", "rejected", "failed", "waiting", "mean batch", "planned ms", "executed ms (p50)",
+                   title="models")
+    for name, m in status["models"].items():
+        models.add_row(name, *(str(m[key]) for key in ("ok", "late", "expired", "rejected", "failed", "queued")),
+                       _number(m["mean_batch"]), _number(m["planned_latency_ms"]), _number(m["execution_p50_ms"]))
+    console.print(models)
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1f}"
