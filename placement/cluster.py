@@ -77,7 +77,7 @@ class Cluster(StrictModel):
             for group in node.gpus:
                 kind = GPU_TYPES.get(group.type)
                 memory = group.memory_mib if group.memory_mib is not None else float(kind.memory_mib if kind else 0)
-                price = group.price_per_hour if group.price_per_hour is not None else (kind and kind.price_per_hour)
+                price = group.price_per_hour if group.price_per_hour is not None else kind.price_per_hour if kind else None
                 for position in range(group.count):
                     found.append(
                         Gpu(id=f"{node.name}/{index}", type=group.type, memory_mib=memory, price_per_hour=price,

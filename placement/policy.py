@@ -89,8 +89,8 @@ def _from_file(name: str) -> type[Policy]:
         raise InvalidInputError(
             Problem("--policy", name, f"importing the file failed: {type(error).__name__}: {error}", "Repair the file.")
         ) from error
-    kind = getattr(module, attribute, None)
-    if not (inspect.isclass(kind) and callable(getattr(kind, "place", None))):
+    kind: type[Policy] | None = getattr(module, attribute, None)
+    if not kind or not (inspect.isclass(kind) and callable(getattr(kind, "place", None))):
         raise InvalidInputError(
             Problem("--policy", name, f"'{attribute}' is not a class with a place() method in {file.name}",
                     "Derive it from tenuto.placement.Policy.")

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 
 from tenuto.errors import InvalidInputError, Problem, raise_if_any
 from tenuto.placement.cluster import Cluster
-from tenuto.placement.plan import Expected, ExpectedModel, Gpulet, Plan, PolicyUsed, Replica
+from tenuto.placement.plan import Expected, ExpectedModel, Gpulet, Plan, PolicyUsed
 from tenuto.placement.policy import Policy
-from tenuto.placement.workload import Workload, profile_of, profiles_of
+from tenuto.placement.workload import Workload, profile_of
 from tenuto.profiles import LatencyTable, LinearLatency, ModelProfile, Profiles
 
 __all__ = ["check_inputs", "check_plan", "complete", "solve"]
@@ -29,9 +30,11 @@ def solve(policy: Policy, workload: Workload, cluster: Cluster, profiles: Profil
 def check_inputs(workload: Workload, cluster: Cluster, profiles: Profiles) -> None:
     """Raise `InvalidInputError` for models without a profile and SLOs that not even a batch of one can meet."""
     problems: list[Problem] = []
+    sizes = {gpu.type: gpu.memory_mib for gpu in cluster.gpus}
     for index, spec in enumerate(workload.models):
         fastest = float("inf")
         missing: list[Problem] = []
+        memory: list[tuple[float, float]] = []
         for gpu_type in cluster.gpu_types:
             try:
                 model = profile_of(spec, gpu_type, profiles)
@@ -39,6 +42,9 @@ def check_inputs(workload: Workload, cluster: Cluster, profiles: Profiles) -> No
                 fastest = min(fastest, model.latency_ms(1, largest_share))
             except InvalidInputError as error:
                 missing += error.problems or (Problem("profiles", spec.name, str(error), "Give another profile."),)
+                continue
+            need = min((p.memory_mib for p in model.points if p.memory_mib is not None), default=0.0)
+            memory.append((need, sizes[gpu_type]))
         if fastest == float("inf"):
             problems += [Problem(f"models.{index}.profile", p.value, p.rule, p.cure) for p in missing]
         elif spec.slo_ms < fastest:
@@ -46,6 +52,13 @@ def check_inputs(workload: Workload, cluster: Cluster, profiles: Profiles) -> No
                 Problem(f"models.{index}.slo_ms", spec.slo_ms,
                         f"below the latency of a single request of '{spec.name}', {fastest:.4g} ms on the fastest GPU",
                         f"Give an SLO above {fastest:.4g} ms, better twice that, or a faster GPU type.")
+            )
+        if memory and all(need > size for need, size in memory):
+            need, size = min(memory, key=lambda pair: pair[0] - pair[1])
+            problems.append(
+                Problem(f"models.{index}", spec.name,
+                        f"needs {need:.0f} MiB even with its smallest measured batch, more than the {size:.0f} MiB of the GPU",
+                        "Use a GPU type with more memory, or profile smaller batches.")
             )
     raise_if_any(problems)
 
@@ -57,7 +70,7 @@ def complete(plan: Plan, policy: Policy, workload: Workload, cluster: Cluster, p
     """
     used = {gpulet.gpu for gpulet in plan.gpulets}
     types = {gpu.id: gpu.type for gpu in cluster.gpus} | {gpu.id: gpu.type for gpu in plan.gpus}
-    tables = {kind: profiles_of(workload, kind, profiles) for kind in sorted({types[g] for g in used if g in types})}
+    tables = {kind: _known(workload, kind, profiles) for kind in sorted({types[g] for g in used if g in types})}
     gpulets = tuple(_completed(gpulet, tables[types[gpulet.gpu]]) if gpulet.gpu in types else gpulet for gpulet in plan.gpulets)
     expected = plan.expected
     if not expected.models:
@@ -77,6 +90,15 @@ def complete(plan: Plan, policy: Policy, workload: Workload, cluster: Cluster, p
             "mps": workload.mps,
         }
     )
+
+
+def _known(workload: Workload, gpu_type: str, profiles: Profiles) -> dict[str, ModelProfile]:
+    """Return the profiles of the models that were measured on a GPU type; others cannot have been placed there."""
+    found = {}
+    for spec in workload.models:
+        with suppress(InvalidInputError):
+            found[spec.name] = profile_of(spec, gpu_type, profiles)
+    return found
 
 
 def _plain_options(policy: Policy) -> dict[str, object]:

@@ -73,8 +73,8 @@ def _loose(text: str) -> Problem:
 @click.option("--json", "as_json", is_flag=True, help="Print the plan as JSON.")
 def command(
     workload_file: str, policy_name: str, compare: str | None, gpus: str | None, cluster_file: str | None,
-    elastic: bool, profile_names: tuple[str, ...], options: tuple[str, ...], output: str | None, executor: str, picture: str | None,
-    as_json: bool,
+    elastic: bool, profile_names: tuple[str, ...], options: tuple[str, ...], output: str | None, executor: str,
+    picture: str | None, as_json: bool,
 ) -> None:
     """Find and validate a plan for WORKLOAD on a cluster.
 

@@ -1,0 +1,83 @@
+"""USHER's grouping: models whose compute and memory needs balance each other, paired in rounds by matching.
+
+The distance of a group is |sum Creq - sum Mreq| over the average requirements of its models (USHER, section 4.2). Each
+round merges groups along a minimum-weight matching of maximum cardinality, so two rounds give groups of up to four.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import networkx as nx
+import numpy as np
+
+__all__ = ["LARGEST_GENERAL_MATCHING", "distance_pct", "group_models"]
+
+# Blossom matching is cubic; above this many nodes the closed form below finds a matching of the same weight.
+LARGEST_GENERAL_MATCHING = 128
+# Weights are whole numbers of this many parts per percent: exact ties stay ties, and are broken by the workload's
+# order.
+PARTS_PER_PCT = 10_000
+
+
+def distance_pct(group: Sequence[str], averages: Mapping[str, tuple[float, float]]) -> float:
+    """Return |sum Creq - sum Mreq| of a group in percentage points."""
+    return abs(sum(averages[m][0] - averages[m][1] for m in group))
+
+
+def group_models(
+    averages: Mapping[str, tuple[float, float]], max_group_size: int = 4
+) -> tuple[tuple[str, ...], ...]:
+    """Return groups of at most `max_group_size` models, largest total requirement first.
+
+    The order of the groups is left open by the paper; largest first reproduces the thesis' section 5.4.1. Within a
+    group the models stand in the order of `averages`. Sizes double from round to round, so 2, 4, 8, … are reached
+    exactly.
+    """
+    names = list(averages)
+    position = {name: index for index, name in enumerate(names)}
+    surplus = {name: round((averages[name][0] - averages[name][1]) * PARTS_PER_PCT) for name in names}
+    groups: list[list[str]] = [[name] for name in names]
+    size = 1
+    while 2 * size <= max_group_size and len(groups) > 1:
+        sums = [sum(surplus[m] for m in group) for group in groups]
+        general = len(groups) <= LARGEST_GENERAL_MATCHING
+        pairs = _general_matching(sums) if general else _matching_on_a_line(sums)
+        paired = {index for pair in pairs for index in pair}
+        groups = [groups[i] + groups[j] for i, j in pairs] + [g for i, g in enumerate(groups) if i not in paired]
+        size *= 2
+    for group in groups:
+        group.sort(key=position.__getitem__)
+    groups.sort(key=lambda g: (-round(sum(sum(averages[m]) for m in g), 6), position[g[0]]))
+    return tuple(tuple(group) for group in groups)
+
+
+def _general_matching(surplus: Sequence[int]) -> list[tuple[int, int]]:
+    """Match by the blossom algorithm on the complete graph with weights |surplus_i + surplus_j|."""
+    graph = nx.Graph()
+    graph.add_nodes_from(range(len(surplus)))
+    graph.add_weighted_edges_from(
+        (i, j, abs(surplus[i] + surplus[j])) for i in range(len(surplus)) for j in range(i + 1, len(surplus))
+    )
+    return sorted((min(edge), max(edge)) for edge in nx.min_weight_matching(graph))
+
+
+def _matching_on_a_line(surplus: Sequence[int]) -> list[tuple[int, int]]:
+    """Match the largest surplus with the smallest, the next with the next, and so on.
+
+    For a convex cost of the sum (here its absolute value) this is a minimum-weight perfect matching: exchanging
+    partners of any two pairs only spreads the sums. With an odd count, the element whose absence makes the rest
+    cheapest stays alone.
+    """
+    order = sorted(range(len(surplus)), key=lambda index: (surplus[index], index))
+    if len(order) % 2:
+        values = np.array([surplus[index] for index in order], dtype=np.int64)
+        costs = [_folded_cost(np.delete(values, left_out)) for left_out in range(len(order))]
+        del order[int(np.argmin(costs))]
+    half = len(order) // 2
+    pairs = zip(order[:half], reversed(order[half:]), strict=True)
+    return sorted((min(i, j), max(i, j)) for i, j in pairs)
+
+
+def _folded_cost(values: np.ndarray[tuple[int], np.dtype[np.int64]]) -> int:
+    return int(np.abs(values + values[::-1]).sum())
