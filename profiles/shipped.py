@@ -1,0 +1,51 @@
+"""The profiles that come with Tenuto, by name, with their sources and doubts kept."""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib import resources
+
+import yaml
+
+from tenuto.errors import InvalidInputError, Problem
+from tenuto.profiles.documents import parse_document
+from tenuto.profiles.profile import Profile
+
+__all__ = ["default_profiles", "load_shipped", "shipped_names"]
+
+# Name, GPU type; the first of a type is its default.
+_SHIPPED = {
+    "thesis-v100": "v100",
+    "igniter-v100": "v100",
+    "symphony-1080ti": "1080ti",
+    "symphony-a100": "a100",
+}
+
+
+def shipped_names() -> tuple[str, ...]:
+    """Return the names `--profiles` takes beside files."""
+    return tuple(_SHIPPED)
+
+
+@cache
+def load_shipped(name: str) -> Profile:
+    """Return a shipped profile.
+
+    Raises:
+        InvalidInputError: unknown name; the message lists those that exist.
+    """
+    if name not in _SHIPPED:
+        raise InvalidInputError(
+            Problem("profiles", name, "not a shipped profile", f"Shipped profiles: {', '.join(_SHIPPED)}.")
+        )
+    text = resources.files("tenuto.profiles").joinpath("data", f"{name}.yaml").read_text(encoding="utf-8")
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    return parse_document(Profile, yaml.load(text, Loader=loader), origin=name)  # a safe loader
+
+
+def default_profiles(gpu_type: str) -> list[Profile]:
+    """Return the profile used when none is named for a GPU type; empty where none is shipped."""
+    for name, kind in _SHIPPED.items():
+        if kind == gpu_type:
+            return [load_shipped(name)]
+    return []
