@@ -1,0 +1,93 @@
+"""The schedule: every arrival of a run, computed before anything is sent, so that two runs with one hash saw the same requests."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tenuto.errors import InvalidInputError, Problem
+from tenuto.loadgen.arrivals import arrival_times
+from tenuto.placement import ModelSpec
+
+__all__ = ["Schedule", "make_schedule", "seed_for"]
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Arrivals in order of time. `model_index[i]` indexes `names`; `times_ms[i]` counts from the start of the run."""
+
+    times_ms: NDArray[np.float64]
+    model_index: NDArray[np.int32]
+    names: tuple[str, ...]
+    duration_s: float
+
+    def __len__(self) -> int:
+        """Return the number of requests."""
+        return int(self.times_ms.size)
+
+    @property
+    def hash(self) -> str:
+        """SHA-256 over names, duration, times and models."""
+        digest = hashlib.sha256()
+        digest.update("\0".join(self.names).encode() + np.float64(self.duration_s).tobytes())
+        digest.update(np.ascontiguousarray(self.times_ms).tobytes())
+        digest.update(np.ascontiguousarray(self.model_index).tobytes())
+        return digest.hexdigest()
+
+    def save(self, path: str | Path) -> None:
+        """Write as a compressed numpy file."""
+        np.savez_compressed(path, times_ms=self.times_ms, model_index=self.model_index, names=np.array(self.names),
+                            duration_s=self.duration_s)
+
+    @classmethod
+    def load(cls, path: str | Path) -> Schedule:
+        """Read what `save` wrote; raises `InvalidInputError` for anything else."""
+        try:
+            with np.load(path, allow_pickle=False) as data:
+                return cls(data["times_ms"], data["model_index"], tuple(str(n) for n in data["names"]), float(data["duration_s"]))
+        except (OSError, ValueError, KeyError) as error:
+            raise InvalidInputError(Problem(str(path), str(path), f"not a schedule file ({error})", "Give a file that a run saved.")) from error
+
+
+def seed_for(seed: int, *purpose: str) -> np.random.Generator:
+    """Return a generator for one purpose of a run; 0 is a seed, and purposes never share a stream."""
+    words = [int.from_bytes(hashlib.sha256(part.encode()).digest()[:8], "little") for part in purpose]
+    return np.random.default_rng(np.random.SeedSequence([seed, *words]))
+
+
+def make_schedule(models: Sequence[ModelSpec], duration_s: float, seed: int, rate_scale: float = 1.0) -> Schedule:
+    """Return the merged arrivals of all models.
+
+    Each model draws from its own stream, named after it, so that adding a model leaves the others' arrivals as they were.
+
+    Args:
+        models: entries of the workload.
+        duration_s: length of the run, above 0.
+        seed: 0 or larger.
+        rate_scale: factor on every rate, above 0.
+
+    Raises:
+        InvalidInputError: duration, scale or seed out of range, or an unusable arrival process.
+    """
+    problems = [
+        Problem(name, value, "must be a positive number", "Give a larger number.")
+        for name, value in (("--duration-s", duration_s), ("--rate-scale", rate_scale))
+        if not (np.isfinite(value) and value > 0)
+    ]
+    if seed < 0:
+        problems.append(Problem("--seed", seed, "must be at least 0", "Give 0 or a larger number."))
+    if problems:
+        raise InvalidInputError(problems)
+    times = [
+        arrival_times(spec.name, spec.rate_rps * rate_scale, duration_s, spec.arrival, seed_for(seed, "arrivals", spec.name))
+        for spec in models
+    ]
+    index = np.repeat(np.arange(len(models), dtype=np.int32), [part.size for part in times]) if times else np.empty(0, np.int32)
+    merged = np.concatenate(times) * 1000.0 if times else np.empty(0)
+    order = np.argsort(merged, kind="stable")
+    return Schedule(merged[order], index[order], tuple(spec.name for spec in models), duration_s)
