@@ -1,0 +1,195 @@
+"""`tenuto simulate`: run a plan or a workload in virtual time and print what every model and gpu-let did."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+import numpy as np
+from numpy.typing import NDArray
+from rich.markup import escape
+from rich.table import Table
+
+from tenuto.batching.interface import NetworkDelay, Scheduler, Setup
+from tenuto.batching.registry import SCHEDULERS, make_scheduler, scheduler_class
+from tenuto.batching.setup import everywhere, from_plan
+from tenuto.batching.simulator import simulate
+from tenuto.cli.common import cluster_from, cluster_options, emit_json, parse_options, profiles_from, stdout_console
+from tenuto.errors import InvalidInputError, Problem
+from tenuto.loadgen.schedule import make_schedule
+from tenuto.placement import ModelSpec, Plan, Workload
+from tenuto.profiles.documents import load_document
+
+__all__ = ["Scene", "command", "print_run", "read_scene", "scene_options"]
+
+
+@dataclass(frozen=True)
+class Scene:
+    """What simulate and goodput have in common: models, set-up, scheduler and arrivals by rate scale."""
+
+    models: tuple[ModelSpec, ...]
+    setup: Setup
+    scheduler_name: str
+    options: dict[str, Any]
+    duration_s: float
+    warmup_s: float | None
+    seed: int
+
+    def scheduler(self) -> Scheduler:
+        """Return a fresh scheduler."""
+        return make_scheduler(self.scheduler_name, self.setup, self.options)
+
+    def schedule(self, rate_scale: float) -> tuple[NDArray[np.float64], NDArray[np.int32]]:
+        """Return the arrivals at a rate scale."""
+        schedule = make_schedule(self.models, self.duration_s, self.seed, rate_scale)
+        return schedule.times_ms, schedule.model_index
+
+
+def scene_options(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Add the arguments of simulate and goodput to a verb."""
+    for decorate in (
+        click.option("--json", "as_json", is_flag=True, help="Print JSON."),
+        click.option("--network-ms", metavar="CTRL,DATA,RESPONSE",
+                     help="Delays: sending a batch, its data per request, the answer. Default: none."),
+        click.option("--option", "options", multiple=True, metavar="K=V", help="Option of the scheduler; repeatable."),
+        click.option("--warmup-s", type=float, metavar="S", help="Not counted; default: the first 5 %."),
+        click.option("--seed", type=int, default=0, show_default=True, help="Seed of the arrivals."),
+        click.option("--duration-s", type=float, default=60.0, show_default=True, help="Length of the run in virtual time."),
+        click.option("--scheduler", "scheduler_name", default="deferred", show_default=True, metavar="NAME",
+                     help=f"One of {', '.join(SCHEDULERS)}."),
+        cluster_options,
+        click.argument("source", metavar="PLAN|WORKLOAD"),
+    ):
+        function = decorate(function)
+    return function
+
+
+def read_scene(
+    source: str, gpus: str | None, cluster_file: str | None, elastic: bool, profile_names: tuple[str, ...],
+    scheduler_name: str, duration_s: float, seed: int, warmup_s: float | None, options: tuple[str, ...],
+    network_ms: str | None,
+) -> Scene:
+    """Read files and arguments.
+
+    Raises:
+        InvalidInputError: with every problem found in the arguments; an SLO that no batch can meet is one.
+    """
+    problems = []
+    if not (math.isfinite(duration_s) and duration_s > 0):
+        problems.append(Problem("--duration-s", duration_s, "must be a positive number of seconds", "Give for example 60."))
+    elif warmup_s is not None and not 0 <= warmup_s < duration_s:
+        problems.append(Problem("--warmup-s", warmup_s, "must be at least 0 and below the duration", "Give for example 3."))
+    if seed < 0:
+        problems.append(Problem("--seed", seed, "must be at least 0", "Give 0 or a larger number."))
+    network = NetworkDelay()
+    if network_ms is not None:
+        try:
+            network = NetworkDelay(*(float(part) for part in network_ms.split(",")))
+        except (ValueError, TypeError):
+            problems.append(Problem("--network-ms", network_ms, "must be up to three numbers of ms", "Write 0.1,0.05,2."))
+    parsed: dict[str, Any] = {}
+    try:
+        parsed = parse_options(options)
+        scheduler_class(scheduler_name).options_type.parse(scheduler_name, parsed)
+    except InvalidInputError as error:
+        problems += error.problems
+    if problems:
+        raise InvalidInputError(problems)
+    setup, models = _read_setup(source, gpus, cluster_file, elastic, profile_names, network)
+    return Scene(models, setup, scheduler_name, parsed, duration_s, warmup_s, seed)
+
+
+def _read_setup(
+    source: str, gpus: str | None, cluster_file: str | None, elastic: bool, profile_names: tuple[str, ...],
+    network: NetworkDelay,
+) -> tuple[Setup, tuple[ModelSpec, ...]]:
+    document = load_document(source)
+    if isinstance(document, dict) and ("applications" in document or "gpulets" in document or "policy" in document):
+        if gpus is not None or cluster_file is not None:
+            raise InvalidInputError(
+                Problem("--gpus", gpus or cluster_file, "a plan brings its own GPUs", "Leave the cluster away, or pass a workload.")
+            )
+        plan = Plan.from_data(document, origin=source)
+        return from_plan(plan, network), plan.models
+    workload = Workload.load(source)
+    if not workload.models:
+        raise InvalidInputError(Problem(f"{source}: models", [], "the workload has no models", "Add at least one."))
+    cluster = cluster_from(gpus, cluster_file, elastic)
+    profiles = profiles_from(profile_names, cluster.gpu_types)
+    return everywhere(workload, cluster, profiles, network), _beside(workload.models, Path(source).parent)
+
+
+def _beside(models: tuple[ModelSpec, ...], folder: Path) -> tuple[ModelSpec, ...]:
+    """Resolve relative trace paths against the workload's folder, where the file is there and not here."""
+    resolved = []
+    for spec in models:
+        path = spec.arrival.path
+        if path is not None and not Path(path).is_absolute() and not Path(path).exists() and (folder / path).exists():
+            arrival = spec.arrival.model_copy(update={"path": str(folder / path)})
+            resolved.append(spec.model_copy(update={"arrival": arrival}))
+        else:
+            resolved.append(spec)
+    return tuple(resolved)
+
+
+@click.command("simulate")
+@scene_options
+@click.option("--rate-scale", type=float, default=1.0, show_default=True, help="Multiply every rate by this.")
+def command(
+    source: str, gpus: str | None, cluster_file: str | None, elastic: bool, profile_names: tuple[str, ...],
+    scheduler_name: str, duration_s: float, seed: int, warmup_s: float | None, options: tuple[str, ...],
+    network_ms: str | None, as_json: bool, rate_scale: float,
+) -> None:
+    """Run PLAN, or WORKLOAD on a cluster where every GPU hosts every model, in virtual time.
+
+    Example: tenuto simulate workload.yaml --gpus v100:4 --scheduler deferred --duration-s 60 --seed 0
+    """
+    scene = read_scene(
+        source, gpus, cluster_file, elastic, profile_names, scheduler_name, duration_s, seed, warmup_s, options, network_ms
+    )
+    times_ms, model_index = scene.schedule(rate_scale)
+    result = simulate(scene.scheduler(), times_ms, model_index, duration_s=duration_s, warmup_s=warmup_s)
+    summary = result.summary()
+    if as_json:
+        emit_json(summary)
+    else:
+        print_run(summary, scheduler_name)
+
+
+def print_run(summary: dict[str, Any], scheduler_name: str) -> None:
+    """Print the tables of a run on stdout."""
+    console = stdout_console()
+    table = Table(box=None, header_style="bold")
+    table.add_column("model")
+    headings = ("offered", "ok", "late", "expired", "rejected", "attainment", "p50 ms", "p90 ms", "p99 ms", "mean batch")
+    for heading in headings:
+        table.add_column(heading, justify="right")
+    for name, row in summary["models"].items():
+        table.add_row(
+            escape(name), *(str(row[key]) for key in ("offered", "ok", "late", "expired", "rejected")),
+            _percent(row["attainment"]), *(_number(row[key]) for key in ("p50_ms", "p90_ms", "p99_ms", "mean_batch")),
+        )
+    console.print(table)
+    gpulets = Table(box=None, header_style="bold")
+    for heading in ("gpu-let", "utilisation", "batches", "mean batch"):
+        gpulets.add_column(heading, justify="left" if heading == "gpu-let" else "right")
+    for name, row in summary["gpulets"].items():
+        gpulets.add_row(escape(name), _percent(row["utilisation"]), str(row["batches"]), _number(row["mean_batch"]))
+    console.print(gpulets)
+    console.print(
+        f"{scheduler_name}: goodput {summary['goodput_rps']:,.1f} of {summary['offered_rps']:,.1f} rps offered, "
+        f"attainment {_percent(summary['attainment'])}, GPUs busy {_percent(summary['gpu_utilisation'])}, "
+        f"{summary['requests']:,} requests measured in {summary['wall_s']:.2f} s"
+    )
+
+
+def _percent(value: float | None) -> str:
+    return "-" if value is None else f"{100 * value:.2f} %"
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}"
