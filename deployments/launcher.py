@@ -7,21 +7,19 @@ the environment before Ray starts.
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import os
 import socket
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from tenuto.deployments.config import ENTRY_APPLICATION
+from tenuto.deployments.endpoint import get_json
 from tenuto.errors import EnvironmentFaultError
 
-__all__ = ["FAST_MODE", "Launcher", "get_json"]
+__all__ = ["FAST_MODE", "Launcher", "start_local_ray"]
 
 # Read by Ray Serve when its processes start: HAProxy straight to the gateway's own HTTP server, user code on the replica's
 # loop, buffered logs. Niceness 0: Ray's default of 15 lets anything else on the machine delay the gateway.
@@ -38,21 +36,19 @@ FAST_MODE = {
 _TOKEN = Path.home() / ".ray" / "auth_token"
 
 
-def get_json(url: str, timeout_s: float = 5.0) -> Any:
-    """Return the JSON document at a URL, also for error statuses that carry one.
+_QUIET: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR, "namespace": "tenuto"}
 
-    Raises:
-        EnvironmentFaultError: nobody answers there, or not with JSON.
-    """
-    try:
-        with urllib.request.urlopen(url, timeout=timeout_s) as response:
-            return json.load(response)
-    except urllib.error.HTTPError as error:
-        with contextlib.suppress(ValueError):
-            return json.load(error)
-        raise EnvironmentFaultError(f"{url} answered {error.code} without JSON. Is this a Tenuto server?") from error
-    except (OSError, ValueError) as error:
-        raise EnvironmentFaultError(f"{url} does not answer ({error}). Start the server with `tenuto serve PLAN`.") from error
+
+def start_local_ray(num_gpus: int) -> None:
+    """Start a Ray of this process alone, bound to the loopback interface, in Serve's fast mode; it ends with the process."""
+    import ray
+
+    for key, value in FAST_MODE.items():
+        os.environ.setdefault(key, value)
+    if not _TOKEN.exists():
+        # Else Ray writes a token into the home folder, which later locks out a plain `serve deploy`.
+        os.environ.setdefault("RAY_AUTH_MODE", "disabled")
+    ray.init(address="local", num_gpus=num_gpus, include_dashboard=False, _node_ip_address="127.0.0.1", **_QUIET)
 
 
 class Launcher:
@@ -84,20 +80,14 @@ class Launcher:
         import ray
 
         address = address or os.environ.get("RAY_ADDRESS")
-        quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR, "namespace": "tenuto"}
         if not ray.is_initialized():
             try:
-                ray.init(address=address or "auto", **quiet)
+                ray.init(address=address or "auto", **_QUIET)
             except ConnectionError as error:
                 if address is not None:
                     raise EnvironmentFaultError(f"no Ray cluster answers at {address}: {error}. Check RAY_ADDRESS.") from error
                 self._progress("starting a local Ray")
-                for key, value in FAST_MODE.items():
-                    os.environ.setdefault(key, value)
-                if not _TOKEN.exists():
-                    # Else Ray writes a token into the home folder, which later locks out a plain `serve deploy`.
-                    os.environ.setdefault("RAY_AUTH_MODE", "disabled")
-                ray.init(address="local", num_gpus=num_gpus, include_dashboard=False, _node_ip_address="127.0.0.1", **quiet)
+                start_local_ray(num_gpus)
                 self._owns_ray = True
 
     def apply(self, config: Mapping[str, Any], *, timeout_s: float = 300.0) -> None:

@@ -63,7 +63,8 @@ def _planned_executor(plan_file: str) -> str:
 
 
 def _run(config: dict[str, Any], plan: Any, stop: threading.Event, address: str | None) -> None:
-    from tenuto.deployments.launcher import Launcher, get_json
+    from tenuto.deployments.endpoint import get_json
+    from tenuto.deployments.launcher import Launcher
 
     console = progress_console()
     with Launcher(progress=lambda text: console.print(f"tenuto: {text}")) as launcher:

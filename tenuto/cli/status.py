@@ -20,7 +20,7 @@ def command(url: str, as_json: bool) -> int:
 
     Example: tenuto status --url http://127.0.0.1:8000
     """
-    from tenuto.deployments.launcher import get_json
+    from tenuto.deployments.endpoint import get_json
     from tenuto.errors import EnvironmentFaultError
 
     status = get_json(f"{url.rstrip('/')}/status")

@@ -1,0 +1,50 @@
+"""Asking a running endpoint over HTTP: its health, its models, its plan."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import urllib.error
+import urllib.request
+from typing import Any
+from urllib.parse import quote
+
+from tenuto.errors import EnvironmentFaultError
+
+__all__ = ["get_json", "model_metadata", "served_plan"]
+
+
+def get_json(url: str, timeout_s: float = 5.0) -> Any:
+    """Return the JSON document at a URL, also that of an error status.
+
+    Raises:
+        EnvironmentFaultError: nobody answers there, or not with JSON.
+    """
+    try:
+        with urllib.request.urlopen(url, timeout=timeout_s) as response:
+            return json.load(response)
+    except urllib.error.HTTPError as error:
+        with error, contextlib.suppress(ValueError):
+            return json.load(error)
+        raise EnvironmentFaultError(f"{url} answered {error.code} without JSON. Is this a Tenuto server?") from error
+    except (OSError, ValueError) as error:
+        raise EnvironmentFaultError(f"{url} does not answer ({error}). Start the server with `tenuto serve PLAN`.") from error
+
+
+def model_metadata(url: str, model: str) -> dict[str, Any]:
+    """Return the Open Inference Protocol metadata of a model, or the endpoint's `{"error": …}`."""
+    found: dict[str, Any] = get_json(f"{url.rstrip('/')}/v2/models/{quote(model, safe='')}")
+    return found
+
+
+def served_plan(url: str) -> dict[str, Any]:
+    """Return the plan a Tenuto endpoint serves, as plain data.
+
+    Raises:
+        EnvironmentFaultError: the endpoint is not Tenuto, or has no plan.
+    """
+    status = get_json(f"{url.rstrip('/')}/status")
+    plan = status.get("plan") if isinstance(status, dict) else None
+    if not isinstance(plan, dict):
+        raise EnvironmentFaultError(f"{url}/status carries no plan. Give the plan file instead of the address.")
+    return plan

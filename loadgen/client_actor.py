@@ -1,0 +1,46 @@
+"""Load clients as Ray actors: one process each, on any node of the cluster."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tenuto.loadgen.client import Client, ClientJob
+from tenuto.loadgen.records import Records
+
+__all__ = ["ClientActor", "start_actors"]
+
+
+class ClientActor:
+    """An asyncio actor around `Client`, so that progress and stop are answered while a job runs."""
+
+    def __init__(self) -> None:
+        self._client = Client()
+
+    async def ready(self) -> bool:
+        """Return once the process is up."""
+        return True
+
+    async def run(self, job: ClientJob) -> Records:
+        """Run a job to its end."""
+        return await self._client.run(job)
+
+    async def progress(self) -> dict[str, int]:
+        """Return counts so far."""
+        return self._client.progress()
+
+    async def stop(self) -> None:
+        """Send no more."""
+        self._client.stop()
+
+
+def start_actors(count: int) -> list[Any]:
+    """Start client actors and wait until all are up; Ray must be initialised.
+
+    They reserve no CPU in Ray's ledger: the serving side may hold it, and a client that waits for it would never start.
+    """
+    import ray
+
+    kind = ray.remote(num_cpus=0, max_concurrency=16, max_restarts=0)(ClientActor)
+    actors = [kind.remote() for _ in range(count)]
+    ray.get([actor.ready.remote() for actor in actors], timeout=60)
+    return actors

@@ -1,0 +1,66 @@
+"""Request bodies in the binary tensor form, made once from a model's metadata and drawn from a pool while sending."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from tenuto.errors import InvalidInputError
+
+__all__ = ["make_bodies"]
+
+_DTYPES = {
+    "BOOL": np.bool_, "UINT8": np.uint8, "UINT16": np.uint16, "UINT32": np.uint32, "UINT64": np.uint64, "INT8": np.int8,
+    "INT16": np.int16, "INT32": np.int32, "INT64": np.int64, "FP16": np.float16, "FP32": np.float32, "FP64": np.float64,
+}  # fmt: skip
+_LARGEST_TOKEN = 20_000  # below the vocabulary of every model in the catalogue
+
+
+def make_bodies(
+    metadata: Mapping[str, Any], generator: np.random.Generator, count: int = 8
+) -> list[tuple[bytes, dict[str, str]]]:
+    """Return `count` bodies with their headers, one sample each.
+
+    Floats are standard normal as normalised images are; whole numbers are token ids; an input named like a mask is all ones.
+
+    Args:
+        metadata: the server's answer to GET /v2/models/{model}.
+        generator: source of randomness.
+        count: size of the pool.
+
+    Raises:
+        InvalidInputError: an input has a datatype or shape that cannot be generated.
+    """
+    inputs: Sequence[Mapping[str, Any]] = metadata["inputs"]
+    bodies = []
+    for _ in range(count):
+        described, parts = [], []
+        for tensor in inputs:
+            dtype = _DTYPES.get(tensor["datatype"])
+            shape = [1, *tensor["shape"][1:]]
+            if dtype is None or any(size < 1 for size in shape):
+                raise InvalidInputError(
+                    f"input '{tensor['name']}' of '{metadata['name']}' ({tensor['datatype']} {tensor['shape']}) cannot be generated. "
+                    "Only fixed shapes of numbers are."
+                )
+            data = _values(tensor["name"], np.dtype(dtype), shape, generator).tobytes()
+            described.append({"name": tensor["name"], "datatype": tensor["datatype"], "shape": shape,
+                              "parameters": {"binary_data_size": len(data)}})
+            parts.append(data)
+        text = json.dumps({"inputs": described, "parameters": {"binary_data_output": True}}, separators=(",", ":")).encode()
+        headers = {"Content-Type": "application/octet-stream", "Inference-Header-Content-Length": str(len(text))}
+        bodies.append((text + b"".join(parts), headers))
+    return bodies
+
+
+def _values(name: str, dtype: np.dtype[Any], shape: list[int], generator: np.random.Generator) -> np.ndarray[Any, Any]:
+    if "mask" in name.lower():
+        return np.ones(shape, dtype)
+    if dtype.kind == "f":
+        return generator.standard_normal(shape).astype(dtype)
+    if dtype.kind == "b":
+        return generator.random(shape) < 0.5
+    return generator.integers(1, min(_LARGEST_TOKEN, np.iinfo(dtype).max), shape).astype(dtype)

@@ -1,0 +1,98 @@
+"""Records of a run: one row per scheduled request, as numpy columns; outcomes and times as the design defines them.
+
+Built from live clients and from simulations alike, so that one verdict and one report serve both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields
+from enum import IntEnum
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = ["Outcome", "Records", "merge"]
+
+NAN = float("nan")
+
+
+class Outcome(IntEnum):
+    """A request's one outcome, seen from the client: `ok` iff answered by scheduled time + SLO."""
+
+    OK = 0
+    LATE = 1
+    EXPIRED = 2
+    REJECTED = 3
+    FAILED = 4
+
+
+def _column(dtype: type[np.generic]) -> Any:
+    return field(metadata={"dtype": dtype})
+
+
+@dataclass
+class Records:
+    """Columns of equal length. Times are ms from the start of the run on the client's clock; NaN where unknown.
+
+    `scheduled_ms`, `sent_ms` and `answered_ms` are absolute; `batching_ms`, `gpulet_queue_ms` and `execution_ms` are
+    durations the server reported. `gpulet` is the gpu-let's id.
+    """
+
+    request: NDArray[np.int64] = _column(np.int64)
+    model: NDArray[np.int32] = _column(np.int32)
+    scheduled_ms: NDArray[np.float64] = _column(np.float64)
+    sent_ms: NDArray[np.float64] = _column(np.float64)
+    answered_ms: NDArray[np.float64] = _column(np.float64)
+    status: NDArray[np.int32] = _column(np.int32)
+    outcome: NDArray[np.int8] = _column(np.int8)
+    batching_ms: NDArray[np.float64] = _column(np.float64)
+    gpulet_queue_ms: NDArray[np.float64] = _column(np.float64)
+    execution_ms: NDArray[np.float64] = _column(np.float64)
+    batch_size: NDArray[np.int32] = _column(np.int32)
+    gpulet: NDArray[np.object_] = _column(np.object_)
+
+    def __len__(self) -> int:
+        """Return the number of requests."""
+        return int(self.request.size)
+
+    @classmethod
+    def columns(cls) -> dict[str, type[np.generic]]:
+        """Return column names and types in order."""
+        return {column.name: column.metadata["dtype"] for column in fields(cls)}
+
+    @classmethod
+    def from_lists(cls, lists: Mapping[str, Iterable[Any]]) -> Records:
+        """Build from one sequence per column."""
+        return cls(**{name: np.asarray(list(lists[name]), dtype=dtype) for name, dtype in cls.columns().items()})
+
+    def where(self, mask: NDArray[np.bool_]) -> Records:
+        """Return the rows of a mask."""
+        return Records(**{name: getattr(self, name)[mask] for name in self.columns()})
+
+    @property
+    def latency_ms(self) -> NDArray[np.float64]:
+        """Answered minus scheduled; NaN where no answer came."""
+        return self.answered_ms - self.scheduled_ms
+
+    @property
+    def lateness_ms(self) -> NDArray[np.float64]:
+        """How much later than scheduled the generator sent; NaN where it did not send."""
+        return self.sent_ms - self.scheduled_ms
+
+    @property
+    def front_door_ms(self) -> NDArray[np.float64]:
+        """Latency less batching, gpu-let queue and execution: network, HTTP, and the client itself."""
+        return self.latency_ms - self.batching_ms - self.gpulet_queue_ms - self.execution_ms
+
+
+def merge(parts: Iterable[Records]) -> Records:
+    """Join the records of several clients in order of the scheduled time."""
+    found = list(parts)
+    joined = {
+        name: np.concatenate([getattr(part, name) for part in found]) if found else np.empty(0, dtype)
+        for name, dtype in Records.columns().items()
+    }
+    order = np.lexsort((joined["request"], joined["scheduled_ms"]))
+    return Records(**{name: column[order] for name, column in joined.items()})

@@ -1,0 +1,134 @@
+"""From records to numbers and a verdict: goodput, attainment, percentiles, the latency split, and whether the run is valid.
+
+All definitions are those of docs/definitions.md: attainment divides by offered, percentiles come from raw values, p99 is given
+only with at least 459 samples (below that no sample is known to lie above the 99th percentile with 99 % confidence).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tenuto.loadgen.records import Outcome, Records
+
+__all__ = ["MIN_SAMPLES_P99", "TARGET_ATTAINMENT", "Verdict", "judge", "summarise"]
+
+MIN_SAMPLES_P99 = 459
+TARGET_ATTAINMENT = 0.99
+_OUTCOMES = ("ok", "late", "expired", "rejected", "failed")
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """PASS: every model kept its SLO. FAIL: some did not. INVALID: the run does not show what it claims to."""
+
+    result: str
+    reasons: tuple[str, ...] = ()
+    conditions: dict[str, Any] = field(default_factory=dict)
+
+
+def summarise(records: Records, names: Sequence[str], *, warmup_ms: float, duration_ms: float) -> dict[str, Any]:
+    """Return the summary with the keys of `tenuto simulate --json`, plus the latency split.
+
+    Args:
+        records: every request of the run.
+        names: model names by index.
+        warmup_ms: requests scheduled before this are left out.
+        duration_ms: end of the measured window.
+    """
+    window = (records.scheduled_ms >= warmup_ms) & (records.scheduled_ms < duration_ms)
+    measured = records.where(window)
+    length_s = (duration_ms - warmup_ms) / 1000.0
+    ok = int((measured.outcome == Outcome.OK).sum())
+    models = {name: _model(measured.where(measured.model == index)) for index, name in enumerate(names)}
+    return {
+        "offered_rps": len(measured) / length_s,
+        "goodput_rps": ok / length_s,
+        "attainment": ok / len(measured) if len(measured) else None,
+        "requests": len(measured),
+        "models": models,
+        "gpulets": _gpulets(measured, length_s),
+    }
+
+
+def _model(records: Records) -> dict[str, Any]:
+    offered = len(records)
+    counts = {name: int((records.outcome == Outcome[name.upper()]).sum()) for name in _OUTCOMES}
+    answered = records.where(records.status == 200)
+    batched = answered.batch_size[answered.batch_size > 0]
+    return {
+        "offered": offered,
+        **counts,
+        "attainment": counts["ok"] / offered if offered else None,
+        "p50_ms": _percentile(answered.latency_ms, 50, 1),
+        "p90_ms": _percentile(answered.latency_ms, 90, 1),
+        "p99_ms": _percentile(answered.latency_ms, 99, MIN_SAMPLES_P99),
+        # Mean over batches, not over requests: a batch of b appears b times.
+        "mean_batch": float(batched.size / (1.0 / batched).sum()) if batched.size else None,
+        "split_p95_ms": {
+            "batching": _percentile(answered.batching_ms, 95, 1),
+            "gpulet_queue": _percentile(answered.gpulet_queue_ms, 95, 1),
+            "execution": _percentile(answered.execution_ms, 95, 1),
+            "front_door": _percentile(answered.front_door_ms, 95, 1),
+        },
+        "execution_p50_ms": _percentile(answered.execution_ms, 50, 1),
+    }
+
+
+def _gpulets(records: Records, length_s: float) -> dict[str, Any]:
+    """Return batches and busy time per gpu-let, from what its answers reported."""
+    found: dict[str, Any] = {}
+    answered = records.where((records.status == 200) & (records.batch_size > 0))
+    for gpulet in sorted({str(g) for g in answered.gpulet}):
+        rows = answered.where(answered.gpulet == gpulet)
+        batches = float((1.0 / rows.batch_size).sum())
+        busy_s = float((rows.execution_ms / rows.batch_size).sum()) / 1000.0
+        found[gpulet] = {"utilisation": min(1.0, busy_s / length_s), "batches": round(batches),
+                         "mean_batch": len(rows) / batches if batches else None}
+    return found
+
+
+def _percentile(values: NDArray[np.float64], percent: float, at_least: int) -> float | None:
+    known = values[~np.isnan(values)]
+    return float(np.percentile(known, percent)) if known.size >= at_least else None
+
+
+def judge(
+    records: Records, summary: Mapping[str, Any], slos_ms: Sequence[float], *, interrupted: bool = False,
+    lost_clients: Sequence[str] = (),
+) -> Verdict:
+    """Return the verdict of a run.
+
+    A run is invalid when the generator did not do what the schedule said: requests not sent, the 99th percentile of lateness
+    above 5 % of the smallest SLO (at least 5 ms), a client lost, or an interruption.
+    """
+    lateness = records.lateness_ms
+    unsent = int(np.isnan(lateness).sum())
+    p99 = float(np.percentile(lateness[~np.isnan(lateness)], 99)) if unsent < len(records) else float("inf")
+    limit = max(5.0, 0.05 * min(slos_ms)) if slos_ms else 5.0
+    conditions = {
+        "scheduled": len(records), "sent": len(records) - unsent, "lateness_p99_ms": None if np.isinf(p99) else p99,
+        "lateness_limit_ms": limit, "target_attainment": TARGET_ATTAINMENT,
+    }  # fmt: skip
+    invalid = []
+    if interrupted:
+        invalid.append("the run was interrupted; figures cover its first part only")
+    invalid += [f"client {name}" for name in lost_clients]
+    if len(records) == 0:
+        invalid.append("nothing was scheduled; lengthen the run or raise the rate")
+    elif unsent and not interrupted:
+        invalid.append(f"{unsent} of {len(records)} requests were not sent")
+    elif p99 > limit and not interrupted:
+        invalid.append(f"the generator was late: p99 {p99:.1f} ms, limit {limit:.1f} ms. Use more --clients or a lower rate")
+    if invalid:
+        return Verdict("INVALID", tuple(invalid), conditions)
+    missed = [
+        f"{name}: {100 * model['attainment']:.2f} % in time, {100 * TARGET_ATTAINMENT:g} % wanted"
+        for name, model in summary["models"].items()
+        if model["attainment"] is not None and model["attainment"] < TARGET_ATTAINMENT
+    ]
+    return Verdict("FAIL" if missed else "PASS", tuple(missed), conditions)

@@ -1,0 +1,103 @@
+"""`tenuto bench`: load a running endpoint on a schedule and judge it by goodput."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.table import Table
+
+from tenuto.cli.common import emit_json, progress_console, stdout_console
+
+__all__ = ["command", "print_summary"]
+
+
+@click.command(name="bench", short_help="Load an endpoint on a seeded open-loop schedule; print the verdict, write the report.")
+@click.argument("target", metavar="PLAN|URL")
+@click.option("--url", default=None, help="Endpoint when a PLAN is given. Default: http://127.0.0.1:8000.")
+@click.option("--duration-s", default=30.0, show_default=True, help="Length of the schedule.")
+@click.option("--warmup-s", default=None, type=float, help="First part left out of the figures. Default: 5 % of the duration.")
+@click.option("--seed", default=0, show_default=True, help="Seed of the schedule and the payloads.")
+@click.option("--rate-scale", default=1.0, show_default=True, help="Factor on every rate of the plan.")
+@click.option("--slo-scale", default=1.0, show_default=True, help="Factor on every SLO of the plan.")
+@click.option("--clients", default=1, show_default=True, help="Ray actors that send; 0 sends from this process.")
+@click.option("-o", "--output", "folder", default=None, metavar="DIR", help="Folder for result.json, requests.parquet, timeline.csv.")
+@click.option("--force", is_flag=True, help="Replace a report that is already in DIR.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def command(
+    target: str, url: str | None, duration_s: float, warmup_s: float | None, seed: int, rate_scale: float, slo_scale: float,
+    clients: int, folder: str | None, force: bool, as_json: bool,
+) -> int:
+    """Send a plan's load to a running endpoint, open-loop, and judge it by goodput. Exit code 1 unless the verdict is PASS.
+
+    Example: tenuto bench plan.yaml --duration-s 30 --seed 1 -o report
+    """
+    from tenuto.deployments.endpoint import served_plan
+    from tenuto.loadgen.bench import BenchOptions, run_bench
+    from tenuto.loadgen.output import prepare_folder, write_run
+    from tenuto.placement import Plan
+
+    address = url or (target if "://" in target else "http://127.0.0.1:8000")
+    plan = Plan.from_data(served_plan(address), origin=address) if "://" in target else Plan.load(target)
+    out = prepare_folder(Path(folder), force=force) if folder is not None else None
+    console = progress_console()
+    options = BenchOptions(address.rstrip("/"), duration_s, seed, rate_scale, slo_scale, warmup_s, clients)
+    if clients > 0:
+        _join_ray()
+    served = [spec for spec in plan.models if spec.name not in plan.unserved]
+    result = run_bench(served, options, lambda line: console.print(f"tenuto: {line}"))
+    document = write_run(out, result, options, plan, command=["tenuto", *sys.argv[1:]])
+    if as_json:
+        emit_json(document)
+    else:
+        print_summary(document)
+        if out is not None:
+            stdout_console().print(f"report: {out}")
+    return 0 if result.verdict.result == "PASS" else 1
+
+
+def _join_ray() -> None:
+    """Join the running cluster, or start a small local one for the clients alone."""
+    import logging
+
+    import ray
+
+    quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR, "namespace": "tenuto"}
+    if not ray.is_initialized():
+        try:
+            ray.init(address="auto", **quiet)
+        except ConnectionError:
+            from tenuto.deployments.launcher import start_local_ray
+
+            start_local_ray(num_gpus=0)
+
+
+def print_summary(document: dict[str, Any]) -> None:
+    """Print the per-model table, then the conditions, then the verdict last."""
+    console = stdout_console()
+    table = Table("model", "offered", "ok", "late", "expired", "rejected", "failed", "in time", "p50 ms", "p90 ms", "p99 ms", "mean batch")
+    for name, m in document["models"].items():
+        table.add_row(
+            name, *(str(m[key]) for key in ("offered", "ok", "late", "expired", "rejected", "failed")),
+            "-" if m["attainment"] is None else f"{100 * m['attainment']:.2f} %",
+            *(_number(m[key]) for key in ("p50_ms", "p90_ms", "p99_ms", "mean_batch")),
+        )  # fmt: skip
+    console.print(table)
+    verdict = document["verdict"]
+    conditions = verdict["conditions"]
+    console.print(
+        f"offered {document['offered_rps']:.1f} rps, goodput {document['goodput_rps']:.1f} rps; "
+        f"sent {conditions['sent']} of {conditions['scheduled']}, p99 of the generator's lateness {_number(conditions['lateness_p99_ms'])} ms"
+    )
+    for line in document.get("errors", []):
+        console.print(f"failures: {line}")
+    for reason in verdict["reasons"]:
+        console.print(f"  {reason}")
+    emulated = " (emulated GPUs)" if document.get("emulated") else ""
+    console.print(f"verdict: {verdict['result']}{emulated}")
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1f}"
