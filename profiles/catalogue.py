@@ -1,0 +1,281 @@
+"""The networks Tenuto knows by name: where each comes from and what goes in and out. Pure data, no torch.
+
+Thirteen networks of the thesis profile (P. Elvinger, ETH Zurich 2024, table A.1): eight of torchvision and five
+transformers sequence classifiers. A model of one's own is named `package.module:factory`; the factory returns a
+`LoadedModel` made here.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal
+
+from tenuto.errors import InvalidInputError, Problem
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = [
+    "CATALOGUE",
+    "CatalogueEntry",
+    "ImageInput",
+    "LoadedModel",
+    "ModelSignature",
+    "TensorSignature",
+    "TextInput",
+    "image_signature",
+    "is_factory",
+    "known_names",
+    "lookup",
+    "text_signature",
+    "with_sizes",
+]
+
+LABEL_COUNT = 2  # of a sequence classifier built from configuration: two classes, LABEL_0 and LABEL_1
+
+
+@dataclass(frozen=True)
+class TensorSignature:
+    """One input or output: numpy dtype name and shape without the batch dimension.
+
+    `below` bounds integer inputs: every value must be in [0, below). An identifier outside an embedding table is an
+    error on the CPU and loses the whole CUDA context on a GPU, so it is checked before anything runs.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    below: int | None = None
+
+
+@dataclass(frozen=True)
+class ImageInput:
+    """How a picture becomes a tensor, as torchvision's `ImageClassification` preset does it.
+
+    The shorter edge is resized to `resize_px`, the middle `crop_px` square is cut out, values are scaled to [0, 1] and
+    then normalised by `mean` and `std` per RGB channel. On the wire an image is that tensor: float32, CHW.
+    """
+
+    resize_px: int
+    crop_px: int
+    interpolation: Literal["bilinear", "bicubic"] = "bilinear"
+    mean: tuple[float, float, float] = (0.485, 0.456, 0.406)
+    std: tuple[float, float, float] = (0.229, 0.224, 0.225)
+
+
+@dataclass(frozen=True)
+class TextInput:
+    """How a text becomes `input_ids` and `attention_mask` of a fixed length, padded with `pad_id`.
+
+    `prefix` and `suffix` are the identifiers a network expects around a text (BERT's [CLS] and [SEP]). Without a
+    `tokenizer_path` (a local `tokenizer.json`) words are hashed into [first_word_id, vocabulary_size): deterministic,
+    and honest only for random weights or for measuring.
+    """
+
+    sequence_length: int
+    vocabulary_size: int
+    pad_id: int
+    prefix: tuple[int, ...] = ()
+    suffix: tuple[int, ...] = ()
+    first_word_id: int = 0
+    padding_side: Literal["left", "right"] = "right"
+    tokenizer_path: str | None = None
+
+
+@dataclass(frozen=True)
+class ModelSignature:
+    """What goes in and out of a model. `kind` `tensor` means that raw images and texts are not understood.
+
+    `labels` names the entries of the first output, in order; empty where there are no names.
+    """
+
+    kind: Literal["image", "text", "tensor"]
+    inputs: tuple[TensorSignature, ...]
+    outputs: tuple[TensorSignature, ...]
+    image: ImageInput | None = None
+    text: TextInput | None = None
+    labels: tuple[str, ...] = ()
+    platform: str = "pytorch"
+
+    def to_data(self) -> dict[str, Any]:
+        """Return plain data (lists, mappings, strings, numbers), as it travels between processes."""
+        data = asdict(self)
+        for key in ("inputs", "outputs"):
+            data[key] = [{**tensor, "shape": list(tensor["shape"])} for tensor in data[key]]
+        data["labels"] = list(self.labels)
+        return data
+
+    @classmethod
+    def from_data(cls, data: Mapping[str, Any]) -> ModelSignature:
+        """Rebuild from `to_data`, before or after JSON; keys that are absent take their defaults.
+
+        Raises:
+            InvalidInputError: the data is not a signature.
+        """
+        try:
+            image, text = data.get("image"), data.get("text")
+            return cls(
+                kind=data.get("kind", "tensor"),
+                inputs=tuple(_tensor(t) for t in data["inputs"]),
+                outputs=tuple(_tensor(t) for t in data["outputs"]),
+                image=ImageInput(**_tuples(image)) if image else None,
+                text=TextInput(**_tuples(text)) if text else None,
+                labels=tuple(data.get("labels", ())),
+                platform=data.get("platform", "pytorch"),
+            )
+        except (KeyError, TypeError) as error:
+            raise InvalidInputError(
+                Problem("signature", None, f"is incomplete or has unknown keys ({error})",
+                        "Give `inputs` and `outputs` with `name`, `dtype` and `shape`.")
+            ) from error
+
+
+def _tuples(data: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: tuple(value) if isinstance(value, list) else value for key, value in data.items()}
+
+
+def _tensor(data: Mapping[str, Any]) -> TensorSignature:
+    return TensorSignature(data["name"], data["dtype"], tuple(data["shape"]), data.get("below"))
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A torch module in evaluation mode with its signature: what `build` and a user's own factory return.
+
+    The module is called with one tensor per input, in the signature's order, each with a leading batch dimension, and
+    returns one tensor, or a tuple of tensors in the order of the outputs. A row of an output may depend on that row of
+    the inputs only: requests of different clients share a batch.
+    """
+
+    module: torch.nn.Module
+    signature: ModelSignature
+
+
+@dataclass(frozen=True)
+class CatalogueEntry:
+    """A network known by name. `config` are the arguments that tell it from its family's defaults."""
+
+    name: str
+    source: str
+    network: str
+    signature: ModelSignature
+    config: Mapping[str, Any]
+
+
+def image_signature(image: ImageInput, classes: int, platform: str = "pytorch") -> ModelSignature:
+    """Return the signature of an image classifier: `image` in, `logits` out."""
+    return ModelSignature(
+        kind="image",
+        inputs=(TensorSignature("image", "float32", (3, image.crop_px, image.crop_px)),),
+        outputs=(TensorSignature("logits", "float32", (classes,)),),
+        image=image,
+        platform=platform,
+    )
+
+
+def text_signature(text: TextInput, classes: int, platform: str = "pytorch") -> ModelSignature:
+    """Return the signature of a sequence classifier: `input_ids` and `attention_mask` in, `logits` out."""
+    shape = (text.sequence_length,)
+    return ModelSignature(
+        kind="text",
+        inputs=(
+            TensorSignature("input_ids", "int64", shape, below=text.vocabulary_size),
+            TensorSignature("attention_mask", "int64", shape, below=2),
+        ),
+        outputs=(TensorSignature("logits", "float32", (classes,)),),
+        text=text,
+        labels=tuple(f"LABEL_{index}" for index in range(classes)),
+        platform=platform,
+    )
+
+
+def _image(name: str, network: str, image: ImageInput, **config: Any) -> CatalogueEntry:
+    return CatalogueEntry(name, f"torchvision/{name}", network, image_signature(image, 1000), config)
+
+
+def _text(name: str, network: str, text: TextInput, **config: Any) -> CatalogueEntry:
+    return CatalogueEntry(name, f"transformers/{name}", network, text_signature(text, LABEL_COUNT), config)
+
+
+_STANDARD = ImageInput(resize_px=256, crop_px=224)
+# 128 tokens: about what a paragraph needs. The thesis does not print its length; its latencies suggest 512, which the
+# option `sequence_length` sets. Likewise EfficientNet-B7 has its published 600 px here, where the thesis' latencies
+# suggest 224 (option `image_size`).
+_TOKENS = 128
+
+CATALOGUE: dict[str, CatalogueEntry] = {
+    entry.name: entry
+    for entry in (
+        _image("alexnet", "AlexNet", _STANDARD),
+        _text("bert", "BERT base uncased", TextInput(_TOKENS, 30_522, 0, (101,), (102,), first_word_id=999)),
+        _text("bloom_560", "BLOOM 560M", TextInput(_TOKENS, 250_880, 3, first_word_id=4),
+              hidden_size=1024, n_layer=24, n_head=16, vocab_size=250_880, pad_token_id=3),
+        _image("densenet121", "DenseNet-121", _STANDARD),
+        _image("efficientnet_b7", "EfficientNet-B7", ImageInput(600, 600, "bicubic")),
+        # GPT-2 has no padding token of its own; its end-of-text token pads, as is usual for its classifiers.
+        _text("gpt2", "GPT-2 small", TextInput(_TOKENS, 50_257, 50_256, first_word_id=0), pad_token_id=50_256),
+        _image("inception_v3", "Inception v3", ImageInput(342, 299), aux_logits=False, transform_input=False,
+               init_weights=True),
+        _image("mobilenet_v2", "MobileNetV2", _STANDARD),
+        _image("resnet50", "ResNet-50", _STANDARD),
+        _image("resnext50_32x4d", "ResNeXt-50 32x4d", _STANDARD),
+        _text("t5", "T5 small", TextInput(_TOKENS, 32_128, 0, (), (1,), first_word_id=3),
+              vocab_size=32_128, d_model=512, d_kv=64, d_ff=2048, num_layers=6, num_heads=8),
+        _image("vgg19", "VGG-19", _STANDARD),
+        _text("xlnet", "XLNet base cased",
+              TextInput(_TOKENS, 32_000, 5, (), (4, 3), first_word_id=10, padding_side="left"),
+              d_model=768, n_layer=12, n_head=12, d_inner=3072, pad_token_id=5),
+    )
+}
+
+
+def known_names() -> tuple[str, ...]:
+    """Return the names of the catalogue, sorted."""
+    return tuple(sorted(CATALOGUE))
+
+
+def is_factory(source: str) -> bool:
+    """Return whether a source names a user's own model, `package.module:factory`."""
+    module, separator, function = source.partition(":")
+    return bool(separator) and "/" not in source and all(
+        part.isidentifier() for part in (*module.split("."), *function.split("."))
+    )
+
+
+def lookup(name_or_source: str) -> CatalogueEntry:
+    """Return a catalogue entry by name (`resnet50`) or source (`torchvision/resnet50`).
+
+    Raises:
+        InvalidInputError: not in the catalogue; the message suggests the nearest name and lists all.
+    """
+    name = name_or_source
+    family, separator, rest = name_or_source.partition("/")
+    if separator and family in ("torchvision", "transformers"):
+        name = rest
+    entry = CATALOGUE.get(name)
+    if entry is not None and (not separator or entry.source == name_or_source):
+        return entry
+    close = difflib.get_close_matches(name, CATALOGUE, n=1, cutoff=0.6)
+    hint = f"Did you mean '{CATALOGUE[close[0]].source if separator else close[0]}'? " if close else ""
+    raise InvalidInputError(
+        Problem("model", name_or_source, "not in the catalogue",
+                f"{hint}Known: {', '.join(known_names())}. A model of your own is written package.module:factory, "
+                "a local transformers directory by its path.")
+    )
+
+
+def with_sizes(
+    signature: ModelSignature, *, image_size: int | None = None, sequence_length: int | None = None
+) -> ModelSignature:
+    """Return the signature for another image edge (pixels; the resize edge keeps its proportion) or length (tokens)."""
+    if image_size is not None and signature.image is not None:
+        old = signature.image
+        resize_px = max(image_size, round(old.resize_px * image_size / old.crop_px))
+        changed = image_signature(replace(old, crop_px=image_size, resize_px=resize_px), 1, signature.platform)
+    elif sequence_length is not None and signature.text is not None:
+        changed = text_signature(replace(signature.text, sequence_length=sequence_length), 1, signature.platform)
+    else:
+        return signature
+    return replace(changed, outputs=signature.outputs, labels=signature.labels)
