@@ -1,0 +1,74 @@
+import asyncio
+from typing import Any
+
+import pytest
+
+from tenuto.deployments.transport import FrameProtocol, connect, listen
+
+
+async def _echo_server(name: str, token: str = "secret") -> asyncio.Server:
+    def on_frame(protocol: FrameProtocol, header: dict[str, Any], body: memoryview) -> None:
+        protocol.send({"echo": header}, [body])
+
+    return await listen(name, token, on_frame, lambda _protocol, _error: None)
+
+
+class _Inbox:
+    def __init__(self) -> None:
+        self.frames: asyncio.Queue[tuple[dict[str, Any], bytes]] = asyncio.Queue()
+        self.lost = asyncio.Event()
+
+    def on_frame(self, _protocol: FrameProtocol, header: dict[str, Any], body: memoryview) -> None:
+        self.frames.put_nowait((header, bytes(body)))
+
+    def on_lost(self, _protocol: FrameProtocol, _error: BaseException | None) -> None:
+        self.lost.set()
+
+
+@pytest.mark.parametrize("address", ["\0tenuto-test-echo", ("127.0.0.1", 0)])
+async def test_frames_arrive_whole_and_in_order(address: Any) -> None:
+    server = await _echo_server(address)
+    target = address if isinstance(address, str) else server.sockets[0].getsockname()
+    inbox = _Inbox()
+    connection = await connect(target, "secret", inbox.on_frame, inbox.on_lost)
+    big = bytes(range(256)) * 4096
+    connection.send({"n": 1}, [b"ab", memoryview(b"cd")])
+    connection.send({"n": 2})
+    connection.send({"n": 3}, [big, big])
+    answers = [await asyncio.wait_for(inbox.frames.get(), 5) for _ in range(3)]
+    assert answers == [({"echo": {"n": 1}}, b"abcd"), ({"echo": {"n": 2}}, b""), ({"echo": {"n": 3}}, big + big)]
+    connection.close()
+    await asyncio.wait_for(inbox.lost.wait(), 5)
+    assert not connection.is_connected
+    server.close()
+
+
+async def test_a_wrong_token_is_refused() -> None:
+    server = await _echo_server("\0tenuto-test-token")
+    inbox = _Inbox()
+    connection = await connect("\0tenuto-test-token", "guess", inbox.on_frame, inbox.on_lost)
+    connection.send({"n": 1})
+    await asyncio.wait_for(inbox.lost.wait(), 5)
+    assert inbox.frames.empty()
+    server.close()
+
+
+@pytest.mark.parametrize("garbage", [b"GET / HTTP/1.1\r\nHost: x\r\n\r\n" * 4, b"\x02\0\0\0" + bytes(8) + b"{]"])
+async def test_garbage_closes_the_connection_and_not_the_server(garbage: bytes) -> None:
+    server = await _echo_server(("127.0.0.1", 0))  # type: ignore[arg-type]
+    host, port = server.sockets[0].getsockname()
+    reader, writer = await asyncio.open_connection(host, port)
+    writer.write(garbage)
+    assert await asyncio.wait_for(reader.read(), 5) == b""
+    writer.close()
+    inbox = _Inbox()
+    connection = await connect((host, port), "secret", inbox.on_frame, inbox.on_lost)
+    connection.send({"still": "here"})
+    assert (await asyncio.wait_for(inbox.frames.get(), 5))[0] == {"echo": {"still": "here"}}
+    connection.close()
+    server.close()
+
+
+async def test_connecting_to_nobody_is_an_os_error() -> None:
+    with pytest.raises(OSError, match="."):
+        await connect("\0tenuto-test-nobody", "t", lambda *_: None, lambda *_: None)
