@@ -222,7 +222,7 @@ CATALOGUE: dict[str, CatalogueEntry] = {
         _image("resnet50", "ResNet-50", _STANDARD),
         _image("resnext50_32x4d", "ResNeXt-50 32x4d", _STANDARD),
         _text("t5", "T5 small", TextInput(_TOKENS, 32_128, 0, (), (1,), first_word_id=3),
-              vocab_size=32_128, d_model=512, d_kv=64, d_ff=2048, num_layers=6, num_heads=8),
+              vocab_size=32_128, d_model=512, d_kv=64, d_ff=2048, num_layers=6, num_heads=8, decoder_start_token_id=0),
         _image("vgg19", "VGG-19", _STANDARD),
         _text("xlnet", "XLNet base cased",
               TextInput(_TOKENS, 32_000, 5, (), (4, 3), first_word_id=10, padding_side="left"),

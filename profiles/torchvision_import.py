@@ -3,8 +3,8 @@
 The wheels of the package index are CUDA builds. Beside a CPU build of torch their library of operators (nms, roi_align,
 …) cannot be loaded; torchvision tolerates that itself, except that two modules then register rules for operators which
 do not exist, and the import fails. The models and transforms are Python and need none of these operators, so exactly
-those two modules are replaced by empty ones, and only after the ordinary import has failed for that reason. The operators
-stay absent: calling one raises torchvision's own error. A matching build is used untouched.
+those two modules are replaced by empty ones, and only after the ordinary import has failed for that reason. The
+operators stay absent: calling one raises torchvision's own error. A matching build is used untouched.
 """
 
 from __future__ import annotations

@@ -1,0 +1,125 @@
+"""Runs batches with PyTorch: on the CPU with the threads of a share, or on a CUDA device through pinned buffers.
+
+On a CPU a share is a number of threads: 50 % of two cores is one thread. On CUDA the share is CUDA MPS' business, set
+in the environment before the process starts; the memory cap is set on PyTorch's allocator here.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from tenuto.deployments.executors.base import Arrays
+from tenuto.errors import EnvironmentFaultError
+from tenuto.profiles.cpu_share import cpu_threads
+from tenuto.profiles.torch_runner import TorchRunner, blank_inputs, pick_device, split_options
+
+__all__ = ["TorchExecutor"]
+
+
+class TorchExecutor:
+    """Owns one device. Invariant: `load`, `run` and `unload` are called by one thread, one at a time."""
+
+    def __init__(
+        self, device: str = "cpu", *, share_pct: float | None = None, memory_mib: float | None = None,
+        cores: int | None = None,
+    ) -> None:
+        """Choose the device.
+
+        Args:
+            device: `cpu`, `cuda` or `auto`; on CUDA the first visible device, which the plan pins by UUID.
+            share_pct: on the CPU, the percentage of cores to use; on CUDA the environment has it already.
+            memory_mib: on CUDA, the allocator's limit; the CPU has none.
+            cores: of the CPU; default those this process may use.
+
+        Raises:
+            EnvironmentFaultError: CUDA was asked for and this torch or machine has none.
+        """
+        import torch
+
+        self._torch = torch
+        self._kind = pick_device(device)
+        self._runners: dict[str, TorchRunner] = {}
+        self._threads: int | None = None
+        self._stream: Any = None
+        if self._kind == "cpu":
+            self._threads = cpu_threads(share_pct, cores)
+            self.device = "cpu"
+            return
+        self.device = f"cuda:0 {torch.cuda.get_device_name(0)}"
+        if memory_mib is not None:
+            total_mib = torch.cuda.get_device_properties(0).total_memory / 2**20
+            torch.cuda.set_per_process_memory_fraction(min(1.0, memory_mib / total_mib), 0)
+        self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+
+    def load(
+        self, replica_name: str, source: str | None, *, weights_path: str | None, options: Mapping[str, Any],
+        batch_sizes: Sequence[int],
+    ) -> None:
+        """Build a model and run every batch size `warmup_runs` times.
+
+        Raises:
+            InvalidInputError: unknown model or options, weights that do not fit.
+            EnvironmentFaultError: not enough memory on the device.
+        """
+        from tenuto.profiles.models import build
+
+        self._use_threads()
+        run_options, build_options = split_options(options, f"options of {replica_name}")
+        loaded = build(source or replica_name, weights_path=weights_path, options=build_options)
+        self.unload(replica_name)
+        try:
+            self._runners[replica_name] = TorchRunner(
+                loaded, self._kind, run_options, batch_sizes=batch_sizes, stream=self._stream
+            )
+            for size in batch_sizes:
+                blank = blank_inputs(loaded.signature, size)
+                for _ in range(run_options.warmup_runs):
+                    self.run(replica_name, blank, size)
+        except self._torch.OutOfMemoryError as error:
+            self.unload(replica_name)
+            raise EnvironmentFaultError(
+                f"'{replica_name}' does not fit into the device's memory at batch {max(batch_sizes)}. Plan a smaller "
+                "batch, fewer models on this GPU, or a larger memory cap."
+            ) from error
+        except BaseException:
+            self.unload(replica_name)
+            raise
+
+    def unload(self, replica_name: str) -> None:
+        """Release a model and return its device memory; one that is not loaded is ignored."""
+        if self._runners.pop(replica_name, None) is not None and self._stream is not None:
+            self._torch.cuda.empty_cache()
+
+    def signature(self, replica_name: str) -> dict[str, Any]:
+        """Return a loaded model's signature as plain data; see `ModelSignature.to_data`."""
+        return self._runners[replica_name].signature.to_data()
+
+    def run(self, replica_name: str, inputs: Arrays, batch_size: int) -> tuple[Arrays, float]:
+        """Run one batch of exactly `batch_size` (more with the option `pad_batches`); return outputs and time in ms.
+
+        The time covers everything from numpy to numpy, copies to and from the device included, as profiles do.
+
+        Raises:
+            InvalidInputError: an integer input is outside the model's range; found before anything ran.
+        """
+        self._use_threads()
+        started = time.perf_counter()
+        outputs = self._runners[replica_name].run(inputs, batch_size)
+        return outputs, (time.perf_counter() - started) * 1000.0
+
+    def memory_mib(self) -> float | None:
+        """Return what PyTorch's allocator has reserved on the CUDA device; None on the CPU, which has no ledger."""
+        return None if self._stream is None else self._torch.cuda.memory_reserved(0) / 2**20
+
+    def close(self) -> None:
+        """Release all models and the device's cached memory."""
+        self._runners.clear()
+        if self._stream is not None:
+            self._torch.cuda.empty_cache()
+
+    def _use_threads(self) -> None:
+        """Set the threads of the share; OpenMP keeps them per calling thread, so the worker thread itself must."""
+        if self._threads is not None and self._torch.get_num_threads() != self._threads:
+            self._torch.set_num_threads(self._threads)

@@ -1,0 +1,24 @@
+"""A share of a CPU is a number of threads. Measuring and serving share the rule, so that a profile holds for both."""
+
+from __future__ import annotations
+
+import os
+
+__all__ = ["cpu_cores", "cpu_threads"]
+
+
+def cpu_cores() -> int:
+    """Return the cores this process may run on."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def cpu_threads(share_pct: float | None, cores: int | None = None) -> int:
+    """Return the threads of a share: share_pct of the cores, rounded, at least one; all cores for None.
+
+    Args:
+        share_pct: in (0, 100]; 50 of two cores is one thread.
+        cores: of the machine; default those this process may run on.
+    """
+    return max(1, round((100.0 if share_pct is None else share_pct) / 100.0 * (cores or cpu_cores())))
