@@ -228,8 +228,8 @@ class DeferredScheduler(Scheduler):
             model.waiting = False
         elif model.waiting:
             self._wait(model, now_ms)
-        else:
-            self._arm(model, now_ms)
+        elif self._arm(model, now_ms):
+            self._due(model, now_ms)
         return True
 
     def batch_done(self, now_ms: float, gpulet_index: int) -> None:

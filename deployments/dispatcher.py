@@ -7,6 +7,7 @@ core decides, this module carries out: it owns the clock, the timer, the tensors
 from __future__ import annotations
 
 import asyncio
+import functools
 import itertools
 import logging
 import math
@@ -230,13 +231,15 @@ class Dispatcher:
             return future
         request = _Request(next(self._ids), model, index, now + allowed, now, parts, future)
         self._requests[request.id] = request
-        future.add_done_callback(lambda done, request=request: self._cancelled(request) if done.cancelled() else None)
+        future.add_done_callback(functools.partial(self._on_settled, request))
         scheduler.add_request(now, index, request.id, request.deadline_ms)
         self._carry_out(now)
         return future
 
-    def _cancelled(self, request: _Request) -> None:
+    def _on_settled(self, request: _Request, future: asyncio.Future[Answer]) -> None:
         """Forget a request whose client went away; one that already runs cannot be taken back."""
+        if not future.cancelled():
+            return
         if self._requests.pop(request.id, None) is None or self._scheduler is None:
             return
         self.counters[request.name].cancelled += 1
@@ -372,6 +375,8 @@ class Dispatcher:
             self._learn(batch, header, now)
             self._done(batch, now)
             # The gpu-let is idle: the next batch leaves before this one's answers are taken apart.
+            if self._scheduler is not None and self._scheduler.next_wake_ms <= now:
+                self._scheduler.wake(now)
             self._carry_out(now)
         self._answer_requests(batch, header, body, now)
 

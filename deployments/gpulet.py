@@ -44,7 +44,7 @@ class _Work:
 class GpuletReplica:
     """Serves the models of one gpu-let. Created by Serve; `reconfigure` changes models and batch sizes in place."""
 
-    async def __init__(self, spec: Mapping[str, Any]) -> None:
+    async def __init__(self, spec: Mapping[str, Any]) -> None:  # type: ignore[misc]  # Serve awaits it
         """Choose the executor and start listening.
 
         Args:
@@ -63,7 +63,7 @@ class GpuletReplica:
         self._failure: str | None = None
         self._token = secrets.token_hex(16)
         self._address = f"\0tenuto-{secrets.token_hex(8)}"
-        self._servers = [await listen(self._address, self._token, self._on_frame, self._on_lost)]
+        self._servers: list[asyncio.Server] = [await listen(self._address, self._token, self._on_frame, self._on_lost)]
         self._tcp: tuple[str, int] | None = None
         self._batches = 0
         self._busy_s = 0.0
@@ -213,9 +213,9 @@ class GpuletReplica:
         self._busy_s += execution_ms / 1000.0
         described, buffers = [], []
         for output, array in outputs.items():
-            array = np.ascontiguousarray(array)
+            flat = np.ascontiguousarray(array).reshape(-1)
             described.append((output, array.dtype.name, array.shape[1:], array.nbytes // size))
-            buffers.append(memoryview(array).cast("B"))
+            buffers.append(flat.view(np.uint8).data)
         header = {
             "outputs": described,
             "execution_ms": execution_ms,
@@ -256,4 +256,4 @@ def build(args: dict[str, Any]) -> Any:
     """Return the Serve application of one gpu-let; named as `import_path` in the generated Serve config."""
     from ray import serve
 
-    return serve.deployment(name="gpulet")(GpuletReplica).bind(args["spec"])  # type: ignore[arg-type]
+    return serve.deployment(name="gpulet")(GpuletReplica).bind(args["spec"])

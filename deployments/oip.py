@@ -33,11 +33,15 @@ class BadRequestError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """One input or output: numpy dtype name and shape without the batch dimension."""
+    """One input or output: numpy dtype name and shape without the batch dimension.
+
+    `below` bounds integer inputs: a token id outside the embedding table would cost a GPU its whole CUDA context.
+    """
 
     name: str
     dtype: str
     shape: tuple[int, ...]
+    below: int | None = None
 
     @property
     def datatype(self) -> str:
@@ -107,6 +111,7 @@ def parse_infer(body: bytes, header_length: int | None, inputs: Sequence[TensorS
     parts: list[list[memoryview]] = [[] for _ in range(count)]
     for spec in inputs:
         data = tensors[spec.name][0]
+        _check_range(spec, data)
         size = spec.sample_bytes
         for sample in range(count):
             parts[sample].append(data[sample * size : (sample + 1) * size])
@@ -217,7 +222,15 @@ def _json_data(data: Any, spec: TensorSpec, count: int) -> memoryview:
         limits = np.iinfo(dtype)
         if array.size and (int(array.min()) < limits.min or int(array.max()) > limits.max):
             raise BadRequestError(f"the data of input '{spec.name}' does not fit {spec.datatype}.")
-    return memoryview(np.ascontiguousarray(array, dtype=dtype).reshape(-1)).cast("B")
+    return np.ascontiguousarray(array, dtype=dtype).reshape(-1).view(np.uint8).data
+
+
+def _check_range(spec: TensorSpec, data: memoryview) -> None:
+    if spec.below is None:
+        return
+    values = np.frombuffer(data, dtype=spec.dtype)
+    if values.size and not (0 <= int(values.min()) and int(values.max()) < spec.below):
+        raise BadRequestError(f"input '{spec.name}' has values outside 0 to {spec.below - 1}; the model knows no others.")
 
 
 def _requested(raw: Any, parameters: Mapping[str, Any]) -> list[RequestedOutput] | None:

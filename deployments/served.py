@@ -36,4 +36,4 @@ class ServedModel:
 
 
 def _specs(raw: Sequence[Mapping[str, Any]]) -> tuple[TensorSpec, ...]:
-    return tuple(TensorSpec(t["name"], t["dtype"], tuple(t["shape"])) for t in raw)
+    return tuple(TensorSpec(t["name"], t["dtype"], tuple(t["shape"]), t.get("below")) for t in raw)

@@ -122,7 +122,7 @@ class FrameProtocol(asyncio.BufferedProtocol):
             self._transport.close()
 
 
-async def listen(address: Address, token: str, on_frame: OnFrame, on_lost: OnLost) -> asyncio.AbstractServer:
+async def listen(address: Address, token: str, on_frame: OnFrame, on_lost: OnLost) -> asyncio.Server:
     """Serve connections that present `token`; `address` is a Unix socket name or (host, port), port 0 for any."""
     loop = asyncio.get_running_loop()
 

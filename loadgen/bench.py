@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
-import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
-from tenuto.errors import EnvironmentFaultError, InvalidInputError
-from tenuto.loadgen.client import Client, ClientJob, ModelTarget
+from tenuto.errors import EnvironmentFaultError, InvalidInputError, Problem, raise_if_any
+from tenuto.loadgen.client import ClientJob, ModelTarget
+from tenuto.loadgen.clients import ClientGroup, LocalClient, RayClients
+from tenuto.loadgen.http_sender import HttpSender
 from tenuto.loadgen.payloads import make_bodies
-from tenuto.loadgen.records import Records, merge
+from tenuto.loadgen.records import Records, merge, unsent
 from tenuto.loadgen.schedule import Schedule, make_schedule, seed_for
 from tenuto.loadgen.verdict import Verdict, judge, summarise
 from tenuto.placement import ModelSpec
@@ -23,6 +24,7 @@ from tenuto.placement import ModelSpec
 __all__ = ["BenchOptions", "BenchResult", "run_bench"]
 
 Progress = Callable[[str], None]
+_SHOWN_ERRORS = 8
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,25 @@ class BenchOptions:
     clients: int = 1
     grace_s: float = 5.0
 
+    def check(self) -> None:
+        """Raise `InvalidInputError` with every setting out of range; those of the schedule are checked when it is made."""
+        HttpSender(self.url)
+        problems = []
+        if not (math.isfinite(self.slo_scale) and self.slo_scale > 0):
+            problems.append(Problem("--slo-scale", self.slo_scale, "must be a positive number", "Give for example 1."))
+        if self.warmup_s is not None and not 0 <= self.warmup_s < self.duration_s:
+            problems.append(Problem("--warmup-s", self.warmup_s, "must be at least 0 and below the duration", "Give for example 3."))
+        if self.clients < 0:
+            problems.append(Problem("--clients", self.clients, "must be at least 0", "Give 0 (this process) or more."))
+        if not (math.isfinite(self.grace_s) and self.grace_s >= 0):
+            problems.append(Problem("--grace-s", self.grace_s, "must be at least 0", "Give for example 5."))
+        raise_if_any(problems)
+
+    @property
+    def measured_from_ms(self) -> float:
+        """End of the warm-up: 5 % of the duration unless given."""
+        return 1000.0 * (0.05 * self.duration_s if self.warmup_s is None else self.warmup_s)
+
 
 @dataclass
 class BenchResult:
@@ -50,154 +71,80 @@ class BenchResult:
     errors: list[str] = field(default_factory=list)
 
 
-class _Clients(Protocol):
-    def start(self, jobs: Sequence[ClientJob]) -> None: ...
-
-    def progress(self) -> dict[str, int]: ...
-
-    def is_done(self) -> bool: ...
-
-    def stop(self) -> None: ...
-
-    def results(self) -> tuple[list[Records], list[str]]: ...
-
-    def close(self) -> None: ...
-
-
-class _LocalClient:
-    """One client on a thread of this process."""
-
-    def __init__(self) -> None:
-        self._client = Client()
-        self._records: Records | None = None
-        self._error: BaseException | None = None
-        self._thread: threading.Thread | None = None
-
-    def start(self, jobs: Sequence[ClientJob]) -> None:
-        def work() -> None:
-            try:
-                self._records = asyncio.run(self._client.run(jobs[0]))
-            except BaseException as error:
-                self._error = error
-
-        self._thread = threading.Thread(target=work, name="load client", daemon=True)
-        self._thread.start()
-
-    def progress(self) -> dict[str, int]:
-        return self._client.progress()
-
-    def is_done(self) -> bool:
-        return self._thread is not None and not self._thread.is_alive()
-
-    def stop(self) -> None:
-        self._client.stop()
-
-    def results(self) -> tuple[list[Records], list[str]]:
-        if self._thread is not None:
-            self._thread.join()
-        return ([self._records] if self._records is not None else []), ([f"0 failed: {self._error}"] if self._error else [])
-
-    def close(self) -> None:
-        self.stop()
-
-
-class _RayClients:
-    """One Ray actor per client; a lost one costs its part of the records and the run's validity, not the rest."""
-
-    def __init__(self, count: int) -> None:
-        from tenuto.loadgen.client_actor import start_actors
-
-        self._actors = start_actors(count)
-        self._runs: list[Any] = []
-
-    def start(self, jobs: Sequence[ClientJob]) -> None:
-        self._runs = [actor.run.remote(job) for actor, job in zip(self._actors, jobs, strict=True)]
-
-    def progress(self) -> dict[str, int]:
-        import ray
-
-        total: dict[str, int] = {}
-        for actor in self._actors:
-            try:
-                counts = ray.get(actor.progress.remote(), timeout=2)
-            except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError):
-                continue
-            for key, value in counts.items():
-                total[key] = total.get(key, 0) + value
-        return total
-
-    def is_done(self) -> bool:
-        import ray
-
-        return len(ray.wait(self._runs, num_returns=len(self._runs), timeout=0)[0]) == len(self._runs)
-
-    def stop(self) -> None:
-        for actor in self._actors:
-            actor.stop.remote()
-
-    def results(self) -> tuple[list[Records], list[str]]:
-        import ray
-
-        found, lost = [], []
-        for index, run in enumerate(self._runs):
-            try:
-                found.append(ray.get(run, timeout=120))
-            except (ray.exceptions.RayError, ray.exceptions.GetTimeoutError) as error:
-                lost.append(f"{index} was lost ({type(error).__name__}); its requests are missing")
-        return found, lost
-
-    def close(self) -> None:
-        import ray
-
-        for actor in self._actors:
-            ray.kill(actor)
-
-
-def run_bench(models: Sequence[ModelSpec], options: BenchOptions, progress: Progress = lambda _text: None) -> BenchResult:
+def run_bench(
+    models: Sequence[ModelSpec], options: BenchOptions, progress: Progress = lambda _text: None, *,
+    clients: ClientGroup | None = None,
+) -> BenchResult:
     """Send a schedule to an endpoint and judge what comes back. Ctrl-C ends it early; the part that ran is returned as INVALID.
+
+    Args:
+        models: those to ask, with rate, SLO and arrival process.
+        options: settings of the run.
+        progress: takes one line per second.
+        clients: who sends; by default made after `options.clients`.
 
     Raises:
         EnvironmentFaultError: the endpoint does not answer or a model is not ready.
-        InvalidInputError: unusable arrival process, rate, duration or seed.
+        InvalidInputError: no models, or an unusable arrival process, rate, duration or seed.
     """
-    if options.clients < 0:
-        raise InvalidInputError(f"--clients is {options.clients}; give 0 (this process) or more.")
+    options.check()
+    if not models:
+        raise InvalidInputError("the plan serves no model, so there is nothing to ask. Plan with more GPUs or another policy.")
     schedule = make_schedule(models, options.duration_s, options.seed, options.rate_scale)
     targets = tuple(_target(options, spec) for spec in models)
-    rate = len(schedule) / options.duration_s
-    n_clients = max(1, options.clients)
-    pool = min(400, int(rate / n_clients * min(2.0, max(t.slo_ms for t in targets) / 1000.0)) + 16) if targets else 1
-    clients: _Clients = _RayClients(options.clients) if options.clients else _LocalClient()
+    group = clients if clients is not None else (RayClients(options.clients) if options.clients else LocalClient())
     interrupted = False
     try:
-        start_at = time.time() + 1.0 + 0.002 * pool
-        jobs = [
-            ClientJob(
-                options.url, targets, np.arange(part, len(schedule), n_clients, dtype=np.int64),
-                schedule.times_ms[part::n_clients], schedule.model_index[part::n_clients], start_at, options.grace_s, pool,
-                send_slo=options.slo_scale != 1.0,
-            )
-            for part in range(n_clients)
-        ]  # fmt: skip
-        clients.start(jobs)
+        jobs = _jobs(schedule, targets, options)
+        group.start(jobs)
         try:
-            _watch(clients, start_at, len(schedule), options, progress)
+            _watch(group, jobs[0].start_at, len(schedule), options, progress)
         except KeyboardInterrupt:
             interrupted = True
-            clients.stop()
-        parts, lost = clients.results()
+            progress("interrupted: waiting for the requests under way")
+            group.stop()
+        reports, lost = group.results()
     finally:
-        clients.close()
-    records = merge(parts)
-    warmup_s = options.warmup_s if options.warmup_s is not None else 0.05 * options.duration_s
-    end_ms = options.duration_s * 1000.0
+        group.close()
+    errors: Counter[str] = Counter()
+    for report in reports:
+        errors.update(report.errors)
+    records = merge([report.records for report in reports])
+    slos = [target.slo_ms for target in targets]
+    return _result(records, schedule, options, slos, errors, lost, interrupted=interrupted)
+
+
+def _result(
+    records: Records, schedule: Schedule, options: BenchOptions, slos_ms: Sequence[float], errors: Counter[str],
+    lost: Sequence[str], *, interrupted: bool,
+) -> BenchResult:
+    begin_ms, end_ms = options.measured_from_ms, options.duration_s * 1000.0
     if interrupted:
-        sent = records.where(~np.isnan(records.sent_ms))
-        records = sent
-        end_ms = max(warmup_s * 1000.0 + 1.0, float(sent.scheduled_ms.max()) if len(sent) else 0.0)
-    summary = summarise(records, schedule.names, warmup_ms=warmup_s * 1000.0, duration_ms=end_ms)
-    verdict = judge(records, summary, [t.slo_ms for t in targets], interrupted=interrupted, lost_clients=lost)
-    return BenchResult(records, schedule, summary, verdict, errors=_errors(records))
+        # What came after the interruption was never meant to be sent.
+        records = records.where(~np.isnan(records.sent_ms))
+        end_ms = max(begin_ms + 1.0, float(records.scheduled_ms.max()) if len(records) else 0.0)
+    elif len(records) < len(schedule):
+        records = merge([records, unsent(schedule.times_ms, schedule.model_index, except_requests=records.request)])
+    summary = summarise(records, schedule.names, warmup_ms=begin_ms, duration_ms=end_ms)
+    verdict = judge(records, summary, slos_ms, interrupted=interrupted, lost_clients=lost)
+    shown = [f"{count} × {text}" for text, count in errors.most_common(_SHOWN_ERRORS)]
+    return BenchResult(records, schedule, summary, verdict, errors=shown)
+
+
+def _jobs(schedule: Schedule, targets: tuple[ModelTarget, ...], options: BenchOptions) -> list[ClientJob]:
+    """Deal the requests to the clients in turn; all share one start, late enough for every connection to be open."""
+    count = max(1, options.clients)
+    rate = len(schedule) / options.duration_s
+    in_flight = rate / count * min(2.0, max(t.slo_ms for t in targets) / 1000.0)
+    connections = min(400, int(in_flight) + 16)
+    start_at = time.time() + 1.0 + 0.002 * connections
+    return [
+        ClientJob(
+            options.url, targets, np.arange(part, len(schedule), count, dtype=np.int64), schedule.times_ms[part::count],
+            schedule.model_index[part::count], start_at, options.grace_s, connections, send_slo=options.slo_scale != 1.0,
+        )
+        for part in range(count)
+    ]  # fmt: skip
 
 
 def _target(options: BenchOptions, spec: ModelSpec) -> ModelTarget:
@@ -210,7 +157,7 @@ def _target(options: BenchOptions, spec: ModelSpec) -> ModelTarget:
     return ModelTarget(spec.name, spec.slo_ms * options.slo_scale, tuple(bodies))
 
 
-def _watch(clients: _Clients, start_at: float, total: int, options: BenchOptions, progress: Progress) -> None:
+def _watch(clients: ClientGroup, start_at: float, total: int, options: BenchOptions, progress: Progress) -> None:
     """Print one line a second until the clients are done; they end by themselves."""
     limit = start_at + options.duration_s + options.grace_s + 30.0
     next_line = start_at + 1.0
@@ -226,15 +173,3 @@ def _watch(clients: _Clients, start_at: float, total: int, options: BenchOptions
         if now > limit:
             clients.stop()
             return
-
-
-def _errors(records: Records) -> list[str]:
-    """Return one line per kind of failure, most frequent first."""
-    failed = records.where(records.outcome == 4)
-    found = {}
-    for status in failed.status.tolist():
-        found[status] = found.get(status, 0) + 1
-    return [
-        f"{count} requests " + (f"answered with HTTP {status}" if status else "got no answer")
-        for status, count in sorted(found.items(), key=lambda item: -item[1])
-    ]

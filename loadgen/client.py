@@ -1,23 +1,28 @@
 """One load client: sends its part of the schedule open-loop at absolute times and records what came back.
 
-Runs on any event loop; `tenuto.loadgen.client_actor` wraps it in a Ray actor.
+Runs on any event loop; `tenuto.loadgen.client_actor` wraps it in a Ray actor. All its times come from one clock, its own: no
+difference between two machines' clocks enters any figure.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
+from array import array
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from tenuto.loadgen.http_sender import HttpSender, Reply, prepare
+from tenuto.loadgen.http_sender import Sender, prepare
 from tenuto.loadgen.records import NAN, Outcome, Records
+from tenuto.loadgen.reply import Reply
 
-__all__ = ["Client", "ClientJob", "ModelTarget"]
+__all__ = ["Client", "ClientJob", "ClientReport", "ModelTarget", "outcome_of"]
+
+_LONGEST_ERROR = 160
+_KINDS_OF_ERROR = 50
 
 
 @dataclass(frozen=True)
@@ -45,10 +50,63 @@ class ClientJob:
 
 
 @dataclass
-class _Row:
-    sent_ms: float = NAN
-    answered_ms: float = NAN
-    reply: Reply = field(default_factory=lambda: Reply(0, error="not sent"))
+class ClientReport:
+    """What a client hands back: one row per request of its job, and how often each error text came."""
+
+    records: Records
+    errors: Counter[str] = field(default_factory=Counter)
+
+
+def outcome_of(status: int, latency_ms: float, slo_ms: float) -> Outcome:
+    """Return a request's outcome from its HTTP status (0: no answer) and its latency counted from the scheduled time."""
+    if status == 200:
+        return Outcome.OK if latency_ms <= slo_ms else Outcome.LATE
+    return _BY_STATUS.get(status, Outcome.FAILED)
+
+
+_BY_STATUS = {504: Outcome.EXPIRED, 429: Outcome.REJECTED}
+_NAMES = tuple(outcome.name.lower() for outcome in Outcome)
+
+
+class _Columns:
+    """The rows of a job while it runs, as flat arrays: 1e6 requests take 60 MB instead of 1 GB of objects."""
+
+    def __init__(self, job: ClientJob) -> None:
+        total = len(job.request)
+        self.job = job
+        self.sent_ms = array("d", [NAN]) * total
+        self.answered_ms = array("d", [NAN]) * total
+        self.batching_ms = array("d", [NAN]) * total
+        self.gpulet_queue_ms = array("d", [NAN]) * total
+        self.execution_ms = array("d", [NAN]) * total
+        self.status = array("i", [0]) * total
+        self.batch_size = array("i", [0]) * total
+        self.outcome = array("b", [int(Outcome.FAILED)]) * total
+        self.gpulet = [""] * total
+
+    def add(self, row: int, answered_ms: float, outcome: Outcome, reply: Reply) -> None:
+        """Write down an answer; one that is only a broken connection has no time of answer."""
+        self.outcome[row] = outcome
+        if reply.status:
+            self.status[row] = reply.status
+            self.answered_ms[row] = answered_ms
+            self.batching_ms[row] = reply.batching_ms
+            self.gpulet_queue_ms[row] = reply.gpulet_queue_ms
+            self.execution_ms[row] = reply.execution_ms
+            self.batch_size[row] = reply.batch_size
+            self.gpulet[row] = reply.gpulet
+
+    def records(self) -> Records:
+        """Return the rows."""
+        return Records(
+            request=np.asarray(self.job.request, dtype=np.int64), model=np.asarray(self.job.model_index, dtype=np.int32),
+            scheduled_ms=np.asarray(self.job.times_ms, dtype=np.float64),
+            sent_ms=np.array(self.sent_ms), answered_ms=np.array(self.answered_ms),
+            status=np.array(self.status, dtype=np.int32), outcome=np.array(self.outcome, dtype=np.int8),
+            batching_ms=np.array(self.batching_ms), gpulet_queue_ms=np.array(self.gpulet_queue_ms),
+            execution_ms=np.array(self.execution_ms), batch_size=np.array(self.batch_size, dtype=np.int32),
+            gpulet=np.array(self.gpulet, dtype=object),
+        )  # fmt: skip
 
 
 class Client:
@@ -66,86 +124,86 @@ class Client:
         """Send no more; `run` returns after what is under way has been answered or the grace period has passed."""
         self._stopped = True
 
-    async def run(self, job: ClientJob) -> Records:
+    async def run(self, job: ClientJob, sender: Sender) -> ClientReport:
         """Send every request at its time, wait for stragglers up to the grace period, return one row per request."""
-        sender = HttpSender(job.url)
-        await sender.open(job.connections)
-        prepared = [
+        columns = _Columns(job)
+        errors: Counter[str] = Counter()
+        counts = self._counts
+        times = np.asarray(job.times_ms, dtype=np.float64).tolist()
+        models = np.asarray(job.model_index).tolist()
+        slos = [target.slo_ms for target in job.targets]
+        monotonic = time.monotonic
+        # The wall clock is read once, so that its adjustment during the run cannot bend the schedule.
+        origin = monotonic() + (job.start_at - time.time())
+        pending = 0
+        idle = asyncio.Event()
+        finished = False
+
+        def on_reply(row: int, reply: Reply) -> None:
+            nonlocal pending
+            if finished:
+                return
+            answered_ms = (monotonic() - origin) * 1000.0
+            outcome = outcome_of(reply.status, answered_ms - times[row], slos[models[row]])
+            columns.add(row, answered_ms, outcome, reply)
+            counts["answered"] += 1
+            counts[_NAMES[outcome]] += 1
+            if reply.error:
+                _count_error(errors, reply)
+            pending -= 1
+            if not pending:
+                idle.set()
+
+        await sender.open(job.connections, on_reply)
+        requests = [
             [prepare(f"/v2/models/{t.name}/infer", body, _headers(headers, t, job.send_slo), sender.host) for body, headers in t.bodies]
             for t in job.targets
         ]
-        # One clock for the whole run: the wall clock is read once, so that an adjustment during the run cannot bend it.
-        origin = time.monotonic() + (job.start_at - time.time())
-        rows = [_Row() for _ in range(len(job.request))]
-        pending = 0
-        done = asyncio.Event()
-
-        def now_ms() -> float:
-            return (time.monotonic() - origin) * 1000.0
-
-        for position, (at_ms, model) in enumerate(zip(job.times_ms.tolist(), job.model_index.tolist(), strict=True)):
-            wait_ms = at_ms - now_ms()
-            if wait_ms > 0:
-                await asyncio.sleep(wait_ms / 1000.0)
-            elif position % 16 == 0:
+        for row, (at_ms, model) in enumerate(zip(times, models, strict=True)):
+            wait_s = at_ms / 1000.0 - (monotonic() - origin)
+            if wait_s > 0:
+                await self._sleep(wait_s)
+            elif row % 16 == 0:
                 await asyncio.sleep(0)  # behind schedule: let answers be read between sends
             if self._stopped:
                 break
-            row = rows[position]
-            target = job.targets[model]
+            pool = requests[model]
             pending += 1
-
-            def on_reply(reply: Reply, row: _Row = row, at_ms: float = at_ms, slo_ms: float = target.slo_ms) -> None:
-                nonlocal pending
-                row.answered_ms = now_ms()
-                row.reply = reply
-                pending -= 1
-                self._counts["answered"] += 1
-                self._counts[_outcome(reply.status, row.answered_ms - at_ms, slo_ms).name.lower()] += 1
-                if pending == 0:
-                    done.set()
-
-            row.sent_ms = now_ms()
-            row.reply = Reply(0, error="no answer within the grace period")
-            done.clear()
-            sender.send(prepared[model][position % len(prepared[model])], on_reply)
-            self._counts["sent"] += 1
+            columns.sent_ms[row] = (monotonic() - origin) * 1000.0
+            counts["sent"] += 1
+            sender.send(pool[row % len(pool)], row)
+        await self._await_stragglers(idle, lambda: pending, job.grace_s)
+        finished = True
         if pending:
-            try:
-                await asyncio.wait_for(done.wait(), job.grace_s)
-            except TimeoutError:
-                pass  # stragglers count as misses: their rows say so
-        records = _records(job, rows)
+            errors[f"no answer within {job.grace_s:g} s after the last request"] += pending
         sender.close()
-        return records
+        return ClientReport(columns.records(), errors)
+
+    async def _sleep(self, wait_s: float) -> None:
+        """Sleep in parts of at most a quarter second, so that `stop` is heard within a long gap too."""
+        while wait_s > 0.25 and not self._stopped:
+            await asyncio.sleep(0.25)
+            wait_s -= 0.25
+        if not self._stopped:
+            await asyncio.sleep(wait_s)
+
+    @staticmethod
+    async def _await_stragglers(idle: asyncio.Event, pending: Any, grace_s: float) -> None:
+        """Wait for what is under way; who does not answer in time keeps the row of a miss."""
+        idle.clear()
+        if pending():
+            try:
+                await asyncio.wait_for(idle.wait(), grace_s)
+            except TimeoutError:
+                return
+
+
+def _count_error(errors: Counter[str], reply: Reply) -> None:
+    text = f"HTTP {reply.status}: {reply.error[:_LONGEST_ERROR]}" if reply.status else reply.error[:_LONGEST_ERROR]
+    if text not in errors and len(errors) >= _KINDS_OF_ERROR:
+        text = "other errors"
+    errors[text] += 1
 
 
 def _headers(headers: dict[str, str], target: ModelTarget, send_slo: bool) -> dict[str, str]:
     return {**headers, "X-SLO-Ms": f"{target.slo_ms:g}"} if send_slo else headers
-
-
-def _outcome(status: int, latency_ms: float, slo_ms: float) -> Outcome:
-    if status == 200:
-        return Outcome.OK if latency_ms <= slo_ms else Outcome.LATE
-    return {504: Outcome.EXPIRED, 429: Outcome.REJECTED}.get(status, Outcome.FAILED)
-
-
-def _records(job: ClientJob, rows: Sequence[_Row]) -> Records:
-    scheduled = np.asarray(job.times_ms, dtype=np.float64)
-    answered = [row.answered_ms if row.reply.status else NAN for row in rows]
-    outcome = [
-        _outcome(row.reply.status, row.answered_ms - at, job.targets[model].slo_ms)
-        for row, at, model in zip(rows, scheduled.tolist(), np.asarray(job.model_index).tolist(), strict=True)
-    ]
-    return Records.from_lists(
-        {
-            "request": job.request, "model": job.model_index, "scheduled_ms": scheduled,
-            "sent_ms": [row.sent_ms for row in rows], "answered_ms": answered,
-            "status": [row.reply.status for row in rows], "outcome": outcome,
-            "batching_ms": [row.reply.batching_ms for row in rows],
-            "gpulet_queue_ms": [row.reply.gpulet_queue_ms for row in rows],
-            "execution_ms": [row.reply.execution_ms for row in rows],
-            "batch_size": [row.reply.batch_size for row in rows],
-            "gpulet": [row.reply.gpulet for row in rows],
-        }
-    )  # fmt: skip

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from tenuto.loadgen.client import Client, ClientJob
-from tenuto.loadgen.records import Records
+from tenuto.errors import EnvironmentFaultError
+from tenuto.loadgen.client import Client, ClientJob, ClientReport
+from tenuto.loadgen.http_sender import HttpSender
 
 __all__ = ["ClientActor", "start_actors"]
 
@@ -20,9 +21,9 @@ class ClientActor:
         """Return once the process is up."""
         return True
 
-    async def run(self, job: ClientJob) -> Records:
+    async def run(self, job: ClientJob) -> ClientReport:
         """Run a job to its end."""
-        return await self._client.run(job)
+        return await self._client.run(job, HttpSender(job.url))
 
     async def progress(self) -> dict[str, int]:
         """Return counts so far."""
@@ -37,10 +38,21 @@ def start_actors(count: int) -> list[Any]:
     """Start client actors and wait until all are up; Ray must be initialised.
 
     They reserve no CPU in Ray's ledger: the serving side may hold it, and a client that waits for it would never start.
+
+    Raises:
+        EnvironmentFaultError: they did not start within a minute.
     """
     import ray
 
     kind = ray.remote(num_cpus=0, max_concurrency=16, max_restarts=0)(ClientActor)
     actors = [kind.remote() for _ in range(count)]
-    ray.get([actor.ready.remote() for actor in actors], timeout=60)
+    try:
+        ray.get([actor.ready.remote() for actor in actors], timeout=60)
+    except (ray.exceptions.RayError, TimeoutError) as error:
+        for actor in actors:
+            ray.kill(actor)
+        raise EnvironmentFaultError(
+            f"the {count} load clients did not start ({type(error).__name__}). Use fewer --clients, or --clients 0 to send from "
+            "this process."
+        ) from error
     return actors

@@ -6,31 +6,41 @@ A general HTTP client costs several times as much per request, which on a shared
 from __future__ import annotations
 
 import asyncio
+import json
 import ssl
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import cast
+import sys
+import time
+from collections.abc import Mapping
+from typing import Protocol, cast
 from urllib.parse import urlsplit
 
 from tenuto.errors import InvalidInputError
+from tenuto.loadgen.reply import OnReply, Reply
 
-__all__ = ["HttpSender", "Reply", "prepare"]
+__all__ = ["HttpSender", "Sender", "prepare"]
 
-
-@dataclass(slots=True)
-class Reply:
-    """What came back: status 0 means that no answer came, and `error` says why."""
-
-    status: int
-    batching_ms: float = float("nan")
-    gpulet_queue_ms: float = float("nan")
-    execution_ms: float = float("nan")
-    batch_size: int = 0
-    gpulet: str = ""
-    error: str = ""
+_LONGEST_IDLE_S = 4.0
 
 
-OnReply = Callable[[Reply], None]
+class Sender(Protocol):
+    """How a client reaches the service under test."""
+
+    @property
+    def host(self) -> str:
+        """The server's name for requests."""
+        ...
+
+    async def open(self, connections: int, on_reply: OnReply) -> None:
+        """Get ready; `on_reply` will be called once per request, on the event loop."""
+        ...
+
+    def send(self, request: bytes, token: int) -> None:
+        """Send now and return; never waits, never limits how many are under way."""
+        ...
+
+    def close(self) -> None:
+        """Let go of everything."""
+        ...
 
 
 def prepare(path: str, body: bytes, headers: Mapping[str, str], host: str) -> bytes:
@@ -42,19 +52,31 @@ def prepare(path: str, body: bytes, headers: Mapping[str, str], host: str) -> by
 class _Connection(asyncio.Protocol):
     """One keep-alive connection with at most one request under way."""
 
-    def __init__(self, idle: list[_Connection]) -> None:
-        self._idle = idle
+    def __init__(self, sender: HttpSender) -> None:
+        self._sender = sender
         self._transport: asyncio.Transport | None = None
         self._buffer = b""
-        self._on_reply: OnReply | None = None
+        self._token = -1
+        self._idle_at = time.monotonic()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
 
-    def send(self, request: bytes, on_reply: OnReply) -> None:
-        assert self._transport is not None
-        self._on_reply = on_reply
-        self._transport.write(request)
+    @property
+    def is_open(self) -> bool:
+        return self._transport is not None and not self._transport.is_closing()
+
+    @property
+    def is_fresh(self) -> bool:
+        """Whether the server has surely not given it up yet: servers close connections that idle for 5 s or longer."""
+        return self.is_open and time.monotonic() - self._idle_at < _LONGEST_IDLE_S
+
+    def send(self, request: bytes, token: int) -> None:
+        self._token = token
+        if self._transport is None:  # lost between the connect and now
+            self.connection_lost(None)
+        else:
+            self._transport.write(request)
 
     def data_received(self, data: bytes) -> None:
         self._buffer = data if not self._buffer else self._buffer + data
@@ -62,36 +84,69 @@ class _Connection(asyncio.Protocol):
         if end < 0:
             return
         head = self._buffer[:end].lower()
-        length = _number(head, b"content-length: ")
-        if length is None or len(self._buffer) < end + 4 + int(length):
+        if not head.startswith(b"http/1."):
+            self._fail("the answer is not HTTP/1.1")
             return
-        reply = Reply(int(head[9:12]))
-        if (batching := _number(head, b"x-tenuto-batching-ms: ")) is not None:
-            reply.batching_ms = batching
-            reply.gpulet_queue_ms = (_number(head, b"x-tenuto-queue-ms: ") or 0.0) - batching
-            reply.execution_ms = _number(head, b"x-tenuto-execution-ms: ") or 0.0
-            reply.batch_size = int(_number(head, b"x-tenuto-batch-size: ") or 0)
-            reply.gpulet = _text(self._buffer[:end], head, b"x-tenuto-gpulet: ")
-        if reply.status >= 400:
-            reply.error = self._buffer[end + 4 : end + 4 + min(int(length), 300)].decode("utf-8", "replace")
+        length = _number(head, b"content-length: ")
+        if length is not None:
+            if len(self._buffer) < end + 4 + int(length):
+                return
+        elif b"transfer-encoding: chunked" in head:
+            if not self._buffer.endswith(b"\r\n0\r\n\r\n") and not self._buffer.endswith(b"\r\n\r\n0\r\n\r\n"):
+                return
+        else:
+            self._fail("the answer states no length")
+            return
+        reply = _reply(head, self._buffer, end)
         self._buffer = b""
-        on_reply, self._on_reply = self._on_reply, None
-        if self._transport is not None and not self._transport.is_closing() and b"connection: close" not in head:
-            self._idle.append(self)
-        if on_reply is not None:
-            on_reply(reply)
+        token, self._token = self._token, -1
+        if self.is_open:
+            if b"connection: close" in head:
+                self.close()
+            else:
+                self._idle_at = time.monotonic()
+                self._sender.idle.append(self)
+        if token >= 0:
+            self._sender.answered(token, reply)
+
+    def _fail(self, reason: str) -> None:
+        token, self._token = self._token, -1
+        self._buffer = b""
+        self.close()
+        if token >= 0:
+            self._sender.answered(token, Reply(0, error=reason))
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._transport = None
-        if self in self._idle:
-            self._idle.remove(self)
-        on_reply, self._on_reply = self._on_reply, None
-        if on_reply is not None:
-            on_reply(Reply(0, error=f"the connection closed before an answer came ({exc or 'by the server'})"))
+        self._sender.forget(self)
+        token, self._token = self._token, -1
+        if token >= 0:
+            self._sender.answered(token, Reply(0, error=f"the connection closed before an answer came ({exc or 'by the server'})"))
 
     def close(self) -> None:
         if self._transport is not None:
             self._transport.close()
+
+
+def _reply(head: bytes, buffer: bytes, end: int) -> Reply:
+    reply = Reply(int(head[9:12]))
+    if (batching := _number(head, b"x-tenuto-batching-ms: ")) is not None:
+        reply.batching_ms = batching
+        reply.gpulet_queue_ms = (_number(head, b"x-tenuto-queue-ms: ") or 0.0) - batching
+        reply.execution_ms = _number(head, b"x-tenuto-execution-ms: ") or 0.0
+        reply.batch_size = int(_number(head, b"x-tenuto-batch-size: ") or 0)
+        reply.gpulet = _text(buffer[:end], head, b"x-tenuto-gpulet: ")
+    if reply.status != 200:
+        reply.error = _reason(buffer[end + 4 :]) or "no reason given"
+    return reply
+
+
+def _reason(body: bytes) -> str:
+    try:
+        document = json.loads(body)
+    except ValueError:
+        return body[:300].decode("utf-8", "replace").strip()
+    return str(document.get("error", document)) if isinstance(document, dict) else str(document)
 
 
 def _number(head: bytes, name: bytes) -> float | None:
@@ -112,7 +167,7 @@ def _text(original: bytes, head: bytes, name: bytes) -> str:
         return ""
     start = at + 2 + len(name)
     end = head.find(b"\r\n", start)
-    return original[start : end if end >= 0 else len(original)].decode("latin-1")
+    return sys.intern(original[start : end if end >= 0 else len(original)].decode("latin-1"))
 
 
 class HttpSender:
@@ -120,50 +175,75 @@ class HttpSender:
 
     def __init__(self, url: str) -> None:
         """Take the server's base URL; raises `InvalidInputError` unless it is http:// or https://."""
-        parts = urlsplit(url)
+        try:
+            parts = urlsplit(url)
+            port = parts.port
+        except ValueError:
+            raise InvalidInputError(f"{url!r} is not an HTTP address. Write it like http://127.0.0.1:8000.") from None
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise InvalidInputError(f"{url!r} is not an HTTP address. Write it like http://127.0.0.1:8000.")
-        self.host = parts.netloc
-        self._target = (parts.hostname, parts.port or (443 if parts.scheme == "https" else 80))
+        self._host = parts.netloc
+        self._target = (parts.hostname, port or (443 if parts.scheme == "https" else 80))
         self._ssl = ssl.create_default_context() if parts.scheme == "https" else None
-        self._idle: list[_Connection] = []
-        self._all: list[_Connection] = []
+        self.idle: list[_Connection] = []
+        self._all: set[_Connection] = set()
         self._opening: set[asyncio.Task[None]] = set()
+        self._on_reply: OnReply = lambda _token, _reply: None
 
-    async def open(self, connections: int) -> None:
+    @property
+    def host(self) -> str:
+        """The value of the Host header."""
+        return self._host
+
+    async def open(self, connections: int, on_reply: OnReply) -> None:
         """Open connections ahead of time, so that the first requests do not pay for it; failures show when sending."""
+        self._on_reply = on_reply
         for _ in range(connections):
             try:
-                self._idle.append(await self._connect())
+                self.idle.append(await self._connect())
             except OSError:
                 return
 
     async def _connect(self) -> _Connection:
         loop = asyncio.get_running_loop()
-        _, connection = await loop.create_connection(lambda: _Connection(self._idle), *self._target, ssl=self._ssl)
-        self._all.append(connection)
+        _, connection = await loop.create_connection(lambda: _Connection(self), *self._target, ssl=self._ssl)
+        self._all.add(connection)
         return connection
 
-    def send(self, request: bytes, on_reply: OnReply) -> None:
-        """Send now; `on_reply` is called exactly once, on the event loop."""
-        if self._idle:
-            self._idle.pop().send(request, on_reply)
-            return
-        task = asyncio.ensure_future(self._open_and_send(request, on_reply))
+    def send(self, request: bytes, token: int) -> None:
+        """Send now on an idle connection, or on a new one as soon as it is open."""
+        while self.idle:
+            connection = self.idle.pop()
+            if connection.is_fresh:
+                connection.send(request, token)
+                return
+            connection.close()
+        task = asyncio.ensure_future(self._open_and_send(request, token))
         self._opening.add(task)
         task.add_done_callback(self._opening.discard)
 
-    async def _open_and_send(self, request: bytes, on_reply: OnReply) -> None:
+    async def _open_and_send(self, request: bytes, token: int) -> None:
         try:
             connection = await self._connect()
         except OSError as error:
-            on_reply(Reply(0, error=f"cannot connect to {self._target[0]}:{self._target[1]}: {error}"))
+            reason = error.strerror or str(error)
+            self._on_reply(token, Reply(0, error=f"cannot connect to {self._target[0]}:{self._target[1]}: {reason}"))
             return
-        connection.send(request, on_reply)
+        connection.send(request, token)
+
+    def answered(self, token: int, reply: Reply) -> None:
+        """Pass a reply on; called by connections."""
+        self._on_reply(token, reply)
+
+    def forget(self, connection: _Connection) -> None:
+        """Drop a connection that is gone; called by connections."""
+        self._all.discard(connection)
+        if connection in self.idle:
+            self.idle.remove(connection)
 
     def close(self) -> None:
-        """Close every connection; requests still under way get a reply with status 0."""
+        """Close every connection; requests still under way get no answer any more."""
         for task in list(self._opening):
             task.cancel()
-        for connection in self._all:
+        for connection in list(self._all):
             connection.close()

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Outcome", "Records", "merge"]
+__all__ = ["Outcome", "Records", "merge", "unsent"]
 
 NAN = float("nan")
 
@@ -85,6 +85,30 @@ class Records:
     def front_door_ms(self) -> NDArray[np.float64]:
         """Latency less batching, gpu-let queue and execution: network, HTTP, and the client itself."""
         return self.latency_ms - self.batching_ms - self.gpulet_queue_ms - self.execution_ms
+
+
+def unsent(
+    times_ms: NDArray[np.float64], model_index: NDArray[np.int32], *, except_requests: NDArray[np.int64] | None = None
+) -> Records:
+    """Return rows of scheduled requests that no client sent: failed, with no times but the scheduled one.
+
+    Args:
+        times_ms: the whole schedule.
+        model_index: model of each request.
+        except_requests: numbers of the requests that have a row already.
+    """
+    request = np.arange(len(times_ms), dtype=np.int64)
+    if except_requests is not None:
+        request = np.setdiff1d(request, except_requests, assume_unique=True)
+    total = len(request)
+    unknown = np.full(total, NAN)
+    return Records(
+        request=request, model=np.asarray(model_index, dtype=np.int32)[request],
+        scheduled_ms=np.asarray(times_ms, dtype=np.float64)[request], sent_ms=unknown, answered_ms=unknown.copy(),
+        status=np.zeros(total, np.int32), outcome=np.full(total, Outcome.FAILED, np.int8), batching_ms=unknown.copy(),
+        gpulet_queue_ms=unknown.copy(), execution_ms=unknown.copy(), batch_size=np.zeros(total, np.int32),
+        gpulet=np.full(total, "", dtype=object),
+    )  # fmt: skip
 
 
 def merge(parts: Iterable[Records]) -> Records:

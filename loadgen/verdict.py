@@ -117,7 +117,7 @@ def judge(
     invalid = []
     if interrupted:
         invalid.append("the run was interrupted; figures cover its first part only")
-    invalid += [f"client {name}" for name in lost_clients]
+    invalid += lost_clients
     if len(records) == 0:
         invalid.append("nothing was scheduled; lengthen the run or raise the rate")
     elif unsent and not interrupted:

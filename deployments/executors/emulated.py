@@ -14,6 +14,7 @@ import numpy as np
 
 from tenuto.deployments.executors.base import Arrays
 from tenuto.errors import InvalidInputError
+from tenuto.profiles.catalogue import lookup
 from tenuto.profiles import Latency, LatencyTable, LinearLatency
 
 __all__ = ["EmulatedExecutor"]
@@ -87,4 +88,7 @@ def _signature(name: str, source: str | None, options: Mapping[str, Any]) -> dic
     """Return `inputs`/`outputs` given in the workload's options, else the catalogue's, else one number in and out."""
     if "inputs" in options and "outputs" in options:
         return {"inputs": options["inputs"], "outputs": options["outputs"]}
-    return dict(_PLAIN)
+    try:
+        return lookup(source or name).signature.to_data()
+    except InvalidInputError:
+        return dict(_PLAIN)

@@ -42,12 +42,12 @@ def _print(status: dict[str, Any]) -> None:
         gpulets.add_row(gpulet["id"], "up" if gpulet["up"] else "down", str(gpulet.get("device", "-")),
                         "-" if share is None else f"{share:g} %", str(gpulet.get("pid", "-")), models)
     console.print(gpulets)
-    models = Table("model", "ok", "late", "expired", "rejected", "failed", "waiting", "mean batch", "planned ms", "executed ms (p50)",
+    table = Table("model", "ok", "late", "expired", "rejected", "failed", "waiting", "mean batch", "planned ms", "executed ms (p50)",
                    title="models")
     for name, m in status["models"].items():
-        models.add_row(name, *(str(m[key]) for key in ("ok", "late", "expired", "rejected", "failed", "queued")),
+        table.add_row(name, *(str(m[key]) for key in ("ok", "late", "expired", "rejected", "failed", "queued")),
                        _number(m["mean_batch"]), _number(m["planned_latency_ms"]), _number(m["execution_p50_ms"]))
-    console.print(models)
+    console.print(table)
 
 
 def _number(value: float | None) -> str:
