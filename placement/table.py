@@ -97,4 +97,4 @@ def _summary(plan: Plan, model: str) -> str:
         for (batch, share), count in sorted(kinds.items(), key=str)
     )
     expected = plan.expected.models.get(model)
-    return f"{shown}: {expected.goodput_rps:.4g} rps" if expected else shown
+    return f"{shown}: {expected.goodput_rps:,.6g} rps" if expected else shown

@@ -110,7 +110,8 @@ class MilpPolicy(Policy):
         counts: dict[str, int] = {}
         for gpu in cluster.gpus:
             counts[gpu.type] = counts.get(gpu.type, 0) + 1
-        master = Master(models, None if cluster.elastic else counts, prices, self.max_replicas, one_batch_size=self.one_batch_size)
+        available = None if cluster.elastic else counts
+        master = Master(models, available, prices, self.max_replicas, one_batch_size=self.one_batch_size)
         items = {kind: items_of(models, _usable(models, needs, kind)) for kind in prices}
         patterns, bound = self._patterns(master, items, until)
         first = self._first_stage(master, patterns, until)

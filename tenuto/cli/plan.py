@@ -159,8 +159,9 @@ def _write(path: Path, text: str) -> None:
         raise InvalidInputError(problem) from error
 
 
-def _number(value: float | None, unit: str = "") -> str:
-    return "-" if value is None else f"{value:,.4g}{unit}" if abs(value) < 10_000 else f"{value:,.0f}{unit}"
+def _number(value: float | None) -> str:
+    """Show four significant digits, thousands in full."""
+    return "-" if value is None else f"{value:,.4g}" if abs(value) < 1000 else f"{value:,.0f}"
 
 
 def _print_plan(plan: Plan) -> None:
