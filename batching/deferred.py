@@ -1,111 +1,64 @@
 """Deferred batch scheduling: a batch is held as long as its deadline allows it to grow, and never longer.
 
-Symphony's Algorithm 1 in the extended form of its appendix D (arXiv 2308.07470), over gpu-lets instead of GPUs. Each model has
-a queue and a candidate batch with two moments: *frontrun* `d - l(b+1)`, when waiting for one more request would cost the
-head its deadline, and *latest* `d - l(b)`. At frontrun a model takes the idle gpu-let of the smallest index; if there is none
-it waits, and a gpu-let that becomes free takes the waiting model whose latest moment comes first. Every comparison of times
-admits equality; with strict ones the paper's own trace (§3.3) fails.
+Symphony's Algorithm 1 in the extended form of its appendix D (arXiv 2308.07470), over gpu-lets instead of GPUs. Each model
+has a queue and a candidate batch with two moments: *frontrun* `d - l(b+1)`, when waiting for one more request would cost
+the head its deadline, and *latest* `d - l(b)`. At frontrun a model takes the idle gpu-let of the smallest index; if there
+is none it waits, and a gpu-let that becomes free takes the waiting model whose latest moment comes first. Every comparison
+of times admits equality; with strict ones the paper's own trace (§3.3) fails.
 
-Gpu-lets with the same models and latencies form a pool, so that a new request costs O(log M) and a completion O(log M + log G).
+Three things go beyond the paper, each an option: releasing before frontrun and defending less than the staggered batch
+(`release`, see `target.py`), and a fair distribution of losses (`balance`, see `balance.py`). With `release=frontrun` and
+`balance=off` the scheduler is Symphony as published.
+
+Gpu-lets with the same models and latencies form a pool, so that a new request costs O(log M) and a completion
+O(log M + log G).
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 
+from tenuto.batching.balance import Balance
 from tenuto.batching.gathering import GATHERING
 from tenuto.batching.interface import (
     INF,
     TIME_TOLERANCE_MS,
     Dispatch,
     Drop,
-    Host,
     NetworkDelay,
     Scheduler,
     SchedulerOptions,
     Setup,
 )
-from tenuto.batching.target import ArrivalRate, target_batch
+from tenuto.batching.pools import Lane, ModelQueue, Pool
+from tenuto.batching.target import ArrivalRate, batch_sizes
 
 __all__ = ["DeferredOptions", "DeferredScheduler"]
 
 EXPIRY_MARGIN_MS = 1e-3  # how long after the last possible start a queued request is given up
+EARLY_PART = 0.5  # how much of a model's head start in rank also moves its frontrun
 
 
 @dataclass(frozen=True)
 class DeferredOptions(SchedulerOptions):
-    """What can be varied; the defaults are the measured best (docs/benchmarks-batching.md)."""
+    """What can be varied; the defaults are the measured best (docs/benchmarks-batching.md).
 
-    gather: str = field(default="window", metadata={"choices": tuple(GATHERING)})
-    release: str = field(default="target", metadata={"choices": ("frontrun", "target")})
-    target: str = field(default="rate", metadata={"choices": ("rate", "gpus", "none")})
-    rank: str = field(default="latest", metadata={"choices": ("latest", "deadline")})
-
-
-class _Lane:
-    """One model on one pool: its latencies as the scheduler plans with them, in ms by batch size.
-
-    `run[b]` is l(b); `sent[b]` adds the data delay; `lead[b]` is how long before the head's deadline a batch of b has to be
-    sent to be just in time for growing no further: l(b+1) + delay(b+1).
+    gather: `window` gives up the head to keep the batch at the size worth defending; `head-first` only what is lost anyway.
+    release: `frontrun` as published; `target` also once the staggered batch is complete; `adaptive` as soon as waiting for
+    more does not pay.
+    balance: `each` evens out the losses between models; `total` loses the fewest requests over all models, at the cost of the
+    expensive ones; `off` ranks by urgency alone, as published.
     """
 
-    __slots__ = ("cap", "lead", "pool", "run", "sent")
-
-    def __init__(self, pool: _Pool, host: Host, factor: float, network: NetworkDelay, budget_ms: float) -> None:
-        self.pool = pool
-        self.run = [latency * factor for latency in host.planned_ms()]
-        self.sent = [latency + network.data_ms_per_request * size for size, latency in enumerate(self.run)]
-        # Sizes that miss the model's own SLO are never worth waiting for.
-        fitting = bisect_right(self.sent, budget_ms - network.ctrl_ms + TIME_TOLERANCE_MS) - 1
-        self.cap = max(1, fitting)
-        self.lead = [ms + network.ctrl_ms for ms in self.sent[1:]]
-        self.lead.append(INF)
-        self.lead[self.cap :] = [INF] * (len(self.lead) - self.cap)
-
-
-class _Pool:
-    """Gpu-lets that hold the same models at the same speeds."""
-
-    __slots__ = ("hosts", "idle", "index", "lanes", "soon", "timer", "waiting")
-
-    def __init__(self, index: int, hosts: Mapping[int, Host]) -> None:
-        self.index = index
-        self.hosts = hosts
-        self.lanes: dict[int, _Lane] = {}
-        self.idle: list[int] = []  # heap of gpu-let indices; valid while the gpu-let is marked idle
-        self.soon: list[tuple[float, int]] = []  # heap of (free at, gpu-let) of running ones; only with a network delay
-        self.waiting: list[tuple[float, int]] = []  # heap of (rank, model); valid while it is the model's rank
-        self.timer = INF
-
-
-class _Model:
-    __slots__ = (
-        "budget_ms", "deadlines", "dirty", "full", "ids", "index", "lanes", "lead", "rank", "rate", "stage", "target", "timer",
-        "waiting",
-    )
-
-    def __init__(self, index: int, budget_ms: float, rate: ArrivalRate) -> None:
-        self.index = index
-        self.budget_ms = budget_ms
-        self.deadlines: list[float] = []  # ascending; when the batch must have ended
-        self.ids: list[int] = []
-        self.lanes: list[_Lane] = []  # slowest first
-        self.stage = 0  # which lane's frontrun is awaited
-        self.lead: list[float] = [INF]
-        self.full = 1  # queue length that is released without waiting for frontrun
-        self.target = 1
-        self.rate = rate
-        self.timer = INF  # frontrun, or for a waiting model the expiry of its head
-        self.dirty = False  # timer not yet in the heap
-        self.waiting = False
-        self.rank = INF
+    gather: str = field(default="window", metadata={"choices": tuple(GATHERING)})
+    release: str = field(default="adaptive", metadata={"choices": ("adaptive", "target", "frontrun")})
+    balance: str = field(default="each", metadata={"choices": ("each", "total", "off")})
 
 
 class DeferredScheduler(Scheduler):
-    """Symphony. See the module's text; the invariant is that a model is waiting only while no gpu-let it could use is idle."""
+    """Symphony. Invariant: a model is waiting only while no gpu-let it could use is idle."""
 
     name = "deferred"
     summary = "Symphony: hold each batch as long as its deadline allows, most urgent model first"
@@ -116,22 +69,30 @@ class DeferredScheduler(Scheduler):
         chosen = options if isinstance(options, DeferredOptions) else DeferredOptions()
         self._options = chosen
         self._gather = GATHERING[chosen.gather]
-        self._network = setup.network
         self._timers: list[tuple[float, int]] = []  # (time, model index, or number of models + pool index)
-        self._dirty: list[_Model] = []
+        self._dirty: list[ModelQueue] = []
         count = len(setup.gpulets)
         self._pending = [0] * count
         self._free_at = [0.0] * count
         self._is_idle = [False] * count
         self._is_lost = [False] * count
         self._factors: list[dict[int, float]] = [{} for _ in range(count)]
-        self._pools: list[_Pool] = []
-        self._pool_by_key: dict[object, _Pool] = {}
-        self._pool_of: list[_Pool] = []
-        self._models = [_Model(i, 0.0, ArrivalRate(spec.rate_rps)) for i, spec in enumerate(setup.models)]
+        self._pools: list[Pool] = []
+        self._pool_by_key: dict[object, Pool] = {}
+        self._pool_of: list[Pool] = []
+        self._models = [ModelQueue(i, ArrivalRate(spec.rate_rps)) for i, spec in enumerate(setup.models)]
+        # One model alone has nobody to give way to.
+        self._balance = (
+            Balance([spec.slo_ms for spec in setup.models], chosen.balance == "total")
+            if chosen.balance != "off" and len(setup.models) > 1 else None
+        )
         self._adopt_network(setup.network)
         for gpulet in range(count):
             self._pool_of.append(self._pool_for(gpulet))
+            self._pool_of[gpulet].size += 1
+        for model in self._models:
+            if model.lanes:
+                self._refresh_sizes(model)
         for gpulet in range(count):
             self._set_idle(gpulet)
 
@@ -145,47 +106,42 @@ class DeferredScheduler(Scheduler):
         for model, spec in zip(self._models, self.setup.models, strict=True):
             model.budget_ms = spec.slo_ms - network.response_ms
 
-    def _pool_for(self, gpulet: int) -> _Pool:
+    def _pool_for(self, gpulet: int) -> Pool:
         hosts = self.setup.gpulets[gpulet].hosts
-        key = (id(hosts), tuple(sorted(self._factors[gpulet].items())))
+        factors = self._factors[gpulet]
+        key = (id(hosts), tuple(sorted(factors.items())))
         pool = self._pool_by_key.get(key)
         if pool is None:
-            pool = _Pool(len(self._pools), hosts)
+            pool = Pool(len(self._pools), hosts)
             self._pool_by_key[key] = pool
             self._pools.append(pool)
             for index, host in hosts.items():
                 model = self._models[index]
-                factor = self._factors[gpulet].get(index, 1.0)
-                lane = _Lane(pool, host, factor, self._network, model.budget_ms)
+                lane = Lane(pool, factors.get(index, 1.0))
+                lane.adopt(host, self._network, model.budget_ms)
                 pool.lanes[index] = lane
                 model.lanes.append(lane)
-                self._order_lanes(model)
+                model.order_lanes()
+                model.await_stage(0)
                 if model.waiting:
                     heappush(pool.waiting, (model.rank, index))
         return pool
 
-    def _order_lanes(self, model: _Model) -> None:
-        """Slowest first; among equals the pool with more models first, so that the last, preferred one is the most specialised."""
-        common = min(len(lane.run) for lane in model.lanes) - 1
-        model.lanes.sort(key=lambda lane: (-lane.run[common], len(lane.pool.hosts), lane.pool.index), reverse=False)
-        model.stage = 0
-        self._refresh_target(model)
-
-    def _refresh_target(self, model: _Model) -> None:
-        options = self._options
+    def _refresh_sizes(self, model: ModelQueue) -> None:
+        """Recompute the sizes that steer a model from its rate and the latencies of its fastest gpu-lets."""
         fastest = model.lanes[-1]
-        if options.target == "none":
-            model.target = fastest.cap
+        latency = fastest.sent[: fastest.cap + 1]
+        gpulets = sum(lane.pool.size for lane in model.lanes)
+        sizes = batch_sizes(latency, model.budget_ms - self._ctrl_ms, model.rate.rps, gpulets)
+        release = self._options.release
+        if release == "adaptive":
+            model.target, model.release = sizes.defend, sizes.release
         else:
-            rate = model.rate.rps
-            if options.target == "gpus":
-                gpus = float(sum(1 for pool in self._pool_of if model.index in pool.lanes) or 1)
-                model.target = target_batch(fastest.sent, model.budget_ms - self._ctrl_ms, None, gpus)
-            else:
-                model.target = target_batch(fastest.sent, model.budget_ms - self._ctrl_ms, rate, None)
-        lane = model.lanes[model.stage]
-        model.lead = lane.lead
-        model.full = min(lane.cap, model.target) if options.release == "target" else lane.cap
+            model.target = sizes.target
+            model.release = sizes.target if release == "target" else fastest.cap
+        if self._balance is not None:
+            self._balance.set_cost(model.index, fastest.run[sizes.target] / sizes.target)
+        model.await_stage(model.stage)
 
     # Events in ------------------------------------------------------------------------------------------------------
 
@@ -203,10 +159,12 @@ class DeferredScheduler(Scheduler):
         else:
             deadlines.append(deadline_ms)
             model.ids.append(request_id)
-        if model.waiting:
-            return
         count = len(deadlines)
-        due = deadlines[0] - model.lead[count] if count < model.full else now_ms
+        if model.waiting:
+            if count <= model.lanes[-1].cap:
+                self._grow(model, count, now_ms)
+            return
+        due = deadlines[0] - model.lead[count] - model.early_ms if count < model.full else now_ms
         if due < model.timer:
             model.timer = due
             if not model.dirty:
@@ -310,34 +268,49 @@ class DeferredScheduler(Scheduler):
             del factors[model_index]
         old = self._pool_of[gpulet_index]
         pool = self._pool_of[gpulet_index] = self._pool_for(gpulet_index)
+        old.size -= 1
+        pool.size += 1
         if self._is_idle[gpulet_index]:
             heappush(pool.idle, gpulet_index)
         elif self._pending[gpulet_index] == 1 and self._ahead:
             heappush(pool.soon, (self._free_at[gpulet_index], gpulet_index))
-        if old not in self._pool_of:
+        if not old.size:
             self._retire(old)
+        for index in pool.lanes:
+            self._lanes_changed(self._models[index])
 
-    def _retire(self, pool: _Pool) -> None:
+    def _retire(self, pool: Pool) -> None:
         """Forget a pool that lost its last gpu-let."""
         self._pool_by_key = {key: kept for key, kept in self._pool_by_key.items() if kept is not pool}
         pool.timer = INF
         for index, lane in pool.lanes.items():
-            model = self._models[index]
-            model.lanes.remove(lane)
-            if model.lanes:
-                self._order_lanes(model)
+            self._models[index].lanes.remove(lane)
+
+    def _lanes_changed(self, model: ModelQueue) -> None:
+        """Latencies have changed: order the lanes and look again at the time the queue is due."""
+        model.order_lanes()
+        model.await_stage(0)
+        self._refresh_sizes(model)
+        if model.ids and not model.waiting:
+            count = len(model.ids)
+            due = model.deadlines[0] - model.lead[count] - model.early_ms if count < model.full else -INF
+            self._set_timer(model, due)
+
+    def _set_timer(self, model: ModelQueue, due: float) -> None:
+        model.timer = due
+        if not model.dirty:
+            model.dirty = True
+            self._dirty.append(model)
+        if due < self.next_wake_ms:
+            self.next_wake_ms = due
 
     def update_network(self, network: NetworkDelay) -> None:
         self._adopt_network(network)
-        for pool in self._pools:
-            for index, lane in list(pool.lanes.items()):
-                model = self._models[index]
-                if lane not in model.lanes:
-                    continue
-                host = pool.hosts[index]
-                factor = lane.run[1] / (host.latency_ms[1] * host.slowdown)
-                lane.__init__(pool, host, factor, network, model.budget_ms)  # type: ignore[misc]
-                self._order_lanes(model)
+        for model in self._models:
+            for lane in model.lanes:
+                lane.adopt(lane.pool.hosts[model.index], network, model.budget_ms)
+            if model.lanes:
+                self._lanes_changed(model)
 
     # Decisions ------------------------------------------------------------------------------------------------------
 
@@ -345,7 +318,7 @@ class DeferredScheduler(Scheduler):
         self._is_idle[gpulet] = True
         heappush(self._pool_of[gpulet].idle, gpulet)
 
-    def _idle_in(self, pool: _Pool) -> int:
+    def _idle_in(self, pool: Pool) -> int:
         """Return the idle gpu-let of the smallest index, or -1."""
         idle, is_idle, pool_of = pool.idle, self._is_idle, self._pool_of
         while idle:
@@ -354,7 +327,7 @@ class DeferredScheduler(Scheduler):
             heappop(idle)
         return -1
 
-    def _free_in(self, pool: _Pool, ready_at: float, now: float) -> int:
+    def _free_in(self, pool: Pool, ready_at: float, now: float) -> int:
         """Return an idle gpu-let, else one that will be free by `ready_at` when the data has arrived; -1 if none."""
         gpulet = self._idle_in(pool)
         if gpulet >= 0 or not self._ahead:
@@ -371,14 +344,14 @@ class DeferredScheduler(Scheduler):
                 break
         return -1
 
-    def _due(self, model: _Model, now: float) -> None:
+    def _due(self, model: ModelQueue, now: float) -> None:
         """The model's frontrun moment has come: take a gpu-let for as long as it is due, or join the waiting ones."""
         if not model.lanes:
             self._drop(model, len(model.ids))
             return
         if now >= model.rate.next_at:
             model.rate.roll(now)
-            self._refresh_target(model)
+            self._refresh_sizes(model)
         while True:
             lanes = model.lanes
             chosen = -1
@@ -387,7 +360,7 @@ class DeferredScheduler(Scheduler):
                 if model.stage + 1 < len(lanes) and any(
                     self._free_in(faster.pool, now, now) >= 0 for faster in lanes[model.stage + 1 :]
                 ):
-                    self._set_stage(model, model.stage + 1)
+                    model.await_stage(model.stage + 1)
                     if not self._arm(model, now):
                         return
                     continue
@@ -404,37 +377,28 @@ class DeferredScheduler(Scheduler):
             if not model.ids or not self._arm(model, now):
                 return
 
-    def _ready_at(self, lane: _Lane, model: _Model, now: float) -> float:
+    def _ready_at(self, lane: Lane, model: ModelQueue, now: float) -> float:
         size = min(len(model.ids), lane.cap)
         return now + self._ctrl_ms + lane.sent[size] - lane.run[size]
 
-    def _set_stage(self, model: _Model, stage: int) -> None:
-        model.stage = stage
-        lane = model.lanes[stage]
-        model.lead = lane.lead
-        model.full = min(lane.cap, model.target) if self._options.release == "target" else lane.cap
-
-    def _arm(self, model: _Model, now: float) -> bool:
+    def _arm(self, model: ModelQueue, now: float) -> bool:
         """Set the timer of a model with a queue; True, and no timer, when it is due already."""
         deadlines = model.deadlines
+        if not model.lanes:
+            return True
         if model.waiting:
             fastest = model.lanes[-1]
             due = deadlines[0] - self._ctrl_ms - fastest.sent[1] + EXPIRY_MARGIN_MS
         else:
             count = len(deadlines)
-            due = deadlines[0] - model.lead[count] if count < model.full else now
+            due = deadlines[0] - model.lead[count] - model.early_ms if count < model.full else now
             if due <= now:
                 model.timer = INF
                 return True
-        model.timer = due
-        if not model.dirty:
-            model.dirty = True
-            self._dirty.append(model)
-        if due < self.next_wake_ms:
-            self.next_wake_ms = due
+        self._set_timer(model, due)
         return False
 
-    def _wait(self, model: _Model, now: float) -> None:
+    def _wait(self, model: ModelQueue, now: float) -> None:
         """Join the models that wait for a gpu-let, ranked by the latest moment of the batch as it stands."""
         lane = model.lanes[-1]
         deadlines = model.deadlines
@@ -443,9 +407,9 @@ class DeferredScheduler(Scheduler):
             self._expire(model, now)
             return
         model.waiting = True
-        rank = deadlines[skip]
-        if self._options.rank == "latest":
-            rank -= lane.run[size]
+        rank = deadlines[skip] - lane.run[size]
+        if self._balance is not None:
+            rank -= self._balance.offset_ms[model.index]
         model.rank = rank
         index = model.index
         for lane in model.lanes:
@@ -454,7 +418,19 @@ class DeferredScheduler(Scheduler):
                 self._arm_pool(lane.pool)
         self._arm(model, now)
 
-    def _expire(self, model: _Model, now: float) -> None:
+    def _grow(self, model: ModelQueue, count: int, now: float) -> None:
+        """A waiting model whose whole queue still is one batch has become more urgent by a new request."""
+        rank = model.deadlines[0] - model.lanes[-1].run[count]
+        if rank < now:
+            return
+        if self._balance is not None:
+            rank -= self._balance.offset_ms[model.index]
+        if rank < model.rank:
+            model.rank = rank
+            for lane in model.lanes:
+                heappush(lane.pool.waiting, (rank, model.index))
+
+    def _expire(self, model: ModelQueue, now: float) -> None:
         """Drop the requests at the front that cannot be met even alone on the fastest gpu-let."""
         lane = model.lanes[-1]
         gone = bisect_left(model.deadlines, now + self._ctrl_ms + lane.sent[1] - TIME_TOLERANCE_MS)
@@ -469,12 +445,14 @@ class DeferredScheduler(Scheduler):
             else:
                 self._arm(model, now)
 
-    def _drop(self, model: _Model, count: int) -> None:
+    def _drop(self, model: ModelQueue, count: int) -> None:
         self.decisions.append(Drop(model.index, model.ids[:count]))
         del model.ids[:count]
         del model.deadlines[:count]
+        if self._balance is not None:
+            model.early_ms = max(0.0, EARLY_PART * self._balance.gave_up(model.index, count))
 
-    def _serve_waiting(self, pool: _Pool, gpulet: int, now: float) -> bool:
+    def _serve_waiting(self, pool: Pool, gpulet: int, now: float) -> bool:
         """Give a gpu-let to the most urgent waiting model; False if none of them can use it."""
         waiting, models = pool.waiting, self._models
         while waiting:
@@ -485,7 +463,7 @@ class DeferredScheduler(Scheduler):
                 continue
             if now >= model.rate.next_at:
                 model.rate.roll(now)
-                self._refresh_target(model)
+                self._refresh_sizes(model)
             if self._dispatch(model, pool.lanes[index], gpulet, now):
                 model.waiting = False
                 model.timer = INF
@@ -498,7 +476,7 @@ class DeferredScheduler(Scheduler):
             model.timer = INF
         return False
 
-    def _serve_ahead(self, pool: _Pool, now: float) -> None:
+    def _serve_ahead(self, pool: Pool, now: float) -> None:
         """The data of the most urgent waiting batch has to be sent now to be there when the next gpu-let becomes free."""
         soon = pool.soon
         while soon and pool.waiting:
@@ -511,7 +489,7 @@ class DeferredScheduler(Scheduler):
                 break
         self._arm_pool(pool)
 
-    def _lead_of_waiting(self, pool: _Pool) -> float:
+    def _lead_of_waiting(self, pool: Pool) -> float:
         waiting, models = pool.waiting, self._models
         while waiting:
             rank, index = waiting[0]
@@ -523,7 +501,7 @@ class DeferredScheduler(Scheduler):
             heappop(waiting)
         return -INF
 
-    def _arm_pool(self, pool: _Pool) -> None:
+    def _arm_pool(self, pool: Pool) -> None:
         """Set the gpu-let timer of a pool: when the most urgent waiting batch has to be sent to the next free gpu-let."""
         lead = self._lead_of_waiting(pool)
         if lead < 0 or not pool.soon:
@@ -536,7 +514,7 @@ class DeferredScheduler(Scheduler):
         if due < self.next_wake_ms:
             self.next_wake_ms = due
 
-    def _dispatch(self, model: _Model, lane: _Lane, gpulet: int, now: float) -> bool:
+    def _dispatch(self, model: ModelQueue, lane: Lane, gpulet: int, now: float) -> bool:
         """Cut a batch for a gpu-let and send it; False if no request of the model can be met there."""
         deadlines, ids = model.deadlines, model.ids
         free_at = self._free_at[gpulet] if self._pending[gpulet] else now
@@ -565,6 +543,9 @@ class DeferredScheduler(Scheduler):
         self._pending[gpulet] += 1
         if self._ahead and self._pending[gpulet] == 1:
             heappush(lane.pool.soon, (finish, gpulet))
+        if self._balance is not None:
+            offset = self._balance.served(model.index, size)
+            model.early_ms = EARLY_PART * offset if offset > 0.0 else 0.0
         if model.stage:
-            self._set_stage(model, 0)
+            model.await_stage(0)
         return True

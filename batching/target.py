@@ -1,26 +1,25 @@
-"""How large a batch is worth waiting and dropping for: the staggered optimum at the rate that is really offered."""
+"""How large a batch is worth waiting for and giving requests up for, at the rate that is really offered."""
 
 from __future__ import annotations
 
+import math
 from collections import deque
 
 from tenuto.batching.interface import INF, TIME_TOLERANCE_MS
 
-__all__ = ["ArrivalRate", "target_batch"]
+__all__ = ["ArrivalRate", "BatchSizes", "batch_sizes", "target_batch"]
 
 
-def target_batch(latency_ms: list[float], budget_ms: float, rate_rps: float | None, gpus: float | None) -> int:
+def target_batch(latency_ms: list[float], budget_ms: float, rate_rps: float | None) -> int:
     """Return the largest batch of the staggered pattern: (1 + 1/n) l(b) <= budget (Symphony §3.3, table 2).
 
-    n is the number of GPUs the pattern is spread over: `gpus` if given, else what the model needs by itself,
-    n = rate * l(b) / b. Where it needs less than one, the residual rule of Nexus: l(b) + b/rate <= budget.
-    Without either, two batches of equal length must fit: l(b) <= budget / 2.
+    n is the number of GPUs the model needs by itself, n = rate * l(b) / b. Where that is at most one, the residual rule of
+    Nexus: l(b) + b/rate <= budget. While the rate is unknown, two batches of equal length must fit: l(b) <= budget / 2.
 
     Args:
         latency_ms: l(b) by batch size, any delay per request included.
         budget_ms: the time from arrival to the end of the batch.
-        rate_rps: offered rate of this model.
-        gpus: a fixed n instead.
+        rate_rps: offered rate of this model; None: unknown.
 
     Returns:
         At least 1.
@@ -28,20 +27,57 @@ def target_batch(latency_ms: list[float], budget_ms: float, rate_rps: float | No
     budget_ms += TIME_TOLERANCE_MS
     for size in range(len(latency_ms) - 1, 1, -1):
         latency = latency_ms[size]
-        if gpus is not None:
-            fits = latency * (1 + 1 / gpus) <= budget_ms
-        elif rate_rps is None:
+        if rate_rps is None:
             fits = 2 * latency <= budget_ms
         else:
             need = rate_rps * latency / (1000.0 * size)
-            fits = latency * (1 + 1 / need) <= budget_ms if need > 1 else latency + 1000.0 * size / rate_rps <= budget_ms
+            collect_ms = 1000.0 * size / rate_rps
+            fits = latency * (1 + 1 / need) <= budget_ms if need > 1 else latency + collect_ms <= budget_ms
         if fits:
             return size
     return 1
 
 
+class BatchSizes:
+    """The three sizes that steer a model: the staggered `target`, what to `defend` by giving up, when to `release`."""
+
+    __slots__ = ("defend", "release", "target")
+
+    def __init__(self, target: int, defend: int, release: int) -> None:
+        self.target = target
+        self.defend = defend
+        self.release = release
+
+
+def batch_sizes(latency_ms: list[float], budget_ms: float, rate_rps: float | None, gpulets: int) -> BatchSizes:
+    """Return the sizes for a model that `gpulets` gpu-lets hold.
+
+    Two corrections to the target, both measured (docs/benchmarks-batching.md):
+
+    * The staggered pattern assumes even arrivals. A model that occupies the share s of its gpu-lets has to absorb its own
+      bursts of about sqrt(b) requests: it defends 3/4 s sqrt(b) less and is released s sqrt(b) / 2 earlier. Where many models
+      share the gpu-lets (s near 0) their bursts even out, and a model whose fixed cost is above a fifth of its batch waits
+      for one request more instead.
+    * A batch need not wait where that cannot pay: with the gpu-let idle, one more request costs 1/rate of idle time and
+      spreads beta over one more; waiting pays while b < beta * rate. Three times that is used, as the idle gpu-let is worth
+      less than a busy one.
+    """
+    target = target_batch(latency_ms, budget_ms, rate_rps)
+    cap = len(latency_ms) - 1
+    slope = latency_ms[2] - latency_ms[1] if cap > 1 else 0.0
+    fixed_ms = max(0.0, latency_ms[1] - slope)
+    share = 0.0
+    release = float(target)
+    if rate_rps is not None:
+        share = min(1.0, rate_rps * latency_ms[target] / (1000.0 * target * max(1, gpulets)))
+        release += (1.0 - share) * (fixed_ms > 0.2 * latency_ms[target]) - 0.5 * share * math.sqrt(target)
+        release = min(release, math.ceil(3.0 * fixed_ms * rate_rps / 1000.0))
+    defend = target - 0.75 * share * math.sqrt(target)
+    return BatchSizes(target, max(1, round(defend)), max(1, min(cap, round(release))))
+
+
 class ArrivalRate:
-    """The offered rate of one model over the last seconds. The owner adds to `count` and calls `roll` once past `next_at`."""
+    """The offered rate of one model over the last seconds. The owner adds to `count`; calls `roll` once past `next_at`."""
 
     __slots__ = ("_marks", "count", "next_at", "rps")
 

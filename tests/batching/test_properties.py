@@ -66,7 +66,8 @@ def scenarios(draw: Any, faults: bool = True) -> tuple[Setup, list[Event]]:
 
 
 options = st.builds(
-    DeferredOptions, gather=st.sampled_from(sorted(GATHERING)), release=st.sampled_from(["frontrun", "target"])
+    DeferredOptions, gather=st.sampled_from(sorted(GATHERING)), release=st.sampled_from(["frontrun", "target", "adaptive"]),
+    balance=st.sampled_from(["each", "total", "off"]),
 )
 
 
