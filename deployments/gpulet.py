@@ -91,11 +91,17 @@ class GpuletReplica:
         """Build or rebuild one model and warm up every batch size from 1 to the planned one; runs on the worker thread."""
         if entry["name"] in self._models:
             self._executor.unload(entry["name"])
-        options = {**entry.get("options", {}), "latency": entry.get("latency"), "slowdown": entry.get("slowdown", 1.0)}
+        options, largest = dict(entry.get("options", {})), int(entry["batch_size"])
+        if self._is_emulated:
+            options |= {"latency": entry.get("latency"), "slowdown": entry.get("slowdown", 1.0)}
         self._executor.load(
             entry["name"], entry.get("source"), weights_path=entry.get("weights_path"), options=options,
-            batch_sizes=range(1, int(entry["batch_size"]) + 1),
+            batch_sizes=range(1, largest + 1) if self._is_emulated else _warm_sizes(largest),
         )
+
+    @property
+    def _is_emulated(self) -> bool:
+        return self._executor.device.startswith("emulated")
 
     async def check_health(self) -> None:
         """Raise when this process can no longer run batches; Serve then replaces it."""
@@ -128,7 +134,7 @@ class GpuletReplica:
             "pid": os.getpid(),
             "node_id": context.get_node_id(),
             "device": self._executor.device,
-            "emulated": self._executor.device.startswith("emulated"),
+            "emulated": self._is_emulated,
             "share_pct": self._spec.get("share_pct"),
             "memory_mib": self._executor.memory_mib(),
             "models": {name: entry["batch_size"] for name, entry in self._models.items()},
@@ -220,7 +226,7 @@ class GpuletReplica:
             "outputs": described,
             "execution_ms": execution_ms,
             "queue_ms": (started_at - work.received_at) * 1000.0,
-            "emulated": self._executor.device.startswith("emulated"),
+            "emulated": self._is_emulated,
         }
         return header, buffers
 
@@ -241,6 +247,11 @@ class GpuletReplica:
         text = str(error)
         if "CUDA error" in text or "device-side assert" in text or "CUDA driver" in text:
             self._failure = f"the CUDA context of gpu-let {self._id} is lost: {text.splitlines()[0]}"
+
+
+def _warm_sizes(largest: int) -> list[int]:
+    """Return the batch sizes to warm up: every one to 16, then every eighth, and always the largest."""
+    return sorted({*range(1, min(16, largest) + 1), *range(24, largest, 8), largest})
 
 
 def _settle(future: asyncio.Future[None], error: BaseException | None) -> None:

@@ -6,34 +6,56 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from tenuto.deployments.answers import OutputTensor
-from tenuto.deployments.oip import BadRequestError, TensorSpec
+from tenuto.deployments.oip import TensorSpec
+from tenuto.profiles.catalogue import ModelSignature, TensorSignature
+from tenuto.profiles.preprocess import Prediction, postprocess, preprocess
 
 __all__ = ["ServedModel"]
 
 
 @dataclass(frozen=True)
 class ServedModel:
-    """Built from what a gpu-let reports after loading the model. `raw` is the signature as plain data."""
+    """Built from what a gpu-let reports after loading the model."""
 
+    signature: ModelSignature
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
-    platform: str
-    labels: tuple[str, ...]
-    raw: Mapping[str, Any]
 
     @classmethod
     def from_data(cls, raw: Mapping[str, Any]) -> ServedModel:
         """Build from the plain data of a gpu-let's description."""
-        return cls(_specs(raw["inputs"]), _specs(raw["outputs"]), str(raw.get("platform", "tenuto")),
-                   tuple(raw.get("labels", ())), raw)
+        signature = ModelSignature.from_data(raw)
+        return cls(signature, _specs(signature.inputs), _specs(signature.outputs))
+
+    @property
+    def platform(self) -> str:
+        """What runs the model, for the metadata."""
+        return self.signature.platform
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """Class names of the first output; empty where there are none."""
+        return self.signature.labels
 
     def preprocess(self, body: bytes) -> list[memoryview]:
-        raise BadRequestError("not yet")
+        """Return one raw buffer per input from an image or a text; blocking, call it off the event loop.
 
-    def postprocess(self, outputs: Sequence[OutputTensor]) -> list[dict[str, Any]]:
-        raise BadRequestError("not yet")
+        Raises:
+            InvalidInputError: the body is not what the model reads.
+        """
+        arrays = preprocess(self.signature, body)
+        return [
+            np.ascontiguousarray(arrays[spec.name], dtype=spec.dtype).reshape(-1).view(np.uint8).data for spec in self.inputs
+        ]
+
+    def postprocess(self, outputs: Sequence[OutputTensor]) -> list[Prediction]:
+        """Return the most likely classes of one request."""
+        arrays = {t.name: np.frombuffer(t.data, dtype=t.dtype).reshape(t.shape) for t in outputs}
+        return postprocess(self.signature, arrays)
 
 
-def _specs(raw: Sequence[Mapping[str, Any]]) -> tuple[TensorSpec, ...]:
-    return tuple(TensorSpec(t["name"], t["dtype"], tuple(t["shape"]), t.get("below")) for t in raw)
+def _specs(tensors: Sequence[TensorSignature]) -> tuple[TensorSpec, ...]:
+    return tuple(TensorSpec(t.name, t.dtype, t.shape, t.below) for t in tensors)

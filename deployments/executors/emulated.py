@@ -77,7 +77,7 @@ class EmulatedExecutor:
         self._signatures.clear()
 
 
-# A model known by its latency alone: one number in, one number out.
+# The signature of a model known by its latency alone: one number in, one number out.
 _PLAIN = {
     "inputs": [{"name": "INPUT0", "dtype": "float32", "shape": [1]}],
     "outputs": [{"name": "OUTPUT0", "dtype": "float32", "shape": [1]}],
