@@ -193,7 +193,7 @@ def _replica(
     else:
         name = replica.name
         options = (f"{name} {batch}{share}", f"{name} {batch}", name, _fitted(name, room, 10))
-        lines, sizes, baselines = [_first_fitting(options, room, 10)], (10.0,), (top + height / 2 + 3.5,)
+        lines, sizes, baselines = [_first_fitting(options, room, 10), ""], (10.0, 10.0), (top + height / 2 + 3.5, 0.0)
     for line, size, baseline in zip(lines, sizes, baselines, strict=True):
         if line:
             at = f'x="{x + 6:g}" y="{baseline:g}" font-size="{size:g}"'

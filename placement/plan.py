@@ -13,8 +13,8 @@ from pydantic import Field, field_validator
 
 from tenuto.errors import InvalidInputError, Problem
 from tenuto.placement.workload import ModelSpec
-from tenuto.profiles import LatencyTable, LinearLatency
 from tenuto.profiles.documents import StrictModel, dump_yaml, load_document, parse_document
+from tenuto.profiles.latency import LatencyField
 
 __all__ = ["SCHEMA", "Expected", "ExpectedModel", "Gpulet", "Plan", "PlannedGpu", "PolicyUsed", "Replica"]
 
@@ -49,7 +49,7 @@ class Replica(StrictModel):
     latency_ms: float | None = None  # expected for one full batch, neighbours included
     slowdown: Annotated[float, Field(ge=1)] = 1.0
     memory_mib: float | None = None
-    latency: LinearLatency | LatencyTable | None = None
+    latency: LatencyField | None = None
 
 
 class Gpulet(StrictModel):

@@ -11,6 +11,7 @@ from pydantic import Field, model_validator
 from tenuto.errors import InvalidInputError, MissingProfileError, Problem
 from tenuto.profiles import LatencyTable, LinearLatency, ModelProfile, Profiles
 from tenuto.profiles.documents import StrictModel, dump_yaml, load_document, parse_document
+from tenuto.profiles.latency import LatencyField
 
 __all__ = ["Arrival", "ModelSpec", "Workload", "profile_of"]
 
@@ -37,7 +38,7 @@ class ModelSpec(StrictModel):
     slo_ms: Positive
     arrival: Arrival = Arrival()
     profile: str | None = None  # the profile row, when it differs from the name
-    latency: LinearLatency | LatencyTable | None = None  # inline profile: any GPU type, whole GPU
+    latency: LatencyField | None = None  # inline profile: any GPU type, whole GPU
     weight: Positive = 1.0
     weights_path: str | None = None  # local safetensors or state dict; seeded random weights without it
     options: dict[str, Any] = Field(default_factory=dict)  # passed to the executor, such as dtype

@@ -99,14 +99,16 @@ def _problems(error: ValidationError, model: type[BaseModel], origin: str) -> It
     for fault in error.errors(include_url=False):
         context = fault.get("ctx", {})
         inner = context.get("error")
-        path = prefix + (".".join(str(part) for part in fault["loc"]) or model.__name__)
+        # A part in parentheses tells which form of a value was meant (see LatencyField); it is no key of the file.
+        location = tuple(part for part in fault["loc"] if not str(part).startswith("("))
+        path = prefix + (".".join(str(part) for part in location) or model.__name__)
         if isinstance(inner, InvalidInputError) and inner.problems:
             for problem in inner.problems:
                 yield Problem(f"{path}.{problem.path}".rstrip("."), problem.value, problem.rule, problem.cure)
             continue
         if fault["type"] == "extra_forbidden":
-            key = str(fault["loc"][-1])
-            yield Problem(path, fault["input"], "unknown key", _suggest(key, _known_keys(model, fault["loc"][:-1])))
+            known = _known_keys(model, location[:-1])
+            yield Problem(path, fault["input"], "unknown key", _suggest(str(location[-1]), known))
         else:
             message = str(fault["msg"])
             message = message.removeprefix("Value error, ")
@@ -123,7 +125,11 @@ def _known_keys(model: type[BaseModel], location: tuple[int | str, ...]) -> list
         while "$ref" in node:
             node = definitions[node["$ref"].rsplit("/", 1)[1]]
         options = [option for option in node.get("anyOf", []) + node.get("oneOf", []) if option.get("type") != "null"]
-        return resolve(options[0]) if "properties" not in node and options else node
+        if "properties" in node or not options:
+            return node
+        forms = [resolve(option) for option in options]
+        keys = {key: value for form in forms for key, value in form.get("properties", {}).items()}
+        return {**forms[0], "properties": keys} if keys else forms[0]
 
     node = resolve(schema)
     for part in location:
@@ -138,6 +144,8 @@ def _known_keys(model: type[BaseModel], location: tuple[int | str, ...]) -> list
 
 
 def _suggest(key: str, known: list[str]) -> str:
+    if key in known:
+        return "It does not go together with the other keys here; keep one form."
     close = difflib.get_close_matches(key, known, n=1)
     listing = f"Known keys: {', '.join(known)}." if known else "Remove it."
     return f"Did you mean '{close[0]}'? {listing}" if close else listing

@@ -8,12 +8,12 @@ from __future__ import annotations
 import math
 from typing import Annotated
 
-from pydantic import Field, field_validator
+from pydantic import Discriminator, Field, Tag, field_validator
 
 from tenuto.errors import MissingProfileError
 from tenuto.profiles.documents import StrictModel
 
-__all__ = ["Latency", "LatencyTable", "LinearLatency"]
+__all__ = ["Latency", "LatencyField", "LatencyTable", "LinearLatency"]
 
 PositiveMs = Annotated[float, Field(gt=0)]
 
@@ -91,3 +91,14 @@ class LatencyTable(StrictModel):
 
 
 Latency = LinearLatency | LatencyTable
+
+
+def _form(value: object) -> str:
+    keys = value if isinstance(value, dict) else {}
+    return "(table)" if isinstance(value, LatencyTable) or "points" in keys else "(line)"
+
+
+# In a file the keys decide which form is meant, so that a wrong value is reported once and for that form only.
+LatencyField = Annotated[
+    Annotated[LinearLatency, Tag("(line)")] | Annotated[LatencyTable, Tag("(table)")], Discriminator(_form)
+]

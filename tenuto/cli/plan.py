@@ -47,7 +47,7 @@ class _Faults:
 
     def raise_if_any(self) -> None:
         if self.problems:
-            raise InvalidInputError(list(dict.fromkeys(self.problems)))
+            raise InvalidInputError(list({str(problem): problem for problem in self.problems}.values()))
 
 
 def _loose(text: str) -> Problem:
