@@ -1,4 +1,4 @@
-"""When requests arrive: one class of process per file key `arrival.process`, each a function of rate, duration and generator."""
+"""When requests arrive: one function per file key `arrival.process`."""
 
 from __future__ import annotations
 
@@ -140,6 +140,9 @@ def _check(model: str, arrival: Arrival) -> None:
         problems.append(Problem(f"{where}.path", arrival.path, "a path belongs to process: trace, and a trace needs one", "Give both or neither."))
     if arrival.process == "diurnal" and float(arrival.options.get("amplitude", 0.5)) > 1.0:
         problems.append(Problem(f"{where}.options.amplitude", arrival.options["amplitude"], "above 1 the rate would be negative", "Give at most 1."))
+    factors = arrival.options.get("factors")
+    if arrival.process == "steps" and isinstance(factors, list) and not problems and not any(factors):
+        problems.append(Problem(f"{where}.options.factors", factors, "all are 0, so there are no requests", "Give at least one above 0."))
     if problems:
         raise InvalidInputError(problems)
 

@@ -137,7 +137,7 @@ def _jobs(schedule: Schedule, targets: tuple[ModelTarget, ...], options: BenchOp
     rate = len(schedule) / options.duration_s
     in_flight = rate / count * min(2.0, max(t.slo_ms for t in targets) / 1000.0)
     connections = min(400, int(in_flight) + 16)
-    start_at = time.time() + 1.0 + 0.002 * connections
+    start_at = time.time() + (1.0 if options.clients else 0.1) + 0.002 * connections
     return [
         ClientJob(
             options.url, targets, np.arange(part, len(schedule), count, dtype=np.int64), schedule.times_ms[part::count],

@@ -7,6 +7,7 @@ difference between two machines' clocks enters any figure.
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from array import array
 from collections import Counter
@@ -162,7 +163,11 @@ class Client:
         for row, (at_ms, model) in enumerate(zip(times, models, strict=True)):
             wait_s = at_ms / 1000.0 - (monotonic() - origin)
             if wait_s > 0:
-                await self._sleep(wait_s)
+                while wait_s > 0 and not self._stopped:
+                    # Event loops count whole ms and may wake early: round up, look again, never send early. At most a
+                    # quarter second at once, so that `stop` is heard within a long gap too.
+                    await asyncio.sleep(min(0.25, math.ceil(wait_s * 1000.0) / 1000.0))
+                    wait_s = at_ms / 1000.0 - (monotonic() - origin)
             elif row % 16 == 0:
                 await asyncio.sleep(0)  # behind schedule: let answers be read between sends
             if self._stopped:
@@ -178,14 +183,6 @@ class Client:
             errors[f"no answer within {job.grace_s:g} s after the last request"] += pending
         sender.close()
         return ClientReport(columns.records(), errors)
-
-    async def _sleep(self, wait_s: float) -> None:
-        """Sleep in parts of at most a quarter second, so that `stop` is heard within a long gap too."""
-        while wait_s > 0.25 and not self._stopped:
-            await asyncio.sleep(0.25)
-            wait_s -= 0.25
-        if not self._stopped:
-            await asyncio.sleep(wait_s)
 
     @staticmethod
     async def _await_stragglers(idle: asyncio.Event, pending: Any, grace_s: float) -> None:

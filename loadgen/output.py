@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import json
 import os
 import platform
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
@@ -18,9 +19,10 @@ import numpy as np
 from tenuto.errors import EnvironmentFaultError, InvalidInputError
 from tenuto.loadgen.bench import BenchOptions, BenchResult
 from tenuto.loadgen.records import Outcome, Records
+from tenuto.loadgen.schedule import Schedule
 from tenuto.placement import Plan
 
-__all__ = ["hardware", "prepare_folder", "versions", "write_run"]
+__all__ = ["describe", "hardware", "prepare_folder", "provenance", "versions", "write_files", "write_run"]
 
 _OURS = ("result.json", "requests.parquet", "timeline.csv", "schedule.npz", "report.html")
 _PACKAGES = ("tenuto", "ray", "torch", "torchvision", "transformers", "numpy")
@@ -52,35 +54,71 @@ def write_run(
     Raises:
         EnvironmentFaultError: a file cannot be written; the message says which were.
     """
-    document = {
+    document = describe(result, options, plan, command=command)
+    if folder is not None:
+        write_files(folder, document, result.records, result.schedule)
+    return document
+
+
+def describe(result: BenchResult, options: BenchOptions, plan: Plan, *, command: Sequence[str]) -> dict[str, Any]:
+    """Return the result document of a live run: figures, verdict, and all that is needed to run it again."""
+    verdict = result.verdict
+    return {
+        "kind": "bench",
         "emulated": _is_emulated(options.url),
         **result.summary,
-        "verdict": {"result": result.verdict.result, "reasons": list(result.verdict.reasons), "conditions": result.verdict.conditions},
+        "verdict": {"result": verdict.result, "reasons": list(verdict.reasons), "conditions": verdict.conditions},
         "errors": result.errors,
         "schedule_hash": result.schedule.hash,
         "options": asdict(options),
+        **provenance(command),
+        "plan": plan.to_data(),
+    }
+
+
+def provenance(command: Sequence[str]) -> dict[str, Any]:
+    """Return when, on what and with what a run was made."""
+    return {
         "command": list(command),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "hardware": hardware(),
         "versions": versions(),
-        "plan": plan.to_data(),
     }
-    if folder is not None:
-        written: list[str] = []
+
+
+def write_files(folder: Path, document: Mapping[str, Any], records: Records, schedule: Schedule | None) -> None:
+    """Write result.json, timeline.csv, schedule.npz and requests.parquet, the small and most telling ones first.
+
+    Raises:
+        EnvironmentFaultError: a file cannot be written; the message says which were.
+    """
+    names = list(document["models"])
+    steps: list[tuple[str, Callable[[Path], None]]] = [
+        ("result.json", lambda path: _write_text(path, json.dumps(document, indent=2, allow_nan=False) + "\n")),
+        ("timeline.csv", lambda path: _write_timeline(path, records, float(document["options"]["duration_s"]))),
+        ("requests.parquet", lambda path: _write_parquet(path, records, names)),
+    ]
+    if schedule is not None:
+        steps.insert(2, ("schedule.npz", schedule.save))
+    written: list[str] = []
+    for name, write in steps:
+        # Under another name first: what carries a report's name is whole.
+        partial = folder / f".{name.split('.')[0]}.part.{name.split('.')[1]}"
         try:
-            (folder / "result.json").write_text(json.dumps(document, indent=2, allow_nan=False) + "\n", encoding="utf-8")
-            written.append("result.json")
-            _write_timeline(folder / "timeline.csv", result.records, options.duration_s)
-            written.append("timeline.csv")
-            result.schedule.save(folder / "schedule.npz")
-            written.append("schedule.npz")
-            _write_parquet(folder / "requests.parquet", result.records, result.schedule.names)
+            write(partial)
+            partial.replace(folder / name)
         except OSError as error:
+            with contextlib.suppress(OSError):
+                partial.unlink(missing_ok=True)
             raise EnvironmentFaultError(
-                f"{folder}: {error.strerror or error} while writing the report; written: {', '.join(written) or 'nothing'}. "
+                f"{folder / name}: {error.strerror or error}. Written before: {', '.join(written) or 'nothing'}. "
                 "Free space or give another folder."
             ) from error
-    return document
+        written.append(name)
+
+
+def _write_text(path: Path, text: str) -> None:
+    path.write_text(text, encoding="utf-8")
 
 
 def _is_emulated(url: str) -> bool | None:
@@ -112,9 +150,10 @@ def _write_parquet(path: Path, records: Records, names: Sequence[str]) -> None:
     from pyarrow import parquet
 
     columns = {name: getattr(records, name) for name in Records.columns()}
-    columns["model"] = np.asarray(names, dtype=object)[records.model] if len(records) else np.empty(0, dtype=object)
-    outcomes = np.asarray([outcome.name.lower() for outcome in Outcome], dtype=object)
-    columns["outcome"] = outcomes[records.outcome] if len(records) else np.empty(0, dtype=object)
+    outcomes = [outcome.name.lower() for outcome in Outcome]
+    columns["model"] = arrow.DictionaryArray.from_arrays(arrow.array(records.model), arrow.array(names, arrow.string()))
+    columns["outcome"] = arrow.DictionaryArray.from_arrays(arrow.array(records.outcome), arrow.array(outcomes))
+    columns["gpulet"] = arrow.array(records.gpulet, arrow.string()).dictionary_encode()
     parquet.write_table(arrow.table(columns), path, compression="zstd")
 
 

@@ -14,7 +14,9 @@ from tenuto.errors import InvalidInputError, Problem
 from tenuto.loadgen.arrivals import arrival_times
 from tenuto.placement import ModelSpec
 
-__all__ = ["Schedule", "make_schedule", "seed_for"]
+__all__ = ["MOST_REQUESTS", "Schedule", "make_schedule", "seed_for"]
+
+MOST_REQUESTS = 100_000_000  # 1.2 GB of schedule; a mistyped duration should say so instead of eating the memory
 
 
 @dataclass(frozen=True)
@@ -72,7 +74,7 @@ def make_schedule(models: Sequence[ModelSpec], duration_s: float, seed: int, rat
         rate_scale: factor on every rate, above 0.
 
     Raises:
-        InvalidInputError: duration, scale or seed out of range, or an unusable arrival process.
+        InvalidInputError: duration, scale or seed out of range, too many requests, or an unusable arrival process.
     """
     problems = [
         Problem(name, value, "must be a positive number", "Give a larger number.")
@@ -83,6 +85,12 @@ def make_schedule(models: Sequence[ModelSpec], duration_s: float, seed: int, rat
         problems.append(Problem("--seed", seed, "must be at least 0", "Give 0 or a larger number."))
     if problems:
         raise InvalidInputError(problems)
+    expected = sum(spec.rate_rps for spec in models) * rate_scale * duration_s
+    if expected > MOST_REQUESTS:
+        raise InvalidInputError(
+            Problem("--duration-s", duration_s, f"gives {expected:.3g} requests, more than {MOST_REQUESTS:.0e}",
+                    "Shorten the run or lower --rate-scale.")
+        )
     times = [
         arrival_times(spec.name, spec.rate_rps * rate_scale, duration_s, spec.arrival, seed_for(seed, "arrivals", spec.name))
         for spec in models

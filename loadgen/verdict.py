@@ -52,6 +52,7 @@ def summarise(records: Records, names: Sequence[str], *, warmup_ms: float, durat
         "requests": len(measured),
         "models": models,
         "gpulets": _gpulets(measured, length_s),
+        "window_ms": [warmup_ms, duration_ms],
     }
 
 

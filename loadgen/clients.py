@@ -1,0 +1,164 @@
+"""The load clients of a run as one group: a thread of this process, or Ray actors on any node."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, Protocol
+
+from tenuto.loadgen.client import Client, ClientJob, ClientReport
+from tenuto.loadgen.http_sender import HttpSender, Sender
+
+__all__ = ["ClientGroup", "LocalClient", "RayClients"]
+
+_RESULT_TIMEOUT_S = 120.0
+
+
+class ClientGroup(Protocol):
+    """Runs jobs, one per client. Only `start` may be called once."""
+
+    def start(self, jobs: Sequence[ClientJob]) -> None:
+        """Start every job and return."""
+        ...
+
+    def progress(self) -> dict[str, int]:
+        """Return counts so far, over all clients that answer."""
+        ...
+
+    def is_done(self) -> bool:
+        """Whether every client has ended, one way or another."""
+        ...
+
+    def stop(self) -> None:
+        """Ask every client to send no more."""
+        ...
+
+    def results(self) -> tuple[list[ClientReport], list[str]]:
+        """Wait for the end; return the reports of the clients that lived, and one line per client that did not."""
+        ...
+
+    def close(self) -> None:
+        """End whatever is left."""
+        ...
+
+
+class LocalClient:
+    """One client on a thread of this process."""
+
+    def __init__(self, make_sender: Callable[[str], Sender] = HttpSender) -> None:
+        """`make_sender` makes the sender from the endpoint's address."""
+        self._client = Client()
+        self._make_sender = make_sender
+        self._report: ClientReport | None = None
+        self._error: BaseException | None = None
+        self._thread: threading.Thread | None = None
+
+    def start(self, jobs: Sequence[ClientJob]) -> None:
+        """Start the only job."""
+
+        def work() -> None:
+            try:
+                self._report = _run_loop(self._client.run(jobs[0], self._make_sender(jobs[0].url)))
+            except BaseException as error:
+                self._error = error
+
+        self._thread = threading.Thread(target=work, name="load client", daemon=True)
+        self._thread.start()
+
+    def progress(self) -> dict[str, int]:
+        """Return counts so far."""
+        return self._client.progress()
+
+    def is_done(self) -> bool:
+        """Whether the thread has ended."""
+        return self._thread is not None and not self._thread.is_alive()
+
+    def stop(self) -> None:
+        """Send no more."""
+        self._client.stop()
+
+    def results(self) -> tuple[list[ClientReport], list[str]]:
+        """Join the thread."""
+        if self._thread is not None:
+            self._thread.join(_RESULT_TIMEOUT_S)
+        if self._report is not None:
+            return [self._report], []
+        return [], [f"client 0 was lost ({self._error!r}); its requests count as not sent"]
+
+    def close(self) -> None:
+        """Send no more; the thread ends by itself."""
+        self.stop()
+
+
+def _run_loop(main: Coroutine[Any, Any, ClientReport]) -> ClientReport:
+    """Run on uvloop where it is installed, as it is with Ray Serve: half the processor time per request."""
+    try:
+        import uvloop
+    except ImportError:
+        return asyncio.run(main)
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(main)
+
+
+class RayClients:
+    """One Ray actor per client; a lost one costs its part of the records and the run's validity, not the rest."""
+
+    def __init__(self, count: int) -> None:
+        """Start `count` actors; Ray must be initialised."""
+        from tenuto.loadgen.client_actor import start_actors
+
+        self.actors = start_actors(count)
+        self._runs: list[Any] = []
+
+    def start(self, jobs: Sequence[ClientJob]) -> None:
+        """Hand each actor its job."""
+        self._runs = [actor.run.remote(job) for actor, job in zip(self.actors, jobs, strict=True)]
+
+    def progress(self) -> dict[str, int]:
+        """Ask all at once; who does not answer within 2 s is left out of this line."""
+        import ray
+
+        asked = [actor.progress.remote() for actor in self.actors]
+        ready, _ = ray.wait(asked, num_returns=len(asked), timeout=2)
+        total: dict[str, int] = {}
+        for answer in ready:
+            try:
+                counts = ray.get(answer)
+            except ray.exceptions.RayError:
+                continue
+            for key, value in counts.items():
+                total[key] = total.get(key, 0) + value
+        return total
+
+    def is_done(self) -> bool:
+        """Whether every run has a result or an error."""
+        import ray
+
+        return len(ray.wait(self._runs, num_returns=len(self._runs), timeout=0, fetch_local=False)[0]) == len(self._runs)
+
+    def stop(self) -> None:
+        """Ask every actor to send no more."""
+        for actor in self.actors:
+            actor.stop.remote()
+
+    def results(self) -> tuple[list[ClientReport], list[str]]:
+        """Gather the reports; all share one time limit."""
+        import ray
+
+        found, lost = [], []
+        limit = time.monotonic() + _RESULT_TIMEOUT_S
+        for index, run in enumerate(self._runs):
+            try:
+                found.append(ray.get(run, timeout=max(0.0, limit - time.monotonic())))
+            except ray.exceptions.RayError as error:
+                lost.append(f"client {index} was lost ({type(error).__name__}); its requests count as not sent")
+        return found, lost
+
+    def close(self) -> None:
+        """End the actors."""
+        import ray
+
+        for actor in self.actors:
+            ray.kill(actor)
