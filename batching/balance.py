@@ -4,7 +4,7 @@ Ranking by urgency alone is not fair: a model with a short SLO and a small cost 
 its batch is complete and the moment it is too late, so it loses requests while models with long batches lose none. Here each
 model carries an offset (ms) on its latest moment. It grows with every request the model gives up and shrinks with every request
 it serves, so that it comes to rest where the model loses its part of all losses. This is a correction of our own; the papers
-have none. The offsets are bounded by a tenth of the SLO, so no model can be starved by another's head start.
+have none. The offsets are bounded by 15 % of the SLO, so no model can be starved by another's head start.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ class Balance:
 
     __slots__ = ("_bound_ms", "_costs", "_lost", "_step_ms", "_sum", "_total", "offset_ms", "weight")
 
-    STEP = 0.003  # of the SLO, per request given up
-    BOUND = 0.1  # of the SLO
+    STEP = 0.006  # of the SLO, per request given up
+    BOUND = 0.15  # of the SLO
     MEMORY = 2000.0  # requests over which the common loss is averaged
     LARGEST_PART = 0.5
     LEAST_LOSS = 0.001  # a model that loses nothing gives its head start back at this pace

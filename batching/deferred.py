@@ -38,7 +38,7 @@ from tenuto.batching.target import ArrivalRate, batch_sizes
 __all__ = ["DeferredOptions", "DeferredScheduler"]
 
 EXPIRY_MARGIN_MS = 1e-3  # how long after the last possible start a queued request is given up
-EARLY_PART = 0.5  # how much of a model's head start in rank also moves its frontrun
+EARLY_PART = 1.0  # how much of a model's head start in rank also moves its frontrun
 
 
 @dataclass(frozen=True)
@@ -161,7 +161,10 @@ class DeferredScheduler(Scheduler):
             model.ids.append(request_id)
         count = len(deadlines)
         if model.waiting:
-            if count <= model.lanes[-1].cap:
+            if len(model.lanes) > 1:  # what no idle gpu-let could meet so far, one may now
+                model.waiting = False
+                self._set_timer(model, now_ms)
+            elif count <= model.lanes[-1].cap:
                 self._grow(model, count, now_ms)
             return
         due = deadlines[0] - model.lead[count] - model.early_ms if count < model.full else now_ms
