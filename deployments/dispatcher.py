@@ -31,6 +31,10 @@ logger = logging.getLogger("ray.serve")
 # Builds the core for a plan; called again when the plan changes.
 SchedulerFactory = Callable[[Plan, NetworkDelay], Scheduler]
 
+# Timers of an event loop are late, by a millisecond or two when it is busy, and a batch held to its last moment would then
+# miss it. So the core is woken this much early and told the moment it asked for.
+TIMER_SLACK_MS = 2.0
+
 _NO_ANSWER = "the gpu-let that executed this batch died; send the request again"
 
 
@@ -112,6 +116,7 @@ class Dispatcher:
         self._first_sequence = 0  # of the present plan
         self._timer: asyncio.TimerHandle | None = None
         self._armed_ms = math.inf
+        self._woken_ms = -math.inf
         self._model_index: dict[str, int] = {}
         self._closing: set[asyncio.Task[None]] = set()
         self.network = NetworkMeter(response_ms)
@@ -251,7 +256,8 @@ class Dispatcher:
     # --- decisions ----------------------------------------------------------------------------------------------
 
     def _now(self) -> float:
-        return self._clock() * 1000.0
+        """Return the core's time: the clock's, or the moment of the last wake where that was taken a little early."""
+        return max(self._clock() * 1000.0, self._woken_ms)
 
     def _carry_out(self, now: float) -> None:
         scheduler = self._scheduler
@@ -273,7 +279,7 @@ class Dispatcher:
             self._timer.cancel()
         self._armed_ms = wake_ms
         loop = asyncio.get_running_loop()
-        self._timer = loop.call_later(max(0.0, (wake_ms - now) / 1000.0), self._on_timer)
+        self._timer = loop.call_later(max(0.0, (wake_ms - TIMER_SLACK_MS - now) / 1000.0), self._on_timer)
 
     def _on_timer(self) -> None:
         self._armed_ms = math.inf
@@ -281,7 +287,8 @@ class Dispatcher:
         scheduler = self._scheduler
         assert scheduler is not None
         now = self._now()
-        if scheduler.next_wake_ms <= now:
+        if scheduler.next_wake_ms <= now + TIMER_SLACK_MS:
+            now = self._woken_ms = max(now, scheduler.next_wake_ms)
             scheduler.wake(now)
         self._carry_out(now)
 
