@@ -36,7 +36,7 @@ def command(
     """
     from tenuto.deployments.endpoint import served_plan
     from tenuto.loadgen.bench import BenchOptions, run_bench
-    from tenuto.loadgen.output import prepare_folder, write_run
+    from tenuto.loadgen.output import describe, prepare_folder, write_files
     from tenuto.placement import Plan
 
     address = url or (target if "://" in target else "http://127.0.0.1:8000")
@@ -48,13 +48,17 @@ def command(
         _join_ray()
     served = [spec for spec in plan.models if spec.name not in plan.unserved]
     result = run_bench(served, options, lambda line: console.print(f"tenuto: {line}"))
-    document = write_run(out, result, options, plan, command=["tenuto", *sys.argv[1:]])
+    document = describe(result, options, plan, command=["tenuto", *sys.argv[1:]])
     if as_json:
         emit_json(document)
-    else:
-        print_summary(document)
+    # The report comes before the verdict, which stays the last line; a full disk must not cost the figures.
+    try:
         if out is not None:
-            stdout_console().print(f"report: {out}")
+            write_files(out, document, result.records, result.schedule)
+            console.print(f"report: {out}")
+    finally:
+        if not as_json:
+            print_summary(document)
     return 0 if result.verdict.result == "PASS" else 1
 
 
