@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -106,6 +107,12 @@ class Master:
             at_least: when given, the first objective is kept at this level (`at most` for a price), and the exposure of
                 replicas to their neighbours is minimised instead, then load, so that no replica is there without need.
         """
+        with warnings.catch_warnings():
+            # PuLP 3.3 announces the interface of 4.0, which 3.2 and older lack; pyproject keeps PuLP below 4.
+            warnings.simplefilter("ignore", DeprecationWarning)
+            return self._solve(patterns, time_limit_s, at_least)
+
+    def _solve(self, patterns: Sequence[Pattern], time_limit_s: float, at_least: float | None) -> Solution | None:
         problem = pulp.LpProblem("placement", pulp.LpMinimize)
         most = dict.fromkeys(self.types) if self.gpu_counts is None else self.gpu_counts
         counts = [
