@@ -1,0 +1,83 @@
+"""The cluster: short form, file form, what is known of GPU types, and the pool policies take GPUs from."""
+
+from __future__ import annotations
+
+import pytest
+
+from tenuto.errors import InvalidInputError
+from tenuto.placement import Cluster
+from tenuto.placement.policies.gpu_pool import GpuPool, gpulet_id, planned_gpus
+from tenuto.profiles.documents import parse_document
+
+
+def test_the_short_form_names_types_and_counts() -> None:
+    cluster = Cluster.parse("v100:2,t4")
+    assert [(g.id, g.type) for g in cluster.gpus] == [("n0/0", "v100"), ("n0/1", "v100"), ("n0/2", "t4")]
+    assert cluster.gpus[0].memory_mib == 16384
+    assert cluster.gpus[0].price_per_hour == 3.06
+    assert cluster.gpu_types == ("v100", "t4")
+
+
+@pytest.mark.parametrize("text", ["", "v100:0", "v100:x", ":3", "v100 4", "v100:-1", "v100:1,,t4:1"])
+def test_other_short_forms_are_refused_with_an_example(text: str) -> None:
+    with pytest.raises(InvalidInputError, match="--gpus v100:4"):
+        Cluster.parse(text)
+
+
+def test_unknown_types_need_their_memory() -> None:
+    with pytest.raises(InvalidInputError, match="unknown GPU type 'b300'"):
+        Cluster.parse("b300:2")
+    data = {"nodes": [{"name": "n", "gpus": [{"type": "b300", "memory_mib": 280000}]}]}
+    assert parse_document(Cluster, data).gpus[0].memory_mib == 280000
+
+
+def test_faults_of_a_file_are_told_together() -> None:
+    data = {"nodes": [{"name": "n", "gpus": [{"type": "v100", "cuont": 2}, {"type": "nope"}]}, {"name": "!"}]}
+    with pytest.raises(InvalidInputError) as caught:
+        parse_document(Cluster, data, origin="c.yaml")
+    text = str(caught.value)
+    assert "Did you mean 'count'?" in text
+    assert "unknown GPU type 'nope'" in text
+    assert "c.yaml: nodes.1.gpus" in text
+    assert "c.yaml: nodes.1.name" in text
+
+
+def test_uuids_and_node_names_must_match() -> None:
+    with pytest.raises(InvalidInputError, match="1 uuids for 2 GPUs"):
+        parse_document(Cluster, {"nodes": [{"name": "n", "gpus": [{"type": "v100", "count": 2, "uuids": ["GPU-1"]}]}]})
+    with pytest.raises(InvalidInputError, match="used twice"):
+        parse_document(Cluster, {"nodes": [{"name": "n", "gpus": []}, {"name": "n", "gpus": []}]})
+
+
+def test_a_cluster_survives_a_round_trip() -> None:
+    import yaml
+
+    data = {"nodes": [{"name": "a", "address": "10.0.0.1", "gpus": [
+        {"type": "v100", "count": 2, "uuids": ["GPU-1", "GPU-2"], "price_per_hour": 1.5}]}], "elastic": True}
+    cluster = parse_document(Cluster, data)
+    assert parse_document(Cluster, yaml.safe_load(cluster.dump())) == cluster
+    assert [gpu.uuid for gpu in cluster.gpus] == ["GPU-1", "GPU-2"]
+
+
+def test_a_fixed_pool_runs_dry_and_an_elastic_one_numbers_on() -> None:
+    fixed = GpuPool(Cluster.parse("v100:1,t4:1"))
+    assert fixed.has("v100")
+    assert [gpu.id if (gpu := fixed.take("v100")) else None for _ in range(2)] == ["n0/0", None]
+    assert not fixed.has("v100")
+    assert not fixed.has("a100")
+    elastic = GpuPool(Cluster.parse("v100:1,t4:1", elastic=True))
+    taken = [elastic.take(kind) for kind in ("t4", "v100", "v100", "t4", "v100")]
+    assert [gpu.id for gpu in taken if gpu] == ["n0/1", "n0/0", "n0/2", "n0/3", "n0/4"]
+
+
+def test_gpulet_ids_never_repeat() -> None:
+    ids = [gpulet_id("g", index) for index in range(800)]
+    assert ids[:3] == ["g/a", "g/b", "g/c"]
+    assert ids[25:28] == ["g/z", "g/aa", "g/ab"]
+    assert len(set(ids)) == 800
+
+
+def test_plans_list_idle_gpus_of_fixed_clusters_only() -> None:
+    fixed, elastic = Cluster.parse("v100:3"), Cluster.parse("v100:3", elastic=True)
+    assert len(planned_gpus(fixed, fixed.gpus[:1])) == 3
+    assert len(planned_gpus(elastic, elastic.gpus[:1])) == 1

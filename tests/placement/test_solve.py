@@ -1,0 +1,98 @@
+"""The one path from policy to plan: what is checked before, completed between and refused after."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tenuto.errors import InvalidInputError
+from tenuto.placement import Cluster, Plan, Policy, Workload, solve
+from tenuto.placement.solve import check_inputs
+from tenuto.profiles import Profiles
+
+from .published import equal_rates, requirement_profile, thesis, v100s
+
+
+class Fixed(Policy):
+    """Returns the plan it was given."""
+
+    name = "fixed"
+    summary = source = "test"
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return {}
+
+    def place(self, workload: Workload, cluster: Cluster, profiles: Profiles) -> Plan:
+        return self.plan
+
+
+def given(*gpulets: dict[str, Any], **more: Any) -> Fixed:
+    gpus = [{"id": "n0/0", "type": "v100"}, {"id": "n0/1", "type": "v100"}]
+    return Fixed(Plan.from_data({"policy": {"name": "fixed"}, "gpus": gpus, "gpulets": list(gpulets), **more}))
+
+
+def gpulet(name: str, model: str, batch: int = 4, **more: Any) -> dict[str, Any]:
+    return {"id": name, "gpu": name.rsplit("/", 1)[0], "models": [{"name": model, "batch_size": batch}], **more}
+
+
+def test_what_follows_from_the_decision_is_filled_in() -> None:
+    policy = given(gpulet("n0/0/a", "resnet50", 8), gpulet("n0/1/a", "bert", 4))
+    plan = solve(policy, equal_rates(["resnet50", "bert"], 200, 300), v100s(2), thesis())
+    assert plan.gpulets[0].models[0].latency_ms == pytest.approx(1000 * 8 / 829.08)
+    assert plan.gpulets[0].models[0].memory_mib == pytest.approx(1.77 / 100 * 16384, abs=0.1)
+    assert plan.expected.models["resnet50"].goodput_rps == 200
+    assert plan.expected.models["bert"].goodput_rps == pytest.approx(117.34, abs=0.01)
+    assert plan.expected.gpus_used == 2
+    assert plan.expected.cost_per_hour == pytest.approx(6.12)
+    assert [spec.name for spec in plan.models] == ["resnet50", "bert"]
+    assert plan.policy.name == "fixed"
+
+
+@pytest.mark.parametrize(("gpulets", "words"), [
+    ((gpulet("n0/0/a", "bert", share_pct=60), gpulet("n0/0/b", "bert", share_pct=60)), "more than 100 %"),
+    ((gpulet("n0/0/a", "bert", memory_mib=17000),), "more memory than the GPU has"),
+    ((gpulet("n0/0/a", "bert", 4), gpulet("n0/1/a", "who")), "not a model of the workload"),
+    ((), "neither served nor listed as unserved"),
+])
+def test_plans_that_break_a_rule_are_refused(gpulets: tuple[dict[str, Any], ...], words: str) -> None:
+    gpulets = tuple({**g, "models": [{**m, "latency": {"alpha_ms": 1, "beta_ms": 1}} for m in g["models"]]} for g in gpulets)
+    with pytest.raises(InvalidInputError, match=words):
+        solve(given(*gpulets), equal_rates(["bert"], 10, 300), v100s(2), thesis())
+
+
+def test_overcommitment_is_allowed_when_the_plan_says_so() -> None:
+    two = (gpulet("n0/0/a", "bert"), gpulet("n0/0/b", "resnet50"))
+    workload = equal_rates(["bert", "resnet50"], 10, 300)
+    with pytest.raises(InvalidInputError, match="more than 100 %"):
+        solve(given(*two), workload, v100s(2), thesis())
+    assert solve(given(*two, notes=["over-commits: test"]), workload, v100s(2), thesis())
+
+
+def test_all_input_problems_are_told_at_once() -> None:
+    workload = Workload.model_validate({"models": [
+        {"name": "resnet5", "rate_rps": 1, "slo_ms": 100},
+        {"name": "bert", "rate_rps": 1, "slo_ms": 20},
+        {"name": "vgg19", "rate_rps": 1, "slo_ms": 500},
+    ]})
+    small = Cluster.model_validate({"nodes": [{"name": "n", "gpus": [{"type": "v100", "memory_mib": 600}]}]})
+    with pytest.raises(InvalidInputError) as caught:
+        check_inputs(workload, small, thesis())
+    rules = [problem.rule for problem in caught.value.problems]
+    assert len(rules) == 3
+    assert "no profile of 'resnet5'" in rules[0]
+    assert "below the latency of a single request of 'bert', 34.09 ms" in rules[1]
+    assert "needs 686 MiB" in rules[2]
+    assert "600 MiB of the GPU" in rules[2]
+
+
+def test_one_type_that_suits_a_model_is_enough() -> None:
+    profiles = Profiles([*thesis(), requirement_profile({"own": {4: (50.0, 5.0, 100.0)}}, "t4")])
+    workload = equal_rates(["bert", "own"], 10, 300)
+    check_inputs(workload, Cluster.parse("v100:1,t4:1"), profiles)
+    policy = given(gpulet("n0/0/a", "bert"), unserved=["own"])
+    assert solve(policy, workload, Cluster.parse("v100:1,t4:1"), profiles).unserved == ("own",)

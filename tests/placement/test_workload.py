@@ -1,0 +1,132 @@
+"""The workload file: what it accepts, and that every fault is told at once with path, value, rule and cure."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tenuto.errors import InvalidInputError
+from tenuto.placement import Workload, profile_of
+from tenuto.profiles import LatencyTable, LinearLatency, Profiles
+from tenuto.profiles.documents import parse_document
+
+from .published import thesis
+
+GOOD = {"name": "a", "rate_rps": 10, "slo_ms": 100}
+
+
+def problems(*models: dict[str, object], **more: object) -> list[str]:
+    with pytest.raises(InvalidInputError) as caught:
+        parse_document(Workload, {"models": list(models), **more}, origin="w.yaml")
+    return [str(problem) for problem in caught.value.problems]
+
+
+@pytest.mark.parametrize(("change", "path", "words"), [
+    ({"rate_rps": 0}, "models.0.rate_rps", "greater than 0"),
+    ({"rate_rps": -3}, "models.0.rate_rps", "greater than 0"),
+    ({"slo_ms": 0}, "models.0.slo_ms", "greater than 0"),
+    ({"rate_rps": "fast"}, "models.0.rate_rps", "Give a number without a unit"),
+    ({"rate_rps": float("inf")}, "models.0.rate_rps", "finite"),
+    ({"name": "../etc"}, "models.0.name", "letters, digits"),
+    ({"slo": 100}, "models.0.slo", "Did you mean 'slo_ms'?"),
+    ({"latency": {"alpha_ms": 1}}, "models.0.latency.beta_ms", "Add this key"),
+    ({"latency": {"alpha_ms": 1, "beta_ms": -1}}, "models.0.latency.beta_ms", "greater than or equal to 0"),
+    ({"latency": {"points": {1: -2}}}, "models.0.latency.points.1", "greater than 0"),
+    ({"latency": {"points": {0: 2}}}, "models.0.latency.points", "batch sizes must be at least 1"),
+    ({"latency": {"points": {1: 2}, "beta_ms": 1}}, "models.0.latency.beta_ms", "keep one form"),
+    ({"latency": 5}, "models.0.latency", "mapping"),
+    ({"latency": {"alpha_ms": 1, "beta_ms": 1}, "profile": "b"}, "models.0", "keep one of them"),
+    ({"weight": 0}, "models.0.weight", "greater than 0"),
+    ({"arrival": {"proces": "poisson"}}, "models.0.arrival.proces", "Did you mean 'process'?"),
+])
+def test_each_fault_is_told_once_with_its_cure(change: dict[str, object], path: str, words: str) -> None:
+    found = problems({**GOOD, **change})
+    assert len(found) == 1
+    assert found[0].startswith(f"w.yaml: {path}: ")
+    assert words in found[0]
+
+
+def test_all_faults_are_told_at_once() -> None:
+    found = problems({**GOOD, "rate_rps": 0, "slo_ms": -1, "sloo": 2}, {"name": "b"}, mps="maybe", extra=1)
+    assert len(found) == 7
+    assert any("mps" in problem and "Use one of the values listed" in problem for problem in found)
+
+
+def test_names_used_twice_are_refused() -> None:
+    assert "name is used twice" in problems(GOOD, GOOD)[0]
+
+
+@pytest.mark.parametrize("data", [None, [], "text", 3])
+def test_a_file_that_is_no_mapping_is_refused(data: object) -> None:
+    with pytest.raises(InvalidInputError, match="must be a mapping"):
+        parse_document(Workload, data, origin="w.yaml")
+
+
+def test_files_that_cannot_be_read_are_told_by_name(tmp_path: Path) -> None:
+    with pytest.raises(InvalidInputError, match="no such file"):
+        Workload.load(tmp_path / "none.yaml")
+    broken = tmp_path / "broken.yaml"
+    broken.write_text("models: [\n  {name: a\n")
+    with pytest.raises(InvalidInputError, match=r"not valid YAML.*line"):
+        Workload.load(broken)
+    (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(InvalidInputError):
+        Workload.load(tmp_path / "binary.yaml")
+
+
+models = st.lists(
+    st.fixed_dictionaries(
+        {"name": st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._-]{0,20}", fullmatch=True),
+         "rate_rps": st.floats(0.001, 1e7), "slo_ms": st.floats(0.1, 1e6)},
+        optional={
+            "weight": st.floats(0.1, 10), "profile": st.sampled_from(["resnet50", "x"]),
+            "arrival": st.fixed_dictionaries({"process": st.just("gamma"), "shape": st.floats(0.1, 2)}),
+        },
+    ),
+    unique_by=lambda model: model["name"], max_size=5,
+)
+
+
+@given(models)
+@settings(max_examples=50, deadline=None)
+def test_a_workload_survives_a_round_trip_through_yaml(entries: list[dict[str, object]]) -> None:
+    import yaml
+
+    workload = Workload.model_validate({"models": entries})
+    assert parse_document(Workload, yaml.safe_load(workload.dump())) == workload
+
+
+def test_scaling_multiplies_rates_only() -> None:
+    workload = Workload.model_validate({"models": [GOOD]})
+    assert workload.scaled(2.5)["a"].rate_rps == 25
+    assert workload["a"].rate_rps == 10
+    assert workload.rate_rps == 10
+    with pytest.raises(KeyError):
+        workload["zzz"]
+
+
+def test_one_network_may_appear_with_several_slos() -> None:
+    workload = Workload.model_validate({"models": [
+        {"name": "fast", "profile": "vgg19", "rate_rps": 1, "slo_ms": 50},
+        {"name": "slow", "profile": "vgg19", "rate_rps": 1, "slo_ms": 500},
+    ]})
+    assert profile_of(workload["fast"], "v100", thesis()) == profile_of(workload["slow"], "v100", thesis())
+
+
+def test_inline_latencies_need_no_profile() -> None:
+    line = Workload.model_validate({"models": [{**GOOD, "latency": {"alpha_ms": 1, "beta_ms": 2}}]})["a"]
+    table = Workload.model_validate({"models": [{**GOOD, "latency": {"points": {1: 3, 4: 6}}}]})["a"]
+    assert isinstance(line.latency, LinearLatency)
+    assert isinstance(table.latency, LatencyTable)
+    assert profile_of(line, "anything", Profiles([])).latency_ms(4) == 6
+    assert profile_of(table, "anything", Profiles([])).latency_ms(2) == pytest.approx(4)
+
+
+def test_an_unknown_row_lists_the_known_ones() -> None:
+    with pytest.raises(InvalidInputError, match="Known: alexnet"):
+        profile_of(Workload.model_validate({"models": [GOOD]})["a"], "v100", thesis())
+    with pytest.raises(InvalidInputError, match="no profile was measured on GPU type 't4'"):
+        profile_of(Workload.model_validate({"models": [GOOD]})["a"], "t4", thesis())
