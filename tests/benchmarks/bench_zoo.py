@@ -1,0 +1,88 @@
+"""Symphony figures 9 and 10: the 1080Ti and A100 zoos on 64 GPUs by both criteria; GPUs needed for 15,000 r/s.
+
+    python tests/benchmarks/bench_zoo.py [--quick] [--schedulers deferred,eager,…]
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections.abc import Sequence
+
+from scenes import Model, RESNET50, arguments, available, goodput_rps, poisson, print_machine, spread, uniform_setup, zoo
+
+from tenuto.batching.registry import make_scheduler
+from tenuto.batching.simulator import simulate
+
+# The original program on a virtual clock: Symphony (all, each), Shepherd (all), Nexus with a static plan (all).
+PUBLISHED = {
+    ("1080ti", "all"): (7631, 7304, 4667, 3803),
+    ("1080ti", "strong"): (20405, 20195, 7700, 8185),
+    ("1080ti", "weak"): (3988, 3918, 2992, 3112),
+    ("a100", "all"): (18011, 17284, 7827, 5846),
+    ("a100", "strong"): (58891, 57965, 12000, 9666),
+    ("a100", "weak"): (6500, 6387, 5932, 5771),
+}
+
+
+def more(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--schedulers", default="deferred,eager,clockwork,nexus,shepherd")
+    parser.add_argument("--zoos", default="all,strong,weak", help="which part of each zoo")
+    parser.add_argument("--skip-gpus", action="store_true", help="leave out the GPUs needed for 15,000 r/s")
+
+
+def main() -> None:
+    chosen = arguments(__doc__ or "", more)
+    print_machine()
+    seeds = range(chosen.seeds or (1 if chosen.quick else 3))
+    duration_s = 15.0 if chosen.quick else 60.0
+    names = available(chosen.schedulers.split(","))
+    print(f"64 GPUs, equal popularity, Poisson, no network delay, {duration_s:g} s, goodput in r/s: mean (range)")
+    print(f"{'zoo':14s} {'scheduler':10s} {'criterion':9s} {'goodput':>24s} {'original':>9s} {'gain':>7s}")
+    for (gpu_type, part), (all_rps, each_rps, shepherd_rps, nexus_rps) in PUBLISHED.items():
+        if part not in chosen.zoos.split(","):
+            continue
+        setup = uniform_setup(zoo(gpu_type, part), 64)
+        for name in names:
+            for criterion, original in (("all", all_rps), ("each", each_rps)):
+                # Balance by total losses where all requests count together, between models where each counts.
+                options = {"balance": "total" if criterion == "all" else "each"} if name == "deferred" else {}
+                beside = {"deferred": original, "shepherd": shepherd_rps if criterion == "all" else None,
+                          "nexus": nexus_rps if criterion == "all" else None}.get(name)
+                rates = [
+                    goodput_rps(setup, name, original * (0.9 if name == "deferred" else 0.4), duration_s=duration_s, seed=seed,
+                                criterion="all" if criterion == "all" else "each", options=options)
+                    for seed in seeds
+                ]
+                gain = f"{100 * (statistics.mean(rates) / beside - 1):+.1f} %" if beside else ""
+                print(f"{gpu_type + ' ' + part:14s} {name:10s} {criterion:9s} {spread(rates):>24s} {beside or '-':>9} {gain:>7s}",
+                      flush=True)
+    if not chosen.skip_gpus:
+        gpus_for_15k(names, 15.0 if chosen.quick else 30.0)
+
+
+def gpus_for_15k(names: Sequence[str], duration_s: float) -> None:
+    """Print the fewest GPUs with which every model keeps 99 % at 15,000 r/s."""
+    print("\nGPUs needed for 15,000 r/s, every model at 99 % (paper: Nexus and Shepherd need 2-6 more for one ResNet50,")
+    print("166 % and 90 % more for the mixed zoo)")
+    scenes: tuple[tuple[str, list[Model]], ...] = (("one ResNet50", [RESNET50]), ("1080ti zoo", zoo("1080ti")), ("a100 zoo", zoo("a100")))
+    for label, models in scenes:
+        rates = [15000.0 / len(models)] * len(models)
+        times, which = poisson(rates, duration_s, 0)
+        for name in names:
+
+            def enough(gpus: int, name: str = name, models: list[Model] = models) -> bool:
+                result = simulate(make_scheduler(name, uniform_setup(models, gpus)), times, which, duration_s=duration_s)
+                return bool(result.attainments().min() >= 0.99)
+
+            low, high = 1, 16
+            while not enough(high) and high < 1024:
+                low, high = high, high * 2
+            while high - low > 1:
+                middle = (low + high) // 2
+                low, high = (low, middle) if enough(middle) else (middle, high)
+            print(f"{label:14s} {name:10s} {high if enough(high) else '>1024'}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
