@@ -1,0 +1,184 @@
+"""`tenuto plan` and `tenuto policies` as a user meets them: output, files, and wrong input without a traceback."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tenuto.cli import main
+from tenuto.placement import Plan
+
+WORKLOAD = """\
+models:
+  - {name: resnet50, rate_rps: 300, slo_ms: 200}
+  - {name: bert, rate_rps: 100, slo_ms: 300}
+  - {name: xlnet, rate_rps: 5, slo_ms: 150}
+"""
+
+
+class Ran:
+    """What one command did."""
+
+    def __init__(self, code: int, out: str, err: str) -> None:
+        self.code, self.out, self.err = code, out, err
+
+
+@pytest.fixture
+def tenuto(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch):  # type: ignore[no-untyped-def]
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("TENUTO_DEBUG", raising=False)
+    (tmp_path / "w.yaml").write_text(WORKLOAD)
+
+    def run(*arguments: str) -> Ran:
+        with pytest.raises(SystemExit) as stop:
+            main(list(arguments))
+        output = capsys.readouterr()
+        return Ran(int(stop.value.code or 0), output.out, output.err)
+
+    return run
+
+
+def test_the_table_shows_what_was_decided_and_why_not(tenuto) -> None:  # type: ignore[no-untyped-def]
+    ran = tenuto("plan", "w.yaml", "--policy", "usher", "--gpus", "v100:4")
+    assert ran.code == 0
+    for word in ("n0/0", "v100", "87.39 %", "resnet50", "6.782", "34.09", "190.1"):
+        assert word in ran.out
+    ran = tenuto("plan", "w.yaml", "--gpus", "v100:4")
+    assert ran.code == 0
+    assert "unserved: xlnet: v100: a batch of one takes 108.8 ms, more than half of the SLO of 150 ms" in ran.out
+    assert "idle: n0/" in ran.out
+    assert "ffd: 400 of 405 rps expected, 2 of 3 models" in ran.out
+
+
+def test_json_is_the_plan(tenuto) -> None:  # type: ignore[no-untyped-def]
+    ran = tenuto("plan", "w.yaml", "--policy", "wsm-milp", "--gpus", "v100:3", "--json")
+    plan = Plan.from_data(json.loads(ran.out))
+    assert plan.policy.name == "wsm-milp"
+    assert plan.expected.models["bert"].goodput_rps == 100
+
+
+def test_the_written_file_is_a_plan_again(tenuto, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    ran = tenuto("plan", "w.yaml", "--gpus", "v100:2", "-o", "plan.yaml", "--executor", "emulated", "--json")
+    assert ran.code == 0
+    assert "wrote plan.yaml" in ran.err
+    assert Plan.load(tmp_path / "plan.yaml") == Plan.from_data(json.loads(ran.out))
+    config: dict[str, Any] = yaml.safe_load((tmp_path / "plan.yaml").read_text())
+    if "applications" in config:
+        assert len(config["applications"]) == 1 + len(json.loads(ran.out)["gpulets"])
+
+
+def test_the_picture_is_written(tenuto, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    assert tenuto("plan", "w.yaml", "--gpus", "v100:2", "--picture", "plan.svg").code == 0
+    assert (tmp_path / "plan.svg").read_text().startswith("<svg")
+
+
+def test_policies_are_compared_side_by_side(tenuto) -> None:  # type: ignore[no-untyped-def]
+    ran = tenuto("plan", "w.yaml", "--gpus", "v100:4", "--compare", "usher,wsm-milp,ffd", "--option", "fill_pct=90")
+    assert ran.code == 0
+    head = ran.out.splitlines()[0].split()
+    assert head == ["usher", "wsm-milp", "ffd"]
+    for word in ("expected rps", "GPUs used", "1×b4@87.39%: 300 rps", "ffd: unserved: xlnet"):
+        assert word in ran.out
+    data = json.loads(tenuto("plan", "w.yaml", "--gpus", "v100:4", "--compare", "usher,ffd", "--json").out)
+    assert list(data["plans"]) == ["usher", "ffd"]
+    assert tenuto("plan", "w.yaml", "--gpus", "v100:4", "--compare", "usher", "-o", "x.yaml").code == 2
+
+
+def test_elastic_clusters_and_cluster_files(tenuto, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    (tmp_path / "c.yaml").write_text("nodes:\n  - {name: left, gpus: [{type: v100, count: 1}]}\n")
+    ran = tenuto("plan", "w.yaml", "--cluster", "c.yaml", "--elastic", "--policy", "usher", "--json")
+    plan = Plan.from_data(json.loads(ran.out))
+    assert [gpu.id for gpu in plan.gpus] == [f"left/{index}" for index in range(plan.expected.gpus_used)]
+    assert not plan.unserved
+
+
+def test_policies_lists_names_summaries_and_sources(tenuto) -> None:  # type: ignore[no-untyped-def]
+    data = json.loads(tenuto("policies", "--json").out)["policies"]
+    by_name = {entry["name"]: entry for entry in data}
+    assert {"ffd", "usher", "wao-usher", "ao-milp", "wsm-milp", "symphony"} <= set(by_name)
+    assert all(entry["summary"] and entry["source"] for entry in data)
+    assert "usher" in tenuto("policies").out
+
+
+BAD = [
+    (("--policy", "ushr"), "", "unknown policy. Did you mean 'usher'?"),
+    (("--policy", "none.py:X"), "", "no such file"),
+    (("--option", "colour=red"), "", "policy 'ffd' has no such option. Its options: fill_pct"),
+    (("--option", "fill_pct=much"), "", "must be of type float"),
+    (("--option", "fill_pct=300"), "", "must be above 0 and at most 100"),
+    (("--option", "fill_pct"), "", "must have the form key=value"),
+    (("--profiles", "no-such"), "", "neither a file nor a shipped profile"),
+    ((), "{name: resnet5, rate_rps: 1, slo_ms: 100}", "no profile of 'resnet5'"),
+    ((), "{name: bert, rate_rps: 1, slo_ms: 20}", "below the latency of a single request of 'bert', 34.09 ms"),
+    ((), "{name: bert, rate_rps: 0, slo_ms: 200}", "rate_rps: 0: input should be greater than 0"),
+    ((), "{name: bert, rate_rps: -5, slo_ms: 200}", "rate_rps: -5: input should be greater than 0"),
+    ((), "{name: bert, rate: 5, slo_ms: 200}", "Did you mean 'rate_rps'?"),
+    ((), "{name: bert, rate_rps: 5, slo_ms: 200", "not valid YAML"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "entry", "words"), BAD)
+def test_wrong_input_ends_with_code_2_and_a_cure(tenuto, tmp_path, arguments, entry, words) -> None:  # type: ignore[no-untyped-def]
+    if entry:
+        (tmp_path / "w.yaml").write_text(f"models:\n  - {entry}\n")
+    ran = tenuto("plan", "w.yaml", "--gpus", "v100:2", *arguments)
+    assert ran.code == 2
+    assert words in ran.err
+    assert "Traceback" not in ran.err
+    assert ran.out == ""
+
+
+@pytest.mark.parametrize(("arguments", "words"), [
+    (("--gpus", "h1000:2"), "unknown GPU type 'h1000'"), (("--gpus", "v100:0"), "counts of at least 1"), ((), "exactly one of"),
+    (("--gpus", "v100:1", "--cluster", "c.yaml"), "exactly one of"), (("--cluster", "c.yaml"), "no such file"),
+    (("--gpus", "t4:1"), "no profile was measured on GPU type 't4'"), (("--gpus", "v100:1", "--executor", "magic"), "magic"),
+])
+def test_wrong_clusters_and_choices(tenuto, arguments: tuple[str, ...], words: str) -> None:  # type: ignore[no-untyped-def]
+    ran = tenuto("plan", "w.yaml", *arguments)
+    assert ran.code == 2
+    assert words in ran.err
+    assert "Traceback" not in ran.err
+
+
+def test_a_model_larger_than_every_gpu(tenuto, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    (tmp_path / "c.yaml").write_text("nodes: [{name: n, gpus: [{type: v100, memory_mib: 150}]}]\n")
+    ran = tenuto("plan", "w.yaml", "--cluster", "c.yaml")
+    assert ran.code == 2
+    assert ran.err.count("even with its smallest measured batch, more than the 150 MiB of the GPU") == 3
+
+
+def test_all_problems_of_all_inputs_come_at_once(tenuto, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    (tmp_path / "w.yaml").write_text("models:\n  - {name: bert, rate_rps: 0, slo: 1}\n  - {name: x, rate_rps: 1, slo_ms: -2}\n")
+    ran = tenuto("plan", "w.yaml", "--gpus", "v100:x", "--policy", "no", "--option", "a", "--profiles", "b")
+    assert ran.code == 2
+    for path in ("models.0.rate_rps", "models.0.slo:", "models.0.slo_ms", "models.1.slo_ms", "--gpus", "--policy", "--option",
+                 "--profiles"):
+        assert path in ran.err
+    assert len(ran.err.strip().splitlines()) == 8
+
+
+def test_a_plan_from_another_schema_version_is_refused(tenuto, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    tenuto("plan", "w.yaml", "--gpus", "v100:2", "-o", "plan.yaml")
+    old = (tmp_path / "plan.yaml").read_text().replace("schema: 1", "schema: 9")
+    (tmp_path / "plan.yaml").write_text(old)
+    ran = tenuto("simulate", "plan.yaml", "--duration-s", "1", "--seed", "1")
+    assert ran.code == 2
+    assert "plan schema 9 is not supported" in ran.err
+    assert "tenuto plan" in ran.err
+
+
+def test_an_unwritable_path_is_told(tenuto) -> None:  # type: ignore[no-untyped-def]
+    ran = tenuto("plan", "w.yaml", "--gpus", "v100:2", "-o", "missing/plan.yaml")
+    assert ran.code == 2
+    assert "cannot be written" in ran.err
+
+
+@pytest.mark.parametrize("verb", ["plan", "policies"])
+def test_help_starts_with_a_sentence_and_ends_with_an_example(tenuto, verb: str) -> None:  # type: ignore[no-untyped-def]
+    ran = tenuto(verb, "--help")
+    assert ran.code == 0
+    assert f"Example: tenuto {verb}" in ran.out
