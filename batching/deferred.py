@@ -38,6 +38,7 @@ from tenuto.batching.target import ArrivalRate, batch_sizes
 __all__ = ["DeferredOptions", "DeferredScheduler"]
 
 EXPIRY_MARGIN_MS = 1e-3  # how long after the last possible start a queued request is given up
+CONTENTION_STEP = 1 / 256  # how fast the share of batches that had to wait for a gpu-let follows
 EARLY_PART = 1.0  # how much of a model's head start in rank also moves its frontrun
 
 
@@ -71,6 +72,7 @@ class DeferredScheduler(Scheduler):
         self._gather = GATHERING[chosen.gather]
         self._timers: list[tuple[float, int]] = []  # (time, model index, or number of models + pool index)
         self._dirty: list[ModelQueue] = []
+        self._contention = 0.0  # share of batches lately that had to wait for a gpu-let
         count = len(setup.gpulets)
         self._pending = [0] * count
         self._free_at = [0.0] * count
@@ -132,7 +134,7 @@ class DeferredScheduler(Scheduler):
         fastest = model.lanes[-1]
         latency = fastest.sent[: fastest.cap + 1]
         gpulets = sum(lane.pool.size for lane in model.lanes)
-        sizes = batch_sizes(latency, model.budget_ms - self._ctrl_ms, model.rate.rps, gpulets)
+        sizes = batch_sizes(latency, model.budget_ms - self._ctrl_ms, model.rate.rps, gpulets, self._contention > 0.5)
         release = self._options.release
         if release == "adaptive":
             model.target, model.release = sizes.defend, sizes.release
@@ -377,6 +379,7 @@ class DeferredScheduler(Scheduler):
                 if model.ids:
                     self._wait(model, now)
                 return
+            self._contention -= self._contention * CONTENTION_STEP
             if not model.ids or not self._arm(model, now):
                 return
 
@@ -468,6 +471,7 @@ class DeferredScheduler(Scheduler):
                 model.rate.roll(now)
                 self._refresh_sizes(model)
             if self._dispatch(model, pool.lanes[index], gpulet, now):
+                self._contention += (1.0 - self._contention) * CONTENTION_STEP
                 model.waiting = False
                 model.timer = INF
                 if model.ids and self._arm(model, now):

@@ -49,8 +49,10 @@ class BatchSizes:
         self.release = release
 
 
-def batch_sizes(latency_ms: list[float], budget_ms: float, rate_rps: float | None, gpulets: int) -> BatchSizes:
-    """Return the sizes for a model that `gpulets` gpu-lets hold.
+def batch_sizes(
+    latency_ms: list[float], budget_ms: float, rate_rps: float | None, gpulets: int, contended: bool
+) -> BatchSizes:
+    """Return the sizes for a model that `gpulets` gpu-lets hold; `contended`: most batches have to wait for a gpu-let.
 
     Two corrections to the target, both measured (docs/benchmarks-batching.md):
 
@@ -58,9 +60,9 @@ def batch_sizes(latency_ms: list[float], budget_ms: float, rate_rps: float | Non
       bursts of about sqrt(b) requests: it defends 3/4 s sqrt(b) less and is released s sqrt(b) / 2 earlier. Where many models
       share the gpu-lets (s near 0) their bursts even out, and a model whose fixed cost is above a fifth of its batch waits
       for one request more instead.
-    * A batch need not wait where that cannot pay: with the gpu-let idle, one more request costs 1/rate of idle time and
-      spreads beta over one more; waiting pays while b < beta * rate. Three times that is used, as the idle gpu-let is worth
-      less than a busy one.
+    * Where gpu-lets are scarce, a batch need not wait when that cannot pay: with a gpu-let idle, one more request costs
+      1/rate of idle time and spreads beta over one more, so waiting pays while b < beta * rate. Three times that is used,
+      as an idle gpu-let is worth less than a busy one. Where they are not scarce waiting is free, and keeps load together.
     """
     target = target_batch(latency_ms, budget_ms, rate_rps)
     cap = len(latency_ms) - 1
@@ -71,7 +73,8 @@ def batch_sizes(latency_ms: list[float], budget_ms: float, rate_rps: float | Non
     if rate_rps is not None:
         share = min(1.0, rate_rps * latency_ms[target] / (1000.0 * target * max(1, gpulets)))
         release += (1.0 - share) * (fixed_ms > 0.2 * latency_ms[target]) - 0.5 * share * math.sqrt(target)
-        release = min(release, math.ceil(3.0 * fixed_ms * rate_rps / 1000.0))
+        if contended:
+            release = min(release, math.ceil(3.0 * fixed_ms * rate_rps / 1000.0))
     defend = target - 0.75 * share * math.sqrt(target)
     return BatchSizes(target, max(1, round(defend)), max(1, min(cap, round(release))))
 

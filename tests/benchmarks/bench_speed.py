@@ -1,0 +1,90 @@
+"""Speed: simulated requests per second of wall time, how the cost grows with GPUs and models, and the scheduler alone.
+
+    python tests/benchmarks/bench_speed.py [--quick]
+"""
+
+from __future__ import annotations
+
+import heapq
+import time
+
+from scenes import RESNET50, Model, arguments, available, poisson, print_machine, uniform_setup, zoo
+
+from tenuto.batching.interface import Dispatch, Setup
+from tenuto.batching.registry import make_scheduler
+from tenuto.batching.simulator import simulate
+
+
+def simulated(setup: Setup, rate_rps: float, requests: int, scheduler: str = "deferred") -> float:
+    """Return simulated requests per second of wall time, best of three."""
+    duration_s = requests / rate_rps
+    times, which = poisson([rate_rps / len(setup.models)] * len(setup.models), duration_s, 0)
+    best = 0.0
+    for _ in range(3):
+        started = time.perf_counter()
+        simulate(make_scheduler(scheduler, setup), times, which, duration_s=duration_s)
+        best = max(best, len(times) / (time.perf_counter() - started))
+    return best
+
+
+def scheduler_alone(setup: Setup, rate_rps: float, requests: int) -> float:
+    """Return requests per second through the core with nothing around it but a heap of completions."""
+    times, which = poisson([rate_rps / len(setup.models)] * len(setup.models), requests / rate_rps, 0)
+    slo = [model.slo_ms for model in setup.models]
+    rows = [(at, model, number, at + slo[model]) for number, (at, model) in enumerate(zip(times.tolist(), which.tolist(), strict=True))]
+    best = 0.0
+    for _ in range(3):
+        core = make_scheduler("deferred", setup)
+        done: list[tuple[float, int]] = []
+        spent = 0.0
+        clock = time.perf_counter
+        started = clock()
+        for at, model, number, deadline in rows:
+            while core.next_wake_ms < at or (done and done[0][0] <= at):
+                if done and done[0][0] <= min(at, core.next_wake_ms):
+                    now, gpulet = heapq.heappop(done)
+                    core.batch_done(now, gpulet)
+                else:
+                    core.wake(core.next_wake_ms)
+                if core.decisions:
+                    for decision in core.drain():
+                        if type(decision) is Dispatch:
+                            heapq.heappush(done, (decision.finish_ms, decision.gpulet))
+            core.add_request(at, model, number, deadline)
+        spent = clock() - started
+        best = max(best, len(rows) / spent)
+    return best
+
+
+def main() -> None:
+    chosen = arguments(__doc__ or "")
+    print_machine()
+    requests = 100_000 if chosen.quick else 400_000
+    print("\nSimulated requests per second of wall time on one core (asked: 200,000 and 100,000)")
+    for label, models, gpus, rate in (
+        ("table 2, ResNet50, 8 GPUs, 5,400 r/s", [RESNET50], 8, 5400.0),
+        ("A100 zoo, 37 models, 64 GPUs, 17,500 r/s", zoo("a100"), 64, 17500.0),
+        ("1080Ti zoo, 35 models, 64 GPUs, 7,500 r/s", zoo("1080ti"), 64, 7500.0),
+    ):
+        setup = uniform_setup(models, gpus)
+        for name in available(["deferred", "eager", "timeout", "clockwork", "nexus", "shepherd"]):
+            if name != "deferred" and chosen.quick:
+                continue
+            print(f"{label:44s} {name:10s} {simulated(setup, rate, requests, name):12,.0f}", flush=True)
+    print("\nScheduler alone, requests per second on one core (original, C++: 300,000 to 800,000 per core)")
+    for label, models, gpus, rate in (("ResNet50, 8 GPUs", [RESNET50], 8, 5400.0), ("A100 zoo, 64 GPUs", zoo("a100"), 64, 17500.0)):
+        print(f"{label:44s} {scheduler_alone(uniform_setup(models, gpus), rate, requests):12,.0f}", flush=True)
+    print("\nCost per request over GPUs (10 ResNet50-like models, SLO 50 ms, load in proportion)")
+    for gpus in (8, 64, 1024) if chosen.quick else (8, 16, 32, 64, 128, 256, 512, 1024):
+        many: list[Model] = [(f"m{i}", 1.053, 5.072, 50.0, None) for i in range(10)]
+        speed = simulated(uniform_setup(many, gpus), 650.0 * gpus, requests)
+        print(f"{gpus:5d} GPUs   {1e6 / speed:6.2f} us per request", flush=True)
+    print("\nCost per request over models (64 GPUs, 20,000 r/s in all, SLO 100 ms)")
+    for count in (1, 20, 400) if chosen.quick else (1, 5, 20, 50, 100, 200, 400):
+        several: list[Model] = [(f"m{i}", 1.053, 5.072, 100.0, None) for i in range(count)]
+        setup = uniform_setup(several, 64)
+        print(f"{count:5d} models {1e6 / simulated(setup, 20_000.0, requests):6.2f} us per request", flush=True)
+
+
+if __name__ == "__main__":
+    main()
