@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from tenuto.placement import Gpulet, Plan, PlannedGpu
-from tenuto.profiles.cpu_share import PASSIVE_THREADS
 
 __all__ = ["ENTRY_APPLICATION", "application_name", "serve_config"]
 
@@ -126,8 +125,6 @@ def _actor_options(gpulet: Gpulet, gpu: PlannedGpu, slots: int) -> dict[str, Any
         options["num_gpus"] = math.floor(10_000 / slots) / 10_000
         if gpu.uuid is not None:
             environment["CUDA_VISIBLE_DEVICES"] = gpu.uuid
-    else:
-        environment |= PASSIVE_THREADS
     if environment:
         options["runtime_env"] = {"env_vars": environment}
     return options

@@ -123,7 +123,7 @@ class Launcher:
             for name, state in states.items():
                 if state in ("DEPLOY_FAILED", "UNHEALTHY"):
                     deployments = applications[name].deployments.values()
-                    why = applications[name].message or " ".join(d.message for d in deployments)
+                    why = "\n".join([applications[name].message, *(d.message for d in deployments)])
                     raise EnvironmentFaultError(f"application {name} did not start:\n{_essence(why)}")
             running = sum(state == "RUNNING" for state in states.values())
             ready = running == len(names) and self._is_ready()

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import os
+from collections.abc import MutableMapping
 
-__all__ = ["PASSIVE_THREADS", "cpu_cores", "cpu_threads"]
+__all__ = ["calm_openmp", "cpu_cores", "cpu_threads"]
 
-# Environment of every process that runs a model on the CPU, read by OpenMP when it loads: threads that wait for each other
-# sleep instead of spinning. On a machine where anything else runs, spinning made ResNet-50 on two threads ten times slower.
-PASSIVE_THREADS = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0"}
+# Threads that wait for each other sleep instead of spinning. On a machine where anything else runs, spinning made ResNet-50
+# on two threads ten times slower (2.6 s instead of 0.23 s beside one busy process on two cores).
+_PASSIVE = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0"}
+
+
+def calm_openmp(environment: MutableMapping[str, str]) -> None:
+    """Make OpenMP's threads wait without spinning, unless the user chose otherwise; must run before torch is imported."""
+    for key, value in _PASSIVE.items():
+        environment.setdefault(key, value)
 
 
 def cpu_cores() -> int:

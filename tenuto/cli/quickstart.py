@@ -1,0 +1,57 @@
+"""`tenuto quickstart`: the whole line on this machine."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import click
+from rich.table import Table
+
+from tenuto.cli.common import progress_console, stdout_console
+
+__all__ = ["command"]
+
+
+@click.command(name="quickstart", short_help="Profile, plan, serve, load and judge real models on this machine; no GPU needed.")
+@click.option("-o", "--output", "folder", default=None, metavar="DIR", help="Folder for profile, plans and reports.")
+@click.option("--seconds", default=15.0, show_default=True, help="Length of each of the two load runs.")
+@click.option("--seed", default=1, show_default=True, help="Seed of the arrivals.")
+def command(folder: str | None, seconds: float, seed: int) -> int:
+    """Do the whole job here: profile three real networks, plan, serve over HTTP, load with Ray actors, judge by goodput.
+
+    Runs once on the processor with real models and once on four emulated V100s; leaves nothing running.
+
+    Example: tenuto quickstart
+    """
+    from tenuto.loadgen.output import prepare_folder
+    from tenuto.quickstart import Quickstart, default_folder
+
+    started = time.monotonic()
+    out = prepare_folder(Path(folder) if folder is not None else default_folder(), force=False)
+    console = progress_console()
+
+    def say(text: str) -> None:
+        console.print(f"[{time.monotonic() - started:5.1f} s] {text}", markup=False)
+
+    runs = Quickstart(out, seconds=seconds, seed=seed, say=say).run()
+    table = Table("run", "model", "SLO ms", "offered rps", "goodput rps", "in time", "p50 ms", "mean batch", "planned ms", "executed ms",
+                  title="goodput: answers within the SLO per second")
+    for run in runs:
+        window_s = run.document["options"]["duration_s"] * 0.95
+        for spec in run.plan.models:
+            m = run.document["models"][spec.name]
+            expected = run.plan.expected.models[spec.name].latency_ms
+            table.add_row(
+                run.title, spec.name, f"{spec.slo_ms:g}", f"{m['offered'] / window_s:.1f}", f"{m['ok'] / window_s:.1f}",
+                "-" if m["attainment"] is None else f"{100 * m['attainment']:.1f} %",
+                *("-" if value is None else f"{value:.1f}" for value in (m["p50_ms"], m["mean_batch"], expected, m["execution_p50_ms"])),
+            )  # fmt: skip
+    output = stdout_console()
+    output.print(table)
+    output.print("planned: one full batch as the plan expects it; executed: median over the batches that ran")
+    for run in runs:
+        reasons = f" ({'; '.join(run.result.verdict.reasons)})" if run.result.verdict.reasons else ""
+        output.print(f"verdict, {run.title}: {run.result.verdict.result}{reasons}")
+    output.print(f"report: {out}")
+    return 0 if all(run.result.verdict.result != "INVALID" for run in runs) else 1

@@ -1,0 +1,166 @@
+"""The whole line on this machine, no GPU needed: profile, plan, serve, ask, load, judge; then once more on emulated GPUs.
+
+Everything here goes through the same functions as the single commands; the quickstart only chooses rates and SLOs that suit
+the machine it finds.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import socket
+import time
+import urllib.request
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from tenuto.deployments.config import serve_config
+from tenuto.deployments.launcher import Launcher
+from tenuto.errors import EnvironmentFaultError
+from tenuto.loadgen.bench import BenchOptions, BenchResult, run_bench
+from tenuto.loadgen.output import write_run
+from tenuto.placement import Cluster, ModelSpec, Plan, Workload, load_policy, solve
+from tenuto.profiles import Profile, Profiles
+from tenuto.profiles.measure import MeasureRequest, assemble, measure_model
+from tenuto.profiles.shipped import default_profiles
+
+__all__ = ["IMAGE_MODELS", "SENTENCE", "TEXT_MODEL", "Quickstart", "RunSummary"]
+
+IMAGE_MODELS = ("mobilenet_v2", "resnet50")
+TEXT_MODEL = "bert"
+SENTENCE = "Hold every note for its full value, and never longer."
+
+_BUSY = 0.35  # part of the processor the planned load may take; the rest serves, sends and measures
+_EMULATED_FACTOR = 10.0  # how much more is asked of the four emulated GPUs
+_BATCH_SIZES = (1, 2, 4)
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class RunSummary:
+    """One of the two runs: where it ran, its plan and what was measured."""
+
+    title: str
+    plan: Plan
+    result: BenchResult
+    document: dict[str, Any]
+
+
+class Quickstart:
+    """Runs the steps in order; `folder` receives the profile, the plans and the reports."""
+
+    def __init__(self, folder: Path, *, seconds: float, seed: int, say: Say) -> None:
+        self._folder = folder
+        self._seconds = seconds
+        self._seed = seed
+        self._say = say
+
+    def run(self) -> list[RunSummary]:
+        """Do everything and stop what was started, also on errors and Ctrl-C.
+
+        Raises:
+            EnvironmentFaultError: a step failed on this machine; the message says what to repair.
+        """
+        profile = self.profile()
+        workload = self.workload(profile)
+        (self._folder / "workload.yaml").write_text(workload.dump(), encoding="utf-8")
+        port = _free_port()
+        on_cpu = self._plan("cpu", workload, Cluster.parse("cpu:1"), Profiles([profile]), port)
+        larger = workload.scaled(_EMULATED_FACTOR)
+        on_gpus = self._plan("v100", larger, Cluster.parse("v100:4"), Profiles(default_profiles("v100")), port)
+        with Launcher(progress=lambda text: self._say(f"  {text}")) as launcher:
+            launcher.connect(num_gpus=4)
+            self._say("serve: real models on the processor")
+            launcher.apply(serve_config(on_cpu, port=port))
+            self.ask(launcher.base_url)
+            runs = [self._load("cpu", "real models, processor of this machine", on_cpu, launcher.base_url)]
+            self._say(f"serve: the same models on four emulated V100s, {_EMULATED_FACTOR:g} times the rates")
+            launcher.apply(serve_config(on_gpus, port=port, executor="emulated"))
+            runs.append(self._load("v100", "emulated V100s", on_gpus, launcher.base_url))
+            self._say("stop: draining")
+        return runs
+
+    def profile(self) -> Profile:
+        """Measure the three models on the processor and write the profile file."""
+        found = []
+        for name in (*IMAGE_MODELS, TEXT_MODEL):
+            self._say(f"profile: {name} on the processor, batch sizes {', '.join(map(str, _BATCH_SIZES))}")
+            measured = measure_model(MeasureRequest(name, device="cpu", batch_sizes=_BATCH_SIZES, budget_s=8.0))
+            for point in measured.profile.points:
+                self._say(f"  batch {point.batch_size}: {point.latency_ms:.1f} ms")
+            found.append(measured)
+        profile = assemble(found, name="quickstart-cpu", command="tenuto quickstart")
+        (self._folder / "profile.yaml").write_text(profile.dump(), encoding="utf-8")
+        return profile
+
+    def workload(self, profile: Profile) -> Workload:
+        """Return rates and SLOs this machine can hold: an equal part of the processor each, and time for the others' batches."""
+        alone = {name: model.latency_ms(1) for name, model in profile.models.items()}
+        models = []
+        for name, latency_ms in alone.items():
+            # A batch may find one of every other model before it, on a machine that does other things as well.
+            slo_ms = 50.0 * math.ceil((4.0 * sum(alone.values()) + 2.0 * latency_ms) / 50.0)
+            rate_rps = max(0.2, round(1000.0 * _BUSY / len(alone) / latency_ms, 1))
+            models.append(ModelSpec(name=name, rate_rps=rate_rps, slo_ms=slo_ms))
+            self._say(f"workload: {name} {rate_rps:g} requests/s within {slo_ms:g} ms")
+        return Workload(models=tuple(models))
+
+    def _plan(self, name: str, workload: Workload, cluster: Cluster, profiles: Profiles, port: int) -> Plan:
+        plan = solve(load_policy("ffd"), workload, cluster, profiles)
+        if plan.unserved:
+            raise EnvironmentFaultError(f"no plan for {', '.join(plan.unserved)}: {plan.unserved_reasons}. Free the machine and retry.")
+        from tenuto.profiles.documents import dump_yaml
+
+        path = self._folder / f"plan-{name}.yaml"
+        path.write_text(dump_yaml(serve_config(plan, port=port)), encoding="utf-8")
+        hosted = "; ".join(f"{g.id}: " + ", ".join(f"{r.name} ≤{r.batch_size}" for r in g.models) for g in plan.gpulets)
+        self._say(f"plan: {name}: {hosted}")
+        return plan
+
+    def ask(self, url: str) -> None:
+        """Send one real photograph and one real sentence, and say what came back."""
+        photo = resources.files("tenuto.deployments").joinpath("data", "grace_hopper.jpg").read_bytes()
+        for model, body, kind in (
+            *((model, photo, "image/jpeg") for model in IMAGE_MODELS),
+            (TEXT_MODEL, SENTENCE.encode(), "text/plain"),
+        ):
+            request = urllib.request.Request(f"{url}/predict/{model}", body, {"Content-Type": kind, "X-SLO-Ms": "20000"})
+            with urllib.request.urlopen(request, timeout=30) as response:
+                answer = json.load(response)
+            best, parameters = answer["predictions"][0], answer["parameters"]
+            asked = "photograph" if kind.startswith("image") else f"{SENTENCE!r}"
+            self._say(
+                f"ask: {model}: {asked} -> {best['label']!r} (random weights, so any label), waited {parameters['queue_ms']:.0f} ms, "
+                f"ran {parameters['execution_ms']:.0f} ms on {parameters['gpulet']}"
+            )
+
+    def _load(self, name: str, title: str, plan: Plan, url: str) -> RunSummary:
+        self._say(f"load: {plan.expected.goodput_rps:g} requests/s for {self._seconds:g} s, open loop, Ray actors")
+        options = BenchOptions(url, self._seconds, self._seed)
+        result = run_bench(plan.models, options, lambda line: self._say(f"  {line}"))
+        folder = self._folder / name
+        folder.mkdir(exist_ok=True)
+        document = write_run(folder, result, options, plan, command=["tenuto", "quickstart"])
+        return RunSummary(title, plan, result, document)
+
+
+def _free_port() -> int:
+    """Return 8000, or another free port where it is taken."""
+    for port in (8000, 0):
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            return int(probe.getsockname()[1])
+    raise EnvironmentFaultError("no free TCP port on 127.0.0.1. Stop a server and retry.")
+
+
+def default_folder() -> Path:
+    """Return a new folder below `reports/` named after the time."""
+    return Path("reports") / time.strftime("quickstart-%Y%m%d-%H%M%S")
