@@ -122,7 +122,9 @@ BAD = [
 
 
 @pytest.mark.parametrize(("arguments", "entry", "words"), BAD)
-def test_wrong_input_ends_with_code_2_and_a_cure(tenuto, tmp_path, arguments, entry, words) -> None:  # type: ignore[no-untyped-def]
+def test_wrong_input_ends_with_code_2_and_a_cure(  # type: ignore[no-untyped-def]
+    tenuto, tmp_path: Path, arguments: tuple[str, ...], entry: str, words: str
+) -> None:
     if entry:
         (tmp_path / "w.yaml").write_text(f"models:\n  - {entry}\n")
     ran = tenuto("plan", "w.yaml", "--gpus", "v100:2", *arguments)
@@ -133,9 +135,10 @@ def test_wrong_input_ends_with_code_2_and_a_cure(tenuto, tmp_path, arguments, en
 
 
 @pytest.mark.parametrize(("arguments", "words"), [
-    (("--gpus", "h1000:2"), "unknown GPU type 'h1000'"), (("--gpus", "v100:0"), "counts of at least 1"), ((), "exactly one of"),
-    (("--gpus", "v100:1", "--cluster", "c.yaml"), "exactly one of"), (("--cluster", "c.yaml"), "no such file"),
-    (("--gpus", "t4:1"), "no profile was measured on GPU type 't4'"), (("--gpus", "v100:1", "--executor", "magic"), "magic"),
+    (("--gpus", "h1000:2"), "unknown GPU type 'h1000'"), (("--gpus", "v100:0"), "counts of at least 1"),
+    ((), "exactly one of"), (("--gpus", "v100:1", "--cluster", "c.yaml"), "exactly one of"),
+    (("--cluster", "c.yaml"), "no such file"), (("--gpus", "t4:1"), "no profile was measured on GPU type 't4'"),
+    (("--gpus", "v100:1", "--executor", "magic"), "magic"),
 ])
 def test_wrong_clusters_and_choices(tenuto, arguments: tuple[str, ...], words: str) -> None:  # type: ignore[no-untyped-def]
     ran = tenuto("plan", "w.yaml", *arguments)
@@ -152,11 +155,12 @@ def test_a_model_larger_than_every_gpu(tenuto, tmp_path: Path) -> None:  # type:
 
 
 def test_all_problems_of_all_inputs_come_at_once(tenuto, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
-    (tmp_path / "w.yaml").write_text("models:\n  - {name: bert, rate_rps: 0, slo: 1}\n  - {name: x, rate_rps: 1, slo_ms: -2}\n")
+    entries = "  - {name: bert, rate_rps: 0, slo: 1}\n  - {name: x, rate_rps: 1, slo_ms: -2}\n"
+    (tmp_path / "w.yaml").write_text("models:\n" + entries)
     ran = tenuto("plan", "w.yaml", "--gpus", "v100:x", "--policy", "no", "--option", "a", "--profiles", "b")
     assert ran.code == 2
-    for path in ("models.0.rate_rps", "models.0.slo:", "models.0.slo_ms", "models.1.slo_ms", "--gpus", "--policy", "--option",
-                 "--profiles"):
+    for path in ("models.0.rate_rps", "models.0.slo:", "models.0.slo_ms", "models.1.slo_ms",
+                 "--gpus", "--policy", "--option", "--profiles"):
         assert path in ran.err
     assert len(ran.err.strip().splitlines()) == 8
 

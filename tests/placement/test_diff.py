@@ -10,7 +10,9 @@ from tenuto.placement import Plan
 from tenuto.placement.diff import diff
 
 
-def plan(*gpulets: dict[str, Any], mps: str = "auto", models: dict[str, Any] | None = None, gpu_type: str = "v100") -> Plan:
+def plan(
+    *gpulets: dict[str, Any], mps: str = "auto", models: dict[str, Any] | None = None, gpu_type: str = "v100"
+) -> Plan:
     names = sorted({m["name"] for g in gpulets for m in g["models"]})
     return Plan.from_data({
         "schema": 1, "policy": {"name": "test"}, "mps": mps,

@@ -60,7 +60,8 @@ def test_what_follows_from_the_decision_is_filled_in() -> None:
     ((), "neither served nor listed as unserved"),
 ])
 def test_plans_that_break_a_rule_are_refused(gpulets: tuple[dict[str, Any], ...], words: str) -> None:
-    gpulets = tuple({**g, "models": [{**m, "latency": {"alpha_ms": 1, "beta_ms": 1}} for m in g["models"]]} for g in gpulets)
+    line = {"latency": {"alpha_ms": 1, "beta_ms": 1}}
+    gpulets = tuple({**g, "models": [{**m, **line} for m in g["models"]]} for g in gpulets)
     with pytest.raises(InvalidInputError, match=words):
         solve(given(*gpulets), equal_rates(["bert"], 10, 300), v100s(2), thesis())
 

@@ -148,7 +148,7 @@ def test_an_elastic_cluster_of_two_types_buys_the_cheaper_one() -> None:
     assert {gpu.type for gpu in plan.gpus} == {"t4"}  # four at 0.526 $ instead of two at 3.06 $
     assert plan.expected.cost_per_hour == pytest.approx(4 * 0.526)
     dear = Cluster.model_validate({
-        "nodes": [{"name": "n", "gpus": [{"type": "v100", "price_per_hour": 1.0}, {"type": "t4", "price_per_hour": 1.0}]}],
+        "nodes": [{"name": "n", "gpus": [{"type": kind, "price_per_hour": 1.0} for kind in ("v100", "t4")]}],
         "elastic": True,
     })
     assert {gpu.type for gpu in planned(Usher(), workload, dear, profiles).gpus} == {"v100"}
