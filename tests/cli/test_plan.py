@@ -186,3 +186,18 @@ def test_help_starts_with_a_sentence_and_ends_with_an_example(tenuto, verb: str)
     ran = tenuto(verb, "--help")
     assert ran.code == 0
     assert f"Example: tenuto {verb}" in ran.out
+
+
+@pytest.mark.parametrize("gpus", ["v100:1", "v100:3"])
+def test_what_ffd_promises_holds_in_virtual_time(tenuto, tmp_path: Path, gpus: str) -> None:  # type: ignore[no-untyped-def]
+    (tmp_path / "w.yaml").write_text("""\
+models:
+  - {name: resnet50, rate_rps: 150, slo_ms: 150}
+  - {name: bert, rate_rps: 15, slo_ms: 300}
+  - {name: vgg19, rate_rps: 60, slo_ms: 250}
+  - {name: alexnet, rate_rps: 200, slo_ms: 100}
+""")
+    tenuto("plan", "w.yaml", "--gpus", gpus, "-o", "plan.yaml")
+    assert not Plan.load(tmp_path / "plan.yaml").unserved
+    ran = tenuto("simulate", "plan.yaml", "--duration-s", "20", "--seed", "3", "--json")
+    assert json.loads(ran.out)["attainment"] >= 0.99
