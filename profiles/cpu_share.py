@@ -7,13 +7,13 @@ from collections.abc import MutableMapping
 
 __all__ = ["calm_openmp", "cpu_cores", "cpu_threads"]
 
-# Threads that wait for each other sleep instead of spinning. On a machine where anything else runs, spinning made ResNet-50
-# on two threads ten times slower (2.6 s instead of 0.23 s beside one busy process on two cores).
+# Threads that wait for each other sleep instead of spinning. On a machine where anything else runs, spinning made
+# ResNet-50 on two threads ten times slower (2.6 s instead of 0.23 s beside one busy process on two cores).
 _PASSIVE = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0"}
 
 
 def calm_openmp(environment: MutableMapping[str, str]) -> None:
-    """Make OpenMP's threads wait without spinning, unless the user chose otherwise; must run before torch is imported."""
+    """Make OpenMP's threads wait without spinning, unless the user chose otherwise; call it before torch is imported."""
     for key, value in _PASSIVE.items():
         environment.setdefault(key, value)
 

@@ -97,7 +97,7 @@ def _image_model(entry: CatalogueEntry, weights_path: str | None, options: Build
     create = getattr(import_torchvision().models, entry.name)
     module = _seeded(lambda: create(weights=None, **config), entry.name, config, options.seed)
     if weights_path is None:
-        _calibrate(module, options.seed)
+        _calibrate(module, options.image_size or entry.signature.inputs[0].shape[-1], options.seed)
     else:
         _load_weights(module, weights_path, entry.name)
     labels = options.labels or (imagenet_categories() if classes == 1000 else ())
@@ -201,29 +201,45 @@ def _seeded(create: Any, name: str, config: Mapping[str, Any], seed: int) -> Any
             ) from error
 
 
-def _calibrate(module: Any, seed: int) -> None:
-    """Set the statistics of batch normalisation from one batch of seeded noise, as a trained network has them.
+def _calibrate(module: Any, size_px: int, seed: int) -> None:
+    """Set the statistics of batch normalisation from one batch of seeded pictures, much as training would.
 
     Without it the activations of random weights vanish or explode with depth (1e-15 in EfficientNet, 1e12 in
     Inception): labels would hang on rounding errors, and denormal numbers slow a CPU down as no trained network does.
+    The mean stays zero: centring would amplify the small differences that are left deep in a random network. One
+    network remains touchy: EfficientNet-B7, 55 blocks deep, still magnifies rounding errors on photographs.
     """
     import torch
 
     layers = [layer for layer in module.modules() if isinstance(layer, torch.nn.BatchNorm2d)]
     if not layers:
         return
+
+    def normalise(layer: Any, inputs: tuple[torch.Tensor, ...]) -> None:
+        layer.running_mean.zero_()
+        layer.running_var.copy_(inputs[0].square().mean(dim=(0, 2, 3)).clamp(min=1e-12))
+
     module.eval()
-    momenta = [layer.momentum for layer in layers]
-    for layer in layers:
-        layer.reset_running_stats()
-        layer.momentum = None  # a plain average, so that one batch sets the statistics
-        layer.train()
-    noise = torch.randn(8, 3, 96, 96, generator=torch.Generator().manual_seed(seed))
+    hooks = [layer.register_forward_pre_hook(normalise) for layer in layers]
     with torch.inference_mode():
-        module(noise)
-    for layer, momentum in zip(layers, momenta, strict=True):
-        layer.momentum = momentum
-        layer.eval()
+        module(_pictures(size_px, seed))
+    for hook in hooks:
+        hook.remove()
+
+
+def _pictures(size_px: int, seed: int) -> torch.Tensor:
+    """Return a batch of which one half is white noise and the other smooth at all scales, as photographs are."""
+    import torch
+    from torch.nn.functional import interpolate
+
+    generator = torch.Generator().manual_seed(seed)
+    half = max(1, min(8, round(2 * (128 / size_px) ** 2)))
+    white = torch.randn(half, 3, size_px, size_px, generator=generator)
+    smooth = torch.zeros_like(white)
+    for cells in (2, 4, 8, 16, 32):
+        noise = torch.randn(half, 3, cells, cells, generator=generator)
+        smooth += interpolate(noise, size=(size_px, size_px), mode="bilinear")
+    return torch.cat([white, smooth / 5**0.5])
 
 
 def _loaded(module: Any, signature: ModelSignature, labels: tuple[str, ...]) -> LoadedModel:

@@ -110,6 +110,11 @@ class TorchRunner:
             self._stream = stream or torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
 
     @property
+    def on_cuda(self) -> bool:
+        """Whether batches run on a CUDA device."""
+        return self._stream is not None
+
+    @property
     def weights_mib(self) -> float:
         """Parameters and buffers, in MiB."""
         tensors = [*self.module.parameters(), *self.module.buffers()]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import re
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -35,7 +36,9 @@ def read_state(path: str) -> dict[str, torch.Tensor]:
         if file.suffix == ".safetensors":
             state = load_file(file, device="cpu")
         else:
-            state = torch.load(file, map_location="cpu", weights_only=True)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", UserWarning)  # about foreign pickle protocols; loading decides
+                state = torch.load(file, map_location="cpu", weights_only=True)
     except (pickle.UnpicklingError, EOFError, SafetensorError, RuntimeError, OSError) as error:
         first = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise _problem(

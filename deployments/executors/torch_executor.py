@@ -6,13 +6,14 @@ in the environment before the process starts; the memory cap is set on PyTorch's
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tenuto.deployments.executors.base import Arrays
 from tenuto.errors import EnvironmentFaultError
-from tenuto.profiles.cpu_share import cpu_threads
+from tenuto.profiles.cpu_share import calm_openmp, cpu_threads
 from tenuto.profiles.torch_runner import TorchRunner, blank_inputs, pick_device, split_options
 
 __all__ = ["TorchExecutor"]
@@ -36,6 +37,7 @@ class TorchExecutor:
         Raises:
             EnvironmentFaultError: CUDA was asked for and this torch or machine has none.
         """
+        calm_openmp(os.environ)
         import torch
 
         self._torch = torch

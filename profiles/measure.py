@@ -1,0 +1,268 @@
+"""The profiler: measure what models cost on this machine and record it with hardware, versions and date.
+
+Each model (on CUDA: each share of each model) is measured in a fresh process of its own, `tenuto.profiles.worker`, so
+that memory growth is its own, a share can be set before CUDA starts, and running out of memory ends nothing else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from datetime import UTC, datetime
+from typing import IO, Any
+
+from tenuto.errors import EnvironmentFaultError, InvalidInputError, MissingProfileError, Problem
+from tenuto.profiles.catalogue import is_factory, lookup
+from tenuto.profiles.cpu_share import calm_openmp
+from tenuto.profiles.gpu_types import GPU_TYPES
+from tenuto.profiles.profile import Fit, Measured, ModelProfile, Profile, ProfilePoint
+from tenuto.profiles.timing import fit_line
+
+__all__ = ["MeasureRequest", "Measurement", "assemble", "gpu_type_of", "measure_model", "row_name"]
+
+ShareEnvironment = Callable[[float], Mapping[str, str]]
+
+_WORKER = ["-m", "tenuto.profiles.worker"]
+
+
+@dataclass(frozen=True)
+class MeasureRequest:
+    """What to measure of one model. `budget_s` is for the repetitions of all points together, building excluded."""
+
+    source: str
+    device: str = "auto"
+    batch_sizes: tuple[int, ...] = (1, 2, 4, 8)
+    shares: tuple[float, ...] = (100.0,)
+    budget_s: float = 20.0
+    weights_path: str | None = None
+    seed: int = 0
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def check(self) -> None:
+        """Raise `InvalidInputError` with every value that is out of range."""
+        problems = []
+        if not self.batch_sizes or min(self.batch_sizes) < 1:
+            sizes = list(self.batch_sizes)
+            problems.append(Problem("--batch-sizes", sizes, "batch sizes are at least 1", "Write for example 1,2,4."))
+        if not self.shares or min(self.shares) <= 0 or max(self.shares) > 100:
+            shares = list(self.shares)
+            problems.append(Problem("--shares", shares, "shares are above 0, up to 100 (percent)", "Write 25,50,100."))
+        if not self.budget_s > 0:
+            problems.append(Problem("--budget-s", self.budget_s, "must be above 0", "Give seconds per model."))
+        if problems:
+            raise InvalidInputError(problems)
+        if not is_factory(self.source) and not os.path.isdir(self.source):
+            lookup(self.source)
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """One measured model with the machine it was measured on."""
+
+    name: str
+    profile: ModelProfile
+    gpu_type: str
+    hardware: str
+    memory_mib: float
+    versions: Mapping[str, str]
+
+
+def row_name(source: str) -> str:
+    """Return the profile row of a model: the catalogue's name, a factory's function, a directory's own name."""
+    if is_factory(source):
+        return source.rpartition(":")[2].rpartition(".")[2]
+    if os.path.isdir(source):
+        return os.path.basename(os.path.abspath(source))
+    return lookup(source).name
+
+
+def gpu_type_of(device_name: str) -> str:
+    """Return Tenuto's name of a GPU by the driver's: `a100` of `NVIDIA A100-SXM4-40GB`; others in small letters."""
+    words = re.sub(r"nvidia|geforce|tesla|rtx|gtx|-", " ", device_name.lower())
+    parts = words.split()
+    joined = "".join(parts)
+    for known in sorted(GPU_TYPES, key=len, reverse=True):
+        if known != "cpu" and (known in parts or joined == known):
+            return known
+    return joined or "gpu"
+
+
+def measure_model(
+    request: MeasureRequest, *, on_point: Callable[[ProfilePoint], None] = lambda _point: None,
+    share_environment: ShareEnvironment | None = None,
+) -> Measurement:
+    """Measure one model in fresh processes; blocks.
+
+    Args:
+        request: what to measure.
+        on_point: called after each point.
+        share_environment: the environment that gives a process a share of a CUDA device (CUDA MPS); without it only
+            the whole device can be measured there. On a CPU a share is a number of threads and needs none.
+
+    Raises:
+        InvalidInputError: unknown model, wrong options or ranges.
+        EnvironmentFaultError: the device is not there, or not even one batch fits into its memory.
+    """
+    request.check()
+    points: list[ProfilePoint] = []
+    doubts: list[str] = []
+    machine: dict[str, Any] = {}
+    weights_mib: float | None = None
+    for part, environment in _parts(request, share_environment):
+        for event in _events(part, environment):
+            if event["event"] == "machine":
+                machine = event
+            elif event["event"] == "built":
+                weights_mib = event["weights_mib"]
+            elif event["event"] == "point":
+                point = ProfilePoint.model_validate(event["point"])
+                points.append(point)
+                on_point(point)
+            elif event["event"] == "doubt":
+                doubts.append(event["text"])
+    if not points:
+        raise EnvironmentFaultError(
+            f"'{request.source}' could not be measured at any batch size: {'; '.join(doubts) or 'no reason given'}. "
+            "Free memory, or measure smaller batches."
+        )
+    points.sort(key=lambda point: (-point.share_pct, point.batch_size))
+    whole = [(p.batch_size, p.latency_ms) for p in points if p.share_pct == 100.0]
+    line = fit_line(whole)
+    fit = None
+    if line is not None:
+        alpha, beta, r_squared, error = line
+        fit = Fit(
+            alpha_ms=round(alpha, 5), beta_ms=round(beta, 5), max_error_pct=round(error, 2),
+            r_squared=None if r_squared is None else round(r_squared, 5),
+        )
+    profile = ModelProfile(
+        points=tuple(points), fit=fit, doubts=tuple(doubts),
+        weights_mib=None if weights_mib is None else round(weights_mib, 2),
+    )
+    return Measurement(
+        row_name(request.source), profile, machine["gpu_type"], machine["hardware"], machine["memory_mib"],
+        machine["versions"],
+    )
+
+
+def _parts(
+    request: MeasureRequest, share_environment: ShareEnvironment | None
+) -> Iterator[tuple[MeasureRequest, Mapping[str, str]]]:
+    """Cut a request into processes: one for all shares of a CPU, one per share of a GPU."""
+    if request.device == "cpu" or all(share == 100.0 for share in request.shares):
+        yield request, {}
+        return
+    if _device_of(request) == "cpu":
+        yield replace(request, device="cpu"), {}
+        return
+    if share_environment is None:
+        raise EnvironmentFaultError(
+            "a share of a CUDA device needs CUDA MPS, which is not running here. Start it (see `tenuto doctor`), or "
+            "measure the whole device with --shares 100."
+        )
+    for share in request.shares:
+        budget_s = request.budget_s / len(request.shares)
+        yield replace(request, device="cuda", shares=(share,), budget_s=budget_s), share_environment(share)
+
+
+def _device_of(request: MeasureRequest) -> str:
+    """Ask a process what `auto` means: initialising CUDA here would pin a context in the parent."""
+    if request.device != "auto":
+        return request.device
+    return next(str(e["device"]) for e in _events(replace(request, batch_sizes=()), {}) if e["event"] == "machine")
+
+
+def _events(request: MeasureRequest, environment: Mapping[str, str]) -> Iterator[dict[str, Any]]:
+    """Run one worker process and yield what it reports, line by line."""
+    variables = {**os.environ, **environment}
+    calm_openmp(variables)
+    with tempfile.TemporaryFile("w+") as stderr:
+        process = subprocess.Popen(
+            [sys.executable, *_WORKER], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            stderr=stderr, text=True, env=variables,
+        )
+        try:
+            yield from _read(process, request)
+            code = process.wait()
+        finally:
+            if process.poll() is None:
+                process.terminate()
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(5.0)
+                process.kill()
+            process.wait()
+            for pipe in (process.stdin, process.stdout):
+                if pipe is not None:
+                    with contextlib.suppress(OSError):
+                        pipe.close()
+        if code == -9:
+            text = "the process was killed, as the kernel does when memory runs out; larger batches are missing"
+            yield {"event": "doubt", "text": text}
+        elif code != 0:
+            raise EnvironmentFaultError(
+                f"measuring '{request.source}' ended with code {code}: {_last_line(stderr)}. "
+                "Set TENUTO_DEBUG=1 for all it printed."
+            )
+
+
+def _read(process: subprocess.Popen[str], request: MeasureRequest) -> Iterator[dict[str, Any]]:
+    if process.stdin is None or process.stdout is None:
+        raise EnvironmentFaultError("the profiler's process has no pipes. Start it again.")
+    with contextlib.suppress(BrokenPipeError):
+        process.stdin.write(json.dumps(asdict(request)))
+        process.stdin.close()
+    for line in process.stdout:
+        event: dict[str, Any] = json.loads(line)
+        if event["event"] == "error":
+            raise _KINDS[event["kind"]](event["text"])
+        yield event
+
+
+_KINDS: dict[str, type[Exception]] = {
+    "InvalidInputError": InvalidInputError,
+    "MissingProfileError": MissingProfileError,
+    "EnvironmentFaultError": EnvironmentFaultError,
+}
+
+
+def _last_line(stderr: IO[str]) -> str:
+    stderr.seek(0)
+    text = stderr.read()
+    if os.environ.get("TENUTO_DEBUG"):
+        sys.stderr.write(text)
+    lines = text.strip().splitlines()
+    return lines[-1] if lines else "no message"
+
+
+def assemble(measurements: Sequence[Measurement], *, name: str, command: str | None = None) -> Profile:
+    """Return the profile file of models measured on one device.
+
+    Raises:
+        InvalidInputError: two models of the same row, or of different devices.
+    """
+    if not measurements:
+        raise InvalidInputError("nothing was measured. Give at least one model.")
+    first = measurements[0]
+    models: dict[str, ModelProfile] = {}
+    for one in measurements:
+        if one.gpu_type != first.gpu_type or one.name in models:
+            raise InvalidInputError(
+                Problem("models", one.name, "measured twice, or on another device than the others",
+                        "Write one profile file per device, each model once.")
+            )
+        models[one.name] = one.profile
+    versions = {key: value for one in measurements for key, value in one.versions.items()}
+    return Profile(
+        name=name, gpu_type=first.gpu_type,
+        source="measured by `tenuto profile`; latency is from numpy to numpy, copies included",
+        measured=Measured(hardware=first.hardware, date=datetime.now(UTC).date().isoformat(), versions=versions,
+                          command=command),
+        memory_mib=round(first.memory_mib, 1), models=models,
+    )  # fmt: skip

@@ -1,0 +1,81 @@
+"""Peak memory of a model: what the CUDA allocator reserved, or by how much this process's resident set grew."""
+
+from __future__ import annotations
+
+import ctypes
+import ctypes.util
+import gc
+import sys
+from pathlib import Path
+from typing import Protocol
+
+__all__ = ["CudaMemory", "MemoryMeter", "ResidentMemory"]
+
+_STATUS = Path("/proc/self/status")
+_CLEAR = Path("/proc/self/clear_refs")
+
+
+class MemoryMeter(Protocol):
+    """Measures the peak between two calls."""
+
+    def reset(self) -> None:
+        """Begin a new peak."""
+
+    def peak_mib(self) -> float | None:
+        """Return the peak since `reset`, above what there was when the meter was made; None where it cannot be told."""
+
+
+class CudaMemory:
+    """The largest amount PyTorch's caching allocator reserved on the first visible device.
+
+    That, not what tensors filled of it, is what other processes on the GPU cannot have. The CUDA context itself (some
+    hundreds of MiB, outside the allocator) is not in it.
+    """
+
+    def reset(self) -> None:
+        """Return unused blocks to the device and begin a new peak."""
+        import torch
+
+        gc.collect()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(0)
+
+    def peak_mib(self) -> float | None:
+        """Return `max_memory_reserved` in MiB."""
+        import torch
+
+        return torch.cuda.max_memory_reserved(0) / 2**20
+
+
+class ResidentMemory:
+    """Growth of the resident set of this process since the meter was made, by the kernel's high-water mark (Linux).
+
+    Make it after the libraries were imported and before the model is built, in a process of its own: what other models
+    left behind would hide growth. Elsewhere than on Linux it measures nothing.
+    """
+
+    def __init__(self) -> None:
+        self._base_mib = self._read("VmRSS")
+
+    def reset(self) -> None:
+        """Return freed memory to the kernel and lower the high-water mark to what is resident now."""
+        gc.collect()
+        if sys.platform == "linux":
+            trim = getattr(ctypes.CDLL(ctypes.util.find_library("c")), "malloc_trim", None)
+            if trim is not None:
+                trim(0)
+        if self._base_mib is not None:
+            _CLEAR.write_text("5")
+
+    def peak_mib(self) -> float | None:
+        """Return the peak growth in MiB."""
+        peak = self._read("VmHWM")
+        return None if peak is None or self._base_mib is None else max(0.0, peak - self._base_mib)
+
+    @staticmethod
+    def _read(key: str) -> float | None:
+        try:
+            lines = _STATUS.read_text().splitlines()
+        except OSError:
+            return None
+        return next((int(line.split()[1]) / 1024 for line in lines if line.startswith(key + ":")), None)

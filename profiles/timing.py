@@ -1,0 +1,106 @@
+"""When to stop repeating a measurement, and what to report of it. No clock of its own, no torch."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+__all__ = ["Timing", "fit_line", "measure_until_stable", "quantile"]
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Repeated measurements of one thing, in ms.
+
+    `spread_ms` is half the distance of the 10th and 90th percentile; `uncertainty_pct` half the width of the median's
+    95 % confidence interval, in percent of the median (from order statistics: no distribution is assumed).
+    """
+
+    median_ms: float
+    spread_ms: float
+    uncertainty_pct: float
+    fastest_ms: float
+    runs: int
+
+    @classmethod
+    def of(cls, samples_ms: Sequence[float]) -> Timing:
+        """Summarise at least one sample."""
+        ordered = sorted(samples_ms)
+        median = statistics.median(ordered)
+        low, high = _median_interval(len(ordered))
+        return cls(
+            median_ms=median,
+            spread_ms=(quantile(ordered, 0.9) - quantile(ordered, 0.1)) / 2,
+            uncertainty_pct=50.0 * (ordered[high] - ordered[low]) / median if median > 0 else 0.0,
+            fastest_ms=ordered[0],
+            runs=len(ordered),
+        )
+
+
+def _median_interval(count: int) -> tuple[int, int]:
+    """Return the indices of the order statistics around the median that hold it with 95 % (normal approximation)."""
+    half = 1.96 * math.sqrt(count) / 2
+    return max(0, math.floor(count / 2 - half)), min(count - 1, math.ceil(count / 2 + half))
+
+
+def quantile(ordered: Sequence[float], fraction: float) -> float:
+    """Return a quantile of ascending values, linear between two of them."""
+    position = fraction * (len(ordered) - 1)
+    low = math.floor(position)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (ordered[high] - ordered[low]) * (position - low)
+
+
+def measure_until_stable(
+    run: Callable[[], object], clock_s: Callable[[], float], *, budget_s: float, tolerance_pct: float = 1.5,
+    min_runs: int = 10, max_runs: int = 500,
+) -> Timing:
+    """Time `run` until its median is known within `tolerance_pct`, or the budget is spent.
+
+    Three runs are made whatever the budget is: a model that takes seconds is still measured more than once.
+
+    Args:
+        run: one repetition; blocks until the work is done.
+        clock_s: monotonic clock.
+        budget_s: seconds for all repetitions.
+        tolerance_pct: half-width of the median's 95 % confidence interval at which to stop.
+        min_runs: repetitions before stability is believed.
+        max_runs: repetitions at most.
+    """
+    samples: list[float] = []
+    began = clock_s()
+    while True:
+        started = clock_s()
+        run()
+        ended = clock_s()
+        samples.append((ended - started) * 1000.0)
+        if len(samples) >= max_runs or (len(samples) >= 3 and ended - began >= budget_s):
+            return Timing.of(samples)
+        if len(samples) >= min_runs and len(samples) % 5 == 0:
+            timing = Timing.of(samples)
+            if timing.uncertainty_pct <= tolerance_pct:
+                return timing
+
+
+def fit_line(points: Sequence[tuple[int, float]]) -> tuple[float, float, float | None, float] | None:
+    """Fit l(b) = alpha*b + beta by least squares.
+
+    Args:
+        points: (batch size, latency in ms).
+
+    Returns:
+        alpha in ms, beta in ms, r squared (None where all latencies are equal), largest error in percent of a
+        point's latency; or None with fewer than two batch sizes.
+    """
+    if len({size for size, _ in points}) < 2:
+        return None
+    mean_b = statistics.fmean(size for size, _ in points)
+    mean_l = statistics.fmean(latency for _, latency in points)
+    alpha = sum((b - mean_b) * (lat - mean_l) for b, lat in points) / sum((b - mean_b) ** 2 for b, _ in points)
+    beta = mean_l - alpha * mean_b
+    errors = [lat - (alpha * b + beta) for b, lat in points]
+    total = sum((lat - mean_l) ** 2 for _, lat in points)
+    r_squared = 1.0 - sum(e * e for e in errors) / total if total > 0 else None
+    return alpha, beta, r_squared, max(abs(e) / lat * 100.0 for e, (_, lat) in zip(errors, points, strict=True))
