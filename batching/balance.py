@@ -1,10 +1,11 @@
 """Who gives way when not everything can be served: a small head start for the models that lose more than their part.
 
-Ranking by urgency alone is not fair: a model with a short SLO and a small cost per request has little time between the moment
-its batch is complete and the moment it is too late, so it loses requests while models with long batches lose none. Here each
-model carries an offset (ms) on its latest moment. It grows with every request the model gives up and shrinks with every request
-it serves, so that it comes to rest where the model loses its part of all losses. This is a correction of our own; the papers
-have none. The offsets are bounded by 15 % of the SLO, so no model can be starved by another's head start.
+Ranking by urgency alone is not fair: a model with a short SLO and a small cost per request has little time between the
+moment its batch is complete and the moment it is too late, so it loses requests while models with long batches lose
+none. Here each model carries an offset (ms) on its latest moment. It grows with every request the model gives up and
+shrinks with every request it serves, so that it comes to rest where the model loses its part of all losses. This is a
+correction of our own; the papers have none. The offsets are bounded by 15 % of the SLO, so no model can be starved by
+another's head start.
 """
 
 from __future__ import annotations
@@ -15,11 +16,11 @@ __all__ = ["Balance"]
 class Balance:
     """The offsets of all models. `offset_ms[m]` > 0: the model is served earlier than its urgency alone would give.
 
-    With `total` false every model is to lose the same share of its requests. With `total` true the share follows the square
-    of what a request of the model costs in GPU time, which loses the fewest requests of all models together.
+    With `total` false every model is to lose the same share of its requests. With `total` true the share follows the
+    square of what a request of the model costs in GPU time, which loses the fewest requests of all models together.
     """
 
-    __slots__ = ("_bound_ms", "_costs", "_lost", "_step_ms", "_sum", "_total", "offset_ms", "weight")
+    __slots__ = ("_bound_ms", "_costs", "_lost", "_scale", "_step_ms", "_sum", "_total", "offset_ms")
 
     STEP = 0.006  # of the SLO, per request given up
     BOUND = 0.15  # of the SLO
@@ -35,7 +36,7 @@ class Balance:
         self._costs = [1.0] * len(slo_ms)
         self._sum = float(len(slo_ms))
         self.offset_ms = [0.0] * len(slo_ms)
-        self.weight = [1.0] * len(slo_ms)
+        self._scale = 1.0
 
     def set_cost(self, model: int, ms_per_request: float) -> None:
         """Tell what one request of a model costs in GPU time at its target batch."""
@@ -43,12 +44,16 @@ class Balance:
             cost = ms_per_request * ms_per_request
             self._sum += cost - self._costs[model]
             self._costs[model] = cost
-            self.weight[model] = cost * len(self._costs) / self._sum
+            self._scale = len(self._costs) / self._sum
+
+    def weight(self, model: int) -> float:
+        """Return the part of all losses that is to be this model's, relative to its part of the requests."""
+        return self._costs[model] * self._scale
 
     def gave_up(self, model: int, count: int) -> float:
         """Record requests that were given up; returns the model's offset."""
         self._lost += count * (1.0 - self._lost) / self.MEMORY
-        part = min(self.LARGEST_PART, self._lost * self.weight[model])
+        part = min(self.LARGEST_PART, self._lost * self._costs[model] * self._scale)
         offset = self.offset_ms[model] + self._step_ms[model] * count * (1.0 - part)
         bound = self._bound_ms[model]
         self.offset_ms[model] = offset = offset if offset < bound else bound
@@ -58,7 +63,7 @@ class Balance:
         """Record requests that were served; returns the model's offset."""
         self._lost -= count * self._lost / self.MEMORY
         lost = self._lost if self._lost > self.LEAST_LOSS else self.LEAST_LOSS
-        part = min(self.LARGEST_PART, lost * self.weight[model])
+        part = min(self.LARGEST_PART, lost * self._costs[model] * self._scale)
         offset = self.offset_ms[model] - self._step_ms[model] * count * part
         bound = -self._bound_ms[model]
         self.offset_ms[model] = offset = offset if offset > bound else bound

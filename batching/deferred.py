@@ -1,14 +1,14 @@
 """Deferred batch scheduling: a batch is held as long as its deadline allows it to grow, and never longer.
 
-Symphony's Algorithm 1 in the extended form of its appendix D (arXiv 2308.07470), over gpu-lets instead of GPUs. Each model
-has a queue and a candidate batch with two moments: *frontrun* `d - l(b+1)`, when waiting for one more request would cost
-the head its deadline, and *latest* `d - l(b)`. At frontrun a model takes the idle gpu-let of the smallest index; if there
-is none it waits, and a gpu-let that becomes free takes the waiting model whose latest moment comes first. Every comparison
-of times admits equality; with strict ones the paper's own trace (§3.3) fails.
+Symphony's Algorithm 1 in the extended form of its appendix D (arXiv 2308.07470), over gpu-lets instead of GPUs. Each
+model has a queue and a candidate batch with two moments: *frontrun* `d - l(b+1)`, when waiting for one more request
+would cost the head its deadline, and *latest* `d - l(b)`. At frontrun a model takes the idle gpu-let of the smallest
+index; if there is none it waits, and a gpu-let that becomes free takes the waiting model whose latest moment comes
+first. Every comparison of times admits equality; with strict ones the paper's own trace (§3.3) fails.
 
 Three things go beyond the paper, each an option: releasing before frontrun and defending less than the staggered batch
-(`release`, see `target.py`), and a fair distribution of losses (`balance`, see `balance.py`). With `release=frontrun` and
-`balance=off` the scheduler is Symphony as published.
+(`release`, see `target.py`), and a fair distribution of losses (`balance`, see `balance.py`). With `release=frontrun`
+and `balance=off` the scheduler is Symphony as published.
 
 Gpu-lets with the same models and latencies form a pool, so that a new request costs O(log M) and a completion
 O(log M + log G).
@@ -17,23 +17,11 @@ O(log M + log G).
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from dataclasses import dataclass, field
 from heapq import heappop, heappush
 
-from tenuto.batching.balance import Balance
-from tenuto.batching.gathering import GATHERING
-from tenuto.batching.interface import (
-    INF,
-    TIME_TOLERANCE_MS,
-    Dispatch,
-    Drop,
-    NetworkDelay,
-    Scheduler,
-    SchedulerOptions,
-    Setup,
-)
+from tenuto.batching.interface import INF, TIME_TOLERANCE_MS, Dispatch, Drop
+from tenuto.batching.pooled import DeferredOptions, PooledScheduler
 from tenuto.batching.pools import Lane, ModelQueue, Pool
-from tenuto.batching.target import ArrivalRate, batch_sizes
 
 __all__ = ["DeferredOptions", "DeferredScheduler"]
 
@@ -42,108 +30,12 @@ CONTENTION_STEP = 1 / 256  # how fast the share of batches that had to wait for 
 EARLY_PART = 1.0  # how much of a model's head start in rank also moves its frontrun
 
 
-@dataclass(frozen=True)
-class DeferredOptions(SchedulerOptions):
-    """What can be varied; the defaults are the measured best (docs/benchmarks-batching.md).
-
-    gather: `window` gives up the head to keep the batch at the size worth defending; `head-first` only what is lost anyway.
-    release: `frontrun` as published; `target` also once the staggered batch is complete; `adaptive` as soon as waiting for
-    more does not pay.
-    balance: `each` evens out the losses between models; `total` loses the fewest requests over all models, at the cost of the
-    expensive ones; `off` ranks by urgency alone, as published.
-    """
-
-    gather: str = field(default="window", metadata={"choices": tuple(GATHERING)})
-    release: str = field(default="adaptive", metadata={"choices": ("adaptive", "target", "frontrun")})
-    balance: str = field(default="each", metadata={"choices": ("each", "total", "off")})
-
-
-class DeferredScheduler(Scheduler):
+class DeferredScheduler(PooledScheduler):
     """Symphony. Invariant: a model is waiting only while no gpu-let it could use is idle."""
 
     name = "deferred"
     summary = "Symphony: hold each batch as long as its deadline allows, most urgent model first"
     options_type = DeferredOptions
-
-    def __init__(self, setup: Setup, options: SchedulerOptions | None = None) -> None:
-        super().__init__(setup, options)
-        chosen = options if isinstance(options, DeferredOptions) else DeferredOptions()
-        self._options = chosen
-        self._gather = GATHERING[chosen.gather]
-        self._timers: list[tuple[float, int]] = []  # (time, model index, or number of models + pool index)
-        self._dirty: list[ModelQueue] = []
-        self._contention = 0.0  # share of batches lately that had to wait for a gpu-let
-        count = len(setup.gpulets)
-        self._pending = [0] * count
-        self._free_at = [0.0] * count
-        self._is_idle = [False] * count
-        self._is_lost = [False] * count
-        self._factors: list[dict[int, float]] = [{} for _ in range(count)]
-        self._pools: list[Pool] = []
-        self._pool_by_key: dict[object, Pool] = {}
-        self._pool_of: list[Pool] = []
-        self._models = [ModelQueue(i, ArrivalRate(spec.rate_rps)) for i, spec in enumerate(setup.models)]
-        # One model alone has nobody to give way to.
-        self._balance = (
-            Balance([spec.slo_ms for spec in setup.models], chosen.balance == "total")
-            if chosen.balance != "off" and len(setup.models) > 1 else None
-        )
-        self._adopt_network(setup.network)
-        for gpulet in range(count):
-            self._pool_of.append(self._pool_for(gpulet))
-            self._pool_of[gpulet].size += 1
-        for model in self._models:
-            if model.lanes:
-                self._refresh_sizes(model)
-        for gpulet in range(count):
-            self._set_idle(gpulet)
-
-    # Building -------------------------------------------------------------------------------------------------------
-
-    def _adopt_network(self, network: NetworkDelay) -> None:
-        self._network = network
-        self._ctrl_ms = network.ctrl_ms
-        self._response_ms = network.response_ms
-        self._ahead = network.ctrl_ms > 0 or network.data_ms_per_request > 0
-        for model, spec in zip(self._models, self.setup.models, strict=True):
-            model.budget_ms = spec.slo_ms - network.response_ms
-
-    def _pool_for(self, gpulet: int) -> Pool:
-        hosts = self.setup.gpulets[gpulet].hosts
-        factors = self._factors[gpulet]
-        key = (id(hosts), tuple(sorted(factors.items())))
-        pool = self._pool_by_key.get(key)
-        if pool is None:
-            pool = Pool(len(self._pools), hosts)
-            self._pool_by_key[key] = pool
-            self._pools.append(pool)
-            for index, host in hosts.items():
-                model = self._models[index]
-                lane = Lane(pool, factors.get(index, 1.0))
-                lane.adopt(host, self._network, model.budget_ms)
-                pool.lanes[index] = lane
-                model.lanes.append(lane)
-                model.order_lanes()
-                model.await_stage(0)
-                if model.waiting:
-                    heappush(pool.waiting, (model.rank, index))
-        return pool
-
-    def _refresh_sizes(self, model: ModelQueue) -> None:
-        """Recompute the sizes that steer a model from its rate and the latencies of its fastest gpu-lets."""
-        fastest = model.lanes[-1]
-        latency = fastest.sent[: fastest.cap + 1]
-        gpulets = sum(lane.pool.size for lane in model.lanes)
-        sizes = batch_sizes(latency, model.budget_ms - self._ctrl_ms, model.rate.rps, gpulets, self._contention > 0.5)
-        release = self._options.release
-        if release == "adaptive":
-            model.target, model.release = sizes.defend, sizes.release
-        else:
-            model.target = sizes.target
-            model.release = sizes.target if release == "target" else fastest.cap
-        if self._balance is not None:
-            self._balance.set_cost(model.index, fastest.run[sizes.target] / sizes.target)
-        model.await_stage(model.stage)
 
     # Events in ------------------------------------------------------------------------------------------------------
 
@@ -247,7 +139,7 @@ class DeferredScheduler(Scheduler):
                 break
         self.next_wake_ms = time
 
-    def gpulet_lost(self, now_ms: float, gpulet_index: int) -> None:
+    def gpulet_lost(self, now_ms: float, gpulet_index: int) -> None:  # noqa: ARG002
         self._is_lost[gpulet_index] = True
         self._is_idle[gpulet_index] = False
         self._pending[gpulet_index] = 0
@@ -260,94 +152,7 @@ class DeferredScheduler(Scheduler):
         if not self._serve_waiting(pool, gpulet_index, now_ms):
             self._set_idle(gpulet_index)
 
-    def queued(self, model_index: int) -> int:
-        return len(self._models[model_index].ids)
-
-    def update_latency(self, model_index: int, gpulet_index: int, factor: float) -> None:
-        factors = self._factors[gpulet_index]
-        rounded = round(factor, 2)
-        if model_index not in self.setup.gpulets[gpulet_index].hosts or factors.get(model_index, 1.0) == rounded:
-            return
-        factors[model_index] = rounded
-        if rounded == 1.0:
-            del factors[model_index]
-        old = self._pool_of[gpulet_index]
-        pool = self._pool_of[gpulet_index] = self._pool_for(gpulet_index)
-        old.size -= 1
-        pool.size += 1
-        if self._is_idle[gpulet_index]:
-            heappush(pool.idle, gpulet_index)
-        elif self._pending[gpulet_index] == 1 and self._ahead:
-            heappush(pool.soon, (self._free_at[gpulet_index], gpulet_index))
-        if not old.size:
-            self._retire(old)
-        for index in pool.lanes:
-            self._lanes_changed(self._models[index])
-
-    def _retire(self, pool: Pool) -> None:
-        """Forget a pool that lost its last gpu-let."""
-        self._pool_by_key = {key: kept for key, kept in self._pool_by_key.items() if kept is not pool}
-        pool.timer = INF
-        for index, lane in pool.lanes.items():
-            self._models[index].lanes.remove(lane)
-
-    def _lanes_changed(self, model: ModelQueue) -> None:
-        """Latencies have changed: order the lanes and look again at the time the queue is due."""
-        model.order_lanes()
-        model.await_stage(0)
-        self._refresh_sizes(model)
-        if model.ids and not model.waiting:
-            count = len(model.ids)
-            due = model.deadlines[0] - model.lead[count] - model.early_ms if count < model.full else -INF
-            self._set_timer(model, due)
-
-    def _set_timer(self, model: ModelQueue, due: float) -> None:
-        model.timer = due
-        if not model.dirty:
-            model.dirty = True
-            self._dirty.append(model)
-        if due < self.next_wake_ms:
-            self.next_wake_ms = due
-
-    def update_network(self, network: NetworkDelay) -> None:
-        self._adopt_network(network)
-        for model in self._models:
-            for lane in model.lanes:
-                lane.adopt(lane.pool.hosts[model.index], network, model.budget_ms)
-            if model.lanes:
-                self._lanes_changed(model)
-
     # Decisions ------------------------------------------------------------------------------------------------------
-
-    def _set_idle(self, gpulet: int) -> None:
-        self._is_idle[gpulet] = True
-        heappush(self._pool_of[gpulet].idle, gpulet)
-
-    def _idle_in(self, pool: Pool) -> int:
-        """Return the idle gpu-let of the smallest index, or -1."""
-        idle, is_idle, pool_of = pool.idle, self._is_idle, self._pool_of
-        while idle:
-            if is_idle[idle[0]] and pool_of[idle[0]] is pool:
-                return idle[0]
-            heappop(idle)
-        return -1
-
-    def _free_in(self, pool: Pool, ready_at: float, now: float) -> int:
-        """Return an idle gpu-let, else one that will be free by `ready_at` when the data has arrived; -1 if none."""
-        gpulet = self._idle_in(pool)
-        if gpulet >= 0 or not self._ahead:
-            return gpulet
-        soon = pool.soon
-        while soon:
-            free_at, gpulet = soon[0]
-            stale = self._pending[gpulet] != 1 or self._free_at[gpulet] != free_at or self._pool_of[gpulet] is not pool
-            if stale or free_at < now - TIME_TOLERANCE_MS or self._is_lost[gpulet]:  # overdue: wait until it reports
-                heappop(soon)
-            elif free_at <= ready_at + TIME_TOLERANCE_MS:
-                return gpulet
-            else:
-                break
-        return -1
 
     def _due(self, model: ModelQueue, now: float) -> None:
         """The model's frontrun moment has come: take a gpu-let for as long as it is due, or join the waiting ones."""
@@ -419,7 +224,7 @@ class DeferredScheduler(Scheduler):
         model.rank = rank
         index = model.index
         for lane in model.lanes:
-            heappush(lane.pool.waiting, (rank, index))
+            lane.pool.add_waiting(rank, index, self._models)
             if self._ahead:
                 self._arm_pool(lane.pool)
         self._arm(model, now)
@@ -484,7 +289,7 @@ class DeferredScheduler(Scheduler):
         return False
 
     def _serve_ahead(self, pool: Pool, now: float) -> None:
-        """The data of the most urgent waiting batch has to be sent now to be there when the next gpu-let becomes free."""
+        """Send the most urgent waiting batch now, so that its data is there when the next gpu-let becomes free."""
         soon = pool.soon
         while soon and pool.waiting:
             free_at, gpulet = soon[0]
@@ -492,7 +297,9 @@ class DeferredScheduler(Scheduler):
             if stale or free_at < now - TIME_TOLERANCE_MS or self._is_lost[gpulet]:
                 heappop(soon)
                 continue
-            if free_at - self._lead_of_waiting(pool) > now + TIME_TOLERANCE_MS or not self._serve_waiting(pool, gpulet, now):
+            if free_at - self._lead_of_waiting(pool) > now + TIME_TOLERANCE_MS or not self._serve_waiting(
+                pool, gpulet, now
+            ):
                 break
         self._arm_pool(pool)
 
@@ -509,7 +316,7 @@ class DeferredScheduler(Scheduler):
         return -INF
 
     def _arm_pool(self, pool: Pool) -> None:
-        """Set the gpu-let timer of a pool: when the most urgent waiting batch has to be sent to the next free gpu-let."""
+        """Set the gpu-let timer of a pool: when the most urgent waiting batch has to be sent to the next free one."""
         lead = self._lead_of_waiting(pool)
         if lead < 0 or not pool.soon:
             pool.timer = INF

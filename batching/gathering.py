@@ -1,4 +1,5 @@
-"""How a batch is cut from a queue: which requests at its front are given up, and how many of the following run together.
+"""How a batch is cut from a queue: which requests at its front are given up, and how many of the following run
+together.
 
 A rule is a pure function of the queue and the moment, exchangeable by name. Deadlines are ascending, times in ms.
 """
@@ -18,7 +19,7 @@ GatherRule = Callable[[list[float], int, float, list[float], float, list[float]]
 
 
 def head_first(
-    deadlines: list[float], target: int, send_at: float, sent_ms: list[float], free_at: float, run_ms: list[float]
+    deadlines: list[float], _target: int, send_at: float, sent_ms: list[float], free_at: float, run_ms: list[float]
 ) -> tuple[int, int]:
     """Give up only what cannot make it even alone; then the longest batch the first survivor allows (Symphony, Alg. 1).
 
@@ -31,9 +32,9 @@ def head_first(
 def window(
     deadlines: list[float], target: int, send_at: float, sent_ms: list[float], free_at: float, run_ms: list[float]
 ) -> tuple[int, int]:
-    """Give up the front requests that keep the batch below `target`, or below the largest size the newest requests allow.
+    """Give up the front requests that keep the batch below the size worth defending.
 
-    The size to defend is the largest q <= target such that the newest q requests could run as one batch. Then the batch grows
+    That size is the largest q <= target such that the newest q requests could run as one batch. Then the batch grows
     past it for free, as long as its own first deadline holds.
 
     Returns:

@@ -1,6 +1,7 @@
 """Goodput: the highest offered rate that is still answered in time, found by bisection on the rate scale.
 
-The criterion is Symphony's: every model keeps at least 99 % of its requests in time (or, optionally, all requests together).
+The criterion is Symphony's: every model keeps at least 99 % of its requests in time (or, optionally, all requests
+together).
 """
 
 from __future__ import annotations
@@ -61,14 +62,21 @@ class GoodputSearch:
             "rate_scale": self.rate_scale,
             "offered_rps": float(best.counts().sum()) / best.window_s if best else 0.0,
             "bracket_pct": 100.0 * (self.upper_scale / self.rate_scale - 1.0)
-            if self.rate_scale > 0 and math.isfinite(self.upper_scale) else None,
+            if self.rate_scale > 0 and math.isfinite(self.upper_scale)
+            else None,
             "criterion": self.criterion,
             "required_attainment": self.attainment,
             "interrupted": self.interrupted,
             "trials": [
-                {"rate_scale": t.rate_scale, "passed": t.passed, "offered_rps": t.offered_rps,
-                 "attainment": t.attainment, "worst_model": t.worst_model, "worst_attainment": t.worst_attainment,
-                 "stopped_early": t.stopped_early}
+                {
+                    "rate_scale": t.rate_scale,
+                    "passed": t.passed,
+                    "offered_rps": t.offered_rps,
+                    "attainment": t.attainment,
+                    "worst_model": t.worst_model,
+                    "worst_attainment": t.worst_attainment,
+                    "stopped_early": t.stopped_early,
+                }
                 for t in self.trials
             ],
             "simulation": best.summary() if best else None,
@@ -124,7 +132,9 @@ def find_goodput(
     scale = start_scale
     try:
         while True:
-            trial, result = _try(make_scheduler(scale), make_schedule(scale), scale, duration_s, warmup_s, criterion, attainment)
+            trial, result = _try(
+                make_scheduler(scale), make_schedule(scale), scale, duration_s, warmup_s, criterion, attainment
+            )
             trials.append(trial)
             if trial.passed:
                 low, best = scale, result
@@ -149,8 +159,13 @@ def find_goodput(
 
 
 def _try(
-    scheduler: Scheduler, schedule: Schedule, scale: float, duration_s: float, warmup_s: float | None,
-    criterion: Criterion, attainment: float,
+    scheduler: Scheduler,
+    schedule: Schedule,
+    scale: float,
+    duration_s: float,
+    warmup_s: float | None,
+    criterion: Criterion,
+    attainment: float,
 ) -> tuple[Trial, SimulationResult]:
     times_ms, model_index = schedule
     models = scheduler.setup.models
@@ -173,12 +188,20 @@ def _try(
     result = simulate(scheduler, times_ms, model_index, duration_s=duration_s, warmup_s=warmup_s, stop=stop)
     counts = result.counts()
     by_model = result.attainments()
-    judged = [(float(by_model[m]), models[m].name) for m in sorted(hosted) if offered[m] and not math.isnan(by_model[m])]
+    judged = [
+        (float(by_model[m]), models[m].name) for m in sorted(hosted) if offered[m] and not math.isnan(by_model[m])
+    ]
     worst, name = min(judged, default=(0.0, None))
     served = counts[sorted(hosted)]
     together = float(served[:, OK].sum() / served.sum()) if served.sum() else 0.0
     passed = not stopped and bool(judged) and (worst if criterion == "each" else together) >= attainment
     return Trial(
-        rate_scale=scale, passed=passed, offered_rps=float(counts.sum()) / result.window_s, goodput_rps=result.goodput_rps,
-        worst_model=name, worst_attainment=worst, attainment=together, stopped_early=stopped,
+        rate_scale=scale,
+        passed=passed,
+        offered_rps=float(counts.sum()) / result.window_s,
+        goodput_rps=result.goodput_rps,
+        worst_model=name,
+        worst_attainment=worst,
+        attainment=together,
+        stopped_early=stopped,
     ), result

@@ -15,6 +15,7 @@ from typing import Any, ClassVar, NamedTuple
 from tenuto.errors import InvalidInputError, Problem
 
 __all__ = [
+    "TIME_TOLERANCE_MS",
     "Decision",
     "Dispatch",
     "Drop",
@@ -25,7 +26,6 @@ __all__ = [
     "Scheduler",
     "SchedulerModel",
     "SchedulerOptions",
-    "TIME_TOLERANCE_MS",
     "Setup",
 ]
 
@@ -104,11 +104,17 @@ class Setup:
         found = []
         for index, model in enumerate(self.models):
             if not (math.isfinite(model.slo_ms) and model.slo_ms > 0):
-                found.append(Problem(f"models.{index}.slo_ms", model.slo_ms, "must be a positive number of ms",
-                                     "Give a larger SLO."))
+                found.append(
+                    Problem(
+                        f"models.{index}.slo_ms", model.slo_ms, "must be a positive number of ms", "Give a larger SLO."
+                    )
+                )
             if model.rate_rps is not None and not (math.isfinite(model.rate_rps) and model.rate_rps > 0):
-                found.append(Problem(f"models.{index}.rate_rps", model.rate_rps, "must be a positive rate",
-                                     "Give a larger rate."))
+                found.append(
+                    Problem(
+                        f"models.{index}.rate_rps", model.rate_rps, "must be a positive rate", "Give a larger rate."
+                    )
+                )
         seen: set[int] = set()
         for gpulet in self.gpulets:
             if id(gpulet.hosts) in seen:
@@ -117,11 +123,18 @@ class Setup:
             for index, host in gpulet.hosts.items():
                 where = f"gpulets.{gpulet.id}.{self.models[index].name}"
                 if host.max_batch < 1 or not all(math.isfinite(x) and x > 0 for x in host.latency_ms[1:]):
-                    found.append(Problem(where, host.latency_ms[:4],
-                                         "latencies must be positive numbers for batch 1 and up", "Correct the profile."))
+                    found.append(
+                        Problem(
+                            where,
+                            host.latency_ms[:4],
+                            "latencies must be positive numbers for batch 1 and up",
+                            "Correct the profile.",
+                        )
+                    )
                 if not host.slowdown >= 1.0 or not math.isfinite(host.slowdown):
-                    found.append(Problem(where, host.slowdown, "slowdown must be a number of at least 1",
-                                         "Use 1.0 for none."))
+                    found.append(
+                        Problem(where, host.slowdown, "slowdown must be a number of at least 1", "Use 1.0 for none.")
+                    )
         for key in ("ctrl_ms", "data_ms_per_request", "response_ms"):
             value = getattr(self.network, key)
             if not (math.isfinite(value) and value >= 0):
@@ -137,9 +150,12 @@ class Setup:
             for index, host in hosts.items():
                 fastest[index] = min(fastest.get(index, INF), host.latency_ms[1] * host.slowdown)
         return [
-            Problem(f"models.{self.models[index].name}.slo_ms", self.models[index].slo_ms,
-                    f"unserveable: a batch of one takes {latency + fixed_ms:g} ms at best",
-                    "Raise the SLO, use a faster GPU or a larger share, or remove the model.")
+            Problem(
+                f"models.{self.models[index].name}.slo_ms",
+                self.models[index].slo_ms,
+                f"unserveable: a batch of one takes {latency + fixed_ms:g} ms at best",
+                "Raise the SLO, use a faster GPU or a larger share, or remove the model.",
+            )
             for index, latency in sorted(fastest.items())
             if latency + fixed_ms > self.models[index].slo_ms
         ]
@@ -194,14 +210,21 @@ class SchedulerOptions:
             where = f"--option {name}"
             spec = known.get(name)
             if spec is None:
-                problems.append(Problem(where, value, f"scheduler '{scheduler}' has no such option",
-                                        f"Known options: {', '.join(known) or '(none)'}."))
+                problems.append(
+                    Problem(
+                        where,
+                        value,
+                        f"scheduler '{scheduler}' has no such option",
+                        f"Known options: {', '.join(known) or '(none)'}.",
+                    )
+                )
                 continue
             try:
                 converted = _convert(value, type(spec.default))
             except ValueError:
-                problems.append(Problem(where, value, f"must be a {type(spec.default).__name__}",
-                                        f"The default is {spec.default}."))
+                problems.append(
+                    Problem(where, value, f"must be a {type(spec.default).__name__}", f"The default is {spec.default}.")
+                )
                 continue
             choices, minimum = spec.metadata.get("choices"), spec.metadata.get("minimum")
             if choices is not None and converted not in choices:
@@ -240,10 +263,10 @@ class Scheduler(ABC):
 
     * Every call carries `now_ms`, which never decreases. After any call the driver takes `drain()` and carries the
       decisions out, then sleeps until the next event or `next_wake_ms`, whichever is first, and calls `wake`.
-    * Events of one instant come in the order completions, arrivals, wake. A scheduler may decide in any call; if it wants
-      all events of the instant first it sets `next_wake_ms = now_ms`.
-    * Request ids are chosen by the driver and unique among requests in the scheduler. Each id comes out exactly once, in
-      a `Dispatch` or a `Drop` (again in a later `Dispatch` only after `Preempt`), unless it was cancelled.
+    * Events of one instant come in the order completions, arrivals, wake. A scheduler may decide in any call; if it
+      wants all events of the instant first it sets `next_wake_ms = now_ms`.
+    * Request ids are chosen by the driver and unique among requests in the scheduler. Each id comes out exactly once,
+      in a `Dispatch` or a `Drop` (again in a later `Dispatch` only after `Preempt`), unless it was cancelled.
     * A gpu-let is busy from its `Dispatch` to its `batch_done`; one `batch_done` per `Dispatch`, oldest first (none for
       a preempted batch or one lost with its gpu-let).
     """
@@ -278,7 +301,7 @@ class Scheduler(ABC):
 
     @abstractmethod
     def add_request(self, now_ms: float, model_index: int, request_id: int, deadline_ms: float) -> None:
-        """Take one request; `deadline_ms` is when its answer must be with the client. One in the past is dropped at once."""
+        """Take one request; its answer must be with the client at `deadline_ms`. One in the past is dropped at once."""
 
     def add_requests(
         self, now_ms: float, model_index: int, request_ids: Sequence[int], deadlines_ms: Iterable[float]

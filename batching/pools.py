@@ -1,9 +1,10 @@
-"""State of the deferred scheduler: models with their queues, and gpu-lets grouped by what they hold and how fast they are."""
+"""State of the deferred scheduler: models with their queues, and gpu-lets grouped by what they hold and their speed."""
 
 from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Mapping
+from heapq import heapify, heappush
 
 from tenuto.batching.interface import INF, TIME_TOLERANCE_MS, Host, NetworkDelay
 from tenuto.batching.target import ArrivalRate
@@ -14,8 +15,9 @@ __all__ = ["Lane", "ModelQueue", "Pool"]
 class Lane:
     """One model on one pool: its latencies as the scheduler plans with them, in ms by batch size.
 
-    `run[b]` is l(b); `sent[b]` adds the data delay; `lead[b]` is how long before the head's deadline a batch of b has to be
-    sent so that it could not grow any further: l(b+1) and the delay of b+1. `cap` is the largest size worth waiting for.
+    `run[b]` is l(b); `sent[b]` adds the data delay; `lead[b]` is how long before the head's deadline a batch of b has
+    to be sent so that it could not grow any further: l(b+1) and the delay of b+1. `cap` is the largest size worth
+    waiting for.
     """
 
     __slots__ = ("cap", "factor", "lead", "pool", "run", "sent")
@@ -54,13 +56,35 @@ class Pool:
         self.waiting: list[tuple[float, int]] = []  # (rank, model); valid while it is the model's rank
         self.timer = INF
 
+    def add_waiting(self, rank: float, model: int, models: list[ModelQueue]) -> None:
+        """Enter a model among the waiting ones; entries that went stale are cleared out before they pile up."""
+        waiting = self.waiting
+        if len(waiting) > 64 + 4 * len(models):
+            waiting[:] = {entry for entry in waiting if models[entry[1]].waiting and models[entry[1]].rank == entry[0]}
+            heapify(waiting)
+        heappush(waiting, (rank, model))
+
 
 class ModelQueue:
     """One model: its queue in order of deadlines, and when it has to be looked at again."""
 
     __slots__ = (
-        "budget_ms", "deadlines", "dirty", "early_ms", "full", "ids", "index", "lanes", "lead", "rank", "rate", "release",
-        "stage", "target", "timer", "waiting",
+        "budget_ms",
+        "deadlines",
+        "dirty",
+        "early_ms",
+        "full",
+        "ids",
+        "index",
+        "lanes",
+        "lead",
+        "rank",
+        "rate",
+        "release",
+        "stage",
+        "target",
+        "timer",
+        "waiting",
     )
 
     def __init__(self, index: int, rate: ArrivalRate) -> None:
@@ -82,7 +106,7 @@ class ModelQueue:
         self.rank = INF
 
     def order_lanes(self) -> None:
-        """Sort slowest first; among equals the most general pool first, so that the last, preferred one is the most special."""
+        """Sort slowest first; among equals the most general pool first: the last, preferred one is the most special."""
         common = min(len(lane.run) for lane in self.lanes) - 1
         self.lanes.sort(key=lambda lane: (-lane.run[common], -len(lane.pool.hosts), -lane.pool.index))
 

@@ -1,6 +1,7 @@
 """What a simulated run produced: raw times and outcome of every request, and the figures of `simulate --json`.
 
-Definitions are those of docs/metrics.md: latency counts from the scheduled arrival, attainment divides by offered requests.
+Definitions are those of docs/metrics.md: latency counts from the scheduled arrival, attainment divides by offered
+requests.
 """
 
 from __future__ import annotations
@@ -36,7 +37,13 @@ class BatchLog:
         self.preempted: list[bool] = []
 
     def add(
-        self, gpulet: int, model: int, requests: list[int], dispatched_ms: float, start_ms: float, finish_ms: float,
+        self,
+        gpulet: int,
+        model: int,
+        requests: list[int],
+        dispatched_ms: float,
+        start_ms: float,
+        finish_ms: float,
         preempted: bool,
     ) -> None:
         """Record a batch that ended or was aborted."""
@@ -53,8 +60,8 @@ class BatchLog:
 class SimulationResult:
     """A run, request by request (arrays of equal length, in order of arrival) and batch by batch.
 
-    Times are ms; NaN where a request was never dispatched. `finish_ms` is when the batch ended, `answered_ms` when the answer
-    reached the client. `outcome` indexes `OUTCOMES`; `measured` is False for the warm-up.
+    Times are ms; NaN where a request was never dispatched. `finish_ms` is when the batch ended, `answered_ms` when the
+    answer reached the client. `outcome` indexes `OUTCOMES`; `measured` is False for the warm-up.
     """
 
     setup: Setup
@@ -75,8 +82,17 @@ class SimulationResult:
 
     @classmethod
     def build(
-        cls, setup: Setup, arrival_ms: NDArray[np.float64], model: NDArray[np.int32], deadline_ms: NDArray[np.float64],
-        log: BatchLog, expired: NDArray[np.int64], unhosted: set[int], *, duration_s: float, warmup_s: float | None,
+        cls,
+        setup: Setup,
+        arrival_ms: NDArray[np.float64],
+        model: NDArray[np.int32],
+        deadline_ms: NDArray[np.float64],
+        log: BatchLog,
+        expired: NDArray[np.int64],
+        unhosted: set[int],
+        *,
+        duration_s: float,
+        warmup_s: float | None,
         wall_s: float,
     ) -> SimulationResult:
         """Join the batch log with the arrivals. A request that never left the queue counts as expired."""
@@ -101,10 +117,21 @@ class SimulationResult:
         if unhosted:
             outcome[np.isin(model, list(unhosted))] = REJECTED
         return cls(
-            setup=setup, arrival_ms=arrival_ms, model=model, dispatched_ms=spread(log.dispatched_ms, np.float64, np.nan),
-            start_ms=spread(log.start_ms, np.float64, np.nan), finish_ms=finish, answered_ms=answered, outcome=outcome,
-            batch_size=batch_size, gpulet=spread(log.gpulet, np.int32, -1), measured=arrival_ms >= warmup_s * 1000.0,
-            batches=log, duration_s=duration_s, warmup_s=warmup_s, wall_s=wall_s,
+            setup=setup,
+            arrival_ms=arrival_ms,
+            model=model,
+            dispatched_ms=spread(log.dispatched_ms, np.float64, np.nan),
+            start_ms=spread(log.start_ms, np.float64, np.nan),
+            finish_ms=finish,
+            answered_ms=answered,
+            outcome=outcome,
+            batch_size=batch_size,
+            gpulet=spread(log.gpulet, np.int32, -1),
+            measured=arrival_ms >= warmup_s * 1000.0,
+            batches=log,
+            duration_s=duration_s,
+            warmup_s=warmup_s,
+            wall_s=wall_s,
         )
 
     def counts(self) -> NDArray[np.int64]:
@@ -159,7 +186,7 @@ class SimulationResult:
         return {gpu: result[gpu] for gpu in members}
 
     def summary(self) -> dict[str, Any]:
-        """Return the figures of `simulate --json` (design: command line), plus nothing that differs between equal runs but `wall_s`."""
+        """Return the figures of `simulate --json`; equal runs differ in `wall_s` only."""
         counts = self.counts()
         window_s, window_ms = self.window_s, self.window_s * 1000.0
         offered = int(counts.sum())

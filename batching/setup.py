@@ -38,7 +38,8 @@ def from_plan(plan: Plan, network: NetworkDelay = NO_DELAY) -> Setup:
     Models the plan leaves unserved keep their index but have no host.
 
     Raises:
-        InvalidInputError: a replica without latency, one of a model the plan does not list, or an SLO no batch can meet.
+        InvalidInputError: a replica without latency, one of a model the plan does not list, or an SLO no batch can
+        meet.
     """
     index = {spec.name: position for position, spec in enumerate(plan.models)}
     models = tuple(SchedulerModel(spec.name, spec.slo_ms, spec.rate_rps, spec.weight) for spec in plan.models)
@@ -50,11 +51,18 @@ def from_plan(plan: Plan, network: NetworkDelay = NO_DELAY) -> Setup:
         for replica in gpulet.models:
             where = f"gpulets.{position}.models.{replica.name}"
             if replica.name not in index:
-                problems.append(Problem(where, replica.name, "the plan has no entry for this model under `models`",
-                                        "Make the plan again with `tenuto plan`."))
+                problems.append(
+                    Problem(
+                        where,
+                        replica.name,
+                        "the plan has no entry for this model under `models`",
+                        "Make the plan again with `tenuto plan`.",
+                    )
+                )
             elif replica.latency is None:
-                problems.append(Problem(where, None, "the replica carries no latency",
-                                        "Make the plan again with `tenuto plan`."))
+                problems.append(
+                    Problem(where, None, "the replica carries no latency", "Make the plan again with `tenuto plan`.")
+                )
             else:
                 spec = plan.models[index[replica.name]]
                 steps = latency_steps(replica.latency, spec.slo_ms, replica.batch_size)
@@ -66,9 +74,7 @@ def from_plan(plan: Plan, network: NetworkDelay = NO_DELAY) -> Setup:
     return _checked(Setup(models, tuple(gpulets), network))
 
 
-def everywhere(
-    workload: Workload, cluster: Cluster, profiles: Profiles, network: NetworkDelay = NO_DELAY
-) -> Setup:
+def everywhere(workload: Workload, cluster: Cluster, profiles: Profiles, network: NetworkDelay = NO_DELAY) -> Setup:
     """Return Symphony's plain setting: each GPU of the cluster is one gpu-let holding every model of the workload.
 
     Raises:

@@ -1,7 +1,8 @@
-"""The virtual-time driver: feeds a schedule of arrivals to a scheduler and carries out its decisions on emulated gpu-lets.
+"""The virtual-time driver: feeds a schedule of arrivals to a scheduler and carries out its decisions on emulated
+gpu-lets.
 
-It owns the clock and the outcome of every request; it knows nothing about how batches are chosen. Nothing here is random:
-the same schedule and set-up give the same bytes.
+It owns the clock and the outcome of every request; it knows nothing about how batches are chosen. Nothing here is
+random: the same schedule and set-up give the same bytes.
 """
 
 from __future__ import annotations
@@ -202,8 +203,13 @@ def simulate(
     done = total
     for first in range(0, total, chunk):
         last = min(total, first + chunk)
-        rows = zip(range(first, last), times_ms[first:last].tolist(), model_index[first:last].tolist(),
-                   deadlines_ms[first:last].tolist(), strict=True)
+        rows = zip(
+            range(first, last),
+            times_ms[first:last].tolist(),
+            model_index[first:last].tolist(),
+            deadlines_ms[first:last].tolist(),
+            strict=True,
+        )
         for request, at, model, deadline in rows:
             if scheduler.next_wake_ms < at or (events and events[0][0] <= at):
                 advance(at)
@@ -221,8 +227,16 @@ def simulate(
     advance(INF)
     expired = np.fromiter(chain.from_iterable(dropped), dtype=np.int64)
     return SimulationResult.build(
-        setup, times_ms[:done], model_index[:done], deadlines_ms[:done], cluster.log, expired, unhosted,
-        duration_s=duration_s if done == total else now / 1000.0, warmup_s=warmup_s, wall_s=time.perf_counter() - started,
+        setup,
+        times_ms[:done],
+        model_index[:done],
+        deadlines_ms[:done],
+        cluster.log,
+        expired,
+        unhosted,
+        duration_s=duration_s if done == total else now / 1000.0,
+        warmup_s=warmup_s,
+        wall_s=time.perf_counter() - started,
     )
 
 

@@ -13,8 +13,9 @@ __all__ = ["ArrivalRate", "BatchSizes", "batch_sizes", "target_batch"]
 def target_batch(latency_ms: list[float], budget_ms: float, rate_rps: float | None) -> int:
     """Return the largest batch of the staggered pattern: (1 + 1/n) l(b) <= budget (Symphony §3.3, table 2).
 
-    n is the number of GPUs the model needs by itself, n = rate * l(b) / b. Where that is at most one, the residual rule of
-    Nexus: l(b) + b/rate <= budget. While the rate is unknown, two batches of equal length must fit: l(b) <= budget / 2.
+    n is the number of GPUs the model needs by itself, n = rate * l(b) / b. Where that is at most one, the residual rule
+    of Nexus: l(b) + b/rate <= budget. While the rate is unknown, two batches of equal length must fit:
+    l(b) <= budget / 2.
 
     Args:
         latency_ms: l(b) by batch size, any delay per request included.
@@ -56,13 +57,14 @@ def batch_sizes(
 
     Two corrections to the target, both measured (docs/benchmarks-batching.md):
 
-    * The staggered pattern assumes even arrivals. A model that occupies the share s of its gpu-lets has to absorb its own
-      bursts of about sqrt(b) requests: it defends 3/4 s sqrt(b) less and is released s sqrt(b) / 2 earlier. Where many models
-      share the gpu-lets (s near 0) their bursts even out, and a model whose fixed cost is above a fifth of its batch waits
-      for one request more instead.
+    * The staggered pattern assumes even arrivals. A model that occupies the share s of its gpu-lets has to absorb its
+      own bursts of about sqrt(b) requests: it defends 3/4 s sqrt(b) less and is released s sqrt(b) / 2 earlier. Where
+      many models share the gpu-lets (s near 0) their bursts even out, and a model whose fixed cost is above a fifth of
+      its batch waits for one request more instead.
     * Where gpu-lets are scarce, a batch need not wait when that cannot pay: with a gpu-let idle, one more request costs
-      1/rate of idle time and spreads beta over one more, so waiting pays while b < beta * rate. Three times that is used,
-      as an idle gpu-let is worth less than a busy one. Where they are not scarce waiting is free, and keeps load together.
+      1/rate of idle time and spreads beta over one more, so waiting pays while b < beta * rate. Three times that is
+      used, as an idle gpu-let is worth less than a busy one. Where they are not scarce waiting is free, and keeps load
+      together.
     """
     target = target_batch(latency_ms, budget_ms, rate_rps)
     cap = len(latency_ms) - 1
@@ -80,7 +82,7 @@ def batch_sizes(
 
 
 class ArrivalRate:
-    """The offered rate of one model over the last seconds. The owner adds to `count`; calls `roll` once past `next_at`."""
+    """The offered rate of one model over the last seconds: add to `count`, and call `roll` once past `next_at`."""
 
     __slots__ = ("_marks", "count", "next_at", "rps")
 
@@ -94,7 +96,7 @@ class ArrivalRate:
         self._marks: deque[tuple[float, int]] = deque(maxlen=self.WINDOW_STEPS)
 
     def roll(self, now_ms: float) -> None:
-        """Close a step: the rate is the mean since the oldest mark, known once a step and ten requests lie behind it."""
+        """Close a step: the rate is the mean since the oldest mark, once a step and ten requests lie behind it."""
         if self._marks:
             oldest, count = self._marks[0]
             if now_ms - oldest >= self.STEP_MS and self.count - count >= 10:

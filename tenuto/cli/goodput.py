@@ -18,12 +18,28 @@ __all__ = ["command"]
 @click.command("goodput")
 @scene_options
 @click.option("--rate-scale", type=float, default=1.0, show_default=True, help="Where the search begins.")
-@click.option("--criterion", type=click.Choice(["each", "all"]), default="each", show_default=True,
-              help="Whether every model, or all requests together, must attain 99 %.")
+@click.option(
+    "--criterion",
+    type=click.Choice(["each", "all"]),
+    default="each",
+    show_default=True,
+    help="Whether every model, or all requests together, must attain 99 %.",
+)
 def command(
-    source: str, gpus: str | None, cluster_file: str | None, elastic: bool, profile_names: tuple[str, ...],
-    scheduler_name: str, duration_s: float, seed: int, warmup_s: float | None, options: tuple[str, ...],
-    network_ms: str | None, as_json: bool, rate_scale: float, criterion: str,
+    source: str,
+    gpus: str | None,
+    cluster_file: str | None,
+    elastic: bool,
+    profile_names: tuple[str, ...],
+    scheduler_name: str,
+    duration_s: float,
+    seed: int,
+    warmup_s: float | None,
+    options: tuple[str, ...],
+    network_ms: str | None,
+    as_json: bool,
+    rate_scale: float,
+    criterion: str,
 ) -> None:
     """Search the highest rate scale at which every model keeps at least 99 % of its requests in time.
 
@@ -32,7 +48,17 @@ def command(
     Example: tenuto goodput workload.yaml --gpus v100:4 --scheduler deferred --duration-s 60
     """
     scene = read_scene(
-        source, gpus, cluster_file, elastic, profile_names, scheduler_name, duration_s, seed, warmup_s, options, network_ms
+        source,
+        gpus,
+        cluster_file,
+        elastic,
+        profile_names,
+        scheduler_name,
+        duration_s,
+        seed,
+        warmup_s,
+        options,
+        network_ms,
     )
     console = progress_console()
 
@@ -40,7 +66,8 @@ def command(
         upper = f"{search.upper_scale:.4g}" if math.isfinite(search.upper_scale) else "?"
         verdict = "in time" if trial.passed else "too late"
         worst = f", worst {trial.worst_model} {100 * trial.worst_attainment:.2f} %" if trial.worst_model else ""
-        line = f"scale {trial.rate_scale:.4g}: {trial.offered_rps:,.0f} rps {verdict}{worst}; between {search.rate_scale:.4g} and {upper}"
+        bracket = f"between {search.rate_scale:.4g} and {upper}"
+        line = f"scale {trial.rate_scale:.4g}: {trial.offered_rps:,.0f} rps {verdict}{worst}; {bracket}"
         if console.is_terminal:
             sys.stderr.write(f"\r\x1b[2K{line}")
             sys.stderr.flush()
@@ -48,8 +75,13 @@ def command(
             print(line, file=sys.stderr)
 
     found = find_goodput(
-        lambda _scale: scene.scheduler(), scene.schedule, duration_s=duration_s, warmup_s=warmup_s,
-        criterion=cast(Literal["each", "all"], criterion), start_scale=rate_scale, progress=progress,
+        lambda _scale: scene.scheduler(),
+        scene.schedule,
+        duration_s=duration_s,
+        warmup_s=warmup_s,
+        criterion=cast(Literal["each", "all"], criterion),
+        start_scale=rate_scale,
+        progress=progress,
     )
     if console.is_terminal:
         sys.stderr.write("\r\x1b[2K")

@@ -53,14 +53,25 @@ def scene_options(function: Callable[..., Any]) -> Callable[..., Any]:
     """Add the arguments of simulate and goodput to a verb."""
     for decorate in (
         click.option("--json", "as_json", is_flag=True, help="Print JSON."),
-        click.option("--network-ms", metavar="CTRL,DATA,RESPONSE",
-                     help="Delays: sending a batch, its data per request, the answer. Default: none."),
+        click.option(
+            "--network-ms",
+            metavar="CTRL,DATA,RESPONSE",
+            help="Delays: sending a batch, its data per request, the answer. Default: none.",
+        ),
         click.option("--option", "options", multiple=True, metavar="K=V", help="Option of the scheduler; repeatable."),
         click.option("--warmup-s", type=float, metavar="S", help="Not counted; default: the first 5 %."),
         click.option("--seed", type=int, default=0, show_default=True, help="Seed of the arrivals."),
-        click.option("--duration-s", type=float, default=60.0, show_default=True, help="Length of the run in virtual time."),
-        click.option("--scheduler", "scheduler_name", default="deferred", show_default=True, metavar="NAME",
-                     help=f"One of {', '.join(SCHEDULERS)}."),
+        click.option(
+            "--duration-s", type=float, default=60.0, show_default=True, help="Length of the run in virtual time."
+        ),
+        click.option(
+            "--scheduler",
+            "scheduler_name",
+            default="deferred",
+            show_default=True,
+            metavar="NAME",
+            help=f"One of {', '.join(SCHEDULERS)}.",
+        ),
         cluster_options,
         click.argument("source", metavar="PLAN|WORKLOAD"),
     ):
@@ -69,8 +80,16 @@ def scene_options(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def read_scene(
-    source: str, gpus: str | None, cluster_file: str | None, elastic: bool, profile_names: tuple[str, ...],
-    scheduler_name: str, duration_s: float, seed: int, warmup_s: float | None, options: tuple[str, ...],
+    source: str,
+    gpus: str | None,
+    cluster_file: str | None,
+    elastic: bool,
+    profile_names: tuple[str, ...],
+    scheduler_name: str,
+    duration_s: float,
+    seed: int,
+    warmup_s: float | None,
+    options: tuple[str, ...],
     network_ms: str | None,
 ) -> Scene:
     """Read files and arguments.
@@ -80,9 +99,13 @@ def read_scene(
     """
     problems = []
     if not (math.isfinite(duration_s) and duration_s > 0):
-        problems.append(Problem("--duration-s", duration_s, "must be a positive number of seconds", "Give for example 60."))
+        problems.append(
+            Problem("--duration-s", duration_s, "must be a positive number of seconds", "Give for example 60.")
+        )
     elif warmup_s is not None and not 0 <= warmup_s < duration_s:
-        problems.append(Problem("--warmup-s", warmup_s, "must be at least 0 and below the duration", "Give for example 3."))
+        problems.append(
+            Problem("--warmup-s", warmup_s, "must be at least 0 and below the duration", "Give for example 3.")
+        )
     if seed < 0:
         problems.append(Problem("--seed", seed, "must be at least 0", "Give 0 or a larger number."))
     network = NetworkDelay()
@@ -90,7 +113,9 @@ def read_scene(
         try:
             network = NetworkDelay(*(float(part) for part in network_ms.split(",")))
         except (ValueError, TypeError):
-            problems.append(Problem("--network-ms", network_ms, "must be up to three numbers of ms", "Write 0.1,0.05,2."))
+            problems.append(
+                Problem("--network-ms", network_ms, "must be up to three numbers of ms", "Write 0.1,0.05,2.")
+            )
     parsed: dict[str, Any] = {}
     try:
         parsed = parse_options(options)
@@ -104,14 +129,23 @@ def read_scene(
 
 
 def _read_setup(
-    source: str, gpus: str | None, cluster_file: str | None, elastic: bool, profile_names: tuple[str, ...],
+    source: str,
+    gpus: str | None,
+    cluster_file: str | None,
+    elastic: bool,
+    profile_names: tuple[str, ...],
     network: NetworkDelay,
 ) -> tuple[Setup, tuple[ModelSpec, ...]]:
     document = load_document(source)
     if isinstance(document, dict) and ("applications" in document or "gpulets" in document or "policy" in document):
         if gpus is not None or cluster_file is not None:
             raise InvalidInputError(
-                Problem("--gpus", gpus or cluster_file, "a plan brings its own GPUs", "Leave the cluster away, or pass a workload.")
+                Problem(
+                    "--gpus",
+                    gpus or cluster_file,
+                    "a plan brings its own GPUs",
+                    "Leave the cluster away, or pass a workload.",
+                )
             )
         plan = Plan.from_data(document, origin=source)
         return from_plan(plan, network), plan.models
@@ -140,16 +174,36 @@ def _beside(models: tuple[ModelSpec, ...], folder: Path) -> tuple[ModelSpec, ...
 @scene_options
 @click.option("--rate-scale", type=float, default=1.0, show_default=True, help="Multiply every rate by this.")
 def command(
-    source: str, gpus: str | None, cluster_file: str | None, elastic: bool, profile_names: tuple[str, ...],
-    scheduler_name: str, duration_s: float, seed: int, warmup_s: float | None, options: tuple[str, ...],
-    network_ms: str | None, as_json: bool, rate_scale: float,
+    source: str,
+    gpus: str | None,
+    cluster_file: str | None,
+    elastic: bool,
+    profile_names: tuple[str, ...],
+    scheduler_name: str,
+    duration_s: float,
+    seed: int,
+    warmup_s: float | None,
+    options: tuple[str, ...],
+    network_ms: str | None,
+    as_json: bool,
+    rate_scale: float,
 ) -> None:
     """Run PLAN, or WORKLOAD on a cluster where every GPU hosts every model, in virtual time.
 
     Example: tenuto simulate workload.yaml --gpus v100:4 --scheduler deferred --duration-s 60 --seed 0
     """
     scene = read_scene(
-        source, gpus, cluster_file, elastic, profile_names, scheduler_name, duration_s, seed, warmup_s, options, network_ms
+        source,
+        gpus,
+        cluster_file,
+        elastic,
+        profile_names,
+        scheduler_name,
+        duration_s,
+        seed,
+        warmup_s,
+        options,
+        network_ms,
     )
     times_ms, model_index = scene.schedule(rate_scale)
     result = simulate(scene.scheduler(), times_ms, model_index, duration_s=duration_s, warmup_s=warmup_s)
@@ -165,13 +219,26 @@ def print_run(summary: dict[str, Any], scheduler_name: str) -> None:
     console = stdout_console()
     table = Table(box=None, header_style="bold")
     table.add_column("model")
-    headings = ("offered", "ok", "late", "expired", "rejected", "attainment", "p50 ms", "p90 ms", "p99 ms", "mean batch")
+    headings = (
+        "offered",
+        "ok",
+        "late",
+        "expired",
+        "rejected",
+        "attainment",
+        "p50 ms",
+        "p90 ms",
+        "p99 ms",
+        "mean batch",
+    )
     for heading in headings:
         table.add_column(heading, justify="right")
     for name, row in summary["models"].items():
         table.add_row(
-            escape(name), *(str(row[key]) for key in ("offered", "ok", "late", "expired", "rejected")),
-            _percent(row["attainment"]), *(_number(row[key]) for key in ("p50_ms", "p90_ms", "p99_ms", "mean_batch")),
+            escape(name),
+            *(str(row[key]) for key in ("offered", "ok", "late", "expired", "rejected")),
+            _percent(row["attainment"]),
+            *(_number(row[key]) for key in ("p50_ms", "p90_ms", "p99_ms", "mean_batch")),
         )
     console.print(table)
     gpulets = Table(box=None, header_style="bold")

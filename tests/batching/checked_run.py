@@ -28,7 +28,9 @@ class Outcomes:
     dropped: dict[int, float] = field(default_factory=dict)
     cancelled: set[int] = field(default_factory=set)
     failed: set[int] = field(default_factory=set)  # were on a gpu-let that was lost
-    batches: list[tuple[int, int, int, float, float]] = field(default_factory=list)  # gpu-let, model, size, start, finish
+    batches: list[tuple[int, int, int, float, float]] = field(
+        default_factory=list
+    )  # gpu-let, model, size, start, finish
     preempted: int = 0
 
 

@@ -35,7 +35,9 @@ def test_each_arrival_moves_frontrun_forward(one_gpu: Setup) -> None:
 
 
 def test_a_freed_gpulet_goes_to_the_most_urgent_waiting_model() -> None:
-    setup = everywhere_linear([("a", 1.0, 5.0, 30.0, None), ("b", 1.0, 5.0, 30.0, None), ("c", 1.0, 5.0, 30.0, None)], 1)
+    setup = everywhere_linear(
+        [("a", 1.0, 5.0, 30.0, None), ("b", 1.0, 5.0, 30.0, None), ("c", 1.0, 5.0, 30.0, None)], 1
+    )
     core = DeferredScheduler(setup, FRONTRUN)
     core.add_request(0.0, 0, 0, 8.0)
     core.wake(1.0)

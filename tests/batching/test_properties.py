@@ -27,7 +27,9 @@ def setups(draw: Any, delays: bool = True) -> Setup:
     lines = draw(st.lists(coefficients, min_size=1, max_size=4))
     models = []
     for index, (alpha, beta, slack) in enumerate(lines):
-        models.append(SchedulerModel(f"m{index}", (alpha + beta) * slack * 2.0 + 3.0, draw(st.sampled_from([None, 50.0, 500.0]))))
+        models.append(
+            SchedulerModel(f"m{index}", (alpha + beta) * slack * 2.0 + 3.0, draw(st.sampled_from([None, 50.0, 500.0])))
+        )
     pools = []
     for _ in range(draw(st.integers(1, 3))):
         held = draw(st.sets(st.integers(0, len(lines) - 1), min_size=1))
@@ -36,12 +38,19 @@ def setups(draw: Any, delays: bool = True) -> Setup:
         for index in sorted(held):
             alpha, beta, _ = lines[index]
             largest = draw(st.integers(1, 12))
-            hosts[index] = Host((0.0, *(speed * (alpha * b + beta) for b in range(1, largest + 1))), draw(st.sampled_from([1.0, 1.2])))
+            hosts[index] = Host(
+                (0.0, *(speed * (alpha * b + beta) for b in range(1, largest + 1))), draw(st.sampled_from([1.0, 1.2]))
+            )
         pools.append(hosts)
     gpulets = [
-        GpuletSpec(f"g{number}", f"g{number}", pools[draw(st.integers(0, len(pools) - 1))]) for number in range(draw(st.integers(1, 5)))
+        GpuletSpec(f"g{number}", f"g{number}", pools[draw(st.integers(0, len(pools) - 1))])
+        for number in range(draw(st.integers(1, 5)))
     ]
-    network = draw(st.sampled_from([NetworkDelay(), NetworkDelay(0.1, 0.05, 0.5), NetworkDelay(0.0, 0.0, 1.0)])) if delays else NetworkDelay()
+    network = (
+        draw(st.sampled_from([NetworkDelay(), NetworkDelay(0.1, 0.05, 0.5), NetworkDelay(0.0, 0.0, 1.0)]))
+        if delays
+        else NetworkDelay()
+    )
     return Setup(tuple(models), tuple(gpulets), network)
 
 
@@ -66,7 +75,9 @@ def scenarios(draw: Any, faults: bool = True) -> tuple[Setup, list[Event]]:
 
 
 options = st.builds(
-    DeferredOptions, gather=st.sampled_from(sorted(GATHERING)), release=st.sampled_from(["frontrun", "target", "adaptive"]),
+    DeferredOptions,
+    gather=st.sampled_from(sorted(GATHERING)),
+    release=st.sampled_from(["frontrun", "target", "adaptive"]),
     balance=st.sampled_from(["each", "total", "off"]),
 )
 
@@ -82,7 +93,9 @@ def check_outcomes(events: list[Event], out: Outcomes, run: CheckedRun) -> None:
 
 @FEW
 @given(scenarios(), options)
-def test_every_request_has_one_outcome_and_no_promise_is_broken(scenario: tuple[Setup, list[Event]], chosen: DeferredOptions) -> None:
+def test_every_request_has_one_outcome_and_no_promise_is_broken(
+    scenario: tuple[Setup, list[Event]], chosen: DeferredOptions
+) -> None:
     setup, events = scenario
     run = CheckedRun(DeferredScheduler(setup, chosen))
     check_outcomes(events, run.run(events), run)
@@ -90,7 +103,9 @@ def test_every_request_has_one_outcome_and_no_promise_is_broken(scenario: tuple[
 
 @FEW
 @given(scenarios(), options)
-def test_an_expired_request_is_answered_by_its_deadline(scenario: tuple[Setup, list[Event]], chosen: DeferredOptions) -> None:
+def test_an_expired_request_is_answered_by_its_deadline(
+    scenario: tuple[Setup, list[Event]], chosen: DeferredOptions
+) -> None:
     setup, events = scenario
     run = CheckedRun(DeferredScheduler(setup, chosen))
     out = run.run(events)
@@ -110,7 +125,9 @@ def test_the_same_events_give_the_same_batches(scenario: tuple[Setup, list[Event
 
 @FEW
 @given(scenarios(faults=False), options)
-def test_an_idle_cluster_drops_nothing_that_could_have_been_met(scenario: tuple[Setup, list[Event]], chosen: DeferredOptions) -> None:
+def test_an_idle_cluster_drops_nothing_that_could_have_been_met(
+    scenario: tuple[Setup, list[Event]], chosen: DeferredOptions
+) -> None:
     """A request that is alone in the system and feasible on its own is served."""
     setup, events = scenario
     network = setup.network
@@ -136,7 +153,8 @@ def test_the_fast_driver_agrees_with_the_checked_one(seed: int, load: float, gpu
     models = rng.integers(0, 2, count).astype(np.int32)
     result = simulate(DeferredScheduler(setup), times, models, warmup_s=0.0)
     events = [
-        Event(float(t), "add", int(m), i, setup.models[int(m)].slo_ms) for i, (t, m) in enumerate(zip(times, models, strict=True))
+        Event(float(t), "add", int(m), i, setup.models[int(m)].slo_ms)
+        for i, (t, m) in enumerate(zip(times, models, strict=True))
     ]
     out = CheckedRun(DeferredScheduler(setup)).run(events)
     assert {int(i) for i in np.flatnonzero(result.outcome == OK)} == set(out.served)

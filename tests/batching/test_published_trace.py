@@ -37,5 +37,7 @@ def test_after_missing_arrivals_the_staggered_pattern_returns_and_nothing_is_dro
 ) -> None:
     result = simulate(DeferredScheduler(trace_setup, options), *arrivals(400, {13, 14, 15}), warmup_s=0.0)
     assert (result.outcome == OK).all()
-    late_sizes = [len(ids) for ids, start in zip(result.batches.requests, result.batches.start_ms, strict=True) if start > 30]
+    late_sizes = [
+        len(ids) for ids, start in zip(result.batches.requests, result.batches.start_ms, strict=True) if start > 30
+    ]
     assert set(late_sizes[:-1]) == {4}

@@ -43,20 +43,21 @@ def flat_top(quick: bool) -> None:
         result = simulate(make_scheduler("deferred", setup), times, which, duration_s=duration_s)
         summary = result.summary()
         used = sum(1 for gpulet in summary["gpulets"].values() if gpulet["utilisation"] > 0.01)
-        print(f"{part:12.1f} {summary['offered_rps']:9,.0f} {summary['goodput_rps']:9,.0f} {summary['goodput_rps'] / peak:8.3f} "
-              f"{summary['gpu_utilisation']:7.3f} {used:9d}", flush=True)
+        offered, goodput, busy = (summary[key] for key in ("offered_rps", "goodput_rps", "gpu_utilisation"))
+        print(f"{part:12.1f} {offered:9,.0f} {goodput:9,.0f} {goodput / peak:8.3f} {busy:7.3f} {used:9d}", flush=True)
 
 
 def by_batching_effect(quick: bool) -> None:
     """Alpha 1 ms, SLO 2 l(8), 32 GPUs, 10 models: the ratio deferred / eager over beta/alpha."""
     names = available(["deferred", "eager"])
-    print("\nFigure 6a: alpha 1 ms, SLO 2 l(8), 32 GPUs, 10 models, goodput r/s (paper: about equal at 1, growing above)")
+    print("\nFigure 6a: alpha 1 ms, SLO 2 l(8), 32 GPUs, 10 models, goodput r/s (paper: equal at 1, growing above)")
     print("beta/alpha " + "".join(f"{name:>10s}" for name in names) + "     ratio")
     for beta in (1, 3, 6, 10, 15) if quick else range(1, 16):
         slo = 2.0 * (8.0 + beta)
         setup = uniform_setup([(f"m{i}", 1.0, float(beta), slo, None) for i in range(10)], 32)
         guess = 32_000.0 / (1.0 + beta / 8.0) * 0.8
-        rates = [goodput_rps(setup, name, guess, duration_s=8.0 if quick else 20.0, seed=0) for name in names]
+        seconds = 8.0 if quick else 20.0
+        rates = [goodput_rps(setup, name, guess, duration_s=seconds, seed=0) for name in names]
         ratio = f"{rates[0] / rates[1]:10.2f}" if len(rates) > 1 else ""
         print(f"{beta:10d} " + "".join(f"{rate:10,.0f}" for rate in rates) + ratio, flush=True)
 
@@ -72,11 +73,14 @@ def by_slo(quick: bool) -> None:
             for slo in (15, 25, 50, 100) if quick else (15, 20, 25, 30, 40, 50, 75, 100):
                 setup = uniform_setup([(f"m{i}", 1.053, 5.072, float(slo), None) for i in range(20)], 32)
                 rates = [
-                    goodput_rps(setup, name, 8000.0, duration_s=8.0 if quick else 20.0, seed=0, popularity=parts, shape=shape,
-                                tolerance=0.01)
+                    goodput_rps(
+                        setup, name, 8000.0, duration_s=8.0 if quick else 20.0, seed=0, popularity=parts, shape=shape,
+                        tolerance=0.01,
+                    )
                     for name in names
                 ]
-                print(f"{label:12s} {popularity:10s} {slo:6d} " + "".join(f"{rate:10,.0f}" for rate in rates), flush=True)
+                cells = "".join(f"{rate:10,.0f}" for rate in rates)
+                print(f"{label:12s} {popularity:10s} {slo:6d} {cells}", flush=True)
 
 
 if __name__ == "__main__":

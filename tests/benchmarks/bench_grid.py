@@ -57,12 +57,14 @@ def main() -> None:
         if done % 25 == 0:
             print(f"  {done} points", flush=True)
     everything = np.array([ratio for values in ratios.values() for ratio in values])
-    print(f"{'model':14s} {'points':>6s} {'>= 0.95':>8s} {'min':>6s} {'p10':>6s} {'median':>7s} {'p90':>6s} {'max':>6s}   deferred / {chosen.against}")
+    print(f"deferred / {chosen.against}")
+    headings = "".join(f"{heading:>8s}" for heading in ("points", ">= 0.95", "min", "p10", "median", "p90", "max"))
+    print(f"{'model':14s}{headings}")
     for label, values in (*ratios.items(), ("all", everything)):
         row = np.asarray(values)
         if len(row):
-            p10, p50, p90 = np.percentile(row, [10, 50, 90])
-            print(f"{label:14s} {len(row):6d} {100 * (row >= 0.95).mean():7.1f}% {row.min():6.2f} {p10:6.2f} {p50:7.2f} {p90:6.2f} {row.max():6.2f}")
+            quantiles = "".join(f"{value:8.2f}" for value in np.percentile(row, [0, 10, 50, 90, 100]))
+            print(f"{label:14s}{len(row):8d}{100 * (row >= 0.95).mean():7.1f}%{quantiles}")
     print(f"share of points with a gain of 50 % or more: {100 * (everything >= 1.5).mean():.0f} % (paper: 16 %)")
 
 

@@ -1,6 +1,6 @@
 """Speed: simulated requests per second of wall time, how the cost grows with GPUs and models, and the scheduler alone.
 
-    python tests/benchmarks/bench_speed.py [--quick]
+python tests/benchmarks/bench_speed.py [--quick]
 """
 
 from __future__ import annotations
@@ -31,7 +31,10 @@ def scheduler_alone(setup: Setup, rate_rps: float, requests: int) -> float:
     """Return requests per second through the core with nothing around it but a heap of completions."""
     times, which = poisson([rate_rps / len(setup.models)] * len(setup.models), requests / rate_rps, 0)
     slo = [model.slo_ms for model in setup.models]
-    rows = [(at, model, number, at + slo[model]) for number, (at, model) in enumerate(zip(times.tolist(), which.tolist(), strict=True))]
+    rows = [
+        (at, model, number, at + slo[model])
+        for number, (at, model) in enumerate(zip(times.tolist(), which.tolist(), strict=True))
+    ]
     best = 0.0
     for _ in range(3):
         core = make_scheduler("deferred", setup)
@@ -72,7 +75,10 @@ def main() -> None:
                 continue
             print(f"{label:44s} {name:10s} {simulated(setup, rate, requests, name):12,.0f}", flush=True)
     print("\nScheduler alone, requests per second on one core (original, C++: 300,000 to 800,000 per core)")
-    for label, models, gpus, rate in (("ResNet50, 8 GPUs", [RESNET50], 8, 5400.0), ("A100 zoo, 64 GPUs", zoo("a100"), 64, 17500.0)):
+    for label, models, gpus, rate in (
+        ("ResNet50, 8 GPUs", [RESNET50], 8, 5400.0),
+        ("A100 zoo, 64 GPUs", zoo("a100"), 64, 17500.0),
+    ):
         print(f"{label:44s} {scheduler_alone(uniform_setup(models, gpus), rate, requests):12,.0f}", flush=True)
     print("\nCost per request over GPUs (10 ResNet50-like models, SLO 50 ms, load in proportion)")
     for gpus in (8, 64, 1024) if chosen.quick else (8, 16, 32, 64, 128, 256, 512, 1024):

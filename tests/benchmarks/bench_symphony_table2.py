@@ -37,16 +37,19 @@ def main() -> None:
             duration_s /= 4
         published = PUBLISHED[model[0]]
         bound = published["bound"]
-        print(f"\n{model[0]}: alpha {model[1]} ms, beta {model[2]} ms, SLO {model[3]:g} ms, 8 GPUs; staggered bound {bound} r/s")
+        line = f"alpha {model[1]} ms, beta {model[2]} ms, SLO {model[3]:g} ms"
+        print(f"\n{model[0]}: {line}, 8 GPUs; staggered bound {bound} r/s")
         print(f"{'scheduler':24s} {'goodput r/s, mean (range)':>28s} {'of bound':>9s} {'paper':>7s} {'original':>9s}")
         setup = uniform_setup([model], 8)
         for label, (name, options) in VARIANTS.items():
             if name not in present:
                 continue
-            rates = [goodput_rps(setup, name, guess, duration_s=duration_s, seed=seed, options=options) for seed in seeds]
+            rates = [
+                goodput_rps(setup, name, guess, duration_s=duration_s, seed=seed, options=options) for seed in seeds
+            ]
             paper, original = published.get(name, (None, None)) if " " not in label else (None, None)
-            print(f"{label:24s} {spread(rates):>28s} {100 * statistics.mean(rates) / bound:8.1f}% {paper or '-':>7} {original or '-':>9}",
-                  flush=True)
+            part = 100 * statistics.mean(rates) / bound
+            print(f"{label:24s} {spread(rates):>28s} {part:8.1f}% {paper or '-':>7} {original or '-':>9}", flush=True)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,18 @@ import argparse
 import statistics
 from collections.abc import Sequence
 
-from scenes import Model, RESNET50, arguments, available, goodput_rps, poisson, print_machine, spread, uniform_setup, zoo
+from scenes import (
+    RESNET50,
+    Model,
+    arguments,
+    available,
+    goodput_rps,
+    poisson,
+    print_machine,
+    spread,
+    uniform_setup,
+    zoo,
+)
 
 from tenuto.batching.registry import make_scheduler
 from tenuto.batching.simulator import simulate
@@ -47,16 +58,20 @@ def main() -> None:
             for criterion, original in (("all", all_rps), ("each", each_rps)):
                 # Balance by total losses where all requests count together, between models where each counts.
                 options = {"balance": "total" if criterion == "all" else "each"} if name == "deferred" else {}
-                beside = {"deferred": original, "shepherd": shepherd_rps if criterion == "all" else None,
-                          "nexus": nexus_rps if criterion == "all" else None}.get(name)
+                together = {"shepherd": shepherd_rps, "nexus": nexus_rps} if criterion == "all" else {}
+                beside = {"deferred": original, **together}.get(name)
+                guess = original * (0.9 if name == "deferred" else 0.4)
                 rates = [
-                    goodput_rps(setup, name, original * (0.9 if name == "deferred" else 0.4), duration_s=duration_s, seed=seed,
-                                criterion="all" if criterion == "all" else "each", options=options)
+                    goodput_rps(
+                        setup, name, guess, duration_s=duration_s, seed=seed, options=options,
+                        criterion="all" if criterion == "all" else "each",
+                    )
                     for seed in seeds
                 ]
                 gain = f"{100 * (statistics.mean(rates) / beside - 1):+.1f} %" if beside else ""
-                print(f"{gpu_type + ' ' + part:14s} {name:10s} {criterion:9s} {spread(rates):>24s} {beside or '-':>9} {gain:>7s}",
-                      flush=True)
+                label = f"{gpu_type} {part}"
+                cells = f"{name:10s} {criterion:9s} {spread(rates):>24s} {beside or '-':>9} {gain:>7s}"
+                print(f"{label:14s} {cells}", flush=True)
     if not chosen.skip_gpus:
         gpus_for_15k(names, 15.0 if chosen.quick else 30.0)
 
@@ -65,23 +80,28 @@ def gpus_for_15k(names: Sequence[str], duration_s: float) -> None:
     """Print the fewest GPUs with which every model keeps 99 % at 15,000 r/s."""
     print("\nGPUs needed for 15,000 r/s, every model at 99 % (paper: Nexus and Shepherd need 2-6 more for one ResNet50,")
     print("166 % and 90 % more for the mixed zoo)")
-    scenes: tuple[tuple[str, list[Model]], ...] = (("one ResNet50", [RESNET50]), ("1080ti zoo", zoo("1080ti")), ("a100 zoo", zoo("a100")))
-    for label, models in scenes:
-        rates = [15000.0 / len(models)] * len(models)
-        times, which = poisson(rates, duration_s, 0)
+    for label, models in (("one ResNet50", [RESNET50]), ("1080ti zoo", zoo("1080ti")), ("a100 zoo", zoo("a100"))):
         for name in names:
+            print(f"{label:14s} {name:10s} {fewest_gpus(name, models, duration_s) or '>1024'}", flush=True)
 
-            def enough(gpus: int, name: str = name, models: list[Model] = models) -> bool:
-                result = simulate(make_scheduler(name, uniform_setup(models, gpus)), times, which, duration_s=duration_s)
-                return bool(result.attainments().min() >= 0.99)
 
-            low, high = 1, 16
-            while not enough(high) and high < 1024:
-                low, high = high, high * 2
-            while high - low > 1:
-                middle = (low + high) // 2
-                low, high = (low, middle) if enough(middle) else (middle, high)
-            print(f"{label:14s} {name:10s} {high if enough(high) else '>1024'}", flush=True)
+def fewest_gpus(name: str, models: list[Model], duration_s: float) -> int | None:
+    """Return the fewest GPUs by bisection; None above 1024."""
+    times, which = poisson([15000.0 / len(models)] * len(models), duration_s, 0)
+
+    def enough(gpus: int) -> bool:
+        result = simulate(make_scheduler(name, uniform_setup(models, gpus)), times, which, duration_s=duration_s)
+        return bool(result.attainments().min() >= 0.99)
+
+    low, high = 1, 16
+    while not enough(high):
+        low, high = high, high * 2
+        if high > 1024:
+            return None
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if enough(middle) else (middle, high)
+    return high
 
 
 if __name__ == "__main__":

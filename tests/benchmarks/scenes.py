@@ -69,16 +69,28 @@ def gamma(
 
 
 def goodput_rps(
-    setup: Setup, scheduler: str, guess_rps: float, *, duration_s: float, seed: int, criterion: Criterion = "each",
-    options: dict[str, str] | None = None, popularity: Sequence[float] | None = None, shape: float = 1.0,
+    setup: Setup,
+    scheduler: str,
+    guess_rps: float,
+    *,
+    duration_s: float,
+    seed: int,
+    criterion: Criterion = "each",
+    options: dict[str, str] | None = None,
+    popularity: Sequence[float] | None = None,
+    shape: float = 1.0,
     tolerance: float = 0.003,
 ) -> float:
     """Return the highest offered rate (all models together, r/s) with at most 1 % late or dropped."""
     parts = np.asarray(popularity if popularity is not None else [1.0] * len(setup.models), dtype=np.float64)
     parts = parts / parts.sum()
     found = find_goodput(
-        lambda _: make_scheduler(scheduler, setup, options), lambda scale: gamma(parts * scale, duration_s, seed, shape),
-        duration_s=duration_s, criterion=criterion, tolerance=tolerance, start_scale=guess_rps,
+        lambda _: make_scheduler(scheduler, setup, options),
+        lambda scale: gamma(parts * scale, duration_s, seed, shape),
+        duration_s=duration_s,
+        criterion=criterion,
+        tolerance=tolerance,
+        start_scale=guess_rps,
     )
     return found.rate_scale
 
@@ -90,8 +102,12 @@ def uniform_setup(models: Sequence[Model], gpus: int, network: NetworkDelay | No
 
 def available(wanted: Sequence[str]) -> list[str]:
     """Return those schedulers whose module is installed."""
-    return [name for name in wanted if importlib.util.find_spec(SCHEDULERS[name].partition(":")[0].rpartition(".")[0])
-            and importlib.util.find_spec(SCHEDULERS[name].partition(":")[0])]
+    return [
+        name
+        for name in wanted
+        if importlib.util.find_spec(SCHEDULERS[name].partition(":")[0].rpartition(".")[0])
+        and importlib.util.find_spec(SCHEDULERS[name].partition(":")[0])
+    ]
 
 
 def arguments(description: str, more: Callable[[argparse.ArgumentParser], None] | None = None) -> argparse.Namespace:
@@ -113,8 +129,10 @@ def print_machine() -> None:
             if line.startswith("model name"):
                 model = line.partition(":")[2].strip()
                 break
-    print(f"# {time.strftime('%Y-%m-%d')}  {model}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}; "
-          f"Python {platform.python_version()}, numpy {np.__version__}, tenuto {importlib.metadata.version('tenuto')}")
+    print(
+        f"# {time.strftime('%Y-%m-%d')}  {model}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}; "
+        f"Python {platform.python_version()}, numpy {np.__version__}, tenuto {importlib.metadata.version('tenuto')}"
+    )
     print(f"# command: python {' '.join(sys.argv)}; GPUs are emulated in virtual time")
 
 

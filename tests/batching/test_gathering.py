@@ -1,0 +1,52 @@
+"""Cutting a batch from a queue."""
+
+from __future__ import annotations
+
+import pytest
+
+from tenuto.batching.gathering import GATHERING, head_first, window
+
+L = [0.0, *(1.0 * b + 5.0 for b in range(1, 9))]  # l(b) = b + 5, at most 8
+
+
+def test_everything_fits() -> None:
+    for rule in GATHERING.values():
+        assert rule([20.0, 21.0, 22.0], 3, 0.0, L, 0.0, L) == (0, 3)
+
+
+def test_head_first_gives_up_only_what_is_lost_anyway() -> None:
+    # At 10, the first cannot make 15 even alone (16); the second allows l(b) <= 7, two requests.
+    assert head_first([15.0, 17.0, 30.0, 30.0, 30.0], 5, 10.0, L, 10.0, L) == (1, 2)
+
+
+def test_window_gives_up_the_head_to_keep_the_batch_at_its_target() -> None:
+    assert window([15.0, 17.0, 30.0, 30.0, 30.0], 3, 10.0, L, 10.0, L) == (2, 3)
+
+
+def test_window_defends_no_more_than_the_newest_requests_allow() -> None:
+    # A batch of four behind the first would have to end at 19; the newest two could run as two only.
+    assert window([17.0, 17.0, 17.0, 17.0], 4, 10.0, L, 10.0, L) == (0, 2)
+
+
+def test_a_batch_grows_past_the_target_for_free() -> None:
+    assert window([30.0] * 7, 2, 10.0, L, 10.0, L) == (0, 7)
+
+
+def test_a_deadline_met_exactly_is_met() -> None:
+    assert head_first([16.0], 1, 10.0, L, 10.0, L) == (0, 1)
+    assert head_first([15.999], 1, 10.0, L, 10.0, L) == (1, 0)
+
+
+@pytest.mark.parametrize("rule", GATHERING.values())
+def test_nothing_to_gather(rule) -> None:  # type: ignore[no-untyped-def]
+    assert rule([], 4, 10.0, L, 10.0, L) == (0, 0)
+    assert rule([1.0, 2.0], 4, 10.0, L, 10.0, L) == (2, 0)
+
+
+def test_the_largest_batch_bounds_the_size() -> None:
+    assert window([100.0] * 20, 16, 10.0, L, 10.0, L) == (0, 8)
+
+
+def test_a_gpulet_that_is_not_free_yet_counts() -> None:
+    sent = [x + 0.1 * b for b, x in enumerate(L)]
+    assert window([20.0] * 5, 1, 10.0, sent, 12.0, L) == (0, 3)  # 12 + 8 = 20
