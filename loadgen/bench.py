@@ -69,6 +69,7 @@ class BenchResult:
     summary: dict[str, Any]
     verdict: Verdict
     errors: list[str] = field(default_factory=list)
+    wall_s: float = 0.0
 
 
 def run_bench(
@@ -94,11 +95,14 @@ def run_bench(
     targets = tuple(_target(options, spec) for spec in models)
     group = clients if clients is not None else (RayClients(options.clients) if options.clients else LocalClient())
     interrupted = False
+    began_at = time.monotonic()
     try:
-        jobs = _jobs(schedule, targets, options)
-        group.start(jobs)
+        group.prepare(_jobs(schedule, targets, options))
+        # Late enough for every client to have got the message.
+        start_at = time.time() + (0.5 if options.clients else 0.05)
+        group.start(start_at)
         try:
-            _watch(group, jobs[0].start_at, len(schedule), options, progress)
+            _watch(group, start_at, len(schedule), options, progress)
         except KeyboardInterrupt:
             interrupted = True
             progress("interrupted: waiting for the requests under way")
@@ -111,7 +115,9 @@ def run_bench(
         errors.update(report.errors)
     records = merge([report.records for report in reports])
     slos = [target.slo_ms for target in targets]
-    return _result(records, schedule, options, slos, errors, lost, interrupted=interrupted)
+    result = _result(records, schedule, options, slos, errors, lost, interrupted=interrupted)
+    result.wall_s = time.monotonic() - began_at
+    return result
 
 
 def _result(
@@ -132,16 +138,15 @@ def _result(
 
 
 def _jobs(schedule: Schedule, targets: tuple[ModelTarget, ...], options: BenchOptions) -> list[ClientJob]:
-    """Deal the requests to the clients in turn; all share one start, late enough for every connection to be open."""
+    """Deal the requests to the clients in turn."""
     count = max(1, options.clients)
     rate = len(schedule) / options.duration_s
     in_flight = rate / count * min(2.0, max(t.slo_ms for t in targets) / 1000.0)
     connections = min(400, int(in_flight) + 16)
-    start_at = time.time() + (1.0 if options.clients else 0.1) + 0.002 * connections
     return [
         ClientJob(
             options.url, targets, np.arange(part, len(schedule), count, dtype=np.int64), schedule.times_ms[part::count],
-            schedule.model_index[part::count], start_at, options.grace_s, connections, send_slo=options.slo_scale != 1.0,
+            schedule.model_index[part::count], options.grace_s, connections, send_slo=options.slo_scale != 1.0,
         )
         for part in range(count)
     ]  # fmt: skip

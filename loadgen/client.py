@@ -18,7 +18,7 @@ import numpy as np
 
 from tenuto.loadgen.http_sender import Sender, prepare
 from tenuto.loadgen.records import NAN, Outcome, Records
-from tenuto.loadgen.reply import Reply
+from tenuto.loadgen.reply import OnReply, Reply
 
 __all__ = ["Client", "ClientJob", "ClientReport", "ModelTarget", "outcome_of"]
 
@@ -44,7 +44,6 @@ class ClientJob:
     request: Any  # int64 array
     times_ms: Any  # float64 array
     model_index: Any  # int32 array
-    start_at: float  # time.time() of the common start
     grace_s: float
     connections: int
     send_slo: bool = False
@@ -111,11 +110,15 @@ class _Columns:
 
 
 class Client:
-    """Runs one job. `progress` may be read while `run` is under way; `stop` ends it early, keeping what was recorded."""
+    """Runs one job: `prepare`, then `run`. `progress` may be read meanwhile; `stop` ends it early, keeping what was recorded."""
 
-    def __init__(self) -> None:
+    def __init__(self, job: ClientJob, sender: Sender) -> None:
+        self._job = job
+        self._sender = sender
         self._counts: Counter[str] = Counter()
         self._stopped = False
+        self._requests: list[list[bytes]] = []
+        self._handle_reply: OnReply = lambda _row, _reply: None
 
     def progress(self) -> dict[str, int]:
         """Return counts so far: sent, answered, ok, late, expired, rejected, failed."""
@@ -125,8 +128,22 @@ class Client:
         """Send no more; `run` returns after what is under way has been answered or the grace period has passed."""
         self._stopped = True
 
-    async def run(self, job: ClientJob, sender: Sender) -> ClientReport:
-        """Send every request at its time, wait for stragglers up to the grace period, return one row per request."""
+    async def prepare(self) -> None:
+        """Build the requests and open the connections, so that neither costs time in the run."""
+        job, host = self._job, self._sender.host
+        self._requests = [
+            [prepare(f"/v2/models/{t.name}/infer", body, _headers(headers, t, job.send_slo), host) for body, headers in t.bodies]
+            for t in job.targets
+        ]
+        await self._sender.open(job.connections, lambda row, reply: self._handle_reply(row, reply))
+
+    async def run(self, start_at: float) -> ClientReport:
+        """Send every request at its time, wait for stragglers up to the grace period, return one row per request.
+
+        Args:
+            start_at: `time.time()` of the start that all clients share; the schedule counts from it.
+        """
+        job, send = self._job, self._sender.send
         columns = _Columns(job)
         errors: Counter[str] = Counter()
         counts = self._counts
@@ -135,15 +152,12 @@ class Client:
         slos = [target.slo_ms for target in job.targets]
         monotonic = time.monotonic
         # The wall clock is read once, so that its adjustment during the run cannot bend the schedule.
-        origin = monotonic() + (job.start_at - time.time())
+        origin = monotonic() + (start_at - time.time())
         pending = 0
         idle = asyncio.Event()
-        finished = False
 
         def on_reply(row: int, reply: Reply) -> None:
             nonlocal pending
-            if finished:
-                return
             answered_ms = (monotonic() - origin) * 1000.0
             outcome = outcome_of(reply.status, answered_ms - times[row], slos[models[row]])
             columns.add(row, answered_ms, outcome, reply)
@@ -155,11 +169,7 @@ class Client:
             if not pending:
                 idle.set()
 
-        await sender.open(job.connections, on_reply)
-        requests = [
-            [prepare(f"/v2/models/{t.name}/infer", body, _headers(headers, t, job.send_slo), sender.host) for body, headers in t.bodies]
-            for t in job.targets
-        ]
+        self._handle_reply = on_reply
         for row, (at_ms, model) in enumerate(zip(times, models, strict=True)):
             wait_s = at_ms / 1000.0 - (monotonic() - origin)
             if wait_s > 0:
@@ -172,16 +182,16 @@ class Client:
                 await asyncio.sleep(0)  # behind schedule: let answers be read between sends
             if self._stopped:
                 break
-            pool = requests[model]
+            pool = self._requests[model]
             pending += 1
             columns.sent_ms[row] = (monotonic() - origin) * 1000.0
             counts["sent"] += 1
-            sender.send(pool[row % len(pool)], row)
+            send(pool[row % len(pool)], row)
         await self._await_stragglers(idle, lambda: pending, job.grace_s)
-        finished = True
+        self._handle_reply = lambda _row, _reply: None
         if pending:
             errors[f"no answer within {job.grace_s:g} s after the last request"] += pending
-        sender.close()
+        self._sender.close()
         return ClientReport(columns.records(), errors)
 
     @staticmethod

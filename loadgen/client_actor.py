@@ -15,23 +15,31 @@ class ClientActor:
     """An asyncio actor around `Client`, so that progress and stop are answered while a job runs."""
 
     def __init__(self) -> None:
-        self._client = Client()
+        self._client: Client | None = None
 
     async def ready(self) -> bool:
         """Return once the process is up."""
         return True
 
-    async def run(self, job: ClientJob) -> ClientReport:
-        """Run a job to its end."""
-        return await self._client.run(job, HttpSender(job.url))
+    async def prepare(self, job: ClientJob) -> None:
+        """Take a job and open its connections."""
+        self._client = Client(job, HttpSender(job.url))
+        await self._client.prepare()
+
+    async def run(self, start_at: float) -> ClientReport:
+        """Run the job to its end; `prepare` comes first."""
+        if self._client is None:
+            raise RuntimeError("run() before prepare()")
+        return await self._client.run(start_at)
 
     async def progress(self) -> dict[str, int]:
         """Return counts so far."""
-        return self._client.progress()
+        return self._client.progress() if self._client is not None else {}
 
     async def stop(self) -> None:
         """Send no more."""
-        self._client.stop()
+        if self._client is not None:
+            self._client.stop()
 
 
 def start_actors(count: int) -> list[Any]:

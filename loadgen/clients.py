@@ -6,21 +6,28 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import Future
 from typing import Any, Protocol
 
+from tenuto.errors import EnvironmentFaultError
 from tenuto.loadgen.client import Client, ClientJob, ClientReport
 from tenuto.loadgen.http_sender import HttpSender, Sender
 
 __all__ = ["ClientGroup", "LocalClient", "RayClients"]
 
+_PREPARE_TIMEOUT_S = 60.0
 _RESULT_TIMEOUT_S = 120.0
 
 
 class ClientGroup(Protocol):
-    """Runs jobs, one per client. Only `start` may be called once."""
+    """Runs jobs, one per client: `prepare` once, then `start` once."""
 
-    def start(self, jobs: Sequence[ClientJob]) -> None:
-        """Start every job and return."""
+    def prepare(self, jobs: Sequence[ClientJob]) -> None:
+        """Hand out the jobs; return when every client is ready to send."""
+        ...
+
+    def start(self, start_at: float) -> None:
+        """Start every client's schedule at that `time.time()`, and return."""
         ...
 
     def progress(self) -> dict[str, int]:
@@ -49,27 +56,41 @@ class LocalClient:
 
     def __init__(self, make_sender: Callable[[str], Sender] = HttpSender) -> None:
         """`make_sender` makes the sender from the endpoint's address."""
-        self._client = Client()
         self._make_sender = make_sender
+        self._client: Client | None = None
+        self._start_at: Future[float] = Future()
+        self._prepared = threading.Event()
         self._report: ClientReport | None = None
         self._error: BaseException | None = None
         self._thread: threading.Thread | None = None
 
-    def start(self, jobs: Sequence[ClientJob]) -> None:
-        """Start the only job."""
-
-        def work() -> None:
-            try:
-                self._report = _run_loop(self._client.run(jobs[0], self._make_sender(jobs[0].url)))
-            except BaseException as error:
-                self._error = error
-
-        self._thread = threading.Thread(target=work, name="load client", daemon=True)
+    def prepare(self, jobs: Sequence[ClientJob]) -> None:
+        """Start the thread with the only job; return when its connections are open."""
+        self._client = Client(jobs[0], self._make_sender(jobs[0].url))
+        self._thread = threading.Thread(target=self._work, args=(self._client,), name="load client", daemon=True)
         self._thread.start()
+        self._prepared.wait(_PREPARE_TIMEOUT_S)
+
+    def _work(self, client: Client) -> None:
+        async def job() -> ClientReport:
+            await client.prepare()
+            self._prepared.set()
+            return await client.run(await asyncio.wrap_future(self._start_at))
+
+        try:
+            self._report = _run_loop(job())
+        except BaseException as error:
+            self._error = error
+        finally:
+            self._prepared.set()
+
+    def start(self, start_at: float) -> None:
+        """Let the thread go on."""
+        self._start_at.set_result(start_at)
 
     def progress(self) -> dict[str, int]:
         """Return counts so far."""
-        return self._client.progress()
+        return self._client.progress() if self._client is not None else {}
 
     def is_done(self) -> bool:
         """Whether the thread has ended."""
@@ -77,7 +98,8 @@ class LocalClient:
 
     def stop(self) -> None:
         """Send no more."""
-        self._client.stop()
+        if self._client is not None:
+            self._client.stop()
 
     def results(self) -> tuple[list[ClientReport], list[str]]:
         """Join the thread."""
@@ -90,6 +112,8 @@ class LocalClient:
     def close(self) -> None:
         """Send no more; the thread ends by itself."""
         self.stop()
+        if not self._start_at.done():
+            self._start_at.set_result(0.0)
 
 
 def _run_loop(main: Coroutine[Any, Any, ClientReport]) -> ClientReport:
@@ -112,9 +136,25 @@ class RayClients:
         self.actors = start_actors(count)
         self._runs: list[Any] = []
 
-    def start(self, jobs: Sequence[ClientJob]) -> None:
-        """Hand each actor its job."""
-        self._runs = [actor.run.remote(job) for actor, job in zip(self.actors, jobs, strict=True)]
+    def prepare(self, jobs: Sequence[ClientJob]) -> None:
+        """Hand each actor its job.
+
+        Raises:
+            EnvironmentFaultError: an actor died or did not get ready in time.
+        """
+        import ray
+
+        ready = [actor.prepare.remote(job) for actor, job in zip(self.actors, jobs, strict=True)]
+        try:
+            ray.get(ready, timeout=_PREPARE_TIMEOUT_S)
+        except ray.exceptions.RayError as error:
+            raise EnvironmentFaultError(
+                f"a load client did not get ready ({type(error).__name__}). Check the cluster with `ray status`, or pass --clients 0."
+            ) from error
+
+    def start(self, start_at: float) -> None:
+        """Start every actor's schedule."""
+        self._runs = [actor.run.remote(start_at) for actor in self.actors]
 
     def progress(self) -> dict[str, int]:
         """Ask all at once; who does not answer within 2 s is left out of this line."""

@@ -67,13 +67,26 @@ def describe(result: BenchResult, options: BenchOptions, plan: Plan, *, command:
         "kind": "bench",
         "emulated": _is_emulated(options.url),
         **result.summary,
+        "gpu_utilisation": _gpu_utilisation(plan, result.summary["gpulets"]),
+        "wall_s": result.wall_s,
         "verdict": {"result": verdict.result, "reasons": list(verdict.reasons), "conditions": verdict.conditions},
         "errors": result.errors,
+        "slos_ms": {spec.name: spec.slo_ms * options.slo_scale for spec in plan.models if spec.name in result.summary["models"]},
         "schedule_hash": result.schedule.hash,
         "options": asdict(options),
         **provenance(command),
         "plan": plan.to_data(),
     }
+
+
+def _gpu_utilisation(plan: Plan, gpulets: Mapping[str, Any]) -> float:
+    """Return the mean over the plan's occupied GPUs of the time each executed; gpu-lets beside each other add up to at most 1."""
+    busy = [
+        min(1.0, sum(float(gpulets[g.id]["utilisation"]) for g in plan.on_gpu(gpu.id) if g.id in gpulets))
+        for gpu in plan.gpus
+        if plan.on_gpu(gpu.id)
+    ]
+    return sum(busy) / len(busy) if busy else 0.0
 
 
 def provenance(command: Sequence[str]) -> dict[str, Any]:

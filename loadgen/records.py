@@ -6,7 +6,7 @@ Built from live clients and from simulations alike, so that one verdict and one 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from enum import IntEnum
 from typing import Any
 
@@ -16,6 +16,10 @@ from numpy.typing import NDArray
 __all__ = ["Outcome", "Records", "merge", "unsent"]
 
 NAN = float("nan")
+# Columns without an entry are times in ms.
+_DTYPES: dict[str, type[np.generic]] = {
+    "request": np.int64, "model": np.int32, "status": np.int32, "outcome": np.int8, "batch_size": np.int32, "gpulet": np.object_,
+}  # fmt: skip
 
 
 class Outcome(IntEnum):
@@ -28,10 +32,6 @@ class Outcome(IntEnum):
     FAILED = 4
 
 
-def _column(dtype: type[np.generic]) -> Any:
-    return field(metadata={"dtype": dtype})
-
-
 @dataclass
 class Records:
     """Columns of equal length. Times are ms from the start of the run on the client's clock; NaN where unknown.
@@ -40,18 +40,18 @@ class Records:
     durations the server reported. `gpulet` is the gpu-let's id.
     """
 
-    request: NDArray[np.int64] = _column(np.int64)
-    model: NDArray[np.int32] = _column(np.int32)
-    scheduled_ms: NDArray[np.float64] = _column(np.float64)
-    sent_ms: NDArray[np.float64] = _column(np.float64)
-    answered_ms: NDArray[np.float64] = _column(np.float64)
-    status: NDArray[np.int32] = _column(np.int32)
-    outcome: NDArray[np.int8] = _column(np.int8)
-    batching_ms: NDArray[np.float64] = _column(np.float64)
-    gpulet_queue_ms: NDArray[np.float64] = _column(np.float64)
-    execution_ms: NDArray[np.float64] = _column(np.float64)
-    batch_size: NDArray[np.int32] = _column(np.int32)
-    gpulet: NDArray[np.object_] = _column(np.object_)
+    request: NDArray[np.int64]
+    model: NDArray[np.int32]
+    scheduled_ms: NDArray[np.float64]
+    sent_ms: NDArray[np.float64]
+    answered_ms: NDArray[np.float64]
+    status: NDArray[np.int32]
+    outcome: NDArray[np.int8]
+    batching_ms: NDArray[np.float64]
+    gpulet_queue_ms: NDArray[np.float64]
+    execution_ms: NDArray[np.float64]
+    batch_size: NDArray[np.int32]
+    gpulet: NDArray[np.object_]
 
     def __len__(self) -> int:
         """Return the number of requests."""
@@ -60,7 +60,7 @@ class Records:
     @classmethod
     def columns(cls) -> dict[str, type[np.generic]]:
         """Return column names and types in order."""
-        return {column.name: column.metadata["dtype"] for column in fields(cls)}
+        return {column.name: _DTYPES.get(column.name, np.float64) for column in fields(cls)}
 
     @classmethod
     def from_lists(cls, lists: Mapping[str, Iterable[Any]]) -> Records:

@@ -29,6 +29,8 @@ VERBS = {
     "partition": "partition",
     "serve": "serve",
     "bench": "bench",
+    "report": "report",
+    "compare": "compare",
     "status": "status",
     "doctor": "doctor",
 }

@@ -23,7 +23,7 @@ __all__ = ["command", "print_summary"]
 @click.option("--rate-scale", default=1.0, show_default=True, help="Factor on every rate of the plan.")
 @click.option("--slo-scale", default=1.0, show_default=True, help="Factor on every SLO of the plan.")
 @click.option("--clients", default=1, show_default=True, help="Ray actors that send; 0 sends from this process.")
-@click.option("-o", "--output", "folder", default=None, metavar="DIR", help="Folder for result.json, requests.parquet, timeline.csv.")
+@click.option("-o", "--output", "folder", default=None, metavar="DIR", help="Folder for report.html, result.json, requests.parquet, timeline.csv.")
 @click.option("--force", is_flag=True, help="Replace a report that is already in DIR.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def command(
@@ -37,6 +37,7 @@ def command(
     from tenuto.deployments.endpoint import served_plan
     from tenuto.loadgen.bench import BenchOptions, run_bench
     from tenuto.loadgen.output import describe, prepare_folder, write_files
+    from tenuto.loadgen.report import Run, write_report
     from tenuto.placement import Plan
 
     address = url or (target if "://" in target else "http://127.0.0.1:8000")
@@ -55,7 +56,8 @@ def command(
     try:
         if out is not None:
             write_files(out, document, result.records, result.schedule)
-            console.print(f"report: {out}")
+            write_report(out, Run(document, result.records, plan))
+            console.print(f"report: {out / 'report.html'}")
     finally:
         if not as_json:
             print_summary(document)

@@ -214,9 +214,12 @@ class OneOfTwoLost:
     def __init__(self) -> None:
         self._first = LocalClient()
 
-    def start(self, jobs: Sequence[ClientJob]) -> None:
+    def prepare(self, jobs: Sequence[ClientJob]) -> None:
         assert len(jobs) == 2
-        self._first.start(jobs[:1])
+        self._first.prepare(jobs[:1])
+
+    def start(self, start_at: float) -> None:
+        self._first.start(start_at)
 
     def progress(self) -> dict[str, int]:
         return self._first.progress()

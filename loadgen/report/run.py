@@ -1,0 +1,134 @@
+"""A run as the report sees it: the result document and the records, whether measured live or simulated."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tenuto.errors import InvalidInputError, Problem
+from tenuto.loadgen.records import Outcome, Records
+from tenuto.placement import Plan
+
+__all__ = ["Run", "load_document", "load_run"]
+
+
+@dataclass(frozen=True)
+class Run:
+    """A document (result.json) with the requests it was made of. `begin_ms` and `end_ms` bound the measured window."""
+
+    document: Mapping[str, Any]
+    records: Records
+    plan: Plan | None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Model names by index."""
+        return tuple(self.document["models"])
+
+    @property
+    def begin_ms(self) -> float:
+        """Start of the measured window."""
+        return float(self.document["window_ms"][0])
+
+    @property
+    def end_ms(self) -> float:
+        """End of the measured window."""
+        return float(self.document["window_ms"][1])
+
+    @property
+    def window_s(self) -> float:
+        """Length of the measured window."""
+        return max(1e-9, (self.end_ms - self.begin_ms) / 1000.0)
+
+    @property
+    def measured(self) -> Records:
+        """The requests scheduled within the measured window."""
+        scheduled = self.records.scheduled_ms
+        return self.records.where((scheduled >= self.begin_ms) & (scheduled < self.end_ms))
+
+    def slo_ms(self, name: str) -> float | None:
+        """The SLO a model was judged by; None when neither the document nor the plan says."""
+        stated = (self.document.get("slos_ms") or {}).get(name)
+        if stated is not None:
+            return float(stated)
+        if self.plan is None:
+            return None
+        try:
+            return self.plan.model(name).slo_ms * float(self.document["options"].get("slo_scale", 1.0))
+        except KeyError:
+            return None
+
+    @property
+    def label(self) -> str:
+        """What the numbers are: simulated, measured on emulated GPUs, or measured."""
+        if self.document.get("kind") == "simulation":
+            return "simulated in virtual time"
+        emulated = self.document.get("emulated")
+        if emulated is None:
+            return "measured; the endpoint was gone at the end, so whether GPUs were emulated is unknown"
+        return "measured over HTTP on emulated GPUs" if emulated else "measured over HTTP"
+
+
+def load_document(folder: str | Path) -> dict[str, Any]:
+    """Return the result.json of a run.
+
+    Raises:
+        InvalidInputError: there is none, or it is not one.
+    """
+    path = Path(folder) / "result.json"
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise InvalidInputError(
+            Problem(str(path), str(folder), f"cannot be read ({error.strerror})", "Give a folder that `tenuto bench -o` wrote.")
+        ) from error
+    except ValueError as error:
+        raise InvalidInputError(Problem(str(path), str(folder), f"is not JSON ({error})", "Run the bench again.")) from error
+    missing = [key for key in ("models", "verdict", "options", "window_ms") if key not in document]
+    if missing:
+        raise InvalidInputError(
+            Problem(str(path), ", ".join(missing), "keys are missing", "Give a folder that `tenuto bench -o` wrote.")
+        )
+    found: dict[str, Any] = document
+    return found
+
+
+def load_run(folder: str | Path) -> Run:
+    """Read result.json and requests.parquet.
+
+    Raises:
+        InvalidInputError: one of them is missing or broken.
+    """
+    document = load_document(folder)
+    plan = Plan.from_data(document["plan"], origin=f"{folder}/result.json: plan") if document.get("plan") else None
+    return Run(document, _read_records(Path(folder) / "requests.parquet", list(document["models"])), plan)
+
+
+def _read_records(path: Path, names: list[str]) -> Records:
+    import pyarrow
+    from pyarrow import parquet
+
+    try:
+        table = parquet.read_table(path)
+        model = table["model"].combine_chunks().cast(pyarrow.string()).dictionary_encode()
+        order = np.array([names.index(name) for name in model.dictionary.to_pylist()], dtype=np.int32)
+        outcome = table["outcome"].combine_chunks().cast(pyarrow.string()).dictionary_encode()
+        codes = np.array([Outcome[name.upper()] for name in outcome.dictionary.to_pylist()], dtype=np.int8)
+        columns = {
+            name: np.asarray(table[name].to_numpy(), dtype=dtype)
+            for name, dtype in Records.columns().items()
+            if name not in ("model", "outcome", "gpulet")
+        }
+        columns["model"] = order[model.indices.to_numpy()] if len(table) else np.empty(0, np.int32)
+        columns["outcome"] = codes[outcome.indices.to_numpy()] if len(table) else np.empty(0, np.int8)
+        columns["gpulet"] = table["gpulet"].combine_chunks().cast(pyarrow.string()).to_numpy(zero_copy_only=False)
+        return Records(**columns)
+    except (OSError, pyarrow.ArrowException, KeyError, ValueError) as error:
+        raise InvalidInputError(
+            Problem(str(path), str(path), f"cannot be read ({error})", "Give a folder that `tenuto bench -o` wrote.")
+        ) from error

@@ -1,0 +1,78 @@
+"""`tenuto compare`: differences between runs, with the spread that belongs to them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import click
+from rich.markup import escape
+from rich.table import Table
+
+from tenuto.cli.common import emit_json, stdout_console
+from tenuto.errors import InvalidInputError
+
+if TYPE_CHECKING:
+    from tenuto.loadgen.compare import Comparison, Difference
+
+__all__ = ["command"]
+
+
+@click.command(name="compare", short_help="Compare runs that saw the same schedule: differences, spread, conclusion.")
+@click.argument("folders", metavar="A B…", nargs=-1, required=True)
+@click.option("--different-schedules", is_flag=True, help="Compare although the schedules differ.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def command(folders: tuple[str, ...], different_schedules: bool, as_json: bool) -> None:
+    """Compare every further run with the first. A folder of run folders counts as repeats of one run.
+
+    Example: tenuto compare runs/deferred runs/eager
+    """
+    from tenuto.loadgen.compare import compare, load_side
+
+    if len(folders) < 2:
+        raise InvalidInputError("give at least two runs to compare, such as: tenuto compare runs/a runs/b")
+    first, *others = [load_side(folder) for folder in folders]
+    found = [compare(first, other, different_schedules=different_schedules) for other in others]
+    if as_json:
+        emit_json({"comparisons": [_data(comparison) for comparison in found]})
+        return
+    for comparison in found:
+        _print(comparison)
+
+
+def _data(comparison: Comparison) -> dict[str, Any]:
+    return {
+        "first": comparison.first.name, "second": comparison.second.name, "method": comparison.method,
+        "warnings": list(comparison.warnings),
+        "differences": [
+            {"model": d.model, "metric": d.metric, "first": d.first, "second": d.second, "difference": d.difference,
+             "half_width": d.half_width, "conclusion": d.conclusion}
+            for d in comparison.differences
+        ],
+    }  # fmt: skip
+
+
+def _print(comparison: Comparison) -> None:
+    console = stdout_console()
+    first, second = comparison.first, comparison.second
+    table = Table(box=None, header_style="bold")
+    for heading in ("model", "figure"):
+        table.add_column(heading)
+    for heading in (first.name, second.name, "difference", "95 % interval"):
+        table.add_column(escape(heading), justify="right", overflow="fold")
+    table.add_column("conclusion")
+    for entry in comparison.differences:
+        table.add_row(escape(entry.model or "all"), entry.metric, *_numbers(entry), entry.conclusion)
+    console.print(table)
+    console.print(f"{len(first.folders)} against {len(second.folders)} run(s); spread {comparison.method}", markup=False)
+    for warning in comparison.warnings:
+        console.print(f"warning: {warning}", markup=False)
+
+
+def _numbers(entry: Difference) -> tuple[str, str, str, str]:
+    def shown(value: float | None, sign: str = "") -> str:
+        if value is None:
+            return "-"
+        return f"{100 * value:{sign}.2f} %" if entry.metric == "attainment" else f"{value:{sign}.2f}"
+
+    interval = "-" if entry.half_width is None else f"± {shown(entry.half_width)}"
+    return shown(entry.first), shown(entry.second), shown(entry.difference, "+"), interval
