@@ -78,9 +78,11 @@ def main() -> None:
 
 def gpus_for_15k(names: Sequence[str], duration_s: float) -> None:
     """Print the fewest GPUs with which every model keeps 99 % at 15,000 r/s."""
-    print("\nGPUs needed for 15,000 r/s, every model at 99 % (paper: Nexus and Shepherd need 2-6 more for one ResNet50,")
+    print("\nGPUs needed for 15,000 r/s, every model at 99 %")
+    print("paper: Nexus and Shepherd need 2-6 more for one ResNet50,")
     print("166 % and 90 % more for the mixed zoo)")
-    for label, models in (("one ResNet50", [RESNET50]), ("1080ti zoo", zoo("1080ti")), ("a100 zoo", zoo("a100"))):
+    scenes = (("one ResNet50", [RESNET50]), ("1080ti zoo", zoo("1080ti")), ("a100 zoo", zoo("a100")))
+    for label, models in scenes:
         for name in names:
             print(f"{label:14s} {name:10s} {fewest_gpus(name, models, duration_s) or '>1024'}", flush=True)
 
