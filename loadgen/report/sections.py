@@ -141,7 +141,7 @@ def batches(run: Run, styles: Styles) -> str:
     if largest <= 0:
         return figure("Batch sizes", "<p>The server reported no batch sizes.</p>")
     over_time = Plot((0.0, run.end_ms / 1000.0), (0.0, largest * 1.08), x_label="time in s", y_label="mean batch size")
-    charts = []
+    charts: list[str] = []
     for index, name in enumerate(run.names):
         mine = records.where((records.model == index) & (records.batch_size > 0))
         if not len(mine):

@@ -1,0 +1,66 @@
+"""Load clients as real Ray actors: they share one start, and one that is killed costs only its own part."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from tenuto.loadgen.bench import BenchOptions, run_bench
+from tenuto.loadgen.clients import RayClients
+from tenuto.placement import Arrival, ModelSpec
+
+from .fake_server import fake_server
+
+pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore::ResourceWarning"), pytest.mark.filterwarnings("ignore::FutureWarning")]
+
+MODEL = ModelSpec(name="m", rate_rps=100, slo_ms=5000, arrival=Arrival(process="uniform"))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cluster() -> Iterator[None]:
+    import ray
+
+    if ray.is_initialized():
+        yield
+        return
+    ray.init(address="local", num_cpus=1, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
+    yield
+    ray.shutdown()
+
+
+def test_several_actors_send_one_schedule() -> None:
+    lines: list[str] = []
+    with fake_server() as server:
+        result = run_bench([MODEL], BenchOptions(server.url, duration_s=2.0, clients=2, grace_s=1.0), lines.append)
+    assert len(server.requests) == 200
+    assert np.array_equal(np.sort(result.records.request), np.arange(200))
+    assert result.summary["models"]["m"]["attainment"] == 1.0
+    assert any("sent" in line for line in lines)
+
+
+def test_a_killed_actor_makes_the_run_invalid_and_keeps_the_rest() -> None:
+    import ray
+
+    clients = RayClients(2)
+
+    def kill() -> None:
+        while clients.progress().get("sent", 0) < 40:
+            time.sleep(0.02)
+        ray.kill(clients.actors[1])
+
+    with fake_server() as server:
+        killer = threading.Thread(target=kill)
+        killer.start()
+        result = run_bench([MODEL], BenchOptions(server.url, duration_s=2.0, clients=2, grace_s=1.0), clients=clients)
+        killer.join()
+    assert result.verdict.result == "INVALID"
+    assert result.verdict.reasons[0].startswith("client 1 was lost")
+    model = result.summary["models"]["m"]
+    assert model["offered"] == 190  # 5 % of the 200 are warm-up
+    assert model["ok"] == 95
+    assert model["failed"] == 95
