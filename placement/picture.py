@@ -74,11 +74,9 @@ def draw(plan: Plan) -> str:
 
 
 def _bars(plan: Plan) -> list[_Bar]:
+    by_gpu = plan.by_gpu()
     if len(plan.gpus) <= MOST_SINGLE_BARS:
-        return [_Bar(gpu.id, gpu.type, plan.on_gpu(gpu.id)) for gpu in plan.gpus]
-    by_gpu: dict[str, list[Gpulet]] = {gpu.id: [] for gpu in plan.gpus}
-    for gpulet in plan.gpulets:
-        by_gpu[gpulet.gpu].append(gpulet)
+        return [_Bar(gpu.id, gpu.type, tuple(by_gpu[gpu.id])) for gpu in plan.gpus]
     alike: dict[tuple[object, ...], list[str]] = {}
     for gpu in plan.gpus:
         key = (gpu.type, *((g.share_pct, tuple((r.name, r.batch_size) for r in g.models)) for g in by_gpu[gpu.id]))

@@ -123,6 +123,13 @@ class Plan(StrictModel):
         """Return the gpu-lets of one GPU."""
         return tuple(gpulet for gpulet in self.gpulets if gpulet.gpu == gpu_id)
 
+    def by_gpu(self) -> dict[str, list[Gpulet]]:
+        """Return the gpu-lets of every GPU by its id, idle GPUs with none; one pass, for plans with thousands of GPUs."""
+        found: dict[str, list[Gpulet]] = {gpu.id: [] for gpu in self.gpus}
+        for gpulet in self.gpulets:
+            found.setdefault(gpulet.gpu, []).append(gpulet)
+        return found
+
     def hosts_of(self, model: str) -> tuple[Gpulet, ...]:
         """Return the gpu-lets on which a model is resident."""
         return tuple(g for g in self.gpulets if any(replica.name == model for replica in g.models))

@@ -158,8 +158,9 @@ def check_plan(plan: Plan, cluster: Cluster) -> None:
     memory = {gpu.type: gpu.memory_mib for gpu in cluster.gpus}
     known = {spec.name for spec in plan.models}
     overcommits = any("over-commit" in note for note in plan.notes)
+    by_gpu = plan.by_gpu()
     for gpu in plan.gpus:
-        gpulets = plan.on_gpu(gpu.id)
+        gpulets = by_gpu[gpu.id]
         share = sum(g.effective_share_pct for g in gpulets)
         if share > 100.0 + 1e-6 and not overcommits:
             problems.append(Problem(f"gpus.{gpu.id}", share, "shares sum to more than 100 %", "Make the plan again."))

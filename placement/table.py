@@ -46,8 +46,9 @@ def rows_of(plan: Plan) -> list[PlanRow]:
     """Return a row per replica, in the order of GPUs, gpu-lets and models of the plan."""
     slos = {spec.name: spec.slo_ms for spec in plan.models}
     rows = []
+    by_gpu = plan.by_gpu()
     for gpu in plan.gpus:
-        for gpulet in plan.on_gpu(gpu.id):
+        for gpulet in by_gpu[gpu.id]:
             for replica in gpulet.models:
                 rows.append(
                     PlanRow(gpu.id, gpu.type, gpulet.id, gpulet.share_pct, replica.name, replica.batch_size,

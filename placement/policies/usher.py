@@ -93,7 +93,9 @@ class Usher(Policy):
                 unserved[spec.name] = reason
         groups = self._groups(workload, needs)
         rooms = [Room(kind, 0, count) for kind, count in counts.items()]
-        placements, cut = self._place_groups(groups, choices, rooms, _prices(cluster))
+        placements, rooms, cut = self._place_groups(groups, choices, rooms, _prices(cluster))
+        for name in choices.keys() - placements.keys():
+            unserved[name] = _no_room(choices[name], rooms)
         notes = ["groups: " + " | ".join(" ".join(group) for group in groups)] if groups else []
         if cut:
             notes.append("the search over configurations was cut short; the best plan found is used")
@@ -133,7 +135,7 @@ class Usher(Policy):
                 best = _largest_batch(usable[kinds[0]])
                 return (), (
                     f"needs {minimum} replicas even at its largest batch within the SLO ({best.batch_size}: "
-                    f"{best.throughput_rps:g} rps on a {kinds[0]}), more than the {limit} GPUs that can run it"
+                    f"{best.throughput_rps:g} rps on a {kinds[0]}), but only {limit} of the GPUs can run it"
                 )
             configs += _per_batch(spec, {kind: usable[kind] for kind in alternatives}, counts, self.batch_choice)
         configs.sort(key=lambda config: (config.replicas, config.batch_size))
@@ -142,7 +144,7 @@ class Usher(Policy):
     def _place_groups(
         self, groups: Sequence[Sequence[str]], choices: Mapping[str, Choice], rooms: list[Room],
         prices: Mapping[str, float] | None,
-    ) -> tuple[dict[str, Placement], bool]:
+    ) -> tuple[dict[str, Placement], list[Room], bool]:
         placements: dict[str, Placement] = {}
         cut = False
         for group in groups:
@@ -154,7 +156,7 @@ class Usher(Policy):
             placements |= search.run()
             rooms = full + search.best_rooms
             cut = cut or search.cut
-        return placements, cut
+        return placements, rooms, cut
 
 
 def _highest_type(needs: Mapping[str, Requirements]) -> Requirements:
@@ -180,6 +182,19 @@ def _per_batch(
         kept = counts[: carries.index(True) + 1] if any(carries) and not some_slower else counts
         configs += [Config(needs, size, count, first.total_pct) for count in kept]
     return configs
+
+
+def _no_room(choice: Choice, rooms: Sequence[Room]) -> str:
+    """Say what the model's least demanding replica needs and what the GPUs have left after all groups."""
+    least = min((need for config in choice.configs for need in config.needs.values()), key=lambda need: need.total_pct)
+    freest = min(rooms, key=lambda room: max(room.compute_pct, room.memory_pct), default=None)
+    if freest is None:
+        return "there is no GPU"
+    return (
+        f"its least demanding replica (batch {least.batch_size}) needs {least.compute_pct:.3g} % compute and "
+        f"{least.memory_pct:.3g} % memory; the freest GPU has {100 - freest.compute_pct:.3g} % and "
+        f"{100 - freest.memory_pct:.3g} % left after models that carry more"
+    )
 
 
 def _gpu_counts(cluster: Cluster) -> dict[str, int]:

@@ -184,7 +184,7 @@ def _print_plan(plan: Plan) -> None:
         previous = place
     if rows:
         console.print(table)
-    idle = [gpu.id for gpu in plan.gpus if not plan.on_gpu(gpu.id)]
+    idle = [gpu for gpu, gpulets in plan.by_gpu().items() if not gpulets]
     if idle:
         console.print(f"idle: {_shortened(idle)}")
     for name, reason in why_unserved(plan):
