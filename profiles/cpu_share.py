@@ -13,7 +13,7 @@ _PASSIVE = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0"}
 
 
 def calm_openmp(environment: MutableMapping[str, str]) -> None:
-    """Make OpenMP's threads wait without spinning, unless the user chose otherwise; call it before torch is imported."""
+    """Make OpenMP's threads wait without spinning, unless the user chose otherwise; before importing torch."""
     for key, value in _PASSIVE.items():
         environment.setdefault(key, value)
 

@@ -56,10 +56,13 @@ class MeasureRequest:
             problems.append(Problem("--shares", shares, "shares are above 0, up to 100 (percent)", "Write 25,50,100."))
         if not self.budget_s > 0:
             problems.append(Problem("--budget-s", self.budget_s, "must be above 0", "Give seconds per model."))
+        if not is_factory(self.source) and not os.path.isdir(self.source):
+            try:
+                lookup(self.source)
+            except InvalidInputError as error:
+                problems += error.problems
         if problems:
             raise InvalidInputError(problems)
-        if not is_factory(self.source) and not os.path.isdir(self.source):
-            lookup(self.source)
 
 
 @dataclass(frozen=True)
