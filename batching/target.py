@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections import deque
 
 from tenuto.batching.interface import INF, TIME_TOLERANCE_MS
@@ -13,9 +14,9 @@ __all__ = ["ArrivalRate", "BatchSizes", "batch_sizes", "target_batch"]
 def target_batch(latency_ms: list[float], budget_ms: float, rate_rps: float | None) -> int:
     """Return the largest batch of the staggered pattern: (1 + 1/n) l(b) <= budget (Symphony §3.3, table 2).
 
-    n is the number of GPUs the model needs by itself, n = rate * l(b) / b. Where that is at most one, the residual rule
-    of Nexus: l(b) + b/rate <= budget. While the rate is unknown, two batches of equal length must fit:
-    l(b) <= budget / 2.
+    n is the number of GPUs the model needs by itself, n = rate * l(b) / b, so that l(b)/n is the time in which b requests
+    arrive and the condition reads l(b) + b/rate <= budget. Where n <= 1 that is the residual rule of Nexus: one formula
+    serves both. While the rate is unknown, two batches of equal length must fit: l(b) <= budget / 2.
 
     Args:
         latency_ms: l(b) by batch size, any delay per request included.
@@ -26,17 +27,17 @@ def target_batch(latency_ms: list[float], budget_ms: float, rate_rps: float | No
         At least 1.
     """
     budget_ms += TIME_TOLERANCE_MS
-    for size in range(len(latency_ms) - 1, 1, -1):
-        latency = latency_ms[size]
-        if rate_rps is None:
-            fits = 2 * latency <= budget_ms
+    if rate_rps is None:
+        return max(1, bisect_right(latency_ms, budget_ms / 2.0) - 1)
+    gap_ms = 1000.0 / rate_rps
+    low, high = 1, len(latency_ms)  # low fits, or is 1; high does not fit
+    while high - low > 1:
+        middle = (low + high) // 2
+        if latency_ms[middle] + middle * gap_ms <= budget_ms:
+            low = middle
         else:
-            need = rate_rps * latency / (1000.0 * size)
-            collect_ms = 1000.0 * size / rate_rps
-            fits = latency * (1 + 1 / need) <= budget_ms if need > 1 else latency + collect_ms <= budget_ms
-        if fits:
-            return size
-    return 1
+            high = middle
+    return low
 
 
 class BatchSizes:

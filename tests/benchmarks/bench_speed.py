@@ -27,6 +27,16 @@ def simulated(setup: Setup, rate_rps: float, requests: int, scheduler: str = "de
     return best
 
 
+def cost(setup: Setup, rate_rps: float, requests: int) -> str:
+    """Return what a request and a batch cost, and the mean batch."""
+    per_request_us = 1e6 / simulated(setup, rate_rps, requests)
+    duration_s = min(requests, 50_000) / rate_rps
+    times, which = poisson([rate_rps / len(setup.models)] * len(setup.models), duration_s, 0)
+    result = simulate(make_scheduler("deferred", setup), times, which, duration_s=duration_s)
+    batch = len(times) / max(1, len(result.batches.gpulet))
+    return f"{per_request_us:6.2f} us per request, {per_request_us * batch:6.1f} us per batch of {batch:5.1f}"
+
+
 def scheduler_alone(setup: Setup, rate_rps: float, requests: int) -> float:
     """Return requests per second through the core with nothing around it but a heap of completions."""
     times, which = poisson([rate_rps / len(setup.models)] * len(setup.models), requests / rate_rps, 0)
@@ -80,16 +90,14 @@ def main() -> None:
         ("A100 zoo, 64 GPUs", zoo("a100"), 64, 17500.0),
     ):
         print(f"{label:44s} {scheduler_alone(uniform_setup(models, gpus), rate, requests):12,.0f}", flush=True)
-    print("\nCost per request over GPUs (10 ResNet50-like models, SLO 50 ms, load in proportion)")
+    print("\nCost over GPUs (10 ResNet50-like models, SLO 50 ms, load in proportion)")
     for gpus in (8, 64, 1024) if chosen.quick else (8, 16, 32, 64, 128, 256, 512, 1024):
         many: list[Model] = [(f"m{i}", 1.053, 5.072, 50.0, None) for i in range(10)]
-        speed = simulated(uniform_setup(many, gpus), 650.0 * gpus, requests)
-        print(f"{gpus:5d} GPUs   {1e6 / speed:6.2f} us per request", flush=True)
-    print("\nCost per request over models (64 GPUs, 20,000 r/s in all, SLO 100 ms)")
+        print(f"{gpus:5d} GPUs   {cost(uniform_setup(many, gpus), 650.0 * gpus, requests)}", flush=True)
+    print("\nCost over models (64 GPUs, 20,000 r/s in all, SLO 100 ms: more models, smaller batches)")
     for count in (1, 20, 400) if chosen.quick else (1, 5, 20, 50, 100, 200, 400):
         several: list[Model] = [(f"m{i}", 1.053, 5.072, 100.0, None) for i in range(count)]
-        setup = uniform_setup(several, 64)
-        print(f"{count:5d} models {1e6 / simulated(setup, 20_000.0, requests):6.2f} us per request", flush=True)
+        print(f"{count:5d} models {cost(uniform_setup(several, 64), 20_000.0, requests)}", flush=True)
 
 
 if __name__ == "__main__":
