@@ -151,7 +151,7 @@ def check_plan(plan: Plan, cluster: Cluster) -> None:
     """Raise `InvalidInputError` when a plan breaks a rule that holds for every policy.
 
     Rules: ids are consistent; models exist; memory of the gpu-lets of a GPU fits; shares sum to at most 100 % unless the plan's
-    notes say that it over-commits; every model is served or listed as unserved.
+    notes say that it over-commits; shares below 100 % need CUDA MPS; every model is served or listed as unserved.
     """
     plan.check_references()
     problems: list[Problem] = []
@@ -170,7 +170,12 @@ def check_plan(plan: Plan, cluster: Cluster) -> None:
                 Problem(f"gpus.{gpu.id}", f"{need:.0f} MiB", f"more memory than the GPU has ({memory[gpu.type]:.0f} MiB)",
                         "Use smaller batches, fewer models per GPU, or a larger GPU type.")
             )
+    types = {gpu.id: gpu.type for gpu in plan.gpus}
     for gpulet in plan.gpulets:
+        if plan.mps == "off" and gpulet.effective_share_pct < 100.0 and types[gpulet.gpu] != "cpu":
+            problems.append(Problem(f"gpulets.{gpulet.id}.share_pct", gpulet.share_pct,
+                                    "a share needs CUDA MPS, which the workload turns off (mps: off)",
+                                    "Use mps: auto, or a policy without shares, such as ffd or symphony."))
         for replica in gpulet.models:
             if replica.name not in known:
                 problems.append(Problem(f"gpulets.{gpulet.id}.models", replica.name, "not a model of the workload",

@@ -8,6 +8,9 @@ import pytest
 
 from tenuto.errors import InvalidInputError
 from tenuto.placement import Cluster, Plan, Policy, Workload, solve
+from tenuto.placement.policies.ffd import FirstFitDecreasing
+from tenuto.placement.policies.symphony import Symphony
+from tenuto.placement.policies.wao_usher import WaoUsher
 from tenuto.placement.solve import check_inputs
 from tenuto.profiles import Profiles
 
@@ -72,6 +75,15 @@ def test_overcommitment_is_allowed_when_the_plan_says_so() -> None:
     with pytest.raises(InvalidInputError, match="more than 100 %"):
         solve(given(*two), workload, v100s(2), thesis())
     assert solve(given(*two, notes=["over-commits: test"]), workload, v100s(2), thesis())
+
+
+def test_shares_without_mps_are_refused() -> None:
+    workload = equal_rates(["bert", "resnet50"], 10, 300).model_copy(update={"mps": "off"})
+    with pytest.raises(InvalidInputError, match="needs CUDA MPS") as caught:
+        solve(WaoUsher(), workload, v100s(2), thesis())
+    assert len(caught.value.problems) == 2
+    for policy in (FirstFitDecreasing(), Symphony(), WaoUsher(shares=False)):
+        assert solve(policy, workload, v100s(2), thesis()).mps == "off"
 
 
 def test_all_input_problems_are_told_at_once() -> None:
