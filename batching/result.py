@@ -1,6 +1,6 @@
 """What a simulated run produced: raw times and outcome of every request, and the figures of `simulate --json`.
 
-Definitions are those of docs/metrics.md: latency counts from the scheduled arrival, attainment divides by offered
+Latency counts from the scheduled arrival, attainment divides by offered
 requests.
 """
 

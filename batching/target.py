@@ -14,9 +14,9 @@ __all__ = ["ArrivalRate", "BatchSizes", "batch_sizes", "target_batch"]
 def target_batch(latency_ms: list[float], budget_ms: float, rate_rps: float | None) -> int:
     """Return the largest batch of the staggered pattern: (1 + 1/n) l(b) <= budget (Symphony §3.3, table 2).
 
-    n is the number of GPUs the model needs by itself, n = rate * l(b) / b, so that l(b)/n is the time in which b requests
-    arrive and the condition reads l(b) + b/rate <= budget. Where n <= 1 that is the residual rule of Nexus: one formula
-    serves both. While the rate is unknown, two batches of equal length must fit: l(b) <= budget / 2.
+    n is the number of GPUs the model needs by itself, n = rate * l(b) / b, so that l(b)/n is the time in which b
+    requests arrive and the condition reads l(b) + b/rate <= budget. Where n <= 1 that is the residual rule of Nexus: one
+    formula serves both. While the rate is unknown, two batches of equal length must fit: l(b) <= budget / 2.
 
     Args:
         latency_ms: l(b) by batch size, any delay per request included.
