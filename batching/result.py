@@ -1,7 +1,6 @@
 """What a simulated run produced: raw times and outcome of every request, and the figures of `simulate --json`.
 
-Latency counts from the scheduled arrival, attainment divides by offered
-requests.
+Latency counts from the scheduled arrival; attainment divides by offered requests.
 """
 
 from __future__ import annotations

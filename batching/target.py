@@ -16,7 +16,7 @@ def target_batch(latency_ms: list[float], budget_ms: float, rate_rps: float | No
 
     n is the number of GPUs the model needs by itself, n = rate * l(b) / b, so that l(b)/n is the time in which b
     requests arrive and the condition reads l(b) + b/rate <= budget. Where n <= 1 that is the residual rule of Nexus: one
-    formula serves both. While the rate is unknown, two batches of equal length must fit: l(b) <= budget / 2.
+    formula serves both. While the rate is unknown, two equal batches must fit: l(b) <= budget / 2.
 
     Args:
         latency_ms: l(b) by batch size, any delay per request included.
