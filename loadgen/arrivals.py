@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tenuto.errors import InvalidInputError, Problem
+from tenuto.loadgen.azure import AZURE_PROCESSES, azure_times
 from tenuto.placement import Arrival
 
 __all__ = ["PROCESSES", "arrival_times", "read_trace"]
@@ -109,6 +110,8 @@ def arrival_times(model: str, rate_rps: float, duration_s: float, arrival: Arriv
         InvalidInputError: unknown process or option, or an unusable trace; the message names line and cure.
     """
     _check(model, arrival)
+    if arrival.process in AZURE_PROCESSES:
+        return azure_times(model, rate_rps, duration_s, arrival, generator)
     if arrival.process == "trace":
         return _trace_times(model, rate_rps, duration_s, arrival)
     return PROCESSES[arrival.process](rate_rps, duration_s, arrival, generator)
@@ -116,12 +119,14 @@ def arrival_times(model: str, rate_rps: float, duration_s: float, arrival: Arriv
 
 def _check(model: str, arrival: Arrival) -> None:
     where = f"models.{model}.arrival"
-    known = [*PROCESSES, "trace"]
+    known = [*PROCESSES, "trace", *AZURE_PROCESSES]
     if arrival.process not in known:
         raise InvalidInputError(Problem(f"{where}.process", arrival.process, "unknown arrival process", f"Use one of {', '.join(known)}."))
     problems = []
     allowed: dict[str, Any] = {"rescale": 0.0} if arrival.process == "trace" else _OPTIONS.get(arrival.process, {})
     for key, value in arrival.options.items():
+        if arrival.process in AZURE_PROCESSES:
+            break  # checked with the trace
         if key not in allowed:
             problems.append(Problem(f"{where}.options.{key}", value, f"process '{arrival.process}' has no such option",
                                     f"Its options: {', '.join(allowed) or 'none'}."))
@@ -136,8 +141,9 @@ def _check(model: str, arrival: Arrival) -> None:
         problems.append(Problem(where, arrival.cv, "gives both shape and cv", "Keep one: cv = shape**-0.5."))
     if arrival.process == "gamma" and arrival.shape is None and arrival.cv is None:
         problems.append(Problem(where, None, "gamma needs shape or cv", "Give shape: 0.5, for example."))
-    if (arrival.path is not None) != (arrival.process == "trace"):
-        problems.append(Problem(f"{where}.path", arrival.path, "a path belongs to process: trace, and a trace needs one", "Give both or neither."))
+    if (arrival.path is not None) != (arrival.process == "trace" or arrival.process in AZURE_PROCESSES):
+        problems.append(Problem(f"{where}.path", arrival.path, "a path belongs to process: trace, and a trace needs one",
+                                "Give both or neither."))
     if arrival.process == "diurnal" and float(arrival.options.get("amplitude", 0.5)) > 1.0:
         problems.append(Problem(f"{where}.options.amplitude", arrival.options["amplitude"], "above 1 the rate would be negative", "Give at most 1."))
     factors = arrival.options.get("factors")

@@ -7,7 +7,6 @@ difference between two machines' clocks enters any figure.
 from __future__ import annotations
 
 import asyncio
-import math
 import time
 from array import array
 from collections import Counter
@@ -17,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from tenuto.loadgen.http_sender import Sender, prepare
+from tenuto.loadgen.precise_timer import PreciseTimer
 from tenuto.loadgen.records import NAN, Outcome, Records
 from tenuto.loadgen.reply import OnReply, Reply
 
@@ -170,14 +170,12 @@ class Client:
                 idle.set()
 
         self._handle_reply = on_reply
+        timer = PreciseTimer()
         for row, (at_ms, model) in enumerate(zip(times, models, strict=True)):
-            wait_s = at_ms / 1000.0 - (monotonic() - origin)
-            if wait_s > 0:
-                while wait_s > 0 and not self._stopped:
-                    # Event loops count whole ms and may wake early: round up, look again, never send early. At most a
-                    # quarter second at once, so that `stop` is heard within a long gap too.
-                    await asyncio.sleep(min(0.25, math.ceil(wait_s * 1000.0) / 1000.0))
-                    wait_s = at_ms / 1000.0 - (monotonic() - origin)
+            at = origin + at_ms / 1000.0
+            if at > monotonic():
+                while at > (now := monotonic()) and not self._stopped:
+                    await timer.wait_until(min(at, now + 0.25))  # `stop` is heard within a long gap too
             elif row % 16 == 0:
                 await asyncio.sleep(0)  # behind schedule: let answers be read between sends
             if self._stopped:
@@ -187,6 +185,7 @@ class Client:
             columns.sent_ms[row] = (monotonic() - origin) * 1000.0
             counts["sent"] += 1
             send(pool[row % len(pool)], row)
+        timer.close()
         await self._await_stragglers(idle, lambda: pending, job.grace_s)
         self._handle_reply = lambda _row, _reply: None
         if pending:

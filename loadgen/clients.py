@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
 import time
 from collections.abc import Callable, Coroutine, Sequence
@@ -74,8 +75,13 @@ class LocalClient:
     def _work(self, client: Client) -> None:
         async def job() -> ClientReport:
             await client.prepare()
+            gc.collect()
+            gc.freeze()  # the schedule and the bodies are not looked through again in every collection of the run
             self._prepared.set()
-            return await client.run(await asyncio.wrap_future(self._start_at))
+            try:
+                return await client.run(await asyncio.wrap_future(self._start_at))
+            finally:
+                gc.unfreeze()
 
         try:
             self._report = _run_loop(job())

@@ -73,6 +73,7 @@ def describe(result: BenchResult, options: BenchOptions, plan: Plan, *, command:
         "errors": result.errors,
         "slos_ms": {spec.name: spec.slo_ms * options.slo_scale for spec in plan.models if spec.name in result.summary["models"]},
         "schedule_hash": result.schedule.hash,
+        "schedule_notes": list(result.schedule.notes),
         "options": asdict(options),
         **provenance(command),
         "plan": plan.to_data(),

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from tenuto.errors import InvalidInputError, Problem
 from tenuto.loadgen.arrivals import arrival_times
+from tenuto.loadgen.azure import is_synthetic
 from tenuto.placement import ModelSpec
 
 __all__ = ["MOST_REQUESTS", "Schedule", "make_schedule", "seed_for"]
@@ -27,6 +28,7 @@ class Schedule:
     model_index: NDArray[np.int32]
     names: tuple[str, ...]
     duration_s: float
+    notes: tuple[str, ...] = ()  # what a reader of the figures must know about the times; not part of the hash
 
     def __len__(self) -> int:
         """Return the number of requests."""
@@ -44,14 +46,16 @@ class Schedule:
     def save(self, path: str | Path) -> None:
         """Write as a compressed numpy file."""
         np.savez_compressed(path, times_ms=self.times_ms, model_index=self.model_index, names=np.array(self.names),
-                            duration_s=self.duration_s)
+                            duration_s=self.duration_s, notes=np.array(self.notes, dtype=np.str_))
 
     @classmethod
     def load(cls, path: str | Path) -> Schedule:
         """Read what `save` wrote; raises `InvalidInputError` for anything else."""
         try:
             with np.load(path, allow_pickle=False) as data:
-                return cls(data["times_ms"], data["model_index"], tuple(str(n) for n in data["names"]), float(data["duration_s"]))
+                names = tuple(str(name) for name in data["names"])
+                notes = tuple(str(note) for note in data["notes"])
+                return cls(data["times_ms"], data["model_index"], names, float(data["duration_s"]), notes)
         except (OSError, ValueError, KeyError) as error:
             raise InvalidInputError(Problem(str(path), str(path), f"not a schedule file ({error})", "Give a file that a run saved.")) from error
 
@@ -83,6 +87,12 @@ def make_schedule(models: Sequence[ModelSpec], duration_s: float, seed: int, rat
     ]
     if seed < 0:
         problems.append(Problem("--seed", seed, "must be at least 0", "Give 0 or a larger number."))
+    problems += [
+        Problem(f"models.{spec.name}.arrival", spec.arrival.process, "is replayed as recorded, so a rate scale would do nothing",
+                "Set options: {rescale: true}, or leave --rate-scale at 1.")
+        for spec in models
+        if rate_scale != 1.0 and spec.arrival.path is not None and not spec.arrival.options.get("rescale")
+    ]
     if problems:
         raise InvalidInputError(problems)
     expected = sum(spec.rate_rps for spec in models) * rate_scale * duration_s
@@ -98,4 +108,11 @@ def make_schedule(models: Sequence[ModelSpec], duration_s: float, seed: int, rat
     index = np.repeat(np.arange(len(models), dtype=np.int32), [part.size for part in times]) if times else np.empty(0, np.int32)
     merged = np.concatenate(times) * 1000.0 if times else np.empty(0)
     order = np.argsort(merged, kind="stable")
-    return Schedule(merged[order], index[order], tuple(spec.name for spec in models), duration_s)
+    return Schedule(merged[order], index[order], tuple(spec.name for spec in models), duration_s, _notes(models))
+
+
+def _notes(models: Sequence[ModelSpec]) -> tuple[str, ...]:
+    drawn = [spec.name for spec in models if is_synthetic(spec.arrival)]
+    if not drawn:
+        return ()
+    return (f"arrival times of {', '.join(drawn)} are synthetic: the trace gives counts or rates, the times within were drawn",)

@@ -59,6 +59,7 @@ def describe_simulation(
         "errors": [],
         "slos_ms": slos,
         "schedule_hash": schedule.hash,
+        "schedule_notes": list(schedule.notes),
         "options": {**options, "duration_s": result.duration_s, "warmup_s": result.warmup_s},
         **provenance(command),
         "plan": None if plan is None else plan.to_data(),

@@ -139,5 +139,6 @@ def _provenance(run: Run) -> str:
         "requests": str(document.get("requests", len(run.records))),
     }
     listed = "".join(f"<tr><th>{escape(key)}</th><td><code>{escape(text)}</code></td></tr>" for key, text in rows.items() if text)
-    notes = "".join(f"<li>{escape(note)}</li>" for note in (run.plan.notes if run.plan is not None else ()))
+    remarks = [*document.get("schedule_notes", []), *(run.plan.notes if run.plan is not None else ())]
+    notes = "".join(f"<li>{escape(note)}</li>" for note in remarks)
     return f'<h2>How it was made</h2><table class="left"><tbody>{listed}</tbody></table>' + (f"<ul>{notes}</ul>" if notes else "")

@@ -11,7 +11,7 @@ import pytest
 
 from tenuto.errors import InvalidInputError
 from tenuto.loadgen.schedule import Schedule, make_schedule, seed_for
-from tenuto.placement import ModelSpec
+from tenuto.placement import Arrival, ModelSpec
 
 A = ModelSpec(name="a", rate_rps=50, slo_ms=100)
 B = ModelSpec(name="b", rate_rps=20, slo_ms=100)
@@ -89,6 +89,17 @@ def test_numbers_out_of_range(duration_s: float, seed: int, scale: float, where:
         make_schedule([A], duration_s, seed, scale)
 
 
+def test_a_replayed_trace_has_no_rate_scale(tmp_path: Path) -> None:
+    (tmp_path / "t.csv").write_text("time_ms\n" + "".join(f"{10 * i}\n" for i in range(200)))
+    arrival = Arrival(process="trace", path=str(tmp_path / "t.csv"))
+    spec = A.model_copy(update={"arrival": arrival})
+    assert len(make_schedule([spec], 1.0, 0)) == 100
+    with pytest.raises(InvalidInputError, match="rescale: true"):
+        make_schedule([spec], 1.0, 0, 2.0)
+    rescaled = spec.model_copy(update={"arrival": arrival.model_copy(update={"options": {"rescale": True}})})
+    assert len(make_schedule([rescaled], 1.0, 0, 2.0)) == pytest.approx(100, abs=2)
+
+
 def test_all_problems_at_once() -> None:
     with pytest.raises(InvalidInputError) as caught:
         make_schedule([A], -1.0, -1, -1.0)
@@ -99,6 +110,6 @@ def test_schedules_need_neither_ray_nor_torch() -> None:
     code = (
         "import sys\n"
         "sys.modules.update(dict.fromkeys(['ray', 'torch', 'pynvml', 'cupy']))\n"
-        "import tenuto.loadgen.schedule, tenuto.loadgen.bench\n"
+        "import tenuto.loadgen.schedule, tenuto.loadgen.azure, tenuto.loadgen.bench, tenuto.loadgen.report, tenuto.loadgen.compare\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,0 +1,264 @@
+"""The Azure Functions traces as arrivals: the per-minute counts of 2019 and the single invocations of 2021.
+
+A stream is one function of one app, since function names are unique only within an app. The streams that have arrivals in the
+slice are dealt to `parts` models, either striped (stream i to part i mod n) or in blocks (part floor(n*i/streams), what AlpaServe
+calls round robin). Counts per minute carry no times, so those inside a minute are drawn; see `is_synthetic`.
+
+    arrival:
+      process: azure_2019            # or azure_2021
+      path: data/azure/              # one file, or for 2019 the folder of invocations_per_function_md.anon.dNN.csv
+      options: {part: 0, parts: 20}  # this model's part; also mapping, start_s, rescale, cv, window_s, cv_scale
+"""
+
+from __future__ import annotations
+
+import csv
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tenuto.errors import InvalidInputError, Problem, raise_if_any
+from tenuto.placement import Arrival
+
+__all__ = ["AZURE_PROCESSES", "AzureOptions", "azure_times", "is_synthetic"]
+
+AZURE_PROCESSES = ("azure_2019", "azure_2021")
+Times = NDArray[np.float64]
+_MINUTE_S, _DAY_MIN = 60.0, 1440
+_WINDOW_2021_S = 5400.0  # AlpaServe's window for fitting rate and variation
+_FEW_GAPS = 2
+# A fit from a handful of gaps can be far off; AlpaServe falls back to the empirical rate beyond this factor.
+_WILD_RATE = 5.0
+
+
+@dataclass(frozen=True)
+class AzureOptions:
+    """Options of both formats.
+
+    `part` of `parts`: which share of the streams this model gets. `start_s`: where in the trace the slice begins.
+    `rescale`: bring the slice to the workload's rate; otherwise the trace's own. 2019: `cv` of the gaps inside a minute
+    (1: Poisson). 2021: with `rescale` or a `cv_scale` other than 1 the arrivals are drawn anew, in windows of `window_s` with the
+    rate and variation found there; otherwise they are the recorded ones.
+    """
+
+    part: int = 0
+    parts: int = 1
+    mapping: Literal["stripe", "block"] = "stripe"
+    start_s: float = 0.0
+    rescale: bool = False
+    cv: float = 1.0
+    window_s: float = _WINDOW_2021_S
+    cv_scale: float = 1.0
+
+    @classmethod
+    def parse(cls, where: str, options: Mapping[str, Any]) -> AzureOptions:
+        """Check options; raises `InvalidInputError` with every problem."""
+        known = {field.name for field in fields(cls)}
+        problems = [
+            Problem(f"{where}.{key}", options[key], "the Azure traces have no such option", f"Their options: {', '.join(sorted(known))}.")
+            for key in options
+            if key not in known
+        ]
+        bounds = {"start_s": 0.0, "cv": 0.01, "window_s": 1.0, "cv_scale": 0.01}
+        for key, least in bounds.items():
+            value = options.get(key, least)
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value < least:
+                problems.append(Problem(f"{where}.{key}", value, f"must be a number of at least {least:g}", "Correct the value."))
+        part, parts = options.get("part", 0), options.get("parts", 1)
+        if not (type(part) is int and type(parts) is int and 0 <= part < parts):
+            problems.append(Problem(f"{where}.part", f"{part} of {parts}", "must be whole numbers with 0 <= part < parts",
+                                    "Give part: 0, parts: 20, for example."))
+        if options.get("mapping", "stripe") not in ("stripe", "block"):
+            problems.append(Problem(f"{where}.mapping", options["mapping"], "unknown mapping", "Use stripe or block."))
+        if not isinstance(options.get("rescale", False), bool):
+            problems.append(Problem(f"{where}.rescale", options["rescale"], "must be true or false", "Correct the value."))
+        raise_if_any(problems)
+        return cls(**options)
+
+
+def is_synthetic(arrival: Arrival) -> bool:
+    """Whether times of an Azure process are drawn rather than recorded."""
+    drawn_anew = bool(arrival.options.get("rescale")) or float(arrival.options.get("cv_scale", 1.0)) != 1.0
+    return arrival.process == "azure_2019" or (arrival.process == "azure_2021" and drawn_anew)
+
+
+def azure_times(model: str, rate_rps: float, duration_s: float, arrival: Arrival, generator: np.random.Generator) -> Times:
+    """Return a model's arrivals in seconds within [0, duration_s).
+
+    Raises:
+        InvalidInputError: bad options, a missing or malformed file (with its line), or no arrivals in the slice.
+    """
+    where = f"models.{model}.arrival"
+    options = AzureOptions.parse(f"{where}.options", arrival.options)
+    path = Path(str(arrival.path))
+    if arrival.process == "azure_2019":
+        times = _from_counts(path, rate_rps, duration_s, options, generator)
+    else:
+        times = _from_invocations(path, rate_rps, duration_s, options, generator)
+    if not times.size:
+        raise InvalidInputError(
+            Problem(where, str(path), f"part {options.part} of {options.parts} has no arrivals in the {duration_s:g} s from "
+                    f"{options.start_s:g} s", "Choose another start_s, fewer parts, or a longer duration.")
+        )
+    return times
+
+
+def _mine(streams: list[Any], options: AzureOptions) -> list[Any]:
+    if options.mapping == "stripe":
+        return streams[options.part :: options.parts]
+    return [stream for index, stream in enumerate(streams) if options.parts * index // len(streams) == options.part]
+
+
+def _gamma(rate_rps: float, cv: float, length_s: float, generator: np.random.Generator) -> Times:
+    """Gamma renewals: shape 1/cv², scale cv²/rate, started at a random point of a gap."""
+    if rate_rps <= 0:
+        return np.empty(0)
+    shape, scale = cv**-2, cv**2 / rate_rps
+    expected = rate_rps * length_s
+    chunk = int(expected + 6 * max(1.0, cv) * math.sqrt(expected) + 8)
+    times = np.cumsum(generator.gamma(shape, scale, chunk)) - generator.random() * generator.gamma(shape, scale)
+    while times[-1] < length_s:
+        times = np.concatenate([times, times[-1] + np.cumsum(generator.gamma(shape, scale, chunk))])
+    return times[(times >= 0) & (times < length_s)]
+
+
+# --- 2019: counts per minute --------------------------------------------------------------------------------------
+
+
+def _from_counts(path: Path, rate_rps: float, duration_s: float, options: AzureOptions, generator: np.random.Generator) -> Times:
+    first = int(options.start_s // _MINUTE_S)
+    last = math.ceil((options.start_s + duration_s) / _MINUTE_S)
+    streams = [counts for counts in _counts(*_stamp(path), first, last) if counts.any()]
+    mine = _mine(streams, options)
+    if not mine:
+        return np.empty(0)
+    counts = np.sum(mine, axis=0, dtype=np.int64)
+    offset = options.start_s - first * _MINUTE_S
+    if options.rescale or options.cv != 1.0:
+        factor = rate_rps / (counts.sum() / (len(counts) * _MINUTE_S)) if options.rescale else 1.0
+        minutes = [_gamma(factor * count / _MINUTE_S, options.cv, _MINUTE_S, generator) for count in counts.tolist()]
+    else:
+        # As many as were counted, at times as a Poisson process has them given their number.
+        minutes = [np.sort(generator.random(count)) * _MINUTE_S for count in counts.tolist()]
+    times = np.concatenate([part + index * _MINUTE_S for index, part in enumerate(minutes)]) - offset
+    return times[(times >= 0) & (times < duration_s)]
+
+
+@lru_cache(maxsize=4)
+def _counts(path: Path, _changed: int, first_min: int, last_min: int) -> tuple[NDArray[np.int32], ...]:
+    """Return counts by minute of every stream in order of first appearance; a stream missing on a day counts zero."""
+    found: dict[tuple[str, str], NDArray[np.int32]] = {}
+    for day in range(first_min // _DAY_MIN, (last_min - 1) // _DAY_MIN + 1):
+        begin, end = max(first_min, day * _DAY_MIN), min(last_min, (day + 1) * _DAY_MIN)
+        file = _day_file(path, day)
+        with _csv_rows(file, ("HashApp", "HashFunction", "1", "1440")) as (header, rows):
+            app, function, one = header["HashApp"], header["HashFunction"], header["1"]
+            low, high = one + begin - day * _DAY_MIN, one + end - day * _DAY_MIN
+            for line, row in rows:
+                try:
+                    counts = np.array(row[low:high], dtype=np.int32)
+                except ValueError:
+                    raise _line_error(file, line, ",".join(row[low:high]), "counts must be whole numbers") from None
+                if len(counts) != end - begin or counts.min(initial=0) < 0:
+                    raise _line_error(file, line, f"{len(row)} columns", "needs 1440 counts of at least 0")
+                key = (row[app], row[function])
+                whole = found.setdefault(key, np.zeros(last_min - first_min, dtype=np.int32))
+                whole[begin - first_min : end - first_min] += counts
+    return tuple(found.values())
+
+
+def _day_file(path: Path, day: int) -> Path:
+    if path.is_dir():
+        return path / f"invocations_per_function_md.anon.d{day + 1:02d}.csv"
+    if day > 0:
+        raise InvalidInputError(
+            Problem(str(path), f"day {day + 1}", "one file holds one day", "Give the folder with the files of all days as path.")
+        )
+    return path
+
+
+# --- 2021: single invocations ---------------------------------------------------------------------------------------
+
+
+def _from_invocations(path: Path, rate_rps: float, duration_s: float, options: AzureOptions, generator: np.random.Generator) -> Times:
+    streams = []
+    for times in _invocations(*_stamp(path)):
+        inside = times[(times >= options.start_s) & (times < options.start_s + duration_s)]
+        if inside.size:
+            streams.append(inside - options.start_s)
+    mine = _mine(streams, options)
+    times = np.sort(np.concatenate(mine)) if mine else np.empty(0)
+    if not times.size or not (options.rescale or options.cv_scale != 1.0):
+        return times
+    factor = rate_rps / (times.size / duration_s) if options.rescale else 1.0
+    parts = []
+    for begin in np.arange(0.0, duration_s, options.window_s).tolist():
+        length = min(options.window_s, duration_s - begin)
+        window = times[(times >= begin) & (times < begin + length)]
+        parts.append(begin + _redrawn(window, length, factor, options.cv_scale, generator))
+    return np.concatenate(parts)
+
+
+def _redrawn(window: Times, length_s: float, factor: float, cv_scale: float, generator: np.random.Generator) -> Times:
+    """Draw a window's arrivals anew from its own rate and variation, both scaled."""
+    gaps = np.diff(window)
+    if gaps.size < _FEW_GAPS or gaps.mean() <= 0:
+        return _gamma(factor * window.size / length_s, cv_scale, length_s, generator)
+    empirical, fitted = window.size / length_s, 1.0 / float(gaps.mean())
+    rate = empirical if fitted > _WILD_RATE * empirical else fitted
+    cv = max(0.01, float(gaps.std() / gaps.mean()))
+    return _gamma(factor * rate, cv * cv_scale, length_s, generator)
+
+
+@lru_cache(maxsize=2)
+def _invocations(path: Path, _changed: int) -> tuple[Times, ...]:
+    """Return the arrival times (s) of every stream in order of first appearance: end_timestamp - duration."""
+    found: dict[tuple[str, str], list[float]] = {}
+    with _csv_rows(path, ("app", "func", "end_timestamp", "duration")) as (header, rows):
+        app, func, end, duration = (header[name] for name in ("app", "func", "end_timestamp", "duration"))
+        for line, row in rows:
+            try:
+                at = float(row[end]) - float(row[duration])
+            except (ValueError, IndexError):
+                raise _line_error(path, line, ",".join(row), "end_timestamp and duration must be numbers") from None
+            if not math.isfinite(at):
+                raise _line_error(path, line, ",".join(row), "end_timestamp and duration must be finite")
+            found.setdefault((row[app], row[func]), []).append(at)
+    return tuple(np.sort(np.array(times)) for times in found.values())
+
+
+# --- reading ----------------------------------------------------------------------------------------------------------
+
+
+def _stamp(path: Path) -> tuple[Path, int]:
+    """Return the path with its time of change, so that an edited file is read again."""
+    try:
+        return path, path.stat().st_mtime_ns
+    except OSError as error:
+        raise InvalidInputError(Problem(str(path), str(path), f"cannot be read ({error.strerror})", "Give the trace's file.")) from error
+
+
+@contextmanager
+def _csv_rows(path: Path, needed: tuple[str, ...]) -> Iterator[tuple[dict[str, int], Iterator[tuple[int, list[str]]]]]:
+    """Yield the columns by name and the rows with their line numbers."""
+    try:
+        with path.open(newline="", encoding="utf-8") as stream:
+            reader = csv.reader(stream)
+            header = {name: index for index, name in enumerate(next(reader, []))}
+            missing = [name for name in needed if name not in header]
+            if missing:
+                raise _line_error(path, 1, ",".join(header)[:60], f"has no column {', '.join(missing)}")
+            yield header, ((reader.line_num, row) for row in reader if row)
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise InvalidInputError(Problem(str(path), str(path), f"cannot be read ({error})", "Give the trace as published.")) from error
+
+
+def _line_error(path: Path, line: int, value: str, rule: str) -> InvalidInputError:
+    return InvalidInputError(Problem(f"{path}: line {line}", value, rule, "Give the trace as published."))
