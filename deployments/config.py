@@ -6,7 +6,6 @@ What only a restart can change (GPU, share, memory cap, executor) is in `args` a
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,6 +14,8 @@ from tenuto.placement import Gpulet, Plan, PlannedGpu
 __all__ = ["ENTRY_APPLICATION", "application_name", "serve_config"]
 
 ENTRY_APPLICATION = "tenuto"
+# CUDA MPS admits at most 48 clients per GPU (driver r550; 60 later), so 50 slots are never too few.
+LEDGER_SLOT = 0.02
 _EXECUTORS = ("auto", "torch", "emulated")
 
 
@@ -51,7 +52,6 @@ def serve_config(
     if executor not in _EXECUTORS:
         raise ValueError(f"executor must be one of {', '.join(_EXECUTORS)}, not {executor!r}")
     gpus = {gpu.id: gpu for gpu in plan.gpus}
-    slots = {gpu.id: len(plan.on_gpu(gpu.id)) for gpu in plan.gpus}
     gateway = {
         "plan": plan.to_data(),
         "scheduler": {"name": scheduler, "options": dict(scheduler_options or {})},
@@ -80,12 +80,12 @@ def serve_config(
                     }
                 ],
             },
-            *(_gpulet_application(plan, gpulet, gpus[gpulet.gpu], slots[gpulet.gpu], executor) for gpulet in plan.gpulets),
+            *(_gpulet_application(plan, gpulet, gpus[gpulet.gpu], executor) for gpulet in plan.gpulets),
         ],
     }
 
 
-def _gpulet_application(plan: Plan, gpulet: Gpulet, gpu: PlannedGpu, slots: int, executor: str) -> dict[str, Any]:
+def _gpulet_application(plan: Plan, gpulet: Gpulet, gpu: PlannedGpu, executor: str) -> dict[str, Any]:
     spec = {
         "gpulet": gpulet.id,
         "gpu": {"id": gpu.id, "type": gpu.type, "uuid": gpu.uuid},
@@ -107,22 +107,23 @@ def _gpulet_application(plan: Plan, gpulet: Gpulet, gpu: PlannedGpu, slots: int,
                 "health_check_period_s": 2.0,
                 "graceful_shutdown_wait_loop_s": 0.2,
                 "graceful_shutdown_timeout_s": 10.0,
-                "ray_actor_options": _actor_options(gpulet, gpu, slots),
+                "ray_actor_options": _actor_options(gpu),
                 "user_config": {"models": [_model_entry(plan, replica) for replica in gpulet.models]},
             }
         ],
     }
 
 
-def _actor_options(gpulet: Gpulet, gpu: PlannedGpu, slots: int) -> dict[str, Any]:
-    """Return Ray's options: an equal ledger slot per gpu-let of a GPU; the real share is in the environment.
+def _actor_options(gpu: PlannedGpu) -> dict[str, Any]:
+    """Return Ray's options. The real share is in the environment; Ray's ledger gets one small slot per gpu-let.
 
-    Ray packs fractions slot by slot, so that uneven shares which fit the GPUs may not fit its ledger; equal slots always do.
+    Ray packs fractions GPU by GPU, so that uneven shares which fit the GPUs may not fit its ledger, and slots that depend on the
+    number of gpu-lets would restart the neighbours of every gpu-let that comes or goes. Equal constant slots do neither.
     """
     options: dict[str, Any] = {"num_cpus": 0}
     environment: dict[str, str] = {}
     if gpu.type != "cpu":
-        options["num_gpus"] = math.floor(10_000 / slots) / 10_000
+        options["num_gpus"] = LEDGER_SLOT
         if gpu.uuid is not None:
             environment["CUDA_VISIBLE_DEVICES"] = gpu.uuid
     if environment:

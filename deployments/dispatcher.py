@@ -111,6 +111,7 @@ class Dispatcher:
         self._batches: dict[int, _Batch] = {}
         self._in_flight: list[deque[int]] = []
         self._links: list[GpuletLink] = []
+        self._away: set[int] = set()  # gpu-lets the core must not use: absent, loading, or busy with an older plan
         self._plan: Plan | None = None
         self._scheduler: Scheduler | None = None
         self._first_sequence = 0  # of the present plan
@@ -154,6 +155,7 @@ class Dispatcher:
         self._scheduler = scheduler
         self.correction.restart()
         self._links, self._in_flight = [], []
+        self._away = set(range(len(plan.gpulets)))
         for index, gpulet in enumerate(plan.gpulets):
             link = old.pop(gpulet.id, None)
             queue = in_flight.pop(gpulet.id, deque())
@@ -165,9 +167,8 @@ class Dispatcher:
             self._in_flight.append(queue)
             for sequence in queue:
                 self._batches[sequence].gpulet = index
-            # A gpu-let that is absent or still runs a batch of the old plan joins the new core when it is idle.
-            if not link.is_up or queue:
-                scheduler.gpulet_lost(now, index)
+            scheduler.gpulet_lost(now, index)
+            self._offer(index, now)
         for gpulet_id, link in old.items():
             self._close_link(link, in_flight.get(gpulet_id, deque()))
         for request in list(self._requests.values()):
@@ -175,6 +176,18 @@ class Dispatcher:
             if request.dispatched_ms == 0.0:
                 self._enqueue(request, now)
         self._carry_out(now)
+
+    def _offer(self, index: int, now: float) -> None:
+        """Let the core use a gpu-let once it is connected, holds what the plan says, and is idle."""
+        assert self._plan is not None
+        assert self._scheduler is not None
+        link = self._links[index]
+        if index not in self._away or not link.is_up or self._in_flight[index]:
+            return
+        held = link.description.get("models", {})
+        if all(held.get(replica.name, 0) >= replica.batch_size for replica in self._plan.gpulets[index].models):
+            self._away.discard(index)
+            self._scheduler.gpulet_back(now, index)
 
     def _enqueue(self, request: _Request, now: float) -> None:
         """Give a request to the core; one whose model the plan no longer has fails."""
@@ -344,9 +357,13 @@ class Dispatcher:
     # --- answers (LinkEvents) -----------------------------------------------------------------------------------
 
     def link_up(self, index: int, description: dict[str, Any]) -> None:
+        self.described(index)
+
+    def described(self, index: int) -> None:
         if index >= 0 and self._scheduler is not None:
+            self._served.clear()
             now = self._now()
-            self._scheduler.gpulet_back(now, index)
+            self._offer(index, now)
             self._carry_out(now)
 
     def link_down(self, index: int, reason: str) -> None:
@@ -355,6 +372,7 @@ class Dispatcher:
         now = self._now()
         lost = [self._batches.pop(sequence) for sequence in self._in_flight[index] if sequence in self._batches]
         self._in_flight[index].clear()
+        self._away.add(index)
         self._scheduler.gpulet_lost(now, index)
         for batch in lost:
             for request in batch.requests:
@@ -391,8 +409,7 @@ class Dispatcher:
         """Tell the core; one still busy with a batch of an older plan is handed to the core once it is idle."""
         assert self._scheduler is not None
         if self._is_from_old_plan(batch):
-            if not self._in_flight[batch.gpulet] and self._links[batch.gpulet].is_up:
-                self._scheduler.gpulet_back(now, batch.gpulet)
+            self._offer(batch.gpulet, now)
         else:
             self._scheduler.batch_done(now, batch.gpulet)
 
@@ -459,13 +476,13 @@ class Dispatcher:
     # --- state --------------------------------------------------------------------------------------------------
 
     def is_ready(self, model: str | None = None) -> bool:
-        """Whether every gpu-let is connected; with a model, whether at least one of its gpu-lets is."""
+        """Whether every gpu-let is connected and holds its models; with a model, whether at least one of its gpu-lets does."""
         if self._plan is None:
             return False
         if model is None:
-            return all(link.is_up for link in self._links)
+            return not self._away
         hosts = {gpulet.id for gpulet in self._plan.hosts_of(model)}
-        return any(link.is_up for link in self._links if link.gpulet_id in hosts)
+        return any(link.gpulet_id in hosts and index not in self._away for index, link in enumerate(self._links))
 
     def served(self, model: str) -> ServedModel | None:
         """Return a model's signature as reported by the first gpu-let of it that ever connected; None before."""

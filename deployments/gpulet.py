@@ -59,11 +59,12 @@ class GpuletReplica:
         self._executor: Executor = make_executor(spec)
         self._models: dict[str, dict[str, Any]] = {}
         self._queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._protocols: set[FrameProtocol] = set()
         self._running: dict[tuple[int, int], _Work] = {}
         self._failure: str | None = None
         self._token = secrets.token_hex(16)
         self._address = f"\0tenuto-{secrets.token_hex(8)}"
-        self._servers: list[asyncio.Server] = [await listen(self._address, self._token, self._on_frame, self._on_lost)]
+        self._servers: list[asyncio.Server] = [await listen(self._address, self._token, self._on_frame, self._on_lost, self._on_connect)]
         self._tcp: tuple[str, int] | None = None
         self._batches = 0
         self._busy_s = 0.0
@@ -86,6 +87,8 @@ class GpuletReplica:
             self._models[name] = entry
             logger.info("gpu-let %s: %s is ready up to batch %d (%.1f s)", self._id, name, entry["batch_size"],
                         time.monotonic() - started)
+        for protocol in self._protocols:
+            protocol.send({"description": self._description()})
 
     def _load(self, entry: Mapping[str, Any]) -> None:
         """Build or rebuild one model and warm up every batch size from 1 to the planned one; runs on the worker thread."""
@@ -122,17 +125,18 @@ class GpuletReplica:
         if node_id and node_id != context.get_node_id():
             if self._tcp is None:
                 host = ray.util.get_node_ip_address()
-                server = await listen((host, 0), self._token, self._on_frame, self._on_lost)
+                server = await listen((host, 0), self._token, self._on_frame, self._on_lost, self._on_connect)
                 self._servers.append(server)
                 self._tcp = (host, server.sockets[0].getsockname()[1])
             address = list(self._tcp)
+        return {"address": address, "token": self._token, "node_id": context.get_node_id(), **self._description()}
+
+    def _description(self) -> dict[str, Any]:
+        """Return what this gpu-let is and holds now; sent again to every gateway when the models change."""
         return {
-            "address": address,
-            "token": self._token,
             "gpulet": self._id,
             "gpu": self._spec["gpu"]["id"],
             "pid": os.getpid(),
-            "node_id": context.get_node_id(),
             "device": self._executor.device,
             "emulated": self._is_emulated,
             "share_pct": self._spec.get("share_pct"),
@@ -155,6 +159,11 @@ class GpuletReplica:
 
     # --- the socket's side (event loop) -------------------------------------------------------------------------
 
+    def _on_connect(self, protocol: FrameProtocol) -> None:
+        """Bring a new gateway up to date: the models may have changed since it asked where to connect."""
+        self._protocols.add(protocol)
+        protocol.send({"description": self._description()})
+
     def _on_frame(self, protocol: FrameProtocol, header: dict[str, Any], body: memoryview) -> None:
         received_at = time.perf_counter()
         if "abort" in header:
@@ -168,6 +177,7 @@ class GpuletReplica:
 
     def _on_lost(self, protocol: FrameProtocol, error: BaseException | None) -> None:
         """The gateway is gone: nobody waits for its batches, so those not begun are not run."""
+        self._protocols.discard(protocol)
         for (owner, _), work in list(self._running.items()):
             if owner == id(protocol):
                 work.aborted = True

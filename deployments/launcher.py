@@ -7,6 +7,7 @@ the environment before Ray starts.
 from __future__ import annotations
 
 import contextlib
+import io
 import logging
 import os
 import socket
@@ -107,6 +108,7 @@ class Launcher:
         if not self._applied:
             _check_port(http["host"], http["port"], ours=_is_serving())
             serve.start(proxy_location=config["proxy_location"], http_options=dict(http), logging_config=config["logging_config"])
+        logging.getLogger("ray.serve").setLevel(logging.WARNING)
         schema = ServeDeploySchema.model_validate(config)
         names = {application["name"] for application in config["applications"]}
         _get_global_client().deploy_apps(schema)  # what `serve deploy` calls; there is no public Python twin
@@ -154,15 +156,16 @@ class Launcher:
             return
         from ray import serve
 
-        with contextlib.suppress(Exception):
+        # While Serve kills its controller, Ray prints that the controller was killed; nobody can act on that.
+        with contextlib.suppress(Exception), contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
             if self._owns_ray:
                 serve.shutdown()
             elif self._applied:
                 # The entry first: no new request may reach a gpu-let that is about to go.
                 for name in sorted(self._applied, key=lambda name: name != ENTRY_APPLICATION):
                     serve.delete(name)
-        self._applied = set()
-        ray.shutdown()
+            self._applied = set()
+            ray.shutdown()
 
 
 def _is_serving() -> bool:

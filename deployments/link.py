@@ -29,6 +29,9 @@ class LinkEvents(Protocol):
     def link_down(self, index: int, reason: str) -> None:
         """The connection is gone; batches that were sent and not answered are lost."""
 
+    def described(self, index: int) -> None:
+        """The gpu-let said anew what it holds; see `GpuletLink.description`."""
+
     def batch_answered(self, index: int, header: dict[str, Any], body: memoryview) -> None:
         """The gpu-let answered a batch."""
 
@@ -96,7 +99,11 @@ class GpuletLink:
             self._protocol = None
 
     def _on_frame(self, _protocol: FrameProtocol, header: dict[str, Any], body: memoryview) -> None:
-        self._events.batch_answered(self.index, header, body)
+        if "description" in header:
+            self.description = {**self.description, **header["description"]}
+            self._events.described(self.index)
+        else:
+            self._events.batch_answered(self.index, header, body)
 
     def _on_lost(self, protocol: FrameProtocol, error: BaseException | None) -> None:
         if protocol is self._protocol:

@@ -28,6 +28,7 @@ _MAX_BODY = 1 << 34
 # A Unix socket name, or (host, port).
 Address = str | tuple[str, int]
 OnFrame = Callable[["FrameProtocol", dict[str, Any], memoryview], None]
+OnConnect = Callable[["FrameProtocol"], None]
 OnLost = Callable[["FrameProtocol", BaseException | None], None]
 
 
@@ -37,8 +38,11 @@ class FrameProtocol(asyncio.BufferedProtocol):
     `on_frame(protocol, header, body)` is called on the event loop for every frame; `body` is the callee's to keep.
     """
 
-    def __init__(self, on_frame: OnFrame, on_lost: OnLost, *, expect_token: str | None = None) -> None:
+    def __init__(
+        self, on_frame: OnFrame, on_lost: OnLost, *, expect_token: str | None = None, on_connect: OnConnect | None = None
+    ) -> None:
         self._on_frame = on_frame
+        self._on_connect = on_connect
         self._on_lost = on_lost
         self._expect_token = expect_token
         self._transport: asyncio.Transport | None = None
@@ -99,6 +103,8 @@ class FrameProtocol(asyncio.BufferedProtocol):
                 self.close()
                 return False
             self._expect_token = None
+            if self._on_connect is not None:
+                self._on_connect(self)
             return True
         self._on_frame(self, header, body)
         return self._transport is not None
@@ -122,12 +128,17 @@ class FrameProtocol(asyncio.BufferedProtocol):
             self._transport.close()
 
 
-async def listen(address: Address, token: str, on_frame: OnFrame, on_lost: OnLost) -> asyncio.Server:
-    """Serve connections that present `token`; `address` is a Unix socket name or (host, port), port 0 for any."""
+async def listen(
+    address: Address, token: str, on_frame: OnFrame, on_lost: OnLost, on_connect: OnConnect | None = None
+) -> asyncio.Server:
+    """Serve connections that present `token`; `address` is a Unix socket name or (host, port), port 0 for any.
+
+    `on_connect(protocol)` is called for each connection once its token was accepted.
+    """
     loop = asyncio.get_running_loop()
 
     def accept() -> FrameProtocol:
-        return FrameProtocol(on_frame, on_lost, expect_token=token)
+        return FrameProtocol(on_frame, on_lost, expect_token=token, on_connect=on_connect)
 
     if isinstance(address, str):
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)

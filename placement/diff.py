@@ -85,8 +85,6 @@ def _process(plan: Plan, gpulet: Gpulet) -> dict[str, Any]:
         "share": gpulet.share_pct,
         "memory limit": gpulet.memory_mib,
         "MPS": plan.mps,
-        # Each gpu-let takes an equal slot of its GPU in Ray's ledger, an actor option that only a new actor can have.
-        "gpu-lets on its GPU": len(plan.on_gpu(gpulet.gpu)) if gpu.type != "cpu" else None,
     }
 
 

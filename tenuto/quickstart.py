@@ -77,10 +77,10 @@ class Quickstart:
             self._say("serve: real models on the processor")
             launcher.apply(serve_config(on_cpu, port=port))
             self.ask(launcher.base_url)
-            runs = [self._load("cpu", "real models, processor of this machine", on_cpu, launcher.base_url)]
+            runs = [self._load("cpu", "cpu", on_cpu, launcher.base_url)]
             self._say(f"serve: the same models on four emulated V100s, {_EMULATED_FACTOR:g} times the rates")
             launcher.apply(serve_config(on_gpus, port=port, executor="emulated"))
-            runs.append(self._load("v100", "emulated V100s", on_gpus, launcher.base_url))
+            runs.append(self._load("v100", "4 × v100, emulated", on_gpus, launcher.base_url))
             self._say("stop: draining")
         return runs
 

@@ -32,7 +32,7 @@ def command(folder: str | None, seconds: float, seed: int) -> int:
     console = progress_console()
 
     def say(text: str) -> None:
-        console.print(f"[{time.monotonic() - started:5.1f} s] {text}", markup=False)
+        console.print(f"[{time.monotonic() - started:5.1f} s] {text}", markup=False, soft_wrap=True)
 
     runs = Quickstart(out, seconds=seconds, seed=seed, say=say).run()
     table = Table("run", "model", "SLO ms", "offered rps", "goodput rps", "in time", "p50 ms", "mean batch", "planned ms", "executed ms",

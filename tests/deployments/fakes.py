@@ -37,7 +37,7 @@ class FakeGpulet:
     async def start(self) -> None:
         self.incarnation += 1
         self._address = f"\0tenuto-fake-{id(self)}-{next(_names)}"
-        self._server = await listen(self._address, "t", self._on_frame, lambda *_: None)
+        self._server = await listen(self._address, "t", self._on_frame, lambda *_: None, self._protocols.add)
         self._alive.set()
 
     def die(self) -> None:
@@ -49,15 +49,23 @@ class FakeGpulet:
         self._protocols.clear()
         self._held.clear()
 
+    def load(self, *models: str) -> None:
+        """Hold these models from now on, and say so to every gateway, as a reconfigured gpu-let does."""
+        self.models = models
+        for protocol in self._protocols:
+            protocol.send({"description": self._description()})
+
     async def describe(self) -> dict[str, Any]:
         await self._alive.wait()
+        return {"address": self._address, "token": "t", **self._description()}
+
+    def _description(self) -> dict[str, Any]:
         return {
-            "address": self._address, "token": "t", "gpulet": self.id, "pid": self.incarnation, "device": "fake",
+            "gpulet": self.id, "pid": self.incarnation, "device": "fake",
             "emulated": False, "models": dict.fromkeys(self.models, 4), "signatures": dict.fromkeys(self.models, SIGNATURE),
         }  # fmt: skip
 
     def _on_frame(self, protocol: FrameProtocol, header: dict[str, Any], body: memoryview) -> None:
-        self._protocols.add(protocol)
         if "abort" in header:
             return
         self.batches.append(header["n"])

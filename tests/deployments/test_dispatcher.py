@@ -196,3 +196,16 @@ async def test_closing_answers_what_waits(start: Start) -> None:
     future = dispatcher.submit("m", X)
     await dispatcher.close()
     assert (await _answer(future)).outcome is Outcome.FAILED
+
+
+async def test_a_model_added_in_place_is_served_once_it_is_loaded(start: Start) -> None:
+    gpulet = FakeGpulet("a", ("m",))
+    dispatcher = await start(make_plan(("a", ("m",))), gpulet)
+    assert (await _answer(dispatcher.submit("m", X))).outcome is Outcome.OK
+    dispatcher.apply(make_plan(("a", ("m", "n"))))
+    assert not dispatcher.is_ready()
+    waiting = dispatcher.submit("n", X)
+    gpulet.load("m", "n")
+    assert (await _answer(waiting)).outcome is Outcome.OK
+    assert dispatcher.is_ready("n")
+    assert dispatcher.served("n") is not None

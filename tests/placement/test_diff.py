@@ -72,10 +72,10 @@ def test_another_source_of_the_weights_is_loaded_in_place() -> None:
     assert "weights" in found.changes[0].reasons[0]
 
 
-def test_gpulets_that_come_and_go_restart_their_neighbours_slot() -> None:
+def test_gpulets_that_come_and_go_leave_their_neighbours_alone() -> None:
     one, two = plan(BEFORE[0]), plan(*BEFORE)
-    assert kinds(one, two) == {"n0/0/a": "restart", "n0/0/b": "start"}
-    assert kinds(two, one) == {"n0/0/a": "restart", "n0/0/b": "stop"}
+    assert kinds(one, two) == {"n0/0/a": "route-only", "n0/0/b": "start"}
+    assert kinds(two, one) == {"n0/0/a": "route-only", "n0/0/b": "stop"}
     other = gpulet("n0/1/a", ("y", 4))
     assert kinds(one, plan(BEFORE[0], other)) == {"n0/0/a": "route-only", "n0/1/a": "start"}
 

@@ -1,0 +1,274 @@
+"""The whole serving stack on a real local Ray: HTTP in, batches over sockets, processes killed, plans changed."""
+
+import io
+import json
+import os
+import signal
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from importlib import resources
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tenuto.deployments.config import serve_config
+from tenuto.deployments.endpoint import get_json
+from tenuto.deployments.launcher import Launcher
+from tenuto.loadgen.bench import BenchOptions, run_bench
+from tenuto.placement import Plan
+
+pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::DeprecationWarning")]
+
+PORT = 8765
+
+
+def make_plan(*, batch_size: int = 4, share_pct: float | None = 50.0, cpu: bool = True) -> Plan:
+    """Two emulated gpu-lets of `synthetic`, one of them with a share, and MobileNet on the processor."""
+    synthetic = {"name": "synthetic", "batch_size": batch_size, "latency": {"alpha_ms": 1.0, "beta_ms": 9.0}, "latency_ms": 13.0}
+    mobilenet = {"name": "mobilenet_v2", "batch_size": 2, "latency": {"alpha_ms": 40.0, "beta_ms": 40.0}, "latency_ms": 120.0}
+    gpulets: list[dict[str, Any]] = [
+        {"id": "n0/0/a", "gpu": "n0/0", "share_pct": share_pct, "models": [synthetic]},
+        {"id": "n0/1/a", "gpu": "n0/1", "models": [{**synthetic, "batch_size": 4}]},
+    ]
+    if cpu:
+        gpulets.append({"id": "n0/2/a", "gpu": "n0/2", "share_pct": 50.0, "models": [mobilenet]})
+    return Plan.from_data(
+        {
+            "policy": {"name": "test"},
+            "gpus": [{"id": "n0/0", "type": "v100"}, {"id": "n0/1", "type": "v100"}, {"id": "n0/2", "type": "cpu"}],
+            "gpulets": gpulets,
+            "models": [
+                {"name": "synthetic", "rate_rps": 100, "slo_ms": 200, "latency": {"alpha_ms": 1.0, "beta_ms": 9.0}},
+                {"name": "mobilenet_v2", "rate_rps": 2, "slo_ms": 5000, "latency": {"alpha_ms": 40.0, "beta_ms": 40.0}},
+            ],
+            "unserved": [] if cpu else ["mobilenet_v2"],
+        }
+    )
+
+
+@pytest.fixture(scope="module")
+def launcher() -> Iterator[Launcher]:
+    os.environ["RAY_DISABLE_IMPORT_WARNING"] = "1"
+    with Launcher() as running:
+        running.connect(num_gpus=2)
+        apply(running)
+        yield running
+
+
+def apply(launcher: Launcher, **changes: Any) -> None:
+    launcher.apply(serve_config(make_plan(**changes), port=PORT, gateway_options={"max_body_mib": 4}), timeout_s=120)
+
+
+@pytest.fixture
+def url(launcher: Launcher) -> str:
+    return launcher.base_url
+
+
+def post(url: str, body: bytes, **headers: str) -> tuple[int, dict[str, Any]]:
+    request = urllib.request.Request(url, body, {key.replace("_", "-"): value for key, value in headers.items()})
+    try:
+        with urllib.request.urlopen(request, timeout=20) as response:
+            return response.status, json.load(response)
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, json.load(error)
+
+
+def infer(url: str, **headers: str) -> tuple[int, dict[str, Any]]:
+    body = {"inputs": [{"name": "INPUT0", "shape": [1, 1], "datatype": "FP32", "data": [1]}]}
+    return post(f"{url}/v2/models/synthetic/infer", json.dumps(body).encode(), **headers)
+
+
+def pids(url: str) -> dict[str, int]:
+    return {gpulet["id"]: gpulet["pid"] for gpulet in get_json(f"{url}/status")["gpulets"] if gpulet["up"]}
+
+
+def until(claim: Callable[[], bool], timeout_s: float = 60.0) -> None:
+    end = time.monotonic() + timeout_s
+    while not claim():
+        assert time.monotonic() < end, "not in time"
+        time.sleep(0.2)
+
+
+def test_health_and_metadata(url: str) -> None:
+    assert get_json(f"{url}/v2/health/live") == {"live": True}
+    assert get_json(f"{url}/v2/health/ready") == {"ready": True}
+    assert get_json(f"{url}/v2")["name"] == "tenuto"
+    metadata = get_json(f"{url}/v2/models/mobilenet_v2")
+    assert metadata["inputs"] == [{"name": "image", "datatype": "FP32", "shape": [-1, 3, 224, 224]}]
+    assert get_json(f"{url}/v2/models/synthetic/ready") == {"name": "synthetic", "ready": True}
+
+
+def test_the_documentation_lists_the_infer_path(url: str) -> None:
+    assert "/v2/models/{model}/infer" in get_json(f"{url}/openapi.json")["paths"]
+    with urllib.request.urlopen(f"{url}/docs", timeout=10) as page:
+        assert b"swagger" in page.read().lower()
+
+
+def test_a_photograph_gets_the_label_of_a_direct_forward_pass(url: str) -> None:
+    import torch
+
+    from tenuto.profiles.models import build
+    from tenuto.profiles.preprocess import preprocess
+
+    photo = resources.files("tenuto.deployments").joinpath("data", "grace_hopper.jpg").read_bytes()
+    status, answer = post(f"{url}/predict/mobilenet_v2", photo, Content_Type="image/jpeg")
+    assert status == 200
+    loaded = build("mobilenet_v2", weights_path=None, options={})
+    with torch.inference_mode():
+        logits = loaded.module(torch.from_numpy(preprocess(loaded.signature, photo)["image"][None]))[0]
+    best = int(logits.argmax())
+    assert answer["predictions"][0]["index"] == best
+    assert answer["predictions"][0]["label"] == loaded.signature.labels[best]
+    assert answer["predictions"][0]["logit"] == pytest.approx(float(logits[best]), rel=1e-4)
+    assert answer["parameters"]["emulated"] is False
+
+
+def test_answers_carry_times_and_say_that_they_are_emulated(url: str) -> None:
+    status, answer = infer(url)
+    parameters = answer["parameters"]
+    assert (status, parameters["emulated"]) == (200, True)
+    assert parameters["execution_ms"] >= 10.0
+    assert parameters["batch_size"] == 1
+    assert parameters["gpulet"] in ("n0/0/a", "n0/1/a")
+
+
+def test_the_real_triton_client_works_unchanged(url: str) -> None:
+    client_module = pytest.importorskip("tritonclient.http", reason="tritonclient[http] is not installed")
+    client = client_module.InferenceServerClient(url.removeprefix("http://"))
+    try:
+        assert client.is_server_live()
+        assert client.is_server_ready()
+        assert client.is_model_ready("mobilenet_v2")
+        assert client.get_model_metadata("synthetic")["inputs"][0]["name"] == "INPUT0"
+        assert client.get_model_config("synthetic")["max_batch_size"] == 4
+        assert {entry["name"] for entry in client.get_model_repository_index()} == {"synthetic", "mobilenet_v2"}
+        assert client.get_inference_statistics("synthetic")["model_stats"][0]["name"] == "synthetic"
+        image = np.random.default_rng(0).standard_normal((1, 3, 224, 224), dtype=np.float32)
+        results = []
+        for binary in (True, False):
+            tensor = client_module.InferInput("image", image.shape, "FP32")
+            tensor.set_data_from_numpy(image, binary_data=binary)
+            output = client_module.InferRequestedOutput("logits", binary_data=binary)
+            status_of = client.infer("mobilenet_v2", [tensor], outputs=[output], request_id="r1", timeout=10_000_000)
+            assert status_of.get_response()["id"] == "r1"
+            results.append(status_of.as_numpy("logits"))
+        assert results[0].shape == (1, 1000)
+        np.testing.assert_allclose(results[0], results[1], rtol=1e-4, atol=1e-5)
+        labels = client_module.InferRequestedOutput("logits", class_count=3)
+        top = client.infer("mobilenet_v2", [tensor], outputs=[labels]).as_numpy("logits")
+        assert int(top[0][0].decode().split(":")[1]) == int(results[0].argmax())
+    finally:
+        client.close()
+
+
+@pytest.mark.parametrize("slo_ms", ["0", "-3", "5"])
+def test_a_deadline_that_cannot_be_met_is_answered_at_once(url: str, slo_ms: str) -> None:
+    status, answer = infer(url, X_SLO_Ms=slo_ms)
+    assert (status, answer["outcome"]) == (504, "expired")
+
+
+def test_errors_are_json_and_say_what_to_do(url: str) -> None:
+    assert post(f"{url}/v2/models/nobody/infer", b"{}") == (
+        404, {"error": "unknown model 'nobody'. Models here: synthetic, mobilenet_v2."}
+    )  # fmt: skip
+    status, answer = post(f"{url}/v2/models/synthetic/infer", b"{")
+    assert status == 400
+    assert "not valid JSON" in answer["error"]
+    status, answer = post(f"{url}/predict/mobilenet_v2", b"not an image")
+    assert status == 400
+    assert "not an image" in answer["error"]
+    status, answer = post(f"{url}/predict/mobilenet_v2", bytes(5 << 20))
+    assert status == 413
+    assert "4 MiB" in answer["error"]
+    status, answer = infer(url, X_SLO_Ms="soon")
+    assert status == 400
+    status, answer = post(f"{url}/v2/nothing", b"")
+    assert status == 404
+    assert "/docs" in answer["error"]
+
+
+def test_a_client_that_goes_away_does_not_disturb_others(url: str) -> None:
+    import socket
+
+    host, port = url.removeprefix("http://").split(":")
+    body = json.dumps({"inputs": [{"name": "INPUT0", "shape": [1, 1], "datatype": "FP32", "data": [1]}]}).encode()
+    head = f"POST /v2/models/synthetic/infer HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+    for _ in range(8):
+        with socket.create_connection((host, int(port))) as connection:
+            connection.sendall(head + body)
+    assert infer(url)[0] == 200
+
+
+def test_load_by_a_ray_actor_is_judged(url: str) -> None:
+    spec = make_plan().model("synthetic")
+    result = run_bench([spec], BenchOptions(url, duration_s=6.0, seed=3, clients=1))
+    model = result.summary["models"]["synthetic"]
+    assert result.verdict.conditions["sent"] == len(result.schedule)
+    assert sum(model[key] for key in ("ok", "late", "expired", "rejected", "failed")) == model["offered"]
+    assert model["attainment"] > 0.9
+    assert model["mean_batch"] >= 1.0
+    assert set(result.summary["gpulets"]) <= {"n0/0/a", "n0/1/a"}
+
+
+def test_a_killed_gpulet_fails_alone_and_rejoins(url: str) -> None:
+    before = pids(url)
+    outcomes: list[int] = []
+    stop = threading.Event()
+
+    def load() -> None:
+        while not stop.is_set():
+            outcomes.append(infer(url)[0])
+
+    threads = [threading.Thread(target=load) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    time.sleep(0.5)
+    os.kill(before["n0/0/a"], signal.SIGKILL)
+    until(lambda: "n0/0/a" not in pids(url), 20)
+    served = len(outcomes)
+    until(lambda: len(outcomes) > served + 20, 20)
+    until(lambda: pids(url).get("n0/0/a", before["n0/0/a"]) != before["n0/0/a"], 90)
+    stop.set()
+    for thread in threads:
+        thread.join()
+    after = pids(url)
+    assert outcomes.count(200) > 0.9 * len(outcomes)
+    assert set(outcomes) <= {200, 503, 504}
+    assert {key: value for key, value in after.items() if key != "n0/0/a"} == {
+        key: value for key, value in before.items() if key != "n0/0/a"
+    }
+
+
+def test_a_changed_plan_restarts_only_what_changed(launcher: Launcher, url: str) -> None:
+    before = pids(url)
+    apply(launcher, batch_size=2)
+    reconfigured = pids(url)
+    assert reconfigured == before
+    assert {g["id"]: g["models"] for g in get_json(f"{url}/status")["gpulets"]}["n0/0/a"] == {"synthetic": 2}
+    apply(launcher, batch_size=2, share_pct=25.0)
+    restarted = pids(url)
+    assert restarted["n0/0/a"] != before["n0/0/a"]
+    assert {k: v for k, v in restarted.items() if k != "n0/0/a"} == {k: v for k, v in before.items() if k != "n0/0/a"}
+    apply(launcher, batch_size=2, share_pct=25.0, cpu=False)
+    status, answer = post(f"{url}/predict/mobilenet_v2", b"x")
+    assert status == 503
+    assert "unserved" in answer["error"]
+    assert pids(url) == {k: v for k, v in restarted.items() if k != "n0/2/a"}
+
+
+def test_serve_config_is_accepted_by_the_schema() -> None:
+    from ray.serve.schema import ServeDeploySchema
+
+    from tenuto.profiles.documents import dump_yaml
+
+    config = serve_config(make_plan())
+    ServeDeploySchema.model_validate(config)
+    import yaml
+
+    read = yaml.safe_load(io.StringIO(dump_yaml(config)))
+    assert Plan.from_data(read) == make_plan()
