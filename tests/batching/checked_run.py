@@ -13,7 +13,7 @@ SLACK = 10 * TIME_TOLERANCE_MS
 
 @dataclass(frozen=True)
 class Event:
-    """Something from outside: kind is add, cancel, lost or back; `index` a model or gpu-let, `ref` a request."""
+    """Something from outside: kind is add, cancel, lost, back or slower; `index` a model or gpu-let, `ref` a request."""
 
     at: float
     kind: str
@@ -106,6 +106,8 @@ class CheckedRun:
                     self.out.failed.add(request)
             self.busy[event.index].clear()
             self.core.gpulet_lost(event.at, event.index)
+        elif event.kind == "slower":  # planned with more than it takes: never a broken promise
+            self.core.update_latency(event.ref % len(self.setup.models), event.index, 1.0 + event.slo_ms)
         elif event.kind == "back" and self.lost[event.index]:
             self.lost[event.index] = False
             self.core.gpulet_back(event.at, event.index)

@@ -59,7 +59,7 @@ def scenarios(draw: Any, faults: bool = True) -> tuple[Setup, list[Event]]:
     setup = draw(setups())
     gaps = draw(st.lists(st.sampled_from([0.0, 0.0, 0.1, 0.5, 1.0, 3.0, 20.0]), min_size=1, max_size=60))
     events, now = [], 0.0
-    kinds = ["add"] * 8 + (["cancel", "lost", "back"] if faults else [])
+    kinds = ["add"] * 8 + (["cancel", "lost", "back", "slower"] if faults else [])
     for ref, gap in enumerate(gaps):
         now += gap
         kind = draw(st.sampled_from(kinds))
@@ -69,6 +69,9 @@ def scenarios(draw: Any, faults: bool = True) -> tuple[Setup, list[Event]]:
             events.append(Event(now, "add", model, ref, slo))
         elif kind == "cancel":
             events.append(Event(now, "cancel", 0, draw(st.integers(0, ref))))
+        elif kind == "slower":
+            gpulet = draw(st.integers(0, len(setup.gpulets) - 1))
+            events.append(Event(now, "slower", gpulet, ref, draw(st.sampled_from([0.0, 0.2, 1.0]))))
         else:
             events.append(Event(now, kind, draw(st.integers(0, len(setup.gpulets) - 1))))
     return setup, events
