@@ -93,6 +93,7 @@ def find_goodput(
     attainment: float = 0.99,
     tolerance: float = 0.01,
     start_scale: float = 1.0,
+    growth: float = 2.0,
     progress: Callable[[Trial, GoodputSearch], None] | None = None,
 ) -> GoodputSearch:
     """Search the rate scale until the bracket between passing and failing is narrower than `tolerance`.
@@ -106,6 +107,7 @@ def find_goodput(
         attainment: the share of requests to be answered in time.
         tolerance: relative width of the final bracket.
         start_scale: where to begin.
+        growth: step of the scale until one passes and one fails; small where the start is a good guess.
         progress: called after each run with it and the search so far.
 
     Returns:
@@ -119,6 +121,7 @@ def find_goodput(
         ("attainment", attainment, 0 < attainment <= 1),
         ("tolerance", tolerance, 0 < tolerance < 1),
         ("start_scale", start_scale, math.isfinite(start_scale) and start_scale > 0),
+        ("growth - 1", growth - 1, math.isfinite(growth) and growth > 1),
     ):
         if not valid:
             raise InvalidInputError(Problem(name, value, "out of range", "Give a positive, finite number."))
@@ -149,11 +152,11 @@ def find_goodput(
             elif low:
                 if low >= LARGEST_SCALE:
                     return answer()
-                scale = low * 2
+                scale = low * growth
             else:
                 if result.measured.sum() < LEAST_REQUESTS:
                     return answer()
-                scale = high / 2
+                scale = high / growth
     except KeyboardInterrupt:
         return answer(interrupted=True)
 

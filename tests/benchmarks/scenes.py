@@ -80,6 +80,7 @@ def goodput_rps(
     popularity: Sequence[float] | None = None,
     shape: float = 1.0,
     tolerance: float = 0.003,
+    growth: float = 2.0,
 ) -> float:
     """Return the highest offered rate (all models together, r/s) with at most 1 % late or dropped."""
     parts = np.asarray(popularity if popularity is not None else [1.0] * len(setup.models), dtype=np.float64)
@@ -91,6 +92,7 @@ def goodput_rps(
         criterion=criterion,
         tolerance=tolerance,
         start_scale=guess_rps,
+        growth=growth,
     )
     return found.rate_scale
 
