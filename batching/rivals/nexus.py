@@ -77,15 +77,13 @@ class NexusScheduler(RivalScheduler):
         self._planned_rates = list(self._rates)
         self._counts = [0] * count
         self._steps = 0
-        self._replan_at = INF
         self._slots: list[list[_Slot]] = [[] for _ in setup.gpulets]  # by gpu-let, in turn
         self._turn = [0] * len(setup.gpulets)
         self._routes: list[list[tuple[float, int, _Slot]]] = [[] for _ in range(count)]
         self._waiting = [0] * len(setup.gpulets)
         self._plan(fill_all=True)
-        if self._chosen.plan == "epochs":
-            self._push_timer(1000.0, count)
-            self._replan_at = 1000.0 * self._chosen.epoch_s
+        self._measure_at = INF  # the end of the second being counted
+        self._set_epoch(0.0)
 
     # Planning --------------------------------------------------------------------------------------------------------
 
@@ -155,27 +153,38 @@ class NexusScheduler(RivalScheduler):
             for slot in slots:
                 slot.sent = self._tables[slot.gpulet][slot.model]
 
-    def _timer(self, now: float, at: float, key: int) -> None:  # noqa: ARG002
-        """Once a second: measure the rates, and plan when the epoch is over."""
-        self._steps += 1
-        weight = 1.0 / min(self._steps, self._chosen.rate_window_s)
-        for index, count in enumerate(self._counts):
-            self._rates[index] += weight * (max(count, 1e-3) - self._rates[index])
-        self._counts = [0] * len(self._counts)
-        self._push_timer(at + 1000.0, len(self._queues))
-        first = self._steps < self._chosen.epoch_s
+    def _measure(self, now: float) -> None:
+        """Close the seconds that are over, and plan when the epoch is. Arrivals drive this: without any, no rate matters."""
+        longest_ms = 20_000.0 * self._chosen.rate_window_s  # after that long without arrivals nothing is left of a rate
+        self._measure_at = max(self._measure_at, now - longest_ms)
+        while self._measure_at <= now:
+            self._measure_at += 1000.0
+            self._steps += 1
+            weight = 1.0 / min(self._steps, self._chosen.rate_window_s)
+            for index, count in enumerate(self._counts):
+                self._rates[index] += weight * (max(count, 1e-3) - self._rates[index])
+            self._counts = [0] * len(self._counts)
+        has_history = self._steps >= self._chosen.epoch_s
         planned = zip(self._rates, self._planned_rates, strict=True)
         is_off = any(not 0.8 * plan <= rate <= 1.1 * plan for rate, plan in planned)
-        early_at = self._replan_at - 1000.0 * (self._chosen.epoch_s - self._chosen.early_epoch_s)
-        if now >= self._replan_at or (is_off and not first and now >= early_at):
-            self._replan_at = now + 1000.0 * self._chosen.epoch_s
+        if has_history and now >= (self._early_at if is_off else self._replan_at):
+            self._set_epoch(now)
             self._replan(now, fill_all=False)
+
+    def _set_epoch(self, now: float) -> None:
+        self._replan_at = now + 1000.0 * self._chosen.epoch_s
+        self._early_at = now + 1000.0 * self._chosen.early_epoch_s
 
     # Requests --------------------------------------------------------------------------------------------------------
 
     def add_request(self, now_ms: float, model_index: int, request_id: int, deadline_ms: float) -> None:
         queue = self._queues[model_index]
         due = deadline_ms - self._response_ms + 1e-6
+        if now_ms >= self._measure_at:
+            self._measure(now_ms)
+        elif self._measure_at == INF and self._chosen.plan == "epochs":
+            self._measure_at = now_ms + 1000.0
+            self._set_epoch(now_ms)
         self._counts[model_index] += 1
         if now_ms + queue.quickest > due:
             self.decisions.append(Drop(model_index, [request_id]))

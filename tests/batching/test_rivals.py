@@ -27,7 +27,7 @@ CHOICES: list[tuple[str, dict[str, Any]]] = [
     ("shepherd", {}), ("shepherd", {"preempt_ratio": 0.0}), ("shepherd", {"preempt_ratio": 1.5}),
 ]
 rivals = st.sampled_from(CHOICES)
-FEW = settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+FEW = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
 def build(setup: Setup, chosen: tuple[str, dict[str, Any]]) -> Scheduler:

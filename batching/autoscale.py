@@ -1,0 +1,160 @@
+"""How many GPUs to add or release: the advice of Symphony §3.5, from what a scheduler's clients and GPUs experienced.
+
+A share r of bad requests (late or dropped) on N GPUs means that N GPUs carry 1 - r of the load: N/(1-r) would carry all, so
+N*r/(1-r) are missing. Because deferred batching leaves GPUs idle in proportion to what the load spares, an idle fraction f
+means that N*f GPUs can go. Counts go in with explicit times; there is no clock here, and no request is stored.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from tenuto.errors import InvalidInputError, Problem
+
+__all__ = ["Advice", "AutoscaleOptions", "AutoscaleAdvisor", "advise"]
+
+
+@dataclass(frozen=True)
+class AutoscaleOptions:
+    """When advice is given.
+
+    window_s: length of the windows the figures are taken over.
+    bad_threshold: share of bad requests above which GPUs are asked for. The paper gives none; 1 % is what its goodput allows.
+    headroom: idle share kept when releasing. The paper releases N*f, all of it, which leaves none for the next burst; 0 does that.
+    settle_windows: windows in a row that must agree before GPUs are released; asking for more never waits.
+    """
+
+    window_s: float = 10.0
+    bad_threshold: float = 0.01
+    headroom: float = 0.1
+    settle_windows: int = 1
+
+    def problems(self) -> list[Problem]:
+        """Return what is out of range."""
+        found = []
+        if not (math.isfinite(self.window_s) and self.window_s > 0):
+            found.append(Problem("window_s", self.window_s, "must be a positive number of seconds", "Try 10."))
+        for name in ("bad_threshold", "headroom"):
+            if not 0 <= getattr(self, name) < 1:
+                found.append(Problem(name, getattr(self, name), "must be at least 0 and below 1", "Try 0.01."))
+        if self.settle_windows < 1:
+            found.append(Problem("settle_windows", self.settle_windows, "must be at least 1", "Give 1."))
+        return found
+
+
+@dataclass(frozen=True)
+class Advice:
+    """The figures of one window and what follows. `delta_gpus` > 0: add so many; < 0: release so many."""
+
+    start_s: float
+    end_s: float
+    gpus: int
+    requests: int
+    bad_rate: float
+    idle_fraction: float
+    delta_gpus: int
+
+    def as_dict(self) -> dict[str, float | int]:
+        """Return it for JSON."""
+        return {
+            "start_s": self.start_s, "end_s": self.end_s, "gpus": self.gpus, "requests": self.requests,
+            "bad_rate": self.bad_rate, "idle_fraction": self.idle_fraction, "delta_gpus": self.delta_gpus,
+        }
+
+
+def advise(gpus: int, bad_rate: float, idle_fraction: float, options: AutoscaleOptions | None = None) -> int:
+    """Return how many GPUs to add (positive) or release (negative).
+
+    Adding rounds N*r/(1-r) up and is limited to doubling ten times over (r near 1 says only "far too few"); releasing rounds
+    N*(f - headroom) down and keeps at least one GPU. A cluster that loses requests releases nothing, whatever is idle.
+
+    Raises:
+        InvalidInputError: fewer than one GPU, or fractions outside 0 to 1.
+    """
+    options = options or AutoscaleOptions()
+    problems = options.problems()
+    if gpus < 1:
+        problems.append(Problem("gpus", gpus, "must be at least 1", "Give the GPUs in use."))
+    for name, value in (("bad_rate", bad_rate), ("idle_fraction", idle_fraction)):
+        if not 0 <= value <= 1:
+            problems.append(Problem(name, value, "must be a fraction from 0 to 1", "Divide by the total."))
+    if problems:
+        raise InvalidInputError(problems)
+    if bad_rate > options.bad_threshold:
+        ratio = bad_rate / (1 - bad_rate) if bad_rate < 1 else math.inf
+        return math.ceil(gpus * min(ratio, 1023.0) - 1e-9)
+    return -max(0, min(gpus - 1, math.floor(gpus * (idle_fraction - options.headroom) + 1e-9)))
+
+
+class AutoscaleAdvisor:
+    """Turns counts into one `Advice` per window, incrementally. Times are seconds on the caller's axis and never decrease.
+
+    Feed it with `add` as often as convenient (per batch or per second); each call that ends windows returns their advice.
+    """
+
+    def __init__(self, gpus: int, options: AutoscaleOptions | None = None, *, start_s: float = 0.0) -> None:
+        """Begin a window at `start_s`; raises `InvalidInputError` for options out of range."""
+        self.options = options or AutoscaleOptions()
+        advise(gpus, 0.0, 0.0, self.options)
+        self._gpus = gpus
+        self._start_s = self._now_s = start_s
+        self._good = self._bad = 0
+        self._busy_gpu_s = 0.0
+        self._gpu_s = 0.0
+        self._spare: list[int] = []
+
+    @property
+    def gpus(self) -> int:
+        """The GPUs in use now."""
+        return self._gpus
+
+    def set_gpus(self, now_s: float, gpus: int) -> list[Advice]:
+        """From now on so many GPUs are in use; the window counts GPU-seconds, so it may change in the middle."""
+        advice = self._advance(now_s)
+        advise(gpus, 0.0, 0.0, self.options)
+        if gpus != self._gpus:
+            self._gpus = gpus
+            self._spare.clear()
+        return advice
+
+    def add(self, now_s: float, *, good: int = 0, bad: int = 0, busy_gpu_s: float = 0.0) -> list[Advice]:
+        """Count requests that ended, and GPU-seconds that were spent on batches, since the last call.
+
+        Returns:
+            The advice of every window that ended at or before `now_s`, usually none or one.
+        """
+        advice = self._advance(now_s)
+        self._good += good
+        self._bad += bad
+        self._busy_gpu_s += busy_gpu_s
+        return advice
+
+    def _advance(self, now_s: float) -> list[Advice]:
+        found = []
+        while now_s >= self._start_s + self.options.window_s:
+            end_s = self._start_s + self.options.window_s
+            self._gpu_s += self._gpus * (end_s - self._now_s)
+            found.append(self._close(end_s))
+            self._start_s = self._now_s = end_s
+        self._gpu_s += self._gpus * max(0.0, now_s - self._now_s)
+        self._now_s = max(self._now_s, now_s)
+        return found
+
+    def _close(self, end_s: float) -> Advice:
+        requests = self._good + self._bad
+        bad_rate = self._bad / requests if requests else 0.0
+        # Batches are reported when they end, so a window may hold a little more than its own time.
+        idle = min(1.0, max(0.0, 1.0 - self._busy_gpu_s / self._gpu_s)) if self._gpu_s > 0 else 1.0
+        delta = advise(self._gpus, bad_rate, idle, self.options)
+        if delta < 0:
+            self._spare.append(-delta)
+            settled = self._spare[-self.options.settle_windows:]
+            delta = -min(settled) if len(settled) == self.options.settle_windows else 0
+            del self._spare[: -self.options.settle_windows]
+        else:
+            self._spare.clear()
+        advice = Advice(self._start_s, end_s, self._gpus, requests, bad_rate, idle, delta)
+        self._good = self._bad = 0
+        self._busy_gpu_s = self._gpu_s = 0.0
+        return advice
