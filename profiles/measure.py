@@ -146,7 +146,7 @@ def measure_model(
             r_squared=None if r_squared is None else round(r_squared, 5),
         )
     profile = ModelProfile(
-        points=tuple(points), fit=fit, doubts=tuple(doubts),
+        points=tuple(points), fit=fit, doubts=tuple(doubts), network=request.source, options=dict(request.options),
         weights_mib=None if weights_mib is None else round(weights_mib, 2),
     )
     return Measurement(

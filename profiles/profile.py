@@ -63,6 +63,8 @@ class ModelProfile(StrictModel):
     weights_mib: float | None = None
     coefficients: dict[str, float] = Field(default_factory=dict)  # named model constants, such as iGniter's k1..k5
     doubts: tuple[str, ...] = ()
+    network: str | None = None  # source of what was measured, where the row's own name does not say it
+    options: dict[str, Any] = Field(default_factory=dict)  # of the model as it was measured, such as sequence_length
 
     def shares(self) -> tuple[float, ...]:
         """Return the measured shares in percent, ascending; (100.0,) for a line."""

@@ -22,6 +22,7 @@ VERBS = {
     "quickstart": "quickstart",
     "profile": "profile",
     "profiles": "profiles",
+    "estimate": "estimate",
     "plan": "plan",
     "policies": "policies",
     "simulate": "simulate",

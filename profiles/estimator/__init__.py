@@ -1,0 +1,1 @@
+"""What a network needs on a GPU type, estimated from its operators and from profiles of other networks."""

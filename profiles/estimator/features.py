@@ -1,0 +1,75 @@
+"""What of a traced network the estimator looks at: work, sizes, kinds of operators, and kernels that start together."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tenuto.profiles.estimator.roofline import KINDS, KernelTimes
+from tenuto.profiles.estimator.trace import Operator, Trace
+
+__all__ = ["FEATURE_NAMES", "TAU_MS", "concurrent_sets", "features", "peak_threads"]
+
+TAU_MS = 0.001  # kernels that start within this time of each other run together (USHER, section 4.1)
+
+FEATURE_NAMES = (
+    "log_batch", "log_flops", "log_moved_bytes", "log_weight_bytes", "log_operators", "log_input_bytes",
+    "log_kernels_ms", "log_peak_bytes", "log_intensity", "log_peak_threads", "log_mean_threads",
+    "compute_bound_share", "launch_share",
+    *(f"time_share_{kind}" for kind in KINDS),
+)  # fmt: skip
+
+
+def concurrent_sets(trace: Trace, kernels: KernelTimes, tau_ms: float = TAU_MS) -> list[list[Operator]]:
+    """Return the sets of operators that start together when each starts as soon as its inputs are there.
+
+    Two operators belong together when their starts are at most `tau_ms` apart (from the first of the set).
+    """
+    ends: list[float] = []
+    starts: list[tuple[float, int]] = []
+    for index, operator in enumerate(trace.operators):
+        start = max((ends[source] for source in operator.inputs), default=0.0)
+        starts.append((start, index))
+        ends.append(start + kernels.operator_ms(operator))
+    sets: list[list[Operator]] = []
+    first = -math.inf
+    for start, index in sorted(starts):
+        if start - first > tau_ms:
+            sets.append([])
+            first = start
+        sets[-1].append(trace.operators[index])
+    return sets
+
+
+def peak_threads(sets: Sequence[Sequence[Operator]]) -> float:
+    """Return the largest number of results (4 bytes each) that a set of concurrent operators computes in parallel.
+
+    Operators on constants, which start with the network, are left out by counting only those that do arithmetic.
+    """
+    return max((sum(o.written_bytes / 4 for o in group if o.flops > 0) for group in sets), default=0.0)
+
+
+def features(trace: Trace, kernels: KernelTimes) -> NDArray[np.float64]:
+    """Return the feature vector of a network at its batch size, in the order of `FEATURE_NAMES`."""
+    times = [kernels.operator_ms(operator) for operator in trace.operators]
+    total = math.fsum(times)
+    flops = math.fsum(o.flops for o in trace.operators)
+    moved = math.fsum(o.moved_bytes for o in trace.operators)
+    compute = math.fsum(
+        t for o, t in zip(trace.operators, times, strict=True)
+        if o.flops / kernels.flops_per_ms > o.moved_bytes / kernels.bytes_per_ms
+    )
+    mean_threads = math.fsum(t * o.written_bytes / 4 for o, t in zip(trace.operators, times, strict=True)) / total
+    shares = [
+        math.fsum(t for o, t in zip(trace.operators, times, strict=True) if o.kind == kind) / total for kind in KINDS
+    ]
+    logs = [
+        trace.batch_size, flops, moved, trace.weight_bytes, len(trace.operators), trace.input_bytes, total,
+        trace.peak_bytes, flops / moved, peak_threads(concurrent_sets(trace, kernels)), mean_threads,
+    ]  # fmt: skip
+    values = [*(math.log(max(value, 1e-12)) for value in logs), compute / total,
+              kernels.launch_ms * len(times) / total, *shares]  # fmt: skip
+    return np.array(values)

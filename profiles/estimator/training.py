@@ -1,0 +1,90 @@
+"""From profile files to training samples: which network a row is, how it was measured, and its traces."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from tenuto.errors import InvalidInputError
+from tenuto.profiles.catalogue import CATALOGUE, is_factory
+from tenuto.profiles.estimator.estimator import CREQ_METRIC, Sample
+from tenuto.profiles.estimator.trace import Trace, trace_model
+from tenuto.profiles.profile import ModelProfile, Profile
+
+__all__ = ["TraceAtBatch", "collect_samples", "conditions", "source_of", "tracer"]
+
+TraceAtBatch = Callable[[int], Trace]
+
+# How the shipped profiles were measured, where it is not written in them. The thesis prints neither lengths nor sizes;
+# its latencies fit 512 tokens (bert at batch 128 would otherwise use a fifth of the V100's arithmetic) and 224 pixels
+# (EfficientNet-B7 at 600 would exceed it).
+_CONDITIONS: dict[str, dict[str, dict[str, Any]]] = {
+    "thesis-v100": {
+        "efficientnet_b7": {"image_size": 224},
+        **{name: {"sequence_length": 512} for name, entry in CATALOGUE.items() if entry.signature.text is not None},
+    },
+}
+
+
+def source_of(profile: Profile, row: str) -> tuple[str, Mapping[str, Any]] | None:
+    """Return source and options of a profile row, or None where the row names no network that can be built."""
+    model = profile.models[row]
+    options = model.options or _CONDITIONS.get(profile.name, {}).get(row, {})
+    source = model.network or row
+    if source.rpartition("/")[2] in CATALOGUE or is_factory(source) or os.path.isdir(source):
+        return source, options
+    return None
+
+
+def conditions(profiles: list[Profile], row: str) -> Mapping[str, Any]:
+    """Return the options under which the profiles know a model; empty where they say nothing."""
+    for profile in profiles:
+        if row in profile.models and (known := source_of(profile, row)) is not None:
+            return known[1]
+    return {}
+
+
+def tracer(source: str, options: Mapping[str, Any]) -> TraceAtBatch:
+    """Return a function that gives the trace at any batch size, from two traces made now.
+
+    Batches of two and four: at one, networks may skip copies that every other size needs.
+    """
+    kept = {key: value for key, value in options.items() if key not in ("dtype", "channels_last", "pad_batches")}
+    low, high = trace_model(source, (2, 4), kept)
+    return lambda batch_size: low.at_batch(high, batch_size)
+
+
+def collect_samples(
+    profiles: list[Profile], *, on_model: Callable[[str], None] = lambda _name: None,
+    skip: Callable[[str], bool] = lambda _name: False,
+) -> list[Sample]:
+    """Return a sample for every measured whole-device point whose network can be traced; earlier profiles win.
+
+    Args:
+        profiles: of one GPU type.
+        on_model: called with each model before it is traced.
+        skip: says which rows to leave out.
+    """
+    samples: list[Sample] = []
+    seen: set[str] = set()
+    for profile in profiles:
+        for row, model in profile.models.items():
+            known = source_of(profile, row)
+            if known is None or row in seen or skip(row) or not _whole(model):
+                continue
+            seen.add(row)
+            on_model(row)
+            try:
+                at_batch = tracer(*known)
+            except InvalidInputError:
+                continue  # a row of a network that is not installed here any more
+            samples += [
+                Sample(row, at_batch(p.batch_size), p.latency_ms, p.memory_mib, p.metrics.get(CREQ_METRIC))
+                for p in model.points if p.share_pct == 100.0
+            ]
+    return samples
+
+
+def _whole(model: ModelProfile) -> bool:
+    return any(point.share_pct == 100.0 for point in model.points)

@@ -1,0 +1,159 @@
+"""`tenuto estimate`: what a model needs on a GPU type, from its operators and other models' profiles."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import click
+import yaml
+from rich.markup import escape
+from rich.table import Table
+
+from tenuto.cli.common import emit_json, parse_options, profiles_from, progress_console, stdout_console
+from tenuto.errors import InvalidInputError, Problem
+
+__all__ = ["command"]
+
+_USHER_ACCURACY_PCT = 99.98  # USHER, OSDI 2024, table 4; on its own 20 models and per-kernel profiles
+
+
+@click.command("estimate")
+@click.argument("model", metavar="MODEL")
+@click.option("--gpu", "gpu_type", required=True, metavar="TYPE", help="GPU type with profiles, such as v100 or cpu.")
+@click.option("--profiles", "profile_names", multiple=True, metavar="FILE|NAME",
+              help="Profiles to learn from; repeatable. Default: those shipped for the type.")
+@click.option("--batch-sizes", default="1,2,4,8,16,32", show_default=True, metavar="N,N…",
+              help="Batch sizes to estimate.")
+@click.option("--option", "options", multiple=True, metavar="K=V",
+              help="Model option such as sequence_length=512; repeatable.")
+@click.option("--errors/--no-errors", default=True, show_default=True,
+              help="Find the errors on models left out one by one (some seconds).")
+@click.option("-o", "--output", type=click.Path(dir_okay=False), metavar="FILE",
+              help="Write the estimates as a profile.")
+@click.option("--json", "as_json", is_flag=True, help="Print estimates and errors as JSON.")
+def command(
+    model: str, gpu_type: str, profile_names: tuple[str, ...], batch_sizes: str, options: tuple[str, ...], errors: bool,
+    output: str | None, as_json: bool,
+) -> None:
+    """Estimate time, compute and memory requirement of MODEL on a GPU type without running it.
+
+    Measurements of MODEL itself are not used, so that measured and estimated values can be compared.
+
+    Example: tenuto estimate resnet50 --gpu v100 --batch-sizes 4,8,16
+    """
+    from tenuto.profiles.estimator.estimator import GkEstimator, leave_one_model_out
+    from tenuto.profiles.estimator.training import collect_samples, conditions, tracer
+    from tenuto.profiles.measure import row_name
+
+    sizes = _sizes(batch_sizes)
+    row = row_name(model)
+    profiles = [p for p in profiles_from(profile_names, [gpu_type]) if p.gpu_type == gpu_type]
+    if not profiles:
+        raise InvalidInputError(
+            Problem("--gpu", gpu_type, "no profile of this type to learn from",
+                    "Measure some models with `tenuto profile` on it and pass the file with --profiles.")
+        )
+    given = {key: yaml.safe_load(text) for key, text in parse_options(options).items()}
+    with progress_console().status("tracing") as status:
+        at_batch = tracer(model, given or conditions(profiles, row))
+        samples = collect_samples(profiles, on_model=lambda name: status.update(f"tracing {name}"))
+        others = [sample for sample in samples if sample.model != row]
+        status.update("learning")
+        estimator = GkEstimator(others)
+        started = time.perf_counter()
+        estimates = [estimator.estimate(at_batch(size)) for size in sizes]
+        took_ms = (time.perf_counter() - started) * 1000.0 / len(sizes)
+        if errors:
+            status.update("leaving models out one by one")
+        report = leave_one_model_out(samples) if errors else None
+    measured = {s.trace.batch_size: s for s in samples if s.model == row}
+    if output:
+        _write(Path(output), _as_profile(row, gpu_type, estimates, len(estimator.models), report))
+    if as_json:
+        emit_json({
+            "model": row, "gpu_type": gpu_type, "learnt_from": list(estimator.models), "estimate_ms": round(took_ms, 3),
+            "estimates": [vars(e) for e in estimates],
+            "leave_one_model_out": vars(report) if report else None,
+        })  # fmt: skip
+        return
+    _print(row, gpu_type, estimates, measured, estimator.models, took_ms, report)
+    if output:
+        progress_console().print(f"wrote {escape(output)}")
+
+
+def _sizes(text: str) -> list[int]:
+    try:
+        sizes = sorted({int(part) for part in text.split(",") if part.strip()})
+    except ValueError:
+        sizes = []
+    if not sizes or sizes[0] < 1:
+        raise InvalidInputError(
+            Problem("--batch-sizes", text, "must be whole numbers of at least 1, separated by commas", "Write 1,2,4.")
+        )
+    return sizes
+
+
+def _as_profile(row: str, gpu_type: str, estimates: list[Any], models: int, report: Any) -> str:
+    from tenuto.profiles import ModelProfile, Profile, ProfilePoint
+
+    points = tuple(
+        ProfilePoint(
+            batch_size=e.batch_size, latency_ms=round(e.latency_ms, 4),
+            memory_mib=None if e.memory_mib is None else round(e.memory_mib, 1),
+            metrics={} if e.creq_pct is None else {"achieved_occupancy_pct": round(e.creq_pct, 2)},
+        )
+        for e in estimates
+    )
+    doubt = "estimated, not measured"
+    if report is not None:
+        doubt += f": time of models left out was wrong by {report.time_pct:.0f} % on average"
+    profile = Profile(
+        name=f"estimate-{row}", gpu_type=gpu_type, source=f"estimated by `tenuto estimate` from {models} other models",
+        models={row: ModelProfile(points=points, doubts=(doubt,))},
+    )
+    return profile.dump()
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise InvalidInputError(
+            Problem("-o", str(path), f"cannot be written ({error.strerror})", "Give a writable path.")
+        ) from error
+
+
+def _number(value: float | None, digits: int = 1) -> str:
+    return "-" if value is None else f"{value:,.{digits}f}"
+
+
+def _print(
+    row: str, gpu_type: str, estimates: list[Any], measured: dict[int, Any], models: tuple[str, ...], took_ms: float,
+    report: Any,
+) -> None:
+    console = stdout_console()
+    console.print(f"[bold]{row}[/bold] on {gpu_type}, ESTIMATED from {len(models)} other models, {took_ms:.1f} ms each")
+    table = Table(box=None, header_style="bold")
+    headings = "batch", "time ms", "roofline ms", "measured ms", "memory MiB", "measured MiB", "Creq %", "measured %"
+    for heading in headings:
+        table.add_column(heading, justify="right")
+    for e in estimates:
+        known = measured.get(e.batch_size)
+        table.add_row(
+            str(e.batch_size), _number(e.latency_ms, 2), _number(e.roofline_ms, 2),
+            _number(known.latency_ms if known else None, 2), _number(e.memory_mib, 0),
+            _number(known.memory_mib if known else None, 0), _number(e.creq_pct),
+            _number(known.creq_pct if known else None),
+        )  # fmt: skip
+    console.print(table)
+    if report is None:
+        return
+    console.print(f"Mean error on models left out ({report.models} models, {report.points} points), in brackets the "
+                  f"plain baseline; USHER claims {_USHER_ACCURACY_PCT} % accuracy with kernel profiles:")
+    console.print(f"  time {report.time_pct:.1f} % ({report.time_baseline_pct:.1f} %)")
+    if report.memory_pct is not None:
+        console.print(f"  memory {report.memory_pct:.1f} % ({report.memory_baseline_pct:.1f} %)")
+    if report.creq_points is not None:
+        console.print(f"  Creq {report.creq_points:.1f} points ({report.creq_baseline_points:.1f} points)")
