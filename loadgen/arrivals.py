@@ -40,8 +40,11 @@ def _on_off(rate_rps: float, duration_s: float, arrival: Arrival, generator: np.
     """Poisson bursts: `on_s` with requests, `off_s` without, in turn; the mean over a period is the rate."""
     on_s, off_s = float(arrival.options.get("on_s", 1.0)), float(arrival.options.get("off_s", 1.0))
     period = on_s + off_s
-    busy = _renewal(lambda n: generator.exponential(on_s / (rate_rps * period), n), rate_rps * period / on_s,
-                    duration_s * on_s / period + on_s)
+    busy = _renewal(
+        lambda n: generator.exponential(on_s / (rate_rps * period), n),
+        rate_rps * period / on_s,
+        duration_s * on_s / period + on_s,
+    )
     times = np.floor(busy / on_s) * period + busy % on_s
     return times[times < duration_s]
 
@@ -96,7 +99,9 @@ _OPTIONS: dict[str, dict[str, float]] = {
 }
 
 
-def arrival_times(model: str, rate_rps: float, duration_s: float, arrival: Arrival, generator: np.random.Generator) -> Times:
+def arrival_times(
+    model: str, rate_rps: float, duration_s: float, arrival: Arrival, generator: np.random.Generator
+) -> Times:
     """Return arrival times in seconds, ascending, within [0, duration_s).
 
     Args:
@@ -121,34 +126,75 @@ def _check(model: str, arrival: Arrival) -> None:
     where = f"models.{model}.arrival"
     known = [*PROCESSES, "trace", *AZURE_PROCESSES]
     if arrival.process not in known:
-        raise InvalidInputError(Problem(f"{where}.process", arrival.process, "unknown arrival process", f"Use one of {', '.join(known)}."))
+        raise InvalidInputError(
+            Problem(f"{where}.process", arrival.process, "unknown arrival process", f"Use one of {', '.join(known)}.")
+        )
     problems = []
     allowed: dict[str, Any] = {"rescale": 0.0} if arrival.process == "trace" else _OPTIONS.get(arrival.process, {})
     for key, value in arrival.options.items():
         if arrival.process in AZURE_PROCESSES:
             break  # checked with the trace
         if key not in allowed:
-            problems.append(Problem(f"{where}.options.{key}", value, f"process '{arrival.process}' has no such option",
-                                    f"Its options: {', '.join(allowed) or 'none'}."))
+            problems.append(
+                Problem(
+                    f"{where}.options.{key}",
+                    value,
+                    f"process '{arrival.process}' has no such option",
+                    f"Its options: {', '.join(allowed) or 'none'}.",
+                )
+            )
             continue
         numbers = value if isinstance(value, list) else [value]
-        if not numbers or not all(isinstance(n, (int, float)) and math.isfinite(n) and n >= allowed[key] for n in numbers):
-            problems.append(Problem(f"{where}.options.{key}", value, f"must be finite and at least {allowed[key]:g}", "Correct the value."))
+        if not numbers or not all(
+            isinstance(n, (int, float)) and math.isfinite(n) and n >= allowed[key] for n in numbers
+        ):
+            problems.append(
+                Problem(
+                    f"{where}.options.{key}",
+                    value,
+                    f"must be finite and at least {allowed[key]:g}",
+                    "Correct the value.",
+                )
+            )
     for key in ("shape", "cv"):
         if getattr(arrival, key) is not None and arrival.process != "gamma":
-            problems.append(Problem(f"{where}.{key}", getattr(arrival, key), "only the gamma process has it", "Remove it, or use process: gamma."))
+            problems.append(
+                Problem(
+                    f"{where}.{key}",
+                    getattr(arrival, key),
+                    "only the gamma process has it",
+                    "Remove it, or use process: gamma.",
+                )
+            )
     if arrival.shape is not None and arrival.cv is not None:
         problems.append(Problem(where, arrival.cv, "gives both shape and cv", "Keep one: cv = shape**-0.5."))
     if arrival.process == "gamma" and arrival.shape is None and arrival.cv is None:
         problems.append(Problem(where, None, "gamma needs shape or cv", "Give shape: 0.5, for example."))
     if (arrival.path is not None) != (arrival.process == "trace" or arrival.process in AZURE_PROCESSES):
-        problems.append(Problem(f"{where}.path", arrival.path, "a path belongs to process: trace, and a trace needs one",
-                                "Give both or neither."))
+        problems.append(
+            Problem(
+                f"{where}.path",
+                arrival.path,
+                "a path belongs to process: trace, and a trace needs one",
+                "Give both or neither.",
+            )
+        )
     if arrival.process == "diurnal" and float(arrival.options.get("amplitude", 0.5)) > 1.0:
-        problems.append(Problem(f"{where}.options.amplitude", arrival.options["amplitude"], "above 1 the rate would be negative", "Give at most 1."))
+        problems.append(
+            Problem(
+                f"{where}.options.amplitude",
+                arrival.options["amplitude"],
+                "above 1 the rate would be negative",
+                "Give at most 1.",
+            )
+        )
     factors = arrival.options.get("factors")
     if arrival.process == "steps" and isinstance(factors, list) and not problems and not any(factors):
-        problems.append(Problem(f"{where}.options.factors", factors, "all are 0, so there are no requests", "Give at least one above 0."))
+        problems.append(
+            Problem(
+                f"{where}.options.factors", factors, "all are 0, so there are no requests", "Give at least one above 0."
+            )
+        )
     if problems:
         raise InvalidInputError(problems)
 
@@ -169,7 +215,9 @@ def read_trace(path: str | Path) -> tuple[Times, list[str] | None]:
             reader = csv.DictReader(stream)
             columns = reader.fieldnames or []
             if "time_ms" not in columns:
-                raise fail(1, ",".join(columns), "has no column 'time_ms'", "Start the file with time_ms or time_ms,model.")
+                raise fail(
+                    1, ",".join(columns), "has no column 'time_ms'", "Start the file with time_ms or time_ms,model."
+                )
             times: list[float] = []
             models: list[str] = []
             for row in reader:
@@ -177,9 +225,16 @@ def read_trace(path: str | Path) -> tuple[Times, list[str] | None]:
                 try:
                     value = float(row["time_ms"])
                 except (TypeError, ValueError):
-                    raise fail(line, row["time_ms"], "is not a number", "Give milliseconds from the start of the trace.") from None
+                    raise fail(
+                        line, row["time_ms"], "is not a number", "Give milliseconds from the start of the trace."
+                    ) from None
                 if not math.isfinite(value) or value < 0:
-                    raise fail(line, row["time_ms"], "is not a time of at least 0", "Give milliseconds from the start of the trace.")
+                    raise fail(
+                        line,
+                        row["time_ms"],
+                        "is not a time of at least 0",
+                        "Give milliseconds from the start of the trace.",
+                    )
                 if times and value < times[-1]:
                     raise fail(line, row["time_ms"], "is earlier than the line before", "Sort the file by time_ms.")
                 if "model" in columns and not row["model"]:
@@ -187,7 +242,9 @@ def read_trace(path: str | Path) -> tuple[Times, list[str] | None]:
                 times.append(value)
                 models.append(row.get("model") or "")
     except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise InvalidInputError(Problem(str(file), str(path), f"cannot be read ({error})", "Give a readable CSV file.")) from error
+        raise InvalidInputError(
+            Problem(str(file), str(path), f"cannot be read ({error})", "Give a readable CSV file.")
+        ) from error
     if not times:
         raise fail(2, "", "the trace is empty", "Give at least one arrival.")
     return np.asarray(times) / 1000.0, models if "model" in columns else None
@@ -198,8 +255,14 @@ def _trace_times(model: str, rate_rps: float, duration_s: float, arrival: Arriva
     if models is not None:
         times = times[np.asarray(models) == model]
         if times.size == 0:
-            raise InvalidInputError(Problem(f"models.{model}.arrival.path", arrival.path, f"the trace has no arrival for '{model}'",
-                                            "Correct the model column, or use another trace."))
+            raise InvalidInputError(
+                Problem(
+                    f"models.{model}.arrival.path",
+                    arrival.path,
+                    f"the trace has no arrival for '{model}'",
+                    "Correct the model column, or use another trace.",
+                )
+            )
     if arrival.options.get("rescale"):
         span = float(times[-1]) or 1.0
         times = times * (times.size / span / rate_rps)

@@ -1,8 +1,9 @@
 """The Azure Functions traces as arrivals: the per-minute counts of 2019 and the single invocations of 2021.
 
-A stream is one function of one app, since function names are unique only within an app. The streams that have arrivals in the
-slice are dealt to `parts` models, either striped (stream i to part i mod n) or in blocks (part floor(n*i/streams), what AlpaServe
-calls round robin). Counts per minute carry no times, so those inside a minute are drawn; see `is_synthetic`.
+A stream is one function of one app, since function names are unique only within an app. The streams that have
+arrivals in the slice are dealt to `parts` models, either striped (stream i to part i mod n) or in blocks (part
+floor(n*i/streams), what AlpaServe calls round robin). Counts per minute carry no times, so those inside a minute are
+drawn; see `is_synthetic`.
 
     arrival:
       process: azure_2019            # or azure_2021
@@ -43,10 +44,9 @@ class AzureOptions:
     """Options of both formats.
 
     `part` of `parts`: which share of the streams this model gets. `start_s`: where in the trace the slice begins.
-    `rescale`: bring the slice to the workload's rate; otherwise the trace's own. 2019: `cv` of the gaps inside a minute
-    (1: Poisson). 2021: with `rescale` or a `cv_scale` other than 1 the arrivals are drawn anew, in windows of `window_s` with the
-    rate and variation found there; otherwise they are the recorded ones.
-    """
+    `rescale`: bring the slice to the workload's rate; otherwise the trace's own. 2019: `cv` of the gaps inside a
+    minute (1: Poisson). 2021: with `rescale` or a `cv_scale` other than 1 the arrivals are drawn anew, in windows of
+    `window_s` with the rate and variation found there; otherwise they are the recorded ones."""
 
     part: int = 0
     parts: int = 1
@@ -62,23 +62,43 @@ class AzureOptions:
         """Check options; raises `InvalidInputError` with every problem."""
         known = {field.name for field in fields(cls)}
         problems = [
-            Problem(f"{where}.{key}", options[key], "the Azure traces have no such option", f"Their options: {', '.join(sorted(known))}.")
+            Problem(
+                f"{where}.{key}",
+                options[key],
+                "the Azure traces have no such option",
+                f"Their options: {', '.join(sorted(known))}.",
+            )
             for key in options
             if key not in known
         ]
         bounds = {"start_s": 0.0, "cv": 0.01, "window_s": 1.0, "cv_scale": 0.01}
         for key, least in bounds.items():
             value = options.get(key, least)
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value < least:
-                problems.append(Problem(f"{where}.{key}", value, f"must be a number of at least {least:g}", "Correct the value."))
+            if (
+                isinstance(value, bool)
+                or not isinstance(value, (int, float))
+                or not math.isfinite(value)
+                or value < least
+            ):
+                problems.append(
+                    Problem(f"{where}.{key}", value, f"must be a number of at least {least:g}", "Correct the value.")
+                )
         part, parts = options.get("part", 0), options.get("parts", 1)
         if not (type(part) is int and type(parts) is int and 0 <= part < parts):
-            problems.append(Problem(f"{where}.part", f"{part} of {parts}", "must be whole numbers with 0 <= part < parts",
-                                    "Give part: 0, parts: 20, for example."))
+            problems.append(
+                Problem(
+                    f"{where}.part",
+                    f"{part} of {parts}",
+                    "must be whole numbers with 0 <= part < parts",
+                    "Give part: 0, parts: 20, for example.",
+                )
+            )
         if options.get("mapping", "stripe") not in ("stripe", "block"):
             problems.append(Problem(f"{where}.mapping", options["mapping"], "unknown mapping", "Use stripe or block."))
         if not isinstance(options.get("rescale", False), bool):
-            problems.append(Problem(f"{where}.rescale", options["rescale"], "must be true or false", "Correct the value."))
+            problems.append(
+                Problem(f"{where}.rescale", options["rescale"], "must be true or false", "Correct the value.")
+            )
         raise_if_any(problems)
         return cls(**options)
 
@@ -89,7 +109,9 @@ def is_synthetic(arrival: Arrival) -> bool:
     return arrival.process == "azure_2019" or (arrival.process == "azure_2021" and drawn_anew)
 
 
-def azure_times(model: str, rate_rps: float, duration_s: float, arrival: Arrival, generator: np.random.Generator) -> Times:
+def azure_times(
+    model: str, rate_rps: float, duration_s: float, arrival: Arrival, generator: np.random.Generator
+) -> Times:
     """Return a model's arrivals in seconds within [0, duration_s).
 
     Raises:
@@ -104,8 +126,13 @@ def azure_times(model: str, rate_rps: float, duration_s: float, arrival: Arrival
         times = _from_invocations(path, rate_rps, duration_s, options, generator)
     if not times.size:
         raise InvalidInputError(
-            Problem(where, str(path), f"part {options.part} of {options.parts} has no arrivals in the {duration_s:g} s from "
-                    f"{options.start_s:g} s", "Choose another start_s, fewer parts, or a longer duration.")
+            Problem(
+                where,
+                str(path),
+                f"part {options.part} of {options.parts} has no arrivals in the {duration_s:g} s from "
+                f"{options.start_s:g} s",
+                "Choose another start_s, fewer parts, or a longer duration.",
+            )
         )
     return times
 
@@ -132,14 +159,16 @@ def _gamma(rate_rps: float, cv: float, length_s: float, generator: np.random.Gen
 # --- 2019: counts per minute --------------------------------------------------------------------------------------
 
 
-def _from_counts(path: Path, rate_rps: float, duration_s: float, options: AzureOptions, generator: np.random.Generator) -> Times:
+def _from_counts(
+    path: Path, rate_rps: float, duration_s: float, options: AzureOptions, generator: np.random.Generator
+) -> Times:
     first = int(options.start_s // _MINUTE_S)
     last = math.ceil((options.start_s + duration_s) / _MINUTE_S)
     streams = [counts for counts in _counts(*_stamp(path), first, last) if counts.any()]
     mine = _mine(streams, options)
     if not mine:
         return np.empty(0)
-    counts = np.sum(mine, axis=0, dtype=np.int64)
+    counts: NDArray[np.int64] = np.stack(mine).sum(axis=0, dtype=np.int64)
     offset = options.start_s - first * _MINUTE_S
     if options.rescale or options.cv != 1.0:
         factor = rate_rps / (counts.sum() / (len(counts) * _MINUTE_S)) if options.rescale else 1.0
@@ -179,7 +208,12 @@ def _day_file(path: Path, day: int) -> Path:
         return path / f"invocations_per_function_md.anon.d{day + 1:02d}.csv"
     if day > 0:
         raise InvalidInputError(
-            Problem(str(path), f"day {day + 1}", "one file holds one day", "Give the folder with the files of all days as path.")
+            Problem(
+                str(path),
+                f"day {day + 1}",
+                "one file holds one day",
+                "Give the folder with the files of all days as path.",
+            )
         )
     return path
 
@@ -187,7 +221,9 @@ def _day_file(path: Path, day: int) -> Path:
 # --- 2021: single invocations ---------------------------------------------------------------------------------------
 
 
-def _from_invocations(path: Path, rate_rps: float, duration_s: float, options: AzureOptions, generator: np.random.Generator) -> Times:
+def _from_invocations(
+    path: Path, rate_rps: float, duration_s: float, options: AzureOptions, generator: np.random.Generator
+) -> Times:
     streams = []
     for times in _invocations(*_stamp(path)):
         inside = times[(times >= options.start_s) & (times < options.start_s + duration_s)]
@@ -242,7 +278,9 @@ def _stamp(path: Path) -> tuple[Path, int]:
     try:
         return path, path.stat().st_mtime_ns
     except OSError as error:
-        raise InvalidInputError(Problem(str(path), str(path), f"cannot be read ({error.strerror})", "Give the trace's file.")) from error
+        raise InvalidInputError(
+            Problem(str(path), str(path), f"cannot be read ({error.strerror})", "Give the trace's file.")
+        ) from error
 
 
 @contextmanager
@@ -257,7 +295,9 @@ def _csv_rows(path: Path, needed: tuple[str, ...]) -> Iterator[tuple[dict[str, i
                 raise _line_error(path, 1, ",".join(header)[:60], f"has no column {', '.join(missing)}")
             yield header, ((reader.line_num, row) for row in reader if row)
     except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise InvalidInputError(Problem(str(path), str(path), f"cannot be read ({error})", "Give the trace as published.")) from error
+        raise InvalidInputError(
+            Problem(str(path), str(path), f"cannot be read ({error})", "Give the trace as published.")
+        ) from error
 
 
 def _line_error(path: Path, line: int, value: str, rule: str) -> InvalidInputError:

@@ -41,13 +41,17 @@ class BenchOptions:
     grace_s: float = 5.0
 
     def check(self) -> None:
-        """Raise `InvalidInputError` with every setting out of range; those of the schedule are checked when it is made."""
+        """Raise `InvalidInputError` with every setting out of range; those of the schedule are checked when it is
+        made.
+        """
         HttpSender(self.url)
         problems = []
         if not (math.isfinite(self.slo_scale) and self.slo_scale > 0):
             problems.append(Problem("--slo-scale", self.slo_scale, "must be a positive number", "Give for example 1."))
         if self.warmup_s is not None and not 0 <= self.warmup_s < self.duration_s:
-            problems.append(Problem("--warmup-s", self.warmup_s, "must be at least 0 and below the duration", "Give for example 3."))
+            problems.append(
+                Problem("--warmup-s", self.warmup_s, "must be at least 0 and below the duration", "Give for example 3.")
+            )
         if self.clients < 0:
             problems.append(Problem("--clients", self.clients, "must be at least 0", "Give 0 (this process) or more."))
         if not (math.isfinite(self.grace_s) and self.grace_s >= 0):
@@ -73,10 +77,14 @@ class BenchResult:
 
 
 def run_bench(
-    models: Sequence[ModelSpec], options: BenchOptions, progress: Progress = lambda _text: None, *,
+    models: Sequence[ModelSpec],
+    options: BenchOptions,
+    progress: Progress = lambda _text: None,
+    *,
     clients: ClientGroup | None = None,
 ) -> BenchResult:
-    """Send a schedule to an endpoint and judge what comes back. Ctrl-C ends it early; the part that ran is returned as INVALID.
+    """Send a schedule to an endpoint and judge what comes back. Ctrl-C ends it early; the part that ran is returned
+    as INVALID.
 
     Args:
         models: those to ask, with rate, SLO and arrival process.
@@ -90,7 +98,9 @@ def run_bench(
     """
     options.check()
     if not models:
-        raise InvalidInputError("the plan serves no model, so there is nothing to ask. Plan with more GPUs or another policy.")
+        raise InvalidInputError(
+            "the plan serves no model, so there is nothing to ask. Plan with more GPUs or another policy."
+        )
     schedule = make_schedule(models, options.duration_s, options.seed, options.rate_scale)
     targets = tuple(_target(options, spec) for spec in models)
     group = clients if clients is not None else (RayClients(options.clients) if options.clients else LocalClient())
@@ -121,8 +131,14 @@ def run_bench(
 
 
 def _result(
-    records: Records, schedule: Schedule, options: BenchOptions, slos_ms: Sequence[float], errors: Counter[str],
-    lost: Sequence[str], *, interrupted: bool,
+    records: Records,
+    schedule: Schedule,
+    options: BenchOptions,
+    slos_ms: Sequence[float],
+    errors: Counter[str],
+    lost: Sequence[str],
+    *,
+    interrupted: bool,
 ) -> BenchResult:
     begin_ms, end_ms = options.measured_from_ms, options.duration_s * 1000.0
     if interrupted:

@@ -1,8 +1,7 @@
 """One load client: sends its part of the schedule open-loop at absolute times and records what came back.
 
-Runs on any event loop; `tenuto.loadgen.client_actor` wraps it in a Ray actor. All its times come from one clock, its own: no
-difference between two machines' clocks enters any figure.
-"""
+Runs on any event loop; `tenuto.loadgen.client_actor` wraps it in a Ray actor. All its times come from one clock, its
+own: no difference between two machines' clocks enters any figure."""
 
 from __future__ import annotations
 
@@ -58,7 +57,7 @@ class ClientReport:
 
 
 def outcome_of(status: int, latency_ms: float, slo_ms: float) -> Outcome:
-    """Return a request's outcome from its HTTP status (0: no answer) and its latency counted from the scheduled time."""
+    """Return a request's outcome from its HTTP status (0: no answer) and its latency from the scheduled time."""
     if status == 200:
         return Outcome.OK if latency_ms <= slo_ms else Outcome.LATE
     return _BY_STATUS.get(status, Outcome.FAILED)
@@ -99,7 +98,8 @@ class _Columns:
     def records(self) -> Records:
         """Return the rows."""
         return Records(
-            request=np.asarray(self.job.request, dtype=np.int64), model=np.asarray(self.job.model_index, dtype=np.int32),
+            request=np.asarray(self.job.request, dtype=np.int64),
+            model=np.asarray(self.job.model_index, dtype=np.int32),
             scheduled_ms=np.asarray(self.job.times_ms, dtype=np.float64),
             sent_ms=np.array(self.sent_ms), answered_ms=np.array(self.answered_ms),
             status=np.array(self.status, dtype=np.int32), outcome=np.array(self.outcome, dtype=np.int8),
@@ -110,7 +110,9 @@ class _Columns:
 
 
 class Client:
-    """Runs one job: `prepare`, then `run`. `progress` may be read meanwhile; `stop` ends it early, keeping what was recorded."""
+    """Runs one job: `prepare`, then `run`. `progress` may be read meanwhile; `stop` ends it early, keeping what was
+    recorded.
+    """
 
     def __init__(self, job: ClientJob, sender: Sender) -> None:
         self._job = job
@@ -132,7 +134,10 @@ class Client:
         """Build the requests and open the connections, so that neither costs time in the run."""
         job, host = self._job, self._sender.host
         self._requests = [
-            [prepare(f"/v2/models/{t.name}/infer", body, _headers(headers, t, job.send_slo), host) for body, headers in t.bodies]
+            [
+                prepare(f"/v2/models/{t.name}/infer", body, _headers(headers, t, job.send_slo), host)
+                for body, headers in t.bodies
+            ]
             for t in job.targets
         ]
         await self._sender.open(job.connections, lambda row, reply: self._handle_reply(row, reply))

@@ -63,7 +63,7 @@ def start_actors(count: int) -> list[Any]:
         for actor in actors:
             ray.kill(actor)
         raise EnvironmentFaultError(
-            f"the {count} load clients did not start ({type(error).__name__}). Use fewer --clients, or --clients 0 to send from "
-            "this process."
+            f"the {count} load clients did not start ({type(error).__name__}). Use fewer --clients, or "
+            "--clients 0 to send from this process."
         ) from error
     return actors

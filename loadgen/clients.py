@@ -155,7 +155,8 @@ class RayClients:
             ray.get(ready, timeout=_PREPARE_TIMEOUT_S)
         except ray.exceptions.RayError as error:
             raise EnvironmentFaultError(
-                f"a load client did not get ready ({type(error).__name__}). Check the cluster with `ray status`, or pass --clients 0."
+                f"a load client did not get ready ({type(error).__name__}). "
+                "Check the cluster with `ray status`, or pass --clients 0."
             ) from error
 
     def start(self, start_at: float) -> None:
@@ -182,7 +183,9 @@ class RayClients:
         """Whether every run has a result or an error."""
         import ray
 
-        return len(ray.wait(self._runs, num_returns=len(self._runs), timeout=0, fetch_local=False)[0]) == len(self._runs)
+        return len(ray.wait(self._runs, num_returns=len(self._runs), timeout=0, fetch_local=False)[0]) == len(
+            self._runs
+        )
 
     def stop(self) -> None:
         """Ask every actor to send no more."""

@@ -1,10 +1,9 @@
 """Comparing runs: differences with the spread that belongs to them, and "no difference" when the gap lies inside it.
 
-A side of a comparison is one run, or a folder of repeats. Over repeats the interval is Student's: paired when both sides saw the
-same schedules one by one, Welch's otherwise. A single run against a single run is compared over 20 parts of its measured
-time, paired because both saw the same requests; that interval knows nothing of the spread between runs, and says so. A 99th
-percentile of so short a part is none, so it is judged over repeats only.
-"""
+A side of a comparison is one run, or a folder of repeats. Over repeats the interval is Student's: paired when both
+sides saw the same schedules one by one, Welch's otherwise. A single run against a single run is compared over 20
+parts of its measured time, paired because both saw the same requests; that interval knows nothing of the spread
+between runs, and says so. A 99th percentile of so short a part is none, so it is judged over repeats only."""
 
 from __future__ import annotations
 
@@ -50,7 +49,7 @@ class Side:
 
 @dataclass(frozen=True)
 class Difference:
-    """One figure of the second side against the first. `half_width` is that of the 95 % interval; None where unknown."""
+    """One figure of the second side against the first. `half_width`: of the 95 % interval; None if unknown."""
 
     metric: str
     model: str | None
@@ -96,12 +95,21 @@ def load_side(path: str | Path) -> Side:
         InvalidInputError: there is no run.
     """
     folder = Path(path)
-    folders = (folder,) if (folder / "result.json").exists() else tuple(
-        sorted(child for child in (folder.iterdir() if folder.is_dir() else ()) if (child / "result.json").exists())
+    folders = (
+        (folder,)
+        if (folder / "result.json").exists()
+        else tuple(
+            sorted(child for child in (folder.iterdir() if folder.is_dir() else ()) if (child / "result.json").exists())
+        )
     )
     if not folders:
         raise InvalidInputError(
-            Problem(str(folder), str(path), "holds no run", "Give a folder that `tenuto bench -o` wrote, or one with such folders.")
+            Problem(
+                str(folder),
+                str(path),
+                "holds no run",
+                "Give a folder that `tenuto bench -o` wrote, or one with such folders.",
+            )
         )
     return Side(str(path), folders, tuple(load_document(child) for child in folders))
 
@@ -115,20 +123,25 @@ def compare(first: Side, second: Side, *, different_schedules: bool = False) -> 
     same = sorted(first.hashes) == sorted(second.hashes)
     if not same and not different_schedules:
         raise InvalidInputError(
-            Problem(f"{first.name} and {second.name}", f"{_short(first.hashes)} against {_short(second.hashes)}",
-                    "saw different schedules, so a difference may be the schedule's",
-                    "Repeat one with the other's seed, rates and duration, or pass --different-schedules.")
+            Problem(
+                f"{first.name} and {second.name}",
+                f"{_short(first.hashes)} against {_short(second.hashes)}",
+                "saw different schedules, so a difference may be the schedule's",
+                "Repeat one with the other's seed, rates and duration, or pass --different-schedules.",
+            )
         )
     models = [name for name in first.documents[0]["models"] if name in second.documents[0]["models"]]
     if not models:
-        raise InvalidInputError(Problem(f"{first.name} and {second.name}", "", "have no model in common", "Compare runs of one workload."))
+        raise InvalidInputError(
+            Problem(f"{first.name} and {second.name}", "", "have no model in common", "Compare runs of one workload.")
+        )
     single = len(first.folders) == 1 and len(second.folders) == 1
     parts = _parts_of(first, second) if single and same else None
     paired = same and len(set(first.hashes)) == len(first.hashes)
     found = []
     for model, metric in _metrics(models):
         values = [_values(side, model, metric, order=paired) for side in (first, second)]
-        means = [float(np.mean(v)) if len(v) else None for v in values]
+        means = [float(np.nanmean(v)) if not np.isnan(v).all() else None for v in values]
         if single:
             half = None if parts is None else _half_width_in_parts(parts, model, metric)
         else:
@@ -139,12 +152,20 @@ def compare(first: Side, second: Side, *, different_schedules: bool = False) -> 
 
 def _method(single: bool, same: bool, paired: bool) -> str:
     if single:
-        return f"within one run each, over {_PARTS} parts of it" if same else "one run each with different schedules: spread unknown"
+        return (
+            f"within one run each, over {_PARTS} parts of it"
+            if same
+            else "one run each with different schedules: spread unknown"
+        )
     return "over repeats, paired by schedule" if paired else "over repeats, Welch's interval"
 
 
 def _warnings(first: Side, second: Side, *, same: bool) -> tuple[str, ...]:
-    found = [f"{folder} is INVALID: its figures do not show what they claim" for side in (first, second) for folder in side.invalid]
+    found = [
+        f"{folder} is INVALID: its figures do not show what they claim"
+        for side in (first, second)
+        for folder in side.invalid
+    ]
     if not same:
         found.append("the schedules differ; part of any difference is theirs")
     if first.documents[0].get("slos_ms") != second.documents[0].get("slos_ms"):
@@ -162,25 +183,33 @@ def _short(hashes: Sequence[str]) -> str:
 
 def _metrics(models: Sequence[str]) -> list[tuple[str | None, str]]:
     whole: list[tuple[str | None, str]] = [(None, "goodput_rps"), (None, "attainment")]
-    return whole + [(name, metric) for name in models for metric in ("attainment", "p50_ms", "p90_ms", "p99_ms", "mean_batch")]
+    return whole + [
+        (name, metric) for name in models for metric in ("attainment", "p50_ms", "p90_ms", "p99_ms", "mean_batch")
+    ]
 
 
 def _values(side: Side, model: str | None, metric: str, *, order: bool) -> NDArray[np.float64]:
-    """Return a metric of every run, by schedule hash if asked; runs without it are left out."""
+    """Return a metric of every run, in order of schedule hash if asked; NaN for runs without it."""
     documents = list(side.documents)
     if order:
         documents.sort(key=lambda document: str(document.get("schedule_hash")))
     sources = [document if model is None else document["models"].get(model, {}) for document in documents]
-    return np.array([source[metric] for source in sources if source.get(metric) is not None], dtype=float)
+    return np.array([math.nan if source.get(metric) is None else source[metric] for source in sources], dtype=float)
 
 
 def _half_width(first: NDArray[np.float64], second: NDArray[np.float64], *, paired: bool) -> float | None:
-    """Return half the interval of the difference of means: paired t, or Welch's with Satterthwaite's degrees of freedom."""
+    """Return half the interval of the difference of means: paired t, or Welch's with Satterthwaite's degrees of
+    freedom.
+    """
+    if paired:
+        gaps = second - first
+        gaps = gaps[~np.isnan(gaps)]
+        if len(gaps) < 2:
+            return None
+        return _student(float(gaps.std(ddof=1)) / math.sqrt(len(gaps)), len(gaps) - 1)
+    first, second = first[~np.isnan(first)], second[~np.isnan(second)]
     if len(first) < 2 or len(second) < 2:
         return None
-    if paired and len(first) == len(second):
-        gaps = second - first
-        return _student(float(gaps.std(ddof=1)) / math.sqrt(len(gaps)), len(gaps) - 1)
     a, b = first.var(ddof=1) / len(first), second.var(ddof=1) / len(second)
     if a + b == 0:
         return 0.0
@@ -204,9 +233,7 @@ def _parts_of(first: Side, second: Side) -> tuple[Run, Run, NDArray[np.float64]]
     return None if end <= begin else (*runs, np.linspace(begin, end, _PARTS + 1))
 
 
-def _half_width_in_parts(
-    parts: tuple[Run, Run, NDArray[np.float64]], model: str | None, metric: str
-) -> float | None:
+def _half_width_in_parts(parts: tuple[Run, Run, NDArray[np.float64]], model: str | None, metric: str) -> float | None:
     if metric == "p99_ms":
         return None
     first, second, edges = parts

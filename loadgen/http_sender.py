@@ -1,7 +1,8 @@
-"""A lean HTTP/1.1 sender for load: keep-alive connections, prepared request bytes, only the headers that matter are read.
+"""A lean HTTP/1.1 sender for load: keep-alive connections, prepared request bytes, only the headers that matter are
+read.
 
-A general HTTP client costs several times as much per request, which on a shared machine is taken from the server under test.
-"""
+A general HTTP client costs several times as much per request, which on a shared machine is taken from the server
+under test."""
 
 from __future__ import annotations
 
@@ -45,7 +46,12 @@ class Sender(Protocol):
 
 def prepare(path: str, body: bytes, headers: Mapping[str, str], host: str) -> bytes:
     """Return the bytes of a POST request."""
-    lines = [f"POST {path} HTTP/1.1", f"Host: {host}", f"Content-Length: {len(body)}", *(f"{k}: {v}" for k, v in headers.items())]
+    lines = [
+        f"POST {path} HTTP/1.1",
+        f"Host: {host}",
+        f"Content-Length: {len(body)}",
+        *(f"{k}: {v}" for k, v in headers.items()),
+    ]
     return "\r\n".join(lines).encode("latin-1") + b"\r\n\r\n" + body
 
 
@@ -121,7 +127,9 @@ class _Connection(asyncio.Protocol):
         self._sender.forget(self)
         token, self._token = self._token, -1
         if token >= 0:
-            self._sender.answered(token, Reply(0, error=f"the connection closed before an answer came ({exc or 'by the server'})"))
+            self._sender.answered(
+                token, Reply(0, error=f"the connection closed before an answer came ({exc or 'by the server'})")
+            )
 
     def close(self) -> None:
         if self._transport is not None:
@@ -171,7 +179,9 @@ def _text(original: bytes, head: bytes, name: bytes) -> str:
 
 
 class HttpSender:
-    """Sends prepared requests to one server, opening a connection whenever none is idle: nothing limits requests in flight."""
+    """Sends prepared requests to one server, opening a connection whenever none is idle: nothing limits requests in
+    flight.
+    """
 
     def __init__(self, url: str) -> None:
         """Take the server's base URL; raises `InvalidInputError` unless it is http:// or https://."""

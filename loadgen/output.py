@@ -1,4 +1,6 @@
-"""The files of a run: result.json with everything, requests.parquet with every request, timeline.csv second by second."""
+"""The files of a run: result.json with everything, requests.parquet with every request, timeline.csv second by
+second.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,9 @@ def prepare_folder(folder: Path, *, force: bool) -> Path:
         raise InvalidInputError(f"{folder} is a file. Give a folder for the report.")
     existing = [name for name in _OURS if (folder / name).exists()]
     if existing and not force:
-        raise InvalidInputError(f"{folder} already holds a report ({', '.join(existing)}). Give another folder, or --force.")
+        raise InvalidInputError(
+            f"{folder} already holds a report ({', '.join(existing)}). Give another folder, or --force."
+        )
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -71,7 +75,9 @@ def describe(result: BenchResult, options: BenchOptions, plan: Plan, *, command:
         "wall_s": result.wall_s,
         "verdict": {"result": verdict.result, "reasons": list(verdict.reasons), "conditions": verdict.conditions},
         "errors": result.errors,
-        "slos_ms": {spec.name: spec.slo_ms * options.slo_scale for spec in plan.models if spec.name in result.summary["models"]},
+        "slos_ms": {
+            spec.name: spec.slo_ms * options.slo_scale for spec in plan.models if spec.name in result.summary["models"]
+        },
         "schedule_hash": result.schedule.hash,
         "schedule_notes": list(result.schedule.notes),
         "options": asdict(options),
@@ -81,7 +87,9 @@ def describe(result: BenchResult, options: BenchOptions, plan: Plan, *, command:
 
 
 def _gpu_utilisation(plan: Plan, gpulets: Mapping[str, Any]) -> float:
-    """Return the mean over the plan's occupied GPUs of the time each executed; gpu-lets beside each other add up to at most 1."""
+    """Return the mean over the plan's occupied GPUs of the time each executed; gpu-lets beside each other add up to
+    at most 1.
+    """
     busy = [
         min(1.0, sum(float(gpulets[g.id]["utilisation"]) for g in plan.on_gpu(gpu.id) if g.id in gpulets))
         for gpu in plan.gpus
@@ -183,7 +191,12 @@ def hardware() -> dict[str, Any]:
         cores = len(os.sched_getaffinity(0))
     except OSError:
         pass
-    return {"processor": processor, "cores": cores, "system": f"{platform.system()} {platform.release()}", "python": platform.python_version()}
+    return {
+        "processor": processor,
+        "cores": cores,
+        "system": f"{platform.system()} {platform.release()}",
+        "python": platform.python_version(),
+    }
 
 
 def versions() -> dict[str, str]:

@@ -24,7 +24,8 @@ def make_bodies(
 ) -> list[tuple[bytes, dict[str, str]]]:
     """Return `count` bodies with their headers, one sample each.
 
-    Floats are standard normal as normalised images are; whole numbers are token ids; an input named like a mask is all ones.
+    Floats are standard normal as normalised images are; whole numbers are token ids; an input named like a mask is
+    all ones.
 
     Args:
         metadata: the server's answer to GET /v2/models/{model}.
@@ -43,14 +44,23 @@ def make_bodies(
             shape = [1, *tensor["shape"][1:]]
             if dtype is None or any(size < 1 for size in shape):
                 raise InvalidInputError(
-                    f"input '{tensor['name']}' of '{metadata['name']}' ({tensor['datatype']} {tensor['shape']}) cannot be generated. "
+                    f"input '{tensor['name']}' of '{metadata['name']}' ({tensor['datatype']} {tensor['shape']}) "
+                    "cannot be generated. "
                     "Only fixed shapes of numbers are."
                 )
             data = _values(tensor["name"], np.dtype(dtype), shape, generator).tobytes()
-            described.append({"name": tensor["name"], "datatype": tensor["datatype"], "shape": shape,
-                              "parameters": {"binary_data_size": len(data)}})
+            described.append(
+                {
+                    "name": tensor["name"],
+                    "datatype": tensor["datatype"],
+                    "shape": shape,
+                    "parameters": {"binary_data_size": len(data)},
+                }
+            )
             parts.append(data)
-        text = json.dumps({"inputs": described, "parameters": {"binary_data_output": True}}, separators=(",", ":")).encode()
+        text = json.dumps(
+            {"inputs": described, "parameters": {"binary_data_output": True}}, separators=(",", ":")
+        ).encode()
         headers = {"Content-Type": "application/octet-stream", "Inference-Header-Content-Length": str(len(text))}
         bodies.append((text + b"".join(parts), headers))
     return bodies

@@ -1,5 +1,6 @@
-"""Waking an event loop at an exact time. Event loops count their timers in whole ms, which alone would make half of all requests
-0.5 ms late; a Linux timer descriptor wakes them within microseconds. Elsewhere the loop's own timers do, up to 1 ms late."""
+"""Waking an event loop at an exact time. Event loops count their timers in whole ms, which alone would make half of
+all requests 0.5 ms late; a Linux timer descriptor wakes them within microseconds. Elsewhere the loop's own timers do,
+up to 1 ms late."""
 
 from __future__ import annotations
 

@@ -18,7 +18,8 @@ __all__ = ["Outcome", "Records", "merge", "unsent"]
 NAN = float("nan")
 # Columns without an entry are times in ms.
 _DTYPES: dict[str, type[np.generic]] = {
-    "request": np.int64, "model": np.int32, "status": np.int32, "outcome": np.int8, "batch_size": np.int32, "gpulet": np.object_,
+    "request": np.int64, "model": np.int32, "status": np.int32, "outcome": np.int8, "batch_size": np.int32,
+    "gpulet": np.object_,
 }  # fmt: skip
 
 

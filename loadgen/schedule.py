@@ -1,4 +1,6 @@
-"""The schedule: every arrival of a run, computed before anything is sent, so that two runs with one hash saw the same requests."""
+"""The schedule: every arrival of a run, computed before anything is sent, so that two runs with one hash saw the same
+requests.
+"""
 
 from __future__ import annotations
 
@@ -45,8 +47,14 @@ class Schedule:
 
     def save(self, path: str | Path) -> None:
         """Write as a compressed numpy file."""
-        np.savez_compressed(path, times_ms=self.times_ms, model_index=self.model_index, names=np.array(self.names),
-                            duration_s=self.duration_s, notes=np.array(self.notes, dtype=np.str_))
+        np.savez_compressed(
+            path,
+            times_ms=self.times_ms,
+            model_index=self.model_index,
+            names=np.array(self.names),
+            duration_s=self.duration_s,
+            notes=np.array(self.notes, dtype=np.str_),
+        )
 
     @classmethod
     def load(cls, path: str | Path) -> Schedule:
@@ -57,7 +65,9 @@ class Schedule:
                 notes = tuple(str(note) for note in data["notes"])
                 return cls(data["times_ms"], data["model_index"], names, float(data["duration_s"]), notes)
         except (OSError, ValueError, KeyError) as error:
-            raise InvalidInputError(Problem(str(path), str(path), f"not a schedule file ({error})", "Give a file that a run saved.")) from error
+            raise InvalidInputError(
+                Problem(str(path), str(path), f"not a schedule file ({error})", "Give a file that a run saved.")
+            ) from error
 
 
 def seed_for(seed: int, *purpose: str) -> np.random.Generator:
@@ -69,7 +79,8 @@ def seed_for(seed: int, *purpose: str) -> np.random.Generator:
 def make_schedule(models: Sequence[ModelSpec], duration_s: float, seed: int, rate_scale: float = 1.0) -> Schedule:
     """Return the merged arrivals of all models.
 
-    Each model draws from its own stream, named after it, so that adding a model leaves the others' arrivals as they were.
+    Each model draws from its own stream, named after it, so that adding a model leaves the others' arrivals as they
+    were.
 
     Args:
         models: entries of the workload.
@@ -88,8 +99,12 @@ def make_schedule(models: Sequence[ModelSpec], duration_s: float, seed: int, rat
     if seed < 0:
         problems.append(Problem("--seed", seed, "must be at least 0", "Give 0 or a larger number."))
     problems += [
-        Problem(f"models.{spec.name}.arrival", spec.arrival.process, "is replayed as recorded, so a rate scale would do nothing",
-                "Set options: {rescale: true}, or leave --rate-scale at 1.")
+        Problem(
+            f"models.{spec.name}.arrival",
+            spec.arrival.process,
+            "is replayed as recorded, so a rate scale would do nothing",
+            "Set options: {rescale: true}, or leave --rate-scale at 1.",
+        )
         for spec in models
         if rate_scale != 1.0 and spec.arrival.path is not None and not spec.arrival.options.get("rescale")
     ]
@@ -98,14 +113,24 @@ def make_schedule(models: Sequence[ModelSpec], duration_s: float, seed: int, rat
     expected = sum(spec.rate_rps for spec in models) * rate_scale * duration_s
     if expected > MOST_REQUESTS:
         raise InvalidInputError(
-            Problem("--duration-s", duration_s, f"gives {expected:.3g} requests, more than {MOST_REQUESTS:.0e}",
-                    "Shorten the run or lower --rate-scale.")
+            Problem(
+                "--duration-s",
+                duration_s,
+                f"gives {expected:.3g} requests, more than {MOST_REQUESTS:.0e}",
+                "Shorten the run or lower --rate-scale.",
+            )
         )
     times = [
-        arrival_times(spec.name, spec.rate_rps * rate_scale, duration_s, spec.arrival, seed_for(seed, "arrivals", spec.name))
+        arrival_times(
+            spec.name, spec.rate_rps * rate_scale, duration_s, spec.arrival, seed_for(seed, "arrivals", spec.name)
+        )
         for spec in models
     ]
-    index = np.repeat(np.arange(len(models), dtype=np.int32), [part.size for part in times]) if times else np.empty(0, np.int32)
+    index = (
+        np.repeat(np.arange(len(models), dtype=np.int32), [part.size for part in times])
+        if times
+        else np.empty(0, np.int32)
+    )
     merged = np.concatenate(times) * 1000.0 if times else np.empty(0)
     order = np.argsort(merged, kind="stable")
     return Schedule(merged[order], index[order], tuple(spec.name for spec in models), duration_s, _notes(models))
@@ -115,4 +140,7 @@ def _notes(models: Sequence[ModelSpec]) -> tuple[str, ...]:
     drawn = [spec.name for spec in models if is_synthetic(spec.arrival)]
     if not drawn:
         return ()
-    return (f"arrival times of {', '.join(drawn)} are synthetic: the trace gives counts or rates, the times within were drawn",)
+    return (
+        f"arrival times of {', '.join(drawn)} are synthetic: "
+        "the trace gives counts or rates, the times within were drawn",
+    )

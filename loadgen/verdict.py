@@ -1,8 +1,9 @@
-"""From records to numbers and a verdict: goodput, attainment, percentiles, the latency split, and whether the run is valid.
+"""From records to numbers and a verdict: goodput, attainment, percentiles, the latency split, and whether the run is
+valid.
 
-All definitions are those of docs/definitions.md: attainment divides by offered, percentiles come from raw values, p99 is given
-only with at least 459 samples (below that no sample is known to lie above the 99th percentile with 99 % confidence).
-"""
+All definitions are those of docs/definitions.md: attainment divides by offered, percentiles come from raw values, p99
+is given only with at least 459 samples (below that no sample is known to lie above the 99th percentile with 99 %
+confidence)."""
 
 from __future__ import annotations
 
@@ -88,8 +89,11 @@ def _gpulets(records: Records, length_s: float) -> dict[str, Any]:
         rows = answered.where(answered.gpulet == gpulet)
         batches = float((1.0 / rows.batch_size).sum())
         busy_s = float((rows.execution_ms / rows.batch_size).sum()) / 1000.0
-        found[gpulet] = {"utilisation": min(1.0, busy_s / length_s), "batches": round(batches),
-                         "mean_batch": len(rows) / batches if batches else None}
+        found[gpulet] = {
+            "utilisation": min(1.0, busy_s / length_s),
+            "batches": round(batches),
+            "mean_batch": len(rows) / batches if batches else None,
+        }
     return found
 
 
@@ -99,14 +103,17 @@ def _percentile(values: NDArray[np.float64], percent: float, at_least: int) -> f
 
 
 def judge(
-    records: Records, summary: Mapping[str, Any], slos_ms: Sequence[float], *, interrupted: bool = False,
+    records: Records,
+    summary: Mapping[str, Any],
+    slos_ms: Sequence[float],
+    *,
+    interrupted: bool = False,
     lost_clients: Sequence[str] = (),
 ) -> Verdict:
     """Return the verdict of a run.
 
-    A run is invalid when the generator did not do what the schedule said: requests not sent, the 99th percentile of lateness
-    above 5 % of the smallest SLO (at least 5 ms), a client lost, or an interruption.
-    """
+    A run is invalid when the generator did not do what the schedule said: requests not sent, the 99th percentile of
+    lateness above 5 % of the smallest SLO (at least 5 ms), a client lost, or an interruption."""
     lateness = records.lateness_ms
     unsent = int(np.isnan(lateness).sum())
     p99 = float(np.percentile(lateness[~np.isnan(lateness)], 99)) if unsent < len(records) else float("inf")
@@ -124,7 +131,9 @@ def judge(
     elif unsent and not interrupted:
         invalid.append(f"{unsent} of {len(records)} requests were not sent")
     elif p99 > limit and not interrupted:
-        invalid.append(f"the generator was late: p99 {p99:.1f} ms, limit {limit:.1f} ms. Use more --clients or a lower rate")
+        invalid.append(
+            f"the generator was late: p99 {p99:.1f} ms, limit {limit:.1f} ms. Use more --clients or a lower rate"
+        )
     if invalid:
         return Verdict("INVALID", tuple(invalid), conditions)
     missed = [

@@ -1,8 +1,7 @@
 """Small charts as inline SVG: lines, stacked bars and steps with axes, drawn without any library or script.
 
-Every chart is 420 units wide, so that its 12-unit text stays readable on a phone. What is drawn carries a `<title>`, which
-browsers show on hovering and screen readers read.
-"""
+Every chart is 420 units wide, so that its 12-unit text stays readable on a phone. What is drawn carries a `<title>`,
+which browsers show on hovering and screen readers read."""
 
 from __future__ import annotations
 
@@ -19,7 +18,7 @@ from tenuto.loadgen.report.palette import Style
 __all__ = ["Bar", "Plot", "legend", "stacked_bars", "ticks"]
 
 WIDTH = 420
-_LEFT, _RIGHT, _TOP, _BOTTOM = 52, 12, 14, 44
+_LEFT, _RIGHT, _TOP, _BOTTOM = 60, 12, 14, 44
 _MOST_POINTS = 400
 
 
@@ -49,7 +48,8 @@ def legend(entries: Sequence[tuple[str, Style]], *, is_line: bool = False) -> st
     for name, style in entries:
         if is_line:
             dash = f' stroke-dasharray="{style.dash}"' if style.dash else ""
-            mark = f'<svg width="26" height="10"><line x1="1" y1="5" x2="25" y2="5" stroke="{style.colour}" stroke-width="3"{dash}/></svg>'
+            line = f'<line x1="1" y1="5" x2="25" y2="5" stroke="{style.colour}" stroke-width="3"{dash}/>'
+            mark = f'<svg width="26" height="10">{line}</svg>'
         else:
             mark = f'<svg width="12" height="12"><rect width="12" height="12" rx="2" fill="{style.colour}"/></svg>'
         parts.append(f"<span>{mark}{escape(name)}</span>")
@@ -60,7 +60,13 @@ class Plot:
     """A chart with linear axes. Series are clipped to the ranges; the y axis starts at `y_range[0]`."""
 
     def __init__(
-        self, x_range: tuple[float, float], y_range: tuple[float, float], *, x_label: str, y_label: str, height: int = 240,
+        self,
+        x_range: tuple[float, float],
+        y_range: tuple[float, float],
+        *,
+        x_label: str,
+        y_label: str,
+        height: int = 240,
         percent_y: bool = False,
     ) -> None:
         """Take the ranges of the axes in data units; `percent_y` labels 0.5 as 50 %."""
@@ -79,7 +85,9 @@ class Plot:
         share = (min(max(value, self._y0), self._y1) - self._y0) / (self._y1 - self._y0)
         return self._height - _BOTTOM - share * (self._height - _TOP - _BOTTOM)
 
-    def line(self, x: NDArray[np.float64], y: NDArray[np.float64], style: Style, name: str, *, width: float = 2.0) -> None:
+    def line(
+        self, x: NDArray[np.float64], y: NDArray[np.float64], style: Style, name: str, *, width: float = 2.0
+    ) -> None:
         """Draw a line; NaN interrupts it. More than 400 points are thinned out evenly."""
         step = max(1, math.ceil(len(x) / _MOST_POINTS))
         path, is_open = [], False
@@ -91,7 +99,8 @@ class Plot:
             is_open = True
         dash = f' stroke-dasharray="{style.dash}"' if style.dash else ""
         self._parts.append(
-            f'<path d="{"".join(path)}" fill="none" stroke="{style.colour}" stroke-width="{width:g}" stroke-linejoin="round"'
+            f'<path d="{"".join(path)}" fill="none" stroke="{style.colour}" '
+            f'stroke-width="{width:g}" stroke-linejoin="round"'
             f"{dash}><title>{escape(name)}</title></path>"
         )
 
@@ -99,7 +108,8 @@ class Plot:
         """Draw a filled box."""
         left, right, top, bottom = self._x(x_from), self._x(x_to), self._y(y_to), self._y(y_from)
         self._parts.append(
-            f'<rect x="{left:.1f}" y="{top:.1f}" width="{max(0.5, right - left):.1f}" height="{max(0.0, bottom - top):.1f}" '
+            f'<rect x="{left:.1f}" y="{top:.1f}" width="{max(0.5, right - left):.1f}" '
+            f'height="{max(0.0, bottom - top):.1f}" '
             f'fill="{style.colour}"><title>{escape(name)}</title></rect>'
         )
 
@@ -129,7 +139,8 @@ class Plot:
         labels = (
             f'<line class="axis" x1="{_LEFT}" y1="{bottom}" x2="{WIDTH - _RIGHT}" y2="{bottom}"/>'
             f'<text x="{middle:.0f}" y="{self._height - 8}" text-anchor="middle">{escape(self._labels[0])}</text>'
-            f'<text transform="translate(12 {(bottom + _TOP) / 2:.0f}) rotate(-90)" text-anchor="middle">{escape(self._labels[1])}</text>'
+            f'<text transform="translate(12 {(bottom + _TOP) / 2:.0f}) rotate(-90)" text-anchor="middle">'
+            f"{escape(self._labels[1])}</text>"
         )
         return (
             f'<svg class="chart" viewBox="0 0 {WIDTH} {self._height}" role="img" aria-label="{escape(title)}">'
@@ -175,6 +186,7 @@ def stacked_bars(rows: Sequence[Bar], title: str, *, unit: str, limit: float | N
         anchor = "start" if at < 20 else "end" if at > WIDTH - 20 else "middle"
         parts.append(f'<text x="{at:.1f}" y="{axis + 16}" text-anchor="{anchor}">{_short(value)}</text>')
     return (
-        f'<svg class="chart" viewBox="0 0 {WIDTH} {height}" role="img" aria-label="{escape(title)}">{"".join(parts)}</svg>'
+        f'<svg class="chart" viewBox="0 0 {WIDTH} {height}" role="img" aria-label="{escape(title)}">'
+        f"{''.join(parts)}</svg>"
         f'<p class="unit">{escape(unit)}</p>'
     )

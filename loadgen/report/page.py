@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from html import escape
+from importlib import resources
 from typing import Any
 
 from tenuto.loadgen.report import sections
@@ -15,49 +16,20 @@ __all__ = ["render_page"]
 
 _LIGHT = "--back:#ffffff;--panel:#f6f7f9;--text:#1a1c20;--muted:#6a7078;--rule:#d9dde3;"
 _DARK = "--back:#14161a;--panel:#1d2026;--text:#e8eaee;--muted:#9aa1ab;--rule:#363b44;"
-_STYLE = """
-*{box-sizing:border-box}
-body{margin:0 auto;max-width:1320px;padding:1.2rem;background:var(--back);color:var(--text);
- font:15px/1.5 system-ui,-apple-system,"Segoe UI",Roboto,sans-serif}
-h1{font-size:1.5rem;margin:0 0 .2rem}h2{font-size:1.1rem;margin:2rem 0 .6rem}
-.verdict{border-left:.5rem solid var(--muted);background:var(--panel);padding:.8rem 1rem;margin:1rem 0}
-.verdict strong{font-size:1.25rem}.verdict ul{margin:.4rem 0 0;padding-left:1.2rem}
-.PASS{border-color:var(--ok)}.FAIL{border-color:var(--expired)}.INVALID{border-color:var(--rejected)}
-.grid{display:grid;grid-template-columns:repeat(auto-fill,minmax(min(100%,380px),1fr));gap:1rem;align-items:start}
-figure{margin:0;background:var(--panel);padding:.7rem .7rem .5rem;border-radius:.4rem;min-width:0;break-inside:avoid}
-figure.wide{grid-column:1/-1}figcaption{font-weight:600;margin-bottom:.3rem}
-.chart{width:100%;height:auto;display:block}
-svg text{font:12px system-ui,sans-serif;fill:var(--text)}svg text.name{font-weight:600}
-svg text.shared{font-size:11px;fill:var(--muted)}svg text.hosted{font-size:11px}
-.chart .grid{stroke:var(--rule);stroke-width:1}.chart .axis{stroke:var(--muted);stroke-width:1}
-.chart .mark{stroke:var(--text);stroke-width:1.2;stroke-dasharray:4 3}.chart .marked{font-weight:600;paint-order:stroke;stroke:var(--panel);stroke-width:4px;stroke-linejoin:round}
-.chart .track{fill:var(--rule);opacity:.45}.chart .gpulet{fill:var(--back);stroke:var(--muted)}
-.legend{display:flex;flex-wrap:wrap;gap:.15rem .9rem;font-size:.85rem;margin-bottom:.3rem}
-.legend span{display:inline-flex;align-items:center;gap:.35rem}
-.note,.unit{color:var(--muted);font-size:.82rem;margin:.3rem 0 0}.unit{text-align:center;margin:0}
-.scroll{overflow-x:auto}table{border-collapse:collapse;width:100%;font-variant-numeric:tabular-nums;font-size:.9rem}
-th,td{padding:.3rem .6rem;text-align:right;border-bottom:1px solid var(--rule);white-space:nowrap}
-th:first-child,td:first-child,th.word,td.word,.left td,.left th{text-align:left}td i{display:inline-block;width:.75em;height:.75em;
- border-radius:2px;margin-right:.45em}
-.left td{white-space:normal;overflow-wrap:anywhere}.left th{width:14rem;vertical-align:top}
-.gpus{display:grid;grid-template-columns:repeat(auto-fill,minmax(min(100%,360px),1fr));gap:.6rem}
-code{font-size:.85em;overflow-wrap:anywhere}
-@media (max-width:600px){body{padding:.7rem}.left th{width:8rem}}
-@media print{body{max-width:none;padding:0;font-size:11px}figure,.verdict{border:1px solid var(--rule);background:none}
- .grid{grid-template-columns:1fr 1fr}h2{break-after:avoid}*{-webkit-print-color-adjust:exact;print-color-adjust:exact}}
-"""
 
 
 def render_page(run: Run) -> str:
     """Return the whole page as text."""
     styles = styles_for(run.names)
     document = run.document
+    look = resources.files("tenuto.loadgen").joinpath("data/report.css").read_text(encoding="utf-8")
     title = f"{document['verdict']['result']} · {document['goodput_rps']:.1f} rps goodput · Tenuto"
     charts = (
         '<h2>Goodput and latency</h2><div class="grid">'
         + sections.goodput(run, styles) + sections.latency(run, styles) + sections.stages(run) + sections.load(run)
         + '</div><h2>Batches</h2><div class="grid">' + sections.batches(run, styles)
-        + "</div>" + _placement(run, styles)
+        + "</div>"
+        + _placement(run, styles)
         + '<h2>Execution against the plan</h2><div class="grid">' + sections.executions(run, styles)
         + sections.utilisation(run) + "</div>"
     )  # fmt: skip
@@ -66,9 +38,12 @@ def render_page(run: Run) -> str:
         '<meta name="viewport" content="width=device-width,initial-scale=1">'
         "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\">"
         '<meta name="color-scheme" content="light dark">'
-        f"<title>{escape(title)}</title><style>:root{{{_LIGHT}{colour_css(dark=False)}}}"
-        f"@media screen and (prefers-color-scheme:dark){{:root{{{_DARK}{colour_css(dark=True)}}}}}{_STYLE}</style></head><body>"
-        f"<h1>{escape(_headline(document))}</h1><p class=note>{escape(run.label)} · {escape(str(document.get('date', '')))}</p>"
+        f"<title>{escape(title)}</title>"
+        f"<style>:root{{{_LIGHT}{colour_css(dark=False)}}}"
+        f"@media screen and (prefers-color-scheme:dark){{:root{{{_DARK}{colour_css(dark=True)}}}}}{look}</style>"
+        "</head><body>"
+        f"<h1>{escape(_headline(document))}</h1>"
+        f"<p class=note>{escape(run.label)} · {escape(str(document.get('date', '')))}</p>"
         f"{_verdict(document)}<h2>Models</h2>{_models(run, styles)}{charts}{_provenance(run)}</body></html>\n"
     )
 
@@ -100,16 +75,31 @@ def _verdict(document: Mapping[str, Any]) -> str:
 
 
 def _models(run: Run, styles: Mapping[str, Style]) -> str:
-    heads = ("model", "SLO ms", "offered", "ok", "late", "expired", "rejected", "failed", "in time", "p50 ms", "p90 ms", "p99 ms",
-             "mean batch")
+    heads = (
+        "model",
+        "in time",
+        "SLO ms",
+        "p50 ms",
+        "p90 ms",
+        "p99 ms",
+        "offered",
+        "ok",
+        "late",
+        "expired",
+        "rejected",
+        "failed",
+        "mean batch",
+    )
     rows = []
     for name, model in run.document["models"].items():
         slo = run.slo_ms(name)
         cells = [
-            f'<i style="background:{styles[name].colour}"></i>{escape(name)}', "–" if slo is None else f"{slo:g}",
-            *(str(model[key]) for key in ("offered", "ok", "late", "expired", "rejected", "failed")),
+            f'<i style="background:{styles[name].colour}"></i>{escape(name)}',
             "–" if model["attainment"] is None else f"{100 * model['attainment']:.2f} %",
-            *("–" if model[key] is None else f"{model[key]:.1f}" for key in ("p50_ms", "p90_ms", "p99_ms", "mean_batch")),
+            "–" if slo is None else f"{slo:g}",
+            *("–" if model[key] is None else f"{model[key]:.1f}" for key in ("p50_ms", "p90_ms", "p99_ms")),
+            *(str(model[key]) for key in ("offered", "ok", "late", "expired", "rejected", "failed")),
+            "–" if model["mean_batch"] is None else f"{model['mean_batch']:.1f}",
         ]  # fmt: skip
         rows.append("<tr>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>")
     head = "".join(f"<th>{text}</th>" for text in heads)
@@ -138,7 +128,11 @@ def _provenance(run: Run) -> str:
         "measured window": f"{run.begin_ms / 1000:g} s to {run.end_ms / 1000:g} s",
         "requests": str(document.get("requests", len(run.records))),
     }
-    listed = "".join(f"<tr><th>{escape(key)}</th><td><code>{escape(text)}</code></td></tr>" for key, text in rows.items() if text)
+    listed = "".join(
+        f"<tr><th>{escape(key)}</th><td><code>{escape(text)}</code></td></tr>" for key, text in rows.items() if text
+    )
     remarks = [*document.get("schedule_notes", []), *(run.plan.notes if run.plan is not None else ())]
     notes = "".join(f"<li>{escape(note)}</li>" for note in remarks)
-    return f'<h2>How it was made</h2><table class="left"><tbody>{listed}</tbody></table>' + (f"<ul>{notes}</ul>" if notes else "")
+    return f'<h2>How it was made</h2><table class="left"><tbody>{listed}</tbody></table>' + (
+        f"<ul>{notes}</ul>" if notes else ""
+    )

@@ -1,9 +1,8 @@
 """Colours of the report: one per model, the same in every chart, told apart by colour-blind readers and on paper.
 
-Models take the Okabe-Ito colours in the order of the workload; from the ninth on the colours repeat, darker or lighter and
-with another line pattern.
-Colours are CSS variables, so that the page can follow the reader's light or dark setting.
-"""
+Models take the Okabe-Ito colours in the order of the workload; from the ninth on the colours repeat, darker or
+lighter and with another line pattern. Colours are CSS variables, so that the page can follow the reader's light or
+dark setting."""
 
 from __future__ import annotations
 
@@ -18,7 +17,13 @@ _DARK = ("#4aa3df", "#ff8a3d", "#2fd3a0", "#e39fc4", "#f0e442", "#8fd3ff", "#e6e
 _DASHES = ("", "7 3", "2 3", "9 3 2 3")
 
 # Outcomes and stages differ in lightness too, and always carry a legend.
-OUTCOME_COLOURS = {"ok": "--ok", "late": "--late", "expired": "--expired", "rejected": "--rejected", "failed": "--failed"}
+OUTCOME_COLOURS = {
+    "ok": "--ok",
+    "late": "--late",
+    "expired": "--expired",
+    "rejected": "--rejected",
+    "failed": "--failed",
+}
 STAGE_COLOURS = {"batching": "--s0", "gpulet_queue": "--s1", "execution": "--s2", "front_door": "--s3"}
 _OTHERS_LIGHT = {
     "--ok": "#2a7f8e", "--late": "#f2c14e", "--expired": "#e8743b", "--rejected": "#8e5bb5", "--failed": "#3b3b3b",

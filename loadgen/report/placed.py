@@ -49,7 +49,7 @@ def _gpu(title: str, gpulets: tuple[Gpulet, ...], styles: Mapping[str, Style]) -
         width = max(2.0, widths[gpulet.id] * scale)
         share = "unrestricted" if gpulet.share_pct is None else f"{gpulet.share_pct:g} %"
         parts.append(
-            f'<g><title>{escape(gpulet.id)}: {share}</title>'
+            f"<g><title>{escape(gpulet.id)}: {share}</title>"
             f'<rect class="gpulet" x="{left + 0.5:.1f}" y="20.5" width="{width - 1:.1f}" height="{rows * _ROW + 17}"/>'
         )
         parts.append(_fitting(share, left + 5, 33, width - 8, "shared"))
@@ -60,7 +60,8 @@ def _gpu(title: str, gpulets: tuple[Gpulet, ...], styles: Mapping[str, Style]) -
             parts.append(_fitting(f"{replica.name} ×{replica.batch_size}", left + 12, top + 11, width - 15, "hosted"))
         parts.append("</g>")
         left += width
-    return f'<svg class="chart" viewBox="0 0 {WIDTH} {height}" role="img" aria-label="{escape(title)}">{"".join(parts)}</svg>'
+    head = f'<svg class="chart" viewBox="0 0 {WIDTH} {height}" role="img" aria-label="{escape(title)}">'
+    return f"{head}{''.join(parts)}</svg>"
 
 
 def _fitting(text: str, x: float, y: float, room: float, kind: str) -> str:

@@ -85,10 +85,17 @@ def load_document(folder: str | Path) -> dict[str, Any]:
         document = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise InvalidInputError(
-            Problem(str(path), str(folder), f"cannot be read ({error.strerror})", "Give a folder that `tenuto bench -o` wrote.")
+            Problem(
+                str(path),
+                str(folder),
+                f"cannot be read ({error.strerror})",
+                "Give a folder that `tenuto bench -o` wrote.",
+            )
         ) from error
     except ValueError as error:
-        raise InvalidInputError(Problem(str(path), str(folder), f"is not JSON ({error})", "Run the bench again.")) from error
+        raise InvalidInputError(
+            Problem(str(path), str(folder), f"is not JSON ({error})", "Run the bench again.")
+        ) from error
     missing = [key for key in ("models", "verdict", "options", "window_ms") if key not in document]
     if missing:
         raise InvalidInputError(

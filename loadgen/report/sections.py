@@ -26,7 +26,8 @@ __all__ = ["batches", "executions", "goodput", "latency", "load", "stages", "uti
 Styles = Mapping[str, Style]
 _MOST_CHARTS = 16
 _STAGES = {
-    "batching": "waiting for a batch", "gpulet_queue": "queue at the gpu-let", "execution": "execution", "front_door": "front door",
+    "batching": "waiting for a batch", "gpulet_queue": "queue at the gpu-let", "execution": "execution",
+    "front_door": "front door",
 }  # fmt: skip
 _NEUTRAL = Style("var(--muted)")
 _TEXT = Style("var(--text)")
@@ -36,7 +37,7 @@ _PREDICTED = Style("var(--text)", "3 3")
 def figure(heading: str, body: str, note: str = "", *, wide: bool = False) -> str:
     """Wrap a chart with its heading and a sentence of explanation."""
     under = f'<p class="note">{escape(note)}</p>' if note else ""
-    return f'<figure{" class=wide" if wide else ""}><figcaption>{escape(heading)}</figcaption>{body}{under}</figure>'
+    return f"<figure{' class=wide' if wide else ''}><figcaption>{escape(heading)}</figcaption>{body}{under}</figure>"
 
 
 def goodput(run: Run, styles: Styles) -> str:
@@ -51,18 +52,23 @@ def goodput(run: Run, styles: Styles) -> str:
     rows = [stack("offered (the ideal)", {n: m["offered"] / window_s for n, m in models.items()}, "offered")]
     if run.plan is not None and run.plan.expected.models:
         expected = run.plan.expected.models
-        rows.append(stack("promised by the plan", {n: expected[n].goodput_rps for n in models if n in expected}, "promised"))
+        rows.append(
+            stack("promised by the plan", {n: expected[n].goodput_rps for n in models if n in expected}, "promised")
+        )
     rows.append(stack("goodput", {n: m["ok"] / window_s for n, m in models.items()}, "answered in time"))
     first = stacked_bars(rows, "Goodput against offered and promised load", unit="requests per second")
     outcomes = []
     for name, model in models.items():
         parts = [
-            (model[word], Style(f"var({colour})"), f"{name}: {model[word]} {word}") for word, colour in OUTCOME_COLOURS.items()
+            (model[word], Style(f"var({colour})"), f"{name}: {model[word]} {word}")
+            for word, colour in OUTCOME_COLOURS.items()
         ]
         share = "nothing offered" if model["attainment"] is None else f"{100 * model['attainment']:.2f} % in time"
         total = model["offered"] or 1
         outcomes.append(Bar(name, [(100.0 * value / total, style, text) for value, style, text in parts], share))
-    second = stacked_bars(outcomes, "Outcome of every request by model", unit="percent of the offered requests", limit=100.0)
+    second = stacked_bars(
+        outcomes, "Outcome of every request by model", unit="percent of the offered requests", limit=100.0
+    )
     names = legend([(name, styles[name]) for name in models])
     words = legend([(word, Style(f"var({colour})")) for word, colour in OUTCOME_COLOURS.items()])
     return figure("Goodput", names + first) + figure("What became of the requests", words + second)
@@ -82,8 +88,13 @@ def latency(run: Run, styles: Styles) -> str:
     if not curves:
         return figure("Latency", "<p>No request was answered.</p>")
     longest = max(float(x[-1]) for _, x, _ in curves)
-    plot = Plot((0.0, max(1.2, min(longest, 3.0)) if known else longest), (0.0, 1.0),
-                x_label="latency as a multiple of the SLO" if known else "latency in ms", y_label="share of offered", percent_y=True)
+    plot = Plot(
+        (0.0, max(1.2, min(longest, 3.0)) if known else longest),
+        (0.0, 1.0),
+        x_label="latency as a multiple of the SLO" if known else "latency in ms",
+        y_label="share of offered",
+        percent_y=True,
+    )
     for name, values, shares in curves:
         plot.line(np.append(0.0, values), np.append(0.0, shares), styles[name], name)
     if known:
@@ -91,7 +102,9 @@ def latency(run: Run, styles: Styles) -> str:
     note = "Counted from the scheduled time. A curve ends below 100 % where requests were not answered."
     if known:
         note += " SLOs: " + ", ".join(f"{name} {slos[name]:g} ms" for name in run.names) + "."
-    return figure("Latency", legend([(n, styles[n]) for n, _, _ in curves], is_line=True) + plot.svg("Latency distribution"), note)
+    return figure(
+        "Latency", legend([(n, styles[n]) for n, _, _ in curves], is_line=True) + plot.svg("Latency distribution"), note
+    )
 
 
 def stages(run: Run) -> str:
@@ -110,7 +123,9 @@ def stages(run: Run) -> str:
         return figure("Where the time goes", "<p>The server reported no times.</p>")
     words = legend([(text, Style(f"var({STAGE_COLOURS[key]})")) for key, text in _STAGES.items()])
     chart = stacked_bars(rows, "95th percentile of each stage by model", unit="ms, 95th percentile of each stage")
-    return figure("Where the time goes", words + chart, "The percentiles of the stages do not add up to that of the latency.")
+    return figure(
+        "Where the time goes", words + chart, "The percentiles of the stages do not add up to that of the latency."
+    )
 
 
 def load(run: Run) -> str:
@@ -124,8 +139,12 @@ def load(run: Run) -> str:
         plot.mark_x(run.begin_ms / 1000.0, "warm-up ends")
     words = legend([("offered", _NEUTRAL), ("answered in time", Style("var(--ok)"))], is_line=True)
     at_s, waiting, under_way = waiting_and_under_way(run)
-    queue = Plot((0.0, run.end_ms / 1000.0), (0.0, float(max(1.0, under_way.max(initial=0.0))) * 1.08), x_label="time in s",
-                 y_label="requests")
+    queue = Plot(
+        (0.0, run.end_ms / 1000.0),
+        (0.0, float(max(1.0, under_way.max(initial=0.0))) * 1.08),
+        x_label="time in s",
+        y_label="requests",
+    )
     queue.line(at_s, under_way, _NEUTRAL, "not yet answered", width=2.5)
     queue.line(at_s, waiting, _TEXT, "not yet executing", width=1.5)
     queued = legend([("not yet answered", _NEUTRAL), ("not yet executing", _TEXT)], is_line=True)
@@ -158,8 +177,14 @@ def _histogram(run: Run, name: str, style: Style, sizes: Any, counts: Any) -> st
     planned = _planned_batch(run, name)
     shares = counts / counts.sum()
     top = max(int(sizes.max()), planned or 0)
-    plot = Plot((0.0, top + 1.0), (0.0, float(shares.max()) * 1.2), x_label="batch size", y_label="share of batches",
-                percent_y=True, height=200)
+    plot = Plot(
+        (0.0, top + 1.0),
+        (0.0, float(shares.max()) * 1.2),
+        x_label="batch size",
+        y_label="share of batches",
+        percent_y=True,
+        height=200,
+    )
     for size, share, count in zip(sizes.tolist(), shares.tolist(), counts.tolist(), strict=True):
         plot.column(size - 0.42, size + 0.42, 0.0, share, style, f"{name}: {count:.0f} batches of {size}")
     if planned:
@@ -178,13 +203,16 @@ def executions(run: Run, styles: Styles) -> str:
     found = predictions(run)
     ran = [p for p in found if p.measured_ms.size]
     if not ran:
-        return figure("Execution against the plan", "<p>There is no plan, or the server reported no execution times.</p>")
+        return figure(
+            "Execution against the plan", "<p>There is no plan, or the server reported no execution times.</p>"
+        )
     charts = []
     for gpulet in list(dict.fromkeys(p.gpulet for p in ran))[:_MOST_CHARTS]:
         charts.append(_execution_chart(run, [p for p in ran if p.gpulet == gpulet], styles))
     rows = "".join(_prediction_row(p, styles) for p in found)
     table = (
-        '<div class="scroll"><table><thead><tr><th>gpu-let</th><th class=word>model</th><th>planned batch</th><th>batches</th>'
+        '<div class="scroll"><table><thead><tr><th>gpu-let</th><th class=word>model</th>'
+        "<th>planned batch</th><th>batches</th>"
         "<th>predicted ms</th><th>measured ms</th><th>error</th></tr></thead>"
         f"<tbody>{rows}</tbody></table></div>"
     )
@@ -208,7 +236,9 @@ def _execution_chart(run: Run, replicas: list[Prediction], styles: Styles) -> st
         plot.line(at_s, measured, Style(styles[model].colour), f"{model}: measured", width=3.0)
         plot.line(at_s, predicted, _PREDICTED, f"{model}: predicted", width=1.2)
     entries = [(r.model, Style(styles[r.model].colour)) for r in replicas] + [("predicted", _PREDICTED)]
-    return figure(f"Execution on {replicas[0].gpulet}", legend(entries, is_line=True) + plot.svg("Execution time over time"))
+    return figure(
+        f"Execution on {replicas[0].gpulet}", legend(entries, is_line=True) + plot.svg("Execution time over time")
+    )
 
 
 def _prediction_row(entry: Prediction, styles: Styles) -> str:
@@ -219,7 +249,8 @@ def _prediction_row(entry: Prediction, styles: Styles) -> str:
         error = entry.error
         cells += [
             f"{entry.weight.sum():.0f}", f"{np.median(predicted):.2f}" if predicted.size else "–",
-            f"{np.median(entry.measured_ms):.2f}", "–" if error is None else f"{100 * error + 0.0:+.1f} %".replace("-0.0", "+0.0"),
+            f"{np.median(entry.measured_ms):.2f}",
+            "–" if error is None else f"{100 * error + 0.0:+.1f} %".replace("-0.0", "+0.0"),
         ]  # fmt: skip
     else:
         cells += ["0", "–", "–", "–"]
@@ -241,7 +272,7 @@ def utilisation(run: Run) -> str:
         rows.append(Bar(name, [(busy, Style("var(--s2)"), f"{name}: executing {busy:.1f} % of the time")], note))
     if not rows:
         return figure("Utilisation", "<p>The server named no gpu-lets.</p>")
-    chart = stacked_bars(rows, "Utilisation of the gpu-lets", unit="percent of the measured time spent executing", limit=100.0)
+    chart = stacked_bars(
+        rows, "Utilisation of the gpu-lets", unit="percent of the measured time spent executing", limit=100.0
+    )
     return figure("Utilisation of the gpu-lets", chart)
-
-

@@ -1,5 +1,5 @@
-"""What the charts draw, computed from the records: rates over time, distributions, predictions. Everything is binned, so that
-a page about a million requests is no larger than one about a thousand."""
+"""What the charts draw, computed from the records: rates over time, distributions, predictions. Everything is binned,
+so that a page about a million requests is no larger than one about a thousand."""
 
 from __future__ import annotations
 
@@ -14,7 +14,16 @@ from tenuto.loadgen.records import Outcome, Records
 from tenuto.loadgen.report.run import Run
 from tenuto.placement import Gpulet, Plan
 
-__all__ = ["Prediction", "Timeline", "batch_counts", "binned", "cdf", "predictions", "timeline", "waiting_and_under_way"]
+__all__ = [
+    "Prediction",
+    "Timeline",
+    "batch_counts",
+    "binned",
+    "cdf",
+    "predictions",
+    "timeline",
+    "waiting_and_under_way",
+]
 
 Floats = NDArray[np.float64]
 _BINS = 120
@@ -50,9 +59,8 @@ def timeline(run: Run) -> Timeline:
 def waiting_and_under_way(run: Run) -> tuple[Floats, Floats, Floats]:
     """Return times (s), requests not yet executing, and requests not yet answered, at 240 instants.
 
-    Execution is taken to end when the answer arrives, which puts the way back into it. Who was never answered waits until the
-    deadline, where the SLO is known.
-    """
+    Execution is taken to end when the answer arrives, which puts the way back into it. Who was never answered waits
+    until the deadline, where the SLO is known."""
     records = run.records
     instants = np.linspace(0.0, max(run.end_ms, 1.0), 2 * _BINS)
     slo = np.array([run.slo_ms(name) or np.inf for name in run.names])
@@ -120,7 +128,9 @@ def predictions(run: Run) -> list[Prediction]:
         return []
     records = run.measured
     records = records.where((records.batch_size > 0) & ~np.isnan(records.execution_ms))
-    ids, codes = np.unique(records.gpulet.astype(str), return_inverse=True) if len(records) else (np.empty(0, str), np.empty(0))
+    ids, codes = (
+        np.unique(records.gpulet.astype(str), return_inverse=True) if len(records) else (np.empty(0, str), np.empty(0))
+    )
     found = []
     index_of = {name: index for index, name in enumerate(run.names)}
     for gpulet in run.plan.gpulets:
@@ -131,7 +141,15 @@ def predictions(run: Run) -> list[Prediction]:
             predicted = _predicted_ms(run.plan, gpulet, replica.name, rows.batch_size)
             at_ms = np.where(np.isnan(rows.answered_ms), rows.scheduled_ms, rows.answered_ms)
             found.append(
-                Prediction(gpulet.id, replica.name, replica.batch_size, at_ms, rows.execution_ms, predicted, 1.0 / rows.batch_size)
+                Prediction(
+                    gpulet.id,
+                    replica.name,
+                    replica.batch_size,
+                    at_ms,
+                    rows.execution_ms,
+                    predicted,
+                    1.0 / rows.batch_size,
+                )
             )
     return found
 

@@ -14,23 +14,44 @@ from tenuto.cli.common import emit_json, progress_console, stdout_console
 __all__ = ["command", "print_summary"]
 
 
-@click.command(name="bench", short_help="Load an endpoint on a seeded open-loop schedule; print the verdict, write the report.")
+@click.command(
+    name="bench", short_help="Load an endpoint on a seeded open-loop schedule; print the verdict, write the report."
+)
 @click.argument("target", metavar="PLAN|URL")
 @click.option("--url", default=None, help="Endpoint when a PLAN is given. Default: http://127.0.0.1:8000.")
 @click.option("--duration-s", default=30.0, show_default=True, help="Length of the schedule.")
-@click.option("--warmup-s", default=None, type=float, help="First part left out of the figures. Default: 5 % of the duration.")
+@click.option(
+    "--warmup-s", default=None, type=float, help="First part left out of the figures. Default: 5 % of the duration."
+)
 @click.option("--seed", default=0, show_default=True, help="Seed of the schedule and the payloads.")
 @click.option("--rate-scale", default=1.0, show_default=True, help="Factor on every rate of the plan.")
 @click.option("--slo-scale", default=1.0, show_default=True, help="Factor on every SLO of the plan.")
 @click.option("--clients", default=1, show_default=True, help="Ray actors that send; 0 sends from this process.")
-@click.option("-o", "--output", "folder", default=None, metavar="DIR", help="Folder for report.html, result.json, requests.parquet, timeline.csv.")
+@click.option(
+    "-o",
+    "--output",
+    "folder",
+    default=None,
+    metavar="DIR",
+    help="Folder for report.html, result.json, requests.parquet, timeline.csv.",
+)
 @click.option("--force", is_flag=True, help="Replace a report that is already in DIR.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def command(
-    target: str, url: str | None, duration_s: float, warmup_s: float | None, seed: int, rate_scale: float, slo_scale: float,
-    clients: int, folder: str | None, force: bool, as_json: bool,
+    target: str,
+    url: str | None,
+    duration_s: float,
+    warmup_s: float | None,
+    seed: int,
+    rate_scale: float,
+    slo_scale: float,
+    clients: int,
+    folder: str | None,
+    force: bool,
+    as_json: bool,
 ) -> int:
-    """Send a plan's load to a running endpoint, open-loop, and judge it by goodput. Exit code 1 unless the verdict is PASS.
+    """Send a plan's load to a running endpoint, open-loop, and judge it by goodput. Exit code 1 unless the verdict is
+    PASS.
 
     Example: tenuto bench plan.yaml --duration-s 30 --seed 1 -o report
     """
@@ -83,7 +104,20 @@ def _join_ray() -> None:
 def print_summary(document: dict[str, Any]) -> None:
     """Print the per-model table, then the conditions, then the verdict last."""
     console = stdout_console()
-    table = Table("model", "offered", "ok", "late", "expired", "rejected", "failed", "in time", "p50 ms", "p90 ms", "p99 ms", "mean batch")
+    table = Table(
+        "model",
+        "offered",
+        "ok",
+        "late",
+        "expired",
+        "rejected",
+        "failed",
+        "in time",
+        "p50 ms",
+        "p90 ms",
+        "p99 ms",
+        "mean batch",
+    )
     for name, m in document["models"].items():
         table.add_row(
             name, *(str(m[key]) for key in ("offered", "ok", "late", "expired", "rejected", "failed")),
@@ -95,7 +129,8 @@ def print_summary(document: dict[str, Any]) -> None:
     conditions = verdict["conditions"]
     console.print(
         f"offered {document['offered_rps']:.1f} rps, goodput {document['goodput_rps']:.1f} rps; "
-        f"sent {conditions['sent']} of {conditions['scheduled']}, p99 of the generator's lateness {_number(conditions['lateness_p99_ms'])} ms"
+        f"sent {conditions['sent']} of {conditions['scheduled']}, "
+        f"p99 of the generator's lateness {_number(conditions['lateness_p99_ms'])} ms"
     )
     for line in document.get("errors", []):
         console.print(f"failures: {line}")

@@ -63,7 +63,9 @@ def _print(comparison: Comparison) -> None:
     for entry in comparison.differences:
         table.add_row(escape(entry.model or "all"), entry.metric, *_numbers(entry), entry.conclusion)
     console.print(table)
-    console.print(f"{len(first.folders)} against {len(second.folders)} run(s); spread {comparison.method}", markup=False)
+    console.print(
+        f"{len(first.folders)} against {len(second.folders)} run(s); spread {comparison.method}", markup=False
+    )
     for warning in comparison.warnings:
         console.print(f"warning: {warning}", markup=False)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,11 +17,20 @@ from rich.table import Table
 
 from tenuto.batching.interface import NetworkDelay, Scheduler, Setup
 from tenuto.batching.registry import SCHEDULERS, make_scheduler, scheduler_class
+from tenuto.batching.result import SimulationResult
 from tenuto.batching.setup import everywhere, from_plan
 from tenuto.batching.simulator import simulate
-from tenuto.cli.common import cluster_from, cluster_options, emit_json, parse_options, profiles_from, stdout_console
+from tenuto.cli.common import (
+    cluster_from,
+    cluster_options,
+    emit_json,
+    parse_options,
+    profiles_from,
+    progress_console,
+    stdout_console,
+)
 from tenuto.errors import InvalidInputError, Problem
-from tenuto.loadgen.schedule import make_schedule
+from tenuto.loadgen.schedule import Schedule, make_schedule
 from tenuto.placement import ModelSpec, Plan, Workload
 from tenuto.profiles.documents import load_document
 
@@ -137,7 +147,7 @@ def _read_setup(
     network: NetworkDelay,
 ) -> tuple[Setup, tuple[ModelSpec, ...]]:
     document = load_document(source)
-    if isinstance(document, dict) and ("applications" in document or "gpulets" in document or "policy" in document):
+    if _is_plan(document):
         if gpus is not None or cluster_file is not None:
             raise InvalidInputError(
                 Problem(
@@ -157,6 +167,10 @@ def _read_setup(
     return everywhere(workload, cluster, profiles, network), _beside(workload.models, Path(source).parent)
 
 
+def _is_plan(document: Any) -> bool:
+    return isinstance(document, dict) and any(key in document for key in ("applications", "gpulets", "policy"))
+
+
 def _beside(models: tuple[ModelSpec, ...], folder: Path) -> tuple[ModelSpec, ...]:
     """Resolve relative trace paths against the workload's folder, where the file is there and not here."""
     resolved = []
@@ -173,6 +187,8 @@ def _beside(models: tuple[ModelSpec, ...], folder: Path) -> tuple[ModelSpec, ...
 @click.command("simulate")
 @scene_options
 @click.option("--rate-scale", type=float, default=1.0, show_default=True, help="Multiply every rate by this.")
+@click.option("-o", "--output", "folder", metavar="DIR", help="Folder for report.html, result.json, requests.parquet.")
+@click.option("--force", is_flag=True, help="Replace a report that is already in DIR.")
 def command(
     source: str,
     gpus: str | None,
@@ -187,6 +203,8 @@ def command(
     network_ms: str | None,
     as_json: bool,
     rate_scale: float,
+    folder: str | None,
+    force: bool,
 ) -> None:
     """Run PLAN, or WORKLOAD on a cluster where every GPU hosts every model, in virtual time.
 
@@ -205,13 +223,44 @@ def command(
         options,
         network_ms,
     )
-    times_ms, model_index = scene.schedule(rate_scale)
-    result = simulate(scene.scheduler(), times_ms, model_index, duration_s=duration_s, warmup_s=warmup_s)
+    out = _report_folder(folder, force=force)
+    schedule = make_schedule(scene.models, duration_s, seed, rate_scale)
+    result = simulate(
+        scene.scheduler(), schedule.times_ms, schedule.model_index, duration_s=duration_s, warmup_s=warmup_s
+    )
     summary = result.summary()
     if as_json:
         emit_json(summary)
     else:
         print_run(summary, scheduler_name)
+    if out is not None:
+        settings = {"seed": seed, "rate_scale": rate_scale, "scheduler": scheduler_name, **scene.options}
+        _write_report(out, result, schedule, source, settings)
+        progress_console().print(f"report: {out / 'report.html'}", markup=False)
+
+
+def _report_folder(folder: str | None, *, force: bool) -> Path | None:
+    if folder is None:
+        return None
+    from tenuto.loadgen.output import prepare_folder
+
+    return prepare_folder(Path(folder), force=force)
+
+
+def _write_report(
+    folder: Path, result: SimulationResult, schedule: Schedule, source: str, settings: dict[str, Any]
+) -> None:
+    """Write the files and the page of a simulated run, in the form of a measured one."""
+    from tenuto.loadgen.output import write_files
+    from tenuto.loadgen.report import Run, write_report
+    from tenuto.loadgen.simulated import describe_simulation
+
+    data = load_document(source)
+    plan = Plan.from_data(data, origin=source) if _is_plan(data) else None
+    command_line = ["tenuto", *sys.argv[1:]]
+    document, records = describe_simulation(result, schedule, plan, options=settings, command=command_line)
+    write_files(folder, document, records, schedule)
+    write_report(folder, Run(document, records, plan))
 
 
 def print_run(summary: dict[str, Any], scheduler_name: str) -> None:

@@ -1,4 +1,6 @@
-"""bench, report and compare as a user meets them: exit codes, what is on stdout and stderr, files, messages without traces."""
+"""bench, report and compare as a user meets them: exit codes, what is on stdout and stderr, files, messages without
+traces.
+"""
 
 from __future__ import annotations
 
@@ -58,10 +60,31 @@ def test_json_has_the_keys_of_simulate_and_more(plan_file: str, capsys: pytest.C
     with fake_server() as server:
         assert bench(plan_file, server, "--json") == 0
     document = json.loads(capsys.readouterr().out)
-    assert {"offered_rps", "goodput_rps", "attainment", "gpu_utilisation", "wall_s", "requests", "models", "gpulets"} <= set(document)
+    assert {
+        "offered_rps",
+        "goodput_rps",
+        "attainment",
+        "gpu_utilisation",
+        "wall_s",
+        "requests",
+        "models",
+        "gpulets",
+    } <= set(document)
     assert {"verdict", "schedule_hash", "command", "hardware", "versions", "options", "plan"} <= set(document)
-    assert {"offered", "ok", "late", "expired", "rejected", "failed", "attainment", "p50_ms", "p90_ms", "p99_ms", "mean_batch",
-            "split_p95_ms"} <= set(document["models"]["m"])
+    assert {
+        "offered",
+        "ok",
+        "late",
+        "expired",
+        "rejected",
+        "failed",
+        "attainment",
+        "p50_ms",
+        "p90_ms",
+        "p99_ms",
+        "mean_batch",
+        "split_p95_ms",
+    } <= set(document["models"]["m"])
     assert document["models"]["m"]["p99_ms"] is None  # 30 requests
     assert document["verdict"]["result"] == "PASS"
 
@@ -129,7 +152,9 @@ def test_report_rebuilds_the_page(plan_file: str, tmp_path: Path, capsys: pytest
     assert run("report", str(tmp_path)) == 2
 
 
-def test_compare_refuses_different_schedules(plan_file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_compare_refuses_different_schedules(
+    plan_file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     with fake_server() as server:
         for name, seed in (("a", 0), ("b", 0), ("c", 1)):
             bench(plan_file, server, "--seed", str(seed), "-o", str(tmp_path / name))
@@ -144,11 +169,28 @@ def test_compare_refuses_different_schedules(plan_file: str, tmp_path: Path, cap
     assert run("compare", str(tmp_path / "a")) == 2
 
 
+def test_a_simulation_writes_the_same_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    workload = tmp_path / "w.yaml"
+    workload.write_text("models: [{name: m, rate_rps: 50, slo_ms: 100, latency: {alpha_ms: 1, beta_ms: 5}}]")
+    args = ("simulate", str(workload), "--gpus", "v100:1", "--duration-s", "5", "-o")
+    for name, scheduler in (("a", "deferred"), ("b", "deferred")):
+        assert run(*args, str(tmp_path / name), "--scheduler", scheduler) == 0
+    page = (tmp_path / "a" / "report.html").read_text()
+    assert "simulated in virtual time" in page
+    assert run("report", str(tmp_path / "a")) == 0
+    assert (tmp_path / "a" / "report.html").read_text() == page
+    capsys.readouterr()
+    assert run("compare", str(tmp_path / "a"), str(tmp_path / "b")) == 0
+    assert "no difference" in capsys.readouterr().out
+    assert run(*args, str(tmp_path / "a")) == 2
+
+
 def test_interrupting_writes_the_first_part_and_marks_it(plan_file: str, tmp_path: Path) -> None:
     out = tmp_path / "out"
     with fake_server() as server:
         process = subprocess.Popen(
-            [sys.executable, "-c", "from tenuto.cli import main; main()", "bench", plan_file, "--url", server.url, "--duration-s", "60",
+            [sys.executable, "-c", "from tenuto.cli import main; main()", "bench", plan_file, "--url", server.url,
+             "--duration-s", "60",
              "--warmup-s", "0", "--clients", "0", "-o", str(out)],
             stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, "PYTHONUNBUFFERED": "1"},
         )  # fmt: skip

@@ -27,7 +27,9 @@ def write_day(folder: Path, day: int, rows: dict[tuple[str, str], dict[int, int]
     return file
 
 
-def times_of(path: Path, duration_s: float = 600.0, rate: float = 10.0, year: int = 2019, **options: Any) -> np.ndarray[Any, Any]:
+def times_of(
+    path: Path, duration_s: float = 600.0, rate: float = 10.0, year: int = 2019, **options: Any
+) -> np.ndarray[Any, Any]:
     arrival = Arrival(process=f"azure_{year}", path=str(path), options=options)
     return arrival_times("m", rate, duration_s, arrival, np.random.default_rng(0))
 
@@ -142,7 +144,8 @@ def test_malformed_files(tmp_path: Path, text: str, year: int, part: str) -> Non
 
 @pytest.mark.parametrize(
     "options",
-    [{"part": 2, "parts": 2}, {"part": -1}, {"parts": 1.5}, {"mapping": "zigzag"}, {"start_s": -1}, {"cv": 0}, {"rescale": "yes"},
+    [{"part": 2, "parts": 2}, {"part": -1}, {"parts": 1.5}, {"mapping": "zigzag"}, {"start_s": -1}, {"cv": 0},
+     {"rescale": "yes"},
      {"window_s": "long"}, {"speed": 2}],
 )  # fmt: skip
 def test_wrong_options(tmp_path: Path, options: dict[str, Any]) -> None:

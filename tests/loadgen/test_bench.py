@@ -25,7 +25,9 @@ def spec(name: str = "m", rate: float = 100.0, slo: float = 2000.0) -> ModelSpec
 
 
 def options(address: str, **settings: Any) -> BenchOptions:
-    return BenchOptions(**{"url": address, "duration_s": 0.3, "clients": 0, "grace_s": 0.3, "warmup_s": 0.0, **settings})
+    return BenchOptions(
+        **{"url": address, "duration_s": 0.3, "clients": 0, "grace_s": 0.3, "warmup_s": 0.0, **settings}
+    )
 
 
 def test_every_scheduled_request_is_sent_and_counted_once() -> None:
@@ -125,6 +127,7 @@ def test_slow_answers_do_not_hold_back_sending() -> None:
 
 def test_an_endpoint_that_dies_in_the_middle() -> None:
     with fake_server() as server:
+
         def answer(number: int, *_: Any) -> Answer:
             if number == 10:
                 server.die()
@@ -153,7 +156,8 @@ def test_a_model_the_endpoint_does_not_know() -> None:
 @pytest.mark.parametrize(
     "wrong",
     [
-        {"warmup_s": 1.0}, {"warmup_s": -1.0}, {"slo_scale": 0.0}, {"clients": -1}, {"grace_s": -1.0}, {"rate_scale": 0.0},
+        {"warmup_s": 1.0}, {"warmup_s": -1.0}, {"slo_scale": 0.0}, {"clients": -1}, {"grace_s": -1.0},
+        {"rate_scale": 0.0},
         {"seed": -1}, {"duration_s": 0.0}, {"url": "ftp://x"}, {"url": "http://x:port"},
     ],
 )  # fmt: skip

@@ -16,7 +16,11 @@ from tenuto.placement import Arrival, ModelSpec
 
 from .fake_server import fake_server
 
-pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore::ResourceWarning"), pytest.mark.filterwarnings("ignore::FutureWarning")]
+pytestmark = [
+    pytest.mark.ray,
+    pytest.mark.filterwarnings("ignore::ResourceWarning"),
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+]
 
 MODEL = ModelSpec(name="m", rate_rps=100, slo_ms=5000, arrival=Arrival(process="uniform"))
 

@@ -35,7 +35,8 @@ def plan(models: tuple[str, ...] = ("a", "b"), rate: float = 60.0) -> Plan:
     specs = tuple(ModelSpec(name=n, rate_rps=rate, slo_ms=80.0, latency=lines[n], arrival=Arrival()) for n in models)
     replicas = tuple(Replica(name=n, batch_size=8, latency=lines[n]) for n in models)
     return Plan(
-        policy=PolicyUsed(name="by <hand>"), gpus=(PlannedGpu(id="n0/0", type="v100"), PlannedGpu(id="n0/1", type="v100")),
+        policy=PolicyUsed(name="by <hand>"),
+        gpus=(PlannedGpu(id="n0/0", type="v100"), PlannedGpu(id="n0/1", type="v100")),
         gpulets=(Gpulet(id="n0/0/a", gpu="n0/0", share_pct=40.0, models=replicas),), models=specs, notes=("a <note>",),
     )  # fmt: skip
 
@@ -86,9 +87,21 @@ def test_the_page_is_whole_and_needs_nothing_else() -> None:
     assert "script" not in checker.tags
     assert "url(" not in page
     assert "http://" not in page.replace("http://127", "")
-    for heading in ("Goodput", "What became of the requests", "Latency", "Where the time goes", "Load over time", "Queue over time",
-                    "Batch sizes over time", "Batches of a", "Placement by", "Execution on n0/0/a", "Predicted and measured",
-                    "Utilisation of the gpu-lets", "How it was made"):
+    for heading in (
+        "Goodput",
+        "What became of the requests",
+        "Latency",
+        "Where the time goes",
+        "Load over time",
+        "Queue over time",
+        "Batch sizes over time",
+        "Batches of a",
+        "Placement by",
+        "Execution on n0/0/a",
+        "Predicted and measured",
+        "Utilisation of the gpu-lets",
+        "How it was made",
+    ):
         assert heading in page
     assert "prefers-color-scheme:dark" in page
     assert "@media print" in page
@@ -147,9 +160,18 @@ def test_a_run_in_which_nothing_was_answered() -> None:
     document, records, chosen = simulated()
     total = len(records)
     nothing = Records(
-        records.request, records.model, records.scheduled_ms, records.sent_ms, np.full(total, np.nan), np.zeros(total, np.int32),
-        np.full(total, Outcome.FAILED, np.int8), np.full(total, np.nan), np.full(total, np.nan), np.full(total, np.nan),
-        np.zeros(total, np.int32), np.full(total, "", dtype=object),
+        records.request,
+        records.model,
+        records.scheduled_ms,
+        records.sent_ms,
+        np.full(total, np.nan),
+        np.zeros(total, np.int32),
+        np.full(total, Outcome.FAILED, np.int8),
+        np.full(total, np.nan),
+        np.full(total, np.nan),
+        np.full(total, np.nan),
+        np.zeros(total, np.int32),
+        np.full(total, "", dtype=object),
     )
     page = render_page(Run({**document, "gpulets": {}}, nothing, chosen))
     check(page)
@@ -166,8 +188,10 @@ def test_a_run_without_a_plan() -> None:
 def test_an_empty_run() -> None:
     document, records, chosen = simulated()
     none = records.where(np.zeros(len(records), dtype=bool))
-    models = {n: {**m, "offered": 0, "attainment": None, "p50_ms": None, "p90_ms": None, "p99_ms": None, "mean_batch": None}
-              for n, m in document["models"].items()}
+    models = {
+        n: {**m, "offered": 0, "attainment": None, "p50_ms": None, "p90_ms": None, "p99_ms": None, "mean_batch": None}
+        for n, m in document["models"].items()
+    }
     check(render_page(Run({**document, "models": models, "attainment": None}, none, chosen)))
 
 

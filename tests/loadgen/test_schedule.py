@@ -40,11 +40,16 @@ def test_zero_is_a_seed_of_its_own() -> None:
 
 def test_equal_models_do_not_share_arrivals() -> None:
     schedule = make_schedule([A, A.model_copy(update={"name": "c"})], 10.0, 0)
-    assert not np.array_equal(schedule.times_ms[schedule.model_index == 0], schedule.times_ms[schedule.model_index == 1])
+    assert not np.array_equal(
+        schedule.times_ms[schedule.model_index == 0], schedule.times_ms[schedule.model_index == 1]
+    )
 
 
 def test_purposes_do_not_share_a_stream() -> None:
-    draws = {seed_for(0, *purpose).random() for purpose in (("arrivals", "a"), ("payloads", "a"), ("arrivals", "b"), ("arrivals",))}
+    draws = {
+        seed_for(0, *purpose).random()
+        for purpose in (("arrivals", "a"), ("payloads", "a"), ("arrivals", "b"), ("arrivals",))
+    }
     assert len(draws) == 4
 
 
@@ -81,7 +86,8 @@ def test_anything_else_is_not_a_schedule(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("duration_s", "seed", "scale", "where"),
-    [(0.0, 0, 1.0, "--duration-s"), (1.0, -1, 1.0, "--seed"), (1.0, 0, 0.0, "--rate-scale"), (float("inf"), 0, 1.0, "--duration-s"),
+    [(0.0, 0, 1.0, "--duration-s"), (1.0, -1, 1.0, "--seed"), (1.0, 0, 0.0, "--rate-scale"),
+     (float("inf"), 0, 1.0, "--duration-s"),
      (1.0, 0, float("nan"), "--rate-scale"), (1e9, 0, 1.0, "--duration-s")],
 )  # fmt: skip
 def test_numbers_out_of_range(duration_s: float, seed: int, scale: float, where: str) -> None:
@@ -110,6 +116,7 @@ def test_schedules_need_neither_ray_nor_torch() -> None:
     code = (
         "import sys\n"
         "sys.modules.update(dict.fromkeys(['ray', 'torch', 'pynvml', 'cupy']))\n"
-        "import tenuto.loadgen.schedule, tenuto.loadgen.azure, tenuto.loadgen.bench, tenuto.loadgen.report, tenuto.loadgen.compare\n"
+        "import tenuto.loadgen.schedule, tenuto.loadgen.azure, tenuto.loadgen.bench\n"
+        "import tenuto.loadgen.report, tenuto.loadgen.compare\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
