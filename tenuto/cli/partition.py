@@ -1,0 +1,121 @@
+"""`tenuto partition`: split the models of a workload into sub-clusters, each with its own dispatcher and GPUs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import click
+from rich.markup import escape
+from rich.table import Table
+
+from tenuto.batching.partition import Limits, Partition, PartitionModel, partition
+from tenuto.cli.common import cluster_from, cluster_options, emit_json, profiles_from, progress_console, stdout_console
+from tenuto.errors import InvalidInputError, Problem
+from tenuto.placement import Cluster, Workload, profile_of
+from tenuto.placement.staggering import staggered_batch
+from tenuto.profiles import Profiles
+from tenuto.profiles.documents import load_document
+
+__all__ = ["command"]
+
+
+@click.command("partition")
+@click.argument("source", metavar="WORKLOAD")
+@cluster_options
+@click.option("--subclusters", type=int, required=True, metavar="K", help="Number of sub-clusters.")
+@click.option("--current", "current_file", metavar="FILE",
+              help="Present partition: output of `tenuto partition --json`, or a mapping of model to sub-cluster.")
+@click.option("--time-limit-s", type=float, default=10.0, show_default=True, help="For the solver.")
+@click.option("--max-rate-rps", type=float, help="Most requests per second of one sub-cluster.")
+@click.option("--max-models", type=int, help="Most models of one sub-cluster.")
+@click.option("--max-moved-mib", type=float, help="Most memory of models that leave their present sub-cluster.")
+@click.option("--disruption-weight", type=float, default=Limits().disruption_weight, show_default=True,
+              help="Weight of moving everything, against an imbalance of one average sub-cluster.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def command(
+    source: str, gpus: str | None, cluster_file: str | None, elastic: bool, profile_names: tuple[str, ...],
+    subclusters: int, current_file: str | None, time_limit_s: float, max_rate_rps: float | None, max_models: int | None,
+    max_moved_mib: float | None, disruption_weight: float, as_json: bool,
+) -> None:
+    """Split the models of WORKLOAD into K sub-clusters of even GPU need and rate, moving little of the present partition.
+
+    Every GPU of a sub-cluster holds all of its models, so that their memory must fit into one GPU.
+
+    Example: tenuto partition workload.yaml --gpus v100:16 --subclusters 2
+    """
+    workload = Workload.load(source)
+    if not workload.models:
+        raise InvalidInputError(Problem(f"{source}: models", [], "the workload has no models", "Add at least one."))
+    cluster = cluster_from(gpus, cluster_file, elastic)
+    if len(cluster.gpu_types) != 1:
+        raise InvalidInputError(
+            Problem("--gpus", ",".join(cluster.gpu_types), "a partition is made for GPUs of one type",
+                    "Partition the models of each type by themselves.")
+        )
+    profiles = profiles_from(profile_names, cluster.gpu_types)
+    models = _models(workload, cluster, profiles, max(1, subclusters))
+    limits = Limits(min(gpu.memory_mib for gpu in cluster.gpus), max_rate_rps, max_models, max_moved_mib, disruption_weight)
+    current = _read_current(current_file, workload) if current_file is not None else None
+    found = partition(models, subclusters, limits=limits, current=current, time_limit_s=time_limit_s)
+    if not found.proven:
+        progress_console().print(f"time limit reached: nothing better than {found.lower_bound:.4f} can exist; found "
+                                 f"{found.objective:.4f}")
+    if as_json:
+        emit_json(found.as_dict(len(cluster.gpus)))
+    else:
+        _print(found, len(cluster.gpus))
+
+
+def _models(workload: Workload, cluster: Cluster, profiles: Profiles, subclusters: int) -> list[PartitionModel]:
+    """Return what each model needs at the staggered batch of its sub-cluster's share of the GPUs."""
+    kind, each = cluster.gpu_types[0], max(1, len(cluster.gpus) // subclusters)
+    found, problems = [], []
+    for index, spec in enumerate(workload.models):
+        try:
+            profile = profile_of(spec, kind, profiles)
+            latency = profile.latency()
+        except InvalidInputError as error:
+            problems += error.problems or (Problem(f"models.{index}", spec.name, str(error), "Give another profile."),)
+            continue
+        if latency.at(1) > spec.slo_ms:
+            problems.append(Problem(f"models.{index}.slo_ms", spec.slo_ms,
+                                    f"unserveable: one request takes {latency.at(1):.4g} ms", "Raise the SLO."))
+            continue
+        batch = max(1, staggered_batch(latency, spec.slo_ms, each))
+        need = spec.rate_rps * latency.at(batch) / batch / 1000.0
+        memory = profile.memory_mib(batch) or profile.weights_mib or 0.0
+        found.append(PartitionModel(spec.name, need, spec.rate_rps, memory))
+    if problems:
+        raise InvalidInputError(problems)
+    return found
+
+
+def _read_current(path: str, workload: Workload) -> dict[str, int]:
+    """Read the present partition; models that are no longer in the workload are left out."""
+    document: Any = load_document(path)
+    if isinstance(document, Mapping) and isinstance(document.get("assignment"), Mapping):
+        document = document["assignment"]
+    if not isinstance(document, Mapping) or not all(type(k) is int for k in document.values()):
+        raise InvalidInputError(
+            Problem(f"--current {path}", document, "must map models to sub-clusters from 0",
+                    "Give the output of `tenuto partition --json`, or lines such as resnet50: 0.")
+        )
+    known = {spec.name for spec in workload.models}
+    return {str(name): k for name, k in document.items() if name in known}
+
+
+def _print(found: Partition, gpus: int) -> None:
+    console = stdout_console()
+    table = Table(box=None, header_style="bold")
+    for heading in ("sub-cluster", "GPUs", "need", "rps", "MiB per GPU", "models"):
+        table.add_column(heading, justify="left" if heading == "models" else "right", overflow="fold")
+    for row in found.as_dict(gpus)["subclusters"]:
+        table.add_row(
+            str(row["index"]), str(row["gpus"]), f"{row['need_gpus']:.2f}", f"{row['rate_rps']:,.1f}",
+            f"{row['memory_mib']:,.0f}", escape(", ".join(row["models"])),
+        )
+    console.print(table)
+    moved = f"moves {', '.join(found.moved)} ({found.moved_mib:,.0f} MiB)" if found.moved else "moves nothing"
+    proof = "optimal" if found.proven else f"at most {found.objective - found.lower_bound:.4f} above the optimum"
+    console.print(f"imbalance {100 * found.imbalance:.2f} % of an average sub-cluster, {moved}; {proof}", markup=False)
