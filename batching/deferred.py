@@ -94,6 +94,9 @@ class DeferredScheduler(PooledScheduler):
             return
         pool = self._pool_of[gpulet_index]
         if pending[gpulet_index]:
+            # The batch sent ahead begins now or later: without this, small delays of a live gpu-let would add up unseen.
+            run_ms = self._run_ms[gpulet_index]
+            self._free_at[gpulet_index] = max(self._free_at[gpulet_index] - run_ms, now_ms) + run_ms
             heappush(pool.soon, (self._free_at[gpulet_index], gpulet_index))
         elif not (pool.waiting and self._serve_waiting(pool, gpulet_index, now_ms)):
             self._set_idle(gpulet_index)
@@ -353,6 +356,7 @@ class DeferredScheduler(PooledScheduler):
         finish = start + run[size]
         self.decisions.append(Dispatch(gpulet, model.index, batch, start, finish))
         self._free_at[gpulet] = finish
+        self._run_ms[gpulet] = run[size]
         self._is_idle[gpulet] = False
         self._pending[gpulet] += 1
         if self._ahead and self._pending[gpulet] == 1:

@@ -48,6 +48,7 @@ class PooledScheduler(Scheduler):
         count = len(setup.gpulets)
         self._pending = [0] * count
         self._free_at = [0.0] * count
+        self._run_ms = [0.0] * count  # of the batch sent last
         self._is_idle = [False] * count
         self._is_lost = [False] * count
         self._factors: list[dict[int, float]] = [{} for _ in range(count)]
