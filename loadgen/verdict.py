@@ -1,7 +1,7 @@
 """From records to numbers and a verdict: goodput, attainment, percentiles, the latency split, and whether the run is
 valid.
 
-All definitions are those of docs/definitions.md: attainment divides by offered, percentiles come from raw values, p99
+All definitions are those of docs/metrics.md: attainment divides by offered, percentiles come from raw values, p99
 is given only with at least 459 samples (below that no sample is known to lie above the 99th percentile with 99 %
 confidence)."""
 
