@@ -7,7 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -39,6 +39,7 @@ class BenchOptions:
     warmup_s: float | None = None
     clients: int = 1
     grace_s: float = 5.0
+    tensors: Literal["binary", "json"] = "binary"
 
     def check(self) -> None:
         """Raise `InvalidInputError` with every setting out of range; those of the schedule are checked when it is
@@ -174,7 +175,7 @@ def _target(options: BenchOptions, spec: ModelSpec) -> ModelTarget:
     metadata = model_metadata(options.url, spec.name)
     if "inputs" not in metadata:
         raise EnvironmentFaultError(f"{options.url}: '{spec.name}' cannot be asked: {metadata.get('error', metadata)}")
-    bodies = make_bodies(metadata, seed_for(options.seed, "payloads", spec.name))
+    bodies = make_bodies(metadata, seed_for(options.seed, "payloads", spec.name), binary=options.tensors == "binary")
     return ModelTarget(spec.name, spec.slo_ms * options.slo_scale, tuple(bodies))
 
 

@@ -46,7 +46,7 @@ class ClientActor:
 
 
 def start_actors(count: int) -> list[Any]:
-    """Start client actors and wait until all are up; Ray must be initialised.
+    """Start client actors and wait until all are up; without a Ray cluster, start a small local one for them.
 
     They reserve no CPU in Ray's ledger: the serving side may hold it, and a client that waits for it would never start.
 
@@ -55,6 +55,7 @@ def start_actors(count: int) -> list[Any]:
     """
     import ray
 
+    _join_ray()
     kind = ray.remote(num_cpus=0, max_concurrency=16, max_restarts=0)(ClientActor)
     actors = [kind.remote() for _ in range(count)]
     try:
@@ -67,3 +68,19 @@ def start_actors(count: int) -> list[Any]:
             "--clients 0 to send from this process."
         ) from error
     return actors
+
+
+def _join_ray() -> None:
+    """Join the running cluster, or start a small local one for the clients alone."""
+    import logging
+
+    import ray
+
+    quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR, "namespace": "tenuto"}
+    if not ray.is_initialized():
+        try:
+            ray.init(address="auto", **quiet)
+        except ConnectionError:
+            from tenuto.deployments.launcher import start_local_ray
+
+            start_local_ray(num_gpus=0)

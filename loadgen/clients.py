@@ -136,7 +136,7 @@ class RayClients:
     """One Ray actor per client; a lost one costs its part of the records and the run's validity, not the rest."""
 
     def __init__(self, count: int) -> None:
-        """Start `count` actors; Ray must be initialised."""
+        """Start `count` actors on the running Ray cluster, or on a local one."""
         from tenuto.loadgen.client_actor import start_actors
 
         self.actors = start_actors(count)

@@ -1,4 +1,5 @@
-"""Request bodies in the binary tensor form, made once from a model's metadata and drawn from a pool while sending."""
+"""Request bodies in the binary or the JSON tensor form, made once from a model's metadata and drawn from a pool while
+sending."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ _LARGEST_TOKEN = 20_000  # below the vocabulary of every model in the catalogue
 
 
 def make_bodies(
-    metadata: Mapping[str, Any], generator: np.random.Generator, count: int = 8
+    metadata: Mapping[str, Any], generator: np.random.Generator, count: int = 8, *, binary: bool = True
 ) -> list[tuple[bytes, dict[str, str]]]:
     """Return `count` bodies with their headers, one sample each.
 
@@ -31,6 +32,7 @@ def make_bodies(
         metadata: the server's answer to GET /v2/models/{model}.
         generator: source of randomness.
         count: size of the pool.
+        binary: tensors as raw bytes behind a JSON header; False: as JSON numbers, which costs both sides far more.
 
     Raises:
         InvalidInputError: an input has a datatype or shape that cannot be generated.
@@ -38,7 +40,8 @@ def make_bodies(
     inputs: Sequence[Mapping[str, Any]] = metadata["inputs"]
     bodies = []
     for _ in range(count):
-        described, parts = [], []
+        described: list[dict[str, Any]] = []
+        parts: list[bytes] = []
         for tensor in inputs:
             dtype = _DTYPES.get(tensor["datatype"])
             shape = [1, *tensor["shape"][1:]]
@@ -48,19 +51,21 @@ def make_bodies(
                     "cannot be generated. "
                     "Only fixed shapes of numbers are."
                 )
-            data = _values(tensor["name"], np.dtype(dtype), shape, generator).tobytes()
-            described.append(
-                {
-                    "name": tensor["name"],
-                    "datatype": tensor["datatype"],
-                    "shape": shape,
-                    "parameters": {"binary_data_size": len(data)},
-                }
-            )
-            parts.append(data)
-        text = json.dumps(
-            {"inputs": described, "parameters": {"binary_data_output": True}}, separators=(",", ":")
-        ).encode()
+            values = _values(tensor["name"], np.dtype(dtype), shape, generator)
+            entry: dict[str, Any] = {"name": tensor["name"], "datatype": tensor["datatype"], "shape": shape}
+            if binary:
+                data = values.tobytes()
+                entry["parameters"] = {"binary_data_size": len(data)}
+                parts.append(data)
+            else:
+                entry["data"] = values.ravel().tolist()
+            described.append(entry)
+        if not binary:
+            text = json.dumps({"inputs": described}, separators=(",", ":")).encode()
+            bodies.append((text, {"Content-Type": "application/json"}))
+            continue
+        document = {"inputs": described, "parameters": {"binary_data_output": True}}
+        text = json.dumps(document, separators=(",", ":")).encode()
         headers = {"Content-Type": "application/octet-stream", "Inference-Header-Content-Length": str(len(text))}
         bodies.append((text + b"".join(parts), headers))
     return bodies

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import click
 from rich.table import Table
@@ -27,6 +27,14 @@ __all__ = ["command", "print_summary"]
 @click.option("--rate-scale", default=1.0, show_default=True, help="Factor on every rate of the plan.")
 @click.option("--slo-scale", default=1.0, show_default=True, help="Factor on every SLO of the plan.")
 @click.option("--clients", default=1, show_default=True, help="Ray actors that send; 0 sends from this process.")
+@click.option("--grace-s", default=5.0, show_default=True, help="How long to wait for answers after the last request.")
+@click.option(
+    "--tensors",
+    type=click.Choice(["binary", "json"]),
+    default="binary",
+    show_default=True,
+    help="How inputs travel: raw bytes behind a JSON header, or JSON numbers.",
+)
 @click.option(
     "-o",
     "--output",
@@ -46,12 +54,15 @@ def command(
     rate_scale: float,
     slo_scale: float,
     clients: int,
+    grace_s: float,
+    tensors: Literal["binary", "json"],
     folder: str | None,
     force: bool,
     as_json: bool,
 ) -> int:
-    """Send a plan's load to a running endpoint, open-loop, and judge it by goodput. Exit code 1 unless the verdict is
-    PASS.
+    """Send a plan's load to a running endpoint, open-loop, and judge it by goodput.
+
+    Exit code 0 only when the verdict is PASS.
 
     Example: tenuto bench plan.yaml --duration-s 30 --seed 1 -o report
     """
@@ -65,9 +76,9 @@ def command(
     plan = Plan.from_data(served_plan(address), origin=address) if "://" in target else Plan.load(target)
     out = prepare_folder(Path(folder), force=force) if folder is not None else None
     console = progress_console()
-    options = BenchOptions(address.rstrip("/"), duration_s, seed, rate_scale, slo_scale, warmup_s, clients)
-    if clients > 0:
-        _join_ray()
+    options = BenchOptions(
+        address.rstrip("/"), duration_s, seed, rate_scale, slo_scale, warmup_s, clients, grace_s, tensors
+    )
     served = [spec for spec in plan.models if spec.name not in plan.unserved]
     result = run_bench(served, options, lambda line: console.print(f"tenuto: {line}"))
     document = describe(result, options, plan, command=["tenuto", *sys.argv[1:]])
@@ -83,22 +94,6 @@ def command(
         if not as_json:
             print_summary(document)
     return 0 if result.verdict.result == "PASS" else 1
-
-
-def _join_ray() -> None:
-    """Join the running cluster, or start a small local one for the clients alone."""
-    import logging
-
-    import ray
-
-    quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR, "namespace": "tenuto"}
-    if not ray.is_initialized():
-        try:
-            ray.init(address="auto", **quiet)
-        except ConnectionError:
-            from tenuto.deployments.launcher import start_local_ray
-
-            start_local_ray(num_gpus=0)
 
 
 def print_summary(document: dict[str, Any]) -> None:

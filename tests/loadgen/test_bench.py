@@ -177,6 +177,23 @@ def test_an_input_that_cannot_be_generated() -> None:
         run_bench([spec()], options(server.url))
 
 
+def test_json_tensors_carry_the_same_values() -> None:
+    def values(tensors: str) -> list[Any]:
+        found = []
+        with fake_server({"m": signature(2, 3)}) as server:
+            assert run_bench([spec()], options(server.url, tensors=tensors)).summary["models"]["m"]["ok"] == 30
+        for _, headers, body in server.requests:
+            if tensors == "json":
+                found.append(np.array(json.loads(body)["inputs"][0]["data"], np.float32).tolist())
+            else:
+                found.append(
+                    np.frombuffer(body[int(headers["inference-header-content-length"]) :], np.float32).tolist()
+                )
+        return found
+
+    assert values("json") == values("binary")
+
+
 def test_the_slo_is_sent_only_when_scaled() -> None:
     with fake_server() as server:
         run_bench([spec()], options(server.url))
