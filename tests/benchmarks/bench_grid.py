@@ -47,7 +47,7 @@ def main() -> None:
         setup = uniform_setup([(f"m{i}", alpha, beta, slo, None) for i in range(count)], gpus)
         fitting = max(1, int((slo - beta) / alpha / 1.5))
         ceiling = 1000.0 * gpus * fitting / (alpha * fitting + beta)
-        duration_s = min(60.0, max(3.0, (15_000 if chosen.quick else 25_000) / ceiling))
+        duration_s = min(60.0, max(1.5, (15_000 if chosen.quick else 25_000) / ceiling))
         pair: list[float] = []
         for name in ("deferred", chosen.against):
             guess, growth = (pair[0], 1.1) if pair and pair[0] > 0 else (0.5 * ceiling, 1.4)

@@ -1,0 +1,40 @@
+"""`tenuto profiles`: the profiles that come with Tenuto."""
+
+from __future__ import annotations
+
+import click
+from rich.table import Table
+
+from tenuto.cli.common import emit_json, stdout_console
+
+__all__ = ["command"]
+
+
+@click.command(name="profiles", short_help="List the profiles that come with Tenuto.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def command(as_json: bool) -> None:
+    """List the shipped profiles with their GPU type, models and source.
+
+    Example: tenuto profiles --json
+    """
+    from tenuto.profiles.shipped import default_profiles, load_shipped, shipped_names
+
+    profiles = [load_shipped(name) for name in shipped_names()]
+    defaults = {profile.name for kind in {p.gpu_type for p in profiles} for profile in default_profiles(kind)}
+    if as_json:
+        emit_json(
+            {
+                "profiles": [
+                    {
+                        "name": p.name, "gpu_type": p.gpu_type, "default": p.name in defaults, "models": sorted(p.models),
+                        "source": p.source, "doubts": list(p.doubts),
+                    }
+                    for p in profiles
+                ]
+            }
+        )  # fmt: skip
+        return
+    table = Table("name", "GPU type", "default", "models", "source")
+    for p in profiles:
+        table.add_row(p.name, p.gpu_type, "yes" if p.name in defaults else "", str(len(p.models)), p.source)
+    stdout_console().print(table)
