@@ -25,7 +25,7 @@ def advice_over_time(result: SimulationResult, options: AutoscaleOptions | None 
     options = options or AutoscaleOptions()
     names = {gpu: place for place, gpu in enumerate(dict.fromkeys(gpulet.gpu for gpulet in result.setup.gpulets))}
     advisor = AutoscaleAdvisor(max(1, len(names)), options)
-    windows = int(math.floor(result.duration_s / options.window_s + 1e-9))
+    windows = math.floor(result.duration_s / options.window_s + 1e-9)
     if not windows:
         return []
     slo = np.array([model.slo_ms for model in result.setup.models], dtype=np.float64)

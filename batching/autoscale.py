@@ -1,8 +1,9 @@
 """How many GPUs to add or release: the advice of Symphony §3.5, from what a scheduler's clients and GPUs experienced.
 
-A share r of bad requests (late or dropped) on N GPUs means that N GPUs carry 1 - r of the load: N/(1-r) would carry all, so
-N*r/(1-r) are missing. Because deferred batching leaves GPUs idle in proportion to what the load spares, an idle fraction f
-means that N*f GPUs can go. Counts go in with explicit times; there is no clock here, and no request is stored.
+A share r of bad requests (late or dropped) on N GPUs means that N GPUs carry 1 - r of the load: N/(1-r) would carry
+all, so N*r/(1-r) are missing. Because deferred batching leaves GPUs idle in proportion to what the load spares, an
+idle fraction f means that N*f GPUs can go. Counts go in with explicit times; there is no clock here, and no request is
+stored.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from dataclasses import dataclass
 
 from tenuto.errors import InvalidInputError, Problem
 
-__all__ = ["Advice", "AutoscaleOptions", "AutoscaleAdvisor", "advise"]
+__all__ = ["Advice", "AutoscaleAdvisor", "AutoscaleOptions", "advise"]
 
 
 @dataclass(frozen=True)
@@ -20,8 +21,10 @@ class AutoscaleOptions:
     """When advice is given.
 
     window_s: length of the windows the figures are taken over.
-    bad_threshold: share of bad requests above which GPUs are asked for. The paper gives none; 1 % is what its goodput allows.
-    headroom: idle share kept when releasing. The paper releases N*f, all of it, which leaves none for the next burst; 0 does that.
+    bad_threshold: share of bad requests above which GPUs are asked for. The paper gives none; 1 % is what its goodput
+    allows.
+    headroom: idle share kept when releasing. The paper releases N*f, all of it, which leaves none for the next burst;
+    0 does that.
     settle_windows: windows in a row that must agree before GPUs are released; asking for more never waits.
     """
 
@@ -58,16 +61,22 @@ class Advice:
     def as_dict(self) -> dict[str, float | int]:
         """Return it for JSON."""
         return {
-            "start_s": self.start_s, "end_s": self.end_s, "gpus": self.gpus, "requests": self.requests,
-            "bad_rate": self.bad_rate, "idle_fraction": self.idle_fraction, "delta_gpus": self.delta_gpus,
+            "start_s": self.start_s,
+            "end_s": self.end_s,
+            "gpus": self.gpus,
+            "requests": self.requests,
+            "bad_rate": self.bad_rate,
+            "idle_fraction": self.idle_fraction,
+            "delta_gpus": self.delta_gpus,
         }
 
 
 def advise(gpus: int, bad_rate: float, idle_fraction: float, options: AutoscaleOptions | None = None) -> int:
     """Return how many GPUs to add (positive) or release (negative).
 
-    Adding rounds N*r/(1-r) up and is limited to doubling ten times over (r near 1 says only "far too few"); releasing rounds
-    N*(f - headroom) down and keeps at least one GPU. A cluster that loses requests releases nothing, whatever is idle.
+    Adding rounds N*r/(1-r) up and is limited to doubling ten times over (r near 1 says only "far too few"); releasing
+    rounds N*(f - headroom) down and keeps at least one GPU. A cluster that loses requests releases nothing, whatever
+    is idle.
 
     Raises:
         InvalidInputError: fewer than one GPU, or fractions outside 0 to 1.
@@ -88,9 +97,11 @@ def advise(gpus: int, bad_rate: float, idle_fraction: float, options: AutoscaleO
 
 
 class AutoscaleAdvisor:
-    """Turns counts into one `Advice` per window, incrementally. Times are seconds on the caller's axis and never decrease.
+    """Turns counts into one `Advice` per window, incrementally. Times are seconds on the caller's axis and never
+    decrease.
 
-    Feed it with `add` as often as convenient (per batch or per second); each call that ends windows returns their advice.
+    Feed it with `add` as often as convenient (per batch or per second); each call that ends windows returns their
+    advice.
     """
 
     def __init__(self, gpus: int, options: AutoscaleOptions | None = None, *, start_s: float = 0.0) -> None:
@@ -149,7 +160,7 @@ class AutoscaleAdvisor:
         delta = advise(self._gpus, bad_rate, idle, self.options)
         if delta < 0:
             self._spare.append(-delta)
-            settled = self._spare[-self.options.settle_windows:]
+            settled = self._spare[-self.options.settle_windows :]
             delta = -min(settled) if len(settled) == self.options.settle_windows else 0
             del self._spare[: -self.options.settle_windows]
         else:

@@ -1,6 +1,7 @@
 """Symphony's appendix A: split models into sub-clusters, each served by one dispatcher on its own GPUs.
 
-A mixed-integer program. With binary x[m,k] (model m is in sub-cluster k), GPU need u_m, rate r_m and memory s_m of a model:
+A mixed-integer program. With binary x[m,k] (model m is in sub-cluster k), GPU need u_m, rate r_m and memory s_m of a
+model:
 
     minimise    (Z - z)/U  +  (R - q)/T  +  w * sum_m c_m (1 - x[m, k0(m)]) / C
     subject to  sum_k x[m,k] = 1                           every model m
@@ -10,11 +11,11 @@ A mixed-integer program. With binary x[m,k] (model m is in sub-cluster k), GPU n
                 sum_m x[m,k] <= max_models                 every k
                 sum_m c_m (1 - x[m, k0(m)]) <= max_moved_mib
 
-The first two terms are the imbalance of GPU need and of rate between the largest and the smallest sub-cluster, relative to
-the average one (U, T); the last is the disruption against the current partition k0: c_m is the memory that a model moved
-elsewhere has to load there (1 MiB where it is unknown), relative to the total C. The appendix's own weights are not
-published; `disruption_weight` is w. Sub-clusters are interchangeable: names of the current partition are kept, and without
-one the symmetry is broken by the first model.
+The first two terms are the imbalance of GPU need and of rate between the largest and the smallest sub-cluster,
+relative to the average one (U, T); the last is the disruption against the current partition k0: c_m is the memory that
+a model moved elsewhere has to load there (1 MiB where it is unknown), relative to the total C. The appendix's own
+weights are not published; `disruption_weight` is w. Sub-clusters are interchangeable: names of the current partition
+are kept, and without one the symmetry is broken by the first model.
 """
 
 from __future__ import annotations
@@ -57,8 +58,8 @@ class Limits:
 class Partition:
     """The sub-cluster (from 0) of every model, and how good that is.
 
-    `imbalance` is the objective's first two terms; `lower_bound` no partition's objective is below; `proven` says that the
-    solver finished rather than ran out of time.
+    `imbalance` is the objective's first two terms; `lower_bound` no partition's objective is below; `proven` says that
+    the solver finished rather than ran out of time.
     """
 
     assignment: Mapping[str, int]
@@ -82,7 +83,9 @@ class Partition:
         used = [k for k in range(self.subclusters) if self.members(k)]
         if total < len(used):
             raise InvalidInputError(
-                Problem("--gpus", total, f"{len(used)} sub-clusters need at least one GPU each", "Use fewer sub-clusters.")
+                Problem(
+                    "--gpus", total, f"{len(used)} sub-clusters need at least one GPU each", "Use fewer sub-clusters."
+                )
             )
         spare = total - len(used)
         whole_need = sum(needs) or 1.0
@@ -101,19 +104,33 @@ class Partition:
         return {
             "subclusters": [
                 {
-                    "index": k, "gpus": gpus[k], "models": [m.name for m in members], "rate_rps": sum(m.rate_rps for m in members),
-                    "need_gpus": sum(m.need_gpus for m in members), "memory_mib": sum(m.memory_mib for m in members),
+                    "index": k,
+                    "gpus": gpus[k],
+                    "models": [m.name for m in members],
+                    "rate_rps": sum(m.rate_rps for m in members),
+                    "need_gpus": sum(m.need_gpus for m in members),
+                    "memory_mib": sum(m.memory_mib for m in members),
                 }
-                for k in range(self.subclusters) for members in [self.members(k)]
+                for k in range(self.subclusters)
+                for members in [self.members(k)]
             ],
-            "assignment": dict(self.assignment), "objective": self.objective, "imbalance": self.imbalance,
-            "lower_bound": self.lower_bound, "moved": list(self.moved), "moved_mib": self.moved_mib, "proven": self.proven,
+            "assignment": dict(self.assignment),
+            "objective": self.objective,
+            "imbalance": self.imbalance,
+            "lower_bound": self.lower_bound,
+            "moved": list(self.moved),
+            "moved_mib": self.moved_mib,
+            "proven": self.proven,
         }
 
 
 def partition(
-    models: Sequence[PartitionModel], subclusters: int, *, limits: Limits | None = None,
-    current: Mapping[str, int] | None = None, time_limit_s: float = 10.0,
+    models: Sequence[PartitionModel],
+    subclusters: int,
+    *,
+    limits: Limits | None = None,
+    current: Mapping[str, int] | None = None,
+    time_limit_s: float = 10.0,
 ) -> Partition:
     """Return the best partition found within the time limit; deterministic when the solver finishes.
 
@@ -138,12 +155,20 @@ def partition(
     if not options:
         if proven:
             raise InvalidInputError(
-                Problem("--subclusters", subclusters, "no partition keeps the limits",
-                        "Use more sub-clusters, GPUs with more memory, or a higher limit on rate, models or movement.")
+                Problem(
+                    "--subclusters",
+                    subclusters,
+                    "no partition keeps the limits",
+                    "Use more sub-clusters, GPUs with more memory, or a higher limit on rate, models or movement.",
+                )
             )
         raise InvalidInputError(
-            Problem("--time-limit-s", time_limit_s, "no partition that keeps the limits was found in this time",
-                    "Give more time or wider limits.")
+            Problem(
+                "--time-limit-s",
+                time_limit_s,
+                "no partition that keeps the limits was found in this time",
+                "Give more time or wider limits.",
+            )
         )
     best = min(options, key=judge.objective)
     return _result(models, judge, best, min(bound, judge.objective(best)), proven)
@@ -164,7 +189,10 @@ class _Judge:
         # The largest model cannot be split; what exceeds the mean there is lost in any partition.
         others = max(subclusters - 1, 1)
         self.bound = 0.0
-        for values, mean in (([m.need_gpus for m in models], self.mean_need), ([m.rate_rps for m in models], self.mean_rate)):
+        for values, mean in (
+            ([m.need_gpus for m in models], self.mean_need),
+            ([m.rate_rps for m in models], self.mean_rate),
+        ):
             over = max(0.0, max(values) - mean)
             if subclusters > 1:
                 self.bound += (over + over / others) / mean
@@ -181,7 +209,9 @@ class _Judge:
         return (max(need) - min(need)) / self.mean_need + (max(rate) - min(rate)) / self.mean_rate
 
     def moved(self, assignment: Sequence[int]) -> list[int]:
-        return [i for i, (home, k) in enumerate(zip(self.home, assignment, strict=True)) if home is not None and home != k]
+        return [
+            i for i, (home, k) in enumerate(zip(self.home, assignment, strict=True)) if home is not None and home != k
+        ]
 
     def moved_mib(self, assignment: Sequence[int]) -> float:
         return sum(self.cost[i] for i in self.moved(assignment))
@@ -229,7 +259,7 @@ def _greedy(models: Sequence[PartitionModel], judge: _Judge) -> list[int] | None
             for i in range(len(models)) if len(models) <= 200 else []:
                 for k in range(judge.subclusters):
                     if k != assignment[i]:
-                        other = [*assignment[:i], k, *assignment[i + 1:]]
+                        other = [*assignment[:i], k, *assignment[i + 1 :]]
                         if judge.is_allowed(other):
                             moves.append((judge.objective(other), i, k))
             if not moves or min(moves)[0] >= value - 1e-12:
@@ -241,8 +271,11 @@ def _greedy(models: Sequence[PartitionModel], judge: _Judge) -> list[int] | None
     return best
 
 
-def _solve(models: Sequence[PartitionModel], judge: _Judge, time_limit_s: float) -> tuple[list[int] | None, float, bool]:
-    """Return the solver's assignment (None if it found none), a lower bound of the objective, and whether it finished."""
+def _solve(
+    models: Sequence[PartitionModel], judge: _Judge, time_limit_s: float
+) -> tuple[list[int] | None, float, bool]:
+    """Return the solver's assignment (None if it found none), a lower bound of the objective, and whether it
+    finished."""
     limits, count = judge.limits, judge.subclusters
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -294,9 +327,14 @@ def _result(
 ) -> Partition:
     moved = judge.moved(assignment)
     return Partition(
-        assignment={model.name: k for model, k in zip(models, assignment, strict=True)}, subclusters=judge.subclusters,
-        objective=judge.objective(assignment), imbalance=judge.imbalance(assignment), lower_bound=bound,
-        moved=tuple(models[i].name for i in moved), moved_mib=sum(models[i].memory_mib for i in moved), proven=proven,
+        assignment={model.name: k for model, k in zip(models, assignment, strict=True)},
+        subclusters=judge.subclusters,
+        objective=judge.objective(assignment),
+        imbalance=judge.imbalance(assignment),
+        lower_bound=bound,
+        moved=tuple(models[i].name for i in moved),
+        moved_mib=sum(models[i].memory_mib for i in moved),
+        proven=proven,
         models=tuple(models),
     )
 
@@ -306,24 +344,47 @@ def _problems(
 ) -> list[Problem]:
     found = []
     if not 1 <= subclusters <= len(models):
-        found.append(Problem("--subclusters", subclusters, f"must be from 1 to the number of models ({len(models)})",
-                             "Give fewer sub-clusters or more models."))
+        found.append(
+            Problem(
+                "--subclusters",
+                subclusters,
+                f"must be from 1 to the number of models ({len(models)})",
+                "Give fewer sub-clusters or more models.",
+            )
+        )
     for model in models:
         for key, least in (("need_gpus", 1e-12), ("rate_rps", 1e-12), ("memory_mib", 0.0)):
             value = getattr(model, key)
             if not (math.isfinite(value) and value >= least):
                 found.append(Problem(f"{model.name}.{key}", value, "must be a finite positive number", "Correct it."))
         if limits.memory_mib is not None and model.memory_mib > limits.memory_mib:
-            found.append(Problem(f"{model.name}.memory_mib", model.memory_mib,
-                                 f"more than the {limits.memory_mib:g} MiB of a GPU", "Use a GPU type with more memory."))
+            found.append(
+                Problem(
+                    f"{model.name}.memory_mib",
+                    model.memory_mib,
+                    f"more than the {limits.memory_mib:g} MiB of a GPU",
+                    "Use a GPU type with more memory.",
+                )
+            )
         if limits.max_rate_rps is not None and model.rate_rps > limits.max_rate_rps:
-            found.append(Problem(f"{model.name}.rate_rps", model.rate_rps,
-                                 f"alone above the {limits.max_rate_rps:g} r/s one sub-cluster may have",
-                                 "Raise the limit, or list the model twice with half the rate each."))
+            found.append(
+                Problem(
+                    f"{model.name}.rate_rps",
+                    model.rate_rps,
+                    f"alone above the {limits.max_rate_rps:g} r/s one sub-cluster may have",
+                    "Raise the limit, or list the model twice with half the rate each.",
+                )
+            )
     for name, k in current.items():
         if not 0 <= k < subclusters:
-            found.append(Problem(f"current.{name}", k, f"there are sub-clusters 0 to {subclusters - 1}",
-                                 "Leave the model out of the current partition, or use more sub-clusters."))
+            found.append(
+                Problem(
+                    f"current.{name}",
+                    k,
+                    f"there are sub-clusters 0 to {subclusters - 1}",
+                    "Leave the model out of the current partition, or use more sub-clusters.",
+                )
+            )
     for key in ("memory_mib", "max_rate_rps", "max_models"):
         value = getattr(limits, key)
         if value is not None and not value > 0:

@@ -1,7 +1,7 @@
 """Squishy bin packing: which models share a GPU, at which batch sizes and in which duty cycle (Nexus, SOSP 2019, §6.1).
 
-"Squishy" because the space a model takes on a GPU shrinks when the duty cycle, and with it the batch, gets shorter. Pure
-functions of rates and latencies; GPUs are alike and hold any model.
+"Squishy" because the space a model takes on a GPU shrinks when the duty cycle, and with it the batch, gets shorter.
+Pure functions of rates and latencies; GPUs are alike and hold any model.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ __all__ = ["Bin", "Demand", "Part", "fill", "full_batch", "pack"]
 
 @dataclass(frozen=True)
 class Demand:
-    """What a model asks for: its key, rate, SLO, and l(b) in ms by batch size (index 0 unused, the last the largest)."""
+    """What a model asks for: its key, rate, SLO, and l(b) in ms by batch size (index 0 unused, the last the
+    largest)."""
 
     model: int
     rate_rps: float
@@ -47,7 +48,8 @@ class Bin:
 
 
 def full_batch(demand: Demand, slack_ms: float = 0.0) -> int:
-    """Return the largest b with 2 l(b) <= SLO - slack, or 1: a request that just misses a batch waits for a whole one."""
+    """Return the largest b with 2 l(b) <= SLO - slack, or 1: a request that just misses a batch waits for a whole
+    one."""
     latency = demand.latency_ms
     largest = 1
     for size in range(2, len(latency)):
@@ -61,8 +63,8 @@ def pack(demands: Sequence[Demand], *, slack_ms: float = 0.0) -> list[Bin]:
 
     Each model first gets whole GPUs at its full batch. What remains gets a duty cycle of the time its batch takes to
     collect, d = b / rate with the largest b that keeps (b - 1) / rate + l(b) <= SLO and d <= SLO - l(b). Remainders are
-    merged best fit decreasing: the fuller first, each into the GPU that becomes fullest, at the shorter of both cycles and
-    with batches ceil(d * rate).
+    merged best fit decreasing: the fuller first, each into the GPU that becomes fullest, at the shorter of both cycles
+    and with batches ceil(d * rate).
 
     Args:
         demands: models with positive rates.

@@ -1,4 +1,5 @@
-"""What the rivals share: queues in order of deadlines, idle gpu-lets by what they hold, timers, and giving up in time."""
+"""What the rivals share: queues in order of deadlines, idle gpu-lets by what they hold, timers, and giving up in
+time."""
 
 from __future__ import annotations
 
@@ -38,7 +39,8 @@ class Queue:
     """Requests of one model in order of deadlines.
 
     `deadlines` says when the batch must have ended (the answer's way subtracted, the tolerance added), so that plain <=
-    compares. `sent[b]` is the time from dispatch to end of a batch on the fastest gpu-let, `quickest` that of one request.
+    compares. `sent[b]` is the time from dispatch to end of a batch on the fastest gpu-let, `quickest` that of one
+    request.
     """
 
     __slots__ = ("budget_ms", "deadlines", "expiry_at", "ids", "index", "pools", "quickest", "rank", "sent", "timer_at")
@@ -88,7 +90,9 @@ class RivalScheduler(Scheduler):
             self._pool_of.append(pool)
             pool.idle.append(index)
         self._pools = list(pools.values())
-        self._tables: list[dict[int, list[float]]] = []  # by gpu-let and model: time from dispatch to end, by batch size
+        self._tables: list[
+            dict[int, list[float]]
+        ] = []  # by gpu-let and model: time from dispatch to end, by batch size
         self._adopt(setup.network)
 
     def _adopt(self, network: NetworkDelay) -> None:
@@ -105,7 +109,9 @@ class RivalScheduler(Scheduler):
         distinct = list({id(table): (table, self._pool_of[g]) for g, table in enumerate(self._tables)}.values())
         for queue, spec in zip(self._queues, self.setup.models, strict=True):
             queue.budget_ms = spec.slo_ms - self._response_ms + TIME_TOLERANCE_MS
-            own = sorted(((table[queue.index], pool) for table, pool in distinct if queue.index in table), key=lambda t: t[0][1])
+            own = sorted(
+                ((table[queue.index], pool) for table, pool in distinct if queue.index in table), key=lambda t: t[0][1]
+            )
             queue.pools = list({id(pool): pool for _, pool in own}.values())
             if own:
                 queue.sent = own[0][0]
@@ -242,7 +248,8 @@ class RivalScheduler(Scheduler):
         heappush(self._pool_of[gpulet].idle, gpulet)
 
     def _idle_for(self, queue: Queue) -> int:
-        """Return an idle gpu-let that holds the model, of the fastest pool the one with the smallest index; -1 if none."""
+        """Return an idle gpu-let that holds the model, of the fastest pool the one with the smallest index; -1 if
+        none."""
         is_idle = self._idle
         for pool in queue.pools:
             idle = pool.idle

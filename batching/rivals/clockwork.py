@@ -17,8 +17,8 @@ class ClockworkOptions(SchedulerOptions):
     """What the sources leave open.
 
     order: `earliest` takes the candidate whose latest moment comes first, which is its largest executable batch and the
-    reading of Clockwork's paper taken here; `latest` takes the one whose latest moment comes last, always a batch of one,
-    which is how the goodputs and median batches of 1 in Symphony's table 2 come out.
+    reading of Clockwork's paper taken here; `latest` takes the one whose latest moment comes last, always a batch of
+    one, which is how the goodputs and median batches of 1 in Symphony's table 2 come out.
     sizes: `powers` has candidates of 1, 2, 4, 8, … as Clockwork compiles its models; `all` of every size.
     """
 
@@ -30,9 +30,9 @@ class ClockworkScheduler(EagerScheduler):
     """Clockwork (Gujarati et al., OSDI 2020), its inference scheduler on models that are all loaded.
 
     For each model and each batch size b up to the queue's length there is a candidate with the latest moment
-    `d - l(b)` of its first request; candidates past that moment are gone. A free gpu-let takes the first candidate in order.
-    Loading models to GPUs and Clockwork's action windows for imprecise workers are not part of it: every gpu-let holds its
-    models, and an action is sent when the gpu-let is free, not ahead.
+    `d - l(b)` of its first request; candidates past that moment are gone. A free gpu-let takes the first candidate in
+    order. Loading models to GPUs and Clockwork's action windows for imprecise workers are not part of it: every
+    gpu-let holds its models, and an action is sent when the gpu-let is free, not ahead.
     """
 
     name = "clockwork"

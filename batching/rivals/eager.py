@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
+from typing import ClassVar
 
 from tenuto.batching.gathering import window
 from tenuto.batching.interface import INF, SchedulerOptions, Setup
@@ -16,8 +17,8 @@ __all__ = ["EagerOptions", "EagerScheduler"]
 
 @dataclass(frozen=True)
 class EagerOptions(SchedulerOptions):
-    """`gather`: `head-first` gives up only what is lost anyway (Symphony §3.3); `window` also a head that keeps the batch
-    below the staggered size (the published program with immediate dispatch)."""
+    """`gather`: `head-first` gives up only what is lost anyway (Symphony §3.3); `window` also a head that keeps the
+    batch below the staggered size (the published program with immediate dispatch)."""
 
     gather: str = field(default="head-first", metadata={"choices": ("head-first", "window")})
 
@@ -25,14 +26,14 @@ class EagerOptions(SchedulerOptions):
 class EagerScheduler(RivalScheduler):
     """Symphony's own comparison (arXiv 2308.07470 §3): the deferred scheduler without deferring.
 
-    An arrival that finds a gpu-let idle runs at once. Otherwise its model waits under the latest start of the largest batch
-    its head allows; a gpu-let that becomes free takes the smallest, as in Symphony. The paper does not say which idle GPU an
-    eager scheduler takes; here that of the smallest index.
+    An arrival that finds a gpu-let idle runs at once. Otherwise its model waits under the latest start of the largest
+    batch its head allows; a gpu-let that becomes free takes the smallest, as in Symphony. The paper does not say which
+    idle GPU an eager scheduler takes; here that of the smallest index.
     """
 
     name = "eager"
     summary = "run what waits as soon as a gpu-let is idle, most urgent model first"
-    options_type: type[SchedulerOptions] = EagerOptions
+    options_type: ClassVar[type[SchedulerOptions]] = EagerOptions
 
     def __init__(self, setup: Setup, options: SchedulerOptions | None = None) -> None:
         super().__init__(setup, options)
@@ -108,16 +109,16 @@ class EagerScheduler(RivalScheduler):
                 continue
             served = self._run(now, queue, gpulet)
             waiting = pool.waiting
-            if not served:
-                if queue.rank == entry[0]:
-                    aside.append(entry)
+            if not served and queue.rank == entry[0]:
+                aside.append(entry)
         for entry in aside:
             heappush(pool.waiting, entry)
         if not served:
             self._set_idle(gpulet)
 
     def _shrinks(self, now: float, queue: Queue) -> bool:
-        """The batch the model waits with can no longer start: give up lost heads and rank it anew. True if that changed."""
+        """The batch the model waits with can no longer start: give up lost heads and rank it anew. True if that
+        changed."""
         before = queue.rank
         self._expire(now, queue)
         if queue.deadlines and queue.rank == before:

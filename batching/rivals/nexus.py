@@ -17,11 +17,14 @@ __all__ = ["NexusOptions", "NexusScheduler"]
 class NexusOptions(SchedulerOptions):
     """What the published program has, with its constants as defaults.
 
-    plan: `static` makes one plan at the start that fills all gpu-lets, with the models in the proportion of their stated rates
-    (alike where none is stated), which is how the published goodputs were taken; `epochs` plans for the measured rates.
-    epoch_s: time between plans; a rate that has left 80 to 110 % of what was planned brings it forward to early_epoch_s.
+    plan: `static` makes one plan at the start that fills all gpu-lets, with the models in the proportion of their
+    stated rates (alike where none is stated), which is how the published goodputs were taken; `epochs` plans for the
+    measured rates.
+    epoch_s: time between plans; a rate that has left 80 to 110 % of what was planned brings it forward to
+    early_epoch_s.
     rate_window_s: time constant of the exponentially weighted mean of the rates (of counts per second).
-    head_room_pct: planned above the measured rate. The original has none, and so never gets below 1 % late under Poisson.
+    head_room_pct: planned above the measured rate. The original has none, and so never gets below 1 % late under
+    Poisson.
     slack_ms: taken off the SLO where full batches are sized.
     """
 
@@ -54,13 +57,14 @@ class NexusScheduler(RivalScheduler):
 
     Requests are routed on arrival, in proportion to the planned rates (smooth weighted round robin, ties to the smaller
     gpu-let; the published program's deficit round robin can lock into half of the GPUs, which is not repeated here). A
-    gpu-let cycles through its models; each takes min(queue, planned batch) at once without waiting for its duty cycle. Early
+    gpu-let cycles through its models; each takes min(queue, planned batch) at once without waiting for its duty cycle.
+    Early
     drop: while the head cannot be met in a batch of the planned size, or of what is queued if less, it is given up.
 
-    Readings: drops are reported at once, not with the end of the batch. On gpu-lets that differ, each group of equal ones is
-    packed by itself and a model's rate is split by what the groups can carry. When the plan changes, queued requests are
-    routed again. A model of which no plan has room is served beyond the duty cycles of the emptiest gpu-lets. Queues of two
-    gpu-lets never help each other.
+    Readings: drops are reported at once, not with the end of the batch. On gpu-lets that differ, each group of equal
+    ones is packed by itself and a model's rate is split by what the groups can carry. When the plan changes, queued
+    requests are routed again. A model of which no plan has room is served beyond the duty cycles of the emptiest
+    gpu-lets. Queues of two gpu-lets never help each other.
     """
 
     name = "nexus"
@@ -107,11 +111,17 @@ class NexusScheduler(RivalScheduler):
                 continue
             tables = self._tables[gpulets[0]]
             demands = [
-                Demand(index, room * self._rates[index] * carried[index][position] / sum(carried[index]),
-                       self._queues[index].budget_ms, tables[index])
+                Demand(
+                    index,
+                    room * self._rates[index] * carried[index][position] / sum(carried[index]),
+                    self._queues[index].budget_ms,
+                    tables[index],
+                )
                 for index in sorted(pool.hosts)
             ]
-            _, bins = fill(demands, len(gpulets), largest_scale=INF if fill_all else 1.0, slack_ms=self._chosen.slack_ms)
+            _, bins = fill(
+                demands, len(gpulets), largest_scale=INF if fill_all else 1.0, slack_ms=self._chosen.slack_ms
+            )
             for gpulet, planned in zip(gpulets, _in_order(bins), strict=False):
                 for part in planned.parts:
                     slot = _Slot(gpulet, part.model, part.batch, part.rate_rps, self._tables[gpulet][part.model])
@@ -133,7 +143,9 @@ class NexusScheduler(RivalScheduler):
 
     def _replan(self, now: float, *, fill_all: bool) -> None:
         queued = [
-            (slot.model, due, request) for slots in self._slots for slot in slots
+            (slot.model, due, request)
+            for slots in self._slots
+            for slot in slots
             for due, request in zip(slot.deadlines, slot.ids, strict=True)
         ]
         for queue in self._queues:
@@ -154,7 +166,8 @@ class NexusScheduler(RivalScheduler):
                 slot.sent = self._tables[slot.gpulet][slot.model]
 
     def _measure(self, now: float) -> None:
-        """Close the seconds that are over, and plan when the epoch is. Arrivals drive this: without any, no rate matters."""
+        """Close the seconds that are over, and plan when the epoch is. Arrivals drive this: without any, no rate
+        matters."""
         longest_ms = 20_000.0 * self._chosen.rate_window_s  # after that long without arrivals nothing is left of a rate
         self._measure_at = max(self._measure_at, now - longest_ms)
         while self._measure_at <= now:

@@ -32,15 +32,17 @@ class _Running:
 
 
 class ShepherdScheduler(RivalScheduler):
-    """Flex of Shepherd (Zhang et al., NSDI 2023). Its offline part, Herd, groups models and GPUs and is a placement matter.
+    """Flex of Shepherd (Zhang et al., NSDI 2023). Its offline part, Herd, groups models and GPUs and is a placement
+    matter.
 
-    A candidate is the largest batch in order of deadlines that its first deadline allows; a head that cannot be met even alone
-    is given up (the published program looks at the newest request instead, and so lets a lost head block its model). An arrival
-    runs at once on an idle gpu-let. If there is none, its model's candidate is compared with the smallest running batch and
-    with the smallest of its own model, whose requests would join it; one at least `preempt_ratio` times larger aborts it. The
-    aborted requests are queued again and the work is lost; which of several gpu-lets to preempt is left open by the paper, the
-    smallest batch loses least. A gpu-let that becomes free takes the largest candidate of all its models, ties to the model
-    that waits longer. Sizes are counted in requests across models, as in the paper.
+    A candidate is the largest batch in order of deadlines that its first deadline allows; a head that cannot be met
+    even alone is given up (the published program looks at the newest request instead, and so lets a lost head block
+    its model). An arrival runs at once on an idle gpu-let. If there is none, its model's candidate is compared with
+    the smallest running batch and with the smallest of its own model, whose requests would join it; one at least
+    `preempt_ratio` times larger aborts it. The aborted requests are queued again and the work is lost; which of
+    several gpu-lets to preempt is left open by the paper, the smallest batch loses least. A gpu-let that becomes free
+    takes the largest candidate of all its models, ties to the model that waits longer. Sizes are counted in requests
+    across models, as in the paper.
     """
 
     name = "shepherd"

@@ -31,10 +31,11 @@ class TimeoutOptions(SchedulerOptions):
 class TimeoutScheduler(RivalScheduler):
     """TensorFlow Serving's batching session, Triton's dynamic batcher and Ray Serve's `@serve.batch`.
 
-    A batch is released when it is full or when its oldest request has waited `wait_ms`; while no gpu-let is idle it keeps
-    filling up to the size. Released batches of different models are taken in order of release; the systems differ there
-    (round robin in TensorFlow Serving, one queue per model instance in Triton and Serve). Within a model the order is that of
-    deadlines, which is the order of arrival unless clients set their own SLO; then a wait counts from deadline - SLO.
+    A batch is released when it is full or when its oldest request has waited `wait_ms`; while no gpu-let is idle it
+    keeps filling up to the size. Released batches of different models are taken in order of release; the systems
+    differ there (round robin in TensorFlow Serving, one queue per model instance in Triton and Serve). Within a model
+    the order is that of deadlines, which is the order of arrival unless clients set their own SLO; then a wait counts
+    from deadline - SLO.
     """
 
     name = "timeout"

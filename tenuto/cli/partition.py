@@ -24,21 +24,41 @@ __all__ = ["command"]
 @click.argument("source", metavar="WORKLOAD")
 @cluster_options
 @click.option("--subclusters", type=int, required=True, metavar="K", help="Number of sub-clusters.")
-@click.option("--current", "current_file", metavar="FILE",
-              help="Present partition: output of `tenuto partition --json`, or a mapping of model to sub-cluster.")
+@click.option(
+    "--current",
+    "current_file",
+    metavar="FILE",
+    help="Present partition: output of `tenuto partition --json`, or a mapping of model to sub-cluster.",
+)
 @click.option("--time-limit-s", type=float, default=10.0, show_default=True, help="For the solver.")
 @click.option("--max-rate-rps", type=float, help="Most requests per second of one sub-cluster.")
 @click.option("--max-models", type=int, help="Most models of one sub-cluster.")
 @click.option("--max-moved-mib", type=float, help="Most memory of models that leave their present sub-cluster.")
-@click.option("--disruption-weight", type=float, default=Limits().disruption_weight, show_default=True,
-              help="Weight of moving everything, against an imbalance of one average sub-cluster.")
+@click.option(
+    "--disruption-weight",
+    type=float,
+    default=Limits().disruption_weight,
+    show_default=True,
+    help="Weight of moving everything, against an imbalance of one average sub-cluster.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def command(
-    source: str, gpus: str | None, cluster_file: str | None, elastic: bool, profile_names: tuple[str, ...],
-    subclusters: int, current_file: str | None, time_limit_s: float, max_rate_rps: float | None, max_models: int | None,
-    max_moved_mib: float | None, disruption_weight: float, as_json: bool,
+    source: str,
+    gpus: str | None,
+    cluster_file: str | None,
+    elastic: bool,
+    profile_names: tuple[str, ...],
+    subclusters: int,
+    current_file: str | None,
+    time_limit_s: float,
+    max_rate_rps: float | None,
+    max_models: int | None,
+    max_moved_mib: float | None,
+    disruption_weight: float,
+    as_json: bool,
 ) -> None:
-    """Split the models of WORKLOAD into K sub-clusters of even GPU need and rate, moving little of the present partition.
+    """Split the models of WORKLOAD into K sub-clusters of even GPU need and rate, moving little of the present
+    partition.
 
     Every GPU of a sub-cluster holds all of its models, so that their memory must fit into one GPU.
 
@@ -50,17 +70,24 @@ def command(
     cluster = cluster_from(gpus, cluster_file, elastic)
     if len(cluster.gpu_types) != 1:
         raise InvalidInputError(
-            Problem("--gpus", ",".join(cluster.gpu_types), "a partition is made for GPUs of one type",
-                    "Partition the models of each type by themselves.")
+            Problem(
+                "--gpus",
+                ",".join(cluster.gpu_types),
+                "a partition is made for GPUs of one type",
+                "Partition the models of each type by themselves.",
+            )
         )
     profiles = profiles_from(profile_names, cluster.gpu_types)
     models = _models(workload, cluster, profiles, max(1, subclusters))
-    limits = Limits(min(gpu.memory_mib for gpu in cluster.gpus), max_rate_rps, max_models, max_moved_mib, disruption_weight)
+    limits = Limits(
+        min(gpu.memory_mib for gpu in cluster.gpus), max_rate_rps, max_models, max_moved_mib, disruption_weight
+    )
     current = _read_current(current_file, workload) if current_file is not None else None
     found = partition(models, subclusters, limits=limits, current=current, time_limit_s=time_limit_s)
     if not found.proven:
-        progress_console().print(f"time limit reached: nothing better than {found.lower_bound:.4f} can exist; found "
-                                 f"{found.objective:.4f}")
+        progress_console().print(
+            f"time limit reached: nothing better than {found.lower_bound:.4f} can exist; found {found.objective:.4f}"
+        )
     if as_json:
         emit_json(found.as_dict(len(cluster.gpus)))
     else:
@@ -70,7 +97,8 @@ def command(
 def _models(workload: Workload, cluster: Cluster, profiles: Profiles, subclusters: int) -> list[PartitionModel]:
     """Return what each model needs at the staggered batch of its sub-cluster's share of the GPUs."""
     kind, each = cluster.gpu_types[0], max(1, len(cluster.gpus) // subclusters)
-    found, problems = [], []
+    found: list[PartitionModel] = []
+    problems: list[Problem] = []
     for index, spec in enumerate(workload.models):
         try:
             profile = profile_of(spec, kind, profiles)
@@ -79,8 +107,14 @@ def _models(workload: Workload, cluster: Cluster, profiles: Profiles, subcluster
             problems += error.problems or (Problem(f"models.{index}", spec.name, str(error), "Give another profile."),)
             continue
         if latency.at(1) > spec.slo_ms:
-            problems.append(Problem(f"models.{index}.slo_ms", spec.slo_ms,
-                                    f"unserveable: one request takes {latency.at(1):.4g} ms", "Raise the SLO."))
+            problems.append(
+                Problem(
+                    f"models.{index}.slo_ms",
+                    spec.slo_ms,
+                    f"unserveable: one request takes {latency.at(1):.4g} ms",
+                    "Raise the SLO.",
+                )
+            )
             continue
         batch = max(1, staggered_batch(latency, spec.slo_ms, each))
         need = spec.rate_rps * latency.at(batch) / batch / 1000.0
@@ -98,8 +132,12 @@ def _read_current(path: str, workload: Workload) -> dict[str, int]:
         document = document["assignment"]
     if not isinstance(document, Mapping) or not all(type(k) is int for k in document.values()):
         raise InvalidInputError(
-            Problem(f"--current {path}", document, "must map models to sub-clusters from 0",
-                    "Give the output of `tenuto partition --json`, or lines such as resnet50: 0.")
+            Problem(
+                f"--current {path}",
+                document,
+                "must map models to sub-clusters from 0",
+                "Give the output of `tenuto partition --json`, or lines such as resnet50: 0.",
+            )
         )
     known = {spec.name for spec in workload.models}
     return {str(name): k for name, k in document.items() if name in known}
@@ -112,8 +150,12 @@ def _print(found: Partition, gpus: int) -> None:
         table.add_column(heading, justify="left" if heading == "models" else "right", overflow="fold")
     for row in found.as_dict(gpus)["subclusters"]:
         table.add_row(
-            str(row["index"]), str(row["gpus"]), f"{row['need_gpus']:.2f}", f"{row['rate_rps']:,.1f}",
-            f"{row['memory_mib']:,.0f}", escape(", ".join(row["models"])),
+            str(row["index"]),
+            str(row["gpus"]),
+            f"{row['need_gpus']:.2f}",
+            f"{row['rate_rps']:,.1f}",
+            f"{row['memory_mib']:,.0f}",
+            escape(", ".join(row["models"])),
         )
     console.print(table)
     moved = f"moves {', '.join(found.moved)} ({found.moved_mib:,.0f} MiB)" if found.moved else "moves nothing"

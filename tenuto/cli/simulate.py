@@ -15,6 +15,8 @@ from numpy.typing import NDArray
 from rich.markup import escape
 from rich.table import Table
 
+from tenuto.batching.advice_series import advice_over_time
+from tenuto.batching.autoscale import AutoscaleOptions
 from tenuto.batching.interface import NetworkDelay, Scheduler, Setup
 from tenuto.batching.registry import SCHEDULERS, make_scheduler, scheduler_class
 from tenuto.batching.result import SimulationResult
@@ -29,7 +31,7 @@ from tenuto.cli.common import (
     progress_console,
     stdout_console,
 )
-from tenuto.errors import InvalidInputError, Problem
+from tenuto.errors import InvalidInputError, Problem, raise_if_any
 from tenuto.loadgen.schedule import Schedule, make_schedule
 from tenuto.placement import ModelSpec, Plan, Workload
 from tenuto.profiles.documents import load_document
@@ -189,6 +191,7 @@ def _beside(models: tuple[ModelSpec, ...], folder: Path) -> tuple[ModelSpec, ...
 @click.option("--rate-scale", type=float, default=1.0, show_default=True, help="Multiply every rate by this.")
 @click.option("-o", "--output", "folder", metavar="DIR", help="Folder for report.html, result.json, requests.parquet.")
 @click.option("--force", is_flag=True, help="Replace a report that is already in DIR.")
+@click.option("--advice", "advice_window_s", type=float, metavar="S", help="Scaling advice for every S seconds.")
 def command(
     source: str,
     gpus: str | None,
@@ -205,6 +208,7 @@ def command(
     rate_scale: float,
     folder: str | None,
     force: bool,
+    advice_window_s: float | None,
 ) -> None:
     """Run PLAN, or WORKLOAD on a cluster where every GPU hosts every model, in virtual time.
 
@@ -223,20 +227,45 @@ def command(
         options,
         network_ms,
     )
+    advice_options = None if advice_window_s is None else AutoscaleOptions(window_s=advice_window_s)
+    if advice_options is not None:
+        raise_if_any(advice_options.problems())
     out = _report_folder(folder, force=force)
     schedule = make_schedule(scene.models, duration_s, seed, rate_scale)
     result = simulate(
         scene.scheduler(), schedule.times_ms, schedule.model_index, duration_s=duration_s, warmup_s=warmup_s
     )
     summary = result.summary()
+    if advice_options is not None:
+        summary["advice"] = [advice.as_dict() for advice in advice_over_time(result, advice_options)]
     if as_json:
         emit_json(summary)
     else:
         print_run(summary, scheduler_name)
+        _print_advice(summary.get("advice", []))
     if out is not None:
         settings = {"seed": seed, "rate_scale": rate_scale, "scheduler": scheduler_name, **scene.options}
         _write_report(out, result, schedule, source, settings)
         progress_console().print(f"report: {out / 'report.html'}", markup=False)
+
+
+def _print_advice(series: list[dict[str, Any]]) -> None:
+    """Print the scaling advice window by window."""
+    if not series:
+        return
+    table = Table(box=None, header_style="bold")
+    for heading in ("until s", "GPUs", "requests", "bad", "idle", "GPUs to add (+) or release (-)"):
+        table.add_column(heading, justify="right")
+    for row in series:
+        table.add_row(
+            f"{row['end_s']:g}",
+            str(row["gpus"]),
+            f"{row['requests']:,}",
+            _percent(row["bad_rate"]),
+            _percent(row["idle_fraction"]),
+            f"{row['delta_gpus']:+d}",
+        )
+    stdout_console().print(table)
 
 
 def _report_folder(folder: str | None, *, force: bool) -> Path | None:

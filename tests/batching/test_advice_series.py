@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import numpy as np
 import pytest
+from click.testing import CliRunner
 
 from tenuto.batching.advice_series import advice_over_time
 from tenuto.batching.autoscale import AutoscaleOptions
@@ -11,6 +15,8 @@ from tenuto.batching.interface import GpuletSpec, Host, SchedulerModel, Setup
 from tenuto.batching.registry import make_scheduler
 from tenuto.batching.setup import everywhere_linear
 from tenuto.batching.simulator import simulate
+from tenuto.cli.simulate import command
+from tenuto.errors import InvalidInputError
 
 
 def steady(gap_ms: float, seconds: float) -> tuple[np.ndarray, np.ndarray]:
@@ -44,3 +50,25 @@ def test_gpulets_of_one_gpu_count_once() -> None:
 def test_a_run_shorter_than_a_window_has_no_advice() -> None:
     setup = everywhere_linear([("a", 1.0, 5.0, 20.0, None)], 1)
     assert advice_over_time(simulate(make_scheduler("eager", setup), *steady(50.0, 1.0), duration_s=1.0)) == []
+
+
+def test_the_simulate_command_prints_it(tmp_path: Path) -> None:
+    (tmp_path / "w.yaml").write_text(
+        "models: [{name: a, rate_rps: 20, slo_ms: 50, latency: {alpha_ms: 1, beta_ms: 5}}]\n"
+    )
+    arguments = [
+        str(tmp_path / "w.yaml"),
+        "--gpus",
+        "v100:4",
+        "--scheduler",
+        "eager",
+        "--duration-s",
+        "10",
+        "--advice",
+        "2",
+    ]
+    shown = CliRunner().invoke(command, [*arguments, "--json"], catch_exceptions=False)
+    assert [row["delta_gpus"] < 0 for row in json.loads(shown.stdout)["advice"]] == [True] * 5
+    assert "GPUs to add" in CliRunner().invoke(command, arguments, catch_exceptions=False).stdout
+    with pytest.raises(InvalidInputError, match="window_s"):
+        CliRunner().invoke(command, [*arguments[:-1], "-1"], catch_exceptions=False)

@@ -10,10 +10,18 @@ from tenuto.errors import InvalidInputError
 PAPER = AutoscaleOptions(headroom=0.0)
 
 
-@pytest.mark.parametrize(("gpus", "bad", "idle", "expected"), [
-    (10, 0.5, 0.0, 10), (90, 0.1, 0.0, 10), (10, 0.2, 0.9, 3), (10, 0.005, 0.0, 0), (10, 0.0, 0.35, -3),
-    (1, 0.0, 0.99, 0), (4, 0.0, 1.0, -3),
-])
+@pytest.mark.parametrize(
+    ("gpus", "bad", "idle", "expected"),
+    [
+        (10, 0.5, 0.0, 10),
+        (90, 0.1, 0.0, 10),
+        (10, 0.2, 0.9, 3),
+        (10, 0.005, 0.0, 0),
+        (10, 0.0, 0.35, -3),
+        (1, 0.0, 0.99, 0),
+        (4, 0.0, 1.0, -3),
+    ],
+)
 def test_the_formulas(gpus: int, bad: float, idle: float, expected: int) -> None:
     assert advise(gpus, bad, idle, PAPER) == expected
 
@@ -67,10 +75,15 @@ def test_numbers_out_of_range_are_refused(arguments: tuple[int, float, float]) -
         advise(*arguments)
 
 
-@pytest.mark.parametrize("options", [
-    AutoscaleOptions(window_s=0.0), AutoscaleOptions(bad_threshold=1.0), AutoscaleOptions(headroom=-1.0),
-    AutoscaleOptions(settle_windows=0),
-])
+@pytest.mark.parametrize(
+    "options",
+    [
+        AutoscaleOptions(window_s=0.0),
+        AutoscaleOptions(bad_threshold=1.0),
+        AutoscaleOptions(headroom=-1.0),
+        AutoscaleOptions(settle_windows=0),
+    ],
+)
 def test_options_out_of_range_are_refused(options: AutoscaleOptions) -> None:
     with pytest.raises(InvalidInputError):
         AutoscaleAdvisor(1, options)

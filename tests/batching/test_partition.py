@@ -85,12 +85,19 @@ def test_gpus_follow_need_with_at_least_one_each() -> None:
         found.gpus(1)
 
 
-@pytest.mark.parametrize(("models", "count", "limits"), [
-    ([], 1, Limits()), ([model("a", 1.0)], 2, Limits()), ([model("a", 0.0)], 1, Limits()), ([model("a", 1.0)], 0, Limits()),
-    ([model("a", float("nan"))], 1, Limits()), ([model("a", 1.0, memory=9e9)], 1, Limits(memory_mib=10.0)),
-    ([model("a", 1.0, 900.0)], 1, Limits(max_rate_rps=10.0)),
-    ([model("a", 1.0), model("b", 1.0), model("c", 1.0)], 2, Limits(max_models=1)),
-])
+@pytest.mark.parametrize(
+    ("models", "count", "limits"),
+    [
+        ([], 1, Limits()),
+        ([model("a", 1.0)], 2, Limits()),
+        ([model("a", 0.0)], 1, Limits()),
+        ([model("a", 1.0)], 0, Limits()),
+        ([model("a", float("nan"))], 1, Limits()),
+        ([model("a", 1.0, memory=9e9)], 1, Limits(memory_mib=10.0)),
+        ([model("a", 1.0, 900.0)], 1, Limits(max_rate_rps=10.0)),
+        ([model("a", 1.0), model("b", 1.0), model("c", 1.0)], 2, Limits(max_models=1)),
+    ],
+)
 def test_wrong_numbers_and_impossible_limits_are_refused(
     models: list[PartitionModel], count: int, limits: Limits
 ) -> None:
@@ -124,6 +131,14 @@ def test_the_command_prints_json_that_it_takes_back(tmp_path: Path) -> None:
 def test_the_command_refuses_a_current_file_of_another_kind(tmp_path: Path) -> None:
     (tmp_path / "w.yaml").write_text(WORKLOAD)
     (tmp_path / "now.yaml").write_text("- a\n")
-    arguments = [str(tmp_path / "w.yaml"), "--gpus", "v100:8", "--subclusters", "2", "--current", str(tmp_path / "now.yaml")]
+    arguments = [
+        str(tmp_path / "w.yaml"),
+        "--gpus",
+        "v100:8",
+        "--subclusters",
+        "2",
+        "--current",
+        str(tmp_path / "now.yaml"),
+    ]
     with pytest.raises(InvalidInputError, match="sub-clusters from 0"):
         CliRunner().invoke(command, arguments, catch_exceptions=False)

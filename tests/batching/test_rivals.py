@@ -1,4 +1,5 @@
-"""What holds for every rival: the contract of a scheduler, under generated scenarios, and unchanged by the fast driver."""
+"""What holds for every rival: the contract of a scheduler, under generated scenarios, and unchanged by the fast
+driver."""
 
 from __future__ import annotations
 
@@ -20,11 +21,18 @@ from tests.batching.checked_run import CheckedRun, Event
 from tests.batching.test_properties import check_outcomes, scenarios
 
 CHOICES: list[tuple[str, dict[str, Any]]] = [
-    ("eager", {}), ("eager", {"gather": "window"}),
-    ("timeout", {}), ("timeout", {"batch_size": 3, "wait_ms": 2.0}),
-    ("clockwork", {}), ("clockwork", {"order": "latest"}), ("clockwork", {"sizes": "all"}),
-    ("nexus", {}), ("nexus", {"plan": "epochs", "epoch_s": 1.0, "early_epoch_s": 1.0, "rate_window_s": 1.0}),
-    ("shepherd", {}), ("shepherd", {"preempt_ratio": 0.0}), ("shepherd", {"preempt_ratio": 1.5}),
+    ("eager", {}),
+    ("eager", {"gather": "window"}),
+    ("timeout", {}),
+    ("timeout", {"batch_size": 3, "wait_ms": 2.0}),
+    ("clockwork", {}),
+    ("clockwork", {"order": "latest"}),
+    ("clockwork", {"sizes": "all"}),
+    ("nexus", {}),
+    ("nexus", {"plan": "epochs", "epoch_s": 1.0, "early_epoch_s": 1.0, "rate_window_s": 1.0}),
+    ("shepherd", {}),
+    ("shepherd", {"preempt_ratio": 0.0}),
+    ("shepherd", {"preempt_ratio": 1.5}),
 ]
 rivals = st.sampled_from(CHOICES)
 FEW = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -32,7 +40,6 @@ FEW = settings(max_examples=60, deadline=None, suppress_health_check=[HealthChec
 
 def build(setup: Setup, chosen: tuple[str, dict[str, Any]]) -> Scheduler:
     return make_scheduler(chosen[0], setup, chosen[1])
-
 
 
 @FEW
@@ -76,10 +83,14 @@ def test_a_lone_request_that_can_be_met_is_served(
     network = setup.network
     if chosen[0] in ("nexus", "timeout"):
         return  # these bind a request to one gpu-let, or wait by the clock and not by its deadline
-    spaced = [Event(1000.0 * n, "add", e.index, e.ref, e.slo_ms) for n, e in enumerate(e for e in events if e.slo_ms > 0)]
+    spaced = [
+        Event(1000.0 * n, "add", e.index, e.ref, e.slo_ms) for n, e in enumerate(e for e in events if e.slo_ms > 0)
+    ]
     out = CheckedRun(build(setup, chosen)).run(spaced)
     for event in spaced:
-        best = min((g.hosts[event.index].planned_ms()[1] for g in setup.gpulets if event.index in g.hosts), default=math.inf)
+        best = min(
+            (g.hosts[event.index].planned_ms()[1] for g in setup.gpulets if event.index in g.hosts), default=math.inf
+        )
         if best + network.ctrl_ms + network.data_ms_per_request + network.response_ms <= event.slo_ms:
             assert event.ref in out.served
 
@@ -112,10 +123,17 @@ def test_corrected_latencies_and_delays_are_planned_with(chosen: tuple[str, dict
     assert [type(d).__name__ for d in core.drain()] == ["Drop"]
 
 
-@pytest.mark.parametrize(("name", "options"), [
-    ("eager", {"gather": "x"}), ("timeout", {"batch_size": -1}), ("timeout", {"drop": "never"}), ("clockwork", {"size": 1}),
-    ("nexus", {"epoch_s": "nan"}), ("shepherd", {"preempt_ratio": -1}),
-])
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("eager", {"gather": "x"}),
+        ("timeout", {"batch_size": -1}),
+        ("timeout", {"drop": "never"}),
+        ("clockwork", {"size": 1}),
+        ("nexus", {"epoch_s": "nan"}),
+        ("shepherd", {"preempt_ratio": -1}),
+    ],
+)
 def test_wrong_options_name_the_cure(one_gpu: Setup, name: str, options: dict[str, Any]) -> None:
     with pytest.raises(InvalidInputError):
         make_scheduler(name, one_gpu, options)
