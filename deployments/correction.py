@@ -1,4 +1,5 @@
-"""Online corrections of what the scheduler plans with: execution times per model and gpu-let, and delays around them."""
+"""Online corrections of what the scheduler plans with: execution times per model and gpu-let, and delays around
+them."""
 
 from __future__ import annotations
 
@@ -12,8 +13,8 @@ __all__ = ["LatencyCorrection", "NetworkMeter"]
 class LatencyCorrection:
     """Follows the ratio of measured to planned execution time for each (model, gpu-let).
 
-    The median of the last three batches feeds a moving average: one outlier never passes the median, a real change passes
-    with the second batch and is followed to 90 % within about six more.
+    The median of the last three batches feeds a moving average: one outlier never passes the median, a real change
+    passes with the second batch and is followed to 90 % within about six more.
     """
 
     _WEIGHT = 0.3

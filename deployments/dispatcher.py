@@ -14,70 +14,28 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 from tenuto.batching.interface import Dispatch, Drop, NetworkDelay, Preempt, Scheduler
 from tenuto.deployments.answers import Answer, Outcome, OutputTensor
 from tenuto.deployments.correction import LatencyCorrection, NetworkMeter
+from tenuto.deployments.in_flight import Batch, ModelCounters, Request
 from tenuto.deployments.link import Finder, GpuletLink
 from tenuto.deployments.served import ServedModel
 from tenuto.placement import Plan
 
-__all__ = ["Dispatcher", "ModelCounters", "SchedulerFactory"]
+__all__ = ["Dispatcher", "SchedulerFactory"]
 
 logger = logging.getLogger("ray.serve")
 
 # Builds the core for a plan; called again when the plan changes.
 SchedulerFactory = Callable[[Plan, NetworkDelay], Scheduler]
 
-# Timers of an event loop are late, by a millisecond or two when it is busy, and a batch held to its last moment would then
-# miss it. So the core is woken this much early and told the moment it asked for.
+# Timers of an event loop are late, by a millisecond or two when it is busy, and a batch held to its last moment
+# would then miss it. So the core is woken this much early and told the moment it asked for.
 TIMER_SLACK_MS = 2.0
 
 _NO_ANSWER = "the gpu-let that executed this batch died; send the request again"
-
-
-@dataclass(slots=True)
-class _Request:
-    """A request between arrival and answer. `parts` holds one buffer per input of the model, in signature order."""
-
-    id: int
-    name: str
-    model: int  # index in the present plan
-    deadline_ms: float
-    received_ms: float
-    parts: Sequence[bytes | memoryview]
-    future: asyncio.Future[Answer]
-    dispatched_ms: float = 0.0
-    retried: bool = False
-
-
-@dataclass(slots=True)
-class _Batch:
-    sequence: int
-    name: str
-    model: int
-    gpulet: int
-    requests: list[_Request]
-    dispatched_ms: float
-    aborted: bool = False
-
-
-@dataclass
-class ModelCounters:
-    """Counts since the dispatcher started; `batches` and `batched` give the mean batch size."""
-
-    submitted: int = 0
-    ok: int = 0
-    late: int = 0
-    expired: int = 0
-    rejected: int = 0
-    failed: int = 0
-    cancelled: int = 0
-    batches: int = 0
-    batched: int = 0
-    execution_ms: deque[float] = field(default_factory=lambda: deque(maxlen=512))
 
 
 class Dispatcher:
@@ -107,8 +65,8 @@ class Dispatcher:
         self._clock = clock
         self._ids = itertools.count()
         self._sequences = itertools.count()
-        self._requests: dict[int, _Request] = {}
-        self._batches: dict[int, _Batch] = {}
+        self._requests: dict[int, Request] = {}
+        self._batches: dict[int, Batch] = {}
         self._in_flight: list[deque[int]] = []
         self._links: list[GpuletLink] = []
         self._away: set[int] = set()  # gpu-lets the core must not use: absent, loading, or busy with an older plan
@@ -189,7 +147,7 @@ class Dispatcher:
             self._away.discard(index)
             self._scheduler.gpulet_back(now, index)
 
-    def _enqueue(self, request: _Request, now: float) -> None:
+    def _enqueue(self, request: Request, now: float) -> None:
         """Give a request to the core; one whose model the plan no longer has fails."""
         assert self._scheduler is not None
         if request.model < 0:
@@ -221,7 +179,9 @@ class Dispatcher:
 
     # --- requests -----------------------------------------------------------------------------------------------
 
-    def submit(self, model: str, parts: Sequence[bytes | memoryview], slo_ms: float | None = None) -> asyncio.Future[Answer]:
+    def submit(
+        self, model: str, parts: Sequence[bytes | memoryview], slo_ms: float | None = None
+    ) -> asyncio.Future[Answer]:
         """Queue one request and return the future of its answer; cancelling the future frees its place.
 
         Args:
@@ -244,17 +204,22 @@ class Dispatcher:
         if scheduler.queued(index) >= self._max_queued:
             counters.rejected += 1
             wait_s = max(0.1, allowed / 1000.0)
-            future.set_result(Answer(Outcome.REJECTED, retry_after_s=wait_s,
-                                     reason=f"{self._max_queued} requests of '{model}' are waiting; retry in {wait_s:g} s"))
+            future.set_result(
+                Answer(
+                    Outcome.REJECTED,
+                    retry_after_s=wait_s,
+                    reason=f"{self._max_queued} requests of '{model}' are waiting; retry in {wait_s:g} s",
+                )
+            )
             return future
-        request = _Request(next(self._ids), model, index, now + allowed, now, parts, future)
+        request = Request(next(self._ids), model, index, now + allowed, now, parts, future)
         self._requests[request.id] = request
         future.add_done_callback(functools.partial(self._on_settled, request))
         scheduler.add_request(now, index, request.id, request.deadline_ms)
         self._carry_out(now)
         return future
 
-    def _on_settled(self, request: _Request, future: asyncio.Future[Answer]) -> None:
+    def _on_settled(self, request: Request, future: asyncio.Future[Answer]) -> None:
         """Forget a request whose client went away; one that already runs cannot be taken back."""
         if not future.cancelled():
             return
@@ -314,7 +279,7 @@ class Dispatcher:
                 requests.append(request)
         assert self._plan is not None
         name = self._plan.models[decision.model].name
-        batch = _Batch(next(self._sequences), name, decision.model, decision.gpulet, requests, now)
+        batch = Batch(next(self._sequences), name, decision.model, decision.gpulet, requests, now)
         self._batches[batch.sequence] = batch
         self._in_flight[decision.gpulet].append(batch.sequence)
         if not requests:
@@ -328,7 +293,7 @@ class Dispatcher:
         buffers = [request.parts[position] for position in range(n_inputs) for request in requests]
         self._links[decision.gpulet].send({"id": batch.sequence, "model": name, "n": len(requests)}, buffers)
 
-    def _empty_batch_done(self, batch: _Batch) -> None:
+    def _empty_batch_done(self, batch: Batch) -> None:
         if self._batches.pop(batch.sequence, None) is not None:
             self._in_flight[batch.gpulet].remove(batch.sequence)
             self._done(batch, self._now())
@@ -338,9 +303,15 @@ class Dispatcher:
             request = self._requests.get(request_id)
             if request is not None:
                 waited = self._now() - request.received_ms
-                self._finish(request, Answer(Outcome.EXPIRED, batching_ms=waited,
-                                             reason="the deadline could not be met; it was not executed. "
-                                                    "Lower the rate, raise the SLO or add GPUs"))
+                self._finish(
+                    request,
+                    Answer(
+                        Outcome.EXPIRED,
+                        batching_ms=waited,
+                        reason="the deadline could not be met; it was not executed. "
+                        "Lower the rate, raise the SLO or add GPUs",
+                    ),
+                )
 
     def _preempt(self, decision: Preempt) -> None:
         """The core has the requests back in its queue; the gpu-let's answer for that batch will be ignored."""
@@ -356,7 +327,7 @@ class Dispatcher:
 
     # --- answers (LinkEvents) -----------------------------------------------------------------------------------
 
-    def link_up(self, index: int, description: dict[str, Any]) -> None:
+    def link_up(self, index: int) -> None:
         self.described(index)
 
     def described(self, index: int) -> None:
@@ -379,7 +350,7 @@ class Dispatcher:
                 self._retry_or_fail(request, now, reason)
         self._carry_out(now)
 
-    def _retry_or_fail(self, request: _Request, now: float, reason: str) -> None:
+    def _retry_or_fail(self, request: Request, now: float, reason: str) -> None:
         """Queue a request of a lost batch once more; the core drops it at once if its deadline no longer allows."""
         if request.id not in self._requests:
             return
@@ -405,7 +376,7 @@ class Dispatcher:
             self._carry_out(now)
         self._answer_requests(batch, header, body, now)
 
-    def _done(self, batch: _Batch, now: float) -> None:
+    def _done(self, batch: Batch, now: float) -> None:
         """Tell the core; one still busy with a batch of an older plan is handed to the core once it is idle."""
         assert self._scheduler is not None
         if self._is_from_old_plan(batch):
@@ -413,10 +384,10 @@ class Dispatcher:
         else:
             self._scheduler.batch_done(now, batch.gpulet)
 
-    def _is_from_old_plan(self, batch: _Batch) -> bool:
+    def _is_from_old_plan(self, batch: Batch) -> bool:
         return batch.sequence < self._first_sequence
 
-    def _learn(self, batch: _Batch, header: dict[str, Any], now: float) -> None:
+    def _learn(self, batch: Batch, header: dict[str, Any], now: float) -> None:
         if "error" in header or self._scheduler is None or self._is_from_old_plan(batch):
             return
         execution_ms = float(header["execution_ms"])
@@ -430,7 +401,7 @@ class Dispatcher:
         if self.network.is_due():
             self._scheduler.update_network(self.network.delay())
 
-    def _answer_requests(self, batch: _Batch, header: dict[str, Any], body: memoryview, now: float) -> None:
+    def _answer_requests(self, batch: Batch, header: dict[str, Any], body: memoryview, now: float) -> None:
         error = header.get("error")
         if error is not None:
             for request in batch.requests:
@@ -454,29 +425,31 @@ class Dispatcher:
             ]
             self._finish(
                 request,
-                Answer(Outcome.OK, tensors, size, header["gpulet"], batch.dispatched_ms - request.received_ms, queue_ms,
-                       execution_ms, header["emulated"]),
+                Answer(
+                    Outcome.OK,
+                    tensors,
+                    size,
+                    header["gpulet"],
+                    batch.dispatched_ms - request.received_ms,
+                    queue_ms,
+                    execution_ms,
+                    header["emulated"],
+                ),
                 now,
             )
 
-    def _finish(self, request: _Request, answer: Answer, now: float | None = None) -> None:
+    def _finish(self, request: Request, answer: Answer, now: float | None = None) -> None:
         self._requests.pop(request.id, None)
-        counters = self.counters[request.name]
-        if answer.outcome is Outcome.EXPIRED:
-            counters.expired += 1
-        elif answer.outcome is not Outcome.OK:
-            counters.failed += 1
-        elif (now if now is not None else self._now()) <= request.deadline_ms:
-            counters.ok += 1
-        else:
-            counters.late += 1
+        in_time = (now if now is not None else self._now()) <= request.deadline_ms
+        self.counters[request.name].count(answer.outcome, in_time=in_time)
         if not request.future.done():
             request.future.set_result(answer)
 
     # --- state --------------------------------------------------------------------------------------------------
 
     def is_ready(self, model: str | None = None) -> bool:
-        """Whether every gpu-let is connected and holds its models; with a model, whether at least one of its gpu-lets does."""
+        """Whether every gpu-let is connected and holds its models; with a model, whether at least one of its
+        gpu-lets does."""
         if self._plan is None:
             return False
         if model is None:
@@ -502,17 +475,12 @@ class Dispatcher:
             return {"plan": None, "gpulets": [], "models": {}}
         models = {}
         for spec in plan.models:
-            counters = self.counters[spec.name]
-            executions = sorted(counters.execution_ms)
             expected = plan.expected.models.get(spec.name)
             models[spec.name] = {
-                "submitted": counters.submitted, "ok": counters.ok, "late": counters.late, "expired": counters.expired,
-                "rejected": counters.rejected, "failed": counters.failed, "cancelled": counters.cancelled,
-                "batches": counters.batches, "mean_batch": counters.batched / counters.batches if counters.batches else None,
-                "execution_p50_ms": executions[len(executions) // 2] if executions else None,
+                **self.counters[spec.name].to_data(),
                 "planned_latency_ms": expected.latency_ms if expected else None,
                 "queued": self._scheduler.queued(self._model_index[spec.name]) if self._scheduler else 0,
-            }  # fmt: skip
+            }
         delay = self.network.delay()
         return {
             "plan": plan.to_data(), "gpulets": self.gpulets(), "models": models,

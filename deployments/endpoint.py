@@ -28,7 +28,9 @@ def get_json(url: str, timeout_s: float = 5.0) -> Any:
             return json.load(error)
         raise EnvironmentFaultError(f"{url} answered {error.code} without JSON. Is this a Tenuto server?") from error
     except (OSError, ValueError) as error:
-        raise EnvironmentFaultError(f"{url} does not answer ({error}). Start the server with `tenuto serve PLAN`.") from error
+        raise EnvironmentFaultError(
+            f"{url} does not answer ({error}). Start the server with `tenuto serve PLAN`."
+        ) from error
 
 
 def model_metadata(url: str, model: str) -> dict[str, Any]:

@@ -1,7 +1,8 @@
-"""The HTTP entry: Open Inference Protocol v2, `/predict`, health and documentation, with the dispatcher in the same process.
+"""The HTTP entry: Open Inference Protocol v2, `/predict`, health and documentation, with the dispatcher in the same
+process.
 
-The infer path is plain ASGI in front of FastAPI: routing, validation and response models would cost more than the rest of a
-request. FastAPI serves everything else and describes all of it at `/docs`.
+The infer path is plain ASGI in front of FastAPI: routing, validation and response models would cost more than the
+rest of a request. FastAPI serves everything else and describes all of it at `/docs`.
 """
 
 from __future__ import annotations
@@ -105,7 +106,8 @@ class Gateway:
         """Return a model that can be asked now.
 
         Raises:
-            HttpError: 404 for a model the plan does not know, 503 for one that is unserved or whose gpu-lets are starting.
+            HttpError: 404 for a model the plan does not know, 503 for one that is unserved or whose gpu-lets are
+                starting.
         """
         dispatcher = self.dispatcher
         plan = dispatcher.plan
@@ -117,7 +119,9 @@ class Gateway:
             return model
         if name in plan.unserved:
             why = plan.unserved_reasons.get(name, "no reason given")
-            raise HttpError(503, f"the plan leaves '{name}' unserved: {why}. Plan again with more GPUs or another policy.")
+            raise HttpError(
+                503, f"the plan leaves '{name}' unserved: {why}. Plan again with more GPUs or another policy."
+            )
         raise HttpError(503, f"no gpu-let of '{name}' is ready. Retry in a few seconds.", retry_after_s=2)
 
     # --- the infer path -----------------------------------------------------------------------------------------
@@ -128,7 +132,9 @@ class Gateway:
         body = await read_body(scope, receive, self._max_body_bytes)
         length = header(scope, b"inference-header-content-length")
         if length is not None and not length.isdigit():
-            raise HttpError(400, f"Inference-Header-Content-Length is {length.decode('latin-1')!r}. Give a number of bytes.")
+            raise HttpError(
+                400, f"Inference-Header-Content-Length is {length.decode('latin-1')!r}. Give a number of bytes."
+            )
         try:
             request = parse_infer(body, None if length is None else int(length), model.inputs)
             check_outputs(request.outputs, model.outputs)
@@ -187,8 +193,13 @@ class Gateway:
         for answer in answers:
             if answer.outcome is not Outcome.OK:
                 _, headers = _split([answer])
-                raise HttpError(_STATUS[answer.outcome], answer.reason, retry_after_s=answer.retry_after_s, headers=headers,
-                                details={"outcome": answer.outcome.value})
+                raise HttpError(
+                    _STATUS[answer.outcome],
+                    answer.reason,
+                    retry_after_s=answer.retry_after_s,
+                    headers=headers,
+                    details={"outcome": answer.outcome.value},
+                )
 
 
 def _split(answers: list[Answer]) -> tuple[dict[str, Any], list[tuple[bytes, bytes]]]:

@@ -1,6 +1,7 @@
 """A gpu-let: one Serve replica, one process, one share of one GPU, one or more resident models.
 
-Batches arrive over its own socket (see `tenuto.deployments.transport`), run one after another on a worker thread, and never
+Batches arrive over its own socket (see `tenuto.deployments.transport`), run one after another on a worker thread,
+and never
 touch the event loop. The replica reports ready only after every planned batch size of every model was warmed up.
 """
 
@@ -18,8 +19,8 @@ from typing import Any
 
 import numpy as np
 
-from tenuto.deployments.executors.choose import make_executor
 from tenuto.deployments.executors.base import Executor
+from tenuto.deployments.executors.choose import make_executor
 from tenuto.deployments.transport import FrameProtocol, listen
 from tenuto.errors import EnvironmentFaultError
 
@@ -48,7 +49,8 @@ class GpuletReplica:
         """Choose the executor and start listening.
 
         Args:
-            spec: what only a restart can change: `gpulet`, `gpu` (id, type, uuid), `share_pct`, `memory_mib`, `executor`.
+            spec: what only a restart can change: `gpulet`, `gpu` (id, type, uuid), `share_pct`, `memory_mib`,
+                `executor`.
 
         Raises:
             EnvironmentFaultError: the machine cannot give what the plan asks for.
@@ -64,7 +66,9 @@ class GpuletReplica:
         self._failure: str | None = None
         self._token = secrets.token_hex(16)
         self._address = f"\0tenuto-{secrets.token_hex(8)}"
-        self._servers: list[asyncio.Server] = [await listen(self._address, self._token, self._on_frame, self._on_lost, self._on_connect)]
+        self._servers: list[asyncio.Server] = [
+            await listen(self._address, self._token, self._on_frame, self._on_lost, self._on_connect)
+        ]
         self._tcp: tuple[str, int] | None = None
         self._batches = 0
         self._busy_s = 0.0
@@ -74,7 +78,8 @@ class GpuletReplica:
     # --- Serve's side -------------------------------------------------------------------------------------------
 
     async def reconfigure(self, user_config: Mapping[str, Any]) -> None:
-        """Load, unload and warm up until the resident models are those of `user_config`; unchanged ones are not touched."""
+        """Load, unload and warm up until the resident models are those of `user_config`; unchanged ones are not
+        touched."""
         wanted = {entry["name"]: dict(entry) for entry in user_config["models"]}
         for name in [name for name in self._models if name not in wanted]:
             await self._on_worker(lambda name=name: self._executor.unload(name))
@@ -85,20 +90,29 @@ class GpuletReplica:
             started = time.monotonic()
             await self._on_worker(lambda entry=entry: self._load(entry))
             self._models[name] = entry
-            logger.info("gpu-let %s: %s is ready up to batch %d (%.1f s)", self._id, name, entry["batch_size"],
-                        time.monotonic() - started)
+            logger.info(
+                "gpu-let %s: %s is ready up to batch %d (%.1f s)",
+                self._id,
+                name,
+                entry["batch_size"],
+                time.monotonic() - started,
+            )
         for protocol in self._protocols:
             protocol.send({"description": self._description()})
 
     def _load(self, entry: Mapping[str, Any]) -> None:
-        """Build or rebuild one model and warm up every batch size from 1 to the planned one; runs on the worker thread."""
+        """Build or rebuild one model and warm up every batch size from 1 to the planned one; runs on the worker
+        thread."""
         if entry["name"] in self._models:
             self._executor.unload(entry["name"])
         options, largest = dict(entry.get("options", {})), int(entry["batch_size"])
         if self._is_emulated:
             options |= {"latency": entry.get("latency"), "slowdown": entry.get("slowdown", 1.0)}
         self._executor.load(
-            entry["name"], entry.get("source"), weights_path=entry.get("weights_path"), options=options,
+            entry["name"],
+            entry.get("source"),
+            weights_path=entry.get("weights_path"),
+            options=options,
             batch_sizes=range(1, largest + 1) if self._is_emulated else _warm_sizes(largest),
         )
 
@@ -175,7 +189,7 @@ class GpuletReplica:
         self._running[(id(protocol), header["id"])] = work
         self._queue.put(work)
 
-    def _on_lost(self, protocol: FrameProtocol, error: BaseException | None) -> None:
+    def _on_lost(self, protocol: FrameProtocol, _error: BaseException | None) -> None:
         """The gateway is gone: nobody waits for its batches, so those not begun are not run."""
         self._protocols.discard(protocol)
         for (owner, _), work in list(self._running.items()):
@@ -217,7 +231,9 @@ class GpuletReplica:
         if work.aborted:
             return {"error": "the batch was given up before it ran"}, []
         if name not in self._models:
-            return {"error": f"'{name}' is not resident on gpu-let {self._id}; the plan has just changed, send it again"}, []
+            return {
+                "error": f"'{name}' is not resident on gpu-let {self._id}; the plan has just changed, send it again"
+            }, []
         try:
             inputs = self._inputs(name, work.body, size)
             outputs, execution_ms = self._executor.run(name, inputs, size)

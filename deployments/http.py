@@ -50,7 +50,9 @@ async def read_body(scope: Scope, receive: Receive, limit_bytes: int) -> bytes:
         HttpError: 413 as soon as the body is known to exceed `limit_bytes`; 400 for a compressed body.
     """
     announced = header(scope, b"content-length")
-    too_large = HttpError(413, f"the body exceeds the limit of {limit_bytes >> 20} MiB. Send fewer samples per request.")
+    too_large = HttpError(
+        413, f"the body exceeds the limit of {limit_bytes >> 20} MiB. Send fewer samples per request."
+    )
     if announced is not None and announced.isdigit() and int(announced) > limit_bytes:
         raise too_large
     encoding = header(scope, b"content-encoding")
@@ -85,7 +87,9 @@ async def send_response(send: Send, status: int, payload: bytes, headers: Header
 
 async def send_json(send: Send, status: int, document: Any, headers: Headers | None = None) -> None:
     """Send a JSON document."""
-    await send_response(send, status, orjson.dumps(document), [*(headers or []), (b"content-type", b"application/json")])
+    await send_response(
+        send, status, orjson.dumps(document), [*(headers or []), (b"content-type", b"application/json")]
+    )
 
 
 async def send_error(send: Send, error: HttpError) -> None:

@@ -1,7 +1,7 @@
 """Bring a plan up on a Ray cluster and take it down again: the program behind `tenuto serve` and `tenuto quickstart`.
 
-Uses a running cluster where there is one; otherwise starts a local Ray in Serve's fastest front-door mode, which has to be in
-the environment before Ray starts.
+Uses a running cluster where there is one; otherwise starts a local Ray in Serve's fastest front-door mode, which has
+to be in the environment before Ray starts.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from tenuto.errors import EnvironmentFaultError
 
 __all__ = ["FAST_MODE", "Launcher", "start_local_ray"]
 
-# Read by Ray Serve when its processes start: HAProxy straight to the gateway's own HTTP server, user code on the replica's
-# loop, buffered logs. Niceness 0: Ray's default of 15 lets anything else on the machine delay the gateway.
+# Read by Ray Serve when its processes start: HAProxy straight to the gateway's own HTTP server, user code on the
+# replica's loop, buffered logs. Niceness 0: Ray's default of 15 lets anything else on the machine delay the gateway.
 FAST_MODE = {
     "RAY_SERVE_ENABLE_HA_PROXY": "1",
     "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
@@ -41,7 +41,8 @@ _QUIET: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR
 
 
 def start_local_ray(num_gpus: int) -> None:
-    """Start a Ray of this process alone, bound to the loopback interface, in Serve's fast mode; it ends with the process."""
+    """Start a Ray of this process alone, bound to the loopback interface, in Serve's fast mode; it ends with the
+    process."""
     import ray
 
     for key, value in FAST_MODE.items():
@@ -86,7 +87,9 @@ class Launcher:
                 ray.init(address=address or "auto", **_QUIET)
             except ConnectionError as error:
                 if address is not None:
-                    raise EnvironmentFaultError(f"no Ray cluster answers at {address}: {error}. Check RAY_ADDRESS.") from error
+                    raise EnvironmentFaultError(
+                        f"no Ray cluster answers at {address}: {error}. Check RAY_ADDRESS."
+                    ) from error
                 self._progress("starting a local Ray")
                 start_local_ray(num_gpus)
                 self._owns_ray = True
@@ -97,7 +100,8 @@ class Launcher:
         Applications of an earlier `apply` that the new config lacks are removed.
 
         Raises:
-            EnvironmentFaultError: an application failed to start (with Serve's reason), the port is taken, or time ran out.
+            EnvironmentFaultError: an application failed to start (with Serve's reason), the port is taken, or time
+                ran out.
         """
         from ray import serve
         from ray.serve.context import _get_global_client
@@ -107,7 +111,11 @@ class Launcher:
         self._base_url = f"http://{http['host']}:{http['port']}"
         if not self._applied:
             _check_port(http["host"], http["port"], ours=_is_serving())
-            serve.start(proxy_location=config["proxy_location"], http_options=dict(http), logging_config=config["logging_config"])
+            serve.start(
+                proxy_location=config["proxy_location"],
+                http_options=dict(http),
+                logging_config=config["logging_config"],
+            )
         logging.getLogger("ray.serve").setLevel(logging.WARNING)
         schema = ServeDeploySchema.model_validate(config)
         names = {application["name"] for application in config["applications"]}
@@ -136,9 +144,16 @@ class Launcher:
             if ready:
                 return
             if time.monotonic() > until:
-                waiting = sorted(name for name in names if states.get(name) != "RUNNING") or ["the gpu-lets' connections"]
-                messages = "; ".join(d.message for n in waiting if n in applications
-                                     for d in applications[n].deployments.values() if d.message)
+                waiting = sorted(name for name in names if states.get(name) != "RUNNING") or [
+                    "the gpu-lets' connections"
+                ]
+                messages = "; ".join(
+                    d.message
+                    for n in waiting
+                    if n in applications
+                    for d in applications[n].deployments.values()
+                    if d.message
+                )
                 raise EnvironmentFaultError(f"not ready in time: {', '.join(waiting)}. {messages} See `ray status`.")
             time.sleep(0.2)
 
@@ -157,7 +172,11 @@ class Launcher:
         from ray import serve
 
         # While Serve kills its controller, Ray prints that the controller was killed; nobody can act on that.
-        with contextlib.suppress(Exception), contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        with (
+            contextlib.suppress(Exception),
+            contextlib.redirect_stdout(io.StringIO()),
+            contextlib.redirect_stderr(io.StringIO()),
+        ):
             if self._owns_ray:
                 serve.shutdown()
             elif self._applied:
@@ -184,10 +203,14 @@ def _check_port(host: str, port: int, *, ours: bool) -> None:
         try:
             probe.bind((host, port))
         except OSError as error:
-            raise EnvironmentFaultError(f"{host}:{port} is taken ({error.strerror}). Choose another with --port.") from error
+            raise EnvironmentFaultError(
+                f"{host}:{port} is taken ({error.strerror}). Choose another with --port."
+            ) from error
 
 
 def _essence(message: str) -> str:
     """Return the last lines of a Serve failure message, where the cause is."""
     lines = [line for line in message.strip().splitlines() if line.strip()]
-    return "\n".join(lines[-6:]) if lines else "Serve gave no reason; see the logs in /tmp/ray/session_latest/logs/serve."
+    return (
+        "\n".join(lines[-6:]) if lines else "Serve gave no reason; see the logs in /tmp/ray/session_latest/logs/serve."
+    )

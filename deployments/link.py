@@ -23,7 +23,7 @@ _RETRY_S = (0.1, 0.2, 0.5, 1.0)
 class LinkEvents(Protocol):
     """What the owner of a link is told, always on the event loop."""
 
-    def link_up(self, index: int, description: dict[str, Any]) -> None:
+    def link_up(self, index: int) -> None:
         """The gpu-let is connected and idle."""
 
     def link_down(self, index: int, reason: str) -> None:
@@ -92,9 +92,11 @@ class GpuletLink:
             failures = 0
             again = "again, " if last_pid not in (None, description["pid"]) else ""
             last_pid = description["pid"]
-            logger.info("gpu-let %s is connected %s(pid %s, %s)", self.gpulet_id, again, last_pid, description["device"])
+            logger.info(
+                "gpu-let %s is connected %s(pid %s, %s)", self.gpulet_id, again, last_pid, description["device"]
+            )
             self.description = description
-            self._events.link_up(self.index, description)
+            self._events.link_up(self.index)
             await self._lost.wait()
             self._protocol = None
 

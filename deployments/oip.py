@@ -15,7 +15,15 @@ import orjson
 
 from tenuto.deployments.answers import OutputTensor
 
-__all__ = ["DATATYPES", "BadRequestError", "InferRequest", "RequestedOutput", "TensorSpec", "encode_response", "parse_infer"]
+__all__ = [
+    "DATATYPES",
+    "BadRequestError",
+    "InferRequest",
+    "RequestedOutput",
+    "TensorSpec",
+    "encode_response",
+    "parse_infer",
+]
 
 # Protocol datatype names and numpy's. BYTES and BF16 have no fixed-width numpy type and are not accepted.
 DATATYPES = {
@@ -91,14 +99,16 @@ def parse_infer(body: bytes, header_length: int | None, inputs: Sequence[TensorS
     """
     if header_length is not None and not 0 <= header_length <= len(body):
         raise BadRequestError(
-            f"Inference-Header-Content-Length is {header_length}, but the body has {len(body)} bytes. Send the length of the "
-            "JSON part."
+            f"Inference-Header-Content-Length is {header_length}, but the body has {len(body)} bytes. "
+            "Send the length of the JSON part."
         )
     text = body if header_length is None else body[:header_length]
     try:
         request = orjson.loads(text)
     except orjson.JSONDecodeError as error:
-        raise BadRequestError(f"the body is not valid JSON: {error}. Send an Open Inference Protocol v2 request.") from None
+        raise BadRequestError(
+            f"the body is not valid JSON: {error}. Send an Open Inference Protocol v2 request."
+        ) from None
     if not isinstance(request, dict) or not isinstance(request.get("inputs"), list):
         raise BadRequestError("the request needs a list 'inputs'. Send an Open Inference Protocol v2 request.")
     parameters = _mapping(request.get("parameters"), "parameters")
@@ -152,9 +162,7 @@ def _mapping(value: Any, where: str) -> Mapping[str, Any]:
     return value
 
 
-def _tensors(
-    raw: list[Any], binary: memoryview, inputs: Sequence[TensorSpec]
-) -> dict[str, tuple[memoryview, int]]:
+def _tensors(raw: list[Any], binary: memoryview, inputs: Sequence[TensorSpec]) -> dict[str, tuple[memoryview, int]]:
     """Return each input's bytes and batch dimension by name."""
     known = {spec.name: spec for spec in inputs}
     found: dict[str, tuple[memoryview, int]] = {}
@@ -186,7 +194,9 @@ def _tensors(
         else:
             raise BadRequestError(f"input '{name}' has neither 'data' nor binary data.")
     if offset != len(binary):
-        raise BadRequestError(f"{len(binary) - offset} bytes follow the last binary tensor. Correct the binary_data_size values.")
+        raise BadRequestError(
+            f"{len(binary) - offset} bytes follow the last binary tensor. Correct the binary_data_size values."
+        )
     missing = [name for name in known if name not in found]
     if missing:
         raise BadRequestError(f"missing input {', '.join(missing)}.")
@@ -201,7 +211,9 @@ def _batch_dimension(shape: Any, spec: TensorSpec) -> int:
     if tuple(shape) == spec.shape and spec.shape:
         return 1
     if len(shape) != len(spec.shape) + 1 or tuple(shape[1:]) != spec.shape or not 1 <= shape[0] <= MAX_SAMPLES:
-        raise BadRequestError(f"input '{spec.name}' has shape {shape}; the model takes {wanted} with n from 1 to {MAX_SAMPLES}.")
+        raise BadRequestError(
+            f"input '{spec.name}' has shape {shape}; the model takes {wanted} with n from 1 to {MAX_SAMPLES}."
+        )
     return int(shape[0])
 
 
@@ -216,7 +228,8 @@ def _json_data(data: Any, spec: TensorSpec, count: int) -> memoryview:
         raise BadRequestError(f"the data of input '{spec.name}' is not all {spec.datatype} values.")
     if array.size != count * math.prod(spec.shape):
         raise BadRequestError(
-            f"input '{spec.name}' has {array.size} values; shape {[count, *spec.shape]} needs {count * math.prod(spec.shape)}."
+            f"input '{spec.name}' has {array.size} values; "
+            f"shape {[count, *spec.shape]} needs {count * math.prod(spec.shape)}."
         )
     if dtype.kind in "iu":
         limits = np.iinfo(dtype)
@@ -229,8 +242,10 @@ def _check_range(spec: TensorSpec, data: memoryview) -> None:
     if spec.below is None:
         return
     values = np.frombuffer(data, dtype=spec.dtype)
-    if values.size and not (0 <= int(values.min()) and int(values.max()) < spec.below):
-        raise BadRequestError(f"input '{spec.name}' has values outside 0 to {spec.below - 1}; the model knows no others.")
+    if values.size and not (int(values.min()) >= 0 and int(values.max()) < spec.below):
+        raise BadRequestError(
+            f"input '{spec.name}' has values outside 0 to {spec.below - 1}; the model knows no others."
+        )
 
 
 def _requested(raw: Any, parameters: Mapping[str, Any]) -> list[RequestedOutput] | None:
@@ -295,7 +310,12 @@ def encode_response(
         else:
             entry["data"] = np.concatenate([np.frombuffer(t.data, dtype=t.dtype) for t in tensors])
         described.append(entry)
-    document: dict[str, Any] = {"model_name": model, "model_version": "1", "outputs": described, "parameters": dict(parameters)}
+    document: dict[str, Any] = {
+        "model_name": model,
+        "model_version": "1",
+        "outputs": described,
+        "parameters": dict(parameters),
+    }
     if request.id:
         document["id"] = request.id
     text = orjson.dumps(document, option=orjson.OPT_SERIALIZE_NUMPY, default=_plain)

@@ -1,4 +1,5 @@
-"""The gateway's FastAPI routes beside the infer path: server and model metadata, health, statistics, status, documentation."""
+"""The gateway's FastAPI routes beside the infer path: server and model metadata, health, statistics, status,
+documentation."""
 
 from __future__ import annotations
 
@@ -12,6 +13,7 @@ from starlette.exceptions import HTTPException
 
 from tenuto import __version__
 from tenuto.deployments.http import HttpError
+from tenuto.deployments.oip import TensorSpec
 
 if TYPE_CHECKING:
     from tenuto.deployments.gateway import Gateway
@@ -38,8 +40,17 @@ def add_routes(app: FastAPI, gateway: Gateway) -> None:
 
     @app.get("/v2", tags=["server"], summary="Server metadata")
     async def server() -> dict[str, Any]:
-        return {"name": "tenuto", "version": __version__,
-                "extensions": ["binary_tensor_data", "classification", "statistics", "model_repository", "model_configuration"]}
+        return {
+            "name": "tenuto",
+            "version": __version__,
+            "extensions": [
+                "binary_tensor_data",
+                "classification",
+                "statistics",
+                "model_repository",
+                "model_configuration",
+            ],
+        }
 
     @app.get("/v2/health/live", tags=["server"], summary="Whether the process answers")
     async def live() -> dict[str, bool]:
@@ -65,7 +76,9 @@ def add_routes(app: FastAPI, gateway: Gateway) -> None:
     async def index() -> list[dict[str, str]]:
         dispatcher = gateway.dispatcher
         names = [spec.name for spec in dispatcher.plan.models] if dispatcher.plan else []
-        return [{"name": n, "version": "1", "state": "READY" if dispatcher.is_ready(n) else "UNAVAILABLE"} for n in names]
+        return [
+            {"name": n, "version": "1", "state": "READY" if dispatcher.is_ready(n) else "UNAVAILABLE"} for n in names
+        ]
 
     @app.get("/status", tags=["server"], summary="The plan, what each gpu-let really got, and counts per model")
     async def status() -> dict[str, Any]:
@@ -87,8 +100,13 @@ def _add_model_routes(app: FastAPI, gateway: Gateway, prefix: str, *, document: 
     @app.get(prefix, tags=["models"], summary="Model metadata", include_in_schema=document)
     async def metadata(model: str) -> dict[str, Any]:
         served = gateway.served(model)
-        return {"name": model, "versions": ["1"], "platform": served.platform,
-                "inputs": [t.metadata() for t in served.inputs], "outputs": [t.metadata() for t in served.outputs]}
+        return {
+            "name": model,
+            "versions": ["1"],
+            "platform": served.platform,
+            "inputs": [t.metadata() for t in served.inputs],
+            "outputs": [t.metadata() for t in served.outputs],
+        }
 
     @app.get(prefix + "/ready", tags=["models"], summary="Whether a model can be asked", include_in_schema=document)
     async def ready(model: str) -> JSONResponse:
@@ -101,17 +119,23 @@ def _add_model_routes(app: FastAPI, gateway: Gateway, prefix: str, *, document: 
     @app.get(prefix + "/config", tags=["models"], summary="Model configuration", include_in_schema=document)
     async def config(model: str) -> dict[str, Any]:
         served = gateway.served(model)
-        batch = max((r.batch_size for g in _plan(gateway).hosts_of(model) for r in g.models if r.name == model), default=0)
+        batch = max(
+            (r.batch_size for g in _plan(gateway).hosts_of(model) for r in g.models if r.name == model), default=0
+        )
         return {
             "name": model, "platform": served.platform, "backend": "tenuto", "max_batch_size": batch,
-            "input": [{"name": t.name, "data_type": f"TYPE_{t.datatype}", "dims": list(t.shape)} for t in served.inputs],
-            "output": [{"name": t.name, "data_type": f"TYPE_{t.datatype}", "dims": list(t.shape)} for t in served.outputs],
+            "input": [_config_entry(t) for t in served.inputs],
+            "output": [_config_entry(t) for t in served.outputs],
         }  # fmt: skip
 
     @app.get(prefix + "/stats", tags=["models"], summary="Statistics of a model", include_in_schema=document)
     async def statistics(model: str) -> dict[str, Any]:
         gateway.served(model)
         return {"model_stats": [_statistics(gateway, model)]}
+
+
+def _config_entry(tensor: TensorSpec) -> dict[str, Any]:
+    return {"name": tensor.name, "data_type": f"TYPE_{tensor.datatype}", "dims": list(tensor.shape)}
 
 
 def _plan(gateway: Gateway) -> Any:
@@ -121,10 +145,11 @@ def _plan(gateway: Gateway) -> Any:
 def _statistics(gateway: Gateway, model: str) -> dict[str, Any]:
     """Return counts in the statistics extension's form; times are sums in ns."""
     counters = gateway.dispatcher.counters[model]
+    answered = counters.ok + counters.late
     failed = counters.expired + counters.rejected + counters.failed
     return {
-        "name": model, "version": "1", "inference_count": counters.ok + counters.late, "execution_count": counters.batches,
-        "inference_stats": {"success": {"count": counters.ok + counters.late, "ns": 0}, "fail": {"count": failed, "ns": 0}},
+        "name": model, "version": "1", "inference_count": answered, "execution_count": counters.batches,
+        "inference_stats": {"success": {"count": answered, "ns": 0}, "fail": {"count": failed, "ns": 0}},
     }  # fmt: skip
 
 
@@ -158,12 +183,13 @@ _HOT_PATHS: dict[str, Any] = {
                         "inputs": {"type": "array", "items": {
                             "type": "object", "required": ["name", "shape", "datatype"],
                             "properties": {"name": {"type": "string"}, "datatype": {"type": "string"},
-                                           "shape": {"type": "array", "items": {"type": "integer"}}, "data": {"type": "array", "items": {}}}}},
+                                           "shape": {"type": "array", "items": {"type": "integer"}},
+                                           "data": {"type": "array", "items": {}}}}},
                         "outputs": {"type": "array", "items": {"type": "object"}},
                     }}},
                 "application/octet-stream": {"schema": {"type": "string", "format": "binary"}},
             }},
-            "responses": {"200": {"description": "Outputs, with queue_ms, execution_ms and batch_size in parameters."}, **_FAILURES},
+            "responses": {"200": {"description": "Outputs; times and batch size in parameters."}, **_FAILURES},
         }
     },
     "/predict/{model}": {

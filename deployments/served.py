@@ -48,7 +48,8 @@ class ServedModel:
         """
         arrays = preprocess(self.signature, body)
         return [
-            np.ascontiguousarray(arrays[spec.name], dtype=spec.dtype).reshape(-1).view(np.uint8).data for spec in self.inputs
+            np.ascontiguousarray(arrays[spec.name], dtype=spec.dtype).reshape(-1).view(np.uint8).data
+            for spec in self.inputs
         ]
 
     def postprocess(self, outputs: Sequence[OutputTensor]) -> list[Prediction]:

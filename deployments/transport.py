@@ -1,8 +1,8 @@
 """The wire between the dispatcher and a gpu-let: length-prefixed frames of a small JSON header and raw tensor bytes.
 
-A batch crosses here once each way. Nothing is pickled, so a peer can never make the other side run code; the first frame
-of a connection must carry the token that the gpu-let handed out over Ray. Gpu-lets on the gateway's own node are reached
-over an abstract Unix socket (nothing is left on disk when a process is killed), others over TCP.
+A batch crosses here once each way. Nothing is pickled, so a peer can never make the other side run code; the first
+frame of a connection must carry the token that the gpu-let handed out over Ray. Gpu-lets on the gateway's own node are
+reached over an abstract Unix socket (nothing is left on disk when a process is killed), others over TCP.
 """
 
 from __future__ import annotations
@@ -39,7 +39,12 @@ class FrameProtocol(asyncio.BufferedProtocol):
     """
 
     def __init__(
-        self, on_frame: OnFrame, on_lost: OnLost, *, expect_token: str | None = None, on_connect: OnConnect | None = None
+        self,
+        on_frame: OnFrame,
+        on_lost: OnLost,
+        *,
+        expect_token: str | None = None,
+        on_connect: OnConnect | None = None,
     ) -> None:
         self._on_frame = on_frame
         self._on_connect = on_connect
@@ -64,7 +69,7 @@ class FrameProtocol(asyncio.BufferedProtocol):
         self._transport = None
         self._on_lost(self, exc)
 
-    def get_buffer(self, sizehint: int) -> memoryview:
+    def get_buffer(self, sizehint: int) -> memoryview:  # noqa: ARG002
         return self._view[self._filled :]
 
     def buffer_updated(self, nbytes: int) -> None:
@@ -147,7 +152,9 @@ async def listen(
     return await loop.create_server(accept, host=address[0], port=address[1])
 
 
-async def connect(address: Address, token: str, on_frame: OnFrame, on_lost: OnLost, *, timeout_s: float = 5.0) -> FrameProtocol:
+async def connect(
+    address: Address, token: str, on_frame: OnFrame, on_lost: OnLost, *, timeout_s: float = 5.0
+) -> FrameProtocol:
     """Connect and present the token.
 
     Raises:

@@ -77,11 +77,18 @@ class Cluster(StrictModel):
             for group in node.gpus:
                 kind = GPU_TYPES.get(group.type)
                 memory = group.memory_mib if group.memory_mib is not None else float(kind.memory_mib if kind else 0)
-                price = group.price_per_hour if group.price_per_hour is not None else kind.price_per_hour if kind else None
+                price = (
+                    group.price_per_hour if group.price_per_hour is not None else kind.price_per_hour if kind else None
+                )
                 for position in range(group.count):
                     found.append(
-                        Gpu(id=f"{node.name}/{index}", type=group.type, memory_mib=memory, price_per_hour=price,
-                            uuid=group.uuids[position] if group.uuids else None)
+                        Gpu(
+                            id=f"{node.name}/{index}",
+                            type=group.type,
+                            memory_mib=memory,
+                            price_per_hour=price,
+                            uuid=group.uuids[position] if group.uuids else None,
+                        )
                     )
                     index += 1
         return tuple(found)
@@ -112,8 +119,12 @@ class Cluster(StrictModel):
             match = re.fullmatch(r"\s*([A-Za-z0-9_.-]+)(?::(\d+))?\s*", part)
             if match is None or match.group(2) == "0":
                 raise InvalidInputError(
-                    Problem("--gpus", text, "must be TYPE:COUNT[,TYPE:COUNT…] with counts of at least 1",
-                            "Write for example --gpus v100:4.")
+                    Problem(
+                        "--gpus",
+                        text,
+                        "must be TYPE:COUNT[,TYPE:COUNT…] with counts of at least 1",
+                        "Write for example --gpus v100:4.",
+                    )
                 )
             groups.append({"type": match.group(1), "count": int(match.group(2) or 1)})
         data = {"nodes": [{"name": "n0", "gpus": groups}], "elastic": elastic}

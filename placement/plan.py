@@ -1,7 +1,7 @@
 """The plan: which models run on which share of which GPU, with which batch size, and what is expected of it.
 
-One schema for every policy. Plans are immutable and comparable; they carry all that serving and simulating need (sources,
-SLOs, latencies), so that neither reads the workload or the profiles again.
+One schema for every policy. Plans are immutable and comparable; they carry all that serving and simulating need
+(sources, SLOs, latencies), so that neither reads the workload or the profiles again.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ class Replica(StrictModel):
     """One model resident on a gpu-let.
 
     `batch_size` is the largest batch that will be run. `latency` is l(b) on this gpu-let alone; `slowdown` what its
-    neighbours on the GPU are expected to cost on top (1.0: nothing). `rate_rps` is the part of the model's load planned here.
+    neighbours on the GPU are expected to cost on top (1.0: nothing). `rate_rps` is the part of the model's load
+    planned here.
     """
 
     name: str
@@ -73,7 +74,8 @@ class Gpulet(StrictModel):
 
 
 class ExpectedModel(StrictModel):
-    """What the plan promises for one model: requests per second in time, and the latency of its slowest replica's batch."""
+    """What the plan promises for one model: requests per second in time, and the latency of its slowest replica's
+    batch."""
 
     goodput_rps: float
     latency_ms: float | None = None
@@ -124,7 +126,8 @@ class Plan(StrictModel):
         return tuple(gpulet for gpulet in self.gpulets if gpulet.gpu == gpu_id)
 
     def by_gpu(self) -> dict[str, list[Gpulet]]:
-        """Return the gpu-lets of every GPU by its id, idle GPUs with none; one pass, for plans with thousands of GPUs."""
+        """Return the gpu-lets of every GPU by its id, idle GPUs with none; one pass, for plans with thousands of
+        GPUs."""
         found: dict[str, list[Gpulet]] = {gpu.id: [] for gpu in self.gpus}
         for gpulet in self.gpulets:
             found.setdefault(gpulet.gpu, []).append(gpulet)
@@ -174,15 +177,27 @@ class Plan(StrictModel):
         for index, gpulet in enumerate(self.gpulets):
             where = f"{origin}: gpulets.{index}"
             if gpulet.gpu not in gpus:
-                problems.append(Problem(f"{where}.gpu", gpulet.gpu, "no such GPU in the plan",
-                                        f"Use one of {', '.join(sorted(gpus)) or '(none)'}."))
+                problems.append(
+                    Problem(
+                        f"{where}.gpu",
+                        gpulet.gpu,
+                        "no such GPU in the plan",
+                        f"Use one of {', '.join(sorted(gpus)) or '(none)'}.",
+                    )
+                )
             if gpulet.id in seen:
                 problems.append(Problem(f"{where}.id", gpulet.id, "id is used twice", "Give each gpu-let its own id."))
             seen.add(gpulet.id)
             names = [replica.name for replica in gpulet.models]
             for name in sorted({name for name in names if names.count(name) > 1}):
-                problems.append(Problem(f"{where}.models", name, "model appears twice on one gpu-let",
-                                        "Keep one entry; its batch size is the largest batch."))
+                problems.append(
+                    Problem(
+                        f"{where}.models",
+                        name,
+                        "model appears twice on one gpu-let",
+                        "Keep one entry; its batch size is the largest batch.",
+                    )
+                )
         if problems:
             raise InvalidInputError(problems)
 
@@ -200,6 +215,10 @@ def _plan_in_serve_config(config: dict[str, Any], origin: str) -> Any:
             if isinstance(user_config, dict) and "plan" in user_config:
                 return user_config["plan"]
     raise InvalidInputError(
-        Problem(f"{origin}: applications", "(Serve config)", "carries no Tenuto plan",
-                "Write it with `tenuto plan … -o plan.yaml`.")
+        Problem(
+            f"{origin}: applications",
+            "(Serve config)",
+            "carries no Tenuto plan",
+            "Write it with `tenuto plan … -o plan.yaml`.",
+        )
     )

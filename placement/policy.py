@@ -25,8 +25,8 @@ ENTRY_POINTS = "tenuto.policies"
 class Policy(ABC):
     """Turns workload, cluster and profiles into a plan. It only decides; completing and validating happen in `solve`.
 
-    A policy never changes its arguments and gives the same plan for the same arguments. Options are keyword-only parameters
-    of `__init__` with defaults; `--option k=v` reaches them by name.
+    A policy never changes its arguments and gives the same plan for the same arguments. Options are keyword-only
+    parameters of `__init__` with defaults; `--option k=v` reaches them by name.
     """
 
     name: ClassVar[str]
@@ -81,7 +81,9 @@ def _from_file(name: str) -> type[Policy]:
         raise InvalidInputError(Problem("--policy", name, "no such file", "Give it as path/to/file.py:ClassName."))
     spec = importlib.util.spec_from_file_location(file.stem, file)
     if spec is None or spec.loader is None:
-        raise InvalidInputError(Problem("--policy", name, "is not a Python file", "Give it as path/to/file.py:ClassName."))
+        raise InvalidInputError(
+            Problem("--policy", name, "is not a Python file", "Give it as path/to/file.py:ClassName.")
+        )
     module = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
@@ -92,8 +94,12 @@ def _from_file(name: str) -> type[Policy]:
     kind: type[Policy] | None = getattr(module, attribute, None)
     if not kind or not (inspect.isclass(kind) and callable(getattr(kind, "place", None))):
         raise InvalidInputError(
-            Problem("--policy", name, f"'{attribute}' is not a class with a place() method in {file.name}",
-                    "Derive it from tenuto.placement.Policy.")
+            Problem(
+                "--policy",
+                name,
+                f"'{attribute}' is not a class with a place() method in {file.name}",
+                "Derive it from tenuto.placement.Policy.",
+            )
         )
     return kind
 
@@ -109,14 +115,18 @@ def _configured(kind: type[Policy], name: str, options: dict[str, Any]) -> Polic
     for key, value in options.items():
         if key not in parameters:
             known = ", ".join(parameters) or "none"
-            problems.append(Problem(f"--option {key}", value, f"policy '{name}' has no such option", f"Its options: {known}."))
+            problems.append(
+                Problem(f"--option {key}", value, f"policy '{name}' has no such option", f"Its options: {known}.")
+            )
         else:
             default = parameters[key].default
             try:
                 values[key] = _coerced(value, default)
             except ValueError:
                 expected = type(default).__name__
-                problems.append(Problem(f"--option {key}", value, f"must be of type {expected}", f"The default is {default!r}."))
+                problems.append(
+                    Problem(f"--option {key}", value, f"must be of type {expected}", f"The default is {default!r}.")
+                )
     if problems:
         raise InvalidInputError(problems)
     return kind(**values)

@@ -49,29 +49,39 @@ def check_inputs(workload: Workload, cluster: Cluster, profiles: Profiles) -> No
             problems += [Problem(f"models.{index}.profile", p.value, p.rule, p.cure) for p in missing]
         elif spec.slo_ms < fastest:
             problems.append(
-                Problem(f"models.{index}.slo_ms", spec.slo_ms,
-                        f"below the latency of a single request of '{spec.name}', {fastest:.4g} ms on the fastest GPU",
-                        f"Give an SLO above {fastest:.4g} ms, better twice that, or a faster GPU type.")
+                Problem(
+                    f"models.{index}.slo_ms",
+                    spec.slo_ms,
+                    f"below the latency of a single request of '{spec.name}', {fastest:.4g} ms on the fastest GPU",
+                    f"Give an SLO above {fastest:.4g} ms, better twice that, or a faster GPU type.",
+                )
             )
         if memory and all(need > size for need, size in memory):
             need, size = min(memory, key=lambda pair: pair[0] - pair[1])
             problems.append(
-                Problem(f"models.{index}", spec.name,
-                        f"needs {need:.0f} MiB even with its smallest measured batch, more than the {size:.0f} MiB of the GPU",
-                        "Use a GPU type with more memory, or profile smaller batches.")
+                Problem(
+                    f"models.{index}",
+                    spec.name,
+                    f"needs {need:.0f} MiB even with its smallest measured batch, "
+                    f"more than the {size:.0f} MiB of the GPU",
+                    "Use a GPU type with more memory, or profile smaller batches.",
+                )
             )
     raise_if_any(problems)
 
 
 def complete(plan: Plan, policy: Policy, workload: Workload, cluster: Cluster, profiles: Profiles) -> Plan:
-    """Fill in what follows from the decision: GPUs used, latencies per replica, expected goodput, cost, the workload entries.
+    """Fill in what follows from the decision: GPUs used, latencies per replica, expected goodput, cost, the workload
+    entries.
 
     What a policy states itself (latency with interference, planned rate, goodput) is kept.
     """
     used = {gpulet.gpu for gpulet in plan.gpulets}
     types = {gpu.id: gpu.type for gpu in cluster.gpus} | {gpu.id: gpu.type for gpu in plan.gpus}
     tables = {kind: _known(workload, kind, profiles) for kind in sorted({types[g] for g in used if g in types})}
-    gpulets = tuple(_completed(gpulet, tables[types[gpulet.gpu]]) if gpulet.gpu in types else gpulet for gpulet in plan.gpulets)
+    gpulets = tuple(
+        _completed(gpulet, tables[types[gpulet.gpu]]) if gpulet.gpu in types else gpulet for gpulet in plan.gpulets
+    )
     expected = plan.expected
     if not expected.models:
         expected = _expected(gpulets, workload)
@@ -150,7 +160,8 @@ def _expected(gpulets: tuple[Gpulet, ...], workload: Workload) -> Expected:
 def check_plan(plan: Plan, cluster: Cluster) -> None:
     """Raise `InvalidInputError` when a plan breaks a rule that holds for every policy.
 
-    Rules: ids are consistent; models exist; memory of the gpu-lets of a GPU fits; shares sum to at most 100 % unless the plan's
+    Rules: ids are consistent; models exist; memory of the gpu-lets of a GPU fits; shares sum to at most 100 % unless
+    the plan's
     notes say that it over-commits; shares below 100 % need CUDA MPS; every model is served or listed as unserved.
     """
     plan.check_references()
@@ -167,22 +178,39 @@ def check_plan(plan: Plan, cluster: Cluster) -> None:
         need = sum(_need(gpulet) for gpulet in gpulets)
         if gpu.type in memory and need > memory[gpu.type] + 1e-6:
             problems.append(
-                Problem(f"gpus.{gpu.id}", f"{need:.0f} MiB", f"more memory than the GPU has ({memory[gpu.type]:.0f} MiB)",
-                        "Use smaller batches, fewer models per GPU, or a larger GPU type.")
+                Problem(
+                    f"gpus.{gpu.id}",
+                    f"{need:.0f} MiB",
+                    f"more memory than the GPU has ({memory[gpu.type]:.0f} MiB)",
+                    "Use smaller batches, fewer models per GPU, or a larger GPU type.",
+                )
             )
     types = {gpu.id: gpu.type for gpu in plan.gpus}
     for gpulet in plan.gpulets:
         if plan.mps == "off" and gpulet.effective_share_pct < 100.0 and types[gpulet.gpu] != "cpu":
-            problems.append(Problem(f"gpulets.{gpulet.id}.share_pct", gpulet.share_pct,
-                                    "a share needs CUDA MPS, which the workload turns off (mps: off)",
-                                    "Use mps: auto, or a policy without shares, such as ffd or symphony."))
+            problems.append(
+                Problem(
+                    f"gpulets.{gpulet.id}.share_pct",
+                    gpulet.share_pct,
+                    "a share needs CUDA MPS, which the workload turns off (mps: off)",
+                    "Use mps: auto, or a policy without shares, such as ffd or symphony.",
+                )
+            )
         for replica in gpulet.models:
             if replica.name not in known:
-                problems.append(Problem(f"gpulets.{gpulet.id}.models", replica.name, "not a model of the workload",
-                                        f"Known models: {', '.join(sorted(known))}."))
+                problems.append(
+                    Problem(
+                        f"gpulets.{gpulet.id}.models",
+                        replica.name,
+                        "not a model of the workload",
+                        f"Known models: {', '.join(sorted(known))}.",
+                    )
+                )
     served = {replica.name for gpulet in plan.gpulets for replica in gpulet.models}
     for name in sorted(known - served - set(plan.unserved)):
-        problems.append(Problem("unserved", name, "neither served nor listed as unserved", "This is a fault of the policy."))
+        problems.append(
+            Problem("unserved", name, "neither served nor listed as unserved", "This is a fault of the policy.")
+        )
     raise_if_any(problems)
 
 

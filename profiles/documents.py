@@ -113,7 +113,12 @@ def _problems(error: ValidationError, model: type[BaseModel], origin: str) -> It
             message = str(fault["msg"])
             message = message.removeprefix("Value error, ")
             rule, _, cure = message.partition("; cure: ")
-            yield Problem(path, fault["input"], rule[:1].lower() + rule[1:], cure or _CURES.get(fault["type"], "Correct the value."))
+            yield Problem(
+                path,
+                fault["input"],
+                rule[:1].lower() + rule[1:],
+                cure or _CURES.get(fault["type"], "Correct the value."),
+            )
 
 
 def _known_keys(model: type[BaseModel], location: tuple[int | str, ...]) -> list[str]:
@@ -155,7 +160,7 @@ def dump_yaml(data: Any) -> str:
     """Render plain data as YAML in a stable form: keys in the given order, no aliases, floats as Python prints them."""
 
     class Dumper(yaml.SafeDumper):
-        def ignore_aliases(self, data: Any) -> bool:
+        def ignore_aliases(self, data: Any) -> bool:  # noqa: ARG002
             return True
 
     return yaml.dump(data, Dumper=Dumper, sort_keys=False, allow_unicode=True, width=120)

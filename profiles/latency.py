@@ -34,7 +34,7 @@ class LinearLatency(StrictModel):
 
     def largest_batch(self, budget_ms: float) -> int:
         """Return the largest batch size with l(b) <= budget_ms, or 0 when not even one request fits."""
-        batch = max(0, int(math.floor((budget_ms - self.beta_ms) / self.alpha_ms + 1e-9)))
+        batch = max(0, math.floor((budget_ms - self.beta_ms) / self.alpha_ms + 1e-9))
         while batch > 0 and self.at(batch) > budget_ms:
             batch -= 1
         return batch

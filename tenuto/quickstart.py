@@ -1,7 +1,8 @@
-"""The whole line on this machine, no GPU needed: profile, plan, serve, ask, load, judge; then once more on emulated GPUs.
+"""The whole line on this machine, no GPU needed: profile, plan, serve, ask, load, judge; then once more on emulated
+GPUs.
 
-Everything here goes through the same functions as the single commands; the quickstart only chooses rates and SLOs that suit
-the machine it finds.
+Everything here goes through the same functions as the single commands; the quickstart only chooses rates and SLOs
+that suit the machine it finds.
 """
 
 from __future__ import annotations
@@ -98,7 +99,8 @@ class Quickstart:
         return profile
 
     def workload(self, profile: Profile) -> Workload:
-        """Return rates and SLOs this machine can hold: an equal part of the processor each, and time for the others' batches."""
+        """Return rates and SLOs this machine can hold: an equal part of the processor each, and time for the others'
+        batches."""
         alone = {name: model.latency_ms(1) for name, model in profile.models.items()}
         models = []
         for name, latency_ms in alone.items():
@@ -112,7 +114,9 @@ class Quickstart:
     def _plan(self, name: str, workload: Workload, cluster: Cluster, profiles: Profiles, port: int) -> Plan:
         plan = solve(load_policy("ffd"), workload, cluster, profiles)
         if plan.unserved:
-            raise EnvironmentFaultError(f"no plan for {', '.join(plan.unserved)}: {plan.unserved_reasons}. Free the machine and retry.")
+            raise EnvironmentFaultError(
+                f"no plan for {', '.join(plan.unserved)}: {plan.unserved_reasons}. Free the machine and retry."
+            )
         from tenuto.profiles.documents import dump_yaml
 
         path = self._folder / f"plan-{name}.yaml"
@@ -128,14 +132,16 @@ class Quickstart:
             *((model, photo, "image/jpeg") for model in IMAGE_MODELS),
             (TEXT_MODEL, SENTENCE.encode(), "text/plain"),
         ):
-            request = urllib.request.Request(f"{url}/predict/{model}", body, {"Content-Type": kind, "X-SLO-Ms": "20000"})
+            request = urllib.request.Request(
+                f"{url}/predict/{model}", body, {"Content-Type": kind, "X-SLO-Ms": "20000"}
+            )
             with urllib.request.urlopen(request, timeout=30) as response:
                 answer = json.load(response)
             best, parameters = answer["predictions"][0], answer["parameters"]
             asked = "photograph" if kind.startswith("image") else f"{SENTENCE!r}"
             self._say(
-                f"ask: {model}: {asked} -> {best['label']!r} (random weights, so any label), waited {parameters['queue_ms']:.0f} ms, "
-                f"ran {parameters['execution_ms']:.0f} ms on {parameters['gpulet']}"
+                f"ask: {model}: {asked} -> {best['label']!r} (random weights, so any label), "
+                f"waited {parameters['queue_ms']:.0f} ms, ran {parameters['execution_ms']:.0f} ms on {parameters['gpulet']}"
             )
 
     def _load(self, name: str, title: str, plan: Plan, url: str) -> RunSummary:

@@ -21,7 +21,12 @@ class Executor(Protocol):
     device: str
 
     def load(
-        self, replica_name: str, source: str | None, *, weights_path: str | None, options: Mapping[str, Any],
+        self,
+        replica_name: str,
+        source: str | None,
+        *,
+        weights_path: str | None,
+        options: Mapping[str, Any],
         batch_sizes: Sequence[int],
     ) -> None:
         """Build a model and warm up every batch size, so that the first request is not the slowest."""
@@ -30,12 +35,12 @@ class Executor(Protocol):
         """Release a model; one that is not loaded is ignored."""
 
     def signature(self, replica_name: str) -> dict[str, Any]:
-        """Return a loaded model's signature as plain data: `inputs` and `outputs` with `name`, `dtype` (numpy) and `shape`
-        (without the batch dimension), and whatever preprocessing needs."""
+        """Return a loaded model's signature as plain data: `inputs` and `outputs` with `name`, `dtype` (numpy) and
+        `shape` (without the batch dimension), and whatever preprocessing needs."""
 
     def run(self, replica_name: str, inputs: Arrays, batch_size: int) -> tuple[Arrays, float]:
-        """Run one batch and return its outputs and the execution time in ms. Inputs have a leading batch dimension and may
-        be backed by read-only buffers."""
+        """Run one batch and return its outputs and the execution time in ms. Inputs have a leading batch dimension
+        and may be backed by read-only buffers."""
 
     def memory_mib(self) -> float | None:
         """Return the device memory in use, or None where the device has no ledger."""

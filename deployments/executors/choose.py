@@ -28,7 +28,8 @@ def make_executor(spec: Mapping[str, Any]) -> Executor:
         spec: `executor` (auto, torch, emulated), `gpu` (type, uuid), `share_pct`, `memory_mib`.
 
     Raises:
-        EnvironmentFaultError: the plan names a physical GPU, or asks for torch on a GPU, and this node has no NVIDIA driver.
+        EnvironmentFaultError: the plan names a physical GPU, or asks for torch on a GPU, and this node has no NVIDIA
+        driver.
     """
     wanted, gpu = spec["executor"], spec["gpu"]
     if wanted == "emulated":
@@ -42,8 +43,11 @@ def make_executor(spec: Mapping[str, Any]) -> Executor:
             f"gpu-let {spec['gpulet']} needs {gpu['uuid'] or 'a ' + gpu['type']}, but this node has no NVIDIA driver. "
             "Deploy on the node the plan was made for, or write the plan with --executor emulated."
         )
-    logger.warning("gpu-let %s: %s is a logical GPU and this node has no NVIDIA driver: EMULATED, answers are zeros",
-                   spec["gpulet"], gpu["id"])
+    logger.warning(
+        "gpu-let %s: %s is a logical GPU and this node has no NVIDIA driver: EMULATED, answers are zeros",
+        spec["gpulet"],
+        gpu["id"],
+    )
     return EmulatedExecutor(gpu["type"])
 
 

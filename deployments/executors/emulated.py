@@ -14,11 +14,10 @@ import numpy as np
 
 from tenuto.deployments.executors.base import Arrays
 from tenuto.errors import InvalidInputError
-from tenuto.profiles.catalogue import lookup
 from tenuto.profiles import Latency, LatencyTable, LinearLatency
+from tenuto.profiles.catalogue import lookup
 
 __all__ = ["EmulatedExecutor"]
-
 
 
 class EmulatedExecutor:
@@ -30,7 +29,12 @@ class EmulatedExecutor:
         self._signatures: dict[str, dict[str, Any]] = {}
 
     def load(
-        self, replica_name: str, source: str | None, *, weights_path: str | None, options: Mapping[str, Any],
+        self,
+        replica_name: str,
+        source: str | None,
+        *,
+        weights_path: str | None,
+        options: Mapping[str, Any],
         batch_sizes: Sequence[int],
     ) -> None:
         """Take the latency from `options` and the signature from there or from the catalogue; nothing is built.
@@ -41,7 +45,9 @@ class EmulatedExecutor:
         del weights_path
         raw = options.get("latency")
         if raw is None:
-            raise InvalidInputError(f"'{replica_name}' has no latency in the plan. Make the plan again with `tenuto plan`.")
+            raise InvalidInputError(
+                f"'{replica_name}' has no latency in the plan. Make the plan again with `tenuto plan`."
+            )
         latency: Latency = LatencyTable.model_validate(raw) if "points" in raw else LinearLatency.model_validate(raw)
         slowdown = float(options.get("slowdown", 1.0))
         self._tables[replica_name] = [0.0] + [latency.at(size) * slowdown for size in batch_sizes]

@@ -40,10 +40,10 @@ VERBS = {
 class _Verbs(click.Group):
     """Loads a verb's module on first use, so that `tenuto --help` and planning start without Ray or torch."""
 
-    def list_commands(self, ctx: click.Context) -> list[str]:
+    def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002
         return list(VERBS)
 
-    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:  # noqa: ARG002
         if cmd_name not in VERBS:
             return None
         command: click.Command = importlib.import_module(f"tenuto.cli.{VERBS[cmd_name]}").command

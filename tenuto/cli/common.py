@@ -15,7 +15,15 @@ from tenuto.errors import InvalidInputError, Problem
 from tenuto.placement import Cluster
 from tenuto.profiles import Profile, Profiles
 
-__all__ = ["cluster_from", "cluster_options", "emit_json", "parse_options", "profiles_from", "progress_console", "stdout_console"]
+__all__ = [
+    "cluster_from",
+    "cluster_options",
+    "emit_json",
+    "parse_options",
+    "profiles_from",
+    "progress_console",
+    "stdout_console",
+]
 
 
 def progress_console() -> Console:
@@ -37,8 +45,13 @@ def emit_json(data: Any) -> None:
 def cluster_options(function: Callable[..., Any]) -> Callable[..., Any]:
     """Add --gpus, --cluster, --elastic and --profiles to a verb."""
     for decorate in (
-        click.option("--profiles", "profile_names", multiple=True, metavar="FILE|NAME",
-                     help="Profile file or shipped profile; repeatable, earlier ones win. Default: those of the GPU types."),
+        click.option(
+            "--profiles",
+            "profile_names",
+            multiple=True,
+            metavar="FILE|NAME",
+            help="Profile file or shipped profile; repeatable, earlier ones win. Default: those of the GPU types.",
+        ),
         click.option("--elastic", is_flag=True, help="Use as many GPUs of these types as needed; cost counts."),
         click.option("--cluster", "cluster_file", metavar="FILE", help="Cluster file instead of --gpus."),
         click.option("--gpus", metavar="TYPE:COUNT[,…]", help="Short form of a one-node cluster, such as v100:4."),
@@ -75,8 +88,12 @@ def profiles_from(names: Iterable[str], gpu_types: Iterable[str]) -> Profiles:
             loaded.append(Profile.load(name))
         else:
             raise InvalidInputError(
-                Problem("--profiles", name, "neither a file nor a shipped profile",
-                        f"Shipped profiles: {', '.join(shipped_names())}.")
+                Problem(
+                    "--profiles",
+                    name,
+                    "neither a file nor a shipped profile",
+                    f"Shipped profiles: {', '.join(shipped_names())}.",
+                )
             )
     if not loaded:
         for gpu_type in gpu_types:
@@ -90,6 +107,8 @@ def parse_options(pairs: Iterable[str]) -> dict[str, Any]:
     for pair in pairs:
         key, separator, value = pair.partition("=")
         if not separator or not key:
-            raise InvalidInputError(Problem("--option", pair, "must have the form key=value", "Write --option key=value."))
+            raise InvalidInputError(
+                Problem("--option", pair, "must have the form key=value", "Write --option key=value.")
+            )
         options[key.replace("-", "_")] = value
     return options

@@ -26,7 +26,8 @@ def command(as_json: bool) -> None:
             {
                 "profiles": [
                     {
-                        "name": p.name, "gpu_type": p.gpu_type, "default": p.name in defaults, "models": sorted(p.models),
+                        "name": p.name, "gpu_type": p.gpu_type, "default": p.name in defaults,
+                        "models": sorted(p.models),
                         "source": p.source, "doubts": list(p.doubts),
                     }
                     for p in profiles

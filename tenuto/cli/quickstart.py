@@ -13,12 +13,15 @@ from tenuto.cli.common import progress_console, stdout_console
 __all__ = ["command"]
 
 
-@click.command(name="quickstart", short_help="Profile, plan, serve, load and judge real models on this machine; no GPU needed.")
+@click.command(
+    name="quickstart", short_help="Profile, plan, serve, load and judge real models on this machine; no GPU needed."
+)
 @click.option("-o", "--output", "folder", default=None, metavar="DIR", help="Folder for profile, plans and reports.")
 @click.option("--seconds", default=15.0, show_default=True, help="Length of each of the two load runs.")
 @click.option("--seed", default=1, show_default=True, help="Seed of the arrivals.")
 def command(folder: str | None, seconds: float, seed: int) -> int:
-    """Do the whole job here: profile three real networks, plan, serve over HTTP, load with Ray actors, judge by goodput.
+    """Do the whole job here: profile three real networks, plan, serve over HTTP, load with Ray actors, judge by
+    goodput.
 
     Runs once on the processor with real models and once on four emulated V100s; leaves nothing running.
 
@@ -35,8 +38,19 @@ def command(folder: str | None, seconds: float, seed: int) -> int:
         console.print(f"[{time.monotonic() - started:5.1f} s] {text}", markup=False, soft_wrap=True)
 
     runs = Quickstart(out, seconds=seconds, seed=seed, say=say).run()
-    table = Table("run", "model", "SLO ms", "offered rps", "goodput rps", "in time", "p50 ms", "mean batch", "planned ms", "executed ms",
-                  title="goodput: answers within the SLO per second")
+    table = Table(
+        "run",
+        "model",
+        "SLO ms",
+        "offered rps",
+        "goodput rps",
+        "in time",
+        "p50 ms",
+        "mean batch",
+        "planned ms",
+        "executed ms",
+        title="goodput: answers within the SLO per second",
+    )
     for run in runs:
         window_s = run.document["options"]["duration_s"] * 0.95
         for spec in run.plan.models:
@@ -45,7 +59,7 @@ def command(folder: str | None, seconds: float, seed: int) -> int:
             table.add_row(
                 run.title, spec.name, f"{spec.slo_ms:g}", f"{m['offered'] / window_s:.1f}", f"{m['ok'] / window_s:.1f}",
                 "-" if m["attainment"] is None else f"{100 * m['attainment']:.1f} %",
-                *("-" if value is None else f"{value:.1f}" for value in (m["p50_ms"], m["mean_batch"], expected, m["execution_p50_ms"])),
+                *(_number(value) for value in (m["p50_ms"], m["mean_batch"], expected, m["execution_p50_ms"])),
             )  # fmt: skip
     output = stdout_console()
     output.print(table)
@@ -55,3 +69,7 @@ def command(folder: str | None, seconds: float, seed: int) -> int:
         output.print(f"verdict, {run.title}: {run.result.verdict.result}{reasons}")
     output.print(f"report: {out}")
     return 0 if all(run.result.verdict.result != "INVALID" for run in runs) else 1
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1f}"

@@ -16,14 +16,24 @@ __all__ = ["command"]
 @click.command(name="serve", short_help="Start a plan on Ray Serve and wait until it is healthy; Ctrl-C drains.")
 @click.argument("plan_file", metavar="PLAN")
 @click.option("--emulate", is_flag=True, help="Emulate every GPU of the plan; answers are labelled so.")
-@click.option("--executor", type=click.Choice(["auto", "torch", "emulated"]), default=None, help="What runs the models.")
+@click.option(
+    "--executor", type=click.Choice(["auto", "torch", "emulated"]), default=None, help="What runs the models."
+)
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to bind to.")
 @click.option("--port", default=8000, show_default=True, type=click.IntRange(1, 65535), help="Port to listen on.")
 @click.option("--scheduler", default="deferred", show_default=True, help="Batching scheduler of the dispatcher.")
 @click.option("--option", "options", multiple=True, metavar="K=V", help="Option of the scheduler; repeatable.")
-@click.option("--address", metavar="ADDRESS", help="Ray cluster to use; default: a running one, else a local Ray is started.")
+@click.option(
+    "--address", metavar="ADDRESS", help="Ray cluster to use; default: a running one, else a local Ray is started."
+)
 def command(
-    plan_file: str, emulate: bool, executor: str | None, host: str, port: int, scheduler: str, options: tuple[str, ...],
+    plan_file: str,
+    emulate: bool,
+    executor: str | None,
+    host: str,
+    port: int,
+    scheduler: str,
+    options: tuple[str, ...],
     address: str | None,
 ) -> None:
     """Start a plan on Ray Serve, wait until it is healthy, and serve until Ctrl-C.
@@ -41,8 +51,12 @@ def command(
     chosen = parse_options(options)
     make_scheduler(scheduler, from_plan(plan), chosen)  # a wrong name or option fails here, not in a replica
     config = serve_config(
-        plan, executor="emulated" if emulate else executor or _planned_executor(plan_file), host=host, port=port,
-        scheduler=scheduler, scheduler_options=chosen,
+        plan,
+        executor="emulated" if emulate else executor or _planned_executor(plan_file),
+        host=host,
+        port=port,
+        scheduler=scheduler,
+        scheduler_options=chosen,
     )
     stop = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -75,7 +89,9 @@ def _run(config: dict[str, Any], plan: Any, stop: threading.Event, address: str 
             for gpulet in status["gpulets"]:
                 models = ", ".join(f"{name} (batch {size})" for name, size in gpulet["models"].items())
                 console.print(f"tenuto: {gpulet['id']} on {gpulet['device']}, pid {gpulet['pid']}: {models}")
-            console.print(f"tenuto: serving at {launcher.base_url}, documentation at {launcher.base_url}/docs. Ctrl-C drains.")
+            console.print(
+                f"tenuto: serving at {launcher.base_url}, documentation at {launcher.base_url}/docs. Ctrl-C drains."
+            )
             while not stop.wait(0.5):
                 pass
         console.print("tenuto: draining")

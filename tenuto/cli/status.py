@@ -39,14 +39,36 @@ def _print(status: dict[str, Any]) -> None:
     for gpulet in status["gpulets"]:
         models = ", ".join(f"{name} ({size})" for name, size in gpulet.get("models", {}).items())
         share = gpulet.get("share_pct")
-        gpulets.add_row(gpulet["id"], "up" if gpulet["up"] else "down", str(gpulet.get("device", "-")),
-                        "-" if share is None else f"{share:g} %", str(gpulet.get("pid", "-")), models)
+        gpulets.add_row(
+            gpulet["id"],
+            "up" if gpulet["up"] else "down",
+            str(gpulet.get("device", "-")),
+            "-" if share is None else f"{share:g} %",
+            str(gpulet.get("pid", "-")),
+            models,
+        )
     console.print(gpulets)
-    table = Table("model", "ok", "late", "expired", "rejected", "failed", "waiting", "mean batch", "planned ms", "executed ms (p50)",
-                   title="models")
+    table = Table(
+        "model",
+        "ok",
+        "late",
+        "expired",
+        "rejected",
+        "failed",
+        "waiting",
+        "mean batch",
+        "planned ms",
+        "executed ms (p50)",
+        title="models",
+    )
     for name, m in status["models"].items():
-        table.add_row(name, *(str(m[key]) for key in ("ok", "late", "expired", "rejected", "failed", "queued")),
-                       _number(m["mean_batch"]), _number(m["planned_latency_ms"]), _number(m["execution_p50_ms"]))
+        table.add_row(
+            name,
+            *(str(m[key]) for key in ("ok", "late", "expired", "rejected", "failed", "queued")),
+            _number(m["mean_batch"]),
+            _number(m["planned_latency_ms"]),
+            _number(m["execution_p50_ms"]),
+        )
     console.print(table)
 
 

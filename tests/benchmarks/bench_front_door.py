@@ -1,6 +1,8 @@
-"""Requests per second through the HTTP front door: Tenuto with a model of no latency beside a bare no-op FastAPI deployment.
+"""Requests per second through the HTTP front door: Tenuto with a model of no latency beside a bare no-op FastAPI
+deployment.
 
-Both run on the same Ray Serve in the same mode, one after the other, asked by the same closed-loop client on the same machine.
+Both run on the same Ray Serve in the same mode, one after the other, asked by the same closed-loop client on the
+same machine.
 """
 
 from __future__ import annotations
@@ -28,13 +30,19 @@ def main() -> None:
         launcher.apply(serve_config(plan, port=PORT))
         closed_loop(launcher.base_url, 16, 1.0)
         for connections in (16, 64, 128):
-            rows.append((f"tenuto, deferred, {connections} connections", *closed_loop(launcher.base_url, connections, seconds)))
+            rows.append(
+                (f"tenuto, deferred, {connections} connections", *closed_loop(launcher.base_url, connections, seconds))
+            )
         launcher.apply(serve_config(plan, port=PORT, scheduler="eager"))
         for connections in (1, 64):
-            rows.append((f"tenuto, eager, {connections} connections", *closed_loop(launcher.base_url, connections, seconds)))
+            rows.append(
+                (f"tenuto, eager, {connections} connections", *closed_loop(launcher.base_url, connections, seconds))
+            )
         apply_rival(rival_config("noop", {}, PORT), launcher.base_url)
         for connections in (1, 16, 64, 128):
-            rows.append((f"no-op FastAPI, {connections} connections", *closed_loop(launcher.base_url, connections, seconds)))
+            rows.append(
+                (f"no-op FastAPI, {connections} connections", *closed_loop(launcher.base_url, connections, seconds))
+            )
     print(f"{'':40s} {'requests/s':>10s} {'p50 ms':>8s} {'p99 ms':>8s}")
     for name, rate, p50, p99 in rows:
         print(f"{name:40s} {rate:10.0f} {p50:8.2f} {p99:8.2f}")

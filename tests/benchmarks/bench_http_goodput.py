@@ -1,8 +1,10 @@
-"""Goodput over HTTP: Tenuto beside Ray Serve's `@serve.batch` on the same emulated model, open-loop Poisson, p99 within 100 ms.
+"""Goodput over HTTP: Tenuto beside Ray Serve's `@serve.batch` on the same emulated model, open-loop Poisson, p99
+within 100 ms.
 
-For each server and GPU count the highest rate is searched at which at least 99 % of the requests are answered in time, then
-the overload is offered: twice what full batches per SLO could carry. `@serve.batch` runs with its best window (one batch of the
-size that the rate asks for) and with load shedding in the overload.
+For each server and GPU count the highest rate is searched at which at least 99 % of the requests are answered in
+time, then
+the overload is offered: twice what full batches per SLO could carry. `@serve.batch` runs with its best window (one
+batch of the size that the rate asks for) and with load shedding in the overload.
 """
 
 from __future__ import annotations
@@ -22,17 +24,24 @@ PORT = 8791
 ALPHA_MS, BETA_MS, SLO_MS = 4.212, 20.288, 100.0
 OVERLOAD_RPS = {2: 375.0, 4: 749.0}
 TARGETS = {2: (230, 285), 4: (520, 600)}
-# The issue's figures for other servers, each tuned, on a machine like this: at 99 % in time, and in time under overload.
+# The issue's figures for other servers, each tuned, on a machine like this: at 99 % in time, and in time under
+# overload.
 OTHERS = {2: "Triton 209, Mosec 193, LitServe 185", 4: "Triton 500, Mosec 500, LitServe 433"}
 
 
 def measure(url: str, rate_rps: float, seconds: float, seed: int) -> tuple[float, float]:
     """Return attainment and answers in time per second at an offered rate; the run must be valid."""
-    spec = ModelSpec(name="synthetic", rate_rps=rate_rps, slo_ms=SLO_MS, latency=LinearLatency(alpha_ms=ALPHA_MS, beta_ms=BETA_MS))
+    spec = ModelSpec(
+        name="synthetic", rate_rps=rate_rps, slo_ms=SLO_MS, latency=LinearLatency(alpha_ms=ALPHA_MS, beta_ms=BETA_MS)
+    )
     result = run_bench([spec], BenchOptions(url, seconds, seed, clients=1, warmup_s=1.0))
     mark = "" if result.verdict.result != "INVALID" else f"  INVALID: {'; '.join(result.verdict.reasons)}"
     attainment = result.summary["attainment"]
-    print(f"    {rate_rps:6.1f} r/s: {100 * attainment:6.2f} % in time, goodput {result.summary['goodput_rps']:.1f}{mark}", flush=True)
+    print(
+        f"    {rate_rps:6.1f} r/s: {100 * attainment:6.2f} % in time, "
+        f"goodput {result.summary['goodput_rps']:.1f}{mark}",
+        flush=True,
+    )
     return attainment, result.summary["goodput_rps"]
 
 
@@ -56,7 +65,10 @@ def main() -> None:
     parser.add_argument("--gpus", type=int, choices=(2, 4), action="append", help="only this many GPUs; repeatable")
     options = parser.parse_args()
     seconds = 8.0 if options.quick else 20.0
-    heading(f"goodput over HTTP, emulated model {ALPHA_MS} b + {BETA_MS} ms, SLO {SLO_MS:g} ms, Poisson, {seconds:g} s per run")
+    heading(
+        f"goodput over HTTP, emulated model {ALPHA_MS} b + {BETA_MS} ms, SLO {SLO_MS:g} ms, Poisson, "
+        f"{seconds:g} s per run"
+    )
     rows = []
     with Launcher() as launcher:
         launcher.connect(num_gpus=4)
@@ -68,8 +80,15 @@ def main() -> None:
                 launcher.apply(serve_config(plan, port=PORT))
 
             def serve_batch(gpus: int = gpus) -> None:
-                args = {"alpha_ms": ALPHA_MS, "beta_ms": BETA_MS, "max_batch": 18, "wait_ms": 25.0, "replicas": gpus,
-                        "queued": 30, "ongoing": 36}
+                args = {
+                    "alpha_ms": ALPHA_MS,
+                    "beta_ms": BETA_MS,
+                    "max_batch": 18,
+                    "wait_ms": 25.0,
+                    "replicas": gpus,
+                    "queued": 30,
+                    "ongoing": 36,
+                }
                 apply_rival(rival_config("serve_batch", args, PORT), launcher.base_url)
 
             servers: list[tuple[str, Callable[[], None], float, float]] = [
@@ -82,7 +101,10 @@ def main() -> None:
                 rate = search(launcher.base_url, low, high, seconds, 0.03 * bound)
                 _, overload = measure(launcher.base_url, OVERLOAD_RPS[gpus], seconds, seed=1)
                 rows.append((name, gpus, rate, overload))
-    print(f"\n{'server':14s} {'GPUs':>4s} {'99 % in time, r/s':>18s} {'target':>7s} {'overload, in time r/s':>22s} {'target':>7s}")
+    print(
+        f"\n{'server':14s} {'GPUs':>4s} {'99 % in time, r/s':>18s} {'target':>7s} "
+        f"{'overload, in time r/s':>22s} {'target':>7s}"
+    )
     for name, gpus, rate, overload in rows:
         wanted = TARGETS[gpus] if name == "tenuto" else ("", "")
         print(f"{name:14s} {gpus:4d} {rate:18.0f} {wanted[0]:>7} {overload:22.0f} {wanted[1]:>7}")

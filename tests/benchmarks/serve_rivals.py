@@ -1,5 +1,5 @@
-"""Ray Serve applications that Tenuto is measured against: a bare no-op, and `@serve.batch` on the same emulated model."""
-
+"""Ray Serve applications that Tenuto is measured against: a bare no-op, and `@serve.batch` on the same emulated
+model."""
 
 import asyncio
 import time
@@ -48,7 +48,11 @@ class ServeBatch:
     @batch_app.get("/v2/models/synthetic")
     async def metadata(self) -> dict[str, Any]:
         """Answer like an Open Inference Protocol server, for the load generator."""
-        return {"name": "synthetic", "inputs": [{"name": "INPUT0", "datatype": "FP32", "shape": [-1, 1]}], "outputs": []}
+        return {
+            "name": "synthetic",
+            "inputs": [{"name": "INPUT0", "datatype": "FP32", "shape": [-1, 1]}],
+            "outputs": [],
+        }
 
     @batch_app.post("/v2/models/synthetic/infer")
     async def infer(self, request: Request) -> JSONResponse:
@@ -64,6 +68,11 @@ def noop(_args: dict[str, Any]) -> Any:
 
 
 def serve_batch(args: dict[str, Any]) -> Any:
-    """Build the `@serve.batch` application; `args` has alpha_ms, beta_ms, max_batch, wait_ms, replicas, queued, ongoing."""
-    options = {"num_replicas": args["replicas"], "max_ongoing_requests": args["ongoing"], "max_queued_requests": args["queued"]}
+    """Build the `@serve.batch` application; `args` has alpha_ms, beta_ms, max_batch, wait_ms, replicas, queued,
+    ongoing."""
+    options = {
+        "num_replicas": args["replicas"],
+        "max_ongoing_requests": args["ongoing"],
+        "max_queued_requests": args["queued"],
+    }
     return ServeBatch.options(**options).bind(args["alpha_ms"], args["beta_ms"], args["max_batch"], args["wait_ms"])

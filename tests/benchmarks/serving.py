@@ -24,7 +24,12 @@ PATH = "/v2/models/synthetic/infer"
 def synthetic_plan(alpha_ms: float, beta_ms: float, slo_ms: float, rate_rps: float, gpus: int, batch_size: int) -> Plan:
     """Return a plan with one emulated model on every one of `gpus` whole GPUs."""
     latency = {"alpha_ms": alpha_ms, "beta_ms": beta_ms}
-    replica = {"name": "synthetic", "batch_size": batch_size, "latency": latency, "latency_ms": alpha_ms * batch_size + beta_ms}
+    replica = {
+        "name": "synthetic",
+        "batch_size": batch_size,
+        "latency": latency,
+        "latency_ms": alpha_ms * batch_size + beta_ms,
+    }
     return Plan.from_data(
         {
             "policy": {"name": "benchmark"},
@@ -39,8 +44,13 @@ def rival_config(factory: str, args: dict[str, Any], port: int) -> dict[str, Any
     """Return a Serve config of one application of `serve_rivals`."""
     here = str(Path(__file__).parent)
     base = serve_config(synthetic_plan(1, 0, 100, 1, 1, 1), port=port)
-    application = {"name": factory, "route_prefix": "/", "import_path": f"serve_rivals:{factory}", "args": args,
-                   "runtime_env": {"env_vars": {"PYTHONPATH": here}}}
+    application = {
+        "name": factory,
+        "route_prefix": "/",
+        "import_path": f"serve_rivals:{factory}",
+        "args": args,
+        "runtime_env": {"env_vars": {"PYTHONPATH": here}},
+    }
     return {**base, "applications": [application]}
 
 
@@ -69,7 +79,8 @@ def apply_rival(config: dict[str, Any], url: str, timeout_s: float = 90.0) -> No
 
 
 def closed_loop(url: str, connections: int, seconds: float) -> tuple[float, float, float]:
-    """Return requests per second, p50 and p99 latency in ms of `connections` clients that ask again as soon as they are answered."""
+    """Return requests per second, p50 and p99 latency in ms of `connections` clients that ask again as soon as they
+    are answered."""
 
     async def run() -> tuple[float, float, float]:
         sender = HttpSender(url)
@@ -115,5 +126,8 @@ def heading(title: str) -> None:
     """Print what is measured, where and with which versions."""
     machine, packages = hardware(), versions()
     listed = ", ".join(f"{name} {version}" for name, version in packages.items())
-    print(f"{title}\n{datetime.now(UTC).date()}, {machine['processor']}, {machine['cores']} cores, Python {machine['python']}, {listed}")
+    print(
+        f"{title}\n{datetime.now(UTC).date()}, {machine['processor']}, {machine['cores']} cores, "
+        f"Python {machine['python']}, {listed}"
+    )
     print(f"command: {' '.join(sys.argv)}\n", flush=True)

@@ -62,7 +62,8 @@ class FakeGpulet:
     def _description(self) -> dict[str, Any]:
         return {
             "gpulet": self.id, "pid": self.incarnation, "device": "fake",
-            "emulated": False, "models": dict.fromkeys(self.models, 4), "signatures": dict.fromkeys(self.models, SIGNATURE),
+            "emulated": False, "models": dict.fromkeys(self.models, 4),
+            "signatures": dict.fromkeys(self.models, SIGNATURE),
         }  # fmt: skip
 
     def _on_frame(self, protocol: FrameProtocol, header: dict[str, Any], body: memoryview) -> None:
@@ -92,7 +93,9 @@ class FakeGpulet:
         )  # fmt: skip
 
 
-def make_plan(*gpulets: tuple[str, tuple[str, ...]], slo_ms: float = 2000.0, batch_size: int = 1, models: tuple[str, ...] = ()) -> Plan:
+def make_plan(
+    *gpulets: tuple[str, tuple[str, ...]], slo_ms: float = 2000.0, batch_size: int = 1, models: tuple[str, ...] = ()
+) -> Plan:
     """A plan over fake gpu-lets, each (id, models); l(b) = b + 1 ms."""
     names = models or tuple(dict.fromkeys(name for _, hosted in gpulets for name in hosted))
     replica = {"batch_size": batch_size, "latency": {"alpha_ms": 1.0, "beta_ms": 1.0}, "latency_ms": batch_size + 1.0}
@@ -100,9 +103,12 @@ def make_plan(*gpulets: tuple[str, tuple[str, ...]], slo_ms: float = 2000.0, bat
         {
             "policy": {"name": "test"},
             "gpus": [{"id": "g", "type": "v100"}],
-            "gpulets": [{"id": i, "gpu": "g", "models": [{"name": n, **replica} for n in hosted]} for i, hosted in gpulets],
+            "gpulets": [
+                {"id": i, "gpu": "g", "models": [{"name": n, **replica} for n in hosted]} for i, hosted in gpulets
+            ],
             "models": [
-                {"name": n, "rate_rps": 10, "slo_ms": slo_ms, "latency": {"alpha_ms": 1.0, "beta_ms": 1.0}} for n in names
+                {"name": n, "rate_rps": 10, "slo_ms": slo_ms, "latency": {"alpha_ms": 1.0, "beta_ms": 1.0}}
+                for n in names
             ],
         }
     )

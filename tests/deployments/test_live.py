@@ -28,8 +28,18 @@ PORT = 8765
 
 def make_plan(*, batch_size: int = 4, share_pct: float | None = 50.0, cpu: bool = True) -> Plan:
     """Two emulated gpu-lets of `synthetic`, one of them with a share, and MobileNet on the processor."""
-    synthetic = {"name": "synthetic", "batch_size": batch_size, "latency": {"alpha_ms": 1.0, "beta_ms": 9.0}, "latency_ms": 13.0}
-    mobilenet = {"name": "mobilenet_v2", "batch_size": 2, "latency": {"alpha_ms": 40.0, "beta_ms": 40.0}, "latency_ms": 120.0}
+    synthetic = {
+        "name": "synthetic",
+        "batch_size": batch_size,
+        "latency": {"alpha_ms": 1.0, "beta_ms": 9.0},
+        "latency_ms": 13.0,
+    }
+    mobilenet = {
+        "name": "mobilenet_v2",
+        "batch_size": 2,
+        "latency": {"alpha_ms": 40.0, "beta_ms": 40.0},
+        "latency_ms": 120.0,
+    }
     gpulets: list[dict[str, Any]] = [
         {"id": "n0/0/a", "gpu": "n0/0", "share_pct": share_pct, "models": [synthetic]},
         {"id": "n0/1/a", "gpu": "n0/1", "models": [{**synthetic, "batch_size": 4}]},

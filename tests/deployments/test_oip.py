@@ -104,7 +104,9 @@ def test_wrong_binary_sizes_are_refused() -> None:
         parse_infer(short + bytes(8), len(short), IMAGE)
 
 
-@pytest.mark.parametrize(("ids", "message"), [([1, 2, 10], "outside 0 to 9"), ([-1, 2, 3], "outside 0 to 9"), ([1.5, 2, 3], "not all INT64")])
+@pytest.mark.parametrize(
+    ("ids", "message"), [([1, 2, 10], "outside 0 to 9"), ([-1, 2, 3], "outside 0 to 9"), ([1.5, 2, 3], "not all INT64")]
+)
 def test_token_ids_outside_the_vocabulary_never_reach_the_model(ids: list[float], message: str) -> None:
     body = _body(
         [
@@ -172,7 +174,7 @@ def test_classification_gives_the_best_labels(binary: bool) -> None:
 
 
 def test_unknown_outputs_are_refused() -> None:
-    with pytest.raises(BadRequestError, match="unknown output 'x'. The model's outputs: image"):
+    with pytest.raises(BadRequestError, match=r"unknown output 'x'\. The model's outputs: image"):
         check_outputs([RequestedOutput("x", False)], IMAGE)
 
 
