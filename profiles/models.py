@@ -105,11 +105,11 @@ def _image_model(entry: CatalogueEntry, weights_path: str | None, options: Build
 
 
 def _text_model(entry: CatalogueEntry, weights_path: str | None, options: BuildOptions) -> LoadedModel:
-    from tenuto.profiles.text_networks import TEXT_NETWORKS, classify
+    from tenuto.profiles.text_networks import classify, make_text_network
 
     classes = options.num_labels or int(options.config.get("num_labels", LABEL_COUNT))
     config = {**entry.config, **options.config, "num_labels": classes}
-    network = _seeded(lambda: TEXT_NETWORKS[entry.name](config), entry.name, config, options.seed)
+    network = _seeded(lambda: make_text_network(entry.name, config), entry.name, config, options.seed)
     if weights_path is not None:
         _load_weights(network, weights_path, entry.name)
     text = entry.signature.text

@@ -6,7 +6,7 @@ Importing this module imports torch and transformers; only `tenuto.profiles.mode
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,31 +16,35 @@ import transformers
 from tenuto.errors import InvalidInputError, Problem
 from tenuto.profiles.torchvision_import import import_torchvision
 
-__all__ = ["TEXT_NETWORKS", "classify", "load_directory"]
+__all__ = ["classify", "load_directory", "make_text_network", "prepare_transformers"]
 
 
-def _prepare_transformers() -> None:
-    """Import torchvision first, where it is installed: transformers does too, and fails beside a CPU build of torch."""
+def prepare_transformers(name: str | None = None) -> None:
+    """Import what transformers needs, and the classes of one network of the catalogue.
+
+    torchvision comes first where it is installed: transformers imports it too, and fails beside a CPU build of torch.
+    """
     if importlib.util.find_spec("torchvision") is not None:
         import_torchvision()
+    for class_name in _CLASSES.get((name or "").rpartition("/")[2], ()):
+        getattr(transformers, class_name)
 
 
-def _maker(config_class: str, model_class: str) -> Callable[[Mapping[str, Any]], Any]:
-    def make(config: Mapping[str, Any]) -> Any:
-        _prepare_transformers()
-        return getattr(transformers, model_class)(_inference_only(getattr(transformers, config_class)(**config)))
-
-    return make
-
-
-# Catalogue name: network from the arguments of its configuration.
-TEXT_NETWORKS: dict[str, Callable[[Mapping[str, Any]], Any]] = {
-    "bert": _maker("BertConfig", "BertForSequenceClassification"),
-    "bloom_560": _maker("BloomConfig", "BloomForSequenceClassification"),
-    "gpt2": _maker("GPT2Config", "GPT2ForSequenceClassification"),
-    "t5": _maker("T5Config", "T5ForSequenceClassification"),
-    "xlnet": _maker("XLNetConfig", "XLNetForSequenceClassification"),
+# Catalogue name: classes of the configuration and of the network.
+_CLASSES = {
+    "bert": ("BertConfig", "BertForSequenceClassification"),
+    "bloom_560": ("BloomConfig", "BloomForSequenceClassification"),
+    "gpt2": ("GPT2Config", "GPT2ForSequenceClassification"),
+    "t5": ("T5Config", "T5ForSequenceClassification"),
+    "xlnet": ("XLNetConfig", "XLNetForSequenceClassification"),
 }
+
+
+def make_text_network(name: str, config: Mapping[str, Any]) -> Any:
+    """Return a network of the catalogue from the arguments of its configuration."""
+    prepare_transformers()
+    config_class, network_class = (getattr(transformers, class_name) for class_name in _CLASSES[name])
+    return network_class(_inference_only(config_class(**config)))
 
 
 def _inference_only(config: Any) -> Any:
@@ -100,7 +104,7 @@ def load_directory(directory: Path, expected: str | None) -> Any:
             Problem("model", str(directory), "has no config.json",
                     "Give a directory written by save_pretrained, or a name of the catalogue.")
         )
-    _prepare_transformers()
+    prepare_transformers()
     try:
         config = _inference_only(transformers.AutoConfig.from_pretrained(str(directory), local_files_only=True))
         if expected is not None and config.model_type != expected:

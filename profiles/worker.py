@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from tenuto.errors import InvalidInputError, TenutoError
-from tenuto.profiles.catalogue import LoadedModel, ModelSignature
+from tenuto.profiles.catalogue import LoadedModel, ModelSignature, is_factory, lookup
 from tenuto.profiles.cpu_share import cpu_cores, cpu_threads
 from tenuto.profiles.measure import MeasureRequest, gpu_type_of
 from tenuto.profiles.memory import CudaMemory, MemoryMeter, ResidentMemory
@@ -149,33 +149,39 @@ def _import_libraries(source: str) -> None:
     """Import what a model of this kind needs, so that it is not counted as the model's memory."""
     import torch  # noqa: F401
 
+    if is_factory(source):
+        return  # what a user's module imports is part of what its model costs
+    family = "transformers" if os.path.isdir(source) else lookup(source).source.partition("/")[0]
     try:
-        from tenuto.profiles.torchvision_import import import_torchvision
+        if family == "torchvision":
+            from tenuto.profiles.torchvision_import import import_torchvision
 
-        import_torchvision()
-        if source.startswith("transformers/"):
-            import tenuto.profiles.text_networks  # noqa: F401
-    except TenutoError:
-        pass  # building reports it, if the model needs it
+            import_torchvision()
+        else:
+            from tenuto.profiles.text_networks import prepare_transformers
+
+            prepare_transformers(source)
+    except (TenutoError, ImportError):
+        pass  # building reports it
 
 
 def main() -> None:
     """Measure one request; faults are reported as events, so that the parent can raise them again."""
-    reports = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # whatever a model prints goes to stderr
+    with os.fdopen(os.dup(1), "w", buffering=1) as reports:
+        os.dup2(2, 1)  # whatever a model prints goes to stderr
 
-    def report(event: Mapping[str, Any]) -> None:
-        reports.write(json.dumps(event) + "\n")
+        def report(event: Mapping[str, Any]) -> None:
+            reports.write(json.dumps(event) + "\n")
 
-    data = json.load(sys.stdin)
-    request = MeasureRequest(**{**data, "batch_sizes": tuple(data["batch_sizes"]), "shares": tuple(data["shares"])})
-    try:
-        _measure(request, report)
-    except TenutoError as error:
-        kind = "InvalidInputError" if isinstance(error, InvalidInputError) else "EnvironmentFaultError"
-        report({"event": "error", "kind": kind, "text": str(error)})
-    except KeyboardInterrupt:
-        sys.exit(130)
+        data = json.load(sys.stdin)
+        request = MeasureRequest(**{**data, "batch_sizes": tuple(data["batch_sizes"]), "shares": tuple(data["shares"])})
+        try:
+            _measure(request, report)
+        except TenutoError as error:
+            kind = "InvalidInputError" if isinstance(error, InvalidInputError) else "EnvironmentFaultError"
+            report({"event": "error", "kind": kind, "text": str(error)})
+        except KeyboardInterrupt:
+            sys.exit(130)
 
 
 def _measure(request: MeasureRequest, report: Report) -> None:

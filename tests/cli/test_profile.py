@@ -125,8 +125,10 @@ def test_a_real_model_is_measured_end_to_end(run: Any, monkeypatch: pytest.Monke
     from tenuto.profiles.measure import measure_model
 
     monkeypatch.setattr(verb, "measure_model", measure_model)
-    options = ("--option", "image_size=32", "--option", "config={width_mult: 0.25}", "--budget-s", "0.2")
-    code, out, err = run("mobilenet_v2", *options, "--batch-sizes", "1,2", "--device", "cpu", "--json")
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2]))
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
+    options = ("--option", "width=16", "--budget-s", "0.1", "--batch-sizes", "1,2", "--device", "cpu", "--json")
+    code, out, err = run("tests.profiles.own_models:scale", *options)
     assert code == 0, err
     (model,) = json.loads(out)["models"].values()
     assert [point["batch_size"] for point in model["points"]] == [1, 2]

@@ -1,5 +1,9 @@
+import io
+import json
 import math
+import os
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +17,7 @@ from tenuto.profiles.memory import ResidentMemory
 from tenuto.profiles.models import build
 from tenuto.profiles.timing import Timing, fit_line, measure_until_stable, quantile
 from tenuto.profiles.torch_runner import RunOptions
-from tenuto.profiles.worker import measure_points, random_inputs
+from tenuto.profiles.worker import main, measure_points, random_inputs
 from tests.profiles.test_models import SMALL, one_thread  # noqa: F401
 
 OWN = "tests.profiles.own_models:scale"
@@ -225,9 +229,33 @@ def test_wrong_requests_start_no_process(
         measure_model(request_)
 
 
-def test_faults_in_the_process_reach_the_caller() -> None:
-    with pytest.raises(InvalidInputError, match="cannot be called with the options"):
-        measure_model(MeasureRequest(OWN, device="cpu", options={"depth": 1}, budget_s=0.01))
+@pytest.mark.parametrize(("kind", "raised"), [("InvalidInputError", InvalidInputError),
+                                              ("EnvironmentFaultError", EnvironmentFaultError)])  # fmt: skip
+def test_faults_in_the_process_reach_the_caller(
+    kind: str, raised: type[Exception], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    script = tmp_path / "fault.py"
+    script.write_text(f"print('{{\"event\": \"error\", \"kind\": \"{kind}\", \"text\": \"bad option\"}}')")
+    monkeypatch.setattr("tenuto.profiles.measure._WORKER", [str(script)])
+    with pytest.raises(raised, match="bad option"):
+        measure_model(MeasureRequest(OWN, device="cpu"))
+
+
+def test_the_worker_reports_faults_as_events(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    request = MeasureRequest(OWN, device="cpu", options={"depth": 1})
+    monkeypatch.setattr("sys.stdin", io.StringIO(json.dumps(asdict(request))))
+    stdout = os.dup(1)
+    try:
+        main()
+    finally:
+        os.dup2(stdout, 1)
+        os.close(stdout)
+    events = [json.loads(line) for line in capfd.readouterr().out.splitlines()]
+    assert [event["event"] for event in events] == ["machine", "error"]
+    assert events[1]["kind"] == "InvalidInputError"
+    assert "cannot be called with the options" in events[1]["text"]
 
 
 def test_a_process_that_dies_is_reported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
