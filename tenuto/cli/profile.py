@@ -179,7 +179,7 @@ def _print(profile: Profile) -> None:
 def _fit_text(name: str, model: ModelProfile) -> str:
     fit = model.fit
     if fit is None:
-        return f"{name}: no line (one batch size)"
+        return f"{name}: no line; it takes two batch sizes on the whole device"
     quality = "" if fit.r_squared is None else f"r² {fit.r_squared:.4f}, "
     return (f"{name}: l(b) = {fit.alpha_ms:.3f} b {'+' if fit.beta_ms >= 0 else '-'} {abs(fit.beta_ms):.3f} ms, "
             f"{quality}largest error {fit.max_error_pct or 0:.1f} %")
