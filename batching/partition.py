@@ -204,6 +204,14 @@ class _Judge:
             rate[k] += model.rate_rps
         return need, rate
 
+    def crowded(self, assignment: Sequence[int]) -> set[int]:
+        """Return the sub-clusters with the most need, rate, memory and models: where a single move can help."""
+        totals = [[0.0] * self.subclusters for _ in range(4)]
+        for model, k in zip(self.models, assignment, strict=True):
+            for total, value in zip(totals, (model.need_gpus, model.rate_rps, model.memory_mib, 1.0), strict=True):
+                total[k] += value
+        return {max(range(self.subclusters), key=total.__getitem__) for total in totals}
+
     def imbalance(self, assignment: Sequence[int]) -> float:
         need, rate = self.loads(assignment)
         return (max(need) - min(need)) / self.mean_need + (max(rate) - min(rate)) / self.mean_rate
@@ -253,10 +261,11 @@ def _greedy(models: Sequence[PartitionModel], judge: _Judge) -> list[int] | None
             if assignment[i] < 0:
                 assignment[i] = min(range(judge.subclusters), key=lambda k: (need[k], k))
                 need[assignment[i]] += models[i].need_gpus
-        for _ in range(3 * len(models)):
+        for _ in range(min(3 * len(models), 4_000 // len(models) + 1)):
             value = judge.objective(assignment) if judge.is_allowed(assignment) else math.inf
             moves = []
-            for i in range(len(models)) if len(models) <= 200 else []:
+            crowded = judge.crowded(assignment)
+            for i in (i for i, k in enumerate(assignment) if k in crowded):
                 for k in range(judge.subclusters):
                     if k != assignment[i]:
                         other = [*assignment[:i], k, *assignment[i + 1 :]]
