@@ -111,7 +111,7 @@ class PooledScheduler(Scheduler):
         fastest = model.lanes[-1]
         latency = fastest.sent[: fastest.cap + 1]
         gpulets = sum(lane.pool.size for lane in model.lanes)
-        sizes = batch_sizes(latency, model.budget_ms - self._ctrl_ms, model.rate.rps, gpulets, self._contention > 0.5)
+        sizes = batch_sizes(latency, model.budget_ms - self._ctrl_ms, model.rate.rps, gpulets, self._contention > 0.3)
         release = self._options.release
         if release == "adaptive":
             model.target, model.release = sizes.defend, sizes.release

@@ -15,8 +15,8 @@ def target_batch(latency_ms: list[float], budget_ms: float, rate_rps: float | No
     """Return the largest batch of the staggered pattern: (1 + 1/n) l(b) <= budget (Symphony §3.3, table 2).
 
     n is the number of GPUs the model needs by itself, n = rate * l(b) / b, so that l(b)/n is the time in which b
-    requests arrive and the condition reads l(b) + b/rate <= budget. Where n <= 1 that is the residual rule of Nexus: one
-    formula serves both. While the rate is unknown, two equal batches must fit: l(b) <= budget / 2.
+    requests arrive and the condition reads l(b) + b/rate <= budget. Where n <= 1 that is the residual rule of Nexus:
+    one formula serves both. While the rate is unknown, two equal batches must fit: l(b) <= budget / 2.
 
     Args:
         latency_ms: l(b) by batch size, any delay per request included.
@@ -56,26 +56,25 @@ def batch_sizes(
 ) -> BatchSizes:
     """Return the sizes for a model that `gpulets` gpu-lets hold; `contended`: most batches have to wait for a gpu-let.
 
-    Two corrections to the target, both measured (docs/benchmarks-batching.md):
+    Corrections to the target, all measured (docs/benchmarks-batching.md):
 
     * The staggered pattern assumes even arrivals. A model that occupies the share s of its gpu-lets has to absorb its
-      own bursts of about sqrt(b) requests: it defends 3/4 s sqrt(b) less and is released s sqrt(b) / 2 earlier. Where
-      many models share the gpu-lets (s near 0) their bursts even out, and a model whose fixed cost is above a fifth of
-      its batch waits for one request more instead.
+      own bursts of about sqrt(b) requests: it defends 3/4 s sqrt(b) less, and is released s sqrt(b) / 2 earlier.
+    * Where many models share the gpu-lets (s near 0) waiting until frontrun is free and gathers what bursts bring, so
+      the release size goes towards the largest batch as s falls.
     * Where gpu-lets are scarce, a batch need not wait when that cannot pay: with a gpu-let idle, one more request costs
       1/rate of idle time and spreads beta over one more, so waiting pays while b < beta * rate. Three times that is
-      used, as an idle gpu-let is worth less than a busy one. Where they are not scarce waiting is free, and keeps load
-      together.
+      used, as an idle gpu-let is worth less than a busy one.
     """
     target = target_batch(latency_ms, budget_ms, rate_rps)
     cap = len(latency_ms) - 1
     slope = latency_ms[2] - latency_ms[1] if cap > 1 else 0.0
     fixed_ms = max(0.0, latency_ms[1] - slope)
     share = 0.0
-    release = float(target)
+    release = float(cap)
     if rate_rps is not None:
         share = min(1.0, rate_rps * latency_ms[target] / (1000.0 * target * max(1, gpulets)))
-        release += (1.0 - share) * (fixed_ms > 0.2 * latency_ms[target]) - 0.5 * share * math.sqrt(target)
+        release = target - 0.5 * share * math.sqrt(target) + (1.0 - share) * (cap - target)
         if contended:
             release = min(release, math.ceil(3.0 * fixed_ms * rate_rps / 1000.0))
     defend = target - 0.75 * share * math.sqrt(target)
