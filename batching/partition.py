@@ -13,9 +13,9 @@ model:
 
 The first two terms are the imbalance of GPU need and of rate between the largest and the smallest sub-cluster,
 relative to the average one (U, T); the last is the disruption against the current partition k0: c_m is the memory that
-a model moved elsewhere has to load there (1 MiB where it is unknown), relative to the total C. The appendix's own
-weights are not published; `disruption_weight` is w. Sub-clusters are interchangeable: names of the current partition
-are kept, and without one the symmetry is broken by the first model.
+a model moved elsewhere has to load there (1 MiB where it is unknown), relative to the total C. The appendix was
+known by its aims only, so the terms and weights are derived here; `disruption_weight` is w. Sub-clusters
+are interchangeable: names of the current partition are kept, and without one the symmetry is broken by the first model.
 """
 
 from __future__ import annotations
