@@ -1,0 +1,176 @@
+"""Squishy bin packing: which models share a GPU, at which batch sizes and in which duty cycle (Nexus, SOSP 2019, §6.1).
+
+"Squishy" because the space a model takes on a GPU shrinks when the duty cycle, and with it the batch, gets shorter.
+Pure functions of rates and latencies; GPUs are alike and hold any model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+__all__ = ["Bin", "Demand", "Part", "fill", "full_batch", "pack"]
+
+
+@dataclass(frozen=True)
+class Demand:
+    """What a model asks for: its key, rate, SLO, and l(b) in ms by batch size (index 0 unused, the last the
+    largest)."""
+
+    model: int
+    rate_rps: float
+    slo_ms: float
+    latency_ms: Sequence[float]
+
+
+@dataclass(frozen=True)
+class Part:
+    """A model on a GPU: the batch it runs once per duty cycle, and the rate that is routed there."""
+
+    model: int
+    batch: int
+    rate_rps: float
+
+
+@dataclass
+class Bin:
+    """One GPU. In each duty cycle every part runs its batch once; `busy_ms` is the sum of their latencies."""
+
+    duty_ms: float
+    busy_ms: float
+    parts: list[Part] = field(default_factory=list)
+    demands: list[Demand] = field(default_factory=list)
+
+    @property
+    def occupancy(self) -> float:
+        """The share of the duty cycle that is used."""
+        return self.busy_ms / self.duty_ms
+
+
+def full_batch(demand: Demand, slack_ms: float = 0.0) -> int:
+    """Return the largest b with 2 l(b) <= SLO - slack, or 1: a request that just misses a batch waits for a whole
+    one."""
+    latency = demand.latency_ms
+    largest = 1
+    for size in range(2, len(latency)):
+        if 2 * latency[size] <= demand.slo_ms - slack_ms:
+            largest = size
+    return largest
+
+
+def pack(
+    demands: Sequence[Demand], *, slack_ms: float = 0.0, fits: Callable[[Sequence[Part]], bool] | None = None
+) -> list[Bin]:
+    """Return the GPUs needed to carry these rates.
+
+    Each model first gets whole GPUs at its full batch. What remains gets a duty cycle of the time its batch takes to
+    collect, d = b / rate with the largest b that keeps (b - 1) / rate + l(b) <= SLO and d <= SLO - l(b). Remainders are
+    merged best fit decreasing: the fuller first, each into the GPU that becomes fullest, at the shorter of both cycles
+    and with batches ceil(d * rate).
+
+    Args:
+        demands: models with positive rates.
+        slack_ms: taken off the SLO where full batches are sized (the published program uses 2 ms).
+        fits: whether a GPU has room for these parts together, such as in its memory; any number fits without it.
+    """
+    full: list[Bin] = []
+    rest: list[Bin] = []
+    for demand in demands:
+        size = full_batch(demand, slack_ms)
+        latency = demand.latency_ms[size]
+        carries = 1000.0 * size / latency
+        count = int(demand.rate_rps / carries + 1e-9)
+        full += [Bin(latency, latency, [Part(demand.model, size, carries)], [demand]) for _ in range(count)]
+        left = demand.rate_rps - count * carries
+        if left > 1e-9 * demand.rate_rps:
+            rest.append(_remainder(demand, left, size))
+    rest.sort(key=lambda node: -node.occupancy)
+    merged: list[Bin] = []
+    for node in rest:
+        best, place = None, -1
+        for position, other in enumerate(merged):
+            both = _merge(other, node)
+            if both is None or (fits is not None and not fits(both.parts)):
+                continue
+            if best is None or both.occupancy > best.occupancy:
+                best, place = both, position
+        if best is None:
+            merged.append(node)
+        else:
+            merged[place] = best
+    return full + merged
+
+
+def _remainder(demand: Demand, rate_rps: float, largest: int) -> Bin:
+    latency, per_ms = demand.latency_ms, rate_rps / 1000.0
+    size = 1
+    for b in range(2, largest + 1):
+        if (b - 1) / per_ms + latency[b] <= demand.slo_ms:
+            size = b
+    duty = max(latency[size], min(demand.slo_ms - latency[size], size / per_ms))
+    return Bin(duty, latency[size], [Part(demand.model, size, rate_rps)], [demand])
+
+
+def _merge(first: Bin, second: Bin) -> Bin | None:
+    """Return both in one duty cycle, or None where they do not fit."""
+    duty = min(first.duty_ms, second.duty_ms)
+    parts: list[Part] = []
+    busy = 0.0
+    demands = first.demands + second.demands
+    for part, demand in zip(first.parts + second.parts, demands, strict=True):
+        exact = duty * part.rate_rps / 1000.0
+        size = min(len(demand.latency_ms) - 1, max(1, -int(-(exact - 1e-9) // 1)))
+        if size + 1e-6 < exact:
+            return None
+        busy += demand.latency_ms[size]
+        if busy > duty or duty + demand.latency_ms[size] > demand.slo_ms + 1e-9:
+            return None
+        parts.append(Part(part.model, size, part.rate_rps))
+    return Bin(duty, busy, parts, demands)
+
+
+def fill(
+    demands: Sequence[Demand], gpus: int, *, largest_scale: float = float("inf"), slack_ms: float = 0.0
+) -> tuple[float, list[Bin]]:
+    """Scale all rates alike as far as `gpus` GPUs carry them.
+
+    Returns:
+        The scale, at most `largest_scale`, and the packing, of at most `gpus` GPUs. When the models do not even fit at
+        vanishing rates, the emptiest GPUs hold more than their duty cycle allows (scale 0): then some will be late.
+    """
+    if not demands or gpus < 1:
+        return 0.0, []
+
+    def at(scale: float) -> list[Bin]:
+        return pack([Demand(d.model, d.rate_rps * scale, d.slo_ms, d.latency_ms) for d in demands], slack_ms=slack_ms)
+
+    if largest_scale != float("inf"):
+        bins = at(largest_scale)
+        if len(bins) <= gpus:
+            return largest_scale, bins
+    # One GPU's full throughput per model is an upper bound for what each can carry.
+    need = sum(d.rate_rps * d.latency_ms[full_batch(d, slack_ms)] / (1000.0 * full_batch(d, slack_ms)) for d in demands)
+    high = min(largest_scale, 1.001 * gpus / need)
+    low, best = 0.0, None
+    for step in range(24):
+        scale = (low + high) / 2 if step else high
+        bins = at(scale)
+        if len(bins) <= gpus:
+            low, best = scale, bins
+            if not step:
+                break
+        else:
+            high = scale
+        if best is not None and high - low < 1e-4 * high:
+            break
+    if best is not None:
+        return low, best
+    bins = sorted(at(max(high, 1e-6 * gpus / need)), key=lambda node: -node.occupancy)
+    kept, over = bins[:gpus], bins[gpus:]
+    for node in over:
+        target = min(kept, key=lambda other: other.occupancy)
+        target.parts += node.parts
+        target.demands += node.demands
+        target.busy_ms += node.busy_ms
+        target.duty_ms = min(target.duty_ms, node.duty_ms)
+    return 0.0, kept
