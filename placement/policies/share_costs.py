@@ -14,8 +14,8 @@ __all__ = ["CANNOT_RUN", "WHOLE_GPU", "ShareCosts", "largest_batch", "share_cost
 
 WHOLE_GPU = 100.0
 CANNOT_RUN = (
-    "on {shares} of the GPU its latency is unknown, or two single requests in a row exceed the SLO, or one does not fit "
-    "into that part of the memory"
+    "on {shares} of the GPU its latency is unknown, or two single requests in a row exceed the SLO, or one does not "
+    "fit into that part of the memory"
 )
 
 

@@ -62,7 +62,8 @@ def turns_plan(
     remarks = list(notes)
     for spec in workload.models:
         if spec.name in slowest and rates[spec.name] < spec.rate_rps * (1 - CARRIED):
-            remarks.append(f"{spec.name}: {rates[spec.name]:.6g} of {spec.rate_rps:g} rps carried; no room for the rest")
+            carried = f"{rates[spec.name]:.6g} of {spec.rate_rps:g} rps carried"
+            remarks.append(f"{spec.name}: {carried}; no room for the rest")
     models = {
         spec.name: ExpectedModel(goodput_rps=round(min(spec.rate_rps, rates[spec.name]), 6),
                                  latency_ms=slowest[spec.name])
