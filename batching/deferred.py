@@ -94,7 +94,8 @@ class DeferredScheduler(PooledScheduler):
             return
         pool = self._pool_of[gpulet_index]
         if pending[gpulet_index]:
-            # The batch sent ahead begins now or later: without this, small delays of a live gpu-let would add up unseen.
+            # The batch sent ahead begins now or later: without this, small delays of a live gpu-let would add up
+            # unseen.
             run_ms = self._run_ms[gpulet_index]
             self._free_at[gpulet_index] = max(self._free_at[gpulet_index] - run_ms, now_ms) + run_ms
             heappush(pool.soon, (self._free_at[gpulet_index], gpulet_index))

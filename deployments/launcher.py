@@ -34,6 +34,13 @@ FAST_MODE = {
     "RAY_DEDUP_LOGS": "1",
 }
 
+_SIDE_PORTS = (
+    "RAY_SERVE_HAPROXY_METRICS_PORT",
+    "RAY_SERVE_HAPROXY_STATS_PORT",
+    "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT",
+    "RAY_SERVE_FALLBACK_PROXY_GRPC_PORT",
+)
+
 _TOKEN = Path.home() / ".ray" / "auth_token"
 
 
@@ -47,6 +54,9 @@ def start_local_ray(num_gpus: int) -> None:
 
     for key, value in FAST_MODE.items():
         os.environ.setdefault(key, value)
+    for key in _SIDE_PORTS:
+        # HAProxy exits when one of its side ports is taken, such as by a HAProxy of another Serve on this machine.
+        os.environ.setdefault(key, str(_unused_port()))
     if not _TOKEN.exists():
         # Else Ray writes a token into the home folder, which later locks out a plain `serve deploy`.
         os.environ.setdefault("RAY_AUTH_MODE", "disabled")
@@ -76,23 +86,31 @@ class Launcher:
     def connect(self, *, num_gpus: int, address: str | None = None) -> None:
         """Join the running cluster, or start a local one with `num_gpus` logical GPUs.
 
+        Args:
+            num_gpus: logical GPUs of a Ray that is started here.
+            address: a cluster's address, or `local` to start one even where another runs; default RAY_ADDRESS, else a
+                running cluster, else a local one.
+
         Raises:
             EnvironmentFaultError: an address was given and no cluster answers there.
         """
         import ray
 
         address = address or os.environ.get("RAY_ADDRESS")
-        if not ray.is_initialized():
+        if ray.is_initialized():
+            return
+        if address != "local":
             try:
                 ray.init(address=address or "auto", **_QUIET)
+                return
             except ConnectionError as error:
                 if address is not None:
                     raise EnvironmentFaultError(
                         f"no Ray cluster answers at {address}: {error}. Check RAY_ADDRESS."
                     ) from error
-                self._progress("starting a local Ray")
-                start_local_ray(num_gpus)
-                self._owns_ray = True
+        self._progress("starting a local Ray")
+        start_local_ray(num_gpus)
+        self._owns_ray = True
 
     def apply(self, config: Mapping[str, Any], *, timeout_s: float = 300.0) -> None:
         """Deploy a Serve config and wait until every application runs and every gpu-let is connected to the gateway.
@@ -108,15 +126,25 @@ class Launcher:
         from ray.serve.schema import ServeDeploySchema
 
         http = config["http_options"]
-        self._base_url = f"http://{http['host']}:{http['port']}"
+        logging.getLogger("ray.serve").setLevel(logging.ERROR)
         if not self._applied:
+            self._base_url = f"http://{http['host']}:{http['port']}"
             _check_port(http["host"], http["port"], ours=_is_serving())
-            serve.start(
-                proxy_location=config["proxy_location"],
-                http_options=dict(http),
-                logging_config=config["logging_config"],
-            )
-        logging.getLogger("ray.serve").setLevel(logging.WARNING)
+            try:
+                serve.start(
+                    proxy_location=config["proxy_location"],
+                    http_options=dict(http),
+                    logging_config=config["logging_config"],
+                )
+            except Exception as error:  # Ray wraps whatever stopped its proxy in kinds of its own
+                raise EnvironmentFaultError(
+                    f"Ray Serve did not start:\n{_essence(str(error))}\nRun `tenuto doctor`."
+                ) from error
+            # A Serve that ran before keeps its own address.
+            actual = _get_global_client().http_config
+            if (actual.host, actual.port) != (http["host"], http["port"]):
+                self._base_url = f"http://{actual.host}:{actual.port}"
+                self._progress(f"Ray Serve already runs here and listens on {actual.host}:{actual.port}")
         schema = ServeDeploySchema.model_validate(config)
         names = {application["name"] for application in config["applications"]}
         _get_global_client().deploy_apps(schema)  # what `serve deploy` calls; there is no public Python twin
@@ -185,6 +213,12 @@ class Launcher:
                     serve.delete(name)
             self._applied = set()
             ray.shutdown()
+
+
+def _unused_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return int(probe.getsockname()[1])
 
 
 def _is_serving() -> bool:

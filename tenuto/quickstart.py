@@ -23,6 +23,7 @@ from tenuto.deployments.launcher import Launcher
 from tenuto.errors import EnvironmentFaultError
 from tenuto.loadgen.bench import BenchOptions, BenchResult, run_bench
 from tenuto.loadgen.output import write_run
+from tenuto.loadgen.report import Run, write_report
 from tenuto.placement import Cluster, ModelSpec, Plan, Workload, load_policy, solve
 from tenuto.profiles import Profile, Profiles
 from tenuto.profiles.measure import MeasureRequest, assemble, measure_model
@@ -46,6 +47,7 @@ class RunSummary:
     """One of the two runs: where it ran, its plan and what was measured."""
 
     title: str
+    folder: Path
     plan: Plan
     result: BenchResult
     document: dict[str, Any]
@@ -74,14 +76,14 @@ class Quickstart:
         larger = workload.scaled(_EMULATED_FACTOR)
         on_gpus = self._plan("v100", larger, Cluster.parse("v100:4"), Profiles(default_profiles("v100")), port)
         with Launcher(progress=lambda text: self._say(f"  {text}")) as launcher:
-            launcher.connect(num_gpus=4)
+            launcher.connect(num_gpus=4, address="local")  # never onto a cluster that others use
             self._say("serve: real models on the processor")
             launcher.apply(serve_config(on_cpu, port=port))
             self.ask(launcher.base_url)
             runs = [self._load("cpu", "cpu", on_cpu, launcher.base_url)]
             self._say(f"serve: the same models on four emulated V100s, {_EMULATED_FACTOR:g} times the rates")
             launcher.apply(serve_config(on_gpus, port=port, executor="emulated"))
-            runs.append(self._load("v100", "4 × v100, emulated", on_gpus, launcher.base_url))
+            runs.append(self._load("v100", "v100 (emulated)", on_gpus, launcher.base_url))
             self._say("stop: draining")
         return runs
 
@@ -141,7 +143,8 @@ class Quickstart:
             asked = "photograph" if kind.startswith("image") else f"{SENTENCE!r}"
             self._say(
                 f"ask: {model}: {asked} -> {best['label']!r} (random weights, so any label), "
-                f"waited {parameters['queue_ms']:.0f} ms, ran {parameters['execution_ms']:.0f} ms on {parameters['gpulet']}"
+                f"waited {parameters['queue_ms']:.0f} ms, ran {parameters['execution_ms']:.0f} ms "
+                f"on {parameters['gpulet']}"
             )
 
     def _load(self, name: str, title: str, plan: Plan, url: str) -> RunSummary:
@@ -151,7 +154,8 @@ class Quickstart:
         folder = self._folder / name
         folder.mkdir(exist_ok=True)
         document = write_run(folder, result, options, plan, command=["tenuto", "quickstart"])
-        return RunSummary(title, plan, result, document)
+        write_report(folder, Run(document, result.records, plan))
+        return RunSummary(title, folder, plan, result, document)
 
 
 def _free_port() -> int:

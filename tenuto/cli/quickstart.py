@@ -38,19 +38,11 @@ def command(folder: str | None, seconds: float, seed: int) -> int:
         console.print(f"[{time.monotonic() - started:5.1f} s] {text}", markup=False, soft_wrap=True)
 
     runs = Quickstart(out, seconds=seconds, seed=seed, say=say).run()
-    table = Table(
-        "run",
-        "model",
-        "SLO ms",
-        "offered rps",
-        "goodput rps",
-        "in time",
-        "p50 ms",
-        "mean batch",
-        "planned ms",
-        "executed ms",
-        title="goodput: answers within the SLO per second",
-    )
+    table = Table(title="goodput: answers within the SLO per second")
+    table.add_column("run", no_wrap=True)
+    table.add_column("model", no_wrap=True)
+    for heading in ("SLO ms", "offered", "goodput", "in time", "p50 ms", "batch", "planned ms", "ran ms"):
+        table.add_column(heading, justify="right")
     for run in runs:
         window_s = run.document["options"]["duration_s"] * 0.95
         for spec in run.plan.models:
@@ -63,11 +55,12 @@ def command(folder: str | None, seconds: float, seed: int) -> int:
             )  # fmt: skip
     output = stdout_console()
     output.print(table)
-    output.print("planned: one full batch as the plan expects it; executed: median over the batches that ran")
+    output.print("planned: one full batch as the plan expects it; ran: median over the batches that ran", highlight=False)
     for run in runs:
         reasons = f" ({'; '.join(run.result.verdict.reasons)})" if run.result.verdict.reasons else ""
         output.print(f"verdict, {run.title}: {run.result.verdict.result}{reasons}")
-    output.print(f"report: {out}")
+    for run in runs:
+        output.print(f"report, {run.title}: {run.folder / 'report.html'}", soft_wrap=True)
     return 0 if all(run.result.verdict.result != "INVALID" for run in runs) else 1
 
 

@@ -13,7 +13,8 @@ SLACK = 10 * TIME_TOLERANCE_MS
 
 @dataclass(frozen=True)
 class Event:
-    """Something from outside: kind is add, cancel, lost, back or slower; `index` a model or gpu-let, `ref` a request."""
+    """Something from outside: kind is add, cancel, lost, back or slower; `index` a model or gpu-let, `ref` a
+    request."""
 
     at: float
     kind: str

@@ -4,7 +4,8 @@ from tenuto.batching.setup import everywhere_linear
 
 
 def test_small_delays_of_a_live_gpulet_do_not_add_up_unseen() -> None:
-    """Batches sent ahead start when the one before has really ended; estimates follow, so nothing feasible ends late."""
+    """Batches sent ahead start when the one before has really ended; estimates follow, so nothing feasible ends
+    late."""
     setup = everywhere_linear([("m", 4.0, 20.0, 100.0, None)], 1, NetworkDelay(ctrl_ms=1.0))
     scheduler = make_scheduler("deferred", setup, {})
     now, drag_ms, request = 0.0, 0.8, 0

@@ -26,7 +26,7 @@ def main() -> None:
     plan = synthetic_plan(0.001, 0.0, 100.0, 2000.0, 2, 8)
     rows = []
     with Launcher() as launcher:
-        launcher.connect(num_gpus=2)
+        launcher.connect(num_gpus=2, address="local")
         launcher.apply(serve_config(plan, port=PORT))
         closed_loop(launcher.base_url, 16, 1.0)
         for connections in (16, 64, 128):

@@ -71,7 +71,7 @@ def main() -> None:
     )
     rows = []
     with Launcher() as launcher:
-        launcher.connect(num_gpus=4)
+        launcher.connect(num_gpus=4, address="local")
         for gpus in options.gpus or ((2,) if options.quick else (2, 4)):
             bound = TARGETS[gpus][0]
 

@@ -64,7 +64,7 @@ def make_plan(*, batch_size: int = 4, share_pct: float | None = 50.0, cpu: bool 
 def launcher() -> Iterator[Launcher]:
     os.environ["RAY_DISABLE_IMPORT_WARNING"] = "1"
     with Launcher() as running:
-        running.connect(num_gpus=2)
+        running.connect(num_gpus=2, address="local")
         apply(running)
         yield running
 
