@@ -55,7 +55,7 @@ def command(folder: str | None, seconds: float, seed: int) -> int:
             )  # fmt: skip
     output = stdout_console()
     output.print(table)
-    output.print("planned: one full batch as the plan expects it; ran: median over the batches that ran", highlight=False)
+    output.print("planned: one full batch as the plan expects it; ran: median over the batches that ran")
     for run in runs:
         reasons = f" ({'; '.join(run.result.verdict.reasons)})" if run.result.verdict.reasons else ""
         output.print(f"verdict, {run.title}: {run.result.verdict.result}{reasons}")

@@ -66,7 +66,7 @@ def test_what_is_placed_stays_unless_moving_pays() -> None:
     lopsided = {"a": 0, "b": 0, "c": 0, "d": 1}
     assert len(partition(models, 2, current=lopsided).moved) == 1
     assert partition(models, 2, current=lopsided, limits=Limits(max_moved_mib=0.0)).moved == ()
-    assert partition(models, 2, current=lopsided, limits=Limits(disruption_weight=100.0)).moved == ()
+    assert partition(models, 2, current=lopsided, limits=Limits(disruption_weight=100.0), time_limit_s=1.0).moved == ()
 
 
 def test_a_new_model_costs_nothing_to_place_and_names_are_kept() -> None:
