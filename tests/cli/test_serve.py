@@ -1,0 +1,112 @@
+"""`tenuto serve` as a user runs it: a process of its own, stopped with Ctrl-C."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from pathlib import Path
+
+import pytest
+
+from tenuto.deployments.endpoint import get_json
+from tenuto.errors import EnvironmentFaultError
+
+PORT = 8781
+PROGRAM = "import sys; from tenuto.cli import main; main(sys.argv[1:])"
+
+PLAN = """
+schema: 1
+policy: {name: test}
+gpus: [{id: n0/0, type: v100}]
+gpulets:
+- {id: n0/0/a, gpu: n0/0, models: [{name: m, batch_size: 2, latency_ms: 12, latency: {alpha_ms: 1, beta_ms: 10}}]}
+models:
+- {name: m, rate_rps: 10, slo_ms: 100, latency: {alpha_ms: 1, beta_ms: 10}}
+"""
+
+
+def tenuto(*args: str, **environment: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", PROGRAM, *args], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env={**os.environ, **environment},
+    )  # fmt: skip
+
+
+def with_mark(mark: str) -> list[int]:
+    """Return the processes that inherited a mark in their environment."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            if f"TENUTO_TEST_MARK={mark}".encode() in (entry / "environ").read_bytes():
+                found.append(int(entry.name))
+        except OSError:
+            continue
+    return found
+
+
+@pytest.mark.ray
+def test_ctrl_c_drains_exits_0_and_leaves_nothing_running(tmp_path: Path) -> None:
+    plan = tmp_path / "plan.yaml"
+    plan.write_text(PLAN)
+    mark = uuid.uuid4().hex
+    address = {"RAY_ADDRESS": "local", "TENUTO_TEST_MARK": mark}
+    process = tenuto("serve", str(plan), "--port", str(PORT), "--emulate", **address)
+    url = f"http://127.0.0.1:{PORT}"
+    try:
+        end = time.monotonic() + 90
+        while True:
+            assert process.poll() is None, process.communicate()
+            assert time.monotonic() < end
+            try:
+                if get_json(f"{url}/v2/health/ready", 1.0).get("ready"):
+                    break
+            except EnvironmentFaultError:
+                time.sleep(0.3)
+        status = tenuto("status", "--url", url)
+        shown, _ = status.communicate(timeout=60)
+        assert status.returncode == 0
+        assert "emulated v100" in shown
+        time.sleep(1.0)
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=90)
+    finally:
+        if process.poll() is None:
+            process.kill()
+    assert process.returncode == 0, err
+    assert "Traceback" not in err
+    assert "draining" in err
+    assert out == ""
+    end = time.monotonic() + 20
+    while with_mark(mark) and time.monotonic() < end:
+        time.sleep(0.5)
+    assert with_mark(mark) == []
+
+
+def test_a_plan_of_another_schema_is_refused(tmp_path: Path) -> None:
+    plan = tmp_path / "plan.yaml"
+    plan.write_text(PLAN.replace("schema: 1", "schema: 7"))
+    process = tenuto("serve", str(plan))
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 2
+    assert "plan schema 7 is not supported" in err
+    assert "tenuto plan" in err
+    assert "Traceback" not in err
+
+
+def test_an_unknown_scheduler_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    plan = tmp_path / "plan.yaml"
+    plan.write_text(PLAN)
+    process = tenuto("serve", str(plan), "--scheduler", "lazy")
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 2
+    assert "deferred" in err
+    assert "Traceback" not in err
+
+
+def test_status_without_a_server_says_how_to_start_one() -> None:
+    process = tenuto("status", "--url", "http://127.0.0.1:9")
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 3
+    assert "tenuto serve PLAN" in err
