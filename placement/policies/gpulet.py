@@ -16,10 +16,10 @@ from tenuto.placement.policies.knee import KNEES
 from tenuto.placement.policies.share_costs import CANNOT_RUN, WHOLE_GPU, ShareCosts, share_costs
 from tenuto.placement.policies.turns_plan import turns_plan
 from tenuto.placement.policy import Policy
-from tenuto.placement.workload import Workload
+from tenuto.placement.workload import ModelSpec, Workload
 from tenuto.profiles import Profiles
 
-__all__ = ["Gpulet"]
+__all__ = ["Gpulet", "costs_by_type"]
 
 
 class Gpulet(Policy):
@@ -35,8 +35,8 @@ class Gpulet(Policy):
     what it can (`smaller=false`: the model stops there). A gpu-let's memory is its share of the GPU's.
 
     Options:
-        interference: whether neighbours on a GPU count (the paper's gpulet+int; linear model, fitted on V100 pairs; needs L2 and DRAM
-            utilisation in the profile, without which a model gets no neighbours).
+        interference: whether neighbours on a GPU count (the paper's gpulet+int): linear model, fitted on V100 pairs.
+            It needs L2 and DRAM utilisation in the profile; a model without gets no neighbours.
         max_partitions: gpu-lets per GPU at most; 2 in the paper.
         shares: the sizes in percent a gpu-let may have; both parts of a split must be among them.
         knee: `curvature` (largest curvature, the paper) or `chord` (furthest above the chord).
@@ -72,7 +72,7 @@ class Gpulet(Policy):
         pool = GpuPool(cluster)
         unserved: dict[str, str] = {}
         costs = {
-            spec.name: _by_type(workload, spec.name, pool, profiles, self._sizes(workload), self.max_batch, unserved)
+            spec.name: costs_by_type(spec, pool, profiles, self._sizes(workload), self.max_batch, unserved)
             for spec in workload.models
         }
         rules = Rules(
@@ -93,8 +93,8 @@ class Gpulet(Policy):
         return V100_PAIRS if self.interference else no_interference
 
 
-def _by_type(
-    workload: Workload, name: str, pool: GpuPool, profiles: Profiles, sizes: tuple[float, ...], max_batch: int,
+def costs_by_type(
+    spec: ModelSpec, pool: GpuPool, profiles: Profiles, sizes: tuple[float, ...], max_batch: int,
     unserved: dict[str, str],
 ) -> dict[str, ShareCosts]:
     """Return a model's costs by GPU type, or none with the reason in `unserved`."""
@@ -102,7 +102,7 @@ def _by_type(
     reasons = []
     for kind, gpu in pool.types.items():
         try:
-            costs = share_costs(workload[name], gpu, profiles, sizes, max_batch)
+            costs = share_costs(spec, gpu, profiles, sizes, max_batch)
         except InvalidInputError as error:
             reasons.append(f"{kind}: {error}")
             continue
@@ -111,5 +111,5 @@ def _by_type(
         else:
             reasons.append(f"{kind}: " + CANNOT_RUN.format(shares="every share"))
     if not found:
-        unserved[name] = "; ".join(reasons) or "the cluster has no GPU"
+        unserved[spec.name] = "; ".join(reasons) or "the cluster has no GPU"
     return found
