@@ -58,7 +58,8 @@ def main() -> None:
         for name, found in accepted.items():
             print(f"  {name:<12} {len(found):>5} accepted, {1000 * seconds[name] / len(scenarios):8.2f} ms per plan")
         difference = len(accepted["ideal"]) - len(accepted["gpulet+int"])
-        print(f"  gpulet+int accepts {difference} fewer than ideal ({difference / len(scenarios):.1%}); published 18, 1.8 %")
+        share = f"{difference / len(scenarios):.1%}"
+        print(f"  gpulet+int accepts {difference} ({share}) fewer than ideal; published 18 (1.8 %)")
         print(f"  gpulet+int within gpulet: {accepted['gpulet+int'] <= accepted['gpulet']}; within ideal: "
               + ", ".join(f"{name} {accepted[name] <= accepted['ideal']}" for name in POLICIES if name != "ideal"))
 
