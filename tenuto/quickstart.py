@@ -35,7 +35,7 @@ IMAGE_MODELS = ("mobilenet_v2", "resnet50")
 TEXT_MODEL = "bert"
 SENTENCE = "Hold every note for its full value, and never longer."
 
-_BUSY = 0.35  # part of the processor the planned load may take; the rest serves, sends and measures
+_BUSY = 0.25  # part of the processor the planned load may take; the rest serves, sends and measures
 _EMULATED_FACTOR = 10.0  # how much more is asked of the four emulated GPUs
 _BATCH_SIZES = (1, 2, 4)
 
@@ -107,7 +107,7 @@ class Quickstart:
         models = []
         for name, latency_ms in alone.items():
             # A batch may find one of every other model before it, on a machine that does other things as well.
-            slo_ms = 50.0 * math.ceil((4.0 * sum(alone.values()) + 2.0 * latency_ms) / 50.0)
+            slo_ms = 50.0 * math.ceil((6.0 * sum(alone.values()) + 2.0 * latency_ms) / 50.0)
             rate_rps = max(0.2, round(1000.0 * _BUSY / len(alone) / latency_ms, 1))
             models.append(ModelSpec(name=name, rate_rps=rate_rps, slo_ms=slo_ms))
             self._say(f"workload: {name} {rate_rps:g} requests/s within {slo_ms:g} ms")
