@@ -1,0 +1,90 @@
+"""What iGniter's paper computes per model and per GPU: batch size, lower bound of the share (Theorem 1), and the shares
+that keep every resident of a GPU within half its SLO (Algorithm 2)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from tenuto.placement.interference.igniter import Hardware, Load, ModelConstants, inference_time_ms
+from tenuto.placement.workload import ModelSpec
+
+__all__ = ["Demand", "Shares", "allocate", "beside_ms"]
+
+Shares = tuple[int, ...]  # of the residents of a GPU in order, in units of Hardware.share_unit_pct
+
+
+@dataclass
+class Demand:
+    """One replica to place on a GPU type: its part of the rate, its batch size, and its smallest share in units.
+
+    The batch size is the one whose filling time and inference time each fit half the SLO (eq. 16); the smallest share
+    is the one on which that batch takes half the SLO without neighbours (Theorem 1, eq. 17).
+    """
+
+    spec: ModelSpec
+    rate_rps: float
+    model: ModelConstants
+    hardware: Hardware
+    batch_size: int = field(init=False)
+    lower_units: int | None = field(init=False)  # None: no share is enough
+    _loads: dict[int, Load] = field(init=False, default_factory=dict)
+
+    def __post_init__(self) -> None:
+        rate_per_ms, pcie = self.rate_rps / 1000.0, self.hardware.pcie_bytes_per_ms
+        model = self.model
+        batch = self.spec.slo_ms * rate_per_ms * pcie / (2.0 * (pcie + rate_per_ms * model.load_bytes))
+        self.batch_size = max(1, math.ceil(batch - 1e-9))
+        copies_ms = (model.load_bytes + model.feedback_bytes) * self.batch_size / pcie
+        budget_ms = self.spec.slo_ms / 2.0 - copies_ms - model.delay_alone_ms - model.k5
+        self.lower_units = None
+        if budget_ms > 0:
+            share_pct = model.work(self.batch_size) / budget_ms - model.k4
+            units = max(1, math.ceil(share_pct / self.hardware.share_unit_pct - 1e-9))
+            self.lower_units = units if units <= self.most_units else None
+
+    @property
+    def most_units(self) -> int:
+        """The whole GPU in units."""
+        return int(self.hardware.share_max_pct / self.hardware.share_unit_pct + 1e-9)
+
+    @property
+    def budget_ms(self) -> float:
+        """Half the SLO: the other half is for filling the batch."""
+        return self.spec.slo_ms / 2.0
+
+    def load(self, units: int) -> Load:
+        """Return the load on a share; computed once per share."""
+        known = self._loads.get(units)
+        if known is None:
+            known = self._loads[units] = Load.of(self.model, self.batch_size, units * self.hardware.share_unit_pct)
+        return known
+
+
+def beside_ms(demands: Sequence[Demand], shares: Sequence[int]) -> list[float]:
+    """Return t_inf of every resident beside all others, in ms."""
+    loads = [demand.load(units) for demand, units in zip(demands, shares, strict=True)]
+    return [inference_time_ms(d.model, own, loads, d.hardware) for d, own in zip(demands, loads, strict=True)]
+
+
+def allocate(demands: Sequence[Demand], shares: Sequence[int]) -> Shares | None:
+    """Return shares that keep every resident within half its SLO, or None when the GPU is too small (Algorithm 2).
+
+    Starts from `shares` and adds one unit to each resident that is late, until none is. Within a round every resident
+    sees the shares as they are by then.
+    """
+    most = demands[0].most_units
+    found = list(shares)
+    loads = [demand.load(units) for demand, units in zip(demands, found, strict=True)]
+    grew = True
+    while grew and sum(found) <= most:
+        grew = False
+        for index, demand in enumerate(demands):
+            if inference_time_ms(demand.model, loads[index], loads, demand.hardware) > demand.budget_ms:
+                found[index] += 1
+                if found[index] > most:
+                    return None
+                loads[index] = demand.load(found[index])
+                grew = True
+    return tuple(found) if sum(found) <= most else None
