@@ -93,7 +93,8 @@ def pack(
             alone = attempt(fresh, demand)
             opened.append(fresh)
             best = (0, fresh, alone or (demand.most_units,))
-        _, chosen, chosen.shares = best
+        _, chosen, shares_now = best
+        chosen.shares = shares_now
         chosen.demands.append(demand)
     return Packed(opened, refused)
 
