@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
@@ -47,7 +48,8 @@ async def read_body(scope: Scope, receive: Receive, limit_bytes: int) -> bytes:
     """Return the whole body.
 
     Raises:
-        HttpError: 413 as soon as the body is known to exceed `limit_bytes`; 400 for a compressed body.
+        HttpError: 413 as soon as the body, or what it inflates to, is known to exceed `limit_bytes`; 400 for a damaged
+            or unknown encoding.
     """
     announced = header(scope, b"content-length")
     too_large = HttpError(
@@ -56,8 +58,13 @@ async def read_body(scope: Scope, receive: Receive, limit_bytes: int) -> bytes:
     if announced is not None and announced.isdigit() and int(announced) > limit_bytes:
         raise too_large
     encoding = header(scope, b"content-encoding")
-    if encoding not in (None, b"identity"):
-        raise HttpError(400, f"Content-Encoding {encoding!r} is not supported. Send the body uncompressed.")
+    if encoding not in (None, b"identity", b"gzip", b"deflate"):
+        raise HttpError(400, f"Content-Encoding {encoding!r} is not supported. Use gzip, deflate or none.")
+    body = await _raw_body(receive, limit_bytes, too_large)
+    return body if encoding in (None, b"identity") else _inflated(body, encoding == b"gzip", limit_bytes, too_large)
+
+
+async def _raw_body(receive: Receive, limit_bytes: int, too_large: HttpError) -> bytes:
     message = await receive()
     body: bytes = message.get("body", b"")
     if not message.get("more_body", False):
@@ -76,6 +83,19 @@ async def read_body(scope: Scope, receive: Receive, limit_bytes: int) -> bytes:
             raise too_large
         chunks.append(chunk)
     return b"".join(chunks)
+
+
+def _inflated(body: bytes, is_gzip: bool, limit_bytes: int, too_large: HttpError) -> bytes:
+    decoder = zlib.decompressobj(zlib.MAX_WBITS | 16 if is_gzip else zlib.MAX_WBITS)
+    try:
+        plain = decoder.decompress(body, limit_bytes + 1)
+    except zlib.error as error:
+        raise HttpError(400, f"the compressed body is damaged: {error}. Send it whole.") from None
+    if len(plain) > limit_bytes:
+        raise too_large
+    if not decoder.eof:
+        raise HttpError(400, "the compressed body ends too early. Send it whole.")
+    return plain
 
 
 async def send_response(send: Send, status: int, payload: bytes, headers: Headers) -> None:
