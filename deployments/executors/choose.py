@@ -37,6 +37,7 @@ def make_executor(spec: Mapping[str, Any]) -> Executor:
     if gpu["type"] == "cpu":
         return _torch("cpu", spec)
     if has_nvidia_devices():
+        _check_share(spec)
         return _torch("cuda", spec)
     if wanted == "torch" or gpu["uuid"] is not None:
         raise EnvironmentFaultError(
@@ -49,6 +50,16 @@ def make_executor(spec: Mapping[str, Any]) -> Executor:
         gpu["id"],
     )
     return EmulatedExecutor(gpu["type"])
+
+
+def _check_share(spec: Mapping[str, Any]) -> None:
+    """Refuse a share of a real GPU: nothing here would hold the process to it."""
+    share_pct = spec.get("share_pct")
+    if share_pct is not None and share_pct < 100:
+        raise EnvironmentFaultError(
+            f"gpu-let {spec['gpulet']} is planned on {share_pct:g} % of a GPU, and this version does not enforce "
+            "CUDA MPS shares. Plan whole GPUs (policies ffd, symphony or sbp), or emulate with --executor emulated."
+        )
 
 
 def _torch(device: str, spec: Mapping[str, Any]) -> Executor:

@@ -1,4 +1,10 @@
-"""Least-squares fits of interference models from raw measurements."""
+"""Least-squares fits of interference models from raw measurements.
+
+iGniter does not print how its hardware coefficients were fitted. The reading here (delays scaled by the frequency,
+power demand
+continued from the measurements below 0.98 of the cap) was found by trying which one gives the published numbers; it is
+consistent with them and no more than that.
+"""
 
 from __future__ import annotations
 

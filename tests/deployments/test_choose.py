@@ -1,0 +1,53 @@
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tenuto.deployments.executors import choose
+from tenuto.deployments.executors.choose import has_nvidia_devices, make_executor
+from tenuto.deployments.executors.emulated import EmulatedExecutor
+from tenuto.errors import EnvironmentFaultError
+
+
+def spec(**changes: Any) -> dict[str, Any]:
+    gpu = {"id": "n0/0", "type": "v100", "uuid": changes.pop("uuid", None)}
+    return {"gpulet": "n0/0/a", "gpu": gpu, "share_pct": None, "memory_mib": None, "executor": "auto", **changes}
+
+
+def with_driver(monkeypatch: pytest.MonkeyPatch, present: bool) -> None:
+    monkeypatch.setattr(choose, "has_nvidia_devices", lambda: present)
+
+
+def test_the_driver_is_seen_in_the_file_system(tmp_path: Path) -> None:
+    assert not has_nvidia_devices(tmp_path)
+    (tmp_path / "dev").mkdir()
+    (tmp_path / "dev/nvidiactl").touch()
+    assert has_nvidia_devices(tmp_path)
+
+
+def test_a_logical_gpu_is_emulated_only_where_there_is_no_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    with_driver(monkeypatch, False)
+    executor = make_executor(spec(share_pct=40))
+    assert isinstance(executor, EmulatedExecutor)
+    assert executor.device == "emulated v100"
+
+
+@pytest.mark.parametrize("changes", [{"uuid": "GPU-1"}, {"executor": "torch"}])
+def test_a_physical_gpu_is_never_emulated(monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any]) -> None:
+    with_driver(monkeypatch, False)
+    with pytest.raises(EnvironmentFaultError, match="no NVIDIA driver"):
+        make_executor(spec(**changes))
+
+
+def test_a_share_of_a_real_gpu_is_refused_rather_than_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
+    with_driver(monkeypatch, True)
+    with pytest.raises(EnvironmentFaultError, match="does not enforce CUDA MPS"):
+        make_executor(spec(share_pct=40, uuid="GPU-1"))
+
+
+def test_the_processor_runs_real_models() -> None:
+    cpu = spec(share_pct=50)
+    cpu["gpu"]["type"] = "cpu"
+    executor = make_executor(cpu)
+    assert executor.device == "cpu"
+    executor.close()
