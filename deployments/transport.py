@@ -1,8 +1,7 @@
 """The wire between the dispatcher and a gpu-let: length-prefixed frames of a small JSON header and raw tensor bytes.
 
 A batch crosses here once each way. Nothing is pickled, so a peer can never make the other side run code; the first
-frame of a connection must carry the token that the gpu-let handed out over Ray. Gpu-lets on the gateway's own node are
-reached over an abstract Unix socket (nothing is left on disk when a process is killed), others over TCP.
+frame of a connection must carry the token that the gpu-let handed out over Ray. Addresses are TCP or Unix sockets.
 """
 
 from __future__ import annotations
