@@ -6,6 +6,7 @@ sections 3-4.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -106,6 +107,7 @@ class Symphony(Policy):
     ) -> tuple[dict[str, dict[str, _Resident]], dict[str, str]]:
         found: dict[str, dict[str, _Resident]] = {}
         unserved: dict[str, str] = {}
+        memories = {gpu.type: gpu.memory_mib for gpu in cluster.gpus}
         for spec in workload.models:
             reasons = []
             for kind in cluster.gpu_types:
@@ -119,6 +121,9 @@ class Symphony(Policy):
                     reasons.append(f"{kind}: one request takes {latency.at(1):.4g} ms, more than the SLO")
                     continue
                 largest = min(self.max_batch, latency.largest_batch(spec.slo_ms))
+                memory = memories[kind]
+                while largest > 1 and (model.memory_mib(largest) or 0.0) > memory:
+                    largest -= 1
                 found.setdefault(spec.name, {})[kind] = _Resident(spec, model, latency, largest)
             if spec.name not in found:
                 unserved[spec.name] = "; ".join(reasons)
@@ -132,7 +137,8 @@ class Symphony(Policy):
         most = len(members) if pool.elastic else min(gpus, len(members))
         first = min(self.sub_clusters or 1, max(most, 1))
         for number in range(first, (first if self.sub_clusters else max(most, 1)) + 1):
-            parts, left = _balanced(kind, members, number, gpus, memory)
+            # Batches grow with the GPUs, and an elastic cluster may grow to any number of them.
+            parts, left = _balanced(kind, members, number, MOST_GPUS if pool.elastic else gpus, memory)
             if not left:
                 break
         reason = f"does not fit into the {memory:.0f} MiB of a {kind} beside the other models of any sub-cluster"
@@ -178,7 +184,8 @@ class Symphony(Policy):
 def _replica(resident: _Resident, gpus: int, carried: float) -> Replica:
     return Replica(
         name=resident.spec.name, batch_size=resident.batch(gpus),
-        rate_rps=round(resident.spec.rate_rps * carried / gpus, 6), memory_mib=resident.memory_mib(gpus) or None,
+        rate_rps=math.floor(1e6 * resident.spec.rate_rps * carried / gpus) / 1e6,
+        memory_mib=resident.memory_mib(gpus) or None,
     )
 
 

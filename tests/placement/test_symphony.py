@@ -9,6 +9,7 @@ from tenuto.placement import Cluster, Workload, solve
 from tenuto.placement.policies.symphony import Symphony
 from tenuto.placement.staggering import staggered_batch, throughput_rps, uncoordinated_batch
 from tenuto.profiles import LinearLatency, Profiles
+from tenuto.profiles.shipped import default_profiles
 
 from .published import VISION, equal_rates, facts, planned, v100s
 
@@ -92,3 +93,18 @@ def test_options_out_of_range_are_refused() -> None:
         Symphony(sub_clusters=-1)
     with pytest.raises(InvalidInputError, match="max_batch"):
         Symphony(max_batch=0)
+
+
+def test_batches_that_grow_with_bought_gpus_stay_within_memory() -> None:
+    """Found by generated workloads: the memory was checked with the batches of the GPUs at hand, not of those bought."""
+    workload = Workload.model_validate({"models": [
+        {"name": "small", "profile": "alexnet", "rate_rps": 1, "slo_ms": 140},
+        {"name": "large", "profile": "efficientnet_b7", "rate_rps": 385, "slo_ms": 246},
+    ]})  # fmt: skip
+    cluster = Cluster.model_validate(
+        {"nodes": [{"name": "n0", "gpus": [{"type": "v100", "memory_mib": 6000}]}], "elastic": True}
+    )
+    plan = solve(Symphony(), workload, cluster, Profiles(default_profiles("v100")))
+    assert {replica.name for gpulet in plan.gpulets for replica in gpulet.models} == {"small", "large"}
+    rate = sum(replica.rate_rps or 0 for g in plan.gpulets for replica in g.models if replica.name == "small")
+    assert rate <= 1.0
