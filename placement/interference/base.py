@@ -8,7 +8,7 @@ from typing import Protocol
 
 from tenuto.profiles import ModelProfile
 
-__all__ = ["InterferenceModel", "NoInterference", "Resident"]
+__all__ = ["InterferenceModel", "NoInterference", "Resident", "Sample"]
 
 
 @dataclass(frozen=True)
@@ -18,6 +18,19 @@ class Resident:
     profile: ModelProfile
     batch_size: int
     share_pct: float
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A measurement to fit on: by how much the neighbours, running all the time, slowed a gpu-let down.
+
+    `models` names who was measured, the gpu-let's own model first.
+    """
+
+    gpulet: Resident
+    neighbours: tuple[Resident, ...]
+    slowdown: float
+    models: tuple[str, ...] = ()
 
 
 class InterferenceModel(Protocol):
