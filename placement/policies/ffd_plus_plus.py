@@ -5,16 +5,17 @@ from __future__ import annotations
 from tenuto.placement.cluster import Cluster
 from tenuto.placement.plan import Plan
 from tenuto.placement.policies.igniter import beside
-from tenuto.placement.policies.igniter_packing import OpenGpu, best_type, igniter_plan, pack
+from tenuto.placement.policies.igniter_packing import OpenGpu, igniter_plan, pack_cluster
 from tenuto.placement.policies.igniter_shares import Demand, Shares
 from tenuto.placement.policy import Policy
 from tenuto.placement.workload import Workload
 from tenuto.profiles import Profiles
 
-__all__ = ["FirstFitPlusPlus"]
+__all__ = ["FirstFitPlusPlus", "lower_bounds"]
 
 
-def _lower_bounds(gpu: OpenGpu, demand: Demand) -> Shares | None:
+def lower_bounds(gpu: OpenGpu, demand: Demand) -> Shares | None:
+    """Return the shares of a GPU with one more resident at its lower bound, the others as they are; or None."""
     shares = (*gpu.shares, demand.lower_units or demand.most_units)
     return shares if sum(shares) <= demand.most_units else None
 
@@ -38,10 +39,9 @@ class FirstFitPlusPlus(Policy):
         """Return the plan.
 
         Raises:
-            InvalidInputError: no GPU type has iGniter's coefficients of every model.
+            InvalidInputError: a model has iGniter's coefficients on no GPU type of the cluster.
         """
-        attempt = beside if self.interference else _lower_bounds
-        rates = {spec.name: spec.rate_rps for spec in workload.models}
-        packed = best_type(cluster, lambda kind: pack(workload, cluster, profiles, kind, attempt, first=True), rates)
+        attempt = beside if self.interference else lower_bounds
+        packed = pack_cluster(workload, cluster, profiles, attempt, first=True)
         notes = () if self.interference else ("shares are lower bounds; the expected latencies include interference",)
         return igniter_plan(self.name, workload, cluster, packed, notes)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tenuto.placement.cluster import Cluster
 from tenuto.placement.plan import Plan
-from tenuto.placement.policies.igniter_packing import OpenGpu, best_type, igniter_plan, pack
+from tenuto.placement.policies.igniter_packing import OpenGpu, igniter_plan, pack_cluster
 from tenuto.placement.policies.igniter_shares import Demand, Shares, allocate
 from tenuto.placement.policy import Policy
 from tenuto.placement.workload import Workload
@@ -22,7 +22,9 @@ class Igniter(Policy):
     """Places models, largest lower bound of the share first, where they raise the shares of all least.
 
     Algorithms 1 and 2 of the paper. A model that needs more than one GPU becomes several replicas of equal rate. All
-    GPUs are of the type that serves most and then costs least. On a fixed cluster what fits nowhere is left out.
+    GPUs are of the type that serves all at the lowest price, mixed with others only where that serves more or costs
+    less (see `pack_cluster`). What fits nowhere on a fixed cluster is left out. Every batch is within half its SLO; the
+    other half is for filling it.
     """
 
     name = "igniter"
@@ -33,8 +35,7 @@ class Igniter(Policy):
         """Return the plan.
 
         Raises:
-            InvalidInputError: no GPU type has iGniter's coefficients of every model.
+            InvalidInputError: a model has iGniter's coefficients on no GPU type of the cluster.
         """
-        rates = {spec.name: spec.rate_rps for spec in workload.models}
-        packed = best_type(cluster, lambda kind: pack(workload, cluster, profiles, kind, beside, first=False), rates)
+        packed = pack_cluster(workload, cluster, profiles, beside, first=False)
         return igniter_plan(self.name, workload, cluster, packed)

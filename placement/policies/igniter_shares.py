@@ -27,6 +27,7 @@ class Demand:
     rate_rps: float
     model: ModelConstants
     hardware: Hardware
+    memory_mib: float = 0.0  # of the replica with this batch size, 0 where none was measured
     batch_size: int = field(init=False)
     lower_units: int | None = field(init=False)  # None: no share is enough
     _loads: dict[int, Load] = field(init=False, default_factory=dict)

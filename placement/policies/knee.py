@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
-__all__ = ["KNEES", "knee_by_chord", "knee_by_curvature"]
+__all__ = ["KNEES", "knee_by_bend", "knee_by_chord", "knee_by_curvature"]
 
 FLAT = 1e-9
 
@@ -43,7 +44,22 @@ def knee_by_chord(curve: Curve) -> float:
     return share
 
 
-KNEES = {"curvature": knee_by_curvature, "chord": knee_by_chord}
+def knee_by_bend(curve: Curve) -> float:
+    """Return the share at which the curve turns most sharply either way, or the largest share of a straight line.
+
+    Menger curvature, 4 area / (product of the sides), of every three points in a row, in percent and requests/s as they
+    are. Which units one takes decides here: with these the shares come out that iGniter's paper states for gpu-lets.
+    """
+    best, share = FLAT, curve[-1][0]
+    for first, middle, last in zip(curve, curve[1:], curve[2:], strict=False):
+        area = abs((middle[0] - first[0]) * (last[1] - first[1]) - (last[0] - first[0]) * (middle[1] - first[1])) / 2
+        sides = math.dist(first, middle) * math.dist(middle, last) * math.dist(first, last)
+        if 4 * area / sides > best:
+            best, share = 4 * area / sides, middle[0]
+    return share
+
+
+KNEES = {"curvature": knee_by_curvature, "chord": knee_by_chord, "bend": knee_by_bend}
 
 
 def _scaled(curve: Curve) -> list[tuple[float, float]]:

@@ -32,16 +32,20 @@ class Turn:
 
 @dataclass(frozen=True)
 class TurnsGpulet:
-    """A share of a GPU, its duty cycle and the turns taken in it."""
+    """A share of a GPU, its duty cycle (None: batches run when they are due) and the turns taken in it."""
 
     gpu: Gpu
     share_pct: float
-    duty_ms: float
+    duty_ms: float | None
     turns: Sequence[Turn]
 
 
 def turns_plan(
-    policy: str, workload: Workload, cluster: Cluster, gpulets: Sequence[TurnsGpulet], unserved: Mapping[str, str],
+    policy: str,
+    workload: Workload,
+    cluster: Cluster,
+    gpulets: Sequence[TurnsGpulet],
+    unserved: Mapping[str, str],
     notes: Sequence[str] = (),
 ) -> Plan:
     """Return the plan. Models whose rate is carried in part are named in the notes, those without a turn in
@@ -65,8 +69,9 @@ def turns_plan(
             carried = f"{rates[spec.name]:.6g} of {spec.rate_rps:g} rps carried"
             remarks.append(f"{spec.name}: {carried}; no room for the rest")
     models = {
-        spec.name: ExpectedModel(goodput_rps=round(min(spec.rate_rps, rates[spec.name]), 6),
-                                 latency_ms=slowest[spec.name])
+        spec.name: ExpectedModel(
+            goodput_rps=round(min(spec.rate_rps, rates[spec.name]), 6), latency_ms=slowest[spec.name]
+        )
         for spec in workload.models
         if spec.name in slowest
     }
@@ -86,14 +91,20 @@ def _gpulet(gpulet: TurnsGpulet, index: int) -> Gpulet:
     share = gpulet.share_pct
     replicas = tuple(
         Replica(
-            name=turn.costs.spec.name, batch_size=turn.batch_size, rate_rps=round(turn.rate_rps, 6),
-            latency_ms=round(turn.latency_ms(share), 6), slowdown=max(1.0, round(turn.slowdown, 6)),
+            name=turn.costs.spec.name,
+            batch_size=turn.batch_size,
+            rate_rps=round(turn.rate_rps, 6),
+            latency_ms=round(turn.latency_ms(share), 6),
+            slowdown=max(1.0, round(turn.slowdown, 6)),
             memory_mib=turn.costs.memory_mib(turn.batch_size, share) or None,
             latency=turn.costs.curve(share, turn.batch_size),
         )
         for turn in gpulet.turns
     )
     return Gpulet(
-        id=gpulet_id(gpulet.gpu.id, index), gpu=gpulet.gpu.id, share_pct=None if share >= WHOLE_GPU else share,
-        duty_cycle_ms=round(gpulet.duty_ms, 6), models=replicas,
+        id=gpulet_id(gpulet.gpu.id, index),
+        gpu=gpulet.gpu.id,
+        share_pct=None if share >= WHOLE_GPU else share,
+        duty_cycle_ms=None if gpulet.duty_ms is None else round(gpulet.duty_ms, 6),
+        models=replicas,
     )

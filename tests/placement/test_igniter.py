@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
 from tenuto.errors import InvalidInputError
 from tenuto.placement import Cluster, Plan, Policy, Workload, solve
 from tenuto.placement.policies.ffd_plus_plus import FirstFitPlusPlus
+from tenuto.placement.policies.gslice import Gslice
 from tenuto.placement.policies.igniter import Igniter
+from tenuto.profiles import Profile, Profiles
+from tenuto.profiles.shipped import load_shipped
 from tests.placement.igniter_cases import FACTS, placed, profiles, three, together, twelve
 from tests.placement.published import thesis, v100s
 
@@ -76,6 +81,69 @@ def test_plans_are_deterministic_and_survive_yaml() -> None:
 
 def test_empty_workload() -> None:
     assert solved(Igniter(), Workload()).gpulets == ()
+
+
+def slower(gpu_type: str, factor: float, without: tuple[str, ...] = ()) -> Profile:
+    """Return iGniter's profile for a made-up GPU type on which batches take `factor` times as long."""
+    data = load_shipped("igniter-v100").model_dump(by_alias=True)
+    data.update(name=f"made-up-{gpu_type}", gpu_type=gpu_type)
+    data["models"] = {name: model for name, model in data["models"].items() if name not in without}
+    for model in data["models"].values():
+        for key in ("k1", "k2", "k3", "k5"):
+            model["coefficients"][key] *= factor
+        for point in model["points"]:
+            point["latency_ms"] *= factor
+    return Profile.model_validate(data)
+
+
+@pytest.mark.parametrize("make", [Igniter, FirstFitPlusPlus])
+def test_an_elastic_cluster_buys_the_type_that_serves_all_at_the_lowest_price(make: Callable[[], Policy]) -> None:
+    both = Profiles([*profiles(), slower("t4", 1.5)])
+    cluster = Cluster.parse("v100:1,t4:1", elastic=True)
+    plan = solve(make(), three(), cluster, both)
+    assert {gpu.type for gpu in plan.gpus} == {"t4"}
+    assert not plan.unserved
+    dear = Cluster.model_validate({"elastic": True, "nodes": [{"name": "n0", "gpus": [
+        {"type": "v100", "price_per_hour": 0.1}, {"type": "t4", "price_per_hour": 3.0}]}]})
+    assert {gpu.type for gpu in solve(make(), three(), dear, both).gpus} == {"v100"}
+
+
+def test_what_the_cheap_type_cannot_serve_goes_to_the_other() -> None:
+    both = Profiles([*profiles(), slower("t4", 3.0)])
+    plan = solve(Igniter(), twelve(), Cluster.parse("v100:1,t4:1", elastic=True), both)
+    types = {gpu.id: gpu.type for gpu in plan.gpus}
+    assert set(types.values()) == {"v100", "t4"}
+    assert not plan.unserved
+    assert len(types) == len(plan.gpus)
+    cost, all_v100 = plan.expected.cost_per_hour, FACTS["headline"]["cost_per_h_usd"]["igniter"]
+    assert cost is not None
+    assert cost < all_v100
+
+
+def test_a_fixed_cluster_of_two_types_uses_all_its_gpus() -> None:
+    both = Profiles([*profiles(), slower("t4", 1.5, without=("ssd",))])
+    plan = solve(Igniter(), twelve(), Cluster.parse("v100:2,t4:2"), both)
+    used = {gpu_id for gpu_id, gpulets in plan.by_gpu().items() if gpulets}
+    assert used == {gpu.id for gpu in plan.gpus}
+    assert plan.unserved
+    assert all("v100: no GPU" in reason and "t4: " in reason for reason in plan.unserved_reasons.values())
+    alone = solve(Igniter(), twelve(), Cluster.parse("v100:2"), both)
+    assert plan.expected.goodput_rps > alone.expected.goodput_rps
+
+
+def test_memory_counts_where_it_was_measured() -> None:
+    data = load_shipped("igniter-v100").model_dump(by_alias=True)
+    for model in data["models"].values():
+        for point in model["points"]:
+            point["memory_mib"] = 6000.0
+    big = Profiles([Profile.model_validate(data)])
+    for policy in (Igniter(), FirstFitPlusPlus(), Gslice()):
+        plan = solve(policy, three(), v100s(1, elastic=True), big)
+        assert plan.expected.gpus_used == 2
+
+
+def test_a_cluster_without_gpus() -> None:
+    assert solve(Igniter(), Workload(), Cluster(), profiles()).gpulets == ()
 
 
 def test_profiles_without_coefficients_are_refused() -> None:
