@@ -7,13 +7,13 @@ Partitioning"), section 4.3; the constants of the paper's GPUs and the rule for 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from tenuto.errors import InvalidInputError, Problem
 from tenuto.placement.interference.base import Resident, Sample
-from tenuto.placement.interference.utilisation import utilisation
+from tenuto.placement.interference.utilisation import Utilisations
 
 __all__ = ["CONSTANTS", "V100", "GpuletLinear", "fit_gpulet_linear"]
 
@@ -36,22 +36,23 @@ class GpuletLinear:
     dram_other: float
     constant: float
     whole_gpu: bool = False
+    _utilisations: Utilisations = field(default_factory=Utilisations, repr=False, compare=False)
 
     def slowdown(self, gpulet: Resident, neighbours: Sequence[Resident]) -> float:
         """Return the factor; see `InterferenceModel.slowdown`."""
         if not neighbours:
             return 1.0
-        l2, dram = _utilisations(gpulet, self.whole_gpu)
-        others = [_utilisations(other, self.whole_gpu) for other in neighbours]
+        l2, dram = _l2_and_dram(gpulet, self.whole_gpu, self._utilisations)
+        others = [_l2_and_dram(other, self.whole_gpu, self._utilisations) for other in neighbours]
         worst = max(self.l2_other * other_l2 + self.dram_other * other_dram for other_l2, other_dram in others)
         return max(1.0, self.l2_own * l2 + self.dram_own * dram + worst + self.constant)
 
 
-def _utilisations(resident: Resident, whole_gpu: bool) -> tuple[float, float]:
-    """Return (L2, DRAM) as fractions; raises `MissingProfileError` where they were not measured."""
+def _l2_and_dram(resident: Resident, whole_gpu: bool, utilisations: Utilisations) -> tuple[float, float]:
+    """Return L2 and DRAM utilisation as fractions; raises `MissingProfileError` where they were not measured."""
     alone = replace(resident, share_pct=100.0) if whole_gpu else resident
     scale = resident.share_pct / 100.0 if whole_gpu else 1.0
-    return scale * utilisation(alone, "l2_util_pct"), scale * utilisation(alone, "dram_util_pct")
+    return scale * utilisations.of(alone, "l2_util_pct"), scale * utilisations.of(alone, "dram_util_pct")
 
 
 def fit_gpulet_linear(samples: Sequence[Sample], *, whole_gpu: bool = False) -> GpuletLinear:
@@ -68,8 +69,9 @@ def fit_gpulet_linear(samples: Sequence[Sample], *, whole_gpu: bool = False) -> 
         raise InvalidInputError(
             Problem("measurements", "several neighbours", "the fit takes pairs", "Give pairs only.")
         )
+    known = Utilisations()
     rows = [
-        (*_utilisations(sample.gpulet, whole_gpu), *_utilisations(sample.neighbours[0], whole_gpu), 1.0)
+        (*_l2_and_dram(sample.gpulet, whole_gpu, known), *_l2_and_dram(sample.neighbours[0], whole_gpu, known), 1.0)
         for sample in samples
     ]
     matrix = np.asarray(rows, dtype=float).reshape(len(rows), 5)

@@ -2,48 +2,75 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
+from collections.abc import Sequence
+
 from tenuto.errors import MissingProfileError
 from tenuto.placement.interference.base import Resident
 from tenuto.profiles import ModelProfile
 
-__all__ = ["utilisation"]
+__all__ = ["Utilisations"]
+
+_KEPT = 64  # profiles of which the tables are remembered
+
+_Table = dict[float, tuple[list[int], list[float]]]  # by share in percent: batch sizes, ascending, and values
 
 
-def utilisation(resident: Resident, metric: str) -> float:
-    """Return a metric in percent as a fraction, as measured alone at the resident's batch size and share.
+class Utilisations:
+    """Metrics of profiles as fractions, as measured alone at a batch size and a share.
 
     Between measured batch sizes, and between measured shares, the line through the two nearest is used (gpulet's
-    repository does so for batch sizes).
-
-    Raises:
-        MissingProfileError: the batch size or the share is outside of what was measured, or the metric is not there.
+    repository does so for batch sizes). Tables are built once per profile and metric, since policies ask often.
     """
-    profile, share = resident.profile, resident.share_pct
-    shares = profile.shares()
-    below = max((known for known in shares if known <= share), default=None)
-    above = min((known for known in shares if known >= share), default=None)
-    if below is None or above is None:
-        raise MissingProfileError(
-            f"metric '{metric}' at share {share:g} %: outside of the measured shares {shares}. Profile with --shares."
-        )
-    low = _between_batches(profile, metric, resident.batch_size, below)
-    if above == below:
-        return low / 100.0
-    high = _between_batches(profile, metric, resident.batch_size, above)
-    return (low + (high - low) * (share - below) / (above - below)) / 100.0
+
+    def __init__(self) -> None:
+        self._tables: dict[tuple[int, str], tuple[ModelProfile, _Table]] = {}  # the profile is kept so its id stays its
+
+    def of(self, resident: Resident, metric: str) -> float:
+        """Return a metric in percent as a fraction.
+
+        Raises:
+            MissingProfileError: batch size or share are outside of what was measured, or the metric was not measured.
+        """
+        table = self._table(resident.profile, metric)
+        if not table:
+            raise MissingProfileError(f"metric '{metric}' is in none of the points. Profile the model with it.")
+        shares = sorted(table)
+        below, above, weight = _bracket(shares, resident.share_pct, f"metric '{metric}', share")
+        low = _at(table[below], resident.batch_size, metric)
+        if above == below:
+            return low / 100.0
+        return (low + weight * (_at(table[above], resident.batch_size, metric) - low)) / 100.0
+
+    def _table(self, profile: ModelProfile, metric: str) -> _Table:
+        key = (id(profile), metric)
+        if key not in self._tables:
+            table: _Table = {}
+            for point in sorted(profile.points, key=lambda point: point.batch_size):
+                value = point.metrics.get(metric)
+                if value is not None:
+                    sizes, values = table.setdefault(point.share_pct, ([], []))
+                    sizes.append(point.batch_size)
+                    values.append(value)
+            while len(self._tables) >= _KEPT:
+                del self._tables[next(iter(self._tables))]
+            self._tables[key] = (profile, table)
+        return self._tables[key][1]
 
 
-def _between_batches(profile: ModelProfile, metric: str, batch_size: int, share_pct: float) -> float:
-    sizes = profile.batch_sizes(share_pct)
-    below = max((size for size in sizes if size <= batch_size), default=None)
-    above = min((size for size in sizes if size >= batch_size), default=None)
-    if below is None or above is None:
-        raise MissingProfileError(
-            f"metric '{metric}' at batch size {batch_size}, share {share_pct:g} %: outside of the measured batch sizes "
-            f"{sizes}. Profile it with --batch-sizes."
-        )
-    low = profile.metric(metric, below, share_pct)
-    if above == below:
-        return low
-    high = profile.metric(metric, above, share_pct)
-    return low + (high - low) * (batch_size - below) / (above - below)
+def _at(column: tuple[list[int], list[float]], batch_size: int, metric: str) -> float:
+    sizes, values = column
+    below, above, weight = _bracket(sizes, batch_size, f"metric '{metric}', batch size")
+    low, high = values[sizes.index(int(below))], values[sizes.index(int(above))]
+    return low + weight * (high - low)
+
+
+def _bracket(known: Sequence[float], wanted: float, what: str) -> tuple[float, float, float]:
+    """Return the nearest known values around the wanted one and how far it is between them, 0 to 1."""
+    index = bisect_left(known, wanted)
+    if index < len(known) and known[index] == wanted:
+        return wanted, wanted, 0.0
+    if index in (0, len(known)):
+        raise MissingProfileError(f"{what} {wanted:g} is outside of what was measured ({known[0]:g} to {known[-1]:g}).")
+    below, above = known[index - 1], known[index]
+    return below, above, (wanted - below) / (above - below)

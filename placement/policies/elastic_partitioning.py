@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 
 from tenuto.placement.cluster import Gpu
 from tenuto.placement.policies.gpu_pool import GpuPool
-from tenuto.placement.policies.gpulet_interference import Running, Slowdown
+from tenuto.placement.policies.gpulet_interference import Disturbance, Reserve, Running, slowed_rps
 from tenuto.placement.policies.share_costs import WHOLE_GPU, ShareCosts
-from tenuto.placement.policies.shared_gpu import Solved, Tenants, solve_gpu, worst_slowdown
+from tenuto.placement.policies.shared_gpu import Solved, Tenants, solve_gpu
 from tenuto.placement.policies.turns_plan import CARRIED, Turn, TurnsGpulet
 from tenuto.placement.workload import ModelSpec
 
@@ -24,7 +24,8 @@ class Rules:
     max_partitions: int
     knee: Callable[[Sequence[tuple[float, float]]], float]
     smaller: bool
-    slowdown: Slowdown
+    disturbances: Mapping[str, Disturbance]  # by GPU type
+    reserve: Reserve | None = None  # None: gpu-lets are filled as if no neighbour came
 
 
 @dataclass
@@ -36,21 +37,21 @@ class _OpenGpu:
     gpulets: list[tuple[float, Tenants]] = field(default_factory=lambda: [(WHOLE_GPU, ())])
     solved: tuple[Solved | None, ...] = (None,)
 
-    def try_on(self, gpulets: list[tuple[float, Tenants]], slowdown: Slowdown) -> bool:
+    def try_on(self, gpulets: list[tuple[float, Tenants]], disturbances: Mapping[str, Disturbance]) -> bool:
         """Take over these gpu-lets if all of them keep their rates and SLOs."""
-        solved = solve_gpu(gpulets, self.gpu.memory_mib, slowdown)
+        solved = solve_gpu(gpulets, self.gpu.memory_mib, disturbances[self.gpu.type])
         if solved is None:
             return False
         self.gpulets, self.solved = gpulets, solved
         return True
 
-    def running_beside(self, index: int) -> list[Running]:
-        """Return the batches of all gpu-lets but one."""
+    def running_beside(self, index: int) -> list[list[Running]]:
+        """Return the batches of every gpu-let in use but one."""
         return [
-            Running(costs.model, size, share)
+            [Running(costs.model, size, share)
+             for (costs, _), size in zip(tenants, one.cycle.batch_sizes, strict=True)]
             for position, ((share, tenants), one) in enumerate(zip(self.gpulets, self.solved, strict=True))
             if position != index and one is not None
-            for (costs, _), size in zip(tenants, one.cycle.batch_sizes, strict=True)
         ]
 
 
@@ -99,7 +100,7 @@ class ElasticPartitioning:
 
     def _place_part(self, costs: Mapping[str, ShareCosts], left: float) -> float:
         """Give the model one gpu-let, or a turn in one; return the rate it carries, 0 when nothing was found."""
-        wanted = {kind: self._wanted(own, left) for kind, own in costs.items()}
+        wanted = {kind: self._wanted(kind, own, left) for kind, own in costs.items()}
         free = sorted(
             ((share, one.order, index) for one in self._open if one.gpu.type in costs
              for index, (share, tenants) in enumerate(one.gpulets) if not tenants),
@@ -109,14 +110,14 @@ class ElasticPartitioning:
             own = costs[one.gpu.type]
             if share >= wanted[one.gpu.type]:
                 size = self._split_size(one, share, wanted[one.gpu.type])
-                rate = min(left, own.capacity_rps(size))
+                rate = min(left, self._capacity_rps(one.gpu.type, own, size))
                 if rate and self._merge(costs, rate):
                     return rate
                 rate = self._occupy(one, index, size, own, left)
                 if rate:
                     return rate
         for kind, own in costs.items():
-            rate = min(left, own.capacity_rps(wanted[kind]))
+            rate = min(left, self._capacity_rps(kind, own, wanted[kind]))
             if self._merge(costs, rate):
                 return rate
         if self._rules.smaller:
@@ -128,9 +129,14 @@ class ElasticPartitioning:
                         return rate
         return 0.0
 
-    def _wanted(self, costs: ShareCosts, rate_rps: float) -> float:
+    def _capacity_rps(self, kind: str, costs: ShareCosts, share: float) -> float:
+        """Return what a share carries, beside the neighbour that may come where room is reserved for it."""
+        reserve = self._rules.reserve
+        return costs.capacity_rps(share) if reserve is None else reserve.capacity_rps(kind, costs, share)
+
+    def _wanted(self, kind: str, costs: ShareCosts, rate_rps: float) -> float:
         """Return min(knee, required share); the largest share where none carries the rate."""
-        curve = [(share, costs.capacity_rps(share)) for share in sorted(costs.latency_ms)]
+        curve = [(share, self._capacity_rps(kind, costs, share)) for share in sorted(costs.latency_ms)]
         required = next((share for share, rate in curve if rate >= rate_rps * (1 - CARRIED)), curve[-1][0])
         return min(self._rules.knee(curve), required)
 
@@ -145,27 +151,22 @@ class ElasticPartitioning:
     def _occupy(self, one: _OpenGpu, index: int, size: float, costs: ShareCosts, left: float) -> float:
         """Put the model alone on a free gpu-let, or on the part of it of that size; return the rate it carries there.
 
-        Beside neighbours that slow it down the rate is lowered to what it then carries.
+        Where the rest of the GPU is free, room is left for the slowdown by a neighbour, if the rules reserve it; beside
+        neighbours that slow it down the rate is lowered to what it then carries.
         """
         share = one.gpulets[index][0]
         others = one.running_beside(index)
-        for rate in (min(left, costs.capacity_rps(size)), min(left, self._slowed_rps(costs, size, others))):
+        disturbance = self._rules.disturbances[one.gpu.type]
+        full = costs.capacity_rps(size) if others else self._capacity_rps(one.gpu.type, costs, size)
+        slowed = slowed_rps(costs, size, lambda batch: disturbance.factor(batch, others))
+        for rate in (min(left, full), min(left, slowed)):
             if rate <= CARRIED * left:
                 continue
             parts = [(size, ((costs, rate),))] + ([(share - size, ())] if size < share else [])
             gpulets: list[tuple[float, Tenants]] = [*one.gpulets[:index], *parts, *one.gpulets[index + 1:]]
-            if one.try_on(gpulets, self._rules.slowdown):
+            if one.try_on(gpulets, self._rules.disturbances):
                 return rate
         return 0.0
-
-    def _slowed_rps(self, costs: ShareCosts, share: float, others: Sequence[Running]) -> float:
-        best = 0.0
-        for size, latency in enumerate(costs.latency_ms.get(share, ())):
-            if size:
-                factor = worst_slowdown(Running(costs.model, size, share), others, self._rules.slowdown)
-                if 2 * latency * factor <= costs.slo_ms:
-                    best = max(best, 1000.0 * size / (latency * factor))
-        return best
 
     def _merge(self, costs: Mapping[str, ShareCosts], rate: float) -> bool:
         """Give the model a turn in the smallest gpu-let in use that has room for this rate."""
@@ -183,7 +184,7 @@ class ElasticPartitioning:
                 continue  # busier than the gpu-let can be, whatever the cycle
             gpulets = list(one.gpulets)
             gpulets[index] = (share, (*tenants, (own, rate)))
-            if one.try_on(gpulets, self._rules.slowdown):
+            if one.try_on(gpulets, self._rules.disturbances):
                 return True
         return False
 

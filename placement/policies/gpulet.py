@@ -6,12 +6,16 @@ Source: Choi et al., "Serving Heterogeneous Machine Learning Models on Multi-GPU
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
+
 from tenuto.errors import InvalidInputError, Problem
 from tenuto.placement.cluster import Cluster
+from tenuto.placement.interference.named import canonical_name, interference_models
 from tenuto.placement.plan import Plan
 from tenuto.placement.policies.elastic_partitioning import ElasticPartitioning, Rules
 from tenuto.placement.policies.gpu_pool import GpuPool
-from tenuto.placement.policies.gpulet_interference import V100_PAIRS, Slowdown, no_interference
+from tenuto.placement.policies.gpulet_interference import Disturbance, Reserve
 from tenuto.placement.policies.knee import KNEES
 from tenuto.placement.policies.share_costs import CANNOT_RUN, WHOLE_GPU, ShareCosts, share_costs
 from tenuto.placement.policies.turns_plan import turns_plan
@@ -34,9 +38,15 @@ class Gpulet(Policy):
     Readings of what the paper leaves open: when no free gpu-let is as large as wanted, the largest free one carries
     what it can (`smaller=false`: the model stops there). A gpu-let's memory is its share of the GPU's.
 
+    With interference a gpu-let filled to the brim could never get a neighbour, whose slowdown would push it over, and
+    the rest of its GPU would stay empty. So the search runs twice, once leaving room in every gpu-let beside a free one
+    for the worst neighbour the workload has (`Reserve`), once not, and the plan of higher goodput is taken, then the
+    one on fewer GPUs, then the first.
+
     Options:
-        interference: whether neighbours on a GPU count (the paper's gpulet+int): linear model, fitted on V100 pairs.
-            It needs L2 and DRAM utilisation in the profile; a model without gets no neighbours.
+        interference: what neighbours on a GPU cost: `none`, `gpulet` (or true, the paper's gpulet+int: its linear model
+            with the constants for the GPU type, see `tenuto.placement.interference.named`) or another model by name. A
+            model whose profile lacks what the interference model needs gets no neighbours.
         max_partitions: gpu-lets per GPU at most; 2 in the paper.
         shares: the sizes in percent a gpu-let may have; both parts of a split must be among them.
         knee: `curvature` (largest curvature, the paper) or `chord` (furthest above the chord).
@@ -49,7 +59,7 @@ class Gpulet(Policy):
     source = "Choi et al., gpulet (USENIX ATC 2022), section 4"
 
     def __init__(
-        self, *, interference: bool = False, max_partitions: int = 2,
+        self, *, interference: bool | str = "none", max_partitions: int = 2,
         shares: tuple[float, ...] = (20.0, 40.0, 50.0, 60.0, 80.0), knee: str = "curvature", smaller: bool = True,
         max_batch: int = 32,
     ) -> None:
@@ -64,7 +74,8 @@ class Gpulet(Policy):
             problems.append(Problem("--option max_batch", max_batch, "must be at least 1", "32 in the paper."))
         if problems:
             raise InvalidInputError(problems)
-        self.interference, self.max_partitions, self.shares = interference, max_partitions, tuple(shares)
+        self.interference = canonical_name(interference)
+        self.max_partitions, self.shares = max_partitions, tuple(shares)
         self.knee, self.smaller, self.max_batch = knee, smaller, max_batch
 
     def place(self, workload: Workload, cluster: Cluster, profiles: Profiles) -> Plan:
@@ -75,11 +86,23 @@ class Gpulet(Policy):
             spec.name: costs_by_type(spec, pool, profiles, self._sizes(workload), self.max_batch, unserved)
             for spec in workload.models
         }
+        models = interference_models(self.interference, pool.types, profiles)
         rules = Rules(
             shares_pct=self._sizes(workload)[:-1], max_partitions=self.max_partitions, knee=KNEES[self.knee],
-            smaller=self.smaller, slowdown=self._slowdown(),
+            smaller=self.smaller, disturbances={kind: Disturbance(model) for kind, model in models.items()},
         )
-        search = ElasticPartitioning(pool, rules)
+        plain = self._search(workload, cluster, costs, rules, unserved)
+        if self.interference == "none":
+            return plain
+        reserve = Reserve(list(costs.values()), rules.disturbances)
+        reserved = self._search(workload, cluster, costs, replace(rules, reserve=reserve), unserved)
+        return max(reserved, plain, key=lambda plan: (round(plan.expected.goodput_rps, 3), -len({gpulet.gpu for gpulet in plan.gpulets})))
+
+    def _search(
+        self, workload: Workload, cluster: Cluster, costs: Mapping[str, dict[str, ShareCosts]], rules: Rules,
+        unserved: Mapping[str, str],
+    ) -> Plan:
+        search = ElasticPartitioning(GpuPool(cluster), rules)
         for spec in sorted(workload.models, key=lambda m: -m.rate_rps):
             if costs[spec.name]:
                 search.place(spec, costs[spec.name])
@@ -88,9 +111,6 @@ class Gpulet(Policy):
     def _sizes(self, workload: Workload) -> tuple[float, ...]:
         """Return the sizes of gpu-lets, ascending; only whole GPUs where CUDA MPS is turned off."""
         return (*(sorted(set(self.shares)) if workload.mps != "off" else ()), WHOLE_GPU)
-
-    def _slowdown(self) -> Slowdown:
-        return V100_PAIRS if self.interference else no_interference
 
 
 def costs_by_type(

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tenuto.placement.policies.duty_cycle import Asked, Cycle, find_cycle
-from tenuto.placement.policies.gpulet_interference import Running, Slowdown, no_interference
+from tenuto.placement.policies.gpulet_interference import Disturbance, Running
 from tenuto.placement.policies.share_costs import WHOLE_GPU, ShareCosts
 
-__all__ = ["Solved", "Tenants", "fits_memory", "solve_gpu", "worst_slowdown"]
+__all__ = ["Solved", "Tenants", "fits_memory", "solve_gpu"]
 
 ROUNDS = 12  # of adapting batches to slowdowns and slowdowns to batches
 
@@ -25,26 +25,25 @@ class Solved:
 
 
 def solve_gpu(
-    gpulets: Sequence[tuple[float, Tenants]], memory_mib: float, slowdown: Slowdown = no_interference
+    gpulets: Sequence[tuple[float, Tenants]], memory_mib: float, disturbance: Disturbance | None = None
 ) -> tuple[Solved | None, ...] | None:
     """Return the duty cycles of a GPU's gpu-lets (None for one without tenants), or None when they do not fit.
 
     Slowdowns depend on the neighbours' batches and batches on the slowdowns, so both are repeated until they agree;
-    where they do not within a few rounds, the gpu-lets count as not fitting. Among several neighbours the worst pair
-    counts (Choi et al.).
+    where they do not within a few rounds, the gpu-lets count as not fitting.
     """
     solved = [_solve(share, tenants, ()) for share, tenants in gpulets]
     if any(one is None and tenants for one, (_, tenants) in zip(solved, gpulets, strict=True)):
         return None
     occupied = [index for index, (_, tenants) in enumerate(gpulets) if tenants]
-    if slowdown is not no_interference and len(occupied) > 1:
+    if disturbance is not None and not disturbance.none and len(occupied) > 1:
         for _ in range(ROUNDS):
             running = [_running(gpulet, one) for gpulet, one in zip(gpulets, solved, strict=True)]
             again: list[Solved | None] = [None] * len(gpulets)
             for index in occupied:
                 share, tenants = gpulets[index]
-                others = [batch for i in occupied if i != index for batch in running[i]]
-                again[index] = _solve(share, tenants, others, slowdown)
+                others = [running[i] for i in occupied if i != index]
+                again[index] = _solve(share, tenants, others, disturbance)
                 if again[index] is None:
                     return None
             if again == solved:
@@ -64,33 +63,25 @@ def fits_memory(share_pct: float, tenants: Tenants, batch_sizes: Sequence[int], 
     return need <= memory_mib * share_pct / WHOLE_GPU + 1e-6
 
 
-def worst_slowdown(own: Running, others: Sequence[Running], slowdown: Slowdown) -> float:
-    """Return the largest pairwise factor, 1 without neighbours."""
-    return max((slowdown(own, other) for other in others), default=1.0)
-
-
 def _solve(
-    share: float, tenants: Tenants, others: Sequence[Running], slowdown: Slowdown = no_interference
+    share: float, tenants: Tenants, others: Sequence[Sequence[Running]], disturbance: Disturbance | None = None
 ) -> Solved | None:
+    def factor(costs: ShareCosts, size: int) -> float:
+        return disturbance.factor(Running(costs.model, size, share), others) if disturbance is not None else 1.0
+
     asked = []
     for costs, rate in tenants:
         table = costs.latency_ms.get(share)
         if table is None:
             return None
         if others:
-            table = (0.0, *(
-                table[b] * worst_slowdown(Running(costs.model, b, share), others, slowdown)
-                for b in range(1, len(table))
-            ))
+            table = (0.0, *(table[size] * factor(costs, size) for size in range(1, len(table))))
         asked.append(Asked(rate, costs.slo_ms, table))
     cycle = find_cycle(asked) if asked else None
     if cycle is None:
         return None
-    factors = tuple(
-        worst_slowdown(Running(costs.model, b, share), others, slowdown)
-        for (costs, _), b in zip(tenants, cycle.batch_sizes, strict=True)
-    )
-    return Solved(cycle, factors)
+    factors = (factor(costs, size) for (costs, _), size in zip(tenants, cycle.batch_sizes, strict=True))
+    return Solved(cycle, tuple(factors))
 
 
 def _running(gpulet: tuple[float, Tenants], solved: Solved | None) -> list[Running]:
