@@ -96,7 +96,7 @@ class Gpulet(Policy):
             return plain
         reserve = Reserve(list(costs.values()), rules.disturbances)
         reserved = self._search(workload, cluster, costs, replace(rules, reserve=reserve), unserved)
-        return max(reserved, plain, key=lambda plan: (round(plan.expected.goodput_rps, 3), -len({gpulet.gpu for gpulet in plan.gpulets})))
+        return max(reserved, plain, key=_worth)
 
     def _search(
         self, workload: Workload, cluster: Cluster, costs: Mapping[str, dict[str, ShareCosts]], rules: Rules,
@@ -111,6 +111,10 @@ class Gpulet(Policy):
     def _sizes(self, workload: Workload) -> tuple[float, ...]:
         """Return the sizes of gpu-lets, ascending; only whole GPUs where CUDA MPS is turned off."""
         return (*(sorted(set(self.shares)) if workload.mps != "off" else ()), WHOLE_GPU)
+
+
+def _worth(plan: Plan) -> tuple[float, int]:
+    return round(plan.expected.goodput_rps, 3), -len({gpulet.gpu for gpulet in plan.gpulets})
 
 
 def costs_by_type(
