@@ -11,7 +11,7 @@ from tenuto.placement.plan import Plan
 from tenuto.placement.policies.ffd_plus_plus import lower_bounds
 from tenuto.placement.policies.gslice_tuning import Rules, observe, tune
 from tenuto.placement.policies.igniter import beside
-from tenuto.placement.policies.igniter_packing import OpenGpu, Packed, igniter_plan, pack_cluster
+from tenuto.placement.policies.igniter_packing import OpenGpu, Packed, igniter_plan, memory_mib, pack_cluster
 from tenuto.placement.policies.igniter_shares import Demand
 from tenuto.placement.policy import Policy
 from tenuto.placement.workload import Workload, profile_of
@@ -110,7 +110,7 @@ class Gslice(Policy):
         costs = [profile_of(workload[d.spec.name], opened.gpu.type, profiles) for d in opened.demands]
 
         def need(index: int, size: int) -> float:
-            return costs[index].memory_mib(size) or 0.0
+            return memory_mib(costs[index], size)
 
         def largest_batch(index: int, sizes: Sequence[int]) -> int:
             others = sum(need(other, size) for other, size in enumerate(sizes) if other != index)

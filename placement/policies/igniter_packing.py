@@ -12,9 +12,9 @@ from tenuto.placement.plan import Expected, ExpectedModel, Gpulet, Plan, PolicyU
 from tenuto.placement.policies.gpu_pool import GpuPool, gpulet_id, planned_gpus
 from tenuto.placement.policies.igniter_shares import Demand, Shares, allocate, beside_ms
 from tenuto.placement.workload import ModelSpec, Workload, profile_of
-from tenuto.profiles import LatencyTable, Profiles
+from tenuto.profiles import LatencyTable, ModelProfile, Profiles
 
-__all__ = ["OpenGpu", "Packed", "Try", "demands_of", "igniter_plan", "pack", "pack_cluster"]
+__all__ = ["OpenGpu", "Packed", "Try", "demands_of", "igniter_plan", "memory_mib", "pack", "pack_cluster"]
 
 MOST_REPLICAS = 1024
 Try = Callable[["OpenGpu", Demand], Shares | None]
@@ -54,11 +54,20 @@ def demands_of(spec: ModelSpec, gpu_type: str, profiles: Profiles) -> list[Deman
     for count in range(1, MOST_REPLICAS + 1):
         demand = Demand(spec, spec.rate_rps / count, model, hardware)
         if demand.lower_units is not None and allocate([demand], [demand.lower_units]) is not None:
-            memory = profile.memory_mib(demand.batch_size) or 0.0
+            memory = memory_mib(profile, demand.batch_size)
             return [Demand(spec, demand.rate_rps, model, hardware, memory) for _ in range(count)]
         if demand.batch_size == 1:
             break
     return []
+
+
+def memory_mib(profile: ModelProfile, batch_size: int) -> float:
+    """Return the memory of a replica in MiB: that of the largest measured batch for larger ones, 0 if never measured.
+
+    iGniter's latency model reaches beyond the measured batches, the profile's memory does not.
+    """
+    largest = max((point.batch_size for point in profile.points if point.memory_mib is not None), default=0)
+    return profile.memory_mib(min(batch_size, largest)) or 0.0 if largest else 0.0
 
 
 def pack_cluster(workload: Workload, cluster: Cluster, profiles: Profiles, attempt: Try, *, first: bool) -> Packed:
@@ -240,5 +249,6 @@ def _replica(demand: Demand, share_pct: float, beside: float) -> Replica:
         rate_rps=round(demand.rate_rps, 6),
         latency_ms=round(beside, 6),
         slowdown=round(max(1.0, beside / points[demand.batch_size]), 6),
+        memory_mib=demand.memory_mib or None,
         latency=LatencyTable(points=points),
     )

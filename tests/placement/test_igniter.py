@@ -142,6 +142,21 @@ def test_memory_counts_where_it_was_measured() -> None:
         assert plan.expected.gpus_used == 2
 
 
+def test_batches_beyond_the_measured_ones_need_memory_too() -> None:
+    data = load_shipped("igniter-v100").model_dump(by_alias=True)
+    for model in data["models"].values():
+        for point in model["points"]:
+            point["memory_mib"] = 1000.0 + 40.0 * point["batch_size"]
+    cluster = Cluster.model_validate({"elastic": True, "nodes": [{"name": "n0", "gpus": [
+        {"type": "v100", "memory_mib": 3000.0}]}]})
+    models = [{"name": f"resnet50-{index}", "profile": "resnet50", "rate_rps": 745, "slo_ms": 97} for index in range(2)]
+    workload = Workload.model_validate({"models": models})
+    for policy in (Igniter(), Gslice()):
+        plan = solve(policy, workload, cluster, Profiles([Profile.model_validate(data)]))
+        assert not plan.unserved
+        assert all(g.models[0].memory_mib for g in plan.gpulets)
+
+
 def test_a_cluster_without_gpus() -> None:
     assert solve(Igniter(), Workload(), Cluster(), profiles()).gpulets == ()
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import yaml
@@ -13,37 +16,94 @@ from tenuto.errors import InvalidInputError
 from tenuto.placement import Cluster, Plan, Policy, Workload, solve
 from tenuto.placement.policies.ao_milp import AoMilp
 from tenuto.placement.policies.ffd import FirstFitDecreasing
+from tenuto.placement.policies.ffd_plus_plus import FirstFitPlusPlus
+from tenuto.placement.policies.gpulet import Gpulet
+from tenuto.placement.policies.gpulets_plus import GpuletsPlus
+from tenuto.placement.policies.gslice import Gslice
+from tenuto.placement.policies.ideal import Ideal
+from tenuto.placement.policies.igniter import Igniter
+from tenuto.placement.policies.sbp import SquishyBinPacking
 from tenuto.placement.policies.symphony import Symphony
 from tenuto.placement.policies.usher import Usher
 from tenuto.placement.policies.wao_usher import WaoUsher
 from tenuto.placement.policies.wsm_milp import WsmMilp
 from tenuto.placement.solve import check_inputs
-from tenuto.profiles import Profiles
+from tenuto.profiles import Profile, Profiles
+from tenuto.profiles.shipped import load_shipped
 
 from .published import thesis
 
-# The part of the SLO within which a policy keeps the latency of a batch.
-POLICIES: dict[str, tuple[Callable[[], Policy], float]] = {
-    "ffd": (FirstFitDecreasing, 0.5), "usher": (Usher, 1.0), "wao-usher": (WaoUsher, 1.0), "ao-milp": (AoMilp, 1.0),
-    "wsm-milp": (WsmMilp, 1.0), "symphony": (Symphony, 1.0),
-}
-ROWS = sorted(thesis().for_type("v100"))
-PROFILES = thesis()
 
-models = st.lists(
-    st.tuples(st.sampled_from(ROWS), st.floats(1, 2000), st.floats(140, 900)), min_size=0, max_size=6
-).map(
-    lambda entries: Workload.model_validate({"models": [
-        {"name": f"{row}-{index}", "profile": row, "rate_rps": rate, "slo_ms": slo}
-        for index, (row, rate, slo) in enumerate(entries)
-    ]})
-)
-clusters = st.builds(
-    lambda count, elastic, memory: Cluster.model_validate({
-        "nodes": [{"name": "n0", "gpus": [{"type": "v100", "count": count, "memory_mib": memory}]}], "elastic": elastic,
-    }),
-    st.integers(1, 6), st.booleans(), st.sampled_from([6000, 16384]),
-)
+@dataclass(frozen=True)
+class Case:
+    """A policy with what it can be asked: profiles, SLOs in ms, at most so many models, GPUs and requests/s of each.
+
+    `part_of_slo` is the part of the SLO within which the policy keeps the latency of a batch; GSLICE+ keeps none.
+    """
+
+    make: Callable[[], Policy]
+    part_of_slo: float
+    profiles: Profiles
+    slo_ms: tuple[float, float] = (140, 900)
+    models: int = 6
+    gpus: int = 6
+    rate_rps: float = 2000
+    examples: int = 25
+
+
+def igniter_with_memory() -> Profiles:
+    """Return iGniter's profile with made-up memory, so that memory binds as well: MiB grow with the batch size."""
+    data = load_shipped("igniter-v100").model_dump(by_alias=True)
+    for weights, model in zip((900, 700, 2500, 4000), data["models"].values(), strict=True):
+        for point in model["points"]:
+            point["memory_mib"] = weights + 40.0 * point["batch_size"]
+    return Profiles([Profile.model_validate(data)])
+
+
+THESIS, SHARES = thesis(), igniter_with_memory()
+tight: dict[str, Any] = {"profiles": SHARES, "slo_ms": (12, 120), "examples": 15}
+CASES: dict[str, Case] = {
+    "ffd": Case(FirstFitDecreasing, 0.5, THESIS),
+    "usher": Case(Usher, 1.0, THESIS),
+    "wao-usher": Case(WaoUsher, 1.0, THESIS),
+    "ao-milp": Case(AoMilp, 1.0, THESIS),
+    "wsm-milp": Case(WsmMilp, 1.0, THESIS),
+    "symphony": Case(Symphony, 1.0, THESIS),
+    "igniter": Case(Igniter, 0.5, **tight),
+    "ffd++": Case(FirstFitPlusPlus, 0.5, **tight),
+    "gslice": Case(Gslice, math.inf, **tight),
+    "gslice, no over-commitment": Case(lambda: Gslice(overcommit=False), math.inf, **tight),
+    "gpulets+": Case(GpuletsPlus, 0.5, **tight),
+    "gpulet": Case(Gpulet, 1.0, **tight),
+    "gpulet, interference": Case(lambda: Gpulet(interference=True), 1.0, **tight),
+    "sbp": Case(SquishyBinPacking, 1.0, **tight),
+    "sbp, halves": Case(lambda: SquishyBinPacking(halves=True), 1.0, **tight),
+    "ideal": Case(lambda: Ideal(max_steps=500), 1.0, SHARES, (12, 120), 4, 2, 500, 8),
+}
+
+
+def workloads(case: Case) -> st.SearchStrategy[Workload]:
+    rows = sorted(case.profiles.for_type("v100"))
+    entries = st.tuples(st.sampled_from(rows), st.floats(1, case.rate_rps), st.floats(*case.slo_ms))
+    return st.lists(entries, max_size=case.models).map(
+        lambda found: Workload.model_validate({"models": [
+            {"name": f"{row}-{index}", "profile": row, "rate_rps": rate, "slo_ms": slo}
+            for index, (row, rate, slo) in enumerate(found)
+        ]})
+    )
+
+
+def clusters(case: Case) -> st.SearchStrategy[Cluster]:
+    return st.builds(
+        lambda count, elastic, memory: Cluster.model_validate({
+            "nodes": [{"name": "n0", "gpus": [{"type": "v100", "count": count, "memory_mib": memory}]}],
+            "elastic": elastic,
+        }),
+        st.integers(1, case.gpus), st.booleans(), st.sampled_from([6000, 16384]),
+    )
+
+
+models = workloads(CASES["wsm-milp"])
 
 
 def assert_valid(plan: Plan, workload: Workload, cluster: Cluster, part_of_slo: float) -> None:
@@ -57,9 +117,13 @@ def assert_valid(plan: Plan, workload: Workload, cluster: Cluster, part_of_slo: 
         assert {gpu.id for gpu in plan.gpus} == {gpu.id for gpu in cluster.gpus}
     rates: dict[str, float] = {}
     for gpulet in plan.gpulets:
+        if gpulet.duty_cycle_ms is not None:
+            assert sum(replica.latency_ms or 0.0 for replica in gpulet.models) <= gpulet.duty_cycle_ms + 1e-3
         for replica in gpulet.models:
             assert replica.latency_ms is not None
             assert replica.latency_ms <= workload[replica.name].slo_ms * part_of_slo + 1e-6
+            if gpulet.duty_cycle_ms is not None:  # a request waits one round at most, then its batch runs
+                assert gpulet.duty_cycle_ms + replica.latency_ms <= workload[replica.name].slo_ms + 1e-3
             rates[replica.name] = rates.get(replica.name, 0.0) + (replica.rate_rps or 0.0)
     names = {spec.name for spec in workload.models}
     assert set(rates) | set(plan.unserved) == names
@@ -71,51 +135,52 @@ def assert_valid(plan: Plan, workload: Workload, cluster: Cluster, part_of_slo: 
         assert plan.expected.models[name].goodput_rps == pytest.approx(rate, rel=1e-5, abs=1e-4)
 
 
-@pytest.mark.parametrize("name", POLICIES)
-@given(workload=models, cluster=clusters)
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.differing_executors])
-def test_plans_are_valid_deterministic_and_leave_their_input_alone(
-    name: str, workload: Workload, cluster: Cluster
-) -> None:
-    make, part_of_slo = POLICIES[name]
-    before = (workload.model_dump_json(), cluster.model_dump_json())
-    try:
-        check_inputs(workload, cluster, PROFILES)
-    except InvalidInputError:
-        return  # refused before any policy runs
-    plan = solve(make(), workload, cluster, PROFILES)
-    assert_valid(plan, workload, cluster, part_of_slo)
-    assert solve(make(), workload, cluster, PROFILES).dump() == plan.dump()
-    assert Plan.from_data(yaml.safe_load(plan.dump())) == plan
-    assert (workload.model_dump_json(), cluster.model_dump_json()) == before
+@pytest.mark.parametrize("name", CASES)
+def test_plans_are_valid_deterministic_and_leave_their_input_alone(name: str) -> None:
+    case = CASES[name]
+
+    @given(workload=workloads(case), cluster=clusters(case))
+    @settings(max_examples=case.examples, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    def holds(workload: Workload, cluster: Cluster) -> None:
+        before = (workload.model_dump_json(), cluster.model_dump_json())
+        try:
+            check_inputs(workload, cluster, case.profiles)
+        except InvalidInputError:
+            return  # refused before any policy runs
+        plan = solve(case.make(), workload, cluster, case.profiles)
+        assert_valid(plan, workload, cluster, case.part_of_slo)
+        assert solve(case.make(), workload, cluster, case.profiles).dump() == plan.dump()
+        assert Plan.from_data(yaml.safe_load(plan.dump())) == plan
+        assert (workload.model_dump_json(), cluster.model_dump_json()) == before
+
+    holds()
 
 
-@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("elastic", [False, True])
 def test_an_empty_workload_gives_an_empty_plan(name: str, elastic: bool) -> None:
-    plan = solve(POLICIES[name][0](), Workload(), Cluster.parse("v100:2", elastic=elastic), PROFILES)
+    plan = solve(CASES[name].make(), Workload(), Cluster.parse("v100:2", elastic=elastic), CASES[name].profiles)
     assert plan.gpulets == ()
     assert plan.unserved == ()
     assert plan.expected.goodput_rps == 0
 
 
-@pytest.mark.parametrize("name", POLICIES)
-def test_a_cluster_without_gpus_serves_nobody_but_names_everybody(name: str) -> None:
-    workload = Workload()
-    plan = solve(POLICIES[name][0](), workload, Cluster(), Profiles([]))
+@pytest.mark.parametrize("name", CASES)
+def test_a_cluster_without_gpus_serves_nobody(name: str) -> None:
+    plan = solve(CASES[name].make(), Workload(), Cluster(), Profiles([]))
     assert plan.gpus == ()
 
 
-@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("name", CASES)
 def test_a_model_that_fits_nowhere_is_reported_not_dropped(name: str) -> None:
-    workload = Workload.model_validate({"models": [
-        {"name": "resnet50", "rate_rps": 100, "slo_ms": 150},
-        {"name": "bloom_560", "rate_rps": 5000, "slo_ms": 150},
-        {"name": "bert", "rate_rps": 9000, "slo_ms": 150},
-    ]})
-    plan = solve(POLICIES[name][0](), workload, Cluster.parse("v100:1"), PROFILES)
+    case = CASES[name]
+    rates = {"resnet50": 100, "vgg19": 5000, "ssd" if case.profiles is SHARES else "bert": 9000}
+    workload = Workload.model_validate(
+        {"models": [{"name": name, "rate_rps": rate, "slo_ms": 150} for name, rate in rates.items()]}
+    )
+    plan = solve(case.make(), workload, Cluster.parse("v100:1"), case.profiles)
     served = {r.name for g in plan.gpulets for r in g.models}
-    assert served | set(plan.unserved) == {"resnet50", "bloom_560", "bert"}
+    assert served | set(plan.unserved) == set(rates)
     assert all(plan.unserved_reasons[name] for name in plan.unserved)
     assert plan.expected.goodput_rps < 14_100
 
@@ -127,8 +192,8 @@ def test_one_more_gpu_never_lowers_the_goodput_of_the_milp(
     policy: Callable[[], Policy], workload: Workload, count: int
 ) -> None:
     try:
-        fewer = solve(policy(), workload, Cluster.parse(f"v100:{count}"), PROFILES)
-        more = solve(policy(), workload, Cluster.parse(f"v100:{count + 1}"), PROFILES)
+        fewer = solve(policy(), workload, Cluster.parse(f"v100:{count}"), THESIS)
+        more = solve(policy(), workload, Cluster.parse(f"v100:{count + 1}"), THESIS)
     except InvalidInputError:
         return
     if all(plan.notes and plan.notes[0].startswith("optimal") for plan in (fewer, more)):
