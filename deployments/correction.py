@@ -62,8 +62,9 @@ class NetworkMeter:
     _EVERY = 64
     _QUANTILE = 0.95
 
-    def __init__(self, client_ms: float) -> None:
+    def __init__(self, client_ms: float, ctrl_ms: float = 1.0) -> None:
         self.client_ms = client_ms  # reserved for what happens beyond the socket, which the server cannot see
+        self._ctrl_ms = ctrl_ms  # until enough batches were measured
         self._travel: deque[float] = deque(maxlen=512)
         self._answer: deque[float] = deque(maxlen=512)
         self._since = 0
@@ -86,7 +87,7 @@ class NetworkMeter:
         """Return the delays to budget now, in ms."""
         self._since = 0
         return NetworkDelay(
-            ctrl_ms=_quantile(self._travel, self._QUANTILE, 1.0),
+            ctrl_ms=_quantile(self._travel, self._QUANTILE, self._ctrl_ms),
             response_ms=self.client_ms + _quantile(self._answer, self._QUANTILE, 0.0),
         )
 

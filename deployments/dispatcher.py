@@ -1,7 +1,8 @@
 """The asyncio driver of the scheduler core: requests in, batches out to gpu-lets, answers back.
 
 It lives in the gateway's process, so that a request crosses no process boundary alone; only whole batches travel. The
-core decides, this module carries out: it owns the clock, the timer, the tensors of waiting requests and the links.
+core decides, this module carries out: it owns the clock, the timer and the tensors of waiting requests;
+`tenuto.deployments.fleet` owns the links.
 """
 
 from __future__ import annotations
@@ -12,13 +13,14 @@ import itertools
 import logging
 import math
 import time
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from tenuto.batching.interface import Dispatch, Drop, NetworkDelay, Preempt, Scheduler
-from tenuto.deployments.answers import Answer, Outcome, OutputTensor
+from tenuto.batching.interface import TIME_TOLERANCE_MS, Dispatch, Drop, NetworkDelay, Preempt, Scheduler
+from tenuto.deployments.answers import Answer, Outcome
+from tenuto.deployments.batch_reply import split_reply
 from tenuto.deployments.correction import LatencyCorrection, NetworkMeter
+from tenuto.deployments.fleet import Fleet, LinkFactory
 from tenuto.deployments.in_flight import Batch, ModelCounters, Request
 from tenuto.deployments.link import Finder, GpuletLink
 from tenuto.deployments.served import ServedModel
@@ -47,8 +49,10 @@ class Dispatcher:
         find_gpulet: Callable[[str], Finder],
         *,
         max_queued: int = 10_000,
-        response_ms: float = 3.0,
+        network: NetworkMeter | None = None,
         clock: Callable[[], float] = time.monotonic,
+        timer_slack_ms: float = TIMER_SLACK_MS,
+        make_link: LinkFactory = GpuletLink,
     ) -> None:
         """Prepare without a plan; `apply` gives one.
 
@@ -56,20 +60,18 @@ class Dispatcher:
             build_scheduler: makes the scheduler core of a plan.
             find_gpulet: returns the function that finds a gpu-let by its id.
             max_queued: requests of one model that may wait; more are rejected with a time to retry after.
-            response_ms: what is reserved for the way back to the client until it is measured.
+            network: measures the delays; by default one that reserves 3 ms for the way back to the client.
             clock: monotonic seconds.
+            timer_slack_ms: how much earlier than asked the core is woken, for timers that come late.
+            make_link: makes the links to gpu-lets.
         """
         self._build_scheduler = build_scheduler
-        self._find_gpulet = find_gpulet
         self._max_queued = max_queued
         self._clock = clock
         self._ids = itertools.count()
         self._sequences = itertools.count()
         self._requests: dict[int, Request] = {}
-        self._batches: dict[int, Batch] = {}
-        self._in_flight: list[deque[int]] = []
-        self._links: list[GpuletLink] = []
-        self._away: set[int] = set()  # gpu-lets the core must not use: absent, loading, or busy with an older plan
+        self._fleet = Fleet(find_gpulet, self, make_link)
         self._plan: Plan | None = None
         self._scheduler: Scheduler | None = None
         self._first_sequence = 0  # of the present plan
@@ -77,11 +79,10 @@ class Dispatcher:
         self._armed_ms = math.inf
         self._woken_ms = -math.inf
         self._model_index: dict[str, int] = {}
-        self._closing: set[asyncio.Task[None]] = set()
-        self.network = NetworkMeter(response_ms)
+        self._slack_ms = max(timer_slack_ms, TIME_TOLERANCE_MS)
+        self.network = network or NetworkMeter(3.0)
         self.correction = LatencyCorrection()
         self.counters: dict[str, ModelCounters] = {}
-        self._served: dict[str, ServedModel] = {}
 
     def configure(self, build_scheduler: SchedulerFactory, *, max_queued: int, response_ms: float) -> None:
         """Take new settings; they hold from the next `apply`."""
@@ -99,36 +100,19 @@ class Dispatcher:
     def apply(self, plan: Plan) -> None:
         """Serve `plan` from now on. Waiting requests move over; batches that run are answered; unchanged links stay."""
         now = self._now()
-        old = {link.gpulet_id: link for link in self._links}
-        in_flight = {link.gpulet_id: queue for link, queue in zip(self._links, self._in_flight, strict=True)}
-
         self._plan = plan
         self._first_sequence = next(self._sequences)
         self._model_index = {spec.name: index for index, spec in enumerate(plan.models)}
-        self._served.clear()  # a source may have changed
         for spec in plan.models:
             self.counters.setdefault(spec.name, ModelCounters())
         scheduler = self._build_scheduler(plan, self.network.delay())
         scheduler.drain()
         self._scheduler = scheduler
         self.correction.restart()
-        self._links, self._in_flight = [], []
-        self._away = set(range(len(plan.gpulets)))
-        for index, gpulet in enumerate(plan.gpulets):
-            link = old.pop(gpulet.id, None)
-            queue = in_flight.pop(gpulet.id, deque())
-            if link is None:
-                link = GpuletLink(index, gpulet.id, self._find_gpulet(gpulet.id), self)
-                link.start()
-            link.index = index
-            self._links.append(link)
-            self._in_flight.append(queue)
-            for sequence in queue:
-                self._batches[sequence].gpulet = index
+        self._fleet.adopt(plan)
+        for index in range(len(plan.gpulets)):
             scheduler.gpulet_lost(now, index)
             self._offer(index, now)
-        for gpulet_id, link in old.items():
-            self._close_link(link, in_flight.get(gpulet_id, deque()))
         for request in list(self._requests.values()):
             request.model = self._model_index.get(request.name, -1)
             if request.dispatched_ms == 0.0:
@@ -137,14 +121,8 @@ class Dispatcher:
 
     def _offer(self, index: int, now: float) -> None:
         """Let the core use a gpu-let once it is connected, holds what the plan says, and is idle."""
-        assert self._plan is not None
         assert self._scheduler is not None
-        link = self._links[index]
-        if index not in self._away or not link.is_up or self._in_flight[index]:
-            return
-        held = link.description.get("models", {})
-        if all(held.get(replica.name, 0) >= replica.batch_size for replica in self._plan.gpulets[index].models):
-            self._away.discard(index)
+        if self._fleet.offer(index):
             self._scheduler.gpulet_back(now, index)
 
     def _enqueue(self, request: Request, now: float) -> None:
@@ -155,27 +133,13 @@ class Dispatcher:
         else:
             self._scheduler.add_request(now, request.model, request.id, request.deadline_ms)
 
-    def _close_link(self, link: GpuletLink, queue: deque[int]) -> None:
-        """Let a removed gpu-let answer what it runs, then close its connection."""
-
-        async def close_when_idle() -> None:
-            limit = self._now() + 30_000.0
-            while any(sequence in self._batches for sequence in queue) and self._now() < limit:
-                await asyncio.sleep(0.02)
-            await link.stop()
-
-        link.index = -1
-        task = asyncio.create_task(close_when_idle(), name=f"close {link.gpulet_id}")
-        self._closing.add(task)
-        task.add_done_callback(self._closing.discard)
-
     async def close(self) -> None:
         """Answer everything that waits as failed, and disconnect."""
         if self._timer is not None:
             self._timer.cancel()
         for request in list(self._requests.values()):
             self._finish(request, Answer(Outcome.FAILED, reason="the server is shutting down; send the request again"))
-        await asyncio.gather(*(link.stop() for link in self._links), *self._closing)
+        await self._fleet.close()
 
     # --- requests -----------------------------------------------------------------------------------------------
 
@@ -257,7 +221,7 @@ class Dispatcher:
             self._timer.cancel()
         self._armed_ms = wake_ms
         loop = asyncio.get_running_loop()
-        self._timer = loop.call_later(max(0.0, (wake_ms - TIMER_SLACK_MS - now) / 1000.0), self._on_timer)
+        self._timer = loop.call_later(max(0.0, (wake_ms - self._slack_ms - now) / 1000.0), self._on_timer)
 
     def _on_timer(self) -> None:
         self._armed_ms = math.inf
@@ -265,7 +229,7 @@ class Dispatcher:
         scheduler = self._scheduler
         assert scheduler is not None
         now = self._now()
-        if scheduler.next_wake_ms <= now + TIMER_SLACK_MS:
+        if scheduler.next_wake_ms <= now + self._slack_ms:
             now = self._woken_ms = max(now, scheduler.next_wake_ms)
             scheduler.wake(now)
         self._carry_out(now)
@@ -280,8 +244,7 @@ class Dispatcher:
         assert self._plan is not None
         name = self._plan.models[decision.model].name
         batch = Batch(next(self._sequences), name, decision.model, decision.gpulet, requests, now)
-        self._batches[batch.sequence] = batch
-        self._in_flight[decision.gpulet].append(batch.sequence)
+        link = self._fleet.add(batch)
         if not requests:
             # Every client left between decision and dispatch; keep the core's account of the gpu-let straight.
             asyncio.get_running_loop().call_soon(self._empty_batch_done, batch)
@@ -291,11 +254,10 @@ class Dispatcher:
         counters.batched += len(requests)
         n_inputs = len(requests[0].parts)
         buffers = [request.parts[position] for position in range(n_inputs) for request in requests]
-        self._links[decision.gpulet].send({"id": batch.sequence, "model": name, "n": len(requests)}, buffers)
+        link.send({"id": batch.sequence, "model": name, "n": len(requests)}, buffers)
 
     def _empty_batch_done(self, batch: Batch) -> None:
-        if self._batches.pop(batch.sequence, None) is not None:
-            self._in_flight[batch.gpulet].remove(batch.sequence)
+        if self._fleet.take(batch.gpulet, batch.sequence) is not None and batch.gpulet >= 0:
             self._done(batch, self._now())
 
     def _drop(self, decision: Drop) -> None:
@@ -315,15 +277,9 @@ class Dispatcher:
 
     def _preempt(self, decision: Preempt) -> None:
         """The core has the requests back in its queue; the gpu-let's answer for that batch will be ignored."""
-        queue = self._in_flight[decision.gpulet]
-        if not queue:
-            return
-        batch = self._batches[queue.popleft()]
-        batch.aborted = True
-        for request in batch.requests:
+        batch = self._fleet.abort(decision.gpulet)
+        for request in batch.requests if batch is not None else ():
             request.dispatched_ms = 0.0
-        self._links[decision.gpulet].send({"abort": batch.sequence}, ())
-        del self._batches[batch.sequence]
 
     # --- answers (LinkEvents) -----------------------------------------------------------------------------------
 
@@ -332,7 +288,7 @@ class Dispatcher:
 
     def described(self, index: int) -> None:
         if index >= 0 and self._scheduler is not None:
-            self._served.clear()
+            self._fleet.described()
             now = self._now()
             self._offer(index, now)
             self._carry_out(now)
@@ -341,9 +297,7 @@ class Dispatcher:
         if index < 0 or self._scheduler is None:
             return
         now = self._now()
-        lost = [self._batches.pop(sequence) for sequence in self._in_flight[index] if sequence in self._batches]
-        self._in_flight[index].clear()
-        self._away.add(index)
+        lost = self._fleet.lose(index)
         self._scheduler.gpulet_lost(now, index)
         for batch in lost:
             for request in batch.requests:
@@ -362,12 +316,11 @@ class Dispatcher:
         self._enqueue(request, now)
 
     def batch_answered(self, index: int, header: dict[str, Any], body: memoryview) -> None:
-        batch = self._batches.pop(header["id"], None)
+        batch = self._fleet.take(index, header["id"])
         if batch is None:
             return  # preempted
         now = self._now()
         if index >= 0:
-            self._in_flight[index].remove(batch.sequence)
             self._learn(batch, header, now)
             self._done(batch, now)
             # The gpu-let is idle: the next batch leaves before this one's answers are taken apart.
@@ -402,41 +355,11 @@ class Dispatcher:
             self._scheduler.update_network(self.network.delay())
 
     def _answer_requests(self, batch: Batch, header: dict[str, Any], body: memoryview, now: float) -> None:
-        error = header.get("error")
-        if error is not None:
-            for request in batch.requests:
-                if request.id in self._requests:
-                    self._finish(request, Answer(Outcome.FAILED, gpulet=header["gpulet"], reason=str(error)))
-            return
-        execution_ms, queue_ms = float(header["execution_ms"]), float(header["queue_ms"])
-        size = len(batch.requests)
-        outputs: list[tuple[str, str, tuple[int, ...], int, int]] = []
-        offset = 0
-        for name, dtype, shape, sample_bytes in header["outputs"]:
-            outputs.append((name, dtype, tuple(shape), offset, sample_bytes))
-            offset += sample_bytes * size
-        self.counters[batch.name].execution_ms.append(execution_ms)
-        for position, request in enumerate(batch.requests):
-            if request.id not in self._requests:
-                continue
-            tensors = [
-                OutputTensor(name, dtype, shape, body[start + position * length : start + (position + 1) * length])
-                for name, dtype, shape, start, length in outputs
-            ]
-            self._finish(
-                request,
-                Answer(
-                    Outcome.OK,
-                    tensors,
-                    size,
-                    header["gpulet"],
-                    batch.dispatched_ms - request.received_ms,
-                    queue_ms,
-                    execution_ms,
-                    header["emulated"],
-                ),
-                now,
-            )
+        if "error" not in header:
+            self.counters[batch.name].execution_ms.append(float(header["execution_ms"]))
+        for request, answer in split_reply(batch, header, body):
+            if request.id in self._requests:
+                self._finish(request, answer, now)
 
     def _finish(self, request: Request, answer: Answer, now: float | None = None) -> None:
         self._requests.pop(request.id, None)
@@ -450,23 +373,11 @@ class Dispatcher:
     def is_ready(self, model: str | None = None) -> bool:
         """Whether every gpu-let is connected and holds its models; with a model, whether at least one of its
         gpu-lets does."""
-        if self._plan is None:
-            return False
-        if model is None:
-            return not self._away
-        hosts = {gpulet.id for gpulet in self._plan.hosts_of(model)}
-        return any(link.gpulet_id in hosts and index not in self._away for index, link in enumerate(self._links))
+        return self._fleet.is_ready(model)
 
     def served(self, model: str) -> ServedModel | None:
         """Return a model's signature as reported by the first gpu-let of it that ever connected; None before."""
-        found = self._served.get(model)
-        if found is None:
-            for link in self._links:
-                raw = link.description.get("signatures", {}).get(model)
-                if raw is not None:
-                    found = self._served[model] = ServedModel.from_data(raw)
-                    break
-        return found
+        return self._fleet.served(model)
 
     def status(self) -> dict[str, Any]:
         """Return plain data: the plan, the gpu-lets as they are, counts and measured against planned latencies."""
@@ -489,8 +400,4 @@ class Dispatcher:
 
     def gpulets(self) -> list[dict[str, Any]]:
         """Return what every gpu-let reported when it connected, and whether it is up."""
-        return [{"id": link.gpulet_id, "up": link.is_up, **_public(link.description)} for link in self._links]
-
-
-def _public(description: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in description.items() if key not in ("token", "address")}
+        return self._fleet.descriptions()

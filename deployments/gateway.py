@@ -23,6 +23,7 @@ from tenuto.batching.registry import make_scheduler
 from tenuto.batching.setup import from_plan
 from tenuto.deployments.answers import Answer, Outcome
 from tenuto.deployments.config import application_name
+from tenuto.deployments.correction import NetworkMeter
 from tenuto.deployments.dispatcher import Dispatcher
 from tenuto.deployments.http import (
     HttpError,
@@ -80,7 +81,7 @@ class Gateway:
                 build_scheduler,
                 _find_over_ray,
                 max_queued=int(user_config.get("max_queued", 10_000)),
-                response_ms=float(user_config.get("response_ms", 3.0)),
+                network=NetworkMeter(float(user_config.get("response_ms", 3.0))),
             )
         else:
             self._dispatcher.configure(

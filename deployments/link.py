@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from tenuto.deployments.transport import Address, FrameProtocol, connect
 
-__all__ = ["Finder", "GpuletLink", "LinkEvents"]
+__all__ = ["Finder", "GpuletLink", "Link", "LinkEvents"]
 
 logger = logging.getLogger("ray.serve")
 
@@ -34,6 +34,27 @@ class LinkEvents(Protocol):
 
     def batch_answered(self, index: int, header: dict[str, Any], body: memoryview) -> None:
         """The gpu-let answered a batch."""
+
+
+class Link(Protocol):
+    """A way to one gpu-let; `GpuletLink` over sockets, others where no process is at the far end."""
+
+    index: int  # in the present plan; negative once the gpu-let left it
+    gpulet_id: str
+    description: dict[str, Any]
+
+    @property
+    def is_up(self) -> bool:
+        """Whether batches can be sent now."""
+
+    def start(self) -> None:
+        """Begin to connect; returns at once."""
+
+    async def stop(self) -> None:
+        """Close for good."""
+
+    def send(self, header: dict[str, Any], buffers: Sequence[bytes | memoryview]) -> None:
+        """Send a batch, or the notice that one is aborted."""
 
 
 class GpuletLink:
