@@ -1,0 +1,216 @@
+"""Tenuto's own interference model: a trend in latencies and shares, corrected for pairs of networks that were measured.
+
+It needs nothing of a profile but latencies by batch size and share. docs/interference.md says how it was found, and how
+far it is off on pairs, and on networks, that it was not fitted on.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import cache
+from importlib import resources
+from typing import Annotated, Literal
+
+import numpy as np
+import yaml
+from pydantic import Field
+
+from tenuto.errors import InvalidInputError, Problem
+from tenuto.placement.interference.base import Resident, Sample
+from tenuto.profiles import ModelProfile
+from tenuto.profiles.documents import StrictModel, parse_document
+
+__all__ = ["Constants", "Contention", "Pair", "Trend", "fit_contention", "gpu_ms", "shipped_constants"]
+
+ALIKE = 0.1
+"""Two networks are alike as exp(-d^2/2), d = (difference of ln GPU time per request) / ALIKE: within about 10 %."""
+
+DAMPING = 0.1  # ridge of a pair's correction, whose features are of the order of 1
+TERMS = 10  # of a polynomial of degree 2 in three variables
+
+_KEPT = 20_000  # latencies remembered
+
+Positive = Annotated[float, Field(gt=0)]
+
+
+class Trend(StrictModel):
+    """factor = constant + latency_ratio * ln(l_own / l_other) + share_product * share_own * share_other.
+
+    l is the latency of the batch alone in ms, kept such that ln(l_own / l_other) is within +-`largest_ratio`; shares
+    are fractions.
+    """
+
+    constant: float
+    latency_ratio: float
+    share_product: float
+    largest_ratio: Positive
+
+
+class Pair(StrictModel):
+    """What the trend misses when one network was slowed down by another, by batch sizes and share.
+
+    `coefficients` belong to 1, x, y, z, x^2, xy, xz, y^2, yz, z^2 with x = (log2 b_own - 3)/2, y = (log2 b_other - 3)/2
+    and z = (share_own - 0.5)/0.3, each kept within `bounds`, the smallest and largest x, y and z measured.
+    """
+
+    own: str
+    other: str
+    own_gpu_ms: Positive
+    other_gpu_ms: Positive
+    bounds: tuple[tuple[float, float], tuple[float, float], tuple[float, float]]
+    coefficients: Annotated[tuple[float, ...], Field(min_length=TERMS, max_length=TERMS)]
+
+
+class Constants(StrictModel):
+    """The fitted constants as they are shipped, with what they were fitted on."""
+
+    schema_version: Annotated[Literal[1], Field(alias="schema")] = 1
+    name: str
+    source: str
+    trend: Trend
+    pairs: tuple[Pair, ...] = ()
+
+
+class Contention:
+    """Trend plus correction, at least 1; several neighbours add what each of them costs beyond 1.
+
+    The correction is the mean of the measured pairs' corrections, weighted by how much the two networks are like those
+    measured (`ALIKE`), which is told by their GPU time per request (`gpu_ms`) and not by their names: the same network
+    under another runtime is another network. Far from all measured pairs the trend stands alone.
+
+    The sum over neighbours is an assumption: the pairs say nothing of it. In iGniter's analytic model, which rests on
+    measurements with up to five residents, two neighbours that share the room of one cost 1.2 to 2.6 times as much.
+    """
+
+    def __init__(self, constants: Constants | None = None) -> None:
+        """Take fitted constants; by default those shipped, fitted on pairs on a V100."""
+        self._constants = constants if constants is not None else shipped_constants()
+        self._latencies: dict[tuple[int, int, float], tuple[ModelProfile, float]] = {}
+        self._gpu_ms: dict[int, tuple[ModelProfile, float]] = {}
+        pairs = self._constants.pairs
+        self._measured = np.array([[math.log(p.own_gpu_ms), math.log(p.other_gpu_ms)] for p in pairs]).reshape(-1, 2)
+        self._bounds = np.array([p.bounds for p in pairs]).reshape(-1, 3, 2)
+        self._coefficients = np.array([p.coefficients for p in pairs]).reshape(-1, TERMS)
+
+    def slowdown(self, gpulet: Resident, neighbours: Sequence[Resident]) -> float:
+        """Return the factor; see `InterferenceModel.slowdown`."""
+        return 1.0 + sum(self._pair(gpulet, other) - 1.0 for other in neighbours)
+
+    def _pair(self, own: Resident, other: Resident) -> float:
+        trend = _trend(self._constants.trend, *self._shape(own, other))
+        correction = 0.0
+        if len(self._coefficients):
+            alike = self._likeness(own.profile, other.profile)
+            total = float(alike.sum())
+            if total > 1e-6:
+                place = np.clip(_place(own, other), self._bounds[:, :, 0], self._bounds[:, :, 1])
+                missed = (_terms(place) * self._coefficients).sum(axis=1)
+                correction = float(alike @ missed) / max(1.0, total)
+        return max(1.0, trend + correction)
+
+    def _shape(self, own: Resident, other: Resident) -> tuple[float, float]:
+        """Return ln(l_own / l_other) and the product of the shares."""
+        ratio = math.log(self._latency_ms(own) / self._latency_ms(other))
+        return ratio, own.share_pct * other.share_pct / 1e4
+
+    def _likeness(self, own: ModelProfile, other: ModelProfile) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
+        here = np.array([math.log(self._gpu_time_ms(own)), math.log(self._gpu_time_ms(other))])
+        return np.asarray(np.exp(-0.5 * (((self._measured - here) / ALIKE) ** 2).sum(axis=1)))
+
+    def _latency_ms(self, resident: Resident) -> float:
+        key = (id(resident.profile), resident.batch_size, resident.share_pct)
+        if key not in self._latencies:
+            while len(self._latencies) >= _KEPT:
+                del self._latencies[next(iter(self._latencies))]
+            latency = resident.profile.latency_ms(resident.batch_size, resident.share_pct)
+            self._latencies[key] = (resident.profile, latency)  # the profile is kept so that its id stays its own
+        return self._latencies[key][1]
+
+    def _gpu_time_ms(self, profile: ModelProfile) -> float:
+        if id(profile) not in self._gpu_ms:
+            while len(self._gpu_ms) >= _KEPT:
+                del self._gpu_ms[next(iter(self._gpu_ms))]
+            self._gpu_ms[id(profile)] = (profile, gpu_ms(profile))
+        return self._gpu_ms[id(profile)][1]
+
+
+def gpu_ms(profile: ModelProfile) -> float:
+    """Return the time of the whole GPU in ms that a request takes where the network uses its share best.
+
+    The least latency * share / batch size of all measured points; for a line, its slope.
+    """
+    if not profile.points and profile.line is not None:
+        return profile.line.alpha_ms
+    return min(point.latency_ms * point.share_pct / 100.0 / point.batch_size for point in profile.points)
+
+
+@cache
+def shipped_constants() -> Constants:
+    """Return the constants fitted on the 600 V100 pairs, from `profiles/data/contention-v100.yaml`."""
+    text = resources.files("tenuto.profiles").joinpath("data", "contention-v100.yaml").read_text(encoding="utf-8")
+    return parse_document(Constants, yaml.safe_load(text), origin="contention-v100")
+
+
+def fit_contention(samples: Sequence[Sample], *, name: str = "fitted", source: str = "measured pairs") -> Constants:
+    """Fit the trend by least squares on all samples, then each pair's correction on what the trend misses of it.
+
+    Args:
+        samples: measured pairs, each with one neighbour and with the names of the two networks in `models`.
+        name: for the result.
+        source: of the measurements, kept in the result.
+
+    Raises:
+        InvalidInputError: samples without names or with several neighbours, or too few different ones for the trend.
+    """
+    if any(len(sample.neighbours) != 1 or len(sample.models) != 2 for sample in samples):
+        rule = "each sample needs one neighbour and the names of both networks"
+        raise InvalidInputError(Problem("measurements", "other samples", rule, "Give named pairs only."))
+    blank = Contention(Constants(
+        name=name, source=source,
+        trend=Trend(constant=1.0, latency_ratio=0.0, share_product=0.0, largest_ratio=1.0),
+    ))  # fmt: skip
+    shapes = [blank._shape(sample.gpulet, sample.neighbours[0]) for sample in samples]
+    factors = np.array([sample.slowdown for sample in samples])
+    matrix = np.array([(1.0, *shape) for shape in shapes]).reshape(-1, 3)
+    if np.linalg.matrix_rank(matrix) < 3:
+        rule = "the trend needs pairs that differ in latencies and in shares"
+        raise InvalidInputError(Problem("measurements", f"{len(samples)} samples", rule, "Measure more of them."))
+    constant, ratio, product = np.linalg.lstsq(matrix, factors, rcond=None)[0].tolist()
+    largest = max(abs(shape[0]) for shape in shapes)
+    trend = Trend(constant=constant, latency_ratio=ratio, share_product=product, largest_ratio=largest)
+    missed = factors - np.array([_trend(trend, *shape) for shape in shapes])
+    pairs = []
+    for own, other in sorted({(sample.models[0], sample.models[1]) for sample in samples}):
+        chosen = [index for index, sample in enumerate(samples) if sample.models == (own, other)]
+        first = samples[chosen[0]]
+        places = np.array([_place(samples[i].gpulet, samples[i].neighbours[0]) for i in chosen])
+        terms = _terms(places)
+        damped = terms.T @ terms + DAMPING * np.eye(TERMS)
+        lows, highs = places.min(axis=0).tolist(), places.max(axis=0).tolist()
+        bounds = list(zip(lows, highs, strict=True))
+        pairs.append(Pair(
+            own=own, other=other, own_gpu_ms=gpu_ms(first.gpulet.profile),
+            other_gpu_ms=gpu_ms(first.neighbours[0].profile), bounds=(bounds[0], bounds[1], bounds[2]),
+            coefficients=tuple(np.linalg.solve(damped, terms.T @ missed[chosen]).tolist()),
+        ))  # fmt: skip
+    return Constants(name=name, source=source, trend=trend, pairs=tuple(pairs))
+
+
+def _trend(trend: Trend, ratio: float, share_product: float) -> float:
+    bounded = min(max(ratio, -trend.largest_ratio), trend.largest_ratio)
+    return trend.constant + trend.latency_ratio * bounded + trend.share_product * share_product
+
+
+def _place(own: Resident, other: Resident) -> tuple[float, float, float]:
+    """Return x, y and z of `Pair`."""
+    x, y = ((math.log2(resident.batch_size) - 3.0) / 2.0 for resident in (own, other))
+    return x, y, (own.share_pct / 100.0 - 0.5) / 0.3
+
+
+def _terms(
+    places: np.ndarray[tuple[int, int], np.dtype[np.float64]],
+) -> np.ndarray[tuple[int, int], np.dtype[np.float64]]:
+    """Return the ten terms of `Pair`, a row each."""
+    x, y, z = places.T
+    return np.column_stack([np.ones_like(x), x, y, z, x * x, x * y, x * z, y * y, y * z, z * z])
