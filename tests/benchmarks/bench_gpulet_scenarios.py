@@ -2,8 +2,8 @@
 
 The scenarios are all combinations of 0, 200, 400, 600 r/s for five models but the empty one (Choi et al., section 3).
 The paper's latency tables (RTX 2080 Ti) were never published, so these are V100 figures on the `igniter-v100` profile:
-four networks, ResNet-50 for two clients, SLO = twice the solo latency at a batch of 32 on the whole GPU. The paper's own
-comparison, on 4 GPUs: gpulet+int accepts 18 scenarios (1.8 %) fewer than ideal.
+four networks, ResNet-50 for two clients, SLO = twice the solo latency at a batch of 32 on the whole GPU. The
+paper's comparison, on 4 GPUs: gpulet+int accepts 18 scenarios (1.8 %) fewer than ideal.
 
 Run: python tests/benchmarks/bench_gpulet_scenarios.py [--quick]
 """
