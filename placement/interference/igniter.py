@@ -134,8 +134,9 @@ def inference_time_ms(model: ModelConstants, own: Load, everyone: Sequence[Load]
 class IgniterInterference:
     """iGniter's model as a slowdown: t_inf beside the neighbours over t_inf alone; any number of neighbours."""
 
-    def __init__(self, hardware: Mapping[str, float]) -> None:
-        self.hardware = Hardware.of(hardware)
+    def __init__(self, hardware: Mapping[str, float], gpu_type: str = "GPU") -> None:
+        """Take a GPU type's hardware coefficients; raises `InvalidInputError` if one is missing."""
+        self.hardware = Hardware.of(hardware, gpu_type)
 
     def slowdown(self, gpulet: Resident, neighbours: Sequence[Resident]) -> float:
         """Return the factor; see `InterferenceModel.slowdown`."""

@@ -50,5 +50,5 @@ def interference_models(name: str, gpu_types: Iterable[str], profiles: Profiles)
             case "contention":
                 found[kind] = Contention()
             case _:
-                found[kind] = IgniterInterference(profiles.hardware(kind))
+                found[kind] = IgniterInterference(profiles.hardware(kind), kind)
     return found
