@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NamedTuple
@@ -32,7 +33,8 @@ class Answer:
     """The end of one request, with its times in ms.
 
     `batching_ms` is the wait for a batch (received to dispatched), `gpulet_queue_ms` the wait at the gpu-let,
-    `execution_ms` the batch's run. `reason` says why it is not ok and what to do.
+    `execution_ms` the batch's run, `start_ms` its start, counted from the request's receipt (NaN: not executed, or on
+    a node with another clock). `reason` says why it is not ok and what to do.
     """
 
     outcome: Outcome
@@ -45,6 +47,7 @@ class Answer:
     emulated: bool = False
     retry_after_s: float | None = None
     reason: str = ""
+    start_ms: float = math.nan
 
     @property
     def queue_ms(self) -> float:

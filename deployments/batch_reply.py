@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -10,8 +11,12 @@ from tenuto.deployments.in_flight import Batch, Request
 
 __all__ = ["split_reply"]
 
+_CLOCK_SLACK_MS = 2.5  # a dispatch is dated by the moment the core asked for, which may be 2 ms after it was done
 
-def split_reply(batch: Batch, header: Mapping[str, Any], body: memoryview) -> Iterator[tuple[Request, Answer]]:
+
+def split_reply(
+    batch: Batch, header: Mapping[str, Any], body: memoryview, now_ms: float
+) -> Iterator[tuple[Request, Answer]]:
     """Return every request of the batch with its answer; tensors are views into `body`, nothing is copied."""
     error = header.get("error")
     if error is not None:
@@ -24,6 +29,7 @@ def split_reply(batch: Batch, header: Mapping[str, Any], body: memoryview) -> It
     for name, dtype, shape, sample_bytes in header["outputs"]:
         outputs.append((name, dtype, tuple(shape), offset, sample_bytes))
         offset += sample_bytes * size
+    start_ms = _start_ms(batch, header, now_ms)
     for position, request in enumerate(batch.requests):
         tensors = [
             OutputTensor(name, dtype, shape, body[start + position * length : start + (position + 1) * length])
@@ -40,5 +46,17 @@ def split_reply(batch: Batch, header: Mapping[str, Any], body: memoryview) -> It
                 float(header["queue_ms"]),
                 float(header["execution_ms"]),
                 header["emulated"],
+                start_ms=start_ms - request.received_ms,
             ),
         )
+
+
+def _start_ms(batch: Batch, header: Mapping[str, Any], now_ms: float) -> float:
+    """Return when the batch began on the dispatcher's clock; NaN where the gpu-let's is another.
+
+    Monotonic clocks of one machine are one clock. Those of two machines differ by the time between their starts, so
+    that a batch would seem to begin before it was sent or to end after its answer came.
+    """
+    start_ms = float(header.get("started_ms", math.nan))
+    is_ours = batch.dispatched_ms - _CLOCK_SLACK_MS <= start_ms <= now_ms - float(header["execution_ms"]) + 0.1
+    return start_ms if is_ours else math.nan

@@ -17,12 +17,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from tenuto.batching.interface import TIME_TOLERANCE_MS, Dispatch, Drop, NetworkDelay, Preempt, Scheduler
+from tenuto.deployments.advice import LiveAdvice
 from tenuto.deployments.answers import Answer, Outcome
 from tenuto.deployments.batch_reply import split_reply
 from tenuto.deployments.correction import LatencyCorrection, NetworkMeter
 from tenuto.deployments.fleet import Fleet, LinkFactory
 from tenuto.deployments.in_flight import Batch, ModelCounters, Request
 from tenuto.deployments.link import Finder, GpuletLink
+from tenuto.deployments.request_log import RequestLog
 from tenuto.deployments.served import ServedModel
 from tenuto.placement import Plan
 
@@ -82,6 +84,9 @@ class Dispatcher:
         self._slack_ms = max(timer_slack_ms, TIME_TOLERANCE_MS)
         self.network = network or NetworkMeter(3.0)
         self.correction = LatencyCorrection()
+        self.advice = LiveAdvice()
+        self.ended = RequestLog()
+        self._ticker: asyncio.TimerHandle | None = None
         self.counters: dict[str, ModelCounters] = {}
 
     def configure(self, build_scheduler: SchedulerFactory, *, max_queued: int, response_ms: float) -> None:
@@ -110,6 +115,9 @@ class Dispatcher:
         self._scheduler = scheduler
         self.correction.restart()
         self._fleet.adopt(plan)
+        self.advice.follow(plan, self._clock())
+        if self._ticker is None:
+            self._tick()
         for index in range(len(plan.gpulets)):
             scheduler.gpulet_lost(now, index)
             self._offer(index, now)
@@ -118,6 +126,11 @@ class Dispatcher:
             if request.dispatched_ms == 0.0:
                 self._enqueue(request, now)
         self._carry_out(now)
+
+    def _tick(self) -> None:
+        """Once a second, whether or not anything arrives."""
+        self.advice.tick(self._clock())
+        self._ticker = asyncio.get_running_loop().call_later(1.0, self._tick)
 
     def _offer(self, index: int, now: float) -> None:
         """Let the core use a gpu-let once it is connected, holds what the plan says, and is idle."""
@@ -135,8 +148,9 @@ class Dispatcher:
 
     async def close(self) -> None:
         """Answer everything that waits as failed, and disconnect."""
-        if self._timer is not None:
-            self._timer.cancel()
+        for timer in (self._timer, self._ticker):
+            if timer is not None:
+                timer.cancel()
         for request in list(self._requests.values()):
             self._finish(request, Answer(Outcome.FAILED, reason="the server is shutting down; send the request again"))
         await self._fleet.close()
@@ -144,7 +158,7 @@ class Dispatcher:
     # --- requests -----------------------------------------------------------------------------------------------
 
     def submit(
-        self, model: str, parts: Sequence[bytes | memoryview], slo_ms: float | None = None
+        self, model: str, parts: Sequence[bytes | memoryview], slo_ms: float | None = None, client_id: str = ""
     ) -> asyncio.Future[Answer]:
         """Queue one request and return the future of its answer; cancelling the future frees its place.
 
@@ -152,6 +166,7 @@ class Dispatcher:
             model: a model of the plan.
             parts: one raw buffer per input, in the order of the signature, for one sample.
             slo_ms: time allowed from now; the model's SLO by default. Zero or less is answered `expired` at once.
+            client_id: what the client calls it; travels to the gpu-let's log.
 
         Raises:
             KeyError: the plan has no such model.
@@ -167,16 +182,14 @@ class Dispatcher:
         counters.submitted += 1
         if scheduler.queued(index) >= self._max_queued:
             counters.rejected += 1
+            self.advice.ended(in_time=False)
             wait_s = max(0.1, allowed / 1000.0)
-            future.set_result(
-                Answer(
-                    Outcome.REJECTED,
-                    retry_after_s=wait_s,
-                    reason=f"{self._max_queued} requests of '{model}' are waiting; retry in {wait_s:g} s",
-                )
-            )
+            reason = f"{self._max_queued} requests of '{model}' are waiting; retry in {wait_s:g} s"
+            answer = Answer(Outcome.REJECTED, retry_after_s=wait_s, reason=reason)
+            self.ended.add(client_id, model, answer, 0.0, in_time=False)
+            future.set_result(answer)
             return future
-        request = Request(next(self._ids), model, index, now + allowed, now, parts, future)
+        request = Request(next(self._ids), model, index, now + allowed, now, parts, future, client_id)
         self._requests[request.id] = request
         future.add_done_callback(functools.partial(self._on_settled, request))
         scheduler.add_request(now, index, request.id, request.deadline_ms)
@@ -254,7 +267,10 @@ class Dispatcher:
         counters.batched += len(requests)
         n_inputs = len(requests[0].parts)
         buffers = [request.parts[position] for position in range(n_inputs) for request in requests]
-        link.send({"id": batch.sequence, "model": name, "n": len(requests)}, buffers)
+        header: dict[str, Any] = {"id": batch.sequence, "model": name, "n": len(requests)}
+        if any(request.client_id for request in requests):
+            header["requests"] = [request.client_id for request in requests]
+        link.send(header, buffers)
 
     def _empty_batch_done(self, batch: Batch) -> None:
         if self._fleet.take(batch.gpulet, batch.sequence) is not None and batch.gpulet >= 0:
@@ -357,14 +373,18 @@ class Dispatcher:
     def _answer_requests(self, batch: Batch, header: dict[str, Any], body: memoryview, now: float) -> None:
         if "error" not in header:
             self.counters[batch.name].execution_ms.append(float(header["execution_ms"]))
-        for request, answer in split_reply(batch, header, body):
+            self.advice.executed(header["gpulet"], float(header["execution_ms"]))
+        for request, answer in split_reply(batch, header, body, now):
             if request.id in self._requests:
                 self._finish(request, answer, now)
 
     def _finish(self, request: Request, answer: Answer, now: float | None = None) -> None:
         self._requests.pop(request.id, None)
-        in_time = (now if now is not None else self._now()) <= request.deadline_ms
+        now = self._now() if now is None else now
+        in_time = now <= request.deadline_ms
         self.counters[request.name].count(answer.outcome, in_time=in_time)
+        self.advice.ended(in_time=in_time and answer.outcome is Outcome.OK)
+        self.ended.add(request.client_id, request.name, answer, now - request.received_ms, in_time=in_time)
         if not request.future.done():
             request.future.set_result(answer)
 
@@ -384,19 +404,25 @@ class Dispatcher:
         plan = self._plan
         if plan is None:
             return {"plan": None, "gpulets": [], "models": {}}
-        models = {}
+        models, queued = {}, self.queue_lengths()
         for spec in plan.models:
             expected = plan.expected.models.get(spec.name)
             models[spec.name] = {
                 **self.counters[spec.name].to_data(),
                 "planned_latency_ms": expected.latency_ms if expected else None,
-                "queued": self._scheduler.queued(self._model_index[spec.name]) if self._scheduler else 0,
+                "queued": queued[spec.name],
             }
         delay = self.network.delay()
         return {
             "plan": plan.to_data(), "gpulets": self.gpulets(), "models": models,
             "network": {"ctrl_ms": delay.ctrl_ms, "response_ms": delay.response_ms},
+            "autoscale": self.advice.to_data(self._clock()),
         }  # fmt: skip
+
+    def queue_lengths(self) -> dict[str, int]:
+        """Return how many requests of every model wait for a batch."""
+        scheduler = self._scheduler
+        return {name: scheduler.queued(index) for name, index in self._model_index.items()} if scheduler else {}
 
     def gpulets(self) -> list[dict[str, Any]]:
         """Return what every gpu-let reported when it connected, and whether it is up."""

@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
+import math
+import secrets
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
-from urllib.parse import unquote
+from urllib.parse import quote, unquote
 
 from fastapi import FastAPI
 
@@ -46,6 +49,7 @@ __all__ = ["Gateway", "build"]
 
 logger = logging.getLogger("ray.serve")
 
+_PRINTABLE = "".join(chr(code) for code in range(33, 127) if code != ord("%"))
 _STATUS = {Outcome.EXPIRED: 504, Outcome.REJECTED: 429, Outcome.FAILED: 503}
 
 
@@ -56,6 +60,8 @@ class Gateway:
         self._dispatcher: Dispatcher | None = None
         self._max_body_bytes = 64 << 20
         self._app: FastAPI | None = None
+        self._id_prefix = secrets.token_hex(4)
+        self._request_numbers = itertools.count()
 
     # --- Serve's side -------------------------------------------------------------------------------------------
 
@@ -142,9 +148,10 @@ class Gateway:
             slo_ms = self._slo(scope, request.slo_ms)
         except BadRequestError as error:
             raise HttpError(400, str(error)) from None
-        answers = await self._submit(name, request.parts, slo_ms)
-        self._raise_unless_ok(answers)
-        parameters, headers = _split(answers)
+        request_id = self._request_id(scope, request.id)
+        answers = await self._submit(name, request.parts, slo_ms, request_id)
+        self._raise_unless_ok(answers, request_id)
+        parameters, headers = _split(answers, request_id)
         answered_at = time.monotonic()
         payload, json_length = encode_response(name, request, [a.outputs for a in answers], parameters, model.labels)
         if json_length is None:
@@ -165,18 +172,19 @@ class Gateway:
             parts = await asyncio.get_running_loop().run_in_executor(None, model.preprocess, body)
         except (BadRequestError, InvalidInputError) as error:
             raise HttpError(400, str(error)) from None
-        answers = await self._submit(name, [parts], slo_ms)
-        self._raise_unless_ok(answers)
-        parameters, headers = _split(answers)
+        request_id = self._request_id(scope, "")
+        answers = await self._submit(name, [parts], slo_ms, request_id)
+        self._raise_unless_ok(answers, request_id)
+        parameters, headers = _split(answers, request_id)
         document = {"model_name": name, "predictions": model.postprocess(answers[0].outputs), "parameters": parameters}
         await send_json(send, 200, document, headers)
 
-    async def _submit(self, name: str, parts: list[Any], slo_ms: float | None) -> list[Answer]:
+    async def _submit(self, name: str, parts: list[Any], slo_ms: float | None, request_id: str) -> list[Answer]:
         """Wait for every sample; a client that goes away cancels this coroutine, which frees their places."""
         submit = self.dispatcher.submit
         if len(parts) == 1:
-            return [await submit(name, parts[0], slo_ms)]
-        futures = [submit(name, sample, slo_ms) for sample in parts]
+            return [await submit(name, parts[0], slo_ms, request_id)]
+        futures = [submit(name, sample, slo_ms, request_id) for sample in parts]
         try:
             return await asyncio.gather(*futures)
         except asyncio.CancelledError:
@@ -189,11 +197,21 @@ class Gateway:
         raw = header(scope, b"x-slo-ms")
         return from_body if raw is None else parse_slo(raw.decode("latin-1"), "header X-SLO-Ms")
 
+    def _request_id(self, scope: Scope, from_body: str) -> str:
+        """Return the client's id of a request: the protocol's `id`, else header X-Request-Id, else one made here.
+
+        It goes into headers and logs, so that what is not printable ASCII is percent-encoded, and 128 characters kept.
+        """
+        raw = from_body or (header(scope, b"x-request-id") or b"").decode("latin-1")
+        if not raw:
+            return f"{self._id_prefix}-{next(self._request_numbers)}"
+        return raw[:128] if raw.isascii() and raw.isprintable() else quote(raw, safe=_PRINTABLE)[:128]
+
     @staticmethod
-    def _raise_unless_ok(answers: list[Answer]) -> None:
+    def _raise_unless_ok(answers: list[Answer], request_id: str) -> None:
         for answer in answers:
             if answer.outcome is not Outcome.OK:
-                _, headers = _split([answer])
+                _, headers = _split([answer], request_id)
                 raise HttpError(
                     _STATUS[answer.outcome],
                     answer.reason,
@@ -203,7 +221,7 @@ class Gateway:
                 )
 
 
-def _split(answers: list[Answer]) -> tuple[dict[str, Any], list[tuple[bytes, bytes]]]:
+def _split(answers: list[Answer], request_id: str) -> tuple[dict[str, Any], list[tuple[bytes, bytes]]]:
     """Return the times of a request as response parameters and as headers; of several samples, those of the slowest."""
     answer = max(answers, key=lambda a: a.queue_ms + a.execution_ms) if len(answers) > 1 else answers[0]
     parameters = {
@@ -220,7 +238,10 @@ def _split(answers: list[Answer]) -> tuple[dict[str, Any], list[tuple[bytes, byt
         (b"x-tenuto-execution-ms", b"%.3f" % answer.execution_ms),
         (b"x-tenuto-batch-size", b"%d" % answer.batch_size),
         (b"x-tenuto-gpulet", answer.gpulet.encode()),
+        (b"x-request-id", request_id.encode()),
     ]
+    if not math.isnan(answer.start_ms):
+        headers.append((b"x-tenuto-start-ms", b"%.3f" % answer.start_ms))
     return parameters, headers
 
 

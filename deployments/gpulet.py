@@ -14,6 +14,7 @@ import queue
 import secrets
 import threading
 import time
+from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -72,6 +73,7 @@ class GpuletReplica:
         self._address = ("127.0.0.1", int(local.sockets[0].getsockname()[1]))
         self._tcp: tuple[str, int] | None = None
         self._batches = 0
+        self._recent: deque[dict[str, Any]] = deque(maxlen=1024)
         self._busy_s = 0.0
         self._thread = threading.Thread(target=self._work, name=f"gpulet {self._id}", daemon=True)
         self._thread.start()
@@ -164,6 +166,11 @@ class GpuletReplica:
         """Return batches run and seconds spent running them since the start."""
         return {"gpulet": self._id, "batches": self._batches, "busy_s": self._busy_s, "pid": os.getpid()}
 
+    async def records(self) -> list[dict[str, Any]]:
+        """Return the last batches, oldest first: requests by their clients' ids, start and end on this node's monotonic
+        clock in s."""
+        return list(self._recent)
+
     async def __del__(self) -> None:
         """Finish what runs, then release the device; Serve calls this once requests have drained."""
         self._queue.put(None)
@@ -237,11 +244,18 @@ class GpuletReplica:
             }, []
         try:
             inputs = self._inputs(name, work.body, size)
+            begun_s = time.monotonic()
             outputs, execution_ms = self._executor.run(name, inputs, size)
         except Exception as error:
             logger.exception("gpu-let %s: a batch of %d for %s failed", self._id, size, name)
             self._note_fault(error)
             return {"error": f"running '{name}' failed: {type(error).__name__}: {error}"}, []
+        requests = work.header.get("requests", [])
+        self._recent.append(
+            {"model": name, "batch_size": size, "requests": requests, "started_s": begun_s,
+             "ended_s": begun_s + execution_ms / 1000.0}
+        )  # fmt: skip
+        logger.debug("gpu-let %s: %d of %s in %.3f ms: %s", self._id, size, name, execution_ms, requests)
         self._batches += 1
         self._busy_s += execution_ms / 1000.0
         described, buffers = [], []
@@ -252,6 +266,7 @@ class GpuletReplica:
         header = {
             "outputs": described,
             "execution_ms": execution_ms,
+            "started_ms": begun_s * 1000.0,
             "queue_ms": (started_at - work.received_at) * 1000.0,
             "emulated": self._is_emulated,
         }

@@ -15,7 +15,10 @@ __all__ = ["Batch", "ModelCounters", "Request"]
 
 @dataclass(slots=True)
 class Request:
-    """A request between arrival and answer. `parts` holds one buffer per input of the model, in signature order."""
+    """A request between arrival and answer.
+
+    `parts` holds one buffer per input of the model, in signature order; `client_id` is what its client calls it.
+    """
 
     id: int
     name: str
@@ -24,6 +27,7 @@ class Request:
     received_ms: float
     parts: Sequence[bytes | memoryview]
     future: asyncio.Future[Answer]
+    client_id: str = ""
     dispatched_ms: float = 0.0
     retried: bool = False
 
@@ -79,6 +83,7 @@ class ModelCounters:
             "failed": self.failed,
             "cancelled": self.cancelled,
             "batches": self.batches,
+            "batched": self.batched,
             "mean_batch": self.batched / self.batches if self.batches else None,
             "execution_p50_ms": executions[len(executions) // 2] if executions else None,
         }

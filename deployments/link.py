@@ -40,8 +40,14 @@ class Link(Protocol):
     """A way to one gpu-let; `GpuletLink` over sockets, others where no process is at the far end."""
 
     index: int  # in the present plan; negative once the gpu-let left it
-    gpulet_id: str
-    description: dict[str, Any]
+
+    @property
+    def gpulet_id(self) -> str:
+        """The gpu-let at the far end."""
+
+    @property
+    def description(self) -> dict[str, Any]:
+        """What the gpu-let last said it is and holds; empty before."""
 
     @property
     def is_up(self) -> bool:

@@ -5,13 +5,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from fastapi import FastAPI, Request
+from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.openapi.utils import get_openapi
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
 from tenuto import __version__
+from tenuto.deployments.exposition import CONTENT_TYPE, render_metrics
 from tenuto.deployments.http import HttpError
 from tenuto.deployments.oip import TensorSpec
 
@@ -83,6 +84,18 @@ def add_routes(app: FastAPI, gateway: Gateway) -> None:
     @app.get("/status", tags=["server"], summary="The plan, what each gpu-let really got, and counts per model")
     async def status() -> dict[str, Any]:
         return gateway.dispatcher.status()
+
+    @app.get("/status/queue", tags=["server"], summary="Requests that wait for a batch, by model")
+    async def queue() -> dict[str, int]:
+        return gateway.dispatcher.queue_lengths()
+
+    @app.get("/requests", tags=["server"], summary="The last requests that ended, newest first, with their times")
+    async def requests(id: str | None = None, limit: int = 100) -> list[dict[str, Any]]:
+        return gateway.dispatcher.ended.to_data(id, limit)
+
+    @app.get("/metrics", tags=["server"], summary="The figures of /status as Prometheus text")
+    async def metrics() -> Response:
+        return Response(render_metrics(gateway.dispatcher.status()), media_type=CONTENT_TYPE)
 
     def openapi() -> dict[str, Any]:
         if app.openapi_schema is None:
@@ -157,6 +170,8 @@ _PARAMETERS = [
     {"name": "model", "in": "path", "required": True, "schema": {"type": "string"}},
     {"name": "X-SLO-Ms", "in": "header", "required": False, "schema": {"type": "number"},
      "description": "Time allowed from arrival, in ms; the model's SLO by default."},
+    {"name": "X-Request-Id", "in": "header", "required": False, "schema": {"type": "string"},
+     "description": "What the client calls the request; echoed, and found in /requests. The body's id goes first."},
 ]  # fmt: skip
 
 _FAILURES = {

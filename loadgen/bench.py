@@ -75,6 +75,7 @@ class BenchResult:
     verdict: Verdict
     errors: list[str] = field(default_factory=list)
     wall_s: float = 0.0
+    queued: dict[int, int] = field(default_factory=dict)  # by second: requests that waited for a batch at its end
 
 
 def run_bench(
@@ -106,6 +107,7 @@ def run_bench(
     targets = tuple(_target(options, spec) for spec in models)
     group = clients if clients is not None else (RayClients(options.clients) if options.clients else LocalClient())
     interrupted = False
+    queued: dict[int, int] = {}
     began_at = time.monotonic()
     try:
         group.prepare(_jobs(schedule, targets, options))
@@ -113,7 +115,7 @@ def run_bench(
         start_at = time.time() + (0.5 if options.clients else 0.05)
         group.start(start_at)
         try:
-            _watch(group, start_at, len(schedule), options, progress)
+            _watch(group, start_at, len(schedule), options, progress, queued)
         except KeyboardInterrupt:
             interrupted = True
             progress("interrupted: waiting for the requests under way")
@@ -128,6 +130,7 @@ def run_bench(
     slos = [target.slo_ms for target in targets]
     result = _result(records, schedule, options, slos, errors, lost, interrupted=interrupted)
     result.wall_s = time.monotonic() - began_at
+    result.queued = queued
     return result
 
 
@@ -164,6 +167,7 @@ def _jobs(schedule: Schedule, targets: tuple[ModelTarget, ...], options: BenchOp
         ClientJob(
             options.url, targets, np.arange(part, len(schedule), count, dtype=np.int64), schedule.times_ms[part::count],
             schedule.model_index[part::count], options.grace_s, connections, send_slo=options.slo_scale != 1.0,
+            run=schedule.hash[:8],
         )
         for part in range(count)
     ]  # fmt: skip
@@ -179,8 +183,15 @@ def _target(options: BenchOptions, spec: ModelSpec) -> ModelTarget:
     return ModelTarget(spec.name, spec.slo_ms * options.slo_scale, tuple(bodies))
 
 
-def _watch(clients: ClientGroup, start_at: float, total: int, options: BenchOptions, progress: Progress) -> None:
-    """Print one line a second until the clients are done; they end by themselves."""
+def _watch(
+    clients: ClientGroup,
+    start_at: float,
+    total: int,
+    options: BenchOptions,
+    progress: Progress,
+    queued: dict[int, int],
+) -> None:
+    """Print one line and ask for the queue length once a second until the clients are done; they end by themselves."""
     limit = start_at + options.duration_s + options.grace_s + 30.0
     next_line = start_at + 1.0
     while not clients.is_done():
@@ -191,7 +202,22 @@ def _watch(clients: ClientGroup, start_at: float, total: int, options: BenchOpti
             second = min(math.floor(now - start_at), math.ceil(options.duration_s))
             shown = "  ".join(f"{key} {counts.get(key, 0)}" for key in ("ok", "late", "expired", "rejected", "failed"))
             progress(f"{second:4d} s  sent {counts.get('sent', 0)}/{total}  {shown}")
+            waiting = _queued(options.url)
+            if waiting is not None:
+                queued[math.floor(now - start_at) - 1] = waiting
             next_line = now - (now - start_at) % 1.0 + 1.0
         if now > limit:
             clients.stop()
             return
+
+
+def _queued(url: str) -> int | None:
+    """Return how many requests wait for a batch now; None when the endpoint does not say."""
+    from tenuto.deployments.endpoint import get_json
+
+    try:
+        lengths = get_json(f"{url.rstrip('/')}/status/queue", 0.5)
+    except EnvironmentFaultError:
+        return None
+    known = isinstance(lengths, dict) and all(isinstance(length, int) for length in lengths.values())
+    return sum(lengths.values()) if known else None

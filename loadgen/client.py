@@ -19,7 +19,7 @@ from tenuto.loadgen.precise_timer import PreciseTimer
 from tenuto.loadgen.records import NAN, Outcome, Records
 from tenuto.loadgen.reply import OnReply, Reply
 
-__all__ = ["Client", "ClientJob", "ClientReport", "ModelTarget", "outcome_of"]
+__all__ = ["Client", "ClientJob", "ClientReport", "ModelTarget", "outcome_of", "request_id"]
 
 _LONGEST_ERROR = 160
 _KINDS_OF_ERROR = 50
@@ -46,6 +46,7 @@ class ClientJob:
     grace_s: float
     connections: int
     send_slo: bool = False
+    run: str = ""  # what the requests' ids begin with; see `request_id`
 
 
 @dataclass
@@ -54,6 +55,11 @@ class ClientReport:
 
     records: Records
     errors: Counter[str] = field(default_factory=Counter)
+
+
+def request_id(run: str, number: int) -> str:
+    """Return what a request of the schedule is called in header X-Request-Id and in requests.parquet."""
+    return f"{run}-{number}"
 
 
 def outcome_of(status: int, latency_ms: float, slo_ms: float) -> Outcome:
@@ -119,7 +125,7 @@ class Client:
         self._sender = sender
         self._counts: Counter[str] = Counter()
         self._stopped = False
-        self._requests: list[list[bytes]] = []
+        self._requests: list[list[tuple[bytes, bytes]]] = []  # the request line, and the rest
         self._handle_reply: OnReply = lambda _row, _reply: None
 
     def progress(self) -> dict[str, int]:
@@ -135,7 +141,7 @@ class Client:
         job, host = self._job, self._sender.host
         self._requests = [
             [
-                prepare(f"/v2/models/{t.name}/infer", body, _headers(headers, t, job.send_slo), host)
+                _cut(prepare(f"/v2/models/{t.name}/infer", body, _headers(headers, t, job.send_slo), host))
                 for body, headers in t.bodies
             ]
             for t in job.targets
@@ -154,6 +160,7 @@ class Client:
         counts = self._counts
         times = np.asarray(job.times_ms, dtype=np.float64).tolist()
         models = np.asarray(job.model_index).tolist()
+        numbers = np.asarray(job.request).tolist()
         slos = [target.slo_ms for target in job.targets]
         monotonic = time.monotonic
         # The wall clock is read once, so that its adjustment during the run cannot bend the schedule.
@@ -187,9 +194,11 @@ class Client:
                 break
             pool = self._requests[model]
             pending += 1
+            line, rest = pool[row % len(pool)]
+            called = request_id(job.run, numbers[row]).encode("latin-1")
             columns.sent_ms[row] = (monotonic() - origin) * 1000.0
             counts["sent"] += 1
-            send(pool[row % len(pool)], row)
+            send(b"%bX-Request-Id: %b\r\n%b" % (line, called, rest), row)
         timer.close()
         await self._await_stragglers(idle, lambda: pending, job.grace_s)
         self._handle_reply = lambda _row, _reply: None
@@ -207,6 +216,12 @@ class Client:
                 await asyncio.wait_for(idle.wait(), grace_s)
             except TimeoutError:
                 return
+
+
+def _cut(request: bytes) -> tuple[bytes, bytes]:
+    """Return a prepared request in two parts, between which further headers can go."""
+    line, rest = request.split(b"\r\n", 1)
+    return line + b"\r\n", rest
 
 
 def _count_error(errors: Counter[str], reply: Reply) -> None:

@@ -20,6 +20,7 @@ import numpy as np
 
 from tenuto.errors import EnvironmentFaultError, InvalidInputError
 from tenuto.loadgen.bench import BenchOptions, BenchResult
+from tenuto.loadgen.client import request_id
 from tenuto.loadgen.records import Outcome, Records
 from tenuto.loadgen.schedule import Schedule
 from tenuto.placement import Plan
@@ -60,7 +61,7 @@ def write_run(
     """
     document = describe(result, options, plan, command=command)
     if folder is not None:
-        write_files(folder, document, result.records, result.schedule)
+        write_files(folder, document, result.records, result.schedule, result.queued)
     return document
 
 
@@ -108,17 +109,25 @@ def provenance(command: Sequence[str]) -> dict[str, Any]:
     }
 
 
-def write_files(folder: Path, document: Mapping[str, Any], records: Records, schedule: Schedule | None) -> None:
+def write_files(
+    folder: Path,
+    document: Mapping[str, Any],
+    records: Records,
+    schedule: Schedule | None,
+    queued: Mapping[int, int] | None = None,
+) -> None:
     """Write result.json, timeline.csv, schedule.npz and requests.parquet, the small and most telling ones first.
 
     Raises:
         EnvironmentFaultError: a file cannot be written; the message says which were.
     """
     names = list(document["models"])
+    duration_s = float(document["options"]["duration_s"])
+    run = schedule.hash[:8] if schedule is not None and document.get("kind") == "bench" else None
     steps: list[tuple[str, Callable[[Path], None]]] = [
         ("result.json", lambda path: _write_text(path, json.dumps(document, indent=2, allow_nan=False) + "\n")),
-        ("timeline.csv", lambda path: _write_timeline(path, records, float(document["options"]["duration_s"]))),
-        ("requests.parquet", lambda path: _write_parquet(path, records, names)),
+        ("timeline.csv", lambda path: _write_timeline(path, records, duration_s, queued or {})),
+        ("requests.parquet", lambda path: _write_parquet(path, records, names, run)),
     ]
     if schedule is not None:
         steps.insert(2, ("schedule.npz", schedule.save))
@@ -154,20 +163,24 @@ def _is_emulated(url: str) -> bool | None:
     return any(gpulet.get("emulated", False) for gpulet in status.get("gpulets", []))
 
 
-def _write_timeline(path: Path, records: Records, duration_s: float) -> None:
-    """Write one row per second: what was scheduled in it, and what became of that."""
+def _write_timeline(path: Path, records: Records, duration_s: float, queued: Mapping[int, int]) -> None:
+    """Write one row per second: what was scheduled in it, what became of that, and, where the server said so, how many
+    requests waited for a batch at its end."""
     second = np.clip((records.scheduled_ms // 1000.0).astype(int), 0, max(0, int(np.ceil(duration_s)) - 1))
     length = int(np.ceil(duration_s))
     with path.open("w", newline="", encoding="utf-8") as stream:
         writer = csv.writer(stream)
-        writer.writerow(["second", "offered", *(outcome.name.lower() for outcome in Outcome)])
+        last = ["queued"] if queued else []
+        writer.writerow(["second", "offered", *(outcome.name.lower() for outcome in Outcome), *last])
         columns = [np.bincount(second[records.outcome == outcome], minlength=length) for outcome in Outcome]
         offered = np.bincount(second, minlength=length)
         for index in range(length):
-            writer.writerow([index, int(offered[index]), *(int(column[index]) for column in columns)])
+            last_value = [queued.get(index, "")] if queued else []
+            writer.writerow([index, int(offered[index]), *(int(column[index]) for column in columns), *last_value])
 
 
-def _write_parquet(path: Path, records: Records, names: Sequence[str]) -> None:
+def _write_parquet(path: Path, records: Records, names: Sequence[str], run: str | None) -> None:
+    """Write one row per request; of a live run with the `id` the server knew it by."""
     import pyarrow as arrow
     from pyarrow import parquet
 
@@ -176,6 +189,8 @@ def _write_parquet(path: Path, records: Records, names: Sequence[str]) -> None:
     columns["model"] = arrow.DictionaryArray.from_arrays(arrow.array(records.model), arrow.array(names, arrow.string()))
     columns["outcome"] = arrow.DictionaryArray.from_arrays(arrow.array(records.outcome), arrow.array(outcomes))
     columns["gpulet"] = arrow.array(records.gpulet, arrow.string()).dictionary_encode()
+    if run is not None:
+        columns["id"] = arrow.array([request_id(run, number) for number in records.request.tolist()], arrow.string())
     parquet.write_table(arrow.table(columns), path, compression="zstd")
 
 

@@ -34,6 +34,8 @@ def command(url: str, as_json: bool) -> int:
 
 
 def _print(status: dict[str, Any]) -> None:
+    from tenuto.deployments.advice import describe
+
     console = stdout_console()
     gpulets = Table("gpu-let", "state", "device", "share", "pid", "models (batch)", title="gpu-lets")
     for gpulet in status["gpulets"]:
@@ -70,6 +72,8 @@ def _print(status: dict[str, Any]) -> None:
             _number(m["execution_p50_ms"]),
         )
     console.print(table)
+    if status.get("autoscale"):
+        console.print(f"autoscale advice: {describe(status['autoscale'])}")
 
 
 def _number(value: float | None) -> str:

@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -26,7 +27,9 @@ class FakeGpulet:
         self.models = models
         self.hold = hold
         self.batches: list[int] = []
+        self.headers: list[dict[str, Any]] = []
         self.error: str | None = None
+        self.clock_ahead_s = 0.0
         self.incarnation = 0
         self._held: list[tuple[FrameProtocol, dict[str, Any], memoryview]] = []
         self._protocols: set[FrameProtocol] = set()
@@ -70,6 +73,7 @@ class FakeGpulet:
         if "abort" in header:
             return
         self.batches.append(header["n"])
+        self.headers.append(header)
         self.arrived.set()
         if self.hold:
             self._held.append((protocol, header, body))
@@ -88,6 +92,7 @@ class FakeGpulet:
         doubled = (np.frombuffer(body, np.float32) * 2).tobytes()
         protocol.send(
             {"id": header["id"], "gpulet": self.id, "outputs": [("y", "float32", [2], 8)], "execution_ms": 1.0,
+             "started_ms": (time.monotonic() + self.clock_ahead_s - 0.001) * 1000.0,
              "queue_ms": 0.0, "emulated": False},
             [doubled],
         )  # fmt: skip

@@ -1,4 +1,5 @@
 import asyncio
+import math
 from collections.abc import AsyncIterator, Awaitable, Callable
 
 import numpy as np
@@ -209,3 +210,31 @@ async def test_a_model_added_in_place_is_served_once_it_is_loaded(start: Start) 
     assert (await _answer(waiting)).outcome is Outcome.OK
     assert dispatcher.is_ready("n")
     assert dispatcher.served("n") is not None
+
+
+async def test_the_clients_id_reaches_the_gpulet_and_the_log_of_ended_requests(start: Start) -> None:
+    gpulet = FakeGpulet("a", ("m",))
+    dispatcher = await start(make_plan(("a", ("m",)), batch_size=2), gpulet)
+    futures = [dispatcher.submit("m", X, client_id=name) for name in ("first", "second")]
+    futures.append(dispatcher.submit("m", X, -1.0, "third"))
+    for future in futures:
+        await _answer(future)
+    assert [header["requests"] for header in gpulet.headers] == [["first", "second"]]
+    assert {e["id"]: e["outcome"] for e in dispatcher.ended.to_data()} == {
+        "first": "ok",
+        "second": "ok",
+        "third": "expired",
+    }
+    (found,) = dispatcher.ended.to_data("second")
+    assert 0 <= found["dispatched_ms"] <= found["start_ms"] + 2.5
+    assert found["start_ms"] < found["end_ms"] <= found["answered_ms"] + 0.2
+    (dropped,) = dispatcher.ended.to_data("third")
+    assert (dropped["start_ms"], dropped["gpulet"]) == (None, None)
+    assert dispatcher.ended.to_data("nobody") == []
+
+
+async def test_a_start_on_another_clock_is_unknown(start: Start) -> None:
+    gpulet = FakeGpulet("a", ("m",))
+    dispatcher = await start(make_plan(("a", ("m",))), gpulet)
+    gpulet.clock_ahead_s = -1000.0
+    assert math.isnan((await _answer(dispatcher.submit("m", X))).start_ms)

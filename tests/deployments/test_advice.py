@@ -1,0 +1,77 @@
+import logging
+
+import pytest
+
+from tenuto.batching.autoscale import AutoscaleOptions
+from tenuto.deployments.advice import LiveAdvice, describe
+from tenuto.deployments.exposition import render_metrics
+
+from .fakes import make_plan
+
+OPTIONS = AutoscaleOptions(window_s=10.0, settle_windows=1)
+PLAN = make_plan(*((f"g{n}", ("m",)) for n in range(2)))  # two gpu-lets of one GPU
+
+
+def run(advice: LiveAdvice, seconds: range, *, good: int, bad: int, busy_ms: float) -> None:
+    for second in seconds:
+        for _ in range(good):
+            advice.ended(in_time=True)
+        for _ in range(bad):
+            advice.ended(in_time=False)
+        for gpulet in ("g0", "g1"):
+            advice.executed(gpulet, busy_ms)
+        advice.tick(second + 1.0)
+
+
+def test_no_advice_before_a_window_has_passed() -> None:
+    advice = LiveAdvice(OPTIONS)
+    advice.follow(PLAN, 0.0)
+    run(advice, range(9), good=1, bad=0, busy_ms=0.0)
+    assert advice.to_data(9.0) is None
+
+
+def test_lost_requests_ask_for_gpus_and_the_change_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "ray.serve")
+    advice = LiveAdvice(OPTIONS)
+    advice.follow(PLAN, 0.0)
+    run(advice, range(30), good=50, bad=50, busy_ms=500.0)
+    data = advice.to_data(30.0)
+    assert data is not None
+    assert (data["gpus"], data["delta_gpus"], data["bad_rate"], data["requests"]) == (1, 1, 0.5, 1000)
+    assert data["idle_fraction"] == pytest.approx(0.0)  # two gpu-lets busy half the time each: at most the whole GPU
+    assert (data["window_s"], data["unchanged_s"]) == (10.0, 20.0)
+    assert [r.getMessage() for r in caplog.records] == [f"autoscale advice: {describe(data)}"]
+    assert describe(data).startswith("add 1 of 1 GPUs (50.0% of 1000 requests bad")
+
+
+def test_a_plan_with_other_gpus_starts_over() -> None:
+    advice = LiveAdvice(OPTIONS)
+    advice.follow(PLAN, 0.0)
+    run(advice, range(10), good=1, bad=1, busy_ms=0.0)
+    one = PLAN.to_data()
+    one["gpus"].append({"id": "h", "type": "v100"})
+    one["gpulets"][1]["gpu"] = "h"
+    advice.follow(type(PLAN).from_data(one), 12.0)
+    assert advice.to_data(12.0) is None
+    run(advice, range(12, 22), good=1, bad=0, busy_ms=100.0)
+    data = advice.to_data(22.0)
+    assert data is not None
+    assert (data["gpus"], data["delta_gpus"]) == (2, -1)
+    assert describe(data).startswith("release 1 of 2 GPUs")
+
+
+def test_metrics_are_prometheus_text() -> None:
+    model = dict.fromkeys(("ok", "late", "expired", "rejected", "failed", "cancelled", "batches", "batched"), 3)
+    text = render_metrics(
+        {
+            "models": {'a"b': {**model, "queued": 7, "execution_p50_ms": None}},
+            "gpulets": [{"id": "n0/0/a", "up": True}],
+            "network": {"ctrl_ms": 1.0, "response_ms": 3.25},
+            "autoscale": {"gpus": 2, "delta_gpus": -1, "bad_rate": 0.0, "idle_fraction": 0.5},
+        }
+    )
+    assert 'tenuto_requests_total{model="a\\"b",outcome="late"} 3\n' in text
+    assert 'tenuto_queue_length{model="a\\"b"} 7\n' in text
+    assert 'tenuto_gpulet_up{gpulet="n0/0/a"} 1\n' in text
+    assert "tenuto_autoscale_delta_gpus -1\n" in text
+    assert "execution_p50_ms" not in text
