@@ -20,6 +20,7 @@ from tenuto.profiles import Profiles
 
 __all__ = ["GpuletsPlus"]
 
+MOST_GPULETS_OF_A_MODEL = 100_000
 CHOICES = {"batch": ("smallest", "largest"), "order": ("rate", "load"), "booked": ("alone", "beside")}
 
 
@@ -82,7 +83,11 @@ class GpuletsPlus(Policy):
         self.booked, self.check_neighbours, self.knee, self.max_batch = booked, check_neighbours, knee, max_batch
 
     def place(self, workload: Workload, cluster: Cluster, profiles: Profiles) -> Plan:
-        """Return the plan; deterministic, ties broken by the order of the workload and of the cluster."""
+        """Return the plan; deterministic, ties broken by the order of the workload and of the cluster.
+
+        Raises:
+            InvalidInputError: a model would need more than 100,000 gpu-lets of an elastic cluster.
+        """
         pool = GpuPool(cluster)
         unserved: dict[str, str] = {}
         costs = {spec.name: self._costs(spec, pool, profiles, workload.mps, unserved) for spec in workload.models}
@@ -93,6 +98,8 @@ class GpuletsPlus(Policy):
             check_neighbours=self.check_neighbours,
             interference=V100 if self.interference else NoInterference(),
         )
+        if cluster.elastic:
+            _check_rates(workload, costs)
         search = PairSearch(pool, rules)
         for spec in sorted(workload.models, key=lambda m: -self._rank(m, costs[m.name], rules)):
             if costs[spec.name]:
@@ -126,3 +133,16 @@ class GpuletsPlus(Policy):
         if self.order == "rate" or not costs:
             return spec.rate_rps
         return spec.rate_rps * min(one.latency_ms[rules.efficient_pct(one)][1] for one in costs.values())
+
+
+def _check_rates(workload: Workload, costs: Mapping[str, Mapping[str, ShareCosts]]) -> None:
+    problems = []
+    for index, spec in enumerate(workload.models):
+        best = max(
+            (one.capacity_rps(share) for one in costs[spec.name].values() for share in one.latency_ms), default=0
+        )
+        if best and spec.rate_rps / best > MOST_GPULETS_OF_A_MODEL:
+            rule = f"needs more than {MOST_GPULETS_OF_A_MODEL:,} gpu-lets, each of which carries {best:.4g} rps at most"
+            cure = "Lower it; rates are in requests per second."
+            problems.append(Problem(f"models.{index}.rate_rps", spec.rate_rps, rule, cure))
+    raise_if_any(problems)

@@ -78,6 +78,7 @@ class PairSearch:
     def __init__(self, pool: GpuPool, rules: Rules) -> None:
         self._pool, self._rules = pool, rules
         self._open: list[_OpenGpu] = []
+        self._half: list[_OpenGpu] = []  # those with room for one more
 
     def place(self, spec: ModelSpec, costs: Mapping[str, ShareCosts]) -> None:
         """Give a model gpu-lets until its rate is carried or nothing is left.
@@ -126,7 +127,7 @@ class PairSearch:
     def _beside(self, costs: Mapping[str, ShareCosts], left: float) -> _Tenant | None:
         """Put the model into the smallest room beside another that is as large as wanted."""
         wanted = {kind: self._rules.wanted_pct(own, left) for kind, own in costs.items()}
-        rooms = [one for one in self._open if one.tenants and wanted.get(one.gpu.type, 1e9) <= one.room_pct + ROUNDING]
+        rooms = [one for one in self._half if wanted.get(one.gpu.type, math.inf) <= one.room_pct + ROUNDING]
         for one in sorted(rooms, key=lambda one: one.room_pct):
             tenant = self._try(one, costs[one.gpu.type], _largest_share(costs[one.gpu.type], one.room_pct), left)
             if tenant is not None:
@@ -152,7 +153,7 @@ class PairSearch:
 
     def _in_what_is_left(self, costs: Mapping[str, ShareCosts], left: float) -> _Tenant | None:
         """On a full cluster use the largest room that is smaller than wanted."""
-        for one in sorted((one for one in self._open if one.gpu.type in costs), key=lambda one: -one.room_pct):
+        for one in sorted((one for one in self._half if one.gpu.type in costs), key=lambda one: -one.room_pct):
             tenant = self._try(one, costs[one.gpu.type], _largest_share(costs[one.gpu.type], one.room_pct), left)
             if tenant is not None:
                 return tenant
@@ -173,6 +174,10 @@ class PairSearch:
             tenant = _Tenant(costs, size, share_pct, min(left, allowed[size]))
             if all(self._bears(one, other, tenant) for other in one.tenants):
                 one.tenants.append(tenant)
+                if len(one.tenants) == 1:
+                    self._half.append(one)
+                else:
+                    self._half = [other for other in self._half if other is not one]
                 return tenant
         return None
 

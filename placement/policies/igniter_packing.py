@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from tenuto.errors import InvalidInputError, Problem, raise_if_any
 from tenuto.placement.cluster import Cluster, Gpu
@@ -42,8 +42,10 @@ class Packed:
     refused: dict[str, str]
 
 
-def demands_of(spec: ModelSpec, gpu_type: str, profiles: Profiles) -> list[Demand]:
-    """Return the replicas a model needs on a GPU type: as few as possible, of equal rate; none when no number will do.
+def demands_of(spec: ModelSpec, gpu_type: str, profiles: Profiles) -> tuple[list[Demand], str | None]:
+    """Return the replicas a model needs on a GPU type, and why they do not carry all of its rate, if so.
+
+    They are as few as possible and of equal rate. None when no number will do, and never more than `MOST_REPLICAS`.
 
     Raises:
         InvalidInputError: the profile has no coefficients of iGniter's model.
@@ -51,14 +53,27 @@ def demands_of(spec: ModelSpec, gpu_type: str, profiles: Profiles) -> list[Deman
     profile = profile_of(spec, gpu_type, profiles)
     model = ModelConstants.of(profile.coefficients, spec.profile_row)
     hardware = Hardware.of(profiles.hardware(gpu_type), gpu_type)
-    for count in range(1, MOST_REPLICAS + 1):
-        demand = Demand(spec, spec.rate_rps / count, model, hardware)
-        if demand.lower_units is not None and allocate([demand], [demand.lower_units]) is not None:
-            memory = memory_mib(profile, demand.batch_size)
-            return [Demand(spec, demand.rate_rps, model, hardware, memory) for _ in range(count)]
-        if demand.batch_size == 1:
-            break
-    return []
+
+    def one_of(count: int) -> Demand:
+        return Demand(spec, spec.rate_rps / count, model, hardware)
+
+    def fits(demand: Demand) -> bool:
+        return demand.lower_units is not None and allocate([demand], [demand.lower_units]) is not None
+
+    high = 1
+    while not fits(one_of(high)):
+        if one_of(high).batch_size == 1:
+            return [], f"half its SLO of {spec.slo_ms:g} ms cannot be met even alone on a {gpu_type}"
+        high *= 2
+    # Fewer requests mean smaller batches, so the more replicas, the easier: the smallest number is found by halving.
+    low = high // 2
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if fits(one_of(middle)) else (middle, high)
+    demand = one_of(high)
+    demand.memory_mib = memory_mib(profile, demand.batch_size)
+    few = f"it needs {high:,} replicas, more than the {MOST_REPLICAS:,} that are tried"
+    return [replace(demand) for _ in range(min(high, MOST_REPLICAS))], few if high > MOST_REPLICAS else None
 
 
 def memory_mib(profile: ModelProfile, batch_size: int) -> float:
@@ -158,13 +173,13 @@ def pack(
     queue: list[Demand] = []
     for spec in specs:
         try:
-            demands = demands_of(spec, gpu_type, profiles)
+            demands, reason = demands_of(spec, gpu_type, profiles)
         except InvalidInputError:
             refused[spec.name] = "it was not profiled with iGniter's coefficients there"
             continue
         queue += demands
-        if not demands:
-            refused[spec.name] = f"half its SLO of {spec.slo_ms:g} ms cannot be met even alone on a {gpu_type}"
+        if reason is not None:
+            refused[spec.name] = reason
     queue.sort(key=lambda demand: -(demand.lower_units or 0))
     opened: list[OpenGpu] = []
     for demand in queue:

@@ -132,7 +132,7 @@ def test_where_first_fit_with_allocation_puts_w2() -> None:
     All of GPU 5 grow by 20 points for it. No order of updating the shares in Algorithm 2 gives 15 %, nor does a change
     of the coefficients within their rounding. When all workloads are placed first fit, W2 is alone on GPU 6.
     """
-    demands = {spec.name: demands_of(spec, "v100", profiles())[0] for spec in twelve().models}
+    demands = {spec.name: demands_of(spec, "v100", profiles())[0][0] for spec in twelve().models}
     plan = solved(Igniter(), Workload(models=tuple(spec for spec in twelve().models if spec.name != "W2")))
     fits = []
     for gpulets in plan.by_gpu().values():
@@ -204,3 +204,18 @@ def test_policies_are_found_by_name() -> None:
 def test_wrong_options_are_refused_by_name(policy: str, options: dict[str, str]) -> None:
     with pytest.raises(InvalidInputError, match=next(iter(options))):
         load_policy(policy, options)
+
+
+@pytest.mark.parametrize("policy", BASELINES, ids=lambda policy: policy.name)
+def test_an_absurd_rate_is_refused_or_carried_in_part(policy: Policy) -> None:
+    workload = Workload.model_validate({"models": [{"name": "resnet50", "rate_rps": 1e9, "slo_ms": 40}]})
+    plan = solved(policy, workload, v100s(2))
+    assert 0 < plan.expected.goodput_rps < 1e4
+    assert any("of 1e+09 rps carried" in note for note in plan.notes)
+
+
+def test_an_absurd_rate_on_an_elastic_cluster() -> None:
+    workload = Workload.model_validate({"models": [{"name": "resnet50", "rate_rps": 1e9, "slo_ms": 40}]})
+    assert any("replicas, more than the 1,024" in note for note in solved(Igniter(), workload).notes)
+    with pytest.raises(InvalidInputError, match=r"models\.0\.rate_rps: 1000000000\.0: needs more than 100,000 gpu-lets"):
+        solved(GpuletsPlus(), workload)
