@@ -18,6 +18,7 @@ SCHEDULERS: dict[str, str] = {
     "clockwork": "tenuto.batching.rivals.clockwork:ClockworkScheduler",
     "nexus": "tenuto.batching.rivals.nexus:NexusScheduler",
     "shepherd": "tenuto.batching.rivals.shepherd:ShepherdScheduler",
+    "thesis-router": "tenuto.batching.rivals.thesis_router:ThesisRouterScheduler",
 }
 
 

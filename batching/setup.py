@@ -32,10 +32,11 @@ def latency_steps(latency: Latency, slo_ms: float, max_batch: int | None = None)
     return tuple(steps)
 
 
-def from_plan(plan: Plan, network: NetworkDelay = NO_DELAY) -> Setup:
+def from_plan(plan: Plan, network: NetworkDelay = NO_DELAY, *, check_slos: bool = True) -> Setup:
     """Return the set-up of a plan: its gpu-lets in file order, each with its replicas up to their planned batch size.
 
-    Models the plan leaves unserved keep their index but have no host.
+    Models the plan leaves unserved keep their index but have no host. With `check_slos` off, replicas that can never
+    answer in time are kept, as a router without deadlines would.
 
     Raises:
         InvalidInputError: a replica without latency, one of a model the plan does not list, or an SLO no batch can
@@ -71,7 +72,8 @@ def from_plan(plan: Plan, network: NetworkDelay = NO_DELAY) -> Setup:
         gpulets.append(GpuletSpec(gpulet.id, gpulet.gpu, shared.setdefault(key, hosts)))
     if problems:
         raise InvalidInputError(problems)
-    return _checked(Setup(models, tuple(gpulets), network))
+    setup = Setup(models, tuple(gpulets), network)
+    return _checked(setup) if check_slos or setup.problems() else setup
 
 
 def everywhere(workload: Workload, cluster: Cluster, profiles: Profiles, network: NetworkDelay = NO_DELAY) -> Setup:

@@ -41,10 +41,11 @@ class _Batch:
 class _Cluster:
     """The emulated gpu-lets: each runs one batch at a time, in the order sent. Emits completions to `events`."""
 
-    def __init__(self, scheduler: Scheduler) -> None:
+    def __init__(self, scheduler: Scheduler, data_ms_by_model: Sequence[float] | None) -> None:
         setup = scheduler.setup
         network = setup.network
-        self.ctrl_ms, self.data_ms = network.ctrl_ms, network.data_ms_per_request
+        self.ctrl_ms = network.ctrl_ms
+        self.data_ms = list(data_ms_by_model or [network.data_ms_per_request] * len(setup.models))
         tables: dict[int, dict[int, tuple[float, ...]]] = {}
         for gpulet in setup.gpulets:
             if id(gpulet.hosts) not in tables:
@@ -60,7 +61,7 @@ class _Cluster:
 
     def send(self, now: float, decision: Dispatch) -> None:
         gpulet, model, ids = decision[0], decision[1], decision[2]
-        batch = _Batch(model, ids, now, now + self.ctrl_ms + self.data_ms * len(ids))  # type: ignore[arg-type]
+        batch = _Batch(model, ids, now, now + self.ctrl_ms + self.data_ms[model] * len(ids))  # type: ignore[arg-type]
         if self.running[gpulet] is None:
             self.start(now, gpulet, batch)
         else:
@@ -127,6 +128,7 @@ def simulate(
     warmup_s: float | None = None,
     stop: Callable[[list[int]], bool] | None = None,
     observe: Callable[[Scheduler, float], None] | None = None,
+    data_ms_by_model: Sequence[float] | None = None,
 ) -> SimulationResult:
     """Run a schedule of arrivals to its end in virtual time.
 
@@ -139,6 +141,8 @@ def simulate(
         stop: called every few thousand arrivals with the requests dropped so far by model, of those dropped after the
             warm-up; True ends the run there.
         observe: called at the same moments with the scheduler and the time, for progress and inspection.
+        data_ms_by_model: what the data of one request really takes to its gpu-let, where models differ; the scheduler
+            still budgets its set-up's.
 
     Raises:
         InvalidInputError: arrivals that are not ascending, negative, not finite, or of unknown models.
@@ -150,7 +154,7 @@ def simulate(
     total = len(times_ms)
     slo = np.array([model.slo_ms for model in setup.models], dtype=np.float64)
     deadlines_ms = times_ms + slo[model_index] if total else np.zeros(0)
-    cluster = _Cluster(scheduler)
+    cluster = _Cluster(scheduler, data_ms_by_model)
     events, running = cluster.events, cluster.running
     dropped: list[Sequence[int]] = []
     dropped_by_model = [0] * len(setup.models)
