@@ -141,4 +141,4 @@ def test_too_few_samples_are_refused() -> None:
     for fit in (fit_gpulet_linear, fit_contention):
         for samples in ([], PAIRS[:1], [Sample(s.gpulet, s.neighbours * 2, 1.1, s.models) for s in PAIRS]):
             with pytest.raises(InvalidInputError, match="measurements"):
-                fit(samples)  # type: ignore[operator]
+                fit(samples)
