@@ -192,9 +192,9 @@ class PairSearch:
 
     def _bears(self, one: _OpenGpu, resident: _Tenant, newcomer: _Tenant) -> bool:
         """Say whether a resident keeps half its SLO, and its rate where that counts, beside one more."""
-        if not self._rules.check_neighbours:
-            return True
         factor = self._factor(_OpenGpu(one.gpu, [*one.tenants, newcomer]), resident)
+        if not self._rules.check_neighbours:
+            return math.isfinite(factor)
         latency = resident.latency_ms * factor
         carried = resident.alone_rps / factor
         keeps_rate = self._rules.book_alone or carried >= resident.rate_rps * (1 - CARRIED)

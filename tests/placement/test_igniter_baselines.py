@@ -22,6 +22,8 @@ from tenuto.placement.policies.igniter import Igniter
 from tenuto.placement.policies.igniter_packing import demands_of
 from tenuto.placement.policies.igniter_shares import allocate
 from tenuto.placement.policies.knee import knee_by_bend
+from tenuto.profiles import Profile, Profiles
+from tenuto.profiles.shipped import load_shipped
 from tests.placement.igniter_cases import (
     FACTS,
     Placed,
@@ -185,6 +187,13 @@ def test_gpulets_plus_gives_unmeasured_models_no_neighbours_and_whole_gpus() -> 
     plan = solve(GpuletsPlus(), workload, v100s(3), thesis())
     assert not plan.unserved
     assert [g.share_pct for g in plan.gpulets] == [None, None]
+    data = load_shipped("igniter-v100").model_dump(by_alias=True)
+    for point in data["models"]["resnet50"]["points"]:
+        point["metrics"] = {}
+    unmeasured = Profiles([Profile.model_validate(data)])
+    for check in (True, False):
+        plan = solve(GpuletsPlus(check_neighbours=check), workload, v100s(3), unmeasured)
+        assert len(together(plan)) == 2
 
 
 def test_policies_are_found_by_name() -> None:
