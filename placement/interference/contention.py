@@ -10,7 +10,8 @@ import math
 from collections.abc import Sequence
 from functools import cache
 from importlib import resources
-from typing import Annotated, Literal
+from pathlib import Path
+from typing import Annotated
 
 import numpy as np
 import yaml
@@ -19,7 +20,7 @@ from pydantic import Field
 from tenuto.errors import InvalidInputError, Problem
 from tenuto.placement.interference.base import Resident, Sample
 from tenuto.profiles import ModelProfile
-from tenuto.profiles.documents import StrictModel, parse_document
+from tenuto.profiles.documents import StrictModel, dump_yaml, load_document, parse_document
 
 __all__ = ["Constants", "Contention", "Pair", "Trend", "fit_contention", "gpu_ms", "shipped_constants"]
 
@@ -65,11 +66,20 @@ class Pair(StrictModel):
 class Constants(StrictModel):
     """The fitted constants as they are shipped, with what they were fitted on."""
 
-    schema_version: Annotated[Literal[1], Field(alias="schema")] = 1
+    schema_version: Annotated[int, Field(alias="schema", ge=1, le=1)] = 1
     name: str
     source: str
     trend: Trend
     pairs: tuple[Pair, ...] = ()
+
+    @classmethod
+    def load(cls, path: str | Path) -> Constants:
+        """Read a file written by `dump`; raises `InvalidInputError` with every problem found."""
+        return parse_document(cls, load_document(path), origin=str(path))
+
+    def dump(self) -> str:
+        """Render as YAML; `load` of the text gives equal constants."""
+        return dump_yaml(self.model_dump(mode="json", by_alias=True))
 
 
 class Contention:

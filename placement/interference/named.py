@@ -3,31 +3,39 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from pathlib import Path
 
 from tenuto.errors import InvalidInputError, Problem
 from tenuto.placement.interference.base import InterferenceModel, NoInterference
-from tenuto.placement.interference.contention import Contention
+from tenuto.placement.interference.contention import Constants, Contention
 from tenuto.placement.interference.gpulet_linear import CONSTANTS, V100
 from tenuto.placement.interference.igniter import IgniterInterference
 from tenuto.profiles import Profiles
 
 __all__ = ["NAMES", "canonical_name", "interference_models"]
 
+FROM_FILE = "contention:"
 NAMES = ("none", "gpulet", "igniter", "contention")
 _SYNONYMS = {"false": "none", "no": "none", "off": "none", "0": "none",
              "true": "gpulet", "yes": "gpulet", "on": "gpulet", "1": "gpulet"}  # fmt: skip
 
 
 def canonical_name(choice: bool | str, path: str = "--option interference") -> str:
-    """Return the name in `NAMES` that is meant; true is gpulet's own model, false is none.
+    """Return the name in `NAMES` that is meant, or `contention:FILE`; true is gpulet's own model, false is none.
 
     Raises:
-        InvalidInputError: there is no such model.
+        InvalidInputError: there is no such model or file.
     """
-    lower = str(choice).lower()
-    name = _SYNONYMS.get(lower, lower)
+    text = str(choice)
+    if text.startswith(FROM_FILE):
+        if not Path(text.removeprefix(FROM_FILE)).is_file():
+            cure = "Give constants written with Constants.dump; see docs/interference.md."
+            raise InvalidInputError(Problem(path, choice, "no such file", cure))
+        return text
+    name = _SYNONYMS.get(text.lower(), text.lower())
     if name not in NAMES:
-        raise InvalidInputError(Problem(path, choice, "no such interference model", f"Use {', '.join(NAMES)}."))
+        known = ", ".join((*NAMES, FROM_FILE + "FILE"))
+        raise InvalidInputError(Problem(path, choice, "no such interference model", f"Use {known}."))
     return name
 
 
@@ -35,20 +43,19 @@ def interference_models(name: str, gpu_types: Iterable[str], profiles: Profiles)
     """Return the model of that name for each GPU type.
 
     `gpulet` has constants for V100, 2080 Ti and 3080; other types use those of the V100. `contention` was fitted on a
-    V100 and is used for all types.
+    V100 and is used for all types; `contention:FILE` takes one's own constants.
 
     Raises:
-        InvalidInputError: no such model, or the profiles lack iGniter's hardware coefficients for a GPU type.
+        InvalidInputError: no such model, a malformed file, or the profiles lack iGniter's hardware coefficients for a
+            GPU type.
     """
-    found: dict[str, InterferenceModel] = {}
-    for kind in gpu_types:
-        match canonical_name(name):
-            case "none":
-                found[kind] = NoInterference()
-            case "gpulet":
-                found[kind] = CONSTANTS.get(kind, V100)
-            case "contention":
-                found[kind] = Contention()
-            case _:
-                found[kind] = IgniterInterference(profiles.hardware(kind), kind)
-    return found
+    name = canonical_name(name)
+    match name:
+        case "none":
+            return {kind: NoInterference() for kind in gpu_types}
+        case "gpulet":
+            return {kind: CONSTANTS.get(kind, V100) for kind in gpu_types}
+        case "igniter":
+            return {kind: IgniterInterference(profiles.hardware(kind), kind) for kind in gpu_types}
+    own = Contention(Constants.load(name.removeprefix(FROM_FILE)) if name.startswith(FROM_FILE) else None)
+    return dict.fromkeys(gpu_types, own)

@@ -131,10 +131,8 @@ def igniter_latencies(samples: Samples) -> None:
     """Print how far iGniter's latencies, not only its slowdowns, are off, per network."""
     hardware = Hardware.of(PROFILE.coefficients)
     print("\niGniter's analytic latency against the measured one, mean error in %: alone, beside a neighbour, beside")
-    print(
-        "a neighbour given the latency alone; published: ResNet-50 3.82 (1.10 to 9.29), AlexNet 3.91 to 5.90, VGG-19 0.04"
-    )
-    print("to 2.32, SSD 0.89 to 7.61 in other co-locations")
+    print("a neighbour given the latency alone; published: ResNet-50 3.82 (1.10 to 9.29), AlexNet 3.91 to 5.90,")
+    print("VGG-19 0.04 to 2.32, SSD 0.89 to 7.61 in other co-locations")
     for name, model in PROFILE.models.items():
         constants = ModelConstants.of(model.coefficients)
         alone, beside, given = [], [], []

@@ -69,7 +69,7 @@ def test_a_raw_profile_may_name_its_series_without_the_model_they_were_measured_
 
 
 def _edit(change: Callable[[dict[str, Any]], object]) -> dict[str, Any]:
-    raw = copy.deepcopy(RAW)
+    raw: dict[str, Any] = copy.deepcopy(RAW)
     change(raw)
     return raw
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -100,6 +102,23 @@ def test_names() -> None:
         Gpulet(interference="physics")
     with pytest.raises(InvalidInputError, match=r"profiles\.v100\.coefficients"):
         solve(Gpulet(interference="igniter"), five_models(vgg19=1), Cluster.parse("v100:1"), thesis())
+
+
+def test_constants_of_ones_own_come_from_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "mine.yaml"
+    trend = shipped_constants().trend.model_copy(update={"constant": 1.5})
+    mine = shipped_constants().model_copy(update={"name": "mine", "trend": trend})
+    file.write_text(mine.dump())
+    assert Constants.load(file) == mine
+    name = canonical_name(f"contention:{file}")
+    own, other = (Resident(MODELS[row], 8, 50.0) for row in ("vgg19", "ssd"))
+    factor = interference_models(name, ["v100"], IGNITER)["v100"].slowdown(own, [other])
+    assert factor == pytest.approx(Contention().slowdown(own, [other]) + 1.5 - shipped_constants().trend.constant)
+    file.write_text(mine.dump().replace("latency_ratio", "latency_ration", 1))
+    with pytest.raises(InvalidInputError, match="latency_ration"):
+        interference_models(name, ["v100"], IGNITER)
+    with pytest.raises(InvalidInputError, match="no such file"):
+        Gpulet(interference="contention:nowhere.yaml")
 
 
 @pytest.mark.parametrize("name", NAMES[1:])
