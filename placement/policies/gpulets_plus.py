@@ -6,8 +6,7 @@ from collections.abc import Mapping
 
 from tenuto.errors import InvalidInputError, Problem, raise_if_any
 from tenuto.placement.cluster import Cluster
-from tenuto.placement.interference import NoInterference
-from tenuto.placement.interference.gpulet_linear import V100
+from tenuto.placement.interference.named import canonical_name, interference_models
 from tenuto.placement.plan import Plan
 from tenuto.placement.policies.gpu_pool import GpuPool
 from tenuto.placement.policies.gpulets_plus_search import PairSearch, Rules
@@ -43,7 +42,8 @@ class GpuletsPlus(Policy):
 
     Options:
         shares: the sizes in percent a gpu-let may have.
-        interference: use the linear model, fitted on V100 pairs; without it neighbours cost nothing.
+        interference: what a neighbour costs: `gpulet`, the linear model with the constants for the GPU type, or one of
+            the others in docs/interference.md; `none`.
         batch: `smallest` that carries the rate, or `largest` within half the SLO.
         order: `rate`, or `load` (rate times the latency of one request on the efficient share).
         booked: `alone` or `beside`, see above.
@@ -60,7 +60,7 @@ class GpuletsPlus(Policy):
         self,
         *,
         shares: tuple[float, ...] = (20.0, 40.0, 50.0, 60.0, 80.0),
-        interference: bool = True,
+        interference: bool | str = "gpulet",
         batch: str = "smallest",
         order: str = "rate",
         booked: str = "alone",
@@ -79,14 +79,16 @@ class GpuletsPlus(Policy):
         if max_batch < 1:
             problems.append(Problem("--option max_batch", max_batch, "must be at least 1", "32 in the paper."))
         raise_if_any(problems)
-        self.shares, self.interference, self.batch, self.order = tuple(shares), interference, batch, order
+        self.shares, self.batch, self.order = tuple(shares), batch, order
+        self.interference = canonical_name(interference)
         self.booked, self.check_neighbours, self.knee, self.max_batch = booked, check_neighbours, knee, max_batch
 
     def place(self, workload: Workload, cluster: Cluster, profiles: Profiles) -> Plan:
         """Return the plan; deterministic, ties broken by the order of the workload and of the cluster.
 
         Raises:
-            InvalidInputError: a model would need more than 100,000 gpu-lets of an elastic cluster.
+            InvalidInputError: a model would need more than 100,000 gpu-lets of an elastic cluster, or the profiles lack
+                the hardware coefficients of the chosen interference model.
         """
         pool = GpuPool(cluster)
         unserved: dict[str, str] = {}
@@ -96,7 +98,7 @@ class GpuletsPlus(Policy):
             smallest_batch=self.batch == "smallest",
             book_alone=self.booked == "alone",
             check_neighbours=self.check_neighbours,
-            interference=V100 if self.interference else NoInterference(),
+            interference=interference_models(self.interference, pool.types, profiles),
         )
         if cluster.elastic:
             _check_rates(workload, costs)

@@ -28,7 +28,7 @@ class Rules:
     smallest_batch: bool
     book_alone: bool
     check_neighbours: bool
-    interference: InterferenceModel
+    interference: Mapping[str, InterferenceModel]  # by GPU type
 
     def efficient_pct(self, costs: ShareCosts) -> float:
         """Return the share at the bend of throughput over share with batches of one."""
@@ -120,7 +120,7 @@ class PairSearch:
         """Return the slowdown by the neighbours; infinite where it is unknown, so that nobody gets one unseen."""
         others = [other.resident for other in one.tenants if other is not tenant]
         try:
-            return self._rules.interference.slowdown(tenant.resident, others) if others else 1.0
+            return self._rules.interference[one.gpu.type].slowdown(tenant.resident, others) if others else 1.0
         except InvalidInputError:
             return math.inf
 

@@ -175,6 +175,15 @@ def test_a_small_cluster_names_what_it_cannot_serve(policy: Policy) -> None:
     assert all(plan.unserved_reasons[name] for name in plan.unserved)
 
 
+def test_gpulets_plus_with_other_interference_models() -> None:
+    plain = solved(GpuletsPlus(interference=False), twelve())
+    assert plain.policy.options == {"interference": "none"}
+    assert all(g.models[0].slowdown == 1.0 for g in plain.gpulets)
+    for name in ("igniter", "gpulet"):
+        plan = solved(GpuletsPlus(interference=name), twelve())
+        assert max(g.models[0].slowdown for g in plan.gpulets) > 1.0
+
+
 def test_gslice_within_the_gpu() -> None:
     plan = solved(Gslice(overcommit=False), twelve())
     assert not any("over-commit" in note for note in plan.notes)
@@ -207,7 +216,7 @@ def test_policies_are_found_by_name() -> None:
         ("gslice", {"start_share_pct": "0"}), ("gslice", {"share_rounds": "0"}), ("gslice", {"rounds": "3"}),
         ("gpulets+", {"shares": "0,50"}), ("gpulets+", {"shares": "120"}), ("gpulets+", {"batch": "big"}),
         ("gpulets+", {"order": "slo"}), ("gpulets+", {"booked": "x"}), ("gpulets+", {"knee": "x"}),
-        ("gpulets+", {"max_batch": "0"}), ("gpulets+", {"max_batch": "many"}),
+        ("gpulets+", {"interference": "x"}), ("gpulets+", {"max_batch": "0"}), ("gpulets+", {"max_batch": "many"}),
     ],
 )
 def test_wrong_options_are_refused_by_name(policy: str, options: dict[str, str]) -> None:
