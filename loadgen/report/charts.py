@@ -104,6 +104,13 @@ class Plot:
             f"{dash}><title>{escape(name)}</title></path>"
         )
 
+    def dot(self, x: float, y: float, style: Style, name: str) -> None:
+        """Draw a point."""
+        self._parts.append(
+            f'<circle cx="{self._x(x):.1f}" cy="{self._y(y):.1f}" r="3.2" fill="{style.colour}">'
+            f"<title>{escape(name)}</title></circle>"
+        )
+
     def column(self, x_from: float, x_to: float, y_from: float, y_to: float, style: Style, name: str) -> None:
         """Draw a filled box."""
         left, right, top, bottom = self._x(x_from), self._x(x_to), self._y(y_to), self._y(y_from)

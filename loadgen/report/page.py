@@ -12,7 +12,7 @@ from tenuto.loadgen.report.palette import Style, colour_css, styles_for
 from tenuto.loadgen.report.placed import placement_picture
 from tenuto.loadgen.report.run import Run
 
-__all__ = ["render_page"]
+__all__ = ["html_document", "render_page"]
 
 _LIGHT = "--back:#ffffff;--panel:#f6f7f9;--text:#1a1c20;--muted:#6a7078;--rule:#d9dde3;"
 _DARK = "--back:#14161a;--panel:#1d2026;--text:#e8eaee;--muted:#9aa1ab;--rule:#363b44;"
@@ -22,7 +22,6 @@ def render_page(run: Run) -> str:
     """Return the whole page as text."""
     styles = styles_for(run.names)
     document = run.document
-    look = resources.files("tenuto.loadgen").joinpath("data/report.css").read_text(encoding="utf-8")
     title = f"{document['verdict']['result']} · {document['goodput_rps']:.1f} rps goodput · Tenuto"
     charts = (
         '<h2>Goodput and latency</h2><div class="grid">'
@@ -33,6 +32,17 @@ def render_page(run: Run) -> str:
         + '<h2>Execution against the plan</h2><div class="grid">' + sections.executions(run, styles)
         + sections.utilisation(run) + "</div>"
     )  # fmt: skip
+    body = (
+        f"<h1>{escape(_headline(document))}</h1>"
+        f"<p class=note>{escape(run.label)} · {escape(str(document.get('date', '')))}</p>"
+        f"{_verdict(document)}<h2>Models</h2>{_models(run, styles)}{charts}{_provenance(run)}"
+    )
+    return html_document(title, body)
+
+
+def html_document(title: str, body: str, extra_css: str = "") -> str:
+    """Return a self-contained HTML document with the report's look around a body that is HTML already."""
+    look = resources.files("tenuto.loadgen").joinpath("data/report.css").read_text(encoding="utf-8") + extra_css
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width,initial-scale=1">'
@@ -41,10 +51,7 @@ def render_page(run: Run) -> str:
         f"<title>{escape(title)}</title>"
         f"<style>:root{{{_LIGHT}{colour_css(dark=False)}}}"
         f"@media screen and (prefers-color-scheme:dark){{:root{{{_DARK}{colour_css(dark=True)}}}}}{look}</style>"
-        "</head><body>"
-        f"<h1>{escape(_headline(document))}</h1>"
-        f"<p class=note>{escape(run.label)} · {escape(str(document.get('date', '')))}</p>"
-        f"{_verdict(document)}<h2>Models</h2>{_models(run, styles)}{charts}{_provenance(run)}</body></html>\n"
+        f"</head><body>{body}</body></html>\n"
     )
 
 

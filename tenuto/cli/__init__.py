@@ -32,6 +32,7 @@ VERBS = {
     "bench": "bench",
     "report": "report",
     "compare": "compare",
+    "experiment": "experiment",
     "status": "status",
     "doctor": "doctor",
 }

@@ -1,0 +1,197 @@
+"""`tenuto experiment`: run published experiments again and say which of their observations come out."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any, Literal
+
+import click
+from rich.markup import escape
+from rich.table import Table
+
+from tenuto.cli.common import emit_json, progress_console, stdout_console
+from tenuto.errors import InvalidInputError, Problem
+
+__all__ = ["command"]
+
+_MARKS = {
+    "reproduced": "[green]reproduced[/]",
+    "not reproduced": "[red]not reproduced[/]",
+    "not checked": "not checked",
+}
+
+
+@click.command("experiment", short_help="Run the thesis' experiments again; one page per experiment.")
+@click.argument("names", metavar="LIST|NAME...", nargs=-1, required=True)
+@click.option("-o", "--output", "folder", metavar="DIR", help="Folder; each experiment gets its own below it.")
+@click.option("--force", is_flag=True, help="Replace experiments that are already in DIR.")
+@click.option("--policy", "policies", multiple=True, metavar="NAME", help="Only this policy; repeatable.")
+@click.option("--seed", default=0, show_default=True, help="Seed of the arrivals.")
+@click.option("--duration-s", type=float, help="Length of each run. Default: the thesis' number of requests.")
+@click.option(
+    "--clients",
+    type=click.Choice(["thesis", "exact"]),
+    default="thesis",
+    show_default=True,
+    help="Send what the thesis' clients reached, or the target rates exactly.",
+)
+@click.option("--quick", is_flag=True, help="Fewer points and shorter runs; the observations' points are kept.")
+@click.option("--jobs", type=int, help="Processes. Default: 2, or 1 on a machine with one core.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def command(
+    names: tuple[str, ...],
+    folder: str | None,
+    force: bool,
+    policies: tuple[str, ...],
+    seed: int,
+    duration_s: float | None,
+    clients: Literal["thesis", "exact"],
+    quick: bool,
+    jobs: int | None,
+    as_json: bool,
+) -> int:
+    """Run published experiments again in virtual time; NAME is a figure of the thesis, such as 6.15, or all.
+
+    `tenuto experiment list` shows what there is. Exit code 1 when the run was interrupted.
+
+    Example: tenuto experiment 6.15 --quick -o experiments
+    """
+    from tenuto.loadgen.experiments.experiment import Settings
+    from tenuto.loadgen.experiments.registry import EXPERIMENTS, find_experiments
+
+    if len(names) == 1 and names[0].lower() == "list":
+        _print_list(EXPERIMENTS, as_json)
+        return 0
+    chosen = find_experiments(names)
+    _check(policies, seed, duration_s, jobs)
+    settings = Settings(seed, clients, policies or None, duration_s, quick)
+    out = Path(folder) if folder is not None else None
+    if out is not None:
+        from tenuto.loadgen.experiments.output import prepare_experiment_folder
+
+        for experiment in chosen:
+            prepare_experiment_folder(out / f"figure-{experiment.name}", force=force)
+    workers = jobs if jobs is not None else min(2, os.cpu_count() or 1)
+    documents = []
+    for experiment in chosen:
+        document = _run(experiment, settings, workers, out)
+        documents.append(document)
+        if not as_json:
+            _print(document)
+        if not document["complete"]:
+            break
+    if as_json:
+        emit_json({"experiments": documents})
+    return 0 if len(documents) == len(chosen) and all(document["complete"] for document in documents) else 1
+
+
+def _check(policies: tuple[str, ...], seed: int, duration_s: float | None, jobs: int | None) -> None:
+    """Raise `InvalidInputError` with every argument that cannot be used."""
+    from tenuto.placement import load_policy
+
+    problems: list[Problem] = []
+    for name in policies:
+        try:
+            load_policy(name)
+        except InvalidInputError as error:
+            problems += error.problems
+    if seed < 0:
+        problems.append(Problem("--seed", seed, "must be at least 0", "Give 0 or a larger number."))
+    if duration_s is not None and not 0.5 <= duration_s <= 3600:
+        problems.append(Problem("--duration-s", duration_s, "must be between 0.5 and 3600 s", "Give for example 10."))
+    if jobs is not None and jobs < 1:
+        problems.append(Problem("--jobs", jobs, "must be at least 1", "Give 1 or 2."))
+    if problems:
+        raise InvalidInputError(problems)
+
+
+def _run(experiment: Any, settings: Any, jobs: int, out: Path | None) -> dict[str, Any]:
+    from tenuto.loadgen.experiments.experiment import Results
+    from tenuto.loadgen.experiments.output import describe_experiment, write_experiment
+    from tenuto.loadgen.experiments.runner import run_cases
+
+    started = time.perf_counter()
+    progress = _Progress(experiment.name)
+    finished = run_cases(experiment.cases(settings), experiment.schedulers, jobs=jobs, report=progress)
+    progress.end()
+    results = Results(finished.rows)
+    observations = experiment.check(results)
+    document = describe_experiment(
+        experiment,
+        results,
+        observations,
+        settings,
+        is_whole=finished.is_whole,
+        wall_s=round(time.perf_counter() - started, 1),
+        command=["tenuto", *sys.argv[1:]],
+    )
+    if out is not None:
+        page = write_experiment(out / f"figure-{experiment.name}", experiment, results, observations, document)
+        progress_console().print(f"page: {page}", markup=False)
+    return document
+
+
+class _Progress:
+    """One refreshed line on a terminal, a plain line every few seconds elsewhere; on stderr."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._live = sys.stderr.isatty()
+        self._next_at = 0.0
+
+    def __call__(self, done: int, total: int, what: str) -> None:
+        now = time.monotonic()
+        if not self._live and now < self._next_at and done < total:
+            return
+        self._next_at = now + 5.0
+        text = f"figure {self._name}: {done} of {total} points, {what.replace('|', ' ')}"
+        if self._live:
+            sys.stderr.write(f"\r\x1b[2K{text}")
+        else:
+            sys.stderr.write(text + "\n")
+        sys.stderr.flush()
+
+    def end(self) -> None:
+        """Leave the refreshed line."""
+        if self._live:
+            sys.stderr.write("\n")
+
+
+def _print_list(experiments: Any, as_json: bool) -> None:
+    if as_json:
+        rows = [
+            {"name": e.name, "figures": list(e.figures), "section": e.section, "title": e.title} for e in experiments
+        ]
+        emit_json({"experiments": rows})
+        return
+    table = Table(box=None, header_style="bold")
+    for heading in ("name", "figures", "section", "what it shows"):
+        table.add_column(heading)
+    for experiment in experiments:
+        names = experiment.figures
+        span = names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
+        table.add_row(experiment.name, span, experiment.section, escape(experiment.title))
+    stdout_console().print(table)
+
+
+def _print(document: dict[str, Any]) -> None:
+    """Print each observation with its verdict, then the count."""
+    console = stdout_console()
+    console.print(f"figure {document['name']}: {document['title']}", style="bold", markup=False)
+    for seen in document["observations"]:
+        console.print(f"  {_MARKS[seen['status']]}: {escape(seen['statement'])}")
+        console.print(f"    published: {escape(seen['published'])}")
+        console.print(f"    here: {escape(seen['ours'])}")
+        if seen["why"]:
+            console.print(f"    why: {escape(seen['why'])}")
+    for name, why in document["not_planned"].items():
+        console.print(f"  {name} cannot plan from this profile: {escape(why)}")
+    counts = document["observations_summary"]
+    state = "" if document["complete"] else " (interrupted: partial)"
+    console.print(
+        f"  {counts['reproduced']} of {sum(counts.values())} observations reproduced, {len(document['points'])} points "
+        f"in {document['wall_s']:.1f} s{state}"
+    )
