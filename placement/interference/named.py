@@ -12,7 +12,7 @@ from tenuto.placement.interference.gpulet_linear import CONSTANTS, V100
 from tenuto.placement.interference.igniter import IgniterInterference
 from tenuto.profiles import Profiles
 
-__all__ = ["NAMES", "canonical_name", "interference_models"]
+__all__ = ["NAMES", "canonical_name", "interference_models", "stand_ins"]
 
 FROM_FILE = "contention:"
 NAMES = ("none", "gpulet", "igniter", "contention")
@@ -59,3 +59,13 @@ def interference_models(name: str, gpu_types: Iterable[str], profiles: Profiles)
             return {kind: IgniterInterference(profiles.hardware(kind), kind) for kind in gpu_types}
     own = Contention(Constants.load(name.removeprefix(FROM_FILE)) if name.startswith(FROM_FILE) else None)
     return dict.fromkeys(gpu_types, own)
+
+
+def stand_ins(name: str, gpu_types: Iterable[str]) -> tuple[str, ...]:
+    """Return a note per GPU type for which constants of the V100 are used because there are none of its own."""
+    known = {"gpulet": tuple(CONSTANTS), "contention": ("v100",)}.get(name)
+    return tuple(
+        f"interference on {kind}: fitted on a V100, since no constants for {kind} are known"
+        for kind in gpu_types
+        if known is not None and kind not in known
+    )

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from tenuto.errors import InvalidInputError, Problem
 from tenuto.placement.cluster import Cluster
-from tenuto.placement.interference.named import canonical_name, interference_models
+from tenuto.placement.interference.named import canonical_name, interference_models, stand_ins
 from tenuto.placement.plan import Plan
 from tenuto.placement.policies.elastic_partitioning import ElasticPartitioning, Rules
 from tenuto.placement.policies.gpu_pool import GpuPool
@@ -106,7 +106,8 @@ class Gpulet(Policy):
         for spec in sorted(workload.models, key=lambda m: -m.rate_rps):
             if costs[spec.name]:
                 search.place(spec, costs[spec.name])
-        return turns_plan(self.name, workload, cluster, search.gpulets(), unserved)
+        notes = stand_ins(self.interference, {gpu.type: None for gpu in cluster.gpus})
+        return turns_plan(self.name, workload, cluster, search.gpulets(), unserved, notes)
 
     def _sizes(self, workload: Workload) -> tuple[float, ...]:
         """Return the sizes of gpu-lets, ascending; only whole GPUs where CUDA MPS is turned off."""

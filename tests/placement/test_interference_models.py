@@ -17,7 +17,7 @@ from tenuto.placement.interference.named import NAMES, canonical_name, interfere
 from tenuto.placement.interference.utilisation import Utilisations
 from tenuto.placement.policies.gpulet import Gpulet
 from tenuto.placement.policies.gpulet_interference import Disturbance
-from tenuto.profiles import ModelProfile
+from tenuto.profiles import ModelProfile, Profile, Profiles
 
 from .published import thesis
 from .turns import IGNITER, assert_turns_are_kept, carried, five_models
@@ -129,6 +129,30 @@ def test_gpulet_plans_with_every_interference_model(name: str) -> None:
     assert_turns_are_kept(plan, workload)
     assert any(replica.slowdown > 1 for gpulet in plan.gpulets for replica in gpulet.models)
     assert plan.policy.options["interference"] == name
+
+
+@pytest.mark.parametrize("name", NAMES[1:])
+def test_three_gpulets_on_a_gpu_keep_their_slos_beside_each_other(name: str) -> None:
+    workload = five_models(alexnet=600, resnet50=200, ssd=60, vgg19=60)
+    shares = (20.0, 40.0, 60.0, 80.0)
+    plan = solve(Gpulet(interference=name, max_partitions=3, shares=shares), workload, Cluster.parse("v100:2"), IGNITER)
+    assert carried(plan, workload)
+    assert_turns_are_kept(plan, workload)
+
+
+def test_constants_of_another_gpu_type_are_named_in_the_notes() -> None:
+    metrics = {"l2_util_pct": 5, "dram_util_pct": 5}
+    points = [
+        {"batch_size": 1, "share_pct": share, "latency_ms": 500.0 / share, "metrics": metrics}
+        for share in (20, 40, 60, 80)
+    ]
+    row = {"name": "a", "gpu_type": "a100", "source": "test", "models": {"vgg19": {"points": points}}}
+    for name, noted in (("gpulet", True), ("contention", True), ("none", False)):
+        plan = solve(
+            Gpulet(interference=name), five_models(vgg19=2), Cluster.parse("a100:1"),
+            Profiles([Profile.model_validate(row)]),
+        )  # fmt: skip
+        assert any("fitted on a V100" in note for note in plan.notes) is noted
 
 
 @pytest.mark.parametrize("rates", [(0, 200, 600, 600, 600), (400, 600, 600, 600, 0), (200, 600, 0, 600, 600)])
