@@ -11,7 +11,7 @@ from tenuto.deployments.in_flight import Batch, Request
 
 __all__ = ["split_reply"]
 
-_CLOCK_SLACK_MS = 2.5  # a dispatch is dated by the moment the core asked for, which may be 2 ms after it was done
+_CLOCK_SLACK_MS = 2.5  # moments are noted a little before or after they happen
 
 
 def split_reply(
@@ -42,7 +42,7 @@ def split_reply(
                 tensors,
                 size,
                 header["gpulet"],
-                batch.dispatched_ms - request.received_ms,
+                batch.sent_ms - request.received_ms,
                 float(header["queue_ms"]),
                 float(header["execution_ms"]),
                 header["emulated"],
@@ -58,5 +58,5 @@ def _start_ms(batch: Batch, header: Mapping[str, Any], now_ms: float) -> float:
     that a batch would seem to begin before it was sent or to end after its answer came.
     """
     start_ms = float(header.get("started_ms", math.nan))
-    is_ours = batch.dispatched_ms - _CLOCK_SLACK_MS <= start_ms <= now_ms - float(header["execution_ms"]) + 0.1
+    is_ours = batch.sent_ms - _CLOCK_SLACK_MS <= start_ms <= now_ms - float(header["execution_ms"]) + _CLOCK_SLACK_MS
     return start_ms if is_ours else math.nan

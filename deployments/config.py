@@ -10,9 +10,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from tenuto.deployments.sub_clusters import cut_plan
 from tenuto.placement import Gpulet, Plan, PlannedGpu
 
-__all__ = ["ENTRY_APPLICATION", "application_name", "serve_config"]
+__all__ = ["ENTRY_APPLICATION", "application_name", "dispatcher_name", "serve_config"]
 
 ENTRY_APPLICATION = "tenuto"
 # CUDA MPS admits at most 48 clients per GPU (driver r550; 60 later), so 50 slots are never too few.
@@ -25,6 +26,11 @@ def application_name(gpulet_id: str) -> str:
     return "gpulet-" + gpulet_id.replace("/", "-")
 
 
+def dispatcher_name(sub_cluster: str) -> str:
+    """Return the name of the Serve application of a sub-cluster's dispatcher."""
+    return f"dispatcher-{sub_cluster}"
+
+
 def serve_config(
     plan: Plan,
     *,
@@ -34,6 +40,8 @@ def serve_config(
     scheduler: str = "deferred",
     scheduler_options: Mapping[str, Any] | None = None,
     gateway_options: Mapping[str, Any] | None = None,
+    gateways: int = 1,
+    partition: Mapping[str, int] | None = None,
 ) -> dict[str, Any]:
     """Return the Serve config of a plan as plain data, ready for `serve deploy`.
 
@@ -46,19 +54,25 @@ def serve_config(
         port: port of the HTTP server.
         scheduler: batching scheduler of the dispatcher.
         scheduler_options: its options.
+        gateways: processes that take HTTP. One schedules by itself; several, or one with a partition, feed the
+            dispatcher of each sub-cluster, a process of its own, in bundles.
+        partition: sub-cluster of every model; one holds everything by default.
         gateway_options: `max_queued`, `max_body_mib`, `response_ms`; see `tenuto.deployments.gateway`.
 
     Raises:
-        ValueError: unknown executor.
+        ValueError: unknown executor, or no gateway.
+        InvalidInputError: the partition leaves out a model of the plan or cuts a gpu-let in two.
     """
     if executor not in _EXECUTORS:
         raise ValueError(f"executor must be one of {', '.join(_EXECUTORS)}, not {executor!r}")
+    if gateways < 1:
+        raise ValueError(f"gateways must be at least 1, not {gateways}")
     gpus = {gpu.id: gpu for gpu in plan.gpus}
-    gateway = {
-        "plan": plan.to_data(),
-        "scheduler": {"name": scheduler, "options": dict(scheduler_options or {})},
-        **(gateway_options or {}),
-    }
+    options = {"scheduler": {"name": scheduler, "options": dict(scheduler_options or {})}, **(gateway_options or {})}
+    gateway = {"plan": plan.to_data(), **options}
+    cut = cut_plan(plan, partition) if gateways > 1 or partition is not None else {}
+    if cut:
+        gateway["sub_clusters"] = {name: [spec.name for spec in part.models] for name, part in cut.items()}
     return {
         "proxy_location": "HeadOnly",
         "http_options": {"host": host, "port": port, "request_timeout_s": None},
@@ -72,7 +86,7 @@ def serve_config(
                 "deployments": [
                     {
                         "name": "gateway",
-                        "num_replicas": 1,
+                        "num_replicas": gateways,
                         "max_ongoing_requests": 100_000,
                         "health_check_period_s": 2.0,
                         "graceful_shutdown_wait_loop_s": 0.2,
@@ -82,7 +96,29 @@ def serve_config(
                     }
                 ],
             },
+            *(_dispatcher_application(name, {"plan": part.to_data(), **options}) for name, part in cut.items()),
             *(_gpulet_application(plan, gpulet, gpus[gpulet.gpu], executor) for gpulet in plan.gpulets),
+        ],
+    }
+
+
+def _dispatcher_application(sub_cluster: str, user_config: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "name": dispatcher_name(sub_cluster),
+        "route_prefix": None,
+        "import_path": "tenuto.deployments.dispatcher_process:build",
+        "args": {},
+        "deployments": [
+            {
+                "name": "dispatcher",
+                "num_replicas": 1,
+                "max_ongoing_requests": 100,
+                "health_check_period_s": 2.0,
+                "graceful_shutdown_wait_loop_s": 0.2,
+                "graceful_shutdown_timeout_s": 10.0,
+                "ray_actor_options": {"num_cpus": 0},
+                "user_config": user_config,
+            }
         ],
     }
 

@@ -55,6 +55,7 @@ class Dispatcher:
         clock: Callable[[], float] = time.monotonic,
         timer_slack_ms: float = TIMER_SLACK_MS,
         make_link: LinkFactory = GpuletLink,
+        on_change: Callable[[], None] = lambda: None,
     ) -> None:
         """Prepare without a plan; `apply` gives one.
 
@@ -66,8 +67,10 @@ class Dispatcher:
             clock: monotonic seconds.
             timer_slack_ms: how much earlier than asked the core is woken, for timers that come late.
             make_link: makes the links to gpu-lets.
+            on_change: called when a gpu-let comes, goes or changes what it holds, and after a new plan.
         """
         self._build_scheduler = build_scheduler
+        self._on_change = on_change
         self._max_queued = max_queued
         self._clock = clock
         self._ids = itertools.count()
@@ -126,6 +129,7 @@ class Dispatcher:
             if request.dispatched_ms == 0.0:
                 self._enqueue(request, now)
         self._carry_out(now)
+        self._on_change()
 
     def _tick(self) -> None:
         """Once a second, whether or not anything arrives."""
@@ -137,6 +141,7 @@ class Dispatcher:
         assert self._scheduler is not None
         if self._fleet.offer(index):
             self._scheduler.gpulet_back(now, index)
+            self._on_change()
 
     def _enqueue(self, request: Request, now: float) -> None:
         """Give a request to the core; one whose model the plan no longer has fails."""
@@ -144,7 +149,7 @@ class Dispatcher:
         if request.model < 0:
             self._finish(request, Answer(Outcome.FAILED, reason=f"'{request.name}' was removed from the plan"))
         else:
-            self._scheduler.add_request(now, request.model, request.id, request.deadline_ms)
+            self._scheduler.add_request(now, request.model, request.id, request.deadline_ms - request.reserve_ms)
 
     async def close(self) -> None:
         """Answer everything that waits as failed, and disconnect."""
@@ -158,7 +163,12 @@ class Dispatcher:
     # --- requests -----------------------------------------------------------------------------------------------
 
     def submit(
-        self, model: str, parts: Sequence[bytes | memoryview], slo_ms: float | None = None, client_id: str = ""
+        self,
+        model: str,
+        parts: Sequence[bytes | memoryview],
+        slo_ms: float | None = None,
+        client_id: str = "",
+        reserve_ms: float = 0.0,
     ) -> asyncio.Future[Answer]:
         """Queue one request and return the future of its answer; cancelling the future frees its place.
 
@@ -167,6 +177,7 @@ class Dispatcher:
             parts: one raw buffer per input, in the order of the signature, for one sample.
             slo_ms: time allowed from now; the model's SLO by default. Zero or less is answered `expired` at once.
             client_id: what the client calls it; travels to the gpu-let's log.
+            reserve_ms: what the way back through another process may take.
 
         Raises:
             KeyError: the plan has no such model.
@@ -189,10 +200,10 @@ class Dispatcher:
             self.ended.add(client_id, model, answer, 0.0, in_time=False)
             future.set_result(answer)
             return future
-        request = Request(next(self._ids), model, index, now + allowed, now, parts, future, client_id)
+        request = Request(next(self._ids), model, index, now + allowed, now, parts, future, client_id, reserve_ms)
         self._requests[request.id] = request
         future.add_done_callback(functools.partial(self._on_settled, request))
-        scheduler.add_request(now, index, request.id, request.deadline_ms)
+        self._enqueue(request, now)
         self._carry_out(now)
         return future
 
@@ -256,7 +267,9 @@ class Dispatcher:
                 requests.append(request)
         assert self._plan is not None
         name = self._plan.models[decision.model].name
-        batch = Batch(next(self._sequences), name, decision.model, decision.gpulet, requests, now)
+        batch = Batch(
+            next(self._sequences), name, decision.model, decision.gpulet, requests, now, self._clock() * 1000.0
+        )
         link = self._fleet.add(batch)
         if not requests:
             # Every client left between decision and dispatch; keep the core's account of the gpu-let straight.
@@ -308,6 +321,7 @@ class Dispatcher:
             now = self._now()
             self._offer(index, now)
             self._carry_out(now)
+            self._on_change()
 
     def link_down(self, index: int, reason: str) -> None:
         if index < 0 or self._scheduler is None:
@@ -319,6 +333,7 @@ class Dispatcher:
             for request in batch.requests:
                 self._retry_or_fail(request, now, reason)
         self._carry_out(now)
+        self._on_change()
 
     def _retry_or_fail(self, request: Request, now: float, reason: str) -> None:
         """Queue a request of a lost batch once more; the core drops it at once if its deadline no longer allows."""
@@ -418,6 +433,22 @@ class Dispatcher:
             "network": {"ctrl_ms": delay.ctrl_ms, "response_ms": delay.response_ms},
             "autoscale": self.advice.to_data(self._clock()),
         }  # fmt: skip
+
+    def record_answer(self, answer_ms: float) -> None:
+        """Take the time from an answer's arrival to its response handed to the socket."""
+        self.network.record_answer(answer_ms)
+
+    async def report(self, what: str, **arguments: Any) -> Any:
+        """Return plain data for operators: `status`, `queue` or `requests`; see `Front`."""
+        if what == "status":
+            return self.status()
+        if what == "queue":
+            return self.queue_lengths()
+        return self.ended.to_data(arguments.get("id"), int(arguments.get("limit", 100)))
+
+    def signature(self, model: str) -> dict[str, Any] | None:
+        """Return the plain data of a model's signature; None before one of its gpu-lets ever connected."""
+        return self._fleet.signature(model)
 
     def queue_lengths(self) -> dict[str, int]:
         """Return how many requests of every model wait for a batch."""

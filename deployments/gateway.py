@@ -1,5 +1,5 @@
 """The HTTP entry: Open Inference Protocol v2, `/predict`, health and documentation, with the dispatcher in the same
-process.
+process, or fed in bundles where several gateways share it.
 
 The infer path is plain ASGI in front of FastAPI: routing, validation and response models would cost more than the
 rest of a request. FastAPI serves everything else and describes all of it at `/docs`.
@@ -14,20 +14,18 @@ import logging
 import math
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 from urllib.parse import quote, unquote
 
 from fastapi import FastAPI
 
 from tenuto import __version__
-from tenuto.batching.interface import NetworkDelay, Scheduler
-from tenuto.batching.registry import make_scheduler
-from tenuto.batching.setup import from_plan
 from tenuto.deployments.answers import Answer, Outcome
-from tenuto.deployments.config import application_name
 from tenuto.deployments.correction import NetworkMeter
 from tenuto.deployments.dispatcher import Dispatcher
+from tenuto.deployments.finders import find_dispatcher, find_gpulet
+from tenuto.deployments.front import Front
 from tenuto.deployments.http import (
     HttpError,
     Receive,
@@ -40,10 +38,11 @@ from tenuto.deployments.http import (
     send_response,
 )
 from tenuto.deployments.oip import BadRequestError, check_outputs, encode_response, parse_infer, parse_slo
+from tenuto.deployments.remote import RemoteDispatchers
 from tenuto.deployments.routes import add_routes
 from tenuto.deployments.served import ServedModel
+from tenuto.deployments.settings import ServingSettings
 from tenuto.errors import InvalidInputError
-from tenuto.placement import Plan
 
 __all__ = ["Gateway", "build"]
 
@@ -57,7 +56,7 @@ class Gateway:
     """The Serve deployment. `reconfigure` gives it a plan; without one every model is unknown and nothing is ready."""
 
     def __init__(self, _options: Mapping[str, Any] | None = None) -> None:
-        self._dispatcher: Dispatcher | None = None
+        self._front: Front | None = None
         self._max_body_bytes = 64 << 20
         self._app: FastAPI | None = None
         self._id_prefix = secrets.token_hex(4)
@@ -72,42 +71,52 @@ class Gateway:
 
     async def reconfigure(self, user_config: Mapping[str, Any]) -> None:
         """Follow a new plan without a restart."""
-        try:
-            plan = Plan.from_data(user_config["plan"], origin="user_config.plan")
-        except InvalidInputError as error:
-            raise ValueError(str(error)) from None
-        chosen = user_config.get("scheduler", {"name": "deferred", "options": {}})
-        self._max_body_bytes = int(user_config.get("max_body_mib", 64)) << 20
-
-        def build_scheduler(plan: Plan, network: NetworkDelay) -> Scheduler:
-            return make_scheduler(chosen["name"], from_plan(plan, network), chosen.get("options", {}))
-
-        if self._dispatcher is None:
-            self._dispatcher = Dispatcher(
-                build_scheduler,
-                _find_over_ray,
-                max_queued=int(user_config.get("max_queued", 10_000)),
-                network=NetworkMeter(float(user_config.get("response_ms", 3.0))),
-            )
+        settings = ServingSettings.from_user_config(user_config)
+        self._max_body_bytes = settings.max_body_bytes
+        if settings.sub_clusters:
+            await self._follow_remotely(settings)
         else:
-            self._dispatcher.configure(
-                build_scheduler,
-                max_queued=int(user_config.get("max_queued", 10_000)),
-                response_ms=float(user_config.get("response_ms", 3.0)),
+            await self._follow_alone(settings)
+
+    async def _follow_alone(self, settings: ServingSettings) -> None:
+        """Schedule in this process."""
+        if not isinstance(self._front, Dispatcher):
+            old, self._front = (
+                self._front,
+                Dispatcher(
+                    settings.build_scheduler,
+                    find_gpulet,
+                    max_queued=settings.max_queued,
+                    network=NetworkMeter(settings.response_ms),
+                ),
             )
-        self._dispatcher.apply(plan)
+            if old is not None:
+                await old.close()
+        else:
+            self._front.configure(
+                settings.build_scheduler, max_queued=settings.max_queued, response_ms=settings.response_ms
+            )
+        self._front.apply(settings.plan)
+
+    async def _follow_remotely(self, settings: ServingSettings) -> None:
+        """Feed the dispatchers of the sub-clusters."""
+        if not isinstance(self._front, RemoteDispatchers):
+            old, self._front = self._front, RemoteDispatchers(find_dispatcher)
+            if old is not None:
+                await old.close()
+        await self._front.apply(settings.plan, settings.sub_clusters)
 
     async def __del__(self) -> None:
         """Answer what waits and disconnect; Serve calls this after draining."""
-        if self._dispatcher is not None:
-            await self._dispatcher.close()
+        if self._front is not None:
+            await self._front.close()
 
     @property
-    def dispatcher(self) -> Dispatcher:
-        """The dispatcher; raises `HttpError` 503 before the first plan."""
-        if self._dispatcher is None:
+    def front(self) -> Front:
+        """The scheduling side; raises `HttpError` 503 before the first plan."""
+        if self._front is None:
             raise HttpError(503, "no plan is applied yet. Wait a moment and retry.", retry_after_s=1)
-        return self._dispatcher
+        return self._front
 
     def served(self, name: str) -> ServedModel:
         """Return a model that can be asked now.
@@ -116,13 +125,13 @@ class Gateway:
             HttpError: 404 for a model the plan does not know, 503 for one that is unserved or whose gpu-lets are
                 starting.
         """
-        dispatcher = self.dispatcher
-        plan = dispatcher.plan
+        front = self.front
+        plan = front.plan
         names = [spec.name for spec in plan.models] if plan is not None else []
         if plan is None or name not in names:
             raise HttpError(404, f"unknown model '{name}'. Models here: {', '.join(names) or '(none)'}.")
-        model = dispatcher.served(name)
-        if model is not None and dispatcher.is_ready(name):
+        model = front.served(name)
+        if model is not None and front.is_ready(name):
             return model
         if name in plan.unserved:
             why = plan.unserved_reasons.get(name, "no reason given")
@@ -160,7 +169,7 @@ class Gateway:
             headers.append((b"content-type", b"application/octet-stream"))
             headers.append((b"inference-header-content-length", b"%d" % json_length))
         await send_response(send, 200, payload, headers)
-        self.dispatcher.network.record_answer((time.monotonic() - answered_at) * 1000.0)
+        self.front.record_answer((time.monotonic() - answered_at) * 1000.0)
 
     async def predict(self, name: str, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer POST /predict/{name} with a raw image or text body."""
@@ -181,7 +190,7 @@ class Gateway:
 
     async def _submit(self, name: str, parts: list[Any], slo_ms: float | None, request_id: str) -> list[Answer]:
         """Wait for every sample; a client that goes away cancels this coroutine, which frees their places."""
-        submit = self.dispatcher.submit
+        submit = self.front.submit
         if len(parts) == 1:
             return [await submit(name, parts[0], slo_ms, request_id)]
         futures = [submit(name, sample, slo_ms, request_id) for sample in parts]
@@ -238,26 +247,11 @@ def _split(answers: list[Answer], request_id: str) -> tuple[dict[str, Any], list
         (b"x-tenuto-execution-ms", b"%.3f" % answer.execution_ms),
         (b"x-tenuto-batch-size", b"%d" % answer.batch_size),
         (b"x-tenuto-gpulet", answer.gpulet.encode()),
-        (b"x-request-id", request_id.encode()),
+        (b"x-tenuto-request-id", request_id.encode()),
     ]
     if not math.isnan(answer.start_ms):
         headers.append((b"x-tenuto-start-ms", b"%.3f" % answer.start_ms))
     return parameters, headers
-
-
-def _find_over_ray(gpulet_id: str) -> Callable[[], Awaitable[dict[str, Any]]]:
-    """Return the function that asks a gpu-let's application for its address; waits while its replica starts."""
-
-    async def find() -> dict[str, Any]:
-        import ray
-        from ray import serve
-
-        handle = serve.get_app_handle(application_name(gpulet_id))
-        async with asyncio.timeout(30.0):
-            found: dict[str, Any] = await handle.describe.remote(ray.get_runtime_context().get_node_id())
-        return found
-
-    return find
 
 
 def make_app(gateway: Gateway) -> FastAPI:

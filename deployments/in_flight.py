@@ -28,6 +28,7 @@ class Request:
     parts: Sequence[bytes | memoryview]
     future: asyncio.Future[Answer]
     client_id: str = ""
+    reserve_ms: float = 0.0  # kept for the way back through another process
     dispatched_ms: float = 0.0
     retried: bool = False
 
@@ -41,7 +42,8 @@ class Batch:
     model: int
     gpulet: int
     requests: list[Request]
-    dispatched_ms: float
+    dispatched_ms: float  # as the core dates it
+    sent_ms: float  # on the clock, which is a little earlier where the core was woken early
     aborted: bool = False
 
 

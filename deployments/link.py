@@ -66,7 +66,8 @@ class Link(Protocol):
 class GpuletLink:
     """Keeps one gpu-let connected for as long as it exists. Invariant: at most one connection at a time."""
 
-    def __init__(self, index: int, gpulet_id: str, find: Finder, events: LinkEvents) -> None:
+    def __init__(self, index: int, gpulet_id: str, find: Finder, events: LinkEvents, kind: str = "gpu-let") -> None:
+        self._name = f"{kind} {gpulet_id}"
         self.index = index
         self.gpulet_id = gpulet_id
         self.description: dict[str, Any] = {}
@@ -83,7 +84,7 @@ class GpuletLink:
 
     def start(self) -> None:
         """Begin to look for the gpu-let; returns at once."""
-        self._task = asyncio.create_task(self._keep_connected(), name=f"link {self.gpulet_id}")
+        self._task = asyncio.create_task(self._keep_connected(), name=f"link {self._name}")
 
     async def stop(self) -> None:
         """Close the connection and stop looking."""
@@ -112,16 +113,14 @@ class GpuletLink:
                 raise
             except Exception as error:  # Ray raises many kinds while an application starts or restarts
                 if failures in (0, 30):
-                    logger.info("gpu-let %s cannot be reached yet: %s: %s", self.gpulet_id, type(error).__name__, error)
+                    logger.info("%s cannot be reached yet: %s: %s", self._name, type(error).__name__, error)
                 await asyncio.sleep(_RETRY_S[min(failures, len(_RETRY_S) - 1)])
                 failures += 1
                 continue
             failures = 0
             again = "again, " if last_pid not in (None, description["pid"]) else ""
             last_pid = description["pid"]
-            logger.info(
-                "gpu-let %s is connected %s(pid %s, %s)", self.gpulet_id, again, last_pid, description["device"]
-            )
+            logger.info("%s is connected %s(pid %s, %s)", self._name, again, last_pid, description["device"])
             self.description = description
             self._events.link_up(self.index)
             await self._lost.wait()
@@ -137,7 +136,7 @@ class GpuletLink:
     def _on_lost(self, protocol: FrameProtocol, error: BaseException | None) -> None:
         if protocol is self._protocol:
             self._protocol = None
-            reason = f"gpu-let {self.gpulet_id} closed its connection" + (f" ({error})" if error else "")
+            reason = f"{self._name} closed its connection" + (f" ({error})" if error else "")
             logger.warning("%s", reason)
             self._events.link_down(self.index, reason)
         self._lost.set()

@@ -3,6 +3,7 @@ documentation."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI, Request, Response
@@ -29,6 +30,11 @@ def add_routes(app: FastAPI, gateway: Gateway) -> None:
     async def _http_error(_request: Request, error: HttpError) -> JSONResponse:
         headers = {"retry-after": str(max(1, round(error.retry_after_s)))} if error.retry_after_s is not None else None
         return JSONResponse({"error": error.message, **error.details}, error.status, headers)
+
+    @app.exception_handler(TimeoutError)
+    async def _timeout(_request: Request, error: TimeoutError) -> JSONResponse:
+        text = f"a dispatcher does not answer ({error or 'in time'}). Retry in a few seconds."
+        return JSONResponse({"error": text}, 503, {"retry-after": "2"})
 
     @app.exception_handler(HTTPException)
     async def _not_found(request: Request, error: HTTPException) -> JSONResponse:
@@ -59,43 +65,44 @@ def add_routes(app: FastAPI, gateway: Gateway) -> None:
 
     @app.get("/v2/health/ready", tags=["server"], summary="Whether every gpu-let of the plan is connected")
     async def ready() -> JSONResponse:
-        dispatcher = gateway.dispatcher
-        if dispatcher.is_ready():
+        front = gateway.front
+        if front.is_ready():
             return JSONResponse({"ready": True})
-        missing = [entry["id"] for entry in dispatcher.gpulets() if not entry["up"]]
+        missing = [entry["id"] for entry in front.gpulets() if not entry["up"]]
         return JSONResponse({"ready": False, "error": f"gpu-lets not connected yet: {', '.join(missing)}"}, 503)
 
     @app.get("/v2/models/stats", tags=["models"], summary="Statistics of every model")
     async def all_statistics() -> dict[str, Any]:
-        names = [spec.name for spec in gateway.dispatcher.plan.models] if gateway.dispatcher.plan else []
-        return {"model_stats": [_statistics(gateway, name) for name in names]}
+        models = (await gateway.front.report("status"))["models"]
+        return {"model_stats": [_statistics(name, counts) for name, counts in models.items()]}
 
     for prefix in ("/v2/models/{model}", "/v2/models/{model}/versions/{version}"):
         _add_model_routes(app, gateway, prefix, document="versions" not in prefix)
 
     @app.post("/v2/repository/index", tags=["models"], summary="The models of the plan and whether they are ready")
     async def index() -> list[dict[str, str]]:
-        dispatcher = gateway.dispatcher
-        names = [spec.name for spec in dispatcher.plan.models] if dispatcher.plan else []
-        return [
-            {"name": n, "version": "1", "state": "READY" if dispatcher.is_ready(n) else "UNAVAILABLE"} for n in names
-        ]
+        front = gateway.front
+        names = [spec.name for spec in front.plan.models] if front.plan else []
+        return [{"name": n, "version": "1", "state": "READY" if front.is_ready(n) else "UNAVAILABLE"} for n in names]
 
     @app.get("/status", tags=["server"], summary="The plan, what each gpu-let really got, and counts per model")
     async def status() -> dict[str, Any]:
-        return gateway.dispatcher.status()
+        found: dict[str, Any] = await gateway.front.report("status")
+        return found
 
     @app.get("/status/queue", tags=["server"], summary="Requests that wait for a batch, by model")
     async def queue() -> dict[str, int]:
-        return gateway.dispatcher.queue_lengths()
+        found: dict[str, int] = await gateway.front.report("queue")
+        return found
 
     @app.get("/requests", tags=["server"], summary="The last requests that ended, newest first, with their times")
     async def requests(id: str | None = None, limit: int = 100) -> list[dict[str, Any]]:
-        return gateway.dispatcher.ended.to_data(id, limit)
+        found: list[dict[str, Any]] = await gateway.front.report("requests", id=id, limit=limit)
+        return found[:limit]
 
     @app.get("/metrics", tags=["server"], summary="The figures of /status as Prometheus text")
     async def metrics() -> Response:
-        return Response(render_metrics(gateway.dispatcher.status()), media_type=CONTENT_TYPE)
+        return Response(render_metrics(await gateway.front.report("status")), media_type=CONTENT_TYPE)
 
     def openapi() -> dict[str, Any]:
         if app.openapi_schema is None:
@@ -144,7 +151,8 @@ def _add_model_routes(app: FastAPI, gateway: Gateway, prefix: str, *, document: 
     @app.get(prefix + "/stats", tags=["models"], summary="Statistics of a model", include_in_schema=document)
     async def statistics(model: str) -> dict[str, Any]:
         gateway.served(model)
-        return {"model_stats": [_statistics(gateway, model)]}
+        models = (await gateway.front.report("status"))["models"]
+        return {"model_stats": [_statistics(model, models[model])]}
 
 
 def _config_entry(tensor: TensorSpec) -> dict[str, Any]:
@@ -152,16 +160,15 @@ def _config_entry(tensor: TensorSpec) -> dict[str, Any]:
 
 
 def _plan(gateway: Gateway) -> Any:
-    return gateway.dispatcher.plan
+    return gateway.front.plan
 
 
-def _statistics(gateway: Gateway, model: str) -> dict[str, Any]:
+def _statistics(model: str, counts: Mapping[str, Any]) -> dict[str, Any]:
     """Return counts in the statistics extension's form; times are sums in ns."""
-    counters = gateway.dispatcher.counters[model]
-    answered = counters.ok + counters.late
-    failed = counters.expired + counters.rejected + counters.failed
+    answered = counts["ok"] + counts["late"]
+    failed = counts["expired"] + counts["rejected"] + counts["failed"]
     return {
-        "name": model, "version": "1", "inference_count": answered, "execution_count": counters.batches,
+        "name": model, "version": "1", "inference_count": answered, "execution_count": counts["batches"],
         "inference_stats": {"success": {"count": answered, "ns": 0}, "fail": {"count": failed, "ns": 0}},
     }  # fmt: skip
 

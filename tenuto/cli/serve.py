@@ -24,6 +24,19 @@ __all__ = ["command"]
 @click.option("--scheduler", default="deferred", show_default=True, help="Batching scheduler of the dispatcher.")
 @click.option("--option", "options", multiple=True, metavar="K=V", help="Option of the scheduler; repeatable.")
 @click.option(
+    "--gateways",
+    default=1,
+    show_default=True,
+    type=click.IntRange(1, 64),
+    help="Processes that take HTTP; several feed one dispatcher per sub-cluster.",
+)
+@click.option(
+    "--partition",
+    "partition_file",
+    metavar="FILE",
+    help="Sub-cluster of every model: output of `tenuto partition --json`; default: one for all.",
+)
+@click.option(
     "--address", metavar="ADDRESS", help="Ray cluster to use; default: a running one, else a local Ray is started."
 )
 def command(
@@ -34,6 +47,8 @@ def command(
     port: int,
     scheduler: str,
     options: tuple[str, ...],
+    gateways: int,
+    partition_file: str | None,
     address: str | None,
 ) -> None:
     """Start a plan on Ray Serve, wait until it is healthy, and serve until Ctrl-C.
@@ -45,6 +60,7 @@ def command(
     from tenuto.batching.registry import make_scheduler
     from tenuto.batching.setup import from_plan
     from tenuto.deployments.config import serve_config
+    from tenuto.deployments.sub_clusters import read_partition
     from tenuto.placement import Plan
 
     plan = Plan.load(plan_file)
@@ -57,6 +73,8 @@ def command(
         port=port,
         scheduler=scheduler,
         scheduler_options=chosen,
+        gateways=gateways,
+        partition=read_partition(partition_file) if partition_file is not None else None,
     )
     stop = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):

@@ -1,0 +1,47 @@
+"""Several dispatchers' reports to operators, merged into the one that a single dispatcher would give."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from tenuto.placement import Plan
+
+__all__ = ["merge_reports"]
+
+
+def merge_reports(
+    what: str, reports: Sequence[Any], plan: Plan | None, gpulets: Sequence[Mapping[str, Any]]
+) -> dict[str, Any] | list[dict[str, Any]]:
+    """Return one report: of models those of every sub-cluster, of delays the largest, of advice the sum."""
+    if what == "requests":
+        return sorted((entry for report in reports for entry in report), key=lambda e: -e["received_at_s"])
+    if what == "queue":
+        return {name: length for report in reports for name, length in report.items()}
+    networks = [report["network"] for report in reports if report.get("network")]
+    return {
+        "plan": plan.to_data() if plan is not None else None,
+        "gpulets": list(gpulets),
+        "models": {name: model for report in reports for name, model in report["models"].items()},
+        "network": {key: max(network[key] for network in networks) for key in ("ctrl_ms", "response_ms")}
+        if networks
+        else None,
+        "autoscale": _sum([report["autoscale"] for report in reports if report.get("autoscale")]),
+    }
+
+
+def _sum(advices: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
+    if not advices:
+        return None
+    gpus = sum(advice["gpus"] for advice in advices)
+    requests = sum(advice["requests"] for advice in advices)
+    bad = sum(advice["bad_rate"] * advice["requests"] for advice in advices)
+    return {
+        "gpus": gpus,
+        "requests": requests,
+        "bad_rate": bad / requests if requests else 0.0,
+        "idle_fraction": sum(advice["idle_fraction"] * advice["gpus"] for advice in advices) / gpus,
+        "delta_gpus": sum(advice["delta_gpus"] for advice in advices),
+        "window_s": max(advice["window_s"] for advice in advices),
+        "unchanged_s": min(advice["unchanged_s"] for advice in advices),
+    }
