@@ -24,7 +24,8 @@ class Igniter(Policy):
     Algorithms 1 and 2 of the paper. A model that needs more than one GPU becomes several replicas of equal rate. All
     GPUs are of the type that serves all at the lowest price, mixed with others only where that serves more or costs
     less (see `pack_cluster`). What fits nowhere on a fixed cluster is left out. Every batch is within half its SLO; the
-    other half is for filling it.
+    other half is for filling it. As in the paper, arrivals count as evenly spaced: bursts need headroom, that is a
+    workload of higher rates (docs/benchmarks-placement.md has figures).
     """
 
     name = "igniter"
