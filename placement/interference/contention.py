@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from functools import cache
 from importlib import resources
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import numpy as np
 import yaml
@@ -19,7 +19,7 @@ from pydantic import Field
 
 from tenuto.errors import InvalidInputError, Problem
 from tenuto.placement.interference.base import Resident, Sample
-from tenuto.profiles import ModelProfile
+from tenuto.profiles import LatencyTable, LinearLatency, ModelProfile
 from tenuto.profiles.documents import StrictModel, dump_yaml, load_document, parse_document
 
 __all__ = ["Constants", "Contention", "Pair", "Trend", "fit_contention", "gpu_ms", "shipped_constants"]
@@ -30,8 +30,9 @@ ALIKE = 0.1
 DAMPING = 0.1  # ridge of a pair's correction, whose features are of the order of 1
 TERMS = 10  # of a polynomial of degree 2 in three variables
 
-_KEPT = 20_000  # latencies remembered
+_KEPT = 1_000  # profiles, and their latencies on a share, remembered
 
+Vector = np.ndarray[Any, np.dtype[np.float64]]
 Positive = Annotated[float, Field(gt=0)]
 
 
@@ -95,9 +96,10 @@ class Contention:
 
     def __init__(self, constants: Constants | None = None) -> None:
         """Take fitted constants; by default those shipped, fitted on pairs on a V100."""
+        # What is remembered by a profile's id keeps the profile, so that the id stays its own.
         self._constants = constants if constants is not None else shipped_constants()
-        self._latencies: dict[tuple[int, int, float], tuple[ModelProfile, float]] = {}
-        self._gpu_ms: dict[int, tuple[ModelProfile, float]] = {}
+        self._latencies: dict[tuple[int, float], tuple[ModelProfile, LatencyTable | LinearLatency]] = {}
+        self._alike: dict[tuple[int, int], tuple[ModelProfile, ModelProfile, Vector | None]] = {}
         pairs = self._constants.pairs
         self._measured = np.array([[math.log(p.own_gpu_ms), math.log(p.other_gpu_ms)] for p in pairs]).reshape(-1, 2)
         self._bounds = np.array([p.bounds for p in pairs]).reshape(-1, 3, 2)
@@ -109,40 +111,35 @@ class Contention:
 
     def _pair(self, own: Resident, other: Resident) -> float:
         trend = _trend(self._constants.trend, *self._shape(own, other))
-        correction = 0.0
-        if len(self._coefficients):
-            alike = self._likeness(own.profile, other.profile)
-            total = float(alike.sum())
-            if total > 1e-6:
-                place = np.clip(_place(own, other), self._bounds[:, :, 0], self._bounds[:, :, 1])
-                missed = (_terms(place) * self._coefficients).sum(axis=1)
-                correction = float(alike @ missed) / max(1.0, total)
-        return max(1.0, trend + correction)
+        weights = self._weights(own.profile, other.profile)
+        if weights is None:
+            return max(1.0, trend)
+        place = np.clip(_place(own, other), self._bounds[:, :, 0], self._bounds[:, :, 1])
+        missed = (_terms(place) * self._coefficients).sum(axis=1)
+        return max(1.0, trend + float(weights @ missed))
 
     def _shape(self, own: Resident, other: Resident) -> tuple[float, float]:
         """Return ln(l_own / l_other) and the product of the shares."""
         ratio = math.log(self._latency_ms(own) / self._latency_ms(other))
         return ratio, own.share_pct * other.share_pct / 1e4
 
-    def _likeness(self, own: ModelProfile, other: ModelProfile) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
-        here = np.array([math.log(self._gpu_time_ms(own)), math.log(self._gpu_time_ms(other))])
-        return np.asarray(np.exp(-0.5 * (((self._measured - here) / ALIKE) ** 2).sum(axis=1)))
+    def _weights(self, own: ModelProfile, other: ModelProfile) -> Vector | None:
+        """Return the weight of each measured pair, together 1 at most; None where no measured pair is alike."""
+        key = (id(own), id(other))
+        if key not in self._alike:
+            _make_room(self._alike)
+            here = np.log([gpu_ms(own), gpu_ms(other)])
+            alike = np.exp(-0.5 * (((self._measured - here) / ALIKE) ** 2).sum(axis=1))
+            total = float(alike.sum())
+            self._alike[key] = (own, other, alike / max(1.0, total) if total > 1e-6 else None)
+        return self._alike[key][2]
 
     def _latency_ms(self, resident: Resident) -> float:
-        key = (id(resident.profile), resident.batch_size, resident.share_pct)
+        key = (id(resident.profile), resident.share_pct)
         if key not in self._latencies:
-            while len(self._latencies) >= _KEPT:
-                del self._latencies[next(iter(self._latencies))]
-            latency = resident.profile.latency_ms(resident.batch_size, resident.share_pct)
-            self._latencies[key] = (resident.profile, latency)  # the profile is kept so that its id stays its own
-        return self._latencies[key][1]
-
-    def _gpu_time_ms(self, profile: ModelProfile) -> float:
-        if id(profile) not in self._gpu_ms:
-            while len(self._gpu_ms) >= _KEPT:
-                del self._gpu_ms[next(iter(self._gpu_ms))]
-            self._gpu_ms[id(profile)] = (profile, gpu_ms(profile))
-        return self._gpu_ms[id(profile)][1]
+            _make_room(self._latencies)
+            self._latencies[key] = (resident.profile, resident.profile.latency(resident.share_pct))
+        return self._latencies[key][1].at(resident.batch_size)
 
 
 def gpu_ms(profile: ModelProfile) -> float:
@@ -207,6 +204,11 @@ def fit_contention(samples: Sequence[Sample], *, name: str = "fitted", source: s
     return Constants(name=name, source=source, trend=trend, pairs=tuple(pairs))
 
 
+def _make_room(known: dict[Any, Any]) -> None:
+    while len(known) >= _KEPT:
+        del known[next(iter(known))]
+
+
 def _trend(trend: Trend, ratio: float, share_product: float) -> float:
     bounded = min(max(ratio, -trend.largest_ratio), trend.largest_ratio)
     return trend.constant + trend.latency_ratio * bounded + trend.share_product * share_product
@@ -218,9 +220,7 @@ def _place(own: Resident, other: Resident) -> tuple[float, float, float]:
     return x, y, (own.share_pct / 100.0 - 0.5) / 0.3
 
 
-def _terms(
-    places: np.ndarray[tuple[int, int], np.dtype[np.float64]],
-) -> np.ndarray[tuple[int, int], np.dtype[np.float64]]:
+def _terms(places: Vector) -> Vector:
     """Return the ten terms of `Pair`, a row each."""
     x, y, z = places.T
     return np.column_stack([np.ones_like(x), x, y, z, x * x, x * y, x * z, y * y, y * z, z * z])

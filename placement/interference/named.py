@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tenuto.errors import InvalidInputError, Problem
 from tenuto.placement.interference.base import InterferenceModel, NoInterference
-from tenuto.placement.interference.contention import Constants, Contention
+from tenuto.placement.interference.contention import Constants, Contention, shipped_constants
 from tenuto.placement.interference.gpulet_linear import CONSTANTS, V100
 from tenuto.placement.interference.igniter import IgniterInterference
 from tenuto.profiles import Profiles
@@ -43,7 +43,8 @@ def interference_models(name: str, gpu_types: Iterable[str], profiles: Profiles)
     """Return the model of that name for each GPU type.
 
     `gpulet` has constants for V100, 2080 Ti and 3080; other types use those of the V100. `contention` was fitted on a
-    V100 and is used for all types; `contention:FILE` takes one's own constants.
+    V100; other types use its trend, as GPU times tell alike networks on one type only. `contention:FILE` takes own
+    constants, for all types.
 
     Raises:
         InvalidInputError: no such model, a malformed file, or the profiles lack iGniter's hardware coefficients for a
@@ -57,8 +58,10 @@ def interference_models(name: str, gpu_types: Iterable[str], profiles: Profiles)
             return {kind: CONSTANTS.get(kind, V100) for kind in gpu_types}
         case "igniter":
             return {kind: IgniterInterference(profiles.hardware(kind), kind) for kind in gpu_types}
-    own = Contention(Constants.load(name.removeprefix(FROM_FILE)) if name.startswith(FROM_FILE) else None)
-    return dict.fromkeys(gpu_types, own)
+        case "contention":
+            trend_alone = Contention(shipped_constants().model_copy(update={"pairs": ()}))
+            return {kind: Contention() if kind == "v100" else trend_alone for kind in gpu_types}
+    return dict.fromkeys(gpu_types, Contention(Constants.load(name.removeprefix(FROM_FILE))))
 
 
 def stand_ins(name: str, gpu_types: Iterable[str]) -> tuple[str, ...]:
