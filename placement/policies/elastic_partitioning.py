@@ -6,8 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from tenuto.placement.cluster import Gpu
+from tenuto.placement.interference import Resident
 from tenuto.placement.policies.gpu_pool import GpuPool
-from tenuto.placement.policies.gpulet_interference import Disturbance, Reserve, Running, slowed_rps
+from tenuto.placement.policies.gpulet_interference import Disturbance, Reserve, slowed_rps
 from tenuto.placement.policies.share_costs import WHOLE_GPU, ShareCosts
 from tenuto.placement.policies.shared_gpu import Solved, Tenants, solve_gpu
 from tenuto.placement.policies.turns_plan import CARRIED, Turn, TurnsGpulet
@@ -45,10 +46,10 @@ class _OpenGpu:
         self.gpulets, self.solved = gpulets, solved
         return True
 
-    def running_beside(self, index: int) -> list[list[Running]]:
+    def running_beside(self, index: int) -> list[list[Resident]]:
         """Return the batches of every gpu-let in use but one."""
         return [
-            [Running(costs.model, size, share)
+            [Resident(costs.model, size, share)
              for (costs, _), size in zip(tenants, one.cycle.batch_sizes, strict=True)]
             for position, ((share, tenants), one) in enumerate(zip(self.gpulets, self.solved, strict=True))
             if position != index and one is not None

@@ -10,39 +10,9 @@ from collections.abc import Callable, Mapping, Sequence
 
 from tenuto.errors import InvalidInputError
 from tenuto.placement.interference import InterferenceModel, NoInterference, Resident
-from tenuto.placement.interference.gpulet_linear import V100
 from tenuto.placement.policies.share_costs import WHOLE_GPU, ShareCosts
 
-__all__ = ["V100_PAIRS", "Disturbance", "Reserve", "Running", "Slowdown", "no_interference", "pairwise"]
-
-Running = Resident
-"""A batch that runs on a share of a GPU."""
-
-Slowdown = Callable[[Resident, Resident], float]
-"""The factor (1.0: none, inf: unknown) by which the second batch slows down the first."""
-
-
-def no_interference(own: Resident, other: Resident) -> float:  # noqa: ARG001
-    """Return 1: gpu-lets do not disturb each other."""
-    return 1.0
-
-
-def pairwise(model: InterferenceModel) -> Slowdown:
-    """Return an interference model for two batches.
-
-    A batch the model cannot judge counts as unbearable, so that it never gets a neighbour unseen.
-    """
-
-    def slowdown(own: Resident, other: Resident) -> float:
-        try:
-            return model.slowdown(own, (other,))
-        except InvalidInputError:
-            return math.inf
-
-    return slowdown
-
-
-V100_PAIRS = pairwise(V100)
+__all__ = ["Disturbance", "Reserve", "slowed_rps"]
 
 
 class Disturbance:
@@ -58,7 +28,9 @@ class Disturbance:
         self.none = isinstance(model, NoInterference)
 
     def factor(self, own: Resident, neighbours: Sequence[Sequence[Resident]]) -> float:
-        """Return the factor (inf where the model cannot judge a batch), 1 without neighbours.
+        """Return the factor, 1 without neighbours.
+
+        It is inf where the model cannot judge a batch, so that such a batch never gets a neighbour unseen.
 
         Args:
             neighbours: the batches of each other gpu-let on the GPU.

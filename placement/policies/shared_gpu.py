@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from tenuto.placement.interference import Resident
 from tenuto.placement.policies.duty_cycle import Asked, Cycle, find_cycle
-from tenuto.placement.policies.gpulet_interference import Disturbance, Running
+from tenuto.placement.policies.gpulet_interference import Disturbance
 from tenuto.placement.policies.share_costs import WHOLE_GPU, ShareCosts
 
 __all__ = ["Solved", "Tenants", "fits_memory", "solve_gpu"]
@@ -64,10 +65,10 @@ def fits_memory(share_pct: float, tenants: Tenants, batch_sizes: Sequence[int], 
 
 
 def _solve(
-    share: float, tenants: Tenants, others: Sequence[Sequence[Running]], disturbance: Disturbance | None = None
+    share: float, tenants: Tenants, others: Sequence[Sequence[Resident]], disturbance: Disturbance | None = None
 ) -> Solved | None:
     def factor(costs: ShareCosts, size: int) -> float:
-        return disturbance.factor(Running(costs.model, size, share), others) if disturbance is not None else 1.0
+        return disturbance.factor(Resident(costs.model, size, share), others) if disturbance is not None else 1.0
 
     asked = []
     for costs, rate in tenants:
@@ -84,8 +85,8 @@ def _solve(
     return Solved(cycle, tuple(factors))
 
 
-def _running(gpulet: tuple[float, Tenants], solved: Solved | None) -> list[Running]:
+def _running(gpulet: tuple[float, Tenants], solved: Solved | None) -> list[Resident]:
     share, tenants = gpulet
     if solved is None:
         return []
-    return [Running(costs.model, b, share) for (costs, _), b in zip(tenants, solved.cycle.batch_sizes, strict=True)]
+    return [Resident(costs.model, b, share) for (costs, _), b in zip(tenants, solved.cycle.batch_sizes, strict=True)]
