@@ -94,16 +94,26 @@ def run_case(case: Case, schedulers: Sequence[str] = (ROUTER, DEFERRED)) -> dict
     try:
         plan = plan_case(case)
     except InvalidInputError as error:
-        return {**figures, "error": str(error).splitlines()[0]}
+        return {**figures, "error": _reason(error)}
     emulation = Emulation(load_shipped(PROFILE))
     emulated = emulated_plan(plan, emulation)
     figures["promised_rps"] = plan.expected.goodput_rps
+    figures["plan_expected"] = {name: model.goodput_rps for name, model in plan.expected.models.items()}
     figures["gpus_used"] = plan.expected.gpus_used
     figures["unserved"] = list(plan.unserved)
     figures["emulation"] = list(emulation.notes)
     figures["plan"] = emulated.to_data()
     figures["runs"] = {name: _run(case, emulated, name) for name in schedulers}
     return {**figures, "wall_s": round(time.perf_counter() - started, 3)}
+
+
+def _reason(error: InvalidInputError) -> str:
+    """Return what a policy lacked in one sentence: the rule it named first, without the list of values."""
+    if not error.problems:
+        return str(error).splitlines()[0]
+    paths = len(error.problems)
+    more = f" (and {paths - 1} more like it)" if paths > 1 else ""
+    return f"{error.problems[0].path}: {error.problems[0].rule}{more}"
 
 
 def _run(case: Case, plan: Plan, scheduler_name: str) -> dict[str, Any]:

@@ -13,7 +13,7 @@ FIGURE = "goodput, SLO 250 ms"
 
 def check_rates(results: Results) -> list[Observation]:
     """Return what became of each observation."""
-    return [_plans(results), _drop_and_recovery(results), *_densenet(results)]
+    return [_plans(results), *_drop_and_recovery(results), *_densenet(results)]
 
 
 def _plans(results: Results) -> Observation:
@@ -48,19 +48,33 @@ def _plans(results: Results) -> Observation:
     return finding(name, statement, published, ours, is_equal, "the same batches and counts", "placements")
 
 
-def _drop_and_recovery(results: Results) -> Observation:
-    name = "wsm-milp-drop"
-    statement = "WSM-MILP's goodput falls from 3,000 to 4,000 r/s and rises again at 5,000"
-    published = "bars in figure 6.15 only; the cause given is vgg19 at batch 128, of which one batch takes 199 ms"
-    tolerance = "each step at least 5 %"
-    values = [results.goodput("wsm-milp", total, SLO_MS) for total in (3000, 4000, 5000)]
-    at3, at4, at5 = values
+def _drop_and_recovery(results: Results) -> list[Observation]:
+    fall = ("wsm-milp-drop", "WSM-MILP's goodput drops from 3,000 to 4,000 r/s",
+            "bars in figure 6.15 only; the cause given is vgg19 at batch 128, of which one batch takes 199 ms",
+            "at least 5 % lower")  # fmt: skip
+    rise = ("wsm-milp-recovery", "WSM-MILP's goodput recovers at 5,000 r/s",
+            "bars in figure 6.15 only; the plan there has two replicas of resnet50 and three of densenet121",
+            "at least 5 % higher than at 4,000")  # fmt: skip
+    at3, at4, at5 = (results.run("wsm-milp", total, SLO_MS) for total in (3000, 4000, 5000))
     if at3 is None or at4 is None or at5 is None:
-        return missing(name, statement, published, tolerance, FIGURE)
-    run = results.run("wsm-milp", 4000, SLO_MS)
-    vgg19 = 0.0 if run is None else run["models"]["vgg19"]["goodput_rps"]
-    ours = f"{at3:.0f}, {at4:.0f}, {at5:.0f} r/s; of vgg19 {vgg19:.0f} r/s are in time at 4,000"
-    return finding(name, statement, published, ours, at4 <= 0.95 * at3 and at5 >= 1.05 * at4, tolerance, FIGURE)
+        return [missing(*fall, FIGURE), missing(*rise, FIGURE)]
+    low, middle, high = (float(run["goodput_rps"]) for run in (at3, at4, at5))
+    vgg19 = [run["models"]["vgg19"]["goodput_rps"] for run in (at3, at4)]
+    drop = finding(
+        fall[0], fall[1], fall[2], f"{low:.0f} to {middle:.0f} r/s; vgg19 falls from {vgg19[0]:.0f} to {vgg19[1]:.0f}",
+        middle <= 0.95 * low, fall[3], FIGURE,
+    )  # fmt: skip
+    gains = {name: at5["models"][name]["goodput_rps"] - figures["goodput_rps"] for name, figures in
+             at4["models"].items()}  # fmt: skip
+    winner = max(gains, key=lambda name: gains[name])
+    ours = f"{middle:.0f} to {high:.0f} r/s"
+    if winner not in ("resnet50", "densenet121") and gains[winner] > 0:
+        ours += (
+            f"; {gains[winner]:.0f} r/s of it are {winner}'s, not those of resnet50 and densenet121, which stay "
+            "overloaded in time slices"
+        )
+    why = "three models share each of three GPUs in time slices, and all of them are overloaded at this rate"
+    return [drop, finding(*rise[:3], ours, high >= 1.05 * middle, rise[3], FIGURE, why)]
 
 
 def _densenet(results: Results) -> list[Observation]:

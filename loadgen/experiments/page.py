@@ -48,7 +48,7 @@ def render_experiment(
         "<p>The run was interrupted; the points that had finished are shown.</p></div>",
         f'<div class="verdict"><strong>{counts["reproduced"]} of {sum(counts.values())} published observations '
         f"reproduced</strong><p>{escape(experiment.about)} {escape(document['load'])}</p></div>",
-        _observations(observations),
+        _observations(experiment, observations),
         _goodput(experiment, results),
         _losses(results),
         _details(experiment, results),
@@ -63,7 +63,17 @@ def _figures(experiment: Experiment) -> str:
     return names[0] if len(names) == 1 else f"{names[0]} (with {names[1]} to {names[-1]})"
 
 
-def _observations(observations: Sequence[Observation]) -> str:
+def _place_of(experiment: Experiment, name: str) -> str:
+    """Return the anchor of the figure that shows an observation."""
+    if name.lower().startswith("goodput"):
+        return "goodput"
+    for number, detail in enumerate(experiment.details):
+        if name in detail.caption:
+            return f"point{number}"
+    return "points"
+
+
+def _observations(experiment: Experiment, observations: Sequence[Observation]) -> str:
     if not observations:
         return (
             "<h2>Published observations</h2><p>The thesis states no number on this figure beyond its bars, which are "
@@ -72,11 +82,14 @@ def _observations(observations: Sequence[Observation]) -> str:
     rows = []
     for seen in observations:
         kind, words = _STATES[seen.status]
-        lines = [("published", seen.published), ("here", seen.ours), ("counts as reproduced", seen.tolerance),
-                 ("shown in", seen.figure)]  # fmt: skip
+        lines = [("published", seen.published), ("here", seen.ours)]
         if seen.why:
-            lines.insert(2, ("why", seen.why))
+            lines.append(("why", seen.why))
+        lines.append(("counts as reproduced", seen.tolerance))
         listed = "".join(f"<dt>{escape(key)}</dt><dd>{escape(text)}</dd>" for key, text in lines)
+        if seen.status != "not checked":
+            place = _place_of(experiment, seen.figure)
+            listed += f'<dt>shown in</dt><dd><a href="#{place}">{escape(seen.figure)}</a></dd>'
         rows.append(
             f'<div class="seen {kind}"><span class="state">{words}</span> · <b>{escape(seen.statement)}</b>'
             f"<dl>{listed}</dl></div>"
@@ -99,7 +112,7 @@ def _goodput(experiment: Experiment, results: Results) -> str:
     lines = [name for name in results.series() if "(" not in name]
     ours = [name for name in THESIS_POLICIES if name in lines]
     others = [name for name in lines if name not in THESIS_POLICIES]
-    parts = ["<h2>Goodput</h2>"]
+    parts = ['<h2 id="goodput">Goodput</h2>']
     for slo in results.slos():
         heading = f"SLO {slo:g} ms"
         if len(results.slos()) > 1:
@@ -163,12 +176,12 @@ def _losses(results: Results) -> str:
 
 
 def _details(experiment: Experiment, results: Results) -> str:
-    parts = [_detail(detail, results) for detail in experiment.details]
+    parts = [_detail(number, detail, results) for number, detail in enumerate(experiment.details)]
     shown = "".join(part for part in parts if part)
-    return f"<h2>The points the thesis discusses</h2>{shown}" if shown else ""
+    return f'<h2 id="points">The points the thesis discusses</h2>{shown}' if shown else ""
 
 
-def _detail(detail: Detail, results: Results) -> str:
+def _detail(number: int, detail: Detail, results: Results) -> str:
     row = results.row(detail.series, detail.x, detail.slo_ms)
     if row is None:
         return ""
@@ -182,7 +195,7 @@ def _detail(detail: Detail, results: Results) -> str:
     bars += [_bar(f"in time, {_WORDS[s]}", row, styles, "goodput_rps", s) for s in row["runs"]]
     stacked = stacked_bars(bars, f"Goodput by model: {detail.caption}", unit="requests per second")
     return (
-        f'<div class="pair"><h3>{escape(detail.caption)}</h3>{placement_picture(plan, styles)}'
+        f'<div class="pair" id="point{number}"><h3>{escape(detail.caption)}</h3>{placement_picture(plan, styles)}'
         f'<div class="grid">{figure("Goodput by model", names + stacked)}{"".join(charts)}</div>{_replicas(row)}</div>'
     )
 

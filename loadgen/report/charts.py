@@ -141,7 +141,9 @@ class Plot:
         for value in ticks(self._x0, self._x1):
             at = self._x(value)
             grid.append(f'<line class="axis" x1="{at:.1f}" y1="{bottom}" x2="{at:.1f}" y2="{bottom + 4}"/>')
-            grid.append(f'<text x="{at:.1f}" y="{bottom + 17}" text-anchor="middle">{_short(value)}</text>')
+            label = _short(value)
+            within = min(at, WIDTH - 1 - 3.6 * len(label))  # the last label must not leave the picture
+            grid.append(f'<text x="{within:.1f}" y="{bottom + 17}" text-anchor="middle">{label}</text>')
         middle = (_LEFT + WIDTH - _RIGHT) / 2
         labels = (
             f'<line class="axis" x1="{_LEFT}" y1="{bottom}" x2="{WIDTH - _RIGHT}" y2="{bottom}"/>'
