@@ -7,8 +7,8 @@ index; if there is none it waits, and a gpu-let that becomes free takes the wait
 first. Every comparison of times admits equality; with strict ones the paper's own trace (§3.3) fails.
 
 Three things go beyond the paper, each an option: releasing before frontrun and defending less than the staggered batch
-(`release`, see `target.py`), and a fair distribution of losses (`balance`, see `balance.py`). With `release=frontrun`
-and `balance=off` the scheduler is Symphony as published.
+(`release`, see `batch_sizes` and `reserve_ms`), and a fair distribution of losses (`balance`, see `balance.py`). With
+`release=frontrun` and `balance=off` the scheduler is Symphony as published.
 
 Gpu-lets with the same models and latencies form a pool, so that a new request costs O(log M) and a completion
 O(log M + log G).
@@ -164,8 +164,7 @@ class DeferredScheduler(PooledScheduler):
             self._drop(model, len(model.ids))
             return
         if now >= model.rate.next_at:
-            model.rate.roll(now)
-            self._refresh_sizes(model)
+            self._roll(model, now)
         while True:
             lanes = model.lanes
             chosen = -1
@@ -265,7 +264,8 @@ class DeferredScheduler(PooledScheduler):
         del model.ids[:count]
         del model.deadlines[:count]
         if self._balance is not None:
-            model.early_ms = max(0.0, EARLY_PART * self._balance.gave_up(model.index, count))
+            offset = self._balance.gave_up(model.index, count)
+            model.early_ms = model.reserve_ms + (EARLY_PART * offset if offset > 0.0 else 0.0)
 
     def _serve_waiting(self, pool: Pool, gpulet: int, now: float) -> bool:
         """Give a gpu-let to the most urgent waiting model; False if none of them can use it."""
@@ -277,8 +277,7 @@ class DeferredScheduler(PooledScheduler):
             if not model.waiting or model.rank != rank:
                 continue
             if now >= model.rate.next_at:
-                model.rate.roll(now)
-                self._refresh_sizes(model)
+                self._roll(model, now)
             if self._dispatch(model, pool.lanes[index], gpulet, now):
                 self._contention += (1.0 - self._contention) * CONTENTION_STEP
                 model.waiting = False
@@ -364,7 +363,7 @@ class DeferredScheduler(PooledScheduler):
             heappush(lane.pool.soon, (finish, gpulet))
         if self._balance is not None:
             offset = self._balance.served(model.index, size)
-            model.early_ms = EARLY_PART * offset if offset > 0.0 else 0.0
+            model.early_ms = model.reserve_ms + (EARLY_PART * offset if offset > 0.0 else 0.0)
         if model.stage:
             model.await_stage(0)
         return True

@@ -13,7 +13,7 @@ from tenuto.batching.balance import Balance
 from tenuto.batching.gathering import GATHERING
 from tenuto.batching.interface import INF, TIME_TOLERANCE_MS, NetworkDelay, Scheduler, SchedulerOptions, Setup
 from tenuto.batching.pools import Lane, ModelQueue, Pool
-from tenuto.batching.target import ArrivalRate, batch_sizes
+from tenuto.batching.target import ArrivalRate, Burstiness, batch_sizes, reserve_ms
 
 __all__ = ["DeferredOptions", "PooledScheduler"]
 
@@ -24,7 +24,7 @@ class DeferredOptions(SchedulerOptions):
 
     gather: `window` gives up the head to keep the batch at the size worth defending; `head-first` only what is lost
     anyway. release: `frontrun` as published; `target` also once the staggered batch is complete; `adaptive` as soon as
-    waiting for more does not pay.
+    waiting for more does not pay, with a reserve before frontrun against collisions.
     balance: `each` evens out the losses between models; `total` loses the fewest requests over all models, at the cost
     of the expensive ones; `off` ranks by urgency alone, as published.
     """
@@ -44,6 +44,7 @@ class PooledScheduler(Scheduler):
         self._gather = GATHERING[chosen.gather]
         self._timers: list[tuple[float, int]] = []  # (time, model index, or number of models + pool index)
         self._dirty: list[ModelQueue] = []
+        self._burstiness = Burstiness()
         self._contention = 0.0  # share of batches lately that had to wait for a gpu-let
         count = len(setup.gpulets)
         self._pending = [0] * count
@@ -115,12 +116,24 @@ class PooledScheduler(Scheduler):
         release = self._options.release
         if release == "adaptive":
             model.target, model.release = sizes.defend, sizes.release
+            reserve = reserve_ms(
+                fastest.run, sizes.target, model.budget_ms, model.rate.rps or 0.0, self._burstiness.dispersion
+            )
+            model.early_ms += reserve - model.reserve_ms
+            model.reserve_ms = reserve
         else:
             model.target = sizes.target
             model.release = sizes.target if release == "target" else fastest.cap
         if self._balance is not None:
             self._balance.set_cost(model.index, fastest.run[sizes.target] / sizes.target)
         model.await_stage(model.stage)
+
+    def _roll(self, model: ModelQueue, now: float) -> None:
+        """Close a step of the model's arrivals and adapt what depends on their rate and burstiness."""
+        deviation = model.rate.roll(now)
+        if deviation is not None:
+            self._burstiness.add(deviation)
+        self._refresh_sizes(model)
 
     def queued(self, model_index: int) -> int:
         return len(self._models[model_index].ids)

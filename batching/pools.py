@@ -81,6 +81,7 @@ class ModelQueue:
         "rank",
         "rate",
         "release",
+        "reserve_ms",
         "stage",
         "target",
         "timer",
@@ -99,7 +100,8 @@ class ModelQueue:
         self.target = 1  # the size defended by giving requests up
         self.release = 1  # the queue length that need not wait for frontrun
         self.full = 1  # the same within the awaited lane's cap
-        self.early_ms = 0.0  # head start on frontrun
+        self.reserve_ms = 0.0  # head start on frontrun that collisions of batches ask for
+        self.early_ms = 0.0  # the whole head start on frontrun, that of the balance included
         self.timer = INF  # frontrun, or for a waiting model the expiry of its head
         self.dirty = False  # timer not yet in the heap
         self.waiting = False

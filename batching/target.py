@@ -8,7 +8,11 @@ from collections import deque
 
 from tenuto.batching.interface import INF, TIME_TOLERANCE_MS
 
-__all__ = ["ArrivalRate", "BatchSizes", "batch_sizes", "target_batch"]
+__all__ = ["ArrivalRate", "BatchSizes", "Burstiness", "batch_sizes", "reserve_ms", "target_batch"]
+
+LARGEST_RESERVE = 0.6  # of the time a batch could be held
+RESERVE_WITHOUT_GAIN = 0.5  # for a model that gains nothing by batching
+RESERVE_FOR_BURSTS = 0.35  # per tenfold index of dispersion
 
 
 def target_batch(latency_ms: list[float], budget_ms: float, rate_rps: float | None) -> int:
@@ -81,10 +85,50 @@ def batch_sizes(
     return BatchSizes(target, max(1, round(defend)), max(1, min(cap, round(release))))
 
 
+def reserve_ms(latency_ms: list[float], target: int, budget_ms: float, rate_rps: float, dispersion: float) -> float:
+    """Return how long before frontrun a batch is released, so that its gpu-let need not be free at once, in ms.
+
+    Between frontrun and the latest moment lies the time of one request only. Where batches collide, that is too little:
+    the later one shrinks or loses its head. Starting earlier costs the requests that would still have come, which is
+    dear where the fixed cost of a batch is a large part f of it, and cheap where it is small or where the model keeps
+    n > 1 gpu-lets busy and so meets a free one soon. Bursts make collisions likelier: they are measured by the index of
+    dispersion I of the arrivals. Of the time a batch of `target` could be held, budget - l(b), the part
+    min(0.6, (1 - 2 f) / (2 max(1, n)) + 0.35 log10(I)) is kept in reserve. The papers have no such rule; its constants
+    were found on Symphony's synthetic grid (docs/benchmarks-batching.md).
+    """
+    batch_ms = latency_ms[target]
+    slope = latency_ms[2] - latency_ms[1] if len(latency_ms) > 2 else 0.0
+    fixed_part = max(0.0, latency_ms[1] - slope) / batch_ms
+    gpulets = rate_rps * batch_ms / (1000.0 * target)
+    part = RESERVE_WITHOUT_GAIN * max(0.0, 1.0 - 2.0 * fixed_part) / max(1.0, gpulets)
+    part += RESERVE_FOR_BURSTS * max(0.0, math.log10(max(1.0, dispersion)))
+    return min(LARGEST_RESERVE, part) * max(0.0, budget_ms - batch_ms)
+
+
+class Burstiness:
+    """Index of dispersion of the arrivals (variance over mean of counts; 1: Poisson), averaged over all models."""
+
+    __slots__ = ("_samples", "dispersion")
+
+    MEMORY = 300  # samples over which it is averaged
+    LARGEST = 100.0  # what one sample may count
+
+    def __init__(self) -> None:
+        self.dispersion = 1.0
+        self._samples = 1
+
+    def add(self, sample: float) -> None:
+        """Take over (count - expected)^2 / expected of one step of one model."""
+        self._samples = min(self.MEMORY, self._samples + 1)
+        self.dispersion += (min(sample, self.LARGEST) - self.dispersion) / self._samples
+
+
 class ArrivalRate:
     """The offered rate of one model over the last seconds: add to `count`, and call `roll` once past `next_at`."""
 
     __slots__ = ("_marks", "count", "next_at", "rps")
+
+    LEAST_EXPECTED = 3.0  # arrivals in a step whose deviation says something
 
     STEP_MS = 250.0
     WINDOW_STEPS = 20  # 5 s
@@ -95,11 +139,22 @@ class ArrivalRate:
         self.next_at = -INF
         self._marks: deque[tuple[float, int]] = deque(maxlen=self.WINDOW_STEPS)
 
-    def roll(self, now_ms: float) -> None:
-        """Close a step: the rate is the mean since the oldest mark, once a step and ten requests lie behind it."""
+    def roll(self, now_ms: float) -> float | None:
+        """Close a step: the rate is the mean since the oldest mark, once a step and ten requests lie behind it.
+
+        Returns:
+            The step's squared deviation from its expected count over that count; None where too few were expected.
+        """
+        deviation = None
         if self._marks:
+            if self.rps:
+                begin, before = self._marks[-1]
+                expected = self.rps * (now_ms - begin) / 1000.0
+                if expected >= self.LEAST_EXPECTED:
+                    deviation = (self.count - before - expected) ** 2 / expected
             oldest, count = self._marks[0]
             if now_ms - oldest >= self.STEP_MS and self.count - count >= 10:
                 self.rps = 1000.0 * (self.count - count) / (now_ms - oldest)
         self._marks.append((now_ms, self.count))
         self.next_at = now_ms + self.STEP_MS
+        return deviation
