@@ -113,7 +113,7 @@ def _dispatcher_application(sub_cluster: str, user_config: dict[str, Any]) -> di
                 "name": "dispatcher",
                 "num_replicas": 1,
                 "max_ongoing_requests": 100,
-                "health_check_period_s": 2.0,
+                "health_check_period_s": 0.5,
                 "graceful_shutdown_wait_loop_s": 0.2,
                 "graceful_shutdown_timeout_s": 10.0,
                 "ray_actor_options": {"num_cpus": 0},

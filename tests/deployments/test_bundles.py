@@ -129,18 +129,18 @@ def test_bundles_survive_the_wire() -> None:
 
 async def test_what_comes_in_one_turn_of_the_loop_leaves_in_one_bundle() -> None:
     sent: list[list[int]] = []
-    bundler: Bundler[int] = Bundler(sent.append, spacing_s=0.01)
+    bundler: Bundler[int] = Bundler(sent.append)
     for number in range(5):
         bundler.add(number)
-    await _until(lambda: bool(sent))
-    bundler.add(5)
-    bundler.add(6)
+    assert sent == []
     await asyncio.sleep(0)
-    assert sent == [[0, 1, 2, 3, 4]]  # the next one keeps its distance
-    await _until(lambda: len(sent) == 2)
-    assert sent[1] == [5, 6]
-    bundler.add(7, 1 << 30)
-    assert sent[2] == [7]  # large ones do not wait
+    bundler.add(5)
+    bundler.add(6, 1 << 30)
+    assert sent == [[0, 1, 2, 3, 4], [5, 6]]  # a large one does not wait
+    bundler.add(7)
+    bundler.drop()
+    await asyncio.sleep(0)
+    assert len(sent) == 2
 
 
 async def test_requests_of_two_gateways_share_batches_and_get_their_own_outputs(start: Start) -> None:

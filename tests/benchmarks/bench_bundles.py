@@ -1,0 +1,232 @@
+"""What a request costs more when its gateway feeds a dispatcher in another process in bundles, against a dispatcher in
+the gateway's own process: added latency and processor time per request.
+
+Neither HTTP nor a model is in the way: requests are submitted open-loop, Poisson, and the gpu-let answers at once from
+inside the dispatcher's process, so that what is left is the dispatcher and the wire to it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import multiprocessing
+import time
+from collections.abc import Coroutine, Sequence
+from multiprocessing.connection import Connection
+from typing import Any
+
+import numpy as np
+from serving import heading, synthetic_plan
+
+from tenuto.batching.interface import NetworkDelay, Scheduler
+from tenuto.batching.registry import make_scheduler
+from tenuto.batching.setup import from_plan
+from tenuto.deployments.answers import Answer
+from tenuto.deployments.dispatcher import Dispatcher
+from tenuto.deployments.dispatcher_process import BundleServer
+from tenuto.deployments.front import Front
+from tenuto.deployments.link import Finder, LinkEvents
+from tenuto.deployments.remote import RemoteDispatchers
+from tenuto.placement import Plan
+
+PLAN = synthetic_plan(0.001, 0.0, 1000.0, 1000.0, 2, 64)
+SIGNATURE = {
+    "inputs": [{"name": "INPUT0", "dtype": "float32", "shape": [1]}],
+    "outputs": [{"name": "OUTPUT0", "dtype": "float32", "shape": [1]}],
+}
+
+
+class Echo:
+    """A gpu-let that answers four bytes per request on the loop's next turn."""
+
+    def __init__(self, index: int, gpulet_id: str, _find: Finder, events: LinkEvents) -> None:
+        self.index = index
+        self.gpulet_id = gpulet_id
+        self.description: dict[str, Any] = {"models": {"synthetic": 64}, "signatures": {"synthetic": SIGNATURE}}
+        self.is_up = False
+        self._events = events
+
+    def start(self) -> None:
+        def rise() -> None:
+            self.is_up = True
+            self._events.link_up(self.index)
+
+        asyncio.get_running_loop().call_soon(rise)
+
+    async def stop(self) -> None:
+        self.is_up = False
+
+    def send(self, header: dict[str, Any], buffers: Sequence[bytes | memoryview]) -> None:
+        answer = {
+            "id": header["id"], "gpulet": self.gpulet_id, "outputs": [("OUTPUT0", "float32", [1], 4)],
+            "execution_ms": 0.001, "queue_ms": 0.0, "emulated": True,
+        }  # fmt: skip
+        body = memoryview(bytes(4 * header["n"]))
+        asyncio.get_running_loop().call_soon(self._events.batch_answered, self.index, answer, body)
+
+
+def make_dispatcher() -> Dispatcher:
+    """Return an eager dispatcher over two such gpu-lets."""
+
+    def build(plan: Plan, network: NetworkDelay) -> Scheduler:
+        return make_scheduler("eager", from_plan(plan, network), {})
+
+    def nowhere(_gpulet_id: str) -> Finder:
+        async def find() -> dict[str, Any]:
+            raise LookupError
+
+        return find
+
+    return Dispatcher(build, nowhere, max_queued=1_000_000, make_link=Echo)
+
+
+def run_loop(main: Coroutine[Any, Any, Any]) -> Any:
+    """Run on uvloop where it is installed, as Ray Serve does."""
+    try:
+        import uvloop
+
+        return uvloop.run(main)
+    except ModuleNotFoundError:
+        return asyncio.run(main)
+
+
+def serve(pipe: Connection) -> None:
+    """Be the dispatcher's process; answers each message with the processor seconds used so far."""
+
+    async def run() -> None:
+        server = BundleServer(make_dispatcher())
+        address = await server.start()
+        server.dispatcher.apply(PLAN)
+        while not server.dispatcher.is_ready():
+            await asyncio.sleep(0.01)
+        pipe.send((list(address), server.token, server.state()))
+        loop = asyncio.get_running_loop()
+        while await loop.run_in_executor(None, pipe.recv):
+            pipe.send(time.process_time())
+        await server.close(0.0)
+
+    run_loop(run())
+
+
+async def load(front: Front, rate_rps: float, seconds: float, size: int) -> np.ndarray[Any, np.dtype[np.float64]]:
+    """Return the latency of every request in ms."""
+    gaps = np.random.default_rng(0).exponential(1.0 / rate_rps, int(rate_rps * seconds))
+    times = np.cumsum(gaps).tolist()
+    body = [bytes(size)]
+    latencies: list[float] = []
+    done = asyncio.Event()
+
+    def answered(begun: float, future: asyncio.Future[Answer]) -> None:
+        if future.result().outcome != "ok":
+            raise SystemExit(f"a request failed: {future.result().reason}")
+        latencies.append((time.perf_counter() - begun) * 1000.0)
+        if len(latencies) == len(times):
+            done.set()
+
+    start = time.perf_counter()
+    for at in times:
+        if (wait := start + at - time.perf_counter()) > 0:
+            await asyncio.sleep(wait)
+        begun = time.perf_counter()
+        front.submit("synthetic", body, 5000.0).add_done_callback(lambda f, begun=begun: answered(begun, f))
+    await asyncio.wait_for(done.wait(), 30)
+    return np.array(latencies)
+
+
+async def direct(cases: Sequence[tuple[float, int]], seconds: float) -> list[tuple[float, float, float]]:
+    """Return p50, p99 in ms and processor time in µs per request of each case, dispatcher in this process."""
+    dispatcher = make_dispatcher()
+    dispatcher.apply(PLAN)
+    while not dispatcher.is_ready():
+        await asyncio.sleep(0.01)
+    rows = []
+    for rate_rps, size in cases:
+        await load(dispatcher, rate_rps, 0.5, size)
+        begun = time.process_time()
+        latencies = await load(dispatcher, rate_rps, seconds, size)
+        rows.append(_row(latencies, time.process_time() - begun))
+    await dispatcher.close()
+    return rows
+
+
+class Counting(RemoteDispatchers):
+    """Counts the bundles that leave."""
+
+    bundles = 0
+
+    def _send(self, peer: Any, items: list[Any]) -> None:
+        self.bundles += 1
+        super()._send(peer, items)
+
+
+async def bundled(
+    cases: Sequence[tuple[float, int]], seconds: float, pipe: Connection
+) -> tuple[list[tuple[float, float, float]], list[float]]:
+    """As `direct`, with the dispatcher at the far end of a socket; processor time is that of both processes.
+
+    Returns:
+        The rows, and the mean requests per bundle of each.
+    """
+    address, token, state = pipe.recv()
+
+    async def find() -> dict[str, Any]:
+        return {"address": address, "token": token, **state}
+
+    front = Counting(lambda _name: find)
+    await front.apply(PLAN, {"0": ["synthetic"]})
+    while not front.is_ready():
+        await asyncio.sleep(0.01)
+    rows, sizes = [], []
+    for rate_rps, size in cases:
+        await load(front, rate_rps, 0.5, size)
+        begun = time.process_time() + _used(pipe)
+        front.bundles = 0
+        latencies = await load(front, rate_rps, seconds, size)
+        rows.append(_row(latencies, time.process_time() + _used(pipe) - begun))
+        sizes.append(len(latencies) / front.bundles)
+    await front.close()
+    pipe.send(False)
+    return rows, sizes
+
+
+def _used(pipe: Connection) -> float:
+    pipe.send(True)
+    used: float = pipe.recv()
+    return used
+
+
+def _row(latencies: np.ndarray[Any, np.dtype[np.float64]], cpu_s: float) -> tuple[float, float, float]:
+    return (
+        float(np.percentile(latencies, 50)),
+        float(np.percentile(latencies, 99)),
+        cpu_s / len(latencies) * 1e6,
+    )
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="shorter runs")
+    seconds = 2.0 if parser.parse_args().quick else 8.0
+    cases = [(200.0, 4), (1000.0, 4), (3000.0, 4), (6000.0, 4), (100.0, 602_112)]
+    heading("a dispatcher in another process, against one in the gateway's own")
+    before = run_loop(direct(cases, seconds))
+    near, far = multiprocessing.Pipe()
+    process = multiprocessing.get_context("spawn").Process(target=serve, args=(far,), daemon=True)
+    process.start()
+    try:
+        after, sizes = run_loop(bundled(cases, seconds, near))
+    finally:
+        process.join(5)
+        process.terminate()
+    print("                        own process                another process            added")
+    print(f"{'requests/s':>10s} {'bytes':>8s}" + f" {'p50 ms':>8s} {'p99 ms':>8s} {'CPU µs':>8s}" * 3 + " per bundle")
+    for (rate_rps, size), alone, apart, many in zip(cases, before, after, sizes, strict=True):
+        added = tuple(b - a for a, b in zip(alone, apart, strict=True))
+        figures = "".join(f" {p50:8.3f} {p99:8.3f} {cpu:8.1f}" for p50, p99, cpu in (alone, apart, added))
+        print(f"{rate_rps:10.0f} {size:8d}{figures} {many:10.1f}")
+    print("\nLatencies count from the submission; the processor time of making requests is in both columns.")
+
+
+if __name__ == "__main__":
+    main()
