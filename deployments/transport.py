@@ -11,6 +11,7 @@ import hmac
 import logging
 import socket
 import struct
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
@@ -23,12 +24,36 @@ logger = logging.getLogger("ray.serve")
 _PREFIX = struct.Struct("<IQ")  # header bytes, body bytes
 _MAX_HEADER = 1 << 24
 _MAX_BODY = 1 << 34
+_LARGE = 16 << 20
 
 # A Unix socket name, or (host, port).
 Address = str | tuple[str, int]
 OnFrame = Callable[["FrameProtocol", dict[str, Any], memoryview], None]
 OnConnect = Callable[["FrameProtocol"], None]
 OnLost = Callable[["FrameProtocol", BaseException | None], None]
+
+
+class _LargeBuffers:
+    """Keeps the memory of large bodies for the next ones, once nobody looks at it any more.
+
+    The C library gives blocks over 32 MiB back to the system at once and gets new ones page by page, which for 50 MB
+    took longer than the transfer. A view keeps its buffer alive, so that a reference count tells who still looks.
+    """
+
+    _KEPT = 2  # one batch runs, one waits behind it
+
+    def __init__(self) -> None:
+        self._buffers: list[bytearray] = []
+
+    def take(self, size: int) -> memoryview:
+        """Return `size` bytes of any content."""
+        for buffer in self._buffers:
+            # Three references: the list's, this loop's, and the call's own.
+            if len(buffer) >= size and sys.getrefcount(buffer) == 3:
+                return memoryview(buffer)[:size]
+        buffer = bytearray(size)
+        self._buffers = [*self._buffers[-(self._KEPT - 1) :], buffer]
+        return memoryview(buffer)
 
 
 class FrameProtocol(asyncio.BufferedProtocol):
@@ -50,14 +75,13 @@ class FrameProtocol(asyncio.BufferedProtocol):
         self._on_lost = on_lost
         self._expect_token = expect_token
         self._transport: asyncio.Transport | None = None
-        self._prefix = bytearray(_PREFIX.size)
-        self._begin(self._prefix)
+        self._large = _LargeBuffers()
+        self._begin(memoryview(bytearray(_PREFIX.size)))
         self._header: dict[str, Any] | None = None
         self._lengths: tuple[int, int] | None = None
 
-    def _begin(self, target: bytearray) -> None:
+    def _begin(self, target: memoryview) -> None:
         self._target = target
-        self._view = memoryview(target)
         self._filled = 0
 
     # asyncio calls the four methods below.
@@ -69,7 +93,7 @@ class FrameProtocol(asyncio.BufferedProtocol):
         self._on_lost(self, exc)
 
     def get_buffer(self, sizehint: int) -> memoryview:  # noqa: ARG002
-        return self._view[self._filled :]
+        return self._target[self._filled :]
 
     def buffer_updated(self, nbytes: int) -> None:
         self._filled += nbytes
@@ -86,7 +110,7 @@ class FrameProtocol(asyncio.BufferedProtocol):
                 self.close()
                 return False
             self._lengths = (header_length, body_length)
-            self._begin(bytearray(header_length))
+            self._begin(memoryview(bytearray(header_length)))
             return True
         if self._header is None:
             try:
@@ -95,12 +119,12 @@ class FrameProtocol(asyncio.BufferedProtocol):
                 logger.warning("closing a connection with a malformed frame header")
                 self.close()
                 return False
-            self._begin(bytearray(self._lengths[1]))
+            length = self._lengths[1]
+            self._begin(self._large.take(length) if length > _LARGE else memoryview(bytearray(length)))
             return True
-        header, body = self._header, memoryview(self._target)
+        header, body = self._header, self._target
         self._header = self._lengths = None
-        self._prefix = bytearray(_PREFIX.size)
-        self._begin(self._prefix)
+        self._begin(memoryview(bytearray(_PREFIX.size)))
         if self._expect_token is not None:
             if not hmac.compare_digest(str(header.get("token", "")), self._expect_token):
                 logger.warning("closing a connection with a wrong token")

@@ -74,3 +74,40 @@ async def test_garbage_closes_the_connection_and_not_the_server(garbage: bytes) 
 async def test_connecting_to_nobody_is_an_os_error() -> None:
     with pytest.raises(OSError, match=r"refused"):
         await connect("\0tenuto-test-nobody", "t", lambda *_: None, lambda *_: None)
+
+
+async def test_the_memory_of_large_bodies_is_used_again_only_when_nobody_looks() -> None:
+    kept: list[memoryview] = []
+    arrived = asyncio.Event()
+
+    def on_frame(_protocol: FrameProtocol, _header: dict[str, Any], body: memoryview) -> None:
+        kept.append(body)
+        arrived.set()
+
+    name = "\0tenuto-test-large"
+    server = await listen(name, "t", on_frame, lambda *_: None)
+    client = await connect(name, "t", lambda *_: None, lambda *_: None)
+    size = (16 << 20) + 1
+
+    async def send(value: int, count: int = size) -> memoryview:
+        arrived.clear()
+        client.send({"x": 1}, [bytes([value]) * count])
+        await asyncio.wait_for(arrived.wait(), 20)
+        return kept.pop()
+
+    first = await send(1)
+    second = await send(2)
+    assert first.obj is not second.obj
+    assert (first[0], first[-1], second[0]) == (1, 1, 2)
+    part, address = first[5:6], id(first.obj)
+    del first, second
+    third = await send(3)
+    assert id(third.obj) != address
+    assert part[0] == 1  # a slice keeps its memory too
+    del part, third
+    buffers = {id((await send(number)).obj) for number in range(4, 8)}
+    assert len(buffers) <= 2
+    smaller = await send(9, size - 1)
+    assert (len(smaller), smaller[-1]) == (size - 1, 9)
+    client.close()
+    server.close()
