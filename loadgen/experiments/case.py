@@ -7,31 +7,27 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-import numpy as np
-
 from tenuto.batching.interface import Scheduler
 from tenuto.batching.registry import make_scheduler
-from tenuto.batching.result import SimulationResult
 from tenuto.batching.setup import from_plan
 from tenuto.batching.simulator import simulate
 from tenuto.errors import InvalidInputError
 from tenuto.loadgen.experiments.emulation import Emulation, emulated_plan
 from tenuto.loadgen.experiments.facts import data_ms_by_model, network_of
+from tenuto.loadgen.experiments.figures import run_figures
 from tenuto.loadgen.experiments.published import published_plan
 from tenuto.loadgen.schedule import make_schedule
 from tenuto.loadgen.simulated import simulated_records
-from tenuto.loadgen.verdict import summarise
-from tenuto.placement import Cluster, ModelSpec, Plan, Workload, load_policy, solve
+from tenuto.placement import Cluster, ModelSpec, Plan, Replica, Workload, load_policy, solve
 from tenuto.profiles import Profiles
 from tenuto.profiles.shipped import load_shipped
 
-__all__ = ["DEFERRED", "PROFILE", "ROUTER", "Case", "plan_case", "run_case"]
+__all__ = ["DEFERRED", "PROFILE", "ROUTER", "Case", "describe_case", "mean_slowdowns", "plan_case", "run_case"]
 
 PROFILE = "thesis-v100"
 GPU_TYPE = "v100"
 ROUTER = "thesis-router"
 DEFERRED = "deferred"
-STAGES = ("batching", "gpulet_queue", "execution", "front_door")
 
 
 @dataclass(frozen=True)
@@ -90,21 +86,30 @@ def run_case(case: Case, schedulers: Sequence[str] = (ROUTER, DEFERRED)) -> dict
     A policy that cannot plan gives `{"error": why}` instead of runs.
     """
     started = time.perf_counter()
+    figures, plan = describe_case(case)
+    if plan is not None:
+        figures["runs"] = {name: _run(case, plan, name) for name in schedulers}
+    return {**figures, "wall_s": round(time.perf_counter() - started, 3)}
+
+
+def describe_case(case: Case) -> tuple[dict[str, Any], Plan | None]:
+    """Return the row of a case without its runs, and the plan to emulate; None where the policy cannot plan."""
     figures: dict[str, Any] = {"case": asdict(case), "key": case.key, "series": case.series}
     try:
         plan = plan_case(case)
     except InvalidInputError as error:
-        return {**figures, "error": _reason(error)}
+        return {**figures, "error": _reason(error)}, None
     emulation = Emulation(load_shipped(PROFILE))
     emulated = emulated_plan(plan, emulation)
-    figures["promised_rps"] = plan.expected.goodput_rps
-    figures["plan_expected"] = {name: model.goodput_rps for name, model in plan.expected.models.items()}
-    figures["gpus_used"] = plan.expected.gpus_used
-    figures["unserved"] = list(plan.unserved)
-    figures["emulation"] = list(emulation.notes)
-    figures["plan"] = emulated.to_data()
-    figures["runs"] = {name: _run(case, emulated, name) for name in schedulers}
-    return {**figures, "wall_s": round(time.perf_counter() - started, 3)}
+    return {
+        **figures,
+        "promised_rps": plan.expected.goodput_rps,
+        "plan_expected": {name: model.goodput_rps for name, model in plan.expected.models.items()},
+        "gpus_used": plan.expected.gpus_used,
+        "unserved": list(plan.unserved),
+        "emulation": list(emulation.notes),
+        "plan": emulated.to_data(),
+    }, emulated
 
 
 def _reason(error: InvalidInputError) -> str:
@@ -128,34 +133,45 @@ def _run(case: Case, plan: Plan, scheduler_name: str) -> dict[str, Any]:
         duration_s=case.duration_s,
         data_ms_by_model=data_ms_by_model(case.models),
     )
-    return _figures(plan, result)
+    return run_figures(
+        plan, simulated_records(result), warmup_ms=1000.0 * result.warmup_s, duration_ms=1000.0 * result.duration_s
+    )
 
 
 def _plan_with_means(scheduler: Scheduler, plan: Plan) -> None:
     """Tell a scheduler how slow its gpu-lets are on average, as a running system would measure it.
 
-    A set-up's slowdown is that with every neighbour running; the average neighbour runs only part of the time. The
-    correction is the ratio of the two: the neighbours' busy time is their planned rate over their capacity.
+    A set-up's slowdown is that with every neighbour running; the correction is the mean slowdown over it.
     """
-    setup = scheduler.setup
-    index = {spec.name: position for position, spec in enumerate(setup.models)}
+    index = {spec.name: position for position, spec in enumerate(scheduler.setup.models)}
+    means = mean_slowdowns(plan)
+    for position, gpulet in enumerate(plan.gpulets):
+        for replica in gpulet.models:
+            if replica.slowdown > 1.0:
+                mean = means[gpulet.id, replica.name]
+                scheduler.update_latency(index[replica.name], position, mean / replica.slowdown)
+
+
+def mean_slowdowns(plan: Plan) -> dict[tuple[str, str], float]:
+    """Return the mean slowdown of each replica by (gpu-let, model): neighbours run only part of the time.
+
+    A neighbour's busy time is its planned load over its capacity, at most all of it.
+    """
     planned = _planned_rates(plan)
     by_gpu = plan.by_gpu()
-    for position, gpulet in enumerate(plan.gpulets):
+    means = {}
+    for gpulet in plan.gpulets:
         others = [other for other in by_gpu[gpulet.gpu] if other.id != gpulet.id]
-        if not others:
-            continue
-        busy = [
-            min(
-                1.0,
-                sum(planned[other.id, r.name] * (r.latency_ms or 0.0) / r.batch_size / 1000.0 for r in other.models),
-            )
-            for other in others
-        ]
+        busy = [min(1.0, sum(_busy(planned[other.id, r.name], r) for r in other.models)) for other in others]
         for replica in gpulet.models:
-            mean = 1.0 + (replica.slowdown - 1.0) * sum(busy) / len(busy)
-            if replica.slowdown > 1.0:
-                scheduler.update_latency(index[replica.name], position, mean / replica.slowdown)
+            part = sum(busy) / len(busy) if busy else 0.0
+            means[gpulet.id, replica.name] = 1.0 + (replica.slowdown - 1.0) * part
+    return means
+
+
+def _busy(rate_rps: float, replica: Replica) -> float:
+    """Return the part of the time a replica runs when its batches are full."""
+    return rate_rps * (replica.latency_ms or 0.0) / replica.batch_size / 1000.0
 
 
 def _planned_rates(plan: Plan) -> dict[tuple[str, str], float]:
@@ -169,62 +185,3 @@ def _planned_rates(plan: Plan) -> dict[tuple[str, str], float]:
         for gpulet in plan.gpulets
         for replica in gpulet.models
     }
-
-
-def _figures(plan: Plan, result: SimulationResult) -> dict[str, Any]:
-    """Return the figures of one run. Throughput counts every answer within the measured window, late ones too."""
-    names = [spec.name for spec in plan.models]
-    records = simulated_records(result)
-    begin_ms, end_ms = 1000.0 * result.warmup_s, 1000.0 * result.duration_s
-    summary = summarise(records, names, warmup_ms=begin_ms, duration_ms=end_ms)
-    window_s = result.window_s
-    answered = (result.answered_ms >= begin_ms) & (result.answered_ms < end_ms)
-    models = {}
-    for index, name in enumerate(names):
-        mine = summary["models"][name]
-        models[name] = {
-            "offered_rps": mine["offered"] / window_s,
-            "goodput_rps": mine["ok"] / window_s,
-            "throughput_rps": float((answered & (result.model == index)).sum()) / window_s,
-            "attainment": mine["attainment"],
-            "p95_ms": mine.get("split_p95_ms"),
-            "mean_batch": mine["mean_batch"],
-            "replicas": _replicas(plan, result, index, name),
-        }
-    return {
-        "offered_rps": summary["offered_rps"],
-        "goodput_rps": summary["goodput_rps"],
-        "throughput_rps": sum(model["throughput_rps"] for model in models.values()),
-        "requests": len(result.arrival_ms),
-        "models": models,
-    }
-
-
-def _replicas(plan: Plan, result: SimulationResult, index: int, name: str) -> list[dict[str, Any]]:
-    """Return, for each replica of a model, its part of the load, its batches, and how many of them were full."""
-    log = result.batches
-    chosen = np.array(log.model, dtype=np.int64) == index
-    where = np.array(log.gpulet, dtype=np.int64)[chosen]
-    sizes = np.array([len(ids) for ids in log.requests], dtype=np.int64)[chosen]
-    took = (np.array(log.finish_ms) - np.array(log.start_ms))[chosen]
-    total = int(sizes.sum())
-    rows = []
-    for position, gpulet in enumerate(plan.gpulets):
-        for replica in gpulet.models:
-            if replica.name != name:
-                continue
-            mine = where == position
-            count = int(mine.sum())
-            rows.append(
-                {
-                    "gpulet": gpulet.id,
-                    "gpu": gpulet.gpu,
-                    "batch_size": replica.batch_size,
-                    "load_share": float(sizes[mine].sum()) / total if total else None,
-                    "batches": count,
-                    "full_share": float((sizes[mine] >= replica.batch_size).mean()) if count else None,
-                    "mean_batch": float(sizes[mine].mean()) if count else None,
-                    "execution_ms": float(took[mine].mean()) if count else None,
-                }
-            )
-    return rows

@@ -115,3 +115,9 @@ class Experiment:
     def name(self) -> str:
         """The name on the command line."""
         return self.figures[0]
+
+    def in_detail(self, cases: Sequence[Case]) -> list[Case]:
+        """Return the cases that the page shows in detail, in its order; these alone run live."""
+        found = {(case.series, float(case.x), case.slo_ms): case for case in cases}
+        keys = ((detail.series, float(detail.x), detail.slo_ms) for detail in self.details)
+        return [found[key] for key in keys if key in found]

@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import click
 from rich.markup import escape
@@ -14,6 +15,9 @@ from rich.table import Table
 
 from tenuto.cli.common import emit_json, progress_console, stdout_console
 from tenuto.errors import InvalidInputError, Problem
+
+if TYPE_CHECKING:
+    from tenuto.loadgen.experiments.experiment import Experiment, Settings
 
 __all__ = ["command"]
 
@@ -39,6 +43,16 @@ _MARKS = {
     help="Send what the thesis' clients reached, or the target rates exactly.",
 )
 @click.option("--quick", is_flag=True, help="Fewer points and shorter runs; the observations' points are kept.")
+@click.option("--live", is_flag=True, help="On Ray Serve with emulated GPUs: the points the page shows in detail.")
+@click.option(
+    "--time-stretch",
+    type=float,
+    metavar="K",
+    help="With --live: make all times K times as long and all rates a K-th. Default: 1, real time.",
+)
+@click.option(
+    "--address", metavar="ADDRESS", help="With --live: Ray cluster; default: a running one, else a local one."
+)
 @click.option("--jobs", type=int, help="Processes. Default: 2, or 1 on a machine with one core.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def command(
@@ -50,11 +64,15 @@ def command(
     duration_s: float | None,
     clients: Literal["thesis", "exact"],
     quick: bool,
+    live: bool,
+    time_stretch: float | None,
+    address: str | None,
     jobs: int | None,
     as_json: bool,
 ) -> int:
-    """Run published experiments again in virtual time; NAME is a figure of the thesis, such as 6.15, or all.
+    """Run published experiments again, in virtual time or live on emulated GPUs.
 
+    NAME is a figure of the thesis, such as 6.15, or all.
     `tenuto experiment list` shows what there is. Exit code 1 when the run was interrupted.
 
     Example: tenuto experiment 6.15 --quick -o experiments
@@ -66,7 +84,7 @@ def command(
         _print_list(EXPERIMENTS, as_json)
         return 0
     chosen = find_experiments(names)
-    _check(policies, seed, duration_s, jobs)
+    _check(policies, seed, duration_s, jobs, time_stretch, live)
     settings = Settings(seed, clients, policies or None, duration_s, quick)
     out = Path(folder) if folder is not None else None
     if out is not None:
@@ -77,7 +95,7 @@ def command(
     workers = jobs if jobs is not None else min(2, os.cpu_count() or 1)
     documents = []
     for experiment in chosen:
-        document = _run(experiment, settings, workers, out)
+        document = _run(experiment, settings, out, workers, (time_stretch or 1.0, address) if live else None)
         documents.append(document)
         if not as_json:
             _print(document)
@@ -88,7 +106,14 @@ def command(
     return 0 if len(documents) == len(chosen) and all(document["complete"] for document in documents) else 1
 
 
-def _check(policies: tuple[str, ...], seed: int, duration_s: float | None, jobs: int | None) -> None:
+def _check(
+    policies: tuple[str, ...],
+    seed: int,
+    duration_s: float | None,
+    jobs: int | None,
+    time_stretch: float | None,
+    live: bool,
+) -> None:
     """Raise `InvalidInputError` with every argument that cannot be used."""
     from tenuto.placement import load_policy
 
@@ -102,20 +127,43 @@ def _check(policies: tuple[str, ...], seed: int, duration_s: float | None, jobs:
         problems.append(Problem("--seed", seed, "must be at least 0", "Give 0 or a larger number."))
     if duration_s is not None and not 0.5 <= duration_s <= 3600:
         problems.append(Problem("--duration-s", duration_s, "must be between 0.5 and 3600 s", "Give for example 10."))
+    if time_stretch is not None and not live:
+        problems.append(Problem("--time-stretch", time_stretch, "is for --live", "Add --live, or leave it away."))
+    elif time_stretch is not None and not 1 <= time_stretch <= 1000:
+        problems.append(Problem("--time-stretch", time_stretch, "must be between 1 and 1000", "Give for example 20."))
     if jobs is not None and jobs < 1:
         problems.append(Problem("--jobs", jobs, "must be at least 1", "Give 1 or 2."))
     if problems:
         raise InvalidInputError(problems)
 
 
-def _run(experiment: Any, settings: Any, jobs: int, out: Path | None) -> dict[str, Any]:
+def _run(
+    experiment: Experiment, settings: Settings, out: Path | None, jobs: int, live: tuple[float, str | None] | None
+) -> dict[str, Any]:
     from tenuto.loadgen.experiments.experiment import Results
     from tenuto.loadgen.experiments.output import describe_experiment, write_experiment
     from tenuto.loadgen.experiments.runner import run_cases
 
     started = time.perf_counter()
     progress = _Progress(experiment.name)
-    finished = run_cases(experiment.cases(settings), experiment.schedulers, jobs=jobs, report=progress)
+    console = progress_console()
+    how = "in virtual time"
+    cases = experiment.cases(settings)
+    if live is None:
+        finished = run_cases(cases, experiment.schedulers, jobs=jobs, report=progress)
+    else:
+        from tenuto.loadgen.experiments.live import run_live
+
+        stretch, address = live
+        how = f"on Ray Serve with emulated GPUs, time stretched {stretch:g}-fold"
+        finished = run_live(
+            experiment.in_detail(cases),
+            experiment.schedulers,
+            stretch=stretch,
+            report=progress,
+            say=lambda text: console.print(f"tenuto: {text}", markup=False, soft_wrap=True),
+            address=address,
+        )
     progress.end()
     results = Results(finished.rows)
     observations = experiment.check(results)
@@ -127,10 +175,11 @@ def _run(experiment: Any, settings: Any, jobs: int, out: Path | None) -> dict[st
         is_whole=finished.is_whole,
         wall_s=round(time.perf_counter() - started, 1),
         command=["tenuto", *sys.argv[1:]],
+        how=how,
     )
     if out is not None:
         page = write_experiment(out / f"figure-{experiment.name}", experiment, results, observations, document)
-        progress_console().print(f"page: {page}", markup=False)
+        console.print(f"page: {page}", markup=False)
     return document
 
 
@@ -160,7 +209,7 @@ class _Progress:
             sys.stderr.write("\n")
 
 
-def _print_list(experiments: Any, as_json: bool) -> None:
+def _print_list(experiments: Sequence[Experiment], as_json: bool) -> None:
     if as_json:
         rows = [
             {"name": e.name, "figures": list(e.figures), "section": e.section, "title": e.title} for e in experiments

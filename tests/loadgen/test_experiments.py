@@ -155,7 +155,7 @@ def test_the_order_of_rows_is_that_of_the_cases_on_any_number_of_processes() -> 
 
 
 def test_an_interruption_keeps_what_is_finished(monkeypatch: pytest.MonkeyPatch) -> None:
-    real: Callable[..., dict[str, Any]] = runner.run_case
+    real: Callable[..., dict[str, Any]] = run_case
 
     def interrupted(one: Case, schedulers: Sequence[str]) -> dict[str, Any]:
         if one.gpus == 3:
