@@ -11,6 +11,7 @@ import urllib.request
 from collections.abc import Callable, Iterator
 from importlib import resources
 from typing import Any
+from urllib.parse import quote
 
 import numpy as np
 import pytest
@@ -174,6 +175,35 @@ def test_the_real_triton_client_works_unchanged(url: str) -> None:
         assert int(top[0][0].decode().split(":")[1]) == int(results[0].argmax())
     finally:
         client.close()
+
+
+def test_the_clients_id_is_echoed_and_found_with_its_times(url: str) -> None:
+    body = {"id": "öf body", "inputs": [{"name": "INPUT0", "shape": [1, 1], "datatype": "FP32", "data": [1]}]}
+    for raw, given, expected in (
+        ({**body}, "of-header", "%C3%B6f%20body"),
+        ({"inputs": body["inputs"]}, "of-header", "of-header"),
+    ):
+        request = urllib.request.Request(
+            f"{url}/v2/models/synthetic/infer", json.dumps(raw).encode(), {"X-Request-Id": given}
+        )
+        with urllib.request.urlopen(request, timeout=20) as response:
+            assert response.headers["x-tenuto-request-id"] == expected
+            started_ms = float(response.headers["x-tenuto-start-ms"])
+            assert json.load(response).get("id") == raw.get("id")
+        (found,) = get_json(f"{url}/requests?id={quote(expected)}")
+        assert (found["outcome"], found["model"]) == ("ok", "synthetic")
+        assert found["start_ms"] == pytest.approx(started_ms, abs=0.001)
+        assert found["dispatched_ms"] <= found["start_ms"] + 0.1 <= found["end_ms"] <= found["answered_ms"] + 0.1
+
+
+def test_metrics_are_served(url: str) -> None:
+    with urllib.request.urlopen(f"{url}/metrics", timeout=10) as response:
+        assert response.headers["content-type"].startswith("text/plain; version=0.0.4")
+        text = response.read().decode()
+    assert 'tenuto_requests_total{model="synthetic",outcome="ok"} ' in text
+    assert 'tenuto_gpulet_up{gpulet="n0/0/a"} 1' in text
+    assert "autoscale" in get_json(f"{url}/status")
+    assert set(get_json(f"{url}/status/queue")) == {"synthetic", "mobilenet_v2"}
 
 
 @pytest.mark.parametrize("slo_ms", ["0", "-3", "5"])

@@ -1,0 +1,126 @@
+"""Two gateways and two sub-clusters on a real local Ray: processes killed under load, one outcome per request."""
+
+import json
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tenuto.deployments.config import serve_config
+from tenuto.deployments.endpoint import get_json
+from tenuto.deployments.launcher import Launcher
+from tenuto.loadgen.bench import BenchOptions, BenchResult, run_bench
+from tenuto.placement import Plan
+
+from .test_live import pids, post, until
+
+pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::DeprecationWarning")]
+
+PORT = 8768
+BODY = json.dumps(
+    {"id": "mine", "inputs": [{"name": "INPUT0", "shape": [2, 1], "datatype": "FP32", "data": [1, 2]}]}
+).encode()
+
+
+def make_plan() -> Plan:
+    """Two models, each on an emulated gpu-let of its own."""
+    latency = {"alpha_ms": 1.0, "beta_ms": 9.0}
+    return Plan.from_data(
+        {
+            "policy": {"name": "test"},
+            "gpus": [{"id": f"n0/{n}", "type": "v100"} for n in range(2)],
+            "gpulets": [
+                {"id": f"n0/{n}/a", "gpu": f"n0/{n}", "models": [{"name": name, "batch_size": 4, "latency": latency}]}
+                for n, name in enumerate(("left", "right"))
+            ],
+            "models": [{"name": name, "rate_rps": 40, "slo_ms": 150, "latency": latency} for name in ("left", "right")],
+        }
+    )
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    os.environ["RAY_DISABLE_IMPORT_WARNING"] = "1"
+    with Launcher() as launcher:
+        launcher.connect(num_gpus=2, address="local")
+        config = serve_config(make_plan(), port=PORT, gateways=2, partition={"left": 0, "right": 1})
+        launcher.apply(config, timeout_s=120)
+        yield launcher.base_url
+
+
+def processes(application: str) -> list[int]:
+    """The replicas of an application on this test's own Ray, by the names Ray gives its processes."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                title = (entry / "cmdline").read_bytes()
+            except OSError:
+                continue
+            if title.startswith(f"ray::ServeReplica:{application}:".encode()) and _is_ours(int(entry.name)):
+                found.append(int(entry.name))
+    return found
+
+
+def _is_ours(pid: int) -> bool:
+    while pid > 1 and pid != os.getpid():
+        try:
+            pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+        except OSError:
+            return False
+    return pid > 1
+
+
+def load_and_kill(url: str, application: str) -> tuple[BenchResult, dict[str, Any]]:
+    """Send 8 s of requests to both models, kill one process of an application after 3 s; each has one outcome."""
+    victim = processes(application)[0]
+    timer = threading.Timer(3.0, os.kill, (victim, signal.SIGKILL))
+    timer.start()
+    try:
+        result = run_bench(make_plan().models, BenchOptions(url, duration_s=8.0, warmup_s=0.0, seed=5, clients=0))
+    finally:
+        timer.cancel()
+    models = result.summary["models"]
+    for model in models.values():
+        outcomes = sum(model[key] for key in ("ok", "late", "expired", "rejected", "failed"))
+        assert outcomes == model["offered"] > 0
+    assert result.verdict.conditions["sent"] == len(result.schedule)
+    return result, models
+
+
+def test_both_models_answer_through_either_gateway_and_the_id_is_found(url: str) -> None:
+    assert len(processes("tenuto")) == 2
+    for name in ("left", "right"):
+        for _ in range(4):
+            status, answer = post(f"{url}/v2/models/{name}/infer", BODY, Connection="close")
+            assert (status, answer["id"], answer["parameters"]["emulated"]) == (200, "mine", True)
+    found = get_json(f"{url}/requests?id=mine&limit=3")
+    assert [entry["id"] for entry in found] == ["mine"] * 3
+    assert all(entry["dispatched_ms"] <= entry["end_ms"] <= entry["answered_ms"] + 0.1 for entry in found)
+    assert post(f"{url}/v2/models/left/infer", BODY, X_SLO_Ms="5")[0] == 504
+    status = get_json(f"{url}/status")
+    assert {name: model["expired"] for name, model in status["models"].items()} == {"left": 2, "right": 0}
+    assert get_json(f"{url}/status/queue") == {"left": 0, "right": 0}
+    assert pids(url).keys() == {"n0/0/a", "n0/1/a"}
+    assert Plan.from_data(status["plan"]) == make_plan()
+
+
+def test_a_killed_gateway_loses_only_what_it_held(url: str) -> None:
+    before = pids(url)
+    _, models = load_and_kill(url, "tenuto")
+    assert sum(model["failed"] for model in models.values()) < 0.1 * sum(model["offered"] for model in models.values())
+    until(lambda: len(processes("tenuto")) == 2)
+    assert pids(url) == before
+
+
+def test_a_killed_dispatcher_takes_only_its_sub_cluster_away_until_it_is_back(url: str) -> None:
+    before = pids(url)
+    _, models = load_and_kill(url, "dispatcher-0")
+    assert models["left"]["failed"] > 0
+    assert models["right"]["failed"] == 0
+    until(lambda: post(f"{url}/v2/models/left/infer", BODY)[0] == 200)
+    assert pids(url) == before
