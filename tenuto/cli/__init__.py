@@ -27,6 +27,7 @@ VERBS = {
     "policies": "policies",
     "simulate": "simulate",
     "goodput": "goodput",
+    "capacity": "capacity",
     "partition": "partition",
     "serve": "serve",
     "bench": "bench",

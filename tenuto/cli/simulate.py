@@ -103,8 +103,9 @@ def read_scene(
     warmup_s: float | None,
     options: tuple[str, ...],
     network_ms: str | None,
+    slo_scale: float = 1.0,
 ) -> Scene:
-    """Read files and arguments.
+    """Read files and arguments; every SLO is multiplied by `slo_scale`.
 
     Raises:
         InvalidInputError: with every problem found in the arguments; an SLO that no batch can meet is one.
@@ -136,7 +137,7 @@ def read_scene(
         problems += error.problems
     if problems:
         raise InvalidInputError(problems)
-    setup, models = _read_setup(source, gpus, cluster_file, elastic, profile_names, network)
+    setup, models = _read_setup(source, gpus, cluster_file, elastic, profile_names, network, slo_scale)
     return Scene(models, setup, scheduler_name, parsed, duration_s, warmup_s, seed)
 
 
@@ -147,6 +148,7 @@ def _read_setup(
     elastic: bool,
     profile_names: tuple[str, ...],
     network: NetworkDelay,
+    slo_scale: float,
 ) -> tuple[Setup, tuple[ModelSpec, ...]]:
     document = load_document(source)
     if _is_plan(document):
@@ -160,13 +162,19 @@ def _read_setup(
                 )
             )
         plan = Plan.from_data(document, origin=source)
+        plan = plan.model_copy(update={"models": _with_slos(plan.models, slo_scale)})
         return from_plan(plan, network), plan.models
     workload = Workload.load(source)
     if not workload.models:
         raise InvalidInputError(Problem(f"{source}: models", [], "the workload has no models", "Add at least one."))
     cluster = cluster_from(gpus, cluster_file, elastic)
     profiles = profiles_from(profile_names, cluster.gpu_types)
+    workload = workload.model_copy(update={"models": _with_slos(workload.models, slo_scale)})
     return everywhere(workload, cluster, profiles, network), _beside(workload.models, Path(source).parent)
+
+
+def _with_slos(models: tuple[ModelSpec, ...], scale: float) -> tuple[ModelSpec, ...]:
+    return tuple(spec.model_copy(update={"slo_ms": spec.slo_ms * scale}) for spec in models)
 
 
 def _is_plan(document: Any) -> bool:

@@ -1,0 +1,137 @@
+"""The page and files of `tenuto capacity`: attainment against rate scale, SLO scale and burstiness."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Mapping
+from html import escape
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tenuto.errors import EnvironmentFaultError, InvalidInputError
+from tenuto.loadgen.report.charts import Plot, legend
+from tenuto.loadgen.report.page import html_document
+from tenuto.loadgen.report.palette import styles_for
+from tenuto.loadgen.report.sections import figure
+
+__all__ = ["prepare_capacity_folder", "render_capacity", "write_capacity"]
+
+_AXES = {
+    "rate_scale": ("Rate", "factor on every rate"),
+    "slo_scale": ("SLO", "factor on every SLO"),
+    "cv": ("Burstiness", "coefficient of variation of the gaps (1: Poisson)"),
+}
+_FILES = ("result.json", "capacity.html")
+
+
+def prepare_capacity_folder(folder: Path, *, force: bool) -> Path:
+    """Create the folder.
+
+    Raises:
+        InvalidInputError: it holds an answer already and `force` is not set, or it cannot be created.
+    """
+    existing = [name for name in _FILES if (folder / name).exists()]
+    if existing and not force:
+        raise InvalidInputError(f"{folder} already holds {', '.join(existing)}. Give another folder, or --force.")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InvalidInputError(f"{folder} cannot be created: {error.strerror}. Give another folder.") from error
+    return folder
+
+
+def render_capacity(document: Mapping[str, Any]) -> str:
+    """Return the page as text; `document` is the content of result.json."""
+    found = document["capacity"]
+    if found["rate_scale"]:
+        head = f"{found['goodput_rps']:,.0f} requests per second in time, {found['rate_scale']:.3g} times the rate"
+    else:
+        head = "No rate that was tried is in time"
+    parts = [
+        f"<h1>{escape(head)}</h1>",
+        f'<p class="note">{escape(document["source"])} · {escape(document["how"])} · '
+        f"{escape(str(document['date']))}</p>",
+        f'<div class="verdict"><strong>{escape(_bracket(found))}</strong>'
+        f"<p>Every model keeps {100 * found['required_attainment']:g} % of its requests in time up to there.</p></div>",
+    ]
+    charts = [_chart(curve, found["required_attainment"]) for curve in document["curves"] if curve["points"]]
+    if charts:
+        at = f"At {document['curves_rate_scale']:.4g} times the rate, one thing changed at a time."
+        parts.append(f'<h2>Attainment</h2><p class="note">{at}</p><div class="grid">{"".join(charts)}</div>')
+    parts += [_table("Runs of the search", found["runs"]), _provenance(document)]
+    return html_document("Capacity · Tenuto", "".join(parts))
+
+
+def _bracket(found: Mapping[str, Any]) -> str:
+    upper = "no upper bound found" if found["upper_scale"] is None else f"not at {found['upper_scale']:.4g}"
+    return f"In time at {found['rate_scale']:.4g}, {upper} ({found['ended']})"
+
+
+def _chart(curve: Mapping[str, Any], required: float) -> str:
+    heading, label = _AXES[curve["axis"]]
+    points = [point for point in curve["points"] if point["invalid"] is None]
+    styles = styles_for(["worst model", "all requests"])
+    plot = Plot((0.0, max(point[curve["axis"]] for point in curve["points"])), (0.0, 1.02), x_label=label,
+                y_label="in time", percent_y=True)  # fmt: skip
+    xs = np.array([point[curve["axis"]] for point in points])
+    for name, key in (("all requests", "attainment"), ("worst model", "worst_attainment")):
+        plot.line(xs, np.array([point[key] for point in points]), styles[name], name)
+        for x, point in zip(xs.tolist(), points, strict=True):
+            note = f"{name} at {x:g}: {100 * point[key]:.2f} % in time, {point['goodput_rps']:.0f} r/s"
+            plot.dot(x, point[key], styles[name], note)
+    good = [point[curve["axis"]] for point in points if point["worst_attainment"] >= required]
+    left_out = len(curve["points"]) - len(points)
+    note = (f"{100 * required:g} % of the worst model from {min(good):.4g} to {max(good):.4g}." if good
+            else f"The worst model never reaches {100 * required:g} %.")  # fmt: skip
+    if left_out:
+        note += f" {left_out} runs proved nothing and are left out."
+    return figure(heading, legend(list(styles.items()), is_line=True) + plot.svg(f"Attainment against {label}"), note)
+
+
+def _table(heading: str, runs: list[dict[str, Any]]) -> str:
+    rows = []
+    for run in runs:
+        cells = [f"{run['rate_scale']:.4g}", f"{run['offered_rps']:,.1f}", f"{run['goodput_rps']:,.1f}",
+                 f"{100 * run['attainment']:.2f} %", f"{100 * run['worst_attainment']:.2f} %",
+                 run["worst_model"] or "–", run["invalid"] or ""]  # fmt: skip
+        rows.append("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in cells) + "</tr>")
+    heads = ("rate scale", "offered r/s", "goodput r/s", "in time", "worst model", "which", "remark")
+    head = "".join(f"<th>{text}</th>" for text in heads)
+    return (
+        f"<h2>{escape(heading)}</h2>"
+        f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{"".join(rows)}</tbody></table></div>'
+    )
+
+
+def _provenance(document: Mapping[str, Any]) -> str:
+    rows = {
+        "command": " ".join(document["command"]),
+        "settings": ", ".join(f"{key} {value}" for key, value in document["settings"].items() if value is not None),
+        "hardware": ", ".join(f"{key} {value}" for key, value in document["hardware"].items() if value),
+        "versions": ", ".join(f"{key} {value}" for key, value in document["versions"].items()),
+    }
+    listed = "".join(f"<tr><th>{escape(k)}</th><td><code>{escape(text)}</code></td></tr>" for k, text in rows.items())
+    return f'<h2>How it was made</h2><table class="left"><tbody>{listed}</tbody></table>'
+
+
+def write_capacity(folder: Path, document: Mapping[str, Any]) -> Path:
+    """Write result.json and the page; return the page's path.
+
+    Raises:
+        EnvironmentFaultError: a file cannot be written.
+    """
+    texts = (json.dumps(document, indent=1, allow_nan=False) + "\n", render_capacity(document))
+    for name, text in zip(_FILES, texts, strict=True):
+        partial = folder / f".{name}.part"
+        try:
+            partial.write_text(text, encoding="utf-8")
+            partial.replace(folder / name)
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                partial.unlink(missing_ok=True)
+            reason = f"{folder / name}: {error.strerror or error}. Free space or give another folder."
+            raise EnvironmentFaultError(reason) from error
+    return folder / _FILES[1]
