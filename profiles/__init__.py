@@ -1,9 +1,11 @@
 """What a model costs on a GPU type: recorded, measured, estimated, looked up."""
 
 from tenuto.profiles.latency import Latency, LatencyTable, LinearLatency
-from tenuto.profiles.profile import Fit, Measured, ModelProfile, Profile, ProfilePoint, Profiles
+from tenuto.profiles.profile import CoRun, CoRunPart, Fit, Measured, ModelProfile, Profile, ProfilePoint, Profiles
 
 __all__ = [
+    "CoRun",
+    "CoRunPart",
     "Fit",
     "Latency",
     "LatencyTable",

@@ -13,6 +13,7 @@ import re
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
@@ -25,16 +26,23 @@ from tenuto.profiles.gpu_types import GPU_TYPES
 from tenuto.profiles.profile import Fit, Measured, ModelProfile, Profile, ProfilePoint
 from tenuto.profiles.timing import fit_line
 
-__all__ = ["MeasureRequest", "Measurement", "assemble", "gpu_type_of", "measure_model", "row_name"]
+__all__ = ["STOPPED", "MeasureRequest", "Measurement", "assemble", "gpu_type_of", "measure_model", "row_name"]
 
 ShareEnvironment = Callable[[float], Mapping[str, str]]
 
 _WORKER = ["-m", "tenuto.profiles.worker"]
 
+STOPPED = "stopped before every point was measured; run it again with --resume"
+
 
 @dataclass(frozen=True)
 class MeasureRequest:
-    """What to measure of one model. `budget_s` is for the repetitions of all points together, building excluded."""
+    """What to measure of one model. `budget_s` is for the repetitions of all points together, building excluded.
+
+    `known` are points measured before, as (batch size, share in percent, latency in ms): they are not measured again.
+    With `tolerance_pct` above 0, batch sizes that the measured ones predict that well are left out (see
+    `tenuto.profiles.sampling`). After `time_limit_s`, building included, no further point is begun.
+    """
 
     source: str
     device: str = "auto"
@@ -44,6 +52,14 @@ class MeasureRequest:
     weights_path: str | None = None
     seed: int = 0
     options: Mapping[str, Any] = field(default_factory=dict)
+    known: tuple[tuple[int, float, float], ...] = ()
+    tolerance_pct: float = 0.0
+    time_limit_s: float | None = None
+
+    def left(self) -> int:
+        """Return how many points are still to be measured."""
+        have = {(batch, share) for batch, share, _ in self.known}
+        return sum((batch, share) not in have for batch in self.batch_sizes for share in self.shares)
 
     def check(self) -> None:
         """Raise `InvalidInputError` with every value that is out of range."""
@@ -56,11 +72,16 @@ class MeasureRequest:
             problems.append(Problem("--shares", shares, "shares are above 0, up to 100 (percent)", "Write 25,50,100."))
         if not self.budget_s > 0:
             problems.append(Problem("--budget-s", self.budget_s, "must be above 0", "Give seconds per model."))
+        if not 0 <= self.tolerance_pct < 100:
+            rule = "must be at least 0 and below 100 (percent)"
+            problems.append(Problem("--adaptive", self.tolerance_pct, rule, "Write for example 3."))
         if not is_factory(self.source) and not os.path.isdir(self.source):
             try:
                 lookup(self.source)
             except InvalidInputError as error:
                 problems += error.problems
+        if self.time_limit_s is not None and not self.time_limit_s > 0:
+            problems.append(Problem("--time-limit-s", self.time_limit_s, "must be above 0", "Give seconds."))
         if problems:
             raise InvalidInputError(problems)
 
@@ -99,7 +120,8 @@ def gpu_type_of(device_name: str) -> str:
 
 def measure_model(
     request: MeasureRequest, *, on_point: Callable[[ProfilePoint], None] = lambda _point: None,
-    share_environment: ShareEnvironment | None = None,
+    share_environment: ShareEnvironment | None = None, before: ModelProfile | None = None,
+    clock_s: Callable[[], float] = time.monotonic,
 ) -> Measurement:
     """Measure one model in fresh processes; blocks.
 
@@ -108,28 +130,33 @@ def measure_model(
         on_point: called after each point.
         share_environment: the environment that gives a process a share of a CUDA device (CUDA MPS); without it only
             the whole device can be measured there. On a CPU a share is a number of threads and needs none.
+        before: what a stopped run measured of this model on this device: its points are kept, the rest is measured.
+        clock_s: monotonic clock for the request's time limit.
 
     Raises:
         InvalidInputError: unknown model, wrong options or ranges.
         EnvironmentFaultError: the device is not there, or not even one batch fits into its memory.
     """
     request.check()
-    points: list[ProfilePoint] = []
-    doubts: list[str] = []
+    points: list[ProfilePoint] = list(before.points) if before else []
+    doubts: list[str] = [doubt for doubt in before.doubts if doubt != STOPPED] if before else []
+    known = tuple((p.batch_size, p.share_pct, p.latency_ms) for p in points)
+    request = replace(request, known=known)
     machine: dict[str, Any] = {}
-    weights_mib: float | None = None
-    for part, environment in _parts(request, share_environment):
-        for event in _events(part, environment):
-            if event["event"] == "machine":
-                machine = event
-            elif event["event"] == "built":
-                weights_mib = event["weights_mib"]
-            elif event["event"] == "point":
-                point = ProfilePoint.model_validate(event["point"])
-                points.append(point)
-                on_point(point)
-            elif event["event"] == "doubt":
-                doubts.append(event["text"])
+    weights_mib = before.weights_mib if before else None
+    for event in _all_events(request, share_environment, clock_s):
+        if event["event"] == "machine":
+            machine = event
+        elif event["event"] == "built":
+            weights_mib = event["weights_mib"]
+        elif event["event"] == "point":
+            point = ProfilePoint.model_validate(event["point"])
+            points.append(point)
+            on_point(point)
+        elif event["event"] == "doubt" and event["text"] not in doubts:
+            doubts.append(event["text"])
+        elif event["event"] == "stopped" and STOPPED not in doubts:
+            doubts.append(STOPPED)
     if not points:
         raise EnvironmentFaultError(
             f"'{request.source}' could not be measured at any batch size: {'; '.join(doubts) or 'no reason given'}. "
@@ -155,6 +182,24 @@ def measure_model(
     )
 
 
+def _all_events(
+    request: MeasureRequest, share_environment: ShareEnvironment | None, clock_s: Callable[[], float]
+) -> Iterator[dict[str, Any]]:
+    """Run one process after the other until none is left or the time is up.
+
+    A process stops by itself between two points: killing one with work on a GPU may harm other CUDA MPS clients.
+    """
+    began = clock_s()
+    for part, environment in _parts(request, share_environment):
+        if request.time_limit_s is not None:
+            left_s = request.time_limit_s - (clock_s() - began)
+            if left_s <= 0:
+                yield {"event": "stopped"}
+                return
+            part = replace(part, time_limit_s=left_s)
+        yield from _events(part, environment)
+
+
 def _parts(
     request: MeasureRequest, share_environment: ShareEnvironment | None
 ) -> Iterator[tuple[MeasureRequest, Mapping[str, str]]]:
@@ -170,7 +215,10 @@ def _parts(
             "a share of a CUDA device needs CUDA MPS, which is not running here. Start it (see `tenuto doctor`), or "
             "measure the whole device with --shares 100."
         )
-    for share in request.shares:
+    have = {(batch, share) for batch, share, _ in request.known}
+    for share in sorted(request.shares, reverse=True):
+        if all((batch, share) in have for batch in request.batch_sizes):
+            continue
         budget_s = request.budget_s / len(request.shares)
         yield replace(request, device="cuda", shares=(share,), budget_s=budget_s), share_environment(share)
 

@@ -16,7 +16,7 @@ from tenuto.errors import InvalidInputError, MissingProfileError, Problem
 from tenuto.profiles.documents import StrictModel, dump_yaml, load_document, parse_document
 from tenuto.profiles.latency import LatencyTable, LinearLatency
 
-__all__ = ["Fit", "Measured", "ModelProfile", "Profile", "ProfilePoint", "Profiles"]
+__all__ = ["CoRun", "CoRunPart", "Fit", "Measured", "ModelProfile", "Profile", "ProfilePoint", "Profiles"]
 
 Positive = Annotated[float, Field(gt=0)]
 
@@ -151,6 +151,25 @@ class ModelProfile(StrictModel):
         return value
 
 
+class CoRunPart(StrictModel):
+    """One of several models that ran at once without pause, with its latency while all of them did."""
+
+    model: str
+    batch_size: Annotated[int, Field(ge=1)]
+    share_pct: Annotated[float, Field(gt=0, le=100)] = 100.0
+    latency_ms: Positive
+    latency_spread_ms: Annotated[float, Field(ge=0)] | None = None
+    runs: Annotated[int, Field(ge=1)] | None = None  # within the time in which all ran
+    metrics: dict[str, float] = Field(default_factory=dict)
+
+
+class CoRun(StrictModel):
+    """A measurement of several processes on one device; a single part is a model alone, in the same set-up."""
+
+    parts: Annotated[tuple[CoRunPart, ...], Field(min_length=1)]
+    metrics: dict[str, float] = Field(default_factory=dict)  # of the whole device: power_w, sm_clock_mhz
+
+
 class Profile(StrictModel):
     """A profile file: several models on one GPU type."""
 
@@ -163,6 +182,7 @@ class Profile(StrictModel):
     coefficients: dict[str, float] = Field(default_factory=dict)  # of the hardware, such as iGniter's alpha_f
     doubts: tuple[str, ...] = ()
     models: dict[str, ModelProfile]
+    co_runs: tuple[CoRun, ...] = ()  # raw measurements from which interference coefficients are fitted
 
     @classmethod
     def load(cls, path: str | Path) -> Profile:

@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-__all__ = ["Timing", "fit_line", "measure_until_stable", "quantile"]
+__all__ = ["Timing", "fit_line", "measure_repeatedly", "measure_until_stable", "quantile"]
 
 
 @dataclass(frozen=True)
@@ -69,6 +69,28 @@ def measure_until_stable(
         min_runs: repetitions before stability is believed.
         max_runs: repetitions at most.
     """
+    return Timing.of(_sample(run, clock_s, budget_s, tolerance_pct, min_runs, max_runs))
+
+
+def measure_repeatedly(
+    run: Callable[[], object], clock_s: Callable[[], float], *, budget_s: float, tolerance_pct: float = 1.5,
+    min_runs: int = 10, max_runs: int = 500,
+) -> tuple[Timing, float]:
+    """Measure twice, each as `measure_until_stable` does with half the budget.
+
+    Returns:
+        The summary of all runs, and by how many percent the two medians differ: what a repeated profile would show.
+    """
+    rounds = [_sample(run, clock_s, budget_s / 2, tolerance_pct, min_runs, max_runs) for _ in range(2)]
+    first, second = (statistics.median(samples) for samples in rounds)
+    difference_pct = 100.0 * abs(first - second) / min(first, second) if min(first, second) > 0 else 0.0
+    return Timing.of([*rounds[0], *rounds[1]]), difference_pct
+
+
+def _sample(
+    run: Callable[[], object], clock_s: Callable[[], float], budget_s: float, tolerance_pct: float, min_runs: int,
+    max_runs: int,
+) -> list[float]:
     samples: list[float] = []
     began = clock_s()
     while True:
@@ -77,11 +99,11 @@ def measure_until_stable(
         ended = clock_s()
         samples.append((ended - started) * 1000.0)
         if len(samples) >= max_runs or (len(samples) >= 3 and ended - began >= budget_s):
-            return Timing.of(samples)
+            return samples
         if len(samples) >= min_runs and len(samples) % 5 == 0:
             timing = Timing.of(samples)
             if timing.uncertainty_pct <= tolerance_pct:
-                return timing
+                return samples
 
 
 def fit_line(points: Sequence[tuple[int, float]]) -> tuple[float, float, float | None, float] | None:

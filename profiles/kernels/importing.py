@@ -49,6 +49,8 @@ def import_kernels(profile: Profile, request: ImportRequest) -> Profile:
         )
     device = _device(profile, capability, request.share_pct)
     metrics = kernel_metrics(kernels, device)
+    if request.batches > 1 or not (request.nsys or request.trace):
+        del metrics["kernel_gap_ms"]  # holds the pauses between batches, or nothing of the real gaps
     metrics["kernels"] /= request.batches
     metrics["kernel_ms"] = round(metrics["kernel_ms"] / request.batches, 4)
     if metrics["occupancy_estimated"]:

@@ -5,7 +5,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,15 @@ import pytest
 from tenuto.errors import EnvironmentFaultError, InvalidInputError
 from tenuto.profiles import Profile, ProfilePoint
 from tenuto.profiles.cpu_share import cpu_threads
-from tenuto.profiles.measure import Measurement, MeasureRequest, assemble, gpu_type_of, measure_model, row_name
+from tenuto.profiles.measure import (
+    STOPPED,
+    Measurement,
+    MeasureRequest,
+    assemble,
+    gpu_type_of,
+    measure_model,
+    row_name,
+)
 from tenuto.profiles.memory import ResidentMemory
 from tenuto.profiles.models import build
 from tenuto.profiles.timing import Timing, fit_line, measure_until_stable, quantile
@@ -302,3 +310,44 @@ def test_rows_are_named_after_the_model(tmp_path: Path) -> None:
     assert row_name("package.module:Class.make") == "make"
     (tmp_path / "my-bert").mkdir()
     assert row_name(str(tmp_path / "my-bert") + "/") == "my-bert"
+
+
+def test_a_stopped_run_is_taken_up_where_it_ended() -> None:
+    request = MeasureRequest(OWN, device="cpu", batch_sizes=(1, 2), budget_s=0.02, options={"width": 8})
+    stopped = measure_model(replace(request, batch_sizes=(1,)))
+    assert stopped.profile.fit is None
+    before = stopped.profile.model_copy(update={"doubts": (STOPPED,)})
+    points: list[ProfilePoint] = []
+    finished = measure_model(request, before=before, on_point=points.append)
+    assert [p.batch_size for p in points] == [2]
+    assert finished.profile.points[0] == before.points[0]
+    assert finished.profile.fit is not None
+    assert STOPPED not in finished.profile.doubts
+
+
+def test_no_point_begins_after_the_time_limit() -> None:
+    clock = Clock(0.0)
+    request = MeasureRequest(OWN, batch_sizes=(1, 2, 4), budget_s=0.02, time_limit_s=10)
+    events: list[Mapping[str, Any]] = []
+
+    def report(event: Mapping[str, Any]) -> None:
+        events.append(event)
+        clock.now += 6.0 if event["event"] == "point" else 0.0
+
+    class Counting(Clock):
+        def __call__(self) -> float:
+            clock.now += 1e-4
+            return clock.now
+
+    measure_points(build(OWN), request, device="cpu", run_options=RunOptions(), memory=FixedMemory(), report=report,
+                   clock_s=Counting())  # fmt: skip
+    assert [e["event"] for e in events if e["event"] in ("point", "stopped")] == ["point", "point", "stopped"]
+
+
+def test_batches_that_the_others_predict_are_left_out() -> None:
+    request = MeasureRequest(OWN, batch_sizes=(1, 2, 4, 8, 16), budget_s=0.02, tolerance_pct=99.0,
+                             known=((1, 100.0, 1.0), (4, 100.0, 4.0), (16, 100.0, 16.0)))  # fmt: skip
+    events = measured_events(request)
+    assert [e["event"] for e in events if e["event"] == "point"] == []
+    assert "batches 2, 8 at 100 %: not measured" in events[-1]["text"]
+    assert request.left() == 2

@@ -1,0 +1,122 @@
+"""Power, clock and temperature of one GPU while something runs on it, from NVML (`nvidia-ml-py`, imported on use)."""
+
+from __future__ import annotations
+
+import statistics
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from tenuto.errors import EnvironmentFaultError
+
+__all__ = ["NvmlTelemetry", "Reading", "Telemetry", "watch"]
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What the GPU said at one moment. Watts, MHz and degrees Celsius."""
+
+    power_w: float
+    sm_clock_mhz: float
+    temperature_c: float
+
+
+class Telemetry(Protocol):
+    """Reads one GPU; calls come from one thread at a time."""
+
+    def read(self) -> Reading:
+        """Return the present reading."""
+
+    def limits(self) -> dict[str, float]:
+        """Return `max_power_w` and `max_sm_clock_mhz`."""
+
+
+class NvmlTelemetry:
+    """NVML for the GPU with a UUID. Under CUDA MPS the readings are those of the whole GPU, all clients together."""
+
+    def __init__(self, uuid: str) -> None:
+        """Open NVML.
+
+        Raises:
+            EnvironmentFaultError: nvidia-ml-py or the driver is missing, or no GPU has this UUID.
+        """
+        try:
+            import pynvml
+        except ImportError as error:
+            raise EnvironmentFaultError("power and clocks need nvidia-ml-py. Run: pip install nvidia-ml-py") from error
+        self._nvml: Any = pynvml
+        name = uuid if uuid.startswith(("GPU-", "MIG-")) else f"GPU-{uuid}"
+        try:
+            pynvml.nvmlInit()
+            self._handle = pynvml.nvmlDeviceGetHandleByUUID(name)
+        except pynvml.NVMLError as error:
+            raise EnvironmentFaultError(f"NVML does not answer for {name}: {error}. Check `nvidia-smi`.") from error
+
+    def read(self) -> Reading:
+        """Return the present reading; raises `EnvironmentFaultError` where the driver refuses one."""
+        nvml = self._nvml
+        try:
+            return Reading(
+                nvml.nvmlDeviceGetPowerUsage(self._handle) / 1000.0,
+                float(nvml.nvmlDeviceGetClockInfo(self._handle, nvml.NVML_CLOCK_SM)),
+                float(nvml.nvmlDeviceGetTemperature(self._handle, nvml.NVML_TEMPERATURE_GPU)),
+            )
+        except nvml.NVMLError as error:
+            raise EnvironmentFaultError(f"NVML reads neither power nor clocks: {error}.") from error
+
+    def limits(self) -> dict[str, float]:
+        """Return `max_power_w` and `max_sm_clock_mhz`; raises `EnvironmentFaultError` where the driver refuses."""
+        nvml = self._nvml
+        try:
+            return {
+                "max_power_w": nvml.nvmlDeviceGetEnforcedPowerLimit(self._handle) / 1000.0,
+                "max_sm_clock_mhz": float(nvml.nvmlDeviceGetMaxClockInfo(self._handle, nvml.NVML_CLOCK_SM)),
+            }
+        except nvml.NVMLError as error:
+            raise EnvironmentFaultError(f"NVML knows no limits of power and clock: {error}.") from error
+
+
+def watch(
+    telemetry: Telemetry, run: Callable[[], object], clock_s: Callable[[], float], *, seconds: float,
+    period_s: float = 0.02,
+) -> dict[str, float]:
+    """Repeat `run` for a time and return the median `power_w`, `sm_clock_mhz` and `temperature_c` of its second half.
+
+    The first half is left out because the driver's power is a moving average. Readings come from a thread of their own,
+    so that the GPU is busy while they are taken; a last one is taken in any case.
+
+    Raises:
+        EnvironmentFaultError: a reading failed.
+    """
+    readings: list[Reading] = []
+    faults: list[EnvironmentFaultError] = []
+    ended = threading.Event()
+
+    def collect() -> None:
+        while not ended.wait(period_s):
+            try:
+                readings.append(telemetry.read())
+            except EnvironmentFaultError as fault:
+                faults.append(fault)
+                return
+
+    thread = threading.Thread(target=collect, name="telemetry", daemon=True)
+    thread.start()
+    try:
+        began = clock_s()
+        while True:
+            run()
+            if clock_s() - began >= seconds:
+                break
+    finally:
+        ended.set()
+        thread.join(timeout=5.0)
+    if faults:
+        raise faults[0]
+    readings.append(telemetry.read())
+    later = readings[len(readings) // 2 :]
+    return {
+        name: round(statistics.median(getattr(reading, name) for reading in later), 2)
+        for name in ("power_w", "sm_clock_mhz", "temperature_c")
+    }
