@@ -154,7 +154,7 @@ def _virtual(scene: Callable[[float], Any], duration_s: float, warmup_s: float |
         try:
             at = scene(load.slo_scale)
         except InvalidInputError as error:  # an SLO that no batch can meet any more
-            return Outcome(load, 0.0, 0.0, 0.0, 0.0, None, invalid=str(error.problems[0]))
+            return Outcome(load, 0.0, 0.0, 0.0, 0.0, None, invalid=str(error).splitlines()[0])
         schedule = make_schedule(_with_cv(at.models, load.cv), duration_s, at.seed, load.rate_scale)
         result = simulate(
             at.scheduler(), schedule.times_ms, schedule.model_index, duration_s=duration_s, warmup_s=warmup_s
