@@ -61,6 +61,7 @@ class NetworkMeter:
 
     _EVERY = 64
     _QUANTILE = 0.95
+    _MOVED_MS = 0.05  # smaller changes are not worth a new plan of the queue
 
     def __init__(self, client_ms: float, ctrl_ms: float = 1.0) -> None:
         self.client_ms = client_ms  # reserved for what happens beyond the socket, which the server cannot see
@@ -68,6 +69,7 @@ class NetworkMeter:
         self._travel: deque[float] = deque(maxlen=512)
         self._answer: deque[float] = deque(maxlen=512)
         self._since = 0
+        self._told = NetworkDelay(ctrl_ms=ctrl_ms, response_ms=client_ms)
 
     def record(self, travel_ms: float, batch_size: int) -> None:
         """Take one batch's delay on the wire."""
@@ -79,13 +81,24 @@ class NetworkMeter:
         """Take the time from a batch's answer to one response handed to the socket."""
         self._answer.append(max(0.0, answer_ms))
 
-    def is_due(self) -> bool:
-        """Whether enough was recorded since `delay` was last read to tell the scheduler."""
-        return self._since >= self._EVERY
+    def news(self) -> NetworkDelay | None:
+        """Return the delays to budget when enough was recorded since the last call and one has moved; else None."""
+        if self._since < self._EVERY:
+            return None
+        self._since = 0
+        found, told = self.delay(), self._told
+        moved_ms = max(abs(found.ctrl_ms - told.ctrl_ms), abs(found.response_ms - told.response_ms))
+        if moved_ms < self._MOVED_MS:
+            return None
+        return self.tell()
+
+    def tell(self) -> NetworkDelay:
+        """Return the delays to budget now; `news` counts from them."""
+        self._told = self.delay()
+        return self._told
 
     def delay(self) -> NetworkDelay:
         """Return the delays to budget now, in ms."""
-        self._since = 0
         return NetworkDelay(
             ctrl_ms=_quantile(self._travel, self._QUANTILE, self._ctrl_ms),
             response_ms=self.client_ms + _quantile(self._answer, self._QUANTILE, 0.0),

@@ -11,21 +11,22 @@ import asyncio
 import functools
 import itertools
 import logging
-import math
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from tenuto.batching.interface import TIME_TOLERANCE_MS, Dispatch, Drop, NetworkDelay, Preempt, Scheduler
+from tenuto.batching.interface import Dispatch, Drop, NetworkDelay, Preempt, Scheduler
 from tenuto.deployments.advice import LiveAdvice
 from tenuto.deployments.answers import Answer, Outcome
 from tenuto.deployments.batch_reply import split_reply
+from tenuto.deployments.core_time import TIMER_SLACK_MS, CoreTime
 from tenuto.deployments.correction import LatencyCorrection, NetworkMeter
 from tenuto.deployments.fleet import Fleet, LinkFactory
 from tenuto.deployments.in_flight import Batch, ModelCounters, Request
 from tenuto.deployments.link import Finder, GpuletLink
 from tenuto.deployments.request_log import RequestLog
 from tenuto.deployments.served import ServedModel
+from tenuto.deployments.status import dispatcher_status
 from tenuto.placement import Plan
 
 __all__ = ["Dispatcher", "SchedulerFactory"]
@@ -34,10 +35,6 @@ logger = logging.getLogger("ray.serve")
 
 # Builds the core for a plan; called again when the plan changes.
 SchedulerFactory = Callable[[Plan, NetworkDelay], Scheduler]
-
-# Timers of an event loop are late, by a millisecond or two when it is busy, and a batch held to its last moment
-# would then miss it. So the core is woken this much early and told the moment it asked for.
-TIMER_SLACK_MS = 2.0
 
 _NO_ANSWER = "the gpu-let that executed this batch died; send the request again"
 
@@ -73,6 +70,7 @@ class Dispatcher:
         self._on_change = on_change
         self._max_queued = max_queued
         self._clock = clock
+        self._time = CoreTime(clock, timer_slack_ms, self._on_timer)
         self._ids = itertools.count()
         self._sequences = itertools.count()
         self._requests: dict[int, Request] = {}
@@ -80,11 +78,7 @@ class Dispatcher:
         self._plan: Plan | None = None
         self._scheduler: Scheduler | None = None
         self._first_sequence = 0  # of the present plan
-        self._timer: asyncio.TimerHandle | None = None
-        self._armed_ms = math.inf
-        self._woken_ms = -math.inf
         self._model_index: dict[str, int] = {}
-        self._slack_ms = max(timer_slack_ms, TIME_TOLERANCE_MS)
         self.network = network or NetworkMeter(3.0)
         self.correction = LatencyCorrection()
         self.advice = LiveAdvice()
@@ -107,13 +101,13 @@ class Dispatcher:
 
     def apply(self, plan: Plan) -> None:
         """Serve `plan` from now on. Waiting requests move over; batches that run are answered; unchanged links stay."""
-        now = self._now()
+        now = self._time.now_ms
         self._plan = plan
         self._first_sequence = next(self._sequences)
         self._model_index = {spec.name: index for index, spec in enumerate(plan.models)}
         for spec in plan.models:
             self.counters.setdefault(spec.name, ModelCounters())
-        scheduler = self._build_scheduler(plan, self.network.delay())
+        scheduler = self._build_scheduler(plan, self.network.tell())
         scheduler.drain()
         self._scheduler = scheduler
         self.correction.restart()
@@ -153,9 +147,9 @@ class Dispatcher:
 
     async def close(self) -> None:
         """Answer everything that waits as failed, and disconnect."""
-        for timer in (self._timer, self._ticker):
-            if timer is not None:
-                timer.cancel()
+        self._time.disarm()
+        if self._ticker is not None:
+            self._ticker.cancel()
         for request in list(self._requests.values()):
             self._finish(request, Answer(Outcome.FAILED, reason="the server is shutting down; send the request again"))
         await self._fleet.close()
@@ -186,7 +180,7 @@ class Dispatcher:
         assert self._plan is not None
         scheduler = self._scheduler
         assert scheduler is not None
-        now = self._now()
+        now = self._time.now_ms
         allowed = self._plan.models[index].slo_ms if slo_ms is None else slo_ms
         future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
         counters = self.counters[model]
@@ -215,15 +209,11 @@ class Dispatcher:
             return
         self.counters[request.name].cancelled += 1
         if request.dispatched_ms == 0.0:
-            now = self._now()
+            now = self._time.now_ms
             self._scheduler.cancel(now, request.model, request.id)
             self._carry_out(now)
 
     # --- decisions ----------------------------------------------------------------------------------------------
-
-    def _now(self) -> float:
-        """Return the core's time: the clock's, or the moment of the last wake where that was taken a little early."""
-        return max(self._clock() * 1000.0, self._woken_ms)
 
     def _carry_out(self, now: float) -> None:
         scheduler = self._scheduler
@@ -236,25 +226,13 @@ class Dispatcher:
                     self._drop(decision)
                 else:
                     self._preempt(decision)
-        self._arm(scheduler.next_wake_ms, now)
-
-    def _arm(self, wake_ms: float, now: float) -> None:
-        if wake_ms >= self._armed_ms:
-            return  # the earlier timer looks again when it fires
-        if self._timer is not None:
-            self._timer.cancel()
-        self._armed_ms = wake_ms
-        loop = asyncio.get_running_loop()
-        self._timer = loop.call_later(max(0.0, (wake_ms - self._slack_ms - now) / 1000.0), self._on_timer)
+        self._time.arm(scheduler.next_wake_ms, now)
 
     def _on_timer(self) -> None:
-        self._armed_ms = math.inf
-        self._timer = None
         scheduler = self._scheduler
         assert scheduler is not None
-        now = self._now()
-        if scheduler.next_wake_ms <= now + self._slack_ms:
-            now = self._woken_ms = max(now, scheduler.next_wake_ms)
+        now = self._time.reach(scheduler.next_wake_ms)
+        if scheduler.next_wake_ms <= now:
             scheduler.wake(now)
         self._carry_out(now)
 
@@ -267,9 +245,7 @@ class Dispatcher:
                 requests.append(request)
         assert self._plan is not None
         name = self._plan.models[decision.model].name
-        batch = Batch(
-            next(self._sequences), name, decision.model, decision.gpulet, requests, now, self._clock() * 1000.0
-        )
+        batch = Batch(next(self._sequences), name, decision.model, decision.gpulet, requests, now, self._time.clock_ms)
         link = self._fleet.add(batch)
         if not requests:
             # Every client left between decision and dispatch; keep the core's account of the gpu-let straight.
@@ -287,13 +263,13 @@ class Dispatcher:
 
     def _empty_batch_done(self, batch: Batch) -> None:
         if self._fleet.take(batch.gpulet, batch.sequence) is not None and batch.gpulet >= 0:
-            self._done(batch, self._now())
+            self._done(batch, self._time.now_ms)
 
     def _drop(self, decision: Drop) -> None:
         for request_id in decision.request_ids:
             request = self._requests.get(request_id)
             if request is not None:
-                waited = self._now() - request.received_ms
+                waited = self._time.now_ms - request.received_ms
                 self._finish(
                     request,
                     Answer(
@@ -318,7 +294,7 @@ class Dispatcher:
     def described(self, index: int) -> None:
         if index >= 0 and self._scheduler is not None:
             self._fleet.described()
-            now = self._now()
+            now = self._time.now_ms
             self._offer(index, now)
             self._carry_out(now)
             self._on_change()
@@ -326,7 +302,7 @@ class Dispatcher:
     def link_down(self, index: int, reason: str) -> None:
         if index < 0 or self._scheduler is None:
             return
-        now = self._now()
+        now = self._time.now_ms
         lost = self._fleet.lose(index)
         self._scheduler.gpulet_lost(now, index)
         for batch in lost:
@@ -350,7 +326,7 @@ class Dispatcher:
         batch = self._fleet.take(index, header["id"])
         if batch is None:
             return  # preempted
-        now = self._now()
+        now = self._time.now_ms
         if index >= 0:
             self._learn(batch, header, now)
             self._done(batch, now)
@@ -382,8 +358,9 @@ class Dispatcher:
         factor = self.correction.record(batch.model, batch.gpulet, execution_ms / planned)
         if factor is not None:
             self._scheduler.update_latency(batch.model, batch.gpulet, factor)
-        if self.network.is_due():
-            self._scheduler.update_network(self.network.delay())
+        delay = self.network.news()
+        if delay is not None:
+            self._scheduler.update_network(delay)
 
     def _answer_requests(self, batch: Batch, header: dict[str, Any], body: memoryview, now: float) -> None:
         if "error" not in header:
@@ -395,7 +372,7 @@ class Dispatcher:
 
     def _finish(self, request: Request, answer: Answer, now: float | None = None) -> None:
         self._requests.pop(request.id, None)
-        now = self._now() if now is None else now
+        now = self._time.now_ms if now is None else now
         in_time = now <= request.deadline_ms
         self.counters[request.name].count(answer.outcome, in_time=in_time)
         self.advice.ended(in_time=in_time and answer.outcome is Outcome.OK)
@@ -416,23 +393,14 @@ class Dispatcher:
 
     def status(self) -> dict[str, Any]:
         """Return plain data: the plan, the gpu-lets as they are, counts and measured against planned latencies."""
-        plan = self._plan
-        if plan is None:
-            return {"plan": None, "gpulets": [], "models": {}}
-        models, queued = {}, self.queue_lengths()
-        for spec in plan.models:
-            expected = plan.expected.models.get(spec.name)
-            models[spec.name] = {
-                **self.counters[spec.name].to_data(),
-                "planned_latency_ms": expected.latency_ms if expected else None,
-                "queued": queued[spec.name],
-            }
-        delay = self.network.delay()
-        return {
-            "plan": plan.to_data(), "gpulets": self.gpulets(), "models": models,
-            "network": {"ctrl_ms": delay.ctrl_ms, "response_ms": delay.response_ms},
-            "autoscale": self.advice.to_data(self._clock()),
-        }  # fmt: skip
+        return dispatcher_status(
+            self._plan,
+            counters=self.counters,
+            queued=self.queue_lengths(),
+            gpulets=self.gpulets(),
+            delay=self.network.delay(),
+            advice=self.advice.to_data(self._clock()),
+        )
 
     def record_answer(self, answer_ms: float) -> None:
         """Take the time from an answer's arrival to its response handed to the socket."""

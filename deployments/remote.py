@@ -200,8 +200,8 @@ class RemoteDispatchers:
             answer.start_ms += held_ms
             if not request.future.done():
                 request.future.set_result(answer)
-        if self._hop.is_due():
-            delay = self._hop.delay()
+        delay = self._hop.news()
+        if delay is not None:
             self._reserve_ms = delay.ctrl_ms + delay.response_ms
 
     # --- state --------------------------------------------------------------------------------------------------

@@ -18,8 +18,9 @@ from tenuto.batching.registry import make_scheduler
 from tenuto.batching.scenario import RanBatch, Scenario
 from tenuto.batching.setup import from_plan
 from tenuto.deployments.answers import Answer
+from tenuto.deployments.core_time import TIMER_SLACK_MS
 from tenuto.deployments.correction import NetworkMeter
-from tenuto.deployments.dispatcher import TIMER_SLACK_MS, Dispatcher
+from tenuto.deployments.dispatcher import Dispatcher
 from tenuto.deployments.fleet import LinkFactory
 from tenuto.deployments.link import Finder, Link, LinkEvents
 from tenuto.deployments.virtual_loop import VirtualLoop
