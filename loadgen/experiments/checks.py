@@ -12,7 +12,7 @@ __all__ = ["finding", "hosted", "missing", "near", "replica_rows"]
 
 def missing(name: str, statement: str, published: str, tolerance: str, figure: str) -> Observation:
     """Return the observation of which a point was not run."""
-    why = "its points are not part of this run; run without --quick and --policy"
+    why = "its points did not run: --quick, --policy and --live run fewer, and an interruption ends a run early"
     return Observation(name, statement, published, "-", "not checked", tolerance, figure, why)
 
 

@@ -180,8 +180,8 @@ def _wsm_close(results: Results) -> list[Observation]:
             continue
         why = (
             "densenet121 b16 and efficientnet_b7 b8 share a GPU. Their SM utilisations sum to 98 %, which fits for "
-            "WSM-MILP; emulated in time slices they run at half speed while both are busy, and densenet121's queue "
-            "grows. On the thesis' GPU their kernels evidently overlapped better than resnet50's with alexnet's"
+            "WSM-MILP; emulated in time slices they run at half speed while both are busy, and both queues grow. The "
+            "thesis' bars suggest that their kernels overlapped there, though resnet50's and alexnet's did not"
         )
         ours = f"{value:.0f} and {best:.0f} r/s"
         found.append(finding(name, statement, published, ours, value >= 0.9 * best, tolerance, GOODPUT, why))

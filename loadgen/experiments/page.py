@@ -11,6 +11,7 @@ import numpy as np
 
 from tenuto.loadgen.experiments.case import DEFERRED, ROUTER
 from tenuto.loadgen.experiments.experiment import THESIS_POLICIES, Detail, Experiment, Observation, Results
+from tenuto.loadgen.experiments.facts import thesis_section
 from tenuto.loadgen.report.charts import Bar, Plot, legend, stacked_bars
 from tenuto.loadgen.report.page import html_document
 from tenuto.loadgen.report.palette import STAGE_COLOURS, Style, styles_for
@@ -52,6 +53,7 @@ def render_experiment(
         _goodput(experiment, results),
         _losses(results),
         _details(experiment, results),
+        _stated(experiment),
         _absent(results),
         _provenance(results, document),
     ]
@@ -117,12 +119,13 @@ def _goodput(experiment: Experiment, results: Results) -> str:
         heading = f"SLO {slo:g} ms"
         if len(results.slos()) > 1:
             parts.append(f"<h3>{escape(heading)}</h3>")
-        charts = []
-        for scheduler in experiment.schedulers:
-            for group, what in ((ours, "the thesis' policies"), (others, "other policies")):
-                if group:
-                    charts.append(_chart(experiment, results, group, slo, scheduler, f"{what}, {_WORDS[scheduler]}"))
-        parts.append(f'<div class="grid">{"".join(charts)}</div>')
+        charts = [
+            _chart(experiment, results, group, slo, scheduler, f"{what}, {_WORDS[scheduler]}")
+            for group, what in ((ours, "the thesis' policies"), (others, "other policies"))
+            for scheduler in experiment.schedulers
+            if group
+        ]
+        parts.append(f'<div class="grid two">{"".join(charts)}</div>')
     return "".join(parts)
 
 
@@ -194,8 +197,10 @@ def _detail(number: int, detail: Detail, results: Results) -> str:
     bars = [_bar("sent", row, styles, "offered_rps", ROUTER)]
     bars += [_bar(f"in time, {_WORDS[s]}", row, styles, "goodput_rps", s) for s in row["runs"]]
     stacked = stacked_bars(bars, f"Goodput by model: {detail.caption}", unit="requests per second")
+    notes = [note for note in plan.notes if note.startswith("stated in")]
+    stated = "".join(f'<p class="note">The plan is {escape(note)}.</p>' for note in notes)
     return (
-        f'<div class="pair" id="point{number}"><h3>{escape(detail.caption)}</h3>{placement_picture(plan, styles)}'
+        f'<div class="pair" id="point{number}"><h3>{escape(detail.caption)}</h3>{placement_picture(plan, styles)}{stated}'
         f'<div class="grid">{figure("Goodput by model", names + stacked)}{"".join(charts)}</div>{_replicas(row)}</div>'
     )
 
@@ -242,6 +247,29 @@ def _number(value: float | None, digits: int) -> str:
 
 def _percent(value: float | None) -> str:
     return "–" if value is None else f"{100 * value:.1f} %"
+
+
+def _stated(experiment: Experiment) -> str:
+    """Every number and placement the thesis states on the experiment, those no observation line uses among them."""
+    entry = thesis_section(experiment.section)
+    facts = {key: entry[key] for key in ("same_as", "difference", "observations") if key in entry}
+    rows = "".join(f"<tr><th>{escape(key)}</th><td>{escape(value)}</td></tr>" for key, value in _flat(facts))
+    return (
+        "<h2>What the thesis states</h2><details><summary>All numbers and placements in the text of section "
+        f'{escape(experiment.section)}</summary><table class="left"><tbody>{rows}</tbody></table></details>'
+    )
+
+
+def _flat(facts: Mapping[str, Any], path: str = "") -> list[tuple[str, str]]:
+    """Return (path, value) of every leaf, the outermost key `observations` left out of the path."""
+    rows: list[tuple[str, str]] = []
+    for key, value in facts.items():
+        here = f"{path} {key}".strip().replace("_", " ") if key != "observations" else path
+        if isinstance(value, Mapping):
+            rows += _flat(value, here)
+        else:
+            rows.append((here, ", ".join(str(part) for part in value) if isinstance(value, list) else str(value)))
+    return rows
 
 
 def _absent(results: Results) -> str:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import signal
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import BrokenExecutor, Future, ProcessPoolExecutor, wait
 from dataclasses import dataclass
 from functools import partial
@@ -60,13 +62,14 @@ def _run_on_processes(
 ) -> Finished:
     done: dict[int, dict[str, Any]] = {}
     is_whole = True
-    # Spawned, not forked: the parent may hold threads. The children leave Ctrl-C to it.
+    # Spawned, not forked: the parent may hold threads. The children leave Ctrl-C to it, from their first moment on.
     context = multiprocessing.get_context("spawn")
     pool = ProcessPoolExecutor(jobs, mp_context=context, initializer=signal.signal,
                                initargs=(signal.SIGINT, signal.SIG_IGN))  # fmt: skip
     futures: dict[Future[dict[str, Any]], int] = {}
     try:
-        futures = {pool.submit(work, case): position for position, case in enumerate(cases)}
+        with _no_interrupts():
+            futures = {pool.submit(work, case): position for position, case in enumerate(cases)}
         pending = set(futures)
         while pending:
             finished, pending = wait(pending, return_when="FIRST_COMPLETED")
@@ -84,3 +87,16 @@ def _run_on_processes(
         if not is_whole and future.done() and not future.cancelled() and future.exception() is None:
             done[position] = future.result()
     return Finished([done[position] for position in sorted(done)], is_whole)
+
+
+@contextlib.contextmanager
+def _no_interrupts() -> Iterator[None]:
+    """Ignore Ctrl-C while processes are started, which inherit that; only the main thread may and needs to."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)

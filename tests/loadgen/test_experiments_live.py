@@ -41,6 +41,7 @@ def test_the_mean_slowdown_counts_how_long_neighbours_run() -> None:
 
 
 @pytest.mark.ray
+@pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::DeprecationWarning")
 def test_a_live_point_agrees_with_its_simulation() -> None:
     """Goodput within 10 % for both schedulers, at a twentieth of the speed."""
     one = case("ao-milp", 4, duration_s=0.75)
