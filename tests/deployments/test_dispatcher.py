@@ -68,16 +68,6 @@ async def test_a_request_is_answered_with_its_own_outputs(start: Start) -> None:
     assert (dispatcher.counters["m"].ok, dispatcher.counters["m"].batches) == (4, 2)
 
 
-async def test_a_full_batch_leaves_at_once_and_a_short_one_waits_for_its_deadline(start: Start) -> None:
-    gpulet = FakeGpulet("a", ("m",))
-    dispatcher = await start(make_plan(("a", ("m",)), batch_size=2, slo_ms=120.0), gpulet)
-    full = [dispatcher.submit("m", X) for _ in range(2)]
-    assert (await _answer(full[0])).batching_ms < 60
-    alone = await _answer(dispatcher.submit("m", X))
-    assert alone.outcome is Outcome.OK
-    assert alone.batching_ms > 60
-
-
 async def test_a_deadline_in_the_past_expires_without_execution(start: Start) -> None:
     gpulet = FakeGpulet("a", ("m",))
     dispatcher = await start(make_plan(("a", ("m",))), gpulet)

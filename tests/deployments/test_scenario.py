@@ -38,6 +38,20 @@ def test_the_documented_scenario_runs_the_same_batches_on_both_drivers() -> None
     assert {answer.outcome for answer in answers} == {Outcome.OK, Outcome.EXPIRED}
 
 
+def test_a_full_batch_leaves_at_once_and_a_short_one_waits_for_its_deadline() -> None:
+    scenario = Scenario.from_data(
+        {
+            "models": [{"name": "m", "slo_ms": 120, "latency": {"alpha_ms": 1, "beta_ms": 1}, "rate_rps": 5}],
+            "gpulets": [{"id": "g", "models": {"m": 2}}],
+            "arrivals": [{"model": "m", "at_ms": 10, "count": 2}, {"model": "m", "at_ms": 500}],
+        }
+    )
+    (full, short), answers = run_virtual_clock(scenario)
+    assert full == (10.0, "g", "m", (0, 1))
+    assert 560 < short.dispatched_ms <= 500 + 120 - 3 - 1 - 2  # less the way back, the way there, and l(1)
+    assert [answer.outcome for answer in answers] == [Outcome.OK] * 3
+
+
 def drawn(seed: int, scheduler: str) -> Scenario:
     """A random scenario: 2 to 4 models on 1 to 4 gpu-lets, 150 requests at irregular times, up to overload."""
     draw = random.Random(seed)
