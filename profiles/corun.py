@@ -229,6 +229,6 @@ def _parts(parts: Sequence[CoRunRequest], reports: Sequence[Mapping[str, Any]]) 
         made.append(CoRunPart(
             model=row_name(part.source), batch_size=part.batch_size, share_pct=part.share_pct,
             latency_ms=round(timing.median_ms, 4), latency_spread_ms=round(timing.spread_ms, 4), runs=timing.runs,
-            metrics={**splits, "uncertainty_pct": round(timing.uncertainty_pct, 2)},
+            metrics={**splits, **report.get("metrics", {}), "uncertainty_pct": round(timing.uncertainty_pct, 2)},
         ))  # fmt: skip
     return made

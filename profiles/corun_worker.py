@@ -16,6 +16,8 @@ from typing import Any
 from tenuto.errors import InvalidInputError, TenutoError
 from tenuto.profiles.corun import CoRunRequest
 from tenuto.profiles.cpu_share import cpu_threads
+from tenuto.profiles.kernels.metrics import kernel_metrics
+from tenuto.profiles.kernels.recording import record_kernels
 from tenuto.profiles.torch_runner import TorchRunner, pick_device, split_options
 from tenuto.profiles.worker import random_inputs
 
@@ -55,6 +57,10 @@ def _serve(request: CoRunRequest, report: Callable[[Mapping[str, Any]], None]) -
     inputs = random_inputs(runner.signature, request.batch_size, request.seed)
     for _ in range(_WARM_UP_RUNS):
         runner.run(inputs, request.batch_size)
+    def run() -> object:
+        return runner.run(inputs, request.batch_size)
+
+    recorded: dict[str, float] | None = _record(run) if device == "cuda" else None  # the first start of CUPTI is slow
     report({"event": "ready", "device": device})
     told = sys.stdin.readline().strip()
     if not told:
@@ -64,7 +70,11 @@ def _serve(request: CoRunRequest, report: Callable[[Mapping[str, Any]], None]) -
     ended: list[float] = []
     splits: dict[str, list[float]] = {}
     until = time.monotonic() + seconds  # one clock for all processes of a machine
+    metrics: dict[str, float] = {}
+    half = until - seconds / 2
     while not ended or ended[-1] < until:
+        if recorded is not None and time.monotonic() >= half:
+            metrics, recorded = _record(run) or {}, None  # between two timed batches, while the others run
         began.append(time.monotonic())
         if runner.on_cuda:
             for key, value in runner.split_times_ms(inputs, request.batch_size).items():
@@ -72,7 +82,17 @@ def _serve(request: CoRunRequest, report: Callable[[Mapping[str, Any]], None]) -
         else:
             runner.run(inputs, request.batch_size)
         ended.append(time.monotonic())
-    report({"event": "runs", "began": began, "ended": ended, "splits": splits})
+    report({"event": "runs", "began": began, "ended": ended, "splits": splits, "metrics": metrics})
+
+
+def _record(run: Callable[[], object]) -> dict[str, float] | None:
+    """Return number of kernels and the time between them of one batch, or None where they cannot be recorded."""
+    try:
+        trace = record_kernels(run)
+        found = kernel_metrics(trace.kernels, trace.device)
+    except TenutoError:
+        return None
+    return {name: found[name] for name in ("kernels", "kernel_ms", "kernel_gap_ms")}
 
 
 if __name__ == "__main__":

@@ -121,6 +121,7 @@ def gpu_type_of(device_name: str) -> str:
 def measure_model(
     request: MeasureRequest, *, on_point: Callable[[ProfilePoint], None] = lambda _point: None,
     share_environment: ShareEnvironment | None = None, before: ModelProfile | None = None,
+    on_machine: Callable[[Mapping[str, Any]], None] = lambda _machine: None,
     clock_s: Callable[[], float] = time.monotonic,
 ) -> Measurement:
     """Measure one model in fresh processes; blocks.
@@ -131,6 +132,7 @@ def measure_model(
         share_environment: the environment that gives a process a share of a CUDA device (CUDA MPS); without it only
             the whole device can be measured there. On a CPU a share is a number of threads and needs none.
         before: what a stopped run measured of this model on this device: its points are kept, the rest is measured.
+        on_machine: called with the device before anything is measured on it; may raise to refuse it.
         clock_s: monotonic clock for the request's time limit.
 
     Raises:
@@ -147,6 +149,7 @@ def measure_model(
     for event in _all_events(request, share_environment, clock_s):
         if event["event"] == "machine":
             machine = event
+            on_machine(event)
         elif event["event"] == "built":
             weights_mib = event["weights_mib"]
         elif event["event"] == "point":
@@ -197,7 +200,22 @@ def _all_events(
                 yield {"event": "stopped"}
                 return
             part = replace(part, time_limit_s=left_s)
-        yield from _events(part, environment)
+        for event in _events(part, environment):
+            if event["event"] == "machine" and event["device"] == "cuda" and environment:
+                _check_share(part.shares[0], event)
+            yield event
+
+
+def _check_share(share_pct: float, machine: Mapping[str, Any]) -> None:
+    """Refuse a process that sees more SMs than its share: it is not attached to CUDA MPS, which is no error in CUDA."""
+    kind, seen = GPU_TYPES.get(str(machine["gpu_type"])), machine.get("sm_count")
+    if kind is None or kind.sm_count is None or seen is None:
+        return
+    if seen > max(2, kind.sm_count * share_pct / 100.0):
+        raise EnvironmentFaultError(
+            f"a process with a share of {share_pct:g} % sees {seen} of {kind.sm_count} SMs: the share is not enforced. "
+            "Check that the CUDA MPS daemon runs and that CUDA_MPS_PIPE_DIRECTORY is its own (see `tenuto doctor`)."
+        )
 
 
 def _parts(

@@ -173,6 +173,8 @@ def _measure_point(
         "runs": float(timing.runs), "uncertainty_pct": round(timing.uncertainty_pct, 2),
         "repeat_pct": round(repeat_pct, 2), "fastest_ms": round(timing.fastest_ms, 4),
     }
+    if runner.on_cuda:
+        metrics["sm_count"] = float(_sm_count())
     splits = [runner.split_times_ms(inputs, size) for _ in range(10)] if runner.on_cuda else []
     for key in splits[0] if splits else ():
         metrics[key] = round(quantile(sorted(split[key] for split in splits), 0.5), 4)
@@ -184,8 +186,14 @@ def _measure_point(
     )
 
 
+def _sm_count() -> int:
+    import torch
+
+    return int(torch.cuda.get_device_properties(0).multi_processor_count)
+
+
 def describe_machine(device: str) -> dict[str, Any]:
-    """Return `device`, `gpu_type`, `hardware`, `memory_mib` and `versions` of what is measured."""
+    """Return `device`, `gpu_type`, `hardware`, `memory_mib`, `versions` and on CUDA `sm_count` of what is measured."""
     import torch
 
     versions = {"python": platform.python_version(), "torch": torch.__version__}
@@ -198,9 +206,9 @@ def describe_machine(device: str) -> dict[str, Any]:
         name = torch.cuda.get_device_name(0)
         properties = torch.cuda.get_device_properties(0)
         versions["cuda"] = str(torch.version.cuda)
-        hardware = f"{name}, {properties.multi_processor_count} SMs"
+        hardware = name  # the SM count is the share's under CUDA MPS, so it does not name the device
         return {"device": device, "gpu_type": gpu_type_of(name), "hardware": hardware, "versions": versions,
-                "memory_mib": properties.total_memory / 2**20}
+                "memory_mib": properties.total_memory / 2**20, "sm_count": properties.multi_processor_count}
     pages, page_size = os.sysconf("SC_PHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
     hardware = f"{_processor()}, {cpu_cores()} cores"
     return {"device": device, "gpu_type": "cpu", "hardware": hardware, "versions": versions,

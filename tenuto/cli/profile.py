@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import shlex
 import sys
+import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +16,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from tenuto.cli.common import emit_json, parse_options, progress_console, stdout_console
+from tenuto.cli.profile_book import ProfileBook
+from tenuto.cli.profile_coruns import KINDS, measure_co_runs
+from tenuto.cli.share_environment import running_daemon
 from tenuto.errors import InvalidInputError, Problem, TenutoError
-from tenuto.profiles.measure import Measurement, MeasureRequest, assemble, measure_model, row_name
+from tenuto.profiles.measure import STOPPED, MeasureRequest, measure_model, row_name
 from tenuto.profiles.profile import ModelProfile, Profile, ProfilePoint
 
 __all__ = ["command"]
@@ -34,45 +39,118 @@ __all__ = ["command"]
 @click.option("--option", "options", multiple=True, metavar="K=V",
               help="Model option such as sequence_length=512, image_size=224 or dtype=bf16; repeatable.")
 @click.option("--seed", type=int, default=0, show_default=True, help="Seed of random weights and inputs.")
+@click.option("--time-limit-s", type=float, metavar="S",
+              help="Begin no point after S seconds; continue later with --resume.")
+@click.option("--resume", is_flag=True, help="Keep what FILE holds and measure the rest.")
+@click.option("--adaptive", "tolerance_pct", type=float, default=0.0, metavar="PCT",
+              help="Measure the ends first, then where predictions disagree most; leave out what they agree on within "
+                   "PCT percent. Default: measure everything.")
+@click.option("--co-runs", "co_runs", default="", metavar="KIND,…",
+              help="Also run models at once: igniter (alone and two copies), pairs, residents (1 to 5 copies).")
+@click.option("--co-run-s", type=float, default=5.0, show_default=True, help="Seconds of each co-run.")
+@click.option("--fit/--no-fit", default=False, show_default=True,
+              help="Fit the coefficients of iGniter's and gpulet's interference models from the file's measurements.")
+@click.option("--import-ncu", metavar="FILE", help="Nsight Compute CSV (--csv --page raw) of one batch of MODEL.")
+@click.option("--import-nsys", metavar="FILE", help="Nsight Systems CSV (-r cuda_gpu_trace) of the same batch.")
+@click.option("--import-trace", metavar="FILE", help="torch.profiler trace of the same batch.")
+@click.option("--import-batches", type=int, default=1, show_default=True, help="Batches those files recorded.")
 @click.option("-o", "--output", type=click.Path(dir_okay=False), metavar="FILE",
               help="Profile file; default profile-TYPE.yaml, such as profile-cpu.yaml.")
 @click.option("--json", "as_json", is_flag=True, help="Print the profile as JSON.")
 def command(
     models: tuple[str, ...], device: str, batch_sizes: str, shares: str, budget_s: float, weights_path: str | None,
-    options: tuple[str, ...], seed: int, output: str | None, as_json: bool,
+    options: tuple[str, ...], seed: int, time_limit_s: float | None, resume: bool, tolerance_pct: float, co_runs: str,
+    co_run_s: float, fit: bool, import_ncu: str | None, import_nsys: str | None, import_trace: str | None,
+    import_batches: int, output: str | None, as_json: bool,
 ) -> int:
     """Measure MODELs: latency, spread and peak memory per batch size and share, and the line alpha*b + beta.
 
     MODEL is a name of the catalogue (resnet50), a source (transformers/bert), your own package.module:factory, or a
-    local transformers directory. Ctrl-C keeps the models that are finished.
+    local transformers directory. The file is written after every point; Ctrl-C keeps them, --resume continues.
+
+    With --import-… nothing is measured: the kernels those files recorded of one batch of MODEL at the one batch size
+    and share given are merged into FILE.
 
     Example: tenuto profile resnet50 mobilenet_v2 bert --batch-sizes 1,2,4,8 -o cpu.yaml
     """
-    requests = _requests(models, device, batch_sizes, shares, budget_s, weights_path, options, seed)
-    if output is not None:
-        _check_writable(Path(output))
-    finished, fault = _measure(requests)
-    if not finished:
+    requests = _requests(models, device, batch_sizes, shares, budget_s, weights_path, options, seed, tolerance_pct)
+    if time_limit_s is not None and not time_limit_s > 0:
+        raise InvalidInputError(Problem("--time-limit-s", time_limit_s, "must be above 0", "Give seconds."))
+    kinds = _kinds(co_runs, co_run_s)
+    importing = any((import_ncu, import_nsys, import_trace))
+    book = ProfileBook(
+        None if output is None else Path(output), command=shlex.join(["tenuto", *sys.argv[1:]]),
+        resume=resume or importing,
+    )
+    console = progress_console()
+    fault: BaseException | None = None
+    if importing:
+        _import(book, requests, import_ncu, import_nsys, import_trace, import_batches)
+        finished = len(requests)
+    else:
+        until = None if time_limit_s is None else time.monotonic() + time_limit_s
+        finished, fault = _measure(requests, book, until)
+        if fault is None and kinds and (until is None or time.monotonic() < until):
+            fault = measure_co_runs(requests, book, kinds, co_run_s, until)
+    if book.profile is None:
         raise fault or KeyboardInterrupt
-    profile = assemble(finished, name="measured", command=shlex.join(["tenuto", *sys.argv[1:]]))
-    path = Path(output or f"profile-{profile.gpu_type}.yaml")
-    profile = profile.model_copy(update={"name": path.stem})
-    _write(path, profile.dump())
+    if fit:
+        from tenuto.cli.coefficients import fit_coefficients
+
+        fitted = fit_coefficients(book.profile)
+        book.replace(fitted.profile)
+        for note in fitted.notes:
+            console.print(escape(note))
+    profile = book.profile
     if as_json:
         emit_json(profile.model_dump(mode="json", by_alias=True, exclude_none=True))
     else:
         _print(profile)
-    console = progress_console()
-    console.print(f"wrote {escape(str(path))} ({len(finished)} of {len(requests)} models)")
+    console.print(f"wrote {escape(str(book.path))} ({finished} of {len(requests)} models)")
     if isinstance(fault, TenutoError):
         console.print(f"error: {escape(str(fault))}")
         return fault.exit_code
     return 130 if fault is not None else 0
 
 
+def _kinds(text: str, seconds: float) -> tuple[str, ...]:
+    kinds = tuple(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
+    problems = [
+        Problem("--co-runs", kind, "is no kind of co-run", f"Kinds: {', '.join(KINDS)}.")
+        for kind in kinds if kind not in KINDS
+    ]
+    if not seconds > 0:
+        problems.append(Problem("--co-run-s", seconds, "must be above 0", "Give seconds."))
+    if problems:
+        raise InvalidInputError(problems)
+    return kinds
+
+
+def _import(
+    book: ProfileBook, requests: list[MeasureRequest], ncu: str | None, nsys: str | None, trace: str | None,
+    batches: int,
+) -> None:
+    from tenuto.profiles.kernels.importing import ImportRequest, import_kernels
+
+    (first, *others) = requests
+    if others or len(first.batch_sizes) > 1 or len(first.shares) > 1:
+        raise InvalidInputError(
+            Problem("--batch-sizes", list(first.batch_sizes), "an import is of one model, batch size and share",
+                    "Name one MODEL, and for example --batch-sizes 4 --shares 100.")
+        )
+    if book.profile is None:
+        raise InvalidInputError(
+            Problem("-o", str(book.path), "no such profile file to import into", "Measure MODEL first.")
+        )
+    request = ImportRequest(
+        row_name(first.source), first.batch_sizes[0], first.shares[0], ncu, nsys, trace, batches
+    )
+    book.replace(import_kernels(book.profile, request))
+
+
 def _requests(
     models: tuple[str, ...], device: str, batch_sizes: str, shares: str, budget_s: float, weights_path: str | None,
-    options: tuple[str, ...], seed: int,
+    options: tuple[str, ...], seed: int, tolerance_pct: float,
 ) -> list[MeasureRequest]:
     """Turn arguments into requests; raises `InvalidInputError` with the problems of all of them."""
     problems: list[Problem] = []
@@ -86,6 +164,7 @@ def _requests(
         request = MeasureRequest(
             source=model, device=device, batch_sizes=tuple(sizes) or (1,), shares=tuple(percents) or (100.0,),
             budget_s=budget_s, weights_path=weights_path, seed=seed, options=values,
+            tolerance_pct=tolerance_pct,
         )
         try:
             request.check()
@@ -110,46 +189,53 @@ def _numbers(option: str, text: str, kind: Any, problems: list[Problem]) -> list
         return []
 
 
-def _measure(requests: list[MeasureRequest]) -> tuple[list[Measurement], BaseException | None]:
-    """Measure one model after the other; on Ctrl-C or a fault return what is finished, and the reason."""
-    finished: list[Measurement] = []
-    points = sum(len(request.batch_sizes) * len(request.shares) for request in requests)
+def _measure(
+    requests: list[MeasureRequest], book: ProfileBook, until: float | None
+) -> tuple[int, BaseException | None]:
+    """Measure one model after the other; on Ctrl-C or a fault return how many are finished, and the reason."""
+    before = {row_name(request.source): book.before(row_name(request.source), request) for request in requests}
+    have = {name: {(p.batch_size, p.share_pct) for p in known.points} if known else set()
+            for name, known in before.items()}
+    left = {
+        row_name(r.source): sum((b, s) not in have[row_name(r.source)] for b in r.batch_sizes for s in r.shares)
+        for r in requests
+    }
+    environment = running_daemon()
     console = progress_console()
     columns = (TextColumn("{task.description}"), BarColumn(bar_width=24), MofNCompleteColumn(), TimeElapsedColumn())
+    finished = done = 0
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task("starting", total=points)
-        for index, request in enumerate(requests):
+        task = progress.add_task("starting", total=sum(left.values()))
+        for request in requests:
             name = row_name(request.source)
+            if left[name] == 0:
+                finished += 1
+                continue
+            remaining_s = None if until is None else until - time.monotonic()
+            if remaining_s is not None and remaining_s <= 0:
+                console.print(f"time limit reached before {escape(name)}; continue with --resume")
+                break
             progress.update(task, description=f"{name}: building")
 
-            def on_point(point: ProfilePoint, name: str = name) -> None:
+            def on_point(point: ProfilePoint, name: str = name, request: MeasureRequest = request) -> None:
+                book.point(name, request, point)
                 text = f"{name}: batch {point.batch_size} at {point.share_pct:g} %: {point.latency_ms:.1f} ms"
                 progress.update(task, advance=1, description=text)
                 if not console.is_terminal:
                     console.print(text)
 
             try:
-                finished.append(measure_model(request, on_point=on_point))
+                measurement = measure_model(
+                    replace(request, time_limit_s=remaining_s), on_point=on_point, on_machine=book.machine,
+                    before=before[name], share_environment=environment,
+                )
             except (KeyboardInterrupt, TenutoError) as fault:
                 return finished, fault
-            done = sum(len(r.batch_sizes) * len(r.shares) for r in requests[: index + 1])
+            book.finish(measurement)
+            finished += STOPPED not in measurement.profile.doubts
+            done += left[name]
             progress.update(task, completed=done)
     return finished, None
-
-
-def _check_writable(path: Path) -> None:
-    """Refuse a path before minutes are spent on measuring."""
-    if not path.parent.is_dir():
-        raise InvalidInputError(Problem("-o", str(path), "its directory does not exist", "Create it, or use another."))
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise InvalidInputError(
-            Problem("-o", str(path), f"cannot be written ({error.strerror})", "Give a writable path.")
-        ) from error
 
 
 def _print(profile: Profile) -> None:

@@ -11,7 +11,7 @@ from tenuto.profiles import Fit, ModelProfile, Profile, ProfilePoint
 from tenuto.profiles.measure import Measurement, MeasureRequest, row_name
 
 
-def measured(request: MeasureRequest, on_point: Any = None) -> Measurement:
+def measured(request: MeasureRequest, on_point: Any = None, **_: Any) -> Measurement:
     """Stand in for the profiler: 2b + 5 ms at every share, scaled by it."""
     points = tuple(
         ProfilePoint(batch_size=b, share_pct=s, latency_ms=(2 * b + 5) * 100 / s, latency_spread_ms=0.1, memory_mib=50)
@@ -93,7 +93,7 @@ def test_wrong_arguments(run: Any, arguments: tuple[str, ...], message: str) -> 
 
 
 def failing_after_one(reason: BaseException) -> Any:
-    def measure(request: MeasureRequest, on_point: Any) -> Measurement:
+    def measure(request: MeasureRequest, on_point: Any, **_: Any) -> Measurement:
         if request.source != "resnet50":
             raise reason
         return measured(request, on_point)
@@ -133,3 +133,91 @@ def test_a_real_model_is_measured_end_to_end(run: Any, monkeypatch: pytest.Monke
     (model,) = json.loads(out)["models"].values()
     assert [point["batch_size"] for point in model["points"]] == [1, 2]
     assert all(point["latency_ms"] > 0 for point in model["points"])
+
+
+OWN = "tests.profiles.own_models:scale"
+
+
+@pytest.fixture
+def real(run: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    from tenuto.profiles.measure import measure_model
+
+    monkeypatch.setattr(verb, "measure_model", measure_model)
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2]))
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
+
+    def call(*arguments: str) -> tuple[int, str, str]:
+        common = ("--option", "width=8", "--budget-s", "0.1", "--device", "cpu", "-o", "p.yaml")
+        result: tuple[int, str, str] = run(OWN, *common, *arguments)
+        return result
+
+    return call
+
+
+def test_a_stopped_run_and_its_co_runs_continue_from_the_file(real: Any) -> None:
+    code, _, err = real("--batch-sizes", "1,2", "--time-limit-s", "0.001")
+    assert code == 3, err  # not even one point fits into this limit
+    assert not Path("p.yaml").exists()
+    code, _, err = real("--batch-sizes", "1")
+    assert code == 0, err
+    first = Profile.load("p.yaml").models["scale"].points
+    code, _, err = real("--batch-sizes", "1,2", "--shares", "50,100", "--resume", "--co-runs", "igniter",
+                        "--co-run-s", "0.2", "--fit")  # fmt: skip
+    assert code == 0, err
+    profile = Profile.load("p.yaml")
+    assert first[0] in profile.models["scale"].points
+    assert len(profile.models["scale"].points) == 4
+    assert [len(run.parts) for run in profile.co_runs] == [1, 2]
+    assert "not fitted" in err
+    code, _, err = real("--batch-sizes", "1,2", "--shares", "50,100", "--resume", "--co-runs", "igniter")
+    assert code == 0, err
+    assert Profile.load("p.yaml").co_runs == profile.co_runs
+    assert "batch" not in err  # nothing was measured again
+
+
+def test_a_file_of_other_options_or_another_device_is_not_continued(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    point = ProfilePoint(batch_size=1, latency_ms=1.0)
+    row = ModelProfile(points=(point,), network="resnet50", options={"image_size": 64})
+    Path("p.yaml").write_text(Profile(name="p", gpu_type="cpu", source="t", models={"resnet50": row}).dump())
+    code, _, err = run("resnet50", "--resume", "-o", "p.yaml")
+    assert code == 2
+    assert "was measured otherwise" in err
+
+    def elsewhere(request: MeasureRequest, on_machine: Any, **_: Any) -> Measurement:
+        on_machine({"gpu_type": "h200", "hardware": "NVIDIA H200"})
+        raise AssertionError("went on")
+
+    monkeypatch.setattr(verb, "measure_model", elsewhere)
+    code, _, err = run("bert", "--resume", "-o", "p.yaml")
+    assert code == 2
+    assert "is of another device" in err
+    assert Profile.load("p.yaml").models["resnet50"] == row
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("resnet50", "--resume"), "needs the file to continue"),
+        (("resnet50", "--co-runs", "triples"), "is no kind of co-run"),
+        (("resnet50", "--co-runs", "pairs", "--co-run-s", "0"), "--co-run-s"),
+        (("resnet50", "--time-limit-s", "-1"), "--time-limit-s"),
+        (("resnet50", "--adaptive", "-1"), "--adaptive"),
+        (("resnet50", "--import-ncu", "x.csv", "-o", "p.yaml"), "one model, batch size and share"),
+        (("resnet50", "--batch-sizes", "4", "--import-ncu", "x.csv", "-o", "p.yaml"), "no such profile file"),
+    ],
+)
+def test_wrong_new_arguments(run: Any, arguments: tuple[str, ...], message: str) -> None:
+    code, _, err = run(*arguments)
+    assert code == 2
+    assert message in err
+
+
+def test_nsight_files_are_merged_into_the_file(run: Any) -> None:
+    data = Path(__file__).parents[1] / "profiles" / "data"
+    row = ModelProfile(points=(ProfilePoint(batch_size=4, latency_ms=1.0),))
+    Path("p.yaml").write_text(Profile(name="p", gpu_type="v100", source="t", models={"resnet50": row}).dump())
+    code, out, err = run("resnet50", "--batch-sizes", "4", "--import-ncu", str(data / "ncu_raw.csv"),
+                         "--import-nsys", str(data / "nsys_gpu_trace.csv"), "-o", "p.yaml")  # fmt: skip
+    assert code == 0, err
+    assert "4 of 4 kernels" in out
+    assert Profile.load("p.yaml").models["resnet50"].metric("dram_util_pct", 4) > 0
