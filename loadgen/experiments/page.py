@@ -47,8 +47,8 @@ def render_experiment(
         if document["complete"]
         else '<div class="verdict FAIL"><strong>Incomplete</strong>'
         "<p>The run was interrupted; the points that had finished are shown.</p></div>",
-        f'<div class="verdict"><strong>{counts["reproduced"]} of {sum(counts.values())} published observations '
-        f"reproduced</strong><p>{escape(experiment.about)} {escape(document['load'])}</p></div>",
+        f'<div class="verdict"><strong>{escape(_count(counts))}</strong>'
+        f"<p>{escape(experiment.about)} {escape(document['load'])}</p></div>",
         _observations(experiment, observations),
         _goodput(experiment, results),
         _losses(results),
@@ -58,6 +58,14 @@ def render_experiment(
         _provenance(results, document),
     ]
     return html_document(f"Figure {experiment.name} again · Tenuto", "".join(parts), css)
+
+
+def _count(counts: Mapping[str, int]) -> str:
+    checked = counts["reproduced"] + counts["not reproduced"]
+    if not sum(counts.values()):
+        return "No published observation to check"
+    rest = f", {counts['not checked']} not checked" if counts["not checked"] else ""
+    return f"{counts['reproduced']} of {checked} checked observations reproduced{rest}"
 
 
 def _figures(experiment: Experiment) -> str:
@@ -78,8 +86,8 @@ def _place_of(experiment: Experiment, name: str) -> str:
 def _observations(experiment: Experiment, observations: Sequence[Observation]) -> str:
     if not observations:
         return (
-            "<h2>Published observations</h2><p>The thesis states no number on this figure beyond its bars, which are "
-            "not printed as numbers.</p>"
+            "<h2>Published observations</h2><p>Among the published numbers kept here is none on this figure; its bars "
+            "are not printed as numbers.</p>"
         )
     rows = []
     for seen in observations:
@@ -181,7 +189,7 @@ def _losses(results: Results) -> str:
 def _details(experiment: Experiment, results: Results) -> str:
     parts = [_detail(number, detail, results) for number, detail in enumerate(experiment.details)]
     shown = "".join(part for part in parts if part)
-    return f'<h2 id="points">The points the thesis discusses</h2>{shown}' if shown else ""
+    return f'<h2 id="points">Points in detail</h2>{shown}' if shown else ""
 
 
 def _detail(number: int, detail: Detail, results: Results) -> str:
@@ -200,7 +208,8 @@ def _detail(number: int, detail: Detail, results: Results) -> str:
     notes = [note for note in plan.notes if note.startswith("stated in")]
     stated = "".join(f'<p class="note">The plan is {escape(note)}.</p>' for note in notes)
     return (
-        f'<div class="pair" id="point{number}"><h3>{escape(detail.caption)}</h3>{placement_picture(plan, styles)}{stated}'
+        f'<div class="pair" id="point{number}"><h3>{escape(detail.caption)}</h3>'
+        f"{placement_picture(plan, styles)}{stated}"
         f'<div class="grid">{figure("Goodput by model", names + stacked)}{"".join(charts)}</div>{_replicas(row)}</div>'
     )
 

@@ -99,6 +99,10 @@ EXPERIMENTS: tuple[Experiment, ...] = (
             "A.2.2", like="6.2.1", target_rps=1000, requests_per_model=8000, gpus=range(1, 9), quick_gpus=(4, 6, 8)
         ).cases,
         check=_nothing_stated,
+        details=(
+            Detail("usher", 8, 200.0, "Usher on eight GPUs"),
+            Detail("wsm-milp", 8, 200.0, "WSM-MILP on eight GPUs"),
+        ),
     ),
     Experiment(
         figures=("A.3",),
@@ -110,6 +114,10 @@ EXPERIMENTS: tuple[Experiment, ...] = (
             "A.2.3", models=("alexnet", "bert", "gpt2", "mobilenet_v2", "resnet50"), vision_part=2 / 3
         ).cases,
         check=_nothing_stated,
+        details=(
+            Detail("ao-milp", 3000, 250.0, "AO-MILP at 3,000 r/s"),
+            Detail("wsm-milp", 3000, 250.0, "WSM-MILP at 3,000 r/s"),
+        ),
     ),
 )
 
@@ -131,7 +139,7 @@ def find_experiments(names: tuple[str, ...]) -> list[Experiment]:
             found += [by_name[plain]] if by_name[plain] not in found else []
         else:
             close = difflib.get_close_matches(plain, by_name, n=1)
-            hint = f"Did you mean '{close[0]}'? " if close else ""
+            hint = f"Did you mean '{close[0].upper()}'? " if close else ""
             known = ", ".join(experiment.name for experiment in EXPERIMENTS)
             problems.append(Problem("NAME", name, "no such experiment", f"{hint}Experiments: all, {known}."))
     if problems:

@@ -240,7 +240,9 @@ def _print(document: dict[str, Any]) -> None:
         console.print(f"  {name} cannot plan from this profile: {escape(why)}")
     counts = document["observations_summary"]
     state = "" if document["complete"] else " (interrupted: partial)"
+    checked = counts["reproduced"] + counts["not reproduced"]
+    rest = f", {counts['not checked']} not checked" if counts["not checked"] else ""
     console.print(
-        f"  {counts['reproduced']} of {sum(counts.values())} observations reproduced, {len(document['points'])} points "
-        f"in {document['wall_s']:.1f} s{state}"
+        f"  {counts['reproduced']} of {checked} checked observations reproduced{rest}; "
+        f"{len(document['points'])} points in {document['wall_s']:.1f} s{state}"
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import count
 
+import numpy as np
 import pytest
 
 from tenuto.batching.interface import Dispatch, Drop, GpuletSpec, Host, NetworkDelay, SchedulerModel, Setup
@@ -94,18 +95,12 @@ def test_nothing_is_given_up_however_late() -> None:
 
 def test_the_way_over_the_network_overlaps_with_execution() -> None:
     scheduler = router(2, network=NetworkDelay(3.0, 0.5, 1.0))
-    times = [0.0, 0.0, 0.0, 0.0]
-    schedule = make_schedule([ModelSpec(name="m", rate_rps=1.0, slo_ms=50.0)], 1.0, 0)
-    import numpy as np
-
-    result = simulate(scheduler, np.array(times), np.zeros(4, np.int32), duration_s=schedule.duration_s)
+    result = simulate(scheduler, np.zeros(4), np.zeros(4, np.int32), duration_s=1.0)
     # Both batches are on their way from 0 to 4 ms; the second waits for the first to end, not for the network.
     assert result.start_ms.tolist() == [4.0, 4.0, 6.0, 6.0]
 
 
 def test_data_delays_by_model_replace_the_budgeted_one() -> None:
-    import numpy as np
-
     scheduler = router(1, network=NetworkDelay(0.0, 8.0, 0.0))
     result = simulate(scheduler, np.zeros(1), np.zeros(1, np.int32), duration_s=1.0, data_ms_by_model=[2.0])
     assert result.start_ms.tolist() == [2.0]
