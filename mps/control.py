@@ -1,0 +1,145 @@
+"""The commands of a CUDA MPS control daemon, typed, with every answer parsed strictly (interface v2, NVIDIA's default).
+
+The daemon takes one command on the standard input of a second `nvidia-cuda-mps-control`. What it answers is text
+without a version; anything that is not exactly what the documents promise is an error here and never guessed at.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, Protocol, cast
+
+from tenuto.errors import EnvironmentFaultError
+
+__all__ = ["BINARY", "Control", "ControlError", "Runner", "ServerStatus", "Subprocesses", "without_mps"]
+
+BINARY = "nvidia-cuda-mps-control"
+ServerStatus = Literal["INITIALIZING", "ACTIVE", "FAULT"]
+
+
+def without_mps(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return an environment without anything that would connect to a daemon, limit a share or hide a device."""
+    return {key: value for key, value in environment.items() if not key.startswith(("CUDA_MPS_", "CUDA_VISIBLE_"))}
+
+
+class ControlError(EnvironmentFaultError):
+    """The control daemon cannot be asked, or answers something it should not."""
+
+
+class Runner(Protocol):
+    """Runs the control program; what the tests replace."""
+
+    def __call__(self, arguments: list[str], text: str, environment: Mapping[str, str], timeout_s: float) -> str:
+        """Return the standard output; raises `ControlError` when the program fails or does not end in time."""
+        ...
+
+
+class Subprocesses:
+    """Runs the installed control program."""
+
+    def __init__(self, binary: str = BINARY) -> None:
+        """Take the name or path of the program."""
+        self._binary = binary
+
+    def __call__(self, arguments: list[str], text: str, environment: Mapping[str, str], timeout_s: float) -> str:
+        what = text.strip() or " ".join(arguments) or "start"
+        try:
+            done = subprocess.run(
+                [self._binary, *arguments], input=text, env=dict(environment), capture_output=True, text=True,
+                timeout=timeout_s, check=False, start_new_session=True,
+            )  # fmt: skip
+        except FileNotFoundError:
+            raise ControlError(
+                f"{self._binary} is not installed. Install the CUDA MPS control program of the driver, or plan with "
+                "`mps: off`."
+            ) from None
+        except subprocess.TimeoutExpired:
+            raise ControlError(
+                f"{self._binary} did not answer '{what}' within {timeout_s:g} s. Look into control.log, and "
+                "stop the daemon if it hangs."
+            ) from None
+        except OSError as error:
+            raise ControlError(f"{self._binary} cannot be run: {error.strerror}.") from error
+        if done.returncode != 0:
+            said = (done.stderr or done.stdout).strip() or "nothing"
+            raise ControlError(f"{self._binary} failed at '{what}' with code {done.returncode} and said: {said}")
+        return done.stdout
+
+
+@dataclass(frozen=True)
+class Control:
+    """One daemon, found through its pipe directory. Every method is one command and may raise `ControlError`."""
+
+    pipe_directory: Path
+    log_directory: Path
+    gpu_uuid: str
+    run: Runner
+    timeout_s: float = 10.0
+
+    def environment(self) -> dict[str, str]:
+        """Return the environment of the daemon: only its own GPU, its own directories, no share, so that clients'
+        shares are tightened by nothing else (each level can only tighten the one above)."""
+        return {
+            **without_mps(os.environ),
+            "CUDA_VISIBLE_DEVICES": self.gpu_uuid,
+            "CUDA_MPS_PIPE_DIRECTORY": str(self.pipe_directory),
+            "CUDA_MPS_LOG_DIRECTORY": str(self.log_directory),
+        }
+
+    def start(self) -> None:
+        """Start the daemon in the background."""
+        self.run(["-d"], "", self.environment(), self.timeout_s)
+
+    def _ask(self, command: str) -> list[str]:
+        answer = self.run([], command + "\n", self.environment(), self.timeout_s)
+        return [line.strip() for line in answer.splitlines() if line.strip()]
+
+    def default_share_pct(self) -> float:
+        """Return the share that later servers start with; the daemon answers this as soon as it is ready."""
+        lines = self._ask("get_default_active_thread_percentage")
+        if len(lines) != 1 or not re.fullmatch(r"\d+(\.\d+)?", lines[0]) or not 0 < float(lines[0]) <= 100:
+            raise self._unexpected("get_default_active_thread_percentage", lines, "one percentage")
+        return float(lines[0])
+
+    def servers(self) -> tuple[int, ...]:
+        """Return the pids of the daemon's servers; none before the first client."""
+        return self._pids("get_server_list")
+
+    def server_status(self, server: int) -> ServerStatus:
+        """Return whether a server takes clients. FAULT: a client's fault hit all, and they have to leave."""
+        lines = self._ask(f"get_server_status {server}")
+        if len(lines) != 1 or lines[0] not in ("INITIALIZING", "ACTIVE", "FAULT"):
+            raise self._unexpected(f"get_server_status {server}", lines, "INITIALIZING, ACTIVE or FAULT")
+        return cast(ServerStatus, lines[0])
+
+    def clients(self, server: int) -> tuple[int, ...]:
+        """Return the pids of a server's clients, in the daemon's own namespace of pids."""
+        return self._pids(f"get_client_list {server}")
+
+    def terminate_client(self, server: int, client: int) -> None:
+        """End a client's work on the GPU; its process then sees CUDA error 810 and must leave."""
+        lines = self._ask(f"terminate_client {server} {client}")
+        if lines != ["0"]:
+            raise self._unexpected(f"terminate_client {server} {client}", lines, "0")
+
+    def quit(self) -> None:
+        """Stop the servers and the daemon, once their clients have left."""
+        self.run([], "quit\n", self.environment(), self.timeout_s)
+
+    def _pids(self, command: str) -> tuple[int, ...]:
+        lines = self._ask(command)
+        if not all(re.fullmatch(r"[1-9]\d*", line) for line in lines):
+            raise self._unexpected(command, lines, "one pid a line")
+        return tuple(int(line) for line in lines)
+
+    def _unexpected(self, command: str, lines: list[str], wanted: str) -> ControlError:
+        said = " | ".join(lines)[:200] or "nothing"
+        return ControlError(
+            f"the CUDA MPS daemon of {self.gpu_uuid} answered '{command}' with: {said} (expected: {wanted}). "
+            f"{self.log_directory / 'control.log'} may say why."
+        )

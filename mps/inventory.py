@@ -1,0 +1,212 @@
+"""Which GPUs this machine has: UUID, type, memory, SM count, driver and modes, from NVML and the CUDA driver.
+
+Ordinals are never used to tell GPUs apart: they differ between NVML, CUDA and every process with a
+CUDA_VISIBLE_DEVICES of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, Protocol
+
+from tenuto.errors import EnvironmentFaultError
+
+__all__ = [
+    "GpuDevice",
+    "GpuProcesses",
+    "Nvml",
+    "load_nvml",
+    "read_devices",
+    "read_inventory",
+    "read_sm_counts",
+    "type_of",
+    "without_mps",
+]
+
+_COMPUTE_MODES = {0: "default", 1: "exclusive-thread", 2: "prohibited", 3: "exclusive-process"}
+
+# Longest first where one name begins another. The names of `tenuto.profiles.gpu_types`.
+_TYPES = (
+    (r"\bH200\b", "h200"), (r"\bH100\b", "h100"), (r"\bA100\b", "a100"), (r"\bA10G\b", "a10g"), (r"\bV100S?\b", "v100"),
+    (r"\bP100\b", "p100"), (r"\bP4\b", "p4"), (r"\bL4\b", "l4"), (r"\bT4\b", "t4"), (r"\bGTX 1080 Ti\b", "1080ti"),
+    (r"\bRTX 2080 Ti\b", "2080ti"), (r"\bRTX 3080(?! Ti)\b", "3080"), (r"\bGTX TITAN X\b", "titanx"),
+)  # fmt: skip
+
+
+class Nvml(Protocol):
+    """The part of the module `pynvml` that is used; the tests give a fake one."""
+
+    NVMLError: type[Exception]
+
+    def nvmlInit(self) -> None: ...
+    def nvmlShutdown(self) -> None: ...
+    def nvmlSystemGetDriverVersion(self) -> Any: ...
+    def nvmlDeviceGetCount(self) -> int: ...
+    def nvmlDeviceGetHandleByIndex(self, index: int) -> Any: ...
+    def nvmlDeviceGetHandleByUUID(self, uuid: Any) -> Any: ...
+    def nvmlDeviceGetUUID(self, handle: Any) -> Any: ...
+    def nvmlDeviceGetName(self, handle: Any) -> Any: ...
+    def nvmlDeviceGetMemoryInfo(self, handle: Any) -> Any: ...
+    def nvmlDeviceGetCudaComputeCapability(self, handle: Any) -> Any: ...
+    def nvmlDeviceGetMigMode(self, handle: Any) -> Any: ...
+    def nvmlDeviceGetComputeMode(self, handle: Any) -> int: ...
+    def nvmlDeviceGetComputeRunningProcesses(self, handle: Any) -> Any: ...
+
+
+@dataclass(frozen=True)
+class GpuDevice:
+    """One physical GPU. `type` is a name of our GPU types, or the product's name in lower case with dashes."""
+
+    uuid: str
+    name: str
+    type: str
+    memory_mib: int
+    free_memory_mib: int
+    compute_capability: tuple[int, int]
+    sm_count: int
+    driver: str
+    is_mig: bool
+    compute_mode: str
+
+    def to_data(self) -> dict[str, Any]:
+        """Return plain data; `compute_capability` as text such as 8.0."""
+        data = asdict(self)
+        data["compute_capability"] = ".".join(map(str, self.compute_capability))
+        return data
+
+
+def type_of(name: str) -> str:
+    """Return our name of a GPU type from the product's, such as v100 from `Tesla V100-SXM2-16GB`."""
+    for pattern, kind in _TYPES:
+        if re.search(pattern, name, re.IGNORECASE):
+            return kind
+    return re.sub(r"[^a-z0-9]+", "-", re.sub(r"(?i)nvidia|geforce|tesla", "", name).lower()).strip("-") or "unknown"
+
+
+def without_mps(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return an environment without what chooses GPUs or a CUDA MPS daemon, a share or a cap for its process."""
+    return {
+        key: value
+        for key, value in environment.items()
+        if key != "CUDA_VISIBLE_DEVICES" and not key.startswith("CUDA_MPS_")
+    }
+
+
+def load_nvml() -> Nvml:
+    """Return the NVML binding; raises `EnvironmentFaultError` where nvidia-ml-py is not installed."""
+    try:
+        import pynvml
+    except ModuleNotFoundError as error:
+        raise EnvironmentFaultError("nvidia-ml-py is not installed. Run: pip install 'tenuto[serve]'") from error
+    module: Nvml = pynvml
+    return module
+
+
+def read_sm_counts(timeout_s: float = 60.0) -> dict[str, int]:
+    """Return the SM count of every GPU by UUID, from a process that sees all of them and no CUDA MPS daemon.
+
+    Raises:
+        EnvironmentFaultError: the driver failed, answered nothing in time, or answered nonsense.
+    """
+    environment = without_mps(os.environ)
+    environment["CUDA_MPS_PIPE_DIRECTORY"] = "/nonexistent"  # else CUDA looks into the default, /tmp/nvidia-mps
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "tenuto.mps.sm_count"],
+            env=environment, capture_output=True, text=True, timeout=timeout_s, check=False,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired as error:
+        raise EnvironmentFaultError(
+            f"the CUDA driver did not answer within {timeout_s:g} s. Run nvidia-smi."
+        ) from error
+    if done.returncode != 0:
+        raise EnvironmentFaultError(done.stderr.strip().splitlines()[-1] if done.stderr.strip() else "CUDA failed")
+    try:
+        counts = json.loads(done.stdout)
+        return {str(uuid): int(count) for uuid, count in counts.items()}
+    except (ValueError, AttributeError, TypeError) as error:
+        raise EnvironmentFaultError(f"the SM counts cannot be read: {done.stdout[:200]!r}") from error
+
+
+def read_inventory(
+    nvml: Nvml | None = None, sm_counts: Callable[[], Mapping[str, int]] = read_sm_counts
+) -> tuple[GpuDevice, ...]:
+    """Return every GPU of this machine in NVML's order.
+
+    Raises:
+        EnvironmentFaultError: no driver, no binding, or a GPU whose SM count CUDA does not tell.
+    """
+    nvml = nvml or load_nvml()
+    with _running(nvml):
+        try:
+            driver = _text(nvml.nvmlSystemGetDriverVersion())
+            handles = [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())]
+            counts = sm_counts() if handles else {}
+            return tuple(_device(nvml, handle, driver, counts) for handle in handles)
+        except nvml.NVMLError as error:
+            raise EnvironmentFaultError(f"NVML does not answer: {error}. Run nvidia-smi.") from error
+
+
+read_devices = read_inventory
+
+
+class GpuProcesses:
+    """Which processes NVML sees on a GPU: who else is there before we start, and a second look at who is attached."""
+
+    def __init__(self, nvml: Nvml) -> None:
+        self._nvml = nvml
+
+    def on(self, uuid: str) -> tuple[int, ...]:
+        """Return the pids with a compute context on a GPU; raises `EnvironmentFaultError` when NVML fails."""
+        with _running(self._nvml):
+            try:
+                handle = self._nvml.nvmlDeviceGetHandleByUUID(uuid)
+                return tuple(sorted(int(p.pid) for p in self._nvml.nvmlDeviceGetComputeRunningProcesses(handle)))
+            except self._nvml.NVMLError as error:
+                raise EnvironmentFaultError(f"NVML does not know GPU {uuid}: {error}. Run nvidia-smi -L.") from error
+
+
+@contextlib.contextmanager
+def _running(nvml: Nvml) -> Iterator[None]:
+    try:
+        nvml.nvmlInit()
+    except nvml.NVMLError as error:
+        raise EnvironmentFaultError(
+            f"no NVIDIA driver answers on this machine: {error}. Install the driver, or check it with nvidia-smi."
+        ) from error
+    try:
+        yield
+    finally:
+        nvml.nvmlShutdown()
+
+
+def _device(nvml: Nvml, handle: Any, driver: str, sm_counts: Mapping[str, int]) -> GpuDevice:
+    uuid, name = _text(nvml.nvmlDeviceGetUUID(handle)), _text(nvml.nvmlDeviceGetName(handle))
+    memory = nvml.nvmlDeviceGetMemoryInfo(handle)
+    major, minor = nvml.nvmlDeviceGetCudaComputeCapability(handle)
+    try:
+        is_mig = nvml.nvmlDeviceGetMigMode(handle)[0] == 1
+    except nvml.NVMLError:  # not supported: a GPU from before MIG
+        is_mig = False
+    # With MIG on, CUDA shows instances and no whole GPU; 0 then says that there is nothing to share by SMs.
+    if uuid not in sm_counts and not is_mig:
+        raise EnvironmentFaultError(f"CUDA does not show {name} ({uuid}), which NVML does. Check nvidia-smi -L.")
+    mode = nvml.nvmlDeviceGetComputeMode(handle)
+    return GpuDevice(
+        uuid=uuid, name=name, type=type_of(name), memory_mib=int(memory.total) >> 20,
+        free_memory_mib=int(memory.free) >> 20, compute_capability=(int(major), int(minor)),
+        sm_count=int(sm_counts.get(uuid, 0)), driver=driver, is_mig=is_mig,
+        compute_mode=_COMPUTE_MODES.get(mode, f"unknown ({mode})"),
+    )  # fmt: skip
+
+
+def _text(value: Any) -> str:
+    """NVML's binding gave bytes before release 12."""
+    return value.decode() if isinstance(value, bytes) else str(value)

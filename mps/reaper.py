@@ -1,0 +1,38 @@
+"""Stop a GPU's daemon after its last gpu-let: `python -m tenuto.mps.reaper GPU-…`, started together with the daemon."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+
+from tenuto.mps.control import ControlError
+from tenuto.mps.daemon import PrivateDaemon
+
+__all__ = ["reap"]
+
+POLL_S = 2.0
+UNUSED_POLLS = 5  # a gpu-let that Serve replaces is away for some seconds
+
+
+def reap(daemon: PrivateDaemon, sleep: Callable[[float], None] = time.sleep) -> None:
+    """Wait until nobody has used the daemon for some polls in a row, then quit it; ends when the daemon is gone."""
+    unused = 0
+    while daemon.is_ours():
+        sleep(POLL_S)
+        if daemon.is_used():
+            unused = 0
+            continue
+        unused += 1
+        if unused < UNUSED_POLLS:
+            continue
+        try:
+            if daemon.stop_if_unused():
+                return
+        except ControlError:
+            pass  # it may answer at the next poll; `tenuto doctor` shows it until then
+        unused = 0
+
+
+if __name__ == "__main__":
+    reap(PrivateDaemon(sys.argv[1]))

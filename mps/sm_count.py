@@ -1,0 +1,67 @@
+"""SM counts from the CUDA driver, which NVML does not know; `python -m tenuto.mps.sm_count` prints them as JSON.
+
+Run as a process of its own for the inventory: `cuInit` reads the environment once and may contact a CUDA MPS daemon,
+which the asking process must not do. No context is created.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import sys
+import uuid
+from dataclasses import dataclass
+
+from tenuto.errors import EnvironmentFaultError
+
+__all__ = ["VisibleDevice", "visible_devices"]
+
+_MULTIPROCESSOR_COUNT = 16  # CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT of cuda.h
+
+
+@dataclass(frozen=True)
+class VisibleDevice:
+    """A device as this process sees it; under CUDA MPS `sm_count` is what its share leaves."""
+
+    uuid: str
+    sm_count: int
+
+
+def visible_devices(library: ctypes.CDLL | None = None) -> tuple[VisibleDevice, ...]:
+    """Return the devices CUDA shows to this process, in its own order.
+
+    Raises:
+        EnvironmentFaultError: no driver library, or a driver call failed; the message has CUDA's error number.
+    """
+    if library is None:
+        try:
+            library = ctypes.CDLL("libcuda.so.1")
+        except OSError as error:
+            raise EnvironmentFaultError(
+                "the CUDA driver library libcuda.so.1 cannot be loaded. Install the NVIDIA driver."
+            ) from error
+    _call(library, "cuInit", ctypes.c_uint(0))
+    count = ctypes.c_int()
+    _call(library, "cuDeviceGetCount", ctypes.byref(count))
+    found = []
+    for index in range(count.value):
+        device, sm_count, raw = ctypes.c_int(), ctypes.c_int(), (ctypes.c_ubyte * 16)()
+        _call(library, "cuDeviceGet", ctypes.byref(device), ctypes.c_int(index))
+        # The second version tells the UUID of a MIG device where that is what is visible.
+        _call(library, "cuDeviceGetUuid_v2", raw, device)
+        _call(library, "cuDeviceGetAttribute", ctypes.byref(sm_count), ctypes.c_int(_MULTIPROCESSOR_COUNT), device)
+        found.append(VisibleDevice(f"GPU-{uuid.UUID(bytes=bytes(raw))}", sm_count.value))
+    return tuple(found)
+
+
+def _call(library: ctypes.CDLL, name: str, *arguments: object) -> None:
+    code = getattr(library, name)(*arguments)
+    if code != 0:
+        raise EnvironmentFaultError(f"{name} of the CUDA driver failed with error {code}. Run nvidia-smi.")
+
+
+if __name__ == "__main__":
+    try:
+        json.dump({device.uuid: device.sm_count for device in visible_devices()}, sys.stdout)
+    except EnvironmentFaultError as fault:
+        sys.exit(str(fault))

@@ -1,0 +1,226 @@
+"""The life of a private daemon: started once, joined, watched, stopped after the last, and never a foreign one."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from tenuto.mps.control import ControlError
+from tenuto.mps.daemon import PrivateDaemon, find_leftovers, pipe_directory
+from tenuto.mps.reaper import reap
+
+from .fakes import UUID, Bench
+
+
+def test_the_first_gpulet_starts_the_daemon_scoped_to_its_gpu_and_without_any_share(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", "10")  # of the gpu-let: the server must not inherit it
+    bench.gpulet().join()
+
+    environment = bench.daemon.environments[0]
+    assert environment["CUDA_VISIBLE_DEVICES"] == UUID
+    assert environment["CUDA_MPS_PIPE_DIRECTORY"] == str(pipe_directory(UUID, bench.root))
+    assert "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE" not in environment
+    assert bench.reapers == [UUID]
+
+
+def test_later_gpulets_use_the_same_daemon(bench: Bench) -> None:
+    gpulets = [bench.gpulet() for _ in range(3)]
+    for gpulet in gpulets:
+        gpulet.join()
+
+    assert bench.daemon.starts == 1
+    assert bench.reapers == [UUID]
+
+
+def test_a_slow_start_is_waited_for(bench: Bench) -> None:
+    bench.daemon.refusals_before_ready = 20
+    bench.gpulet().join()
+
+    assert 1.9 < bench.clock.now < 3.0
+
+
+def test_a_daemon_that_never_gets_ready_is_an_error_with_its_last_words(bench: Bench) -> None:
+    bench.daemon.refusals_before_ready = 10**6
+
+    with pytest.raises(ControlError, match=r"not ready after 60 s: not ready"):
+        bench.gpulet().join()
+
+
+def test_a_foreign_daemon_is_named_and_left_alone(bench: Bench) -> None:
+    pipes = pipe_directory(UUID, bench.root)
+    pipes.mkdir(parents=True)
+    (pipes / "nvidia-cuda-mps-control.pid").write_text("4242\n", encoding="utf-8")
+    bench.processes.alive[4242] = 1
+
+    with pytest.raises(ControlError, match=r"process 4242 runs a CUDA MPS daemon .* did not start"):
+        bench.gpulet().join()
+    assert bench.daemon.commands == []
+    assert bench.daemon.starts == 0
+
+
+def test_the_remains_of_a_dead_daemon_are_cleared(bench: Bench) -> None:
+    pipes = pipe_directory(UUID, bench.root)
+    pipes.mkdir(parents=True)
+    (pipes / "nvidia-cuda-mps-control.pid").write_text("4242\n", encoding="utf-8")
+    (pipes / "control").write_text("", encoding="utf-8")
+
+    bench.gpulet().join()
+
+    assert bench.daemon.starts == 1
+    assert not (pipes / "control").exists()
+
+
+def test_a_pid_that_was_used_again_is_not_taken_for_our_daemon(bench: Bench) -> None:
+    bench.gpulet().join()
+    bench.processes.alive[bench.daemon.pid] = 5  # the same pid, another process
+    (pipe_directory(UUID, bench.root) / "nvidia-cuda-mps-control.pid").unlink()
+
+    later = bench.gpulet()
+    assert not later.is_ours()
+    later.join()
+    assert bench.daemon.starts == 2
+
+
+def test_a_folder_of_another_user_is_refused(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "getuid", lambda: 12345)
+
+    with pytest.raises(ControlError, match=r"belongs to user .*, and this process runs as 12345"):
+        bench.gpulet().join()
+
+
+def test_a_daemon_without_a_pid_file_is_refused(bench: Bench) -> None:
+    bench.daemon.writes_pid = False
+
+    with pytest.raises(ControlError, match="left no pid"):
+        bench.gpulet().join()
+
+
+def test_a_path_too_long_for_a_socket_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ControlError, match="TENUTO_MPS_ROOT"):
+        PrivateDaemon(UUID, root=tmp_path / ("x" * 90))
+
+
+def test_gpulets_are_admitted_one_after_another(bench: Bench) -> None:
+    first, second = bench.gpulet(), bench.gpulet()
+    first.join()
+    second.join()
+
+    with (
+        first.admitted(),
+        pytest.raises(ControlError, match="another gpu-let holds admission"),
+        second.admitted(timeout_s=3.0),
+    ):
+        pass
+    with second.admitted(timeout_s=3.0):
+        pass
+
+
+def test_after_a_fault_nobody_is_admitted_until_the_server_is_active_again(bench: Bench) -> None:
+    gpulet = bench.gpulet()
+    gpulet.join()
+    bench.daemon.connect(41)
+    bench.daemon.status = "FAULT"
+    assert gpulet.status() == "FAULT"
+
+    with pytest.raises(ControlError, match=r"stays FAULT for 5 s.*41"), gpulet.admitted(timeout_s=5.0):
+        pass
+    bench.daemon.status = "ACTIVE"
+    with gpulet.admitted(timeout_s=5.0):
+        pass
+
+
+def test_a_client_is_terminated_through_its_server(bench: Bench) -> None:
+    gpulet = bench.gpulet()
+    gpulet.join()
+    bench.daemon.connect(41)
+    gpulet.terminate(41)
+
+    assert gpulet.clients() == ()
+    with pytest.raises(ControlError, match="42 is no client"):
+        gpulet.terminate(42)
+
+
+def test_the_daemon_stops_only_after_the_last_gpulet_and_its_clients_have_gone(bench: Bench) -> None:
+    first, second = bench.gpulet(), bench.gpulet()
+    first.join()
+    second.join()
+    bench.daemon.connect(41)
+    reaper = bench.gpulet()
+
+    first.leave()
+    assert reaper.is_used()
+    assert not reaper.stop_if_unused()
+    second.leave()
+    assert not reaper.is_used()
+    assert not reaper.stop_if_unused()  # process 41 has not ended yet
+    assert bench.daemon.is_running
+    bench.daemon.client_pids.clear()
+    assert reaper.stop_if_unused()
+    assert not bench.daemon.is_running
+    assert find_leftovers(bench.root, bench.processes) == ()
+
+
+def test_a_daemon_that_ignores_quit_is_an_error(bench: Bench) -> None:
+    gpulet = bench.gpulet()
+    gpulet.join()
+    gpulet.leave()
+    bench.daemon.ignores_quit = True
+
+    with pytest.raises(ControlError, match="does not end after `quit`"):
+        bench.gpulet().stop_if_unused()
+
+
+def test_the_reaper_waits_for_a_gpulet_that_is_being_replaced(bench: Bench) -> None:
+    gpulet = bench.gpulet()
+    gpulet.join()
+    gpulet.leave()
+    polls = 0
+
+    def sleep(_seconds: float) -> None:
+        nonlocal polls
+        polls += 1
+        if polls == 3:
+            gpulet.join()
+        if polls == 10:
+            gpulet.leave()
+
+    reap(bench.gpulet(), sleep)
+
+    assert polls > 13
+    assert not bench.daemon.is_running
+
+
+def test_the_reaper_ends_when_the_daemon_has_died(bench: Bench) -> None:
+    bench.gpulet().join()
+    bench.processes.alive.clear()
+
+    reap(bench.gpulet(), lambda _seconds: pytest.fail("nothing to wait for"))
+
+
+def test_leftovers_are_dead_daemons_and_daemons_without_gpulets(bench: Bench) -> None:
+    gpulet = bench.gpulet()
+    gpulet.join()
+    assert find_leftovers(bench.root, bench.processes) == ()
+
+    gpulet.leave()
+    (running,) = find_leftovers(bench.root, bench.processes)
+    assert running.is_running
+    assert running.gpu_uuid == UUID
+
+    bench.processes.alive.clear()
+    (dead,) = find_leftovers(bench.root, bench.processes)
+    assert not dead.is_running
+
+
+def test_a_damaged_record_is_no_daemon_of_ours(bench: Bench) -> None:
+    folder = pipe_directory(UUID, bench.root).parent
+    folder.mkdir(parents=True)
+    for text in ("", "[]", json.dumps({"pid": "x"})):
+        (folder / "owner.json").write_text(text, encoding="utf-8")
+        assert not bench.gpulet().is_ours()
+        assert find_leftovers(bench.root, bench.processes) == ()

@@ -1,0 +1,100 @@
+from pathlib import Path
+
+import pytest
+
+from tenuto.cli import main
+from tenuto.deployments.mps_inventory import cluster_of
+from tenuto.errors import EnvironmentFaultError
+from tenuto.mps import inventory
+from tenuto.mps.inventory import GpuProcesses, read_inventory, type_of
+from tenuto.placement import Cluster
+from tenuto.profiles.gpu_types import GPU_TYPES
+
+from .fake_nvml import A100, V100, FakeGpu, FakeNvml
+
+COUNTS = {A100: 108, V100: 80}  # CUDA's order differs from NVML's
+
+
+def two_gpus(**changes: bool) -> FakeNvml:
+    return FakeNvml(FakeGpu(V100), FakeGpu(A100, "NVIDIA A100-SXM4-40GB", 40_960, (8, 0), 0, 3, [77]), **changes)
+
+
+@pytest.mark.parametrize("as_bytes", [False, True])
+def test_gpus_are_told_by_uuid_whatever_order_cuda_has(as_bytes: bool) -> None:
+    nvml = two_gpus(as_bytes=as_bytes)
+    first, second = read_inventory(nvml, lambda: COUNTS)
+    assert (first.uuid, first.type, first.sm_count, first.compute_mode, first.is_mig) == (
+        V100, "v100", 80, "default", False,
+    )  # fmt: skip
+    assert (second.type, second.sm_count, second.compute_capability, second.compute_mode) == (
+        "a100", 108, (8, 0), "exclusive-process",
+    )  # fmt: skip
+    assert second.driver == "580.95.05"
+    assert nvml.open == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [("Tesla V100-SXM2-16GB", "v100"), ("NVIDIA H200", "h200"), ("NVIDIA H100 80GB HBM3", "h100"), ("Tesla P4", "p4"),
+     ("NVIDIA A10G", "a10g"), ("NVIDIA GeForce GTX 1080 Ti", "1080ti"), ("NVIDIA L4", "l4"), ("Tesla T4", "t4")],
+)  # fmt: skip
+def test_known_products_have_our_names(name: str, kind: str) -> None:
+    assert type_of(name) == kind
+    assert kind in GPU_TYPES
+
+
+@pytest.mark.parametrize("name", ["NVIDIA L40S", "NVIDIA A10", "NVIDIA GeForce RTX 3080 Ti", "NVIDIA TITAN X (Pascal)"])
+def test_a_neighbouring_product_is_not_taken_for_a_known_one(name: str) -> None:
+    assert type_of(name) not in GPU_TYPES
+
+
+def test_without_a_driver_the_reason_is_told() -> None:
+    with pytest.raises(EnvironmentFaultError, match="Driver Not Loaded"):
+        read_inventory(FakeNvml(has_driver=False))
+
+
+def test_a_gpu_without_sm_count_is_an_error_not_a_guess() -> None:
+    with pytest.raises(EnvironmentFaultError, match="CUDA does not show"):
+        read_inventory(two_gpus(), lambda: {V100: 80})
+
+
+def test_processes_on_a_gpu() -> None:
+    processes = GpuProcesses(two_gpus())
+    assert processes.on(A100) == (77,)
+    with pytest.raises(EnvironmentFaultError, match="does not know"):
+        processes.on("GPU-gone")
+
+
+def test_the_cluster_file_can_be_read_again(tmp_path: Path) -> None:
+    devices = read_inventory(two_gpus(), lambda: COUNTS)
+    cluster = cluster_of({"10.0.0.1": devices, "10.0.0.2": devices[:1]})
+    path = tmp_path / "cluster.yaml"
+    path.write_text(cluster.dump(), encoding="utf-8")
+    read = Cluster.load(path)
+    assert read == cluster
+    assert [(gpu.id, gpu.uuid) for gpu in read.gpus] == [("n0/0", V100), ("n0/1", A100), ("n1/0", V100)]
+
+
+def test_mig_mode_is_refused_with_the_command() -> None:
+    devices = read_inventory(FakeNvml(FakeGpu(A100, mig=1)), dict)
+    with pytest.raises(EnvironmentFaultError, match="-mig 0"):
+        cluster_of({None: devices})
+
+
+def test_the_verb_ends_with_3_where_there_is_no_driver(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(inventory, "load_nvml", lambda: FakeNvml(has_driver=False))
+    with pytest.raises(SystemExit) as ended:
+        main(["cluster"])
+    assert ended.value.code == 3
+    assert "no NVIDIA driver answers" in capsys.readouterr().err
+
+
+def test_the_verb_writes_the_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    devices = read_inventory(two_gpus(), lambda: COUNTS)
+    monkeypatch.setattr(inventory, "read_inventory", lambda: devices)
+    with pytest.raises(SystemExit) as ended:
+        main(["cluster", "-o", str(tmp_path / "c.yaml"), "--json"])
+    assert ended.value.code == 0
+    assert [gpu.uuid for gpu in Cluster.load(tmp_path / "c.yaml").gpus] == [V100, A100]

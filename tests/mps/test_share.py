@@ -1,0 +1,78 @@
+"""What a gpu-let's process is started with, and the four proofs that it got it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tenuto.mps.daemon import PrivateDaemon
+from tenuto.mps.share import Report, client_environment, verify_attachment
+
+from .fakes import OTHER, UUID, Bench
+
+GOOD = Report(pid=41, gpu_uuid=UUID, sm_count=32)
+
+
+@pytest.fixture
+def daemon(bench: Bench) -> PrivateDaemon:
+    gpulet = bench.gpulet()
+    gpulet.join()
+    bench.daemon.connect(41)
+    return gpulet
+
+
+def test_the_environment_asks_for_gpu_share_and_memory(tmp_path: Path) -> None:
+    environment = client_environment(UUID, 37.5, 3000.2, tmp_path)
+
+    assert environment["CUDA_VISIBLE_DEVICES"] == UUID
+    assert environment["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] == "37.5"
+    assert environment["CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"] == f"{UUID}=3601M"
+    assert environment["CUDA_MPS_PIPE_DIRECTORY"].startswith(str(tmp_path))
+
+
+def test_a_whole_gpu_asks_for_no_share_and_no_cap_means_none(tmp_path: Path) -> None:
+    assert set(client_environment(UUID, 100.0, None, tmp_path)) == {"CUDA_VISIBLE_DEVICES", "CUDA_MPS_PIPE_DIRECTORY"}
+    assert set(client_environment(UUID, None, None, tmp_path)) == {"CUDA_VISIBLE_DEVICES", "CUDA_MPS_PIPE_DIRECTORY"}
+
+
+def test_all_four_proofs_hold(daemon: PrivateDaemon) -> None:
+    assert verify_attachment(GOOD, daemon, 40.0, 80) == ()
+
+
+def test_the_wrong_gpu_is_found(daemon: PrivateDaemon) -> None:
+    assert "not on" in verify_attachment(replace(GOOD, gpu_uuid=OTHER), daemon, 40.0, 80)[0]
+
+
+def test_a_process_that_silently_runs_without_mps_is_found(bench: Bench, daemon: PrivateDaemon) -> None:
+    bench.daemon.client_pids.clear()
+    reasons = verify_attachment(replace(GOOD, sm_count=80), daemon, 40.0, 80)
+
+    assert len(reasons) == 2
+    assert "does not list its process 41" in reasons[0]
+    assert "80 of 80 multiprocessors, 40 % are 32" in reasons[1]
+
+
+@pytest.mark.parametrize("status", ["FAULT", "INITIALIZING"])
+def test_a_server_that_is_not_active_is_found(bench: Bench, daemon: PrivateDaemon, status: str) -> None:
+    bench.daemon.status = status
+
+    assert verify_attachment(GOOD, daemon, 40.0, 80) == (f"the CUDA MPS server is {status}",)
+
+
+def test_a_daemon_that_died_is_a_reason_and_no_crash(bench: Bench, daemon: PrivateDaemon) -> None:
+    bench.daemon.is_running = False
+
+    assert "Cannot find" in verify_attachment(GOOD, daemon, 40.0, 80)[0]
+
+
+def test_shares_round_down_but_never_to_nothing(daemon: PrivateDaemon) -> None:
+    assert verify_attachment(replace(GOOD, sm_count=1), daemon, 1.0, 80) == ()
+    assert verify_attachment(replace(GOOD, sm_count=31), daemon, 39.9, 80) == ()
+    assert verify_attachment(replace(GOOD, sm_count=32), daemon, 39.9, 80) != ()
+
+
+def test_a_share_that_cannot_be_counted_is_no_proof_and_a_whole_gpu_needs_none(daemon: PrivateDaemon) -> None:
+    assert "could not be counted" in verify_attachment(GOOD, daemon, 40.0, None)[0]
+    assert verify_attachment(GOOD, daemon, None, None) == ()
