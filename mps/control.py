@@ -15,16 +15,12 @@ from pathlib import Path
 from typing import Literal, Protocol, cast
 
 from tenuto.errors import EnvironmentFaultError
+from tenuto.mps.inventory import without_mps
 
-__all__ = ["BINARY", "Control", "ControlError", "Runner", "ServerStatus", "Subprocesses", "without_mps"]
+__all__ = ["BINARY", "Control", "ControlError", "Runner", "ServerStatus", "Subprocesses"]
 
 BINARY = "nvidia-cuda-mps-control"
 ServerStatus = Literal["INITIALIZING", "ACTIVE", "FAULT"]
-
-
-def without_mps(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return an environment without anything that would connect to a daemon, limit a share or hide a device."""
-    return {key: value for key, value in environment.items() if not key.startswith(("CUDA_MPS_", "CUDA_VISIBLE_"))}
 
 
 class ControlError(EnvironmentFaultError):

@@ -22,7 +22,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from tenuto.mps.control import Control, ControlError, Runner, Subprocesses, without_mps
+from tenuto.mps.control import Control, ControlError, Runner, Subprocesses
+from tenuto.mps.inventory import without_mps
 
 __all__ = ["Leftover", "PrivateDaemon", "Processes", "find_leftovers", "mps_root", "pipe_directory"]
 
