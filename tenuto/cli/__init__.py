@@ -23,6 +23,7 @@ VERBS = {
     "profile": "profile",
     "profiles": "profiles",
     "estimate": "estimate",
+    "cluster": "cluster",
     "plan": "plan",
     "policies": "policies",
     "simulate": "simulate",

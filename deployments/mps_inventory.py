@@ -1,0 +1,81 @@
+"""The GPUs of every Ray node, and the cluster file they make."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from itertools import groupby
+
+from tenuto.errors import EnvironmentFaultError
+from tenuto.mps.inventory import GpuDevice, read_inventory
+from tenuto.placement import Cluster
+from tenuto.placement.cluster import GpuGroup, Node
+
+__all__ = ["cluster_of", "read_ray_inventory"]
+
+
+def read_ray_inventory(timeout_s: float = 120.0) -> dict[str, tuple[GpuDevice, ...]]:
+    """Return the GPUs of every living node of the connected Ray cluster that has any, by the node's address.
+
+    Raises:
+        EnvironmentFaultError: a node with GPUs did not answer, or none has a GPU.
+    """
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    nodes = {node["NodeManagerAddress"]: node for node in ray.nodes() if node["Alive"]}
+    asked = {
+        address: ray.remote(_inventory_or_reason)
+        .options(num_cpus=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False))
+        .remote()
+        for address, node in sorted(nodes.items())
+    }
+    found: dict[str, tuple[GpuDevice, ...]] = {}
+    reasons = []
+    for address, answer in asked.items():
+        try:
+            devices = ray.get(answer, timeout=timeout_s)
+        except Exception as error:  # Ray wraps a lost node and a timeout in kinds of its own
+            raise EnvironmentFaultError(f"node {address} did not tell its GPUs: {error}. See `ray status`.") from error
+        if isinstance(devices, str):
+            if nodes[address]["Resources"].get("GPU"):
+                raise EnvironmentFaultError(f"node {address} has GPUs for Ray, but {devices}")
+            reasons.append(f"{address}: {devices}")
+        elif devices:
+            found[address] = devices
+    if not found:
+        raise EnvironmentFaultError("no node of the Ray cluster has a GPU. " + " ".join(reasons))
+    return found
+
+
+def _inventory_or_reason() -> tuple[GpuDevice, ...] | str:
+    try:
+        return read_inventory()
+    except EnvironmentFaultError as error:
+        return str(error)
+
+
+def cluster_of(nodes: Mapping[str | None, Sequence[GpuDevice]], *, name: str = "n0") -> Cluster:
+    """Return the cluster file's content: nodes `n0`, `n1`, … by address; equal neighbours make one group.
+
+    A node without an address is this machine alone, called `name`. GPUs in MIG mode are refused: a whole GPU in MIG
+    mode runs nothing.
+
+    Raises:
+        EnvironmentFaultError: a GPU in MIG mode.
+    """
+    made = []
+    for index, (address, devices) in enumerate(nodes.items()):
+        sliced = [device.uuid for device in devices if device.is_mig]
+        if sliced:
+            raise EnvironmentFaultError(
+                f"{', '.join(sliced)}: in MIG mode, which is not supported. "
+                f"Turn it off: nvidia-smi -i {sliced[0]} -mig 0"
+            )
+        groups = []
+        for (kind, memory_mib), equal in groupby(devices, key=lambda device: (device.type, device.memory_mib)):
+            uuids = tuple(device.uuid for device in equal)
+            groups.append(GpuGroup(type=kind, count=len(uuids), uuids=uuids, memory_mib=memory_mib))
+        label = re.sub(r"[^A-Za-z0-9._-]", "-", name) if address is None else f"n{index}"
+        made.append(Node(name=label, gpus=tuple(groups), address=address))
+    return Cluster(nodes=tuple(made))

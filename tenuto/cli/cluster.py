@@ -1,0 +1,92 @@
+"""`tenuto cluster`: the GPUs that are really there, as a cluster file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+from rich.table import Table
+
+from tenuto.cli.common import emit_json, progress_console, stdout_console
+from tenuto.errors import EnvironmentFaultError, InvalidInputError, Problem
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from tenuto.mps.inventory import GpuDevice
+
+__all__ = ["command"]
+
+
+@click.command(name="cluster", short_help="List the GPUs of this machine or Ray cluster; write a cluster file.")
+@click.option("--address", metavar="ADDRESS", help="Ray cluster (or `auto`) whose nodes to ask; default: this machine.")
+@click.option("-o", "--output", metavar="FILE", help="Write the cluster file here.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def command(address: str | None, output: str | None, as_json: bool) -> int:
+    """List GPUs by UUID with type, memory, SMs, driver and modes. Exit code 3 where there is no driver or GPU.
+
+    Example: tenuto cluster -o cluster.yaml
+    """
+    from tenuto.deployments.mps_inventory import cluster_of
+    from tenuto.mps.inventory import read_inventory
+
+    nodes: dict[str | None, tuple[GpuDevice, ...]]
+    if address is None:
+        nodes = {None: read_inventory()}
+        if not nodes[None]:
+            raise EnvironmentFaultError("the NVIDIA driver answers, but this machine has no GPU. Check nvidia-smi -L.")
+    else:
+        nodes = _ray_nodes(address)
+    cluster = cluster_of(nodes)
+    if output is not None:
+        try:
+            Path(output).write_text(cluster.dump(), encoding="utf-8")
+        except OSError as error:
+            raise InvalidInputError(
+                Problem("-o", output, f"cannot be written ({error.strerror})", "Choose a writable path.")
+            ) from error
+        progress_console().print(f"wrote {output}: {len(cluster.gpus)} GPUs on {len(cluster.nodes)} nodes")
+    if as_json:
+        named = zip(cluster.nodes, nodes.items(), strict=True)
+        emit_json(
+            {
+                "cluster": cluster.model_dump(mode="json", exclude_none=True),
+                "gpus": [
+                    {"node": node.name, "address": address, **device.to_data()}
+                    for node, (address, devices) in named
+                    for device in devices
+                ],
+            }
+        )
+    elif output is None:
+        _print([node.name for node in cluster.nodes], nodes)
+    return 0
+
+
+def _ray_nodes(address: str) -> dict[str | None, tuple[GpuDevice, ...]]:
+    import ray
+
+    from tenuto.deployments.mps_inventory import read_ray_inventory
+
+    try:
+        ray.init(address=address, log_to_driver=False, logging_level="ERROR", namespace="tenuto")
+    except (ConnectionError, ValueError, RuntimeError) as error:
+        raise EnvironmentFaultError(f"no Ray cluster answers at {address}: {error}. Check --address.") from error
+    try:
+        found = read_ray_inventory()
+        return {address: found[address] for address in found}
+    finally:
+        ray.shutdown()
+
+
+def _print(names: list[str], nodes: Mapping[str | None, tuple[GpuDevice, ...]]) -> None:
+    table = Table("node", "uuid", "type", "memory", "free", "CC", "SMs", "driver", "MIG", "compute mode")
+    for name, devices in zip(names, nodes.values(), strict=True):
+        for d in devices:
+            capability = ".".join(map(str, d.compute_capability))
+            table.add_row(
+                name, d.uuid, d.type, f"{d.memory_mib} MiB", f"{d.free_memory_mib} MiB", capability, str(d.sm_count),
+                d.driver, "on" if d.is_mig else "off", d.compute_mode,
+            )  # fmt: skip
+    stdout_console().print(table)
