@@ -3,27 +3,19 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import socket
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from tenuto.deployments.check import Check
 from tenuto.deployments.executors.choose import has_nvidia_devices
+from tenuto.deployments.mps_checks import check_gpus, mps_checks
 
 __all__ = ["Check", "run_checks"]
-
-
-@dataclass(frozen=True)
-class Check:
-    """The result of one check: `ok`, `note` (works, with a limit) or `fail`; `cure` is a command or an instruction."""
-
-    name: str
-    state: str
-    found: str
-    cure: str = ""
 
 
 def _python() -> Check:
@@ -61,37 +53,23 @@ def _ray_token() -> Check:
     )
 
 
-def _driver() -> Check:
-    if not has_nvidia_devices():
-        return Check("nvidia driver", "note", "none; GPUs without a uuid are emulated, `cpu` runs real models")
-    try:
-        import pynvml
-
-        pynvml.nvmlInit()
-        names = []
-        for index in range(pynvml.nvmlDeviceGetCount()):
-            handle = pynvml.nvmlDeviceGetHandleByIndex(index)
-            names.append(f"{pynvml.nvmlDeviceGetName(handle)} ({pynvml.nvmlDeviceGetUUID(handle)})")
-        return Check("nvidia driver", "ok", f"{pynvml.nvmlSystemGetDriverVersion()}: {', '.join(names) or 'no GPU'}")
-    except ModuleNotFoundError:
+def _ray() -> Check:
+    check = _package("ray", "needed to serve and to load")
+    if check.state != "ok":
+        return check
+    match = re.match(r"(\d+)\.(\d+)", check.found)
+    if match is None or not (2, 55) <= (int(match[1]), int(match[2])) < (3, 0):
         return Check(
-            "nvidia driver", "fail", "loaded, but nvidia-ml-py is not installed", "pip install 'tenuto[serve]'"
+            "ray", "fail", f"{check.found}, but 2.55 or newer below 3 is needed", "pip install 'tenuto[serve]'"
         )
-    except Exception as error:  # NVML raises its own kinds; whatever it is belongs on this line
-        return Check("nvidia driver", "fail", f"NVML does not answer: {error}", "nvidia-smi")
+    return check
 
 
-def _mps() -> Check:
-    binary = shutil.which("nvidia-cuda-mps-control")
-    if binary is not None:
-        return Check("CUDA MPS", "ok", binary)
-    state = "note" if not has_nvidia_devices() else "fail"
-    return Check(
-        "CUDA MPS",
-        state,
-        "nvidia-cuda-mps-control is not on PATH",
-        "" if state == "note" else "install the CUDA MPS control binary of the driver",
-    )
+def _gpus() -> list[Check]:
+    """A machine without a driver is in order: it emulates GPUs, and runs real models on the processor."""
+    if has_nvidia_devices():
+        return check_gpus()
+    return [Check("nvidia driver", "note", "none; GPUs without a uuid are emulated, `cpu` runs real models")]
 
 
 def _memory() -> Check:
@@ -155,12 +133,14 @@ def _leftovers() -> Check:
 
 def run_checks() -> list[Check]:
     """Run every check; none of them changes anything or creates a CUDA context."""
-    checks: list[Callable[[], Check]] = [
+    before: list[Callable[[], Check]] = [
         _python,
-        lambda: _package("ray", "needed to serve and to load"),
+        _ray,
         _torch,
         lambda: _package("torchvision", "needed for the vision models"),
         lambda: _package("transformers", "needed for the language models"),
-        _ray_token, _driver, _mps, _memory, _shared_memory, lambda: _port(8000), _leftovers,
-    ]  # fmt: skip
-    return [check() for check in checks]
+        _ray_token,
+    ]
+    after: list[Callable[[], Check]] = [_memory, _shared_memory, lambda: _port(8000), _leftovers]
+    shared = mps_checks(has_driver=has_nvidia_devices())
+    return [*(check() for check in before), *_gpus(), *shared, *(check() for check in after)]

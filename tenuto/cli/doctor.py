@@ -14,7 +14,7 @@ __all__ = ["command"]
 @click.command(name="doctor", short_help="Check this machine, one line per check, with the repair command.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def command(as_json: bool) -> int:
-    """Check Python, packages, Ray, GPU driver, CUDA MPS, memory and ports. Exit code 3 when something must be repaired.
+    """Check Python, packages, Ray, GPUs, CUDA MPS, memory and ports. Exit code 3 when something must be repaired.
 
     Example: tenuto doctor
     """

@@ -1,0 +1,17 @@
+"""One line of `tenuto doctor`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["Check"]
+
+
+@dataclass(frozen=True)
+class Check:
+    """The result of one check: `ok`, `note` (works, with a limit) or `fail`; `cure` is a command or an instruction."""
+
+    name: str
+    state: str
+    found: str
+    cure: str = ""
