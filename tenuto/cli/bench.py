@@ -87,7 +87,7 @@ def command(
     # The report comes before the verdict, which stays the last line; a full disk must not cost the figures.
     try:
         if out is not None:
-            write_files(out, document, result.records, result.schedule)
+            write_files(out, document, result.records, result.schedule, result.queued)
             write_report(out, Run(document, result.records, plan))
             console.print(f"report: {out / 'report.html'}")
     finally:
