@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,7 +12,7 @@ from numpy.typing import NDArray
 from tenuto.profiles.estimator.roofline import KINDS, KernelTimes
 from tenuto.profiles.estimator.trace import Operator, Trace
 
-__all__ = ["FEATURE_NAMES", "TAU_MS", "concurrent_sets", "features", "peak_threads"]
+__all__ = ["FEATURE_NAMES", "TAU_MS", "OperatorTimes", "concurrent_sets", "features", "peak_threads"]
 
 TAU_MS = 0.001  # kernels that start within this time of each other run together (USHER, section 4.1)
 
@@ -23,7 +24,14 @@ FEATURE_NAMES = (
 )  # fmt: skip
 
 
-def concurrent_sets(trace: Trace, kernels: KernelTimes, tau_ms: float = TAU_MS) -> list[list[Operator]]:
+class OperatorTimes(Protocol):
+    """Knows how long an operator takes: fitted to whole networks, or learnt from operators that were timed."""
+
+    def operator_ms(self, operator: Operator) -> float:
+        """Return the time of one operator in ms."""
+
+
+def concurrent_sets(trace: Trace, kernels: OperatorTimes, tau_ms: float = TAU_MS) -> list[list[Operator]]:
     """Return the sets of operators that start together when each starts as soon as its inputs are there.
 
     Two operators belong together when their starts are at most `tau_ms` apart (from the first of the set).

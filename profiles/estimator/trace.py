@@ -11,12 +11,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from tenuto.errors import InvalidInputError, Problem
 from tenuto.profiles.catalogue import is_factory, lookup
 
-__all__ = ["Operator", "Trace", "trace_model"]
+__all__ = ["Operator", "OperatorTimer", "Trace", "operator_recorder", "trace_model"]
 
 # Operators that launch nothing: they only look at memory in another way.
 _VIEWS = frozenset({
@@ -109,7 +109,7 @@ def trace_model(
             inputs = [
                 torch.zeros((size, *t.shape), dtype=getattr(torch, t.dtype)) for t in loaded.signature.inputs
             ]
-            recorder = _recorder(weights)
+            recorder = operator_recorder(weights)
             try:
                 with torch.no_grad(), recorder:
                     loaded.module(*inputs)
@@ -133,7 +133,17 @@ def _without_initialisation(source: str, options: Mapping[str, Any]) -> dict[str
     return {**options, "config": {**options.get("config", {}), "init_weights": False}}
 
 
-def _recorder(weights: Mapping[int, int]) -> Any:
+class OperatorTimer(Protocol):
+    """Times operators where they really run; every `begin` is followed by `end`, in order of execution."""
+
+    def begin(self) -> None:
+        """Mark the start of an operator."""
+
+    def end(self, *, recorded: bool) -> None:
+        """Mark its end; one that is not recorded launches nothing and counts for nothing."""
+
+
+def operator_recorder(weights: Mapping[int, int], timer: OperatorTimer | None = None) -> Any:
     """Return a dispatch mode that records operators; a function, so that torch is imported only when tracing."""
     import torch
     from torch.utils._python_dispatch import TorchDispatchMode
@@ -147,11 +157,16 @@ def _recorder(weights: Mapping[int, int]) -> Any:
             self._lives: dict[int, list[int]] = {}  # storage of a result: first writer, last user, bytes
 
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if timer is not None:
+                timer.begin()
             result = func(*args, **(kwargs or {}))
             name = func.overloadpacket.__name__
             outputs = [t for t in torch.utils._pytree.tree_leaves(result) if isinstance(t, torch.Tensor)]
             self._kept += outputs
-            if outputs and name not in _VIEWS:
+            recorded = bool(outputs) and name not in _VIEWS
+            if timer is not None:
+                timer.end(recorded=recorded)
+            if recorded:
                 tensors = [t for t in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
                 self._record(name, args, tensors, outputs)
             return result

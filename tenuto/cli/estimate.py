@@ -11,6 +11,7 @@ import yaml
 from rich.markup import escape
 from rich.table import Table
 
+from tenuto.cli.by_kernels import estimate_by_kernels
 from tenuto.cli.common import emit_json, parse_options, profiles_from, progress_console, stdout_console
 from tenuto.errors import InvalidInputError, Problem
 
@@ -28,14 +29,16 @@ _USHER_ACCURACY_PCT = 99.98  # USHER, OSDI 2024, table 4; on its own 20 models a
               help="Batch sizes to estimate.")
 @click.option("--option", "options", multiple=True, metavar="K=V",
               help="Model option such as sequence_length=512; repeatable.")
+@click.option("--operator-times", "operator_file", metavar="FILE",
+              help="Also learn single kernels from this file of `tenuto profile --time-operators`.")
 @click.option("--errors/--no-errors", default=True, show_default=True,
               help="Find the errors on models left out one by one (some seconds).")
 @click.option("-o", "--output", type=click.Path(dir_okay=False), metavar="FILE",
               help="Write the estimates as a profile.")
 @click.option("--json", "as_json", is_flag=True, help="Print estimates and errors as JSON.")
 def command(
-    model: str, gpu_type: str, profile_names: tuple[str, ...], batch_sizes: str, options: tuple[str, ...], errors: bool,
-    output: str | None, as_json: bool,
+    model: str, gpu_type: str, profile_names: tuple[str, ...], batch_sizes: str, options: tuple[str, ...],
+    operator_file: str | None, errors: bool, output: str | None, as_json: bool,
 ) -> None:
     """Estimate time, compute and memory requirement of MODEL on a GPU type without running it.
 
@@ -69,6 +72,9 @@ def command(
             status.update("leaving models out one by one")
         report = leave_one_model_out(samples) if errors else None
     measured = {s.trace.batch_size: s for s in samples if s.model == row}
+    by_kernel = None
+    if operator_file:
+        by_kernel = estimate_by_kernels(operator_file, gpu_type, row, [at_batch(size) for size in sizes], errors)
     if output:
         _write(Path(output), _as_profile(row, gpu_type, estimates, len(estimator.models), report))
     if as_json:
@@ -76,9 +82,13 @@ def command(
             "model": row, "gpu_type": gpu_type, "learnt_from": list(estimator.models), "estimate_ms": round(took_ms, 3),
             "estimates": [vars(e) for e in estimates],
             "leave_one_model_out": vars(report) if report else None,
+            "by_kernels": by_kernel.as_data() if by_kernel else None,
         })  # fmt: skip
         return
     _print(row, gpu_type, estimates, measured, estimator.models, took_ms, report)
+    if by_kernel:
+        for line in by_kernel.lines(_USHER_ACCURACY_PCT):
+            stdout_console().print(line)
     if output:
         progress_console().print(f"wrote {escape(output)}")
 

@@ -50,6 +50,8 @@ __all__ = ["command"]
 @click.option("--co-run-s", type=float, default=5.0, show_default=True, help="Seconds of each co-run.")
 @click.option("--fit/--no-fit", default=False, show_default=True,
               help="Fit the coefficients of iGniter's and gpulet's interference models from the file's measurements.")
+@click.option("--time-operators", "operator_file", metavar="FILE",
+              help="Also time every operator on the whole device into FILE, for `tenuto estimate --operator-times`.")
 @click.option("--import-ncu", metavar="FILE", help="Nsight Compute CSV (--csv --page raw) of one batch of MODEL.")
 @click.option("--import-nsys", metavar="FILE", help="Nsight Systems CSV (-r cuda_gpu_trace) of the same batch.")
 @click.option("--import-trace", metavar="FILE", help="torch.profiler trace of the same batch.")
@@ -60,8 +62,8 @@ __all__ = ["command"]
 def command(
     models: tuple[str, ...], device: str, batch_sizes: str, shares: str, budget_s: float, weights_path: str | None,
     options: tuple[str, ...], seed: int, time_limit_s: float | None, resume: bool, tolerance_pct: float, co_runs: str,
-    co_run_s: float, fit: bool, import_ncu: str | None, import_nsys: str | None, import_trace: str | None,
-    import_batches: int, output: str | None, as_json: bool,
+    co_run_s: float, fit: bool, operator_file: str | None, import_ncu: str | None, import_nsys: str | None,
+    import_trace: str | None, import_batches: int, output: str | None, as_json: bool,
 ) -> int:
     """Measure MODELs: latency, spread and peak memory per batch size and share, and the line alpha*b + beta.
 
@@ -94,6 +96,11 @@ def command(
             fault = measure_co_runs(requests, book, kinds, co_run_s, until)
     if book.profile is None:
         raise fault or KeyboardInterrupt
+    if operator_file is not None and fault is None and not importing:
+        from tenuto.cli.by_kernels import write_operator_times
+
+        write_operator_times(Path(operator_file), requests, book.profile)
+        console.print(f"wrote {escape(operator_file)}")
     if fit:
         from tenuto.cli.coefficients import fit_coefficients
 

@@ -70,3 +70,20 @@ def test_wrong_arguments(run: Any, arguments: tuple[str, ...], message: str) -> 
     code, _, err = run(*arguments)
     assert code == 2
     assert message in err
+
+
+def test_kernels_are_learnt_from_timed_operators(run: Any) -> None:
+    from tenuto.profiles.estimator.operator_times import OperatorFile
+    from tests.profiles.test_kernel_training import made_runs
+
+    Path("operators.yaml").write_text(OperatorFile(gpu_type="cpu", hardware="h", runs=tuple(made_runs(3))).dump())
+    code, out, err = run("bert", *KNOWN, "--batch-sizes", "1,4", "--operator-times", "operators.yaml")
+    assert code == 0, err
+    assert "From single kernels of 3 other models" in out
+    assert "plain roofline" in out
+    code, out, err = run("bert", *KNOWN, "--batch-sizes", "1", "--operator-times", "operators.yaml", "--json")
+    assert json.loads(out)["by_kernels"]["latency_ms"]["1"] > 0
+    Path("operators.yaml").write_text(OperatorFile(gpu_type="v100", hardware="h", runs=tuple(made_runs(3))).dump())
+    code, _, err = run("bert", *KNOWN, "--operator-times", "operators.yaml")
+    assert code == 2
+    assert "not of GPU type" in err

@@ -1,0 +1,198 @@
+"""Time every operator of a model where it really runs: what the estimator learns single kernels from (USHER, 4.1).
+
+A timed operator has the same fields as a traced one, so that no names of two tools have to be matched.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Protocol
+
+from pydantic import Field
+
+from tenuto.errors import InvalidInputError
+from tenuto.profiles.documents import StrictModel, dump_yaml, load_document, parse_document
+from tenuto.profiles.estimator.trace import Operator, operator_recorder
+
+__all__ = ["OperatorFile", "TimedOperator", "TimedRun", "time_operators"]
+
+_WARM_UP_RUNS = 2
+_REPEATS = 5
+
+
+class TimedOperator(StrictModel):
+    """One operator with its work in FLOPs and bytes, and the median of its times in ms."""
+
+    name: str
+    kind: str
+    flops: Annotated[float, Field(ge=0)]
+    read_bytes: Annotated[float, Field(ge=0)]
+    written_bytes: Annotated[float, Field(ge=0)]
+    weight_bytes: Annotated[float, Field(ge=0)]
+    time_ms: Annotated[float, Field(ge=0)]
+
+    def operator(self) -> Operator:
+        """Return it as the trace's operator, without its inputs."""
+        return Operator(
+            self.name, self.kind, self.flops, self.read_bytes, self.written_bytes, self.weight_bytes, ()
+        )
+
+
+class TimedRun(StrictModel):
+    """The operators of a model at one batch size, in order, and the time of a whole batch without instruments."""
+
+    model: str
+    batch_size: Annotated[int, Field(ge=1)]
+    latency_ms: Annotated[float, Field(gt=0)]
+    operators: Annotated[tuple[TimedOperator, ...], Field(min_length=1)]
+
+
+class OperatorFile(StrictModel):
+    """Timed operators of several models on one GPU type."""
+
+    schema_version: Annotated[int, Field(alias="schema", ge=1, le=1)] = 1
+    gpu_type: str
+    hardware: str
+    runs: Annotated[tuple[TimedRun, ...], Field(min_length=1)]
+
+    @classmethod
+    def load(cls, path: str | Path) -> OperatorFile:
+        """Read and validate a file; raises `InvalidInputError` with every problem found."""
+        return parse_document(cls, load_document(path), origin=str(path))
+
+    def dump(self) -> str:
+        """Render as YAML; `load` of the text gives an equal file."""
+        return dump_yaml({"schema": 1, **self.model_dump(mode="json", by_alias=True)})
+
+
+class _Timer(Protocol):
+    def begin(self) -> None: ...
+
+    def end(self, *, recorded: bool) -> None: ...
+
+    def times_ms(self) -> list[float]: ...
+
+
+class _ClockTimer:
+    """For a CPU, where an operator is done when its call returns."""
+
+    def __init__(self, clock_s: Callable[[], float]) -> None:
+        self._clock_s = clock_s
+        self._began = 0.0
+        self._times: list[float] = []
+
+    def begin(self) -> None:
+        self._began = self._clock_s()
+
+    def end(self, *, recorded: bool) -> None:
+        if recorded:
+            self._times.append((self._clock_s() - self._began) * 1000.0)
+
+    def times_ms(self) -> list[float]:
+        return self._times
+
+
+class _EventTimer:
+    """For CUDA: an event before and after, read when all are done."""
+
+    def __init__(self) -> None:
+        self._began: Any = None
+        self._pairs: list[tuple[Any, Any]] = []
+
+    def begin(self) -> None:
+        self._began = _event()
+
+    def end(self, *, recorded: bool) -> None:
+        if recorded:
+            self._pairs.append((self._began, _event()))
+
+    def times_ms(self) -> list[float]:
+        import torch
+
+        torch.cuda.synchronize()
+        return [float(began.elapsed_time(ended)) for began, ended in self._pairs]
+
+
+def _event() -> Any:
+    import torch
+
+    event: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    event.record()
+    return event
+
+
+def time_operators(
+    source: str, batch_sizes: Sequence[int], options: Mapping[str, Any] | None = None, *, device: str = "cpu",
+    name: str | None = None, seed: int = 0, clock_s: Callable[[], float] = time.perf_counter,
+) -> list[TimedRun]:
+    """Build a model and time its operators at each batch size, the median of several runs; blocks.
+
+    Operators are launched one by one, so that short ones include the cost of a launch, as they do in eager PyTorch.
+
+    Args:
+        source: as `tenuto.profiles.models.build` takes it.
+        batch_sizes: to run.
+        options: of the model as it is built.
+        device: `cpu` or `cuda`.
+        name: of the model in the result; default the source.
+        seed: of random weights and inputs.
+        clock_s: monotonic clock.
+
+    Raises:
+        InvalidInputError: unknown model, or one that runs other operators from one run to the next.
+    """
+    import torch
+
+    from tenuto.profiles.models import build
+    from tenuto.profiles.worker import random_inputs
+
+    loaded = build(source, seed=seed, options=dict(options or {}))
+    module = loaded.module.to(device)
+    weights = {id(t): t.numel() * t.element_size() for t in (*module.parameters(), *module.buffers())}
+    runs = []
+    for size in batch_sizes:
+        arrays = random_inputs(loaded.signature, size, seed)
+        inputs = [torch.from_numpy(arrays[t.name]).to(device) for t in loaded.signature.inputs]
+        whole: list[float] = []
+        rows: list[list[float]] = []
+        operators: list[Operator] = []
+        with torch.no_grad():
+            for attempt in range(_WARM_UP_RUNS + _REPEATS):
+                _wait(device)
+                began = clock_s()
+                module(*inputs)
+                _wait(device)
+                took_ms = (clock_s() - began) * 1000.0
+                timer: _Timer = _EventTimer() if device == "cuda" else _ClockTimer(clock_s)
+                recorder = operator_recorder(weights, timer)
+                with recorder:
+                    module(*inputs)
+                if attempt < _WARM_UP_RUNS:
+                    continue
+                whole.append(took_ms)
+                rows.append(timer.times_ms())
+                operators = recorder.operators
+        if len({len(row) for row in rows}) != 1:
+            raise InvalidInputError(f"'{source}' runs other operators each time. It cannot be learnt from.")
+        medians = [statistics.median(times) for times in zip(*rows, strict=True)]
+        runs.append(TimedRun(
+            model=name or source, batch_size=size, latency_ms=statistics.median(whole),
+            operators=tuple(
+                TimedOperator(
+                    name=o.name, kind=o.kind, flops=o.flops, read_bytes=o.read_bytes, written_bytes=o.written_bytes,
+                    weight_bytes=o.weight_bytes, time_ms=round(ms, 6),
+                )
+                for o, ms in zip(operators, medians, strict=True)
+            ),
+        ))  # fmt: skip
+    return runs
+
+
+def _wait(device: str) -> None:
+    if device == "cuda":
+        import torch
+
+        torch.cuda.synchronize()

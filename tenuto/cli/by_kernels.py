@@ -1,0 +1,89 @@
+"""Estimates from timed operators: what `tenuto profile --time-operators` writes and `tenuto estimate` learns from."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tenuto.errors import InvalidInputError, Problem
+from tenuto.profiles.estimator.kernel_training import KernelErrorReport, KernelEstimator, leave_one_model_out_kernels
+from tenuto.profiles.estimator.operator_times import OperatorFile, time_operators
+from tenuto.profiles.estimator.trace import Trace
+from tenuto.profiles.measure import MeasureRequest, row_name
+from tenuto.profiles.profile import Profile
+
+__all__ = ["ByKernels", "estimate_by_kernels", "write_operator_times"]
+
+
+@dataclass(frozen=True)
+class ByKernels:
+    """Times learnt from single kernels, in ms by batch size, and the errors on models left out."""
+
+    models: tuple[str, ...]
+    latency_ms: dict[int, float]
+    estimate_ms: float
+    report: KernelErrorReport | None
+
+    def as_data(self) -> dict[str, Any]:
+        """Return plain data for --json."""
+        return {
+            "learnt_from": list(self.models), "latency_ms": {str(b): ms for b, ms in self.latency_ms.items()},
+            "estimate_ms": round(self.estimate_ms, 3),
+            "leave_one_model_out": vars(self.report) if self.report else None,
+        }  # fmt: skip
+
+    def lines(self, usher_pct: float) -> list[str]:
+        """Return the lines to print, the published claim beside ours."""
+        times = ", ".join(f"batch {batch}: {ms:.2f} ms" for batch, ms in self.latency_ms.items())
+        made = [f"From single kernels of {len(self.models)} other models, {self.estimate_ms:.1f} ms each: {times}"]
+        if self.report is not None:
+            r = self.report
+            made.append(
+                f"  on models left out ({r.models} models, {r.kernels} kernels): time {r.time_pct:.1f} %, "
+                f"plain roofline {r.roofline_pct:.1f} %; single kernels {r.kernel_median_pct:.0f} % (median); "
+                f"USHER claims {usher_pct} % accuracy"
+            )
+        return made
+
+
+def estimate_by_kernels(path: str, gpu_type: str, row: str, traces: Sequence[Trace], errors: bool) -> ByKernels:
+    """Learn from the file's other models and estimate each trace.
+
+    Raises:
+        InvalidInputError: the file is malformed, of another GPU type, or has fewer than two other models.
+    """
+    data = OperatorFile.load(path)
+    if data.gpu_type != gpu_type:
+        raise InvalidInputError(
+            Problem("--operator-times", data.gpu_type, f"is not of GPU type '{gpu_type}'", "Time operators there.")
+        )
+    estimator = KernelEstimator([run for run in data.runs if run.model != row])
+    began = time.perf_counter()
+    latency_ms = {trace.batch_size: estimator.time_ms(trace) for trace in traces}
+    took_ms = (time.perf_counter() - began) * 1000.0 / len(traces)
+    report = leave_one_model_out_kernels(data.runs) if errors else None
+    return ByKernels(estimator.models, latency_ms, took_ms, report)
+
+
+def write_operator_times(path: Path, requests: Sequence[MeasureRequest], profile: Profile) -> None:
+    """Time the operators of every model on the whole device and write the file."""
+    from tenuto.profiles.torch_runner import pick_device, split_options
+
+    runs = []
+    for request in requests:
+        _, built = split_options(request.options, f"options of {request.source}")
+        runs += time_operators(
+            request.source, sorted(request.batch_sizes), built, device=pick_device(request.device),
+            name=row_name(request.source), seed=request.seed,
+        )
+    hardware = profile.measured.hardware if profile.measured else profile.gpu_type
+    text = OperatorFile(gpu_type=profile.gpu_type, hardware=hardware, runs=tuple(runs)).dump()
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise InvalidInputError(
+            Problem("--time-operators", str(path), f"cannot be written ({error.strerror})", "Give a writable path.")
+        ) from error
