@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from tenuto.deployments.sub_clusters import cut_plan
+from tenuto.mps.share import client_environment
 from tenuto.placement import Gpulet, Plan, PlannedGpu
 
 __all__ = ["ENTRY_APPLICATION", "application_name", "dispatcher_name", "serve_config"]
@@ -131,6 +132,7 @@ def _gpulet_application(plan: Plan, gpulet: Gpulet, gpu: PlannedGpu, executor: s
         "memory_mib": gpulet.memory_mib,
         "executor": executor,
         "mps": plan.mps,
+        "cuda_mps": _uses_mps(plan, gpulet, gpu, executor),
     }
     return {
         "name": application_name(gpulet.id),
@@ -145,14 +147,19 @@ def _gpulet_application(plan: Plan, gpulet: Gpulet, gpu: PlannedGpu, executor: s
                 "health_check_period_s": 2.0,
                 "graceful_shutdown_wait_loop_s": 0.2,
                 "graceful_shutdown_timeout_s": 10.0,
-                "ray_actor_options": _actor_options(gpu),
+                "ray_actor_options": _actor_options(gpulet, gpu, uses_mps=bool(spec["cuda_mps"])),
                 "user_config": {"models": [_model_entry(plan, replica) for replica in gpulet.models]},
             }
         ],
     }
 
 
-def _actor_options(gpu: PlannedGpu) -> dict[str, Any]:
+def _uses_mps(plan: Plan, gpulet: Gpulet, gpu: PlannedGpu, executor: str) -> bool:
+    """Return whether the process runs under CUDA MPS; only a GPU bound by UUID has a daemon that can be named here."""
+    return executor != "emulated" and gpu.type != "cpu" and gpu.uuid is not None and plan.uses_mps(gpulet)
+
+
+def _actor_options(gpulet: Gpulet, gpu: PlannedGpu, *, uses_mps: bool) -> dict[str, Any]:
     """Return Ray's options. The real share is in the environment; Ray's ledger gets one small slot per gpu-let.
 
     Ray packs fractions GPU by GPU, so that uneven shares which fit the GPUs may not fit its ledger, and slots that
@@ -166,6 +173,9 @@ def _actor_options(gpu: PlannedGpu) -> dict[str, Any]:
         options["num_gpus"] = LEDGER_SLOT
         if gpu.uuid is not None:
             environment["CUDA_VISIBLE_DEVICES"] = gpu.uuid
+        if gpu.uuid is not None and uses_mps:
+            # CUDA reads these once, when the process first uses it: later would be too late.
+            environment |= client_environment(gpu.uuid, gpulet.share_pct, gpulet.memory_mib)
     if environment:
         options["runtime_env"] = {"env_vars": environment}
     return options

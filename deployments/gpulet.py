@@ -21,7 +21,8 @@ from typing import Any
 import numpy as np
 
 from tenuto.deployments.executors.base import Executor
-from tenuto.deployments.executors.choose import make_executor
+from tenuto.deployments.executors.choose import has_nvidia_devices, make_executor
+from tenuto.deployments.mps_sharing import SharedGpu, join_shared_gpu
 from tenuto.deployments.transport import FrameProtocol, listen
 from tenuto.errors import EnvironmentFaultError
 
@@ -59,7 +60,17 @@ class GpuletReplica:
         self._spec = dict(spec)
         self._id = str(spec["gpulet"])
         self._loop = asyncio.get_running_loop()
-        self._executor: Executor = make_executor(spec)
+        # Before the executor: CUDA looks for its daemon once, when it starts.
+        self._shared: SharedGpu | None = await self._loop.run_in_executor(
+            None, lambda: join_shared_gpu(spec, has_driver=has_nvidia_devices())
+        )
+        self._is_proved = False
+        try:
+            self._executor: Executor = make_executor(spec)
+        except BaseException:
+            if self._shared is not None:
+                self._shared.leave()  # the next gpu-let of this GPU need not wait for the end of this process
+            raise
         self._models: dict[str, dict[str, Any]] = {}
         self._queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._protocols: set[FrameProtocol] = set()
@@ -100,6 +111,9 @@ class GpuletReplica:
                 entry["batch_size"],
                 time.monotonic() - started,
             )
+        if self._shared is not None and not self._is_proved:
+            await self._on_worker(self._shared.prove)  # on the thread that has the CUDA context
+            self._is_proved = True
         for protocol in self._protocols:
             protocol.send({"description": self._description()})
 
@@ -129,6 +143,12 @@ class GpuletReplica:
             raise EnvironmentFaultError(self._failure)
         if not self._thread.is_alive():
             raise EnvironmentFaultError(f"the worker thread of gpu-let {self._id} has ended")
+        if self._shared is not None and self._is_proved:
+            try:
+                await self._loop.run_in_executor(None, self._shared.check)
+            except EnvironmentFaultError as error:
+                self._failure = str(error)  # a client of a faulted server has to go, even when the server recovers
+                raise
 
     async def describe(self, node_id: str = "") -> dict[str, Any]:
         """Return how to reach this gpu-let from a node, and what it really got.
@@ -158,6 +178,7 @@ class GpuletReplica:
             "emulated": self._is_emulated,
             "share_pct": self._spec.get("share_pct"),
             "memory_mib": self._executor.memory_mib(),
+            "cuda_mps": None if self._shared is None else self._shared.status(),
             "models": {name: entry["batch_size"] for name, entry in self._models.items()},
             "signatures": {name: self._executor.signature(name) for name in self._models},
         }
@@ -174,10 +195,15 @@ class GpuletReplica:
     async def __del__(self) -> None:
         """Finish what runs, then release the device; Serve calls this once requests have drained."""
         self._queue.put(None)
-        await asyncio.get_running_loop().run_in_executor(None, self._thread.join, 10.0)
+        await asyncio.get_running_loop().run_in_executor(None, self._thread.join, 10.0 if self._shared is None else 6.0)
+        if self._shared is not None and self._thread.is_alive():
+            # Serve kills this process in a moment, and a client killed at work harms its neighbours.
+            await asyncio.get_running_loop().run_in_executor(None, self._shared.terminate)
         for server in self._servers:
             server.close()
         self._executor.close()
+        if self._shared is not None:
+            self._shared.leave()
 
     # --- the socket's side (event loop) -------------------------------------------------------------------------
 

@@ -85,6 +85,8 @@ def _process(plan: Plan, gpulet: Gpulet) -> dict[str, Any]:
         "share": gpulet.share_pct,
         "memory limit": gpulet.memory_mib,
         "MPS": plan.mps,
+        # Only where a GPU is real: emulated gpu-lets do not restart for a neighbour.
+        "CUDA MPS": gpu.uuid is not None and gpu.type != "cpu" and plan.uses_mps(gpulet),
     }
 
 

@@ -133,6 +133,15 @@ class Plan(StrictModel):
             found.setdefault(gpulet.gpu, []).append(gpulet)
         return found
 
+    def uses_mps(self, gpulet: Gpulet) -> bool:
+        """Return whether a gpu-let needs CUDA MPS on real hardware: always if required, with `auto` where its GPU has
+        shares or several gpu-lets. All gpu-lets of a GPU need it or none, or those outside would take turns with the
+        whole of the others."""
+        if self.mps != "auto":
+            return self.mps == "required"
+        beside = self.on_gpu(gpulet.gpu)
+        return len(beside) > 1 or any(other.effective_share_pct < 100.0 for other in beside)
+
     def hosts_of(self, model: str) -> tuple[Gpulet, ...]:
         """Return the gpu-lets on which a model is resident."""
         return tuple(g for g in self.gpulets if any(replica.name == model for replica in g.models))

@@ -25,7 +25,8 @@ def make_executor(spec: Mapping[str, Any]) -> Executor:
     """Return the executor of a gpu-let.
 
     Args:
-        spec: `executor` (auto, torch, emulated), `gpu` (type, uuid), `share_pct`, `memory_mib`.
+        spec: `executor` (auto, torch, emulated), `gpu` (type, uuid), `share_pct`, `memory_mib`, `mps`, and `cuda_mps`:
+            whether this process has joined its GPU's daemon, see `tenuto.deployments.mps_sharing`.
 
     Raises:
         EnvironmentFaultError: the plan names a physical GPU, or asks for torch on a GPU, and this node has no NVIDIA
@@ -39,7 +40,7 @@ def make_executor(spec: Mapping[str, Any]) -> Executor:
     if has_nvidia_devices():
         _check_share(spec)
         return _torch("cuda", spec)
-    if wanted == "torch" or gpu["uuid"] is not None:
+    if wanted == "torch" or gpu["uuid"] is not None or spec.get("mps") == "required":
         raise EnvironmentFaultError(
             f"gpu-let {spec['gpulet']} needs {gpu['uuid'] or 'a ' + gpu['type']}, but this node has no NVIDIA driver. "
             "Deploy on the node the plan was made for, or write the plan with --executor emulated."
@@ -53,12 +54,16 @@ def make_executor(spec: Mapping[str, Any]) -> Executor:
 
 
 def _check_share(spec: Mapping[str, Any]) -> None:
-    """Refuse a share of a real GPU: nothing here would hold the process to it."""
+    """Refuse a share of a real GPU unless CUDA MPS holds the process to it, and no CUDA MPS where it is required."""
+    if spec.get("cuda_mps"):
+        return
     share_pct = spec.get("share_pct")
-    if share_pct is not None and share_pct < 100:
+    if (share_pct is not None and share_pct < 100) or spec.get("mps") == "required":
+        why = "`mps: off`" if spec.get("mps") == "off" else "its GPU is not bound by UUID"
         raise EnvironmentFaultError(
-            f"gpu-let {spec['gpulet']} is planned on {share_pct:g} % of a GPU, and this version does not enforce "
-            "CUDA MPS shares. Plan whole GPUs (policies ffd, symphony or sbp), or emulate with --executor emulated."
+            f"gpu-let {spec['gpulet']} needs CUDA MPS for {100.0 if share_pct is None else share_pct:g} % of a GPU, "
+            f"but cannot have it: {why}. Plan with `--cluster` and a file that `tenuto cluster -o` wrote, or plan "
+            "whole GPUs with `mps: off`, or emulate with --executor emulated."
         )
 
 

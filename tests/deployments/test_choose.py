@@ -41,8 +41,25 @@ def test_a_physical_gpu_is_never_emulated(monkeypatch: pytest.MonkeyPatch, chang
 
 def test_a_share_of_a_real_gpu_is_refused_rather_than_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
     with_driver(monkeypatch, True)
-    with pytest.raises(EnvironmentFaultError, match="does not enforce CUDA MPS"):
-        make_executor(spec(share_pct=40, uuid="GPU-1"))
+    with pytest.raises(EnvironmentFaultError, match="mps: off"):
+        make_executor(spec(share_pct=40, uuid="GPU-1", mps="off"))
+    with pytest.raises(EnvironmentFaultError, match="not bound by UUID"):
+        make_executor(spec(share_pct=40, mps="auto"))
+
+
+@pytest.mark.parametrize("present", [True, False])
+def test_required_sharing_is_never_dropped(monkeypatch: pytest.MonkeyPatch, present: bool) -> None:
+    with_driver(monkeypatch, present)
+    with pytest.raises(EnvironmentFaultError):
+        make_executor(spec(mps="required"))
+
+
+def test_a_share_that_cuda_mps_enforces_is_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
+    with_driver(monkeypatch, True)
+    made: list[str] = []
+    monkeypatch.setattr(choose, "_torch", lambda device, _spec: made.append(device))
+    make_executor(spec(share_pct=40, uuid="GPU-1", mps="auto", cuda_mps=True))
+    assert made == ["cuda"]
 
 
 def test_the_processor_runs_real_models() -> None:

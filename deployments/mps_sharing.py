@@ -1,0 +1,184 @@
+"""A gpu-let on a GPU that is shared through CUDA MPS: joined before CUDA starts, proved after the warm-up, watched.
+
+The daemon has no owner among Ray's actors: each gpu-let holds a kernel lock on its GPU's folder, the first one starts
+the daemon and a reaper outside Ray stops it. An actor per node would be one more process whose death takes the
+knowledge of who is there with it, and `serve deploy` alone would have nobody to start it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from tenuto.errors import EnvironmentFaultError
+from tenuto.mps.control import ControlError
+from tenuto.mps.daemon import PrivateDaemon
+from tenuto.mps.inventory import GpuDevice, read_devices
+from tenuto.mps.share import Report, client_environment, verify_attachment
+from tenuto.mps.sm_count import VisibleDevice, visible_devices
+
+__all__ = ["SharedGpu", "join_shared_gpu"]
+
+logger = logging.getLogger("ray.serve")
+
+_VOLTA = (7, 0)
+_UNANSWERED = 3  # health checks in a row: a busy node may make the daemon late once
+
+
+class SharedGpu:
+    """One gpu-let's part in its GPU: `join` → CUDA starts, models load → `prove` → `check` now and then → `leave`.
+
+    Invariant: between `join` and `prove` no other gpu-let of this GPU starts. Every method blocks.
+    """
+
+    def __init__(
+        self,
+        spec: Mapping[str, Any],
+        *,
+        daemon: PrivateDaemon | None = None,
+        devices: Callable[[], tuple[GpuDevice, ...]] = read_devices,
+        visible: Callable[[], tuple[VisibleDevice, ...]] = visible_devices,
+        environment: Mapping[str, str] | None = None,
+        pid: int | None = None,
+    ) -> None:
+        """Take what the plan asks for; the rest are the edges to driver and daemon, replaced in tests.
+
+        Raises:
+            ControlError: the daemon's folder has too long a path.
+        """
+        self._id = str(spec["gpulet"])
+        self._uuid = str(spec["gpu"]["uuid"])
+        self._share_pct: float | None = spec.get("share_pct")
+        self._memory_mib: float | None = spec.get("memory_mib")
+        self._daemon = daemon if daemon is not None else PrivateDaemon(self._uuid)
+        self._devices, self._visible = devices, visible
+        self._environment = os.environ if environment is None else environment
+        self._pid = os.getpid() if pid is None else pid
+        self._admission = contextlib.ExitStack()
+        self._gpu_sm_count: int | None = None
+        self._sm_count: int | None = None
+        self._unanswered = 0
+
+    def join(self) -> None:
+        """Check the GPU and this process's environment, start the daemon if need be, and wait for this one's turn.
+
+        Raises:
+            EnvironmentFaultError: the GPU is not here or cannot be shared, the environment is not what the plan asks
+                for, or the daemon cannot be had.
+        """
+        self._check_environment()
+        self._check_gpu()
+        self._daemon.join()
+        try:
+            self._admission.enter_context(self._daemon.admitted())
+        except BaseException:
+            self._daemon.leave()
+            raise
+
+    def _check_environment(self) -> None:
+        """CUDA has read these by the time anyone could notice that they are wrong, so they are compared before."""
+        wanted = client_environment(self._uuid, self._share_pct, self._memory_mib)
+        wrong = [
+            f"{key} is {self._environment.get(key, 'not set')} instead of {value}"
+            for key, value in wanted.items()
+            if self._environment.get(key) != value
+        ]
+        if "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE" in self._environment.keys() - wanted.keys():
+            wrong.append("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE is set and should not be")
+        if wrong:
+            raise self._refused(
+                f"{'; '.join(wrong)}. The node's environment (TENUTO_MPS_ROOT) must be that of who wrote the plan"
+            )
+
+    def _check_gpu(self) -> None:
+        here = {device.uuid: device for device in self._devices()}
+        device = here.get(self._uuid)
+        if device is None:
+            raise self._refused(
+                f"this node has no {self._uuid}, only {', '.join(here) or 'none'}. Run `tenuto cluster`"
+            )
+        if device.is_mig:
+            raise self._refused(f"{self._uuid} is in MIG mode. Run nvidia-smi -i {self._uuid} -mig 0")
+        if device.compute_capability < _VOLTA:
+            raise self._refused(f"a {device.name} is older than Volta and cannot hold shares. Plan whole GPUs")
+        self._gpu_sm_count = device.sm_count
+
+    def prove(self) -> None:
+        """Prove after the warm-up that this process got what was planned, and let the next gpu-let start.
+
+        Raises:
+            EnvironmentFaultError: one of the four proofs failed; the message names each that did.
+        """
+        with self._admission:
+            seen = self._visible()
+            if len(seen) != 1:
+                raise self._refused(f"CUDA shows it {len(seen)} GPUs instead of its own")
+            report = Report(self._pid, seen[0].uuid, seen[0].sm_count)
+            reasons = verify_attachment(report, self._daemon, self._share_pct, self._gpu_sm_count)
+            if reasons:
+                raise self._refused("; ".join(reasons))
+            self._sm_count = report.sm_count
+        logger.info("gpu-let %s: has %s of %s SMs of %s", self._id, self._sm_count, self._gpu_sm_count, self._uuid)
+
+    def check(self) -> None:
+        """Raise `EnvironmentFaultError` once this process has lost its GPU: a fault, or the daemon is gone.
+
+        A daemon that does not answer is forgiven twice in a row.
+        """
+        try:
+            status, clients = self._daemon.status(), self._daemon.clients()
+        except ControlError as error:
+            self._unanswered += 1
+            if self._unanswered >= _UNANSWERED or not self._daemon.is_ours():
+                raise self._refused(f"its CUDA MPS daemon is lost: {error}") from error
+            return
+        self._unanswered = 0
+        if status == "FAULT":
+            raise self._refused("a fault of one gpu-let hit all of this GPU; each has to start again")
+        if self._sm_count is not None and self._pid not in clients:
+            raise self._refused(f"its process {self._pid} is no client of the CUDA MPS daemon any more")
+
+    def status(self) -> dict[str, Any]:
+        """Return what was given: the UUID, SMs of the share and of the GPU, and CUDA's cap."""
+        wanted = client_environment(self._uuid, self._share_pct, self._memory_mib)
+        return {
+            "uuid": self._uuid,
+            "sm_count": self._sm_count,
+            "gpu_sm_count": self._gpu_sm_count,
+            "memory_limit": wanted.get("CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"),
+        }
+
+    def terminate(self) -> None:
+        """End this process's work on the GPU before the process is killed with work in flight, which would be undefined
+        behaviour for its neighbours. A daemon that refuses is logged; nothing else can be done then."""
+        try:
+            self._daemon.terminate(self._pid)
+        except ControlError as error:
+            logger.error("gpu-let %s: its work on the GPU could not be ended: %s", self._id, error)
+
+    def leave(self) -> None:
+        """Count this process out; the daemon ends after the last. Safe at any time and more than once."""
+        self._admission.close()
+        self._daemon.leave()
+
+    def _refused(self, reason: str) -> EnvironmentFaultError:
+        share = "the whole GPU" if self._share_pct is None else f"{self._share_pct:g} %"
+        return EnvironmentFaultError(f"gpu-let {self._id} ({share} of {self._uuid}, CUDA MPS): {reason}.")
+
+
+def join_shared_gpu(spec: Mapping[str, Any], *, has_driver: bool) -> SharedGpu | None:
+    """Join a gpu-let to its GPU before CUDA starts; None where the plan asks for no CUDA MPS, or nothing is here.
+
+    Without a driver the choice of the executor says what is missing.
+
+    Raises:
+        EnvironmentFaultError: the GPU cannot be shared as planned.
+    """
+    if not spec.get("cuda_mps") or not has_driver:
+        return None
+    shared = SharedGpu(spec)
+    shared.join()
+    return shared

@@ -1,0 +1,311 @@
+"""Gpu-lets of a shared GPU, with driver and daemon in memory: joined, proved, hit by faults, gone."""
+
+import threading
+from typing import Any
+
+import pytest
+
+from tenuto.deployments import gpulet as gpulet_module
+from tenuto.deployments.config import serve_config
+from tenuto.deployments.gpulet import GpuletReplica
+from tenuto.deployments.mps_sharing import SharedGpu, join_shared_gpu
+from tenuto.errors import EnvironmentFaultError
+from tenuto.mps.inventory import GpuDevice, read_inventory
+from tenuto.mps.share import client_environment
+from tenuto.mps.sm_count import VisibleDevice
+from tenuto.placement import Plan
+from tenuto.placement.diff import diff
+from tests.mps.conftest import bench as bench  # the fixture
+from tests.mps.fake_nvml import FakeGpu, FakeNvml
+from tests.mps.fakes import OTHER, UUID, Bench
+
+
+def spec(name: str = "n0/0/a", share_pct: float | None = 40.0) -> dict[str, Any]:
+    gpu = {"id": "n0/0", "type": "v100", "uuid": UUID}
+    return {
+        "gpulet": name, "gpu": gpu, "share_pct": share_pct, "memory_mib": 3000.0, "executor": "emulated",
+        "mps": "auto", "cuda_mps": True,
+    }  # fmt: skip
+
+
+def devices(**changes: Any) -> tuple[GpuDevice, ...]:
+    return read_inventory(FakeNvml(FakeGpu(**{"uuid": UUID, **changes})), lambda: {UUID: 80, OTHER: 80})
+
+
+def shared(bench: Bench, *, pid: int = 41, sm_count: int = 32, uuid: str = UUID, **changes: Any) -> SharedGpu:
+    """A gpu-let's process on the bench; CUDA shows it `sm_count` SMs of `uuid`."""
+    planned = changes.pop("planned", spec())
+    environment = client_environment(UUID, planned["share_pct"], 3000.0)
+    return SharedGpu(
+        planned, daemon=bench.gpulet(), devices=changes.pop("devices", devices), pid=pid,
+        visible=lambda: (VisibleDevice(uuid, sm_count),), environment=changes.pop("environment", environment),
+    )  # fmt: skip
+
+
+@pytest.fixture
+def started(bench: Bench) -> SharedGpu:
+    found = shared(bench)
+    found.join()
+    bench.daemon.connect(41)
+    found.prove()
+    return found
+
+
+def test_a_gpulet_that_got_its_share_says_so(started: SharedGpu) -> None:
+    started.check()
+    assert started.status() == {
+        "uuid": UUID, "sm_count": 32, "gpu_sm_count": 80, "memory_limit": f"{UUID}=3600M",
+    }  # fmt: skip
+
+
+def test_the_second_waits_until_the_first_is_proved(bench: Bench) -> None:
+    first, second = shared(bench), shared(bench, pid=42)
+    first.join()
+    with pytest.raises(EnvironmentFaultError, match="admission"):
+        second.join()
+    bench.daemon.connect(41)
+    first.prove()
+    second.join()
+    bench.daemon.connect(42)
+    second.prove()
+    assert bench.daemon.starts == 1
+    assert bench.reapers == [UUID]
+
+
+def test_a_gpulet_without_attachment_is_refused_and_lets_the_next_one_start(bench: Bench) -> None:
+    first = shared(bench, sm_count=80)  # CUDA found no daemon and took everything
+    first.join()
+    with pytest.raises(EnvironmentFaultError, match=r"does not list its process 41.*80 of 80 multiprocessors"):
+        first.prove()
+    shared(bench, pid=42).join()
+
+
+def test_permuted_ordinals_are_found(bench: Bench) -> None:
+    found = shared(bench, uuid=OTHER)
+    found.join()
+    bench.daemon.connect(41)
+    with pytest.raises(EnvironmentFaultError, match=f"runs on {OTHER}"):
+        found.prove()
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [({"uuid": OTHER}, f"no {UUID}"), ({"mig": 1}, "-mig 0"), ({"capability": (6, 1)}, "older than Volta")],
+)
+def test_a_gpu_that_cannot_be_shared_is_refused_before_a_daemon_starts(
+    bench: Bench, changes: dict[str, Any], reason: str
+) -> None:
+    with pytest.raises(EnvironmentFaultError, match=reason):
+        shared(bench, devices=lambda: devices(**changes)).join()
+    assert bench.daemon.starts == 0
+
+
+def test_a_process_started_with_another_environment_is_refused(bench: Bench) -> None:
+    environment = client_environment(UUID, 60.0, 3000.0)
+    with pytest.raises(EnvironmentFaultError, match="PERCENTAGE is 60 instead of 40"):
+        shared(bench, environment=environment).join()
+    with pytest.raises(EnvironmentFaultError, match="should not be"):
+        shared(bench, environment=environment, planned=spec(share_pct=None)).join()
+
+
+def test_after_a_fault_all_of_the_gpu_leave_and_start_in_turn(bench: Bench, started: SharedGpu) -> None:
+    second = shared(bench, pid=42)
+    second.join()
+    bench.daemon.connect(42)
+    second.prove()
+    bench.daemon.status = "FAULT"
+    for lost in (started, second):
+        with pytest.raises(EnvironmentFaultError, match="has to start again"):
+            lost.check()
+        lost.leave()
+    again = shared(bench, pid=51)
+    with pytest.raises(EnvironmentFaultError, match="stays FAULT"):
+        again.join()  # the old processes have not left the server
+    bench.daemon.client_pids.clear()
+    bench.daemon.status = "ACTIVE"
+    for pid in (51, 52):
+        again = shared(bench, pid=pid)
+        again.join()
+        bench.daemon.connect(pid)
+        again.prove()
+        again.check()
+    assert bench.daemon.starts == 1
+
+
+def test_a_lost_client_is_found(bench: Bench, started: SharedGpu) -> None:
+    bench.daemon.client_pids.clear()
+    with pytest.raises(EnvironmentFaultError, match="no client"):
+        started.check()
+
+
+def test_a_daemon_that_is_late_is_forgiven_twice_and_a_dead_one_never(bench: Bench, started: SharedGpu) -> None:
+    bench.daemon.refusals_before_ready = 3
+    started.check()
+    started.check()
+    with pytest.raises(EnvironmentFaultError, match="daemon is lost"):
+        started.check()
+    started.check()
+    bench.daemon.is_running = False
+    del bench.processes.alive[bench.daemon.pid]
+    with pytest.raises(EnvironmentFaultError, match="daemon is lost"):
+        started.check()
+
+
+def test_work_in_flight_is_ended_before_the_process(bench: Bench, started: SharedGpu) -> None:
+    started.terminate()
+    assert "terminate_client 701 41" in bench.daemon.commands
+    started.terminate()  # refused and logged: it is no client any more
+
+
+def test_nothing_is_joined_where_the_plan_asks_for_nothing() -> None:
+    assert join_shared_gpu({**spec(), "cuda_mps": False}, has_driver=True) is None
+    assert join_shared_gpu(spec(), has_driver=False) is None
+
+
+# --- the plan's side --------------------------------------------------------------------------------------------
+
+
+def plan(*shares: float | None, mps: str = "auto", uuid: str | None = UUID, kind: str = "v100") -> Plan:
+    replica = {"name": "m", "batch_size": 2, "latency": {"alpha_ms": 1.0, "beta_ms": 1.0}}
+    return Plan.from_data(
+        {
+            "policy": {"name": "test"}, "mps": mps, "gpus": [{"id": "g", "type": kind, "uuid": uuid}],
+            "gpulets": [
+                {"id": f"g/{i}", "gpu": "g", "share_pct": share, "memory_mib": 2000, "models": [replica]}
+                for i, share in enumerate(shares)
+            ],
+            "models": [{"name": "m", "rate_rps": 10, "slo_ms": 100, "latency": {"alpha_ms": 1.0, "beta_ms": 1.0}}],
+        }
+    )  # fmt: skip
+
+
+def environments(made: Plan, **options: Any) -> list[dict[str, str]]:
+    found = [application["deployments"][0] for application in serve_config(made, **options)["applications"][1:]]
+    return [d["ray_actor_options"].get("runtime_env", {}).get("env_vars", {}) for d in found]
+
+
+def test_every_gpulet_of_a_shared_gpu_has_its_environment_before_its_process_starts() -> None:
+    small, rest = environments(plan(40.0, None))
+    assert small["CUDA_VISIBLE_DEVICES"] == rest["CUDA_VISIBLE_DEVICES"] == UUID
+    assert small["CUDA_MPS_PIPE_DIRECTORY"] == rest["CUDA_MPS_PIPE_DIRECTORY"]
+    assert small["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] == "40"
+    assert "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE" not in rest
+    assert small["CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"] == f"{UUID}=2600M"
+
+
+@pytest.mark.parametrize(
+    ("made", "uses"),
+    [(plan(None), False), (plan(100.0), False), (plan(50.0), True), (plan(None, None), True),
+     (plan(None, mps="required"), True), (plan(50.0, mps="off"), False), (plan(50.0, uuid=None), False),
+     (plan(50.0, kind="cpu"), False)],
+)  # fmt: skip
+def test_when_cuda_mps_is_used(made: Plan, uses: bool) -> None:
+    assert all(("CUDA_MPS_PIPE_DIRECTORY" in environment) is uses for environment in environments(made))
+    assert not any("CUDA_MPS_PIPE_DIRECTORY" in environment for environment in environments(made, executor="emulated"))
+
+
+def test_a_first_neighbour_restarts_a_gpulet_that_ran_without_cuda_mps() -> None:
+    reasons = {change.gpulet: change.reasons for change in diff(plan(None), plan(None, None)).changes}
+    assert reasons["g/0"] == ("CUDA MPS: False → True",)
+    assert diff(plan(None, uuid=None), plan(None, None, uuid=None)).of_kind("restart") == ()
+
+
+# --- the replica ------------------------------------------------------------------------------------------------
+
+
+class Recorder:
+    """Stands for `SharedGpu` inside a replica and writes down what happens to it."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.failure: EnvironmentFaultError | None = None
+        self.proved_by = ""
+
+    def prove(self) -> None:
+        self.calls.append("prove")
+        self.proved_by = threading.current_thread().name
+        if self.failure is not None:
+            raise self.failure
+
+    def check(self) -> None:
+        if self.failure is not None:
+            raise self.failure
+
+    def status(self) -> dict[str, Any]:
+        return {"sm_count": 32}
+
+    def terminate(self) -> None:
+        self.calls.append("terminate")
+
+    def leave(self) -> None:
+        self.calls.append("leave")
+
+
+@pytest.fixture
+def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
+    found = Recorder()
+    monkeypatch.setattr(gpulet_module, "join_shared_gpu", lambda spec, has_driver: found)
+    return found
+
+
+MODELS = {
+    "models": [{"name": "m", "batch_size": 2, "latency": {"alpha_ms": 0.01, "beta_ms": 0.01}, "options": {}}],
+}
+
+
+class Replica(GpuletReplica):
+    """Serve awaits `__del__`; the garbage collector, which cannot, finds none here."""
+
+    def __del__(self) -> None:  # type: ignore[override]
+        pass
+
+
+async def replica() -> GpuletReplica:
+    made = Replica.__new__(Replica)
+    await made.__init__(spec())  # type: ignore[misc]  # as Serve does
+    return made
+
+
+async def test_a_replica_proves_itself_once_after_the_warm_up_and_leaves_last(recorder: Recorder) -> None:
+    made = await replica()
+    assert recorder.calls == []
+    await made.reconfigure(MODELS)
+    await made.reconfigure(MODELS)
+    await made.check_health()
+    assert recorder.calls == ["prove"]
+    assert recorder.proved_by == "gpulet n0/0/a"
+    assert made._description()["cuda_mps"] == {"sm_count": 32}
+    await GpuletReplica.__del__(made)
+    assert recorder.calls == ["prove", "leave"]
+
+
+async def test_a_replica_without_proof_never_becomes_ready(recorder: Recorder) -> None:
+    made = await replica()
+    recorder.failure = EnvironmentFaultError("not attached")
+    with pytest.raises(EnvironmentFaultError, match="not attached"):
+        await made.reconfigure(MODELS)
+    await GpuletReplica.__del__(made)
+
+
+async def test_a_replica_hit_by_a_fault_stays_unhealthy_though_the_server_recovers(recorder: Recorder) -> None:
+    made = await replica()
+    await made.reconfigure(MODELS)
+    recorder.failure = EnvironmentFaultError("a fault hit all of this GPU")
+    with pytest.raises(EnvironmentFaultError):
+        await made.check_health()
+    recorder.failure = None
+    with pytest.raises(EnvironmentFaultError, match="a fault hit"):
+        await made.check_health()
+    await GpuletReplica.__del__(made)
+
+
+async def test_a_gpu_is_left_when_the_executor_cannot_be_had(
+    recorder: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(spec: object) -> None:
+        raise EnvironmentFaultError("no torch")
+
+    monkeypatch.setattr(gpulet_module, "make_executor", fails)
+    with pytest.raises(EnvironmentFaultError, match="no torch"):
+        await replica()
+    assert recorder.calls == ["leave"]
