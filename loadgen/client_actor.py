@@ -26,7 +26,6 @@ class ClientActor:
         """Take a job and open its connections."""
         self._client = Client(job, HttpSender(job.url))
         await self._client.prepare()
-        gc.collect()
         gc.freeze()  # the schedule and the bodies are not looked through again in every collection of the run
 
     async def run(self, start_at: float) -> ClientReport:

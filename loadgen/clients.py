@@ -75,7 +75,6 @@ class LocalClient:
     def _work(self, client: Client) -> None:
         async def job() -> ClientReport:
             await client.prepare()
-            gc.collect()
             gc.freeze()  # the schedule and the bodies are not looked through again in every collection of the run
             self._prepared.set()
             try:
