@@ -18,9 +18,9 @@ from rich.table import Table
 from tenuto.cli.common import emit_json, parse_options, progress_console, stdout_console
 from tenuto.cli.profile_book import ProfileBook
 from tenuto.cli.profile_coruns import KINDS, measure_co_runs
-from tenuto.cli.share_environment import running_daemon
+from tenuto.cli.share_environment import shares_of
 from tenuto.errors import InvalidInputError, Problem, TenutoError
-from tenuto.profiles.measure import STOPPED, MeasureRequest, measure_model, row_name
+from tenuto.profiles.measure import STOPPED, MeasureRequest, ShareEnvironment, measure_model, row_name
 from tenuto.profiles.profile import ModelProfile, Profile, ProfilePoint
 
 __all__ = ["command"]
@@ -91,9 +91,11 @@ def command(
         finished = len(requests)
     else:
         until = None if time_limit_s is None else time.monotonic() + time_limit_s
-        finished, fault = _measure(requests, book, until)
-        if fault is None and kinds and (until is None or time.monotonic() < until):
-            fault = measure_co_runs(requests, book, kinds, co_run_s, until)
+        shared = bool(kinds) or any(share < 100 for share in requests[0].shares)
+        with shares_of(device, needed=shared) as environment:
+            finished, fault = _measure(requests, book, until, environment)
+            if fault is None and kinds and (until is None or time.monotonic() < until):
+                fault = measure_co_runs(requests, book, kinds, co_run_s, until, environment)
     if book.profile is None:
         raise fault or KeyboardInterrupt
     if operator_file is not None and fault is None and not importing:
@@ -197,7 +199,7 @@ def _numbers(option: str, text: str, kind: Any, problems: list[Problem]) -> list
 
 
 def _measure(
-    requests: list[MeasureRequest], book: ProfileBook, until: float | None
+    requests: list[MeasureRequest], book: ProfileBook, until: float | None, environment: ShareEnvironment | None
 ) -> tuple[int, BaseException | None]:
     """Measure one model after the other; on Ctrl-C or a fault return how many are finished, and the reason."""
     before = {row_name(request.source): book.before(row_name(request.source), request) for request in requests}
@@ -207,7 +209,6 @@ def _measure(
         row_name(r.source): sum((b, s) not in have[row_name(r.source)] for b in r.batch_sizes for s in r.shares)
         for r in requests
     }
-    environment = running_daemon()
     console = progress_console()
     columns = (TextColumn("{task.description}"), BarColumn(bar_width=24), MofNCompleteColumn(), TimeElapsedColumn())
     finished = done = 0

@@ -10,10 +10,9 @@ from rich.markup import escape
 
 from tenuto.cli.common import progress_console
 from tenuto.cli.profile_book import ProfileBook
-from tenuto.cli.share_environment import running_daemon
 from tenuto.errors import TenutoError
 from tenuto.profiles.corun import CoRunRequest, igniter_co_runs, measure_co_run, pair_co_runs, resident_co_runs
-from tenuto.profiles.measure import MeasureRequest, row_name
+from tenuto.profiles.measure import MeasureRequest, ShareEnvironment, row_name
 from tenuto.profiles.telemetry import NvmlTelemetry, Telemetry
 
 __all__ = ["KINDS", "measure_co_runs", "planned_co_runs"]
@@ -52,7 +51,8 @@ def _middle(batch_sizes: tuple[int, ...]) -> int:
 
 
 def measure_co_runs(
-    requests: list[MeasureRequest], book: ProfileBook, kinds: Iterable[str], seconds: float, until: float | None
+    requests: list[MeasureRequest], book: ProfileBook, kinds: Iterable[str], seconds: float, until: float | None,
+    environment: ShareEnvironment | None,
 ) -> BaseException | None:
     """Measure the co-runs that the file does not hold yet, each written at once; return what ended it early, if so."""
     profile = book.profile
@@ -60,7 +60,6 @@ def measure_co_runs(
         _key((p.model, p.batch_size, p.share_pct) for p in run.parts) for run in profile.co_runs
     )  # fmt: skip
     console = progress_console()
-    environment = running_daemon()
     plan = planned_co_runs(requests, kinds)
     try:
         telemetry = None if profile is None or profile.gpu_type == "cpu" else _telemetry()

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from tenuto.cli.coefficients import fit_coefficients
-from tenuto.cli.share_environment import running_daemon
+from tenuto.cli.share_environment import running_daemon, shares_of
 from tenuto.placement.interference.igniter_raw import fit_igniter
 from tenuto.profiles import CoRun, CoRunPart, ModelProfile, Profile, ProfilePoint
 
@@ -108,3 +108,30 @@ def test_a_running_daemon_is_found_by_its_pid_file(tmp_path: Path) -> None:
     environment = running_daemon({"CUDA_MPS_PIPE_DIRECTORY": str(tmp_path)})
     assert environment is not None
     assert environment(37.5)["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] == "37.5"
+
+
+def test_a_private_daemon_serves_shares_where_none_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    happened: list[str] = []
+
+    class Daemon:
+        def __init__(self, uuid: str) -> None:
+            happened.append(uuid)
+
+        def join(self) -> None:
+            happened.append("join")
+
+        def leave(self) -> None:
+            happened.append("leave")
+
+    monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", str(tmp_path))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-7")
+    monkeypatch.setattr("tenuto.mps.daemon.PrivateDaemon", Daemon)
+    for device, needed in (("cpu", True), ("auto", False)):
+        with shares_of(device, needed=needed) as environment:
+            assert environment is None
+    assert happened == []
+    with shares_of("auto", needed=True) as environment:
+        assert environment is not None
+        assert environment(40.0)["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] == "40"
+        assert environment(40.0)["CUDA_VISIBLE_DEVICES"] == "GPU-7"
+    assert happened == ["GPU-7", "join", "leave"]
