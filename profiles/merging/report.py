@@ -1,0 +1,62 @@
+"""What merging found and did, as plain data. No torch."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+__all__ = ["MergeReport", "MergedCluster", "MergedOperator"]
+
+
+@dataclass(frozen=True)
+class MergedOperator:
+    """Operators of several models that run their common weights once.
+
+    `names`: the weight's name in every model. `similarity`: equal weights over those of the larger operator, the least
+    among the members. `shared_pct`: the submatrix really run once, in percent of the larger operator. `rows` and
+    `columns`: its output and input features.
+    """
+
+    kind: str
+    depth: int
+    names: dict[str, str]
+    similarity: float
+    shared_pct: float
+    rows: int
+    columns: int
+    shared_parameters: int
+
+
+@dataclass(frozen=True)
+class MergedCluster:
+    """Models merged into one program. `operators_once`: operators that run once for all instead of once for each."""
+
+    models: tuple[str, ...]
+    operators: tuple[MergedOperator, ...]
+    operators_before: int
+    operators_after: int
+    shared_parameters: int
+    memory_before_mib: float
+    memory_after_mib: float
+    worst_error: float  # over all outputs, relative to the largest magnitude of the output
+
+    @property
+    def memory_saved_mib(self) -> float:
+        """Weights no longer held twice, in MiB."""
+        return self.memory_before_mib - self.memory_after_mib
+
+
+@dataclass(frozen=True)
+class MergeReport:
+    """Everything: the merged clusters, why other models stay as they are, and the graph edit distances of all pairs."""
+
+    clusters: tuple[MergedCluster, ...]
+    unmerged: dict[str, str]
+    distances: dict[str, float]
+
+    def to_data(self) -> dict[str, Any]:
+        """Return plain data for JSON."""
+        data = asdict(self)
+        for cluster, shown in zip(self.clusters, data["clusters"], strict=True):
+            shown["memory_saved_mib"] = cluster.memory_saved_mib
+        return data
