@@ -351,3 +351,18 @@ def test_batches_that_the_others_predict_are_left_out() -> None:
     assert [e["event"] for e in events if e["event"] == "point"] == []
     assert "batches 2, 8 at 100 %: not measured" in events[-1]["text"]
     assert request.left() == 2
+
+
+def test_a_share_that_is_not_enforced_ends_the_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    script = tmp_path / "fake.py"
+    script.write_text(
+        "import json, sys\n"
+        "json.load(sys.stdin)\n"
+        "print(json.dumps(dict(event='machine', device='cuda', gpu_type='h200', hardware='fake', memory_mib=1, "
+        "versions={}, sm_count=132)))\n"
+    )
+    monkeypatch.setattr("tenuto.profiles.measure._WORKER", [str(script)])
+    with pytest.raises(EnvironmentFaultError, match="sees 132 of 132 SMs: the share is not enforced"):
+        measure_model(
+            MeasureRequest(OWN, device="cuda", shares=(50.0,)), share_environment=lambda share: {"SHARE": f"{share:g}"}
+        )
