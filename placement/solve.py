@@ -12,7 +12,9 @@ from tenuto.placement.policy import Policy
 from tenuto.placement.workload import Workload, profile_of
 from tenuto.profiles import LatencyTable, LinearLatency, ModelProfile, Profiles
 
-__all__ = ["check_inputs", "check_plan", "complete", "solve"]
+__all__ = ["MOST_ELASTIC_GPUS", "check_inputs", "check_plan", "complete", "solve"]
+
+MOST_ELASTIC_GPUS = 10_000  # a rate that takes more is a slip of the pen; policies would open GPUs for minutes
 
 
 def solve(policy: Policy, workload: Workload, cluster: Cluster, profiles: Profiles) -> Plan:
@@ -28,11 +30,13 @@ def solve(policy: Policy, workload: Workload, cluster: Cluster, profiles: Profil
 
 
 def check_inputs(workload: Workload, cluster: Cluster, profiles: Profiles) -> None:
-    """Raise `InvalidInputError` for models without a profile and SLOs that not even a batch of one can meet."""
+    """Raise `InvalidInputError` for models without a profile, SLOs that not even a batch of one can meet, and rates
+    for which an elastic cluster would grow beyond `MOST_ELASTIC_GPUS`."""
     problems: list[Problem] = []
+    least_gpus: list[tuple[float, int, float]] = []
     sizes = {gpu.type: gpu.memory_mib for gpu in cluster.gpus}
     for index, spec in enumerate(workload.models):
-        fastest = float("inf")
+        fastest, most_rps = float("inf"), 0.0
         missing: list[Problem] = []
         memory: list[tuple[float, float]] = []
         for gpu_type in cluster.gpu_types:
@@ -40,11 +44,14 @@ def check_inputs(workload: Workload, cluster: Cluster, profiles: Profiles) -> No
                 model = profile_of(spec, gpu_type, profiles)
                 largest_share = max(model.shares())
                 fastest = min(fastest, model.latency_ms(1, largest_share))
+                most_rps = max(most_rps, _most_rps(model))
             except InvalidInputError as error:
                 missing += error.problems or (Problem("profiles", spec.name, str(error), "Give another profile."),)
                 continue
             need = min((p.memory_mib for p in model.points if p.memory_mib is not None), default=0.0)
             memory.append((need, sizes[gpu_type]))
+        if most_rps:
+            least_gpus.append((spec.rate_rps / most_rps, index, spec.rate_rps))
         if fastest == float("inf"):
             problems += [Problem(f"models.{index}.profile", p.value, p.rule, p.cure) for p in missing]
         elif spec.slo_ms < fastest:
@@ -67,7 +74,26 @@ def check_inputs(workload: Workload, cluster: Cluster, profiles: Profiles) -> No
                     "Use a GPU type with more memory, or profile smaller batches.",
                 )
             )
+    needed = sum(gpus for gpus, _, _ in least_gpus)
+    if cluster.elastic and needed > MOST_ELASTIC_GPUS:
+        gpus, index, rate = max(least_gpus)
+        problems.append(
+            Problem(
+                f"models.{index}.rate_rps", rate,
+                f"takes at least {gpus:,.0f} GPUs, all models together {needed:,.0f}; an elastic cluster grows to "
+                f"{MOST_ELASTIC_GPUS:,} at most",
+                "Lower it (rates are in requests per second), or plan a part of the load at a time.",
+            )
+        )
     raise_if_any(problems)
+
+
+def _most_rps(model: ModelProfile) -> float:
+    """Return what no GPU full of replicas of this model can exceed: the throughput of a measured batch, per share."""
+    if model.line is not None:
+        return 1000.0 / model.line.alpha_ms if model.line.alpha_ms > 0 else float("inf")
+    rates = (model.throughput_rps(p.batch_size, p.share_pct) * 100.0 / p.share_pct for p in model.points)
+    return max(rates, default=0.0)
 
 
 def complete(plan: Plan, policy: Policy, workload: Workload, cluster: Cluster, profiles: Profiles) -> Plan:

@@ -59,7 +59,8 @@ def full_batch(demand: Demand, slack_ms: float = 0.0) -> int:
 
 
 def pack(
-    demands: Sequence[Demand], *, slack_ms: float = 0.0, fits: Callable[[Sequence[Part]], bool] | None = None
+    demands: Sequence[Demand], *, slack_ms: float = 0.0, fits: Callable[[Sequence[Part]], bool] | None = None,
+    most: int | None = None,
 ) -> list[Bin]:
     """Return the GPUs needed to carry these rates.
 
@@ -72,6 +73,7 @@ def pack(
         demands: models with positive rates.
         slack_ms: taken off the SLO where full batches are sized (the published program uses 2 ms).
         fits: whether a GPU has room for these parts together, such as in its memory; any number fits without it.
+        most: leave out GPUs after this many, so that a rate far beyond a fixed cluster costs no time.
     """
     full: list[Bin] = []
     rest: list[Bin] = []
@@ -80,7 +82,8 @@ def pack(
         latency = demand.latency_ms[size]
         carries = 1000.0 * size / latency
         count = int(demand.rate_rps / carries + 1e-9)
-        full += [Bin(latency, latency, [Part(demand.model, size, carries)], [demand]) for _ in range(count)]
+        wanted = count if most is None else min(count, most - len(full))
+        full += [Bin(latency, latency, [Part(demand.model, size, carries)], [demand]) for _ in range(wanted)]
         left = demand.rate_rps - count * carries
         if left > 1e-9 * demand.rate_rps:
             rest.append(_remainder(demand, left, size))
@@ -98,7 +101,7 @@ def pack(
             merged.append(node)
         else:
             merged[place] = best
-    return full + merged
+    return (full + merged)[:most]
 
 
 def _remainder(demand: Demand, rate_rps: float, largest: int) -> Bin:

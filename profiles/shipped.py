@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import cache
 from importlib import resources
 
@@ -11,7 +12,7 @@ from tenuto.errors import InvalidInputError, Problem
 from tenuto.profiles.documents import parse_document
 from tenuto.profiles.profile import Profile
 
-__all__ = ["default_profiles", "load_shipped", "shipped_names"]
+__all__ = ["default_profiles", "load_shipped", "shipped_for", "shipped_names"]
 
 # Name, GPU type; the first of a type is its default.
 _SHIPPED = {
@@ -41,6 +42,12 @@ def load_shipped(name: str) -> Profile:
     text = resources.files("tenuto.profiles").joinpath("data", f"{name}.yaml").read_text(encoding="utf-8")
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     return parse_document(Profile, yaml.load(text, Loader=loader), origin=name)  # a safe loader
+
+
+def shipped_for(gpu_types: Iterable[str], *, except_for: Iterable[Profile] = ()) -> list[Profile]:
+    """Return every shipped profile of these GPU types but those, a type's default first."""
+    types, known = set(gpu_types), {profile.name for profile in except_for}
+    return [load_shipped(name) for name, kind in _SHIPPED.items() if kind in types and name not in known]
 
 
 def default_profiles(gpu_type: str) -> list[Profile]:

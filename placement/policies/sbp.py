@@ -84,11 +84,13 @@ class SquishyBinPacking(Policy):
             return kinds
         prices = [pool.types[kind].price_per_hour for kind in kinds]
         unit = [1.0 if None in prices else float(price or 0.0) for price in prices]
-        bins = {kind: len(self._bins(pool.types[kind], costs[kind], rates, share)) for kind in kinds}
+        bins = {kind: len(self._bins(pool.types[kind], costs[kind], rates, share, None)) for kind in kinds}
         ranked = {kind: (-len(costs[kind]), bins[kind] * price) for kind, price in zip(kinds, unit, strict=True)}
         return sorted(kinds, key=lambda kind: ranked[kind])
 
-    def _bins(self, gpu: Gpu, costs: dict[str, ShareCosts], rates: dict[str, float], share: float) -> list[Bin]:
+    def _bins(
+        self, gpu: Gpu, costs: dict[str, ShareCosts], rates: dict[str, float], share: float, most: int | None
+    ) -> list[Bin]:
         names = [name for name, rate in rates.items() if name in costs and rate > 0]
         demands = [
             Demand(index, rates[name], costs[name].slo_ms, costs[name].latency_ms[share])
@@ -99,7 +101,7 @@ class SquishyBinPacking(Policy):
         def fits(parts: Sequence[Part]) -> bool:
             return sum(costs[names[part.model]].memory_mib(part.batch, share) for part in parts) <= room
 
-        packed = pack(demands, fits=fits)
+        packed = pack(demands, fits=fits, most=most)
         for node in packed:
             node.parts = [Part(list(costs).index(names[part.model]), part.batch, part.rate_rps) for part in node.parts]
         return packed
@@ -112,7 +114,8 @@ class SquishyBinPacking(Policy):
         gpulets: list[TurnsGpulet] = []
         gpu: Gpu | None = None
         per_gpu = round(WHOLE_GPU / share)
-        for index, node in enumerate(self._bins(pool.types[kind], costs, left, share)):
+        most = None if pool.elastic else per_gpu * len(pool.free(kind))
+        for index, node in enumerate(self._bins(pool.types[kind], costs, left, share, most)):
             if index % per_gpu == 0:
                 gpu = pool.take(kind)
             if gpu is None:

@@ -187,12 +187,14 @@ def _per_batch(
 def _no_room(choice: Choice, rooms: Sequence[Room]) -> str:
     """Say what the model's least demanding replica needs and what the GPUs have left after all groups."""
     least = min((need for config in choice.configs for need in config.needs.values()), key=lambda need: need.total_pct)
-    freest = min(rooms, key=lambda room: max(room.compute_pct, room.memory_pct), default=None)
+    kinds = {kind for config in choice.configs for kind in config.needs}
+    able = [room for room in rooms if room.gpu_type in kinds]
+    freest = min(able, key=lambda room: max(room.compute_pct, room.memory_pct), default=None)
     if freest is None:
         return "there is no GPU"
     return (
         f"its least demanding replica (batch {least.batch_size}) needs {least.compute_pct:.3g} % compute and "
-        f"{least.memory_pct:.3g} % memory; the freest GPU has {100 - freest.compute_pct:.3g} % and "
+        f"{least.memory_pct:.3g} % memory; the freest {freest.gpu_type} has {100 - freest.compute_pct:.3g} % and "
         f"{100 - freest.memory_pct:.3g} % left after models that carry more"
     )
 

@@ -26,6 +26,7 @@ from tenuto.placement import Cluster, Plan, Policy, Workload, load_policy, solve
 from tenuto.placement.solve import check_inputs
 from tenuto.placement.table import PlanTotals, compare_rows, rows_of, totals_of, why_unserved
 from tenuto.profiles import Profiles
+from tenuto.profiles.shipped import shipped_for
 
 __all__ = ["command"]
 
@@ -61,7 +62,8 @@ def _loose(text: str) -> Problem:
 @click.argument("workload_file", metavar="WORKLOAD")
 @click.option("--policy", "policy_name", default="ffd", show_default=True, metavar="NAME|FILE.py:CLASS",
               help="Placement policy; see `tenuto policies`.")
-@click.option("--compare", metavar="NAME,NAME…", help="Plan with several policies and print them side by side.")
+@click.option("--compare", metavar="NAME,NAME…", help="Plan with several policies and print them side by side, each with the first profile that "
+                   "has what it needs.")
 @cluster_options
 @click.option("--option", "options", multiple=True, metavar="K=V", help="Option of the policy; repeatable.")
 @click.option("-o", "--output", type=click.Path(dir_okay=False), metavar="FILE",
@@ -89,14 +91,10 @@ def command(
     workload, cluster, profiles, policies = _inputs(
         workload_file, names, gpus, cluster_file, elastic, profile_names, options, strict_options=not compare
     )
-    plans = {name: solve(policy, workload, cluster, profiles) for name, policy in policies.items()}
     if compare:
-        if as_json:
-            emit_json({"plans": {name: plan.to_data() for name, plan in plans.items()}})
-        else:
-            _print_comparison(plans)
+        _compare(policies, workload, cluster, [profiles, *_other_orders(profiles, profile_names, cluster)], as_json)
         return
-    plan = plans[policy_name]
+    plan = solve(policies[policy_name], workload, cluster, profiles)
     if output:
         _write(Path(output), _document(plan, executor))
     if picture:
@@ -129,6 +127,49 @@ def _inputs(
     if workload is None or cluster is None or profiles is None:  # never after raise_if_any; tells the type checker so
         raise InvalidInputError("incomplete input. Correct the problems above.")
     return workload, cluster, profiles, {name: policy for name, policy in policies.items() if policy is not None}
+
+
+def _other_orders(profiles: Profiles, names: tuple[str, ...], cluster: Cluster) -> list[Profiles]:
+    """Return the same profiles with another one first: of those given, or where none is, of those shipped for the GPU
+    types."""
+    first = list(profiles)
+    others = first[1:] if names else shipped_for(cluster.gpu_types, except_for=first)
+    return [Profiles([other, *(profile for profile in first if profile is not other)]) for other in others]
+
+
+def _compare(
+    policies: dict[str, Policy], workload: Workload, cluster: Cluster, orders: list[Profiles], as_json: bool
+) -> None:
+    """Plan with every policy and print the plans; each uses the first order of profiles that has what it needs.
+
+    Raises:
+        InvalidInputError: policies that could plan with none, after the plans of the others are printed.
+    """
+    plans: dict[str, Plan] = {}
+    used: dict[str, list[str]] = {}
+    refused: dict[str, InvalidInputError] = {}
+    for name, policy in policies.items():
+        for profiles in orders:
+            try:
+                plans[name] = solve(policy, workload, cluster, profiles)
+            except InvalidInputError as error:
+                refused.setdefault(name, error)
+                continue
+            used[name] = [profile.name for profile in profiles]
+            break
+    failed = {name: error for name, error in refused.items() if name not in plans}
+    if as_json:
+        errors = {name: str(error) for name, error in failed.items()}
+        data = {name: plan.to_data() for name, plan in plans.items()}
+        emit_json({"plans": data, "profiles": used, "errors": errors})
+    elif plans:
+        _print_comparison(plans, used)
+    problems = [
+        Problem(f"--compare {name}: {p.path}", p.value, p.rule, p.cure)
+        for name, error in failed.items() for p in (error.problems or (_loose(str(error)),))
+    ]
+    if problems:
+        raise InvalidInputError(problems)
 
 
 def _policy(name: str, options: dict[str, Any], strict: bool) -> Policy:
@@ -207,7 +248,7 @@ def _totals(totals: PlanTotals) -> str:
     )
 
 
-def _print_comparison(plans: dict[str, Plan]) -> None:
+def _print_comparison(plans: dict[str, Plan], used: dict[str, list[str]]) -> None:
     console = stdout_console()
     table = Table(box=None, header_style="bold")
     table.add_column("")
@@ -222,6 +263,8 @@ def _print_comparison(plans: dict[str, Plan]) -> None:
     table.add_row("models served", *(f"{t.served} of {t.models}" for t in totals))
     table.add_row("GPUs used", *(f"{t.gpus_used} of {t.gpus}" for t in totals))
     table.add_row("$/hour", *(_number(t.cost_per_hour) for t in totals))
+    if len({tuple(names) for names in used.values()}) > 1:  # another order: the first one lacks what a policy needs
+        table.add_row("profiles", *(", ".join(used[name]) for name in plans))
     console.print(table)
     for name, plan in plans.items():
         for model, reason in why_unserved(plan):

@@ -84,3 +84,11 @@ def test_every_packing_carries_every_rate_within_slo_and_cycle(drawn: list[tuple
         given_rps = sum(part.rate_rps for b in bins for part in b.parts if part.model == demand.model)
         assert given_rps == pytest.approx(demand.rate_rps, rel=1e-6)
     assert fill(asked, len(bins), largest_scale=1.0)[0] == 1.0
+
+
+def test_a_packing_can_be_cut_off_after_the_gpus_there_are() -> None:
+    asked = [Demand(0, 4000.0, 25.0, line(1.053, 5.072)), Demand(1, 20.0, 100.0, line(1.0, 5.0))]
+    whole = pack(asked)
+    for most in range(len(whole) + 2):
+        assert pack(asked, most=most) == whole[:most]
+    assert len(pack([Demand(0, 1e12, 25.0, line(1.053, 5.072))], most=4)) == 4

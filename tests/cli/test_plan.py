@@ -88,6 +88,26 @@ def test_policies_are_compared_side_by_side(tenuto) -> None:  # type: ignore[no-
     assert tenuto("plan", "w.yaml", "--gpus", "v100:4", "--compare", "usher", "-o", "x.yaml").code == 2
 
 
+def test_each_compared_policy_plans_with_the_profile_that_has_what_it_needs(tenuto, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    (tmp_path / "r.yaml").write_text("models:\n  - {name: resnet50, rate_rps: 100, slo_ms: 100}\n")
+    ran = tenuto("plan", "r.yaml", "--gpus", "v100:2", "--compare", "usher,igniter,wsm-milp")
+    assert ran.code == 0
+    assert "igniter-v100" in ran.out
+    data = json.loads(tenuto("plan", "r.yaml", "--gpus", "v100:2", "--compare", "usher,igniter", "--json").out)
+    assert data["profiles"] == {"usher": ["thesis-v100"], "igniter": ["igniter-v100", "thesis-v100"]}
+    assert data["errors"] == {}
+
+
+def test_a_policy_that_cannot_plan_costs_the_others_nothing(tenuto) -> None:  # type: ignore[no-untyped-def]
+    ran = tenuto("plan", "w.yaml", "--gpus", "v100:4", "--compare", "ffd,igniter")
+    assert ran.code == 2
+    assert "expected rps" in ran.out
+    assert "--compare igniter: profiles." in ran.err
+    data = json.loads(tenuto("plan", "w.yaml", "--gpus", "v100:4", "--compare", "ffd,igniter", "--json").out)
+    assert list(data["plans"]) == ["ffd"]
+    assert list(data["errors"]) == ["igniter"]
+
+
 def test_elastic_clusters_and_cluster_files(tenuto, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     (tmp_path / "c.yaml").write_text("nodes:\n  - {name: left, gpus: [{type: v100, count: 1}]}\n")
     ran = tenuto("plan", "w.yaml", "--cluster", "c.yaml", "--elastic", "--policy", "usher", "--json")

@@ -109,3 +109,10 @@ def test_one_type_that_suits_a_model_is_enough() -> None:
     check_inputs(workload, Cluster.parse("v100:1,t4:1"), profiles)
     policy = given(gpulet("n0/0/a", "bert"), unserved=["own"])
     assert solve(policy, workload, Cluster.parse("v100:1,t4:1"), profiles).unserved == ("own",)
+
+
+def test_a_rate_beyond_what_an_elastic_cluster_grows_to_is_refused_at_once() -> None:
+    workload = equal_rates(["alexnet", "resnet50"], 1e9, 100)
+    with pytest.raises(InvalidInputError, match=r"rate_rps.*at least .* GPUs.*elastic cluster grows to 10,000"):
+        check_inputs(workload, Cluster.parse("v100:1", elastic=True), thesis())
+    check_inputs(workload, v100s(4), thesis())  # a fixed cluster carries what it can

@@ -202,3 +202,11 @@ def test_a_slo_below_every_measured_batch_is_explained() -> None:
     plan = planned(Usher(), workload, v100s(2), Profiles([own]))
     assert plan.unserved == ("m",)
     assert "more than the SLO" in plan.unserved_reasons["m"]
+
+
+def test_the_reason_names_the_free_room_of_a_type_on_which_the_model_was_measured() -> None:
+    needs = {"m": {4: (80.0, 10.0, 100.0)}, "n": {4: (70.0, 10.0, 50.0)}}
+    profiles = Profiles([requirement_profile(needs), requirement_profile({"other": {4: (1.0, 1.0, 1.0)}}, "t4")])
+    plan = planned(Usher(), equal_rates(["m", "n"], 50, 500), Cluster.parse("v100:1,t4:1"), profiles)
+    assert len(plan.unserved) == 1
+    assert "the freest v100 has" in plan.unserved_reasons[plan.unserved[0]]
