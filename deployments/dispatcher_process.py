@@ -58,6 +58,17 @@ class BundleServer:
         self._servers: list[asyncio.Server] = []
         self._tasks: set[asyncio.Task[None]] = set()
         self._is_announced = False
+        self._addresses: dict[str, tuple[str, int]] = {}
+
+    async def describe(self, node_id: str) -> dict[str, Any]:
+        """Return how to reach this dispatcher from a node, and its state; another node gets a cluster address."""
+        import ray
+
+        is_near = not node_id or node_id == ray.get_runtime_context().get_node_id()
+        host = "127.0.0.1" if is_near else ray.util.get_node_ip_address()
+        if host not in self._addresses:
+            self._addresses[host] = await self.start(host)
+        return {"address": list(self._addresses[host]), "token": self.token, **self.state()}
 
     async def start(self, host: str = "127.0.0.1") -> tuple[str, int]:
         """Listen on a free port of an address, and return both."""
@@ -161,8 +172,6 @@ class DispatcherReplica:
 
     def __init__(self) -> None:
         self._server: BundleServer | None = None
-        self._local: tuple[str, int] = ("", 0)
-        self._outside: tuple[str, int] | None = None
 
     async def reconfigure(self, user_config: Mapping[str, Any]) -> None:
         """Follow a new plan without a restart."""
@@ -176,7 +185,6 @@ class DispatcherReplica:
                 on_change=self._on_change,
             )
             self._server = BundleServer(dispatcher)
-            self._local = await self._server.start()
         else:
             self._server.dispatcher.configure(
                 settings.build_scheduler, max_queued=settings.max_queued, response_ms=settings.response_ms
@@ -191,19 +199,10 @@ class DispatcherReplica:
             self._server.announce()
 
     async def describe(self, node_id: str = "") -> dict[str, Any]:
-        """Return how to reach this dispatcher from a node, and its state; another node gets a cluster address."""
-        import ray
-
-        server = self._server
-        if server is None:
+        """Return how to reach this dispatcher from a node, and its state."""
+        if self._server is None:
             raise RuntimeError("no plan is applied yet")
-        address = self._local
-        context = ray.get_runtime_context()
-        if node_id and node_id != context.get_node_id():
-            if self._outside is None:
-                self._outside = await server.start(ray.util.get_node_ip_address())
-            address = self._outside
-        return {"address": list(address), "token": server.token, **server.state()}
+        return await self._server.describe(node_id)
 
     async def __del__(self) -> None:
         """Let what is under way end, then disconnect; Serve calls this at the end."""

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from tenuto.deployments.config import application_name, dispatcher_name
+from tenuto.deployments.config import ENTRY_APPLICATION, application_name, dispatcher_name
 from tenuto.deployments.link import Finder
 
-__all__ = ["find_dispatcher", "find_gpulet"]
+__all__ = ["find_dispatcher", "find_gateway", "find_gpulet"]
 
 _READY_S = 30.0
 
@@ -21,6 +21,11 @@ def find_gpulet(gpulet_id: str) -> Finder:
 def find_dispatcher(sub_cluster: str) -> Finder:
     """Return the function that asks a dispatcher's application for its address; waits while its replica starts."""
     return _find(dispatcher_name(sub_cluster))
+
+
+def find_gateway() -> Finder:
+    """Return the function that asks the only gateway, which schedules by itself, where its dispatcher listens."""
+    return _find(ENTRY_APPLICATION)
 
 
 def _find(application: str) -> Finder:

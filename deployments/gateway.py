@@ -24,6 +24,7 @@ from tenuto import __version__
 from tenuto.deployments.answers import Answer, Outcome
 from tenuto.deployments.correction import NetworkMeter
 from tenuto.deployments.dispatcher import Dispatcher
+from tenuto.deployments.dispatcher_process import BundleServer
 from tenuto.deployments.finders import find_dispatcher, find_gpulet
 from tenuto.deployments.front import Front
 from tenuto.deployments.http import (
@@ -57,6 +58,8 @@ class Gateway:
 
     def __init__(self, _options: Mapping[str, Any] | None = None) -> None:
         self._front: Front | None = None
+        self._bundles: BundleServer | None = None  # for Python handles, where this gateway schedules by itself
+        self._sub_clusters: dict[str, list[str]] = {}
         self._max_body_bytes = 64 << 20
         self._app: FastAPI | None = None
         self._id_prefix = secrets.token_hex(4)
@@ -73,6 +76,7 @@ class Gateway:
         """Follow a new plan without a restart."""
         settings = ServingSettings.from_user_config(user_config)
         self._max_body_bytes = settings.max_body_bytes
+        self._sub_clusters = {name: list(models) for name, models in settings.sub_clusters.items()}
         if settings.sub_clusters:
             await self._follow_remotely(settings)
         else:
@@ -88,8 +92,10 @@ class Gateway:
                     find_gpulet,
                     max_queued=settings.max_queued,
                     network=NetworkMeter(settings.response_ms),
+                    on_change=self._on_change,
                 ),
             )
+            self._bundles = BundleServer(self._front)
             if old is not None:
                 await old.close()
         else:
@@ -102,9 +108,25 @@ class Gateway:
         """Feed the dispatchers of the sub-clusters."""
         if not isinstance(self._front, RemoteDispatchers):
             old, self._front = self._front, RemoteDispatchers(find_dispatcher)
+            self._bundles = None
             if old is not None:
                 await old.close()
         await self._front.apply(settings.plan, settings.sub_clusters)
+
+    def _on_change(self) -> None:
+        if self._bundles is not None:
+            self._bundles.announce()
+
+    async def entry(self) -> dict[str, Any] | None:
+        """Return the plan and the models of every sub-cluster for `TenutoHandle`; none where this gateway schedules."""
+        plan = self._front.plan if self._front is not None else None
+        return None if plan is None else {"plan": plan.to_data(), "sub_clusters": self._sub_clusters}
+
+    async def describe(self, node_id: str = "") -> dict[str, Any]:
+        """Return how a Python handle on a node reaches this gateway's own dispatcher."""
+        if self._bundles is None:
+            raise HttpError(503, "this gateway has no dispatcher of its own. Connect again.", retry_after_s=1)
+        return await self._bundles.describe(node_id)
 
     async def __del__(self) -> None:
         """Answer what waits and disconnect; Serve calls this after draining."""
