@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
+from textwrap import wrap
 
 from tenuto.placement.plan import Gpulet, Plan, Replica
 from tenuto.placement.table import totals_of, why_unserved
@@ -221,10 +222,9 @@ def _foot(plan: Plan, top: float) -> tuple[list[str], float]:
     if any(gpulet.share_pct is None for gpulet in plan.gpulets):
         turns = any(len(gpulet.models) > 1 for gpulet in plan.gpulets)
         lines.append("dashed frame: unrestricted gpu-let" + ("; models in one frame take turns" if turns else ""))
-    parts = [
-        _text(MARGIN, top + index * 16, _fitted(line, WIDTH - 2 * MARGIN, 11), 11, "faint")
-        for index, line in enumerate(lines)
-    ]
+    letters = int((WIDTH - 2 * MARGIN) / (11 * CHARACTER))
+    lines = [part for line in lines for part in wrap(line, letters, subsequent_indent="\u2003")]
+    parts = [_text(MARGIN, top + index * 16, line, 11, "faint") for index, line in enumerate(lines)]
     return parts, top + len(lines) * 16 + 4
 
 

@@ -62,8 +62,9 @@ def _loose(text: str) -> Problem:
 @click.argument("workload_file", metavar="WORKLOAD")
 @click.option("--policy", "policy_name", default="ffd", show_default=True, metavar="NAME|FILE.py:CLASS",
               help="Placement policy; see `tenuto policies`.")
-@click.option("--compare", metavar="NAME,NAME…", help="Plan with several policies and print them side by side, each with the first profile that "
-                   "has what it needs.")
+@click.option("--compare", metavar="NAME,NAME…",
+              help="Plan with several policies and print them side by side, each with the first profile that has what "
+                   "it needs.")
 @cluster_options
 @click.option("--option", "options", multiple=True, metavar="K=V", help="Option of the policy; repeatable.")
 @click.option("-o", "--output", type=click.Path(dir_okay=False), metavar="FILE",

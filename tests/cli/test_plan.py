@@ -128,7 +128,7 @@ BAD = [
     (("--policy", "ushr"), "", "unknown policy. Did you mean 'usher'?"),
     (("--policy", "none.py:X"), "", "no such file"),
     (("--option", "colour=red"), "", "policy 'ffd' has no such option. Its options: fill_pct"),
-    (("--option", "fill_pct=much"), "", "must be of type float"),
+    (("--option", "fill_pct=much"), "", "must be a number. The default is 80.0"),
     (("--option", "fill_pct=300"), "", "must be above 0 and at most 100"),
     (("--option", "fill_pct"), "", "must have the form key=value"),
     (("--profiles", "no-such"), "", "neither a file nor a shipped profile"),

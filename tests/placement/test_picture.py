@@ -73,3 +73,11 @@ def test_an_empty_plan_and_strange_names_are_drawn() -> None:
 def test_the_picture_is_the_same_every_time() -> None:
     plan = planned(WaoUsher(), equal_rates(LANGUAGE_MIX, 300, 300), v100s(3))
     assert draw(plan) == draw(plan)
+
+
+def test_a_long_reason_is_wrapped_not_cut() -> None:
+    reason = " ".join(f"word{index}" for index in range(60))
+    plan = Plan.from_data({"policy": {"name": "p"}, "unserved": ["m"], "unserved_reasons": {"m": reason},
+                           "models": [{"name": "m", "rate_rps": 1, "slo_ms": 9}]})
+    text = draw(plan)
+    assert all(word in text for word in reason.split())

@@ -97,6 +97,23 @@ def test_all_wrong_options_are_told_at_once() -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("policy", "option", "value", "words"),
+    [
+        ("ao-milp", "max_replicas", "two", "must be a whole number. The default is None"),
+        ("ao-milp", "time_limit_s", "nan", "must be a number. The default is 10.0"),
+        ("usher", "heavy_ratio", "nan", "must be a number. The default is 1.2"),
+        ("gpulet", "shares", "20,nan", "must be a list separated by commas. The default is 20.0,40.0"),
+        ("sbp", "halves", "maybe", "must be true or false"),
+    ],
+)
+def test_an_option_of_another_type_is_refused_with_what_it_takes(
+    policy: str, option: str, value: str, words: str
+) -> None:
+    with pytest.raises(InvalidInputError, match=words):
+        load_policy(policy, {option: value})
+
+
 def test_planning_needs_neither_ray_nor_torch() -> None:
     code = (
         "import sys\n"
