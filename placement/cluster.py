@@ -29,7 +29,7 @@ class GpuGroup(StrictModel):
     """`count` GPUs of one type on a node. Memory and price default to what is known of the type."""
 
     type: str
-    count: Annotated[int, Field(ge=1)] = 1
+    count: Annotated[int, Field(ge=1, le=100_000)] = 1
     uuids: tuple[str, ...] | None = None
     memory_mib: Annotated[float, Field(gt=0)] | None = None
     price_per_hour: Annotated[float, Field(ge=0)] | None = None

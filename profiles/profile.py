@@ -20,6 +20,9 @@ __all__ = ["CoRun", "CoRunPart", "Fit", "Measured", "ModelProfile", "Profile", "
 
 Positive = Annotated[float, Field(gt=0)]
 
+# Loads of the whole device, which change gradually with the batch size.
+SMOOTH_METRICS = frozenset({"l2_util_pct", "dram_util_pct", "power_w"})
+
 
 class ProfilePoint(StrictModel):
     """One measurement: a batch size on a share of the GPU, alone on the device.
@@ -140,15 +143,25 @@ class ModelProfile(StrictModel):
         return candidates[0].memory_mib if candidates else None
 
     def metric(self, name: str, batch_size: int, share_pct: float = 100.0) -> float:
-        """Return a kernel metric at a measured point.
+        """Return a metric of a batch that runs alone: as measured, or on the line between two measured batch sizes.
+
+        Only loads of the whole device (`SMOOTH_METRICS`) are put on a line. Occupancies and SM utilisations are means
+        over the kernels that were chosen for one batch size; between two sizes other kernels may be chosen. Shares are
+        never interpolated here; the interference models do so for L2 and DRAM.
 
         Raises:
-            MissingProfileError: the point or this metric was not measured.
+            MissingProfileError: not measured there, and not between two measured batch sizes or not smooth.
         """
-        value = self.point(batch_size, share_pct).metrics.get(name)
-        if value is None:
-            raise MissingProfileError(f"metric '{name}' is missing at batch size {batch_size}, share {share_pct:g} %.")
-        return value
+        known = {p.batch_size: p.metrics[name] for p in self.points if p.share_pct == share_pct and name in p.metrics}
+        if batch_size in known:
+            return known[batch_size]
+        below = max((size for size in known if size < batch_size), default=None)
+        above = min((size for size in known if size > batch_size), default=None)
+        where = f"metric '{name}' is missing at batch size {batch_size}, share {share_pct:g} %"
+        sizes = ", ".join(map(str, sorted(known))) or "none"
+        if name not in SMOOTH_METRICS or below is None or above is None:
+            raise MissingProfileError(f"{where}. Measured batch sizes there: {sizes}. Use one of them, or measure it.")
+        return known[below] + (known[above] - known[below]) * (batch_size - below) / (above - below)
 
 
 class CoRunPart(StrictModel):

@@ -84,6 +84,8 @@ def command(
     Example: tenuto plan workload.yaml --policy usher --gpus v100:4 -o plan.yaml
     """
     names = [name.strip() for name in compare.split(",") if name.strip()] if compare else [policy_name]
+    if compare and not names:
+        raise InvalidInputError(Problem("--compare", compare, "names no policy", "Write for example usher,wsm-milp."))
     if compare and (output or picture):
         raise InvalidInputError(
             Problem("--compare", compare, "writes no plan and no picture",
@@ -120,6 +122,11 @@ def _inputs(
     cluster = faults.attempt(lambda: cluster_from(gpus, cluster_file, elastic))
     values = faults.attempt(lambda: parse_options(options)) or {}
     policies = {name: faults.attempt(partial(_policy, name, values, strict_options)) for name in names}
+    if not strict_options:
+        known = {key for policy in policies.values() if policy is not None for key in _parameters(policy)}
+        for key in values.keys() - known if all(policies.values()) else ():
+            cure = f"Their options: {', '.join(sorted(known)) or 'none'}."
+            faults.problems.append(Problem(f"--option {key}", values[key], "no compared policy has this option", cure))
     types = cluster.gpu_types if cluster else ()
     profiles = faults.attempt(lambda: profiles_from(profile_names, types))
     if workload and cluster and profiles is not None:
@@ -177,9 +184,12 @@ def _policy(name: str, options: dict[str, Any], strict: bool) -> Policy:
     """Load a policy; when comparing, an option goes to the policies that have it."""
     if strict:
         return load_policy(name, options)
-    known = type(load_policy(name)).__init__
-    parameters = set(getattr(known, "__kwdefaults__", None) or {})
+    parameters = _parameters(load_policy(name))
     return load_policy(name, {key: value for key, value in options.items() if key in parameters})
+
+
+def _parameters(policy: Policy) -> set[str]:
+    return set(getattr(type(policy).__init__, "__kwdefaults__", None) or {})
 
 
 def _document(plan: Plan, executor: str) -> str:

@@ -98,6 +98,13 @@ def test_each_compared_policy_plans_with_the_profile_that_has_what_it_needs(tenu
     assert data["errors"] == {}
 
 
+def test_a_comparison_refuses_what_no_policy_understands(tenuto) -> None:  # type: ignore[no-untyped-def]
+    ran = tenuto("plan", "w.yaml", "--gpus", "v100:4", "--compare", "ffd,igniter", "--option", "colour=red")
+    assert ran.code == 2
+    assert "--option colour: 'red': no compared policy has this option. Their options: fill_pct" in ran.err
+    assert "names no policy" in tenuto("plan", "w.yaml", "--gpus", "v100:4", "--compare", ",").err
+
+
 def test_a_policy_that_cannot_plan_costs_the_others_nothing(tenuto) -> None:  # type: ignore[no-untyped-def]
     ran = tenuto("plan", "w.yaml", "--gpus", "v100:4", "--compare", "ffd,igniter")
     assert ran.code == 2

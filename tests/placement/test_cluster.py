@@ -81,3 +81,8 @@ def test_plans_list_idle_gpus_of_fixed_clusters_only() -> None:
     fixed, elastic = Cluster.parse("v100:3"), Cluster.parse("v100:3", elastic=True)
     assert len(planned_gpus(fixed, fixed.gpus[:1])) == 3
     assert len(planned_gpus(elastic, elastic.gpus[:1])) == 1
+
+
+def test_a_count_that_no_cluster_has_is_refused_at_once() -> None:
+    with pytest.raises(InvalidInputError, match=r"count: 1000000000: .*100000"):
+        Cluster.parse("v100:1000000000")
