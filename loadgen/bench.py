@@ -40,6 +40,7 @@ class BenchOptions:
     clients: int = 1
     grace_s: float = 5.0
     tensors: Literal["binary", "json"] = "binary"
+    via: Literal["http", "handle"] = "http"
 
     def check(self) -> None:
         """Raise `InvalidInputError` with every setting out of range; those of the schedule are checked when it is
@@ -167,7 +168,7 @@ def _jobs(schedule: Schedule, targets: tuple[ModelTarget, ...], options: BenchOp
         ClientJob(
             options.url, targets, np.arange(part, len(schedule), count, dtype=np.int64), schedule.times_ms[part::count],
             schedule.model_index[part::count], options.grace_s, connections, send_slo=options.slo_scale != 1.0,
-            run=schedule.hash[:8],
+            via=options.via, run=schedule.hash[:8],
         )
         for part in range(count)
     ]  # fmt: skip

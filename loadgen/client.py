@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from tenuto.loadgen.http_sender import Sender, prepare
+from tenuto.loadgen.http_sender import Sender
 from tenuto.loadgen.precise_timer import PreciseTimer
 from tenuto.loadgen.records import NAN, Outcome, Records
 from tenuto.loadgen.reply import OnReply, Reply
@@ -46,6 +46,7 @@ class ClientJob:
     grace_s: float
     connections: int
     send_slo: bool = False
+    via: str = "http"  # http, or handle: the Python handle on the Ray cluster
     run: str = ""  # what the requests' ids begin with; see `request_id`
 
 
@@ -125,7 +126,7 @@ class Client:
         self._sender = sender
         self._counts: Counter[str] = Counter()
         self._stopped = False
-        self._requests: list[list[tuple[bytes, bytes]]] = []  # the request line, and the rest
+        self._requests: list[list[Any]] = []  # per model, as the sender prepared them
         self._handle_reply: OnReply = lambda _row, _reply: None
 
     def progress(self) -> dict[str, int]:
@@ -138,15 +139,12 @@ class Client:
 
     async def prepare(self) -> None:
         """Build the requests and open the connections, so that neither costs time in the run."""
-        job, host = self._job, self._sender.host
+        job, sender = self._job, self._sender
+        await sender.open(job.connections, lambda row, reply: self._handle_reply(row, reply))
         self._requests = [
-            [
-                _cut(prepare(f"/v2/models/{t.name}/infer", body, _headers(headers, t, job.send_slo), host))
-                for body, headers in t.bodies
-            ]
+            [sender.prepare(t.name, body, _headers(headers, t, job.send_slo)) for body, headers in t.bodies]
             for t in job.targets
         ]
-        await self._sender.open(job.connections, lambda row, reply: self._handle_reply(row, reply))
 
     async def run(self, start_at: float) -> ClientReport:
         """Send every request at its time, wait for stragglers up to the grace period, return one row per request.
@@ -154,7 +152,7 @@ class Client:
         Args:
             start_at: `time.time()` of the start that all clients share; the schedule counts from it.
         """
-        job, send = self._job, self._sender.send
+        job, send = self._job, self._sender.send_prepared
         columns = _Columns(job)
         errors: Counter[str] = Counter()
         counts = self._counts
@@ -194,11 +192,9 @@ class Client:
                 break
             pool = self._requests[model]
             pending += 1
-            line, rest = pool[row % len(pool)]
-            called = request_id(job.run, numbers[row]).encode("latin-1")
             columns.sent_ms[row] = (monotonic() - origin) * 1000.0
             counts["sent"] += 1
-            send(b"%bX-Request-Id: %b\r\n%b" % (line, called, rest), row)
+            send(pool[row % len(pool)], request_id(job.run, numbers[row]), row)
         timer.close()
         await self._await_stragglers(idle, lambda: pending, job.grace_s)
         self._handle_reply = lambda _row, _reply: None
@@ -216,12 +212,6 @@ class Client:
                 await asyncio.wait_for(idle.wait(), grace_s)
             except TimeoutError:
                 return
-
-
-def _cut(request: bytes) -> tuple[bytes, bytes]:
-    """Return a prepared request in two parts, between which further headers can go."""
-    line, rest = request.split(b"\r\n", 1)
-    return line + b"\r\n", rest
 
 
 def _count_error(errors: Counter[str], reply: Reply) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 from tenuto.errors import EnvironmentFaultError
 from tenuto.loadgen.client import Client, ClientJob, ClientReport
-from tenuto.loadgen.http_sender import HttpSender
+from tenuto.loadgen.senders import make_sender
 
 __all__ = ["ClientActor", "start_actors"]
 
@@ -24,7 +24,7 @@ class ClientActor:
 
     async def prepare(self, job: ClientJob) -> None:
         """Take a job and open its connections."""
-        self._client = Client(job, HttpSender(job.url))
+        self._client = Client(job, make_sender(job))
         await self._client.prepare()
         gc.freeze()  # the schedule and the bodies are not looked through again in every collection of the run
 

@@ -12,7 +12,8 @@ from typing import Any, Protocol
 
 from tenuto.errors import EnvironmentFaultError
 from tenuto.loadgen.client import Client, ClientJob, ClientReport
-from tenuto.loadgen.http_sender import HttpSender, Sender
+from tenuto.loadgen.http_sender import Sender
+from tenuto.loadgen.senders import make_sender
 
 __all__ = ["ClientGroup", "LocalClient", "RayClients"]
 
@@ -55,8 +56,8 @@ class ClientGroup(Protocol):
 class LocalClient:
     """One client on a thread of this process."""
 
-    def __init__(self, make_sender: Callable[[str], Sender] = HttpSender) -> None:
-        """`make_sender` makes the sender from the endpoint's address."""
+    def __init__(self, make_sender: Callable[[ClientJob], Sender] = make_sender) -> None:
+        """`make_sender` makes the sender a job asks for."""
         self._make_sender = make_sender
         self._client: Client | None = None
         self._start_at: Future[float] = Future()
@@ -67,7 +68,7 @@ class LocalClient:
 
     def prepare(self, jobs: Sequence[ClientJob]) -> None:
         """Start the thread with the only job; return when its connections are open."""
-        self._client = Client(jobs[0], self._make_sender(jobs[0].url))
+        self._client = Client(jobs[0], self._make_sender(jobs[0]))
         self._thread = threading.Thread(target=self._work, args=(self._client,), name="load client", daemon=True)
         self._thread.start()
         self._prepared.wait(_PREPARE_TIMEOUT_S)

@@ -12,7 +12,7 @@ import ssl
 import sys
 import time
 from collections.abc import Mapping
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
 from urllib.parse import urlsplit
 
 from tenuto.errors import InvalidInputError
@@ -26,16 +26,15 @@ _LONGEST_IDLE_S = 4.0
 class Sender(Protocol):
     """How a client reaches the service under test."""
 
-    @property
-    def host(self) -> str:
-        """The server's name for requests."""
-        ...
-
     async def open(self, connections: int, on_reply: OnReply) -> None:
         """Get ready; `on_reply` will be called once per request, on the event loop."""
         ...
 
-    def send(self, request: bytes, token: int) -> None:
+    def prepare(self, model: str, body: bytes, headers: Mapping[str, str]) -> Any:
+        """Return a request of the Open Inference Protocol in the form `send_prepared` takes; comes after `open`."""
+        ...
+
+    def send_prepared(self, prepared: Any, request_id: str, token: int) -> None:
         """Send now and return; never waits, never limits how many are under way."""
         ...
 
@@ -219,6 +218,16 @@ class HttpSender:
         _, connection = await loop.create_connection(lambda: _Connection(self), *self._target, ssl=self._ssl)
         self._all.add(connection)
         return connection
+
+    def prepare(self, model: str, body: bytes, headers: Mapping[str, str]) -> tuple[bytes, bytes]:
+        """Return the request in two parts, between which its id will go."""
+        line, rest = prepare(f"/v2/models/{model}/infer", body, headers, self._host).split(b"\r\n", 1)
+        return line, rest
+
+    def send_prepared(self, prepared: tuple[bytes, bytes], request_id: str, token: int) -> None:
+        """Send with the id as a header."""
+        line, rest = prepared
+        self.send(b"%b\r\nX-Request-Id: %b\r\n%b" % (line, request_id.encode("latin-1"), rest), token)
 
     def send(self, request: bytes, token: int) -> None:
         """Send now on an idle connection, or on a new one as soon as it is open."""

@@ -36,6 +36,13 @@ __all__ = ["command", "print_summary"]
     help="How inputs travel: raw bytes behind a JSON header, or JSON numbers.",
 )
 @click.option(
+    "--via",
+    type=click.Choice(["http", "handle"]),
+    default="http",
+    show_default=True,
+    help="HTTP, or the Python handle on the Ray cluster that serves.",
+)
+@click.option(
     "-o",
     "--output",
     "folder",
@@ -56,6 +63,7 @@ def command(
     clients: int,
     grace_s: float,
     tensors: Literal["binary", "json"],
+    via: Literal["http", "handle"],
     folder: str | None,
     force: bool,
     as_json: bool,
@@ -77,7 +85,7 @@ def command(
     out = prepare_folder(Path(folder), force=force) if folder is not None else None
     console = progress_console()
     options = BenchOptions(
-        address.rstrip("/"), duration_s, seed, rate_scale, slo_scale, warmup_s, clients, grace_s, tensors
+        address.rstrip("/"), duration_s, seed, rate_scale, slo_scale, warmup_s, clients, grace_s, tensors, via
     )
     served = [spec for spec in plan.models if spec.name not in plan.unserved]
     result = run_bench(served, options, lambda line: console.print(f"tenuto: {line}"))
