@@ -233,7 +233,11 @@ def test_an_absurd_rate_is_refused_or_carried_in_part(policy: Policy) -> None:
 
 
 def test_an_absurd_rate_on_an_elastic_cluster() -> None:
-    workload = Workload.model_validate({"models": [{"name": "resnet50", "rate_rps": 1e9, "slo_ms": 40}]})
-    assert any("replicas, more than the 1,024" in note for note in solved(Igniter(), workload).notes)
-    with pytest.raises(InvalidInputError, match=r"models\.0\.rate_rps: .* needs more than 100,000 gpu-lets"):
-        solved(GpuletsPlus(), workload)
+    def asked(rate_rps: float) -> Workload:
+        return Workload.model_validate({"models": [{"name": "resnet50", "rate_rps": rate_rps, "slo_ms": 40}]})
+
+    assert any("replicas, more than the 1,024" in note for note in solved(Igniter(), asked(4e6)).notes)
+    for policy in (Igniter(), GpuletsPlus()):
+        with pytest.raises(InvalidInputError, match=r"models\.0\.rate_rps: .* an elastic cluster grows to 10,000"):
+            solved(policy, asked(1e9))
+
