@@ -21,7 +21,10 @@ from tenuto.batching.neighbours import Neighbours
 from tenuto.batching.result import BatchLog, SimulationResult
 from tenuto.errors import InvalidInputError, Problem
 
-__all__ = ["simulate"]
+__all__ = ["Followers", "simulate"]
+
+# followers(requests that have just been answered, now) -> (request, deadline) of those that arrive now because of it.
+Followers = Callable[[list[int], float], Sequence[tuple[int, float]]]
 
 
 class _Batch:
@@ -129,6 +132,8 @@ def simulate(
     stop: Callable[[list[int]], bool] | None = None,
     observe: Callable[[Scheduler, float], None] | None = None,
     data_ms_by_model: Sequence[float] | None = None,
+    followers: Followers | None = None,
+    deadlines_ms: NDArray[np.float64] | None = None,
 ) -> SimulationResult:
     """Run a schedule of arrivals to its end in virtual time.
 
@@ -141,6 +146,9 @@ def simulate(
         stop: called every few thousand arrivals with the requests dropped so far by model, of those dropped after the
             warm-up; True ends the run there.
         observe: called at the same moments with the scheduler and the time, for progress and inspection.
+        followers: called with the requests of every batch that ended and the time; the requests it returns arrive
+            then. Their times in `times_ms` are NaN, behind all others; those that never arrive are counted nowhere.
+        deadlines_ms: of every request; default: its arrival and the SLO of its model.
         data_ms_by_model: what the data of one request really takes to its gpu-let, where models differ; the scheduler
             still budgets its set-up's.
 
@@ -149,16 +157,20 @@ def simulate(
     """
     started = time.perf_counter()
     setup = scheduler.setup
-    _check_schedule(times_ms, model_index, len(setup.models))
+    planned = len(times_ms) if followers is None else int(np.isfinite(times_ms).sum())
+    _check_schedule(times_ms[:planned], model_index, len(setup.models), total=len(times_ms))
     hosted = {m for g in {id(g.hosts): g for g in setup.gpulets}.values() for m in g.hosts}
-    total = len(times_ms)
+    total = planned
     slo = np.array([model.slo_ms for model in setup.models], dtype=np.float64)
-    deadlines_ms = times_ms + slo[model_index] if total else np.zeros(0)
+    if deadlines_ms is None:
+        deadlines_ms = times_ms + slo[model_index] if total else np.zeros(0)
+    if followers is not None:
+        times_ms, deadlines_ms = times_ms.copy(), deadlines_ms.copy()
     cluster = _Cluster(scheduler, data_ms_by_model)
     events, running = cluster.events, cluster.running
     dropped: list[Sequence[int]] = []
     dropped_by_model = [0] * len(setup.models)
-    duration_s = duration_s if duration_s is not None else (float(times_ms[-1]) / 1000.0 if total else 0.0)
+    duration_s = duration_s if duration_s is not None else (float(times_ms[total - 1]) / 1000.0 if total else 0.0)
     warmup_s = 0.05 * duration_s if warmup_s is None else warmup_s
     # A request dropped later than this arrived after the warm-up.
     counted_from_ms = warmup_s * 1000.0 + (float(slo.max()) if len(slo) else 0.0)
@@ -192,6 +204,11 @@ def simulate(
                     continue
                 cluster.finish(at, gpulet)
                 scheduler.batch_done(at, gpulet)
+                if followers is not None:
+                    for request, deadline in followers(batch.ids, at):
+                        times_ms[request], deadlines_ms[request] = at, deadline
+                        if model_index[request] in hosted:
+                            scheduler.add_request(at, int(model_index[request]), request, deadline)
             elif wake_at < until:
                 if wake_at > now:
                     now = wake_at
@@ -230,11 +247,12 @@ def simulate(
             break
     advance(INF)
     expired = np.fromiter(chain.from_iterable(dropped), dtype=np.int64)
+    kept = done if followers is None else len(times_ms)
     return SimulationResult.build(
         setup,
-        times_ms[:done],
-        model_index[:done],
-        deadlines_ms[:done],
+        times_ms[:kept],
+        model_index[:kept],
+        deadlines_ms[:kept],
         cluster.log,
         expired,
         unhosted,
@@ -244,8 +262,8 @@ def simulate(
     )
 
 
-def _check_schedule(times_ms: NDArray[np.float64], model_index: NDArray[np.int32], models: int) -> None:
-    if len(times_ms) != len(model_index):
+def _check_schedule(times_ms: NDArray[np.float64], model_index: NDArray[np.int32], models: int, *, total: int) -> None:
+    if total != len(model_index):
         raise InvalidInputError("times_ms and model_index must have the same length. Give one model per arrival.")
     if not len(times_ms):
         return

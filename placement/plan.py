@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator
 
 from tenuto.errors import InvalidInputError, Problem
+from tenuto.placement.applications import Application
 from tenuto.placement.workload import ModelSpec
 from tenuto.profiles.documents import StrictModel, dump_yaml, load_document, parse_document
 from tenuto.profiles.latency import LatencyField
@@ -102,6 +103,7 @@ class Plan(StrictModel):
     unserved_reasons: dict[str, str] = Field(default_factory=dict)
     notes: tuple[str, ...] = ()  # which constraint bound, what was given up, over-commitment
     models: tuple[ModelSpec, ...] = ()  # the workload's entries, for serving and simulation
+    applications: tuple[Application, ...] = ()  # whose stages are among the models
     mps: Literal["off", "auto", "required"] = "auto"
 
     @field_validator("schema_version")
@@ -167,7 +169,7 @@ class Plan(StrictModel):
         Raises:
             InvalidInputError: with every problem found.
         """
-        if isinstance(data, dict) and "applications" in data:
+        if isinstance(data, dict) and "applications" in data and "policy" not in data:
             data = _plan_in_serve_config(data, origin)
         plan = parse_document(cls, data, origin=origin)
         plan.check_references(origin)

@@ -123,6 +123,7 @@ def complete(plan: Plan, policy: Policy, workload: Workload, cluster: Cluster, p
             "expected": expected,
             "unserved_reasons": reasons,
             "models": workload.models,
+            "applications": workload.applications,
             "mps": workload.mps,
         }
     )

@@ -6,9 +6,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, ValidationError, model_validator
 
 from tenuto.errors import InvalidInputError, MissingProfileError, Problem
+from tenuto.placement.applications import Application, stage_models
+from tenuto.placement.arrival import Arrival
 from tenuto.profiles import LatencyTable, LinearLatency, ModelProfile, Profiles
 from tenuto.profiles.documents import StrictModel, dump_yaml, load_document, parse_document
 from tenuto.profiles.latency import LatencyField
@@ -17,16 +19,6 @@ __all__ = ["Arrival", "ModelSpec", "Workload", "profile_of"]
 
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=128)]
 Positive = Annotated[float, Field(gt=0)]
-
-
-class Arrival(StrictModel):
-    """How requests of a model arrive. Which other keys a process takes is checked where schedules are made."""
-
-    process: str = "poisson"
-    shape: Positive | None = None  # gamma: k; the coefficient of variation is k**-0.5
-    cv: Positive | None = None  # gamma: alternative to shape
-    path: str | None = None  # trace: CSV with time_ms and optionally model
-    options: dict[str, Any] = Field(default_factory=dict)
 
 
 class ModelSpec(StrictModel):
@@ -56,10 +48,26 @@ class ModelSpec(StrictModel):
 
 
 class Workload(StrictModel):
-    """The models that share the cluster. Invariant: names are unique."""
+    """The models that share the cluster, the stages of applications among them. Invariant: names are unique."""
 
     models: tuple[ModelSpec, ...] = ()
+    applications: tuple[Application, ...] = ()
     mps: Literal["off", "auto", "required"] = "auto"  # CUDA MPS for gpu-lets that share a GPU
+
+    @model_validator(mode="before")
+    @classmethod
+    def _add_stages(cls, data: Any) -> Any:
+        """Add the stages of applications as models, unless they are there already, as in a dumped workload."""
+        if not isinstance(data, dict) or not isinstance(data.get("applications"), list | tuple):
+            return data
+        try:
+            stages = stage_models(Application.model_validate(raw) for raw in data["applications"])
+        except ValidationError:
+            return data  # the field's own validation reports it
+        models = list(data.get("models") or ())
+        names = {spec.name if isinstance(spec, ModelSpec) else spec.get("name") for spec in models
+                 if isinstance(spec, ModelSpec | dict)}  # fmt: skip
+        return {**data, "models": [*models, *(spec for spec in stages if spec.name not in names)]}
 
     @model_validator(mode="after")
     def _unique_names(self) -> Workload:
@@ -68,10 +76,20 @@ class Workload(StrictModel):
         for index, model in enumerate(self.models):
             if model.name in seen:
                 problems.append(
-                    Problem(f"models.{index}.name", model.name, "name is used twice",
-                            "Rename one of them; `profile:` lets both use the same measurements.")
+                    Problem(
+                        f"models.{index}.name",
+                        model.name,
+                        "name is used twice",
+                        "Rename one of them; `profile:` lets both use the same measurements.",
+                    )
                 )
             seen.add(model.name)
+        callers = [application.name for application in self.applications]
+        for index, name in enumerate(callers):
+            if name in callers[:index] or name in seen:
+                problems.append(
+                    Problem(f"applications.{index}.name", name, "name is used twice", "Rename one of them.")
+                )
         if problems:
             raise _as_value_error(problems)
         return self
@@ -100,7 +118,8 @@ class Workload(StrictModel):
     def scaled(self, factor: float) -> Workload:
         """Return the same workload with every rate multiplied by `factor`."""
         models = tuple(m.model_copy(update={"rate_rps": m.rate_rps * factor}) for m in self.models)
-        return self.model_copy(update={"models": models})
+        applications = tuple(a.model_copy(update={"rate_rps": a.rate_rps * factor}) for a in self.applications)
+        return self.model_copy(update={"models": models, "applications": applications})
 
 
 def _as_value_error(problems: list[Problem]) -> ValueError:

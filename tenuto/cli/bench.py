@@ -74,6 +74,7 @@ def command(
 
     Example: tenuto bench plan.yaml --duration-s 30 --seed 1 -o report
     """
+    from tenuto.cli.simulate import note_applications
     from tenuto.deployments.endpoint import served_plan
     from tenuto.loadgen.bench import BenchOptions, run_bench
     from tenuto.loadgen.output import describe, prepare_folder, write_files
@@ -82,6 +83,7 @@ def command(
 
     address = url or (target if "://" in target else "http://127.0.0.1:8000")
     plan = Plan.from_data(served_plan(address), origin=address) if "://" in target else Plan.load(target)
+    note_applications(plan.applications)
     out = prepare_folder(Path(folder), force=force) if folder is not None else None
     console = progress_console()
     options = BenchOptions(

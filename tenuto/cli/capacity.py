@@ -11,7 +11,7 @@ from typing import Any
 import click
 
 from tenuto.cli.common import emit_json, progress_console, stdout_console
-from tenuto.cli.simulate import read_scene, scene_options
+from tenuto.cli.simulate import note_applications, read_scene, scene_options
 from tenuto.errors import InvalidInputError, Problem, TenutoError
 from tenuto.loadgen.capacity import (
     AXES,
@@ -110,7 +110,7 @@ def command(
                 network_ms, slo_scale,
             )  # fmt: skip
 
-        scene(1.0)  # wrong input is an error here, not a point of a curve
+        note_applications(scene(1.0).applications)  # wrong input is an error here, not a point of a curve
         attempt = _virtual(scene, duration_s, warmup_s)
         how = f"in virtual time with {scheduler_name}, {duration_s:g} s a run (emulated)"
     found = find_capacity(attempt, limits, lambda so_far: say(_progress(so_far)))

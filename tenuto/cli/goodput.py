@@ -10,7 +10,7 @@ import click
 
 from tenuto.batching.goodput import GoodputSearch, Trial, find_goodput
 from tenuto.cli.common import emit_json, progress_console, stdout_console
-from tenuto.cli.simulate import print_run, read_scene, scene_options
+from tenuto.cli.simulate import note_applications, print_run, read_scene, scene_options
 
 __all__ = ["command"]
 
@@ -61,6 +61,7 @@ def command(
         network_ms,
     )
     console = progress_console()
+    note_applications(scene.applications)
 
     def progress(trial: Trial, search: GoodputSearch) -> None:
         upper = f"{search.upper_scale:.4g}" if math.isfinite(search.upper_scale) else "?"

@@ -32,11 +32,13 @@ from tenuto.cli.common import (
     stdout_console,
 )
 from tenuto.errors import InvalidInputError, Problem, raise_if_any
+from tenuto.loadgen.applications import make_application_load
 from tenuto.loadgen.schedule import Schedule, make_schedule
 from tenuto.placement import ModelSpec, Plan, Workload
+from tenuto.placement.applications import Application
 from tenuto.profiles.documents import load_document
 
-__all__ = ["Scene", "command", "print_run", "read_scene", "scene_options"]
+__all__ = ["Scene", "command", "note_applications", "print_run", "read_scene", "scene_options"]
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,7 @@ class Scene:
     duration_s: float
     warmup_s: float | None
     seed: int
+    applications: tuple[Application, ...] = ()
 
     def scheduler(self) -> Scheduler:
         """Return a fresh scheduler."""
@@ -137,8 +140,8 @@ def read_scene(
         problems += error.problems
     if problems:
         raise InvalidInputError(problems)
-    setup, models = _read_setup(source, gpus, cluster_file, elastic, profile_names, network, slo_scale)
-    return Scene(models, setup, scheduler_name, parsed, duration_s, warmup_s, seed)
+    setup, models, applications = _read_setup(source, gpus, cluster_file, elastic, profile_names, network, slo_scale)
+    return Scene(models, setup, scheduler_name, parsed, duration_s, warmup_s, seed, applications)
 
 
 def _read_setup(
@@ -149,7 +152,7 @@ def _read_setup(
     profile_names: tuple[str, ...],
     network: NetworkDelay,
     slo_scale: float,
-) -> tuple[Setup, tuple[ModelSpec, ...]]:
+) -> tuple[Setup, tuple[ModelSpec, ...], tuple[Application, ...]]:
     document = load_document(source)
     if _is_plan(document):
         if gpus is not None or cluster_file is not None:
@@ -163,14 +166,15 @@ def _read_setup(
             )
         plan = Plan.from_data(document, origin=source)
         plan = plan.model_copy(update={"models": _with_slos(plan.models, slo_scale)})
-        return from_plan(plan, network), plan.models
+        return from_plan(plan, network), plan.models, plan.applications
     workload = Workload.load(source)
     if not workload.models:
         raise InvalidInputError(Problem(f"{source}: models", [], "the workload has no models", "Add at least one."))
     cluster = cluster_from(gpus, cluster_file, elastic)
     profiles = profiles_from(profile_names, cluster.gpu_types)
     workload = workload.model_copy(update={"models": _with_slos(workload.models, slo_scale)})
-    return everywhere(workload, cluster, profiles, network), _beside(workload.models, Path(source).parent)
+    setup = everywhere(workload, cluster, profiles, network)
+    return setup, _beside(workload.models, Path(source).parent), workload.applications
 
 
 def _with_slos(models: tuple[ModelSpec, ...], scale: float) -> tuple[ModelSpec, ...]:
@@ -178,7 +182,12 @@ def _with_slos(models: tuple[ModelSpec, ...], scale: float) -> tuple[ModelSpec, 
 
 
 def _is_plan(document: Any) -> bool:
-    return isinstance(document, dict) and any(key in document for key in ("applications", "gpulets", "policy"))
+    """Return whether a document is a plan or the Serve config of one; a workload's applications have stages."""
+    if not isinstance(document, dict):
+        return False
+    applications = document.get("applications")
+    deployed = isinstance(applications, list) and any(isinstance(a, dict) and "import_path" in a for a in applications)
+    return deployed or "gpulets" in document or "policy" in document
 
 
 def _beside(models: tuple[ModelSpec, ...], folder: Path) -> tuple[ModelSpec, ...]:
@@ -238,6 +247,13 @@ def command(
     advice_options = None if advice_window_s is None else AutoscaleOptions(window_s=advice_window_s)
     if advice_options is not None:
         raise_if_any(advice_options.problems())
+    if scene.applications:
+        if folder is not None:
+            raise InvalidInputError(
+                Problem("-o", folder, "reports of applications are not written yet", "Leave it away, or use --json.")
+            )
+        _simulate_applications(scene, rate_scale, as_json=as_json)
+        return
     out = _report_folder(folder, force=force)
     schedule = make_schedule(scene.models, duration_s, seed, rate_scale)
     result = simulate(
@@ -255,6 +271,39 @@ def command(
         settings = {"seed": seed, "rate_scale": rate_scale, "scheduler": scheduler_name, **scene.options}
         _write_report(out, result, schedule, source, settings)
         progress_console().print(f"report: {out / 'report.html'}", markup=False)
+
+
+def _simulate_applications(scene: Scene, rate_scale: float, *, as_json: bool) -> None:
+    """Run a plan or workload with applications, and tell how they ended beside their models."""
+    load = make_application_load(scene.models, scene.applications, scene.duration_s, scene.seed, rate_scale)
+    result = simulate(
+        scene.scheduler(), load.times_ms, load.model_index, duration_s=scene.duration_s, warmup_s=scene.warmup_s,
+        followers=load.followers, deadlines_ms=load.deadlines_ms,
+    )  # fmt: skip
+    summary = {**result.summary(), "applications": load.summary(result)}
+    if as_json:
+        emit_json(summary)
+        return
+    print_run(summary, scene.scheduler_name)
+    table = Table(box=None, header_style="bold")
+    table.add_column("application")
+    for heading in ("offered", "ok", "attainment", "goodput rps", "SLO ms", "p50 ms", "p99 ms"):
+        table.add_column(heading, justify="right")
+    for name, row in summary["applications"].items():
+        cells = (str(row["offered"]), str(row["ok"]), _percent(row["attainment"]), f"{row['goodput_rps']:.1f}")
+        times = (f"{row['slo_ms']:g}", _number(row["p50_ms"]), _number(row["p99_ms"]))
+        table.add_row(escape(name), *cells, *times)
+    stdout_console().print(table)
+
+
+def note_applications(applications: tuple[Application, ...]) -> None:
+    """Say on stderr that a verb sends the stages' requests by themselves."""
+    if applications:
+        names = ", ".join(application.name for application in applications)
+        progress_console().print(
+            f"tenuto: the stages of {names} get requests of their own here; only `tenuto simulate` joins them",
+            markup=False,
+        )
 
 
 def _print_advice(series: list[dict[str, Any]]) -> None:

@@ -10,6 +10,7 @@ import yaml
 from pydantic import BaseModel
 
 from tenuto.placement import Arrival, Cluster, GpuGroup, ModelSpec, Node, Plan, Workload
+from tenuto.placement.applications import Application, Stage
 from tenuto.placement.plan import Expected, ExpectedModel, Gpulet, PlannedGpu, PolicyUsed, Replica
 from tenuto.profiles import Fit, LatencyTable, LinearLatency, Measured, ModelProfile, Profile, ProfilePoint
 from tenuto.profiles.documents import parse_document
@@ -17,7 +18,7 @@ from tenuto.profiles.documents import parse_document
 TEXT = (Path(__file__).parents[2] / "docs" / "files.md").read_text()
 SECTIONS = dict(zip(*[iter(re.split(r"^## (\w+)\n", TEXT, flags=re.MULTILINE)[1:])] * 2, strict=True))
 SCHEMAS: dict[str, tuple[type[BaseModel], ...]] = {
-    "Workload": (Workload, ModelSpec, Arrival, LinearLatency, LatencyTable),
+    "Workload": (Workload, ModelSpec, Arrival, Application, Stage, LinearLatency, LatencyTable),
     "Cluster": (Cluster, Node, GpuGroup),
     "Profile": (Profile, ModelProfile, ProfilePoint, Fit, Measured),
     "Plan": (Plan, PolicyUsed, PlannedGpu, Gpulet, Replica, Expected, ExpectedModel),

@@ -1,0 +1,120 @@
+"""Applications: one request that fans out over several models and joins again, with one deadline for the whole.
+
+Each stage becomes a model of the workload, named `application.stage`, with the rate of its requests and the part of the
+deadline that is its own, so that every policy plans applications without knowing them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Annotated
+
+from pydantic import Field, model_validator
+
+from tenuto.placement.arrival import Arrival
+from tenuto.profiles.documents import StrictModel
+from tenuto.profiles.latency import LatencyField
+
+if TYPE_CHECKING:
+    from tenuto.placement.workload import ModelSpec
+
+__all__ = ["Application", "Stage", "stage_models"]
+
+_NAME = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*$", max_length=60)]
+
+
+class Stage(StrictModel):
+    """A step of an application: `count` requests to one model, sent when every stage in `after` is complete.
+
+    `model` names the network and its row of the profile files. `part` weighs this stage when the deadline is split.
+    """
+
+    model: str
+    name: _NAME | None = None  # default: the model's
+    count: Annotated[int, Field(ge=1, le=1000)] = 1
+    after: tuple[str, ...] = ()
+    part: Annotated[float, Field(gt=0)] = 1.0
+    source: str | None = None  # default: the built-in network of the model's name
+    latency: LatencyField | None = None  # inline profile
+
+    @property
+    def label(self) -> str:
+        """The stage's name."""
+        return self.name if self.name is not None else self.model
+
+
+class Application(StrictModel):
+    """Requests that are answered when all stages are; the stages form a graph without cycles."""
+
+    name: _NAME
+    rate_rps: Annotated[float, Field(gt=0)]
+    slo_ms: Annotated[float, Field(gt=0)]
+    arrival: Arrival = Arrival()
+    stages: Annotated[tuple[Stage, ...], Field(min_length=1)]
+
+    @model_validator(mode="after")
+    def _is_graph(self) -> Application:
+        labels = [stage.label for stage in self.stages]
+        twice = sorted({label for label in labels if labels.count(label) > 1})
+        if twice:
+            raise ValueError(f"stages named twice: {', '.join(twice)}; cure: Give them names of their own, or a count.")
+        for stage in self.stages:
+            unknown = [label for label in stage.after if label not in labels]
+            if unknown:
+                raise ValueError(
+                    f"stage '{stage.label}' comes after '{unknown[0]}', which is no stage; cure: Use one of "
+                    f"{', '.join(labels)}."
+                )
+        done: set[str] = set()
+        while len(done) < len(labels):
+            ready = {s.label for s in self.stages if s.label not in done and done.issuperset(s.after)}
+            if not ready:
+                rest = ", ".join(label for label in labels if label not in done)
+                raise ValueError(f"stages wait for each other in a circle: {rest}; cure: Remove one `after`.")
+            done |= ready
+        return self
+
+    def model_name(self, stage: Stage) -> str:
+        """Return the workload's name of a stage."""
+        return f"{self.name}.{stage.label}"
+
+    def _before(self, stage: Stage) -> float:
+        """Return the largest sum of parts on a way to this stage, without its own."""
+        earlier = [other for other in self.stages if other.label in stage.after]
+        return max((self._before(other) + other.part for other in earlier), default=0.0)
+
+    def _behind(self, stage: Stage) -> float:
+        """Return the largest sum of parts on a way from this stage to the end, without its own."""
+        later = [other for other in self.stages if stage.label in other.after]
+        return max((self._behind(other) + other.part for other in later), default=0.0)
+
+    def budget_ms(self, stage: Stage) -> float:
+        """Return the stage's own part of the deadline: in proportion to `part` on its longest way through the graph."""
+        return self.slo_ms * stage.part / (self._before(stage) + stage.part + self._behind(stage))
+
+    def complete_by_ms(self, stage: Stage) -> float:
+        """Return when the stage must be complete, counted from the application's arrival.
+
+        A stage that starts early has the time that its predecessors left over on top of its budget.
+        """
+        before = self._before(stage) + stage.part
+        return self.slo_ms * before / (before + self._behind(stage))
+
+
+def stage_models(applications: Iterable[Application]) -> list[ModelSpec]:
+    """Return the models that applications add to a workload, in file order."""
+    from tenuto.placement.workload import ModelSpec
+
+    return [
+        ModelSpec(
+            name=application.model_name(stage),
+            source=stage.source if stage.source is not None or stage.latency is not None else stage.model,
+            rate_rps=application.rate_rps * stage.count,
+            slo_ms=application.budget_ms(stage),
+            arrival=application.arrival,
+            profile=None if stage.latency is not None else stage.model,
+            latency=stage.latency,
+        )
+        for application in applications
+        for stage in application.stages
+    ]

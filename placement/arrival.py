@@ -1,0 +1,23 @@
+"""How requests arrive, as workloads state it."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import Field
+
+from tenuto.profiles.documents import StrictModel
+
+__all__ = ["Arrival"]
+
+Positive = Annotated[float, Field(gt=0)]
+
+
+class Arrival(StrictModel):
+    """How requests of a model arrive. Which other keys a process takes is checked where schedules are made."""
+
+    process: str = "poisson"
+    shape: Positive | None = None  # gamma: k; the coefficient of variation is k**-0.5
+    cv: Positive | None = None  # gamma: alternative to shape
+    path: str | None = None  # trace: CSV with time_ms and optionally model
+    options: dict[str, Any] = Field(default_factory=dict)
