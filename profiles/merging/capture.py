@@ -161,7 +161,7 @@ def static_size(value: Any) -> tuple[int, int] | None:
     """
     if isinstance(value, int):
         return (0, value)
-    import sympy
+    import sympy  # type: ignore[import-untyped]
 
     expression = value.node.expr
     if not isinstance(expression, sympy.Basic):

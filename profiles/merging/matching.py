@@ -79,7 +79,9 @@ def weighted(model: CapturedModel, node: fx.Node) -> WeightedOperator | None:
             return None
     else:
         return None
-    if weight not in model.weights or (bias is not None and bias not in model.weights) or node.kwargs:
+    if not isinstance(weight, fx.Node) or weight not in model.weights or node.kwargs:
+        return None
+    if bias is not None and (not isinstance(bias, fx.Node) or bias not in model.weights):
         return None
     if not isinstance(given, fx.Node) or given in model.weights:
         return None

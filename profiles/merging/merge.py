@@ -155,7 +155,8 @@ def _merge_cluster(
         return None, None, reasons | {model.name: reason for model in together}
     report = MergedCluster(
         models=made.names, operators=described, operators_before=total,
-        operators_after=total - sum(len(group.members) - 1 for group in shared),
+        operators_after=total - sum(len(group.members) - 1 for group in shared if group.is_whole),
+        operators_partly=sum(len(group.members) for group in shared if not group.is_whole),
         shared_parameters=sum(group.part.parameters for group in shared),
         memory_before_mib=before, memory_after_mib=made.weights_mib, worst_error=worst,
     )  # fmt: skip

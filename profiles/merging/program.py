@@ -177,8 +177,9 @@ class _Builder:
         self.graph.output(tuple(outputs))
         self.graph.eliminate_dead_code()
         used = {str(node.target) for node in self.graph.nodes if node.op == "get_attr"}
-        made = fx.GraphModule({name: t for name, t in self.tensors.items() if name in used}, self.graph)
-        return made.eval()
+        module = fx.GraphModule({name: t for name, t in self.tensors.items() if name in used}, self.graph)
+        module.eval()
+        return module
 
     # --- values -------------------------------------------------------------------------------------------------
 
@@ -258,8 +259,8 @@ class _Builder:
         if group.is_whole:
             chosen = group.members[members[0]]
             joint = self.inputs(group, members)
-            return self.graph.call_function(
-                node.target, tuple(joint if arg is chosen.input else self.argument(arg, members) for arg in node.args)
+            return self.call(
+                node.target, *(joint if arg is chosen.input else self.argument(arg, members) for arg in node.args)
             )
         if self.plan.same_size(group):
             parts = self.parted(group, members)
@@ -274,7 +275,7 @@ class _Builder:
         args = self.argument(node.args, members)
         if node.target is operator.getitem:
             return self.call(operator.getitem, *args)
-        target = aten.reshape.default if node.target == aten.view.default else node.target
+        target: Any = aten.reshape.default if node.target == aten.view.default else node.target
         return self.graph.call_function(target, args, self.argument(dict(node.kwargs), members))
 
     def argument(self, argument: Any, members: tuple[str, ...]) -> Any:
@@ -297,7 +298,7 @@ class _Builder:
         if size is not None and 0 in size:
             return self.size(members, size[0]) if size[0] else size[1]
         args = self.argument(node.args, members)
-        return self.graph.call_function(node.target, args)  # type: ignore[arg-type]
+        return self.call(node.target, *args)
 
     def inputs(self, group: SharedOperator, members: tuple[str, ...]) -> Any:
         """Return the joint input of a group, whether its members' inputs are one value or several."""
@@ -363,9 +364,7 @@ class _Builder:
     def apply(self, item: WeightedOperator, given: Any, weight: str, bias: Any) -> Any:
         if item.is_convolution:
             settings = [list(s) if isinstance(s, tuple) else [s] for s in item.settings[:3]]
-            return self.graph.call_function(
-                item.node.target, (given, self.weight(weight), bias, *settings, item.settings[3])
-            )
+            return self.call(item.node.target, given, self.weight(weight), bias, *settings, item.settings[3])
         return self.call(aten.linear.default, given, self.weight(weight), bias)
 
 

@@ -29,12 +29,14 @@ class MergedOperator:
 
 @dataclass(frozen=True)
 class MergedCluster:
-    """Models merged into one program. `operators_once`: operators that run once for all instead of once for each."""
+    """Models merged into one program. `operators_before` and `operators_after`: operators with weights that run for one
+    request to every model; `operators_partly`: of those after, the ones that share only a part of their weights."""
 
     models: tuple[str, ...]
     operators: tuple[MergedOperator, ...]
     operators_before: int
     operators_after: int
+    operators_partly: int
     shared_parameters: int
     memory_before_mib: float
     memory_after_mib: float

@@ -88,7 +88,7 @@ def shared_submatrix(weights: Sequence[torch.Tensor], within: float, *, whole_ro
     return Submatrix(tuple(sorted(best[0].tolist())), tuple(sorted(best[1].tolist())), entry)
 
 
-def _grown(equal: np.ndarray) -> tuple[np.ndarray, np.ndarray]:  # type: ignore[type-arg]
+def _grown(equal: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     order = np.argsort(-equal.sum(axis=1), kind="stable")
     left = np.logical_and.accumulate(equal[order], axis=0).sum(axis=1)
     count = int(np.argmax(left * np.arange(1, len(order) + 1))) + 1 if len(order) else 0
