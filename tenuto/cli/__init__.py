@@ -23,6 +23,7 @@ VERBS = {
     "profile": "profile",
     "profiles": "profiles",
     "estimate": "estimate",
+    "merge": "merge",
     "cluster": "cluster",
     "plan": "plan",
     "policies": "policies",

@@ -1,0 +1,164 @@
+"""`tenuto merge`: which operators of some models can run once for all, and whether that pays on this device."""
+
+from __future__ import annotations
+
+import time
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+import click
+from rich.markup import escape
+from rich.table import Table
+
+from tenuto.cli.common import emit_json, parse_options, progress_console, stdout_console
+from tenuto.errors import InvalidInputError, Problem, raise_if_any
+
+if TYPE_CHECKING:
+    from tenuto.profiles.merging.merge import MergedModels
+
+__all__ = ["command"]
+
+
+@click.command("merge", short_help="Find operators that models with equal weights can run once; time it.")
+@click.argument("models", nargs=-1, required=True, metavar="NAME=MODEL…")
+@click.option("--weights", "weights", multiple=True, metavar="NAME=FILE", help="Local weights of a model; repeatable.")
+@click.option(
+    "--reseed", "reseeded", multiple=True, metavar="NAME=PREFIX,…",
+    help="New random weights for a model's parameters of these prefixes, as after fine-tuning; repeatable.",
+)  # fmt: skip
+@click.option("--option", "options", multiple=True, metavar="K=V", help="Option of every model, such as image_size=64.")
+@click.option("--seed", type=int, default=0, show_default=True, help="Seed of random weights.")
+@click.option("--batch-size", type=int, default=4, show_default=True, help="Batch of each model when timing.")
+@click.option("--repetitions", type=int, default=7, show_default=True, help="Timed runs of each way, in turns.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def command(
+    models: tuple[str, ...],
+    weights: tuple[str, ...],
+    reseeded: tuple[str, ...],
+    options: tuple[str, ...],
+    seed: int,
+    batch_size: int,
+    repetitions: int,
+    as_json: bool,
+) -> int:
+    """Merge operator graphs as USHER (OSDI 2024, §3.4) does, on this processor, and report what came of it.
+
+    MODEL is a catalogue name or `package.module:factory`; NAME tells two copies apart and may be left away. Exit code 1
+    when nothing could be merged.
+
+    Example: tenuto merge base=resnet50 tuned=resnet50 --reseed tuned=layer4,fc --option image_size=64
+    """
+    sources = _pairs("MODEL", tuple(text if "=" in text else f"{text.rpartition('.')[2]}={text}" for text in models))
+    files, prefixes = _pairs("--weights", weights), _pairs("--reseed", reseeded)
+    problems = [
+        Problem(option, name, "is no name of a model", f"Use one of {', '.join(sources)}.")
+        for option, given in (("--weights", files), ("--reseed", prefixes))
+        for name in given
+        if name not in sources
+    ]
+    if batch_size < 1:
+        problems.append(Problem("--batch-size", batch_size, "must be at least 1", "Give for example 4."))
+    if repetitions < 1:
+        problems.append(Problem("--repetitions", repetitions, "must be at least 1", "Give for example 7."))
+    raise_if_any(problems)
+    parsed = parse_options(options)
+
+    from tenuto.profiles.merging.merge import merge_models
+    from tenuto.profiles.models import build
+
+    console = progress_console()
+    loaded = {}
+    for name, source in sources.items():
+        console.print(f"tenuto: building {name} ({source})", markup=False)
+        made = build(source, weights_path=files.get(name), seed=seed, options=parsed)
+        _reseed(made.module, name, prefixes.get(name, ""), seed)
+        loaded[name] = (made.module, made.signature)
+    console.print("tenuto: tracing and merging", markup=False)
+    begun = time.monotonic()
+    merged, report = merge_models(loaded)
+    data = {**report.to_data(), "merging_s": time.monotonic() - begun, "batch_size": batch_size, "device": "cpu"}
+    for found, cluster in zip(merged, data["clusters"], strict=True):
+        console.print(f"tenuto: timing {', '.join(found.names)}", markup=False)
+        apart, together = _time(found, loaded, batch_size, repetitions)
+        cluster |= {"apart_ms": apart, "together_ms": together, "pays": together < 0.98 * apart}
+    if as_json:
+        emit_json(data)
+    else:
+        _print(data)
+    return 0 if merged else 1
+
+
+def _pairs(where: str, texts: tuple[str, ...]) -> dict[str, str]:
+    found: dict[str, str] = {}
+    for text in texts:
+        name, separator, value = text.partition("=")
+        if not (name and separator and value):
+            raise InvalidInputError(Problem(where, text, "must read NAME=VALUE", "Write for example tuned=resnet50."))
+        if name in found:
+            raise InvalidInputError(Problem(where, name, "is given twice", "Give each copy a name: base=…, tuned=…."))
+        found[name] = value
+    return found
+
+
+def _reseed(module: Any, name: str, prefixes: str, seed: int) -> None:
+    """Give the parameters of these prefixes new random values of the same spread."""
+    import torch
+
+    generator = torch.Generator().manual_seed(seed + 1)
+    for prefix in filter(None, prefixes.split(",")):
+        mine = [p for key, p in module.named_parameters() if key == prefix or key.startswith(f"{prefix}.")]
+        if not mine:
+            known = sorted({key.split(".")[0] for key, _ in module.named_parameters()})
+            raise InvalidInputError(
+                Problem(f"--reseed {name}", prefix, "is no prefix of its parameters", f"It has {', '.join(known)}.")
+            )
+        with torch.no_grad():
+            for parameter in mine:
+                noise = torch.randn(parameter.shape, generator=generator)
+                parameter.add_(noise * float(parameter.std(correction=0) or 0.01))
+
+
+def _time(found: MergedModels, loaded: dict[str, Any], size: int, repetitions: int) -> tuple[float, float]:
+    """Return the median times of the models one after the other and of the merged program, in ms, run in turns."""
+    import torch
+
+    from tenuto.profiles.merging.merge import example_inputs
+
+    batches = {name: example_inputs(loaded[name][1], size) for name in found.names}
+    apart, together = [], []
+    with torch.inference_mode():
+        for repetition in range(repetitions + 1):
+            begun = time.perf_counter()
+            for name, inputs in batches.items():
+                loaded[name][0](*inputs)
+            middle = time.perf_counter()
+            found.run(batches)
+            if repetition:  # the first is the warm-up
+                apart.append((middle - begun) * 1000.0)
+                together.append((time.perf_counter() - middle) * 1000.0)
+    return median(apart), median(together)
+
+
+def _print(data: dict[str, Any]) -> None:
+    console = stdout_console()
+    for cluster in data["clusters"]:
+        table = Table(box=None, header_style="bold")
+        for heading in ("operator", "weight", "shared", "rows x columns"):
+            table.add_column(heading, justify="left" if heading in ("operator", "weight") else "right")
+        for operator in cluster["operators"]:
+            names = sorted(set(operator["names"].values()))
+            shape = f"{operator['rows']} x {operator['columns']}"
+            table.add_row(operator["kind"], escape(" | ".join(names)), f"{operator['shared_pct']:.0f} %", shape)
+        console.print(table)
+        pct = 100.0 * (cluster["together_ms"] / cluster["apart_ms"] - 1.0)
+        verdict = "it pays" if cluster["pays"] else "it does not pay here"
+        console.print(
+            f"{' + '.join(cluster['models'])}: {cluster['operators_before']} operators with weights become "
+            f"{cluster['operators_after']}, {cluster['operators_partly']} of them shared in part; weights "
+            f"{cluster['memory_before_mib']:.1f} -> {cluster['memory_after_mib']:.1f} MiB; largest relative error "
+            f"{cluster['worst_error']:.1e}\nbatches of {data['batch_size']} of each on {data['device']}: "
+            f"{cluster['apart_ms']:.1f} ms apart, {cluster['together_ms']:.1f} ms together ({pct:+.0f} %): {verdict}",
+            markup=False,
+        )
+    for name, reason in data["unmerged"].items():
+        console.print(f"{name} stays as it is: {reason}", markup=False)
