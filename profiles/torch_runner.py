@@ -18,7 +18,7 @@ from tenuto.profiles.documents import StrictModel, parse_document
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Arrays", "RunOptions", "TorchRunner", "blank_inputs", "pick_device", "split_options"]
+__all__ = ["Arrays", "RunOptions", "TorchRunner", "blank_inputs", "fixed_sizes", "pick_device", "split_options"]
 
 Arrays = dict[str, "np.ndarray[Any, Any]"]
 
@@ -27,12 +27,15 @@ class RunOptions(StrictModel):
     """How a model is run; part of its `options` in the workload, beside those that say how it is built.
 
     `pad_batches` runs every batch at the next planned size, filled up with blank rows; without it a batch of three runs
-    as three. Half precision (`fp16`, `bf16`) changes the results within its own tolerance.
+    as three. `compile` runs the module through `torch.compile` with fixed shapes: batches are padded to the next of the
+    powers of two up to the planned batch, so that none is compiled while requests wait. Half
+    precision (`fp16`, `bf16`) changes the results within its own tolerance.
     """
 
     dtype: Literal["fp32", "fp16", "bf16"] = "fp32"
     channels_last: bool = False
     pad_batches: bool = False
+    compile: bool = False
     warmup_runs: int = Field(default=2, ge=1)
 
 
@@ -74,6 +77,19 @@ def blank_inputs(signature: ModelSignature, size: int) -> Arrays:
     }
 
 
+def fixed_sizes(largest: int) -> tuple[int, ...]:
+    """Return the batch sizes that are compiled: powers of two below the largest, and the largest."""
+    return (*(2**k for k in range((largest - 1).bit_length())), largest)
+
+
+def _allow_shapes(count: int) -> None:
+    """Let torch keep a program per shape: past its limit (8 per function) it runs uncompiled and only logs so."""
+    import torch._dynamo.config as dynamo
+
+    name = "recompile_limit" if hasattr(dynamo, "recompile_limit") else "cache_size_limit"
+    setattr(dynamo, name, max(getattr(dynamo, name), 64, count))
+
+
 class TorchRunner:
     """One model on one device. Every call is made by one thread at a time."""
 
@@ -87,7 +103,7 @@ class TorchRunner:
             loaded: as `build` returns it.
             device: `cpu` or `cuda` (the first visible one).
             options: see `RunOptions`.
-            batch_sizes: the planned ones; only `pad_batches` and the size of the pinned buffers depend on them.
+            batch_sizes: the planned ones; only padding and the size of the pinned buffers depend on them.
             stream: CUDA stream to run on, shared by the models of a process; default: a new one.
         """
         import torch
@@ -97,6 +113,8 @@ class TorchRunner:
         self.signature = loaded.signature
         self.options = options
         self._batch_sizes = tuple(sorted(batch_sizes))
+        if options.compile and batch_sizes:
+            self._batch_sizes = fixed_sizes(max(batch_sizes))
         self._dtype = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}[options.dtype]
         module = loaded.module.to(self._device)
         if options.dtype != "fp32":
@@ -104,10 +122,19 @@ class TorchRunner:
         if options.channels_last:
             module = module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         self.module: torch.nn.Module = module
+        self._call: Any = module
+        if options.compile:
+            _allow_shapes(len(self._batch_sizes))
+            self._call = torch.compile(module, dynamic=False)
         self._pinned: dict[str, torch.Tensor] = {}
         self._stream: Any = None
         if device == "cuda":
             self._stream = stream or torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+
+    @property
+    def warm_sizes(self) -> tuple[int, ...]:
+        """Batch sizes to run before requests come: the planned ones, or all that `compile` makes a program for."""
+        return self._batch_sizes
 
     @property
     def on_cuda(self) -> bool:
@@ -155,7 +182,7 @@ class TorchRunner:
     ) -> tuple[list[np.ndarray[Any, Any]], int]:
         arrays = [_checked(tensor, inputs[tensor.name]) for tensor in self.signature.inputs]
         size = batch_size
-        if self.options.pad_batches:
+        if self.options.pad_batches or self.options.compile:
             size = min((s for s in self._batch_sizes if s >= batch_size), default=batch_size)
             if size > batch_size:
                 blank = blank_inputs(self.signature, size - batch_size)
@@ -169,7 +196,7 @@ class TorchRunner:
         if self.options.channels_last:
             last = self._torch.channels_last
             tensors = [t.contiguous(memory_format=last) if t.dim() == 4 else t for t in tensors]
-        answer = self.module(*tensors)
+        answer = self._call(*tensors)
         return answer if isinstance(answer, tuple) else (answer,)
 
     def _run_on_stream(

@@ -75,7 +75,7 @@ class TorchExecutor:
             self._runners[replica_name] = TorchRunner(
                 loaded, self._kind, run_options, batch_sizes=batch_sizes, stream=self._stream
             )
-            for size in batch_sizes:
+            for size in self._runners[replica_name].warm_sizes:
                 blank = blank_inputs(loaded.signature, size)
                 for _ in range(run_options.warmup_runs):
                     self.run(replica_name, blank, size)
