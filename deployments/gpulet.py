@@ -178,6 +178,7 @@ class GpuletReplica:
             "emulated": self._is_emulated,
             "share_pct": self._spec.get("share_pct"),
             "memory_mib": self._executor.memory_mib(),
+            "memory_cap_mib": self._spec.get("memory_mib") if self._executor.device.startswith("cuda") else None,
             "cuda_mps": None if self._shared is None else self._shared.status(),
             "models": {name: entry["batch_size"] for name, entry in self._models.items()},
             "signatures": {name: self._executor.signature(name) for name in self._models},
