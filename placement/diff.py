@@ -103,6 +103,8 @@ def _models(plan: Plan, gpulet: Gpulet) -> dict[str, dict[str, Any]]:
             "latency": replica.latency,
             "slowdown": replica.slowdown,
         }
+    for group in gpulet.merged_groups():
+        found[f"merged {group.name}"] = {"batch size": group.batch_size, "latency": group.latency}
     return found
 
 

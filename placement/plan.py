@@ -13,6 +13,8 @@ from pydantic import Field, field_validator
 
 from tenuto.errors import InvalidInputError, Problem
 from tenuto.placement.applications import Application
+from tenuto.placement.merge_rules import merge_problems
+from tenuto.placement.merged_group import MergedGroup, as_groups
 from tenuto.placement.workload import ModelSpec
 from tenuto.profiles.documents import StrictModel, dump_yaml, load_document, parse_document
 from tenuto.profiles.latency import LatencyField
@@ -67,6 +69,20 @@ class Gpulet(StrictModel):
     memory_mib: Annotated[float, Field(gt=0)] | None = None  # cap of the process; None: no cap
     duty_cycle_ms: Annotated[float, Field(gt=0)] | None = None
     models: tuple[Replica, ...]
+    merge: tuple[MergedGroup, ...] = ()  # models that run as one merged program
+
+    @field_validator("merge", mode="before")
+    @classmethod
+    def _plain_groups(cls, value: Any) -> Any:
+        return as_groups(value)
+
+    def merged_groups(self) -> tuple[MergedGroup, ...]:
+        """Return the groups with their batch sizes and latencies, from the members where they do not say."""
+        replicas = {replica.name: replica for replica in self.models}
+        return tuple(
+            group.completed([(r.batch_size, r.latency, r.slowdown) for r in map(replicas.__getitem__, group.models)])
+            for group in self.merge
+        )
 
     @property
     def effective_share_pct(self) -> float:
@@ -105,6 +121,11 @@ class Plan(StrictModel):
     models: tuple[ModelSpec, ...] = ()  # the workload's entries, for serving and simulation
     applications: tuple[Application, ...] = ()  # whose stages are among the models
     mps: Literal["off", "auto", "required"] = "auto"
+
+    @field_validator("mps", mode="before")
+    @classmethod
+    def _off_without_quotes(cls, value: Any) -> Any:
+        return "off" if value is False else value  # YAML 1.1 reads a bare off so
 
     @field_validator("schema_version")
     @classmethod
@@ -152,7 +173,9 @@ class Plan(StrictModel):
         """Return plain data in the key order of the file format."""
         data = self.model_dump(mode="json", by_alias=True)
         for gpulet in data["gpulets"]:
-            _drop(gpulet, memory_mib=None, duty_cycle_ms=None)
+            _drop(gpulet, memory_mib=None, duty_cycle_ms=None, merge=[])
+            for group in gpulet.get("merge", ()):
+                _drop(group, batch_size=None, latency=None, memory_mib=None, basis=None)
             for replica in gpulet["models"]:
                 _drop(replica, rate_rps=None, latency_ms=None, slowdown=1.0, memory_mib=None, latency=None)
         data["models"] = [m.model_dump(mode="json", exclude_defaults=True, exclude_none=True) for m in self.models]
@@ -209,6 +232,7 @@ class Plan(StrictModel):
                         "Keep one entry; its batch size is the largest batch.",
                     )
                 )
+        problems += merge_problems(self, origin)
         if problems:
             raise InvalidInputError(problems)
 

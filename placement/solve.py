@@ -7,6 +7,7 @@ from contextlib import suppress
 
 from tenuto.errors import InvalidInputError, Problem, raise_if_any
 from tenuto.placement.cluster import Cluster
+from tenuto.placement.merging import apply_merging
 from tenuto.placement.plan import Expected, ExpectedModel, Gpulet, Plan, PolicyUsed
 from tenuto.placement.policy import Policy
 from tenuto.placement.workload import Workload, profile_of
@@ -25,6 +26,7 @@ def solve(policy: Policy, workload: Workload, cluster: Cluster, profiles: Profil
     """
     check_inputs(workload, cluster, profiles)
     plan = complete(policy.place(workload, cluster, profiles), policy, workload, cluster, profiles)
+    plan = apply_merging(plan, workload, profiles)
     check_plan(plan, cluster)
     return plan
 
@@ -242,7 +244,13 @@ def check_plan(plan: Plan, cluster: Cluster) -> None:
 
 
 def _need(gpulet: Gpulet) -> float:
-    """Return the memory a gpu-let needs in MiB: its cap, or the sum of what its replicas are known to need."""
+    """Return the memory a gpu-let needs in MiB: its cap, or the sum of what its replicas and merged
+    programs are known to need."""
     if gpulet.memory_mib is not None:
         return gpulet.memory_mib
-    return sum(replica.memory_mib or 0.0 for replica in gpulet.models)
+    needs = {replica.name: replica.memory_mib or 0.0 for replica in gpulet.models}
+    for group in gpulet.merge:
+        if group.memory_mib is not None:  # equal weights once
+            needs = {name: need for name, need in needs.items() if name not in group.models}
+            needs[group.name] = group.memory_mib
+    return sum(needs.values())

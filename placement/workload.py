@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, ValidationError, field_validator, model_validator
 
 from tenuto.errors import InvalidInputError, MissingProfileError, Problem
 from tenuto.placement.applications import Application, stage_models
@@ -53,6 +53,7 @@ class Workload(StrictModel):
     models: tuple[ModelSpec, ...] = ()
     applications: tuple[Application, ...] = ()
     mps: Literal["off", "auto", "required"] = "auto"  # CUDA MPS for gpu-lets that share a GPU
+    merge: Literal["off", "auto"] | tuple[tuple[str, ...], ...] = "off"  # models to run as one merged program
 
     @model_validator(mode="before")
     @classmethod
@@ -90,6 +91,45 @@ class Workload(StrictModel):
                 problems.append(
                     Problem(f"applications.{index}.name", name, "name is used twice", "Rename one of them.")
                 )
+        if problems:
+            raise _as_value_error(problems)
+        return self
+
+    @field_validator("mps", mode="before")
+    @classmethod
+    def _off_without_quotes(cls, value: Any) -> Any:
+        return "off" if value is False else value  # YAML 1.1 reads a bare off so
+
+    @field_validator("merge", mode="before")
+    @classmethod
+    def _off_auto_or_groups(cls, value: Any) -> Any:
+        if value in ("off", "auto"):
+            return value
+        if value is False:
+            return "off"
+        groups = value if isinstance(value, list | tuple) else ()
+        if not groups or not all(
+            isinstance(group, list | tuple) and len(group) > 1 and all(isinstance(name, str) for name in group)
+            for group in groups
+        ):
+            raise ValueError(
+                "must be 'off', 'auto' or a list of groups of two or more models; cure: Write for example [[a, b]]."
+            )
+        return value
+
+    @model_validator(mode="after")
+    def _groups_of_known_models(self) -> Workload:
+        names, taken, problems = {model.name for model in self.models}, set[str](), []
+        for index, group in enumerate(self.merge if isinstance(self.merge, tuple) else ()):
+            for name in group:
+                if name not in names:
+                    rule, cure = "no such model in the workload", f"Use one of {', '.join(sorted(names))}."
+                elif name in taken:
+                    rule, cure = "is named twice in the groups", "Keep it in one of them."
+                else:
+                    taken.add(name)
+                    continue
+                problems.append(Problem(f"merge.{index}", name, rule, cure))
         if problems:
             raise _as_value_error(problems)
         return self

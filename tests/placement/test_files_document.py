@@ -11,6 +11,7 @@ from pydantic import BaseModel
 
 from tenuto.placement import Arrival, Cluster, GpuGroup, ModelSpec, Node, Plan, Workload
 from tenuto.placement.applications import Application, Stage
+from tenuto.placement.merged_group import MergedGroup
 from tenuto.placement.plan import Expected, ExpectedModel, Gpulet, PlannedGpu, PolicyUsed, Replica
 from tenuto.profiles import Fit, LatencyTable, LinearLatency, Measured, ModelProfile, Profile, ProfilePoint
 from tenuto.profiles.documents import parse_document
@@ -21,7 +22,7 @@ SCHEMAS: dict[str, tuple[type[BaseModel], ...]] = {
     "Workload": (Workload, ModelSpec, Arrival, Application, Stage, LinearLatency, LatencyTable),
     "Cluster": (Cluster, Node, GpuGroup),
     "Profile": (Profile, ModelProfile, ProfilePoint, Fit, Measured),
-    "Plan": (Plan, PolicyUsed, PlannedGpu, Gpulet, Replica, Expected, ExpectedModel),
+    "Plan": (Plan, PolicyUsed, PlannedGpu, Gpulet, MergedGroup, Replica, Expected, ExpectedModel),
 }
 
 

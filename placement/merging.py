@@ -1,0 +1,189 @@
+"""Group the models of a finished plan that shall run as one merged program (USHER §3.4), as the workload asks.
+
+Policies know nothing of merging: they place models by themselves, and this adds groups where all members came to lie
+on one gpu-let. What was not merged, and why, stands in the plan's notes.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+
+from tenuto.errors import InvalidInputError
+from tenuto.placement.merge_rules import has_source, why_apart
+from tenuto.placement.merged_group import MergedGroup, group_name
+from tenuto.placement.plan import Gpulet, Plan
+from tenuto.placement.workload import Workload
+from tenuto.profiles import LatencyTable, Profiles
+from tenuto.profiles.catalogue import lookup
+
+__all__ = ["apply_merging"]
+
+
+def apply_merging(plan: Plan, workload: Workload, profiles: Profiles) -> Plan:
+    """Return the plan with the groups the workload asks for, and notes on each group that was left out and why.
+
+    Explicit groups are merged wherever they may be; `auto` merges models whose merged program was measured
+    (`tenuto merge … -o`) and takes less time there than its members one after the other. A group is left out when its
+    members are not together on every gpu-let that holds one, or when not even one request would be in time.
+    """
+    if workload.merge == "off" or not plan.gpulets:
+        return plan
+    maker = _Maker(plan, workload, profiles)
+    groups = maker.measured_groups() if workload.merge == "auto" else [tuple(sorted(g)) for g in workload.merge]
+    for models in groups:
+        maker.merge(models, must_pay=workload.merge == "auto")
+    if workload.merge == "auto":
+        maker.note_unmeasured()
+    return maker.result()
+
+
+class _Maker:
+    """Adds groups one after the other. Invariant: a model is in at most one of them."""
+
+    def __init__(self, plan: Plan, workload: Workload, profiles: Profiles) -> None:
+        self.plan = plan
+        self.workload = workload
+        self.profiles = profiles
+        self.types = {gpu.id: gpu.type for gpu in plan.gpus}
+        self.gpulets = list(plan.gpulets)
+        self.notes: list[str] = []
+        self.taken: set[str] = set()
+
+    def result(self) -> Plan:
+        notes = (*self.plan.notes, *self.notes)
+        return self.plan.model_copy(update={"gpulets": tuple(self.gpulets), "notes": notes})
+
+    def merge(self, models: tuple[str, ...], *, must_pay: bool) -> None:
+        """Merge models on all their gpu-lets, or note why not."""
+        name = group_name(models)
+        if self.taken & set(models):
+            return
+        reason = self._no_source(models) or why_apart(self.gpulets, models)
+        made: dict[int, MergedGroup] = {}
+        if reason is None:
+            for index, gpulet in enumerate(self.gpulets):
+                if {replica.name for replica in gpulet.models} & set(models):
+                    made[index] = self._group(gpulet, models)
+            reason = self._too_slow(made, models)
+        if reason is None and must_pay:
+            reason = self._no_gain(made)
+        if reason is not None:
+            self.notes.append(f"{name} is not merged: {reason}")
+            return
+        for index, group in made.items():
+            gpulet = self.gpulets[index]
+            self.gpulets[index] = gpulet.model_copy(update={"merge": (*gpulet.merge, group)})
+        self.taken |= set(models)
+        self.notes.append(self._described(name, made))
+
+    def _group(self, gpulet: Gpulet, models: tuple[str, ...]) -> MergedGroup:
+        """Return a group with what was measured of it at this share, else with the sum of its members."""
+        budget_ms = min(self.workload[name].slo_ms for name in models) / self._slowdown(gpulet, models)
+        plain = gpulet.model_copy(update={"merge": (MergedGroup(models=models),)})
+        row = self.profiles.for_type(self.types[gpulet.gpu]).get(group_name(models))
+        if row is not None and row.points:
+            try:
+                latency = row.latency(gpulet.effective_share_pct)
+            except InvalidInputError:
+                return plain.merged_groups()[0].within(budget_ms)
+            size = sum(replica.batch_size for replica in gpulet.models if replica.name in models)
+            if isinstance(latency, LatencyTable):
+                size = min(size, latency.largest)
+                points = {b: ms for b, ms in latency.points.items() if b < size} | {size: latency.at(size)}
+                latency = LatencyTable(points={b: round(ms, 6) for b, ms in points.items()})
+            made = MergedGroup(models=models, batch_size=size, latency=latency, basis="measured").within(budget_ms)
+            memory = row.memory_mib(made.batch_size or 1, gpulet.effective_share_pct)
+            return made.model_copy(update={"memory_mib": memory})
+        return plain.merged_groups()[0].within(budget_ms)
+
+    @staticmethod
+    def _slowdown(gpulet: Gpulet, models: Sequence[str]) -> float:
+        return max(replica.slowdown for replica in gpulet.models if replica.name in models)
+
+    def _no_source(self, models: Sequence[str]) -> str | None:
+        without = [name for name in models if not has_source(self.workload[name])]
+        return f"{', '.join(without)} has no network to merge; give its `source`" if without else None
+
+    def _too_slow(self, made: dict[int, MergedGroup], models: Sequence[str]) -> str | None:
+        slo_ms = min(self.workload[name].slo_ms for name in models)
+        for index, group in made.items():
+            slowdown = self._slowdown(self.gpulets[index], models)
+            if group.latency is not None and group.latency.at(1) * slowdown > slo_ms:
+                return f"one request takes {group.latency.at(1) * slowdown:.4g} ms, above the SLO of {slo_ms:g} ms"
+        return None
+
+    def _no_gain(self, made: dict[int, MergedGroup]) -> str | None:
+        for index, group in made.items():
+            together, apart = self._both_ways(index, group)
+            if group.basis != "measured":
+                share = self.gpulets[index].effective_share_pct
+                return f"its merged program was not measured at a share of {share:g} %"
+            if together >= apart:
+                return f"a joint batch of {group.batch_size} takes {together:.4g} ms, its members {apart:.4g} ms"
+        return None
+
+    def _both_ways(self, index: int, group: MergedGroup) -> tuple[float, float]:
+        """Return what the largest joint batch takes merged, and what its members take one after the other, in ms."""
+        size = group.batch_size or 1
+        alone = MergedGroup(models=group.models, batch_size=size)
+        summed = self.gpulets[index].model_copy(update={"merge": (alone,)}).merged_groups()[0]
+        if group.latency is None or summed.latency is None:
+            return float("inf"), float("inf")
+        return group.latency.at(size), summed.latency.at(size)
+
+    def _described(self, name: str, made: dict[int, MergedGroup]) -> str:
+        index, group = next(iter(made.items()))
+        where = ", ".join(self.gpulets[place].id for place in made)
+        together, apart = self._both_ways(index, group)
+        if group.basis == "measured":
+            cost = f"a joint batch of {group.batch_size} takes {together:.4g} ms, its members {apart:.4g} ms in turn"
+        else:
+            cost = (
+                f"a joint batch of {group.batch_size} is taken to cost what its members cost in turn, {together:.4g} "
+                f"ms; `tenuto merge` measures it with -o"
+            )
+        return f"{name} is merged on {where}: {cost}. Expectations are those of the models by themselves"
+
+    # --- what `auto` looks for ----------------------------------------------------------------------------------
+
+    def measured_groups(self) -> list[tuple[str, ...]]:
+        """Return the groups with a profile row on the type of a gpu-let that holds them, the largest first."""
+        found: set[tuple[str, ...]] = set()
+        names = {spec.name for spec in self.workload.models}
+        for gpulet in self.gpulets:
+            held = {replica.name for replica in gpulet.models} & names
+            for row in self.profiles.for_type(self.types[gpulet.gpu]):
+                models = tuple(row.split("+"))
+                if len(models) > 1 and held.issuperset(models) and row == group_name(models):
+                    found.add(models)
+        return sorted(found, key=lambda models: (-len(models), models))
+
+    def note_unmeasured(self) -> None:
+        """Note models of one network on one gpu-let whose merged program was never measured."""
+        noted: set[str] = set()
+        for gpulet in self.gpulets:
+            alike: dict[str, list[str]] = {}
+            for replica in gpulet.models:
+                spec = self.workload[replica.name]
+                if replica.name not in self.taken and has_source(spec):
+                    key = json.dumps([_network(spec.source or spec.name), spec.options], sort_keys=True, default=str)
+                    alike.setdefault(key, []).append(replica.name)
+            known = self.profiles.for_type(self.types[gpulet.gpu])
+            for models in alike.values():
+                name = group_name(models)
+                if len(models) > 1 and name not in known and name not in noted:
+                    noted.add(name)
+                    asked = " ".join(f"{m}={self.workload[m].source or m}" for m in sorted(models))
+                    self.notes.append(
+                        f"{name} could be one program, but was not measured: `tenuto merge {asked} -o FILE`, "
+                        "and give FILE with --profiles"
+                    )
+
+
+def _network(source: str) -> str:
+    """Return a network's one name."""
+    try:
+        return lookup(source).source
+    except InvalidInputError:
+        return source

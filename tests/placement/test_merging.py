@@ -1,0 +1,241 @@
+"""Groups of models that run as one merged program: what a workload may ask for, what plans accept, what they cost."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tenuto.errors import InvalidInputError
+from tenuto.placement import Cluster, Plan, Workload, solve
+from tenuto.placement.diff import diff
+from tenuto.placement.merged_group import MergedGroup, worst_split_ms
+from tenuto.placement.solve import check_plan
+from tenuto.profiles import LatencyTable, LinearLatency, Profile, Profiles
+
+ONE_GPU = Cluster.model_validate({"nodes": [{"name": "n0", "gpus": [{"type": "v100", "count": 1}]}]})
+
+
+def workload(merge: Any, names: str = "ab", slo_ms: float = 100.0) -> Workload:
+    models = [
+        {"name": n, "source": "resnet50", "rate_rps": 10, "slo_ms": slo_ms, "latency": {"alpha_ms": 2, "beta_ms": 4}}
+        for n in names
+    ]
+    return Workload.model_validate({"models": models, "merge": merge})
+
+
+class Placed:
+    """A policy that puts models where it is told, with a batch of 4."""
+
+    name = "placed"
+
+    def __init__(self, *gpulets: str, share_pct: float | None = None) -> None:
+        self.gpulets = gpulets
+        self.share_pct = share_pct
+
+    def place(self, workload: Workload, cluster: Cluster, profiles: Profiles) -> Plan:
+        del workload, profiles
+        return Plan.from_data(
+            {
+                "policy": {"name": "placed"},
+                "gpus": [{"id": gpu.id, "type": gpu.type} for gpu in cluster.gpus],
+                "gpulets": [
+                    {
+                        "id": f"n0/0/{position}", "gpu": "n0/0", "share_pct": 100 / len(self.gpulets),
+                        "models": [{"name": name, "batch_size": 4} for name in names],
+                    }
+                    for position, names in enumerate(self.gpulets)
+                ],
+            }
+        )  # fmt: skip
+
+
+def merged_row(latency: dict[int, float], memory_mib: float | None = None) -> Profiles:
+    points = [{"batch_size": b, "latency_ms": ms, "memory_mib": memory_mib} for b, ms in latency.items()]
+    data = {"name": "m", "gpu_type": "v100", "source": "test", "models": {"a+b": {"points": points}}}
+    return Profiles([Profile.model_validate(data)])
+
+
+def test_without_asking_nothing_is_merged() -> None:
+    plan = solve(Placed("ab"), workload("off"), ONE_GPU, merged_row({8: 1.0}))
+    assert plan.gpulets[0].merge == ()
+    assert "merge" not in plan.to_data()["gpulets"][0]
+
+
+def test_an_explicit_group_costs_the_sum_of_its_members_until_it_is_measured() -> None:
+    plan = solve(Placed("ab"), workload([["b", "a"]]), ONE_GPU, Profiles([]))
+    (group,) = plan.gpulets[0].merge
+    assert (group.models, group.name, group.batch_size, group.basis) == (("a", "b"), "a+b", 8, "sum")
+    assert group.latency is not None
+    # 1: one of either; 2: one of each; 8: four of each, or five of one, in two batches, and three of the other
+    assert [group.latency.at(b) for b in (1, 2, 3, 8)] == [6.0, 12.0, 14.0, 28.0]
+    assert any("a+b is merged on n0/0/0" in note and "in turn" in note for note in plan.notes)
+    assert Plan.from_data(plan.to_data()) == plan
+
+
+def test_the_measured_row_is_used_where_there_is_one() -> None:
+    plan = solve(Placed("ab"), workload([["a", "b"]]), ONE_GPU, merged_row({1: 5.0, 8: 20.0, 16: 40.0}, 900.0))
+    (group,) = plan.gpulets[0].merge
+    assert group.latency == LatencyTable(points={1: 5.0, 8: 20.0})
+    assert (group.basis, group.memory_mib, group.batch_size) == ("measured", 900.0, 8)
+
+
+def test_joint_batches_do_not_grow_beyond_what_was_measured_or_the_slo() -> None:
+    plan = solve(Placed("ab"), workload([["a", "b"]]), ONE_GPU, merged_row({1: 5.0, 6: 20.0}))
+    assert plan.gpulets[0].merge[0].batch_size == 6
+    plan = solve(Placed("ab"), workload([["a", "b"]], slo_ms=15.0), ONE_GPU, Profiles([]))
+    assert plan.gpulets[0].merge[0].batch_size == 3
+
+
+def test_auto_merges_what_was_measured_to_pay() -> None:
+    pays = solve(Placed("ab"), workload("auto"), ONE_GPU, merged_row({8: 20.0}))
+    assert [g.name for g in pays.gpulets[0].merge] == ["a+b"]
+    does_not = solve(Placed("ab"), workload("auto"), ONE_GPU, merged_row({8: 28.0}))
+    assert does_not.gpulets[0].merge == ()
+    assert any("a+b is not merged" in note and "28 ms" in note for note in does_not.notes)
+    unknown = solve(Placed("ab"), workload("auto"), ONE_GPU, Profiles([]))
+    assert unknown.gpulets[0].merge == ()
+    assert any("tenuto merge a=resnet50 b=resnet50 -o FILE" in note for note in unknown.notes)
+
+
+def test_a_share_that_was_not_measured_does_not_use_the_row() -> None:
+    one = workload([["a", "b"]]).model_dump(mode="json", exclude_none=True)
+    points = [{"batch_size": b, "latency_ms": 2.0 * b, "share_pct": s} for b in (1, 8) for s in (50, 100)]
+    for entry in one["models"]:
+        del entry["latency"]
+    rows = {"a": {"points": points}, "b": {"points": points}, "c": {"points": points},
+            "a+b": {"points": [{"batch_size": 8, "latency_ms": 3.0}]}}  # fmt: skip
+    data = {"name": "m", "gpu_type": "v100", "source": "test", "models": rows}
+    one["models"].append({**one["models"][0], "name": "c"})
+    plan = solve(Placed("ab", "c"), Workload.model_validate(one), ONE_GPU, Profiles([Profile.model_validate(data)]))
+    assert plan.gpulets[0].merge[0].basis == "sum"
+
+
+@pytest.mark.parametrize(
+    ("places", "why"),
+    [
+        (("ab", "b"), "n0/0/1 holds b"),
+        (("a", "b"), "n0/0/0 holds a; n0/0/1 holds b"),
+    ],
+)
+def test_groups_that_lie_apart_are_left_out_and_the_plan_says_why(places: tuple[str, ...], why: str) -> None:
+    data = workload([["a", "b"]]).model_dump(mode="json", exclude_none=True)
+    points = [{"batch_size": 4, "latency_ms": 9.0, "share_pct": s} for s in (50, 100)]
+    for entry in data["models"]:
+        del entry["latency"]
+    profile = {"name": "m", "gpu_type": "v100", "source": "t", "models": {n: {"points": points} for n in "ab"}}
+    profiles = Profiles([Profile.model_validate(profile)])
+    plan = solve(Placed(*places), Workload.model_validate(data), ONE_GPU, profiles)
+    assert not any(gpulet.merge for gpulet in plan.gpulets)
+    assert any("a+b is not merged" in note and why in note for note in plan.notes)
+
+
+def test_models_without_a_network_are_not_merged() -> None:
+    data = workload([["a", "b"]]).model_dump(mode="json", exclude_none=True)
+    del data["models"][0]["source"]
+    plan = solve(Placed("ab"), Workload.model_validate(data), ONE_GPU, Profiles([]))
+    assert not plan.gpulets[0].merge
+    assert any("a has no network to merge" in note for note in plan.notes)
+
+
+@pytest.mark.parametrize(
+    ("merge", "problem"),
+    [
+        ("on", "off"),
+        ([["a"]], "two or more models"),
+        ([], "two or more models"),
+        ([["a", "z"]], "no such model"),
+        ([["a", "b"], ["b", "c"]], "named twice"),
+    ],
+)
+def test_a_workload_refuses_impossible_groups(merge: Any, problem: str) -> None:
+    with pytest.raises(ValueError, match=problem):
+        workload(merge, "abc")
+
+
+def test_a_bare_off_in_yaml_is_off(tmp_path: Any) -> None:
+    (tmp_path / "w.yaml").write_text("models: []\nmps: off\nmerge: off\n")
+    loaded = Workload.load(tmp_path / "w.yaml")
+    assert (loaded.mps, loaded.merge) == ("off", "off")
+
+
+PLAN: dict[str, Any] = {
+    "policy": {"name": "hand"},
+    "gpus": [{"id": "n0/0", "type": "v100"}],
+    "gpulets": [
+        {"id": "x", "gpu": "n0/0", "merge": [["a", "b"]], "models": [
+            {"name": n, "batch_size": 2, "memory_mib": 9000.0, "latency": {"alpha_ms": 1, "beta_ms": 1}} for n in "abc"
+        ]}
+    ],
+    "models": [{"name": n, "source": "resnet50", "rate_rps": 1, "slo_ms": 50} for n in "abc"],
+}  # fmt: skip
+
+
+def with_merge(*groups: Any) -> dict[str, Any]:
+    return PLAN | {"gpulets": [PLAN["gpulets"][0] | {"merge": list(groups)}]}
+
+
+@pytest.mark.parametrize(
+    ("groups", "problem"),
+    [
+        ([["a", "z"]], "no such model on gpu-let x"),
+        ([["a", "b"], ["b", "c"]], "two merged groups"),
+        ([["a"]], "merge.0.models"),
+        ([["a", "a"]], "names a model twice"),
+        ([{"models": ["a", "b"], "batch_size": 9, "latency": {"points": {4: 2.0}}}], "above the largest batch"),
+        ([{"models": ["a", "b"], "colour": 1}], "colour"),
+    ],
+)
+def test_a_plan_refuses_impossible_groups(groups: list[Any], problem: str) -> None:
+    with pytest.raises(InvalidInputError, match=problem):
+        Plan.from_data(with_merge(*groups))
+
+
+def test_a_plan_refuses_members_elsewhere_without_their_group() -> None:
+    first = PLAN["gpulets"][0]
+    alone = {"id": "y", "gpu": "n0/0", "models": [first["models"][0]]}
+    with pytest.raises(InvalidInputError, match="share one queue"):
+        Plan.from_data(PLAN | {"gpulets": [first, alone]})
+    both = {"id": "y", "gpu": "n0/0", "models": first["models"]}
+    with pytest.raises(InvalidInputError, match="the same `merge`"):
+        Plan.from_data(PLAN | {"gpulets": [first, both]})
+    Plan.from_data(PLAN | {"gpulets": [first, {**first, "id": "y"}]})
+
+
+def test_a_plan_refuses_members_without_a_network() -> None:
+    models = [{"name": "a", "rate_rps": 1, "slo_ms": 50}, *PLAN["models"][1:]]
+    with pytest.raises(InvalidInputError, match="no network to merge"):
+        Plan.from_data(PLAN | {"models": models})
+
+
+def test_the_memory_ledger_counts_a_merged_program_once_where_it_is_known() -> None:
+    sum_of_all = Plan.from_data(with_merge(["a", "b"]))
+    with pytest.raises(InvalidInputError, match="27000 MiB"):
+        check_plan(sum_of_all, ONE_GPU)
+    check_plan(Plan.from_data(with_merge({"models": ["a", "b"], "memory_mib": 5000})), ONE_GPU)
+
+
+def test_a_new_group_is_a_change_in_place() -> None:
+    merged, apart = Plan.from_data(PLAN), Plan.from_data(with_merge())
+    (change,) = diff(apart, merged).changes
+    assert (change.kind, change.reasons) == ("reconfigure", ("merged a+b: added",))
+    (change,) = diff(merged, apart).changes
+    assert change.reasons == ("merged a+b: removed",)
+    assert diff(merged, merged).changes[0].kind == "route-only"
+
+
+def test_the_worst_split_is_the_worst_of_all_splits() -> None:
+    slow, fast = LinearLatency(alpha_ms=3, beta_ms=1), LatencyTable(points={1: 2.0, 2: 2.5, 3: 10.0})
+    steps = worst_split_ms([(2, slow), (3, fast)], 5)
+
+    def alone(planned: int, latency: Any, rows: int) -> float:
+        whole, rest = divmod(rows, planned)
+        return whole * latency.at(planned) + (latency.at(rest) if rest else 0.0)
+
+    for rows in range(6):
+        brute = max(alone(2, slow, mine) + alone(3, fast, rows - mine) for mine in range(rows + 1))
+        assert steps[rows] == pytest.approx(max(brute, steps[rows - 1] if rows else 0.0))
+
+
+def test_a_group_of_three_has_one_name_whatever_the_order() -> None:
+    assert MergedGroup(models=("c", "a", "b")).name == "a+b+c"
