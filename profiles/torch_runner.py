@@ -9,11 +9,13 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from tenuto.errors import EnvironmentFaultError, InvalidInputError, Problem
 from tenuto.profiles.catalogue import LoadedModel, ModelSignature, TensorSignature
+from tenuto.profiles.compiled import CompiledModule
 from tenuto.profiles.documents import StrictModel, parse_document
+from tenuto.profiles.graphs import GraphedModule
 
 if TYPE_CHECKING:
     import torch
@@ -28,7 +30,8 @@ class RunOptions(StrictModel):
 
     `pad_batches` runs every batch at the next planned size, filled up with blank rows; without it a batch of three runs
     as three. `compile` runs the module through `torch.compile` with fixed shapes: batches are padded to the next of the
-    powers of two up to the planned batch, so that none is compiled while requests wait. Half
+    powers of two up to the planned batch, so that none is compiled while requests wait. `cuda_graphs` captures the
+    kernels of the same fixed sizes and replays them; it needs a GPU and goes without `compile`. Half
     precision (`fp16`, `bf16`) changes the results within its own tolerance.
     """
 
@@ -36,7 +39,19 @@ class RunOptions(StrictModel):
     channels_last: bool = False
     pad_batches: bool = False
     compile: bool = False
+    cuda_graphs: bool = False
     warmup_runs: int = Field(default=2, ge=1)
+
+    @property
+    def has_fixed_sizes(self) -> bool:
+        """Whether batches are padded to a few sizes, each prepared before requests come."""
+        return self.compile or self.cuda_graphs
+
+    @model_validator(mode="after")
+    def _one_way(self) -> RunOptions:
+        if self.compile and self.cuda_graphs:
+            raise ValueError("gives both 'compile' and 'cuda_graphs'; cure: Keep one of them.")
+        return self
 
 
 # Keys of a replica's options that concern the emulated executor.
@@ -78,16 +93,8 @@ def blank_inputs(signature: ModelSignature, size: int) -> Arrays:
 
 
 def fixed_sizes(largest: int) -> tuple[int, ...]:
-    """Return the batch sizes that are compiled: powers of two below the largest, and the largest."""
+    """Return the batch sizes that are compiled or captured: powers of two below the largest, and the largest."""
     return (*(2**k for k in range((largest - 1).bit_length())), largest)
-
-
-def _allow_shapes(count: int) -> None:
-    """Let torch keep a program per shape: past its limit (8 per function) it runs uncompiled and only logs so."""
-    import torch._dynamo.config as dynamo
-
-    name = "recompile_limit" if hasattr(dynamo, "recompile_limit") else "cache_size_limit"
-    setattr(dynamo, name, max(getattr(dynamo, name), 64, count))
 
 
 class TorchRunner:
@@ -95,7 +102,7 @@ class TorchRunner:
 
     def __init__(
         self, loaded: LoadedModel, device: str, options: RunOptions, *, batch_sizes: Sequence[int] = (),
-        stream: torch.cuda.Stream | None = None,
+        stream: torch.cuda.Stream | None = None, name: str = "the model",
     ) -> None:
         """Move the module to the device.
 
@@ -105,15 +112,24 @@ class TorchRunner:
             options: see `RunOptions`.
             batch_sizes: the planned ones; only padding and the size of the pinned buffers depend on them.
             stream: CUDA stream to run on, shared by the models of a process; default: a new one.
+            name: what to call the model in an error.
+
+        Raises:
+            InvalidInputError: an option needs another device.
         """
         import torch
 
+        if options.cuda_graphs and device != "cuda":
+            raise InvalidInputError(
+                Problem(f"options of {name}: cuda_graphs", True, "CUDA graphs need an NVIDIA GPU; this is a CPU",
+                        "Remove the option; `compile: true` works on a CPU.")
+            )
         self._torch = torch
         self._device = torch.device("cuda:0" if device == "cuda" else "cpu")
         self.signature = loaded.signature
         self.options = options
         self._batch_sizes = tuple(sorted(batch_sizes))
-        if options.compile and batch_sizes:
+        if options.has_fixed_sizes and batch_sizes:
             self._batch_sizes = fixed_sizes(max(batch_sizes))
         self._dtype = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}[options.dtype]
         module = loaded.module.to(self._device)
@@ -122,19 +138,25 @@ class TorchRunner:
         if options.channels_last:
             module = module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         self.module: torch.nn.Module = module
-        self._call: Any = module
-        if options.compile:
-            _allow_shapes(len(self._batch_sizes))
-            self._call = torch.compile(module, dynamic=False)
         self._pinned: dict[str, torch.Tensor] = {}
         self._stream: Any = None
         if device == "cuda":
             self._stream = stream or torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        self._call: Any = module
+        if options.compile:
+            self._call = CompiledModule(module, name, shapes=len(self._batch_sizes))
+        elif options.cuda_graphs:
+            self._call = GraphedModule(
+                module, name, sizes=self._batch_sizes, warmup_runs=options.warmup_runs, stream=self._stream
+            )
 
     @property
     def warm_sizes(self) -> tuple[int, ...]:
-        """Batch sizes to run before requests come: the planned ones, or all that `compile` makes a program for."""
-        return self._batch_sizes
+        """Batch sizes to run before requests come: the planned ones, or all that are compiled or captured.
+
+        Graphs are captured from the largest down: what the largest needs, the others fit into.
+        """
+        return self._batch_sizes[::-1] if self.options.cuda_graphs else self._batch_sizes
 
     @property
     def on_cuda(self) -> bool:
@@ -182,7 +204,7 @@ class TorchRunner:
     ) -> tuple[list[np.ndarray[Any, Any]], int]:
         arrays = [_checked(tensor, inputs[tensor.name]) for tensor in self.signature.inputs]
         size = batch_size
-        if self.options.pad_batches or self.options.compile:
+        if self.options.pad_batches or self.options.has_fixed_sizes:
             size = min((s for s in self._batch_sizes if s >= batch_size), default=batch_size)
             if size > batch_size:
                 blank = blank_inputs(self.signature, size - batch_size)

@@ -63,7 +63,7 @@ class TorchExecutor:
 
         Raises:
             InvalidInputError: unknown model or options, weights that do not fit.
-            EnvironmentFaultError: not enough memory on the device.
+            EnvironmentFaultError: not enough memory on the device, or the model cannot be compiled or captured.
         """
         from tenuto.profiles.models import build
 
@@ -73,7 +73,7 @@ class TorchExecutor:
         self.unload(replica_name)
         try:
             self._runners[replica_name] = TorchRunner(
-                loaded, self._kind, run_options, batch_sizes=batch_sizes, stream=self._stream
+                loaded, self._kind, run_options, batch_sizes=batch_sizes, stream=self._stream, name=replica_name
             )
             for size in self._runners[replica_name].warm_sizes:
                 blank = blank_inputs(loaded.signature, size)

@@ -1,0 +1,68 @@
+"""A module run through `torch.compile`: one program per fixed shape, and a failing compiler told as what it is.
+
+torch is imported when a module is compiled, not with this module.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from tenuto.errors import EnvironmentFaultError
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["CompiledModule"]
+
+# Where the errors of the compiler come from; what the model itself raises comes through as it is.
+_COMPILERS = ("torch._dynamo", "torch._inductor", "triton")
+
+
+class CompiledModule:
+    """Calls a compiled module. Invariant: an error of the compiler leaves as `EnvironmentFaultError` and no other."""
+
+    def __init__(self, module: torch.nn.Module, name: str, *, shapes: int) -> None:
+        """Prepare; the first call with a shape compiles for it.
+
+        Args:
+            module: on its device, in its type.
+            name: what to call the model in an error.
+            shapes: how many it will be called with.
+        """
+        import torch
+
+        _allow_shapes(shapes)
+        self._name = name
+        self._call: Any = torch.compile(module, dynamic=False)
+
+    def __call__(self, *tensors: torch.Tensor) -> Any:
+        """Run the program of these shapes.
+
+        Raises:
+            EnvironmentFaultError: there is no program yet and it cannot be made.
+        """
+        try:
+            return self._call(*tensors)
+        except Exception as error:
+            if not _is_compilers(error):
+                raise
+            raise EnvironmentFaultError(
+                f"'{self._name}' cannot be compiled: {_first_line(error)}. Install a C++ compiler (and Triton for a "
+                "GPU), or remove `compile: true` from the model's options."
+            ) from error
+
+
+def _is_compilers(error: Exception) -> bool:
+    return any(kind.__module__.startswith(_COMPILERS) for kind in type(error).__mro__)
+
+
+def _first_line(error: Exception) -> str:
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__).rstrip(". ")
+
+
+def _allow_shapes(count: int) -> None:
+    """Let torch keep a program per shape: past its limit (8 per function) it runs uncompiled and only logs so."""
+    import torch._dynamo.config as dynamo
+
+    name = "recompile_limit" if hasattr(dynamo, "recompile_limit") else "cache_size_limit"
+    setattr(dynamo, name, max(getattr(dynamo, name), 64, count))
