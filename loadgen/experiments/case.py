@@ -12,17 +12,29 @@ from tenuto.batching.registry import make_scheduler
 from tenuto.batching.setup import from_plan
 from tenuto.batching.simulator import simulate
 from tenuto.errors import InvalidInputError
+from tenuto.loadgen.experiments.derived import DERIVED_FOR, DERIVED_OPTIONS, derivation
 from tenuto.loadgen.experiments.emulation import Emulation, emulated_plan
 from tenuto.loadgen.experiments.facts import data_ms_by_model, network_of
 from tenuto.loadgen.experiments.figures import run_figures
 from tenuto.loadgen.experiments.published import published_plan
 from tenuto.loadgen.schedule import make_schedule
 from tenuto.loadgen.simulated import simulated_records
-from tenuto.placement import Cluster, ModelSpec, Plan, Replica, Workload, load_policy, solve
-from tenuto.profiles import Profiles
+from tenuto.placement import Cluster, ModelSpec, Plan, Policy, Replica, Workload, load_policy, solve
+from tenuto.profiles import Profile, Profiles
 from tenuto.profiles.shipped import load_shipped
 
-__all__ = ["DEFERRED", "PROFILE", "ROUTER", "Case", "describe_case", "mean_slowdowns", "plan_case", "run_case"]
+__all__ = [
+    "DEFERRED",
+    "PROFILE",
+    "ROUTER",
+    "Case",
+    "describe_case",
+    "gpus_needed",
+    "mean_slowdowns",
+    "plan_case",
+    "profile_for",
+    "run_case",
+]
 
 PROFILE = "thesis-v100"
 GPU_TYPE = "v100"
@@ -66,18 +78,40 @@ class Case:
         return Workload(models=tuple(ModelSpec(name=n, rate_rps=r, slo_ms=self.slo_ms) for n, r in specs))
 
 
+def profile_for(case: Case) -> Profile:
+    """Return what a case is planned with: the thesis' table A.1, or what is derived from it for policies of shares."""
+    if case.policy in DERIVED_FOR and case.published is None:
+        return derivation().profile
+    return load_shipped(PROFILE)
+
+
 def plan_case(case: Case) -> Plan:
     """Return the plan of a case.
 
     Raises:
         InvalidInputError: the policy cannot plan for this profile; the message says what it lacks.
     """
-    profiles = Profiles([load_shipped(PROFILE)])
+    profiles = Profiles([profile_for(case)])
     cluster = Cluster.parse(f"{GPU_TYPE}:{case.gpus}")
     workload = case.workload()
     if case.published is not None:
         return published_plan(case.published, workload, cluster, profiles)
-    return solve(load_policy(case.policy, case.options), workload, cluster, profiles)
+    return solve(_policy(case), workload, cluster, profiles)
+
+
+def _policy(case: Case) -> Policy:
+    return load_policy(case.policy, {**DERIVED_OPTIONS.get(case.policy, {}), **case.options})
+
+
+def gpus_needed(case: Case) -> int | None:
+    """Return how many GPUs iGniter would take if it could have as many as it wants; None for other policies.
+
+    It is the one that the thesis let choose: it provisions GPUs for a workload, and the thesis prints how many.
+    """
+    if case.policy != "igniter" or case.published is not None:
+        return None
+    cluster = Cluster.parse(f"{GPU_TYPE}:{case.gpus}").model_copy(update={"elastic": True})
+    return solve(_policy(case), case.workload(), cluster, Profiles([profile_for(case)])).expected.gpus_used
 
 
 def run_case(case: Case, schedulers: Sequence[str] = (ROUTER, DEFERRED)) -> dict[str, Any]:
@@ -103,9 +137,11 @@ def describe_case(case: Case) -> tuple[dict[str, Any], Plan | None]:
     emulated = emulated_plan(plan, emulation)
     return {
         **figures,
+        "profile": profile_for(case).name,
         "promised_rps": plan.expected.goodput_rps,
         "plan_expected": {name: model.goodput_rps for name, model in plan.expected.models.items()},
         "gpus_used": plan.expected.gpus_used,
+        "gpus_needed": gpus_needed(case),
         "unserved": list(plan.unserved),
         "emulation": list(emulation.notes),
         "plan": emulated.to_data(),

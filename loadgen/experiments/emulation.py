@@ -3,8 +3,9 @@
 Three sources, in this order; `Emulation.notes` says which was used where.
 
 * Share: the measured ratio of igniter-v100 (V100, TensorRT) for the models it has, on the line between measured batch
-  sizes and shares, at most batch 32; elsewhere l(b) * (u / s + 1 - u), with u the time-weighted SM utilisation of the
-  thesis' table A.1 and s the share: the part of the time in which all SMs work grows with 1/s, the rest does not.
+  sizes and shares, and on it below the smallest share; at most batch 32. Elsewhere l(b) * (u / s + 1 - u), with u the
+  time-weighted SM utilisation of the thesis' table A.1 and s the share: the part of the time in which all SMs work
+  grows with 1/s, the rest does not.
 * Neighbours with shares (CUDA MPS): the measured pair nearest in batch sizes and share of the 600 pairs of
   `v100_interference_pairs.json`; elsewhere the mean slowdown of all of them. Several neighbours add up.
 * Neighbours without shares take turns in time slices: n running neighbours make a batch take n + 1 times as long.
@@ -20,7 +21,6 @@ from functools import cache
 from importlib import resources
 from statistics import fmean
 
-from tenuto.errors import MissingProfileError
 from tenuto.placement import Gpulet, Plan, Replica
 from tenuto.placement.interference import Sample
 from tenuto.placement.interference.measurements import pair_samples
@@ -58,23 +58,38 @@ class Emulation:
         measured = _measured()[0].get(model)
         if measured is not None:
             size = min(batch_size, max(measured.batch_sizes(100.0)))
-            try:
-                factor = measured.latency_ms(size, share_pct) / measured.latency_ms(size, 100.0)
-            except MissingProfileError:  # a share below those measured
-                pass
-            else:
-                self.notes[f"{model}: slowdown by its share as measured (igniter-v100)"] = None
-                return max(1.0, factor)
+            return max(1.0, self._on_share(model, measured, size, share_pct) / measured.latency_ms(size, 100.0))
         self.notes[f"{model}: slowdown by its share modelled from its SM utilisation"] = None
         busy = self._utilisation(model, batch_size) / 100.0
         return max(1.0, busy * 100.0 / share_pct + 1.0 - busy)
 
+    def _on_share(self, model: str, measured: ModelProfile, batch_size: int, share_pct: float) -> float:
+        """Return the measured latency in ms; below the smallest measured share the line in 1/share goes on."""
+        least, next_one = measured.shares()[:2]
+        if share_pct >= least:
+            self.notes[f"{model}: slowdown by its share as measured (igniter-v100)"] = None
+            return measured.latency_ms(batch_size, share_pct)
+        self.notes[f"{model}: slowdown by a share below {least:g} % on the line of the two smallest measured"] = None
+        at_least, at_next = (measured.latency_ms(batch_size, share) for share in (least, next_one))
+        slope = (at_least - at_next) / (1.0 / least - 1.0 / next_one)
+        return at_least + max(0.0, slope) * (1.0 / share_pct - 1.0 / least)
+
     def alone(self, replica: Replica) -> dict[int, float]:
-        """Return l(b) in ms of a replica alone on the whole GPU, up to its batch size."""
+        """Return l(b) in ms of a replica alone on the whole GPU, up to its batch size.
+
+        Beyond the largest measured batch the line through the two largest goes on; a note says so.
+        """
         profile = self._profile.models[replica.name]
         latency = profile.latency()
         points = {size: profile.latency_ms(size) for size in profile.batch_sizes() if size < replica.batch_size}
-        points[replica.batch_size] = latency.at(replica.batch_size)
+        sizes = profile.batch_sizes()
+        if replica.batch_size <= sizes[-1]:
+            points[replica.batch_size] = latency.at(replica.batch_size)
+        else:
+            small, large = sizes[-2], sizes[-1]
+            slope = (points[large] - points[small]) / (large - small)
+            points[replica.batch_size] = points[large] + slope * (replica.batch_size - large)
+            self.notes[f"{replica.name}: batches above {large} on the line of the two largest measured"] = None
         return points
 
     def _utilisation(self, model: str, batch_size: int) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from tenuto.loadgen.experiments.checks import finding, hosted, missing, near, replica_rows
 from tenuto.loadgen.experiments.experiment import Observation, Results
 from tenuto.loadgen.experiments.facts import thesis_section
+from tenuto.loadgen.experiments.observed_igniter import check_igniter_language
 
 __all__ = ["check_language"]
 
@@ -13,7 +14,10 @@ SLO_MS = 300.0
 
 def check_language(results: Results) -> list[Observation]:
     """Return what became of each observation."""
-    return [_wao_plan(results), *_wao_bert(results), _usher_gpt2(results), *_wsm(results), _near_optimal(results)]
+    return [
+        _wao_plan(results), *_wao_bert(results), _usher_gpt2(results), *_wsm(results), _near_optimal(results),
+        *check_igniter_language(results),
+    ]  # fmt: skip
 
 
 def _wao_plan(results: Results) -> Observation:

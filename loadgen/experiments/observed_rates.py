@@ -1,9 +1,10 @@
-"""The thesis' observations on figure 6.15 (section 6.3): four GPUs, an SLO of 250 ms, rising rates."""
+"""The thesis' observations on figure 6.15 (section 6.3): four GPUs, SLOs of 250 and 350 ms, rising rates."""
 
 from __future__ import annotations
 
 from tenuto.loadgen.experiments.checks import finding, hosted, missing, replica_rows
 from tenuto.loadgen.experiments.experiment import Observation, Results
+from tenuto.loadgen.experiments.observed_igniter import check_igniter_rates
 
 __all__ = ["check_rates"]
 
@@ -13,7 +14,7 @@ FIGURE = "goodput, SLO 250 ms"
 
 def check_rates(results: Results) -> list[Observation]:
     """Return what became of each observation."""
-    return [_plans(results), *_drop_and_recovery(results), *_densenet(results)]
+    return [_plans(results), *_drop_and_recovery(results), *_densenet(results), *check_igniter_rates(results)]
 
 
 def _plans(results: Results) -> Observation:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from tenuto.loadgen.experiments.checks import finding, hosted, missing, near, replica_rows
 from tenuto.loadgen.experiments.experiment import THESIS_POLICIES, Observation, Results
 from tenuto.loadgen.experiments.facts import thesis_section
+from tenuto.loadgen.experiments.observed_igniter import check_igniter_vision
 
 __all__ = ["check_vision"]
 
@@ -19,7 +20,7 @@ def check_vision(results: Results) -> list[Observation]:
     return [
         _batch_8_against_64(results), _ao_batch(results), _usher_plans(results), *_usher_jump(results),
         *_wao_flat(results), _wao_resnet(results), _ao_better(results), _wsm_colocated(results),
-        *_wsm_close(results), _igniter_shares(results), _ranking(results),
+        *_wsm_close(results), _igniter_shares(results), *check_igniter_vision(results), _ranking(results),
     ]  # fmt: skip
 
 

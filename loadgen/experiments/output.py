@@ -1,4 +1,4 @@
-"""The files of an experiment: result.json with every point, and the page."""
+"""The files of an experiment: result.json with every point, the page, and the profile that was derived for it."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any
 
 from tenuto.errors import EnvironmentFaultError, InvalidInputError
 from tenuto.loadgen.experiments.case import PROFILE
+from tenuto.loadgen.experiments.derived import DERIVED, derivation
 from tenuto.loadgen.experiments.experiment import Experiment, Observation, Results, Settings
 from tenuto.loadgen.experiments.facts import network_of
 from tenuto.loadgen.experiments.page import render_experiment
@@ -18,7 +19,7 @@ from tenuto.loadgen.output import provenance
 
 __all__ = ["describe_experiment", "prepare_experiment_folder", "write_experiment"]
 
-FILES = ("result.json", "index.html")
+FILES = ("result.json", "index.html", "derived-profile.yaml")
 _LOADS = {
     "thesis": "Sent is what the thesis' clients reached (section 6.2.1, table 4.1), not their target.",
     "exact": "Sent are the target rates; the thesis' clients fell 8 to 19 % short of them.",
@@ -62,6 +63,7 @@ def describe_experiment(
         "load": _LOADS[settings.clients],
         "settings": asdict(settings),
         "profile": PROFILE,
+        "derived": _derived(results),
         "network": f"{network.ctrl_ms:g} ms to a gpu-let and as much back, {network.data_ms_per_request:.3f} ms per "
         "image (figure 4.5's printed point)",
         "observations_summary": {state: sum(seen.status == state for seen in observations) for state in states},
@@ -73,11 +75,22 @@ def describe_experiment(
     }
 
 
+def _derived(results: Results) -> dict[str, Any] | None:
+    """Return who planned with derived numbers, and what these rest on; None where nobody did."""
+    policies = [row["series"] for row in results.rows if row.get("profile") == DERIVED]
+    if not policies:
+        return None
+    models = next(row["case"]["models"] for row in results.rows)
+    data = derivation().to_data()
+    kept = {key: {name: data[key][name] for name in models} for key in ("errors_pct", "coefficients")}
+    return {"policies": list(dict.fromkeys(policies)), **data, **kept}
+
+
 def write_experiment(
     folder: Path, experiment: Experiment, results: Results, observations: Sequence[Observation],
     document: Mapping[str, Any],
 ) -> Path:  # fmt: skip
-    """Write result.json and the page; return the page's path.
+    """Write result.json, the page and, where a policy planned with it, the derived profile; return the page's path.
 
     Raises:
         EnvironmentFaultError: a file cannot be written.
@@ -86,6 +99,8 @@ def write_experiment(
         "result.json": json.dumps(document, indent=1, allow_nan=False) + "\n",
         "index.html": render_experiment(experiment, results, observations, document),
     }
+    if document["derived"] is not None:
+        texts["derived-profile.yaml"] = derivation().profile.dump()
     for name, text in texts.items():
         partial = folder / f".{name}.part"
         try:

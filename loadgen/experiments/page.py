@@ -32,6 +32,11 @@ _WORDS = {ROUTER: "the thesis' router", DEFERRED: "deferred batching"}
 _STATES = {"reproduced": ("yes", "✓ reproduced"), "not reproduced": ("no", "✗ not reproduced"),
            "not checked": ("open", "– not checked")}  # fmt: skip
 
+_COEFFICIENTS = {
+    "k1": "k1", "k2": "k2", "k3": "k3", "k4": "k4", "k5": "k5", "n_k": "kernels", "alpha_power": "W per r/s",
+    "alpha_cacheutil": "% L2 per r/s", "alpha_cache": "growth per % L2",
+}  # fmt: skip
+
 
 def render_experiment(
     experiment: Experiment, results: Results, observations: Sequence[Observation], document: Mapping[str, Any]
@@ -54,6 +59,7 @@ def render_experiment(
         _losses(results),
         _details(experiment, results),
         _stated(experiment),
+        _derived(document),
         _absent(results),
         _provenance(results, document),
     ]
@@ -279,6 +285,33 @@ def _flat(facts: Mapping[str, Any], path: str = "") -> list[tuple[str, str]]:
         else:
             rows.append((here, ", ".join(str(part) for part in value) if isinstance(value, list) else str(value)))
     return rows
+
+
+def _derived(document: Mapping[str, Any]) -> str:
+    """Who planned with derived numbers, how far these are off, and what is assumed."""
+    derived = document["derived"]
+    if derived is None:
+        return ""
+    rows = []
+    for name, (mean, most, where) in derived["errors_pct"].items():
+        values = derived["coefficients"][name]
+        cells = [name, f"{mean:.1f} %", f"{most:.1f} % ({where})"]
+        cells += [f"{values[key]:.4g}" for key in _COEFFICIENTS]
+        rows.append("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in cells) + "</tr>")
+    heads = ("model", "mean error", "largest error", *_COEFFICIENTS.values())
+    head = "".join(f"<th>{text}</th>" for text in heads)
+    plain, stand_in = derived["pair_errors_pct"]
+    listed = "".join(f"<li>{escape(text)}</li>" for text in derived["assumptions"])
+    return (
+        f'<h2 id="derived">Derived coefficients, not published</h2><p>{escape(", ".join(derived["policies"]))} plan '
+        "with latencies on shares and coefficients that no one published: they are derived from what was. "
+        "<code>derived-profile.yaml</code> beside this page has them all.</p>"
+        f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{"".join(rows)}</tbody></table></div>'
+        '<p class="note">Errors: of iGniter\'s formula against the latencies alone it is fitted to. On the measured '
+        f"pairs of models its slowdowns are off by {plain:.1f} % with published coefficients, and by {stand_in:.1f} % "
+        "if each network in turn gets derived ones instead.</p>"
+        f"<details><summary>What is assumed</summary><ul>{listed}</ul></details>"
+    )
 
 
 def _absent(results: Results) -> str:

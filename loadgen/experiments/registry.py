@@ -41,6 +41,7 @@ EXPERIMENTS: tuple[Experiment, ...] = (
             Detail("wsm-milp", 4, 200.0, "WSM-MILP on four GPUs"),
             Detail("wsm-milp", 5, 200.0, "WSM-MILP on five GPUs"),
             Detail("igniter (published plan)", 5, 200.0, "iGniter's replicas of efficientnet_b7"),
+            Detail("igniter", 5, 200.0, "iGniter on five GPUs, with derived coefficients"),
         ),
     ),
     Experiment(

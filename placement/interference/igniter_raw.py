@@ -14,12 +14,13 @@ from typing import Annotated, Any
 
 import numpy as np
 from pydantic import AliasChoices, Field, model_validator
+from scipy.optimize import nnls
 
 from tenuto.errors import InvalidInputError, Problem
 from tenuto.placement.interference.fitting import demand_from_power, fit_line, frequency_slope, scheduling_line
 from tenuto.profiles.documents import StrictModel, parse_document
 
-__all__ = ["IgniterFit", "RawHardware", "RawModel", "RawProfile", "fit_igniter"]
+__all__ = ["IgniterFit", "RawHardware", "RawModel", "RawProfile", "fit_active_time", "fit_igniter"]
 
 Positive = Annotated[float, Field(gt=0)]
 NotNegative = Annotated[float, Field(ge=0)]
@@ -161,7 +162,7 @@ def _model(name: str, raw: RawModel, profile: RawProfile) -> dict[str, float]:
         rule = "the delay of a batch alone is above its GPU latency"
         cure = "Measure both again; the delay is a part of the latency."
         raise InvalidInputError(Problem(f"models.{name}", raw.sched_delay_total_ms, rule, cure))
-    k = _active_time(name, batches.ravel(), shares.ravel(), active_ms.ravel())
+    k = fit_active_time(name, batches.ravel(), shares.ravel(), active_ms.ravel())
     ability_rps = 1000.0 * batches / active_ms
     free = speed >= FULL_SPEED
     alpha_power, beta_power = fit_line(ability_rps[free].tolist(), (np.array(raw.power_w)[free] - idle_w).tolist())
@@ -182,24 +183,39 @@ def _model(name: str, raw: RawModel, profile: RawProfile) -> dict[str, float]:
     }  # fmt: skip
 
 
-def _active_time(name: str, batches: Samples, shares: Samples, active_ms: Samples) -> list[float]:
+def fit_active_time(
+    name: str, batches: Samples, shares: Samples, active_ms: Samples, *, guarded: bool = False
+) -> list[float]:
     """Return k1..k5 of k_act = (k1 b^2 + k2 b + k3)/(r + k4) + k5, shares in percent (eq. 11).
 
     For a given k4 the rest is linear, so only k4 is searched: on a grid over (-r_min, 10 r_max), then by golden section
     around the best point.
+
+    Args:
+        name: of the model, for the message.
+        guarded: for use beyond the points: minimise relative errors, so that small batches count as much as large
+            ones, and let no constant be negative, so that more work never takes less time. Otherwise errors in ms.
+
+    Raises:
+        InvalidInputError: fewer than three batch sizes or shares.
     """
     if len(active_ms) < 5 or len(set(batches.tolist())) < 3 or len(set(shares.tolist())) < 3:
         rule = "k1 to k5 need at least three batch sizes and three shares"
         raise InvalidInputError(Problem(f"models.{name}", len(active_ms), rule, "Measure a grid such as 1, 16, 32."))
 
+    weights = 1.0 / active_ms if guarded else np.ones_like(active_ms)
+    wanted = active_ms * weights
+
     def solve(k4: float) -> tuple[float, Samples]:
-        scale = 1.0 / (shares + k4)
-        matrix = np.column_stack([batches**2 * scale, batches * scale, scale, np.ones_like(scale)])
-        constants = np.linalg.lstsq(matrix, active_ms, rcond=None)[0]
-        return float(((matrix @ constants - active_ms) ** 2).sum()), constants
+        scale = weights / (shares + k4)
+        matrix = np.column_stack([batches**2 * scale, batches * scale, scale, weights])
+        constants = nnls(matrix, wanted)[0] if guarded else np.linalg.lstsq(matrix, wanted, rcond=None)[0]
+        return float(((matrix @ constants - wanted) ** 2).sum()), constants
 
     least, most = float(shares.min()), float(shares.max())
     offsets = np.geomspace(0.01 * least, 10.0 * most + least, 400) - least
+    if guarded:
+        offsets = np.concatenate([[0.0], offsets[offsets > 0]])
     best = min(range(len(offsets)), key=lambda index: solve(float(offsets[index]))[0])
     low, high = float(offsets[max(0, best - 1)]), float(offsets[min(len(offsets) - 1, best + 1)])
     golden = (5**0.5 - 1) / 2

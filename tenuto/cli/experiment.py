@@ -226,6 +226,17 @@ def _print_list(experiments: Sequence[Experiment], as_json: bool) -> None:
     stdout_console().print(table)
 
 
+def _derived(derived: dict[str, Any]) -> str:
+    """Return in one sentence who planned with derived numbers, and their errors."""
+    errors = derived["errors_pct"]
+    fits = ", ".join(f"{name} {mean:.1f} % (at most {most:.1f} %)" for name, (mean, most, _) in errors.items())
+    plain, stand_in = derived["pair_errors_pct"]
+    return (
+        f"{', '.join(derived['policies'])} plan with derived coefficients, not published ones; latencies alone are off "
+        f"by {fits}; slowdowns on measured pairs by {stand_in:.1f} % (with published coefficients {plain:.1f} %)"
+    )
+
+
 def _print(document: dict[str, Any]) -> None:
     """Print each observation with its verdict, then the count."""
     console = stdout_console()
@@ -236,6 +247,8 @@ def _print(document: dict[str, Any]) -> None:
         console.print(f"    here: {escape(seen['ours'])}")
         if seen["why"]:
             console.print(f"    why: {escape(seen['why'])}")
+    if document["derived"] is not None:
+        console.print(f"  {escape(_derived(document['derived']))}")
     for name, why in document["not_planned"].items():
         console.print(f"  {name} cannot plan from this profile: {escape(why)}")
     counts = document["observations_summary"]

@@ -17,12 +17,14 @@ from tenuto.cli.experiment import command
 from tenuto.errors import InvalidInputError
 from tenuto.loadgen.experiments import runner
 from tenuto.loadgen.experiments.case import Case, plan_case, run_case
+from tenuto.loadgen.experiments.derived import DERIVED_FOR, derivation
 from tenuto.loadgen.experiments.emulation import Emulation, emulated_plan
 from tenuto.loadgen.experiments.experiment import Settings
 from tenuto.loadgen.experiments.facts import client_share, data_ms_by_model, network_of, thesis_facts
 from tenuto.loadgen.experiments.gpu_sweep import FIVE_MODELS
 from tenuto.loadgen.experiments.rate_sweep import RateSweep
 from tenuto.loadgen.experiments.registry import EXPERIMENTS, find_experiments
+from tenuto.placement import Replica
 from tenuto.profiles.shipped import load_shipped
 
 pytestmark = pytest.mark.unit
@@ -115,9 +117,40 @@ def test_both_schedulers_see_the_same_requests() -> None:
 
 
 def test_a_policy_that_cannot_plan_says_what_it_lacks() -> None:
-    figures = run_case(case("igniter"))
+    models = (*FIVE_MODELS[:4], "xlnet")  # of which nothing is derived
+    figures = run_case(case("igniter", models=models))
     assert "runs" not in figures
-    assert "coefficients" in figures["error"]
+    assert "xlnet" in figures["error"]
+
+
+@pytest.mark.parametrize("policy", sorted(DERIVED_FOR))
+def test_policies_of_shares_plan_with_shares_and_say_that_these_are_derived(policy: str) -> None:
+    figures = run_case(case(policy, gpus=5), ("thesis-router",))
+    assert figures["profile"] == "thesis-v100-derived"
+    assert figures["promised_rps"] == pytest.approx(2500.0)
+    assert any((gpulet.get("share_pct") or 100.0) < 100.0 for gpulet in figures["plan"]["gpulets"])
+
+
+def test_derived_coefficients_stay_near_what_they_were_fitted_to() -> None:
+    found = derivation()
+    assert {mean < 11.0 and most < 30.0 for mean, most, _ in found.errors_pct.values()} == {True}
+    published, stand_in = found.pair_errors_pct
+    assert stand_in < 1.1 * published < 5.0  # percent, on 1,200 measured slowdowns
+
+
+def test_shares_below_those_measured_go_on_without_a_jump() -> None:
+    emulation = Emulation(load_shipped("thesis-v100"))
+    factors = [emulation.share_factor("alexnet", 32, share) for share in (5.0, 9.99, 10.0, 20.0)]
+    assert factors == sorted(factors, reverse=True)
+    assert factors[1] == pytest.approx(factors[2], rel=0.01)
+    assert any("below 10 %" in note for note in emulation.notes)
+
+
+def test_batches_above_the_measured_ones_go_on_along_the_line() -> None:
+    emulation = Emulation(load_shipped("thesis-v100"))
+    points = emulation.alone(Replica(name="vgg19", batch_size=160))
+    assert points[160] == pytest.approx(points[128] + (points[128] - points[64]) / 2)
+    assert any("above 128" in note for note in emulation.notes)
 
 
 def test_a_third_of_the_mixed_load_is_for_language_models() -> None:
