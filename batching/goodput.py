@@ -171,8 +171,8 @@ def _try(
     attainment: float,
 ) -> tuple[Trial, SimulationResult]:
     times_ms, model_index = schedule
-    models = scheduler.setup.models
-    hosted = {m for hosts in {id(g.hosts): g.hosts for g in scheduler.setup.gpulets}.values() for m in hosts}
+    models = scheduler.setup.requested
+    hosted = scheduler.setup.hosted
     begin_ms = 1000.0 * (0.05 * duration_s if warmup_s is None else warmup_s)
     offered = np.bincount(model_index[times_ms >= begin_ms], minlength=len(models)).tolist()
     allowed = [(1.0 - attainment) * count for count in offered]

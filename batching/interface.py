@@ -93,11 +93,37 @@ class NetworkDelay:
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """Everything a scheduler is built from. The order of `gpulets` is their rank: the smallest index is preferred."""
+    """Everything a scheduler is built from. The order of `gpulets` is their rank: the smallest index is preferred.
+
+    A scheduler has one queue per entry of `models`. Models that run as one merged program share the queue of their
+    group: the last entries of `models` are those queues, `groups` holds their members, and the members themselves have
+    no host. A driver gives a request to `queue_of` its model; for the scheduler a group is a model like any other.
+    """
 
     models: tuple[SchedulerModel, ...]
     gpulets: tuple[GpuletSpec, ...]
     network: NetworkDelay = NetworkDelay()
+    groups: tuple[tuple[int, ...], ...] = ()
+
+    @property
+    def requested(self) -> tuple[SchedulerModel, ...]:
+        """The models that clients ask for: all but the queues of groups."""
+        return self.models[: len(self.models) - len(self.groups)]
+
+    @property
+    def queue_of(self) -> tuple[int, ...]:
+        """The queue of every requested model, by index: its own, or its group's."""
+        queues = list(range(len(self.requested)))
+        for position, members in enumerate(self.groups, len(queues)):
+            for member in members:
+                queues[member] = position
+        return tuple(queues)
+
+    @property
+    def hosted(self) -> frozenset[int]:
+        """The requested models that some gpu-let can run, by index."""
+        held = {index for hosts in {id(g.hosts): g.hosts for g in self.gpulets}.values() for index in hosts}
+        return frozenset(model for model, queue in enumerate(self.queue_of) if queue in held)
 
     def problems(self) -> list[Problem]:
         """Return what is wrong with the numbers: SLOs, rates and latencies that are not finite and positive."""

@@ -135,7 +135,7 @@ class SimulationResult:
 
     def counts(self) -> NDArray[np.int64]:
         """Return measured requests by model (rows) and outcome (columns, in the order of `OUTCOMES`)."""
-        rows = len(self.setup.models)
+        rows = len(self.setup.requested)
         flat = self.model[self.measured].astype(np.int64) * len(OUTCOMES) + self.outcome[self.measured]
         counts: NDArray[np.int64] = np.bincount(flat, minlength=rows * len(OUTCOMES)).astype(np.int64)
         return counts.reshape(rows, len(OUTCOMES))
@@ -197,7 +197,7 @@ class SimulationResult:
             "gpu_utilisation": sum(gpu_busy.values()) / (len(gpu_busy) * window_ms) if gpu_busy else 0.0,
             "wall_s": self.wall_s,
             "requests": offered,
-            "models": {spec.name: self._model_figures(i, counts[i]) for i, spec in enumerate(self.setup.models)},
+            "models": {spec.name: self._model_figures(i, counts[i]) for i, spec in enumerate(self.setup.requested)},
             "gpulets": self._gpulet_figures(window_ms),
             "duration_s": self.duration_s,
             "warmup_s": self.warmup_s,

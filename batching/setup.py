@@ -9,32 +9,20 @@ import math
 from collections.abc import Sequence
 
 from tenuto.batching.interface import GpuletSpec, Host, NetworkDelay, SchedulerModel, Setup
+from tenuto.batching.merged_queues import latency_steps, merged_hosts, merged_queues
 from tenuto.errors import InvalidInputError, Problem
 from tenuto.placement import Cluster, Plan, Workload, profile_of
-from tenuto.profiles import Latency, LatencyTable, Profiles
+from tenuto.profiles import Profiles
 
 NO_DELAY = NetworkDelay()
 
 __all__ = ["everywhere", "everywhere_linear", "from_plan", "latency_steps"]
 
 
-def latency_steps(latency: Latency, slo_ms: float, max_batch: int | None = None) -> tuple[float, ...]:
-    """Return l(0..b) in ms, where b is the largest batch that can run within the SLO, or `max_batch`; at least 1.
-
-    A table measured from a larger batch on is used downwards as an upper bound; latencies never fall as b grows.
-    """
-    largest = latency.largest_batch(slo_ms) if max_batch is None else max_batch
-    if isinstance(latency, LatencyTable):
-        largest = min(largest, latency.largest)
-    steps = [0.0]
-    for size in range(1, max(1, largest) + 1):
-        steps.append(max(steps[-1], latency.at(size)))
-    return tuple(steps)
-
-
 def from_plan(plan: Plan, network: NetworkDelay = NO_DELAY, *, check_slos: bool = True) -> Setup:
     """Return the set-up of a plan: its gpu-lets in file order, each with its replicas up to their planned batch size.
 
+    Models that run as one merged program share a queue, with the shortest SLO of them and the rates of all together.
     Models the plan leaves unserved keep their index but have no host. With `check_slos` off, replicas that can never
     answer in time are kept, as a router without deadlines would.
 
@@ -47,8 +35,10 @@ def from_plan(plan: Plan, network: NetworkDelay = NO_DELAY, *, check_slos: bool 
     problems: list[Problem] = []
     gpulets = []
     shared: dict[tuple[tuple[int, Host], ...], dict[int, Host]] = {}
+    queues = merged_queues(plan)
     for position, gpulet in enumerate(plan.gpulets):
         hosts: dict[int, Host] = {}
+        merged = {name for group in gpulet.merge for name in group.models}
         for replica in gpulet.models:
             where = f"gpulets.{position}.models.{replica.name}"
             if replica.name not in index:
@@ -64,15 +54,16 @@ def from_plan(plan: Plan, network: NetworkDelay = NO_DELAY, *, check_slos: bool 
                 problems.append(
                     Problem(where, None, "the replica carries no latency", "Make the plan again with `tenuto plan`.")
                 )
-            else:
+            elif replica.name not in merged:
                 spec = plan.models[index[replica.name]]
                 steps = latency_steps(replica.latency, spec.slo_ms, replica.batch_size)
                 hosts[index[replica.name]] = Host(steps, replica.slowdown)
+        hosts |= merged_hosts(gpulet, queues)
         key = tuple(hosts.items())
         gpulets.append(GpuletSpec(gpulet.id, gpulet.gpu, shared.setdefault(key, hosts)))
     if problems:
         raise InvalidInputError(problems)
-    setup = Setup(models, tuple(gpulets), network)
+    setup = Setup((*models, *queues.models), tuple(gpulets), network, queues.groups)
     return _checked(setup) if check_slos or setup.problems() else setup
 
 

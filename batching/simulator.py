@@ -48,7 +48,8 @@ class _Cluster:
         setup = scheduler.setup
         network = setup.network
         self.ctrl_ms = network.ctrl_ms
-        self.data_ms = list(data_ms_by_model or [network.data_ms_per_request] * len(setup.models))
+        self.data_ms = list(data_ms_by_model or [network.data_ms_per_request] * len(setup.requested))
+        self.data_ms += [max(self.data_ms[member] for member in members) for members in setup.groups]
         tables: dict[int, dict[int, tuple[float, ...]]] = {}
         for gpulet in setup.gpulets:
             if id(gpulet.hosts) not in tables:
@@ -140,7 +141,7 @@ def simulate(
     Args:
         scheduler: fresh, built for the set-up to simulate.
         times_ms: arrival times from 0, ascending.
-        model_index: the model of each arrival, an index into `scheduler.setup.models`.
+        model_index: the model of each arrival, an index into `scheduler.setup.requested`.
         duration_s: length of the schedule; default: the last arrival.
         warmup_s: arrivals before this are served but not counted; default: the first 5 %.
         stop: called every few thousand arrivals with the requests dropped so far by model, of those dropped after the
@@ -158,8 +159,9 @@ def simulate(
     started = time.perf_counter()
     setup = scheduler.setup
     planned = len(times_ms) if followers is None else int(np.isfinite(times_ms).sum())
-    _check_schedule(times_ms[:planned], model_index, len(setup.models), total=len(times_ms))
-    hosted = {m for g in {id(g.hosts): g for g in setup.gpulets}.values() for m in g.hosts}
+    _check_schedule(times_ms[:planned], model_index, len(setup.requested), total=len(times_ms))
+    hosted = setup.hosted
+    queue_of = setup.queue_of
     total = planned
     slo = np.array([model.slo_ms for model in setup.models], dtype=np.float64)
     if deadlines_ms is None:
@@ -169,7 +171,7 @@ def simulate(
     cluster = _Cluster(scheduler, data_ms_by_model)
     events, running = cluster.events, cluster.running
     dropped: list[Sequence[int]] = []
-    dropped_by_model = [0] * len(setup.models)
+    dropped_by_model = [0] * len(setup.requested)
     duration_s = duration_s if duration_s is not None else (float(times_ms[total - 1]) / 1000.0 if total else 0.0)
     warmup_s = 0.05 * duration_s if warmup_s is None else warmup_s
     # A request dropped later than this arrived after the warm-up.
@@ -183,7 +185,11 @@ def simulate(
             elif type(decision) is Drop:
                 dropped.append(decision.request_ids)
                 if now > counted_from_ms:
-                    dropped_by_model[decision.model] += len(decision.request_ids)
+                    if decision.model < len(dropped_by_model):
+                        dropped_by_model[decision.model] += len(decision.request_ids)
+                    else:
+                        for request in decision.request_ids:
+                            dropped_by_model[model_index[request]] += 1
             elif type(decision) is Preempt:
                 cluster.abort(now, decision.gpulet)
 
@@ -208,7 +214,7 @@ def simulate(
                     for request, deadline in followers(batch.ids, at):
                         times_ms[request], deadlines_ms[request] = at, deadline
                         if model_index[request] in hosted:
-                            scheduler.add_request(at, int(model_index[request]), request, deadline)
+                            scheduler.add_request(at, queue_of[model_index[request]], request, deadline)
             elif wake_at < until:
                 if wake_at > now:
                     now = wake_at
@@ -219,7 +225,7 @@ def simulate(
                 carry_out(now)
 
     add = scheduler.add_request
-    unhosted = set(range(len(setup.models))) - hosted
+    unhosted = set(range(len(setup.requested))) - hosted
     chunk = 8192
     done = total
     for first in range(0, total, chunk):
@@ -237,7 +243,7 @@ def simulate(
             if unhosted and model in unhosted:
                 continue
             now = at
-            add(at, model, request, deadline)
+            add(at, queue_of[model], request, deadline)
             if scheduler.decisions:
                 carry_out(at)
         if observe is not None:

@@ -44,8 +44,8 @@ def describe_simulation(
         command: the command line that made it.
     """
     records = simulated_records(result)
-    names = [spec.name for spec in result.setup.models]
-    slos = {spec.name: spec.slo_ms for spec in result.setup.models}
+    names = [spec.name for spec in result.setup.requested]
+    slos = {spec.name: spec.slo_ms for spec in result.setup.requested}
     summary = summarise(records, names, warmup_ms=1000.0 * result.warmup_s, duration_ms=1000.0 * result.duration_s)
     verdict = judge(records, summary, list(slos.values()))
     # The simulator's own figures where both have them: it saw every batch, not only the answered requests.
