@@ -30,8 +30,9 @@ def advice_over_time(result: SimulationResult, options: AutoscaleOptions | None 
         return []
     slo = np.array([model.slo_ms for model in result.setup.models], dtype=np.float64)
     ended_ms = np.where(np.isnan(result.answered_ms), result.arrival_ms + slo[result.model], result.answered_ms)
-    window = np.floor(ended_ms / (1000.0 * options.window_s)).astype(np.int64)
-    is_good = result.outcome == OK
+    arrived = ~np.isnan(ended_ms)  # stages of applications that were never due are no requests
+    window = np.floor(ended_ms[arrived] / (1000.0 * options.window_s)).astype(np.int64)
+    is_good = result.outcome[arrived] == OK
     good = np.bincount(window[is_good], minlength=windows)
     bad = np.bincount(window[~is_good], minlength=windows)
     busy_s = _busy_s(result, names, windows, options.window_s)

@@ -1,15 +1,16 @@
 """Goodput: the highest offered rate that is still answered in time, found by bisection on the rate scale.
 
 The criterion is Symphony's: every model keeps at least 99 % of its requests in time (or, optionally, all requests
-together).
+together). Where requests fan out over several models and join, the whole of each counts, end to end, in place of the
+requests to those models.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,10 +20,49 @@ from tenuto.batching.result import OK, SimulationResult
 from tenuto.batching.simulator import simulate
 from tenuto.errors import InvalidInputError, Problem
 
-__all__ = ["Criterion", "GoodputSearch", "Trial", "find_goodput"]
+__all__ = ["Criterion", "GoodputSearch", "Joined", "Offer", "Trial", "find_goodput"]
 
 Criterion = Literal["each", "all"]
 Schedule = tuple[NDArray[np.float64], NDArray[np.int32]]
+
+
+class Joined(Protocol):
+    """The requests that fan out and join in one run, by the name of what they belong to (an application)."""
+
+    def answered(self, requests: list[int], now: float, /) -> list[tuple[int, float]]:
+        """Return the requests that arrive because these have been answered, each with its deadline."""
+        ...
+
+    def given_up(self, requests: Sequence[int], /) -> None:
+        """Take note that these will not be answered."""
+        ...
+
+    def stages(self) -> dict[str, tuple[int, ...]]:
+        """Return the models that each is made of."""
+        ...
+
+    def offered(self) -> dict[str, int]:
+        """Return how many arrive after the warm-up."""
+        ...
+
+    def lost_so_far(self) -> dict[str, int]:
+        """Return how many of those have been given up."""
+        ...
+
+    def ok(self, result: SimulationResult, /) -> dict[str, int]:
+        """Return how many of those were in time."""
+        ...
+
+
+@dataclass(frozen=True)
+class Offer:
+    """What is offered in one run; `joined` says what follows on answers, at times that are NaN behind the others."""
+
+    times_ms: NDArray[np.float64]
+    model_index: NDArray[np.int32]
+    deadlines_ms: NDArray[np.float64] | None = None
+    joined: Joined | None = None
+
 
 LARGEST_SCALE = 2.0**20
 LEAST_REQUESTS = 100  # a run with fewer measured requests cannot show 99 %
@@ -85,7 +125,7 @@ class GoodputSearch:
 
 def find_goodput(
     make_scheduler: Callable[[float], Scheduler],
-    make_schedule: Callable[[float], Schedule],
+    make_schedule: Callable[[float], Schedule | Offer],
     *,
     duration_s: float,
     warmup_s: float | None = None,
@@ -100,10 +140,12 @@ def find_goodput(
 
     Args:
         make_scheduler: a fresh scheduler for a rate scale.
-        make_schedule: the arrivals (times in ms, model index) at a rate scale, `duration_s` long.
+        make_schedule: the arrivals (times in ms, model index) at a rate scale, `duration_s` long; an `Offer` where
+            requests follow on others.
         duration_s: length of each run.
         warmup_s: not counted; default: the first 5 %.
-        criterion: `each`: every model that has a host; `all`: all requests together.
+        criterion: `each`: every model that has a host, and every application whose models have; `all`: their requests
+            together.
         attainment: the share of requests to be answered in time.
         tolerance: relative width of the final bracket.
         start_scale: where to begin.
@@ -163,47 +205,64 @@ def find_goodput(
 
 def _try(
     scheduler: Scheduler,
-    schedule: Schedule,
+    schedule: Schedule | Offer,
     scale: float,
     duration_s: float,
     warmup_s: float | None,
     criterion: Criterion,
     attainment: float,
 ) -> tuple[Trial, SimulationResult]:
-    times_ms, model_index = schedule
+    offer = schedule if isinstance(schedule, Offer) else Offer(*schedule)
+    joined = offer.joined
     models = scheduler.setup.requested
     hosted = scheduler.setup.hosted
+    stages = joined.stages() if joined is not None else {}
+    alone = sorted(hosted.difference(*stages.values()))
+    judged_joins = [name for name, parts in stages.items() if hosted.issuperset(parts)]
     begin_ms = 1000.0 * (0.05 * duration_s if warmup_s is None else warmup_s)
-    offered = np.bincount(model_index[times_ms >= begin_ms], minlength=len(models)).tolist()
-    allowed = [(1.0 - attainment) * count for count in offered]
-    allowed_together = sum(allowed)
+    by_index = np.bincount(offer.model_index[offer.times_ms >= begin_ms], minlength=len(models)).tolist()
+    offered = {models[m].name: int(by_index[m]) for m in alone}
+    offered_joins = joined.offered() if joined is not None else {}
+    offered |= {name: offered_joins[name] for name in judged_joins}
+    allowed = {name: (1.0 - attainment) * count for name, count in offered.items()}
+    allowed_together = sum(allowed.values())
     stopped = False
 
     def stop(dropped: list[int]) -> bool:
         """Whether the drops so far already exceed what the whole run may lose."""
         nonlocal stopped
+        lost = {models[m].name: dropped[m] for m in alone}
+        if joined is not None:
+            so_far = joined.lost_so_far()
+            lost |= {name: so_far[name] for name in judged_joins}
         if criterion == "all":
-            stopped = sum(dropped) > allowed_together
+            stopped = sum(lost.values()) > allowed_together
         else:
-            stopped = any(map(float.__gt__, map(float, dropped), allowed))
+            stopped = any(count > allowed[name] for name, count in lost.items())
         return stopped
 
-    result = simulate(scheduler, times_ms, model_index, duration_s=duration_s, warmup_s=warmup_s, stop=stop)
+    result = simulate(
+        scheduler, offer.times_ms, offer.model_index, duration_s=duration_s, warmup_s=warmup_s, stop=stop,
+        deadlines_ms=offer.deadlines_ms, followers=joined.answered if joined is not None else None,
+        given_up=joined.given_up if joined is not None else None,
+    )  # fmt: skip
     counts = result.counts()
-    by_model = result.attainments()
-    judged = [
-        (float(by_model[m]), models[m].name) for m in sorted(hosted) if offered[m] and not math.isnan(by_model[m])
-    ]
-    worst, name = min(judged, default=(0.0, None))
-    served = counts[sorted(hosted)]
-    together = float(served[:, OK].sum() / served.sum()) if served.sum() else 0.0
+    # What was offered in the run itself, which ends early when it is hopeless.
+    ended = {models[m].name: (int(counts[m, OK]), int(counts[m].sum())) for m in alone}
+    if joined is not None:
+        ok = joined.ok(result)
+        ended |= {name: (ok[name], offered[name]) for name in judged_joins}
+    judged = [(good / total, name) for name, (good, total) in ended.items() if offered[name] and total]
+    worst, worst_name = min(judged, default=(0.0, None))
+    total = sum(count for _, count in ended.values())
+    together = sum(good for good, _ in ended.values()) / total if total else 0.0
     passed = not stopped and bool(judged) and (worst if criterion == "each" else together) >= attainment
     return Trial(
         rate_scale=scale,
         passed=passed,
         offered_rps=float(counts.sum()) / result.window_s,
         goodput_rps=result.goodput_rps,
-        worst_model=name,
+        worst_model=worst_name,
         worst_attainment=worst,
         attainment=together,
         stopped_early=stopped,

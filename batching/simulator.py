@@ -134,6 +134,7 @@ def simulate(
     observe: Callable[[Scheduler, float], None] | None = None,
     data_ms_by_model: Sequence[float] | None = None,
     followers: Followers | None = None,
+    given_up: Callable[[Sequence[int]], None] | None = None,
     deadlines_ms: NDArray[np.float64] | None = None,
 ) -> SimulationResult:
     """Run a schedule of arrivals to its end in virtual time.
@@ -149,6 +150,8 @@ def simulate(
         observe: called at the same moments with the scheduler and the time, for progress and inspection.
         followers: called with the requests of every batch that ended and the time; the requests it returns arrive
             then. Their times in `times_ms` are NaN, behind all others; those that never arrive are counted nowhere.
+        given_up: called with requests that were dropped or whose model has no host; what would have followed on them
+            need not.
         deadlines_ms: of every request; default: its arrival and the SLO of its model.
         data_ms_by_model: what the data of one request really takes to its gpu-let, where models differ; the scheduler
             still budgets its set-up's.
@@ -184,6 +187,8 @@ def simulate(
                 cluster.send(now, decision)
             elif type(decision) is Drop:
                 dropped.append(decision.request_ids)
+                if given_up is not None:
+                    given_up(decision.request_ids)
                 if now > counted_from_ms:
                     if decision.model < len(dropped_by_model):
                         dropped_by_model[decision.model] += len(decision.request_ids)
@@ -215,6 +220,8 @@ def simulate(
                         times_ms[request], deadlines_ms[request] = at, deadline
                         if model_index[request] in hosted:
                             scheduler.add_request(at, queue_of[model_index[request]], request, deadline)
+                        elif given_up is not None:
+                            given_up((request,))
             elif wake_at < until:
                 if wake_at > now:
                     now = wake_at
@@ -241,6 +248,8 @@ def simulate(
             if scheduler.next_wake_ms < at or (events and events[0][0] <= at):
                 advance(at)
             if unhosted and model in unhosted:
+                if given_up is not None:
+                    given_up((request,))
                 continue
             now = at
             add(at, queue_of[model], request, deadline)

@@ -1,103 +1,129 @@
-"""Applications in virtual time: the arrivals of their first stages, what follows when, and how the whole ended."""
+"""The requests of applications: those that arrive by the schedule, those that follow on answers, and what ended early.
+
+`ApplicationLoad` is data, the same for the simulator and for load clients; `Joins` is the state of one run over it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tenuto.batching.interface import TIME_TOLERANCE_MS
-from tenuto.batching.result import SimulationResult
-from tenuto.loadgen.schedule import make_schedule
+from tenuto.loadgen.schedule import Schedule, make_schedule
 from tenuto.placement import ModelSpec
 from tenuto.placement.applications import Application
 
-__all__ = ["ApplicationLoad", "make_application_load"]
+__all__ = ["ApplicationLoad", "Joins", "make_application_load", "scaled_slos"]
 
 
-@dataclass
+@dataclass(frozen=True)
 class ApplicationLoad:
     """The requests of a run with applications. Those of later stages stand behind all others, their times NaN.
 
-    `owner[r]` is the call of an application that request r belongs to, -1 for a request of its own; `stage[r]` its
-    stage.
+    `number[r]` is the request's number in the whole run. `owner[r]` is the call (the application's request) that r
+    belongs to, -1 for a request of its own; `stage[r]` its stage. A call's number is its place in the whole run's
+    calls; `calls` holds those of this load by number: application and arrival in ms.
     """
 
+    number: NDArray[np.int64]
     times_ms: NDArray[np.float64]
     model_index: NDArray[np.int32]
     deadlines_ms: NDArray[np.float64]
     owner: NDArray[np.int64]
     stage: NDArray[np.int32]
-    calls: tuple[tuple[int, float], ...]  # application, arrival in ms
+    calls: dict[int, tuple[int, float]]
     applications: tuple[Application, ...]
+    schedule: Schedule
 
-    def __post_init__(self) -> None:
-        """Derive what follows on what."""
-        self._left: list[list[int]] = []  # by call and stage: requests not answered yet
-        self._waits: list[list[int]] = []  # by call and stage: stages before it that are not complete
-        self._rows: dict[tuple[int, int], list[int]] = {}
+    @property
+    def planned(self) -> int:
+        """How many requests, the first ones, arrive at a time that is known before the run."""
+        return int(np.isfinite(self.times_ms).sum())
+
+    @property
+    def call_at_ms(self) -> NDArray[np.float64]:
+        """When the call of each request arrives; NaN for requests of their own."""
+        at = np.full(max(self.calls, default=-1) + 2, np.nan)  # the last place answers for -1
+        if self.calls:
+            at[list(self.calls)] = [at_ms for _, at_ms in self.calls.values()]
+        return at[self.owner]
+
+    def part(self, place: int, count: int) -> ApplicationLoad:
+        """Return one of `count` equal parts, dealt in turn; the requests of a call stay together."""
+        if count == 1:
+            return self
+        alone = self.owner < 0
+        turn = np.where(alone, np.cumsum(alone), self.owner)
+        rows = np.flatnonzero(turn % count == place)
+        return replace(
+            self, number=self.number[rows], times_ms=self.times_ms[rows], model_index=self.model_index[rows],
+            deadlines_ms=self.deadlines_ms[rows], owner=self.owner[rows], stage=self.stage[rows],
+            calls={call: which for call, which in self.calls.items() if call % count == place},
+        )  # fmt: skip
+
+
+class Joins:
+    """What has been answered and what has been given up, call by call, in one run of a load.
+
+    A call ends where one of its requests gets no answer: stages after that are not due any more.
+    """
+
+    def __init__(self, load: ApplicationLoad, counted_from_ms: float = 0.0) -> None:
+        """`counted_from_ms`: end of the warm-up; `lost` counts calls that arrived from then on."""
+        self._load = load
+        self._counted_from_ms = counted_from_ms
+        self._owner = load.owner.tolist()
+        self._stage = load.stage.tolist()
+        self._ended: set[int] = set()
+        self._left = {call: [s.count for s in load.applications[app].stages] for call, (app, _) in load.calls.items()}
+        self._waits = {
+            call: [len(s.after) for s in load.applications[app].stages] for call, (app, _) in load.calls.items()
+        }
         self._later = [
             [[i for i, other in enumerate(app.stages) if stage.label in other.after] for stage in app.stages]
-            for app in self.applications
+            for app in load.applications
         ]
-        for index, _ in self.calls:
-            stages = self.applications[index].stages
-            self._left.append([stage.count for stage in stages])
-            self._waits.append([len(stage.after) for stage in stages])
-        for row in np.flatnonzero((self.owner >= 0) & np.isnan(self.times_ms)).tolist():
-            self._rows.setdefault((int(self.owner[row]), int(self.stage[row])), []).append(row)
+        self._rows: dict[tuple[int, int], list[int]] = {}
+        for row in range(load.planned, len(self._owner)):
+            self._rows.setdefault((self._owner[row], self._stage[row]), []).append(row)
+        self.lost = [0] * len(load.applications)  # by application: calls that were given up
 
-    def followers(self, requests: list[int], _now: float) -> list[tuple[int, float]]:
-        """Return the requests that arrive because these have been answered, each with its deadline."""
-        arriving: list[tuple[int, float]] = []
+    def answered(self, requests: Iterable[int], _now: float = 0.0) -> list[tuple[int, float]]:
+        """Return the requests that are due because these have been answered, each with its deadline in ms."""
+        due: list[tuple[int, float]] = []
         for request in requests:
-            call = int(self.owner[request])
-            if call < 0:
+            call = self._owner[request]
+            if call < 0 or call in self._ended:
                 continue
-            stage = int(self.stage[request])
+            stage = self._stage[request]
             left = self._left[call]
             left[stage] -= 1
             if left[stage]:
                 continue
-            for later in self._later[self.calls[call][0]][stage]:
-                self._waits[call][later] -= 1
-                if not self._waits[call][later]:
-                    arriving += [(row, float(self.deadlines_ms[row])) for row in self._rows.get((call, later), ())]
-        return arriving
+            waits = self._waits[call]
+            for later in self._later[self._load.calls[call][0]][stage]:
+                waits[later] -= 1
+                if not waits[later]:
+                    due += [(row, float(self._load.deadlines_ms[row])) for row in self._rows.get((call, later), ())]
+        return due
 
-    def summary(self, result: SimulationResult) -> dict[str, dict[str, Any]]:
-        """Return offered, ok, attainment, goodput and latency percentiles per application, of calls after the warm-up.
+    def given_up(self, requests: Iterable[int]) -> None:
+        """End the calls of these requests: they were expired, rejected or failed."""
+        for request in requests:
+            call = self._owner[request]
+            if call < 0 or call in self._ended:
+                continue
+            self._ended.add(call)
+            application, at_ms = self._load.calls[call]
+            if at_ms >= self._counted_from_ms:
+                self.lost[application] += 1
 
-        A call is ok when every request of every stage was answered within the application's deadline.
-        """
-        answered = np.full(len(self.calls), -np.inf)
-        mine = np.flatnonzero(self.owner >= 0)
-        ended = np.where(np.isnan(result.answered_ms[mine]), np.inf, result.answered_ms[mine])
-        np.maximum.at(answered, self.owner[mine], ended)
-        found = {}
-        window_s = result.duration_s - result.warmup_s
-        for index, application in enumerate(self.applications):
-            calls = np.array(
-                [i for i, (app, at) in enumerate(self.calls) if app == index and at >= result.warmup_s * 1000.0],
-                dtype=np.int64,
-            )
-            arrived = np.array([self.calls[i][1] for i in calls.tolist()])
-            latency = answered[calls] - arrived
-            ok = int((latency <= application.slo_ms + TIME_TOLERANCE_MS).sum())
-            done = latency[np.isfinite(latency)]
-            found[application.name] = {
-                "offered": len(calls),
-                "ok": ok,
-                "attainment": ok / len(calls) if len(calls) else None,
-                "goodput_rps": ok / window_s if window_s > 0 else 0.0,
-                "slo_ms": application.slo_ms,
-                "p50_ms": float(np.percentile(done, 50)) if done.size else None,
-                "p99_ms": float(np.percentile(done, 99)) if done.size >= 459 else None,
-            }
-        return found
+
+def scaled_slos(applications: Iterable[Application], factor: float) -> tuple[Application, ...]:
+    """Return applications with every SLO multiplied."""
+    return tuple(app.model_copy(update={"slo_ms": app.slo_ms * factor}) for app in applications)
 
 
 def make_application_load(
@@ -125,26 +151,45 @@ def make_application_load(
     callers = [
         ModelSpec(name=app.name, rate_rps=app.rate_rps, slo_ms=app.slo_ms, arrival=app.arrival) for app in applications
     ]
-    schedule = make_schedule([*alone, *callers], duration_s, seed, rate_scale)
-    rows: list[tuple[float, int, float, int, int]] = []  # time, model, deadline, call, stage
-    later: list[tuple[float, int, float, int, int]] = []
-    calls: list[tuple[int, float]] = []
-    for at, drawn in zip(schedule.times_ms.tolist(), schedule.model_index.tolist(), strict=True):
-        if drawn < len(alone):
-            rows.append((at, index[alone[drawn].name], at + alone[drawn].slo_ms, -1, 0))
-            continue
-        number = drawn - len(alone)
-        application = applications[number]
-        for position, stage in enumerate(application.stages):
-            model = index[application.model_name(stage)]
-            row = (at, model, at + application.complete_by_ms(stage), len(calls), position)
-            (later if stage.after else rows).extend([row] * stage.count)
-        calls.append((number, at))
-    every = [*rows, *later]
-    times = np.array([row[0] for row in every])
-    times[len(rows) :] = np.nan
+    schedule = replace(
+        make_schedule([*alone, *callers], duration_s, seed, rate_scale), applications=tuple(applications)
+    )
+    # What one arrival of each name expands to: model, time allowed in ms, stage, whether it is sent later.
+    shapes = [[(index[spec.name], spec.slo_ms, 0, False)] for spec in alone]
+    shapes += [
+        [
+            (index[app.model_name(stage)], app.complete_by_ms(stage), position, bool(stage.after))
+            for position, stage in enumerate(app.stages)
+            for _ in range(stage.count)
+        ]
+        for app in applications
+    ]
+    drawn = schedule.model_index
+    sizes = np.array([len(shape) for shape in shapes], dtype=np.int64)
+    begins = np.cumsum(sizes) - sizes
+    parts = [part for shape in shapes for part in shape]
+    counts = sizes[drawn]
+    entry = np.repeat(np.arange(len(schedule), dtype=np.int64), counts)
+    within = np.arange(entry.size, dtype=np.int64) - np.repeat(np.cumsum(counts) - counts, counts)
+    part = begins[drawn][entry] + within
+    is_call = drawn >= len(alone)
+    number_of_call = np.where(is_call, np.cumsum(is_call) - 1, -1)
+    at_ms = schedule.times_ms[entry]
+    is_later = np.array([p[3] for p in parts], dtype=bool)[part]
+    order = np.concatenate((np.flatnonzero(~is_later), np.flatnonzero(is_later)))
+    times = at_ms[order]
+    times[int((~is_later).sum()) :] = np.nan
+    called = np.flatnonzero(is_call)
     return ApplicationLoad(
-        times, np.array([row[1] for row in every], dtype=np.int32), np.array([row[2] for row in every]),
-        np.array([row[3] for row in every], dtype=np.int64), np.array([row[4] for row in every], dtype=np.int32),
-        tuple(calls), tuple(applications),
-    )  # fmt: skip
+        number=np.arange(entry.size, dtype=np.int64),
+        times_ms=times,
+        model_index=np.array([p[0] for p in parts], dtype=np.int32)[part][order],
+        deadlines_ms=(at_ms + np.array([p[1] for p in parts])[part])[order],
+        owner=number_of_call[entry][order],
+        stage=np.array([p[2] for p in parts], dtype=np.int32)[part][order],
+        calls=dict(
+            enumerate(zip((drawn[called] - len(alone)).tolist(), schedule.times_ms[called].tolist(), strict=True))
+        ),
+        applications=tuple(applications),
+        schedule=schedule,
+    )

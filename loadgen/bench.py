@@ -12,6 +12,8 @@ from typing import Any, Literal
 import numpy as np
 
 from tenuto.errors import EnvironmentFaultError, InvalidInputError, Problem, raise_if_any
+from tenuto.loadgen.application_figures import stage_owners
+from tenuto.loadgen.applications import ApplicationLoad, make_application_load, scaled_slos
 from tenuto.loadgen.client import ClientJob, ModelTarget
 from tenuto.loadgen.clients import ClientGroup, LocalClient, RayClients
 from tenuto.loadgen.http_sender import HttpSender
@@ -19,9 +21,10 @@ from tenuto.loadgen.payloads import make_bodies
 from tenuto.loadgen.records import Records, merge, unsent
 from tenuto.loadgen.schedule import Schedule, make_schedule, seed_for
 from tenuto.loadgen.verdict import Verdict, judge, summarise
-from tenuto.placement import ModelSpec
+from tenuto.placement import ModelSpec, Plan
+from tenuto.placement.applications import Application
 
-__all__ = ["BenchOptions", "BenchResult", "run_bench"]
+__all__ = ["BenchOptions", "BenchResult", "asked_of", "run_bench"]
 
 Progress = Callable[[str], None]
 _SHOWN_ERRORS = 8
@@ -77,6 +80,8 @@ class BenchResult:
     errors: list[str] = field(default_factory=list)
     wall_s: float = 0.0
     queued: dict[int, int] = field(default_factory=dict)  # by second: requests that waited for a batch at its end
+    applications: tuple[Application, ...] = ()  # those asked, with the SLOs that counted
+    notes: tuple[str, ...] = ()  # what the reader of the figures must know
 
 
 def run_bench(
@@ -85,6 +90,7 @@ def run_bench(
     progress: Progress = lambda _text: None,
     *,
     clients: ClientGroup | None = None,
+    applications: Sequence[Application] = (),
 ) -> BenchResult:
     """Send a schedule to an endpoint and judge what comes back. Ctrl-C ends it early; the part that ran is returned
     as INVALID.
@@ -94,6 +100,7 @@ def run_bench(
         options: settings of the run.
         progress: takes one line per second.
         clients: who sends; by default made after `options.clients`.
+        applications: whose stages are among the models; their requests fan out and join.
 
     Raises:
         EnvironmentFaultError: the endpoint does not answer or a model is not ready.
@@ -104,19 +111,23 @@ def run_bench(
         raise InvalidInputError(
             "the plan serves no model, so there is nothing to ask. Plan with more GPUs or another policy."
         )
-    schedule = make_schedule(models, options.duration_s, options.seed, options.rate_scale)
-    targets = tuple(_target(options, spec) for spec in models)
+    applications = scaled_slos(applications, options.slo_scale)
+    arrivals = (options.duration_s, options.seed, options.rate_scale)
+    load = make_application_load(models, applications, *arrivals) if applications else None
+    schedule = load.schedule if load is not None else make_schedule(models, *arrivals)
+    staged = stage_owners(applications)
+    targets = tuple(_target(options, spec, is_stage=spec.name in staged) for spec in models)
     group = clients if clients is not None else (RayClients(options.clients) if options.clients else LocalClient())
     interrupted = False
     queued: dict[int, int] = {}
     began_at = time.monotonic()
     try:
-        group.prepare(_jobs(schedule, targets, options))
+        group.prepare(_jobs(schedule, load, targets, options))
         # Late enough for every client to have got the message.
         start_at = time.time() + (0.5 if options.clients else 0.05)
         group.start(start_at)
         try:
-            _watch(group, start_at, len(schedule), options, progress, queued)
+            _watch(group, start_at, load.planned if load is not None else len(schedule), options, progress, queued)
         except KeyboardInterrupt:
             interrupted = True
             progress("interrupted: waiting for the requests under way")
@@ -128,18 +139,37 @@ def run_bench(
     for report in reports:
         errors.update(report.errors)
     records = merge([report.records for report in reports])
-    slos = [target.slo_ms for target in targets]
-    result = _result(records, schedule, options, slos, errors, lost, interrupted=interrupted)
+    result = _result(records, schedule, load, options, targets, errors, lost, interrupted=interrupted)
     result.wall_s = time.monotonic() - began_at
     result.queued = queued
     return result
 
 
+def asked_of(plan: Plan) -> tuple[tuple[ModelSpec, ...], tuple[Application, ...], tuple[str, ...]]:
+    """Return what a bench can ask of a plan: models, applications, and one line per application that is left out.
+
+    Models that the plan does not serve are not asked, nor applications with such a stage, nor their other stages.
+    """
+    notes = []
+    asked = []
+    unserved = set(plan.unserved)
+    for application in plan.applications:
+        stages = [application.model_name(stage) for stage in application.stages]
+        missing = [name for name in stages if name in unserved]
+        if missing:
+            notes.append(f"application {application.name} is not asked: the plan does not serve {', '.join(missing)}")
+            unserved.update(stages)
+        else:
+            asked.append(application)
+    return tuple(spec for spec in plan.models if spec.name not in unserved), tuple(asked), tuple(notes)
+
+
 def _result(
     records: Records,
     schedule: Schedule,
+    load: ApplicationLoad | None,
     options: BenchOptions,
-    slos_ms: Sequence[float],
+    targets: Sequence[ModelTarget],
     errors: Counter[str],
     lost: Sequence[str],
     *,
@@ -148,40 +178,68 @@ def _result(
     begin_ms, end_ms = options.measured_from_ms, options.duration_s * 1000.0
     if interrupted:
         # What came after the interruption was never meant to be sent.
-        records = records.where(~np.isnan(records.sent_ms))
-        end_ms = max(begin_ms + 1.0, float(records.scheduled_ms.max()) if len(records) else 0.0)
-    elif len(records) < len(schedule):
-        records = merge([records, unsent(schedule.times_ms, schedule.model_index, except_requests=records.request)])
-    summary = summarise(records, schedule.names, warmup_ms=begin_ms, duration_ms=end_ms)
+        records = _begun(records)
+        planned_ms = records.scheduled_ms[records.is_planned]
+        end_ms = max(begin_ms + 1.0, float(planned_ms.max()) if len(planned_ms) else 0.0)
+    elif lost:
+        if load is None:
+            rest = unsent(schedule.times_ms, schedule.model_index, except_requests=records.request)
+        else:
+            times, count = load.times_ms, load.planned
+            known = records.request[records.request < count]
+            rest = unsent(times[:count], load.model_index[:count], except_requests=known, call=load.owner[:count])
+        records = merge([records, rest])
+    applications = load.applications if load is not None else ()
+    names = [target.name for target in targets]
+    summary = summarise(records, names, warmup_ms=begin_ms, duration_ms=end_ms, applications=applications)
+    slos_ms = [target.slo_ms for target in targets]
     verdict = judge(records, summary, slos_ms, interrupted=interrupted, lost_clients=lost)
     shown = [f"{count} × {text}" for text, count in errors.most_common(_SHOWN_ERRORS)]
-    return BenchResult(records, schedule, summary, verdict, errors=shown)
+    return BenchResult(records, schedule, summary, verdict, errors=shown, applications=applications)
 
 
-def _jobs(schedule: Schedule, targets: tuple[ModelTarget, ...], options: BenchOptions) -> list[ClientJob]:
-    """Deal the requests to the clients in turn."""
+def _begun(records: Records) -> Records:
+    """Return the rows that were sent; of an application's request, all or, where its first stage was cut, none."""
+    unsent_calls = np.unique(records.call[np.isnan(records.sent_ms)])
+    return records.where(~np.isnan(records.sent_ms) & ~np.isin(records.call, unsent_calls[unsent_calls >= 0]))
+
+
+def _jobs(
+    schedule: Schedule, load: ApplicationLoad | None, targets: tuple[ModelTarget, ...], options: BenchOptions
+) -> list[ClientJob]:
+    """Deal the requests to the clients in turn; those of one application's request stay together."""
     count = max(1, options.clients)
-    rate = len(schedule) / options.duration_s
-    in_flight = rate / count * min(2.0, max(t.slo_ms for t in targets) / 1000.0)
+    total = len(schedule) if load is None else len(load.number)
+    in_flight = total / options.duration_s / count * min(2.0, max(t.slo_ms for t in targets) / 1000.0)
     connections = min(400, int(in_flight) + 16)
-    return [
-        ClientJob(
-            options.url, targets, np.arange(part, len(schedule), count, dtype=np.int64), schedule.times_ms[part::count],
-            schedule.model_index[part::count], options.grace_s, connections, send_slo=options.slo_scale != 1.0,
-            via=options.via, run=schedule.hash[:8],
-        )
-        for part in range(count)
-    ]  # fmt: skip
+    jobs = []
+    for place in range(count):
+        if load is None:
+            part = None
+            rows: tuple[Any, Any, Any] = (
+                np.arange(place, total, count, dtype=np.int64), schedule.times_ms[place::count],
+                schedule.model_index[place::count],
+            )  # fmt: skip
+        else:
+            part = load.part(place, count)
+            rows = (part.number, part.times_ms, part.model_index)
+        jobs.append(
+            ClientJob(
+                options.url, targets, *rows, options.grace_s, connections, send_slo=options.slo_scale != 1.0,
+                via=options.via, run=schedule.hash[:8], load=part,
+            )
+        )  # fmt: skip
+    return jobs
 
 
-def _target(options: BenchOptions, spec: ModelSpec) -> ModelTarget:
+def _target(options: BenchOptions, spec: ModelSpec, *, is_stage: bool) -> ModelTarget:
     from tenuto.deployments.endpoint import model_metadata
 
     metadata = model_metadata(options.url, spec.name)
     if "inputs" not in metadata:
         raise EnvironmentFaultError(f"{options.url}: '{spec.name}' cannot be asked: {metadata.get('error', metadata)}")
     bodies = make_bodies(metadata, seed_for(options.seed, "payloads", spec.name), binary=options.tensors == "binary")
-    return ModelTarget(spec.name, spec.slo_ms * options.slo_scale, tuple(bodies))
+    return ModelTarget(spec.name, spec.slo_ms * options.slo_scale, tuple(bodies), is_stage)
 
 
 def _watch(

@@ -1,7 +1,8 @@
 """One load client: sends its part of the schedule open-loop at absolute times and records what came back.
 
-Runs on any event loop; `tenuto.loadgen.client_actor` wraps it in a Ray actor. All its times come from one clock, its
-own: no difference between two machines' clocks enters any figure."""
+A request of an application sends its first stages at its time and every later stage as soon as all answers before it
+are there. Runs on any event loop; `tenuto.loadgen.client_actor` wraps it in a Ray actor. All its times come from one
+clock, its own: no difference between two machines' clocks enters any figure."""
 
 from __future__ import annotations
 
@@ -14,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from tenuto.loadgen.applications import ApplicationLoad, Joins
 from tenuto.loadgen.http_sender import Sender
 from tenuto.loadgen.precise_timer import PreciseTimer
 from tenuto.loadgen.records import NAN, Outcome, Records
@@ -32,11 +34,15 @@ class ModelTarget:
     name: str
     slo_ms: float
     bodies: tuple[tuple[bytes, dict[str, str]], ...]
+    is_stage: bool = False  # of an application: every request carries what is left of its deadline
 
 
 @dataclass(frozen=True)
 class ClientJob:
-    """What one client has to send: requests by index, with their times in ms from the common start."""
+    """What one client has to send: requests by index, with their times in ms from the common start.
+
+    With applications, `load` has the same rows; those of later stages stand last and have no time yet.
+    """
 
     url: str
     targets: tuple[ModelTarget, ...]
@@ -48,6 +54,7 @@ class ClientJob:
     send_slo: bool = False
     via: str = "http"  # http, or handle: the Python handle on the Ray cluster
     run: str = ""  # what the requests' ids begin with; see `request_id`
+    load: ApplicationLoad | None = None
 
 
 @dataclass
@@ -80,6 +87,7 @@ class _Columns:
     def __init__(self, job: ClientJob) -> None:
         total = len(job.request)
         self.job = job
+        self.scheduled_ms = array("d", np.asarray(job.times_ms, dtype=np.float64).tobytes())
         self.sent_ms = array("d", [NAN]) * total
         self.answered_ms = array("d", [NAN]) * total
         self.batching_ms = array("d", [NAN]) * total
@@ -103,17 +111,21 @@ class _Columns:
             self.gpulet[row] = reply.gpulet
 
     def records(self) -> Records:
-        """Return the rows."""
-        return Records(
+        """Return the rows of all requests but those of stages that were never due."""
+        load = self.job.load
+        found = Records(
             request=np.asarray(self.job.request, dtype=np.int64),
-            model=np.asarray(self.job.model_index, dtype=np.int32),
-            scheduled_ms=np.asarray(self.job.times_ms, dtype=np.float64),
+            model=np.asarray(self.job.model_index, dtype=np.int32), scheduled_ms=np.array(self.scheduled_ms),
             sent_ms=np.array(self.sent_ms), answered_ms=np.array(self.answered_ms),
             status=np.array(self.status, dtype=np.int32), outcome=np.array(self.outcome, dtype=np.int8),
             batching_ms=np.array(self.batching_ms), gpulet_queue_ms=np.array(self.gpulet_queue_ms),
             execution_ms=np.array(self.execution_ms), batch_size=np.array(self.batch_size, dtype=np.int32),
             gpulet=np.array(self.gpulet, dtype=object),
         )  # fmt: skip
+        if load is None:
+            return found
+        found.call, found.call_at_ms = load.owner, load.call_at_ms
+        return found.where(~np.isnan(found.scheduled_ms))
 
 
 class Client:
@@ -130,11 +142,13 @@ class Client:
         self._handle_reply: OnReply = lambda _row, _reply: None
 
     def progress(self) -> dict[str, int]:
-        """Return counts so far: sent, answered, ok, late, expired, rejected, failed."""
+        """Return counts so far: sent (by the schedule), followed (later stages), answered, and every outcome."""
         return dict(self._counts)
 
     def stop(self) -> None:
-        """Send no more; `run` returns after what is under way has been answered or the grace period has passed."""
+        """Send no more of the schedule; `run` returns when what is under way, later stages of applications included,
+        has been answered or the grace period has passed.
+        """
         self._stopped = True
 
     async def prepare(self) -> None:
@@ -156,33 +170,55 @@ class Client:
         columns = _Columns(job)
         errors: Counter[str] = Counter()
         counts = self._counts
-        times = np.asarray(job.times_ms, dtype=np.float64).tolist()
+        times = columns.scheduled_ms  # those of later stages are filled in when they are due
         models = np.asarray(job.model_index).tolist()
         numbers = np.asarray(job.request).tolist()
         slos = [target.slo_ms for target in job.targets]
+        joins = Joins(job.load) if job.load is not None else None
+        deadlines = job.load.deadlines_ms.tolist() if job.load is not None else []
+        is_stage = [target.is_stage for target in job.targets]
         monotonic = time.monotonic
         # The wall clock is read once, so that its adjustment during the run cannot bend the schedule.
         origin = monotonic() + (start_at - time.time())
         pending = 0
         idle = asyncio.Event()
 
+        def send_row(row: int, kind: str) -> None:
+            nonlocal pending
+            model = models[row]
+            pool = self._requests[model]
+            pending += 1
+            now_ms = columns.sent_ms[row] = (monotonic() - origin) * 1000.0
+            counts[kind] += 1
+            left_ms = deadlines[row] - now_ms if is_stage[model] else None
+            send(pool[row % len(pool)], request_id(job.run, numbers[row]), row, left_ms)
+
         def on_reply(row: int, reply: Reply) -> None:
             nonlocal pending
             answered_ms = (monotonic() - origin) * 1000.0
-            outcome = outcome_of(reply.status, answered_ms - times[row], slos[models[row]])
+            model = models[row]
+            slo_ms = deadlines[row] - times[row] if is_stage[model] else slos[model]
+            outcome = outcome_of(reply.status, answered_ms - times[row], slo_ms)
             columns.add(row, answered_ms, outcome, reply)
             counts["answered"] += 1
             counts[_NAMES[outcome]] += 1
             if reply.error:
                 _count_error(errors, reply)
+            if joins is not None:
+                if reply.status == 200:
+                    for later, _deadline in joins.answered((row,)):
+                        times[later] = answered_ms
+                        send_row(later, "followed")
+                else:
+                    joins.given_up((row,))
             pending -= 1
             if not pending:
                 idle.set()
 
         self._handle_reply = on_reply
         timer = PreciseTimer()
-        for row, (at_ms, model) in enumerate(zip(times, models, strict=True)):
-            at = origin + at_ms / 1000.0
+        for row in range(len(times) if job.load is None else job.load.planned):
+            at = origin + times[row] / 1000.0
             if at > monotonic():
                 while at > (now := monotonic()) and not self._stopped:
                     await timer.wait_until(min(at, now + 0.25))  # `stop` is heard within a long gap too
@@ -190,11 +226,7 @@ class Client:
                 await asyncio.sleep(0)  # behind schedule: let answers be read between sends
             if self._stopped:
                 break
-            pool = self._requests[model]
-            pending += 1
-            columns.sent_ms[row] = (monotonic() - origin) * 1000.0
-            counts["sent"] += 1
-            send(pool[row % len(pool)], request_id(job.run, numbers[row]), row)
+            send_row(row, "sent")
         timer.close()
         await self._await_stragglers(idle, lambda: pending, job.grace_s)
         self._handle_reply = lambda _row, _reply: None
@@ -222,4 +254,4 @@ def _count_error(errors: Counter[str], reply: Reply) -> None:
 
 
 def _headers(headers: dict[str, str], target: ModelTarget, send_slo: bool) -> dict[str, str]:
-    return {**headers, "X-SLO-Ms": f"{target.slo_ms:g}"} if send_slo else headers
+    return {**headers, "X-SLO-Ms": f"{target.slo_ms:g}"} if send_slo and not target.is_stage else headers

@@ -51,11 +51,11 @@ class HandleSender:
         slo = headers.get("X-SLO-Ms")
         return model, list(request.parts[0]), None if slo is None else float(slo)
 
-    def send_prepared(self, prepared: Prepared, request_id: str, token: int) -> None:
+    def send_prepared(self, prepared: Prepared, request_id: str, token: int, slo_ms: float | None = None) -> None:
         """Send with the next bundle."""
         assert self._handle is not None
-        model, parts, slo_ms = prepared
-        future = self._handle.submit(model, parts, slo_ms, request_id)
+        model, parts, prepared_slo_ms = prepared
+        future = self._handle.submit(model, parts, prepared_slo_ms if slo_ms is None else slo_ms, request_id)
         future.add_done_callback(functools.partial(self._answered, token))
 
     def _answered(self, token: int, future: asyncio.Future[Answer]) -> None:

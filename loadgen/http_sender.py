@@ -34,8 +34,11 @@ class Sender(Protocol):
         """Return a request of the Open Inference Protocol in the form `send_prepared` takes; comes after `open`."""
         ...
 
-    def send_prepared(self, prepared: Any, request_id: str, token: int) -> None:
-        """Send now and return; never waits, never limits how many are under way."""
+    def send_prepared(self, prepared: Any, request_id: str, token: int, slo_ms: float | None = None) -> None:
+        """Send now and return; never waits, never limits how many are under way.
+
+        `slo_ms`: time this request has from now, unless what was prepared says; zero or less is expired at once.
+        """
         ...
 
     def close(self) -> None:
@@ -224,9 +227,13 @@ class HttpSender:
         line, rest = prepare(f"/v2/models/{model}/infer", body, headers, self._host).split(b"\r\n", 1)
         return line, rest
 
-    def send_prepared(self, prepared: tuple[bytes, bytes], request_id: str, token: int) -> None:
-        """Send with the id as a header."""
+    def send_prepared(
+        self, prepared: tuple[bytes, bytes], request_id: str, token: int, slo_ms: float | None = None
+    ) -> None:
+        """Send with the id, and the time allowed if one is given, as headers."""
         line, rest = prepared
+        if slo_ms is not None:
+            line = b"%b\r\nX-SLO-Ms: %.3f" % (line, slo_ms)
         self.send(b"%b\r\nX-Request-Id: %b\r\n%b" % (line, request_id.encode("latin-1"), rest), token)
 
     def send(self, request: bytes, token: int) -> None:

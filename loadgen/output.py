@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from tenuto.errors import EnvironmentFaultError, InvalidInputError
+from tenuto.loadgen.application_figures import Calls, calls_by_name
 from tenuto.loadgen.bench import BenchOptions, BenchResult
 from tenuto.loadgen.client import request_id
 from tenuto.loadgen.records import Outcome, Records
@@ -80,7 +81,7 @@ def describe(result: BenchResult, options: BenchOptions, plan: Plan, *, command:
             spec.name: spec.slo_ms * options.slo_scale for spec in plan.models if spec.name in result.summary["models"]
         },
         "schedule_hash": result.schedule.hash,
-        "schedule_notes": list(result.schedule.notes),
+        "schedule_notes": [*result.schedule.notes, *result.notes],
         "options": asdict(options),
         **provenance(command),
         "plan": plan.to_data(),
@@ -126,8 +127,11 @@ def write_files(
     run = schedule.hash[:8] if schedule is not None and document.get("kind") == "bench" else None
     steps: list[tuple[str, Callable[[Path], None]]] = [
         ("result.json", lambda path: _write_text(path, json.dumps(document, indent=2, allow_nan=False) + "\n")),
-        ("timeline.csv", lambda path: _write_timeline(path, records, duration_s, queued or {})),
-        ("requests.parquet", lambda path: _write_parquet(path, records, names, run)),
+        (
+            "timeline.csv",
+            lambda path: _write_timeline(path, records, duration_s, queued or {}, calls_by_name(document, records)),
+        ),
+        ("requests.parquet", lambda path: _write_parquet(path, records, names, run, document)),
     ]
     if schedule is not None:
         steps.insert(2, ("schedule.npz", schedule.save))
@@ -163,32 +167,50 @@ def _is_emulated(url: str) -> bool | None:
     return any(gpulet.get("emulated", False) for gpulet in status.get("gpulets", []))
 
 
-def _write_timeline(path: Path, records: Records, duration_s: float, queued: Mapping[int, int]) -> None:
+def _write_timeline(
+    path: Path, records: Records, duration_s: float, queued: Mapping[int, int], calls: Mapping[str, Calls]
+) -> None:
     """Write one row per second: what was scheduled in it, what became of that, and, where the server said so, how many
-    requests waited for a batch at its end."""
-    second = np.clip((records.scheduled_ms // 1000.0).astype(int), 0, max(0, int(np.ceil(duration_s)) - 1))
+    requests waited for a batch at its end. Applications have columns of their own: offered and ok, end to end."""
     length = int(np.ceil(duration_s))
+
+    def by_second(at_ms: Any) -> Any:
+        second = np.clip((at_ms // 1000.0).astype(int), 0, max(0, length - 1))
+        return np.bincount(second, minlength=length)
+
+    columns = {"offered": by_second(records.scheduled_ms)}
+    for outcome in Outcome:
+        columns[outcome.name.lower()] = by_second(records.scheduled_ms[records.outcome == outcome])
+    for name, mine in calls.items():
+        columns[f"{name} offered"] = by_second(mine.at_ms)
+        columns[f"{name} ok"] = by_second(mine.at_ms[mine.outcome == Outcome.OK])
     with path.open("w", newline="", encoding="utf-8") as stream:
         writer = csv.writer(stream)
-        last = ["queued"] if queued else []
-        writer.writerow(["second", "offered", *(outcome.name.lower() for outcome in Outcome), *last])
-        columns = [np.bincount(second[records.outcome == outcome], minlength=length) for outcome in Outcome]
-        offered = np.bincount(second, minlength=length)
+        writer.writerow(["second", *columns, *(["queued"] if queued else [])])
         for index in range(length):
             last_value = [queued.get(index, "")] if queued else []
-            writer.writerow([index, int(offered[index]), *(int(column[index]) for column in columns), *last_value])
+            writer.writerow([index, *(int(column[index]) for column in columns.values()), *last_value])
 
 
-def _write_parquet(path: Path, records: Records, names: Sequence[str], run: str | None) -> None:
-    """Write one row per request; of a live run with the `id` the server knew it by."""
+def _write_parquet(
+    path: Path, records: Records, names: Sequence[str], run: str | None, document: Mapping[str, Any]
+) -> None:
+    """Write one row per request; of a live run with the `id` the server knew it by, and with the `application` and the
+    number of its request, where it belongs to one."""
     import pyarrow as arrow
     from pyarrow import parquet
 
-    columns = {name: getattr(records, name) for name in Records.columns()}
+    columns = {name: getattr(records, name) for name in Records.columns() if name not in ("call", "call_at_ms")}
     outcomes = [outcome.name.lower() for outcome in Outcome]
     columns["model"] = arrow.DictionaryArray.from_arrays(arrow.array(records.model), arrow.array(names, arrow.string()))
     columns["outcome"] = arrow.DictionaryArray.from_arrays(arrow.array(records.outcome), arrow.array(outcomes))
     columns["gpulet"] = arrow.array(records.gpulet, arrow.string()).dictionary_encode()
+    if document.get("applications"):
+        alone = records.call < 0
+        owners = np.array([document["models"][name].get("stage_of") for name in names], dtype=object)
+        columns["application"] = arrow.array(owners[records.model], arrow.string()).dictionary_encode()
+        columns["application_request"] = arrow.array(records.call, mask=alone)
+        columns["application_scheduled_ms"] = arrow.array(records.call_at_ms, mask=alone)
     if run is not None:
         columns["id"] = arrow.array([request_id(run, number) for number in records.request.tolist()], arrow.string())
     parquet.write_table(arrow.table(columns), path, compression="zstd")

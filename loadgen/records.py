@@ -6,7 +6,7 @@ Built from live clients and from simulations alike, so that one verdict and one 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from enum import IntEnum
 from typing import Any
 
@@ -19,7 +19,7 @@ NAN = float("nan")
 # Columns without an entry are times in ms.
 _DTYPES: dict[str, type[np.generic]] = {
     "request": np.int64, "model": np.int32, "status": np.int32, "outcome": np.int8, "batch_size": np.int32,
-    "gpulet": np.object_,
+    "gpulet": np.object_, "call": np.int64,
 }  # fmt: skip
 
 
@@ -38,7 +38,9 @@ class Records:
     """Columns of equal length. Times are ms from the start of the run on the client's clock; NaN where unknown.
 
     `scheduled_ms`, `sent_ms` and `answered_ms` are absolute; `batching_ms`, `gpulet_queue_ms` and `execution_ms` are
-    durations the server reported. `gpulet` is the gpu-let's id.
+    durations the server reported. `gpulet` is the gpu-let's id. `call` is the number of the application's request that
+    a row belongs to, -1 for none, and `call_at_ms` when that was scheduled; a row of a later stage counts as scheduled
+    when the last answer before it was there, and has no row if it never was.
     """
 
     request: NDArray[np.int64]
@@ -53,6 +55,15 @@ class Records:
     execution_ms: NDArray[np.float64]
     batch_size: NDArray[np.int32]
     gpulet: NDArray[np.object_]
+    call: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))  # empty: no applications
+    call_at_ms: NDArray[np.float64] = field(default_factory=lambda: np.empty(0))
+
+    def __post_init__(self) -> None:
+        """Fill in that no row belongs to an application."""
+        if len(self.call) != len(self.request):
+            self.call = np.full(len(self.request), -1, np.int64)
+        if len(self.call_at_ms) != len(self.request):
+            self.call_at_ms = np.full(len(self.request), NAN)
 
     def __len__(self) -> int:
         """Return the number of requests."""
@@ -66,7 +77,13 @@ class Records:
     @classmethod
     def from_lists(cls, lists: Mapping[str, Iterable[Any]]) -> Records:
         """Build from one sequence per column."""
-        return cls(**{name: np.asarray(list(lists[name]), dtype=dtype) for name, dtype in cls.columns().items()})
+        return cls(
+            **{
+                name: np.asarray(list(lists[name]), dtype=dtype)
+                for name, dtype in cls.columns().items()
+                if name in lists or name not in ("call", "call_at_ms")
+            }
+        )
 
     def where(self, mask: NDArray[np.bool_]) -> Records:
         """Return the rows of a mask."""
@@ -83,13 +100,22 @@ class Records:
         return self.sent_ms - self.scheduled_ms
 
     @property
+    def is_planned(self) -> NDArray[np.bool_]:
+        """Whether the scheduled time was known before the run: all but later stages of applications."""
+        return np.asarray((self.call < 0) | (self.scheduled_ms == self.call_at_ms))
+
+    @property
     def front_door_ms(self) -> NDArray[np.float64]:
         """Latency less batching, gpu-let queue and execution: network, HTTP, and the client itself."""
         return self.latency_ms - self.batching_ms - self.gpulet_queue_ms - self.execution_ms
 
 
 def unsent(
-    times_ms: NDArray[np.float64], model_index: NDArray[np.int32], *, except_requests: NDArray[np.int64] | None = None
+    times_ms: NDArray[np.float64],
+    model_index: NDArray[np.int32],
+    *,
+    except_requests: NDArray[np.int64] | None = None,
+    call: NDArray[np.int64] | None = None,
 ) -> Records:
     """Return rows of scheduled requests that no client sent: failed, with no times but the scheduled one.
 
@@ -97,18 +123,21 @@ def unsent(
         times_ms: the whole schedule.
         model_index: model of each request.
         except_requests: numbers of the requests that have a row already.
+        call: the application's request that each belongs to, -1 for none.
     """
     request = np.arange(len(times_ms), dtype=np.int64)
     if except_requests is not None:
         request = np.setdiff1d(request, except_requests, assume_unique=True)
     total = len(request)
     unknown = np.full(total, NAN)
+    scheduled = np.asarray(times_ms, dtype=np.float64)[request]
+    calls = np.full(total, -1, np.int64) if call is None else call[request]
     return Records(
-        request=request, model=np.asarray(model_index, dtype=np.int32)[request],
-        scheduled_ms=np.asarray(times_ms, dtype=np.float64)[request], sent_ms=unknown, answered_ms=unknown.copy(),
+        request=request, model=np.asarray(model_index, dtype=np.int32)[request], scheduled_ms=scheduled,
+        sent_ms=unknown, answered_ms=unknown.copy(),
         status=np.zeros(total, np.int32), outcome=np.full(total, Outcome.FAILED, np.int8), batching_ms=unknown.copy(),
         gpulet_queue_ms=unknown.copy(), execution_ms=unknown.copy(), batch_size=np.zeros(total, np.int32),
-        gpulet=np.full(total, "", dtype=object),
+        gpulet=np.full(total, "", dtype=object), call=calls, call_at_ms=np.where(calls >= 0, scheduled, NAN),
     )  # fmt: skip
 
 

@@ -5,6 +5,7 @@ requests.
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ from tenuto.errors import InvalidInputError, Problem
 from tenuto.loadgen.arrivals import arrival_times
 from tenuto.loadgen.azure import is_synthetic
 from tenuto.placement import ModelSpec
+from tenuto.placement.applications import Application
 
 __all__ = ["MOST_REQUESTS", "Schedule", "make_schedule", "seed_for"]
 
@@ -24,13 +26,17 @@ MOST_REQUESTS = 100_000_000  # 1.2 GB of schedule; a mistyped duration should sa
 
 @dataclass(frozen=True)
 class Schedule:
-    """Arrivals in order of time. `model_index[i]` indexes `names`; `times_ms[i]` counts from the start of the run."""
+    """Arrivals in order of time. `model_index[i]` indexes `names`; `times_ms[i]` counts from the start of the run.
+
+    The last names may be those of `applications`, whose arrivals stand for all requests of their stages.
+    """
 
     times_ms: NDArray[np.float64]
     model_index: NDArray[np.int32]
     names: tuple[str, ...]
     duration_s: float
     notes: tuple[str, ...] = ()  # what a reader of the figures must know about the times; not part of the hash
+    applications: tuple[Application, ...] = ()
 
     def __len__(self) -> int:
         """Return the number of requests."""
@@ -38,11 +44,14 @@ class Schedule:
 
     @property
     def hash(self) -> str:
-        """SHA-256 over names, duration, times and models."""
+        """SHA-256 over names, duration, times, models, and what follows on what in applications."""
         digest = hashlib.sha256()
         digest.update("\0".join(self.names).encode() + np.float64(self.duration_s).tobytes())
         digest.update(np.ascontiguousarray(self.times_ms).tobytes())
         digest.update(np.ascontiguousarray(self.model_index).tobytes())
+        if self.applications:
+            graphs = [(a.name, [(s.label, s.model, s.count, s.after) for s in a.stages]) for a in self.applications]
+            digest.update(json.dumps(graphs).encode())
         return digest.hexdigest()
 
     def save(self, path: str | Path) -> None:
@@ -54,6 +63,7 @@ class Schedule:
             names=np.array(self.names),
             duration_s=self.duration_s,
             notes=np.array(self.notes, dtype=np.str_),
+            applications=np.array([a.model_dump_json(exclude_none=True) for a in self.applications], dtype=np.str_),
         )
 
     @classmethod
@@ -63,7 +73,10 @@ class Schedule:
             with np.load(path, allow_pickle=False) as data:
                 names = tuple(str(name) for name in data["names"])
                 notes = tuple(str(note) for note in data["notes"])
-                return cls(data["times_ms"], data["model_index"], names, float(data["duration_s"]), notes)
+                applications = tuple(
+                    Application.model_validate_json(str(text)) for text in data.get("applications", ())
+                )
+                return cls(data["times_ms"], data["model_index"], names, float(data["duration_s"]), notes, applications)
         except (OSError, ValueError, KeyError) as error:
             raise InvalidInputError(
                 Problem(str(path), str(path), f"not a schedule file ({error})", "Give a file that a run saved.")

@@ -14,25 +14,35 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from tenuto.loadgen.application_figures import MIN_SAMPLES_P99, application_figures, label_stages
 from tenuto.loadgen.records import Outcome, Records
+from tenuto.placement.applications import Application
 
-__all__ = ["MIN_SAMPLES_P99", "TARGET_ATTAINMENT", "Verdict", "judge", "summarise"]
+__all__ = ["MIN_SAMPLES_P99", "TARGET_ATTAINMENT", "Verdict", "judge", "judged_rows", "summarise"]
 
-MIN_SAMPLES_P99 = 459
 TARGET_ATTAINMENT = 0.99
 _OUTCOMES = ("ok", "late", "expired", "rejected", "failed")
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """PASS: every model kept its SLO. FAIL: some did not. INVALID: the run does not show what it claims to."""
+    """PASS: every model and application kept its SLO. FAIL: some did not. INVALID: the run does not show what it claims
+    to.
+    """
 
     result: str
     reasons: tuple[str, ...] = ()
     conditions: dict[str, Any] = field(default_factory=dict)
 
 
-def summarise(records: Records, names: Sequence[str], *, warmup_ms: float, duration_ms: float) -> dict[str, Any]:
+def summarise(
+    records: Records,
+    names: Sequence[str],
+    *,
+    warmup_ms: float,
+    duration_ms: float,
+    applications: Sequence[Application] = (),
+) -> dict[str, Any]:
     """Return the summary with the keys of `tenuto simulate --json`, plus the latency split.
 
     Args:
@@ -40,13 +50,14 @@ def summarise(records: Records, names: Sequence[str], *, warmup_ms: float, durat
         names: model names by index.
         warmup_ms: requests scheduled before this are left out.
         duration_ms: end of the measured window.
+        applications: whose stages are among the models, with the SLOs that count; they get figures of their own.
     """
     window = (records.scheduled_ms >= warmup_ms) & (records.scheduled_ms < duration_ms)
     measured = records.where(window)
     length_s = (duration_ms - warmup_ms) / 1000.0
     ok = int((measured.outcome == Outcome.OK).sum())
     models = {name: _model(measured.where(measured.model == index)) for index, name in enumerate(names)}
-    return {
+    summary: dict[str, Any] = {
         "offered_rps": len(measured) / length_s,
         "goodput_rps": ok / length_s,
         "attainment": ok / len(measured) if len(measured) else None,
@@ -55,6 +66,12 @@ def summarise(records: Records, names: Sequence[str], *, warmup_ms: float, durat
         "gpulets": _gpulets(measured, length_s),
         "window_ms": [warmup_ms, duration_ms],
     }
+    if applications:
+        label_stages(models, applications)
+        summary["applications"] = application_figures(
+            records, names, applications, warmup_ms=warmup_ms, duration_ms=duration_ms
+        )
+    return summary
 
 
 def _model(records: Records) -> dict[str, Any]:
@@ -102,6 +119,12 @@ def _percentile(values: NDArray[np.float64], percent: float, at_least: int) -> f
     return float(np.percentile(known, percent)) if known.size >= at_least else None
 
 
+def judged_rows(summary: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+    """Return the figures by which a run is judged: of every application, and of every model that is no stage of one."""
+    alone = {name: row for name, row in summary["models"].items() if "stage_of" not in row}
+    return {**(summary.get("applications") or {}), **alone}
+
+
 def judge(
     records: Records,
     summary: Mapping[str, Any],
@@ -113,23 +136,27 @@ def judge(
     """Return the verdict of a run.
 
     A run is invalid when the generator did not do what the schedule said: requests not sent, the 99th percentile of
-    lateness above 5 % of the smallest SLO (at least 5 ms), a client lost, or an interruption."""
-    lateness = records.lateness_ms
+    lateness above 5 % of the smallest SLO (at least 5 ms), a client lost, or an interruption. Later stages of
+    applications have no time in the schedule and are left out of that. Stages are judged by their application."""
+    lateness = records.lateness_ms[records.is_planned]
+    scheduled = len(lateness)
     unsent = int(np.isnan(lateness).sum())
-    p99 = float(np.percentile(lateness[~np.isnan(lateness)], 99)) if unsent < len(records) else float("inf")
+    p99 = float(np.percentile(lateness[~np.isnan(lateness)], 99)) if unsent < scheduled else float("inf")
     limit = max(5.0, 0.05 * min(slos_ms)) if slos_ms else 5.0
     conditions = {
-        "scheduled": len(records), "sent": len(records) - unsent, "lateness_p99_ms": None if np.isinf(p99) else p99,
+        "scheduled": scheduled, "sent": scheduled - unsent, "lateness_p99_ms": None if np.isinf(p99) else p99,
         "lateness_limit_ms": limit, "target_attainment": TARGET_ATTAINMENT,
     }  # fmt: skip
+    if summary.get("applications"):
+        conditions["followed"] = len(records) - scheduled
     invalid = []
     if interrupted:
         invalid.append("the run was interrupted; figures cover its first part only")
     invalid += lost_clients
-    if len(records) == 0:
+    if scheduled == 0:
         invalid.append("nothing was scheduled; lengthen the run or raise the rate")
     elif unsent and not interrupted:
-        invalid.append(f"{unsent} of {len(records)} requests were not sent")
+        invalid.append(f"{unsent} of {scheduled} requests were not sent")
     elif p99 > limit and not interrupted:
         invalid.append(
             f"the generator was late: p99 {p99:.1f} ms, limit {limit:.1f} ms. Use more --clients or a lower rate"
@@ -137,8 +164,8 @@ def judge(
     if invalid:
         return Verdict("INVALID", tuple(invalid), conditions)
     missed = [
-        f"{name}: {100 * model['attainment']:.2f} % in time, {100 * TARGET_ATTAINMENT:g} % wanted"
-        for name, model in summary["models"].items()
-        if model["attainment"] is not None and model["attainment"] < TARGET_ATTAINMENT
+        f"{name}: {100 * row['attainment']:.2f} % in time, {100 * TARGET_ATTAINMENT:g} % wanted"
+        for name, row in judged_rows(summary).items()
+        if row["attainment"] is not None and row["attainment"] < TARGET_ATTAINMENT
     ]
     return Verdict("FAIL" if missed else "PASS", tuple(missed), conditions)

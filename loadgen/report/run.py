@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from tenuto.errors import InvalidInputError, Problem
+from tenuto.loadgen.application_figures import Calls, calls_by_name
 from tenuto.loadgen.records import Outcome, Records
 from tenuto.placement import Plan
 
@@ -29,6 +31,16 @@ class Run:
     def names(self) -> tuple[str, ...]:
         """Model names by index."""
         return tuple(self.document["models"])
+
+    @property
+    def applications(self) -> Mapping[str, Mapping[str, Any]]:
+        """Figures of every application by name."""
+        return self.document.get("applications") or {}
+
+    @cached_property
+    def calls(self) -> dict[str, Calls]:
+        """How the requests of every application ended, warm-up included."""
+        return calls_by_name(self.document, self.records)
 
     @property
     def begin_ms(self) -> float:
@@ -129,8 +141,11 @@ def _read_records(path: Path, names: list[str]) -> Records:
         columns = {
             name: np.asarray(table[name].to_numpy(), dtype=dtype)
             for name, dtype in Records.columns().items()
-            if name not in ("model", "outcome", "gpulet")
+            if name not in ("model", "outcome", "gpulet", "call", "call_at_ms")
         }
+        if "application_request" in table.column_names:
+            columns["call"] = table["application_request"].fill_null(-1).to_numpy().astype(np.int64)
+            columns["call_at_ms"] = table["application_scheduled_ms"].to_numpy().astype(np.float64)
         columns["model"] = order[model.indices.to_numpy()] if len(table) else np.empty(0, np.int32)
         columns["outcome"] = codes[outcome.indices.to_numpy()] if len(table) else np.empty(0, np.int8)
         columns["gpulet"] = table["gpulet"].combine_chunks().cast(pyarrow.string()).to_numpy(zero_copy_only=False)

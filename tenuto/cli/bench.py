@@ -7,9 +7,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 import click
+from rich.markup import escape
 from rich.table import Table
 
 from tenuto.cli.common import emit_json, progress_console, stdout_console
+from tenuto.cli.run_tables import print_applications, stage_remark
 
 __all__ = ["command", "print_summary"]
 
@@ -70,27 +72,31 @@ def command(
 ) -> int:
     """Send a plan's load to a running endpoint, open-loop, and judge it by goodput.
 
+    Applications fan out and join here as their users would: first stages at the scheduled time, later ones when all
+    answers before them are there. They are judged end to end, in place of their stages.
+
     Exit code 0 only when the verdict is PASS.
 
     Example: tenuto bench plan.yaml --duration-s 30 --seed 1 -o report
     """
-    from tenuto.cli.simulate import note_applications
     from tenuto.deployments.endpoint import served_plan
-    from tenuto.loadgen.bench import BenchOptions, run_bench
+    from tenuto.loadgen.bench import BenchOptions, asked_of, run_bench
     from tenuto.loadgen.output import describe, prepare_folder, write_files
     from tenuto.loadgen.report import Run, write_report
     from tenuto.placement import Plan
 
     address = url or (target if "://" in target else "http://127.0.0.1:8000")
     plan = Plan.from_data(served_plan(address), origin=address) if "://" in target else Plan.load(target)
-    note_applications(plan.applications)
     out = prepare_folder(Path(folder), force=force) if folder is not None else None
     console = progress_console()
     options = BenchOptions(
         address.rstrip("/"), duration_s, seed, rate_scale, slo_scale, warmup_s, clients, grace_s, tensors, via
     )
-    served = [spec for spec in plan.models if spec.name not in plan.unserved]
-    result = run_bench(served, options, lambda line: console.print(f"tenuto: {line}"))
+    served, applications, notes = asked_of(plan)
+    for note in notes:
+        console.print(f"tenuto: {note}", markup=False)
+    result = run_bench(served, options, lambda line: console.print(f"tenuto: {line}"), applications=applications)
+    result.notes = notes
     document = describe(result, options, plan, command=["tenuto", *sys.argv[1:]])
     if as_json:
         emit_json(document)
@@ -125,16 +131,19 @@ def print_summary(document: dict[str, Any]) -> None:
     )
     for name, m in document["models"].items():
         table.add_row(
-            name, *(str(m[key]) for key in ("offered", "ok", "late", "expired", "rejected", "failed")),
+            escape(name) + stage_remark(m),
+            *(str(m[key]) for key in ("offered", "ok", "late", "expired", "rejected", "failed")),
             "-" if m["attainment"] is None else f"{100 * m['attainment']:.2f} %",
             *(_number(m[key]) for key in ("p50_ms", "p90_ms", "p99_ms", "mean_batch")),
         )  # fmt: skip
     console.print(table)
+    print_applications(document.get("applications") or {})
     verdict = document["verdict"]
     conditions = verdict["conditions"]
+    later = f" and {conditions['followed']} of later stages" if "followed" in conditions else ""
     console.print(
         f"offered {document['offered_rps']:.1f} rps, goodput {document['goodput_rps']:.1f} rps; "
-        f"sent {conditions['sent']} of {conditions['scheduled']}, "
+        f"sent {conditions['sent']} of {conditions['scheduled']}{later}, "
         f"p99 of the generator's lateness {_number(conditions['lateness_p99_ms'])} ms"
     )
     for line in document.get("errors", []):

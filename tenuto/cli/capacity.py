@@ -6,12 +6,12 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import click
 
 from tenuto.cli.common import emit_json, progress_console, stdout_console
-from tenuto.cli.simulate import note_applications, read_scene, scene_options
+from tenuto.cli.simulate import Scene, read_scene, scene_options
 from tenuto.errors import InvalidInputError, Problem, TenutoError
 from tenuto.loadgen.capacity import (
     AXES,
@@ -25,11 +25,14 @@ from tenuto.loadgen.capacity import (
     curves,
     find_capacity,
 )
+from tenuto.loadgen.verdict import judged_rows
 from tenuto.placement import Arrival, ModelSpec
+from tenuto.placement.applications import Application
 
 __all__ = ["command"]
 
 _LIVE_SECONDS, _LIVE_RUNS = 10.0, 12
+_Arriving = TypeVar("_Arriving", ModelSpec, Application)
 
 
 @click.command(
@@ -74,7 +77,9 @@ def command(
     folder: str | None,
     force: bool,
 ) -> int:
-    """Search the highest rate scale at which every model of PLAN, WORKLOAD or URL keeps 99 % of its requests in time.
+    """Search the highest rate scale at which every model and application of PLAN, WORKLOAD or URL keeps 99 % in time.
+
+    Requests of an application count end to end; its stages are not judged by themselves.
 
     A file is run in virtual time; an endpoint (http://…) is loaded for a few seconds per rate, with the plan it
     serves. Ctrl-C prints the best answer so far. Exit code 1 when no rate is in time.
@@ -104,14 +109,14 @@ def command(
         how = f"measured against {source}, {seconds:g} s a run"
     else:
 
-        def scene(slo_scale: float) -> Any:
+        def scene(slo_scale: float) -> Scene:
             return read_scene(
                 source, gpus, cluster_file, elastic, profile_names, scheduler_name, duration_s, seed, warmup_s, options,
                 network_ms, slo_scale,
             )  # fmt: skip
 
-        note_applications(scene(1.0).applications)  # wrong input is an error here, not a point of a curve
-        attempt = _virtual(scene, duration_s, warmup_s)
+        scene(1.0)  # wrong input is an error here, not a point of a curve
+        attempt = _virtual(scene)
         how = f"in virtual time with {scheduler_name}, {duration_s:g} s a run (emulated)"
     found = find_capacity(attempt, limits, lambda so_far: say(_progress(so_far)))
     base = curve_at if curve_at is not None else found.rate_scale or rate_scale
@@ -146,20 +151,14 @@ def _axes(texts: tuple[str, ...], *, by_default: bool) -> dict[str, tuple[float,
     return axes
 
 
-def _virtual(scene: Callable[[float], Any], duration_s: float, warmup_s: float | None) -> Attempt:
-    from tenuto.batching.simulator import simulate
-    from tenuto.loadgen.schedule import make_schedule
-
+def _virtual(scene: Callable[[float], Scene]) -> Attempt:
     def attempt(load: Load) -> Outcome:
         try:
             at = scene(load.slo_scale)
         except InvalidInputError as error:  # an SLO that no batch can meet any more
             return Outcome(load, 0.0, 0.0, 0.0, 0.0, None, invalid=str(error).splitlines()[0])
-        schedule = make_schedule(_with_cv(at.models, load.cv), duration_s, at.seed, load.rate_scale)
-        result = simulate(
-            at.scheduler(), schedule.times_ms, schedule.model_index, duration_s=duration_s, warmup_s=warmup_s
-        )
-        return _outcome(load, result.summary())
+        at = replace(at, models=_with_cv(at.models, load.cv), applications=_with_cv(at.applications, load.cv))
+        return _outcome(load, at.run(load.rate_scale).summary())
 
     return attempt
 
@@ -168,18 +167,19 @@ def _live(
     url: str, duration_s: float, warmup_s: float | None, seed: int, clients: int, say: Callable[[str], None]
 ) -> Attempt:
     from tenuto.deployments.endpoint import served_plan
-    from tenuto.loadgen.bench import BenchOptions, run_bench
+    from tenuto.loadgen.bench import BenchOptions, asked_of, run_bench
     from tenuto.placement import Plan
 
-    plan = Plan.from_data(served_plan(url), origin=url)
-    served = tuple(spec for spec in plan.models if spec.name not in plan.unserved)
+    served, applications, notes = asked_of(Plan.from_data(served_plan(url), origin=url))
+    for note in notes:
+        say(note)
     settings = BenchOptions(url.rstrip("/"), duration_s, seed, warmup_s=warmup_s, clients=clients)
 
     def attempt(load: Load) -> Outcome:
         factors = f"rate {load.rate_scale:.4g}, SLO {load.slo_scale:.4g}, CV {load.cv or 'as planned'}"
         say(f"running {duration_s:g} s at {factors}")
         options = replace(settings, rate_scale=load.rate_scale, slo_scale=load.slo_scale)
-        result = run_bench(_with_cv(served, load.cv), options)
+        result = run_bench(_with_cv(served, load.cv), options, applications=_with_cv(applications, load.cv))
         if any("interrupted" in reason for reason in result.verdict.reasons):
             raise KeyboardInterrupt
         invalid = "; ".join(result.verdict.reasons) if result.verdict.result == "INVALID" else None
@@ -188,14 +188,14 @@ def _live(
     return attempt
 
 
-def _with_cv(models: tuple[ModelSpec, ...], cv: float | None) -> tuple[ModelSpec, ...]:
+def _with_cv(models: tuple[_Arriving, ...], cv: float | None) -> tuple[_Arriving, ...]:
     if cv is None:
         return models
     return tuple(spec.model_copy(update={"arrival": Arrival(process="gamma", cv=cv)}) for spec in models)
 
 
 def _outcome(load: Load, summary: dict[str, Any]) -> Outcome:
-    judged = [(row["attainment"], name) for name, row in summary["models"].items() if row["attainment"] is not None]
+    judged = [(row["attainment"], name) for name, row in judged_rows(summary).items() if row["attainment"] is not None]
     worst, name = min(judged, default=(0.0, None))
     invalid = None if judged else "no request was counted; lengthen the run or raise the rate"
     attainment = summary["attainment"] or 0.0
@@ -250,7 +250,7 @@ def _progress(found: Capacity) -> str:
 def _print(found: Capacity) -> None:
     console = stdout_console()
     if found.best is None:
-        console.print(f"no rate tried keeps 99 % of every model in time ({found.ended})", markup=False)
+        console.print(f"no rate tried keeps 99 % of everything in time ({found.ended})", markup=False)
         return
     upper = "no rate failed" if found.upper_scale == float("inf") else f"fails at {found.upper_scale:.4g}"
     line = f"capacity: rate scale {found.rate_scale:.4g} ({upper}; {found.ended}), "

@@ -10,7 +10,8 @@ import click
 
 from tenuto.batching.goodput import GoodputSearch, Trial, find_goodput
 from tenuto.cli.common import emit_json, progress_console, stdout_console
-from tenuto.cli.simulate import note_applications, print_run, read_scene, scene_options
+from tenuto.cli.run_tables import print_run
+from tenuto.cli.simulate import read_scene, scene_options
 
 __all__ = ["command"]
 
@@ -23,7 +24,7 @@ __all__ = ["command"]
     type=click.Choice(["each", "all"]),
     default="each",
     show_default=True,
-    help="Whether every model, or all requests together, must attain 99 %.",
+    help="Whether every model and application, or all their requests together, must attain 99 %.",
 )
 def command(
     source: str,
@@ -41,7 +42,9 @@ def command(
     rate_scale: float,
     criterion: str,
 ) -> None:
-    """Search the highest rate scale at which every model keeps at least 99 % of its requests in time.
+    """Search the highest rate scale at which every model and application keeps at least 99 % in time.
+
+    Requests of an application count end to end; its stages are not judged by themselves.
 
     Ctrl-C prints the best answer found so far. Exit code 1 when no rate satisfies the criterion.
 
@@ -61,7 +64,6 @@ def command(
         network_ms,
     )
     console = progress_console()
-    note_applications(scene.applications)
 
     def progress(trial: Trial, search: GoodputSearch) -> None:
         upper = f"{search.upper_scale:.4g}" if math.isfinite(search.upper_scale) else "?"
@@ -77,7 +79,7 @@ def command(
 
     found = find_goodput(
         lambda _scale: scene.scheduler(),
-        scene.schedule,
+        scene.offer,
         duration_s=duration_s,
         warmup_s=warmup_s,
         criterion=cast(Literal["each", "all"], criterion),
@@ -87,6 +89,8 @@ def command(
     if console.is_terminal:
         sys.stderr.write("\r\x1b[2K")
     summary = found.summary()
+    if found.best is not None and scene.applications:
+        summary["simulation"] = scene.described(found.best, found.rate_scale)
     if as_json:
         emit_json(summary)
     else:
@@ -100,7 +104,9 @@ def _print(summary: dict[str, Any], scheduler_name: str) -> None:
     if summary["simulation"] is not None:
         print_run(summary["simulation"], scheduler_name)
     state = " (interrupted: best so far)" if summary["interrupted"] else ""
-    which = "every model" if summary["criterion"] == "each" else "all requests together"
+    has_applications = summary["simulation"] is not None and summary["simulation"].get("applications")
+    each = "every model and application" if has_applications else "every model"
+    which = each if summary["criterion"] == "each" else "all requests together"
     if summary["simulation"] is None:
         console.print(f"no rate tried keeps 99 % in time ({which}){state}")
     else:

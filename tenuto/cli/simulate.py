@@ -7,16 +7,13 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import click
-import numpy as np
-from numpy.typing import NDArray
-from rich.markup import escape
-from rich.table import Table
 
 from tenuto.batching.advice_series import advice_over_time
 from tenuto.batching.autoscale import AutoscaleOptions
+from tenuto.batching.goodput import Offer
 from tenuto.batching.interface import NetworkDelay, Scheduler, Setup
 from tenuto.batching.registry import SCHEDULERS, make_scheduler, scheduler_class
 from tenuto.batching.result import SimulationResult
@@ -29,16 +26,20 @@ from tenuto.cli.common import (
     parse_options,
     profiles_from,
     progress_console,
-    stdout_console,
 )
+from tenuto.cli.run_tables import print_advice, print_run
 from tenuto.errors import InvalidInputError, Problem, raise_if_any
-from tenuto.loadgen.applications import make_application_load
+from tenuto.loadgen.application_figures import label_stages
+from tenuto.loadgen.applications import ApplicationLoad, make_application_load, scaled_slos
 from tenuto.loadgen.schedule import Schedule, make_schedule
+from tenuto.loadgen.simulated import offer_of, simulate_load, simulated_applications
 from tenuto.placement import ModelSpec, Plan, Workload
 from tenuto.placement.applications import Application
 from tenuto.profiles.documents import load_document
 
-__all__ = ["Scene", "command", "note_applications", "print_run", "read_scene", "scene_options"]
+__all__ = ["Scene", "VirtualRun", "command", "read_scene", "scene_options"]
+
+_Arriving = TypeVar("_Arriving", ModelSpec, Application)
 
 
 @dataclass(frozen=True)
@@ -58,10 +59,48 @@ class Scene:
         """Return a fresh scheduler."""
         return make_scheduler(self.scheduler_name, self.setup, self.options)
 
-    def schedule(self, rate_scale: float) -> tuple[NDArray[np.float64], NDArray[np.int32]]:
-        """Return the arrivals at a rate scale."""
+    def offer(self, rate_scale: float) -> Offer:
+        """Return the arrivals at a rate scale, for the search of goodput."""
+        if self.applications:
+            load = make_application_load(self.models, self.applications, self.duration_s, self.seed, rate_scale)
+            return offer_of(load, [spec.name for spec in self.models], self.duration_s, self.warmup_s)
         schedule = make_schedule(self.models, self.duration_s, self.seed, rate_scale)
-        return schedule.times_ms, schedule.model_index
+        return Offer(schedule.times_ms, schedule.model_index)
+
+    def described(self, result: SimulationResult, rate_scale: float) -> dict[str, Any]:
+        """Return the summary of a run at a rate scale, applications included."""
+        load = make_application_load(self.models, self.applications, self.duration_s, self.seed, rate_scale)
+        return VirtualRun(result, load.schedule, load).summary()
+
+    def run(self, rate_scale: float) -> VirtualRun:
+        """Run the models, and with them the applications, in virtual time."""
+        if self.applications:
+            load = make_application_load(self.models, self.applications, self.duration_s, self.seed, rate_scale)
+            result = simulate_load(self.scheduler(), load, duration_s=self.duration_s, warmup_s=self.warmup_s)
+            return VirtualRun(result, load.schedule, load)
+        schedule = make_schedule(self.models, self.duration_s, self.seed, rate_scale)
+        result = simulate(
+            self.scheduler(), schedule.times_ms, schedule.model_index, duration_s=self.duration_s,
+            warmup_s=self.warmup_s,
+        )  # fmt: skip
+        return VirtualRun(result, schedule, None)
+
+
+@dataclass(frozen=True)
+class VirtualRun:
+    """A run in virtual time; `load` where it had applications."""
+
+    result: SimulationResult
+    schedule: Schedule
+    load: ApplicationLoad | None
+
+    def summary(self) -> dict[str, Any]:
+        """Return the figures of `simulate --json`; those of applications are there where the run had some."""
+        summary = self.result.summary()
+        if self.load is not None:
+            label_stages(summary["models"], self.load.applications)
+            summary["applications"] = simulated_applications(self.result, self.load)
+        return summary
 
 
 def scene_options(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -166,7 +205,7 @@ def _read_setup(
             )
         plan = Plan.from_data(document, origin=source)
         plan = plan.model_copy(update={"models": _with_slos(plan.models, slo_scale)})
-        return from_plan(plan, network), plan.models, plan.applications
+        return from_plan(plan, network), plan.models, scaled_slos(plan.applications, slo_scale)
     workload = Workload.load(source)
     if not workload.models:
         raise InvalidInputError(Problem(f"{source}: models", [], "the workload has no models", "Add at least one."))
@@ -174,7 +213,9 @@ def _read_setup(
     profiles = profiles_from(profile_names, cluster.gpu_types)
     workload = workload.model_copy(update={"models": _with_slos(workload.models, slo_scale)})
     setup = everywhere(workload, cluster, profiles, network)
-    return setup, _beside(workload.models, Path(source).parent), workload.applications
+    folder = Path(source).parent
+    applications = scaled_slos(_beside(workload.applications, folder), slo_scale)
+    return setup, _beside(workload.models, folder), applications
 
 
 def _with_slos(models: tuple[ModelSpec, ...], scale: float) -> tuple[ModelSpec, ...]:
@@ -190,7 +231,7 @@ def _is_plan(document: Any) -> bool:
     return deployed or "gpulets" in document or "policy" in document
 
 
-def _beside(models: tuple[ModelSpec, ...], folder: Path) -> tuple[ModelSpec, ...]:
+def _beside(models: tuple[_Arriving, ...], folder: Path) -> tuple[_Arriving, ...]:
     """Resolve relative trace paths against the workload's folder, where the file is there and not here."""
     resolved = []
     for spec in models:
@@ -247,82 +288,20 @@ def command(
     advice_options = None if advice_window_s is None else AutoscaleOptions(window_s=advice_window_s)
     if advice_options is not None:
         raise_if_any(advice_options.problems())
-    if scene.applications:
-        if folder is not None:
-            raise InvalidInputError(
-                Problem("-o", folder, "reports of applications are not written yet", "Leave it away, or use --json.")
-            )
-        _simulate_applications(scene, rate_scale, as_json=as_json)
-        return
     out = _report_folder(folder, force=force)
-    schedule = make_schedule(scene.models, duration_s, seed, rate_scale)
-    result = simulate(
-        scene.scheduler(), schedule.times_ms, schedule.model_index, duration_s=duration_s, warmup_s=warmup_s
-    )
-    summary = result.summary()
+    run = scene.run(rate_scale)
+    summary = run.summary()
     if advice_options is not None:
-        summary["advice"] = [advice.as_dict() for advice in advice_over_time(result, advice_options)]
+        summary["advice"] = [advice.as_dict() for advice in advice_over_time(run.result, advice_options)]
     if as_json:
         emit_json(summary)
     else:
         print_run(summary, scheduler_name)
-        _print_advice(summary.get("advice", []))
+        print_advice(summary.get("advice", []))
     if out is not None:
         settings = {"seed": seed, "rate_scale": rate_scale, "scheduler": scheduler_name, **scene.options}
-        _write_report(out, result, schedule, source, settings)
+        _write_report(out, run, source, settings)
         progress_console().print(f"report: {out / 'report.html'}", markup=False)
-
-
-def _simulate_applications(scene: Scene, rate_scale: float, *, as_json: bool) -> None:
-    """Run a plan or workload with applications, and tell how they ended beside their models."""
-    load = make_application_load(scene.models, scene.applications, scene.duration_s, scene.seed, rate_scale)
-    result = simulate(
-        scene.scheduler(), load.times_ms, load.model_index, duration_s=scene.duration_s, warmup_s=scene.warmup_s,
-        followers=load.followers, deadlines_ms=load.deadlines_ms,
-    )  # fmt: skip
-    summary = {**result.summary(), "applications": load.summary(result)}
-    if as_json:
-        emit_json(summary)
-        return
-    print_run(summary, scene.scheduler_name)
-    table = Table(box=None, header_style="bold")
-    table.add_column("application")
-    for heading in ("offered", "ok", "attainment", "goodput rps", "SLO ms", "p50 ms", "p99 ms"):
-        table.add_column(heading, justify="right")
-    for name, row in summary["applications"].items():
-        cells = (str(row["offered"]), str(row["ok"]), _percent(row["attainment"]), f"{row['goodput_rps']:.1f}")
-        times = (f"{row['slo_ms']:g}", _number(row["p50_ms"]), _number(row["p99_ms"]))
-        table.add_row(escape(name), *cells, *times)
-    stdout_console().print(table)
-
-
-def note_applications(applications: tuple[Application, ...]) -> None:
-    """Say on stderr that a verb sends the stages' requests by themselves."""
-    if applications:
-        names = ", ".join(application.name for application in applications)
-        progress_console().print(
-            f"tenuto: the stages of {names} get requests of their own here; only `tenuto simulate` joins them",
-            markup=False,
-        )
-
-
-def _print_advice(series: list[dict[str, Any]]) -> None:
-    """Print the scaling advice window by window."""
-    if not series:
-        return
-    table = Table(box=None, header_style="bold")
-    for heading in ("until s", "GPUs", "requests", "bad", "idle", "GPUs to add (+) or release (-)"):
-        table.add_column(heading, justify="right")
-    for row in series:
-        table.add_row(
-            f"{row['end_s']:g}",
-            str(row["gpus"]),
-            f"{row['requests']:,}",
-            _percent(row["bad_rate"]),
-            _percent(row["idle_fraction"]),
-            f"{row['delta_gpus']:+d}",
-        )
-    stdout_console().print(table)
 
 
 def _report_folder(folder: str | None, *, force: bool) -> Path | None:
@@ -333,9 +312,7 @@ def _report_folder(folder: str | None, *, force: bool) -> Path | None:
     return prepare_folder(Path(folder), force=force)
 
 
-def _write_report(
-    folder: Path, result: SimulationResult, schedule: Schedule, source: str, settings: dict[str, Any]
-) -> None:
+def _write_report(folder: Path, run: VirtualRun, source: str, settings: dict[str, Any]) -> None:
     """Write the files and the page of a simulated run, in the form of a measured one."""
     from tenuto.loadgen.output import write_files
     from tenuto.loadgen.report import Run, write_report
@@ -344,54 +321,8 @@ def _write_report(
     data = load_document(source)
     plan = Plan.from_data(data, origin=source) if _is_plan(data) else None
     command_line = ["tenuto", *sys.argv[1:]]
-    document, records = describe_simulation(result, schedule, plan, options=settings, command=command_line)
-    write_files(folder, document, records, schedule)
+    document, records = describe_simulation(
+        run.result, run.schedule, plan, options=settings, command=command_line, load=run.load
+    )
+    write_files(folder, document, records, run.schedule)
     write_report(folder, Run(document, records, plan))
-
-
-def print_run(summary: dict[str, Any], scheduler_name: str) -> None:
-    """Print the tables of a run on stdout."""
-    console = stdout_console()
-    table = Table(box=None, header_style="bold")
-    table.add_column("model")
-    headings = (
-        "offered",
-        "ok",
-        "late",
-        "expired",
-        "rejected",
-        "attainment",
-        "p50 ms",
-        "p90 ms",
-        "p99 ms",
-        "mean batch",
-    )
-    for heading in headings:
-        table.add_column(heading, justify="right")
-    for name, row in summary["models"].items():
-        table.add_row(
-            escape(name),
-            *(str(row[key]) for key in ("offered", "ok", "late", "expired", "rejected")),
-            _percent(row["attainment"]),
-            *(_number(row[key]) for key in ("p50_ms", "p90_ms", "p99_ms", "mean_batch")),
-        )
-    console.print(table)
-    gpulets = Table(box=None, header_style="bold")
-    for heading in ("gpu-let", "utilisation", "batches", "mean batch"):
-        gpulets.add_column(heading, justify="left" if heading == "gpu-let" else "right")
-    for name, row in summary["gpulets"].items():
-        gpulets.add_row(escape(name), _percent(row["utilisation"]), str(row["batches"]), _number(row["mean_batch"]))
-    console.print(gpulets)
-    console.print(
-        f"{scheduler_name}: goodput {summary['goodput_rps']:,.1f} of {summary['offered_rps']:,.1f} rps offered, "
-        f"attainment {_percent(summary['attainment'])}, GPUs busy {_percent(summary['gpu_utilisation'])}, "
-        f"{summary['requests']:,} requests measured in {summary['wall_s']:.2f} s"
-    )
-
-
-def _percent(value: float | None) -> str:
-    return "-" if value is None else f"{100 * value:.2f} %"
-
-
-def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.2f}"

@@ -10,9 +10,9 @@ import pytest
 from tenuto.batching.registry import make_scheduler
 from tenuto.batching.result import SimulationResult
 from tenuto.batching.setup import everywhere
-from tenuto.batching.simulator import simulate
 from tenuto.errors import InvalidInputError
 from tenuto.loadgen.applications import ApplicationLoad, make_application_load
+from tenuto.loadgen.simulated import simulate_load, simulated_applications
 from tenuto.placement import Cluster, Plan, Workload, solve
 from tenuto.placement.policies.ffd import FirstFitDecreasing
 from tenuto.profiles import Profiles
@@ -38,11 +38,7 @@ def workload(*applications: dict[str, Any], **more: Any) -> Workload:
 def run(work: Workload, gpus: int = 2, scheduler: str = "eager") -> tuple[ApplicationLoad, SimulationResult]:
     load = make_application_load(work.models, work.applications, 20.0, 1)
     setup = everywhere(work, Cluster.parse(f"v100:{gpus}"), Profiles(()))
-    result = simulate(
-        make_scheduler(scheduler, setup), load.times_ms, load.model_index, duration_s=20.0, warmup_s=0.0,
-        followers=load.followers, deadlines_ms=load.deadlines_ms,
-    )  # fmt: skip
-    return load, result
+    return load, simulate_load(make_scheduler(scheduler, setup), load, duration_s=20.0, warmup_s=0.0)
 
 
 def test_stages_become_models_with_their_rate_and_part_of_the_deadline() -> None:
@@ -112,12 +108,12 @@ def test_later_stages_arrive_when_all_before_them_are_answered() -> None:
 def test_a_call_is_ok_only_when_all_of_it_is() -> None:
     work = workload(traffic(rate_rps=120.0))
     load, result = run(work, gpus=1, scheduler="deferred")
-    figures = load.summary(result)["traffic"]
+    figures = simulated_applications(result, load)["traffic"]
     ended = dict.fromkeys(range(len(load.calls)), 0.0)
     for row, finish in enumerate(result.finish_ms.tolist()):
         call = int(load.owner[row])
         ended[call] = max(ended[call], float("inf") if np.isnan(finish) else finish)
-    ok = sum(ended[i] - at <= 120.0 + 1e-6 for i, (_, at) in enumerate(load.calls))
+    ok = sum(ended[i] - at <= 120.0 + 1e-6 for i, (_, at) in load.calls.items())
 
     assert figures["offered"] == len(load.calls)
     assert 0 < figures["ok"] == ok < figures["offered"]

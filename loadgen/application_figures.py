@@ -1,0 +1,144 @@
+"""How the requests of applications ended, end to end, from the records of their stages' requests.
+
+A request of an application is `ok` when every answer of every stage was there within its SLO, `late` when all were
+there but not in time. Otherwise it ends as the first of its requests that got no answer did: expired, rejected or
+failed; it is failed too when a stage is missing because the client was lost or stopped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tenuto.loadgen.records import Outcome, Records
+from tenuto.placement.applications import Application
+
+__all__ = [
+    "MIN_SAMPLES_P99",
+    "Calls",
+    "application_figures",
+    "calls_by_name",
+    "calls_of",
+    "label_stages",
+    "stage_owners",
+]
+
+MIN_SAMPLES_P99 = 459
+_SLACK_MS = 1e-6  # of float sums, as in the simulator
+
+
+@dataclass(frozen=True)
+class Calls:
+    """The requests of one application in order of arrival. `latency_ms` is NaN unless all of it was answered."""
+
+    number: NDArray[np.int64]
+    at_ms: NDArray[np.float64]
+    latency_ms: NDArray[np.float64]
+    outcome: NDArray[np.int8]
+
+    def __len__(self) -> int:
+        """Return the number of requests of the application."""
+        return int(self.number.size)
+
+    def within(self, begin_ms: float, end_ms: float) -> Calls:
+        """Return those that arrived in a window."""
+        rows = (self.at_ms >= begin_ms) & (self.at_ms < end_ms)
+        return Calls(self.number[rows], self.at_ms[rows], self.latency_ms[rows], self.outcome[rows])
+
+
+def stage_owners(applications: Iterable[Application]) -> dict[str, str]:
+    """Return the application of every model that is a stage of one."""
+    return {app.model_name(stage): app.name for app in applications for stage in app.stages}
+
+
+def calls_of(
+    records: Records, names: Sequence[str], stages: Collection[str], stage_requests: int, slo_ms: float
+) -> Calls:
+    """Return how every request of an application ended.
+
+    Args:
+        records: of the run; those of other applications and models do not matter.
+        names: of the models by index.
+        stages: the models that are its stages.
+        stage_requests: how many requests to them make one of the application.
+        slo_ms: time allowed end to end.
+    """
+    is_mine = np.array([name in stages for name in names] + [False])
+    mine = records.where((records.call >= 0) & is_mine[records.model])
+    number, place = np.unique(mine.call, return_inverse=True)
+    at_ms = np.zeros(len(number))
+    at_ms[place] = mine.call_at_ms
+    answered = mine.status == 200
+    ended_ms = np.full(len(number), -np.inf)
+    np.maximum.at(ended_ms, place, np.where(answered, mine.answered_ms, np.inf))
+    complete = np.isfinite(ended_ms) & (np.bincount(place, minlength=len(number)) == stage_requests)
+    latency = np.where(complete, ended_ms - at_ms, np.nan)
+    outcome = np.full(len(number), Outcome.FAILED, np.int8)
+    outcome[complete] = np.where(latency[complete] <= slo_ms + _SLACK_MS, Outcome.OK, Outcome.LATE)
+    # The first that got no answer decides: sorted backwards, so that it is written last.
+    lost = np.flatnonzero(~answered)
+    when = np.where(np.isnan(mine.answered_ms[lost]), np.inf, mine.answered_ms[lost])
+    lost = lost[np.argsort(-when, kind="stable")]
+    outcome[place[lost]] = mine.outcome[lost]
+    order = np.argsort(at_ms, kind="stable")
+    return Calls(number[order], at_ms[order], latency[order], outcome[order])
+
+
+def calls_by_name(document: Mapping[str, Any], records: Records) -> dict[str, Calls]:
+    """Return how the requests of every application of a run ended, from its result document and all its records."""
+    models = document["models"]
+    found = {}
+    for name, row in (document.get("applications") or {}).items():
+        stages = {model for model, figures in models.items() if figures.get("stage_of") == name}
+        found[name] = calls_of(records, list(models), stages, row["stage_requests"], row["slo_ms"])
+    return found
+
+
+def application_figures(
+    records: Records,
+    names: Sequence[str],
+    applications: Iterable[Application],
+    *,
+    warmup_ms: float,
+    duration_ms: float,
+) -> dict[str, dict[str, Any]]:
+    """Return offered, every outcome, attainment, goodput and latency percentiles per application.
+
+    Args:
+        records: every request of the run.
+        names: of the models by index.
+        applications: with the SLOs that count.
+        warmup_ms: requests of applications that arrive before this are left out.
+        duration_ms: end of the measured window.
+    """
+    length_s = max(1e-9, (duration_ms - warmup_ms) / 1000.0)
+    found: dict[str, dict[str, Any]] = {}
+    for application in applications:
+        stages = {application.model_name(stage) for stage in application.stages}
+        stage_requests = sum(stage.count for stage in application.stages)
+        calls = calls_of(records, names, stages, stage_requests, application.slo_ms).within(warmup_ms, duration_ms)
+        counts = {o.name.lower(): int((calls.outcome == o).sum()) for o in Outcome}
+        offered = len(calls)
+        latency = calls.latency_ms[~np.isnan(calls.latency_ms)]
+        found[application.name] = {
+            "offered": offered,
+            **counts,
+            "attainment": counts["ok"] / offered if offered else None,
+            "goodput_rps": counts["ok"] / length_s,
+            "slo_ms": application.slo_ms,
+            "stage_requests": stage_requests,
+            **{f"p{p}_ms": float(np.percentile(latency, p)) if latency.size else None for p in (50, 90)},
+            "p99_ms": float(np.percentile(latency, 99)) if latency.size >= MIN_SAMPLES_P99 else None,
+        }
+    return found
+
+
+def label_stages(models: Mapping[str, dict[str, Any]], applications: Iterable[Application]) -> None:
+    """Write into the figures of models which application each is a stage of."""
+    for name, owner in stage_owners(applications).items():
+        if name in models:
+            models[name]["stage_of"] = owner
