@@ -49,8 +49,8 @@ class Joined(Protocol):
         """Return how many of those have been given up."""
         ...
 
-    def ok(self, result: SimulationResult, /) -> dict[str, int]:
-        """Return how many of those were in time."""
+    def ended(self, result: SimulationResult, /) -> dict[str, tuple[int, int]]:
+        """Return how many of those that arrived in a run were in time, and how many arrived."""
         ...
 
 
@@ -250,8 +250,8 @@ def _try(
     # What was offered in the run itself, which ends early when it is hopeless.
     ended = {models[m].name: (int(counts[m, OK]), int(counts[m].sum())) for m in alone}
     if joined is not None:
-        ok = joined.ok(result)
-        ended |= {name: (ok[name], offered[name]) for name in judged_joins}
+        joins_ended = joined.ended(result)
+        ended |= {name: joins_ended[name] for name in judged_joins}
     judged = [(good / total, name) for name, (good, total) in ended.items() if offered[name] and total]
     worst, worst_name = min(judged, default=(0.0, None))
     total = sum(count for _, count in ended.values())

@@ -263,6 +263,8 @@ def simulate(
     advance(INF)
     expired = np.fromiter(chain.from_iterable(dropped), dtype=np.int64)
     kept = done if followers is None else len(times_ms)
+    if followers is not None:
+        times_ms[done:total] = np.nan  # a run that ended early never got to these
     return SimulationResult.build(
         setup,
         times_ms[:kept],

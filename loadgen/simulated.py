@@ -90,9 +90,10 @@ class JoinedLoad:
         """Return how many of those have been given up."""
         return {app.name: lost for app, lost in zip(self._load.applications, self._joins.lost, strict=True)}
 
-    def ok(self, result: SimulationResult) -> dict[str, int]:
-        """Return how many of those were in time."""
-        return {name: row["ok"] for name, row in simulated_applications(result, self._load).items()}
+    def ended(self, result: SimulationResult) -> dict[str, tuple[int, int]]:
+        """Return how many of those that arrived in a run were in time, and how many arrived."""
+        figures = simulated_applications(result, self._load)
+        return {name: (row["ok"], row["offered"]) for name, row in figures.items()}
 
 
 def offer_of(load: ApplicationLoad, names: Sequence[str], duration_s: float, warmup_s: float | None) -> Offer:
