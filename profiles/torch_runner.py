@@ -125,14 +125,14 @@ class TorchRunner:
                         "Remove the option; `compile: true` works on a CPU.")
             )
         self._torch = torch
-        self._device = torch.device("cuda:0" if device == "cuda" else "cpu")
+        self.device = torch.device("cuda:0" if device == "cuda" else "cpu")
         self.signature = loaded.signature
         self.options = options
         self._batch_sizes = tuple(sorted(batch_sizes))
         if options.has_fixed_sizes and batch_sizes:
             self._batch_sizes = fixed_sizes(max(batch_sizes))
         self._dtype = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}[options.dtype]
-        module = loaded.module.to(self._device)
+        module = loaded.module.to(self.device)
         if options.dtype != "fp32":
             module = module.to(self._dtype)
         if options.channels_last:
@@ -141,7 +141,7 @@ class TorchRunner:
         self._pinned: dict[str, torch.Tensor] = {}
         self._stream: Any = None
         if device == "cuda":
-            self._stream = stream or torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+            self._stream = stream or torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
         self._call: Any = module
         if options.compile:
             self._call = CompiledModule(module, name, shapes=len(self._batch_sizes))
@@ -179,29 +179,34 @@ class TorchRunner:
         Raises:
             InvalidInputError: an integer is outside the model's range; found before anything ran.
         """
-        arrays, size = self._prepare(inputs, batch_size)
+        arrays, size = self.prepare(inputs, batch_size)
         with self._torch.inference_mode():
             if self._stream is None:
-                answer = self._forward([self._torch.from_numpy(_writable(array)) for array in arrays])
+                answer = self.forward(self.as_tensors(arrays))
             else:
                 answer = self._run_on_stream(arrays, size, None)
-        return self._outputs(answer, batch_size)
+        return self.outputs(answer, batch_size)
 
     def split_times_ms(self, inputs: Mapping[str, np.ndarray[Any, Any]], batch_size: int) -> dict[str, float]:
         """Return a batch's times on the device by CUDA events: `h2d_ms`, `kernels_ms`, `d2h_ms`; empty on a CPU."""
         if self._stream is None:
             return {}
         torch = self._torch
-        arrays, size = self._prepare(inputs, batch_size)
+        arrays, size = self.prepare(inputs, batch_size)
         marks = [torch.cuda.Event(enable_timing=True) for _ in range(4)]
         with torch.inference_mode():
             self._run_on_stream(arrays, size, marks)
         names = ("h2d_ms", "kernels_ms", "d2h_ms")
         return {name: a.elapsed_time(b) for name, a, b in zip(names, marks, marks[1:], strict=False)}
 
-    def _prepare(
+    def prepare(
         self, inputs: Mapping[str, np.ndarray[Any, Any]], batch_size: int
     ) -> tuple[list[np.ndarray[Any, Any]], int]:
+        """Return the inputs in the signature's order, padded where the options say so, and their size.
+
+        Raises:
+            InvalidInputError: an integer is outside the model's range.
+        """
         arrays = [_checked(tensor, inputs[tensor.name]) for tensor in self.signature.inputs]
         size = batch_size
         if self.options.pad_batches or self.options.has_fixed_sizes:
@@ -212,7 +217,12 @@ class TorchRunner:
                 arrays = [np.concatenate([a, blank[name]]) for a, name in zip(arrays, names, strict=True)]
         return arrays, size
 
-    def _forward(self, tensors: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    def as_tensors(self, arrays: Sequence[np.ndarray[Any, Any]]) -> list[torch.Tensor]:
+        """Return tensors on the CPU that share the arrays' memory, or a copy's where torch cannot."""
+        return [self._torch.from_numpy(_writable(array)) for array in arrays]
+
+    def forward(self, tensors: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        """Run the model on tensors of its device, in the type and format of the options; on CUDA it only queues."""
         if self.options.dtype != "fp32":
             tensors = [t.to(self._dtype) if t.is_floating_point() else t for t in tensors]
         if self.options.channels_last:
@@ -234,9 +244,9 @@ class TorchRunner:
         staged = [self._stage(spec, array, size) for spec, array in zip(self.signature.inputs, arrays, strict=True)]
         with torch.cuda.stream(self._stream):
             mark(0)
-            tensors = [buffer.to(self._device, non_blocking=True) for buffer in staged]
+            tensors = [buffer.to(self.device, non_blocking=True) for buffer in staged]
             mark(1)
-            answer = self._forward(tensors)
+            answer = self.forward(tensors)
             mark(2)
             host = tuple(torch.empty(t.shape, dtype=t.dtype, pin_memory=True) for t in answer)
             for target, tensor in zip(host, answer, strict=True):
@@ -255,7 +265,12 @@ class TorchRunner:
         np.copyto(buffer.numpy()[:size], array)
         return buffer[:size]
 
-    def _outputs(self, answer: Sequence[torch.Tensor], batch_size: int) -> Arrays:
+    def outputs(self, answer: Sequence[torch.Tensor], batch_size: int) -> Arrays:
+        """Return host tensors as the arrays of the signature, without the padding.
+
+        Raises:
+            InvalidInputError: they are not what the signature says.
+        """
         if len(answer) != len(self.signature.outputs):
             raise InvalidInputError(
                 Problem("signature.outputs", len(self.signature.outputs), f"the model returned {len(answer)} tensors",
