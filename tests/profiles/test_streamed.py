@@ -25,8 +25,13 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
     return made
 
 
+def new_stream() -> Any:
+    make: Any = torch.cuda.Stream
+    return make()
+
+
 def streamed(cuda: FakeCuda, *, syncs: bool = False, **options: Any) -> StreamedRunner:
-    kernels = torch.cuda.Stream(torch.device("cpu"))
+    kernels = new_stream()
     runner = TorchRunner(
         late_model(cuda, syncs=syncs), "cuda", RunOptions(**options), batch_sizes=[1, 2, 3, 4], stream=kernels, name="m"
     )
@@ -139,7 +144,7 @@ def test_a_wrong_integer_takes_no_buffer(cuda: FakeCuda) -> None:
         "tensor", (TensorSignature("ids", "int64", (2,), below=10),), (TensorSignature("y", "int64", (2,)),)
     )
     runner = TorchRunner(LoadedModel(LateNet(cuda), signature), "cuda", RunOptions(), batch_sizes=[1])
-    pipeline = StreamedRunner(runner, Streams(torch.cuda.Stream(torch.device("cpu"))))
+    pipeline = StreamedRunner(runner, Streams(new_stream()))
     for _ in range(3):
         with pytest.raises(InvalidInputError, match="ids: 99"):
             pipeline.stage({"ids": np.full((1, 2), 99)}, 1)
@@ -221,7 +226,7 @@ def test_on_a_gpu_streamed_results_are_those_of_a_plain_forward_pass(options: di
     runner = TorchRunner(
         build("mobilenet_v2", options=SMALL["mobilenet_v2"]), "cuda", RunOptions(**options), batch_sizes=[4]
     )
-    pipeline = StreamedRunner(runner, Streams(torch.cuda.Stream()))
+    pipeline = StreamedRunner(runner, Streams(new_stream()))
     if runner.options.cuda_graphs:
         runner.run(images(0), 4)
     under_way: deque[StagedBatch] = deque()
