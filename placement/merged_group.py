@@ -28,7 +28,7 @@ class MergedGroup(StrictModel):
     program needs, equal weights counted once; None: not known, so that the members' sum is counted.
     """
 
-    models: Annotated[tuple[str, ...], Field(min_length=2)]
+    models: Annotated[tuple[str, ...], Field(min_length=2, max_length=4)]
     batch_size: Annotated[int, Field(ge=1)] | None = None
     latency: LatencyField | None = None
     memory_mib: Annotated[float, Field(ge=0)] | None = None

@@ -42,6 +42,21 @@ class Executor(Protocol):
         """Run one batch and return its outputs and the execution time in ms. Inputs have a leading batch dimension
         and may be backed by read-only buffers."""
 
+    def load_merged(self, name: str, members: Sequence[Mapping[str, Any]], batch_sizes: Sequence[int]) -> None:
+        """Build several models as one program and warm up joint batches of these sizes.
+
+        `members` are their entries: `name`, `source`, `weights_path`, `options`; and `latency` and `slowdown`, those of
+        the group, for an emulated GPU. `unload` releases the group by its name, `signature` knows the members.
+        """
+
+    def run_merged(
+        self, name: str, inputs: Mapping[str, Arrays], sizes: Mapping[str, int]
+    ) -> tuple[dict[str, Arrays], float]:
+        """Run one joint batch, `sizes` rows of each member that has any; return their outputs and the time in ms."""
+
+    def merged(self) -> dict[str, Any]:
+        """Return facts about each group for the status."""
+
     def memory_mib(self) -> float | None:
         """Return the device memory in use, or None where the device has no ledger."""
 

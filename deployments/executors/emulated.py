@@ -27,6 +27,7 @@ class EmulatedExecutor:
         self.device = f"emulated {gpu_type}"
         self._tables: dict[str, list[float]] = {}
         self._signatures: dict[str, dict[str, Any]] = {}
+        self._members: dict[str, tuple[str, ...]] = {}  # of groups that are emulated as one program
 
     def load(
         self,
@@ -56,7 +57,8 @@ class EmulatedExecutor:
     def unload(self, replica_name: str) -> None:
         """Forget a model; one that is not loaded is ignored."""
         self._tables.pop(replica_name, None)
-        self._signatures.pop(replica_name, None)
+        for name in self._members.pop(replica_name, (replica_name,)):
+            self._signatures.pop(name, None)
 
     def signature(self, replica_name: str) -> dict[str, Any]:
         """Return the signature of the model that is emulated."""
@@ -66,12 +68,43 @@ class EmulatedExecutor:
         """Wait l(batch_size) ms and return zeros and the time that passed in ms."""
         del inputs
         started = time.perf_counter()
-        end = started + self._tables[replica_name][batch_size] / 1000.0
+        self._wait(started, self._tables[replica_name][batch_size])
+        arrays = self._zeros(replica_name, batch_size)
+        return arrays, (time.perf_counter() - started) * 1000.0
+
+    def load_merged(self, name: str, members: Sequence[Mapping[str, Any]], batch_sizes: Sequence[int]) -> None:
+        """Take the group's latency and the members' signatures."""
+        options = {"latency": members[0].get("latency"), "slowdown": members[0].get("slowdown", 1.0)}
+        self.load(name, None, weights_path=None, options=options, batch_sizes=batch_sizes)
+        del self._signatures[name]
+        for member in members:
+            own = _signature(member["name"], member.get("source"), member.get("options", {}))
+            self._signatures[member["name"]] = own
+        self._members[name] = tuple(member["name"] for member in members)
+
+    def run_merged(
+        self, name: str, inputs: Mapping[str, Arrays], sizes: Mapping[str, int]
+    ) -> tuple[dict[str, Arrays], float]:
+        """Wait l(joint batch) ms and return zeros for every member that has rows, and the time that passed in ms."""
+        del inputs
+        started = time.perf_counter()
+        self._wait(started, self._tables[name][sum(sizes.values())])
+        arrays = {member: self._zeros(member, rows) for member, rows in sizes.items() if rows}
+        return arrays, (time.perf_counter() - started) * 1000.0
+
+    def merged(self) -> dict[str, Any]:
+        """Return the groups; nothing is really merged."""
+        return {name: {} for name in self._members}
+
+    @staticmethod
+    def _wait(started: float, latency_ms: float) -> None:
+        end = started + latency_ms / 1000.0
         while (rest := end - time.perf_counter()) > 0:
             time.sleep(rest)
-        outputs = self._signatures[replica_name]["outputs"]
-        arrays = {t["name"]: np.zeros((batch_size, *t["shape"]), dtype=t["dtype"]) for t in outputs}
-        return arrays, (time.perf_counter() - started) * 1000.0
+
+    def _zeros(self, model: str, rows: int) -> Arrays:
+        outputs = self._signatures[model]["outputs"]
+        return {t["name"]: np.zeros((rows, *t["shape"]), dtype=t["dtype"]) for t in outputs}
 
     def memory_mib(self) -> float | None:
         """Return None: an emulated GPU has no memory of its own."""
@@ -81,6 +114,7 @@ class EmulatedExecutor:
         """Nothing to release."""
         self._tables.clear()
         self._signatures.clear()
+        self._members.clear()
 
 
 # The signature of a model known by its latency alone: one number in, one number out.

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tenuto.deployments.executors.base import Arrays
+from tenuto.deployments.executors.merged_models import MergedModels
 from tenuto.errors import EnvironmentFaultError
 from tenuto.profiles.cpu_share import calm_openmp, cpu_threads
 from tenuto.profiles.torch_runner import TorchRunner, blank_inputs, pick_device, split_options
@@ -47,6 +48,7 @@ class TorchExecutor:
         self._stream: Any = None
         if self._kind == "cpu":
             self._threads = cpu_threads(share_pct, cores)
+            self._merged = MergedModels(self._kind)
             self.device = "cpu"
             return
         self.device = f"cuda:0 {torch.cuda.get_device_name(0)}"
@@ -54,6 +56,7 @@ class TorchExecutor:
             total_mib = torch.cuda.get_device_properties(0).total_memory / 2**20
             torch.cuda.set_per_process_memory_fraction(min(1.0, memory_mib / total_mib), 0)
         self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        self._merged = MergedModels(self._kind, self._stream)
 
     def load(
         self, replica_name: str, source: str | None, *, weights_path: str | None, options: Mapping[str, Any],
@@ -91,12 +94,30 @@ class TorchExecutor:
 
     def unload(self, replica_name: str) -> None:
         """Release a model and return its device memory; one that is not loaded is ignored."""
-        if self._runners.pop(replica_name, None) is not None and self._stream is not None:
+        held = self._merged.unload(replica_name) or self._runners.pop(replica_name, None) is not None
+        if held and self._stream is not None:
             self._torch.cuda.empty_cache()
+
+    def load_merged(self, name: str, members: Sequence[Mapping[str, Any]], batch_sizes: Sequence[int]) -> None:
+        """Build several models as one merged program; see `MergedModels.load` for the errors."""
+        self._use_threads()
+        self._merged.load(name, members, batch_sizes)
+
+    def run_merged(
+        self, name: str, inputs: Mapping[str, Arrays], sizes: Mapping[str, int]
+    ) -> tuple[dict[str, Arrays], float]:
+        """Run a joint batch of a merged program; return outputs by member and the time in ms."""
+        self._use_threads()
+        return self._merged.run(name, inputs, sizes)
+
+    def merged(self) -> dict[str, Any]:
+        """Return what merging did, by group."""
+        return self._merged.facts()
 
     def signature(self, replica_name: str) -> dict[str, Any]:
         """Return a loaded model's signature as plain data; see `ModelSignature.to_data`."""
-        return self._runners[replica_name].signature.to_data()
+        runner = self._runners.get(replica_name)
+        return self._merged.signature(replica_name) if runner is None else runner.signature.to_data()
 
     def run(self, replica_name: str, inputs: Arrays, batch_size: int) -> tuple[Arrays, float]:
         """Run one batch of exactly `batch_size` (more with the option `pad_batches`); return outputs and time in ms.
@@ -118,6 +139,7 @@ class TorchExecutor:
     def close(self) -> None:
         """Release all models and the device's cached memory."""
         self._runners.clear()
+        self._merged.clear()
         if self._stream is not None:
             self._torch.cuda.empty_cache()
 

@@ -6,6 +6,7 @@ USHER (OSDI 2024), §3.4. Imports torch.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import combinations
 from typing import Any
 
 import torch
@@ -30,6 +31,7 @@ class MergedModels:
         """Keep the plan; programs are built when first asked for."""
         self._plan = plan
         self._programs: dict[tuple[str, ...], fx.GraphModule] = {}
+        self._device: torch.device | None = None
         self.names = tuple(plan.models)
 
     def program(self, present: Sequence[str]) -> fx.GraphModule:
@@ -37,8 +39,33 @@ class MergedModels:
         returns all their outputs."""
         chosen = tuple(name for name in self.names if name in present)
         if chosen not in self._programs:
-            self._programs[chosen] = build_program(self._plan, chosen)
+            self._programs[chosen] = self._placed(build_program(self._plan, chosen))
         return self._programs[chosen]
+
+    def _placed(self, program: fx.GraphModule) -> fx.GraphModule:
+        """Let operators that make a tensor make it on the device the weights were moved to."""
+        if self._device is not None:
+            for node in program.graph.nodes:
+                if "device" in node.kwargs:
+                    node.update_kwarg("device", self._device)
+            program.recompile()
+        return program
+
+    def settle(self, device: torch.device | str) -> None:
+        """Move the weights to a device, build the program of every combination of models, and let go of the originals.
+
+        From then on only the merged weights are held; there are 2**models - 1 programs.
+        """
+        self._device = torch.device(device)
+        store = self._plan.store
+        store.tensors = {name: tensor.to(self._device) for name, tensor in store.tensors.items()}
+        store.device = self._device
+        self._programs.clear()
+        for count in range(1, len(self.names) + 1):
+            for present in combinations(self.names, count):
+                self.program(present)
+        for model in self._plan.models.values():
+            model.weights.clear()
 
     def run(self, batches: Mapping[str, Sequence[torch.Tensor]]) -> dict[str, tuple[torch.Tensor, ...]]:
         """Run batches of some of the models together, each of its own size, and return every model's outputs."""
