@@ -99,6 +99,11 @@ class Records:
         """How much later than scheduled the generator sent; NaN where it did not send."""
         return self.sent_ms - self.scheduled_ms
 
+    def within(self, begin_ms: float, end_ms: float) -> Records:
+        """Return what was scheduled in a window; a later stage of an application's request may be due after its end."""
+        arrived_ms = np.where(self.call >= 0, self.call_at_ms, self.scheduled_ms)
+        return self.where((self.scheduled_ms >= begin_ms) & (arrived_ms < end_ms))
+
     @property
     def is_planned(self) -> NDArray[np.bool_]:
         """Whether the scheduled time was known before the run: all but later stages of applications."""

@@ -105,7 +105,7 @@ def offer_of(load: ApplicationLoad, names: Sequence[str], duration_s: float, war
 def simulated_applications(result: SimulationResult, load: ApplicationLoad) -> dict[str, dict[str, Any]]:
     """Return the figures of every application of a simulated run."""
     return application_figures(
-        simulated_records(result, load), [spec.name for spec in result.setup.models], load.applications,
+        simulated_records(result, load), [spec.name for spec in result.setup.requested], load.applications,
         warmup_ms=1000.0 * result.warmup_s, duration_ms=1000.0 * result.duration_s,
     )  # fmt: skip
 

@@ -52,8 +52,7 @@ def summarise(
         duration_ms: end of the measured window.
         applications: whose stages are among the models, with the SLOs that count; they get figures of their own.
     """
-    window = (records.scheduled_ms >= warmup_ms) & (records.scheduled_ms < duration_ms)
-    measured = records.where(window)
+    measured = records.within(warmup_ms, duration_ms)
     length_s = (duration_ms - warmup_ms) / 1000.0
     ok = int((measured.outcome == Outcome.OK).sum())
     models = {name: _model(measured.where(measured.model == index)) for index, name in enumerate(names)}

@@ -8,7 +8,8 @@ from importlib import resources
 from typing import Any
 
 from tenuto.loadgen.report import sections
-from tenuto.loadgen.report.palette import Style, colour_css, styles_for
+from tenuto.loadgen.report.applications import application_table, applications, stage_note
+from tenuto.loadgen.report.palette import Style, colour_css
 from tenuto.loadgen.report.placed import placement_picture
 from tenuto.loadgen.report.run import Run
 
@@ -20,11 +21,11 @@ _DARK = "--back:#14161a;--panel:#1d2026;--text:#e8eaee;--muted:#9aa1ab;--rule:#3
 
 def render_page(run: Run) -> str:
     """Return the whole page as text."""
-    styles = styles_for(run.names)
+    styles = run.styles
     document = run.document
     title = f"{document['verdict']['result']} · {document['goodput_rps']:.1f} rps goodput · Tenuto"
     charts = (
-        '<h2>Goodput and latency</h2><div class="grid">'
+        applications(run) + '<h2>Goodput and latency</h2><div class="grid">'
         + sections.goodput(run, styles) + sections.latency(run, styles) + sections.stages(run) + sections.load(run)
         + '</div><h2>Batches</h2><div class="grid">' + sections.batches(run, styles)
         + "</div>"
@@ -33,9 +34,10 @@ def render_page(run: Run) -> str:
         + sections.utilisation(run) + "</div>"
     )  # fmt: skip
     body = (
-        f"<h1>{escape(_headline(document))}</h1>"
+        f"<h1>{escape(_headline(document))}</h1>{_application_headline(run)}"
         f"<p class=note>{escape(run.label)} · {escape(str(document.get('date', '')))}</p>"
-        f"{_verdict(document)}<h2>Models</h2>{_models(run, styles)}{charts}{_provenance(run)}"
+        f"{_verdict(document)}{application_table(run)}<h2>Models</h2>{_models(run, styles)}{stage_note(run)}"
+        f"{charts}{_provenance(run)}"
     )
     return html_document(title, body)
 
@@ -60,6 +62,15 @@ def _headline(document: Mapping[str, Any]) -> str:
     return f"{document['goodput_rps']:.1f} of {document['offered_rps']:.1f} requests per second, {share}"
 
 
+def _application_headline(run: Run) -> str:
+    parts = [
+        f"{name} {row['goodput_rps']:.1f} of {row['offered'] / run.window_s:.1f} per second"
+        + ("" if row["attainment"] is None else f", {100 * row['attainment']:.2f} % in time")
+        for name, row in run.applications.items()
+    ]
+    return f"<p><strong>{escape('; '.join(parts))}</strong></p>" if parts else ""
+
+
 def _verdict(document: Mapping[str, Any]) -> str:
     verdict = document["verdict"]
     reasons = [*verdict["reasons"], *(f"failures: {line}" for line in document.get("errors", []))]
@@ -68,13 +79,21 @@ def _verdict(document: Mapping[str, Any]) -> str:
     lines = []
     is_live = document.get("kind") != "simulation"
     if is_live and "sent" in conditions:
-        lines.append(f"Sent {conditions['sent']} of {conditions['scheduled']} scheduled requests.")
+        later = f", and {conditions['followed']} of later stages when they were due" if "followed" in conditions else ""
+        lines.append(f"Sent {conditions['sent']} of {conditions['scheduled']} scheduled requests{later}.")
     if is_live and conditions.get("lateness_p99_ms") is not None:
         lines.append(
             f"The generator was late by {conditions['lateness_p99_ms']:.2f} ms at the 99th percentile; "
             f"{conditions['lateness_limit_ms']:.1f} ms are allowed."
         )
-    lines.append(f"PASS needs {100 * conditions.get('target_attainment', 0.99):g} % of every model's requests in time.")
+    share = f"{100 * conditions.get('target_attainment', 0.99):g} %"
+    if document.get("applications"):
+        lines.append(
+            f"PASS needs {share} of every application's requests in time, end to end, and of those of every model that "
+            "is no stage of one."
+        )
+    else:
+        lines.append(f"PASS needs {share} of every model's requests in time.")
     return (
         f'<div class="verdict {escape(verdict["result"])}"><strong>{escape(verdict["result"])}</strong>'
         f"<ul>{listed}</ul><p class=note>{escape(' '.join(lines))}</p></div>"
@@ -101,9 +120,9 @@ def _models(run: Run, styles: Mapping[str, Style]) -> str:
     for name, model in run.document["models"].items():
         slo = run.slo_ms(name)
         cells = [
-            f'<i style="background:{styles[name].colour}"></i>{escape(name)}',
+            f'<i style="background:{styles[name].colour}"></i>{escape(name)}{_stage_of(model)}',
             "–" if model["attainment"] is None else f"{100 * model['attainment']:.2f} %",
-            "–" if slo is None else f"{slo:g}",
+            "–" if slo is None else f"{round(slo, 1):g}",
             *("–" if model[key] is None else f"{model[key]:.1f}" for key in ("p50_ms", "p90_ms", "p99_ms")),
             *(str(model[key]) for key in ("offered", "ok", "late", "expired", "rejected", "failed")),
             "–" if model["mean_batch"] is None else f"{model['mean_batch']:.1f}",
@@ -114,6 +133,10 @@ def _models(run: Run, styles: Mapping[str, Style]) -> str:
         f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{"".join(rows)}</tbody></table></div>'
         '<p class="note">p99 is given from 459 requests on.</p>'
     )
+
+
+def _stage_of(model: Mapping[str, Any]) -> str:
+    return f' <span class="note">stage of {escape(model["stage_of"])}</span>' if "stage_of" in model else ""
 
 
 def _placement(run: Run, styles: Mapping[str, Style]) -> str:

@@ -14,6 +14,7 @@ import numpy as np
 from tenuto.errors import InvalidInputError, Problem
 from tenuto.loadgen.application_figures import Calls, calls_by_name
 from tenuto.loadgen.records import Outcome, Records
+from tenuto.loadgen.report.palette import Style, styles_for
 from tenuto.placement import Plan
 
 __all__ = ["Run", "load_document", "load_run"]
@@ -38,6 +39,11 @@ class Run:
         return self.document.get("applications") or {}
 
     @cached_property
+    def styles(self) -> dict[str, Style]:
+        """The style of every model and application."""
+        return styles_for([*self.names, *self.applications])
+
+    @cached_property
     def calls(self) -> dict[str, Calls]:
         """How the requests of every application ended, warm-up included."""
         return calls_by_name(self.document, self.records)
@@ -60,8 +66,7 @@ class Run:
     @property
     def measured(self) -> Records:
         """The requests scheduled within the measured window."""
-        scheduled = self.records.scheduled_ms
-        return self.records.where((scheduled >= self.begin_ms) & (scheduled < self.end_ms))
+        return self.records.within(self.begin_ms, self.end_ms)
 
     def slo_ms(self, name: str) -> float | None:
         """The SLO a model was judged by; None when neither the document nor the plan says."""

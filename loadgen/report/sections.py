@@ -101,7 +101,9 @@ def latency(run: Run, styles: Styles) -> str:
         plot.mark_x(1.0, "SLO")
     note = "Counted from the scheduled time. A curve ends below 100 % where requests were not answered."
     if known:
-        note += " SLOs: " + ", ".join(f"{name} {slos[name]:g} ms" for name in run.names) + "."
+        note += " SLOs: " + ", ".join(f"{name} {round(slos[name] or 0.0, 1):g} ms" for name in run.names) + "."
+    if known and run.applications:
+        note += " Later stages of applications had what was left of the split, often more than that."
     return figure(
         "Latency", legend([(n, styles[n]) for n, _, _ in curves], is_line=True) + plot.svg("Latency distribution"), note
     )
