@@ -18,6 +18,7 @@ from tenuto.loadgen.client import ClientJob, ModelTarget
 from tenuto.loadgen.clients import ClientGroup, LocalClient, RayClients
 from tenuto.loadgen.http_sender import HttpSender
 from tenuto.loadgen.payloads import make_bodies
+from tenuto.loadgen.priority import Priority
 from tenuto.loadgen.records import Records, merge, unsent
 from tenuto.loadgen.schedule import Schedule, make_schedule, seed_for
 from tenuto.loadgen.verdict import Verdict, judge, summarise
@@ -44,6 +45,7 @@ class BenchOptions:
     grace_s: float = 5.0
     tensors: Literal["binary", "json"] = "binary"
     via: Literal["http", "handle"] = "http"
+    client_priority: Priority = "realtime"  # of the sending threads, where the system allows it
 
     def check(self) -> None:
         """Raise `InvalidInputError` with every setting out of range; those of the schedule are checked when it is
@@ -142,6 +144,7 @@ def run_bench(
     result = _result(records, schedule, load, options, targets, errors, lost, interrupted=interrupted)
     result.wall_s = time.monotonic() - began_at
     result.queued = queued
+    result.verdict.conditions["client_priority"] = " and ".join(sorted({report.priority for report in reports}))
     return result
 
 
@@ -226,7 +229,7 @@ def _jobs(
         jobs.append(
             ClientJob(
                 options.url, targets, *rows, options.grace_s, connections, send_slo=options.slo_scale != 1.0,
-                via=options.via, run=schedule.hash[:8], load=part,
+                via=options.via, run=schedule.hash[:8], load=part, priority=options.client_priority,
             )
         )  # fmt: skip
     return jobs

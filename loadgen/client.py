@@ -18,6 +18,7 @@ import numpy as np
 from tenuto.loadgen.applications import ApplicationLoad, Joins
 from tenuto.loadgen.http_sender import Sender
 from tenuto.loadgen.precise_timer import PreciseTimer
+from tenuto.loadgen.priority import Priority, preferred
 from tenuto.loadgen.records import NAN, Outcome, Records
 from tenuto.loadgen.reply import OnReply, Reply
 
@@ -55,14 +56,16 @@ class ClientJob:
     via: str = "http"  # http, or handle: the Python handle on the Ray cluster
     run: str = ""  # what the requests' ids begin with; see `request_id`
     load: ApplicationLoad | None = None
+    priority: Priority = "realtime"  # of the sending thread, where the system allows it
 
 
 @dataclass
 class ClientReport:
-    """What a client hands back: one row per request of its job, and how often each error text came."""
+    """What a client hands back: one row per request of its job, the count of each error text, its priority."""
 
     records: Records
     errors: Counter[str] = field(default_factory=Counter)
+    priority: Priority = "normal"
 
 
 def request_id(run: str, number: int) -> str:
@@ -166,6 +169,12 @@ class Client:
         Args:
             start_at: `time.time()` of the start that all clients share; the schedule counts from it.
         """
+        with preferred(self._job.priority) as got:
+            report = await self._run(start_at)
+        report.priority = got
+        return report
+
+    async def _run(self, start_at: float) -> ClientReport:
         job, send = self._job, self._sender.send_prepared
         columns = _Columns(job)
         errors: Counter[str] = Counter()

@@ -45,6 +45,13 @@ __all__ = ["command", "print_summary"]
     help="HTTP, or the Python handle on the Ray cluster that serves.",
 )
 @click.option(
+    "--client-priority",
+    type=click.Choice(["realtime", "normal"]),
+    default="realtime",
+    show_default=True,
+    help="Of the threads that send; realtime where the system permits it keeps to the schedule on busy machines.",
+)
+@click.option(
     "-o",
     "--output",
     "folder",
@@ -66,6 +73,7 @@ def command(
     grace_s: float,
     tensors: Literal["binary", "json"],
     via: Literal["http", "handle"],
+    client_priority: Literal["realtime", "normal"],
     folder: str | None,
     force: bool,
     as_json: bool,
@@ -90,8 +98,9 @@ def command(
     out = prepare_folder(Path(folder), force=force) if folder is not None else None
     console = progress_console()
     options = BenchOptions(
-        address.rstrip("/"), duration_s, seed, rate_scale, slo_scale, warmup_s, clients, grace_s, tensors, via
-    )
+        address.rstrip("/"), duration_s, seed, rate_scale, slo_scale, warmup_s, clients, grace_s, tensors, via,
+        client_priority,
+    )  # fmt: skip
     served, applications, notes = asked_of(plan)
     for note in notes:
         console.print(f"tenuto: {note}", markup=False)
