@@ -133,6 +133,7 @@ def _gpulet_application(plan: Plan, gpulet: Gpulet, gpu: PlannedGpu, executor: s
         "executor": executor,
         "mps": plan.mps,
         "cuda_mps": _uses_mps(plan, gpulet, gpu, executor),
+        "streaming": plan.streaming,
     }
     return {
         "name": application_name(gpulet.id),
@@ -191,4 +192,6 @@ def _model_entry(plan: Plan, replica: Any) -> dict[str, Any]:
         "options": spec.options,
         "latency": replica.latency.model_dump(mode="json") if replica.latency is not None else None,
         "slowdown": replica.slowdown,
+        "copy_in_ms": replica.copy_in_ms,
+        "copy_out_ms": replica.copy_out_ms,
     }

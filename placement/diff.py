@@ -85,6 +85,7 @@ def _process(plan: Plan, gpulet: Gpulet) -> dict[str, Any]:
         "share": gpulet.share_pct,
         "memory limit": gpulet.memory_mib,
         "MPS": plan.mps,
+        "streaming": plan.streaming,
         # Only where a GPU is real: emulated gpu-lets do not restart for a neighbour.
         "CUDA MPS": gpu.uuid is not None and gpu.type != "cpu" and plan.uses_mps(gpulet),
     }
@@ -102,6 +103,7 @@ def _models(plan: Plan, gpulet: Gpulet) -> dict[str, dict[str, Any]]:
             "options": spec.options,
             "latency": replica.latency,
             "slowdown": replica.slowdown,
+            "copies": (replica.copy_in_ms, replica.copy_out_ms),
         }
     for group in gpulet.merged_groups():
         found[f"merged {group.name}"] = {"batch size": group.batch_size, "latency": group.latency}

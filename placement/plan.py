@@ -54,6 +54,9 @@ class Replica(StrictModel):
     slowdown: Annotated[float, Field(ge=1)] = 1.0
     memory_mib: float | None = None
     latency: LatencyField | None = None
+    # Of one request, part of its batch's latency; filled in where streaming hides them.
+    copy_in_ms: Annotated[float, Field(ge=0)] | None = None
+    copy_out_ms: Annotated[float, Field(ge=0)] | None = None
 
 
 class Gpulet(StrictModel):
@@ -121,6 +124,7 @@ class Plan(StrictModel):
     models: tuple[ModelSpec, ...] = ()  # the workload's entries, for serving and simulation
     applications: tuple[Application, ...] = ()  # whose stages are among the models
     mps: Literal["off", "auto", "required"] = "auto"
+    streaming: bool = False
 
     @field_validator("mps", mode="before")
     @classmethod
@@ -178,6 +182,8 @@ class Plan(StrictModel):
                 _drop(group, batch_size=None, latency=None, memory_mib=None, basis=None)
             for replica in gpulet["models"]:
                 _drop(replica, rate_rps=None, latency_ms=None, slowdown=1.0, memory_mib=None, latency=None)
+                _drop(replica, copy_in_ms=None, copy_out_ms=None)
+        _drop(data, streaming=False)
         data["models"] = [m.model_dump(mode="json", exclude_defaults=True, exclude_none=True) for m in self.models]
         return data
 

@@ -7,6 +7,7 @@ from contextlib import suppress
 
 from tenuto.errors import InvalidInputError, Problem, raise_if_any
 from tenuto.placement.cluster import Cluster
+from tenuto.placement.copies import copy_ms_per_request
 from tenuto.placement.merging import apply_merging
 from tenuto.placement.plan import Expected, ExpectedModel, Gpulet, Plan, PolicyUsed
 from tenuto.placement.policy import Policy
@@ -108,7 +109,8 @@ def complete(plan: Plan, policy: Policy, workload: Workload, cluster: Cluster, p
     types = {gpu.id: gpu.type for gpu in cluster.gpus} | {gpu.id: gpu.type for gpu in plan.gpus}
     tables = {kind: _known(workload, kind, profiles) for kind in sorted({types[g] for g in used if g in types})}
     gpulets = tuple(
-        _completed(gpulet, tables[types[gpulet.gpu]]) if gpulet.gpu in types else gpulet for gpulet in plan.gpulets
+        _completed(gpulet, tables[types[gpulet.gpu]], with_copies=workload.streaming) if gpulet.gpu in types else gpulet
+        for gpulet in plan.gpulets
     )
     expected = plan.expected
     if not expected.models:
@@ -127,6 +129,7 @@ def complete(plan: Plan, policy: Policy, workload: Workload, cluster: Cluster, p
             "models": workload.models,
             "applications": workload.applications,
             "mps": workload.mps,
+            "streaming": workload.streaming,
         }
     )
 
@@ -144,7 +147,7 @@ def _plain_options(policy: Policy) -> dict[str, object]:
     return {k: list(v) if isinstance(v, tuple) else v for k, v in getattr(policy, "options", {}).items()}
 
 
-def _completed(gpulet: Gpulet, profiles: Mapping[str, ModelProfile]) -> Gpulet:
+def _completed(gpulet: Gpulet, profiles: Mapping[str, ModelProfile], *, with_copies: bool) -> Gpulet:
     replicas = []
     for replica in gpulet.models:
         model: ModelProfile | None = profiles.get(replica.name)
@@ -157,6 +160,9 @@ def _completed(gpulet: Gpulet, profiles: Mapping[str, ModelProfile]) -> Gpulet:
             update["latency_ms"] = round(latency.at(replica.batch_size) * replica.slowdown, 6)
         if replica.memory_mib is None:
             update["memory_mib"] = model.memory_mib(replica.batch_size, gpulet.effective_share_pct)
+        if with_copies:
+            into_ms, out_ms = copy_ms_per_request(model, replica.batch_size, gpulet.effective_share_pct)
+            update |= {"copy_in_ms": into_ms, "copy_out_ms": out_ms}
         replicas.append(replica.model_copy(update=update))
     return gpulet.model_copy(update={"models": tuple(replicas)})
 

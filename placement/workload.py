@@ -54,6 +54,7 @@ class Workload(StrictModel):
     applications: tuple[Application, ...] = ()
     mps: Literal["off", "auto", "required"] = "auto"  # CUDA MPS for gpu-lets that share a GPU
     merge: Literal["off", "auto"] | tuple[tuple[str, ...], ...] = "off"  # models to run as one merged program
+    streaming: bool = False  # the copies of a batch overlap with the execution of the one before
 
     @model_validator(mode="before")
     @classmethod

@@ -1,0 +1,74 @@
+"""`streaming` from the workload to the plan, what it costs to change it, and where the copies' times come from."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tenuto.errors import InvalidInputError
+from tenuto.placement import Cluster, Plan, Workload
+from tenuto.placement.copies import copy_ms_per_request
+from tenuto.placement.diff import diff
+from tenuto.placement.policy import load_policy
+from tenuto.placement.solve import solve
+from tenuto.profiles import ModelProfile, Profile, Profiles
+from tenuto.profiles.documents import parse_document
+
+POINTS = [
+    {"batch_size": 1, "latency_ms": 2.0, "metrics": {"h2d_ms": 0.2, "d2h_ms": 0.01}},
+    {"batch_size": 8, "latency_ms": 5.0, "metrics": {"h2d_ms": 0.8, "d2h_ms": 0.08}},
+    {"batch_size": 8, "share_pct": 50.0, "latency_ms": 9.0},
+]
+MODEL = ModelProfile.model_validate({"points": POINTS})
+
+
+def plan(**keys: Any) -> Plan:
+    profile = Profile.model_validate(
+        {"name": "p", "source": "test", "gpu_type": "v100", "models": {"m": {"points": POINTS}}}
+    )
+    workload = parse_document(Workload, {"models": [{"name": "m", "rate_rps": 50, "slo_ms": 50}], **keys})
+    cluster = parse_document(Cluster, {"nodes": [{"name": "n0", "gpus": [{"type": "v100", "count": 1}]}]})
+    return solve(load_policy("symphony"), workload, cluster, Profiles([profile]))
+
+
+def test_a_plan_says_so_and_carries_the_copies_of_the_profile() -> None:
+    streaming = plan(streaming=True)
+    assert streaming.streaming
+    (replica,) = streaming.gpulets[0].models
+    assert replica.copy_in_ms == 0.1
+    assert replica.copy_out_ms == 0.01
+    assert Plan.from_data(streaming.to_data()) == streaming
+
+
+def test_without_it_a_plan_is_written_as_before() -> None:
+    data = plan().to_data()
+    assert "streaming" not in data
+    assert "copy_in_ms" not in data["gpulets"][0]["models"][0]
+
+
+def test_a_change_restarts_the_gpulets() -> None:
+    (change,) = diff(plan(), plan(streaming=True)).changes
+    assert (change.kind, change.reasons) == ("restart", ("streaming: False → True",))
+
+
+@pytest.mark.parametrize(
+    ("size", "share", "expected"),
+    [(1, 100.0, (0.2, 0.01)), (3, 100.0, (0.1, 0.01)), (16, 100.0, (0.1, 0.01)), (8, 50.0, (0.1, 0.01))],
+)
+def test_copies_are_those_of_the_measured_batch_that_holds_the_planned_one(
+    size: int, share: float, expected: tuple[float, float]
+) -> None:
+    assert copy_ms_per_request(MODEL, size, share) == expected
+
+
+def test_unmeasured_copies_are_unknown() -> None:
+    assert copy_ms_per_request(ModelProfile.model_validate({"line": {"alpha_ms": 1, "beta_ms": 1}}), 4, 100.0) == (
+        None,
+        None,
+    )
+
+
+def test_a_wrong_value_names_the_key() -> None:
+    with pytest.raises(InvalidInputError, match="streaming"):
+        parse_document(Workload, {"models": [], "streaming": "sometimes"})
