@@ -76,6 +76,7 @@ class GpuletLink:
         self._protocol: FrameProtocol | None = None
         self._lost = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
+        self._is_stopping = False
 
     @property
     def is_up(self) -> bool:
@@ -88,6 +89,7 @@ class GpuletLink:
 
     async def stop(self) -> None:
         """Close the connection and stop looking."""
+        self._is_stopping = True
         if self._task is not None:
             self._task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
@@ -137,7 +139,8 @@ class GpuletLink:
         if protocol is self._protocol:
             self._protocol = None
             reason = f"{self._name} closed its connection" + (f" ({error})" if error else "")
-            logger.warning("%s", reason)
+            if not self._is_stopping:
+                logger.warning("%s", reason)
             self._events.link_down(self.index, reason)
         self._lost.set()
 

@@ -1,35 +1,68 @@
-"""How faithfully the load generator sends its schedule, and what a request costs it.
+"""How faithfully the load generator sends its schedule, over HTTP and over the Python handle, and what that costs.
 
-A no-op HTTP server in a second process answers every request at once; the generator sends Poisson schedules of rising
-rate from one local client. Published to compare with: the clients of Elvinger's thesis (ETH 2024, table 4.1) fell 8
-to 19 % short of the rate they were asked for. Issue 5 asks for 0.5 % and a 99th percentile of lateness under 2 ms at
-500 r/s.
+A peer in a second process answers every request at once: an HTTP server without a network behind it, and the far end of
+the handle's sockets and bundles without a dispatcher behind it. `--live` asks a real Tenuto on Ray instead, with an
+emulated model, so that the client shares the machine with all of it. Each rate is sent several times from one client;
+printed are medians over the repeats, with the smallest and largest p99 beside, since other processes share the machine.
 
-Run: python tests/benchmarks/bench_schedule_accuracy.py [--quick]
+Published to compare with: the clients of Elvinger's thesis (ETH 2024, table 4.1) fell 8 to 19 % short of the rate they
+were asked for. Issue 5 asks for 0.5 % and a 99th percentile of lateness under 2 ms at 500 r/s.
+
+Run: python tests/benchmarks/bench_schedule_accuracy.py [--quick] [--via http|handle|both] [--live] [--priority normal]
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import multiprocessing
+import os
 import resource
 import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from typing import cast
+from pathlib import Path
+from statistics import median
+from typing import Any, cast
 
 import numpy as np
+from serving import heading, synthetic_plan
 
+from tenuto.deployments.answers import Answer, Outcome
+from tenuto.deployments.bundles import AnswerRow, pack_answers, unpack_requests
+from tenuto.deployments.config import serve_config
+from tenuto.deployments.handle import ALONE, TenutoHandle
+from tenuto.deployments.launcher import Launcher
+from tenuto.deployments.link import Finder
+from tenuto.deployments.remote import RemoteDispatchers
+from tenuto.deployments.transport import FrameProtocol, listen
 from tenuto.loadgen.bench import BenchOptions, run_bench
-from tenuto.loadgen.output import hardware, versions
+from tenuto.loadgen.client import ClientJob
+from tenuto.loadgen.clients import LocalClient
+from tenuto.loadgen.handle_sender import HandleSender
+from tenuto.loadgen.http_sender import Sender
+from tenuto.loadgen.reply import OnReply
+from tenuto.loadgen.senders import make_sender
 from tenuto.placement import ModelSpec
 
+MODEL = "synthetic"
+SLO_MS = 100.0
+WANTED_OFF, WANTED_P99_MS, WANTED_RPS = 0.005, 2.0, 500
+LIVE_PORT = 8791
 _HEADERS = (
     b"HTTP/1.1 200 OK\r\nX-Tenuto-Queue-Ms: 1.0\r\nX-Tenuto-Batching-Ms: 1.0\r\nX-Tenuto-Execution-Ms: 1.0\r\n"
     b"X-Tenuto-Batch-Size: 1\r\nX-Tenuto-Gpulet: n0/0/a\r\nContent-Length: 14\r\n\r\n"
     b'{"outputs":[]}'
 )
+_SIGNATURE = {
+    "inputs": [{"name": "x", "dtype": "float32", "shape": [4]}],
+    "outputs": [{"name": "y", "dtype": "float32", "shape": [4]}],
+}
+_ANSWER = Answer(Outcome.OK, [], 1, "n0/0/a", 1.0, 0.0, 1.0)
 
 
 class _NoOp(asyncio.Protocol):
@@ -43,8 +76,8 @@ class _NoOp(asyncio.Protocol):
         self._buffer += data
         while (end := self._buffer.find(b"\r\n\r\n")) >= 0:
             if self._buffer.startswith(b"GET"):
-                metadata = {"name": "m", "inputs": [{"name": "x", "datatype": "FP32", "shape": [-1, 4]}], "outputs": []}
-                body = json.dumps(metadata).encode()
+                inputs = [{"name": "x", "datatype": "FP32", "shape": [-1, 4]}]
+                body = json.dumps({"name": MODEL, "inputs": inputs, "outputs": []}).encode()
                 self._transport.write(
                     b"HTTP/1.1 200 OK\r\nConnection: close\r\nContent-Length: %d\r\n\r\n" % len(body) + body
                 )
@@ -58,10 +91,19 @@ class _NoOp(asyncio.Protocol):
             self._transport.write(_HEADERS)
 
 
-def _serve(port: Connection) -> None:
+def _on_bundle(protocol: FrameProtocol, header: dict[str, Any], body: memoryview) -> None:
+    """Answer every request of a bundle."""
+    rows = [AnswerRow(row.number, 0.0, _ANSWER) for row in unpack_requests(header, body) if row.parts is not None]
+    protocol.send(*pack_answers(rows))
+
+
+def _serve(pipe: Connection, socket_name: str) -> None:
+    """Be both peers, on an HTTP port and on a Unix socket, until killed."""
+
     async def main() -> None:
         server = await asyncio.get_running_loop().create_server(_NoOp, "127.0.0.1", 0)
-        port.send(server.sockets[0].getsockname()[1])
+        await listen(socket_name, "t", _on_bundle, lambda *_: None)
+        pipe.send(server.sockets[0].getsockname()[1])
         await server.serve_forever()
 
     try:
@@ -72,57 +114,151 @@ def _serve(port: Connection) -> None:
         uvloop.run(main())
 
 
+class _NoOpHandleSender(HandleSender):
+    """The handle's sender, connected to the peer of this benchmark and not to what Ray finds."""
+
+    def __init__(self, socket_name: str) -> None:
+        super().__init__()
+        self._socket_name = socket_name
+
+    async def open(self, connections: int, on_reply: OnReply) -> None:
+        async def describe() -> dict[str, Any]:
+            return {
+                "address": self._socket_name, "token": "t", "pid": 1, "device": "none", "ready": True,
+                "ready_models": [MODEL], "signatures": {MODEL: _SIGNATURE},
+            }  # fmt: skip
+
+        def find(_name: str) -> Finder:
+            return describe
+
+        front = RemoteDispatchers(find)
+        await front.apply(synthetic_plan(0.001, 0.0, SLO_MS, 1000.0, 1, 1), {ALONE: [MODEL]})
+        self._handle = TenutoHandle(front)
+        await super().open(connections, on_reply)
+
+
+@dataclass(frozen=True)
+class _Run:
+    """What one repeat showed."""
+
+    off: float
+    p50_ms: float
+    p99_ms: float
+    cost_us: float
+    in_time: float
+    priority: str
+
+    @property
+    def is_held(self) -> bool:
+        return abs(self.off) <= WANTED_OFF and self.p99_ms < WANTED_P99_MS
+
+
 def _processor_s() -> float:
     used = resource.getrusage(resource.RUSAGE_SELF)
     return used.ru_utime + used.ru_stime
 
 
-def main() -> int:
-    """Print one line per rate, then the highest rate that keeps both bounds."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="three rates of 3 s each")
-    quick = parser.parse_args().quick
-    rates, duration_s = ((200, 500, 1000), 3.0) if quick else ((200, 500, 600, 1000, 2000, 3000, 4000, 6000), 10.0)
-    context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe()
-    server = context.Process(target=_serve, args=(theirs,), daemon=True)
-    server.start()
-    url = f"http://127.0.0.1:{ours.recv()}"
-    print(
-        f"{hardware()}\n{versions()}\n"
-        f"one local client, no-op server on the same machine, Poisson, {duration_s:g} s per rate"
+def _run(options: BenchOptions, rate_rps: float, make: Callable[[ClientJob], Sender]) -> _Run:
+    before = _processor_s()
+    model = ModelSpec(name=MODEL, rate_rps=rate_rps, slo_ms=SLO_MS)
+    result = run_bench([model], options, clients=LocalClient(make))
+    spent_s = _processor_s() - before
+    records = result.records
+    sent_ms = records.sent_ms[~np.isnan(records.sent_ms)]
+    late_ms = records.lateness_ms[~np.isnan(records.lateness_ms)]
+    # The schedule's own count varies with its seed; what was asked for is the schedule.
+    within = int((sent_ms < 1000.0 * options.duration_s).sum())
+    return _Run(
+        off=within / len(records) - 1.0,
+        p50_ms=float(np.percentile(late_ms, 50)),
+        p99_ms=float(np.percentile(late_ms, 99)),
+        cost_us=1e6 * spent_s / len(records),
+        in_time=result.summary["attainment"] or 0.0,
+        priority=result.verdict.conditions["client_priority"],
     )
-    print("asked r/s  sent r/s     off   late p50   late p99  processor per request   in time")
-    best = 0
-    try:
-        for rate in rates:
-            before = _processor_s()
-            model = ModelSpec(name="m", rate_rps=rate, slo_ms=100)
-            result = run_bench([model], BenchOptions(url, duration_s=duration_s, clients=0, grace_s=1.0))
-            spent = _processor_s() - before
-            records = result.records
-            sent = records.sent_ms[~np.isnan(records.sent_ms)]
-            scheduled_s = (
-                duration_s  # the schedule's own count varies with the seed; what was asked for is the schedule
-            )
-            in_time = int((sent < 1000.0 * scheduled_s).sum())
-            off = in_time / len(records) - 1.0
-            late = records.lateness_ms[~np.isnan(records.lateness_ms)]
-            p50, p99 = (float(np.percentile(late, q)) for q in (50, 99))
-            if abs(off) <= 0.005 and p99 < 2.0:
-                best = rate
+
+
+@contextlib.contextmanager
+def _peer() -> Iterator[tuple[str, dict[str, Callable[[ClientJob], Sender]]]]:
+    """Start the no-op peer; return its URL and, by way of asking, what makes a sender."""
+    with tempfile.TemporaryDirectory() as folder:
+        socket_name = str(Path(folder) / "peer")
+        context = multiprocessing.get_context("spawn")
+        ours, theirs = context.Pipe()
+        server = context.Process(target=_serve, args=(theirs, socket_name), daemon=True)
+        server.start()
+        try:
+            url = f"http://127.0.0.1:{ours.recv()}"
+            yield url, {"http": make_sender, "handle": lambda _job: _NoOpHandleSender(socket_name)}
+        finally:
+            server.terminate()
+            server.join()
+
+
+@contextlib.contextmanager
+def _live() -> Iterator[tuple[str, dict[str, Callable[[ClientJob], Sender]]]]:
+    """Serve a model that takes 2 ms + 0.01 ms per request, in batches up to 32, on two emulated GPUs."""
+    with Launcher() as launcher:
+        launcher.connect(num_gpus=2, address="local")
+        launcher.apply(serve_config(synthetic_plan(0.01, 2.0, SLO_MS, 1000.0, 2, 32), port=LIVE_PORT))
+        yield launcher.base_url, {"http": make_sender, "handle": make_sender}
+
+
+def main() -> int:
+    """Print a table per way of asking, then the highest rate that keeps both bounds."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="fewer rates, three repeats of 2 s each")
+    parser.add_argument("--via", choices=["http", "handle", "both"], default="both")
+    parser.add_argument("--live", action="store_true", help="ask a real Tenuto on Ray with an emulated model")
+    parser.add_argument("--priority", choices=["realtime", "normal"], default="realtime", help="of the client's thread")
+    chosen = parser.parse_args()
+    rates: tuple[int, ...] = (200, 500, 600, 1000, 2000, 3000, 4000, 6000, 8000, 10000)
+    repeats, duration_s = 5, 5.0
+    if chosen.live:
+        rates = (200, 500, 600, 800, 1000, 1500, 2000)
+    if chosen.quick:
+        rates, repeats, duration_s = (200, 500, 1000), 3, 2.0
+    far_end = "Tenuto on Ray, emulated model" if chosen.live else "no-op peer"
+    heading(
+        f"one local client, {far_end} on the same machine, Poisson, medians of {repeats} repeats of {duration_s:g} s"
+    )
+    best: dict[str, int] = {}
+    with _live() if chosen.live else _peer() as (url, makers):
+        for via in ("http", "handle") if chosen.via == "both" else (chosen.via,):
+            best[via] = 0
             print(
-                f"{len(records) / scheduled_s:9.1f} {in_time / scheduled_s:9.1f} {100 * off:6.2f} %"
-                f" {p50:7.2f} ms {p99:7.2f} ms"
-                f" {1e6 * spent / max(1, len(records)):15.0f} µs   {100 * (result.summary['attainment'] or 0):9.2f} %",
-                flush=True,
+                f"over {via}\nasked r/s       off   late p50   late p99 (least, most)    held  cost/request  in time"
+                "  priority  load average"
             )
-    finally:
-        server.terminate()
-        server.join()
-    print(f"highest rate within 0.5 % and with a p99 of lateness under 2 ms: {best} r/s (asked for: 500)")
+            for rate in rates:
+                runs = [
+                    _run(
+                        BenchOptions(
+                            url, duration_s=duration_s, seed=seed, clients=0, grace_s=1.0, via=via,
+                            client_priority=chosen.priority,
+                        ),
+                        rate, makers[via],
+                    )
+                    for seed in range(repeats)
+                ]  # fmt: skip
+                p99s = [run.p99_ms for run in runs]
+                off = median(run.off for run in runs)
+                if abs(off) <= WANTED_OFF and median(p99s) < WANTED_P99_MS:
+                    best[via] = rate
+                cost_us, in_time = median(run.cost_us for run in runs), median(run.in_time for run in runs)
+                print(
+                    f"{rate:9d} {100 * off:7.2f} % {median(run.p50_ms for run in runs):7.2f} ms {median(p99s):7.2f} ms"
+                    f" ({min(p99s):5.2f}, {max(p99s):6.2f}) {sum(run.is_held for run in runs):3d} of {repeats}"
+                    f" {cost_us:10.0f} µs {100 * in_time:7.2f} %"
+                    f"  {runs[0].priority:8s}  {os.getloadavg()[0]:.1f}",
+                    flush=True,
+                )
+    for via, rate in best.items():
+        print(
+            f"highest rate over {via} within 0.5 % and with a p99 of lateness under 2 ms: {rate} r/s (asked for: 500)"
+        )
     print("thesis, table 4.1: 8 to 19 % below the rate asked for")
-    return 0 if best >= 500 else 1
+    return 0 if min(best.values()) >= WANTED_RPS else 1
 
 
 if __name__ == "__main__":
