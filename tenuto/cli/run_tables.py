@@ -55,8 +55,8 @@ def print_run(summary: dict[str, Any], scheduler_name: str) -> None:
 
 
 def stage_remark(row: Mapping[str, Any]) -> str:
-    """Return what stands behind the name of a model that is a stage of an application."""
-    return f" (stage of {escape(row['stage_of'])})" if "stage_of" in row else ""
+    """Return what stands behind the name of a model that is a stage of an application, which is its first part."""
+    return " (stage)" if "stage_of" in row else ""
 
 
 def print_applications(applications: Mapping[str, Mapping[str, Any]]) -> None:

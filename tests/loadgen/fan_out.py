@@ -1,0 +1,114 @@
+"""A sender that answers as told after as long as told, and the load of applications for it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from tenuto.loadgen.applications import ApplicationLoad, make_application_load
+from tenuto.loadgen.client import Client, ClientJob, ClientReport, ModelTarget
+from tenuto.loadgen.reply import OnReply, Reply
+from tenuto.placement import Workload
+from tenuto.profiles.documents import parse_document
+
+FAST = {"alpha_ms": 1.0, "beta_ms": 4.0}
+UNIFORM = {"process": "uniform"}
+
+
+def traffic(**changes: Any) -> dict[str, Any]:
+    """ssd, then three times `a` and once `b`, then `end`; deadlines at 60, 90, 90 and 120 of 120."""
+    stages = [
+        {"model": "ssd", "latency": FAST, "part": 2},
+        {"model": "a", "after": ["ssd"], "latency": FAST, "count": 3},
+        {"model": "b", "after": ["ssd"], "latency": FAST},
+        {"model": "end", "after": ["a", "b"], "latency": FAST},
+    ]
+    return {"name": "traffic", "rate_rps": 20.0, "slo_ms": 120.0, "arrival": UNIFORM, "stages": stages, **changes}
+
+
+def game(**changes: Any) -> dict[str, Any]:
+    """Six digits and an object at once."""
+    stages = [{"model": "lenet", "count": 6, "latency": FAST}, {"model": "resnet50", "latency": FAST}]
+    return {"name": "game", "rate_rps": 20.0, "slo_ms": 400.0, "arrival": UNIFORM, "stages": stages, **changes}
+
+
+def workload(*applications: dict[str, Any], **more: Any) -> Workload:
+    return parse_document(Workload, {"applications": list(applications), **more}, origin="w.yaml")
+
+
+@dataclass
+class Told:
+    """How to answer one request: status 0 is a lost connection, None no answer at all."""
+
+    status: int | None = 200
+    after_s: float = 0.002
+
+
+@dataclass
+class FakeSender:
+    """Keeps what was sent, in order: model, token, time allowed; answers through the loop."""
+
+    tell: Callable[[str, int], Told] = lambda _model, _count: Told()
+    sent: list[tuple[str, int, float | None]] = field(default_factory=list)
+    log: list[tuple[str, str, int]] = field(default_factory=list)  # sent or answered, model, token
+    prepared: dict[str, dict[str, str]] = field(default_factory=dict)
+
+    async def open(self, connections: int, on_reply: OnReply) -> None:
+        self._on_reply = on_reply
+
+    def prepare(self, model: str, body: bytes, headers: Mapping[str, str]) -> Any:
+        self.prepared[model] = dict(headers)
+        return model, body
+
+    def send_prepared(self, prepared: Any, request_id: str, token: int, slo_ms: float | None = None) -> None:
+        del request_id
+        model = prepared[0]
+        told = self.tell(model, sum(1 for sent, _, _ in self.sent if sent == model))
+        self.sent.append((model, token, slo_ms))
+        self.log.append(("sent", model, token))
+        if told.status is not None:
+            asyncio.get_running_loop().call_later(told.after_s, self._answer, model, token, told.status)
+
+    def _answer(self, model: str, token: int, status: int) -> None:
+        self.log.append(("answered", model, token))
+        self._on_reply(token, Reply(status, error="" if status == 200 else "as told"))
+
+    def close(self) -> None:
+        pass
+
+
+def load_of(work: Workload, duration_s: float = 0.1, seed: int = 0) -> ApplicationLoad:
+    return make_application_load(work.models, work.applications, duration_s, seed)
+
+
+def job_of(work: Workload, load: ApplicationLoad, **settings: Any) -> ClientJob:
+    staged = {app.model_name(stage) for app in work.applications for stage in app.stages}
+    targets = tuple(ModelTarget(m.name, m.slo_ms, ((b"", {}),), m.name in staged) for m in work.models)
+    given = {"grace_s": 0.5, "connections": 1, "load": load, **settings}
+    return ClientJob("", targets, load.number, load.times_ms, load.model_index, **given)
+
+
+def send(work: Workload, sender: FakeSender, duration_s: float = 0.1, **settings: Any) -> ClientReport:
+    """Run one client over the applications of a workload."""
+
+    async def run() -> ClientReport:
+        import time
+
+        client = Client(job_of(work, load_of(work, duration_s), **settings), sender)
+        await client.prepare()
+        return await client.run(time.time() + 0.01)
+
+    return asyncio.run(run())
+
+
+def names_of(work: Workload) -> list[str]:
+    return [spec.name for spec in work.models]
+
+
+def rows_of(report: ClientReport, work: Workload, model: str) -> Any:
+    records = report.records
+    return records.where(np.asarray(records.model == names_of(work).index(model)))
