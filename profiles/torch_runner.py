@@ -55,7 +55,7 @@ class RunOptions(StrictModel):
 
 
 # Keys of a replica's options that concern the emulated executor.
-_FOREIGN = ("latency", "slowdown")
+_FOREIGN = ("latency", "slowdown", "copy_in_ms", "copy_out_ms")
 
 
 def split_options(options: Mapping[str, Any], origin: str) -> tuple[RunOptions, dict[str, Any]]:

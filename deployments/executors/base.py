@@ -57,6 +57,9 @@ class Executor(Protocol):
     def merged(self) -> dict[str, Any]:
         """Return facts about each group for the status."""
 
+    def sm_count(self) -> int | None:
+        """Return the multiprocessors this process may use, or None where there are none to count."""
+
     def memory_mib(self) -> float | None:
         """Return the device memory in use, or None where the device has no ledger."""
 

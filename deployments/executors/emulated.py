@@ -6,6 +6,7 @@ neighbours on the same emulated GPU cost is the slowdown the plan expects of the
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from tenuto.deployments.executors.base import Arrays
-from tenuto.errors import InvalidInputError
+from tenuto.errors import InvalidInputError, Problem
 from tenuto.profiles import Latency, LatencyTable, LinearLatency
 from tenuto.profiles.catalogue import lookup
 
@@ -27,6 +28,7 @@ class EmulatedExecutor:
         self.device = f"emulated {gpu_type}"
         self._tables: dict[str, list[float]] = {}
         self._signatures: dict[str, dict[str, Any]] = {}
+        self._copies: dict[str, tuple[float, float]] = {}  # in and out, ms of one request
         self._members: dict[str, tuple[str, ...]] = {}  # of groups that are emulated as one program
 
     def load(
@@ -41,7 +43,7 @@ class EmulatedExecutor:
         """Take the latency from `options` and the signature from there or from the catalogue; nothing is built.
 
         Raises:
-            InvalidInputError: the plan carries no latency for this replica.
+            InvalidInputError: the plan carries no latency for this replica, or copies that take longer than a batch.
         """
         del weights_path
         raw = options.get("latency")
@@ -51,12 +53,15 @@ class EmulatedExecutor:
             )
         latency: Latency = LatencyTable.model_validate(raw) if "points" in raw else LinearLatency.model_validate(raw)
         slowdown = float(options.get("slowdown", 1.0))
-        self._tables[replica_name] = [0.0] + [latency.at(size) * slowdown for size in batch_sizes]
+        table = [0.0] + [latency.at(size) * slowdown for size in batch_sizes]
+        self._copies[replica_name] = _copies(replica_name, options, table)
+        self._tables[replica_name] = table
         self._signatures[replica_name] = _signature(replica_name, source, options)
 
     def unload(self, replica_name: str) -> None:
         """Forget a model; one that is not loaded is ignored."""
         self._tables.pop(replica_name, None)
+        self._copies.pop(replica_name, None)
         for name in self._members.pop(replica_name, (replica_name,)):
             self._signatures.pop(name, None)
 
@@ -69,7 +74,7 @@ class EmulatedExecutor:
         del inputs
         started = time.perf_counter()
         self._wait(started, self._tables[replica_name][batch_size])
-        arrays = self._zeros(replica_name, batch_size)
+        arrays = self.zeros(replica_name, batch_size)
         return arrays, (time.perf_counter() - started) * 1000.0
 
     def load_merged(self, name: str, members: Sequence[Mapping[str, Any]], batch_sizes: Sequence[int]) -> None:
@@ -89,7 +94,7 @@ class EmulatedExecutor:
         del inputs
         started = time.perf_counter()
         self._wait(started, self._tables[name][sum(sizes.values())])
-        arrays = {member: self._zeros(member, rows) for member, rows in sizes.items() if rows}
+        arrays = {member: self.zeros(member, rows) for member, rows in sizes.items() if rows}
         return arrays, (time.perf_counter() - started) * 1000.0
 
     def merged(self) -> dict[str, Any]:
@@ -102,7 +107,21 @@ class EmulatedExecutor:
         while (rest := end - time.perf_counter()) > 0:
             time.sleep(rest)
 
-    def _zeros(self, model: str, rows: int) -> Arrays:
+    def latency_ms(self, replica_name: str, batch_size: int) -> float:
+        """Return what a batch takes in all, copies and neighbours included."""
+        return self._tables[replica_name][batch_size]
+
+    def copies_ms(self, replica_name: str, batch_size: int) -> tuple[float, float]:
+        """Return what of it the copies in and out take."""
+        copy_in_ms, copy_out_ms = self._copies[replica_name]
+        return copy_in_ms * batch_size, copy_out_ms * batch_size
+
+    def sm_count(self) -> int | None:
+        """Return None: nothing has multiprocessors here."""
+        return None
+
+    def zeros(self, model: str, rows: int) -> Arrays:
+        """Return the outputs of a batch."""
         outputs = self._signatures[model]["outputs"]
         return {t["name"]: np.zeros((rows, *t["shape"]), dtype=t["dtype"]) for t in outputs}
 
@@ -115,6 +134,32 @@ class EmulatedExecutor:
         self._tables.clear()
         self._signatures.clear()
         self._members.clear()
+
+
+def _copies(name: str, options: Mapping[str, Any], table: Sequence[float]) -> tuple[float, float]:
+    """Return `copy_in_ms` and `copy_out_ms` of one request; 0 where they are not given.
+
+    Raises:
+        InvalidInputError: not numbers of at least 0, or nothing of some batch's latency is left to execute.
+    """
+    found = []
+    for key in ("copy_in_ms", "copy_out_ms"):
+        raw = options.get(key)
+        value = 0.0 if raw is None else raw
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0.0 <= value < math.inf:
+            raise InvalidInputError(
+                Problem(f"options of {name}: {key}", raw, "must be ms of one request, at least 0", "Give 0 for none.")
+            )
+        found.append(float(value))
+    for size, latency_ms in enumerate(table[1:], start=1):
+        if sum(found) * size >= latency_ms:
+            raise InvalidInputError(
+                Problem(
+                    f"options of {name}: copy_in_ms + copy_out_ms", sum(found),
+                    f"a batch of {size} takes {latency_ms:g} ms in all, copies included", "Give smaller ones.",
+                )
+            )  # fmt: skip
+    return found[0], found[1]
 
 
 # The signature of a model known by its latency alone: one number in, one number out.

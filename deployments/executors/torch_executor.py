@@ -70,7 +70,7 @@ class TorchExecutor:
         """
         from tenuto.profiles.models import build
 
-        self._use_threads()
+        self.use_threads()
         run_options, build_options = split_options(options, f"options of {replica_name}")
         loaded = build(source or replica_name, weights_path=weights_path, options=build_options)
         self.unload(replica_name)
@@ -100,14 +100,14 @@ class TorchExecutor:
 
     def load_merged(self, name: str, members: Sequence[Mapping[str, Any]], batch_sizes: Sequence[int]) -> None:
         """Build several models as one merged program; see `MergedModels.load` for the errors."""
-        self._use_threads()
+        self.use_threads()
         self._merged.load(name, members, batch_sizes)
 
     def run_merged(
         self, name: str, inputs: Mapping[str, Arrays], sizes: Mapping[str, int]
     ) -> tuple[dict[str, Arrays], float]:
         """Run a joint batch of a merged program; return outputs by member and the time in ms."""
-        self._use_threads()
+        self.use_threads()
         return self._merged.run(name, inputs, sizes)
 
     def merged(self) -> dict[str, Any]:
@@ -127,10 +127,25 @@ class TorchExecutor:
         Raises:
             InvalidInputError: an integer input is outside the model's range; found before anything ran.
         """
-        self._use_threads()
+        self.use_threads()
         started = time.perf_counter()
         outputs = self._runners[replica_name].run(inputs, batch_size)
         return outputs, (time.perf_counter() - started) * 1000.0
+
+    @property
+    def stream(self) -> Any:
+        """The CUDA stream that every model's kernels run on; None on the CPU."""
+        return self._stream
+
+    def runner(self, replica_name: str) -> TorchRunner:
+        """Return what runs a loaded model; KeyError if there is none."""
+        return self._runners[replica_name]
+
+    def sm_count(self) -> int | None:
+        """Return the multiprocessors that CUDA gives this process; None on the CPU."""
+        if self._stream is None:
+            return None
+        return int(self._torch.cuda.get_device_properties(0).multi_processor_count)
 
     def memory_mib(self) -> float | None:
         """Return what PyTorch's allocator has reserved on the CUDA device; None on the CPU, which has no ledger."""
@@ -143,7 +158,7 @@ class TorchExecutor:
         if self._stream is not None:
             self._torch.cuda.empty_cache()
 
-    def _use_threads(self) -> None:
+    def use_threads(self) -> None:
         """Set the threads of the share; OpenMP keeps them per calling thread, so the worker thread itself must."""
         if self._threads is not None and self._torch.get_num_threads() != self._threads:
             self._torch.set_num_threads(self._threads)
