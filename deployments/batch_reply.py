@@ -8,6 +8,7 @@ from typing import Any
 
 from tenuto.deployments.answers import Answer, Outcome, OutputTensor
 from tenuto.deployments.in_flight import Batch, Request
+from tenuto.deployments.joint_batches import member_outputs
 
 __all__ = ["split_reply"]
 
@@ -24,17 +25,8 @@ def split_reply(
             yield request, Answer(Outcome.FAILED, gpulet=header["gpulet"], reason=str(error))
         return
     size = len(batch.requests)
-    outputs: list[tuple[str, str, tuple[int, ...], int, int]] = []
-    offset = 0
-    for name, dtype, shape, sample_bytes in header["outputs"]:
-        outputs.append((name, dtype, tuple(shape), offset, sample_bytes))
-        offset += sample_bytes * size
     start_ms = _start_ms(batch, header, now_ms)
-    for position, request in enumerate(batch.requests):
-        tensors = [
-            OutputTensor(name, dtype, shape, body[start + position * length : start + (position + 1) * length])
-            for name, dtype, shape, start, length in outputs
-        ]
+    for request, tensors in zip(batch.requests, _tensors(header, body, size), strict=True):
         yield (
             request,
             Answer(
@@ -49,6 +41,21 @@ def split_reply(
                 start_ms=start_ms - request.received_ms,
             ),
         )
+
+
+def _tensors(header: Mapping[str, Any], body: memoryview, size: int) -> Iterator[list[OutputTensor]]:
+    """Return the outputs of every row of a batch, those of a joint batch member by member."""
+    offset = 0
+    for rows, described in member_outputs(header, size):
+        outputs: list[tuple[str, str, tuple[int, ...], int, int]] = []
+        for name, dtype, shape, sample_bytes in described:
+            outputs.append((name, dtype, tuple(shape), offset, sample_bytes))
+            offset += sample_bytes * rows
+        for position in range(rows):
+            yield [
+                OutputTensor(name, dtype, shape, body[start + position * length : start + (position + 1) * length])
+                for name, dtype, shape, start, length in outputs
+            ]
 
 
 def _start_ms(batch: Batch, header: Mapping[str, Any], now_ms: float) -> float:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from tenuto.deployments.joint_batches import group_entries
 from tenuto.deployments.sub_clusters import cut_plan
 from tenuto.mps.share import client_environment
 from tenuto.placement import Gpulet, Plan, PlannedGpu
@@ -149,7 +150,7 @@ def _gpulet_application(plan: Plan, gpulet: Gpulet, gpu: PlannedGpu, executor: s
                 "graceful_shutdown_wait_loop_s": 0.2,
                 "graceful_shutdown_timeout_s": 10.0,
                 "ray_actor_options": _actor_options(gpulet, gpu, uses_mps=bool(spec["cuda_mps"])),
-                "user_config": {"models": [_model_entry(plan, replica) for replica in gpulet.models]},
+                "user_config": {"models": _entries(plan, gpulet)},
             }
         ],
     }
@@ -180,6 +181,14 @@ def _actor_options(gpulet: Gpulet, gpu: PlannedGpu, *, uses_mps: bool) -> dict[s
     if environment:
         options["runtime_env"] = {"env_vars": environment}
     return options
+
+
+def _entries(plan: Plan, gpulet: Gpulet) -> list[dict[str, Any]]:
+    """Return what the process loads: models by themselves, and merged groups in place of their members."""
+    entries = {replica.name: _model_entry(plan, replica) for replica in gpulet.models}
+    groups = group_entries(gpulet, entries.__getitem__)
+    merged = {member["name"] for group in groups for member in group["members"]}
+    return [*(entry for name, entry in entries.items() if name not in merged), *groups]
 
 
 def _model_entry(plan: Plan, replica: Any) -> dict[str, Any]:

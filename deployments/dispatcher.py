@@ -12,6 +12,7 @@ import functools
 import itertools
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -23,6 +24,7 @@ from tenuto.deployments.core_time import TIMER_SLACK_MS, CoreTime
 from tenuto.deployments.correction import LatencyCorrection, NetworkMeter
 from tenuto.deployments.fleet import Fleet, LinkFactory
 from tenuto.deployments.in_flight import Batch, ModelCounters, Request
+from tenuto.deployments.joint_batches import join_requests
 from tenuto.deployments.link import Finder, GpuletLink
 from tenuto.deployments.request_log import RequestLog
 from tenuto.deployments.served import ServedModel
@@ -78,7 +80,9 @@ class Dispatcher:
         self._plan: Plan | None = None
         self._scheduler: Scheduler | None = None
         self._first_sequence = 0  # of the present plan
-        self._model_index: dict[str, int] = {}
+        self._model_index: dict[str, int] = {}  # the queue of every model in the core
+        self._slo_ms: dict[str, float] = {}
+        self._first_group = 0  # the queues from here on are those of merged models
         self.network = network or NetworkMeter(3.0)
         self.correction = LatencyCorrection()
         self.advice = LiveAdvice()
@@ -104,11 +108,15 @@ class Dispatcher:
         now = self._time.now_ms
         self._plan = plan
         self._first_sequence = next(self._sequences)
-        self._model_index = {spec.name: index for index, spec in enumerate(plan.models)}
         for spec in plan.models:
             self.counters.setdefault(spec.name, ModelCounters())
         scheduler = self._build_scheduler(plan, self.network.tell())
         scheduler.drain()
+        self._slo_ms = {spec.name: spec.slo_ms for spec in plan.models}
+        self._first_group = len(plan.models)
+        self._model_index = {
+            spec.name: queue for spec, queue in zip(plan.models, scheduler.setup.queue_of, strict=True)
+        }
         self._scheduler = scheduler
         self.correction.restart()
         self._fleet.adopt(plan)
@@ -181,7 +189,7 @@ class Dispatcher:
         scheduler = self._scheduler
         assert scheduler is not None
         now = self._time.now_ms
-        allowed = self._plan.models[index].slo_ms if slo_ms is None else slo_ms
+        allowed = self._slo_ms[model] if slo_ms is None else slo_ms
         future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
         counters = self.counters[model]
         counters.submitted += 1
@@ -243,20 +251,25 @@ class Dispatcher:
             if request is not None:
                 request.dispatched_ms = now
                 requests.append(request)
-        assert self._plan is not None
-        name = self._plan.models[decision.model].name
+        assert self._scheduler is not None
+        name = self._scheduler.setup.models[decision.model].name
         batch = Batch(next(self._sequences), name, decision.model, decision.gpulet, requests, now, self._time.clock_ms)
         link = self._fleet.add(batch)
         if not requests:
             # Every client left between decision and dispatch; keep the core's account of the gpu-let straight.
             asyncio.get_running_loop().call_soon(self._empty_batch_done, batch)
             return
-        counters = self.counters[name]
-        counters.batches += 1
-        counters.batched += len(requests)
-        n_inputs = len(requests[0].parts)
-        buffers = [request.parts[position] for position in range(n_inputs) for request in requests]
         header: dict[str, Any] = {"id": batch.sequence, "model": name, "n": len(requests)}
+        if decision.model >= self._first_group:
+            batch.members, buffers = join_requests(requests)
+            header["members"] = batch.members
+        else:
+            n_inputs = len(requests[0].parts)
+            buffers = [request.parts[position] for position in range(n_inputs) for request in requests]
+        for model, rows in batch.rows:
+            counters = self.counters[model]
+            counters.batches += 1
+            counters.batched += rows
         if any(request.client_id for request in requests):
             header["requests"] = [request.client_id for request in requests]
         link.send(header, buffers)
@@ -364,7 +377,8 @@ class Dispatcher:
 
     def _answer_requests(self, batch: Batch, header: dict[str, Any], body: memoryview, now: float) -> None:
         if "error" not in header:
-            self.counters[batch.name].execution_ms.append(float(header["execution_ms"]))
+            for model, _ in batch.rows:
+                self.counters[model].execution_ms.append(float(header["execution_ms"]))
             self.advice.executed(header["gpulet"], float(header["execution_ms"]))
         for request, answer in split_reply(batch, header, body, now):
             if request.id in self._requests:
@@ -421,7 +435,12 @@ class Dispatcher:
     def queue_lengths(self) -> dict[str, int]:
         """Return how many requests of every model wait for a batch."""
         scheduler = self._scheduler
-        return {name: scheduler.queued(index) for name, index in self._model_index.items()} if scheduler else {}
+        if scheduler is None:
+            return {}
+        if not scheduler.setup.groups:
+            return {name: scheduler.queued(index) for name, index in self._model_index.items()}
+        waiting = Counter(request.name for request in self._requests.values() if request.dispatched_ms == 0.0)
+        return {name: waiting[name] for name in self._model_index}
 
     def gpulets(self) -> list[dict[str, Any]]:
         """Return what every gpu-let reported when it connected, and whether it is up."""

@@ -18,10 +18,9 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
-
 from tenuto.deployments.executors.base import Executor
 from tenuto.deployments.executors.choose import has_nvidia_devices, make_executor
+from tenuto.deployments.joint_batches import cut_inputs, pack_outputs
 from tenuto.deployments.mps_sharing import SharedGpu, join_shared_gpu
 from tenuto.deployments.transport import FrameProtocol, listen
 from tenuto.errors import EnvironmentFaultError
@@ -123,6 +122,14 @@ class GpuletReplica:
         if entry["name"] in self._models:
             self._executor.unload(entry["name"])
         options, largest = dict(entry.get("options", {})), int(entry["batch_size"])
+        if "members" in entry:
+            self._executor.load_merged(
+                entry["name"],
+                [{**member, "latency": entry.get("latency"), "slowdown": entry["slowdown"]}
+                 for member in entry["members"]],
+                range(1, largest + 1) if self._is_emulated else _warm_sizes(largest),
+            )  # fmt: skip
+            return
         if self._is_emulated:
             options |= {"latency": entry.get("latency"), "slowdown": entry.get("slowdown", 1.0)}
         self._executor.load(
@@ -181,7 +188,12 @@ class GpuletReplica:
             "memory_cap_mib": self._spec.get("memory_mib") if self._executor.device.startswith("cuda") else None,
             "cuda_mps": None if self._shared is None else self._shared.status(),
             "models": {name: entry["batch_size"] for name, entry in self._models.items()},
-            "signatures": {name: self._executor.signature(name) for name in self._models},
+            "merged": self._executor.merged(),
+            "signatures": {
+                member["name"]: self._executor.signature(member["name"])
+                for entry in self._models.values()
+                for member in entry.get("members", (entry,))
+            },
         }
 
     async def statistics(self) -> dict[str, Any]:
@@ -270,9 +282,7 @@ class GpuletReplica:
                 "error": f"'{name}' is not resident on gpu-let {self._id}; the plan has just changed, send it again"
             }, []
         try:
-            inputs = self._inputs(name, work.body, size)
-            begun_s = time.monotonic()
-            outputs, execution_ms = self._executor.run(name, inputs, size)
+            begun_s, execution_ms, answer, buffers = self._execute(name, work, size)
         except Exception as error:
             logger.exception("gpu-let %s: a batch of %d for %s failed", self._id, size, name)
             self._note_fault(error)
@@ -285,13 +295,8 @@ class GpuletReplica:
         logger.debug("gpu-let %s: %d of %s in %.3f ms: %s", self._id, size, name, execution_ms, requests)
         self._batches += 1
         self._busy_s += execution_ms / 1000.0
-        described, buffers = [], []
-        for output, array in outputs.items():
-            flat = np.ascontiguousarray(array).reshape(-1)
-            described.append((output, array.dtype.name, array.shape[1:], array.nbytes // size))
-            buffers.append(flat.view(np.uint8).data)
         header = {
-            "outputs": described,
+            **answer,
             "execution_ms": execution_ms,
             "started_ms": begun_s * 1000.0,
             "queue_ms": (started_at - work.received_at) * 1000.0,
@@ -299,17 +304,27 @@ class GpuletReplica:
         }
         return header, buffers
 
-    def _inputs(self, name: str, body: memoryview, size: int) -> dict[str, np.ndarray[Any, Any]]:
-        """Cut the body into one array per input, without copying; the gateway has checked shapes and types."""
-        inputs = {}
-        offset = 0
-        for tensor in self._executor.signature(name)["inputs"]:
-            dtype = np.dtype(tensor["dtype"])
-            shape = (size, *tensor["shape"])
-            length = int(np.prod(shape)) * dtype.itemsize
-            inputs[tensor["name"]] = np.frombuffer(body[offset : offset + length], dtype=dtype).reshape(shape)
-            offset += length
-        return inputs
+    def _execute(self, name: str, work: _Work, size: int) -> tuple[float, float, dict[str, Any], list[memoryview]]:
+        """Run a batch, a joint one of several models if its header says so; the gateway has checked shapes and types.
+
+        Returns its start in s, its execution time in ms, and the outputs as part of the answer's header and buffers.
+        """
+        body = work.body
+        if "members" not in work.header:
+            inputs, _ = cut_inputs(self._executor.signature(name)["inputs"], body, size)
+            begun_s = time.monotonic()
+            outputs, execution_ms = self._executor.run(name, inputs, size)
+            described, buffers = pack_outputs(outputs, size)
+            return begun_s, execution_ms, {"outputs": described}, buffers
+        sizes: dict[str, int] = dict(work.header["members"])
+        joint = {}
+        for member, rows in sizes.items():
+            joint[member], body = cut_inputs(self._executor.signature(member)["inputs"], body, rows)
+        begun_s = time.monotonic()
+        answers, execution_ms = self._executor.run_merged(name, joint, sizes)
+        packed = [(rows, *pack_outputs(answers[member], rows)) for member, rows in sizes.items()]
+        parts = [(rows, described) for rows, described, _ in packed]
+        return begun_s, execution_ms, {"outputs": [], "members": parts}, [b for _, _, mine in packed for b in mine]
 
     def _note_fault(self, error: Exception) -> None:
         """A CUDA fault is sticky: the context is lost and only a new process helps, so fail the next health check."""

@@ -22,7 +22,7 @@ class Request:
 
     id: int
     name: str
-    model: int  # index in the present plan
+    model: int  # queue in the present plan: the model's own, or that of the group it is merged with
     deadline_ms: float
     received_ms: float
     parts: Sequence[bytes | memoryview]
@@ -35,7 +35,10 @@ class Request:
 
 @dataclass(slots=True)
 class Batch:
-    """A batch from its dispatch until its answer; `aborted` ones were preempted and their answer is ignored."""
+    """A batch from its dispatch until its answer; `aborted` ones were preempted and their answer is ignored.
+
+    `members` are the models of a joint batch with their rows, in the order of the requests; empty for a plain one.
+    """
 
     sequence: int
     name: str
@@ -45,6 +48,12 @@ class Batch:
     dispatched_ms: float  # as the core dates it
     sent_ms: float  # on the clock, which is a little earlier where the core was woken early
     aborted: bool = False
+    members: Sequence[tuple[str, int]] = ()
+
+    @property
+    def rows(self) -> Sequence[tuple[str, int]]:
+        """The models in it, with the number of their requests."""
+        return self.members or ((self.name, len(self.requests)),)
 
 
 @dataclass

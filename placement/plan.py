@@ -87,6 +87,12 @@ class Gpulet(StrictModel):
             for group in self.merge
         )
 
+    def programs(self) -> dict[str, int]:
+        """Return what its process loads, with the largest batch: the groups, and the models that are in none."""
+        merged = {name for group in self.merge for name in group.models}
+        alone = {replica.name: replica.batch_size for replica in self.models if replica.name not in merged}
+        return alone | {group.name: group.batch_size or 1 for group in self.merged_groups()}
+
     @property
     def effective_share_pct(self) -> float:
         """The share as a number: 100 where unrestricted."""

@@ -1,0 +1,261 @@
+"""Joint batches through the dispatcher: one queue, one frame, and every request answered by its own model."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tenuto.batching.interface import NetworkDelay, Scheduler
+from tenuto.batching.registry import make_scheduler
+from tenuto.batching.setup import from_plan
+from tenuto.deployments.answers import Answer, Outcome
+from tenuto.deployments.config import serve_config
+from tenuto.deployments.dispatcher import Dispatcher
+from tenuto.deployments.executors.emulated import EmulatedExecutor
+from tenuto.deployments.joint_batches import cut_inputs
+from tenuto.deployments.transport import FrameProtocol
+from tenuto.placement import Plan
+from tenuto.profiles import LatencyTable
+
+from .fakes import FakeGpulet, finder
+
+# Two models whose inputs and outputs differ in number, type and size.
+SIGNATURES: dict[str, Any] = {
+    "a": {
+        "inputs": [{"name": "x", "dtype": "float32", "shape": [2]}, {"name": "k", "dtype": "int64", "shape": [1]}],
+        "outputs": [{"name": "y", "dtype": "float32", "shape": [2]}],
+    },
+    "b": {
+        "inputs": [{"name": "x", "dtype": "float32", "shape": [3]}],
+        "outputs": [{"name": "s", "dtype": "float32", "shape": [1]}, {"name": "z", "dtype": "float32", "shape": [3]}],
+    },
+}
+
+
+def compute(model: str, inputs: dict[str, Any]) -> dict[str, Any]:
+    """Tell models, rows and inputs apart: a gives x + k, b the sum of x and 10 x."""
+    x = inputs["x"]
+    if model == "a":
+        return {"y": (x + inputs["k"]).astype(np.float32)}
+    return {"s": x.sum(axis=1, keepdims=True), "z": x * 10}
+
+
+class MergedGpulet(FakeGpulet):
+    """Runs a and b, merged if it holds `a+b`."""
+
+    def _description(self) -> dict[str, Any]:
+        members = {name for program in self.models for name in program.split("+")}
+        return {
+            "gpulet": self.id, "pid": self.incarnation, "device": "fake", "emulated": False,
+            "models": dict.fromkeys(self.models, 8), "signatures": {name: SIGNATURES[name] for name in members},
+        }  # fmt: skip
+
+    def _answer(self, protocol: FrameProtocol, header: dict[str, Any], body: memoryview) -> None:
+        parts, buffers = [], []
+        for model, rows in header.get("members", [(header["model"], header["n"])]):
+            inputs, body = cut_inputs(SIGNATURES[model]["inputs"], body, rows)
+            described = []
+            for name, array in compute(model, inputs).items():
+                described.append((name, "float32", array.shape[1:], array.nbytes // rows))
+                buffers.append(np.ascontiguousarray(array).tobytes())
+            parts.append((rows, described))
+        assert len(body) == 0
+        joint = {"members": parts, "outputs": []} if "members" in header else {"outputs": parts[0][1]}
+        answer = {"id": header["id"], "gpulet": self.id, "execution_ms": 1.0, "queue_ms": 0.0, "emulated": False}
+        protocol.send({**answer, **joint}, buffers)
+
+
+def make_plan(*, merged: bool, batch_size: int = 4, slo_ms: float = 1000.0) -> Plan:
+    replicas = [{"name": n, "batch_size": batch_size, "latency": {"alpha_ms": 1, "beta_ms": 1}} for n in "ab"]
+    gpulet = {"id": "g", "gpu": "g", "models": replicas, "merge": [["a", "b"]] if merged else []}
+    return Plan.from_data(
+        {
+            "policy": {"name": "test"}, "gpus": [{"id": "g", "type": "v100"}], "gpulets": [gpulet],
+            "models": [{"name": n, "source": "own:factory", "rate_rps": 10, "slo_ms": slo_ms} for n in "ab"],
+        }
+    )  # fmt: skip
+
+
+def request(model: str, value: float) -> list[bytes]:
+    if model == "a":
+        return [np.array([value, value + 0.5], np.float32).tobytes(), np.array([7], np.int64).tobytes()]
+    return [np.array([value, 1, 2], np.float32).tobytes()]
+
+
+def expected(model: str, value: float) -> dict[str, list[float]]:
+    if model == "a":
+        return {"y": [value + 7, value + 7.5]}
+    return {"s": [value + 3], "z": [value * 10, 10, 20]}
+
+
+def outputs(answer: Answer) -> dict[str, list[float]]:
+    assert answer.outcome is Outcome.OK, answer
+    return {t.name: np.frombuffer(t.data, np.float32).tolist() for t in answer.outputs}
+
+
+def _deferred(plan: Plan, network: NetworkDelay) -> Scheduler:
+    return make_scheduler("deferred", from_plan(plan, network), {"release": "frontrun"})
+
+
+Start = Callable[[Plan, FakeGpulet], Awaitable[Dispatcher]]
+
+
+@pytest.fixture
+async def start() -> AsyncIterator[Start]:
+    running: list[tuple[Dispatcher, FakeGpulet]] = []
+
+    async def begin(plan: Plan, gpulet: FakeGpulet) -> Dispatcher:
+        dispatcher = Dispatcher(_deferred, finder({gpulet.id: gpulet}))
+        running.append((dispatcher, gpulet))
+        await gpulet.start()
+        dispatcher.apply(plan)
+        await until(lambda: dispatcher.is_ready() and bool(gpulet._protocols))
+        return dispatcher
+
+    yield begin
+    for dispatcher, gpulet in running:
+        await dispatcher.close()
+        gpulet.die()
+
+
+async def until(claim: Callable[[], bool]) -> None:
+    async with asyncio.timeout(5):
+        while not claim():
+            await asyncio.sleep(0.001)
+
+
+async def test_a_joint_batch_answers_every_request_with_its_own_models_outputs(start: Start) -> None:
+    gpulet = MergedGpulet("g", ("a+b",))
+    dispatcher = await start(make_plan(merged=True), gpulet)
+    asked = [("b", 1.0), ("a", 2.0), ("b", 3.0), ("a", 4.0), ("a", 5.0), ("b", 6.0), ("b", 8.0), ("b", 9.0)]
+    futures = [dispatcher.submit(model, request(model, value)) for model, value in asked]
+    answers = [await asyncio.wait_for(future, 5) for future in futures]
+    assert [outputs(answer) for answer in answers] == [expected(*each) for each in asked]
+    assert [answer.batch_size for answer in answers] == [8] * 8  # full, with more of b than b was planned for
+    assert gpulet.headers[0]["members"] == [["a", 3], ["b", 5]]
+    counters = dispatcher.counters
+    assert [(counters[n].ok, counters[n].batches, counters[n].batched) for n in "ab"] == [(3, 1, 3), (5, 1, 5)]
+    models = dispatcher.status()["models"]
+    assert list(models) == ["a", "b"]
+    assert models["b"]["execution_p50_ms"] == 1.0
+
+
+async def test_a_batch_may_hold_one_member_only(start: Start) -> None:
+    gpulet = MergedGpulet("g", ("a+b",))
+    dispatcher = await start(make_plan(merged=True, batch_size=1), gpulet)
+    answers = await asyncio.gather(*(dispatcher.submit("b", request("b", float(v))) for v in range(2)))
+    assert [outputs(answer) for answer in answers] == [expected("b", float(v)) for v in range(2)]
+    assert gpulet.headers[0]["members"] == [["b", 2]]
+    assert dispatcher.counters["a"].batches == 0
+
+
+async def test_members_keep_their_own_deadlines_and_queues_in_the_status(start: Start) -> None:
+    gpulet = MergedGpulet("g", ("a+b",), hold=True)
+    dispatcher = await start(make_plan(merged=True, batch_size=2, slo_ms=60_000.0), gpulet)
+    gone = dispatcher.submit("b", request("b", 4.0), 0.0)
+    assert (await asyncio.wait_for(gone, 5)).outcome is Outcome.EXPIRED
+    futures = [dispatcher.submit("a", request("a", 1.0)), dispatcher.submit("a", request("a", 2.0))]
+    assert dispatcher.queue_lengths() == {"a": 2, "b": 0}
+    first = dispatcher.submit("b", request("b", 3.0))
+    assert dispatcher.queue_lengths() == {"a": 2, "b": 1}
+    last = dispatcher.submit("b", request("b", 5.0))  # fills the batch
+    await asyncio.wait_for(gpulet.arrived.wait(), 5)
+    gpulet.release()
+    assert outputs(await asyncio.wait_for(last, 5)) == expected("b", 5.0)
+    await asyncio.wait_for(asyncio.gather(first, *futures), 5)
+    assert dispatcher.counters["b"].expired == 1
+    assert dispatcher.queue_lengths() == {"a": 0, "b": 0}
+
+
+async def test_a_new_plan_without_the_group_moves_waiting_requests_and_answers_running_ones(start: Start) -> None:
+    gpulet = MergedGpulet("g", ("a+b",), hold=True)
+    dispatcher = await start(make_plan(merged=True, batch_size=1, slo_ms=60_000.0), gpulet)
+    running = [dispatcher.submit(model, request(model, float(v))) for v, model in enumerate("ab")]
+    await asyncio.wait_for(gpulet.arrived.wait(), 5)
+    waiting = [dispatcher.submit(model, request(model, float(v))) for v, model in enumerate("ab", 10)]
+    dispatcher.apply(make_plan(merged=False, batch_size=1, slo_ms=60_000.0))
+    gpulet.load("a", "b")
+    gpulet.hold = False
+    gpulet.release()
+    answers = [await asyncio.wait_for(future, 5) for future in (*running, *waiting)]
+    assert [outputs(answer) for answer in answers] == [
+        expected("a", 0.0), expected("b", 1.0), expected("a", 10.0), expected("b", 11.0)
+    ]  # fmt: skip
+    assert all("members" not in header for header in gpulet.headers[1:])
+    assert {header["model"] for header in gpulet.headers[1:]} == {"a", "b"}
+
+
+async def test_a_member_that_leaves_the_plan_fails_and_the_other_goes_on(start: Start) -> None:
+    gpulet = MergedGpulet("g", ("a+b",))
+    dispatcher = await start(make_plan(merged=True, slo_ms=60_000.0), gpulet)
+    left = dispatcher.submit("a", request("a", 1.0))
+    stays = dispatcher.submit("b", request("b", 2.0))
+    data = make_plan(merged=False, batch_size=1, slo_ms=60_000.0).to_data()
+    data["models"] = data["models"][1:]
+    data["gpulets"][0]["models"] = data["gpulets"][0]["models"][1:]
+    dispatcher.apply(Plan.from_data(data))
+    answer = await asyncio.wait_for(left, 5)
+    assert (answer.outcome, "removed from the plan" in answer.reason) == (Outcome.FAILED, True)
+    assert not dispatcher.is_ready()  # it still holds a+b
+    gpulet.load("b")
+    assert outputs(await asyncio.wait_for(stays, 5)) == expected("b", 2.0)
+
+
+async def test_a_gpulet_is_used_once_it_holds_the_merged_program(start: Start) -> None:
+    gpulet = MergedGpulet("g", ("a", "b"))
+    dispatcher = await start(make_plan(merged=False), gpulet)
+    dispatcher.apply(make_plan(merged=True, batch_size=1))
+    assert not dispatcher.is_ready()
+    gpulet.load("a+b")
+    await until(dispatcher.is_ready)
+    answers = await asyncio.gather(*(dispatcher.submit(model, request(model, 1.0)) for model in "ab"))
+    assert [outputs(answer) for answer in answers] == [expected(model, 1.0) for model in "ab"]
+
+
+async def test_an_error_of_a_joint_batch_fails_all_its_requests(start: Start) -> None:
+    gpulet = MergedGpulet("g", ("a+b",), hold=True)
+    dispatcher = await start(make_plan(merged=True, batch_size=1), gpulet)
+    futures = [dispatcher.submit(model, request(model, 1.0)) for model in "ab"]
+    await asyncio.wait_for(gpulet.arrived.wait(), 5)
+    for protocol, header, _ in gpulet._held:
+        protocol.send({"id": header["id"], "gpulet": "g", "error": "broken"})
+    answers = [await asyncio.wait_for(future, 5) for future in futures]
+    assert [(a.outcome, a.reason) for a in answers] == [(Outcome.FAILED, "broken")] * 2
+    assert [dispatcher.counters[n].failed for n in "ab"] == [1, 1]
+
+
+def test_the_serve_config_loads_a_group_in_place_of_its_members() -> None:
+    def entries(plan: Plan) -> list[dict[str, Any]]:
+        application = serve_config(plan)["applications"][1]
+        found: list[dict[str, Any]] = application["deployments"][0]["user_config"]["models"]
+        return found
+
+    (group,) = entries(make_plan(merged=True))
+    assert (group["name"], group["batch_size"], group["slowdown"]) == ("a+b", 8, 1.0)
+    assert LatencyTable.model_validate(group["latency"]).at(8) == 11.0  # 4 + 1 of one, 3 of the other
+    assert [member["name"] for member in group["members"]] == ["a", "b"]
+    assert [entry["name"] for entry in entries(make_plan(merged=False))] == ["a", "b"]
+
+
+def test_an_emulated_group_takes_the_groups_time_and_answers_each_member() -> None:
+    executor = EmulatedExecutor("v100")
+    members = [
+        {"name": n, "source": None, "options": SIGNATURES[n], "latency": {"points": {1: 1.0, 4: 2.5}}, "slowdown": 2.0}
+        for n in "ab"
+    ]
+    executor.load_merged("a+b", members, range(1, 5))
+    answers, time_ms = executor.run_merged("a+b", {}, {"a": 3, "b": 1})
+    assert time_ms >= 5.0
+    assert {name: {k: v.shape for k, v in arrays.items()} for name, arrays in answers.items()} == {
+        "a": {"y": (3, 2)}, "b": {"s": (1, 1), "z": (1, 3)}
+    }  # fmt: skip
+    assert executor.signature("b")["outputs"] == SIGNATURES["b"]["outputs"]
+    assert list(executor.merged()) == ["a+b"]
+    executor.unload("a+b")
+    assert executor.merged() == {}
+    with pytest.raises(KeyError):
+        executor.signature("a")
