@@ -319,6 +319,11 @@ class Scheduler(ABC):
         self.next_wake_ms = INF
         self.decisions = []
 
+    @property
+    def sends_ahead(self) -> bool:
+        """Whether it sends a busy gpu-let the next batch by itself, a network delay before it becomes free."""
+        return False
+
     def drain(self) -> list[Decision]:
         """Return the decisions since the last call, oldest first."""
         decisions = self.decisions

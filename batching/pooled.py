@@ -135,6 +135,11 @@ class PooledScheduler(Scheduler):
             self._burstiness.add(deviation)
         self._refresh_sizes(model)
 
+    @property
+    def sends_ahead(self) -> bool:
+        """Whether there is a delay to send ahead for."""
+        return self._ahead
+
     def queued(self, model_index: int) -> int:
         return len(self._models[model_index].ids)
 

@@ -92,6 +92,11 @@ class NetworkMeter:
             return None
         return self.tell()
 
+    @property
+    def told(self) -> NetworkDelay:
+        """The delays that were told last: what is budgeted."""
+        return self._told
+
     def tell(self) -> NetworkDelay:
         """Return the delays to budget now; `news` counts from them."""
         self._told = self.delay()
