@@ -55,14 +55,25 @@ def render_capacity(document: Mapping[str, Any]) -> str:
         f'<p class="note">{escape(document["source"])} · {escape(document["how"])} · '
         f"{escape(str(document['date']))}</p>",
         f'<div class="verdict"><strong>{escape(_bracket(found))}</strong>'
-        f"<p>Every model keeps {100 * found['required_attainment']:g} % of its requests in time up to there.</p></div>",
+        f"<p>{_criterion(document)} keeps {100 * found['required_attainment']:g} % of its requests in time up to there."
+        "</p></div>",
     ]
-    charts = [_chart(curve, found["required_attainment"]) for curve in document["curves"] if curve["points"]]
+    worst = "worst model or application" if document.get("applications") else "worst model"
+    charts = [_chart(curve, found["required_attainment"], worst) for curve in document["curves"] if curve["points"]]
     if charts:
         at = f"At {document['curves_rate_scale']:.4g} times the rate, one thing changed at a time."
         parts.append(f'<h2>Attainment</h2><p class="note">{at}</p><div class="grid">{"".join(charts)}</div>')
-    parts += [_table("Runs of the search", found["runs"]), _provenance(document)]
+    parts += [_table("Runs of the search", found["runs"], worst), _provenance(document)]
     return html_document("Capacity · Tenuto", "".join(parts))
+
+
+def _criterion(document: Mapping[str, Any]) -> str:
+    if not document.get("applications"):
+        return "Every model"
+    return (
+        f"Every application ({escape(', '.join(document['applications']))}), end to end, and every model that is no "
+        "stage of one"
+    )
 
 
 def _bracket(found: Mapping[str, Any]) -> str:
@@ -70,35 +81,35 @@ def _bracket(found: Mapping[str, Any]) -> str:
     return f"In time at {found['rate_scale']:.4g}, {upper} ({found['ended']})"
 
 
-def _chart(curve: Mapping[str, Any], required: float) -> str:
+def _chart(curve: Mapping[str, Any], required: float, worst: str) -> str:
     heading, label = _AXES[curve["axis"]]
     points = [point for point in curve["points"] if point["invalid"] is None]
-    styles = styles_for(["worst model", "all requests"])
+    styles = styles_for([worst, "all requests"])
     plot = Plot((0.0, max(point[curve["axis"]] for point in curve["points"])), (0.0, 1.02), x_label=label,
                 y_label="in time", percent_y=True)  # fmt: skip
     xs = np.array([point[curve["axis"]] for point in points])
-    for name, key in (("all requests", "attainment"), ("worst model", "worst_attainment")):
+    for name, key in (("all requests", "attainment"), (worst, "worst_attainment")):
         plot.line(xs, np.array([point[key] for point in points]), styles[name], name)
         for x, point in zip(xs.tolist(), points, strict=True):
             note = f"{name} at {x:g}: {100 * point[key]:.2f} % in time, {point['goodput_rps']:.0f} r/s"
             plot.dot(x, point[key], styles[name], note)
     good = [point[curve["axis"]] for point in points if point["worst_attainment"] >= required]
     left_out = len(curve["points"]) - len(points)
-    note = (f"{100 * required:g} % of the worst model from {min(good):.4g} to {max(good):.4g}." if good
-            else f"The worst model never reaches {100 * required:g} %.")  # fmt: skip
+    note = (f"{100 * required:g} % of the {worst} from {min(good):.4g} to {max(good):.4g}." if good
+            else f"The {worst} never reaches {100 * required:g} %.")  # fmt: skip
     if left_out:
         note += f" {left_out} runs proved nothing and are left out."
     return figure(heading, legend(list(styles.items()), is_line=True) + plot.svg(f"Attainment against {label}"), note)
 
 
-def _table(heading: str, runs: list[dict[str, Any]]) -> str:
+def _table(heading: str, runs: list[dict[str, Any]], worst: str) -> str:
     rows = []
     for run in runs:
         cells = [f"{run['rate_scale']:.4g}", f"{run['offered_rps']:,.1f}", f"{run['goodput_rps']:,.1f}",
                  f"{100 * run['attainment']:.2f} %", f"{100 * run['worst_attainment']:.2f} %",
                  run["worst_model"] or "–", run["invalid"] or ""]  # fmt: skip
         rows.append("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in cells) + "</tr>")
-    heads = ("rate scale", "offered r/s", "goodput r/s", "in time", "worst model", "which", "remark")
+    heads = ("rate scale", "offered r/s", "goodput r/s", "in time", worst, "which", "remark")
     head = "".join(f"<th>{text}</th>" for text in heads)
     return (
         f"<h2>{escape(heading)}</h2>"

@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tenuto.errors import InvalidInputError, Problem
+from tenuto.loadgen.application_figures import Calls
 from tenuto.loadgen.records import Outcome, Records
 from tenuto.loadgen.report.run import Run, load_document, load_run
 
@@ -130,7 +131,7 @@ def compare(first: Side, second: Side, *, different_schedules: bool = False) -> 
                 "Repeat one with the other's seed, rates and duration, or pass --different-schedules.",
             )
         )
-    models = [name for name in first.documents[0]["models"] if name in second.documents[0]["models"]]
+    models = [name for name in _rows(first.documents[0]) if name in _rows(second.documents[0])]
     if not models:
         raise InvalidInputError(
             Problem(f"{first.name} and {second.name}", "", "have no model in common", "Compare runs of one workload.")
@@ -140,6 +141,8 @@ def compare(first: Side, second: Side, *, different_schedules: bool = False) -> 
     paired = same and len(set(first.hashes)) == len(first.hashes)
     found = []
     for model, metric in _metrics(models):
+        if metric == "mean_batch" and model not in first.documents[0]["models"]:
+            continue  # an application has no batches of its own
         values = [_values(side, model, metric, order=paired) for side in (first, second)]
         means = [float(np.nanmean(v)) if not np.isnan(v).all() else None for v in values]
         if single:
@@ -181,6 +184,11 @@ def _short(hashes: Sequence[str]) -> str:
     return ", ".join(h[:12] for h in hashes)
 
 
+def _rows(document: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the figures of every application and model by name."""
+    return {**(document.get("applications") or {}), **document["models"]}
+
+
 def _metrics(models: Sequence[str]) -> list[tuple[str | None, str]]:
     whole: list[tuple[str | None, str]] = [(None, "goodput_rps"), (None, "attainment")]
     return whole + [
@@ -193,7 +201,7 @@ def _values(side: Side, model: str | None, metric: str, *, order: bool) -> NDArr
     documents = list(side.documents)
     if order:
         documents.sort(key=lambda document: str(document.get("schedule_hash")))
-    sources = [document if model is None else document["models"].get(model, {}) for document in documents]
+    sources = [document if model is None else _rows(document).get(model, {}) for document in documents]
     return np.array([math.nan if source.get(metric) is None else source[metric] for source in sources], dtype=float)
 
 
@@ -246,6 +254,9 @@ def _half_width_in_parts(parts: tuple[Run, Run, NDArray[np.float64]], model: str
 
 
 def _by_part(run: Run, edges: NDArray[np.float64], model: str | None, metric: str) -> NDArray[np.float64]:
+    if model in run.calls:
+        calls, parts = run.calls[model], range(len(edges) - 1)
+        return np.array([_figure_of_calls(calls.within(edges[i], edges[i + 1]), metric) for i in parts])
     records = run.records if model is None else run.records.where(run.records.model == run.names.index(model))
     part = np.searchsorted(edges, records.scheduled_ms, side="right") - 1
     part[records.scheduled_ms == edges[-1]] = len(edges)
@@ -265,4 +276,13 @@ def _figure(records: Records, metric: str, length_s: float) -> float:
         return float(sizes.size / (1.0 / sizes).sum()) if sizes.size else math.nan
     latency = records.latency_ms[records.status == 200]
     latency = latency[~np.isnan(latency)]
+    return float(np.percentile(latency, 50 if metric == "p50_ms" else 90)) if latency.size else math.nan
+
+
+def _figure_of_calls(calls: Calls, metric: str) -> float:
+    latency = calls.latency_ms[~np.isnan(calls.latency_ms)]
+    if not len(calls) or metric not in ("attainment", "p50_ms", "p90_ms"):
+        return math.nan
+    if metric == "attainment":
+        return float((calls.outcome == Outcome.OK).mean())
     return float(np.percentile(latency, 50 if metric == "p50_ms" else 90)) if latency.size else math.nan

@@ -105,7 +105,7 @@ def command(
     if is_live:
         is_given = context.get_parameter_source("duration_s") is click.core.ParameterSource.COMMANDLINE
         seconds = duration_s if is_given else _LIVE_SECONDS
-        attempt = _live(source, seconds, warmup_s, seed, clients, say)
+        attempt, applications = _live(source, seconds, warmup_s, seed, clients, say)
         how = f"measured against {source}, {seconds:g} s a run"
     else:
 
@@ -115,14 +115,15 @@ def command(
                 network_ms, slo_scale,
             )  # fmt: skip
 
-        scene(1.0)  # wrong input is an error here, not a point of a curve
+        # Wrong input is an error here, not a point of a curve.
+        applications = scene(1.0).applications
         attempt = _virtual(scene)
         how = f"in virtual time with {scheduler_name}, {duration_s:g} s a run (emulated)"
     found = find_capacity(attempt, limits, lambda so_far: say(_progress(so_far)))
     base = curve_at if curve_at is not None else found.rate_scale or rate_scale
     drawn = {} if found.ended == "interrupted" else _draw(attempt, axes, base, say)
     document = _document(
-        found, drawn, base, source, how, {"scheduler": None if is_live else scheduler_name, "seed": seed}
+        found, drawn, base, source, how, {"scheduler": None if is_live else scheduler_name, "seed": seed}, applications
     )
     if as_json:
         emit_json(document)
@@ -165,7 +166,7 @@ def _virtual(scene: Callable[[float], Scene]) -> Attempt:
 
 def _live(
     url: str, duration_s: float, warmup_s: float | None, seed: int, clients: int, say: Callable[[str], None]
-) -> Attempt:
+) -> tuple[Attempt, tuple[Application, ...]]:
     from tenuto.deployments.endpoint import served_plan
     from tenuto.loadgen.bench import BenchOptions, asked_of, run_bench
     from tenuto.placement import Plan
@@ -185,7 +186,7 @@ def _live(
         invalid = "; ".join(result.verdict.reasons) if result.verdict.result == "INVALID" else None
         return replace(_outcome(load, result.summary), invalid=invalid)
 
-    return attempt
+    return attempt, applications
 
 
 def _with_cv(models: tuple[_Arriving, ...], cv: float | None) -> tuple[_Arriving, ...]:
@@ -210,7 +211,7 @@ def _draw(
         for curve in curves(attempt, axes, base):
             drawn[curve.axis] = curve
             last = curve.outcomes[-1]
-            state = last.invalid or f"{100 * last.worst_attainment:.2f} % of the worst model in time"
+            state = last.invalid or f"{100 * last.worst_attainment:.2f} % in time at worst"
             say(f"{curve.axis} {getattr(last.load, curve.axis):g}: {state}")
     except KeyboardInterrupt:
         say("interrupted; the points so far are kept")
@@ -222,7 +223,13 @@ def _draw(
 
 
 def _document(
-    found: Capacity, drawn: dict[str, Curve], base: float, source: str, how: str, settings: dict[str, Any]
+    found: Capacity,
+    drawn: dict[str, Curve],
+    base: float,
+    source: str,
+    how: str,
+    settings: dict[str, Any],
+    applications: tuple[Application, ...],
 ) -> dict[str, Any]:
     from tenuto.loadgen.output import provenance
 
@@ -236,6 +243,7 @@ def _document(
         "curves_rate_scale": base,
         "curves": [curve.summary() for curve in drawn.values()],
         "settings": settings,
+        "applications": [application.name for application in applications],
         **provenance(["tenuto", *sys.argv[1:]]),
     }
 

@@ -18,6 +18,7 @@ from tenuto.cli.simulate import command as simulate_verb
 from tenuto.loadgen.bench import BenchOptions, BenchResult, asked_of, run_bench
 from tenuto.loadgen.client import ClientJob, ClientReport
 from tenuto.loadgen.clients import LocalClient
+from tenuto.loadgen.compare import compare, load_side
 from tenuto.loadgen.report import load_run, render_page
 from tenuto.placement import Cluster, Plan, Workload, solve
 from tenuto.placement.policies.ffd import FirstFitDecreasing
@@ -213,6 +214,18 @@ def test_simulate_writes_the_same_report(tmp_path: Path) -> None:
     assert "Latency of the applications" in (out / "report.html").read_text(encoding="utf-8")
 
 
+def test_compare_judges_applications_beside_models(tmp_path: Path) -> None:
+    plan = saved(tmp_path, workload(traffic(arrival={"process": "poisson"})), 1)
+    for name in ("timeout", "eager"):
+        invoke(simulate_verb, plan, "--duration-s", "30", "--scheduler", name, "-o", str(tmp_path / name))
+    found = compare(load_side(tmp_path / "timeout"), load_side(tmp_path / "eager")).differences
+    mine = {d.metric: d for d in found if d.model == "traffic"}
+
+    assert set(mine) == {"attainment", "p50_ms", "p90_ms", "p99_ms"}
+    assert mine["p50_ms"].conclusion == "lower"  # eager sends at once, the other waits for a batch
+    assert mine["p50_ms"].half_width is not None
+
+
 def test_simulated_stages_after_one_that_was_given_up_are_never_due(tmp_path: Path) -> None:
     work = workload(traffic(rate_rps=400.0, arrival={"process": "poisson"}))
     invoke(
@@ -248,9 +261,12 @@ def test_capacity_judges_applications_and_its_axes_reach_them(tmp_path: Path) ->
     work = workload(traffic(arrival={"process": "poisson"}))
     answer = invoke(
         capacity_verb, saved(tmp_path, work), "--duration-s", "10", "--runs", "6", "--curve", "slo_scale=0.5,2",
-        "--curve", "cv=0.2,4", "--curve-at", "1.5",
+        "--curve", "cv=0.2,4", "--curve-at", "1.5", "-o", str(tmp_path / "out"),
     )  # fmt: skip
     assert {run["worst_model"] for run in answer["capacity"]["runs"]} == {"traffic"}
     for curve, low_is_better in zip(answer["curves"], (False, True), strict=True):
         attained = [point["worst_attainment"] for point in curve["points"]]
         assert (attained[0] > attained[1]) == low_is_better, curve
+    page = (tmp_path / "out" / "capacity.html").read_text(encoding="utf-8")
+    assert "Every application (traffic), end to end" in page
+    assert "worst model or application" in page
