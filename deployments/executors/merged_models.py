@@ -46,7 +46,7 @@ class MergedModels:
             source = member.get("source") or member["name"]
             loaded[member["name"]] = build(source, weights_path=member.get("weights_path"), options=build_options)
         try:
-            runner = MergedRunner(loaded, self._kind, stream=self._stream)
+            runner = MergedRunner.of(loaded, self._kind, stream=self._stream)
             loaded.clear()
             runner.warm_up(batch_sizes, warmup_runs)
         except torch.OutOfMemoryError as error:
@@ -71,9 +71,7 @@ class MergedModels:
                 return runner.signatures[member].to_data()
         raise KeyError(member)
 
-    def run(
-        self, name: str, inputs: Mapping[str, Arrays], sizes: Mapping[str, int]
-    ) -> tuple[dict[str, Arrays], float]:
+    def run(self, name: str, inputs: Mapping[str, Arrays], sizes: Mapping[str, int]) -> tuple[dict[str, Arrays], float]:
         """Run a joint batch; return every present member's outputs and the time in ms, from numpy to numpy."""
         started = time.perf_counter()
         outputs = self._runners[name].run(inputs, sizes)

@@ -25,24 +25,48 @@ CURE = "Remove the group from `merge` of the plan (or the workload); the models 
 class MergedRunner:
     """One group on one device. Every call is made by one thread at a time."""
 
-    def __init__(self, models: Mapping[str, LoadedModel], device: str, *, stream: Any = None) -> None:
-        """Merge the models on the CPU, check the outputs, and move what is left of the weights to the device.
+    def __init__(
+        self, merged: MergedModels, report: MergedCluster, signatures: Mapping[str, ModelSignature],
+        device: str = "cpu", *, stream: Any = None,
+    ) -> None:  # fmt: skip
+        """Take a merged cluster as `merge_models` returns it; `settle` moves it to the device.
+
+        Args:
+            merged: on the CPU.
+            report: on it.
+            signatures: of its models.
+            device: `cpu` or `cuda` (the first visible one).
+            stream: CUDA stream to run on; default: a new one.
+        """
+        self.names = merged.names
+        self.report = report
+        self.signatures = {name: signatures[name] for name in merged.names}
+        self._merged = merged
+        self._device = torch.device("cuda:0" if device == "cuda" else "cpu")
+        self._stream: Any = None
+        if device == "cuda":
+            self._stream = stream or torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+
+    @classmethod
+    def of(cls, models: Mapping[str, LoadedModel], device: str, *, stream: Any = None) -> MergedRunner:
+        """Merge models on the CPU, check the outputs, and move what is left of the weights to the device.
 
         Args:
             models: two or more, as `build` returns them, on the CPU; they are not needed afterwards.
-            device: `cpu` or `cuda` (the first visible one).
-            stream: CUDA stream to run on; default: a new one.
+            device: see the constructor.
+            stream: see the constructor.
 
         Raises:
             InvalidInputError: they do not merge into one program, or its outputs are not those of the models within
                 the tolerance; the cure is to serve them one by one.
         """
-        self.signatures: dict[str, ModelSignature] = {name: loaded.signature for name, loaded in models.items()}
-        self._device = torch.device("cuda:0" if device == "cuda" else "cpu")
-        self._stream: Any = None
-        if device == "cuda":
-            self._stream = stream or torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
-        self._merged, self.report = _merge(models)
+        merged, report = _merge(models)
+        runner = cls(merged, report, {name: loaded.signature for name, loaded in models.items()}, device, stream=stream)
+        runner.settle()
+        return runner
+
+    def settle(self) -> None:
+        """Move the weights to the device and let go of the originals; batches can be run before, on the CPU."""
         self._merged.settle(self._device)
 
     @property
@@ -67,7 +91,7 @@ class MergedRunner:
         Raises:
             InvalidInputError: an integer is outside a model's range; found before anything ran.
         """
-        present = [name for name in self._merged.names if sizes.get(name)]
+        present = [name for name in self.names if sizes.get(name)]
         arrays = {
             name: [_checked(spec, inputs[name][spec.name]) for spec in self.signatures[name].inputs] for name in present
         }
@@ -77,7 +101,7 @@ class MergedRunner:
 
     def warm_up(self, batch_sizes: Sequence[int], runs: int) -> None:
         """Run joint batches of these sizes, evenly split, and a largest batch of every member alone."""
-        names, largest = self._merged.names, max(batch_sizes)
+        names, largest = self.names, max(batch_sizes)
         splits = [even_split(names, size) for size in batch_sizes] + [{name: largest} for name in names]
         for split in splits:
             blank = {name: blank_inputs(self.signatures[name], rows) for name, rows in split.items()}
