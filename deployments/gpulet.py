@@ -18,16 +18,22 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tenuto.deployments.executors.base import Executor
+from tenuto.deployments.executors.base import Arrays, Executor
 from tenuto.deployments.executors.choose import has_nvidia_devices, make_executor
+from tenuto.deployments.executors.streamed import make_streaming
 from tenuto.deployments.joint_batches import cut_inputs, pack_outputs
 from tenuto.deployments.mps_sharing import SharedGpu, join_shared_gpu
+from tenuto.deployments.streamed_work import StreamedWork
 from tenuto.deployments.transport import FrameProtocol, listen
 from tenuto.errors import EnvironmentFaultError
+from tenuto.profiles.streamed import BatchTimes
 
 __all__ = ["GpuletReplica", "build"]
 
 logger = logging.getLogger("ray.serve")
+
+
+_Reply = tuple[dict[str, Any], list[memoryview]]  # header and buffers
 
 
 class _Work:
@@ -66,6 +72,7 @@ class GpuletReplica:
         self._is_proved = False
         try:
             self._executor: Executor = make_executor(spec)
+            self._streaming = make_streaming(self._executor) if spec.get("streaming") else None
         except BaseException:
             if self._shared is not None:
                 self._shared.leave()  # the next gpu-let of this GPU need not wait for the end of this process
@@ -131,7 +138,8 @@ class GpuletReplica:
             )  # fmt: skip
             return
         if self._is_emulated:
-            options |= {"latency": entry.get("latency"), "slowdown": entry.get("slowdown", 1.0)}
+            copies = {key: entry.get(key) for key in ("copy_in_ms", "copy_out_ms")}
+            options = copies | options | {"latency": entry.get("latency"), "slowdown": entry.get("slowdown", 1.0)}
         self._executor.load(
             entry["name"],
             entry.get("source"),
@@ -139,6 +147,8 @@ class GpuletReplica:
             options=options,
             batch_sizes=range(1, largest + 1) if self._is_emulated else _warm_sizes(largest),
         )
+        if self._streaming is not None:
+            self._streaming.warm(entry["name"])
 
     @property
     def _is_emulated(self) -> bool:
@@ -256,37 +266,81 @@ class GpuletReplica:
         return future
 
     def _work(self) -> None:
-        while True:
-            item = self._queue.get()
-            if item is None:
-                return
-            if isinstance(item, _Work):
-                header, buffers = self._run(item)
-                self._loop.call_soon_threadsafe(self._answer, item, header, buffers)
-            else:
-                action, future = item
-                try:
-                    action()
-                except BaseException as error:
-                    self._loop.call_soon_threadsafe(_settle, future, error)
-                else:
-                    self._loop.call_soon_threadsafe(_settle, future, None)
+        if self._streaming is not None:
+            StreamedWork[_Work](
+                self._queue, self._streaming, as_batch=_streamed, take=self._take, done=self._streamed,
+                failed=lambda work, error: self._send(work, self._failed(work, error)), otherwise=self._do,
+                name=f"gpulet {self._id}",
+            ).run()  # fmt: skip
+            return
+        while (item := self._queue.get()) is not None:
+            self._do(item)
 
-    def _run(self, work: _Work) -> tuple[dict[str, Any], list[memoryview]]:
-        started_at = time.perf_counter()
-        name, size = work.header["model"], int(work.header["n"])
+    def _do(self, item: Any) -> None:
+        """Run one batch, or an action between two."""
+        if isinstance(item, _Work):
+            self._send(item, self._run(item))
+            return
+        action, future = item
+        try:
+            action()
+        except BaseException as error:
+            self._loop.call_soon_threadsafe(_settle, future, error)
+        else:
+            self._loop.call_soon_threadsafe(_settle, future, None)
+
+    def _send(self, work: _Work, reply: _Reply) -> None:
+        self._loop.call_soon_threadsafe(self._answer, work, *reply)
+
+    def _refusal(self, work: _Work) -> _Reply | None:
+        """Return the answer to a batch that is not to be run."""
+        name = work.header["model"]
         if work.aborted:
             return {"error": "the batch was given up before it ran"}, []
         if name not in self._models:
             return {
                 "error": f"'{name}' is not resident on gpu-let {self._id}; the plan has just changed, send it again"
             }, []
+        return None
+
+    def _failed(self, work: _Work, error: Exception) -> _Reply:
+        name = work.header["model"]
+        logger.error("gpu-let %s: a batch of %d for %s failed", self._id, work.header["n"], name, exc_info=error)
+        self._note_fault(error)
+        return {"error": f"running '{name}' failed: {type(error).__name__}: {error}"}, []
+
+    def _run(self, work: _Work) -> _Reply:
+        started_at = time.perf_counter()
+        refusal = self._refusal(work)
+        if refusal is not None:
+            return refusal
         try:
-            begun_s, execution_ms, answer, buffers = self._execute(name, work, size)
+            begun_s, execution_ms, answer, buffers = self._execute(work.header["model"], work, int(work.header["n"]))
         except Exception as error:
-            logger.exception("gpu-let %s: a batch of %d for %s failed", self._id, size, name)
-            self._note_fault(error)
-            return {"error": f"running '{name}' failed: {type(error).__name__}: {error}"}, []
+            return self._failed(work, error)
+        return self._ran(work, begun_s, execution_ms, (started_at - work.received_at) * 1000.0, answer), buffers
+
+    def _take(self, work: _Work) -> Arrays | None:
+        """Return the inputs of a batch to be streamed; None when it was refused."""
+        refusal = self._refusal(work)
+        if refusal is not None:
+            self._send(work, refusal)
+            return None
+        signature = self._executor.signature(work.header["model"])
+        return cut_inputs(signature["inputs"], work.body, int(work.header["n"]))[0]
+
+    def _streamed(self, work: _Work, outputs: Arrays, times: BatchTimes, queue_ms: float) -> None:
+        """Answer a streamed batch. Its copies are part of its way, as they keep no other batch from executing."""
+        begun_s = time.monotonic() - (times.execution_ms + times.copy_out_ms) / 1000.0
+        described, buffers = pack_outputs(outputs, int(work.header["n"]))
+        answer = {"outputs": described, "copy_in_ms": times.copy_in_ms, "copy_out_ms": times.copy_out_ms}
+        self._send(work, (self._ran(work, begun_s, times.execution_ms, queue_ms, answer), buffers))
+
+    def _ran(
+        self, work: _Work, begun_s: float, execution_ms: float, queue_ms: float, answer: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        """Note a batch that ran and return the header of its answer."""
+        name, size = work.header["model"], int(work.header["n"])
         requests = work.header.get("requests", [])
         self._recent.append(
             {"model": name, "batch_size": size, "requests": requests, "started_s": begun_s,
@@ -295,14 +349,13 @@ class GpuletReplica:
         logger.debug("gpu-let %s: %d of %s in %.3f ms: %s", self._id, size, name, execution_ms, requests)
         self._batches += 1
         self._busy_s += execution_ms / 1000.0
-        header = {
+        return {
             **answer,
             "execution_ms": execution_ms,
             "started_ms": begun_s * 1000.0,
-            "queue_ms": (started_at - work.received_at) * 1000.0,
+            "queue_ms": queue_ms,
             "emulated": self._is_emulated,
         }
-        return header, buffers
 
     def _execute(self, name: str, work: _Work, size: int) -> tuple[float, float, dict[str, Any], list[memoryview]]:
         """Run a batch, a joint one of several models if its header says so; the gateway has checked shapes and types.
@@ -331,6 +384,11 @@ class GpuletReplica:
         text = str(error)
         if "CUDA error" in text or "device-side assert" in text or "CUDA driver" in text:
             self._failure = f"the CUDA context of gpu-let {self._id} is lost: {text.splitlines()[0]}"
+
+
+def _streamed(item: Any) -> _Work | None:
+    """Return a batch that can be streamed: joint ones of merged models run by themselves."""
+    return item if isinstance(item, _Work) and "members" not in item.header else None
 
 
 def _warm_sizes(largest: int) -> list[int]:
