@@ -22,6 +22,7 @@ from tenuto.deployments.answers import Answer, Outcome
 from tenuto.deployments.batch_reply import split_reply
 from tenuto.deployments.core_time import TIMER_SLACK_MS, CoreTime
 from tenuto.deployments.correction import LatencyCorrection, NetworkMeter
+from tenuto.deployments.early_release import EarlyRelease
 from tenuto.deployments.fleet import Fleet, LinkFactory
 from tenuto.deployments.in_flight import Batch, ModelCounters, Request
 from tenuto.deployments.joint_batches import join_requests
@@ -85,6 +86,7 @@ class Dispatcher:
         self._first_group = 0  # the queues from here on are those of merged models
         self.network = network or NetworkMeter(3.0)
         self.correction = LatencyCorrection()
+        self._early = EarlyRelease(lambda: self._time.now_ms, lambda: self.network.told.ctrl_ms, self._free_early)
         self.advice = LiveAdvice()
         self.ended = RequestLog()
         self._ticker: asyncio.TimerHandle | None = None
@@ -119,6 +121,7 @@ class Dispatcher:
         }
         self._scheduler = scheduler
         self.correction.restart()
+        self._early.follow(scheduler if plan.streaming else None)
         self._fleet.adopt(plan)
         self.advice.follow(plan, self._clock())
         if self._ticker is None:
@@ -156,6 +159,7 @@ class Dispatcher:
     async def close(self) -> None:
         """Answer everything that waits as failed, and disconnect."""
         self._time.disarm()
+        self._early.follow(None)
         if self._ticker is not None:
             self._ticker.cancel()
         for request in list(self._requests.values()):
@@ -273,6 +277,7 @@ class Dispatcher:
         if any(request.client_id for request in requests):
             header["requests"] = [request.client_id for request in requests]
         link.send(header, buffers)
+        self._early.sent(batch, decision.start_ms, decision.finish_ms)
 
     def _empty_batch_done(self, batch: Batch) -> None:
         if self._fleet.take(batch.gpulet, batch.sequence) is not None and batch.gpulet >= 0:
@@ -317,6 +322,7 @@ class Dispatcher:
             return
         now = self._time.now_ms
         lost = self._fleet.lose(index)
+        self._early.lost(index)
         self._scheduler.gpulet_lost(now, index)
         for batch in lost:
             for request in batch.requests:
@@ -341,8 +347,10 @@ class Dispatcher:
             return  # preempted
         now = self._time.now_ms
         if index >= 0:
+            was_told = self._early.answered(batch, header.get("execution_ms"))
             self._learn(batch, header, now)
-            self._done(batch, now)
+            if not was_told:
+                self._done(batch, now)
             # The gpu-let is idle: the next batch leaves before this one's answers are taken apart.
             if self._scheduler is not None and self._scheduler.next_wake_ms <= now:
                 self._scheduler.wake(now)
@@ -356,6 +364,12 @@ class Dispatcher:
             self._offer(batch.gpulet, now)
         else:
             self._scheduler.batch_done(now, batch.gpulet)
+
+    def _free_early(self, batch: Batch) -> None:
+        """A streaming gpu-let ends a batch shortly: let the core send the next one."""
+        now = self._time.now_ms
+        self._done(batch, now)
+        self._carry_out(now)
 
     def _is_from_old_plan(self, batch: Batch) -> bool:
         return batch.sequence < self._first_sequence
