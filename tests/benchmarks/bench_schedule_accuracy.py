@@ -102,9 +102,10 @@ def _serve(pipe: Connection, socket_name: str) -> None:
 
     async def main() -> None:
         server = await asyncio.get_running_loop().create_server(_NoOp, "127.0.0.1", 0)
-        await listen(socket_name, "t", _on_bundle, lambda *_: None)
+        bundles = await listen(socket_name, "t", _on_bundle, lambda *_: None)
         pipe.send(server.sockets[0].getsockname()[1])
-        await server.serve_forever()
+        async with bundles:  # uvloop closes a server that nobody keeps
+            await server.serve_forever()
 
     try:
         import uvloop
@@ -164,6 +165,8 @@ def _run(options: BenchOptions, rate_rps: float, make: Callable[[ClientJob], Sen
     result = run_bench([model], options, clients=LocalClient(make))
     spent_s = _processor_s() - before
     records = result.records
+    if result.verdict.conditions["sent"] == 0:
+        raise SystemExit(f"nothing was sent: {'; '.join(result.verdict.reasons)}")
     sent_ms = records.sent_ms[~np.isnan(records.sent_ms)]
     late_ms = records.lateness_ms[~np.isnan(records.lateness_ms)]
     # The schedule's own count varies with its seed; what was asked for is the schedule.
@@ -209,6 +212,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="fewer rates, three repeats of 2 s each")
     parser.add_argument("--via", choices=["http", "handle", "both"], default="both")
+    parser.add_argument("--rates", type=lambda text: tuple(map(int, text.split(","))), help="r/s, such as 500,1000")
     parser.add_argument("--live", action="store_true", help="ask a real Tenuto on Ray with an emulated model")
     parser.add_argument("--priority", choices=["realtime", "normal"], default="realtime", help="of the client's thread")
     chosen = parser.parse_args()
@@ -218,6 +222,7 @@ def main() -> int:
         rates = (200, 500, 600, 800, 1000, 1500, 2000)
     if chosen.quick:
         rates, repeats, duration_s = (200, 500, 1000), 3, 2.0
+    rates = chosen.rates or rates
     far_end = "Tenuto on Ray, emulated model" if chosen.live else "no-op peer"
     heading(
         f"one local client, {far_end} on the same machine, Poisson, medians of {repeats} repeats of {duration_s:g} s"
