@@ -1,6 +1,7 @@
 """Settings that have to be in the environment before Ray starts anywhere in the test session."""
 
 import os
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -16,3 +17,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if not any(item.get_closest_marker(name) for name in ("ray", "gpu")):
             item.add_marker(pytest.mark.unit)
+
+
+@pytest.fixture(scope="session")
+def worker_server() -> Iterator[Callable[[str], list[str]]]:
+    """Fork the profiler's workers from one process instead of importing torch in each; see `forked_workers`."""
+    from tests.profiles.forked_workers import forked_workers
+
+    with forked_workers() as arguments:
+        yield arguments
+
+
+@pytest.fixture
+def quick_workers(worker_server: Callable[[str], list[str]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let `tenuto.profiles.measure` and `corun` start their processes from the server."""
+    monkeypatch.setattr("tenuto.profiles.measure._WORKER", worker_server("tenuto.profiles.worker"))
+    monkeypatch.setattr("tenuto.profiles.corun._WORKER", worker_server("tenuto.profiles.corun_worker"))

@@ -139,12 +139,11 @@ OWN = "tests.profiles.own_models:scale"
 
 
 @pytest.fixture
-def real(run: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+def real(run: Any, quick_workers: None, monkeypatch: pytest.MonkeyPatch) -> Any:
     from tenuto.profiles.measure import measure_model
 
     monkeypatch.setattr(verb, "measure_model", measure_model)
     monkeypatch.syspath_prepend(str(Path(__file__).parents[2]))
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
 
     def call(*arguments: str) -> tuple[int, str, str]:
         common = ("--option", "width=8", "--budget-s", "0.1", "--device", "cpu", "-o", "p.yaml")

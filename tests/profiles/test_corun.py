@@ -32,7 +32,7 @@ def fake(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> object:
     return use
 
 
-def test_two_processes_run_at_once_and_are_measured_while_both_do() -> None:
+def test_two_processes_run_at_once_and_are_measured_while_both_do(quick_workers: None) -> None:
     made = measure_co_run([ONE, CoRunRequest(OWN, 4, 50.0, device="cpu", options={"width": 8})], seconds=0.3)
     assert [(p.model, p.batch_size, p.share_pct) for p in made.parts] == [("scale", 2, 50.0), ("scale", 4, 50.0)]
     assert all(p.latency_ms > 0 and p.runs for p in made.parts)

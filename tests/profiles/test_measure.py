@@ -248,7 +248,7 @@ def test_faults_in_the_process_reach_the_caller(
     kind: str, raised: type[Exception], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     script = tmp_path / "fault.py"
-    script.write_text(f"print('{{\"event\": \"error\", \"kind\": \"{kind}\", \"text\": \"bad option\"}}')")
+    script.write_text(f'print(\'{{"event": "error", "kind": "{kind}", "text": "bad option"}}\')')
     monkeypatch.setattr("tenuto.profiles.measure._WORKER", [str(script)])
     with pytest.raises(raised, match="bad option"):
         measure_model(MeasureRequest(OWN, device="cpu"))
@@ -312,7 +312,7 @@ def test_rows_are_named_after_the_model(tmp_path: Path) -> None:
     assert row_name(str(tmp_path / "my-bert") + "/") == "my-bert"
 
 
-def test_a_stopped_run_is_taken_up_where_it_ended() -> None:
+def test_a_stopped_run_is_taken_up_where_it_ended(quick_workers: None) -> None:
     request = MeasureRequest(OWN, device="cpu", batch_sizes=(1, 2), budget_s=0.02, options={"width": 8})
     stopped = measure_model(replace(request, batch_sizes=(1,)))
     assert stopped.profile.fit is None
