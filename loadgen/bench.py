@@ -18,7 +18,7 @@ from tenuto.loadgen.client import ClientJob, ModelTarget
 from tenuto.loadgen.clients import ClientGroup, LocalClient, RayClients
 from tenuto.loadgen.http_sender import HttpSender
 from tenuto.loadgen.payloads import make_bodies
-from tenuto.loadgen.priority import Priority
+from tenuto.loadgen.priority import Priority, preferred
 from tenuto.loadgen.records import Records, merge, unsent
 from tenuto.loadgen.schedule import Schedule, make_schedule, seed_for
 from tenuto.loadgen.verdict import Verdict, judge, summarise
@@ -128,8 +128,11 @@ def run_bench(
         # Late enough for every client to have got the message.
         start_at = time.time() + (0.5 if options.clients else 0.05)
         group.start(start_at)
+        # A client on a thread of this process shares Python's lock with this one, which must not wait with it in hand.
+        here = options.client_priority if isinstance(group, LocalClient) else "normal"
         try:
-            _watch(group, start_at, load.planned if load is not None else len(schedule), options, progress, queued)
+            with preferred(here):
+                _watch(group, start_at, load.planned if load is not None else len(schedule), options, progress, queued)
         except KeyboardInterrupt:
             interrupted = True
             progress("interrupted: waiting for the requests under way")

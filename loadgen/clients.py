@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import sys
 import threading
 import time
 from collections.abc import Callable, Coroutine, Sequence
@@ -19,6 +20,7 @@ __all__ = ["ClientGroup", "LocalClient", "RayClients"]
 
 _PREPARE_TIMEOUT_S = 60.0
 _RESULT_TIMEOUT_S = 120.0
+_SWITCH_S = 0.0002  # how long another thread of this process, one that prints, may keep the client waiting; else 5 ms
 
 
 class ClientGroup(Protocol):
@@ -77,10 +79,13 @@ class LocalClient:
         async def job() -> ClientReport:
             await client.prepare()
             gc.freeze()  # the schedule and the bodies are not looked through again in every collection of the run
+            switch_s = sys.getswitchinterval()
+            sys.setswitchinterval(_SWITCH_S)
             self._prepared.set()
             try:
                 return await client.run(await asyncio.wrap_future(self._start_at))
             finally:
+                sys.setswitchinterval(switch_s)
                 gc.unfreeze()
 
         try:
