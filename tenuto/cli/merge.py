@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import shlex
+import sys
 import time
+from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +15,11 @@ from rich.markup import escape
 from rich.table import Table
 
 from tenuto.cli.common import emit_json, parse_options, progress_console, stdout_console
+from tenuto.cli.merge_profile import joint_table, measure_into
+from tenuto.cli.profile_book import ProfileBook
 from tenuto.errors import InvalidInputError, Problem, raise_if_any
+from tenuto.profiles.cpu_share import calm_openmp
+from tenuto.profiles.memory import ResidentMemory
 
 if TYPE_CHECKING:
     from tenuto.profiles.merging.merge import MergedModels
@@ -30,6 +38,11 @@ __all__ = ["command"]
 @click.option("--seed", type=int, default=0, show_default=True, help="Seed of random weights.")
 @click.option("--batch-size", type=int, default=4, show_default=True, help="Batch of each model when timing.")
 @click.option("--repetitions", type=int, default=7, show_default=True, help="Timed runs of each way, in turns.")
+@click.option("-o", "--output", type=click.Path(dir_okay=False), metavar="FILE",
+              help="Measure the merged programs too, and write or complete this profile for `tenuto plan --profiles`.")
+@click.option("--batch-sizes", default="1,2,4,8,16", show_default=True, metavar="B,B…",
+              help="With -o: joint batches to measure, all models' requests together.")
+@click.option("--shares", default="100", show_default=True, metavar="PCT,PCT…", help="With -o: shares of the CPU.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def command(
     models: tuple[str, ...],
@@ -39,6 +52,9 @@ def command(
     seed: int,
     batch_size: int,
     repetitions: int,
+    output: str | None,
+    batch_sizes: str,
+    shares: str,
     as_json: bool,
 ) -> int:
     """Merge operator graphs as USHER (OSDI 2024, §3.4) does, on this processor, and report what came of it.
@@ -46,7 +62,11 @@ def command(
     MODEL is a catalogue name or `package.module:factory`; NAME tells two copies apart and may be left away. Exit code 1
     when nothing could be merged.
 
-    Example: tenuto merge base=resnet50 tuned=resnet50 --reseed tuned=layer4,fc --option image_size=64
+    With -o FILE every joint batch is measured both ways, split evenly and all of one model. The row `base+tuned` of
+    FILE holds the worst of them, the rows `base` and `tuned` the models by themselves: with NAMEs that are those of
+    the workload, `tenuto plan --profiles FILE` plans with both.
+
+    Example: tenuto merge base=resnet50 tuned=resnet50 --reseed tuned=layer4,fc --option image_size=64 -o merged.yaml
     """
     sources = _pairs("MODEL", tuple(text if "=" in text else f"{text.rpartition('.')[2]}={text}" for text in models))
     files, prefixes = _pairs("--weights", weights), _pairs("--reseed", reseeded)
@@ -60,19 +80,27 @@ def command(
         problems.append(Problem("--batch-size", batch_size, "must be at least 1", "Give for example 4."))
     if repetitions < 1:
         problems.append(Problem("--repetitions", repetitions, "must be at least 1", "Give for example 7."))
+    sizes = _numbers("--batch-sizes", batch_sizes, 1, 4096, problems)
+    percentages = _numbers("--shares", shares, 1, 100, problems)
     raise_if_any(problems)
     parsed = parse_options(options)
+    command_line = shlex.join(["tenuto", *sys.argv[1:]])
+    book = None if output is None else ProfileBook(Path(output), command=command_line, resume=True)
 
+    calm_openmp(os.environ)
     from tenuto.profiles.merging.merge import merge_models
     from tenuto.profiles.models import build
 
     console = progress_console()
-    loaded = {}
+    meter = ResidentMemory()
+    models_by_name, loaded = {}, {}
     for name, source in sources.items():
         console.print(f"tenuto: building {name} ({source})", markup=False)
         made = build(source, weights_path=files.get(name), seed=seed, options=parsed)
         _reseed(made.module, name, prefixes.get(name, ""), seed)
+        models_by_name[name] = made
         loaded[name] = (made.module, made.signature)
+        del made
     console.print("tenuto: tracing and merging", markup=False)
     begun = time.monotonic()
     merged, report = merge_models(loaded)
@@ -81,11 +109,33 @@ def command(
         console.print(f"tenuto: timing {', '.join(found.names)}", markup=False)
         apart, together = _time(found, loaded, batch_size, repetitions)
         cluster |= {"apart_ms": apart, "together_ms": together, "pays": together < 0.98 * apart}
+        del found
+    if book is not None and merged:
+        loaded.clear()
+        joint = measure_into(
+            book, merged, report, models_by_name, sources=sources, options=parsed, batch_sizes=sizes,
+            shares=percentages, repetitions=repetitions, meter=meter, console=console,
+        )  # fmt: skip
+        for cluster, times in zip(data["clusters"], joint, strict=True):
+            cluster["joint"] = times
+        console.print(f"wrote {book.path}", markup=False)
     if as_json:
         emit_json(data)
     else:
         _print(data)
-    return 0 if merged else 1
+    return 0 if data["clusters"] else 1
+
+
+def _numbers(where: str, text: str, least: int, most: int, problems: list[Problem]) -> tuple[int, ...]:
+    """Return whole numbers separated by commas, ascending; adds a problem where they are not."""
+    try:
+        found = sorted({int(part) for part in text.split(",")})
+    except ValueError:
+        found = []
+    if not found or found[0] < least or found[-1] > most:
+        rule = f"must be whole numbers from {least} to {most}, separated by commas"
+        problems.append(Problem(where, text, rule, "Write for example 1,2,4,8." if most > 100 else "Write 50,100."))
+    return tuple(found)
 
 
 def _pairs(where: str, texts: tuple[str, ...]) -> dict[str, str]:
@@ -160,5 +210,7 @@ def _print(data: dict[str, Any]) -> None:
             f"{cluster['apart_ms']:.1f} ms apart, {cluster['together_ms']:.1f} ms together ({pct:+.0f} %): {verdict}",
             markup=False,
         )
+        if "joint" in cluster:
+            console.print(joint_table(cluster["joint"]))
     for name, reason in data["unmerged"].items():
         console.print(f"{name} stays as it is: {reason}", markup=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,6 +11,8 @@ from click.testing import CliRunner
 
 from tenuto.cli.merge import command
 from tenuto.errors import InvalidInputError
+from tenuto.placement import Cluster, Workload, load_policy, solve
+from tenuto.profiles import Profile, Profiles
 from tenuto.profiles.catalogue import LoadedModel, ModelSignature, TensorSignature
 
 from ..profiles.test_merging import Attention
@@ -43,6 +46,36 @@ def test_a_fine_tuned_copy_is_merged_and_timed() -> None:
     assert found["unmerged"] == {}
 
 
+def test_measured_groups_are_planned_with(tmp_path: Path) -> None:
+    source, file = "tests.cli.test_merge:small", tmp_path / "merged.yaml"
+    sizes = ("--batch-sizes", "1,2,6", "--repetitions", "2", "-o", str(file), "--json")
+    code, text = run(f"base={source}", f"tuned={source}", "--reseed", "tuned=head", *sizes)
+
+    assert code == 0
+    joint = json.loads(text)["clusters"][0]["joint"]
+    assert [row["split"] for row in joint if row["batch_size"] == 6] == [
+        {"base": 3, "tuned": 3}, {"base": 6}, {"tuned": 6}
+    ]  # fmt: skip
+    profile = Profile.load(file)
+    assert list(profile.models) == ["base+tuned", "base", "tuned"]
+    row = profile.models["base+tuned"]
+    assert row.batch_sizes() == (1, 2, 6)
+    worst = max(one["together_ms"] for one in joint if one["batch_size"] == 6)
+    assert row.latency_ms(6) == pytest.approx(worst, abs=1e-3)
+    assert (row.memory_mib(6) or 0.0) > 0.0
+    assert profile.models["base"].network == source
+
+    models = [{"name": n, "source": source, "rate_rps": 5, "slo_ms": 5000} for n in ("base", "tuned")]
+    workload = Workload.model_validate({"models": models, "merge": [["base", "tuned"]]})
+    cluster = Cluster.model_validate({"nodes": [{"name": "n", "gpus": [{"type": "cpu", "memory_mib": 16000}]}]})
+    plan = solve(load_policy("symphony", {}), workload, cluster, Profiles([profile]))
+    (group,) = plan.gpulets[0].merge
+    assert (group.basis, group.batch_size) == ("measured", 6)
+
+    run(f"base={source}", f"other={source}", "--batch-sizes", "1", "--repetitions", "1", "-o", str(file))
+    assert list(Profile.load(file).models) == ["base+tuned", "base", "tuned", "base+other", "other"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -50,6 +83,9 @@ def test_a_fine_tuned_copy_is_merged_and_timed() -> None:
         (("a=resnet50", "b=resnet50", "--weights", "c=x"), "is no name of a model"),
         (("a=resnet50", "b=resnet50", "--reseed", "a"), "must read NAME=VALUE"),
         (("a=resnet50", "b=resnet50", "--batch-size", "0"), "must be at least 1"),
+        (("a=resnet50", "b=resnet50", "--batch-sizes", "0,2"), "whole numbers from 1"),
+        (("a=resnet50", "b=resnet50", "--shares", "fifty"), "whole numbers from 1 to 100"),
+        (("a=resnet50", "b=resnet50", "-o", "/nowhere/at/all.yaml"), "directory does not exist"),
     ],
 )
 def test_bad_arguments_name_the_cure(arguments: tuple[str, ...], words: str) -> None:
