@@ -142,6 +142,7 @@ class Client:
         self._counts: Counter[str] = Counter()
         self._stopped = False
         self._requests: list[list[Any]] = []  # per model, as the sender prepared them
+        self._joins: Joins | None = None
         self._handle_reply: OnReply = lambda _row, _reply: None
 
     def progress(self) -> dict[str, int]:
@@ -157,6 +158,7 @@ class Client:
     async def prepare(self) -> None:
         """Build the requests and open the connections, so that neither costs time in the run."""
         job, sender = self._job, self._sender
+        self._joins = Joins(job.load) if job.load is not None else None
         await sender.open(job.connections, lambda row, reply: self._handle_reply(row, reply))
         self._requests = [
             [sender.prepare(t.name, body, _headers(headers, t, job.send_slo)) for body, headers in t.bodies]
@@ -183,7 +185,7 @@ class Client:
         models = np.asarray(job.model_index).tolist()
         numbers = np.asarray(job.request).tolist()
         slos = [target.slo_ms for target in job.targets]
-        joins = Joins(job.load) if job.load is not None else None
+        joins = self._joins
         deadlines = job.load.deadlines_ms.tolist() if job.load is not None else []
         is_stage = [target.is_stage for target in job.targets]
         monotonic = time.monotonic
