@@ -216,7 +216,7 @@ def main() -> int:
     parser.add_argument("--live", action="store_true", help="ask a real Tenuto on Ray with an emulated model")
     parser.add_argument("--priority", choices=["realtime", "normal"], default="realtime", help="of the client's thread")
     chosen = parser.parse_args()
-    rates: tuple[int, ...] = (200, 500, 600, 1000, 2000, 3000, 4000, 6000, 8000, 10000)
+    rates: tuple[int, ...] = (200, 500, 600, 1000, 2000, 3000, 4000, 6000, 8000, 10000, 12000, 15000)
     repeats, duration_s = 5, 5.0
     if chosen.live:
         rates = (200, 500, 600, 800, 1000, 1500, 2000)
