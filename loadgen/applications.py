@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from tenuto.errors import InvalidInputError
 from tenuto.loadgen.schedule import Schedule, make_schedule
 from tenuto.placement import ModelSpec
 from tenuto.placement.applications import Application
@@ -151,9 +152,7 @@ def make_application_load(
     callers = [
         ModelSpec(name=app.name, rate_rps=app.rate_rps, slo_ms=app.slo_ms, arrival=app.arrival) for app in applications
     ]
-    schedule = replace(
-        make_schedule([*alone, *callers], duration_s, seed, rate_scale), applications=tuple(applications)
-    )
+    schedule = _schedule([*alone, *callers], applications, (duration_s, seed, rate_scale))
     # What one arrival of each name expands to: model, time allowed in ms, stage, whether it is sent later.
     shapes = [[(index[spec.name], spec.slo_ms, 0, False)] for spec in alone]
     shapes += [
@@ -193,3 +192,20 @@ def make_application_load(
         applications=tuple(applications),
         schedule=schedule,
     )
+
+
+def _schedule(
+    specs: Sequence[ModelSpec], applications: Sequence[Application], arrivals: tuple[float, int, float]
+) -> Schedule:
+    """Return the schedule of models and applications; what is wrong with an application names it as one."""
+    try:
+        return replace(make_schedule(specs, *arrivals), applications=tuple(applications))
+    except InvalidInputError as error:
+        found = []
+        for problem in error.problems:
+            owner = next((a.name for a in applications if problem.path.startswith(f"models.{a.name}.")), None)
+            path = problem.path if owner is None else f"applications{problem.path.removeprefix('models')}"
+            found.append(replace(problem, path=path))
+        if not found:
+            raise
+        raise InvalidInputError(found) from error

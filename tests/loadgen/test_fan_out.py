@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tenuto.errors import InvalidInputError
 from tenuto.loadgen.application_figures import application_figures
 from tenuto.loadgen.applications import Joins
 from tenuto.loadgen.client import Client, ClientReport
@@ -203,3 +204,8 @@ def test_what_is_given_up_once_is_lost_once_and_only_after_the_warm_up() -> None
 
     assert joins.lost == [1]
     assert joins.answered(np.flatnonzero(load.owner == 2).tolist()) == []
+
+
+def test_an_arrival_that_cannot_be_used_names_its_application() -> None:
+    with pytest.raises(InvalidInputError, match=r"applications\.game\.arrival"):
+        load_of(workload(game(arrival={"process": "gamma", "shape": 1, "cv": 1}), traffic()))
