@@ -24,8 +24,9 @@ def apply_merging(plan: Plan, workload: Workload, profiles: Profiles) -> Plan:
     """Return the plan with the groups the workload asks for, and notes on each group that was left out and why.
 
     Explicit groups are merged wherever they may be; `auto` merges models whose merged program was measured
-    (`tenuto merge … -o`) and takes less time there than its members one after the other. A group is left out when its
-    members are not together on every gpu-let that holds one, or when not even one request would be in time.
+    (`tenuto merge … -o`) and carries more requests per second there than full batches of its members in turn. A group
+    is left out when its members are not together on every gpu-let that holds one, or when not even one request would
+    be in time.
     """
     if workload.merge == "off" or not plan.gpulets:
         return plan
@@ -115,32 +116,37 @@ class _Maker:
 
     def _no_gain(self, made: dict[int, MergedGroup]) -> str | None:
         for index, group in made.items():
-            together, apart = self._both_ways(index, group)
+            together_rps, apart_rps = self._both_ways(index, group)
             if group.basis != "measured":
                 share = self.gpulets[index].effective_share_pct
                 return f"its merged program was not measured at a share of {share:g} %"
-            if together >= apart:
-                return f"a joint batch of {group.batch_size} takes {together:.4g} ms, its members {apart:.4g} ms"
+            if together_rps <= apart_rps:
+                return f"it carries {together_rps:.4g} rps at most, its members in turn {apart_rps:.4g} rps"
         return None
 
     def _both_ways(self, index: int, group: MergedGroup) -> tuple[float, float]:
-        """Return what the largest joint batch takes merged, and what its members take one after the other, in ms."""
-        size = group.batch_size or 1
-        alone = MergedGroup(models=group.models, batch_size=size)
-        summed = self.gpulets[index].model_copy(update={"merge": (alone,)}).merged_groups()[0]
-        if group.latency is None or summed.latency is None:
-            return float("inf"), float("inf")
-        return group.latency.at(size), summed.latency.at(size)
+        """Return the requests per second of the best joint batch without a pause, and of full batches in turn."""
+        members = [r for r in self.gpulets[index].models if r.name in group.models]
+        taken_ms = sum(r.latency.at(r.batch_size) for r in members if r.latency is not None)
+        apart_rps = 1000.0 * sum(r.batch_size for r in members if r.latency is not None) / taken_ms if taken_ms else 0.0
+        if group.latency is None:
+            return 0.0, apart_rps
+        sizes = range(1, (group.batch_size or 1) + 1)
+        return max(1000.0 * size / group.latency.at(size) for size in sizes), apart_rps
 
     def _described(self, name: str, made: dict[int, MergedGroup]) -> str:
         index, group = next(iter(made.items()))
         where = ", ".join(self.gpulets[place].id for place in made)
-        together, apart = self._both_ways(index, group)
+        together_rps, apart_rps = self._both_ways(index, group)
+        takes_ms = 0.0 if group.latency is None else group.latency.at(group.batch_size or 1)
         if group.basis == "measured":
-            cost = f"a joint batch of {group.batch_size} takes {together:.4g} ms, its members {apart:.4g} ms in turn"
+            cost = (
+                f"a joint batch of {group.batch_size} takes {takes_ms:.4g} ms; it carries {together_rps:.4g} rps at "
+                f"most, its members in turn {apart_rps:.4g} rps"
+            )
         else:
             cost = (
-                f"a joint batch of {group.batch_size} is taken to cost what its members cost in turn, {together:.4g} "
+                f"a joint batch of {group.batch_size} is taken to cost what its members cost in turn, {takes_ms:.4g} "
                 f"ms; `tenuto merge` measures it with -o"
             )
         return f"{name} is merged on {where}: {cost}. Expectations are those of the models by themselves"
