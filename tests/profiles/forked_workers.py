@@ -45,7 +45,9 @@ def forked_workers() -> Iterator[Callable[[str], list[str]]]:
         relay.write_text(_RELAY)
         path = os.pathsep.join(part for part in (str(_ROOT), os.environ.get("PYTHONPATH")) if part)
         server = subprocess.Popen(
-            [sys.executable, "-m", "tests.profiles.forked_workers", address], stdout=subprocess.PIPE, cwd=_ROOT,
+            [sys.executable, "-m", "tests.profiles.forked_workers", address],
+            stdout=subprocess.PIPE,
+            cwd=_ROOT,
             env={**os.environ, "PYTHONPATH": path, "OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0"},
         )
         try:
@@ -94,12 +96,12 @@ def _attend(connection: socket.socket) -> None:
         os.environ.clear()
         os.environ.update(request["environment"])
         os.chdir(request["folder"])
-        sys.stdin, sys.stdout, sys.stderr = (open(fd, mode, closefd=False) for fd, mode in ((0, "r"), (1, "w"), (2, "w")))
+        sys.stdin, sys.stdout, sys.stderr = os.fdopen(0), os.fdopen(1, "w"), os.fdopen(2, "w")
         _run(request["module"])
     for pipe in pipes:
         os.close(pipe)
     ended = os.pidfd_open(worker)
-    if ended not in select.select([ended, connection], [], [])[0]:
+    if ended not in select.select([ended, connection.fileno()], [], [])[0]:
         os.kill(worker, signal.SIGKILL)  # the relay was stopped, and with it what it stands for
         os._exit(0)
     _, status = os.waitpid(worker, 0)
