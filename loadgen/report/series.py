@@ -157,6 +157,11 @@ def predictions(run: Run) -> list[Prediction]:
 def _predicted_ms(plan: Plan, gpulet: Gpulet, model: str, batch_sizes: NDArray[np.int32]) -> Floats:
     replica = next(r for r in gpulet.models if r.name == model)
     latency = replica.latency or plan.model(model).latency
+    slowdown = replica.slowdown
+    for group in gpulet.merged_groups():
+        if model in group.models:  # the batches it ran in are joint ones
+            latency = group.latency
+            slowdown = max(r.slowdown for r in gpulet.models if r.name in group.models)
     sizes, index = np.unique(batch_sizes, return_inverse=True)
     values = np.full(sizes.size, np.nan)
     for position, size in enumerate(sizes.tolist()):
@@ -165,7 +170,7 @@ def _predicted_ms(plan: Plan, gpulet: Gpulet, model: str, batch_sizes: NDArray[n
                 values[position] = replica.latency_ms
             continue
         try:
-            values[position] = latency.at(int(size)) * replica.slowdown
+            values[position] = latency.at(int(size)) * slowdown
         except MissingProfileError:
             continue
     return values[index]

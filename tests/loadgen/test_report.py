@@ -41,8 +41,10 @@ def plan(models: tuple[str, ...] = ("a", "b"), rate: float = 60.0) -> Plan:
     )  # fmt: skip
 
 
-def simulated(rate: float = 60.0, duration_s: float = 20.0) -> tuple[dict[str, Any], Records, Plan]:
-    chosen = plan(rate=rate)
+def simulated(
+    rate: float = 60.0, duration_s: float = 20.0, chosen: Plan | None = None
+) -> tuple[dict[str, Any], Records, Plan]:
+    chosen = chosen or plan(rate=rate)
     schedule = make_schedule(chosen.models, duration_s, 0)
     scheduler = make_scheduler("deferred", from_plan(chosen, NetworkDelay()), {})
     result = simulate(scheduler, schedule.times_ms, schedule.model_index, duration_s=duration_s, warmup_s=None)
@@ -201,6 +203,19 @@ def test_predictions_match_what_the_simulator_executed() -> None:
     for entry in found:
         assert entry.error == pytest.approx(0.0, abs=1e-9)
         assert np.allclose(entry.measured_ms, entry.predicted_ms)
+
+
+def test_models_that_ran_merged_are_predicted_as_joint_batches() -> None:
+    data = plan().to_data()
+    data["gpulets"][0]["merge"] = [["a", "b"]]
+    data["models"] = [{**model, "source": "resnet50"} for model in data["models"]]
+    document, records, chosen = simulated(chosen=Plan.from_data(data))
+    assert list(document["models"]) == ["a", "b"]
+    found = predictions(Run(document, records, chosen))
+    assert [entry.model for entry in found] == ["a", "b"]
+    for entry in found:
+        assert entry.error == pytest.approx(0.0, abs=1e-9)
+    render_page(Run(document, records, chosen))
 
 
 def test_a_batch_counts_once() -> None:
