@@ -10,8 +10,9 @@ from pathlib import Path
 from tenuto.deployments.check import Check
 from tenuto.errors import EnvironmentFaultError
 from tenuto.mps.control import BINARY
-from tenuto.mps.daemon import DEFAULT_ROOT, MOST_PATH_BYTES, Processes, find_leftovers, mps_root, pipe_directory
+from tenuto.mps.folders import DEFAULT_ROOT, MOST_PATH_BYTES, find_leftovers, mps_root, pipe_directory
 from tenuto.mps.inventory import GpuDevice, read_devices
+from tenuto.mps.processes import Processes
 
 __all__ = ["check_gpus", "foreign_daemons", "mps_checks"]
 

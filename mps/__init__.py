@@ -1,7 +1,8 @@
 """GPUs of a machine, and CUDA MPS: the daemons, shares and proofs behind gpu-lets on real hardware."""
 
 from tenuto.mps.control import Control, ControlError
-from tenuto.mps.daemon import PrivateDaemon, find_leftovers
+from tenuto.mps.daemon import PrivateDaemon
+from tenuto.mps.folders import find_leftovers
 from tenuto.mps.inventory import GpuDevice, read_inventory
 from tenuto.mps.share import Report, client_environment, verify_attachment
 

@@ -19,57 +19,17 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 from tenuto.mps.control import Control, ControlError, Runner, Subprocesses
+from tenuto.mps.faults import MOST_FAULTS, WINDOW_S, FaultLog
+from tenuto.mps.folders import MOST_PATH_BYTES, OWNER, is_unused, pipe_directory, read_record
 from tenuto.mps.inventory import without_mps
+from tenuto.mps.processes import Processes
 
-__all__ = ["Leftover", "PrivateDaemon", "Processes", "find_leftovers", "mps_root", "pipe_directory"]
+__all__ = ["PrivateDaemon"]
 
-DEFAULT_ROOT = "/tmp/tenuto-mps"
-MOST_PATH_BYTES = 90  # of a pipe directory: its sockets' paths may have 108 bytes
-_OWNER, _PID_FILE = "owner.json", "nvidia-cuda-mps-control.pid"
-
-
-def mps_root() -> Path:
-    """Return the folder of all daemons on a node; TENUTO_MPS_ROOT overrides it."""
-    return Path(os.environ.get("TENUTO_MPS_ROOT") or DEFAULT_ROOT)
-
-
-def pipe_directory(gpu_uuid: str, root: Path | None = None) -> Path:
-    """Return the pipe directory of a GPU's daemon: the same for the plan's writer, the daemon and its clients."""
-    return (root if root is not None else mps_root()) / gpu_uuid.removeprefix("GPU-") / "pipe"
-
-
-class Processes:
-    """What is known of processes, from /proc."""
-
-    def started_at(self, pid: int) -> int | None:
-        """Return the moment a process began, in clock ticks since boot; None when there is none."""
-        try:
-            stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
-            fields = stat.rpartition(")")[2].split()  # the name before it may hold anything
-            return None if fields[0] in ("Z", "X") else int(fields[19])
-        except (OSError, ValueError, IndexError):
-            return None
-
-    def user_of(self, pid: int) -> int | None:
-        """Return the user id a process runs under; None when there is none."""
-        try:
-            return Path(f"/proc/{pid}").stat().st_uid
-        except OSError:
-            return None
-
-
-@dataclass(frozen=True)
-class Leftover:
-    """A directory of ours whose daemon is dead, or runs without any gpu-let."""
-
-    directory: Path
-    gpu_uuid: str
-    pid: int
-    is_running: bool
+_PID_FILE = "nvidia-cuda-mps-control.pid"
 
 
 class PrivateDaemon:
@@ -85,6 +45,7 @@ class PrivateDaemon:
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
         start_reaper: Callable[[str], None] | None = None,
+        wall_clock: Callable[[], float] = time.time,
     ) -> None:
         """Take the GPU; everything after it is for tests and unusual systems.
 
@@ -103,6 +64,7 @@ class PrivateDaemon:
         self._processes = processes if processes is not None else Processes()
         self._clock, self._sleep = clock, sleep
         self._start_reaper = start_reaper if start_reaper is not None else _start_reaper
+        self._faults = FaultLog(self._folder / "faults.json", wall_clock)
         self._presence: int | None = None
 
     def join(self, timeout_s: float = 60.0) -> None:
@@ -144,7 +106,9 @@ class PrivateDaemon:
 
     def _start(self, timeout_s: float) -> None:
         foreign = self._pid_in_pipe_directory()
-        if foreign is not None and self._processes.started_at(foreign) is not None:
+        record = read_record(self._folder)
+        is_our_dead = record is not None and record.pid == foreign  # its number may be another process's by now
+        if foreign is not None and not is_our_dead and self._processes.started_at(foreign) is not None:
             raise ControlError(
                 f"process {foreign} runs a CUDA MPS daemon in {self.control.pipe_directory} that Tenuto did not start. "
                 f"Stop it yourself (echo quit | CUDA_MPS_PIPE_DIRECTORY={self.control.pipe_directory} "
@@ -161,10 +125,13 @@ class PrivateDaemon:
                 f"the daemon of {self.gpu_uuid} answers but left no pid in {self.control.pipe_directory}, so it could "
                 f"not be told from a foreign one later. {self.control.log_directory / 'control.log'} may say why."
             )
-        record = {"pid": pid, "started_at": began, "gpu_uuid": self.gpu_uuid, "uid": os.getuid()}
-        partial = self._folder / f"{_OWNER}.part"
-        partial.write_text(json.dumps(record), encoding="utf-8")
-        partial.replace(self._folder / _OWNER)
+        data = {
+            "pid": pid, "started_at": began, "gpu_uuid": self.gpu_uuid, "uid": os.getuid(),
+            "pid_namespace": self._processes.namespace(),
+        }  # fmt: skip
+        partial = self._folder / f"{OWNER}.part"
+        partial.write_text(json.dumps(data), encoding="utf-8")
+        partial.replace(self._folder / OWNER)
         self._start_reaper(self.gpu_uuid)
 
     def _wait_until_ready(self, timeout_s: float) -> None:
@@ -184,30 +151,81 @@ class PrivateDaemon:
         return _read_pid(self.control.pipe_directory / _PID_FILE)
 
     def _owned_pid(self) -> int | None:
-        """Return the pid of our running daemon; None when there is none or the pid is another process's by now."""
-        return _owned_pid(self._folder, self._processes)
+        """Return the pid of our running daemon; None when there is none or the pid is another process's by now.
+
+        A daemon started in another container cannot be seen from here; it is there if it answers.
+        """
+        record = read_record(self._folder)
+        if record is None:
+            return None
+        if record.is_of(self._processes):
+            return record.pid if self._processes.started_at(record.pid) == record.started_at else None
+        try:
+            self.control.default_share_pct()
+        except ControlError:
+            return None
+        return record.pid
+
+    def speaks_our_pids(self) -> bool:
+        """Return whether the daemon was started in this process's PID namespace, so that its pids are ours."""
+        record = read_record(self._folder)
+        return record is not None and record.is_of(self._processes)
 
     @contextlib.contextmanager
     def admitted(self, timeout_s: float = 300.0) -> Iterator[None]:
         """Hold the GPU's admission while CUDA starts and the models load: start-ups at one time mis-measure memory.
 
         Raises:
-            ControlError: another gpu-let has not finished its start in time, or the server stays in FAULT.
+            ControlError: another gpu-let has not finished its start in time, the server stays in FAULT, or it has been
+                in FAULT too often lately.
         """
         with self._lock("admission", timeout_s):
             self._wait_out_fault(timeout_s)
+            with self._lock("faults", timeout_s):
+                self._faults.over()
+                wait_s = self._faults.wait_s()
+            if wait_s > 0:
+                raise ControlError(
+                    f"{self.gpu_uuid} has faulted {MOST_FAULTS} times within {WINDOW_S / 60:g} min, so its gpu-lets "
+                    f"are not started again for {wait_s:.0f} s. Find the model whose kernels fault (the gpu-lets' logs "
+                    "name the batch that failed) and take it out of the plan, or check the GPU: nvidia-smi -q -d ECC."
+                )
+            yield
+
+    @contextlib.contextmanager
+    def turn(self, is_lost: Callable[[], bool], timeout_s: float = 300.0) -> Iterator[None]:
+        """Hold the GPU's admission in a gpu-let that runs already and loads more; never waits for its own fault.
+
+        Args:
+            is_lost: whether waiting has become useless, since this process has to leave.
+            timeout_s: how long another's start may take.
+
+        Raises:
+            ControlError: not in time, the process is lost, or the server is in FAULT.
+        """
+        with self._lock("admission", timeout_s, is_lost):
+            status = self.status()
+            if status == "FAULT":
+                raise ControlError(f"the CUDA MPS server of {self.gpu_uuid} is in FAULT: this process has to leave.")
             yield
 
     def _wait_out_fault(self, timeout_s: float) -> None:
         """Wait until clients hit by a fault have left; the server takes nobody before."""
         until = self._clock() + timeout_s
         while (status := self.status()) not in (None, "ACTIVE"):
+            if status == "FAULT":
+                self.note_fault()
             if self._clock() >= until:
                 raise ControlError(
                     f"the CUDA MPS server of {self.gpu_uuid} stays {status} for {timeout_s:g} s: a client hit by a "
                     f"fault has not left. The clients: {', '.join(map(str, self.clients())) or 'unknown'}."
                 )
             self._sleep(0.2)
+
+    def note_fault(self) -> None:
+        """Write down that the server is in FAULT; all gpu-lets that see one fault make one entry."""
+        with self._lock("faults", 10.0):
+            self._faults.note()
 
     def status(self) -> str | None:
         """Return the server's status; None while there is no server because no client has come yet."""
@@ -242,7 +260,7 @@ class PrivateDaemon:
 
     def is_used(self) -> bool:
         """Return whether a gpu-let is counted in."""
-        return not _nobody_uses(self._folder)
+        return not is_unused(self._folder)
 
     def stop_if_unused(self, timeout_s: float = 10.0) -> bool:
         """Quit our daemon when no gpu-let is left and its clients have gone; returns whether it was stopped.
@@ -275,7 +293,8 @@ class PrivateDaemon:
             if self._clock() >= until:
                 raise ControlError(f"the CUDA MPS daemon of {self.gpu_uuid} (pid {pid}) does not end after `quit`.")
             self._sleep(0.1)
-        (self._folder / _OWNER).unlink(missing_ok=True)
+        (self._folder / OWNER).unlink(missing_ok=True)
+        self._faults.clear()
         shutil.rmtree(self.control.pipe_directory, ignore_errors=True)
         return True
 
@@ -288,21 +307,26 @@ class PrivateDaemon:
         return os.open(self._folder / f"{name}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
 
     @contextlib.contextmanager
-    def _lock(self, name: str, timeout_s: float) -> Iterator[None]:
+    def _lock(self, name: str, timeout_s: float, gives_up: Callable[[], bool] = lambda: False) -> Iterator[None]:
         held = self._open(name)
         try:
-            self._flock(held, fcntl.LOCK_EX, timeout_s, f"another gpu-let holds {name}.lock in {self._folder}")
+            why = f"another gpu-let holds {name}.lock in {self._folder}"
+            self._flock(held, fcntl.LOCK_EX, timeout_s, why, gives_up)
             yield
         finally:
             os.close(held)
 
-    def _flock(self, held: int, kind: int, timeout_s: float, why: str) -> None:
+    def _flock(
+        self, held: int, kind: int, timeout_s: float, why: str, gives_up: Callable[[], bool] = lambda: False
+    ) -> None:
         until = self._clock() + timeout_s
         while True:
             try:
                 fcntl.flock(held, kind | fcntl.LOCK_NB)
                 return
             except OSError:
+                if gives_up():
+                    raise ControlError(f"does not wait any longer, as it has to leave: {why}.") from None
                 if self._clock() >= until:
                     raise ControlError(f"gave up after {timeout_s:g} s: {why}.") from None
             self._sleep(0.05)
@@ -322,44 +346,3 @@ def _read_pid(path: Path) -> int | None:
         return int(path.read_text(encoding="utf-8").strip())
     except (OSError, ValueError):
         return None
-
-
-def _owned_pid(folder: Path, processes: Processes) -> int | None:
-    try:
-        record = json.loads((folder / _OWNER).read_text(encoding="utf-8"))
-        pid, began = int(record["pid"]), int(record["started_at"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-    return pid if processes.started_at(pid) == began else None
-
-
-def find_leftovers(root: Path | None = None, processes: Processes | None = None) -> tuple[Leftover, ...]:
-    """Return what gpu-lets of this user left behind: records of dead daemons, and daemons that nobody uses."""
-    known = processes if processes is not None else Processes()
-    base = root if root is not None else mps_root()
-    found = []
-    for path in sorted(base.glob(f"*/{_OWNER}")):
-        try:
-            record = json.loads(path.read_text(encoding="utf-8"))
-            uuid, pid = str(record["gpu_uuid"]), int(record["pid"])
-        except (OSError, ValueError, KeyError, TypeError):
-            continue
-        running = _owned_pid(path.parent, known) is not None
-        if not running or _nobody_uses(path.parent):
-            found.append(Leftover(path.parent, uuid, pid, running))
-    return tuple(found)
-
-
-def _nobody_uses(folder: Path) -> bool:
-    try:
-        probe = os.open(folder / "users.lock", os.O_RDWR | os.O_CLOEXEC)
-    except OSError:
-        return True
-    try:
-        fcntl.flock(probe, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return False
-    else:
-        return True
-    finally:
-        os.close(probe)

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tenuto.mps.control import ControlError
-from tenuto.mps.daemon import PrivateDaemon, pipe_directory
+from tenuto.mps.daemon import PrivateDaemon
+from tenuto.mps.folders import pipe_directory
 
 __all__ = ["CONTEXT_MIB", "Report", "client_environment", "verify_attachment"]
 

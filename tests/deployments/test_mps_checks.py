@@ -7,8 +7,8 @@ from tenuto.deployments.check import Check
 from tenuto.deployments.checks import run_checks
 from tenuto.deployments.mps_checks import check_gpus, foreign_daemons, mps_checks
 from tenuto.errors import EnvironmentFaultError
-from tenuto.mps.daemon import Processes
 from tenuto.mps.inventory import GpuDevice, read_inventory
+from tenuto.mps.processes import Processes
 from tests.mps.fake_nvml import V100, FakeGpu, FakeNvml
 
 

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tenuto.mps.control import ControlError
-from tenuto.mps.daemon import PrivateDaemon, Processes
+from tenuto.mps.daemon import PrivateDaemon
+from tenuto.mps.processes import Processes
 
 UUID = "GPU-11111111-2222-3333-4444-555555555555"
 OTHER = "GPU-99999999-2222-3333-4444-555555555555"
@@ -117,5 +118,5 @@ class Bench:
     def gpulet(self, uuid: str = UUID) -> PrivateDaemon:
         return PrivateDaemon(
             uuid, root=self.root, runner=self.daemon, processes=self.processes, clock=self.clock,
-            sleep=self.clock.sleep, start_reaper=self.reapers.append,
+            sleep=self.clock.sleep, start_reaper=self.reapers.append, wall_clock=self.clock,
         )  # fmt: skip

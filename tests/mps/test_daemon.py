@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from tenuto.mps.control import ControlError
-from tenuto.mps.daemon import PrivateDaemon, find_leftovers, pipe_directory
+from tenuto.mps.daemon import PrivateDaemon
+from tenuto.mps.folders import find_leftovers, pipe_directory
 from tenuto.mps.reaper import reap
 
 from .fakes import UUID, Bench

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from tenuto.mps.control import ControlError, Subprocesses
-from tenuto.mps.daemon import PrivateDaemon, find_leftovers
+from tenuto.mps.daemon import PrivateDaemon
+from tenuto.mps.folders import find_leftovers
 
 UUID = "GPU-11111111-2222-3333-4444-555555555555"
 

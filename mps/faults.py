@@ -1,0 +1,62 @@
+"""How often a GPU's server has faulted lately, in a file that all its gpu-lets see, so that restarts come to an end."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+__all__ = ["MOST_FAULTS", "WINDOW_S", "FaultLog"]
+
+MOST_FAULTS = 3  # within the window: two restarts, then a refusal
+WINDOW_S = 600.0
+
+
+class FaultLog:
+    """The faults of one GPU. A fault is one event however many gpu-lets see it, from `note` to `over`.
+
+    The caller holds a lock around `note` and `over`.
+    """
+
+    def __init__(self, path: Path, clock: Callable[[], float] = time.time) -> None:
+        """Take the file and a clock in s that all processes share and a restart of the machine does not reset."""
+        self._path, self._clock = path, clock
+
+    def note(self) -> None:
+        """Write down that the server is in FAULT, unless this fault has been written down."""
+        times, is_open = self._read()
+        if not is_open:
+            self._write([*times, self._clock()], True)
+
+    def over(self) -> None:
+        """Write down that the server takes clients again."""
+        times, is_open = self._read()
+        if is_open:
+            self._write(times, False)
+
+    def recent(self) -> int:
+        """Return the number of faults within `WINDOW_S`."""
+        return len(self._read()[0])
+
+    def wait_s(self) -> float:
+        """Return the time in s until fewer than `MOST_FAULTS` are recent; 0 if that is now."""
+        times, _ = self._read()
+        return 0.0 if len(times) < MOST_FAULTS else max(0.0, times[-MOST_FAULTS] + WINDOW_S - self._clock())
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self._path.unlink(missing_ok=True)
+
+    def _read(self) -> tuple[list[float], bool]:
+        try:
+            data = json.loads(self._path.read_text(encoding="utf-8"))
+            now = self._clock()
+            return [float(at) for at in data["at_s"] if 0 <= now - float(at) < WINDOW_S], bool(data["open"])
+        except (OSError, ValueError, KeyError, TypeError):
+            return [], False
+
+    def _write(self, times: list[float], is_open: bool) -> None:
+        partial = self._path.with_suffix(".part")
+        partial.write_text(json.dumps({"at_s": times, "open": is_open}) + "\n", encoding="utf-8")
+        partial.replace(self._path)

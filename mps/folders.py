@@ -1,0 +1,101 @@
+"""The folders of the daemons on a node: where they are, whose daemon is in them, and what was left behind."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from tenuto.mps.processes import Processes
+
+__all__ = ["DEFAULT_ROOT", "MOST_PATH_BYTES", "OWNER", "Leftover", "Record", "find_leftovers", "is_unused", "mps_root",
+           "pipe_directory", "read_record"]  # fmt: skip
+
+DEFAULT_ROOT = "/tmp/tenuto-mps"
+MOST_PATH_BYTES = 90  # of a pipe directory: its sockets' paths may have 108 bytes
+OWNER = "owner.json"
+
+
+def mps_root() -> Path:
+    """Return the folder of all daemons on a node; TENUTO_MPS_ROOT overrides it."""
+    return Path(os.environ.get("TENUTO_MPS_ROOT") or DEFAULT_ROOT)
+
+
+def pipe_directory(gpu_uuid: str, root: Path | None = None) -> Path:
+    """Return the pipe directory of a GPU's daemon: the same for the plan's writer, the daemon and its clients."""
+    return (root if root is not None else mps_root()) / gpu_uuid.removeprefix("GPU-") / "pipe"
+
+
+@dataclass(frozen=True)
+class Leftover:
+    """A directory of ours whose daemon is dead, or runs without any gpu-let."""
+
+    directory: Path
+    gpu_uuid: str
+    pid: int
+    is_running: bool
+
+
+@dataclass(frozen=True)
+class Record:
+    """What was written down of a daemon when it was started."""
+
+    pid: int
+    started_at: int
+    gpu_uuid: str
+    pid_namespace: int | None
+
+    def is_of(self, processes: Processes) -> bool:
+        """Return whether its pid is one of this process's PID namespace."""
+        return self.pid_namespace is None or self.pid_namespace == processes.namespace()
+
+
+def read_record(folder: Path) -> Record | None:
+    """Return what is written down in a GPU's folder; None when there is nothing, or nothing readable."""
+    try:
+        data = json.loads((folder / OWNER).read_text(encoding="utf-8"))
+        namespace = data.get("pid_namespace")
+        return Record(
+            int(data["pid"]),
+            int(data["started_at"]),
+            str(data["gpu_uuid"]),
+            None if namespace is None else int(namespace),
+        )
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+
+
+def find_leftovers(root: Path | None = None, processes: Processes | None = None) -> tuple[Leftover, ...]:
+    """Return what gpu-lets of this user left behind: records of dead daemons, and daemons that nobody uses.
+
+    A daemon of another container counts as running.
+    """
+    known = processes if processes is not None else Processes()
+    base = root if root is not None else mps_root()
+    found = []
+    for path in sorted(base.glob(f"*/{OWNER}")):
+        record = read_record(path.parent)
+        if record is None:
+            continue
+        running = not record.is_of(known) or known.started_at(record.pid) == record.started_at
+        if not running or is_unused(path.parent):
+            found.append(Leftover(path.parent, record.gpu_uuid, record.pid, running))
+    return tuple(found)
+
+
+def is_unused(folder: Path) -> bool:
+    """Return whether no gpu-let of the GPU lives."""
+    try:
+        probe = os.open(folder / "users.lock", os.O_RDWR | os.O_CLOEXEC)
+    except OSError:
+        return True
+    try:
+        fcntl.flock(probe, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    else:
+        return True
+    finally:
+        os.close(probe)
