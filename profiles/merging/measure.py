@@ -63,9 +63,11 @@ def measure_joint(
     shares: Sequence[float] = (100.0,),
     repetitions: int = 7,
     clock_s: Callable[[], float] = time.perf_counter,
-    report: Callable[[JointTimes], None] = lambda _times: None,
+    report: Callable[[str], None] = lambda _text: None,
 ) -> list[JointTimes]:
-    """Time every split of every joint batch both ways, in turns, on the CPU.
+    """Time every split of every joint batch both ways on the CPU.
+
+    All of them run in turns, round after round, so that a slow phase of a shared machine falls on all alike.
 
     Args:
         runner: the merged program, before it let go of the originals.
@@ -74,7 +76,7 @@ def measure_joint(
         shares: percentages of the CPU's cores, as threads.
         repetitions: timed runs of each way, after one that is not counted.
         clock_s: monotonic clock.
-        report: called after each split.
+        report: told what has been done.
     """
     apart = {name: TorchRunner(models[name], "cpu", RunOptions()) for name in runner.names}
     found = []
@@ -82,36 +84,34 @@ def measure_joint(
     try:
         for share in shares:
             torch.set_num_threads(cpu_threads(share))
-            for size in batch_sizes:
-                for split in splits_of(runner.names, size):
-                    times = JointTimes(share, split, *_in_turns(runner, apart, split, repetitions, clock_s))
-                    found.append(times)
-                    report(times)
+            splits = [split for size in batch_sizes for split in splits_of(runner.names, size)]
+            samples: list[tuple[list[float], list[float]]] = [([], []) for _ in splits]
+            for repetition in range(repetitions + 1):
+                for split, (together_ms, apart_ms) in zip(splits, samples, strict=True):
+                    both = _both_ways_ms(runner, apart, split, clock_s)
+                    if repetition:  # the first is the warm-up
+                        together_ms.append(both[0])
+                        apart_ms.append(both[1])
+                report(f"{len(splits)} splits at {share:g} %: round {repetition} of {repetitions}")
+            found += [
+                JointTimes(share, split, Timing.of(together_ms), Timing.of(apart_ms))
+                for split, (together_ms, apart_ms) in zip(splits, samples, strict=True)
+            ]
     finally:
         torch.set_num_threads(threads)
     return found
 
 
-def _in_turns(
-    runner: MergedRunner,
-    apart: Mapping[str, TorchRunner],
-    split: Mapping[str, int],
-    repetitions: int,
-    clock_s: Callable[[], float],
-) -> tuple[Timing, Timing]:
+def _both_ways_ms(
+    runner: MergedRunner, apart: Mapping[str, TorchRunner], split: Mapping[str, int], clock_s: Callable[[], float]
+) -> tuple[float, float]:
     inputs = _inputs(runner, split)
-    together_ms, apart_ms = [], []
-    for repetition in range(repetitions + 1):
-        begun = clock_s()
-        runner.run(inputs, split)
-        middle = clock_s()
-        for name, rows in split.items():
-            apart[name].run(inputs[name], rows)
-        ended = clock_s()
-        if repetition:  # the first is the warm-up
-            together_ms.append((middle - begun) * 1000.0)
-            apart_ms.append((ended - middle) * 1000.0)
-    return Timing.of(together_ms), Timing.of(apart_ms)
+    begun = clock_s()
+    runner.run(inputs, split)
+    middle = clock_s()
+    for name, rows in split.items():
+        apart[name].run(inputs[name], rows)
+    return (middle - begun) * 1000.0, (clock_s() - middle) * 1000.0
 
 
 def _inputs(runner: MergedRunner, split: Mapping[str, int]) -> dict[str, Arrays]:

@@ -40,16 +40,12 @@ def measure_into(
     `merged` and `models` are emptied: the memory of a merged program can be told only once the originals are gone,
     and only where there is one program.
     """
-    from tenuto.profiles.merging.measure import JointTimes, measure_joint, measure_memory, profiles_of
+    from tenuto.profiles.merging.measure import measure_joint, measure_memory, profiles_of
     from tenuto.profiles.merging.runner import MergedRunner
     from tenuto.profiles.worker import describe_machine
 
-    def tell(times: JointTimes) -> None:
-        rows = " + ".join(f"{count} of {name}" for name, count in times.split.items())
-        console.print(
-            f"tenuto: {rows} at {times.share_pct:g} %: {times.together.median_ms:.1f} ms together, "
-            f"{times.apart.median_ms:.1f} ms apart", markup=False,
-        )  # fmt: skip
+    def tell(text: str) -> None:
+        console.print(f"tenuto: measuring {text}", markup=False)
 
     machine = describe_machine("cpu")
     signatures = {name: loaded.signature for name, loaded in models.items()}
