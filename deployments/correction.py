@@ -9,6 +9,8 @@ from tenuto.batching.interface import NetworkDelay
 
 __all__ = ["LatencyCorrection", "NetworkMeter"]
 
+_SOME_REQUESTS = 8  # of a batch, when judging whether a delay per request has moved
+
 
 class LatencyCorrection:
     """Follows the ratio of measured to planned execution time for each (model, gpu-let).
@@ -55,8 +57,9 @@ class LatencyCorrection:
 class NetworkMeter:
     """Measures the delays around execution and turns their 95th percentiles into the scheduler's budget.
 
-    `travel` is the time of a batch from dispatch to the arrival of its answer, less its queueing and execution at the
-    gpu-let; `answer` the time from there until the last response of the batch was handed to the socket.
+    `travel` is the time of a batch from dispatch to the arrival of its answer, less its queueing, execution and copies
+    at the gpu-let; `copies` those copies by request, where streaming keeps them apart from the execution; `answer` the
+    time from the arrival until the last response of the batch was handed to the socket.
     """
 
     _EVERY = 64
@@ -67,14 +70,15 @@ class NetworkMeter:
         self.client_ms = client_ms  # reserved for what happens beyond the socket, which the server cannot see
         self._ctrl_ms = ctrl_ms  # until enough batches were measured
         self._travel: deque[float] = deque(maxlen=512)
+        self._copies: deque[float] = deque(maxlen=512)
         self._answer: deque[float] = deque(maxlen=512)
         self._since = 0
         self._told = NetworkDelay(ctrl_ms=ctrl_ms, response_ms=client_ms)
 
-    def record(self, travel_ms: float, batch_size: int) -> None:
-        """Take one batch's delay on the wire."""
-        del batch_size
-        self._travel.append(max(0.0, travel_ms))
+    def record(self, travel_ms: float, batch_size: int, copies_ms: float = 0.0) -> None:
+        """Take one batch's delay outside of its execution, and what of it its copies were."""
+        self._travel.append(max(0.0, travel_ms - copies_ms))
+        self._copies.append(copies_ms / batch_size)
         self._since += 1
 
     def record_answer(self, answer_ms: float) -> None:
@@ -87,7 +91,11 @@ class NetworkMeter:
             return None
         self._since = 0
         found, told = self.delay(), self._told
-        moved_ms = max(abs(found.ctrl_ms - told.ctrl_ms), abs(found.response_ms - told.response_ms))
+        moved_ms = max(
+            abs(found.ctrl_ms - told.ctrl_ms),
+            abs(found.response_ms - told.response_ms),
+            _SOME_REQUESTS * abs(found.data_ms_per_request - told.data_ms_per_request),
+        )
         if moved_ms < self._MOVED_MS:
             return None
         return self.tell()
@@ -106,6 +114,7 @@ class NetworkMeter:
         """Return the delays to budget now, in ms."""
         return NetworkDelay(
             ctrl_ms=_quantile(self._travel, self._QUANTILE, self._ctrl_ms),
+            data_ms_per_request=_quantile(self._copies, self._QUANTILE, 0.0),
             response_ms=self.client_ms + _quantile(self._answer, self._QUANTILE, 0.0),
         )
 

@@ -86,7 +86,7 @@ class Dispatcher:
         self._first_group = 0  # the queues from here on are those of merged models
         self.network = network or NetworkMeter(3.0)
         self.correction = LatencyCorrection()
-        self._early = EarlyRelease(lambda: self._time.now_ms, lambda: self.network.told.ctrl_ms, self._free_early)
+        self._early = EarlyRelease(lambda: self._time.now_ms, self._free_early)
         self.advice = LiveAdvice()
         self.ended = RequestLog()
         self._ticker: asyncio.TimerHandle | None = None
@@ -121,7 +121,12 @@ class Dispatcher:
         }
         self._scheduler = scheduler
         self.correction.restart()
-        self._early.follow(scheduler if plan.streaming else None)
+        if plan.streaming:
+            largest = max((size for gpulet in plan.gpulets for size in gpulet.programs().values()), default=1)
+            self._early.follow(scheduler, largest)
+            scheduler.update_network(self._early.budget(self.network.told))
+        else:
+            self._early.follow(None)
         self._fleet.adopt(plan)
         self.advice.follow(plan, self._clock())
         if self._ticker is None:
@@ -379,7 +384,8 @@ class Dispatcher:
             return
         execution_ms = float(header["execution_ms"])
         travel_ms = now - batch.dispatched_ms - execution_ms - float(header["queue_ms"])
-        self.network.record(travel_ms, len(batch.requests))
+        copies_ms = float(header.get("copy_in_ms", 0.0)) + float(header.get("copy_out_ms", 0.0))
+        self.network.record(travel_ms, len(batch.requests), copies_ms)
         setup = self._scheduler.setup
         planned = setup.gpulets[batch.gpulet].hosts[batch.model].planned_ms()[len(batch.requests)]
         factor = self.correction.record(batch.model, batch.gpulet, execution_ms / planned)
@@ -387,7 +393,7 @@ class Dispatcher:
             self._scheduler.update_latency(batch.model, batch.gpulet, factor)
         delay = self.network.news()
         if delay is not None:
-            self._scheduler.update_network(delay)
+            self._scheduler.update_network(self._early.budget(delay))
 
     def _answer_requests(self, batch: Batch, header: dict[str, Any], body: memoryview, now: float) -> None:
         if "error" not in header:

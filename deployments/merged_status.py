@@ -23,7 +23,7 @@ def merge_reports(
         "plan": plan.to_data() if plan is not None else None,
         "gpulets": list(gpulets),
         "models": {name: model for report in reports for name, model in report["models"].items()},
-        "network": {key: max(network[key] for network in networks) for key in ("ctrl_ms", "response_ms")}
+        "network": {key: max(network[key] for network in networks) for key in networks[0]}
         if networks
         else None,
         "autoscale": _sum([report["autoscale"] for report in reports if report.get("autoscale")]),

@@ -36,6 +36,10 @@ def dispatcher_status(
         "plan": plan.to_data(),
         "gpulets": list(gpulets),
         "models": models,
-        "network": {"ctrl_ms": delay.ctrl_ms, "response_ms": delay.response_ms},
+        "network": {
+            "ctrl_ms": delay.ctrl_ms,
+            "data_ms_per_request": delay.data_ms_per_request,
+            "response_ms": delay.response_ms,
+        },
         "autoscale": advice,
     }

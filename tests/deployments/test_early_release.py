@@ -9,11 +9,13 @@ from typing import Any
 
 import pytest
 
+from tenuto.batching.interface import NetworkDelay
 from tenuto.deployments.early_release import EarlyRelease
 from tenuto.deployments.in_flight import Batch
 from tenuto.deployments.virtual_loop import VirtualLoop
 
 PLAIN: Any = SimpleNamespace(sends_ahead=False, preempts=False)
+AHEAD: Any = SimpleNamespace(sends_ahead=True, preempts=False)
 
 
 class Bench:
@@ -21,11 +23,13 @@ class Bench:
         self.freed: list[tuple[int, float]] = []
         self.lead_ms = lead_ms
         self.early = EarlyRelease(
-            self.now_ms,
-            lambda: self.lead_ms,
-            lambda batch: self.freed.append((batch.sequence, round(self.now_ms(), 6))),
+            self.now_ms, lambda batch: self.freed.append((batch.sequence, round(self.now_ms(), 6)))
         )
-        self.early.follow(PLAIN)
+        self.follow(PLAIN)
+
+    def follow(self, core: Any) -> None:
+        self.early.follow(core, largest_batch=4)
+        self.budget = self.early.budget(NetworkDelay(self.lead_ms - 1.2, 0.3, 5.0))
 
     def now_ms(self) -> float:
         return asyncio.get_running_loop().time() * 1000.0
@@ -102,6 +106,15 @@ def test_the_batch_behind_is_expected_to_begin_when_the_one_before_has_ended() -
     on_virtual_loop(scene)
 
 
+def test_every_core_budgets_the_copies_of_the_largest_batch() -> None:
+    bench = Bench()
+    assert bench.budget == NetworkDelay(2.0, 0.0, 5.0)
+    bench.follow(AHEAD)
+    assert bench.budget == NetworkDelay(2.0, 0.0, 5.0)
+    bench.follow(None)
+    assert bench.budget == NetworkDelay(0.8, 0.3, 5.0)
+
+
 def test_overruns_shorten_the_lead_so_that_promises_hold() -> None:
     async def scene() -> None:
         bench = Bench()
@@ -124,12 +137,11 @@ def test_overruns_shorten_the_lead_so_that_promises_hold() -> None:
     on_virtual_loop(scene)
 
 
-@pytest.mark.parametrize("core", [SimpleNamespace(sends_ahead=True, preempts=False),
-                                  SimpleNamespace(sends_ahead=False, preempts=True), None])  # fmt: skip
+@pytest.mark.parametrize("core", [AHEAD, SimpleNamespace(sends_ahead=False, preempts=True), None])  # fmt: skip
 def test_cores_that_send_ahead_or_preempt_are_left_alone(core: Any) -> None:
     async def scene() -> None:
         bench = Bench()
-        bench.early.follow(core)
+        bench.follow(core)
         batch = bench.send(1, 0.0, 10.0)
         await until(20)
         assert bench.freed == []
@@ -144,7 +156,7 @@ def test_what_is_lost_or_of_an_older_plan_is_not_told() -> None:
         lost = bench.send(1, 0.0, 10.0)
         bench.early.lost(0)
         bench.send(2, 0.0, 10.0, gpulet=1)
-        bench.early.follow(PLAIN)
+        bench.follow(PLAIN)
         bench.early.lost(7)
         await until(20)
         assert bench.freed == []

@@ -1,0 +1,204 @@
+"""The dispatcher over gpu-lets that stream, on a loop whose time jumps: what is won, and what must not be lost."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from tenuto.batching.interface import NetworkDelay, Scheduler
+from tenuto.batching.registry import make_scheduler
+from tenuto.batching.setup import from_plan
+from tenuto.deployments.answers import Outcome
+from tenuto.deployments.correction import NetworkMeter
+from tenuto.deployments.dispatcher import Dispatcher
+from tenuto.deployments.link import Finder, LinkEvents
+from tenuto.deployments.virtual_loop import VirtualLoop
+from tenuto.placement import Plan
+
+COPY_IN_MS, COPY_OUT_MS = 0.5, 0.25  # of one request
+WIRE_MS = 0.3  # one way
+LATENCY = {"alpha_ms": 1.0, "beta_ms": 6.0}
+BATCH = 4
+
+
+def make_plan(*, streaming: bool, rate_rps: float) -> Plan:
+    replica = {"name": "m", "batch_size": BATCH, "latency": LATENCY, "latency_ms": 10.0}
+    return Plan.from_data(
+        {
+            "policy": {"name": "test"},
+            "gpus": [{"id": "g", "type": "v100"}],
+            "gpulets": [{"id": "a", "gpu": "g", "models": [replica]}],
+            "models": [{"name": "m", "rate_rps": rate_rps, "slo_ms": 80, "latency": LATENCY}],
+            "streaming": streaming,
+        }
+    )
+
+
+class Device:
+    """A gpu-let with copy engines on timers; executes in the order of arrival, one batch at a time.
+
+    Without streaming a batch holds it from its first copy to its last. `noise` scales executions.
+    """
+
+    def __init__(
+        self, index: int, gpulet_id: str, events: LinkEvents, *, streams: bool, noise: random.Random | None
+    ) -> None:
+        self.index = index
+        self.gpulet_id = gpulet_id
+        self.description: dict[str, Any] = {"models": {"m": BATCH}}
+        self.is_up = False
+        self.executions: list[tuple[float, float]] = []
+        self.here = 0
+        self.most_here = 0
+        self._events = events
+        self._streams = streams
+        self._noise = noise
+        self._in_free = self._free = self._out_free = 0.0
+        self._queue: deque[dict[str, Any]] = deque()
+
+    def start(self) -> None:
+        asyncio.get_running_loop().call_soon(self._rise)
+
+    def _rise(self) -> None:
+        self.is_up = True
+        self._events.link_up(self.index)
+
+    async def stop(self) -> None:
+        self.is_up = False
+
+    def send(self, header: dict[str, Any], buffers: Sequence[bytes | memoryview]) -> None:
+        del buffers
+        asyncio.get_running_loop().call_later(WIRE_MS / 1000.0, self._arrive, header)
+
+    def _arrive(self, header: dict[str, Any]) -> None:
+        now_ms = asyncio.get_running_loop().time() * 1000.0
+        size = header["n"]
+        into_ms, out_ms = COPY_IN_MS * size, COPY_OUT_MS * size
+        execution_ms = LATENCY["alpha_ms"] * size + LATENCY["beta_ms"] - into_ms - out_ms
+        if self._noise is not None:
+            execution_ms *= self._noise.uniform(0.9, 1.3)
+        self.here += 1
+        self.most_here = max(self.most_here, self.here)
+        if self._streams:
+            self._in_free = ready = max(now_ms, self._in_free) + into_ms
+            begun = max(ready, self._free)
+            self._free = ended = begun + execution_ms
+            self._out_free = back = max(ended, self._out_free) + out_ms
+            times = {"execution_ms": execution_ms, "queue_ms": begun - ready}
+            times |= {"copy_in_ms": ready - now_ms, "copy_out_ms": back - ended}
+        else:
+            begun = max(now_ms, self._free)
+            self._free = ended = back = begun + into_ms + execution_ms + out_ms
+            times = {"execution_ms": ended - begun, "queue_ms": begun - now_ms}
+        self.executions.append((begun, ended))
+        answer = {"id": header["id"], "gpulet": self.gpulet_id, "outputs": [], "emulated": True, **times}
+        asyncio.get_running_loop().call_at(back / 1000.0, self._leave)
+        asyncio.get_running_loop().call_at((back + WIRE_MS) / 1000.0, self._answered, answer)
+
+    def _leave(self) -> None:
+        self.here -= 1
+
+    def _answered(self, answer: dict[str, Any]) -> None:
+        self._events.batch_answered(self.index, answer, memoryview(b""))
+
+
+@dataclass
+class Run:
+    device: Device
+    outcomes: dict[str, int] = field(default_factory=dict)
+    budget_ms: float = 0.0
+
+    @property
+    def ok(self) -> int:
+        return self.outcomes.get("ok", 0)
+
+    @property
+    def late_part(self) -> float:
+        """Of what was executed."""
+        late = self.outcomes.get("late", 0)
+        return late / (late + self.ok)
+
+
+def serve(scheduler: str, *, streaming: bool, rate_rps: float, seconds: float = 10.0, seed: int | None = None) -> Run:
+    """Offer evenly spaced requests and return what became of those of the second half."""
+    devices: list[Device] = []
+    noise = None if seed is None else random.Random(seed)
+
+    def make_link(index: int, gpulet_id: str, _find: Finder, events: LinkEvents) -> Device:
+        devices.append(Device(index, gpulet_id, events, streams=streaming, noise=noise))
+        return devices[-1]
+
+    def build(plan: Plan, network: NetworkDelay) -> Scheduler:
+        return make_scheduler(scheduler, from_plan(plan, network), {})
+
+    async def run() -> Run:
+        loop = asyncio.get_running_loop()
+        network = NetworkMeter(0.0)
+        dispatcher = Dispatcher(
+            build, lambda _: lambda: None, network=network, clock=loop.time, timer_slack_ms=0.0, make_link=make_link  # type: ignore[arg-type, return-value]
+        )  # fmt: skip
+        dispatcher.apply(make_plan(streaming=streaming, rate_rps=rate_rps))
+        await asyncio.sleep(0.001)
+        futures = []
+        took_ms: dict[int, float] = {}
+        for number in range(int(seconds * rate_rps)):
+            await asyncio.sleep(max(0.0, 0.001 + number / rate_rps - loop.time()))
+            future = dispatcher.submit("m", [b""])
+            begin = loop.time()
+            future.add_done_callback(
+                lambda _, n=number, begin=begin: took_ms.__setitem__(n, (loop.time() - begin) * 1000.0)
+            )
+            futures.append(future)
+        result = Run(devices[0])
+        for number, future in enumerate(futures):
+            answer = await future
+            await asyncio.sleep(0)
+            is_late = answer.outcome is Outcome.OK and took_ms[number] > 80.0 + 1e-6
+            if number >= len(futures) // 2:
+                word = "late" if is_late else str(answer.outcome.value)
+                result.outcomes[word] = result.outcomes.get(word, 0) + 1
+        result.budget_ms = network.told.ctrl_ms + BATCH * network.told.data_ms_per_request
+        await dispatcher.close()
+        return result
+
+    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+        return runner.run(run())
+
+
+def check_one_at_a_time(device: Device) -> None:
+    for (_, ended), (begun, _) in zip(device.executions, device.executions[1:], strict=False):
+        assert begun >= ended - 1e-9
+    assert device.most_here <= 2
+
+
+@pytest.mark.parametrize("scheduler", ["deferred", "eager", "timeout", "clockwork"])
+def test_streaming_serves_a_load_that_is_too_much_without(scheduler: str) -> None:
+    rate_rps = 540.0  # 400 with copies in every batch, 571 with copies hidden
+    plain = serve(scheduler, streaming=False, rate_rps=rate_rps)
+    streamed = serve(scheduler, streaming=True, rate_rps=rate_rps)
+    for run in (plain, streamed):
+        check_one_at_a_time(run.device)
+        assert set(run.outcomes) <= {"ok", "expired"}  # nothing is late, staged or not
+    assert streamed.ok > 1.25 * plain.ok
+
+
+@pytest.mark.parametrize("scheduler", ["deferred", "eager", "timeout", "clockwork"])
+def test_copies_are_budgeted_as_part_of_the_way(scheduler: str) -> None:
+    run = serve(scheduler, streaming=True, rate_rps=300.0)
+    assert run.budget_ms == pytest.approx(2 * WIRE_MS + BATCH * (COPY_IN_MS + COPY_OUT_MS))
+    assert run.outcomes == {"ok": 1500}
+
+
+@pytest.mark.parametrize("scheduler", ["deferred", "eager", "timeout", "clockwork"])
+def test_batches_that_overrun_make_no_more_late_than_without_streaming(scheduler: str) -> None:
+    plain = serve(scheduler, streaming=False, rate_rps=540.0, seed=1)
+    streamed = serve(scheduler, streaming=True, rate_rps=540.0, seed=1)
+    check_one_at_a_time(streamed.device)
+    assert streamed.late_part <= plain.late_part + 0.01
+    assert streamed.ok > 1.15 * plain.ok
