@@ -12,6 +12,7 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tenuto.batching.planning.policy import TenutoPolicy
 from tenuto.errors import InvalidInputError
 from tenuto.placement import Cluster, Plan, Policy, Workload, solve
 from tenuto.placement.policies.ao_milp import AoMilp
@@ -78,6 +79,7 @@ CASES: dict[str, Case] = {
     "gpulet, interference": Case(lambda: Gpulet(interference=True), 1.0, **tight),
     "sbp": Case(SquishyBinPacking, 1.0, **tight),
     "sbp, halves": Case(lambda: SquishyBinPacking(halves=True), 1.0, **tight),
+    "tenuto": Case(lambda: TenutoPolicy(tries=4, requests=500), 1.0, SHARES, (12, 900), 3, 2, 400, 8),
     "ideal": Case(lambda: Ideal(max_steps=500), 1.0, SHARES, (12, 120), 4, 2, 500, 8),
 }
 

@@ -1,0 +1,259 @@
+"""Layouts: which models live on which share of which GPU. A plan without its numbers, small enough to search in."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from tenuto.errors import InvalidInputError
+from tenuto.placement import Cluster, Gpulet, ModelSpec, Plan, Replica, Workload, profile_of
+from tenuto.placement.cluster import Gpu
+from tenuto.placement.interference import InterferenceModel, Resident
+from tenuto.placement.plan import PolicyUsed
+from tenuto.placement.policies.gpu_pool import gpulet_id, planned_gpus
+from tenuto.profiles import LatencyTable, LinearLatency, ModelProfile, Profiles
+from tenuto.profiles.share_latency import ShareRule, with_share
+
+__all__ = ["Builder", "Layout", "Slot", "layout_of"]
+
+
+@dataclass(frozen=True, order=True)
+class Slot:
+    """A gpu-let: its share in percent (100: the whole GPU) and its models, in the order of the workload."""
+
+    share_pct: float
+    models: tuple[str, ...]
+
+
+SHARES_PCT = tuple(float(share) for share in range(100, 0, -5))  # looked at to bound the GPU time of a request
+
+# Of every GPU in order; () is an idle one.
+Layout = tuple[tuple[Slot, ...], ...]
+
+
+@dataclass(frozen=True)
+class _Cost:
+    """A model on a share of a GPU type, alone."""
+
+    profile: ModelProfile
+    latency: LatencyTable | LinearLatency
+    rule: ShareRule
+    largest: int
+
+
+@dataclass(frozen=True)
+class _Sized:
+    """A replica with its largest batch and what its neighbours cost."""
+
+    name: str
+    cost: _Cost
+    batch_size: int
+    slowdown: float
+
+    @property
+    def memory_mib(self) -> float:
+        return self.cost.profile.memory_mib(self.batch_size) or 0.0
+
+    def shrunk(self) -> _Sized:
+        return _Sized(self.name, self.cost, self.batch_size // 2, self.slowdown)
+
+
+class Builder:
+    """Turns layouts into plans: the largest batch that can be in time beside the neighbours and that memory allows.
+
+    The scheduler chooses each batch against its deadline, so that a plan only has to say what may run.
+    """
+
+    def __init__(
+        self, workload: Workload, profiles: Profiles, interference: dict[str, InterferenceModel], *, max_batch: int
+    ) -> None:
+        self._specs = {spec.name: spec for spec in workload.models}
+        self._order = {name: position for position, name in enumerate(self._specs)}
+        self._profiles = profiles
+        self._interference = interference
+        self._max_batch = max_batch
+        self._is_unshared = workload.mps == "off"
+        self._costs: dict[tuple[str, str, float], _Cost | None] = {}
+        self._gpus: dict[tuple[str, float, tuple[Slot, ...]], tuple[tuple[_Sized, ...], ...] | None] = {}
+        self.modelled: set[str] = set()  # models whose latency on a share was not measured
+
+    def ordered(self, names: Sequence[str]) -> tuple[str, ...]:
+        """Return names without repeats, in the order of the workload."""
+        return tuple(sorted(set(names), key=self._order.__getitem__))
+
+    def can_run(self, model: str, gpu: Gpu, share_pct: float) -> bool:
+        """Say whether one request can be in time on this share, alone."""
+        return self._cost(model, gpu.type, share_pct) is not None
+
+    def least_busy(self, gpus: Sequence[Gpu]) -> float:
+        """Return how many GPUs the rates keep busy at least: every model where it takes least GPU time per request."""
+        busy = 0.0
+        for name, spec in self._specs.items():
+            times = []
+            for kind in {gpu.type: gpu for gpu in gpus}:
+                for share_pct in SHARES_PCT:
+                    cost = self._cost(name, kind, share_pct)
+                    if cost is not None:
+                        sizes = range(1, cost.largest + 1)
+                        times.append(min(cost.latency.at(size) / size for size in sizes) * share_pct / 100_000.0)
+            busy += spec.rate_rps * min(times, default=0.0)
+        return busy
+
+    def fits(self, slots: tuple[Slot, ...], gpu: Gpu) -> bool:
+        """Say whether a GPU can be laid out so: shares, memory and the latency of one request with neighbours."""
+        return self._sized(slots, gpu) is not None
+
+    def plan(
+        self, layout: Layout, gpus: Sequence[Gpu], cluster: Cluster, caps: Mapping[tuple[str, str], int] | None = None
+    ) -> Plan | None:
+        """Return the plan of a layout, or None where a GPU cannot be laid out so.
+
+        Args:
+            layout: of the GPUs, in their order.
+            gpus: to lay out.
+            cluster: they belong to.
+            caps: largest batches by (gpu-let, model) that are enough; default: the largest that can be in time.
+        """
+        gpulets: list[Gpulet] = []
+        for gpu, slots in zip(gpus, layout, strict=True):
+            if caps is None:
+                sized = self._sized(slots, gpu)
+            else:
+                here = [
+                    {name: caps.get((gpulet_id(gpu.id, i), name)) for name in s.models} for i, s in enumerate(slots)
+                ]
+                sized = self._size(slots, gpu, here)
+            if sized is None:
+                return None
+            for index, (slot, replicas) in enumerate(zip(slots, sized, strict=True)):
+                gpulets.append(Gpulet(
+                    id=gpulet_id(gpu.id, index), gpu=gpu.id,
+                    share_pct=slot.share_pct if slot.share_pct < 100.0 or len(slots) > 1 else None,
+                    models=tuple(_replica(replica) for replica in replicas),
+                ))  # fmt: skip
+        used = [gpu for gpu, slots in zip(gpus, layout, strict=True) if slots]
+        return Plan(
+            policy=PolicyUsed(name="tenuto"),
+            gpus=planned_gpus(cluster, used),
+            gpulets=tuple(gpulets),
+            models=tuple(self._specs.values()),
+        )
+
+    def _cost(self, model: str, gpu_type: str, share_pct: float) -> _Cost | None:
+        key = (model, gpu_type, share_pct)
+        if key not in self._costs:
+            self._costs[key] = self._new_cost(self._specs[model], gpu_type, share_pct)
+        return self._costs[key]
+
+    def _new_cost(self, spec: ModelSpec, gpu_type: str, share_pct: float) -> _Cost | None:
+        try:
+            profile, rule = with_share(profile_of(spec, gpu_type, self._profiles), share_pct)
+            latency = profile.latency(share_pct)
+        except InvalidInputError:
+            return None
+        known = [point.batch_size for point in profile.points if point.memory_mib is not None]
+        largest = min(self._max_batch, latency.largest_batch(spec.slo_ms), max(known, default=self._max_batch))
+        return _Cost(profile, latency, rule, largest) if largest >= 1 else None
+
+    def _sized(self, slots: tuple[Slot, ...], gpu: Gpu) -> tuple[tuple[_Sized, ...], ...] | None:
+        key = (gpu.type, gpu.memory_mib, slots)
+        if key not in self._gpus:
+            self._gpus[key] = self._size(slots, gpu)
+        return self._gpus[key]
+
+    def _size(
+        self, slots: tuple[Slot, ...], gpu: Gpu, caps: Sequence[Mapping[str, int | None]] = ()
+    ) -> tuple[tuple[_Sized, ...], ...] | None:
+        if sum(slot.share_pct for slot in slots) > 100.0 + 1e-6:
+            return None
+        if self._is_unshared and gpu.type != "cpu" and any(slot.share_pct < 100.0 for slot in slots):
+            return None
+        found: list[list[_Sized]] = []
+        for position, slot in enumerate(slots):
+            costs = [(name, self._cost(name, gpu.type, slot.share_pct)) for name in slot.models]
+            if not costs or any(cost is None for _, cost in costs):
+                return None
+            limits = {name: (caps[position].get(name) if caps else None) or self._max_batch for name in slot.models}
+            capped = [(name, replace(cost, largest=min(cost.largest, limits[name]))) for name, cost in costs if cost]
+            found.append([_Sized(name, cost, cost.largest, 1.0) for name, cost in capped])
+        for _ in range(2):  # batches shape the slowdown and the slowdown the batches
+            slowed = self._slowed(slots, found, gpu.type)
+            if slowed is None:
+                return None
+            found = slowed
+        while sum(replica.memory_mib for slot in found for replica in slot) > gpu.memory_mib + 1e-6:
+            position, place = max(
+                ((s, p) for s, replicas in enumerate(found) for p, r in enumerate(replicas) if r.batch_size > 1),
+                key=lambda at: found[at[0]][at[1]].memory_mib - found[at[0]][at[1]].shrunk().memory_mib,
+                default=(-1, -1),
+            )
+            if position < 0:
+                return None
+            found[position][place] = found[position][place].shrunk()
+        return tuple(tuple(replicas) for replicas in found)
+
+    def _slowed(self, slots: Sequence[Slot], found: list[list[_Sized]], gpu_type: str) -> list[list[_Sized]] | None:
+        """Return the replicas with their slowdown and the batch that is then in time; None where not even one is."""
+        if len(slots) == 1:
+            return found
+        model = self._interference[gpu_type]
+        residents = [
+            [Resident(r.cost.profile, r.batch_size, slot.share_pct) for r in replicas]
+            for slot, replicas in zip(slots, found, strict=True)
+        ]
+        slowed: list[list[_Sized]] = []
+        for position, replicas in enumerate(found):
+            changed = []
+            for own, replica in zip(residents[position], replicas, strict=True):
+                others = [around for index, around in enumerate(residents) if index != position]
+                try:  # of the models of a neighbour, the one that hurts most
+                    worst = [max(around, key=lambda other: model.slowdown(own, [other])) for around in others]
+                    slowdown = max(1.0, model.slowdown(own, worst))
+                except InvalidInputError:
+                    return None
+                budget = self._specs[replica.name].slo_ms / slowdown
+                size = min(replica.cost.largest, replica.cost.latency.largest_batch(budget))
+                if size < 1:
+                    return None
+                changed.append(_Sized(replica.name, replica.cost, size, slowdown))
+                if replica.cost.rule == "utilisation":
+                    self.modelled.add(replica.name)
+            slowed.append(changed)
+        return slowed
+
+
+def _replica(sized: _Sized) -> Replica:
+    latency = sized.cost.latency
+    if isinstance(latency, LatencyTable):
+        points = {size: ms for size, ms in latency.points.items() if size < sized.batch_size}
+        points[sized.batch_size] = latency.at(sized.batch_size)
+        latency = LatencyTable(points={size: round(ms, 6) for size, ms in points.items()})
+    return Replica(
+        name=sized.name,
+        batch_size=sized.batch_size,
+        slowdown=round(sized.slowdown, 6),
+        latency=latency,
+        latency_ms=round(latency.at(sized.batch_size) * sized.slowdown, 6),
+        memory_mib=sized.memory_mib or None,
+    )
+
+
+def layout_of(plan: Plan, gpus: Sequence[Gpu], builder: Builder) -> Layout:
+    """Return the layout of another policy's plan on these GPUs, matched in order within each type.
+
+    Unrestricted gpu-lets that share a GPU become one that holds the models of all.
+    """
+    types = {gpu.id: gpu.type for gpu in plan.gpus}
+    left: dict[str, list[tuple[Slot, ...]]] = {}
+    for gpu_id, gpulets in plan.by_gpu().items():
+        if not gpulets:
+            continue
+        if len(gpulets) > 1 and any(gpulet.share_pct is None for gpulet in gpulets):
+            names = [replica.name for gpulet in gpulets for replica in gpulet.models]
+            slots: tuple[Slot, ...] = (Slot(100.0, builder.ordered(names)),)
+        else:
+            slots = tuple(
+                Slot(round(g.effective_share_pct, 6), builder.ordered([r.name for r in g.models])) for g in gpulets
+            )
+        left.setdefault(types[gpu_id], []).append(slots)
+    return tuple(left[gpu.type].pop(0) if left.get(gpu.type) else () for gpu in gpus)

@@ -1,0 +1,170 @@
+"""Tenuto's own policy: plans are judged by what the scheduler that serves them makes of them."""
+
+from __future__ import annotations
+
+import math
+
+from tenuto.batching.interface import NetworkDelay
+from tenuto.batching.planning.search import Found, Search, SearchOptions
+from tenuto.batching.planning.trial import Trial
+from tenuto.batching.registry import scheduler_class
+from tenuto.errors import InvalidInputError, Problem
+from tenuto.placement import Cluster, Plan, Policy, Workload
+from tenuto.placement.interference.named import canonical_name, stand_ins
+from tenuto.placement.plan import Expected, ExpectedModel, Gpulet, PolicyUsed
+from tenuto.placement.policies.gpu_pool import planned_gpus
+from tenuto.profiles import Profiles
+
+__all__ = ["TenutoPolicy"]
+
+STARTS = ("symphony", "gpulet", "usher", "wao-usher", "igniter", "sbp", "ffd")
+
+
+class TenutoPolicy(Policy):
+    """Tries plans in virtual time under the scheduler that will serve them, and improves the best.
+
+    1. Starts: the plans of other policies (those that can plan from these profiles), and every model on every GPU,
+       whole or in equal gpu-lets. Of each only the layout is kept: which models on which share of which GPU. Batches
+       become the largest that can be in time, because the scheduler chooses each batch against its deadlines; gpu-lets
+       of one GPU slow each other by one interference model, the same for all.
+    2. Trials: each layout serves the same arrivals in virtual time. Its value is the weighted requests per second in
+       time.
+    3. Search: from the best two layouts, small changes for the models that lose most requests (a model more or less on
+       a gpu-let, shares shifted, gpu-lets split or joined, a GPU laid out like another) are kept when they serve more,
+       until all models have their `attainment` (with half of the misses to spare) or `tries` trials are spent. Then
+       batches are capped at half as much again as the largest that ran.
+    4. On an elastic cluster the cheapest plan that keeps every model's `attainment` is sought: from the cheapest start
+       that does, one GPU less (or a cheaper one in its place) as long as the search still finds such a plan.
+
+    On a fixed cluster the result serves at least as much as the layout of every start does under the same scheduler
+    and interference on the trial's arrivals. Nothing is random: the arrivals have a seed.
+
+    Options:
+        scheduler: the scheduler to plan for.
+        interference: `contention`, `gpulet`, `igniter`, `none` or `contention:FILE`; see docs/interference.md.
+        starts: policies whose plans are starts; `none` for none.
+        tries: changes tried for one set of GPUs at most.
+        requests: arrivals of one trial, about.
+        attainment: of every model that is aimed at.
+        max_batch: largest batch considered.
+        seed: of the trials' arrivals.
+        network_ms: delays the scheduler budgets: sending a batch, its data per request, the answer.
+    """
+
+    name = "tenuto"
+    summary = "tries other policies' plans under deferred batching in virtual time and improves the best"
+    source = "this project, docs/own-policy.md"
+
+    def __init__(
+        self, *, scheduler: str = "deferred", interference: str = "contention", starts: tuple[str, ...] = STARTS,
+        tries: int = 60, requests: int = 20_000, attainment: float = 0.99, max_batch: int = 128, seed: int = 0,
+        network_ms: tuple[float, ...] = (0.0, 0.0, 0.0),
+    ) -> None:  # fmt: skip
+        problems = [
+            Problem(f"--option {key}", value, "must be at least 1", "Leave it away for the default.")
+            for key, value in (("tries", tries), ("requests", requests), ("max_batch", max_batch))
+            if value < 1
+        ]
+        if not 0 < attainment <= 1:
+            rule = "must be above 0 and at most 1"
+            problems.append(Problem("--option attainment", attainment, rule, "Give for example 0.99."))
+        if seed < 0:
+            problems.append(Problem("--option seed", seed, "must be at least 0", "Give 0 or a larger number."))
+        if not 1 <= len(network_ms) <= 3 or any(not 0 <= value < math.inf for value in network_ms):
+            rule = "must be up to three numbers of ms, at least 0"
+            problems.append(Problem("--option network_ms", network_ms, rule, "Write 0.1,0.05,2."))
+        if self.name in starts:
+            problems.append(Problem("--option starts", starts, "a policy cannot start from itself", "Leave it away."))
+        if problems:
+            raise InvalidInputError(problems)
+        scheduler_class(scheduler)
+        self.scheduler, self.starts, self.network_ms = scheduler, starts, network_ms
+        self.interference = canonical_name(interference)
+        self.tries, self.requests, self.seed = tries, requests, seed
+        self.attainment, self.max_batch = attainment, max_batch
+
+    def place(self, workload: Workload, cluster: Cluster, profiles: Profiles) -> Plan:
+        """Return the best plan found.
+
+        Raises:
+            InvalidInputError: iGniter's interference was chosen and the profiles lack its hardware coefficients.
+        """
+        if not workload.models:
+            return Plan(policy=PolicyUsed(name=self.name), gpus=planned_gpus(cluster, ()))
+        options = SearchOptions(
+            scheduler=self.scheduler, interference=self.interference, tries=self.tries, requests=self.requests,
+            starts=tuple(name for name in self.starts if name not in ("none", "")), attainment=self.attainment,
+            max_batch=self.max_batch, seed=self.seed, network=NetworkDelay(*self.network_ms),
+        )  # fmt: skip
+        search = Search(options, workload, cluster, profiles)
+        found = search.cheapest() if cluster.elastic else search.best(cluster.gpus)
+        names = tuple(spec.name for spec in workload.models)
+        if found is None:
+            return Plan(
+                policy=PolicyUsed(name=self.name), gpus=planned_gpus(cluster, ()), unserved=names,
+                unserved_reasons={name: _reason(name, search, cluster) for name in names},
+            )  # fmt: skip
+        hosted = {replica.name for gpulet in found.trial.plan.gpulets for replica in gpulet.models}
+        unserved = tuple(name for name in names if name not in hosted)
+        expected = _expected(found.trial, workload, hosted)
+        return found.trial.plan.model_copy(
+            update={
+                "gpulets": _carrying(found.trial, expected, names),
+                "expected": expected,
+                "unserved": unserved,
+                "unserved_reasons": {name: _reason(name, search, cluster) for name in unserved},
+                "notes": self._notes(search, found, names),
+            }
+        )
+
+    def _notes(self, search: Search, found: Found, names: tuple[str, ...]) -> tuple[str, ...]:
+        trial = found.trial
+        worst = int(trial.attainment.argmin())
+        notes = [
+            f"began as {found.start}; {search.trials.count} trials in virtual time under '{self.scheduler}'",
+            f"in its trial {100 * trial.ok_rps.sum() / trial.offered_rps.sum():.4g} % of the requests were in time, "
+            f"the least of {names[worst]}: {100 * trial.attainment[worst]:.4g} %",
+        ]
+        crowded = [gpulet for gpulet in trial.plan.gpulets if len(trial.plan.on_gpu(gpulet.gpu)) > 1]
+        types = {gpu.id: gpu.type for gpu in found.gpus}
+        notes += stand_ins(self.interference, sorted({types[gpulet.gpu] for gpulet in crowded}))
+        shared = {r.name for gpulet in trial.plan.gpulets if gpulet.effective_share_pct < 100.0 for r in gpulet.models}
+        modelled = [name for name in names if name in shared & search.builder.modelled]
+        if modelled:
+            notes.append(f"latency on a share follows from SM utilisation, not measured: {', '.join(modelled)}")
+        return tuple(notes)
+
+
+def _carrying(trial: Trial, expected: Expected, names: tuple[str, ...]) -> tuple[Gpulet, ...]:
+    """Return the gpu-lets with their parts of each model's expected goodput, as in the trial, without replicas that
+    never ran where others did."""
+    gpulets = []
+    ran = trial.largest.max(axis=0) > 0
+    carried = trial.carried_rps.sum(axis=0)
+    for index, gpulet in enumerate(trial.plan.gpulets):
+        replicas = []
+        for replica in gpulet.models:
+            place = names.index(replica.name)
+            if ran[place] and not trial.largest[index, place]:
+                continue
+            part = float(trial.carried_rps[index, place] / carried[place]) if carried[place] else 0.0
+            rate = round(part * expected.models[replica.name].goodput_rps, 6)
+            replicas.append(replica.model_copy(update={"rate_rps": rate}))
+        if replicas:
+            gpulets.append(gpulet.model_copy(update={"models": tuple(replicas)}))
+    return tuple(gpulets)
+
+
+def _expected(trial: Trial, workload: Workload, hosted: set[str]) -> Expected:
+    models = {}
+    for position, spec in enumerate(workload.models):
+        if spec.name in hosted:
+            goodput = round(spec.rate_rps * float(trial.attainment[position]), 6)
+            models[spec.name] = ExpectedModel(goodput_rps=goodput)
+    return Expected(goodput_rps=round(sum(model.goodput_rps for model in models.values()), 6), models=models)
+
+
+def _reason(name: str, search: Search, cluster: Cluster) -> str:
+    if not any(search.builder.can_run(name, gpu, 100.0) for gpu in cluster.gpus):
+        return "on none of the GPUs is one request within its SLO"
+    return "the other models serve more without it on these GPUs"

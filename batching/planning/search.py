@@ -1,0 +1,256 @@
+"""The search for a plan: other policies' layouts as starts, trials in virtual time, small changes that serve more."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+from tenuto.batching.interface import NetworkDelay
+from tenuto.batching.planning.layout import Builder, Layout, layout_of
+from tenuto.batching.planning.moves import common_layouts, moves
+from tenuto.batching.planning.trial import Trial, Trials
+from tenuto.errors import TenutoError
+from tenuto.placement import Cluster, Plan, Workload, load_policy, solve
+from tenuto.placement.cluster import Gpu
+from tenuto.placement.interference.named import interference_models
+from tenuto.placement.policies.gpu_pool import GpuPool
+from tenuto.profiles import Profiles
+
+__all__ = ["Found", "Search", "SearchOptions"]
+
+HEADROOM = 1.5  # of the largest batch that ran in a trial, for rates above those planned
+CONFIRMING = 3  # times as many requests where a layout is neither clearly enough nor clearly not
+GAIN = 1e-3  # a change must serve this much more, relatively, to be kept
+
+
+@dataclass(frozen=True)
+class SearchOptions:
+    """See `TenutoPolicy`."""
+
+    scheduler: str
+    interference: str
+    starts: tuple[str, ...]
+    tries: int
+    requests: int
+    attainment: float
+    max_batch: int
+    seed: int
+    network: NetworkDelay
+
+
+@dataclass(frozen=True)
+class Found:
+    """A layout of some GPUs with what it served, and what it began as."""
+
+    gpus: tuple[Gpu, ...]
+    layout: Layout
+    trial: Trial
+    start: str
+
+
+class Search:
+    """The search for one workload. `trials` counts what was run, `refused` names policies that could not plan.
+
+    On a fixed cluster the value of a layout is all it serves in time; where GPUs are bought, a model counts up to
+    `aim`, since what is wanted is that none stays below its attainment.
+    """
+
+    def __init__(self, options: SearchOptions, workload: Workload, cluster: Cluster, profiles: Profiles) -> None:
+        """Prepare; raises `InvalidInputError` when the interference model lacks its hardware coefficients."""
+        self._options, self._workload, self._cluster, self._profiles = options, workload, cluster, profiles
+        models = interference_models(options.interference, cluster.gpu_types, profiles)
+        self.builder = Builder(workload, profiles, models, max_batch=options.max_batch)
+        self.aim = (1.0 + options.attainment) / 2.0
+        run = partial(Trials, workload.models, scheduler=options.scheduler, network=options.network)
+        self.trials = run(requests=options.requests, seed=options.seed, enough=self.aim if cluster.elastic else 1.0)
+        self._confirming = partial(run, requests=CONFIRMING * options.requests, seed=options.seed + 1)
+        self.refused: dict[str, str] = {}
+
+    def best(self, gpus: tuple[Gpu, ...]) -> Found | None:
+        """Return the layout that serves most on exactly these GPUs; None where no model can be served."""
+        names = [spec.name for spec in self._workload.models]
+        layouts = [
+            (f"the plan of {name}", layout_of(plan, gpus, self.builder))
+            for name, plan in self._starts(_as_cluster(gpus))
+        ]
+        layouts += [("every model on every GPU", layout) for layout in common_layouts(gpus, names, self.builder)]
+        seen: set[Layout] = set()
+        found = []
+        for start, layout in layouts:
+            trial = self._tried(layout, gpus, seen)
+            if trial is not None:
+                found.append(Found(gpus, layout, trial, start))
+        found.sort(key=lambda each: -each.trial.value)
+        if not found:
+            return None
+        if self._is_enough(found[0]):
+            return self._refined(found[0])
+        ends = [self._refined(self._climbed(start, seen)) for start in found[:2]]
+        return max(ends, key=lambda end: end.trial.value)
+
+    def cheapest(self) -> Found | None:
+        """Return what to buy of an elastic cluster: the cheapest that keeps every model's attainment, or else what
+        serves most."""
+        choices = []
+        for name, plan in self._starts(self._cluster):
+            gpus = _bought(plan, self._cluster)
+            if gpus:
+                choices.append((_cost(gpus), len(gpus), name, gpus))
+        best: Found | None = None
+        for *_, gpus in sorted(choices, key=lambda choice: choice[:3]):
+            found = self.best(gpus)
+            if found is not None and (best is None or found.trial.value > best.trial.value):
+                best = found
+            if found is not None and self._is_safe(found):
+                break
+        best = best or self.best(self._cluster.gpus)
+        if best is None:
+            return None
+        return self._shrunk(best) if self._is_safe(best) else self._grown(best)
+
+    def _is_enough(self, found: Found) -> bool:
+        """Say whether every model was in time, with half of the allowed misses to spare: other arrivals are less
+        kind."""
+        return found.trial.keeps(self.aim)
+
+    def _is_safe(self, found: Found) -> bool:
+        """Say whether a layout may be bought: enough, or every model's attainment is kept on longer, other arrivals."""
+        if self._is_enough(found):
+            return True
+        if not found.trial.keeps(self._options.attainment):
+            return False
+        return self._confirming().run(found.trial.plan).keeps(self._options.attainment)
+
+    def _starts(self, cluster: Cluster) -> list[tuple[str, Plan]]:
+        """Return the plans of the other policies that can plan here."""
+        plans = []
+        for name in self._options.starts:
+            policy = load_policy(name)
+            try:
+                plans.append((name, solve(policy, self._workload, cluster, self._profiles)))
+            except TenutoError as error:
+                self.refused[name] = str(error).splitlines()[0]
+        return plans
+
+    def _climbed(self, start: Found, seen: set[Layout]) -> Found:
+        """Follow the first change that serves more, until none does or half of the tries are spent."""
+        here, left, is_better = start, max(1, self._options.tries // 2), True
+        while is_better and left > 0 and not self._is_enough(here):
+            is_better = False
+            for layout in moves(here.layout, here.trial, here.gpus, self.builder):
+                trial = self._tried(layout, here.gpus, seen, floor=here.trial.value)
+                if trial is None:
+                    continue
+                left -= 1
+                if trial.value > here.trial.value * (1.0 + GAIN):
+                    here, is_better = Found(here.gpus, layout, trial, start.start), True
+                    break
+                if left <= 0:
+                    break
+        return here
+
+    def _refined(self, found: Found) -> Found:
+        """Return the layout with batches no larger than it needs, which disturb neighbours less, if that serves it.
+
+        A trial allows every batch that can be in time, and expects neighbours to cost what such batches would.
+        """
+        trial = found.trial
+        caps = {}
+        for index, gpulet in enumerate(trial.plan.gpulets):
+            for place, spec in enumerate(self._workload.models):
+                caps[gpulet.id, spec.name] = max(1, math.ceil(HEADROOM * int(trial.largest[index, place])))
+        plan = self.builder.plan(found.layout, found.gpus, self._cluster, caps)
+        if plan is None:
+            return found
+        again = self.trials.run(plan)
+        is_as_good = again.value >= trial.value * (1.0 - GAIN) and (again.keeps(self.aim) or not trial.keeps(self.aim))
+        return replace(found, trial=again) if is_as_good else found
+
+    def _tried(self, layout: Layout, gpus: Sequence[Gpu], seen: set[Layout], *, floor: float = 0.0) -> Trial | None:
+        """Run a layout that is feasible and was not run before."""
+        if layout in seen or not any(layout):
+            return None
+        seen.add(layout)
+        plan = self.builder.plan(layout, gpus, self._cluster)
+        return None if plan is None else self.trials.run(plan, floor=floor)
+
+    def _grown(self, found: Found) -> Found:
+        """Add the GPU that serves most for its price, one at a time, until all is served or nothing is gained."""
+        prices = {gpu.type: gpu.price_per_hour or 1.0 for gpu in self._cluster.gpus}
+        most = 2 * len(found.gpus) + 8
+        while not self._is_safe(found) and len(found.gpus) < most:
+            bigger = []
+            for kind, price in sorted(prices.items()):
+                more = self.best(self._named([*(gpu.type for gpu in found.gpus), kind]))
+                if more is not None:
+                    bigger.append(((more.trial.value - found.trial.value) / price, more))
+            gain, chosen = max(bigger, key=lambda pair: pair[0], default=(0.0, None))
+            if chosen is None or gain <= 0.0:
+                break
+            found = chosen
+        return self._shrunk(found) if self._is_safe(found) else found
+
+    def _shrunk(self, found: Found) -> Found:
+        """Take a GPU away, or put a cheaper one in its place, as long as every model keeps its attainment."""
+        prices = {gpu.type: gpu.price_per_hour or 0.0 for gpu in self._cluster.gpus}
+        while True:
+            for kinds in _cheaper([gpu.type for gpu in found.gpus], prices):
+                gpus = self._named(kinds)
+                if self._options.attainment * self.builder.least_busy(gpus) > len(gpus):
+                    continue  # not even with full batches and no neighbours
+                smaller = self.best(gpus)
+                if smaller is not None and self._is_safe(smaller):
+                    found = smaller
+                    break
+            else:
+                return found
+
+    def _named(self, kinds: Sequence[str]) -> tuple[Gpu, ...]:
+        """Return GPUs of these types with the names an elastic cluster gives them."""
+        pool = GpuPool(self._cluster)
+        order = {kind: position for position, kind in enumerate(self._cluster.gpu_types)}
+        taken = [pool.take(kind) for kind in sorted(kinds, key=order.__getitem__)]
+        return tuple(gpu for gpu in taken if gpu is not None)
+
+
+def _cheaper(kinds: list[str], prices: dict[str, float]) -> list[list[str]]:
+    """Return the GPU types to buy instead: one fewer, or one replaced by a cheaper one; the cheapest first."""
+    found = []
+    for kind in sorted(set(kinds)):
+        rest = list(kinds)
+        rest.remove(kind)
+        if rest:
+            found.append(rest)
+        found += [[*rest, other] for other in sorted(prices) if prices[other] < prices[kind]]
+    return sorted(found, key=lambda each: (sum(prices[kind] for kind in each), len(each)))
+
+
+def _as_cluster(gpus: Sequence[Gpu]) -> Cluster:
+    """Return a fixed cluster of these GPUs, grouped by type in order."""
+    groups: dict[tuple[str, float, float | None], int] = {}
+    for gpu in gpus:
+        key = (gpu.type, gpu.memory_mib, gpu.price_per_hour)
+        groups[key] = groups.get(key, 0) + 1
+    listed = [
+        {"type": kind, "count": count, "memory_mib": memory, "price_per_hour": price}
+        for (kind, memory, price), count in groups.items()
+    ]
+    return Cluster.model_validate({"nodes": [{"name": "n0", "gpus": listed}]})
+
+
+def _bought(plan: Plan, cluster: Cluster) -> tuple[Gpu, ...]:
+    """Return the GPUs that a plan of an elastic cluster uses."""
+    kinds = {gpu.type: gpu for gpu in reversed(cluster.gpus)}
+    used = {gpulet.gpu for gpulet in plan.gpulets}
+    return tuple(
+        kinds[gpu.type].model_copy(update={"id": gpu.id, "uuid": gpu.uuid}) for gpu in plan.gpus if gpu.id in used
+    )
+
+
+def _cost(gpus: Sequence[Gpu]) -> float:
+    """Return the price per hour, or the number of GPUs where one has no price."""
+    prices = [gpu.price_per_hour for gpu in gpus]
+    known = [price for price in prices if price is not None]
+    return float(len(gpus)) if len(known) < len(prices) else sum(known)

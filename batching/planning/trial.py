@@ -1,0 +1,155 @@
+"""What a plan serves, found by running it in virtual time under the scheduler that will serve it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tenuto.batching.interface import NetworkDelay
+from tenuto.batching.registry import make_scheduler
+from tenuto.batching.result import OK
+from tenuto.batching.setup import from_plan
+from tenuto.batching.simulator import simulate
+from tenuto.placement import ModelSpec, Plan
+
+__all__ = ["Trial", "Trials"]
+
+RARE = 400  # requests a rare model should have
+_STEADY = 1_000.0  # shape of gaps that are all but equal
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What a plan served in `window_s` seconds. Arrays are by model, in the order of the workload.
+
+    `value` is what a search compares: weighted requests per second in time. `ok_rps` and `offered_rps` are requests
+    per second; `busy` the busy fraction of every gpu-let; `carried_rps` what each gpu-let (rows) answered of each model
+    (columns), and `largest` the largest batch it ran.
+    """
+
+    plan: Plan
+    window_s: float
+    offered_rps: NDArray[np.float64]
+    ok_rps: NDArray[np.float64]
+    busy: NDArray[np.float64]
+    carried_rps: NDArray[np.float64]
+    largest: NDArray[np.int64]
+    value: float
+
+    @cached_property
+    def attainment(self) -> NDArray[np.float64]:
+        """The fraction in time of every model; 1 for one without requests."""
+        offered = np.maximum(self.offered_rps, 1e-12)
+        return np.where(self.offered_rps > 0, self.ok_rps / offered, 1.0)
+
+    @property
+    def lost_rps(self) -> NDArray[np.float64]:
+        """Requests per second of every model that were not in time."""
+        return self.offered_rps - self.ok_rps
+
+    def keeps(self, attainment: float) -> bool:
+        """Say whether every model has at least this fraction of its requests in time, or misses a single one."""
+        missed = self.lost_rps * self.window_s
+        return bool((missed <= np.maximum(1.0, (1.0 - attainment) * self.offered_rps * self.window_s) + 1e-9).all())
+
+
+class Trials:
+    """Runs plans on the same arrivals: gamma gaps of each model's own variation, its mean rate, Poisson by default.
+
+    Traces, bursts and daily curves are tried as Poisson arrivals of their mean rate.
+    """
+
+    def __init__(
+        self,
+        models: tuple[ModelSpec, ...],
+        *,
+        requests: int,
+        seed: int,
+        scheduler: str,
+        network: NetworkDelay,
+        enough: float = 1.0,
+    ) -> None:
+        """Choose the length of a run: about `requests` arrivals; longer so that no SLO fills over a twentieth of it,
+        and, up to five times as long, until a rare model has some hundreds.
+
+        Args:
+            enough: the fraction of a model's requests beyond which more in time do not count.
+        """
+        self._models, self._seed, self._scheduler, self._network = models, seed, scheduler, network
+        total = sum(spec.rate_rps for spec in models)
+        slowest = max(spec.slo_ms for spec in models) / 1000.0
+        usual = requests / total
+        rare = RARE / min(spec.rate_rps for spec in models)
+        self._duration_s = max(usual, 20.0 * slowest, min(rare, 5.0 * usual))
+        self._enough = enough
+        self._weights = np.array([spec.weight for spec in models])
+        self.times_ms, self.index = self._schedule()
+        begin_ms = 50.0 * self._duration_s  # the warm-up is the first 5 %
+        self._offered = np.bincount(self.index[self.times_ms >= begin_ms], minlength=len(models))
+        self.count = 0
+
+    def run(self, plan: Plan, *, floor: float = 0.0) -> Trial:
+        """Run a plan; one that cannot reach the value `floor` any more is ended early, with the value -1."""
+        self.count += 1
+        setup = from_plan(plan, self._network)
+        scheduler = make_scheduler(self._scheduler, setup)
+        names = {replica.name for gpulet in plan.gpulets for replica in gpulet.models}
+        is_hosted = np.array([spec.name in names for spec in self._models])
+        least = floor * 0.95 * self._duration_s
+        stopped = False
+
+        def is_hopeless(dropped: list[int]) -> bool:
+            nonlocal stopped
+            possible = np.minimum(self._offered - dropped, self._enough * self._offered)
+            stopped = bool(self._weights[is_hosted] @ possible[is_hosted] < least)
+            return stopped
+
+        result = simulate(scheduler, self.times_ms, self.index, duration_s=self._duration_s, stop=is_hopeless)
+        counts = result.counts()
+        offered, ok = counts.sum(axis=1) / result.window_s, counts[:, OK] / result.window_s
+        in_time = (result.outcome == OK) & result.measured & (result.gpulet >= 0)
+        carried = np.zeros((len(setup.gpulets), len(self._models)))
+        np.add.at(carried, (result.gpulet[in_time], result.model[in_time]), 1.0 / result.window_s)
+        largest = np.zeros(carried.shape, dtype=np.int64)
+        ran = result.gpulet >= 0
+        np.maximum.at(largest, (result.gpulet[ran], result.model[ran]), result.batch_size[ran])
+        return Trial(
+            plan=plan,
+            window_s=result.window_s,
+            offered_rps=offered,
+            ok_rps=ok,
+            busy=result.busy_ms() / (1000.0 * result.window_s),
+            carried_rps=carried,
+            largest=largest,
+            value=-1.0 if stopped else float(self._weights @ np.minimum(ok, self._enough * offered)),
+        )
+
+    def _schedule(self) -> tuple[NDArray[np.float64], NDArray[np.int32]]:
+        times, owners = [], []
+        for position, spec in enumerate(self._models):
+            generator = np.random.default_rng([self._seed, position])
+            shape, mean = _shape(spec), spec.rate_rps * self._duration_s
+            gaps = generator.gamma(
+                shape, 1.0 / (shape * spec.rate_rps), int(1.2 * mean + 6 * (mean / shape) ** 0.5) + 20
+            )
+            gaps[0] *= generator.random()
+            arrivals = np.cumsum(gaps)
+            arrivals = arrivals[arrivals < self._duration_s]
+            times.append(arrivals)
+            owners.append(np.full(len(arrivals), position, dtype=np.int32))
+        together, owner = np.concatenate(times) * 1000.0, np.concatenate(owners)
+        order = np.argsort(together, kind="stable")
+        return together[order], owner[order]
+
+
+def _shape(spec: ModelSpec) -> float:
+    """Return the shape of a model's gamma gaps: 1 for Poisson."""
+    arrival = spec.arrival
+    if arrival.process == "uniform":
+        return _STEADY
+    if arrival.process == "gamma":
+        return arrival.shape if arrival.shape is not None else (arrival.cv or 1.0) ** -2
+    return 1.0
