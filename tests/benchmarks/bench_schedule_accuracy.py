@@ -20,8 +20,13 @@ import json
 import multiprocessing
 import os
 import resource
+import signal
+import subprocess
 import sys
 import tempfile
+import time
+import urllib.error
+import urllib.request
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -34,9 +39,7 @@ from serving import heading, synthetic_plan
 
 from tenuto.deployments.answers import Answer, Outcome
 from tenuto.deployments.bundles import AnswerRow, pack_answers, unpack_requests
-from tenuto.deployments.config import serve_config
 from tenuto.deployments.handle import ALONE, TenutoHandle
-from tenuto.deployments.launcher import Launcher
 from tenuto.deployments.link import Finder
 from tenuto.deployments.remote import RemoteDispatchers
 from tenuto.deployments.transport import FrameProtocol, listen
@@ -200,11 +203,37 @@ def _peer() -> Iterator[tuple[str, dict[str, Callable[[ClientJob], Sender]]]]:
 
 @contextlib.contextmanager
 def _live() -> Iterator[tuple[str, dict[str, Callable[[ClientJob], Sender]]]]:
-    """Serve a model that takes 2 ms + 0.01 ms per request, in batches up to 32, on two emulated GPUs."""
-    with Launcher() as launcher:
-        launcher.connect(num_gpus=2, address="local")
-        launcher.apply(serve_config(synthetic_plan(0.01, 2.0, SLO_MS, 1000.0, 2, 32), port=LIVE_PORT))
-        yield launcher.base_url, {"http": make_sender, "handle": make_sender}
+    """Serve a model that takes 2 ms + 0.01 ms per request, in batches up to 32, on two emulated GPUs.
+
+    In a process of its own, as a user would: the one that starts Ray in Serve's fast mode may make handles on one event
+    loop only.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        plan = Path(folder) / "plan.yaml"
+        plan.write_text(synthetic_plan(0.01, 2.0, SLO_MS, 1000.0, 2, 32).dump(), encoding="utf-8")
+        words = ["serve", str(plan), "--emulate", "--port", str(LIVE_PORT)]
+        with (Path(folder) / "log").open("w") as log:
+            command = [sys.executable, "-c", "from tenuto.cli import main; main()", *words]
+            server = subprocess.Popen(command, stdout=log, stderr=log)
+            url = f"http://127.0.0.1:{LIVE_PORT}"
+            try:
+                end = time.monotonic() + 120.0
+                while not _is_ready(url):
+                    if server.poll() is not None or time.monotonic() > end:
+                        raise SystemExit((Path(folder) / "log").read_text(encoding="utf-8"))
+                    time.sleep(0.5)
+                yield url, {"http": make_sender, "handle": make_sender}
+            finally:
+                server.send_signal(signal.SIGINT)
+                server.wait(60)
+
+
+def _is_ready(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(f"{url}/v2/models/{MODEL}/ready", timeout=2) as answer:
+            return bool(answer.status == 200)
+    except (urllib.error.URLError, OSError):
+        return False
 
 
 def main() -> int:
