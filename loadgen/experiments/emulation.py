@@ -25,11 +25,10 @@ from tenuto.placement import Gpulet, Plan, Replica
 from tenuto.placement.interference import Sample
 from tenuto.placement.interference.measurements import pair_samples
 from tenuto.profiles import LatencyTable, ModelProfile, Profile
+from tenuto.profiles.share_latency import SM_UTILISATION, utilisation_factor
 from tenuto.profiles.shipped import load_shipped
 
 __all__ = ["Emulation", "emulated_plan"]
-
-UTILISATION = "wavg_sm_util_pct"
 
 
 @cache
@@ -60,8 +59,7 @@ class Emulation:
             size = min(batch_size, max(measured.batch_sizes(100.0)))
             return max(1.0, self._on_share(model, measured, size, share_pct) / measured.latency_ms(size, 100.0))
         self.notes[f"{model}: slowdown by its share modelled from its SM utilisation"] = None
-        busy = self._utilisation(model, batch_size) / 100.0
-        return max(1.0, busy * 100.0 / share_pct + 1.0 - busy)
+        return utilisation_factor(self._utilisation(model, batch_size), share_pct)
 
     def _on_share(self, model: str, measured: ModelProfile, batch_size: int, share_pct: float) -> float:
         """Return the measured latency in ms; below the smallest measured share the line in 1/share goes on."""
@@ -95,9 +93,9 @@ class Emulation:
     def _utilisation(self, model: str, batch_size: int) -> float:
         """Return the time-weighted SM utilisation at the smallest measured batch that is no smaller; 100 if unknown."""
         profile = self._profile.models.get(model)
-        points = [p for p in profile.points if p.share_pct == 100.0 and UTILISATION in p.metrics] if profile else []
+        points = [p for p in profile.points if p.share_pct == 100.0 and SM_UTILISATION in p.metrics] if profile else []
         above = [p for p in points if p.batch_size >= batch_size] or points[-1:]
-        return above[0].metrics[UTILISATION] if above else 100.0
+        return above[0].metrics[SM_UTILISATION] if above else 100.0
 
     def neighbour_factor(self, own: tuple[Replica, float], other: tuple[Replica, float]) -> float:
         """Return the slowdown by one neighbour that runs all the time, both on shares in percent."""
