@@ -49,7 +49,7 @@ class _Maker:
         self.types = {gpu.id: gpu.type for gpu in plan.gpus}
         self.gpulets = list(plan.gpulets)
         self.notes: list[str] = []
-        self.taken: set[str] = set()
+        self.taken = {name for gpulet in plan.gpulets for group in gpulet.merge for name in group.models}
 
     def result(self) -> Plan:
         notes = (*self.plan.notes, *self.notes)
@@ -59,6 +59,8 @@ class _Maker:
         """Merge models on all their gpu-lets, or note why not."""
         name = group_name(models)
         if self.taken & set(models):
+            taken = ", ".join(sorted(self.taken & set(models)))
+            self.notes.append(f"{name} is not merged: {taken} is in another group")
             return
         reason = self._no_source(models) or why_apart(self.gpulets, models)
         made: dict[int, MergedGroup] = {}
@@ -82,7 +84,8 @@ class _Maker:
         """Return a group with what was measured of it at this share, else with the sum of its members."""
         budget_ms = min(self.workload[name].slo_ms for name in models) / self._slowdown(gpulet, models)
         plain = gpulet.model_copy(update={"merge": (MergedGroup(models=models),)})
-        row = self.profiles.for_type(self.types[gpulet.gpu]).get(group_name(models))
+        known = self.profiles.for_type(self.types[gpulet.gpu])
+        row = known.get(group_name(models)) or known.get(self._by_rows(models))
         if row is not None and row.points:
             try:
                 latency = row.latency(gpulet.effective_share_pct)
@@ -97,6 +100,10 @@ class _Maker:
             memory = row.memory_mib(made.batch_size or 1, gpulet.effective_share_pct)
             return made.model_copy(update={"memory_mib": memory})
         return plain.merged_groups()[0].within(budget_ms)
+
+    def _by_rows(self, models: Sequence[str]) -> str:
+        """Return the group's name by its members' profile rows: stages and renamed models use those of others."""
+        return group_name([self.workload[name].profile_row for name in models])
 
     @staticmethod
     def _slowdown(gpulet: Gpulet, models: Sequence[str]) -> float:
@@ -156,13 +163,14 @@ class _Maker:
     def measured_groups(self) -> list[tuple[str, ...]]:
         """Return the groups with a profile row on the type of a gpu-let that holds them, the largest first."""
         found: set[tuple[str, ...]] = set()
-        names = {spec.name for spec in self.workload.models}
         for gpulet in self.gpulets:
-            held = {replica.name for replica in gpulet.models} & names
+            names = {replica.name: replica.name for replica in gpulet.models}
+            held = {self.workload[name].profile_row: name for name in names} | names
             for row in self.profiles.for_type(self.types[gpulet.gpu]):
-                models = tuple(row.split("+"))
-                if len(models) > 1 and held.issuperset(models) and row == group_name(models):
-                    found.add(models)
+                parts = row.split("+")
+                models = {held[part] for part in parts if part in held}
+                if len(parts) > 1 and len(models) == len(parts):
+                    found.add(tuple(sorted(models)))
         return sorted(found, key=lambda models: (-len(models), models))
 
     def note_unmeasured(self) -> None:
@@ -178,7 +186,7 @@ class _Maker:
             known = self.profiles.for_type(self.types[gpulet.gpu])
             for models in alike.values():
                 name = group_name(models)
-                if len(models) > 1 and name not in known and name not in noted:
+                if len(models) > 1 and not {name, self._by_rows(models)} & known.keys() and name not in noted:
                     noted.add(name)
                     asked = " ".join(f"{m}={self.workload[m].source or m}" for m in sorted(models))
                     self.notes.append(

@@ -212,6 +212,9 @@ def _read_setup(
     cluster = cluster_from(gpus, cluster_file, elastic)
     profiles = profiles_from(profile_names, cluster.gpu_types)
     workload = workload.model_copy(update={"models": _with_slos(workload.models, slo_scale)})
+    if workload.merge != "off":
+        text = "tenuto: `merge` is for plans: here every model runs by itself. Plan first, and simulate the plan"
+        progress_console().print(text, markup=False)
     setup = everywhere(workload, cluster, profiles, network)
     folder = Path(source).parent
     applications = scaled_slos(_beside(workload.applications, folder), slo_scale)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tenuto.errors import InvalidInputError
-from tenuto.placement import Cluster, Plan, Workload, solve
+from tenuto.placement import Cluster, Plan, Workload, load_policy, solve
 from tenuto.placement.diff import diff
 from tenuto.placement.merged_group import MergedGroup, worst_split_ms
 from tenuto.placement.solve import check_plan
@@ -96,6 +96,17 @@ def test_auto_merges_what_was_measured_to_pay() -> None:
     unknown = solve(Placed("ab"), workload("auto"), ONE_GPU, Profiles([]))
     assert unknown.gpulets[0].merge == ()
     assert any("tenuto merge a=resnet50 b=resnet50 -o FILE" in note for note in unknown.notes)
+
+
+def test_a_row_is_found_by_the_profile_rows_of_renamed_models() -> None:
+    points = [{"batch_size": b, "latency_ms": 4.0 + 2 * b} for b in (1, 2, 4)]
+    rows = {"a": {"points": points}, "b": {"points": points}, "a+b": {"points": [{"batch_size": 8, "latency_ms": 14}]}}
+    profile = Profile.model_validate({"name": "m", "gpu_type": "v100", "source": "test", "models": rows})
+    models = [{"name": f"strict-{n}", "profile": n, "source": "resnet50", "rate_rps": 10, "slo_ms": 100} for n in "ab"]
+    for merge in ("auto", [["strict-b", "strict-a"]]):
+        asked = Workload.model_validate({"models": models, "merge": merge})
+        (group,) = solve(load_policy("symphony", {}), asked, ONE_GPU, Profiles([profile])).gpulets[0].merge
+        assert (group.name, group.basis) == ("strict-a+strict-b", "measured")
 
 
 def test_a_share_that_was_not_measured_does_not_use_the_row() -> None:
