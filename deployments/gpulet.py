@@ -22,6 +22,7 @@ from tenuto.deployments.executors.base import Arrays, Executor
 from tenuto.deployments.executors.choose import has_nvidia_devices, make_executor
 from tenuto.deployments.executors.streamed import make_streaming
 from tenuto.deployments.joint_batches import cut_inputs, pack_outputs
+from tenuto.deployments.modes import mode_of
 from tenuto.deployments.mps_sharing import SharedGpu, join_shared_gpu
 from tenuto.deployments.streamed_work import StreamedWork
 from tenuto.deployments.transport import FrameProtocol, listen
@@ -196,6 +197,13 @@ class GpuletReplica:
             "share_pct": self._spec.get("share_pct"),
             "memory_mib": self._executor.memory_mib(),
             "memory_cap_mib": self._spec.get("memory_mib") if self._executor.device.startswith("cuda") else None,
+            "sm_count": self._executor.sm_count(),
+            "mode": mode_of(
+                self._models,
+                is_shared=self._shared is not None,
+                is_streaming=self._streaming is not None,
+                is_emulated=self._is_emulated,
+            ),
             "cuda_mps": None if self._shared is None else self._shared.status(),
             "models": {name: entry["batch_size"] for name, entry in self._models.items()},
             "merged": self._executor.merged(),

@@ -35,9 +35,10 @@ def command(url: str, as_json: bool) -> int:
 
 def _print(status: dict[str, Any]) -> None:
     from tenuto.deployments.advice import describe
+    from tenuto.deployments.modes import describe_mode
 
     console = stdout_console()
-    gpulets = Table("gpu-let", "state", "device", "share", "pid", "models (batch)", title="gpu-lets")
+    gpulets = Table("gpu-let", "state", "device", "share", "mode", "pid", "models (batch)", title="gpu-lets")
     for gpulet in status["gpulets"]:
         models = ", ".join(f"{name} ({size})" for name, size in gpulet.get("models", {}).items())
         share = gpulet.get("share_pct")
@@ -46,6 +47,7 @@ def _print(status: dict[str, Any]) -> None:
             "up" if gpulet["up"] else "down",
             str(gpulet.get("device", "-")),
             "-" if share is None else f"{share:g} %",
+            describe_mode(gpulet["mode"]) if "mode" in gpulet else "-",
             str(gpulet.get("pid", "-")),
             models,
         )
