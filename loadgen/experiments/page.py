@@ -23,8 +23,8 @@ __all__ = ["render_experiment"]
 
 _IDEAL = Style("var(--muted)", "2 3")
 _ORDER = (
-    "usher", "ao-milp", "wsm-milp", "wao-usher", "igniter", "symphony", "gpulet", "sbp", "ffd", "ideal", "gpulets+",
-    "ffd++", "gslice",
+    "usher", "ao-milp", "wsm-milp", "wao-usher", "igniter", "symphony", "tenuto", "gpulet", "sbp", "ffd", "ideal",
+    "gpulets+", "ffd++", "gslice",
 )  # fmt: skip
 _STAGES = {"batching": "waiting for a batch", "gpulet_queue": "queue at the gpu-let and network",
            "execution": "execution", "front_door": "answer"}  # fmt: skip
