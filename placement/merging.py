@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from tenuto.errors import InvalidInputError
 from tenuto.placement.merge_rules import has_source, why_apart
 from tenuto.placement.merged_group import MergedGroup, group_name
-from tenuto.placement.plan import Gpulet, Plan
+from tenuto.placement.plan import Gpulet, Plan, Replica
 from tenuto.placement.workload import Workload
 from tenuto.profiles import LatencyTable, Profiles
 from tenuto.profiles.catalogue import lookup
@@ -164,7 +164,7 @@ class _Maker:
         """Return the groups with a profile row on the type of a gpu-let that holds them, the largest first."""
         found: set[tuple[str, ...]] = set()
         for gpulet in self.gpulets:
-            names = {replica.name: replica.name for replica in gpulet.models}
+            names = {replica.name: replica.name for replica in self._replicas(gpulet)}
             held = {self.workload[name].profile_row: name for name in names} | names
             for row in self.profiles.for_type(self.types[gpulet.gpu]):
                 parts = row.split("+")
@@ -173,12 +173,17 @@ class _Maker:
                     found.add(tuple(sorted(models)))
         return sorted(found, key=lambda models: (-len(models), models))
 
+    def _replicas(self, gpulet: Gpulet) -> list[Replica]:
+        """Return the replicas of models of the workload; others are a fault that `check_plan` reports."""
+        names = {spec.name for spec in self.workload.models}
+        return [replica for replica in gpulet.models if replica.name in names]
+
     def note_unmeasured(self) -> None:
         """Note models of one network on one gpu-let whose merged program was never measured."""
         noted: set[str] = set()
         for gpulet in self.gpulets:
             alike: dict[str, list[str]] = {}
-            for replica in gpulet.models:
+            for replica in self._replicas(gpulet):
                 spec = self.workload[replica.name]
                 if replica.name not in self.taken and has_source(spec):
                     key = json.dumps([_network(spec.source or spec.name), spec.options], sort_keys=True, default=str)
