@@ -23,7 +23,7 @@ from tenuto.deployments.executors.choose import has_nvidia_devices, make_executo
 from tenuto.deployments.executors.streamed import make_streaming
 from tenuto.deployments.joint_batches import cut_inputs, pack_outputs
 from tenuto.deployments.modes import mode_of
-from tenuto.deployments.mps_sharing import SharedGpu, join_shared_gpu
+from tenuto.deployments.mps_sharing import SharedGpu, join_shared_gpu, turn_of
 from tenuto.deployments.streamed_work import StreamedWork
 from tenuto.deployments.transport import FrameProtocol, listen
 from tenuto.errors import EnvironmentFaultError
@@ -67,9 +67,7 @@ class GpuletReplica:
         self._id = str(spec["gpulet"])
         self._loop = asyncio.get_running_loop()
         # Before the executor: CUDA looks for its daemon once, when it starts.
-        self._shared: SharedGpu | None = await self._loop.run_in_executor(
-            None, lambda: join_shared_gpu(spec, has_driver=has_nvidia_devices())
-        )
+        self._shared = await self._loop.run_in_executor(None, self._share_gpu)
         self._is_proved = False
         try:
             self._executor: Executor = make_executor(spec)
@@ -96,12 +94,26 @@ class GpuletReplica:
         self._thread = threading.Thread(target=self._work, name=f"gpulet {self._id}", daemon=True)
         self._thread.start()
 
+    def _share_gpu(self) -> SharedGpu | None:
+        return join_shared_gpu(self._spec, has_driver=has_nvidia_devices())
+
     # --- Serve's side -------------------------------------------------------------------------------------------
 
     async def reconfigure(self, user_config: Mapping[str, Any]) -> None:
         """Load, unload and warm up until the resident models are those of `user_config`; unchanged ones are not
         touched."""
         wanted = {entry["name"]: dict(entry) for entry in user_config["models"]}
+        loads = any(self._models.get(name) != entry for name, entry in wanted.items())
+        # The first load has its turn from joining on. Batches run while a later one waits.
+        async with turn_of(self._shared if self._is_proved and loads else None):
+            await self._bring(wanted)
+        if self._shared is not None and not self._is_proved:
+            await self._on_worker(self._shared.prove)  # on the thread that has the CUDA context
+            self._is_proved = True
+        for protocol in self._protocols:
+            protocol.send({"description": self._description()})
+
+    async def _bring(self, wanted: Mapping[str, dict[str, Any]]) -> None:
         for name in [name for name in self._models if name not in wanted]:
             await self._on_worker(lambda name=name: self._executor.unload(name))
             del self._models[name]
@@ -118,11 +130,6 @@ class GpuletReplica:
                 entry["batch_size"],
                 time.monotonic() - started,
             )
-        if self._shared is not None and not self._is_proved:
-            await self._on_worker(self._shared.prove)  # on the thread that has the CUDA context
-            self._is_proved = True
-        for protocol in self._protocols:
-            protocol.send({"description": self._description()})
 
     def _load(self, entry: Mapping[str, Any]) -> None:
         """Build or rebuild one model and warm up every batch size from 1 to the planned one; runs on the worker
@@ -157,16 +164,16 @@ class GpuletReplica:
 
     async def check_health(self) -> None:
         """Raise when this process can no longer run batches; Serve then replaces it."""
+        if self._shared is not None and self._is_proved:
+            try:  # also when this process is lost already: it may be the only one that sees the fault
+                await self._loop.run_in_executor(None, self._shared.check)
+            except EnvironmentFaultError as error:
+                # A client of a faulted server has to go, even when the server recovers.
+                self._failure = self._failure or str(error)
         if self._failure is not None:
             raise EnvironmentFaultError(self._failure)
         if not self._thread.is_alive():
             raise EnvironmentFaultError(f"the worker thread of gpu-let {self._id} has ended")
-        if self._shared is not None and self._is_proved:
-            try:
-                await self._loop.run_in_executor(None, self._shared.check)
-            except EnvironmentFaultError as error:
-                self._failure = str(error)  # a client of a faulted server has to go, even when the server recovers
-                raise
 
     async def describe(self, node_id: str = "") -> dict[str, Any]:
         """Return how to reach this gpu-let from a node, and what it really got.
@@ -339,10 +346,9 @@ class GpuletReplica:
 
     def _streamed(self, work: _Work, outputs: Arrays, times: BatchTimes, queue_ms: float) -> None:
         """Answer a streamed batch. Its copies are part of its way, as they keep no other batch from executing."""
-        begun_s = time.monotonic() - (times.execution_ms + times.copy_out_ms) / 1000.0
         described, buffers = pack_outputs(outputs, int(work.header["n"]))
         answer = {"outputs": described, "copy_in_ms": times.copy_in_ms, "copy_out_ms": times.copy_out_ms}
-        self._send(work, (self._ran(work, begun_s, times.execution_ms, queue_ms, answer), buffers))
+        self._send(work, (self._ran(work, times.begun_at_s, times.execution_ms, queue_ms, answer), buffers))
 
     def _ran(
         self, work: _Work, begun_s: float, execution_ms: float, queue_ms: float, answer: Mapping[str, Any]

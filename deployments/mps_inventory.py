@@ -58,19 +58,18 @@ def _inventory_or_reason() -> tuple[GpuDevice, ...] | str:
 def cluster_of(nodes: Mapping[str | None, Sequence[GpuDevice]], *, name: str = "n0") -> Cluster:
     """Return the cluster file's content: nodes `n0`, `n1`, … by address; equal neighbours make one group.
 
-    A node without an address is this machine alone, called `name`. GPUs in MIG mode are refused: a whole GPU in MIG
-    mode runs nothing.
+    A node without an address is this machine alone, called `name`. MIG devices are GPUs of their own types.
 
     Raises:
-        EnvironmentFaultError: a GPU in MIG mode.
+        EnvironmentFaultError: a GPU in MIG mode without a MIG device, which runs nothing.
     """
     made = []
     for index, (address, devices) in enumerate(nodes.items()):
         sliced = [device.uuid for device in devices if device.is_mig]
         if sliced:
             raise EnvironmentFaultError(
-                f"{', '.join(sliced)}: in MIG mode, which is not supported. "
-                f"Turn it off: nvidia-smi -i {sliced[0]} -mig 0"
+                f"{', '.join(sliced)}: in MIG mode without a MIG device. Make some (nvidia-smi mig -cgi 9,9 -C), or "
+                f"turn it off: nvidia-smi -i {sliced[0]} -mig 0"
             )
         groups = []
         for (kind, memory_mib), equal in groupby(devices, key=lambda device: (device.type, device.memory_mib)):

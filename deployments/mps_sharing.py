@@ -7,31 +7,36 @@ knowledge of who is there with it, and `serve deploy` alone would have nobody to
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 import os
-from collections.abc import Callable, Mapping
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from typing import Any
 
 from tenuto.errors import EnvironmentFaultError
 from tenuto.mps.control import ControlError
 from tenuto.mps.daemon import PrivateDaemon
 from tenuto.mps.inventory import GpuDevice, read_devices
-from tenuto.mps.share import Report, client_environment, verify_attachment
-from tenuto.mps.sm_count import VisibleDevice, visible_devices
+from tenuto.mps.others import OtherProcess, read_others
+from tenuto.mps.share import Attachment, Report, client_environment, verify_attachment
+from tenuto.mps.sm_count import VisibleDevice, context_memory_mib, visible_devices
 
-__all__ = ["SharedGpu", "join_shared_gpu"]
+__all__ = ["SharedGpu", "join_shared_gpu", "turn_of"]
 
 logger = logging.getLogger("ray.serve")
 
 _VOLTA = (7, 0)
 _UNANSWERED = 3  # health checks in a row: a busy node may make the daemon late once
+_OTHERS_LEAVE_S = 20  # a gpu-let of the last plan that ran without CUDA MPS takes half of that to go
 
 
 class SharedGpu:
     """One gpu-let's part in its GPU: `join` → CUDA starts, models load → `prove` → `check` now and then → `leave`.
 
-    Invariant: between `join` and `prove` no other gpu-let of this GPU starts. Every method blocks.
+    Invariant: between `join` and `prove`, and in a `turn`, no other gpu-let of this GPU starts. Every method blocks.
     """
 
     def __init__(
@@ -43,6 +48,9 @@ class SharedGpu:
         visible: Callable[[], tuple[VisibleDevice, ...]] = visible_devices,
         environment: Mapping[str, str] | None = None,
         pid: int | None = None,
+        others: Callable[[PrivateDaemon], tuple[OtherProcess, ...] | None] = read_others,
+        memory_mib: Callable[[], float | None] = context_memory_mib,
+        sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         """Take what the plan asks for; the rest are the edges to driver and daemon, replaced in tests.
 
@@ -57,6 +65,12 @@ class SharedGpu:
         self._devices, self._visible = devices, visible
         self._environment = os.environ if environment is None else environment
         self._pid = os.getpid() if pid is None else pid
+        self._is_required = spec.get("mps") == "required"
+        self._read_others, self._seen_memory_mib, self._sleep = others, memory_mib, sleep
+        self._others: tuple[OtherProcess, ...] | None = None
+        self._clients_before: frozenset[int] = frozenset()
+        self._attachment: Attachment | None = None
+        self._is_lost = threading.Event()
         self._admission = contextlib.ExitStack()
         self._gpu_sm_count: int | None = None
         self._sm_count: int | None = None
@@ -67,16 +81,44 @@ class SharedGpu:
 
         Raises:
             EnvironmentFaultError: the GPU is not here or cannot be shared, the environment is not what the plan asks
-                for, or the daemon cannot be had.
+                for, the daemon cannot be had, the GPU faulted too often, or others use it where CUDA MPS is required.
         """
         self._check_environment()
         self._check_gpu()
         self._daemon.join()
         try:
             self._admission.enter_context(self._daemon.admitted())
+            self._check_others()
+            self._clients_before = frozenset(self._daemon.clients())
         except BaseException:
-            self._daemon.leave()
+            self.leave()
             raise
+
+    @contextlib.contextmanager
+    def turn(self) -> Iterator[None]:
+        """Hold the GPU's admission while a running gpu-let loads more models.
+
+        Raises:
+            EnvironmentFaultError: another's start takes too long, or this process has to leave.
+        """
+        with self._daemon.turn(self._is_lost.is_set):
+            yield
+
+    def _check_others(self) -> None:
+        """See who else is on the GPU: where CUDA MPS is required nobody may be, else it is told in the status."""
+        for _ in range(_OTHERS_LEAVE_S):
+            self._others = self._read_others(self._daemon)
+            known = [other for other in self._others or () if other.name is not None]
+            if not self._is_required or not known:
+                break
+            self._sleep(1.0)
+        else:
+            raise self._refused(
+                f"{', '.join(map(str, known))} also use this GPU outside CUDA MPS and take time from its gpu-lets. "
+                "Stop them, keep them out (nvidia-smi -c EXCLUSIVE_PROCESS), or plan with `mps: auto`"
+            )
+        if self._others:
+            logger.warning("gpu-let %s: also on %s: %s", self._id, self._uuid, ", ".join(map(str, self._others)))
 
     def _check_environment(self) -> None:
         """CUDA has read these by the time anyone could notice that they are wrong, so they are compared before."""
@@ -101,7 +143,9 @@ class SharedGpu:
                 f"this node has no {self._uuid}, only {', '.join(here) or 'none'}. Run `tenuto cluster`"
             )
         if device.is_mig:
-            raise self._refused(f"{self._uuid} is in MIG mode. Run nvidia-smi -i {self._uuid} -mig 0")
+            raise self._refused(
+                f"{self._uuid} is in MIG mode without a MIG device. Run nvidia-smi -i {self._uuid} -mig 0"
+            )
         if device.compute_capability < _VOLTA:
             raise self._refused(f"a {device.name} is older than Volta and cannot hold shares. Plan whole GPUs")
         self._gpu_sm_count = device.sm_count
@@ -116,12 +160,18 @@ class SharedGpu:
             seen = self._visible()
             if len(seen) != 1:
                 raise self._refused(f"CUDA shows it {len(seen)} GPUs instead of its own")
-            report = Report(self._pid, seen[0].uuid, seen[0].sm_count)
-            reasons = verify_attachment(report, self._daemon, self._share_pct, self._gpu_sm_count)
-            if reasons:
-                raise self._refused("; ".join(reasons))
-            self._sm_count = report.sm_count
-        logger.info("gpu-let %s: has %s of %s SMs of %s", self._id, self._sm_count, self._gpu_sm_count, self._uuid)
+            report = Report(self._pid, seen[0].uuid, seen[0].sm_count, self._seen_memory_mib())
+            found = verify_attachment(
+                report, self._daemon, self._share_pct, self._gpu_sm_count,
+                clients_before=self._clients_before, memory_mib=self._memory_mib,
+            )  # fmt: skip
+            if found.reasons:
+                raise self._refused("; ".join(found.reasons))
+            self._sm_count, self._attachment = report.sm_count, found
+        logger.info(
+            "gpu-let %s: has %s of %s SMs of %s (proof: %s)",
+            self._id, self._sm_count, self._gpu_sm_count, self._uuid, found.proof,
+        )  # fmt: skip
 
     def check(self) -> None:
         """Raise `EnvironmentFaultError` once this process has lost its GPU: a fault, or the daemon is gone.
@@ -133,40 +183,73 @@ class SharedGpu:
         except ControlError as error:
             self._unanswered += 1
             if self._unanswered >= _UNANSWERED or not self._daemon.is_ours():
+                self._is_lost.set()
                 raise self._refused(f"its CUDA MPS daemon is lost: {error}") from error
             return
         self._unanswered = 0
         if status == "FAULT":
+            self._is_lost.set()
+            with contextlib.suppress(ControlError):  # busy for ten seconds: another gpu-let writes it down
+                self._daemon.note_fault()
             raise self._refused("a fault of one gpu-let hit all of this GPU; each has to start again")
-        if self._sm_count is not None and self._pid not in clients:
-            raise self._refused(f"its process {self._pid} is no client of the CUDA MPS daemon any more")
+        if self._attachment is not None and self._client not in clients:
+            self._is_lost.set()
+            raise self._refused(f"its process {self._client} is no client of the CUDA MPS daemon any more")
+
+    @property
+    def _client(self) -> int:
+        """This process in the daemon's words."""
+        proved = self._attachment
+        return self._pid if proved is None or proved.client is None else proved.client
 
     def status(self) -> dict[str, Any]:
-        """Return what was given: the UUID, SMs of the share and of the GPU, and CUDA's cap."""
+        """Return what was given: the UUID, SMs of the share and of the GPU, CUDA's cap, how the attachment was proved,
+        and the processes outside CUDA MPS on the GPU at the start (None: not known)."""
         wanted = client_environment(self._uuid, self._share_pct, self._memory_mib)
         return {
             "uuid": self._uuid,
             "sm_count": self._sm_count,
             "gpu_sm_count": self._gpu_sm_count,
             "memory_limit": wanted.get("CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"),
+            "proof": None if self._attachment is None else self._attachment.proof,
+            "others": None if self._others is None else [other.to_data() for other in self._others],
         }
 
     def terminate(self) -> None:
         """End this process's work on the GPU before the process is killed with work in flight, which would be undefined
         behaviour for its neighbours. A daemon that refuses is logged; nothing else can be done then."""
         try:
-            self._daemon.terminate(self._pid)
+            self._daemon.terminate(self._client)
         except ControlError as error:
             logger.error("gpu-let %s: its work on the GPU could not be ended: %s", self._id, error)
 
     def leave(self) -> None:
         """Count this process out; the daemon ends after the last. Safe at any time and more than once."""
+        self._is_lost.set()
         self._admission.close()
         self._daemon.leave()
 
     def _refused(self, reason: str) -> EnvironmentFaultError:
         share = "the whole GPU" if self._share_pct is None else f"{self._share_pct:g} %"
         return EnvironmentFaultError(f"gpu-let {self._id} ({share} of {self._uuid}, CUDA MPS): {reason}.")
+
+
+@contextlib.asynccontextmanager
+async def turn_of(shared: SharedGpu | None) -> AsyncIterator[None]:
+    """Hold the admission of a shared GPU, if it is one, without blocking the event loop while waiting for it.
+
+    Raises:
+        EnvironmentFaultError: see `SharedGpu.turn`.
+    """
+    if shared is None:
+        yield
+        return
+    held = shared.turn()
+    await asyncio.get_running_loop().run_in_executor(None, held.__enter__)
+    try:
+        yield
+    finally:
+        held.__exit__(None, None, None)
 
 
 def join_shared_gpu(spec: Mapping[str, Any], *, has_driver: bool) -> SharedGpu | None:

@@ -17,7 +17,7 @@ from typing import Literal, Protocol, cast
 from tenuto.errors import EnvironmentFaultError
 from tenuto.mps.inventory import without_mps
 
-__all__ = ["BINARY", "Control", "ControlError", "Runner", "ServerStatus", "Subprocesses"]
+__all__ = ["BINARY", "Client", "Control", "ControlError", "Runner", "ServerStatus", "Subprocesses"]
 
 BINARY = "nvidia-cuda-mps-control"
 ServerStatus = Literal["INITIALIZING", "ACTIVE", "FAULT"]
@@ -65,6 +65,14 @@ class Subprocesses:
             said = (done.stderr or done.stdout).strip() or "nothing"
             raise ControlError(f"{self._binary} failed at '{what}' with code {done.returncode} and said: {said}")
         return done.stdout
+
+
+@dataclass(frozen=True)
+class Client:
+    """One row of the command `ps`: a client's pid and the number of its PID namespace."""
+
+    pid: int
+    namespace: int
 
 
 @dataclass(frozen=True)
@@ -116,6 +124,19 @@ class Control:
     def clients(self, server: int) -> tuple[int, ...]:
         """Return the pids of a server's clients, in the daemon's own namespace of pids."""
         return self._pids(f"get_client_list {server}")
+
+    def described_clients(self) -> tuple[Client, ...]:
+        """Return all clients with their PID namespaces, from `ps`; older programs do not know this command."""
+        head, *rows = self._ask("ps") or [""]
+        if head.split()[:5] != ["PID", "ID", "SERVER", "DEVICE", "NAMESPACE"]:
+            raise self._unexpected("ps", [head, *rows], "a table of PID ID SERVER DEVICE NAMESPACE COMMAND")
+        found = []
+        for row in rows:
+            words = row.split(None, 5)
+            if len(words) < 5 or not words[0].isdecimal() or not words[4].isdecimal():
+                raise self._unexpected("ps", [row], "a row of PID ID SERVER DEVICE NAMESPACE COMMAND")
+            found.append(Client(int(words[0]), int(words[4])))
+        return tuple(found)
 
     def terminate_client(self, server: int, client: int) -> None:
         """End a client's work on the GPU; its process then sees CUDA error 810 and must leave."""

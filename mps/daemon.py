@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from tenuto.mps.control import Control, ControlError, Runner, Subprocesses
+from tenuto.mps.control import Client, Control, ControlError, Runner, Subprocesses
 from tenuto.mps.faults import MOST_FAULTS, WINDOW_S, FaultLog
 from tenuto.mps.folders import MOST_PATH_BYTES, OWNER, is_unused, pipe_directory, read_record
 from tenuto.mps.inventory import without_mps
@@ -61,7 +61,7 @@ class PrivateDaemon:
             )
         self._folder = pipes.parent
         self.control = Control(pipes, self._folder / "log", gpu_uuid, runner if runner is not None else Subprocesses())
-        self._processes = processes if processes is not None else Processes()
+        self.processes = processes if processes is not None else Processes()
         self._clock, self._sleep = clock, sleep
         self._start_reaper = start_reaper if start_reaper is not None else _start_reaper
         self._faults = FaultLog(self._folder / "faults.json", wall_clock)
@@ -108,7 +108,7 @@ class PrivateDaemon:
         foreign = self._pid_in_pipe_directory()
         record = read_record(self._folder)
         is_our_dead = record is not None and record.pid == foreign  # its number may be another process's by now
-        if foreign is not None and not is_our_dead and self._processes.started_at(foreign) is not None:
+        if foreign is not None and not is_our_dead and self.processes.started_at(foreign) is not None:
             raise ControlError(
                 f"process {foreign} runs a CUDA MPS daemon in {self.control.pipe_directory} that Tenuto did not start. "
                 f"Stop it yourself (echo quit | CUDA_MPS_PIPE_DIRECTORY={self.control.pipe_directory} "
@@ -119,7 +119,7 @@ class PrivateDaemon:
         self.control.start()
         self._wait_until_ready(timeout_s)
         pid = self._pid_in_pipe_directory()
-        began = self._processes.started_at(pid) if pid is not None else None
+        began = self.processes.started_at(pid) if pid is not None else None
         if pid is None or began is None:
             raise ControlError(
                 f"the daemon of {self.gpu_uuid} answers but left no pid in {self.control.pipe_directory}, so it could "
@@ -127,7 +127,7 @@ class PrivateDaemon:
             )
         data = {
             "pid": pid, "started_at": began, "gpu_uuid": self.gpu_uuid, "uid": os.getuid(),
-            "pid_namespace": self._processes.namespace(),
+            "pid_namespace": self.processes.namespace(),
         }  # fmt: skip
         partial = self._folder / f"{OWNER}.part"
         partial.write_text(json.dumps(data), encoding="utf-8")
@@ -158,8 +158,8 @@ class PrivateDaemon:
         record = read_record(self._folder)
         if record is None:
             return None
-        if record.is_of(self._processes):
-            return record.pid if self._processes.started_at(record.pid) == record.started_at else None
+        if record.is_of(self.processes):
+            return record.pid if self.processes.started_at(record.pid) == record.started_at else None
         try:
             self.control.default_share_pct()
         except ControlError:
@@ -169,7 +169,7 @@ class PrivateDaemon:
     def speaks_our_pids(self) -> bool:
         """Return whether the daemon was started in this process's PID namespace, so that its pids are ours."""
         record = read_record(self._folder)
-        return record is not None and record.is_of(self._processes)
+        return record is not None and record.is_of(self.processes)
 
     @contextlib.contextmanager
     def admitted(self, timeout_s: float = 300.0) -> Iterator[None]:
@@ -238,6 +238,17 @@ class PrivateDaemon:
         """Return the pids of all clients."""
         return tuple(pid for server in self.control.servers() for pid in self.control.clients(server))
 
+    def described_clients(self) -> tuple[Client, ...]:
+        """Return the clients with their PID namespaces; none where the control program does not tell."""
+        try:
+            return self.control.described_clients()
+        except ControlError:
+            return ()
+
+    def servers(self) -> tuple[int, ...]:
+        """Return the pids of the daemon's servers."""
+        return self.control.servers()
+
     def terminate(self, client: int) -> None:
         """End a client that did not leave by itself; call it before killing the process.
 
@@ -289,7 +300,7 @@ class PrivateDaemon:
                 return False
             self._sleep(0.1)
         self.control.quit()
-        while self._processes.started_at(pid) is not None:
+        while self.processes.started_at(pid) is not None:
             if self._clock() >= until:
                 raise ControlError(f"the CUDA MPS daemon of {self.gpu_uuid} (pid {pid}) does not end after `quit`.")
             self._sleep(0.1)

@@ -13,7 +13,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Protocol
 
 from tenuto.errors import EnvironmentFaultError
@@ -58,11 +58,20 @@ class Nvml(Protocol):
     def nvmlDeviceGetMigMode(self, handle: Any) -> Any: ...
     def nvmlDeviceGetComputeMode(self, handle: Any) -> int: ...
     def nvmlDeviceGetComputeRunningProcesses(self, handle: Any) -> Any: ...
+    def nvmlDeviceGetMPSComputeRunningProcesses(self, handle: Any) -> Any: ...
+    def nvmlDeviceGetMaxMigDeviceCount(self, handle: Any) -> int: ...
+    def nvmlDeviceGetMigDeviceHandleByIndex(self, handle: Any, index: int) -> Any: ...
+    def nvmlDeviceGetAttributes(self, handle: Any) -> Any: ...
 
 
 @dataclass(frozen=True)
 class GpuDevice:
-    """One physical GPU. `type` is a name of our GPU types, or the product's name in lower case with dashes."""
+    """One GPU, or one MIG device of a GPU, which is a GPU of its own to us and to CUDA.
+
+    `type` is a name of our GPU types, or the product's name in lower case with dashes; that of a MIG device has its
+    profile appended, such as a100-3g.20gb. `is_mig`: a GPU in MIG mode without a MIG device, on which nothing can run.
+    `parent_uuid`: the physical GPU of a MIG device, None for whole GPUs.
+    """
 
     uuid: str
     name: str
@@ -74,6 +83,7 @@ class GpuDevice:
     driver: str
     is_mig: bool
     compute_mode: str
+    parent_uuid: str | None = None
 
     def to_data(self) -> dict[str, Any]:
         """Return plain data; `compute_capability` as text such as 8.0."""
@@ -83,7 +93,11 @@ class GpuDevice:
 
 
 def type_of(name: str) -> str:
-    """Return our name of a GPU type from the product's, such as v100 from `Tesla V100-SXM2-16GB`."""
+    """Return our name of a GPU type from the product's, such as v100 from `Tesla V100-SXM2-16GB`, and a100-3g.20gb
+    from `NVIDIA A100-SXM4-40GB MIG 3g.20gb`."""
+    mig = re.fullmatch(r"(.*\S)\s+MIG\s+((?:\d+c\.)?\d+g\.\d+gb(?:\+\S+)?)", name.strip(), re.IGNORECASE)
+    if mig is not None:
+        return f"{type_of(mig[1])}-{mig[2].lower()}"
     for pattern, kind in _TYPES:
         if re.search(pattern, name, re.IGNORECASE):
             return kind
@@ -138,7 +152,7 @@ def read_sm_counts(timeout_s: float = 60.0) -> dict[str, int]:
 def read_inventory(
     nvml: Nvml | None = None, sm_counts: Callable[[], Mapping[str, int]] = read_sm_counts
 ) -> tuple[GpuDevice, ...]:
-    """Return every GPU of this machine in NVML's order.
+    """Return every GPU of this machine in NVML's order; in place of one in MIG mode its MIG devices.
 
     Raises:
         EnvironmentFaultError: no driver, no binding, or a GPU whose SM count CUDA does not tell.
@@ -149,7 +163,8 @@ def read_inventory(
             driver = _text(nvml.nvmlSystemGetDriverVersion())
             handles = [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())]
             counts = sm_counts() if handles else {}
-            return tuple(_device(nvml, handle, driver, counts) for handle in handles)
+            whole = [(handle, _device(nvml, handle, driver, counts)) for handle in handles]
+            return tuple(device for handle, gpu in whole for device in (_mig_devices(nvml, handle, gpu) or (gpu,)))
         except nvml.NVMLError as error:
             raise EnvironmentFaultError(f"NVML does not answer: {error}. Run nvidia-smi.") from error
 
@@ -164,11 +179,16 @@ class GpuProcesses:
         self._nvml = nvml
 
     def on(self, uuid: str) -> tuple[int, ...]:
-        """Return the pids with a compute context on a GPU; raises `EnvironmentFaultError` when NVML fails."""
+        """Return the pids with a compute context on a GPU, CUDA MPS clients included; raises `EnvironmentFaultError`
+        when NVML fails."""
         with _running(self._nvml):
             try:
                 handle = self._nvml.nvmlDeviceGetHandleByUUID(uuid)
-                return tuple(sorted(int(p.pid) for p in self._nvml.nvmlDeviceGetComputeRunningProcesses(handle)))
+                found = {int(p.pid) for p in self._nvml.nvmlDeviceGetComputeRunningProcesses(handle)}
+                # Older drivers and bindings do not know it: the clients show as their server then.
+                with contextlib.suppress(self._nvml.NVMLError, AttributeError):
+                    found |= {int(p.pid) for p in self._nvml.nvmlDeviceGetMPSComputeRunningProcesses(handle)}
+                return tuple(sorted(found))
             except self._nvml.NVMLError as error:
                 raise EnvironmentFaultError(f"NVML does not know GPU {uuid}: {error}. Run nvidia-smi -L.") from error
 
@@ -205,6 +225,31 @@ def _device(nvml: Nvml, handle: Any, driver: str, sm_counts: Mapping[str, int]) 
         sm_count=int(sm_counts.get(uuid, 0)), driver=driver, is_mig=is_mig,
         compute_mode=_COMPUTE_MODES.get(mode, f"unknown ({mode})"),
     )  # fmt: skip
+
+
+def _mig_devices(nvml: Nvml, handle: Any, gpu: GpuDevice) -> tuple[GpuDevice, ...]:
+    """Return the MIG devices of a GPU; none where it is not in MIG mode, or has none yet."""
+    if not gpu.is_mig:
+        return ()
+    found = []
+    for index in range(int(nvml.nvmlDeviceGetMaxMigDeviceCount(handle))):
+        try:
+            part = nvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, index)
+        except nvml.NVMLError:  # no device in this place
+            continue
+        attributes, memory = nvml.nvmlDeviceGetAttributes(part), nvml.nvmlDeviceGetMemoryInfo(part)
+        name = _text(nvml.nvmlDeviceGetName(part))
+        if " MIG " not in name:  # drivers before 450.80 give the GPU's name
+            slices, gib = int(attributes.gpuInstanceSliceCount), round(int(attributes.memorySizeMB) / 1024)
+            name = f"{name} MIG {slices}g.{gib}gb"
+        found.append(
+            replace(
+                gpu, uuid=_text(nvml.nvmlDeviceGetUUID(part)), name=name, type=type_of(name),
+                memory_mib=int(memory.total) >> 20, free_memory_mib=int(memory.free) >> 20,
+                sm_count=int(attributes.multiprocessorCount), is_mig=False, parent_uuid=gpu.uuid,
+            )
+        )  # fmt: skip
+    return tuple(found)
 
 
 def _text(value: Any) -> str:

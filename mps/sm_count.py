@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from tenuto.errors import EnvironmentFaultError
 
-__all__ = ["VisibleDevice", "visible_devices"]
+__all__ = ["VisibleDevice", "context_memory_mib", "visible_devices"]
 
 _MULTIPROCESSOR_COUNT = 16  # CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT of cuda.h
 
@@ -50,8 +50,34 @@ def visible_devices(library: ctypes.CDLL | None = None) -> tuple[VisibleDevice, 
         # The second version tells the UUID of a MIG device where that is what is visible.
         _call(library, "cuDeviceGetUuid_v2", raw, device)
         _call(library, "cuDeviceGetAttribute", ctypes.byref(sm_count), ctypes.c_int(_MULTIPROCESSOR_COUNT), device)
+        # CUDA does not tell a MIG device's UUID from a GPU's; who compares them leaves the prefix out.
         found.append(VisibleDevice(f"GPU-{uuid.UUID(bytes=bytes(raw))}", sm_count.value))
     return tuple(found)
+
+
+def context_memory_mib(library: ctypes.CDLL | None = None) -> float | None:
+    """Return the memory in MiB that CUDA shows the primary context of this process's first GPU; None where it tells
+    none. Under CUDA MPS that is at most the cap. The context must exist: none is made for a process that has none."""
+    try:
+        library = library if library is not None else ctypes.CDLL("libcuda.so.1")
+        device, flags, active = ctypes.c_int(), ctypes.c_uint(), ctypes.c_int()
+        context, free, total = ctypes.c_void_p(), ctypes.c_size_t(), ctypes.c_size_t()
+        _call(library, "cuDeviceGet", ctypes.byref(device), ctypes.c_int(0))
+        _call(library, "cuDevicePrimaryCtxGetState", device, ctypes.byref(flags), ctypes.byref(active))
+        if not active.value:
+            return None
+        _call(library, "cuDevicePrimaryCtxRetain", ctypes.byref(context), device)
+        try:
+            _call(library, "cuCtxPushCurrent_v2", context)
+            try:
+                _call(library, "cuMemGetInfo_v2", ctypes.byref(free), ctypes.byref(total))
+            finally:
+                _call(library, "cuCtxPopCurrent_v2", ctypes.byref(ctypes.c_void_p()))
+        finally:
+            _call(library, "cuDevicePrimaryCtxRelease_v2", device)
+    except (OSError, AttributeError, EnvironmentFaultError):
+        return None
+    return total.value / 2**20
 
 
 def _call(library: ctypes.CDLL, name: str, *arguments: object) -> None:

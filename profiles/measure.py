@@ -108,7 +108,11 @@ def row_name(source: str) -> str:
 
 
 def gpu_type_of(device_name: str) -> str:
-    """Return Tenuto's name of a GPU by the driver's: `a100` of `NVIDIA A100-SXM4-40GB`; others in small letters."""
+    """Return Tenuto's name of a GPU by the driver's: `a100` of `NVIDIA A100-SXM4-40GB`, `a100-3g.20gb` of its MIG
+    device `… MIG 3g.20gb`; others in small letters."""
+    device_name, _, mig = device_name.partition(" MIG ")
+    if mig:
+        return f"{gpu_type_of(device_name)}-{mig.strip().lower()}"
     words = re.sub(r"nvidia|geforce|tesla|rtx|gtx|-", " ", device_name.lower())
     parts = words.split()
     joined = "".join(parts)

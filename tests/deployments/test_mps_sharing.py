@@ -39,6 +39,7 @@ def shared(bench: Bench, *, pid: int = 41, sm_count: int = 32, uuid: str = UUID,
     return SharedGpu(
         planned, daemon=bench.gpulet(), devices=changes.pop("devices", devices), pid=pid,
         visible=lambda: (VisibleDevice(uuid, sm_count),), environment=changes.pop("environment", environment),
+        others=changes.pop("others", lambda daemon: ()), memory_mib=lambda: 3600.0, sleep=bench.clock.sleep,
     )  # fmt: skip
 
 
@@ -55,6 +56,7 @@ def test_a_gpulet_that_got_its_share_says_so(started: SharedGpu) -> None:
     started.check()
     assert started.status() == {
         "uuid": UUID, "sm_count": 32, "gpu_sm_count": 80, "memory_limit": f"{UUID}=3600M",
+        "proof": "pid", "others": [],
     }  # fmt: skip
 
 

@@ -17,6 +17,21 @@ class FakeGpu:
     mig: int | None = None  # None: the GPU knows no MIG
     compute_mode: int = 0
     pids: list[int] = field(default_factory=list)
+    mps_pids: list[int] | None = None  # None: the driver does not tell
+    parts: list["FakePart | None"] = field(default_factory=list)
+
+
+@dataclass
+class FakePart:
+    """A MIG device, by default of an A100 with 40 GB."""
+
+    uuid: str
+    name: str = "NVIDIA A100-SXM4-40GB MIG 3g.20gb"
+    memory_mib: int = 20_096
+    sm_count: int = 42
+    slices: int = 3
+    pids: list[int] = field(default_factory=list)
+    mps_pids: list[int] | None = None
 
 
 class FakeNvml:
@@ -51,8 +66,9 @@ class FakeNvml:
 
     def nvmlDeviceGetHandleByUUID(self, uuid: Any) -> Any:
         for gpu in self.gpus:
-            if gpu.uuid == uuid:
-                return gpu
+            for device in (gpu, *gpu.parts):
+                if device is not None and device.uuid == uuid:
+                    return device
         raise self.NVMLError("Not Found")
 
     def nvmlDeviceGetUUID(self, handle: Any) -> Any:
@@ -77,3 +93,21 @@ class FakeNvml:
 
     def nvmlDeviceGetComputeRunningProcesses(self, handle: Any) -> Any:
         return [SimpleNamespace(pid=pid, usedGpuMemory=None) for pid in handle.pids]
+
+    def nvmlDeviceGetMPSComputeRunningProcesses(self, handle: Any) -> Any:
+        if handle.mps_pids is None:
+            raise self.NVMLError("Not Supported")
+        return [SimpleNamespace(pid=pid, usedGpuMemory=None) for pid in handle.mps_pids]
+
+    def nvmlDeviceGetMaxMigDeviceCount(self, handle: Any) -> int:
+        return len(handle.parts)
+
+    def nvmlDeviceGetMigDeviceHandleByIndex(self, handle: Any, index: int) -> Any:
+        if handle.parts[index] is None:
+            raise self.NVMLError("Not Found")
+        return handle.parts[index]
+
+    def nvmlDeviceGetAttributes(self, handle: Any) -> Any:
+        return SimpleNamespace(
+            multiprocessorCount=handle.sm_count, gpuInstanceSliceCount=handle.slices, memorySizeMB=handle.memory_mib
+        )

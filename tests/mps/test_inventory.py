@@ -10,7 +10,7 @@ from tenuto.mps.inventory import GpuProcesses, read_inventory, type_of
 from tenuto.placement import Cluster
 from tenuto.profiles.gpu_types import GPU_TYPES
 
-from .fake_nvml import A100, V100, FakeGpu, FakeNvml
+from .fake_nvml import A100, V100, FakeGpu, FakeNvml, FakePart
 
 COUNTS = {A100: 108, V100: 80}  # CUDA's order differs from NVML's
 
@@ -79,6 +79,41 @@ def test_mig_mode_is_refused_with_the_command() -> None:
     devices = read_inventory(FakeNvml(FakeGpu(A100, mig=1)), dict)
     with pytest.raises(EnvironmentFaultError, match="-mig 0"):
         cluster_of({None: devices})
+
+
+PARTS = ("MIG-aaaaaaaa-1111-1111-1111-111111111111", "MIG-bbbbbbbb-1111-1111-1111-111111111111")
+
+
+def split_gpu() -> FakeNvml:
+    """A V100 and an A100 whose seven places hold two MIG devices; the second has the name of older drivers."""
+    parts = [None, FakePart(PARTS[0]), None, FakePart(PARTS[1], "NVIDIA A100-SXM4-40GB", 4864, 14, 1)]
+    return FakeNvml(FakeGpu(V100), FakeGpu(A100, "NVIDIA A100-SXM4-40GB", 40_960, (8, 0), 1, parts=parts))
+
+
+def test_mig_devices_are_gpus_of_their_own_type() -> None:
+    whole, large, small = read_inventory(split_gpu(), lambda: {V100: 80})
+    assert (whole.type, whole.parent_uuid) == ("v100", None)
+    assert (large.uuid, large.type, large.memory_mib, large.sm_count) == (PARTS[0], "a100-3g.20gb", 20_096, 42)
+    assert (small.uuid, small.type, small.memory_mib, small.sm_count) == (PARTS[1], "a100-1g.5gb", 4864, 14)
+    assert {large.parent_uuid, small.parent_uuid} == {A100}
+    assert not large.is_mig
+    assert large.compute_capability == (8, 0)
+
+
+def test_mig_devices_come_into_the_cluster_file(tmp_path: Path) -> None:
+    path = tmp_path / "cluster.yaml"
+    path.write_text(cluster_of({None: read_inventory(split_gpu(), lambda: {V100: 80})}).dump(), encoding="utf-8")
+    assert [(gpu.type, gpu.uuid, gpu.memory_mib) for gpu in Cluster.load(path).gpus][1:] == [
+        ("a100-3g.20gb", PARTS[0], 20_096), ("a100-1g.5gb", PARTS[1], 4864),
+    ]  # fmt: skip
+
+
+def test_processes_of_mig_devices_and_clients_of_cuda_mps_are_seen() -> None:
+    nvml = split_gpu()
+    part = nvml.gpus[1].parts[1]
+    assert part is not None
+    part.pids, part.mps_pids = [7], [9, 8]
+    assert GpuProcesses(nvml).on(PARTS[0]) == (7, 8, 9)
 
 
 def test_the_verb_ends_with_3_where_there_is_no_driver(

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tenuto.mps.daemon import PrivateDaemon
-from tenuto.mps.share import Report, client_environment, verify_attachment
+from tenuto.mps.share import Attachment, Report, client_environment, verify_attachment
 
 from .fakes import OTHER, UUID, Bench
 
@@ -38,16 +38,16 @@ def test_a_whole_gpu_asks_for_no_share_and_no_cap_means_none(tmp_path: Path) -> 
 
 
 def test_all_four_proofs_hold(daemon: PrivateDaemon) -> None:
-    assert verify_attachment(GOOD, daemon, 40.0, 80) == ()
+    assert verify_attachment(GOOD, daemon, 40.0, 80) == Attachment((), "pid", 41)
 
 
 def test_the_wrong_gpu_is_found(daemon: PrivateDaemon) -> None:
-    assert "not on" in verify_attachment(replace(GOOD, gpu_uuid=OTHER), daemon, 40.0, 80)[0]
+    assert "not on" in verify_attachment(replace(GOOD, gpu_uuid=OTHER), daemon, 40.0, 80).reasons[0]
 
 
 def test_a_process_that_silently_runs_without_mps_is_found(bench: Bench, daemon: PrivateDaemon) -> None:
     bench.daemon.client_pids.clear()
-    reasons = verify_attachment(replace(GOOD, sm_count=80), daemon, 40.0, 80)
+    reasons = verify_attachment(replace(GOOD, sm_count=80), daemon, 40.0, 80).reasons
 
     assert len(reasons) == 2
     assert "does not list its process 41" in reasons[0]
@@ -58,21 +58,21 @@ def test_a_process_that_silently_runs_without_mps_is_found(bench: Bench, daemon:
 def test_a_server_that_is_not_active_is_found(bench: Bench, daemon: PrivateDaemon, status: str) -> None:
     bench.daemon.status = status
 
-    assert verify_attachment(GOOD, daemon, 40.0, 80) == (f"the CUDA MPS server is {status}",)
+    assert verify_attachment(GOOD, daemon, 40.0, 80).reasons == (f"the CUDA MPS server is {status}",)
 
 
 def test_a_daemon_that_died_is_a_reason_and_no_crash(bench: Bench, daemon: PrivateDaemon) -> None:
     bench.daemon.is_running = False
 
-    assert "Cannot find" in verify_attachment(GOOD, daemon, 40.0, 80)[0]
+    assert "Cannot find" in verify_attachment(GOOD, daemon, 40.0, 80).reasons[0]
 
 
 def test_shares_round_down_but_never_to_nothing(daemon: PrivateDaemon) -> None:
-    assert verify_attachment(replace(GOOD, sm_count=1), daemon, 1.0, 80) == ()
-    assert verify_attachment(replace(GOOD, sm_count=31), daemon, 39.9, 80) == ()
-    assert verify_attachment(replace(GOOD, sm_count=32), daemon, 39.9, 80) != ()
+    assert verify_attachment(replace(GOOD, sm_count=1), daemon, 1.0, 80).reasons == ()
+    assert verify_attachment(replace(GOOD, sm_count=31), daemon, 39.9, 80).reasons == ()
+    assert verify_attachment(replace(GOOD, sm_count=32), daemon, 39.9, 80).reasons != ()
 
 
 def test_a_share_that_cannot_be_counted_is_no_proof_and_a_whole_gpu_needs_none(daemon: PrivateDaemon) -> None:
-    assert "could not be counted" in verify_attachment(GOOD, daemon, 40.0, None)[0]
-    assert verify_attachment(GOOD, daemon, None, None) == ()
+    assert "could not be counted" in verify_attachment(GOOD, daemon, 40.0, None).reasons[0]
+    assert verify_attachment(GOOD, daemon, None, None).reasons == ()

@@ -1,0 +1,67 @@
+"""Processes on a GPU that are neither gpu-lets nor the server of the GPU's own CUDA MPS daemon."""
+
+from __future__ import annotations
+
+from collections.abc import Set
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from tenuto.errors import EnvironmentFaultError
+from tenuto.mps.control import ControlError
+from tenuto.mps.daemon import PrivateDaemon
+from tenuto.mps.inventory import GpuProcesses, load_nvml
+from tenuto.mps.processes import Processes
+
+__all__ = ["OtherProcess", "find_others", "processes_of", "read_others"]
+
+
+@dataclass(frozen=True)
+class OtherProcess:
+    """A process with a CUDA context that is not Tenuto's. `name` and `user` are None where /proc does not show it,
+    as when it runs in another container."""
+
+    pid: int
+    name: str | None
+    user: int | None
+
+    def to_data(self) -> dict[str, Any]:
+        """Return plain data."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        if self.name is None:
+            return f"process {self.pid} of another container"
+        return f"process {self.pid} ({self.name}, user {self.user})"
+
+
+def find_others(found: tuple[int, ...], ours: Set[int], processes: Processes | None = None) -> tuple[OtherProcess, ...]:
+    """Return which of the pids that NVML tells on a GPU are not ours, by any number a process is known by.
+
+    Args:
+        found: of every process on the GPU.
+        ours: of gpu-lets and the server, as the daemon tells them, and of the asking process.
+        processes: what is known of processes.
+    """
+    known = processes if processes is not None else Processes()
+    names = set(ours).union(*(known.numbers_elsewhere(pid) for pid in ours if known.started_at(pid) is not None))
+    return tuple(OtherProcess(pid, known.name_of(pid), known.user_of(pid)) for pid in sorted({*found} - names))
+
+
+def processes_of(daemon: PrivateDaemon) -> frozenset[int]:
+    """Return the pids of a daemon's servers and clients; none while it does not answer."""
+    try:
+        return frozenset({*daemon.servers(), *daemon.clients()})
+    except ControlError:
+        return frozenset()
+
+
+def read_others(
+    daemon: PrivateDaemon, own_pid: int | None = None, gpu: GpuProcesses | None = None
+) -> tuple[OtherProcess, ...] | None:
+    """Return the other processes on a daemon's GPU; None where NVML does not tell."""
+    ours = processes_of(daemon) | ({own_pid} if own_pid is not None else set())
+    try:
+        found = (gpu if gpu is not None else GpuProcesses(load_nvml())).on(daemon.gpu_uuid)
+    except EnvironmentFaultError:
+        return None
+    return find_others(found, ours, daemon.processes)
