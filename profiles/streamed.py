@@ -33,6 +33,7 @@ class BatchTimes:
     wait_ms: float  # its data was on the device, and the batch before still ran
     execution_ms: float
     copy_out_ms: float
+    begun_at_s: float  # when it began to execute, on the monotonic clock
 
 
 class Streams:
@@ -95,11 +96,11 @@ class StreamedRunner:
             InvalidInputError: an integer is outside the model's range; nothing was begun.
             RuntimeError: two batches are under way already.
         """
-        began_s = time.perf_counter()
+        began_s = time.monotonic()
         arrays, size = self._runner.prepare(inputs, batch_size)
         if self._streams is None:
             tensors = self._runner.as_tensors(arrays)
-            now_s = time.perf_counter()
+            now_s = time.monotonic()
             return StagedBatch(batch_size, tensors, (now_s - began_s) * 1000.0, now_s)
         if not self._free:
             raise RuntimeError(f"{DEPTH} batches are staged already; finish one first")
@@ -108,7 +109,7 @@ class StreamedRunner:
             self._fit(slot, arrays, size)
             for spec, array in zip(self._runner.signature.inputs, arrays, strict=True):
                 np.copyto(slot.pinned[spec.name].numpy()[:size], array)
-            now_s = time.perf_counter()
+            now_s = time.monotonic()
             events = tuple(torch.cuda.Event(enable_timing=True) for _ in range(5))
             stream = self._streams.copy_in
             tensors = []
@@ -150,19 +151,19 @@ class StreamedRunner:
     def finish(self, batch: StagedBatch) -> tuple[Arrays, BatchTimes]:
         """Wait for a batch and return its outputs as arrays of the caller's own, and where its time went."""
         if self._streams is None:
-            begun_s = time.perf_counter()
+            begun_s = time.monotonic()
             with self._torch.inference_mode():
                 answer = self._runner.forward(batch.tensors)
             outputs = self._runner.outputs(answer, batch.batch_size)
-            ended_s = time.perf_counter()
+            ended_s = time.monotonic()
             waited_ms = (begun_s - batch.staged_at_s) * 1000.0
-            return outputs, BatchTimes(batch.staging_ms, waited_ms, (ended_s - begun_s) * 1000.0, 0.0)
+            return outputs, BatchTimes(batch.staging_ms, waited_ms, (ended_s - begun_s) * 1000.0, 0.0, begun_s)
         begin, copied, begun, ended, out = batch.events
         try:
             out.synchronize()
             times = BatchTimes(
                 batch.staging_ms + begin.elapsed_time(copied), copied.elapsed_time(begun), begun.elapsed_time(ended),
-                ended.elapsed_time(out),
+                ended.elapsed_time(out), batch.staged_at_s + begin.elapsed_time(begun) / 1000.0,
             )  # fmt: skip
             return self._runner.outputs(batch.host, batch.batch_size), times
         finally:

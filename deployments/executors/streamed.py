@@ -96,7 +96,7 @@ class TorchStreaming:
 
 @dataclass(slots=True)
 class _EmulatedBatch:
-    """A batch of an emulated GPU; moments on the performance counter in s."""
+    """A batch of an emulated GPU; moments on the monotonic clock in s."""
 
     name: str
     size: int
@@ -124,7 +124,7 @@ class EmulatedStreaming:
     def stage(self, name: str, inputs: Arrays, batch_size: int) -> _EmulatedBatch:
         """Begin to copy in, behind the copy before."""
         del inputs
-        now_s = time.perf_counter()
+        now_s = time.monotonic()
         copy_in_ms, _ = self._executor.copies_ms(name, batch_size)
         self._in_free_s = max(now_s, self._in_free_s) + copy_in_ms / 1000.0
         return _EmulatedBatch(name, batch_size, now_s, self._in_free_s)
@@ -139,13 +139,14 @@ class EmulatedStreaming:
 
     def finish(self, staged: _EmulatedBatch) -> tuple[Arrays, BatchTimes]:
         """Wait until the batch would be back, and return zeros."""
-        while (rest := staged.back_at_s - time.perf_counter()) > 0:
+        while (rest := staged.back_at_s - time.monotonic()) > 0:
             time.sleep(rest)
         times = BatchTimes(
             (staged.ready_at_s - staged.staged_at_s) * 1000.0,
             (staged.begun_at_s - staged.ready_at_s) * 1000.0,
             (staged.ended_at_s - staged.begun_at_s) * 1000.0,
             (staged.back_at_s - staged.ended_at_s) * 1000.0,
+            staged.begun_at_s,
         )
         return self._executor.zeros(staged.name, staged.size), times
 

@@ -18,12 +18,12 @@ X = {"INPUT0": np.zeros((4, 1), np.float32)}
 
 
 class Clock:
-    """A performance counter that only sleeping moves."""
+    """A monotonic clock that only sleeping moves."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
 
-    def perf_counter(self) -> float:
+    def monotonic(self) -> float:
         return self.now_s
 
     def sleep(self, seconds: float) -> None:

@@ -56,7 +56,7 @@ class Device:
         assert self.permits.acquire(timeout=LIMIT_S)
         self.staged -= 1
         self._note("finish", staged)
-        return {"y": np.array(staged)}, BatchTimes(1.0, 2.0, 3.0, 0.5)
+        return {"y": np.array(staged)}, BatchTimes(1.0, 2.0, 3.0, 0.5, 0.0)
 
     def discard(self, staged: int) -> None:
         self.staged -= 1

@@ -1,0 +1,163 @@
+"""Real gpu-lets that stream, with their sockets, without Ray around them; and on Ray with emulated GPUs."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+from collections.abc import AsyncIterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tenuto.batching.registry import make_scheduler
+from tenuto.batching.setup import from_plan
+from tenuto.deployments.answers import Answer, Outcome
+from tenuto.deployments.config import serve_config
+from tenuto.deployments.dispatcher import Dispatcher
+from tenuto.deployments.gpulet import GpuletReplica
+from tenuto.errors import InvalidInputError
+from tenuto.placement import Plan
+
+OWN = "tests.profiles.own_models"
+LATENCY = {"alpha_ms": 1.0, "beta_ms": 6.0}
+
+
+class Gpulet(GpuletReplica):
+    """The real gpu-let and its socket, without Ray around it."""
+
+    async def describe(self, node_id: str = "") -> dict[str, Any]:
+        return {"address": list(self._address), "token": self._token, **self._description()}
+
+    async def close(self) -> None:
+        await super().__del__()
+
+    def __del__(self) -> None:  # type: ignore[override]  # Serve's hook is a coroutine; here `close` is awaited
+        pass
+
+
+async def start(plan: Plan, executor: str) -> Gpulet:
+    """Start the plan's only gpu-let as its Serve config says."""
+    config = serve_config(plan, executor=executor)  # type: ignore[arg-type]
+    application = config["applications"][-1]
+    replica = Gpulet.__new__(Gpulet)
+    await replica.__init__(application["args"]["spec"])  # type: ignore[misc]
+    try:
+        await replica.reconfigure(application["deployments"][0]["user_config"])
+    except BaseException:
+        await replica.close()
+        raise
+    return replica
+
+
+def make_plan(gpu: str = "v100", **model: Any) -> Plan:
+    replica = {"name": "m", "batch_size": 4, "latency": LATENCY, "latency_ms": 10.0}
+    return Plan.from_data(
+        {
+            "policy": {"name": "test"},
+            "gpus": [{"id": "n0/0", "type": gpu}],
+            "gpulets": [{"id": "n0/0/a", "gpu": "n0/0", "models": [replica]}],
+            "models": [{"name": "m", "rate_rps": 400, "slo_ms": 2000, "latency": LATENCY, **model}],
+            "streaming": True,
+        }
+    )
+
+
+@pytest.fixture
+async def serving(request: pytest.FixtureRequest) -> AsyncIterator[tuple[Dispatcher, Gpulet]]:
+    plan, executor, scheduler = request.param
+    gpulet = await start(plan, executor)
+    dispatcher = Dispatcher(
+        lambda plan, network: make_scheduler(scheduler, from_plan(plan, network), {}), lambda _: gpulet.describe
+    )
+    dispatcher.apply(plan)
+    async with asyncio.timeout(10):
+        while not dispatcher.is_ready():
+            await asyncio.sleep(0.005)
+    yield dispatcher, gpulet
+    await dispatcher.close()
+    await gpulet.close()
+
+
+EMULATED = make_plan(options={"copy_in_ms": 0.4, "copy_out_ms": 0.1})
+
+
+@pytest.mark.parametrize("serving", [(EMULATED, "emulated", s) for s in ("deferred", "eager")], indirect=True)
+async def test_an_emulated_gpulet_reports_where_the_time_went(serving: tuple[Dispatcher, Gpulet]) -> None:
+    dispatcher, gpulet = serving
+    futures = []
+    for _ in range(120):
+        futures.append(dispatcher.submit("m", [np.zeros(1, np.float32).tobytes()]))
+        await asyncio.sleep(0.002)
+    answers: list[Answer] = [await asyncio.wait_for(future, 10) for future in futures]
+    assert {answer.outcome for answer in answers} == {Outcome.OK}
+    full = [answer for answer in answers if answer.batch_size == 4]
+    assert full
+    assert all(answer.execution_ms == pytest.approx(8.0, abs=0.01) for answer in full)  # 10 without the copies
+    (described,) = dispatcher.gpulets()
+    assert described["mode"] == {"share": False, "streaming": True, "programs": {"m": "emulated"}}
+    records = await gpulet.records()
+    for one, after in itertools.pairwise(records):
+        assert after["started_s"] >= one["ended_s"] - 1e-6
+    assert dispatcher.network.delay().data_ms_per_request >= 0.5 - 1e-6
+
+
+@pytest.mark.parametrize("serving", [(make_plan("cpu", source=f"{OWN}:scale"), "torch", "eager")], indirect=True)
+async def test_on_a_cpu_every_request_gets_its_own_answer(serving: tuple[Dispatcher, Gpulet]) -> None:
+    dispatcher, _ = serving
+    rows = [np.full(4, n, np.float32) for n in range(40)]
+    futures = [dispatcher.submit("m", [row.tobytes()]) for row in rows]
+    for row, future in zip(rows, futures, strict=True):
+        answer = await asyncio.wait_for(future, 10)
+        assert answer.outcome is Outcome.OK
+        np.testing.assert_array_equal(np.frombuffer(answer.outputs[0].data, np.float32), row * 2)
+    (described,) = dispatcher.gpulets()
+    assert described["mode"]["programs"] == {"m": "plain"}
+    assert described["sm_count"] is None
+
+
+@pytest.mark.parametrize("serving", [(make_plan("cpu", source=f"{OWN}:scale"), "torch", "eager")], indirect=True)
+async def test_models_change_between_batches_and_a_failing_batch_fails_alone(
+    serving: tuple[Dispatcher, Gpulet],
+) -> None:
+    dispatcher, gpulet = serving
+    wrong = dispatcher.submit("m", [b"\0" * 4])  # one number where there should be four
+    answer = await asyncio.wait_for(wrong, 10)
+    assert answer.outcome is Outcome.FAILED
+    assert "running 'm' failed" in answer.reason
+    entry = {"name": "m", "source": f"{OWN}:scale", "batch_size": 2, "options": {"factor": 3.0}}
+    await gpulet.reconfigure({"models": [entry]})
+    right = await asyncio.wait_for(dispatcher.submit("m", [np.ones(4, np.float32).tobytes()]), 10)
+    assert np.frombuffer(right.outputs[0].data, np.float32).tolist() == [3.0] * 4
+
+
+async def test_graphs_on_a_cpu_are_refused_while_loading() -> None:
+    with pytest.raises(InvalidInputError, match=r"cuda_graphs.*need an NVIDIA GPU"):
+        await start(make_plan("cpu", source=f"{OWN}:scale", options={"cuda_graphs": True}), "torch")
+
+
+@pytest.mark.ray
+@pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::DeprecationWarning")
+def test_on_ray_a_streaming_plan_serves_more_than_a_plain_one() -> None:
+    from tenuto.deployments.endpoint import get_json
+    from tenuto.deployments.launcher import Launcher
+    from tenuto.loadgen.bench import BenchOptions, run_bench
+
+    os.environ["RAY_DISABLE_IMPORT_WARNING"] = "1"
+    latency = {"alpha_ms": 4.0, "beta_ms": 24.0}  # batches of 40 ms, of which 12 copy: 100 or 143 requests/s
+    data = make_plan(slo_ms=300, rate_rps=125, options={"copy_in_ms": 2.0, "copy_out_ms": 1.0}).to_data()
+    data["models"][0]["latency"] = data["gpulets"][0]["models"][0]["latency"] = latency
+    attainment = {}
+    with Launcher() as running:
+        running.connect(num_gpus=1, address="local")
+        for streaming in (False, True):
+            plan = Plan.from_data({**data, "streaming": streaming})
+            running.apply(serve_config(plan, port=8767, executor="emulated"), timeout_s=120)
+            result = run_bench(list(plan.models), BenchOptions(running.base_url, duration_s=8.0, seed=5, clients=1))
+            attainment[streaming] = result.summary["models"]["m"]["attainment"]
+            status = get_json(f"{running.base_url}/status")
+            assert status["gpulets"][0]["mode"]["streaming"] is streaming
+            assert (status["network"]["data_ms_per_request"] > 0) is streaming
+    print(attainment)
+    assert attainment[True] > attainment[False] + 0.1
