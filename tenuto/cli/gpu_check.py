@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tenuto.cli.gpu_sharing import Result, sharing_experiments
+from tenuto.cli.gpu_streaming import VARIANTS
 from tenuto.errors import EnvironmentFaultError, TenutoError
 from tenuto.profiles.catalogue import CATALOGUE
 
@@ -68,6 +69,9 @@ def main(arguments: Sequence[str] | None = None, *, run: Run | None = None) -> i
             print(f"step {name}", file=sys.stderr, flush=True)
             if name == "sharing":
                 _sharing(device, daemon, obstacle, folder)
+            elif name == "streaming":
+                if _streaming(steps[name], device, daemon is not None, folder, run or _run) != 0:
+                    failed.append(name)
             elif _measure(name, steps[name], device, daemon is not None, folder, run or _run) != 0:
                 failed.append(name)
     if failed:
@@ -77,11 +81,11 @@ def main(arguments: Sequence[str] | None = None, *, run: Run | None = None) -> i
 
 
 def _steps(quick: bool) -> dict[str, list[str]]:
-    """Return the steps with the arguments of `tenuto profile` that make them."""
+    """Return the steps with the arguments of `tenuto profile`, or of their own program, that make them."""
     models = ["resnet50", "bert"] if quick else list(CATALOGUE)
     grid = ["--batch-sizes", "1,8" if quick else BATCH_SIZES, "--budget-s", "60"]
     shares = "50,100" if quick else SHARES
-    steps = {"sharing": [""]}
+    steps = {"sharing": [""], "streaming": ["resnet50", "--batch-size", "8", "--seconds", "5" if quick else "30"]}
     steps |= {f"model-{name}": [name, *grid, "--shares", shares] for name in models}
     steps |= {
         f"igniter-{name}": [name, "--batch-sizes", "1,16,32", "--shares", "10,50,100", "--co-runs", "igniter"]
@@ -140,18 +144,34 @@ def _measure(
             return 0
         arguments = [*arguments[: arguments.index("--shares")], "--shares", "100",
                      *arguments[arguments.index("--shares") + 2 :]]  # fmt: skip
-    from tenuto.mps.share import client_environment
-
     command = [
         sys.executable, "-c", "from tenuto.cli import main; main()", "profile", *arguments, "--device", "cuda",
         "--time-limit-s", f"{STEP_LIMIT_S:g}", "--resume", "-o", str(folder / f"profile-{device.type}.yaml"),
     ]  # fmt: skip
-    environment = {**os.environ, **client_environment(device.uuid, None, None)} if shared else {
-        **os.environ, "CUDA_VISIBLE_DEVICES": device.uuid
-    }  # fmt: skip
-    code = run(command, environment)
+    code = run(command, _environment(device, shared=shared))
     _log(folder, f"{name}: exit code {code}")
     return code
+
+
+def _streaming(arguments: list[str], device: GpuDevice, shared: bool, folder: Path, run: Run) -> int:
+    """Measure streaming against plain batches, unless that was done before."""
+    output = folder / "streaming.json"
+    if output.exists() and (written := json.loads(output.read_text(encoding="utf-8"))).keys() >= set(VARIANTS) and all(
+        "failed" not in written[name] for name in VARIANTS
+    ):
+        return 0
+    command = [sys.executable, "-m", "tenuto.cli.gpu_streaming", *arguments, "-o", str(output)]
+    code = run(command, _environment(device, shared=shared))
+    _log(folder, f"streaming: exit code {code}")
+    return code
+
+
+def _environment(device: GpuDevice, *, shared: bool) -> dict[str, str]:
+    """Return the environment of a process on this GPU, a client of CUDA MPS or not."""
+    from tenuto.mps.share import client_environment
+
+    own = client_environment(device.uuid, None, None) if shared else {"CUDA_VISIBLE_DEVICES": device.uuid}
+    return {**os.environ, **own}
 
 
 def _run(command: Sequence[str], environment: Mapping[str, str]) -> int:

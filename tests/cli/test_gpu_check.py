@@ -8,6 +8,7 @@ import pytest
 
 from tenuto.cli import gpu_check
 from tenuto.cli.gpu_sharing import SHARES, sharing_experiments
+from tenuto.cli.gpu_streaming import VARIANTS
 from tenuto.errors import EnvironmentFaultError
 
 GPU = SimpleNamespace(
@@ -140,16 +141,37 @@ def test_each_step_is_one_command_within_its_limit(monkeypatch: pytest.MonkeyPat
 
     def run(command: Sequence[str], environment: Mapping[str, str]) -> int:
         commands.append(command)
+        if "tenuto.cli.gpu_streaming" in command:
+            results = {name: {"ratio": 1.2} for name in VARIANTS}
+            Path(command[-1]).write_text(json.dumps({"model": "resnet50", **results}))
         return 0 if "resnet50" in command else 3
 
     monkeypatch.setattr(gpu_check, "_device", lambda uuid: no_mps)
     assert gpu_check.main(["-o", str(tmp_path), "--quick"], run=run) == 1  # bert failed
+    streaming, *commands = commands
+    assert streaming[1:6] == ["-m", "tenuto.cli.gpu_streaming", "resnet50", "--batch-size", "8"]
     assert [c[4] for c in commands] == ["resnet50", "bert", "resnet50"]  # no co-runs without CUDA MPS
     assert all(c[c.index("--shares") + 1] == "100" for c in commands)
     assert float(commands[0][commands[0].index("--time-limit-s") + 1]) < 600
     assert json.loads((tmp_path / "inventory.json").read_text())["uuid"] == "GPU-1"
     assert json.loads((tmp_path / "sharing.json").read_text())["CUDA MPS"]["failed"] == "MIG is on"
     assert "igniter-bert: left out" in (tmp_path / "log.txt").read_text()
+
+
+def test_streaming_that_was_measured_is_not_measured_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(gpu_check, "_device", lambda uuid: SimpleNamespace(**{**vars(GPU), "is_mig": True}))
+    commands: list[Sequence[str]] = []
+
+    def run(command: Sequence[str], environment: Mapping[str, str]) -> int:
+        commands.append(command)
+        found = {"ratio": 1.2} if len(commands) > 1 else {"failed": "no compiler"}
+        Path(command[-1]).write_text(json.dumps(dict.fromkeys(VARIANTS, found)))
+        assert environment["CUDA_VISIBLE_DEVICES"] == "GPU-1"
+        return 1 if len(commands) == 1 else 0
+
+    codes = [gpu_check.main(["-o", str(tmp_path), "--steps", "streaming"], run=run) for _ in range(3)]
+    assert codes == [1, 0, 0]
+    assert len(commands) == 2
 
 
 def test_steps_are_listed_and_chosen_by_their_beginning(capsys: pytest.CaptureFixture[str]) -> None:
