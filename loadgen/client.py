@@ -10,6 +10,7 @@ import asyncio
 import time
 from array import array
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -100,10 +101,13 @@ class _Columns:
         self.batch_size = array("i", [0]) * total
         self.outcome = array("b", [int(Outcome.FAILED)]) * total
         self.gpulet = [""] * total
+        self.ended: list[int] | None = None  # rows since they were last taken; None: nobody takes them
 
     def add(self, row: int, answered_ms: float, outcome: Outcome, reply: Reply) -> None:
         """Write down an answer; one that is only a broken connection has no time of answer."""
         self.outcome[row] = outcome
+        if self.ended is not None:
+            self.ended.append(row)
         if reply.status:
             self.status[row] = reply.status
             self.answered_ms[row] = answered_ms
@@ -113,21 +117,26 @@ class _Columns:
             self.batch_size[row] = reply.batch_size
             self.gpulet[row] = reply.gpulet
 
-    def records(self) -> Records:
-        """Return the rows of all requests but those of stages that were never due."""
+    def records(self, rows: Sequence[int] | None = None) -> Records:
+        """Return the rows of all requests but those of stages that were never due; or only these rows."""
         load = self.job.load
+        kept = slice(None) if rows is None else np.asarray(rows, dtype=np.int64)
+
+        def column(values: Any, kind: type[np.generic]) -> Any:
+            return np.array(np.asarray(values)[kept], dtype=kind)
+
         found = Records(
-            request=np.asarray(self.job.request, dtype=np.int64),
-            model=np.asarray(self.job.model_index, dtype=np.int32), scheduled_ms=np.array(self.scheduled_ms),
-            sent_ms=np.array(self.sent_ms), answered_ms=np.array(self.answered_ms),
-            status=np.array(self.status, dtype=np.int32), outcome=np.array(self.outcome, dtype=np.int8),
-            batching_ms=np.array(self.batching_ms), gpulet_queue_ms=np.array(self.gpulet_queue_ms),
-            execution_ms=np.array(self.execution_ms), batch_size=np.array(self.batch_size, dtype=np.int32),
-            gpulet=np.array(self.gpulet, dtype=object),
+            request=column(self.job.request, np.int64), model=column(self.job.model_index, np.int32),
+            scheduled_ms=column(self.scheduled_ms, np.float64), sent_ms=column(self.sent_ms, np.float64),
+            answered_ms=column(self.answered_ms, np.float64), status=column(self.status, np.int32),
+            outcome=column(self.outcome, np.int8), batching_ms=column(self.batching_ms, np.float64),
+            gpulet_queue_ms=column(self.gpulet_queue_ms, np.float64),
+            execution_ms=column(self.execution_ms, np.float64), batch_size=column(self.batch_size, np.int32),
+            gpulet=np.array(self.gpulet if rows is None else [self.gpulet[row] for row in rows], dtype=object),
         )  # fmt: skip
         if load is None:
             return found
-        found.call, found.call_at_ms = load.owner, load.call_at_ms
+        found.call, found.call_at_ms = load.owner[kept], load.call_at_ms[kept]
         return found.where(~np.isnan(found.scheduled_ms))
 
 
@@ -136,9 +145,12 @@ class Client:
     recorded.
     """
 
-    def __init__(self, job: ClientJob, sender: Sender) -> None:
+    def __init__(self, job: ClientJob, sender: Sender, *, hands_over: bool = False) -> None:
+        """`hands_over`: `take_ended` will be called while the job runs."""
         self._job = job
         self._sender = sender
+        self._columns: _Columns | None = None
+        self._hands_over = hands_over and job.load is None
         self._counts: Counter[str] = Counter()
         self._stopped = False
         self._requests: list[list[Any]] = []  # per model, as the sender prepared them
@@ -148,6 +160,16 @@ class Client:
     def progress(self) -> dict[str, int]:
         """Return counts so far: sent (by the schedule), followed (later stages), answered, and every outcome."""
         return dict(self._counts)
+
+    def take_ended(self) -> Records | None:
+        """Return the requests that ended since the last call, so that what is lost with this process is little.
+
+        None where there are none, and always with applications, whose requests are judged whole.
+        """
+        if self._columns is None or not self._columns.ended:
+            return None
+        rows, self._columns.ended = self._columns.ended, []
+        return self._columns.records(rows)
 
     def stop(self) -> None:
         """Send no more of the schedule; `run` returns when what is under way, later stages of applications included,
@@ -178,7 +200,8 @@ class Client:
 
     async def _run(self, start_at: float) -> ClientReport:
         job, send = self._job, self._sender.send_prepared
-        columns = _Columns(job)
+        columns = self._columns = _Columns(job)
+        columns.ended = [] if self._hands_over else None
         errors: Counter[str] = Counter()
         counts = self._counts
         times = columns.scheduled_ms  # those of later stages are filled in when they are due

@@ -7,6 +7,7 @@ from typing import Any
 
 from tenuto.errors import EnvironmentFaultError
 from tenuto.loadgen.client import Client, ClientJob, ClientReport
+from tenuto.loadgen.records import Records
 from tenuto.loadgen.senders import make_sender
 
 __all__ = ["ClientActor", "start_actors"]
@@ -24,7 +25,7 @@ class ClientActor:
 
     async def prepare(self, job: ClientJob) -> None:
         """Take a job and open its connections."""
-        self._client = Client(job, make_sender(job))
+        self._client = Client(job, make_sender(job), hands_over=True)
         await self._client.prepare()
         gc.freeze()  # the schedule and the bodies are not looked through again in every collection of the run
 
@@ -37,6 +38,10 @@ class ClientActor:
     async def progress(self) -> dict[str, int]:
         """Return counts so far."""
         return self._client.progress() if self._client is not None else {}
+
+    async def take_ended(self) -> Records | None:
+        """Return what ended since the last call; see `Client.take_ended`."""
+        return self._client.take_ended() if self._client is not None else None
 
     async def stop(self) -> None:
         """Send no more."""

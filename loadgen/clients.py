@@ -14,6 +14,7 @@ from typing import Any, Protocol
 from tenuto.errors import EnvironmentFaultError
 from tenuto.loadgen.client import Client, ClientJob, ClientReport
 from tenuto.loadgen.http_sender import Sender
+from tenuto.loadgen.records import Records, merge
 from tenuto.loadgen.senders import make_sender
 
 __all__ = ["ClientGroup", "LocalClient", "RayClients"]
@@ -138,7 +139,10 @@ def _run_loop(main: Coroutine[Any, Any, ClientReport]) -> ClientReport:
 
 
 class RayClients:
-    """One Ray actor per client; a lost one costs its part of the records and the run's validity, not the rest."""
+    """One Ray actor per client; a lost one costs the run's validity and its last second, not the rest.
+
+    With every `progress` the actors hand over which requests have ended.
+    """
 
     def __init__(self, count: int) -> None:
         """Start `count` actors on the running Ray cluster, or on a local one."""
@@ -146,6 +150,9 @@ class RayClients:
 
         self.actors = start_actors(count)
         self._runs: list[Any] = []
+        self._asked: list[tuple[int, Any]] = []  # client, what it will hand over
+        self._ended: dict[int, list[Records]] = {}
+        self._lock = threading.Lock()  # of the two above
 
     def prepare(self, jobs: Sequence[ClientJob]) -> None:
         """Hand each actor its job.
@@ -173,6 +180,8 @@ class RayClients:
         import ray
 
         asked = [actor.progress.remote() for actor in self.actors]
+        with self._lock:
+            self._asked += [(index, actor.take_ended.remote()) for index, actor in enumerate(self.actors)]
         ready, _ = ray.wait(asked, num_returns=len(asked), timeout=2)
         total: dict[str, int] = {}
         for answer in ready:
@@ -182,7 +191,25 @@ class RayClients:
                 continue
             for key, value in counts.items():
                 total[key] = total.get(key, 0) + value
+        self._collect()
         return total
+
+    def _collect(self) -> None:
+        """Fetch what the actors have handed over by now; what is not here yet is fetched the next time."""
+        import ray
+
+        with self._lock:
+            references = [reference for _, reference in self._asked]
+            ready = set(ray.wait(references, num_returns=len(references), timeout=0.5)[0]) if references else set()
+            here = [(index, reference) for index, reference in self._asked if reference in ready]
+            self._asked = [(index, reference) for index, reference in self._asked if reference not in ready]
+            for index, reference in here:
+                try:
+                    part = ray.get(reference)
+                except ray.exceptions.RayError:
+                    continue  # lost with its actor
+                if part is not None:
+                    self._ended.setdefault(index, []).append(part)
 
     def is_done(self) -> bool:
         """Whether every run has a result or an error."""
@@ -207,7 +234,12 @@ class RayClients:
             try:
                 found.append(ray.get(run, timeout=max(0.0, limit - time.monotonic())))
             except ray.exceptions.RayError as error:
-                lost.append(f"client {index} was lost ({type(error).__name__}); its requests count as not sent")
+                self._collect()
+                parts = self._ended.get(index, [])
+                rest = "what it had not handed over yet counts" if parts else "its requests count"
+                lost.append(f"client {index} was lost ({type(error).__name__}); {rest} as not sent")
+                if parts:
+                    found.append(ClientReport(merge(parts)))
         return found, lost
 
     def close(self) -> None:

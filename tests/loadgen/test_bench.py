@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import threading
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,9 +14,10 @@ import pytest
 
 from tenuto.errors import EnvironmentFaultError, InvalidInputError
 from tenuto.loadgen.bench import BenchOptions, run_bench
-from tenuto.loadgen.client import ClientJob, ClientReport
+from tenuto.loadgen.client import Client, ClientJob, ClientReport, ModelTarget
 from tenuto.loadgen.clients import LocalClient
-from tenuto.loadgen.records import Outcome
+from tenuto.loadgen.http_sender import HttpSender
+from tenuto.loadgen.records import Outcome, Records, merge
 from tenuto.placement import Arrival, ModelSpec
 
 from .fake_server import Answer, fake_server, signature
@@ -268,6 +271,31 @@ def test_a_lost_client_makes_the_run_invalid_and_keeps_the_rest() -> None:
     assert (model["offered"], model["ok"], model["failed"]) == (30, 15, 15)
     assert np.isnan(result.records.sent_ms).sum() == 15
     assert np.array_equal(np.sort(result.records.request), np.arange(30))
+
+
+def test_what_has_ended_is_handed_over_once_and_in_part() -> None:
+    taken: list[Records] = []
+
+    async def work(url: str) -> Records:
+        job = ClientJob(
+            url, (ModelTarget("m", 1000.0, ((b"{}", {}),)),), np.arange(20), np.arange(20) * 10.0,
+            np.zeros(20, np.int32), 1.0, 2,
+        )  # fmt: skip
+        client = Client(job, HttpSender(url), hands_over=True)
+        assert client.take_ended() is None
+        await client.prepare()
+        running = asyncio.ensure_future(client.run(time.time() + 0.05))
+        while not running.done():
+            await asyncio.sleep(0.04)
+            taken.append(client.take_ended() or merge([]))
+        return running.result().records
+
+    with fake_server() as server:
+        whole = asyncio.run(work(server.url))
+    parts = merge(taken)
+    assert sum(len(part) > 0 for part in taken) > 1
+    for name in Records.columns():
+        assert np.array_equal(getattr(parts, name), getattr(whole, name), equal_nan=name.endswith("_ms")), name
 
 
 def test_nothing_outlives_a_run() -> None:
