@@ -246,7 +246,7 @@ def _import_libraries(source: str) -> None:
         pass  # building reports it
 
 
-def main() -> None:
+def main(clock_s: Callable[[], float] = time.perf_counter) -> None:
     """Measure one request; faults are reported as events, so that the parent can raise them again."""
     with os.fdopen(os.dup(1), "w", buffering=1) as reports:
         os.dup2(2, 1)  # whatever a model prints goes to stderr
@@ -258,7 +258,7 @@ def main() -> None:
         data |= {key: tuple(data[key]) for key in ("batch_sizes", "shares")}
         request = MeasureRequest(**{**data, "known": tuple((b, share, ms) for b, share, ms in data["known"])})
         try:
-            _measure(request, report)
+            _measure(request, report, clock_s)
         except TenutoError as error:
             kind = "InvalidInputError" if isinstance(error, InvalidInputError) else "EnvironmentFaultError"
             report({"event": "error", "kind": kind, "text": str(error)})
@@ -266,10 +266,10 @@ def main() -> None:
             sys.exit(130)
 
 
-def _measure(request: MeasureRequest, report: Report) -> None:
+def _measure(request: MeasureRequest, report: Report, clock_s: Callable[[], float]) -> None:
     from tenuto.profiles.models import build
 
-    began_s = time.perf_counter()
+    began_s = clock_s()
     device = pick_device(request.device)
     report({"event": "machine", **describe_machine(device)})
     if not request.batch_sizes:
@@ -280,8 +280,8 @@ def _measure(request: MeasureRequest, report: Report) -> None:
     loaded = build(request.source, weights_path=request.weights_path, seed=request.seed, options=build_options)
     telemetry = _telemetry(report) if device == "cuda" else None
     measure_points(
-        loaded, request, device=device, run_options=run_options, memory=memory, report=report, began_s=began_s,
-        telemetry=telemetry, record=record_kernels if device == "cuda" else None,
+        loaded, request, device=device, run_options=run_options, memory=memory, report=report, clock_s=clock_s,
+        began_s=began_s, telemetry=telemetry, record=record_kernels if device == "cuda" else None,
     )
 
 

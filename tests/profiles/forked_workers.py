@@ -39,7 +39,7 @@ os.kill(os.getpid(), -code) if code < 0 else os._exit(code)
 
 @contextmanager
 def forked_workers() -> Iterator[Callable[[str], list[str]]]:
-    """Give a function from a module's name to the arguments that run its `main` in a forked process."""
+    """Give a function from `module` (its `main`) or `module:function` to the arguments that run it in such one."""
     with tempfile.TemporaryDirectory() as folder:
         relay, address = Path(folder) / "relay.py", str(Path(folder) / "s")
         relay.write_text(_RELAY)
@@ -63,7 +63,14 @@ def forked_workers() -> Iterator[Callable[[str], list[str]]]:
 
 def serve(address: str) -> None:
     """Fork one worker for every connection, for ever."""
-    for module in ("torch", "tenuto.profiles.worker", "tenuto.profiles.corun_worker", "tests.profiles.own_models"):
+    for module in (
+        "torch",
+        "torch._dynamo",
+        "tenuto.profiles.worker",
+        "tenuto.profiles.corun_worker",
+        "tests.profiles.own_models",
+        "tests.profiles.virtual_gpu",
+    ):
         importlib.import_module(module)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     listener = socket.socket(socket.AF_UNIX)
@@ -112,7 +119,8 @@ def _attend(connection: socket.socket) -> None:
 def _run(module: str) -> None:
     code = 1
     try:
-        importlib.import_module(module).main()
+        name, _, function = module.partition(":")
+        getattr(importlib.import_module(name), function or "main")()
         code = 0
     except SystemExit as leaving:
         code = leaving.code if isinstance(leaving.code, int) else 1
