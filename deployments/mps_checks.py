@@ -12,6 +12,7 @@ from tenuto.errors import EnvironmentFaultError
 from tenuto.mps.control import BINARY
 from tenuto.mps.folders import DEFAULT_ROOT, MOST_PATH_BYTES, find_leftovers, mps_root, pipe_directory
 from tenuto.mps.inventory import GpuDevice, read_devices
+from tenuto.mps.others import OtherProcess, others_on
 from tenuto.mps.processes import Processes
 
 __all__ = ["check_gpus", "foreign_daemons", "mps_checks"]
@@ -20,25 +21,48 @@ _VOLTA = (7, 0)
 _LEAST_FREE_MIB = 1024  # a CUDA context and one small model
 
 
-def check_gpus(read: Callable[[], tuple[GpuDevice, ...]] = read_devices) -> list[Check]:
-    """Check the driver and, on every GPU, what CUDA MPS needs: Volta or newer, no MIG, free memory."""
+def check_gpus(
+    read: Callable[[], tuple[GpuDevice, ...]] = read_devices,
+    others: Callable[[str], tuple[OtherProcess, ...] | None] = others_on,
+) -> list[Check]:
+    """Check the driver and, on every GPU and MIG device, what CUDA MPS needs: Volta or newer, free memory, nobody else.
+
+    Args:
+        read: finds the GPUs.
+        others: finds the processes on a GPU that are not Tenuto's; None: not known.
+    """
     try:
         devices = read()
     except EnvironmentFaultError as error:
         return [Check("nvidia driver", "fail", str(error), "nvidia-smi")]
     if not devices:
         return [Check("nvidia driver", "fail", "it answers, but there is no GPU", "nvidia-smi -L")]
-    return [Check("nvidia driver", "ok", f"{devices[0].driver}, {len(devices)} GPUs"), *map(_check_gpu, devices)]
+    found = [Check("nvidia driver", "ok", f"{devices[0].driver}, {len(devices)} GPUs")]
+    for device in devices:
+        found += [_check_gpu(device), *_check_processes(device, others)]
+    return found
+
+
+def _name(device: GpuDevice) -> str:
+    return f"{'gpu' if device.parent_uuid is None else 'mig'} {device.uuid[4:12]}"
+
+
+def _check_processes(device: GpuDevice, others: Callable[[str], tuple[OtherProcess, ...] | None]) -> tuple[Check, ...]:
+    found = others(device.uuid)
+    if not found:
+        return ()
+    cure = "with `mps: required` gpu-lets refuse to start beside them; stop them, or plan with `mps: auto`"
+    return (Check(f"{_name(device)} others", "note", f"not Tenuto's: {', '.join(map(str, found))}", cure),)
 
 
 def _check_gpu(device: GpuDevice) -> Check:
-    name = f"gpu {device.uuid.removeprefix('GPU-')[:8]}"
+    name = _name(device)
     found = (
         f"{device.type}, {device.free_memory_mib} of {device.memory_mib} MiB free, {device.sm_count} SMs, "
         f"compute mode {device.compute_mode}"
     )
     if device.is_mig:
-        return Check(name, "fail", f"{found}, in MIG mode", f"nvidia-smi -i {device.uuid} -mig 0")
+        return Check(name, "fail", f"{found}, in MIG mode without a MIG device", f"nvidia-smi -i {device.uuid} -mig 0")
     if device.compute_mode == "prohibited":
         return Check(name, "fail", found, f"nvidia-smi -i {device.uuid} -c EXCLUSIVE_PROCESS")
     if device.compute_capability < _VOLTA:

@@ -12,7 +12,10 @@ from tenuto.mps.daemon import PrivateDaemon
 from tenuto.mps.inventory import GpuProcesses, load_nvml
 from tenuto.mps.processes import Processes
 
-__all__ = ["OtherProcess", "find_others", "processes_of", "read_others"]
+__all__ = ["OtherProcess", "find_others", "others_on", "processes_of", "read_others"]
+
+
+_GPULET = "ray::ServeReplica:gpulet-"
 
 
 @dataclass(frozen=True)
@@ -65,3 +68,15 @@ def read_others(
     except EnvironmentFaultError:
         return None
     return find_others(found, ours, daemon.processes)
+
+
+def others_on(gpu_uuid: str) -> tuple[OtherProcess, ...] | None:
+    """Return the processes on a GPU that are neither clients of our daemon nor gpu-lets without CUDA MPS; None where
+    NVML does not tell."""
+    try:
+        daemon = PrivateDaemon(gpu_uuid)
+        found = read_others(daemon) if daemon.is_ours() else find_others(GpuProcesses(load_nvml()).on(gpu_uuid), set())
+    except EnvironmentFaultError:
+        return None
+    # Ray names the process of a replica after its application.
+    return None if found is None else tuple(o for o in found if not (o.name or "").startswith(_GPULET))

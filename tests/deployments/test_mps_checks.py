@@ -8,8 +8,9 @@ from tenuto.deployments.checks import run_checks
 from tenuto.deployments.mps_checks import check_gpus, foreign_daemons, mps_checks
 from tenuto.errors import EnvironmentFaultError
 from tenuto.mps.inventory import GpuDevice, read_inventory
+from tenuto.mps.others import OtherProcess
 from tenuto.mps.processes import Processes
-from tests.mps.fake_nvml import V100, FakeGpu, FakeNvml
+from tests.mps.fake_nvml import V100, FakeGpu, FakeNvml, FakePart
 
 
 class NoProcesses(Processes):
@@ -34,7 +35,7 @@ def of_mps(root: Path, *, has_driver: bool = True, binary: str | None = "/usr/bi
 
 
 def test_a_gpu_in_order_is_one_line_with_its_free_memory() -> None:
-    driver, gpu = check_gpus(gpus)
+    driver, gpu = check_gpus(gpus, lambda uuid: ())
     assert (driver.state, driver.found) == ("ok", "580.95.05, 1 GPUs")
     assert (gpu.name, gpu.state, gpu.cure) == ("gpu 11111111", "ok", "")
     assert "8080 of 16160 MiB free, 80 SMs" in gpu.found
@@ -46,9 +47,21 @@ def test_a_gpu_in_order_is_one_line_with_its_free_memory() -> None:
      ({"capability": (6, 0)}, "note", "mps: off"), ({"memory_mib": 1500}, "note", "holds the memory")],
 )  # fmt: skip
 def test_what_is_wrong_with_a_gpu_comes_with_its_repair(changes: dict[str, object], state: str, cure: str) -> None:
-    gpu = check_gpus(lambda: gpus(**changes))[1]
+    gpu = check_gpus(lambda: gpus(**changes), lambda uuid: None)[1]
     assert gpu.state == state
     assert cure in gpu.cure
+
+
+def test_other_processes_are_named_and_a_mig_device_is_a_gpu() -> None:
+    part = FakePart("MIG-22222222-aaaa-aaaa-aaaa-aaaaaaaaaaaa")
+    found = read_inventory(FakeNvml(FakeGpu(V100, mig=1, parts=[None, part])), dict)
+    driver, mig, others = check_gpus(
+        lambda: found, lambda uuid: (OtherProcess(7, "python", 1001), OtherProcess(8, None, None))
+    )
+    assert driver.state == "ok"
+    assert (mig.name, mig.state) == ("mig 22222222", "ok")
+    assert (others.name, others.state) == ("mig 22222222 others", "note")
+    assert "process 7 (python, user 1001), process 8 of another container" in others.found
 
 
 def test_a_driver_that_does_not_answer_is_one_failed_line() -> None:

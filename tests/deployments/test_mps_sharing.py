@@ -1,6 +1,8 @@
 """Gpu-lets of a shared GPU, with driver and daemon in memory: joined, proved, hit by faults, gone."""
 
+import contextlib
 import threading
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ from tenuto.deployments.gpulet import GpuletReplica
 from tenuto.deployments.mps_sharing import SharedGpu, join_shared_gpu
 from tenuto.errors import EnvironmentFaultError
 from tenuto.mps.inventory import GpuDevice, read_inventory
+from tenuto.mps.others import OtherProcess
 from tenuto.mps.share import client_environment
 from tenuto.mps.sm_count import VisibleDevice
 from tenuto.placement import Plan
@@ -153,6 +156,63 @@ def test_a_daemon_that_is_late_is_forgiven_twice_and_a_dead_one_never(bench: Ben
         started.check()
 
 
+def test_others_on_the_gpu_are_told_and_refused_where_cuda_mps_is_required(bench: Bench) -> None:
+    other, hidden = OtherProcess(88, "python", 1001), OtherProcess(99, None, None)
+    found = shared(bench, others=lambda daemon: (other, hidden))
+    found.join()
+    assert found.status()["others"] == [
+        {"pid": 88, "name": "python", "user": 1001}, {"pid": 99, "name": None, "user": None},
+    ]  # fmt: skip
+    found.leave()
+    required = {**spec(), "mps": "required"}
+    with pytest.raises(EnvironmentFaultError, match=r"process 88 \(python, user 1001\) also use.*mps: auto"):
+        shared(bench, others=lambda daemon: (other, hidden), planned=required).join()
+    assert bench.clock.now >= 20.0
+    assert not bench.gpulet().is_used()
+    shared(bench, others=lambda daemon: (hidden,), planned=required).join()  # may be one of ours, seen from elsewhere
+
+
+def test_a_process_that_is_just_leaving_is_waited_for(bench: Bench) -> None:
+    answers = iter([(OtherProcess(88, "python", 1001),), ()])
+    found = shared(bench, others=lambda daemon: next(answers), planned={**spec(), "mps": "required"})
+    found.join()
+    assert found.status()["others"] == []
+
+
+def test_faults_that_gpulets_see_end_their_restarts(bench: Bench) -> None:
+    bench.daemon.connect(40)
+    for pid in (41, 42, 43):
+        found = shared(bench, pid=pid)
+        found.join()
+        bench.daemon.connect(pid)
+        found.prove()
+        bench.daemon.status = "FAULT"
+        for _ in range(2):
+            with pytest.raises(EnvironmentFaultError, match="has to start again"):
+                found.check()
+        with pytest.raises(EnvironmentFaultError, match="is in FAULT"), found.turn():
+            pass
+        found.leave()
+        bench.daemon.status = "ACTIVE"
+    with pytest.raises(EnvironmentFaultError, match="faulted 3 times"):
+        shared(bench, pid=44).join()
+    assert not bench.gpulet().is_used()
+
+
+def test_a_client_known_by_another_pid_is_watched_and_ended_by_that(bench: Bench) -> None:
+    found = shared(bench)
+    found.join()
+    bench.processes.number = 77
+    bench.daemon.connect(9041)
+    found.prove()
+    found.check()
+    assert found.status()["proof"] == "the only client that came during its start"
+    found.terminate()
+    assert "terminate_client 701 9041" in bench.daemon.commands
+    with pytest.raises(EnvironmentFaultError, match="9041 is no client"):
+        found.check()
+
+
 def test_work_in_flight_is_ended_before_the_process(bench: Bench, started: SharedGpu) -> None:
     started.terminate()
     assert "terminate_client 701 41" in bench.daemon.commands
@@ -236,6 +296,12 @@ class Recorder:
     def status(self) -> dict[str, Any]:
         return {"sm_count": 32}
 
+    @contextlib.contextmanager
+    def turn(self) -> Iterator[None]:
+        self.calls.append("turn")
+        yield
+        self.calls.append("turn ends")
+
     def terminate(self) -> None:
         self.calls.append("terminate")
 
@@ -279,6 +345,19 @@ async def test_a_replica_proves_itself_once_after_the_warm_up_and_leaves_last(re
     assert made._description()["cuda_mps"] == {"sm_count": 32}
     await GpuletReplica.__del__(made)
     assert recorder.calls == ["prove", "leave"]
+
+
+async def test_models_added_to_a_running_gpulet_load_in_its_turn(recorder: Recorder) -> None:
+    made = await replica()
+    await made.reconfigure(MODELS)
+    await made.reconfigure(MODELS)  # nothing to load: no turn
+    assert recorder.calls == ["prove"]
+    added = {"models": [*MODELS["models"], {**MODELS["models"][0], "name": "other"}]}
+    await made.reconfigure(added)
+    assert recorder.calls == ["prove", "turn", "turn ends"]
+    await made.reconfigure(MODELS)  # only unloads
+    assert recorder.calls == ["prove", "turn", "turn ends"]
+    await GpuletReplica.__del__(made)
 
 
 async def test_a_replica_without_proof_never_becomes_ready(recorder: Recorder) -> None:

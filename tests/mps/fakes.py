@@ -19,6 +19,14 @@ class FakeProcesses(Processes):
     """Processes that exist because a test says so: pid to the moment it began."""
 
     alive: dict[int, int] = field(default_factory=dict)
+    number: int = 1  # of this process's PID namespace
+    outside: dict[int, set[int]] = field(default_factory=dict)  # by pid: its numbers in outer namespaces
+
+    def namespace(self) -> int | None:
+        return self.number
+
+    def numbers_elsewhere(self, pid: int, host_proc: Path | None = None) -> frozenset[int]:
+        return frozenset(self.outside.get(pid, ()))
 
     def started_at(self, pid: int) -> int | None:
         return self.alive.get(pid)
@@ -41,6 +49,7 @@ class FakeDaemon:
     commands: list[str] = field(default_factory=list)
     environments: list[dict[str, str]] = field(default_factory=list)
     starts: int = 0
+    namespaces: dict[int, int] | None = None  # by client; None: a program too old for `ps`
 
     def __call__(self, arguments: list[str], text: str, environment: Mapping[str, str], timeout_s: float) -> str:
         self.environments.append(dict(environment))
@@ -73,6 +82,11 @@ class FakeDaemon:
             return f"{self.status}\n"
         if words[0] == "get_client_list":
             return "".join(f"{pid}\n" for pid in self.client_pids)
+        if words[0] == "ps" and self.namespaces is not None:
+            rows = [
+                f"{pid} 0 {self.server} GPU-11111111 {self.namespaces[pid]} python -m x" for pid in self.client_pids
+            ]
+            return "\n".join(["PID ID SERVER DEVICE NAMESPACE COMMAND", *rows])
         if words[0] == "terminate_client":
             self.client_pids.remove(int(words[2]))
             return "0\n"

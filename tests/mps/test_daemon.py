@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from pathlib import Path
@@ -225,3 +226,87 @@ def test_a_damaged_record_is_no_daemon_of_ours(bench: Bench) -> None:
         (folder / "owner.json").write_text(text, encoding="utf-8")
         assert not bench.gpulet().is_ours()
         assert find_leftovers(bench.root, bench.processes) == ()
+
+
+def fault_and_recover(bench: Bench) -> None:
+    """A fault that two gpu-lets see, after which both have left."""
+    bench.daemon.status = "FAULT"
+    for gpulet in (bench.gpulet(), bench.gpulet()):
+        gpulet.note_fault()
+    bench.daemon.status = "ACTIVE"
+
+
+def test_restarts_after_faults_come_to_an_end_and_begin_again_later(bench: Bench) -> None:
+    gpulet = bench.gpulet()
+    gpulet.join()
+    bench.daemon.connect(41)
+    for _ in range(2):
+        fault_and_recover(bench)
+        with gpulet.admitted():
+            pass
+    bench.clock.sleep(100.0)
+    fault_and_recover(bench)
+    with (
+        pytest.raises(ControlError, match=r"faulted 3 times within 10 min.*not started again for 500 s"),
+        gpulet.admitted(),
+    ):
+        pass
+    bench.clock.sleep(501.0)
+    with gpulet.admitted():
+        pass
+
+
+def test_faults_are_forgotten_with_the_daemon(bench: Bench) -> None:
+    gpulet = bench.gpulet()
+    gpulet.join()
+    for _ in range(3):
+        fault_and_recover(bench)
+        with contextlib.suppress(ControlError), gpulet.admitted():
+            pass
+    gpulet.leave()
+    assert bench.gpulet().stop_if_unused()
+    gpulet.join()
+    with gpulet.admitted():
+        pass
+
+
+def test_a_running_gpulet_waits_for_its_turn_to_load_more_unless_it_has_to_leave(bench: Bench) -> None:
+    first, second = bench.gpulet(), bench.gpulet()
+    first.join()
+    second.join()
+    bench.daemon.connect(41)
+    with first.admitted():
+        with pytest.raises(ControlError, match="gave up after 3 s"), second.turn(lambda: False, 3.0):
+            pass
+        with pytest.raises(ControlError, match="has to leave"), second.turn(lambda: bench.clock.now > 5.0):
+            pass
+        assert bench.clock.now < 10.0
+    with second.turn(lambda: False):
+        pass
+    bench.daemon.status = "FAULT"
+    with pytest.raises(ControlError, match="is in FAULT"), second.turn(lambda: False):
+        pass
+
+
+def test_a_daemon_of_another_container_is_used_while_it_answers(bench: Bench) -> None:
+    bench.gpulet().join()
+    bench.processes.number = 77  # this process is in another container, which does not see the daemon's pid
+    bench.processes.alive.clear()
+    gpulet = bench.gpulet()
+    gpulet.join()
+    assert bench.daemon.starts == 1
+    assert gpulet.is_ours()
+    assert not gpulet.speaks_our_pids()
+    assert find_leftovers(bench.root, bench.processes) == ()
+
+    bench.daemon.is_running = False
+    assert not gpulet.is_ours()
+    bench.gpulet().join()
+    assert bench.daemon.starts == 2
+
+
+def test_the_pid_of_our_dead_daemon_is_not_taken_for_a_foreign_one(bench: Bench) -> None:
+    bench.gpulet().join()
+    bench.processes.alive[bench.daemon.pid] = 5  # the pid is another process's by now; the pid file is still there
+    bench.gpulet().join()
+    assert bench.daemon.starts == 2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -76,3 +77,61 @@ def test_shares_round_down_but_never_to_nothing(daemon: PrivateDaemon) -> None:
 def test_a_share_that_cannot_be_counted_is_no_proof_and_a_whole_gpu_needs_none(daemon: PrivateDaemon) -> None:
     assert "could not be counted" in verify_attachment(GOOD, daemon, 40.0, None).reasons[0]
     assert verify_attachment(GOOD, daemon, None, None).reasons == ()
+
+
+# --- the daemon is in another container ---------------------------------------------------------------------------
+
+
+@pytest.fixture
+def elsewhere(bench: Bench, daemon: PrivateDaemon) -> PrivateDaemon:
+    """The daemon knows this process, 41 to itself, as 9041; one client, 9001, was there before."""
+    bench.processes.number = 77
+    bench.daemon.client_pids[:] = [9001, 9041]
+    return daemon
+
+
+def attach(daemon: PrivateDaemon, report: Report = GOOD, **given: Any) -> Attachment:
+    return verify_attachment(report, daemon, 40.0, 80, **{"clients_before": {9001}, **given})
+
+
+def test_a_pid_is_translated_through_the_hosts_proc(bench: Bench, elsewhere: PrivateDaemon) -> None:
+    bench.processes.outside[41] = {9041, 7}
+    assert attach(elsewhere, clients_before=None) == Attachment((), "pid translated through the host's /proc", 9041)
+
+
+def test_else_the_namespace_that_the_daemon_tells_is_the_proof(bench: Bench, elsewhere: PrivateDaemon) -> None:
+    bench.daemon.namespaces = {9001: 1, 9041: 77}
+    assert attach(elsewhere) == Attachment((), "the only new client of its PID namespace", 9041)
+
+
+def test_else_the_only_new_client_within_the_cap_is_taken_for_it(bench: Bench, elsewhere: PrivateDaemon) -> None:
+    proof = "the only client that came during its start"
+    assert attach(elsewhere) == Attachment((), proof, 9041)
+    capped = replace(GOOD, memory_mib=3600.0)
+    assert attach(elsewhere, capped, memory_mib=3000.0) == Attachment((), proof, 9041)
+    # Its memory is not known, or is the whole GPU's: it did not get what it asks for from this daemon.
+    assert attach(elsewhere, memory_mib=3000.0).reasons != ()
+    assert attach(elsewhere, replace(GOOD, memory_mib=16_000.0), memory_mib=3000.0).reasons != ()
+
+
+def test_no_new_client_or_two_prove_nothing(bench: Bench, elsewhere: PrivateDaemon) -> None:
+    assert "does not list" in attach(elsewhere, clients_before={9001, 9041}).reasons[0]
+    assert "does not list" in attach(elsewhere, clients_before=set()).reasons[0]
+    assert "does not list" in attach(elsewhere, clients_before=None).reasons[0]
+
+
+def test_a_number_that_another_containers_process_has_too_is_no_proof(bench: Bench, elsewhere: PrivateDaemon) -> None:
+    bench.daemon.client_pids[:] = [41]  # a process of the daemon's container
+    assert "does not list" in attach(elsewhere, clients_before={41}).reasons[0]
+
+
+def test_a_mig_device_is_told_by_its_own_uuid_and_shows_all_its_memory(bench: Bench) -> None:
+    uuid = UUID.replace("GPU-", "MIG-")
+    gpulet = bench.gpulet(uuid)
+    gpulet.join()
+    assert bench.daemon.environments[-1]["CUDA_VISIBLE_DEVICES"] == uuid
+    bench.processes.number = 77
+    bench.daemon.connect(9041)
+    report = Report(41, UUID, 16, 20_096.0)  # CUDA tells the bytes of the UUID, not what they name
+    found = verify_attachment(report, gpulet, 40.0, 42, clients_before=set(), memory_mib=3000.0)
+    assert found.client == 9041

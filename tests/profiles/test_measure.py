@@ -112,6 +112,7 @@ def test_a_share_of_cores_is_threads(share: float | None, cores: int, threads: i
         ("Tesla V100-SXM2-16GB", "v100"), ("NVIDIA A100-SXM4-40GB", "a100"), ("NVIDIA H200", "h200"),
         ("NVIDIA GeForce GTX 1080 Ti", "1080ti"), ("NVIDIA GeForce RTX 2080 Ti", "2080ti"), ("NVIDIA L4", "l4"),
         ("NVIDIA A10G", "a10g"), ("Tesla T4", "t4"), ("NVIDIA L40S", "l40s"),
+        ("NVIDIA A100-SXM4-40GB MIG 3g.20gb", "a100-3g.20gb"),
     ],
 )  # fmt: skip
 def test_gpu_types_by_the_drivers_name(name: str, expected: str) -> None:

@@ -1,0 +1,164 @@
+"""Faults of a shared GPU on a real Ray: its gpu-lets leave and start in turn, those of other GPUs notice nothing."""
+
+import os
+import shutil
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tenuto.deployments.config import serve_config
+from tenuto.deployments.endpoint import get_json
+from tenuto.deployments.launcher import Launcher
+from tenuto.mps.folders import find_leftovers
+from tenuto.placement import Plan
+from tests.deployments.on_fake_gpu import GPUS, read_journal
+from tests.deployments.test_live import infer, pids, until
+from tests.mps.control_program import fail, install
+
+pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::DeprecationWarning")]
+
+PORT = 8771
+HIT, SPARED = ("n0/0/a", "n0/0/b"), ("n0/1/a", "n0/1/b")
+
+
+def plan(batch_size: int = 4) -> Plan:
+    """Two gpu-lets on each of two GPUs."""
+    replica = {"name": "synthetic", "batch_size": batch_size, "latency": {"alpha_ms": 1.0, "beta_ms": 9.0},
+               "latency_ms": 13.0}  # fmt: skip
+    return Plan.from_data(
+        {
+            "policy": {"name": "test"},
+            "gpus": [{"id": f"n0/{index}", "type": "v100", "uuid": uuid} for index, uuid in enumerate(GPUS)],
+            "gpulets": [
+                {"id": gpulet, "gpu": gpulet[:4], "share_pct": 50.0, "memory_mib": 1000.0, "models": [replica]}
+                for gpulet in (*HIT, *SPARED)
+            ],
+            "models": [
+                {"name": "synthetic", "rate_rps": 100, "slo_ms": 500, "latency": {"alpha_ms": 1.0, "beta_ms": 9.0}}
+            ],
+        }
+    )  # fmt: skip
+
+
+def config(made: Plan) -> dict[str, Any]:
+    """A config for real GPUs, whose gpu-lets are those on fake ones."""
+    found = serve_config(made, port=PORT)
+    for application in found["applications"][1:]:
+        application["import_path"] = "tests.deployments.on_fake_gpu:build"
+        application["args"]["spec"]["executor"] = "emulated"
+    return found
+
+
+@pytest.fixture(scope="module")
+def root() -> Iterator[Path]:
+    folder = Path(tempfile.mkdtemp(prefix="m"))  # short enough for sockets
+    install(folder)
+    before = dict(os.environ)
+    os.environ.update(PATH=f"{folder}:{before['PATH']}", TENUTO_MPS_ROOT=str(folder))
+    yield folder
+    os.environ.clear()
+    os.environ.update(before)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture(scope="module")
+def launcher(root: Path) -> Iterator[Launcher]:
+    with Launcher() as running:
+        running.connect(num_gpus=2, address="local")
+        running.apply(config(plan()), timeout_s=120)
+        yield running
+    until(lambda: find_leftovers(root) == () and not list(root.glob("*/owner.json")), 60)  # the reapers' work
+
+
+def pipes(root: Path, gpu: int) -> Path:
+    return root / GPUS[gpu].removeprefix("GPU-") / "pipe"
+
+
+def turns(root: Path, gpulets: tuple[str, ...]) -> list[tuple[str, str]]:
+    return [(gpulet, event) for _, gpulet, _, event in read_journal(root) if gpulet in gpulets]
+
+
+def in_turn(events: list[tuple[str, str]]) -> bool:
+    """Whether each start ended before the next began."""
+    return all(
+        first[1] == "begins" and second == (first[0], "ends")
+        for first, second in zip(events[::2], events[1::2], strict=True)
+    )
+
+
+def start_load(url: str) -> tuple[list[tuple[int, str]], Callable[[], None]]:
+    outcomes: list[tuple[int, str]] = []
+    stop = threading.Event()
+
+    def load() -> None:
+        while not stop.is_set():
+            status, answer = infer(url)
+            outcomes.append((status, str(answer.get("parameters", {}).get("gpulet"))))
+
+    threads = [threading.Thread(target=load) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+
+    def end() -> None:
+        stop.set()
+        for thread in threads:
+            thread.join()
+
+    return outcomes, end
+
+
+def test_a_fault_restarts_its_gpu_in_turn_and_no_other(launcher: Launcher, root: Path) -> None:
+    url = launcher.base_url
+    before = pids(url)
+    assert set(before) == {*HIT, *SPARED}
+    described = {gpulet["id"]: gpulet for gpulet in get_json(f"{url}/status")["gpulets"]}
+    print(described["n0/0/a"])
+    for gpulets in (HIT, SPARED):
+        assert in_turn(turns(root, gpulets))
+
+    outcomes, end_load = start_load(url)
+    try:
+        until(lambda: len(outcomes) > 20)
+        began = time.monotonic()
+        fail(pipes(root, 0))
+        until(lambda: all(pids(url).get(gpulet, before[gpulet]) != before[gpulet] for gpulet in HIT), 120)
+        print("recovered after", time.monotonic() - began)
+        served = len(outcomes)
+        until(lambda: len(outcomes) > served + 20)
+    finally:
+        end_load()
+
+    after = pids(url)
+    assert {gpulet: after[gpulet] for gpulet in SPARED} == {gpulet: before[gpulet] for gpulet in SPARED}
+    assert {gpulet for status, gpulet in outcomes if status == 200} >= set(SPARED)
+    assert sum(status == 200 for status, _ in outcomes) > 0.9 * len(outcomes)
+    events = turns(root, HIT)
+    print(read_journal(root))
+    assert in_turn(events)
+    assert len(events) == 8
+
+
+def test_repeated_faults_end_in_a_clear_failure_and_the_other_gpu_goes_on(launcher: Launcher, root: Path) -> None:
+    from ray import serve
+
+    url = launcher.base_url
+    before = pids(url)
+    fail(pipes(root, 0))  # the second; the test before caused the first
+    until(lambda: all(pids(url).get(gpulet, before[gpulet]) != before[gpulet] for gpulet in HIT), 120)
+    fail(pipes(root, 0))
+
+    def reasons() -> str:
+        applications = serve.status().applications
+        return " ".join(
+            d.message for g in HIT for d in applications["gpulet-" + g.replace("/", "-")].deployments.values()
+        )
+
+    until(lambda: "has faulted 3 times within 10 min" in reasons(), 120)
+    print(reasons())
+    assert {g: pid for g, pid in pids(url).items() if g in SPARED} == {g: before[g] for g in SPARED}
+    assert infer(url)[0] == 200
