@@ -115,7 +115,7 @@ class GpuletReplica:
 
     async def _bring(self, wanted: Mapping[str, dict[str, Any]]) -> None:
         for name in [name for name in self._models if name not in wanted]:
-            await self._on_worker(lambda name=name: self._executor.unload(name))
+            await self._on_worker(lambda name=name: self._unload(name))
             del self._models[name]
         for name, entry in wanted.items():
             if self._models.get(name) == entry:
@@ -135,7 +135,7 @@ class GpuletReplica:
         """Build or rebuild one model and warm up every batch size from 1 to the planned one; runs on the worker
         thread."""
         if entry["name"] in self._models:
-            self._executor.unload(entry["name"])
+            self._unload(entry["name"])
         options, largest = dict(entry.get("options", {})), int(entry["batch_size"])
         if "members" in entry:
             self._executor.load_merged(
@@ -157,6 +157,11 @@ class GpuletReplica:
         )
         if self._streaming is not None:
             self._streaming.warm(entry["name"])
+
+    def _unload(self, name: str) -> None:
+        if self._streaming is not None:
+            self._streaming.forget(name)
+        self._executor.unload(name)
 
     @property
     def _is_emulated(self) -> bool:

@@ -25,7 +25,14 @@ class StreamingExecutor(Protocol):
     the same order; models are loaded and unloaded while no batch is under way."""
 
     def warm(self, name: str) -> None:
-        """Make the buffers of a model that was just loaded, so that the first batch need not."""
+        """Make the buffers of a model that was just loaded, so that the first batch need not.
+
+        Raises:
+            EnvironmentFaultError: the device has no memory for them.
+        """
+
+    def forget(self, name: str) -> None:
+        """Free the buffers of a model that is about to be unloaded; one that has none is ignored."""
 
     def stage(self, name: str, inputs: Arrays, batch_size: int) -> Any:
         """Begin to copy a batch in and return what stands for it; errors as those of `Executor.run`."""
@@ -65,15 +72,28 @@ class TorchStreaming:
 
     def warm(self, name: str) -> None:
         """Run a blank batch of the largest size through every buffer of the model."""
+        import torch
+
         self._executor.use_threads()
         runner = self._executor.runner(name)
-        mine = self._runners[name] = StreamedRunner(runner, self._streams)
+        mine = StreamedRunner(runner, self._streams)
         size = max(runner.warm_sizes, default=1)
         blank = blank_inputs(runner.signature, size)
-        staged = [mine.stage(blank, size) for _ in range(DEPTH)]
-        for batch in staged:
-            mine.launch(batch)
-            mine.finish(batch)
+        try:
+            staged = [mine.stage(blank, size) for _ in range(DEPTH)]
+            for batch in staged:
+                mine.launch(batch)
+                mine.finish(batch)
+        except torch.OutOfMemoryError as error:
+            raise EnvironmentFaultError(
+                f"'{name}' fits into the device's memory, but not a second batch's inputs of {size} beside it. Plan a "
+                "larger memory cap, a smaller batch, or `streaming: false`."
+            ) from error
+        self._runners[name] = mine
+
+    def forget(self, name: str) -> None:
+        """Free the pinned and device buffers of a model."""
+        self._runners.pop(name, None)
 
     def stage(self, name: str, inputs: Arrays, batch_size: int) -> tuple[StreamedRunner, StagedBatch]:
         """Copy into pinned memory, and begin to copy from there to the device."""
@@ -120,6 +140,9 @@ class EmulatedStreaming:
 
     def warm(self, name: str) -> None:
         """Nothing has to be made."""
+
+    def forget(self, name: str) -> None:
+        """Nothing is kept."""
 
     def stage(self, name: str, inputs: Arrays, batch_size: int) -> _EmulatedBatch:
         """Begin to copy in, behind the copy before."""

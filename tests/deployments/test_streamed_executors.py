@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import numpy as np
@@ -136,7 +138,24 @@ def test_on_cuda_one_stream_of_kernels_serves_every_model(monkeypatch: pytest.Mo
     assert streaming.finish(staged.pop())[0]["y"][0, 0] == 5.0
     assert {name for name, what in cuda.executed if what == "kernels"} == {"stream 0"}
     assert len(cuda.streams) == 3
+    gone = weakref.ref(executor.runner("m"))
+    staged.clear()
+    streaming.forget("m")
+    executor.unload("m")
+    gc.collect()
+    assert gone() is None  # nothing keeps its memory
     executor.close()
+
+
+def test_too_little_memory_for_the_second_batch_is_told_as_such(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = FakeCuda()
+    cuda.install(monkeypatch)
+    monkeypatch.setattr("tenuto.profiles.models.build", lambda *_args, **_options: late_model(cuda))
+    executor = TorchExecutor("cuda")
+    executor.load("m", None, weights_path=None, options={}, batch_sizes=[4])
+    cuda.device_bytes_left = 40  # of 32 for each batch
+    with pytest.raises(EnvironmentFaultError, match=r"'m' fits .* second batch's inputs of 4.*streaming: false"):
+        make_streaming(executor).warm("m")
 
 
 def test_an_executor_that_cannot_stream_is_refused() -> None:

@@ -42,6 +42,9 @@ class Device:
     def warm(self, name: str) -> None:
         raise NotImplementedError
 
+    def forget(self, name: str) -> None:
+        raise NotImplementedError
+
     def stage(self, name: str, inputs: dict[str, Any], batch_size: int) -> int:
         number = int(inputs["x"])
         self._note("stage", number)

@@ -106,6 +106,7 @@ class FakeCuda:
         self.executed: list[tuple[str, str]] = []
         self.graphs: list[FakeGraph] = []
         self.pinned_rows: list[int] = []
+        self.device_bytes_left: int | None = None
         self.capturing: FakeGraph | None = None
         self.current: FakeStream | None = None
 
@@ -146,8 +147,11 @@ class FakeCuda:
         )  # fmt: skip
 
         def empty(*shape: Any, pin_memory: bool = False, device: object = None, **rest: Any) -> torch.Tensor:
-            del device
             made = real_empty(*shape, **rest)
+            if device is not None and self.device_bytes_left is not None:
+                self.device_bytes_left -= made.numel() * made.element_size()
+                if self.device_bytes_left < 0:
+                    raise torch.OutOfMemoryError("CUDA out of memory")
             if pin_memory and made.dim():
                 self.pinned_rows.append(made.shape[0])
             return made.fill_(float("nan")) if made.is_floating_point() else made.fill_(-1)
