@@ -57,6 +57,7 @@ def _serve(request: CoRunRequest, report: Callable[[Mapping[str, Any]], None]) -
     inputs = random_inputs(runner.signature, request.batch_size, request.seed)
     for _ in range(_WARM_UP_RUNS):
         runner.run(inputs, request.batch_size)
+
     def run() -> object:
         return runner.run(inputs, request.batch_size)
 
@@ -82,6 +83,8 @@ def _serve(request: CoRunRequest, report: Callable[[Mapping[str, Any]], None]) -
         else:
             runner.run(inputs, request.batch_size)
         ended.append(time.monotonic())
+    if recorded is not None:
+        metrics = _record(run) or {}  # one batch took more than the second half: now, as the others end
     report({"event": "runs", "began": began, "ended": ended, "splits": splits, "metrics": metrics})
 
 
