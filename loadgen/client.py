@@ -237,7 +237,7 @@ class Client:
             counts["answered"] += 1
             counts[_NAMES[outcome]] += 1
             if reply.error:
-                _count_error(errors, reply)
+                _count_error(errors, reply, job.via)
             if joins is not None:
                 if reply.status == 200:
                     for later, _deadline in joins.answered((row,)):
@@ -280,8 +280,11 @@ class Client:
                 return
 
 
-def _count_error(errors: Counter[str], reply: Reply) -> None:
-    text = f"HTTP {reply.status}: {reply.error[:_LONGEST_ERROR]}" if reply.status else reply.error[:_LONGEST_ERROR]
+def _count_error(errors: Counter[str], reply: Reply, via: str) -> None:
+    text = reply.error[:_LONGEST_ERROR]
+    if reply.status:
+        kind = f"HTTP {reply.status}" if via == "http" else _BY_STATUS.get(reply.status, Outcome.FAILED).name.lower()
+        text = f"{kind}: {text}"
     if text not in errors and len(errors) >= _KINDS_OF_ERROR:
         text = "other errors"
     errors[text] += 1

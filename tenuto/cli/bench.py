@@ -102,9 +102,13 @@ def command(
         client_priority,
     )  # fmt: skip
     served, applications, notes = asked_of(plan)
+
+    def say(line: str) -> None:
+        console.print(f"tenuto: {line}", markup=False, soft_wrap=True)
+
     for note in notes:
-        console.print(f"tenuto: {note}", markup=False)
-    result = run_bench(served, options, lambda line: console.print(f"tenuto: {line}"), applications=applications)
+        say(note)
+    result = run_bench(served, options, say, applications=applications)
     result.notes = notes
     document = describe(result, options, plan, command=["tenuto", *sys.argv[1:]])
     if as_json:

@@ -6,7 +6,7 @@ import asyncio
 import json
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,7 @@ from tenuto.loadgen.client import Client, ClientJob, ClientReport, ModelTarget
 from tenuto.loadgen.clients import LocalClient
 from tenuto.loadgen.http_sender import HttpSender
 from tenuto.loadgen.records import Outcome, Records, merge
+from tenuto.loadgen.reply import OnReply, Reply
 from tenuto.placement import Arrival, ModelSpec
 
 from .fake_server import Answer, fake_server, signature
@@ -313,3 +314,31 @@ def test_the_same_seed_gives_the_same_schedule_and_bodies() -> None:
         hashes.append(result.schedule.hash)
     assert hashes[0] == hashes[1]
     assert bodies[0] == bodies[1]
+
+
+class Expiring:
+    """A sender that answers everything as expired, at once."""
+
+    async def open(self, connections: int, on_reply: OnReply) -> None:  # noqa: ARG002
+        self._on_reply = on_reply
+
+    def prepare(self, model: str, body: bytes, headers: Mapping[str, str]) -> None:
+        pass
+
+    def send_prepared(self, prepared: None, request_id: str, token: int, slo_ms: float | None = None) -> None:  # noqa: ARG002
+        asyncio.get_running_loop().call_soon(self._on_reply, token, Reply(504, error="too late"))
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize(("via", "text"), [("http", "HTTP 504: too late"), ("handle", "expired: too late")])
+def test_failures_over_the_handle_are_not_called_http(via: str, text: str) -> None:
+    async def work() -> ClientReport:
+        targets = (ModelTarget("m", 1000.0, ((b"{}", {}),)),)
+        job = ClientJob("", targets, np.arange(3), np.zeros(3), np.zeros(3, np.int32), 1.0, 1, via=via)
+        client = Client(job, Expiring())
+        await client.prepare()
+        return await client.run(time.time())
+
+    assert asyncio.run(work()).errors == {text: 3}
