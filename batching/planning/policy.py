@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 from tenuto.batching.interface import NetworkDelay
+from tenuto.batching.planning.buying import cheapest
 from tenuto.batching.planning.search import Found, Search, SearchOptions
 from tenuto.batching.planning.trial import Trial
 from tenuto.batching.registry import scheduler_class
@@ -34,7 +35,7 @@ class TenutoPolicy(Policy):
        until all models have their `attainment` (with half of the misses to spare) or `tries` trials are spent. Then
        batches are capped at half as much again as the largest that ran.
     4. On an elastic cluster the cheapest plan that keeps every model's `attainment` is sought: from the cheapest start
-       that does, one GPU less (or a cheaper one in its place) as long as the search still finds such a plan.
+       that does, fewer GPUs (of one type by bisection) or cheaper ones as long as the search finds such a plan.
 
     On a fixed cluster the result serves at least as much as the layout of every start does under the same scheduler
     and interference on the trial's arrivals. Nothing is random: the arrivals have a seed.
@@ -97,7 +98,7 @@ class TenutoPolicy(Policy):
             max_batch=self.max_batch, seed=self.seed, network=NetworkDelay(*self.network_ms),
         )  # fmt: skip
         search = Search(options, workload, cluster, profiles)
-        found = search.cheapest() if cluster.elastic else search.best(cluster.gpus)
+        found = cheapest(search, cluster, self.attainment) if cluster.elastic else search.best(cluster.gpus)
         names = tuple(spec.name for spec in workload.models)
         if found is None:
             return Plan(

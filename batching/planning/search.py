@@ -15,7 +15,6 @@ from tenuto.errors import TenutoError
 from tenuto.placement import Cluster, Plan, Workload, load_policy, solve
 from tenuto.placement.cluster import Gpu
 from tenuto.placement.interference.named import interference_models
-from tenuto.placement.policies.gpu_pool import GpuPool
 from tenuto.profiles import Profiles
 
 __all__ = ["Found", "Search", "SearchOptions"]
@@ -68,12 +67,17 @@ class Search:
         self._confirming = partial(run, requests=CONFIRMING * options.requests, seed=options.seed + 1)
         self.refused: dict[str, str] = {}
 
-    def best(self, gpus: tuple[Gpu, ...]) -> Found | None:
-        """Return the layout that serves most on exactly these GPUs; None where no model can be served."""
+    def best(self, gpus: tuple[Gpu, ...], *, search_from: float = 0.0) -> Found | None:
+        """Return the layout found that serves most on exactly these GPUs; None where no model can be served.
+
+        Args:
+            gpus: to lay out.
+            search_from: the part of the offered rates the best start must serve for a search to begin there.
+        """
         names = [spec.name for spec in self._workload.models]
         layouts = [
             (f"the plan of {name}", layout_of(plan, gpus, self.builder))
-            for name, plan in self._starts(_as_cluster(gpus))
+            for name, plan in self.starts(_as_cluster(gpus))
         ]
         layouts += [("every model on every GPU", layout) for layout in common_layouts(gpus, names, self.builder)]
         seen: set[Layout] = set()
@@ -85,37 +89,17 @@ class Search:
         found.sort(key=lambda each: -each.trial.value)
         if not found:
             return None
-        if self._is_enough(found[0]):
+        if self._is_enough(found[0]) or found[0].trial.value < search_from * self.trials.offered_value:
             return self._refined(found[0])
         ends = [self._refined(self._climbed(start, seen)) for start in found[:2]]
         return max(ends, key=lambda end: end.trial.value)
-
-    def cheapest(self) -> Found | None:
-        """Return what to buy of an elastic cluster: the cheapest that keeps every model's attainment, or else what
-        serves most."""
-        choices = []
-        for name, plan in self._starts(self._cluster):
-            gpus = _bought(plan, self._cluster)
-            if gpus:
-                choices.append((_cost(gpus), len(gpus), name, gpus))
-        best: Found | None = None
-        for *_, gpus in sorted(choices, key=lambda choice: choice[:3]):
-            found = self.best(gpus)
-            if found is not None and (best is None or found.trial.value > best.trial.value):
-                best = found
-            if found is not None and self._is_safe(found):
-                break
-        best = best or self.best(self._cluster.gpus)
-        if best is None:
-            return None
-        return self._shrunk(best) if self._is_safe(best) else self._grown(best)
 
     def _is_enough(self, found: Found) -> bool:
         """Say whether every model was in time, with half of the allowed misses to spare: other arrivals are less
         kind."""
         return found.trial.keeps(self.aim)
 
-    def _is_safe(self, found: Found) -> bool:
+    def is_safe(self, found: Found) -> bool:
         """Say whether a layout may be bought: enough, or every model's attainment is kept on longer, other arrivals."""
         if self._is_enough(found):
             return True
@@ -123,7 +107,7 @@ class Search:
             return False
         return self._confirming().run(found.trial.plan).keeps(self._options.attainment)
 
-    def _starts(self, cluster: Cluster) -> list[tuple[str, Plan]]:
+    def starts(self, cluster: Cluster) -> list[tuple[str, Plan]]:
         """Return the plans of the other policies that can plan here."""
         plans = []
         for name in self._options.starts:
@@ -176,56 +160,6 @@ class Search:
         plan = self.builder.plan(layout, gpus, self._cluster)
         return None if plan is None else self.trials.run(plan, floor=floor)
 
-    def _grown(self, found: Found) -> Found:
-        """Add the GPU that serves most for its price, one at a time, until all is served or nothing is gained."""
-        prices = {gpu.type: gpu.price_per_hour or 1.0 for gpu in self._cluster.gpus}
-        most = 2 * len(found.gpus) + 8
-        while not self._is_safe(found) and len(found.gpus) < most:
-            bigger = []
-            for kind, price in sorted(prices.items()):
-                more = self.best(self._named([*(gpu.type for gpu in found.gpus), kind]))
-                if more is not None:
-                    bigger.append(((more.trial.value - found.trial.value) / price, more))
-            gain, chosen = max(bigger, key=lambda pair: pair[0], default=(0.0, None))
-            if chosen is None or gain <= 0.0:
-                break
-            found = chosen
-        return self._shrunk(found) if self._is_safe(found) else found
-
-    def _shrunk(self, found: Found) -> Found:
-        """Take a GPU away, or put a cheaper one in its place, as long as every model keeps its attainment."""
-        prices = {gpu.type: gpu.price_per_hour or 0.0 for gpu in self._cluster.gpus}
-        while True:
-            for kinds in _cheaper([gpu.type for gpu in found.gpus], prices):
-                gpus = self._named(kinds)
-                if self._options.attainment * self.builder.least_busy(gpus) > len(gpus):
-                    continue  # not even with full batches and no neighbours
-                smaller = self.best(gpus)
-                if smaller is not None and self._is_safe(smaller):
-                    found = smaller
-                    break
-            else:
-                return found
-
-    def _named(self, kinds: Sequence[str]) -> tuple[Gpu, ...]:
-        """Return GPUs of these types with the names an elastic cluster gives them."""
-        pool = GpuPool(self._cluster)
-        order = {kind: position for position, kind in enumerate(self._cluster.gpu_types)}
-        taken = [pool.take(kind) for kind in sorted(kinds, key=order.__getitem__)]
-        return tuple(gpu for gpu in taken if gpu is not None)
-
-
-def _cheaper(kinds: list[str], prices: dict[str, float]) -> list[list[str]]:
-    """Return the GPU types to buy instead: one fewer, or one replaced by a cheaper one; the cheapest first."""
-    found = []
-    for kind in sorted(set(kinds)):
-        rest = list(kinds)
-        rest.remove(kind)
-        if rest:
-            found.append(rest)
-        found += [[*rest, other] for other in sorted(prices) if prices[other] < prices[kind]]
-    return sorted(found, key=lambda each: (sum(prices[kind] for kind in each), len(each)))
-
 
 def _as_cluster(gpus: Sequence[Gpu]) -> Cluster:
     """Return a fixed cluster of these GPUs, grouped by type in order."""
@@ -238,19 +172,3 @@ def _as_cluster(gpus: Sequence[Gpu]) -> Cluster:
         for (kind, memory, price), count in groups.items()
     ]
     return Cluster.model_validate({"nodes": [{"name": "n0", "gpus": listed}]})
-
-
-def _bought(plan: Plan, cluster: Cluster) -> tuple[Gpu, ...]:
-    """Return the GPUs that a plan of an elastic cluster uses."""
-    kinds = {gpu.type: gpu for gpu in reversed(cluster.gpus)}
-    used = {gpulet.gpu for gpulet in plan.gpulets}
-    return tuple(
-        kinds[gpu.type].model_copy(update={"id": gpu.id, "uuid": gpu.uuid}) for gpu in plan.gpus if gpu.id in used
-    )
-
-
-def _cost(gpus: Sequence[Gpu]) -> float:
-    """Return the price per hour, or the number of GPUs where one has no price."""
-    prices = [gpu.price_per_hour for gpu in gpus]
-    known = [price for price in prices if price is not None]
-    return float(len(gpus)) if len(known) < len(prices) else sum(known)

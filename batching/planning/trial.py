@@ -73,7 +73,7 @@ class Trials:
         enough: float = 1.0,
     ) -> None:
         """Choose the length of a run: about `requests` arrivals; longer so that no SLO fills over a twentieth of it,
-        and, up to five times as long, until a rare model has some hundreds.
+        and, up to twice as long, until a rare model has some hundreds.
 
         Args:
             enough: the fraction of a model's requests beyond which more in time do not count.
@@ -83,12 +83,13 @@ class Trials:
         slowest = max(spec.slo_ms for spec in models) / 1000.0
         usual = requests / total
         rare = RARE / min(spec.rate_rps for spec in models)
-        self._duration_s = max(usual, 20.0 * slowest, min(rare, 5.0 * usual))
+        self._duration_s = max(usual, 20.0 * slowest, min(rare, 2.0 * usual))
         self._enough = enough
         self._weights = np.array([spec.weight for spec in models])
         self.times_ms, self.index = self._schedule()
         begin_ms = 50.0 * self._duration_s  # the warm-up is the first 5 %
         self._offered = np.bincount(self.index[self.times_ms >= begin_ms], minlength=len(models))
+        self.offered_value = float(self._weights @ self._offered) / (0.95 * self._duration_s)
         self.count = 0
 
     def run(self, plan: Plan, *, floor: float = 0.0) -> Trial:

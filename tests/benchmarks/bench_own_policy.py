@@ -23,10 +23,10 @@ from tenuto.batching.interface import NetworkDelay
 from tenuto.batching.planning.trial import Trial, Trials
 from tenuto.errors import MissingProfileError, TenutoError
 from tenuto.loadgen.experiments.case import Case, run_case
-from tenuto.placement import Cluster, Plan, Workload, load_policy, solve
+from tenuto.placement import Cluster, Plan, Replica, Workload, load_policy, solve
 from tenuto.placement.interference import Resident
 from tenuto.placement.interference.named import interference_models
-from tenuto.profiles import Profiles
+from tenuto.profiles import Latency, LatencyTable, Profiles
 from tenuto.profiles.share_latency import with_share
 from tenuto.profiles.shipped import load_shipped
 
@@ -41,7 +41,10 @@ KEEPS = 0.99
 
 
 def judged(plan: Plan, workload: Workload, profiles: Profiles, truth: str, requests: int) -> Trial:
-    """Return what a plan serves beside neighbours that cost what `truth` says, by full batches of both."""
+    """Return what a plan serves beside neighbours that cost what `truth` says, by full batches of both.
+
+    Latencies are those on each gpu-let's share, measured or by SM utilisation, whatever the policy believed.
+    """
     models = interference_models(truth, {gpu.type for gpu in plan.gpus}, profiles)
     types = {gpu.id: gpu.type for gpu in plan.gpus}
     by_gpu = plan.by_gpu()
@@ -66,11 +69,25 @@ def judged(plan: Plan, workload: Workload, profiles: Profiles, truth: str, reque
                 for other in by_gpu[gpulet.gpu] if other.id != gpulet.id
             ]  # fmt: skip
             slowdown = models[kind].slowdown(own, others) if others else 1.0
-            replicas.append(replica.model_copy(update={"slowdown": max(1.0, slowdown)}))
+            latency = latency_here(replica, own)
+            replicas.append(replica.model_copy(update={"slowdown": max(1.0, slowdown), "latency": latency}))
         gpulets.append(gpulet.model_copy(update={"models": tuple(replicas)}))
     seen = plan.model_copy(update={"gpulets": tuple(gpulets)})
     trials = Trials(workload.models, requests=requests, seed=JUDGE_SEED, scheduler="deferred", network=NetworkDelay())
     return trials.run(seen)
+
+
+def latency_here(replica: Replica, own: Resident) -> Latency | None:
+    """Return l(b) on the share up to the planned batch, or the plan's where the profile does not know it."""
+    try:
+        latency = own.profile.latency(own.share_pct)
+        latency.at(replica.batch_size)
+    except MissingProfileError:
+        return replica.latency
+    if not isinstance(latency, LatencyTable):
+        return latency
+    points = {size: ms for size, ms in latency.points.items() if size < replica.batch_size}
+    return LatencyTable(points={**points, replica.batch_size: latency.at(replica.batch_size)})
 
 
 def on_thesis(quick: bool) -> None:
