@@ -319,13 +319,13 @@ def test_the_same_seed_gives_the_same_schedule_and_bodies() -> None:
 class Expiring:
     """A sender that answers everything as expired, at once."""
 
-    async def open(self, connections: int, on_reply: OnReply) -> None:  # noqa: ARG002
+    async def open(self, connections: int, on_reply: OnReply) -> None:
         self._on_reply = on_reply
 
     def prepare(self, model: str, body: bytes, headers: Mapping[str, str]) -> None:
         pass
 
-    def send_prepared(self, prepared: None, request_id: str, token: int, slo_ms: float | None = None) -> None:  # noqa: ARG002
+    def send_prepared(self, prepared: None, request_id: str, token: int, slo_ms: float | None = None) -> None:
         asyncio.get_running_loop().call_soon(self._on_reply, token, Reply(504, error="too late"))
 
     def close(self) -> None:
