@@ -37,10 +37,14 @@ class ScenarioModel(StrictModel):
 
 
 class ScenarioGpulet(StrictModel):
-    """A gpu-let by itself on its GPU; `models` maps each model it holds to the largest batch that may run."""
+    """A gpu-let by itself on its GPU; `models` maps each model it holds to the largest batch that may run.
+
+    `merge`: groups of them that run as one program, as in a plan; joint batches cost the sum of their members'.
+    """
 
     id: str
     models: Annotated[dict[str, Annotated[int, Field(ge=1)]], Field(min_length=1)]
+    merge: tuple[tuple[str, ...], ...] = ()
 
 
 class ScenarioArrivals(StrictModel):
@@ -132,12 +136,14 @@ class Scenario(StrictModel):
                             {"name": name, "batch_size": size, "latency": latency[name]}
                             for name, size in gpulet.models.items()
                         ],
+                        "merge": gpulet.merge,
                     }
                     for gpulet in self.gpulets
                 ],
                 "models": [
                     {
                         "name": model.name,
+                        "source": "scenario:model",  # which nobody builds
                         "slo_ms": model.slo_ms,
                         "rate_rps": model.rate_rps,
                         "latency": latency[model.name],
@@ -158,7 +164,10 @@ class Scenario(StrictModel):
 
 
 class RanBatch(NamedTuple):
-    """A batch that was dispatched: its requests by position in `Scenario.schedule`, and when it left the dispatcher."""
+    """A batch that was dispatched: its requests by position in `Scenario.schedule`, and when it left the dispatcher.
+
+    The requests of a joint batch of merged models come in ascending order, those of others in the core's.
+    """
 
     dispatched_ms: float
     gpulet: str
@@ -176,6 +185,8 @@ def run_virtual(scenario: Scenario) -> list[RanBatch]:
     scheduler = make_scheduler(scenario.scheduler.name, from_plan(plan, scenario.delay()), scenario.scheduler.options)
     schedule = scenario.schedule()
     index = {model.name: position for position, model in enumerate(scenario.models)}
+    names = [model.name for model in scheduler.setup.models]
+    plain = len(scheduler.setup.requested)
     result = simulate(
         scheduler,
         np.array([at_ms for at_ms, _ in schedule], dtype=np.float64),
@@ -184,7 +195,12 @@ def run_virtual(scenario: Scenario) -> list[RanBatch]:
     )
     log = result.batches
     return sorted(
-        RanBatch(dispatched_ms, plan.gpulets[gpulet].id, plan.models[model].name, tuple(requests))
+        RanBatch(
+            dispatched_ms,
+            plan.gpulets[gpulet].id,
+            names[model],
+            tuple(requests if model < plain else sorted(requests)),
+        )
         for dispatched_ms, gpulet, model, requests in zip(
             log.dispatched_ms, log.gpulet, log.model, log.requests, strict=True
         )

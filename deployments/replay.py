@@ -43,8 +43,9 @@ class EmulatedLink:
         self.index = index
         self.gpulet_id = gpulet_id
         gpulet = next(gpulet for gpulet in plan.gpulets if gpulet.id == gpulet_id)
-        self.description: dict[str, Any] = {"models": {r.name: r.batch_size for r in gpulet.models}}
+        self.description: dict[str, Any] = {"models": gpulet.programs()}
         self._latency = {r.name: r.latency for r in gpulet.models if r.latency is not None}
+        self._latency |= {group.name: group.latency for group in gpulet.merged_groups() if group.latency is not None}
         self._events = events
         self._ctrl_ms = ctrl_ms
         self._waiting: deque[tuple[dict[str, Any], float]] = deque()
@@ -177,6 +178,8 @@ async def run_scenario(
 
     def write(gpulet_id: str, header: dict[str, Any], buffers: Sequence[bytes | memoryview]) -> None:
         requests = tuple(int(_POSITION.unpack(buffer)[0]) for buffer in buffers)
+        if "members" in header:  # one model's after the other's on the wire
+            requests = tuple(sorted(requests))
         batches.append(RanBatch((clock() - origin) * 1000.0, gpulet_id, header["model"], requests))
 
     def recording(index: int, gpulet_id: str, find: Finder, events: LinkEvents) -> Link:

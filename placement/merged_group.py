@@ -72,7 +72,7 @@ class MergedGroup(StrictModel):
         latency: Latency = self.latency
         if isinstance(latency, LatencyTable):
             points = {size: ms for size, ms in latency.points.items() if size < fitting}
-            latency = LatencyTable(points=points | {fitting: round(latency.at(fitting), 6)})
+            latency = LatencyTable(points=points | {fitting: round(latency.at(fitting), 9)})
         return self.model_copy(update={"batch_size": fitting, "latency": latency})
 
 
@@ -106,9 +106,9 @@ def _corners(steps: Sequence[float]) -> dict[int, float]:
     """Return the points of a table of which the others are the lines between."""
     last = len(steps) - 1
     return {
-        size: round(steps[size], 6)
+        size: round(steps[size], 9)
         for size in range(1, last + 1)
-        if size in (1, last) or abs(steps[size + 1] - 2 * steps[size] + steps[size - 1]) > 1e-6
+        if size in (1, last) or abs(steps[size + 1] - 2 * steps[size] + steps[size - 1]) > 1e-9
     }
 
 

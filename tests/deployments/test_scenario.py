@@ -81,6 +81,20 @@ def test_drawn_scenarios_run_the_same_batches_on_both_drivers(seed: int, schedul
     assert furthest_ms(run_virtual(scenario), run_virtual_clock(scenario)[0]) <= VIRTUAL_BOUND_MS
 
 
+@pytest.mark.parametrize("scheduler", ["deferred", "eager", "timeout", "clockwork"])
+@pytest.mark.parametrize("seed", range(4))
+def test_merged_models_run_the_same_joint_batches_on_both_drivers(seed: int, scheduler: str) -> None:
+    plain = drawn(seed, scheduler)
+    names = [model.name for model in plain.models][:2]
+    gpulets = tuple(gpulet.model_copy(update={"merge": (tuple(names),)}) for gpulet in plain.gpulets)
+    scenario = plain.model_copy(update={"gpulets": gpulets})
+    simulated = run_virtual(scenario)
+    assert furthest_ms(simulated, run_virtual_clock(scenario)[0]) <= VIRTUAL_BOUND_MS
+    models = [name for _, name in scenario.schedule()]
+    joint = [{models[request] for request in batch.requests} for batch in simulated if "+" in batch.model]
+    assert {frozenset(names)} <= {frozenset(both) for both in joint}
+
+
 class Gpulet(GpuletReplica):
     """The real gpu-let with its emulated executor and its socket, without Ray around it."""
 
