@@ -56,6 +56,7 @@ def render_experiment(
         f"<p>{escape(experiment.about)} {escape(document['load'])}</p></div>",
         _observations(experiment, observations),
         _goodput(experiment, results),
+        _derived_note(document),
         _losses(results),
         _details(experiment, results),
         _stated(experiment),
@@ -285,6 +286,13 @@ def _flat(facts: Mapping[str, Any], path: str = "") -> list[tuple[str, str]]:
         else:
             rows.append((here, ", ".join(str(part) for part in value) if isinstance(value, list) else str(value)))
     return rows
+
+
+def _derived_note(document: Mapping[str, Any]) -> str:
+    if document["derived"] is None:
+        return ""
+    names = escape(", ".join(document["derived"]["policies"]))
+    return f'<p class="note">{names}: planned with <a href="#derived">derived coefficients</a>, not published ones.</p>'
 
 
 def _derived(document: Mapping[str, Any]) -> str:
