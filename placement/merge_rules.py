@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from tenuto.errors import InvalidInputError, Problem
+from tenuto.placement.merged_group import group_name
 from tenuto.profiles import LatencyTable
 from tenuto.profiles.catalogue import lookup
 
@@ -23,7 +24,8 @@ def merge_problems(plan: Plan, origin: str) -> list[Problem]:
     A group's models are resident on its gpu-let (hence on one GPU), have a network to merge, belong to one group, and
     are held together by every gpu-let that holds one of them, as they share one queue.
     """
-    found = []
+    found: list[Problem] = []
+    seen: set[str] = set()
     for index, gpulet in enumerate(plan.gpulets):
         resident = {replica.name for replica in gpulet.models}
         counts = Counter(name for group in gpulet.merge for name in group.models)
@@ -38,14 +40,6 @@ def merge_problems(plan: Plan, origin: str) -> list[Problem]:
                 elif counts[name] > 1:
                     found.append(Problem(where, name, "is in two merged groups", "Keep it in one of them."))
                     counts[name] = 1
-            for spec in plan.models:
-                if spec.name in group.models and not has_source(spec):
-                    found.append(
-                        Problem(
-                            where, spec.name, "has no network to merge: no source, and not in the catalogue",
-                            "Give its `source`, or remove it from `merge`.",
-                        )
-                    )  # fmt: skip
             if isinstance(group.latency, LatencyTable) and (group.batch_size or 0) > group.latency.largest:
                 found.append(
                     Problem(
@@ -54,16 +48,33 @@ def merge_problems(plan: Plan, origin: str) -> list[Problem]:
                         "Lower it, or measure larger batches with `tenuto merge -o`.",
                     )
                 )  # fmt: skip
-            apart = why_apart(plan.gpulets, group.models)
-            if apart and resident.issuperset(group.models):
-                found.append(Problem(where, group.name, apart, "Merge them wherever they are, or nowhere."))
-            elif not apart and not all(_merges(other, group.models) for other in plan.gpulets):
-                found.append(
-                    Problem(
-                        where, group.name, "is merged on one gpu-let and not on another, but has one queue for both",
-                        "Give every gpu-let that holds these models the same `merge`.",
-                    )
-                )  # fmt: skip
+            if group.name not in seen and resident.issuperset(group.models):
+                seen.add(group.name)  # a plan may hold one group on thousands of gpu-lets
+                found += _of_all_gpulets(plan, group.models, where)
+    return found
+
+
+def _of_all_gpulets(plan: Plan, models: Sequence[str], where: str) -> list[Problem]:
+    """Return what is wrong with a group wherever it is."""
+    name = group_name(models)
+    found = [
+        Problem(
+            where, spec.name, "has no network to merge: no source, and not in the catalogue",
+            "Give its `source`, or remove it from `merge`.",
+        )
+        for spec in plan.models
+        if spec.name in models and not has_source(spec)
+    ]  # fmt: skip
+    apart = why_apart(plan.gpulets, models)
+    if apart:
+        found.append(Problem(where, name, apart, "Merge them wherever they are, or nowhere."))
+    elif not all(_merges(other, models) for other in plan.gpulets):
+        found.append(
+            Problem(
+                where, name, "is merged on one gpu-let and not on another, but has one queue for both",
+                "Give every gpu-let that holds these models the same `merge`.",
+            )
+        )  # fmt: skip
     return found
 
 

@@ -65,9 +65,17 @@ class _Maker:
         reason = self._no_source(models) or why_apart(self.gpulets, models)
         made: dict[int, MergedGroup] = {}
         if reason is None:
+            alike: list[tuple[object, MergedGroup]] = []  # thousands of gpu-lets are often of a few kinds
             for index, gpulet in enumerate(self.gpulets):
-                if {replica.name for replica in gpulet.models} & set(models):
-                    made[index] = self._group(gpulet, models)
+                members = [r for r in gpulet.models if r.name in models]
+                if members:
+                    costs = [(r.name, r.batch_size, r.latency, r.slowdown) for r in members]
+                    kind = (self.types[gpulet.gpu], gpulet.effective_share_pct, costs)
+                    group = next((known for other, known in alike if other == kind), None)
+                    if group is None:
+                        group = self._group(gpulet, models)
+                        alike.append((kind, group))
+                    made[index] = group
             reason = self._too_slow(made, models)
         if reason is None and must_pay:
             reason = self._no_gain(made)
