@@ -12,6 +12,7 @@ from tenuto.batching.interface import GpuletSpec, Host, NetworkDelay, SchedulerM
 from tenuto.batching.merged_queues import latency_steps, merged_hosts, merged_queues
 from tenuto.errors import InvalidInputError, Problem
 from tenuto.placement import Cluster, Plan, Workload, profile_of
+from tenuto.placement.copies import hidden_copies_ms, longest_copies_ms
 from tenuto.profiles import Profiles
 
 NO_DELAY = NetworkDelay()
@@ -22,9 +23,10 @@ __all__ = ["everywhere", "everywhere_linear", "from_plan", "latency_steps"]
 def from_plan(plan: Plan, network: NetworkDelay = NO_DELAY, *, check_slos: bool = True) -> Setup:
     """Return the set-up of a plan: its gpu-lets in file order, each with its replicas up to their planned batch size.
 
-    Models that run as one merged program share a queue, with the shortest SLO of them and the rates of all together.
-    Models the plan leaves unserved keep their index but have no host. With `check_slos` off, replicas that can never
-    answer in time are kept, as a router without deadlines would.
+    With streaming, the copies that the plan knows are not part of a batch's latency but of its way: those of the
+    longest copied batch are budgeted for every batch. Models that run as one merged program share a queue, with the
+    shortest SLO of them and the rates of all together. Models the plan leaves unserved keep their index but have no
+    host. With `check_slos` off, replicas that can never answer in time are kept, as a router without deadlines would.
 
     Raises:
         InvalidInputError: a replica without latency, one of a model the plan does not list, or an SLO no batch can
@@ -57,12 +59,20 @@ def from_plan(plan: Plan, network: NetworkDelay = NO_DELAY, *, check_slos: bool 
             elif replica.name not in merged:
                 spec = plan.models[index[replica.name]]
                 steps = latency_steps(replica.latency, spec.slo_ms, replica.batch_size)
-                hosts[index[replica.name]] = Host(steps, replica.slowdown)
+                hidden_ms = hidden_copies_ms(plan, replica)
+                executed = tuple(latency_ms - hidden_ms * size for size, latency_ms in enumerate(steps))
+                if hidden_ms and min(executed[1:], default=1.0) <= 0.0:
+                    rule = "copies of a request (ms) that leave nothing of some batch's latency to execute"
+                    problems.append(Problem(where, hidden_ms, rule, "Give smaller `copy_in_ms` and `copy_out_ms`."))
+                    continue
+                hosts[index[replica.name]] = Host(executed, replica.slowdown)
         hosts |= merged_hosts(gpulet, queues)
         key = tuple(hosts.items())
         gpulets.append(GpuletSpec(gpulet.id, gpulet.gpu, shared.setdefault(key, hosts)))
     if problems:
         raise InvalidInputError(problems)
+    if plan.streaming:
+        network = NetworkDelay(ctrl_ms=network.ctrl_ms + longest_copies_ms(plan), response_ms=network.response_ms)
     setup = Setup((*models, *queues.models), tuple(gpulets), network, queues.groups)
     return _checked(setup) if check_slos or setup.problems() else setup
 

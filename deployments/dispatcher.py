@@ -31,6 +31,7 @@ from tenuto.deployments.request_log import RequestLog
 from tenuto.deployments.served import ServedModel
 from tenuto.deployments.status import dispatcher_status
 from tenuto.placement import Plan
+from tenuto.placement.copies import longest_copies_ms
 
 __all__ = ["Dispatcher", "SchedulerFactory"]
 
@@ -123,7 +124,7 @@ class Dispatcher:
         self.correction.restart()
         if plan.streaming:
             largest = max((size for gpulet in plan.gpulets for size in gpulet.programs().values()), default=1)
-            self._early.follow(scheduler, largest)
+            self._early.follow(scheduler, largest, longest_copies_ms(plan))
             scheduler.update_network(self._early.budget(self.network.told))
         else:
             self._early.follow(None)

@@ -43,18 +43,25 @@ class EarlyRelease:
         self._free = free
         self._scheduler: Scheduler | None = None
         self._largest = 1
+        self._planned_copies_ms = 0.0
         self._lead_ms = 0.0
         self._sent: dict[int, deque[_Sent]] = {}
         self._timers: dict[int, asyncio.TimerHandle] = {}
         self._overruns: deque[float] = deque(maxlen=_KEPT)
         self.released = 0
 
-    def follow(self, scheduler: Scheduler | None, largest_batch: int = 1) -> None:
-        """Work for this core from now on, or for none; batches of the one before are forgotten."""
+    def follow(self, scheduler: Scheduler | None, largest_batch: int = 1, planned_copies_ms: float = 0.0) -> None:
+        """Work for this core from now on, or for none; batches of the one before are forgotten.
+
+        Args:
+            scheduler: the core.
+            largest_batch: of the plan.
+            planned_copies_ms: what the plan expects a batch's copies to take at most, until they are measured.
+        """
         for gpulet in list(self._sent):
             self.lost(gpulet)
         self._scheduler = scheduler
-        self._largest = largest_batch
+        self._largest, self._planned_copies_ms = largest_batch, planned_copies_ms
         self._overruns.clear()
 
     def budget(self, delay: NetworkDelay) -> NetworkDelay:
@@ -66,7 +73,7 @@ class EarlyRelease:
         """
         if self._scheduler is None:
             return delay
-        self._lead_ms = delay.ctrl_ms + delay.data_ms_per_request * self._largest
+        self._lead_ms = delay.ctrl_ms + (delay.data_ms_per_request * self._largest or self._planned_copies_ms)
         return NetworkDelay(ctrl_ms=self._lead_ms, response_ms=delay.response_ms)
 
     def sent(self, batch: Batch, start_ms: float, finish_ms: float) -> None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from tenuto.errors import MissingProfileError
+from tenuto.placement.plan import Plan, Replica
 from tenuto.profiles import ModelProfile
 
-__all__ = ["copy_ms_per_request"]
+__all__ = ["copy_ms_per_request", "hidden_copies_ms", "longest_copies_ms"]
 
 
 def copy_ms_per_request(model: ModelProfile, batch_size: int, share_pct: float) -> tuple[float | None, float | None]:
@@ -25,3 +26,21 @@ def copy_ms_per_request(model: ModelProfile, batch_size: int, share_pct: float) 
             back_ms = metrics.get("d2h_ms")
             return round(metrics["h2d_ms"] / size, 6), None if back_ms is None else round(back_ms / size, 6)
     return None, None
+
+
+def hidden_copies_ms(plan: Plan, replica: Replica) -> float:
+    """Return how much of a batch's latency streaming hides, in ms of one request: what the model's options say of its
+    copies, else the replica; 0 without streaming and where neither says anything."""
+    if not plan.streaming:
+        return 0.0
+    options = plan.model(replica.name).options
+    found = 0.0
+    for key, planned in (("copy_in_ms", replica.copy_in_ms), ("copy_out_ms", replica.copy_out_ms)):
+        value = options.get(key, planned)
+        found += float(value) if isinstance(value, int | float) else 0.0  # a wrong one is refused where it is used
+    return found
+
+
+def longest_copies_ms(plan: Plan) -> float:
+    """Return how long the copies of the plan's longest copied batch take: what a scheduler has to send it ahead by."""
+    return max((hidden_copies_ms(plan, r) * r.batch_size for g in plan.gpulets for r in g.models), default=0.0)

@@ -9,16 +9,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tenuto.batching.interface import NetworkDelay, Scheduler
 from tenuto.batching.registry import make_scheduler
 from tenuto.batching.setup import from_plan
+from tenuto.batching.simulator import simulate
 from tenuto.deployments.answers import Outcome
 from tenuto.deployments.correction import NetworkMeter
 from tenuto.deployments.dispatcher import Dispatcher
 from tenuto.deployments.link import Finder, LinkEvents
 from tenuto.deployments.virtual_loop import VirtualLoop
+from tenuto.errors import InvalidInputError
 from tenuto.placement import Plan
 
 COPY_IN_MS, COPY_OUT_MS = 0.5, 0.25  # of one request
@@ -28,7 +31,8 @@ BATCH = 4
 
 
 def make_plan(*, streaming: bool, rate_rps: float) -> Plan:
-    replica = {"name": "m", "batch_size": BATCH, "latency": LATENCY, "latency_ms": 10.0}
+    replica = {"name": "m", "batch_size": BATCH, "latency": LATENCY, "latency_ms": 10.0,
+               "copy_in_ms": COPY_IN_MS, "copy_out_ms": COPY_OUT_MS}  # fmt: skip
     return Plan.from_data(
         {
             "policy": {"name": "test"},
@@ -186,6 +190,24 @@ def test_streaming_serves_a_load_that_is_too_much_without(scheduler: str) -> Non
         check_one_at_a_time(run.device)
         assert set(run.outcomes) <= {"ok", "expired"}  # nothing is late, staged or not
     assert streamed.ok > 1.25 * plain.ok
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_the_simulator_expects_what_is_served(streaming: bool) -> None:
+    """With the scheduler that sends ahead; the simulator tells no core early that a gpu-let is free."""
+    plan = make_plan(streaming=streaming, rate_rps=540.0)
+    core = make_scheduler("deferred", from_plan(plan, NetworkDelay(ctrl_ms=2 * WIRE_MS)), {})
+    times = np.arange(5400) / 540.0 * 1000.0
+    result = simulate(core, times, np.zeros(5400, np.int32), duration_s=10.0, warmup_s=5.0)
+    served = serve("deferred", streaming=streaming, rate_rps=540.0)
+    assert result.goodput_rps * 5.0 == pytest.approx(served.ok, rel=0.05)
+
+
+def test_copies_that_leave_nothing_to_execute_are_refused() -> None:
+    data = make_plan(streaming=True, rate_rps=100.0).to_data()
+    data["gpulets"][0]["models"][0]["copy_in_ms"] = 3.0
+    with pytest.raises(InvalidInputError, match=r"copies of a request.*Give smaller"):
+        from_plan(Plan.from_data(data))
 
 
 @pytest.mark.parametrize("scheduler", ["deferred", "eager", "timeout", "clockwork"])
