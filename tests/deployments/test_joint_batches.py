@@ -22,6 +22,7 @@ from tenuto.placement import Plan
 from tenuto.profiles import LatencyTable
 
 from .fakes import FakeGpulet, finder
+from .test_scenario import Gpulet
 
 # Two models whose inputs and outputs differ in number, type and size.
 SIGNATURES: dict[str, Any] = {
@@ -226,6 +227,34 @@ async def test_an_error_of_a_joint_batch_fails_all_its_requests(start: Start) ->
     answers = [await asyncio.wait_for(future, 5) for future in futures]
     assert [(a.outcome, a.reason) for a in answers] == [(Outcome.FAILED, "broken")] * 2
     assert [dispatcher.counters[n].failed for n in "ab"] == [1, 1]
+
+
+async def test_a_real_gpulet_emulates_a_group_as_the_serve_config_tells_it() -> None:
+    data = make_plan(merged=True, batch_size=1).to_data()
+    for spec in data["models"]:
+        spec["options"] = SIGNATURES[spec["name"]]
+    plan = Plan.from_data(data)
+    deployment = serve_config(plan, executor="emulated")["applications"][1]
+    replica = Gpulet.__new__(Gpulet)
+    await replica.__init__(deployment["args"]["spec"])  # type: ignore[misc]
+    dispatcher = Dispatcher(_deferred, lambda _: replica.describe)
+    try:
+        await replica.reconfigure(deployment["deployments"][0]["user_config"])
+        dispatcher.apply(plan)
+        await until(dispatcher.is_ready)
+        futures = [dispatcher.submit(model, request(model, 1.0)) for model in "ab"]
+        first, second = [await asyncio.wait_for(future, 5) for future in futures]
+        assert outputs(first) == {"y": [0.0, 0.0]}
+        assert outputs(second) == {"s": [0.0], "z": [0.0, 0.0, 0.0]}
+        assert (first.batch_size, first.emulated, first.gpulet) == (2, True, "g")
+        (described,) = dispatcher.gpulets()
+        assert described["models"] == {"a+b": 2}
+        assert list(described["merged"]) == ["a+b"]
+        (record,) = await replica.records()
+        assert (record["model"], record["batch_size"]) == ("a+b", 2)
+    finally:
+        await dispatcher.close()
+        await replica.close()
 
 
 def test_the_serve_config_loads_a_group_in_place_of_its_members() -> None:
