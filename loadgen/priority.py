@@ -23,12 +23,15 @@ def prefer_this_thread(wanted: Priority = "realtime") -> Priority:
     """Give the calling thread the lowest real-time priority and return what it has got.
 
     Needs root, CAP_SYS_NICE or a limit for real-time priority (`ulimit -r`); without, and elsewhere than on Linux, the
-    thread stays as it is. Threads and processes that it starts are ordinary ones.
+    thread stays as it is, and so does one that is real-time already. Threads and processes that it starts are ordinary
+    ones.
     """
     if wanted == "normal" or not hasattr(os, "sched_setscheduler"):
         return "normal"
+    if _policy() in (os.SCHED_RR, os.SCHED_FIFO):
+        return "realtime"
     try:
-        os.sched_setscheduler(0, os.SCHED_RR | os.SCHED_RESET_ON_FORK, os.sched_param(_LOWEST))
+        _set(os.SCHED_RR, _LOWEST)
     except OSError:  # not permitted, or the group of this process has no real-time share
         return "normal"
     return "realtime"
@@ -37,9 +40,19 @@ def prefer_this_thread(wanted: Priority = "realtime") -> Priority:
 @contextlib.contextmanager
 def preferred(wanted: Priority = "realtime") -> Iterator[Priority]:
     """Prefer the calling thread within the block; see `prefer_this_thread`."""
+    before = _policy() if hasattr(os, "sched_getscheduler") else None
     got = prefer_this_thread(wanted)
     try:
         yield got
     finally:
-        if got == "realtime":
-            os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
+        if before is not None and _policy() != before:
+            _set(before, 0)
+
+
+def _policy() -> int:
+    return os.sched_getscheduler(0) & ~os.SCHED_RESET_ON_FORK
+
+
+def _set(policy: int, priority: int) -> None:
+    # The flag stays when the priority goes: who is not root may set it and not clear it.
+    os.sched_setscheduler(0, policy | os.SCHED_RESET_ON_FORK, os.sched_param(priority))

@@ -12,25 +12,32 @@ from tenuto.loadgen.priority import prefer_this_thread, preferred
 pytestmark = pytest.mark.unit
 
 
-class Kernel:
-    """Stands for the calls; refuses if told to."""
+FLAG = 0x40000000
+CONSTANTS = {"SCHED_OTHER": 0, "SCHED_FIFO": 1, "SCHED_RR": 2, "SCHED_BATCH": 3, "SCHED_RESET_ON_FORK": FLAG}
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, refuses: bool = False) -> None:
+
+class Kernel:
+    """Stands for the calls; refuses if told to. `policy` is what the thread has."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, policy: int = 0, refuses: bool = False) -> None:
+        self.policy, self.refuses = policy, refuses
         self.calls: list[tuple[int, int]] = []
-        self.refuses = refuses
-        for name, value in {"SCHED_RR": 2, "SCHED_OTHER": 0, "SCHED_RESET_ON_FORK": 0x40000000}.items():
+        for name, value in CONSTANTS.items():
             monkeypatch.setattr(os, name, value, raising=False)
         monkeypatch.setattr(os, "sched_param", lambda priority: priority, raising=False)
         monkeypatch.setattr(os, "sched_setscheduler", self._set, raising=False)
+        monkeypatch.setattr(os, "sched_getscheduler", lambda _thread: self.policy, raising=False)
 
     def _set(self, _thread: int, policy: int, priority: Any) -> None:
-        if self.refuses:
+        if self.refuses or (self.policy & FLAG and not policy & FLAG):  # an ordinary user cannot clear the flag
             raise PermissionError(1, "Operation not permitted")
+        self.policy = policy
         self.calls.append((policy, priority))
 
 
-def test_it_is_taken_for_the_block_and_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    kernel = Kernel(monkeypatch)
+@pytest.mark.parametrize("before", [0, 3])  # ordinary, or SCHED_BATCH
+def test_it_is_taken_for_the_block_and_given_back(monkeypatch: pytest.MonkeyPatch, before: int) -> None:
+    kernel = Kernel(monkeypatch, policy=before)
 
     def work() -> None:
         with preferred() as got:
@@ -39,7 +46,14 @@ def test_it_is_taken_for_the_block_and_given_back(monkeypatch: pytest.MonkeyPatc
 
     with pytest.raises(RuntimeError):
         work()
-    assert kernel.calls == [(2 | 0x40000000, 1), (0, 0)]  # threads started within are ordinary ones
+    assert kernel.calls == [(2 | FLAG, 1), (before | FLAG, 0)]  # threads started within are ordinary ones
+
+
+def test_who_is_real_time_already_stays_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel = Kernel(monkeypatch, policy=1)
+    with preferred() as got:
+        assert got == "realtime"
+    assert kernel.calls == []
 
 
 def test_where_it_is_refused_the_thread_stays_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
