@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
 
 from tenuto.errors import EnvironmentFaultError
@@ -14,8 +14,14 @@ from tenuto.placement.cluster import GpuGroup, Node
 __all__ = ["cluster_of", "read_ray_inventory"]
 
 
-def read_ray_inventory(timeout_s: float = 120.0) -> dict[str, tuple[GpuDevice, ...]]:
+def read_ray_inventory(
+    timeout_s: float = 120.0, read: Callable[[], tuple[GpuDevice, ...]] = read_inventory
+) -> dict[str, tuple[GpuDevice, ...]]:
     """Return the GPUs of every living node of the connected Ray cluster that has any, by the node's address.
+
+    Args:
+        timeout_s: for each node's answer.
+        read: finds a node's GPUs, in a task on it.
 
     Raises:
         EnvironmentFaultError: a node with GPUs did not answer, or none has a GPU.
@@ -27,7 +33,7 @@ def read_ray_inventory(timeout_s: float = 120.0) -> dict[str, tuple[GpuDevice, .
     asked = {
         address: ray.remote(_inventory_or_reason)
         .options(num_cpus=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False))
-        .remote()
+        .remote(read)
         for address, node in sorted(nodes.items())
     }
     found: dict[str, tuple[GpuDevice, ...]] = {}
@@ -48,9 +54,9 @@ def read_ray_inventory(timeout_s: float = 120.0) -> dict[str, tuple[GpuDevice, .
     return found
 
 
-def _inventory_or_reason() -> tuple[GpuDevice, ...] | str:
+def _inventory_or_reason(read: Callable[[], tuple[GpuDevice, ...]]) -> tuple[GpuDevice, ...] | str:
     try:
-        return read_inventory()
+        return read()
     except EnvironmentFaultError as error:
         return str(error)
 

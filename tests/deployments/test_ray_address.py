@@ -1,0 +1,161 @@
+"""Wrong addresses are told in seconds, not after Ray's 80; nodes of a real cluster tell their GPUs."""
+
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tenuto.cli import main
+from tenuto.deployments import mps_inventory
+from tenuto.deployments.mps_inventory import read_ray_inventory
+from tenuto.deployments.ray_address import why_unreachable
+from tenuto.errors import EnvironmentFaultError
+from tenuto.mps.inventory import GpuDevice, read_inventory
+from tests.mps.fake_nvml import A100, V100, FakeGpu, FakeNvml
+
+
+@pytest.fixture
+def listener() -> Iterator[socket.socket]:
+    with closing(socket.create_server(("127.0.0.1", 0))) as server:
+        yield server
+
+
+def address_of(listener: socket.socket) -> str:
+    return f"127.0.0.1:{listener.getsockname()[1]}"
+
+
+def answer_once(listener: socket.socket, answer: bytes) -> threading.Thread:
+    def serve() -> None:
+        connection, _ = listener.accept()
+        with connection:
+            connection.recv(64)
+            connection.sendall(answer)
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    return thread
+
+
+def test_an_address_where_nobody_listens(listener: socket.socket) -> None:
+    address = address_of(listener)
+    listener.close()
+    assert why_unreachable(address) == f"{address}: Connection refused"
+    assert why_unreachable(f"ray://{address}") == f"{address}: Connection refused"
+
+
+def test_something_that_is_not_ray(listener: socket.socket) -> None:
+    answering = answer_once(listener, b"HTTP/1.1 400 Bad Request\r\n\r\n")
+    assert "something else than Ray listens" in str(why_unreachable(address_of(listener)))
+    answering.join()
+
+
+def test_something_that_says_nothing(listener: socket.socket) -> None:
+    assert "does not answer within 0.2 s" in str(why_unreachable(address_of(listener), 0.2))
+
+
+def test_something_that_speaks_as_ray_does(listener: socket.socket, monkeypatch: pytest.MonkeyPatch) -> None:
+    hello = bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))
+    answering = answer_once(listener, hello)
+    assert why_unreachable(f"ray://{address_of(listener)}") is None
+    answering.join()
+    answering = answer_once(listener, hello)
+    monkeypatch.setattr("ray.util.get_node_ip_address", lambda: "127.0.0.1")
+    assert why_unreachable(address_of(listener)) is None
+    answering.join()
+
+
+def test_a_ray_on_loopback_is_not_where_ray_looks_for_it(
+    listener: socket.socket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answering = answer_once(listener, bytes((0, 0, 0, 4, 0, 0, 0, 0, 0)))
+    monkeypatch.setattr("ray.util.get_node_ip_address", lambda: "127.0.0.9")
+    address = address_of(listener)
+    assert f"Ray looks for {address} at 127.0.0.9, and" in str(why_unreachable(address))
+    answering.join()
+
+
+@pytest.mark.parametrize("address", ["nonsense", "host:port", ":6379", "127.0.0.1:99999"])
+def test_what_is_no_address(address: str) -> None:
+    assert why_unreachable(address) is not None
+
+
+def test_auto_is_what_ray_was_told_or_wrote_down(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, listener: socket.socket
+) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+    assert why_unreachable("auto") is None  # Ray says that there is none
+    address = address_of(listener)
+    listener.close()
+    (tmp_path / "ray").mkdir()
+    (tmp_path / "ray" / "ray_current_cluster").write_text(address, encoding="utf-8")
+    assert "refused" in str(why_unreachable("auto"))  # of a cluster that has ended
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:9")
+    assert "127.0.0.1:9:" in str(why_unreachable("auto"))
+
+
+def test_the_verb_ends_with_3_at_a_wrong_address(capsys: pytest.CaptureFixture[str], listener: socket.socket) -> None:
+    address = address_of(listener)
+    listener.close()
+    with pytest.raises(SystemExit) as ended:
+        main(["cluster", "--address", address])
+    assert ended.value.code == 3
+    assert f"no Ray cluster answers at {address}: {address}: Connection refused" in capsys.readouterr().err
+
+
+# --- real clusters ------------------------------------------------------------------------------------------------
+
+
+def gpus_by_node() -> tuple[GpuDevice, ...]:
+    """One GPU on the first node, another on the second, and a third node without any."""
+    import ray
+
+    node = ray.util.get_node_ip_address()
+    if node == "127.0.0.3":
+        raise EnvironmentFaultError("no NVIDIA driver answers here.")
+    gpu = FakeGpu(V100) if node != "127.0.0.2" else FakeGpu(A100, "NVIDIA A100-SXM4-40GB", 40_960, (8, 0))
+    return read_inventory(FakeNvml(gpu), lambda: {V100: 80, A100: 108})
+
+
+@pytest.fixture
+def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    import ray
+    from ray.cluster_utils import Cluster
+
+    made = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
+    for host in ("127.0.0.2", "127.0.0.3"):
+        made.add_node(node_ip_address=host, num_cpus=1)
+    yield made
+    ray.shutdown()
+    made.shutdown()
+
+
+@pytest.mark.ray
+@pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::DeprecationWarning")
+def test_every_node_tells_its_gpus_and_the_verb_names_them(
+    cluster: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    head = cluster.address.rpartition(":")[0]
+
+    def read() -> dict[str, tuple[GpuDevice, ...]]:
+        return read_ray_inventory(60.0, gpus_by_node)
+
+    monkeypatch.setattr(mps_inventory, "read_ray_inventory", read)
+    path = tmp_path / "cluster.yaml"
+    with pytest.raises(SystemExit) as ended:
+        main(["cluster", "--address", cluster.address, "-o", str(path), "--json"])
+    assert ended.value.code == 0
+    import json
+
+    found = json.loads(capsys.readouterr().out)
+    assert [(gpu["address"], gpu["uuid"]) for gpu in found["gpus"]] == [("127.0.0.2", A100), (head, V100)]
+    from tenuto.placement import Cluster
+
+    loaded = Cluster.load(path)
+    assert [node.address for node in loaded.nodes] == ["127.0.0.2", head]
+    assert loaded.gpu_types == ("a100", "v100")
