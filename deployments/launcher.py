@@ -18,6 +18,7 @@ from typing import Any
 
 from tenuto.deployments.config import ENTRY_APPLICATION
 from tenuto.deployments.endpoint import get_json
+from tenuto.deployments.ray_address import why_unreachable
 from tenuto.errors import EnvironmentFaultError
 
 __all__ = ["FAST_MODE", "Launcher", "start_local_ray"]
@@ -100,7 +101,12 @@ class Launcher:
         if ray.is_initialized():
             return
         if address != "local":
+            reason = why_unreachable(address or "auto")
+            if reason is not None and address is not None:
+                raise EnvironmentFaultError(f"no Ray cluster answers at {address}: {reason}. Check RAY_ADDRESS.")
             try:
+                if reason is not None:
+                    raise ConnectionError(reason)
                 ray.init(address=address or "auto", **_QUIET)
                 return
             except ConnectionError as error:
