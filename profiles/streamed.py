@@ -106,7 +106,7 @@ class StreamedRunner:
             raise RuntimeError(f"{DEPTH} batches are staged already; finish one first")
         torch, slot = self._torch, self._free.popleft()
         try:
-            self._fit(slot, arrays, size)
+            self._fit(slot, arrays, size, self._streams)
             for spec, array in zip(self._runner.signature.inputs, arrays, strict=True):
                 np.copyto(slot.pinned[spec.name].numpy()[:size], array)
             now_s = time.monotonic()
@@ -185,7 +185,7 @@ class StreamedRunner:
         if slot is not None:
             self._free.append(slot)
 
-    def _fit(self, slot: _Slot, arrays: list[np.ndarray[Any, Any]], size: int) -> None:
+    def _fit(self, slot: _Slot, arrays: list[np.ndarray[Any, Any]], size: int, streams: Streams) -> None:
         """Make the buffers of a slot that nobody uses large enough for a batch."""
         torch = self._torch
         for spec, array in zip(self._runner.signature.inputs, arrays, strict=True):
@@ -196,4 +196,5 @@ class StreamedRunner:
             kind = torch.from_numpy(np.empty(0, np.dtype(spec.dtype))).dtype
             shape = (rows, *array.shape[1:])
             slot.pinned[spec.name] = torch.empty(shape, dtype=kind, pin_memory=True)
-            slot.device[spec.name] = torch.empty(shape, dtype=kind, device=self._runner.device)
+            with torch.cuda.stream(streams.copy_in):  # the allocator reuses memory in the order of its first stream
+                slot.device[spec.name] = torch.empty(shape, dtype=kind, device=self._runner.device)
