@@ -17,7 +17,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tenuto.cli.gpu_sharing import Result, sharing_experiments
+from tenuto.cli.gpu_sharing import ProbeProcess, Result, StartProbe, sharing_experiments
 from tenuto.cli.gpu_streaming import VARIANTS
 from tenuto.errors import EnvironmentFaultError, TenutoError
 from tenuto.profiles.catalogue import CATALOGUE
@@ -35,7 +35,9 @@ SHARES = "10,20,30,40,50,60,70,80,90,100"
 Run = Callable[[Sequence[str], Mapping[str, str]], int]
 
 
-def main(arguments: Sequence[str] | None = None, *, run: Run | None = None) -> int:
+def main(
+    arguments: Sequence[str] | None = None, *, run: Run | None = None, start_probe: StartProbe = ProbeProcess
+) -> int:
     """Run the steps asked for; returns the exit code."""
     parser = argparse.ArgumentParser(prog="scripts/gpu_check", description=__doc__)
     parser.add_argument("-o", "--output", default="gpu-check", help="folder of the results (default: %(default)s)")
@@ -68,7 +70,10 @@ def main(arguments: Sequence[str] | None = None, *, run: Run | None = None) -> i
         for name in chosen:
             print(f"step {name}", file=sys.stderr, flush=True)
             if name == "sharing":
-                _sharing(device, daemon, obstacle, folder)
+                _sharing(device, daemon, obstacle, folder, start_probe)
+                if daemon is not None and (lost := _renew(daemon)) is not None:
+                    _log(folder, f"CUDA MPS is not used any more: {lost}")
+                    daemon = None
             elif name == "streaming":
                 if _streaming(steps[name], device, daemon is not None, folder, run or _run) != 0:
                     failed.append(name)
@@ -134,6 +139,22 @@ def _daemon(device: GpuDevice) -> Iterator[tuple[PrivateDaemon | None, str | Non
         daemon.leave()
 
 
+def _renew(daemon: PrivateDaemon) -> str | None:
+    """Start the daemon again if killed clients and a fault have left it unable to serve; returns why it cannot be."""
+    try:
+        if daemon.status() in (None, "ACTIVE"):
+            return None
+    except EnvironmentFaultError:
+        pass
+    try:
+        daemon.leave()
+        daemon.stop_if_unused()
+        daemon.join()
+        return None if (status := daemon.status()) in (None, "ACTIVE") else f"the server stays {status}"
+    except EnvironmentFaultError as error:
+        return str(error)
+
+
 def _measure(
     name: str, arguments: list[str], device: GpuDevice, shared: bool, folder: Path, run: Run
 ) -> int:
@@ -181,8 +202,10 @@ def _run(command: Sequence[str], environment: Mapping[str, str]) -> int:
         return 124
 
 
-def _sharing(device: GpuDevice, daemon: PrivateDaemon | None, obstacle: str | None, folder: Path) -> None:
-    results: dict[str, Result] = {}
+def _sharing(
+    device: GpuDevice, daemon: PrivateDaemon | None, obstacle: str | None, folder: Path, start_probe: StartProbe
+) -> None:
+    results = _kept(folder / "sharing.json")
 
     def report(name: str, result: Result) -> None:
         results[name] = result
@@ -201,7 +224,19 @@ def _sharing(device: GpuDevice, daemon: PrivateDaemon | None, obstacle: str | No
             made["CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"] = f"{device.uuid}={memory_mib:.0f}M"
         return made
 
-    sharing_experiments(daemon, environment, device.sm_count, report)
+    sharing_experiments(
+        daemon, environment, device.sm_count, report, start=start_probe, limit_s=STEP_LIMIT_S - 120.0,
+        done=tuple(results),
+    )  # fmt: skip
+
+
+def _kept(path: Path) -> dict[str, Result]:
+    """Return the experiments of an earlier run that came to a result."""
+    try:
+        found: dict[str, Result] = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return {name: result for name, result in found.items() if "failed" not in result}
 
 
 def sharing_page(device: GpuDevice, results: Mapping[str, Result]) -> str:

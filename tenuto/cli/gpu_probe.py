@@ -16,6 +16,7 @@ __all__ = ["main"]
 
 _SIZE = 4096  # of the square matrices that keep the GPU busy
 _PER_REPORT = 20
+_LINGER_S = 60.0
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -54,12 +55,14 @@ def main(arguments: list[str] | None = None) -> int:
             say(event="survived")
     except (RuntimeError, torch.OutOfMemoryError) as error:
         say(event="refused", kind=type(error).__name__, text=str(error).splitlines()[0])
+        if mode in ("busy", "fault"):
+            _told(_LINGER_S)  # the server shows a fault only until the last client that it hit has left
         return 1
     return 0
 
 
-def _told() -> bool:
-    return bool(select.select([sys.stdin], [], [], 0)[0])
+def _told(wait_s: float = 0.0) -> bool:
+    return bool(select.select([sys.stdin], [], [], wait_s)[0])
 
 
 if __name__ == "__main__":

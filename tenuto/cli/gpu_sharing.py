@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import queue
 import signal
@@ -15,7 +16,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from typing import Any, Protocol
 
@@ -26,6 +27,7 @@ __all__ = ["Daemon", "Probe", "ProbeProcess", "StartProbe", "sharing_experiments
 SHARES = (10, 20, 25, 30, 40, 50, 60, 70, 75, 80, 90, 100)
 CAP_MIB = 2048
 _QUIET_S = 20.0
+_NOTICED_S = 5.0  # until the server shows a fault
 
 Result = dict[str, Any]
 
@@ -69,10 +71,10 @@ StartProbe = Callable[[str, Mapping[str, str]], Probe]
 class ProbeProcess:
     """A real one."""
 
-    def __init__(self, mode: str, environment: Mapping[str, str]) -> None:
-        """Start it; `mode` may carry an argument after a space."""
+    def __init__(self, mode: str, environment: Mapping[str, str], module: str = "tenuto.cli.gpu_probe") -> None:
+        """Start it; `mode` may carry an argument after a space. `module` is the program."""
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "tenuto.cli.gpu_probe", *mode.split()], stdin=subprocess.PIPE,
+            [sys.executable, "-m", module, *mode.split()], stdin=subprocess.PIPE,
             stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env={**os.environ, **environment},
         )
         self._lines: queue.Queue[str | None] = queue.Queue()
@@ -91,14 +93,19 @@ class ProbeProcess:
 
     def next_event(self, timeout_s: float) -> dict[str, Any] | None:
         """Return what it says next; None when it has ended or said nothing in time."""
-        try:
-            line = self._lines.get(timeout=timeout_s)
-        except queue.Empty:
-            return None
-        if line is None:
-            return None
-        event: dict[str, Any] = json.loads(line)
-        return event
+        until = time.monotonic() + timeout_s
+        while True:
+            try:
+                line = self._lines.get(timeout=max(0.0, until - time.monotonic()))
+            except queue.Empty:
+                return None
+            if line is None:
+                self._lines.put(None)  # it has ended: whoever asks again is told so again
+                return None
+            with contextlib.suppress(ValueError):
+                event = json.loads(line)
+                if isinstance(event, dict):  # anything else is a library's own words
+                    return event
 
     def tell(self) -> None:
         """Let an idle one check the device, and a busy one stop."""
@@ -131,7 +138,7 @@ def sharing_experiments(
     daemon: Daemon, environment: Callable[[float | None, float | None], Mapping[str, str]], sm_count: int,
     report: Callable[[str, Result], None], *, start: StartProbe = ProbeProcess,
     clock_s: Callable[[], float] = time.monotonic, sleep: Callable[[float], None] = time.sleep,
-    timeout_s: float = 120.0,
+    timeout_s: float = 120.0, limit_s: float = math.inf, done: Collection[str] = (),
 ) -> None:
     """Run every experiment; one that fails is reported with its reason, and the next begins.
 
@@ -144,15 +151,24 @@ def sharing_experiments(
         clock_s: monotonic clock.
         sleep: waits.
         timeout_s: for a probe to be ready.
+        limit_s: after which no experiment begins.
+        done: names of experiments that need no repetition.
     """
     run = _Experiments(daemon, environment, sm_count, start, clock_s, sleep, timeout_s)
-    for share in SHARES:
-        report(f"share {share} %", run.guarded(partial(run.share, share)))
-    report("memory cap", run.guarded(run.memory_cap))
-    report("kill of an idle client", run.guarded(lambda: run.killed("idle", polite=False)))
-    report("kill of a busy client", run.guarded(lambda: run.killed("busy", polite=False)))
-    report("terminate_client, then kill", run.guarded(lambda: run.killed("busy", polite=True)))
-    report("fault and recovery", run.guarded(run.fault))
+    experiments: dict[str, Callable[[], Result]] = {f"share {share} %": partial(run.share, share) for share in SHARES}
+    experiments |= {
+        "memory cap": run.memory_cap,
+        "kill of an idle client": partial(run.killed, "idle", polite=False),
+        "kill of a busy client": partial(run.killed, "busy", polite=False),
+        "terminate_client, then kill": partial(run.killed, "busy", polite=True),
+        "fault and recovery": run.fault,
+    }
+    began = clock_s()
+    for name, experiment in experiments.items():
+        if name in done:
+            continue
+        is_late = clock_s() - began > limit_s
+        report(name, {"failed": "left out: the step's time was over"} if is_late else run.guarded(experiment))
 
 
 class _Experiments:
@@ -228,9 +244,12 @@ class _Experiments:
         neighbour, _ = self._ready("busy", 50)
         culprit, _ = self._ready("fault", 50)
         said = culprit.next_event(self._timeout_s)
+        began = self._clock_s()
+        while (status := self._daemon.status()) == "ACTIVE" and self._clock_s() - began < _NOTICED_S:
+            self._sleep(0.1)
         result: Result = {
             "culprit": None if said is None else said.get("text", said["event"]),
-            "status_after_fault": self._daemon.status(), "neighbour": self._health(neighbour),
+            "status_after_fault": status, "neighbour": self._health(neighbour),
         }  # fmt: skip
         for probe in (culprit, neighbour):
             probe.tell()

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import stat
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tenuto.mps.control import Control, ControlError, Subprocesses
+from tenuto.mps.control import Client, Control, ControlError, Subprocesses
 
 from .fakes import UUID, Bench
 
@@ -35,7 +36,7 @@ def asked(bench: Bench) -> Bench:
 def test_anything_unexpected_is_an_error_that_shows_it(asked: Bench, command: str, answer: str) -> None:
     asked.daemon.answers[command] = answer
     control = asked.gpulet().control
-    calls = {
+    calls: dict[str, Callable[[], object]] = {
         "get_default_active_thread_percentage": control.default_share_pct, "get_server_list": control.servers,
         "get_server_status": lambda: control.server_status(701), "get_client_list": lambda: control.clients(701),
         "terminate_client": lambda: control.terminate_client(701, 41),
@@ -85,3 +86,16 @@ def test_the_program_gets_the_command_on_its_input_and_the_daemons_environment(t
     assert control.default_share_pct() == 100.0
     seen = (tmp_path / "seen").read_text(encoding="utf-8")
     assert seen == f"get_default_active_thread_percentage {UUID} {tmp_path / 'p'}\n"
+
+
+def test_clients_are_described_with_their_namespaces(asked: Bench) -> None:
+    assert asked.gpulet().described_clients() == ()  # a program that does not know `ps`
+    asked.daemon.namespaces = {41: 4026531836}
+    assert asked.gpulet().control.described_clients() == (Client(41, 4026531836),)
+
+
+@pytest.mark.parametrize("answer", ["", "PID ID", "PID ID SERVER DEVICE NAMESPACE COMMAND\n41 0 701 GPU-1 here x"])
+def test_a_table_of_clients_that_is_not_as_documented_is_an_error(asked: Bench, answer: str) -> None:
+    asked.daemon.answers["ps"] = answer
+    with pytest.raises(ControlError, match="answered 'ps' with"):
+        asked.gpulet().control.described_clients()
