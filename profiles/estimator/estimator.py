@@ -16,8 +16,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tenuto.errors import InvalidInputError, Problem
+from tenuto.profiles.estimator.device_times import fit_device_times
 from tenuto.profiles.estimator.features import concurrent_sets, features, peak_threads
-from tenuto.profiles.estimator.roofline import fit_kernel_times, fit_roofline
+from tenuto.profiles.estimator.roofline import fit_roofline
 from tenuto.profiles.estimator.stacking import StackedRegression
 from tenuto.profiles.estimator.trace import Trace
 
@@ -71,8 +72,12 @@ def _expit(value: float) -> float:
 class GkEstimator:
     """Trained on construction; immutable afterwards."""
 
-    def __init__(self, samples: Sequence[Sample]) -> None:
+    def __init__(self, samples: Sequence[Sample], *, launches_overlap: bool = True) -> None:
         """Learn from measured points of one GPU type.
+
+        Args:
+            samples: of at least two models.
+            launches_overlap: see `fit_device_times`; False on a CPU.
 
         Raises:
             InvalidInputError: fewer than two models; nothing could be told from one.
@@ -85,7 +90,7 @@ class GkEstimator:
             )
         measured = [s.trace for s in samples], [s.latency_ms for s in samples], [s.model for s in samples]
         self.roofline = fit_roofline(*measured)
-        self.kernels = fit_kernel_times(self.roofline, *measured)
+        self.kernels = fit_device_times(*measured, launches_overlap=launches_overlap)
         rows = np.array([features(sample.trace, self.kernels) for sample in samples])
         self._time = self._learn(samples, rows, lambda s: s.latency_ms, self.kernels.time_ms, math.log, math.exp)
         self._memory = self._creq = None
@@ -178,9 +183,15 @@ class ErrorReport:
     creq_points: float | None
     creq_baseline_points: float | None
     per_model_time_pct: Mapping[str, float]
+    time_median_pct: float = 0.0
+
+    @property
+    def worst(self) -> tuple[str, float]:
+        """Return the model whose time was estimated worst, and by how many percent."""
+        return max(self.per_model_time_pct.items(), key=lambda item: item[1])
 
 
-def leave_one_model_out(samples: Sequence[Sample]) -> ErrorReport | None:
+def leave_one_model_out(samples: Sequence[Sample], *, launches_overlap: bool = True) -> ErrorReport | None:
     """Estimate every model by an estimator that has not seen it; None with fewer than three models."""
     names = sorted({sample.model for sample in samples})
     if len(names) < 3:
@@ -188,7 +199,8 @@ def leave_one_model_out(samples: Sequence[Sample]) -> ErrorReport | None:
     errors: dict[str, list[float]] = {key: [] for key in ("time", "time0", "memory", "memory0", "creq", "creq0")}
     per_model: dict[str, float] = {}
     for name in names:
-        estimator = GkEstimator([sample for sample in samples if sample.model != name])
+        others = [sample for sample in samples if sample.model != name]
+        estimator = GkEstimator(others, launches_overlap=launches_overlap)
         mine = []
         for sample in (sample for sample in samples if sample.model == name):
             made, base = estimator.estimate(sample.trace), estimator.baseline(sample.trace)
@@ -205,7 +217,7 @@ def leave_one_model_out(samples: Sequence[Sample]) -> ErrorReport | None:
     means: dict[str, Any] = {key: float(np.mean(values)) if values else None for key, values in errors.items()}
     return ErrorReport(
         len(names), len(samples), means["time"], means["time0"], means["memory"], means["memory0"], means["creq"],
-        means["creq0"], per_model,
+        means["creq0"], per_model, float(np.median(errors["time"])),
     )
 
 

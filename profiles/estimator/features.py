@@ -9,6 +9,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from tenuto.profiles.estimator.device_times import DeviceTimes
 from tenuto.profiles.estimator.roofline import KINDS, KernelTimes
 from tenuto.profiles.estimator.trace import Operator, Trace
 
@@ -60,7 +61,7 @@ def peak_threads(sets: Sequence[Sequence[Operator]]) -> float:
     return max((sum(o.written_bytes / 4 for o in group if o.flops > 0) for group in sets), default=0.0)
 
 
-def features(trace: Trace, kernels: KernelTimes) -> NDArray[np.float64]:
+def features(trace: Trace, kernels: DeviceTimes | KernelTimes) -> NDArray[np.float64]:
     """Return the feature vector of a network at its batch size, in the order of `FEATURE_NAMES`."""
     times = [kernels.operator_ms(operator) for operator in trace.operators]
     total = math.fsum(times)
@@ -79,5 +80,5 @@ def features(trace: Trace, kernels: KernelTimes) -> NDArray[np.float64]:
         trace.peak_bytes, flops / moved, peak_threads(concurrent_sets(trace, kernels)), mean_threads,
     ]  # fmt: skip
     values = [*(math.log(max(value, 1e-12)) for value in logs), compute / total,
-              kernels.launch_ms * len(times) / total, *shares]  # fmt: skip
+              kernels.launch_ms * len(times) / kernels.time_ms(trace), *shares]  # fmt: skip
     return np.array(values)

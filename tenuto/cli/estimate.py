@@ -64,13 +64,14 @@ def command(
         samples = collect_samples(profiles, on_model=lambda name: status.update(f"tracing {name}"))
         others = [sample for sample in samples if sample.model != row]
         status.update("learning")
-        estimator = GkEstimator(others)
+        on_gpu = gpu_type != "cpu"
+        estimator = GkEstimator(others, launches_overlap=on_gpu)
         started = time.perf_counter()
         estimates = [estimator.estimate(at_batch(size)) for size in sizes]
         took_ms = (time.perf_counter() - started) * 1000.0 / len(sizes)
         if errors:
             status.update("leaving models out one by one")
-        report = leave_one_model_out(samples) if errors else None
+        report = leave_one_model_out(samples, launches_overlap=on_gpu) if errors else None
     measured = {s.trace.batch_size: s for s in samples if s.model == row}
     by_kernel = None
     if operator_file:
@@ -162,7 +163,9 @@ def _print(
         return
     console.print(f"Mean error on models left out ({report.models} models, {report.points} points), in brackets the "
                   f"plain baseline; USHER claims {_USHER_ACCURACY_PCT} % accuracy with kernel profiles:")
-    console.print(f"  time {report.time_pct:.1f} % ({report.time_baseline_pct:.1f} %)")
+    worst, wrong_pct = report.worst
+    console.print(f"  time {report.time_pct:.1f} % ({report.time_baseline_pct:.1f} %); "
+                  f"median {report.time_median_pct:.1f} %, worst {worst} {wrong_pct:.0f} %")
     if report.memory_pct is not None:
         console.print(f"  memory {report.memory_pct:.1f} % ({report.memory_baseline_pct:.1f} %)")
     if report.creq_points is not None:

@@ -1,0 +1,124 @@
+"""Time of a network on a device: its kernels, the host that launches them, and the copy of its inputs.
+
+Beyond the plain roofline this knows what every GPU does. The host runs ahead of the device: a network of short kernels
+takes as long as their launches, one of long kernels as long as the kernels, and only in between do both count. Inputs
+are copied first. A small kernel fills a part of the device only. Arithmetic has a speed for each kind of kernel
+(Winograd, grouped convolutions), memory one for all. Nothing is from a data sheet; all is fitted to profiles.
+
+The fit is robust: a network that some library runs ten times slower than its work explains (XLNet's einsums on a V100)
+says nothing about the others and must not bend the constants they share.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tenuto.profiles.estimator.roofline import KINDS
+from tenuto.profiles.estimator.trace import Operator, Trace
+
+__all__ = ["DeviceTimes", "fit_device_times"]
+
+Floats = NDArray[np.float64]
+
+_OVERLAPPING, _IN_TURN = 4.0, 1.0  # exponents: launches beside kernels, or before them
+_OUTLIER = 0.15  # errors of the logarithm beyond this count ever less
+_START_COPY, _START_RAMP, _START_KERNEL = 8e6, 3e4, 0.003  # bytes per ms, elements, ms: where the search begins
+_STIFFNESS = (0.03, 0.03, 0.03, 0.03, 0.09, 0.09)  # pull towards that start, as _KIND_STIFFNESS for the kinds' speeds
+_KIND_STIFFNESS = 0.09
+
+
+@dataclass(frozen=True)
+class DeviceTimes:
+    """t = (kernels^p + launches^p)^(1/p) + input_bytes / copy_bytes_per_ms, p being `overlap`.
+
+    kernels: sum of max(FLOPs / (flops_per_ms * s) * (1 + ramp_elements / elements), bytes / bytes_per_ms) + kernel_ms,
+    with s the speed of the kind and elements those the operator writes; launches: launch_ms per operator.
+    """
+
+    flops_per_ms: float
+    bytes_per_ms: float
+    launch_ms: float
+    copy_bytes_per_ms: float
+    ramp_elements: float
+    kernel_ms: float
+    overlap: float
+    speeds: Mapping[str, float]
+
+    def operator_ms(self, operator: Operator) -> float:
+        """Return the time of one operator alone in ms, the input's copy left out."""
+        ramp = 1.0 + self.ramp_elements / max(operator.written_bytes / 4.0, 1.0)
+        arithmetic = operator.flops / (self.flops_per_ms * self.speeds.get(operator.kind, 1.0)) * ramp
+        return max(arithmetic, operator.moved_bytes / self.bytes_per_ms) + self.kernel_ms
+
+    def time_ms(self, trace: Trace) -> float:
+        """Return the time of one batch in ms."""
+        kernels = math.fsum(self.operator_ms(operator) for operator in trace.operators)
+        launches = self.launch_ms * len(trace.operators)
+        together: float = (kernels**self.overlap + launches**self.overlap) ** (1.0 / self.overlap)
+        return together + trace.input_bytes / self.copy_bytes_per_ms
+
+
+def fit_device_times(
+    traces: Sequence[Trace], times_ms: Sequence[float], groups: Sequence[str], *, launches_overlap: bool = True
+) -> DeviceTimes:
+    """Fit to measured networks, every model weighing the same.
+
+    Args:
+        traces: of the measured points.
+        times_ms: their latencies.
+        groups: their models.
+        launches_overlap: the host runs ahead of the device, as with CUDA; on a CPU it does not.
+    """
+    return _Problem(traces, times_ms, groups, _OVERLAPPING if launches_overlap else _IN_TURN).solve()
+
+
+class _Problem:
+    def __init__(
+        self, traces: Sequence[Trace], times_ms: Sequence[float], groups: Sequence[str], overlap: float
+    ) -> None:
+        operators = [operator for trace in traces for operator in trace.operators]
+        self._counts = np.array([len(trace.operators) for trace in traces], dtype=float)
+        self._begins = np.concatenate([[0], np.cumsum(self._counts)[:-1]]).astype(int)
+        self._flops = np.array([o.flops for o in operators])
+        self._moved = np.array([o.moved_bytes for o in operators])
+        self._elements = np.array([max(o.written_bytes / 4.0, 1.0) for o in operators])
+        self._kinds = np.array([KINDS.index(o.kind) for o in operators])
+        self._inputs = np.array([trace.input_bytes for trace in traces])
+        self._logs = np.log(np.asarray(times_ms, dtype=float))
+        names = list(groups)
+        self._weights = np.array([1.0 / math.sqrt(names.count(name)) for name in names])
+        self._overlap = overlap
+        fastest = max(np.add.reduceat(self._flops, self._begins) / np.asarray(times_ms, dtype=float))
+        shortest = min(np.asarray(times_ms, dtype=float) / self._counts)
+        first = [fastest, fastest / 20.0, shortest / 2.0, _START_COPY, _START_RAMP, _START_KERNEL]
+        self._start = np.concatenate([np.log(first), np.zeros(len(KINDS))])
+        self._stiffness = np.concatenate([_STIFFNESS, np.full(len(KINDS), _KIND_STIFFNESS)])
+
+    def solve(self) -> DeviceTimes:
+        from scipy.optimize import least_squares
+
+        found = least_squares(self._residuals, self._start, max_nfev=200)
+        values = np.exp(found.x).tolist()
+        speeds = dict(zip(KINDS, values[6:], strict=True))
+        return DeviceTimes(
+            flops_per_ms=values[0], bytes_per_ms=values[1], launch_ms=values[2], copy_bytes_per_ms=values[3],
+            ramp_elements=values[4], kernel_ms=values[5], overlap=self._overlap, speeds=speeds,
+        )  # fmt: skip
+
+    def _residuals(self, logs: Floats) -> Floats:
+        errors = self._predicted(logs) - self._logs
+        robust = np.sign(errors) * _OUTLIER * np.sqrt(np.log1p((errors / _OUTLIER) ** 2))
+        return np.concatenate([robust * self._weights, self._stiffness * (logs - self._start)])
+
+    def _predicted(self, logs: Floats) -> Floats:
+        speed, bandwidth, launch, copy, ramp, least = np.exp(logs[:6])
+        kinds = np.exp(logs[6:])
+        arithmetic = self._flops / (speed * kinds[self._kinds]) * (1.0 + ramp / self._elements)
+        kernels = np.add.reduceat(np.maximum(arithmetic, self._moved / bandwidth) + least, self._begins)
+        together = (kernels**self._overlap + (launch * self._counts) ** self._overlap) ** (1.0 / self._overlap)
+        return np.asarray(np.log(together + self._inputs / copy))
