@@ -10,7 +10,7 @@ from pydantic import Field, model_validator
 
 from tenuto.errors import InvalidInputError, Problem
 from tenuto.profiles.documents import StrictModel, dump_yaml, load_document, parse_document
-from tenuto.profiles.gpu_types import GPU_TYPES
+from tenuto.profiles.gpu_types import GPU_TYPES, memory_mib_of
 
 __all__ = ["Cluster", "Gpu", "GpuGroup", "Node"]
 
@@ -36,10 +36,11 @@ class GpuGroup(StrictModel):
 
     @model_validator(mode="after")
     def _check(self) -> GpuGroup:
-        if self.type not in GPU_TYPES and self.memory_mib is None:
+        if self.memory_mib is None and memory_mib_of(self.type) is None:
             known = ", ".join(GPU_TYPES)
             raise ValueError(
-                f"unknown GPU type '{self.type}'; cure: Use one of {known}, or give its memory_mib in the cluster file."
+                f"unknown GPU type '{self.type}'; cure: Use one of {known}, a MIG device of one such as "
+                "a100-3g.20gb, or give its memory_mib in the cluster file."
             )
         if self.uuids is not None and len(self.uuids) != self.count:
             raise ValueError(f"{len(self.uuids)} uuids for {self.count} GPUs; cure: Give one UUID per GPU.")
@@ -76,7 +77,7 @@ class Cluster(StrictModel):
             index = 0
             for group in node.gpus:
                 kind = GPU_TYPES.get(group.type)
-                memory = group.memory_mib if group.memory_mib is not None else float(kind.memory_mib if kind else 0)
+                memory = group.memory_mib if group.memory_mib is not None else memory_mib_of(group.type) or 0.0
                 price = (
                     group.price_per_hour if group.price_per_hour is not None else kind.price_per_hour if kind else None
                 )
@@ -116,7 +117,7 @@ class Cluster(StrictModel):
         """
         groups = []
         for part in text.split(","):
-            match = re.fullmatch(r"\s*([A-Za-z0-9_.-]+)(?::(\d+))?\s*", part)
+            match = re.fullmatch(r"\s*([A-Za-z0-9_.+-]+)(?::(\d+))?\s*", part)
             if match is None or match.group(2) == "0":
                 raise InvalidInputError(
                     Problem(

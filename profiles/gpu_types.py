@@ -6,9 +6,10 @@ Prices are on-demand US list prices of large clouds per GPU and hour, rounded; o
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
-__all__ = ["GPU_TYPES", "GpuType"]
+__all__ = ["GPU_TYPES", "GpuType", "memory_mib_of"]
 
 
 @dataclass(frozen=True)
@@ -44,3 +45,18 @@ GPU_TYPES: dict[str, GpuType] = {
         GpuType("cpu", 16_384, None, None),
     )
 }
+
+# NVIDIA names a MIG device after its memory in GB, of which the split takes up to a twentieth: 1g.5gb has 4864 MiB.
+_MIG_MIB_PER_GB = 1024 * 0.95
+
+
+def memory_mib_of(name: str) -> float | None:
+    """Return the memory in MiB of a known type, or of a MIG device of one, such as a100-3g.20gb, by its name, rounded
+    down; None for any other."""
+    kind = GPU_TYPES.get(name)
+    if kind is not None:
+        return float(kind.memory_mib)
+    mig = re.fullmatch(r"(.+)-(?:\dc\.)?\dg\.(\d+)gb(?:\+\S+)?", name)
+    if mig is None or mig[1] not in GPU_TYPES or mig[1] == "cpu":
+        return None
+    return int(mig[2]) * _MIG_MIB_PER_GB

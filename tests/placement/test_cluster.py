@@ -86,3 +86,16 @@ def test_plans_list_idle_gpus_of_fixed_clusters_only() -> None:
 def test_a_count_that_no_cluster_has_is_refused_at_once() -> None:
     with pytest.raises(InvalidInputError, match=r"count: 1000000000: .*100000"):
         Cluster.parse("v100:1000000000")
+
+
+def test_mig_devices_are_types_whose_memory_their_name_tells() -> None:
+    large, small, whole = Cluster.parse("a100-3g.20gb:1,h100-1c.2g.20gb:1,a100").gpus
+    assert (large.type, large.memory_mib) == ("a100-3g.20gb", 19_456)
+    assert (small.memory_mib, small.price_per_hour) == (19_456, None)
+    assert whole.memory_mib == 40_960
+
+
+@pytest.mark.parametrize("kind", ["a100-3g", "b300-3g.20gb", "cpu-1g.5gb", "a100-3g.20"])
+def test_what_only_looks_like_a_mig_device_is_refused(kind: str) -> None:
+    with pytest.raises(InvalidInputError, match=f"unknown GPU type '{kind}'"):
+        Cluster.parse(kind)
