@@ -20,6 +20,7 @@ __all__ = ["ENTRY_APPLICATION", "application_name", "dispatcher_name", "serve_co
 ENTRY_APPLICATION = "tenuto"
 # CUDA MPS admits at most 48 clients per GPU (driver r550; 60 later), so 50 slots are never too few.
 LEDGER_SLOT = 0.02
+NODE_SLOT = 0.001  # of a node's own resource, of which there is 1: 1,000 gpu-lets per node
 _EXECUTORS = ("auto", "torch", "emulated")
 
 
@@ -171,6 +172,8 @@ def _actor_options(gpulet: Gpulet, gpu: PlannedGpu, *, uses_mps: bool) -> dict[s
     """
     options: dict[str, Any] = {"num_cpus": 0}
     environment: dict[str, str] = {}
+    if gpu.address is not None:
+        options["resources"] = {f"node:{gpu.address}": NODE_SLOT}  # Ray gives every node one unit of its own resource
     if gpu.type != "cpu":
         options["num_gpus"] = LEDGER_SLOT
         if gpu.uuid is not None:

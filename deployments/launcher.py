@@ -124,13 +124,14 @@ class Launcher:
         Applications of an earlier `apply` that the new config lacks are removed.
 
         Raises:
-            EnvironmentFaultError: an application failed to start (with Serve's reason), the port is taken, or time
-                ran out.
+            EnvironmentFaultError: an application failed to start (with Serve's reason), the port is taken, the cluster
+                lacks a node of the plan, or time ran out.
         """
         from ray import serve
         from ray.serve.context import _get_global_client
         from ray.serve.schema import ServeDeploySchema
 
+        _check_nodes(config)
         http = config["http_options"]
         logging.getLogger("ray.serve").setLevel(logging.ERROR)
         if not self._applied:
@@ -232,6 +233,25 @@ def _is_serving() -> bool:
     import ray
 
     return any(actor["name"] == "SERVE_CONTROLLER_ACTOR" for actor in ray.util.list_named_actors(all_namespaces=True))
+
+
+def _check_nodes(config: Mapping[str, Any]) -> None:
+    """Raise when gpu-lets belong on nodes that the cluster does not have; Ray would wait for them without end."""
+    import ray
+
+    wanted = {
+        name.removeprefix("node:")
+        for application in config["applications"]
+        for deployment in application["deployments"]
+        for name in deployment["ray_actor_options"].get("resources", {})
+    }
+    there = {str(node["NodeManagerAddress"]) for node in ray.nodes() if node["Alive"]}
+    missing = sorted(wanted - there)
+    if missing:
+        raise EnvironmentFaultError(
+            f"the plan has gpu-lets on node {', '.join(missing)}, the cluster has {', '.join(sorted(there))}. Start "
+            "Ray there (`ray start --address`), or correct `address` in the cluster file and plan again."
+        )
 
 
 def _check_port(host: str, port: int, *, ours: bool) -> None:

@@ -16,11 +16,13 @@ __all__ = ["Cluster", "Gpu", "GpuGroup", "Node"]
 
 
 class Gpu(StrictModel):
-    """One GPU of the cluster. `uuid` is None for a logical GPU that is not bound to hardware."""
+    """One GPU of the cluster. `uuid` is None for a logical GPU that is not bound to hardware; `address` is the IP of
+    its node in the Ray cluster, where that is known."""
 
     id: str
     type: str
     uuid: str | None = None
+    address: str | None = None
     memory_mib: float
     price_per_hour: float | None = None
 
@@ -89,6 +91,7 @@ class Cluster(StrictModel):
                             memory_mib=memory,
                             price_per_hour=price,
                             uuid=group.uuids[position] if group.uuids else None,
+                            address=node.address,
                         )
                     )
                     index += 1

@@ -82,6 +82,7 @@ def _process(plan: Plan, gpulet: Gpulet) -> dict[str, Any]:
     gpu = next(gpu for gpu in plan.gpus if gpu.id == gpulet.gpu)
     return {
         "GPU": (gpu.id, gpu.type, gpu.uuid),
+        "node": gpu.address,
         "share": gpulet.share_pct,
         "memory limit": gpulet.memory_mib,
         "MPS": plan.mps,

@@ -32,11 +32,13 @@ class PolicyUsed(StrictModel):
 
 
 class PlannedGpu(StrictModel):
-    """A GPU of the plan. `uuid` None: a logical GPU, emulated on a machine without NVIDIA hardware."""
+    """A GPU of the plan. `uuid` None: a logical GPU, emulated on a machine without NVIDIA hardware. `address`: the IP
+    of its node in the Ray cluster, on which its gpu-lets run; None: any node."""
 
     id: str
     type: str
     uuid: str | None = None
+    address: str | None = None
 
 
 class Replica(StrictModel):
@@ -182,6 +184,8 @@ class Plan(StrictModel):
     def to_data(self) -> dict[str, Any]:
         """Return plain data in the key order of the file format."""
         data = self.model_dump(mode="json", by_alias=True)
+        for gpu in data["gpus"]:
+            _drop(gpu, address=None)
         for gpulet in data["gpulets"]:
             _drop(gpulet, memory_mib=None, duty_cycle_ms=None, merge=[])
             for group in gpulet.get("merge", ()):

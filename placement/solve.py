@@ -116,6 +116,8 @@ def complete(plan: Plan, policy: Policy, workload: Workload, cluster: Cluster, p
     if not expected.models:
         expected = _expected(gpulets, workload)
     prices = {gpu.type: gpu.price_per_hour for gpu in cluster.gpus}
+    addresses = {gpu.id: gpu.address for gpu in cluster.gpus}
+    gpus = tuple(gpu.model_copy(update={"address": gpu.address or addresses.get(gpu.id)}) for gpu in plan.gpus)
     costs = [prices.get(gpu.type) for gpu in plan.gpus if gpu.id in used]
     cost = None if None in costs else round(sum(c for c in costs if c is not None), 6)
     expected = expected.model_copy(update={"gpus_used": len(used), "cost_per_hour": cost})
@@ -123,6 +125,7 @@ def complete(plan: Plan, policy: Policy, workload: Workload, cluster: Cluster, p
     return plan.model_copy(
         update={
             "policy": PolicyUsed(name=getattr(policy, "name", type(policy).__name__), options=_plain_options(policy)),
+            "gpus": gpus,
             "gpulets": gpulets,
             "expected": expected,
             "unserved_reasons": reasons,

@@ -1,0 +1,94 @@
+"""A Ray of two nodes, two loopback addresses of this machine: gpu-lets run on their GPU's node, and a node dies."""
+
+import json
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tenuto.deployments.config import serve_config
+from tenuto.deployments.endpoint import get_json
+from tenuto.deployments.launcher import Launcher
+from tenuto.errors import EnvironmentFaultError
+from tenuto.placement import Plan
+
+from .test_live import pids, post, until
+
+pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::DeprecationWarning")]
+
+PORT = 8773
+HEAD, OTHER = "127.0.0.2", "127.0.0.3"
+BODY = json.dumps(
+    {"inputs": [{"name": "INPUT0", "shape": [2, 1], "datatype": "FP32", "data": [1, 2]}]}
+).encode()
+
+
+def make_plan(*, other: str = OTHER) -> Plan:
+    """A model on each node."""
+    latency = {"alpha_ms": 1.0, "beta_ms": 9.0}
+    places = (("left", HEAD), ("right", other))
+    return Plan.from_data(
+        {
+            "policy": {"name": "test"},
+            "gpus": [{"id": f"{name}/0", "type": "v100", "address": address} for name, address in places],
+            "gpulets": [
+                {"id": f"{name}/0/a", "gpu": f"{name}/0",
+                 "models": [{"name": name, "batch_size": 4, "latency": latency}]}
+                for name, _ in places
+            ],
+            "models": [{"name": name, "rate_rps": 40, "slo_ms": 500, "latency": latency} for name, _ in places],
+        }
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Any]:
+    import ray
+    from ray.cluster_utils import Cluster
+
+    os.environ["RAY_DISABLE_IMPORT_WARNING"] = "1"
+    nodes = Cluster(initialize_head=True, head_node_args={"node_ip_address": HEAD, "num_gpus": 1, "num_cpus": 2})
+    try:
+        nodes.add_node(node_ip_address=OTHER, num_gpus=1, num_cpus=2)
+        ray.init(address=nodes.address, _node_ip_address=HEAD, log_to_driver=False)
+        yield nodes
+    finally:
+        ray.shutdown()
+        nodes.shutdown()
+
+
+def addresses_by_gpulet(url: str) -> dict[str, str]:
+    import ray
+
+    nodes = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
+    return {gpulet["id"]: nodes[gpulet["node_id"]] for gpulet in get_json(f"{url}/status")["gpulets"]}
+
+
+def running(url: str) -> set[str]:
+    """The gpu-lets that are up; none where the gateway itself has to move to another node first."""
+    try:
+        return set(pids(url))
+    except EnvironmentFaultError:
+        return set()
+
+
+def test_gpulets_run_on_the_node_of_their_gpu_and_a_lost_node_takes_only_its_own_away(cluster: Any) -> None:
+    with Launcher() as launcher:
+        launcher.connect(num_gpus=2)
+        with pytest.raises(EnvironmentFaultError, match=r"on node 192\.0\.2\.7, the cluster has 127"):
+            launcher.apply(serve_config(make_plan(other="192.0.2.7"), port=PORT))
+        launcher.apply(serve_config(make_plan(), port=PORT), timeout_s=120)
+        url = launcher.base_url
+        assert addresses_by_gpulet(url) == {"left/0/a": HEAD, "right/0/a": OTHER}
+        for name in ("left", "right"):
+            assert post(f"{url}/v2/models/{name}/infer", BODY)[0] == 200
+        before = pids(url)
+        cluster.remove_node(next(node for node in cluster.worker_nodes), allow_graceful=False)
+        until(lambda: running(url) == {"left/0/a"})
+        until(lambda: post(f"{url}/v2/models/left/infer", BODY)[0] == 200)
+        assert post(f"{url}/v2/models/right/infer", BODY)[0] in (503, 504)
+        cluster.add_node(node_ip_address=OTHER, num_gpus=1, num_cpus=2)
+        until(lambda: post(f"{url}/v2/models/right/infer", BODY)[0] == 200, timeout_s=90)
+        assert addresses_by_gpulet(url)["right/0/a"] == OTHER
+        assert pids(url)["left/0/a"] == before["left/0/a"]
