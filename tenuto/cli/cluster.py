@@ -92,6 +92,12 @@ def _print(names: list[str], nodes: Mapping[str | None, tuple[GpuDevice, ...]]) 
             capability = ".".join(map(str, d.compute_capability))
             table.add_row(
                 name, d.uuid, d.type, f"{d.memory_mib} MiB", f"{d.free_memory_mib} MiB", capability, str(d.sm_count),
-                d.driver, "on" if d.is_mig else "off", d.compute_mode,
+                d.driver, _mig(d), d.compute_mode,
             )  # fmt: skip
     stdout_console().print(table)
+
+
+def _mig(device: GpuDevice) -> str:
+    if device.parent_uuid is not None:
+        return f"of {device.parent_uuid}"
+    return "on, without a device" if device.is_mig else "off"

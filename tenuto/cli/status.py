@@ -36,22 +36,24 @@ def command(url: str, as_json: bool) -> int:
 def _print(status: dict[str, Any]) -> None:
     from tenuto.deployments.advice import describe
     from tenuto.deployments.modes import describe_mode
+    from tenuto.deployments.mps_notes import describe_share, sharing_notes
 
     console = stdout_console()
     gpulets = Table("gpu-let", "state", "device", "share", "mode", "pid", "models (batch)", title="gpu-lets")
     for gpulet in status["gpulets"]:
         models = ", ".join(f"{name} ({size})" for name, size in gpulet.get("models", {}).items())
-        share = gpulet.get("share_pct")
         gpulets.add_row(
             gpulet["id"],
             "up" if gpulet["up"] else "down",
             str(gpulet.get("device", "-")),
-            "-" if share is None else f"{share:g} %",
+            describe_share(gpulet),
             describe_mode(gpulet["mode"]) if "mode" in gpulet else "-",
             str(gpulet.get("pid", "-")),
             models,
         )
     console.print(gpulets)
+    for note in sharing_notes(status["gpulets"]):
+        console.print(f"note: {note}", soft_wrap=True, markup=False)
     table = Table(
         "model",
         "ok",

@@ -133,3 +133,17 @@ def test_the_verb_writes_the_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
         main(["cluster", "-o", str(tmp_path / "c.yaml"), "--json"])
     assert ended.value.code == 0
     assert [gpu.uuid for gpu in Cluster.load(tmp_path / "c.yaml").gpus] == [V100, A100]
+
+
+def test_the_verb_shows_which_gpu_a_mig_device_is_of(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    devices = read_inventory(split_gpu(), lambda: {V100: 80})
+    monkeypatch.setattr(inventory, "read_inventory", lambda: devices)
+    monkeypatch.setenv("COLUMNS", "300")
+    with pytest.raises(SystemExit) as ended:
+        main(["cluster"])
+    assert ended.value.code == 0
+    out = capsys.readouterr().out
+    assert f"of {A100}" in out
+    assert "a100-1g.5gb" in out
