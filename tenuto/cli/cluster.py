@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
-from rich.table import Table
+from rich.table import Column, Table
 
 from tenuto.cli.common import emit_json, progress_console, stdout_console
 from tenuto.errors import EnvironmentFaultError, InvalidInputError, Problem
@@ -86,7 +86,7 @@ def _ray_nodes(address: str) -> dict[str | None, tuple[GpuDevice, ...]]:
 
 
 def _print(names: list[str], nodes: Mapping[str | None, tuple[GpuDevice, ...]]) -> None:
-    table = Table("node", "uuid", "type", "memory", "free", "CC", "SMs", "driver", "MIG", "compute mode")
+    table = Table("node", Column("uuid", no_wrap=True), "type", "memory", "free", "CC", "SMs", "driver", "MIG", "compute mode")
     for name, devices in zip(names, nodes.values(), strict=True):
         for d in devices:
             capability = ".".join(map(str, d.compute_capability))
@@ -99,5 +99,5 @@ def _print(names: list[str], nodes: Mapping[str | None, tuple[GpuDevice, ...]]) 
 
 def _mig(device: GpuDevice) -> str:
     if device.parent_uuid is not None:
-        return f"of {device.parent_uuid}"
+        return f"of {device.parent_uuid[:12]}"
     return "on, without a device" if device.is_mig else "off"
