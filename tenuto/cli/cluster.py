@@ -86,18 +86,19 @@ def _ray_nodes(address: str) -> dict[str | None, tuple[GpuDevice, ...]]:
 
 
 def _print(names: list[str], nodes: Mapping[str | None, tuple[GpuDevice, ...]]) -> None:
-    table = Table("node", Column("uuid", no_wrap=True), "type", "memory", "free", "CC", "SMs", "driver", "MIG", "compute mode")
+    uuid, kind = Column("uuid", no_wrap=True), Column("type", no_wrap=True)  # to be copied
+    table = Table("node", uuid, kind, "MiB", "free MiB", "CC", "SMs", "driver", "MIG", "compute mode")
     for name, devices in zip(names, nodes.values(), strict=True):
         for d in devices:
             capability = ".".join(map(str, d.compute_capability))
             table.add_row(
-                name, d.uuid, d.type, f"{d.memory_mib} MiB", f"{d.free_memory_mib} MiB", capability, str(d.sm_count),
-                d.driver, _mig(d), d.compute_mode,
+                name, d.uuid, d.type, str(d.memory_mib), str(d.free_memory_mib), capability, str(d.sm_count), d.driver,
+                _mig(d), d.compute_mode,
             )  # fmt: skip
     stdout_console().print(table)
 
 
 def _mig(device: GpuDevice) -> str:
     if device.parent_uuid is not None:
-        return f"of {device.parent_uuid[:12]}"
-    return "on, without a device" if device.is_mig else "off"
+        return "device"
+    return "on, empty" if device.is_mig else "off"
