@@ -10,6 +10,7 @@ import argparse
 import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -195,11 +196,22 @@ def _environment(device: GpuDevice, *, shared: bool) -> dict[str, str]:
     return {**os.environ, **own}
 
 
-def _run(command: Sequence[str], environment: Mapping[str, str]) -> int:
-    try:
-        return subprocess.run(command, env=dict(environment), check=False, timeout=STEP_LIMIT_S + 55).returncode
-    except subprocess.TimeoutExpired:
-        return 124
+def _run(command: Sequence[str], environment: Mapping[str, str], limit_s: float = STEP_LIMIT_S + 30) -> int:
+    """Run one step; past its limit it is asked to stop, as a client killed at work may take the CUDA MPS server with
+    it, and only then killed with everything it started."""
+    with subprocess.Popen(command, env=dict(environment), start_new_session=True) as step:
+        try:
+            return step.wait(limit_s)
+        except (subprocess.TimeoutExpired, KeyboardInterrupt) as stop:
+            step.send_signal(signal.SIGINT)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                step.wait(25.0)
+            if isinstance(stop, KeyboardInterrupt):
+                raise
+            return 124
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(step.pid, signal.SIGKILL)
 
 
 def _sharing(

@@ -2,9 +2,12 @@
 and a recorder in place of `tenuto profile`, whose own tests run it on a virtual GPU."""
 
 import json
+import os
 import shutil
 import subprocess
+import sys
 import tempfile
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -18,6 +21,7 @@ from tenuto.errors import EnvironmentFaultError
 from tenuto.mps import daemon as daemon_module
 from tenuto.mps import inventory
 from tenuto.mps.inventory import GpuDevice
+from tenuto.mps.processes import Processes
 from tests.mps.control_program import install
 from tests.mps.fake_probe import MEMORY_MIB, SMS
 
@@ -122,3 +126,21 @@ def test_a_server_that_stays_in_fault_is_renewed_before_the_next_step(root: Path
     assert len(commands) == 1
     assert not (pipes / "fault").exists()
     assert "no probe" in (tmp_path / "sharing.md").read_text(encoding="utf-8")
+
+
+def test_a_step_past_its_limit_is_asked_to_stop_and_leaves_nobody(tmp_path: Path) -> None:
+    script = (
+        "import pathlib, subprocess, sys, time\n"
+        "child = subprocess.Popen(['sleep', '60'])\n"
+        "pathlib.Path(sys.argv[1]).write_text(str(child.pid))\n"
+        "try:\n    time.sleep(60)\nexcept KeyboardInterrupt:\n    pathlib.Path(sys.argv[1] + '.asked').touch()\n"
+    )
+    file = tmp_path / "child"
+    assert gpu_check._run([sys.executable, "-c", script, str(file)], os.environ, 2.0) == 124
+    assert (tmp_path / "child.asked").exists()
+    child = int(file.read_text(encoding="utf-8"))
+    end = time.monotonic() + 10.0
+    while Processes().started_at(child) is not None:
+        assert time.monotonic() < end
+        time.sleep(0.05)
+    assert gpu_check._run([sys.executable, "-c", "raise SystemExit(3)"], os.environ) == 3
