@@ -27,6 +27,7 @@ __all__ = ["DeferredOptions", "DeferredScheduler"]
 
 EXPIRY_MARGIN_MS = 1e-3  # how long after the last possible start a queued request is given up
 CONTENTION_STEP = 1 / 256  # how fast the share of batches that had to wait for a gpu-let follows
+COST_STEP = 1 / 32  # how fast the mean length of a model's batches follows
 EARLY_PART = 1.0  # how much of a model's head start in rank also moves its frontrun
 
 
@@ -356,7 +357,12 @@ class DeferredScheduler(PooledScheduler):
         finish = start + run[size]
         self.decisions.append(Dispatch(gpulet, model.index, batch, start, finish))
         self._free_at[gpulet] = finish
-        self._run_ms[gpulet] = run[size]
+        run_ms = self._run_ms[gpulet] = run[size]
+        if model.cost_ms:
+            model.cost_ms += (run_ms / size - model.cost_ms) * COST_STEP
+            model.batch_ms += (run_ms - model.batch_ms) * COST_STEP
+        else:
+            model.cost_ms, model.batch_ms = run_ms / size, run_ms
         self._is_idle[gpulet] = False
         self._pending[gpulet] += 1
         if self._ahead and self._pending[gpulet] == 1:

@@ -13,7 +13,7 @@ from tenuto.batching.balance import Balance
 from tenuto.batching.gathering import GATHERING
 from tenuto.batching.interface import INF, TIME_TOLERANCE_MS, NetworkDelay, Scheduler, SchedulerOptions, Setup
 from tenuto.batching.pools import Lane, ModelQueue, Pool
-from tenuto.batching.target import ArrivalRate, Burstiness, batch_sizes, reserve_ms
+from tenuto.batching.target import ArrivalRate, Burstiness, batch_sizes, reserve_ms, wait_reserve_ms
 
 __all__ = ["DeferredOptions", "PooledScheduler"]
 
@@ -116,9 +116,9 @@ class PooledScheduler(Scheduler):
         release = self._options.release
         if release == "adaptive":
             model.target, model.release = sizes.defend, sizes.release
-            reserve = reserve_ms(
-                fastest.run, sizes.target, model.budget_ms, model.rate.rps or 0.0, self._burstiness.dispersion
-            )
+            rate = model.rate.rps or 0.0
+            reserve = reserve_ms(fastest.run, sizes.target, model.budget_ms, rate, self._burstiness.dispersion)
+            reserve = max(reserve, self._reserve_for_others(model, gpulets, sizes.target))
             model.early_ms += reserve - model.reserve_ms
             model.reserve_ms = reserve
         else:
@@ -127,6 +127,18 @@ class PooledScheduler(Scheduler):
         if self._balance is not None:
             self._balance.set_cost(model.index, fastest.run[sizes.target] / sizes.target)
         model.await_stage(model.stage)
+
+    def _reserve_for_others(self, model: ModelQueue, gpulets: int, target: int) -> float:
+        """Note the model's load and return the reserve that the load of the other models on its gpu-lets asks for."""
+        cost_ms, rate, load, load_ms = model.cost_ms, model.rate.rps or 0.0, 0.0, 0.0
+        for lane in model.lanes:
+            pool = lane.pool
+            here = rate * pool.size / max(1, gpulets) / 1000.0
+            pool.set_load(lane, here * (cost_ms or lane.run[target] / target), model.batch_ms or lane.run[target])
+            load += pool.load - lane.load
+            load_ms += pool.load_ms - lane.load_ms
+        longest = model.budget_ms - model.lanes[-1].run[1]
+        return min(longest, wait_reserve_ms(load, load_ms, gpulets)) if load > 0 else 0.0
 
     def _roll(self, model: ModelQueue, now: float) -> None:
         """Close a step of the model's arrivals and adapt what depends on their rate and burstiness."""

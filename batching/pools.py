@@ -17,15 +17,18 @@ class Lane:
 
     `run[b]` is l(b); `sent[b]` adds the data delay; `lead[b]` is how long before the head's deadline a batch of b has
     to be sent so that it could not grow any further: l(b+1) and the delay of b+1. `cap` is the largest size worth
-    waiting for.
+    waiting for. `load` is the number of gpu-lets the model keeps busy here, `load_ms` that times the length of its
+    batches; the pool holds their sums.
     """
 
-    __slots__ = ("cap", "factor", "lead", "pool", "run", "sent")
+    __slots__ = ("cap", "factor", "lead", "load", "load_ms", "pool", "run", "sent")
 
     def __init__(self, pool: Pool, factor: float) -> None:
         self.pool = pool
         self.factor = factor
         self.cap = 1
+        self.load = 0.0
+        self.load_ms = 0.0
         self.run: list[float] = []
         self.sent: list[float] = []
         self.lead: list[float] = []
@@ -44,12 +47,14 @@ class Lane:
 class Pool:
     """Gpu-lets that hold the same models at the same speeds, as heaps whose entries may be stale."""
 
-    __slots__ = ("hosts", "idle", "index", "lanes", "size", "soon", "timer", "waiting")
+    __slots__ = ("hosts", "idle", "index", "lanes", "load", "load_ms", "size", "soon", "timer", "waiting")
 
     def __init__(self, index: int, hosts: Mapping[int, Host]) -> None:
         self.index = index
         self.hosts = hosts
         self.size = 0
+        self.load = 0.0
+        self.load_ms = 0.0
         self.lanes: dict[int, Lane] = {}
         self.idle: list[int] = []  # gpu-let indices; valid while the gpu-let is marked idle and in this pool
         self.soon: list[tuple[float, int]] = []  # (free at, gpu-let) of running ones; only with a network delay
@@ -64,12 +69,20 @@ class Pool:
             heapify(waiting)
         heappush(waiting, (rank, model))
 
+    def set_load(self, lane: Lane, load: float, batch_ms: float) -> None:
+        """Take over how many gpu-lets a lane of this pool keeps busy, with batches of which length."""
+        self.load += load - lane.load
+        self.load_ms += load * batch_ms - lane.load_ms
+        lane.load, lane.load_ms = load, load * batch_ms
+
 
 class ModelQueue:
     """One model: its queue in order of deadlines, and when it has to be looked at again."""
 
     __slots__ = (
+        "batch_ms",
         "budget_ms",
+        "cost_ms",
         "deadlines",
         "dirty",
         "early_ms",
@@ -95,6 +108,8 @@ class ModelQueue:
         self.deadlines: list[float] = []  # ascending; when the batch must have ended
         self.ids: list[int] = []
         self.lanes: list[Lane] = []  # slowest first
+        self.cost_ms = 0.0  # gpu-let time of one request, as batches were lately; 0: none ran
+        self.batch_ms = 0.0  # length of its batches, the longer ones counting more
         self.stage = 0  # which lane's frontrun is awaited
         self.lead: list[float] = [INF]  # that lane's
         self.target = 1  # the size defended by giving requests up

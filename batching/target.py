@@ -8,10 +8,11 @@ from collections import deque
 
 from tenuto.batching.interface import INF, TIME_TOLERANCE_MS
 
-__all__ = ["ArrivalRate", "BatchSizes", "Burstiness", "batch_sizes", "reserve_ms", "target_batch"]
+__all__ = ["ArrivalRate", "BatchSizes", "Burstiness", "batch_sizes", "reserve_ms", "target_batch", "wait_reserve_ms"]
 
 LARGEST_RESERVE = 0.6  # of the time a batch could be held
 RESERVE_WITHOUT_GAIN = 0.5  # for a model that gains nothing by batching
+COLLISIONS = 0.002  # of batches that may meet only busy gpu-lets
 RESERVE_FOR_BURSTS = 0.35  # per tenfold index of dispersion
 
 
@@ -103,6 +104,21 @@ def reserve_ms(latency_ms: list[float], target: int, budget_ms: float, rate_rps:
     part = RESERVE_WITHOUT_GAIN * max(0.0, 1.0 - 2.0 * fixed_part) / max(1.0, gpulets)
     part += RESERVE_FOR_BURSTS * max(0.0, math.log10(max(1.0, dispersion)))
     return min(LARGEST_RESERVE, part) * max(0.0, budget_ms - batch_ms)
+
+
+def wait_reserve_ms(load: float, load_ms: float, gpulets: int) -> float:
+    """Return how long before frontrun a batch has to be due so that, but for `COLLISIONS`, a gpu-let is free in time.
+
+    Other models keep `load` of n gpu-lets busy, with batches of length L = load_ms / load. All n are busy with the
+    chance p = (load / n)^n; what is left of the one that ends first exceeds t with the chance (1 - t/L)^n. So
+    p (1 - t/L)^n = COLLISIONS gives t. With many gpu-lets it vanishes, and Symphony's rule stands; with one or two a
+    batch held until frontrun would meet another model's batch and miss its deadline however small the load is.
+    """
+    chance: float = min(1.0, load / gpulets) ** gpulets
+    if chance <= COLLISIONS:
+        return 0.0
+    free_part: float = (COLLISIONS / chance) ** (1.0 / gpulets)
+    return load_ms / load * (1.0 - free_part)
 
 
 class Burstiness:
