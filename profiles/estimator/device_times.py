@@ -1,6 +1,6 @@
 """Time of a network on a device: its kernels, the host that launches them, and the copy of its inputs.
 
-Beyond the plain roofline this knows what every GPU does. The host runs ahead of the device: a network of short kernels
+Beyond the plain roofline this knows what every GPU does, and a CPU does not. The host runs ahead of the device: a network of short kernels
 takes as long as their launches, one of long kernels as long as the kernels, and only in between do both count. Inputs
 are copied first. A small kernel fills a part of the device only. Arithmetic has a speed for each kind of kernel
 (Winograd, grouped convolutions), memory one for all. Nothing is from a data sheet; all is fitted to profiles.
@@ -25,7 +25,7 @@ __all__ = ["DeviceTimes", "fit_device_times"]
 
 Floats = NDArray[np.float64]
 
-_OVERLAPPING, _IN_TURN = 4.0, 1.0  # exponents: launches beside kernels, or before them
+_OVERLAP = 4.0  # exponent of the sum of kernels and launches: 1 would add them, infinity takes the larger
 _OUTLIER = 0.15  # errors of the logarithm beyond this count ever less
 _START_COPY, _START_RAMP, _START_KERNEL = 8e6, 3e4, 0.003  # bytes per ms, elements, ms: where the search begins
 _STIFFNESS = (0.03, 0.03, 0.03, 0.03, 0.09, 0.09)  # pull towards that start, as _KIND_STIFFNESS for the kinds' speeds
@@ -63,24 +63,19 @@ class DeviceTimes:
         return together + trace.input_bytes / self.copy_bytes_per_ms
 
 
-def fit_device_times(
-    traces: Sequence[Trace], times_ms: Sequence[float], groups: Sequence[str], *, launches_overlap: bool = True
-) -> DeviceTimes:
-    """Fit to measured networks, every model weighing the same.
+def fit_device_times(traces: Sequence[Trace], times_ms: Sequence[float], groups: Sequence[str]) -> DeviceTimes:
+    """Fit to networks measured on a GPU, every model weighing the same.
 
     Args:
         traces: of the measured points.
         times_ms: their latencies.
         groups: their models.
-        launches_overlap: the host runs ahead of the device, as with CUDA; on a CPU it does not.
     """
-    return _Problem(traces, times_ms, groups, _OVERLAPPING if launches_overlap else _IN_TURN).solve()
+    return _Problem(traces, times_ms, groups).solve()
 
 
 class _Problem:
-    def __init__(
-        self, traces: Sequence[Trace], times_ms: Sequence[float], groups: Sequence[str], overlap: float
-    ) -> None:
+    def __init__(self, traces: Sequence[Trace], times_ms: Sequence[float], groups: Sequence[str]) -> None:
         operators = [operator for trace in traces for operator in trace.operators]
         self._counts = np.array([len(trace.operators) for trace in traces], dtype=float)
         self._begins = np.concatenate([[0], np.cumsum(self._counts)[:-1]]).astype(int)
@@ -92,7 +87,6 @@ class _Problem:
         self._logs = np.log(np.asarray(times_ms, dtype=float))
         names = list(groups)
         self._weights = np.array([1.0 / math.sqrt(names.count(name)) for name in names])
-        self._overlap = overlap
         fastest = max(np.add.reduceat(self._flops, self._begins) / np.asarray(times_ms, dtype=float))
         shortest = min(np.asarray(times_ms, dtype=float) / self._counts)
         first = [fastest, fastest / 20.0, shortest / 2.0, _START_COPY, _START_RAMP, _START_KERNEL]
@@ -107,7 +101,7 @@ class _Problem:
         speeds = dict(zip(KINDS, values[6:], strict=True))
         return DeviceTimes(
             flops_per_ms=values[0], bytes_per_ms=values[1], launch_ms=values[2], copy_bytes_per_ms=values[3],
-            ramp_elements=values[4], kernel_ms=values[5], overlap=self._overlap, speeds=speeds,
+            ramp_elements=values[4], kernel_ms=values[5], overlap=_OVERLAP, speeds=speeds,
         )  # fmt: skip
 
     def _residuals(self, logs: Floats) -> Floats:
@@ -120,5 +114,5 @@ class _Problem:
         kinds = np.exp(logs[6:])
         arithmetic = self._flops / (speed * kinds[self._kinds]) * (1.0 + ramp / self._elements)
         kernels = np.add.reduceat(np.maximum(arithmetic, self._moved / bandwidth) + least, self._begins)
-        together = (kernels**self._overlap + (launch * self._counts) ** self._overlap) ** (1.0 / self._overlap)
+        together = (kernels**_OVERLAP + (launch * self._counts) ** _OVERLAP) ** (1.0 / _OVERLAP)
         return np.asarray(np.log(together + self._inputs / copy))

@@ -16,9 +16,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tenuto.errors import InvalidInputError, Problem
-from tenuto.profiles.estimator.device_times import fit_device_times
+from tenuto.profiles.estimator.device_times import DeviceTimes, fit_device_times
 from tenuto.profiles.estimator.features import concurrent_sets, features, peak_threads
-from tenuto.profiles.estimator.roofline import fit_roofline
+from tenuto.profiles.estimator.roofline import KernelTimes, fit_kernel_times, fit_roofline
 from tenuto.profiles.estimator.stacking import StackedRegression
 from tenuto.profiles.estimator.trace import Trace
 
@@ -77,7 +77,7 @@ class GkEstimator:
 
         Args:
             samples: of at least two models.
-            launches_overlap: see `fit_device_times`; False on a CPU.
+            launches_overlap: the host runs ahead of the device, as with CUDA; False on a CPU.
 
         Raises:
             InvalidInputError: fewer than two models; nothing could be told from one.
@@ -90,7 +90,10 @@ class GkEstimator:
             )
         measured = [s.trace for s in samples], [s.latency_ms for s in samples], [s.model for s in samples]
         self.roofline = fit_roofline(*measured)
-        self.kernels = fit_device_times(*measured, launches_overlap=launches_overlap)
+        # A CPU runs one operator after the other and copies nothing; a GPU is launched ahead of.
+        self.kernels: DeviceTimes | KernelTimes = (
+            fit_device_times(*measured) if launches_overlap else fit_kernel_times(self.roofline, *measured)
+        )
         rows = np.array([features(sample.trace, self.kernels) for sample in samples])
         self._time = self._learn(samples, rows, lambda s: s.latency_ms, self.kernels.time_ms, math.log, math.exp)
         self._memory = self._creq = None

@@ -2,20 +2,22 @@
 
 After USHER (OSDI 2024, section 4.1): features of a kernel are the batch's work and sizes; stacked regression learns
 what the roofline of its kind misses. One estimator is of one GPU type. A network's time is the sum of its kernels'
-times, plus what a network costs beyond its kernels, which is fitted as one factor.
+times, plus what a network costs beyond its kernels, which is fitted as one factor. Where the occupancy of kernels was
+recorded (on a GPU), a network's compute requirement is the largest sum over kernels that start together.
 """
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tenuto.errors import InvalidInputError, Problem
+from tenuto.profiles.estimator.features import concurrent_sets
 from tenuto.profiles.estimator.operator_times import TimedRun
 from tenuto.profiles.estimator.roofline import KINDS, fit_kernel_times, fit_roofline
 from tenuto.profiles.estimator.stacking import StackedRegression
@@ -54,6 +56,21 @@ class KernelEstimator:
         self._beyond = 1.0
         factors = [run.latency_ms / self._sum_ms([o.operator() for o in run.operators]) for run in runs]
         self._beyond = statistics.median(factors)
+        self._occupancy = _learn_occupancy(runs, self._features)
+
+    def creq_pct(self, trace: Trace) -> float | None:
+        """Return the compute requirement in percent of the GPU; None where no occupancy of two models was recorded.
+
+        It is the largest sum of occupancies over kernels that start within tau of each other (USHER, section 4.1).
+        """
+        if self._occupancy is None:
+            return None
+        occupancy = self._occupancy
+        sets = concurrent_sets(trace, self._once(trace.operators))
+        return min(100.0, max((math.fsum(occupancy.pct(o) for o in one) for one in sets), default=0.0))
+
+    def _once(self, operators: Sequence[Operator]) -> _Known:
+        return _Known(dict(zip(map(id, operators), self.operators_ms(operators), strict=True)))
 
     def _features(self, operator: Operator) -> NDArray[np.float64]:
         sizes = (operator.flops, operator.read_bytes, operator.written_bytes, operator.weight_bytes)
@@ -79,6 +96,56 @@ class KernelEstimator:
     def time_ms(self, trace: Trace) -> float:
         """Return the time of one batch of a network in ms."""
         return self._beyond * self._sum_ms(trace.operators)
+
+
+@dataclass(frozen=True)
+class _Known:
+    """Times of operators learnt at once, which is much quicker than one by one."""
+
+    by_identity: Mapping[int, float]
+
+    def operator_ms(self, operator: Operator) -> float:
+        return self.by_identity[id(operator)]
+
+
+@dataclass(frozen=True)
+class _Occupancy:
+    """A kernel fills the GPU by what it writes in parallel, 100 E / (E + E0), and by what regression adds to it."""
+
+    half: float
+    features: Callable[[Operator], NDArray[np.float64]]
+    regression: StackedRegression
+
+    def base(self, operator: Operator) -> float:
+        elements = max(1.0, operator.written_bytes / 4.0)
+        return _logit(100.0 * elements / (elements + self.half))
+
+    def pct(self, operator: Operator) -> float:
+        added = float(self.regression.predict(self.features(operator)[None, :])[0])
+        return 100.0 / (1.0 + math.exp(-(self.base(operator) + added)))
+
+
+def _learn_occupancy(
+    runs: Sequence[TimedRun], features: Callable[[Operator], NDArray[np.float64]]
+) -> _Occupancy | None:
+    known = [
+        (run.model, timed.operator(), timed.occupancy_pct)
+        for run in runs for timed in run.operators if timed.occupancy_pct
+    ]
+    if len({name for name, _, _ in known}) < 2:
+        return None
+    known = known[:: max(1, math.ceil(len(known) / (_PER_MODEL * len({name for name, _, _ in known}))))]
+    halves = [max(1.0, o.written_bytes / 4.0) * (100.0 - min(pct, 99.5)) / pct for _, o, pct in known]
+    start = _Occupancy(statistics.median(halves), features, StackedRegression())
+    rows = np.array([features(operator) for _, operator, _ in known])
+    residuals = np.array([_logit(pct) - start.base(operator) for _, operator, pct in known])
+    start.regression.fit(rows, residuals, [name for name, _, _ in known])
+    return start
+
+
+def _logit(percent: float) -> float:
+    clipped = min(max(percent, 0.5), 99.5)
+    return math.log(clipped / (100.0 - clipped))
 
 
 def _alone(operator: Operator) -> Trace:

@@ -6,6 +6,7 @@ A timed operator has the same fields as a traced one, so that no names of two to
 from __future__ import annotations
 
 import statistics
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -16,6 +17,8 @@ from pydantic import Field
 from tenuto.errors import InvalidInputError
 from tenuto.profiles.documents import StrictModel, dump_yaml, load_document, parse_document
 from tenuto.profiles.estimator.trace import Operator, operator_recorder
+from tenuto.profiles.kernels.by_operator import RANGE_NAME, load_operator_occupancies
+from tenuto.profiles.kernels.recording import write_trace
 
 __all__ = ["OperatorFile", "TimedOperator", "TimedRun", "time_operators"]
 
@@ -24,7 +27,10 @@ _REPEATS = 5
 
 
 class TimedOperator(StrictModel):
-    """One operator with its work in FLOPs and bytes, and the median of its times in ms."""
+    """One operator with its work in FLOPs and bytes, the median of its times in ms, and on a GPU its occupancy.
+
+    `occupancy_pct` is the largest of its kernels, estimated from their launch configurations; None where not recorded.
+    """
 
     name: str
     kind: str
@@ -33,6 +39,7 @@ class TimedOperator(StrictModel):
     written_bytes: Annotated[float, Field(ge=0)]
     weight_bytes: Annotated[float, Field(ge=0)]
     time_ms: Annotated[float, Field(ge=0)]
+    occupancy_pct: Annotated[float, Field(ge=0, le=100)] | None = None
 
     def operator(self) -> Operator:
         """Return it as the trace's operator, without its inputs."""
@@ -116,6 +123,46 @@ class _EventTimer:
         return [float(began.elapsed_time(ended)) for began, ended in self._pairs]
 
 
+class _RangeTimer:
+    """Marks a range of the profiler around every operator, and remembers which of them launched something."""
+
+    def __init__(self) -> None:
+        self.recorded: list[bool] = []
+        self._range: Any = None
+
+    def begin(self) -> None:
+        from torch.profiler import record_function
+
+        self._range = record_function(RANGE_NAME)
+        self._range.__enter__()
+
+    def end(self, *, recorded: bool) -> None:
+        self._range.__exit__(None, None, None)
+        self.recorded.append(recorded)
+
+
+def _occupancies(module: Any, inputs: Sequence[Any], weights: Mapping[int, int]) -> list[float | None]:
+    """Return the occupancy of each operator of one run; empty where CUPTI does not record."""
+    import torch
+
+    timer = _RangeTimer()
+
+    def run() -> None:
+        with torch.no_grad(), operator_recorder(weights, timer):
+            module(*inputs)
+
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "trace.json"
+            write_trace(run, path)
+            found = load_operator_occupancies(path)
+    except InvalidInputError:
+        return []
+    if len(found) != len(timer.recorded):
+        return []
+    return [one for one, recorded in zip(found, timer.recorded, strict=True) if recorded]
+
+
 def _event() -> Any:
     import torch
 
@@ -177,6 +224,11 @@ def time_operators(
                 operators = recorder.operators
         if len({len(row) for row in rows}) != 1:
             raise InvalidInputError(f"'{source}' runs other operators each time. It cannot be learnt from.")
+        occupancies: list[float | None] = []
+        if device == "cuda":
+            occupancies = _occupancies(module, inputs, weights)
+        if len(occupancies) != len(operators):
+            occupancies = [None] * len(operators)
         medians = [statistics.median(times) for times in zip(*rows, strict=True)]
         runs.append(TimedRun(
             model=name or source, batch_size=size, latency_ms=statistics.median(whole),
@@ -184,8 +236,9 @@ def time_operators(
                 TimedOperator(
                     name=o.name, kind=o.kind, flops=o.flops, read_bytes=o.read_bytes, written_bytes=o.written_bytes,
                     weight_bytes=o.weight_bytes, time_ms=round(ms, 6),
+                    occupancy_pct=None if occupancy is None else round(occupancy, 3),
                 )
-                for o, ms in zip(operators, medians, strict=True)
+                for o, ms, occupancy in zip(operators, medians, occupancies, strict=True)
             ),
         ))  # fmt: skip
     return runs

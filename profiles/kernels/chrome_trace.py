@@ -100,6 +100,7 @@ def _kernel(event: Mapping[str, Any], arguments: Mapping[str, Any], path: str) -
             name=str(event["name"]), grid=grid, block=block, start_us=float(event["ts"]),
             duration_us=float(event["dur"]), registers_per_thread=_whole(arguments.get("registers per thread")),
             shared_memory_bytes=_whole(arguments.get("shared memory")), stream=_whole(arguments.get("stream")),
+            correlation=_whole(arguments.get("correlation")),
         )
     except (KeyError, TypeError, ValueError) as error:
         raise InvalidInputError(

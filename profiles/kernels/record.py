@@ -30,6 +30,7 @@ class Kernel:
     achieved_occupancy_pct: float | None = None
     l2_util_pct: float | None = None
     dram_util_pct: float | None = None
+    correlation: int | None = None  # CUPTI's number of the launch
 
     @property
     def blocks(self) -> int:

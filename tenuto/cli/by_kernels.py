@@ -20,10 +20,14 @@ __all__ = ["ByKernels", "estimate_by_kernels", "write_operator_times"]
 
 @dataclass(frozen=True)
 class ByKernels:
-    """Times learnt from single kernels, in ms by batch size, and the errors on models left out."""
+    """Times learnt from single kernels, in ms by batch size, and the errors on models left out.
+
+    `creq_pct` is by batch size; empty where kernels' occupancy was not recorded, as on a CPU.
+    """
 
     models: tuple[str, ...]
     latency_ms: dict[int, float]
+    creq_pct: dict[int, float]
     estimate_ms: float
     report: KernelErrorReport | None
 
@@ -31,6 +35,7 @@ class ByKernels:
         """Return plain data for --json."""
         return {
             "learnt_from": list(self.models), "latency_ms": {str(b): ms for b, ms in self.latency_ms.items()},
+            "creq_pct": {str(b): round(pct, 3) for b, pct in self.creq_pct.items()},
             "estimate_ms": round(self.estimate_ms, 3),
             "leave_one_model_out": vars(self.report) if self.report else None,
         }  # fmt: skip
@@ -39,6 +44,8 @@ class ByKernels:
         """Return the lines to print, the published claim beside ours."""
         times = ", ".join(f"batch {batch}: {ms:.2f} ms" for batch, ms in self.latency_ms.items())
         made = [f"From single kernels of {len(self.models)} other models, {self.estimate_ms:.1f} ms each: {times}"]
+        if self.creq_pct:
+            made.append("  Creq " + ", ".join(f"batch {batch}: {pct:.0f} %" for batch, pct in self.creq_pct.items()))
         if self.report is not None:
             r = self.report
             made.append(
@@ -64,8 +71,9 @@ def estimate_by_kernels(path: str, gpu_type: str, row: str, traces: Sequence[Tra
     began = time.perf_counter()
     latency_ms = {trace.batch_size: estimator.time_ms(trace) for trace in traces}
     took_ms = (time.perf_counter() - began) * 1000.0 / len(traces)
+    creq = {t.batch_size: pct for t in traces if (pct := estimator.creq_pct(t)) is not None}
     report = leave_one_model_out_kernels(data.runs) if errors else None
-    return ByKernels(estimator.models, latency_ms, took_ms, report)
+    return ByKernels(estimator.models, latency_ms, creq, took_ms, report)
 
 
 def write_operator_times(path: Path, requests: Sequence[MeasureRequest], profile: Profile) -> None:

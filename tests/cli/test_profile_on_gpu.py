@@ -171,6 +171,16 @@ def test_operators_are_timed_by_events() -> None:
         (run,) = time_operators(OWN, (4,), {"width": 4096}, device="cuda")
     assert [operator.name for operator in run.operators] == ["mul", "sum"]
     assert run.operators[0].time_ms > run.operators[1].time_ms > 0
+    wide, narrow = (operator.occupancy_pct for operator in run.operators)
+    assert wide == pytest.approx(100 * (4 * 4096 / 256) / SMS * 8 / 64)  # 64 blocks of 8 warps on 80 SMs of 64 warps
+    assert narrow == pytest.approx(100 * 1 / SMS * 8 / 64, abs=1e-3)
+
+
+def test_without_cupti_operators_have_times_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FAKE_GPU_NO_CUPTI", "1")
+    with VirtualGpu().installed():
+        (run,) = time_operators(OWN, (4,), {"width": 4096}, device="cuda")
+    assert [operator.occupancy_pct for operator in run.operators] == [None, None]
 
 
 def test_the_gpu_refuses_what_cuda_refuses() -> None:

@@ -1,3 +1,4 @@
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -7,7 +8,7 @@ from tenuto.profiles.estimator.features import concurrent_sets
 from tenuto.profiles.estimator.kernel_training import KernelEstimator, leave_one_model_out_kernels
 from tenuto.profiles.estimator.operator_times import OperatorFile, TimedOperator, TimedRun, time_operators
 from tenuto.profiles.estimator.roofline import KernelTimes
-from tenuto.profiles.estimator.trace import trace_model
+from tenuto.profiles.estimator.trace import Trace, trace_model
 from tests.profiles.test_estimator import networks
 from tests.profiles.test_models import SMALL
 
@@ -46,6 +47,29 @@ def test_learnt_times_say_which_kernels_start_together() -> None:
     estimator = KernelEstimator(made_runs(4))
     trace = networks(4)[0][1]
     assert sum(len(group) for group in concurrent_sets(trace, estimator)) == len(trace.operators)
+
+
+def test_the_compute_requirement_is_learnt_from_the_occupancy_of_kernels() -> None:
+    def filled(run: TimedRun) -> TimedRun:
+        occupied = tuple(
+            o.model_copy(update={"occupancy_pct": 100 * o.written_bytes / (o.written_bytes + 4e5)})
+            for o in run.operators
+        )
+        return run.model_copy(update={"operators": occupied})
+
+    runs = [filled(run) for run in made_runs(6)]
+    name, trace = networks(6)[-1]
+    estimator = KernelEstimator([run for run in runs if run.model != name])
+    creq_pct = estimator.creq_pct(trace)
+    assert creq_pct is not None
+    largest = max(o.written_bytes for o in trace.operators)
+    assert creq_pct == pytest.approx(100 * largest / (largest + 4e5), abs=5)  # a chain: one kernel at a time
+    together = Trace(1, (*trace.operators, replace(trace.operators[0], inputs=())), 0.0, 0.0, 0.0)
+    first = 100 * trace.operators[0].written_bytes / (trace.operators[0].written_bytes + 4e5)
+    both = estimator.creq_pct(together)
+    assert both is not None
+    assert both >= min(99.0, 1.8 * first)  # two kernels that start at once
+    assert KernelEstimator(made_runs(3)).creq_pct(trace) is None
 
 
 def test_operators_are_timed_as_they_are_traced() -> None:

@@ -100,6 +100,7 @@ class VirtualGpu(TorchDispatchMode):
         self.current = self.default = Stream(self)
         self.streams = [self.default]
         self.recorded: list[dict[str, Any]] | None = None
+        self.ranges: list[dict[str, Any]] = []
         self.launches = 0
         self._stored: dict[int, tuple[Any, int]] = {}
         self._pinned: dict[int, Any] = {}
@@ -217,10 +218,24 @@ class VirtualGpu(TorchDispatchMode):
         if wait:
             self.current.synchronize()
 
+    @contextlib.contextmanager
+    def record_function(self, name: str) -> Iterator[None]:
+        """Mark a range on the host, as torch.profiler.record_function does."""
+        began, self.host_s = self.host_s, self.host_s + 1e-6
+        try:
+            yield
+        finally:
+            self.host_s += 1e-6
+            self.ranges.append({"ph": "X", "cat": "user_annotation", "name": name, "pid": 1, "tid": 1,
+                                "ts": began * 1e6, "dur": (self.host_s - began) * 1e6, "args": {}})  # fmt: skip
+
     def _note(self, category: str, name: str, seconds: float, arguments: dict[str, Any]) -> None:
+        launched_us = self.host_s * 1e6
         starts = self.current.put(seconds)
         self.launches += 1
         if self.recorded is not None:
+            self.ranges.append({"ph": "X", "cat": "cuda_runtime", "name": "cudaLaunchKernel", "pid": 1, "tid": 1,
+                                "ts": launched_us, "dur": 3.0, "args": {"correlation": self.launches}})  # fmt: skip
             place = {"device": 0, "context": 1, "stream": self.current.number, "correlation": self.launches}
             self.recorded.append({
                 "ph": "X", "cat": category, "name": name, "pid": 0, "tid": self.current.number, "ts": starts * 1e6,
@@ -287,6 +302,7 @@ class VirtualGpu(TorchDispatchMode):
             stack.enter_context(mock.patch.object(torch.Tensor, "cpu", lambda t: self._moved(t, {"device": "cpu"})))
             stack.enter_context(mock.patch.object(torch.version, "cuda", "12.8"))
             stack.enter_context(mock.patch("torch.profiler.profile", lambda activities: Recording(self, activities)))
+            stack.enter_context(mock.patch("torch.profiler.record_function", self.record_function))
             before = sys.modules.get("pynvml")  # not mock.patch.dict: it would forget what is imported meanwhile
             stack.callback(_put_module, "pynvml", before)
             _put_module("pynvml", fake_nvml(lambda: self.launches))
@@ -303,7 +319,7 @@ class Recording:
         self.events: list[dict[str, Any]] = []
 
     def __enter__(self) -> Recording:
-        self.gpu.recorded = []
+        self.gpu.recorded, self.gpu.ranges = [], []
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -313,14 +329,9 @@ class Recording:
     def export_chrome_trace(self, path: str) -> None:
         device = {"id": 0, "name": NAME, "computeMajor": CAPABILITY[0], "computeMinor": CAPABILITY[1],
                   "numSms": self.gpu.sms, "totalGlobalMem": self.gpu.memory_bytes}  # fmt: skip
-        runtime = [
-            {"ph": "X", "cat": "cuda_runtime", "name": "cudaLaunchKernel", "pid": 1, "tid": 1, "ts": event["ts"] - 4,
-             "dur": 3.0, "args": {"correlation": event["args"]["correlation"]}}
-            for event in self.events
-        ]  # fmt: skip
         metadata = {"ph": "M", "name": "process_name", "pid": 0, "args": {"name": "python"}}
         data = {"schemaVersion": 1, "deviceProperties": [device] if self.cupti else [],
-                "traceEvents": [metadata, *runtime, *self.events] if self.cupti else [metadata]}  # fmt: skip
+                "traceEvents": [metadata, *self.gpu.ranges, *self.events] if self.cupti else [metadata]}  # fmt: skip
         Path(path).write_text(json.dumps(data))
 
 
