@@ -1,10 +1,11 @@
 """Gpu-lets that believe to run on GPUs under CUDA MPS: emulated execution, a control program that is a script, and a
 CUDA that attaches to it. Everything else, from Serve to locks and processes, is real."""
 
+import contextlib
 import math
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,14 @@ class Journaled(SharedGpu):
         time.sleep(0.3)  # the models' load: long enough for another to come between
         journal(self._id, "ends")
         super().prove()
+
+    @contextlib.contextmanager
+    def turn(self) -> Iterator[None]:
+        with super().turn():
+            journal(self._id, "begins")
+            time.sleep(0.3)
+            yield
+            journal(self._id, "ends")
 
 
 class OnFakeGpu(GpuletReplica):

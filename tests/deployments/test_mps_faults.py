@@ -4,7 +4,6 @@ import os
 import shutil
 import tempfile
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -26,21 +25,27 @@ PORT = 8771
 HIT, SPARED = ("n0/0/a", "n0/0/b"), ("n0/1/a", "n0/1/b")
 
 
-def plan(batch_size: int = 4) -> Plan:
-    """Two gpu-lets on each of two GPUs."""
-    replica = {"name": "synthetic", "batch_size": batch_size, "latency": {"alpha_ms": 1.0, "beta_ms": 9.0},
+def plan(*, changed: bool = False) -> Plan:
+    """Two gpu-lets on each of two GPUs; `changed`: the first has one model more, its neighbour another share."""
+    replica = {"name": "synthetic", "batch_size": 4, "latency": {"alpha_ms": 1.0, "beta_ms": 9.0},
                "latency_ms": 13.0}  # fmt: skip
     return Plan.from_data(
         {
             "policy": {"name": "test"},
             "gpus": [{"id": f"n0/{index}", "type": "v100", "uuid": uuid} for index, uuid in enumerate(GPUS)],
             "gpulets": [
-                {"id": gpulet, "gpu": gpulet[:4], "share_pct": 50.0, "memory_mib": 1000.0, "models": [replica]}
+                {
+                    "id": gpulet, "gpu": gpulet[:4], "memory_mib": 1000.0,
+                    "share_pct": 40.0 if changed and gpulet == "n0/0/b" else 50.0,
+                    "models": [replica, {**replica, "name": "more"}] if changed and gpulet == "n0/0/a" else [replica],
+                }
                 for gpulet in (*HIT, *SPARED)
             ],
             "models": [
-                {"name": "synthetic", "rate_rps": 100, "slo_ms": 500, "latency": {"alpha_ms": 1.0, "beta_ms": 9.0}}
+                {"name": name, "rate_rps": 100, "slo_ms": 500, "latency": {"alpha_ms": 1.0, "beta_ms": 9.0}}
+                for name in ("synthetic", "more")
             ],
+            "unserved": [] if changed else ["more"],
         }
     )  # fmt: skip
 
@@ -117,17 +122,15 @@ def test_a_fault_restarts_its_gpu_in_turn_and_no_other(launcher: Launcher, root:
     before = pids(url)
     assert set(before) == {*HIT, *SPARED}
     described = {gpulet["id"]: gpulet for gpulet in get_json(f"{url}/status")["gpulets"]}
-    print(described["n0/0/a"])
+    assert all(gpulet["cuda_mps"]["proof"] == "pid" for gpulet in described.values())
     for gpulets in (HIT, SPARED):
         assert in_turn(turns(root, gpulets))
 
     outcomes, end_load = start_load(url)
     try:
         until(lambda: len(outcomes) > 20)
-        began = time.monotonic()
         fail(pipes(root, 0))
         until(lambda: all(pids(url).get(gpulet, before[gpulet]) != before[gpulet] for gpulet in HIT), 120)
-        print("recovered after", time.monotonic() - began)
         served = len(outcomes)
         until(lambda: len(outcomes) > served + 20)
     finally:
@@ -138,9 +141,21 @@ def test_a_fault_restarts_its_gpu_in_turn_and_no_other(launcher: Launcher, root:
     assert {gpulet for status, gpulet in outcomes if status == 200} >= set(SPARED)
     assert sum(status == 200 for status, _ in outcomes) > 0.9 * len(outcomes)
     events = turns(root, HIT)
-    print(read_journal(root))
     assert in_turn(events)
     assert len(events) == 8
+
+
+def test_a_running_gpulet_loads_more_only_while_no_neighbour_starts(launcher: Launcher, root: Path) -> None:
+    url = launcher.base_url
+    before, known = pids(url), len(turns(root, HIT))
+    launcher.apply(config(plan(changed=True)), timeout_s=120)
+    until(lambda: pids(url).get("n0/0/b", before["n0/0/b"]) != before["n0/0/b"])
+    until(lambda: len(turns(root, HIT)) == known + 4)
+    events = turns(root, HIT)[known:]
+    assert {gpulet for gpulet, _ in events} == set(HIT)
+    assert in_turn(events)
+    after = pids(url)
+    assert {g: pid for g, pid in after.items() if g != "n0/0/b"} == {g: p for g, p in before.items() if g != "n0/0/b"}
 
 
 def test_repeated_faults_end_in_a_clear_failure_and_the_other_gpu_goes_on(launcher: Launcher, root: Path) -> None:
@@ -159,6 +174,5 @@ def test_repeated_faults_end_in_a_clear_failure_and_the_other_gpu_goes_on(launch
         )
 
     until(lambda: "has faulted 3 times within 10 min" in reasons(), 120)
-    print(reasons())
     assert {g: pid for g, pid in pids(url).items() if g in SPARED} == {g: before[g] for g in SPARED}
     assert infer(url)[0] == 200
