@@ -1,9 +1,10 @@
 """Time of a network on a device: its kernels, the host that launches them, and the copy of its inputs.
 
-Beyond the plain roofline this knows what every GPU does, and a CPU does not. The host runs ahead of the device: a network of short kernels
-takes as long as their launches, one of long kernels as long as the kernels, and only in between do both count. Inputs
-are copied first. A small kernel fills a part of the device only. Arithmetic has a speed for each kind of kernel
-(Winograd, grouped convolutions), memory one for all. Nothing is from a data sheet; all is fitted to profiles.
+Beyond the plain roofline this knows what every GPU does, and a CPU does not. The host runs ahead of the device: a
+network of short kernels takes as long as their launches, one of long kernels as long as the kernels, and only in
+between do both count. Inputs are copied first. A small kernel fills a part of the device only. Arithmetic has a speed
+for each kind of kernel (Winograd, grouped convolutions), memory one for all. Nothing is from a data sheet; all is
+fitted to profiles.
 
 The fit is robust: a network that some library runs ten times slower than its work explains (XLNet's einsums on a V100)
 says nothing about the others and must not bend the constants they share.

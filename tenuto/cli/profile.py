@@ -253,13 +253,14 @@ def _print(profile: Profile) -> None:
         console.print(f"[bold]{profile.gpu_type}[/bold]: {escape(measured.hardware)}, {measured.date}")
     table = Table(box=None, header_style="bold")
     table.add_column("model")
-    for heading in ("share", "batch", "latency ms", "± ms", "requests/s", "memory MiB"):
+    for heading in ("share", "batch", "latency ms", "± ms", "repeat %", "requests/s", "memory MiB"):
         table.add_column(heading, justify="right")
     for name, model in profile.models.items():
         for index, point in enumerate(model.points):
             table.add_row(
                 name if index == 0 else "", f"{point.share_pct:g} %", str(point.batch_size), f"{point.latency_ms:.2f}",
                 "-" if point.latency_spread_ms is None else f"{point.latency_spread_ms:.2f}",
+                f"{point.metrics['repeat_pct']:.1f}" if "repeat_pct" in point.metrics else "-",
                 f"{1000 * point.batch_size / point.latency_ms:.1f}",
                 "-" if point.memory_mib is None else f"{point.memory_mib:.0f}",
             )

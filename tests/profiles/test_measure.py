@@ -25,7 +25,7 @@ from tenuto.profiles.measure import (
 )
 from tenuto.profiles.memory import ResidentMemory
 from tenuto.profiles.models import build
-from tenuto.profiles.timing import Timing, fit_line, measure_until_stable, quantile
+from tenuto.profiles.timing import Timing, fit_line, measure_repeatedly, measure_until_stable, quantile
 from tenuto.profiles.torch_runner import RunOptions
 from tenuto.profiles.worker import main, measure_points, random_inputs
 from tests.profiles.test_models import SMALL, one_thread  # noqa: F401
@@ -72,6 +72,20 @@ def test_the_budget_ends_it_but_three_runs_are_made() -> None:
     forever = Clock(0.001, 0.002)
     forever.durations = [0.001, 0.01] * 1000
     assert measure_until_stable(forever.run, forever, budget_s=1e9).runs == 500
+
+
+def test_rounds_are_repeated_while_their_medians_disagree_and_time_is_left() -> None:
+    settled = Clock(*[0.002] * 10, 0.001)
+    timing, repeat_pct = measure_repeatedly(settled.run, settled, budget_s=1)
+    assert settled.runs == 30  # a slow round, a quick one, and another that agrees with it
+    assert (timing.median_ms, timing.runs) == (pytest.approx(1.0), 20)
+    assert repeat_pct == pytest.approx(0.0, abs=1e-9)
+    steady = Clock(0.001)
+    assert measure_repeatedly(steady.run, steady, budget_s=1)[0].runs == 20
+    late = Clock(*[0.2] * 3, 0.1)
+    timing, repeat_pct = measure_repeatedly(late.run, late, budget_s=1)
+    assert repeat_pct == pytest.approx(100.0)  # no time is left: the disagreement is reported
+    assert timing.runs == 8
 
 
 def test_one_outlier_does_not_move_the_median() -> None:
