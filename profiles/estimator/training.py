@@ -13,7 +13,7 @@ from tenuto.profiles.estimator.trace import Trace, trace_model
 from tenuto.profiles.estimator.zoo import SYMPHONY_NETWORKS
 from tenuto.profiles.profile import ModelProfile, Profile
 
-__all__ = ["TraceAtBatch", "collect_samples", "conditions", "source_of", "tracer"]
+__all__ = ["TraceAtBatch", "collect_samples", "conditions", "is_same_network", "source_of", "tracer"]
 
 TraceAtBatch = Callable[[int], Trace]
 
@@ -41,6 +41,12 @@ def source_of(profile: Profile, row: str) -> tuple[str, Mapping[str, Any]] | Non
     if source.rpartition("/")[2] in CATALOGUE or is_factory(source) or os.path.isdir(source):
         return source, options
     return None
+
+
+def is_same_network(one: str, other: str) -> bool:
+    """Whether two rows name one network in the spellings of different zoos: `ResNet50` and `resnet50`."""
+    first, second = ("".join(c for c in name.lower() if c.isalnum()) for name in (one, other))
+    return first == second
 
 
 def conditions(profiles: list[Profile], row: str) -> Mapping[str, Any]:

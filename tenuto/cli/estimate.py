@@ -47,7 +47,7 @@ def command(
     Example: tenuto estimate resnet50 --gpu v100 --batch-sizes 4,8,16
     """
     from tenuto.profiles.estimator.estimator import GkEstimator, leave_one_model_out
-    from tenuto.profiles.estimator.training import collect_samples, conditions, tracer
+    from tenuto.profiles.estimator.training import collect_samples, conditions, is_same_network, tracer
     from tenuto.profiles.measure import row_name
 
     sizes = _sizes(batch_sizes)
@@ -62,7 +62,7 @@ def command(
     with progress_console().status("tracing") as status:
         at_batch = tracer(model, given or conditions(profiles, row))
         samples = collect_samples(profiles, on_model=lambda name: status.update(f"tracing {name}"))
-        others = [sample for sample in samples if sample.model != row]
+        others = [sample for sample in samples if not is_same_network(sample.model, row)]
         status.update("learning")
         on_gpu = gpu_type != "cpu"
         estimator = GkEstimator(others, launches_overlap=on_gpu)
@@ -72,7 +72,7 @@ def command(
         if errors:
             status.update("leaving models out one by one")
         report = leave_one_model_out(samples, launches_overlap=on_gpu) if errors else None
-    measured = {s.trace.batch_size: s for s in samples if s.model == row}
+    measured = {s.trace.batch_size: s for s in samples if is_same_network(s.model, row)}
     by_kernel = None
     if operator_file:
         by_kernel = estimate_by_kernels(operator_file, gpu_type, row, [at_batch(size) for size in sizes], errors)

@@ -12,7 +12,7 @@ from tenuto.profiles.estimator.features import FEATURE_NAMES, concurrent_sets, f
 from tenuto.profiles.estimator.roofline import KernelTimes, fit_kernel_times, fit_roofline
 from tenuto.profiles.estimator.stacking import StackedRegression
 from tenuto.profiles.estimator.trace import Operator, Trace, trace_model
-from tenuto.profiles.estimator.training import collect_samples, source_of, tracer
+from tenuto.profiles.estimator.training import collect_samples, is_same_network, source_of, tracer
 from tenuto.profiles.shipped import load_shipped
 from tests.profiles.test_models import SMALL
 
@@ -222,6 +222,8 @@ def test_rows_of_symphony_are_traced_as_torchvision_knows_them_and_learnt_from_t
     found = collect_samples([few])
     assert [(s.model, s.trace.batch_size) for s in found] == [("MobileNetV3Small", b) for b in (1, 8, 32)]
     assert found[1].latency_ms == zoo.models["MobileNetV3Small"].latency_ms(8)
+    assert is_same_network("MobileNetV3Small", "mobilenet_v3_small")
+    assert not is_same_network("ResNet50", "ResNet101")
     assert found[0].trace.weight_bytes == pytest.approx(2.54e6 * 4, rel=0.02)  # torchvision counts 2.54 M parameters
 
 
