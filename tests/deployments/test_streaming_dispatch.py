@@ -203,10 +203,11 @@ def test_the_simulator_expects_what_is_served(streaming: bool) -> None:
     assert result.goodput_rps * 5.0 == pytest.approx(served.ok, rel=0.05)
 
 
-def test_copies_that_leave_nothing_to_execute_are_refused() -> None:
+@pytest.mark.parametrize("options", [{"copy_in_ms": 3.0}, {"copy_out_ms": -5.0}])
+def test_copies_that_cannot_be_are_refused(options: dict[str, float]) -> None:
     data = make_plan(streaming=True, rate_rps=100.0).to_data()
-    data["gpulets"][0]["models"][0]["copy_in_ms"] = 3.0
-    with pytest.raises(InvalidInputError, match=r"copies of a request.*Give smaller"):
+    data["models"][0]["options"] = options
+    with pytest.raises(InvalidInputError, match=r"copies of a request.*Correct `copy_in_ms`"):
         from_plan(Plan.from_data(data))
 
 
