@@ -62,7 +62,7 @@ def from_plan(plan: Plan, network: NetworkDelay = NO_DELAY, *, check_slos: bool 
                 hidden_ms = hidden_copies_ms(plan, replica)
                 executed = tuple(latency_ms - hidden_ms * size for size, latency_ms in enumerate(steps))
                 if hidden_ms < 0.0 or (hidden_ms and min(executed[1:], default=1.0) <= 0.0):
-                    rule = "copies of a request (ms) must be at least 0 and leave some of every batch's latency to execute"
+                    rule = "copies of a request (ms) must be at least 0 and leave some of every batch's time to execute"
                     problems.append(Problem(where, hidden_ms, rule, "Correct `copy_in_ms` and `copy_out_ms`."))
                     continue
                 hosts[index[replica.name]] = Host(executed, replica.slowdown)
