@@ -43,5 +43,5 @@ def torchvision_network(*, name: str, image_size: int) -> LoadedModel:
     from tenuto.profiles.torchvision_import import import_torchvision
 
     extra = {"init_weights": False} if name.startswith(("inception", "vgg")) else {}
-    module = getattr(import_torchvision().models, name)(weights=None, **extra)  # values do not matter
+    module = getattr(import_torchvision().models, name)(weights=None, **extra)
     return LoadedModel(module.eval(), image_signature(ImageInput(image_size, image_size), 1000))

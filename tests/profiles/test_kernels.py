@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from tenuto.errors import InvalidInputError
+from tenuto.profiles.kernels.by_operator import RANGE_NAME, operator_occupancies
 from tenuto.profiles.kernels.chrome_trace import load_chrome_trace, parse_chrome_trace
 from tenuto.profiles.kernels.metrics import Launch, kernel_metrics, time_weighted_mean, weighted_sm_utilisation_pct
 from tenuto.profiles.kernels.occupancy import block_bounds, estimated_occupancy_pct, sms_needed
@@ -148,3 +149,28 @@ def test_wrong_traces_say_what_is_wrong(tmp_path: Path) -> None:
         load_chrome_trace(broken)
     with pytest.raises(InvalidInputError, match="cannot be read"):
         load_chrome_trace(tmp_path / "absent.json")
+
+
+def traced(*launches: tuple[float, int], ranges: int = 3) -> dict[str, Any]:
+    """Return a trace of operators of 10 µs each, with launches (at, correlation) and kernels that run much later."""
+    kernel = {"ph": "X", "cat": "kernel", "dur": 5.0, "name": "k"}
+    launch = {"registers per thread": 32, "shared memory": 0, "block": [256, 1, 1], "device": 0}
+    return {
+        "deviceProperties": [{"id": 0, "name": "V100", "computeMajor": 7, "computeMinor": 0, "numSms": 80}],
+        "traceEvents": [
+            *({"ph": "X", "cat": "user_annotation", "name": RANGE_NAME, "ts": 10.0 * i, "dur": 9.0}
+              for i in range(ranges)),
+            *({"ph": "X", "cat": "cuda_runtime", "name": "cudaLaunchKernel", "ts": at, "dur": 1.0,
+               "args": {"correlation": number}} for at, number in launches),
+            *({**kernel, "ts": 500.0 + 10 * number, "args": {**launch, "grid": [80 * number, 1, 1],
+               "correlation": number}} for _, number in launches),
+        ],
+    }  # fmt: skip
+
+
+def test_kernels_find_the_operator_that_launched_them() -> None:
+    # Operator 0 launches blocks for one and two per SM, operator 1 nothing, operator 2 four; one launch is outside.
+    found = operator_occupancies(traced((1.0, 1), (3.0, 2), (22.0, 4), (60.0, 8)))
+    assert found == pytest.approx([100 * 2 * 8 / 64, 0.0, 100 * 4 * 8 / 64])
+    with pytest.raises(InvalidInputError, match="has no range named"):
+        operator_occupancies(traced((1.0, 1), ranges=0))
