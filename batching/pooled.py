@@ -134,11 +134,15 @@ class PooledScheduler(Scheduler):
         for lane in model.lanes:
             pool = lane.pool
             here = rate * pool.size / max(1, gpulets) / 1000.0
-            pool.set_load(lane, here * (cost_ms or lane.run[target] / target), model.batch_ms or lane.run[target])
+            size = min(target, len(lane.run) - 1)
+            pool.set_load(lane, here * (cost_ms or lane.run[size] / size), model.batch_ms or lane.run[size])
             load += pool.load - lane.load
             load_ms += pool.load_ms - lane.load_ms
-        longest = model.budget_ms - model.lanes[-1].run[1]
-        return min(longest, wait_reserve_ms(load, load_ms, gpulets)) if load > 0 else 0.0
+        run = model.lanes[-1].run
+        # Until its latest moment a batch may wait without losing more than the request it was not held for.
+        slack_ms = run[2] - run[1] if len(run) > 2 else 0.0
+        wait_ms = wait_reserve_ms(load, load_ms, gpulets) - slack_ms if load > 0 else 0.0
+        return min(model.budget_ms - run[1], max(0.0, wait_ms))
 
     def _roll(self, model: ModelQueue, now: float) -> None:
         """Close a step of the model's arrivals and adapt what depends on their rate and burstiness."""

@@ -12,7 +12,7 @@ __all__ = ["ArrivalRate", "BatchSizes", "Burstiness", "batch_sizes", "reserve_ms
 
 LARGEST_RESERVE = 0.6  # of the time a batch could be held
 RESERVE_WITHOUT_GAIN = 0.5  # for a model that gains nothing by batching
-COLLISIONS = 0.002  # of batches that may meet only busy gpu-lets
+COLLISIONS = 0.002  # of batches that may meet only busy gpu-lets, per gpu-let
 RESERVE_FOR_BURSTS = 0.35  # per tenfold index of dispersion
 
 
@@ -107,17 +107,19 @@ def reserve_ms(latency_ms: list[float], target: int, budget_ms: float, rate_rps:
 
 
 def wait_reserve_ms(load: float, load_ms: float, gpulets: int) -> float:
-    """Return how long before frontrun a batch has to be due so that, but for `COLLISIONS`, a gpu-let is free in time.
+    """Return how long before frontrun a batch has to be due so that a gpu-let is free in time, but for few batches.
 
     Other models keep `load` of n gpu-lets busy, with batches of length L = load_ms / load. All n are busy with the
     chance p = (load / n)^n; what is left of the one that ends first exceeds t with the chance (1 - t/L)^n. So
-    p (1 - t/L)^n = COLLISIONS gives t. With many gpu-lets it vanishes, and Symphony's rule stands; with one or two a
-    batch held until frontrun would meet another model's batch and miss its deadline however small the load is.
+    p (1 - t/L)^n = n `COLLISIONS` gives t: the more gpu-lets, the sooner one is free and the less a collision costs.
+    With many gpu-lets it vanishes, and Symphony's rule stands; with one or two a batch held until frontrun would meet
+    another model's batch and miss its deadline however small the load is. Ours; the papers have no such rule.
     """
     chance: float = min(1.0, load / gpulets) ** gpulets
-    if chance <= COLLISIONS:
+    few = COLLISIONS * gpulets
+    if chance <= few:
         return 0.0
-    free_part: float = (COLLISIONS / chance) ** (1.0 / gpulets)
+    free_part: float = (few / chance) ** (1.0 / gpulets)
     return load_ms / load * (1.0 - free_part)
 
 
