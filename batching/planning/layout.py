@@ -238,22 +238,30 @@ def _replica(sized: _Sized) -> Replica:
     )
 
 
-def layout_of(plan: Plan, gpus: Sequence[Gpu], builder: Builder) -> Layout:
-    """Return the layout of another policy's plan on these GPUs, matched in order within each type.
+def layout_of(plan: Plan, gpus: Sequence[Gpu], builder: Builder) -> tuple[Layout, dict[tuple[str, str], int]]:
+    """Return the layout of another policy's plan on these GPUs, matched in order within each type, and its largest
+    batches by (gpu-let, model).
 
     Unrestricted gpu-lets that share a GPU become one that holds the models of all.
     """
     types = {gpu.id: gpu.type for gpu in plan.gpus}
-    left: dict[str, list[tuple[Slot, ...]]] = {}
+    left: dict[str, list[list[Gpulet]]] = {}
     for gpu_id, gpulets in plan.by_gpu().items():
-        if not gpulets:
-            continue
-        if len(gpulets) > 1 and any(gpulet.share_pct is None for gpulet in gpulets):
-            names = [replica.name for gpulet in gpulets for replica in gpulet.models]
-            slots: tuple[Slot, ...] = (Slot(100.0, builder.ordered(names)),)
-        else:
-            slots = tuple(
-                Slot(round(g.effective_share_pct, 6), builder.ordered([r.name for r in g.models])) for g in gpulets
-            )
-        left.setdefault(types[gpu_id], []).append(slots)
-    return tuple(left[gpu.type].pop(0) if left.get(gpu.type) else () for gpu in gpus)
+        if gpulets:
+            left.setdefault(types[gpu_id], []).append(gpulets)
+    layout: list[tuple[Slot, ...]] = []
+    caps: dict[tuple[str, str], int] = {}
+    for gpu in gpus:
+        groups = [[gpulet] for gpulet in left[gpu.type].pop(0)] if left.get(gpu.type) else []
+        if len(groups) > 1 and any(gpulet.share_pct is None for (gpulet,) in groups):
+            groups = [[gpulet for (gpulet,) in groups]]
+        slots = []
+        for index, group in enumerate(groups):
+            replicas = [replica for gpulet in group for replica in gpulet.models]
+            share_pct = 100.0 if len(group) > 1 else round(group[0].effective_share_pct, 6)
+            slots.append(Slot(share_pct, builder.ordered([replica.name for replica in replicas])))
+            for replica in replicas:
+                key = (gpulet_id(gpu.id, index), replica.name)
+                caps[key] = max(caps.get(key, 1), replica.batch_size)
+        layout.append(tuple(slots))
+    return tuple(layout), caps

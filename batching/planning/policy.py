@@ -25,9 +25,9 @@ class TenutoPolicy(Policy):
     """Tries plans in virtual time under the scheduler that will serve them, and improves the best.
 
     1. Starts: the plans of other policies (those that can plan from these profiles), and every model on every GPU,
-       whole or in equal gpu-lets. Of each only the layout is kept: which models on which share of which GPU. Batches
-       become the largest that can be in time, because the scheduler chooses each batch against its deadlines; gpu-lets
-       of one GPU slow each other by one interference model, the same for all.
+       whole or in equal gpu-lets. Of each the layout is kept, which models on which share of which GPU, and tried with
+       its own largest batches and with the largest that can be in time, because the scheduler chooses each batch
+       against its deadlines; gpu-lets of one GPU slow each other by one interference model, the same for all.
     2. Trials: each layout serves the same arrivals in virtual time. Its value is the weighted requests per second in
        time.
     3. Search: from the best two layouts, small changes for the models that lose most requests (a model more or less on

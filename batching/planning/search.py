@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -75,15 +75,16 @@ class Search:
             search_from: the part of the offered rates the best start must serve for a search to begin there.
         """
         names = [spec.name for spec in self._workload.models]
-        layouts = [
-            (f"the plan of {name}", layout_of(plan, gpus, self.builder))
-            for name, plan in self.starts(_as_cluster(gpus))
-        ]
-        layouts += [("every model on every GPU", layout) for layout in common_layouts(gpus, names, self.builder)]
+        layouts: list[tuple[str, Layout, Mapping[tuple[str, str], int] | None]] = []
+        for name, plan in self.starts(_as_cluster(gpus)):
+            layout, caps = layout_of(plan, gpus, self.builder)
+            layouts += [(f"the plan of {name}", layout, caps), (f"the plan of {name}", layout, None)]
+        for layout in common_layouts(gpus, names, self.builder):
+            layouts.append(("every model on every GPU", layout, None))
         seen: set[Layout] = set()
         found = []
-        for start, layout in layouts:
-            trial = self._tried(layout, gpus, seen)
+        for start, layout, caps_or_none in layouts:
+            trial = self._tried(layout, gpus, seen, caps=caps_or_none)
             if trial is not None:
                 found.append(Found(gpus, layout, trial, start))
         found.sort(key=lambda each: -each.trial.value)
@@ -152,12 +153,16 @@ class Search:
         is_as_good = again.value >= trial.value * (1.0 - GAIN) and (again.keeps(self.aim) or not trial.keeps(self.aim))
         return replace(found, trial=again) if is_as_good else found
 
-    def _tried(self, layout: Layout, gpus: Sequence[Gpu], seen: set[Layout], *, floor: float = 0.0) -> Trial | None:
-        """Run a layout that is feasible and was not run before."""
-        if layout in seen or not any(layout):
+    def _tried(
+        self, layout: Layout, gpus: Sequence[Gpu], seen: set[Layout], *, floor: float = 0.0,
+        caps: Mapping[tuple[str, str], int] | None = None,
+    ) -> Trial | None:  # fmt: skip
+        """Run a layout that is feasible and was not run before, or one with largest batches of its own."""
+        if not any(layout) or (caps is None and layout in seen):
             return None
-        seen.add(layout)
-        plan = self.builder.plan(layout, gpus, self._cluster)
+        if caps is None:
+            seen.add(layout)
+        plan = self.builder.plan(layout, gpus, self._cluster, caps)
         return None if plan is None else self.trials.run(plan, floor=floor)
 
 

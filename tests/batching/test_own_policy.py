@@ -58,8 +58,8 @@ def test_no_worse_than_its_starts_on_the_trials_arrivals() -> None:
     run = trials(load).run
     mine = sum(model.goodput_rps for model in own.expected.models.values()) / load.rate_rps
     for name in ("symphony", "usher", "sbp", "gpulet", "ffd"):
-        layout = layout_of(solve(load_policy(name), load, cluster, THESIS), cluster.gpus, builder)
-        other = builder.plan(layout, cluster.gpus, cluster)
+        layout, caps = layout_of(solve(load_policy(name), load, cluster, THESIS), cluster.gpus, builder)
+        other = builder.plan(layout, cluster.gpus, cluster, caps)
         assert other is not None
         trial = run(other)
         assert mine >= 0.995 * trial.ok_rps.sum() / trial.offered_rps.sum(), name
