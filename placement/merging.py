@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from tenuto.errors import InvalidInputError
 from tenuto.placement.merge_rules import has_source, why_apart
 from tenuto.placement.merged_group import MergedGroup, group_name
+from tenuto.placement.option_rules import why_unmergeable
 from tenuto.placement.plan import Gpulet, Plan, Replica
 from tenuto.placement.workload import Workload
 from tenuto.profiles import LatencyTable, Profiles
@@ -62,7 +63,8 @@ class _Maker:
             taken = ", ".join(sorted(self.taken & set(models)))
             self.notes.append(f"{name} is not merged: {taken} is in another group")
             return
-        reason = self._no_source(models) or why_apart(self.gpulets, models)
+        reason = self._no_source(models) or why_unmergeable(map(self.workload.__getitem__, models))
+        reason = reason or why_apart(self.gpulets, models)
         made: dict[int, MergedGroup] = {}
         if reason is None:
             alike: list[tuple[object, MergedGroup]] = []  # thousands of gpu-lets are often of a few kinds
@@ -193,7 +195,7 @@ class _Maker:
             alike: dict[str, list[str]] = {}
             for replica in self._replicas(gpulet):
                 spec = self.workload[replica.name]
-                if replica.name not in self.taken and has_source(spec):
+                if replica.name not in self.taken and has_source(spec) and why_unmergeable([spec]) is None:
                     key = json.dumps([_network(spec.source or spec.name), spec.options], sort_keys=True, default=str)
                     alike.setdefault(key, []).append(replica.name)
             known = self.profiles.for_type(self.types[gpulet.gpu])

@@ -15,6 +15,7 @@ from tenuto.errors import InvalidInputError, Problem
 from tenuto.placement.applications import Application
 from tenuto.placement.merge_rules import merge_problems
 from tenuto.placement.merged_group import MergedGroup, as_groups
+from tenuto.placement.option_rules import plan_option_problems
 from tenuto.placement.workload import ModelSpec
 from tenuto.profiles.documents import StrictModel, dump_yaml, load_document, parse_document
 from tenuto.profiles.latency import LatencyField
@@ -220,7 +221,8 @@ class Plan(StrictModel):
         return cls.from_data(load_document(path), origin=str(path))
 
     def check_references(self, origin: str = "plan") -> None:
-        """Raise `InvalidInputError` when gpu-lets name unknown GPUs or ids, or models appear twice on one gpu-let."""
+        """Raise `InvalidInputError` when gpu-lets name unknown GPUs or ids, models appear twice on one gpu-let, or
+        cannot be merged or run as the plan says."""
         problems = []
         gpus = {gpu.id for gpu in self.gpus}
         seen: set[str] = set()
@@ -249,6 +251,7 @@ class Plan(StrictModel):
                     )
                 )
         problems += merge_problems(self, origin)
+        problems += plan_option_problems(self, origin)
         if problems:
             raise InvalidInputError(problems)
 

@@ -9,6 +9,7 @@ from tenuto.errors import InvalidInputError, Problem, raise_if_any
 from tenuto.placement.cluster import Cluster
 from tenuto.placement.copies import copy_ms_per_request
 from tenuto.placement.merging import apply_merging
+from tenuto.placement.option_rules import workload_option_problems
 from tenuto.placement.plan import Expected, ExpectedModel, Gpulet, Plan, PolicyUsed
 from tenuto.placement.policy import Policy
 from tenuto.placement.workload import Workload, profile_of
@@ -33,9 +34,9 @@ def solve(policy: Policy, workload: Workload, cluster: Cluster, profiles: Profil
 
 
 def check_inputs(workload: Workload, cluster: Cluster, profiles: Profiles) -> None:
-    """Raise `InvalidInputError` for models without a profile, SLOs that not even a batch of one can meet, and rates
-    for which an elastic cluster would grow beyond `MOST_ELASTIC_GPUS`."""
-    problems: list[Problem] = []
+    """Raise `InvalidInputError` for models without a profile, SLOs that not even a batch of one can meet, options
+    that they cannot be run with, and rates for which an elastic cluster would grow beyond `MOST_ELASTIC_GPUS`."""
+    problems = workload_option_problems(workload, cluster)
     least_gpus: list[tuple[float, int, float]] = []
     sizes = {gpu.type: gpu.memory_mib for gpu in cluster.gpus}
     for index, spec in enumerate(workload.models):

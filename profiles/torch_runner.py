@@ -6,16 +6,15 @@ torch is imported when a runner is made, not with this module.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from pydantic import Field, model_validator
 
 from tenuto.errors import EnvironmentFaultError, InvalidInputError, Problem
 from tenuto.profiles.catalogue import LoadedModel, ModelSignature, TensorSignature
 from tenuto.profiles.compiled import CompiledModule
-from tenuto.profiles.documents import StrictModel, parse_document
 from tenuto.profiles.graphs import GraphedModule
+from tenuto.profiles.run_options import RunOptions, split_options
 
 if TYPE_CHECKING:
     import torch
@@ -23,46 +22,6 @@ if TYPE_CHECKING:
 __all__ = ["Arrays", "RunOptions", "TorchRunner", "blank_inputs", "fixed_sizes", "pick_device", "split_options"]
 
 Arrays = dict[str, "np.ndarray[Any, Any]"]
-
-
-class RunOptions(StrictModel):
-    """How a model is run; part of its `options` in the workload, beside those that say how it is built.
-
-    `pad_batches` runs every batch at the next planned size, filled up with blank rows; without it a batch of three runs
-    as three. `compile` runs the module through `torch.compile` with fixed shapes: batches are padded to the next of the
-    powers of two up to the planned batch, so that none is compiled while requests wait. `cuda_graphs` captures the
-    kernels of the same fixed sizes and replays them; it needs a GPU and goes without `compile`. Half
-    precision (`fp16`, `bf16`) changes the results within its own tolerance.
-    """
-
-    dtype: Literal["fp32", "fp16", "bf16"] = "fp32"
-    channels_last: bool = False
-    pad_batches: bool = False
-    compile: bool = False
-    cuda_graphs: bool = False
-    warmup_runs: int = Field(default=2, ge=1)
-
-    @property
-    def has_fixed_sizes(self) -> bool:
-        """Whether batches are padded to a few sizes, each prepared before requests come."""
-        return self.compile or self.cuda_graphs
-
-    @model_validator(mode="after")
-    def _one_way(self) -> RunOptions:
-        if self.compile and self.cuda_graphs:
-            raise ValueError("gives both 'compile' and 'cuda_graphs'; cure: Keep one of them.")
-        return self
-
-
-# Keys of a replica's options that concern the emulated executor.
-_FOREIGN = ("latency", "slowdown", "copy_in_ms", "copy_out_ms")
-
-
-def split_options(options: Mapping[str, Any], origin: str) -> tuple[RunOptions, dict[str, Any]]:
-    """Return how a model is run, and what is left to say how it is built; raises `InvalidInputError` if wrong."""
-    mine = {key: value for key, value in options.items() if key in RunOptions.model_fields}
-    rest = {key: value for key, value in options.items() if key not in mine and key not in _FOREIGN}
-    return parse_document(RunOptions, mine, origin=origin), rest
 
 
 def pick_device(device: str) -> str:

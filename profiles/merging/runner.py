@@ -15,7 +15,8 @@ from tenuto.errors import InvalidInputError, Problem
 from tenuto.profiles.catalogue import LoadedModel, ModelSignature, TensorSignature
 from tenuto.profiles.merging.merge import MergedModels, merge_models
 from tenuto.profiles.merging.report import MergedCluster
-from tenuto.profiles.torch_runner import Arrays, RunOptions, blank_inputs
+from tenuto.profiles.run_options import RunOptions, unmergeable_options
+from tenuto.profiles.torch_runner import Arrays, blank_inputs
 
 __all__ = ["MergedRunner", "check_run_options", "even_split"]
 
@@ -142,11 +143,9 @@ def check_run_options(name: str, options: RunOptions) -> None:
         InvalidInputError: another type than fp32, whose rounding exceeds the tolerance, or an option of how one module
             is run.
     """
-    plain = RunOptions().model_dump()
     problems = [
         Problem(f"options of {name}", f"{key}: {value}", "is not possible for a model that is merged", CURE)
-        for key, value in options.model_dump().items()
-        if key != "warmup_runs" and value != plain[key]
+        for key, value in unmergeable_options(options.model_dump()).items()
     ]
     if problems:
         raise InvalidInputError(problems)

@@ -228,3 +228,21 @@ models:
     assert not Plan.load(tmp_path / "plan.yaml").unserved
     ran = tenuto("simulate", "plan.yaml", "--duration-s", "20", "--seed", "3", "--json")
     assert json.loads(ran.out)["attainment"] >= 0.99
+
+
+def test_options_that_cannot_be_run_are_refused_before_anything_starts(tenuto, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    models = (
+        "models:\n"
+        "- {name: a, source: resnet50, rate_rps: 1, slo_ms: 100, latency: {alpha_ms: 1, beta_ms: 1}, "
+        "options: {dtype: half, compile: true, cuda_graphs: true, depth: 3}}\n"
+    )
+    (tmp_path / "o.yaml").write_text(models)
+    gpulets = "gpulets: [{id: g/a, gpu: g, models: [{name: a, batch_size: 2}]}]\n"
+    plan = f"policy: {{name: p}}\ngpus: [{{id: g, type: v100}}]\n{gpulets}"
+    (tmp_path / "p.yaml").write_text(plan + models)
+    for arguments in (("plan", "o.yaml", "--gpus", "v100:1"), ("serve", "p.yaml", "--emulate")):
+        ran = tenuto(*arguments)
+        assert ran.code == 2
+        assert "models.0.options.dtype: 'half': input should be 'fp32', 'fp16' or 'bf16'. Use one of" in ran.err
+        assert "models.0.options.cuda_graphs: True: gives both 'compile' and 'cuda_graphs'. Keep one" in ran.err
+        assert "depth" not in ran.err
