@@ -19,13 +19,12 @@ from typing import Any
 from tenuto.batching.interface import Dispatch, Drop, NetworkDelay, Preempt, Scheduler
 from tenuto.deployments.advice import LiveAdvice
 from tenuto.deployments.answers import Answer, Outcome
-from tenuto.deployments.batch_reply import split_reply
+from tenuto.deployments.batch_frames import pack_batch, split_reply
 from tenuto.deployments.core_time import TIMER_SLACK_MS, CoreTime
 from tenuto.deployments.correction import LatencyCorrection, NetworkMeter
 from tenuto.deployments.early_release import EarlyRelease
 from tenuto.deployments.fleet import Fleet, LinkFactory
 from tenuto.deployments.in_flight import Batch, ModelCounters, Request
-from tenuto.deployments.joint_batches import join_requests
 from tenuto.deployments.link import Finder, GpuletLink
 from tenuto.deployments.request_log import RequestLog
 from tenuto.deployments.served import ServedModel
@@ -269,19 +268,11 @@ class Dispatcher:
             # Every client left between decision and dispatch; keep the core's account of the gpu-let straight.
             asyncio.get_running_loop().call_soon(self._empty_batch_done, batch)
             return
-        header: dict[str, Any] = {"id": batch.sequence, "model": name, "n": len(requests)}
-        if decision.model >= self._first_group:
-            batch.members, buffers = join_requests(requests)
-            header["members"] = batch.members
-        else:
-            n_inputs = len(requests[0].parts)
-            buffers = [request.parts[position] for position in range(n_inputs) for request in requests]
+        header, buffers = pack_batch(batch, is_joint=decision.model >= self._first_group)
         for model, rows in batch.rows:
             counters = self.counters[model]
             counters.batches += 1
             counters.batched += rows
-        if any(request.client_id for request in requests):
-            header["requests"] = [request.client_id for request in requests]
         link.send(header, buffers)
         self._early.sent(batch, decision.start_ms, decision.finish_ms)
 

@@ -1,4 +1,4 @@
-"""A gpu-let's answer to one batch, taken apart into the answers of its requests."""
+"""A batch on the wire: put together from its requests, and the gpu-let's answer taken apart into theirs."""
 
 from __future__ import annotations
 
@@ -8,11 +8,29 @@ from typing import Any
 
 from tenuto.deployments.answers import Answer, Outcome, OutputTensor
 from tenuto.deployments.in_flight import Batch, Request
-from tenuto.deployments.joint_batches import member_outputs
+from tenuto.deployments.joint_batches import join_requests, member_outputs
 
-__all__ = ["split_reply"]
+__all__ = ["pack_batch", "split_reply"]
 
 _CLOCK_SLACK_MS = 2.5  # moments are noted a little before or after they happen
+
+
+def pack_batch(batch: Batch, *, is_joint: bool) -> tuple[dict[str, Any], list[Any]]:
+    """Return the header and the buffers of a batch that has requests: for each input, one per request.
+
+    A joint batch takes note of its members, and its requests are put in their order.
+    """
+    requests = batch.requests
+    header: dict[str, Any] = {"id": batch.sequence, "model": batch.name, "n": len(requests)}
+    if is_joint:
+        batch.members, buffers = join_requests(requests)
+        header["members"] = batch.members
+    else:
+        n_inputs = len(requests[0].parts)
+        buffers = [request.parts[position] for position in range(n_inputs) for request in requests]
+    if any(request.client_id for request in requests):
+        header["requests"] = [request.client_id for request in requests]
+    return header, buffers
 
 
 def split_reply(
