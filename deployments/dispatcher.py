@@ -21,8 +21,8 @@ from tenuto.deployments.advice import LiveAdvice
 from tenuto.deployments.answers import Answer, Outcome
 from tenuto.deployments.batch_frames import pack_batch, split_reply
 from tenuto.deployments.core_time import TIMER_SLACK_MS, CoreTime
-from tenuto.deployments.correction import LatencyCorrection, NetworkMeter
-from tenuto.deployments.early_release import EarlyRelease
+from tenuto.deployments.correction import NetworkMeter
+from tenuto.deployments.feedback import Feedback
 from tenuto.deployments.fleet import Fleet, LinkFactory
 from tenuto.deployments.in_flight import Batch, ModelCounters, Request
 from tenuto.deployments.link import Finder, GpuletLink
@@ -30,7 +30,6 @@ from tenuto.deployments.request_log import RequestLog
 from tenuto.deployments.served import ServedModel
 from tenuto.deployments.status import dispatcher_status
 from tenuto.placement import Plan
-from tenuto.placement.copies import longest_copies_ms
 
 __all__ = ["Dispatcher", "SchedulerFactory"]
 
@@ -85,8 +84,7 @@ class Dispatcher:
         self._slo_ms: dict[str, float] = {}
         self._first_group = 0  # the queues from here on are those of merged models
         self.network = network or NetworkMeter(3.0)
-        self.correction = LatencyCorrection()
-        self._early = EarlyRelease(lambda: self._time.now_ms, self._free_early)
+        self._feedback = Feedback(self.network, lambda: self._time.now_ms, self._free_early)
         self.advice = LiveAdvice()
         self.ended = RequestLog()
         self._ticker: asyncio.TimerHandle | None = None
@@ -120,13 +118,7 @@ class Dispatcher:
             spec.name: queue for spec, queue in zip(plan.models, scheduler.setup.queue_of, strict=True)
         }
         self._scheduler = scheduler
-        self.correction.restart()
-        if plan.streaming:
-            largest = max((size for gpulet in plan.gpulets for size in gpulet.programs().values()), default=1)
-            self._early.follow(scheduler, largest, longest_copies_ms(plan))
-            scheduler.update_network(self._early.budget(self.network.told))
-        else:
-            self._early.follow(None)
+        self._feedback.follow(scheduler, plan)
         self._fleet.adopt(plan)
         self.advice.follow(plan, self._clock())
         if self._ticker is None:
@@ -164,7 +156,7 @@ class Dispatcher:
     async def close(self) -> None:
         """Answer everything that waits as failed, and disconnect."""
         self._time.disarm()
-        self._early.follow(None)
+        self._feedback.stop()
         if self._ticker is not None:
             self._ticker.cancel()
         for request in list(self._requests.values()):
@@ -274,7 +266,7 @@ class Dispatcher:
             counters.batches += 1
             counters.batched += rows
         link.send(header, buffers)
-        self._early.sent(batch, decision.start_ms, decision.finish_ms)
+        self._feedback.sent(batch, decision.start_ms, decision.finish_ms)
 
     def _empty_batch_done(self, batch: Batch) -> None:
         if self._fleet.take(batch.gpulet, batch.sequence) is not None and batch.gpulet >= 0:
@@ -319,7 +311,7 @@ class Dispatcher:
             return
         now = self._time.now_ms
         lost = self._fleet.lose(index)
-        self._early.lost(index)
+        self._feedback.lost(index)
         self._scheduler.gpulet_lost(now, index)
         for batch in lost:
             for request in batch.requests:
@@ -344,9 +336,8 @@ class Dispatcher:
             return  # preempted
         now = self._time.now_ms
         if index >= 0:
-            was_told = self._early.answered(batch, header.get("execution_ms"))
-            self._learn(batch, header, now)
-            if not was_told:
+            is_of_this_plan = not self._is_from_old_plan(batch)
+            if not self._feedback.answered(batch, header, now, is_of_this_plan=is_of_this_plan):
                 self._done(batch, now)
             # The gpu-let is idle: the next batch leaves before this one's answers are taken apart.
             if self._scheduler is not None and self._scheduler.next_wake_ms <= now:
@@ -370,22 +361,6 @@ class Dispatcher:
 
     def _is_from_old_plan(self, batch: Batch) -> bool:
         return batch.sequence < self._first_sequence
-
-    def _learn(self, batch: Batch, header: dict[str, Any], now: float) -> None:
-        if "error" in header or self._scheduler is None or self._is_from_old_plan(batch):
-            return
-        execution_ms = float(header["execution_ms"])
-        travel_ms = now - batch.dispatched_ms - execution_ms - float(header["queue_ms"])
-        copies_ms = float(header.get("copy_in_ms", 0.0)) + float(header.get("copy_out_ms", 0.0))
-        self.network.record(travel_ms, len(batch.requests), copies_ms)
-        setup = self._scheduler.setup
-        planned = setup.gpulets[batch.gpulet].hosts[batch.model].planned_ms()[len(batch.requests)]
-        factor = self.correction.record(batch.model, batch.gpulet, execution_ms / planned)
-        if factor is not None:
-            self._scheduler.update_latency(batch.model, batch.gpulet, factor)
-        delay = self.network.news()
-        if delay is not None:
-            self._scheduler.update_network(self._early.budget(delay))
 
     def _answer_requests(self, batch: Batch, header: dict[str, Any], body: memoryview, now: float) -> None:
         if "error" not in header:
