@@ -29,7 +29,7 @@ class TenutoPolicy(Policy):
        its own largest batches and with the largest that can be in time, because the scheduler chooses each batch
        against its deadlines; gpu-lets of one GPU slow each other by one interference model, the same for all.
     2. Trials: each layout serves the same arrivals in virtual time. Its value is the weighted requests per second in
-       time.
+       time; of starts that serve everything, the one whose busiest gpu-let is the least busy is taken.
     3. Search: from the best two layouts, small changes for the models that lose most requests (a model more or less on
        a gpu-let, shares shifted, gpu-lets split or joined, a GPU laid out like another) are kept when they serve more,
        until all models have their `attainment` (with half of the misses to spare) or `tries` trials are spent. Then

@@ -90,7 +90,11 @@ class Search:
         found.sort(key=lambda each: -each.trial.value)
         if not found:
             return None
-        if self._is_enough(found[0]) or found[0].trial.value < search_from * self.trials.offered_value:
+        least = (1.0 - GAIN) * found[0].trial.value
+        enough = [each for each in found if self._is_enough(each) and each.trial.value >= least]
+        if enough:  # the one with most headroom: its busiest gpu-let is the least busy
+            return self._refined(min(enough, key=lambda each: float(each.trial.busy.max())))
+        if found[0].trial.value < search_from * self.trials.offered_value:
             return self._refined(found[0])
         ends = [self._refined(self._climbed(start, seen)) for start in found[:2]]
         return max(ends, key=lambda end: end.trial.value)
