@@ -17,6 +17,8 @@ from tenuto.batching.target import ArrivalRate, Burstiness, batch_sizes, reserve
 
 __all__ = ["DeferredOptions", "PooledScheduler"]
 
+UNKNOWN_LOAD = 0.5  # of a pool's gpu-lets, taken to be kept busy by all its models together until their rates are known
+
 
 @dataclass(frozen=True)
 class DeferredOptions(SchedulerOptions):
@@ -130,18 +132,25 @@ class PooledScheduler(Scheduler):
 
     def _reserve_for_others(self, model: ModelQueue, gpulets: int, target: int) -> float:
         """Note the model's load and return the reserve that the load of the other models on its gpu-lets asks for."""
-        cost_ms, rate, load, load_ms = model.cost_ms, model.rate.rps or 0.0, 0.0, 0.0
+        load, load_ms, others = 0.0, 0.0, 0
+        rate = model.rate.rps
         for lane in model.lanes:
             pool = lane.pool
-            here = rate * pool.size / max(1, gpulets) / 1000.0
             size = min(target, len(lane.run) - 1)
-            pool.set_load(lane, here * (cost_ms or lane.run[size] / size), model.batch_ms or lane.run[size])
+            if rate is None:
+                busy = UNKNOWN_LOAD * pool.size / len(pool.lanes)
+            else:
+                busy = rate * (model.cost_ms or lane.run[size] / size) / 1000.0 * pool.size / max(1, gpulets)
+            pool.set_load(lane, busy, model.batch_ms or lane.run[size])
             load += pool.load - lane.load
             load_ms += pool.load_ms - lane.load_ms
+            others = max(others, len(pool.lanes) - 1)
+        if load <= 0.0:
+            return 0.0
         run = model.lanes[-1].run
         # Until its latest moment a batch may wait without losing more than the request it was not held for.
         slack_ms = run[2] - run[1] if len(run) > 2 else 0.0
-        wait_ms = wait_reserve_ms(load, load_ms, gpulets) - slack_ms if load > 0 else 0.0
+        wait_ms = wait_reserve_ms(load, load_ms, gpulets, others) - slack_ms
         return min(model.budget_ms - run[1], max(0.0, wait_ms))
 
     def _roll(self, model: ModelQueue, now: float) -> None:

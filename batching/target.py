@@ -106,21 +106,35 @@ def reserve_ms(latency_ms: list[float], target: int, budget_ms: float, rate_rps:
     return min(LARGEST_RESERVE, part) * max(0.0, budget_ms - batch_ms)
 
 
-def wait_reserve_ms(load: float, load_ms: float, gpulets: int) -> float:
+def wait_reserve_ms(load: float, load_ms: float, gpulets: int, others: int) -> float:
     """Return how long before frontrun a batch has to be due so that a gpu-let is free in time, but for few batches.
 
-    Other models keep `load` of n gpu-lets busy, with batches of length L = load_ms / load. All n are busy with the
-    chance p = (load / n)^n; what is left of the one that ends first exceeds t with the chance (1 - t/L)^n. So
+    The other models keep u n = `load` of n gpu-lets busy, with batches of length L = load_ms / load. All n are busy
+    with the chance p = u^n; what is left of the batch that ends first exceeds t with the chance (1 - t/L)^n. So
     p (1 - t/L)^n = n `COLLISIONS` gives t: the more gpu-lets, the sooner one is free and the less a collision costs.
-    With many gpu-lets it vanishes, and Symphony's rule stands; with one or two a batch held until frontrun would meet
-    another model's batch and miss its deadline however small the load is. Ours; the papers have no such rule.
+    Where p is far larger, a further batch may have come in before: then p falls by (u/2)^n, about as the tail of the
+    queue M/D/1 does, and t grows by L, for as many batches as there are other models. With many gpu-lets the reserve
+    vanishes, and Symphony's rule stands; with one or two, a batch held until frontrun would meet another model's batch
+    and miss its deadline however small the load is. Ours; the papers have no such rule.
+
+    Args:
+        load: gpu-lets that the other models keep busy.
+        load_ms: that times the length of their batches.
+        gpulets: n, those the model can use.
+        others: other models on them.
     """
-    chance: float = min(1.0, load / gpulets) ** gpulets
+    busy = min(1.0, load / gpulets)
+    chance: float = busy**gpulets
+    again: float = (busy / 2.0) ** gpulets
     few = COLLISIONS * gpulets
     if chance <= few:
         return 0.0
+    before = 0
+    while before < others - 1 and chance * again > few:
+        chance *= again
+        before += 1
     free_part: float = (few / chance) ** (1.0 / gpulets)
-    return load_ms / load * (1.0 - free_part)
+    return load_ms / load * (before + 1.0 - free_part)
 
 
 class Burstiness:

@@ -101,11 +101,12 @@ def test_total_balance_asks_the_expensive_model_to_give_way() -> None:
 
 
 def test_the_reserve_for_other_models_vanishes_with_many_gpulets_and_covers_a_batch_with_one() -> None:
-    assert wait_reserve_ms(0.5, 50.0, 1) == pytest.approx(100.0 * (1 - 0.002 / 0.5))
-    few, many = (wait_reserve_ms(0.9 * n, 90.0 * n, n) for n in (4, 64))
-    assert 0 < few < 100
+    assert wait_reserve_ms(0.5, 50.0, 1, 1) == pytest.approx(100.0 * (1 - 0.002 / 0.5))
+    assert wait_reserve_ms(0.5, 50.0, 1, 3) == pytest.approx(100.0 * (3 - 0.002 / (0.5 * 0.25**2)))
+    few, many = (wait_reserve_ms(0.9 * n, 90.0 * n, n, 20) for n in (4, 64))
+    assert 0 < few < 200
     assert many == 0.0
-    assert wait_reserve_ms(0.001, 0.1, 1) == 0.0
+    assert wait_reserve_ms(0.001, 0.1, 1, 5) == 0.0
 
 
 @pytest.mark.parametrize("slo_ms", [200.0, 300.0, 500.0])
