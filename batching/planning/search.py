@@ -97,7 +97,15 @@ class Search:
         if found[0].trial.value < search_from * self.trials.offered_value:
             return self._refined(found[0])
         ends = [self._refined(self._climbed(start, seen)) for start in found[:2]]
-        return max(ends, key=lambda end: end.trial.value)
+        return self._confirmed(self._refined(found[0]), max(ends, key=lambda end: end.trial.value))
+
+    def _confirmed(self, start: Found, end: Found) -> Found:
+        """Return the end of a search if it serves more than its start on longer, other arrivals too: of many changes
+        that were tried some only suit the arrivals they were tried on."""
+        if end.trial.value <= start.trial.value * (1.0 + GAIN):
+            return start
+        run = self._confirming().run
+        return end if run(end.trial.plan).value > run(start.trial.plan).value else start
 
     def _is_enough(self, found: Found) -> bool:
         """Say whether every model was in time, with half of the allowed misses to spare: other arrivals are less
