@@ -1,4 +1,5 @@
-"""A plan as an SVG picture: one bar per GPU, its gpu-lets side by side by share, one colour per model.
+"""A plan as an SVG picture: one bar per GPU, its gpu-lets side by side by share, one colour per model; models that run
+as one merged program have one label over all their colours.
 
 Self-contained and readable on light and dark pages; the colours can be told apart with every common colour-vision
 deficiency, and every part is labelled as well or has a tooltip.
@@ -11,7 +12,9 @@ from dataclasses import dataclass
 from html import escape
 from textwrap import wrap
 
-from tenuto.placement.plan import Gpulet, Plan, Replica
+from tenuto.placement.copies import hidden_copies_ms
+from tenuto.placement.plan import Gpulet, Plan
+from tenuto.placement.programs import Program, programs_of
 from tenuto.placement.table import totals_of, why_unserved
 
 __all__ = ["MOST_SINGLE_BARS", "draw"]
@@ -23,6 +26,8 @@ PALETTE = (
 )
 LIGHT_TEXT_ON = {"#0072B2", "#882255"}  # the other colours carry dark text with a contrast above 5
 MOST_SINGLE_BARS = 64  # above, GPUs with the same gpu-lets share one bar
+MERGED = "#e7ebef"  # behind the label of a merged program, whose models' colours are a strip below it
+STRIP = 6
 WIDTH = 1120
 MARGIN = 20
 NAME_WIDTH = 92
@@ -80,7 +85,7 @@ def _bars(plan: Plan) -> list[_Bar]:
         return [_Bar(gpu.id, gpu.type, tuple(by_gpu[gpu.id])) for gpu in plan.gpus]
     alike: dict[tuple[object, ...], list[str]] = {}
     for gpu in plan.gpus:
-        key = (gpu.type, *((g.share_pct, tuple((r.name, r.batch_size) for r in g.models)) for g in by_gpu[gpu.id]))
+        key = (gpu.type, *((g.share_pct, tuple(g.programs().items())) for g in by_gpu[gpu.id]))
         alike.setdefault(key, []).append(gpu.id)
     types = {gpu.id: gpu.type for gpu in plan.gpus}
     return [_Bar(f"{len(ids)} GPUs", f"{types[ids[0]]}, {ids[0]} …", tuple(by_gpu[ids[0]])) for ids in alike.values()]
@@ -164,9 +169,11 @@ def _gpulet(
 ) -> list[str]:
     parts = []
     each = width / max(1, len(gpulet.models))
-    for index, replica in enumerate(gpulet.models):
-        colour = colours.get(replica.name, PALETTE[0])
-        parts += _replica(gpulet, replica, plan, colour, x + index * each, top, each, height)
+    at = x
+    for program in programs_of(gpulet):
+        mine = each * len(program.members)
+        parts += _program(gpulet, program, plan, colours, at, top, mine, height)
+        at += mine
     free = " free" if gpulet.share_pct is None else ""
     parts.append(
         f'<rect class="let{free}" x="{x:g}" y="{top:g}" width="{width:g}" height="{height:g}" rx="3" fill="none"/>'
@@ -174,23 +181,28 @@ def _gpulet(
     return parts
 
 
-def _replica(
-    gpulet: Gpulet, replica: Replica, plan: Plan, colour: str, x: float, top: float, width: float, height: float
+def _program(
+    gpulet: Gpulet, program: Program, plan: Plan, colours: dict[str, str], x: float, top: float, width: float,
+    height: float,
 ) -> list[str]:
+    shown = [colours.get(replica.name, PALETTE[0]) for replica in program.members]
+    colour = MERGED if program.is_merged else shown[0]
     ink = "#ffffff" if colour in LIGHT_TEXT_ON else "#1b1f24"
     parts = [
-        f"<g><title>{escape(_tooltip(gpulet, replica, plan))}</title>"
+        f"<g><title>{escape(_tooltip(gpulet, program, plan))}</title>"
         f'<rect x="{x + 0.8:g}" y="{top + 0.8:g}" width="{max(0.5, width - 1.6):g}" height="{height - 1.6:g}" '
         f'rx="2" fill="{colour}"/>'
     ]
+    if program.is_merged:
+        parts += _strip(shown, x + 0.8, top + height - 0.8 - STRIP, max(0.5, width - 1.6))
+        height -= STRIP - 2
     share = "" if gpulet.share_pct is None else f" · {gpulet.share_pct:.3g} %"
-    batch = f"b{replica.batch_size}"
-    room = width - 10
+    batch = f"b{program.batch_size}"
+    name, room = program.name, width - 10
     if height >= 30:
-        lines = [_fitted(replica.name, room, 12), _first_fitting((f"{batch}{share}", batch), room, 10.5)]
+        lines = [_fitted(name, room, 12), _first_fitting((f"{batch}{share}", batch), room, 10.5)]
         sizes, baselines = (12.0, 10.5), (top + height / 2 - 3, top + height / 2 + 12)
     else:
-        name = replica.name
         options = (f"{name} {batch}{share}", f"{name} {batch}", name, _fitted(name, room, 10))
         lines, sizes, baselines = [_first_fitting(options, room, 10), ""], (10.0, 10.0), (top + height / 2 + 3.5, 0.0)
     for line, size, baseline in zip(lines, sizes, baselines, strict=True):
@@ -201,18 +213,35 @@ def _replica(
     return parts
 
 
-def _tooltip(gpulet: Gpulet, replica: Replica, plan: Plan) -> str:
-    facts = [f"{replica.name} on {gpulet.id}: batch {replica.batch_size}"]
+def _strip(colours: Sequence[str], x: float, top: float, width: float) -> list[str]:
+    """Return the colours of a merged program's models side by side."""
+    each = width / len(colours)
+    return [
+        f'<rect x="{x + index * each:g}" y="{top:g}" width="{each:g}" height="{STRIP:g}" fill="{colour}"/>'
+        for index, colour in enumerate(colours)
+    ]
+
+
+def _tooltip(gpulet: Gpulet, program: Program, plan: Plan) -> str:
+    batch = f"one merged program, joint batch {program.batch_size}" if program.is_merged else (
+        f"batch {program.batch_size}"
+    )
+    facts = [f"{program.name} on {gpulet.id}: {batch}"]
     facts.append("unrestricted" if gpulet.share_pct is None else f"share {gpulet.share_pct:g} %")
-    if len(gpulet.models) > 1:
-        facts.append("takes turns with " + ", ".join(r.name for r in gpulet.models if r.name != replica.name))
-    if replica.latency_ms is not None:
-        slo = next((f" of {spec.slo_ms:g} ms SLO" for spec in plan.models if spec.name == replica.name), "")
-        facts.append(f"{replica.latency_ms:.4g} ms{slo}")
-    if replica.rate_rps is not None:
-        facts.append(f"{replica.rate_rps:.4g} rps")
-    if replica.memory_mib is not None:
-        facts.append(f"{replica.memory_mib:,.0f} MiB")
+    others = [other.name for other in programs_of(gpulet) if other.name != program.name]
+    if others:
+        facts.append("takes turns with " + ", ".join(others))
+    if program.latency_ms is not None:
+        names = {replica.name for replica in program.members}
+        slo_ms = min((spec.slo_ms for spec in plan.models if spec.name in names), default=None)
+        facts.append(f"{program.latency_ms:.4g} ms" + ("" if slo_ms is None else f" of {slo_ms:g} ms SLO"))
+    hidden_ms = 0.0 if program.is_merged else hidden_copies_ms(plan, program.members[0]) * program.batch_size
+    if hidden_ms:
+        facts.append(f"{hidden_ms:.4g} ms of it copies that overlap")
+    if program.rate_rps is not None:
+        facts.append(f"{program.rate_rps:.4g} rps")
+    if program.memory_mib is not None:
+        facts.append(f"{program.memory_mib:,.0f} MiB")
     return ", ".join(facts)
 
 
@@ -220,8 +249,12 @@ def _foot(plan: Plan, top: float) -> tuple[list[str], float]:
     """Return the list of unserved models with reasons, the explanation of dashes, and the height of the picture."""
     lines = [f"unserved: {name}: {reason}" for name, reason in why_unserved(plan)]
     if any(gpulet.share_pct is None for gpulet in plan.gpulets):
-        turns = any(len(gpulet.models) > 1 for gpulet in plan.gpulets)
+        turns = any(len(gpulet.programs()) > 1 for gpulet in plan.gpulets)
         lines.append("dashed frame: unrestricted gpu-let" + ("; models in one frame take turns" if turns else ""))
+    if any(gpulet.merge for gpulet in plan.gpulets):
+        lines.append("several colours under one label: models that run as one merged program")
+    if plan.streaming:
+        lines.append("streaming: each gpu-let takes the next batch while one executes")
     letters = int((WIDTH - 2 * MARGIN) / (11 * CHARACTER))
     lines = [part for line in lines for part in wrap(line, letters, subsequent_indent="\u2003")]
     parts = [_text(MARGIN, top + index * 16, line, 11, "faint") for index, line in enumerate(lines)]

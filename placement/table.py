@@ -1,20 +1,24 @@
-"""A plan as rows for people: one per replica, one per unserved model, and totals. No printing happens here."""
+"""A plan as rows for people: one per program, one per unserved model, and totals. No printing happens here."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from tenuto.placement.plan import Plan
+from tenuto.placement.copies import hidden_copies_ms
+from tenuto.placement.plan import Gpulet, Plan
+from tenuto.placement.programs import Program, programs_of
 
 __all__ = ["PlanRow", "PlanTotals", "compare_rows", "rows_of", "totals_of", "why_unserved"]
 
 
 @dataclass(frozen=True)
 class PlanRow:
-    """One replica: where it is, what it runs and what is expected of it; None where unknown.
+    """One replica, or one merged group as `a+b`: where it is, what it runs and what is expected of it; None where
+    unknown.
 
-    `share_pct` None: the gpu-let is unrestricted. `latency_ms` is that of one full batch, neighbours included.
+    `share_pct` None: the gpu-let is unrestricted. `latency_ms` is that of one full batch, neighbours included, and
+    `hidden_ms` what streaming hides of it. A group's SLO is its strictest, its rate that of all its models.
     """
 
     gpu: str
@@ -27,6 +31,7 @@ class PlanRow:
     slo_ms: float | None
     rate_rps: float | None
     memory_mib: float | None
+    hidden_ms: float | None = None
 
 
 @dataclass(frozen=True)
@@ -43,18 +48,26 @@ class PlanTotals:
 
 
 def rows_of(plan: Plan) -> list[PlanRow]:
-    """Return a row per replica, in the order of GPUs, gpu-lets and models of the plan."""
+    """Return a row per replica or merged group, in the order of GPUs, gpu-lets and models of the plan."""
     slos = {spec.name: spec.slo_ms for spec in plan.models}
     rows = []
     by_gpu = plan.by_gpu()
     for gpu in plan.gpus:
         for gpulet in by_gpu[gpu.id]:
-            for replica in gpulet.models:
+            for program in programs_of(gpulet):
+                slo_ms = min((slos[r.name] for r in program.members if r.name in slos), default=None)
                 rows.append(
-                    PlanRow(gpu.id, gpu.type, gpulet.id, gpulet.share_pct, replica.name, replica.batch_size,
-                            replica.latency_ms, slos.get(replica.name), replica.rate_rps, replica.memory_mib)
+                    PlanRow(gpu.id, gpu.type, gpulet.id, gpulet.share_pct, program.name, program.batch_size,
+                            program.latency_ms, slo_ms, program.rate_rps, program.memory_mib, _hidden_ms(plan, program))
                 )
     return rows
+
+
+def _hidden_ms(plan: Plan, program: Program) -> float | None:
+    """Return what streaming hides of a full batch's latency; joint batches of merged models do not stream."""
+    if program.is_merged:
+        return None
+    return hidden_copies_ms(plan, program.members[0]) * program.batch_size or None
 
 
 def totals_of(plan: Plan) -> PlanTotals:
@@ -78,24 +91,29 @@ def why_unserved(plan: Plan) -> list[tuple[str, str]]:
 def compare_rows(plans: Mapping[str, Plan]) -> list[tuple[str, dict[str, str]]]:
     """Return plans side by side: per model a text by policy, `replicas×batch on share: expected rps`.
 
-    Replicas with the same batch and share are counted together; an unserved model reads `-`.
+    Replicas with the same batch and share are counted together; of a merged model (`in a+b`) the batch is the joint
+    one. An unserved model reads `-`.
     """
     names = list(dict.fromkeys(spec.name for plan in plans.values() for spec in plan.models))
     return [(name, {policy: _summary(plan, name) for policy, plan in plans.items()}) for name in names]
 
 
 def _summary(plan: Plan, model: str) -> str:
-    kinds: dict[tuple[int, float | None], int] = {}
-    for gpulet in plan.gpulets:
-        for replica in gpulet.models:
-            if replica.name == model:
-                key = (replica.batch_size, gpulet.share_pct)
-                kinds[key] = kinds.get(key, 0) + 1
+    kinds: dict[tuple[int, float | None, str], int] = {}
+    for gpulet in plan.hosts_of(model):
+        program = _program(gpulet, model)
+        key = (program.batch_size, gpulet.share_pct, program.name if program.is_merged else "")
+        kinds[key] = kinds.get(key, 0) + 1
     if not kinds:
         return "-"
     shown = ", ".join(
-        f"{count}×b{batch}" + (f"@{share:g}%" if share is not None else "")
-        for (batch, share), count in sorted(kinds.items(), key=str)
+        f"{count}×b{batch}" + (f"@{share:g}%" if share is not None else "") + (f" in {merged}" if merged else "")
+        for (batch, share, merged), count in sorted(kinds.items(), key=str)
     )
     expected = plan.expected.models.get(model)
     return f"{shown}: {expected.goodput_rps:,.6g} rps" if expected else shown
+
+
+def _program(gpulet: Gpulet, model: str) -> Program:
+    """Return the program of a gpu-let that runs one of its models."""
+    return next(p for p in programs_of(gpulet) if any(replica.name == model for replica in p.members))

@@ -1,4 +1,5 @@
-"""The placement of a plan as a picture: every GPU a bar, its gpu-lets as wide as their share, their models inside."""
+"""The placement of a plan as a picture: every GPU a bar, its gpu-lets as wide as their share, their models inside;
+models that run as one merged program are one line with the colours of all."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ from html import escape
 from tenuto.loadgen.report.charts import WIDTH
 from tenuto.loadgen.report.palette import Style
 from tenuto.placement import Gpulet, Plan
+from tenuto.placement.programs import Program, programs_of
 
 __all__ = ["placement_picture"]
 
@@ -28,12 +30,17 @@ def placement_picture(plan: Plan, styles: Mapping[str, Style]) -> str:
         rest.append(f"{len(used) - _MOST_GPUS} more GPUs are not drawn.")
     if plan.unserved:
         rest.append(f"Unserved: {', '.join(plan.unserved)}.")
+    if any(gpulet.merge for gpulet in plan.gpulets):
+        rest.append("Several colours before one name: models that run as one merged program.")
+    if plan.streaming:
+        rest.append("Streaming: each gpu-let takes the next batch while one executes.")
     under = f'<p class="note">{escape(" ".join(rest))}</p>' if rest else ""
     return f'<div class="gpus">{"".join(pictures)}</div>{under}'
 
 
 def _gpu(title: str, gpulets: tuple[Gpulet, ...], styles: Mapping[str, Style]) -> str:
-    rows = max(len(gpulet.models) for gpulet in gpulets)
+    programs = {gpulet.id: programs_of(gpulet) for gpulet in gpulets}
+    rows = max(map(len, programs.values()))
     height = 22 + rows * _ROW + 20
     free = max(0.0, 100.0 - sum(g.share_pct or 0.0 for g in gpulets))
     unrestricted = [g for g in gpulets if g.share_pct is None]
@@ -53,15 +60,24 @@ def _gpu(title: str, gpulets: tuple[Gpulet, ...], styles: Mapping[str, Style]) -
             f'<rect class="gpulet" x="{left + 0.5:.1f}" y="20.5" width="{width - 1:.1f}" height="{rows * _ROW + 17}"/>'
         )
         parts.append(_fitting(share, left + 5, 33, width - 8, "shared"))
-        for index, replica in enumerate(gpulet.models):
+        for index, program in enumerate(programs[gpulet.id]):
             top = 37 + index * _ROW
-            style = styles.get(replica.name, Style("var(--muted)"))
-            parts.append(f'<rect x="{left + 3:.1f}" y="{top}" width="5" height="{_ROW - 3}" fill="{style.colour}"/>')
-            parts.append(_fitting(f"{replica.name} ×{replica.batch_size}", left + 12, top + 11, width - 15, "hosted"))
+            parts += _colours(program, styles, left + 3, top)
+            parts.append(_fitting(f"{program.name} ×{program.batch_size}", left + 12, top + 11, width - 15, "hosted"))
         parts.append("</g>")
         left += width
     head = f'<svg class="chart" viewBox="0 0 {WIDTH} {height}" role="img" aria-label="{escape(title)}">'
     return f"{head}{''.join(parts)}</svg>"
+
+
+def _colours(program: Program, styles: Mapping[str, Style], x: float, top: float) -> list[str]:
+    """Return the colours of a program's models, one above the other."""
+    each = (_ROW - 3) / len(program.members)
+    shown = [styles.get(replica.name, Style("var(--muted)")).colour for replica in program.members]
+    return [
+        f'<rect x="{x:.1f}" y="{top + index * each:g}" width="5" height="{each:g}" fill="{colour}"/>'
+        for index, colour in enumerate(shown)
+    ]
 
 
 def _fitting(text: str, x: float, y: float, room: float, kind: str) -> str:

@@ -32,6 +32,10 @@ __all__ = ["command"]
 
 T = TypeVar("T")
 
+STREAMS = "each gpu-let takes the next batch while one executes, and copies overlap with execution"
+HIDDEN = "`hidden ms` of a full batch's latency are copies"
+NOTHING_HIDDEN = "nothing says how long copies take, so that none count as hidden"
+
 
 class _Faults:
     """Runs steps that may each find input wrong, so that a user sees every problem in one go."""
@@ -221,7 +225,8 @@ def _print_plan(plan: Plan) -> None:
     table = Table(box=None, header_style="bold")
     for heading in ("GPU", "type", "gpu-let", "share", "model"):
         table.add_column(heading, overflow="fold")
-    for heading in ("batch", "latency ms", "SLO ms", "rate rps", "memory MiB"):
+    for heading in ("batch", "latency ms", *(("hidden ms",) if plan.streaming else ()), "SLO ms", "rate rps",
+                    "memory MiB"):
         table.add_column(heading, justify="right")
     rows = rows_of(plan)
     previous = ("", "")
@@ -231,7 +236,8 @@ def _print_plan(plan: Plan) -> None:
         table.add_row(
             row.gpu if row.gpu != previous[0] else "", row.gpu_type if row.gpu != previous[0] else "",
             *((row.gpulet, share) if place != previous else ("", "")), row.model, str(row.batch_size),
-            _number(row.latency_ms), _number(row.slo_ms), _number(row.rate_rps), _number(row.memory_mib),
+            _number(row.latency_ms), *((_number(row.hidden_ms),) if plan.streaming else ()), _number(row.slo_ms),
+            _number(row.rate_rps), _number(row.memory_mib),
         )
         previous = place
     if rows:
@@ -243,6 +249,8 @@ def _print_plan(plan: Plan) -> None:
         console.print(f"unserved: {escape(name)}: {escape(reason)}")
     for note in plan.notes:
         console.print(f"note: {escape(note)}")
+    if plan.streaming:
+        console.print(f"streaming: {STREAMS}; {HIDDEN if any(row.hidden_ms for row in rows) else NOTHING_HIDDEN}")
     console.print(f"{plan.policy.name}: {_totals(totals_of(plan))}")
 
 
@@ -277,6 +285,8 @@ def _print_comparison(plans: dict[str, Plan], used: dict[str, list[str]]) -> Non
     if len({tuple(names) for names in used.values()}) > 1:  # another order: the first one lacks what a policy needs
         table.add_row("profiles", *(", ".join(used[name]) for name in plans))
     console.print(table)
+    if any(plan.streaming for plan in plans.values()):
+        console.print(f"streaming: {STREAMS}")
     for name, plan in plans.items():
         for model, reason in why_unserved(plan):
             console.print(f"{name}: unserved: {escape(model)}: {escape(reason)}")

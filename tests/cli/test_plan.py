@@ -246,3 +246,28 @@ def test_options_that_cannot_be_run_are_refused_before_anything_starts(tenuto, t
         assert "models.0.options.dtype: 'half': input should be 'fp32', 'fp16' or 'bf16'. Use one of" in ran.err
         assert "models.0.options.cuda_graphs: True: gives both 'compile' and 'cuda_graphs'. Keep one" in ran.err
         assert "depth" not in ran.err
+
+
+def test_merged_groups_and_streaming_are_shown(tenuto, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    latency = "latency: {alpha_ms: 1, beta_ms: 4}"
+    (tmp_path / "m.yaml").write_text(
+        "models:\n"
+        f"- {{name: cats, source: resnet50, rate_rps: 50, slo_ms: 100, {latency}, options: {{copy_in_ms: 0.5}}}}\n"
+        f"- {{name: dogs, source: resnet50, rate_rps: 50, slo_ms: 100, {latency}}}\n"
+        f"- {{name: own, source: resnet50, rate_rps: 50, slo_ms: 100, {latency}, options: {{copy_in_ms: 0.5}}}}\n"
+        "merge: [[cats, dogs]]\nstreaming: true\n"
+    )
+    arguments = ("plan", "m.yaml", "--gpus", "v100:1")
+    ran = tenuto(*arguments, "--policy", "symphony", "--picture", "m.svg")
+    assert ran.code == 0
+    assert "hidden ms" in ran.out
+    assert [line.split()[0] for line in ran.out.splitlines() if line.startswith(" " * 8)].count("own") == 1
+    table = ran.out.partition("note:")[0]
+    assert "cats+dogs" in table
+    assert "\n                             dogs" not in table
+    assert "streaming: each gpu-let takes the next batch while one executes" in ran.out
+    assert ">cats+dogs<" in (tmp_path / "m.svg").read_text()
+    compared = tenuto(*arguments, "--compare", "symphony,ffd").out
+    assert "in cats+dogs" in compared
+    assert "streaming: each gpu-let" in compared
+    assert "streaming" not in tenuto("plan", "w.yaml", "--gpus", "v100:4").out
