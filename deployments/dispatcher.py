@@ -1,43 +1,40 @@
 """The asyncio driver of the scheduler core: requests in, batches out to gpu-lets, answers back.
 
 It lives in the gateway's process, so that a request crosses no process boundary alone; only whole batches travel. The
-core decides, this module carries out: it owns the clock, the timer and the tensors of waiting requests;
-`tenuto.deployments.fleet` owns the links.
+core decides, this module carries out: it owns the clock and the timer. `tenuto.deployments.open_requests` owns the
+requests with their tensors, `tenuto.deployments.fleet` the links, and `tenuto.deployments.feedback` tells the core what
+batches really took.
 """
 
 from __future__ import annotations
 
 import asyncio
-import functools
 import itertools
-import logging
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from tenuto.batching.interface import Dispatch, Drop, NetworkDelay, Preempt, Scheduler
-from tenuto.deployments.advice import LiveAdvice
+from tenuto.deployments.accounts import Accounts
 from tenuto.deployments.answers import Answer, Outcome
 from tenuto.deployments.batch_frames import pack_batch, split_reply
 from tenuto.deployments.core_time import TIMER_SLACK_MS, CoreTime
 from tenuto.deployments.correction import NetworkMeter
 from tenuto.deployments.feedback import Feedback
 from tenuto.deployments.fleet import Fleet, LinkFactory
-from tenuto.deployments.in_flight import Batch, ModelCounters, Request
+from tenuto.deployments.in_flight import Batch, Request
 from tenuto.deployments.link import Finder, GpuletLink
-from tenuto.deployments.request_log import RequestLog
+from tenuto.deployments.open_requests import OpenRequests
 from tenuto.deployments.served import ServedModel
 from tenuto.deployments.status import dispatcher_status
 from tenuto.placement import Plan
 
 __all__ = ["Dispatcher", "SchedulerFactory"]
 
-logger = logging.getLogger("ray.serve")
-
 # Builds the core for a plan; called again when the plan changes.
 SchedulerFactory = Callable[[Plan, NetworkDelay], Scheduler]
 
+_TOO_LATE = "the deadline could not be met; it was not executed. Lower the rate, raise the SLO or add GPUs"
 _NO_ANSWER = "the gpu-let that executed this batch died; send the request again"
 
 
@@ -73,9 +70,9 @@ class Dispatcher:
         self._max_queued = max_queued
         self._clock = clock
         self._time = CoreTime(clock, timer_slack_ms, self._on_timer)
-        self._ids = itertools.count()
+        self.accounts = Accounts()
+        self._requests = OpenRequests(self.accounts, self._on_left)
         self._sequences = itertools.count()
-        self._requests: dict[int, Request] = {}
         self._fleet = Fleet(find_gpulet, self, make_link)
         self._plan: Plan | None = None
         self._scheduler: Scheduler | None = None
@@ -85,10 +82,7 @@ class Dispatcher:
         self._first_group = 0  # the queues from here on are those of merged models
         self.network = network or NetworkMeter(3.0)
         self._feedback = Feedback(self.network, lambda: self._time.now_ms, self._free_early)
-        self.advice = LiveAdvice()
-        self.ended = RequestLog()
         self._ticker: asyncio.TimerHandle | None = None
-        self.counters: dict[str, ModelCounters] = {}
 
     def configure(self, build_scheduler: SchedulerFactory, *, max_queued: int, response_ms: float) -> None:
         """Take new settings; they hold from the next `apply`."""
@@ -108,8 +102,6 @@ class Dispatcher:
         now = self._time.now_ms
         self._plan = plan
         self._first_sequence = next(self._sequences)
-        for spec in plan.models:
-            self.counters.setdefault(spec.name, ModelCounters())
         scheduler = self._build_scheduler(plan, self.network.tell())
         scheduler.drain()
         self._slo_ms = {spec.name: spec.slo_ms for spec in plan.models}
@@ -120,13 +112,13 @@ class Dispatcher:
         self._scheduler = scheduler
         self._feedback.follow(scheduler, plan)
         self._fleet.adopt(plan)
-        self.advice.follow(plan, self._clock())
+        self.accounts.advice.follow(plan, self._clock())
         if self._ticker is None:
             self._tick()
         for index in range(len(plan.gpulets)):
             scheduler.gpulet_lost(now, index)
             self._offer(index, now)
-        for request in list(self._requests.values()):
+        for request in self._requests:
             request.model = self._model_index.get(request.name, -1)
             if request.dispatched_ms == 0.0:
                 self._enqueue(request, now)
@@ -135,7 +127,7 @@ class Dispatcher:
 
     def _tick(self) -> None:
         """Once a second, whether or not anything arrives."""
-        self.advice.tick(self._clock())
+        self.accounts.advice.tick(self._clock())
         self._ticker = asyncio.get_running_loop().call_later(1.0, self._tick)
 
     def _offer(self, index: int, now: float) -> None:
@@ -159,7 +151,7 @@ class Dispatcher:
         self._feedback.stop()
         if self._ticker is not None:
             self._ticker.cancel()
-        for request in list(self._requests.values()):
+        for request in self._requests:
             self._finish(request, Answer(Outcome.FAILED, reason="the server is shutting down; send the request again"))
         await self._fleet.close()
 
@@ -186,38 +178,25 @@ class Dispatcher:
             KeyError: the plan has no such model.
         """
         index = self._model_index[model]
-        assert self._plan is not None
         scheduler = self._scheduler
         assert scheduler is not None
         now = self._time.now_ms
         allowed = self._slo_ms[model] if slo_ms is None else slo_ms
-        future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
-        counters = self.counters[model]
-        counters.submitted += 1
+        request = self._requests.open(
+            model, index, parts, now_ms=now, allowed_ms=allowed, client_id=client_id, reserve_ms=reserve_ms
+        )
         if scheduler.queued(index) >= self._max_queued:
-            counters.rejected += 1
-            self.advice.ended(in_time=False)
             wait_s = max(0.1, allowed / 1000.0)
             reason = f"{self._max_queued} requests of '{model}' are waiting; retry in {wait_s:g} s"
-            answer = Answer(Outcome.REJECTED, retry_after_s=wait_s, reason=reason)
-            self.ended.add(client_id, model, answer, 0.0, in_time=False)
-            future.set_result(answer)
-            return future
-        request = Request(next(self._ids), model, index, now + allowed, now, parts, future, client_id, reserve_ms)
-        self._requests[request.id] = request
-        future.add_done_callback(functools.partial(self._on_settled, request))
+            self._requests.finish(request, Answer(Outcome.REJECTED, retry_after_s=wait_s, reason=reason), now)
+            return request.future
         self._enqueue(request, now)
         self._carry_out(now)
-        return future
+        return request.future
 
-    def _on_settled(self, request: Request, future: asyncio.Future[Answer]) -> None:
-        """Forget a request whose client went away; one that already runs cannot be taken back."""
-        if not future.cancelled():
-            return
-        if self._requests.pop(request.id, None) is None or self._scheduler is None:
-            return
-        self.counters[request.name].cancelled += 1
-        if request.dispatched_ms == 0.0:
+    def _on_left(self, request: Request) -> None:
+        """Take a request whose client went away out of its queue; one that already runs cannot be taken back."""
+        if request.dispatched_ms == 0.0 and self._scheduler is not None:
             now = self._time.now_ms
             self._scheduler.cancel(now, request.model, request.id)
             self._carry_out(now)
@@ -246,12 +225,9 @@ class Dispatcher:
         self._carry_out(now)
 
     def _dispatch(self, decision: Dispatch, now: float) -> None:
-        requests = []
-        for request_id in decision.request_ids:
-            request = self._requests.get(request_id)
-            if request is not None:
-                request.dispatched_ms = now
-                requests.append(request)
+        requests = self._requests.of(decision.request_ids)
+        for request in requests:
+            request.dispatched_ms = now
         assert self._scheduler is not None
         name = self._scheduler.setup.models[decision.model].name
         batch = Batch(next(self._sequences), name, decision.model, decision.gpulet, requests, now, self._time.clock_ms)
@@ -261,10 +237,7 @@ class Dispatcher:
             asyncio.get_running_loop().call_soon(self._empty_batch_done, batch)
             return
         header, buffers = pack_batch(batch, is_joint=decision.model >= self._first_group)
-        for model, rows in batch.rows:
-            counters = self.counters[model]
-            counters.batches += 1
-            counters.batched += rows
+        self.accounts.batch_sent(batch)
         link.send(header, buffers)
         self._feedback.sent(batch, decision.start_ms, decision.finish_ms)
 
@@ -273,19 +246,9 @@ class Dispatcher:
             self._done(batch, self._time.now_ms)
 
     def _drop(self, decision: Drop) -> None:
-        for request_id in decision.request_ids:
-            request = self._requests.get(request_id)
-            if request is not None:
-                waited = self._time.now_ms - request.received_ms
-                self._finish(
-                    request,
-                    Answer(
-                        Outcome.EXPIRED,
-                        batching_ms=waited,
-                        reason="the deadline could not be met; it was not executed. "
-                        "Lower the rate, raise the SLO or add GPUs",
-                    ),
-                )
+        for request in self._requests.of(decision.request_ids):
+            waited_ms = self._time.now_ms - request.received_ms
+            self._finish(request, Answer(Outcome.EXPIRED, batching_ms=waited_ms, reason=_TOO_LATE))
 
     def _preempt(self, decision: Preempt) -> None:
         """The core has the requests back in its queue; the gpu-let's answer for that batch will be ignored."""
@@ -321,7 +284,7 @@ class Dispatcher:
 
     def _retry_or_fail(self, request: Request, now: float, reason: str) -> None:
         """Queue a request of a lost batch once more; the core drops it at once if its deadline no longer allows."""
-        if request.id not in self._requests:
+        if request not in self._requests:
             return
         if request.retried or request.deadline_ms <= now:
             self._finish(request, Answer(Outcome.FAILED, reason=f"{_NO_ANSWER} ({reason})"))
@@ -364,22 +327,14 @@ class Dispatcher:
 
     def _answer_requests(self, batch: Batch, header: dict[str, Any], body: memoryview, now: float) -> None:
         if "error" not in header:
-            for model, _ in batch.rows:
-                self.counters[model].execution_ms.append(float(header["execution_ms"]))
-            self.advice.executed(header["gpulet"], float(header["execution_ms"]))
+            self.accounts.batch_executed(batch, header["gpulet"], float(header["execution_ms"]))
         for request, answer in split_reply(batch, header, body, now):
-            if request.id in self._requests:
-                self._finish(request, answer, now)
+            if request in self._requests:
+                self._requests.finish(request, answer, now)
 
-    def _finish(self, request: Request, answer: Answer, now: float | None = None) -> None:
-        self._requests.pop(request.id, None)
-        now = self._time.now_ms if now is None else now
-        in_time = now <= request.deadline_ms
-        self.counters[request.name].count(answer.outcome, in_time=in_time)
-        self.advice.ended(in_time=in_time and answer.outcome is Outcome.OK)
-        self.ended.add(request.client_id, request.name, answer, now - request.received_ms, in_time=in_time)
-        if not request.future.done():
-            request.future.set_result(answer)
+    def _finish(self, request: Request, answer: Answer) -> None:
+        """Answer a request that no batch answers."""
+        self._requests.finish(request, answer, self._time.now_ms)
 
     # --- state --------------------------------------------------------------------------------------------------
 
@@ -396,11 +351,11 @@ class Dispatcher:
         """Return plain data: the plan, the gpu-lets as they are, counts and measured against planned latencies."""
         return dispatcher_status(
             self._plan,
-            counters=self.counters,
+            counters=self.accounts.counters,
             queued=self.queue_lengths(),
             gpulets=self.gpulets(),
             delay=self.network.delay(),
-            advice=self.advice.to_data(self._clock()),
+            advice=self.accounts.advice.to_data(self._clock()),
         )
 
     def record_answer(self, answer_ms: float) -> None:
@@ -413,7 +368,7 @@ class Dispatcher:
             return self.status()
         if what == "queue":
             return self.queue_lengths()
-        return self.ended.to_data(arguments.get("id"), int(arguments.get("limit", 100)))
+        return self.accounts.ended.to_data(arguments.get("id"), int(arguments.get("limit", 100)))
 
     def signature(self, model: str) -> dict[str, Any] | None:
         """Return the plain data of a model's signature; None before one of its gpu-lets ever connected."""
@@ -426,7 +381,7 @@ class Dispatcher:
             return {}
         if not scheduler.setup.groups:
             return {name: scheduler.queued(index) for name, index in self._model_index.items()}
-        waiting = Counter(request.name for request in self._requests.values() if request.dispatched_ms == 0.0)
+        waiting = self._requests.waiting()
         return {name: waiting[name] for name in self._model_index}
 
     def gpulets(self) -> list[dict[str, Any]]:

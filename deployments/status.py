@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tenuto.batching.interface import NetworkDelay
-from tenuto.deployments.in_flight import ModelCounters
+from tenuto.deployments.accounts import ModelCounters
 from tenuto.placement import Plan
 
 __all__ = ["dispatcher_status"]

@@ -21,11 +21,11 @@ from typing import Any
 
 from serving import heading, synthetic_plan
 
+from tenuto.deployments.accounts import ModelCounters
 from tenuto.deployments.advice import LiveAdvice
 from tenuto.deployments.answers import Answer, Outcome
 from tenuto.deployments.correction import LatencyCorrection, NetworkMeter
 from tenuto.deployments.gateway import _split
-from tenuto.deployments.in_flight import ModelCounters
 from tenuto.deployments.request_log import RequestLog
 
 GPULET = "n0/0/a"

@@ -189,7 +189,7 @@ async def test_a_cancelled_request_frees_its_place(start: Start) -> None:
     await asyncio.wait_for(gpulet.arrived.wait(), 5)
     waiting = [gateway.submit("m", X) for _ in range(4)]
     assert cluster.server is not None
-    counters = cluster.server.dispatcher.counters["m"]
+    counters = cluster.server.dispatcher.accounts.counters["m"]
     await _until(lambda: counters.submitted == 5)
     waiting[3].cancel()
     await _until(lambda: counters.cancelled == 1)
@@ -208,7 +208,7 @@ async def test_a_dead_gateway_frees_its_places_and_the_other_goes_on(start: Star
     lost = [first.submit("m", X) for _ in range(5)]
     kept = second.submit("m", X)
     assert cluster.server is not None
-    counters = cluster.server.dispatcher.counters["m"]
+    counters = cluster.server.dispatcher.accounts.counters["m"]
     await _until(lambda: counters.submitted == 7)
     await first.close()
     await _until(lambda: counters.cancelled == 5)

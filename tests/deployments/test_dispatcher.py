@@ -65,7 +65,7 @@ async def test_a_request_is_answered_with_its_own_outputs(start: Start) -> None:
     assert [a.batch_size for a in answers] == [2] * 4
     assert answers[0].execution_ms == 1.0
     assert gpulet.batches == [2, 2]
-    assert (dispatcher.counters["m"].ok, dispatcher.counters["m"].batches) == (4, 2)
+    assert (dispatcher.accounts.counters["m"].ok, dispatcher.accounts.counters["m"].batches) == (4, 2)
 
 
 async def test_a_deadline_in_the_past_expires_without_execution(start: Start) -> None:
@@ -76,7 +76,7 @@ async def test_a_deadline_in_the_past_expires_without_execution(start: Start) ->
         assert answer.outcome is Outcome.EXPIRED
         assert "not executed" in answer.reason
     assert gpulet.batches == []
-    assert dispatcher.counters["m"].expired == 3
+    assert dispatcher.accounts.counters["m"].expired == 3
 
 
 async def test_a_full_queue_rejects_with_a_time_to_retry(start: Start) -> None:
@@ -107,7 +107,7 @@ async def test_a_client_that_goes_away_frees_its_place(start: Start) -> None:
     assert (await _answer(running)).outcome is Outcome.OK
     assert (await _answer(waiting[1])).outcome is Outcome.OK
     assert gpulet.batches == [1, 1]
-    assert dispatcher.counters["m"].cancelled == 2
+    assert dispatcher.accounts.counters["m"].cancelled == 2
 
 
 async def test_a_dead_gpulets_batch_is_retried_elsewhere(start: Start) -> None:
@@ -210,17 +210,17 @@ async def test_the_clients_id_reaches_the_gpulet_and_the_log_of_ended_requests(s
     for future in futures:
         await _answer(future)
     assert [header["requests"] for header in gpulet.headers] == [["first", "second"]]
-    assert {e["id"]: e["outcome"] for e in dispatcher.ended.to_data()} == {
+    assert {e["id"]: e["outcome"] for e in dispatcher.accounts.ended.to_data()} == {
         "first": "ok",
         "second": "ok",
         "third": "expired",
     }
-    (found,) = dispatcher.ended.to_data("second")
+    (found,) = dispatcher.accounts.ended.to_data("second")
     assert 0 <= found["dispatched_ms"] <= found["start_ms"] + 2.5
     assert found["start_ms"] < found["end_ms"] <= found["answered_ms"] + 0.2
-    (dropped,) = dispatcher.ended.to_data("third")
+    (dropped,) = dispatcher.accounts.ended.to_data("third")
     assert (dropped["start_ms"], dropped["gpulet"]) == (None, None)
-    assert dispatcher.ended.to_data("nobody") == []
+    assert dispatcher.accounts.ended.to_data("nobody") == []
 
 
 async def test_a_start_on_another_clock_is_unknown(start: Start) -> None:

@@ -138,7 +138,7 @@ async def test_a_joint_batch_answers_every_request_with_its_own_models_outputs(s
     assert [outputs(answer) for answer in answers] == [expected(*each) for each in asked]
     assert [answer.batch_size for answer in answers] == [8] * 8  # full, with more of b than b was planned for
     assert gpulet.headers[0]["members"] == [["a", 3], ["b", 5]]
-    counters = dispatcher.counters
+    counters = dispatcher.accounts.counters
     assert [(counters[n].ok, counters[n].batches, counters[n].batched) for n in "ab"] == [(3, 1, 3), (5, 1, 5)]
     models = dispatcher.status()["models"]
     assert list(models) == ["a", "b"]
@@ -151,7 +151,7 @@ async def test_a_batch_may_hold_one_member_only(start: Start) -> None:
     answers = await asyncio.gather(*(dispatcher.submit("b", request("b", float(v))) for v in range(2)))
     assert [outputs(answer) for answer in answers] == [expected("b", float(v)) for v in range(2)]
     assert gpulet.headers[0]["members"] == [["b", 2]]
-    assert dispatcher.counters["a"].batches == 0
+    assert dispatcher.accounts.counters["a"].batches == 0
 
 
 async def test_members_keep_their_own_deadlines_and_queues_in_the_status(start: Start) -> None:
@@ -168,7 +168,7 @@ async def test_members_keep_their_own_deadlines_and_queues_in_the_status(start: 
     gpulet.release()
     assert outputs(await asyncio.wait_for(last, 5)) == expected("b", 5.0)
     await asyncio.wait_for(asyncio.gather(first, *futures), 5)
-    assert dispatcher.counters["b"].expired == 1
+    assert dispatcher.accounts.counters["b"].expired == 1
     assert dispatcher.queue_lengths() == {"a": 0, "b": 0}
 
 
@@ -226,7 +226,7 @@ async def test_an_error_of_a_joint_batch_fails_all_its_requests(start: Start) ->
         protocol.send({"id": header["id"], "gpulet": "g", "error": "broken"})
     answers = [await asyncio.wait_for(future, 5) for future in futures]
     assert [(a.outcome, a.reason) for a in answers] == [(Outcome.FAILED, "broken")] * 2
-    assert [dispatcher.counters[n].failed for n in "ab"] == [1, 1]
+    assert [dispatcher.accounts.counters[n].failed for n in "ab"] == [1, 1]
 
 
 async def test_a_real_gpulet_emulates_a_group_as_the_serve_config_tells_it() -> None:
