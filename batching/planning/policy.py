@@ -58,7 +58,7 @@ class TenutoPolicy(Policy):
 
     def __init__(
         self, *, scheduler: str = "deferred", interference: str = "contention", starts: tuple[str, ...] = STARTS,
-        tries: int = 60, requests: int = 20_000, attainment: float = 0.99, max_batch: int = 128, seed: int = 0,
+        tries: int = 40, requests: int = 20_000, attainment: float = 0.99, max_batch: int = 128, seed: int = 0,
         network_ms: tuple[float, ...] = (0.0, 0.0, 0.0),
     ) -> None:  # fmt: skip
         problems = [

@@ -212,7 +212,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             case "igniter":
                 on_igniter(requests)
             case "gpulet":
-                on_gpulet(64 if chosen.quick else 8, (2,) if chosen.quick else (1, 2, 3, 4), requests)
+                on_gpulet(64 if chosen.quick else 16, (2,) if chosen.quick else (1, 2, 3), 10_000)
             case "usher":
                 on_usher(chosen.quick, requests)
             case "symphony":
