@@ -27,7 +27,7 @@ def why_unreachable(address: str, timeout_s: float = 5.0) -> str | None:
         address = os.environ.get("RAY_ADDRESS") or _last_started()
     bare = address.removeprefix("ray://")
     host, _, port = bare.rpartition(":")
-    if not host or not port.isdecimal():
+    if not host or not port.isdecimal() or not 0 < int(port) < 65_536:
         return None if address in ("", "auto", "local") else f"'{address}' is not host:port"
     reason = _why_not_ray(host.strip("[]"), int(port), timeout_s)
     if reason is None and not address.startswith("ray://") and host in _LOOPBACK:
