@@ -137,22 +137,17 @@ class TenutoPolicy(Policy):
 
 
 def _carrying(trial: Trial, expected: Expected, names: tuple[str, ...]) -> tuple[Gpulet, ...]:
-    """Return the gpu-lets with their parts of each model's expected goodput, as in the trial, without replicas that
-    never ran where others did."""
+    """Return the gpu-lets with their parts of each model's expected goodput, as in the trial."""
     gpulets = []
-    ran = trial.largest.max(axis=0) > 0
     carried = trial.carried_rps.sum(axis=0)
     for index, gpulet in enumerate(trial.plan.gpulets):
         replicas = []
         for replica in gpulet.models:
             place = names.index(replica.name)
-            if ran[place] and not trial.largest[index, place]:
-                continue
             part = float(trial.carried_rps[index, place] / carried[place]) if carried[place] else 0.0
             rate = round(part * expected.models[replica.name].goodput_rps, 6)
             replicas.append(replica.model_copy(update={"rate_rps": rate}))
-        if replicas:
-            gpulets.append(gpulet.model_copy(update={"models": tuple(replicas)}))
+        gpulets.append(gpulet.model_copy(update={"models": tuple(replicas)}))
     return tuple(gpulets)
 
 

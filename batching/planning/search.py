@@ -154,10 +154,12 @@ class Search:
         A trial allows every batch that can be in time, and expects neighbours to cost what such batches would.
         """
         trial = found.trial
-        caps = {}
-        for index, gpulet in enumerate(trial.plan.gpulets):
-            for place, spec in enumerate(self._workload.models):
-                caps[gpulet.id, spec.name] = max(1, math.ceil(HEADROOM * int(trial.largest[index, place])))
+        # By model, not by gpu-let: gpu-lets that are alike stay so, and one pool for the scheduler.
+        enough = {
+            spec.name: max(1, math.ceil(HEADROOM * int(trial.largest[:, place].max())))
+            for place, spec in enumerate(self._workload.models)
+        }
+        caps = {(g.id, replica.name): enough[replica.name] for g in trial.plan.gpulets for replica in g.models}
         plan = self.builder.plan(found.layout, found.gpus, self._cluster, caps)
         if plan is None:
             return found

@@ -154,7 +154,7 @@ def test_trial_figures_agree_with_each_other() -> None:
     trial = trials(load).run(planned(load, v100s(2)))
     assert trial.carried_rps.sum(axis=0) == pytest.approx(trial.ok_rps)
     assert ((trial.busy >= 0) & (trial.busy <= 1 + 1e-9)).all()
-    assert (trial.largest.max(axis=1) > 0).all()
+    assert (trial.largest.max(axis=0) > 0).all()
     assert trial.keeps(0.0)
 
 
