@@ -154,12 +154,14 @@ class Search:
         A trial allows every batch that can be in time, and expects neighbours to cost what such batches would.
         """
         trial = found.trial
-        # By model, not by gpu-let: gpu-lets that are alike stay so, and one pool for the scheduler.
-        enough = {
-            spec.name: max(1, math.ceil(HEADROOM * int(trial.largest[:, place].max())))
-            for place, spec in enumerate(self._workload.models)
-        }
-        caps = {(g.id, replica.name): enough[replica.name] for g in trial.plan.gpulets for replica in g.models}
+        by_gpu = trial.plan.by_gpu()
+        caps = {}
+        for index, gpulet in enumerate(trial.plan.gpulets):
+            is_shared = len(by_gpu[gpulet.gpu]) > 1
+            for place, spec in enumerate(self._workload.models):
+                # Alone on its GPU a gpu-let disturbs nobody, and as long as such are alike they are one pool.
+                ran = int(trial.largest[index, place]) if is_shared else 0
+                caps[gpulet.id, spec.name] = max(1, math.ceil(HEADROOM * (ran or int(trial.largest[:, place].max()))))
         plan = self.builder.plan(found.layout, found.gpus, self._cluster, caps)
         if plan is None:
             return found
