@@ -6,13 +6,13 @@ import importlib
 from collections.abc import Mapping
 from typing import Any
 
-from tenuto.batching.interface import Scheduler, Setup
+from tenuto.batching.core.interface import Scheduler, Setup
 from tenuto.errors import InvalidInputError, Problem
 
 __all__ = ["SCHEDULERS", "make_scheduler", "scheduler_class"]
 
 SCHEDULERS: dict[str, str] = {
-    "deferred": "tenuto.batching.deferred:DeferredScheduler",
+    "deferred": "tenuto.batching.core.deferred:DeferredScheduler",
     "eager": "tenuto.batching.rivals.eager:EagerScheduler",
     "timeout": "tenuto.batching.rivals.timeout:TimeoutScheduler",
     "clockwork": "tenuto.batching.rivals.clockwork:ClockworkScheduler",

@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tenuto.loadgen.records import Outcome, Records
+from tenuto.loadgen.records import Records
+from tenuto.outcome import Outcome
 from tenuto.placement.applications import Application
 
 __all__ = [

@@ -16,11 +16,11 @@ from tenuto.loadgen.application_figures import stage_owners
 from tenuto.loadgen.applications import ApplicationLoad, make_application_load, scaled_slos
 from tenuto.loadgen.client import ClientJob, ModelTarget
 from tenuto.loadgen.clients import ClientGroup, LocalClient, RayClients
-from tenuto.loadgen.http_sender import HttpSender
-from tenuto.loadgen.payloads import make_bodies
 from tenuto.loadgen.priority import Priority, preferred
 from tenuto.loadgen.records import Records, merge, unsent
 from tenuto.loadgen.schedule import Schedule, make_schedule, seed_for
+from tenuto.loadgen.senders.http import HttpSender
+from tenuto.loadgen.senders.payloads import make_bodies
 from tenuto.loadgen.verdict import Verdict, judge, summarise
 from tenuto.placement import ModelSpec, Plan
 from tenuto.placement.applications import Application
@@ -239,7 +239,7 @@ def _jobs(
 
 
 def _target(options: BenchOptions, spec: ModelSpec, *, is_stage: bool) -> ModelTarget:
-    from tenuto.deployments.endpoint import model_metadata
+    from tenuto.deployments.serve.endpoint import model_metadata
 
     metadata = model_metadata(options.url, spec.name)
     if "inputs" not in metadata:
@@ -278,7 +278,7 @@ def _watch(
 
 def _queued(url: str) -> int | None:
     """Return how many requests wait for a batch now; None when the endpoint does not say."""
-    from tenuto.deployments.endpoint import get_json
+    from tenuto.deployments.serve.endpoint import get_json
 
     try:
         lengths = get_json(f"{url.rstrip('/')}/status/queue", 0.5)

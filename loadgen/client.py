@@ -17,11 +17,12 @@ from typing import Any
 import numpy as np
 
 from tenuto.loadgen.applications import ApplicationLoad, Joins
-from tenuto.loadgen.http_sender import Sender
 from tenuto.loadgen.precise_timer import PreciseTimer
 from tenuto.loadgen.priority import Priority, preferred
-from tenuto.loadgen.records import NAN, Outcome, Records
-from tenuto.loadgen.reply import OnReply, Reply
+from tenuto.loadgen.records import NAN, Records
+from tenuto.loadgen.senders.http import Sender
+from tenuto.loadgen.senders.reply import OnReply, Reply
+from tenuto.outcome import OUTCOMES, Outcome
 
 __all__ = ["Client", "ClientJob", "ClientReport", "ModelTarget", "outcome_of", "request_id"]
 
@@ -78,11 +79,7 @@ def outcome_of(status: int, latency_ms: float, slo_ms: float) -> Outcome:
     """Return a request's outcome from its HTTP status (0: no answer) and its latency from the scheduled time."""
     if status == 200:
         return Outcome.OK if latency_ms <= slo_ms else Outcome.LATE
-    return _BY_STATUS.get(status, Outcome.FAILED)
-
-
-_BY_STATUS = {504: Outcome.EXPIRED, 429: Outcome.REJECTED}
-_NAMES = tuple(outcome.name.lower() for outcome in Outcome)
+    return Outcome.of_http_status(status)
 
 
 class _Columns:
@@ -235,7 +232,7 @@ class Client:
             outcome = outcome_of(reply.status, answered_ms - times[row], slo_ms)
             columns.add(row, answered_ms, outcome, reply)
             counts["answered"] += 1
-            counts[_NAMES[outcome]] += 1
+            counts[OUTCOMES[outcome]] += 1
             if reply.error:
                 _count_error(errors, reply, job.via)
             if joins is not None:
@@ -283,7 +280,7 @@ class Client:
 def _count_error(errors: Counter[str], reply: Reply, via: str) -> None:
     text = reply.error[:_LONGEST_ERROR]
     if reply.status:
-        kind = f"HTTP {reply.status}" if via == "http" else _BY_STATUS.get(reply.status, Outcome.FAILED).name.lower()
+        kind = f"HTTP {reply.status}" if via == "http" else Outcome.of_http_status(reply.status).word
         text = f"{kind}: {text}"
     if text not in errors and len(errors) >= _KINDS_OF_ERROR:
         text = "other errors"

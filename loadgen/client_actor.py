@@ -8,7 +8,7 @@ from typing import Any
 from tenuto.errors import EnvironmentFaultError
 from tenuto.loadgen.client import Client, ClientJob, ClientReport
 from tenuto.loadgen.records import Records
-from tenuto.loadgen.senders import make_sender
+from tenuto.loadgen.senders.choose import make_sender
 
 __all__ = ["ClientActor", "start_actors"]
 
@@ -85,6 +85,6 @@ def _join_ray() -> None:
         try:
             ray.init(address="auto", **quiet)
         except ConnectionError:
-            from tenuto.deployments.launcher import start_local_ray
+            from tenuto.deployments.serve.launcher import start_local_ray
 
             start_local_ray(num_gpus=0)

@@ -13,9 +13,9 @@ from typing import Any, Protocol
 
 from tenuto.errors import EnvironmentFaultError
 from tenuto.loadgen.client import Client, ClientJob, ClientReport
-from tenuto.loadgen.http_sender import Sender
 from tenuto.loadgen.records import Records, merge
-from tenuto.loadgen.senders import make_sender
+from tenuto.loadgen.senders.choose import make_sender
+from tenuto.loadgen.senders.http import Sender
 
 __all__ = ["ClientGroup", "LocalClient", "RayClients"]
 

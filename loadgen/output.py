@@ -22,8 +22,9 @@ from tenuto.errors import EnvironmentFaultError, InvalidInputError
 from tenuto.loadgen.application_figures import Calls, calls_by_name
 from tenuto.loadgen.bench import BenchOptions, BenchResult
 from tenuto.loadgen.client import request_id
-from tenuto.loadgen.records import Outcome, Records
+from tenuto.loadgen.records import Records
 from tenuto.loadgen.schedule import Schedule
+from tenuto.outcome import Outcome
 from tenuto.placement import Plan
 
 __all__ = ["describe", "hardware", "prepare_folder", "provenance", "versions", "write_files", "write_run"]
@@ -158,7 +159,7 @@ def _write_text(path: Path, text: str) -> None:
 
 def _is_emulated(url: str) -> bool | None:
     """Return whether any gpu-let of the endpoint is emulated; None when it no longer answers."""
-    from tenuto.deployments.endpoint import get_json
+    from tenuto.deployments.serve.endpoint import get_json
 
     try:
         status = get_json(f"{url}/status")

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
-from enum import IntEnum
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Outcome", "Records", "merge", "unsent"]
+from tenuto.outcome import Outcome
+
+__all__ = ["Records", "merge", "unsent"]
 
 NAN = float("nan")
 # Columns without an entry are times in ms.
@@ -21,16 +22,6 @@ _DTYPES: dict[str, type[np.generic]] = {
     "request": np.int64, "model": np.int32, "status": np.int32, "outcome": np.int8, "batch_size": np.int32,
     "gpulet": np.object_, "call": np.int64,
 }  # fmt: skip
-
-
-class Outcome(IntEnum):
-    """A request's one outcome, seen from the client: `ok` iff answered by scheduled time + SLO."""
-
-    OK = 0
-    LATE = 1
-    EXPIRED = 2
-    REJECTED = 3
-    FAILED = 4
 
 
 @dataclass

@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from tenuto.batching.goodput import Offer
-from tenuto.batching.interface import Scheduler
-from tenuto.batching.result import SimulationResult
-from tenuto.batching.simulator import simulate
+from tenuto.batching.core.interface import Scheduler
+from tenuto.batching.virtual.goodput import Offer
+from tenuto.batching.virtual.result import SimulationResult
+from tenuto.batching.virtual.simulator import simulate
 from tenuto.loadgen.application_figures import application_figures
 from tenuto.loadgen.applications import ApplicationLoad, Joins
 from tenuto.loadgen.output import provenance
@@ -66,7 +66,7 @@ def simulate_load(
 
 
 class JoinedLoad:
-    """One run of a load as the search of goodput needs it (`tenuto.batching.goodput.Joined`)."""
+    """One run of a load as the search of goodput needs it (`tenuto.batching.virtual.goodput.Joined`)."""
 
     def __init__(self, load: ApplicationLoad, names: Sequence[str], begin_ms: float) -> None:
         """`names`: models by index; `begin_ms`: end of the warm-up."""

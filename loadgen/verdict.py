@@ -15,13 +15,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tenuto.loadgen.application_figures import MIN_SAMPLES_P99, application_figures, label_stages
-from tenuto.loadgen.records import Outcome, Records
+from tenuto.loadgen.records import Records
+from tenuto.outcome import Outcome
 from tenuto.placement.applications import Application
 
 __all__ = ["MIN_SAMPLES_P99", "TARGET_ATTAINMENT", "Verdict", "judge", "judged_rows", "summarise"]
 
 TARGET_ATTAINMENT = 0.99
-_OUTCOMES = ("ok", "late", "expired", "rejected", "failed")
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ def summarise(
 
 def _model(records: Records) -> dict[str, Any]:
     offered = len(records)
-    counts = {name: int((records.outcome == Outcome[name.upper()]).sum()) for name in _OUTCOMES}
+    counts = {outcome.word: int((records.outcome == outcome).sum()) for outcome in Outcome}
     answered = records.where(records.status == 200)
     batched = answered.batch_size[answered.batch_size > 0]
     return {

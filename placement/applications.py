@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field, model_validator
 
+from tenuto.documents import StrictModel
 from tenuto.placement.arrival import Arrival
-from tenuto.profiles.documents import StrictModel
 from tenuto.profiles.latency import LatencyField
 
 if TYPE_CHECKING:

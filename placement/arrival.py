@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from tenuto.profiles.documents import StrictModel
+from tenuto.documents import StrictModel
 
 __all__ = ["Arrival"]
 

@@ -8,8 +8,8 @@ from typing import Annotated
 
 from pydantic import Field, model_validator
 
+from tenuto.documents import StrictModel, dump_yaml, load_document, parse_document
 from tenuto.errors import InvalidInputError, Problem
-from tenuto.profiles.documents import StrictModel, dump_yaml, load_document, parse_document
 from tenuto.profiles.gpu_types import GPU_TYPES, memory_mib_of
 
 __all__ = ["Cluster", "Gpu", "GpuGroup", "Node"]

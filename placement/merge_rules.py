@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from tenuto.errors import InvalidInputError, Problem
 from tenuto.placement.merged_group import group_name
 from tenuto.profiles import LatencyTable
-from tenuto.profiles.catalogue import lookup
+from tenuto.profiles.networks.catalogue import lookup
 
 if TYPE_CHECKING:
     from tenuto.placement.plan import Gpulet, Plan

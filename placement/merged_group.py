@@ -1,7 +1,7 @@
 """A group of models that run as one merged program on a gpu-let (USHER §3.4), and what its joint batches cost.
 
-Whether models can be merged is found when the gpu-let loads them (`tenuto.profiles.merging`); here is only the decision
-that they shall be.
+Whether models can be merged is found when the gpu-let loads them (`tenuto.profiles.networks.merging`); here is only
+the decision that they shall be.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from typing import Annotated, Any, Literal
 import numpy as np
 from pydantic import Field, field_validator
 
+from tenuto.documents import StrictModel
 from tenuto.profiles import Latency, LatencyTable
-from tenuto.profiles.documents import StrictModel
 from tenuto.profiles.latency import LatencyField
 
 __all__ = ["MergedGroup", "as_groups", "group_name", "worst_split_ms"]

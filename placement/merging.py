@@ -16,7 +16,7 @@ from tenuto.placement.option_rules import why_unmergeable
 from tenuto.placement.plan import Gpulet, Plan, Replica
 from tenuto.placement.workload import Workload
 from tenuto.profiles import LatencyTable, Profiles
-from tenuto.profiles.catalogue import lookup
+from tenuto.profiles.networks.catalogue import lookup
 
 __all__ = ["apply_merging"]
 

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from tenuto.errors import Problem
-from tenuto.profiles.run_options import run_option_problems, unmergeable_options
+from tenuto.profiles.networks.run_options import run_option_problems, unmergeable_options
 
 if TYPE_CHECKING:
     from tenuto.placement.cluster import Cluster

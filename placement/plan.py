@@ -11,13 +11,13 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 
+from tenuto.documents import StrictModel, dump_yaml, load_document, parse_document
 from tenuto.errors import InvalidInputError, Problem
 from tenuto.placement.applications import Application
 from tenuto.placement.merge_rules import merge_problems
 from tenuto.placement.merged_group import MergedGroup, as_groups
 from tenuto.placement.option_rules import plan_option_problems
 from tenuto.placement.workload import ModelSpec
-from tenuto.profiles.documents import StrictModel, dump_yaml, load_document, parse_document
 from tenuto.profiles.latency import LatencyField
 
 __all__ = ["SCHEMA", "Expected", "ExpectedModel", "Gpulet", "Plan", "PlannedGpu", "PolicyUsed", "Replica"]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import difflib
 import importlib.util
 import inspect
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from importlib.metadata import entry_points
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from tenuto.errors import InvalidInputError, Problem
+from tenuto.options import options_of_call, read_options
 from tenuto.placement.cluster import Cluster
 from tenuto.placement.plan import Plan
 from tenuto.placement.workload import Workload
@@ -106,86 +106,4 @@ def _from_file(name: str) -> type[Policy]:
 
 
 def _configured(kind: type[Policy], name: str, options: dict[str, Any]) -> Policy:
-    parameters = {
-        key: parameter
-        for key, parameter in inspect.signature(kind).parameters.items()
-        if parameter.kind in (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    }
-    problems = []
-    values: dict[str, Any] = {}
-    for key, value in options.items():
-        if key not in parameters:
-            known = ", ".join(parameters) or "none"
-            problems.append(
-                Problem(f"--option {key}", value, f"policy '{name}' has no such option", f"Its options: {known}.")
-            )
-        else:
-            default = parameters[key].default
-            try:
-                values[key] = _coerced(value, default, str(parameters[key].annotation))
-            except ValueError:
-                expected = _KINDS.get(_kind(default, str(parameters[key].annotation)), "of another type")
-                problems.append(
-                    Problem(f"--option {key}", value, f"must be {expected}", f"The default is {_shown(default)}.")
-                )
-    if problems:
-        raise InvalidInputError(problems)
-    return kind(**values)
-
-
-_KINDS = {
-    bool: "true or false",
-    int: "a whole number",
-    float: "a number",
-    tuple: "a list separated by commas",
-}
-
-
-def _kind(default: Any, annotation: str) -> type:
-    """Return the type an option takes: that of its default, and where that is None the one its annotation names."""
-    if default is not None:
-        return type(default)
-    names = {part.strip() for part in annotation.split("|")} - {"None"}
-    return next((kind for kind in (int, float) if names == {kind.__name__}), type(None))
-
-
-def _shown(default: Any) -> str:
-    return ",".join(str(part) for part in default) if isinstance(default, tuple) else repr(default)
-
-
-def _coerced(value: Any, default: Any, annotation: str) -> Any:
-    """Convert a command-line string to the type of the option's default; other values pass unchanged.
-
-    Raises:
-        ValueError: it is not of that type, or not a number (nan), which no comparison of a policy would notice.
-    """
-    if not isinstance(value, str) or default is inspect.Parameter.empty:
-        return value
-    kind = _kind(default, annotation)
-    if kind is bool:
-        if value.lower() in ("true", "yes", "1", "on"):
-            return True
-        if value.lower() in ("false", "no", "0", "off"):
-            return False
-        raise ValueError(value)
-    if kind is int:
-        return int(value)
-    if kind is float:
-        return _number(value)
-    if kind is tuple:
-        part_kind = type(default[0]) if default else str
-        return tuple(_number(part) if part_kind is float else part_kind(part) for part in value.split(","))
-    if default is None:
-        for parse in (int, _number):
-            try:
-                return parse(value)
-            except ValueError:
-                continue
-    return value
-
-
-def _number(text: str) -> float:
-    value = float(text)
-    if math.isnan(value):
-        raise ValueError(text)
-    return value
+    return kind(**read_options(f"policy '{name}'", options_of_call(kind), options))

@@ -7,7 +7,7 @@ from contextlib import suppress
 
 from tenuto.errors import InvalidInputError, Problem, raise_if_any
 from tenuto.placement.cluster import Cluster
-from tenuto.placement.copies import copy_ms_per_request
+from tenuto.placement.copy_times import copy_ms_per_request
 from tenuto.placement.merging import apply_merging
 from tenuto.placement.option_rules import workload_option_problems
 from tenuto.placement.plan import Expected, ExpectedModel, Gpulet, Plan, PolicyUsed

@@ -10,8 +10,8 @@ from typing import Annotated
 
 from pydantic import Discriminator, Field, Tag, field_validator
 
+from tenuto.documents import StrictModel
 from tenuto.errors import MissingProfileError
-from tenuto.profiles.documents import StrictModel
 
 __all__ = ["Latency", "LatencyField", "LatencyTable", "LinearLatency"]
 

@@ -1,7 +1,7 @@
 """Profiles: what a model costs on a GPU type, by batch size and share, and how to look it up.
 
 A profile never invents a number: between measured points it interpolates, outside them it raises
-`MissingProfileError`. Measuring is `tenuto.profiles.measure`; the shipped files are in `profiles/data`.
+`MissingProfileError`. Measuring is `tenuto.profiles.measuring.measure`; the shipped files are in `profiles/data`.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
+from tenuto.documents import StrictModel, dump_yaml, load_document, parse_document
 from tenuto.errors import InvalidInputError, MissingProfileError, Problem
-from tenuto.profiles.documents import StrictModel, dump_yaml, load_document, parse_document
 from tenuto.profiles.latency import LatencyTable, LinearLatency
 
 __all__ = ["CoRun", "CoRunPart", "Fit", "Measured", "ModelProfile", "Profile", "ProfilePoint", "Profiles"]

@@ -8,8 +8,8 @@ from importlib import resources
 
 import yaml
 
+from tenuto.documents import parse_document
 from tenuto.errors import InvalidInputError, Problem
-from tenuto.profiles.documents import parse_document
 from tenuto.profiles.profile import Profile
 
 __all__ = ["default_profiles", "load_shipped", "shipped_for", "shipped_names"]

@@ -18,15 +18,15 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from tenuto.deployments.config import serve_config
-from tenuto.deployments.launcher import Launcher
+from tenuto.deployments.serve.config import serve_config
+from tenuto.deployments.serve.launcher import Launcher
 from tenuto.errors import EnvironmentFaultError
 from tenuto.loadgen.bench import BenchOptions, BenchResult, run_bench
 from tenuto.loadgen.output import write_run
 from tenuto.loadgen.report import Run, write_report
 from tenuto.placement import Cluster, ModelSpec, Plan, Workload, load_policy, solve
 from tenuto.profiles import Profile, Profiles
-from tenuto.profiles.measure import MeasureRequest, assemble, measure_model
+from tenuto.profiles.measuring.measure import MeasureRequest, assemble, measure_model
 from tenuto.profiles.shipped import default_profiles
 
 __all__ = ["IMAGE_MODELS", "SENTENCE", "TEXT_MODEL", "Quickstart", "RunSummary"]
@@ -119,7 +119,7 @@ class Quickstart:
             raise EnvironmentFaultError(
                 f"no plan for {', '.join(plan.unserved)}: {plan.unserved_reasons}. Free the machine and retry."
             )
-        from tenuto.profiles.documents import dump_yaml
+        from tenuto.documents import dump_yaml
 
         path = self._folder / f"plan-{name}.yaml"
         path.write_text(dump_yaml(serve_config(plan, port=port)), encoding="utf-8")

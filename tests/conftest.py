@@ -5,6 +5,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+MEASURING = "tenuto.profiles.measuring"
+
 # Without this a local Ray writes a token into the home folder, which later locks out a plain `ray start` and `serve
 # deploy`.
 os.environ.setdefault("RAY_AUTH_MODE", "disabled")
@@ -30,6 +32,6 @@ def worker_server() -> Iterator[Callable[[str], list[str]]]:
 
 @pytest.fixture
 def quick_workers(worker_server: Callable[[str], list[str]], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let `tenuto.profiles.measure` and `corun` start their processes from the server."""
-    monkeypatch.setattr("tenuto.profiles.measure._WORKER", worker_server("tenuto.profiles.worker"))
-    monkeypatch.setattr("tenuto.profiles.corun._WORKER", worker_server("tenuto.profiles.corun_worker"))
+    """Let `tenuto.profiles.measuring.measure` and `corun` start their processes from the server."""
+    monkeypatch.setattr(f"{MEASURING}.measure._WORKER", worker_server("tenuto.profiles.measuring.worker"))
+    monkeypatch.setattr(f"{MEASURING}.corun._WORKER", worker_server("tenuto.profiles.measuring.corun_worker"))

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from tenuto.batching.planning.search import Found, Search
 from tenuto.placement import Cluster, Plan
 from tenuto.placement.cluster import Gpu
-from tenuto.placement.policies.gpu_pool import GpuPool
+from tenuto.placement.policies.shared.gpu_pool import GpuPool
 
 __all__ = ["cheapest"]
 

@@ -10,7 +10,7 @@ from tenuto.placement import Cluster, Gpulet, ModelSpec, Plan, Replica, Workload
 from tenuto.placement.cluster import Gpu
 from tenuto.placement.interference import InterferenceModel, Resident
 from tenuto.placement.plan import PolicyUsed
-from tenuto.placement.policies.gpu_pool import gpulet_id, planned_gpus
+from tenuto.placement.policies.shared.gpu_pool import gpulet_id, planned_gpus
 from tenuto.profiles import LatencyTable, LinearLatency, ModelProfile, Profiles
 from tenuto.profiles.share_latency import ShareRule, with_share
 

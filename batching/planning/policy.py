@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from tenuto.batching.interface import NetworkDelay
+from tenuto.batching.core.interface import NetworkDelay
 from tenuto.batching.planning.buying import cheapest
 from tenuto.batching.planning.search import Found, Search, SearchOptions
 from tenuto.batching.planning.trial import Trial
@@ -13,7 +13,7 @@ from tenuto.errors import InvalidInputError, Problem
 from tenuto.placement import Cluster, Plan, Policy, Workload
 from tenuto.placement.interference.named import canonical_name, stand_ins
 from tenuto.placement.plan import Expected, ExpectedModel, Gpulet, PolicyUsed
-from tenuto.placement.policies.gpu_pool import planned_gpus
+from tenuto.placement.policies.shared.gpu_pool import planned_gpus
 from tenuto.profiles import Profiles
 
 __all__ = ["TenutoPolicy"]

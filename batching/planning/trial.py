@@ -8,11 +8,11 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from tenuto.batching.interface import NetworkDelay
+from tenuto.batching.core.interface import NetworkDelay
+from tenuto.batching.core.setup import from_plan
 from tenuto.batching.registry import make_scheduler
-from tenuto.batching.result import OK
-from tenuto.batching.setup import from_plan
-from tenuto.batching.simulator import simulate
+from tenuto.batching.virtual.simulator import simulate
+from tenuto.outcome import Outcome
 from tenuto.placement import ModelSpec, Plan
 
 __all__ = ["Trial", "Trials"]
@@ -110,8 +110,8 @@ class Trials:
 
         result = simulate(scheduler, self.times_ms, self.index, duration_s=self._duration_s, stop=is_hopeless)
         counts = result.counts()
-        offered, ok = counts.sum(axis=1) / result.window_s, counts[:, OK] / result.window_s
-        in_time = (result.outcome == OK) & result.measured & (result.gpulet >= 0)
+        offered, ok = counts.sum(axis=1) / result.window_s, counts[:, Outcome.OK] / result.window_s
+        in_time = (result.outcome == Outcome.OK) & result.measured & (result.gpulet >= 0)
         carried = np.zeros((len(setup.gpulets), len(self._models)))
         np.add.at(carried, (result.gpulet[in_time], result.model[in_time]), 1.0 / result.window_s)
         largest = np.zeros(carried.shape, dtype=np.int64)

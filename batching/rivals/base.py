@@ -7,7 +7,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Mapping
 from heapq import heapify, heappop, heappush
 
-from tenuto.batching.interface import (
+from tenuto.batching.core.interface import (
     INF,
     TIME_TOLERANCE_MS,
     Dispatch,

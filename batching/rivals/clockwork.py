@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from dataclasses import dataclass, field
 
-from tenuto.batching.interface import SchedulerOptions, Setup
+from tenuto.batching.core.interface import SchedulerOptions, Setup
 from tenuto.batching.rivals.base import Queue
 from tenuto.batching.rivals.eager import EagerScheduler
 

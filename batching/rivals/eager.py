@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from typing import ClassVar
 
-from tenuto.batching.gathering import window
-from tenuto.batching.interface import INF, SchedulerOptions, Setup
+from tenuto.batching.core.gathering import window
+from tenuto.batching.core.interface import INF, SchedulerOptions, Setup
+from tenuto.batching.core.target import ArrivalRate, target_batch
 from tenuto.batching.rivals.base import Queue, RivalScheduler, head_first_batch
-from tenuto.batching.target import ArrivalRate, target_batch
 
 __all__ = ["EagerOptions", "EagerScheduler"]
 

@@ -6,9 +6,9 @@ from bisect import bisect_left, insort
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 
-from tenuto.batching.interface import INF, Dispatch, Drop, SchedulerOptions, Setup
+from tenuto.batching.core.interface import INF, Dispatch, Drop, SchedulerOptions, Setup
 from tenuto.batching.rivals.base import Pool, Queue, RivalScheduler
-from tenuto.batching.squishy import Bin, Demand, fill
+from tenuto.placement.policies.shared.squishy import Bin, Demand, fill
 
 __all__ = ["NexusOptions", "NexusScheduler"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 
-from tenuto.batching.interface import NetworkDelay, Preempt, SchedulerOptions, Setup
+from tenuto.batching.core.interface import NetworkDelay, Preempt, SchedulerOptions, Setup
 from tenuto.batching.rivals.base import Queue, RivalScheduler, head_first_batch
 
 __all__ = ["ShepherdOptions", "ShepherdScheduler"]

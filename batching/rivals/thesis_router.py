@@ -11,7 +11,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 
-from tenuto.batching.interface import INF, Dispatch, Drop, NetworkDelay, Scheduler, SchedulerOptions, Setup
+from tenuto.batching.core.interface import INF, Dispatch, Drop, NetworkDelay, Scheduler, SchedulerOptions, Setup
 
 __all__ = ["ThesisRouterOptions", "ThesisRouterScheduler"]
 

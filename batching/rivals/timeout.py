@@ -6,7 +6,7 @@ from bisect import bisect_left
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 
-from tenuto.batching.interface import INF, SchedulerOptions, Setup
+from tenuto.batching.core.interface import INF, SchedulerOptions, Setup
 from tenuto.batching.rivals.base import Queue, RivalScheduler
 
 __all__ = ["TimeoutOptions", "TimeoutScheduler"]

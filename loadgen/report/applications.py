@@ -7,12 +7,12 @@ from html import escape
 
 import numpy as np
 
-from tenuto.loadgen.records import Outcome
 from tenuto.loadgen.report.charts import Bar, Plot, legend, stacked_bars
 from tenuto.loadgen.report.palette import OUTCOME_COLOURS, Style
 from tenuto.loadgen.report.run import Run
 from tenuto.loadgen.report.sections import figure
 from tenuto.loadgen.report.series import bin_edges_ms, cdf
+from tenuto.outcome import Outcome
 
 __all__ = ["application_table", "applications", "stage_note"]
 

@@ -9,7 +9,7 @@ from html import escape
 from tenuto.loadgen.report.charts import WIDTH
 from tenuto.loadgen.report.palette import Style
 from tenuto.placement import Gpulet, Plan
-from tenuto.placement.programs import Program, programs_of
+from tenuto.placement.program import Program, programs_of
 
 __all__ = ["placement_picture"]
 

@@ -13,8 +13,9 @@ import numpy as np
 
 from tenuto.errors import InvalidInputError, Problem
 from tenuto.loadgen.application_figures import Calls, calls_by_name
-from tenuto.loadgen.records import Outcome, Records
+from tenuto.loadgen.records import Records
 from tenuto.loadgen.report.palette import Style, styles_for
+from tenuto.outcome import Outcome
 from tenuto.placement import Plan
 
 __all__ = ["Run", "load_document", "load_run"]

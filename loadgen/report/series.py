@@ -10,8 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tenuto.errors import MissingProfileError
-from tenuto.loadgen.records import Outcome, Records
+from tenuto.loadgen.records import Records
 from tenuto.loadgen.report.run import Run
+from tenuto.outcome import Outcome
 from tenuto.placement import Gpulet, Plan
 
 __all__ = [

@@ -17,10 +17,10 @@ import numpy as np
 import yaml
 from pydantic import Field
 
+from tenuto.documents import StrictModel, dump_yaml, load_document, parse_document
 from tenuto.errors import InvalidInputError, Problem
 from tenuto.placement.interference.base import Resident, Sample
 from tenuto.profiles import LatencyTable, LinearLatency, ModelProfile
-from tenuto.profiles.documents import StrictModel, dump_yaml, load_document, parse_document
 
 __all__ = ["Constants", "Contention", "Pair", "Trend", "fit_contention", "gpu_ms", "shipped_constants"]
 

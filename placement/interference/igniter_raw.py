@@ -16,9 +16,9 @@ import numpy as np
 from pydantic import AliasChoices, Field, model_validator
 from scipy.optimize import nnls
 
+from tenuto.documents import StrictModel, parse_document
 from tenuto.errors import InvalidInputError, Problem
 from tenuto.placement.interference.fitting import demand_from_power, fit_line, frequency_slope, scheduling_line
-from tenuto.profiles.documents import StrictModel, parse_document
 
 __all__ = ["IgniterFit", "RawHardware", "RawModel", "RawProfile", "fit_active_time", "fit_igniter"]
 

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from tenuto.documents import load_document
 from tenuto.errors import InvalidInputError, Problem
 from tenuto.placement.interference.base import Resident, Sample
 from tenuto.profiles import ModelProfile
-from tenuto.profiles.documents import load_document
 
 __all__ = ["COLUMNS", "load_pairs", "pair_samples"]
 

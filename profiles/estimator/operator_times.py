@@ -14,11 +14,11 @@ from typing import Annotated, Any, Protocol
 
 from pydantic import Field
 
+from tenuto.documents import StrictModel, dump_yaml, load_document, parse_document
 from tenuto.errors import InvalidInputError
-from tenuto.profiles.documents import StrictModel, dump_yaml, load_document, parse_document
 from tenuto.profiles.estimator.trace import Operator, operator_recorder
-from tenuto.profiles.kernels.by_operator import RANGE_NAME, load_operator_occupancies
-from tenuto.profiles.kernels.recording import write_trace
+from tenuto.profiles.measuring.kernels.by_operator import RANGE_NAME, load_operator_occupancies
+from tenuto.profiles.measuring.kernels.recording import write_trace
 
 __all__ = ["OperatorFile", "TimedOperator", "TimedRun", "time_operators"]
 
@@ -180,7 +180,7 @@ def time_operators(
     Operators are launched one by one, so that short ones include the cost of a launch, as they do in eager PyTorch.
 
     Args:
-        source: as `tenuto.profiles.models.build` takes it.
+        source: as `tenuto.profiles.networks.models.build` takes it.
         batch_sizes: to run.
         options: of the model as it is built.
         device: `cpu` or `cuda`.
@@ -193,8 +193,8 @@ def time_operators(
     """
     import torch
 
-    from tenuto.profiles.models import build
-    from tenuto.profiles.worker import random_inputs
+    from tenuto.profiles.measuring.worker import random_inputs
+    from tenuto.profiles.networks.models import build
 
     loaded = build(source, seed=seed, options=dict(options or {}))
     module = loaded.module.to(device)

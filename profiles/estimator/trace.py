@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from tenuto.errors import InvalidInputError, Problem
-from tenuto.profiles.catalogue import is_factory, lookup
+from tenuto.profiles.networks.catalogue import is_factory, lookup
 
 __all__ = ["Operator", "OperatorTimer", "Trace", "operator_recorder", "trace_model"]
 
@@ -99,7 +99,7 @@ def trace_model(
     import torch
     from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 
-    from tenuto.profiles.models import build
+    from tenuto.profiles.networks.models import build
 
     with FakeTensorMode(allow_non_fake_inputs=True):
         loaded = build(source, options=_without_initialisation(source, options or {}))

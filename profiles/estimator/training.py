@@ -7,10 +7,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from tenuto.errors import InvalidInputError
-from tenuto.profiles.catalogue import CATALOGUE, is_factory
 from tenuto.profiles.estimator.estimator import CREQ_METRIC, Sample
 from tenuto.profiles.estimator.trace import Trace, trace_model
 from tenuto.profiles.estimator.zoo import SYMPHONY_NETWORKS
+from tenuto.profiles.networks.catalogue import CATALOGUE, is_factory
 from tenuto.profiles.profile import ModelProfile, Profile
 
 __all__ = ["TraceAtBatch", "collect_samples", "conditions", "is_same_network", "source_of", "tracer"]

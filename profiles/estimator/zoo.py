@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from tenuto.profiles.catalogue import ImageInput, LoadedModel, image_signature
+from tenuto.profiles.networks.catalogue import ImageInput, LoadedModel, image_signature
 
 __all__ = ["SYMPHONY_NETWORKS", "torchvision_network"]
 
@@ -40,7 +40,7 @@ def torchvision_network(*, name: str, image_size: int) -> LoadedModel:
         name: as torchvision calls it.
         image_size: height and width in pixels.
     """
-    from tenuto.profiles.torchvision_import import import_torchvision
+    from tenuto.profiles.networks.torchvision_import import import_torchvision
 
     extra = {"init_weights": False} if name.startswith(("inception", "vgg")) else {}
     module = getattr(import_torchvision().models, name)(weights=None, **extra)

@@ -87,7 +87,7 @@ def command(
 
     Example: tenuto bench plan.yaml --duration-s 30 --seed 1 -o report
     """
-    from tenuto.deployments.endpoint import served_plan
+    from tenuto.deployments.serve.endpoint import served_plan
     from tenuto.loadgen.bench import BenchOptions, asked_of, run_bench
     from tenuto.loadgen.output import describe, prepare_folder, write_files
     from tenuto.loadgen.report import Run, write_report

@@ -12,7 +12,7 @@ from tenuto.errors import InvalidInputError, Problem
 from tenuto.profiles.estimator.kernel_training import KernelErrorReport, KernelEstimator, leave_one_model_out_kernels
 from tenuto.profiles.estimator.operator_times import OperatorFile, time_operators
 from tenuto.profiles.estimator.trace import Trace
-from tenuto.profiles.measure import MeasureRequest, row_name
+from tenuto.profiles.measuring.measure import MeasureRequest, row_name
 from tenuto.profiles.profile import Profile
 
 __all__ = ["ByKernels", "estimate_by_kernels", "write_operator_times"]
@@ -78,7 +78,7 @@ def estimate_by_kernels(path: str, gpu_type: str, row: str, traces: Sequence[Tra
 
 def write_operator_times(path: Path, requests: Sequence[MeasureRequest], profile: Profile) -> None:
     """Time the operators of every model on the whole device and write the file."""
-    from tenuto.profiles.torch_runner import pick_device, split_options
+    from tenuto.profiles.networks.torch_runner import pick_device, split_options
 
     runs = []
     for request in requests:

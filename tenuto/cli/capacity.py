@@ -167,7 +167,7 @@ def _virtual(scene: Callable[[float], Scene]) -> Attempt:
 def _live(
     url: str, duration_s: float, warmup_s: float | None, seed: int, clients: int, say: Callable[[str], None]
 ) -> tuple[Attempt, tuple[Application, ...]]:
-    from tenuto.deployments.endpoint import served_plan
+    from tenuto.deployments.serve.endpoint import served_plan
     from tenuto.loadgen.bench import BenchOptions, asked_of, run_bench
     from tenuto.placement import Plan
 

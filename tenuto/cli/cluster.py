@@ -28,7 +28,7 @@ def command(address: str | None, output: str | None, as_json: bool) -> int:
 
     Example: tenuto cluster -o cluster.yaml
     """
-    from tenuto.deployments.mps_inventory import cluster_of
+    from tenuto.deployments.operator.mps_inventory import cluster_of
     from tenuto.mps.inventory import read_inventory
 
     nodes: dict[str | None, tuple[GpuDevice, ...]]
@@ -65,14 +65,14 @@ def command(address: str | None, output: str | None, as_json: bool) -> int:
 
 
 def _ray_nodes(address: str) -> dict[str | None, tuple[GpuDevice, ...]]:
-    from tenuto.deployments.ray_address import why_unreachable
+    from tenuto.deployments.serve.ray_address import why_unreachable
 
     reason = why_unreachable(address)
     if reason is not None:
         raise EnvironmentFaultError(f"no Ray cluster answers at {address}: {reason}. Check --address and `ray status`.")
     import ray
 
-    from tenuto.deployments.mps_inventory import read_ray_inventory
+    from tenuto.deployments.operator.mps_inventory import read_ray_inventory
 
     try:
         ray.init(address=address, log_to_driver=False, logging_level="ERROR", namespace="tenuto")

@@ -19,8 +19,7 @@ __all__ = [
     "cluster_from",
     "cluster_options",
     "emit_json",
-    "parse_options",
-    "profiles_from",
+        "profiles_from",
     "progress_console",
     "stdout_console",
 ]
@@ -99,16 +98,3 @@ def profiles_from(names: Iterable[str], gpu_types: Iterable[str]) -> Profiles:
         for gpu_type in gpu_types:
             loaded += default_profiles(gpu_type)
     return Profiles(loaded)
-
-
-def parse_options(pairs: Iterable[str]) -> dict[str, Any]:
-    """Parse repeated `--option k=v` into strings by key; raises `InvalidInputError` for anything else."""
-    options: dict[str, Any] = {}
-    for pair in pairs:
-        key, separator, value = pair.partition("=")
-        if not separator or not key:
-            raise InvalidInputError(
-                Problem("--option", pair, "must have the form key=value", "Write --option key=value.")
-            )
-        options[key.replace("-", "_")] = value
-    return options

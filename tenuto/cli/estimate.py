@@ -12,8 +12,9 @@ from rich.markup import escape
 from rich.table import Table
 
 from tenuto.cli.by_kernels import estimate_by_kernels
-from tenuto.cli.common import emit_json, parse_options, profiles_from, progress_console, stdout_console
+from tenuto.cli.common import emit_json, profiles_from, progress_console, stdout_console
 from tenuto.errors import InvalidInputError, Problem
+from tenuto.options import split_pairs
 
 __all__ = ["command"]
 
@@ -48,7 +49,7 @@ def command(
     """
     from tenuto.profiles.estimator.estimator import GkEstimator, leave_one_model_out
     from tenuto.profiles.estimator.training import collect_samples, conditions, is_same_network, tracer
-    from tenuto.profiles.measure import row_name
+    from tenuto.profiles.measuring.measure import row_name
 
     sizes = _sizes(batch_sizes)
     row = row_name(model)
@@ -58,7 +59,7 @@ def command(
             Problem("--gpu", gpu_type, "no profile of this type to learn from",
                     "Measure some models with `tenuto profile` on it and pass the file with --profiles.")
         )
-    given = {key: yaml.safe_load(text) for key, text in parse_options(options).items()}
+    given = {key: yaml.safe_load(text) for key, text in split_pairs(options).items()}
     with progress_console().status("tracing") as status:
         at_batch = tracer(model, given or conditions(profiles, row))
         samples = collect_samples(profiles, on_model=lambda name: status.update(f"tracing {name}"))

@@ -17,7 +17,7 @@ from tenuto.cli.common import emit_json, progress_console, stdout_console
 from tenuto.errors import InvalidInputError, Problem
 
 if TYPE_CHECKING:
-    from tenuto.loadgen.experiments.experiment import Experiment, Settings
+    from tenuto.experiments.experiment import Experiment, Settings
 
 __all__ = ["command"]
 
@@ -77,8 +77,8 @@ def command(
 
     Example: tenuto experiment 6.15 --quick -o experiments
     """
-    from tenuto.loadgen.experiments.experiment import Settings
-    from tenuto.loadgen.experiments.registry import EXPERIMENTS, find_experiments
+    from tenuto.experiments.experiment import Settings
+    from tenuto.experiments.registry import EXPERIMENTS, find_experiments
 
     if len(names) == 1 and names[0].lower() == "list":
         _print_list(EXPERIMENTS, as_json)
@@ -88,7 +88,7 @@ def command(
     settings = Settings(seed, clients, policies or None, duration_s, quick)
     out = Path(folder) if folder is not None else None
     if out is not None:
-        from tenuto.loadgen.experiments.output import prepare_experiment_folder
+        from tenuto.experiments.output import prepare_experiment_folder
 
         for experiment in chosen:
             prepare_experiment_folder(out / f"figure-{experiment.name}", force=force)
@@ -140,9 +140,9 @@ def _check(
 def _run(
     experiment: Experiment, settings: Settings, out: Path | None, jobs: int, live: tuple[float, str | None] | None
 ) -> dict[str, Any]:
-    from tenuto.loadgen.experiments.experiment import Results
-    from tenuto.loadgen.experiments.output import describe_experiment, write_experiment
-    from tenuto.loadgen.experiments.runner import run_cases
+    from tenuto.experiments.experiment import Results
+    from tenuto.experiments.output import describe_experiment, write_experiment
+    from tenuto.experiments.runner import run_cases
 
     started = time.perf_counter()
     progress = _Progress(experiment.name)
@@ -152,7 +152,7 @@ def _run(
     if live is None:
         finished = run_cases(cases, experiment.schedulers, jobs=jobs, report=progress)
     else:
-        from tenuto.loadgen.experiments.live import run_live
+        from tenuto.experiments.live import run_live
 
         stretch, address = live
         how = f"on Ray Serve with emulated GPUs, time stretched {stretch:g}-fold"

@@ -8,7 +8,7 @@ from typing import Any, Literal, cast
 
 import click
 
-from tenuto.batching.goodput import GoodputSearch, Trial, find_goodput
+from tenuto.batching.virtual.goodput import GoodputSearch, Trial, find_goodput
 from tenuto.cli.common import emit_json, progress_console, stdout_console
 from tenuto.cli.run_tables import print_run
 from tenuto.cli.simulate import read_scene, scene_options

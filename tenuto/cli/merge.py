@@ -14,15 +14,16 @@ import click
 from rich.markup import escape
 from rich.table import Table
 
-from tenuto.cli.common import emit_json, parse_options, progress_console, stdout_console
+from tenuto.cli.common import emit_json, progress_console, stdout_console
 from tenuto.cli.merge_profile import joint_table, measure_into
 from tenuto.cli.profile_book import ProfileBook
 from tenuto.errors import InvalidInputError, Problem, raise_if_any
-from tenuto.profiles.cpu_share import calm_openmp
-from tenuto.profiles.memory import ResidentMemory
+from tenuto.options import split_pairs
+from tenuto.profiles.measuring.memory import ResidentMemory
+from tenuto.profiles.networks.cpu_share import calm_openmp
 
 if TYPE_CHECKING:
-    from tenuto.profiles.merging.merge import MergedModels
+    from tenuto.profiles.networks.merging.merge import MergedModels
 
 __all__ = ["command"]
 
@@ -83,13 +84,13 @@ def command(
     sizes = _numbers("--batch-sizes", batch_sizes, 1, 4096, problems)
     percentages = _numbers("--shares", shares, 1, 100, problems)
     raise_if_any(problems)
-    parsed = parse_options(options)
+    parsed = split_pairs(options)
     command_line = shlex.join(["tenuto", *sys.argv[1:]])
     book = None if output is None else ProfileBook(Path(output), command=command_line, resume=True)
 
     calm_openmp(os.environ)
-    from tenuto.profiles.merging.merge import merge_models
-    from tenuto.profiles.models import build
+    from tenuto.profiles.networks.merging.merge import merge_models
+    from tenuto.profiles.networks.models import build
 
     console = progress_console()
     meter = ResidentMemory()
@@ -172,7 +173,7 @@ def _time(found: MergedModels, loaded: dict[str, Any], size: int, repetitions: i
     """Return the median times of the models one after the other and of the merged program, in ms, run in turns."""
     import torch
 
-    from tenuto.profiles.merging.merge import example_inputs
+    from tenuto.profiles.networks.merging.merge import example_inputs
 
     batches = {name: example_inputs(loaded[name][1], size) for name in found.names}
     apart, together = [], []

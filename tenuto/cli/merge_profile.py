@@ -10,13 +10,13 @@ from rich.console import Console
 from rich.table import Table
 
 from tenuto.cli.profile_book import ProfileBook
-from tenuto.profiles.measure import Measurement
+from tenuto.profiles.measuring.measure import Measurement
 
 if TYPE_CHECKING:
-    from tenuto.profiles.catalogue import LoadedModel
-    from tenuto.profiles.memory import MemoryMeter
-    from tenuto.profiles.merging.merge import MergedModels
-    from tenuto.profiles.merging.report import MergeReport
+    from tenuto.profiles.measuring.memory import MemoryMeter
+    from tenuto.profiles.networks.catalogue import LoadedModel
+    from tenuto.profiles.networks.merging.merge import MergedModels
+    from tenuto.profiles.networks.merging.report import MergeReport
 
 __all__ = ["joint_table", "measure_into"]
 
@@ -40,9 +40,9 @@ def measure_into(
     `merged` and `models` are emptied: the memory of a merged program can be told only once the originals are gone,
     and only where there is one program.
     """
-    from tenuto.profiles.merging.measure import measure_joint, measure_memory, profiles_of
-    from tenuto.profiles.merging.runner import MergedRunner
-    from tenuto.profiles.worker import describe_machine
+    from tenuto.profiles.measuring.merged_programs import measure_joint, measure_memory, profiles_of
+    from tenuto.profiles.measuring.worker import describe_machine
+    from tenuto.profiles.networks.merging.runner import MergedRunner
 
     def tell(text: str) -> None:
         console.print(f"tenuto: measuring {text}", markup=False)

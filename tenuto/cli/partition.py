@@ -9,13 +9,13 @@ import click
 from rich.markup import escape
 from rich.table import Table
 
-from tenuto.batching.partition import Limits, Partition, PartitionModel, partition
 from tenuto.cli.common import cluster_from, cluster_options, emit_json, profiles_from, progress_console, stdout_console
+from tenuto.documents import load_document
 from tenuto.errors import InvalidInputError, Problem
 from tenuto.placement import Cluster, Workload, profile_of
-from tenuto.placement.staggering import staggered_batch
+from tenuto.placement.policies.symphony.partition import Limits, Partition, PartitionModel, partition
+from tenuto.placement.policies.symphony.staggering import staggered_batch
 from tenuto.profiles import Profiles
-from tenuto.profiles.documents import load_document
 
 __all__ = ["command"]
 

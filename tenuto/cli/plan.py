@@ -16,15 +16,15 @@ from tenuto.cli.common import (
     cluster_from,
     cluster_options,
     emit_json,
-    parse_options,
     profiles_from,
     progress_console,
     stdout_console,
 )
 from tenuto.errors import InvalidInputError, Problem
+from tenuto.options import split_pairs
 from tenuto.placement import Cluster, Plan, Policy, Workload, load_policy, solve
+from tenuto.placement.shown.table import PlanTotals, compare_rows, rows_of, totals_of, why_unserved
 from tenuto.placement.solve import check_inputs
-from tenuto.placement.table import PlanTotals, compare_rows, rows_of, totals_of, why_unserved
 from tenuto.profiles import Profiles
 from tenuto.profiles.shipped import shipped_for
 
@@ -105,7 +105,7 @@ def command(
     if output:
         _write(Path(output), _document(plan, executor))
     if picture:
-        from tenuto.placement.picture import draw
+        from tenuto.placement.shown.picture import draw
 
         _write(Path(picture), draw(plan))
     if as_json:
@@ -124,7 +124,7 @@ def _inputs(
     faults = _Faults()
     workload = faults.attempt(lambda: Workload.load(workload_file))
     cluster = faults.attempt(lambda: cluster_from(gpus, cluster_file, elastic))
-    values = faults.attempt(lambda: parse_options(options)) or {}
+    values = faults.attempt(lambda: split_pairs(options)) or {}
     policies = {name: faults.attempt(partial(_policy, name, values, strict_options)) for name in names}
     if not strict_options:
         known = {key for policy in policies.values() if policy is not None for key in _parameters(policy)}
@@ -198,11 +198,11 @@ def _parameters(policy: Policy) -> set[str]:
 
 def _document(plan: Plan, executor: str) -> str:
     """Return the Serve config which carries the plan; the bare plan where serving is not installed."""
-    from tenuto.profiles.documents import dump_yaml
+    from tenuto.documents import dump_yaml
 
-    if importlib.util.find_spec("tenuto.deployments.config") is None:
+    if importlib.util.find_spec("tenuto.deployments.serve.config") is None:
         return plan.dump()
-    from tenuto.deployments.config import serve_config
+    from tenuto.deployments.serve.config import serve_config
 
     return dump_yaml(serve_config(plan, executor=executor))
 

@@ -15,12 +15,13 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from tenuto.cli.common import emit_json, parse_options, progress_console, stdout_console
+from tenuto.cli.common import emit_json, progress_console, stdout_console
 from tenuto.cli.profile_book import ProfileBook
 from tenuto.cli.profile_coruns import KINDS, measure_co_runs
 from tenuto.cli.share_environment import shares_of
 from tenuto.errors import InvalidInputError, Problem, TenutoError
-from tenuto.profiles.measure import STOPPED, MeasureRequest, ShareEnvironment, measure_model, row_name
+from tenuto.options import split_pairs
+from tenuto.profiles.measuring.measure import STOPPED, MeasureRequest, ShareEnvironment, measure_model, row_name
 from tenuto.profiles.profile import ModelProfile, Profile, ProfilePoint
 
 __all__ = ["command"]
@@ -139,7 +140,7 @@ def _import(
     book: ProfileBook, requests: list[MeasureRequest], ncu: str | None, nsys: str | None, trace: str | None,
     batches: int,
 ) -> None:
-    from tenuto.profiles.kernels.importing import ImportRequest, import_kernels
+    from tenuto.profiles.measuring.kernels.importing import ImportRequest, import_kernels
 
     (first, *others) = requests
     if others or len(first.batch_sizes) > 1 or len(first.shares) > 1:
@@ -165,7 +166,7 @@ def _requests(
     problems: list[Problem] = []
     sizes = _numbers("--batch-sizes", batch_sizes, int, problems)
     percents = _numbers("--shares", shares, float, problems)
-    values = {key: yaml.safe_load(text) for key, text in parse_options(options).items()}
+    values = {key: yaml.safe_load(text) for key, text in split_pairs(options).items()}
     if weights_path is not None and len(models) > 1:
         problems.append(Problem("--weights", weights_path, "fits one model only", "Name one model with --weights."))
     requests, rows = [], set()

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tenuto.errors import InvalidInputError, Problem
-from tenuto.profiles.measure import STOPPED, Measurement, MeasureRequest, assemble
+from tenuto.profiles.measuring.measure import STOPPED, Measurement, MeasureRequest, assemble
 from tenuto.profiles.profile import CoRun, ModelProfile, Profile, ProfilePoint
 
 __all__ = ["ProfileBook"]

@@ -11,9 +11,15 @@ from rich.markup import escape
 from tenuto.cli.common import progress_console
 from tenuto.cli.profile_book import ProfileBook
 from tenuto.errors import TenutoError
-from tenuto.profiles.corun import CoRunRequest, igniter_co_runs, measure_co_run, pair_co_runs, resident_co_runs
-from tenuto.profiles.measure import MeasureRequest, ShareEnvironment, row_name
-from tenuto.profiles.telemetry import NvmlTelemetry, Telemetry
+from tenuto.profiles.measuring.corun import (
+    CoRunRequest,
+    igniter_co_runs,
+    measure_co_run,
+    pair_co_runs,
+    resident_co_runs,
+)
+from tenuto.profiles.measuring.measure import MeasureRequest, ShareEnvironment, row_name
+from tenuto.profiles.measuring.telemetry import NvmlTelemetry, Telemetry
 
 __all__ = ["KINDS", "measure_co_runs", "planned_co_runs"]
 
@@ -86,7 +92,7 @@ def _key(parts: Iterable[Hashable]) -> Key:
 
 def _telemetry() -> Telemetry | None:
     """Return NVML of the first GPU this process may use; its absence only leaves power and clocks out."""
-    from tenuto.profiles.telemetry import first_visible_uuid
+    from tenuto.profiles.measuring.telemetry import first_visible_uuid
 
     try:
         return NvmlTelemetry(first_visible_uuid())

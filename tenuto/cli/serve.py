@@ -8,7 +8,8 @@ from typing import Any
 
 import click
 
-from tenuto.cli.common import parse_options, progress_console
+from tenuto.cli.common import progress_console
+from tenuto.options import split_pairs
 
 __all__ = ["command"]
 
@@ -57,14 +58,14 @@ def command(
 
     Example: tenuto serve plan.yaml --emulate
     """
+    from tenuto.batching.core.setup import from_plan
     from tenuto.batching.registry import make_scheduler
-    from tenuto.batching.setup import from_plan
-    from tenuto.deployments.config import serve_config
-    from tenuto.deployments.sub_clusters import read_partition
+    from tenuto.deployments.serve.config import serve_config
+    from tenuto.deployments.serve.sub_clusters import read_partition
     from tenuto.placement import Plan
 
     plan = Plan.load(plan_file)
-    chosen = parse_options(options)
+    chosen = split_pairs(options)
     make_scheduler(scheduler, from_plan(plan), chosen)  # a wrong name or option fails here, not in a replica
     config = serve_config(
         plan,
@@ -84,7 +85,7 @@ def command(
 
 def _planned_executor(plan_file: str) -> str:
     """Return the executor a generated Serve config was written with; `auto` for a bare plan."""
-    from tenuto.profiles.documents import load_document
+    from tenuto.documents import load_document
 
     data = load_document(plan_file)
     for application in data.get("applications", []):
@@ -95,8 +96,8 @@ def _planned_executor(plan_file: str) -> str:
 
 
 def _run(config: dict[str, Any], plan: Any, stop: threading.Event, address: str | None) -> None:
-    from tenuto.deployments.endpoint import get_json
-    from tenuto.deployments.launcher import Launcher
+    from tenuto.deployments.serve.endpoint import get_json
+    from tenuto.deployments.serve.launcher import Launcher
 
     console = progress_console()
     with Launcher(progress=lambda text: console.print(f"tenuto: {text}")) as launcher:

@@ -8,8 +8,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from tenuto.errors import EnvironmentFaultError
-from tenuto.profiles.measure import ShareEnvironment
-from tenuto.profiles.telemetry import first_visible_uuid
+from tenuto.profiles.measuring.measure import ShareEnvironment
+from tenuto.profiles.measuring.telemetry import first_visible_uuid
 
 __all__ = ["running_daemon", "shares_of"]
 

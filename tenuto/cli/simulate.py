@@ -11,31 +11,31 @@ from typing import Any, TypeVar
 
 import click
 
-from tenuto.batching.advice_series import advice_over_time
-from tenuto.batching.autoscale import AutoscaleOptions
-from tenuto.batching.goodput import Offer
-from tenuto.batching.interface import NetworkDelay, Scheduler, Setup
+from tenuto.batching.core.autoscale import AutoscaleOptions
+from tenuto.batching.core.interface import NetworkDelay, Scheduler, Setup
+from tenuto.batching.core.setup import everywhere, from_plan
 from tenuto.batching.registry import SCHEDULERS, make_scheduler, scheduler_class
-from tenuto.batching.result import SimulationResult
-from tenuto.batching.setup import everywhere, from_plan
-from tenuto.batching.simulator import simulate
+from tenuto.batching.virtual.advice_series import advice_over_time
+from tenuto.batching.virtual.goodput import Offer
+from tenuto.batching.virtual.result import SimulationResult
+from tenuto.batching.virtual.simulator import simulate
 from tenuto.cli.common import (
     cluster_from,
     cluster_options,
     emit_json,
-    parse_options,
     profiles_from,
     progress_console,
 )
 from tenuto.cli.run_tables import print_advice, print_run
+from tenuto.documents import load_document
 from tenuto.errors import InvalidInputError, Problem, raise_if_any
 from tenuto.loadgen.application_figures import label_stages
 from tenuto.loadgen.applications import ApplicationLoad, make_application_load, scaled_slos
 from tenuto.loadgen.schedule import Schedule, make_schedule
 from tenuto.loadgen.simulated import offer_of, simulate_load, simulated_applications
+from tenuto.options import split_pairs
 from tenuto.placement import ModelSpec, Plan, Workload
 from tenuto.placement.applications import Application
-from tenuto.profiles.documents import load_document
 
 __all__ = ["Scene", "VirtualRun", "command", "read_scene", "scene_options"]
 
@@ -173,7 +173,7 @@ def read_scene(
             )
     parsed: dict[str, Any] = {}
     try:
-        parsed = parse_options(options)
+        parsed = split_pairs(options)
         scheduler_class(scheduler_name).options_type.parse(scheduler_name, parsed)
     except InvalidInputError as error:
         problems += error.problems

@@ -20,7 +20,7 @@ def command(url: str, as_json: bool) -> int:
 
     Example: tenuto status --url http://127.0.0.1:8000
     """
-    from tenuto.deployments.endpoint import get_json
+    from tenuto.deployments.serve.endpoint import get_json
     from tenuto.errors import EnvironmentFaultError
 
     status = get_json(f"{url.rstrip('/')}/status")
@@ -34,9 +34,9 @@ def command(url: str, as_json: bool) -> int:
 
 
 def _print(status: dict[str, Any]) -> None:
-    from tenuto.deployments.advice import describe
-    from tenuto.deployments.modes import describe_mode
-    from tenuto.deployments.mps_notes import describe_share, sharing_notes
+    from tenuto.deployments.dispatch.advice import describe
+    from tenuto.deployments.gpulet.modes import describe_mode
+    from tenuto.deployments.operator.mps_notes import describe_share, sharing_notes
 
     console = stdout_console()
     gpulets = Table("gpu-let", "state", "device", "share", "mode", "pid", "models (batch)", title="gpu-lets")

@@ -6,7 +6,7 @@ import heapq
 import math
 from dataclasses import dataclass, field
 
-from tenuto.batching.interface import TIME_TOLERANCE_MS, Dispatch, Drop, Preempt, Scheduler
+from tenuto.batching.core.interface import TIME_TOLERANCE_MS, Dispatch, Drop, Preempt, Scheduler
 
 SLACK = 10 * TIME_TOLERANCE_MS
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tenuto.batching.interface import NetworkDelay, Setup
-from tenuto.batching.setup import everywhere_linear
+from tenuto.batching.core.interface import NetworkDelay, Setup
+from tenuto.batching.core.setup import everywhere_linear
 
 
 @pytest.fixture

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from tenuto.batching.advice_series import advice_over_time
-from tenuto.batching.autoscale import AutoscaleOptions
-from tenuto.batching.interface import GpuletSpec, Host, SchedulerModel, Setup
+from tenuto.batching.core.autoscale import AutoscaleOptions
+from tenuto.batching.core.interface import GpuletSpec, Host, SchedulerModel, Setup
+from tenuto.batching.core.setup import everywhere_linear
 from tenuto.batching.registry import make_scheduler
-from tenuto.batching.setup import everywhere_linear
-from tenuto.batching.simulator import simulate
+from tenuto.batching.virtual.advice_series import advice_over_time
+from tenuto.batching.virtual.simulator import simulate
 from tenuto.cli.simulate import command
 from tenuto.errors import InvalidInputError
 

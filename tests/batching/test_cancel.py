@@ -1,6 +1,6 @@
-from tenuto.batching.interface import Dispatch
+from tenuto.batching.core.interface import Dispatch
+from tenuto.batching.core.setup import everywhere_linear
 from tenuto.batching.registry import make_scheduler
-from tenuto.batching.setup import everywhere_linear
 
 
 def test_a_cancelled_neighbour_leaves_the_rest_of_the_queue_due() -> None:

@@ -6,9 +6,9 @@ import math
 
 import pytest
 
-from tenuto.batching.deferred import DeferredOptions, DeferredScheduler
-from tenuto.batching.interface import Dispatch, Drop, GpuletSpec, Host, NetworkDelay, SchedulerModel, Setup
-from tenuto.batching.setup import everywhere_linear
+from tenuto.batching.core.deferred import DeferredOptions, DeferredScheduler
+from tenuto.batching.core.interface import Dispatch, Drop, GpuletSpec, Host, NetworkDelay, SchedulerModel, Setup
+from tenuto.batching.core.setup import everywhere_linear
 
 FRONTRUN = DeferredOptions(release="frontrun")
 

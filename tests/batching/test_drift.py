@@ -1,6 +1,6 @@
-from tenuto.batching.interface import Dispatch, NetworkDelay
+from tenuto.batching.core.interface import Dispatch, NetworkDelay
+from tenuto.batching.core.setup import everywhere_linear
 from tenuto.batching.registry import make_scheduler
-from tenuto.batching.setup import everywhere_linear
 
 
 def test_small_delays_of_a_live_gpulet_do_not_add_up_unseen() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tenuto.batching.gathering import GATHERING, head_first, window
+from tenuto.batching.core.gathering import GATHERING, head_first, window
 
 L = [0.0, *(1.0 * b + 5.0 for b in range(1, 9))]  # l(b) = b + 5, at most 8
 

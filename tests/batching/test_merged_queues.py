@@ -7,12 +7,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tenuto.batching.goodput import find_goodput
+from tenuto.batching.core.setup import from_plan
 from tenuto.batching.registry import SCHEDULERS, make_scheduler
-from tenuto.batching.result import EXPIRED
-from tenuto.batching.setup import from_plan
-from tenuto.batching.simulator import simulate
+from tenuto.batching.virtual.goodput import find_goodput
+from tenuto.batching.virtual.simulator import simulate
 from tenuto.errors import InvalidInputError
+from tenuto.outcome import Outcome
 from tenuto.placement import Plan
 
 
@@ -95,7 +95,7 @@ def test_drops_of_a_group_are_counted_for_the_model_they_belong_to() -> None:
     times = np.repeat(np.arange(3000, dtype=np.float64), 8) * 4.0
     models = np.tile(np.array([0] * 7 + [1], dtype=np.int32), 3000)
     result = simulate(scheduler, times, models, warmup_s=0.0, stop=lambda dropped: bool(seen.append(list(dropped))))
-    expired = result.counts()[:, EXPIRED]
+    expired = result.counts()[:, Outcome.EXPIRED]
     assert len(seen[-1]) == 2
     # All but those of the first 400 ms, which count as the warm-up's, and what waited at the last call.
     assert [round(float(part), 1) for part in seen[-1] / expired] == [1.0, 1.0]

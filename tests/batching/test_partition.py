@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from tenuto.batching.partition import Limits, PartitionModel, partition
 from tenuto.cli.partition import command
 from tenuto.errors import InvalidInputError
+from tenuto.placement.policies.symphony.partition import Limits, PartitionModel, partition
 
 
 def model(name: str, need: float, rate: float = 100.0, memory: float = 100.0) -> PartitionModel:

@@ -9,12 +9,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tenuto.batching.deferred import DeferredOptions, DeferredScheduler
-from tenuto.batching.gathering import GATHERING
-from tenuto.batching.interface import GpuletSpec, Host, NetworkDelay, SchedulerModel, Setup
-from tenuto.batching.result import EXPIRED, LATE, OK
-from tenuto.batching.setup import everywhere_linear
-from tenuto.batching.simulator import simulate
+from tenuto.batching.core.deferred import DeferredOptions, DeferredScheduler
+from tenuto.batching.core.gathering import GATHERING
+from tenuto.batching.core.interface import GpuletSpec, Host, NetworkDelay, SchedulerModel, Setup
+from tenuto.batching.core.setup import everywhere_linear
+from tenuto.batching.virtual.simulator import simulate
+from tenuto.outcome import Outcome
 from tests.batching.checked_run import CheckedRun, Event, Outcomes
 
 FEW = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -160,9 +160,9 @@ def test_the_fast_driver_agrees_with_the_checked_one(seed: int, load: float, gpu
         for i, (t, m) in enumerate(zip(times, models, strict=True))
     ]
     out = CheckedRun(DeferredScheduler(setup)).run(events)
-    assert {int(i) for i in np.flatnonzero(result.outcome == OK)} == set(out.served)
-    assert {int(i) for i in np.flatnonzero(result.outcome == EXPIRED)} == set(out.dropped)
-    assert not (result.outcome == LATE).any()
+    assert {int(i) for i in np.flatnonzero(result.outcome == Outcome.OK)} == set(out.served)
+    assert {int(i) for i in np.flatnonzero(result.outcome == Outcome.EXPIRED)} == set(out.dropped)
+    assert not (result.outcome == Outcome.LATE).any()
     assert sorted(result.batches.finish_ms) == pytest.approx(sorted(batch[4] for batch in out.batches))
 
 
@@ -177,4 +177,4 @@ def test_no_model_starves_while_another_is_served_late(seed: int, load: float) -
     result = simulate(DeferredScheduler(setup), times, models)
     attained = result.attainments()
     assert attained.min() >= 0.5 * attained.max()
-    assert result.counts()[:, LATE].sum() == 0
+    assert result.counts()[:, Outcome.LATE].sum() == 0

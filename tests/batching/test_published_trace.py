@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tenuto.batching.deferred import DeferredOptions, DeferredScheduler
-from tenuto.batching.interface import Setup
-from tenuto.batching.result import OK
-from tenuto.batching.simulator import simulate
+from tenuto.batching.core.deferred import DeferredOptions, DeferredScheduler
+from tenuto.batching.core.interface import Setup
+from tenuto.batching.virtual.simulator import simulate
+from tenuto.outcome import Outcome
 
 FRONTRUN = DeferredOptions(gather="head-first", release="frontrun")
 
@@ -28,7 +28,7 @@ def test_first_batch_has_four_requests_at_2_25_then_one_every_3(trace_setup: Set
     assert result.batches.requests[int(order[0])] == [0, 1, 2, 3]
     gpulets = np.array(result.batches.gpulet)[order]
     assert gpulets.tolist() == [k % 3 for k in range(100)]  # each GPU is taken again the moment it becomes free
-    assert (result.outcome == OK).all()
+    assert (result.outcome == Outcome.OK).all()
 
 
 @pytest.mark.parametrize("options", [FRONTRUN, DeferredOptions(release="frontrun")])
@@ -36,7 +36,7 @@ def test_after_missing_arrivals_the_staggered_pattern_returns_and_nothing_is_dro
     trace_setup: Setup, options: DeferredOptions
 ) -> None:
     result = simulate(DeferredScheduler(trace_setup, options), *arrivals(400, {13, 14, 15}), warmup_s=0.0)
-    assert (result.outcome == OK).all()
+    assert (result.outcome == Outcome.OK).all()
     late_sizes = [
         len(ids) for ids, start in zip(result.batches.requests, result.batches.start_ms, strict=True) if start > 30
     ]

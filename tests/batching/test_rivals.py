@@ -11,12 +11,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tenuto.batching.interface import NetworkDelay, Scheduler, Setup
+from tenuto.batching.core.interface import NetworkDelay, Scheduler, Setup
+from tenuto.batching.core.setup import everywhere_linear
 from tenuto.batching.registry import make_scheduler
-from tenuto.batching.result import LATE, OK
-from tenuto.batching.setup import everywhere_linear
-from tenuto.batching.simulator import simulate
+from tenuto.batching.virtual.simulator import simulate
 from tenuto.errors import InvalidInputError
+from tenuto.outcome import Outcome
 from tests.batching.checked_run import CheckedRun, Event
 from tests.batching.test_properties import check_outcomes, scenarios
 
@@ -102,8 +102,8 @@ def test_overload_leaves_nothing_late(chosen: tuple[str, dict[str, Any]]) -> Non
     times = np.cumsum(rng.exponential(0.5, 4000))
     models = rng.integers(0, 2, len(times)).astype(np.int32)
     result = simulate(build(setup, chosen), times, models)
-    assert result.counts()[:, LATE].sum() == 0
-    assert result.counts()[:, OK].sum() > 0.1 * len(times)
+    assert result.counts()[:, Outcome.LATE].sum() == 0
+    assert result.counts()[:, Outcome.OK].sum() > 0.1 * len(times)
 
 
 @pytest.mark.parametrize("chosen", CHOICES, ids=str)

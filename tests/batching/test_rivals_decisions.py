@@ -7,11 +7,11 @@ import heapq
 import numpy as np
 import pytest
 
-from tenuto.batching.interface import Dispatch, Drop, Preempt, Setup
+from tenuto.batching.core.interface import Dispatch, Drop, Preempt, Setup
+from tenuto.batching.core.setup import everywhere_linear
 from tenuto.batching.registry import make_scheduler
-from tenuto.batching.result import EXPIRED, LATE, OK
-from tenuto.batching.setup import everywhere_linear
-from tenuto.batching.simulator import simulate
+from tenuto.batching.virtual.simulator import simulate
+from tenuto.outcome import Outcome
 
 
 def sizes(decisions: list[object]) -> list[int]:
@@ -94,7 +94,7 @@ def test_drop_rules_of_timeout(one_gpu: Setup, drop: str, ok: int, late: int, ex
     """Five requests at 0 with an SLO of 20, one at a time: they would end at 6, 12, 18, 24 and 30."""
     core = make_scheduler("timeout", one_gpu, {"batch_size": 1, "wait_ms": 0.0, "drop": drop})
     result = simulate(core, np.zeros(5), np.zeros(5, dtype=np.int32), duration_s=1.0, warmup_s=0.0)
-    assert result.counts()[0, [OK, LATE, EXPIRED]].tolist() == [ok, late, expired]
+    assert result.counts()[0, [Outcome.OK, Outcome.LATE, Outcome.EXPIRED]].tolist() == [ok, late, expired]
 
 
 def test_clockwork_runs_powers_of_two_and_its_other_order_single_requests(one_gpu: Setup) -> None:
@@ -140,7 +140,7 @@ def test_nexus_plans_anew_for_the_rates_it_sees() -> None:
     models = (rng.random(len(times)) < 0.1).astype(np.int32)
     result = simulate(make_scheduler("nexus", setup, options), times, models, warmup_s=6.0)
     assert result.attainments().min() > 0.97
-    assert (result.outcome == OK).mean() > 0.8
+    assert (result.outcome == Outcome.OK).mean() > 0.8
 
 
 def test_shepherd_preempts_for_three_times_the_size(one_gpu: Setup) -> None:
@@ -162,7 +162,7 @@ def test_shepherd_counts_the_lost_work(one_gpu: Setup) -> None:
     result = simulate(make_scheduler("shepherd", one_gpu), times, np.zeros(4, dtype=np.int32), warmup_s=0.0)
     assert result.batches.preempted == [True, False]
     assert result.summary()["preempted_batches"] == 1
-    assert (result.outcome == OK).all()
+    assert (result.outcome == Outcome.OK).all()
 
 
 def test_shepherd_takes_the_largest_batch_whatever_is_urgent() -> None:

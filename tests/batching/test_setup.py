@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tenuto.batching.setup import from_plan, latency_steps
+from tenuto.batching.core.setup import from_plan, latency_steps
 from tenuto.cli import main
 from tenuto.errors import InvalidInputError
 from tenuto.placement import Plan

@@ -5,14 +5,14 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tenuto.batching.deferred import DeferredOptions, DeferredScheduler
-from tenuto.batching.goodput import GoodputSearch, Trial, find_goodput
-from tenuto.batching.interface import GpuletSpec, Host, NetworkDelay, SchedulerModel, Setup
+from tenuto.batching.core.deferred import DeferredOptions, DeferredScheduler
+from tenuto.batching.core.interface import GpuletSpec, Host, NetworkDelay, SchedulerModel, Setup
+from tenuto.batching.core.setup import everywhere_linear
 from tenuto.batching.registry import make_scheduler, scheduler_class
-from tenuto.batching.result import EXPIRED, LATE, OK, REJECTED
-from tenuto.batching.setup import everywhere_linear
-from tenuto.batching.simulator import simulate
+from tenuto.batching.virtual.goodput import GoodputSearch, Trial, find_goodput
+from tenuto.batching.virtual.simulator import simulate
 from tenuto.errors import InvalidInputError
+from tenuto.outcome import Outcome
 
 RESNET50 = ("ResNet50", 1.053, 5.072, 25.0, None)
 
@@ -92,13 +92,13 @@ def test_network_delays_count_in_the_latency() -> None:
     assert result.start_ms[0] == pytest.approx(result.dispatched_ms[0] + 1.5)
     assert result.answered_ms[0] == pytest.approx(result.finish_ms[0] + 2.0)
     assert result.answered_ms[0] <= 20.0
-    assert result.outcome[0] == OK
+    assert result.outcome[0] == Outcome.OK
 
 
 def test_a_model_without_host_is_rejected() -> None:
     setup = Setup((SchedulerModel("a", 20.0), SchedulerModel("b", 20.0)), (GpuletSpec("g", "g", {0: line(1, 5, 8)}),))
     result = simulate(DeferredScheduler(setup), np.array([0.0, 1.0]), np.array([0, 1], dtype=np.int32), warmup_s=0.0)
-    assert result.outcome.tolist() == [OK, REJECTED]
+    assert result.outcome.tolist() == [Outcome.OK, Outcome.REJECTED]
 
 
 def test_neighbours_slow_each_other_only_while_both_run() -> None:
@@ -146,7 +146,7 @@ def test_nothing_is_late_and_overload_stays_flat() -> None:
     goodputs = []
     for rate in (4000.0, 8000.0):
         result = simulate(DeferredScheduler(setup), *poisson(rate, 5.0))
-        assert not (result.outcome == LATE).any()
+        assert not (result.outcome == Outcome.LATE).any()
         goodputs.append(result.goodput_rps)
     assert goodputs[1] >= 0.95 * goodputs[0]
 
@@ -234,6 +234,6 @@ def test_a_hopeless_rate_is_stopped_early() -> None:
 
 def test_expired_requests_were_never_started() -> None:
     result = simulate(DeferredScheduler(everywhere_linear([RESNET50], 1), DeferredOptions()), *poisson(2000.0, 2.0))
-    expired = result.outcome == EXPIRED
+    expired = result.outcome == Outcome.EXPIRED
     assert expired.any()
     assert np.isnan(result.start_ms[expired]).all()

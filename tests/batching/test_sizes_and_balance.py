@@ -7,11 +7,11 @@ import math
 import numpy as np
 import pytest
 
-from tenuto.batching.balance import Balance
-from tenuto.batching.interface import GpuletSpec, Host, SchedulerModel, Setup
+from tenuto.batching.core.balance import Balance
+from tenuto.batching.core.interface import GpuletSpec, Host, SchedulerModel, Setup
+from tenuto.batching.core.target import ArrivalRate, batch_sizes, target_batch, wait_reserve_ms
 from tenuto.batching.registry import make_scheduler
-from tenuto.batching.simulator import simulate
-from tenuto.batching.target import ArrivalRate, batch_sizes, target_batch, wait_reserve_ms
+from tenuto.batching.virtual.simulator import simulate
 
 RESNET50 = [0.0, *(1.053 * b + 5.072 for b in range(1, 19))]
 INCEPTION = [0.0, *(5.09 * b + 18.368 for b in range(1, 11))]

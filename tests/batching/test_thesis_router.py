@@ -7,13 +7,13 @@ from itertools import count
 import numpy as np
 import pytest
 
-from tenuto.batching.interface import Dispatch, Drop, GpuletSpec, Host, NetworkDelay, SchedulerModel, Setup
+from tenuto.batching.core.interface import Dispatch, Drop, GpuletSpec, Host, NetworkDelay, SchedulerModel, Setup
 from tenuto.batching.registry import make_scheduler
-from tenuto.batching.result import LATE, OK
 from tenuto.batching.rivals.thesis_router import ThesisRouterScheduler
-from tenuto.batching.simulator import simulate
+from tenuto.batching.virtual.simulator import simulate
 from tenuto.errors import InvalidInputError
 from tenuto.loadgen.schedule import make_schedule
+from tenuto.outcome import Outcome
 from tenuto.placement import ModelSpec
 
 pytestmark = pytest.mark.unit
@@ -89,8 +89,8 @@ def test_nothing_is_given_up_however_late() -> None:
     schedule = make_schedule([ModelSpec(name="m", rate_rps=2000.0, slo_ms=50.0)], 1.0, 0)
     setup = Setup((SchedulerModel("m", 50.0),), router(4).setup.gpulets)
     result = simulate(make_scheduler("thesis-router", setup), schedule.times_ms, schedule.model_index, warmup_s=0.0)
-    assert set(result.outcome.tolist()) == {OK, LATE}
-    assert (result.outcome == LATE).sum() > 500  # a request per ms is served, two arrive
+    assert set(result.outcome.tolist()) == {Outcome.OK, Outcome.LATE}
+    assert (result.outcome == Outcome.LATE).sum() > 500  # a request per ms is served, two arrive
 
 
 def test_the_way_over_the_network_overlaps_with_execution() -> None:

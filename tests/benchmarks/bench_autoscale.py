@@ -18,11 +18,11 @@ from numpy.typing import NDArray
 from scenes import arguments, print_machine, uniform_setup, zoo
 from svg_panels import Panel, Series, draw
 
-from tenuto.batching.autoscale import Advice, AutoscaleAdvisor, AutoscaleOptions
-from tenuto.batching.deferred import DeferredScheduler
-from tenuto.batching.interface import Decision, Dispatch, Drop, Scheduler
-from tenuto.batching.simulator import simulate
-from tenuto.placement.staggering import staggered_batch
+from tenuto.batching.core.autoscale import Advice, AutoscaleAdvisor, AutoscaleOptions
+from tenuto.batching.core.deferred import DeferredScheduler
+from tenuto.batching.core.interface import Decision, Dispatch, Drop, Scheduler
+from tenuto.batching.virtual.simulator import simulate
+from tenuto.placement.policies.symphony.staggering import staggered_batch
 from tenuto.profiles import LinearLatency
 
 MODELS, MOST_GPUS, FIRST_GPUS = 24, 512, 192

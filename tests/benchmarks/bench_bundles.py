@@ -18,15 +18,15 @@ from typing import Any
 import numpy as np
 from serving import heading, synthetic_plan
 
-from tenuto.batching.interface import NetworkDelay, Scheduler
+from tenuto.batching.core.interface import NetworkDelay, Scheduler
+from tenuto.batching.core.setup import from_plan
 from tenuto.batching.registry import make_scheduler
-from tenuto.batching.setup import from_plan
-from tenuto.deployments.answers import Answer
-from tenuto.deployments.dispatcher import Dispatcher
-from tenuto.deployments.dispatcher_process import BundleServer
-from tenuto.deployments.front import Front
-from tenuto.deployments.link import Finder, LinkEvents
-from tenuto.deployments.remote import RemoteDispatchers
+from tenuto.deployments.dispatch.dispatcher import Dispatcher
+from tenuto.deployments.dispatch.dispatcher_process import BundleServer
+from tenuto.deployments.entry.front import Front
+from tenuto.deployments.entry.remote import RemoteDispatchers
+from tenuto.deployments.wire.answers import Answer
+from tenuto.deployments.wire.link import Finder, LinkEvents
 from tenuto.placement import Plan
 
 PLAN = synthetic_plan(0.001, 0.0, 1000.0, 1000.0, 2, 64)

@@ -11,7 +11,7 @@ import numpy as np
 from scenes import Model, arguments, available, goodput_rps, poisson, print_machine, uniform_setup
 
 from tenuto.batching.registry import make_scheduler
-from tenuto.batching.simulator import simulate
+from tenuto.batching.virtual.simulator import simulate
 
 
 def more(parser: argparse.ArgumentParser) -> None:

@@ -8,11 +8,11 @@ from __future__ import annotations
 import argparse
 import time
 
-from tenuto.loadgen.experiments.case import DEFERRED, ROUTER, Case, run_case
-from tenuto.loadgen.experiments.experiment import THESIS_POLICIES, Results, Settings
-from tenuto.loadgen.experiments.gpu_sweep import FIVE_MODELS
-from tenuto.loadgen.experiments.registry import find_experiments
-from tenuto.loadgen.experiments.runner import run_cases
+from tenuto.experiments.case import DEFERRED, ROUTER, Case, run_case
+from tenuto.experiments.experiment import THESIS_POLICIES, Results, Settings
+from tenuto.experiments.gpu_sweep import FIVE_MODELS
+from tenuto.experiments.registry import find_experiments
+from tenuto.experiments.runner import run_cases
 from tenuto.loadgen.output import hardware, versions
 
 HEAVIEST_RPS = 5000.0

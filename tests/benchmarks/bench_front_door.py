@@ -11,8 +11,8 @@ import argparse
 
 from serving import apply_rival, closed_loop, heading, rival_config, synthetic_plan
 
-from tenuto.deployments.config import serve_config
-from tenuto.deployments.launcher import Launcher
+from tenuto.deployments.serve.config import serve_config
+from tenuto.deployments.serve.launcher import Launcher
 
 PORT = 8790
 

@@ -19,9 +19,9 @@ from pathlib import Path
 from placement_scenes import machine
 
 from tenuto.placement import Cluster, Policy
-from tenuto.placement.policies.gpulet import Gpulet
-from tenuto.placement.policies.ideal import Ideal
-from tenuto.placement.policies.sbp import SquishyBinPacking
+from tenuto.placement.policies.gpulet.gpulet import Gpulet
+from tenuto.placement.policies.gpulet.ideal import Ideal
+from tenuto.placement.policies.gpulet.sbp import SquishyBinPacking
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from tests.placement.turns import FIVE, IGNITER, carried, five_models

@@ -14,8 +14,8 @@ from collections.abc import Callable
 
 from serving import apply_rival, heading, rival_config, synthetic_plan
 
-from tenuto.deployments.config import serve_config
-from tenuto.deployments.launcher import Launcher
+from tenuto.deployments.serve.config import serve_config
+from tenuto.deployments.serve.launcher import Launcher
 from tenuto.loadgen.bench import BenchOptions, run_bench
 from tenuto.placement import ModelSpec
 from tenuto.profiles import LinearLatency

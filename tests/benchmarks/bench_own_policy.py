@@ -19,10 +19,10 @@ from pathlib import Path
 
 from placement_scenes import machine, mixed_workload, thesis
 
-from tenuto.batching.interface import NetworkDelay
+from tenuto.batching.core.interface import NetworkDelay
 from tenuto.batching.planning.trial import Trial, Trials
 from tenuto.errors import MissingProfileError, TenutoError
-from tenuto.loadgen.experiments.case import Case, run_case
+from tenuto.experiments.case import Case, run_case
 from tenuto.placement import Cluster, Plan, Replica, Workload, load_policy, solve
 from tenuto.placement.interference import Resident
 from tenuto.placement.interference.named import interference_models

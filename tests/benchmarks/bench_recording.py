@@ -21,12 +21,13 @@ from typing import Any
 
 from serving import heading, synthetic_plan
 
-from tenuto.deployments.accounts import ModelCounters
-from tenuto.deployments.advice import LiveAdvice
-from tenuto.deployments.answers import Answer, Outcome
-from tenuto.deployments.correction import LatencyCorrection, NetworkMeter
-from tenuto.deployments.gateway import _split
-from tenuto.deployments.request_log import RequestLog
+from tenuto.deployments.dispatch.accounts import ModelCounters
+from tenuto.deployments.dispatch.advice import LiveAdvice
+from tenuto.deployments.dispatch.correction import LatencyCorrection, NetworkMeter
+from tenuto.deployments.dispatch.request_log import RequestLog
+from tenuto.deployments.entry.gateway import _split
+from tenuto.deployments.wire.answers import Answer
+from tenuto.outcome import Outcome
 
 GPULET = "n0/0/a"
 WANTED_US = 50.0

@@ -12,10 +12,10 @@ import tempfile
 import time
 from pathlib import Path
 
-from tenuto.batching.interface import NetworkDelay
+from tenuto.batching.core.interface import NetworkDelay
+from tenuto.batching.core.setup import from_plan
 from tenuto.batching.registry import make_scheduler
-from tenuto.batching.setup import from_plan
-from tenuto.batching.simulator import simulate
+from tenuto.batching.virtual.simulator import simulate
 from tenuto.loadgen.output import hardware, versions, write_files
 from tenuto.loadgen.report import write_report
 from tenuto.loadgen.schedule import make_schedule

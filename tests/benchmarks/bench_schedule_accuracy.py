@@ -37,19 +37,20 @@ from typing import Any, cast
 import numpy as np
 from serving import heading, synthetic_plan
 
-from tenuto.deployments.answers import Answer, Outcome
-from tenuto.deployments.bundles import AnswerRow, pack_answers, unpack_requests
-from tenuto.deployments.handle import ALONE, TenutoHandle
-from tenuto.deployments.link import Finder
-from tenuto.deployments.remote import RemoteDispatchers
-from tenuto.deployments.transport import FrameProtocol, listen
+from tenuto.deployments.entry.handle import ALONE, TenutoHandle
+from tenuto.deployments.entry.remote import RemoteDispatchers
+from tenuto.deployments.wire.answers import Answer
+from tenuto.deployments.wire.bundles import AnswerRow, pack_answers, unpack_requests
+from tenuto.deployments.wire.link import Finder
+from tenuto.deployments.wire.transport import FrameProtocol, listen
 from tenuto.loadgen.bench import BenchOptions, run_bench
 from tenuto.loadgen.client import ClientJob
 from tenuto.loadgen.clients import LocalClient
-from tenuto.loadgen.handle_sender import HandleSender
-from tenuto.loadgen.http_sender import Sender
-from tenuto.loadgen.reply import OnReply
-from tenuto.loadgen.senders import make_sender
+from tenuto.loadgen.senders.choose import make_sender
+from tenuto.loadgen.senders.handle import HandleSender
+from tenuto.loadgen.senders.http import Sender
+from tenuto.loadgen.senders.reply import OnReply
+from tenuto.outcome import Outcome
 from tenuto.placement import ModelSpec
 
 MODEL = "synthetic"

@@ -10,9 +10,9 @@ import time
 
 from scenes import RESNET50, Model, arguments, available, poisson, print_machine, uniform_setup, zoo
 
-from tenuto.batching.interface import Dispatch, Setup
+from tenuto.batching.core.interface import Dispatch, Setup
 from tenuto.batching.registry import make_scheduler
-from tenuto.batching.simulator import simulate
+from tenuto.batching.virtual.simulator import simulate
 
 
 def simulated(setup: Setup, rate_rps: float, requests: int, scheduler: str = "deferred") -> float:

@@ -16,12 +16,13 @@ from typing import Any
 
 from serving import heading
 
+from tenuto.batching.core.setup import from_plan
 from tenuto.batching.registry import make_scheduler
-from tenuto.batching.setup import from_plan
-from tenuto.deployments.answers import Answer, Outcome
-from tenuto.deployments.config import serve_config
-from tenuto.deployments.dispatcher import Dispatcher
-from tenuto.deployments.gpulet import GpuletReplica
+from tenuto.deployments.dispatch.dispatcher import Dispatcher
+from tenuto.deployments.gpulet.replica import GpuletReplica
+from tenuto.deployments.serve.config import serve_config
+from tenuto.deployments.wire.answers import Answer
+from tenuto.outcome import Outcome
 from tenuto.placement import Plan
 
 LATENCY = {"alpha_ms": 4.0, "beta_ms": 24.0}
@@ -108,7 +109,7 @@ async def in_process(what: Plan, scheduler: str, seconds: float, seed: int) -> t
 
 def on_ray(copies: float, rate_rps: float, seconds: float, seed: int) -> list[float]:
     """Return requests in time per second without and with streaming, over HTTP on a local Ray."""
-    from tenuto.deployments.launcher import Launcher
+    from tenuto.deployments.serve.launcher import Launcher
     from tenuto.loadgen.bench import BenchOptions, run_bench
 
     goodput = []

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 from serving import heading
 
-from tenuto.deployments.launcher import start_local_ray
-from tenuto.deployments.transport import Address, FrameProtocol, connect, listen
+from tenuto.deployments.serve.launcher import start_local_ray
+from tenuto.deployments.wire.transport import Address, FrameProtocol, connect, listen
 
 ADDRESSES: dict[str, Address] = {"Unix socket": "\0tenuto-bench-transport", "TCP": ("127.0.0.1", 45_123)}
 

@@ -23,7 +23,7 @@ from scenes import (
 )
 
 from tenuto.batching.registry import make_scheduler
-from tenuto.batching.simulator import simulate
+from tenuto.batching.virtual.simulator import simulate
 
 # The original program on a virtual clock: Symphony (all, each), Shepherd (all), Nexus with a static plan (all).
 PUBLISHED = {

@@ -16,10 +16,10 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from tenuto.batching.goodput import Criterion, find_goodput
-from tenuto.batching.interface import NetworkDelay, Setup
+from tenuto.batching.core.interface import NetworkDelay, Setup
+from tenuto.batching.core.setup import everywhere_linear
 from tenuto.batching.registry import SCHEDULERS, make_scheduler
-from tenuto.batching.setup import everywhere_linear
+from tenuto.batching.virtual.goodput import Criterion, find_goodput
 from tenuto.profiles.shipped import load_shipped
 
 Model = tuple[str, float, float, float, float | None]  # name, alpha_ms, beta_ms, slo_ms, rate_rps

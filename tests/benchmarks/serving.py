@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from tenuto.deployments.config import serve_config
-from tenuto.loadgen.http_sender import HttpSender, prepare
+from tenuto.deployments.serve.config import serve_config
 from tenuto.loadgen.output import hardware, versions
-from tenuto.loadgen.reply import Reply
+from tenuto.loadgen.senders.http import HttpSender, prepare
+from tenuto.loadgen.senders.reply import Reply
 from tenuto.placement import Plan
 
 BODY = b'{"inputs":[{"name":"INPUT0","shape":[1,1],"datatype":"FP32","data":[1]}]}'

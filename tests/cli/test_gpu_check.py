@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from tenuto.cli import gpu_check
-from tenuto.cli.gpu_sharing import SHARES, sharing_experiments
-from tenuto.cli.gpu_streaming import VARIANTS
 from tenuto.errors import EnvironmentFaultError
+from tenuto.gpu_check import check as gpu_check
+from tenuto.gpu_check.sharing import SHARES, sharing_experiments
+from tenuto.gpu_check.streaming import VARIANTS
 
 GPU = SimpleNamespace(
     uuid="GPU-1", name="NVIDIA H200", type="h200", memory_mib=140_000, free_memory_mib=139_000,
@@ -141,7 +141,7 @@ def test_each_step_is_one_command_within_its_limit(monkeypatch: pytest.MonkeyPat
 
     def run(command: Sequence[str], environment: Mapping[str, str]) -> int:
         commands.append(command)
-        if "tenuto.cli.gpu_streaming" in command:
+        if "tenuto.gpu_check.streaming" in command:
             results = {name: {"ratio": 1.2} for name in VARIANTS}
             Path(command[-1]).write_text(json.dumps({"model": "resnet50", **results}))
         return 0 if "resnet50" in command else 3
@@ -149,7 +149,7 @@ def test_each_step_is_one_command_within_its_limit(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(gpu_check, "_device", lambda uuid: no_mps)
     assert gpu_check.main(["-o", str(tmp_path), "--quick"], run=run) == 1  # bert failed
     streaming, *commands = commands
-    assert streaming[1:6] == ["-m", "tenuto.cli.gpu_streaming", "resnet50", "--batch-size", "8"]
+    assert streaming[1:6] == ["-m", "tenuto.gpu_check.streaming", "resnet50", "--batch-size", "8"]
     assert [c[4] for c in commands] == ["resnet50", "bert", "resnet50"]  # no co-runs without CUDA MPS
     assert all(c[c.index("--shares") + 1] == "100" for c in commands)
     assert float(commands[0][commands[0].index("--time-limit-s") + 1]) < 600

@@ -14,10 +14,11 @@ from pathlib import Path
 
 import pytest
 
-from tenuto.cli import gpu_check, profile
-from tenuto.cli.gpu_sharing import SHARES, ProbeProcess
-from tenuto.cli.gpu_streaming import VARIANTS
+from tenuto.cli import profile
 from tenuto.errors import EnvironmentFaultError
+from tenuto.gpu_check import check as gpu_check
+from tenuto.gpu_check.sharing import SHARES, ProbeProcess
+from tenuto.gpu_check.streaming import VARIANTS
 from tenuto.mps import daemon as daemon_module
 from tenuto.mps import inventory
 from tenuto.mps.inventory import GpuDevice

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tenuto.cli import gpu_streaming
+from tenuto.gpu_check import streaming as gpu_streaming
 from tenuto.errors import InvalidInputError
 
 

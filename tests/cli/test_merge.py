@@ -13,7 +13,7 @@ from tenuto.cli.merge import command
 from tenuto.errors import InvalidInputError
 from tenuto.placement import Cluster, Workload, load_policy, solve
 from tenuto.profiles import Profile, Profiles
-from tenuto.profiles.catalogue import LoadedModel, ModelSignature, TensorSignature
+from tenuto.profiles.networks.catalogue import LoadedModel, ModelSignature, TensorSignature
 
 from ..profiles.test_merging import Attention
 

@@ -8,7 +8,7 @@ from tenuto.cli import main
 from tenuto.cli import profile as verb
 from tenuto.errors import EnvironmentFaultError
 from tenuto.profiles import Fit, ModelProfile, Profile, ProfilePoint
-from tenuto.profiles.measure import Measurement, MeasureRequest, row_name
+from tenuto.profiles.measuring.measure import Measurement, MeasureRequest, row_name
 
 
 def measured(request: MeasureRequest, on_point: Any = None, **_: Any) -> Measurement:
@@ -122,7 +122,7 @@ def test_a_fault_keeps_the_models_that_are_finished(run: Any, monkeypatch: pytes
 
 
 def test_a_real_model_is_measured_end_to_end(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from tenuto.profiles.measure import measure_model
+    from tenuto.profiles.measuring.measure import measure_model
 
     monkeypatch.setattr(verb, "measure_model", measure_model)
     monkeypatch.syspath_prepend(str(Path(__file__).parents[2]))
@@ -140,7 +140,7 @@ OWN = "tests.profiles.own_models:scale"
 
 @pytest.fixture
 def real(run: Any, quick_workers: None, monkeypatch: pytest.MonkeyPatch) -> Any:
-    from tenuto.profiles.measure import measure_model
+    from tenuto.profiles.measuring.measure import measure_model
 
     monkeypatch.setattr(verb, "measure_model", measure_model)
     monkeypatch.syspath_prepend(str(Path(__file__).parents[2]))

@@ -16,6 +16,7 @@ from tenuto.profiles.estimator.operator_times import time_operators
 from tests.profiles.virtual_gpu import SMS, UUID, VirtualGpu, fake_nvml
 
 OWN = "tests.profiles.own_models:scale"
+MEASURING = "tenuto.profiles.measuring"
 Run = Callable[..., tuple[int, str, str]]
 
 
@@ -33,8 +34,8 @@ def run(
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", f"GPU-{UUID}")
     monkeypatch.setitem(sys.modules, "pynvml", fake_nvml(lambda: 0))
     monkeypatch.syspath_prepend(str(Path(__file__).parents[2]))
-    monkeypatch.setattr("tenuto.profiles.measure._WORKER", worker_server("tests.profiles.virtual_gpu:worker_main"))
-    monkeypatch.setattr("tenuto.profiles.corun._WORKER", worker_server("tests.profiles.virtual_gpu:corun_main"))
+    monkeypatch.setattr(f"{MEASURING}.measure._WORKER", worker_server("tests.profiles.virtual_gpu:worker_main"))
+    monkeypatch.setattr(f"{MEASURING}.corun._WORKER", worker_server("tests.profiles.virtual_gpu:corun_main"))
 
     def call(*arguments: str, device: str = "cuda") -> tuple[int, str, str]:
         common = ("--option", "width=4096", "--budget-s", "0.05", "--device", device, "-o", "p.yaml")

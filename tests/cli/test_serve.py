@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tenuto.deployments.endpoint import get_json
+from tenuto.deployments.serve.endpoint import get_json
 from tenuto.errors import EnvironmentFaultError
 
 PORT = 8781

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from tenuto.deployments.transport import FrameProtocol, listen
+from tenuto.deployments.wire.transport import FrameProtocol, listen
 from tenuto.placement import Plan
 
 _names = itertools.count()

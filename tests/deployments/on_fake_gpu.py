@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from tenuto.deployments.gpulet import GpuletReplica
-from tenuto.deployments.mps_sharing import SharedGpu
+from tenuto.deployments.gpulet.mps_sharing import SharedGpu
+from tenuto.deployments.gpulet.replica import GpuletReplica
 from tenuto.mps.folders import mps_root, pipe_directory
 from tenuto.mps.inventory import GpuDevice, read_inventory
 from tenuto.mps.sm_count import VisibleDevice

@@ -6,7 +6,7 @@ from typing import cast
 
 import torch
 
-from tenuto.profiles.catalogue import LoadedModel, ModelSignature, TensorSignature
+from tenuto.profiles.networks.catalogue import LoadedModel, ModelSignature, TensorSignature
 
 SIDE, CLASSES = 16, 7
 

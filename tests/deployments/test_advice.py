@@ -2,9 +2,9 @@ import logging
 
 import pytest
 
-from tenuto.batching.autoscale import AutoscaleOptions
-from tenuto.deployments.advice import LiveAdvice, describe
-from tenuto.deployments.exposition import render_metrics
+from tenuto.batching.core.autoscale import AutoscaleOptions
+from tenuto.deployments.dispatch.advice import LiveAdvice, describe
+from tenuto.deployments.operator.exposition import render_metrics
 
 from .fakes import make_plan
 

@@ -8,8 +8,13 @@ from collections.abc import AsyncIterator, Callable, Sequence
 import numpy as np
 import pytest
 
-from tenuto.deployments.answers import Answer, Outcome, OutputTensor
-from tenuto.deployments.bundles import (
+from tenuto.deployments.dispatch.dispatcher import Dispatcher
+from tenuto.deployments.dispatch.dispatcher_process import BundleServer
+from tenuto.deployments.entry.remote import RemoteDispatchers
+from tenuto.deployments.serve.config import serve_config
+from tenuto.deployments.serve.sub_clusters import cut_plan
+from tenuto.deployments.wire.answers import Answer, OutputTensor
+from tenuto.deployments.wire.bundles import (
     AnswerRow,
     Bundler,
     RequestRow,
@@ -18,12 +23,8 @@ from tenuto.deployments.bundles import (
     unpack_answers,
     unpack_requests,
 )
-from tenuto.deployments.config import serve_config
-from tenuto.deployments.dispatcher import Dispatcher
-from tenuto.deployments.dispatcher_process import BundleServer
-from tenuto.deployments.remote import RemoteDispatchers
-from tenuto.deployments.sub_clusters import cut_plan
 from tenuto.errors import InvalidInputError
+from tenuto.outcome import Outcome
 from tenuto.placement import Plan
 
 from .fakes import FakeGpulet, finder, make_plan

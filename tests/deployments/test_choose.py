@@ -3,9 +3,9 @@ from typing import Any
 
 import pytest
 
-from tenuto.deployments.executors import choose
-from tenuto.deployments.executors.choose import has_nvidia_devices, make_executor
-from tenuto.deployments.executors.emulated import EmulatedExecutor
+from tenuto.deployments.gpulet.executors import choose
+from tenuto.deployments.gpulet.executors.choose import has_nvidia_devices, make_executor
+from tenuto.deployments.gpulet.executors.emulated import EmulatedExecutor
 from tenuto.errors import EnvironmentFaultError
 
 

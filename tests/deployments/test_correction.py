@@ -1,4 +1,4 @@
-from tenuto.deployments.correction import LatencyCorrection, NetworkMeter
+from tenuto.deployments.dispatch.correction import LatencyCorrection, NetworkMeter
 
 
 def test_an_outlier_is_ignored_and_a_slowdown_is_followed() -> None:

@@ -5,11 +5,12 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 import numpy as np
 import pytest
 
-from tenuto.batching.interface import NetworkDelay, Scheduler
+from tenuto.batching.core.interface import NetworkDelay, Scheduler
+from tenuto.batching.core.setup import from_plan
 from tenuto.batching.registry import make_scheduler
-from tenuto.batching.setup import from_plan
-from tenuto.deployments.answers import Answer, Outcome
-from tenuto.deployments.dispatcher import Dispatcher
+from tenuto.deployments.dispatch.dispatcher import Dispatcher
+from tenuto.deployments.wire.answers import Answer
+from tenuto.outcome import Outcome
 from tenuto.placement import Plan
 
 from .fakes import FakeGpulet, finder, make_plan

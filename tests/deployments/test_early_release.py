@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from tenuto.batching.interface import NetworkDelay
-from tenuto.deployments.early_release import EarlyRelease
-from tenuto.deployments.in_flight import Batch
-from tenuto.deployments.virtual_loop import VirtualLoop
+from tenuto.batching.core.interface import NetworkDelay
+from tenuto.deployments.dispatch.early_release import EarlyRelease
+from tenuto.deployments.dispatch.in_flight import Batch
+from tests.instruments.virtual_loop import VirtualLoop
 
 PLAIN: Any = SimpleNamespace(sends_ahead=False, preempts=False)
 AHEAD: Any = SimpleNamespace(sends_ahead=True, preempts=False)

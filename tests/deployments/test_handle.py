@@ -7,9 +7,9 @@ import asyncio
 import numpy as np
 import pytest
 
-from tenuto.deployments.answers import Outcome
-from tenuto.deployments.handle import RequestFailedError, TenutoHandle
+from tenuto.deployments.entry.handle import RequestFailedError, TenutoHandle
 from tenuto.errors import EnvironmentFaultError, InvalidInputError, UnavailableError
+from tenuto.outcome import Outcome
 
 from .fakes import FakeGpulet, make_plan
 from .test_bundles import Start, start

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from tenuto.deployments.http import HttpError, read_body, send_error
+from tenuto.deployments.entry.http import HttpError, read_body, send_error
 
 LIMIT = 1 << 20
 

@@ -9,15 +9,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tenuto.batching.interface import NetworkDelay, Scheduler
+from tenuto.batching.core.interface import NetworkDelay, Scheduler
+from tenuto.batching.core.setup import from_plan
 from tenuto.batching.registry import make_scheduler
-from tenuto.batching.setup import from_plan
-from tenuto.deployments.answers import Answer, Outcome
-from tenuto.deployments.config import serve_config
-from tenuto.deployments.dispatcher import Dispatcher
-from tenuto.deployments.executors.emulated import EmulatedExecutor
-from tenuto.deployments.joint_batches import cut_inputs
-from tenuto.deployments.transport import FrameProtocol
+from tenuto.deployments.dispatch.dispatcher import Dispatcher
+from tenuto.deployments.gpulet.executors.emulated import EmulatedExecutor
+from tenuto.deployments.serve.config import serve_config
+from tenuto.deployments.wire.answers import Answer
+from tenuto.deployments.wire.joint_batches import cut_inputs
+from tenuto.deployments.wire.transport import FrameProtocol
+from tenuto.outcome import Outcome
 from tenuto.placement import Plan
 from tenuto.profiles import LatencyTable
 

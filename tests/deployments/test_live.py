@@ -16,9 +16,9 @@ from urllib.parse import quote
 import numpy as np
 import pytest
 
-from tenuto.deployments.config import serve_config
-from tenuto.deployments.endpoint import get_json
-from tenuto.deployments.launcher import Launcher
+from tenuto.deployments.serve.config import serve_config
+from tenuto.deployments.serve.endpoint import get_json
+from tenuto.deployments.serve.launcher import Launcher
 from tenuto.loadgen.bench import BenchOptions, run_bench
 from tenuto.placement import Plan
 
@@ -123,8 +123,8 @@ def test_the_documentation_lists_the_infer_path(url: str) -> None:
 def test_a_photograph_gets_the_label_of_a_direct_forward_pass(url: str) -> None:
     import torch
 
-    from tenuto.profiles.models import build
-    from tenuto.profiles.preprocess import preprocess
+    from tenuto.profiles.networks.models import build
+    from tenuto.profiles.networks.preprocess import preprocess
 
     photo = resources.files("tenuto.deployments").joinpath("data", "grace_hopper.jpg").read_bytes()
     status, answer = post(f"{url}/predict/mobilenet_v2", photo, Content_Type="image/jpeg")
@@ -304,7 +304,7 @@ def test_a_changed_plan_restarts_only_what_changed(launcher: Launcher, url: str)
 def test_serve_config_is_accepted_by_the_schema() -> None:
     from ray.serve.schema import ServeDeploySchema
 
-    from tenuto.profiles.documents import dump_yaml
+    from tenuto.documents import dump_yaml
 
     config = serve_config(make_plan())
     ServeDeploySchema.model_validate(config)

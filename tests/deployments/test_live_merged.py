@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tenuto.batching.core.setup import from_plan
 from tenuto.batching.registry import make_scheduler
-from tenuto.batching.setup import from_plan
-from tenuto.batching.simulator import simulate
-from tenuto.deployments.config import serve_config
-from tenuto.deployments.endpoint import get_json
-from tenuto.deployments.launcher import Launcher
+from tenuto.batching.virtual.simulator import simulate
+from tenuto.deployments.serve.config import serve_config
+from tenuto.deployments.serve.endpoint import get_json
+from tenuto.deployments.serve.launcher import Launcher
 from tenuto.errors import EnvironmentFaultError
 from tenuto.placement import Plan
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from tenuto.deployments.config import serve_config
-from tenuto.deployments.endpoint import get_json
-from tenuto.deployments.launcher import Launcher
+from tenuto.deployments.serve.config import serve_config
+from tenuto.deployments.serve.endpoint import get_json
+from tenuto.deployments.serve.launcher import Launcher
 from tenuto.errors import EnvironmentFaultError
 from tenuto.placement import Plan
 

@@ -2,7 +2,7 @@ from typing import Any
 
 import pytest
 
-from tenuto.deployments.modes import describe_mode, mode_of
+from tenuto.deployments.gpulet.modes import describe_mode, mode_of
 
 MODELS: dict[str, dict[str, Any]] = {
     "a": {"options": {"compile": True}}, "b": {"options": {"cuda_graphs": True}}, "c": {"options": {}}, "d": {},

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from tenuto.deployments.config import serve_config
-from tenuto.deployments.endpoint import get_json
-from tenuto.deployments.launcher import Launcher
+from tenuto.deployments.serve.config import serve_config
+from tenuto.deployments.serve.endpoint import get_json
+from tenuto.deployments.serve.launcher import Launcher
 from tenuto.mps.folders import find_leftovers
 from tenuto.placement import Plan
 from tests.deployments.on_fake_gpu import GPUS, read_journal

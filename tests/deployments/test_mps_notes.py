@@ -1,4 +1,4 @@
-from tenuto.deployments.mps_notes import describe_share, sharing_notes
+from tenuto.deployments.operator.mps_notes import describe_share, sharing_notes
 
 GIVEN = {"sm_count": 32, "gpu_sm_count": 80, "proof": "pid", "others": []}
 

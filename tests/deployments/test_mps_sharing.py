@@ -8,16 +8,16 @@ from typing import Any
 import pytest
 
 from tenuto.deployments import gpulet as gpulet_module
-from tenuto.deployments.config import serve_config
-from tenuto.deployments.gpulet import GpuletReplica
-from tenuto.deployments.mps_sharing import SharedGpu, join_shared_gpu
+from tenuto.deployments.gpulet.mps_sharing import SharedGpu, join_shared_gpu
+from tenuto.deployments.gpulet.replica import GpuletReplica
+from tenuto.deployments.serve.config import serve_config
+from tenuto.deployments.serve.diff import diff
 from tenuto.errors import EnvironmentFaultError
 from tenuto.mps.inventory import GpuDevice, read_inventory
 from tenuto.mps.others import OtherProcess
 from tenuto.mps.share import client_environment
 from tenuto.mps.sm_count import VisibleDevice
 from tenuto.placement import Plan
-from tenuto.placement.diff import diff
 from tests.mps.conftest import bench as bench  # the fixture
 from tests.mps.fake_nvml import FakeGpu, FakeNvml
 from tests.mps.fakes import OTHER, UUID, Bench

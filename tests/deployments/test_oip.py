@@ -4,8 +4,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tenuto.deployments.answers import OutputTensor
-from tenuto.deployments.oip import (
+from tenuto.deployments.entry.oip import (
     BadRequestError,
     InferRequest,
     RequestedOutput,
@@ -15,6 +14,7 @@ from tenuto.deployments.oip import (
     parse_infer,
     parse_slo,
 )
+from tenuto.deployments.wire.answers import OutputTensor
 
 IMAGE = (TensorSpec("image", "float32", (2, 2)),)
 TEXT = (TensorSpec("ids", "int64", (3,), below=10), TensorSpec("mask", "int64", (3,)))

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from tenuto.cli import main
-from tenuto.deployments import mps_inventory
-from tenuto.deployments.mps_inventory import read_ray_inventory
-from tenuto.deployments.ray_address import why_unreachable
+from tenuto.deployments.operator import mps_inventory
+from tenuto.deployments.operator.mps_inventory import read_ray_inventory
+from tenuto.deployments.serve.ray_address import why_unreachable
 from tenuto.errors import EnvironmentFaultError
 from tenuto.mps.inventory import GpuDevice, read_inventory
 from tests.mps.fake_nvml import A100, V100, FakeGpu, FakeNvml

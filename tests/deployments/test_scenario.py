@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from tenuto.batching.scenario import RanBatch, Scenario, run_virtual
-from tenuto.deployments.answers import Outcome
-from tenuto.deployments.gpulet import GpuletReplica
-from tenuto.deployments.link import GpuletLink
-from tenuto.deployments.replay import run_scenario, run_virtual_clock
+from tenuto.deployments.gpulet.replica import GpuletReplica
+from tenuto.deployments.wire.link import GpuletLink
 from tenuto.errors import InvalidInputError
+from tenuto.outcome import Outcome
 from tenuto.placement import Plan
+from tests.instruments.replay import run_scenario, run_virtual_clock
+from tests.instruments.scenario import RanBatch, Scenario, run_virtual
 
 FILE = Path(__file__).parents[1] / "data" / "scenarios" / "two_gpulets.yaml"
 # A jumping clock is exact but for rounding: one nanosecond. A real one has late timers, which the dispatcher counters

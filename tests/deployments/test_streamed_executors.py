@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tenuto.deployments.executors import streamed
-from tenuto.deployments.executors.emulated import EmulatedExecutor
-from tenuto.deployments.executors.streamed import EmulatedStreaming, TorchStreaming, make_streaming
-from tenuto.deployments.executors.torch_executor import TorchExecutor
+from tenuto.deployments.gpulet.executors import streamed
+from tenuto.deployments.gpulet.executors.emulated import EmulatedExecutor
+from tenuto.deployments.gpulet.executors.streamed import EmulatedStreaming, TorchStreaming, make_streaming
+from tenuto.deployments.gpulet.executors.torch_executor import TorchExecutor
 from tenuto.errors import EnvironmentFaultError, InvalidInputError
 from tests.profiles.fake_cuda import FakeCuda, late_model
 
@@ -119,7 +119,7 @@ def test_on_a_cpu_two_batches_are_under_way_and_answer_as_plain_ones() -> None:
 def test_on_cuda_one_stream_of_kernels_serves_every_model(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda = FakeCuda()
     cuda.install(monkeypatch)
-    monkeypatch.setattr("tenuto.profiles.models.build", lambda *_args, **_options: late_model(cuda))
+    monkeypatch.setattr("tenuto.profiles.networks.models.build", lambda *_args, **_options: late_model(cuda))
     executor = TorchExecutor("cuda", memory_mib=4096)
     for name in ("m", "n"):
         executor.load(name, None, weights_path=None, options={"cuda_graphs": name == "n"}, batch_sizes=[1, 2])
@@ -150,7 +150,7 @@ def test_on_cuda_one_stream_of_kernels_serves_every_model(monkeypatch: pytest.Mo
 def test_too_little_memory_for_the_second_batch_is_told_as_such(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda = FakeCuda()
     cuda.install(monkeypatch)
-    monkeypatch.setattr("tenuto.profiles.models.build", lambda *_args, **_options: late_model(cuda))
+    monkeypatch.setattr("tenuto.profiles.networks.models.build", lambda *_args, **_options: late_model(cuda))
     executor = TorchExecutor("cuda")
     executor.load("m", None, weights_path=None, options={}, batch_sizes=[4])
     cuda.device_bytes_left = 40  # of 32 for each batch

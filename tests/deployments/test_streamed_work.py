@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tenuto.deployments.streamed_work import StreamedWork
-from tenuto.profiles.streamed import BatchTimes
+from tenuto.deployments.gpulet.streamed_work import StreamedWork
+from tenuto.profiles.networks.streamed import BatchTimes
 
 LIMIT_S = 10.0
 

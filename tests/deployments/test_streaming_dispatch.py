@@ -12,17 +12,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tenuto.batching.interface import NetworkDelay, Scheduler
+from tenuto.batching.core.interface import NetworkDelay, Scheduler
+from tenuto.batching.core.setup import from_plan
 from tenuto.batching.registry import make_scheduler
-from tenuto.batching.setup import from_plan
-from tenuto.batching.simulator import simulate
-from tenuto.deployments.answers import Outcome
-from tenuto.deployments.correction import NetworkMeter
-from tenuto.deployments.dispatcher import Dispatcher
-from tenuto.deployments.link import Finder, LinkEvents
-from tenuto.deployments.virtual_loop import VirtualLoop
+from tenuto.batching.virtual.simulator import simulate
+from tenuto.deployments.dispatch.correction import NetworkMeter
+from tenuto.deployments.dispatch.dispatcher import Dispatcher
+from tenuto.deployments.wire.link import Finder, LinkEvents
 from tenuto.errors import InvalidInputError
+from tenuto.outcome import Outcome
 from tenuto.placement import Plan
+from tests.instruments.virtual_loop import VirtualLoop
 
 COPY_IN_MS, COPY_OUT_MS = 0.5, 0.25  # of one request
 WIRE_MS = 0.3  # one way
@@ -165,7 +165,7 @@ def serve(scheduler: str, *, streaming: bool, rate_rps: float, seconds: float = 
             await asyncio.sleep(0)
             is_late = answer.outcome is Outcome.OK and took_ms[number] > 80.0 + 1e-6
             if number >= len(futures) // 2:
-                word = "late" if is_late else str(answer.outcome.value)
+                word = "late" if is_late else str(answer.outcome.word)
                 result.outcomes[word] = result.outcomes.get(word, 0) + 1
         result.budget_ms = network.told.ctrl_ms + BATCH * network.told.data_ms_per_request
         await dispatcher.close()

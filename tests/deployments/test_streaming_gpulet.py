@@ -11,13 +11,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tenuto.batching.core.setup import from_plan
 from tenuto.batching.registry import make_scheduler
-from tenuto.batching.setup import from_plan
-from tenuto.deployments.answers import Answer, Outcome
-from tenuto.deployments.config import serve_config
-from tenuto.deployments.dispatcher import Dispatcher
-from tenuto.deployments.gpulet import GpuletReplica
+from tenuto.deployments.dispatch.dispatcher import Dispatcher
+from tenuto.deployments.gpulet.replica import GpuletReplica
+from tenuto.deployments.serve.config import serve_config
+from tenuto.deployments.wire.answers import Answer
 from tenuto.errors import InvalidInputError
+from tenuto.outcome import Outcome
 from tenuto.placement import Plan
 
 OWN = "tests.profiles.own_models"
@@ -139,8 +140,8 @@ async def test_graphs_on_a_cpu_are_refused_while_loading() -> None:
 @pytest.mark.ray
 @pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::DeprecationWarning")
 def test_on_ray_a_streaming_plan_serves_more_than_a_plain_one() -> None:
-    from tenuto.deployments.endpoint import get_json
-    from tenuto.deployments.launcher import Launcher
+    from tenuto.deployments.serve.endpoint import get_json
+    from tenuto.deployments.serve.launcher import Launcher
     from tenuto.loadgen.bench import BenchOptions, run_bench
 
     os.environ["RAY_DISABLE_IMPORT_WARNING"] = "1"

@@ -5,11 +5,11 @@ import numpy as np
 import pytest
 import torch
 
-from tenuto.deployments.executors.base import Executor
-from tenuto.deployments.executors.torch_executor import TorchExecutor
+from tenuto.deployments.gpulet.executors.base import Executor
+from tenuto.deployments.gpulet.executors.torch_executor import TorchExecutor
 from tenuto.errors import EnvironmentFaultError, InvalidInputError
-from tenuto.profiles.models import build
-from tenuto.profiles.torch_runner import blank_inputs
+from tenuto.profiles.networks.models import build
+from tenuto.profiles.networks.torch_runner import blank_inputs
 from tests.profiles.test_models import SMALL
 
 OWN = "tests.profiles.own_models"

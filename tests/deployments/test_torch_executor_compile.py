@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from tenuto.errors import InvalidInputError
-from tenuto.profiles.catalogue import LoadedModel, ModelSignature, TensorSignature
-from tenuto.profiles.torch_runner import RunOptions, TorchRunner, fixed_sizes, split_options
+from tenuto.profiles.networks.catalogue import LoadedModel, ModelSignature, TensorSignature
+from tenuto.profiles.networks.torch_runner import RunOptions, TorchRunner, fixed_sizes, split_options
 
 
 @pytest.mark.parametrize(("largest", "sizes"), [(1, (1,)), (2, (1, 2)), (6, (1, 2, 4, 6)), (8, (1, 2, 4, 8))])

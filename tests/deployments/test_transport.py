@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from tenuto.deployments.transport import FrameProtocol, connect, listen
+from tenuto.deployments.wire.transport import FrameProtocol, connect, listen
 
 
 async def _echo_server(name: str, token: str = "secret") -> asyncio.Server:

@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 
+from tenuto.documents import parse_document
 from tenuto.loadgen.applications import ApplicationLoad, make_application_load
 from tenuto.loadgen.client import Client, ClientJob, ClientReport, ModelTarget
-from tenuto.loadgen.reply import OnReply, Reply
+from tenuto.loadgen.senders.reply import OnReply, Reply
 from tenuto.placement import Workload
-from tenuto.profiles.documents import parse_document
 
 FAST = {"alpha_ms": 1.0, "beta_ms": 4.0}
 UNIFORM = {"process": "uniform"}

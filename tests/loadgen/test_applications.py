@@ -7,16 +7,16 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tenuto.batching.core.setup import everywhere
 from tenuto.batching.registry import make_scheduler
-from tenuto.batching.result import SimulationResult
-from tenuto.batching.setup import everywhere
+from tenuto.batching.virtual.result import SimulationResult
+from tenuto.documents import parse_document
 from tenuto.errors import InvalidInputError
 from tenuto.loadgen.applications import ApplicationLoad, make_application_load
 from tenuto.loadgen.simulated import simulate_load, simulated_applications
 from tenuto.placement import Cluster, Plan, Workload, solve
-from tenuto.placement.policies.ffd import FirstFitDecreasing
+from tenuto.placement.policies.ffd.ffd import FirstFitDecreasing
 from tenuto.profiles import Profiles
-from tenuto.profiles.documents import parse_document
 
 FAST = {"alpha_ms": 1.0, "beta_ms": 4.0}
 

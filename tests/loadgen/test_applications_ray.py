@@ -11,16 +11,16 @@ from typing import Any, Literal
 
 import pytest
 
+from tenuto.batching.core.setup import from_plan
 from tenuto.batching.registry import make_scheduler
-from tenuto.batching.setup import from_plan
-from tenuto.deployments.config import serve_config
-from tenuto.deployments.endpoint import served_plan
-from tenuto.deployments.launcher import Launcher
+from tenuto.deployments.serve.config import serve_config
+from tenuto.deployments.serve.endpoint import served_plan
+from tenuto.deployments.serve.launcher import Launcher
 from tenuto.loadgen.applications import make_application_load
 from tenuto.loadgen.bench import BenchOptions, asked_of, run_bench
 from tenuto.loadgen.simulated import simulate_load, simulated_applications
 from tenuto.placement import Cluster, Plan, solve
-from tenuto.placement.policies.ffd import FirstFitDecreasing
+from tenuto.placement.policies.ffd.ffd import FirstFitDecreasing
 from tenuto.profiles import Profiles
 
 from .fan_out import workload

@@ -16,9 +16,10 @@ from tenuto.errors import EnvironmentFaultError, InvalidInputError
 from tenuto.loadgen.bench import BenchOptions, run_bench
 from tenuto.loadgen.client import Client, ClientJob, ClientReport, ModelTarget
 from tenuto.loadgen.clients import LocalClient
-from tenuto.loadgen.http_sender import HttpSender
-from tenuto.loadgen.records import Outcome, Records, merge
-from tenuto.loadgen.reply import OnReply, Reply
+from tenuto.loadgen.records import Records, merge
+from tenuto.loadgen.senders.http import HttpSender
+from tenuto.loadgen.senders.reply import OnReply, Reply
+from tenuto.outcome import Outcome
 from tenuto.placement import Arrival, ModelSpec
 
 from .fake_server import Answer, fake_server, signature

@@ -22,7 +22,7 @@ from tenuto.loadgen.clients import LocalClient
 from tenuto.loadgen.compare import compare, load_side
 from tenuto.loadgen.report import load_run, render_page
 from tenuto.placement import Cluster, Plan, Workload, solve
-from tenuto.placement.policies.ffd import FirstFitDecreasing
+from tenuto.placement.policies.ffd.ffd import FirstFitDecreasing
 from tenuto.profiles import Profiles
 
 from .fake_server import Answer, FakeServer, fake_server, signature

@@ -11,8 +11,9 @@ import pytest
 from tenuto.errors import InvalidInputError
 from tenuto.loadgen.compare import Side, compare, load_side
 from tenuto.loadgen.output import write_files
-from tenuto.loadgen.records import Outcome, Records, unsent
+from tenuto.loadgen.records import Records, unsent
 from tenuto.loadgen.verdict import summarise
+from tenuto.outcome import Outcome
 
 MODEL = {"attainment": 1.0, "p50_ms": 10.0, "p90_ms": 12.0, "p99_ms": 15.0, "mean_batch": 4.0}
 

@@ -11,19 +11,19 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
+from tenuto.batching.core.setup import from_plan
 from tenuto.batching.registry import make_scheduler
-from tenuto.batching.setup import from_plan
 from tenuto.cli.experiment import command
 from tenuto.errors import InvalidInputError
-from tenuto.loadgen.experiments import runner
-from tenuto.loadgen.experiments.case import Case, plan_case, run_case
-from tenuto.loadgen.experiments.derived import DERIVED_FOR, derivation
-from tenuto.loadgen.experiments.emulation import Emulation, emulated_plan
-from tenuto.loadgen.experiments.experiment import Settings
-from tenuto.loadgen.experiments.facts import client_share, data_ms_by_model, network_of, thesis_facts
-from tenuto.loadgen.experiments.gpu_sweep import FIVE_MODELS
-from tenuto.loadgen.experiments.rate_sweep import RateSweep
-from tenuto.loadgen.experiments.registry import EXPERIMENTS, find_experiments
+from tenuto.experiments import runner
+from tenuto.experiments.case import Case, plan_case, run_case
+from tenuto.experiments.derived import DERIVED_FOR, derivation
+from tenuto.experiments.emulation import Emulation, emulated_plan
+from tenuto.experiments.experiment import Settings
+from tenuto.experiments.facts import client_share, data_ms_by_model, network_of, thesis_facts
+from tenuto.experiments.gpu_sweep import FIVE_MODELS
+from tenuto.experiments.rate_sweep import RateSweep
+from tenuto.experiments.registry import EXPERIMENTS, find_experiments
 from tenuto.placement import Replica
 from tenuto.profiles.shipped import load_shipped
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tenuto.loadgen.experiments.case import DEFERRED, ROUTER, Case, describe_case, mean_slowdowns, run_case
-from tenuto.loadgen.experiments.live import run_live, stretched_plan
+from tenuto.experiments.case import DEFERRED, ROUTER, Case, describe_case, mean_slowdowns, run_case
+from tenuto.experiments.live import run_live, stretched_plan
 
 
 def case(policy: str, gpus: int, duration_s: float = 1.0) -> Case:

@@ -6,10 +6,10 @@ from __future__ import annotations
 
 import pytest
 
-from tenuto.loadgen.experiments.case import DEFERRED, ROUTER, Case, run_case
-from tenuto.loadgen.experiments.checks import hosted
-from tenuto.loadgen.experiments.experiment import THESIS_POLICIES, Observation, Results, Settings
-from tenuto.loadgen.experiments.registry import find_experiments
+from tenuto.experiments.case import DEFERRED, ROUTER, Case, run_case
+from tenuto.experiments.checks import hosted
+from tenuto.experiments.experiment import THESIS_POLICIES, Observation, Results, Settings
+from tenuto.experiments.registry import find_experiments
 
 pytestmark = pytest.mark.unit
 

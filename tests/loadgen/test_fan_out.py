@@ -13,7 +13,7 @@ from tenuto.errors import InvalidInputError
 from tenuto.loadgen.application_figures import application_figures
 from tenuto.loadgen.applications import Joins
 from tenuto.loadgen.client import Client, ClientReport
-from tenuto.loadgen.records import Outcome
+from tenuto.outcome import Outcome
 from tenuto.placement import Workload
 
 from .fan_out import FakeSender, Told, game, job_of, load_of, names_of, rows_of, send, traffic, workload

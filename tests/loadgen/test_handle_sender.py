@@ -9,15 +9,16 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from tenuto.deployments.answers import Answer, Outcome
-from tenuto.deployments.handle import TenutoHandle
-from tenuto.deployments.served import ServedModel
+from tenuto.deployments.entry.handle import TenutoHandle
+from tenuto.deployments.entry.served import ServedModel
+from tenuto.deployments.wire.answers import Answer
 from tenuto.errors import EnvironmentFaultError, UnavailableError
 from tenuto.loadgen.client import ClientJob
-from tenuto.loadgen.handle_sender import HandleSender
-from tenuto.loadgen.http_sender import HttpSender
-from tenuto.loadgen.reply import Reply
-from tenuto.loadgen.senders import make_sender
+from tenuto.loadgen.senders.choose import make_sender
+from tenuto.loadgen.senders.handle import HandleSender
+from tenuto.loadgen.senders.http import HttpSender
+from tenuto.loadgen.senders.reply import Reply
+from tenuto.outcome import Outcome
 from tests.deployments.fakes import SIGNATURE
 
 VALUES = np.array([[1.0, 2.0]], np.float32)

@@ -11,19 +11,20 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tenuto.batching.interface import NetworkDelay
+from tenuto.batching.core.interface import NetworkDelay
+from tenuto.batching.core.setup import from_plan
 from tenuto.batching.registry import make_scheduler
-from tenuto.batching.setup import from_plan
-from tenuto.batching.simulator import simulate
+from tenuto.batching.virtual.simulator import simulate
 from tenuto.errors import EnvironmentFaultError, InvalidInputError
 from tenuto.loadgen.output import prepare_folder, write_files
-from tenuto.loadgen.records import Outcome, Records
+from tenuto.loadgen.records import Records
 from tenuto.loadgen.report import Run, load_run, render_page, write_report
 from tenuto.loadgen.report.charts import Plot, ticks
 from tenuto.loadgen.report.palette import Style, styles_for
 from tenuto.loadgen.report.series import batch_counts, cdf, predictions, waiting_and_under_way
 from tenuto.loadgen.schedule import make_schedule
 from tenuto.loadgen.simulated import describe_simulation
+from tenuto.outcome import Outcome
 from tenuto.placement import Arrival, Gpulet, ModelSpec, Plan, PlannedGpu, PolicyUsed, Replica
 from tenuto.profiles import LinearLatency
 

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from tenuto.loadgen.client import outcome_of
-from tenuto.loadgen.records import Outcome, Records, merge, unsent
+from tenuto.loadgen.records import Records, merge, unsent
 from tenuto.loadgen.verdict import MIN_SAMPLES_P99, judge, summarise
+from tenuto.outcome import Outcome
 
 
 def answered(scheduled_ms: Any, latency_ms: Any, slo_ms: float = 100.0, late_ms: float = 0.0) -> Records:

@@ -1,4 +1,4 @@
-"""What `tenuto.cli.gpu_probe` says on a GPU with 132 SMs and 140000 MiB, without one: a process that attaches to the
+"""What `tenuto.gpu_check.probe` says on a GPU with 132 SMs and 140000 MiB, without one: a process that attaches to the
 control program made of files. `python -m tests.mps.fake_probe MODE [MIB]`."""
 
 import json

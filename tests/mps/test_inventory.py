@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 
 from tenuto.cli import main
-from tenuto.deployments.mps_inventory import cluster_of
+from tenuto.deployments.operator.mps_inventory import cluster_of
 from tenuto.errors import EnvironmentFaultError
 from tenuto.mps import inventory
 from tenuto.mps.inventory import GpuProcesses, read_inventory, type_of

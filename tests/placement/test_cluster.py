@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from tenuto.documents import parse_document
 from tenuto.errors import InvalidInputError
 from tenuto.placement import Cluster
-from tenuto.placement.policies.gpu_pool import GpuPool, gpulet_id, planned_gpus
-from tenuto.profiles.documents import parse_document
+from tenuto.placement.policies.shared.gpu_pool import GpuPool, gpulet_id, planned_gpus
 
 
 def test_the_short_form_names_types_and_counts() -> None:

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from tenuto.deployments.serve.diff import diff
 from tenuto.placement import Plan
-from tenuto.placement.diff import diff
 
 
 def plan(
@@ -102,7 +102,7 @@ def parts(config: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
     (*BEFORE, gpulet("n0/1/a", ("x", 1))), BEFORE,
 ])
 def test_the_serve_config_changes_as_the_diff_says(after: tuple[dict[str, Any], ...]) -> None:
-    config = pytest.importorskip("tenuto.deployments.config")
+    config = pytest.importorskip("tenuto.deployments.serve.config")
     old, new = plan(*BEFORE), plan(*after)
     before, now = parts(config.serve_config(old)), parts(config.serve_config(new))
     for change in diff(old, new).changes:

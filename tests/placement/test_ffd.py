@@ -6,7 +6,7 @@ import pytest
 
 from tenuto.errors import InvalidInputError
 from tenuto.placement import Cluster, Plan, Workload, solve
-from tenuto.placement.policies.ffd import FirstFitDecreasing
+from tenuto.placement.policies.ffd.ffd import FirstFitDecreasing
 from tenuto.profiles import Profile, Profiles
 from tenuto.profiles.shipped import load_shipped
 

@@ -9,12 +9,12 @@ import pytest
 import yaml
 from pydantic import BaseModel
 
+from tenuto.documents import parse_document
 from tenuto.placement import Arrival, Cluster, GpuGroup, ModelSpec, Node, Plan, Workload
 from tenuto.placement.applications import Application, Stage
 from tenuto.placement.merged_group import MergedGroup
 from tenuto.placement.plan import Expected, ExpectedModel, Gpulet, PlannedGpu, PolicyUsed, Replica
 from tenuto.profiles import Fit, LatencyTable, LinearLatency, Measured, ModelProfile, Profile, ProfilePoint
-from tenuto.profiles.documents import parse_document
 
 TEXT = (Path(__file__).parents[2] / "docs" / "files.md").read_text()
 SECTIONS = dict(zip(*[iter(re.split(r"^## (\w+)\n", TEXT, flags=re.MULTILINE)[1:])] * 2, strict=True))

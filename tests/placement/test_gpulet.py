@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 
 from tenuto.errors import InvalidInputError
 from tenuto.placement import Cluster, Plan, Policy, Workload, solve
-from tenuto.placement.policies.duty_cycle import Asked, find_cycle
-from tenuto.placement.policies.gpulet import Gpulet
-from tenuto.placement.policies.ideal import Ideal
-from tenuto.placement.policies.knee import knee_by_chord, knee_by_curvature
-from tenuto.placement.policies.sbp import SquishyBinPacking
+from tenuto.placement.policies.gpulet.duty_cycle import Asked, find_cycle
+from tenuto.placement.policies.gpulet.gpulet import Gpulet
+from tenuto.placement.policies.gpulet.ideal import Ideal
+from tenuto.placement.policies.gpulet.knee import knee_by_chord, knee_by_curvature
+from tenuto.placement.policies.gpulet.sbp import SquishyBinPacking
 
 from .turns import FIVE, IGNITER, assert_turns_are_kept, carried, five_models
 

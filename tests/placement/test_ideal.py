@@ -8,9 +8,9 @@ import pytest
 
 from tenuto.errors import InvalidInputError
 from tenuto.placement import Cluster, solve
-from tenuto.placement.policies.gpulet import Gpulet
-from tenuto.placement.policies.ideal import Ideal
-from tenuto.placement.policies.sbp import SquishyBinPacking
+from tenuto.placement.policies.gpulet.gpulet import Gpulet
+from tenuto.placement.policies.gpulet.ideal import Ideal
+from tenuto.placement.policies.gpulet.sbp import SquishyBinPacking
 
 from .turns import FIVE, IGNITER, assert_turns_are_kept, carried, five_models
 

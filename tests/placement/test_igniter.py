@@ -8,9 +8,9 @@ import pytest
 
 from tenuto.errors import InvalidInputError
 from tenuto.placement import Cluster, Plan, Policy, Workload, solve
-from tenuto.placement.policies.ffd_plus_plus import FirstFitPlusPlus
-from tenuto.placement.policies.gslice import Gslice
-from tenuto.placement.policies.igniter import Igniter
+from tenuto.placement.policies.igniter.ffd_plus_plus import FirstFitPlusPlus
+from tenuto.placement.policies.igniter.gslice import Gslice
+from tenuto.placement.policies.igniter.igniter import Igniter
 from tenuto.profiles import Profile, Profiles
 from tenuto.profiles.shipped import load_shipped
 from tests.placement.igniter_cases import FACTS, placed, profiles, three, together, twelve

@@ -15,13 +15,13 @@ import pytest
 
 from tenuto.errors import InvalidInputError
 from tenuto.placement import Cluster, Plan, Policy, Workload, load_policy, policy_names, solve
-from tenuto.placement.policies.ffd_plus_plus import FirstFitPlusPlus
-from tenuto.placement.policies.gpulets_plus import GpuletsPlus
-from tenuto.placement.policies.gslice import Gslice
-from tenuto.placement.policies.igniter import Igniter
-from tenuto.placement.policies.igniter_packing import demands_of
-from tenuto.placement.policies.igniter_shares import allocate
-from tenuto.placement.policies.knee import knee_by_bend
+from tenuto.placement.policies.gpulet.gpulets_plus import GpuletsPlus
+from tenuto.placement.policies.gpulet.knee import knee_by_bend
+from tenuto.placement.policies.igniter.ffd_plus_plus import FirstFitPlusPlus
+from tenuto.placement.policies.igniter.gslice import Gslice
+from tenuto.placement.policies.igniter.igniter import Igniter
+from tenuto.placement.policies.igniter.packing import demands_of
+from tenuto.placement.policies.igniter.shares import allocate
 from tenuto.profiles import Profile, Profiles
 from tenuto.profiles.shipped import load_shipped
 from tests.placement.igniter_cases import (

@@ -15,8 +15,8 @@ from tenuto.placement.interference.contention import Constants, Contention, gpu_
 from tenuto.placement.interference.gpulet_linear import CONSTANTS, V100, GpuletLinear
 from tenuto.placement.interference.named import NAMES, canonical_name, interference_models
 from tenuto.placement.interference.utilisation import Utilisations
-from tenuto.placement.policies.gpulet import Gpulet
-from tenuto.placement.policies.gpulet_interference import Disturbance
+from tenuto.placement.policies.gpulet.gpulet import Gpulet
+from tenuto.placement.policies.gpulet.interference import Disturbance
 from tenuto.profiles import ModelProfile, Profile, Profiles
 
 from .published import thesis

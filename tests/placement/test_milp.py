@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 from tenuto.errors import InvalidInputError
 from tenuto.placement import Cluster, Plan, Workload
-from tenuto.placement.policies.ao_milp import AoMilp
-from tenuto.placement.policies.milp_patterns import enumerate_patterns, items_of, patterns_worth
-from tenuto.placement.policies.requirements import requirements_of
-from tenuto.placement.policies.wsm_milp import WsmMilp
+from tenuto.placement.policies.milp.ao_milp import AoMilp
+from tenuto.placement.policies.milp.patterns import enumerate_patterns, items_of, patterns_worth
+from tenuto.placement.policies.milp.wsm_milp import WsmMilp
+from tenuto.placement.policies.shared.requirements import requirements_of
 from tenuto.profiles import Profiles
 
 from .published import (

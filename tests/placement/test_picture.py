@@ -8,8 +8,8 @@ import xml.etree.ElementTree as ElementTree
 import pytest
 
 from tenuto.placement import Plan, load_policy
-from tenuto.placement.picture import MOST_SINGLE_BARS, PALETTE, draw
-from tenuto.placement.policies.wao_usher import WaoUsher
+from tenuto.placement.policies.usher.wao_usher import WaoUsher
+from tenuto.placement.shown.picture import MOST_SINGLE_BARS, PALETTE, draw
 
 from .published import LANGUAGE_MIX, equal_rates, planned, v100s
 

@@ -10,8 +10,8 @@ import yaml
 
 from tenuto.errors import InvalidInputError
 from tenuto.placement import Plan
-from tenuto.placement.policies.wao_usher import WaoUsher
-from tenuto.placement.table import compare_rows, rows_of, totals_of, why_unserved
+from tenuto.placement.policies.usher.wao_usher import WaoUsher
+from tenuto.placement.shown.table import compare_rows, rows_of, totals_of, why_unserved
 
 from .published import LANGUAGE_MIX, equal_rates, planned, v100s
 

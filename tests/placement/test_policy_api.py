@@ -11,7 +11,7 @@ import pytest
 
 from tenuto.errors import InvalidInputError
 from tenuto.placement import load_policy, policy_names
-from tenuto.placement.policies.ffd import FirstFitDecreasing
+from tenuto.placement.policies.ffd.ffd import FirstFitDecreasing
 
 from .published import equal_rates, placed, planned, v100s
 
@@ -118,7 +118,7 @@ def test_planning_needs_neither_ray_nor_torch() -> None:
     code = (
         "import sys\n"
         "for name in ('ray', 'torch', 'pynvml', 'transformers'): sys.modules[name] = None\n"
-        "import tenuto.placement, tenuto.placement.picture, tenuto.placement.diff\n"
+        "import tenuto.placement, tenuto.placement.shown.picture, tenuto.deployments.serve.diff\n"
         "from tenuto.placement import policy_names\n"
         "assert 'usher' in policy_names()\n"
     )

@@ -15,19 +15,19 @@ from hypothesis import strategies as st
 from tenuto.batching.planning.policy import TenutoPolicy
 from tenuto.errors import InvalidInputError
 from tenuto.placement import Cluster, Plan, Policy, Workload, solve
-from tenuto.placement.policies.ao_milp import AoMilp
-from tenuto.placement.policies.ffd import FirstFitDecreasing
-from tenuto.placement.policies.ffd_plus_plus import FirstFitPlusPlus
-from tenuto.placement.policies.gpulet import Gpulet
-from tenuto.placement.policies.gpulets_plus import GpuletsPlus
-from tenuto.placement.policies.gslice import Gslice
-from tenuto.placement.policies.ideal import Ideal
-from tenuto.placement.policies.igniter import Igniter
-from tenuto.placement.policies.sbp import SquishyBinPacking
-from tenuto.placement.policies.symphony import Symphony
-from tenuto.placement.policies.usher import Usher
-from tenuto.placement.policies.wao_usher import WaoUsher
-from tenuto.placement.policies.wsm_milp import WsmMilp
+from tenuto.placement.policies.ffd.ffd import FirstFitDecreasing
+from tenuto.placement.policies.gpulet.gpulet import Gpulet
+from tenuto.placement.policies.gpulet.gpulets_plus import GpuletsPlus
+from tenuto.placement.policies.gpulet.ideal import Ideal
+from tenuto.placement.policies.gpulet.sbp import SquishyBinPacking
+from tenuto.placement.policies.igniter.ffd_plus_plus import FirstFitPlusPlus
+from tenuto.placement.policies.igniter.gslice import Gslice
+from tenuto.placement.policies.igniter.igniter import Igniter
+from tenuto.placement.policies.milp.ao_milp import AoMilp
+from tenuto.placement.policies.milp.wsm_milp import WsmMilp
+from tenuto.placement.policies.symphony.symphony import Symphony
+from tenuto.placement.policies.usher.usher import Usher
+from tenuto.placement.policies.usher.wao_usher import WaoUsher
 from tenuto.placement.solve import check_inputs
 from tenuto.profiles import Profile, Profiles
 from tenuto.profiles.shipped import load_shipped

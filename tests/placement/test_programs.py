@@ -10,9 +10,9 @@ import pytest
 from tenuto.loadgen.report.palette import styles_for
 from tenuto.loadgen.report.placed import placement_picture
 from tenuto.placement import Plan
-from tenuto.placement.picture import MERGED, MOST_SINGLE_BARS, STRIP, draw
-from tenuto.placement.programs import programs_of
-from tenuto.placement.table import compare_rows, rows_of
+from tenuto.placement.program import programs_of
+from tenuto.placement.shown.picture import MERGED, MOST_SINGLE_BARS, STRIP, draw
+from tenuto.placement.shown.table import compare_rows, rows_of
 
 SVG = "{http://www.w3.org/2000/svg}"
 LINE = {"alpha_ms": 1, "beta_ms": 4}

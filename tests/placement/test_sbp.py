@@ -6,8 +6,8 @@ import pytest
 
 from tenuto.errors import InvalidInputError
 from tenuto.placement import Cluster, Plan, Workload, solve
-from tenuto.placement.policies.sbp import SquishyBinPacking
-from tenuto.placement.policies.share_costs import whole_gpu_points
+from tenuto.placement.policies.gpulet.sbp import SquishyBinPacking
+from tenuto.placement.policies.gpulet.share_costs import whole_gpu_points
 from tenuto.profiles import Profiles
 from tenuto.profiles.shipped import load_shipped
 

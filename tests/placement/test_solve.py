@@ -8,9 +8,9 @@ import pytest
 
 from tenuto.errors import InvalidInputError
 from tenuto.placement import Cluster, Plan, Policy, Workload, solve
-from tenuto.placement.policies.ffd import FirstFitDecreasing
-from tenuto.placement.policies.symphony import Symphony
-from tenuto.placement.policies.wao_usher import WaoUsher
+from tenuto.placement.policies.ffd.ffd import FirstFitDecreasing
+from tenuto.placement.policies.symphony.symphony import Symphony
+from tenuto.placement.policies.usher.wao_usher import WaoUsher
 from tenuto.placement.solve import check_inputs
 from tenuto.profiles import Profiles
 

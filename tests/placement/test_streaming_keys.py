@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 
+from tenuto.deployments.serve.diff import diff
+from tenuto.documents import parse_document
 from tenuto.errors import InvalidInputError
 from tenuto.placement import Cluster, Plan, Workload
-from tenuto.placement.copies import copy_ms_per_request
-from tenuto.placement.diff import diff
+from tenuto.placement.copy_times import copy_ms_per_request
 from tenuto.placement.policy import load_policy
 from tenuto.placement.solve import solve
 from tenuto.profiles import ModelProfile, Profile, Profiles
-from tenuto.profiles.documents import parse_document
 
 POINTS = [
     {"batch_size": 1, "latency_ms": 2.0, "metrics": {"h2d_ms": 0.2, "d2h_ms": 0.01}},

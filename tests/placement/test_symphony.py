@@ -6,8 +6,8 @@ import pytest
 
 from tenuto.errors import InvalidInputError
 from tenuto.placement import Cluster, Workload, solve
-from tenuto.placement.policies.symphony import Symphony
-from tenuto.placement.staggering import staggered_batch, throughput_rps, uncoordinated_batch
+from tenuto.placement.policies.symphony.staggering import staggered_batch, throughput_rps, uncoordinated_batch
+from tenuto.placement.policies.symphony.symphony import Symphony
 from tenuto.profiles import LinearLatency, Profiles
 from tenuto.profiles.shipped import default_profiles
 

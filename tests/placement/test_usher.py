@@ -6,8 +6,8 @@ import pytest
 
 from tenuto.errors import InvalidInputError
 from tenuto.placement import Cluster, Workload, load_policy
-from tenuto.placement.policies.usher import Usher
-from tenuto.placement.policies.wao_usher import WaoUsher
+from tenuto.placement.policies.usher.usher import Usher
+from tenuto.placement.policies.usher.wao_usher import WaoUsher
 from tenuto.profiles import Profiles
 
 from .published import (

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tenuto.documents import parse_document
 from tenuto.errors import InvalidInputError
 from tenuto.placement import Workload, profile_of
 from tenuto.profiles import LatencyTable, LinearLatency, Profiles
-from tenuto.profiles.documents import parse_document
 
 from .published import thesis
 

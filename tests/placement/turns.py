@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from tenuto.placement import Plan, Workload
-from tenuto.placement.policies.share_costs import whole_gpu_points
+from tenuto.placement.policies.gpulet.share_costs import whole_gpu_points
 from tenuto.profiles import Profiles
 from tenuto.profiles.shipped import load_shipped
 

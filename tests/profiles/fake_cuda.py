@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from tenuto.profiles.catalogue import LoadedModel, ModelSignature, TensorSignature
+from tenuto.profiles.networks.catalogue import LoadedModel, ModelSignature, TensorSignature
 
 COPY_MS = 1.0
 KERNELS_MS = 4.0

@@ -1,8 +1,8 @@
 """Worker processes that start in milliseconds: forked from one process that has torch imported already.
 
-A relay takes the place of `python -m tenuto.profiles.worker`: it hands its pipes, its environment and the module's name
-to a server, which forks. What is tested stays a process of its own with its own pipes, environment and exit code; only
-the three seconds in which every one of them would import torch are spent once.
+A relay takes the place of `python -m tenuto.profiles.measuring.worker`: it hands its pipes, its environment and the
+module's name to a server, which forks. What is tested stays a process of its own with its own pipes, environment and
+exit code; only the three seconds in which every one of them would import torch are spent once.
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ def serve(address: str) -> None:
     for module in (
         "torch",
         "torch._dynamo",
-        "tenuto.profiles.worker",
-        "tenuto.profiles.corun_worker",
+        "tenuto.profiles.measuring.worker",
+        "tenuto.profiles.measuring.corun_worker",
         "tests.profiles.own_models",
         "tests.profiles.virtual_gpu",
     ):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from tenuto.profiles.catalogue import LoadedModel, ModelSignature, TensorSignature
+from tenuto.profiles.networks.catalogue import LoadedModel, ModelSignature, TensorSignature
 
 
 class Scale(torch.nn.Module):

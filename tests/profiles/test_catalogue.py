@@ -5,7 +5,7 @@ import sys
 import pytest
 
 from tenuto.errors import InvalidInputError
-from tenuto.profiles.catalogue import (
+from tenuto.profiles.networks.catalogue import (
     CATALOGUE,
     ModelSignature,
     TensorSignature,
@@ -89,8 +89,10 @@ def test_incomplete_signature_says_what_is_missing() -> None:
 def test_catalogue_and_preprocessing_import_without_torch() -> None:
     code = (
         "import sys; sys.modules.update(dict.fromkeys(('torch', 'torchvision', 'transformers', 'ray')))\n"
-        "import tenuto.profiles.catalogue, tenuto.profiles.preprocess, tenuto.profiles.models\n"
-        "import tenuto.profiles.measure, tenuto.profiles.worker\n"
-        "import tenuto.profiles.weights, tenuto.profiles.torch_runner, tenuto.profiles.torchvision_import"
+        "import tenuto.profiles.networks.catalogue, tenuto.profiles.networks.preprocess\n"
+        "import tenuto.profiles.networks.models\n"
+        "import tenuto.profiles.measuring.measure, tenuto.profiles.measuring.worker\n"
+        "import tenuto.profiles.networks.weights, tenuto.profiles.networks.torch_runner\n"
+        "import tenuto.profiles.networks.torchvision_import"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

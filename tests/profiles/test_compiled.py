@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from tenuto.errors import EnvironmentFaultError, InvalidInputError
-from tenuto.profiles.catalogue import LoadedModel, ModelSignature, TensorSignature
-from tenuto.profiles.compiled import CompiledModule
-from tenuto.profiles.torch_runner import RunOptions, TorchRunner, split_options
+from tenuto.profiles.networks.catalogue import LoadedModel, ModelSignature, TensorSignature
+from tenuto.profiles.networks.compiled import CompiledModule
+from tenuto.profiles.networks.torch_runner import RunOptions, TorchRunner, split_options
 
 SIGNATURE = ModelSignature(
     kind="tensor", inputs=(TensorSignature("x", "float32", (8,)),), outputs=(TensorSignature("y", "float32", (3,)),)

@@ -5,7 +5,13 @@ import pytest
 
 from tenuto.errors import EnvironmentFaultError, InvalidInputError
 from tenuto.profiles import CoRun, ModelProfile, Profile, ProfilePoint
-from tenuto.profiles.corun import CoRunRequest, igniter_co_runs, measure_co_run, pair_co_runs, resident_co_runs
+from tenuto.profiles.measuring.corun import (
+    CoRunRequest,
+    igniter_co_runs,
+    measure_co_run,
+    pair_co_runs,
+    resident_co_runs,
+)
 from tests.profiles.test_measure import OWN
 from tests.profiles.test_telemetry import FakeGpu
 
@@ -27,7 +33,7 @@ def fake(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> object:
     def use(times: str = "[0, 1, 2], [1, 2, 3]", device: str = "cuda", text: str | None = None) -> None:
         script = tmp_path / "fake.py"
         script.write_text(text or FAKE.replace("{device}", device).replace("{times}", times))
-        monkeypatch.setattr("tenuto.profiles.corun._WORKER", [str(script)])
+        monkeypatch.setattr("tenuto.profiles.measuring.corun._WORKER", [str(script)])
 
     return use
 

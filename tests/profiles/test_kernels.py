@@ -6,11 +6,16 @@ from typing import Any
 import pytest
 
 from tenuto.errors import InvalidInputError
-from tenuto.profiles.kernels.by_operator import RANGE_NAME, operator_occupancies
-from tenuto.profiles.kernels.chrome_trace import load_chrome_trace, parse_chrome_trace
-from tenuto.profiles.kernels.metrics import Launch, kernel_metrics, time_weighted_mean, weighted_sm_utilisation_pct
-from tenuto.profiles.kernels.occupancy import block_bounds, estimated_occupancy_pct, sms_needed
-from tenuto.profiles.kernels.record import Device, Kernel, sm_limits
+from tenuto.profiles.measuring.kernels.by_operator import RANGE_NAME, operator_occupancies
+from tenuto.profiles.measuring.kernels.chrome_trace import load_chrome_trace, parse_chrome_trace
+from tenuto.profiles.measuring.kernels.metrics import (
+    Launch,
+    kernel_metrics,
+    time_weighted_mean,
+    weighted_sm_utilisation_pct,
+)
+from tenuto.profiles.measuring.kernels.occupancy import block_bounds, estimated_occupancy_pct, sms_needed
+from tenuto.profiles.measuring.kernels.record import Device, Kernel, sm_limits
 
 V100 = sm_limits((7, 0))
 DATA = Path(__file__).parent / "data"

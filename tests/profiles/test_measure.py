@@ -13,8 +13,7 @@ import pytest
 
 from tenuto.errors import EnvironmentFaultError, InvalidInputError
 from tenuto.profiles import Profile, ProfilePoint
-from tenuto.profiles.cpu_share import cpu_threads
-from tenuto.profiles.measure import (
+from tenuto.profiles.measuring.measure import (
     STOPPED,
     Measurement,
     MeasureRequest,
@@ -23,11 +22,12 @@ from tenuto.profiles.measure import (
     measure_model,
     row_name,
 )
-from tenuto.profiles.memory import ResidentMemory
-from tenuto.profiles.models import build
-from tenuto.profiles.timing import Timing, fit_line, measure_repeatedly, measure_until_stable, quantile
-from tenuto.profiles.torch_runner import RunOptions
-from tenuto.profiles.worker import main, measure_points, random_inputs
+from tenuto.profiles.measuring.memory import ResidentMemory
+from tenuto.profiles.measuring.timing import Timing, fit_line, measure_repeatedly, measure_until_stable, quantile
+from tenuto.profiles.measuring.worker import main, measure_points, random_inputs
+from tenuto.profiles.networks.cpu_share import cpu_threads
+from tenuto.profiles.networks.models import build
+from tenuto.profiles.networks.torch_runner import RunOptions
 from tests.profiles.test_models import SMALL, one_thread  # noqa: F401
 
 OWN = "tests.profiles.own_models:scale"
@@ -191,7 +191,7 @@ def test_resident_memory_sees_what_is_allocated_and_released() -> None:
     # A process of its own: here, freed memory of other tests would be used again and not count as growth.
     program = """
 import numpy as np
-from tenuto.profiles.memory import ResidentMemory
+from tenuto.profiles.measuring.memory import ResidentMemory
 meter = ResidentMemory()
 meter.reset()
 block = np.ones(40 * 2**20 // 8)
@@ -265,7 +265,7 @@ def test_faults_in_the_process_reach_the_caller(
 ) -> None:
     script = tmp_path / "fault.py"
     script.write_text(f'print(\'{{"event": "error", "kind": "{kind}", "text": "bad option"}}\')')
-    monkeypatch.setattr("tenuto.profiles.measure._WORKER", [str(script)])
+    monkeypatch.setattr("tenuto.profiles.measuring.measure._WORKER", [str(script)])
     with pytest.raises(raised, match="bad option"):
         measure_model(MeasureRequest(OWN, device="cpu"))
 
@@ -292,7 +292,7 @@ def test_a_process_that_dies_is_reported(monkeypatch: pytest.MonkeyPatch, tmp_pa
     for code, message in (("import sys; sys.exit('torn apart')", "torn apart"),
                           ("import os; os.kill(os.getpid(), 9)", "memory runs out")):  # fmt: skip
         script.write_text(code)
-        monkeypatch.setattr("tenuto.profiles.measure._WORKER", [str(script)])
+        monkeypatch.setattr("tenuto.profiles.measuring.measure._WORKER", [str(script)])
         with pytest.raises(EnvironmentFaultError, match=message):
             measure_model(MeasureRequest(OWN, device="cpu"))
 
@@ -310,7 +310,7 @@ def test_shares_of_a_gpu_need_mps_and_get_a_process_each(monkeypatch: pytest.Mon
         "    point['metrics'] = {'mps': float(share)}\n"
         "    print(json.dumps(dict(event='point', point=point)))\n"
     )
-    monkeypatch.setattr("tenuto.profiles.measure._WORKER", [str(script)])
+    monkeypatch.setattr("tenuto.profiles.measuring.measure._WORKER", [str(script)])
     request = MeasureRequest(OWN, shares=(50.0, 100.0), batch_sizes=(1, 2))
     with pytest.raises(EnvironmentFaultError, match="needs CUDA MPS"):
         measure_model(request)
@@ -377,7 +377,7 @@ def test_a_share_that_is_not_enforced_ends_the_run(monkeypatch: pytest.MonkeyPat
         "print(json.dumps(dict(event='machine', device='cuda', gpu_type='h200', hardware='fake', memory_mib=1, "
         "versions={}, sm_count=132)))\n"
     )
-    monkeypatch.setattr("tenuto.profiles.measure._WORKER", [str(script)])
+    monkeypatch.setattr("tenuto.profiles.measuring.measure._WORKER", [str(script)])
     with pytest.raises(EnvironmentFaultError, match="sees 132 of 132 SMs: the share is not enforced"):
         measure_model(
             MeasureRequest(OWN, device="cuda", shares=(50.0,)), share_environment=lambda share: {"SHARE": f"{share:g}"}

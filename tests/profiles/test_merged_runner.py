@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from tenuto.deployments.executors.torch_executor import TorchExecutor
+from tenuto.deployments.gpulet.executors.torch_executor import TorchExecutor
 from tenuto.errors import InvalidInputError
-from tenuto.profiles.catalogue import LoadedModel, ModelSignature, TensorSignature
-from tenuto.profiles.merging.runner import MergedRunner, even_split
+from tenuto.profiles.networks.catalogue import LoadedModel, ModelSignature, TensorSignature
+from tenuto.profiles.networks.merging.runner import MergedRunner, even_split
 
 from .test_merging import Attention, Convolutional
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from tenuto.errors import InvalidInputError
-from tenuto.profiles.catalogue import ModelSignature
-from tenuto.profiles.merging.merge import MergedModels, merge_models
-from tenuto.profiles.merging.report import MergeReport
+from tenuto.profiles.networks.catalogue import ModelSignature
+from tenuto.profiles.networks.merging.merge import MergedModels, merge_models
+from tenuto.profiles.networks.merging.report import MergeReport
 
 
 class Convolutional(torch.nn.Module):

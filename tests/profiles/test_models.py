@@ -8,8 +8,8 @@ import torch
 from safetensors.torch import save_file
 
 from tenuto.errors import InvalidInputError
-from tenuto.profiles.catalogue import LoadedModel
-from tenuto.profiles.models import build
+from tenuto.profiles.networks.catalogue import LoadedModel
+from tenuto.profiles.networks.models import build
 
 SMALL: dict[str, dict[str, Any]] = {
     "mobilenet_v2": {"image_size": 32, "config": {"width_mult": 0.25}},

@@ -5,11 +5,11 @@ import pytest
 
 from tenuto.errors import InvalidInputError
 from tenuto.profiles import ModelProfile, Profile, ProfilePoint
-from tenuto.profiles.kernels.chrome_trace import load_chrome_trace
-from tenuto.profiles.kernels.importing import ImportRequest, import_kernels
-from tenuto.profiles.kernels.matching import base_name, match_kernels
-from tenuto.profiles.kernels.nsight_compute import load_ncu, parse_ncu
-from tenuto.profiles.kernels.nsight_systems import load_nsys, parse_nsys
+from tenuto.profiles.measuring.kernels.chrome_trace import load_chrome_trace
+from tenuto.profiles.measuring.kernels.importing import ImportRequest, import_kernels
+from tenuto.profiles.measuring.kernels.matching import base_name, match_kernels
+from tenuto.profiles.measuring.kernels.nsight_compute import load_ncu, parse_ncu
+from tenuto.profiles.measuring.kernels.nsight_systems import load_nsys, parse_nsys
 
 DATA = Path(__file__).parent / "data"
 NCU, NSYS, TRACE = (str(DATA / name) for name in ("ncu_raw.csv", "nsys_gpu_trace.csv", "kineto_trace.json"))

@@ -7,7 +7,7 @@ import pytest
 from PIL import Image
 
 from tenuto.errors import InvalidInputError
-from tenuto.profiles.catalogue import (
+from tenuto.profiles.networks.catalogue import (
     CATALOGUE,
     ImageInput,
     ModelSignature,
@@ -16,8 +16,8 @@ from tenuto.profiles.catalogue import (
     image_signature,
     text_signature,
 )
-from tenuto.profiles.preprocess import image_tensor, postprocess, preprocess, text_tensors
-from tenuto.profiles.torchvision_import import import_torchvision
+from tenuto.profiles.networks.preprocess import image_tensor, postprocess, preprocess, text_tensors
+from tenuto.profiles.networks.torchvision_import import import_torchvision
 
 PHOTOGRAPH = Path(__file__).parents[2] / "deployments/data/grace_hopper.jpg"
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tenuto.errors import InvalidInputError
-from tenuto.profiles.run_options import RunOptions, run_option_problems, split_options, unmergeable_options
+from tenuto.profiles.networks.run_options import RunOptions, run_option_problems, split_options, unmergeable_options
 
 
 def test_options_of_the_run_are_split_from_those_of_the_network() -> None:

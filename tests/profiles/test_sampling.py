@@ -1,4 +1,4 @@
-from tenuto.profiles.sampling import next_batch
+from tenuto.profiles.measuring.sampling import next_batch
 
 
 def order(wanted: list[int], latency_ms: dict[int, float], tolerance_pct: float) -> list[int]:

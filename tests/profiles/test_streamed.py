@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from tenuto.errors import EnvironmentFaultError, InvalidInputError
-from tenuto.profiles.catalogue import LoadedModel, ModelSignature, TensorSignature
-from tenuto.profiles.models import build
-from tenuto.profiles.streamed import BatchTimes, StagedBatch, StreamedRunner, Streams
-from tenuto.profiles.torch_runner import RunOptions, TorchRunner
+from tenuto.profiles.networks.catalogue import LoadedModel, ModelSignature, TensorSignature
+from tenuto.profiles.networks.models import build
+from tenuto.profiles.networks.streamed import BatchTimes, StagedBatch, StreamedRunner, Streams
+from tenuto.profiles.networks.torch_runner import RunOptions, TorchRunner
 from tests.profiles.fake_cuda import COPY_MS, KERNELS_MS, FakeCuda, LateNet, late_model
 from tests.profiles.test_models import SMALL
 

@@ -5,13 +5,13 @@ from typing import Any
 import pytest
 
 from tenuto.errors import EnvironmentFaultError, InvalidInputError
-from tenuto.profiles.kernels.chrome_trace import load_chrome_trace
-from tenuto.profiles.kernels.recording import record_kernels
-from tenuto.profiles.measure import MeasureRequest
-from tenuto.profiles.models import build
-from tenuto.profiles.telemetry import NvmlTelemetry, Reading, watch
-from tenuto.profiles.torch_runner import RunOptions
-from tenuto.profiles.worker import measure_points
+from tenuto.profiles.measuring.kernels.chrome_trace import load_chrome_trace
+from tenuto.profiles.measuring.kernels.recording import record_kernels
+from tenuto.profiles.measuring.measure import MeasureRequest
+from tenuto.profiles.measuring.telemetry import NvmlTelemetry, Reading, watch
+from tenuto.profiles.measuring.worker import measure_points
+from tenuto.profiles.networks.models import build
+from tenuto.profiles.networks.torch_runner import RunOptions
 from tests.profiles.test_kernels import DATA
 from tests.profiles.test_measure import OWN, Clock, FixedMemory
 

@@ -4,8 +4,8 @@ import sys
 import pytest
 
 from tenuto.errors import EnvironmentFaultError
-from tenuto.profiles import torchvision_import
-from tenuto.profiles.torchvision_import import imagenet_categories, import_torchvision
+from tenuto.profiles.networks import torchvision_import
+from tenuto.profiles.networks.torchvision_import import imagenet_categories, import_torchvision
 
 
 def test_models_and_transforms_are_there_and_the_import_is_repeatable() -> None:
@@ -32,7 +32,7 @@ def test_category_names_are_those_of_the_weights_and_need_no_torch() -> None:
     assert list(names) == package.models.ResNet50_Weights.IMAGENET1K_V2.meta["categories"]
     code = (
         "import sys; sys.modules['torch'] = None\n"
-        "from tenuto.profiles.torchvision_import import imagenet_categories\n"
+        "from tenuto.profiles.networks.torchvision_import import imagenet_categories\n"
         "assert imagenet_categories()[281] == 'tabby', imagenet_categories()[281]"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

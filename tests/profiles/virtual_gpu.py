@@ -389,7 +389,7 @@ def fake_nvml(work_done: Any) -> ModuleType:
 
 def worker_main() -> None:
     """Be the profiler's worker on the fake, in virtual time."""
-    from tenuto.profiles import worker
+    from tenuto.profiles.measuring import worker
 
     torch.set_num_threads(1)
     with VirtualGpu().installed() as gpu:
@@ -398,7 +398,7 @@ def worker_main() -> None:
 
 def corun_main() -> None:
     """Be one process of a co-run on the fake; how long it runs is real time, which processes share."""
-    from tenuto.profiles import corun_worker
+    from tenuto.profiles.measuring import corun_worker
 
     torch.set_num_threads(1)
     with VirtualGpu().installed():

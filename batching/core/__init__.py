@@ -1,0 +1,1 @@
+"""The scheduler core: what every scheduler is, and deferred batching."""

@@ -1,0 +1,66 @@
+"""How gpu-lets of one GPU slow each other while they run at the same time, in virtual time."""
+
+from __future__ import annotations
+
+from tenuto.batching.core.interface import Setup
+
+__all__ = ["Neighbours"]
+
+
+class Neighbours:
+    """Progress of the batches that run on GPUs with several gpu-lets.
+
+    A host's `slowdown` is its factor while all its neighbours run; with k of n of them running the factor is taken as
+    1 + (slowdown - 1) k/n, which changes as they start and stop. `shared` holds the gpu-lets this applies to.
+    """
+
+    def __init__(self, setup: Setup) -> None:
+        by_gpu: dict[str, list[int]] = {}
+        for index, gpulet in enumerate(setup.gpulets):
+            by_gpu.setdefault(gpulet.gpu, []).append(index)
+        self._setup = setup
+        self._others: dict[int, list[int]] = {}
+        for members in by_gpu.values():
+            if len(members) > 1 and any(
+                host.slowdown > 1 for member in members for host in setup.gpulets[member].hosts.values()
+            ):
+                for member in members:
+                    self._others[member] = [other for other in members if other != member]
+        self.shared = frozenset(self._others)
+        self._left_ms: dict[int, float] = {}  # work left of the running batch, in ms alone on the GPU
+        self._slowdown: dict[int, float] = {}
+        self._begun: dict[int, float] = {}
+        self._at: dict[int, float] = {}  # when left_ms was brought up to date
+
+    def begin(self, now_ms: float, gpulet: int, model: int, work_ms: float) -> list[tuple[int, float]]:
+        """Start a batch; returns the (gpu-let, new finish) of every batch whose finish is set or moved by it."""
+        self._settle(now_ms, gpulet)
+        self._left_ms[gpulet] = work_ms
+        self._slowdown[gpulet] = self._setup.gpulets[gpulet].hosts[model].slowdown
+        self._at[gpulet] = now_ms
+        return self._finishes(now_ms, gpulet)
+
+    def end(self, now_ms: float, gpulet: int) -> list[tuple[int, float]]:
+        """End or abort a batch; returns the moved finishes of its neighbours."""
+        self._settle(now_ms, gpulet)
+        for state in (self._left_ms, self._slowdown, self._at):
+            state.pop(gpulet, None)
+        return self._finishes(now_ms, gpulet)
+
+    def _factor(self, gpulet: int) -> float:
+        others = self._others[gpulet]
+        busy = sum(1 for other in others if other in self._left_ms)
+        return 1.0 + (self._slowdown[gpulet] - 1.0) * busy / len(others)
+
+    def _settle(self, now_ms: float, gpulet: int) -> None:
+        for member in (gpulet, *self._others[gpulet]):
+            if member in self._left_ms and now_ms > self._at[member]:
+                self._left_ms[member] -= (now_ms - self._at[member]) / self._factor(member)
+                self._at[member] = now_ms
+
+    def _finishes(self, now_ms: float, gpulet: int) -> list[tuple[int, float]]:
+        return [
+            (member, max(now_ms, self._at[member]) + max(0.0, self._left_ms[member]) * self._factor(member))
+            for member in (gpulet, *self._others[gpulet])
+            if member in self._left_ms
+        ]

@@ -1,0 +1,248 @@
+"""What a simulated run produced: raw times and outcome of every request, and the figures of `simulate --json`.
+
+Latency counts from the scheduled arrival; attainment divides by offered requests.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tenuto.batching.core.interface import TIME_TOLERANCE_MS, Setup
+from tenuto.outcome import OUTCOMES, Outcome
+
+__all__ = ["P99_SAMPLES", "BatchLog", "SimulationResult"]
+
+P99_SAMPLES = 459  # below, the 99th percentile has no 99 % confidence bound (0.99**459 < 0.01)
+
+
+class BatchLog:
+    """Every batch that was started, in order of its end; columns are plain lists for speed."""
+
+    __slots__ = ("dispatched_ms", "finish_ms", "gpulet", "model", "preempted", "requests", "start_ms")
+
+    def __init__(self) -> None:
+        self.gpulet: list[int] = []
+        self.model: list[int] = []
+        self.requests: list[list[int]] = []
+        self.dispatched_ms: list[float] = []
+        self.start_ms: list[float] = []
+        self.finish_ms: list[float] = []
+        self.preempted: list[bool] = []
+
+    def add(
+        self,
+        gpulet: int,
+        model: int,
+        requests: list[int],
+        dispatched_ms: float,
+        start_ms: float,
+        finish_ms: float,
+        preempted: bool,
+    ) -> None:
+        """Record a batch that ended or was aborted."""
+        self.gpulet.append(gpulet)
+        self.model.append(model)
+        self.requests.append(requests)
+        self.dispatched_ms.append(dispatched_ms)
+        self.start_ms.append(start_ms)
+        self.finish_ms.append(finish_ms)
+        self.preempted.append(preempted)
+
+
+@dataclass(frozen=True)
+class SimulationResult:
+    """A run, request by request (arrays of equal length, in order of arrival) and batch by batch.
+
+    Times are ms; NaN where a request was never dispatched. `finish_ms` is when the batch ended, `answered_ms` when the
+    answer reached the client. `outcome` indexes `OUTCOMES`; `measured` is False for the warm-up.
+    """
+
+    setup: Setup
+    arrival_ms: NDArray[np.float64]
+    model: NDArray[np.int32]
+    dispatched_ms: NDArray[np.float64]
+    start_ms: NDArray[np.float64]
+    finish_ms: NDArray[np.float64]
+    answered_ms: NDArray[np.float64]
+    outcome: NDArray[np.int8]
+    batch_size: NDArray[np.int32]
+    gpulet: NDArray[np.int32]
+    measured: NDArray[np.bool_]
+    batches: BatchLog
+    duration_s: float
+    warmup_s: float
+    wall_s: float
+
+    @classmethod
+    def build(
+        cls,
+        setup: Setup,
+        arrival_ms: NDArray[np.float64],
+        model: NDArray[np.int32],
+        deadline_ms: NDArray[np.float64],
+        log: BatchLog,
+        expired: NDArray[np.int64],
+        unhosted: set[int],
+        *,
+        duration_s: float,
+        warmup_s: float | None,
+        wall_s: float,
+    ) -> SimulationResult:
+        """Join the batch log with the arrivals. A request that never left the queue counts as expired."""
+        total = len(arrival_ms)
+        warmup_s = 0.05 * duration_s if warmup_s is None else warmup_s
+        kept = [i for i, preempted in enumerate(log.preempted) if not preempted]
+        sizes = np.array([len(log.requests[i]) for i in kept], dtype=np.int64)
+        ids = np.fromiter(chain.from_iterable(log.requests[i] for i in kept), dtype=np.int64, count=int(sizes.sum()))
+
+        def spread(column: list[Any], dtype: Any, missing: float) -> NDArray[Any]:
+            values = np.full(total, missing, dtype=dtype)
+            values[ids] = np.repeat(np.array([column[i] for i in kept], dtype=dtype), sizes)
+            return values
+
+        finish = spread(log.finish_ms, np.float64, np.nan)
+        answered = finish + setup.network.response_ms
+        batch_size = np.zeros(total, dtype=np.int32)
+        batch_size[ids] = np.repeat(sizes, sizes)
+        outcome = np.full(total, Outcome.EXPIRED, dtype=np.int8)
+        outcome[ids] = np.where(answered[ids] <= deadline_ms[ids] + TIME_TOLERANCE_MS, Outcome.OK, Outcome.LATE)
+        outcome[expired] = Outcome.EXPIRED
+        if unhosted:
+            outcome[np.isin(model, list(unhosted))] = Outcome.REJECTED
+        return cls(
+            setup=setup,
+            arrival_ms=arrival_ms,
+            model=model,
+            dispatched_ms=spread(log.dispatched_ms, np.float64, np.nan),
+            start_ms=spread(log.start_ms, np.float64, np.nan),
+            finish_ms=finish,
+            answered_ms=answered,
+            outcome=outcome,
+            batch_size=batch_size,
+            gpulet=spread(log.gpulet, np.int32, -1),
+            measured=arrival_ms >= warmup_s * 1000.0,
+            batches=log,
+            duration_s=duration_s,
+            warmup_s=warmup_s,
+            wall_s=wall_s,
+        )
+
+    def counts(self) -> NDArray[np.int64]:
+        """Return measured requests by model (rows) and outcome (columns, in the order of `OUTCOMES`)."""
+        rows = len(self.setup.requested)
+        flat = self.model[self.measured].astype(np.int64) * len(OUTCOMES) + self.outcome[self.measured]
+        counts: NDArray[np.int64] = np.bincount(flat, minlength=rows * len(OUTCOMES)).astype(np.int64)
+        return counts.reshape(rows, len(OUTCOMES))
+
+    @property
+    def window_s(self) -> float:
+        """The length of the measured window."""
+        return max(self.duration_s - self.warmup_s, 1e-9)
+
+    @property
+    def goodput_rps(self) -> float:
+        """Requests per second answered in time, over the measured window."""
+        return float(self.counts()[:, Outcome.OK].sum()) / self.window_s
+
+    def attainments(self) -> NDArray[np.float64]:
+        """Return ok / offered by model; NaN for a model without measured requests."""
+        counts = self.counts()
+        offered = counts.sum(axis=1)
+        with np.errstate(invalid="ignore"):
+            return np.where(offered > 0, counts[:, Outcome.OK] / np.maximum(offered, 1), np.nan)
+
+    def busy_ms(self) -> NDArray[np.float64]:
+        """Return the time each gpu-let ran batches within the measured window, lost work included."""
+        log, low, high = self.batches, self.warmup_s * 1000.0, self.duration_s * 1000.0
+        start = np.clip(np.array(log.start_ms, dtype=np.float64), low, high)
+        finish = np.clip(np.array(log.finish_ms, dtype=np.float64), low, high)
+        gpulet = np.array(log.gpulet, dtype=np.int64)
+        busy = np.bincount(gpulet, weights=finish - start, minlength=len(self.setup.gpulets))
+        return busy.astype(np.float64)
+
+    def gpu_busy_ms(self) -> dict[str, float]:
+        """Return the time each GPU ran at least one of its gpu-lets within the measured window."""
+        busy = self.busy_ms()
+        members: dict[str, list[int]] = {}
+        for index, gpulet in enumerate(self.setup.gpulets):
+            members.setdefault(gpulet.gpu, []).append(index)
+        result = {gpu: float(busy[indices[0]]) for gpu, indices in members.items() if len(indices) == 1}
+        shared = {gpu: indices for gpu, indices in members.items() if len(indices) > 1}
+        if shared:
+            log, low, high = self.batches, self.warmup_s * 1000.0, self.duration_s * 1000.0
+            ran_on = np.array(log.gpulet, dtype=np.int64)
+            start = np.clip(np.array(log.start_ms, dtype=np.float64), low, high)
+            finish = np.clip(np.array(log.finish_ms, dtype=np.float64), low, high)
+            for gpu, indices in shared.items():
+                chosen = np.isin(ran_on, indices)
+                result[gpu] = _union_ms(start[chosen], finish[chosen])
+        return {gpu: result[gpu] for gpu in members}
+
+    def summary(self) -> dict[str, Any]:
+        """Return the figures of `simulate --json`; equal runs differ in `wall_s` only."""
+        counts = self.counts()
+        window_s, window_ms = self.window_s, self.window_s * 1000.0
+        offered = int(counts.sum())
+        gpu_busy = self.gpu_busy_ms()
+        return {
+            "offered_rps": offered / window_s,
+            "goodput_rps": float(counts[:, Outcome.OK].sum()) / window_s,
+            "attainment": float(counts[:, Outcome.OK].sum()) / offered if offered else None,
+            "gpu_utilisation": sum(gpu_busy.values()) / (len(gpu_busy) * window_ms) if gpu_busy else 0.0,
+            "wall_s": self.wall_s,
+            "requests": offered,
+            "models": {spec.name: self._model_figures(i, counts[i]) for i, spec in enumerate(self.setup.requested)},
+            "gpulets": self._gpulet_figures(window_ms),
+            "duration_s": self.duration_s,
+            "warmup_s": self.warmup_s,
+            "preempted_batches": sum(self.batches.preempted),
+        }
+
+    def _model_figures(self, index: int, counts: NDArray[np.int64]) -> dict[str, Any]:
+        mine = self.measured & (self.model == index)
+        answered = mine & ((self.outcome == Outcome.OK) | (self.outcome == Outcome.LATE))
+        latency = self.answered_ms[answered] - self.arrival_ms[answered]
+        offered = int(counts.sum())
+        figures: dict[str, Any] = {"offered": offered}
+        figures.update({word: int(counts[code]) for code, word in enumerate(OUTCOMES)})
+        figures["attainment"] = int(counts[Outcome.OK]) / offered if offered else None
+        for percent, least in ((50, 1), (90, 1), (99, P99_SAMPLES)):
+            figures[f"p{percent}_ms"] = float(np.percentile(latency, percent)) if len(latency) >= least else None
+        # Each request carries its batch's size; the mean over batches weighs it by its inverse.
+        inverse = float((1.0 / self.batch_size[answered]).sum()) if len(latency) else 0.0
+        figures["mean_batch"] = len(latency) / inverse if inverse else None
+        return figures
+
+    def _gpulet_figures(self, window_ms: float) -> dict[str, Any]:
+        log, low, high = self.batches, self.warmup_s * 1000.0, self.duration_s * 1000.0
+        start = np.array(log.start_ms, dtype=np.float64)
+        inside = (start >= low) & (start < high)
+        gpulet = np.array(log.gpulet, dtype=np.int64)[inside]
+        sizes = np.array([len(ids) for ids in log.requests], dtype=np.float64)[inside]
+        rows = len(self.setup.gpulets)
+        batches = np.bincount(gpulet, minlength=rows)
+        requests = np.bincount(gpulet, weights=sizes, minlength=rows)
+        busy = self.busy_ms()
+        return {
+            spec.id: {
+                "utilisation": float(busy[i]) / window_ms,
+                "batches": int(batches[i]),
+                "mean_batch": float(requests[i] / batches[i]) if batches[i] else None,
+            }
+            for i, spec in enumerate(self.setup.gpulets)
+        }
+
+
+def _union_ms(start: NDArray[np.float64], finish: NDArray[np.float64]) -> float:
+    """Return the length of the union of intervals."""
+    if not len(start):
+        return 0.0
+    order = np.argsort(start, kind="stable")
+    start, finish = start[order], np.maximum.accumulate(finish[order])
+    before = np.concatenate(([-np.inf], finish[:-1]))
+    return float(np.maximum(0.0, finish - np.maximum(start, before)).sum())

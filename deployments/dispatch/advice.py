@@ -1,0 +1,101 @@
+"""The autoscale advice of a running dispatcher: counts what ended and how long GPUs were busy, window by window."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from tenuto.batching.core.autoscale import Advice, AutoscaleAdvisor, AutoscaleOptions
+from tenuto.placement import Plan
+
+__all__ = ["LIVE_OPTIONS", "LiveAdvice"]
+
+logger = logging.getLogger("ray.serve")
+
+# Three windows of ten seconds must agree before GPUs are released: a pause of clients is no reason to.
+LIVE_OPTIONS = AutoscaleOptions(settle_windows=3)
+
+
+class LiveAdvice:
+    """Times are seconds of the dispatcher's clock. A GPU is busy while any of its gpu-lets is, at most all the time."""
+
+    def __init__(self, options: AutoscaleOptions = LIVE_OPTIONS) -> None:
+        self._options = options
+        self._advisor: AutoscaleAdvisor | None = None
+        self._gpu_of: dict[str, str] = {}
+        self._busy_s: dict[str, float] = {}
+        self._good = self._bad = 0
+        self._ticked_s = 0.0
+        self._latest: Advice | None = None
+        self._since_s = 0.0
+
+    def follow(self, plan: Plan, now_s: float) -> None:
+        """From now on the GPUs of this plan are in use."""
+        self._gpu_of = {gpulet.id: gpulet.gpu for gpulet in plan.gpulets}
+        gpus = max(1, len(set(self._gpu_of.values())))
+        if self._advisor is None:
+            self._advisor = AutoscaleAdvisor(gpus, self._options, start_s=now_s)
+            self._ticked_s = self._since_s = now_s
+        else:
+            self.tick(now_s)
+            self._take(self._advisor.set_gpus(now_s, gpus))
+            if self._latest is not None and self._latest.gpus != gpus:
+                self._latest = None  # it was about other GPUs
+        self._busy_s = dict.fromkeys(self._gpu_of.values(), 0.0)
+
+    def ended(self, *, in_time: bool) -> None:
+        """Count a request that ended; everything but an answer in time is bad."""
+        if in_time:
+            self._good += 1
+        else:
+            self._bad += 1
+
+    def executed(self, gpulet: str, execution_ms: float) -> None:
+        """Count a batch; one of a gpu-let that left the plan is not counted."""
+        gpu = self._gpu_of.get(gpulet)
+        if gpu is not None:
+            self._busy_s[gpu] = self._busy_s.get(gpu, 0.0) + execution_ms / 1000.0
+
+    def tick(self, now_s: float) -> None:
+        """Hand over the counts; call about once a second. Logs when the advice changes."""
+        if self._advisor is None:
+            return
+        passed_s = now_s - self._ticked_s
+        busy_s = 0.0
+        for gpu, busy in self._busy_s.items():
+            # A batch is counted when it ends: what exceeds the time that passed belongs to the ticks before.
+            busy_s += min(busy, passed_s)
+            self._busy_s[gpu] = 0.0
+        good, bad, self._good, self._bad = self._good, self._bad, 0, 0
+        # What happened between two ticks belongs to the window of the first.
+        self._take(self._advisor.add(self._ticked_s, good=good, bad=bad, busy_gpu_s=busy_s))
+        self._take(self._advisor.add(now_s))
+        self._ticked_s = now_s
+
+    def _take(self, found: list[Advice]) -> None:
+        for advice in found:
+            if self._latest is None or advice.delta_gpus != self._latest.delta_gpus:
+                self._since_s = advice.end_s
+                if self._latest is not None or advice.delta_gpus:
+                    logger.info("autoscale advice: %s", describe(advice.as_dict()))
+            self._latest = advice
+
+    def to_data(self, now_s: float) -> dict[str, Any] | None:
+        """Return the latest advice and for how long it has been the same; None before the first window ended."""
+        if self._latest is None:
+            return None
+        data: dict[str, Any] = self._latest.as_dict()
+        data["window_s"] = data.pop("end_s") - data.pop("start_s")
+        data["unchanged_s"] = max(0.0, now_s - self._since_s)
+        return data
+
+
+def describe(advice: Mapping[str, Any]) -> str:
+    """Return advice as a sentence."""
+    delta = advice["delta_gpus"]
+    what = f"add {delta}" if delta > 0 else f"release {-delta}" if delta < 0 else "keep"
+    return (
+        f"{what} of {advice['gpus']} GPUs ({advice['bad_rate']:.1%} of {advice['requests']} requests bad, "
+        f"GPUs idle {advice['idle_fraction']:.0%} of the time)"
+    )

@@ -1,0 +1,66 @@
+"""The time a scheduler core lives in, on an event loop: the clock's, or a wake taken a little early."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable
+
+from tenuto.batching.core.interface import TIME_TOLERANCE_MS
+
+__all__ = ["TIMER_SLACK_MS", "CoreTime"]
+
+# Timers of an event loop are late, by a millisecond or two when it is busy, and a batch held to its last moment
+# would then miss it. So the core is woken this much early and told the moment it asked for.
+TIMER_SLACK_MS = 2.0
+
+
+class CoreTime:
+    """Invariant: `now_ms` never decreases, though a wake may have been dated after the clock."""
+
+    def __init__(self, clock: Callable[[], float], slack_ms: float, on_timer: Callable[[], None]) -> None:
+        """Take a clock in seconds, how much early to wake, and what to call then."""
+        self._clock = clock
+        self._slack_ms = max(slack_ms, TIME_TOLERANCE_MS)
+        self._on_timer = on_timer
+        self._timer: asyncio.TimerHandle | None = None
+        self._armed_ms = math.inf
+        self._woken_ms = -math.inf
+
+    @property
+    def clock_ms(self) -> float:
+        """The clock's time."""
+        return self._clock() * 1000.0
+
+    @property
+    def now_ms(self) -> float:
+        """The core's time: the clock's, or the moment of the last wake where that was taken early."""
+        return max(self.clock_ms, self._woken_ms)
+
+    def arm(self, wake_ms: float, now_ms: float) -> None:
+        """Call back at `wake_ms`, or sooner: an earlier timer that is set stays and looks again."""
+        if wake_ms >= self._armed_ms:
+            return
+        self.disarm()
+        self._armed_ms = wake_ms
+        delay_s = max(0.0, (wake_ms - self._slack_ms - now_ms) / 1000.0)
+        self._timer = asyncio.get_running_loop().call_later(delay_s, self._fire)
+
+    def _fire(self) -> None:
+        self._armed_ms = math.inf
+        self._timer = None
+        self._on_timer()
+
+    def reach(self, moment_ms: float) -> float:
+        """Return the time now; it is `moment_ms` where that is so near that waiting for it could miss it."""
+        now = self.now_ms
+        if moment_ms <= now + self._slack_ms:
+            now = self._woken_ms = max(now, moment_ms)
+        return now
+
+    def disarm(self) -> None:
+        """Call back no more."""
+        self._armed_ms = math.inf
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None

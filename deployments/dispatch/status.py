@@ -1,0 +1,45 @@
+"""The status of one dispatcher as plain data: what is served against what was planned."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from tenuto.batching.core.interface import NetworkDelay
+from tenuto.deployments.dispatch.accounts import ModelCounters
+from tenuto.placement import Plan
+
+__all__ = ["dispatcher_status"]
+
+
+def dispatcher_status(
+    plan: Plan | None,
+    *,
+    counters: Mapping[str, ModelCounters],
+    queued: Mapping[str, int],
+    gpulets: Sequence[Mapping[str, Any]],
+    delay: NetworkDelay,
+    advice: Mapping[str, Any] | None,
+) -> dict[str, Any]:
+    """Return the plan, the gpu-lets as they are, counts and measured against planned latencies."""
+    if plan is None:
+        return {"plan": None, "gpulets": [], "models": {}}
+    models = {}
+    for spec in plan.models:
+        expected = plan.expected.models.get(spec.name)
+        models[spec.name] = {
+            **counters[spec.name].to_data(),
+            "planned_latency_ms": expected.latency_ms if expected else None,
+            "queued": queued.get(spec.name, 0),
+        }
+    return {
+        "plan": plan.to_data(),
+        "gpulets": list(gpulets),
+        "models": models,
+        "network": {
+            "ctrl_ms": delay.ctrl_ms,
+            "data_ms_per_request": delay.data_ms_per_request,
+            "response_ms": delay.response_ms,
+        },
+        "autoscale": advice,
+    }

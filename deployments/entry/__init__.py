@@ -1,0 +1,1 @@
+"""The way in: HTTP, the Open Inference Protocol, the Python handle."""

@@ -1,0 +1,229 @@
+"""The gateway's FastAPI routes beside the infer path: server and model metadata, health, statistics, status,
+documentation."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from fastapi import FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
+from fastapi.openapi.utils import get_openapi
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+
+from tenuto import __version__
+from tenuto.deployments.entry.http import HttpError
+from tenuto.deployments.entry.oip import TensorSpec
+from tenuto.deployments.operator.exposition import CONTENT_TYPE, render_metrics
+
+if TYPE_CHECKING:
+    from tenuto.deployments.entry.gateway import Gateway
+
+__all__ = ["add_routes"]
+
+
+def add_routes(app: FastAPI, gateway: Gateway) -> None:
+    """Add every route that does not carry load."""
+
+    @app.exception_handler(HttpError)
+    async def _http_error(_request: Request, error: HttpError) -> JSONResponse:
+        headers = {"retry-after": str(max(1, round(error.retry_after_s)))} if error.retry_after_s is not None else None
+        return JSONResponse({"error": error.message, **error.details}, error.status, headers)
+
+    @app.exception_handler(TimeoutError)
+    async def _timeout(_request: Request, error: TimeoutError) -> JSONResponse:
+        text = f"a dispatcher does not answer ({error or 'in time'}). Retry in a few seconds."
+        return JSONResponse({"error": text}, 503, {"retry-after": "2"})
+
+    @app.exception_handler(HTTPException)
+    async def _not_found(request: Request, error: HTTPException) -> JSONResponse:
+        text = f"{request.method} {request.url.path}: {error.detail}. See /docs for what this server answers."
+        return JSONResponse({"error": text}, error.status_code, getattr(error, "headers", None))
+
+    @app.exception_handler(RequestValidationError)
+    async def _invalid(_request: Request, error: RequestValidationError) -> JSONResponse:
+        return JSONResponse({"error": f"invalid request: {error.errors()}"}, 400)
+
+    @app.get("/v2", tags=["server"], summary="Server metadata")
+    async def server() -> dict[str, Any]:
+        return {
+            "name": "tenuto",
+            "version": __version__,
+            "extensions": [
+                "binary_tensor_data",
+                "classification",
+                "statistics",
+                "model_repository",
+                "model_configuration",
+            ],
+        }
+
+    @app.get("/v2/health/live", tags=["server"], summary="Whether the process answers")
+    async def live() -> dict[str, bool]:
+        return {"live": True}
+
+    @app.get("/v2/health/ready", tags=["server"], summary="Whether every gpu-let of the plan is connected")
+    async def ready() -> JSONResponse:
+        front = gateway.front
+        if front.is_ready():
+            return JSONResponse({"ready": True})
+        missing = [entry["id"] for entry in front.gpulets() if not entry["up"]]
+        return JSONResponse({"ready": False, "error": f"gpu-lets not connected yet: {', '.join(missing)}"}, 503)
+
+    @app.get("/v2/models/stats", tags=["models"], summary="Statistics of every model")
+    async def all_statistics() -> dict[str, Any]:
+        models = (await gateway.front.report("status"))["models"]
+        return {"model_stats": [_statistics(name, counts) for name, counts in models.items()]}
+
+    for prefix in ("/v2/models/{model}", "/v2/models/{model}/versions/{version}"):
+        _add_model_routes(app, gateway, prefix, document="versions" not in prefix)
+
+    @app.post("/v2/repository/index", tags=["models"], summary="The models of the plan and whether they are ready")
+    async def index() -> list[dict[str, str]]:
+        front = gateway.front
+        names = [spec.name for spec in front.plan.models] if front.plan else []
+        return [{"name": n, "version": "1", "state": "READY" if front.is_ready(n) else "UNAVAILABLE"} for n in names]
+
+    @app.get("/status", tags=["server"], summary="The plan, what each gpu-let really got, and counts per model")
+    async def status() -> dict[str, Any]:
+        found: dict[str, Any] = await gateway.front.report("status")
+        return found
+
+    @app.get("/status/queue", tags=["server"], summary="Requests that wait for a batch, by model")
+    async def queue() -> dict[str, int]:
+        found: dict[str, int] = await gateway.front.report("queue")
+        return found
+
+    @app.get("/requests", tags=["server"], summary="The last requests that ended, newest first, with their times")
+    async def requests(id: str | None = None, limit: int = 100) -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = await gateway.front.report("requests", id=id, limit=limit)
+        return found[:limit]
+
+    @app.get("/metrics", tags=["server"], summary="The figures of /status as Prometheus text")
+    async def metrics() -> Response:
+        return Response(render_metrics(await gateway.front.report("status")), media_type=CONTENT_TYPE)
+
+    def openapi() -> dict[str, Any]:
+        if app.openapi_schema is None:
+            schema = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
+            schema["paths"].update(_HOT_PATHS)
+            app.openapi_schema = schema
+        return app.openapi_schema
+
+    app.openapi = openapi  # type: ignore[method-assign]
+
+
+def _add_model_routes(app: FastAPI, gateway: Gateway, prefix: str, *, document: bool) -> None:
+    """Add the routes of one model; Triton's client uses the second prefix when it is given a version."""
+
+    @app.get(prefix, tags=["models"], summary="Model metadata", include_in_schema=document)
+    async def metadata(model: str) -> dict[str, Any]:
+        served = gateway.served(model)
+        return {
+            "name": model,
+            "versions": ["1"],
+            "platform": served.platform,
+            "inputs": [t.metadata() for t in served.inputs],
+            "outputs": [t.metadata() for t in served.outputs],
+        }
+
+    @app.get(prefix + "/ready", tags=["models"], summary="Whether a model can be asked", include_in_schema=document)
+    async def ready(model: str) -> JSONResponse:
+        try:
+            gateway.served(model)
+        except HttpError as error:
+            return JSONResponse({"name": model, "ready": False, "error": error.message}, error.status)
+        return JSONResponse({"name": model, "ready": True})
+
+    @app.get(prefix + "/config", tags=["models"], summary="Model configuration", include_in_schema=document)
+    async def config(model: str) -> dict[str, Any]:
+        served = gateway.served(model)
+        batch = max(
+            (r.batch_size for g in _plan(gateway).hosts_of(model) for r in g.models if r.name == model), default=0
+        )
+        return {
+            "name": model, "platform": served.platform, "backend": "tenuto", "max_batch_size": batch,
+            "input": [_config_entry(t) for t in served.inputs],
+            "output": [_config_entry(t) for t in served.outputs],
+        }  # fmt: skip
+
+    @app.get(prefix + "/stats", tags=["models"], summary="Statistics of a model", include_in_schema=document)
+    async def statistics(model: str) -> dict[str, Any]:
+        gateway.served(model)
+        models = (await gateway.front.report("status"))["models"]
+        return {"model_stats": [_statistics(model, models[model])]}
+
+
+def _config_entry(tensor: TensorSpec) -> dict[str, Any]:
+    return {"name": tensor.name, "data_type": f"TYPE_{tensor.datatype}", "dims": list(tensor.shape)}
+
+
+def _plan(gateway: Gateway) -> Any:
+    return gateway.front.plan
+
+
+def _statistics(model: str, counts: Mapping[str, Any]) -> dict[str, Any]:
+    """Return counts in the statistics extension's form; times are sums in ns."""
+    answered = counts["ok"] + counts["late"]
+    failed = counts["expired"] + counts["rejected"] + counts["failed"]
+    return {
+        "name": model, "version": "1", "inference_count": answered, "execution_count": counts["batches"],
+        "inference_stats": {"success": {"count": answered, "ns": 0}, "fail": {"count": failed, "ns": 0}},
+    }  # fmt: skip
+
+
+_PARAMETERS = [
+    {"name": "model", "in": "path", "required": True, "schema": {"type": "string"}},
+    {"name": "X-SLO-Ms", "in": "header", "required": False, "schema": {"type": "number"},
+     "description": "Time allowed from arrival, in ms; the model's SLO by default."},
+    {"name": "X-Request-Id", "in": "header", "required": False, "schema": {"type": "string"},
+     "description": "What the client calls the request; echoed, and found in /requests. The body's id goes first."},
+]  # fmt: skip
+
+_FAILURES = {
+    "400": {"description": "Malformed request; `error` says what to change."},
+    "404": {"description": "Unknown model."},
+    "413": {"description": "The body exceeds the limit."},
+    "429": {"description": "Rejected: too many requests wait; see Retry-After."},
+    "503": {"description": "Not ready, or the gpu-let died with the request."},
+    "504": {"description": "Expired: the deadline could not be met; the request was not executed."},
+}
+
+# What the plain-ASGI paths take and answer, for /docs.
+_HOT_PATHS: dict[str, Any] = {
+    "/v2/models/{model}/infer": {
+        "post": {
+            "tags": ["inference"], "summary": "Open Inference Protocol v2 inference, JSON or binary tensors",
+            "parameters": _PARAMETERS,
+            "requestBody": {"required": True, "content": {
+                "application/json": {"schema": {
+                    "type": "object", "required": ["inputs"],
+                    "properties": {
+                        "id": {"type": "string"},
+                        "parameters": {"type": "object", "description": "slo_ms (ms) or timeout (microseconds)"},
+                        "inputs": {"type": "array", "items": {
+                            "type": "object", "required": ["name", "shape", "datatype"],
+                            "properties": {"name": {"type": "string"}, "datatype": {"type": "string"},
+                                           "shape": {"type": "array", "items": {"type": "integer"}},
+                                           "data": {"type": "array", "items": {}}}}},
+                        "outputs": {"type": "array", "items": {"type": "object"}},
+                    }}},
+                "application/octet-stream": {"schema": {"type": "string", "format": "binary"}},
+            }},
+            "responses": {"200": {"description": "Outputs; times and batch size in parameters."}, **_FAILURES},
+        }
+    },
+    "/predict/{model}": {
+        "post": {
+            "tags": ["inference"], "summary": "A raw image or plain text in, labels out",
+            "parameters": _PARAMETERS,
+            "requestBody": {"required": True, "content": {
+                "image/jpeg": {"schema": {"type": "string", "format": "binary"}},
+                "image/png": {"schema": {"type": "string", "format": "binary"}},
+                "text/plain": {"schema": {"type": "string"}},
+            }},
+            "responses": {"200": {"description": "The most likely labels with their scores."}, **_FAILURES},
+        }
+    },
+}  # fmt: skip

@@ -1,0 +1,177 @@
+"""Executors in three steps, for gpu-lets that stream: the next batch is copied in while one executes.
+
+Each wraps the plain executor that loads the models and runs what cannot be streamed. Nothing here waits but `finish`;
+what executes is one batch after the other, as without streaming.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from tenuto.deployments.gpulet.executors.base import Arrays, Executor
+from tenuto.deployments.gpulet.executors.emulated import EmulatedExecutor
+from tenuto.deployments.gpulet.executors.torch_executor import TorchExecutor
+from tenuto.errors import EnvironmentFaultError
+from tenuto.profiles.networks.streamed import DEPTH, BatchTimes, StagedBatch, StreamedRunner, Streams
+from tenuto.profiles.networks.torch_runner import blank_inputs
+
+__all__ = ["DEPTH", "EmulatedStreaming", "StreamingExecutor", "TorchStreaming", "make_streaming"]
+
+
+class StreamingExecutor(Protocol):
+    """At most `DEPTH` batches are between `stage` and `finish`. One thread stages and launches, one other finishes, in
+    the same order; models are loaded and unloaded while no batch is under way."""
+
+    def warm(self, name: str) -> None:
+        """Make the buffers of a model that was just loaded, so that the first batch need not.
+
+        Raises:
+            EnvironmentFaultError: the device has no memory for them.
+        """
+
+    def forget(self, name: str) -> None:
+        """Free the buffers of a model that is about to be unloaded; one that has none is ignored."""
+
+    def stage(self, name: str, inputs: Arrays, batch_size: int) -> Any:
+        """Begin to copy a batch in and return what stands for it; errors as those of `Executor.run`."""
+
+    def launch(self, staged: Any) -> None:
+        """Let it execute once its data is there and the batch before has ended; after an error, discard it."""
+
+    def finish(self, staged: Any) -> tuple[Arrays, BatchTimes]:
+        """Wait until a batch's outputs are back and return them, and where its time went."""
+
+    def discard(self, staged: Any) -> None:
+        """Free what a batch holds whose `launch` failed."""
+
+
+def make_streaming(executor: Executor) -> StreamingExecutor:
+    """Return the streaming form of an executor.
+
+    Raises:
+        EnvironmentFaultError: it has none.
+    """
+    if isinstance(executor, EmulatedExecutor):
+        return EmulatedStreaming(executor)
+    if isinstance(executor, TorchExecutor):
+        return TorchStreaming(executor)
+    raise EnvironmentFaultError(
+        f"the executor of {executor.device} cannot stream. Plan with `streaming: false` in the workload."
+    )
+
+
+class TorchStreaming:
+    """Streams through one `StreamedRunner` per model; on a CPU only the taking of inputs overlaps."""
+
+    def __init__(self, executor: TorchExecutor) -> None:
+        self._executor = executor
+        self._streams = None if executor.stream is None else Streams(executor.stream)
+        self._runners: dict[str, StreamedRunner] = {}
+
+    def warm(self, name: str) -> None:
+        """Run a blank batch of the largest size through every buffer of the model."""
+        import torch
+
+        self._executor.use_threads()
+        runner = self._executor.runner(name)
+        mine = StreamedRunner(runner, self._streams)
+        size = max(runner.warm_sizes, default=1)
+        blank = blank_inputs(runner.signature, size)
+        try:
+            staged = [mine.stage(blank, size) for _ in range(DEPTH)]
+            for batch in staged:
+                mine.launch(batch)
+                mine.finish(batch)
+        except torch.OutOfMemoryError as error:
+            raise EnvironmentFaultError(
+                f"'{name}' fits into the device's memory, but not a second batch's inputs of {size} beside it. Plan a "
+                "larger memory cap, a smaller batch, or `streaming: false`."
+            ) from error
+        self._runners[name] = mine
+
+    def forget(self, name: str) -> None:
+        """Free the pinned and device buffers of a model."""
+        self._runners.pop(name, None)
+
+    def stage(self, name: str, inputs: Arrays, batch_size: int) -> tuple[StreamedRunner, StagedBatch]:
+        """Copy into pinned memory, and begin to copy from there to the device."""
+        runner = self._runners[name]
+        return runner, runner.stage(inputs, batch_size)
+
+    def launch(self, staged: tuple[StreamedRunner, StagedBatch]) -> None:
+        """Queue the kernels and the copy back; on a CPU nothing is begun."""
+        staged[0].launch(staged[1])
+
+    def finish(self, staged: tuple[StreamedRunner, StagedBatch]) -> tuple[Arrays, BatchTimes]:
+        """Wait for the copy back; on a CPU, run the forward pass."""
+        self._executor.use_threads()
+        return staged[0].finish(staged[1])
+
+    def discard(self, staged: tuple[StreamedRunner, StagedBatch]) -> None:
+        """Give the buffers back once the device no longer uses them."""
+        staged[0].discard(staged[1])
+
+
+@dataclass(slots=True)
+class _EmulatedBatch:
+    """A batch of an emulated GPU; moments on the monotonic clock in s."""
+
+    name: str
+    size: int
+    staged_at_s: float
+    ready_at_s: float
+    begun_at_s: float = 0.0
+    ended_at_s: float = 0.0
+    back_at_s: float = 0.0
+
+
+class EmulatedStreaming:
+    """An emulated GPU with a copy engine for each direction beside its processors: three things that do one batch at a
+    time each. A batch takes the plan's latency in all, of which its copies take what the plan or the model's options
+    say; without either, nothing overlaps."""
+
+    def __init__(self, executor: EmulatedExecutor) -> None:
+        self._executor = executor
+        self._in_free_s = 0.0
+        self._free_s = 0.0
+        self._out_free_s = 0.0
+
+    def warm(self, name: str) -> None:
+        """Nothing has to be made."""
+
+    def forget(self, name: str) -> None:
+        """Nothing is kept."""
+
+    def stage(self, name: str, inputs: Arrays, batch_size: int) -> _EmulatedBatch:
+        """Begin to copy in, behind the copy before."""
+        del inputs
+        now_s = time.monotonic()
+        copy_in_ms, _ = self._executor.copies_ms(name, batch_size)
+        self._in_free_s = max(now_s, self._in_free_s) + copy_in_ms / 1000.0
+        return _EmulatedBatch(name, batch_size, now_s, self._in_free_s)
+
+    def launch(self, staged: _EmulatedBatch) -> None:
+        """Execute behind the batch before, and copy out behind its copy."""
+        copy_in_ms, copy_out_ms = self._executor.copies_ms(staged.name, staged.size)
+        execution_ms = self._executor.latency_ms(staged.name, staged.size) - copy_in_ms - copy_out_ms
+        staged.begun_at_s = max(staged.ready_at_s, self._free_s)
+        staged.ended_at_s = self._free_s = staged.begun_at_s + execution_ms / 1000.0
+        staged.back_at_s = self._out_free_s = max(staged.ended_at_s, self._out_free_s) + copy_out_ms / 1000.0
+
+    def finish(self, staged: _EmulatedBatch) -> tuple[Arrays, BatchTimes]:
+        """Wait until the batch would be back, and return zeros."""
+        while (rest := staged.back_at_s - time.monotonic()) > 0:
+            time.sleep(rest)
+        times = BatchTimes(
+            (staged.ready_at_s - staged.staged_at_s) * 1000.0,
+            (staged.begun_at_s - staged.ready_at_s) * 1000.0,
+            (staged.ended_at_s - staged.begun_at_s) * 1000.0,
+            (staged.back_at_s - staged.ended_at_s) * 1000.0,
+            staged.begun_at_s,
+        )
+        return self._executor.zeros(staged.name, staged.size), times
+
+    def discard(self, staged: _EmulatedBatch) -> None:
+        """Nothing is held."""

@@ -1,0 +1,131 @@
+"""The two threads of a gpu-let that streams: one takes batches in and launches them, the other answers them.
+
+At most two batches are under way: one executes, one is staged behind it. Loading, unloading and joint batches of
+merged models happen between batches, on the first thread, as in a gpu-let that does not stream.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from queue import SimpleQueue
+from typing import Any, Generic, Protocol, TypeVar
+
+from tenuto.deployments.gpulet.executors.base import Arrays
+from tenuto.deployments.gpulet.executors.streamed import DEPTH, StreamingExecutor
+from tenuto.profiles.networks.streamed import BatchTimes
+
+__all__ = ["StreamedWork"]
+
+
+class _Batch(Protocol):
+    header: dict[str, Any]
+    received_at: float
+
+
+Work = TypeVar("Work", bound=_Batch)
+
+
+class StreamedWork(Generic[Work]):
+    """Invariant: batches are finished in the order in which they were launched, each exactly once."""
+
+    def __init__(
+        self,
+        items: SimpleQueue[Any],
+        streaming: StreamingExecutor,
+        *,
+        as_batch: Callable[[Any], Work | None],
+        take: Callable[[Work], Arrays | None],
+        done: Callable[[Work, Arrays, BatchTimes, float], None],
+        failed: Callable[[Work, Exception], None],
+        otherwise: Callable[[Any], None],
+        name: str = "gpu-let",
+    ) -> None:
+        """Prepare; `run` is the first thread's whole life.
+
+        Args:
+            items: what to do; None ends it.
+            streaming: the device.
+            as_batch: returns an item that is to be streamed, None for others.
+            take: returns a batch's inputs, or None when it was answered without being run.
+            done: answers a batch: its outputs, its times, and how long in ms it waited at this gpu-let, not counting
+                copies.
+            failed: answers a batch that could not be run.
+            otherwise: does everything else; no batch is under way then.
+            name: of the second thread.
+        """
+        self._items = items
+        self._streaming = streaming
+        self._as_batch = as_batch
+        self._take = take
+        self._done = done
+        self._failed = failed
+        self._otherwise = otherwise
+        self._room = threading.Semaphore(DEPTH)
+        self._launched: SimpleQueue[tuple[Work, Any, float] | None] = SimpleQueue()
+        self._finisher = threading.Thread(target=self._finish_all, name=f"{name} answers", daemon=True)
+
+    def run(self) -> None:
+        """Do everything until None comes, and return when every batch is answered."""
+        self._finisher.start()
+        while (item := self._items.get()) is not None:
+            work = self._as_batch(item)
+            if work is not None:
+                self._room.acquire()
+                if not self._begin(work):
+                    self._room.release()
+                continue
+            self._wait_until_empty()
+            try:
+                self._otherwise(item)
+            finally:
+                for _ in range(DEPTH):
+                    self._room.release()
+        self._launched.put(None)
+        self._finisher.join()
+
+    def _wait_until_empty(self) -> None:
+        for _ in range(DEPTH):
+            self._room.acquire()
+
+    def _begin(self, work: Work) -> bool:
+        """Copy a batch in and launch it; False when it is not under way afterwards."""
+        queued_ms = (time.perf_counter() - work.received_at) * 1000.0
+        try:
+            inputs = self._take(work)
+            if inputs is None:
+                return False
+            staged = self._streaming.stage(work.header["model"], inputs, int(work.header["n"]))
+        except Exception as error:
+            self._failed(work, error)
+            return False
+        try:
+            self._streaming.launch(staged)
+        except Exception as error:
+            self._discard(staged)
+            self._failed(work, error)
+            return False
+        self._launched.put((work, staged, queued_ms))
+        return True
+
+    def _discard(self, staged: Any) -> None:
+        try:
+            self._streaming.discard(staged)
+        except Exception:  # the device is gone, as the error of the launch says
+            return
+
+    def _finish_all(self) -> None:
+        while (entry := self._launched.get()) is not None:
+            work, staged, queued_ms = entry
+            try:
+                outputs, times = self._streaming.finish(staged)
+            except Exception as error:
+                self._room.release()
+                self._failed(work, error)
+                continue
+            self._room.release()
+            try:
+                self._done(work, outputs, times, queued_ms + times.wait_ms)
+            except Exception as error:  # or nobody would answer the batches behind this one
+                self._failed(work, error)

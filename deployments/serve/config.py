@@ -1,0 +1,209 @@
+"""Plan in, Ray Serve config out: one application per gpu-let and one for the entry, so that a change touches only
+what changed.
+
+What only a restart can change (GPU, share, memory cap, executor) is in `args` and `ray_actor_options`; what can
+change in place (models, batch sizes, the plan the dispatcher follows) is in `user_config`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from tenuto.deployments.serve.sub_clusters import cut_plan
+from tenuto.deployments.wire.joint_batches import group_entries
+from tenuto.mps.share import client_environment
+from tenuto.placement import Gpulet, Plan, PlannedGpu
+
+__all__ = ["ENTRY_APPLICATION", "application_name", "dispatcher_name", "serve_config"]
+
+ENTRY_APPLICATION = "tenuto"
+# CUDA MPS admits at most 48 clients per GPU (driver r550; 60 later), so 50 slots are never too few.
+LEDGER_SLOT = 0.02
+NODE_SLOT = 0.001  # of a node's own resource, of which there is 1: 1,000 gpu-lets per node
+_EXECUTORS = ("auto", "torch", "emulated")
+
+
+def application_name(gpulet_id: str) -> str:
+    """Return the name of a gpu-let's Serve application."""
+    return "gpulet-" + gpulet_id.replace("/", "-")
+
+
+def dispatcher_name(sub_cluster: str) -> str:
+    """Return the name of the Serve application of a sub-cluster's dispatcher."""
+    return f"dispatcher-{sub_cluster}"
+
+
+def serve_config(
+    plan: Plan,
+    *,
+    executor: str = "auto",
+    host: str = "127.0.0.1",
+    port: int = 8000,
+    scheduler: str = "deferred",
+    scheduler_options: Mapping[str, Any] | None = None,
+    gateway_options: Mapping[str, Any] | None = None,
+    gateways: int = 1,
+    partition: Mapping[str, int] | None = None,
+) -> dict[str, Any]:
+    """Return the Serve config of a plan as plain data, ready for `serve deploy`.
+
+    Args:
+        plan: a completed plan.
+        executor: `torch`, `emulated`, or `auto`: torch on `cpu` GPUs, on GPUs bound by UUID and wherever the node
+        has NVIDIA
+            devices; emulated for logical GPUs on a node without any.
+        host: address the HTTP server binds to.
+        port: port of the HTTP server.
+        scheduler: batching scheduler of the dispatcher.
+        scheduler_options: its options.
+        gateways: processes that take HTTP. One schedules by itself; several, or one with a partition, feed the
+            dispatcher of each sub-cluster, a process of its own, in bundles.
+        partition: sub-cluster of every model; one holds everything by default.
+        gateway_options: `max_queued`, `max_body_mib`, `response_ms`; see `tenuto.deployments.entry.gateway`.
+
+    Raises:
+        ValueError: unknown executor, or no gateway.
+        InvalidInputError: the partition leaves out a model of the plan or cuts a gpu-let in two.
+    """
+    if executor not in _EXECUTORS:
+        raise ValueError(f"executor must be one of {', '.join(_EXECUTORS)}, not {executor!r}")
+    if gateways < 1:
+        raise ValueError(f"gateways must be at least 1, not {gateways}")
+    gpus = {gpu.id: gpu for gpu in plan.gpus}
+    options = {"scheduler": {"name": scheduler, "options": dict(scheduler_options or {})}, **(gateway_options or {})}
+    gateway = {"plan": plan.to_data(), **options}
+    cut = cut_plan(plan, partition) if gateways > 1 or partition is not None else {}
+    if cut:
+        gateway["sub_clusters"] = {name: [spec.name for spec in part.models] for name, part in cut.items()}
+    return {
+        "proxy_location": "HeadOnly",
+        "http_options": {"host": host, "port": port, "request_timeout_s": None},
+        "logging_config": {"enable_access_log": False},
+        "applications": [
+            {
+                "name": ENTRY_APPLICATION,
+                "route_prefix": "/",
+                "import_path": "tenuto.deployments.entry.gateway:build",
+                "args": {},
+                "deployments": [
+                    {
+                        "name": "gateway",
+                        "num_replicas": gateways,
+                        "max_ongoing_requests": 100_000,
+                        "health_check_period_s": 2.0,
+                        "graceful_shutdown_wait_loop_s": 0.2,
+                        "graceful_shutdown_timeout_s": 10.0,
+                        "ray_actor_options": {"num_cpus": 0},
+                        "user_config": gateway,
+                    }
+                ],
+            },
+            *(_dispatcher_application(name, {"plan": part.to_data(), **options}) for name, part in cut.items()),
+            *(_gpulet_application(plan, gpulet, gpus[gpulet.gpu], executor) for gpulet in plan.gpulets),
+        ],
+    }
+
+
+def _dispatcher_application(sub_cluster: str, user_config: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "name": dispatcher_name(sub_cluster),
+        "route_prefix": None,
+        "import_path": "tenuto.deployments.dispatch.dispatcher_process:build",
+        "args": {},
+        "deployments": [
+            {
+                "name": "dispatcher",
+                "num_replicas": 1,
+                "max_ongoing_requests": 100,
+                "health_check_period_s": 0.5,
+                "graceful_shutdown_wait_loop_s": 0.2,
+                "graceful_shutdown_timeout_s": 10.0,
+                "ray_actor_options": {"num_cpus": 0},
+                "user_config": user_config,
+            }
+        ],
+    }
+
+
+def _gpulet_application(plan: Plan, gpulet: Gpulet, gpu: PlannedGpu, executor: str) -> dict[str, Any]:
+    spec = {
+        "gpulet": gpulet.id,
+        "gpu": {"id": gpu.id, "type": gpu.type, "uuid": gpu.uuid},
+        "share_pct": gpulet.share_pct,
+        "memory_mib": gpulet.memory_mib,
+        "executor": executor,
+        "mps": plan.mps,
+        "cuda_mps": _uses_mps(plan, gpulet, gpu, executor),
+        "streaming": plan.streaming,
+    }
+    return {
+        "name": application_name(gpulet.id),
+        "route_prefix": None,
+        "import_path": "tenuto.deployments.gpulet.replica:build",
+        "args": {"spec": spec},
+        "deployments": [
+            {
+                "name": "gpulet",
+                "num_replicas": 1,
+                "max_ongoing_requests": 100,
+                "health_check_period_s": 2.0,
+                "graceful_shutdown_wait_loop_s": 0.2,
+                "graceful_shutdown_timeout_s": 10.0,
+                "ray_actor_options": _actor_options(gpulet, gpu, uses_mps=bool(spec["cuda_mps"])),
+                "user_config": {"models": _entries(plan, gpulet)},
+            }
+        ],
+    }
+
+
+def _uses_mps(plan: Plan, gpulet: Gpulet, gpu: PlannedGpu, executor: str) -> bool:
+    """Return whether the process runs under CUDA MPS; only a GPU bound by UUID has a daemon that can be named here."""
+    return executor != "emulated" and gpu.type != "cpu" and gpu.uuid is not None and plan.uses_mps(gpulet)
+
+
+def _actor_options(gpulet: Gpulet, gpu: PlannedGpu, *, uses_mps: bool) -> dict[str, Any]:
+    """Return Ray's options. The real share is in the environment; Ray's ledger gets one small slot per gpu-let.
+
+    Ray packs fractions GPU by GPU, so that uneven shares which fit the GPUs may not fit its ledger, and slots that
+    depend on the
+    number of gpu-lets would restart the neighbours of every gpu-let that comes or goes. Equal constant slots do
+    neither.
+    """
+    options: dict[str, Any] = {"num_cpus": 0}
+    environment: dict[str, str] = {}
+    if gpu.address is not None:
+        options["resources"] = {f"node:{gpu.address}": NODE_SLOT}  # Ray gives every node one unit of its own resource
+    if gpu.type != "cpu":
+        options["num_gpus"] = LEDGER_SLOT
+        if gpu.uuid is not None:
+            environment["CUDA_VISIBLE_DEVICES"] = gpu.uuid
+        if gpu.uuid is not None and uses_mps:
+            # CUDA reads these once, when the process first uses it: later would be too late.
+            environment |= client_environment(gpu.uuid, gpulet.share_pct, gpulet.memory_mib)
+    if environment:
+        options["runtime_env"] = {"env_vars": environment}
+    return options
+
+
+def _entries(plan: Plan, gpulet: Gpulet) -> list[dict[str, Any]]:
+    """Return what the process loads: models by themselves, and merged groups in place of their members."""
+    entries = {replica.name: _model_entry(plan, replica) for replica in gpulet.models}
+    groups = group_entries(gpulet, entries.__getitem__)
+    merged = {member["name"] for group in groups for member in group["members"]}
+    return [*(entry for name, entry in entries.items() if name not in merged), *groups]
+
+
+def _model_entry(plan: Plan, replica: Any) -> dict[str, Any]:
+    spec = plan.model(replica.name)
+    return {
+        "name": replica.name,
+        "source": spec.source,
+        "batch_size": replica.batch_size,
+        "weights_path": spec.weights_path,
+        "options": spec.options,
+        "latency": replica.latency.model_dump(mode="json") if replica.latency is not None else None,
+        "slowdown": replica.slowdown,
+        "copy_in_ms": replica.copy_in_ms,
+        "copy_out_ms": replica.copy_out_ms,
+    }

@@ -1,0 +1,130 @@
+"""What applying a new plan costs, gpu-let by gpu-let: nothing but a new route, a reconfiguration in place, or a
+restart.
+
+The rules are those of the Serve config (`tenuto.deployments.serve.config`): what stands in a gpu-let's `user_config`
+changes in place, what stands in its arguments or actor options needs a new process, and the entry's `user_config`
+holds the whole plan.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from tenuto.placement.plan import Gpulet, Plan
+
+__all__ = ["ChangeKind", "GpuletChange", "PlanDiff", "diff"]
+
+ChangeKind = Literal["route-only", "reconfigure", "restart", "start", "stop"]
+
+
+@dataclass(frozen=True)
+class GpuletChange:
+    """What happens to one gpu-let, and why. `route-only`: its process and its models are not touched."""
+
+    gpulet: str
+    kind: ChangeKind
+    reasons: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class PlanDiff:
+    """The change of every gpu-let of both plans, by id. `entry_changes`: the gateway gets a new plan to route by."""
+
+    changes: tuple[GpuletChange, ...]
+    entry_changes: bool
+
+    def of_kind(self, kind: ChangeKind) -> tuple[str, ...]:
+        """Return the ids of the gpu-lets with this change."""
+        return tuple(change.gpulet for change in self.changes if change.kind == kind)
+
+    @property
+    def is_empty(self) -> bool:
+        """True when applying the new plan changes nothing at all."""
+        return not self.entry_changes
+
+
+def diff(old: Plan, new: Plan) -> PlanDiff:
+    """Return what turns the gpu-lets of `old` into those of `new`; every gpu-let of either appears exactly once."""
+    before = {gpulet.id: gpulet for gpulet in old.gpulets}
+    after = {gpulet.id: gpulet for gpulet in new.gpulets}
+    changes = []
+    for name in sorted(before.keys() | after.keys()):
+        if name not in after:
+            changes.append(GpuletChange(name, "stop", ("not in the new plan",)))
+        elif name not in before:
+            changes.append(GpuletChange(name, "start", ("not in the old plan",)))
+        else:
+            changes.append(_change(old, before[name], new, after[name]))
+    return PlanDiff(tuple(changes), old.to_data() != new.to_data())
+
+
+def _change(old: Plan, before: Gpulet, new: Plan, after: Gpulet) -> GpuletChange:
+    process_before, process_after = _process(old, before), _process(new, after)
+    reasons = tuple(
+        f"{key}: {_shown(process_before[key])} → {_shown(process_after[key])}"
+        for key in process_before
+        if process_before[key] != process_after[key]
+    )
+    if reasons:
+        return GpuletChange(after.id, "restart", reasons)
+    models_before, models_after = _models(old, before), _models(new, after)
+    reasons = tuple(
+        _model_reason(name, models_before.get(name), models_after.get(name))
+        for name in sorted(models_before.keys() | models_after.keys())
+        if models_before.get(name) != models_after.get(name)
+    )
+    return GpuletChange(after.id, "reconfigure" if reasons else "route-only", reasons)
+
+
+def _process(plan: Plan, gpulet: Gpulet) -> dict[str, Any]:
+    """Return what is fixed when a gpu-let's process starts."""
+    gpu = next(gpu for gpu in plan.gpus if gpu.id == gpulet.gpu)
+    return {
+        "GPU": (gpu.id, gpu.type, gpu.uuid),
+        "node": gpu.address,
+        "share": gpulet.share_pct,
+        "memory limit": gpulet.memory_mib,
+        "MPS": plan.mps,
+        "streaming": plan.streaming,
+        # Only where a GPU is real: emulated gpu-lets do not restart for a neighbour.
+        "CUDA MPS": gpu.uuid is not None and gpu.type != "cpu" and plan.uses_mps(gpulet),
+    }
+
+
+def _models(plan: Plan, gpulet: Gpulet) -> dict[str, dict[str, Any]]:
+    """Return what can change in place: the resident models, how they are built and how large their batches are."""
+    found = {}
+    for replica in gpulet.models:
+        spec = plan.model(replica.name)
+        found[replica.name] = {
+            "batch size": replica.batch_size,
+            "source": spec.source,
+            "weights": spec.weights_path,
+            "options": spec.options,
+            "latency": replica.latency,
+            "slowdown": replica.slowdown,
+            "copies": (replica.copy_in_ms, replica.copy_out_ms),
+        }
+    for group in gpulet.merged_groups():
+        found[f"merged {group.name}"] = {"batch size": group.batch_size, "latency": group.latency}
+    return found
+
+
+def _model_reason(name: str, before: dict[str, Any] | None, after: dict[str, Any] | None) -> str:
+    if before is None:
+        return f"{name}: added"
+    if after is None:
+        return f"{name}: removed"
+    changed = [
+        f"{key} {before[key]} → {after[key]}" if key == "batch size" else key
+        for key in before
+        if before[key] != after[key]
+    ]
+    return f"{name}: {', '.join(changed)}"
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, tuple):
+        return " ".join(str(part) for part in value if part is not None)
+    return "none" if value is None else str(value)

@@ -1,0 +1,41 @@
+"""Finding gpu-lets and dispatchers over Ray: their applications say where they listen, once they are ready."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from tenuto.deployments.serve.config import ENTRY_APPLICATION, application_name, dispatcher_name
+from tenuto.deployments.wire.link import Finder
+
+__all__ = ["find_dispatcher", "find_gateway", "find_gpulet"]
+
+_READY_S = 30.0
+
+
+def find_gpulet(gpulet_id: str) -> Finder:
+    """Return the function that asks a gpu-let's application for its address; waits while its replica starts."""
+    return _find(application_name(gpulet_id))
+
+
+def find_dispatcher(sub_cluster: str) -> Finder:
+    """Return the function that asks a dispatcher's application for its address; waits while its replica starts."""
+    return _find(dispatcher_name(sub_cluster))
+
+
+def find_gateway() -> Finder:
+    """Return the function that asks the only gateway, which schedules by itself, where its dispatcher listens."""
+    return _find(ENTRY_APPLICATION)
+
+
+def _find(application: str) -> Finder:
+    async def find() -> dict[str, Any]:
+        import ray
+        from ray import serve
+
+        handle = serve.get_app_handle(application)
+        async with asyncio.timeout(_READY_S):
+            found: dict[str, Any] = await handle.describe.remote(ray.get_runtime_context().get_node_id())
+        return found
+
+    return find

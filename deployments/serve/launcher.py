@@ -1,0 +1,276 @@
+"""Bring a plan up on a Ray cluster and take it down again: the program behind `tenuto serve` and `tenuto quickstart`.
+
+Uses a running cluster where there is one; otherwise starts a local Ray in Serve's fastest front-door mode, which has
+to be in the environment before Ray starts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import os
+import socket
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from tenuto.deployments.serve.config import ENTRY_APPLICATION
+from tenuto.deployments.serve.endpoint import get_json
+from tenuto.deployments.serve.ray_address import why_unreachable
+from tenuto.errors import EnvironmentFaultError
+
+__all__ = ["FAST_MODE", "Launcher", "start_local_ray"]
+
+# Read by Ray Serve when its processes start: HAProxy straight to the gateway's own HTTP server, user code on the
+# replica's loop, buffered logs. Niceness 0: Ray's default of 15 lets anything else on the machine delay the gateway.
+FAST_MODE = {
+    "RAY_SERVE_ENABLE_HA_PROXY": "1",
+    "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
+    "RAY_worker_niceness": "0",
+    "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "1",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    "RAY_DEDUP_LOGS": "1",
+}
+
+_SIDE_PORTS = (
+    "RAY_SERVE_HAPROXY_METRICS_PORT",
+    "RAY_SERVE_HAPROXY_STATS_PORT",
+    "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT",
+    "RAY_SERVE_FALLBACK_PROXY_GRPC_PORT",
+)
+
+_TOKEN = Path.home() / ".ray" / "auth_token"
+
+
+_QUIET: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR, "namespace": "tenuto"}
+
+
+def start_local_ray(num_gpus: int) -> None:
+    """Start a Ray of this process alone, bound to the loopback interface, in Serve's fast mode; it ends with the
+    process."""
+    import ray
+
+    for key, value in FAST_MODE.items():
+        os.environ.setdefault(key, value)
+    for key in _SIDE_PORTS:
+        # HAProxy exits when one of its side ports is taken, such as by a HAProxy of another Serve on this machine.
+        os.environ.setdefault(key, str(_unused_port()))
+    if not _TOKEN.exists():
+        # Else Ray writes a token into the home folder, which later locks out a plain `serve deploy`.
+        os.environ.setdefault("RAY_AUTH_MODE", "disabled")
+    ray.init(address="local", num_gpus=num_gpus, include_dashboard=False, _node_ip_address="127.0.0.1", **_QUIET)
+
+
+class Launcher:
+    """One connection to Ray and, below it, one set of Serve applications. Use as a context manager."""
+
+    def __init__(self, *, progress: Callable[[str], None] = lambda _text: None) -> None:
+        self._progress = progress
+        self._owns_ray = False
+        self._applied: set[str] = set()
+        self._base_url = ""
+
+    @property
+    def base_url(self) -> str:
+        """Where the gateway answers, such as http://127.0.0.1:8000."""
+        return self._base_url
+
+    def __enter__(self) -> Launcher:
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        self.close()
+
+    def connect(self, *, num_gpus: int, address: str | None = None) -> None:
+        """Join the running cluster, or start a local one with `num_gpus` logical GPUs.
+
+        Args:
+            num_gpus: logical GPUs of a Ray that is started here.
+            address: a cluster's address, or `local` to start one even where another runs; default RAY_ADDRESS, else a
+                running cluster, else a local one.
+
+        Raises:
+            EnvironmentFaultError: an address was given and no cluster answers there.
+        """
+        import ray
+
+        address = address or os.environ.get("RAY_ADDRESS")
+        if ray.is_initialized():
+            return
+        if address != "local":
+            reason = why_unreachable(address or "auto")
+            if reason is not None and address is not None:
+                raise EnvironmentFaultError(f"no Ray cluster answers at {address}: {reason}. Check RAY_ADDRESS.")
+            try:
+                if reason is not None:
+                    raise ConnectionError(reason)
+                ray.init(address=address or "auto", **_QUIET)
+                return
+            except ConnectionError as error:
+                if address is not None:
+                    raise EnvironmentFaultError(
+                        f"no Ray cluster answers at {address}: {error}. Check RAY_ADDRESS."
+                    ) from error
+        self._progress("starting a local Ray")
+        start_local_ray(num_gpus)
+        self._owns_ray = True
+
+    def apply(self, config: Mapping[str, Any], *, timeout_s: float = 300.0) -> None:
+        """Deploy a Serve config and wait until every application runs and every gpu-let is connected to the gateway.
+
+        Applications of an earlier `apply` that the new config lacks are removed.
+
+        Raises:
+            EnvironmentFaultError: an application failed to start (with Serve's reason), the port is taken, the cluster
+                lacks a node of the plan, or time ran out.
+        """
+        from ray import serve
+        from ray.serve.context import _get_global_client
+        from ray.serve.schema import ServeDeploySchema
+
+        _check_nodes(config)
+        http = config["http_options"]
+        logging.getLogger("ray.serve").setLevel(logging.ERROR)
+        if not self._applied:
+            self._base_url = f"http://{http['host']}:{http['port']}"
+            _check_port(http["host"], http["port"], ours=_is_serving())
+            try:
+                serve.start(
+                    proxy_location=config["proxy_location"],
+                    http_options=dict(http),
+                    logging_config=config["logging_config"],
+                )
+            except Exception as error:  # Ray wraps whatever stopped its proxy in kinds of its own
+                raise EnvironmentFaultError(
+                    f"Ray Serve did not start:\n{_essence(str(error))}\nRun `tenuto doctor`."
+                ) from error
+            # A Serve that ran before keeps its own address.
+            actual = _get_global_client().http_config
+            if (actual.host, actual.port) != (http["host"], http["port"]):
+                self._base_url = f"http://{actual.host}:{actual.port}"
+                self._progress(f"Ray Serve already runs here and listens on {actual.host}:{actual.port}")
+        schema = ServeDeploySchema.model_validate(config)
+        names = {application["name"] for application in config["applications"]}
+        _get_global_client().deploy_apps(schema)  # what `serve deploy` calls; there is no public Python twin
+        self._applied = names
+        self._wait(names, time.monotonic() + timeout_s)
+
+    def _wait(self, names: set[str], until: float) -> None:
+        from ray import serve
+
+        shown = ""
+        while True:
+            applications = serve.status().applications
+            states = {name: str(applications[name].status.value) for name in names if name in applications}
+            for name, state in states.items():
+                if state in ("DEPLOY_FAILED", "UNHEALTHY"):
+                    deployments = applications[name].deployments.values()
+                    why = "\n".join([applications[name].message, *(d.message for d in deployments)])
+                    raise EnvironmentFaultError(f"application {name} did not start:\n{_essence(why)}")
+            running = sum(state == "RUNNING" for state in states.values())
+            ready = running == len(names) and self._is_ready()
+            text = f"{running}/{len(names)} applications run" + (", gpu-lets connected" if ready else "")
+            if text != shown:
+                self._progress(text)
+                shown = text
+            if ready:
+                return
+            if time.monotonic() > until:
+                waiting = sorted(name for name in names if states.get(name) != "RUNNING") or [
+                    "the gpu-lets' connections"
+                ]
+                messages = "; ".join(
+                    d.message
+                    for n in waiting
+                    if n in applications
+                    for d in applications[n].deployments.values()
+                    if d.message
+                )
+                raise EnvironmentFaultError(f"not ready in time: {', '.join(waiting)}. {messages} See `ray status`.")
+            time.sleep(0.2)
+
+    def _is_ready(self) -> bool:
+        try:
+            return bool(get_json(f"{self._base_url}/v2/health/ready", 2.0).get("ready"))
+        except EnvironmentFaultError:
+            return False
+
+    def close(self) -> None:
+        """Drain and remove what was applied; stop Ray if it was started here."""
+        import ray
+
+        if not ray.is_initialized():
+            return
+        from ray import serve
+
+        # While Serve kills its controller, Ray prints that the controller was killed; nobody can act on that.
+        with (
+            contextlib.suppress(Exception),
+            contextlib.redirect_stdout(io.StringIO()),
+            contextlib.redirect_stderr(io.StringIO()),
+        ):
+            if self._owns_ray:
+                serve.shutdown()
+            elif self._applied:
+                # The entry first: no new request may reach a gpu-let that is about to go.
+                for name in sorted(self._applied, key=lambda name: name != ENTRY_APPLICATION):
+                    serve.delete(name)
+            self._applied = set()
+            ray.shutdown()
+
+
+def _unused_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return int(probe.getsockname()[1])
+
+
+def _is_serving() -> bool:
+    """Return whether Serve already runs on this cluster; `serve.status` would start it with default options."""
+    import ray
+
+    return any(actor["name"] == "SERVE_CONTROLLER_ACTOR" for actor in ray.util.list_named_actors(all_namespaces=True))
+
+
+def _check_nodes(config: Mapping[str, Any]) -> None:
+    """Raise when gpu-lets belong on nodes that the cluster does not have; Ray would wait for them without end."""
+    import ray
+
+    wanted = {
+        name.removeprefix("node:")
+        for application in config["applications"]
+        for deployment in application["deployments"]
+        for name in deployment["ray_actor_options"].get("resources", {})
+    }
+    there = {str(node["NodeManagerAddress"]) for node in ray.nodes() if node["Alive"]}
+    missing = sorted(wanted - there)
+    if missing:
+        raise EnvironmentFaultError(
+            f"the plan has gpu-lets on node {', '.join(missing)}, the cluster has {', '.join(sorted(there))}. Start "
+            "Ray there (`ray start --address`), or correct `address` in the cluster file and plan again."
+        )
+
+
+def _check_port(host: str, port: int, *, ours: bool) -> None:
+    """Raise when someone else listens on the port; HAProxy would fail later without saying so."""
+    if ours:
+        return
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise EnvironmentFaultError(
+                f"{host}:{port} is taken ({error.strerror}). Choose another with --port."
+            ) from error
+
+
+def _essence(message: str) -> str:
+    """Return the last lines of a Serve failure message, where the cause is."""
+    lines = [line for line in message.strip().splitlines() if line.strip()]
+    return (
+        "\n".join(lines[-6:]) if lines else "Serve gave no reason; see the logs in /tmp/ray/session_latest/logs/serve."
+    )

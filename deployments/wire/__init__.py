@@ -1,0 +1,1 @@
+"""What crosses processes: frames, messages, connections, bundles."""

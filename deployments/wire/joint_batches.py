@@ -1,0 +1,86 @@
+"""Joint batches of models that run as one merged program, on the wire: whose rows are whose, there and back.
+
+The frame of a joint batch names the group as its model and carries `members`, pairs of a model and its number of rows;
+the body holds the inputs of one member after the other. Its answer carries `members` as well, each with its outputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from tenuto.deployments.dispatch.in_flight import Request
+from tenuto.placement import Gpulet
+
+__all__ = ["cut_inputs", "group_entries", "join_requests", "member_outputs", "pack_outputs"]
+
+Arrays = dict[str, "np.ndarray[Any, Any]"]
+
+
+def group_entries(gpulet: Gpulet, entry: Callable[[str], dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return what a gpu-let loads for its merged groups: each an entry with those of its members.
+
+    Args:
+        gpulet: of a plan.
+        entry: returns the entry of a model by itself.
+    """
+    slowdowns = {replica.name: replica.slowdown for replica in gpulet.models}
+    entries = []
+    for group in gpulet.merged_groups():
+        members = [entry(name) for name in group.models]
+        entries.append(
+            {
+                "name": group.name,
+                "batch_size": group.batch_size,
+                "latency": group.latency.model_dump(mode="json") if group.latency is not None else None,
+                "slowdown": max(slowdowns[name] for name in group.models),
+                "members": [{key: member[key] for key in _OF_A_MEMBER} for member in members],
+            }
+        )
+    return entries
+
+
+_OF_A_MEMBER = ("name", "source", "weights_path", "options")
+
+
+def join_requests(requests: list[Request]) -> tuple[list[tuple[str, int]], list[Any]]:
+    """Put the requests of a joint batch in order, one model's after the other's, and return whose they are and their
+    buffers: for each member, for each of its inputs, one per request."""
+    requests.sort(key=lambda request: request.name)
+    rows: dict[str, list[Request]] = {}
+    for request in requests:
+        rows.setdefault(request.name, []).append(request)
+    buffers = [
+        request.parts[position] for mine in rows.values() for position in range(len(mine[0].parts)) for request in mine
+    ]
+    return [(name, len(mine)) for name, mine in rows.items()], buffers
+
+
+def cut_inputs(tensors: Sequence[Mapping[str, Any]], body: memoryview, size: int) -> tuple[Arrays, memoryview]:
+    """Cut one array per input off a body, without copying, and return them and what is left of it."""
+    inputs: Arrays = {}
+    offset = 0
+    for tensor in tensors:
+        dtype = np.dtype(tensor["dtype"])
+        shape = (size, *tensor["shape"])
+        length = int(np.prod(shape)) * dtype.itemsize
+        inputs[tensor["name"]] = np.frombuffer(body[offset : offset + length], dtype=dtype).reshape(shape)
+        offset += length
+    return inputs, body[offset:]
+
+
+def pack_outputs(outputs: Arrays, size: int) -> tuple[list[tuple[str, str, tuple[int, ...], int]], list[memoryview]]:
+    """Return the description of a model's outputs (name, type, shape and bytes of a row), and their buffers."""
+    described, buffers = [], []
+    for name, array in outputs.items():
+        flat = np.ascontiguousarray(array).reshape(-1)
+        described.append((name, array.dtype.name, array.shape[1:], array.nbytes // size))
+        buffers.append(flat.view(np.uint8).data)
+    return described, buffers
+
+
+def member_outputs(header: Mapping[str, Any], size: int) -> Iterator[tuple[int, Sequence[Any]]]:
+    """Return the rows and the described outputs of each member of an answer; of a plain batch its only model."""
+    yield from header.get("members") or [(size, header["outputs"])]

@@ -1,0 +1,1 @@
+"""How a request is sent: the sender protocol, and the transports that speak it."""

@@ -1,0 +1,92 @@
+"""Sending load through the Python handle: the same requests as over HTTP, without the HTTP server."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+from tenuto.deployments.entry.handle import TenutoHandle
+from tenuto.deployments.entry.oip import BadRequestError, parse_infer
+from tenuto.deployments.wire.answers import Answer
+from tenuto.errors import EnvironmentFaultError, TenutoError
+from tenuto.loadgen.senders.reply import OnReply, Reply
+
+__all__ = ["HandleSender"]
+
+Prepared = tuple[str, list[Any], float | None]  # model, parts, SLO in ms
+
+
+class HandleSender:
+    """Sends over a `TenutoHandle`; outcomes become the statuses that HTTP gives them."""
+
+    def __init__(self, handle: TenutoHandle | None = None) -> None:
+        """`handle`: one that is connected; by default `open` connects to the Ray cluster of this process."""
+        self._handle = handle
+        self._on_reply: OnReply = lambda _token, _reply: None
+        self._closing: asyncio.Task[None] | None = None
+
+    async def open(self, connections: int, on_reply: OnReply) -> None:  # noqa: ARG002
+        """Connect; one connection per dispatcher carries everything."""
+        self._on_reply = on_reply
+        if self._handle is None:
+            _join_ray()
+            self._handle = await TenutoHandle.connect()
+
+    def prepare(self, model: str, body: bytes, headers: Mapping[str, str]) -> Prepared:
+        """Cut a request of the Open Inference Protocol into the buffers of its only sample.
+
+        Raises:
+            EnvironmentFaultError: the model cannot be asked, or the body does not fit it.
+        """
+        assert self._handle is not None
+        length = headers.get("Inference-Header-Content-Length")
+        try:
+            served = self._handle.served(model)
+            request = parse_infer(body, None if length is None else int(length), served.inputs)
+        except (BadRequestError, TenutoError) as error:
+            raise EnvironmentFaultError(f"'{model}' cannot be asked over the handle: {error}") from error
+        slo = headers.get("X-SLO-Ms")
+        return model, list(request.parts[0]), None if slo is None else float(slo)
+
+    def send_prepared(self, prepared: Prepared, request_id: str, token: int, slo_ms: float | None = None) -> None:
+        """Send with the next bundle."""
+        assert self._handle is not None
+        model, parts, prepared_slo_ms = prepared
+        future = self._handle.submit(model, parts, prepared_slo_ms if slo_ms is None else slo_ms, request_id)
+        future.add_done_callback(functools.partial(self._answered, token))
+
+    def _answered(self, token: int, future: asyncio.Future[Answer]) -> None:
+        if future.cancelled():
+            self._on_reply(token, Reply(0, error="cancelled"))
+            return
+        answer = future.result()
+        self._on_reply(
+            token,
+            Reply(
+                answer.outcome.http_status, answer.batching_ms, answer.gpulet_queue_ms, answer.execution_ms,
+                answer.batch_size, answer.gpulet, answer.reason,
+            ),
+        )  # fmt: skip
+
+    def close(self) -> None:
+        """Disconnect soon; requests still under way get no answer any more."""
+        if self._handle is not None:
+            self._on_reply = lambda _token, _reply: None
+            self._closing = asyncio.ensure_future(self._handle.close())
+
+
+def _join_ray() -> None:
+    """Join the Ray cluster that serves, unless this process is part of it."""
+    import logging
+
+    import ray
+
+    if not ray.is_initialized():
+        try:
+            ray.init(address="auto", log_to_driver=False, logging_level=logging.ERROR, namespace="tenuto")
+        except ConnectionError as error:
+            raise EnvironmentFaultError(
+                "no Ray cluster runs here, so there is no Python handle. Run this on a node of the cluster that serves."
+            ) from error

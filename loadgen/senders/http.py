@@ -1,0 +1,275 @@
+"""A lean HTTP/1.1 sender for load: keep-alive connections, prepared request bytes, only the headers that matter are
+read.
+
+A general HTTP client costs several times as much per request, which on a shared machine is taken from the server
+under test."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import ssl
+import sys
+import time
+from collections.abc import Mapping
+from typing import Any, Protocol, cast
+from urllib.parse import urlsplit
+
+from tenuto.errors import InvalidInputError
+from tenuto.loadgen.senders.reply import OnReply, Reply
+
+__all__ = ["HttpSender", "Sender", "prepare"]
+
+_LONGEST_IDLE_S = 4.0
+
+
+class Sender(Protocol):
+    """How a client reaches the service under test."""
+
+    async def open(self, connections: int, on_reply: OnReply) -> None:
+        """Get ready; `on_reply` will be called once per request, on the event loop."""
+        ...
+
+    def prepare(self, model: str, body: bytes, headers: Mapping[str, str]) -> Any:
+        """Return a request of the Open Inference Protocol in the form `send_prepared` takes; comes after `open`."""
+        ...
+
+    def send_prepared(self, prepared: Any, request_id: str, token: int, slo_ms: float | None = None) -> None:
+        """Send now and return; never waits, never limits how many are under way.
+
+        `slo_ms`: time this request has from now, unless what was prepared says; zero or less is expired at once.
+        """
+        ...
+
+    def close(self) -> None:
+        """Let go of everything."""
+        ...
+
+
+def prepare(path: str, body: bytes, headers: Mapping[str, str], host: str) -> bytes:
+    """Return the bytes of a POST request."""
+    lines = [
+        f"POST {path} HTTP/1.1",
+        f"Host: {host}",
+        f"Content-Length: {len(body)}",
+        *(f"{k}: {v}" for k, v in headers.items()),
+    ]
+    return "\r\n".join(lines).encode("latin-1") + b"\r\n\r\n" + body
+
+
+class _Connection(asyncio.Protocol):
+    """One keep-alive connection with at most one request under way."""
+
+    def __init__(self, sender: HttpSender) -> None:
+        self._sender = sender
+        self._transport: asyncio.Transport | None = None
+        self._buffer = b""
+        self._token = -1
+        self._idle_at = time.monotonic()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+
+    @property
+    def is_open(self) -> bool:
+        return self._transport is not None and not self._transport.is_closing()
+
+    @property
+    def is_fresh(self) -> bool:
+        """Whether the server has surely not given it up yet: servers close connections that idle for 5 s or longer."""
+        return self.is_open and time.monotonic() - self._idle_at < _LONGEST_IDLE_S
+
+    def send(self, request: bytes, token: int) -> None:
+        self._token = token
+        if self._transport is None:  # lost between the connect and now
+            self.connection_lost(None)
+        else:
+            self._transport.write(request)
+
+    def data_received(self, data: bytes) -> None:
+        self._buffer = data if not self._buffer else self._buffer + data
+        end = self._buffer.find(b"\r\n\r\n")
+        if end < 0:
+            return
+        head = self._buffer[:end].lower()
+        if not head.startswith(b"http/1."):
+            self._fail("the answer is not HTTP/1.1")
+            return
+        length = _number(head, b"content-length: ")
+        if length is not None:
+            if len(self._buffer) < end + 4 + int(length):
+                return
+        elif b"transfer-encoding: chunked" in head:
+            if not self._buffer.endswith(b"\r\n0\r\n\r\n") and not self._buffer.endswith(b"\r\n\r\n0\r\n\r\n"):
+                return
+        else:
+            self._fail("the answer states no length")
+            return
+        reply = _reply(head, self._buffer, end)
+        self._buffer = b""
+        token, self._token = self._token, -1
+        if self.is_open:
+            if b"connection: close" in head:
+                self.close()
+            else:
+                self._idle_at = time.monotonic()
+                self._sender.idle.append(self)
+        if token >= 0:
+            self._sender.answered(token, reply)
+
+    def _fail(self, reason: str) -> None:
+        token, self._token = self._token, -1
+        self._buffer = b""
+        self.close()
+        if token >= 0:
+            self._sender.answered(token, Reply(0, error=reason))
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._transport = None
+        self._sender.forget(self)
+        token, self._token = self._token, -1
+        if token >= 0:
+            self._sender.answered(
+                token, Reply(0, error=f"the connection closed before an answer came ({exc or 'by the server'})")
+            )
+
+    def close(self) -> None:
+        if self._transport is not None:
+            self._transport.close()
+
+
+def _reply(head: bytes, buffer: bytes, end: int) -> Reply:
+    reply = Reply(int(head[9:12]))
+    if (batching := _number(head, b"x-tenuto-batching-ms: ")) is not None:
+        reply.batching_ms = batching
+        reply.gpulet_queue_ms = (_number(head, b"x-tenuto-queue-ms: ") or 0.0) - batching
+        reply.execution_ms = _number(head, b"x-tenuto-execution-ms: ") or 0.0
+        reply.batch_size = int(_number(head, b"x-tenuto-batch-size: ") or 0)
+        reply.gpulet = _text(buffer[:end], head, b"x-tenuto-gpulet: ")
+    if reply.status != 200:
+        reply.error = _reason(buffer[end + 4 :]) or "no reason given"
+    return reply
+
+
+def _reason(body: bytes) -> str:
+    try:
+        document = json.loads(body)
+    except ValueError:
+        return body[:300].decode("utf-8", "replace").strip()
+    return str(document.get("error", document)) if isinstance(document, dict) else str(document)
+
+
+def _number(head: bytes, name: bytes) -> float | None:
+    at = head.find(b"\r\n" + name)
+    if at < 0:
+        return None
+    start = at + 2 + len(name)
+    end = head.find(b"\r\n", start)
+    try:
+        return float(head[start : end if end >= 0 else len(head)])
+    except ValueError:
+        return None
+
+
+def _text(original: bytes, head: bytes, name: bytes) -> str:
+    at = head.find(b"\r\n" + name)
+    if at < 0:
+        return ""
+    start = at + 2 + len(name)
+    end = head.find(b"\r\n", start)
+    return sys.intern(original[start : end if end >= 0 else len(original)].decode("latin-1"))
+
+
+class HttpSender:
+    """Sends prepared requests to one server, opening a connection whenever none is idle: nothing limits requests in
+    flight.
+    """
+
+    def __init__(self, url: str) -> None:
+        """Take the server's base URL; raises `InvalidInputError` unless it is http:// or https://."""
+        try:
+            parts = urlsplit(url)
+            port = parts.port
+        except ValueError:
+            raise InvalidInputError(f"{url!r} is not an HTTP address. Write it like http://127.0.0.1:8000.") from None
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise InvalidInputError(f"{url!r} is not an HTTP address. Write it like http://127.0.0.1:8000.")
+        self._host = parts.netloc
+        self._target = (parts.hostname, port or (443 if parts.scheme == "https" else 80))
+        self._ssl = ssl.create_default_context() if parts.scheme == "https" else None
+        self.idle: list[_Connection] = []
+        self._all: set[_Connection] = set()
+        self._opening: set[asyncio.Task[None]] = set()
+        self._on_reply: OnReply = lambda _token, _reply: None
+
+    @property
+    def host(self) -> str:
+        """The value of the Host header."""
+        return self._host
+
+    async def open(self, connections: int, on_reply: OnReply) -> None:
+        """Open connections ahead of time, so that the first requests do not pay for it; failures show when sending."""
+        self._on_reply = on_reply
+        for _ in range(connections):
+            try:
+                self.idle.append(await self._connect())
+            except OSError:
+                return
+
+    async def _connect(self) -> _Connection:
+        loop = asyncio.get_running_loop()
+        _, connection = await loop.create_connection(lambda: _Connection(self), *self._target, ssl=self._ssl)
+        self._all.add(connection)
+        return connection
+
+    def prepare(self, model: str, body: bytes, headers: Mapping[str, str]) -> tuple[bytes, bytes]:
+        """Return the request in two parts, between which its id will go."""
+        line, rest = prepare(f"/v2/models/{model}/infer", body, headers, self._host).split(b"\r\n", 1)
+        return line, rest
+
+    def send_prepared(
+        self, prepared: tuple[bytes, bytes], request_id: str, token: int, slo_ms: float | None = None
+    ) -> None:
+        """Send with the id, and the time allowed if one is given, as headers."""
+        line, rest = prepared
+        if slo_ms is not None:
+            line = b"%b\r\nX-SLO-Ms: %.3f" % (line, slo_ms)
+        self.send(b"%b\r\nX-Request-Id: %b\r\n%b" % (line, request_id.encode("latin-1"), rest), token)
+
+    def send(self, request: bytes, token: int) -> None:
+        """Send now on an idle connection, or on a new one as soon as it is open."""
+        while self.idle:
+            connection = self.idle.pop()
+            if connection.is_fresh:
+                connection.send(request, token)
+                return
+            connection.close()
+        task = asyncio.ensure_future(self._open_and_send(request, token))
+        self._opening.add(task)
+        task.add_done_callback(self._opening.discard)
+
+    async def _open_and_send(self, request: bytes, token: int) -> None:
+        try:
+            connection = await self._connect()
+        except OSError as error:
+            reason = error.strerror or str(error)
+            self._on_reply(token, Reply(0, error=f"cannot connect to {self._target[0]}:{self._target[1]}: {reason}"))
+            return
+        connection.send(request, token)
+
+    def answered(self, token: int, reply: Reply) -> None:
+        """Pass a reply on; called by connections."""
+        self._on_reply(token, reply)
+
+    def forget(self, connection: _Connection) -> None:
+        """Drop a connection that is gone; called by connections."""
+        self._all.discard(connection)
+        if connection in self.idle:
+            self.idle.remove(connection)
+
+    def close(self) -> None:
+        """Close every connection; requests still under way get no answer any more."""
+        for task in list(self._opening):
+            task.cancel()
+        for connection in list(self._all):
+            connection.close()

@@ -1,0 +1,1 @@
+"""First-fit decreasing, the plain baseline."""

@@ -1,0 +1,1 @@
+"""gpulet, its baselines and the exhaustive ideal: models that take turns on shares of GPUs."""

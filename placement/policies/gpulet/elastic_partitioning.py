@@ -1,0 +1,208 @@
+"""The search of gpulet: which gpu-let a model gets, when GPUs are split, and when gpu-lets are merged in time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from tenuto.placement.cluster import Gpu
+from tenuto.placement.interference import Resident
+from tenuto.placement.policies.gpulet.interference import Disturbance, Reserve, slowed_rps
+from tenuto.placement.policies.gpulet.share_costs import WHOLE_GPU, ShareCosts
+from tenuto.placement.policies.gpulet.shared_gpu import Solved, Tenants, solve_gpu
+from tenuto.placement.policies.gpulet.turns_plan import CARRIED, Turn, TurnsGpulet
+from tenuto.placement.policies.shared.gpu_pool import GpuPool
+from tenuto.placement.workload import ModelSpec
+
+__all__ = ["ElasticPartitioning", "Rules"]
+
+
+@dataclass(frozen=True)
+class Rules:
+    """What the search may do; see the options of the policy."""
+
+    shares_pct: Sequence[float]  # below 100, ascending
+    max_partitions: int
+    knee: Callable[[Sequence[tuple[float, float]]], float]
+    smaller: bool
+    disturbances: Mapping[str, Disturbance]  # by GPU type
+    reserve: Reserve | None = None  # None: gpu-lets are filled as if no neighbour came
+
+
+@dataclass
+class _OpenGpu:
+    """A GPU and its gpu-lets; those without tenants are free. Invariant: the shares sum to 100."""
+
+    gpu: Gpu
+    order: int
+    gpulets: list[tuple[float, Tenants]] = field(default_factory=lambda: [(WHOLE_GPU, ())])
+    solved: tuple[Solved | None, ...] = (None,)
+
+    def try_on(self, gpulets: list[tuple[float, Tenants]], disturbances: Mapping[str, Disturbance]) -> bool:
+        """Take over these gpu-lets if all of them keep their rates and SLOs."""
+        solved = solve_gpu(gpulets, self.gpu.memory_mib, disturbances[self.gpu.type])
+        if solved is None:
+            return False
+        self.gpulets, self.solved = gpulets, solved
+        return True
+
+    def running_beside(self, index: int) -> list[list[Resident]]:
+        """Return the batches of every gpu-let in use but one."""
+        return [
+            [Resident(costs.model, size, share)
+             for (costs, _), size in zip(tenants, one.cycle.batch_sizes, strict=True)]
+            for position, ((share, tenants), one) in enumerate(zip(self.gpulets, self.solved, strict=True))
+            if position != index and one is not None
+        ]
+
+
+class ElasticPartitioning:
+    """Places one model after another; earlier decisions are never undone, but may be split further or shared."""
+
+    def __init__(self, pool: GpuPool, rules: Rules) -> None:
+        self._pool, self._rules = pool, rules
+        self._open: list[_OpenGpu] = []
+        if not pool.elastic:
+            for gpu in pool.free():
+                self._open.append(_OpenGpu(gpu, len(self._open)))
+
+    def place(self, spec: ModelSpec, costs: Mapping[str, ShareCosts]) -> float:
+        """Place as much of a model's rate as possible and return what was placed, in requests per second.
+
+        Args:
+            costs: of this model by GPU type, with at least one share each.
+        """
+        left = spec.rate_rps
+        while left > CARRIED * spec.rate_rps:
+            took = self._place_part(costs, left)
+            if not took and self._open_one(costs, left):
+                took = self._place_part(costs, left)
+            if not took:
+                break
+            left -= took
+        return spec.rate_rps - max(0.0, left)
+
+    def gpulets(self) -> list[TurnsGpulet]:
+        """Return the gpu-lets in use."""
+        return [
+            TurnsGpulet(
+                one.gpu, share, solved.cycle.duty_ms,
+                [
+                    Turn(costs, size, rate, slowdown)
+                    for (costs, rate), size, slowdown in zip(
+                        tenants, solved.cycle.batch_sizes, solved.slowdowns, strict=True
+                    )
+                ],
+            )
+            for one in self._open
+            for (share, tenants), solved in zip(one.gpulets, one.solved, strict=True)
+            if solved is not None
+        ]
+
+    def _place_part(self, costs: Mapping[str, ShareCosts], left: float) -> float:
+        """Give the model one gpu-let, or a turn in one; return the rate it carries, 0 when nothing was found."""
+        wanted = {kind: self._wanted(kind, own, left) for kind, own in costs.items()}
+        free = sorted(
+            ((share, one.order, index) for one in self._open if one.gpu.type in costs
+             for index, (share, tenants) in enumerate(one.gpulets) if not tenants),
+        )
+        for share, order, index in free:
+            one = self._open[order]
+            own = costs[one.gpu.type]
+            if share >= wanted[one.gpu.type]:
+                size = self._split_size(one, share, wanted[one.gpu.type])
+                rate = min(left, self._capacity_rps(one.gpu.type, own, size))
+                if rate and self._merge(costs, rate):
+                    return rate
+                rate = self._occupy(one, index, size, own, left)
+                if rate:
+                    return rate
+        for kind, own in costs.items():
+            rate = min(left, self._capacity_rps(kind, own, wanted[kind]))
+            if self._merge(costs, rate):
+                return rate
+        if self._rules.smaller:
+            for share, order, index in sorted(free, key=lambda entry: (-entry[0], entry[1:])):
+                one = self._open[order]
+                if share < wanted[one.gpu.type]:
+                    rate = self._occupy(one, index, share, costs[one.gpu.type], left)
+                    if rate:
+                        return rate
+        return 0.0
+
+    def _capacity_rps(self, kind: str, costs: ShareCosts, share: float) -> float:
+        """Return what a share carries, beside the neighbour that may come where room is reserved for it."""
+        reserve = self._rules.reserve
+        return costs.capacity_rps(share) if reserve is None else reserve.capacity_rps(kind, costs, share)
+
+    def _wanted(self, kind: str, costs: ShareCosts, rate_rps: float) -> float:
+        """Return min(knee, required share); the largest share where none carries the rate."""
+        curve = [(share, self._capacity_rps(kind, costs, share)) for share in sorted(costs.latency_ms)]
+        required = next((share for share, rate in curve if rate >= rate_rps * (1 - CARRIED)), curve[-1][0])
+        return min(self._rules.knee(curve), required)
+
+    def _split_size(self, one: _OpenGpu, share: float, wanted: float) -> float:
+        """Return the smallest size of at least `wanted` that a free gpu-let can be split into, or its whole share."""
+        if len(one.gpulets) >= self._rules.max_partitions:
+            return share
+        sizes = self._rules.shares_pct
+        return next((s for s in sizes if wanted <= s < share and any(abs(share - s - rest) < 1e-6 for rest in sizes)),
+                    share)
+
+    def _occupy(self, one: _OpenGpu, index: int, size: float, costs: ShareCosts, left: float) -> float:
+        """Put the model alone on a free gpu-let, or on the part of it of that size; return the rate it carries there.
+
+        Where the rest of the GPU is free, room is left for the slowdown by a neighbour, if the rules reserve it; beside
+        neighbours that slow it down the rate is lowered to what it then carries.
+        """
+        share = one.gpulets[index][0]
+        others = one.running_beside(index)
+        disturbance = self._rules.disturbances[one.gpu.type]
+        full = costs.capacity_rps(size) if others else self._capacity_rps(one.gpu.type, costs, size)
+        slowed = slowed_rps(costs, size, lambda batch: disturbance.factor(batch, others))
+        for rate in (min(left, full), min(left, slowed)):
+            if rate <= CARRIED * left:
+                continue
+            parts = [(size, ((costs, rate),))] + ([(share - size, ())] if size < share else [])
+            gpulets: list[tuple[float, Tenants]] = [*one.gpulets[:index], *parts, *one.gpulets[index + 1:]]
+            if one.try_on(gpulets, self._rules.disturbances):
+                return rate
+        return 0.0
+
+    def _merge(self, costs: Mapping[str, ShareCosts], rate: float) -> bool:
+        """Give the model a turn in the smallest gpu-let in use that has room for this rate."""
+        used = sorted(
+            (share, one.order, index) for one in self._open if one.gpu.type in costs
+            for index, (share, tenants) in enumerate(one.gpulets) if tenants
+        )
+        for share, order, index in used:
+            one = self._open[order]
+            own = costs[one.gpu.type]
+            tenants = one.gpulets[index][1]
+            if any(costs_.spec.name == own.spec.name for costs_, _ in tenants):
+                continue  # a gpu-let holds a model once
+            if sum(r / c.capacity_rps(share) for c, r in tenants) + rate / (own.capacity_rps(share) or 1e-9) > 1 + 1e-9:
+                continue  # busier than the gpu-let can be, whatever the cycle
+            gpulets = list(one.gpulets)
+            gpulets[index] = (share, (*tenants, (own, rate)))
+            if one.try_on(gpulets, self._rules.disturbances):
+                return True
+        return False
+
+    def _open_one(self, costs: Mapping[str, ShareCosts], rate_rps: float) -> bool:
+        """Open one more GPU of an elastic cluster, of the type that carries most of the rate per price."""
+        if not self._pool.elastic:
+            return False
+        kinds = [kind for kind in costs if self._pool.has(kind)]
+        prices = {kind: self._pool.types[kind].price_per_hour for kind in kinds}
+        priced = all(prices.values())
+
+        def value(kind: str) -> float:
+            rate = min(rate_rps, max(costs[kind].capacity_rps(share) for share in costs[kind].latency_ms))
+            return rate / (prices[kind] or 1.0) if priced else rate
+
+        gpu = self._pool.take(max(kinds, key=value)) if kinds else None
+        if gpu is None:
+            return False
+        self._open.append(_OpenGpu(gpu, len(self._open)))
+        return True

@@ -1,0 +1,140 @@
+"""gpulet: elastic partitioning of GPUs into gpu-lets in which models take turns.
+
+Source: Choi et al., "Serving Heterogeneous Machine Learning Models on Multi-GPU Servers with Spatio-Temporal Sharing"
+(arXiv: "Multi-model Machine Learning Inference Serving with GPU Spatial Partitioning"), section 4.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from tenuto.errors import InvalidInputError, Problem
+from tenuto.placement.cluster import Cluster
+from tenuto.placement.interference.named import canonical_name, interference_models, stand_ins
+from tenuto.placement.plan import Plan
+from tenuto.placement.policies.gpulet.elastic_partitioning import ElasticPartitioning, Rules
+from tenuto.placement.policies.gpulet.interference import Disturbance, Reserve
+from tenuto.placement.policies.gpulet.knee import KNEES
+from tenuto.placement.policies.gpulet.share_costs import CANNOT_RUN, WHOLE_GPU, ShareCosts, share_costs
+from tenuto.placement.policies.gpulet.turns_plan import turns_plan
+from tenuto.placement.policies.shared.gpu_pool import GpuPool
+from tenuto.placement.policy import Policy
+from tenuto.placement.workload import ModelSpec, Workload
+from tenuto.profiles import Profiles
+
+__all__ = ["Gpulet", "costs_by_type"]
+
+
+class Gpulet(Policy):
+    """Gives every model the smaller of its knee share and the share its rate requires, best fit first.
+
+    Models come in descending order of rate. Until a model's rate is carried, it takes the smallest free gpu-let that is
+    at least min(knee, required share); a whole GPU is split there first. Before the gpu-let is used, the same rate is
+    tried as a further turn in one that is in use, the smallest first; if all its models keep their SLOs, the split is
+    reverted (merging in time). The rule for every replica is duty cycle + l(b) <= SLO, with l(b) slowed down by the
+    neighbours' batches where interference is considered. A placement that would break a neighbour's SLO is not made.
+
+    Readings of what the paper leaves open: when no free gpu-let is as large as wanted, the largest free one carries
+    what it can (`smaller=false`: the model stops there). A gpu-let's memory is its share of the GPU's.
+
+    With interference a gpu-let filled to the brim could never get a neighbour, whose slowdown would push it over, and
+    the rest of its GPU would stay empty. So the search runs twice, once leaving room in every gpu-let beside a free one
+    for the worst neighbour the workload has (`Reserve`), once not, and the plan of higher goodput is taken, then the
+    one on fewer GPUs, then the first.
+
+    Options:
+        interference: what neighbours on a GPU cost: `none`, `gpulet` (or true, the paper's gpulet+int: its linear model
+            with the constants for the GPU type), `igniter`, `contention` or `contention:FILE`
+            (docs/interference.md). A model whose profile lacks what the interference model needs gets no neighbours.
+        max_partitions: gpu-lets per GPU at most; 2 in the paper.
+        shares: the sizes in percent a gpu-let may have; both parts of a split must be among them.
+        knee: `curvature` (largest curvature, the paper) or `chord` (furthest above the chord).
+        smaller: use free gpu-lets below the wanted size when nothing else is left.
+        max_batch: largest batch considered; 32 in the paper.
+    """
+
+    name = "gpulet"
+    summary = "splits GPUs at the knee of each model's rate-share curve; models also take turns in a gpu-let"
+    source = "Choi et al., gpulet (USENIX ATC 2022), section 4"
+
+    def __init__(
+        self, *, interference: bool | str = "none", max_partitions: int = 2,
+        shares: tuple[float, ...] = (20.0, 40.0, 50.0, 60.0, 80.0), knee: str = "curvature", smaller: bool = True,
+        max_batch: int = 32,
+    ) -> None:
+        problems = []
+        if max_partitions < 1:
+            problems.append(Problem("--option max_partitions", max_partitions, "must be at least 1", "2 in the paper."))
+        if not all(0 < share < WHOLE_GPU for share in shares):
+            problems.append(Problem("--option shares", shares, "must be above 0 and below 100", "Try 20,40,50,60,80."))
+        if knee not in KNEES:
+            problems.append(Problem("--option knee", knee, "unknown", f"Use {' or '.join(KNEES)}."))
+        if max_batch < 1:
+            problems.append(Problem("--option max_batch", max_batch, "must be at least 1", "32 in the paper."))
+        if problems:
+            raise InvalidInputError(problems)
+        self.interference = canonical_name(interference)
+        self.max_partitions, self.shares = max_partitions, tuple(shares)
+        self.knee, self.smaller, self.max_batch = knee, smaller, max_batch
+
+    def place(self, workload: Workload, cluster: Cluster, profiles: Profiles) -> Plan:
+        """Return the plan; deterministic, ties broken by the order of the workload and of the cluster."""
+        pool = GpuPool(cluster)
+        unserved: dict[str, str] = {}
+        costs = {
+            spec.name: costs_by_type(spec, pool, profiles, self._sizes(workload), self.max_batch, unserved)
+            for spec in workload.models
+        }
+        models = interference_models(self.interference, pool.types, profiles)
+        rules = Rules(
+            shares_pct=self._sizes(workload)[:-1], max_partitions=self.max_partitions, knee=KNEES[self.knee],
+            smaller=self.smaller, disturbances={kind: Disturbance(model) for kind, model in models.items()},
+        )
+        plain = self._search(workload, cluster, costs, rules, unserved)
+        if self.interference == "none":
+            return plain
+        reserve = Reserve(list(costs.values()), rules.disturbances)
+        reserved = self._search(workload, cluster, costs, replace(rules, reserve=reserve), unserved)
+        return max(reserved, plain, key=_worth)
+
+    def _search(
+        self, workload: Workload, cluster: Cluster, costs: Mapping[str, dict[str, ShareCosts]], rules: Rules,
+        unserved: Mapping[str, str],
+    ) -> Plan:
+        search = ElasticPartitioning(GpuPool(cluster), rules)
+        for spec in sorted(workload.models, key=lambda m: -m.rate_rps):
+            if costs[spec.name]:
+                search.place(spec, costs[spec.name])
+        notes = stand_ins(self.interference, {gpu.type: None for gpu in cluster.gpus})
+        return turns_plan(self.name, workload, cluster, search.gpulets(), unserved, notes)
+
+    def _sizes(self, workload: Workload) -> tuple[float, ...]:
+        """Return the sizes of gpu-lets, ascending; only whole GPUs where CUDA MPS is turned off."""
+        return (*(sorted(set(self.shares)) if workload.mps != "off" else ()), WHOLE_GPU)
+
+
+def _worth(plan: Plan) -> tuple[float, int]:
+    return round(plan.expected.goodput_rps, 3), -len({gpulet.gpu for gpulet in plan.gpulets})
+
+
+def costs_by_type(
+    spec: ModelSpec, pool: GpuPool, profiles: Profiles, sizes: tuple[float, ...], max_batch: int,
+    unserved: dict[str, str],
+) -> dict[str, ShareCosts]:
+    """Return a model's costs by GPU type, or none with the reason in `unserved`."""
+    found: dict[str, ShareCosts] = {}
+    reasons = []
+    for kind, gpu in pool.types.items():
+        try:
+            costs = share_costs(spec, gpu, profiles, sizes, max_batch)
+        except InvalidInputError as error:
+            reasons.append(f"{kind}: {error}")
+            continue
+        if costs.latency_ms:
+            found[kind] = costs
+        else:
+            reasons.append(f"{kind}: " + CANNOT_RUN.format(shares="every share"))
+    if not found:
+        unserved[spec.name] = "; ".join(reasons) or "the cluster has no GPU"
+    return found

@@ -1,0 +1,134 @@
+"""The ideal placement: all partitions of all GPUs, and all ways to give models whole gpu-lets and turns, by search.
+
+Source: the ideal scheduler that Choi et al. (gpulet, USENIX ATC 2022, section 6) compare with. For small cases.
+"""
+
+from __future__ import annotations
+
+from itertools import combinations_with_replacement, product
+
+from tenuto.errors import InvalidInputError, Problem
+from tenuto.placement.cluster import Cluster
+from tenuto.placement.plan import Plan
+from tenuto.placement.policies.gpulet.gpulet import Gpulet, costs_by_type
+from tenuto.placement.policies.gpulet.partition_search import Let, PartitionSearch, SearchStopped
+from tenuto.placement.policies.gpulet.sbp import SquishyBinPacking
+from tenuto.placement.policies.gpulet.share_costs import WHOLE_GPU, ShareCosts
+from tenuto.placement.policies.gpulet.turns_plan import CARRIED, TurnsGpulet, turns_plan
+from tenuto.placement.policies.shared.gpu_pool import GpuPool
+from tenuto.placement.policy import Policy
+from tenuto.placement.workload import Workload
+from tenuto.profiles import Profiles
+
+__all__ = ["Ideal"]
+
+
+class Ideal(Policy):
+    """Accepts a workload if any partition of the GPUs into at most two gpu-lets each carries it, without interference.
+
+    The plans of gpulet and SBP (whole GPUs and halves) are candidates too and are tried first, so that whatever one
+    of them accepts is accepted. Then every combination of partitions is searched: a model fills any set of gpu-lets
+    alone at their full rate, and what is left of it takes turns in one more. Plans in which a model's rest is divided
+    over several shared gpu-lets are outside of this search. When nothing carries every rate, the candidate with the
+    highest goodput is the plan, and the notes say so. On an elastic cluster the number of GPUs grows, in the order
+    of the cluster's types, until a plan is found.
+
+    Options:
+        shares: the sizes in percent below 100 that a gpu-let may have; both parts of a split must be among them.
+        max_batch: largest batch considered.
+        max_gpus: refuses clusters with more GPUs; the search grows exponentially.
+        max_steps: steps per search; when they run out the notes say that the answer is not proven.
+    """
+
+    name = "ideal"
+    summary = "exhaustive search over all partitions of the GPUs, for small cases"
+    source = "Choi et al., gpulet (USENIX ATC 2022), section 6: the ideal scheduler"
+
+    def __init__(
+        self, *, shares: tuple[float, ...] = (20.0, 40.0, 50.0, 60.0, 80.0), max_batch: int = 32, max_gpus: int = 8,
+        max_steps: int = 50_000,
+    ) -> None:
+        problems = [
+            Problem(f"--option {key}", value, "must be at least 1", "Leave it at its default.")
+            for key, value in (("max_batch", max_batch), ("max_gpus", max_gpus), ("max_steps", max_steps))
+            if value < 1
+        ]
+        if not all(0 < share < WHOLE_GPU for share in shares):
+            problems.append(Problem("--option shares", shares, "must be above 0 and below 100", "Try 20,40,50,60,80."))
+        if problems:
+            raise InvalidInputError(problems)
+        self.shares, self.max_batch, self.max_gpus, self.max_steps = tuple(shares), max_batch, max_gpus, max_steps
+
+    def place(self, workload: Workload, cluster: Cluster, profiles: Profiles) -> Plan:
+        """Return the plan; deterministic.
+
+        Raises:
+            InvalidInputError: the cluster has more GPUs than `max_gpus`.
+        """
+        if len(cluster.gpus) > self.max_gpus:
+            raise InvalidInputError(Problem(
+                "--gpus", len(cluster.gpus), f"the ideal policy searches at most {self.max_gpus} GPUs",
+                "Use fewer GPUs, another policy such as gpulet, or --option max_gpus (expect long runs).",
+            ))
+        candidates = self._candidates(workload, cluster, profiles)
+        best = max(candidates, key=lambda plan: plan.expected.goodput_rps)
+        if not workload.models or (_accepts(best, workload) and not cluster.elastic):
+            return best
+        pool = GpuPool(cluster)
+        sizes = (*(sorted(set(self.shares)) if workload.mps != "off" else ()), WHOLE_GPU)
+        unserved: dict[str, str] = {}
+        costs = {
+            spec.name: costs_by_type(spec, pool, profiles, sizes, self.max_batch, unserved) for spec in workload.models
+        }
+        note = "no partition of the GPUs carries every rate; this is the best of the candidates"
+        if not unserved:
+            accepting = [plan for plan in candidates if _accepts(plan, workload)]
+            fewest = min((len(plan.gpus) for plan in accepting), default=self.max_gpus + 1)
+            try:
+                for gpus in self._gpu_sets(pool, cluster, fewest):
+                    found = self._search(gpus, cluster, costs, workload, sizes)
+                    if found is not None:
+                        return turns_plan(self.name, workload, cluster, found, {})
+            except SearchStopped:
+                note = f"search stopped after {self.max_steps} steps: not proven that nothing better exists"
+            if accepting:
+                return min(accepting, key=lambda plan: len(plan.gpus))
+        return best.model_copy(update={"notes": (*best.notes, note)})
+
+    def _candidates(self, workload: Workload, cluster: Cluster, profiles: Profiles) -> list[Plan]:
+        policies: list[Policy] = [SquishyBinPacking(max_batch=self.max_batch)]
+        if workload.mps != "off":
+            policies.append(SquishyBinPacking(halves=True, max_batch=self.max_batch))
+        policies.append(Gpulet(shares=self.shares, max_batch=self.max_batch))
+        return [policy.place(workload, cluster, profiles) for policy in policies]
+
+    def _gpu_sets(self, pool: GpuPool, cluster: Cluster, fewer_than: int) -> list[tuple[str, ...]]:
+        """Return the GPU types of every cluster to search; for an elastic one, in growing number."""
+        if not cluster.elastic:
+            return [tuple(gpu.type for gpu in cluster.gpus)]
+        counts = range(1, min(fewer_than, self.max_gpus + 1))
+        return [types for count in counts for types in combinations_with_replacement(pool.types, count)]
+
+    def _search(
+        self, types: tuple[str, ...], cluster: Cluster, costs: dict[str, dict[str, ShareCosts]], workload: Workload,
+        sizes: tuple[float, ...],
+    ) -> list[TurnsGpulet] | None:
+        splits = [(WHOLE_GPU,)] + [
+            (low, high) for low in sizes for high in sizes if low <= high and abs(low + high - WHOLE_GPU) < 1e-6
+        ]
+        counts = {kind: types.count(kind) for kind in dict.fromkeys(types)}
+        pool = GpuPool(cluster)
+        memory = {kind: gpu.memory_mib for kind, gpu in pool.types.items()}
+        rates = {spec.name: spec.rate_rps for spec in workload.models}
+        search = PartitionSearch(costs, rates, memory, self.max_steps)
+        for parts in product(*(combinations_with_replacement(splits, count) for count in counts.values())):
+            gpus = [(kind, split) for kind, chosen in zip(counts, parts, strict=True) for split in chosen]
+            lets = [Let(position, kind, share) for position, (kind, split) in enumerate(gpus) for share in split]
+            if search.run(lets):
+                return search.gpulets(lets, [gpu for kind, _ in gpus if (gpu := pool.take(kind)) is not None])
+        return None
+
+
+def _accepts(plan: Plan, workload: Workload) -> bool:
+    goodput = {name: model.goodput_rps for name, model in plan.expected.models.items()}
+    return all(goodput.get(spec.name, 0.0) >= spec.rate_rps * (1 - 10 * CARRIED) - 1e-6 for spec in workload.models)

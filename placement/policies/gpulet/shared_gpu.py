@@ -1,0 +1,92 @@
+"""Whether the gpu-lets of one GPU can all keep their rates beside each other, interference included."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tenuto.placement.interference import Resident
+from tenuto.placement.policies.gpulet.duty_cycle import Asked, Cycle, find_cycle
+from tenuto.placement.policies.gpulet.interference import Disturbance
+from tenuto.placement.policies.gpulet.share_costs import WHOLE_GPU, ShareCosts
+
+__all__ = ["Solved", "Tenants", "fits_memory", "solve_gpu"]
+
+ROUNDS = 12  # of adapting batches to slowdowns and slowdowns to batches
+
+Tenants = tuple[tuple[ShareCosts, float], ...]  # who takes turns in a gpu-let, each with the rate routed there
+
+
+@dataclass(frozen=True)
+class Solved:
+    """The duty cycle of a gpu-let, and by how much the neighbours slow down each of its batches."""
+
+    cycle: Cycle
+    slowdowns: tuple[float, ...]
+
+
+def solve_gpu(
+    gpulets: Sequence[tuple[float, Tenants]], memory_mib: float, disturbance: Disturbance | None = None
+) -> tuple[Solved | None, ...] | None:
+    """Return the duty cycles of a GPU's gpu-lets (None for one without tenants), or None when they do not fit.
+
+    Slowdowns depend on the neighbours' batches and batches on the slowdowns, so both are repeated until they agree;
+    where they do not within a few rounds, the gpu-lets count as not fitting.
+    """
+    solved = [_solve(share, tenants, ()) for share, tenants in gpulets]
+    if any(one is None and tenants for one, (_, tenants) in zip(solved, gpulets, strict=True)):
+        return None
+    occupied = [index for index, (_, tenants) in enumerate(gpulets) if tenants]
+    if disturbance is not None and not disturbance.none and len(occupied) > 1:
+        for _ in range(ROUNDS):
+            running = [_running(gpulet, one) for gpulet, one in zip(gpulets, solved, strict=True)]
+            again: list[Solved | None] = [None] * len(gpulets)
+            for index in occupied:
+                share, tenants = gpulets[index]
+                others = [running[i] for i in occupied if i != index]
+                again[index] = _solve(share, tenants, others, disturbance)
+                if again[index] is None:
+                    return None
+            if again == solved:
+                break
+            solved = again
+        else:
+            return None
+    for (share, tenants), one in zip(gpulets, solved, strict=True):
+        if one is not None and not fits_memory(share, tenants, one.cycle.batch_sizes, memory_mib):
+            return None
+    return tuple(solved)
+
+
+def fits_memory(share_pct: float, tenants: Tenants, batch_sizes: Sequence[int], memory_mib: float) -> bool:
+    """Say whether the tenants fit into the gpu-let's part of the GPU's memory, which is that of its share."""
+    need = sum(costs.memory_mib(b, share_pct) for (costs, _), b in zip(tenants, batch_sizes, strict=True))
+    return need <= memory_mib * share_pct / WHOLE_GPU + 1e-6
+
+
+def _solve(
+    share: float, tenants: Tenants, others: Sequence[Sequence[Resident]], disturbance: Disturbance | None = None
+) -> Solved | None:
+    def factor(costs: ShareCosts, size: int) -> float:
+        return disturbance.factor(Resident(costs.model, size, share), others) if disturbance is not None else 1.0
+
+    asked = []
+    for costs, rate in tenants:
+        table = costs.latency_ms.get(share)
+        if table is None:
+            return None
+        if others:
+            table = (0.0, *(table[size] * factor(costs, size) for size in range(1, len(table))))
+        asked.append(Asked(rate, costs.slo_ms, table))
+    cycle = find_cycle(asked) if asked else None
+    if cycle is None:
+        return None
+    factors = (factor(costs, size) for (costs, _), size in zip(tenants, cycle.batch_sizes, strict=True))
+    return Solved(cycle, tuple(factors))
+
+
+def _running(gpulet: tuple[float, Tenants], solved: Solved | None) -> list[Resident]:
+    share, tenants = gpulet
+    if solved is None:
+        return []
+    return [Resident(costs.model, b, share) for (costs, _), b in zip(tenants, solved.cycle.batch_sizes, strict=True)]

@@ -1,0 +1,147 @@
+"""Patterns: the sets of replicas that fit together on one GPU, the columns of the MILP.
+
+Counting how many GPUs of a type get each pattern, instead of deciding for every GPU, removes the symmetry between
+identical GPUs. A pattern holds at most one replica of a model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from tenuto.placement.policies.shared.requirements import Requirement
+from tenuto.placement.workload import ModelSpec
+
+__all__ = ["Item", "Pattern", "TooManyPatternsError", "enumerate_patterns", "items_of", "patterns_worth"]
+
+FULL = 100.0 + 1e-9
+
+
+@dataclass(frozen=True)
+class Item:
+    """A replica that a pattern may hold. `carries_rps` is its throughput, cut off at the model's whole rate."""
+
+    model: int
+    need: Requirement
+    carries_rps: float
+    slo_ms: float
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """Replicas on one GPU of a type. `exposure` adds up, over the replicas, the time a batch of each neighbour takes as
+    a part of the replica's SLO: 0 when alone; the smaller, the less the neighbours can do.
+    """
+
+    gpu_type: str
+    items: tuple[Item, ...]
+
+    @property
+    def exposure(self) -> float:
+        """Sum over replicas i and neighbours j of l_j / SLO_i."""
+        total = sum(item.need.latency_ms for item in self.items)
+        return sum((total - item.need.latency_ms) / item.slo_ms for item in self.items)
+
+    @property
+    def load(self) -> float:
+        """Compute and memory used, as a part of one GPU each."""
+        return sum(item.need.total_pct for item in self.items) / 100.0
+
+
+class TooManyPatternsError(Exception):
+    """There are more patterns than asked for; columns must be generated on demand."""
+
+
+def items_of(workload: Sequence[ModelSpec], usable: Mapping[str, Sequence[Requirement]]) -> list[list[Item]]:
+    """Return the sensible replicas of each model on one GPU type.
+
+    A batch size is left out when another one of the same model carries at least as much of the rate with no more
+    compute and memory (and, among equals, the smaller batch stays): it can be replaced in every plan without loss.
+    """
+    found = []
+    for index, spec in enumerate(workload):
+        items = [Item(index, need, min(need.throughput_rps, spec.rate_rps), spec.slo_ms) for need in usable[spec.name]]
+        found.append([one for one in items if not any(_dominates(other, one) for other in items if other is not one)])
+    return found
+
+
+def _dominates(one: Item, other: Item) -> bool:
+    better = (
+        one.carries_rps >= other.carries_rps
+        and one.need.compute_pct <= other.need.compute_pct
+        and one.need.memory_pct <= other.need.memory_pct
+    )
+    equal = (one.carries_rps, one.need.compute_pct, one.need.memory_pct) == (
+        other.carries_rps, other.need.compute_pct, other.need.memory_pct
+    )
+    return better and (not equal or one.need.batch_size < other.need.batch_size)
+
+
+def enumerate_patterns(gpu_type: str, items: Sequence[Sequence[Item]], limit: int) -> list[Pattern]:
+    """Return every pattern.
+
+    Raises:
+        TooManyPatternsError: there are more than `limit`.
+    """
+    found: list[Pattern] = []
+    for chosen in _combinations(items, 0, 0.0, 0.0):
+        found.append(Pattern(gpu_type, chosen))
+        if len(found) > limit:
+            raise TooManyPatternsError
+    return found
+
+
+def _combinations(
+    items: Sequence[Sequence[Item]], start: int, compute: float, memory: float
+) -> Iterator[tuple[Item, ...]]:
+    for index in range(start, len(items)):
+        for item in items[index]:
+            new_compute, new_memory = compute + item.need.compute_pct, memory + item.need.memory_pct
+            if new_compute <= FULL and new_memory <= FULL:
+                yield (item,)
+                for rest in _combinations(items, index + 1, new_compute, new_memory):
+                    yield (item, *rest)
+
+
+def patterns_worth(
+    gpu_type: str, items: Sequence[Sequence[Item]], worth: Callable[[Item], float], threshold: float, limit: int
+) -> tuple[list[Pattern], bool]:
+    """Return patterns whose items are together worth more than `threshold`, best first.
+
+    Returns at most `limit` patterns and whether these are all. Search: depth first over models by value per compute,
+    pruned by the value that the rest of the GPU's compute could add at the best ratio left.
+    """
+    ratios: list[tuple[float, int]] = []
+    for index, group in enumerate(items):
+        if group:
+            ratios.append((max(0.0, *(worth(item) / max(item.need.compute_pct, 1e-6) for item in group)), index))
+    ratios.sort(key=lambda pair: (-pair[0], pair[1]))
+    order = [index for _, index in ratios]
+    best_ratio = [ratio for ratio, _ in ratios] + [0.0]
+    best_value = [max(0.0, *map(worth, items[i])) for i in order]
+    rest_value = [0.0] * (len(order) + 1)
+    for position in range(len(order) - 1, -1, -1):
+        rest_value[position] = rest_value[position + 1] + best_value[position]
+    found: list[tuple[float, Pattern]] = []
+    complete = True
+    steps = 0
+
+    def descend(position: int, compute: float, memory: float, value: float, chosen: tuple[Item, ...]) -> None:
+        nonlocal complete, steps
+        steps += 1
+        if value > threshold and chosen:
+            found.append((value, Pattern(gpu_type, tuple(sorted(chosen, key=lambda item: item.model)))))
+        if len(found) >= 4 * limit or steps > 200 * limit:
+            complete = False
+            return
+        for later in range(position, len(order)):
+            if value + min(rest_value[later], (FULL - compute) * best_ratio[later]) <= threshold:
+                return
+            for item in items[order[later]]:
+                new_compute, new_memory = compute + item.need.compute_pct, memory + item.need.memory_pct
+                if new_compute <= FULL and new_memory <= FULL:
+                    descend(later + 1, new_compute, new_memory, value + worth(item), (*chosen, item))
+
+    descend(0, 0.0, 0.0, 0.0, ())
+    found.sort(key=lambda pair: (-pair[0], [(item.model, item.need.batch_size) for item in pair[1].items]))
+    return [pattern for _, pattern in found[:limit]], complete and len(found) <= limit

@@ -1,0 +1,1 @@
+"""How a plan is shown to people: as a table and as a picture."""

@@ -1,0 +1,119 @@
+"""A plan as rows for people: one per program, one per unserved model, and totals. No printing happens here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from tenuto.placement.copy_times import hidden_copies_ms
+from tenuto.placement.plan import Gpulet, Plan
+from tenuto.placement.program import Program, programs_of
+
+__all__ = ["PlanRow", "PlanTotals", "compare_rows", "rows_of", "totals_of", "why_unserved"]
+
+
+@dataclass(frozen=True)
+class PlanRow:
+    """One replica, or one merged group as `a+b`: where it is, what it runs and what is expected of it; None where
+    unknown.
+
+    `share_pct` None: the gpu-let is unrestricted. `latency_ms` is that of one full batch, neighbours included, and
+    `hidden_ms` what streaming hides of it. A group's SLO is its strictest, its rate that of all its models.
+    """
+
+    gpu: str
+    gpu_type: str
+    gpulet: str
+    share_pct: float | None
+    model: str
+    batch_size: int
+    latency_ms: float | None
+    slo_ms: float | None
+    rate_rps: float | None
+    memory_mib: float | None
+    hidden_ms: float | None = None
+
+
+@dataclass(frozen=True)
+class PlanTotals:
+    """What a plan costs and yields as a whole."""
+
+    goodput_rps: float
+    offered_rps: float
+    gpus_used: int
+    gpus: int
+    cost_per_hour: float | None
+    served: int
+    models: int
+
+
+def rows_of(plan: Plan) -> list[PlanRow]:
+    """Return a row per replica or merged group, in the order of GPUs, gpu-lets and models of the plan."""
+    slos = {spec.name: spec.slo_ms for spec in plan.models}
+    rows = []
+    by_gpu = plan.by_gpu()
+    for gpu in plan.gpus:
+        for gpulet in by_gpu[gpu.id]:
+            for program in programs_of(gpulet):
+                slo_ms = min((slos[r.name] for r in program.members if r.name in slos), default=None)
+                rows.append(
+                    PlanRow(gpu.id, gpu.type, gpulet.id, gpulet.share_pct, program.name, program.batch_size,
+                            program.latency_ms, slo_ms, program.rate_rps, program.memory_mib, _hidden_ms(plan, program))
+                )
+    return rows
+
+
+def _hidden_ms(plan: Plan, program: Program) -> float | None:
+    """Return what streaming hides of a full batch's latency; joint batches of merged models do not stream."""
+    if program.is_merged:
+        return None
+    return hidden_copies_ms(plan, program.members[0]) * program.batch_size or None
+
+
+def totals_of(plan: Plan) -> PlanTotals:
+    """Return the totals of a plan."""
+    return PlanTotals(
+        goodput_rps=plan.expected.goodput_rps,
+        offered_rps=sum(spec.rate_rps for spec in plan.models),
+        gpus_used=plan.expected.gpus_used,
+        gpus=len(plan.gpus),
+        cost_per_hour=plan.expected.cost_per_hour,
+        served=len(plan.models) - len(plan.unserved),
+        models=len(plan.models),
+    )
+
+
+def why_unserved(plan: Plan) -> list[tuple[str, str]]:
+    """Return (model, reason) of every model that the plan does not serve, in plan order."""
+    return [(name, plan.unserved_reasons.get(name, "the policy gave no reason")) for name in plan.unserved]
+
+
+def compare_rows(plans: Mapping[str, Plan]) -> list[tuple[str, dict[str, str]]]:
+    """Return plans side by side: per model a text by policy, `replicas×batch on share: expected rps`.
+
+    Replicas with the same batch and share are counted together; of a merged model (`in a+b`) the batch is the joint
+    one. An unserved model reads `-`.
+    """
+    names = list(dict.fromkeys(spec.name for plan in plans.values() for spec in plan.models))
+    return [(name, {policy: _summary(plan, name) for policy, plan in plans.items()}) for name in names]
+
+
+def _summary(plan: Plan, model: str) -> str:
+    kinds: dict[tuple[int, float | None, str], int] = {}
+    for gpulet in plan.hosts_of(model):
+        program = _program(gpulet, model)
+        key = (program.batch_size, gpulet.share_pct, program.name if program.is_merged else "")
+        kinds[key] = kinds.get(key, 0) + 1
+    if not kinds:
+        return "-"
+    shown = ", ".join(
+        f"{count}×b{batch}" + (f"@{share:g}%" if share is not None else "") + (f" in {merged}" if merged else "")
+        for (batch, share, merged), count in sorted(kinds.items(), key=str)
+    )
+    expected = plan.expected.models.get(model)
+    return f"{shown}: {expected.goodput_rps:,.6g} rps" if expected else shown
+
+
+def _program(gpulet: Gpulet, model: str) -> Program:
+    """Return the program of a gpu-let that runs one of its models."""
+    return next(p for p in programs_of(gpulet) if any(replica.name == model for replica in p.members))

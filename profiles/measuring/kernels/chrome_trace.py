@@ -1,0 +1,120 @@
+"""Kernels from a trace of `torch.profiler` (CUPTI through Kineto), as `export_chrome_trace` writes it."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tenuto.errors import InvalidInputError, Problem
+from tenuto.profiles.measuring.kernels.record import Device, Kernel
+
+__all__ = ["KernelTrace", "load_chrome_trace", "parse_chrome_trace"]
+
+
+@dataclass(frozen=True)
+class KernelTrace:
+    """The kernels of one device in order of start, with the copies' bytes and time by direction (`h2d`, `d2h`)."""
+
+    device: Device
+    kernels: tuple[Kernel, ...]
+    copied_bytes: Mapping[str, int]
+    copy_ms: Mapping[str, float]
+
+
+def load_chrome_trace(path: str | Path, *, device_index: int = 0) -> KernelTrace:
+    """Read a trace file, gzipped or not; see `parse_chrome_trace` for the errors."""
+    file = Path(path)
+    try:
+        raw = file.read_bytes()
+        text = (gzip.decompress(raw) if raw[:2] == b"\x1f\x8b" else raw).decode("utf-8")
+        data = json.loads(text)
+    except OSError as error:
+        raise InvalidInputError(Problem(str(file), "", f"cannot be read ({error})", "Check the path.")) from error
+    except (ValueError, EOFError) as error:
+        cure = "Give the file that export_chrome_trace wrote; an interrupted export is not complete."
+        raise InvalidInputError(Problem(str(file), "", f"is no JSON trace ({error})", cure)) from error
+    return parse_chrome_trace(data, origin=str(file), device_index=device_index)
+
+
+def parse_chrome_trace(data: Any, *, origin: str = "trace", device_index: int = 0) -> KernelTrace:
+    """Return the kernels and copies of one device.
+
+    Args:
+        data: the parsed JSON.
+        origin: prefix of the paths in error messages.
+        device_index: CUDA's index of the device within the recorded process.
+
+    Raises:
+        InvalidInputError: no trace, no such device, no kernels, or a kernel without its launch configuration.
+    """
+    if not isinstance(data, dict) or not isinstance(data.get("traceEvents"), list):
+        cure = "Give a file of torch.profiler's export_chrome_trace."
+        raise InvalidInputError(Problem(origin, type(data).__name__, "has no list `traceEvents`", cure))
+    device = _device(data, origin, device_index)
+    kernels: list[Kernel] = []
+    sizes, times = {"h2d": 0, "d2h": 0}, {"h2d": 0.0, "d2h": 0.0}
+    for number, event in enumerate(data["traceEvents"]):
+        arguments = event.get("args") or {}
+        kind = str(event.get("cat", "")).lower()
+        if event.get("ph") != "X" or arguments.get("device", device_index) != device_index:
+            continue
+        if kind == "kernel":
+            kernels.append(_kernel(event, arguments, f"{origin}: traceEvents[{number}]"))
+        elif kind == "gpu_memcpy":
+            way = {"HtoD": "h2d", "DtoH": "d2h"}.get(next(iter(str(event.get("name")).split()[1:2]), ""))
+            if way is not None:
+                sizes[way] += int(arguments.get("bytes", 0))
+                times[way] += float(event.get("dur", 0.0)) / 1000.0
+    if not kernels:
+        raise InvalidInputError(
+            Problem(origin, 0, "no kernel of this device was recorded",
+                    "Record with ProfilerActivity.CUDA on a machine whose CUPTI is not taken by another profiler.")
+        )
+    kernels.sort(key=lambda kernel: kernel.start_us)
+    return KernelTrace(device, tuple(kernels), sizes, times)
+
+
+def _device(data: Mapping[str, Any], origin: str, index: int) -> Device:
+    for one in data.get("deviceProperties") or ():
+        if one.get("id") == index:
+            try:
+                capability = (int(one["computeMajor"]), int(one["computeMinor"]))
+                return Device(str(one["name"]), capability, int(one["numSms"]))
+            except KeyError as error:
+                cure = "Record the trace with a PyTorch of 1.10 or later."
+                raise InvalidInputError(Problem(f"{origin}: deviceProperties", one, f"lacks {error}", cure)) from error
+    raise InvalidInputError(
+        Problem(f"{origin}: deviceProperties", index, "does not describe this device",
+                "Record the trace with CUDA activities, or name another device.")
+    )
+
+
+def _kernel(event: Mapping[str, Any], arguments: Mapping[str, Any], path: str) -> Kernel:
+    try:
+        grid, block = (_dim3(arguments[key]) for key in ("grid", "block"))
+        return Kernel(
+            name=str(event["name"]), grid=grid, block=block, start_us=float(event["ts"]),
+            duration_us=float(event["dur"]), registers_per_thread=_whole(arguments.get("registers per thread")),
+            shared_memory_bytes=_whole(arguments.get("shared memory")), stream=_whole(arguments.get("stream")),
+            correlation=_whole(arguments.get("correlation")),
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise InvalidInputError(
+            Problem(path, event.get("name"), f"is a kernel without a readable {error}",
+                    "Record with torch.profiler; other tools' traces lack the launch configuration.")
+        ) from error
+
+
+def _dim3(value: Any) -> tuple[int, int, int]:
+    x, y, z = (int(part) for part in value)
+    if min(x, y, z) < 1:
+        raise ValueError(f"launch configuration {value}")
+    return x, y, z
+
+
+def _whole(value: Any) -> int | None:
+    return None if value is None else int(value)

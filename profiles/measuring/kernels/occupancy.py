@@ -1,0 +1,84 @@
+"""How many blocks of a kernel fit on an SM, how many SMs a launch needs, and how full they are: arithmetic only.
+
+Source: the four bounds of the thesis (section 5.3.2) are threads, registers, shared memory and the block limit; the
+allocation units are those of NVIDIA's occupancy calculator.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from tenuto.errors import InvalidInputError, Problem
+from tenuto.profiles.measuring.kernels.record import Kernel, SmLimits
+
+__all__ = ["BlockBounds", "block_bounds", "estimated_occupancy_pct", "sms_needed"]
+
+
+@dataclass(frozen=True)
+class BlockBounds:
+    """Blocks of one kernel that fit on one SM, by each bound. A bound that does not apply equals the block limit."""
+
+    threads: int
+    registers: int
+    shared_memory: int
+    blocks: int
+
+    @property
+    def fit(self) -> int:
+        """The smallest of the four."""
+        return min(self.threads, self.registers, self.shared_memory, self.blocks)
+
+    @property
+    def binding(self) -> str:
+        """The name of the bound that decides; of equal ones the first of blocks, threads, registers, shared_memory."""
+        names = ("blocks", "threads", "registers", "shared_memory")
+        return min(names, key=lambda name: (getattr(self, name), names.index(name)))
+
+
+def block_bounds(kernel: Kernel, limits: SmLimits) -> BlockBounds:
+    """Return how many blocks fit by each bound.
+
+    Registers or shared memory that were not recorded do not bound, so that the result is an upper bound then.
+
+    Raises:
+        InvalidInputError: not even one block fits; the kernel did not run on this compute capability.
+    """
+    warps = max(1, math.ceil(kernel.threads_per_block / limits.warp_size))
+    by_threads = limits.warps // warps
+    by_registers = limits.blocks
+    if kernel.registers_per_thread:
+        per_warp = _up(kernel.registers_per_thread * limits.warp_size, limits.register_unit)
+        granules = limits.registers // per_warp // limits.warp_granularity
+        by_registers = granules * limits.warp_granularity // warps
+    by_shared = limits.blocks
+    if kernel.shared_memory_bytes is not None:
+        per_block = _up(kernel.shared_memory_bytes + limits.reserved_shared_bytes, limits.shared_unit)
+        by_shared = limits.shared_bytes // per_block if per_block else limits.blocks
+    bounds = BlockBounds(by_threads, by_registers, by_shared, limits.blocks)
+    if bounds.fit < 1:
+        raise InvalidInputError(
+            Problem(f"kernel {kernel.name}", kernel.block, f"a block does not fit on an SM by its {bounds.binding}",
+                    "Check that the trace's compute capability is that of the GPU it was recorded on.")
+        )
+    return bounds
+
+
+def _up(value: int, unit: int) -> int:
+    return -(-value // unit) * unit
+
+
+def sms_needed(kernel: Kernel, limits: SmLimits) -> int:
+    """Return the SMs a launch fills when each takes as many blocks as fit; may exceed what the GPU has."""
+    return math.ceil(kernel.blocks / block_bounds(kernel, limits).fit)
+
+
+def estimated_occupancy_pct(kernel: Kernel, limits: SmLimits, sm_count: int) -> float:
+    """Estimate achieved occupancy: warps resident per SM of the whole GPU, in percent of what an SM holds.
+
+    The blocks are spread evenly over all SMs, and at most the bound is resident; a kernel's last, partly filled wave is
+    not counted. It is what CUPTI-based profilers print as an estimate; the measured value is Nsight Compute's.
+    """
+    warps = max(1, math.ceil(kernel.threads_per_block / limits.warp_size))
+    resident = min(kernel.blocks / sm_count, block_bounds(kernel, limits).fit)
+    return 100.0 * resident * warps / limits.warps

@@ -1,0 +1,40 @@
+"""Record the kernels of one batch with torch.profiler, in the process that runs the model."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+from tenuto.profiles.measuring.kernels.chrome_trace import KernelTrace, load_chrome_trace
+
+__all__ = ["TraceWriter", "record_kernels", "write_trace"]
+
+TraceWriter = Callable[[Callable[[], object], Path], None]
+
+
+def write_trace(run: Callable[[], object], path: Path) -> None:
+    """Run once under torch.profiler and export the trace."""
+    import torch
+    from torch.profiler import ProfilerActivity, profile
+
+    activities = [ProfilerActivity.CPU]
+    if torch.cuda.is_available():
+        activities.append(ProfilerActivity.CUDA)
+    with profile(activities=activities) as recorded:
+        run()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+    recorded.export_chrome_trace(str(path))
+
+
+def record_kernels(run: Callable[[], object], *, write: TraceWriter = write_trace) -> KernelTrace:
+    """Return the kernels and copies of one run.
+
+    Raises:
+        InvalidInputError: no kernels were recorded, as on a CPU or where CUPTI is not permitted.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        write(run, path)
+        return load_chrome_trace(path)

@@ -1,0 +1,184 @@
+"""Which weighted operators of a cluster's models run together, and which part of their weights. Imports torch."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from tenuto.profiles.networks.merging.capture import CapturedModel
+from tenuto.profiles.networks.merging.options import MergeOptions
+from tenuto.profiles.networks.merging.similarity import Submatrix, match_operators, shared_submatrix
+
+__all__ = ["SharedOperator", "WeightedOperator", "match_models", "weighted"]
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class WeightedOperator:
+    """An operator with a weight matrix: nodes of its input, weight and bias, and what else it must agree in.
+
+    `transposed`: the weight is stored with inputs first (`addmm`).
+    """
+
+    model: str
+    node: fx.Node
+    input: fx.Node
+    weight: fx.Node
+    bias: fx.Node | None
+    settings: tuple[Any, ...] = ()
+    transposed: bool = False
+
+    @property
+    def is_convolution(self) -> bool:
+        """Whether features lie in dimension 1 rather than the last."""
+        return self.node.target in _CONVOLUTIONS
+
+    @property
+    def is_grouped(self) -> bool:
+        """Whether its rows see different inputs."""
+        return self.is_convolution and self.settings[-1] != 1
+
+
+@dataclass(frozen=True)
+class SharedOperator:
+    """Operators, one for each member model, of one kind and depth, and the submatrix of weights they share."""
+
+    members: dict[str, WeightedOperator]
+    part: Submatrix
+    similarity: float
+    is_whole: bool  # weights and biases of all members are equal
+
+
+_CONVOLUTIONS = (aten.conv1d.default, aten.conv2d.default, aten.conv3d.default)
+
+
+def weighted(model: CapturedModel, node: fx.Node) -> WeightedOperator | None:
+    """Return a node as an operator with a weight matrix, None for any other and for weights that are computed."""
+    args = node.args
+    bias: Any = None
+    settings: tuple[Any, ...] = ()
+    transposed = False
+    if node.target == aten.linear.default:
+        given, weight = args[0], args[1]
+        bias = args[2] if len(args) > 2 else None
+    elif node.target in _CONVOLUTIONS:
+        given, weight = args[0], args[1]
+        bias = args[2] if len(args) > 2 else None
+        values = [args[i] if len(args) > i else default for i, default in ((3, 1), (4, 0), (5, 1), (6, 1))]
+        settings = tuple(tuple(v) if isinstance(v, (list, tuple)) else v for v in values)
+    elif node.target == aten.addmm.default and not node.kwargs:
+        bias, given, weight = args[0], args[1], args[2]
+        transposed = True
+        if bias not in model.weights or model.weights[bias].dim() != 1:
+            return None
+    else:
+        return None
+    if not isinstance(weight, fx.Node) or weight not in model.weights or node.kwargs:
+        return None
+    if bias is not None and (not isinstance(bias, fx.Node) or bias not in model.weights):
+        return None
+    if not isinstance(given, fx.Node) or given in model.weights:
+        return None
+    return WeightedOperator(model.name, node, given, weight, bias, settings, transposed)
+
+
+def matrix(model: CapturedModel, operator: WeightedOperator) -> torch.Tensor:
+    """Return an operator's weight with output features first."""
+    weight = model.weights[operator.weight]
+    return weight.t() if operator.transposed else weight
+
+
+def _fits(model: CapturedModel, operator: WeightedOperator) -> bool:
+    """Whether batches of several models can run through it: the batch is in one known dimension, not the features'."""
+    given, made = model.facts[operator.input], model.facts[operator.node]
+    dims = operator.input.meta["val"].dim()
+    features = 1 if operator.is_convolution else dims - 1
+    return (
+        given.batch is not None and given.joinable and made.joinable and given.batch == made.batch
+        and given.batch[0] != features
+    )  # fmt: skip
+
+
+def _outline(operator: WeightedOperator) -> tuple[Any, ...]:
+    """Return the input's shape without batch and features, which members must agree in."""
+    value = operator.input.meta["val"]
+    features = 1 if operator.is_convolution else value.dim() - 1
+    return tuple(s if isinstance(s, int) else "batch" for i, s in enumerate(value.shape) if i != features)
+
+
+def match_models(models: Sequence[CapturedModel], options: MergeOptions) -> list[SharedOperator]:
+    """Return the shared operators of a cluster: every model's are matched with those of the first.
+
+    A model joins a group as long as the submatrix all members share stays at least `omega` of the larger operator.
+    """
+    found = []
+    tables = {model.name: _table(model) for model in models}
+    anchor, others = models[0], models[1:]
+    by_name = {model.name: model for model in models}
+    for key, anchors in tables[anchor.name].items():
+        joined: dict[int, list[tuple[float, WeightedOperator]]] = defaultdict(list)
+        for other in others:
+            candidates = tables[other.name].get(key, [])
+            pairs = match_operators(
+                [matrix(anchor, a) for a in anchors], [matrix(other, b) for b in candidates],
+                options.omega, options.equal_abs_diff,
+            )  # fmt: skip
+            for i, j, alike in pairs:
+                joined[i].append((alike, candidates[j]))
+        for i, members in joined.items():
+            shared = _group(by_name, anchors[i], members, options)
+            if shared is not None:
+                found.append(shared)
+    return found
+
+
+def _table(model: CapturedModel) -> dict[Any, list[WeightedOperator]]:
+    """Return a model's weighted operators by kind and depth, and what must be equal for one call to serve all."""
+    table: dict[Any, list[WeightedOperator]] = defaultdict(list)
+    for node in model.operators:
+        operator = weighted(model, node)
+        if operator is not None and _fits(model, operator):
+            weight = model.weights[operator.weight]
+            table[node.target, model.facts[node].depth, operator.settings, _outline(operator), weight.dtype].append(
+                operator
+            )
+    return table
+
+
+def _group(
+    models: dict[str, CapturedModel],
+    anchor: WeightedOperator,
+    others: list[tuple[float, WeightedOperator]],
+    options: MergeOptions,
+) -> SharedOperator | None:
+    members, similarity = [anchor], 1.0
+    part: Submatrix | None = None
+    for alike, other in sorted(others, key=lambda pair: -pair[0]):
+        weights = [matrix(models[m.model], m) for m in (*members, other)]
+        trial = shared_submatrix(weights, options.equal_abs_diff, whole_rows=anchor.is_grouped)
+        largest = max(weight.numel() for weight in weights)
+        whole = all(w.shape == weights[0].shape for w in weights) and trial.parameters == largest
+        biases = [None if m.bias is None else models[m.model].weights[m.bias] for m in (*members, other)]
+        if trial.parameters < options.omega * largest or (
+            anchor.is_grouped and not (whole and all(_same(bias, biases[0]) for bias in biases))
+        ):
+            continue
+        members.append(other)
+        part, similarity = trial, min(similarity, alike)
+    if part is None:
+        return None
+    weights = [matrix(models[m.model], m) for m in members]
+    biases = [None if m.bias is None else models[m.model].weights[m.bias] for m in members]
+    whole = all(w.shape == weights[0].shape for w in weights) and part.parameters == weights[0].numel()
+    whole = whole and all(_same(bias, biases[0]) for bias in biases)
+    return SharedOperator({m.model: m for m in members}, part, similarity, whole)
+
+
+def _same(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
+    return a is b or (a is not None and b is not None and a.shape == b.shape and torch.equal(a, b))

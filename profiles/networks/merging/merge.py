@@ -1,0 +1,240 @@
+"""Merge the models of one gpu-let: trace, cluster, match, build, and check that the outputs are those of the originals.
+
+USHER (OSDI 2024), §3.4. Imports torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import combinations
+from typing import Any
+
+import torch
+from torch import fx
+
+from tenuto.errors import InvalidInputError
+from tenuto.profiles.networks.catalogue import ModelSignature
+from tenuto.profiles.networks.merging.capture import CapturedModel, capture
+from tenuto.profiles.networks.merging.distance import cluster_graphs
+from tenuto.profiles.networks.merging.matching import SharedOperator, match_models, weighted
+from tenuto.profiles.networks.merging.options import MergeOptions
+from tenuto.profiles.networks.merging.program import MergePlan, build_program
+from tenuto.profiles.networks.merging.report import MergedCluster, MergedOperator, MergeReport
+
+__all__ = ["MergedModels", "example_inputs", "merge_models"]
+
+
+class MergedModels:
+    """The programs of a cluster: any of its models together, or one alone. All share one copy of the weights."""
+
+    def __init__(self, plan: MergePlan) -> None:
+        """Keep the plan; programs are built when first asked for."""
+        self._plan = plan
+        self._programs: dict[tuple[str, ...], fx.GraphModule] = {}
+        self._device: torch.device | None = None
+        self.names = tuple(plan.models)
+
+    def program(self, present: Sequence[str]) -> fx.GraphModule:
+        """Return the program of some of the models, in the cluster's order: it takes their inputs one after another and
+        returns all their outputs."""
+        chosen = tuple(name for name in self.names if name in present)
+        if chosen not in self._programs:
+            self._programs[chosen] = self._placed(build_program(self._plan, chosen))
+        return self._programs[chosen]
+
+    def _placed(self, program: fx.GraphModule) -> fx.GraphModule:
+        """Let operators that make a tensor make it on the device the weights were moved to."""
+        if self._device is not None:
+            for node in program.graph.nodes:
+                if "device" in node.kwargs:
+                    node.update_kwarg("device", self._device)
+            program.recompile()
+        return program
+
+    def settle(self, device: torch.device | str) -> None:
+        """Move the weights to a device, build the program of every combination of models, and let go of the originals.
+
+        From then on only the merged weights are held; there are 2**models - 1 programs.
+        """
+        self._device = torch.device(device)
+        store = self._plan.store
+        store.tensors = {name: tensor.to(self._device) for name, tensor in store.tensors.items()}
+        store.device = self._device
+        self._programs.clear()
+        for count in range(1, len(self.names) + 1):
+            for present in combinations(self.names, count):
+                self.program(present)
+        for model in self._plan.models.values():
+            model.weights.clear()
+
+    def run(self, batches: Mapping[str, Sequence[torch.Tensor]]) -> dict[str, tuple[torch.Tensor, ...]]:
+        """Run batches of some of the models together, each of its own size, and return every model's outputs."""
+        chosen = [name for name in self.names if name in batches]
+        outputs = list(self.program(chosen)(*(tensor for name in chosen for tensor in batches[name])))
+        found = {}
+        for name in chosen:
+            count = len(self._plan.models[name].outputs)
+            found[name], outputs = tuple(outputs[:count]), outputs[count:]
+        return found
+
+    @property
+    def weights_mib(self) -> float:
+        """The weights of all models, those in common once, in MiB."""
+        return self._plan.store.size_mib
+
+
+def example_inputs(
+    signature: ModelSignature,
+    size: int,
+    *,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+) -> tuple[torch.Tensor, ...]:
+    """Return random inputs a model accepts: noise, token identifiers inside its vocabulary, full attention masks."""
+    generator = torch.Generator().manual_seed(seed)
+    made = []
+    for spec in signature.inputs:
+        kind = getattr(torch, spec.dtype)
+        shape = (size, *spec.shape)
+        if spec.name == "attention_mask":
+            tensor = torch.ones(shape, dtype=kind)
+        elif kind.is_floating_point:
+            tensor = torch.randn(shape, generator=generator).to(dtype)
+        else:
+            tensor = torch.randint(0, spec.below or 2, shape, generator=generator).to(kind)
+        made.append(tensor.to(device))
+    return tuple(made)
+
+
+def merge_models(
+    models: Mapping[str, tuple[torch.nn.Module, ModelSignature]], options: MergeOptions | None = None
+) -> tuple[list[MergedModels], MergeReport]:
+    """Merge whatever of some models can be merged.
+
+    Args:
+        models: modules in evaluation mode with their signatures, by name; left as they are.
+        options: thresholds.
+
+    Returns:
+        The merged clusters and the report; models in no cluster stay as they are and the report says why.
+
+    Raises:
+        InvalidInputError: fewer than two models.
+    """
+    options = options or MergeOptions()
+    if len(models) < 2:
+        raise InvalidInputError("Merging needs at least two models. Name another one.")
+    captured, unmerged = {}, {}
+    for name, (module, signature) in models.items():
+        try:
+            captured[name] = capture(name, module, _examples(module, signature, 3, 0))
+        except InvalidInputError as error:
+            unmerged[name] = error.problems[0].rule if error.problems else str(error)
+    clusters, distances = cluster_graphs({n: model.graph() for n, model in captured.items()}, options.distance)
+    merged, reports = [], []
+    for names in clusters:
+        found, report, reasons = _merge_cluster([captured[name] for name in names], models, options)
+        unmerged |= reasons
+        if found is not None and report is not None:
+            merged.append(found)
+            reports.append(report)
+    inside = {name for cluster in clusters for name in cluster}
+    for name in captured:
+        if name not in inside:
+            near = min((d for pair, d in distances.items() if name in pair), default=float("inf"))
+            unmerged[name] = (
+                f"no other model's operator graph is within {options.distance:g} edits; the nearest is {near:g} away"
+                if near < float("inf") else "no other model could be traced"
+            )  # fmt: skip
+    shown = {f"{a} | {b}": distance for (a, b), distance in distances.items()}
+    return merged, MergeReport(tuple(reports), dict(sorted(unmerged.items())), shown)
+
+
+def _merge_cluster(
+    captured: list[CapturedModel], models: Mapping[str, tuple[torch.nn.Module, ModelSignature]], options: MergeOptions
+) -> tuple[MergedModels | None, MergedCluster | None, dict[str, str]]:
+    before = sum(_size_mib(models[model.name][0]) for model in captured)
+    shared = match_models(captured, options)
+    joined = {name for group in shared for name in group.members}
+    alone = [model for model in captured if model.name not in joined]
+    reasons = {
+        model.name: f"no operator has {options.omega:.0%} of its weights in common with the operator at the same depth "
+        f"of {captured[0].name}" if model is not captured[0] else
+        f"no other model of equal graph has {options.omega:.0%} of an operator's weights in common with it"
+        for model in alone
+    }  # fmt: skip
+    together = [model for model in captured if model.name in joined]
+    if not together:
+        return None, None, reasons
+    before -= sum(_size_mib(models[model.name][0]) for model in alone)
+    total = sum(weighted(model, node) is not None for model in together for node in model.operators)
+    described = tuple(_described(group, together) for group in shared)
+    try:
+        made = MergedModels(MergePlan(together, shared))
+        worst = _worst_error(made, models)
+    except (RuntimeError, IndexError, KeyError, ValueError, TypeError) as error:
+        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        reason = f"the merged program does not run ({first[:200]})"
+        return None, None, reasons | {model.name: reason for model in together}
+    if not worst <= options.tolerance:
+        reason = f"merged outputs err by {worst:.1e}, more than {options.tolerance:.0e} of the largest magnitude"
+        return None, None, reasons | {model.name: reason for model in together}
+    report = MergedCluster(
+        models=made.names, operators=described, operators_before=total,
+        operators_after=total - sum(len(group.members) - 1 for group in shared if group.is_whole),
+        operators_partly=sum(len(group.members) for group in shared if not group.is_whole),
+        shared_parameters=sum(group.part.parameters for group in shared),
+        memory_before_mib=before, memory_after_mib=made.weights_mib, worst_error=worst,
+    )  # fmt: skip
+    return made, report, reasons
+
+
+def _described(group: SharedOperator, models: Sequence[CapturedModel]) -> MergedOperator:
+    by_name = {model.name: model for model in models}
+    first = next(iter(group.members.values()))
+    largest = max(by_name[m.model].weights[m.weight].numel() for m in group.members.values())
+    return MergedOperator(
+        kind=str(first.node.target).split(".")[1], depth=by_name[first.model].facts[first.node].depth,
+        names={m.model: by_name[m.model].names[m.weight] for m in group.members.values()},
+        similarity=group.similarity, shared_pct=100.0 * group.part.parameters / largest,
+        rows=len(group.part.rows), columns=len(group.part.columns), shared_parameters=group.part.parameters,
+    )  # fmt: skip
+
+
+def _worst_error(made: MergedModels, models: Mapping[str, tuple[torch.nn.Module, ModelSignature]]) -> float:
+    """Return the largest error of an output over joint batches of equal and unequal sizes and over every model alone,
+    relative to the output's largest magnitude; infinite if it is not a number where the original is."""
+    count = len(made.names)
+    trials = [
+        dict.fromkeys(made.names, 2),
+        {name: 1 + (2 * index) % 3 for index, name in enumerate(made.names)},
+        *({name: 1 + index % 2} for index, name in enumerate(made.names)),
+    ]
+    if count > 2:
+        trials.append({made.names[0]: 1, made.names[-1]: 2})
+    worst = 0.0
+    with torch.inference_mode():
+        for seed, sizes in enumerate(trials):
+            batches = {name: _examples(*models[name], size, seed) for name, size in sizes.items()}
+            found = made.run(batches)
+            for name, inputs in batches.items():
+                plain: Any = models[name][0](*inputs)
+                for mine, right in zip(found[name], plain if isinstance(plain, tuple) else (plain,), strict=True):
+                    if mine.shape != right.shape:
+                        return float("inf")
+                    scale = float(right.abs().max())
+                    error = float((mine.double() - right.double()).abs().max()) / (scale or 1.0)
+                    worst = max(worst, error if error == error else float("inf"))
+    return worst
+
+
+def _examples(module: torch.nn.Module, signature: ModelSignature, size: int, seed: int) -> tuple[torch.Tensor, ...]:
+    weight = next((p for p in module.parameters() if p.is_floating_point()), None)
+    if weight is None:
+        return example_inputs(signature, size, seed=seed)
+    return example_inputs(signature, size, seed=seed, dtype=weight.dtype, device=weight.device)
+
+
+def _size_mib(module: torch.nn.Module) -> float:
+    return sum(t.numel() * t.element_size() for t in (*module.parameters(), *module.buffers())) / 2**20

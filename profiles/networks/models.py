@@ -1,0 +1,300 @@
+"""Build a network: from the catalogue with random or local weights, from a local directory, or by a user's factory.
+
+Nothing is downloaded and nothing is unpickled. torch, torchvision and transformers are imported when a model is built.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pydantic import Field
+
+from tenuto.documents import StrictModel, parse_document
+from tenuto.errors import EnvironmentFaultError, InvalidInputError, Problem
+from tenuto.profiles.networks.catalogue import (
+    LABEL_COUNT,
+    CatalogueEntry,
+    LoadedModel,
+    ModelSignature,
+    TextInput,
+    is_factory,
+    lookup,
+    text_signature,
+    with_sizes,
+)
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["BuildOptions", "build"]
+
+
+class BuildOptions(StrictModel):
+    """How a catalogue model departs from its entry; the `options` of a model in the workload.
+
+    `config` overrides arguments of the network itself (`{"width_mult": 0.25}`, `{"num_hidden_layers": 2}`): smaller
+    networks for tests, other sizes of the same family. `tokenizer` is a local `tokenizer.json`.
+    """
+
+    seed: int = 0
+    config: dict[str, Any] = Field(default_factory=dict)
+    image_size: int | None = Field(default=None, ge=1)
+    sequence_length: int | None = Field(default=None, ge=1)
+    num_labels: int | None = Field(default=None, ge=1)
+    labels: tuple[str, ...] = ()
+    tokenizer: str | None = None
+
+
+def build(
+    source: str, *, weights_path: str | None = None, seed: int = 0, options: Mapping[str, Any] | None = None
+) -> LoadedModel:
+    """Return a network in evaluation mode, on the CPU, with its signature.
+
+    Args:
+        source: a catalogue name or source, `package.module:factory`, or a local transformers directory.
+        weights_path: local `.safetensors` or state dict, or a transformers directory; without it weights are random.
+        seed: of the random weights; the same seed gives the same weights.
+        options: see `BuildOptions`; for a factory, its keyword arguments.
+
+    Raises:
+        InvalidInputError: unknown model, wrong options, weights that are unsafe to read or do not fit.
+        EnvironmentFaultError: torch, torchvision or transformers is not installed.
+    """
+    options = dict(options or {})
+    try:
+        if is_factory(source):
+            return _from_factory(source, weights_path, options)
+        chosen = parse_document(BuildOptions, {"seed": seed, **options}, origin=f"options of {source}")
+        if Path(source).is_dir():
+            return _from_directory(Path(source), weights_path, chosen)
+        entry = lookup(source)
+        family = entry.source.partition("/")[0]
+        if weights_path is not None and Path(weights_path).is_dir():
+            if family != "transformers":
+                raise _weights_problem(weights_path, "is a directory", "Give the file with the weights.")
+            return _from_directory(Path(weights_path), None, chosen, expected=entry.name.partition("_")[0])
+        return _image_model(entry, weights_path, chosen) if family == "torchvision" else _text_model(
+            entry, weights_path, chosen
+        )
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] not in ("torch", "torchvision", "transformers"):
+            raise
+        raise EnvironmentFaultError(
+            f"'{source}' needs the package '{error.name}'. Run: pip install 'tenuto[serve]'"
+        ) from error
+
+
+def _image_model(entry: CatalogueEntry, weights_path: str | None, options: BuildOptions) -> LoadedModel:
+    from tenuto.profiles.networks.torchvision_import import imagenet_categories, import_torchvision
+
+    classes = options.num_labels or int(options.config.get("num_classes", entry.signature.outputs[0].shape[0]))
+    config = {**entry.config, **options.config, "num_classes": classes}
+    create = getattr(import_torchvision().models, entry.name)
+    module = _seeded(lambda: create(weights=None, **config), entry.name, config, options.seed)
+    if weights_path is None:
+        _calibrate(module, options.image_size or entry.signature.inputs[0].shape[-1], options.seed)
+    else:
+        _load_weights(module, weights_path, entry.name)
+    labels = options.labels or (imagenet_categories() if classes == 1000 else ())
+    return _loaded(module, _sized(entry.signature, classes, options), labels)
+
+
+def _text_model(entry: CatalogueEntry, weights_path: str | None, options: BuildOptions) -> LoadedModel:
+    from tenuto.profiles.networks.text_networks import classify, make_text_network
+
+    classes = options.num_labels or int(options.config.get("num_labels", LABEL_COUNT))
+    config = {**entry.config, **options.config, "num_labels": classes}
+    network = _seeded(lambda: make_text_network(entry.name, config), entry.name, config, options.seed)
+    if weights_path is not None:
+        _load_weights(network, weights_path, entry.name)
+    text = entry.signature.text
+    if text is not None:
+        vocabulary = int(network.config.vocab_size)
+        if vocabulary != text.vocabulary_size:
+            text = _smaller_vocabulary(text, vocabulary)
+        _check_length(network.config, options.sequence_length or text.sequence_length, entry.name)
+        text = replace(text, tokenizer_path=_tokenizer(options.tokenizer))
+    signature = replace(entry.signature, text=text)
+    labels = options.labels or tuple(f"LABEL_{index}" for index in range(classes))
+    return _loaded(classify(network), _sized(signature, classes, options), labels)
+
+
+def _from_directory(
+    directory: Path, weights_path: str | None, options: BuildOptions, expected: str | None = None
+) -> LoadedModel:
+    """Load a local transformers sequence classifier, with its `tokenizer.json` where there is one."""
+    from tenuto.profiles.networks.text_networks import classify, load_directory
+
+    if weights_path is not None or options.config:
+        raise InvalidInputError(
+            Problem("model", str(directory), "a directory brings its own weights and configuration",
+                    "Remove `weights_path` and `options.config`.")
+        )
+    network = load_directory(directory, expected)
+    config = network.config
+    limit = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None)
+    length = options.sequence_length or min(128, int(limit or 128))
+    _check_length(config, length, str(directory))
+    pad_id = config.pad_token_id
+    if pad_id is None:
+        pad_id = config.pad_token_id = config.eos_token_id or 0
+    own = directory / "tokenizer.json"
+    text = TextInput(
+        sequence_length=length, vocabulary_size=int(config.vocab_size), pad_id=int(pad_id),
+        padding_side="left" if config.model_type == "xlnet" else "right",
+        tokenizer_path=_tokenizer(options.tokenizer) or (str(own.resolve()) if own.exists() else None),
+    )
+    classes = int(config.num_labels)
+    labels = options.labels or tuple(str(config.id2label.get(i, f"LABEL_{i}")) for i in range(classes))
+    return _loaded(classify(network), text_signature(text, classes), labels)
+
+
+def _from_factory(source: str, weights_path: str | None, options: dict[str, Any]) -> LoadedModel:
+    """Call a user's factory with the model's options, and `weights_path` when one is given."""
+    module_name, _, function_name = source.partition(":")
+    here = str(Path.cwd())
+    if here not in sys.path:
+        sys.path.append(here)  # as `python -m` does: a model beside the workload file is found
+    try:
+        target: Any = importlib.import_module(module_name)
+        for part in function_name.split("."):
+            target = getattr(target, part)
+    except (ImportError, AttributeError) as error:
+        raise InvalidInputError(
+            Problem("model", source, f"cannot be imported ({error})",
+                    "Install the package, or start where the module lies; write package.module:factory.")
+        ) from error
+    arguments = options if weights_path is None else {**options, "weights_path": weights_path}
+    try:
+        made = target(**arguments)
+    except TypeError as error:
+        raise InvalidInputError(
+            Problem("model", source, f"cannot be called with the options {sorted(arguments)} ({error})",
+                    "The factory takes the model's `options`, and `weights_path` if given, as keyword arguments.")
+        ) from error
+    if not isinstance(made, LoadedModel) or not isinstance(made.signature, ModelSignature):
+        raise InvalidInputError(
+            Problem("model", source, f"the factory returned {type(made).__name__}",
+                    "Return tenuto.profiles.networks.catalogue.LoadedModel(module, signature).")
+        )
+    made.module.eval().requires_grad_(False)
+    return made
+
+
+def _seeded(create: Any, name: str, config: Mapping[str, Any], seed: int) -> Any:
+    """Create a network with weights drawn from `seed`, leaving the caller's random state as it was."""
+    import torch
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        try:
+            return create()
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise InvalidInputError(
+                Problem(f"options of {name}", dict(config), f"no such network can be built ({error})",
+                        "Correct `config`; its keys are the arguments of the network's own constructor.")
+            ) from error
+
+
+def _calibrate(module: Any, size_px: int, seed: int) -> None:
+    """Set the statistics of batch normalisation from one batch of seeded pictures, much as training would.
+
+    Without it the activations of random weights vanish or explode with depth (1e-15 in EfficientNet, 1e12 in
+    Inception): labels would hang on rounding errors, and denormal numbers slow a CPU down as no trained network does.
+    The mean stays zero: centring would amplify the small differences that are left deep in a random network. One
+    network remains touchy: EfficientNet-B7, 55 blocks deep, still magnifies rounding errors on photographs.
+    """
+    import torch
+
+    layers = [layer for layer in module.modules() if isinstance(layer, torch.nn.BatchNorm2d)]
+    if not layers:
+        return
+
+    def normalise(layer: Any, inputs: tuple[torch.Tensor, ...]) -> None:
+        layer.running_mean.zero_()
+        layer.running_var.copy_(inputs[0].square().mean(dim=(0, 2, 3)).clamp(min=1e-12))
+
+    module.eval()
+    hooks = [layer.register_forward_pre_hook(normalise) for layer in layers]
+    with torch.inference_mode():
+        module(_pictures(size_px, seed))
+    for hook in hooks:
+        hook.remove()
+
+
+def _pictures(size_px: int, seed: int) -> torch.Tensor:
+    """Return a batch of which one half is white noise and the other smooth at all scales, as photographs are."""
+    import torch
+    from torch.nn.functional import interpolate
+
+    generator = torch.Generator().manual_seed(seed)
+    half = max(1, min(8, round(2 * (128 / size_px) ** 2)))
+    white = torch.randn(half, 3, size_px, size_px, generator=generator)
+    smooth = torch.zeros_like(white)
+    for cells in (2, 4, 8, 16, 32):
+        noise = torch.randn(half, 3, cells, cells, generator=generator)
+        smooth += interpolate(noise, size=(size_px, size_px), mode="bilinear")
+    return torch.cat([white, smooth / 5**0.5])
+
+
+def _loaded(module: Any, signature: ModelSignature, labels: tuple[str, ...]) -> LoadedModel:
+    classes = signature.outputs[0].shape[0]
+    if labels and len(labels) != classes:
+        raise InvalidInputError(
+            Problem("options.labels", len(labels), f"the model has {classes} outputs", "Give one label for each.")
+        )
+    module.eval().requires_grad_(False)
+    return LoadedModel(module, replace(signature, labels=labels))
+
+
+def _sized(signature: ModelSignature, classes: int, options: BuildOptions) -> ModelSignature:
+    output = replace(signature.outputs[0], shape=(classes,))
+    if signature.text is not None:
+        length = options.sequence_length or signature.text.sequence_length
+        return text_signature(replace(signature.text, sequence_length=length), classes, signature.platform)
+    return with_sizes(replace(signature, outputs=(output,)), image_size=options.image_size)
+
+
+def _smaller_vocabulary(text: TextInput, vocabulary: int) -> TextInput:
+    """Keep special identifiers inside a vocabulary that `config` changed."""
+    inside = max(0, vocabulary - 1)
+    return replace(
+        text, vocabulary_size=vocabulary, pad_id=min(text.pad_id, inside),
+        first_word_id=min(text.first_word_id, inside // 2),
+        prefix=tuple(min(i, inside) for i in text.prefix), suffix=tuple(min(i, inside) for i in text.suffix),
+    )
+
+
+def _check_length(config: Any, length: int, name: str) -> None:
+    limit = getattr(config, "max_position_embeddings", None)
+    if limit is not None and config.model_type not in ("bloom", "t5", "xlnet") and length > limit:
+        raise InvalidInputError(
+            Problem(f"options of {name}", length, f"'sequence_length' is above the network's {limit} positions",
+                    f"Give at most {limit}.")
+        )
+
+
+def _tokenizer(path: str | None) -> str | None:
+    if path is None:
+        return None
+    file = Path(path) / "tokenizer.json" if Path(path).is_dir() else Path(path)
+    if not file.exists():
+        raise InvalidInputError(
+            Problem("options.tokenizer", path, "no such file", "Give a local tokenizer.json of the tokenizers library.")
+        )
+    return str(file.resolve())
+
+
+def _weights_problem(path: str | Path, rule: str, cure: str) -> InvalidInputError:
+    return InvalidInputError(Problem("weights_path", str(path), rule, cure))
+
+
+def _load_weights(module: torch.nn.Module, path: str, name: str) -> None:
+    from tenuto.profiles.networks.weights import apply_state, read_state
+
+    apply_state(module, read_state(path), path, name)

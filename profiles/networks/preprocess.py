@@ -1,0 +1,197 @@
+"""Turn a picture or a text into a model's input tensors, and logits into labels, without importing torch.
+
+Images follow torchvision's `ImageClassification` preset on PIL images step for step, so that the tensor equals the one
+torchvision itself makes. Texts go through a local `tokenizer.json`, or through a hashing tokenizer where there is none.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+import warnings
+import zlib
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tenuto.errors import EnvironmentFaultError, InvalidInputError, Problem
+from tenuto.profiles.networks.catalogue import ImageInput, ModelSignature, TextInput
+
+__all__ = ["Prediction", "image_tensor", "postprocess", "preprocess", "text_tensors"]
+
+Array = NDArray[Any]
+Prediction = dict[str, Any]
+
+MAX_PIXELS = 50_000_000  # larger pictures are refused before they are decoded: they would take gigabytes
+_WORD = re.compile(r"\w+|[^\w\s]")
+
+
+def preprocess(signature: ModelSignature, body: bytes | memoryview) -> dict[str, Array]:
+    """Return the input tensors of one request, without a batch dimension, from a raw body.
+
+    Raises:
+        InvalidInputError: not an image, not UTF-8 text, empty, or a model that takes tensors only.
+    """
+    if not len(body):
+        raise InvalidInputError(Problem("body", "", "is empty", "Send the bytes of an image, or a text."))
+    if signature.image is not None:
+        return {signature.inputs[0].name: image_tensor(body, signature.image)}
+    if signature.text is not None:
+        try:
+            text = bytes(body).decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise InvalidInputError(
+                Problem("body", f"byte {error.start}", "not UTF-8 text", "This model reads text; send it as UTF-8.")
+            ) from error
+        ids, mask = text_tensors(text, signature.text)
+        return {signature.inputs[0].name: ids, signature.inputs[1].name: mask}
+    raise InvalidInputError(
+        Problem("body", f"{len(body)} bytes", "this model takes tensors only",
+                "Use POST /v2/models/{model}/infer with the tensors of its metadata.")
+    )
+
+
+def image_tensor(body: bytes | memoryview, image: ImageInput) -> NDArray[np.float32]:
+    """Return float32 CHW from the bytes of a JPEG or PNG: resize, centre crop, scale, normalise.
+
+    Grey, palette and transparent pictures become RGB. The EXIF orientation is not applied, as in the reference.
+
+    Raises:
+        InvalidInputError: the bytes are no JPEG or PNG, are damaged, or hold more than 50 million pixels.
+    """
+    try:
+        from PIL import Image, UnidentifiedImageError
+    except ModuleNotFoundError as error:
+        raise EnvironmentFaultError("images need the package 'pillow'. Run: pip install 'tenuto[serve]'") from error
+
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # the limit below is the stricter one
+            with Image.open(io.BytesIO(bytes(body)), formats=("JPEG", "PNG")) as opened:
+                if opened.width * opened.height > MAX_PIXELS:
+                    size = f"{opened.width}x{opened.height}"
+                    raise _image_problem(size, "has more than 50 million pixels", "Send a smaller picture.")
+                picture = opened.convert("RGB")
+    except UnidentifiedImageError as error:
+        raise _image_problem(f"{len(body)} bytes", "not an image", "Send a JPEG or PNG file as it is.") from error
+    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+        rule = f"a damaged image ({error})"
+        raise _image_problem(f"{len(body)} bytes", rule, "Send a whole JPEG or PNG file.") from error
+    filters = {"bilinear": Image.Resampling.BILINEAR, "bicubic": Image.Resampling.BICUBIC}
+    width, height = _resized(picture.width, picture.height, image.resize_px)
+    crop = image.crop_px
+    # torchvision rounds half to even; after resizing, no picture is smaller than the crop.
+    left, top = round((width - crop) / 2.0), round((height - crop) / 2.0)
+    if (width, height) != picture.size:
+        picture = picture.resize((width, height), filters[image.interpolation])
+    pixels = np.asarray(picture.crop((left, top, left + crop, top + crop)), dtype=np.uint8)
+    scaled = pixels.transpose(2, 0, 1).astype(np.float32) / np.float32(255)
+    mean = np.asarray(image.mean, np.float32)[:, None, None]
+    std = np.asarray(image.std, np.float32)[:, None, None]
+    result: NDArray[np.float32] = np.ascontiguousarray((scaled - mean) / std)
+    return result
+
+
+def _resized(width: int, height: int, shorter_px: int) -> tuple[int, int]:
+    """Return the size with the shorter edge at `shorter_px`; the longer is cut to whole pixels, as torchvision does."""
+    if width <= height:
+        return shorter_px, int(shorter_px * height / width)
+    return int(shorter_px * width / height), shorter_px
+
+
+def _image_problem(value: str, rule: str, cure: str) -> InvalidInputError:
+    return InvalidInputError(Problem("body", value, rule, cure))
+
+
+def text_tensors(text: str, spec: TextInput) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return `input_ids` and `attention_mask` of `spec.sequence_length`; a longer text is cut, keeping the suffix.
+
+    Raises:
+        InvalidInputError: no token is left of the text, or the tokenizer does not belong to the model.
+    """
+    ids = _tokenizer_ids(text, spec) if spec.tokenizer_path is not None else _hashed_ids(text, spec)
+    if not ids:
+        raise InvalidInputError(Problem("body", text, "holds no word", "Send a text."))
+    if max(ids) >= spec.vocabulary_size:
+        raise InvalidInputError(
+            Problem("tokenizer", spec.tokenizer_path, f"gives identifiers above the model's {spec.vocabulary_size}",
+                    "Use the tokenizer the model was trained with.")
+        )
+    row = np.full(spec.sequence_length, spec.pad_id, dtype=np.int64)
+    mask = np.zeros(spec.sequence_length, dtype=np.int64)
+    place = slice(spec.sequence_length - len(ids), None) if spec.padding_side == "left" else slice(len(ids))
+    row[place] = ids
+    mask[place] = 1
+    return row, mask
+
+
+def _hashed_ids(text: str, spec: TextInput) -> list[int]:
+    """Map each lower-case word or sign to crc32(word) modulo the free vocabulary: the same on every machine."""
+    words = _WORD.findall(text.lower())
+    if not words:
+        return []
+    room = max(0, spec.sequence_length - len(spec.prefix) - len(spec.suffix))
+    free = spec.vocabulary_size - spec.first_word_id
+    reserved = {spec.pad_id, *spec.prefix, *spec.suffix}
+    ids = []
+    for word in words[:room]:
+        identifier = spec.first_word_id + zlib.crc32(word.encode()) % free
+        while identifier in reserved:
+            identifier = spec.first_word_id + (identifier + 1 - spec.first_word_id) % free
+        ids.append(identifier)
+    return [*spec.prefix, *ids, *spec.suffix][: spec.sequence_length]
+
+
+def _tokenizer_ids(text: str, spec: TextInput) -> list[int]:
+    tokenizer = _open_tokenizer(str(spec.tokenizer_path), spec.sequence_length)
+    ids: list[int] = tokenizer.encode(text).ids
+    return ids
+
+
+@lru_cache(maxsize=16)
+def _open_tokenizer(path: str, length: int) -> Any:
+    try:
+        from tokenizers import Tokenizer
+    except ModuleNotFoundError as error:
+        raise EnvironmentFaultError(
+            "a tokenizer.json needs the package 'tokenizers'. Run: pip install 'tenuto[serve]'"
+        ) from error
+    try:
+        tokenizer = Tokenizer.from_file(path)
+    except Exception as error:  # the library raises plain Exception for an absent or damaged file
+        raise InvalidInputError(
+            Problem("tokenizer", path, f"cannot be read ({error})", "Give a tokenizer.json that exists on this node.")
+        ) from error
+    tokenizer.no_padding()
+    tokenizer.enable_truncation(length)
+    return tokenizer
+
+
+def postprocess(
+    signature: ModelSignature, outputs: Mapping[str, Array], *, top_k: int = 5, labels: Sequence[str] | None = None
+) -> list[Prediction]:
+    """Return the `top_k` most likely classes of one request: `label`, `index`, `score` (softmax), `logit`.
+
+    Args:
+        signature: of the model.
+        outputs: without a batch dimension; the first output of the signature is read as logits.
+        top_k: how many, fewer where the model has fewer classes.
+        labels: names instead of the signature's; a class without a name is `class N`.
+    """
+    logits = np.asarray(outputs[signature.outputs[0].name], dtype=np.float64).reshape(-1)
+    names = signature.labels if labels is None else labels
+    shifted = np.exp(logits - logits.max())
+    scores = shifted / shifted.sum()
+    order = np.argsort(-logits, kind="stable")[:top_k]
+    return [
+        {
+            "label": names[index] if index < len(names) else f"class {index}",
+            "index": int(index),
+            "score": round(float(scores[index]), 6),
+            "logit": round(float(logits[index]), 6),
+        }
+        for index in order
+    ]

@@ -1,0 +1,135 @@
+"""transformers' sequence classifiers: made from configuration or a local directory, called with two plain tensors.
+
+Importing this module imports torch and transformers; only `tenuto.profiles.networks.models` does so, when a model is
+built.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from tenuto.errors import InvalidInputError, Problem
+from tenuto.profiles.networks.torchvision_import import import_torchvision
+
+__all__ = ["classify", "load_directory", "make_text_network", "prepare_transformers"]
+
+
+def prepare_transformers(name: str | None = None) -> None:
+    """Import what transformers needs, and the classes of one network of the catalogue.
+
+    torchvision comes first where it is installed: transformers imports it too, and fails beside a CPU build of torch.
+    """
+    if importlib.util.find_spec("torchvision") is not None:
+        import_torchvision()
+    for class_name in _CLASSES.get((name or "").rpartition("/")[2], ()):
+        getattr(transformers, class_name)
+
+
+# Catalogue name: classes of the configuration and of the network.
+_CLASSES = {
+    "bert": ("BertConfig", "BertForSequenceClassification"),
+    "bloom_560": ("BloomConfig", "BloomForSequenceClassification"),
+    "gpt2": ("GPT2Config", "GPT2ForSequenceClassification"),
+    "t5": ("T5Config", "T5ForSequenceClassification"),
+    "xlnet": ("XLNetConfig", "XLNetForSequenceClassification"),
+}
+
+
+def make_text_network(name: str, config: Mapping[str, Any]) -> Any:
+    """Return a network of the catalogue from the arguments of its configuration."""
+    prepare_transformers()
+    config_class, network_class = (getattr(transformers, class_name) for class_name in _CLASSES[name])
+    return network_class(_inference_only(config_class(**config)))
+
+
+def _inference_only(config: Any) -> Any:
+    """Switch off what only generation uses; it costs memory and changes no logit."""
+    for key in ("use_cache", "use_mems_eval"):
+        if hasattr(config, key):
+            setattr(config, key, False)
+    return config
+
+
+class _Classifier(torch.nn.Module):
+    """Calls a transformers classifier with tensors and returns its logits."""
+
+    def __init__(self, network: Any) -> None:
+        super().__init__()
+        self.network = network
+
+    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self.network(input_ids=input_ids, attention_mask=attention_mask).logits
+        return logits
+
+
+class _T5Classifier(_Classifier):
+    """Reads each text at its last attended token, where T5's end-of-text token stands.
+
+    transformers' own forward looks for that token and refuses a whole batch whose texts do not contain it equally
+    often; here one client's text cannot fail another's. For texts that end in it, once, the logits are the same.
+    """
+
+    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
+        hidden = self.network.transformer(
+            input_ids=input_ids, attention_mask=attention_mask, decoder_input_ids=self.network._shift_right(input_ids)
+        ).last_hidden_state
+        last = (attention_mask.sum(dim=1) - 1).clamp(min=0)
+        rows = torch.arange(hidden.shape[0], device=hidden.device)
+        logits: torch.Tensor = self.network.classification_head(hidden[rows, last])
+        return logits
+
+
+def classify(network: Any) -> torch.nn.Module:
+    """Return a module that takes `input_ids` and `attention_mask` and returns logits, each row on its own."""
+    return _T5Classifier(network) if network.config.model_type == "t5" else _Classifier(network)
+
+
+def load_directory(directory: Path, expected: str | None) -> Any:
+    """Load a sequence classifier that transformers saved, from local files only and without running code in them.
+
+    Args:
+        directory: holds `config.json` and safetensors (or a state dict, read with `weights_only`).
+        expected: the model type the caller asked for, or None for any.
+
+    Raises:
+        InvalidInputError: not such a directory, another model type, or weights that are not complete.
+    """
+    if not (directory / "config.json").exists():
+        raise InvalidInputError(
+            Problem("model", str(directory), "has no config.json",
+                    "Give a directory written by save_pretrained, or a name of the catalogue.")
+        )
+    prepare_transformers()
+    try:
+        config = _inference_only(transformers.AutoConfig.from_pretrained(str(directory), local_files_only=True))
+        if expected is not None and config.model_type != expected:
+            raise InvalidInputError(
+                Problem("weights_path", str(directory), f"holds a '{config.model_type}', not a '{expected}'",
+                        "Give the directory of the model asked for.")
+            )
+        network, report = transformers.AutoModelForSequenceClassification.from_pretrained(
+            str(directory), config=config, local_files_only=True, trust_remote_code=False, output_loading_info=True,
+            dtype=torch.float32,
+        )
+    except (OSError, ValueError, RuntimeError) as error:
+        raise InvalidInputError(
+            Problem("model", str(directory), f"cannot be loaded as a sequence classifier ({_first_line(error)})",
+                    "Save it again with save_pretrained.")
+        ) from error
+    missing = sorted(report["missing_keys"]) + sorted(str(key) for key in report["mismatched_keys"])
+    if missing:
+        raise InvalidInputError(
+            Problem("model", str(directory), f"lacks weights of its network: {', '.join(missing[:5])}",
+                    "Save the classifier itself, with its trained head, not the language model below it.")
+        )
+    return network
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

@@ -1,0 +1,123 @@
+"""What an experiment is: the points it runs, the observations it checks, and the points its page shows in detail."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from tenuto.experiments.case import DEFERRED, ROUTER, Case
+
+__all__ = ["THESIS_POLICIES", "Detail", "Experiment", "Observation", "Results", "Settings", "Status"]
+
+THESIS_POLICIES = ("igniter", "usher", "wao-usher", "ao-milp", "wsm-milp")
+
+Status = Literal["reproduced", "not reproduced", "not checked"]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the user chose.
+
+    clients: `thesis` sends what the thesis' clients reached, `exact` what they should have sent.
+    policies: only these; None: those of the thesis and every other that can plan for the thesis' profile.
+    """
+
+    seed: int = 0
+    clients: Literal["thesis", "exact"] = "thesis"
+    policies: tuple[str, ...] | None = None
+    duration_s: float | None = None
+    quick: bool = False
+
+
+@dataclass(frozen=True)
+class Observation:
+    """A published statement and what became of it here.
+
+    `published` and `ours` are the numbers side by side; `tolerance` says what counts as reproduced; `why` explains what
+    is not.
+    """
+
+    name: str
+    statement: str
+    published: str
+    ours: str
+    status: Status
+    tolerance: str
+    figure: str
+    why: str = ""
+
+
+class Results:
+    """The points that have run, found by series, place and SLO."""
+
+    def __init__(self, rows: Iterable[Mapping[str, Any]]) -> None:
+        self.rows = list(rows)
+        self._found = {(row["series"], float(row["case"]["x"]), float(row["case"]["slo_ms"])): row for row in self.rows}
+
+    def row(self, series: str, x: float, slo_ms: float) -> Mapping[str, Any] | None:
+        """Return a point that was planned and run; None where it is missing or its policy could not plan."""
+        row = self._found.get((series, float(x), float(slo_ms)))
+        return row if row is not None and "runs" in row else None
+
+    def run(self, series: str, x: float, slo_ms: float, scheduler: str = ROUTER) -> Mapping[str, Any] | None:
+        """Return the figures of a point under one scheduler."""
+        row = self.row(series, x, slo_ms)
+        return None if row is None else row["runs"].get(scheduler)
+
+    def goodput(self, series: str, x: float, slo_ms: float, scheduler: str = ROUTER) -> float | None:
+        """Return the goodput of a point in requests per second."""
+        run = self.run(series, x, slo_ms, scheduler)
+        return None if run is None else float(run["goodput_rps"])
+
+    def series(self) -> list[str]:
+        """Return the names of all lines with at least one run, in order of their first point."""
+        return list(dict.fromkeys(row["series"] for row in self.rows if "runs" in row))
+
+    def errors(self) -> dict[str, str]:
+        """Return why series could not be planned, by name; only those without any run."""
+        ran = set(self.series())
+        return {row["series"]: row["error"] for row in self.rows if "error" in row and row["series"] not in ran}
+
+    def slos(self) -> list[float]:
+        """Return the SLOs in ascending order."""
+        return sorted({float(row["case"]["slo_ms"]) for row in self.rows})
+
+
+Check = Callable[[Results], list[Observation]]
+
+
+@dataclass(frozen=True)
+class Detail:
+    """A point whose placement, batches and stages the page shows, and what the thesis says about it."""
+
+    series: str
+    x: float
+    slo_ms: float
+    caption: str
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """One published experiment. `figures` are the names under which the thesis shows it; the first is its own name."""
+
+    figures: tuple[str, ...]
+    section: str
+    title: str
+    about: str
+    x_label: str
+    cases: Callable[[Settings], list[Case]]
+    check: Check
+    details: Sequence[Detail] = ()
+    schedulers: tuple[str, ...] = field(default=(ROUTER, DEFERRED))
+
+    @property
+    def name(self) -> str:
+        """The name on the command line."""
+        return self.figures[0]
+
+    def in_detail(self, cases: Sequence[Case]) -> list[Case]:
+        """Return the cases that the page shows in detail, in its order; these alone run live."""
+        found = {(case.series, float(case.x), case.slo_ms): case for case in cases}
+        keys = ((detail.series, float(detail.x), detail.slo_ms) for detail in self.details)
+        return [found[key] for key in keys if key in found]

@@ -1,0 +1,185 @@
+"""Measure streaming against plain execution of one model, and how near to the possible it comes.
+
+A step of `scripts/gpu_check`, in a process of its own. Both sides run the code of a gpu-let without its socket: plain
+batches one after the other, streamed ones on its two threads. Works on a CPU too, where only the taking of inputs
+overlaps.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+
+import numpy as np
+
+from tenuto.deployments.gpulet.executors.base import Arrays
+from tenuto.deployments.gpulet.executors.streamed import make_streaming
+from tenuto.deployments.gpulet.executors.torch_executor import TorchExecutor
+from tenuto.deployments.gpulet.streamed_work import StreamedWork
+from tenuto.errors import TenutoError
+from tenuto.profiles.measuring.worker import random_inputs
+from tenuto.profiles.networks.streamed import BatchTimes
+
+__all__ = ["VARIANTS", "compare", "main", "reason_of"]
+
+WANTED = 1.15  # times the plain throughput
+VARIANTS: dict[str, dict[str, Any]] = {
+    "fp32": {},
+    "fp16": {"dtype": "fp16", "channels_last": True},
+    "fp16 cuda_graphs": {"dtype": "fp16", "channels_last": True, "cuda_graphs": True},
+    "fp16 compile": {"dtype": "fp16", "channels_last": True, "compile": True},
+}
+
+
+class _Batch:
+    def __init__(self, size: int, inputs: Arrays) -> None:
+        self.header: dict[str, Any] = {"model": "model", "n": size}
+        self.inputs = inputs
+        self.received_at = time.perf_counter()
+
+
+def compare(
+    source: str, options: Mapping[str, Any], size: int, *, device: str = "cuda", seconds: float = 5.0
+) -> dict[str, Any]:
+    """Return throughput and times of plain and of streamed batches, and how much their results differ at most.
+
+    The two take turns, five times each, so that clocks and neighbours are the same for both; figures are medians.
+
+    Args:
+        source: the model.
+        options: how it is run.
+        size: rows of a batch.
+        device: `cuda` or `cpu`.
+        seconds: for all measurements.
+
+    Raises:
+        TenutoError: the model cannot be run this way here.
+    """
+    executor = TorchExecutor(device)
+    try:
+        executor.load("model", source, weights_path=None, options=options, batch_sizes=[size])
+        streaming = make_streaming(executor)
+        streaming.warm("model")
+        signature = executor.runner("model").signature
+        inputs = [random_inputs(signature, size, seed) for seed in range(3)]
+        expected = [executor.run("model", given, size)[0] for given in inputs]
+        difference = 0.0
+
+        def plain(count: int) -> float:
+            began = time.perf_counter()
+            for number in range(count):
+                executor.run("model", inputs[number % 3], size)
+            return time.perf_counter() - began
+
+        def streamed(count: int) -> tuple[float, list[BatchTimes]]:
+            nonlocal difference
+            items: SimpleQueue[Any] = SimpleQueue()
+            batches = [_Batch(size, inputs[number % 3]) for number in range(count)]
+            answers: list[tuple[Arrays, BatchTimes]] = []
+            errors: list[Exception] = []
+            for item in (*batches, None):
+                items.put(item)
+            began = time.perf_counter()
+            StreamedWork[_Batch](
+                items, streaming, as_batch=lambda item: item, take=lambda batch: batch.inputs,
+                done=lambda _batch, outputs, times, _waited: answers.append((outputs, times)),
+                failed=lambda _batch, error: errors.append(error), otherwise=lambda _item: None,
+            ).run()  # fmt: skip
+            took_s = time.perf_counter() - began
+            if errors:
+                raise errors[0]
+            for number, (outputs, _) in enumerate(answers):
+                difference = max(difference, _difference(expected[number % 3], outputs))
+            return took_s, [times for _, times in answers]
+
+        once_s = plain(5) / 5
+        count = max(5, int(seconds / 10 / once_s))
+        plain_s, streamed_s, parts = [], [], []
+        for _ in range(5):
+            plain_s.append(plain(count) / count)
+            took_s, times = streamed(count)
+            streamed_s.append(took_s / count)
+            parts += times
+        result: dict[str, Any] = {
+            "device": executor.device, "batch_size": size, "batches": 5 * count,
+            "plain_ms": statistics.median(plain_s) * 1e3, "streaming_ms": statistics.median(streamed_s) * 1e3,
+            **{key: statistics.median(getattr(part, key) for part in parts)
+               for key in ("copy_in_ms", "execution_ms", "copy_out_ms")},
+            "largest_relative_difference": difference,
+        }  # fmt: skip
+    finally:
+        executor.close()
+    result["plain_rps"] = size / result["plain_ms"] * 1e3
+    result["streaming_rps"] = size / result["streaming_ms"] * 1e3
+    result["ratio"] = result["plain_ms"] / result["streaming_ms"]
+    result["reason"] = reason_of(result)
+    return {key: round(value, 4) if isinstance(value, float) else value for key, value in result.items()}
+
+
+def reason_of(result: Mapping[str, Any]) -> str:
+    """Return why streaming did not bring what was hoped for, from what was measured; empty where it did."""
+    if result["ratio"] >= WANTED:
+        return ""
+    slowest = max(("copy_in_ms", "execution_ms", "copy_out_ms"), key=lambda key: float(result[key]))
+    most = result["plain_ms"] / max(result[slowest], 1e-9)
+    said = (
+        f"{result['ratio']:.2f} times the plain throughput: of {result['plain_ms']:.2f} ms a plain batch takes, its "
+        f"slowest part, {slowest.removesuffix('_ms').replace('_', ' ')}, is {result[slowest]:.2f} ms, so that "
+        f"overlapping can bring {most:.2f} times at most"
+    )
+    if most >= WANTED and result["streaming_ms"] > 1.05 * result[slowest]:
+        idle_ms = result["streaming_ms"] - result[slowest]
+        said += f"; {idle_ms:.2f} ms more pass between two batches, on the host's side of launching and answering"
+    return said
+
+
+def _difference(expected: Arrays, found: Arrays) -> float:
+    return max(
+        float(np.abs(found[name] - array).max() / max(float(np.abs(array).max()), 1e-30))
+        for name, array in expected.items()
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure every variant and write the results as they come; returns 1 if one could not be measured."""
+    parser = argparse.ArgumentParser(prog="python -m tenuto.gpu_check.streaming", description=__doc__)
+    parser.add_argument("model", nargs="?", default="resnet50")
+    parser.add_argument("--batch-size", type=int, default=8)
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--seconds", type=float, default=10.0, help="for each variant")
+    parser.add_argument("--variants", default="", help=f"comma-separated, of {', '.join(VARIANTS)}; default all")
+    parser.add_argument("-o", "--output", type=Path, help="JSON file")
+    given = parser.parse_args(arguments)
+    names = [name.strip() for name in given.variants.split(",") if name.strip()] or list(VARIANTS)
+    unknown = [name for name in names if name not in VARIANTS]
+    if unknown:
+        print(f"error: no variant {unknown[0]!r}. Use {', '.join(VARIANTS)}.", file=sys.stderr)
+        return 2
+    results: dict[str, Any] = {"model": given.model}
+    failed = False
+    for name in names:
+        try:
+            results[name] = compare(
+                given.model, VARIANTS[name], given.batch_size, device=given.device, seconds=given.seconds
+            )
+            said = results[name]["reason"] or f"{results[name]['ratio']:.2f} times the plain throughput"
+        except TenutoError as error:
+            failed = True
+            results[name] = {"failed": str(error)}
+            said = str(error)
+        print(f"{given.model} {name}: {said}", file=sys.stderr, flush=True)
+        if given.output is not None:
+            given.output.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
+    print(json.dumps(results, indent=2))
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,35 @@
+"""The public names: each can be imported, is listed, and loads nothing but its own room."""
+
+import subprocess
+import sys
+
+import pytest
+
+import tenuto
+
+
+def test_every_public_name_is_there_and_in_order() -> None:
+    assert list(tenuto.__all__) == sorted(tenuto.__all__, key=lambda name: (name[0].islower(), name))
+    for name in tenuto.__all__:
+        assert getattr(tenuto, name).__name__
+    assert set(tenuto.__all__) <= set(dir(tenuto))
+
+
+def test_an_unknown_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="no attribute 'Plann'"):
+        _ = tenuto.Plann
+
+
+@pytest.mark.parametrize(
+    ("statement", "absent"),
+    [
+        ("import tenuto", ("tenuto.placement", "tenuto.profiles", "pydantic")),
+        ("from tenuto import Workload", ("tenuto.batching", "tenuto.deployments", "tenuto.loadgen", "ray", "torch")),
+        ("import tenuto.placement", ("tenuto.batching", "tenuto.deployments", "tenuto.loadgen", "ray", "torch")),
+        ("from tenuto import simulate", ("tenuto.deployments", "tenuto.loadgen", "ray", "torch")),
+    ],
+)
+def test_an_import_loads_no_other_room(statement: str, absent: tuple[str, ...]) -> None:
+    program = f"import sys; {statement}; print([m for m in {absent!r} if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.stdout.strip(), done.stderr) == ("[]", "")
