@@ -14,10 +14,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tenuto.errors import InvalidInputError, Problem
-from tenuto.loadgen.arrivals import arrival_times
-from tenuto.loadgen.azure import is_synthetic
 from tenuto.placement import ModelSpec
 from tenuto.placement.applications import Application
+from tenuto.placement.arrivals.azure import is_synthetic
+from tenuto.placement.arrivals.processes import arrival_times
 
 __all__ = ["MOST_REQUESTS", "Schedule", "make_schedule", "seed_for"]
 

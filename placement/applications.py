@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 from pydantic import Field, model_validator
 
 from tenuto.documents import StrictModel
-from tenuto.placement.arrival import Arrival
+from tenuto.placement.arrivals.arrival import Arrival
 from tenuto.profiles.latency import LatencyField
 
 if TYPE_CHECKING:

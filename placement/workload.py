@@ -11,7 +11,7 @@ from pydantic import Field, ValidationError, field_validator, model_validator
 from tenuto.documents import StrictModel, dump_yaml, load_document, parse_document
 from tenuto.errors import InvalidInputError, MissingProfileError, Problem
 from tenuto.placement.applications import Application, stage_models
-from tenuto.placement.arrival import Arrival
+from tenuto.placement.arrivals.arrival import Arrival
 from tenuto.profiles import LatencyTable, LinearLatency, ModelProfile, Profiles
 from tenuto.profiles.latency import LatencyField
 

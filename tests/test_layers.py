@@ -48,7 +48,7 @@ def test_left_never_imports_right(folder: str) -> None:
         "tenuto.profiles, tenuto.profiles.shipped, tenuto.profiles.networks.catalogue",
         "tenuto.placement, tenuto.placement.policies.ffd.ffd, tenuto.placement.policies.usher.usher",
         "tenuto.batching.core.deferred, tenuto.batching.virtual.simulator, tenuto.batching.virtual.goodput",
-        "tenuto.loadgen.schedule, tenuto.loadgen.arrivals, tenuto.loadgen.records, tenuto.loadgen.verdict",
+        "tenuto.loadgen.schedule, tenuto.placement.arrivals.processes, tenuto.loadgen.records, tenuto.loadgen.verdict",
         "tenuto.cli.plan, tenuto.cli.simulate, tenuto.cli.goodput, tenuto.cli.policies",
     ],
 )

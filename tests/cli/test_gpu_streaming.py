@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from tenuto.gpu_check import streaming as gpu_streaming
 from tenuto.errors import InvalidInputError
+from tenuto.gpu_check import streaming as gpu_streaming
 
 
 def test_both_ways_are_measured_and_agree() -> None:

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from tenuto.errors import InvalidInputError
-from tenuto.loadgen.arrivals import arrival_times
 from tenuto.placement import Arrival
+from tenuto.placement.arrivals.processes import arrival_times
 
 RATE, DURATION = 200.0, 500.0
 

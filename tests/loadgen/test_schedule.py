@@ -116,7 +116,7 @@ def test_schedules_need_neither_ray_nor_torch() -> None:
     code = (
         "import sys\n"
         "sys.modules.update(dict.fromkeys(['ray', 'torch', 'pynvml', 'cupy']))\n"
-        "import tenuto.loadgen.schedule, tenuto.loadgen.azure, tenuto.loadgen.bench\n"
+        "import tenuto.loadgen.schedule, tenuto.placement.arrivals.azure, tenuto.loadgen.bench\n"
         "import tenuto.loadgen.report, tenuto.loadgen.compare\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
