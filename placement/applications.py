@@ -6,8 +6,7 @@ deadline that is its own, so that every policy plans applications without knowin
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 from pydantic import Field, model_validator
 
@@ -15,10 +14,7 @@ from tenuto.documents import StrictModel
 from tenuto.placement.arrivals.arrival import Arrival
 from tenuto.profiles.latency import LatencyField
 
-if TYPE_CHECKING:
-    from tenuto.placement.workload import ModelSpec
-
-__all__ = ["Application", "Stage", "stage_models"]
+__all__ = ["Application", "Stage"]
 
 _NAME = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*$", max_length=60)]
 
@@ -100,21 +96,3 @@ class Application(StrictModel):
         before = self._before(stage) + stage.part
         return self.slo_ms * before / (before + self._behind(stage))
 
-
-def stage_models(applications: Iterable[Application]) -> list[ModelSpec]:
-    """Return the models that applications add to a workload, in file order."""
-    from tenuto.placement.workload import ModelSpec
-
-    return [
-        ModelSpec(
-            name=application.model_name(stage),
-            source=stage.source if stage.source is not None or stage.latency is not None else stage.model,
-            rate_rps=application.rate_rps * stage.count,
-            slo_ms=application.budget_ms(stage),
-            arrival=application.arrival,
-            profile=None if stage.latency is not None else stage.model,
-            latency=stage.latency,
-        )
-        for application in applications
-        for stage in application.stages
-    ]

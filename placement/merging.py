@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
 
 from tenuto.errors import InvalidInputError
-from tenuto.placement.merge_rules import has_source, why_apart
-from tenuto.placement.merged_group import MergedGroup, group_name
-from tenuto.placement.option_rules import why_unmergeable
-from tenuto.placement.plan import Gpulet, Plan, Replica
+from tenuto.placement.plan import Plan
+from tenuto.placement.program import Gpulet, MergedGroup, Program, Replica, program_name
+from tenuto.placement.rules import why_apart, why_unmergeable
 from tenuto.placement.workload import Workload
 from tenuto.profiles import LatencyTable, Profiles
 from tenuto.profiles.networks.catalogue import lookup
@@ -58,115 +59,88 @@ class _Maker:
 
     def merge(self, models: tuple[str, ...], *, must_pay: bool) -> None:
         """Merge models on all their gpu-lets, or note why not."""
-        name = group_name(models)
+        name = program_name(models)
         if self.taken & set(models):
             taken = ", ".join(sorted(self.taken & set(models)))
             self.notes.append(f"{name} is not merged: {taken} is in another group")
             return
-        reason = self._no_source(models) or why_unmergeable(map(self.workload.__getitem__, models))
-        reason = reason or why_apart(self.gpulets, models)
-        made: dict[int, MergedGroup] = {}
+        reason = why_unmergeable(map(self.workload.__getitem__, models)) or why_apart(self.gpulets, models)
+        made: dict[int, Program] = {}
         if reason is None:
-            alike: list[tuple[object, MergedGroup]] = []  # thousands of gpu-lets are often of a few kinds
+            alike: list[tuple[object, Program]] = []  # thousands of gpu-lets are often of a few kinds
             for index, gpulet in enumerate(self.gpulets):
                 members = [r for r in gpulet.models if r.name in models]
                 if members:
                     costs = [(r.name, r.batch_size, r.latency, r.slowdown) for r in members]
                     kind = (self.types[gpulet.gpu], gpulet.effective_share_pct, costs)
-                    group = next((known for other, known in alike if other == kind), None)
-                    if group is None:
-                        group = self._group(gpulet, models)
-                        alike.append((kind, group))
-                    made[index] = group
+                    program = next((known for other, known in alike if other == kind), None)
+                    if program is None:
+                        program = self._program(gpulet, models)
+                        alike.append((kind, program))
+                    made[index] = program
             reason = self._too_slow(made, models)
         if reason is None and must_pay:
             reason = self._no_gain(made)
         if reason is not None:
             self.notes.append(f"{name} is not merged: {reason}")
             return
-        for index, group in made.items():
+        for index, program in made.items():
             gpulet = self.gpulets[index]
-            self.gpulets[index] = gpulet.model_copy(update={"merge": (*gpulet.merge, group)})
+            self.gpulets[index] = gpulet.model_copy(update={"merge": (*gpulet.merge, _as_group(program))})
         self.taken |= set(models)
-        self.notes.append(self._described(name, made))
+        self.notes.append(self._described(made))
 
-    def _group(self, gpulet: Gpulet, models: tuple[str, ...]) -> MergedGroup:
-        """Return a group with what was measured of it at this share, else with the sum of its members."""
-        budget_ms = min(self.workload[name].slo_ms for name in models) / self._slowdown(gpulet, models)
-        plain = gpulet.model_copy(update={"merge": (MergedGroup(models=models),)})
+    def _program(self, gpulet: Gpulet, models: tuple[str, ...]) -> Program:
+        """Return the program with what was measured of it at this share, else with the sum of its members."""
+        members = [replica for replica in gpulet.models if replica.name in models]
+        budget_ms = min(self.workload[name].slo_ms for name in models) / max(member.slowdown for member in members)
         known = self.profiles.for_type(self.types[gpulet.gpu])
-        row = known.get(group_name(models)) or known.get(self._by_rows(models))
+        row = known.get(program_name(models)) or known.get(self._by_rows(models))
         if row is not None and row.points:
-            try:
+            with suppress(InvalidInputError):  # not measured at this share
                 latency = row.latency(gpulet.effective_share_pct)
-            except InvalidInputError:
-                return plain.merged_groups()[0].within(budget_ms)
-            size = sum(replica.batch_size for replica in gpulet.models if replica.name in models)
-            if isinstance(latency, LatencyTable):
-                size = min(size, latency.largest)
-                points = {b: ms for b, ms in latency.points.items() if b < size} | {size: latency.at(size)}
-                latency = LatencyTable(points={b: round(ms, 6) for b, ms in points.items()})
-            made = MergedGroup(models=models, batch_size=size, latency=latency, basis="measured").within(budget_ms)
-            memory = row.memory_mib(made.batch_size or 1, gpulet.effective_share_pct)
-            return made.model_copy(update={"memory_mib": memory})
-        return plain.merged_groups()[0].within(budget_ms)
+                made = _within(Program.merged(MergedGroup(models=models, latency=latency), members), budget_ms)
+                return replace(made, memory_mib=row.memory_mib(made.batch_size, gpulet.effective_share_pct))
+        return _within(Program.merged(MergedGroup(models=models), members), budget_ms)
 
     def _by_rows(self, models: Sequence[str]) -> str:
         """Return the group's name by its members' profile rows: stages and renamed models use those of others."""
-        return group_name([self.workload[name].profile_row for name in models])
+        return program_name([self.workload[name].profile_row for name in models])
 
-    @staticmethod
-    def _slowdown(gpulet: Gpulet, models: Sequence[str]) -> float:
-        return max(replica.slowdown for replica in gpulet.models if replica.name in models)
-
-    def _no_source(self, models: Sequence[str]) -> str | None:
-        without = [name for name in models if not has_source(self.workload[name])]
-        return f"{', '.join(without)} has no network to merge; give its `source`" if without else None
-
-    def _too_slow(self, made: dict[int, MergedGroup], models: Sequence[str]) -> str | None:
+    def _too_slow(self, made: dict[int, Program], models: Sequence[str]) -> str | None:
         slo_ms = min(self.workload[name].slo_ms for name in models)
-        for index, group in made.items():
-            slowdown = self._slowdown(self.gpulets[index], models)
-            if group.latency is not None and group.latency.at(1) * slowdown > slo_ms:
-                return f"one request takes {group.latency.at(1) * slowdown:.4g} ms, above the SLO of {slo_ms:g} ms"
+        for program in made.values():
+            if program.latency is not None and program.latency.at(1) * program.slowdown > slo_ms:
+                takes_ms = program.latency.at(1) * program.slowdown
+                return f"one request takes {takes_ms:.4g} ms, above the SLO of {slo_ms:g} ms"
         return None
 
-    def _no_gain(self, made: dict[int, MergedGroup]) -> str | None:
-        for index, group in made.items():
-            together_rps, apart_rps = self._both_ways(index, group)
-            if group.basis != "measured":
+    def _no_gain(self, made: dict[int, Program]) -> str | None:
+        for index, program in made.items():
+            together_rps, apart_rps = _both_ways(program)
+            if program.basis != "measured":
                 share = self.gpulets[index].effective_share_pct
                 return f"its merged program was not measured at a share of {share:g} %"
             if together_rps <= apart_rps:
                 return f"it carries {together_rps:.4g} rps at most, its members in turn {apart_rps:.4g} rps"
         return None
 
-    def _both_ways(self, index: int, group: MergedGroup) -> tuple[float, float]:
-        """Return the requests per second of the best joint batch without a pause, and of full batches in turn."""
-        members = [r for r in self.gpulets[index].models if r.name in group.models]
-        taken_ms = sum(r.latency.at(r.batch_size) for r in members if r.latency is not None)
-        apart_rps = 1000.0 * sum(r.batch_size for r in members if r.latency is not None) / taken_ms if taken_ms else 0.0
-        if group.latency is None:
-            return 0.0, apart_rps
-        sizes = range(1, (group.batch_size or 1) + 1)
-        return max(1000.0 * size / group.latency.at(size) for size in sizes), apart_rps
-
-    def _described(self, name: str, made: dict[int, MergedGroup]) -> str:
-        index, group = next(iter(made.items()))
+    def _described(self, made: dict[int, Program]) -> str:
+        program = next(iter(made.values()))
         where = ", ".join(self.gpulets[place].id for place in made)
-        together_rps, apart_rps = self._both_ways(index, group)
-        takes_ms = 0.0 if group.latency is None else group.latency.at(group.batch_size or 1)
-        if group.basis == "measured":
+        together_rps, apart_rps = _both_ways(program)
+        takes_ms = 0.0 if program.latency is None else program.latency.at(program.batch_size)
+        if program.basis == "measured":
             cost = (
-                f"a joint batch of {group.batch_size} takes {takes_ms:.4g} ms; it carries {together_rps:.4g} rps at "
+                f"a joint batch of {program.batch_size} takes {takes_ms:.4g} ms; it carries {together_rps:.4g} rps at "
                 f"most, its members in turn {apart_rps:.4g} rps"
             )
         else:
             cost = (
-                f"a joint batch of {group.batch_size} is taken to cost what its members cost in turn, {takes_ms:.4g} "
+                f"a joint batch of {program.batch_size} is taken to cost what its members cost in turn, {takes_ms:.4g} "
                 f"ms; `tenuto merge` measures it with -o"
             )
-        return f"{name} is merged on {where}: {cost}. Expectations are those of the models by themselves"
+        return f"{program.name} is merged on {where}: {cost}. Expectations are those of the models by themselves"
 
     # --- what `auto` looks for ----------------------------------------------------------------------------------
 
@@ -195,12 +169,12 @@ class _Maker:
             alike: dict[str, list[str]] = {}
             for replica in self._replicas(gpulet):
                 spec = self.workload[replica.name]
-                if replica.name not in self.taken and has_source(spec) and why_unmergeable([spec]) is None:
+                if replica.name not in self.taken and why_unmergeable([spec]) is None:
                     key = json.dumps([_network(spec.source or spec.name), spec.options], sort_keys=True, default=str)
                     alike.setdefault(key, []).append(replica.name)
             known = self.profiles.for_type(self.types[gpulet.gpu])
             for models in alike.values():
-                name = group_name(models)
+                name = program_name(models)
                 if len(models) > 1 and not {name, self._by_rows(models)} & known.keys() and name not in noted:
                     noted.add(name)
                     asked = " ".join(f"{m}={self.workload[m].source or m}" for m in sorted(models))
@@ -208,6 +182,36 @@ class _Maker:
                         f"{name} could be one program, but was not measured: `tenuto merge {asked} -o FILE`, "
                         "and give FILE with --profiles"
                     )
+
+
+def _within(program: Program, budget_ms: float) -> Program:
+    """Return a program with no larger joint batches than a budget allows, at least one request."""
+    latency, most = program.latency, program.batch_size
+    if latency is None:
+        return program
+    fitting = max(1, min(most, latency.largest_batch(budget_ms)))
+    if isinstance(latency, LatencyTable):
+        points = {size: ms for size, ms in latency.points.items() if size < fitting} | {fitting: latency.at(fitting)}
+        latency = LatencyTable(points={size: round(ms, 6) for size, ms in points.items()})
+    return replace(program, batch_size=fitting, latency=latency)
+
+
+def _as_group(program: Program) -> MergedGroup:
+    memory = program.memory_mib if program.basis == "measured" else None
+    return MergedGroup(models=program.models, batch_size=program.batch_size, latency=program.latency,
+                       memory_mib=memory, basis=program.basis)  # fmt: skip
+
+
+def _both_ways(program: Program) -> tuple[float, float]:
+    """Return the requests per second of the best joint batch without a pause, and of the members' full batches in
+    turn."""
+    alone = [(member.batch_size, member.latency) for member in program.members if member.latency is not None]
+    taken_ms = sum(latency.at(size) for size, latency in alone)
+    apart_rps = 1000.0 * sum(size for size, _ in alone) / taken_ms if alone else 0.0
+    latency = program.latency
+    if latency is None:
+        return 0.0, apart_rps
+    return max(1000.0 * size / latency.at(size) for size in range(1, program.batch_size + 1)), apart_rps
 
 
 def _network(source: str) -> str:

@@ -12,13 +12,11 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator
 
 from tenuto.documents import StrictModel, dump_yaml, load_document, parse_document
-from tenuto.errors import InvalidInputError, Problem
+from tenuto.errors import InvalidInputError, Problem, raise_if_any
 from tenuto.placement.applications import Application
-from tenuto.placement.merge_rules import merge_problems
-from tenuto.placement.merged_group import MergedGroup, as_groups
-from tenuto.placement.option_rules import plan_option_problems
+from tenuto.placement.program import Gpulet, Replica
+from tenuto.placement.rules import plan_problems
 from tenuto.placement.workload import ModelSpec
-from tenuto.profiles.latency import LatencyField
 
 __all__ = ["SCHEMA", "Expected", "ExpectedModel", "Gpulet", "Plan", "PlannedGpu", "PolicyUsed", "Replica"]
 
@@ -40,66 +38,6 @@ class PlannedGpu(StrictModel):
     type: str
     uuid: str | None = None
     address: str | None = None
-
-
-class Replica(StrictModel):
-    """One model resident on a gpu-let.
-
-    `batch_size` is the largest batch that will be run. `latency` is l(b) on this gpu-let alone; `slowdown` what its
-    neighbours on the GPU are expected to cost on top (1.0: nothing). `rate_rps` is the part of the model's load
-    planned here.
-    """
-
-    name: str
-    batch_size: Annotated[int, Field(ge=1)]
-    rate_rps: float | None = None
-    latency_ms: float | None = None  # expected for one full batch, neighbours included
-    slowdown: Annotated[float, Field(ge=1)] = 1.0
-    memory_mib: float | None = None
-    latency: LatencyField | None = None
-    # Of one request, part of its batch's latency; filled in where streaming hides them.
-    copy_in_ms: Annotated[float, Field(ge=0)] | None = None
-    copy_out_ms: Annotated[float, Field(ge=0)] | None = None
-
-
-class Gpulet(StrictModel):
-    """A share of one GPU served by one process.
-
-    `share_pct` None: unrestricted. `duty_cycle_ms`: the models take turns in rounds of this length (temporal sharing);
-    None: whichever batch is due runs.
-    """
-
-    id: str
-    gpu: str
-    share_pct: Annotated[float, Field(gt=0, le=100)] | None = None
-    memory_mib: Annotated[float, Field(gt=0)] | None = None  # cap of the process; None: no cap
-    duty_cycle_ms: Annotated[float, Field(gt=0)] | None = None
-    models: tuple[Replica, ...]
-    merge: tuple[MergedGroup, ...] = ()  # models that run as one merged program
-
-    @field_validator("merge", mode="before")
-    @classmethod
-    def _plain_groups(cls, value: Any) -> Any:
-        return as_groups(value)
-
-    def merged_groups(self) -> tuple[MergedGroup, ...]:
-        """Return the groups with their batch sizes and latencies, from the members where they do not say."""
-        replicas = {replica.name: replica for replica in self.models}
-        return tuple(
-            group.completed([(r.batch_size, r.latency, r.slowdown) for r in map(replicas.__getitem__, group.models)])
-            for group in self.merge
-        )
-
-    def programs(self) -> dict[str, int]:
-        """Return what its process loads, with the largest batch: the groups, and the models that are in none."""
-        merged = {name for group in self.merge for name in group.models}
-        alone = {replica.name: replica.batch_size for replica in self.models if replica.name not in merged}
-        return alone | {group.name: group.batch_size or 1 for group in self.merged_groups()}
-
-    @property
-    def effective_share_pct(self) -> float:
-        """The share as a number: 100 where unrestricted."""
-        return 100.0 if self.share_pct is None else self.share_pct
 
 
 class ExpectedModel(StrictModel):
@@ -134,6 +72,7 @@ class Plan(StrictModel):
     applications: tuple[Application, ...] = ()  # whose stages are among the models
     mps: Literal["off", "auto", "required"] = "auto"
     streaming: bool = False
+    overcommits: bool = False  # on purpose: the shares of a GPU may add up to more than 100 %
 
     @field_validator("mps", mode="before")
     @classmethod
@@ -194,7 +133,7 @@ class Plan(StrictModel):
             for replica in gpulet["models"]:
                 _drop(replica, rate_rps=None, latency_ms=None, slowdown=1.0, memory_mib=None, latency=None)
                 _drop(replica, copy_in_ms=None, copy_out_ms=None)
-        _drop(data, streaming=False)
+        _drop(data, streaming=False, overcommits=False)
         data["models"] = [m.model_dump(mode="json", exclude_defaults=True, exclude_none=True) for m in self.models]
         return data
 
@@ -221,39 +160,8 @@ class Plan(StrictModel):
         return cls.from_data(load_document(path), origin=str(path))
 
     def check_references(self, origin: str = "plan") -> None:
-        """Raise `InvalidInputError` when gpu-lets name unknown GPUs or ids, models appear twice on one gpu-let, or
-        cannot be merged or run as the plan says."""
-        problems = []
-        gpus = {gpu.id for gpu in self.gpus}
-        seen: set[str] = set()
-        for index, gpulet in enumerate(self.gpulets):
-            where = f"{origin}: gpulets.{index}"
-            if gpulet.gpu not in gpus:
-                problems.append(
-                    Problem(
-                        f"{where}.gpu",
-                        gpulet.gpu,
-                        "no such GPU in the plan",
-                        f"Use one of {', '.join(sorted(gpus)) or '(none)'}.",
-                    )
-                )
-            if gpulet.id in seen:
-                problems.append(Problem(f"{where}.id", gpulet.id, "id is used twice", "Give each gpu-let its own id."))
-            seen.add(gpulet.id)
-            names = [replica.name for replica in gpulet.models]
-            for name in sorted({name for name in names if names.count(name) > 1}):
-                problems.append(
-                    Problem(
-                        f"{where}.models",
-                        name,
-                        "model appears twice on one gpu-let",
-                        "Keep one entry; its batch size is the largest batch.",
-                    )
-                )
-        problems += merge_problems(self, origin)
-        problems += plan_option_problems(self, origin)
-        if problems:
-            raise InvalidInputError(problems)
+        """Raise `InvalidInputError` with every rule that its gpu-lets break; see `tenuto.placement.rules`."""
+        raise_if_any(plan_problems({gpu.id: gpu.type for gpu in self.gpus}, self.gpulets, self.models, origin))
 
 
 def _drop(data: dict[str, Any], **defaults: Any) -> None:
@@ -268,11 +176,5 @@ def _plan_in_serve_config(config: dict[str, Any], origin: str) -> Any:
             user_config = deployment.get("user_config") or {}
             if isinstance(user_config, dict) and "plan" in user_config:
                 return user_config["plan"]
-    raise InvalidInputError(
-        Problem(
-            f"{origin}: applications",
-            "(Serve config)",
-            "carries no Tenuto plan",
-            "Write it with `tenuto plan … -o plan.yaml`.",
-        )
-    )
+    cure = "Write it with `tenuto plan … -o plan.yaml`."
+    raise InvalidInputError(Problem(f"{origin}: applications", "(Serve config)", "carries no Tenuto plan", cure))

@@ -9,9 +9,9 @@ from tenuto.errors import InvalidInputError, Problem, raise_if_any
 from tenuto.placement.cluster import Cluster
 from tenuto.placement.copy_times import copy_ms_per_request
 from tenuto.placement.merging import apply_merging
-from tenuto.placement.option_rules import workload_option_problems
 from tenuto.placement.plan import Expected, ExpectedModel, Gpulet, Plan, PolicyUsed
 from tenuto.placement.policy import Policy
+from tenuto.placement.rules import option_problems
 from tenuto.placement.workload import Workload, profile_of
 from tenuto.profiles import LatencyTable, LinearLatency, ModelProfile, Profiles
 
@@ -36,7 +36,8 @@ def solve(policy: Policy, workload: Workload, cluster: Cluster, profiles: Profil
 def check_inputs(workload: Workload, cluster: Cluster, profiles: Profiles) -> None:
     """Raise `InvalidInputError` for models without a profile, SLOs that not even a batch of one can meet, options
     that they cannot be run with, and rates for which an elastic cluster would grow beyond `MOST_ELASTIC_GPUS`."""
-    problems = workload_option_problems(workload, cluster)
+    on_cpu = {spec.name for spec in workload.models} if set(cluster.gpu_types) == {"cpu"} else set[str]()
+    problems = option_problems(workload.models, workload.merge if isinstance(workload.merge, tuple) else (), on_cpu)
     least_gpus: list[tuple[float, int, float]] = []
     sizes = {gpu.type: gpu.memory_mib for gpu in cluster.gpus}
     for index, spec in enumerate(workload.models):
@@ -200,19 +201,17 @@ def check_plan(plan: Plan, cluster: Cluster) -> None:
     """Raise `InvalidInputError` when a plan breaks a rule that holds for every policy.
 
     Rules: ids are consistent; models exist; memory of the gpu-lets of a GPU fits; shares sum to at most 100 % unless
-    the plan's
-    notes say that it over-commits; shares below 100 % need CUDA MPS; every model is served or listed as unserved.
+    the plan says that it over-commits; shares below 100 % need CUDA MPS; every model is served or listed as unserved.
     """
     plan.check_references()
     problems: list[Problem] = []
     memory = {gpu.type: gpu.memory_mib for gpu in cluster.gpus}
     known = {spec.name for spec in plan.models}
-    overcommits = any("over-commit" in note for note in plan.notes)
     by_gpu = plan.by_gpu()
     for gpu in plan.gpus:
         gpulets = by_gpu[gpu.id]
         share = sum(g.effective_share_pct for g in gpulets)
-        if share > 100.0 + 1e-6 and not overcommits:
+        if share > 100.0 + 1e-6 and not plan.overcommits:
             problems.append(Problem(f"gpus.{gpu.id}", share, "shares sum to more than 100 %", "Make the plan again."))
         need = sum(_need(gpulet) for gpulet in gpulets)
         if gpu.type in memory and need > memory[gpu.type] + 1e-6:
@@ -254,13 +253,7 @@ def check_plan(plan: Plan, cluster: Cluster) -> None:
 
 
 def _need(gpulet: Gpulet) -> float:
-    """Return the memory a gpu-let needs in MiB: its cap, or the sum of what its replicas and merged
-    programs are known to need."""
+    """Return the memory a gpu-let needs in MiB: its cap, or what its programs are known to need."""
     if gpulet.memory_mib is not None:
         return gpulet.memory_mib
-    needs = {replica.name: replica.memory_mib or 0.0 for replica in gpulet.models}
-    for group in gpulet.merge:
-        if group.memory_mib is not None:  # equal weights once
-            needs = {name: need for name, need in needs.items() if name not in group.models}
-            needs[group.name] = group.memory_mib
-    return sum(needs.values())
+    return sum(program.memory_mib or 0.0 for program in gpulet.programs)

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationError, field_validator, model_validator
 
 from tenuto.documents import StrictModel, dump_yaml, load_document, parse_document
-from tenuto.errors import InvalidInputError, MissingProfileError, Problem
-from tenuto.placement.applications import Application, stage_models
+from tenuto.errors import Problem
+from tenuto.placement.applications import Application
 from tenuto.placement.arrivals.arrival import Arrival
 from tenuto.profiles import LatencyTable, LinearLatency, ModelProfile, Profiles
 from tenuto.profiles.latency import LatencyField
@@ -63,7 +63,7 @@ class Workload(StrictModel):
         if not isinstance(data, dict) or not isinstance(data.get("applications"), list | tuple):
             return data
         try:
-            stages = stage_models(Application.model_validate(raw) for raw in data["applications"])
+            stages = _stage_models(Application.model_validate(raw) for raw in data["applications"])
         except ValidationError:
             return data  # the field's own validation reports it
         models = list(data.get("models") or ())
@@ -163,6 +163,23 @@ class Workload(StrictModel):
         return self.model_copy(update={"models": models, "applications": applications})
 
 
+def _stage_models(applications: Iterable[Application]) -> list[ModelSpec]:
+    """Return the models that applications add to a workload, in file order."""
+    return [
+        ModelSpec(
+            name=application.model_name(stage),
+            source=stage.source if stage.source is not None or stage.latency is not None else stage.model,
+            rate_rps=application.rate_rps * stage.count,
+            slo_ms=application.budget_ms(stage),
+            arrival=application.arrival,
+            profile=None if stage.latency is not None else stage.model,
+            latency=stage.latency,
+        )
+        for application in applications
+        for stage in application.stages
+    ]
+
+
 def _as_value_error(problems: list[Problem]) -> ValueError:
     text = " ".join(f"{p.path}: {p.value!r}: {p.rule}." for p in problems)
     return ValueError(f"{text}; cure: {problems[0].cure}")
@@ -180,23 +197,3 @@ def profile_of(spec: ModelSpec, gpu_type: str, profiles: Profiles) -> ModelProfi
         points = [{"batch_size": size, "latency_ms": latency} for size, latency in spec.latency.points.items()]
         return ModelProfile.model_validate({"points": points})
     return profiles.get(spec.profile_row, gpu_type)
-
-
-def profiles_of(workload: Workload, gpu_type: str, profiles: Profiles) -> Mapping[str, ModelProfile]:
-    """Return the profile of every model by name.
-
-    Raises:
-        InvalidInputError: with one problem per model that has none.
-    """
-    found: dict[str, ModelProfile] = {}
-    problems: list[Problem] = []
-    for index, spec in enumerate(workload.models):
-        try:
-            found[spec.name] = profile_of(spec, gpu_type, profiles)
-        except MissingProfileError:
-            raise
-        except InvalidInputError as error:
-            problems += [Problem(f"models.{index}.profile", p.value, p.rule, p.cure) for p in error.problems]
-    if problems:
-        raise InvalidInputError(problems)
-    return found

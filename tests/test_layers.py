@@ -25,8 +25,6 @@ CIRCLES = {
     ("deployments", "dispatch entry gpulet operator serve wire"): "served path",
     ("deployments/entry", "gateway routes"): "served path",
     ("loadgen", "client senders"): "load generation",
-    ("placement", "applications arrivals workload"): "placement",
-    ("placement", "merge_rules option_rules plan"): "placement",
 }
 SERVING_LIBRARIES = ("ray", "torch", "torchvision", "transformers", "pynvml", "fastapi", "sklearn", "PIL")
 # What loads where none of these libraries is installed, and what in there is about torch itself.

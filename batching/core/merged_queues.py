@@ -53,13 +53,10 @@ def merged_queues(plan: Plan) -> MergedQueues:
 
 def merged_hosts(gpulet: Gpulet, queues: MergedQueues) -> dict[int, Host]:
     """Return what joint batches cost on a gpu-let, by the group's queue; none for a group without a latency."""
-    slowdowns = {replica.name: replica.slowdown for replica in gpulet.models}
     return {
-        queues.index(group.name): Host(
-            latency_steps(group.latency, 0.0, group.batch_size), max(slowdowns[name] for name in group.models)
-        )
-        for group in gpulet.merged_groups()
-        if group.latency is not None and group.name in queues.names
+        queues.index(program.name): Host(latency_steps(program.latency, 0.0, program.batch_size), program.slowdown)
+        for program in gpulet.programs
+        if program.is_merged and program.latency is not None and program.name in queues.names
     }
 
 

@@ -36,7 +36,7 @@ class Feedback:
         self._scheduler = scheduler
         self._correction.restart()
         if plan.streaming:
-            largest = max((size for gpulet in plan.gpulets for size in gpulet.programs().values()), default=1)
+            largest = max((p.batch_size for gpulet in plan.gpulets for p in gpulet.programs), default=1)
             self._early.follow(scheduler, largest, longest_copies_ms(plan))
             scheduler.update_network(self._early.budget(self._network.told))
         else:

@@ -100,7 +100,7 @@ class Fleet:
         if self._plan is None or not slot.is_away or not slot.link.is_up or slot.running:
             return False
         held = slot.link.description.get("models", {})
-        if any(held.get(name, 0) < size for name, size in self._plan.gpulets[index].programs().items()):
+        if any(held.get(program.name, 0) < program.batch_size for program in self._plan.gpulets[index].programs):
             return False
         slot.is_away = False
         return True

@@ -106,8 +106,9 @@ def _models(plan: Plan, gpulet: Gpulet) -> dict[str, dict[str, Any]]:
             "slowdown": replica.slowdown,
             "copies": (replica.copy_in_ms, replica.copy_out_ms),
         }
-    for group in gpulet.merged_groups():
-        found[f"merged {group.name}"] = {"batch size": group.batch_size, "latency": group.latency}
+    for program in gpulet.programs:
+        if program.is_merged:
+            found[f"merged {program.name}"] = {"batch size": program.batch_size, "latency": program.latency}
     return found
 
 

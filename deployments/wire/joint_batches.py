@@ -26,16 +26,17 @@ def group_entries(gpulet: Gpulet, entry: Callable[[str], dict[str, Any]]) -> lis
         gpulet: of a plan.
         entry: returns the entry of a model by itself.
     """
-    slowdowns = {replica.name: replica.slowdown for replica in gpulet.models}
     entries = []
-    for group in gpulet.merged_groups():
-        members = [entry(name) for name in group.models]
+    for program in gpulet.programs:
+        if not program.is_merged:
+            continue
+        members = [entry(name) for name in program.models]
         entries.append(
             {
-                "name": group.name,
-                "batch_size": group.batch_size,
-                "latency": group.latency.model_dump(mode="json") if group.latency is not None else None,
-                "slowdown": max(slowdowns[name] for name in group.models),
+                "name": program.name,
+                "batch_size": program.batch_size,
+                "latency": program.latency.model_dump(mode="json") if program.latency is not None else None,
+                "slowdown": program.slowdown,
                 "members": [{key: member[key] for key in _OF_A_MEMBER} for member in members],
             }
         )

@@ -9,7 +9,7 @@ from html import escape
 from tenuto.loadgen.report.charts import WIDTH
 from tenuto.loadgen.report.palette import Style
 from tenuto.placement import Gpulet, Plan
-from tenuto.placement.program import Program, programs_of
+from tenuto.placement.program import Program
 
 __all__ = ["placement_picture"]
 
@@ -39,7 +39,7 @@ def placement_picture(plan: Plan, styles: Mapping[str, Style]) -> str:
 
 
 def _gpu(title: str, gpulets: tuple[Gpulet, ...], styles: Mapping[str, Style]) -> str:
-    programs = {gpulet.id: programs_of(gpulet) for gpulet in gpulets}
+    programs = {gpulet.id: gpulet.programs for gpulet in gpulets}
     rows = max(map(len, programs.values()))
     height = 22 + rows * _ROW + 20
     free = max(0.0, 100.0 - sum(g.share_pct or 0.0 for g in gpulets))

@@ -157,12 +157,9 @@ def predictions(run: Run) -> list[Prediction]:
 
 def _predicted_ms(plan: Plan, gpulet: Gpulet, model: str, batch_sizes: NDArray[np.int32]) -> Floats:
     replica = next(r for r in gpulet.models if r.name == model)
-    latency = replica.latency or plan.model(model).latency
-    slowdown = replica.slowdown
-    for group in gpulet.merged_groups():
-        if model in group.models:  # the batches it ran in are joint ones
-            latency = group.latency
-            slowdown = max(r.slowdown for r in gpulet.models if r.name in group.models)
+    program = next(program for program in gpulet.programs if model in program.models)
+    latency = program.latency or (None if program.is_merged else plan.model(model).latency)
+    slowdown = program.slowdown
     sizes, index = np.unique(batch_sizes, return_inverse=True)
     values = np.full(sizes.size, np.nan)
     for position, size in enumerate(sizes.tolist()):

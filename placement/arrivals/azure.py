@@ -26,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tenuto.errors import InvalidInputError, Problem, raise_if_any
-from tenuto.placement import Arrival
+from tenuto.placement.arrivals.arrival import Arrival
 
 __all__ = ["AZURE_PROCESSES", "AzureOptions", "azure_times", "is_synthetic"]
 

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tenuto.errors import InvalidInputError, Problem
-from tenuto.placement import Arrival
+from tenuto.placement.arrivals.arrival import Arrival
 from tenuto.placement.arrivals.azure import AZURE_PROCESSES, azure_times
 
 __all__ = ["PROCESSES", "arrival_times", "read_trace"]

@@ -14,7 +14,7 @@ from textwrap import wrap
 
 from tenuto.placement.copy_times import hidden_copies_ms
 from tenuto.placement.plan import Gpulet, Plan
-from tenuto.placement.program import Program, programs_of
+from tenuto.placement.program import Program
 from tenuto.placement.shown.table import totals_of, why_unserved
 
 __all__ = ["MOST_SINGLE_BARS", "draw"]
@@ -85,7 +85,7 @@ def _bars(plan: Plan) -> list[_Bar]:
         return [_Bar(gpu.id, gpu.type, tuple(by_gpu[gpu.id])) for gpu in plan.gpus]
     alike: dict[tuple[object, ...], list[str]] = {}
     for gpu in plan.gpus:
-        key = (gpu.type, *((g.share_pct, tuple(g.programs().items())) for g in by_gpu[gpu.id]))
+        key = (gpu.type, *((g.share_pct, tuple((p.name, p.batch_size) for p in g.programs)) for g in by_gpu[gpu.id]))
         alike.setdefault(key, []).append(gpu.id)
     types = {gpu.id: gpu.type for gpu in plan.gpus}
     return [_Bar(f"{len(ids)} GPUs", f"{types[ids[0]]}, {ids[0]} …", tuple(by_gpu[ids[0]])) for ids in alike.values()]
@@ -170,7 +170,7 @@ def _gpulet(
     parts = []
     each = width / max(1, len(gpulet.models))
     at = x
-    for program in programs_of(gpulet):
+    for program in gpulet.programs:
         mine = each * len(program.members)
         parts += _program(gpulet, program, plan, colours, at, top, mine, height)
         at += mine
@@ -228,7 +228,7 @@ def _tooltip(gpulet: Gpulet, program: Program, plan: Plan) -> str:
     )
     facts = [f"{program.name} on {gpulet.id}: {batch}"]
     facts.append("unrestricted" if gpulet.share_pct is None else f"share {gpulet.share_pct:g} %")
-    others = [other.name for other in programs_of(gpulet) if other.name != program.name]
+    others = [other.name for other in gpulet.programs if other.name != program.name]
     if others:
         facts.append("takes turns with " + ", ".join(others))
     if program.latency_ms is not None:
@@ -249,7 +249,7 @@ def _foot(plan: Plan, top: float) -> tuple[list[str], float]:
     """Return the list of unserved models with reasons, the explanation of dashes, and the height of the picture."""
     lines = [f"unserved: {name}: {reason}" for name, reason in why_unserved(plan)]
     if any(gpulet.share_pct is None for gpulet in plan.gpulets):
-        turns = any(len(gpulet.programs()) > 1 for gpulet in plan.gpulets)
+        turns = any(len(gpulet.programs) > 1 for gpulet in plan.gpulets)
         lines.append("dashed frame: unrestricted gpu-let" + ("; models in one frame take turns" if turns else ""))
     if any(gpulet.merge for gpulet in plan.gpulets):
         lines.append("several colours under one label: models that run as one merged program")

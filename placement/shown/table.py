@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from tenuto.placement.copy_times import hidden_copies_ms
-from tenuto.placement.plan import Gpulet, Plan
-from tenuto.placement.program import Program, programs_of
+from tenuto.placement.plan import Plan
+from tenuto.placement.program import Gpulet, Program
 
 __all__ = ["PlanRow", "PlanTotals", "compare_rows", "rows_of", "totals_of", "why_unserved"]
 
@@ -54,7 +54,7 @@ def rows_of(plan: Plan) -> list[PlanRow]:
     by_gpu = plan.by_gpu()
     for gpu in plan.gpus:
         for gpulet in by_gpu[gpu.id]:
-            for program in programs_of(gpulet):
+            for program in gpulet.programs:
                 slo_ms = min((slos[r.name] for r in program.members if r.name in slos), default=None)
                 rows.append(
                     PlanRow(gpu.id, gpu.type, gpulet.id, gpulet.share_pct, program.name, program.batch_size,
@@ -116,4 +116,4 @@ def _summary(plan: Plan, model: str) -> str:
 
 def _program(gpulet: Gpulet, model: str) -> Program:
     """Return the program of a gpu-let that runs one of its models."""
-    return next(p for p in programs_of(gpulet) if any(replica.name == model for replica in p.members))
+    return next(p for p in gpulet.programs if any(replica.name == model for replica in p.members))

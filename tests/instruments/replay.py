@@ -43,9 +43,9 @@ class EmulatedLink:
         self.index = index
         self.gpulet_id = gpulet_id
         gpulet = next(gpulet for gpulet in plan.gpulets if gpulet.id == gpulet_id)
-        self.description: dict[str, Any] = {"models": gpulet.programs()}
+        self.description: dict[str, Any] = {"models": {program.name: program.batch_size for program in gpulet.programs}}
         self._latency = {r.name: r.latency for r in gpulet.models if r.latency is not None}
-        self._latency |= {group.name: group.latency for group in gpulet.merged_groups() if group.latency is not None}
+        self._latency |= {program.name: program.latency for program in gpulet.programs if program.latency is not None}
         self._events = events
         self._ctrl_ms = ctrl_ms
         self._waiting: deque[tuple[dict[str, Any], float]] = deque()

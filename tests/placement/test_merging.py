@@ -9,7 +9,7 @@ import pytest
 from tenuto.deployments.serve.diff import diff
 from tenuto.errors import InvalidInputError
 from tenuto.placement import Cluster, Plan, Workload, load_policy, solve
-from tenuto.placement.merged_group import MergedGroup, worst_split_ms
+from tenuto.placement.program import MergedGroup, worst_split_ms
 from tenuto.placement.solve import check_plan
 from tenuto.profiles import LatencyTable, LinearLatency, Profile, Profiles
 

@@ -110,11 +110,10 @@ models = workloads(CASES["wsm-milp"])
 
 def assert_valid(plan: Plan, workload: Workload, cluster: Cluster, part_of_slo: float) -> None:
     memory = {gpu.type: gpu.memory_mib for gpu in cluster.gpus}
-    overcommits = any("over-commit" in note for note in plan.notes)
     for gpu in plan.gpus:
         gpulets = plan.on_gpu(gpu.id)
         assert sum(r.memory_mib or 0 for g in gpulets for r in g.models) <= memory[gpu.type] + 1e-6
-        assert overcommits or sum(g.effective_share_pct for g in gpulets) <= 100 + 1e-6
+        assert plan.overcommits or sum(g.effective_share_pct for g in gpulets) <= 100 + 1e-6
     if not cluster.elastic:
         assert {gpu.id for gpu in plan.gpus} == {gpu.id for gpu in cluster.gpus}
     rates: dict[str, float] = {}

@@ -10,7 +10,6 @@ import pytest
 from tenuto.loadgen.report.palette import styles_for
 from tenuto.loadgen.report.placed import placement_picture
 from tenuto.placement import Plan
-from tenuto.placement.program import programs_of
 from tenuto.placement.shown.picture import MERGED, MOST_SINGLE_BARS, STRIP, draw
 from tenuto.placement.shown.table import compare_rows, rows_of
 
@@ -41,7 +40,7 @@ MIXED = {
 
 def test_a_group_is_one_program_where_its_first_model_stands() -> None:
     (gpulet,) = plan(MIXED).gpulets
-    merged, plain = programs_of(gpulet)
+    merged, plain = gpulet.programs
     assert (merged.name, merged.is_merged, merged.batch_size, merged.rate_rps) == ("cats+dogs", True, 16, 100)
     assert [member.name for member in merged.members] == ["cats", "dogs"]
     assert merged.memory_mib == 200  # the sum, as equal weights were not measured
@@ -49,7 +48,7 @@ def test_a_group_is_one_program_where_its_first_model_stands() -> None:
     assert (plain.name, plain.is_merged, plain.batch_size) == ("plain", False, 8)
     group = {"models": ["cats", "dogs"], "batch_size": 6, "memory_mib": 120, "latency": LINE}
     unknown = [replica("cats", rate_rps=None), replica("dogs")]
-    (measured,) = programs_of(plan({"models": unknown, "merge": [group]}).gpulets[0])
+    (measured,) = plan({"models": unknown, "merge": [group]}).gpulets[0].programs
     assert (measured.batch_size, measured.memory_mib, measured.latency_ms) == (6, 120, 10)
     assert measured.rate_rps is None
 
@@ -89,8 +88,8 @@ def test_the_picture_has_one_label_over_the_colours_of_a_group() -> None:
     assert tips == [
         "cats+dogs on n0/0/a: one merged program, joint batch 16, share 60 %, takes turns with plain, "
         "42 ms of 80 ms SLO, 100 rps, 200 MiB",
-        "plain on n0/0/a: batch 8, share 60 %, takes turns with cats+dogs, 6 ms of it copies that overlap, 50 rps, "
-        "100 MiB",
+        "plain on n0/0/a: batch 8, share 60 %, takes turns with cats+dogs, 12 ms of 100 ms SLO, 6 ms of it copies that "
+        "overlap, 50 rps, 100 MiB",
     ]
 
 

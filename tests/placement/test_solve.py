@@ -74,7 +74,7 @@ def test_overcommitment_is_allowed_when_the_plan_says_so() -> None:
     workload = equal_rates(["bert", "resnet50"], 10, 300)
     with pytest.raises(InvalidInputError, match="more than 100 %"):
         solve(given(*two), workload, v100s(2), thesis())
-    assert solve(given(*two, notes=["over-commits: test"]), workload, v100s(2), thesis())
+    assert solve(given(*two, overcommits=True), workload, v100s(2), thesis())
 
 
 def test_shares_without_mps_are_refused() -> None:

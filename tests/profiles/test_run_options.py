@@ -53,7 +53,7 @@ def test_a_merged_program_knows_only_how_often_to_warm_up() -> None:
 
 def test_options_are_read_without_torch() -> None:
     program = (
-        "import sys; from tenuto.placement.option_rules import workload_option_problems; "
+        "import sys; from tenuto.placement.rules import option_problems; "
         "sys.exit(any(name in sys.modules for name in ('torch', 'ray')))"
     )
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0

@@ -97,11 +97,13 @@ class Gslice(Policy):
         late: list[str] = []
         tuned = [self._tuned(opened, workload, profiles, refused, late) for opened in packed.gpus]
         notes = []
-        if any(sum(gpu.shares) > gpu.demands[0].most_units for gpu in tuned):
+        overcommits = any(sum(gpu.shares) > gpu.demands[0].most_units for gpu in tuned)
+        if overcommits:
             notes.append("over-commits shares: each model's share is tuned by itself")
         if late:
             notes.append("expected to miss half their SLO or their rate beside their neighbours: " + ", ".join(late))
-        return igniter_plan(self.name, workload, cluster, Packed(tuned, refused), notes)
+        plan = igniter_plan(self.name, workload, cluster, Packed(tuned, refused), notes)
+        return plan.model_copy(update={"overcommits": overcommits})
 
     def _tuned(
         self, opened: OpenGpu, workload: Workload, profiles: Profiles, refused: dict[str, str], late: list[str]

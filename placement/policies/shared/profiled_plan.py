@@ -53,7 +53,8 @@ def profiled_plan(
         if 0 < capacity[spec.name] < spec.rate_rps - 1e-6:
             carried = f"{capacity[spec.name]:.6g} of {spec.rate_rps:g} rps carried"
             remarks.append(f"{spec.name}: {carried}; no GPU has room for one more replica")
-    if not shares and any(len(replicas) > 1 for _, replicas in hosted):
+    competes = not shares and any(len(replicas) > 1 for _, replicas in hosted)
+    if competes:
         remarks.append("over-commits shares on purpose: gpu-lets of one GPU are not limited and compete freely")
     models = {
         spec.name: ExpectedModel(goodput_rps=round(rates[spec.name], 6), latency_ms=round(slowest[spec.name], 6))
@@ -70,6 +71,7 @@ def profiled_plan(
         unserved=tuple(names),
         unserved_reasons={name: unserved.get(name, "no GPU has room for a replica") for name in names},
         notes=tuple(remarks),
+        overcommits=competes,
     )
 
 

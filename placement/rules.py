@@ -1,0 +1,182 @@
+"""The rules that hold for every plan, whoever wrote it: ids and names that exist, models that may run as one program,
+options that models can be run with where they are placed.
+
+They need the plan alone; what also needs the cluster (memory, shares) is checked in `tenuto.placement.solve`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+
+from tenuto.errors import InvalidInputError, Problem
+from tenuto.placement.program import Gpulet, program_name
+from tenuto.placement.workload import ModelSpec
+from tenuto.profiles import LatencyTable
+from tenuto.profiles.networks.catalogue import lookup
+from tenuto.profiles.networks.run_options import run_option_problems, unmergeable_options
+
+__all__ = ["option_problems", "plan_problems", "why_apart", "why_unmergeable"]
+
+
+def plan_problems(
+    gpu_types: Mapping[str, str], gpulets: Sequence[Gpulet], models: Sequence[ModelSpec], origin: str
+) -> list[Problem]:
+    """Return everything that is wrong with the gpu-lets of a plan.
+
+    Args:
+        gpu_types: the plan's GPUs with their types.
+        gpulets: of the plan.
+        models: the workload's entries the plan carries.
+        origin: what the paths of problems begin with.
+    """
+    on_cpu = {r.name for gpulet in gpulets if gpu_types.get(gpulet.gpu) == "cpu" for r in gpulet.models}
+    groups = dict.fromkeys(group.models for gpulet in gpulets for group in gpulet.merge)
+    return [
+        *_reference_problems(gpu_types, gpulets, origin),
+        *_merge_problems(gpulets, models, origin),
+        *option_problems(models, groups, on_cpu, f"{origin}: "),
+    ]
+
+
+def _reference_problems(gpu_types: Mapping[str, str], gpulets: Sequence[Gpulet], origin: str) -> list[Problem]:
+    """Return gpu-lets on unknown GPUs or with ids used twice, and models that appear twice on one gpu-let."""
+    found: list[Problem] = []
+    seen: set[str] = set()
+    for index, gpulet in enumerate(gpulets):
+        where = f"{origin}: gpulets.{index}"
+        if gpulet.gpu not in gpu_types:
+            cure = f"Use one of {', '.join(sorted(gpu_types)) or '(none)'}."
+            found.append(Problem(f"{where}.gpu", gpulet.gpu, "no such GPU in the plan", cure))
+        if gpulet.id in seen:
+            found.append(Problem(f"{where}.id", gpulet.id, "id is used twice", "Give each gpu-let its own id."))
+        seen.add(gpulet.id)
+        for name, count in sorted(Counter(replica.name for replica in gpulet.models).items()):
+            if count > 1:
+                cure = "Keep one entry; its batch size is the largest batch."
+                found.append(Problem(f"{where}.models", name, "model appears twice on one gpu-let", cure))
+    return found
+
+
+# --- models that run as one program -----------------------------------------------------------------------------
+
+
+def _merge_problems(gpulets: Sequence[Gpulet], models: Sequence[ModelSpec], origin: str) -> list[Problem]:
+    """Return what is wrong with merged groups.
+
+    A group's models are resident on its gpu-let (hence on one GPU), have a network to merge, belong to one group, and
+    are held together by every gpu-let that holds one of them, as they share one queue.
+    """
+    found: list[Problem] = []
+    seen: set[str] = set()
+    for index, gpulet in enumerate(gpulets):
+        resident = {replica.name for replica in gpulet.models}
+        counts = Counter(name for group in gpulet.merge for name in group.models)
+        for place, group in enumerate(gpulet.merge):
+            where = f"{origin}: gpulets.{index}.merge.{place}"
+            for name in group.models:
+                if name not in resident:
+                    known = ", ".join(sorted(resident)) or "(none)"
+                    rule = f"no such model on gpu-let {gpulet.id}"
+                    found.append(Problem(where, name, rule, f"Resident there: {known}."))
+                elif counts[name] > 1:
+                    found.append(Problem(where, name, "is in two merged groups", "Keep it in one of them."))
+                    counts[name] = 1
+            if isinstance(group.latency, LatencyTable) and (group.batch_size or 0) > group.latency.largest:
+                rule = f"above the largest batch of its latency ({group.latency.largest})"
+                cure = "Lower it, or measure larger batches with `tenuto merge -o`."
+                found.append(Problem(f"{where}.batch_size", group.batch_size, rule, cure))
+            if group.name not in seen and resident.issuperset(group.models):
+                seen.add(group.name)  # a plan may hold one group on thousands of gpu-lets
+                found += _group_problems(gpulets, models, group.models, where)
+    return found
+
+
+def _group_problems(
+    gpulets: Sequence[Gpulet], models: Sequence[ModelSpec], group: Sequence[str], where: str
+) -> list[Problem]:
+    """Return what is wrong with a group wherever it is."""
+    rule, cure = "has no network to merge: no source, and not in the catalogue", "Give its `source`, or remove it."
+    found = [Problem(where, spec.name, rule, cure) for spec in models if spec.name in group and not has_network(spec)]
+    apart = why_apart(gpulets, group)
+    if apart:
+        found.append(Problem(where, program_name(group), apart, "Merge them wherever they are, or nowhere."))
+    elif not all(_merges(gpulet, group) for gpulet in gpulets):
+        rule = "is merged on one gpu-let and not on another, but has one queue for both"
+        cure = "Give every gpu-let that holds these models the same `merge`."
+        found.append(Problem(where, program_name(group), rule, cure))
+    return found
+
+
+def _merges(gpulet: Gpulet, models: Sequence[str]) -> bool:
+    """Return whether a gpu-let that holds these models has them as a group; True where it holds none."""
+    resident = {replica.name for replica in gpulet.models}
+    return not resident & set(models) or any(group.models == tuple(models) for group in gpulet.merge)
+
+
+def why_apart(gpulets: Iterable[Gpulet], models: Sequence[str]) -> str | None:
+    """Return why models cannot share one queue: a gpu-let that holds some of them does not hold all; else None."""
+    wanted, hosts = set(models), []
+    for gpulet in gpulets:
+        held = wanted & {replica.name for replica in gpulet.models}
+        if held:
+            hosts.append((gpulet.id, held))
+    missing = wanted - {name for _, held in hosts for name in held}
+    if missing:
+        return f"{', '.join(sorted(missing))} is on no gpu-let"
+    partly = [(place, held) for place, held in hosts if held != wanted]
+    if not partly:
+        return None
+    shown = "; ".join(f"{place} holds {', '.join(sorted(held))}" for place, held in partly[:3])
+    more = f" and {len(partly) - 3} more" if len(partly) > 3 else ""
+    return f"not every gpu-let that holds one of them holds all ({shown}{more}), and they would share one queue"
+
+
+def why_unmergeable(models: Iterable[ModelSpec]) -> str | None:
+    """Return why models cannot be merged as they are: no network, or options no merged program knows; else None."""
+    asked = list(models)
+    without = [spec.name for spec in asked if not has_network(spec)]
+    if without:
+        return f"{', '.join(without)} has no network to merge; give its `source`"
+    refused = [f"`{key}: {value}` of {s.name}" for s in asked for key, value in unmergeable_options(s.options).items()]
+    return f"a merged program knows no {', no '.join(refused)}" if refused else None
+
+
+def has_network(spec: ModelSpec) -> bool:
+    """Return whether a model names a network: its source, or its name in the catalogue."""
+    if spec.source is not None:
+        return True
+    try:
+        lookup(spec.name)
+    except InvalidInputError:
+        return False
+    return True
+
+
+# --- options of how a model is run ------------------------------------------------------------------------------
+
+
+def option_problems(
+    models: Sequence[ModelSpec], groups: Iterable[Sequence[str]], on_cpu: set[str], prefix: str = ""
+) -> list[Problem]:
+    """Return what is wrong with the options of models: wrong values, contradictions, CUDA graphs on a CPU, and options
+    that a merged program refuses. Options of a network or of a user's factory are not judged.
+
+    Args:
+        models: whose options.
+        groups: of models that are to run as one program.
+        on_cpu: models that run on a CPU.
+        prefix: what the paths of problems begin with.
+    """
+    if not any(spec.options for spec in models):
+        return []
+    group_of = {name: group for group in groups for name in group}
+    found: list[Problem] = []
+    for index, spec in enumerate(models):
+        path = f"{prefix}models.{index}.options"
+        found += run_option_problems(spec.options, path, on_cpu=spec.name in on_cpu)
+        if spec.name in group_of:
+            rule = f"is not possible for a model that is merged ({program_name(group_of[spec.name])})"
+            cure = "Remove it, or the group from `merge`: the models are then served one by one."
+            found += [Problem(f"{path}.{k}", v, rule, cure) for k, v in unmergeable_options(spec.options).items()]
+    return found
