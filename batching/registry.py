@@ -6,7 +6,8 @@ import importlib
 from collections.abc import Mapping
 from typing import Any
 
-from tenuto.batching.core.interface import Scheduler, Setup
+from tenuto.batching.core.scheduler import Scheduler
+from tenuto.batching.core.system import System
 from tenuto.errors import InvalidInputError, Problem
 
 __all__ = ["SCHEDULERS", "make_scheduler", "scheduler_class"]
@@ -37,11 +38,11 @@ def scheduler_class(name: str) -> type[Scheduler]:
     return found
 
 
-def make_scheduler(name: str, setup: Setup, options: Mapping[str, Any] | None = None) -> Scheduler:
+def make_scheduler(name: str, system: System, options: Mapping[str, Any] | None = None) -> Scheduler:
     """Build a scheduler by name with options as given on the command line.
 
     Raises:
-        InvalidInputError: unknown scheduler or option, unusable value, or a set-up with impossible numbers.
+        InvalidInputError: unknown scheduler or option, unusable value, or a system with impossible numbers.
     """
     kind = scheduler_class(name)
-    return kind(setup, kind.options_type.parse(name, options or {}))
+    return kind(system, kind.options_type.parse(name, options or {}))

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from tenuto.batching.core.interface import Scheduler
+from tenuto.batching.core.scheduler import Scheduler
 from tenuto.batching.virtual.goodput import Offer
 from tenuto.batching.virtual.result import SimulationResult
 from tenuto.batching.virtual.simulator import simulate
@@ -37,7 +37,7 @@ def simulated_records(result: SimulationResult, load: ApplicationLoad | None = N
         result: what the simulator returned.
         load: where it had applications; their stages that were never due have no row.
     """
-    ids = np.array([spec.id for spec in result.setup.gpulets] + [""], dtype=object)
+    ids = np.array([spec.id for spec in result.system.gpulets] + [""], dtype=object)
     answered = ~np.isnan(result.answered_ms)
     status = np.where(answered, 200, 504).astype(np.int32)
     status[result.outcome == 3] = 429
@@ -105,7 +105,7 @@ def offer_of(load: ApplicationLoad, names: Sequence[str], duration_s: float, war
 def simulated_applications(result: SimulationResult, load: ApplicationLoad) -> dict[str, dict[str, Any]]:
     """Return the figures of every application of a simulated run."""
     return application_figures(
-        simulated_records(result, load), [spec.name for spec in result.setup.requested], load.applications,
+        simulated_records(result, load), [spec.name for spec in result.system.models], load.applications,
         warmup_ms=1000.0 * result.warmup_s, duration_ms=1000.0 * result.duration_s,
     )  # fmt: skip
 
@@ -130,8 +130,8 @@ def describe_simulation(
         load: its requests where it had applications.
     """
     records = simulated_records(result, load)
-    names = [spec.name for spec in result.setup.requested]
-    slos = {spec.name: spec.slo_ms for spec in result.setup.requested}
+    names = [spec.name for spec in result.system.models]
+    slos = {spec.name: spec.slo_ms for spec in result.system.models}
     summary = summarise(
         records, names, warmup_ms=1000.0 * result.warmup_s, duration_ms=1000.0 * result.duration_s,
         applications=load.applications if load is not None else (),

@@ -19,9 +19,10 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from heapq import heappop, heappush
 
-from tenuto.batching.core.interface import INF, TIME_TOLERANCE_MS, Dispatch, Drop
 from tenuto.batching.core.pooled import DeferredOptions, PooledScheduler
 from tenuto.batching.core.pools import Lane, ModelQueue, Pool
+from tenuto.batching.core.scheduler import Dispatch, Drop
+from tenuto.batching.core.system import INF, TIME_TOLERANCE_MS
 
 __all__ = ["DeferredOptions", "DeferredScheduler"]
 
@@ -41,7 +42,7 @@ class DeferredScheduler(PooledScheduler):
     # Events in ------------------------------------------------------------------------------------------------------
 
     def add_request(self, now_ms: float, model_index: int, request_id: int, deadline_ms: float) -> None:
-        model = self._models[model_index]
+        model = self._queue_of[model_index]
         model.rate.count += 1
         deadlines = model.deadlines
         deadline_ms -= self._response_ms
@@ -72,7 +73,7 @@ class DeferredScheduler(PooledScheduler):
                 self.next_wake_ms = due
 
     def cancel(self, now_ms: float, model_index: int, request_id: int) -> bool:
-        model = self._models[model_index]
+        model = self._queue_of[model_index]
         try:
             position = model.ids.index(request_id)
         except ValueError:

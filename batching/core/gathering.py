@@ -9,7 +9,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable
 
-from tenuto.batching.core.interface import TIME_TOLERANCE_MS
+from tenuto.batching.core.system import TIME_TOLERANCE_MS
 
 __all__ = ["GATHERING", "GatherRule", "head_first", "window"]
 

@@ -11,8 +11,9 @@ from heapq import heappop, heappush
 
 from tenuto.batching.core.balance import Balance
 from tenuto.batching.core.gathering import GATHERING
-from tenuto.batching.core.interface import INF, TIME_TOLERANCE_MS, NetworkDelay, Scheduler, SchedulerOptions, Setup
 from tenuto.batching.core.pools import Lane, ModelQueue, Pool
+from tenuto.batching.core.scheduler import Scheduler, SchedulerOptions
+from tenuto.batching.core.system import INF, TIME_TOLERANCE_MS, NetworkDelay, System
 from tenuto.batching.core.target import ArrivalRate, Burstiness, batch_sizes, reserve_ms, wait_reserve_ms
 
 __all__ = ["DeferredOptions", "PooledScheduler"]
@@ -39,8 +40,8 @@ class DeferredOptions(SchedulerOptions):
 class PooledScheduler(Scheduler):
     """State and bookkeeping of `DeferredScheduler`. Invariant: every gpu-let is in exactly one pool."""
 
-    def __init__(self, setup: Setup, options: SchedulerOptions | None = None) -> None:
-        super().__init__(setup, options)
+    def __init__(self, system: System, options: SchedulerOptions | None = None) -> None:
+        super().__init__(system, options)
         chosen = options if isinstance(options, DeferredOptions) else DeferredOptions()
         self._options = chosen
         self._gather = GATHERING[chosen.gather]
@@ -48,7 +49,7 @@ class PooledScheduler(Scheduler):
         self._dirty: list[ModelQueue] = []
         self._burstiness = Burstiness()
         self._contention = 0.0  # share of batches lately that had to wait for a gpu-let
-        count = len(setup.gpulets)
+        count = len(system.gpulets)
         self._pending = [0] * count
         self._free_at = [0.0] * count
         self._run_ms = [0.0] * count  # of the batch sent last
@@ -59,14 +60,15 @@ class PooledScheduler(Scheduler):
         self._free_places: list[int] = []  # positions in `_pools` of retired ones
         self._pool_by_key: dict[object, Pool] = {}
         self._pool_of: list[Pool] = []
-        self._models = [ModelQueue(i, ArrivalRate(spec.rate_rps)) for i, spec in enumerate(setup.models)]
+        self._models = [ModelQueue(i, ArrivalRate(spec.rate_rps)) for i, spec in enumerate(system.offered)]
+        self._queue_of = [self._models[program] for program in system.program_of]
         # One model alone has nobody to give way to.
         self._balance = (
-            Balance([spec.slo_ms for spec in setup.models], chosen.balance == "total")
-            if chosen.balance != "off" and len(setup.models) > 1
+            Balance([spec.slo_ms for spec in system.offered], chosen.balance == "total")
+            if chosen.balance != "off" and len(system.programs) > 1
             else None
         )
-        self._adopt_network(setup.network)
+        self._adopt_network(system.network)
         for gpulet in range(count):
             self._pool_of.append(self._pool_for(gpulet))
             self._pool_of[gpulet].size += 1
@@ -81,11 +83,11 @@ class PooledScheduler(Scheduler):
         self._ctrl_ms = network.ctrl_ms
         self._response_ms = network.response_ms
         self._ahead = network.ctrl_ms > 0 or network.data_ms_per_request > 0
-        for model, spec in zip(self._models, self.setup.models, strict=True):
+        for model, spec in zip(self._models, self.system.offered, strict=True):
             model.budget_ms = spec.slo_ms - network.response_ms
 
     def _pool_for(self, gpulet: int) -> Pool:
-        hosts = self.setup.gpulets[gpulet].hosts
+        hosts = self.system.gpulets[gpulet].hosts
         factors = self._factors[gpulet]
         key = (id(hosts), tuple(sorted(factors.items())))
         pool = self._pool_by_key.get(key)
@@ -171,7 +173,7 @@ class PooledScheduler(Scheduler):
     def update_latency(self, model_index: int, gpulet_index: int, factor: float) -> None:
         factors = self._factors[gpulet_index]
         rounded = round(factor, 2)
-        if model_index not in self.setup.gpulets[gpulet_index].hosts or factors.get(model_index, 1.0) == rounded:
+        if model_index not in self.system.gpulets[gpulet_index].hosts or factors.get(model_index, 1.0) == rounded:
             return
         factors[model_index] = rounded
         if rounded == 1.0:

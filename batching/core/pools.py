@@ -6,7 +6,7 @@ from bisect import bisect_right
 from collections.abc import Mapping
 from heapq import heapify, heappush
 
-from tenuto.batching.core.interface import INF, TIME_TOLERANCE_MS, Host, NetworkDelay
+from tenuto.batching.core.system import INF, TIME_TOLERANCE_MS, Host, NetworkDelay
 from tenuto.batching.core.target import ArrivalRate
 
 __all__ = ["Lane", "ModelQueue", "Pool"]

@@ -6,7 +6,7 @@ import math
 from bisect import bisect_right
 from collections import deque
 
-from tenuto.batching.core.interface import INF, TIME_TOLERANCE_MS
+from tenuto.batching.core.system import INF, TIME_TOLERANCE_MS
 
 __all__ = ["ArrivalRate", "BatchSizes", "Burstiness", "batch_sizes", "reserve_ms", "target_batch", "wait_reserve_ms"]
 

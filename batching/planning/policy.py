@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from tenuto.batching.core.interface import NetworkDelay
+from tenuto.batching.core.system import NetworkDelay
 from tenuto.batching.planning.buying import cheapest
 from tenuto.batching.planning.search import Found, Search, SearchOptions
 from tenuto.batching.planning.trial import Trial

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from tenuto.batching.core.interface import NetworkDelay
+from tenuto.batching.core.system import NetworkDelay
 from tenuto.batching.planning.layout import Builder, Layout, layout_of
 from tenuto.batching.planning.moves import common_layouts, moves
 from tenuto.batching.planning.trial import Trial, Trials

@@ -8,8 +8,8 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from tenuto.batching.core.interface import NetworkDelay
-from tenuto.batching.core.setup import from_plan
+from tenuto.batching.core.build import from_plan
+from tenuto.batching.core.system import NetworkDelay
 from tenuto.batching.registry import make_scheduler
 from tenuto.batching.virtual.simulator import simulate
 from tenuto.outcome import Outcome
@@ -95,8 +95,8 @@ class Trials:
     def run(self, plan: Plan, *, floor: float = 0.0) -> Trial:
         """Run a plan; one that cannot reach the value `floor` any more is ended early, with the value -1."""
         self.count += 1
-        setup = from_plan(plan, self._network)
-        scheduler = make_scheduler(self._scheduler, setup)
+        system = from_plan(plan, self._network)
+        scheduler = make_scheduler(self._scheduler, system)
         names = {replica.name for gpulet in plan.gpulets for replica in gpulet.models}
         is_hosted = np.array([spec.name in names for spec in self._models])
         least = floor * 0.95 * self._duration_s
@@ -112,7 +112,7 @@ class Trials:
         counts = result.counts()
         offered, ok = counts.sum(axis=1) / result.window_s, counts[:, Outcome.OK] / result.window_s
         in_time = (result.outcome == Outcome.OK) & result.measured & (result.gpulet >= 0)
-        carried = np.zeros((len(setup.gpulets), len(self._models)))
+        carried = np.zeros((len(system.gpulets), len(self._models)))
         np.add.at(carried, (result.gpulet[in_time], result.model[in_time]), 1.0 / result.window_s)
         largest = np.zeros(carried.shape, dtype=np.int64)
         ran = result.gpulet >= 0

@@ -7,17 +7,8 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Mapping
 from heapq import heapify, heappop, heappush
 
-from tenuto.batching.core.interface import (
-    INF,
-    TIME_TOLERANCE_MS,
-    Dispatch,
-    Drop,
-    Host,
-    NetworkDelay,
-    Scheduler,
-    SchedulerOptions,
-    Setup,
-)
+from tenuto.batching.core.scheduler import Dispatch, Drop, Scheduler, SchedulerOptions
+from tenuto.batching.core.system import INF, TIME_TOLERANCE_MS, Host, NetworkDelay, System
 
 __all__ = ["Pool", "Queue", "RivalScheduler", "head_first_batch"]
 
@@ -25,18 +16,18 @@ EXPIRY_MARGIN_MS = 1e-3  # how long after the last possible start a queued reque
 
 
 class Pool:
-    """Gpu-lets that hold the same models; they may differ in speed. Entries of both heaps may be stale."""
+    """Gpu-lets that host the same programs; they may differ in speed. Entries of both heaps may be stale."""
 
     __slots__ = ("hosts", "idle", "waiting")
 
     def __init__(self, hosts: Mapping[int, Host]) -> None:
         self.hosts = hosts
         self.idle: list[int] = []  # gpu-let indices; valid while the gpu-let is marked idle
-        self.waiting: list[tuple[float, int]] = []  # (rank, model); valid while it is the model's rank
+        self.waiting: list[tuple[float, int]] = []  # (rank, program); valid while it is the program's rank
 
 
 class Queue:
-    """Requests of one model in order of deadlines.
+    """Requests of one program in order of deadlines.
 
     `deadlines` says when the batch must have ended (the answer's way subtracted, the tolerance added), so that plain <=
     compares. `sent[b]` is the time from dispatch to end of a batch on the fastest gpu-let, `quickest` that of one
@@ -52,10 +43,10 @@ class Queue:
         self.pools: list[Pool] = []  # fastest first
         self.sent: list[float] = [0.0]
         self.quickest = INF
-        self.budget_ms = 0.0  # from arrival to the end of the batch, for the model's own SLO
+        self.budget_ms = 0.0  # from arrival to the end of the batch, for the shortest SLO of its models
         self.expiry_at = INF  # when the head has to be given up; later than that if it was replaced
         self.timer_at = INF  # a subclass's timer
-        self.rank = INF  # order among waiting models; INF: not waiting
+        self.rank = INF  # order among waiting programs; INF: not waiting
 
 
 def head_first_batch(deadlines: list[float], now: float, sent: list[float]) -> tuple[int, int]:
@@ -74,26 +65,27 @@ class RivalScheduler(Scheduler):
     Costs per event: O(log M + log G) plus the subclass's.
     """
 
-    def __init__(self, setup: Setup, options: SchedulerOptions | None = None) -> None:
-        super().__init__(setup, options)
-        count = len(setup.gpulets)
-        self._timers: list[tuple[float, int]] = []  # (time, model index, or number of models + key of the subclass)
-        self._queues = [Queue(index) for index in range(len(setup.models))]
+    def __init__(self, system: System, options: SchedulerOptions | None = None) -> None:
+        super().__init__(system, options)
+        count = len(system.gpulets)
+        self._timers: list[tuple[float, int]] = []  # (time, program, or number of programs + key of the subclass)
+        self._queues = [Queue(index) for index in range(len(system.programs))]
+        self._queue_of = [self._queues[program] for program in system.program_of]
         self._idle = [True] * count
         self._busy = [False] * count
         self._lost = [False] * count
         self._factors: list[dict[int, float]] = [{} for _ in range(count)]
         self._pool_of: list[Pool] = []
         pools: dict[int, Pool] = {}
-        for index, gpulet in enumerate(setup.gpulets):
+        for index, gpulet in enumerate(system.gpulets):
             pool = pools.setdefault(id(gpulet.hosts), Pool(gpulet.hosts))
             self._pool_of.append(pool)
             pool.idle.append(index)
         self._pools = list(pools.values())
         self._tables: list[
             dict[int, list[float]]
-        ] = []  # by gpu-let and model: time from dispatch to end, by batch size
-        self._adopt(setup.network)
+        ] = []  # by gpu-let and program: time from dispatch to end, by batch size
+        self._adopt(system.network)
 
     def _adopt(self, network: NetworkDelay) -> None:
         """Compute every table from latencies, corrections and network delays."""
@@ -101,13 +93,13 @@ class RivalScheduler(Scheduler):
         self._response_ms = network.response_ms
         shared: dict[object, dict[int, list[float]]] = {}
         self._tables = []
-        for index, gpulet in enumerate(self.setup.gpulets):
+        for index, gpulet in enumerate(self.system.gpulets):
             key = (id(gpulet.hosts), tuple(sorted(self._factors[index].items())))
             if key not in shared:
-                shared[key] = {model: self._table(index, model) for model in gpulet.hosts}
+                shared[key] = {program: self._table(index, program) for program in gpulet.hosts}
             self._tables.append(shared[key])
         distinct = list({id(table): (table, self._pool_of[g]) for g, table in enumerate(self._tables)}.values())
-        for queue, spec in zip(self._queues, self.setup.models, strict=True):
+        for queue, spec in zip(self._queues, self.system.offered, strict=True):
             queue.budget_ms = spec.slo_ms - self._response_ms + TIME_TOLERANCE_MS
             own = sorted(
                 ((table[queue.index], pool) for table, pool in distinct if queue.index in table), key=lambda t: t[0][1]
@@ -117,9 +109,9 @@ class RivalScheduler(Scheduler):
                 queue.sent = own[0][0]
                 queue.quickest = self._give_up_ms(queue)
 
-    def _table(self, gpulet: int, model: int) -> list[float]:
-        host = self.setup.gpulets[gpulet].hosts[model]
-        factor = self._factors[gpulet].get(model, 1.0)
+    def _table(self, gpulet: int, program: int) -> list[float]:
+        host = self.system.gpulets[gpulet].hosts[program]
+        factor = self._factors[gpulet].get(program, 1.0)
         delays = [0.0] + [self._ctrl_ms + self._data_ms * size for size in range(1, host.max_batch + 1)]
         return [latency * factor + delay for latency, delay in zip(host.planned_ms(), delays, strict=True)]
 
@@ -148,11 +140,11 @@ class RivalScheduler(Scheduler):
 
     # Events ----------------------------------------------------------------------------------------------------------
 
-    def add_request(self, now_ms: float, model_index: int, request_id: int, deadline_ms: float) -> None:
-        queue = self._queues[model_index]
+    def add_request(self, now_ms: float, model: int, request_id: int, deadline_ms: float) -> None:
+        queue = self._queue_of[model]
         due = deadline_ms - self._response_ms + TIME_TOLERANCE_MS
         if now_ms + queue.quickest > due:
-            self.decisions.append(Drop(model_index, [request_id]))
+            self.decisions.append(Drop(queue.index, [request_id]))
             return
         self._insert(queue, due, request_id)
         self._arrived(now_ms, queue)
@@ -171,8 +163,8 @@ class RivalScheduler(Scheduler):
             queue.expiry_at = at
             self._push_timer(at, queue.index)
 
-    def cancel(self, now_ms: float, model_index: int, request_id: int) -> bool:
-        queue = self._queues[model_index]
+    def cancel(self, now_ms: float, model: int, request_id: int) -> bool:
+        queue = self._queue_of[model]
         try:
             place = queue.ids.index(request_id)
         except ValueError:
@@ -181,10 +173,10 @@ class RivalScheduler(Scheduler):
         self._head_changed(now_ms, queue)
         return True
 
-    def batch_done(self, now_ms: float, gpulet_index: int) -> None:
-        if self._busy[gpulet_index] and not self._lost[gpulet_index]:
-            self._busy[gpulet_index] = False
-            self._freed(now_ms, gpulet_index)
+    def batch_done(self, now_ms: float, gpulet: int) -> None:
+        if self._busy[gpulet] and not self._lost[gpulet]:
+            self._busy[gpulet] = False
+            self._freed(now_ms, gpulet)
 
     def wake(self, now_ms: float) -> None:
         timers, count = self._timers, len(self._queues)
@@ -217,20 +209,20 @@ class RivalScheduler(Scheduler):
         if gone:
             self._head_changed(now, queue)
 
-    def gpulet_lost(self, now_ms: float, gpulet_index: int) -> None:  # noqa: ARG002
-        self._lost[gpulet_index] = True
-        self._busy[gpulet_index] = self._idle[gpulet_index] = False
+    def gpulet_lost(self, now_ms: float, gpulet: int) -> None:  # noqa: ARG002
+        self._lost[gpulet] = True
+        self._busy[gpulet] = self._idle[gpulet] = False
 
-    def gpulet_back(self, now_ms: float, gpulet_index: int) -> None:
-        if self._lost[gpulet_index]:
-            self._lost[gpulet_index] = False
-            self._freed(now_ms, gpulet_index)
+    def gpulet_back(self, now_ms: float, gpulet: int) -> None:
+        if self._lost[gpulet]:
+            self._lost[gpulet] = False
+            self._freed(now_ms, gpulet)
 
-    def queued(self, model_index: int) -> int:
-        return len(self._queues[model_index].ids)
+    def queued(self, program: int) -> int:
+        return len(self._queues[program].ids)
 
-    def update_latency(self, model_index: int, gpulet_index: int, factor: float) -> None:
-        self._factors[gpulet_index][model_index] = factor
+    def update_latency(self, program: int, gpulet: int, factor: float) -> None:
+        self._factors[gpulet][program] = factor
         self._adopt(NetworkDelay(self._ctrl_ms, self._data_ms, self._response_ms))
         self._tables_changed()
 
@@ -248,7 +240,7 @@ class RivalScheduler(Scheduler):
         heappush(self._pool_of[gpulet].idle, gpulet)
 
     def _idle_for(self, queue: Queue) -> int:
-        """Return an idle gpu-let that holds the model, of the fastest pool the one with the smallest index; -1 if
+        """Return an idle gpu-let that hosts the program, of the fastest pool the one with the smallest index; -1 if
         none."""
         is_idle = self._idle
         for pool in queue.pools:
@@ -278,10 +270,10 @@ class RivalScheduler(Scheduler):
         self.decisions.append(Drop(queue.index, queue.ids[:count]))
         del queue.ids[:count], queue.deadlines[:count]
 
-    # Waiting models, for rivals that rank them by a time -------------------------------------------------------------
+    # Waiting programs, for rivals that rank them by a time ------------------------------------------------------------
 
     def _wait(self, queue: Queue, rank: float) -> None:
-        """Let a model wait for a gpu-let under this rank, the smallest first."""
+        """Let a program wait for a gpu-let under this rank, the smallest first."""
         if rank != queue.rank:
             queue.rank = rank
             for pool in queue.pools:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from dataclasses import dataclass, field
 
-from tenuto.batching.core.interface import SchedulerOptions, Setup
+from tenuto.batching.core.scheduler import SchedulerOptions
+from tenuto.batching.core.system import System
 from tenuto.batching.rivals.base import Queue
 from tenuto.batching.rivals.eager import EagerScheduler
 
@@ -39,9 +40,9 @@ class ClockworkScheduler(EagerScheduler):
     summary = "a candidate per batch size, ordered by its latest executable moment"
     options_type = ClockworkOptions
 
-    def __init__(self, setup: Setup, options: SchedulerOptions | None = None) -> None:
+    def __init__(self, system: System, options: SchedulerOptions | None = None) -> None:
         self._chosen = options if isinstance(options, ClockworkOptions) else ClockworkOptions()
-        super().__init__(setup, options)
+        super().__init__(system, options)
 
     def _largest(self, sent: list[float], limit: int, slack_ms: float) -> int:
         if self._chosen.order == "latest":

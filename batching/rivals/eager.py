@@ -8,7 +8,8 @@ from heapq import heappop, heappush
 from typing import ClassVar
 
 from tenuto.batching.core.gathering import window
-from tenuto.batching.core.interface import INF, SchedulerOptions, Setup
+from tenuto.batching.core.scheduler import SchedulerOptions
+from tenuto.batching.core.system import INF, System
 from tenuto.batching.core.target import ArrivalRate, target_batch
 from tenuto.batching.rivals.base import Queue, RivalScheduler, head_first_batch
 
@@ -35,11 +36,11 @@ class EagerScheduler(RivalScheduler):
     summary = "run what waits as soon as a gpu-let is idle, most urgent model first"
     options_type: ClassVar[type[SchedulerOptions]] = EagerOptions
 
-    def __init__(self, setup: Setup, options: SchedulerOptions | None = None) -> None:
-        super().__init__(setup, options)
+    def __init__(self, system: System, options: SchedulerOptions | None = None) -> None:
+        super().__init__(system, options)
         self._uses_window = isinstance(options, EagerOptions) and options.gather == "window"
-        self._rates = [ArrivalRate(spec.rate_rps) for spec in setup.models]
-        self._targets = [1] * len(setup.models)
+        self._rates = [ArrivalRate(spec.rate_rps) for spec in system.offered]
+        self._targets = [1] * len(system.programs)
         self._tables_changed()
 
     def _tables_changed(self) -> None:

@@ -6,7 +6,8 @@ from bisect import bisect_left, insort
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 
-from tenuto.batching.core.interface import INF, Dispatch, Drop, SchedulerOptions, Setup
+from tenuto.batching.core.scheduler import Dispatch, Drop, SchedulerOptions
+from tenuto.batching.core.system import INF, System
 from tenuto.batching.rivals.base import Pool, Queue, RivalScheduler
 from tenuto.placement.policies.shared.squishy import Bin, Demand, fill
 
@@ -39,11 +40,11 @@ class NexusOptions(SchedulerOptions):
 class _Slot:
     """A model on a gpu-let: its planned batch and its own queue, in order of deadlines."""
 
-    __slots__ = ("batch", "deadlines", "gpulet", "ids", "model", "sent", "stride", "tag")
+    __slots__ = ("batch", "deadlines", "gpulet", "ids", "program", "sent", "stride", "tag")
 
-    def __init__(self, gpulet: int, model: int, batch: int, rate_rps: float, sent: list[float]) -> None:
+    def __init__(self, gpulet: int, program: int, batch: int, rate_rps: float, sent: list[float]) -> None:
         self.gpulet = gpulet
-        self.model = model
+        self.program = program
         self.batch = batch
         self.stride = 1.0 / rate_rps
         self.tag = 0.0
@@ -71,20 +72,20 @@ class NexusScheduler(RivalScheduler):
     summary = "squishy bin packing per epoch, round robin within a gpu-let, early drop"
     options_type = NexusOptions
 
-    def __init__(self, setup: Setup, options: SchedulerOptions | None = None) -> None:
+    def __init__(self, system: System, options: SchedulerOptions | None = None) -> None:
         self._chosen = options if isinstance(options, NexusOptions) else NexusOptions()
-        super().__init__(setup, options)
-        count = len(setup.models)
-        known = [spec.rate_rps for spec in setup.models if spec.rate_rps]
+        super().__init__(system, options)
+        count = len(system.programs)
+        known = [spec.rate_rps for spec in system.offered if spec.rate_rps]
         typical = sum(known) / len(known) if known else 1.0
-        self._rates = [spec.rate_rps or typical for spec in setup.models]
+        self._rates = [spec.rate_rps or typical for spec in system.offered]
         self._planned_rates = list(self._rates)
         self._counts = [0] * count
         self._steps = 0
-        self._slots: list[list[_Slot]] = [[] for _ in setup.gpulets]  # by gpu-let, in turn
-        self._turn = [0] * len(setup.gpulets)
+        self._slots: list[list[_Slot]] = [[] for _ in system.gpulets]  # by gpu-let, in turn
+        self._turn = [0] * len(system.gpulets)
         self._routes: list[list[tuple[float, int, _Slot]]] = [[] for _ in range(count)]
-        self._waiting = [0] * len(setup.gpulets)
+        self._waiting = [0] * len(system.gpulets)
         self._plan(fill_all=True)
         self._measure_at = INF  # the end of the second being counted
         self._set_epoch(0.0)
@@ -93,10 +94,10 @@ class NexusScheduler(RivalScheduler):
 
     def _plan(self, *, fill_all: bool) -> None:
         """Assign models to the gpu-lets that are not lost. `fill_all`: scale the rates up until these are full."""
-        self._slots = [[] for _ in self.setup.gpulets]
+        self._slots = [[] for _ in self.system.gpulets]
         self._turn = [0] * len(self._slots)
-        routes: list[list[_Slot]] = [[] for _ in self.setup.models]
-        capacity = [[self._capacity(pool, index) for pool in self._pools] for index in range(len(self.setup.models))]
+        routes: list[list[_Slot]] = [[] for _ in self.system.programs]
+        capacity = [[self._capacity(pool, index) for pool in self._pools] for index in range(len(self.system.programs))]
         members: dict[int, list[int]] = {id(pool): [] for pool in self._pools}
         for gpulet, pool in enumerate(self._pool_of):
             if not self._lost[gpulet]:
@@ -143,7 +144,7 @@ class NexusScheduler(RivalScheduler):
 
     def _replan(self, now: float, *, fill_all: bool) -> None:
         queued = [
-            (slot.model, due, request)
+            (slot.program, due, request)
             for slots in self._slots
             for slot in slots
             for due, request in zip(slot.deadlines, slot.ids, strict=True)
@@ -154,16 +155,16 @@ class NexusScheduler(RivalScheduler):
             queue.ids.clear()
         self._waiting = [0] * len(self._slots)
         self._plan(fill_all=fill_all)
-        for model, due, request in sorted(queued, key=lambda entry: entry[1]):
-            if now + self._queues[model].quickest > due:
-                self.decisions.append(Drop(model, [request]))
+        for program, due, request in sorted(queued, key=lambda entry: entry[1]):
+            if now + self._queues[program].quickest > due:
+                self.decisions.append(Drop(program, [request]))
             else:
-                self._route(now, model, due, request)
+                self._route(now, program, due, request)
 
     def _tables_changed(self) -> None:
         for slots in self._slots:
             for slot in slots:
-                slot.sent = self._tables[slot.gpulet][slot.model]
+                slot.sent = self._tables[slot.gpulet][slot.program]
 
     def _measure(self, now: float) -> None:
         """Close the seconds that are over, and plan when the epoch is. Arrivals drive this: without any, no rate
@@ -190,24 +191,24 @@ class NexusScheduler(RivalScheduler):
 
     # Requests --------------------------------------------------------------------------------------------------------
 
-    def add_request(self, now_ms: float, model_index: int, request_id: int, deadline_ms: float) -> None:
-        queue = self._queues[model_index]
+    def add_request(self, now_ms: float, model: int, request_id: int, deadline_ms: float) -> None:
+        queue = self._queue_of[model]
         due = deadline_ms - self._response_ms + 1e-6
         if now_ms >= self._measure_at:
             self._measure(now_ms)
         elif self._measure_at == INF and self._chosen.plan == "epochs":
             self._measure_at = now_ms + 1000.0
             self._set_epoch(now_ms)
-        self._counts[model_index] += 1
+        self._counts[queue.index] += 1
         if now_ms + queue.quickest > due:
-            self.decisions.append(Drop(model_index, [request_id]))
+            self.decisions.append(Drop(queue.index, [request_id]))
         else:
-            self._route(now_ms, model_index, due, request_id)
+            self._route(now_ms, queue.index, due, request_id)
 
-    def _route(self, now: float, model: int, due: float, request: int) -> None:
-        heap = self._routes[model]
+    def _route(self, now: float, program: int, due: float, request: int) -> None:
+        heap = self._routes[program]
         if not heap:  # every gpu-let that holds it is lost
-            self._insert(self._queues[model], due, request)
+            self._insert(self._queues[program], due, request)
             return
         tag, gpulet, slot = heappop(heap)
         heappush(heap, (tag + slot.stride, gpulet, slot))
@@ -226,7 +227,7 @@ class NexusScheduler(RivalScheduler):
 
     def _guard(self, slot: _Slot) -> None:
         """See to it that the head of a slot is given up in time even if its gpu-let stays busy."""
-        queue = self._queues[slot.model]
+        queue = self._queues[slot.program]
         if slot.deadlines:
             at = slot.deadlines[0] - queue.quickest + 1e-3
             if at < queue.timer_at:
@@ -246,7 +247,7 @@ class NexusScheduler(RivalScheduler):
             super()._expire(now, queue)
 
     def _give_up(self, slot: _Slot, count: int) -> None:
-        self.decisions.append(Drop(slot.model, slot.ids[:count]))
+        self.decisions.append(Drop(slot.program, slot.ids[:count]))
         del slot.ids[:count], slot.deadlines[:count]
 
     def _arrived(self, now: float, queue: Queue) -> None:
@@ -281,29 +282,29 @@ class NexusScheduler(RivalScheduler):
         del slot.ids[:size], deadlines[:size]
         self._busy[slot.gpulet] = True
         start = now + self._ctrl_ms + self._data_ms * size
-        self.decisions.append(Dispatch(slot.gpulet, slot.model, batch, start, now + sent[size]))
+        self.decisions.append(Dispatch(slot.gpulet, slot.program, batch, start, now + sent[size]))
         return True
 
-    def cancel(self, now_ms: float, model_index: int, request_id: int) -> bool:
-        for _, gpulet, slot in self._routes[model_index]:
+    def cancel(self, now_ms: float, model: int, request_id: int) -> bool:
+        for _, gpulet, slot in self._routes[self.system.program_of[model]]:
             if request_id in slot.ids:
                 place = slot.ids.index(request_id)
                 del slot.ids[place], slot.deadlines[place]
                 self._waiting[gpulet] -= 1
                 return True
-        return super().cancel(now_ms, model_index, request_id)
+        return super().cancel(now_ms, model, request_id)
 
-    def queued(self, model_index: int) -> int:
-        return super().queued(model_index) + sum(len(slot.ids) for _, _, slot in self._routes[model_index])
+    def queued(self, program: int) -> int:
+        return super().queued(program) + sum(len(slot.ids) for _, _, slot in self._routes[program])
 
-    def gpulet_lost(self, now_ms: float, gpulet_index: int) -> None:
-        super().gpulet_lost(now_ms, gpulet_index)
+    def gpulet_lost(self, now_ms: float, gpulet: int) -> None:
+        super().gpulet_lost(now_ms, gpulet)
         self._replan(now_ms, fill_all=self._chosen.plan == "static")
 
-    def gpulet_back(self, now_ms: float, gpulet_index: int) -> None:
-        if self._lost[gpulet_index]:
-            self._lost[gpulet_index] = False
-            self._idle[gpulet_index] = True
+    def gpulet_back(self, now_ms: float, gpulet: int) -> None:
+        if self._lost[gpulet]:
+            self._lost[gpulet] = False
+            self._idle[gpulet] = True
             self._replan(now_ms, fill_all=self._chosen.plan == "static")
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 
-from tenuto.batching.core.interface import NetworkDelay, Preempt, SchedulerOptions, Setup
+from tenuto.batching.core.scheduler import Preempt, SchedulerOptions
+from tenuto.batching.core.system import NetworkDelay, System
 from tenuto.batching.rivals.base import Queue, RivalScheduler, head_first_batch
 
 __all__ = ["ShepherdOptions", "ShepherdScheduler"]
@@ -21,11 +22,11 @@ class ShepherdOptions(SchedulerOptions):
 class _Running:
     """A batch on a gpu-let, kept so that its requests can go back to the queue."""
 
-    __slots__ = ("deadlines", "gpulet", "ids", "model", "version")
+    __slots__ = ("deadlines", "gpulet", "ids", "program", "version")
 
-    def __init__(self, gpulet: int, model: int, deadlines: list[float], ids: list[int], version: int) -> None:
+    def __init__(self, gpulet: int, program: int, deadlines: list[float], ids: list[int], version: int) -> None:
         self.gpulet = gpulet
-        self.model = model
+        self.program = program
         self.deadlines = deadlines
         self.ids = ids
         self.version = version
@@ -50,17 +51,17 @@ class ShepherdScheduler(RivalScheduler):
     options_type = ShepherdOptions
     preempts = True
 
-    def __init__(self, setup: Setup, options: SchedulerOptions | None = None) -> None:
+    def __init__(self, system: System, options: SchedulerOptions | None = None) -> None:
         chosen = options if isinstance(options, ShepherdOptions) else ShepherdOptions()
         self._ratio = chosen.preempt_ratio
-        count = len(setup.gpulets)
+        count = len(system.gpulets)
         self._running: list[_Running | None] = [None] * count
         self._versions = [0] * count
-        super().__init__(setup, options)
+        super().__init__(system, options)
         self._waiting: dict[int, None] = {}  # models with a queue, longest waiting first
         # Smallest running batches: over a pool, and by pool and model. Entries (size, gpu-let, version) may be stale.
         self._smallest: dict[int, list[tuple[int, int, int]]] = {id(pool): [] for pool in self._pools}
-        self._own: list[list[tuple[int, int, int]]] = [[] for _ in setup.models]
+        self._own: list[list[tuple[int, int, int]]] = [[] for _ in system.programs]
 
     def _arrived(self, now: float, queue: Queue) -> None:
         gpulet = self._idle_for(queue)
@@ -115,14 +116,14 @@ class ShepherdScheduler(RivalScheduler):
                 return
         for pool in queue.pools:
             least = self._top(self._smallest[id(pool)])
-            if least is None or least.model == queue.index or waiting < self._ratio * len(least.ids):
+            if least is None or least.program == queue.index or waiting < self._ratio * len(least.ids):
                 continue
             if self._is_worth_it(now, queue.deadlines, least, queue.index):
                 self._preempt(now, least, queue)
                 return
 
-    def _is_worth_it(self, now: float, deadlines: list[float], running: _Running, model: int) -> bool:
-        _, size = head_first_batch(deadlines, now, self._tables[running.gpulet][model])
+    def _is_worth_it(self, now: float, deadlines: list[float], running: _Running, program: int) -> bool:
+        _, size = head_first_batch(deadlines, now, self._tables[running.gpulet][program])
         return size >= self._ratio * len(running.ids)
 
     def _preempt(self, now: float, running: _Running, queue: Queue) -> None:
@@ -130,7 +131,7 @@ class ShepherdScheduler(RivalScheduler):
         self.decisions.append(Preempt(gpulet))
         self._running[gpulet] = None
         self._busy[gpulet] = False
-        back = self._queues[running.model]
+        back = self._queues[running.program]
         for due, request in zip(running.deadlines, running.ids, strict=True):
             self._insert(back, due, request)
         self._waiting.setdefault(back.index)
@@ -155,9 +156,9 @@ class ShepherdScheduler(RivalScheduler):
         if not queue.deadlines:
             self._waiting.pop(queue.index, None)
 
-    def gpulet_lost(self, now_ms: float, gpulet_index: int) -> None:
-        super().gpulet_lost(now_ms, gpulet_index)
-        self._running[gpulet_index] = None
+    def gpulet_lost(self, now_ms: float, gpulet: int) -> None:
+        super().gpulet_lost(now_ms, gpulet)
+        self._running[gpulet] = None
 
     def update_network(self, network: NetworkDelay) -> None:
         shift = self._response_ms - network.response_ms

@@ -6,7 +6,8 @@ from bisect import bisect_left
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 
-from tenuto.batching.core.interface import INF, SchedulerOptions, Setup
+from tenuto.batching.core.scheduler import SchedulerOptions
+from tenuto.batching.core.system import INF, System
 from tenuto.batching.rivals.base import Queue, RivalScheduler
 
 __all__ = ["TimeoutOptions", "TimeoutScheduler"]
@@ -42,11 +43,11 @@ class TimeoutScheduler(RivalScheduler):
     summary = "fixed batch size and wait, as TF-Serving, Triton and @serve.batch"
     options_type = TimeoutOptions
 
-    def __init__(self, setup: Setup, options: SchedulerOptions | None = None) -> None:
+    def __init__(self, system: System, options: SchedulerOptions | None = None) -> None:
         self._chosen = options if isinstance(options, TimeoutOptions) else TimeoutOptions()
-        self._sizes = [1] * len(setup.models)
-        self._waits = [0.0] * len(setup.models)
-        super().__init__(setup, options)
+        self._sizes = [1] * len(system.programs)
+        self._waits = [0.0] * len(system.programs)
+        super().__init__(system, options)
         self._tables_changed()
 
     def _tables_changed(self) -> None:

@@ -24,12 +24,12 @@ def advice_over_time(result: SimulationResult, options: AutoscaleOptions | None 
         InvalidInputError: options out of range.
     """
     options = options or AutoscaleOptions()
-    names = {gpu: place for place, gpu in enumerate(dict.fromkeys(gpulet.gpu for gpulet in result.setup.gpulets))}
+    names = {gpu: place for place, gpu in enumerate(dict.fromkeys(gpulet.gpu for gpulet in result.system.gpulets))}
     advisor = AutoscaleAdvisor(max(1, len(names)), options)
     windows = math.floor(result.duration_s / options.window_s + 1e-9)
     if not windows:
         return []
-    slo = np.array([model.slo_ms for model in result.setup.models], dtype=np.float64)
+    slo = np.array([model.slo_ms for model in result.system.models], dtype=np.float64)
     ended_ms = np.where(np.isnan(result.answered_ms), result.arrival_ms + slo[result.model], result.answered_ms)
     arrived = ~np.isnan(ended_ms)  # stages of applications that were never due are no requests
     window = np.floor(ended_ms[arrived] / (1000.0 * options.window_s)).astype(np.int64)
@@ -47,7 +47,7 @@ def advice_over_time(result: SimulationResult, options: AutoscaleOptions | None 
 def _busy_s(result: SimulationResult, names: dict[str, int], windows: int, window_s: float) -> NDArray[np.float64]:
     """Return the GPU-seconds spent on batches in each window."""
     log = result.batches
-    place = np.array([names[gpulet.gpu] for gpulet in result.setup.gpulets], dtype=np.int64)
+    place = np.array([names[gpulet.gpu] for gpulet in result.system.gpulets], dtype=np.int64)
     gpu = place[np.array(log.gpulet, dtype=np.int64)]
     start = np.array(log.start_ms, dtype=np.float64) / 1000.0
     finish = np.array(log.finish_ms, dtype=np.float64) / 1000.0

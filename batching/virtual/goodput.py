@@ -15,7 +15,7 @@ from typing import Any, Literal, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from tenuto.batching.core.interface import Scheduler
+from tenuto.batching.core.scheduler import Scheduler
 from tenuto.batching.virtual.result import SimulationResult
 from tenuto.batching.virtual.simulator import simulate
 from tenuto.errors import InvalidInputError, Problem
@@ -215,8 +215,8 @@ def _try(
 ) -> tuple[Trial, SimulationResult]:
     offer = schedule if isinstance(schedule, Offer) else Offer(*schedule)
     joined = offer.joined
-    models = scheduler.setup.requested
-    hosted = scheduler.setup.hosted
+    models = scheduler.system.models
+    hosted = scheduler.system.served
     stages = joined.stages() if joined is not None else {}
     alone = sorted(hosted.difference(*stages.values()))
     judged_joins = [name for name, parts in stages.items() if hosted.issuperset(parts)]

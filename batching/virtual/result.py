@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tenuto.batching.core.interface import TIME_TOLERANCE_MS, Setup
+from tenuto.batching.core.system import TIME_TOLERANCE_MS, System
 from tenuto.outcome import OUTCOMES, Outcome
 
 __all__ = ["P99_SAMPLES", "BatchLog", "SimulationResult"]
@@ -23,11 +23,11 @@ P99_SAMPLES = 459  # below, the 99th percentile has no 99 % confidence bound (0.
 class BatchLog:
     """Every batch that was started, in order of its end; columns are plain lists for speed."""
 
-    __slots__ = ("dispatched_ms", "finish_ms", "gpulet", "model", "preempted", "requests", "start_ms")
+    __slots__ = ("dispatched_ms", "finish_ms", "gpulet", "preempted", "program", "requests", "start_ms")
 
     def __init__(self) -> None:
         self.gpulet: list[int] = []
-        self.model: list[int] = []
+        self.program: list[int] = []
         self.requests: list[list[int]] = []
         self.dispatched_ms: list[float] = []
         self.start_ms: list[float] = []
@@ -37,7 +37,7 @@ class BatchLog:
     def add(
         self,
         gpulet: int,
-        model: int,
+        program: int,
         requests: list[int],
         dispatched_ms: float,
         start_ms: float,
@@ -46,7 +46,7 @@ class BatchLog:
     ) -> None:
         """Record a batch that ended or was aborted."""
         self.gpulet.append(gpulet)
-        self.model.append(model)
+        self.program.append(program)
         self.requests.append(requests)
         self.dispatched_ms.append(dispatched_ms)
         self.start_ms.append(start_ms)
@@ -62,7 +62,7 @@ class SimulationResult:
     answer reached the client. `outcome` indexes `OUTCOMES`; `measured` is False for the warm-up.
     """
 
-    setup: Setup
+    system: System
     arrival_ms: NDArray[np.float64]
     model: NDArray[np.int32]
     dispatched_ms: NDArray[np.float64]
@@ -81,13 +81,14 @@ class SimulationResult:
     @classmethod
     def build(
         cls,
-        setup: Setup,
+        system: System,
         arrival_ms: NDArray[np.float64],
         model: NDArray[np.int32],
         deadline_ms: NDArray[np.float64],
         log: BatchLog,
         expired: NDArray[np.int64],
-        unhosted: set[int],
+        rejected: NDArray[np.int64],
+        unserved: set[int],
         *,
         duration_s: float,
         warmup_s: float | None,
@@ -106,16 +107,17 @@ class SimulationResult:
             return values
 
         finish = spread(log.finish_ms, np.float64, np.nan)
-        answered = finish + setup.network.response_ms
+        answered = finish + system.network.response_ms
         batch_size = np.zeros(total, dtype=np.int32)
         batch_size[ids] = np.repeat(sizes, sizes)
         outcome = np.full(total, Outcome.EXPIRED, dtype=np.int8)
         outcome[ids] = np.where(answered[ids] <= deadline_ms[ids] + TIME_TOLERANCE_MS, Outcome.OK, Outcome.LATE)
         outcome[expired] = Outcome.EXPIRED
-        if unhosted:
-            outcome[np.isin(model, list(unhosted))] = Outcome.REJECTED
+        outcome[rejected] = Outcome.REJECTED
+        if unserved:
+            outcome[np.isin(model, list(unserved))] = Outcome.REJECTED
         return cls(
-            setup=setup,
+            system=system,
             arrival_ms=arrival_ms,
             model=model,
             dispatched_ms=spread(log.dispatched_ms, np.float64, np.nan),
@@ -134,7 +136,7 @@ class SimulationResult:
 
     def counts(self) -> NDArray[np.int64]:
         """Return measured requests by model (rows) and outcome (columns, in the order of `OUTCOMES`)."""
-        rows = len(self.setup.requested)
+        rows = len(self.system.models)
         flat = self.model[self.measured].astype(np.int64) * len(OUTCOMES) + self.outcome[self.measured]
         counts: NDArray[np.int64] = np.bincount(flat, minlength=rows * len(OUTCOMES)).astype(np.int64)
         return counts.reshape(rows, len(OUTCOMES))
@@ -162,14 +164,14 @@ class SimulationResult:
         start = np.clip(np.array(log.start_ms, dtype=np.float64), low, high)
         finish = np.clip(np.array(log.finish_ms, dtype=np.float64), low, high)
         gpulet = np.array(log.gpulet, dtype=np.int64)
-        busy = np.bincount(gpulet, weights=finish - start, minlength=len(self.setup.gpulets))
+        busy = np.bincount(gpulet, weights=finish - start, minlength=len(self.system.gpulets))
         return busy.astype(np.float64)
 
     def gpu_busy_ms(self) -> dict[str, float]:
         """Return the time each GPU ran at least one of its gpu-lets within the measured window."""
         busy = self.busy_ms()
         members: dict[str, list[int]] = {}
-        for index, gpulet in enumerate(self.setup.gpulets):
+        for index, gpulet in enumerate(self.system.gpulets):
             members.setdefault(gpulet.gpu, []).append(index)
         result = {gpu: float(busy[indices[0]]) for gpu, indices in members.items() if len(indices) == 1}
         shared = {gpu: indices for gpu, indices in members.items() if len(indices) > 1}
@@ -196,7 +198,7 @@ class SimulationResult:
             "gpu_utilisation": sum(gpu_busy.values()) / (len(gpu_busy) * window_ms) if gpu_busy else 0.0,
             "wall_s": self.wall_s,
             "requests": offered,
-            "models": {spec.name: self._model_figures(i, counts[i]) for i, spec in enumerate(self.setup.requested)},
+            "models": {spec.name: self._model_figures(i, counts[i]) for i, spec in enumerate(self.system.models)},
             "gpulets": self._gpulet_figures(window_ms),
             "duration_s": self.duration_s,
             "warmup_s": self.warmup_s,
@@ -224,7 +226,7 @@ class SimulationResult:
         inside = (start >= low) & (start < high)
         gpulet = np.array(log.gpulet, dtype=np.int64)[inside]
         sizes = np.array([len(ids) for ids in log.requests], dtype=np.float64)[inside]
-        rows = len(self.setup.gpulets)
+        rows = len(self.system.gpulets)
         batches = np.bincount(gpulet, minlength=rows)
         requests = np.bincount(gpulet, weights=sizes, minlength=rows)
         busy = self.busy_ms()
@@ -234,7 +236,7 @@ class SimulationResult:
                 "batches": int(batches[i]),
                 "mean_batch": float(requests[i] / batches[i]) if batches[i] else None,
             }
-            for i, spec in enumerate(self.setup.gpulets)
+            for i, spec in enumerate(self.system.gpulets)
         }
 
 

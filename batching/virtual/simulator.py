@@ -2,7 +2,7 @@
 gpu-lets.
 
 It owns the clock and the outcome of every request; it knows nothing about how batches are chosen. Nothing here is
-random: the same schedule and set-up give the same bytes.
+random: the same schedule and system give the same bytes.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from itertools import chain
 import numpy as np
 from numpy.typing import NDArray
 
-from tenuto.batching.core.interface import INF, Dispatch, Drop, Preempt, Scheduler
-from tenuto.batching.virtual.neighbours import Neighbours
+from tenuto.batching.core.scheduler import Dispatch, Drop, Preempt, Rehearsal, Rehearse, Reject, Scheduler
+from tenuto.batching.core.system import INF
+from tenuto.batching.virtual.interference import Interference
 from tenuto.batching.virtual.result import BatchLog, SimulationResult
 from tenuto.errors import InvalidInputError, Problem
 
@@ -30,10 +31,10 @@ Followers = Callable[[list[int], float], Sequence[tuple[int, float]]]
 class _Batch:
     """A batch on a gpu-let, from its dispatch to its end."""
 
-    __slots__ = ("has_begun", "ids", "model", "ready_at", "sent_at", "start_at")
+    __slots__ = ("has_begun", "ids", "program", "ready_at", "sent_at", "start_at")
 
-    def __init__(self, model: int, ids: list[int], sent_at: float, ready_at: float) -> None:
-        self.model = model
+    def __init__(self, program: int, ids: list[int], sent_at: float, ready_at: float) -> None:
+        self.program = program
         self.ids = ids
         self.sent_at = sent_at
         self.ready_at = ready_at
@@ -45,27 +46,28 @@ class _Cluster:
     """The emulated gpu-lets: each runs one batch at a time, in the order sent. Emits completions to `events`."""
 
     def __init__(self, scheduler: Scheduler, data_ms_by_model: Sequence[float] | None) -> None:
-        setup = scheduler.setup
-        network = setup.network
+        system = scheduler.system
+        network = system.network
         self.ctrl_ms = network.ctrl_ms
-        self.data_ms = list(data_ms_by_model or [network.data_ms_per_request] * len(setup.requested))
-        self.data_ms += [max(self.data_ms[member] for member in members) for members in setup.groups]
+        by_model = data_ms_by_model or [network.data_ms_per_request] * len(system.models)
+        self.data_ms = [max(by_model[member] for member in program.members) for program in system.programs]
         tables: dict[int, dict[int, tuple[float, ...]]] = {}
-        for gpulet in setup.gpulets:
+        for gpulet in system.gpulets:
             if id(gpulet.hosts) not in tables:
-                tables[id(gpulet.hosts)] = {model: host.latency_ms for model, host in gpulet.hosts.items()}
-        self.latency = [tables[id(gpulet.hosts)] for gpulet in setup.gpulets]
-        count = len(setup.gpulets)
-        self.running: list[_Batch | None] = [None] * count
+                tables[id(gpulet.hosts)] = {program: host.latency_ms for program, host in gpulet.hosts.items()}
+        self.latency = [tables[id(gpulet.hosts)] for gpulet in system.gpulets]
+        count = len(system.gpulets)
+        self.running: list[_Batch | None] = [None] * (count + 1)  # the last place is never taken
         self.behind: list[deque[_Batch]] = [deque() for _ in range(count)]
-        self.version = [0] * count
-        self.events: list[tuple[float, int, int]] = []  # (time, gpu-let, version)
-        self.neighbours = Neighbours(setup)
+        self.version = [0] * (count + 1)
+        self.events: list[tuple[float, int, int]] = []  # (time, gpu-let, version); gpu-let `count`: a rehearsal is due
+        self.rehearsal: Rehearsal | None = None
+        self.interference = Interference(system)
         self.log = BatchLog()
 
     def send(self, now: float, decision: Dispatch) -> None:
-        gpulet, model, ids = decision[0], decision[1], decision[2]
-        batch = _Batch(model, ids, now, now + self.ctrl_ms + self.data_ms[model] * len(ids))  # type: ignore[arg-type]
+        gpulet, program, ids = decision[0], decision[1], decision[2]
+        batch = _Batch(program, ids, now, now + self.ctrl_ms + self.data_ms[program] * len(ids))  # type: ignore[arg-type]
         if self.running[gpulet] is None:
             self.start(now, gpulet, batch)
         else:
@@ -76,13 +78,18 @@ class _Cluster:
         self.running[gpulet] = batch
         start = batch.start_at = now if now > batch.ready_at else batch.ready_at
         version = self.version[gpulet] = self.version[gpulet] + 1
-        if gpulet not in self.neighbours.shared:
-            heappush(self.events, (start + self.latency[gpulet][batch.model][len(batch.ids)], gpulet, version))
+        if gpulet not in self.interference.shared:
+            heappush(self.events, (start + self.latency[gpulet][batch.program][len(batch.ids)], gpulet, version))
         elif start > now:
             batch.has_begun = False
             heappush(self.events, (start, gpulet, version))
         else:
             self.begin(now, gpulet)
+
+    def rehearse(self, decision: Rehearse) -> None:
+        """Keep a job until its result is due."""
+        self.rehearsal = decision.job
+        heappush(self.events, (decision.due_ms, len(self.running) - 1, 0))
 
     def begin(self, now: float, gpulet: int) -> None:
         """Start executing on a GPU shared with other gpu-lets."""
@@ -90,8 +97,8 @@ class _Cluster:
         if batch is None:
             return
         batch.has_begun = True
-        work_ms = self.latency[gpulet][batch.model][len(batch.ids)]
-        self._move(self.neighbours.begin(now, gpulet, batch.model, work_ms))
+        work_ms = self.latency[gpulet][batch.program][len(batch.ids)]
+        self._move(self.interference.begin(now, gpulet, batch.program, work_ms))
 
     def _move(self, finishes: list[tuple[int, float]]) -> None:
         for gpulet, finish in finishes:
@@ -103,7 +110,7 @@ class _Cluster:
         batch = self.running[gpulet]
         if batch is None:
             return
-        self.log.add(gpulet, batch.model, batch.ids, batch.sent_at, batch.start_at, now, False)
+        self.log.add(gpulet, batch.program, batch.ids, batch.sent_at, batch.start_at, now, False)
         self._free(now, gpulet)
 
     def abort(self, now: float, gpulet: int) -> None:
@@ -112,13 +119,13 @@ class _Cluster:
         if batch is None:
             return
         self.version[gpulet] += 1
-        self.log.add(gpulet, batch.model, batch.ids, batch.sent_at, min(batch.start_at, now), now, True)
+        self.log.add(gpulet, batch.program, batch.ids, batch.sent_at, min(batch.start_at, now), now, True)
         self._free(now, gpulet)
 
     def _free(self, now: float, gpulet: int) -> None:
         self.running[gpulet] = None
-        if gpulet in self.neighbours.shared:
-            self._move(self.neighbours.end(now, gpulet))
+        if gpulet in self.interference.shared:
+            self._move(self.interference.end(now, gpulet))
         if self.behind[gpulet]:
             self.start(now, gpulet, self.behind[gpulet].popleft())
 
@@ -140,33 +147,32 @@ def simulate(
     """Run a schedule of arrivals to its end in virtual time.
 
     Args:
-        scheduler: fresh, built for the set-up to simulate.
+        scheduler: fresh, built for the system to simulate.
         times_ms: arrival times from 0, ascending.
-        model_index: the model of each arrival, an index into `scheduler.setup.requested`.
+        model_index: the model of each arrival, an index into `scheduler.system.models`.
         duration_s: length of the schedule; default: the last arrival.
         warmup_s: arrivals before this are served but not counted; default: the first 5 %.
-        stop: called every few thousand arrivals with the requests dropped so far by model, of those dropped after the
+        stop: called every few thousand arrivals with the requests lost so far by model, of those lost after the
             warm-up; True ends the run there.
         observe: called at the same moments with the scheduler and the time, for progress and inspection.
         followers: called with the requests of every batch that ended and the time; the requests it returns arrive
             then. Their times in `times_ms` are NaN, behind all others; those that never arrive are counted nowhere.
-        given_up: called with requests that were dropped or whose model has no host; what would have followed on them
-            need not.
+        given_up: called with requests that were dropped or rejected, or whose model has no host; what would have
+            followed on them need not.
         deadlines_ms: of every request; default: its arrival and the SLO of its model.
         data_ms_by_model: what the data of one request really takes to its gpu-let, where models differ; the scheduler
-            still budgets its set-up's.
+            still budgets its system's.
 
     Raises:
         InvalidInputError: arrivals that are not ascending, negative, not finite, or of unknown models.
     """
     started = time.perf_counter()
-    setup = scheduler.setup
+    system = scheduler.system
     planned = len(times_ms) if followers is None else int(np.isfinite(times_ms).sum())
-    _check_schedule(times_ms[:planned], model_index, len(setup.requested), total=len(times_ms))
-    hosted = setup.hosted
-    queue_of = setup.queue_of
+    _check_schedule(times_ms[:planned], model_index, len(system.models), total=len(times_ms))
+    served = system.served
     total = planned
-    slo = np.array([model.slo_ms for model in setup.models], dtype=np.float64)
+    slo = np.array([model.slo_ms for model in system.models], dtype=np.float64)
     if deadlines_ms is None:
         deadlines_ms = times_ms + slo[model_index] if total else np.zeros(0)
     if followers is not None:
@@ -174,29 +180,34 @@ def simulate(
     cluster = _Cluster(scheduler, data_ms_by_model)
     events, running = cluster.events, cluster.running
     dropped: list[Sequence[int]] = []
-    dropped_by_model = [0] * len(setup.requested)
+    rejected: list[Sequence[int]] = []
+    lost_by_model = [0] * len(system.models)
     duration_s = duration_s if duration_s is not None else (float(times_ms[total - 1]) / 1000.0 if total else 0.0)
     warmup_s = 0.05 * duration_s if warmup_s is None else warmup_s
     # A request dropped later than this arrived after the warm-up.
     counted_from_ms = warmup_s * 1000.0 + (float(slo.max()) if len(slo) else 0.0)
     now = 0.0
 
+    def lose(now: float, kept: list[Sequence[int]], decision: Drop | Reject) -> None:
+        kept.append(decision.request_ids)
+        if given_up is not None:
+            given_up(decision.request_ids)
+        if now > counted_from_ms:
+            for request in decision.request_ids:
+                lost_by_model[model_index[request]] += 1
+
     def carry_out(now: float) -> None:
         for decision in scheduler.drain():
             if type(decision) is Dispatch:
                 cluster.send(now, decision)
             elif type(decision) is Drop:
-                dropped.append(decision.request_ids)
-                if given_up is not None:
-                    given_up(decision.request_ids)
-                if now > counted_from_ms:
-                    if decision.model < len(dropped_by_model):
-                        dropped_by_model[decision.model] += len(decision.request_ids)
-                    else:
-                        for request in decision.request_ids:
-                            dropped_by_model[model_index[request]] += 1
+                lose(now, dropped, decision)
+            elif type(decision) is Reject:
+                lose(now, rejected, decision)
             elif type(decision) is Preempt:
                 cluster.abort(now, decision.gpulet)
+            elif type(decision) is Rehearse:
+                cluster.rehearse(decision)
 
     def advance(until: float) -> None:
         """Do all completions up to and including `until`, and all timers before it."""
@@ -208,20 +219,26 @@ def simulate(
                 at, gpulet, stamp = heappop(events)
                 batch = running[gpulet]
                 if version[gpulet] != stamp or batch is None:
-                    continue
-                now = at
-                if not batch.has_begun:
+                    if cluster.rehearsal is None or gpulet < len(system.gpulets):
+                        continue
+                    now = at
+                    job, cluster.rehearsal = cluster.rehearsal, None
+                    scheduler.rehearsed(at, job.run())
+                elif not batch.has_begun:
+                    now = at
                     cluster.begin(at, gpulet)
                     continue
-                cluster.finish(at, gpulet)
-                scheduler.batch_done(at, gpulet)
-                if followers is not None:
-                    for request, deadline in followers(batch.ids, at):
-                        times_ms[request], deadlines_ms[request] = at, deadline
-                        if model_index[request] in hosted:
-                            scheduler.add_request(at, queue_of[model_index[request]], request, deadline)
-                        elif given_up is not None:
-                            given_up((request,))
+                else:
+                    now = at
+                    cluster.finish(at, gpulet)
+                    scheduler.batch_done(at, gpulet)
+                    if followers is not None:
+                        for request, deadline in followers(batch.ids, at):
+                            times_ms[request], deadlines_ms[request] = at, deadline
+                            if model_index[request] in served:
+                                scheduler.add_request(at, int(model_index[request]), request, deadline)
+                            elif given_up is not None:
+                                given_up((request,))
             elif wake_at < until:
                 if wake_at > now:
                     now = wake_at
@@ -232,7 +249,7 @@ def simulate(
                 carry_out(now)
 
     add = scheduler.add_request
-    unhosted = set(range(len(setup.requested))) - hosted
+    unserved = set(range(len(system.models))) - served
     chunk = 8192
     done = total
     for first in range(0, total, chunk):
@@ -247,32 +264,32 @@ def simulate(
         for request, at, model, deadline in rows:
             if scheduler.next_wake_ms < at or (events and events[0][0] <= at):
                 advance(at)
-            if unhosted and model in unhosted:
+            if unserved and model in unserved:
                 if given_up is not None:
                     given_up((request,))
                 continue
             now = at
-            add(at, queue_of[model], request, deadline)
+            add(at, model, request, deadline)
             if scheduler.decisions:
                 carry_out(at)
         if observe is not None:
             observe(scheduler, now)
-        if stop is not None and stop(dropped_by_model):
+        if stop is not None and stop(lost_by_model):
             done = last
             break
     advance(INF)
-    expired = np.fromiter(chain.from_iterable(dropped), dtype=np.int64)
     kept = done if followers is None else len(times_ms)
     if followers is not None:
         times_ms[done:total] = np.nan  # a run that ended early never got to these
     return SimulationResult.build(
-        setup,
+        system,
         times_ms[:kept],
         model_index[:kept],
         deadlines_ms[:kept],
         cluster.log,
-        expired,
-        unhosted,
+        np.fromiter(chain.from_iterable(dropped), dtype=np.int64),
+        np.fromiter(chain.from_iterable(rejected), dtype=np.int64),
+        unserved,
         duration_s=duration_s if done == total else now / 1000.0,
         warmup_s=warmup_s,
         wall_s=time.perf_counter() - started,

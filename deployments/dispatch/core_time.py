@@ -6,7 +6,7 @@ import asyncio
 import math
 from collections.abc import Callable
 
-from tenuto.batching.core.interface import TIME_TOLERANCE_MS
+from tenuto.batching.core.system import TIME_TOLERANCE_MS
 
 __all__ = ["TIMER_SLACK_MS", "CoreTime"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections import deque
 
-from tenuto.batching.core.interface import NetworkDelay
+from tenuto.batching.core.system import NetworkDelay
 
 __all__ = ["LatencyCorrection", "NetworkMeter"]
 

@@ -14,7 +14,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from tenuto.batching.core.interface import Dispatch, Drop, NetworkDelay, Preempt, Scheduler
+from tenuto.batching.core.scheduler import Dispatch, Drop, Preempt, Reject, Scheduler
+from tenuto.batching.core.system import NetworkDelay
 from tenuto.deployments.dispatch.accounts import Accounts
 from tenuto.deployments.dispatch.batch_frames import pack_batch, split_reply
 from tenuto.deployments.dispatch.core_time import TIMER_SLACK_MS, CoreTime
@@ -78,9 +79,8 @@ class Dispatcher:
         self._plan: Plan | None = None
         self._scheduler: Scheduler | None = None
         self._first_sequence = 0  # of the present plan
-        self._model_index: dict[str, int] = {}  # the queue of every model in the core
+        self._model_index: dict[str, int] = {}  # in the core
         self._slo_ms: dict[str, float] = {}
-        self._first_group = 0  # the queues from here on are those of merged models
         self.network = network or NetworkMeter(3.0)
         self._feedback = Feedback(self.network, lambda: self._time.now_ms, self._free_early)
         self._ticker: asyncio.TimerHandle | None = None
@@ -106,10 +106,7 @@ class Dispatcher:
         scheduler = self._build_scheduler(plan, self.network.tell())
         scheduler.drain()
         self._slo_ms = {spec.name: spec.slo_ms for spec in plan.models}
-        self._first_group = len(plan.models)
-        self._model_index = {
-            spec.name: queue for spec, queue in zip(plan.models, scheduler.setup.queue_of, strict=True)
-        }
+        self._model_index = {spec.name: index for index, spec in enumerate(plan.models)}
         self._scheduler = scheduler
         self._feedback.follow(scheduler, plan)
         self._fleet.adopt(plan)
@@ -186,7 +183,7 @@ class Dispatcher:
         request = self._requests.open(
             model, index, parts, now_ms=now, allowed_ms=allowed, client_id=client_id, reserve_ms=reserve_ms
         )
-        if scheduler.queued(index) >= self._max_queued:
+        if scheduler.queued(scheduler.system.program_of[index]) >= self._max_queued:
             wait_s = max(0.1, allowed / 1000.0)
             reason = f"{self._max_queued} requests of '{model}' are waiting; retry in {wait_s:g} s"
             self._requests.finish(request, Answer(Outcome.REJECTED, retry_after_s=wait_s, reason=reason), now)
@@ -213,7 +210,9 @@ class Dispatcher:
                     self._dispatch(decision, now)
                 elif isinstance(decision, Drop):
                     self._drop(decision)
-                else:
+                elif isinstance(decision, Reject):
+                    self._reject(decision)
+                elif isinstance(decision, Preempt):
                     self._preempt(decision)
         self._time.arm(scheduler.next_wake_ms, now)
 
@@ -230,14 +229,16 @@ class Dispatcher:
         for request in requests:
             request.dispatched_ms = now
         assert self._scheduler is not None
-        name = self._scheduler.setup.models[decision.model].name
-        batch = Batch(next(self._sequences), name, decision.model, decision.gpulet, requests, now, self._time.clock_ms)
+        program = self._scheduler.system.programs[decision.program]
+        batch = Batch(
+            next(self._sequences), program.name, decision.program, decision.gpulet, requests, now, self._time.clock_ms
+        )
         link = self._fleet.add(batch)
         if not requests:
             # Every client left between decision and dispatch; keep the core's account of the gpu-let straight.
             asyncio.get_running_loop().call_soon(self._empty_batch_done, batch)
             return
-        header, buffers = pack_batch(batch, is_joint=decision.model >= self._first_group)
+        header, buffers = pack_batch(batch, is_joint=len(program.members) > 1)
         self.accounts.batch_sent(batch)
         link.send(header, buffers)
         self._feedback.sent(batch, decision.start_ms, decision.finish_ms)
@@ -250,6 +251,12 @@ class Dispatcher:
         for request in self._requests.of(decision.request_ids):
             waited_ms = self._time.now_ms - request.received_ms
             self._finish(request, Answer(Outcome.EXPIRED, batching_ms=waited_ms, reason=_TOO_LATE))
+
+    def _reject(self, decision: Reject) -> None:
+        for request in self._requests.of(decision.request_ids):
+            wait_s = decision.retry_after_ms / 1000.0
+            reason = f"'{request.name}' exceeds the rate it is planned for; retry in {wait_s:g} s"
+            self._finish(request, Answer(Outcome.REJECTED, retry_after_s=wait_s, reason=reason))
 
     def _preempt(self, decision: Preempt) -> None:
         """The core has the requests back in its queue; the gpu-let's answer for that batch will be ignored."""
@@ -377,11 +384,6 @@ class Dispatcher:
 
     def queue_lengths(self) -> dict[str, int]:
         """Return how many requests of every model wait for a batch."""
-        scheduler = self._scheduler
-        if scheduler is None:
-            return {}
-        if not scheduler.setup.groups:
-            return {name: scheduler.queued(index) for name, index in self._model_index.items()}
         waiting = self._requests.waiting()
         return {name: waiting[name] for name in self._model_index}
 

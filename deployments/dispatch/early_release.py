@@ -11,7 +11,8 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from tenuto.batching.core.interface import NetworkDelay, Scheduler
+from tenuto.batching.core.scheduler import Scheduler
+from tenuto.batching.core.system import NetworkDelay
 from tenuto.deployments.dispatch.in_flight import Batch
 
 __all__ = ["EarlyRelease"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from tenuto.batching.core.interface import Scheduler
+from tenuto.batching.core.scheduler import Scheduler
 from tenuto.deployments.dispatch.correction import LatencyCorrection, NetworkMeter
 from tenuto.deployments.dispatch.early_release import EarlyRelease
 from tenuto.deployments.dispatch.in_flight import Batch
@@ -67,10 +67,10 @@ class Feedback:
         travel_ms = now_ms - batch.dispatched_ms - execution_ms - float(header["queue_ms"])
         copies_ms = float(header.get("copy_in_ms", 0.0)) + float(header.get("copy_out_ms", 0.0))
         self._network.record(travel_ms, len(batch.requests), copies_ms)
-        planned = self._scheduler.setup.gpulets[batch.gpulet].hosts[batch.model].planned_ms()[len(batch.requests)]
-        factor = self._correction.record(batch.model, batch.gpulet, execution_ms / planned)
+        planned = self._scheduler.system.gpulets[batch.gpulet].hosts[batch.program].planned_ms()[len(batch.requests)]
+        factor = self._correction.record(batch.program, batch.gpulet, execution_ms / planned)
         if factor is not None:
-            self._scheduler.update_latency(batch.model, batch.gpulet, factor)
+            self._scheduler.update_latency(batch.program, batch.gpulet, factor)
         delay = self._network.news()
         if delay is not None:
             self._scheduler.update_network(self._early.budget(delay))

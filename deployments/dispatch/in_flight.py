@@ -20,7 +20,7 @@ class Request:
 
     id: int
     name: str
-    model: int  # queue in the present plan: the model's own, or that of the group it is merged with
+    model: int  # index in the present plan
     deadline_ms: float
     received_ms: float
     parts: Sequence[bytes | memoryview]
@@ -35,12 +35,12 @@ class Request:
 class Batch:
     """A batch from its dispatch until its answer; `aborted` ones were preempted and their answer is ignored.
 
-    `members` are the models of a joint batch with their rows, in the order of the requests; empty for a plain one.
+    `members` are the models of a merged program's batch with their rows, in the order of the requests; else empty.
     """
 
     sequence: int
-    name: str
-    model: int
+    name: str  # of its program
+    program: int
     gpulet: int
     requests: list[Request]
     dispatched_ms: float  # as the core dates it

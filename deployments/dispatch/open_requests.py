@@ -41,7 +41,7 @@ class OpenRequests:
     def open(
         self,
         model: str,
-        queue: int,
+        index: int,
         parts: Sequence[bytes | memoryview],
         *,
         now_ms: float,
@@ -52,7 +52,7 @@ class OpenRequests:
         """Take a request that has come now; see `Request` for the arguments."""
         future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
         deadline_ms = now_ms + allowed_ms
-        request = Request(next(self._ids), model, queue, deadline_ms, now_ms, parts, future, client_id, reserve_ms)
+        request = Request(next(self._ids), model, index, deadline_ms, now_ms, parts, future, client_id, reserve_ms)
         self._accounts.request_submitted(model)
         self._open[request.id] = request
         future.add_done_callback(functools.partial(self._on_settled, request))

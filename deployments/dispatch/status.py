@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tenuto.batching.core.interface import NetworkDelay
+from tenuto.batching.core.system import NetworkDelay
 from tenuto.deployments.dispatch.accounts import ModelCounters
 from tenuto.placement import Plan
 

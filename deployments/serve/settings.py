@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from tenuto.batching.core.interface import NetworkDelay, Scheduler
-from tenuto.batching.core.setup import from_plan
+from tenuto.batching.core.build import from_plan
+from tenuto.batching.core.scheduler import Scheduler
+from tenuto.batching.core.system import NetworkDelay
 from tenuto.batching.registry import make_scheduler
 from tenuto.errors import InvalidInputError
 from tenuto.placement import Plan

@@ -58,7 +58,7 @@ def command(
 
     Example: tenuto serve plan.yaml --emulate
     """
-    from tenuto.batching.core.setup import from_plan
+    from tenuto.batching.core.build import from_plan
     from tenuto.batching.registry import make_scheduler
     from tenuto.deployments.serve.config import serve_config
     from tenuto.deployments.serve.sub_clusters import read_partition

@@ -12,8 +12,9 @@ from typing import Any, TypeVar
 import click
 
 from tenuto.batching.core.autoscale import AutoscaleOptions
-from tenuto.batching.core.interface import NetworkDelay, Scheduler, Setup
-from tenuto.batching.core.setup import everywhere, from_plan
+from tenuto.batching.core.build import everywhere, from_plan
+from tenuto.batching.core.scheduler import Scheduler
+from tenuto.batching.core.system import NetworkDelay, System
 from tenuto.batching.registry import SCHEDULERS, make_scheduler, scheduler_class
 from tenuto.batching.virtual.advice_series import advice_over_time
 from tenuto.batching.virtual.goodput import Offer
@@ -44,10 +45,10 @@ _Arriving = TypeVar("_Arriving", ModelSpec, Application)
 
 @dataclass(frozen=True)
 class Scene:
-    """What simulate and goodput have in common: models, set-up, scheduler and arrivals by rate scale."""
+    """What simulate and goodput have in common: models, system, scheduler and arrivals by rate scale."""
 
     models: tuple[ModelSpec, ...]
-    setup: Setup
+    system: System
     scheduler_name: str
     options: dict[str, Any]
     duration_s: float
@@ -57,7 +58,7 @@ class Scene:
 
     def scheduler(self) -> Scheduler:
         """Return a fresh scheduler."""
-        return make_scheduler(self.scheduler_name, self.setup, self.options)
+        return make_scheduler(self.scheduler_name, self.system, self.options)
 
     def offer(self, rate_scale: float) -> Offer:
         """Return the arrivals at a rate scale, for the search of goodput."""
@@ -179,11 +180,11 @@ def read_scene(
         problems += error.problems
     if problems:
         raise InvalidInputError(problems)
-    setup, models, applications = _read_setup(source, gpus, cluster_file, elastic, profile_names, network, slo_scale)
-    return Scene(models, setup, scheduler_name, parsed, duration_s, warmup_s, seed, applications)
+    system, models, applications = _read_system(source, gpus, cluster_file, elastic, profile_names, network, slo_scale)
+    return Scene(models, system, scheduler_name, parsed, duration_s, warmup_s, seed, applications)
 
 
-def _read_setup(
+def _read_system(
     source: str,
     gpus: str | None,
     cluster_file: str | None,
@@ -191,7 +192,7 @@ def _read_setup(
     profile_names: tuple[str, ...],
     network: NetworkDelay,
     slo_scale: float,
-) -> tuple[Setup, tuple[ModelSpec, ...], tuple[Application, ...]]:
+) -> tuple[System, tuple[ModelSpec, ...], tuple[Application, ...]]:
     document = load_document(source)
     if _is_plan(document):
         if gpus is not None or cluster_file is not None:
@@ -215,10 +216,10 @@ def _read_setup(
     if workload.merge != "off":
         text = "tenuto: `merge` is for plans: here every model runs by itself. Plan first, and simulate the plan"
         progress_console().print(text, markup=False)
-    setup = everywhere(workload, cluster, profiles, network)
+    system = everywhere(workload, cluster, profiles, network)
     folder = Path(source).parent
     applications = scaled_slos(_beside(workload.applications, folder), slo_scale)
-    return setup, _beside(workload.models, folder), applications
+    return system, _beside(workload.models, folder), applications
 
 
 def _with_slos(models: tuple[ModelSpec, ...], scale: float) -> tuple[ModelSpec, ...]:

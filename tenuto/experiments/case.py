@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from tenuto.batching.core.interface import Scheduler
-from tenuto.batching.core.setup import from_plan
+from tenuto.batching.core.build import from_plan
+from tenuto.batching.core.scheduler import Scheduler
 from tenuto.batching.registry import make_scheduler
 from tenuto.batching.virtual.simulator import simulate
 from tenuto.errors import InvalidInputError
@@ -177,9 +177,9 @@ def _run(case: Case, plan: Plan, scheduler_name: str) -> dict[str, Any]:
 def _plan_with_means(scheduler: Scheduler, plan: Plan) -> None:
     """Tell a scheduler how slow its gpu-lets are on average, as a running system would measure it.
 
-    A set-up's slowdown is that with every neighbour running; the correction is the mean slowdown over it.
+    A system's slowdown is that with every neighbour running; the correction is the mean slowdown over it.
     """
-    index = {spec.name: position for position, spec in enumerate(scheduler.setup.models)}
+    index = {program.name: position for position, program in enumerate(scheduler.system.programs)}
     means = mean_slowdowns(plan)
     for position, gpulet in enumerate(plan.gpulets):
         for replica in gpulet.models:

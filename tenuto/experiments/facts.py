@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from tenuto.batching.core.interface import NetworkDelay
+from tenuto.batching.core.system import NetworkDelay
 
 __all__ = ["VISION", "client_share", "data_ms_by_model", "network_of", "thesis_facts", "thesis_section"]
 

@@ -6,7 +6,8 @@ import heapq
 import math
 from dataclasses import dataclass, field
 
-from tenuto.batching.core.interface import TIME_TOLERANCE_MS, Dispatch, Drop, Preempt, Scheduler
+from tenuto.batching.core.scheduler import Dispatch, Drop, Preempt, Scheduler
+from tenuto.batching.core.system import TIME_TOLERANCE_MS
 
 SLACK = 10 * TIME_TOLERANCE_MS
 
@@ -31,7 +32,7 @@ class Outcomes:
     failed: set[int] = field(default_factory=set)  # were on a gpu-let that was lost
     batches: list[tuple[int, int, int, float, float]] = field(
         default_factory=list
-    )  # gpu-let, model, size, start, finish
+    )  # gpu-let, program, size, start, finish
     preempted: int = 0
 
 
@@ -40,13 +41,13 @@ class CheckedRun:
 
     def __init__(self, scheduler: Scheduler) -> None:
         self.core = scheduler
-        self.setup = scheduler.setup
+        self.system = scheduler.system
         self.now = 0.0
         self.deadline: dict[int, float] = {}
         self.model: dict[int, int] = {}
         self.queued: set[int] = set()
         self.out = Outcomes()
-        count = len(self.setup.gpulets)
+        count = len(self.system.gpulets)
         self.busy: list[list[tuple[Dispatch, float, float]]] = [[] for _ in range(count)]
         self.lost = [False] * count
         self.done: list[tuple[float, int, int]] = []
@@ -108,7 +109,7 @@ class CheckedRun:
             self.busy[event.index].clear()
             self.core.gpulet_lost(event.at, event.index)
         elif event.kind == "slower":  # planned with more than it takes: never a broken promise
-            self.core.update_latency(event.ref % len(self.setup.models), event.index, 1.0 + event.slo_ms)
+            self.core.update_latency(event.ref % len(self.system.programs), event.index, 1.0 + event.slo_ms)
         elif event.kind == "back" and self.lost[event.index]:
             self.lost[event.index] = False
             self.core.gpulet_back(event.at, event.index)
@@ -117,23 +118,23 @@ class CheckedRun:
         for decision in self.core.drain():
             if isinstance(decision, Drop):
                 for request in decision.request_ids:
-                    self._leave_queue(request, decision.model)
+                    self._leave_queue(request, decision.program)
                     self.out.dropped[request] = self.now
             elif isinstance(decision, Dispatch):
                 self._dispatch(decision)
             else:
                 self._preempt(decision)
 
-    def _leave_queue(self, request: int, model: int) -> None:
+    def _leave_queue(self, request: int, program: int) -> None:
         assert request in self.queued, f"request {request} left the queue twice, or was never in it"
-        assert self.model[request] == model
+        assert self.system.program_of[self.model[request]] == program
         self.queued.discard(request)
 
     def _dispatch(self, decision: Dispatch) -> None:
-        gpulet, model, ids = decision.gpulet, decision.model, decision.request_ids
-        network = self.setup.network
+        gpulet, program, ids = decision.gpulet, decision.program, decision.request_ids
+        network = self.system.network
         assert not self.lost[gpulet], "dispatched to a lost gpu-let"
-        host = self.setup.gpulets[gpulet].hosts[model]
+        host = self.system.gpulets[gpulet].hosts[program]
         assert 1 <= len(ids) <= host.max_batch, "empty batch, or larger than the gpu-let may run"
         ahead = network.ctrl_ms > 0 or network.data_ms_per_request > 0
         assert len(self.busy[gpulet]) <= (1 if ahead else 0), "a gpu-let runs two batches at once"
@@ -141,12 +142,12 @@ class CheckedRun:
         start = max(free, self.now + network.ctrl_ms + network.data_ms_per_request * len(ids))
         finish = start + host.planned_ms()[len(ids)]
         for request in ids:
-            self._leave_queue(request, model)
+            self._leave_queue(request, program)
             answered = finish + network.response_ms
             assert answered <= self.deadline[request] + SLACK, "executed although its deadline could not be met"
             self.out.served[request] = answered
         self.busy[gpulet].append((decision, start, finish))
-        self.out.batches.append((gpulet, model, len(ids), start, finish))
+        self.out.batches.append((gpulet, program, len(ids), start, finish))
         self.sequence += 1
         heapq.heappush(self.done, (finish, self.sequence, gpulet))
 

@@ -4,23 +4,23 @@ from __future__ import annotations
 
 import pytest
 
-from tenuto.batching.core.interface import NetworkDelay, Setup
-from tenuto.batching.core.setup import everywhere_linear
+from tenuto.batching.core.build import everywhere_linear
+from tenuto.batching.core.system import NetworkDelay, System
 
 
 @pytest.fixture
-def trace_setup() -> Setup:
+def trace_system() -> System:
     """Return the setting of Symphony §3.3: l(b) = b + 5, SLO 12, three GPUs."""
     return everywhere_linear([("r", 1.0, 5.0, 12.0, None)], 3)
 
 
 @pytest.fixture
-def one_gpu() -> Setup:
+def one_gpu() -> System:
     return everywhere_linear([("a", 1.0, 5.0, 20.0, None)], 1)
 
 
 @pytest.fixture
-def two_models() -> Setup:
+def two_models() -> System:
     return everywhere_linear([("a", 1.0, 5.0, 20.0, None), ("b", 2.0, 10.0, 60.0, None)], 2)
 
 

@@ -10,8 +10,8 @@ import pytest
 from click.testing import CliRunner
 
 from tenuto.batching.core.autoscale import AutoscaleOptions
-from tenuto.batching.core.interface import GpuletSpec, Host, SchedulerModel, Setup
-from tenuto.batching.core.setup import everywhere_linear
+from tenuto.batching.core.build import everywhere_linear
+from tenuto.batching.core.system import Gpulet, Host, Model, System
 from tenuto.batching.registry import make_scheduler
 from tenuto.batching.virtual.advice_series import advice_over_time
 from tenuto.batching.virtual.simulator import simulate
@@ -25,8 +25,8 @@ def steady(gap_ms: float, seconds: float) -> tuple[np.ndarray, np.ndarray]:
 
 
 def test_idle_gpus_are_offered_and_missing_ones_asked_for() -> None:
-    setup = everywhere_linear([("a", 0.001, 10.0, 12.0, None)], 4)  # hardly any batching pays: 100 batches/s per GPU
-    calm = simulate(make_scheduler("eager", setup), *steady(20.0, 10.0), duration_s=10.0)
+    system = everywhere_linear([("a", 0.001, 10.0, 12.0, None)], 4)  # hardly any batching pays: 100 batches/s per GPU
+    calm = simulate(make_scheduler("eager", system), *steady(20.0, 10.0), duration_s=10.0)
     options = AutoscaleOptions(window_s=2.0, headroom=0.0)
     series = advice_over_time(calm, options)
     assert [advice.end_s for advice in series] == [2.0, 4.0, 6.0, 8.0, 10.0]
@@ -42,14 +42,14 @@ def test_idle_gpus_are_offered_and_missing_ones_asked_for() -> None:
 
 def test_gpulets_of_one_gpu_count_once() -> None:
     host = {0: Host((0.0, 10.0))}
-    setup = Setup((SchedulerModel("a", 12.0),), (GpuletSpec("g/a", "g", host), GpuletSpec("g/b", "g", host)))
-    result = simulate(make_scheduler("eager", setup), *steady(5.0, 4.0), duration_s=4.0)
+    system = System((Model("a", 12.0),), (Gpulet("g/a", "g", host), Gpulet("g/b", "g", host)))
+    result = simulate(make_scheduler("eager", system), *steady(5.0, 4.0), duration_s=4.0)
     assert {advice.gpus for advice in advice_over_time(result, AutoscaleOptions(window_s=1.0))} == {1}
 
 
 def test_a_run_shorter_than_a_window_has_no_advice() -> None:
-    setup = everywhere_linear([("a", 1.0, 5.0, 20.0, None)], 1)
-    assert advice_over_time(simulate(make_scheduler("eager", setup), *steady(50.0, 1.0), duration_s=1.0)) == []
+    system = everywhere_linear([("a", 1.0, 5.0, 20.0, None)], 1)
+    assert advice_over_time(simulate(make_scheduler("eager", system), *steady(50.0, 1.0), duration_s=1.0)) == []
 
 
 def test_the_simulate_command_prints_it(tmp_path: Path) -> None:

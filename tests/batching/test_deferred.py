@@ -6,9 +6,10 @@ import math
 
 import pytest
 
+from tenuto.batching.core.build import everywhere_linear
 from tenuto.batching.core.deferred import DeferredOptions, DeferredScheduler
-from tenuto.batching.core.interface import Dispatch, Drop, GpuletSpec, Host, NetworkDelay, SchedulerModel, Setup
-from tenuto.batching.core.setup import everywhere_linear
+from tenuto.batching.core.scheduler import Dispatch, Drop
+from tenuto.batching.core.system import Gpulet, Host, Model, NetworkDelay, System
 
 FRONTRUN = DeferredOptions(release="frontrun")
 
@@ -17,7 +18,7 @@ def host(alpha: float, beta: float, largest: int, slowdown: float = 1.0) -> Host
     return Host((0.0, *(alpha * b + beta for b in range(1, largest + 1))), slowdown)
 
 
-def test_a_lone_request_is_held_until_one_more_would_no_longer_fit(one_gpu: Setup) -> None:
+def test_a_lone_request_is_held_until_one_more_would_no_longer_fit(one_gpu: System) -> None:
     core = DeferredScheduler(one_gpu, FRONTRUN)
     core.add_request(0.0, 0, 7, 20.0)
     assert core.drain() == []
@@ -27,7 +28,7 @@ def test_a_lone_request_is_held_until_one_more_would_no_longer_fit(one_gpu: Setu
     assert core.next_wake_ms == math.inf
 
 
-def test_each_arrival_moves_frontrun_forward(one_gpu: Setup) -> None:
+def test_each_arrival_moves_frontrun_forward(one_gpu: System) -> None:
     core = DeferredScheduler(one_gpu, FRONTRUN)
     for request, at in enumerate((0.0, 1.0, 2.0)):
         core.add_request(at, 0, request, at + 20.0)
@@ -35,13 +36,13 @@ def test_each_arrival_moves_frontrun_forward(one_gpu: Setup) -> None:
 
 
 def test_a_freed_gpulet_goes_to_the_most_urgent_waiting_model() -> None:
-    setup = everywhere_linear(
+    system = everywhere_linear(
         [("a", 1.0, 5.0, 30.0, None), ("b", 1.0, 5.0, 30.0, None), ("c", 1.0, 5.0, 30.0, None)], 1
     )
-    core = DeferredScheduler(setup, FRONTRUN)
+    core = DeferredScheduler(system, FRONTRUN)
     core.add_request(0.0, 0, 0, 8.0)
     core.wake(1.0)
-    assert [d.model for d in core.drain()] == [0]
+    assert [d.program for d in core.drain()] == [0]
     core.add_request(1.0, 1, 1, 13.8)
     core.add_request(1.0, 2, 2, 13.5)
     while core.next_wake_ms <= 7.0:
@@ -49,7 +50,7 @@ def test_a_freed_gpulet_goes_to_the_most_urgent_waiting_model() -> None:
     assert core.drain() == []
     core.batch_done(7.0, 0)
     dispatched = core.drain()
-    assert [d.model for d in dispatched if isinstance(d, Dispatch)][:1] == [2]
+    assert [d.program for d in dispatched if isinstance(d, Dispatch)][:1] == [2]
 
 
 def test_the_smallest_idle_gpulet_is_taken() -> None:
@@ -66,7 +67,7 @@ def test_the_smallest_idle_gpulet_is_taken() -> None:
     assert [d.gpulet for d in core.drain()] == [1]
 
 
-def test_a_deadline_in_the_past_is_dropped_at_once(one_gpu: Setup) -> None:
+def test_a_deadline_in_the_past_is_dropped_at_once(one_gpu: System) -> None:
     core = DeferredScheduler(one_gpu)
     core.add_request(10.0, 0, 3, 9.0)
     assert core.next_wake_ms <= 10.0
@@ -75,7 +76,7 @@ def test_a_deadline_in_the_past_is_dropped_at_once(one_gpu: Setup) -> None:
     assert core.queued(0) == 0
 
 
-def test_a_queued_request_is_dropped_when_it_can_no_longer_make_it(one_gpu: Setup) -> None:
+def test_a_queued_request_is_dropped_when_it_can_no_longer_make_it(one_gpu: System) -> None:
     core = DeferredScheduler(one_gpu, FRONTRUN)
     core.add_request(0.0, 0, 0, 6.0)
     core.wake(0.0)
@@ -89,7 +90,7 @@ def test_a_queued_request_is_dropped_when_it_can_no_longer_make_it(one_gpu: Setu
     assert core.drain() == [Drop(0, [1])]
 
 
-def test_requests_with_their_own_deadlines_are_served_in_deadline_order(one_gpu: Setup) -> None:
+def test_requests_with_their_own_deadlines_are_served_in_deadline_order(one_gpu: System) -> None:
     core = DeferredScheduler(one_gpu, DeferredOptions(gather="head-first", release="frontrun"))
     core.add_request(0.0, 0, 0, 30.0)
     core.add_request(0.0, 0, 1, 8.0)
@@ -100,7 +101,7 @@ def test_requests_with_their_own_deadlines_are_served_in_deadline_order(one_gpu:
     assert list(first.request_ids) == [1, 2, 0]
 
 
-def test_cancel_frees_the_place(one_gpu: Setup) -> None:
+def test_cancel_frees_the_place(one_gpu: System) -> None:
     core = DeferredScheduler(one_gpu, FRONTRUN)
     core.add_request(0.0, 0, 0, 20.0)
     core.add_request(1.0, 0, 1, 21.0)
@@ -113,7 +114,7 @@ def test_cancel_frees_the_place(one_gpu: Setup) -> None:
     assert core.drain() == [Dispatch(0, 0, [1], 14.0, 20.0)]
 
 
-def test_cancel_of_the_only_waiting_request_leaves_no_timer(one_gpu: Setup) -> None:
+def test_cancel_of_the_only_waiting_request_leaves_no_timer(one_gpu: System) -> None:
     core = DeferredScheduler(one_gpu, FRONTRUN)
     core.add_request(0.0, 0, 0, 6.0)
     core.wake(0.0)
@@ -140,7 +141,7 @@ def test_a_lost_gpulet_is_not_used_until_it_is_back() -> None:
     assert [d.gpulet for d in core.drain()] == [0]
 
 
-def test_a_lost_gpulet_may_report_late_or_never(one_gpu: Setup) -> None:
+def test_a_lost_gpulet_may_report_late_or_never(one_gpu: System) -> None:
     core = DeferredScheduler(one_gpu, FRONTRUN)
     core.add_request(0.0, 0, 0, 6.0)
     core.wake(0.0)
@@ -188,7 +189,7 @@ def test_with_a_network_delay_the_next_batch_is_sent_before_the_gpulet_is_free()
     assert (second.start_ms, second.finish_ms) == (7.0, 13.0)
 
 
-def test_a_corrected_latency_moves_frontrun(one_gpu: Setup) -> None:
+def test_a_corrected_latency_moves_frontrun(one_gpu: System) -> None:
     core = DeferredScheduler(one_gpu, FRONTRUN)
     core.update_latency(0, 0, 1.5)
     core.add_request(0.0, 0, 0, 20.0)
@@ -203,7 +204,7 @@ def test_a_corrected_latency_moves_frontrun(one_gpu: Setup) -> None:
     assert core.next_wake_ms == pytest.approx(33.0)
 
 
-def test_a_measured_network_delay_moves_frontrun(one_gpu: Setup) -> None:
+def test_a_measured_network_delay_moves_frontrun(one_gpu: System) -> None:
     core = DeferredScheduler(one_gpu, FRONTRUN)
     core.update_network(NetworkDelay(ctrl_ms=2.0, response_ms=1.0))
     core.add_request(0.0, 0, 0, 20.0)
@@ -211,23 +212,23 @@ def test_a_measured_network_delay_moves_frontrun(one_gpu: Setup) -> None:
 
 
 def test_gpulets_serve_only_the_models_they_hold() -> None:
-    models = (SchedulerModel("a", 20.0), SchedulerModel("b", 20.0))
-    setup = Setup(models, (GpuletSpec("g0/a", "g0", {0: host(1, 5, 8)}), GpuletSpec("g1/a", "g1", {1: host(1, 5, 8)})))
-    core = DeferredScheduler(setup, FRONTRUN)
+    models = (Model("a", 20.0), Model("b", 20.0))
+    system = System(models, (Gpulet("g0/a", "g0", {0: host(1, 5, 8)}), Gpulet("g1/a", "g1", {1: host(1, 5, 8)})))
+    core = DeferredScheduler(system, FRONTRUN)
     core.add_request(0.0, 1, 0, 6.0)
     core.add_request(0.0, 1, 1, 13.0)
     core.add_request(0.0, 0, 2, 6.0)
     core.wake(0.0)
-    assert sorted((d.model, d.gpulet) for d in core.drain() if isinstance(d, Dispatch)) == [(0, 0), (1, 1)]
+    assert sorted((d.program, d.gpulet) for d in core.drain() if isinstance(d, Dispatch)) == [(0, 0), (1, 1)]
     assert core.queued(1) == 1
 
 
 def test_a_request_only_the_fast_gpulet_can_meet_is_left_to_it() -> None:
-    setup = Setup(
-        (SchedulerModel("a", 30.0),),
-        (GpuletSpec("g0/slow", "g0", {0: host(2, 10, 8)}), GpuletSpec("g1/fast", "g1", {0: host(1, 5, 8)})),
+    system = System(
+        (Model("a", 30.0),),
+        (Gpulet("g0/slow", "g0", {0: host(2, 10, 8)}), Gpulet("g1/fast", "g1", {0: host(1, 5, 8)})),
     )
-    core = DeferredScheduler(setup, FRONTRUN)
+    core = DeferredScheduler(system, FRONTRUN)
     core.add_request(0.0, 0, 0, 6.0)  # only the fast one can
     core.wake(0.0)
     assert [d.gpulet for d in core.drain()] == [1]
@@ -239,8 +240,8 @@ def test_a_request_only_the_fast_gpulet_can_meet_is_left_to_it() -> None:
 
 
 def test_no_batch_exceeds_what_the_gpulet_may_run() -> None:
-    setup = Setup((SchedulerModel("a", 100.0),), (GpuletSpec("g", "g", {0: host(1, 5, 3)}),))
-    core = DeferredScheduler(setup, DeferredOptions())
+    system = System((Model("a", 100.0),), (Gpulet("g", "g", {0: host(1, 5, 3)}),))
+    core = DeferredScheduler(system, DeferredOptions())
     core.add_requests(0.0, 0, list(range(10)), [100.0] * 10)
     core.wake(0.0)
     (first,) = core.drain()
@@ -249,8 +250,8 @@ def test_no_batch_exceeds_what_the_gpulet_may_run() -> None:
 
 
 def test_a_model_without_host_is_dropped() -> None:
-    setup = Setup((SchedulerModel("a", 20.0), SchedulerModel("b", 20.0)), (GpuletSpec("g", "g", {0: host(1, 5, 8)}),))
-    core = DeferredScheduler(setup)
+    system = System((Model("a", 20.0), Model("b", 20.0)), (Gpulet("g", "g", {0: host(1, 5, 8)}),))
+    core = DeferredScheduler(system)
     core.add_request(0.0, 1, 4, 20.0)
     core.wake(0.0)
     assert core.drain() == [Drop(1, [4])]

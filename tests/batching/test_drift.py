@@ -1,13 +1,14 @@
-from tenuto.batching.core.interface import Dispatch, NetworkDelay
-from tenuto.batching.core.setup import everywhere_linear
+from tenuto.batching.core.build import everywhere_linear
+from tenuto.batching.core.scheduler import Dispatch
+from tenuto.batching.core.system import NetworkDelay
 from tenuto.batching.registry import make_scheduler
 
 
 def test_small_delays_of_a_live_gpulet_do_not_add_up_unseen() -> None:
     """Batches sent ahead start when the one before has really ended; estimates follow, so nothing feasible ends
     late."""
-    setup = everywhere_linear([("m", 4.0, 20.0, 100.0, None)], 1, NetworkDelay(ctrl_ms=1.0))
-    scheduler = make_scheduler("deferred", setup, {})
+    system = everywhere_linear([("m", 4.0, 20.0, 100.0, None)], 1, NetworkDelay(ctrl_ms=1.0))
+    scheduler = make_scheduler("deferred", system, {})
     now, drag_ms, request = 0.0, 0.8, 0
     deadlines: dict[int, float] = {}
     running: list[Dispatch] = []

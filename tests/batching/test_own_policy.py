@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tenuto.batching.core.interface import NetworkDelay
+from tenuto.batching.core.system import NetworkDelay
 from tenuto.batching.planning.layout import Builder, Slot, layout_of
 from tenuto.batching.planning.moves import common_layouts, moves
 from tenuto.batching.planning.policy import TenutoPolicy

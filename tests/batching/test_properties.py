@@ -9,10 +9,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tenuto.batching.core.build import everywhere_linear
 from tenuto.batching.core.deferred import DeferredOptions, DeferredScheduler
 from tenuto.batching.core.gathering import GATHERING
-from tenuto.batching.core.interface import GpuletSpec, Host, NetworkDelay, SchedulerModel, Setup
-from tenuto.batching.core.setup import everywhere_linear
+from tenuto.batching.core.system import Gpulet, Host, Model, NetworkDelay, System
 from tenuto.batching.virtual.simulator import simulate
 from tenuto.outcome import Outcome
 from tests.batching.checked_run import CheckedRun, Event, Outcomes
@@ -22,13 +22,13 @@ coefficients = st.tuples(st.floats(0.1, 5.0), st.floats(0.0, 10.0), st.floats(1.
 
 
 @st.composite
-def setups(draw: Any, delays: bool = True) -> Setup:
+def systems(draw: Any, delays: bool = True) -> System:
     """Return models on pools of different speed, largest batch and model sets."""
     lines = draw(st.lists(coefficients, min_size=1, max_size=4))
     models = []
     for index, (alpha, beta, slack) in enumerate(lines):
         models.append(
-            SchedulerModel(f"m{index}", (alpha + beta) * slack * 2.0 + 3.0, draw(st.sampled_from([None, 50.0, 500.0])))
+            Model(f"m{index}", (alpha + beta) * slack * 2.0 + 3.0, draw(st.sampled_from([None, 50.0, 500.0])))
         )
     pools = []
     for _ in range(draw(st.integers(1, 3))):
@@ -43,7 +43,7 @@ def setups(draw: Any, delays: bool = True) -> Setup:
             )
         pools.append(hosts)
     gpulets = [
-        GpuletSpec(f"g{number}", f"g{number}", pools[draw(st.integers(0, len(pools) - 1))])
+        Gpulet(f"g{number}", f"g{number}", pools[draw(st.integers(0, len(pools) - 1))])
         for number in range(draw(st.integers(1, 5)))
     ]
     network = (
@@ -51,12 +51,12 @@ def setups(draw: Any, delays: bool = True) -> Setup:
         if delays
         else NetworkDelay()
     )
-    return Setup(tuple(models), tuple(gpulets), network)
+    return System(tuple(models), tuple(gpulets), network)
 
 
 @st.composite
-def scenarios(draw: Any, faults: bool = True) -> tuple[Setup, list[Event]]:
-    setup = draw(setups())
+def scenarios(draw: Any, faults: bool = True) -> tuple[System, list[Event]]:
+    system = draw(systems())
     gaps = draw(st.lists(st.sampled_from([0.0, 0.0, 0.1, 0.5, 1.0, 3.0, 20.0]), min_size=1, max_size=60))
     events, now = [], 0.0
     kinds = ["add"] * 8 + (["cancel", "lost", "back", "slower"] if faults else [])
@@ -64,17 +64,17 @@ def scenarios(draw: Any, faults: bool = True) -> tuple[Setup, list[Event]]:
         now += gap
         kind = draw(st.sampled_from(kinds))
         if kind == "add":
-            model = draw(st.integers(0, len(setup.models) - 1))
-            slo = setup.models[model].slo_ms * draw(st.sampled_from([1.0, 1.0, 1.0, 0.5, 2.0, -1.0]))
+            model = draw(st.integers(0, len(system.models) - 1))
+            slo = system.models[model].slo_ms * draw(st.sampled_from([1.0, 1.0, 1.0, 0.5, 2.0, -1.0]))
             events.append(Event(now, "add", model, ref, slo))
         elif kind == "cancel":
             events.append(Event(now, "cancel", 0, draw(st.integers(0, ref))))
         elif kind == "slower":
-            gpulet = draw(st.integers(0, len(setup.gpulets) - 1))
+            gpulet = draw(st.integers(0, len(system.gpulets) - 1))
             events.append(Event(now, "slower", gpulet, ref, draw(st.sampled_from([0.0, 0.2, 1.0]))))
         else:
-            events.append(Event(now, kind, draw(st.integers(0, len(setup.gpulets) - 1))))
-    return setup, events
+            events.append(Event(now, kind, draw(st.integers(0, len(system.gpulets) - 1))))
+    return system, events
 
 
 options = st.builds(
@@ -97,20 +97,20 @@ def check_outcomes(events: list[Event], out: Outcomes, run: CheckedRun) -> None:
 @FEW
 @given(scenarios(), options)
 def test_every_request_has_one_outcome_and_no_promise_is_broken(
-    scenario: tuple[Setup, list[Event]], chosen: DeferredOptions
+    scenario: tuple[System, list[Event]], chosen: DeferredOptions
 ) -> None:
-    setup, events = scenario
-    run = CheckedRun(DeferredScheduler(setup, chosen))
+    system, events = scenario
+    run = CheckedRun(DeferredScheduler(system, chosen))
     check_outcomes(events, run.run(events), run)
 
 
 @FEW
 @given(scenarios(), options)
 def test_an_expired_request_is_answered_by_its_deadline(
-    scenario: tuple[Setup, list[Event]], chosen: DeferredOptions
+    scenario: tuple[System, list[Event]], chosen: DeferredOptions
 ) -> None:
-    setup, events = scenario
-    run = CheckedRun(DeferredScheduler(setup, chosen))
+    system, events = scenario
+    run = CheckedRun(DeferredScheduler(system, chosen))
     out = run.run(events)
     arrived = {event.ref: event.at for event in events if event.kind == "add"}
     for request, at in out.dropped.items():
@@ -119,28 +119,30 @@ def test_an_expired_request_is_answered_by_its_deadline(
 
 @FEW
 @given(scenarios(faults=False), options)
-def test_the_same_events_give_the_same_batches(scenario: tuple[Setup, list[Event]], chosen: DeferredOptions) -> None:
-    setup, events = scenario
-    first = CheckedRun(DeferredScheduler(setup, chosen)).run(events)
-    second = CheckedRun(DeferredScheduler(setup, chosen)).run(events)
+def test_the_same_events_give_the_same_batches(scenario: tuple[System, list[Event]], chosen: DeferredOptions) -> None:
+    system, events = scenario
+    first = CheckedRun(DeferredScheduler(system, chosen)).run(events)
+    second = CheckedRun(DeferredScheduler(system, chosen)).run(events)
     assert first == second
 
 
 @FEW
 @given(scenarios(faults=False), options)
 def test_an_idle_cluster_drops_nothing_that_could_have_been_met(
-    scenario: tuple[Setup, list[Event]], chosen: DeferredOptions
+    scenario: tuple[System, list[Event]], chosen: DeferredOptions
 ) -> None:
     """A request that is alone in the system and feasible on its own is served."""
-    setup, events = scenario
-    network = setup.network
+    system, events = scenario
+    network = system.network
     spaced = []
     for number, event in enumerate(e for e in events if e.slo_ms > 0):
         spaced.append(Event(1000.0 * number, "add", event.index, event.ref, event.slo_ms))
-    run = CheckedRun(DeferredScheduler(setup, chosen))
+    run = CheckedRun(DeferredScheduler(system, chosen))
     out = run.run(spaced)
     for event in spaced:
-        best = min((g.hosts[event.index].planned_ms()[1] for g in setup.gpulets if event.index in g.hosts), default=1e9)
+        best = min(
+            (g.hosts[event.index].planned_ms()[1] for g in system.gpulets if event.index in g.hosts), default=1e9
+        )
         needed = best + network.ctrl_ms + network.data_ms_per_request + network.response_ms
         if needed <= event.slo_ms:
             assert event.ref in out.served
@@ -149,17 +151,17 @@ def test_an_idle_cluster_drops_nothing_that_could_have_been_met(
 @settings(max_examples=25, deadline=None)
 @given(st.integers(0, 2**32 - 1), st.floats(0.3, 3.0), st.integers(1, 6))
 def test_the_fast_driver_agrees_with_the_checked_one(seed: int, load: float, gpus: int) -> None:
-    setup = everywhere_linear([("a", 1.0, 5.0, 25.0, None), ("b", 2.0, 6.0, 60.0, None)], gpus)
+    system = everywhere_linear([("a", 1.0, 5.0, 25.0, None), ("b", 2.0, 6.0, 60.0, None)], gpus)
     rng = np.random.default_rng(seed)
     count = 300
     times = np.cumsum(rng.exponential(1.0 / (0.5 * gpus * load), count))
     models = rng.integers(0, 2, count).astype(np.int32)
-    result = simulate(DeferredScheduler(setup), times, models, warmup_s=0.0)
+    result = simulate(DeferredScheduler(system), times, models, warmup_s=0.0)
     events = [
-        Event(float(t), "add", int(m), i, setup.models[int(m)].slo_ms)
+        Event(float(t), "add", int(m), i, system.models[int(m)].slo_ms)
         for i, (t, m) in enumerate(zip(times, models, strict=True))
     ]
-    out = CheckedRun(DeferredScheduler(setup)).run(events)
+    out = CheckedRun(DeferredScheduler(system)).run(events)
     assert {int(i) for i in np.flatnonzero(result.outcome == Outcome.OK)} == set(out.served)
     assert {int(i) for i in np.flatnonzero(result.outcome == Outcome.EXPIRED)} == set(out.dropped)
     assert not (result.outcome == Outcome.LATE).any()
@@ -170,11 +172,11 @@ def test_the_fast_driver_agrees_with_the_checked_one(seed: int, load: float, gpu
 @given(st.integers(0, 2**32 - 1), st.floats(1.0, 2.5))
 def test_no_model_starves_while_another_is_served_late(seed: int, load: float) -> None:
     """Equal models under overload all keep a fair part: none falls below half of the best one's attainment."""
-    setup = everywhere_linear([(f"m{i}", 1.0, 5.0, 40.0, None) for i in range(6)], 2)
+    system = everywhere_linear([(f"m{i}", 1.0, 5.0, 40.0, None) for i in range(6)], 2)
     rng = np.random.default_rng(seed)
     times = np.cumsum(rng.exponential(1.0 / (0.9 * load), 6000))
     models = rng.integers(0, 6, len(times)).astype(np.int32)
-    result = simulate(DeferredScheduler(setup), times, models)
+    result = simulate(DeferredScheduler(system), times, models)
     attained = result.attainments()
     assert attained.min() >= 0.5 * attained.max()
     assert result.counts()[:, Outcome.LATE].sum() == 0

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from tenuto.batching.core.deferred import DeferredOptions, DeferredScheduler
-from tenuto.batching.core.interface import Setup
+from tenuto.batching.core.system import System
 from tenuto.batching.virtual.simulator import simulate
 from tenuto.outcome import Outcome
 
@@ -18,8 +18,8 @@ def arrivals(count: int, missing: set[int]) -> tuple[np.ndarray, np.ndarray]:
     return times, np.zeros(len(times), dtype=np.int32)
 
 
-def test_first_batch_has_four_requests_at_2_25_then_one_every_3(trace_setup: Setup) -> None:
-    result = simulate(DeferredScheduler(trace_setup, FRONTRUN), *arrivals(400, set()), warmup_s=0.0)
+def test_first_batch_has_four_requests_at_2_25_then_one_every_3(trace_system: System) -> None:
+    result = simulate(DeferredScheduler(trace_system, FRONTRUN), *arrivals(400, set()), warmup_s=0.0)
     order = np.argsort(result.batches.start_ms)
     starts = np.array(result.batches.start_ms)[order]
     sizes = np.array([len(result.batches.requests[i]) for i in order])
@@ -33,9 +33,9 @@ def test_first_batch_has_four_requests_at_2_25_then_one_every_3(trace_setup: Set
 
 @pytest.mark.parametrize("options", [FRONTRUN, DeferredOptions(release="frontrun")])
 def test_after_missing_arrivals_the_staggered_pattern_returns_and_nothing_is_dropped(
-    trace_setup: Setup, options: DeferredOptions
+    trace_system: System, options: DeferredOptions
 ) -> None:
-    result = simulate(DeferredScheduler(trace_setup, options), *arrivals(400, {13, 14, 15}), warmup_s=0.0)
+    result = simulate(DeferredScheduler(trace_system, options), *arrivals(400, {13, 14, 15}), warmup_s=0.0)
     assert (result.outcome == Outcome.OK).all()
     late_sizes = [
         len(ids) for ids, start in zip(result.batches.requests, result.batches.start_ms, strict=True) if start > 30

@@ -7,8 +7,9 @@ import heapq
 import numpy as np
 import pytest
 
-from tenuto.batching.core.interface import Dispatch, Drop, Preempt, Setup
-from tenuto.batching.core.setup import everywhere_linear
+from tenuto.batching.core.build import everywhere_linear
+from tenuto.batching.core.scheduler import Dispatch, Drop, Preempt
+from tenuto.batching.core.system import System
 from tenuto.batching.registry import make_scheduler
 from tenuto.batching.virtual.simulator import simulate
 from tenuto.outcome import Outcome
@@ -18,9 +19,9 @@ def sizes(decisions: list[object]) -> list[int]:
     return [len(d.request_ids) for d in decisions if isinstance(d, Dispatch)]
 
 
-def test_eager_falls_out_of_the_staggered_pattern_as_published(trace_setup: Setup) -> None:
+def test_eager_falls_out_of_the_staggered_pattern_as_published(trace_system: System) -> None:
     """Symphony §3.3: R13 to R15 stay away; GPUs 1 to 3 run four each from 2.25, 5.25 and 8.25 on, deferred."""
-    core = make_scheduler("eager", trace_setup)
+    core = make_scheduler("eager", trace_system)
     for gpulet in range(3):
         core.gpulet_lost(0.0, gpulet)
     events: list[tuple[float, int, int, str]] = [(2.25 + 3.0 * g, 1, g, "back") for g in range(3)]
@@ -50,7 +51,7 @@ def test_eager_falls_out_of_the_staggered_pattern_as_published(trace_setup: Setu
     assert dropped == [35, 37, 38]
 
 
-def test_eager_runs_at_once_and_then_what_has_gathered(one_gpu: Setup) -> None:
+def test_eager_runs_at_once_and_then_what_has_gathered(one_gpu: System) -> None:
     core = make_scheduler("eager", one_gpu)
     core.add_request(0.0, 0, 0, 20.0)
     assert core.drain() == [Dispatch(0, 0, [0], 0.0, 6.0)]
@@ -68,10 +69,10 @@ def test_eager_serves_the_most_urgent_model_first() -> None:
     core.add_request(1.0, 1, 1, 20.0)
     core.add_request(1.0, 2, 2, 19.0)
     core.batch_done(6.0, 0)
-    assert [d.model for d in core.drain() if isinstance(d, Dispatch)] == [2]
+    assert [d.program for d in core.drain() if isinstance(d, Dispatch)] == [2]
 
 
-def test_timeout_waits_for_size_or_time(one_gpu: Setup) -> None:
+def test_timeout_waits_for_size_or_time(one_gpu: System) -> None:
     options = {"batch_size": 3, "wait_ms": 4.0}
     core = make_scheduler("timeout", one_gpu, options)
     core.add_request(0.0, 0, 0, 20.0)
@@ -90,14 +91,14 @@ def test_timeout_waits_for_size_or_time(one_gpu: Setup) -> None:
 
 
 @pytest.mark.parametrize(("drop", "ok", "late", "expired"), [("late", 3, 0, 2), ("queue", 3, 1, 1), ("none", 3, 2, 0)])
-def test_drop_rules_of_timeout(one_gpu: Setup, drop: str, ok: int, late: int, expired: int) -> None:
+def test_drop_rules_of_timeout(one_gpu: System, drop: str, ok: int, late: int, expired: int) -> None:
     """Five requests at 0 with an SLO of 20, one at a time: they would end at 6, 12, 18, 24 and 30."""
     core = make_scheduler("timeout", one_gpu, {"batch_size": 1, "wait_ms": 0.0, "drop": drop})
     result = simulate(core, np.zeros(5), np.zeros(5, dtype=np.int32), duration_s=1.0, warmup_s=0.0)
     assert result.counts()[0, [Outcome.OK, Outcome.LATE, Outcome.EXPIRED]].tolist() == [ok, late, expired]
 
 
-def test_clockwork_runs_powers_of_two_and_its_other_order_single_requests(one_gpu: Setup) -> None:
+def test_clockwork_runs_powers_of_two_and_its_other_order_single_requests(one_gpu: System) -> None:
     for order, expected in (("earliest", 4), ("latest", 1)):
         core = make_scheduler("clockwork", one_gpu, {"order": order})
         for request in range(7):
@@ -133,17 +134,17 @@ def test_nexus_drops_a_head_that_keeps_the_planned_batch_from_running() -> None:
 
 
 def test_nexus_plans_anew_for_the_rates_it_sees() -> None:
-    setup = everywhere_linear([("a", 1.0, 5.0, 40.0, 300.0), ("b", 1.0, 5.0, 40.0, 300.0)], 4)
+    system = everywhere_linear([("a", 1.0, 5.0, 40.0, 300.0), ("b", 1.0, 5.0, 40.0, 300.0)], 4)
     options = {"plan": "epochs", "epoch_s": 2.0, "early_epoch_s": 1.0, "rate_window_s": 1.0, "head_room_pct": 20.0}
     rng = np.random.default_rng(0)
     times = np.cumsum(rng.exponential(1.0, 20_000))  # 1000 r/s, nine in ten for model a
     models = (rng.random(len(times)) < 0.1).astype(np.int32)
-    result = simulate(make_scheduler("nexus", setup, options), times, models, warmup_s=6.0)
+    result = simulate(make_scheduler("nexus", system, options), times, models, warmup_s=6.0)
     assert result.attainments().min() > 0.97
     assert (result.outcome == Outcome.OK).mean() > 0.8
 
 
-def test_shepherd_preempts_for_three_times_the_size(one_gpu: Setup) -> None:
+def test_shepherd_preempts_for_three_times_the_size(one_gpu: System) -> None:
     core = make_scheduler("shepherd", one_gpu)
     core.add_request(0.0, 0, 0, 20.0)
     assert sizes(core.drain()) == [1]
@@ -157,7 +158,7 @@ def test_shepherd_preempts_for_three_times_the_size(one_gpu: Setup) -> None:
     assert core.queued(0) == 0
 
 
-def test_shepherd_counts_the_lost_work(one_gpu: Setup) -> None:
+def test_shepherd_counts_the_lost_work(one_gpu: System) -> None:
     times = np.array([0.0, 0.5, 0.6, 0.7])
     result = simulate(make_scheduler("shepherd", one_gpu), times, np.zeros(4, dtype=np.int32), warmup_s=0.0)
     assert result.batches.preempted == [True, False]
@@ -173,4 +174,4 @@ def test_shepherd_takes_the_largest_batch_whatever_is_urgent() -> None:
     core.add_request(0.0, 1, 2, 50.0)
     core.drain()
     core.batch_done(6.0, 0)
-    assert [(d.model, len(d.request_ids)) for d in core.drain() if isinstance(d, Dispatch)] == [(1, 2)]
+    assert [(d.program, len(d.request_ids)) for d in core.drain() if isinstance(d, Dispatch)] == [(1, 2)]

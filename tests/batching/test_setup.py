@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tenuto.batching.core.setup import from_plan, latency_steps
+from tenuto.batching.core.build import from_plan, latency_steps
 from tenuto.cli import main
 from tenuto.errors import InvalidInputError
 from tenuto.placement import Plan
@@ -49,13 +49,13 @@ models:
 
 
 def test_a_plan_gives_its_gpulets_in_order() -> None:
-    setup = from_plan(Plan.from_data(PLAN))
-    assert [gpulet.id for gpulet in setup.gpulets] == ["n0/0/a", "n0/0/b"]
-    first, second = setup.gpulets
+    system = from_plan(Plan.from_data(PLAN))
+    assert [gpulet.id for gpulet in system.gpulets] == ["n0/0/a", "n0/0/b"]
+    first, second = system.gpulets
     assert first.hosts[0].max_batch == 4
     assert first.hosts[0].planned_ms()[2] == pytest.approx(1.2 * 7.0)
     assert second.hosts[1].latency_ms == (0.0, 4.0, 6.0)
-    assert all(2 not in gpulet.hosts for gpulet in setup.gpulets)
+    assert all(2 not in gpulet.hosts for gpulet in system.gpulets)
 
 
 def test_an_unserveable_plan_is_refused() -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from tenuto.batching.core.build import everywhere_linear
 from tenuto.batching.core.deferred import DeferredOptions, DeferredScheduler
-from tenuto.batching.core.interface import GpuletSpec, Host, NetworkDelay, SchedulerModel, Setup
-from tenuto.batching.core.setup import everywhere_linear
+from tenuto.batching.core.system import Gpulet, Host, Model, NetworkDelay, System
 from tenuto.batching.registry import make_scheduler, scheduler_class
 from tenuto.batching.virtual.goodput import GoodputSearch, Trial, find_goodput
 from tenuto.batching.virtual.simulator import simulate
@@ -29,9 +29,9 @@ def line(alpha: float, beta: float, largest: int, slowdown: float = 1.0) -> Host
 
 
 def test_same_schedule_same_result() -> None:
-    setup = everywhere_linear([RESNET50], 4)
+    system = everywhere_linear([RESNET50], 4)
     schedule = poisson(2000.0, 3.0)
-    first, second = (simulate(DeferredScheduler(setup), *schedule).summary() for _ in range(2))
+    first, second = (simulate(DeferredScheduler(system), *schedule).summary() for _ in range(2))
     first.pop("wall_s")
     second.pop("wall_s")
     assert first == second
@@ -76,9 +76,9 @@ def test_counts_add_up_and_warm_up_is_left_out() -> None:
 
 
 def test_p99_needs_459_samples() -> None:
-    setup = everywhere_linear([RESNET50], 2)
-    few = simulate(DeferredScheduler(setup), *poisson(100.0, 4.0), warmup_s=0.0).summary()["models"]["ResNet50"]
-    many = simulate(DeferredScheduler(setup), *poisson(200.0, 4.0), warmup_s=0.0).summary()["models"]["ResNet50"]
+    system = everywhere_linear([RESNET50], 2)
+    few = simulate(DeferredScheduler(system), *poisson(100.0, 4.0), warmup_s=0.0).summary()["models"]["ResNet50"]
+    many = simulate(DeferredScheduler(system), *poisson(200.0, 4.0), warmup_s=0.0).summary()["models"]["ResNet50"]
     assert few["offered"] < 459 < many["offered"]
     assert few["p99_ms"] is None
     assert few["p90_ms"] is not None
@@ -87,8 +87,8 @@ def test_p99_needs_459_samples() -> None:
 
 def test_network_delays_count_in_the_latency() -> None:
     network = NetworkDelay(ctrl_ms=1.0, data_ms_per_request=0.5, response_ms=2.0)
-    setup = everywhere_linear([("a", 1.0, 5.0, 20.0, None)], 1, network)
-    result = simulate(DeferredScheduler(setup), np.array([0.0]), np.zeros(1, dtype=np.int32), warmup_s=0.0)
+    system = everywhere_linear([("a", 1.0, 5.0, 20.0, None)], 1, network)
+    result = simulate(DeferredScheduler(system), np.array([0.0]), np.zeros(1, dtype=np.int32), warmup_s=0.0)
     assert result.start_ms[0] == pytest.approx(result.dispatched_ms[0] + 1.5)
     assert result.answered_ms[0] == pytest.approx(result.finish_ms[0] + 2.0)
     assert result.answered_ms[0] <= 20.0
@@ -96,19 +96,17 @@ def test_network_delays_count_in_the_latency() -> None:
 
 
 def test_a_model_without_host_is_rejected() -> None:
-    setup = Setup((SchedulerModel("a", 20.0), SchedulerModel("b", 20.0)), (GpuletSpec("g", "g", {0: line(1, 5, 8)}),))
-    result = simulate(DeferredScheduler(setup), np.array([0.0, 1.0]), np.array([0, 1], dtype=np.int32), warmup_s=0.0)
+    system = System((Model("a", 20.0), Model("b", 20.0)), (Gpulet("g", "g", {0: line(1, 5, 8)}),))
+    result = simulate(DeferredScheduler(system), np.array([0.0, 1.0]), np.array([0, 1], dtype=np.int32), warmup_s=0.0)
     assert result.outcome.tolist() == [Outcome.OK, Outcome.REJECTED]
 
 
 def test_neighbours_slow_each_other_only_while_both_run() -> None:
-    models = (SchedulerModel("a", 50.0), SchedulerModel("b", 50.0))
-    setup = Setup(
-        models, (GpuletSpec("g/a", "g", {0: line(1, 9, 1, 1.5)}), GpuletSpec("g/b", "g", {1: line(1, 9, 1, 2.0)}))
-    )
-    alone = simulate(DeferredScheduler(setup), np.array([0.0]), np.array([0], dtype=np.int32), warmup_s=0.0)
+    models = (Model("a", 50.0), Model("b", 50.0))
+    system = System(models, (Gpulet("g/a", "g", {0: line(1, 9, 1, 1.5)}), Gpulet("g/b", "g", {1: line(1, 9, 1, 2.0)})))
+    alone = simulate(DeferredScheduler(system), np.array([0.0]), np.array([0], dtype=np.int32), warmup_s=0.0)
     assert alone.finish_ms[0] == pytest.approx(10.0)
-    both = simulate(DeferredScheduler(setup), np.array([0.0, 5.0]), np.array([0, 1], dtype=np.int32), warmup_s=0.0)
+    both = simulate(DeferredScheduler(system), np.array([0.0, 5.0]), np.array([0, 1], dtype=np.int32), warmup_s=0.0)
     assert both.finish_ms[0] == pytest.approx(5.0 + 5.0 * 1.5)  # 5 alone, 5 beside b
     # b runs 7.5 ms beside a at half speed, then alone.
     assert both.finish_ms[1] == pytest.approx(12.5 + (10.0 - 7.5 / 2.0))
@@ -116,10 +114,10 @@ def test_neighbours_slow_each_other_only_while_both_run() -> None:
 
 
 def test_the_gpu_is_busy_once_where_two_gpulets_overlap() -> None:
-    models = (SchedulerModel("a", 50.0), SchedulerModel("b", 50.0))
-    setup = Setup(models, (GpuletSpec("g/a", "g", {0: line(1, 9, 1)}), GpuletSpec("g/b", "g", {1: line(1, 9, 1)})))
+    models = (Model("a", 50.0), Model("b", 50.0))
+    system = System(models, (Gpulet("g/a", "g", {0: line(1, 9, 1)}), Gpulet("g/b", "g", {1: line(1, 9, 1)})))
     result = simulate(
-        DeferredScheduler(setup), np.array([0.0, 5.0]), np.array([0, 1], dtype=np.int32), duration_s=0.1, warmup_s=0.0
+        DeferredScheduler(system), np.array([0.0, 5.0]), np.array([0, 1], dtype=np.int32), duration_s=0.1, warmup_s=0.0
     )
     assert result.gpu_busy_ms()["g"] == pytest.approx(15.0)
     assert result.busy_ms().tolist() == pytest.approx([10.0, 10.0])
@@ -127,9 +125,9 @@ def test_the_gpu_is_busy_once_where_two_gpulets_overlap() -> None:
 
 @pytest.mark.parametrize("times", [[2.0, 1.0], [-1.0, 0.0], [0.0, float("nan")], [0.0, float("inf")]])
 def test_impossible_arrivals_are_refused(times: list[float]) -> None:
-    setup = everywhere_linear([RESNET50], 1)
+    system = everywhere_linear([RESNET50], 1)
     with pytest.raises(InvalidInputError):
-        simulate(DeferredScheduler(setup), np.array(times), np.zeros(2, dtype=np.int32))
+        simulate(DeferredScheduler(system), np.array(times), np.zeros(2, dtype=np.int32))
 
 
 def test_no_arrivals() -> None:
@@ -142,10 +140,10 @@ def test_no_arrivals() -> None:
 
 
 def test_nothing_is_late_and_overload_stays_flat() -> None:
-    setup = everywhere_linear([("a", 1.053, 5.072, 100.0, None)], 4)
+    system = everywhere_linear([("a", 1.053, 5.072, 100.0, None)], 4)
     goodputs = []
     for rate in (4000.0, 8000.0):
-        result = simulate(DeferredScheduler(setup), *poisson(rate, 5.0))
+        result = simulate(DeferredScheduler(system), *poisson(rate, 5.0))
         assert not (result.outcome == Outcome.LATE).any()
         goodputs.append(result.goodput_rps)
     assert goodputs[1] >= 0.95 * goodputs[0]
@@ -178,19 +176,19 @@ def test_an_slo_no_batch_can_meet_is_unserveable() -> None:
 
 
 def test_unknown_scheduler_and_options_list_the_known_ones() -> None:
-    setup = everywhere_linear([RESNET50], 1)
+    system = everywhere_linear([RESNET50], 1)
     with pytest.raises(InvalidInputError, match="deferred, eager, timeout, clockwork, nexus, shepherd"):
         scheduler_class("fifo")
     with pytest.raises(InvalidInputError, match="gather, release, balance"):
-        make_scheduler("deferred", setup, {"batch": "3"})
+        make_scheduler("deferred", system, {"batch": "3"})
     with pytest.raises(InvalidInputError, match="head-first, window"):
-        make_scheduler("deferred", setup, {"gather": "tail-first"})
+        make_scheduler("deferred", system, {"gather": "tail-first"})
 
 
 def search(rate_limit: int = 10**9, **more: object) -> GoodputSearch:
-    setup = everywhere_linear([RESNET50], 2)
+    system = everywhere_linear([RESNET50], 2)
     return find_goodput(
-        lambda _: DeferredScheduler(setup),
+        lambda _: DeferredScheduler(system),
         lambda scale: poisson(1000.0 * scale, 4.0),
         duration_s=4.0,
         **more,  # type: ignore[arg-type]

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tenuto.batching.core.balance import Balance
-from tenuto.batching.core.interface import GpuletSpec, Host, SchedulerModel, Setup
+from tenuto.batching.core.system import Gpulet, Host, Model, System
 from tenuto.batching.core.target import ArrivalRate, batch_sizes, target_batch, wait_reserve_ms
 from tenuto.batching.registry import make_scheduler
 from tenuto.batching.virtual.simulator import simulate
@@ -113,12 +113,12 @@ def test_the_reserve_for_other_models_vanishes_with_many_gpulets_and_covers_a_ba
 def test_two_models_on_one_gpulet_are_served_no_worse_than_eagerly(slo_ms: float) -> None:
     """A batch held until frontrun would meet the other model's: published Symphony keeps 5 % of this load."""
     steps = (0.0, 87.4, 87.5, 101.0, 114.5, 130.8, 147.1, 163.4, 179.7)
-    models = tuple(SchedulerModel(name, slo_ms, 5.0) for name in "ab")
-    setup = Setup(models, (GpuletSpec("g/a", "g", {0: Host(steps), 1: Host(steps)}),))
+    models = tuple(Model(name, slo_ms, 5.0) for name in "ab")
+    system = System(models, (Gpulet("g/a", "g", {0: Host(steps), 1: Host(steps)}),))
     generator = np.random.default_rng(1)
     times = np.sort(generator.uniform(0.0, 400_000.0, 4_000))
     owner = generator.integers(0, 2, len(times)).astype(np.int32)
     kept = {
-        name: simulate(make_scheduler(name, setup), times, owner).attainments().min() for name in ("deferred", "eager")
+        name: simulate(make_scheduler(name, system), times, owner).attainments().min() for name in ("deferred", "eager")
     }
     assert kept["deferred"] >= kept["eager"] - 0.005

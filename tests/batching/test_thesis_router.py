@@ -7,7 +7,8 @@ from itertools import count
 import numpy as np
 import pytest
 
-from tenuto.batching.core.interface import Dispatch, Drop, GpuletSpec, Host, NetworkDelay, SchedulerModel, Setup
+from tenuto.batching.core.scheduler import Dispatch, Drop
+from tenuto.batching.core.system import Gpulet, Host, Model, NetworkDelay, System
 from tenuto.batching.registry import make_scheduler
 from tenuto.batching.rivals.thesis_router import ThesisRouterScheduler
 from tenuto.batching.virtual.simulator import simulate
@@ -22,11 +23,10 @@ pytestmark = pytest.mark.unit
 def router(*sizes: int, network: NetworkDelay | None = None, **options: object) -> ThesisRouterScheduler:
     """Return a router over one gpu-let per size, all with one model of 1 ms a request."""
     gpulets = tuple(
-        GpuletSpec(f"g{n}", f"g{n}", {0: Host(tuple(float(b) for b in range(size + 1)))})
-        for n, size in enumerate(sizes)
+        Gpulet(f"g{n}", f"g{n}", {0: Host(tuple(float(b) for b in range(size + 1)))}) for n, size in enumerate(sizes)
     )
-    setup = Setup((SchedulerModel("m", 1000.0),), gpulets, network or NetworkDelay())
-    made = make_scheduler("thesis-router", setup, options)
+    system = System((Model("m", 1000.0),), gpulets, network or NetworkDelay())
+    made = make_scheduler("thesis-router", system, options)
     assert isinstance(made, ThesisRouterScheduler)
     return made
 
@@ -87,8 +87,8 @@ def test_interleaved_fills_all_replicas_at_once() -> None:
 
 def test_nothing_is_given_up_however_late() -> None:
     schedule = make_schedule([ModelSpec(name="m", rate_rps=2000.0, slo_ms=50.0)], 1.0, 0)
-    setup = Setup((SchedulerModel("m", 50.0),), router(4).setup.gpulets)
-    result = simulate(make_scheduler("thesis-router", setup), schedule.times_ms, schedule.model_index, warmup_s=0.0)
+    system = System((Model("m", 50.0),), router(4).system.gpulets)
+    result = simulate(make_scheduler("thesis-router", system), schedule.times_ms, schedule.model_index, warmup_s=0.0)
     assert set(result.outcome.tolist()) == {Outcome.OK, Outcome.LATE}
     assert (result.outcome == Outcome.LATE).sum() > 500  # a request per ms is served, two arrive
 

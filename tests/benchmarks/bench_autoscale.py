@@ -15,12 +15,12 @@ from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
-from scenes import arguments, print_machine, uniform_setup, zoo
+from scenes import arguments, print_machine, uniform_system, zoo
 from svg_panels import Panel, Series, draw
 
 from tenuto.batching.core.autoscale import Advice, AutoscaleAdvisor, AutoscaleOptions
 from tenuto.batching.core.deferred import DeferredScheduler
-from tenuto.batching.core.interface import Decision, Dispatch, Drop, Scheduler
+from tenuto.batching.core.scheduler import Decision, Dispatch, Drop, Scheduler
 from tenuto.batching.virtual.simulator import simulate
 from tenuto.placement.policies.symphony.staggering import staggered_batch
 from tenuto.profiles import LinearLatency
@@ -102,7 +102,7 @@ def main() -> None:
     print_machine()
     duration_s, window_s = (60, 2.0) if chosen.quick else (120, 2.0)
     models = zoo("1080ti")[:MODELS]
-    setup = uniform_setup(models, MOST_GPUS)
+    system = uniform_system(models, MOST_GPUS)
     carries = []
     for _, alpha, beta, slo, _ in models:
         line = LinearLatency(alpha_ms=alpha, beta_ms=beta)
@@ -110,7 +110,7 @@ def main() -> None:
         carries.append(1000.0 * size / line.at(size))
     need = needs(duration_s, 0)
     times, which = arrivals(need * np.array(carries), 1)
-    core = Watched(setup)
+    core = Watched(system)
     follower = Follower(core, AutoscaleOptions(window_s=window_s))
     result = simulate(core, times, which, duration_s=float(duration_s), warmup_s=0.0, observe=follower)
     history = follower.history

@@ -18,8 +18,9 @@ from typing import Any
 import numpy as np
 from serving import heading, synthetic_plan
 
-from tenuto.batching.core.interface import NetworkDelay, Scheduler
-from tenuto.batching.core.setup import from_plan
+from tenuto.batching.core.build import from_plan
+from tenuto.batching.core.scheduler import Scheduler
+from tenuto.batching.core.system import NetworkDelay
 from tenuto.batching.registry import make_scheduler
 from tenuto.deployments.dispatch.dispatcher import Dispatcher
 from tenuto.deployments.dispatch.dispatcher_process import BundleServer

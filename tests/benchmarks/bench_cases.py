@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 
 import numpy as np
-from scenes import Model, arguments, available, goodput_rps, poisson, print_machine, uniform_setup
+from scenes import Model, arguments, available, goodput_rps, poisson, print_machine, uniform_system
 
 from tenuto.batching.registry import make_scheduler
 from tenuto.batching.virtual.simulator import simulate
@@ -33,14 +33,14 @@ def main() -> None:
 def flat_top(quick: bool) -> None:
     """Offer 0 to 2 times the peak; goodput must stay, and below the peak GPU time must follow the load."""
     models: list[Model] = [(f"m{i}", 1.053, 5.072, 100.0, None) for i in range(10)]
-    setup = uniform_setup(models, 24)
+    system = uniform_system(models, 24)
     duration_s = 10.0 if quick else 30.0
-    peak = goodput_rps(setup, "deferred", 16000.0, duration_s=duration_s, seed=0)
+    peak = goodput_rps(system, "deferred", 16000.0, duration_s=duration_s, seed=0)
     print(f"\nFlat top: 10 models, 24 GPUs, SLO 100 ms, peak {peak:,.0f} r/s")
     print(f"{'offered/peak':>12s} {'offered':>9s} {'goodput':>9s} {'of peak':>8s} {'busy':>7s} {'GPUs used':>9s}")
     for part in np.arange(0.2, 2.01, 0.2):
         times, which = poisson([peak * part / 10] * 10, duration_s, 1)
-        result = simulate(make_scheduler("deferred", setup), times, which, duration_s=duration_s)
+        result = simulate(make_scheduler("deferred", system), times, which, duration_s=duration_s)
         summary = result.summary()
         used = sum(1 for gpulet in summary["gpulets"].values() if gpulet["utilisation"] > 0.01)
         offered, goodput, busy = (summary[key] for key in ("offered_rps", "goodput_rps", "gpu_utilisation"))
@@ -54,10 +54,10 @@ def by_batching_effect(quick: bool) -> None:
     print("beta/alpha " + "".join(f"{name:>10s}" for name in names) + "     ratio")
     for beta in (1, 3, 6, 10, 15) if quick else range(1, 16):
         slo = 2.0 * (8.0 + beta)
-        setup = uniform_setup([(f"m{i}", 1.0, float(beta), slo, None) for i in range(10)], 32)
+        system = uniform_system([(f"m{i}", 1.0, float(beta), slo, None) for i in range(10)], 32)
         guess = 32_000.0 / (1.0 + beta / 8.0) * 0.8
         seconds = 8.0 if quick else 20.0
-        rates = [goodput_rps(setup, name, guess, duration_s=seconds, seed=0) for name in names]
+        rates = [goodput_rps(system, name, guess, duration_s=seconds, seed=0) for name in names]
         ratio = f"{rates[0] / rates[1]:10.2f}" if len(rates) > 1 else ""
         print(f"{beta:10d} " + "".join(f"{rate:10,.0f}" for rate in rates) + ratio, flush=True)
 
@@ -71,10 +71,10 @@ def by_slo(quick: bool) -> None:
     for shape, label in ((1.0, "Poisson"), (0.05, "gamma(0.05)")):
         for popularity, parts in popularities.items():
             for slo in (15, 25, 50, 100) if quick else (15, 20, 25, 30, 40, 50, 75, 100):
-                setup = uniform_setup([(f"m{i}", 1.053, 5.072, float(slo), None) for i in range(20)], 32)
+                system = uniform_system([(f"m{i}", 1.053, 5.072, float(slo), None) for i in range(20)], 32)
                 rates = [
                     goodput_rps(
-                        setup, name, 8000.0, duration_s=8.0 if quick else 20.0, seed=0, popularity=parts, shape=shape,
+                        system, name, 8000.0, duration_s=8.0 if quick else 20.0, seed=0, popularity=parts, shape=shape,
                         tolerance=0.01,
                     )
                     for name in names

@@ -8,7 +8,7 @@ ms); goodput with 99 % of every model in time, beside eager and the published ru
 
 from __future__ import annotations
 
-from scenes import arguments, goodput_rps, print_machine, uniform_setup
+from scenes import arguments, goodput_rps, print_machine, uniform_system
 
 ALPHA_MS, BETA_MS = 1.053, 5.072
 PUBLISHED = {"release": "frontrun", "balance": "off"}
@@ -23,11 +23,11 @@ def main() -> None:
         for count in (2, 6):
             for batches in (2.5, 4.0, 8.0):
                 slo_ms = round(batches * (ALPHA_MS + BETA_MS), 1)
-                setup = uniform_setup([(f"m{i}", ALPHA_MS, BETA_MS, slo_ms, None) for i in range(count)], gpulets)
+                system = uniform_system([(f"m{i}", ALPHA_MS, BETA_MS, slo_ms, None) for i in range(count)], gpulets)
                 guess = 500.0 * gpulets / (ALPHA_MS + BETA_MS)
                 found = [
                     goodput_rps(
-                        setup, name, guess, duration_s=15.0 if chosen.quick else 60.0, seed=0, tolerance=0.02,
+                        system, name, guess, duration_s=15.0 if chosen.quick else 60.0, seed=0, tolerance=0.02,
                         growth=1.5, options=options,
                     )
                     for name, options in (("deferred", None), ("eager", None), ("deferred", PUBLISHED))

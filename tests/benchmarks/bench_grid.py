@@ -9,7 +9,7 @@ import argparse
 import itertools
 
 import numpy as np
-from scenes import arguments, available, goodput_rps, print_machine, uniform_setup, zoo
+from scenes import arguments, available, goodput_rps, print_machine, uniform_system, zoo
 
 MODELS = ("DenseNet121", "InceptionV3", "ResNet50V2", "VGG16", "Xception", "BERT")
 N_MODELS = (8, 16, 24, 32, 48, 64)
@@ -44,7 +44,7 @@ def main() -> None:
         model, count, per_model, slo, shape = grid[int(index)]
         alpha, beta = lines[model]
         gpus = max(1, round(count * per_model))
-        setup = uniform_setup([(f"m{i}", alpha, beta, slo, None) for i in range(count)], gpus)
+        system = uniform_system([(f"m{i}", alpha, beta, slo, None) for i in range(count)], gpus)
         fitting = max(1, int((slo - beta) / alpha / 1.5))
         ceiling = 1000.0 * gpus * fitting / (alpha * fitting + beta)
         duration_s = min(60.0, max(1.5, (15_000 if chosen.quick else 25_000) / ceiling))
@@ -52,7 +52,7 @@ def main() -> None:
         for name in ("deferred", chosen.against):
             guess, growth = (pair[0], 1.1) if pair and pair[0] > 0 else (0.5 * ceiling, 1.4)
             found = goodput_rps(
-                setup, name, guess, duration_s=duration_s, seed=int(index), shape=shape, tolerance=0.01, growth=growth
+                system, name, guess, duration_s=duration_s, seed=int(index), shape=shape, tolerance=0.01, growth=growth
             )
             pair.append(found)
         if min(pair) > 0:

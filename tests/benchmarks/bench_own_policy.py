@@ -19,7 +19,7 @@ from pathlib import Path
 
 from placement_scenes import machine, mixed_workload, thesis
 
-from tenuto.batching.core.interface import NetworkDelay
+from tenuto.batching.core.system import NetworkDelay
 from tenuto.batching.planning.trial import Trial, Trials
 from tenuto.errors import MissingProfileError, TenutoError
 from tenuto.experiments.case import Case, run_case

@@ -12,8 +12,8 @@ import tempfile
 import time
 from pathlib import Path
 
-from tenuto.batching.core.interface import NetworkDelay
-from tenuto.batching.core.setup import from_plan
+from tenuto.batching.core.build import from_plan
+from tenuto.batching.core.system import NetworkDelay
 from tenuto.batching.registry import make_scheduler
 from tenuto.batching.virtual.simulator import simulate
 from tenuto.loadgen.output import hardware, versions, write_files

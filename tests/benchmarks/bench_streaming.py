@@ -16,7 +16,7 @@ from typing import Any
 
 from serving import heading
 
-from tenuto.batching.core.setup import from_plan
+from tenuto.batching.core.build import from_plan
 from tenuto.batching.registry import make_scheduler
 from tenuto.deployments.dispatch.dispatcher import Dispatcher
 from tenuto.deployments.gpulet.replica import GpuletReplica

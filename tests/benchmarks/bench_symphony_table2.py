@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import statistics
 
-from scenes import INCEPTION, RESNET50, arguments, available, goodput_rps, print_machine, spread, uniform_setup
+from scenes import INCEPTION, RESNET50, arguments, available, goodput_rps, print_machine, spread, uniform_system
 
 PUBLISHED = {  # staggered bound, paper, the original program on a virtual clock
     "ResNet50": {"bound": 5839, "deferred": (5264, 5311), "clockwork": (1358, None), "nexus": (4027, 4057),
@@ -40,12 +40,12 @@ def main() -> None:
         line = f"alpha {model[1]} ms, beta {model[2]} ms, SLO {model[3]:g} ms"
         print(f"\n{model[0]}: {line}, 8 GPUs; staggered bound {bound} r/s")
         print(f"{'scheduler':24s} {'goodput r/s, mean (range)':>28s} {'of bound':>9s} {'paper':>7s} {'original':>9s}")
-        setup = uniform_setup([model], 8)
+        system = uniform_system([model], 8)
         for label, (name, options) in VARIANTS.items():
             if name not in present:
                 continue
             rates = [
-                goodput_rps(setup, name, guess, duration_s=duration_s, seed=seed, options=options) for seed in seeds
+                goodput_rps(system, name, guess, duration_s=duration_s, seed=seed, options=options) for seed in seeds
             ]
             paper, original = published.get(name, (None, None)) if " " not in label else (None, None)
             part = 100 * statistics.mean(rates) / bound

@@ -18,7 +18,7 @@ from scenes import (
     poisson,
     print_machine,
     spread,
-    uniform_setup,
+    uniform_system,
     zoo,
 )
 
@@ -53,7 +53,7 @@ def main() -> None:
     for (gpu_type, part), (all_rps, each_rps, shepherd_rps, nexus_rps) in PUBLISHED.items():
         if part not in chosen.zoos.split(","):
             continue
-        setup = uniform_setup(zoo(gpu_type, part), 64)
+        system = uniform_system(zoo(gpu_type, part), 64)
         for name in names:
             for criterion, original in (("all", all_rps), ("each", each_rps)):
                 # Balance by total losses where all requests count together, between models where each counts.
@@ -63,7 +63,7 @@ def main() -> None:
                 guess = original * (0.9 if name == "deferred" else 0.4)
                 rates = [
                     goodput_rps(
-                        setup, name, guess, duration_s=duration_s, seed=seed, options=options,
+                        system, name, guess, duration_s=duration_s, seed=seed, options=options,
                         criterion="all" if criterion == "all" else "each",
                     )
                     for seed in seeds
@@ -92,7 +92,7 @@ def fewest_gpus(name: str, models: list[Model], duration_s: float) -> int | None
     times, which = poisson([15000.0 / len(models)] * len(models), duration_s, 0)
 
     def enough(gpus: int) -> bool:
-        result = simulate(make_scheduler(name, uniform_setup(models, gpus)), times, which, duration_s=duration_s)
+        result = simulate(make_scheduler(name, uniform_system(models, gpus)), times, which, duration_s=duration_s)
         return bool(result.attainments().min() >= 0.99)
 
     low, high = 1, 16

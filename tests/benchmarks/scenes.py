@@ -16,8 +16,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from tenuto.batching.core.interface import NetworkDelay, Setup
-from tenuto.batching.core.setup import everywhere_linear
+from tenuto.batching.core.build import everywhere_linear
+from tenuto.batching.core.system import NetworkDelay, System
 from tenuto.batching.registry import SCHEDULERS, make_scheduler
 from tenuto.batching.virtual.goodput import Criterion, find_goodput
 from tenuto.profiles.shipped import load_shipped
@@ -69,7 +69,7 @@ def gamma(
 
 
 def goodput_rps(
-    setup: Setup,
+    system: System,
     scheduler: str,
     guess_rps: float,
     *,
@@ -83,10 +83,10 @@ def goodput_rps(
     growth: float = 2.0,
 ) -> float:
     """Return the highest offered rate (all models together, r/s) with at most 1 % late or dropped."""
-    parts = np.asarray(popularity if popularity is not None else [1.0] * len(setup.models), dtype=np.float64)
+    parts = np.asarray(popularity if popularity is not None else [1.0] * len(system.models), dtype=np.float64)
     parts = parts / parts.sum()
     found = find_goodput(
-        lambda _: make_scheduler(scheduler, setup, options),
+        lambda _: make_scheduler(scheduler, system, options),
         lambda scale: gamma(parts * scale, duration_s, seed, shape),
         duration_s=duration_s,
         criterion=criterion,
@@ -97,7 +97,7 @@ def goodput_rps(
     return found.rate_scale
 
 
-def uniform_setup(models: Sequence[Model], gpus: int, network: NetworkDelay | None = None) -> Setup:
+def uniform_system(models: Sequence[Model], gpus: int, network: NetworkDelay | None = None) -> System:
     """Return the plain setting: every GPU holds every model."""
     return everywhere_linear(models, gpus, network or NetworkDelay())
 

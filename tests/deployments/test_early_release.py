@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tenuto.batching.core.interface import NetworkDelay
+from tenuto.batching.core.system import NetworkDelay
 from tenuto.deployments.dispatch.early_release import EarlyRelease
 from tenuto.deployments.dispatch.in_flight import Batch
 from tests.instruments.virtual_loop import VirtualLoop

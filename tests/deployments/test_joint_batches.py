@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tenuto.batching.core.interface import NetworkDelay, Scheduler
-from tenuto.batching.core.setup import from_plan
+from tenuto.batching.core.build import from_plan
+from tenuto.batching.core.scheduler import Scheduler
+from tenuto.batching.core.system import NetworkDelay
 from tenuto.batching.registry import make_scheduler
 from tenuto.deployments.dispatch.dispatcher import Dispatcher
 from tenuto.deployments.gpulet.executors.emulated import EmulatedExecutor

@@ -12,8 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tenuto.batching.core.interface import NetworkDelay, Scheduler
-from tenuto.batching.core.setup import from_plan
+from tenuto.batching.core.build import from_plan
+from tenuto.batching.core.scheduler import Scheduler
+from tenuto.batching.core.system import NetworkDelay
 from tenuto.batching.registry import make_scheduler
 from tenuto.batching.virtual.simulator import simulate
 from tenuto.deployments.dispatch.correction import NetworkMeter

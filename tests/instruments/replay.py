@@ -13,8 +13,9 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
-from tenuto.batching.core.interface import NetworkDelay, Scheduler
-from tenuto.batching.core.setup import from_plan
+from tenuto.batching.core.build import from_plan
+from tenuto.batching.core.scheduler import Scheduler
+from tenuto.batching.core.system import NetworkDelay
 from tenuto.batching.registry import make_scheduler
 from tenuto.deployments.dispatch.core_time import TIMER_SLACK_MS
 from tenuto.deployments.dispatch.correction import NetworkMeter

@@ -13,8 +13,8 @@ from typing import Annotated, Any, NamedTuple
 import numpy as np
 from pydantic import Field
 
-from tenuto.batching.core.interface import NetworkDelay
-from tenuto.batching.core.setup import from_plan
+from tenuto.batching.core.build import from_plan
+from tenuto.batching.core.system import NetworkDelay
 from tenuto.batching.registry import make_scheduler
 from tenuto.batching.virtual.simulator import simulate
 from tenuto.documents import StrictModel, load_document, parse_document
@@ -185,8 +185,7 @@ def run_virtual(scenario: Scenario) -> list[RanBatch]:
     scheduler = make_scheduler(scenario.scheduler.name, from_plan(plan, scenario.delay()), scenario.scheduler.options)
     schedule = scenario.schedule()
     index = {model.name: position for position, model in enumerate(scenario.models)}
-    names = [model.name for model in scheduler.setup.models]
-    plain = len(scheduler.setup.requested)
+    programs = scheduler.system.programs
     result = simulate(
         scheduler,
         np.array([at_ms for at_ms, _ in schedule], dtype=np.float64),
@@ -198,10 +197,10 @@ def run_virtual(scenario: Scenario) -> list[RanBatch]:
         RanBatch(
             dispatched_ms,
             plan.gpulets[gpulet].id,
-            names[model],
-            tuple(requests if model < plain else sorted(requests)),
+            programs[program].name,
+            tuple(requests if len(programs[program].members) == 1 else sorted(requests)),
         )
-        for dispatched_ms, gpulet, model, requests in zip(
-            log.dispatched_ms, log.gpulet, log.model, log.requests, strict=True
+        for dispatched_ms, gpulet, program, requests in zip(
+            log.dispatched_ms, log.gpulet, log.program, log.requests, strict=True
         )
     )

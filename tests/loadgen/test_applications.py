@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tenuto.batching.core.setup import everywhere
+from tenuto.batching.core.build import everywhere
 from tenuto.batching.registry import make_scheduler
 from tenuto.batching.virtual.result import SimulationResult
 from tenuto.documents import parse_document

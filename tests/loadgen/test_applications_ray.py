@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import pytest
 
-from tenuto.batching.core.setup import from_plan
+from tenuto.batching.core.build import from_plan
 from tenuto.batching.registry import make_scheduler
 from tenuto.deployments.serve.config import serve_config
 from tenuto.deployments.serve.endpoint import served_plan

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from tenuto.batching.core.setup import from_plan
+from tenuto.batching.core.build import from_plan
 from tenuto.batching.registry import make_scheduler
 from tenuto.cli.experiment import command
 from tenuto.errors import InvalidInputError

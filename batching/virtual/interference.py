@@ -2,27 +2,27 @@
 
 from __future__ import annotations
 
-from tenuto.batching.core.interface import Setup
+from tenuto.batching.core.system import System
 
-__all__ = ["Neighbours"]
+__all__ = ["Interference"]
 
 
-class Neighbours:
+class Interference:
     """Progress of the batches that run on GPUs with several gpu-lets.
 
     A host's `slowdown` is its factor while all its neighbours run; with k of n of them running the factor is taken as
     1 + (slowdown - 1) k/n, which changes as they start and stop. `shared` holds the gpu-lets this applies to.
     """
 
-    def __init__(self, setup: Setup) -> None:
+    def __init__(self, system: System) -> None:
         by_gpu: dict[str, list[int]] = {}
-        for index, gpulet in enumerate(setup.gpulets):
+        for index, gpulet in enumerate(system.gpulets):
             by_gpu.setdefault(gpulet.gpu, []).append(index)
-        self._setup = setup
+        self._system = system
         self._others: dict[int, list[int]] = {}
         for members in by_gpu.values():
             if len(members) > 1 and any(
-                host.slowdown > 1 for member in members for host in setup.gpulets[member].hosts.values()
+                host.slowdown > 1 for member in members for host in system.gpulets[member].hosts.values()
             ):
                 for member in members:
                     self._others[member] = [other for other in members if other != member]
@@ -32,11 +32,11 @@ class Neighbours:
         self._begun: dict[int, float] = {}
         self._at: dict[int, float] = {}  # when left_ms was brought up to date
 
-    def begin(self, now_ms: float, gpulet: int, model: int, work_ms: float) -> list[tuple[int, float]]:
+    def begin(self, now_ms: float, gpulet: int, program: int, work_ms: float) -> list[tuple[int, float]]:
         """Start a batch; returns the (gpu-let, new finish) of every batch whose finish is set or moved by it."""
         self._settle(now_ms, gpulet)
         self._left_ms[gpulet] = work_ms
-        self._slowdown[gpulet] = self._setup.gpulets[gpulet].hosts[model].slowdown
+        self._slowdown[gpulet] = self._system.gpulets[gpulet].hosts[program].slowdown
         self._at[gpulet] = now_ms
         return self._finishes(now_ms, gpulet)
 

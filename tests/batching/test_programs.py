@@ -1,4 +1,4 @@
-"""Models that run as one merged program share a queue in the core; requests keep their model and their deadline."""
+"""Programs of several models: one queue in the core, while requests keep their model and their deadline."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tenuto.batching.core.setup import from_plan
+from tenuto.batching.core.build import from_plan
 from tenuto.batching.registry import SCHEDULERS, make_scheduler
 from tenuto.batching.virtual.goodput import find_goodput
 from tenuto.batching.virtual.simulator import simulate
@@ -30,27 +30,28 @@ def plan(merge: list[Any] | None = None, slos: dict[str, float] | None = None, *
     )
 
 
-def test_a_group_is_one_queue_behind_the_models_and_its_members_have_no_host() -> None:
-    setup = from_plan(plan([["a", "b"]]))
-    assert [model.name for model in setup.models] == ["a", "b", "c", "a+b"]
-    assert [model.name for model in setup.requested] == ["a", "b", "c"]
-    assert (setup.queue_of, setup.groups, setup.hosted) == ((3, 3, 2), ((0, 1),), {0, 1, 2})
-    assert sorted(setup.gpulets[0].hosts) == [2, 3]
+def test_a_merged_program_has_its_models_as_members_and_stands_where_the_first_of_them_does() -> None:
+    system = from_plan(plan([["a", "b"]]))
+    assert [model.name for model in system.models] == ["a", "b", "c"]
+    assert [(program.name, program.members) for program in system.programs] == [("a+b", (0, 1)), ("c", (2,))]
+    assert (system.program_of, system.hosted, system.served) == ((0, 0, 1), {0, 1}, {0, 1, 2})
+    assert sorted(system.gpulets[0].hosts) == [0, 1]
     # The worst split: one of either; one batch of each, 3 + 3 + n; from six on two batches of one and one of the other.
-    assert setup.gpulets[0].hosts[3].latency_ms == (0.0, 4.0, 8.0, 9.0, 10.0, 11.0, 15.0, 16.0, 17.0)
-    assert (setup.models[3].slo_ms, setup.models[3].rate_rps) == (40.0, 100.0)
+    assert system.gpulets[0].hosts[0].latency_ms == (0.0, 4.0, 8.0, 9.0, 10.0, 11.0, 15.0, 16.0, 17.0)
+    assert (system.offered[0].slo_ms, system.offered[0].rate_rps) == (40.0, 100.0)
 
 
-def test_without_groups_every_model_is_its_own_queue() -> None:
-    setup = from_plan(plan())
-    assert setup.queue_of == (0, 1, 2)
-    assert setup.requested == setup.models
+def test_a_lone_model_is_a_program_of_one() -> None:
+    system = from_plan(plan())
+    assert system.program_of == (0, 1, 2)
+    assert [(program.name, program.members) for program in system.programs] == [("a", (0,)), ("b", (1,)), ("c", (2,))]
+    assert system.offered == system.models
 
 
 def test_slowdown_and_given_latency_of_a_group() -> None:
     group = {"models": ["a", "b"], "latency": {"points": {1: 3.0, 6: 8.0}}}
-    setup = from_plan(plan([group]))
-    assert setup.gpulets[0].hosts[3].latency_ms == pytest.approx((0.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0))
+    system = from_plan(plan([group]))
+    assert system.gpulets[0].hosts[0].latency_ms == pytest.approx((0.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0))
 
 
 def test_a_group_that_can_never_answer_in_time_is_refused_by_its_name() -> None:

@@ -1,0 +1,140 @@
+"""Turn plans and workloads into the system a scheduler is built from.
+
+Two ways: from a plan, gpu-let by gpu-let; or Symphony's plain setting, in which every GPU hosts every model.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from tenuto.batching.core.system import Gpulet, Host, Model, NetworkDelay, Program, System
+from tenuto.errors import InvalidInputError, Problem
+from tenuto.placement import Cluster, ModelSpec, Plan, Workload, profile_of
+from tenuto.placement.copy_times import hidden_copies_ms, longest_copies_ms
+from tenuto.profiles import Latency, LatencyTable, Profiles
+
+NO_DELAY = NetworkDelay()
+_AGAIN = "Make the plan again with `tenuto plan`."
+
+__all__ = ["everywhere", "everywhere_linear", "from_plan", "latency_steps"]
+
+
+def from_plan(plan: Plan, network: NetworkDelay = NO_DELAY, *, check_slos: bool = True) -> System:
+    """Return the system of a plan: its gpu-lets in file order, each with its programs up to their planned batch size.
+
+    With streaming, the copies that the plan knows are not part of a batch's latency but of its way: those of the
+    longest copied batch are budgeted for every batch. Models the plan leaves unserved are programs without a host. With
+    `check_slos` off, replicas that can never answer in time are kept, as a router without deadlines would.
+
+    Raises:
+        InvalidInputError: a replica without latency, one of a model the plan does not list, or an SLO no batch can
+        meet.
+    """
+    programs = _programs(plan)
+    index = {program.name: position for position, program in enumerate(programs)}
+    known = {spec.name for spec in plan.models}
+    problems: list[Problem] = []
+    gpulets = []
+    shared: dict[tuple[tuple[int, Host], ...], dict[int, Host]] = {}
+    for position, gpulet in enumerate(plan.gpulets):
+        hosts: dict[int, Host] = {}
+        for program in gpulet.programs:
+            where = f"gpulets.{position}.models.{program.name}"
+            if not known.issuperset(program.models):
+                rule = "the plan has no entry for this model under `models`"
+                problems.append(Problem(where, program.name, rule, _AGAIN))
+            elif program.latency is None:
+                problems.append(Problem(where, None, "the replica carries no latency", _AGAIN))
+            else:
+                steps = latency_steps(program.latency, 0.0, program.batch_size)
+                hidden_ms = 0.0 if program.is_merged else hidden_copies_ms(plan, program.members[0])
+                executed = tuple(latency_ms - hidden_ms * size for size, latency_ms in enumerate(steps))
+                if hidden_ms < 0.0 or (hidden_ms and min(executed[1:], default=1.0) <= 0.0):
+                    rule = "copies of a request (ms) must be at least 0 and leave some of a batch's time to execute"
+                    problems.append(Problem(where, hidden_ms, rule, "Correct `copy_in_ms` and `copy_out_ms`."))
+                hosts[index[program.name]] = Host(executed, program.slowdown)
+        gpulets.append(Gpulet(gpulet.id, gpulet.gpu, shared.setdefault(tuple(hosts.items()), hosts)))
+    if problems:
+        raise InvalidInputError(problems)
+    if plan.streaming:
+        network = NetworkDelay(ctrl_ms=network.ctrl_ms + longest_copies_ms(plan), response_ms=network.response_ms)
+    system = System(_models(plan.models), tuple(gpulets), network, programs)
+    return _checked(system) if check_slos or system.problems() else system
+
+
+def _models(specs: Sequence[ModelSpec]) -> tuple[Model, ...]:
+    return tuple(Model(spec.name, spec.slo_ms, spec.rate_rps, spec.weight) for spec in specs)
+
+
+def _programs(plan: Plan) -> tuple[Program, ...]:
+    """Return the programs of a plan, in the order of their first models; a model that no gpu-let holds is one alone."""
+    position = {spec.name: place for place, spec in enumerate(plan.models)}
+    merged = {group.name: group.models for gpulet in plan.gpulets for group in gpulet.merge}
+    found = {name: models for name, models in merged.items() if position.keys() >= set(models)}
+    taken = {name for models in found.values() for name in models}
+    found |= {name: (name,) for name in position if name not in taken}
+    programs = (Program(name, tuple(position[model] for model in models)) for name, models in found.items())
+    return tuple(sorted(programs, key=lambda program: min(program.members)))
+
+
+def latency_steps(latency: Latency, slo_ms: float, max_batch: int | None = None) -> tuple[float, ...]:
+    """Return l(0..b) in ms, where b is the largest batch that can run within the SLO, or `max_batch`; at least 1.
+
+    A table measured from a larger batch on is used downwards as an upper bound; latencies never fall as b grows.
+    """
+    largest = latency.largest_batch(slo_ms) if max_batch is None else max_batch
+    if isinstance(latency, LatencyTable):
+        largest = min(largest, latency.largest)
+    steps = [0.0]
+    for size in range(1, max(1, largest) + 1):
+        steps.append(max(steps[-1], latency.at(size)))
+    return tuple(steps)
+
+
+def everywhere(workload: Workload, cluster: Cluster, profiles: Profiles, network: NetworkDelay = NO_DELAY) -> System:
+    """Return Symphony's plain setting: each GPU of the cluster is one gpu-let hosting every model of the workload.
+
+    Raises:
+        InvalidInputError: a model without profile, or an SLO that no batch can meet.
+    """
+    by_type: dict[str, dict[int, Host]] = {}
+    for gpu_type in cluster.gpu_types:
+        by_type[gpu_type] = {
+            position: Host(latency_steps(profile_of(spec, gpu_type, profiles).latency(), spec.slo_ms))
+            for position, spec in enumerate(workload.models)
+        }
+    gpulets = tuple(Gpulet(f"{gpu.id}/a", gpu.id, by_type[gpu.type]) for gpu in cluster.gpus)
+    return _checked(System(_models(workload.models), gpulets, network))
+
+
+def everywhere_linear(
+    models: Sequence[tuple[str, float, float, float, float | None]], n_gpus: int, network: NetworkDelay = NO_DELAY
+) -> System:
+    """Return the plain setting for models given as (name, alpha_ms, beta_ms, slo_ms, rate_rps or None).
+
+    Raises:
+        InvalidInputError: coefficients or SLOs that are not finite and positive, or an SLO that no batch can meet.
+    """
+    problems = []
+    for name, alpha_ms, beta_ms, slo_ms, _ in models:
+        for key, value, least in (("alpha_ms", alpha_ms, 1e-9), ("beta_ms", beta_ms, 0.0), ("slo_ms", slo_ms, 1e-9)):
+            if not (math.isfinite(value) and value >= least):
+                problems.append(Problem(f"{name}.{key}", value, "must be a positive number", "Correct the value."))
+    if n_gpus < 1:
+        problems.append(Problem("n_gpus", n_gpus, "must be at least 1", "Give at least one GPU."))
+    if problems:
+        raise InvalidInputError(problems)
+    hosts: dict[int, Host] = {}
+    for position, (_, alpha_ms, beta_ms, slo_ms, _) in enumerate(models):
+        largest = max(1, math.floor((slo_ms - beta_ms) / alpha_ms + 1e-9))
+        hosts[position] = Host((0.0, *(alpha_ms * size + beta_ms for size in range(1, largest + 1))))
+    gpulets = tuple(Gpulet(f"g{number}/a", f"g{number}", hosts) for number in range(n_gpus))
+    return _checked(System(tuple(Model(name, slo, rate) for name, _, _, slo, rate in models), gpulets, network))
+
+
+def _checked(system: System) -> System:
+    problems = system.problems() or system.unserveable()
+    if problems:
+        raise InvalidInputError(problems)
+    return system

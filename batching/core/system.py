@@ -1,0 +1,215 @@
+"""What a scheduler schedules: the models clients ask for, the programs that serve them, and the gpu-lets that host
+programs. Times are ms, latencies l(b) are indexed by batch size.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+from tenuto.errors import Problem
+
+__all__ = ["INF", "TIME_TOLERANCE_MS", "Gpulet", "Host", "Model", "NetworkDelay", "Objective", "Program", "System"]
+
+INF = math.inf
+
+# A nanosecond: sums of times in different order may differ by rounding, and a deadline met exactly is met.
+TIME_TOLERANCE_MS = 1e-6
+
+# What counts where not everything can be served: all requests alike, the model that is served worst, or weights.
+Objective = Literal["total", "each", "weighted"]
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """A model that clients ask for.
+
+    `rate_rps` is the planned rate, a first guess of the offered one (None: unknown). Under overload a model of higher
+    `priority` keeps its requests first; `weight` is the worth of one request where the objective is `weighted`.
+    `longest_hold_ms` bounds how long a request may be held for others while a gpu-let is idle (None: the scheduler's
+    own bound).
+    """
+
+    name: str
+    slo_ms: float
+    rate_rps: float | None = None
+    weight: float = 1.0
+    priority: int = 0
+    longest_hold_ms: float | None = None
+
+    def problems(self, where: str) -> Iterator[Problem]:
+        """Yield what is wrong with the numbers."""
+        if not (math.isfinite(self.slo_ms) and self.slo_ms > 0):
+            yield Problem(f"{where}.slo_ms", self.slo_ms, "must be a positive number of ms", "Give a larger SLO.")
+        if self.rate_rps is not None and not (math.isfinite(self.rate_rps) and self.rate_rps > 0):
+            yield Problem(f"{where}.rate_rps", self.rate_rps, "must be a positive rate", "Give a larger rate.")
+        if not (math.isfinite(self.weight) and self.weight > 0):
+            yield Problem(f"{where}.weight", self.weight, "must be a positive number", "Give 1 for an ordinary model.")
+        if self.longest_hold_ms is not None and not self.longest_hold_ms >= 0:
+            yield Problem(f"{where}.longest_hold_ms", self.longest_hold_ms, "must be at least 0 ms", "Leave it out.")
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """One or more models that run as one; `members` are indices of models. A lone model is a program of one."""
+
+    name: str
+    members: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    """What one program costs on one gpu-let.
+
+    `latency_ms[b]` is l(b) alone on the GPU, b counting the requests of all members; index 0 is 0.0 and the last index
+    is the largest batch that may run there. `slowdown` (>= 1) is what the neighbours on the same GPU cost on top while
+    they run.
+    """
+
+    latency_ms: tuple[float, ...]
+    slowdown: float = 1.0
+
+    @property
+    def max_batch(self) -> int:
+        """The largest batch that may be dispatched here."""
+        return len(self.latency_ms) - 1
+
+    def planned_ms(self) -> list[float]:
+        """Return l(b) with the neighbours' slowdown, by batch size: what a scheduler should plan with."""
+        return [latency * self.slowdown for latency in self.latency_ms]
+
+    def problems(self, where: str) -> Iterator[Problem]:
+        """Yield what is wrong with the numbers."""
+        if self.max_batch < 1 or not all(math.isfinite(x) and x > 0 for x in self.latency_ms[1:]):
+            rule = "latencies must be positive numbers for batch 1 and up"
+            yield Problem(where, self.latency_ms[:4], rule, "Correct the profile.")
+        if not self.slowdown >= 1.0 or not math.isfinite(self.slowdown):
+            yield Problem(where, self.slowdown, "slowdown must be a number of at least 1", "Use 1.0 for none.")
+
+
+@dataclass(frozen=True, slots=True)
+class Gpulet:
+    """A gpu-let: its id, the GPU it is on, and the programs it hosts by program index.
+
+    Identical gpu-lets should share one `hosts` object; schedulers group gpu-lets by it.
+    """
+
+    id: str
+    gpu: str
+    hosts: Mapping[int, Host]
+
+
+@dataclass(frozen=True, slots=True)
+class NetworkDelay:
+    """Delays to budget, in ms (Symphony, appendix D).
+
+    A batch of b that is dispatched now can start after `ctrl_ms + data_ms_per_request * b`; its answer reaches the
+    client `response_ms` after its end.
+    """
+
+    ctrl_ms: float = 0.0
+    data_ms_per_request: float = 0.0
+    response_ms: float = 0.0
+
+
+@dataclass(frozen=True)
+class System:
+    """Everything a scheduler is built from. The order of `gpulets` is their rank: the smallest index is preferred.
+
+    Every model is a member of exactly one program; a program that no gpu-let hosts is unserved. Without `programs`
+    every model is a program of its own, with its own index.
+    """
+
+    models: tuple[Model, ...]
+    gpulets: tuple[Gpulet, ...]
+    network: NetworkDelay = NetworkDelay()
+    programs: tuple[Program, ...] = ()
+    objective: Objective = "total"
+
+    def __post_init__(self) -> None:
+        """Make every model a program of its own where none are given."""
+        if not self.programs:
+            alone = tuple(Program(model.name, (index,)) for index, model in enumerate(self.models))
+            object.__setattr__(self, "programs", alone)
+
+    @cached_property
+    def program_of(self) -> tuple[int, ...]:
+        """The program of every model, by index."""
+        found = {member: index for index, program in enumerate(self.programs) for member in program.members}
+        return tuple(found[index] for index in range(len(self.models)))
+
+    @cached_property
+    def offered(self) -> tuple[Model, ...]:
+        """What is offered to each program, as if it were one model: its members' rates together, the shortest of their
+        SLOs and holds, the largest weight and priority."""
+        return tuple(_as_one(program.name, [self.models[m] for m in program.members]) for program in self.programs)
+
+    @cached_property
+    def hosted(self) -> frozenset[int]:
+        """The programs that some gpu-let hosts, by index."""
+        return frozenset(index for hosts in self.distinct_hosts() for index in hosts)
+
+    @cached_property
+    def served(self) -> frozenset[int]:
+        """The models whose program some gpu-let hosts, by index."""
+        return frozenset(model for model, program in enumerate(self.program_of) if program in self.hosted)
+
+    def distinct_hosts(self) -> list[Mapping[int, Host]]:
+        """Return what gpu-lets host, each object once."""
+        return list({id(gpulet.hosts): gpulet.hosts for gpulet in self.gpulets}.values())
+
+    def problems(self) -> list[Problem]:
+        """Return what is wrong with the numbers, and models that are not in exactly one program."""
+        found = [p for index, model in enumerate(self.models) for p in model.problems(f"models.{index}")]
+        members = sorted(member for program in self.programs for member in program.members)
+        if members != list(range(len(self.models))):
+            rule = "every model must be a member of exactly one program"
+            found.append(Problem("programs", members, rule, "Name every model's index once."))
+        checked: set[int] = set()
+        for gpulet in self.gpulets:
+            if id(gpulet.hosts) not in checked:
+                checked.add(id(gpulet.hosts))
+                for index, host in gpulet.hosts.items():
+                    found += host.problems(f"gpulets.{gpulet.id}.{self.programs[index].name}")
+        for key in ("ctrl_ms", "data_ms_per_request", "response_ms"):
+            value = getattr(self.network, key)
+            if not (math.isfinite(value) and value >= 0):
+                found.append(Problem(f"network.{key}", value, "must be a delay of at least 0 ms", "Give 0 for none."))
+        return found
+
+    def unserveable(self) -> list[Problem]:
+        """Return one problem per hosted program whose SLO not even a batch of one meets on any of its gpu-lets."""
+        network = self.network
+        fixed_ms = network.ctrl_ms + network.data_ms_per_request + network.response_ms
+        fastest: dict[int, float] = {}
+        for hosts in self.distinct_hosts():
+            for index, host in hosts.items():
+                fastest[index] = min(fastest.get(index, INF), host.latency_ms[1] * host.slowdown)
+        return [
+            Problem(
+                f"models.{self.offered[index].name}.slo_ms",
+                self.offered[index].slo_ms,
+                f"unserveable: a batch of one takes {latency + fixed_ms:g} ms at best",
+                "Raise the SLO, use a faster GPU or a larger share, or remove the model.",
+            )
+            for index, latency in sorted(fastest.items())
+            if latency + fixed_ms > self.offered[index].slo_ms
+        ]
+
+
+def _as_one(name: str, members: list[Model]) -> Model:
+    if len(members) == 1:
+        return members[0]
+    rates = [model.rate_rps for model in members if model.rate_rps is not None]
+    holds = [model.longest_hold_ms for model in members if model.longest_hold_ms is not None]
+    return Model(
+        name,
+        min(model.slo_ms for model in members),
+        sum(rates) if len(rates) == len(members) else None,
+        max(model.weight for model in members),
+        max(model.priority for model in members),
+        min(holds) if holds else None,
+    )
