@@ -4,7 +4,7 @@ from tenuto.placement.cluster import Cluster, Gpu, GpuGroup, Node
 from tenuto.placement.plan import Expected, ExpectedModel, Gpulet, Plan, PlannedGpu, PolicyUsed, Replica
 from tenuto.placement.policy import Policy, load_policy, policy_names
 from tenuto.placement.solve import solve
-from tenuto.placement.workload import Arrival, ModelSpec, Workload, profile_of
+from tenuto.placement.workload import Arrival, ModelSpec, Objective, Workload, profile_of
 
 __all__ = [
     "Arrival",
@@ -16,6 +16,7 @@ __all__ = [
     "Gpulet",
     "ModelSpec",
     "Node",
+    "Objective",
     "Plan",
     "PlannedGpu",
     "Policy",

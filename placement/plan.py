@@ -16,7 +16,7 @@ from tenuto.errors import InvalidInputError, Problem, raise_if_any
 from tenuto.placement.applications import Application
 from tenuto.placement.program import Gpulet, Replica
 from tenuto.placement.rules import plan_problems
-from tenuto.placement.workload import ModelSpec
+from tenuto.placement.workload import ModelSpec, Objective
 
 __all__ = ["SCHEMA", "Expected", "ExpectedModel", "Gpulet", "Plan", "PlannedGpu", "PolicyUsed", "Replica"]
 
@@ -72,6 +72,7 @@ class Plan(StrictModel):
     applications: tuple[Application, ...] = ()  # whose stages are among the models
     mps: Literal["off", "auto", "required"] = "auto"
     streaming: bool = False
+    objective: Objective = "weighted"
     overcommits: bool = False  # on purpose: the shares of a GPU may add up to more than 100 %
 
     @field_validator("mps", mode="before")
@@ -133,7 +134,7 @@ class Plan(StrictModel):
             for replica in gpulet["models"]:
                 _drop(replica, rate_rps=None, latency_ms=None, slowdown=1.0, memory_mib=None, latency=None)
                 _drop(replica, copy_in_ms=None, copy_out_ms=None)
-        _drop(data, streaming=False, overcommits=False)
+        _drop(data, streaming=False, objective="weighted", overcommits=False)
         data["models"] = [m.model_dump(mode="json", exclude_defaults=True, exclude_none=True) for m in self.models]
         return data
 

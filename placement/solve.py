@@ -135,6 +135,7 @@ def complete(plan: Plan, policy: Policy, workload: Workload, cluster: Cluster, p
             "applications": workload.applications,
             "mps": workload.mps,
             "streaming": workload.streaming,
+            "objective": workload.objective,
         }
     )
 

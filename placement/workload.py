@@ -15,14 +15,23 @@ from tenuto.placement.arrivals.arrival import Arrival
 from tenuto.profiles import LatencyTable, LinearLatency, ModelProfile, Profiles
 from tenuto.profiles.latency import LatencyField
 
-__all__ = ["Arrival", "ModelSpec", "Workload", "profile_of"]
+__all__ = ["Arrival", "ModelSpec", "Objective", "Workload", "profile_of"]
 
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=128)]
 Positive = Annotated[float, Field(gt=0)]
 
+# What counts where not everything can be served: every request alike, the model that is served worst, or requests in
+# time by the weight of their model.
+Objective = Literal["total", "each", "weighted"]
+
 
 class ModelSpec(StrictModel):
-    """One model of the workload. `name` is unique and appears in URLs; `weight` scales it in the goodput objective."""
+    """One model of the workload. `name` is unique and appears in URLs.
+
+    Under overload models of higher `priority` are served first; `weight` is the worth of one request in time under the
+    objective `weighted`. `longest_hold_ms` bounds how long a request is held for a larger batch while a gpu-let is idle
+    (None: as long as the scheduler finds that it pays).
+    """
 
     name: Name
     source: str | None = None  # torchvision/resnet50, transformers/bert, package.module:factory; default: the catalogue
@@ -32,6 +41,8 @@ class ModelSpec(StrictModel):
     profile: str | None = None  # the profile row, when it differs from the name
     latency: LatencyField | None = None  # inline profile: any GPU type, whole GPU
     weight: Positive = 1.0
+    priority: int = 0
+    longest_hold_ms: Annotated[float, Field(ge=0)] | None = None
     weights_path: str | None = None  # local safetensors or state dict; seeded random weights without it
     options: dict[str, Any] = Field(default_factory=dict)  # passed to the executor, such as dtype
 
@@ -54,6 +65,7 @@ class Workload(StrictModel):
     applications: tuple[Application, ...] = ()
     mps: Literal["off", "auto", "required"] = "auto"  # CUDA MPS for gpu-lets that share a GPU
     merge: Literal["off", "auto"] | tuple[tuple[str, ...], ...] = "off"  # models to run as one merged program
+    objective: Objective = "weighted"
     streaming: bool = False  # the copies of a batch overlap with the execution of the one before
 
     @model_validator(mode="before")

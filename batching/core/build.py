@@ -59,12 +59,14 @@ def from_plan(plan: Plan, network: NetworkDelay = NO_DELAY, *, check_slos: bool 
         raise InvalidInputError(problems)
     if plan.streaming:
         network = NetworkDelay(ctrl_ms=network.ctrl_ms + longest_copies_ms(plan), response_ms=network.response_ms)
-    system = System(_models(plan.models), tuple(gpulets), network, programs)
+    system = System(_models(plan.models), tuple(gpulets), network, programs, plan.objective)
     return _checked(system) if check_slos or system.problems() else system
 
 
 def _models(specs: Sequence[ModelSpec]) -> tuple[Model, ...]:
-    return tuple(Model(spec.name, spec.slo_ms, spec.rate_rps, spec.weight) for spec in specs)
+    return tuple(
+        Model(spec.name, spec.slo_ms, spec.rate_rps, spec.weight, spec.priority, spec.longest_hold_ms) for spec in specs
+    )
 
 
 def _programs(plan: Plan) -> tuple[Program, ...]:
@@ -105,7 +107,7 @@ def everywhere(workload: Workload, cluster: Cluster, profiles: Profiles, network
             for position, spec in enumerate(workload.models)
         }
     gpulets = tuple(Gpulet(f"{gpu.id}/a", gpu.id, by_type[gpu.type]) for gpu in cluster.gpus)
-    return _checked(System(_models(workload.models), gpulets, network))
+    return _checked(System(_models(workload.models), gpulets, network, objective=workload.objective))
 
 
 def everywhere_linear(

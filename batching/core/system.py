@@ -8,19 +8,16 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
 
 from tenuto.errors import Problem
+from tenuto.placement import Objective
 
-__all__ = ["INF", "TIME_TOLERANCE_MS", "Gpulet", "Host", "Model", "NetworkDelay", "Objective", "Program", "System"]
+__all__ = ["INF", "TIME_TOLERANCE_MS", "Gpulet", "Host", "Model", "NetworkDelay", "Program", "System"]
 
 INF = math.inf
 
 # A nanosecond: sums of times in different order may differ by rounding, and a deadline met exactly is met.
 TIME_TOLERANCE_MS = 1e-6
-
-# What counts where not everything can be served: all requests alike, the model that is served worst, or weights.
-Objective = Literal["total", "each", "weighted"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +124,7 @@ class System:
     gpulets: tuple[Gpulet, ...]
     network: NetworkDelay = NetworkDelay()
     programs: tuple[Program, ...] = ()
-    objective: Objective = "total"
+    objective: Objective = "weighted"
 
     def __post_init__(self) -> None:
         """Make every model a program of its own where none are given."""
