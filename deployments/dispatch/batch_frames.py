@@ -8,7 +8,7 @@ from typing import Any
 
 from tenuto.deployments.dispatch.in_flight import Batch, Request
 from tenuto.deployments.wire.answers import Answer, OutputTensor
-from tenuto.deployments.wire.joint_batches import join_requests, member_outputs
+from tenuto.deployments.wire.joint_batches import join_requests
 from tenuto.outcome import Outcome
 
 __all__ = ["pack_batch", "split_reply"]
@@ -45,7 +45,7 @@ def split_reply(
         return
     size = len(batch.requests)
     start_ms = _start_ms(batch, header, now_ms)
-    for request, tensors in zip(batch.requests, _tensors(header, body, size), strict=True):
+    for request, tensors in zip(batch.requests, _tensors(header, body), strict=True):
         yield (
             request,
             Answer(
@@ -62,10 +62,10 @@ def split_reply(
         )
 
 
-def _tensors(header: Mapping[str, Any], body: memoryview, size: int) -> Iterator[list[OutputTensor]]:
+def _tensors(header: Mapping[str, Any], body: memoryview) -> Iterator[list[OutputTensor]]:
     """Return the outputs of every row of a batch, those of a joint batch member by member."""
     offset = 0
-    for rows, described in member_outputs(header, size):
+    for rows, described in header["members"]:
         outputs: list[tuple[str, str, tuple[int, ...], int, int]] = []
         for name, dtype, shape, sample_bytes in described:
             outputs.append((name, dtype, tuple(shape), offset, sample_bytes))

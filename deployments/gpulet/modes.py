@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
+
+from tenuto.deployments.serve.user_config import ProgramEntry
 
 __all__ = ["describe_mode", "mode_of"]
 
 
 def mode_of(
-    models: Mapping[str, Mapping[str, Any]], *, is_shared: bool, is_streaming: bool, is_emulated: bool
+    programs: Sequence[ProgramEntry], *, is_shared: bool, is_streaming: bool, is_emulated: bool
 ) -> dict[str, Any]:
     """Return the mode of a gpu-let as plain data.
 
     `share`: its compute share is held by CUDA MPS; `streaming`: copies overlap with execution; each on or off, these
-    are the four modes of the thesis' dispatcher. `programs`: how each model runs, `plain`, `compile`, `cuda_graphs`,
+    are the four modes of the thesis' dispatcher. `programs`: how each runs, `plain`, `compile`, `cuda_graphs`,
     `merged` or `emulated`.
 
     Args:
-        models: the entries of what is resident, by name.
+        programs: the entries of what is resident.
         is_shared: whether the process is a client of CUDA MPS.
         is_streaming: whether it streams.
         is_emulated: whether nothing really runs.
@@ -26,14 +28,14 @@ def mode_of(
     return {
         "share": is_shared,
         "streaming": is_streaming,
-        "programs": {name: "emulated" if is_emulated else _program(entry) for name, entry in models.items()},
+        "programs": {entry.name: "emulated" if is_emulated else _way(entry) for entry in programs},
     }
 
 
-def _program(entry: Mapping[str, Any]) -> str:
-    if "members" in entry:
+def _way(entry: ProgramEntry) -> str:
+    if len(entry.members) > 1:
         return "merged"
-    options = entry.get("options") or {}
+    options = entry.members[0].options
     return next((way for way in ("compile", "cuda_graphs") if options.get(way)), "plain")
 
 

@@ -3,7 +3,7 @@
 This is what Serve and the gateways talk to. Batches arrive over its own socket (see
 `tenuto.deployments.wire.transport`), run on its worker thread (`tenuto.deployments.gpulet.worker`), and never touch
 the event loop. The replica reports ready only once all its models are warmed up
-(`tenuto.deployments.gpulet.resident_models`).
+(`tenuto.deployments.gpulet.resident_programs`).
 """
 
 from __future__ import annotations
@@ -19,9 +19,11 @@ from tenuto.deployments.gpulet.executors.base import Executor
 from tenuto.deployments.gpulet.executors.choose import has_nvidia_devices, make_executor
 from tenuto.deployments.gpulet.executors.streamed import make_streaming
 from tenuto.deployments.gpulet.mps_sharing import SharedGpu, join_shared_gpu, turn_of
-from tenuto.deployments.gpulet.resident_models import ResidentModels
+from tenuto.deployments.gpulet.resident_programs import ResidentPrograms
 from tenuto.deployments.gpulet.worker import ArrivedBatch, WorkerThread
+from tenuto.deployments.serve.user_config import GpuletConfig
 from tenuto.deployments.wire.transport import FrameProtocol, listen
+from tenuto.documents import parse_document
 from tenuto.errors import EnvironmentFaultError
 
 __all__ = ["GpuletReplica", "build"]
@@ -53,7 +55,7 @@ class GpuletReplica:
             if self._shared is not None:
                 self._shared.leave()  # the next gpu-let of this GPU need not wait for the end of this process
             raise
-        self._models = ResidentModels(self._id, self._executor, streaming)
+        self._programs = ResidentPrograms(self._id, self._executor, streaming)
         self._failure: str | None = None  # of the GPU's CUDA MPS
         self._protocols: set[FrameProtocol] = set()
         self._running: dict[tuple[int, int], ArrivedBatch] = {}
@@ -64,7 +66,7 @@ class GpuletReplica:
         self._servers: list[asyncio.Server] = [local]
         self._address = ("127.0.0.1", int(local.sockets[0].getsockname()[1]))
         self._tcp: tuple[str, int] | None = None
-        self._worker = WorkerThread(self._id, self._executor, streaming, self._models, self._answer)
+        self._worker = WorkerThread(self._id, self._executor, streaming, self._programs, self._answer)
 
     def _share_gpu(self) -> SharedGpu | None:
         return join_shared_gpu(self._spec, has_driver=has_nvidia_devices())
@@ -72,12 +74,16 @@ class GpuletReplica:
     # --- Serve's side -------------------------------------------------------------------------------------------
 
     async def reconfigure(self, user_config: Mapping[str, Any]) -> None:
-        """Load, unload and warm up until the resident models are those of `user_config`; unchanged ones are not
-        touched."""
-        wanted = {entry["name"]: dict(entry) for entry in user_config["models"]}
+        """Load, unload and warm up until the resident programs are those of `user_config`; unchanged ones are not
+        touched.
+
+        Raises:
+            InvalidInputError: unknown keys or unusable values; nothing was changed.
+        """
+        wanted = parse_document(GpuletConfig, user_config, origin=f"user_config of gpu-let {self._id}").programs
         # The first load has its turn from joining on. Batches run while a later one waits.
-        async with turn_of(self._shared if self._is_proved and self._models.loads(wanted) else None):
-            await self._models.bring(wanted, self._worker.perform)
+        async with turn_of(self._shared if self._is_proved and self._programs.loads(wanted) else None):
+            await self._programs.bring(wanted, self._worker.perform)
         if self._shared is not None and not self._is_proved:
             await self._worker.perform(self._shared.prove)  # on the thread that has the CUDA context
             self._is_proved = True
@@ -123,14 +129,14 @@ class GpuletReplica:
             "gpu": self._spec["gpu"]["id"],
             "pid": os.getpid(),
             "device": self._executor.device,
-            "emulated": self._models.is_emulated,
+            "emulated": self._programs.is_emulated,
             "share_pct": self._spec.get("share_pct"),
             "memory_mib": self._executor.memory_mib(),
             "memory_cap_mib": self._spec.get("memory_mib") if self._executor.device.startswith("cuda") else None,
             "sm_count": self._executor.sm_count(),
-            "mode": self._models.mode(is_shared=self._shared is not None),
+            "mode": self._programs.mode(is_shared=self._shared is not None),
             "cuda_mps": None if self._shared is None else self._shared.status(),
-            **self._models.to_data(),
+            **self._programs.to_data(),
         }
 
     async def statistics(self) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Any, Generic, Protocol, TypeVar
 
-from tenuto.deployments.gpulet.executors.base import Arrays
+from tenuto.deployments.gpulet.executors.base import Arrays, Blocks
 from tenuto.deployments.gpulet.executors.streamed import DEPTH, StreamingExecutor
 from tenuto.profiles.networks.streamed import BatchTimes
 
@@ -20,8 +20,13 @@ __all__ = ["StreamedWork"]
 
 
 class _Batch(Protocol):
-    header: dict[str, Any]
     received_at: float
+
+    @property
+    def program(self) -> str: ...
+
+    @property
+    def size(self) -> int: ...
 
 
 Work = TypeVar("Work", bound=_Batch)
@@ -36,7 +41,7 @@ class StreamedWork(Generic[Work]):
         streaming: StreamingExecutor,
         *,
         as_batch: Callable[[Any], Work | None],
-        take: Callable[[Work], Arrays | None],
+        take: Callable[[Work], Blocks | None],
         done: Callable[[Work, Arrays, BatchTimes, float], None],
         failed: Callable[[Work, Exception], None],
         otherwise: Callable[[Any], None],
@@ -96,7 +101,7 @@ class StreamedWork(Generic[Work]):
             inputs = self._take(work)
             if inputs is None:
                 return False
-            staged = self._streaming.stage(work.header["model"], inputs, int(work.header["n"]))
+            staged = self._streaming.stage(work.program, inputs, work.size)
         except Exception as error:
             self._failed(work, error)
             return False

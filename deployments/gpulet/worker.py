@@ -14,9 +14,9 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from tenuto.deployments.gpulet.executors.base import Arrays, Executor
+from tenuto.deployments.gpulet.executors.base import Arrays, Blocks, Executor
 from tenuto.deployments.gpulet.executors.streamed import StreamingExecutor
-from tenuto.deployments.gpulet.resident_models import ResidentModels
+from tenuto.deployments.gpulet.resident_programs import ResidentPrograms
 from tenuto.deployments.gpulet.streamed_work import StreamedWork
 from tenuto.deployments.wire.joint_batches import cut_inputs, pack_outputs
 from tenuto.deployments.wire.transport import FrameProtocol
@@ -41,6 +41,21 @@ class ArrivedBatch:
         self.received_at = received_at
         self.aborted = False
 
+    @property
+    def program(self) -> str:
+        """What is to run."""
+        return str(self.header["model"])
+
+    @property
+    def size(self) -> int:
+        """Rows of all members."""
+        return int(self.header["n"])
+
+    @property
+    def rows(self) -> dict[str, int]:
+        """Rows by member."""
+        return dict(self.header.get("members") or [(self.program, self.size)])
+
 
 class WorkerThread:
     """Invariant: every batch that is put before `stop` is answered exactly once."""
@@ -50,7 +65,7 @@ class WorkerThread:
         gpulet_id: str,
         executor: Executor,
         streaming: StreamingExecutor | None,
-        models: ResidentModels,
+        programs: ResidentPrograms,
         answer: Callable[[ArrivedBatch, dict[str, Any], list[memoryview]], None],
     ) -> None:
         """Start the thread; must be called on the event loop that answers are to be given on.
@@ -59,13 +74,13 @@ class WorkerThread:
             gpulet_id: for logs, the thread's name and errors.
             executor: runs batches.
             streaming: runs those that can be streamed, where the gpu-let streams.
-            models: what is resident; batches of other models are refused.
+            programs: what is resident; batches of others are refused.
             answer: takes a batch with the header and the buffers of its answer.
         """
         self._id = gpulet_id
         self._executor = executor
         self._streaming = streaming
-        self._models = models
+        self._programs = programs
         self._answer = answer
         self._loop = asyncio.get_running_loop()
         self._queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
@@ -138,18 +153,18 @@ class WorkerThread:
 
     def _refusal(self, batch: ArrivedBatch) -> _Reply | None:
         """Return the answer to a batch that is not to be run."""
-        name = batch.header["model"]
+        name = batch.program
         if batch.aborted:
             return {"error": "the batch was given up before it ran"}, []
-        if name not in self._models:
+        if name not in self._programs:
             return {
                 "error": f"'{name}' is not resident on gpu-let {self._id}; the plan has just changed, send it again"
             }, []
         return None
 
     def _failed(self, batch: ArrivedBatch, error: Exception) -> _Reply:
-        name = batch.header["model"]
-        logger.error("gpu-let %s: a batch of %d for %s failed", self._id, batch.header["n"], name, exc_info=error)
+        name = batch.program
+        logger.error("gpu-let %s: a batch of %d for %s failed", self._id, batch.size, name, exc_info=error)
         self._note_fault(error)
         return {"error": f"running '{name}' failed: {type(error).__name__}: {error}"}, []
 
@@ -171,47 +186,39 @@ class WorkerThread:
         return self._ran(batch, begun_s, execution_ms, (started_at - batch.received_at) * 1000.0, answer), buffers
 
     def _execute(self, batch: ArrivedBatch) -> tuple[float, float, dict[str, Any], list[memoryview]]:
-        """Run a batch, a joint one of several models if its header says so; the gateway has checked shapes and types.
+        """Run a batch; the gateway has checked shapes and types.
 
         Returns its start in s, its execution time in ms, and the outputs as part of the answer's header and buffers.
         """
-        name, size, body = batch.header["model"], int(batch.header["n"]), batch.body
-        if "members" not in batch.header:
-            inputs, _ = cut_inputs(self._executor.signature(name)["inputs"], body, size)
-            begun_s = time.monotonic()
-            outputs, execution_ms = self._executor.run(name, inputs, size)
-            described, buffers = pack_outputs(outputs, size)
-            return begun_s, execution_ms, {"outputs": described}, buffers
-        sizes: dict[str, int] = dict(batch.header["members"])
-        joint = {}
-        for member, rows in sizes.items():
-            joint[member], body = cut_inputs(self._executor.signature(member)["inputs"], body, rows)
+        rows, body, inputs = batch.rows, batch.body, {}
+        for member, count in rows.items():
+            inputs[member], body = cut_inputs(self._executor.signature(member).inputs, body, count)
         begun_s = time.monotonic()
-        answers, execution_ms = self._executor.run_merged(name, joint, sizes)
-        packed = [(rows, *pack_outputs(answers[member], rows)) for member, rows in sizes.items()]
-        parts = [(rows, described) for rows, described, _ in packed]
-        return begun_s, execution_ms, {"outputs": [], "members": parts}, [b for _, _, mine in packed for b in mine]
+        outputs, execution_ms = self._executor.run(batch.program, inputs, rows)
+        packed = [(count, *pack_outputs(outputs[member], count)) for member, count in rows.items()]
+        parts = [(count, described) for count, described, _ in packed]
+        return begun_s, execution_ms, {"members": parts}, [b for _, _, mine in packed for b in mine]
 
-    def _take(self, batch: ArrivedBatch) -> Arrays | None:
+    def _take(self, batch: ArrivedBatch) -> Blocks | None:
         """Return the inputs of a batch to be streamed; None when it was refused."""
         refusal = self._refusal(batch)
         if refusal is not None:
             self._send(batch, refusal)
             return None
-        signature = self._executor.signature(batch.header["model"])
-        return cut_inputs(signature["inputs"], batch.body, int(batch.header["n"]))[0]
+        return cut_inputs(self._executor.signature(batch.program).inputs, batch.body, batch.size)[0]
 
     def _streamed(self, batch: ArrivedBatch, outputs: Arrays, times: BatchTimes, queue_ms: float) -> None:
         """Answer a streamed batch. Its copies are part of its way, as they keep no other batch from executing."""
-        described, buffers = pack_outputs(outputs, int(batch.header["n"]))
-        answer = {"outputs": described, "copy_in_ms": times.copy_in_ms, "copy_out_ms": times.copy_out_ms}
+        described, buffers = pack_outputs(outputs, batch.size)
+        copies = {"copy_in_ms": times.copy_in_ms, "copy_out_ms": times.copy_out_ms}
+        answer = {"members": [(batch.size, described)], **copies}
         self._send(batch, (self._ran(batch, times.begun_at_s, times.execution_ms, queue_ms, answer), buffers))
 
     def _ran(
         self, batch: ArrivedBatch, begun_s: float, execution_ms: float, queue_ms: float, answer: Mapping[str, Any]
     ) -> dict[str, Any]:
         """Note a batch that ran and return the header of its answer."""
-        name, size = batch.header["model"], int(batch.header["n"])
+        name, size = batch.program, batch.size
         requests = batch.header.get("requests", [])
         self._recent.append(
             {"model": name, "batch_size": size, "requests": requests, "started_s": begun_s,
@@ -225,13 +232,13 @@ class WorkerThread:
             "execution_ms": execution_ms,
             "started_ms": begun_s * 1000.0,
             "queue_ms": queue_ms,
-            "emulated": self._models.is_emulated,
+            "emulated": self._programs.is_emulated,
         }
 
 
 def _streamable(item: Any) -> ArrivedBatch | None:
-    """Return a batch that can be streamed: joint ones of merged models run by themselves."""
-    return item if isinstance(item, ArrivedBatch) and "members" not in item.header else None
+    """Return a batch that can be streamed: those of merged models run by themselves."""
+    return item if isinstance(item, ArrivedBatch) and item.program in item.rows else None
 
 
 def _settle(future: asyncio.Future[None], error: BaseException | None) -> None:

@@ -11,9 +11,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from tenuto.deployments.serve.sub_clusters import cut_plan
-from tenuto.deployments.wire.joint_batches import group_entries
+from tenuto.deployments.serve.user_config import MemberEntry, ProgramEntry
 from tenuto.mps.share import client_environment
 from tenuto.placement import Gpulet, Plan, PlannedGpu
+from tenuto.placement.program import Program
 
 __all__ = ["ENTRY_APPLICATION", "application_name", "dispatcher_name", "serve_config"]
 
@@ -151,7 +152,7 @@ def _gpulet_application(plan: Plan, gpulet: Gpulet, gpu: PlannedGpu, executor: s
                 "graceful_shutdown_wait_loop_s": 0.2,
                 "graceful_shutdown_timeout_s": 10.0,
                 "ray_actor_options": _actor_options(gpulet, gpu, uses_mps=bool(spec["cuda_mps"])),
-                "user_config": {"models": _entries(plan, gpulet)},
+                "user_config": {"programs": _entries(plan, gpulet)},
             }
         ],
     }
@@ -187,23 +188,19 @@ def _actor_options(gpulet: Gpulet, gpu: PlannedGpu, *, uses_mps: bool) -> dict[s
 
 
 def _entries(plan: Plan, gpulet: Gpulet) -> list[dict[str, Any]]:
-    """Return what the process loads: models by themselves, and merged groups in place of their members."""
-    entries = {replica.name: _model_entry(plan, replica) for replica in gpulet.models}
-    groups = group_entries(gpulet, entries.__getitem__)
-    merged = {member["name"] for group in groups for member in group["members"]}
-    return [*(entry for name, entry in entries.items() if name not in merged), *groups]
+    """Return the programs that the process loads."""
+    return [_entry(plan, program).model_dump(mode="json", exclude_defaults=True) for program in gpulet.programs]
 
 
-def _model_entry(plan: Plan, replica: Any) -> dict[str, Any]:
-    spec = plan.model(replica.name)
-    return {
-        "name": replica.name,
-        "source": spec.source,
-        "batch_size": replica.batch_size,
-        "weights_path": spec.weights_path,
-        "options": spec.options,
-        "latency": replica.latency.model_dump(mode="json") if replica.latency is not None else None,
-        "slowdown": replica.slowdown,
-        "copy_in_ms": replica.copy_in_ms,
-        "copy_out_ms": replica.copy_out_ms,
-    }
+def _entry(plan: Plan, program: Program) -> ProgramEntry:
+    specs = [plan.model(name) for name in program.models]
+    members = tuple(
+        MemberEntry(name=spec.name, source=spec.source, weights_path=spec.weights_path, options=spec.options)
+        for spec in specs
+    )
+    first = program.members[0]
+    copies = {} if program.is_merged else {"copy_in_ms": first.copy_in_ms, "copy_out_ms": first.copy_out_ms}
+    return ProgramEntry(
+        name=program.name, batch_size=program.batch_size, members=members, latency=program.latency,
+        slowdown=program.slowdown, **copies,
+    )  # fmt: skip

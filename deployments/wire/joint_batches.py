@@ -6,44 +6,18 @@ the body holds the inputs of one member after the other. Its answer carries `mem
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from tenuto.deployments.dispatch.in_flight import Request
-from tenuto.placement import Gpulet
+from tenuto.profiles.networks.catalogue import TensorSignature
 
-__all__ = ["cut_inputs", "group_entries", "join_requests", "member_outputs", "pack_outputs"]
+__all__ = ["cut_inputs", "join_requests", "pack_outputs"]
 
 Arrays = dict[str, "np.ndarray[Any, Any]"]
-
-
-def group_entries(gpulet: Gpulet, entry: Callable[[str], dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return what a gpu-let loads for its merged groups: each an entry with those of its members.
-
-    Args:
-        gpulet: of a plan.
-        entry: returns the entry of a model by itself.
-    """
-    entries = []
-    for program in gpulet.programs:
-        if not program.is_merged:
-            continue
-        members = [entry(name) for name in program.models]
-        entries.append(
-            {
-                "name": program.name,
-                "batch_size": program.batch_size,
-                "latency": program.latency.model_dump(mode="json") if program.latency is not None else None,
-                "slowdown": program.slowdown,
-                "members": [{key: member[key] for key in _OF_A_MEMBER} for member in members],
-            }
-        )
-    return entries
-
-
-_OF_A_MEMBER = ("name", "source", "weights_path", "options")
+Blocks = dict[str, list["np.ndarray[Any, Any]"]]
 
 
 def join_requests(requests: list[Request]) -> tuple[list[tuple[str, int]], list[Any]]:
@@ -59,15 +33,15 @@ def join_requests(requests: list[Request]) -> tuple[list[tuple[str, int]], list[
     return [(name, len(mine)) for name, mine in rows.items()], buffers
 
 
-def cut_inputs(tensors: Sequence[Mapping[str, Any]], body: memoryview, size: int) -> tuple[Arrays, memoryview]:
+def cut_inputs(tensors: Sequence[TensorSignature], body: memoryview, size: int) -> tuple[Blocks, memoryview]:
     """Cut one array per input off a body, without copying, and return them and what is left of it."""
-    inputs: Arrays = {}
+    inputs: Blocks = {}
     offset = 0
     for tensor in tensors:
-        dtype = np.dtype(tensor["dtype"])
-        shape = (size, *tensor["shape"])
+        dtype = np.dtype(tensor.dtype)
+        shape = (size, *tensor.shape)
         length = int(np.prod(shape)) * dtype.itemsize
-        inputs[tensor["name"]] = np.frombuffer(body[offset : offset + length], dtype=dtype).reshape(shape)
+        inputs[tensor.name] = [np.frombuffer(body[offset : offset + length], dtype=dtype).reshape(shape)]
         offset += length
     return inputs, body[offset:]
 
@@ -80,8 +54,3 @@ def pack_outputs(outputs: Arrays, size: int) -> tuple[list[tuple[str, str, tuple
         described.append((name, array.dtype.name, array.shape[1:], array.nbytes // size))
         buffers.append(flat.view(np.uint8).data)
     return described, buffers
-
-
-def member_outputs(header: Mapping[str, Any], size: int) -> Iterator[tuple[int, Sequence[Any]]]:
-    """Return the rows and the described outputs of each member of an answer; of a plain batch its only model."""
-    yield from header.get("members") or [(size, header["outputs"])]

@@ -19,10 +19,11 @@ from typing import Any
 
 import numpy as np
 
-from tenuto.deployments.gpulet.executors.base import Arrays
+from tenuto.deployments.gpulet.executors.base import Arrays, Blocks
 from tenuto.deployments.gpulet.executors.streamed import make_streaming
 from tenuto.deployments.gpulet.executors.torch_executor import TorchExecutor
 from tenuto.deployments.gpulet.streamed_work import StreamedWork
+from tenuto.deployments.serve.user_config import MemberEntry, ProgramEntry
 from tenuto.errors import TenutoError
 from tenuto.profiles.measuring.worker import random_inputs
 from tenuto.profiles.networks.streamed import BatchTimes
@@ -39,8 +40,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 
 class _Batch:
-    def __init__(self, size: int, inputs: Arrays) -> None:
-        self.header: dict[str, Any] = {"model": "model", "n": size}
+    def __init__(self, size: int, inputs: Blocks) -> None:
+        self.program = "model"
+        self.size = size
         self.inputs = inputs
         self.received_at = time.perf_counter()
 
@@ -64,24 +66,27 @@ def compare(
     """
     executor = TorchExecutor(device)
     try:
-        executor.load("model", source, weights_path=None, options=options, batch_sizes=[size])
+        member = MemberEntry(name="model", source=source, options=dict(options))
+        executor.load(ProgramEntry(name="model", batch_size=size, members=(member,)), [size])
         streaming = make_streaming(executor)
         streaming.warm("model")
         signature = executor.runner("model").signature
         inputs = [random_inputs(signature, size, seed) for seed in range(3)]
-        expected = [executor.run("model", given, size)[0] for given in inputs]
+        blocks = [{name: [array] for name, array in given.items()} for given in inputs]
+        rows = {"model": size}
+        expected = [executor.run("model", {"model": given}, rows)[0]["model"] for given in blocks]
         difference = 0.0
 
         def plain(count: int) -> float:
             began = time.perf_counter()
             for number in range(count):
-                executor.run("model", inputs[number % 3], size)
+                executor.run("model", {"model": blocks[number % 3]}, rows)
             return time.perf_counter() - began
 
         def streamed(count: int) -> tuple[float, list[BatchTimes]]:
             nonlocal difference
             items: SimpleQueue[Any] = SimpleQueue()
-            batches = [_Batch(size, inputs[number % 3]) for number in range(count)]
+            batches = [_Batch(size, blocks[number % 3]) for number in range(count)]
             answers: list[tuple[Arrays, BatchTimes]] = []
             errors: list[Exception] = []
             for item in (*batches, None):

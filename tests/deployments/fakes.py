@@ -91,7 +91,8 @@ class FakeGpulet:
             return
         doubled = (np.frombuffer(body, np.float32) * 2).tobytes()
         protocol.send(
-            {"id": header["id"], "gpulet": self.id, "outputs": [("y", "float32", [2], 8)], "execution_ms": 1.0,
+            {"id": header["id"], "gpulet": self.id, "execution_ms": 1.0,
+             "members": [(header["n"], [("y", "float32", [2], 8)])],
              "started_ms": (time.monotonic() + self.clock_ahead_s - 0.001) * 1000.0,
              "queue_ms": 0.0, "emulated": False},
             [doubled],

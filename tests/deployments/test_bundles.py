@@ -124,7 +124,7 @@ def test_bundles_survive_the_wire() -> None:
     header, buffers = pack_answers(answers)
     first, second = unpack_answers(header, memoryview(b"".join(buffers)))
     assert first == answers[0]
-    assert (second.answer.outcome, second.answer.reason, second.answer.retry_after_s) == ("rejected", "full", 0.5)
+    assert (second.answer.outcome, second.answer.reason, second.answer.retry_after_s) == (Outcome.REJECTED, "full", 0.5)
     assert math.isnan(second.answer.start_ms)
 
 

@@ -14,14 +14,17 @@ from tenuto.batching.core.scheduler import Scheduler
 from tenuto.batching.core.system import NetworkDelay
 from tenuto.batching.registry import make_scheduler
 from tenuto.deployments.dispatch.dispatcher import Dispatcher
+from tenuto.deployments.gpulet.executors.base import stacked
 from tenuto.deployments.gpulet.executors.emulated import EmulatedExecutor
 from tenuto.deployments.serve.config import serve_config
+from tenuto.deployments.serve.user_config import MemberEntry, ProgramEntry
 from tenuto.deployments.wire.answers import Answer
 from tenuto.deployments.wire.joint_batches import cut_inputs
 from tenuto.deployments.wire.transport import FrameProtocol
 from tenuto.outcome import Outcome
 from tenuto.placement import Plan
 from tenuto.profiles import LatencyTable
+from tenuto.profiles.networks.catalogue import ModelSignature
 
 from .fakes import FakeGpulet, finder
 from .test_scenario import Gpulet
@@ -60,16 +63,15 @@ class MergedGpulet(FakeGpulet):
     def _answer(self, protocol: FrameProtocol, header: dict[str, Any], body: memoryview) -> None:
         parts, buffers = [], []
         for model, rows in header.get("members", [(header["model"], header["n"])]):
-            inputs, body = cut_inputs(SIGNATURES[model]["inputs"], body, rows)
+            inputs, body = cut_inputs(ModelSignature.from_data(SIGNATURES[model]).inputs, body, rows)
             described = []
-            for name, array in compute(model, inputs).items():
+            for name, array in compute(model, stacked(inputs)).items():
                 described.append((name, "float32", array.shape[1:], array.nbytes // rows))
                 buffers.append(np.ascontiguousarray(array).tobytes())
             parts.append((rows, described))
         assert len(body) == 0
-        joint = {"members": parts, "outputs": []} if "members" in header else {"outputs": parts[0][1]}
         answer = {"id": header["id"], "gpulet": self.id, "execution_ms": 1.0, "queue_ms": 0.0, "emulated": False}
-        protocol.send({**answer, **joint}, buffers)
+        protocol.send({**answer, "members": parts}, buffers)
 
 
 def make_plan(*, merged: bool, batch_size: int = 4, slo_ms: float = 1000.0) -> Plan:
@@ -262,11 +264,11 @@ async def test_a_real_gpulet_emulates_a_group_as_the_serve_config_tells_it() -> 
 def test_the_serve_config_loads_a_group_in_place_of_its_members() -> None:
     def entries(plan: Plan) -> list[dict[str, Any]]:
         application = serve_config(plan)["applications"][1]
-        found: list[dict[str, Any]] = application["deployments"][0]["user_config"]["models"]
+        found: list[dict[str, Any]] = application["deployments"][0]["user_config"]["programs"]
         return found
 
     (group,) = entries(make_plan(merged=True))
-    assert (group["name"], group["batch_size"], group["slowdown"]) == ("a+b", 8, 1.0)
+    assert (group["name"], group["batch_size"]) == ("a+b", 8)
     assert LatencyTable.model_validate(group["latency"]).at(8) == 11.0  # 4 + 1 of one, 3 of the other
     assert [member["name"] for member in group["members"]] == ["a", "b"]
     assert [entry["name"] for entry in entries(make_plan(merged=False))] == ["a", "b"]
@@ -274,17 +276,17 @@ def test_the_serve_config_loads_a_group_in_place_of_its_members() -> None:
 
 def test_an_emulated_group_takes_the_groups_time_and_answers_each_member() -> None:
     executor = EmulatedExecutor("v100")
-    members = [
-        {"name": n, "source": None, "options": SIGNATURES[n], "latency": {"points": {1: 1.0, 4: 2.5}}, "slowdown": 2.0}
-        for n in "ab"
-    ]
-    executor.load_merged("a+b", members, range(1, 5))
-    answers, time_ms = executor.run_merged("a+b", {}, {"a": 3, "b": 1})
+    members = tuple(MemberEntry(name=n, options=SIGNATURES[n]) for n in "ab")
+    latency = LatencyTable(points={1: 1.0, 4: 2.5})
+    executor.load(
+        ProgramEntry(name="a+b", batch_size=4, members=members, latency=latency, slowdown=2.0), range(1, 5)
+    )
+    answers, time_ms = executor.run("a+b", {}, {"a": 3, "b": 1})
     assert time_ms >= 5.0
     assert {name: {k: v.shape for k, v in arrays.items()} for name, arrays in answers.items()} == {
         "a": {"y": (3, 2)}, "b": {"s": (1, 1), "z": (1, 3)}
     }  # fmt: skip
-    assert executor.signature("b")["outputs"] == SIGNATURES["b"]["outputs"]
+    assert executor.signature("b") == ModelSignature.from_data(SIGNATURES["b"])
     assert list(executor.merged()) == ["a+b"]
     executor.unload("a+b")
     assert executor.merged() == {}

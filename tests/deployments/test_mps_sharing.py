@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tenuto.deployments import gpulet as gpulet_module
+from tenuto.deployments.gpulet import replica as gpulet_module
 from tenuto.deployments.gpulet.mps_sharing import SharedGpu, join_shared_gpu
 from tenuto.deployments.gpulet.replica import GpuletReplica
 from tenuto.deployments.serve.config import serve_config

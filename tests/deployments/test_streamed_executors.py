@@ -14,9 +14,10 @@ from tenuto.deployments.gpulet.executors.emulated import EmulatedExecutor
 from tenuto.deployments.gpulet.executors.streamed import EmulatedStreaming, TorchStreaming, make_streaming
 from tenuto.deployments.gpulet.executors.torch_executor import TorchExecutor
 from tenuto.errors import EnvironmentFaultError, InvalidInputError
+from tests.deployments.programs import blocks, load, run
 from tests.profiles.fake_cuda import FakeCuda, late_model
 
-X = {"INPUT0": np.zeros((4, 1), np.float32)}
+X = {"INPUT0": [np.zeros((4, 1), np.float32)]}
 
 
 class Clock:
@@ -41,8 +42,8 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 def emulated(**options: Any) -> EmulatedExecutor:
     executor = EmulatedExecutor("v100")
-    latency = {"latency": {"alpha_ms": 2.0, "beta_ms": 2.0}}
-    executor.load("m", None, weights_path=None, options={**latency, **options}, batch_sizes=range(1, 5))
+    latency = {"alpha_ms": 2.0, "beta_ms": 2.0}
+    load(executor, "m", options=options, latency=latency, batch_sizes=range(1, 5))
     return executor
 
 
@@ -99,17 +100,16 @@ def test_wrong_copy_times_are_named(options: dict[str, Any], message: str) -> No
 
 def test_on_a_cpu_two_batches_are_under_way_and_answer_as_plain_ones() -> None:
     executor = TorchExecutor("cpu", cores=1)
-    executor.load("m", "tests.profiles.own_models:scale", weights_path=None, options={"copy_in_ms": 1.0},
-                  batch_sizes=[1, 2])  # fmt: skip
+    load(executor, "m", "tests.profiles.own_models:scale", {"copy_in_ms": 1.0}, batch_sizes=[1, 2])
     streaming = make_streaming(executor)
     assert isinstance(streaming, TorchStreaming)
     streaming.warm("m")
     inputs = [{"x": np.full((2, 4), float(n), np.float32)} for n in range(2)]
-    staged = [streaming.stage("m", given, 2) for given in inputs]
+    staged = [streaming.stage("m", blocks(given), 2) for given in inputs]
     for handle, given in zip(staged, inputs, strict=True):
         streaming.launch(handle)
         outputs, times = streaming.finish(handle)
-        plain, _ = executor.run("m", given, 2)
+        plain, _ = run(executor, "m", given, 2)
         np.testing.assert_array_equal(outputs["y"], plain["y"])
         assert times.execution_ms > 0
     assert executor.sm_count() is None
@@ -122,14 +122,14 @@ def test_on_cuda_one_stream_of_kernels_serves_every_model(monkeypatch: pytest.Mo
     monkeypatch.setattr("tenuto.profiles.networks.models.build", lambda *_args, **_options: late_model(cuda))
     executor = TorchExecutor("cuda", memory_mib=4096)
     for name in ("m", "n"):
-        executor.load(name, None, weights_path=None, options={"cuda_graphs": name == "n"}, batch_sizes=[1, 2])
+        load(executor, name, options={"cuda_graphs": name == "n"}, batch_sizes=[1, 2])
     streaming = make_streaming(executor)
     for name in ("m", "n"):
         streaming.warm(name)
     assert executor.sm_count() == 66
     staged = []
     for number, name in enumerate(("m", "n", "m")):
-        staged.append(streaming.stage(name, {"x": np.full((2, 2), float(number), np.float32)}, 2))
+        staged.append(streaming.stage(name, {"x": [np.full((2, 2), float(number), np.float32)]}, 2))
         streaming.launch(staged[-1])
         if number == 0:
             continue
@@ -152,7 +152,7 @@ def test_too_little_memory_for_the_second_batch_is_told_as_such(monkeypatch: pyt
     cuda.install(monkeypatch)
     monkeypatch.setattr("tenuto.profiles.networks.models.build", lambda *_args, **_options: late_model(cuda))
     executor = TorchExecutor("cuda")
-    executor.load("m", None, weights_path=None, options={}, batch_sizes=[4])
+    load(executor, "m", batch_sizes=[4])
     cuda.device_bytes_left = 40  # of 32 for each batch
     with pytest.raises(EnvironmentFaultError, match=r"'m' fits .* second batch's inputs of 4.*streaming: false"):
         make_streaming(executor).warm("m")

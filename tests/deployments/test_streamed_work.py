@@ -19,7 +19,9 @@ LIMIT_S = 10.0
 
 class Batch:
     def __init__(self, number: int, model: str = "m") -> None:
-        self.header: dict[str, Any] = {"id": number, "model": model, "n": 1}
+        self.number = number
+        self.program = model
+        self.size = 1
         self.received_at = time.perf_counter()
 
 
@@ -83,21 +85,21 @@ class Bench:
         self.thread.start()
 
     def _take(self, work: Batch) -> dict[str, Any] | None:
-        number = work.header["id"]
+        number = work.number
         if number in self.refused:
             self.answers.append((number, "refused"))
             return None
         return {"x": np.array(number)}
 
     def _done(self, work: Batch, outputs: dict[str, Any], times: BatchTimes, waited_ms: float) -> None:
-        assert int(outputs["y"]) == work.header["id"]
-        if work.header["id"] in self.unanswerable:
+        assert int(outputs["y"]) == work.number
+        if work.number in self.unanswerable:
             raise ValueError("no bytes")
         self.waited_ms.append(waited_ms)
-        self.answers.append((work.header["id"], "ok"))
+        self.answers.append((work.number, "ok"))
 
     def _failed(self, work: Batch, error: Exception) -> None:
-        self.answers.append((work.header["id"], str(error)))
+        self.answers.append((work.number, str(error)))
 
     def _otherwise(self, item: Callable[[], None]) -> None:
         self.device.calls.append(f"other with {self.device.staged} under way")

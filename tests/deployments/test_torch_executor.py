@@ -10,6 +10,7 @@ from tenuto.deployments.gpulet.executors.torch_executor import TorchExecutor
 from tenuto.errors import EnvironmentFaultError, InvalidInputError
 from tenuto.profiles.networks.models import build
 from tenuto.profiles.networks.torch_runner import blank_inputs
+from tests.deployments.programs import load, run
 from tests.profiles.test_models import SMALL
 
 OWN = "tests.profiles.own_models"
@@ -25,8 +26,8 @@ def executor() -> Iterator[TorchExecutor]:
     torch.set_num_threads(before)
 
 
-def load(executor: Executor, name: str, **more: Any) -> None:
-    executor.load(name, None, weights_path=None, options={**SMALL[name], **more}, batch_sizes=range(1, 5))
+def load_small(executor: Executor, name: str, **more: Any) -> None:
+    load(executor, name, options={**SMALL[name], **more}, batch_sizes=range(1, 5))
 
 
 def images(rows: int) -> dict[str, Any]:
@@ -34,13 +35,13 @@ def images(rows: int) -> dict[str, Any]:
 
 
 def test_results_equal_a_plain_forward_pass_for_every_batch_size(executor: TorchExecutor) -> None:
-    load(executor, "mobilenet_v2")
+    load_small(executor, "mobilenet_v2")
     plain = build("mobilenet_v2", options=SMALL["mobilenet_v2"])
     inputs = images(4)
     with torch.no_grad():
         expected = torch.cat([plain.module(torch.from_numpy(row[None])) for row in inputs["image"]]).numpy()
     for size in range(1, 5):
-        outputs, execution_ms = executor.run("mobilenet_v2", {"image": inputs["image"][:size]}, size)
+        outputs, execution_ms = run(executor, "mobilenet_v2", {"image": inputs["image"][:size]}, size)
         assert outputs["logits"].shape == (size, 1000)
         assert outputs["logits"].dtype == np.float32
         np.testing.assert_allclose(outputs["logits"], expected[:size], rtol=1e-4, atol=2e-4 * np.abs(expected).max())
@@ -48,37 +49,37 @@ def test_results_equal_a_plain_forward_pass_for_every_batch_size(executor: Torch
 
 
 def test_a_request_gets_the_same_answer_whoever_shares_its_batch(executor: TorchExecutor) -> None:
-    load(executor, "bert")
+    load_small(executor, "bert")
     generator = np.random.default_rng(1)
     mine = generator.integers(0, 1000, (1, 8))
     mask = np.ones((1, 8), np.int64)
-    alone, _ = executor.run("bert", {"input_ids": mine, "attention_mask": mask}, 1)
+    alone, _ = run(executor, "bert", {"input_ids": mine, "attention_mask": mask}, 1)
     for _ in range(3):
         others = generator.integers(0, 1000, (3, 8))
         other_masks = (generator.random((3, 8)) < 0.7).astype(np.int64)
         inputs = {"input_ids": np.concatenate([others, mine]), "attention_mask": np.concatenate([other_masks, mask])}
-        together, _ = executor.run("bert", inputs, 4)
+        together, _ = run(executor, "bert", inputs, 4)
         np.testing.assert_allclose(together["logits"][3:], alone["logits"], rtol=1e-4, atol=1e-5)
 
 
 def test_read_only_buffers_are_taken_without_a_warning(executor: TorchExecutor) -> None:
-    load(executor, "mobilenet_v2")
+    load_small(executor, "mobilenet_v2")
     source = images(2)["image"]
     frozen = np.frombuffer(source.tobytes(), np.float32).reshape(source.shape)
     assert not frozen.flags.writeable
-    from_frozen, _ = executor.run("mobilenet_v2", {"image": frozen}, 2)
-    from_own, _ = executor.run("mobilenet_v2", {"image": source}, 2)
+    from_frozen, _ = run(executor, "mobilenet_v2", {"image": frozen}, 2)
+    from_own, _ = run(executor, "mobilenet_v2", {"image": source}, 2)
     np.testing.assert_array_equal(from_frozen["logits"], from_own["logits"])
 
 
 def test_several_models_are_resident_and_one_can_leave(executor: TorchExecutor) -> None:
-    load(executor, "mobilenet_v2")
-    load(executor, "bert")
+    load_small(executor, "mobilenet_v2")
+    load_small(executor, "bert")
     executor.unload("mobilenet_v2")
     executor.unload("never loaded")
     with pytest.raises(KeyError):
-        executor.run("mobilenet_v2", images(1), 1)
-    assert executor.signature("bert")["inputs"][0]["below"] == 1000
+        run(executor, "mobilenet_v2", images(1), 1)
+    assert executor.signature("bert").inputs[0].below == 1000
     assert executor.memory_mib() is None
     assert executor.device == "cpu"
 
@@ -86,29 +87,29 @@ def test_several_models_are_resident_and_one_can_leave(executor: TorchExecutor) 
 def test_loading_again_replaces_the_model(executor: TorchExecutor) -> None:
     for factor in (2.0, 3.0):
         options = {"factor": factor, "latency": None}
-        executor.load("m", f"{OWN}:scale", weights_path=None, options=options, batch_sizes=[1])
-        outputs, _ = executor.run("m", {"x": np.ones((1, 4), np.float32)}, 1)
+        load(executor, "m", f"{OWN}:scale", options)
+        outputs, _ = run(executor, "m", {"x": np.ones((1, 4), np.float32)}, 1)
         assert outputs["y"].tolist() == [[factor] * 4]
         assert outputs["total"].shape == (1,)
 
 
 def test_identifiers_outside_the_vocabulary_are_refused_before_they_run(executor: TorchExecutor) -> None:
-    load(executor, "gpt2")
+    load_small(executor, "gpt2")
     for wrong in (1000, -1):
         inputs = {"input_ids": np.full((1, 8), wrong), "attention_mask": np.ones((1, 8), np.int64)}
         with pytest.raises(InvalidInputError, match=r"input_ids: -?1.*\[0, 1000\)"):
-            executor.run("gpt2", inputs, 1)
+            run(executor, "gpt2", inputs, 1)
 
 
 def test_padding_happens_only_when_asked_for_and_changes_no_result(executor: TorchExecutor) -> None:
     sizes: list[int] = []
     plain = images(3)
-    executor.load("mobilenet_v2", None, weights_path=None, options=SMALL["mobilenet_v2"], batch_sizes=[1, 4])
-    expected, _ = executor.run("mobilenet_v2", plain, 3)
+    load(executor, "mobilenet_v2", options=SMALL["mobilenet_v2"], batch_sizes=[1, 4])
+    expected, _ = run(executor, "mobilenet_v2", plain, 3)
     options = {**SMALL["mobilenet_v2"], "pad_batches": True}
-    executor.load("mobilenet_v2", None, weights_path=None, options=options, batch_sizes=[1, 4])
-    executor._runners["mobilenet_v2"].module.register_forward_pre_hook(lambda _m, args: sizes.append(len(args[0])))
-    padded, _ = executor.run("mobilenet_v2", plain, 3)
+    load(executor, "mobilenet_v2", options=options, batch_sizes=[1, 4])
+    executor.runner("mobilenet_v2").module.register_forward_pre_hook(lambda _m, args: sizes.append(len(args[0])))
+    padded, _ = run(executor, "mobilenet_v2", plain, 3)
     assert sizes == [4]
     assert padded["logits"].shape == (3, 1000)
     np.testing.assert_allclose(padded["logits"], expected["logits"], rtol=1e-3, atol=1e-3)
@@ -118,10 +119,10 @@ def test_padding_happens_only_when_asked_for_and_changes_no_result(executor: Tor
 def test_numeric_options_stay_within_their_tolerance(
     executor: TorchExecutor, options: dict[str, Any], tolerance: float
 ) -> None:
-    load(executor, "mobilenet_v2")
-    exact, _ = executor.run("mobilenet_v2", images(2), 2)
-    load(executor, "mobilenet_v2", **options)
-    near, _ = executor.run("mobilenet_v2", images(2), 2)
+    load_small(executor, "mobilenet_v2")
+    exact, _ = run(executor, "mobilenet_v2", images(2), 2)
+    load_small(executor, "mobilenet_v2", **options)
+    near, _ = run(executor, "mobilenet_v2", images(2), 2)
     assert near["logits"].dtype == np.float32
     np.testing.assert_allclose(near["logits"], exact["logits"], rtol=0, atol=tolerance * np.abs(exact["logits"]).max())
 
@@ -129,7 +130,7 @@ def test_numeric_options_stay_within_their_tolerance(
 def test_a_share_of_the_cpu_is_a_number_of_threads() -> None:
     before = torch.get_num_threads()
     half = TorchExecutor("cpu", share_pct=50, cores=2)
-    half.load("m", f"{OWN}:scale", weights_path=None, options={}, batch_sizes=[1])
+    load(half, "m", f"{OWN}:scale")
     assert torch.get_num_threads() == 1
     torch.set_num_threads(before)
 
@@ -147,7 +148,7 @@ def test_faults_of_a_plan_are_found_while_loading(
     executor: TorchExecutor, source: str, options: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(InvalidInputError, match=message):
-        executor.load("m", source, weights_path=None, options=options, batch_sizes=[1])
+        load(executor, "m", source, options)
     with pytest.raises(KeyError):
         executor.signature("m")
 
@@ -166,8 +167,8 @@ def test_cuda_results_equal_the_cpu() -> None:
     results = []
     for device in ("cpu", "cuda"):
         executor = TorchExecutor(device)
-        load(executor, "mobilenet_v2")
-        outputs, _ = executor.run("mobilenet_v2", inputs, 4)
+        load_small(executor, "mobilenet_v2")
+        outputs, _ = run(executor, "mobilenet_v2", inputs, 4)
         results.append(outputs["logits"])
         if device == "cuda":
             assert executor.device.startswith("cuda:0 NVIDIA")

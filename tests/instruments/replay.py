@@ -103,7 +103,7 @@ class EmulatedLink:
         answer = {
             "id": header["id"],
             "gpulet": self.gpulet_id,
-            "outputs": [],
+            "members": [(rows, []) for _, rows in header.get("members") or [("", header["n"])]],
             "execution_ms": execution_ms,
             "queue_ms": queue_s * 1000.0,
             "emulated": True,

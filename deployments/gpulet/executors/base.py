@@ -7,55 +7,48 @@ from typing import Any, Protocol
 
 import numpy as np
 
-__all__ = ["Arrays", "Executor"]
+from tenuto.deployments.serve.user_config import ProgramEntry
+from tenuto.profiles.networks.catalogue import ModelSignature
+
+__all__ = ["Arrays", "Blocks", "Executor", "stacked"]
 
 Arrays = dict[str, "np.ndarray[Any, Any]"]
+# By input: arrays with a leading batch dimension whose rows, one array after the other, are the batch. Requests arrive
+# each in memory of its own, and whoever copies them to the device anyway need not put them together first.
+Blocks = Mapping[str, Sequence["np.ndarray[Any, Any]"]]
 
 
 class Executor(Protocol):
     """Owns the device of one gpu-let. Every method is called on one worker thread, never on an event loop.
 
-    `device` is what the batches really run on: `cpu`, `cuda:0 NVIDIA …`, or `emulated v100`.
+    It runs programs: one or more models that run as one. `device` is what batches really run on: `cpu`, `cuda:0 NVIDIA
+    …`, or `emulated v100`.
     """
 
     device: str
 
-    def load(
-        self,
-        replica_name: str,
-        source: str | None,
-        *,
-        weights_path: str | None,
-        options: Mapping[str, Any],
-        batch_sizes: Sequence[int],
-    ) -> None:
-        """Build a model and warm up every batch size, so that the first request is not the slowest."""
+    def load(self, program: ProgramEntry, batch_sizes: Sequence[int]) -> None:
+        """Build a program and warm up every batch size, so that the first request is not the slowest."""
 
-    def unload(self, replica_name: str) -> None:
-        """Release a model; one that is not loaded is ignored."""
+    def unload(self, program: str) -> None:
+        """Release a program; one that is not loaded is ignored."""
 
-    def signature(self, replica_name: str) -> dict[str, Any]:
-        """Return a loaded model's signature as plain data: `inputs` and `outputs` with `name`, `dtype` (numpy) and
-        `shape` (without the batch dimension), and whatever preprocessing needs."""
+    def signature(self, model: str) -> ModelSignature:
+        """Return the signature of a member of a loaded program; KeyError if none has it."""
 
-    def run(self, replica_name: str, inputs: Arrays, batch_size: int) -> tuple[Arrays, float]:
-        """Run one batch and return its outputs and the execution time in ms. Inputs have a leading batch dimension
-        and may be backed by read-only buffers."""
+    def run(
+        self, program: str, inputs: Mapping[str, Blocks], rows: Mapping[str, int]
+    ) -> tuple[dict[str, Arrays], float]:
+        """Run one batch and return the outputs of every member that has rows in it, and the execution time in ms.
 
-    def load_merged(self, name: str, members: Sequence[Mapping[str, Any]], batch_sizes: Sequence[int]) -> None:
-        """Build several models as one program and warm up joint batches of these sizes.
-
-        `members` are their entries: `name`, `source`, `weights_path`, `options`; and `latency` and `slowdown`, those of
-        the group, for an emulated GPU. `unload` releases the group by its name, `signature` knows the members.
+        Args:
+            program: a loaded one.
+            inputs: by member; arrays may be backed by read-only memory that others will overwrite later.
+            rows: by member; those without any may be left out.
         """
 
-    def run_merged(
-        self, name: str, inputs: Mapping[str, Arrays], sizes: Mapping[str, int]
-    ) -> tuple[dict[str, Arrays], float]:
-        """Run one joint batch, `sizes` rows of each member that has any; return their outputs and the time in ms."""
-
     def merged(self) -> dict[str, Any]:
-        """Return facts about each group for the status."""
+        """Return facts about each program of several models, for the status."""
 
     def sm_count(self) -> int | None:
         """Return the multiprocessors this process may use, or None where there are none to count."""
@@ -65,3 +58,8 @@ class Executor(Protocol):
 
     def close(self) -> None:
         """Release the device."""
+
+
+def stacked(blocks: Blocks) -> Arrays:
+    """Return each input as one array; a single block is not copied."""
+    return {name: arrays[0] if len(arrays) == 1 else np.concatenate(arrays) for name, arrays in blocks.items()}

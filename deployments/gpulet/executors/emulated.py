@@ -13,10 +13,10 @@ from typing import Any
 
 import numpy as np
 
-from tenuto.deployments.gpulet.executors.base import Arrays
+from tenuto.deployments.gpulet.executors.base import Arrays, Blocks
+from tenuto.deployments.serve.user_config import MemberEntry, ProgramEntry
 from tenuto.errors import InvalidInputError, Problem
-from tenuto.profiles import Latency, LatencyTable, LinearLatency
-from tenuto.profiles.networks.catalogue import lookup
+from tenuto.profiles.networks.catalogue import ModelSignature, TensorSignature, lookup
 
 __all__ = ["EmulatedExecutor"]
 
@@ -26,104 +26,77 @@ class EmulatedExecutor:
 
     def __init__(self, gpu_type: str) -> None:
         self.device = f"emulated {gpu_type}"
+        self._loaded: dict[str, ProgramEntry] = {}
         self._tables: dict[str, list[float]] = {}
-        self._signatures: dict[str, dict[str, Any]] = {}
         self._copies: dict[str, tuple[float, float]] = {}  # in and out, ms of one request
-        self._members: dict[str, tuple[str, ...]] = {}  # of groups that are emulated as one program
+        self._signatures: dict[str, ModelSignature] = {}
 
-    def load(
-        self,
-        replica_name: str,
-        source: str | None,
-        *,
-        weights_path: str | None,
-        options: Mapping[str, Any],
-        batch_sizes: Sequence[int],
-    ) -> None:
-        """Take the latency from `options` and the signature from there or from the catalogue; nothing is built.
+    def load(self, program: ProgramEntry, batch_sizes: Sequence[int]) -> None:
+        """Take the latency from the plan and signatures from the options or the catalogue; nothing is built.
 
         Raises:
-            InvalidInputError: the plan carries no latency for this replica, or copies that take longer than a batch.
+            InvalidInputError: the plan carries no latency for this program, or copies that take longer than a batch.
         """
-        del weights_path
-        raw = options.get("latency")
-        if raw is None:
+        if program.latency is None:
             raise InvalidInputError(
-                f"'{replica_name}' has no latency in the plan. Make the plan again with `tenuto plan`."
+                f"'{program.name}' has no latency in the plan. Make the plan again with `tenuto plan`."
             )
-        latency: Latency = LatencyTable.model_validate(raw) if "points" in raw else LinearLatency.model_validate(raw)
-        slowdown = float(options.get("slowdown", 1.0))
-        table = [0.0] + [latency.at(size) * slowdown for size in batch_sizes]
-        self._copies[replica_name] = _copies(replica_name, options, table)
-        self._tables[replica_name] = table
-        self._signatures[replica_name] = _signature(replica_name, source, options)
+        table = [0.0, *(program.latency.at(size) * program.slowdown for size in batch_sizes)]
+        copies = _copies(program, table)
+        signatures = {member.name: _signature(member) for member in program.members}
+        self.unload(program.name)
+        self._loaded[program.name] = program
+        self._copies[program.name] = copies
+        self._tables[program.name] = table
+        self._signatures |= signatures
 
-    def unload(self, replica_name: str) -> None:
-        """Forget a model; one that is not loaded is ignored."""
-        self._tables.pop(replica_name, None)
-        self._copies.pop(replica_name, None)
-        for name in self._members.pop(replica_name, (replica_name,)):
-            self._signatures.pop(name, None)
+    def unload(self, program: str) -> None:
+        """Forget a program; one that is not loaded is ignored."""
+        loaded = self._loaded.pop(program, None)
+        if loaded is not None:
+            del self._tables[program], self._copies[program]
+            for member in loaded.members:
+                self._signatures.pop(member.name, None)
 
-    def signature(self, replica_name: str) -> dict[str, Any]:
+    def signature(self, model: str) -> ModelSignature:
         """Return the signature of the model that is emulated."""
-        return self._signatures[replica_name]
+        return self._signatures[model]
 
-    def run(self, replica_name: str, inputs: Arrays, batch_size: int) -> tuple[Arrays, float]:
-        """Wait l(batch_size) ms and return zeros and the time that passed in ms."""
-        del inputs
-        started = time.perf_counter()
-        self._wait(started, self._tables[replica_name][batch_size])
-        arrays = self.zeros(replica_name, batch_size)
-        return arrays, (time.perf_counter() - started) * 1000.0
-
-    def load_merged(self, name: str, members: Sequence[Mapping[str, Any]], batch_sizes: Sequence[int]) -> None:
-        """Take the group's latency and the members' signatures."""
-        options = {"latency": members[0].get("latency"), "slowdown": members[0].get("slowdown", 1.0)}
-        self.load(name, None, weights_path=None, options=options, batch_sizes=batch_sizes)
-        del self._signatures[name]
-        for member in members:
-            own = _signature(member["name"], member.get("source"), member.get("options", {}))
-            self._signatures[member["name"]] = own
-        self._members[name] = tuple(member["name"] for member in members)
-
-    def run_merged(
-        self, name: str, inputs: Mapping[str, Arrays], sizes: Mapping[str, int]
+    def run(
+        self, program: str, inputs: Mapping[str, Blocks], rows: Mapping[str, int]
     ) -> tuple[dict[str, Arrays], float]:
-        """Wait l(joint batch) ms and return zeros for every member that has rows, and the time that passed in ms."""
+        """Wait l(batch) ms and return zeros and the time that passed in ms."""
         del inputs
         started = time.perf_counter()
-        self._wait(started, self._tables[name][sum(sizes.values())])
-        arrays = {member: self.zeros(member, rows) for member, rows in sizes.items() if rows}
-        return arrays, (time.perf_counter() - started) * 1000.0
-
-    def merged(self) -> dict[str, Any]:
-        """Return the groups; nothing is really merged."""
-        return {name: {} for name in self._members}
-
-    @staticmethod
-    def _wait(started: float, latency_ms: float) -> None:
-        end = started + latency_ms / 1000.0
+        end = started + self._tables[program][sum(rows.values())] / 1000.0
         while (rest := end - time.perf_counter()) > 0:
             time.sleep(rest)
+        return self.zeros(rows), (time.perf_counter() - started) * 1000.0
 
-    def latency_ms(self, replica_name: str, batch_size: int) -> float:
+    def zeros(self, rows: Mapping[str, int]) -> dict[str, Arrays]:
+        """Return the outputs of a batch."""
+        return {
+            model: {t.name: np.zeros((count, *t.shape), dtype=t.dtype) for t in self._signatures[model].outputs}
+            for model, count in rows.items()
+            if count
+        }
+
+    def merged(self) -> dict[str, Any]:
+        """Return the programs of several models; nothing is really merged."""
+        return {name: {} for name, program in self._loaded.items() if len(program.members) > 1}
+
+    def latency_ms(self, program: str, batch_size: int) -> float:
         """Return what a batch takes in all, copies and neighbours included."""
-        return self._tables[replica_name][batch_size]
+        return self._tables[program][batch_size]
 
-    def copies_ms(self, replica_name: str, batch_size: int) -> tuple[float, float]:
+    def copies_ms(self, program: str, batch_size: int) -> tuple[float, float]:
         """Return what of it the copies in and out take."""
-        copy_in_ms, copy_out_ms = self._copies[replica_name]
+        copy_in_ms, copy_out_ms = self._copies[program]
         return copy_in_ms * batch_size, copy_out_ms * batch_size
 
     def sm_count(self) -> int | None:
         """Return None: nothing has multiprocessors here."""
         return None
-
-    def zeros(self, model: str, rows: int) -> Arrays:
-        """Return the outputs of a batch."""
-        outputs = self._signatures[model]["outputs"]
-        return {t["name"]: np.zeros((rows, *t["shape"]), dtype=t["dtype"]) for t in outputs}
 
     def memory_mib(self) -> float | None:
         """Return None: an emulated GPU has no memory of its own."""
@@ -131,31 +104,33 @@ class EmulatedExecutor:
 
     def close(self) -> None:
         """Nothing to release."""
-        self._tables.clear()
-        self._signatures.clear()
-        self._members.clear()
+        for name in list(self._loaded):
+            self.unload(name)
 
 
-def _copies(name: str, options: Mapping[str, Any], table: Sequence[float]) -> tuple[float, float]:
-    """Return `copy_in_ms` and `copy_out_ms` of one request; 0 where they are not given.
+def _copies(program: ProgramEntry, table: Sequence[float]) -> tuple[float, float]:
+    """Return `copy_in_ms` and `copy_out_ms` of one request, by the options of a lone model or by the plan; 0 where
+    neither says.
 
     Raises:
         InvalidInputError: not numbers of at least 0, or nothing of some batch's latency is left to execute.
     """
+    options = program.members[0].options if len(program.members) == 1 else {}
     found = []
-    for key in ("copy_in_ms", "copy_out_ms"):
-        raw = options.get(key)
+    for key, planned in (("copy_in_ms", program.copy_in_ms), ("copy_out_ms", program.copy_out_ms)):
+        raw = options.get(key, planned)
         value = 0.0 if raw is None else raw
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0.0 <= value < math.inf:
             raise InvalidInputError(
-                Problem(f"options of {name}: {key}", raw, "must be ms of one request, at least 0", "Give 0 for none.")
-            )
+                Problem(f"options of {program.name}: {key}", raw, "must be ms of one request, at least 0",
+                        "Give 0 for none.")
+            )  # fmt: skip
         found.append(float(value))
     for size, latency_ms in enumerate(table[1:], start=1):
         if sum(found) * size >= latency_ms:
             raise InvalidInputError(
                 Problem(
-                    f"options of {name}: copy_in_ms + copy_out_ms", sum(found),
+                    f"options of {program.name}: copy_in_ms + copy_out_ms", sum(found),
                     f"a batch of {size} takes {latency_ms:g} ms in all, copies included", "Give smaller ones.",
                 )
             )  # fmt: skip
@@ -163,17 +138,17 @@ def _copies(name: str, options: Mapping[str, Any], table: Sequence[float]) -> tu
 
 
 # The signature of a model known by its latency alone: one number in, one number out.
-_PLAIN = {
-    "inputs": [{"name": "INPUT0", "dtype": "float32", "shape": [1]}],
-    "outputs": [{"name": "OUTPUT0", "dtype": "float32", "shape": [1]}],
-}
+_PLAIN = ModelSignature(
+    "tensor", (TensorSignature("INPUT0", "float32", (1,)),), (TensorSignature("OUTPUT0", "float32", (1,)),)
+)
 
 
-def _signature(name: str, source: str | None, options: Mapping[str, Any]) -> dict[str, Any]:
+def _signature(member: MemberEntry) -> ModelSignature:
     """Return `inputs`/`outputs` given in the workload's options, else the catalogue's, else one number in and out."""
+    options = member.options
     if "inputs" in options and "outputs" in options:
-        return {"inputs": options["inputs"], "outputs": options["outputs"]}
+        return ModelSignature.from_data({"inputs": options["inputs"], "outputs": options["outputs"]})
     try:
-        return lookup(source or name).signature.to_data()
+        return lookup(member.source or member.name).signature
     except InvalidInputError:
-        return dict(_PLAIN)
+        return _PLAIN

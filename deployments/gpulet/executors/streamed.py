@@ -10,7 +10,7 @@ import time
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from tenuto.deployments.gpulet.executors.base import Arrays, Executor
+from tenuto.deployments.gpulet.executors.base import Arrays, Blocks, Executor, stacked
 from tenuto.deployments.gpulet.executors.emulated import EmulatedExecutor
 from tenuto.deployments.gpulet.executors.torch_executor import TorchExecutor
 from tenuto.errors import EnvironmentFaultError
@@ -21,8 +21,11 @@ __all__ = ["DEPTH", "EmulatedStreaming", "StreamingExecutor", "TorchStreaming", 
 
 
 class StreamingExecutor(Protocol):
-    """At most `DEPTH` batches are between `stage` and `finish`. One thread stages and launches, one other finishes, in
-    the same order; models are loaded and unloaded while no batch is under way."""
+    """Runs programs of one model, by its name; merged ones run by themselves.
+
+    At most `DEPTH` batches are between `stage` and `finish`. One thread stages and launches, one other finishes, in
+    the same order; models are loaded and unloaded while no batch is under way.
+    """
 
     def warm(self, name: str) -> None:
         """Make the buffers of a model that was just loaded, so that the first batch need not.
@@ -34,7 +37,7 @@ class StreamingExecutor(Protocol):
     def forget(self, name: str) -> None:
         """Free the buffers of a model that is about to be unloaded; one that has none is ignored."""
 
-    def stage(self, name: str, inputs: Arrays, batch_size: int) -> Any:
+    def stage(self, name: str, inputs: Blocks, batch_size: int) -> Any:
         """Begin to copy a batch in and return what stands for it; errors as those of `Executor.run`."""
 
     def launch(self, staged: Any) -> None:
@@ -95,10 +98,10 @@ class TorchStreaming:
         """Free the pinned and device buffers of a model."""
         self._runners.pop(name, None)
 
-    def stage(self, name: str, inputs: Arrays, batch_size: int) -> tuple[StreamedRunner, StagedBatch]:
+    def stage(self, name: str, inputs: Blocks, batch_size: int) -> tuple[StreamedRunner, StagedBatch]:
         """Copy into pinned memory, and begin to copy from there to the device."""
         runner = self._runners[name]
-        return runner, runner.stage(inputs, batch_size)
+        return runner, runner.stage(stacked(inputs), batch_size)
 
     def launch(self, staged: tuple[StreamedRunner, StagedBatch]) -> None:
         """Queue the kernels and the copy back; on a CPU nothing is begun."""
@@ -144,7 +147,7 @@ class EmulatedStreaming:
     def forget(self, name: str) -> None:
         """Nothing is kept."""
 
-    def stage(self, name: str, inputs: Arrays, batch_size: int) -> _EmulatedBatch:
+    def stage(self, name: str, inputs: Blocks, batch_size: int) -> _EmulatedBatch:
         """Begin to copy in, behind the copy before."""
         del inputs
         now_s = time.monotonic()
@@ -171,7 +174,7 @@ class EmulatedStreaming:
             (staged.back_at_s - staged.ended_at_s) * 1000.0,
             staged.begun_at_s,
         )
-        return self._executor.zeros(staged.name, staged.size), times
+        return self._executor.zeros({staged.name: staged.size})[staged.name], times
 
     def discard(self, staged: _EmulatedBatch) -> None:
         """Nothing is held."""

@@ -1,0 +1,108 @@
+"""The programs that are resident on a gpu-let: loaded and warmed up as its entries in the plan say, or released."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any
+
+from tenuto.deployments.gpulet.executors.base import Executor
+from tenuto.deployments.gpulet.executors.streamed import StreamingExecutor
+from tenuto.deployments.gpulet.modes import mode_of
+from tenuto.deployments.serve.user_config import ProgramEntry
+
+__all__ = ["ResidentPrograms"]
+
+logger = logging.getLogger("ray.serve")
+
+
+class ResidentPrograms:
+    """Invariant: a new program is resident only once it is loaded and warmed up.
+
+    It is changed on the event loop and asked there and on the worker thread.
+    """
+
+    def __init__(self, gpulet_id: str, executor: Executor, streaming: StreamingExecutor | None) -> None:
+        """Start with none; `streaming` is what runs them where the gpu-let streams."""
+        self._id = gpulet_id
+        self._executor = executor
+        self._streaming = streaming
+        self._entries: dict[str, ProgramEntry] = {}
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._entries
+
+    @property
+    def is_emulated(self) -> bool:
+        """Whether nothing really runs."""
+        return self._executor.device.startswith("emulated")
+
+    def loads(self, wanted: Sequence[ProgramEntry]) -> bool:
+        """Whether `bring` would load anything."""
+        return any(self._entries.get(entry.name) != entry for entry in wanted)
+
+    async def bring(
+        self, wanted: Sequence[ProgramEntry], on_worker: Callable[[Callable[[], None]], Awaitable[None]]
+    ) -> None:
+        """Unload and load until exactly the wanted programs are resident; unchanged ones are not touched.
+
+        Args:
+            wanted: their entries.
+            on_worker: runs something on the worker thread, and raises what it raised.
+        """
+        names = {entry.name for entry in wanted}
+        for name in [name for name in self._entries if name not in names]:
+            await on_worker(functools.partial(self._unload, name))
+            del self._entries[name]
+        for entry in wanted:
+            if self._entries.get(entry.name) == entry:
+                continue
+            started = time.monotonic()
+            await on_worker(functools.partial(self._load, entry))
+            self._entries[entry.name] = entry
+            took_s = time.monotonic() - started
+            logger.info(
+                "gpu-let %s: %s is ready up to batch %d (%.1f s)", self._id, entry.name, entry.batch_size, took_s
+            )
+
+    def _load(self, entry: ProgramEntry) -> None:
+        """Build or rebuild one program and warm up the batch sizes from 1 to the planned one."""
+        if entry.name in self._entries:
+            self._unload(entry.name)
+        largest = entry.batch_size
+        self._executor.load(entry, range(1, largest + 1) if self.is_emulated else _warm_sizes(largest))
+        if self._streaming is not None and len(entry.members) == 1:
+            self._streaming.warm(entry.name)
+
+    def _unload(self, name: str) -> None:
+        if self._streaming is not None:
+            self._streaming.forget(name)
+        self._executor.unload(name)
+
+    def to_data(self) -> dict[str, Any]:
+        """Return plain data for the description: largest batches, facts about merged programs, signatures."""
+        return {
+            "models": {name: entry.batch_size for name, entry in self._entries.items()},
+            "merged": self._executor.merged(),
+            "signatures": {
+                member.name: self._executor.signature(member.name).to_data()
+                for entry in self._entries.values()
+                for member in entry.members
+            },
+        }
+
+    def mode(self, *, is_shared: bool) -> Mapping[str, Any]:
+        """Return how they run, see `mode_of`; `is_shared` as there."""
+        return mode_of(
+            list(self._entries.values()),
+            is_shared=is_shared,
+            is_streaming=self._streaming is not None,
+            is_emulated=self.is_emulated,
+        )
+
+
+def _warm_sizes(largest: int) -> list[int]:
+    """Return the batch sizes to warm up: every one to 16, then every eighth, and always the largest."""
+    return sorted({*range(1, min(16, largest) + 1), *range(24, largest, 8), largest})
