@@ -8,126 +8,23 @@ random: the same schedule and system give the same bytes.
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
-from heapq import heappop, heappush
+from heapq import heappop
 from itertools import chain
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tenuto.batching.core.scheduler import Dispatch, Drop, Preempt, Rehearsal, Rehearse, Reject, Scheduler
+from tenuto.batching.core.scheduler import Dispatch, Drop, Preempt, Rehearse, Reject, Scheduler
 from tenuto.batching.core.system import INF
-from tenuto.batching.virtual.interference import Interference
-from tenuto.batching.virtual.result import BatchLog, SimulationResult
+from tenuto.batching.virtual.gpulets import EmulatedGpulets
+from tenuto.batching.virtual.result import SimulationResult
 from tenuto.errors import InvalidInputError, Problem
 
 __all__ = ["Followers", "simulate"]
 
 # followers(requests that have just been answered, now) -> (request, deadline) of those that arrive now because of it.
 Followers = Callable[[list[int], float], Sequence[tuple[int, float]]]
-
-
-class _Batch:
-    """A batch on a gpu-let, from its dispatch to its end."""
-
-    __slots__ = ("has_begun", "ids", "program", "ready_at", "sent_at", "start_at")
-
-    def __init__(self, program: int, ids: list[int], sent_at: float, ready_at: float) -> None:
-        self.program = program
-        self.ids = ids
-        self.sent_at = sent_at
-        self.ready_at = ready_at
-        self.start_at = 0.0
-        self.has_begun = True  # False: on a shared GPU, its data still on the way
-
-
-class _Cluster:
-    """The emulated gpu-lets: each runs one batch at a time, in the order sent. Emits completions to `events`."""
-
-    def __init__(self, scheduler: Scheduler, data_ms_by_model: Sequence[float] | None) -> None:
-        system = scheduler.system
-        network = system.network
-        self.ctrl_ms = network.ctrl_ms
-        by_model = data_ms_by_model or [network.data_ms_per_request] * len(system.models)
-        self.data_ms = [max(by_model[member] for member in program.members) for program in system.programs]
-        tables: dict[int, dict[int, tuple[float, ...]]] = {}
-        for gpulet in system.gpulets:
-            if id(gpulet.hosts) not in tables:
-                tables[id(gpulet.hosts)] = {program: host.latency_ms for program, host in gpulet.hosts.items()}
-        self.latency = [tables[id(gpulet.hosts)] for gpulet in system.gpulets]
-        count = len(system.gpulets)
-        self.running: list[_Batch | None] = [None] * (count + 1)  # the last place is never taken
-        self.behind: list[deque[_Batch]] = [deque() for _ in range(count)]
-        self.version = [0] * (count + 1)
-        self.events: list[tuple[float, int, int]] = []  # (time, gpu-let, version); gpu-let `count`: a rehearsal is due
-        self.rehearsal: Rehearsal | None = None
-        self.interference = Interference(system)
-        self.log = BatchLog()
-
-    def send(self, now: float, decision: Dispatch) -> None:
-        gpulet, program, ids = decision[0], decision[1], decision[2]
-        batch = _Batch(program, ids, now, now + self.ctrl_ms + self.data_ms[program] * len(ids))  # type: ignore[arg-type]
-        if self.running[gpulet] is None:
-            self.start(now, gpulet, batch)
-        else:
-            self.behind[gpulet].append(batch)
-
-    def start(self, now: float, gpulet: int, batch: _Batch) -> None:
-        """Give the gpu-let to a batch; it executes from the moment its data is there."""
-        self.running[gpulet] = batch
-        start = batch.start_at = now if now > batch.ready_at else batch.ready_at
-        version = self.version[gpulet] = self.version[gpulet] + 1
-        if gpulet not in self.interference.shared:
-            heappush(self.events, (start + self.latency[gpulet][batch.program][len(batch.ids)], gpulet, version))
-        elif start > now:
-            batch.has_begun = False
-            heappush(self.events, (start, gpulet, version))
-        else:
-            self.begin(now, gpulet)
-
-    def rehearse(self, decision: Rehearse) -> None:
-        """Keep a job until its result is due."""
-        self.rehearsal = decision.job
-        heappush(self.events, (decision.due_ms, len(self.running) - 1, 0))
-
-    def begin(self, now: float, gpulet: int) -> None:
-        """Start executing on a GPU shared with other gpu-lets."""
-        batch = self.running[gpulet]
-        if batch is None:
-            return
-        batch.has_begun = True
-        work_ms = self.latency[gpulet][batch.program][len(batch.ids)]
-        self._move(self.interference.begin(now, gpulet, batch.program, work_ms))
-
-    def _move(self, finishes: list[tuple[int, float]]) -> None:
-        for gpulet, finish in finishes:
-            self.version[gpulet] += 1
-            heappush(self.events, (finish, gpulet, self.version[gpulet]))
-
-    def finish(self, now: float, gpulet: int) -> None:
-        """End the running batch and begin the one behind it."""
-        batch = self.running[gpulet]
-        if batch is None:
-            return
-        self.log.add(gpulet, batch.program, batch.ids, batch.sent_at, batch.start_at, now, False)
-        self._free(now, gpulet)
-
-    def abort(self, now: float, gpulet: int) -> None:
-        """Throw away the running batch; what it did until now is lost."""
-        batch = self.running[gpulet]
-        if batch is None:
-            return
-        self.version[gpulet] += 1
-        self.log.add(gpulet, batch.program, batch.ids, batch.sent_at, min(batch.start_at, now), now, True)
-        self._free(now, gpulet)
-
-    def _free(self, now: float, gpulet: int) -> None:
-        self.running[gpulet] = None
-        if gpulet in self.interference.shared:
-            self._move(self.interference.end(now, gpulet))
-        if self.behind[gpulet]:
-            self.start(now, gpulet, self.behind[gpulet].popleft())
 
 
 def simulate(
@@ -177,7 +74,7 @@ def simulate(
         deadlines_ms = times_ms + slo[model_index] if total else np.zeros(0)
     if followers is not None:
         times_ms, deadlines_ms = times_ms.copy(), deadlines_ms.copy()
-    cluster = _Cluster(scheduler, data_ms_by_model)
+    cluster = EmulatedGpulets(system, data_ms_by_model)
     events, running = cluster.events, cluster.running
     dropped: list[Sequence[int]] = []
     rejected: list[Sequence[int]] = []
