@@ -1,9 +1,16 @@
 """Settings that have to be in the environment before Ray starts anywhere in the test session."""
 
 import os
+import signal
 from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
 
 import pytest
+
+from tests.instruments.local_ray import LocalRay
+
+if TYPE_CHECKING:
+    from tenuto.deployments.serve.launcher import Launcher
 
 MEASURING = "tenuto.profiles.measuring"
 
@@ -12,6 +19,11 @@ MEASURING = "tenuto.profiles.measuring"
 os.environ.setdefault("RAY_AUTH_MODE", "disabled")
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ.setdefault("RAY_worker_niceness", "0")
+os.environ.setdefault("RAY_DISABLE_IMPORT_WARNING", "1")
+
+# A shell starts what it puts into the background deaf to Ctrl-C, and children inherit that: tests that interrupt a
+# process would wait in vain.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -35,3 +47,22 @@ def quick_workers(worker_server: Callable[[str], list[str]], monkeypatch: pytest
     """Let `tenuto.profiles.measuring.measure` and `corun` start their processes from the server."""
     monkeypatch.setattr(f"{MEASURING}.measure._WORKER", worker_server("tenuto.profiles.measuring.worker"))
     monkeypatch.setattr(f"{MEASURING}.corun._WORKER", worker_server("tenuto.profiles.measuring.corun_worker"))
+
+
+@pytest.fixture(scope="session")
+def local_ray() -> Iterator[LocalRay]:
+    """The Ray of this run, not yet connected."""
+    found = LocalRay()
+    yield found
+    found.forget()
+
+
+@pytest.fixture(scope="module")
+def launcher(local_ray: LocalRay) -> Iterator["Launcher"]:
+    """A connection to this run's Ray; what a module applies is removed after its last test."""
+    from tenuto.deployments.serve.launcher import Launcher
+
+    local_ray.connect()
+    with Launcher() as running:
+        running.connect(num_gpus=4)
+        yield running

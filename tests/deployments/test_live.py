@@ -8,7 +8,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from importlib import resources
 from typing import Any
 from urllib.parse import quote
@@ -23,8 +23,6 @@ from tenuto.loadgen.bench import BenchOptions, run_bench
 from tenuto.placement import Plan
 
 pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::DeprecationWarning")]
-
-PORT = 8765
 
 
 def make_plan(*, batch_size: int = 4, share_pct: float | None = 50.0, cpu: bool = True) -> Plan:
@@ -61,21 +59,13 @@ def make_plan(*, batch_size: int = 4, share_pct: float | None = 50.0, cpu: bool 
     )
 
 
-@pytest.fixture(scope="module")
-def launcher() -> Iterator[Launcher]:
-    os.environ["RAY_DISABLE_IMPORT_WARNING"] = "1"
-    with Launcher() as running:
-        running.connect(num_gpus=2, address="local")
-        apply(running)
-        yield running
-
-
 def apply(launcher: Launcher, **changes: Any) -> None:
-    launcher.apply(serve_config(make_plan(**changes), port=PORT, gateway_options={"max_body_mib": 4}), timeout_s=120)
+    launcher.apply(serve_config(make_plan(**changes), gateway_options={"max_body_mib": 4}), timeout_s=120)
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def url(launcher: Launcher) -> str:
+    apply(launcher)
     return launcher.base_url
 
 

@@ -4,7 +4,6 @@ import json
 import os
 import signal
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,6 @@ from .test_live import pids, post, until
 
 pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::DeprecationWarning")]
 
-PORT = 8768
 BODY = json.dumps(
     {"id": "mine", "inputs": [{"name": "INPUT0", "shape": [2, 1], "datatype": "FP32", "data": [1, 2]}]}
 ).encode()
@@ -43,13 +41,9 @@ def make_plan() -> Plan:
 
 
 @pytest.fixture(scope="module")
-def url() -> Iterator[str]:
-    os.environ["RAY_DISABLE_IMPORT_WARNING"] = "1"
-    with Launcher() as launcher:
-        launcher.connect(num_gpus=2, address="local")
-        config = serve_config(make_plan(), port=PORT, gateways=2, partition={"left": 0, "right": 1})
-        launcher.apply(config, timeout_s=120)
-        yield launcher.base_url
+def url(launcher: Launcher) -> str:
+    launcher.apply(serve_config(make_plan(), gateways=2, partition={"left": 0, "right": 1}), timeout_s=120)
+    return launcher.base_url
 
 
 def processes(application: str) -> list[int]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import urllib.request
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -24,8 +23,6 @@ from . import residual_networks
 from .residual_networks import CLASSES, SIDE
 
 pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::DeprecationWarning")]
-
-PORT = 8769
 
 
 def make_plan(*, merged: bool, tuned: str = "tuned") -> Plan:
@@ -53,11 +50,9 @@ def make_plan(*, merged: bool, tuned: str = "tuned") -> Plan:
 
 
 @pytest.fixture(scope="module")
-def launcher() -> Iterator[Launcher]:
-    with Launcher() as running:
-        running.connect(num_gpus=1, address="local")
-        running.apply(serve_config(make_plan(merged=True), port=PORT), timeout_s=120)
-        yield running
+def url(launcher: Launcher) -> str:
+    launcher.apply(serve_config(make_plan(merged=True)), timeout_s=120)
+    return launcher.base_url
 
 
 def ask(url: str, model: str, images: np.ndarray) -> tuple[np.ndarray, dict[str, Any]]:
@@ -93,8 +88,7 @@ def check_answers(url: str) -> list[int]:
     return [parameters["batch_size"] for _, parameters in answers]
 
 
-def test_merged_models_answer_as_the_models_by_themselves(launcher: Launcher) -> None:
-    url = launcher.base_url
+def test_merged_models_answer_as_the_models_by_themselves(url: str) -> None:
     assert max(check_answers(url)) > 4  # rows of both, beyond what either was planned for
     status = get_json(f"{url}/status")
     (gpulet,) = status["gpulets"]
@@ -116,15 +110,14 @@ def test_the_same_plan_is_simulated_with_one_queue() -> None:
     assert {name: row["ok"] for name, row in result.summary()["models"].items()} == {"base": 100, "tuned": 100}
 
 
-def test_merging_is_undone_and_done_again_in_place(launcher: Launcher) -> None:
-    url = launcher.base_url
+def test_merging_is_undone_and_done_again_in_place(launcher: Launcher, url: str) -> None:
     (before,) = get_json(f"{url}/status")["gpulets"]
-    launcher.apply(serve_config(make_plan(merged=False), port=PORT), timeout_s=120)
+    launcher.apply(serve_config(make_plan(merged=False)), timeout_s=120)
     check_answers(url)
     (apart,) = get_json(f"{url}/status")["gpulets"]
     assert apart["models"] == {"base": 4, "tuned": 4}
     assert apart["merged"] == {}
-    launcher.apply(serve_config(make_plan(merged=True), port=PORT), timeout_s=120)
+    launcher.apply(serve_config(make_plan(merged=True)), timeout_s=120)
     check_answers(url)
     (again,) = get_json(f"{url}/status")["gpulets"]
     assert again["models"] == {"base+tuned": 8}
@@ -133,4 +126,4 @@ def test_merging_is_undone_and_done_again_in_place(launcher: Launcher) -> None:
 
 def test_models_that_do_not_merge_are_refused_with_the_cure(launcher: Launcher) -> None:
     with pytest.raises(EnvironmentFaultError, match="Remove the group from `merge`"):
-        launcher.apply(serve_config(make_plan(merged=True, tuned="stranger"), port=PORT), timeout_s=120)
+        launcher.apply(serve_config(make_plan(merged=True, tuned="stranger")), timeout_s=120)

@@ -1,7 +1,6 @@
 """A Ray of two nodes, two loopback addresses of this machine: gpu-lets run on their GPU's node, and a node dies."""
 
 import json
-import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,12 +11,12 @@ from tenuto.deployments.serve.endpoint import get_json
 from tenuto.deployments.serve.launcher import Launcher
 from tenuto.errors import EnvironmentFaultError
 from tenuto.placement import Plan
+from tests.instruments.local_ray import LocalRay, unused_port
 
 from .test_live import pids, post, until
 
 pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::DeprecationWarning")]
 
-PORT = 8773
 HEAD, OTHER = "127.0.0.2", "127.0.0.3"
 BODY = json.dumps(
     {"inputs": [{"name": "INPUT0", "shape": [2, 1], "datatype": "FP32", "data": [1, 2]}]}
@@ -43,11 +42,11 @@ def make_plan(*, other: str = OTHER) -> Plan:
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[Any]:
+def cluster(local_ray: LocalRay) -> Iterator[Any]:
     import ray
     from ray.cluster_utils import Cluster
 
-    os.environ["RAY_DISABLE_IMPORT_WARNING"] = "1"
+    local_ray.end()
     nodes = Cluster(initialize_head=True, head_node_args={"node_ip_address": HEAD, "num_gpus": 1, "num_cpus": 2})
     try:
         nodes.add_node(node_ip_address=OTHER, num_gpus=1, num_cpus=2)
@@ -74,11 +73,12 @@ def running(url: str) -> set[str]:
 
 
 def test_gpulets_run_on_the_node_of_their_gpu_and_a_lost_node_takes_only_its_own_away(cluster: Any) -> None:
+    port = unused_port()
     with Launcher() as launcher:
         launcher.connect(num_gpus=2)
         with pytest.raises(EnvironmentFaultError, match=r"on node 192\.0\.2\.7, the cluster has 127"):
-            launcher.apply(serve_config(make_plan(other="192.0.2.7"), port=PORT))
-        launcher.apply(serve_config(make_plan(), port=PORT), timeout_s=120)
+            launcher.apply(serve_config(make_plan(other="192.0.2.7"), port=port))
+        launcher.apply(serve_config(make_plan(), port=port), timeout_s=120)
         url = launcher.base_url
         assert addresses_by_gpulet(url) == {"left/0/a": HEAD, "right/0/a": OTHER}
         for name in ("left", "right"):

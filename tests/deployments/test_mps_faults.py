@@ -21,7 +21,6 @@ from tests.mps.control_program import fail, install
 
 pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::DeprecationWarning")]
 
-PORT = 8771
 HIT, SPARED = ("n0/0/a", "n0/0/b"), ("n0/1/a", "n0/1/b")
 
 
@@ -51,11 +50,14 @@ def plan(*, changed: bool = False) -> Plan:
 
 
 def config(made: Plan) -> dict[str, Any]:
-    """A config for real GPUs, whose gpu-lets are those on fake ones."""
-    found = serve_config(made, port=PORT)
+    """A config for real GPUs, whose gpu-lets are those on fake ones, in the environment of this test."""
+    found = serve_config(made)
+    here = {name: os.environ[name] for name in ("PATH", "TENUTO_MPS_ROOT")}
     for application in found["applications"][1:]:
         application["import_path"] = "tests.deployments.on_fake_gpu:build"
         application["args"]["spec"]["executor"] = "emulated"
+        for deployment in application["deployments"]:
+            deployment["ray_actor_options"]["runtime_env"]["env_vars"] |= here
     return found
 
 
@@ -66,18 +68,16 @@ def root() -> Iterator[Path]:
     before = dict(os.environ)
     os.environ.update(PATH=f"{folder}:{before['PATH']}", TENUTO_MPS_ROOT=str(folder))
     yield folder
+    until(lambda: find_leftovers(folder) == () and not list(folder.glob("*/owner.json")), 60)  # the reapers' work
     os.environ.clear()
     os.environ.update(before)
     shutil.rmtree(folder, ignore_errors=True)
 
 
 @pytest.fixture(scope="module")
-def launcher(root: Path) -> Iterator[Launcher]:
-    with Launcher() as running:
-        running.connect(num_gpus=2, address="local")
-        running.apply(config(plan()), timeout_s=120)
-        yield running
-    until(lambda: find_leftovers(root) == () and not list(root.glob("*/owner.json")), 60)  # the reapers' work
+def launcher(root: Path, launcher: Launcher) -> Launcher:
+    launcher.apply(config(plan()), timeout_s=120)
+    return launcher
 
 
 def pipes(root: Path, gpu: int) -> Path:

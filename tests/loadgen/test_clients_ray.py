@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -13,6 +11,7 @@ import pytest
 from tenuto.loadgen.bench import BenchOptions, run_bench
 from tenuto.loadgen.clients import RayClients
 from tenuto.placement import Arrival, ModelSpec
+from tests.instruments.local_ray import LocalRay
 
 from .fake_server import fake_server
 
@@ -26,15 +25,8 @@ MODEL = ModelSpec(name="m", rate_rps=100, slo_ms=5000, arrival=Arrival(process="
 
 
 @pytest.fixture(scope="module", autouse=True)
-def cluster() -> Iterator[None]:
-    import ray
-
-    if ray.is_initialized():
-        yield
-        return
-    ray.init(address="local", num_cpus=1, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
-    yield
-    ray.shutdown()
+def cluster(local_ray: LocalRay) -> None:
+    local_ray.connect()
 
 
 def test_several_actors_send_one_schedule() -> None:

@@ -1,0 +1,49 @@
+"""One Ray for all tests of a run that need a cluster: starting Ray and Serve takes as long as most such tests."""
+
+import os
+import shutil
+import socket
+import tempfile
+
+__all__ = ["LocalRay", "unused_port"]
+
+
+def unused_port() -> int:
+    """A port of this machine that nobody listens on."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return int(probe.getsockname()[1])
+
+
+class LocalRay:
+    """The one Ray of a test run with its Serve, on a port and in a folder of this run alone."""
+
+    def __init__(self) -> None:
+        self._folder = tempfile.mkdtemp(prefix="r")  # short enough for sockets
+        os.environ["RAY_TMPDIR"] = self._folder
+
+    def connect(self) -> None:
+        """Be connected to it; it is started where it does not run."""
+        import ray
+        from ray import serve
+
+        from tenuto.deployments.serve.launcher import start_local_ray
+
+        if not ray.is_initialized():
+            start_local_ray(num_gpus=4)
+            # The port that a config names does not count any more: Tenuto uses the Serve that runs.
+            options = {"host": "127.0.0.1", "port": unused_port(), "request_timeout_s": None}
+            serve.start(proxy_location="HeadOnly", http_options=options, logging_config={"enable_access_log": False})
+
+    def end(self) -> None:
+        """Stop it, for tests that start a Ray of their own."""
+        import ray
+        from ray import serve
+
+        if ray.is_initialized():
+            serve.shutdown()
+            ray.shutdown()
+
+    def forget(self) -> None:
+        """Stop it for good."""
+        self.end()
+        shutil.rmtree(self._folder, ignore_errors=True)
