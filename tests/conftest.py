@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from tenuto.deployments.serve.launcher import Launcher
 
 MEASURING = "tenuto.profiles.measuring"
+# Tests of networks. Importing torch with all that tracing and text networks need takes a process 10 s.
+WITH_TORCH = ("tests/profiles/", *(f"tests/cli/test_{verb}" for verb in ("estimate", "merge", "profile")))
 
 # Without this a local Ray writes a token into the home folder, which later locks out a plain `ray start` and `serve
 # deploy`.
@@ -26,11 +28,28 @@ os.environ.setdefault("RAY_DISABLE_IMPORT_WARNING", "1")
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark as `unit` whatever needs neither Ray nor a GPU."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark as `unit` whatever needs neither Ray nor a GPU, and say which tests stay in one process.
+
+    Those are: all that need Ray, since they share one; all about networks, so that torch is imported once; of the
+    others those of one file. Tests that start a Ray of their own come last, so that the shared one is started once.
+    """
     for item in items:
         if not any(item.get_closest_marker(name) for name in ("ray", "gpu")):
             item.add_marker(pytest.mark.unit)
+        if item.get_closest_marker("xdist_group") is None:
+            item.add_marker(pytest.mark.xdist_group(_group(item)))
+    items.sort(key=lambda item: "own_ray" in getattr(item, "fixturenames", ()))
+    if hasattr(config, "workerinput"):
+        # What takes longest as a whole begins first.
+        items.sort(key=lambda item: {"ray": 0, "torch": 1}.get(item.get_closest_marker("xdist_group").args[0], 2))
+
+
+def _group(item: pytest.Item) -> str:
+    if item.get_closest_marker("ray"):
+        return "ray"
+    file = item.nodeid.split("::")[0]
+    return "torch" if file.startswith(WITH_TORCH) else file
 
 
 @pytest.fixture(scope="session")
@@ -55,6 +74,12 @@ def local_ray() -> Iterator[LocalRay]:
     found = LocalRay()
     yield found
     found.forget()
+
+
+@pytest.fixture(scope="module")
+def own_ray(local_ray: LocalRay) -> None:
+    """Let a test start a Ray of its own in this process."""
+    local_ray.end()
 
 
 @pytest.fixture(scope="module")

@@ -69,7 +69,8 @@ class Launcher:
 
     def __init__(self, *, progress: Callable[[str], None] = lambda _text: None) -> None:
         self._progress = progress
-        self._owns_ray = False
+        self._owns_ray = False  # started here: it is stopped with the launcher
+        self._joined_ray = False  # connected to here: it is left with the launcher
         self._applied: set[str] = set()
         self._base_url = ""
 
@@ -86,6 +87,8 @@ class Launcher:
 
     def connect(self, *, num_gpus: int, address: str | None = None) -> None:
         """Join the running cluster, or start a local one with `num_gpus` logical GPUs.
+
+        Where this process is connected to a cluster already, that one is used, and stays connected after `close`.
 
         Args:
             num_gpus: logical GPUs of a Ray that is started here.
@@ -108,6 +111,7 @@ class Launcher:
                 if reason is not None:
                     raise ConnectionError(reason)
                 ray.init(address=address or "auto", **_QUIET)
+                self._joined_ray = True
                 return
             except ConnectionError as error:
                 if address is not None:
@@ -199,12 +203,13 @@ class Launcher:
             return False
 
     def close(self) -> None:
-        """Drain and remove what was applied; stop Ray if it was started here."""
+        """Drain and remove what was applied; leave Ray if it was joined here, stop it if it was started here."""
         import ray
 
         if not ray.is_initialized():
             return
         from ray import serve
+        from ray.serve.context import _get_global_client
 
         # While Serve kills its controller, Ray prints that the controller was killed; nobody can act on that.
         with (
@@ -216,10 +221,11 @@ class Launcher:
                 serve.shutdown()
             elif self._applied:
                 # The entry first: no new request may reach a gpu-let that is about to go.
-                for name in sorted(self._applied, key=lambda name: name != ENTRY_APPLICATION):
-                    serve.delete(name)
+                _get_global_client().delete_apps([ENTRY_APPLICATION])
+                _get_global_client().delete_apps(sorted(self._applied - {ENTRY_APPLICATION}))
             self._applied = set()
-            ray.shutdown()
+            if self._owns_ray or self._joined_ray:
+                ray.shutdown()
 
 
 def _unused_port() -> int:

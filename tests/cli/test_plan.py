@@ -134,7 +134,7 @@ def test_policies_lists_names_summaries_and_sources(tenuto) -> None:  # type: ig
 BAD = [
     (("--policy", "ushr"), "", "unknown policy. Did you mean 'usher'?"),
     (("--policy", "none.py:X"), "", "no such file"),
-    (("--option", "colour=red"), "", "policy 'ffd' has no such option. Its options: fill_pct"),
+    (("--option", "colour=red"), "", "policy 'ffd' has no such option. Known options: fill_pct"),
     (("--option", "fill_pct=much"), "", "must be a number. The default is 80.0"),
     (("--option", "fill_pct=300"), "", "must be above 0 and at most 100"),
     (("--option", "fill_pct"), "", "must have the form key=value"),

@@ -11,7 +11,7 @@ from tenuto.deployments.serve.endpoint import get_json
 from tenuto.deployments.serve.launcher import Launcher
 from tenuto.errors import EnvironmentFaultError
 from tenuto.placement import Plan
-from tests.instruments.local_ray import LocalRay, unused_port
+from tests.instruments.local_ray import unused_port
 
 from .test_live import pids, post, until
 
@@ -42,11 +42,10 @@ def make_plan(*, other: str = OTHER) -> Plan:
 
 
 @pytest.fixture(scope="module")
-def cluster(local_ray: LocalRay) -> Iterator[Any]:
+def cluster(own_ray: None) -> Iterator[Any]:
     import ray
     from ray.cluster_utils import Cluster
 
-    local_ray.end()
     nodes = Cluster(initialize_head=True, head_node_args={"node_ip_address": HEAD, "num_gpus": 1, "num_cpus": 2})
     try:
         nodes.add_node(node_ip_address=OTHER, num_gpus=1, num_cpus=2)

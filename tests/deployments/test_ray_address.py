@@ -122,8 +122,7 @@ def gpus_by_node() -> tuple[GpuDevice, ...]:
 
 
 @pytest.fixture
-def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+def cluster(own_ray: None) -> Iterator[Any]:
     import ray
     from ray.cluster_utils import Cluster
 

@@ -6,6 +6,7 @@ import pytest
 
 from tenuto.experiments.case import DEFERRED, ROUTER, Case, describe_case, mean_slowdowns, run_case
 from tenuto.experiments.live import run_live, stretched_plan
+from tests.instruments.local_ray import LocalRay
 
 
 def case(policy: str, gpus: int, duration_s: float = 1.0) -> Case:
@@ -42,8 +43,9 @@ def test_the_mean_slowdown_counts_how_long_neighbours_run() -> None:
 
 @pytest.mark.ray
 @pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::DeprecationWarning")
-def test_a_live_point_agrees_with_its_simulation() -> None:
+def test_a_live_point_agrees_with_its_simulation(local_ray: LocalRay) -> None:
     """Goodput within 10 % for both schedulers, at a twentieth of the speed."""
+    local_ray.connect()
     one = case("ao-milp", 4, duration_s=0.75)
     said: list[str] = []
     finished = run_live([one], [ROUTER, DEFERRED], stretch=20.0, report=lambda *_: None, say=said.append)
