@@ -21,8 +21,7 @@ import numpy as np
 from tenuto.errors import EnvironmentFaultError, InvalidInputError
 from tenuto.loadgen.application_figures import Calls, calls_by_name
 from tenuto.loadgen.bench import BenchOptions, BenchResult
-from tenuto.loadgen.client import request_id
-from tenuto.loadgen.records import Records
+from tenuto.loadgen.records import Records, request_id
 from tenuto.loadgen.schedule import Schedule
 from tenuto.outcome import Outcome
 from tenuto.placement import Plan

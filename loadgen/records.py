@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from tenuto.outcome import Outcome
 
-__all__ = ["Records", "merge", "unsent"]
+__all__ = ["Records", "merge", "request_id", "unsent"]
 
 NAN = float("nan")
 # Columns without an entry are times in ms.
@@ -104,6 +104,16 @@ class Records:
     def front_door_ms(self) -> NDArray[np.float64]:
         """Latency less batching, gpu-let queue and execution: network, HTTP, and the client itself."""
         return self.latency_ms - self.batching_ms - self.gpulet_queue_ms - self.execution_ms
+
+
+def request_id(run: str, number: int) -> str:
+    """Return what a request is called in header X-Request-Id and in requests.parquet.
+
+    Args:
+        run: the first digits of its schedule's hash.
+        number: its place in the schedule.
+    """
+    return f"{run}-{number}"
 
 
 def unsent(

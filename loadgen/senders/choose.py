@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from tenuto.loadgen.client import ClientJob
-from tenuto.loadgen.senders.http import HttpSender, Sender
+from tenuto.loadgen.sender import Sender
+from tenuto.loadgen.senders.http import HttpSender
 
 __all__ = ["make_sender"]
 
 
-def make_sender(job: ClientJob) -> Sender:
-    """Return the sender for a job's `via`; the handle's parts are imported only where it is used."""
-    if job.via == "handle":
+def make_sender(via: str, url: str) -> Sender:
+    """Return the sender over `http` to a URL, or over the Python `handle`, whose parts are imported only where used."""
+    if via == "handle":
         from tenuto.loadgen.senders.handle import HandleSender
 
         return HandleSender()
-    return HttpSender(job.url)
+    return HttpSender(url)

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import Mapping
 from typing import Any
 
 from tenuto.deployments.entry.handle import TenutoHandle
 from tenuto.deployments.entry.oip import BadRequestError, parse_infer
 from tenuto.deployments.wire.answers import Answer
 from tenuto.errors import EnvironmentFaultError, TenutoError
-from tenuto.loadgen.senders.reply import OnReply, Reply
+from tenuto.loadgen.sender import Body, OnReply, Reply
 
 __all__ = ["HandleSender"]
 
@@ -34,23 +33,21 @@ class HandleSender:
             _join_ray()
             self._handle = await TenutoHandle.connect()
 
-    def prepare(self, model: str, body: bytes, headers: Mapping[str, str]) -> Prepared:
-        """Cut a request of the Open Inference Protocol into the buffers of its only sample.
+    def prepare(self, model: str, body: Body, slo_ms: float | None = None) -> Prepared:
+        """Cut a request into the buffers of its only sample.
 
         Raises:
             EnvironmentFaultError: the model cannot be asked, or the body does not fit it.
         """
         assert self._handle is not None
-        length = headers.get("Inference-Header-Content-Length")
         try:
             served = self._handle.served(model)
-            request = parse_infer(body, None if length is None else int(length), served.inputs)
+            request = parse_infer(body.data, body.json_length, served.inputs)
         except (BadRequestError, TenutoError) as error:
             raise EnvironmentFaultError(f"'{model}' cannot be asked over the handle: {error}") from error
-        slo = headers.get("X-SLO-Ms")
-        return model, list(request.parts[0]), None if slo is None else float(slo)
+        return model, list(request.parts[0]), slo_ms
 
-    def send_prepared(self, prepared: Prepared, request_id: str, token: int, slo_ms: float | None = None) -> None:
+    def send(self, prepared: Prepared, request_id: str, token: int, slo_ms: float | None = None) -> None:
         """Send with the next bundle."""
         assert self._handle is not None
         model, parts, prepared_slo_ms = prepared
@@ -66,7 +63,7 @@ class HandleSender:
             token,
             Reply(
                 answer.outcome.http_status, answer.batching_ms, answer.gpulet_queue_ms, answer.execution_ms,
-                answer.batch_size, answer.gpulet, answer.reason,
+                answer.batch_size, answer.gpulet, answer.reason and f"{answer.outcome.word}: {answer.reason}",
             ),
         )  # fmt: skip
 

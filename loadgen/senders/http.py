@@ -12,41 +12,18 @@ import ssl
 import sys
 import time
 from collections.abc import Mapping
-from typing import Any, Protocol, cast
+from typing import cast
 from urllib.parse import urlsplit
 
 from tenuto.errors import InvalidInputError
-from tenuto.loadgen.senders.reply import OnReply, Reply
+from tenuto.loadgen.sender import Body, OnReply, Reply
 
-__all__ = ["HttpSender", "Sender", "prepare"]
+__all__ = ["HttpSender", "post_bytes"]
 
 _LONGEST_IDLE_S = 4.0
 
 
-class Sender(Protocol):
-    """How a client reaches the service under test."""
-
-    async def open(self, connections: int, on_reply: OnReply) -> None:
-        """Get ready; `on_reply` will be called once per request, on the event loop."""
-        ...
-
-    def prepare(self, model: str, body: bytes, headers: Mapping[str, str]) -> Any:
-        """Return a request of the Open Inference Protocol in the form `send_prepared` takes; comes after `open`."""
-        ...
-
-    def send_prepared(self, prepared: Any, request_id: str, token: int, slo_ms: float | None = None) -> None:
-        """Send now and return; never waits, never limits how many are under way.
-
-        `slo_ms`: time this request has from now, unless what was prepared says; zero or less is expired at once.
-        """
-        ...
-
-    def close(self) -> None:
-        """Let go of everything."""
-        ...
-
-
-def prepare(path: str, body: bytes, headers: Mapping[str, str], host: str) -> bytes:
+def post_bytes(path: str, body: bytes, headers: Mapping[str, str], host: str) -> bytes:
     """Return the bytes of a POST request."""
     lines = [
         f"POST {path} HTTP/1.1",
@@ -147,7 +124,7 @@ def _reply(head: bytes, buffer: bytes, end: int) -> Reply:
         reply.batch_size = int(_number(head, b"x-tenuto-batch-size: ") or 0)
         reply.gpulet = _text(buffer[:end], head, b"x-tenuto-gpulet: ")
     if reply.status != 200:
-        reply.error = _reason(buffer[end + 4 :]) or "no reason given"
+        reply.error = f"HTTP {reply.status}: {_reason(buffer[end + 4 :]) or 'no reason given'}"
     return reply
 
 
@@ -222,21 +199,27 @@ class HttpSender:
         self._all.add(connection)
         return connection
 
-    def prepare(self, model: str, body: bytes, headers: Mapping[str, str]) -> tuple[bytes, bytes]:
+    def prepare(self, model: str, body: Body, slo_ms: float | None = None) -> tuple[bytes, bytes]:
         """Return the request in two parts, between which its id will go."""
-        line, rest = prepare(f"/v2/models/{model}/infer", body, headers, self._host).split(b"\r\n", 1)
+        headers = {"Content-Type": "application/json"}
+        if body.json_length is not None:
+            headers = {
+                "Content-Type": "application/octet-stream",
+                "Inference-Header-Content-Length": str(body.json_length),
+            }
+        if slo_ms is not None:
+            headers["X-SLO-Ms"] = f"{slo_ms:g}"
+        line, rest = post_bytes(f"/v2/models/{model}/infer", body.data, headers, self._host).split(b"\r\n", 1)
         return line, rest
 
-    def send_prepared(
-        self, prepared: tuple[bytes, bytes], request_id: str, token: int, slo_ms: float | None = None
-    ) -> None:
+    def send(self, prepared: tuple[bytes, bytes], request_id: str, token: int, slo_ms: float | None = None) -> None:
         """Send with the id, and the time allowed if one is given, as headers."""
         line, rest = prepared
         if slo_ms is not None:
             line = b"%b\r\nX-SLO-Ms: %.3f" % (line, slo_ms)
-        self.send(b"%b\r\nX-Request-Id: %b\r\n%b" % (line, request_id.encode("latin-1"), rest), token)
+        self.send_bytes(b"%b\r\nX-Request-Id: %b\r\n%b" % (line, request_id.encode("latin-1"), rest), token)
 
-    def send(self, request: bytes, token: int) -> None:
+    def send_bytes(self, request: bytes, token: int) -> None:
         """Send now on an idle connection, or on a new one as soon as it is open."""
         while self.idle:
             connection = self.idle.pop()

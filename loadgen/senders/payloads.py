@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from tenuto.errors import InvalidInputError
+from tenuto.loadgen.sender import Body
 
 __all__ = ["make_bodies"]
 
@@ -22,8 +23,8 @@ _LARGEST_TOKEN = 20_000  # below the vocabulary of every model in the catalogue
 
 def make_bodies(
     metadata: Mapping[str, Any], generator: np.random.Generator, count: int = 8, *, binary: bool = True
-) -> list[tuple[bytes, dict[str, str]]]:
-    """Return `count` bodies with their headers, one sample each.
+) -> list[Body]:
+    """Return `count` bodies, one sample each.
 
     Floats are standard normal as normalised images are; whole numbers are token ids; an input named like a mask is
     all ones.
@@ -62,12 +63,11 @@ def make_bodies(
             described.append(entry)
         if not binary:
             text = json.dumps({"inputs": described}, separators=(",", ":")).encode()
-            bodies.append((text, {"Content-Type": "application/json"}))
+            bodies.append(Body(text))
             continue
         document = {"inputs": described, "parameters": {"binary_data_output": True}}
         text = json.dumps(document, separators=(",", ":")).encode()
-        headers = {"Content-Type": "application/octet-stream", "Inference-Header-Content-Length": str(len(text))}
-        bodies.append((text + b"".join(parts), headers))
+        bodies.append(Body(text + b"".join(parts), len(text)))
     return bodies
 
 

@@ -44,12 +44,10 @@ from tenuto.deployments.wire.bundles import AnswerRow, pack_answers, unpack_requ
 from tenuto.deployments.wire.link import Finder
 from tenuto.deployments.wire.transport import FrameProtocol, listen
 from tenuto.loadgen.bench import BenchOptions, run_bench
-from tenuto.loadgen.client import ClientJob
-from tenuto.loadgen.clients import LocalClient
+from tenuto.loadgen.clients.group import LocalClient
+from tenuto.loadgen.sender import OnReply, Sender
 from tenuto.loadgen.senders.choose import make_sender
 from tenuto.loadgen.senders.handle import HandleSender
-from tenuto.loadgen.senders.http import Sender
-from tenuto.loadgen.senders.reply import OnReply
 from tenuto.outcome import Outcome
 from tenuto.placement import ModelSpec
 
@@ -163,7 +161,7 @@ def _processor_s() -> float:
     return used.ru_utime + used.ru_stime
 
 
-def _run(options: BenchOptions, rate_rps: float, make: Callable[[ClientJob], Sender]) -> _Run:
+def _run(options: BenchOptions, rate_rps: float, make: Callable[[str, str], Sender]) -> _Run:
     before = _processor_s()
     model = ModelSpec(name=MODEL, rate_rps=rate_rps, slo_ms=SLO_MS)
     result = run_bench([model], options, clients=LocalClient(make))
@@ -186,7 +184,7 @@ def _run(options: BenchOptions, rate_rps: float, make: Callable[[ClientJob], Sen
 
 
 @contextlib.contextmanager
-def _peer() -> Iterator[tuple[str, dict[str, Callable[[ClientJob], Sender]]]]:
+def _peer() -> Iterator[tuple[str, dict[str, Callable[[str, str], Sender]]]]:
     """Start the no-op peer; return its URL and, by way of asking, what makes a sender."""
     with tempfile.TemporaryDirectory() as folder:
         socket_name = str(Path(folder) / "peer")
@@ -196,14 +194,14 @@ def _peer() -> Iterator[tuple[str, dict[str, Callable[[ClientJob], Sender]]]]:
         server.start()
         try:
             url = f"http://127.0.0.1:{ours.recv()}"
-            yield url, {"http": make_sender, "handle": lambda _job: _NoOpHandleSender(socket_name)}
+            yield url, {"http": make_sender, "handle": lambda _via, _url: _NoOpHandleSender(socket_name)}
         finally:
             server.terminate()
             server.join()
 
 
 @contextlib.contextmanager
-def _live() -> Iterator[tuple[str, dict[str, Callable[[ClientJob], Sender]]]]:
+def _live() -> Iterator[tuple[str, dict[str, Callable[[str, str], Sender]]]]:
     """Serve a model that takes 2 ms + 0.01 ms per request, in batches up to 32, on two emulated GPUs.
 
     In a process of its own, as a user would: the one that starts Ray in Serve's fast mode may make handles on one event

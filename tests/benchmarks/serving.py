@@ -13,8 +13,8 @@ import numpy as np
 
 from tenuto.deployments.serve.config import serve_config
 from tenuto.loadgen.output import hardware, versions
-from tenuto.loadgen.senders.http import HttpSender, prepare
-from tenuto.loadgen.senders.reply import Reply
+from tenuto.loadgen.sender import Reply
+from tenuto.loadgen.senders.http import HttpSender, post_bytes
 from tenuto.placement import Plan
 
 BODY = b'{"inputs":[{"name":"INPUT0","shape":[1,1],"datatype":"FP32","data":[1]}]}'
@@ -84,7 +84,7 @@ def closed_loop(url: str, connections: int, seconds: float) -> tuple[float, floa
 
     async def run() -> tuple[float, float, float]:
         sender = HttpSender(url)
-        request = prepare(PATH, BODY, {"Content-Type": "application/json"}, sender.host)
+        request = post_bytes(PATH, BODY, {"Content-Type": "application/json"}, sender.host)
         latencies: list[float] = []
         begun = [0.0] * connections
         open_loops = connections
@@ -97,7 +97,7 @@ def closed_loop(url: str, connections: int, seconds: float) -> tuple[float, floa
                 latencies.append((now - begun[loop_index]) * 1000.0)
             if now < end and reply.status:
                 begun[loop_index] = now
-                sender.send(request, loop_index)
+                sender.send_bytes(request, loop_index)
             else:
                 open_loops -= 1
                 if open_loops == 0:
@@ -108,7 +108,7 @@ def closed_loop(url: str, connections: int, seconds: float) -> tuple[float, floa
         end = start + seconds
         for index in range(connections):
             begun[index] = time.perf_counter()
-            sender.send(request, index)
+            sender.send_bytes(request, index)
         await asyncio.wait_for(done.wait(), seconds + 30)
         elapsed = time.perf_counter() - start
         sender.close()

@@ -10,7 +10,7 @@ import selectors
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["VirtualLoop"]
+__all__ = ["LoopTimer", "VirtualLoop"]
 
 
 class _Jump(selectors.BaseSelector):
@@ -51,3 +51,18 @@ class VirtualLoop(asyncio.SelectorEventLoop):
     def time(self) -> float:
         """Return the virtual time in seconds."""
         return self._jump.now_s
+
+
+class LoopTimer:
+    """The running loop's time as the clock of a load client, which begins at 0 s."""
+
+    def now(self) -> float:
+        return asyncio.get_running_loop().time()
+
+    wall = now
+
+    async def wait_until(self, at: float) -> None:
+        await asyncio.sleep(max(0.0, at - self.now()))
+
+    def close(self) -> None:
+        pass

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,9 +11,10 @@ import numpy as np
 
 from tenuto.documents import parse_document
 from tenuto.loadgen.applications import ApplicationLoad, make_application_load
-from tenuto.loadgen.client import Client, ClientJob, ClientReport, ModelTarget
-from tenuto.loadgen.senders.reply import OnReply, Reply
+from tenuto.loadgen.clients.client import Client, ClientJob, ClientReport, ModelTarget
+from tenuto.loadgen.sender import Body, OnReply, Reply
 from tenuto.placement import Workload
+from tests.instruments.virtual_loop import LoopTimer, VirtualLoop
 
 FAST = {"alpha_ms": 1.0, "beta_ms": 4.0}
 UNIFORM = {"process": "uniform"}
@@ -55,18 +56,18 @@ class FakeSender:
     tell: Callable[[str, int], Told] = lambda _model, _count: Told()
     sent: list[tuple[str, int, float | None]] = field(default_factory=list)
     log: list[tuple[str, str, int]] = field(default_factory=list)  # sent or answered, model, token
-    prepared: dict[str, dict[str, str]] = field(default_factory=dict)
+    prepared: dict[str, float | None] = field(default_factory=dict)  # time allowed, by model
 
     async def open(self, connections: int, on_reply: OnReply) -> None:
         self._on_reply = on_reply
 
-    def prepare(self, model: str, body: bytes, headers: Mapping[str, str]) -> Any:
-        self.prepared[model] = dict(headers)
-        return model, body
+    def prepare(self, model: str, body: Body, slo_ms: float | None = None) -> str:
+        self.prepared[model] = slo_ms
+        return model
 
-    def send_prepared(self, prepared: Any, request_id: str, token: int, slo_ms: float | None = None) -> None:
+    def send(self, prepared: str, request_id: str, token: int, slo_ms: float | None = None) -> None:
         del request_id
-        model = prepared[0]
+        model = prepared
         told = self.tell(model, sum(1 for sent, _, _ in self.sent if sent == model))
         self.sent.append((model, token, slo_ms))
         self.log.append(("sent", model, token))
@@ -87,22 +88,21 @@ def load_of(work: Workload, duration_s: float = 0.1, seed: int = 0) -> Applicati
 
 def job_of(work: Workload, load: ApplicationLoad, **settings: Any) -> ClientJob:
     staged = {app.model_name(stage) for app in work.applications for stage in app.stages}
-    targets = tuple(ModelTarget(m.name, m.slo_ms, ((b"", {}),), m.name in staged) for m in work.models)
+    targets = tuple(ModelTarget(m.name, m.slo_ms, (Body(b""),), m.name in staged) for m in work.models)
     given = {"grace_s": 0.5, "connections": 1, "load": load, **settings}
     return ClientJob("", targets, load.number, load.times_ms, load.model_index, **given)
 
 
 def send(work: Workload, sender: FakeSender, duration_s: float = 0.1, **settings: Any) -> ClientReport:
-    """Run one client over the applications of a workload."""
+    """Run one client over the applications of a workload, in virtual time."""
 
     async def run() -> ClientReport:
-        import time
-
-        client = Client(job_of(work, load_of(work, duration_s), **settings), sender)
+        client = Client(job_of(work, load_of(work, duration_s), **settings), sender, make_timer=LoopTimer)
         await client.prepare()
-        return await client.run(time.time() + 0.01)
+        return await client.run(0.01)
 
-    return asyncio.run(run())
+    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+        return runner.run(run())
 
 
 def names_of(work: Workload) -> list[str]:

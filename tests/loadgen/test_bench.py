@@ -6,7 +6,7 @@ import asyncio
 import json
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -14,11 +14,11 @@ import pytest
 
 from tenuto.errors import EnvironmentFaultError, InvalidInputError
 from tenuto.loadgen.bench import BenchOptions, run_bench
-from tenuto.loadgen.client import Client, ClientJob, ClientReport, ModelTarget
-from tenuto.loadgen.clients import LocalClient
+from tenuto.loadgen.clients.client import Client, ClientJob, ClientReport, ModelTarget
+from tenuto.loadgen.clients.group import LocalClient
 from tenuto.loadgen.records import Records, merge
+from tenuto.loadgen.sender import Body
 from tenuto.loadgen.senders.http import HttpSender
-from tenuto.loadgen.senders.reply import OnReply, Reply
 from tenuto.outcome import Outcome
 from tenuto.placement import Arrival, ModelSpec
 
@@ -280,7 +280,7 @@ def test_what_has_ended_is_handed_over_once_and_in_part() -> None:
 
     async def work(url: str) -> Records:
         job = ClientJob(
-            url, (ModelTarget("m", 1000.0, ((b"{}", {}),)),), np.arange(20), np.arange(20) * 10.0,
+            url, (ModelTarget("m", 1000.0, (Body(b"{}"),)),), np.arange(20), np.arange(20) * 10.0,
             np.zeros(20, np.int32), 1.0, 2,
         )  # fmt: skip
         client = Client(job, HttpSender(url), hands_over=True)
@@ -315,31 +315,3 @@ def test_the_same_seed_gives_the_same_schedule_and_bodies() -> None:
         hashes.append(result.schedule.hash)
     assert hashes[0] == hashes[1]
     assert bodies[0] == bodies[1]
-
-
-class Expiring:
-    """A sender that answers everything as expired, at once."""
-
-    async def open(self, connections: int, on_reply: OnReply) -> None:
-        self._on_reply = on_reply
-
-    def prepare(self, model: str, body: bytes, headers: Mapping[str, str]) -> None:
-        pass
-
-    def send_prepared(self, prepared: None, request_id: str, token: int, slo_ms: float | None = None) -> None:
-        asyncio.get_running_loop().call_soon(self._on_reply, token, Reply(504, error="too late"))
-
-    def close(self) -> None:
-        pass
-
-
-@pytest.mark.parametrize(("via", "text"), [("http", "HTTP 504: too late"), ("handle", "expired: too late")])
-def test_failures_over_the_handle_are_not_called_http(via: str, text: str) -> None:
-    async def work() -> ClientReport:
-        targets = (ModelTarget("m", 1000.0, ((b"{}", {}),)),)
-        job = ClientJob("", targets, np.arange(3), np.zeros(3), np.zeros(3, np.int32), 1.0, 1, via=via)
-        client = Client(job, Expiring())
-        await client.prepare()
-        return await client.run(time.time())
-
-    assert asyncio.run(work()).errors == {text: 3}

@@ -17,8 +17,8 @@ from tenuto.cli.capacity import command as capacity_verb
 from tenuto.cli.goodput import command as goodput_verb
 from tenuto.cli.simulate import command as simulate_verb
 from tenuto.loadgen.bench import BenchOptions, BenchResult, asked_of, run_bench
-from tenuto.loadgen.client import ClientJob, ClientReport
-from tenuto.loadgen.clients import LocalClient
+from tenuto.loadgen.clients.client import ClientJob, ClientReport
+from tenuto.loadgen.clients.group import LocalClient
 from tenuto.loadgen.compare import compare, load_side
 from tenuto.loadgen.report import load_run, render_page
 from tenuto.placement import Cluster, Plan, Workload, solve

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from tenuto.loadgen.bench import BenchOptions, run_bench
-from tenuto.loadgen.clients import RayClients
+from tenuto.loadgen.clients.actors import RayClients
 from tenuto.placement import Arrival, ModelSpec
 from tests.instruments.local_ray import LocalRay
 

@@ -13,11 +13,10 @@ from tenuto.deployments.entry.handle import TenutoHandle
 from tenuto.deployments.entry.served import ServedModel
 from tenuto.deployments.wire.answers import Answer
 from tenuto.errors import EnvironmentFaultError, UnavailableError
-from tenuto.loadgen.client import ClientJob
+from tenuto.loadgen.sender import Body, Reply
 from tenuto.loadgen.senders.choose import make_sender
 from tenuto.loadgen.senders.handle import HandleSender
 from tenuto.loadgen.senders.http import HttpSender
-from tenuto.loadgen.senders.reply import Reply
 from tenuto.outcome import Outcome
 from tests.deployments.fakes import SIGNATURE
 
@@ -49,10 +48,10 @@ class FakeHandle:
         self.is_closed = True
 
 
-def binary() -> tuple[bytes, dict[str, str]]:
+def binary() -> Body:
     tensor = {"name": "x", "datatype": "FP32", "shape": [1, 2], "parameters": {"binary_data_size": VALUES.nbytes}}
     head = json.dumps({"inputs": [tensor]}).encode()
-    return head + VALUES.tobytes(), {"Inference-Header-Content-Length": str(len(head))}
+    return Body(head + VALUES.tobytes(), len(head))
 
 
 async def test_outcomes_times_and_ids_are_those_of_http() -> None:
@@ -62,15 +61,14 @@ async def test_outcomes_times_and_ids_are_those_of_http() -> None:
     sender = HandleSender(cast(TenutoHandle, handle))
     replies: dict[int, Reply] = {}
     await sender.open(1, replies.__setitem__)
-    body, headers = binary()
-    prepared = sender.prepare("m", body, {**headers, "X-SLO-Ms": "70"})
+    prepared = sender.prepare("m", binary(), 70.0)
     for token in range(5):
-        sender.send_prepared(prepared, f"run-{token}", token)
+        sender.send(prepared, f"run-{token}", token)
     await asyncio.sleep(0)
 
     assert [replies[token].status for token in range(4)] == [200, 504, 429, 503]
     assert replies[0] == Reply(200, 2.0, 1.0, 5.0, 4, "g/a", "")
-    assert replies[1].error == "no luck"
+    assert replies[1].error == "expired: no luck"
     assert handle.asked[3] == ("m", VALUES.tobytes(), 70.0, "run-3")
     sender.close()
     await asyncio.sleep(0)
@@ -82,7 +80,7 @@ async def test_json_bodies_carry_the_same_values() -> None:
     handle = FakeHandle(None)
     sender = HandleSender(cast(TenutoHandle, handle))
     body = json.dumps({"inputs": [{"name": "x", "datatype": "FP32", "shape": [1, 2], "data": [[1, 2]]}]}).encode()
-    sender.send_prepared(sender.prepare("m", body, {}), "r", 0)
+    sender.send(sender.prepare("m", Body(body)), "r", 0)
 
     assert handle.asked == [("m", VALUES.tobytes(), None, "r")]
 
@@ -90,10 +88,9 @@ async def test_json_bodies_carry_the_same_values() -> None:
 @pytest.mark.parametrize(("model", "body"), [("away", b"{}"), ("m", b"{}"), ("m", b"no json")])
 def test_what_cannot_be_asked_is_said_before_the_run(model: str, body: bytes) -> None:
     with pytest.raises(EnvironmentFaultError, match=f"'{model}' cannot be asked over the handle"):
-        HandleSender(cast(TenutoHandle, FakeHandle())).prepare(model, body, {})
+        HandleSender(cast(TenutoHandle, FakeHandle())).prepare(model, Body(body))
 
 
-def test_the_job_chooses_its_sender() -> None:
-    job = ClientJob("http://127.0.0.1:1", (), [], [], [], 1.0, 1)
-    assert isinstance(make_sender(job), HttpSender)
-    assert isinstance(make_sender(ClientJob("", (), [], [], [], 1.0, 1, via="handle")), HandleSender)
+def test_the_way_chooses_the_sender() -> None:
+    assert isinstance(make_sender("http", "http://127.0.0.1:1"), HttpSender)
+    assert isinstance(make_sender("handle", ""), HandleSender)

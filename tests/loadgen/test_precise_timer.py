@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from tenuto.loadgen.precise_timer import PreciseTimer
+from tenuto.loadgen.clients.precise_timer import PreciseTimer
 
 
 async def waits(timer: PreciseTimer) -> None:

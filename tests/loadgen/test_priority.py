@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tenuto.loadgen.priority import prefer_this_thread, preferred
+from tenuto.loadgen.clients.priority import prefer_this_thread, preferred
 
 pytestmark = pytest.mark.unit
 

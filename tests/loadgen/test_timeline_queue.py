@@ -5,9 +5,8 @@ from pathlib import Path
 import numpy as np
 from pyarrow import parquet
 
-from tenuto.loadgen.client import request_id
 from tenuto.loadgen.output import write_files
-from tenuto.loadgen.records import unsent
+from tenuto.loadgen.records import request_id, unsent
 from tenuto.loadgen.schedule import Schedule
 
 

@@ -1,30 +1,28 @@
 """One load client: sends its part of the schedule open-loop at absolute times and records what came back.
 
 A request of an application sends its first stages at its time and every later stage as soon as all answers before it
-are there. Runs on any event loop; `tenuto.loadgen.client_actor` wraps it in a Ray actor. All its times come from one
+are there. Runs on any event loop; `tenuto.loadgen.clients.actors` wraps it in a Ray actor. All its times come from one
 clock, its own: no difference between two machines' clocks enters any figure."""
 
 from __future__ import annotations
 
 import asyncio
-import time
 from array import array
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from tenuto.loadgen.applications import ApplicationLoad, Joins
-from tenuto.loadgen.precise_timer import PreciseTimer
-from tenuto.loadgen.priority import Priority, preferred
-from tenuto.loadgen.records import NAN, Records
-from tenuto.loadgen.senders.http import Sender
-from tenuto.loadgen.senders.reply import OnReply, Reply
+from tenuto.loadgen.clients.precise_timer import PreciseTimer, Timer
+from tenuto.loadgen.clients.priority import Priority, preferred
+from tenuto.loadgen.records import NAN, Records, request_id
+from tenuto.loadgen.sender import Body, OnReply, Reply, Sender
 from tenuto.outcome import OUTCOMES, Outcome
 
-__all__ = ["Client", "ClientJob", "ClientReport", "ModelTarget", "outcome_of", "request_id"]
+__all__ = ["Client", "ClientJob", "ClientReport", "ModelTarget", "outcome_of"]
 
 _LONGEST_ERROR = 160
 _KINDS_OF_ERROR = 50
@@ -32,11 +30,11 @@ _KINDS_OF_ERROR = 50
 
 @dataclass(frozen=True)
 class ModelTarget:
-    """Where and how one model is asked. `bodies` are (body, headers) to draw from."""
+    """How one model is asked, with one of `bodies` in turn."""
 
     name: str
     slo_ms: float
-    bodies: tuple[tuple[bytes, dict[str, str]], ...]
+    bodies: tuple[Body, ...]
     is_stage: bool = False  # of an application: every request carries what is left of its deadline
 
 
@@ -68,11 +66,6 @@ class ClientReport:
     records: Records
     errors: Counter[str] = field(default_factory=Counter)
     priority: Priority = "normal"
-
-
-def request_id(run: str, number: int) -> str:
-    """Return what a request of the schedule is called in header X-Request-Id and in requests.parquet."""
-    return f"{run}-{number}"
 
 
 def outcome_of(status: int, latency_ms: float, slo_ms: float) -> Outcome:
@@ -142,10 +135,18 @@ class Client:
     recorded.
     """
 
-    def __init__(self, job: ClientJob, sender: Sender, *, hands_over: bool = False) -> None:
-        """`hands_over`: `take_ended` will be called while the job runs."""
+    def __init__(
+        self,
+        job: ClientJob,
+        sender: Sender,
+        *,
+        hands_over: bool = False,
+        make_timer: Callable[[], Timer] = PreciseTimer,
+    ) -> None:
+        """`hands_over`: `take_ended` will be called while the job runs; `make_timer`: called on the event loop."""
         self._job = job
         self._sender = sender
+        self._make_timer = make_timer
         self._columns: _Columns | None = None
         self._hands_over = hands_over and job.load is None
         self._counts: Counter[str] = Counter()
@@ -180,7 +181,7 @@ class Client:
         self._joins = Joins(job.load) if job.load is not None else None
         await sender.open(job.connections, lambda row, reply: self._handle_reply(row, reply))
         self._requests = [
-            [sender.prepare(t.name, body, _headers(headers, t, job.send_slo)) for body, headers in t.bodies]
+            [sender.prepare(t.name, body, t.slo_ms if job.send_slo and not t.is_stage else None) for body in t.bodies]
             for t in job.targets
         ]
 
@@ -196,7 +197,7 @@ class Client:
         return report
 
     async def _run(self, start_at: float) -> ClientReport:
-        job, send = self._job, self._sender.send_prepared
+        job, send = self._job, self._sender.send
         columns = self._columns = _Columns(job)
         columns.ended = [] if self._hands_over else None
         errors: Counter[str] = Counter()
@@ -208,9 +209,10 @@ class Client:
         joins = self._joins
         deadlines = job.load.deadlines_ms.tolist() if job.load is not None else []
         is_stage = [target.is_stage for target in job.targets]
-        monotonic = time.monotonic
+        timer = self._make_timer()
+        now = timer.now
         # The wall clock is read once, so that its adjustment during the run cannot bend the schedule.
-        origin = monotonic() + (start_at - time.time())
+        origin = now() + (start_at - timer.wall())
         pending = 0
         idle = asyncio.Event()
 
@@ -219,14 +221,14 @@ class Client:
             model = models[row]
             pool = self._requests[model]
             pending += 1
-            now_ms = columns.sent_ms[row] = (monotonic() - origin) * 1000.0
+            now_ms = columns.sent_ms[row] = (now() - origin) * 1000.0
             counts[kind] += 1
             left_ms = deadlines[row] - now_ms if is_stage[model] else None
             send(pool[row % len(pool)], request_id(job.run, numbers[row]), row, left_ms)
 
         def on_reply(row: int, reply: Reply) -> None:
             nonlocal pending
-            answered_ms = (monotonic() - origin) * 1000.0
+            answered_ms = (now() - origin) * 1000.0
             model = models[row]
             slo_ms = deadlines[row] - times[row] if is_stage[model] else slos[model]
             outcome = outcome_of(reply.status, answered_ms - times[row], slo_ms)
@@ -234,7 +236,7 @@ class Client:
             counts["answered"] += 1
             counts[OUTCOMES[outcome]] += 1
             if reply.error:
-                _count_error(errors, reply, job.via)
+                _count_error(errors, reply.error[:_LONGEST_ERROR])
             if joins is not None:
                 if reply.status == 200:
                     for later, _deadline in joins.answered((row,)):
@@ -247,12 +249,11 @@ class Client:
                 idle.set()
 
         self._handle_reply = on_reply
-        timer = PreciseTimer()
         for row in range(len(times) if job.load is None else job.load.planned):
             at = origin + times[row] / 1000.0
-            if at > monotonic():
-                while at > (now := monotonic()) and not self._stopped:
-                    await timer.wait_until(min(at, now + 0.25))  # `stop` is heard within a long gap too
+            if at > now():
+                while at > (here := now()) and not self._stopped:
+                    await timer.wait_until(min(at, here + 0.25))  # `stop` is heard within a long gap too
             elif row % 16 == 0:
                 await asyncio.sleep(0)  # behind schedule: let answers be read between sends
             if self._stopped:
@@ -277,15 +278,7 @@ class Client:
                 return
 
 
-def _count_error(errors: Counter[str], reply: Reply, via: str) -> None:
-    text = reply.error[:_LONGEST_ERROR]
-    if reply.status:
-        kind = f"HTTP {reply.status}" if via == "http" else Outcome.of_http_status(reply.status).word
-        text = f"{kind}: {text}"
+def _count_error(errors: Counter[str], text: str) -> None:
     if text not in errors and len(errors) >= _KINDS_OF_ERROR:
         text = "other errors"
     errors[text] += 1
-
-
-def _headers(headers: dict[str, str], target: ModelTarget, send_slo: bool) -> dict[str, str]:
-    return {**headers, "X-SLO-Ms": f"{target.slo_ms:g}"} if send_slo and not target.is_stage else headers

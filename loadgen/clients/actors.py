@@ -1,141 +1,97 @@
-"""The load clients of a run as one group: a thread of this process, or Ray actors on any node."""
+"""Load clients as Ray actors: one process each, on any node of the cluster, and the group that they form."""
 
 from __future__ import annotations
 
-import asyncio
 import gc
-import sys
 import threading
 import time
-from collections.abc import Callable, Coroutine, Sequence
-from concurrent.futures import Future
-from typing import Any, Protocol
+from collections.abc import Sequence
+from typing import Any
 
 from tenuto.errors import EnvironmentFaultError
-from tenuto.loadgen.client import Client, ClientJob, ClientReport
+from tenuto.loadgen.clients.client import Client, ClientJob, ClientReport
+from tenuto.loadgen.clients.group import PREPARE_TIMEOUT_S, RESULT_TIMEOUT_S
 from tenuto.loadgen.records import Records, merge
 from tenuto.loadgen.senders.choose import make_sender
-from tenuto.loadgen.senders.http import Sender
 
-__all__ = ["ClientGroup", "LocalClient", "RayClients"]
-
-_PREPARE_TIMEOUT_S = 60.0
-_RESULT_TIMEOUT_S = 120.0
-_SWITCH_S = 0.0002  # how long another thread of this process, one that prints, may keep the client waiting; else 5 ms
+__all__ = ["ClientActor", "RayClients"]
 
 
-class ClientGroup(Protocol):
-    """Runs jobs, one per client: `prepare` once, then `start` once."""
+class ClientActor:
+    """An asyncio actor around `Client`, so that progress and stop are answered while a job runs."""
 
-    def prepare(self, jobs: Sequence[ClientJob]) -> None:
-        """Hand out the jobs; return when every client is ready to send."""
-        ...
-
-    def start(self, start_at: float) -> None:
-        """Start every client's schedule at that `time.time()`, and return."""
-        ...
-
-    def progress(self) -> dict[str, int]:
-        """Return counts so far, over all clients that answer."""
-        ...
-
-    def is_done(self) -> bool:
-        """Whether every client has ended, one way or another."""
-        ...
-
-    def stop(self) -> None:
-        """Ask every client to send no more."""
-        ...
-
-    def results(self) -> tuple[list[ClientReport], list[str]]:
-        """Wait for the end; return the reports of the clients that lived, and one line per client that did not."""
-        ...
-
-    def close(self) -> None:
-        """End whatever is left."""
-        ...
-
-
-class LocalClient:
-    """One client on a thread of this process."""
-
-    def __init__(self, make_sender: Callable[[ClientJob], Sender] = make_sender) -> None:
-        """`make_sender` makes the sender a job asks for."""
-        self._make_sender = make_sender
+    def __init__(self) -> None:
         self._client: Client | None = None
-        self._start_at: Future[float] = Future()
-        self._prepared = threading.Event()
-        self._report: ClientReport | None = None
-        self._error: BaseException | None = None
-        self._thread: threading.Thread | None = None
 
-    def prepare(self, jobs: Sequence[ClientJob]) -> None:
-        """Start the thread with the only job; return when its connections are open."""
-        self._client = Client(jobs[0], self._make_sender(jobs[0]))
-        self._thread = threading.Thread(target=self._work, args=(self._client,), name="load client", daemon=True)
-        self._thread.start()
-        self._prepared.wait(_PREPARE_TIMEOUT_S)
+    async def ready(self) -> bool:
+        """Return once the process is up."""
+        return True
 
-    def _work(self, client: Client) -> None:
-        async def job() -> ClientReport:
-            await client.prepare()
-            gc.freeze()  # the schedule and the bodies are not looked through again in every collection of the run
-            switch_s = sys.getswitchinterval()
-            sys.setswitchinterval(_SWITCH_S)
-            self._prepared.set()
-            try:
-                return await client.run(await asyncio.wrap_future(self._start_at))
-            finally:
-                sys.setswitchinterval(switch_s)
-                gc.unfreeze()
+    async def prepare(self, job: ClientJob) -> None:
+        """Take a job and open its connections."""
+        self._client = Client(job, make_sender(job.via, job.url), hands_over=True)
+        await self._client.prepare()
+        gc.freeze()  # the schedule and the bodies are not looked through again in every collection of the run
 
-        try:
-            self._report = _run_loop(job())
-        except BaseException as error:
-            self._error = error
-        finally:
-            self._prepared.set()
+    async def run(self, start_at: float) -> ClientReport:
+        """Run the job to its end; `prepare` comes first."""
+        if self._client is None:
+            raise RuntimeError("run() before prepare()")
+        return await self._client.run(start_at)
 
-    def start(self, start_at: float) -> None:
-        """Let the thread go on."""
-        self._start_at.set_result(start_at)
-
-    def progress(self) -> dict[str, int]:
+    async def progress(self) -> dict[str, int]:
         """Return counts so far."""
         return self._client.progress() if self._client is not None else {}
 
-    def is_done(self) -> bool:
-        """Whether the thread has ended."""
-        return self._thread is not None and not self._thread.is_alive()
+    async def take_ended(self) -> Records | None:
+        """Return what ended since the last call; see `Client.take_ended`."""
+        return self._client.take_ended() if self._client is not None else None
 
-    def stop(self) -> None:
+    async def stop(self) -> None:
         """Send no more."""
         if self._client is not None:
             self._client.stop()
 
-    def results(self) -> tuple[list[ClientReport], list[str]]:
-        """Join the thread."""
-        if self._thread is not None:
-            self._thread.join(_RESULT_TIMEOUT_S)
-        if self._report is not None:
-            return [self._report], []
-        return [], [f"client 0 was lost ({self._error!r}); its requests count as not sent"]
 
-    def close(self) -> None:
-        """Send no more; the thread ends by itself."""
-        self.stop()
-        if not self._start_at.done():
-            self._start_at.set_result(0.0)
+def _start_actors(count: int) -> list[Any]:
+    """Start client actors and wait until all are up; without a Ray cluster, start a small local one for them.
 
+    They reserve no CPU in Ray's ledger: the serving side may hold it, and a client that waits for it would never start.
 
-def _run_loop(main: Coroutine[Any, Any, ClientReport]) -> ClientReport:
-    """Run on uvloop where it is installed, as it is with Ray Serve: half the processor time per request."""
+    Raises:
+        EnvironmentFaultError: they did not start within a minute.
+    """
+    import ray
+
+    _join_ray()
+    kind = ray.remote(num_cpus=0, max_concurrency=16, max_restarts=0)(ClientActor)
+    actors = [kind.remote() for _ in range(count)]
     try:
-        import uvloop
-    except ImportError:
-        return asyncio.run(main)
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(main)
+        ray.get([actor.ready.remote() for actor in actors], timeout=60)
+    except (ray.exceptions.RayError, TimeoutError) as error:
+        for actor in actors:
+            ray.kill(actor)
+        raise EnvironmentFaultError(
+            f"the {count} load clients did not start ({type(error).__name__}). Use fewer --clients, or "
+            "--clients 0 to send from this process."
+        ) from error
+    return actors
+
+
+def _join_ray() -> None:
+    """Join the running cluster, or start a small local one for the clients alone."""
+    import logging
+
+    import ray
+
+    quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR, "namespace": "tenuto"}
+    if not ray.is_initialized():
+        try:
+            ray.init(address="auto", **quiet)
+        except ConnectionError:
+            from tenuto.deployments.serve.launcher import start_local_ray
+
+            start_local_ray(num_gpus=0)
 
 
 class RayClients:
@@ -146,9 +102,7 @@ class RayClients:
 
     def __init__(self, count: int) -> None:
         """Start `count` actors on the running Ray cluster, or on a local one."""
-        from tenuto.loadgen.client_actor import start_actors
-
-        self.actors = start_actors(count)
+        self.actors = _start_actors(count)
         self._runs: list[Any] = []
         self._asked: list[tuple[int, Any]] = []  # client, what it will hand over
         self._ended: dict[int, list[Records]] = {}
@@ -164,7 +118,7 @@ class RayClients:
 
         ready = [actor.prepare.remote(job) for actor, job in zip(self.actors, jobs, strict=True)]
         try:
-            ray.get(ready, timeout=_PREPARE_TIMEOUT_S)
+            ray.get(ready, timeout=PREPARE_TIMEOUT_S)
         except ray.exceptions.RayError as error:
             raise EnvironmentFaultError(
                 f"a load client did not get ready ({type(error).__name__}). "
@@ -229,7 +183,7 @@ class RayClients:
         import ray
 
         found, lost = [], []
-        limit = time.monotonic() + _RESULT_TIMEOUT_S
+        limit = time.monotonic() + RESULT_TIMEOUT_S
         for index, run in enumerate(self._runs):
             try:
                 found.append(ray.get(run, timeout=max(0.0, limit - time.monotonic())))

@@ -1,6 +1,6 @@
-"""Waking an event loop at an exact time. Event loops count their timers in whole ms, which alone would make half of
-all requests 0.5 ms late; a Linux timer descriptor wakes them within microseconds. Elsewhere the loop's own timers do,
-up to 1 ms late."""
+"""The clock of a load client. Event loops count their timers in whole ms, which alone would make half of all requests
+0.5 ms late; a Linux timer descriptor wakes them within microseconds. Elsewhere the loop's own timers do, up to 1 ms
+late."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import math
 import os
 import sys
 import time
-from typing import Any
+from typing import Any, Protocol
 
-__all__ = ["PreciseTimer"]
+__all__ = ["PreciseTimer", "Timer"]
 
 _ABSOLUTE = 1  # TFD_TIMER_ABSTIME
 _FLAGS = os.O_NONBLOCK | getattr(os, "O_CLOEXEC", 0)  # TFD_NONBLOCK and TFD_CLOEXEC have the values of these
@@ -26,8 +26,28 @@ class _Setting(ctypes.Structure):
     _fields_ = (("interval", _Timespec), ("first", _Timespec))
 
 
+class Timer(Protocol):
+    """A clock that can be waited for by one waiter at a time; times in seconds, from any origin but `wall`'s."""
+
+    def now(self) -> float:
+        """Return the time."""
+        ...
+
+    def wall(self) -> float:
+        """Return the time as `time.time()` counts it, which all clients of a run share."""
+        ...
+
+    async def wait_until(self, at: float) -> None:
+        """Return at `at` or a little later, never earlier; at once when it has passed."""
+        ...
+
+    def close(self) -> None:
+        """Let go of everything."""
+        ...
+
+
 class PreciseTimer:
-    """One waiter at a time, on the running event loop. Times are those of `time.monotonic()`."""
+    """The real time, on the running event loop. Times are those of `time.monotonic()`."""
 
     def __init__(self) -> None:
         """Open the descriptor; must be called on the event loop."""
@@ -50,6 +70,14 @@ class PreciseTimer:
             return  # armed anew since it fired
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
+
+    def now(self) -> float:
+        """Return the time."""
+        return time.monotonic()
+
+    def wall(self) -> float:
+        """Return the time since the epoch."""
+        return time.time()
 
     async def wait_until(self, at: float) -> None:
         """Return at `at` or a little later, never earlier; at once when it has passed."""

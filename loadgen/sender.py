@@ -1,0 +1,64 @@
+"""What carries a client's requests to the service under test, as the client sees it: the protocol of senders, what one
+takes and what it hands back. Transports are in `senders/`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+__all__ = ["Body", "OnReply", "Reply", "Sender"]
+
+
+@dataclass(frozen=True, slots=True)
+class Body:
+    """One request in a form of the Open Inference Protocol: JSON of `json_length` bytes with raw tensors behind it, or
+    JSON alone (None).
+    """
+
+    data: bytes
+    json_length: int | None = None
+
+
+@dataclass(slots=True)
+class Reply:
+    """What came back: status 200, 429, 504 … as `Outcome.http_status`, 0 if no answer came; `error` says why.
+
+    Durations are ms as the server measured them on its own clocks, NaN where it did not say.
+    """
+
+    status: int
+    batching_ms: float = float("nan")
+    gpulet_queue_ms: float = float("nan")
+    execution_ms: float = float("nan")
+    batch_size: int = 0
+    gpulet: str = ""
+    error: str = ""
+
+
+# Called exactly once per request with the token it was sent with.
+OnReply = Callable[[int, Reply], None]
+
+
+class Sender(Protocol):
+    """How a client reaches the service under test."""
+
+    async def open(self, connections: int, on_reply: OnReply) -> None:
+        """Get ready; `on_reply` will be called once per request, on the event loop."""
+        ...
+
+    def prepare(self, model: str, body: Body, slo_ms: float | None = None) -> Any:
+        """Return a request in the form `send` takes; comes after `open`. `slo_ms`: time it has, if not the plan's."""
+        ...
+
+    def send(self, prepared: Any, request_id: str, token: int, slo_ms: float | None = None) -> None:
+        """Send now and return; never waits, never limits how many are under way.
+
+        `slo_ms`: time this request has from now, before what it was prepared with; zero or less is expired at once.
+        """
+        ...
+
+    def close(self) -> None:
+        """Let go of everything; requests still under way get no answer any more."""
+        ...
