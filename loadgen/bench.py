@@ -85,6 +85,7 @@ class BenchResult:
     queued: dict[int, int] = field(default_factory=dict)  # by second: requests that waited for a batch at its end
     applications: tuple[Application, ...] = ()  # those asked, with the SLOs that counted
     notes: tuple[str, ...] = ()  # what the reader of the figures must know
+    is_interrupted: bool = False
 
 
 def run_bench(
@@ -147,7 +148,7 @@ def run_bench(
     records = merge([report.records for report in reports])
     result = _result(records, schedule, load, options, targets, errors, lost, interrupted=interrupted)
     result.wall_s = time.monotonic() - began_at
-    result.queued = queued
+    result.queued, result.is_interrupted = queued, interrupted
     result.verdict.conditions["client_priority"] = " and ".join(sorted({report.priority for report in reports}))
     return result
 

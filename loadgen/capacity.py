@@ -1,19 +1,48 @@
-"""How much a plan can carry: the highest rate scale that is still in time, and what is left beyond it.
+"""How much a plan can carry, in virtual time or against a running endpoint, and how that depends on rate, SLOs and
+burstiness: the highest rate scale that is in time, and attainment curves.
 
-The search and the curves know neither the simulator nor an endpoint: both are an `Attempt`, a function that runs one
-load and says what came of it.
+Search and curves know neither the simulator nor an endpoint: both are an `Attempt`, a function that runs one load and
+says what came of it.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, TypeVar
 
-from tenuto.errors import Problem, raise_if_any
+from tenuto.batching.virtual.highest_rate import HighestRate, Limits, find_highest_rate
+from tenuto.errors import InvalidInputError, Problem, raise_if_any
+from tenuto.loadgen.bench import BenchOptions, run_bench
+from tenuto.loadgen.simulated import Simulation
+from tenuto.loadgen.verdict import judged_rows
+from tenuto.placement import Arrival, ModelSpec
+from tenuto.placement.applications import Application
 
-__all__ = ["AXES", "Attempt", "Capacity", "Curve", "Limits", "Load", "Outcome", "check_axes", "curves", "find_capacity"]
+__all__ = [
+    "AXES",
+    "Attempt",
+    "Attempted",
+    "Capacity",
+    "Curve",
+    "Load",
+    "check_axes",
+    "curves",
+    "find_capacity",
+    "in_virtual_time",
+    "on_endpoint",
+    "summary_of",
+]
+
+_Arriving = TypeVar("_Arriving", ModelSpec, Application)
+
+AXES: dict[str, tuple[float, ...]] = {
+    "rate_scale": (0.25, 0.5, 0.75, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0),
+    "slo_scale": (0.25, 0.4, 0.5, 0.6, 0.75, 1.0, 1.25, 1.5, 2.0),
+    "cv": (0.25, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0),
+}
+REQUIRED_ATTAINMENT = 0.99
 
 
 @dataclass(frozen=True)
@@ -26,7 +55,7 @@ class Load:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class Attempted:
     """What came of a load. `worst_attainment` is that of the worst model; `invalid` says why a run proves nothing."""
 
     load: Load
@@ -37,62 +66,28 @@ class Outcome:
     worst_model: str | None
     invalid: str | None = None
 
+    @property
+    def is_in_time(self) -> bool:
+        """Whether even the worst model attains what is asked."""
+        return self.worst_attainment >= REQUIRED_ATTAINMENT
 
-Attempt = Callable[[Load], Outcome]
+    @property
+    def ends_search(self) -> str | None:
+        """Why what lies above cannot be measured."""
+        return (
+            None
+            if self.invalid is None
+            else f"the run at {self.load.rate_scale:.4g} proves nothing: {self.invalid}"
+        )
 
-AXES: dict[str, tuple[float, ...]] = {
-    "rate_scale": (0.25, 0.5, 0.75, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0),
-    "slo_scale": (0.25, 0.4, 0.5, 0.6, 0.75, 1.0, 1.25, 1.5, 2.0),
-    "cv": (0.25, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0),
-}
-
-
-@dataclass(frozen=True)
-class Limits:
-    """When the search ends: relative width of the bracket, number of runs; and what counts as in time."""
-
-    tolerance: float = 0.02
-    most_runs: int = 24
-    attainment: float = 0.99
-    start_scale: float = 1.0
-
-    def check(self) -> None:
-        """Raise `InvalidInputError` with every setting out of range."""
-        problems = []
-        if not 0 < self.tolerance < 1:
-            problems.append(Problem("--tolerance", self.tolerance, "must be between 0 and 1", "Give for example 0.02."))
-        if self.most_runs < 1:
-            problems.append(Problem("--runs", self.most_runs, "must be at least 1", "Give for example 12."))
-        if not 0 < self.attainment <= 1:
-            problems.append(Problem("--attainment", self.attainment, "must be above 0, at most 1", "Give 0.99."))
-        if not (math.isfinite(self.start_scale) and self.start_scale > 0):
-            problems.append(Problem("--rate-scale", self.start_scale, "must be a positive number", "Give 1."))
-        raise_if_any(problems)
+    def as_dict(self) -> dict[str, Any]:
+        """Return it for JSON, the load's factors first."""
+        values = asdict(self)
+        return {**values.pop("load"), **values}
 
 
-@dataclass
-class Capacity:
-    """The answer so far: every model attains what is asked up to `rate_scale`, and not at `upper_scale` (inf: never
-    failed). `ended` says why the search stopped."""
-
-    limits: Limits
-    rate_scale: float = 0.0
-    upper_scale: float = math.inf
-    best: Outcome | None = None
-    ended: str = "interrupted"
-    outcomes: list[Outcome] = field(default_factory=list)
-
-    def summary(self) -> dict[str, Any]:
-        """Return the figures for `capacity --json`."""
-        return {
-            "rate_scale": self.rate_scale,
-            "upper_scale": self.upper_scale if math.isfinite(self.upper_scale) else None,
-            "goodput_rps": self.best.goodput_rps if self.best else 0.0,
-            "offered_rps": self.best.offered_rps if self.best else 0.0,
-            "required_attainment": self.limits.attainment,
-            "ended": self.ended,
-            "runs": [_plain(outcome) for outcome in self.outcomes],
-        }
+Attempt = Callable[[Load], Attempted]
+Capacity = HighestRate[Attempted]
 
 
 @dataclass
@@ -100,63 +95,89 @@ class Curve:
     """Attainment along one axis of `AXES`, everything else the same."""
 
     axis: str
-    outcomes: list[Outcome] = field(default_factory=list)
+    points: list[Attempted] = field(default_factory=list)
 
     def summary(self) -> dict[str, Any]:
         """Return the axis and its points."""
-        return {"axis": self.axis, "points": [_plain(outcome) for outcome in self.outcomes]}
-
-
-def _plain(outcome: Outcome) -> dict[str, Any]:
-    values = asdict(outcome)
-    return {**values.pop("load"), **values}
+        return {"axis": self.axis, "points": [point.as_dict() for point in self.points]}
 
 
 def find_capacity(attempt: Attempt, limits: Limits, progress: Callable[[Capacity], None]) -> Capacity:
-    """Search the highest rate scale at which the worst model attains what is asked, by doubling and bisection.
+    """Search the highest rate scale at which the worst model attains 99 %; see `find_highest_rate`."""
+    return find_highest_rate(lambda scale: attempt(Load(rate_scale=scale)), limits, progress)
 
-    A run that proves nothing (the generator fell behind, for instance) ends the search: what lies above cannot be
-    measured. Ctrl-C ends it with the best answer so far.
+
+def summary_of(found: Capacity) -> dict[str, Any]:
+    """Return the figures for `capacity --json`."""
+    return {
+        "rate_scale": found.rate_scale,
+        "upper_scale": found.upper_scale if math.isfinite(found.upper_scale) else None,
+        "goodput_rps": found.best.goodput_rps if found.best else 0.0,
+        "offered_rps": found.best.offered_rps if found.best else 0.0,
+        "required_attainment": REQUIRED_ATTAINMENT,
+        "ended": found.ended,
+        "runs": [attempted.as_dict() for _, attempted in found.tried],
+    }
+
+
+def in_virtual_time(simulation: Callable[[float], Simulation]) -> Attempt:
+    """Return what tries loads in virtual time.
 
     Args:
-        attempt: runs a load.
-        limits: when to stop, and where to begin.
-        progress: called after every run.
-
-    Raises:
-        InvalidInputError: limits out of range.
+        simulation: what is run, by the factor on every SLO; an SLO that no batch can meet makes a load prove nothing.
     """
-    limits.check()
-    found = Capacity(limits)
-    scale = limits.start_scale
-    try:
-        while len(found.outcomes) < limits.most_runs:
-            outcome = attempt(Load(rate_scale=scale))
-            found.outcomes.append(outcome)
-            if outcome.invalid is not None:
-                found.ended = f"the run at {scale:.4g} proves nothing: {outcome.invalid}"
-                return found
-            if outcome.worst_attainment >= limits.attainment:
-                found.rate_scale, found.best = scale, outcome
-            else:
-                found.upper_scale = scale
-            progress(found)
-            if found.rate_scale and found.upper_scale / found.rate_scale - 1.0 <= limits.tolerance:
-                found.ended = "found"
-                return found
-            if not found.rate_scale and scale < 1e-6 * limits.start_scale:
-                found.ended = "no rate is in time"
-                return found
-            if not found.rate_scale:
-                scale = found.upper_scale / 2.0
-            elif math.isinf(found.upper_scale):
-                scale = 2.0 * found.rate_scale
-            else:
-                scale = math.sqrt(found.rate_scale * found.upper_scale)
-        found.ended = f"stopped after {limits.most_runs} runs"
-    except KeyboardInterrupt:
-        found.ended = "interrupted"
-    return found
+
+    def attempt(load: Load) -> Attempted:
+        try:
+            at = simulation(load.slo_scale)
+        except InvalidInputError as error:
+            return Attempted(load, 0.0, 0.0, 0.0, 0.0, None, invalid=str(error).splitlines()[0])
+        at = replace(at, models=_with_cv(at.models, load.cv), applications=_with_cv(at.applications, load.cv))
+        return _attempted(load, at.run(load.rate_scale).summary())
+
+    return attempt
+
+
+def on_endpoint(
+    models: tuple[ModelSpec, ...],
+    applications: tuple[Application, ...],
+    options: BenchOptions,
+    say: Callable[[str], None],
+) -> Attempt:
+    """Return what tries loads by runs of the load generator against an endpoint; Ctrl-C in one ends the search.
+
+    Args:
+        models: those asked.
+        applications: whose stages are among them.
+        options: of every run; rate and SLO scale are those of the load.
+        say: takes a line before every run.
+    """
+
+    def attempt(load: Load) -> Attempted:
+        factors = f"rate {load.rate_scale:.4g}, SLO {load.slo_scale:.4g}, CV {load.cv or 'as planned'}"
+        say(f"running {options.duration_s:g} s at {factors}")
+        run_options = replace(options, rate_scale=load.rate_scale, slo_scale=load.slo_scale)
+        result = run_bench(_with_cv(models, load.cv), run_options, applications=_with_cv(applications, load.cv))
+        if result.is_interrupted:
+            raise KeyboardInterrupt
+        invalid = "; ".join(result.verdict.reasons) if result.verdict.result == "INVALID" else None
+        return replace(_attempted(load, result.summary), invalid=invalid)
+
+    return attempt
+
+
+def _with_cv(arriving: tuple[_Arriving, ...], cv: float | None) -> tuple[_Arriving, ...]:
+    if cv is None:
+        return arriving
+    return tuple(spec.model_copy(update={"arrival": Arrival(process="gamma", cv=cv)}) for spec in arriving)
+
+
+def _attempted(load: Load, summary: Mapping[str, Any]) -> Attempted:
+    judged = [(row["attainment"], name) for name, row in judged_rows(summary).items() if row["attainment"] is not None]
+    worst, name = min(judged, default=(0.0, None))
+    invalid = None if judged else "no request was counted; lengthen the run or raise the rate"
+    attainment = summary["attainment"] or 0.0
+    return Attempted(load, summary["offered_rps"], summary["goodput_rps"], attainment, worst, name, invalid)
 
 
 def check_axes(axes: Mapping[str, Sequence[float]]) -> None:
@@ -186,5 +207,5 @@ def curves(attempt: Attempt, axes: Mapping[str, Sequence[float]], base_rate_scal
         curve = Curve(axis)
         for value in sorted(set(values)):
             factor = value if axis == "rate_scale" else 1.0
-            curve.outcomes.append(attempt(Load(**{axis: value, "rate_scale": base_rate_scale * factor})))
+            curve.points.append(attempt(Load(**{axis: value, "rate_scale": base_rate_scale * factor})))
             yield curve

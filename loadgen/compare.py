@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from tenuto.errors import InvalidInputError, Problem
 from tenuto.loadgen.application_figures import Calls
 from tenuto.loadgen.records import Records
-from tenuto.loadgen.report.run import Run, load_document, load_run
+from tenuto.loadgen.run import Run, load_document, load_run
 from tenuto.outcome import Outcome
 
 __all__ = ["CONFIDENCE", "Comparison", "Difference", "Side", "compare", "load_side"]

@@ -1,33 +1,230 @@
-"""A simulation's result in the form of a measured run, so that the same report and comparison serve both."""
+"""A plan or a workload in virtual time: arrivals, the run, and its result in the form of a measured run, so that one
+verdict, report and comparison serve both.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
 
 import numpy as np
 
+from tenuto.batching.core.build import everywhere, from_plan
 from tenuto.batching.core.scheduler import Scheduler
-from tenuto.batching.virtual.goodput import Offer
+from tenuto.batching.core.system import NetworkDelay, System
+from tenuto.batching.registry import make_scheduler
+from tenuto.batching.virtual.goodput import Goal, HostedModels, Trial, try_arrivals, try_load
 from tenuto.batching.virtual.result import SimulationResult
 from tenuto.batching.virtual.simulator import simulate
-from tenuto.loadgen.application_figures import application_figures
-from tenuto.loadgen.applications import ApplicationLoad, Joins
-from tenuto.loadgen.output import provenance
+from tenuto.loadgen.application_figures import application_figures, label_stages
+from tenuto.loadgen.applications import ApplicationLoad, Joins, make_application_load, scaled_slos
 from tenuto.loadgen.records import Records, merge
-from tenuto.loadgen.schedule import Schedule
+from tenuto.loadgen.result_folder import provenance
+from tenuto.loadgen.schedule import Schedule, make_schedule
 from tenuto.loadgen.verdict import judge, summarise
-from tenuto.placement import Plan
+from tenuto.outcome import Outcome
+from tenuto.placement import Cluster, ModelSpec, Plan, Workload
+from tenuto.placement.applications import Application
+from tenuto.profiles import Profiles
 
-__all__ = [
-    "JoinedLoad",
-    "describe_simulation",
-    "offer_of",
-    "simulate_load",
-    "simulated_applications",
-    "simulated_records",
-]
+__all__ = ["SimulatedRun", "Simulation", "simulated_records"]
+
+_Arriving = TypeVar("_Arriving", ModelSpec, Application)
+NO_DELAY = NetworkDelay()
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """What is run and how: everything but the rate. `plan` is None where every GPU hosts every model."""
+
+    models: tuple[ModelSpec, ...]
+    applications: tuple[Application, ...]
+    system: System
+    plan: Plan | None = None
+    scheduler_name: str = "deferred"
+    options: Mapping[str, Any] = field(default_factory=dict)
+    duration_s: float = 60.0
+    warmup_s: float | None = None
+    seed: int = 0
+
+    @classmethod
+    def of_plan(cls, plan: Plan, network: NetworkDelay = NO_DELAY, slo_scale: float = 1.0, **how: Any) -> Simulation:
+        """Return that of a plan, with every SLO multiplied by `slo_scale`; `how` are fields of the class.
+
+        Raises:
+            InvalidInputError: the plan cannot be scheduled, an SLO that no batch can meet included.
+        """
+        plan = plan.model_copy(update={"models": _with_slos(plan.models, slo_scale)})
+        applications = scaled_slos(plan.applications, slo_scale)
+        return cls(plan.models, applications, from_plan(plan, network), plan, **how)
+
+    @classmethod
+    def of_workload(
+        cls,
+        workload: Workload,
+        cluster: Cluster,
+        profiles: Profiles,
+        network: NetworkDelay = NO_DELAY,
+        slo_scale: float = 1.0,
+        *,
+        folder: Path = Path(),
+        **how: Any,
+    ) -> Simulation:
+        """Return that of a workload on a cluster where every GPU hosts every model.
+
+        Args:
+            workload: with at least one model; what it says of merging is for plans.
+            cluster: its GPUs.
+            profiles: latencies of the models there.
+            network: delays.
+            slo_scale: factor on every SLO.
+            folder: where the workload's file is, for traces beside it.
+            how: fields of the class.
+
+        Raises:
+            InvalidInputError: a model that no GPU can serve, an SLO that no batch can meet included.
+        """
+        workload = workload.model_copy(update={"models": _with_slos(workload.models, slo_scale)})
+        system = everywhere(workload, cluster, profiles, network)
+        applications = scaled_slos(_beside(workload.applications, folder), slo_scale)
+        return cls(_beside(workload.models, folder), applications, system, **how)
+
+    def scheduler(self) -> Scheduler:
+        """Return a fresh scheduler."""
+        return make_scheduler(self.scheduler_name, self.system, self.options)
+
+    def run(self, rate_scale: float = 1.0) -> SimulatedRun:
+        """Run all requests at a rate scale."""
+        schedule, load = self._arrivals(rate_scale)
+        if load is not None:
+            return SimulatedRun(self._simulate(load, Joins(load)), schedule, load)
+        arrivals = (schedule.times_ms, schedule.model_index)
+        result = simulate(self.scheduler(), *arrivals, duration_s=self.duration_s, warmup_s=self.warmup_s)
+        return SimulatedRun(result, schedule, None)
+
+    def try_rate(self, rate_scale: float, goal: Goal) -> Trial:
+        """Run a rate scale until it is over or hopeless, and judge it."""
+        schedule, load = self._arrivals(rate_scale)
+        if load is None:
+            return try_arrivals(
+                self.scheduler(), schedule.times_ms, schedule.model_index, goal, duration_s=self.duration_s,
+                warmup_s=self.warmup_s,
+            )  # fmt: skip
+        begin_ms = 1000.0 * (0.05 * self.duration_s if self.warmup_s is None else self.warmup_s)
+        joins = Joins(load, begin_ms)
+        judged = _WithApplications(load, self.system, joins, begin_ms)
+        return try_load(lambda stop: self._simulate(load, joins, stop), judged, goal)
+
+    def finished(self, result: SimulationResult, rate_scale: float) -> SimulatedRun:
+        """Return a run that `try_rate` made at this rate scale, with its requests."""
+        return SimulatedRun(result, *self._arrivals(rate_scale))
+
+    def _arrivals(self, rate_scale: float) -> tuple[Schedule, ApplicationLoad | None]:
+        how = (self.duration_s, self.seed, rate_scale)
+        if not self.applications:
+            return make_schedule(self.models, *how), None
+        load = make_application_load(self.models, self.applications, *how)
+        return load.schedule, load
+
+    def _simulate(
+        self, load: ApplicationLoad, joins: Joins, stop: Callable[[Sequence[int]], bool] | None = None
+    ) -> SimulationResult:
+        return simulate(
+            self.scheduler(), load.times_ms, load.model_index, duration_s=self.duration_s, warmup_s=self.warmup_s,
+            stop=stop, deadlines_ms=load.deadlines_ms, followers=joins.answered, given_up=joins.given_up,
+        )  # fmt: skip
+
+
+class _WithApplications:
+    """Judged are the applications of a load, end to end, and the models that are no stage of one; what the plan does
+    not host is left out.
+    """
+
+    def __init__(self, load: ApplicationLoad, system: System, joins: Joins, begin_ms: float) -> None:
+        self._load, self._joins, self._begin_ms = load, joins, begin_ms
+        place = {model.name: index for index, model in enumerate(system.models)}
+        stages = {app.name: {place[app.model_name(stage)] for stage in app.stages} for app in load.applications}
+        hosted = system.served
+        self._complete = [name for name, parts in stages.items() if parts <= hosted]
+        self._alone = {system.models[m].name for m in hosted.difference(*stages.values())}
+        self._models = HostedModels(system, load.times_ms, load.model_index, begin_ms)
+
+    def _of_models(self, counts: Mapping[str, Any]) -> dict[str, Any]:
+        return {name: count for name, count in counts.items() if name in self._alone}
+
+    def offered(self) -> dict[str, int]:
+        """Return how many arrive after the warm-up."""
+        counted = Counter(app for app, at_ms in self._load.calls.values() if at_ms >= self._begin_ms)
+        calls = {app.name: counted[place] for place, app in enumerate(self._load.applications)}
+        return self._of_models(self._models.offered()) | {name: calls[name] for name in self._complete}
+
+    def lost(self, lost_by_model: Sequence[int]) -> dict[str, int]:
+        """Return how many of them missed their deadline so far."""
+        calls = {app.name: lost for app, lost in zip(self._load.applications, self._joins.lost, strict=True)}
+        return self._of_models(self._models.lost(lost_by_model)) | {name: calls[name] for name in self._complete}
+
+    def ended(self, result: SimulationResult) -> dict[str, tuple[int, int]]:
+        """Return how many of those that arrived in a run were in time, and how many arrived."""
+        rows = _applications(result, self._load)
+        calls = {name: (int(rows[name]["ok"]), int(rows[name]["offered"])) for name in self._complete}
+        return self._of_models(self._models.ended(result)) | calls
+
+
+@dataclass(frozen=True)
+class SimulatedRun:
+    """A run in virtual time and its requests; `load` where there were applications."""
+
+    result: SimulationResult
+    schedule: Schedule
+    load: ApplicationLoad | None
+
+    def summary(self) -> dict[str, Any]:
+        """Return the figures of `simulate --json`; those of applications are there where the run had some."""
+        summary = self.result.summary()
+        if self.load is not None:
+            label_stages(summary["models"], self.load.applications)
+            summary["applications"] = _applications(self.result, self.load)
+        return summary
+
+    def describe(
+        self, plan: Plan | None, *, options: Mapping[str, Any], command: Sequence[str]
+    ) -> tuple[dict[str, Any], Records]:
+        """Return the result document and the records, as those of a measured run.
+
+        Args:
+            plan: the simulated plan; None when every GPU hosts every model.
+            options: settings worth keeping, such as seed, rate_scale and scheduler; the duration is added.
+            command: the command line that made it.
+        """
+        result = self.result
+        records = simulated_records(result, self.load)
+        names = [model.name for model in result.system.models]
+        slos = {model.name: model.slo_ms for model in result.system.models}
+        summary = summarise(
+            records, names, warmup_ms=1000.0 * result.warmup_s, duration_ms=1000.0 * result.duration_s,
+            applications=self.load.applications if self.load is not None else (),
+        )  # fmt: skip
+        verdict = judge(records, summary, list(slos.values()))
+        # The simulator's own figures where both have them: it saw every batch, not only the answered requests.
+        seen = {key: value for key, value in result.summary().items() if key != "models"}
+        document = {
+            "kind": "simulation",
+            "emulated": True,
+            **summary,
+            **seen,
+            "verdict": {"result": verdict.result, "reasons": list(verdict.reasons), "conditions": verdict.conditions},
+            "errors": [],
+            "slos_ms": slos,
+            "schedule_hash": self.schedule.hash,
+            "schedule_notes": list(self.schedule.notes),
+            "options": {**options, "duration_s": result.duration_s, "warmup_s": result.warmup_s},
+            **provenance(command),
+            "plan": None if plan is None else plan.to_data(),
+        }
+        return document, records
 
 
 def simulated_records(result: SimulationResult, load: ApplicationLoad | None = None) -> Records:
@@ -37,10 +234,10 @@ def simulated_records(result: SimulationResult, load: ApplicationLoad | None = N
         result: what the simulator returned.
         load: where it had applications; their stages that were never due have no row.
     """
-    ids = np.array([spec.id for spec in result.system.gpulets] + [""], dtype=object)
+    ids = np.array([gpulet.id for gpulet in result.system.gpulets] + [""], dtype=object)
     answered = ~np.isnan(result.answered_ms)
-    status = np.where(answered, 200, 504).astype(np.int32)
-    status[result.outcome == 3] = 429
+    status = np.where(answered, Outcome.OK.http_status, Outcome.EXPIRED.http_status).astype(np.int32)
+    status[result.outcome == Outcome.REJECTED] = Outcome.REJECTED.http_status
     records = Records(
         request=np.arange(len(result.arrival_ms), dtype=np.int64), model=result.model, scheduled_ms=result.arrival_ms,
         sent_ms=result.arrival_ms, answered_ms=result.answered_ms, status=status, outcome=result.outcome,
@@ -54,103 +251,25 @@ def simulated_records(result: SimulationResult, load: ApplicationLoad | None = N
     return merge([records])
 
 
-def simulate_load(
-    scheduler: Scheduler, load: ApplicationLoad, *, duration_s: float, warmup_s: float | None = None
-) -> SimulationResult:
-    """Run a load with applications in virtual time."""
-    joins = Joins(load)
-    return simulate(
-        scheduler, load.times_ms, load.model_index, duration_s=duration_s, warmup_s=warmup_s,
-        followers=joins.answered, given_up=joins.given_up, deadlines_ms=load.deadlines_ms,
-    )  # fmt: skip
-
-
-class JoinedLoad:
-    """One run of a load as the search of goodput needs it (`tenuto.batching.virtual.goodput.Joined`)."""
-
-    def __init__(self, load: ApplicationLoad, names: Sequence[str], begin_ms: float) -> None:
-        """`names`: models by index; `begin_ms`: end of the warm-up."""
-        self._load, self._names, self._begin_ms = load, names, begin_ms
-        self._joins = Joins(load, begin_ms)
-        self.answered, self.given_up = self._joins.answered, self._joins.given_up
-
-    def stages(self) -> dict[str, tuple[int, ...]]:
-        """Return the models of each application's stages."""
-        place = {name: index for index, name in enumerate(self._names)}
-        return {
-            app.name: tuple(place[app.model_name(stage)] for stage in app.stages) for app in self._load.applications
-        }
-
-    def offered(self) -> dict[str, int]:
-        """Return how many requests of each application arrive after the warm-up."""
-        counted = Counter(app for app, at_ms in self._load.calls.values() if at_ms >= self._begin_ms)
-        return {app.name: counted[place] for place, app in enumerate(self._load.applications)}
-
-    def lost_so_far(self) -> dict[str, int]:
-        """Return how many of those have been given up."""
-        return {app.name: lost for app, lost in zip(self._load.applications, self._joins.lost, strict=True)}
-
-    def ended(self, result: SimulationResult) -> dict[str, tuple[int, int]]:
-        """Return how many of those that arrived in a run were in time, and how many arrived."""
-        figures = simulated_applications(result, self._load)
-        return {name: (row["ok"], row["offered"]) for name, row in figures.items()}
-
-
-def offer_of(load: ApplicationLoad, names: Sequence[str], duration_s: float, warmup_s: float | None) -> Offer:
-    """Return a load as the search of goodput takes it."""
-    begin_ms = 1000.0 * (0.05 * duration_s if warmup_s is None else warmup_s)
-    return Offer(load.times_ms, load.model_index, load.deadlines_ms, JoinedLoad(load, names, begin_ms))
-
-
-def simulated_applications(result: SimulationResult, load: ApplicationLoad) -> dict[str, dict[str, Any]]:
-    """Return the figures of every application of a simulated run."""
+def _applications(result: SimulationResult, load: ApplicationLoad) -> dict[str, dict[str, Any]]:
     return application_figures(
-        simulated_records(result, load), [spec.name for spec in result.system.models], load.applications,
+        simulated_records(result, load), [model.name for model in result.system.models], load.applications,
         warmup_ms=1000.0 * result.warmup_s, duration_ms=1000.0 * result.duration_s,
     )  # fmt: skip
 
 
-def describe_simulation(
-    result: SimulationResult,
-    schedule: Schedule,
-    plan: Plan | None,
-    *,
-    options: dict[str, Any],
-    command: Sequence[str],
-    load: ApplicationLoad | None = None,
-) -> tuple[dict[str, Any], Records]:
-    """Return the result document and the records of a simulated run.
+def _with_slos(models: tuple[ModelSpec, ...], scale: float) -> tuple[ModelSpec, ...]:
+    return tuple(spec.model_copy(update={"slo_ms": spec.slo_ms * scale}) for spec in models)
 
-    Args:
-        result: what the simulator returned.
-        schedule: its arrivals.
-        plan: the simulated plan; None when every GPU hosts every model.
-        options: settings worth keeping, such as seed, rate_scale and scheduler; the duration is added.
-        command: the command line that made it.
-        load: its requests where it had applications.
-    """
-    records = simulated_records(result, load)
-    names = [spec.name for spec in result.system.models]
-    slos = {spec.name: spec.slo_ms for spec in result.system.models}
-    summary = summarise(
-        records, names, warmup_ms=1000.0 * result.warmup_s, duration_ms=1000.0 * result.duration_s,
-        applications=load.applications if load is not None else (),
-    )  # fmt: skip
-    verdict = judge(records, summary, list(slos.values()))
-    # The simulator's own figures where both have them: it saw every batch, not only the answered requests.
-    seen = {key: value for key, value in result.summary().items() if key != "models"}
-    document = {
-        "kind": "simulation",
-        "emulated": True,
-        **summary,
-        **seen,
-        "verdict": {"result": verdict.result, "reasons": list(verdict.reasons), "conditions": verdict.conditions},
-        "errors": [],
-        "slos_ms": slos,
-        "schedule_hash": schedule.hash,
-        "schedule_notes": list(schedule.notes),
-        "options": {**options, "duration_s": result.duration_s, "warmup_s": result.warmup_s},
-        **provenance(command),
-        "plan": None if plan is None else plan.to_data(),
-    }
-    return document, records
+
+def _beside(arriving: tuple[_Arriving, ...], folder: Path) -> tuple[_Arriving, ...]:
+    """Resolve relative trace paths against a folder, where the file is there and not here."""
+    resolved = []
+    for spec in arriving:
+        path = spec.arrival.path
+        if path is not None and not Path(path).is_absolute() and not Path(path).exists() and (folder / path).exists():
+            arrival = spec.arrival.model_copy(update={"path": str(folder / path)})
+            resolved.append(spec.model_copy(update={"arrival": arrival}))
+        else:
+            resolved.append(spec)
+    return tuple(resolved)

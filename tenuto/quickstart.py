@@ -22,8 +22,9 @@ from tenuto.deployments.serve.config import serve_config
 from tenuto.deployments.serve.launcher import Launcher
 from tenuto.errors import EnvironmentFaultError
 from tenuto.loadgen.bench import BenchOptions, BenchResult, run_bench
-from tenuto.loadgen.output import write_run
-from tenuto.loadgen.report import Run, write_report
+from tenuto.loadgen.report.page import write_report
+from tenuto.loadgen.run import Run
+from tenuto.loadgen.run_files import describe, write_run_files
 from tenuto.placement import Cluster, ModelSpec, Plan, Workload, load_policy, solve
 from tenuto.profiles import Profile, Profiles
 from tenuto.profiles.measuring.measure import MeasureRequest, assemble, measure_model
@@ -153,7 +154,8 @@ class Quickstart:
         result = run_bench(plan.models, options, lambda line: self._say(f"  {line}"))
         folder = self._folder / name
         folder.mkdir(exist_ok=True)
-        document = write_run(folder, result, options, plan, command=["tenuto", "quickstart"])
+        document = describe(result, options, plan, command=["tenuto", "quickstart"])
+        write_run_files(folder, document, result.records, result.schedule, result.queued)
         write_report(folder, Run(document, result.records, plan))
         return RunSummary(title, folder, plan, result, document)
 

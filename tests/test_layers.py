@@ -24,7 +24,6 @@ ALLOWED = {
 CIRCLES = {
     ("deployments", "dispatch entry gpulet operator serve wire"): "served path",
     ("deployments/entry", "gateway routes"): "served path",
-    ("loadgen", "client senders"): "load generation",
 }
 SERVING_LIBRARIES = ("ray", "torch", "torchvision", "transformers", "pynvml", "fastapi", "sklearn", "PIL")
 # What loads where none of these libraries is installed, and what in there is about torch itself.

@@ -9,9 +9,9 @@ import numpy as np
 
 from tenuto.loadgen.report.charts import Bar, Plot, legend, stacked_bars
 from tenuto.loadgen.report.palette import OUTCOME_COLOURS, Style
-from tenuto.loadgen.report.run import Run
 from tenuto.loadgen.report.sections import figure
 from tenuto.loadgen.report.series import bin_edges_ms, cdf
+from tenuto.loadgen.run import Run
 from tenuto.outcome import Outcome
 
 __all__ = ["application_table", "applications", "stage_note"]
@@ -24,11 +24,10 @@ _JUDGED = (
 )
 
 
-def application_table(run: Run) -> str:
+def application_table(run: Run, styles: Styles) -> str:
     """Return the table of the applications with its heading; empty where there are none."""
     if not run.applications:
         return ""
-    styles = run.styles
     heads = ("application", "in time", "SLO ms", "p50 ms", "p90 ms", "p99 ms", "goodput rps", "offered", "ok", "late",
              "expired", "rejected", "failed")  # fmt: skip
     rows = []
@@ -61,11 +60,11 @@ def stage_note(run: Run) -> str:
     )
 
 
-def applications(run: Run) -> str:
+def applications(run: Run, styles: Styles) -> str:
     """Return the charts of the applications with their heading; empty where there are none."""
     if not run.applications:
         return ""
-    charts = _goodput(run) + _latency(run) + _over_time(run)
+    charts = _goodput(run) + _latency(run, styles) + _over_time(run, styles)
     return f'<h2>Applications, end to end</h2><div class="grid">{charts}</div>'
 
 
@@ -86,7 +85,7 @@ def _goodput(run: Run) -> str:
     return figure("What became of the applications' requests", words + chart)
 
 
-def _latency(run: Run) -> str:
+def _latency(run: Run, styles: Styles) -> str:
     curves = []
     for name, calls in run.calls.items():
         mine = calls.within(run.begin_ms, run.end_ms)
@@ -101,15 +100,15 @@ def _latency(run: Run) -> str:
         y_label="share of offered", percent_y=True,
     )  # fmt: skip
     for name, values, shares in curves:
-        plot.line(np.append(0.0, values), np.append(0.0, shares), run.styles[name], name)
+        plot.line(np.append(0.0, values), np.append(0.0, shares), styles[name], name)
     plot.mark_x(1.0, "SLO")
     slos = ", ".join(f"{name} {row['slo_ms']:g} ms" for name, row in run.applications.items())
     note = f"To the last answer of the last stage, from the scheduled time. SLOs: {slos}."
-    words = legend([(name, run.styles[name]) for name, _, _ in curves], is_line=True)
+    words = legend([(name, styles[name]) for name, _, _ in curves], is_line=True)
     return figure("Latency of the applications", words + plot.svg("Latency distribution of the applications"), note)
 
 
-def _over_time(run: Run) -> str:
+def _over_time(run: Run, styles: Styles) -> str:
     edges = bin_edges_ms(run)
     length_s = np.diff(edges) / 1000.0
     at_s = (edges[:-1] + edges[1:]) / 2000.0
@@ -121,7 +120,7 @@ def _over_time(run: Run) -> str:
             (0.0, run.end_ms / 1000.0), (0.0, float(max(offered.max(initial=0.0), 1e-9)) * 1.08),
             x_label="scheduled time in s", y_label="requests per second", height=200,
         )  # fmt: skip
-        style = Style(run.styles[name].colour)
+        style = Style(styles[name].colour)
         plot.line(at_s, offered, _OFFERED, "offered", width=5.0)
         plot.line(at_s, ok, style, "answered in time")
         if run.begin_ms > 0:

@@ -5,27 +5,40 @@ from __future__ import annotations
 from collections.abc import Mapping
 from html import escape
 from importlib import resources
+from pathlib import Path
 from typing import Any
 
 from tenuto.loadgen.report import sections
 from tenuto.loadgen.report.applications import application_table, applications, stage_note
-from tenuto.loadgen.report.palette import Style, colour_css
+from tenuto.loadgen.report.palette import Style, colour_css, styles_for
 from tenuto.loadgen.report.placed import placement_picture
-from tenuto.loadgen.report.run import Run
+from tenuto.loadgen.result_folder import write_files
+from tenuto.loadgen.run import Run, load_run
 
-__all__ = ["html_document", "render_page"]
+__all__ = ["html_document", "render_page", "write_report"]
 
 _LIGHT = "--back:#ffffff;--panel:#f6f7f9;--text:#1a1c20;--muted:#6a7078;--rule:#d9dde3;"
 _DARK = "--back:#14161a;--panel:#1d2026;--text:#e8eaee;--muted:#9aa1ab;--rule:#363b44;"
 
 
+def write_report(folder: str | Path, run: Run | None = None) -> Path:
+    """Write report.html into a run's folder and return its path; without a run, read it from the folder.
+
+    Raises:
+        InvalidInputError: the folder holds no run.
+        EnvironmentFaultError: the page cannot be written.
+    """
+    write_files(Path(folder), {"report.html": render_page(run if run is not None else load_run(folder))})
+    return Path(folder) / "report.html"
+
+
 def render_page(run: Run) -> str:
     """Return the whole page as text."""
-    styles = run.styles
+    styles = styles_for([*run.names, *run.applications])
     document = run.document
     title = f"{document['verdict']['result']} · {document['goodput_rps']:.1f} rps goodput · Tenuto"
     charts = (
-        applications(run) + '<h2>Goodput and latency</h2><div class="grid">'
+        applications(run, styles) + '<h2>Goodput and latency</h2><div class="grid">'
         + sections.goodput(run, styles) + sections.latency(run, styles) + sections.stages(run) + sections.load(run)
         + '</div><h2>Batches</h2><div class="grid">' + sections.batches(run, styles)
         + "</div>"
@@ -36,7 +49,7 @@ def render_page(run: Run) -> str:
     body = (
         f"<h1>{escape(_headline(document))}</h1>{_application_headline(run)}"
         f"<p class=note>{escape(run.label)} · {escape(str(document.get('date', '')))}</p>"
-        f"{_verdict(document)}{application_table(run)}<h2>Models</h2>{_models(run, styles)}{stage_note(run)}"
+        f"{_verdict(document)}{application_table(run, styles)}<h2>Models</h2>{_models(run, styles)}{stage_note(run)}"
         f"{charts}{_provenance(run)}"
     )
     return html_document(title, body)

@@ -10,7 +10,6 @@ import numpy as np
 
 from tenuto.loadgen.report.charts import Bar, Plot, legend, stacked_bars
 from tenuto.loadgen.report.palette import OUTCOME_COLOURS, STAGE_COLOURS, Style
-from tenuto.loadgen.report.run import Run
 from tenuto.loadgen.report.series import (
     Prediction,
     batch_counts,
@@ -20,6 +19,7 @@ from tenuto.loadgen.report.series import (
     timeline,
     waiting_and_under_way,
 )
+from tenuto.loadgen.run import Run
 
 __all__ = ["batches", "executions", "goodput", "latency", "load", "stages", "utilisation"]
 

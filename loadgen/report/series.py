@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from tenuto.errors import MissingProfileError
 from tenuto.loadgen.records import Records
-from tenuto.loadgen.report.run import Run
+from tenuto.loadgen.run import Run
 from tenuto.outcome import Outcome
 from tenuto.placement import Gpulet, Plan
 

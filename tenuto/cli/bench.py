@@ -10,7 +10,7 @@ import click
 from rich.markup import escape
 from rich.table import Table
 
-from tenuto.cli.common import emit_json, progress_console, stdout_console
+from tenuto.cli.common import emit_json, json_option, progress_console, stdout_console
 from tenuto.cli.run_tables import print_applications, stage_remark
 
 __all__ = ["command", "print_summary"]
@@ -60,7 +60,7 @@ __all__ = ["command", "print_summary"]
     help="Folder for report.html, result.json, requests.parquet, timeline.csv.",
 )
 @click.option("--force", is_flag=True, help="Replace a report that is already in DIR.")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@json_option
 def command(
     target: str,
     url: str | None,
@@ -89,13 +89,14 @@ def command(
     """
     from tenuto.deployments.serve.endpoint import served_plan
     from tenuto.loadgen.bench import BenchOptions, asked_of, run_bench
-    from tenuto.loadgen.output import describe, prepare_folder, write_files
-    from tenuto.loadgen.report import Run, write_report
+    from tenuto.loadgen.report.page import write_report
+    from tenuto.loadgen.run import Run
+    from tenuto.loadgen.run_files import describe, prepare_report, write_run_files
     from tenuto.placement import Plan
 
     address = url or (target if "://" in target else "http://127.0.0.1:8000")
     plan = Plan.from_data(served_plan(address), origin=address) if "://" in target else Plan.load(target)
-    out = prepare_folder(Path(folder), force=force) if folder is not None else None
+    out = prepare_report(Path(folder), force=force) if folder is not None else None
     console = progress_console()
     options = BenchOptions(
         address.rstrip("/"), duration_s, seed, rate_scale, slo_scale, warmup_s, clients, grace_s, tensors, via,
@@ -116,7 +117,7 @@ def command(
     # The report comes before the verdict, which stays the last line; a full disk must not cost the figures.
     try:
         if out is not None:
-            write_files(out, document, result.records, result.schedule, result.queued)
+            write_run_files(out, document, result.records, result.schedule, result.queued)
             write_report(out, Run(document, result.records, plan))
             console.print(f"report: {out / 'report.html'}")
     finally:

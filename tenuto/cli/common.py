@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import sys
+import time
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import click
 from rich.console import Console
@@ -16,13 +19,22 @@ from tenuto.placement import Cluster
 from tenuto.profiles import Profile, Profiles
 
 __all__ = [
-    "cluster_from",
-    "cluster_options",
+    "ClusterArguments",
+    "ProgressLine",
+    "cluster_arguments",
     "emit_json",
-        "profiles_from",
+    "gathered",
+    "json_option",
+    "percent",
+    "profiles_from",
     "progress_console",
     "stdout_console",
 ]
+
+Verb = Callable[..., Any]
+T = TypeVar("T")
+
+json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 
 
 def progress_console() -> Console:
@@ -41,34 +53,101 @@ def emit_json(data: Any) -> None:
     sys.stdout.write("\n")
 
 
-def cluster_options(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Add --gpus, --cluster, --elastic and --profiles to a verb."""
-    for decorate in (
-        click.option(
-            "--profiles",
-            "profile_names",
-            multiple=True,
-            metavar="FILE|NAME",
-            help="Profile file or shipped profile; repeatable, earlier ones win. Default: those of the GPU types.",
-        ),
-        click.option("--elastic", is_flag=True, help="Use as many GPUs of these types as needed; cost counts."),
-        click.option("--cluster", "cluster_file", metavar="FILE", help="Cluster file instead of --gpus."),
-        click.option("--gpus", metavar="TYPE:COUNT[,…]", help="Short form of a one-node cluster, such as v100:4."),
-    ):
-        function = decorate(function)
-    return function
+def percent(value: float | None) -> str:
+    """Show a share of 1 as percent; a dash where there is none."""
+    return "-" if value is None else f"{100 * value:.2f} %"
 
 
-def cluster_from(gpus: str | None, cluster_file: str | None, elastic: bool) -> Cluster:
-    """Return the cluster from the command line's arguments; raises `InvalidInputError` when none or both are given."""
-    if (gpus is None) == (cluster_file is None):
-        raise InvalidInputError(
-            Problem("--gpus", gpus, "give exactly one of --gpus and --cluster", "Write for example --gpus v100:4.")
-        )
-    if gpus is not None:
-        return Cluster.parse(gpus, elastic=elastic)
-    cluster = Cluster.load(str(cluster_file))
-    return cluster.model_copy(update={"elastic": True}) if elastic else cluster
+class ProgressLine:
+    """Progress on stderr: one refreshed line on a terminal, elsewhere plain lines, the last one always."""
+
+    def __init__(self, *, every_s: float = 0.0) -> None:
+        """`every_s`: the least time between two plain lines."""
+        self._is_terminal = sys.stderr.isatty()
+        self._every_s = every_s
+        self._next_at = 0.0
+
+    def show(self, text: str, *, is_last: bool = False) -> None:
+        """Show a line in place of the one before."""
+        now = time.monotonic()
+        if not (self._is_terminal or is_last) and now < self._next_at:
+            return
+        self._next_at = now + self._every_s
+        sys.stderr.write(f"\r\x1b[2K{text}" if self._is_terminal else f"{text}\n")
+        sys.stderr.flush()
+
+    def clear(self) -> None:
+        """Take the refreshed line away, so that results follow."""
+        if self._is_terminal:
+            sys.stderr.write("\r\x1b[2K")
+
+
+def gathered(kind: type[T], name: str, *options: Callable[[Verb], Verb]) -> Callable[[Verb], Verb]:
+    """Return a decorator that adds options to a verb, whose values come as one `kind` in argument `name`.
+
+    The options bear the names of the fields of `kind`, a dataclass; those that a verb adds itself do not count.
+    """
+
+    def decorate(function: Verb) -> Verb:
+        @functools.wraps(function)
+        def gathering(*args: Any, **given: Any) -> Any:
+            found = {field.name: given.pop(field.name) for field in fields(kind) if field.name in given}  # type: ignore[arg-type]
+            return function(*args, **{name: kind(**found)}, **given)
+
+        verb: Verb = gathering
+        for option in reversed(options):
+            verb = option(verb)
+        return verb
+
+    return decorate
+
+
+@dataclass(frozen=True)
+class ClusterArguments:
+    """Where a verb plans or simulates: --gpus, --cluster, --elastic and --profiles."""
+
+    gpus: str | None = None
+    cluster_file: str | None = None
+    elastic: bool = False
+    profile_names: tuple[str, ...] = ()
+
+    @property
+    def names_a_cluster(self) -> bool:
+        """Whether one of --gpus and --cluster is given."""
+        return self.gpus is not None or self.cluster_file is not None
+
+    def cluster(self) -> Cluster:
+        """Return the cluster; raises `InvalidInputError` when neither or both are given."""
+        if (self.gpus is None) == (self.cluster_file is None):
+            raise InvalidInputError(
+                Problem(
+                    "--gpus", self.gpus, "give exactly one of --gpus and --cluster", "Write for example --gpus v100:4."
+                )
+            )
+        if self.gpus is not None:
+            return Cluster.parse(self.gpus, elastic=self.elastic)
+        cluster = Cluster.load(str(self.cluster_file))
+        return cluster.model_copy(update={"elastic": True}) if self.elastic else cluster
+
+    def profiles(self, gpu_types: Iterable[str]) -> Profiles:
+        """Return the profiles for GPU types; see `profiles_from`."""
+        return profiles_from(self.profile_names, gpu_types)
+
+
+cluster_arguments = gathered(
+    ClusterArguments,
+    "where",
+    click.option("--gpus", metavar="TYPE:COUNT[,…]", help="Short form of a one-node cluster, such as v100:4."),
+    click.option("--cluster", "cluster_file", metavar="FILE", help="Cluster file instead of --gpus."),
+    click.option("--elastic", is_flag=True, help="Use as many GPUs of these types as needed; cost counts."),
+    click.option(
+        "--profiles",
+        "profile_names",
+        multiple=True,
+        metavar="FILE|NAME",
+        help="Profile file or shipped profile; repeatable, earlier ones win. Default: those of the GPU types.",
+    ),
+)
 
 
 def profiles_from(names: Iterable[str], gpu_types: Iterable[str]) -> Profiles:

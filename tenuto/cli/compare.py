@@ -8,7 +8,7 @@ import click
 from rich.markup import escape
 from rich.table import Table
 
-from tenuto.cli.common import emit_json, stdout_console
+from tenuto.cli.common import emit_json, json_option, stdout_console
 from tenuto.errors import InvalidInputError
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ __all__ = ["command"]
 @click.command(name="compare", short_help="Compare runs that saw the same schedule: differences, spread, conclusion.")
 @click.argument("folders", metavar="A B…", nargs=-1, required=True)
 @click.option("--different-schedules", is_flag=True, help="Compare although the schedules differ.")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@json_option
 def command(folders: tuple[str, ...], different_schedules: bool, as_json: bool) -> None:
     """Compare every further run with the first. A folder of run folders counts as repeats of one run.
 

@@ -6,13 +6,13 @@ from dataclasses import asdict
 
 import click
 
-from tenuto.cli.common import emit_json, stdout_console
+from tenuto.cli.common import emit_json, json_option, stdout_console
 
 __all__ = ["command"]
 
 
 @click.command(name="doctor", short_help="Check this machine, one line per check, with the repair command.")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@json_option
 def command(as_json: bool) -> int:
     """Check Python, packages, Ray, GPUs, CUDA MPS, memory and ports. Exit code 3 when something must be repaired.
 

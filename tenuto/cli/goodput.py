@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import math
-import sys
-from typing import Any, Literal, cast
+from typing import Any
 
 import click
 
-from tenuto.batching.virtual.goodput import GoodputSearch, Trial, find_goodput
-from tenuto.cli.common import emit_json, progress_console, stdout_console
+from tenuto.batching.virtual.goodput import Criterion, Goal, Trial
+from tenuto.batching.virtual.highest_rate import HighestRate, Limits, find_highest_rate
+from tenuto.cli.common import ProgressLine, emit_json, stdout_console
 from tenuto.cli.run_tables import print_run
-from tenuto.cli.simulate import read_scene, scene_options
+from tenuto.cli.virtual import VirtualArguments, virtual_arguments
+from tenuto.loadgen.simulated import Simulation
 
 __all__ = ["command"]
 
 
 @click.command("goodput")
-@scene_options
+@virtual_arguments
 @click.option("--rate-scale", type=float, default=1.0, show_default=True, help="Where the search begins.")
 @click.option(
     "--criterion",
@@ -26,22 +27,7 @@ __all__ = ["command"]
     show_default=True,
     help="Whether every model and application, or all their requests together, must attain 99 %.",
 )
-def command(
-    source: str,
-    gpus: str | None,
-    cluster_file: str | None,
-    elastic: bool,
-    profile_names: tuple[str, ...],
-    scheduler_name: str,
-    duration_s: float,
-    seed: int,
-    warmup_s: float | None,
-    options: tuple[str, ...],
-    network_ms: str | None,
-    as_json: bool,
-    rate_scale: float,
-    criterion: str,
-) -> None:
+def command(asked: VirtualArguments, as_json: bool, rate_scale: float, criterion: Criterion) -> int:
     """Search the highest rate scale at which every model and application keeps at least 99 % in time.
 
     Requests of an application count end to end; its stages are not judged by themselves.
@@ -50,53 +36,55 @@ def command(
 
     Example: tenuto goodput workload.yaml --gpus v100:4 --scheduler deferred --duration-s 60
     """
-    scene = read_scene(
-        source,
-        gpus,
-        cluster_file,
-        elastic,
-        profile_names,
-        scheduler_name,
-        duration_s,
-        seed,
-        warmup_s,
-        options,
-        network_ms,
+    simulation, goal, line = asked.simulation(), Goal(criterion), ProgressLine()
+    found = find_highest_rate(
+        lambda scale: simulation.try_rate(scale, goal),
+        Limits(start_scale=rate_scale),
+        lambda so_far: line.show(_progress(so_far)),
     )
-    console = progress_console()
-
-    def progress(trial: Trial, search: GoodputSearch) -> None:
-        upper = f"{search.upper_scale:.4g}" if math.isfinite(search.upper_scale) else "?"
-        verdict = "in time" if trial.passed else "too late"
-        worst = f", worst {trial.worst_model} {100 * trial.worst_attainment:.2f} %" if trial.worst_model else ""
-        bracket = f"between {search.rate_scale:.4g} and {upper}"
-        line = f"scale {trial.rate_scale:.4g}: {trial.offered_rps:,.0f} rps {verdict}{worst}; {bracket}"
-        if console.is_terminal:
-            sys.stderr.write(f"\r\x1b[2K{line}")
-            sys.stderr.flush()
-        else:
-            print(line, file=sys.stderr)
-
-    found = find_goodput(
-        lambda _scale: scene.scheduler(),
-        scene.offer,
-        duration_s=duration_s,
-        warmup_s=warmup_s,
-        criterion=cast(Literal["each", "all"], criterion),
-        start_scale=rate_scale,
-        progress=progress,
-    )
-    if console.is_terminal:
-        sys.stderr.write("\r\x1b[2K")
-    summary = found.summary()
-    if found.best is not None and scene.applications:
-        summary["simulation"] = scene.described(found.best, found.rate_scale)
+    line.clear()
+    summary = _summary(found, simulation, goal)
     if as_json:
         emit_json(summary)
     else:
-        _print(summary, scheduler_name)
-    if found.best is None:
-        raise click.exceptions.Exit(1)
+        _print(summary, asked.scheduler_name)
+    return 0 if found.best is not None else 1
+
+
+def _progress(found: HighestRate[Trial]) -> str:
+    scale, trial = found.tried[-1]
+    upper = f"{found.upper_scale:.4g}" if math.isfinite(found.upper_scale) else "?"
+    verdict = "in time" if trial.is_in_time else "too late"
+    worst = f", worst {trial.worst_model} {100 * trial.worst_attainment:.2f} %" if trial.worst_model else ""
+    bracket = f"between {found.rate_scale:.4g} and {upper}"
+    return f"scale {scale:.4g}: {trial.offered_rps:,.0f} rps {verdict}{worst}; {bracket}"
+
+
+def _summary(found: HighestRate[Trial], simulation: Simulation, goal: Goal) -> dict[str, Any]:
+    best = found.best
+    return {
+        "goodput_rps": best.goodput_rps if best else 0.0,
+        "rate_scale": found.rate_scale,
+        "offered_rps": best.offered_rps if best else 0.0,
+        "bracket_pct": 100.0 * found.bracket if math.isfinite(found.bracket) else None,
+        "criterion": goal.criterion,
+        "required_attainment": goal.attainment,
+        "interrupted": found.is_interrupted,
+        "ended": found.ended,
+        "trials": [
+            {
+                "rate_scale": scale,
+                "passed": trial.is_in_time,
+                "offered_rps": trial.offered_rps,
+                "attainment": trial.attainment,
+                "worst_model": trial.worst_model,
+                "worst_attainment": trial.worst_attainment,
+                "stopped_early": trial.stopped_early,
+            }
+            for scale, trial in found.tried
+        ],
+        "simulation": simulation.finished(best.result, found.rate_scale).summary() if best else None,
+    }
 
 
 def _print(summary: dict[str, Any], scheduler_name: str) -> None:

@@ -9,7 +9,14 @@ import click
 from rich.markup import escape
 from rich.table import Table
 
-from tenuto.cli.common import cluster_from, cluster_options, emit_json, profiles_from, progress_console, stdout_console
+from tenuto.cli.common import (
+    ClusterArguments,
+    cluster_arguments,
+    emit_json,
+    json_option,
+    progress_console,
+    stdout_console,
+)
 from tenuto.documents import load_document
 from tenuto.errors import InvalidInputError, Problem
 from tenuto.placement import Cluster, Workload, profile_of
@@ -22,7 +29,7 @@ __all__ = ["command"]
 
 @click.command("partition")
 @click.argument("source", metavar="WORKLOAD")
-@cluster_options
+@cluster_arguments
 @click.option("--subclusters", type=int, required=True, metavar="K", help="Number of sub-clusters.")
 @click.option(
     "--current",
@@ -41,13 +48,10 @@ __all__ = ["command"]
     show_default=True,
     help="Weight of moving everything, against an imbalance of one average sub-cluster.",
 )
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@json_option
 def command(
     source: str,
-    gpus: str | None,
-    cluster_file: str | None,
-    elastic: bool,
-    profile_names: tuple[str, ...],
+    where: ClusterArguments,
     subclusters: int,
     current_file: str | None,
     time_limit_s: float,
@@ -67,7 +71,7 @@ def command(
     workload = Workload.load(source)
     if not workload.models:
         raise InvalidInputError(Problem(f"{source}: models", [], "the workload has no models", "Add at least one."))
-    cluster = cluster_from(gpus, cluster_file, elastic)
+    cluster = where.cluster()
     if len(cluster.gpu_types) != 1:
         raise InvalidInputError(
             Problem(
@@ -77,7 +81,7 @@ def command(
                 "Partition the models of each type by themselves.",
             )
         )
-    profiles = profiles_from(profile_names, cluster.gpu_types)
+    profiles = where.profiles(cluster.gpu_types)
     models = _models(workload, cluster, profiles, max(1, subclusters))
     limits = Limits(
         min(gpu.memory_mib for gpu in cluster.gpus), max_rate_rps, max_models, max_moved_mib, disruption_weight

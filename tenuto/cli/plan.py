@@ -13,10 +13,9 @@ from rich.markup import escape
 from rich.table import Table
 
 from tenuto.cli.common import (
-    cluster_from,
-    cluster_options,
+    ClusterArguments,
+    cluster_arguments,
     emit_json,
-    profiles_from,
     progress_console,
     stdout_console,
 )
@@ -69,7 +68,7 @@ def _loose(text: str) -> Problem:
 @click.option("--compare", metavar="NAME,NAME…",
               help="Plan with several policies and print them side by side, each with the first profile that has what "
                    "it needs.")
-@cluster_options
+@cluster_arguments
 @click.option("--option", "options", multiple=True, metavar="K=V", help="Option of the policy; repeatable.")
 @click.option("-o", "--output", type=click.Path(dir_okay=False), metavar="FILE",
               help="Write the plan as a Serve config for `serve deploy`.")
@@ -79,9 +78,8 @@ def _loose(text: str) -> Problem:
               help="Draw the GPUs with their gpu-lets.")
 @click.option("--json", "as_json", is_flag=True, help="Print the plan as JSON.")
 def command(
-    workload_file: str, policy_name: str, compare: str | None, gpus: str | None, cluster_file: str | None,
-    elastic: bool, profile_names: tuple[str, ...], options: tuple[str, ...], output: str | None, executor: str,
-    picture: str | None, as_json: bool,
+    workload_file: str, policy_name: str, compare: str | None, where: ClusterArguments, options: tuple[str, ...],
+    output: str | None, executor: str, picture: str | None, as_json: bool,
 ) -> None:
     """Find and validate a plan for WORKLOAD on a cluster.
 
@@ -96,10 +94,11 @@ def command(
                     "Choose one policy with --policy for -o and --picture.")
         )
     workload, cluster, profiles, policies = _inputs(
-        workload_file, names, gpus, cluster_file, elastic, profile_names, options, strict_options=not compare
+        workload_file, names, where, options, strict_options=not compare
     )
     if compare:
-        _compare(policies, workload, cluster, [profiles, *_other_orders(profiles, profile_names, cluster)], as_json)
+        orders = [profiles, *_other_orders(profiles, where.profile_names, cluster)]
+        _compare(policies, workload, cluster, orders, as_json)
         return
     plan = solve(policies[policy_name], workload, cluster, profiles)
     if output:
@@ -117,13 +116,12 @@ def command(
 
 
 def _inputs(
-    workload_file: str, names: list[str], gpus: str | None, cluster_file: str | None, elastic: bool,
-    profile_names: tuple[str, ...], options: tuple[str, ...], *, strict_options: bool,
+    workload_file: str, names: list[str], where: ClusterArguments, options: tuple[str, ...], *, strict_options: bool,
 ) -> tuple[Workload, Cluster, Profiles, dict[str, Policy]]:
     """Read all inputs and raise one `InvalidInputError` with the problems of all of them."""
     faults = _Faults()
     workload = faults.attempt(lambda: Workload.load(workload_file))
-    cluster = faults.attempt(lambda: cluster_from(gpus, cluster_file, elastic))
+    cluster = faults.attempt(where.cluster)
     values = faults.attempt(lambda: split_pairs(options)) or {}
     policies = {name: faults.attempt(partial(_policy, name, values, strict_options)) for name in names}
     if not strict_options:
@@ -132,7 +130,7 @@ def _inputs(
             cure = f"Their options: {', '.join(sorted(known)) or 'none'}."
             faults.problems.append(Problem(f"--option {key}", values[key], "no compared policy has this option", cure))
     types = cluster.gpu_types if cluster else ()
-    profiles = faults.attempt(lambda: profiles_from(profile_names, types))
+    profiles = faults.attempt(lambda: where.profiles(types))
     if workload and cluster and profiles is not None:
         faults.attempt(lambda: check_inputs(workload, cluster, profiles))
     faults.raise_if_any()

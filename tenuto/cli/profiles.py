@@ -5,13 +5,13 @@ from __future__ import annotations
 import click
 from rich.table import Table
 
-from tenuto.cli.common import emit_json, stdout_console
+from tenuto.cli.common import emit_json, json_option, stdout_console
 
 __all__ = ["command"]
 
 
 @click.command(name="profiles", short_help="List the profiles that come with Tenuto.")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@json_option
 def command(as_json: bool) -> None:
     """List the shipped profiles with their GPU type, models and source.
 

@@ -27,11 +27,11 @@ def command(folder: str | None, seconds: float, seed: int) -> int:
 
     Example: tenuto quickstart
     """
-    from tenuto.loadgen.output import prepare_folder
+    from tenuto.loadgen.run_files import prepare_report
     from tenuto.quickstart import Quickstart, default_folder
 
     started = time.monotonic()
-    out = prepare_folder(Path(folder) if folder is not None else default_folder(), force=False)
+    out = prepare_report(Path(folder) if folder is not None else default_folder(), force=False)
     console = progress_console()
 
     def say(text: str) -> None:

@@ -17,7 +17,8 @@ def command(folder: str, as_json: bool) -> None:
 
     Example: tenuto report runs/monday
     """
-    from tenuto.loadgen.report import load_run, write_report
+    from tenuto.loadgen.report.page import write_report
+    from tenuto.loadgen.run import load_run
 
     run = load_run(folder)
     path = write_report(folder, run)

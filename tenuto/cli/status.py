@@ -7,14 +7,14 @@ from typing import Any
 import click
 from rich.table import Table
 
-from tenuto.cli.common import emit_json, stdout_console
+from tenuto.cli.common import emit_json, json_option, stdout_console
 
 __all__ = ["command"]
 
 
 @click.command(name="status", short_help="Show what runs against what was planned.")
 @click.option("--url", default="http://127.0.0.1:8000", show_default=True, help="Address of the gateway.")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@json_option
 def command(url: str, as_json: bool) -> int:
     """Show every gpu-let and model: planned against measured. Exit code 1 when a gpu-let is missing.
 

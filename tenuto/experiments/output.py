@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from tenuto.errors import EnvironmentFaultError, InvalidInputError
 from tenuto.experiments.case import PROFILE
 from tenuto.experiments.derived import DERIVED, derivation
 from tenuto.experiments.experiment import Experiment, Observation, Results, Settings
 from tenuto.experiments.facts import network_of
 from tenuto.experiments.page import render_experiment
-from tenuto.loadgen.output import provenance
+from tenuto.loadgen.result_folder import prepare_folder, provenance, write_files
 
 __all__ = ["describe_experiment", "prepare_experiment_folder", "write_experiment"]
 
@@ -27,21 +25,8 @@ _LOADS = {
 
 
 def prepare_experiment_folder(folder: Path, *, force: bool) -> Path:
-    """Create the folder of one experiment.
-
-    Raises:
-        InvalidInputError: it holds an experiment already and `force` is not set, or it cannot be created.
-    """
-    existing = [name for name in FILES if (folder / name).exists()]
-    if existing and not force:
-        raise InvalidInputError(
-            f"{folder} already holds an experiment ({', '.join(existing)}). Give another folder, or --force."
-        )
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InvalidInputError(f"{folder} cannot be created: {error.strerror}. Give another folder.") from error
-    return folder
+    """Create the folder of one experiment; see `prepare_folder`."""
+    return prepare_folder(folder, FILES, "experiment", force=force)
 
 
 def describe_experiment(
@@ -95,21 +80,11 @@ def write_experiment(
     Raises:
         EnvironmentFaultError: a file cannot be written.
     """
-    texts = {
+    texts: dict[str, str | Callable[[Path], None]] = {
         "result.json": json.dumps(document, indent=1, allow_nan=False) + "\n",
         "index.html": render_experiment(experiment, results, observations, document),
     }
     if document["derived"] is not None:
         texts["derived-profile.yaml"] = derivation().profile.dump()
-    for name, text in texts.items():
-        partial = folder / f".{name}.part"
-        try:
-            partial.write_text(text, encoding="utf-8")
-            partial.replace(folder / name)
-        except OSError as error:
-            with contextlib.suppress(OSError):
-                partial.unlink(missing_ok=True)
-            raise EnvironmentFaultError(
-                f"{folder / name}: {error.strerror or error}. Free space or give another folder."
-            ) from error
+    write_files(folder, texts)
     return folder / "index.html"

@@ -9,7 +9,8 @@ import pytest
 
 from tenuto.batching.core.build import from_plan
 from tenuto.batching.registry import SCHEDULERS, make_scheduler
-from tenuto.batching.virtual.goodput import find_goodput
+from tenuto.batching.virtual.goodput import Goal, Trial, try_arrivals
+from tenuto.batching.virtual.highest_rate import Limits, find_highest_rate
 from tenuto.batching.virtual.simulator import simulate
 from tenuto.errors import InvalidInputError
 from tenuto.outcome import Outcome
@@ -112,7 +113,10 @@ def test_goodput_of_a_merged_plan_judges_its_members() -> None:
         return times, np.tile(np.array([0, 1], dtype=np.int32), count)[:count]
 
     def best(of: Plan) -> float:
-        found = find_goodput(lambda _: make_scheduler("deferred", from_plan(of), {}), schedule, duration_s=4.0)
-        return found.rate_scale
+        def attempt(scale: float) -> Trial:
+            scheduler = make_scheduler("deferred", from_plan(of), {})
+            return try_arrivals(scheduler, *schedule(scale), Goal(), duration_s=4.0)
+
+        return find_highest_rate(attempt, Limits()).rate_scale
 
     assert best(merged) > best(plan(slos={"a": 40.0, "b": 40.0}))

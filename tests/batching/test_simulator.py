@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 
@@ -9,7 +11,8 @@ from tenuto.batching.core.build import everywhere_linear
 from tenuto.batching.core.deferred import DeferredOptions, DeferredScheduler
 from tenuto.batching.core.system import Gpulet, Host, Model, NetworkDelay, System
 from tenuto.batching.registry import make_scheduler, scheduler_class
-from tenuto.batching.virtual.goodput import GoodputSearch, Trial, find_goodput
+from tenuto.batching.virtual.goodput import Goal, Trial, try_arrivals
+from tenuto.batching.virtual.highest_rate import HighestRate, Limits, find_highest_rate
 from tenuto.batching.virtual.simulator import simulate
 from tenuto.errors import InvalidInputError
 from tenuto.outcome import Outcome
@@ -185,23 +188,22 @@ def test_unknown_scheduler_and_options_list_the_known_ones() -> None:
         make_scheduler("deferred", system, {"gather": "tail-first"})
 
 
-def search(rate_limit: int = 10**9, **more: object) -> GoodputSearch:
+def search(progress: Callable[[HighestRate[Trial]], None] = lambda _: None, **limits: float) -> HighestRate[Trial]:
     system = everywhere_linear([RESNET50], 2)
-    return find_goodput(
-        lambda _: DeferredScheduler(system),
-        lambda scale: poisson(1000.0 * scale, 4.0),
-        duration_s=4.0,
-        **more,  # type: ignore[arg-type]
-    )
+
+    def attempt(scale: float) -> Trial:
+        return try_arrivals(DeferredScheduler(system), *poisson(1000.0 * scale, 4.0), Goal(), duration_s=4.0)
+
+    return find_highest_rate(attempt, Limits(**limits), progress)  # type: ignore[arg-type]
 
 
 def test_goodput_bracket_is_below_one_percent_and_the_answer_passes() -> None:
     found = search()
     assert found.best is not None
-    assert found.upper_scale / found.rate_scale - 1 < 0.01
-    assert found.best.attainments().min() >= 0.99
+    assert found.ended == "found"
+    assert found.bracket <= 0.01
+    assert found.best.result.attainments().min() >= 0.99
     assert 0.6 * 2 * 5839 / 8 < found.rate_scale * 1000.0 < 2 * 5839 / 8
-    assert found.summary()["goodput_rps"] == found.best.goodput_rps
 
 
 def test_goodput_does_not_depend_on_where_the_search_begins() -> None:
@@ -210,24 +212,21 @@ def test_goodput_does_not_depend_on_where_the_search_begins() -> None:
 
 
 def test_an_interrupted_search_keeps_the_best_answer() -> None:
-    seen: list[Trial] = []
-
-    def progress(trial: Trial, _: GoodputSearch) -> None:
-        seen.append(trial)
-        if len(seen) == 3:
+    def progress(so_far: HighestRate[Trial]) -> None:
+        if len(so_far.tried) == 3:
             raise KeyboardInterrupt
 
-    found = search(start_scale=0.2, progress=progress)
-    assert found.interrupted
-    assert len(found.trials) == 3
-    assert found.rate_scale == max(trial.rate_scale for trial in seen if trial.passed)
+    found = search(progress, start_scale=0.2)
+    assert found.is_interrupted
+    assert len(found.tried) == 3
+    assert found.rate_scale == max(scale for scale, trial in found.tried if trial.is_in_time)
     assert found.best is not None
 
 
 def test_a_hopeless_rate_is_stopped_early() -> None:
-    found = search(start_scale=16.0)
-    assert found.trials[0].stopped_early
-    assert not found.trials[0].passed
+    _, first = search(start_scale=16.0).tried[0]
+    assert first.stopped_early
+    assert not first.is_in_time
 
 
 def test_expired_requests_were_never_started() -> None:

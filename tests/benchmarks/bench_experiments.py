@@ -13,7 +13,7 @@ from tenuto.experiments.experiment import THESIS_POLICIES, Results, Settings
 from tenuto.experiments.gpu_sweep import FIVE_MODELS
 from tenuto.experiments.registry import find_experiments
 from tenuto.experiments.runner import run_cases
-from tenuto.loadgen.output import hardware, versions
+from tenuto.loadgen.result_folder import hardware, versions
 
 HEAVIEST_RPS = 5000.0
 HEAVIEST_LIMIT_S = 10.0

@@ -12,14 +12,10 @@ import tempfile
 import time
 from pathlib import Path
 
-from tenuto.batching.core.build import from_plan
-from tenuto.batching.core.system import NetworkDelay
-from tenuto.batching.registry import make_scheduler
-from tenuto.batching.virtual.simulator import simulate
-from tenuto.loadgen.output import hardware, versions, write_files
-from tenuto.loadgen.report import write_report
-from tenuto.loadgen.schedule import make_schedule
-from tenuto.loadgen.simulated import describe_simulation
+from tenuto.loadgen.report.page import write_report
+from tenuto.loadgen.result_folder import hardware, versions
+from tenuto.loadgen.run_files import write_run_files
+from tenuto.loadgen.simulated import Simulation
 from tenuto.placement import Gpulet, ModelSpec, Plan, PlannedGpu, PolicyUsed, Replica
 from tenuto.profiles import LinearLatency
 
@@ -46,20 +42,18 @@ def main() -> int:
     plan = _plan(10, 600.0)
     duration_s = requests / 6000.0
     print(f"{hardware()}\n{versions()}")
-    schedule = make_schedule(plan.models, duration_s, 0)
-    scheduler = make_scheduler("deferred", from_plan(plan, NetworkDelay()), {})
-    result = simulate(scheduler, schedule.times_ms, schedule.model_index, duration_s=duration_s, warmup_s=None)
-    document, records = describe_simulation(result, schedule, plan, options={"seed": 0}, command=["bench_report"])
+    run = Simulation.of_plan(plan, duration_s=duration_s).run()
+    document, records = run.describe(plan, options={"seed": 0}, command=["bench_report"])
     with tempfile.TemporaryDirectory() as name:
         began = time.perf_counter()
-        write_files(Path(name), document, records, schedule)
+        write_run_files(Path(name), document, records, run.schedule)
         written = time.perf_counter()
         page = write_report(name)
         rendered = time.perf_counter()
         sizes = {path.name: path.stat().st_size for path in Path(name).iterdir()}
         page_mb = page.stat().st_size / 1e6
     memory_mib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    print(f"{len(schedule):,} requests: files {written - began:.1f} s, page from files {rendered - written:.1f} s")
+    print(f"{len(run.schedule):,} requests: files {written - began:.1f} s, page from files {rendered - written:.1f} s")
     print(f"page {page_mb:.2f} MB, most memory of the process, simulation included, {memory_mib:.0f} MiB")
     print({key: f"{size / 1e6:.2f} MB" for key, size in sorted(sizes.items())})
     return 0 if rendered - began < 60 and memory_mib < 2048 and page_mb < 5 else 1

@@ -19,7 +19,8 @@ from numpy.typing import NDArray
 from tenuto.batching.core.build import everywhere_linear
 from tenuto.batching.core.system import NetworkDelay, System
 from tenuto.batching.registry import SCHEDULERS, make_scheduler
-from tenuto.batching.virtual.goodput import Criterion, find_goodput
+from tenuto.batching.virtual.goodput import Criterion, Goal, Trial, try_arrivals
+from tenuto.batching.virtual.highest_rate import Limits, find_highest_rate
 from tenuto.profiles.shipped import load_shipped
 
 Model = tuple[str, float, float, float, float | None]  # name, alpha_ms, beta_ms, slo_ms, rate_rps
@@ -85,16 +86,13 @@ def goodput_rps(
     """Return the highest offered rate (all models together, r/s) with at most 1 % late or dropped."""
     parts = np.asarray(popularity if popularity is not None else [1.0] * len(system.models), dtype=np.float64)
     parts = parts / parts.sum()
-    found = find_goodput(
-        lambda _: make_scheduler(scheduler, system, options),
-        lambda scale: gamma(parts * scale, duration_s, seed, shape),
-        duration_s=duration_s,
-        criterion=criterion,
-        tolerance=tolerance,
-        start_scale=guess_rps,
-        growth=growth,
-    )
-    return found.rate_scale
+
+    def attempt(rate_rps: float) -> Trial:
+        arrivals = gamma(parts * rate_rps, duration_s, seed, shape)
+        fresh = make_scheduler(scheduler, system, options)
+        return try_arrivals(fresh, *arrivals, Goal(criterion), duration_s=duration_s)
+
+    return find_highest_rate(attempt, Limits(tolerance, start_scale=guess_rps, growth=growth)).rate_scale
 
 
 def uniform_system(models: Sequence[Model], gpus: int, network: NetworkDelay | None = None) -> System:

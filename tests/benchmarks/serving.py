@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from tenuto.deployments.serve.config import serve_config
-from tenuto.loadgen.output import hardware, versions
+from tenuto.loadgen.result_folder import hardware, versions
 from tenuto.loadgen.sender import Reply
 from tenuto.loadgen.senders.http import HttpSender, post_bytes
 from tenuto.placement import Plan

@@ -132,7 +132,7 @@ def test_a_full_disk_keeps_the_figures(
     def full(*_: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("tenuto.loadgen.output._write_parquet", full)
+    monkeypatch.setattr("tenuto.loadgen.run_files._write_parquet", full)
     with fake_server() as server:
         assert bench(plan_file, server, "-o", str(tmp_path / "out")) == 3
     out, err = capsys.readouterr()

@@ -8,12 +8,11 @@ import numpy as np
 import pytest
 
 from tenuto.batching.core.build import everywhere
-from tenuto.batching.registry import make_scheduler
 from tenuto.batching.virtual.result import SimulationResult
 from tenuto.documents import parse_document
 from tenuto.errors import InvalidInputError
-from tenuto.loadgen.applications import ApplicationLoad, make_application_load
-from tenuto.loadgen.simulated import simulate_load, simulated_applications
+from tenuto.loadgen.applications import ApplicationLoad
+from tenuto.loadgen.simulated import SimulatedRun, Simulation
 from tenuto.placement import Cluster, Plan, Workload, solve
 from tenuto.placement.policies.ffd.ffd import FirstFitDecreasing
 from tenuto.profiles import Profiles
@@ -35,10 +34,15 @@ def workload(*applications: dict[str, Any], **more: Any) -> Workload:
     return parse_document(Workload, {"applications": list(applications), **more}, origin="w.yaml")
 
 
+def simulated(work: Workload, gpus: int = 2, scheduler: str = "eager") -> SimulatedRun:
+    how: dict[str, Any] = {"scheduler_name": scheduler, "duration_s": 20.0, "warmup_s": 0.0, "seed": 1}
+    return Simulation.of_workload(work, Cluster.parse(f"v100:{gpus}"), Profiles(()), **how).run()
+
+
 def run(work: Workload, gpus: int = 2, scheduler: str = "eager") -> tuple[ApplicationLoad, SimulationResult]:
-    load = make_application_load(work.models, work.applications, 20.0, 1)
-    setup = everywhere(work, Cluster.parse(f"v100:{gpus}"), Profiles(()))
-    return load, simulate_load(make_scheduler(scheduler, setup), load, duration_s=20.0, warmup_s=0.0)
+    found = simulated(work, gpus, scheduler)
+    assert found.load is not None
+    return found.load, found.result
 
 
 def test_stages_become_models_with_their_rate_and_part_of_the_deadline() -> None:
@@ -107,8 +111,10 @@ def test_later_stages_arrive_when_all_before_them_are_answered() -> None:
 
 def test_a_call_is_ok_only_when_all_of_it_is() -> None:
     work = workload(traffic(rate_rps=120.0))
-    load, result = run(work, gpus=1, scheduler="deferred")
-    figures = simulated_applications(result, load)["traffic"]
+    found = simulated(work, gpus=1, scheduler="deferred")
+    result, load = found.result, found.load
+    assert load is not None
+    figures = found.summary()["applications"]["traffic"]
     ended = dict.fromkeys(range(len(load.calls)), 0.0)
     for row, finish in enumerate(result.finish_ms.tolist()):
         call = int(load.owner[row])

@@ -9,26 +9,28 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+from tenuto.batching.virtual.highest_rate import Limits
 from tenuto.cli.capacity import command
 from tenuto.errors import InvalidInputError
-from tenuto.loadgen.capacity import Capacity, Limits, Load, Outcome, curves, find_capacity
-from tenuto.loadgen.capacity_page import prepare_capacity_folder, render_capacity, write_capacity
+from tenuto.loadgen.capacity import Attempted, Capacity, Load, curves, find_capacity, summary_of
+from tenuto.loadgen.report.capacity import prepare_capacity_folder, render_capacity, write_capacity
 
 
 def up_to(limit: float, *, invalid_above: float = math.inf) -> object:
     """Return an attempt that is in time up to a rate scale of `limit`."""
 
-    def attempt(load: Load) -> Outcome:
+    def attempt(load: Load) -> Attempted:
         attained = 1.0 if load.rate_scale <= limit else 0.9
         invalid = "the generator was late" if load.rate_scale > invalid_above else None
         rate = 100.0 * load.rate_scale
-        return Outcome(load, rate, rate * attained, attained, attained, "m", invalid)
+        return Attempted(load, rate, rate * attained, attained, attained, "m", invalid)
 
     return attempt
 
 
 def search(attempt: object, **limits: float) -> Capacity:
-    return find_capacity(attempt, Limits(**limits), lambda _found: None)  # type: ignore[arg-type]
+    given = {"tolerance": 0.02, "most_runs": 24, **limits}
+    return find_capacity(attempt, Limits(**given), lambda _found: None)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("limit", [0.013, 0.7, 1.0, 3.3, 90.0])
@@ -51,9 +53,9 @@ def test_a_load_that_is_never_in_time_ends_without_an_answer() -> None:
 def test_the_number_of_runs_is_bounded() -> None:
     found = search(up_to(1e12), most_runs=5)
 
-    assert len(found.outcomes) == 5
+    assert len(found.tried) == 5
     assert found.ended == "stopped after 5 runs"
-    assert found.summary()["upper_scale"] is None
+    assert summary_of(found)["upper_scale"] is None
 
 
 def test_a_run_that_proves_nothing_ends_the_search_and_is_no_answer() -> None:
@@ -66,7 +68,7 @@ def test_a_run_that_proves_nothing_ends_the_search_and_is_no_answer() -> None:
 def test_an_interruption_keeps_the_best_answer() -> None:
     inner = up_to(10.0)
 
-    def attempt(load: Load) -> Outcome:
+    def attempt(load: Load) -> Attempted:
         if load.rate_scale > 4.0:
             raise KeyboardInterrupt
         return inner(load)  # type: ignore[operator,no-any-return]
@@ -79,15 +81,15 @@ def test_an_interruption_keeps_the_best_answer() -> None:
 def test_curves_run_each_value_once_in_order() -> None:
     last = list(curves(up_to(1.5), {"rate_scale": (2.0, 1.0, 1.0)}))[-1]  # type: ignore[arg-type]
 
-    assert [point.load.rate_scale for point in last.outcomes] == [1.0, 2.0]
-    assert [point.worst_attainment for point in last.outcomes] == [1.0, 0.9]
+    assert [point.load.rate_scale for point in last.points] == [1.0, 2.0]
+    assert [point.worst_attainment for point in last.points] == [1.0, 0.9]
 
 
 def test_curves_run_at_the_base_rate_and_rate_values_are_factors_on_it() -> None:
     drawn = list(curves(up_to(3.0), {"rate_scale": (0.5, 2.0), "cv": (2.0,)}, 3.0))  # type: ignore[arg-type]
 
-    assert [point.load.rate_scale for point in drawn[1].outcomes] == [1.5, 6.0]
-    assert drawn[2].outcomes[0].load == Load(rate_scale=3.0, cv=2.0)
+    assert [point.load.rate_scale for point in drawn[1].points] == [1.5, 6.0]
+    assert drawn[2].points[0].load == Load(rate_scale=3.0, cv=2.0)
 
 
 @pytest.mark.parametrize("axes", [{"slo": (1.0,)}, {"cv": (0.0,)}, {"cv": (float("nan"),)}])
@@ -97,7 +99,7 @@ def test_unknown_axes_and_impossible_values_are_refused(axes: dict[str, tuple[fl
 
 
 @pytest.mark.parametrize(
-    "limits", [{"tolerance": 0.0}, {"most_runs": 0}, {"attainment": 1.5}, {"start_scale": float("inf")}]
+    "limits", [{"tolerance": 0.0}, {"most_runs": 0}, {"growth": 1.0}, {"start_scale": float("inf")}]
 )
 def test_limits_out_of_range_are_refused(limits: dict[str, float]) -> None:
     with pytest.raises(InvalidInputError):
@@ -135,7 +137,7 @@ def test_the_verb_finds_the_same_capacity_as_goodput_and_writes_a_page(workload:
 def test_the_page_says_when_no_rate_is_in_time(tmp_path: Path) -> None:
     found = search(up_to(0.0))
     document = {
-        "source": "plan.yaml", "how": "in virtual time", "date": "today", "capacity": found.summary(), "curves": [],
+        "source": "plan.yaml", "how": "in virtual time", "date": "today", "capacity": summary_of(found), "curves": [],
         "command": ["tenuto"], "settings": {}, "hardware": {}, "versions": {},
     }  # fmt: skip
 

@@ -10,8 +10,8 @@ import pytest
 
 from tenuto.errors import InvalidInputError
 from tenuto.loadgen.compare import Side, compare, load_side
-from tenuto.loadgen.output import write_files
 from tenuto.loadgen.records import Records, unsent
+from tenuto.loadgen.run_files import write_run_files
 from tenuto.loadgen.verdict import summarise
 from tenuto.outcome import Outcome
 
@@ -110,7 +110,7 @@ def write_run(folder: Path, latency_ms: np.ndarray[Any, Any]) -> Side:
         "options": {"duration_s": 10},
         "schedule_hash": "x",
     }
-    write_files(folder, {**head, **summary, "plan": None}, rows, None)
+    write_run_files(folder, {**head, **summary, "plan": None}, rows, None)
     return load_side(folder)
 
 

@@ -11,19 +11,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tenuto.batching.core.build import from_plan
-from tenuto.batching.core.system import NetworkDelay
-from tenuto.batching.registry import make_scheduler
-from tenuto.batching.virtual.simulator import simulate
 from tenuto.errors import EnvironmentFaultError, InvalidInputError
-from tenuto.loadgen.output import prepare_folder, write_files
 from tenuto.loadgen.records import Records
-from tenuto.loadgen.report import Run, load_run, render_page, write_report
 from tenuto.loadgen.report.charts import Plot, ticks
+from tenuto.loadgen.report.page import render_page, write_report
 from tenuto.loadgen.report.palette import Style, styles_for
 from tenuto.loadgen.report.series import batch_counts, cdf, predictions, waiting_and_under_way
-from tenuto.loadgen.schedule import make_schedule
-from tenuto.loadgen.simulated import describe_simulation
+from tenuto.loadgen.run import Run, load_run
+from tenuto.loadgen.run_files import prepare_report, write_run_files
+from tenuto.loadgen.simulated import Simulation
 from tenuto.outcome import Outcome
 from tenuto.placement import Arrival, Gpulet, ModelSpec, Plan, PlannedGpu, PolicyUsed, Replica
 from tenuto.profiles import LinearLatency
@@ -46,10 +42,8 @@ def simulated(
     rate: float = 60.0, duration_s: float = 20.0, chosen: Plan | None = None
 ) -> tuple[dict[str, Any], Records, Plan]:
     chosen = chosen or plan(rate=rate)
-    schedule = make_schedule(chosen.models, duration_s, 0)
-    scheduler = make_scheduler("deferred", from_plan(chosen, NetworkDelay()), {})
-    result = simulate(scheduler, schedule.times_ms, schedule.model_index, duration_s=duration_s, warmup_s=None)
-    document, records = describe_simulation(result, schedule, chosen, options={"seed": 0}, command=["tenuto", "<x>"])
+    run = Simulation.of_plan(chosen, duration_s=duration_s).run()
+    document, records = run.describe(chosen, options={"seed": 0}, command=["tenuto", "<x>"])
     return document, records, chosen
 
 
@@ -137,7 +131,7 @@ def test_an_overloaded_run_fails_with_reasons() -> None:
 
 def test_written_and_read_again_gives_the_same_page(tmp_path: Path) -> None:
     document, records, chosen = simulated()
-    write_files(tmp_path, document, records, None)
+    write_run_files(tmp_path, document, records, None)
     direct = render_page(Run(document, records, chosen))
     write_report(tmp_path)
     assert (tmp_path / "report.html").read_text() == direct
@@ -150,7 +144,7 @@ def test_written_and_read_again_gives_the_same_page(tmp_path: Path) -> None:
 
 def test_the_timeline_counts_every_request(tmp_path: Path) -> None:
     document, records, _ = simulated()
-    write_files(tmp_path, document, records, None)
+    write_run_files(tmp_path, document, records, None)
     lines = (tmp_path / "timeline.csv").read_text().splitlines()
     assert lines[0] == "second,offered,ok,late,expired,rejected,failed"
     rows = np.array([[int(cell) for cell in line.split(",")] for line in lines[1:]])
@@ -272,18 +266,18 @@ def test_degenerate_axes() -> None:
 
 def test_a_folder_with_a_report_is_refused_unless_forced(tmp_path: Path) -> None:
     document, records, _ = simulated()
-    write_files(tmp_path, document, records, None)
+    write_run_files(tmp_path, document, records, None)
     with pytest.raises(InvalidInputError, match="already holds a report"):
-        prepare_folder(tmp_path, force=False)
-    assert prepare_folder(tmp_path, force=True) == tmp_path
+        prepare_report(tmp_path, force=False)
+    assert prepare_report(tmp_path, force=True) == tmp_path
 
 
 def test_a_file_is_not_a_folder(tmp_path: Path) -> None:
     (tmp_path / "x").write_text("")
     with pytest.raises(InvalidInputError, match="is a file"):
-        prepare_folder(tmp_path / "x", force=False)
+        prepare_report(tmp_path / "x", force=False)
     with pytest.raises(InvalidInputError, match="cannot be created"):
-        prepare_folder(tmp_path / "x" / "y", force=False)
+        prepare_report(tmp_path / "x" / "y", force=False)
 
 
 def test_a_disk_that_fills_names_what_was_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -292,9 +286,9 @@ def test_a_disk_that_fills_names_what_was_written(tmp_path: Path, monkeypatch: p
     def full(*_: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("tenuto.loadgen.output._write_parquet", full)
+    monkeypatch.setattr("tenuto.loadgen.run_files._write_parquet", full)
     with pytest.raises(EnvironmentFaultError, match=r"No space left on device.*result\.json, timeline\.csv"):
-        write_files(tmp_path, document, records, None)
+        write_run_files(tmp_path, document, records, None)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["result.json", "timeline.csv"]
     assert json.loads((tmp_path / "result.json").read_text())["verdict"]
 
@@ -309,7 +303,7 @@ def test_folders_that_hold_no_run(tmp_path: Path, text: str | None) -> None:
 
 def test_a_broken_parquet(tmp_path: Path) -> None:
     document, records, _ = simulated()
-    write_files(tmp_path, document, records, None)
+    write_run_files(tmp_path, document, records, None)
     (tmp_path / "requests.parquet").write_bytes(b"PAR1 no")
     with pytest.raises(InvalidInputError, match=r"requests\.parquet"):
         load_run(tmp_path)

@@ -5,8 +5,8 @@ from pathlib import Path
 import numpy as np
 from pyarrow import parquet
 
-from tenuto.loadgen.output import write_files
 from tenuto.loadgen.records import request_id, unsent
+from tenuto.loadgen.run_files import write_run_files
 from tenuto.loadgen.schedule import Schedule
 
 
@@ -14,7 +14,7 @@ def test_queue_lengths_and_ids_are_written(tmp_path: Path) -> None:
     times, models = np.array([100.0, 1200.0]), np.zeros(2, np.int32)
     schedule = Schedule(names=("m",), duration_s=2.0, times_ms=times, model_index=models)
     document = {"kind": "bench", "models": {"m": {}}, "options": {"duration_s": 2.0}}
-    write_files(tmp_path, document, unsent(times, models), schedule, {1: 7})
+    write_run_files(tmp_path, document, unsent(times, models), schedule, {1: 7})
     assert (tmp_path / "timeline.csv").read_text().splitlines() == [
         "second,offered,ok,late,expired,rejected,failed,queued",
         "0,1,0,0,0,0,1,",

@@ -1,4 +1,4 @@
-"""A run as the report sees it: the result document and the records, whether measured live or simulated."""
+"""A finished run, measured live or simulated, and read from its files: the result document and the records."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ import numpy as np
 from tenuto.errors import InvalidInputError, Problem
 from tenuto.loadgen.application_figures import Calls, calls_by_name
 from tenuto.loadgen.records import Records
-from tenuto.loadgen.report.palette import Style, styles_for
 from tenuto.outcome import Outcome
 from tenuto.placement import Plan
 
@@ -38,11 +37,6 @@ class Run:
     def applications(self) -> Mapping[str, Mapping[str, Any]]:
         """Figures of every application by name."""
         return self.document.get("applications") or {}
-
-    @cached_property
-    def styles(self) -> dict[str, Style]:
-        """The style of every model and application."""
-        return styles_for([*self.names, *self.applications])
 
     @cached_property
     def calls(self) -> dict[str, Calls]:

@@ -4,66 +4,32 @@ second.
 
 from __future__ import annotations
 
-import contextlib
 import csv
 import json
-import os
-import platform
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
-from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from tenuto.errors import EnvironmentFaultError, InvalidInputError
+from tenuto.errors import EnvironmentFaultError
 from tenuto.loadgen.application_figures import Calls, calls_by_name
 from tenuto.loadgen.bench import BenchOptions, BenchResult
 from tenuto.loadgen.records import Records, request_id
+from tenuto.loadgen.result_folder import prepare_folder, provenance, write_files
 from tenuto.loadgen.schedule import Schedule
 from tenuto.outcome import Outcome
 from tenuto.placement import Plan
 
-__all__ = ["describe", "hardware", "prepare_folder", "provenance", "versions", "write_files", "write_run"]
+__all__ = ["describe", "prepare_report", "write_run_files"]
 
 _OURS = ("result.json", "requests.parquet", "timeline.csv", "schedule.npz", "report.html")
-_PACKAGES = ("tenuto", "ray", "torch", "torchvision", "transformers", "numpy")
 
 
-def prepare_folder(folder: Path, *, force: bool) -> Path:
-    """Create the report folder.
-
-    Raises:
-        InvalidInputError: it already holds a report and `force` is not set, or it is a file.
-    """
-    if folder.exists() and not folder.is_dir():
-        raise InvalidInputError(f"{folder} is a file. Give a folder for the report.")
-    existing = [name for name in _OURS if (folder / name).exists()]
-    if existing and not force:
-        raise InvalidInputError(
-            f"{folder} already holds a report ({', '.join(existing)}). Give another folder, or --force."
-        )
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InvalidInputError(f"{folder} cannot be created: {error.strerror}. Give another folder.") from error
-    return folder
-
-
-def write_run(
-    folder: Path | None, result: BenchResult, options: BenchOptions, plan: Plan, *, command: Sequence[str]
-) -> dict[str, Any]:
-    """Return the result document; with a folder, write it and its companions there.
-
-    Raises:
-        EnvironmentFaultError: a file cannot be written; the message says which were.
-    """
-    document = describe(result, options, plan, command=command)
-    if folder is not None:
-        write_files(folder, document, result.records, result.schedule, result.queued)
-    return document
+def prepare_report(folder: Path, *, force: bool) -> Path:
+    """Create the folder of a report; see `prepare_folder`."""
+    return prepare_folder(folder, _OURS, "report", force=force)
 
 
 def describe(result: BenchResult, options: BenchOptions, plan: Plan, *, command: Sequence[str]) -> dict[str, Any]:
@@ -100,17 +66,7 @@ def _gpu_utilisation(plan: Plan, gpulets: Mapping[str, Any]) -> float:
     return sum(busy) / len(busy) if busy else 0.0
 
 
-def provenance(command: Sequence[str]) -> dict[str, Any]:
-    """Return when, on what and with what a run was made."""
-    return {
-        "command": list(command),
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "hardware": hardware(),
-        "versions": versions(),
-    }
-
-
-def write_files(
+def write_run_files(
     folder: Path,
     document: Mapping[str, Any],
     records: Records,
@@ -125,35 +81,16 @@ def write_files(
     names = list(document["models"])
     duration_s = float(document["options"]["duration_s"])
     run = schedule.hash[:8] if schedule is not None and document.get("kind") == "bench" else None
-    steps: list[tuple[str, Callable[[Path], None]]] = [
-        ("result.json", lambda path: _write_text(path, json.dumps(document, indent=2, allow_nan=False) + "\n")),
-        (
-            "timeline.csv",
-            lambda path: _write_timeline(path, records, duration_s, queued or {}, calls_by_name(document, records)),
+    contents: dict[str, str | Callable[[Path], None]] = {
+        "result.json": json.dumps(document, indent=2, allow_nan=False) + "\n",
+        "timeline.csv": lambda path: _write_timeline(
+            path, records, duration_s, queued or {}, calls_by_name(document, records)
         ),
-        ("requests.parquet", lambda path: _write_parquet(path, records, names, run, document)),
-    ]
+    }
     if schedule is not None:
-        steps.insert(2, ("schedule.npz", schedule.save))
-    written: list[str] = []
-    for name, write in steps:
-        # Under another name first: what carries a report's name is whole.
-        partial = folder / f".{name.split('.')[0]}.part.{name.split('.')[1]}"
-        try:
-            write(partial)
-            partial.replace(folder / name)
-        except OSError as error:
-            with contextlib.suppress(OSError):
-                partial.unlink(missing_ok=True)
-            raise EnvironmentFaultError(
-                f"{folder / name}: {error.strerror or error}. Written before: {', '.join(written) or 'nothing'}. "
-                "Free space or give another folder."
-            ) from error
-        written.append(name)
-
-
-def _write_text(path: Path, text: str) -> None:
-    path.write_text(text, encoding="utf-8")
+        contents["schedule.npz"] = schedule.save
+    contents["requests.parquet"] = lambda path: _write_parquet(path, records, names, run, document)
+    write_files(folder, contents)
 
 
 def _is_emulated(url: str) -> bool | None:
@@ -214,34 +151,3 @@ def _write_parquet(
     if run is not None:
         columns["id"] = arrow.array([request_id(run, number) for number in records.request.tolist()], arrow.string())
     parquet.write_table(arrow.table(columns), path, compression="zstd")
-
-
-def hardware() -> dict[str, Any]:
-    """Return what the figures were measured on: processor, cores, memory."""
-    processor = platform.processor() or platform.machine()
-    cores = None
-    try:
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-            if line.startswith("model name"):
-                processor = line.split(":", 1)[1].strip()
-                break
-        cores = len(os.sched_getaffinity(0))
-    except OSError:
-        pass
-    return {
-        "processor": processor,
-        "cores": cores,
-        "system": f"{platform.system()} {platform.release()}",
-        "python": platform.python_version(),
-    }
-
-
-def versions() -> dict[str, str]:
-    """Return the versions of the packages that matter for the figures; absent ones are left out."""
-    found = {}
-    for name in _PACKAGES:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return found

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 from collections.abc import Mapping
 from html import escape
@@ -11,11 +10,11 @@ from typing import Any
 
 import numpy as np
 
-from tenuto.errors import EnvironmentFaultError, InvalidInputError
 from tenuto.loadgen.report.charts import Plot, legend
 from tenuto.loadgen.report.page import html_document
 from tenuto.loadgen.report.palette import styles_for
 from tenuto.loadgen.report.sections import figure
+from tenuto.loadgen.result_folder import prepare_folder, write_files
 
 __all__ = ["prepare_capacity_folder", "render_capacity", "write_capacity"]
 
@@ -28,19 +27,8 @@ _FILES = ("result.json", "capacity.html")
 
 
 def prepare_capacity_folder(folder: Path, *, force: bool) -> Path:
-    """Create the folder.
-
-    Raises:
-        InvalidInputError: it holds an answer already and `force` is not set, or it cannot be created.
-    """
-    existing = [name for name in _FILES if (folder / name).exists()]
-    if existing and not force:
-        raise InvalidInputError(f"{folder} already holds {', '.join(existing)}. Give another folder, or --force.")
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InvalidInputError(f"{folder} cannot be created: {error.strerror}. Give another folder.") from error
-    return folder
+    """Create the folder; see `prepare_folder`."""
+    return prepare_folder(folder, _FILES, "capacity", force=force)
 
 
 def render_capacity(document: Mapping[str, Any]) -> str:
@@ -135,14 +123,5 @@ def write_capacity(folder: Path, document: Mapping[str, Any]) -> Path:
         EnvironmentFaultError: a file cannot be written.
     """
     texts = (json.dumps(document, indent=1, allow_nan=False) + "\n", render_capacity(document))
-    for name, text in zip(_FILES, texts, strict=True):
-        partial = folder / f".{name}.part"
-        try:
-            partial.write_text(text, encoding="utf-8")
-            partial.replace(folder / name)
-        except OSError as error:
-            with contextlib.suppress(OSError):
-                partial.unlink(missing_ok=True)
-            reason = f"{folder / name}: {error.strerror or error}. Free space or give another folder."
-            raise EnvironmentFaultError(reason) from error
+    write_files(folder, dict(zip(_FILES, texts, strict=True)))
     return folder / _FILES[1]

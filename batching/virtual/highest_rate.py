@@ -1,0 +1,125 @@
+"""The highest rate that is still in time: one search, by steps until one rate is in time and one is not, then by
+halving the gap.
+
+It knows neither the simulator nor an endpoint: what comes of a rate is the answer of the function that tries it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Generic, Protocol, TypeVar
+
+from tenuto.errors import Problem, raise_if_any
+
+__all__ = ["HighestRate", "Limits", "Tried", "find_highest_rate"]
+
+_FURTHEST = 2.0**20  # from where the search began, upwards or downwards: beyond, the rates are not what limits
+
+
+class Tried(Protocol):
+    """What came of one rate scale."""
+
+    @property
+    def is_in_time(self) -> bool:
+        """Whether the rate counts as carried."""
+        ...
+
+    @property
+    def ends_search(self) -> str | None:
+        """Why no further rate can be told from this one on; None as a rule."""
+        ...
+
+
+T = TypeVar("T", bound=Tried)
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Where the search begins and when it ends."""
+
+    tolerance: float = 0.01  # relative width of the last bracket
+    most_runs: int = 64
+    start_scale: float = 1.0
+    growth: float = 2.0  # factor of a step; small where the start is a good guess
+
+    def check(self) -> None:
+        """Raise `InvalidInputError` with every setting out of range."""
+        problems = []
+        if not 0 < self.tolerance < 1:
+            problems.append(Problem("--tolerance", self.tolerance, "must be between 0 and 1", "Give for example 0.02."))
+        if self.most_runs < 1:
+            problems.append(Problem("--runs", self.most_runs, "must be at least 1", "Give for example 12."))
+        if not (math.isfinite(self.start_scale) and self.start_scale > 0):
+            problems.append(Problem("--rate-scale", self.start_scale, "must be a positive number", "Give 1."))
+        if not (math.isfinite(self.growth) and self.growth > 1):
+            problems.append(Problem("growth", self.growth, "must be above 1", "Give 2."))
+        raise_if_any(problems)
+
+
+@dataclass
+class HighestRate(Generic[T]):
+    """The answer so far: `best` was in time at `rate_scale` (0: nothing was), and `upper_scale` was not (inf: nothing
+    failed). `ended` says why the search stopped.
+    """
+
+    rate_scale: float = 0.0
+    upper_scale: float = math.inf
+    best: T | None = None
+    ended: str = "interrupted"
+    tried: list[tuple[float, T]] = field(default_factory=list)
+
+    @property
+    def is_interrupted(self) -> bool:
+        """Whether Ctrl-C ended it."""
+        return self.ended == "interrupted"
+
+    @property
+    def bracket(self) -> float:
+        """Relative distance of the two scales; inf while one is unknown."""
+        return self.upper_scale / self.rate_scale - 1.0 if self.rate_scale else math.inf
+
+
+def find_highest_rate(
+    attempt: Callable[[float], T], limits: Limits, progress: Callable[[HighestRate[T]], None] = lambda _found: None
+) -> HighestRate[T]:
+    """Search the highest rate scale that is in time; on Ctrl-C the answer is the best so far.
+
+    Args:
+        attempt: tries a rate scale.
+        limits: where to begin and when to end.
+        progress: called after every run.
+
+    Raises:
+        InvalidInputError: limits out of range.
+    """
+    limits.check()
+    found: HighestRate[T] = HighestRate()
+    scale = limits.start_scale
+    try:
+        while len(found.tried) < limits.most_runs:
+            tried = attempt(scale)
+            found.tried.append((scale, tried))
+            if tried.ends_search is not None:
+                found.ended = tried.ends_search
+                return found
+            if tried.is_in_time:
+                found.rate_scale, found.best = scale, tried
+            else:
+                found.upper_scale = scale
+            progress(found)
+            if found.bracket <= limits.tolerance:
+                found.ended = "found"
+                return found
+            if found.best is not None and math.isfinite(found.upper_scale):
+                scale = math.sqrt(found.rate_scale * found.upper_scale)
+            elif not 1.0 / _FURTHEST < scale / limits.start_scale < _FURTHEST:
+                found.ended = "no rate is in time" if found.best is None else "every rate is in time"
+                return found
+            else:
+                scale = scale / limits.growth if found.best is None else scale * limits.growth
+        found.ended = f"stopped after {limits.most_runs} runs"
+    except KeyboardInterrupt:
+        found.ended = "interrupted"
+    return found

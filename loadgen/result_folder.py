@@ -1,0 +1,111 @@
+"""Folders of results: none is written over unasked, and a file that bears a result's name is whole."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import platform
+from collections.abc import Callable, Mapping, Sequence
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from tenuto.errors import EnvironmentFaultError, InvalidInputError
+
+__all__ = ["hardware", "prepare_folder", "provenance", "versions", "write_files"]
+
+_PACKAGES = ("tenuto", "ray", "torch", "torchvision", "transformers", "numpy")
+
+
+def prepare_folder(folder: Path, names: Sequence[str], what: str, *, force: bool) -> Path:
+    """Create a folder for results.
+
+    Args:
+        folder: where.
+        names: of the files that will be written.
+        what: the word for what they make, such as `report`.
+        force: whether those of an earlier run may be replaced.
+
+    Raises:
+        InvalidInputError: it holds some already and `force` is not set, it is a file, or it cannot be created.
+    """
+    if folder.exists() and not folder.is_dir():
+        raise InvalidInputError(f"{folder} is a file. Give a folder for the {what}.")
+    existing = [name for name in names if (folder / name).exists()]
+    if existing and not force:
+        raise InvalidInputError(
+            f"{folder} already holds a {what} ({', '.join(existing)}). Give another folder, or --force."
+        )
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InvalidInputError(f"{folder} cannot be created: {error.strerror}. Give another folder.") from error
+    return folder
+
+
+def write_files(folder: Path, contents: Mapping[str, str | Callable[[Path], None]]) -> None:
+    """Write files in order, each as a text or by a function that writes to the path it is given.
+
+    Raises:
+        EnvironmentFaultError: one cannot be written; the message says which were.
+    """
+    written: list[str] = []
+    for name, content in contents.items():
+        # Under another name first, which keeps the suffix, as numpy insists on its own.
+        partial = folder / f".part.{name}"
+        try:
+            if isinstance(content, str):
+                partial.write_text(content, encoding="utf-8")
+            else:
+                content(partial)
+            partial.replace(folder / name)
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                partial.unlink(missing_ok=True)
+            raise EnvironmentFaultError(
+                f"{folder / name}: {error.strerror or error}. Written before: {', '.join(written) or 'nothing'}. "
+                "Free space or give another folder."
+            ) from error
+        written.append(name)
+
+
+def provenance(command: Sequence[str]) -> dict[str, Any]:
+    """Return when, on what and with what a run was made."""
+    return {
+        "command": list(command),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "hardware": hardware(),
+        "versions": versions(),
+    }
+
+
+def hardware() -> dict[str, Any]:
+    """Return what the figures were measured on: processor, cores, system."""
+    processor = platform.processor() or platform.machine()
+    cores = None
+    try:
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                processor = line.split(":", 1)[1].strip()
+                break
+        cores = len(os.sched_getaffinity(0))
+    except OSError:
+        pass
+    return {
+        "processor": processor,
+        "cores": cores,
+        "system": f"{platform.system()} {platform.release()}",
+        "python": platform.python_version(),
+    }
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of the packages that matter for the figures; absent ones are left out."""
+    found = {}
+    for name in _PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found

@@ -1,0 +1,133 @@
+"""The arguments of the verbs that run a plan or a workload in virtual time: simulate, goodput and capacity."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+
+from tenuto.batching.core.system import NetworkDelay
+from tenuto.batching.registry import SCHEDULERS, scheduler_class
+from tenuto.cli.common import ClusterArguments, cluster_arguments, gathered, json_option, progress_console
+from tenuto.documents import load_document
+from tenuto.errors import InvalidInputError, Problem, raise_if_any
+from tenuto.loadgen.simulated import Simulation
+from tenuto.options import split_pairs
+from tenuto.placement import Plan, Workload
+
+__all__ = ["VirtualArguments", "virtual_arguments"]
+
+
+@dataclass(frozen=True)
+class VirtualArguments:
+    """What is run in virtual time, and how."""
+
+    source: str
+    where: ClusterArguments
+    scheduler_name: str
+    duration_s: float
+    warmup_s: float | None
+    seed: int
+    options: tuple[str, ...]
+    network_ms: str | None
+
+    def simulation(self, slo_scale: float = 1.0) -> Simulation:
+        """Read the files; every SLO is multiplied by `slo_scale`.
+
+        Raises:
+            InvalidInputError: with every problem found in the arguments; an SLO that no batch can meet is one.
+        """
+        network, options = self._checked()
+        how: dict[str, Any] = {
+            "scheduler_name": self.scheduler_name, "options": options, "duration_s": self.duration_s,
+            "warmup_s": self.warmup_s, "seed": self.seed,
+        }  # fmt: skip
+        document = load_document(self.source)
+        if _is_plan(document):
+            if self.where.names_a_cluster:
+                raise InvalidInputError(
+                    Problem(
+                        "--gpus",
+                        self.where.gpus or self.where.cluster_file,
+                        "a plan brings its own GPUs",
+                        "Leave the cluster away, or pass a workload.",
+                    )
+                )
+            return Simulation.of_plan(Plan.from_data(document, origin=self.source), network, slo_scale, **how)
+        workload = Workload.load(self.source)
+        if not workload.models:
+            problem = Problem(f"{self.source}: models", [], "the workload has no models", "Add at least one.")
+            raise InvalidInputError(problem)
+        cluster = self.where.cluster()
+        if workload.merge != "off":
+            text = "tenuto: `merge` is for plans: here every model runs by itself. Plan first, and simulate the plan"
+            progress_console().print(text, markup=False)
+        profiles, folder = self.where.profiles(cluster.gpu_types), Path(self.source).parent
+        return Simulation.of_workload(workload, cluster, profiles, network, slo_scale, folder=folder, **how)
+
+    def _checked(self) -> tuple[NetworkDelay, dict[str, Any]]:
+        """Return the delays and the scheduler's options as read."""
+        problems = []
+        if not (math.isfinite(self.duration_s) and self.duration_s > 0):
+            rule = "must be a positive number of seconds"
+            problems.append(Problem("--duration-s", self.duration_s, rule, "Give for example 60."))
+        elif self.warmup_s is not None and not 0 <= self.warmup_s < self.duration_s:
+            rule = "must be at least 0 and below the duration"
+            problems.append(Problem("--warmup-s", self.warmup_s, rule, "Give for example 3."))
+        if self.seed < 0:
+            problems.append(Problem("--seed", self.seed, "must be at least 0", "Give 0 or a larger number."))
+        network = NetworkDelay()
+        if self.network_ms is not None:
+            try:
+                network = NetworkDelay(*(float(part) for part in self.network_ms.split(",")))
+            except (ValueError, TypeError):
+                rule = "must be up to three numbers of ms"
+                problems.append(Problem("--network-ms", self.network_ms, rule, "Write 0.1,0.05,2."))
+        options: dict[str, Any] = {}
+        try:
+            options = split_pairs(self.options)
+            scheduler_class(self.scheduler_name).options_type.parse(self.scheduler_name, options)
+        except InvalidInputError as error:
+            problems += error.problems
+        raise_if_any(problems)
+        return network, options
+
+
+def _is_plan(document: Any) -> bool:
+    """Return whether a document is a plan or the Serve config of one; a workload's applications have stages."""
+    if not isinstance(document, dict):
+        return False
+    applications = document.get("applications")
+    deployed = isinstance(applications, list) and any(isinstance(a, dict) and "import_path" in a for a in applications)
+    return deployed or "gpulets" in document or "policy" in document
+
+
+virtual_arguments = gathered(
+    VirtualArguments,
+    "asked",
+    click.argument("source", metavar="PLAN|WORKLOAD"),
+    cluster_arguments,
+    click.option(
+        "--scheduler",
+        "scheduler_name",
+        default="deferred",
+        show_default=True,
+        metavar="NAME",
+        help=f"One of {', '.join(SCHEDULERS)}.",
+    ),
+    click.option(
+        "--duration-s", type=float, default=60.0, show_default=True, help="Length of the run in virtual time."
+    ),
+    click.option("--seed", type=int, default=0, show_default=True, help="Seed of the arrivals."),
+    click.option("--warmup-s", type=float, metavar="S", help="Not counted; default: the first 5 %."),
+    click.option("--option", "options", multiple=True, metavar="K=V", help="Option of the scheduler; repeatable."),
+    click.option(
+        "--network-ms",
+        metavar="CTRL,DATA,RESPONSE",
+        help="Delays: sending a batch, its data per request, the answer. Default: none.",
+    ),
+    json_option,
+)
