@@ -102,7 +102,8 @@ class Device:
             self._free = ended = back = begun + into_ms + execution_ms + out_ms
             times = {"execution_ms": ended - begun, "queue_ms": begun - now_ms}
         self.executions.append((begun, ended))
-        answer = {"id": header["id"], "gpulet": self.gpulet_id, "members": [(header["n"], [])], "emulated": True, **times}
+        answer = {"id": header["id"], "gpulet": self.gpulet_id, "members": [(header["n"], [])], "emulated": True}
+        answer |= times
         asyncio.get_running_loop().call_at(back / 1000.0, self._leave)
         asyncio.get_running_loop().call_at((back + WIRE_MS) / 1000.0, self._answered, answer)
 
