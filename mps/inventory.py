@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -17,28 +16,20 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Protocol
 
 from tenuto.errors import EnvironmentFaultError
+from tenuto.profiles.gpu_types import gpu_type_of
 
 __all__ = [
     "GpuDevice",
     "GpuProcesses",
     "Nvml",
+    "first_visible_uuid",
     "load_nvml",
-    "read_devices",
     "read_inventory",
     "read_sm_counts",
-    "type_of",
     "without_mps",
 ]
 
 _COMPUTE_MODES = {0: "default", 1: "exclusive-thread", 2: "prohibited", 3: "exclusive-process"}
-
-# Longest first where one name begins another. The names of `tenuto.profiles.gpu_types`.
-_TYPES = (
-    (r"\bH200\b", "h200"), (r"\bH100\b", "h100"), (r"\bA100\b", "a100"), (r"\bA10G\b", "a10g"), (r"\bV100S?\b", "v100"),
-    (r"\bP100\b", "p100"), (r"\bP4\b", "p4"), (r"\bL4\b", "l4"), (r"\bT4\b", "t4"), (r"\bGTX 1080 Ti\b", "1080ti"),
-    (r"\bRTX 2080 Ti\b", "2080ti"), (r"\bRTX 3080(?! Ti)\b", "3080"), (r"\bGTX TITAN X\b", "titanx"),
-)  # fmt: skip
-
 
 class Nvml(Protocol):
     """The part of the module `pynvml` that is used; the tests give a fake one."""
@@ -92,18 +83,6 @@ class GpuDevice:
         return data
 
 
-def type_of(name: str) -> str:
-    """Return our name of a GPU type from the product's, such as v100 from `Tesla V100-SXM2-16GB`, and a100-3g.20gb
-    from `NVIDIA A100-SXM4-40GB MIG 3g.20gb`."""
-    mig = re.fullmatch(r"(.*\S)\s+MIG\s+((?:\d+c\.)?\d+g\.\d+gb(?:\+\S+)?)", name.strip(), re.IGNORECASE)
-    if mig is not None:
-        return f"{type_of(mig[1])}-{mig[2].lower()}"
-    for pattern, kind in _TYPES:
-        if re.search(pattern, name, re.IGNORECASE):
-            return kind
-    return re.sub(r"[^a-z0-9]+", "-", re.sub(r"(?i)nvidia|geforce|tesla", "", name).lower()).strip("-") or "unknown"
-
-
 def without_mps(environment: Mapping[str, str]) -> dict[str, str]:
     """Return an environment without what chooses GPUs or a CUDA MPS daemon, a share or a cap for its process."""
     return {
@@ -121,6 +100,26 @@ def load_nvml() -> Nvml:
         raise EnvironmentFaultError("nvidia-ml-py is not installed. Run: pip install 'tenuto[serve]'") from error
     module: Nvml = pynvml
     return module
+
+
+def first_visible_uuid(environment: Mapping[str, str] | None = None, nvml: Nvml | None = None) -> str:
+    """Return the UUID of the first GPU that CUDA_VISIBLE_DEVICES leaves visible, without starting CUDA.
+
+    Ordinals are taken in PCI order, NVML's; with several GPUs of different kinds CUDA counts otherwise unless
+    CUDA_DEVICE_ORDER=PCI_BUS_ID, so that naming the UUID is safer.
+
+    Raises:
+        EnvironmentFaultError: nvidia-ml-py or the driver is missing, or there is no such GPU.
+    """
+    visible = (os.environ if environment is None else environment).get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]
+    if visible.startswith(("GPU-", "MIG-")):
+        return visible
+    nvml = nvml or load_nvml()
+    with _running(nvml):
+        try:
+            return _text(nvml.nvmlDeviceGetUUID(nvml.nvmlDeviceGetHandleByIndex(int(visible))))
+        except (nvml.NVMLError, ValueError) as error:
+            raise EnvironmentFaultError(f"NVML finds no GPU '{visible}': {error}. Check `nvidia-smi`.") from error
 
 
 def read_sm_counts(timeout_s: float = 60.0) -> dict[str, int]:
@@ -167,9 +166,6 @@ def read_inventory(
             return tuple(device for handle, gpu in whole for device in (_mig_devices(nvml, handle, gpu) or (gpu,)))
         except nvml.NVMLError as error:
             raise EnvironmentFaultError(f"NVML does not answer: {error}. Run nvidia-smi.") from error
-
-
-read_devices = read_inventory
 
 
 class GpuProcesses:
@@ -220,7 +216,7 @@ def _device(nvml: Nvml, handle: Any, driver: str, sm_counts: Mapping[str, int]) 
         raise EnvironmentFaultError(f"CUDA does not show {name} ({uuid}), which NVML does. Check nvidia-smi -L.")
     mode = nvml.nvmlDeviceGetComputeMode(handle)
     return GpuDevice(
-        uuid=uuid, name=name, type=type_of(name), memory_mib=int(memory.total) >> 20,
+        uuid=uuid, name=name, type=gpu_type_of(name), memory_mib=int(memory.total) >> 20,
         free_memory_mib=int(memory.free) >> 20, compute_capability=(int(major), int(minor)),
         sm_count=int(sm_counts.get(uuid, 0)), driver=driver, is_mig=is_mig,
         compute_mode=_COMPUTE_MODES.get(mode, f"unknown ({mode})"),
@@ -244,7 +240,7 @@ def _mig_devices(nvml: Nvml, handle: Any, gpu: GpuDevice) -> tuple[GpuDevice, ..
             name = f"{name} MIG {slices}g.{gib}gb"
         found.append(
             replace(
-                gpu, uuid=_text(nvml.nvmlDeviceGetUUID(part)), name=name, type=type_of(name),
+                gpu, uuid=_text(nvml.nvmlDeviceGetUUID(part)), name=name, type=gpu_type_of(name),
                 memory_mib=int(memory.total) >> 20, free_memory_mib=int(memory.free) >> 20,
                 sm_count=int(attributes.multiprocessorCount), is_mig=False, parent_uuid=gpu.uuid,
             )

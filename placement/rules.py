@@ -14,7 +14,7 @@ from tenuto.placement.program import Gpulet, program_name
 from tenuto.placement.workload import ModelSpec
 from tenuto.profiles import LatencyTable
 from tenuto.profiles.networks.catalogue import lookup
-from tenuto.profiles.networks.run_options import run_option_problems, unmergeable_options
+from tenuto.profiles.networks.model_options import run_option_problems, unmergeable_options
 
 __all__ = ["option_problems", "plan_problems", "why_apart", "why_unmergeable"]
 

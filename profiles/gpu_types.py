@@ -6,10 +6,11 @@ Prices are on-demand US list prices of large clouds per GPU and hour, rounded; o
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass
 
-__all__ = ["GPU_TYPES", "GpuType", "memory_mib_of"]
+__all__ = ["GPU_TYPES", "GpuType", "gpu_type_of", "memory_mib_of", "sms_of_share"]
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,13 @@ GPU_TYPES: dict[str, GpuType] = {
     )
 }
 
+# What the driver calls them; first match wins.
+_PRODUCTS = (
+    (r"\bH200\b", "h200"), (r"\bH100\b", "h100"), (r"\bA100\b", "a100"), (r"\bA10G\b", "a10g"), (r"\bV100S?\b", "v100"),
+    (r"\bP100\b", "p100"), (r"\bP4\b", "p4"), (r"\bL4\b", "l4"), (r"\bT4\b", "t4"), (r"\bGTX 1080 Ti\b", "1080ti"),
+    (r"\bRTX 2080 Ti\b", "2080ti"), (r"\bRTX 3080(?! Ti)\b", "3080"), (r"\bGTX TITAN X\b", "titanx"),
+)  # fmt: skip
+
 # NVIDIA names a MIG device after its memory in GB, of which the split takes up to a twentieth: 1g.5gb has 4864 MiB.
 _MIG_MIB_PER_GB = 1024 * 0.95
 
@@ -60,3 +68,21 @@ def memory_mib_of(name: str) -> float | None:
     if mig is None or mig[1] not in GPU_TYPES or mig[1] == "cpu":
         return None
     return int(mig[2]) * _MIG_MIB_PER_GB
+
+
+def gpu_type_of(name: str) -> str:
+    """Return our name of a GPU type by the driver's: `v100` of `Tesla V100-SXM2-16GB`, `a100-3g.20gb` of `NVIDIA
+    A100-SXM4-40GB MIG 3g.20gb`; of a product that is not known here its name in small letters with dashes."""
+    mig = re.fullmatch(r"(.*\S)\s+MIG\s+((?:\d+c\.)?\d+g\.\d+gb(?:\+\S+)?)", name.strip(), re.IGNORECASE)
+    if mig is not None:
+        return f"{gpu_type_of(mig[1])}-{mig[2].lower()}"
+    for pattern, kind in _PRODUCTS:
+        if re.search(pattern, name, re.IGNORECASE):
+            return kind
+    return re.sub(r"[^a-z0-9]+", "-", re.sub(r"(?i)nvidia|geforce|tesla", "", name).lower()).strip("-") or "unknown"
+
+
+def sms_of_share(sm_count: int, share_pct: float) -> int:
+    """Return the most multiprocessors that a share of a GPU may give: rounded down, as CUDA MPS does, but never below
+    the two of a texture processing cluster, which are handed out together."""
+    return min(sm_count, max(2, math.floor(sm_count * share_pct / 100.0 + 1e-9)))

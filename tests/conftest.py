@@ -55,7 +55,7 @@ def _group(item: pytest.Item) -> str:
 @pytest.fixture(scope="session")
 def worker_server() -> Iterator[Callable[[str], list[str]]]:
     """Fork the profiler's workers from one process instead of importing torch in each; see `forked_workers`."""
-    from tests.profiles.forked_workers import forked_workers
+    from tests.instruments.forked_workers import forked_workers
 
     with forked_workers() as arguments:
         yield arguments

@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[1]
 FOUNDATION = ("documents", "errors", "options", "outcome")
 ALLOWED = {
     "profiles": set(),
-    "mps": set(),
+    "mps": {"profiles"},
     "placement": {"profiles"},
     "batching": {"profiles", "placement"},
     "deployments": {"profiles", "mps", "placement", "batching"},

@@ -19,7 +19,7 @@ from typing import Any
 from tenuto.errors import EnvironmentFaultError
 from tenuto.mps.control import ControlError
 from tenuto.mps.daemon import PrivateDaemon
-from tenuto.mps.inventory import GpuDevice, read_devices
+from tenuto.mps.inventory import GpuDevice, read_inventory
 from tenuto.mps.others import OtherProcess, read_others
 from tenuto.mps.share import Attachment, Report, client_environment, verify_attachment
 from tenuto.mps.sm_count import VisibleDevice, context_memory_mib, visible_devices
@@ -44,7 +44,7 @@ class SharedGpu:
         spec: Mapping[str, Any],
         *,
         daemon: PrivateDaemon | None = None,
-        devices: Callable[[], tuple[GpuDevice, ...]] = read_devices,
+        devices: Callable[[], tuple[GpuDevice, ...]] = read_inventory,
         visible: Callable[[], tuple[VisibleDevice, ...]] = visible_devices,
         environment: Mapping[str, str] | None = None,
         pid: int | None = None,

@@ -12,9 +12,9 @@ from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Any, Generic, Protocol, TypeVar
 
-from tenuto.deployments.gpulet.executors.base import Arrays, Blocks
 from tenuto.deployments.gpulet.executors.streamed import DEPTH, StreamingExecutor
-from tenuto.profiles.networks.streamed import BatchTimes
+from tenuto.profiles.networks.inputs import Arrays, Blocks
+from tenuto.profiles.networks.runner import BatchTimes
 
 __all__ = ["StreamedWork"]
 

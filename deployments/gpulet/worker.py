@@ -14,13 +14,14 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from tenuto.deployments.gpulet.executors.base import Arrays, Blocks, Executor
+from tenuto.deployments.gpulet.executors.base import Executor
 from tenuto.deployments.gpulet.executors.streamed import StreamingExecutor
 from tenuto.deployments.gpulet.resident_programs import ResidentPrograms
 from tenuto.deployments.gpulet.streamed_work import StreamedWork
 from tenuto.deployments.wire.joint_batches import cut_inputs, pack_outputs
 from tenuto.deployments.wire.transport import FrameProtocol
-from tenuto.profiles.networks.streamed import BatchTimes
+from tenuto.profiles.networks.inputs import Arrays, Blocks
+from tenuto.profiles.networks.runner import BatchTimes
 
 __all__ = ["ArrivedBatch", "WorkerThread"]
 
@@ -210,7 +211,7 @@ class WorkerThread:
     def _streamed(self, batch: ArrivedBatch, outputs: Arrays, times: BatchTimes, queue_ms: float) -> None:
         """Answer a streamed batch. Its copies are part of its way, as they keep no other batch from executing."""
         described, buffers = pack_outputs(outputs, batch.size)
-        copies = {"copy_in_ms": times.copy_in_ms, "copy_out_ms": times.copy_out_ms}
+        copies = {"copy_in_ms": times.staging_ms + times.copy_in_ms, "copy_out_ms": times.copy_out_ms}
         answer = {"members": [(batch.size, described)], **copies}
         self._send(batch, (self._ran(batch, times.begun_at_s, times.execution_ms, queue_ms, answer), buffers))
 

@@ -11,7 +11,7 @@ from tenuto.deployments.operator.check import Check
 from tenuto.errors import EnvironmentFaultError
 from tenuto.mps.control import BINARY
 from tenuto.mps.folders import DEFAULT_ROOT, MOST_PATH_BYTES, find_leftovers, mps_root, pipe_directory
-from tenuto.mps.inventory import GpuDevice, read_devices
+from tenuto.mps.inventory import GpuDevice, read_inventory
 from tenuto.mps.others import OtherProcess, others_on
 from tenuto.mps.processes import Processes
 
@@ -22,7 +22,7 @@ _LEAST_FREE_MIB = 1024  # a CUDA context and one small model
 
 
 def check_gpus(
-    read: Callable[[], tuple[GpuDevice, ...]] = read_devices,
+    read: Callable[[], tuple[GpuDevice, ...]] = read_inventory,
     others: Callable[[str], tuple[OtherProcess, ...] | None] = others_on,
 ) -> list[Check]:
     """Check the driver and, on every GPU and MIG device, what CUDA MPS needs: Volta or newer, free memory, nobody else.

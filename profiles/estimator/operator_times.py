@@ -19,6 +19,7 @@ from tenuto.errors import InvalidInputError
 from tenuto.profiles.estimator.trace import Operator, operator_recorder
 from tenuto.profiles.measuring.kernels.by_operator import RANGE_NAME, load_operator_occupancies
 from tenuto.profiles.measuring.kernels.recording import write_trace
+from tenuto.profiles.networks.inputs import random_inputs
 
 __all__ = ["OperatorFile", "TimedOperator", "TimedRun", "time_operators"]
 
@@ -193,7 +194,6 @@ def time_operators(
     """
     import torch
 
-    from tenuto.profiles.measuring.worker import random_inputs
     from tenuto.profiles.networks.models import build
 
     loaded = build(source, seed=seed, options=dict(options or {}))

@@ -11,6 +11,7 @@ from tenuto.profiles.estimator.estimator import CREQ_METRIC, Sample
 from tenuto.profiles.estimator.trace import Trace, trace_model
 from tenuto.profiles.estimator.zoo import SYMPHONY_NETWORKS
 from tenuto.profiles.networks.catalogue import CATALOGUE, is_factory
+from tenuto.profiles.networks.model_options import ModelOptions
 from tenuto.profiles.profile import ModelProfile, Profile
 
 __all__ = ["TraceAtBatch", "collect_samples", "conditions", "is_same_network", "source_of", "tracer"]
@@ -62,8 +63,7 @@ def tracer(source: str, options: Mapping[str, Any]) -> TraceAtBatch:
 
     Batches of two and four: at one, networks may skip copies that every other size needs.
     """
-    kept = {key: value for key, value in options.items() if key not in ("dtype", "channels_last", "pad_batches")}
-    low, high = trace_model(source, (2, 4), kept)
+    low, high = trace_model(source, (2, 4), ModelOptions.parse(options, f"options of {source}").build)
     return lambda batch_size: low.at_batch(high, batch_size)
 
 

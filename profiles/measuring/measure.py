@@ -7,29 +7,33 @@ running out of memory ends nothing else.
 
 from __future__ import annotations
 
-import contextlib
-import json
 import os
-import re
-import subprocess
-import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
-from typing import IO, Any
+from typing import Any, Protocol
 
-from tenuto.errors import EnvironmentFaultError, InvalidInputError, MissingProfileError, Problem
-from tenuto.profiles.gpu_types import GPU_TYPES
-from tenuto.profiles.measuring.timing import fit_line
+from pydantic import TypeAdapter
+
+from tenuto.errors import EnvironmentFaultError, InvalidInputError, Problem
+from tenuto.profiles.gpu_types import sms_of_share
+from tenuto.profiles.measuring.events import Built, Doubt, Event, Machine, PointMeasured, Stopped
+from tenuto.profiles.measuring.processes import LostWorkerError, WorkerProcess
+from tenuto.profiles.measuring.timing import fit_points
 from tenuto.profiles.networks.catalogue import is_factory, lookup
-from tenuto.profiles.networks.cpu_share import calm_openmp
-from tenuto.profiles.profile import Fit, Measured, ModelProfile, Profile, ProfilePoint
+from tenuto.profiles.profile import Measured, ModelProfile, Profile, ProfilePoint
 
-__all__ = ["STOPPED", "MeasureRequest", "Measurement", "assemble", "gpu_type_of", "measure_model", "row_name"]
-
-ShareEnvironment = Callable[[float], Mapping[str, str]]
+__all__ = [
+    "STOPPED",
+    "MeasureRequest",
+    "Measurement",
+    "Shares",
+    "assemble",
+    "check_share",
+    "measure_model",
+    "row_name",
+]
 
 _WORKER = ["-m", "tenuto.profiles.measuring.worker"]
 
@@ -87,16 +91,27 @@ class MeasureRequest:
             raise InvalidInputError(problems)
 
 
+REQUESTS: TypeAdapter[MeasureRequest] = TypeAdapter(MeasureRequest)
+
+
 @dataclass(frozen=True)
 class Measurement:
-    """One measured model with the machine it was measured on."""
+    """One measured model, by the name of its profile row, with the machine it was measured on."""
 
     name: str
     profile: ModelProfile
-    gpu_type: str
-    hardware: str
-    memory_mib: float
-    versions: Mapping[str, str]
+    machine: Machine
+
+
+class Shares(Protocol):
+    """What gives processes shares of a GPU."""
+
+    @property
+    def sm_count(self) -> int:
+        """Multiprocessors of the whole GPU."""
+
+    def environment(self, share_pct: float) -> Mapping[str, str]:
+        """Return what a process must find in its environment when it starts."""
 
 
 def row_name(source: str) -> str:
@@ -108,34 +123,18 @@ def row_name(source: str) -> str:
     return lookup(source).name
 
 
-def gpu_type_of(device_name: str) -> str:
-    """Return Tenuto's name of a GPU by the driver's: `a100` of `NVIDIA A100-SXM4-40GB`, `a100-3g.20gb` of its MIG
-    device `… MIG 3g.20gb`; others in small letters."""
-    device_name, _, mig = device_name.partition(" MIG ")
-    if mig:
-        return f"{gpu_type_of(device_name)}-{mig.strip().lower()}"
-    words = re.sub(r"nvidia|geforce|tesla|rtx|gtx|-", " ", device_name.lower())
-    parts = words.split()
-    joined = "".join(parts)
-    for known in sorted(GPU_TYPES, key=len, reverse=True):
-        if known != "cpu" and (known in parts or joined == known):
-            return known
-    return joined or "gpu"
-
-
 def measure_model(
     request: MeasureRequest, *, on_point: Callable[[ProfilePoint], None] = lambda _point: None,
-    share_environment: ShareEnvironment | None = None, before: ModelProfile | None = None,
-    on_machine: Callable[[Mapping[str, Any]], None] = lambda _machine: None,
-    clock_s: Callable[[], float] = time.monotonic,
-) -> Measurement:
+    shares: Shares | None = None, before: ModelProfile | None = None,
+    on_machine: Callable[[Machine], None] = lambda _machine: None, clock_s: Callable[[], float] = time.monotonic,
+) -> Measurement:  # fmt: skip
     """Measure one model in fresh processes; blocks.
 
     Args:
         request: what to measure.
         on_point: called after each point.
-        share_environment: the environment that gives a process a share of a CUDA device (CUDA MPS); without it only
-            the whole device can be measured there. On a CPU a share is a number of threads and needs none.
+        shares: what gives a process a share of a CUDA device (CUDA MPS); without it only the whole device can be
+            measured there. On a CPU a share is a number of threads and needs none.
         before: what a stopped run measured of this model on this device: its points are kept, the rest is measured.
         on_machine: called with the device before anything is measured on it; may raise to refuse it.
         clock_s: monotonic clock for the request's time limit.
@@ -148,92 +147,78 @@ def measure_model(
     points: list[ProfilePoint] = list(before.points) if before else []
     doubts: list[str] = [doubt for doubt in before.doubts if doubt != STOPPED] if before else []
     known = tuple((p.batch_size, p.share_pct, p.latency_ms) for p in points)
-    request = replace(request, known=known)
-    machine: dict[str, Any] = {}
+    machine: Machine | None = None
     weights_mib = before.weights_mib if before else None
-    for event in _all_events(request, share_environment, clock_s):
-        if event["event"] == "machine":
-            machine = event
-            on_machine(event)
-        elif event["event"] == "built":
-            weights_mib = event["weights_mib"]
-        elif event["event"] == "point":
-            point = ProfilePoint.model_validate(event["point"])
-            points.append(point)
-            on_point(point)
-        elif event["event"] == "doubt" and event["text"] not in doubts:
-            doubts.append(event["text"])
-        elif event["event"] == "stopped" and STOPPED not in doubts:
-            doubts.append(STOPPED)
-    if not points:
+    for event in _all_events(replace(request, known=known), shares, clock_s):
+        match event:
+            case Machine():
+                machine = event
+                on_machine(event)
+            case Built():
+                weights_mib = event.weights_mib
+            case PointMeasured():
+                points.append(event.point)
+                on_point(event.point)
+            case Doubt() if event.text not in doubts:
+                doubts.append(event.text)
+            case Stopped() if STOPPED not in doubts:
+                doubts.append(STOPPED)
+    if not points or machine is None:
         raise EnvironmentFaultError(
             f"'{request.source}' could not be measured at any batch size: {'; '.join(doubts) or 'no reason given'}. "
             "Free memory, or measure smaller batches."
         )
     points.sort(key=lambda point: (-point.share_pct, point.batch_size))
-    whole = [(p.batch_size, p.latency_ms) for p in points if p.share_pct == 100.0]
-    line = fit_line(whole)
-    fit = None
-    if line is not None:
-        alpha, beta, r_squared, error = line
-        fit = Fit(
-            alpha_ms=round(alpha, 5), beta_ms=round(beta, 5), max_error_pct=round(error, 2),
-            r_squared=None if r_squared is None else round(r_squared, 5),
-        )
     profile = ModelProfile(
-        points=tuple(points), fit=fit, doubts=tuple(doubts), network=request.source, options=dict(request.options),
-        weights_mib=None if weights_mib is None else round(weights_mib, 2),
-    )
-    return Measurement(
-        row_name(request.source), profile, machine["gpu_type"], machine["hardware"], machine["memory_mib"],
-        machine["versions"],
-    )
+        points=tuple(points), fit=fit_points(points), doubts=tuple(doubts), network=request.source,
+        options=dict(request.options), weights_mib=None if weights_mib is None else round(weights_mib, 2),
+    )  # fmt: skip
+    return Measurement(row_name(request.source), profile, machine)
 
 
-def _all_events(
-    request: MeasureRequest, share_environment: ShareEnvironment | None, clock_s: Callable[[], float]
-) -> Iterator[dict[str, Any]]:
+def _all_events(request: MeasureRequest, shares: Shares | None, clock_s: Callable[[], float]) -> Iterator[Event]:
     """Run one process after the other until none is left or the time is up.
 
     A process stops by itself between two points: killing one with work on a GPU may harm other CUDA MPS clients.
     """
     began = clock_s()
-    for part, environment in _parts(request, share_environment):
+    for part in _parts(request, shares):
         if request.time_limit_s is not None:
             left_s = request.time_limit_s - (clock_s() - began)
             if left_s <= 0:
-                yield {"event": "stopped"}
+                yield Stopped()
                 return
             part = replace(part, time_limit_s=left_s)
-        for event in _events(part, environment):
-            if event["event"] == "machine" and event["device"] == "cuda" and environment:
-                _check_share(part.shares[0], event)
+        for event in _events(part, shares):
+            if isinstance(event, Machine) and event.device == "cuda" and shares is not None:
+                check_share(part.shares[0], event.sm_count, shares)
             yield event
 
 
-def _check_share(share_pct: float, machine: Mapping[str, Any]) -> None:
-    """Refuse a process that sees more SMs than its share: it is not attached to CUDA MPS, which is no error in CUDA."""
-    kind, seen = GPU_TYPES.get(str(machine["gpu_type"])), machine.get("sm_count")
-    if kind is None or kind.sm_count is None or seen is None:
+def check_share(share_pct: float, sm_count: int | None, shares: Shares) -> None:
+    """Refuse a process that sees more SMs than its share: it is not attached to CUDA MPS, which is no error in CUDA.
+
+    Raises:
+        EnvironmentFaultError: the share is not enforced.
+    """
+    if sm_count is None or sm_count <= sms_of_share(shares.sm_count, share_pct):
         return
-    if seen > max(2, kind.sm_count * share_pct / 100.0):
-        raise EnvironmentFaultError(
-            f"a process with a share of {share_pct:g} % sees {seen} of {kind.sm_count} SMs: the share is not enforced. "
-            "Check that the CUDA MPS daemon runs and that CUDA_MPS_PIPE_DIRECTORY is its own (see `tenuto doctor`)."
-        )
+    raise EnvironmentFaultError(
+        f"a process with a share of {share_pct:g} % sees {sm_count} of {shares.sm_count} SMs: the share is not "
+        "enforced. Check that the CUDA MPS daemon runs and that CUDA_MPS_PIPE_DIRECTORY is its own (see `tenuto "
+        "doctor`)."
+    )
 
 
-def _parts(
-    request: MeasureRequest, share_environment: ShareEnvironment | None
-) -> Iterator[tuple[MeasureRequest, Mapping[str, str]]]:
+def _parts(request: MeasureRequest, shares: Shares | None) -> Iterator[MeasureRequest]:
     """Cut a request into processes: one for all shares of a CPU, one per share of a GPU."""
     if request.device == "cpu" or all(share == 100.0 for share in request.shares):
-        yield request, {}
+        yield request
         return
     if _device_of(request) == "cpu":
-        yield replace(request, device="cpu"), {}
+        yield replace(request, device="cpu")
         return
-    if share_environment is None:
+    if shares is None:
         raise EnvironmentFaultError(
             "a share of a CUDA device needs CUDA MPS, which is not running here. Start it (see `tenuto doctor`), or "
             "measure the whole device with --shares 100."
@@ -243,76 +228,30 @@ def _parts(
         if all((batch, share) in have for batch in request.batch_sizes):
             continue
         budget_s = request.budget_s / len(request.shares)
-        yield replace(request, device="cuda", shares=(share,), budget_s=budget_s), share_environment(share)
+        yield replace(request, device="cuda", shares=(share,), budget_s=budget_s)
 
 
 def _device_of(request: MeasureRequest) -> str:
     """Ask a process what `auto` means: initialising CUDA here would pin a context in the parent."""
     if request.device != "auto":
         return request.device
-    return next(str(e["device"]) for e in _events(replace(request, batch_sizes=()), {}) if e["event"] == "machine")
+    return next(e.device for e in _events(replace(request, batch_sizes=()), None) if isinstance(e, Machine))
 
 
-def _events(request: MeasureRequest, environment: Mapping[str, str]) -> Iterator[dict[str, Any]]:
-    """Run one worker process and yield what it reports, line by line."""
-    variables = {**os.environ, **environment}
-    calm_openmp(variables)
-    with tempfile.TemporaryFile("w+") as stderr:
-        process = subprocess.Popen(
-            [sys.executable, *_WORKER], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-            stderr=stderr, text=True, env=variables,
-        )
-        try:
-            yield from _read(process, request)
-            code = process.wait()
-        finally:
-            if process.poll() is None:
-                process.terminate()
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    process.wait(5.0)
-                process.kill()
-            process.wait()
-            for pipe in (process.stdin, process.stdout):
-                if pipe is not None:
-                    with contextlib.suppress(OSError):
-                        pipe.close()
-        if code == -9:
-            text = "the process was killed, as the kernel does when memory runs out; larger batches are missing"
-            yield {"event": "doubt", "text": text}
-        elif code != 0:
-            raise EnvironmentFaultError(
-                f"measuring '{request.source}' ended with code {code}: {_last_line(stderr)}. "
-                "Set TENUTO_DEBUG=1 for all it printed."
-            )
-
-
-def _read(process: subprocess.Popen[str], request: MeasureRequest) -> Iterator[dict[str, Any]]:
-    if process.stdin is None or process.stdout is None:
-        raise EnvironmentFaultError("the profiler's process has no pipes. Start it again.")
-    with contextlib.suppress(BrokenPipeError):
-        process.stdin.write(json.dumps(asdict(request)))
-        process.stdin.close()
-    for line in process.stdout:
-        event: dict[str, Any] = json.loads(line)
-        if event["event"] == "error":
-            raise _KINDS[event["kind"]](event["text"])
-        yield event
-
-
-_KINDS: dict[str, type[Exception]] = {
-    "InvalidInputError": InvalidInputError,
-    "MissingProfileError": MissingProfileError,
-    "EnvironmentFaultError": EnvironmentFaultError,
-}
-
-
-def _last_line(stderr: IO[str]) -> str:
-    stderr.seek(0)
-    text = stderr.read()
-    if os.environ.get("TENUTO_DEBUG"):
-        sys.stderr.write(text)
-    lines = text.strip().splitlines()
-    return lines[-1] if lines else "no message"
+def _events(request: MeasureRequest, shares: Shares | None) -> Iterator[Event]:
+    """Run one worker process and yield what it reports."""
+    environment = {} if shares is None or request.device == "cpu" else shares.environment(request.shares[0])
+    worker = WorkerProcess(_WORKER, environment, request.source)
+    try:
+        worker.tell(REQUESTS.dump_json(request).decode())
+        while (event := worker.next_event()) is not None:
+            yield event
+    except LostWorkerError as lost:
+        if lost.code != -9:
+            raise
+        yield Doubt("the process was killed, as the kernel does when memory runs out; larger batches are missing")
+    finally:
+        worker.end()
 
 
 def assemble(measurements: Sequence[Measurement], *, name: str, command: str | None = None) -> Profile:
@@ -323,20 +262,20 @@ def assemble(measurements: Sequence[Measurement], *, name: str, command: str | N
     """
     if not measurements:
         raise InvalidInputError("nothing was measured. Give at least one model.")
-    first = measurements[0]
+    machine = measurements[0].machine
     models: dict[str, ModelProfile] = {}
     for one in measurements:
-        if one.gpu_type != first.gpu_type or one.name in models:
+        if one.machine.gpu_type != machine.gpu_type or one.name in models:
             raise InvalidInputError(
                 Problem("models", one.name, "measured twice, or on another device than the others",
                         "Write one profile file per device, each model once.")
             )
         models[one.name] = one.profile
-    versions = {key: value for one in measurements for key, value in one.versions.items()}
+    versions = {key: value for one in measurements for key, value in one.machine.versions.items()}
     return Profile(
-        name=name, gpu_type=first.gpu_type,
+        name=name, gpu_type=machine.gpu_type,
         source="measured by `tenuto profile`; latency is from numpy to numpy, copies included",
-        measured=Measured(hardware=first.hardware, date=datetime.now(UTC).date().isoformat(), versions=versions,
+        measured=Measured(hardware=machine.hardware, date=datetime.now(UTC).date().isoformat(), versions=versions,
                           command=command),
-        memory_mib=round(first.memory_mib, 1), models=models,
+        memory_mib=round(machine.memory_mib, 1), models=models,
     )  # fmt: skip

@@ -5,6 +5,7 @@ Both ways run in turns, from numpy to numpy, as they are served. Imports torch.
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,16 +13,23 @@ from typing import Any
 
 import torch
 
+from tenuto.profiles.measuring.book import ProfileBook
+from tenuto.profiles.measuring.measure import Measurement
 from tenuto.profiles.measuring.memory import MemoryMeter
-from tenuto.profiles.measuring.timing import Timing, fit_line
+from tenuto.profiles.measuring.timing import Timing, fit_points
+from tenuto.profiles.measuring.worker import describe_machine
 from tenuto.profiles.networks.catalogue import LoadedModel
 from tenuto.profiles.networks.cpu_share import cpu_threads
-from tenuto.profiles.networks.merging.merge import example_inputs
-from tenuto.profiles.networks.merging.runner import MergedRunner, even_split
-from tenuto.profiles.networks.torch_runner import Arrays, RunOptions, TorchRunner
-from tenuto.profiles.profile import Fit, ModelProfile, ProfilePoint
+from tenuto.profiles.networks.inputs import Blocks, as_blocks, random_inputs
+from tenuto.profiles.networks.merging.merge import MergedModels
+from tenuto.profiles.networks.merging.network import MergedNetwork, even_split
+from tenuto.profiles.networks.merging.report import MergeReport
+from tenuto.profiles.networks.model_options import RunOptions
+from tenuto.profiles.networks.programs import lone_program
+from tenuto.profiles.networks.runner import ProgramRunner
+from tenuto.profiles.profile import ModelProfile, ProfilePoint
 
-__all__ = ["JointTimes", "measure_joint", "measure_memory", "profiles_of"]
+__all__ = ["JointTimes", "measure_into", "measure_joint", "measure_memory", "profiles_of"]
 
 
 @dataclass(frozen=True)
@@ -46,6 +54,41 @@ class JointTimes:
         }  # fmt: skip
 
 
+def measure_into(
+    book: ProfileBook, merged: list[MergedModels], report: MergeReport, models: dict[str, LoadedModel], *,
+    sources: Mapping[str, str], options: Mapping[str, Any], batch_sizes: Sequence[int], shares: Sequence[float],
+    repetitions: int, meter: MemoryMeter, say: Callable[[str], None],
+) -> list[list[JointTimes]]:  # fmt: skip
+    """Measure every cluster, write its rows and those of its models, and return the times of each by split.
+
+    `merged` and `models` are emptied: the memory of a merged program can be told only once the originals are gone,
+    and only where there is one program.
+    """
+    machine = describe_machine("cpu")
+    signatures = {name: loaded.signature for name, loaded in models.items()}
+    networks = [
+        MergedNetwork(found, cluster, signatures) for found, cluster in zip(merged, report.clusters, strict=True)
+    ]
+    measured = [
+        measure_joint(network, models, batch_sizes, shares=shares, repetitions=repetitions, report=say)
+        for network in networks
+    ]
+    merged.clear()
+    models.clear()
+    gc.collect()
+    for network, times in zip(networks, measured, strict=True):
+        memory_mib: dict[int, float] = {}
+        if len(networks) == 1:
+            say("the merged program's memory")
+            network.settle(torch.device("cpu"))
+            gc.collect()
+            memory_mib = measure_memory(network, batch_sizes, meter)
+        book.machine(machine)
+        for name, profile in profiles_of(network, times, memory_mib, sources, options).items():
+            book.finish(Measurement(name, profile, machine))
+    return measured
+
+
 def splits_of(names: Sequence[str], size: int) -> list[dict[str, int]]:
     """Return the splits of a joint batch that are measured: as even as it can be, and each member alone."""
     found: list[dict[str, int]] = []
@@ -56,7 +99,7 @@ def splits_of(names: Sequence[str], size: int) -> list[dict[str, int]]:
 
 
 def measure_joint(
-    runner: MergedRunner,
+    merged: MergedNetwork,
     models: Mapping[str, LoadedModel],
     batch_sizes: Sequence[int],
     *,
@@ -70,7 +113,7 @@ def measure_joint(
     All of them run in turns, round after round, so that a slow phase of a shared machine falls on all alike.
 
     Args:
-        runner: the merged program, before it let go of the originals.
+        merged: before it let go of the originals.
         models: the originals.
         batch_sizes: joint batches.
         shares: percentages of the CPU's cores, as threads.
@@ -78,17 +121,18 @@ def measure_joint(
         clock_s: monotonic clock.
         report: told what has been done.
     """
-    apart = {name: TorchRunner(models[name], "cpu", RunOptions()) for name in runner.names}
+    names, together = tuple(merged.signatures), ProgramRunner(merged)
+    apart = {name: lone_program(name, models[name], RunOptions()) for name in names}
     found = []
     threads = torch.get_num_threads()
     try:
         for share in shares:
             torch.set_num_threads(cpu_threads(share))
-            splits = [split for size in batch_sizes for split in splits_of(runner.names, size)]
+            splits = [split for size in batch_sizes for split in splits_of(names, size)]
             samples: list[tuple[list[float], list[float]]] = [([], []) for _ in splits]
             for repetition in range(repetitions + 1):
                 for split, (together_ms, apart_ms) in zip(splits, samples, strict=True):
-                    both = _both_ways_ms(runner, apart, split, clock_s)
+                    both = _both_ways_ms(together, apart, split, clock_s)
                     if repetition:  # the first is the warm-up
                         together_ms.append(both[0])
                         apart_ms.append(both[1])
@@ -103,53 +147,49 @@ def measure_joint(
 
 
 def _both_ways_ms(
-    runner: MergedRunner, apart: Mapping[str, TorchRunner], split: Mapping[str, int], clock_s: Callable[[], float]
-) -> tuple[float, float]:
-    inputs = _inputs(runner, split)
+    together: ProgramRunner, apart: Mapping[str, ProgramRunner], split: Mapping[str, int],
+    clock_s: Callable[[], float],
+) -> tuple[float, float]:  # fmt: skip
+    inputs = _inputs(together, split)
     begun = clock_s()
-    runner.run(inputs, split)
+    together.run(inputs, split)
     middle = clock_s()
     for name, rows in split.items():
-        apart[name].run(inputs[name], rows)
+        apart[name].run({name: inputs[name]}, {name: rows})
     return (middle - begun) * 1000.0, (clock_s() - middle) * 1000.0
 
 
-def _inputs(runner: MergedRunner, split: Mapping[str, int]) -> dict[str, Arrays]:
-    found = {}
-    for name, rows in split.items():
-        signature = runner.signatures[name]
-        tensors = example_inputs(signature, rows)
-        found[name] = {spec.name: tensor.numpy() for spec, tensor in zip(signature.inputs, tensors, strict=True)}
-    return found
+def _inputs(runner: ProgramRunner, split: Mapping[str, int]) -> dict[str, Blocks]:
+    return {name: as_blocks(random_inputs(runner.signatures[name], rows)) for name, rows in split.items()}
 
 
-def measure_memory(runner: MergedRunner, batch_sizes: Sequence[int], meter: MemoryMeter) -> dict[int, float]:
+def measure_memory(merged: MergedNetwork, batch_sizes: Sequence[int], meter: MemoryMeter) -> dict[int, float]:
     """Return the peak memory of the merged program by joint batch, in MiB; empty where it cannot be told.
 
-    The runner must have let go of the originals, and the caller too; `meter` was made before they were built. On a CPU
+    It must have let go of the originals, and the caller too; `meter` was made before they were built. On a CPU
     memory that other work of this process has freed hides growth, so at least the weights are counted.
     """
-    found = {}
+    found, runner = {}, ProgramRunner(merged)
     for size in batch_sizes:
-        split = even_split(runner.names, size)
+        split = even_split(tuple(merged.signatures), size)
         meter.reset()
         runner.run(_inputs(runner, split), split)
         peak_mib = meter.peak_mib()
         if peak_mib is not None:
-            found[size] = round(max(peak_mib, runner.report.memory_after_mib), 3)
+            found[size] = round(max(peak_mib, merged.report.memory_after_mib), 3)
     return found
 
 
 def profiles_of(
-    runner: MergedRunner,
+    merged: MergedNetwork,
     times: Sequence[JointTimes],
     memory_mib: Mapping[int, float],
     sources: Mapping[str, str],
     options: Mapping[str, Any],
 ) -> dict[str, ModelProfile]:
     """Return the profile rows: of the group by the worst split of each joint batch, and of its members alone."""
-    rows = {"+".join(sorted(runner.names)): _profile(_worst(times), memory_mib, runner.report.memory_after_mib)}
-    for name in runner.names:
+    rows = {"+".join(sorted(merged.signatures)): _profile(_worst(times), memory_mib, merged.report.memory_after_mib)}
+    for name in merged.signatures:
         alone = [(one.share_pct, one.batch_size, one.apart) for one in times if set(one.split) == {name}]
         profile = _profile(alone, {}, None)
         rows[name] = profile.model_copy(update={"network": sources[name], "options": dict(options)})
@@ -178,12 +218,5 @@ def _profile(
         )
         for share, size, timing in sorted(timings, key=lambda item: (-item[0], item[1]))
     )
-    line = fit_line([(point.batch_size, point.latency_ms) for point in points if point.share_pct == 100.0])
-    fit = None
-    if line is not None:
-        alpha, beta, r_squared, error = line
-        fit = Fit(
-            alpha_ms=round(alpha, 5), beta_ms=round(beta, 5), max_error_pct=round(error, 2),
-            r_squared=None if r_squared is None else round(r_squared, 5),
-        )  # fmt: skip
-    return ModelProfile(points=points, fit=fit, weights_mib=None if weights_mib is None else round(weights_mib, 2))
+    weights = None if weights_mib is None else round(weights_mib, 2)
+    return ModelProfile(points=points, fit=fit_points(points), weights_mib=weights)

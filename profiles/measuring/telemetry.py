@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import statistics
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from tenuto.errors import EnvironmentFaultError
 
-__all__ = ["NvmlTelemetry", "Reading", "Telemetry", "first_visible_uuid", "watch"]
+__all__ = ["NvmlTelemetry", "Reading", "Telemetry", "watch"]
 
 
 @dataclass(frozen=True)
@@ -121,27 +120,3 @@ def watch(
         name: round(statistics.median(getattr(reading, name) for reading in later), 2)
         for name in ("power_w", "sm_clock_mhz", "temperature_c")
     }
-
-
-def first_visible_uuid(environment: Mapping[str, str] | None = None) -> str:
-    """Return the UUID of the first GPU that CUDA_VISIBLE_DEVICES leaves visible, without starting CUDA.
-
-    Ordinals are taken in PCI order, NVML's; with several GPUs of different kinds CUDA counts otherwise unless
-    CUDA_DEVICE_ORDER=PCI_BUS_ID, so that naming the UUID is safer.
-
-    Raises:
-        EnvironmentFaultError: nvidia-ml-py or the driver is missing, or there is no such GPU.
-    """
-    visible = (os.environ if environment is None else environment).get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]
-    if visible.startswith(("GPU-", "MIG-")):
-        return visible
-    try:
-        import pynvml
-    except ImportError as error:
-        raise EnvironmentFaultError("power and clocks need nvidia-ml-py. Run: pip install nvidia-ml-py") from error
-    try:
-        pynvml.nvmlInit()
-        uuid = pynvml.nvmlDeviceGetUUID(pynvml.nvmlDeviceGetHandleByIndex(int(visible)))
-    except (pynvml.NVMLError, ValueError) as error:
-        raise EnvironmentFaultError(f"NVML finds no GPU '{visible}': {error}. Check `nvidia-smi`.") from error
-    return uuid.decode() if isinstance(uuid, bytes) else str(uuid)

@@ -7,7 +7,9 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-__all__ = ["Timing", "fit_line", "measure_repeatedly", "measure_until_stable", "quantile"]
+from tenuto.profiles.profile import Fit, ProfilePoint
+
+__all__ = ["Timing", "fit_line", "fit_points", "measure_repeatedly", "measure_until_stable", "quantile"]
 
 
 @dataclass(frozen=True)
@@ -145,3 +147,15 @@ def fit_line(points: Sequence[tuple[int, float]]) -> tuple[float, float, float |
     total = sum((lat - mean_l) ** 2 for _, lat in points)
     r_squared = 1.0 - sum(e * e for e in errors) / total if total > 0 else None
     return alpha, beta, r_squared, max(abs(e) / lat * 100.0 for e, (_, lat) in zip(errors, points, strict=True))
+
+
+def fit_points(points: Sequence[ProfilePoint]) -> Fit | None:
+    """Return the line through the points of the whole device, rounded for a file; None where there is none."""
+    line = fit_line([(point.batch_size, point.latency_ms) for point in points if point.share_pct == 100.0])
+    if line is None:
+        return None
+    alpha, beta, r_squared, error = line
+    return Fit(
+        alpha_ms=round(alpha, 5), beta_ms=round(beta, 5), max_error_pct=round(error, 2),
+        r_squared=None if r_squared is None else round(r_squared, 5),
+    )  # fmt: skip

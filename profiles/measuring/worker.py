@@ -7,58 +7,65 @@ hand.
 from __future__ import annotations
 
 import importlib.metadata
-import json
 import os
 import platform
+import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
-import numpy as np
-
-from tenuto.errors import InvalidInputError, TenutoError
+from tenuto.errors import TenutoError
+from tenuto.profiles.gpu_types import gpu_type_of
+from tenuto.profiles.measuring.events import Built, Doubt, Event, Machine, PointMeasured, Stopped
 from tenuto.profiles.measuring.kernels.chrome_trace import KernelTrace
 from tenuto.profiles.measuring.kernels.metrics import kernel_metrics
 from tenuto.profiles.measuring.kernels.recording import record_kernels
-from tenuto.profiles.measuring.measure import MeasureRequest, gpu_type_of
+from tenuto.profiles.measuring.measure import REQUESTS, MeasureRequest
 from tenuto.profiles.measuring.memory import CudaMemory, MemoryMeter, ResidentMemory
+from tenuto.profiles.measuring.processes import serve_parent
 from tenuto.profiles.measuring.sampling import next_batch
 from tenuto.profiles.measuring.telemetry import NvmlTelemetry, Telemetry, watch
-from tenuto.profiles.measuring.timing import measure_repeatedly, quantile
-from tenuto.profiles.networks.catalogue import LoadedModel, ModelSignature, is_factory, lookup
+from tenuto.profiles.measuring.timing import measure_repeatedly
+from tenuto.profiles.networks.catalogue import LoadedModel, is_factory, lookup
 from tenuto.profiles.networks.cpu_share import cpu_cores, cpu_threads
-from tenuto.profiles.networks.torch_runner import Arrays, RunOptions, TorchRunner, pick_device, split_options
+from tenuto.profiles.networks.device import cuda_streams, pick_device
+from tenuto.profiles.networks.inputs import as_blocks, random_inputs
+from tenuto.profiles.networks.model_options import ModelOptions, RunOptions
+from tenuto.profiles.networks.programs import lone_program
+from tenuto.profiles.networks.runner import BatchTimes, ProgramRunner
 from tenuto.profiles.profile import ProfilePoint
 
-__all__ = ["describe_machine", "main", "measure_points", "random_inputs"]
+__all__ = ["DEVICE_TIMES", "BatchOfOne", "describe_machine", "main", "measure_points"]
 
-Report = Callable[[Mapping[str, Any]], None]
+Report = Callable[[Event], None]
 Record = Callable[[Callable[[], object]], KernelTrace]
+
+# What a profile calls the times of a batch on the device, and what the runner does.
+DEVICE_TIMES = {"h2d_ms": "copy_in_ms", "kernels_ms": "execution_ms", "d2h_ms": "copy_out_ms"}
 
 _NOISY_PCT = 10.0  # a median less certain than this is recorded with a doubt
 _REPEAT_PCT = 3.0  # repeated medians that differ by more are flagged
 _WATCH_S = 1.0  # for power and clocks: the driver's power is a moving average of up to a second
 
 
-def random_inputs(signature: ModelSignature, size: int, seed: int = 0) -> Arrays:
-    """Return a batch of seeded noise: identifiers from the whole vocabulary, every position attended."""
-    generator = np.random.default_rng(seed)
-    inputs: Arrays = {}
-    for tensor in signature.inputs:
-        shape = (size, *tensor.shape)
-        if tensor.name == "attention_mask":
-            inputs[tensor.name] = np.ones(shape, dtype=np.dtype(tensor.dtype))
-        elif np.issubdtype(np.dtype(tensor.dtype), np.floating):
-            inputs[tensor.name] = generator.standard_normal(shape, dtype=np.float32).astype(np.dtype(tensor.dtype))
-        else:
-            inputs[tensor.name] = generator.integers(0, tensor.below or 2, shape).astype(np.dtype(tensor.dtype))
-    return inputs
+class BatchOfOne:
+    """The one batch that is repeated: random rows of a program of one model. Calling it runs it once."""
+
+    def __init__(self, runner: ProgramRunner, rows: int, seed: int) -> None:
+        """Draw the inputs."""
+        ((name, signature),) = runner.signatures.items()
+        self._runner = runner
+        self._inputs = {name: as_blocks(random_inputs(signature, rows, seed))}
+        self._rows = {name: rows}
+
+    def __call__(self) -> BatchTimes:
+        """Run the batch from numpy to numpy; return where its time went."""
+        return self._runner.run_timed(self._inputs, self._rows)[1]
 
 
 def measure_points(
-    loaded: LoadedModel, request: MeasureRequest, *, device: str, run_options: RunOptions, memory: MemoryMeter,
+    loaded: LoadedModel, request: MeasureRequest, *, device: str, options: RunOptions, memory: MemoryMeter,
     report: Report, clock_s: Callable[[], float] = time.perf_counter, began_s: float | None = None,
     telemetry: Telemetry | None = None, record: Record | None = None,
 ) -> None:
@@ -71,7 +78,7 @@ def measure_points(
         loaded: the model.
         request: what to measure.
         device: `cpu` or `cuda`.
-        run_options: how the model is run.
+        options: how the model is run.
         memory: the meter of this device.
         report: takes the events.
         clock_s: monotonic clock.
@@ -82,8 +89,8 @@ def measure_points(
     import torch
 
     began_s = clock_s() if began_s is None else began_s
-    runner = TorchRunner(loaded, device, run_options, batch_sizes=request.batch_sizes)
-    report({"event": "built", "weights_mib": runner.weights_mib})
+    runner = lone_program(request.source, loaded, options, request.batch_sizes, cuda_streams(device))
+    report(Built(runner.network.weights_mib))
     budget_s = request.budget_s / max(1, request.left())
     instruments = _Instruments(memory, clock_s, telemetry, record, report)
     unequal: list[str] = []
@@ -94,27 +101,27 @@ def measure_points(
         known = {batch: ms for batch, at, ms in request.known if at == share}
         while (size := next_batch(wanted, known, request.tolerance_pct)) is not None:
             if request.time_limit_s is not None and clock_s() - began_s >= request.time_limit_s:
-                report({"event": "stopped"})
+                report(Stopped())
                 return
             try:
                 point = _measure_point(runner, size, share, budget_s, request.seed, instruments)
             except (torch.OutOfMemoryError, MemoryError) as error:
                 reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-                report({"event": "doubt", "text": f"batch {size} and above at {share:g} %: out of memory ({reason})"})
+                report(Doubt(f"batch {size} and above at {share:g} %: out of memory ({reason})"))
                 wanted = {batch for batch in wanted if batch < size}
                 continue
             known[size] = point.latency_ms
-            report({"event": "point", "point": point.model_dump(mode="json", exclude_none=True)})
+            report(PointMeasured(point))
             if point.metrics["uncertainty_pct"] > _NOISY_PCT:
-                report({"event": "doubt", "text": _noisy(point)})
+                report(Doubt(_noisy(point)))
             elif point.metrics["repeat_pct"] > _REPEAT_PCT:
                 unequal.append(f"batch {size} at {share:g} % ({point.metrics['repeat_pct']:.1f} %)")
         if left_out := sorted(wanted - set(known)):
             text = f"batches {', '.join(map(str, left_out))} at {share:g} %: not measured, as the others predict them "
-            report({"event": "doubt", "text": text + f"within {request.tolerance_pct:g} %"})
+            report(Doubt(text + f"within {request.tolerance_pct:g} %"))
     if unequal:
         text = f"repeated medians differ by more than {_REPEAT_PCT:g} %: {', '.join(unequal)}"
-        report({"event": "doubt", "text": text})
+        report(Doubt(text))
 
 
 @dataclass(frozen=True)
@@ -134,14 +141,14 @@ class _Instruments:
             if self.telemetry is not None:
                 found |= watch(self.telemetry, run, self.clock_s, seconds=min(_WATCH_S, budget_s))
         except TenutoError as error:
-            self.report({"event": "doubt", "text": f"no power and clocks: {error}"})
+            self.report(Doubt(f"no power and clocks: {error}"))
         try:
             if self.record is not None:
                 trace = self.record(run)
                 found |= kernel_metrics(trace.kernels, trace.device)
                 found |= {f"{way}_bytes": float(size) for way, size in trace.copied_bytes.items()}
         except TenutoError as error:
-            self.report({"event": "doubt", "text": f"no kernel metrics: {error}"})
+            self.report(Doubt(f"no kernel metrics: {error}"))
         return found
 
 
@@ -153,14 +160,10 @@ def _noisy(point: ProfilePoint) -> str:
 
 
 def _measure_point(
-    runner: TorchRunner, size: int, share_pct: float, budget_s: float, seed: int, instruments: _Instruments
+    runner: ProgramRunner, size: int, share_pct: float, budget_s: float, seed: int, instruments: _Instruments
 ) -> ProfilePoint:
-    inputs = random_inputs(runner.signature, size, seed)
+    run = BatchOfOne(runner, size, seed)
     memory, clock_s = instruments.memory, instruments.clock_s
-
-    def run() -> object:
-        return runner.run(inputs, size)
-
     memory.reset()
     # Warm-up: at least once (allocations, kernel choice), then up to four more while that costs a tenth of the budget.
     began = clock_s()
@@ -175,10 +178,7 @@ def _measure_point(
         "repeat_pct": round(repeat_pct, 2), "fastest_ms": round(timing.fastest_ms, 4),
     }
     if runner.on_cuda:
-        metrics["sm_count"] = float(_sm_count())
-    splits = [runner.split_times_ms(inputs, size) for _ in range(10)] if runner.on_cuda else []
-    for key in splits[0] if splits else ():
-        metrics[key] = round(quantile(sorted(split[key] for split in splits), 0.5), 4)
+        metrics |= {"sm_count": float(_sm_count()), **_device_times([run() for _ in range(10)])}
     metrics |= instruments.readings(run, budget_s)
     return ProfilePoint(
         batch_size=size, share_pct=share_pct, latency_ms=round(timing.median_ms, 4),
@@ -187,14 +187,22 @@ def _measure_point(
     )
 
 
+def _device_times(batches: Sequence[BatchTimes]) -> dict[str, float]:
+    """Return the medians of what CUDA events say of batches."""
+    return {
+        name: round(statistics.median(getattr(times, key) for times in batches), 4)
+        for name, key in DEVICE_TIMES.items()
+    }
+
+
 def _sm_count() -> int:
     import torch
 
     return int(torch.cuda.get_device_properties(0).multi_processor_count)
 
 
-def describe_machine(device: str) -> dict[str, Any]:
-    """Return `device`, `gpu_type`, `hardware`, `memory_mib`, `versions` and on CUDA `sm_count` of what is measured."""
+def describe_machine(device: str) -> Machine:
+    """Return what is measured on; on CUDA the first visible device."""
     import torch
 
     versions = {"python": platform.python_version(), "torch": torch.__version__}
@@ -204,16 +212,13 @@ def describe_machine(device: str) -> dict[str, Any]:
         except importlib.metadata.PackageNotFoundError:
             continue
     if device == "cuda":
-        name = torch.cuda.get_device_name(0)
-        properties = torch.cuda.get_device_properties(0)
+        name, properties = torch.cuda.get_device_name(0), torch.cuda.get_device_properties(0)
         versions["cuda"] = str(torch.version.cuda)
-        hardware = name  # the SM count is the share's under CUDA MPS, so it does not name the device
-        return {"device": device, "gpu_type": gpu_type_of(name), "hardware": hardware, "versions": versions,
-                "memory_mib": properties.total_memory / 2**20, "sm_count": properties.multi_processor_count}
-    pages, page_size = os.sysconf("SC_PHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
-    hardware = f"{_processor()}, {cpu_cores()} cores"
-    return {"device": device, "gpu_type": "cpu", "hardware": hardware, "versions": versions,
-            "memory_mib": pages * page_size / 2**20}
+        # The SM count is the share's under CUDA MPS, so it does not name the device.
+        return Machine(device, gpu_type_of(name), name, properties.total_memory / 2**20, versions,
+                       properties.multi_processor_count)  # fmt: skip
+    memory_mib = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**20
+    return Machine(device, "cpu", f"{_processor()}, {cpu_cores()} cores", memory_mib, versions)
 
 
 def _processor() -> str:
@@ -249,22 +254,7 @@ def _import_libraries(source: str) -> None:
 
 def main(clock_s: Callable[[], float] = time.perf_counter) -> None:
     """Measure one request; faults are reported as events, so that the parent can raise them again."""
-    with os.fdopen(os.dup(1), "w", buffering=1) as reports:
-        os.dup2(2, 1)  # whatever a model prints goes to stderr
-
-        def report(event: Mapping[str, Any]) -> None:
-            reports.write(json.dumps(event) + "\n")
-
-        data = json.load(sys.stdin)
-        data |= {key: tuple(data[key]) for key in ("batch_sizes", "shares")}
-        request = MeasureRequest(**{**data, "known": tuple((b, share, ms) for b, share, ms in data["known"])})
-        try:
-            _measure(request, report, clock_s)
-        except TenutoError as error:
-            kind = "InvalidInputError" if isinstance(error, InvalidInputError) else "EnvironmentFaultError"
-            report({"event": "error", "kind": kind, "text": str(error)})
-        except KeyboardInterrupt:
-            sys.exit(130)
+    serve_parent(lambda report: _measure(REQUESTS.validate_json(sys.stdin.readline()), report, clock_s))
 
 
 def _measure(request: MeasureRequest, report: Report, clock_s: Callable[[], float]) -> None:
@@ -272,18 +262,18 @@ def _measure(request: MeasureRequest, report: Report, clock_s: Callable[[], floa
 
     began_s = clock_s()
     device = pick_device(request.device)
-    report({"event": "machine", **describe_machine(device)})
+    report(describe_machine(device))
     if not request.batch_sizes:
         return
-    run_options, build_options = split_options(request.options, f"options of {request.source}")
+    options = ModelOptions.parse(request.options, f"options of {request.source}")
     _import_libraries(request.source)
     memory: MemoryMeter = CudaMemory() if device == "cuda" else ResidentMemory()
-    loaded = build(request.source, weights_path=request.weights_path, seed=request.seed, options=build_options)
+    loaded = build(request.source, weights_path=request.weights_path, seed=request.seed, options=options.build)
     telemetry = _telemetry(report) if device == "cuda" else None
     measure_points(
-        loaded, request, device=device, run_options=run_options, memory=memory, report=report, clock_s=clock_s,
+        loaded, request, device=device, options=options.run, memory=memory, report=report, clock_s=clock_s,
         began_s=began_s, telemetry=telemetry, record=record_kernels if device == "cuda" else None,
-    )
+    )  # fmt: skip
 
 
 def _telemetry(report: Report) -> Telemetry | None:
@@ -293,7 +283,7 @@ def _telemetry(report: Report) -> Telemetry | None:
     try:
         return NvmlTelemetry(str(torch.cuda.get_device_properties(0).uuid))
     except TenutoError as error:
-        report({"event": "doubt", "text": f"no power and clocks: {error}"})
+        report(Doubt(f"no power and clocks: {error}"))
         return None
 
 

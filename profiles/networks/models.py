@@ -12,9 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pydantic import Field
-
-from tenuto.documents import StrictModel, parse_document
+from tenuto.documents import parse_document
 from tenuto.errors import EnvironmentFaultError, InvalidInputError, Problem
 from tenuto.profiles.networks.catalogue import (
     LABEL_COUNT,
@@ -27,27 +25,12 @@ from tenuto.profiles.networks.catalogue import (
     text_signature,
     with_sizes,
 )
+from tenuto.profiles.networks.model_options import BuildOptions
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["BuildOptions", "build"]
-
-
-class BuildOptions(StrictModel):
-    """How a catalogue model departs from its entry; the `options` of a model in the workload.
-
-    `config` overrides arguments of the network itself (`{"width_mult": 0.25}`, `{"num_hidden_layers": 2}`): smaller
-    networks for tests, other sizes of the same family. `tokenizer` is a local `tokenizer.json`.
-    """
-
-    seed: int = 0
-    config: dict[str, Any] = Field(default_factory=dict)
-    image_size: int | None = Field(default=None, ge=1)
-    sequence_length: int | None = Field(default=None, ge=1)
-    num_labels: int | None = Field(default=None, ge=1)
-    labels: tuple[str, ...] = ()
-    tokenizer: str | None = None
+__all__ = ["build"]
 
 
 def build(

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 import yaml
 from rich.markup import escape
 from rich.table import Table
 
-from tenuto.cli.by_kernels import estimate_by_kernels
 from tenuto.cli.common import emit_json, profiles_from, progress_console, stdout_console
 from tenuto.errors import InvalidInputError, Problem
 from tenuto.options import split_pairs
+
+if TYPE_CHECKING:
+    from tenuto.profiles.estimator.by_kernels import ByKernels
 
 __all__ = ["command"]
 
@@ -47,6 +49,7 @@ def command(
 
     Example: tenuto estimate resnet50 --gpu v100 --batch-sizes 4,8,16
     """
+    from tenuto.profiles.estimator.by_kernels import estimate_by_kernels
     from tenuto.profiles.estimator.estimator import GkEstimator, leave_one_model_out
     from tenuto.profiles.estimator.training import collect_samples, conditions, is_same_network, tracer
     from tenuto.profiles.measuring.measure import row_name
@@ -89,8 +92,7 @@ def command(
         return
     _print(row, gpu_type, estimates, measured, estimator.models, took_ms, report)
     if by_kernel:
-        for line in by_kernel.lines(_USHER_ACCURACY_PCT):
-            stdout_console().print(line)
+        _print_by_kernels(by_kernel)
     if output:
         progress_console().print(f"wrote {escape(output)}")
 
@@ -171,3 +173,17 @@ def _print(
         console.print(f"  memory {report.memory_pct:.1f} % ({report.memory_baseline_pct:.1f} %)")
     if report.creq_points is not None:
         console.print(f"  Creq {report.creq_points:.1f} points ({report.creq_baseline_points:.1f} points)")
+
+
+def _print_by_kernels(made: ByKernels) -> None:
+    console = stdout_console()
+    times = ", ".join(f"batch {batch}: {ms:.2f} ms" for batch, ms in made.latency_ms.items())
+    console.print(f"From single kernels of {len(made.models)} other models, {made.estimate_ms:.1f} ms each: {times}")
+    if made.creq_pct:
+        console.print("  Creq " + ", ".join(f"batch {batch}: {pct:.0f} %" for batch, pct in made.creq_pct.items()))
+    if (r := made.report) is not None:
+        console.print(
+            f"  on models left out ({r.models} models, {r.kernels} kernels): time {r.time_pct:.1f} %, plain roofline "
+            f"{r.roofline_pct:.1f} %; single kernels {r.kernel_median_pct:.0f} % (median); USHER claims "
+            f"{_USHER_ACCURACY_PCT} % accuracy"
+        )

@@ -15,10 +15,9 @@ from rich.markup import escape
 from rich.table import Table
 
 from tenuto.cli.common import emit_json, progress_console, stdout_console
-from tenuto.cli.merge_profile import joint_table, measure_into
-from tenuto.cli.profile_book import ProfileBook
 from tenuto.errors import InvalidInputError, Problem, raise_if_any
 from tenuto.options import split_pairs
+from tenuto.profiles.measuring.book import ProfileBook
 from tenuto.profiles.measuring.memory import ResidentMemory
 from tenuto.profiles.networks.cpu_share import calm_openmp
 
@@ -113,12 +112,15 @@ def command(
         del found
     if book is not None and merged:
         loaded.clear()
+        from tenuto.profiles.measuring.merged_programs import measure_into
+
         joint = measure_into(
             book, merged, report, models_by_name, sources=sources, options=parsed, batch_sizes=sizes,
-            shares=percentages, repetitions=repetitions, meter=meter, console=console,
+            shares=percentages, repetitions=repetitions, meter=meter,
+            say=lambda text: console.print(f"tenuto: measuring {text}", markup=False),
         )  # fmt: skip
         for cluster, times in zip(data["clusters"], joint, strict=True):
-            cluster["joint"] = times
+            cluster["joint"] = [one.to_data() for one in times]
         console.print(f"wrote {book.path}", markup=False)
     if as_json:
         emit_json(data)
@@ -173,9 +175,13 @@ def _time(found: MergedModels, loaded: dict[str, Any], size: int, repetitions: i
     """Return the median times of the models one after the other and of the merged program, in ms, run in turns."""
     import torch
 
-    from tenuto.profiles.networks.merging.merge import example_inputs
+    from tenuto.profiles.networks.inputs import random_inputs
 
-    batches = {name: example_inputs(loaded[name][1], size) for name in found.names}
+    batches = {}
+    for name in found.names:
+        signature = loaded[name][1]
+        arrays = random_inputs(signature, size)
+        batches[name] = [torch.from_numpy(arrays[spec.name]) for spec in signature.inputs]
     apart, together = [], []
     with torch.inference_mode():
         for repetition in range(repetitions + 1):
@@ -212,6 +218,21 @@ def _print(data: dict[str, Any]) -> None:
             markup=False,
         )
         if "joint" in cluster:
-            console.print(joint_table(cluster["joint"]))
+            console.print(_joint_table(cluster["joint"]))
     for name, reason in data["unmerged"].items():
         console.print(f"{name} stays as it is: {reason}", markup=False)
+
+
+def _joint_table(joint: list[dict[str, Any]]) -> Table:
+    """Return the times of a cluster's joint batches as a table."""
+    table = Table(box=None, header_style="bold")
+    for heading in ("joint batch", "share", "split", "apart ms", "together ms", "change"):
+        table.add_column(heading, justify="left" if heading == "split" else "right")
+    for row in joint:
+        split = ", ".join(f"{count} {name}" for name, count in row["split"].items())
+        change = 100.0 * (row["together_ms"] / row["apart_ms"] - 1.0)
+        table.add_row(
+            str(row["batch_size"]), f"{row['share_pct']:g} %", split, f"{row['apart_ms']:.1f}",
+            f"{row['together_ms']:.1f}", f"{change:+.0f} %",
+        )  # fmt: skip
+    return table

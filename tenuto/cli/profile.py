@@ -16,12 +16,14 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from tenuto.cli.common import emit_json, progress_console, stdout_console
-from tenuto.cli.profile_book import ProfileBook
-from tenuto.cli.profile_coruns import KINDS, measure_co_runs
-from tenuto.cli.share_environment import shares_of
 from tenuto.errors import InvalidInputError, Problem, TenutoError
+from tenuto.mps.inventory import first_visible_uuid
+from tenuto.mps.shares import shares_of
 from tenuto.options import split_pairs
-from tenuto.profiles.measuring.measure import STOPPED, MeasureRequest, ShareEnvironment, measure_model, row_name
+from tenuto.profiles.measuring.book import ProfileBook
+from tenuto.profiles.measuring.corun_series import KINDS, measure_co_runs
+from tenuto.profiles.measuring.measure import STOPPED, MeasureRequest, Shares, measure_model, row_name
+from tenuto.profiles.measuring.telemetry import NvmlTelemetry, Telemetry
 from tenuto.profiles.profile import ModelProfile, Profile, ProfilePoint
 
 __all__ = ["command"]
@@ -93,19 +95,22 @@ def command(
     else:
         until = None if time_limit_s is None else time.monotonic() + time_limit_s
         shared = bool(kinds) or any(share < 100 for share in requests[0].shares)
-        with shares_of(device, needed=shared) as environment:
-            finished, fault = _measure(requests, book, until, environment)
+        with shares_of(device, needed=shared) as given:
+            finished, fault = _measure(requests, book, until, given)
             if fault is None and kinds and (until is None or time.monotonic() < until):
-                fault = measure_co_runs(requests, book, kinds, co_run_s, until, environment)
+                fault = measure_co_runs(
+                    requests, book, kinds, seconds=co_run_s, until=until, shares=given, telemetry=_telemetry(book),
+                    say=lambda text: console.print(escape(text)),
+                )
     if book.profile is None:
         raise fault or KeyboardInterrupt
     if operator_file is not None and fault is None and not importing:
-        from tenuto.cli.by_kernels import write_operator_times
+        from tenuto.profiles.estimator.by_kernels import write_operator_times
 
         write_operator_times(Path(operator_file), requests, book.profile)
         console.print(f"wrote {escape(operator_file)}")
     if fit:
-        from tenuto.cli.coefficients import fit_coefficients
+        from tenuto.placement.interference.from_profile import fit_coefficients
 
         fitted = fit_coefficients(book.profile)
         book.replace(fitted.profile)
@@ -200,7 +205,7 @@ def _numbers(option: str, text: str, kind: Any, problems: list[Problem]) -> list
 
 
 def _measure(
-    requests: list[MeasureRequest], book: ProfileBook, until: float | None, environment: ShareEnvironment | None
+    requests: list[MeasureRequest], book: ProfileBook, until: float | None, shares: Shares | None
 ) -> tuple[int, BaseException | None]:
     """Measure one model after the other; on Ctrl-C or a fault return how many are finished, and the reason."""
     before = {row_name(request.source): book.before(row_name(request.source), request) for request in requests}
@@ -236,7 +241,7 @@ def _measure(
             try:
                 measurement = measure_model(
                     replace(request, time_limit_s=remaining_s), on_point=on_point, on_machine=book.machine,
-                    before=before[name], share_environment=environment,
+                    before=before[name], shares=shares,
                 )
             except (KeyboardInterrupt, TenutoError) as fault:
                 return finished, fault
@@ -245,6 +250,17 @@ def _measure(
             done += left[name]
             progress.update(task, completed=done)
     return finished, None
+
+
+def _telemetry(book: ProfileBook) -> Telemetry | None:
+    """Return NVML of the first GPU this process may use; its absence only leaves power and clocks out."""
+    if book.profile is None or book.profile.gpu_type == "cpu":
+        return None
+    try:
+        return NvmlTelemetry(first_visible_uuid())
+    except TenutoError as error:
+        progress_console().print(f"no power and clocks: {escape(str(error))}")
+        return None
 
 
 def _print(profile: Profile) -> None:

@@ -110,9 +110,9 @@ def _steps(quick: bool) -> dict[str, list[str]]:
 
 
 def _device(uuid: str | None) -> GpuDevice:
-    from tenuto.mps.inventory import read_devices
+    from tenuto.mps.inventory import read_inventory
 
-    devices = read_devices()
+    devices = read_inventory()
     found = next((device for device in devices if uuid in (None, device.uuid)), None)
     if found is None:
         known = ", ".join(device.uuid for device in devices) or "none"

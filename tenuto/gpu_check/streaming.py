@@ -19,14 +19,13 @@ from typing import Any
 
 import numpy as np
 
-from tenuto.deployments.gpulet.executors.base import Arrays, Blocks
 from tenuto.deployments.gpulet.executors.streamed import make_streaming
 from tenuto.deployments.gpulet.executors.torch_executor import TorchExecutor
 from tenuto.deployments.gpulet.streamed_work import StreamedWork
 from tenuto.deployments.serve.user_config import MemberEntry, ProgramEntry
 from tenuto.errors import TenutoError
-from tenuto.profiles.measuring.worker import random_inputs
-from tenuto.profiles.networks.streamed import BatchTimes
+from tenuto.profiles.networks.inputs import Arrays, Blocks, random_inputs
+from tenuto.profiles.networks.runner import BatchTimes
 
 __all__ = ["VARIANTS", "compare", "main", "reason_of"]
 
@@ -70,7 +69,7 @@ def compare(
         executor.load(ProgramEntry(name="model", batch_size=size, members=(member,)), [size])
         streaming = make_streaming(executor)
         streaming.warm("model")
-        signature = executor.runner("model").signature
+        signature = executor.program("model").signatures["model"]
         inputs = [random_inputs(signature, size, seed) for seed in range(3)]
         blocks = [{name: [array] for name, array in given.items()} for given in inputs]
         rows = {"model": size}

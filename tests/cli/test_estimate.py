@@ -6,7 +6,7 @@ import pytest
 
 from tenuto.cli import main
 from tenuto.profiles import ModelProfile, Profile, ProfilePoint
-from tests.profiles.test_models import SMALL
+from tests.instruments.small_networks import SMALL
 
 
 @pytest.fixture
@@ -74,7 +74,7 @@ def test_wrong_arguments(run: Any, arguments: tuple[str, ...], message: str) -> 
 
 def test_kernels_are_learnt_from_timed_operators(run: Any) -> None:
     from tenuto.profiles.estimator.operator_times import OperatorFile
-    from tests.profiles.test_kernel_training import made_runs
+    from tests.profiles.estimator.test_kernel_training import made_runs
 
     Path("operators.yaml").write_text(OperatorFile(gpu_type="cpu", hardware="h", runs=tuple(made_runs(3))).dump())
     code, out, err = run("bert", *KNOWN, "--batch-sizes", "1,4", "--operator-times", "operators.yaml")

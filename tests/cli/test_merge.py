@@ -14,8 +14,7 @@ from tenuto.errors import InvalidInputError
 from tenuto.placement import Cluster, Workload, load_policy, solve
 from tenuto.profiles import Profile, Profiles
 from tenuto.profiles.networks.catalogue import LoadedModel, ModelSignature, TensorSignature
-
-from ..profiles.test_merging import Attention
+from tests.instruments.mergeable import Attention
 
 
 def run(*arguments: str) -> tuple[int, str]:

@@ -8,6 +8,7 @@ from tenuto.cli import main
 from tenuto.cli import profile as verb
 from tenuto.errors import EnvironmentFaultError
 from tenuto.profiles import Fit, ModelProfile, Profile, ProfilePoint
+from tenuto.profiles.measuring.events import Machine
 from tenuto.profiles.measuring.measure import Measurement, MeasureRequest, row_name
 
 
@@ -20,8 +21,8 @@ def measured(request: MeasureRequest, on_point: Any = None, **_: Any) -> Measure
     for point in points:
         on_point(point)
     fit = Fit(alpha_ms=2, beta_ms=5, r_squared=1, max_error_pct=0)
-    return Measurement(row_name(request.source), ModelProfile(points=points, fit=fit), "cpu", "a processor, 2 cores",
-                       16_000.0, {"torch": "2.13.0"})  # fmt: skip
+    machine = Machine("cpu", "cpu", "a processor, 2 cores", 16_000.0, {"torch": "2.13.0"})
+    return Measurement(row_name(request.source), ModelProfile(points=points, fit=fit), machine)
 
 
 @pytest.fixture
@@ -128,14 +129,14 @@ def test_a_real_model_is_measured_end_to_end(run: Any, monkeypatch: pytest.Monke
     monkeypatch.syspath_prepend(str(Path(__file__).parents[2]))
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
     options = ("--option", "width=16", "--budget-s", "0.1", "--batch-sizes", "1,2", "--device", "cpu", "--json")
-    code, out, err = run("tests.profiles.own_models:scale", *options)
+    code, out, err = run("tests.instruments.own_models:scale", *options)
     assert code == 0, err
     (model,) = json.loads(out)["models"].values()
     assert [point["batch_size"] for point in model["points"]] == [1, 2]
     assert all(point["latency_ms"] > 0 for point in model["points"])
 
 
-OWN = "tests.profiles.own_models:scale"
+OWN = "tests.instruments.own_models:scale"
 
 
 @pytest.fixture
@@ -183,7 +184,7 @@ def test_a_file_of_other_options_or_another_device_is_not_continued(run: Any, mo
     assert "was measured otherwise" in err
 
     def elsewhere(request: MeasureRequest, on_machine: Any, **_: Any) -> Measurement:
-        on_machine({"gpu_type": "h200", "hardware": "NVIDIA H200"})
+        on_machine(Machine("cuda", "h200", "NVIDIA H200", 144_384, {}))
         raise AssertionError("went on")
 
     monkeypatch.setattr(verb, "measure_model", elsewhere)

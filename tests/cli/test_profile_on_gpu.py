@@ -5,17 +5,18 @@ import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from tenuto.cli import main
-from tenuto.cli.profile_book import ProfileBook
 from tenuto.profiles import Profile, ProfilePoint
 from tenuto.profiles.estimator.operator_times import time_operators
-from tests.profiles.virtual_gpu import SMS, UUID, VirtualGpu, fake_nvml
+from tenuto.profiles.measuring.book import ProfileBook
+from tests.instruments.virtual_gpu import SMS, UUID, VirtualGpu, fake_nvml
 
-OWN = "tests.profiles.own_models:scale"
+OWN = "tests.instruments.own_models:scale"
 MEASURING = "tenuto.profiles.measuring"
 Run = Callable[..., tuple[int, str, str]]
 
@@ -33,9 +34,11 @@ def run(
     monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", str(pipes))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", f"GPU-{UUID}")
     monkeypatch.setitem(sys.modules, "pynvml", fake_nvml(lambda: 0))
+    gpu = SimpleNamespace(uuid=f"GPU-{UUID}", sm_count=SMS)
+    monkeypatch.setattr("tenuto.mps.shares.read_inventory", lambda: (gpu,))
     monkeypatch.syspath_prepend(str(Path(__file__).parents[2]))
-    monkeypatch.setattr(f"{MEASURING}.measure._WORKER", worker_server("tests.profiles.virtual_gpu:worker_main"))
-    monkeypatch.setattr(f"{MEASURING}.corun._WORKER", worker_server("tests.profiles.virtual_gpu:corun_main"))
+    monkeypatch.setattr(f"{MEASURING}.measure._WORKER", worker_server("tests.instruments.virtual_gpu:worker_main"))
+    monkeypatch.setattr(f"{MEASURING}.corun._WORKER", worker_server("tests.instruments.virtual_gpu:corun_main"))
 
     def call(*arguments: str, device: str = "cuda") -> tuple[int, str, str]:
         common = ("--option", "width=4096", "--budget-s", "0.05", "--device", device, "-o", "p.yaml")

@@ -3,8 +3,9 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tenuto.deployments.gpulet.executors.base import Arrays, Blocks, Executor
+from tenuto.deployments.gpulet.executors.base import Executor
 from tenuto.deployments.serve.user_config import MemberEntry, ProgramEntry
+from tenuto.profiles.networks.inputs import Arrays, Blocks
 
 
 def lone(name: str, source: str | None = None, options: Mapping[str, Any] | None = None, **entry: Any) -> ProgramEntry:

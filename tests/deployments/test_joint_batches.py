@@ -14,7 +14,6 @@ from tenuto.batching.core.scheduler import Scheduler
 from tenuto.batching.core.system import NetworkDelay
 from tenuto.batching.registry import make_scheduler
 from tenuto.deployments.dispatch.dispatcher import Dispatcher
-from tenuto.deployments.gpulet.executors.base import stacked
 from tenuto.deployments.gpulet.executors.emulated import EmulatedExecutor
 from tenuto.deployments.serve.config import serve_config
 from tenuto.deployments.serve.user_config import MemberEntry, ProgramEntry
@@ -65,7 +64,7 @@ class MergedGpulet(FakeGpulet):
         for model, rows in header.get("members", [(header["model"], header["n"])]):
             inputs, body = cut_inputs(ModelSignature.from_data(SIGNATURES[model]).inputs, body, rows)
             described = []
-            for name, array in compute(model, stacked(inputs)).items():
+            for name, array in compute(model, {key: np.concatenate(blocks) for key, blocks in inputs.items()}).items():
                 described.append((name, "float32", array.shape[1:], array.nbytes // rows))
                 buffers.append(np.ascontiguousarray(array).tobytes())
             parts.append((rows, described))

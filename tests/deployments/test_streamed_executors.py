@@ -15,7 +15,7 @@ from tenuto.deployments.gpulet.executors.streamed import EmulatedStreaming, Torc
 from tenuto.deployments.gpulet.executors.torch_executor import TorchExecutor
 from tenuto.errors import EnvironmentFaultError, InvalidInputError
 from tests.deployments.programs import blocks, load, run
-from tests.profiles.fake_cuda import FakeCuda, late_model
+from tests.instruments.fake_cuda import FakeCuda, late_model
 
 X = {"INPUT0": [np.zeros((4, 1), np.float32)]}
 
@@ -100,7 +100,7 @@ def test_wrong_copy_times_are_named(options: dict[str, Any], message: str) -> No
 
 def test_on_a_cpu_two_batches_are_under_way_and_answer_as_plain_ones() -> None:
     executor = TorchExecutor("cpu", cores=1)
-    load(executor, "m", "tests.profiles.own_models:scale", {"copy_in_ms": 1.0}, batch_sizes=[1, 2])
+    load(executor, "m", "tests.instruments.own_models:scale", {"copy_in_ms": 1.0}, batch_sizes=[1, 2])
     streaming = make_streaming(executor)
     assert isinstance(streaming, TorchStreaming)
     streaming.warm("m")
@@ -138,7 +138,7 @@ def test_on_cuda_one_stream_of_kernels_serves_every_model(monkeypatch: pytest.Mo
     assert streaming.finish(staged.pop())[0]["y"][0, 0] == 5.0
     assert {name for name, what in cuda.executed if what == "kernels"} == {"stream 0"}
     assert len(cuda.streams) == 3
-    gone = weakref.ref(executor.runner("m"))
+    gone = weakref.ref(executor.program("m"))
     staged.clear()
     streaming.forget("m")
     executor.unload("m")

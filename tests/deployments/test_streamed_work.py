@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from tenuto.deployments.gpulet.streamed_work import StreamedWork
-from tenuto.profiles.networks.streamed import BatchTimes
+from tenuto.profiles.networks.runner import BatchTimes
 
 LIMIT_S = 10.0
 
@@ -61,7 +61,7 @@ class Device:
         assert self.permits.acquire(timeout=LIMIT_S)
         self.staged -= 1
         self._note("finish", staged)
-        return {"y": np.array(staged)}, BatchTimes(1.0, 2.0, 3.0, 0.5, 0.0)
+        return {"y": np.array(staged)}, BatchTimes(0.0, 1.0, 2.0, 3.0, 0.5, 0.0)
 
     def discard(self, staged: int) -> None:
         self.staged -= 1

@@ -21,7 +21,7 @@ from tenuto.errors import InvalidInputError
 from tenuto.outcome import Outcome
 from tenuto.placement import Plan
 
-OWN = "tests.profiles.own_models"
+OWN = "tests.instruments.own_models"
 LATENCY = {"alpha_ms": 1.0, "beta_ms": 6.0}
 
 

@@ -8,12 +8,13 @@ import torch
 from tenuto.deployments.gpulet.executors.base import Executor
 from tenuto.deployments.gpulet.executors.torch_executor import TorchExecutor
 from tenuto.errors import EnvironmentFaultError, InvalidInputError
+from tenuto.profiles.networks.inputs import blank_inputs
 from tenuto.profiles.networks.models import build
-from tenuto.profiles.networks.torch_runner import blank_inputs
+from tenuto.profiles.networks.network import LoneModel
 from tests.deployments.programs import load, run
-from tests.profiles.test_models import SMALL
+from tests.instruments.small_networks import SMALL
 
-OWN = "tests.profiles.own_models"
+OWN = "tests.instruments.own_models"
 
 
 @pytest.fixture
@@ -86,7 +87,7 @@ def test_several_models_are_resident_and_one_can_leave(executor: TorchExecutor) 
 
 def test_loading_again_replaces_the_model(executor: TorchExecutor) -> None:
     for factor in (2.0, 3.0):
-        options = {"factor": factor, "latency": None}
+        options = {"factor": factor}
         load(executor, "m", f"{OWN}:scale", options)
         outputs, _ = run(executor, "m", {"x": np.ones((1, 4), np.float32)}, 1)
         assert outputs["y"].tolist() == [[factor] * 4]
@@ -108,7 +109,9 @@ def test_padding_happens_only_when_asked_for_and_changes_no_result(executor: Tor
     expected, _ = run(executor, "mobilenet_v2", plain, 3)
     options = {**SMALL["mobilenet_v2"], "pad_batches": True}
     load(executor, "mobilenet_v2", options=options, batch_sizes=[1, 4])
-    executor.runner("mobilenet_v2").module.register_forward_pre_hook(lambda _m, args: sizes.append(len(args[0])))
+    network = executor.program("mobilenet_v2").network
+    assert isinstance(network, LoneModel)
+    network.module.register_forward_pre_hook(lambda _m, args: sizes.append(len(args[0])))
     padded, _ = run(executor, "mobilenet_v2", plain, 3)
     assert sizes == [4]
     assert padded["logits"].shape == (3, 1000)

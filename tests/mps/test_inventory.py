@@ -6,9 +6,8 @@ from tenuto.cli import main
 from tenuto.deployments.operator.mps_inventory import cluster_of
 from tenuto.errors import EnvironmentFaultError
 from tenuto.mps import inventory
-from tenuto.mps.inventory import GpuProcesses, read_inventory, type_of
+from tenuto.mps.inventory import GpuProcesses, read_inventory
 from tenuto.placement import Cluster
-from tenuto.profiles.gpu_types import GPU_TYPES
 
 from .fake_nvml import A100, V100, FakeGpu, FakeNvml, FakePart
 
@@ -31,21 +30,6 @@ def test_gpus_are_told_by_uuid_whatever_order_cuda_has(as_bytes: bool) -> None:
     )  # fmt: skip
     assert second.driver == "580.95.05"
     assert nvml.open == 0
-
-
-@pytest.mark.parametrize(
-    ("name", "kind"),
-    [("Tesla V100-SXM2-16GB", "v100"), ("NVIDIA H200", "h200"), ("NVIDIA H100 80GB HBM3", "h100"), ("Tesla P4", "p4"),
-     ("NVIDIA A10G", "a10g"), ("NVIDIA GeForce GTX 1080 Ti", "1080ti"), ("NVIDIA L4", "l4"), ("Tesla T4", "t4")],
-)  # fmt: skip
-def test_known_products_have_our_names(name: str, kind: str) -> None:
-    assert type_of(name) == kind
-    assert kind in GPU_TYPES
-
-
-@pytest.mark.parametrize("name", ["NVIDIA L40S", "NVIDIA A10", "NVIDIA GeForce RTX 3080 Ti", "NVIDIA TITAN X (Pascal)"])
-def test_a_neighbouring_product_is_not_taken_for_a_known_one(name: str) -> None:
-    assert type_of(name) not in GPU_TYPES
 
 
 def test_without_a_driver_the_reason_is_told() -> None:

@@ -5,17 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
-import numpy as np
-
 from tenuto.deployments.serve.user_config import ProgramEntry
 from tenuto.profiles.networks.catalogue import ModelSignature
+from tenuto.profiles.networks.inputs import Arrays, Blocks
 
-__all__ = ["Arrays", "Blocks", "Executor", "stacked"]
-
-Arrays = dict[str, "np.ndarray[Any, Any]"]
-# By input: arrays with a leading batch dimension whose rows, one array after the other, are the batch. Requests arrive
-# each in memory of its own, and whoever copies them to the device anyway need not put them together first.
-Blocks = Mapping[str, Sequence["np.ndarray[Any, Any]"]]
+__all__ = ["Executor"]
 
 
 class Executor(Protocol):
@@ -58,8 +52,3 @@ class Executor(Protocol):
 
     def close(self) -> None:
         """Release the device."""
-
-
-def stacked(blocks: Blocks) -> Arrays:
-    """Return each input as one array; a single block is not copied."""
-    return {name: arrays[0] if len(arrays) == 1 else np.concatenate(arrays) for name, arrays in blocks.items()}

@@ -13,10 +13,10 @@ from typing import Any
 
 import numpy as np
 
-from tenuto.deployments.gpulet.executors.base import Arrays, Blocks
 from tenuto.deployments.serve.user_config import MemberEntry, ProgramEntry
 from tenuto.errors import InvalidInputError, Problem
 from tenuto.profiles.networks.catalogue import ModelSignature, TensorSignature, lookup
+from tenuto.profiles.networks.inputs import Arrays, Blocks
 
 __all__ = ["EmulatedExecutor"]
 

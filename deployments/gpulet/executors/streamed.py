@@ -10,12 +10,13 @@ import time
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from tenuto.deployments.gpulet.executors.base import Arrays, Blocks, Executor, stacked
+from tenuto.deployments.gpulet.executors.base import Executor
 from tenuto.deployments.gpulet.executors.emulated import EmulatedExecutor
 from tenuto.deployments.gpulet.executors.torch_executor import TorchExecutor
 from tenuto.errors import EnvironmentFaultError
-from tenuto.profiles.networks.streamed import DEPTH, BatchTimes, StagedBatch, StreamedRunner, Streams
-from tenuto.profiles.networks.torch_runner import blank_inputs
+from tenuto.profiles.networks.inputs import Arrays, Blocks
+from tenuto.profiles.networks.runner import STREAMED_DEPTH as DEPTH
+from tenuto.profiles.networks.runner import BatchTimes, ProgramRunner, StagedBatch, Streams
 
 __all__ = ["DEPTH", "EmulatedStreaming", "StreamingExecutor", "TorchStreaming", "make_streaming"]
 
@@ -66,30 +67,25 @@ def make_streaming(executor: Executor) -> StreamingExecutor:
 
 
 class TorchStreaming:
-    """Streams through one `StreamedRunner` per model; on a CPU only the taking of inputs overlaps."""
+    """Streams through a second `ProgramRunner` per model; on a CPU only the taking of inputs overlaps."""
 
     def __init__(self, executor: TorchExecutor) -> None:
         self._executor = executor
-        self._streams = None if executor.stream is None else Streams(executor.stream)
-        self._runners: dict[str, StreamedRunner] = {}
+        self._streams = None if executor.streams is None else Streams.overlapping(executor.streams.kernels)
+        self._runners: dict[str, ProgramRunner] = {}
 
     def warm(self, name: str) -> None:
-        """Run a blank batch of the largest size through every buffer of the model."""
+        """Make every buffer as large as the model's largest batch."""
         import torch
 
         self._executor.use_threads()
-        runner = self._executor.runner(name)
-        mine = StreamedRunner(runner, self._streams)
-        size = max(runner.warm_sizes, default=1)
-        blank = blank_inputs(runner.signature, size)
+        mine = ProgramRunner(self._executor.program(name).network, self._streams)
         try:
-            staged = [mine.stage(blank, size) for _ in range(DEPTH)]
-            for batch in staged:
-                mine.launch(batch)
-                mine.finish(batch)
+            mine.reserve()
         except torch.OutOfMemoryError as error:
             raise EnvironmentFaultError(
-                f"'{name}' fits into the device's memory, but not a second batch's inputs of {size} beside it. Plan a "
+                f"'{name}' fits into the device's memory, but not a second batch's inputs of "
+                f"{mine.network.largest_batch} beside it. Plan a "
                 "larger memory cap, a smaller batch, or `streaming: false`."
             ) from error
         self._runners[name] = mine
@@ -98,21 +94,23 @@ class TorchStreaming:
         """Free the pinned and device buffers of a model."""
         self._runners.pop(name, None)
 
-    def stage(self, name: str, inputs: Blocks, batch_size: int) -> tuple[StreamedRunner, StagedBatch]:
+    def stage(self, name: str, inputs: Blocks, batch_size: int) -> tuple[ProgramRunner, StagedBatch]:
         """Copy into pinned memory, and begin to copy from there to the device."""
         runner = self._runners[name]
-        return runner, runner.stage(stacked(inputs), batch_size)
+        return runner, runner.stage({name: inputs}, {name: batch_size})
 
-    def launch(self, staged: tuple[StreamedRunner, StagedBatch]) -> None:
+    def launch(self, staged: tuple[ProgramRunner, StagedBatch]) -> None:
         """Queue the kernels and the copy back; on a CPU nothing is begun."""
         staged[0].launch(staged[1])
 
-    def finish(self, staged: tuple[StreamedRunner, StagedBatch]) -> tuple[Arrays, BatchTimes]:
+    def finish(self, staged: tuple[ProgramRunner, StagedBatch]) -> tuple[Arrays, BatchTimes]:
         """Wait for the copy back; on a CPU, run the forward pass."""
         self._executor.use_threads()
-        return staged[0].finish(staged[1])
+        outputs, times = staged[0].finish(staged[1])
+        (alone,) = outputs.values()
+        return alone, times
 
-    def discard(self, staged: tuple[StreamedRunner, StagedBatch]) -> None:
+    def discard(self, staged: tuple[ProgramRunner, StagedBatch]) -> None:
         """Give the buffers back once the device no longer uses them."""
         staged[0].discard(staged[1])
 
@@ -168,6 +166,7 @@ class EmulatedStreaming:
         while (rest := staged.back_at_s - time.monotonic()) > 0:
             time.sleep(rest)
         times = BatchTimes(
+            0.0,
             (staged.ready_at_s - staged.staged_at_s) * 1000.0,
             (staged.begun_at_s - staged.ready_at_s) * 1000.0,
             (staged.ended_at_s - staged.begun_at_s) * 1000.0,

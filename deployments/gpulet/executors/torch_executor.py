@@ -9,54 +9,17 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
-from tenuto.deployments.gpulet.executors.base import Arrays, Blocks, stacked
 from tenuto.deployments.serve.user_config import ProgramEntry
-from tenuto.errors import EnvironmentFaultError
-from tenuto.profiles.networks.catalogue import LoadedModel, ModelSignature
+from tenuto.profiles.networks.catalogue import ModelSignature
 from tenuto.profiles.networks.cpu_share import calm_openmp, cpu_threads
-from tenuto.profiles.networks.run_options import RunOptions
-from tenuto.profiles.networks.torch_runner import TorchRunner, blank_inputs, pick_device, split_options
+from tenuto.profiles.networks.device import cuda_streams, pick_device
+from tenuto.profiles.networks.inputs import Arrays, Blocks
+from tenuto.profiles.networks.programs import Member, load_program
+from tenuto.profiles.networks.runner import ProgramRunner, Streams
 
 __all__ = ["TorchExecutor"]
-
-
-class _Runner(Protocol):
-    """A program on the device: `_LoneRunner`, or `MergedRunner` where several models run as one."""
-
-    @property
-    def signatures(self) -> Mapping[str, ModelSignature]: ...
-
-    def run(self, inputs: Mapping[str, Arrays], sizes: Mapping[str, int]) -> dict[str, Arrays]: ...
-
-    def warm_up(self, batch_sizes: Sequence[int], runs: int) -> None: ...
-
-    @property
-    def facts(self) -> Mapping[str, float | int]: ...
-
-
-class _LoneRunner:
-    """A model that is a program by itself."""
-
-    def __init__(self, name: str, runner: TorchRunner) -> None:
-        self._name = name
-        self.runner = runner
-        self.signatures: Mapping[str, ModelSignature] = {name: runner.signature}
-
-    def run(self, inputs: Mapping[str, Arrays], sizes: Mapping[str, int]) -> dict[str, Arrays]:
-        return {self._name: self.runner.run(inputs[self._name], sizes[self._name])}
-
-    def warm_up(self, batch_sizes: Sequence[int], runs: int) -> None:
-        del batch_sizes  # the runner knows which sizes it pads to
-        for size in self.runner.warm_sizes:
-            blank = blank_inputs(self.runner.signature, size)
-            for _ in range(runs):
-                self.runner.run(blank, size)
-
-    @property
-    def facts(self) -> Mapping[str, float | int]:
-        return {}
 
 
 class TorchExecutor:
@@ -81,11 +44,10 @@ class TorchExecutor:
         import torch
 
         self._torch = torch
-        self._kind = pick_device(device)
-        self._runners: dict[str, _Runner] = {}
+        self._programs: dict[str, ProgramRunner] = {}
+        self.streams: Streams | None = cuda_streams(pick_device(device))  # that batches run on; None on the CPU
         self._threads: int | None = None
-        self._stream: Any = None
-        if self._kind == "cpu":
+        if self.streams is None:
             self._threads = cpu_threads(share_pct, cores)
             self.device = "cpu"
             return
@@ -93,69 +55,24 @@ class TorchExecutor:
         if memory_mib is not None:
             total_mib = torch.cuda.get_device_properties(0).total_memory / 2**20
             torch.cuda.set_per_process_memory_fraction(min(1.0, memory_mib / total_mib), 0)
-        self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
 
     def load(self, program: ProgramEntry, batch_sizes: Sequence[int]) -> None:
-        """Build a program's models, merge them where there are several, and run every batch size `warmup_runs` times.
-
-        Raises:
-            InvalidInputError: unknown models or options, weights that do not fit, models that do not merge.
-            EnvironmentFaultError: not enough memory on the device, or the model cannot be compiled or captured.
-        """
-        from tenuto.profiles.networks.models import build
-
+        """Build a program and run every batch size `warmup_runs` times; see `load_program` for the errors."""
         self.use_threads()
-        loaded, options = {}, {}
-        for member in program.members:
-            run_options, build_options = split_options(member.options, f"options of {member.name}")
-            options[member.name] = run_options
-            source = member.source or member.name
-            loaded[member.name] = build(source, weights_path=member.weights_path, options=build_options)
         self.unload(program.name)
-        try:
-            runner = self._runner(program.name, loaded, options, batch_sizes)
-            loaded.clear()
-            self._runners[program.name] = runner
-            runner.warm_up(batch_sizes, max(o.warmup_runs for o in options.values()))
-        except self._torch.OutOfMemoryError as error:
-            self.unload(program.name)
-            raise EnvironmentFaultError(
-                f"'{program.name}' does not fit into the device's memory at batch {max(batch_sizes)}. Plan a smaller "
-                "batch, fewer models on this GPU, or a larger memory cap."
-            ) from error
-        except BaseException:
-            self.unload(program.name)
-            raise
-
-    def _runner(
-        self, program: str, loaded: Mapping[str, LoadedModel], options: Mapping[str, RunOptions],
-        batch_sizes: Sequence[int],
-    ) -> _Runner:
-        """Put the models of a program on the device."""
-        if len(loaded) == 1:
-            ((name, model),) = loaded.items()
-            return _LoneRunner(
-                name,
-                TorchRunner(
-                    model, self._kind, options[name], batch_sizes=batch_sizes, stream=self._stream, name=program
-                ),
-            )
-        from tenuto.profiles.networks.merging.runner import MergedRunner, check_run_options
-
-        for name, run_options in options.items():
-            check_run_options(name, run_options)
-        return MergedRunner.of(loaded, self._kind, stream=self._stream)
+        members = [Member(m.name, m.source, m.weights_path, m.options) for m in program.members]
+        self._programs[program.name] = load_program(members, batch_sizes, self.streams)
 
     def unload(self, program: str) -> None:
         """Release a program and return its device memory; one that is not loaded is ignored."""
-        if self._runners.pop(program, None) is not None and self._stream is not None:
+        if self._programs.pop(program, None) is not None and self.streams is not None:
             self._torch.cuda.empty_cache()
 
     def signature(self, model: str) -> ModelSignature:
         """Return the signature of a member of a loaded program; KeyError if none has it."""
-        for runner in self._runners.values():
-            if model in runner.signatures:
-                return runner.signatures[model]
+        for program in self._programs.values():
+            if model in program.signatures:
+                return program.signatures[model]
         raise KeyError(model)
 
     def run(
@@ -170,40 +87,31 @@ class TorchExecutor:
         """
         self.use_threads()
         started = time.perf_counter()
-        arrays = {name: stacked(inputs[name]) for name, count in rows.items() if count}
-        outputs = self._runners[program].run(arrays, rows)
+        outputs = self._programs[program].run(inputs, rows)
         return outputs, (time.perf_counter() - started) * 1000.0
 
     def merged(self) -> dict[str, Any]:
         """Return what merging did, by program."""
-        return {name: dict(runner.facts) for name, runner in self._runners.items() if len(runner.signatures) > 1}
+        return {name: facts for name, program in self._programs.items() if (facts := program.network.facts())}
 
-    @property
-    def stream(self) -> Any:
-        """The CUDA stream that every model's kernels run on; None on the CPU."""
-        return self._stream
-
-    def runner(self, program: str) -> TorchRunner:
-        """Return what runs a model that is a program by itself; KeyError if there is none."""
-        runner = self._runners[program]
-        if not isinstance(runner, _LoneRunner):
-            raise KeyError(program)
-        return runner.runner
+    def program(self, name: str) -> ProgramRunner:
+        """Return what runs a loaded program; KeyError if there is none."""
+        return self._programs[name]
 
     def sm_count(self) -> int | None:
         """Return the multiprocessors that CUDA gives this process; None on the CPU."""
-        if self._stream is None:
+        if self.streams is None:
             return None
         return int(self._torch.cuda.get_device_properties(0).multi_processor_count)
 
     def memory_mib(self) -> float | None:
         """Return what PyTorch's allocator has reserved on the CUDA device; None on the CPU, which has no ledger."""
-        return None if self._stream is None else self._torch.cuda.memory_reserved(0) / 2**20
+        return None if self.streams is None else self._torch.cuda.memory_reserved(0) / 2**20
 
     def close(self) -> None:
         """Release all programs and the device's cached memory."""
-        self._runners.clear()
-        if self._stream is not None:
+        self._programs.clear()
+        if self.streams is not None:
             self._torch.cuda.empty_cache()
 
     def use_threads(self) -> None:

@@ -14,6 +14,7 @@ from torch import fx
 
 from tenuto.errors import InvalidInputError
 from tenuto.profiles.networks.catalogue import ModelSignature
+from tenuto.profiles.networks.inputs import random_inputs
 from tenuto.profiles.networks.merging.capture import CapturedModel, capture
 from tenuto.profiles.networks.merging.distance import cluster_graphs
 from tenuto.profiles.networks.merging.matching import SharedOperator, match_models, weighted
@@ -21,7 +22,7 @@ from tenuto.profiles.networks.merging.options import MergeOptions
 from tenuto.profiles.networks.merging.program import MergePlan, build_program
 from tenuto.profiles.networks.merging.report import MergedCluster, MergedOperator, MergeReport
 
-__all__ = ["MergedModels", "example_inputs", "merge_models"]
+__all__ = ["MergedModels", "merge_models"]
 
 
 class MergedModels:
@@ -81,30 +82,6 @@ class MergedModels:
     def weights_mib(self) -> float:
         """The weights of all models, those in common once, in MiB."""
         return self._plan.store.size_mib
-
-
-def example_inputs(
-    signature: ModelSignature,
-    size: int,
-    *,
-    seed: int = 0,
-    dtype: torch.dtype = torch.float32,
-    device: torch.device | str = "cpu",
-) -> tuple[torch.Tensor, ...]:
-    """Return random inputs a model accepts: noise, token identifiers inside its vocabulary, full attention masks."""
-    generator = torch.Generator().manual_seed(seed)
-    made = []
-    for spec in signature.inputs:
-        kind = getattr(torch, spec.dtype)
-        shape = (size, *spec.shape)
-        if spec.name == "attention_mask":
-            tensor = torch.ones(shape, dtype=kind)
-        elif kind.is_floating_point:
-            tensor = torch.randn(shape, generator=generator).to(dtype)
-        else:
-            tensor = torch.randint(0, spec.below or 2, shape, generator=generator).to(kind)
-        made.append(tensor.to(device))
-    return tuple(made)
 
 
 def merge_models(
@@ -230,10 +207,11 @@ def _worst_error(made: MergedModels, models: Mapping[str, tuple[torch.nn.Module,
 
 
 def _examples(module: torch.nn.Module, signature: ModelSignature, size: int, seed: int) -> tuple[torch.Tensor, ...]:
-    weight = next((p for p in module.parameters() if p.is_floating_point()), None)
-    if weight is None:
-        return example_inputs(signature, size, seed=seed)
-    return example_inputs(signature, size, seed=seed, dtype=weight.dtype, device=weight.device)
+    """Return random inputs the model accepts, where its weights are and in their type."""
+    weight = next((p for p in module.parameters() if p.is_floating_point()), torch.empty(0))
+    arrays = random_inputs(signature, size, seed)
+    tensors = [torch.from_numpy(arrays[spec.name]) for spec in signature.inputs]
+    return tuple(t.to(weight.device, weight.dtype if t.is_floating_point() else t.dtype) for t in tensors)
 
 
 def _size_mib(module: torch.nn.Module) -> float:

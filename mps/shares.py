@@ -1,0 +1,81 @@
+"""Shares of this machine's GPU for processes that are measured: of a CUDA MPS daemon that runs, or of a private one."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from tenuto.errors import EnvironmentFaultError
+from tenuto.mps.daemon import PrivateDaemon
+from tenuto.mps.inventory import first_visible_uuid, read_inventory
+from tenuto.mps.share import client_environment
+
+__all__ = ["GpuShares", "running_daemon", "shares_of"]
+
+_DEFAULT_PIPES = "/tmp/nvidia-mps"  # NVIDIA's default of CUDA_MPS_PIPE_DIRECTORY
+_PID_FILE = "nvidia-cuda-mps-control.pid"
+
+
+@dataclass(frozen=True)
+class GpuShares:
+    """Gives processes shares of one GPU. `sm_count` is that of the whole GPU."""
+
+    sm_count: int
+    environment_of: Callable[[float], Mapping[str, str]]
+
+    def environment(self, share_pct: float) -> Mapping[str, str]:
+        """Return what a process must find in its environment when it starts.
+
+        Whether it really attached is checked by the SMs it sees: CUDA runs without the share otherwise, silently.
+        """
+        return self.environment_of(share_pct)
+
+
+def running_daemon(environment: Mapping[str, str] | None = None) -> Callable[[float], Mapping[str, str]] | None:
+    """Return the environment of a share, or None where no daemon's pid file is in its pipe directory.
+
+    Args:
+        environment: default this process's; CUDA_MPS_PIPE_DIRECTORY in it names the daemon.
+    """
+    pipes = (os.environ if environment is None else environment).get("CUDA_MPS_PIPE_DIRECTORY", _DEFAULT_PIPES)
+    if not (Path(pipes) / _PID_FILE).is_file():
+        return None
+    return lambda share_pct: {
+        "CUDA_MPS_PIPE_DIRECTORY": pipes, "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": f"{share_pct:g}"
+    }  # fmt: skip
+
+
+@contextlib.contextmanager
+def shares_of(device: str, *, needed: bool) -> Iterator[GpuShares | None]:
+    """Give the shares of the first visible GPU as long as this context lasts.
+
+    None on a CPU, where a share is a number of threads, where no share is needed, and where there is no GPU.
+
+    Raises:
+        EnvironmentFaultError: there is a GPU and a share is needed, but its daemon cannot be started, or its SMs cannot
+            be counted.
+    """
+    if device == "cpu" or not needed:
+        yield None
+        return
+    try:
+        uuid = first_visible_uuid()
+    except EnvironmentFaultError:
+        yield None  # no GPU here, or none that NVML knows; measuring says what that means
+        return
+    sm_count = next((device.sm_count for device in read_inventory() if device.uuid == uuid), None)
+    if sm_count is None:
+        raise EnvironmentFaultError(f"there is no {uuid}, which CUDA_VISIBLE_DEVICES names. Run `tenuto cluster`.")
+    running = running_daemon()
+    if running is not None:
+        yield GpuShares(sm_count, running)
+        return
+    daemon = PrivateDaemon(uuid)
+    daemon.join()
+    try:
+        yield GpuShares(sm_count, lambda share_pct: client_environment(uuid, share_pct, None))
+    finally:
+        daemon.leave()

@@ -1,0 +1,131 @@
+"""The profile file that is filled while models are measured, written after every point: a stopped run loses one at
+most."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from tenuto.errors import InvalidInputError, Problem
+from tenuto.profiles.measuring.events import Machine
+from tenuto.profiles.measuring.measure import STOPPED, Measurement, MeasureRequest, assemble
+from tenuto.profiles.profile import CoRun, ModelProfile, Profile, ProfilePoint
+
+__all__ = ["ProfileBook"]
+
+
+class ProfileBook:
+    """Collects what is measured. Invariant: the file on disk, once there is one, is complete and valid."""
+
+    def __init__(self, path: Path | None, *, command: str, resume: bool = False) -> None:
+        """Open the file.
+
+        Args:
+            path: where to write; None means profile-TYPE.yaml once the device is known.
+            command: recorded in the file.
+            resume: keep what the file holds, where it exists.
+
+        Raises:
+            InvalidInputError: resuming without a path, or the path's directory does not exist.
+        """
+        if resume and path is None:
+            raise InvalidInputError(Problem("--resume", "", "needs the file to continue", "Name it with -o FILE."))
+        if path is not None and not path.parent.is_dir():
+            raise InvalidInputError(
+                Problem("-o", str(path), "its directory does not exist", "Create it, or use another.")
+            )
+        self._path = path
+        self._command = command
+        self._machine: Machine | None = None
+        self.profile: Profile | None = Profile.load(path) if resume and path is not None and path.exists() else None
+        self._resumed = self.profile is not None
+
+    @property
+    def path(self) -> Path:
+        """Where the profile is written."""
+        return self._path or Path(f"profile-{self.profile.gpu_type if self.profile else 'gpu'}.yaml")
+
+    def before(self, row: str, request: MeasureRequest) -> ModelProfile | None:
+        """Return what the resumed file holds of a model.
+
+        Raises:
+            InvalidInputError: it was measured under other options, and points of both would be mixed.
+        """
+        known = self.profile.models.get(row) if self._resumed and self.profile else None
+        if known is None:
+            return None
+        asked = (request.source, dict(request.options))
+        if known.network is not None and (known.network, dict(known.options)) != asked:
+            raise InvalidInputError(
+                Problem(f"models.{row}", f"{known.network} {known.options}",
+                        f"was measured otherwise than asked for now ({request.source} {dict(request.options)})",
+                        "Use the same MODEL and --option, or write to another file.")
+            )
+        return known
+
+    def machine(self, found: Machine) -> None:
+        """Take note of the device; raises `InvalidInputError` where the resumed file is of another one."""
+        self._machine = found
+        profile = self.profile
+        other = profile is not None and (
+            profile.gpu_type != found.gpu_type
+            or (profile.measured is not None and profile.measured.hardware != found.hardware)
+        )
+        if self._resumed and other and profile is not None:
+            measured = profile.measured.hardware if profile.measured else profile.gpu_type
+            raise InvalidInputError(
+                Problem(str(self.path), measured, f"is of another device than this one ({found.hardware})",
+                        "Write one file per device.")
+            )
+
+    def point(self, row: str, request: MeasureRequest, point: ProfilePoint) -> None:
+        """Keep one point of a model that is not finished yet."""
+        if self._machine is None:
+            return
+        known = self.profile.models.get(row) if self.profile else None
+        points = (*(known.points if known else ()), point)
+        partial = ModelProfile(
+            points=tuple(sorted(points, key=lambda p: (-p.share_pct, p.batch_size))), network=request.source,
+            options=dict(request.options), doubts=(STOPPED,), weights_mib=known.weights_mib if known else None,
+        )
+        self.finish(Measurement(row, partial, self._machine))
+
+    def finish(self, measurement: Measurement) -> None:
+        """Keep a model as measured, in place of its points so far, and write the file."""
+        made = assemble([measurement], name="measured", command=self._command)
+        if self.profile is None:
+            self.profile = made
+        else:
+            models = {**self.profile.models, measurement.name: measurement.profile}
+            self.profile = self.profile.model_copy(update={"models": models, "measured": made.measured})
+        self.write()
+
+    def co_run(self, co_run: CoRun) -> None:
+        """Keep one co-run and write the file."""
+        if self.profile is not None:
+            self.profile = self.profile.model_copy(update={"co_runs": (*self.profile.co_runs, co_run)})
+            self.write()
+
+    def replace(self, profile: Profile) -> None:
+        """Put a changed profile in place and write the file."""
+        self.profile = profile
+        self.write()
+
+    def write(self) -> None:
+        """Write the file at once or not at all.
+
+        Raises:
+            InvalidInputError: the path cannot be written.
+        """
+        if self.profile is None:
+            return
+        path = self.path
+        self.profile = self.profile.model_copy(update={"name": path.stem})
+        scratch = path.with_name(f".{path.name}.new")
+        try:
+            scratch.write_text(self.profile.dump(), encoding="utf-8")
+            os.replace(scratch, path)
+        except OSError as error:
+            raise InvalidInputError(
+                Problem("-o", str(path), f"cannot be written ({error.strerror})", "Give a writable path.")
+            ) from error

@@ -1,0 +1,128 @@
+"""Which co-runs the interference models of iGniter and gpulet are fitted on, and measuring those that a file lacks."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import replace
+from itertools import combinations_with_replacement
+
+from tenuto.errors import InvalidInputError, Problem, TenutoError
+from tenuto.profiles.measuring.book import ProfileBook
+from tenuto.profiles.measuring.corun import CoRunRequest, measure_co_run
+from tenuto.profiles.measuring.measure import MeasureRequest, Shares, row_name
+from tenuto.profiles.measuring.telemetry import Telemetry
+
+__all__ = ["KINDS", "igniter_co_runs", "measure_co_runs", "pair_co_runs", "planned_co_runs", "resident_co_runs"]
+
+KINDS = ("igniter", "pairs", "residents")
+
+_Key = frozenset[tuple[Hashable, int]]
+
+
+def igniter_co_runs(one: CoRunRequest) -> list[list[CoRunRequest]]:
+    """Return the two of iGniter's eleven configurations that are no points of a grid: alone, and beside a copy.
+
+    The other nine are the grid of three batch sizes and three shares (iGniter, section 4.1). `one` says the batch size
+    and the share, which both copies get: at most half of the device.
+    """
+    if one.share_pct > 50:
+        raise InvalidInputError(
+            Problem("share_pct", one.share_pct, "two copies need half of the device each", "Give at most 50.")
+        )
+    return [[one], [one, one]]
+
+
+def pair_co_runs(
+    models: Sequence[CoRunRequest], batch_sizes: Sequence[int], shares: Sequence[float]
+) -> list[list[CoRunRequest]]:
+    """Return every pair of models at equal batch sizes, on every split of the device that `shares` holds both parts of.
+
+    Latencies alone have to be measured at the same batch sizes and shares for gpulet's coefficients to be fitted.
+    """
+    splits = sorted({share for share in shares if share < 100 and (100.0 - share) in set(shares)})
+    made = []
+    for first, second in combinations_with_replacement(models, 2):
+        for size in sorted(set(batch_sizes)):
+            for share in splits:
+                if first is second and share > 50:
+                    continue  # the mirror image of one that is there
+                other = replace(second, batch_size=size, share_pct=100.0 - share)
+                made.append([replace(first, batch_size=size, share_pct=share), other])
+    return made
+
+
+def resident_co_runs(one: CoRunRequest, most: int = 5) -> list[list[CoRunRequest]]:
+    """Return 1, 2, … equal residents on 1/most of the device each: iGniter's series for power, clock and delay."""
+    return [[replace(one, share_pct=100.0 / most)] * count for count in range(1, most + 1)]
+
+
+def planned_co_runs(requests: Sequence[MeasureRequest], kinds: Iterable[str]) -> list[list[CoRunRequest]]:
+    """Return the co-runs of the kinds asked for.
+
+    iGniter's are at the middle batch size on half of the device; pairs at the smallest and the largest batch size on
+    every split that the shares hold both parts of; residents are copies of the first model on a fifth each.
+    """
+    made: list[list[CoRunRequest]] = []
+    models = [
+        CoRunRequest(r.source, _middle(r.batch_sizes), 50.0, r.device, r.weights_path, r.seed, dict(r.options))
+        for r in requests
+    ]
+    for kind in kinds:
+        if kind == "igniter":
+            for one in models:
+                made += igniter_co_runs(one)
+        elif kind == "pairs":
+            sizes = requests[0].batch_sizes
+            made += pair_co_runs(models, (min(sizes), max(sizes)), requests[0].shares)
+        else:
+            made += resident_co_runs(models[0])
+    return made
+
+
+def _middle(batch_sizes: tuple[int, ...]) -> int:
+    ordered = sorted(batch_sizes)
+    return ordered[len(ordered) // 2]
+
+
+def measure_co_runs(
+    requests: Sequence[MeasureRequest], book: ProfileBook, kinds: Iterable[str], *, seconds: float,
+    until: float | None, shares: Shares | None, telemetry: Telemetry | None, say: Callable[[str], None],
+) -> BaseException | None:  # fmt: skip
+    """Measure the co-runs that the file does not hold yet, each written at once; return what ended it early, if so.
+
+    Args:
+        requests: the models, with the batch sizes and shares of their grid.
+        book: the file.
+        kinds: of `KINDS`.
+        seconds: of each co-run.
+        until: on the monotonic clock, after which none is begun.
+        shares: see `measure_co_run`.
+        telemetry: see `measure_co_run`.
+        say: takes a line for each that is measured.
+    """
+    have = Counter() if book.profile is None else Counter(
+        _key((p.model, p.batch_size, p.share_pct) for p in run.parts) for run in book.profile.co_runs
+    )  # fmt: skip
+    plan = planned_co_runs(requests, kinds)
+    try:
+        for number, parts in enumerate(plan, start=1):
+            key = _key((row_name(p.source), p.batch_size, p.share_pct) for p in parts)
+            if have[key] > 0:
+                continue
+            have[key] += 1
+            if until is not None and time.monotonic() + seconds > until:
+                say("time limit reached before the co-runs ended; continue with --resume")
+                return None
+            made = measure_co_run(parts, seconds=seconds, shares=shares, telemetry=telemetry)
+            book.co_run(made)
+            text = " + ".join(f"{p.model} b{p.batch_size} {p.share_pct:g} %: {p.latency_ms:.1f} ms" for p in made.parts)
+            say(f"co-run {number} of {len(plan)}: {text}")
+    except (KeyboardInterrupt, TenutoError) as fault:
+        return fault
+    return None
+
+
+def _key(parts: Iterable[Hashable]) -> _Key:
+    return frozenset(Counter(parts).items())

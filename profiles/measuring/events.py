@@ -1,0 +1,126 @@
+"""What the profiler's processes report to it, one JSON object a line; each kind is a type of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, TypeAdapter
+
+from tenuto.errors import EnvironmentFaultError, InvalidInputError, TenutoError
+from tenuto.profiles.profile import ProfilePoint
+
+__all__ = [
+    "Built",
+    "Doubt",
+    "Event",
+    "Failed",
+    "Machine",
+    "PointMeasured",
+    "Ran",
+    "Ready",
+    "Stopped",
+    "as_line",
+    "parse_line",
+]
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What is measured on. `sm_count` is what the process sees: under CUDA MPS what its share leaves, None on a CPU."""
+
+    device: str  # cpu or cuda
+    gpu_type: str
+    hardware: str
+    memory_mib: float
+    versions: Mapping[str, str]
+    sm_count: int | None = None
+    event: Literal["machine"] = "machine"
+
+
+@dataclass(frozen=True)
+class Built:
+    """The model is on its device."""
+
+    weights_mib: float
+    event: Literal["built"] = "built"
+
+
+@dataclass(frozen=True)
+class PointMeasured:
+    """One point."""
+
+    point: ProfilePoint
+    event: Literal["point"] = "point"
+
+
+@dataclass(frozen=True)
+class Doubt:
+    """Something a reader of the profile should know."""
+
+    text: str
+    event: Literal["doubt"] = "doubt"
+
+
+@dataclass(frozen=True)
+class Stopped:
+    """The time was over before every point was measured."""
+
+    event: Literal["stopped"] = "stopped"
+
+
+@dataclass(frozen=True)
+class Ready:
+    """A process of a co-run has built its model and waits to be told for how long to run."""
+
+    device: str
+    sm_count: int | None = None
+    event: Literal["ready"] = "ready"
+
+
+@dataclass(frozen=True)
+class Ran:
+    """Begin and end of every batch of one process of a co-run on the monotonic clock in s, and what was read of them:
+    `splits` has a value in ms for each, `metrics` one for all."""
+
+    began: tuple[float, ...]
+    ended: tuple[float, ...]
+    splits: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    event: Literal["ran"] = "ran"
+
+
+@dataclass(frozen=True)
+class Failed:
+    """The process gives up. `is_input`: because of what it was asked, not of where it runs."""
+
+    text: str
+    is_input: bool = False
+    event: Literal["failed"] = "failed"
+
+    @classmethod
+    def of(cls, error: TenutoError) -> Failed:
+        """Describe a fault, so that the parent can raise it again."""
+        return cls(str(error), isinstance(error, InvalidInputError))
+
+    def error(self) -> TenutoError:
+        """Return the fault for the parent to raise."""
+        return InvalidInputError(self.text) if self.is_input else EnvironmentFaultError(self.text)
+
+
+Event = Annotated[
+    Machine | Built | PointMeasured | Doubt | Stopped | Ready | Ran | Failed, Field(discriminator="event")
+]
+_EVENTS: TypeAdapter[Any] = TypeAdapter(Event)
+
+
+def as_line(event: Event) -> str:
+    """Return an event as a line of text."""
+    return _EVENTS.dump_json(event, exclude_none=True).decode() + "\n"
+
+
+def parse_line(line: str) -> Event:
+    """Return the event of a line; ValueError where it is none."""
+    found: Event = _EVENTS.validate_json(line)
+    return found

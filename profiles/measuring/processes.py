@@ -1,0 +1,159 @@
+"""A process of the profiler: started with a request, read event by event, and ended without hurting its neighbours."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Mapping, Sequence
+
+from tenuto.errors import EnvironmentFaultError, TenutoError
+from tenuto.profiles.measuring.events import Event, Failed, as_line, parse_line
+from tenuto.profiles.networks.cpu_share import calm_openmp
+
+__all__ = ["LostWorkerError", "WorkerProcess", "serve_parent"]
+
+_SETTLE_S = 10.0  # for a batch in flight to end after SIGINT
+
+
+class LostWorkerError(EnvironmentFaultError):
+    """A worker ended before it had reported everything."""
+
+    def __init__(self, message: str, code: int) -> None:
+        """Keep what the process ended with, negative for a signal's number."""
+        super().__init__(message, code)
+        self.code = code
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+class WorkerProcess:
+    """One worker. Its lines are read by a thread, so that waiting for them can have an end."""
+
+    def __init__(self, arguments: Sequence[str], environment: Mapping[str, str], about: str) -> None:
+        """Start it.
+
+        Args:
+            arguments: of Python.
+            environment: beside this process's own, such as its share of a GPU.
+            about: the model, for errors.
+        """
+        variables = {**os.environ, **environment}
+        calm_openmp(variables)
+        self._about = about
+        self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 - open until `end`
+        self._process = subprocess.Popen(
+            [sys.executable, *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors, text=True,
+            env=variables,
+        )  # fmt: skip
+        self._lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+        self._reader = threading.Thread(target=self._collect, name=f"profiling {about}", daemon=True)
+        self._reader.start()
+
+    def _collect(self) -> None:
+        for line in self._process.stdout or ():
+            self._lines.put(line)
+        self._lines.put(None)
+
+    def tell(self, line: str) -> None:
+        """Send a line; a process that is gone is found out when its next event is awaited."""
+        if self._process.stdin is not None:
+            with contextlib.suppress(BrokenPipeError):
+                self._process.stdin.write(line + "\n")
+                self._process.stdin.flush()
+
+    def next_event(self, timeout_s: float | None = None) -> Event | None:
+        """Return what it reports next; None once it has ended well.
+
+        Raises:
+            TenutoError: what it reported as its fault.
+            LostWorkerError: it was killed or crashed.
+            EnvironmentFaultError: it reported nothing within `timeout_s`.
+        """
+        try:
+            line = self._lines.get(timeout=timeout_s)
+        except queue.Empty:
+            raise EnvironmentFaultError(
+                f"'{self._about}' said nothing for {timeout_s:g} s. Measure it alone first."
+            ) from None
+        if line is None:
+            self._lines.put(None)
+            code = self._process.wait()
+            if code != 0:
+                raise LostWorkerError(
+                    f"the process of '{self._about}' ended with code {code}: {self._last_words()}. Set TENUTO_DEBUG=1 "
+                    "for all it printed.", code,
+                )  # fmt: skip
+            return None
+        event = parse_line(line)
+        if isinstance(event, Failed):
+            raise event.error()
+        return event
+
+    def _last_words(self) -> str:
+        self._errors.seek(0)
+        text = self._errors.read()
+        if os.environ.get("TENUTO_DEBUG"):
+            sys.stderr.write(text)
+        lines = text.strip().splitlines()
+        return lines[-1] if lines else "no message"
+
+    def end(self, patience_s: float = 0.0) -> None:
+        """Let the process leave by itself; after `patience_s` ask it to, and only a deaf one is stopped.
+
+        A CUDA MPS client that is stopped with kernels in flight takes its neighbours with it, so it is interrupted
+        first: that lets the batch end.
+        """
+        if self._process.stdin is not None:
+            with contextlib.suppress(OSError):
+                self._process.stdin.close()
+        steps: tuple[tuple[Callable[[], None], float], ...] = (
+            (lambda: None, patience_s),
+            (lambda: self._process.send_signal(signal.SIGINT), _SETTLE_S),
+            (self._process.terminate, 5.0),
+            (self._process.kill, 60.0),
+        )
+        for ask, wait_s in steps:
+            ask()
+            try:
+                self._process.wait(wait_s)
+                break
+            except subprocess.TimeoutExpired:
+                continue
+        self._reader.join(timeout=5.0)
+        if self._process.stdout is not None:
+            self._process.stdout.close()
+        self._errors.close()
+
+
+def serve_parent(work: Callable[[Callable[[Event], None]], None]) -> None:
+    """Do a worker's work, with a function that reports events; a fault is reported as the last of them.
+
+    Whatever a model prints goes to stderr. When interrupted, what the device has begun is finished.
+    """
+    with os.fdopen(os.dup(1), "w", buffering=1) as reports:
+        os.dup2(2, 1)
+
+        def report(event: Event) -> None:
+            reports.write(as_line(event))
+
+        try:
+            work(report)
+        except TenutoError as error:
+            report(Failed.of(error))
+        except KeyboardInterrupt:
+            _settle()
+            sys.exit(130)
+
+
+def _settle() -> None:
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_available() and torch.cuda.is_initialized():
+        with contextlib.suppress(RuntimeError):
+            torch.cuda.synchronize()

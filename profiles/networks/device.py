@@ -1,0 +1,44 @@
+"""The device a process runs its models on. torch is imported when it is asked for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tenuto.errors import EnvironmentFaultError
+from tenuto.profiles.networks.runner import Streams
+
+__all__ = ["cuda_streams", "pick_device"]
+
+
+def pick_device(device: str) -> str:
+    """Return `cpu` or `cuda` for `auto`, `cpu` or `cuda`; `auto` is CUDA where this torch finds a device.
+
+    Raises:
+        EnvironmentFaultError: CUDA was asked for and there is none.
+    """
+    if device == "cpu":
+        return "cpu"
+    import torch
+
+    if torch.cuda.is_available():
+        return "cuda"
+    if device == "auto":
+        return "cpu"
+    raise EnvironmentFaultError(
+        f"torch {torch.__version__} finds no CUDA device. Install a CUDA build of torch and a driver, or use the CPU."
+    )
+
+
+def cuda_streams(device: str, *, overlapping: bool = False) -> Streams | None:
+    """Return new streams for a process that runs its programs on `cuda`; None for `cpu`.
+
+    Args:
+        device: as `pick_device` returns it.
+        overlapping: whether copies have streams of their own, see `Streams.overlapping`.
+    """
+    if device == "cpu":
+        return None
+    import torch
+
+    kernels: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    return Streams.overlapping(kernels) if overlapping else Streams.one(kernels)

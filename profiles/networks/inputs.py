@@ -1,0 +1,63 @@
+"""Batches that a model accepts, as arrays: blank ones to warm up and pad with, random ones to measure and compare."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from tenuto.errors import InvalidInputError, Problem
+from tenuto.profiles.networks.catalogue import ModelSignature, TensorSignature
+
+__all__ = ["Arrays", "Blocks", "as_blocks", "blank_inputs", "check_range", "random_inputs"]
+
+Arrays = dict[str, "np.ndarray[Any, Any]"]
+"""One model's tensors by name, each with a leading batch dimension."""
+
+Blocks = Mapping[str, Sequence["np.ndarray[Any, Any]"]]
+"""One model's inputs by name, each as arrays whose rows, one array after the other, are the batch: requests arrive in
+memory of their own, and who copies them to a device need not put them together first."""
+
+
+def as_blocks(arrays: Arrays) -> Blocks:
+    """Return inputs that are in one piece each."""
+    return {name: (array,) for name, array in arrays.items()}
+
+
+def blank_inputs(signature: ModelSignature, rows: int) -> Arrays:
+    """Return a batch of zeros in which every position of an attention mask is attended."""
+    return {
+        t.name: np.full((rows, *t.shape), 1 if t.name == "attention_mask" else 0, dtype=np.dtype(t.dtype))
+        for t in signature.inputs
+    }
+
+
+def random_inputs(signature: ModelSignature, rows: int, seed: int = 0) -> Arrays:
+    """Return a batch of seeded noise: identifiers from the whole vocabulary, every position attended."""
+    generator = np.random.default_rng(seed)
+    inputs = blank_inputs(signature, rows)
+    for tensor in signature.inputs:
+        dtype, shape = np.dtype(tensor.dtype), (rows, *tensor.shape)
+        if np.issubdtype(dtype, np.floating):
+            inputs[tensor.name] = generator.standard_normal(shape, dtype=np.float32).astype(dtype)
+        elif tensor.name != "attention_mask":
+            inputs[tensor.name] = generator.integers(0, tensor.below or 2, shape).astype(dtype)
+    return inputs
+
+
+def check_range(spec: TensorSignature, array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """Return the array; refuse integers outside the model's range, which on CUDA would cost the whole context and every
+    model in it.
+
+    Raises:
+        InvalidInputError: a value is below 0 or not below `spec.below`.
+    """
+    if spec.below is not None and array.size:
+        low, high = int(array.min()), int(array.max())
+        if low < 0 or high >= spec.below:
+            raise InvalidInputError(
+                Problem(spec.name, low if low < 0 else high, f"values must be in [0, {spec.below})",
+                        "Use the model's own tokenizer.")
+            )  # fmt: skip
+    return array

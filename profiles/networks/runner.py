@@ -1,0 +1,342 @@
+"""Run batches of a program, from numpy to numpy, in three steps: what serving and profiling both run and time.
+
+`stage` copies a batch to the device, `launch` queues its kernels and the copy back, `finish` waits for it. On CUDA
+inputs go through pinned buffers on the stream of the copies in, kernels run on the stream of the process, outputs come
+back on the stream of the copies out; events keep the order. With three streams two batches may be between `stage` and
+`finish`, so that the copies of one overlap with the kernels of the other; with one stream, one batch. On a CPU nothing
+can overlap but the taking of the inputs. torch is imported when a runner is made, not with this module.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from tenuto.errors import InvalidInputError, Problem
+from tenuto.profiles.networks.catalogue import ModelSignature
+from tenuto.profiles.networks.inputs import Arrays, Blocks, as_blocks, blank_inputs, check_range
+from tenuto.profiles.networks.network import Network
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["STREAMED_DEPTH", "BatchTimes", "ProgramRunner", "StagedBatch", "Streams"]
+
+STREAMED_DEPTH = 2  # batches between `stage` and `finish` where copies overlap: one executes, one is staged
+
+
+@dataclass(frozen=True, slots=True)
+class BatchTimes:
+    """Where the time of a batch went, in ms. `execution_ms` is the kernels' alone: neither copies nor waiting."""
+
+    staging_ms: float  # host memory to pinned host memory
+    copy_in_ms: float  # from there to the device
+    wait_ms: float  # its data was on the device, and the batch before still ran
+    execution_ms: float
+    copy_out_ms: float
+    begun_at_s: float  # when it began to execute, on the monotonic clock
+
+
+@dataclass(frozen=True)
+class Streams:
+    """The CUDA streams of a process, shared by its programs: kernels of two batches never run at once."""
+
+    kernels: torch.cuda.Stream
+    copy_in: torch.cuda.Stream
+    copy_out: torch.cuda.Stream
+
+    @classmethod
+    def one(cls, kernels: torch.cuda.Stream) -> Streams:
+        """Copy on the stream of the kernels: one batch after the other."""
+        return cls(kernels, kernels, kernels)
+
+    @classmethod
+    def overlapping(cls, kernels: torch.cuda.Stream) -> Streams:
+        """Make two more streams, so that copies overlap with kernels."""
+        import torch
+
+        copy_in: Any = torch.cuda.Stream(kernels.device)  # type: ignore[no-untyped-call]
+        copy_out: Any = torch.cuda.Stream(kernels.device)  # type: ignore[no-untyped-call]
+        return cls(kernels, copy_in, copy_out)
+
+    @property
+    def depth(self) -> int:
+        """How many batches may be between `stage` and `finish`."""
+        return 1 if self.copy_in is self.kernels else STREAMED_DEPTH
+
+
+Array = np.ndarray[Any, Any]
+Key = tuple[str, str]  # of a buffer: model and input
+
+
+@dataclass(slots=True)
+class _Slot:
+    """The input buffers of one batch: pinned on the host, and their copies on the device; they only ever grow."""
+
+    pinned: dict[Key, torch.Tensor] = field(default_factory=dict)
+    device: dict[Key, torch.Tensor] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class StagedBatch:
+    """A batch between `stage` and `finish`. Keeps alive whatever its copies and kernels still use."""
+
+    rows: Mapping[str, int]
+    tensors: dict[str, list[torch.Tensor]]
+    staging_ms: float
+    staged_at_s: float
+    slot: _Slot | None = None
+    events: tuple[Any, ...] = ()  # copy in begun, ended; kernels begun, ended; copy out ended
+    answers: dict[str, tuple[torch.Tensor, ...]] = field(default_factory=dict)
+    host: dict[str, tuple[torch.Tensor, ...]] = field(default_factory=dict)
+
+
+class ProgramRunner:
+    """One program on one device. One thread stages and launches, one (the same or another) finishes in the same order.
+
+    Invariant: a slot is written only while no batch is in it, that is after the `finish` or `discard` of the last one.
+    """
+
+    def __init__(self, network: Network, streams: Streams | None = None) -> None:
+        """Take what the program computes, on its device; `streams` where that is CUDA."""
+        import torch
+
+        self._torch = torch
+        self.network = network
+        self._streams = streams
+        self._free = deque(_Slot() for _ in range(1 if streams is None else streams.depth))
+
+    @property
+    def signatures(self) -> Mapping[str, ModelSignature]:
+        """What goes in and out of each of the program's models."""
+        return self.network.signatures
+
+    @property
+    def depth(self) -> int:
+        """How many batches may be between `stage` and `finish`; on a CPU it does not matter."""
+        return STREAMED_DEPTH if self._streams is None else self._streams.depth
+
+    @property
+    def on_cuda(self) -> bool:
+        """Whether batches run on a CUDA device."""
+        return self._streams is not None
+
+    def run(self, inputs: Mapping[str, Blocks], rows: Mapping[str, int]) -> dict[str, Arrays]:
+        """Run one batch and return its outputs by model; blocks until they are there.
+
+        Args:
+            inputs: by model; may be in read-only memory.
+            rows: of each model in the batch; models without any may be left out.
+
+        Raises:
+            InvalidInputError: an integer is outside a model's range; found before anything ran.
+        """
+        return self.run_timed(inputs, rows)[0]
+
+    def run_timed(
+        self, inputs: Mapping[str, Blocks], rows: Mapping[str, int]
+    ) -> tuple[dict[str, Arrays], BatchTimes]:
+        """Run one batch as `run` does; also return where its time went."""
+        batch = self.stage(inputs, rows)
+        try:
+            self.launch(batch)
+        except BaseException:
+            with contextlib.suppress(Exception):  # the device may be lost; what was raised first says more
+                self.discard(batch)
+            raise
+        return self.finish(batch)
+
+    def warm_up(self, runs: int) -> None:
+        """Run blank batches of every size that is prepared before requests come."""
+        self.reserve()
+        for rows in self.network.warm_up_rows():
+            blank = {name: as_blocks(blank_inputs(self.signatures[name], count)) for name, count in rows.items()}
+            for _ in range(runs):
+                self.run(blank, rows)
+
+    def reserve(self) -> None:
+        """Make every buffer as large as the largest planned batch of any of the models needs."""
+        if self._streams is None:
+            return
+        rows = self.network.largest_batch
+        for name, signature in self.signatures.items():
+            blank = {name: as_blocks(blank_inputs(signature, rows))}
+            staged = [self.stage(blank, {name: rows}) for _ in range(self.depth)]
+            for batch in staged:
+                self.discard(batch)
+
+    def stage(self, inputs: Mapping[str, Blocks], rows: Mapping[str, int]) -> StagedBatch:
+        """Begin to copy a batch to the device, whatever runs there; returns without waiting for the copy.
+
+        Args:
+            inputs: see `run`; not needed any more afterwards on CUDA.
+            rows: see `run`.
+
+        Raises:
+            InvalidInputError: an integer is outside a model's range; nothing was begun.
+            RuntimeError: as many batches as there may be are under way already.
+        """
+        began_s = time.monotonic()
+        rows = {name: count for name, count in rows.items() if count}
+        blocks = {(name, key): mine for name in rows for key, mine in self._padded(name, inputs[name], rows[name])}
+        if self._streams is None:
+            given: dict[str, list[Any]] = {name: [] for name in rows}
+            for (name, _), mine in blocks.items():
+                given[name].append(self._torch.from_numpy(_as_one(mine)))
+            now_s = time.monotonic()
+            return StagedBatch(rows, given, (now_s - began_s) * 1000.0, now_s)
+        if not self._free:
+            raise RuntimeError(f"{self._streams.depth} batches are staged already; finish one first")
+        torch, slot, stream = self._torch, self._free.popleft(), self._streams.copy_in
+        try:
+            filled = {key: self._fill(slot, key, mine) for key, mine in blocks.items()}
+            now_s = time.monotonic()
+            events = tuple(torch.cuda.Event(enable_timing=True) for _ in range(5))
+            tensors: dict[str, list[Any]] = {name: [] for name in rows}
+            with torch.inference_mode(), torch.cuda.stream(stream):
+                events[0].record(stream)
+                for key, count in filled.items():
+                    target = slot.device[key][:count]
+                    target.copy_(slot.pinned[key][:count], non_blocking=True)
+                    tensors[key[0]].append(target)
+                events[1].record(stream)
+        except BaseException:
+            self._free.append(slot)
+            raise
+        return StagedBatch(rows, tensors, (now_s - began_s) * 1000.0, now_s, slot, events)
+
+    def launch(self, batch: StagedBatch) -> None:
+        """Queue the kernels behind those of the batch before and the copy back behind them; does not wait on CUDA.
+
+        On a CPU nothing is begun: the forward pass is `finish`'s. After an error the batch must be discarded.
+        """
+        streams, torch = self._streams, self._torch
+        if streams is None:
+            return
+        _, copied, begun, ended, out = batch.events
+        with torch.inference_mode():
+            with torch.cuda.stream(streams.kernels):
+                streams.kernels.wait_event(copied)
+                begun.record(streams.kernels)
+                batch.answers = self.network(batch.tensors)
+                ended.record(streams.kernels)
+            with torch.cuda.stream(streams.copy_out):
+                streams.copy_out.wait_event(ended)
+                # New every time: the answer leaves the process from this memory, while the next batch comes back.
+                for name, answer in batch.answers.items():
+                    host = tuple(torch.empty(t.shape, dtype=t.dtype, pin_memory=True) for t in answer)
+                    for target, tensor in zip(host, answer, strict=True):
+                        target.copy_(tensor, non_blocking=True)
+                    batch.host[name] = host
+                out.record(streams.copy_out)
+
+    def finish(self, batch: StagedBatch) -> tuple[dict[str, Arrays], BatchTimes]:
+        """Wait for a batch and return its outputs as arrays of the caller's own, and where its time went.
+
+        Raises:
+            InvalidInputError: the outputs are not what a signature says.
+        """
+        if self._streams is None:
+            begun_s = time.monotonic()
+            with self._torch.inference_mode():
+                answers = self.network(batch.tensors)
+            outputs = self._outputs(answers, batch.rows)
+            ended_s = time.monotonic()
+            waited_ms = (begun_s - batch.staged_at_s) * 1000.0
+            return outputs, BatchTimes(batch.staging_ms, 0.0, waited_ms, (ended_s - begun_s) * 1000.0, 0.0, begun_s)
+        begin, copied, begun, ended, out = batch.events
+        try:
+            out.synchronize()
+            times = BatchTimes(
+                batch.staging_ms, begin.elapsed_time(copied), copied.elapsed_time(begun), begun.elapsed_time(ended),
+                ended.elapsed_time(out), batch.staged_at_s + begin.elapsed_time(begun) / 1000.0,
+            )  # fmt: skip
+            return self._outputs(batch.host, batch.rows), times
+        finally:
+            self._release(batch)
+
+    def discard(self, batch: StagedBatch) -> None:
+        """Give up a batch whose `launch` failed, once the device no longer uses its buffers."""
+        if self._streams is None:
+            return
+        try:
+            for stream in (self._streams.copy_in, self._streams.kernels, self._streams.copy_out):
+                stream.synchronize()
+        finally:
+            self._release(batch)
+
+    def _release(self, batch: StagedBatch) -> None:
+        slot, batch.slot = batch.slot, None
+        batch.answers, batch.tensors = {}, {}
+        if slot is not None:
+            self._free.append(slot)
+
+    def _padded(self, name: str, inputs: Blocks, rows: int) -> Iterator[tuple[str, Sequence[Array]]]:
+        """Yield a model's inputs in the signature's order, filled up with blank rows where its options say so."""
+        signature = self.signatures[name]
+        more = self.network.padded(rows) - rows
+        blank = blank_inputs(signature, more) if more > 0 else {}
+        for spec in signature.inputs:
+            given = [check_range(spec, block) for block in inputs[spec.name]]
+            yield spec.name, [*given, blank[spec.name]] if more > 0 else given
+
+    def _fill(self, slot: _Slot, key: Key, blocks: Sequence[Array]) -> int:
+        """Copy blocks into a pinned buffer of a slot that nobody uses; return their rows."""
+        count = sum(len(block) for block in blocks)
+        held = slot.pinned.get(key)
+        if held is None or held.shape[0] < count:
+            held = self._grow(slot, key, count, blocks[0].shape[1:])
+        into, at = held.numpy(), 0
+        for block in blocks:
+            np.copyto(into[at : at + len(block)], block)
+            at += len(block)
+        return count
+
+    def _grow(self, slot: _Slot, key: Key, rows: int, shape: tuple[int, ...]) -> torch.Tensor:
+        torch, streams = self._torch, self._streams
+        spec = next(s for s in self.signatures[key[0]].inputs if s.name == key[1])
+        kind = torch.from_numpy(np.empty(0, np.dtype(spec.dtype))).dtype
+        # The allocator reuses memory in the order of the stream that it was first asked for on.
+        with torch.cuda.stream(None if streams is None else streams.copy_in):
+            slot.device[key] = torch.empty((rows, *shape), dtype=kind, device=torch.device("cuda:0"))
+        slot.pinned[key] = torch.empty((rows, *shape), dtype=kind, pin_memory=True)
+        return slot.pinned[key]
+
+    def _outputs(
+        self, answers: Mapping[str, tuple[torch.Tensor, ...]], rows: Mapping[str, int]
+    ) -> dict[str, Arrays]:
+        """Return host tensors as the arrays of the signatures, without the padding."""
+        return {name: _as_arrays(self.signatures[name], answers[name], count) for name, count in rows.items()}
+
+
+def _as_arrays(signature: ModelSignature, answer: tuple[torch.Tensor, ...], rows: int) -> Arrays:
+    if len(answer) != len(signature.outputs):
+        raise InvalidInputError(
+            Problem("signature.outputs", len(signature.outputs), f"the model returned {len(answer)} tensors",
+                    "Name every output of the model in its signature, in order.")
+        )  # fmt: skip
+    outputs = {}
+    for spec, tensor in zip(signature.outputs, answer, strict=True):
+        array = (tensor.float() if tensor.is_floating_point() else tensor).numpy()[:rows]
+        if array.shape != (rows, *spec.shape):
+            raise InvalidInputError(
+                Problem(f"output {spec.name}", list(array.shape), f"the signature says {[rows, *spec.shape]}",
+                        "Correct the model's signature.")
+            )  # fmt: skip
+        outputs[spec.name] = np.ascontiguousarray(array, dtype=np.dtype(spec.dtype))
+    return outputs
+
+
+def _as_one(blocks: Sequence[Array]) -> Array:
+    """Return blocks as one array that torch may wrap: it warns about read-only memory, although inference never writes
+    to inputs."""
+    array = blocks[0] if len(blocks) == 1 else np.concatenate(blocks)
+    if array.flags.writeable and array.flags.c_contiguous and array.flags.aligned:
+        return array
+    return np.array(array, order="C")

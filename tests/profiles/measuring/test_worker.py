@@ -1,0 +1,112 @@
+"""The points of a request as the worker measures and reports them."""
+
+import io
+import os
+from typing import Any
+
+import pytest
+
+from tenuto.profiles import ProfilePoint
+from tenuto.profiles.measuring.events import Built, Doubt, Event, Failed, Machine, PointMeasured, Stopped, parse_line
+from tenuto.profiles.measuring.measure import REQUESTS, MeasureRequest
+from tenuto.profiles.measuring.worker import main, measure_points
+from tenuto.profiles.networks.model_options import RunOptions
+from tenuto.profiles.networks.models import build
+from tests.profiles.measuring.test_timing import Clock
+
+OWN = "tests.instruments.own_models:scale"
+
+
+class FixedMemory:
+    def reset(self) -> None:
+        pass
+
+    def peak_mib(self) -> float | None:
+        return 12.34
+
+
+def measured_events(request: MeasureRequest) -> list[Event]:
+    events: list[Event] = []
+    loaded = build(request.source, options=request.options)
+    measure_points(loaded, request, device="cpu", options=RunOptions(), memory=FixedMemory(), report=events.append)
+    return events
+
+
+def points_of(events: list[Event]) -> list[ProfilePoint]:
+    return [event.point for event in events if isinstance(event, PointMeasured)]
+
+
+def test_points_are_measured_in_the_most_useful_order() -> None:
+    request = MeasureRequest(OWN, batch_sizes=(2, 1), shares=(50.0, 100.0), budget_s=0.02)
+    events = measured_events(request)
+    points = points_of(events)
+    assert [(p.share_pct, p.batch_size) for p in points] == [(100, 1), (100, 2), (50, 1), (50, 2)]
+    assert all(p.latency_ms > 0 and p.memory_mib == 12.3 and p.metrics["runs"] >= 3 for p in points)
+    assert isinstance(events[0], Built)
+    assert events[0].weights_mib == pytest.approx(4 / 2**20)
+
+
+def test_running_out_of_memory_keeps_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    from tests.instruments.own_models import Scale
+
+    original = Scale.forward
+
+    def limited(self: Scale, x: torch.Tensor) -> Any:
+        if len(x) > 1:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        return original(self, x)
+
+    monkeypatch.setattr(Scale, "forward", limited)
+    events = measured_events(MeasureRequest(OWN, batch_sizes=(1, 2, 4), budget_s=0.01))
+    assert len(points_of(events)) == 1
+    assert "batch 2 and above at 100 %: out of memory" in " ".join(e.text for e in events if isinstance(e, Doubt))
+
+
+def test_no_point_begins_after_the_time_limit() -> None:
+    clock = Clock(0.0)
+    request = MeasureRequest(OWN, batch_sizes=(1, 2, 4), budget_s=0.02, time_limit_s=10)
+    events: list[Event] = []
+
+    def report(event: Event) -> None:
+        events.append(event)
+        clock.now += 6.0 if isinstance(event, PointMeasured) else 0.0
+
+    class Counting(Clock):
+        def __call__(self) -> float:
+            clock.now += 1e-4
+            return clock.now
+
+    measure_points(build(OWN), request, device="cpu", options=RunOptions(), memory=FixedMemory(), report=report,
+                   clock_s=Counting())  # fmt: skip
+    seen = [type(e) for e in events if isinstance(e, (PointMeasured, Stopped))]
+    assert seen == [PointMeasured, PointMeasured, Stopped]
+
+
+def test_batches_that_the_others_predict_are_left_out() -> None:
+    request = MeasureRequest(OWN, batch_sizes=(1, 2, 4, 8, 16), budget_s=0.02, tolerance_pct=99.0,
+                             known=((1, 100.0, 1.0), (4, 100.0, 4.0), (16, 100.0, 16.0)))  # fmt: skip
+    events = measured_events(request)
+    assert points_of(events) == []
+    assert isinstance(events[-1], Doubt)
+    assert "batches 2, 8 at 100 %: not measured" in events[-1].text
+    assert request.left() == 2
+
+
+def test_the_worker_reports_faults_as_events(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    request = MeasureRequest(OWN, device="cpu", options={"depth": 1})
+    monkeypatch.setattr("sys.stdin", io.StringIO(REQUESTS.dump_json(request).decode() + "\n"))
+    stdout = os.dup(1)
+    try:
+        main()
+    finally:
+        os.dup2(stdout, 1)
+        os.close(stdout)
+    machine, failed = (parse_line(line) for line in capfd.readouterr().out.splitlines())
+    assert isinstance(machine, Machine)
+    assert isinstance(failed, Failed)
+    assert failed.is_input
+    assert "cannot be called with the options" in failed.text

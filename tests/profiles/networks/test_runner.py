@@ -1,0 +1,263 @@
+"""Batches in three steps: on a fake that runs everything as late as it may, on the CPU, and on a GPU where one is."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tenuto.errors import EnvironmentFaultError, InvalidInputError
+from tenuto.profiles.networks.catalogue import LoadedModel, ModelSignature, TensorSignature
+from tenuto.profiles.networks.device import cuda_streams
+from tenuto.profiles.networks.inputs import Arrays, as_blocks
+from tenuto.profiles.networks.model_options import RunOptions
+from tenuto.profiles.networks.models import build
+from tenuto.profiles.networks.network import LoneModel
+from tenuto.profiles.networks.programs import lone_program
+from tenuto.profiles.networks.runner import BatchTimes, StagedBatch
+from tests.instruments.fake_cuda import COPY_MS, KERNELS_MS, FakeCuda, LateNet, late_model
+from tests.instruments.small_networks import SMALL
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
+    made = FakeCuda()
+    made.install(monkeypatch)
+    return made
+
+
+class Alone:
+    """A program of one model, with the model's name left out."""
+
+    def __init__(self, loaded: LoadedModel, sizes: list[int], *, device: str = "cuda", streams: bool = True,
+                 **options: Any) -> None:  # fmt: skip
+        made = cuda_streams(device, overlapping=streams)
+        self.runner = lone_program("m", loaded, RunOptions(**options), sizes, made)
+
+    @property
+    def net(self) -> Any:
+        assert isinstance(self.runner.network, LoneModel)
+        return self.runner.network.module
+
+    def stage(self, arrays: Arrays, rows: int) -> StagedBatch:
+        return self.runner.stage({"m": as_blocks(arrays)}, {"m": rows})
+
+    def launch(self, staged: StagedBatch) -> None:
+        self.runner.launch(staged)
+
+    def finish(self, staged: StagedBatch) -> tuple[Arrays, BatchTimes]:
+        outputs, times = self.runner.finish(staged)
+        return outputs["m"], times
+
+    def run(self, arrays: Arrays, rows: int) -> Arrays:
+        return self.runner.run({"m": as_blocks(arrays)}, {"m": rows})["m"]
+
+
+def streamed(cuda: FakeCuda, *, syncs: bool = False, **options: Any) -> Alone:
+    return Alone(late_model(cuda, syncs=syncs), [1, 2, 3, 4], **options)
+
+
+def batch(number: int, size: int = 2) -> dict[str, Any]:
+    return {"x": np.full((size, 2), float(number), np.float32)}
+
+
+def run_two_deep(runner: Alone, count: int, size: int = 2) -> list[tuple[dict[str, Any], BatchTimes]]:
+    """Stage and launch each batch before the one before is finished."""
+    under_way: deque[StagedBatch] = deque()
+    answers = []
+    for number in range(count):
+        under_way.append(runner.stage(batch(number, size), size))
+        runner.launch(under_way[-1])
+        if len(under_way) == 2:
+            answers.append(runner.finish(under_way.popleft()))
+    return [*answers, *(runner.finish(rest) for rest in under_way)]
+
+
+def test_every_batch_gets_its_own_results_while_another_is_under_way(cuda: FakeCuda) -> None:
+    for number, (outputs, _) in enumerate(run_two_deep(streamed(cuda), 7)):
+        np.testing.assert_array_equal(outputs["y"], np.full((2, 2), 2.0 * number + 1))
+
+
+def test_the_fake_notices_a_buffer_that_is_overwritten_in_use(cuda: FakeCuda) -> None:
+    runner = streamed(cuda)
+    only = runner.runner._free[0]
+    runner.runner._free = deque([only, only])
+    wrong = [o["y"][0, 0] != 2.0 * n + 1 for n, (o, _) in enumerate(run_two_deep(runner, 4))]
+    assert any(wrong)
+
+
+def test_the_next_copy_is_queued_before_the_kernels_of_this_batch_have_run(cuda: FakeCuda) -> None:
+    runner = streamed(cuda)
+    first = runner.stage(batch(1), 2)
+    runner.launch(first)
+    second = runner.stage(batch(2), 2)
+    assert [what for _, what in cuda.enqueued] == ["copy", "kernels", "copy", "copy"]
+    assert [name for name, _ in cuda.enqueued] == ["stream 1", "stream 0", "stream 2", "stream 1"]
+    assert cuda.executed == []
+    runner.launch(second)
+    runner.finish(first)
+    assert [what for _, what in cuda.executed] == ["copy", "kernels", "copy"]
+    runner.finish(second)
+
+
+def test_copies_overlap_with_kernels_and_waiting_is_not_execution(cuda: FakeCuda) -> None:
+    runner = streamed(cuda)
+    count = 6
+    times = [times for _, times in run_two_deep(runner, count)]
+    assert all(t.execution_ms == KERNELS_MS for t in times)
+    assert all(t.copy_in_ms >= COPY_MS and t.copy_out_ms == COPY_MS for t in times)
+    assert times[0].wait_ms == 0.0
+    assert all(t.wait_ms > 0.0 for t in times[1:])
+    copy_in, kernels, copy_out = cuda.streams[1], cuda.streams[0], cuda.streams[2]
+    assert kernels.clock_ms == COPY_MS + count * KERNELS_MS  # the kernels never waited for a copy but the first
+    assert copy_in.clock_ms == count * COPY_MS
+    assert copy_out.clock_ms == kernels.clock_ms + COPY_MS
+
+
+def test_without_streaming_the_copies_are_part_of_every_batch(cuda: FakeCuda) -> None:
+    runner = Alone(late_model(cuda), [2], streams=False)
+    for number in range(3):
+        np.testing.assert_array_equal(runner.run(batch(number), 2)["y"], np.full((2, 2), 2.0 * number + 1))
+    assert cuda.streams[0].clock_ms == 3 * (2 * COPY_MS + KERNELS_MS)
+
+
+def test_a_third_batch_is_refused_and_buffers_are_kept(cuda: FakeCuda) -> None:
+    runner = streamed(cuda)
+    runner.runner.reserve()
+    under_way = [runner.stage(batch(n), 2) for n in range(2)]
+    with pytest.raises(RuntimeError, match="finish one first"):
+        runner.stage(batch(2), 2)
+    for staged in under_way:
+        runner.launch(staged)
+        runner.finish(staged)
+    cuda.pinned_rows.clear()
+    run_two_deep(runner, 4)
+    assert cuda.pinned_rows == [2] * 4  # of the answers; the inputs have theirs, for the largest batch
+    assert [slot.pinned["m", "x"].shape[0] for slot in runner.runner._free] == [4, 4]
+
+
+def test_an_answer_is_not_overwritten_by_a_later_batch(cuda: FakeCuda) -> None:
+    answers = run_two_deep(streamed(cuda), 5)
+    memory = {outputs["y"].__array_interface__["data"][0] for outputs, _ in answers}
+    assert len(memory) == 5
+
+
+def test_a_failed_launch_gives_its_buffers_back(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    runner = streamed(cuda)
+
+    def fail(_self: LateNet, _x: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LateNet, "forward", fail)
+        for number in range(3):
+            staged = runner.stage(batch(number), 2)
+            with pytest.raises(RuntimeError, match="illegal memory"):
+                runner.launch(staged)
+            runner.runner.discard(staged)
+    outputs, _ = run_two_deep(runner, 1)[0]
+    assert outputs["y"].tolist() == [[1.0, 1.0]] * 2
+
+
+def test_a_wrong_integer_takes_no_buffer(cuda: FakeCuda) -> None:
+    signature = ModelSignature(
+        "tensor", (TensorSignature("ids", "int64", (2,), below=10),), (TensorSignature("y", "int64", (2,)),)
+    )
+    runner = Alone(LoadedModel(LateNet(cuda), signature), [1])
+    for _ in range(3):
+        with pytest.raises(InvalidInputError, match="ids: 99"):
+            runner.stage({"ids": np.full((1, 2), 99)}, 1)
+    staged = runner.stage({"ids": np.full((1, 2), 9)}, 1)
+    runner.launch(staged)
+    assert runner.finish(staged)[0]["y"].tolist() == [[19, 19]]
+
+
+def test_blocks_go_to_the_device_without_being_put_together_first(cuda: FakeCuda) -> None:
+    runner = streamed(cuda)
+    blocks = {"x": [np.full((1, 2), 1.0, np.float32), np.full((2, 2), 2.0, np.float32)]}
+    outputs = runner.runner.run({"m": blocks}, {"m": 3})["m"]
+    assert outputs["y"].tolist() == [[3.0, 3.0], [5.0, 5.0], [5.0, 5.0]]
+
+
+# --- CUDA graphs ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_graphs_are_captured_once_per_size_and_replayed(cuda: FakeCuda, is_streamed: bool) -> None:
+    runner = streamed(cuda, cuda_graphs=True)
+    net = runner.net
+    runner.runner.warm_up(1)
+    assert len(cuda.graphs) == 3  # 4, 2 and 1, from the largest down
+    assert net.forwards == 3 * (2 + 1)  # two runs to warm up and the capture
+    expected = [2.0 * n + 1 for n in range(6)]
+    if is_streamed:
+        got = [outputs["y"] for outputs, _ in run_two_deep(runner, 6, size=3)]  # padded to 4
+    else:
+        got = [runner.run(batch(n, 3), 3)["y"] for n in range(6)]
+    for value, answer in zip(expected, got, strict=True):
+        np.testing.assert_array_equal(answer, np.full((3, 2), value))
+    assert net.forwards == 9
+    assert [graph.replays for graph in cuda.graphs] == [1 + 6, 1, 1]
+
+
+def test_what_cannot_be_captured_is_named_with_the_cure(cuda: FakeCuda) -> None:
+    runner = streamed(cuda, syncs=True, cuda_graphs=True)
+    with pytest.raises(
+        EnvironmentFaultError, match=r"'m' cannot be captured .* at batch 2: CUDA error: .*remove `cuda_graphs: true`"
+    ) as caught:
+        runner.run(batch(1), 2)
+    assert "\n" not in str(caught.value)
+
+
+def test_too_little_memory_for_a_graph_stays_what_it_is(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(_self: LateNet, _x: torch.Tensor) -> torch.Tensor:
+        if cuda.capturing is not None:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return _x
+
+    runner = streamed(cuda, cuda_graphs=True)
+    monkeypatch.setattr(LateNet, "forward", full)
+    with pytest.raises(torch.OutOfMemoryError):
+        runner.run(batch(1), 2)
+
+
+# --- without a fake ---------------------------------------------------------------------------------------------
+
+
+def images(number: int) -> dict[str, Any]:
+    return {"image": np.random.default_rng(number).standard_normal((4, 3, 32, 32), dtype=np.float32)}
+
+
+def test_on_a_cpu_results_are_those_of_a_plain_run() -> None:
+    runner = Alone(build("mobilenet_v2", options=SMALL["mobilenet_v2"]), [4], device="cpu")
+    first, second = runner.stage(images(0), 4), runner.stage(images(1), 4)
+    for number, staged in enumerate((first, second)):
+        runner.launch(staged)
+        outputs, times = runner.finish(staged)
+        np.testing.assert_array_equal(outputs["logits"], runner.run(images(number), 4)["logits"])
+        assert times.execution_ms > 0
+        assert times.wait_ms >= 0
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+@pytest.mark.parametrize("options", [{}, {"cuda_graphs": True}, {"channels_last": True}])
+def test_on_a_gpu_streamed_results_are_those_of_a_plain_forward_pass(options: dict[str, Any]) -> None:
+    module = build("mobilenet_v2", options=SMALL["mobilenet_v2"]).module
+    with torch.inference_mode():
+        plain = [module(torch.from_numpy(images(n)["image"])).numpy() for n in range(6)]
+    runner = Alone(build("mobilenet_v2", options=SMALL["mobilenet_v2"]), [4], **options)
+    runner.runner.warm_up(1)
+    under_way: deque[StagedBatch] = deque()
+    answers = []
+    for number in range(6):
+        under_way.append(runner.stage(images(number), 4))
+        runner.launch(under_way[-1])
+        if len(under_way) == 2:
+            answers.append(runner.finish(under_way.popleft())[0]["logits"])
+    answers.append(runner.finish(under_way.popleft())[0]["logits"])
+    for expected, answer in zip(plain, answers, strict=True):
+        np.testing.assert_allclose(answer, expected, rtol=1e-3, atol=2e-2 * np.abs(expected).max())
