@@ -28,6 +28,7 @@ os.environ.setdefault("RAY_DISABLE_IMPORT_WARNING", "1")
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+@pytest.hookimpl(tryfirst=True)  # xdist reads the groups
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark as `unit` whatever needs neither Ray nor a GPU, and say which tests stay in one process.
 

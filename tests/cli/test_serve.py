@@ -4,7 +4,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 import uuid
 from pathlib import Path
 
@@ -12,8 +11,9 @@ import pytest
 
 from tenuto.deployments.serve.endpoint import get_json
 from tenuto.errors import EnvironmentFaultError
+from tests.instruments.live import PATIENCE_S, until
+from tests.instruments.local_ray import unused_port
 
-PORT = 8781
 PROGRAM = "import sys; from tenuto.cli import main; main(sys.argv[1:])"
 
 PLAN = """
@@ -46,31 +46,30 @@ def with_mark(mark: str) -> list[int]:
     return found
 
 
+def is_ready(url: str) -> bool:
+    try:
+        return bool(get_json(f"{url}/v2/health/ready", 1.0).get("ready"))
+    except EnvironmentFaultError:
+        return False
+
+
 @pytest.mark.ray
 def test_ctrl_c_drains_exits_0_and_leaves_nothing_running(tmp_path: Path) -> None:
     plan = tmp_path / "plan.yaml"
     plan.write_text(PLAN)
-    mark = uuid.uuid4().hex
+    mark, port = uuid.uuid4().hex, unused_port()
     address = {"RAY_ADDRESS": "local", "TENUTO_TEST_MARK": mark}
-    process = tenuto("serve", str(plan), "--port", str(PORT), "--emulate", **address)
-    url = f"http://127.0.0.1:{PORT}"
+    process = tenuto("serve", str(plan), "--port", str(port), "--emulate", **address)
+    url = f"http://127.0.0.1:{port}"
     try:
-        end = time.monotonic() + 90
-        while True:
-            assert process.poll() is None, process.communicate()
-            assert time.monotonic() < end
-            try:
-                if get_json(f"{url}/v2/health/ready", 1.0).get("ready"):
-                    break
-            except EnvironmentFaultError:
-                time.sleep(0.3)
+        until(lambda: process.poll() is not None or is_ready(url))
+        assert process.poll() is None, process.communicate()
         status = tenuto("status", "--url", url)
-        shown, _ = status.communicate(timeout=60)
+        shown, _ = status.communicate()
         assert status.returncode == 0
         assert "emulated v100" in shown
-        time.sleep(1.0)
         process.send_signal(signal.SIGINT)
-        out, err = process.communicate(timeout=90)
+        out, err = process.communicate(timeout=PATIENCE_S)
     finally:
         if process.poll() is None:
             process.kill()
@@ -78,17 +77,14 @@ def test_ctrl_c_drains_exits_0_and_leaves_nothing_running(tmp_path: Path) -> Non
     assert "Traceback" not in err
     assert "draining" in err
     assert out == ""
-    end = time.monotonic() + 20
-    while with_mark(mark) and time.monotonic() < end:
-        time.sleep(0.5)
-    assert with_mark(mark) == []
+    until(lambda: with_mark(mark) == [])
 
 
 def test_a_plan_of_another_schema_is_refused(tmp_path: Path) -> None:
     plan = tmp_path / "plan.yaml"
     plan.write_text(PLAN.replace("schema: 1", "schema: 7"))
     process = tenuto("serve", str(plan))
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate()
     assert process.returncode == 2
     assert "plan schema 7 is not supported" in err
     assert "tenuto plan" in err
@@ -99,7 +95,7 @@ def test_an_unknown_scheduler_is_refused_before_anything_starts(tmp_path: Path) 
     plan = tmp_path / "plan.yaml"
     plan.write_text(PLAN)
     process = tenuto("serve", str(plan), "--scheduler", "lazy")
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate()
     assert process.returncode == 2
     assert "deferred" in err
     assert "Traceback" not in err
@@ -107,6 +103,6 @@ def test_an_unknown_scheduler_is_refused_before_anything_starts(tmp_path: Path) 
 
 def test_status_without_a_server_says_how_to_start_one() -> None:
     process = tenuto("status", "--url", "http://127.0.0.1:9")
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate()
     assert process.returncode == 3
     assert "tenuto serve PLAN" in err

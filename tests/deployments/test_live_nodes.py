@@ -11,9 +11,8 @@ from tenuto.deployments.serve.endpoint import get_json
 from tenuto.deployments.serve.launcher import Launcher
 from tenuto.errors import EnvironmentFaultError
 from tenuto.placement import Plan
+from tests.instruments.live import pids, post, until
 from tests.instruments.local_ray import unused_port
-
-from .test_live import pids, post, until
 
 pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::DeprecationWarning")]
 
@@ -63,31 +62,23 @@ def addresses_by_gpulet(url: str) -> dict[str, str]:
     return {gpulet["id"]: nodes[gpulet["node_id"]] for gpulet in get_json(f"{url}/status")["gpulets"]}
 
 
-def running(url: str) -> set[str]:
-    """The gpu-lets that are up; none where the gateway itself has to move to another node first."""
-    try:
-        return set(pids(url))
-    except EnvironmentFaultError:
-        return set()
-
-
 def test_gpulets_run_on_the_node_of_their_gpu_and_a_lost_node_takes_only_its_own_away(cluster: Any) -> None:
     port = unused_port()
     with Launcher() as launcher:
         launcher.connect(num_gpus=2)
         with pytest.raises(EnvironmentFaultError, match=r"on node 192\.0\.2\.7, the cluster has 127"):
             launcher.apply(serve_config(make_plan(other="192.0.2.7"), port=port))
-        launcher.apply(serve_config(make_plan(), port=port), timeout_s=120)
+        launcher.apply(serve_config(make_plan(), scheduler="eager", port=port))
         url = launcher.base_url
         assert addresses_by_gpulet(url) == {"left/0/a": HEAD, "right/0/a": OTHER}
         for name in ("left", "right"):
             assert post(f"{url}/v2/models/{name}/infer", BODY)[0] == 200
         before = pids(url)
         cluster.remove_node(next(node for node in cluster.worker_nodes), allow_graceful=False)
-        until(lambda: running(url) == {"left/0/a"})
+        until(lambda: set(pids(url)) == {"left/0/a"})
         until(lambda: post(f"{url}/v2/models/left/infer", BODY)[0] == 200)
         assert post(f"{url}/v2/models/right/infer", BODY)[0] in (503, 504)
         cluster.add_node(node_ip_address=OTHER, num_gpus=1, num_cpus=2)
-        until(lambda: post(f"{url}/v2/models/right/infer", BODY)[0] == 200, timeout_s=90)
+        until(lambda: post(f"{url}/v2/models/right/infer", BODY)[0] == 200)
         assert addresses_by_gpulet(url)["right/0/a"] == OTHER
         assert pids(url)["left/0/a"] == before["left/0/a"]

@@ -16,7 +16,7 @@ from tenuto.deployments.serve.launcher import Launcher
 from tenuto.mps.folders import find_leftovers
 from tenuto.placement import Plan
 from tests.deployments.on_fake_gpu import GPUS, read_journal
-from tests.deployments.test_live import infer, pids, until
+from tests.instruments.live import infer, pids, until
 from tests.mps.control_program import fail, install
 
 pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::DeprecationWarning")]
@@ -51,7 +51,7 @@ def plan(*, changed: bool = False) -> Plan:
 
 def config(made: Plan) -> dict[str, Any]:
     """A config for real GPUs, whose gpu-lets are those on fake ones, in the environment of this test."""
-    found = serve_config(made)
+    found = serve_config(made, scheduler="eager")
     here = {name: os.environ[name] for name in ("PATH", "TENUTO_MPS_ROOT")}
     for application in found["applications"][1:]:
         application["import_path"] = "tests.deployments.on_fake_gpu:build"
@@ -68,7 +68,7 @@ def root() -> Iterator[Path]:
     before = dict(os.environ)
     os.environ.update(PATH=f"{folder}:{before['PATH']}", TENUTO_MPS_ROOT=str(folder))
     yield folder
-    until(lambda: find_leftovers(folder) == () and not list(folder.glob("*/owner.json")), 60)  # the reapers' work
+    until(lambda: find_leftovers(folder) == () and not list(folder.glob("*/owner.json")))  # the reapers' work
     os.environ.clear()
     os.environ.update(before)
     shutil.rmtree(folder, ignore_errors=True)
@@ -76,7 +76,7 @@ def root() -> Iterator[Path]:
 
 @pytest.fixture(scope="module")
 def launcher(root: Path, launcher: Launcher) -> Launcher:
-    launcher.apply(config(plan()), timeout_s=120)
+    launcher.apply(config(plan()))
     return launcher
 
 
@@ -130,7 +130,7 @@ def test_a_fault_restarts_its_gpu_in_turn_and_no_other(launcher: Launcher, root:
     try:
         until(lambda: len(outcomes) > 20)
         fail(pipes(root, 0))
-        until(lambda: all(pids(url).get(gpulet, before[gpulet]) != before[gpulet] for gpulet in HIT), 120)
+        until(lambda: all(pids(url).get(gpulet, before[gpulet]) != before[gpulet] for gpulet in HIT))
         served = len(outcomes)
         until(lambda: len(outcomes) > served + 20)
     finally:
@@ -148,7 +148,7 @@ def test_a_fault_restarts_its_gpu_in_turn_and_no_other(launcher: Launcher, root:
 def test_a_running_gpulet_loads_more_only_while_no_neighbour_starts(launcher: Launcher, root: Path) -> None:
     url = launcher.base_url
     before, known = pids(url), len(turns(root, HIT))
-    launcher.apply(config(plan(changed=True)), timeout_s=120)
+    launcher.apply(config(plan(changed=True)))
     until(lambda: pids(url).get("n0/0/b", before["n0/0/b"]) != before["n0/0/b"])
     until(lambda: len(turns(root, HIT)) == known + 4)
     events = turns(root, HIT)[known:]
@@ -164,7 +164,7 @@ def test_repeated_faults_end_in_a_clear_failure_and_the_other_gpu_goes_on(launch
     url = launcher.base_url
     before = pids(url)
     fail(pipes(root, 0))  # the second; the test before caused the first
-    until(lambda: all(pids(url).get(gpulet, before[gpulet]) != before[gpulet] for gpulet in HIT), 120)
+    until(lambda: all(pids(url).get(gpulet, before[gpulet]) != before[gpulet] for gpulet in HIT))
     fail(pipes(root, 0))
 
     def reasons() -> str:
@@ -173,6 +173,6 @@ def test_repeated_faults_end_in_a_clear_failure_and_the_other_gpu_goes_on(launch
             d.message for g in HIT for d in applications["gpulet-" + g.replace("/", "-")].deployments.values()
         )
 
-    until(lambda: "has faulted 3 times within 10 min" in reasons(), 120)
+    until(lambda: "has faulted 3 times within 10 min" in reasons())
     assert {g: pid for g, pid in pids(url).items() if g in SPARED} == {g: before[g] for g in SPARED}
     assert infer(url)[0] == 200

@@ -4,6 +4,7 @@ import os
 import shutil
 import socket
 import tempfile
+import warnings
 
 __all__ = ["LocalRay", "unused_port"]
 
@@ -23,8 +24,10 @@ class LocalRay:
 
     def connect(self) -> None:
         """Be connected to it; it is started where it does not run."""
-        import ray
-        from ray import serve
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of what Ray Serve imports
+            import ray
+            from ray import serve
 
         from tenuto.deployments.serve.launcher import start_local_ray
 

@@ -1,4 +1,4 @@
-"""A sender that answers as told after as long as told, and the load of applications for it."""
+"""A sender that answers as told after as long as told, the load of applications for it, and gpulet's applications."""
 
 from __future__ import annotations
 
@@ -112,3 +112,25 @@ def names_of(work: Workload) -> list[str]:
 def rows_of(report: ClientReport, work: Workload, model: str) -> Any:
     records = report.records
     return records.where(np.asarray(records.model == names_of(work).index(model)))
+
+
+def published(stretch: float) -> Workload:
+    """gpulet's *game* (six digits and an object, 95 ms) and *traffic* (an SSD, then two classifiers, 136 ms), with all
+    times `stretch` times as long: 8 and 4 requests a second."""
+
+    def stage(model: str, alpha_ms: float, beta_ms: float, **more: Any) -> dict[str, Any]:
+        return {"model": model, "latency": {"alpha_ms": alpha_ms * stretch, "beta_ms": beta_ms * stretch}, **more}
+
+    return workload(
+        {
+            "name": "game", "rate_rps": 8, "slo_ms": 95 * stretch,
+            "stages": [stage("lenet", 0.1, 1.0, count=6), stage("resnet50", 2.0, 10.0)],
+        },
+        {
+            "name": "traffic", "rate_rps": 4, "slo_ms": 136 * stretch,
+            "stages": [
+                stage("ssd", 3.0, 8.0, part=2), stage("googlenet", 1.0, 4.0, after=["ssd"]),
+                stage("vgg16", 2.0, 6.0, after=["ssd"]),
+            ],
+        },
+    )  # fmt: skip

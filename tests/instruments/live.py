@@ -1,0 +1,54 @@
+"""Asking a running Tenuto over HTTP, and waiting for what comes as soon as the machine lets it."""
+
+import json
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from typing import Any
+
+from tenuto.deployments.serve.endpoint import get_json
+from tenuto.errors import EnvironmentFaultError
+
+__all__ = ["LONG_MS", "PATIENCE_S", "infer", "pids", "post", "until"]
+
+PATIENCE_S = 300.0  # a bound for what never comes; nothing is judged by how long it took
+LONG_MS = 60_000.0  # a deadline that a busy machine meets too
+
+
+def post(url: str, body: bytes, **headers: str) -> tuple[int, dict[str, Any]]:
+    """Return status and answer. Header names have underscores; with no X_SLO_Ms a request may take a minute.
+
+    Serve with scheduler `eager`: another one may hold a request for as long as its deadline allows.
+    """
+    given = {"X_SLO_Ms": f"{LONG_MS:g}", **headers}
+    request = urllib.request.Request(url, body, {key.replace("_", "-"): value for key, value in given.items()})
+    try:
+        with urllib.request.urlopen(request, timeout=PATIENCE_S) as response:
+            return response.status, json.load(response)
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, json.load(error)
+
+
+def infer(url: str, model: str = "synthetic", **headers: str) -> tuple[int, dict[str, Any]]:
+    """Ask an emulated model for one sample."""
+    body = {"inputs": [{"name": "INPUT0", "shape": [1, 1], "datatype": "FP32", "data": [1]}]}
+    return post(f"{url}/v2/models/{model}/infer", json.dumps(body).encode(), **headers)
+
+
+def pids(url: str) -> dict[str, int]:
+    """Return the process of every gpu-let that is up; none while the gateway does not answer."""
+    try:
+        gpulets = get_json(f"{url}/status", PATIENCE_S)["gpulets"]
+    except EnvironmentFaultError:
+        return {}
+    return {gpulet["id"]: gpulet["pid"] for gpulet in gpulets if gpulet["up"]}
+
+
+def until(claim: Callable[[], bool], timeout_s: float = PATIENCE_S) -> None:
+    """Wait until a claim holds."""
+    end = time.monotonic() + timeout_s
+    while not claim():
+        assert time.monotonic() < end, "it never came"
+        time.sleep(0.1)
