@@ -9,10 +9,11 @@ from __future__ import annotations
 import os
 import re
 import subprocess
+import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Protocol, cast
+from typing import IO, Literal, Protocol, cast
 
 from tenuto.errors import EnvironmentFaultError
 from tenuto.mps.inventory import without_mps
@@ -21,6 +22,8 @@ __all__ = ["BINARY", "Client", "Control", "ControlError", "Runner", "ServerStatu
 
 BINARY = "nvidia-cuda-mps-control"
 ServerStatus = Literal["INITIALIZING", "ACTIVE", "FAULT"]
+_STATUSES = ("INITIALIZING", "ACTIVE", "FAULT")
+_PID = r"[1-9]\d*"
 
 
 class ControlError(EnvironmentFaultError):
@@ -44,11 +47,26 @@ class Subprocesses:
 
     def __call__(self, arguments: list[str], text: str, environment: Mapping[str, str], timeout_s: float) -> str:
         what = text.strip() or " ".join(arguments) or "start"
+        # Files, not pipes: a daemon that this starts keeps what it inherits open, and a pipe would never end.
+        with tempfile.TemporaryFile("w+") as said, tempfile.TemporaryFile("w+") as complaint:
+            code = self._run(arguments, text, environment, timeout_s, what, said, complaint)
+            said.seek(0)
+            complaint.seek(0)
+            answer = said.read()
+            if code != 0:
+                words = (complaint.read() or answer).strip() or "nothing"
+                raise ControlError(f"{self._binary} failed at '{what}' with code {code} and said: {words}")
+            return answer
+
+    def _run(
+        self, arguments: list[str], text: str, environment: Mapping[str, str], timeout_s: float, what: str,
+        said: IO[str], complaint: IO[str],
+    ) -> int:  # fmt: skip
         try:
-            done = subprocess.run(
-                [self._binary, *arguments], input=text, env=dict(environment), capture_output=True, text=True,
+            return subprocess.run(
+                [self._binary, *arguments], input=text, env=dict(environment), stdout=said, stderr=complaint, text=True,
                 timeout=timeout_s, check=False, start_new_session=True,
-            )  # fmt: skip
+            ).returncode  # fmt: skip
         except FileNotFoundError:
             raise ControlError(
                 f"{self._binary} is not installed. Install the CUDA MPS control program of the driver, or plan with "
@@ -61,10 +79,6 @@ class Subprocesses:
             ) from None
         except OSError as error:
             raise ControlError(f"{self._binary} cannot be run: {error.strerror}.") from error
-        if done.returncode != 0:
-            said = (done.stderr or done.stdout).strip() or "nothing"
-            raise ControlError(f"{self._binary} failed at '{what}' with code {done.returncode} and said: {said}")
-        return done.stdout
 
 
 @dataclass(frozen=True)
@@ -117,9 +131,17 @@ class Control:
     def server_status(self, server: int) -> ServerStatus:
         """Return whether a server takes clients. FAULT: a client's fault hit all, and they have to leave."""
         lines = self._ask(f"get_server_status {server}")
-        if len(lines) != 1 or lines[0] not in ("INITIALIZING", "ACTIVE", "FAULT"):
+        if len(lines) != 1 or lines[0] not in _STATUSES:
             raise self._unexpected(f"get_server_status {server}", lines, "INITIALIZING, ACTIVE or FAULT")
         return cast(ServerStatus, lines[0])
+
+    def look_at(self, server: int) -> tuple[ServerStatus, tuple[int, ...]]:
+        """Return a server's status and clients from one run of the program, which takes a command a line."""
+        commands = f"get_server_status {server}\nget_client_list {server}"
+        status, *clients = self._ask(commands) or [""]
+        if status not in _STATUSES or not all(re.fullmatch(_PID, line) for line in clients):
+            raise self._unexpected(commands.replace("\n", ", "), [status, *clients], "a status and one pid a line")
+        return cast(ServerStatus, status), tuple(int(line) for line in clients)
 
     def clients(self, server: int) -> tuple[int, ...]:
         """Return the pids of a server's clients, in the daemon's own namespace of pids."""
@@ -150,7 +172,7 @@ class Control:
 
     def _pids(self, command: str) -> tuple[int, ...]:
         lines = self._ask(command)
-        if not all(re.fullmatch(r"[1-9]\d*", line) for line in lines):
+        if not all(re.fullmatch(_PID, line) for line in lines):
             raise self._unexpected(command, lines, "one pid a line")
         return tuple(int(line) for line in lines)
 

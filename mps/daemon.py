@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from tenuto.mps.control import Client, Control, ControlError, Runner, Subprocesses
+from tenuto.mps.control import BINARY, Client, Control, ControlError, Runner, Subprocesses
 from tenuto.mps.faults import MOST_FAULTS, WINDOW_S, FaultLog
 from tenuto.mps.folders import MOST_PATH_BYTES, OWNER, is_unused, pipe_directory, read_record
 from tenuto.mps.inventory import without_mps
@@ -66,6 +66,7 @@ class PrivateDaemon:
         self._start_reaper = start_reaper if start_reaper is not None else _start_reaper
         self._faults = FaultLog(self._folder / "faults.json", wall_clock)
         self._presence: int | None = None
+        self._server: int | None = None  # whom `look` found last
 
     def join(self, timeout_s: float = 60.0) -> None:
         """Count this process among the GPU's gpu-lets, and start the daemon unless it runs already.
@@ -109,6 +110,10 @@ class PrivateDaemon:
         record = read_record(self._folder)
         is_our_dead = record is not None and record.pid == foreign  # its number may be another process's by now
         if foreign is not None and not is_our_dead and self.processes.started_at(foreign) is not None:
+            if self._is_orphan(foreign):
+                self._wait_until_ready(timeout_s)
+                self._write_down(foreign)
+                return
             raise ControlError(
                 f"process {foreign} runs a CUDA MPS daemon in {self.control.pipe_directory} that Tenuto did not start. "
                 f"Stop it yourself (echo quit | CUDA_MPS_PIPE_DIRECTORY={self.control.pipe_directory} "
@@ -119,14 +124,28 @@ class PrivateDaemon:
         self.control.start()
         self._wait_until_ready(timeout_s)
         pid = self._pid_in_pipe_directory()
-        began = self.processes.started_at(pid) if pid is not None else None
-        if pid is None or began is None:
+        if pid is None or self.processes.started_at(pid) is None:
             raise ControlError(
                 f"the daemon of {self.gpu_uuid} answers but left no pid in {self.control.pipe_directory}, so it could "
                 f"not be told from a foreign one later. {self.control.log_directory / 'control.log'} may say why."
             )
+        self._write_down(pid)
+
+    def _is_orphan(self, pid: int) -> bool:
+        """Return whether a daemon in our folder is ours although nothing is written down of it: who started it died
+        before it could. It was started by this user for this GPU and this folder, which no other daemon is."""
+        environment = self.processes.environment_of(pid) or {}
+        wanted = self.control.environment()
+        return (
+            self.processes.user_of(pid) == os.getuid()
+            and (self.processes.name_of(pid) or "").startswith(BINARY)
+            and all(environment.get(key) == wanted[key] for key in ("CUDA_VISIBLE_DEVICES", "CUDA_MPS_PIPE_DIRECTORY"))
+        )
+
+    def _write_down(self, pid: int) -> None:
+        """Remember a daemon as ours, and start what will stop it."""
         data = {
-            "pid": pid, "started_at": began, "gpu_uuid": self.gpu_uuid, "uid": os.getuid(),
+            "pid": pid, "started_at": self.processes.started_at(pid), "gpu_uuid": self.gpu_uuid, "uid": os.getuid(),
             "pid_namespace": self.processes.namespace(),
         }  # fmt: skip
         partial = self._folder / f"{OWNER}.part"
@@ -233,6 +252,19 @@ class PrivateDaemon:
         if not found:
             return None
         return next((status for status in ("FAULT", "INITIALIZING") if status in found), "ACTIVE")
+
+    def look(self) -> tuple[str | None, tuple[int, ...]]:
+        """Return status and clients as `status` and `clients` do, from one run of the control program while the server
+        stays the same one: this is asked by every gpu-let every two seconds."""
+        if self._server is not None:
+            try:
+                return self.control.look_at(self._server)
+            except ControlError:
+                self._server = None  # another server by now, or a program that takes one command only
+        servers = self.control.servers()
+        if len(servers) == 1:
+            self._server = servers[0]
+        return self.status(), self.clients()
 
     def clients(self) -> tuple[int, ...]:
         """Return the pids of all clients."""

@@ -22,7 +22,6 @@ __all__ = [
     "GpuDevice",
     "GpuProcesses",
     "Nvml",
-    "first_visible_uuid",
     "load_nvml",
     "read_inventory",
     "read_sm_counts",
@@ -100,26 +99,6 @@ def load_nvml() -> Nvml:
         raise EnvironmentFaultError("nvidia-ml-py is not installed. Run: pip install 'tenuto[serve]'") from error
     module: Nvml = pynvml
     return module
-
-
-def first_visible_uuid(environment: Mapping[str, str] | None = None, nvml: Nvml | None = None) -> str:
-    """Return the UUID of the first GPU that CUDA_VISIBLE_DEVICES leaves visible, without starting CUDA.
-
-    Ordinals are taken in PCI order, NVML's; with several GPUs of different kinds CUDA counts otherwise unless
-    CUDA_DEVICE_ORDER=PCI_BUS_ID, so that naming the UUID is safer.
-
-    Raises:
-        EnvironmentFaultError: nvidia-ml-py or the driver is missing, or there is no such GPU.
-    """
-    visible = (os.environ if environment is None else environment).get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]
-    if visible.startswith(("GPU-", "MIG-")):
-        return visible
-    nvml = nvml or load_nvml()
-    with _running(nvml):
-        try:
-            return _text(nvml.nvmlDeviceGetUUID(nvml.nvmlDeviceGetHandleByIndex(int(visible))))
-        except (nvml.NVMLError, ValueError) as error:
-            raise EnvironmentFaultError(f"NVML finds no GPU '{visible}': {error}. Check `nvidia-smi`.") from error
 
 
 def read_sm_counts(timeout_s: float = 60.0) -> dict[str, int]:

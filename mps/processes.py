@@ -51,6 +51,15 @@ class Processes:
         except OSError:
             return None
 
+    def environment_of(self, pid: int) -> dict[str, str] | None:
+        """Return the environment a process was started with; None for another user's, or when there is none."""
+        try:
+            words = (self.proc / str(pid) / "environ").read_bytes().split(b"\0")
+        except OSError:
+            return None
+        pairs = (os.fsdecode(word).partition("=") for word in words if word)
+        return {name: value for name, _, value in pairs}
+
     def namespace(self) -> int | None:
         """Return the number of this process's PID namespace, as `ps` of the control program prints it."""
         return _namespace(self.proc / "self")

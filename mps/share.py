@@ -10,10 +10,9 @@ from pathlib import Path
 from tenuto.mps.control import ControlError
 from tenuto.mps.daemon import PrivateDaemon
 from tenuto.mps.folders import pipe_directory
+from tenuto.profiles.gpu_types import sms_of_share
 
-__all__ = ["CONTEXT_MIB", "Attachment", "Report", "client_environment", "verify_attachment"]
-
-CONTEXT_MIB = 600  # of a CUDA context with the libraries' workspaces, on top of a plan's memory of models
+__all__ = ["Attachment", "Report", "client_environment", "most_clients", "verify_attachment"]
 
 
 def client_environment(
@@ -21,8 +20,9 @@ def client_environment(
 ) -> dict[str, str]:
     """Return what a gpu-let's process must find in its environment when it starts; later is too late for CUDA.
 
-    The share is written with the decimals it has: CUDA rounds it down to what the hardware supports. The memory cap is
-    the plan's with `CONTEXT_MIB` added, since CUDA counts its own allocations too.
+    The share is written with the decimals it has: CUDA rounds it down to what the hardware supports. `memory_mib` is
+    the cap of the whole process, CUDA's own allocations included. It is given for device 0, the only one that daemon
+    and client see: NVIDIA's device plugin found a cap that named the GPU by UUID not applied.
     """
     environment = {
         "CUDA_VISIBLE_DEVICES": gpu_uuid,
@@ -31,26 +31,28 @@ def client_environment(
     if share_pct is not None and share_pct < 100.0:
         environment["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] = f"{share_pct:g}"
     if memory_mib is not None:
-        environment["CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"] = f"{gpu_uuid}={cap_mib(memory_mib)}M"
+        environment["CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"] = f"0={math.ceil(memory_mib)}M"
     return environment
 
 
-def cap_mib(memory_mib: float) -> int:
-    """Return CUDA's cap in MiB for a planned memory of models."""
-    return math.ceil(memory_mib + CONTEXT_MIB)
+def most_clients(driver: str) -> int:
+    """Return how many CUDA contexts a GPU's server takes with the default two connections each: 60 from CUDA 13.1's
+    driver on (590), 48 before it."""
+    major = driver.partition(".")[0]
+    return 60 if major.isdecimal() and int(major) >= 590 else 48
 
 
 @dataclass(frozen=True)
 class Report:
     """What a gpu-let's process says of itself after its warm-up.
 
-    `sm_count` and `memory_mib` are what CUDA shows it; `memory_mib` is None where CUDA does not tell.
+    `sm_count` and `free_mib` are what CUDA shows it; `free_mib` is None where CUDA does not tell.
     """
 
     pid: int
     gpu_uuid: str
     sm_count: int
-    memory_mib: float | None = None
+    free_mib: float | None = None
 
 
 @dataclass(frozen=True)
@@ -76,13 +78,13 @@ def verify_attachment(
 ) -> Attachment:
     """Prove that a gpu-let is what its plan asks for.
 
-    All of four must hold: it runs on the planned GPU; the daemon lists it as a client; the server is active; and it
-    sees no more multiprocessors than its share. CUDA runs silently without CUDA MPS when it does not find the daemon,
-    so none is enough.
+    All of these must hold: it runs on the planned GPU; the daemon lists it as a client; the server is active; it sees
+    no more multiprocessors than its share, and no more free memory than its cap. CUDA runs silently without CUDA MPS
+    when it does not find the daemon, and without the cap when it does not understand it, so none is enough.
 
     Where daemon and process are in different PID namespaces, the pid is translated through the host's /proc, else taken
     from the namespace that the control program prints, else the one client that came while no other could is taken
-    for it, if it also sees no more memory than its cap.
+    for it. A MIG device shows all its memory whatever the cap is, so that there the cap proves nothing.
 
     Args:
         report: of the process.
@@ -90,13 +92,13 @@ def verify_attachment(
         share_pct: the planned share; None: the whole GPU.
         gpu_sm_count: multiprocessors of the whole GPU; None: unknown, which is a reason where a share is planned.
         clients_before: the daemon's clients before this process started CUDA and after its turn to start had come.
-        memory_mib: the planned memory of models; None: no cap.
+        memory_mib: the planned cap of the process; None: no cap.
     """
     reasons, proof, client = [], None, None
     if _bare(report.gpu_uuid) != _bare(daemon.gpu_uuid):
         reasons.append(f"it runs on {report.gpu_uuid}, not on {daemon.gpu_uuid}")
     try:
-        found = _recognise(report, daemon, clients_before, memory_mib)
+        found = _recognise(report, daemon, clients_before)
         if found is None:
             reasons.append(f"the CUDA MPS daemon does not list its process {report.pid} as a client")
         else:
@@ -110,18 +112,23 @@ def verify_attachment(
         if gpu_sm_count is None:
             reasons.append("the multiprocessors of the whole GPU could not be counted")
         else:
-            # Rounded down by the hardware, but never to nothing.
-            allowed = max(1, math.floor(gpu_sm_count * share_pct / 100.0 + 1e-9))
+            allowed = sms_of_share(gpu_sm_count, share_pct)
             if report.sm_count > allowed:
                 reasons.append(
                     f"it sees {report.sm_count} of {gpu_sm_count} multiprocessors, {share_pct:g} % are {allowed}"
                 )
+    if memory_mib is not None and not daemon.gpu_uuid.startswith("MIG-"):
+        if report.free_mib is None:
+            reasons.append(f"CUDA does not tell its free memory, so that the cap of {memory_mib:.0f} MiB is not proved")
+        elif report.free_mib > math.ceil(memory_mib):
+            reasons.append(
+                f"CUDA shows it {report.free_mib:.0f} MiB of free memory, so that its cap of {memory_mib:.0f} MiB is "
+                "not applied"
+            )
     return Attachment(tuple(reasons), None, None) if reasons else Attachment((), proof, client)
 
 
-def _recognise(
-    report: Report, daemon: PrivateDaemon, before: Set[int] | None, memory_mib: float | None
-) -> tuple[str, int] | None:
+def _recognise(report: Report, daemon: PrivateDaemon, before: Set[int] | None) -> tuple[str, int] | None:
     """Return how the process was recognised among the daemon's clients, and as which."""
     clients = daemon.clients()
     if daemon.speaks_our_pids():
@@ -133,9 +140,7 @@ def _recognise(
     ours = {client.pid for client in daemon.described_clients() if client.namespace == daemon.processes.namespace()}
     if len(newcomers) == 1 and newcomers <= ours:
         return "the only new client of its PID namespace", newcomers.pop()
-    is_capped = memory_mib is not None and not daemon.gpu_uuid.startswith("MIG-")  # a MIG device shows all its memory
-    fits = not is_capped or (report.memory_mib is not None and report.memory_mib <= cap_mib(memory_mib or 0.0))
-    if len(newcomers) == 1 and fits:
+    if len(newcomers) == 1:
         return "the only client that came during its start", newcomers.pop()
     return None
 

@@ -10,8 +10,9 @@ from pathlib import Path
 
 from tenuto.errors import EnvironmentFaultError
 from tenuto.mps.daemon import PrivateDaemon
-from tenuto.mps.inventory import first_visible_uuid, read_inventory
+from tenuto.mps.inventory import read_inventory
 from tenuto.mps.share import client_environment
+from tenuto.profiles.measuring.telemetry import first_visible_uuid
 
 __all__ = ["GpuShares", "running_daemon", "shares_of"]
 

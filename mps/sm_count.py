@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from tenuto.errors import EnvironmentFaultError
 
-__all__ = ["VisibleDevice", "context_memory_mib", "visible_devices"]
+__all__ = ["VisibleDevice", "free_memory_mib", "visible_devices"]
 
 _MULTIPROCESSOR_COUNT = 16  # CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT of cuda.h
 
@@ -55,9 +55,10 @@ def visible_devices(library: ctypes.CDLL | None = None) -> tuple[VisibleDevice, 
     return tuple(found)
 
 
-def context_memory_mib(library: ctypes.CDLL | None = None) -> float | None:
-    """Return the memory in MiB that CUDA shows the primary context of this process's first GPU; None where it tells
-    none. Under CUDA MPS that is at most the cap. The context must exist: none is made for a process that has none."""
+def free_memory_mib(library: ctypes.CDLL | None = None) -> float | None:
+    """Return the free memory in MiB that CUDA shows the primary context of this process's first GPU; None where it
+    tells none. Under CUDA MPS that is at most the cap. The context must exist: none is made for a process that has
+    none."""
     try:
         library = library if library is not None else ctypes.CDLL("libcuda.so.1")
         device, flags, active = ctypes.c_int(), ctypes.c_uint(), ctypes.c_int()
@@ -77,7 +78,7 @@ def context_memory_mib(library: ctypes.CDLL | None = None) -> float | None:
             _call(library, "cuDevicePrimaryCtxRelease_v2", device)
     except (OSError, AttributeError, EnvironmentFaultError):
         return None
-    return total.value / 2**20
+    return free.value / 2**20
 
 
 def _call(library: ctypes.CDLL, name: str, *arguments: object) -> None:

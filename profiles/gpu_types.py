@@ -42,6 +42,8 @@ GPU_TYPES: dict[str, GpuType] = {
         GpuType("a100", 40_960, 108, 3.67),
         GpuType("h100", 81_920, 132, 6.98),
         GpuType("h200", 144_384, 132, 7.91),
+        GpuType("b200", 183_359, 148, None),
+        GpuType("gb200", 189_471, 148, None),
         # The processor of this machine, shared by threads instead of SMs; memory is the host's and checked on the node.
         GpuType("cpu", 16_384, None, None),
     )
@@ -49,9 +51,10 @@ GPU_TYPES: dict[str, GpuType] = {
 
 # What the driver calls them; first match wins.
 _PRODUCTS = (
-    (r"\bH200\b", "h200"), (r"\bH100\b", "h100"), (r"\bA100\b", "a100"), (r"\bA10G\b", "a10g"), (r"\bV100S?\b", "v100"),
-    (r"\bP100\b", "p100"), (r"\bP4\b", "p4"), (r"\bL4\b", "l4"), (r"\bT4\b", "t4"), (r"\bGTX 1080 Ti\b", "1080ti"),
-    (r"\bRTX 2080 Ti\b", "2080ti"), (r"\bRTX 3080(?! Ti)\b", "3080"), (r"\bGTX TITAN X\b", "titanx"),
+    (r"\bGB200\b", "gb200"), (r"\bB200\b", "b200"), (r"\bH200\b", "h200"), (r"\bH100\b", "h100"), (r"\bA100\b", "a100"),
+    (r"\bA10G\b", "a10g"), (r"\bV100S?\b", "v100"), (r"\bP100\b", "p100"), (r"\bP4\b", "p4"), (r"\bL4\b", "l4"),
+    (r"\bT4\b", "t4"), (r"\bGTX 1080 Ti\b", "1080ti"), (r"\bRTX 2080 Ti\b", "2080ti"),
+    (r"\bRTX 3080(?! Ti)\b", "3080"), (r"\bGTX TITAN X\b", "titanx"),
 )  # fmt: skip
 
 # NVIDIA names a MIG device after its memory in GB, of which the split takes up to a twentieth: 1g.5gb has 4864 MiB.

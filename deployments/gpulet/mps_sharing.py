@@ -19,10 +19,11 @@ from typing import Any
 from tenuto.errors import EnvironmentFaultError
 from tenuto.mps.control import ControlError
 from tenuto.mps.daemon import PrivateDaemon
-from tenuto.mps.inventory import GpuDevice, read_inventory
+from tenuto.mps.inventory import GpuDevice, load_nvml, read_inventory
 from tenuto.mps.others import OtherProcess, read_others
-from tenuto.mps.share import Attachment, Report, client_environment, verify_attachment
-from tenuto.mps.sm_count import VisibleDevice, context_memory_mib, visible_devices
+from tenuto.mps.share import Attachment, Report, client_environment, most_clients, verify_attachment
+from tenuto.mps.sm_count import VisibleDevice, free_memory_mib, visible_devices
+from tenuto.mps.xid import FATAL_XIDS, XidEvents
 
 __all__ = ["SharedGpu", "join_shared_gpu", "turn_of"]
 
@@ -49,7 +50,8 @@ class SharedGpu:
         environment: Mapping[str, str] | None = None,
         pid: int | None = None,
         others: Callable[[PrivateDaemon], tuple[OtherProcess, ...] | None] = read_others,
-        memory_mib: Callable[[], float | None] = context_memory_mib,
+        free_mib: Callable[[], float | None] = free_memory_mib,
+        watch_xids: Callable[[str], XidEvents | None] | None = None,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         """Take what the plan asks for; the rest are the edges to driver and daemon, replaced in tests.
@@ -66,13 +68,16 @@ class SharedGpu:
         self._environment = os.environ if environment is None else environment
         self._pid = os.getpid() if pid is None else pid
         self._is_required = spec.get("mps") == "required"
-        self._read_others, self._seen_memory_mib, self._sleep = others, memory_mib, sleep
+        self._read_others, self._free_mib, self._sleep = others, free_mib, sleep
+        self._watch_xids = watch_xids if watch_xids is not None else _xid_events
+        self._xids: XidEvents | None = None
         self._others: tuple[OtherProcess, ...] | None = None
         self._clients_before: frozenset[int] = frozenset()
         self._attachment: Attachment | None = None
         self._is_lost = threading.Event()
         self._admission = contextlib.ExitStack()
         self._gpu_sm_count: int | None = None
+        self._most_clients = most_clients("")
         self._sm_count: int | None = None
         self._unanswered = 0
 
@@ -90,6 +95,11 @@ class SharedGpu:
             self._admission.enter_context(self._daemon.admitted())
             self._check_others()
             self._clients_before = frozenset(self._daemon.clients())
+            if len(self._clients_before) >= self._most_clients:
+                raise self._refused(
+                    f"the GPU has {len(self._clients_before)} clients, and its driver allows {self._most_clients}. "
+                    "Plan fewer gpu-lets on it"
+                )
         except BaseException:
             self.leave()
             raise
@@ -148,19 +158,20 @@ class SharedGpu:
             )
         if device.compute_capability < _VOLTA:
             raise self._refused(f"a {device.name} is older than Volta and cannot hold shares. Plan whole GPUs")
-        self._gpu_sm_count = device.sm_count
+        self._gpu_sm_count, self._most_clients = device.sm_count, most_clients(device.driver)
+        self._xids = self._watch_xids(self._uuid)
 
     def prove(self) -> None:
         """Prove after the warm-up that this process got what was planned, and let the next gpu-let start.
 
         Raises:
-            EnvironmentFaultError: one of the four proofs failed; the message names each that did.
+            EnvironmentFaultError: one of the proofs failed; the message names each that did.
         """
         with self._admission:
             seen = self._visible()
             if len(seen) != 1:
                 raise self._refused(f"CUDA shows it {len(seen)} GPUs instead of its own")
-            report = Report(self._pid, seen[0].uuid, seen[0].sm_count, self._seen_memory_mib())
+            report = Report(self._pid, seen[0].uuid, seen[0].sm_count, self._free_mib())
             found = verify_attachment(
                 report, self._daemon, self._share_pct, self._gpu_sm_count,
                 clients_before=self._clients_before, memory_mib=self._memory_mib,
@@ -178,8 +189,15 @@ class SharedGpu:
 
         A daemon that does not answer is forgiven twice in a row.
         """
+        fatal = FATAL_XIDS.intersection(() if self._xids is None else self._xids.look())
+        if fatal:
+            self._is_lost.set()
+            raise self._refused(
+                f"the driver reports Xid {', '.join(map(str, sorted(fatal)))}: the GPU itself is unwell. Take it out "
+                "of the cluster and look at nvidia-smi -q and dmesg"
+            )
         try:
-            status, clients = self._daemon.status(), self._daemon.clients()
+            status, clients = self._daemon.look()
         except ControlError as error:
             self._unanswered += 1
             if self._unanswered >= _UNANSWERED or not self._daemon.is_ours():
@@ -204,7 +222,7 @@ class SharedGpu:
 
     def status(self) -> dict[str, Any]:
         """Return what was given: the UUID, SMs of the share and of the GPU, CUDA's cap, how the attachment was proved,
-        and the processes outside CUDA MPS on the GPU at the start (None: not known)."""
+        the processes outside CUDA MPS on the GPU at the start, and the Xid errors since (None: not known)."""
         wanted = client_environment(self._uuid, self._share_pct, self._memory_mib)
         return {
             "uuid": self._uuid,
@@ -213,6 +231,7 @@ class SharedGpu:
             "memory_limit": wanted.get("CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"),
             "proof": None if self._attachment is None else self._attachment.proof,
             "others": None if self._others is None else [other.to_data() for other in self._others],
+            "xids": None if self._xids is None else list(self._xids.seen),
         }
 
     def terminate(self) -> None:
@@ -265,3 +284,12 @@ def join_shared_gpu(spec: Mapping[str, Any], *, has_driver: bool) -> SharedGpu |
     shared = SharedGpu(spec)
     shared.join()
     return shared
+
+
+def _xid_events(uuid: str) -> XidEvents | None:
+    """Return the GPU's Xid events where the driver reports them to this process."""
+    try:
+        return XidEvents(uuid, load_nvml())
+    except EnvironmentFaultError as error:
+        logger.warning("%s", error)
+        return None

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tenuto.errors import InvalidInputError, Problem
 from tenuto.profiles.measuring.events import Machine
-from tenuto.profiles.measuring.measure import STOPPED, Measurement, MeasureRequest, assemble
+from tenuto.profiles.measuring.measure import STOPPED, Measurement, MeasureRequest, assemble, largest_context
 from tenuto.profiles.profile import CoRun, ModelProfile, Profile, ProfilePoint
 
 __all__ = ["ProfileBook"]
@@ -97,7 +97,10 @@ class ProfileBook:
             self.profile = made
         else:
             models = {**self.profile.models, measurement.name: measurement.profile}
-            self.profile = self.profile.model_copy(update={"models": models, "measured": made.measured})
+            known = self.profile.coefficients
+            context = largest_context([known.get("context_mib"), measurement.context_mib])
+            update = {"models": models, "measured": made.measured, "coefficients": {**known, **context}}
+            self.profile = self.profile.model_copy(update=update)
         self.write()
 
     def co_run(self, co_run: CoRun) -> None:

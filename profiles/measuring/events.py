@@ -13,6 +13,7 @@ from tenuto.profiles.profile import ProfilePoint
 
 __all__ = [
     "Built",
+    "ContextSize",
     "Doubt",
     "Event",
     "Failed",
@@ -45,6 +46,15 @@ class Built:
 
     weights_mib: float
     event: Literal["built"] = "built"
+
+
+@dataclass(frozen=True)
+class ContextSize:
+    """What the process holds of the GPU beside PyTorch's allocator, in MiB: CUDA's context, loaded kernels, libraries'
+    workspaces."""
+
+    mib: float
+    event: Literal["context"] = "context"
 
 
 @dataclass(frozen=True)
@@ -110,7 +120,7 @@ class Failed:
 
 
 Event = Annotated[
-    Machine | Built | PointMeasured | Doubt | Stopped | Ready | Ran | Failed, Field(discriminator="event")
+    Machine | Built | ContextSize | PointMeasured | Doubt | Stopped | Ready | Ran | Failed, Field(discriminator="event")
 ]
 _EVENTS: TypeAdapter[Any] = TypeAdapter(Event)
 

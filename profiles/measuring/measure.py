@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from typing import Any, Protocol
@@ -18,7 +18,7 @@ from pydantic import TypeAdapter
 
 from tenuto.errors import EnvironmentFaultError, InvalidInputError, Problem
 from tenuto.profiles.gpu_types import sms_of_share
-from tenuto.profiles.measuring.events import Built, Doubt, Event, Machine, PointMeasured, Stopped
+from tenuto.profiles.measuring.events import Built, ContextSize, Doubt, Event, Machine, PointMeasured, Stopped
 from tenuto.profiles.measuring.processes import LostWorkerError, WorkerProcess
 from tenuto.profiles.measuring.timing import fit_points
 from tenuto.profiles.networks.catalogue import is_factory, lookup
@@ -96,11 +96,15 @@ REQUESTS: TypeAdapter[MeasureRequest] = TypeAdapter(MeasureRequest)
 
 @dataclass(frozen=True)
 class Measurement:
-    """One measured model, by the name of its profile row, with the machine it was measured on."""
+    """One measured model, by the name of its profile row, with the machine it was measured on.
+
+    `context_mib` is what its process held of the GPU beside PyTorch's allocator; None on a CPU or where NVML is silent.
+    """
 
     name: str
     profile: ModelProfile
     machine: Machine
+    context_mib: float | None = None
 
 
 class Shares(Protocol):
@@ -149,6 +153,7 @@ def measure_model(
     known = tuple((p.batch_size, p.share_pct, p.latency_ms) for p in points)
     machine: Machine | None = None
     weights_mib = before.weights_mib if before else None
+    context_mib: float | None = None
     for event in _all_events(replace(request, known=known), shares, clock_s):
         match event:
             case Machine():
@@ -156,6 +161,8 @@ def measure_model(
                 on_machine(event)
             case Built():
                 weights_mib = event.weights_mib
+            case ContextSize():
+                context_mib = max(event.mib, context_mib or 0.0)
             case PointMeasured():
                 points.append(event.point)
                 on_point(event.point)
@@ -173,7 +180,7 @@ def measure_model(
         points=tuple(points), fit=fit_points(points), doubts=tuple(doubts), network=request.source,
         options=dict(request.options), weights_mib=None if weights_mib is None else round(weights_mib, 2),
     )  # fmt: skip
-    return Measurement(row_name(request.source), profile, machine)
+    return Measurement(row_name(request.source), profile, machine, context_mib)
 
 
 def _all_events(request: MeasureRequest, shares: Shares | None, clock_s: Callable[[], float]) -> Iterator[Event]:
@@ -278,4 +285,11 @@ def assemble(measurements: Sequence[Measurement], *, name: str, command: str | N
         measured=Measured(hardware=machine.hardware, date=datetime.now(UTC).date().isoformat(), versions=versions,
                           command=command),
         memory_mib=round(machine.memory_mib, 1), models=models,
+        coefficients=largest_context([one.context_mib for one in measurements]),
     )  # fmt: skip
+
+
+def largest_context(sizes_mib: Iterable[float | None]) -> dict[str, float]:
+    """Return the hardware coefficient `context_mib`: the largest of the processes', none where none is known."""
+    known = [size for size in sizes_mib if size is not None]
+    return {"context_mib": max(known)} if known else {}

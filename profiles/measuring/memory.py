@@ -9,10 +9,17 @@ import sys
 from pathlib import Path
 from typing import Protocol
 
-__all__ = ["CudaMemory", "MemoryMeter", "ResidentMemory"]
+__all__ = ["CudaMemory", "MemoryMeter", "ResidentMemory", "reserved_mib"]
 
 _STATUS = Path("/proc/self/status")
 _CLEAR = Path("/proc/self/clear_refs")
+
+
+def reserved_mib() -> float:
+    """Return what PyTorch's allocator holds of the first visible CUDA device."""
+    import torch
+
+    return torch.cuda.memory_reserved(0) / 2**20
 
 
 class MemoryMeter(Protocol):

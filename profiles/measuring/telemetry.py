@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import statistics
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from tenuto.errors import EnvironmentFaultError
 
-__all__ = ["NvmlTelemetry", "Reading", "Telemetry", "watch"]
+__all__ = ["NvmlTelemetry", "Reading", "Telemetry", "first_visible_uuid", "watch"]
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,9 @@ class Telemetry(Protocol):
     def limits(self) -> dict[str, float]:
         """Return `max_power_w` and `max_sm_clock_mhz`."""
 
+    def used_mib(self) -> float:
+        """Return the memory that all processes on the GPU hold."""
+
 
 class NvmlTelemetry:
     """NVML for the GPU with a UUID. Under CUDA MPS the readings are those of the whole GPU, all clients together."""
@@ -41,17 +45,15 @@ class NvmlTelemetry:
         Raises:
             EnvironmentFaultError: nvidia-ml-py or the driver is missing, or no GPU has this UUID.
         """
+        self._nvml = _nvml()
+        self.uuid = uuid if uuid.startswith(("GPU-", "MIG-")) else f"GPU-{uuid}"
         try:
-            import pynvml
-        except ImportError as error:
-            raise EnvironmentFaultError("power and clocks need nvidia-ml-py. Run: pip install nvidia-ml-py") from error
-        self._nvml: Any = pynvml
-        name = uuid if uuid.startswith(("GPU-", "MIG-")) else f"GPU-{uuid}"
-        try:
-            pynvml.nvmlInit()
-            self._handle = pynvml.nvmlDeviceGetHandleByUUID(name)
-        except pynvml.NVMLError as error:
-            raise EnvironmentFaultError(f"NVML does not answer for {name}: {error}. Check `nvidia-smi`.") from error
+            self._nvml.nvmlInit()
+            self._handle = self._nvml.nvmlDeviceGetHandleByUUID(self.uuid)
+        except self._nvml.NVMLError as error:
+            raise EnvironmentFaultError(
+                f"NVML does not answer for {self.uuid}: {error}. Check `nvidia-smi`."
+            ) from error
 
     def read(self) -> Reading:
         """Return the present reading; raises `EnvironmentFaultError` where the driver refuses one."""
@@ -65,6 +67,13 @@ class NvmlTelemetry:
         except nvml.NVMLError as error:
             raise EnvironmentFaultError(f"NVML reads neither power nor clocks: {error}.") from error
 
+    def used_mib(self) -> float:
+        """Return the memory that all processes hold; raises `EnvironmentFaultError` where the driver refuses."""
+        try:
+            return float(self._nvml.nvmlDeviceGetMemoryInfo(self._handle).used) / 2**20
+        except self._nvml.NVMLError as error:
+            raise EnvironmentFaultError(f"NVML knows no memory: {error}.") from error
+
     def limits(self) -> dict[str, float]:
         """Return `max_power_w` and `max_sm_clock_mhz`; raises `EnvironmentFaultError` where the driver refuses."""
         nvml = self._nvml
@@ -75,6 +84,27 @@ class NvmlTelemetry:
             }
         except nvml.NVMLError as error:
             raise EnvironmentFaultError(f"NVML knows no limits of power and clock: {error}.") from error
+
+
+def first_visible_uuid(environment: Mapping[str, str] | None = None) -> str:
+    """Return the UUID of the first GPU that CUDA_VISIBLE_DEVICES leaves visible, without starting CUDA.
+
+    Ordinals are taken in PCI order, NVML's; with several GPUs of different kinds CUDA counts otherwise unless
+    CUDA_DEVICE_ORDER=PCI_BUS_ID, so that naming the UUID is safer.
+
+    Raises:
+        EnvironmentFaultError: nvidia-ml-py or the driver is missing, or there is no such GPU.
+    """
+    visible = (os.environ if environment is None else environment).get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]
+    if visible.startswith(("GPU-", "MIG-")):
+        return visible
+    nvml = _nvml()
+    try:
+        nvml.nvmlInit()
+        uuid = nvml.nvmlDeviceGetUUID(nvml.nvmlDeviceGetHandleByIndex(int(visible)))
+    except (nvml.NVMLError, ValueError) as error:
+        raise EnvironmentFaultError(f"NVML finds no GPU '{visible}': {error}. Check `nvidia-smi`.") from error
+    return uuid.decode() if isinstance(uuid, bytes) else str(uuid)
 
 
 def watch(
@@ -120,3 +150,11 @@ def watch(
         name: round(statistics.median(getattr(reading, name) for reading in later), 2)
         for name in ("power_w", "sm_clock_mhz", "temperature_c")
     }
+
+
+def _nvml() -> Any:
+    try:
+        import pynvml
+    except ImportError as error:
+        raise EnvironmentFaultError("power and clocks need nvidia-ml-py. Run: pip install nvidia-ml-py") from error
+    return pynvml

@@ -17,15 +17,15 @@ from dataclasses import dataclass
 
 from tenuto.errors import TenutoError
 from tenuto.profiles.gpu_types import gpu_type_of
-from tenuto.profiles.measuring.events import Built, Doubt, Event, Machine, PointMeasured, Stopped
+from tenuto.profiles.measuring.events import Built, ContextSize, Doubt, Event, Machine, PointMeasured, Stopped
 from tenuto.profiles.measuring.kernels.chrome_trace import KernelTrace
 from tenuto.profiles.measuring.kernels.metrics import kernel_metrics
 from tenuto.profiles.measuring.kernels.recording import record_kernels
 from tenuto.profiles.measuring.measure import REQUESTS, MeasureRequest
-from tenuto.profiles.measuring.memory import CudaMemory, MemoryMeter, ResidentMemory
+from tenuto.profiles.measuring.memory import CudaMemory, MemoryMeter, ResidentMemory, reserved_mib
 from tenuto.profiles.measuring.processes import serve_parent
 from tenuto.profiles.measuring.sampling import next_batch
-from tenuto.profiles.measuring.telemetry import NvmlTelemetry, Telemetry, watch
+from tenuto.profiles.measuring.telemetry import NvmlTelemetry, Telemetry, first_visible_uuid, watch
 from tenuto.profiles.measuring.timing import measure_repeatedly
 from tenuto.profiles.networks.catalogue import LoadedModel, is_factory, lookup
 from tenuto.profiles.networks.cpu_share import cpu_cores, cpu_threads
@@ -261,30 +261,37 @@ def _measure(request: MeasureRequest, report: Report, clock_s: Callable[[], floa
     from tenuto.profiles.networks.models import build
 
     began_s = clock_s()
+    telemetry, used_mib = (None, None) if request.device == "cpu" else _before_cuda()
     device = pick_device(request.device)
     report(describe_machine(device))
     if not request.batch_sizes:
         return
+    if device == "cuda" and telemetry is None:
+        report(Doubt("no power and clocks: NVML does not answer for the GPU"))
     options = ModelOptions.parse(request.options, f"options of {request.source}")
     _import_libraries(request.source)
     memory: MemoryMeter = CudaMemory() if device == "cuda" else ResidentMemory()
     loaded = build(request.source, weights_path=request.weights_path, seed=request.seed, options=options.build)
-    telemetry = _telemetry(report) if device == "cuda" else None
     measure_points(
         loaded, request, device=device, options=options.run, memory=memory, report=report, clock_s=clock_s,
-        began_s=began_s, telemetry=telemetry, record=record_kernels if device == "cuda" else None,
+        began_s=began_s, telemetry=telemetry if device == "cuda" else None,
+        record=record_kernels if device == "cuda" else None,
     )  # fmt: skip
+    if telemetry is not None and used_mib is not None and device == "cuda":
+        report(ContextSize(round(max(0.0, telemetry.used_mib() - used_mib - reserved_mib()), 1)))
 
 
-def _telemetry(report: Report) -> Telemetry | None:
-    """Return NVML of the first visible GPU; without it the rest is still worth measuring."""
-    import torch
-
+def _before_cuda() -> tuple[Telemetry | None, float | None]:
+    """Return NVML of the GPU that CUDA will use, and the memory that others hold of it; without NVML the rest is still
+    worth measuring."""
     try:
-        return NvmlTelemetry(str(torch.cuda.get_device_properties(0).uuid))
-    except TenutoError as error:
-        report(Doubt(f"no power and clocks: {error}"))
-        return None
+        telemetry = NvmlTelemetry(first_visible_uuid())
+    except TenutoError:
+        return None, None
+    try:
+        return telemetry, telemetry.used_mib()
+    except TenutoError:
+        return telemetry, None
 
 
 if __name__ == "__main__":

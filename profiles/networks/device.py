@@ -7,7 +7,7 @@ from typing import Any
 from tenuto.errors import EnvironmentFaultError
 from tenuto.profiles.networks.runner import Streams
 
-__all__ = ["cuda_streams", "pick_device"]
+__all__ = ["cuda_streams", "loses_device", "pick_device"]
 
 
 def pick_device(device: str) -> str:
@@ -42,3 +42,25 @@ def cuda_streams(device: str, *, overlapping: bool = False) -> Streams | None:
 
     kernels: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     return Streams.overlapping(kernels) if overlapping else Streams.one(kernels)
+
+
+def loses_device(error: BaseException) -> bool:
+    """Return whether an error of a batch is sticky: every later call on the device fails, only a new process helps.
+
+    The words do not tell: `cuDNN error: CUDNN_STATUS_EXECUTION_FAILED` may come of a lost context or of one kernel that
+    was refused. So a tiny operation asks the device itself. What is not CUDA's, or only lacks memory, is never sticky.
+    """
+    import torch
+
+    if not isinstance(error, RuntimeError) or isinstance(error, torch.OutOfMemoryError):
+        return False
+    if not torch.cuda.is_available() or not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return False
+    try:
+        torch.empty(1, device=torch.device("cuda:0")).fill_(1.0)
+        torch.cuda.synchronize()
+    except torch.OutOfMemoryError:
+        return False
+    except RuntimeError:
+        return True
+    return False

@@ -20,6 +20,7 @@ import numpy as np
 
 from tenuto.errors import InvalidInputError, Problem
 from tenuto.profiles.networks.catalogue import ModelSignature
+from tenuto.profiles.networks.cpu_share import cpu_cores
 from tenuto.profiles.networks.inputs import Arrays, Blocks, as_blocks, blank_inputs, check_range
 from tenuto.profiles.networks.network import Network
 
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
     import torch
 
 __all__ = ["STREAMED_DEPTH", "BatchTimes", "ProgramRunner", "StagedBatch", "Streams"]
+
+_FEW_CORES = 8  # a process that waits for its GPU spins above, and sleeps up to it
 
 STREAMED_DEPTH = 2  # batches between `stage` and `finish` where copies overlap: one executes, one is staged
 
@@ -197,7 +200,9 @@ class ProgramRunner:
         try:
             filled = {key: self._fill(slot, key, mine) for key, mine in blocks.items()}
             now_s = time.monotonic()
-            events = tuple(torch.cuda.Event(enable_timing=True) for _ in range(5))
+            # The last is waited for, by a sleeping thread where cores are few: a spinning one takes a whole core.
+            waits = [False] * 4 + [cpu_cores() <= _FEW_CORES]
+            events = tuple(torch.cuda.Event(enable_timing=True, blocking=blocking) for blocking in waits)
             tensors: dict[str, list[Any]] = {name: [] for name in rows}
             with torch.inference_mode(), torch.cuda.stream(stream):
                 events[0].record(stream)

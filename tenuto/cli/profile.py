@@ -17,13 +17,12 @@ from rich.table import Table
 
 from tenuto.cli.common import emit_json, progress_console, stdout_console
 from tenuto.errors import InvalidInputError, Problem, TenutoError
-from tenuto.mps.inventory import first_visible_uuid
 from tenuto.mps.shares import shares_of
 from tenuto.options import split_pairs
 from tenuto.profiles.measuring.book import ProfileBook
 from tenuto.profiles.measuring.corun_series import KINDS, measure_co_runs
 from tenuto.profiles.measuring.measure import STOPPED, MeasureRequest, Shares, measure_model, row_name
-from tenuto.profiles.measuring.telemetry import NvmlTelemetry, Telemetry
+from tenuto.profiles.measuring.telemetry import NvmlTelemetry, Telemetry, first_visible_uuid
 from tenuto.profiles.profile import ModelProfile, Profile, ProfilePoint
 
 __all__ = ["command"]

@@ -14,7 +14,7 @@ from tenuto.cli import main
 from tenuto.profiles import Profile, ProfilePoint
 from tenuto.profiles.estimator.operator_times import time_operators
 from tenuto.profiles.measuring.book import ProfileBook
-from tests.instruments.virtual_gpu import SMS, UUID, VirtualGpu, fake_nvml
+from tests.instruments.virtual_gpu import CONTEXT_MIB, SMS, UUID, VirtualGpu, fake_nvml
 
 OWN = "tests.instruments.own_models:scale"
 MEASURING = "tenuto.profiles.measuring"
@@ -86,6 +86,7 @@ def test_a_grid_of_batches_and_shares_has_everything_a_gpu_can_tell(run: Run) ->
         assert metrics["power_w"] in (55, 152.5, 250)  # what the driver says at 20 ms of real time apart
         assert point.memory_mib is not None
     assert found[64, 50.0].metrics["kernels_ms"] > 1.5 * found[64, 100.0].metrics["kernels_ms"]
+    assert profile.coefficients["context_mib"] == CONTEXT_MIB
     assert found[64, 100.0].memory_mib == 4  # input, output and sums fill two blocks
     assert not doubts()
     assert "50 %" in out

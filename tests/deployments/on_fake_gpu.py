@@ -75,7 +75,8 @@ class OnFakeGpu(GpuletReplica):
             devices=devices,
             visible=cuda(uuid, share_pct),
             others=lambda daemon: (),
-            memory_mib=lambda: None,
+            free_mib=lambda: 0.0,
+            watch_xids=lambda uuid: None,
         )
         shared.join()
         return shared

@@ -42,7 +42,8 @@ def shared(bench: Bench, *, pid: int = 41, sm_count: int = 32, uuid: str = UUID,
     return SharedGpu(
         planned, daemon=bench.gpulet(), devices=changes.pop("devices", devices), pid=pid,
         visible=lambda: (VisibleDevice(uuid, sm_count),), environment=changes.pop("environment", environment),
-        others=changes.pop("others", lambda daemon: ()), memory_mib=lambda: 3600.0, sleep=bench.clock.sleep,
+        others=changes.pop("others", lambda daemon: ()), free_mib=lambda: changes.get("free_mib", 2900.0),
+        watch_xids=lambda uuid: changes.get("xids"), sleep=bench.clock.sleep,
     )  # fmt: skip
 
 
@@ -58,9 +59,65 @@ def started(bench: Bench) -> SharedGpu:
 def test_a_gpulet_that_got_its_share_says_so(started: SharedGpu) -> None:
     started.check()
     assert started.status() == {
-        "uuid": UUID, "sm_count": 32, "gpu_sm_count": 80, "memory_limit": f"{UUID}=3600M",
-        "proof": "pid", "others": [],
+        "uuid": UUID, "sm_count": 32, "gpu_sm_count": 80, "memory_limit": "0=3000M",
+        "proof": "pid", "others": [], "xids": None,
     }  # fmt: skip
+
+
+def test_a_cap_that_is_not_applied_is_found_although_the_process_is_attached(bench: Bench) -> None:
+    found = shared(bench, free_mib=15_900.0)
+    found.join()
+    bench.daemon.connect(41)
+    with pytest.raises(EnvironmentFaultError, match=r"15900 MiB of free memory.*cap of 3000 MiB is not applied"):
+        found.prove()
+
+
+def test_a_gpu_with_as_many_clients_as_its_driver_allows_takes_no_other(bench: Bench) -> None:
+    bench.gpulet().join()
+    for pid in range(1000, 1048):
+        bench.daemon.connect(pid)
+    with pytest.raises(EnvironmentFaultError, match=r"48 clients, and its driver allows 48\. Plan fewer gpu-lets"):
+        shared(bench).join()
+
+
+class Xids:
+    """The driver's reports: a list that a test fills."""
+
+    def __init__(self) -> None:
+        self.seen: tuple[int, ...] = ()
+
+    def look(self) -> tuple[int, ...]:
+        return self.seen
+
+
+def test_a_gpu_that_is_unwell_is_left_and_a_fault_of_a_neighbour_is_only_told(bench: Bench) -> None:
+    xids = Xids()
+    found = shared(bench, xids=xids)
+    found.join()
+    bench.daemon.connect(41)
+    found.prove()
+    xids.seen = (13,)
+    found.check()
+    assert found.status()["xids"] == [13]
+    xids.seen = (13, 79)
+    with pytest.raises(EnvironmentFaultError, match="Xid 79: the GPU itself is unwell"):
+        found.check()
+
+
+def test_a_look_at_the_server_takes_one_run_of_the_control_program(bench: Bench, started: SharedGpu) -> None:
+    started.check()
+    asked = len(bench.daemon.commands)
+    for _ in range(5):
+        started.check()
+    assert len(bench.daemon.commands) == asked + 5
+
+
+def test_a_program_that_takes_one_command_only_is_asked_one_by_one(bench: Bench, started: SharedGpu) -> None:
+    bench.daemon.takes_one_command = True
+    started.check()
+    bench.daemon.status = "FAULT"
+    with pytest.raises(EnvironmentFaultError, match="has to start again"):
+        started.check()
 
 
 def test_the_second_waits_until_the_first_is_proved(bench: Bench) -> None:
@@ -252,7 +309,7 @@ def test_every_gpulet_of_a_shared_gpu_has_its_environment_before_its_process_sta
     assert small["CUDA_MPS_PIPE_DIRECTORY"] == rest["CUDA_MPS_PIPE_DIRECTORY"]
     assert small["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] == "40"
     assert "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE" not in rest
-    assert small["CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"] == f"{UUID}=2600M"
+    assert small["CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"] == "0=2000M"
 
 
 @pytest.mark.parametrize(

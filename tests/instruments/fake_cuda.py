@@ -23,8 +23,8 @@ KERNELS_MS = 4.0
 
 
 class FakeEvent:
-    def __init__(self, *, enable_timing: bool = False) -> None:
-        del enable_timing
+    def __init__(self, *, enable_timing: bool = False, blocking: bool = False) -> None:
+        del enable_timing, blocking
         self.stream: FakeStream | None = None
         self.at_ms: float | None = None
 
@@ -53,6 +53,7 @@ class FakeStream:
         cuda.streams.append(self)
 
     def put(self, what: str, takes_ms: float, action: Callable[[], object], *, silent: bool = False) -> None:
+        self.cuda.call()
         if self.cuda.capturing is not None and not silent:
             self.cuda.capturing.steps.append((what, takes_ms, action))
             return
@@ -79,6 +80,7 @@ class FakeStream:
             self.cuda.executed.append((self.name, what))
 
     def synchronize(self) -> None:
+        self.cuda.call()
         while self.queue:
             self.step()
 
@@ -109,6 +111,12 @@ class FakeCuda:
         self.device_bytes_left: int | None = None
         self.capturing: FakeGraph | None = None
         self.current: FakeStream | None = None
+        self.lost: str | None = None  # why every call fails from now on, as after a sticky error
+
+    def call(self) -> None:
+        """What every call of CUDA does first."""
+        if self.lost is not None:
+            raise torch.AcceleratorError(f"CUDA error: {self.lost}\nmore lines")
 
     def kernels(self, action: Callable[[], object]) -> None:
         assert self.current is not None, "kernels on the default stream"
@@ -116,6 +124,7 @@ class FakeCuda:
 
     def host_sync(self) -> None:
         """What `.item()` and the like do."""
+        self.call()
         if self.capturing is not None:
             raise RuntimeError("CUDA error: operation not permitted when stream is capturing\nmore lines")
         for stream in self.streams:
@@ -147,6 +156,8 @@ class FakeCuda:
         )  # fmt: skip
 
         def empty(*shape: Any, pin_memory: bool = False, device: object = None, **rest: Any) -> torch.Tensor:
+            if device is not None:
+                self.call()
             made = real_empty(*shape, **rest)
             if device is not None and self.device_bytes_left is not None:
                 self.device_bytes_left -= made.numel() * made.element_size()
@@ -188,6 +199,7 @@ class FakeCuda:
             "graph_pool_handle": lambda: (0, 1),
             "stream": self._on,
             "is_available": lambda: True,
+            "is_initialized": lambda: True,
             "get_device_name": lambda _index: "NVIDIA Fake",
             "get_device_properties": lambda _index: SimpleNamespace(total_memory=2**34, multi_processor_count=66),
             "set_per_process_memory_fraction": lambda _fraction, _index: None,

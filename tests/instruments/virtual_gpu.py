@@ -31,6 +31,7 @@ NAME, SMS, CAPABILITY = "Tesla V100-SXM2-16GB", 80, (7, 0)
 LAUNCH_S, SHORTEST_KERNEL_S = 4e-6, 1e-4  # a slow GPU, so that a second of its time is few batches
 COPY_BYTES_PER_S, ELEMENTS_PER_S = 1e9, 2e8
 MIB = 2**20
+OTHERS_MIB, CONTEXT_MIB = 300, 420  # of other processes, and of this one's context
 _BLOCK_BYTES = 2 * MIB  # the caching allocator asks the driver for whole blocks
 
 
@@ -137,6 +138,10 @@ class VirtualGpu(TorchDispatchMode):
     def empty_cache(self) -> None:
         used = sum(size for kept, size in self._stored.values() if not kept.expired())
         self._reserved = math.ceil(used / _BLOCK_BYTES) * _BLOCK_BYTES
+
+    def used_bytes(self) -> int:
+        """What NVML counts: others' memory, and this process's with its context."""
+        return OTHERS_MIB * MIB + (CONTEXT_MIB * MIB + self._reserved if self._peak else 0)
 
     def reset_peak_memory_stats(self, _device: Any = None) -> None:
         self._peak = self._reserved
@@ -286,9 +291,10 @@ class VirtualGpu(TorchDispatchMode):
             return numpy(tensor, **how)
 
         parts: dict[str, Any] = {
-            "is_available": lambda: True, "device_count": lambda: 1, "_lazy_init": lambda: None,
+            "is_available": lambda: True, "is_initialized": lambda: True, "device_count": lambda: 1,
+            "_lazy_init": lambda: None,
             "get_device_name": lambda _device=None: NAME, "get_device_properties": self.properties,
-            "Stream": self._new_stream, "Event": lambda enable_timing=False: Event(self, enable_timing),
+            "Stream": self._new_stream, "Event": lambda enable_timing=False, blocking=False: Event(self, enable_timing),
             "stream": self._on, "current_stream": lambda _device=None: self.current, "synchronize": self.synchronize,
             "empty_cache": self.empty_cache, "reset_peak_memory_stats": self.reset_peak_memory_stats,
             "max_memory_reserved": lambda _device=None: self._peak,
@@ -305,7 +311,7 @@ class VirtualGpu(TorchDispatchMode):
             stack.enter_context(mock.patch("torch.profiler.record_function", self.record_function))
             before = sys.modules.get("pynvml")  # not mock.patch.dict: it would forget what is imported meanwhile
             stack.callback(_put_module, "pynvml", before)
-            _put_module("pynvml", fake_nvml(lambda: self.launches))
+            _put_module("pynvml", fake_nvml(lambda: self.launches, self.used_bytes))
             stack.enter_context(self)
             yield self
 
@@ -348,7 +354,7 @@ def _paused() -> Any:
     return _disable_current_modes()
 
 
-def fake_nvml(work_done: Any) -> ModuleType:
+def fake_nvml(work_done: Any, used_bytes: Any = lambda: 0) -> ModuleType:
     """nvidia-ml-py for one GPU: milliwatts, MHz and degrees; more power where `work_done` grew since the last look."""
     module: Any = ModuleType("pynvml")
 
@@ -382,6 +388,7 @@ def fake_nvml(work_done: Any) -> ModuleType:
         "nvmlDeviceGetClockInfo": lambda handle, kind: 1380, "nvmlDeviceGetTemperature": lambda handle, kind: 51,
         "nvmlDeviceGetEnforcedPowerLimit": lambda handle: 300_000,
         "nvmlDeviceGetMaxClockInfo": lambda handle, kind: 1530,
+        "nvmlDeviceGetMemoryInfo": lambda handle: SimpleNamespace(used=used_bytes()),
     }.items():  # fmt: skip
         setattr(module, name, needs_start(answer))
     return module  # type: ignore[no-any-return]

@@ -23,8 +23,7 @@ def lives(pid):
 
 
 if sys.argv[1:] == ["-d"]:
-    sleeper = subprocess.Popen(["sleep", "600"], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
-                               stderr=subprocess.DEVNULL, start_new_session=True)
+    sleeper = subprocess.Popen(["sleep", "600"], stdin=subprocess.DEVNULL, start_new_session=True)  # keeps its output
     os.makedirs(folder, exist_ok=True)
     with open(pid_file, "w") as file:
         file.write(str(sleeper.pid))
@@ -33,36 +32,43 @@ if sys.argv[1:] == ["-d"]:
     sys.exit(0)
 if not os.path.exists(pid_file):
     sys.exit("Cannot find MPS control daemon process")
-command = sys.stdin.readline().split()
-with open(pipes + "/commands", "a") as file:
-    file.write(" ".join(command) + "\\n")
+
 everyone = os.listdir(folder)
 attached = sorted((pid for pid in everyone if lives(pid)), key=int)
-if command[0] == "get_default_active_thread_percentage":
-    print("100.0")
-elif command[0] == "get_server_list":
-    print("4242" if everyone else "")
-elif command[0] == "get_server_status":
-    if os.path.exists(fault):
-        with open(fault) as file:
-            print("FAULT" if any(lives(pid) for pid in file.read().split()) else "ACTIVE")
+
+
+def answer(command):
+    with open(pipes + "/commands", "a") as file:
+        file.write(" ".join(command) + "\\n")
+    if command[0] == "get_default_active_thread_percentage":
+        print("100.0")
+    elif command[0] == "get_server_list":
+        print("4242" if everyone else "")
+    elif command[0] == "get_server_status":
+        if os.path.exists(fault):
+            with open(fault) as file:
+                print("FAULT" if any(lives(pid) for pid in file.read().split()) else "ACTIVE")
+        else:
+            print("ACTIVE")
+    elif command[0] == "get_client_list":
+        print("\\n".join(attached))
+    elif command[0] == "ps":
+        print("PID       ID    SERVER   DEVICE             NAMESPACE   COMMAND")
+        for number, pid in enumerate(attached):
+            namespace = os.readlink("/proc/" + pid + "/ns/pid")[5:-1]
+            print(pid, number, 4242, os.environ["CUDA_VISIBLE_DEVICES"][:17], namespace, "python -m x")
+    elif command[0] == "terminate_client":
+        os.remove(folder + "/" + command[2])
+        print(0)
+    elif command[0] == "quit":
+        with open(pid_file) as file:
+            os.kill(int(file.read()), signal.SIGTERM)
     else:
-        print("ACTIVE")
-elif command[0] == "get_client_list":
-    print("\\n".join(attached))
-elif command[0] == "ps":
-    print("PID       ID    SERVER   DEVICE             NAMESPACE   COMMAND")
-    for number, pid in enumerate(attached):
-        namespace = os.readlink("/proc/" + pid + "/ns/pid")[5:-1]
-        print(pid, number, 4242, os.environ["CUDA_VISIBLE_DEVICES"][:17], namespace, "python -m x")
-elif command[0] == "terminate_client":
-    os.remove(folder + "/" + command[2])
-    print(0)
-elif command[0] == "quit":
-    with open(pid_file) as file:
-        os.kill(int(file.read()), signal.SIGTERM)
-else:
-    print("Unknown command")
+        print("Unknown command")
+
+
+for line in sys.stdin.read().splitlines():
+    answer(line.split())
 """
 
 

@@ -25,8 +25,8 @@ def main() -> int:
     attach(pipes, os.getpid())
     share = float(os.environ.get("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", "100"))
     uuid = os.environ["CUDA_VISIBLE_DEVICES"]
-    limit = os.environ.get("CUDA_MPS_PINNED_DEVICE_MEM_LIMIT", f"{uuid}={MEMORY_MIB}M")
-    total = int(limit.removeprefix(f"{uuid}=").removesuffix("M"))
+    limit = os.environ.get("CUDA_MPS_PINNED_DEVICE_MEM_LIMIT", f"0={MEMORY_MIB}M")
+    total = int(limit.removeprefix("0=").removesuffix("M"))
     print("a library's warning", flush=True)
     say(event="ready", pid=os.getpid(), sm_count=math.floor(SMS * share / 100), uuid=uuid, free_mib=total - 500,
         total_mib=total)  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,8 +29,19 @@ class FakeProcesses(Processes):
     def numbers_elsewhere(self, pid: int, host_proc: Path | None = None) -> frozenset[int]:
         return frozenset(self.outside.get(pid, ()))
 
+    environments: dict[int, dict[str, str] | None] = field(default_factory=dict)
+
     def started_at(self, pid: int) -> int | None:
         return self.alive.get(pid)
+
+    def environment_of(self, pid: int) -> dict[str, str] | None:
+        return self.environments.get(pid)
+
+    def user_of(self, pid: int) -> int | None:
+        return os.getuid() if pid in self.alive else None
+
+    def name_of(self, pid: int) -> str | None:
+        return "nvidia-cuda-mps-control" if pid in self.alive else None
 
 
 @dataclass
@@ -50,6 +62,7 @@ class FakeDaemon:
     environments: list[dict[str, str]] = field(default_factory=list)
     starts: int = 0
     namespaces: dict[int, int] | None = None  # by client; None: a program too old for `ps`
+    takes_one_command: bool = False  # and ignores what else is on its input
 
     def __call__(self, arguments: list[str], text: str, environment: Mapping[str, str], timeout_s: float) -> str:
         self.environments.append(dict(environment))
@@ -70,7 +83,8 @@ class FakeDaemon:
             raise ControlError("not ready")
         if command in self.answers:
             return self.answers[command]
-        return self._answer(command)
+        lines = command.splitlines()
+        return "".join(self._answer(line) for line in (lines[:1] if self.takes_one_command else lines))
 
     def _answer(self, command: str) -> str:
         words = command.split()

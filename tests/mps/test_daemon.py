@@ -65,6 +65,24 @@ def test_a_foreign_daemon_is_named_and_left_alone(bench: Bench) -> None:
     assert bench.daemon.starts == 0
 
 
+def test_an_orphan_of_our_own_is_taken_over(bench: Bench) -> None:
+    """Who started it was killed before it could write down that it had."""
+    first = bench.gpulet()
+    first.join()
+    (pipe_directory(UUID, bench.root).parent / "owner.json").unlink()
+    first.leave()
+    for wrong in ({"CUDA_VISIBLE_DEVICES": "GPU-other"}, None):
+        bench.processes.environments[bench.daemon.pid] = wrong
+        with pytest.raises(ControlError, match="did not start"):
+            bench.gpulet().join()
+    bench.processes.environments[bench.daemon.pid] = bench.daemon.environments[0]
+    later = bench.gpulet()
+    later.join()
+    assert later.is_ours()
+    assert bench.daemon.starts == 1
+    assert bench.reapers == [UUID, UUID]
+
+
 def test_the_remains_of_a_dead_daemon_are_cleared(bench: Bench) -> None:
     pipes = pipe_directory(UUID, bench.root)
     pipes.mkdir(parents=True)

@@ -29,7 +29,7 @@ def test_the_environment_asks_for_gpu_share_and_memory(tmp_path: Path) -> None:
 
     assert environment["CUDA_VISIBLE_DEVICES"] == UUID
     assert environment["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] == "37.5"
-    assert environment["CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"] == f"{UUID}=3601M"
+    assert environment["CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"] == "0=3001M"
     assert environment["CUDA_MPS_PIPE_DIRECTORY"].startswith(str(tmp_path))
 
 
@@ -69,7 +69,8 @@ def test_a_daemon_that_died_is_a_reason_and_no_crash(bench: Bench, daemon: Priva
 
 
 def test_shares_round_down_but_never_to_nothing(daemon: PrivateDaemon) -> None:
-    assert verify_attachment(replace(GOOD, sm_count=1), daemon, 1.0, 80).reasons == ()
+    assert verify_attachment(replace(GOOD, sm_count=2), daemon, 1.0, 80).reasons == ()  # a cluster of two at least
+    assert verify_attachment(replace(GOOD, sm_count=3), daemon, 1.0, 80).reasons != ()
     assert verify_attachment(replace(GOOD, sm_count=31), daemon, 39.9, 80).reasons == ()
     assert verify_attachment(replace(GOOD, sm_count=32), daemon, 39.9, 80).reasons != ()
 
@@ -104,14 +105,19 @@ def test_else_the_namespace_that_the_daemon_tells_is_the_proof(bench: Bench, els
     assert attach(elsewhere) == Attachment((), "the only new client of its PID namespace", 9041)
 
 
-def test_else_the_only_new_client_within_the_cap_is_taken_for_it(bench: Bench, elsewhere: PrivateDaemon) -> None:
+def test_else_the_only_new_client_is_taken_for_it(bench: Bench, elsewhere: PrivateDaemon) -> None:
     proof = "the only client that came during its start"
     assert attach(elsewhere) == Attachment((), proof, 9041)
-    capped = replace(GOOD, memory_mib=3600.0)
-    assert attach(elsewhere, capped, memory_mib=3000.0) == Attachment((), proof, 9041)
-    # Its memory is not known, or is the whole GPU's: it did not get what it asks for from this daemon.
-    assert attach(elsewhere, memory_mib=3000.0).reasons != ()
-    assert attach(elsewhere, replace(GOOD, memory_mib=16_000.0), memory_mib=3000.0).reasons != ()
+    assert attach(elsewhere, replace(GOOD, free_mib=2900.0), memory_mib=3000.0) == Attachment((), proof, 9041)
+
+
+def test_a_cap_is_proved_by_free_memory_also_where_the_pid_proves_the_attachment(daemon: PrivateDaemon) -> None:
+    def reasons(free_mib: float | None) -> tuple[str, ...]:
+        return verify_attachment(replace(GOOD, free_mib=free_mib), daemon, 40.0, 80, memory_mib=3000.0).reasons
+
+    assert reasons(2400.0) == ()
+    assert "is not applied" in reasons(15_500.0)[0]
+    assert "not proved" in reasons(None)[0]
 
 
 def test_no_new_client_or_two_prove_nothing(bench: Bench, elsewhere: PrivateDaemon) -> None:

@@ -3,7 +3,7 @@
 import ctypes
 from typing import Any
 
-from tenuto.mps.sm_count import context_memory_mib
+from tenuto.mps.sm_count import free_memory_mib
 
 
 class FakeCuda:
@@ -21,17 +21,17 @@ class FakeCuda:
             if name == "cuDevicePrimaryCtxGetState":
                 arguments[2]._obj.value = self.active
             if name == "cuMemGetInfo_v2":
-                arguments[1]._obj.value = 3600 << 20
+                arguments[0]._obj.value, arguments[1]._obj.value = 3600 << 20, 16_000 << 20
             return 0
 
         return call
 
 
 def ask(library: FakeCuda) -> float | None:
-    return context_memory_mib(library)  # type: ignore[arg-type]
+    return free_memory_mib(library)  # type: ignore[arg-type]
 
 
-def test_the_memory_of_the_context_is_told_and_the_context_given_back() -> None:
+def test_the_free_memory_of_the_context_is_told_and_the_context_given_back() -> None:
     library = FakeCuda()
     assert ask(library) == 3600.0
     assert library.calls[-2:] == ["cuCtxPopCurrent_v2", "cuDevicePrimaryCtxRelease_v2"]
@@ -47,4 +47,4 @@ def test_a_call_that_fails_tells_nothing_and_gives_back_what_was_taken() -> None
     library = FakeCuda(fails="cuMemGetInfo_v2")
     assert ask(library) is None
     assert library.calls[-1] == "cuDevicePrimaryCtxRelease_v2"
-    assert context_memory_mib(ctypes.CDLL(None)) is None  # a library without these calls
+    assert free_memory_mib(ctypes.CDLL(None)) is None  # a library without these calls

@@ -31,6 +31,9 @@ class FakeGpu:
         self.count += 1
         return Reading(100.0 + self.count, 1500.0, 40.0)
 
+    def used_mib(self) -> float:
+        return 900.0
+
     def limits(self) -> dict[str, float]:
         return {"max_power_w": 300.0, "max_sm_clock_mhz": 1530.0}
 

@@ -1,0 +1,41 @@
+"""Which errors mean that a process has lost its GPU."""
+
+import pytest
+import torch
+
+from tenuto.errors import EnvironmentFaultError
+from tenuto.profiles.networks.device import loses_device
+from tests.instruments.fake_cuda import FakeCuda
+
+CUDNN = RuntimeError("cuDNN error: CUDNN_STATUS_EXECUTION_FAILED")
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
+    made = FakeCuda()
+    made.install(monkeypatch)
+    return made
+
+
+def test_the_device_is_asked_whatever_the_words_are(cuda: FakeCuda) -> None:
+    assert not loses_device(CUDNN)  # one kernel was refused, the next may run
+    cuda.lost = "an illegal memory access was encountered"
+    assert loses_device(CUDNN)
+    assert loses_device(torch.AcceleratorError("CUDA error: device-side assert triggered"))
+
+
+@pytest.mark.parametrize("error", [
+    torch.OutOfMemoryError("CUDA out of memory"), EnvironmentFaultError("cannot be captured"), ValueError("x"),
+])
+def test_what_is_not_the_devices_fault_is_never_sticky(error: Exception, cuda: FakeCuda) -> None:
+    cuda.lost = "anything"
+    assert not loses_device(error)
+
+
+def test_a_full_device_is_not_a_lost_one(cuda: FakeCuda) -> None:
+    cuda.device_bytes_left = 0
+    assert not loses_device(CUDNN)
+
+
+def test_without_a_device_none_is_lost() -> None:
+    assert not loses_device(CUDNN)
