@@ -14,6 +14,7 @@ __all__ = ["SCHEDULERS", "make_scheduler", "scheduler_class"]
 
 SCHEDULERS: dict[str, str] = {
     "deferred": "tenuto.batching.core.deferred:DeferredScheduler",
+    "symphony": "tenuto.batching.core.symphony:SymphonyScheduler",
     "eager": "tenuto.batching.rivals.eager:EagerScheduler",
     "timeout": "tenuto.batching.rivals.timeout:TimeoutScheduler",
     "clockwork": "tenuto.batching.rivals.clockwork:ClockworkScheduler",

@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tenuto.batching.core.deferred import DeferredOptions, DeferredScheduler
+from tenuto.batching.core.symphony import SymphonyOptions, SymphonyScheduler
 from tenuto.batching.core.system import System
 from tenuto.batching.virtual.simulator import simulate
 from tenuto.outcome import Outcome
 
-FRONTRUN = DeferredOptions(gather="head-first", release="frontrun")
+HEAD_FIRST = SymphonyOptions(gather="head-first")
 
 
 def arrivals(count: int, missing: set[int]) -> tuple[np.ndarray, np.ndarray]:
@@ -19,7 +19,7 @@ def arrivals(count: int, missing: set[int]) -> tuple[np.ndarray, np.ndarray]:
 
 
 def test_first_batch_has_four_requests_at_2_25_then_one_every_3(trace_system: System) -> None:
-    result = simulate(DeferredScheduler(trace_system, FRONTRUN), *arrivals(400, set()), warmup_s=0.0)
+    result = simulate(SymphonyScheduler(trace_system, HEAD_FIRST), *arrivals(400, set()), warmup_s=0.0)
     order = np.argsort(result.batches.start_ms)
     starts = np.array(result.batches.start_ms)[order]
     sizes = np.array([len(result.batches.requests[i]) for i in order])
@@ -31,11 +31,11 @@ def test_first_batch_has_four_requests_at_2_25_then_one_every_3(trace_system: Sy
     assert (result.outcome == Outcome.OK).all()
 
 
-@pytest.mark.parametrize("options", [FRONTRUN, DeferredOptions(release="frontrun")])
+@pytest.mark.parametrize("options", [HEAD_FIRST, SymphonyOptions()])
 def test_after_missing_arrivals_the_staggered_pattern_returns_and_nothing_is_dropped(
-    trace_system: System, options: DeferredOptions
+    trace_system: System, options: SymphonyOptions
 ) -> None:
-    result = simulate(DeferredScheduler(trace_system, options), *arrivals(400, {13, 14, 15}), warmup_s=0.0)
+    result = simulate(SymphonyScheduler(trace_system, options), *arrivals(400, {13, 14, 15}), warmup_s=0.0)
     assert (result.outcome == Outcome.OK).all()
     late_sizes = [
         len(ids) for ids, start in zip(result.batches.requests, result.batches.start_ms, strict=True) if start > 30

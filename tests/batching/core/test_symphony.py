@@ -1,4 +1,4 @@
-"""The deferred scheduler's decisions, event by event."""
+"""The published rule, event by event."""
 
 from __future__ import annotations
 
@@ -7,11 +7,9 @@ import math
 import pytest
 
 from tenuto.batching.core.build import everywhere_linear
-from tenuto.batching.core.deferred import DeferredOptions, DeferredScheduler
 from tenuto.batching.core.scheduler import Dispatch, Drop
+from tenuto.batching.core.symphony import SymphonyOptions, SymphonyScheduler
 from tenuto.batching.core.system import Gpulet, Host, Model, NetworkDelay, System
-
-FRONTRUN = DeferredOptions(release="frontrun")
 
 
 def host(alpha: float, beta: float, largest: int, slowdown: float = 1.0) -> Host:
@@ -19,7 +17,7 @@ def host(alpha: float, beta: float, largest: int, slowdown: float = 1.0) -> Host
 
 
 def test_a_lone_request_is_held_until_one_more_would_no_longer_fit(one_gpu: System) -> None:
-    core = DeferredScheduler(one_gpu, FRONTRUN)
+    core = SymphonyScheduler(one_gpu)
     core.add_request(0.0, 0, 7, 20.0)
     assert core.drain() == []
     assert core.next_wake_ms == pytest.approx(20.0 - 7.0)  # d - l(2)
@@ -29,7 +27,7 @@ def test_a_lone_request_is_held_until_one_more_would_no_longer_fit(one_gpu: Syst
 
 
 def test_each_arrival_moves_frontrun_forward(one_gpu: System) -> None:
-    core = DeferredScheduler(one_gpu, FRONTRUN)
+    core = SymphonyScheduler(one_gpu)
     for request, at in enumerate((0.0, 1.0, 2.0)):
         core.add_request(at, 0, request, at + 20.0)
     assert core.next_wake_ms == pytest.approx(20.0 - 9.0)  # d - l(4)
@@ -39,7 +37,7 @@ def test_a_freed_gpulet_goes_to_the_most_urgent_waiting_model() -> None:
     system = everywhere_linear(
         [("a", 1.0, 5.0, 30.0, None), ("b", 1.0, 5.0, 30.0, None), ("c", 1.0, 5.0, 30.0, None)], 1
     )
-    core = DeferredScheduler(system, FRONTRUN)
+    core = SymphonyScheduler(system)
     core.add_request(0.0, 0, 0, 8.0)
     core.wake(1.0)
     assert [d.program for d in core.drain()] == [0]
@@ -54,7 +52,7 @@ def test_a_freed_gpulet_goes_to_the_most_urgent_waiting_model() -> None:
 
 
 def test_the_smallest_idle_gpulet_is_taken() -> None:
-    core = DeferredScheduler(everywhere_linear([("a", 1.0, 5.0, 20.0, None)], 4), FRONTRUN)
+    core = SymphonyScheduler(everywhere_linear([("a", 1.0, 5.0, 20.0, None)], 4))
     taken = []
     for request in range(3):
         core.add_request(0.0, 0, request, 6.0)
@@ -68,7 +66,7 @@ def test_the_smallest_idle_gpulet_is_taken() -> None:
 
 
 def test_a_deadline_in_the_past_is_dropped_at_once(one_gpu: System) -> None:
-    core = DeferredScheduler(one_gpu)
+    core = SymphonyScheduler(one_gpu)
     core.add_request(10.0, 0, 3, 9.0)
     assert core.next_wake_ms <= 10.0
     core.wake(10.0)
@@ -77,7 +75,7 @@ def test_a_deadline_in_the_past_is_dropped_at_once(one_gpu: System) -> None:
 
 
 def test_a_queued_request_is_dropped_when_it_can_no_longer_make_it(one_gpu: System) -> None:
-    core = DeferredScheduler(one_gpu, FRONTRUN)
+    core = SymphonyScheduler(one_gpu)
     core.add_request(0.0, 0, 0, 6.0)
     core.wake(0.0)
     core.drain()
@@ -91,7 +89,7 @@ def test_a_queued_request_is_dropped_when_it_can_no_longer_make_it(one_gpu: Syst
 
 
 def test_requests_with_their_own_deadlines_are_served_in_deadline_order(one_gpu: System) -> None:
-    core = DeferredScheduler(one_gpu, DeferredOptions(gather="head-first", release="frontrun"))
+    core = SymphonyScheduler(one_gpu, SymphonyOptions(gather="head-first"))
     core.add_request(0.0, 0, 0, 30.0)
     core.add_request(0.0, 0, 1, 8.0)
     core.add_request(0.0, 0, 2, 20.0)
@@ -102,7 +100,7 @@ def test_requests_with_their_own_deadlines_are_served_in_deadline_order(one_gpu:
 
 
 def test_cancel_frees_the_place(one_gpu: System) -> None:
-    core = DeferredScheduler(one_gpu, FRONTRUN)
+    core = SymphonyScheduler(one_gpu)
     core.add_request(0.0, 0, 0, 20.0)
     core.add_request(1.0, 0, 1, 21.0)
     assert core.cancel(1.5, 0, 0)
@@ -115,7 +113,7 @@ def test_cancel_frees_the_place(one_gpu: System) -> None:
 
 
 def test_cancel_of_the_only_waiting_request_leaves_no_timer(one_gpu: System) -> None:
-    core = DeferredScheduler(one_gpu, FRONTRUN)
+    core = SymphonyScheduler(one_gpu)
     core.add_request(0.0, 0, 0, 6.0)
     core.wake(0.0)
     core.add_request(0.0, 0, 1, 13.0)
@@ -129,7 +127,7 @@ def test_cancel_of_the_only_waiting_request_leaves_no_timer(one_gpu: System) -> 
 
 
 def test_a_lost_gpulet_is_not_used_until_it_is_back() -> None:
-    core = DeferredScheduler(everywhere_linear([("a", 1.0, 5.0, 20.0, None)], 2), FRONTRUN)
+    core = SymphonyScheduler(everywhere_linear([("a", 1.0, 5.0, 20.0, None)], 2))
     core.gpulet_lost(0.0, 0)
     core.add_request(0.0, 0, 0, 6.0)
     core.wake(0.0)
@@ -142,7 +140,7 @@ def test_a_lost_gpulet_is_not_used_until_it_is_back() -> None:
 
 
 def test_a_lost_gpulet_may_report_late_or_never(one_gpu: System) -> None:
-    core = DeferredScheduler(one_gpu, FRONTRUN)
+    core = SymphonyScheduler(one_gpu)
     core.add_request(0.0, 0, 0, 6.0)
     core.wake(0.0)
     core.drain()
@@ -160,7 +158,7 @@ def test_a_lost_gpulet_may_report_late_or_never(one_gpu: System) -> None:
 
 def test_network_delays_are_budgeted() -> None:
     network = NetworkDelay(ctrl_ms=0.5, data_ms_per_request=0.25, response_ms=1.0)
-    core = DeferredScheduler(everywhere_linear([("a", 1.0, 5.0, 20.0, None)], 1, network), FRONTRUN)
+    core = SymphonyScheduler(everywhere_linear([("a", 1.0, 5.0, 20.0, None)], 1, network))
     core.add_request(0.0, 0, 0, 20.0)
     assert core.next_wake_ms == pytest.approx(20.0 - 1.0 - 7.0 - 0.5 - 2 * 0.25)  # d - d_resp - l(2) - delay(2)
     core.wake(core.next_wake_ms)
@@ -172,7 +170,7 @@ def test_network_delays_are_budgeted() -> None:
 
 def test_with_a_network_delay_the_next_batch_is_sent_before_the_gpulet_is_free() -> None:
     network = NetworkDelay(ctrl_ms=1.0)
-    core = DeferredScheduler(everywhere_linear([("a", 1.0, 5.0, 20.0, None)], 1, network), FRONTRUN)
+    core = SymphonyScheduler(everywhere_linear([("a", 1.0, 5.0, 20.0, None)], 1, network))
     core.add_request(0.0, 0, 0, 7.0)
     core.wake(0.0)
     (first,) = core.drain()
@@ -190,7 +188,7 @@ def test_with_a_network_delay_the_next_batch_is_sent_before_the_gpulet_is_free()
 
 
 def test_a_corrected_latency_moves_frontrun(one_gpu: System) -> None:
-    core = DeferredScheduler(one_gpu, FRONTRUN)
+    core = SymphonyScheduler(one_gpu)
     core.update_latency(0, 0, 1.5)
     core.add_request(0.0, 0, 0, 20.0)
     assert core.next_wake_ms == pytest.approx(20.0 - 1.5 * 7.0)
@@ -205,7 +203,7 @@ def test_a_corrected_latency_moves_frontrun(one_gpu: System) -> None:
 
 
 def test_a_measured_network_delay_moves_frontrun(one_gpu: System) -> None:
-    core = DeferredScheduler(one_gpu, FRONTRUN)
+    core = SymphonyScheduler(one_gpu)
     core.update_network(NetworkDelay(ctrl_ms=2.0, response_ms=1.0))
     core.add_request(0.0, 0, 0, 20.0)
     assert core.next_wake_ms == pytest.approx(20.0 - 1.0 - 7.0 - 2.0)
@@ -214,7 +212,7 @@ def test_a_measured_network_delay_moves_frontrun(one_gpu: System) -> None:
 def test_gpulets_serve_only_the_models_they_hold() -> None:
     models = (Model("a", 20.0), Model("b", 20.0))
     system = System(models, (Gpulet("g0/a", "g0", {0: host(1, 5, 8)}), Gpulet("g1/a", "g1", {1: host(1, 5, 8)})))
-    core = DeferredScheduler(system, FRONTRUN)
+    core = SymphonyScheduler(system)
     core.add_request(0.0, 1, 0, 6.0)
     core.add_request(0.0, 1, 1, 13.0)
     core.add_request(0.0, 0, 2, 6.0)
@@ -228,7 +226,7 @@ def test_a_request_only_the_fast_gpulet_can_meet_is_left_to_it() -> None:
         (Model("a", 30.0),),
         (Gpulet("g0/slow", "g0", {0: host(2, 10, 8)}), Gpulet("g1/fast", "g1", {0: host(1, 5, 8)})),
     )
-    core = DeferredScheduler(system, FRONTRUN)
+    core = SymphonyScheduler(system)
     core.add_request(0.0, 0, 0, 6.0)  # only the fast one can
     core.wake(0.0)
     assert [d.gpulet for d in core.drain()] == [1]
@@ -241,7 +239,7 @@ def test_a_request_only_the_fast_gpulet_can_meet_is_left_to_it() -> None:
 
 def test_no_batch_exceeds_what_the_gpulet_may_run() -> None:
     system = System((Model("a", 100.0),), (Gpulet("g", "g", {0: host(1, 5, 3)}),))
-    core = DeferredScheduler(system, DeferredOptions())
+    core = SymphonyScheduler(system, SymphonyOptions())
     core.add_requests(0.0, 0, list(range(10)), [100.0] * 10)
     core.wake(0.0)
     (first,) = core.drain()
@@ -251,7 +249,28 @@ def test_no_batch_exceeds_what_the_gpulet_may_run() -> None:
 
 def test_a_model_without_host_is_dropped() -> None:
     system = System((Model("a", 20.0), Model("b", 20.0)), (Gpulet("g", "g", {0: host(1, 5, 8)}),))
-    core = DeferredScheduler(system)
+    core = SymphonyScheduler(system)
     core.add_request(0.0, 1, 4, 20.0)
     core.wake(0.0)
     assert core.drain() == [Drop(1, [4])]
+
+
+def test_a_cancelled_neighbour_leaves_the_rest_of_the_queue_due() -> None:
+    """Cancelling between an arrival and the wake of the same instant once lost the model's timer."""
+    core = SymphonyScheduler(everywhere_linear([("m", 1.0, 1.0, 3.0, None)], 1))
+    for request in (1, 2):
+        core.add_request(0.0, 0, request, 3.0)
+    assert core.cancel(0.0, 0, 2)
+    decisions = core.drain()
+    while not decisions and core.next_wake_ms < 3.0:
+        core.wake(core.next_wake_ms)
+        decisions = core.drain()
+    assert [list(d.request_ids) for d in decisions if isinstance(d, Dispatch)] == [[1]]
+
+
+def test_the_target_may_release_a_batch_before_frontrun(one_gpu: System) -> None:
+    core = SymphonyScheduler(one_gpu, SymphonyOptions(release="target"))
+    for request in range(5):  # two batches of five would fit
+        core.add_request(0.0, 0, request, 20.0)
+        core.wake(0.0)
+    assert [len(d.request_ids) for d in core.drain() if isinstance(d, Dispatch)] == [5]

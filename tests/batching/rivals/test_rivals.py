@@ -19,7 +19,7 @@ from tenuto.batching.virtual.simulator import simulate
 from tenuto.errors import InvalidInputError
 from tenuto.outcome import Outcome
 from tests.batching.checked_run import CheckedRun, Event
-from tests.batching.test_properties import check_outcomes, scenarios
+from tests.batching.core.test_properties import check_outcomes, scenarios
 
 CHOICES: list[tuple[str, dict[str, Any]]] = [
     ("eager", {}),

@@ -1,4 +1,4 @@
-"""Generated scenarios: whatever happens, the promises of the deferred scheduler hold."""
+"""Generated scenarios: whatever happens, the promises of the deadline-keeping schedulers hold."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tenuto.batching.core.build import everywhere_linear
-from tenuto.batching.core.deferred import DeferredOptions, DeferredScheduler
-from tenuto.batching.core.gathering import GATHERING
 from tenuto.batching.core.system import Gpulet, Host, Model, NetworkDelay, System
+from tenuto.batching.registry import make_scheduler
 from tenuto.batching.virtual.simulator import simulate
 from tenuto.outcome import Outcome
 from tests.batching.checked_run import CheckedRun, Event, Outcomes
@@ -77,11 +76,15 @@ def scenarios(draw: Any, faults: bool = True) -> tuple[System, list[Event]]:
     return system, events
 
 
-options = st.builds(
-    DeferredOptions,
-    gather=st.sampled_from(sorted(GATHERING)),
-    release=st.sampled_from(["frontrun", "target", "adaptive"]),
-    balance=st.sampled_from(["each", "total", "off"]),
+Chosen = tuple[str, dict[str, str]]
+chosen_schedulers = st.one_of(
+    st.just(("deferred", {})),
+    st.tuples(
+        st.just("symphony"),
+        st.fixed_dictionaries(
+            {"gather": st.sampled_from(["window", "head-first"]), "release": st.sampled_from(["frontrun", "target"])}
+        ),
+    ),
 )
 
 
@@ -95,22 +98,22 @@ def check_outcomes(events: list[Event], out: Outcomes, run: CheckedRun) -> None:
 
 
 @FEW
-@given(scenarios(), options)
+@given(scenarios(), chosen_schedulers)
 def test_every_request_has_one_outcome_and_no_promise_is_broken(
-    scenario: tuple[System, list[Event]], chosen: DeferredOptions
+    scenario: tuple[System, list[Event]], chosen: Chosen
 ) -> None:
     system, events = scenario
-    run = CheckedRun(DeferredScheduler(system, chosen))
+    run = CheckedRun(make_scheduler(chosen[0], system, chosen[1]))
     check_outcomes(events, run.run(events), run)
 
 
 @FEW
-@given(scenarios(), options)
+@given(scenarios(), chosen_schedulers)
 def test_an_expired_request_is_answered_by_its_deadline(
-    scenario: tuple[System, list[Event]], chosen: DeferredOptions
+    scenario: tuple[System, list[Event]], chosen: Chosen
 ) -> None:
     system, events = scenario
-    run = CheckedRun(DeferredScheduler(system, chosen))
+    run = CheckedRun(make_scheduler(chosen[0], system, chosen[1]))
     out = run.run(events)
     arrived = {event.ref: event.at for event in events if event.kind == "add"}
     for request, at in out.dropped.items():
@@ -118,18 +121,18 @@ def test_an_expired_request_is_answered_by_its_deadline(
 
 
 @FEW
-@given(scenarios(faults=False), options)
-def test_the_same_events_give_the_same_batches(scenario: tuple[System, list[Event]], chosen: DeferredOptions) -> None:
+@given(scenarios(faults=False), chosen_schedulers)
+def test_the_same_events_give_the_same_batches(scenario: tuple[System, list[Event]], chosen: Chosen) -> None:
     system, events = scenario
-    first = CheckedRun(DeferredScheduler(system, chosen)).run(events)
-    second = CheckedRun(DeferredScheduler(system, chosen)).run(events)
+    first = CheckedRun(make_scheduler(chosen[0], system, chosen[1])).run(events)
+    second = CheckedRun(make_scheduler(chosen[0], system, chosen[1])).run(events)
     assert first == second
 
 
 @FEW
-@given(scenarios(faults=False), options)
+@given(scenarios(faults=False), chosen_schedulers)
 def test_an_idle_cluster_drops_nothing_that_could_have_been_met(
-    scenario: tuple[System, list[Event]], chosen: DeferredOptions
+    scenario: tuple[System, list[Event]], chosen: Chosen
 ) -> None:
     """A request that is alone in the system and feasible on its own is served."""
     system, events = scenario
@@ -137,7 +140,7 @@ def test_an_idle_cluster_drops_nothing_that_could_have_been_met(
     spaced = []
     for number, event in enumerate(e for e in events if e.slo_ms > 0):
         spaced.append(Event(1000.0 * number, "add", event.index, event.ref, event.slo_ms))
-    run = CheckedRun(DeferredScheduler(system, chosen))
+    run = CheckedRun(make_scheduler(chosen[0], system, chosen[1]))
     out = run.run(spaced)
     for event in spaced:
         best = min(
@@ -156,12 +159,12 @@ def test_the_fast_driver_agrees_with_the_checked_one(seed: int, load: float, gpu
     count = 300
     times = np.cumsum(rng.exponential(1.0 / (0.5 * gpus * load), count))
     models = rng.integers(0, 2, count).astype(np.int32)
-    result = simulate(DeferredScheduler(system), times, models, warmup_s=0.0)
+    result = simulate(make_scheduler("deferred", system), times, models, warmup_s=0.0)
     events = [
         Event(float(t), "add", int(m), i, system.models[int(m)].slo_ms)
         for i, (t, m) in enumerate(zip(times, models, strict=True))
     ]
-    out = CheckedRun(DeferredScheduler(system)).run(events)
+    out = CheckedRun(make_scheduler("deferred", system)).run(events)
     assert {int(i) for i in np.flatnonzero(result.outcome == Outcome.OK)} == set(out.served)
     assert {int(i) for i in np.flatnonzero(result.outcome == Outcome.EXPIRED)} == set(out.dropped)
     assert not (result.outcome == Outcome.LATE).any()
@@ -176,7 +179,7 @@ def test_no_model_starves_while_another_is_served_late(seed: int, load: float) -
     rng = np.random.default_rng(seed)
     times = np.cumsum(rng.exponential(1.0 / (0.9 * load), 6000))
     models = rng.integers(0, 6, len(times)).astype(np.int32)
-    result = simulate(DeferredScheduler(system), times, models)
+    result = simulate(make_scheduler("deferred", system), times, models)
     attained = result.attainments()
     assert attained.min() >= 0.5 * attained.max()
     assert result.counts()[:, Outcome.LATE].sum() == 0

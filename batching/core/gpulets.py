@@ -1,0 +1,185 @@
+"""What a scheduler knows of its gpu-lets: idle, busy until when, or lost, and how long each program takes on them."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from tenuto.batching.core.system import INF, TIME_TOLERANCE_MS, Host, NetworkDelay, System
+
+__all__ = ["Gpulets", "Pool"]
+
+
+@dataclass(slots=True, eq=False)
+class Pool:
+    """Gpu-lets that host the same programs at the same speeds.
+
+    By program: `run[p][b]` is l(b) as it is planned with, `sent[p][b]` the time from the dispatch of a batch of b to
+    an idle gpu-let until its end, network included. `idle` holds gpu-lets by index; `busy` (end, gpu-let) of those that
+    run one batch, ascending; `full` the same of those to which a second one was sent ahead.
+    """
+
+    index: int
+    hosts: Mapping[int, Host]
+    factors: Mapping[int, float]
+    size: int = 0
+    run: dict[int, list[float]] = field(default_factory=dict)
+    sent: dict[int, list[float]] = field(default_factory=dict)
+    idle: list[int] = field(default_factory=list)
+    busy: list[tuple[float, int]] = field(default_factory=list)
+    full: list[tuple[float, int]] = field(default_factory=list)
+
+    def adopt(self, network: NetworkDelay) -> None:
+        """Compute the tables for these delays."""
+        for program, host in self.hosts.items():
+            factor = self.factors.get(program, 1.0)
+            run = self.run[program] = [latency * factor for latency in host.planned_ms()]
+            way_ms = [network.ctrl_ms + network.data_ms_per_request * size for size in range(len(run))]
+            self.sent[program] = [latency + way for latency, way in zip(run, way_ms, strict=True)]
+
+
+class Gpulets:
+    """Invariant: a gpu-let that is not lost is in exactly one list of exactly one pool.
+
+    `pools_of[p]` are the pools that host a program, the fastest first; among equals the one that hosts the fewest
+    programs, so that what can run anywhere stays free. `idle_count` counts the idle gpu-lets, `ahead` says whether
+    there is a delay to send batches ahead for.
+    """
+
+    def __init__(self, system: System) -> None:
+        """Begin with every gpu-let idle."""
+        count = len(system.gpulets)
+        self._system = system
+        self._pending = [0] * count  # batches sent and not done
+        self._free_at = [0.0] * count  # when the last of them ends
+        self._run_ms = [0.0] * count  # how long that one takes
+        self._is_lost = [False] * count
+        self._factors: list[dict[int, float]] = [{} for _ in range(count)]
+        self._pool_of: list[Pool] = []
+        self._pool_by_key: dict[object, Pool] = {}
+        self.pools: list[Pool] = []
+        self.pools_of: list[list[Pool]] = []
+        self.idle_count = count
+        self.adopt(system.network)
+        for gpulet in range(count):
+            self._pool_of.append(self._pool_for(gpulet))
+            self._pool_of[gpulet].idle.append(gpulet)
+        self._order_pools()
+
+    def adopt(self, network: NetworkDelay) -> None:
+        """Budget these delays from now on."""
+        self._network = network
+        self.ahead = network.ctrl_ms > 0 or network.data_ms_per_request > 0
+        for pool in self.pools:
+            pool.adopt(network)
+
+    def _pool_for(self, gpulet: int) -> Pool:
+        hosts, factors = self._system.gpulets[gpulet].hosts, self._factors[gpulet]
+        key = (id(hosts), tuple(sorted(factors.items())))
+        pool = self._pool_by_key.get(key)
+        if pool is None:
+            pool = self._pool_by_key[key] = Pool(len(self.pools), hosts, dict(factors))
+            pool.adopt(self._network)
+            self.pools.append(pool)
+        pool.size += 1
+        return pool
+
+    def _order_pools(self) -> None:
+        """Drop pools without gpu-lets and order those of every program."""
+        self._pool_by_key = {key: pool for key, pool in self._pool_by_key.items() if pool.size}
+        self.pools = list(self._pool_by_key.values())
+        for index, pool in enumerate(self.pools):
+            pool.index = index
+        self.pools_of = []
+        for program in range(len(self._system.programs)):
+            hosting = [pool for pool in self.pools if program in pool.run]
+            common = min((len(pool.run[program]) for pool in hosting), default=1) - 1
+            hosting.sort(key=lambda pool, p=program, b=common: (pool.run[p][b], len(pool.hosts), pool.index))  # type: ignore[misc]
+            self.pools_of.append(hosting)
+
+    def correct(self, program: int, gpulet: int, factor: float) -> bool:
+        """Plan with `factor` times the latency of a program on a gpu-let; False if that changes nothing."""
+        factors, rounded = self._factors[gpulet], round(factor, 2)
+        if program not in self._system.gpulets[gpulet].hosts or factors.get(program, 1.0) == rounded:
+            return False
+        self._remove(gpulet)
+        self._pool_of[gpulet].size -= 1
+        factors.pop(program, None)
+        if rounded != 1.0:
+            factors[program] = rounded
+        self._pool_of[gpulet] = self._pool_for(gpulet)
+        self._insert(gpulet)
+        self._order_pools()
+        return True
+
+    def _insert(self, gpulet: int) -> None:
+        pool, pending = self._pool_of[gpulet], self._pending[gpulet]
+        if self._is_lost[gpulet]:
+            return
+        if not pending:
+            insort(pool.idle, gpulet)
+            self.idle_count += 1
+        else:
+            insort(pool.busy if pending == 1 else pool.full, (self._free_at[gpulet], gpulet))
+
+    def _remove(self, gpulet: int) -> None:
+        pool, pending = self._pool_of[gpulet], self._pending[gpulet]
+        if self._is_lost[gpulet]:
+            return
+        if not pending:
+            pool.idle.remove(gpulet)
+            self.idle_count -= 1
+        else:
+            ends = pool.busy if pending == 1 else pool.full
+            del ends[bisect_left(ends, (self._free_at[gpulet], gpulet))]
+
+    # What happens ----------------------------------------------------------------------------------------------------
+
+    def open_at(self, pool: Pool, now: float) -> tuple[float, int]:
+        """Return when a gpu-let of the pool can begin with a batch that is sent to it next, and which; (inf, -1): none.
+
+        That is an idle one, or with a network delay the one that ends first and has nothing sent ahead yet. One that is
+        overdue is not waited for: nobody knows when it ends.
+        """
+        if pool.idle:
+            return now, pool.idle[0]
+        if self.ahead:
+            for end, gpulet in pool.busy:
+                if end >= now - TIME_TOLERANCE_MS:
+                    return end, gpulet
+        return INF, -1
+
+    def send(self, gpulet: int, run_ms: float, end: float) -> None:
+        """A batch was sent that takes so long and ends then."""
+        self._remove(gpulet)
+        self._pending[gpulet] += 1
+        self._free_at[gpulet] = end
+        self._run_ms[gpulet] = run_ms
+        self._insert(gpulet)
+
+    def done(self, gpulet: int, now: float) -> bool:
+        """Its oldest batch has ended; False for a gpu-let that is lost."""
+        if self._is_lost[gpulet]:
+            return False
+        self._remove(gpulet)
+        self._pending[gpulet] -= 1
+        if self._pending[gpulet]:
+            # The batch sent ahead begins now or later: without this, small delays of a live gpu-let would add up
+            # unseen.
+            run_ms = self._run_ms[gpulet]
+            self._free_at[gpulet] = max(self._free_at[gpulet] - run_ms, now) + run_ms
+        self._insert(gpulet)
+        return True
+
+    def lose(self, gpulet: int) -> None:
+        """Stop using a gpu-let."""
+        self._remove(gpulet)
+        self._is_lost[gpulet] = True
+        self._pending[gpulet] = 0
+
+    def back(self, gpulet: int) -> None:
+        """Use a gpu-let again, idle."""
+        if self._is_lost[gpulet]:
+            self._is_lost[gpulet] = False
+            self._insert(gpulet)

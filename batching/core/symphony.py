@@ -1,0 +1,293 @@
+"""Symphony as published: deferred batch scheduling (arXiv 2308.07470, Algorithm 1 in the form of its appendix D).
+
+Each program has a queue and from it a *candidate*: the batch it would run, with two moments. At *frontrun*,
+d - l(b+1), waiting for one more request would cost the head its deadline d; at *latest*, d - l(b), the batch itself has
+to start. The *model timer* fires at frontrun: the program takes an idle gpu-let, or waits. A gpu-let that becomes free
+(the *GPU timer*) takes, of the programs that wait, the one whose latest moment comes first.
+
+This is the baseline that `deferred` is measured against, and the rule it starts from. Read from the authors' program,
+and not in the paper: the head is given up only where it keeps the batch below the staggered size (`gather=window`), and
+a candidate is gathered anew at every arrival, at its latest moment and after each dispatch. Ours, where the paper's
+GPUs are all alike: the candidate is made for the fastest gpu-lets that have one idle. Of idle gpu-lets the first is
+taken, as the paper says (its program takes the one that is idle longest). Every comparison of times admits equality;
+with strict ones the paper's own trace (section 3.3) fails.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
+
+from tenuto.batching.core.gathering import GATHERING
+from tenuto.batching.core.gpulets import Gpulets, Pool
+from tenuto.batching.core.scheduler import Dispatch, Drop, Scheduler, SchedulerOptions
+from tenuto.batching.core.system import INF, TIME_TOLERANCE_MS, NetworkDelay, System
+from tenuto.batching.core.target import ArrivalRate, target_batch
+
+__all__ = ["SymphonyOptions", "SymphonyScheduler"]
+
+PAST_MS = 1e-3  # how long after its latest moment a candidate is gathered anew
+
+
+@dataclass(frozen=True)
+class SymphonyOptions(SchedulerOptions):
+    """What the published program can vary.
+
+    gather: `window` gives up the head where it keeps the batch below the staggered size; `head-first` only what is
+    lost anyway. release: at `frontrun`; with `target` also once the staggered batch is complete.
+    """
+
+    gather: str = field(default="window", metadata={"choices": tuple(GATHERING)})
+    release: str = field(default="frontrun", metadata={"choices": ("frontrun", "target")})
+
+
+class _Queue:
+    """The requests of one program in order of their deadlines, and its candidate."""
+
+    __slots__ = ("deadlines", "ids", "is_waiting", "latest", "longest", "program", "rate", "slo_ms", "target", "timer")
+
+    def __init__(self, program: int, slo_ms: float, rate: ArrivalRate) -> None:
+        self.program = program
+        self.slo_ms = slo_ms
+        self.rate = rate
+        self.deadlines: list[float] = []  # when the batch must have ended
+        self.ids: list[int] = []
+        self.target = 1  # the staggered batch
+        self.longest = 1  # the largest batch that can be in time at all
+        self.timer = INF  # frontrun, or for a waiting candidate the moment it has to be gathered anew
+        self.is_waiting = False
+        self.latest = INF  # of a waiting candidate
+
+
+class SymphonyScheduler(Scheduler):
+    """The published rule. Invariant: a program is waiting only while no gpu-let that can take its batch is idle."""
+
+    name = "symphony"
+    summary = "Symphony as published: hold each batch until frontrun, most urgent model first"
+    options_type = SymphonyOptions
+
+    def __init__(self, system: System, options: SchedulerOptions | None = None) -> None:
+        super().__init__(system, options)
+        chosen = options if isinstance(options, SymphonyOptions) else SymphonyOptions()
+        self._gather = GATHERING[chosen.gather]
+        self._releases_at_target = chosen.release == "target"
+        self._gpulets = Gpulets(system)
+        self._queues = [_Queue(p, spec.slo_ms, ArrivalRate(spec.rate_rps)) for p, spec in enumerate(system.offered)]
+        self._queue_of = [self._queues[program] for program in system.program_of]
+        self._waiting: dict[int, _Queue] = {}
+        self._timers: list[tuple[float, int]] = []  # (time, program); stale unless it is the queue's timer
+        self._gpu_timer = INF  # only with a network delay: when to send the next batch ahead
+        self._adopt(system.network)
+
+    def _adopt(self, network: NetworkDelay) -> None:
+        self._network = network
+        self._gpulets.adopt(network)
+        for queue in self._queues:
+            self._set_target(queue)
+
+    def _set_target(self, queue: _Queue) -> None:
+        pools = self._gpulets.pools_of[queue.program]
+        if pools:
+            sent, budget_ms = pools[0].sent[queue.program], queue.slo_ms - self._network.response_ms
+            queue.longest = max(1, bisect_right(sent, budget_ms + TIME_TOLERANCE_MS) - 1)
+            queue.target = target_batch(sent[: queue.longest + 1], budget_ms, queue.rate.rps)
+
+    # Model thread: candidates and their timers -----------------------------------------------------------------------
+
+    def add_request(self, now_ms: float, model: int, request_id: int, deadline_ms: float) -> None:
+        queue = self._queue_of[model]
+        queue.rate.count += 1
+        if now_ms >= queue.rate.next_at:
+            queue.rate.roll(now_ms)
+            self._set_target(queue)
+        due_ms = deadline_ms - self._network.response_ms
+        place = bisect_right(queue.deadlines, due_ms)
+        queue.deadlines.insert(place, due_ms)
+        queue.ids.insert(place, request_id)
+        if queue.is_waiting:
+            self._update(queue, now_ms)
+        else:
+            self._set_timer(queue, min(queue.timer, max(now_ms, self._frontrun(queue, now_ms))))
+
+    def _frontrun(self, queue: _Queue, now: float) -> float:
+        """Return when the candidate has to run for want of time; until then the whole queue fits in one batch."""
+        program, size = queue.program, len(queue.deadlines)
+        pools = self._gpulets.pools_of[program]
+        if not pools or size >= queue.longest or (self._releases_at_target and size >= queue.target):
+            return now
+        idle = next((pool for pool in pools if pool.idle), pools[0])
+        sent = idle.sent[program]
+        return queue.deadlines[0] - sent[size + 1] if size + 1 < len(sent) else now
+
+    def _set_timer(self, queue: _Queue, at: float) -> None:
+        if at != queue.timer:
+            queue.timer = at
+            if at < INF:
+                heappush(self._timers, (at, queue.program))
+                self.next_wake_ms = min(self.next_wake_ms, at)
+
+    def _update(self, queue: _Queue, now: float) -> None:
+        """Gather the candidate; run it if it is due and a gpu-let can take it, else wait or set the model timer."""
+        program = queue.program
+        pools = self._gpulets.pools_of[program]
+        while queue.ids:
+            frontrun = self._frontrun(queue, now)
+            if frontrun > now and not queue.is_waiting:
+                self._set_timer(queue, frontrun)
+                return
+            if not pools:
+                self._drop(queue, len(queue.ids))
+                break
+            if not any(self._can_take(pool, queue, now) and self._dispatch(queue, pool, now) for pool in pools):
+                self._wait(queue, now)
+                return
+            self._rest(queue)
+        self._rest(queue)
+
+    def _can_take(self, pool: Pool, queue: _Queue, now: float) -> bool:
+        """Whether a gpu-let of the pool will be free when the batch's data has arrived."""
+        at, gpulet = self._gpulets.open_at(pool, now)
+        return gpulet >= 0 and at <= now + self._way_ms(queue) + TIME_TOLERANCE_MS
+
+    def _way_ms(self, queue: _Queue) -> float:
+        size = min(len(queue.ids), queue.longest)
+        return self._network.ctrl_ms + self._network.data_ms_per_request * size
+
+    def _wait(self, queue: _Queue, now: float) -> None:
+        """Wait for a gpu-let with the candidate as it stands; what cannot be part of it is given up."""
+        pool = self._gpulets.pools_of[queue.program][0]
+        sent = pool.sent[queue.program]
+        skip, size = self._gather(queue.deadlines, queue.target, now, sent, now, sent)
+        if skip:
+            self._drop(queue, skip)
+        if not size:
+            self._rest(queue)
+            return
+        queue.is_waiting = True
+        queue.latest = queue.deadlines[0] - sent[size]
+        self._waiting[queue.program] = queue
+        self._set_timer(queue, queue.latest + PAST_MS)
+        self._arm_gpu_timer(now)
+
+    def _rest(self, queue: _Queue) -> None:
+        queue.timer = INF
+        queue.is_waiting = False
+        self._waiting.pop(queue.program, None)
+
+    def wake(self, now_ms: float) -> None:
+        timers = self._timers
+        while timers and timers[0][0] <= now_ms:
+            at, program = heappop(timers)
+            queue = self._queues[program]
+            if at == queue.timer:
+                queue.timer = INF
+                self._update(queue, now_ms)
+        if self._gpu_timer <= now_ms:
+            self._gpu_timer = INF
+            self._serve_waiting(self._gpulets.pools, now_ms)
+        self.next_wake_ms = min(timers[0][0] if timers else INF, self._gpu_timer)
+
+    # Rank thread: gpu-lets and who gets them -------------------------------------------------------------------------
+
+    def batch_done(self, now_ms: float, gpulet: int) -> None:
+        if self._gpulets.done(gpulet, now_ms) and self._waiting:
+            self._serve_waiting(self._gpulets.pools, now_ms)
+
+    def _serve_waiting(self, pools: Sequence[Pool], now: float) -> None:
+        """Give gpu-lets that are free to waiting programs, the most urgent first."""
+        for queue in sorted(self._waiting.values(), key=lambda queue: queue.latest):
+            if any(queue.program in pool.run and self._can_take(pool, queue, now) for pool in pools):
+                queue.is_waiting = False
+                self._waiting.pop(queue.program, None)
+                if any(self._can_take(pool, queue, now) and self._dispatch(queue, pool, now)
+                       for pool in self._gpulets.pools_of[queue.program]):  # fmt: skip
+                    self._set_timer(queue, INF)
+                    self._update(queue, now)
+                else:
+                    self._wait(queue, now)
+        self._arm_gpu_timer(now)
+
+    def _arm_gpu_timer(self, now: float) -> None:
+        """With a network delay: wake when the most urgent waiting batch has to leave to meet the next free gpu-let."""
+        if not self._gpulets.ahead or not self._waiting:
+            return
+        self._gpu_timer = INF
+        for queue in self._waiting.values():
+            for pool in self._gpulets.pools_of[queue.program]:
+                at, gpulet = self._gpulets.open_at(pool, now)
+                if gpulet >= 0:
+                    self._gpu_timer = min(self._gpu_timer, max(now, at - self._way_ms(queue)))
+        self.next_wake_ms = min(self.next_wake_ms, self._gpu_timer)
+
+    def _dispatch(self, queue: _Queue, pool: Pool, now: float) -> bool:
+        """Cut a batch for the next gpu-let of a pool and send it; False if no request can be met there."""
+        program, deadlines, ids = queue.program, queue.deadlines, queue.ids
+        free_at, gpulet = self._gpulets.open_at(pool, now)
+        sent, run = pool.sent[program], pool.run[program]
+        skip, size = self._gather(deadlines, queue.target, now, sent, free_at, run)
+        fastest = self._gpulets.pools_of[program][0]
+        # What this gpu-let is too slow for may still be met by a faster one.
+        lost = skip if pool is fastest else bisect_left(deadlines, now + fastest.sent[program][1], 0, skip)
+        if lost:
+            self._drop(queue, lost)
+            skip -= lost
+        if not size:
+            return False
+        stop = skip + size
+        batch = ids[skip:stop]
+        del ids[skip:stop], deadlines[skip:stop]
+        start = max(now + sent[size] - run[size], free_at)
+        self.decisions.append(Dispatch(gpulet, program, batch, start, start + run[size]))
+        self._gpulets.send(gpulet, run[size], start + run[size])
+        return True
+
+    def _drop(self, queue: _Queue, count: int) -> None:
+        self.decisions.append(Drop(queue.program, queue.ids[:count]))
+        del queue.ids[:count], queue.deadlines[:count]
+
+    # Everything else -------------------------------------------------------------------------------------------------
+
+    def cancel(self, now_ms: float, model: int, request_id: int) -> bool:
+        queue = self._queue_of[model]
+        if request_id not in queue.ids:
+            return False
+        place = queue.ids.index(request_id)
+        del queue.ids[place], queue.deadlines[place]
+        self._set_timer(queue, INF)
+        self._update(queue, now_ms)
+        return True
+
+    def gpulet_lost(self, now_ms: float, gpulet: int) -> None:  # noqa: ARG002
+        self._gpulets.lose(gpulet)
+
+    def gpulet_back(self, now_ms: float, gpulet: int) -> None:
+        self._gpulets.back(gpulet)
+        self._serve_waiting(self._gpulets.pools, now_ms)
+
+    def queued(self, program: int) -> int:
+        return len(self._queues[program].ids)
+
+    @property
+    def sends_ahead(self) -> bool:
+        """Whether there is a delay to send ahead for."""
+        return self._gpulets.ahead
+
+    def update_latency(self, program: int, gpulet: int, factor: float) -> None:
+        if self._gpulets.correct(program, gpulet, factor):
+            self._look_again(self._queues[program])
+
+    def update_network(self, network: NetworkDelay) -> None:
+        later_ms = self._network.response_ms - network.response_ms
+        for queue in self._queues:
+            queue.deadlines = [deadline + later_ms for deadline in queue.deadlines]
+        self._adopt(network)
+        for queue in self._queues:
+            self._look_again(queue)
+
+    def _look_again(self, queue: _Queue) -> None:
+        """Costs have changed: let the timer fire at once, which gathers the candidate anew."""
+        self._set_target(queue)
+        if queue.ids:
+            self._set_timer(queue, -INF)
