@@ -217,8 +217,9 @@ class SymphonyScheduler(Scheduler):
         for queue in self._waiting.values():
             for pool in self._gpulets.pools_of[queue.program]:
                 at, gpulet = self._gpulets.open_at(pool, now)
-                if gpulet >= 0:
-                    self._gpu_timer = min(self._gpu_timer, max(now, at - self._way_ms(queue)))
+                leave_at = at - self._way_ms(queue)
+                if gpulet >= 0 and leave_at > now + TIME_TOLERANCE_MS:  # before that it was tried in vain
+                    self._gpu_timer = min(self._gpu_timer, leave_at)
         self.next_wake_ms = min(self.next_wake_ms, self._gpu_timer)
 
     def _dispatch(self, queue: _Queue, pool: Pool, now: float) -> bool:

@@ -274,3 +274,19 @@ def test_the_target_may_release_a_batch_before_frontrun(one_gpu: System) -> None
         core.add_request(0.0, 0, request, 20.0)
         core.wake(0.0)
     assert [len(d.request_ids) for d in core.drain() if isinstance(d, Dispatch)] == [5]
+
+
+def test_what_no_gpulet_can_meet_in_time_sets_no_timer_for_this_instant() -> None:
+    """With a delay and gpu-lets of two speeds the GPU timer once fired at one moment for ever."""
+    hosts = ({0: host(1, 5, 8)}, {0: host(3, 15, 8)})
+    gpulets = tuple(Gpulet(f"g{i}", f"g{i}", held) for i, held in enumerate(hosts))
+    core = SymphonyScheduler(System((Model("a", 12.0),), gpulets, NetworkDelay(ctrl_ms=0.5)))
+    now = 0.0
+    for request in range(8):
+        core.add_request(now, 0, request, now + 12.0)
+        for _ in range(50):
+            if core.next_wake_ms > now:
+                break
+            core.wake(now)
+        assert core.next_wake_ms > now
+        now += 0.25

@@ -180,7 +180,7 @@ def test_an_slo_no_batch_can_meet_is_unserveable() -> None:
 
 def test_unknown_scheduler_and_options_list_the_known_ones() -> None:
     system = everywhere_linear([RESNET50], 1)
-    with pytest.raises(InvalidInputError, match="deferred, eager, timeout, clockwork, nexus, shepherd"):
+    with pytest.raises(InvalidInputError, match="deferred, symphony, eager, timeout, clockwork, nexus, shepherd"):
         scheduler_class("fifo")
     with pytest.raises(InvalidInputError, match="gather, release, balance"):
         make_scheduler("deferred", system, {"batch": "3"})
