@@ -6,9 +6,7 @@ from collections.abc import Iterable
 from functools import cache
 from importlib import resources
 
-import yaml
-
-from tenuto.documents import parse_document
+from tenuto.documents import parse_document, parse_yaml
 from tenuto.errors import InvalidInputError, Problem
 from tenuto.profiles.profile import Profile
 
@@ -40,8 +38,7 @@ def load_shipped(name: str) -> Profile:
             Problem("profiles", name, "not a shipped profile", f"Shipped profiles: {', '.join(_SHIPPED)}.")
         )
     text = resources.files("tenuto.profiles").joinpath("data", f"{name}.yaml").read_text(encoding="utf-8")
-    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-    return parse_document(Profile, yaml.load(text, Loader=loader), origin=name)  # a safe loader
+    return parse_document(Profile, parse_yaml(text), origin=name)
 
 
 def shipped_for(gpu_types: Iterable[str], *, except_for: Iterable[Profile] = ()) -> list[Profile]:

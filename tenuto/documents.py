@@ -17,7 +17,17 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from tenuto.errors import InvalidInputError, Problem
 
-__all__ = ["StrictModel", "dump_yaml", "load_document", "parse_document"]
+__all__ = ["StrictModel", "dump_yaml", "load_document", "parse_document", "parse_yaml"]
+
+
+# libyaml's are ten times as fast; every wheel of PyYAML has them.
+_Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+_SafeDumper: Any = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
+
+
+class _Dumper(_SafeDumper):  # type: ignore[misc]
+    def ignore_aliases(self, data: Any) -> bool:  # noqa: ARG002
+        return True
 
 
 class StrictModel(BaseModel):
@@ -66,10 +76,15 @@ def load_document(path: str | Path) -> Any:
     except (OSError, UnicodeDecodeError) as error:
         raise InvalidInputError(f"{file}: cannot be read ({error}). Check that it is a readable text file.") from error
     try:
-        return json.loads(text) if file.suffix == ".json" else yaml.safe_load(text)
+        return json.loads(text) if file.suffix == ".json" else parse_yaml(text)
     except (yaml.YAMLError, json.JSONDecodeError) as error:
         detail = " ".join(str(error).split())
         raise InvalidInputError(f"{file}: not valid YAML or JSON ({detail}). Repair the syntax there.") from error
+
+
+def parse_yaml(text: str) -> Any:
+    """Return the plain data of a YAML text; raises `yaml.YAMLError`."""
+    return yaml.load(text, _Loader)
 
 
 def parse_document(model: type[ModelT], data: Any, *, origin: str = "") -> ModelT:
@@ -159,8 +174,4 @@ def _suggest(key: str, known: list[str]) -> str:
 def dump_yaml(data: Any) -> str:
     """Render plain data as YAML in a stable form: keys in the given order, no aliases, floats as Python prints them."""
 
-    class Dumper(yaml.SafeDumper):
-        def ignore_aliases(self, data: Any) -> bool:  # noqa: ARG002
-            return True
-
-    return yaml.dump(data, Dumper=Dumper, sort_keys=False, allow_unicode=True, width=120)
+    return yaml.dump(data, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)

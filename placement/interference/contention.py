@@ -14,10 +14,9 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
-import yaml
 from pydantic import Field
 
-from tenuto.documents import StrictModel, dump_yaml, load_document, parse_document
+from tenuto.documents import StrictModel, dump_yaml, load_document, parse_document, parse_yaml
 from tenuto.errors import InvalidInputError, Problem
 from tenuto.placement.interference.base import Resident, Sample
 from tenuto.profiles import LatencyTable, LinearLatency, ModelProfile
@@ -156,7 +155,7 @@ def gpu_ms(profile: ModelProfile) -> float:
 def shipped_constants() -> Constants:
     """Return the constants fitted on the 600 V100 pairs, from `profiles/data/contention-v100.yaml`."""
     text = resources.files("tenuto.profiles").joinpath("data", "contention-v100.yaml").read_text(encoding="utf-8")
-    return parse_document(Constants, yaml.safe_load(text), origin="contention-v100")
+    return parse_document(Constants, parse_yaml(text), origin="contention-v100")
 
 
 def fit_contention(samples: Sequence[Sample], *, name: str = "fitted", source: str = "measured pairs") -> Constants:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tenuto.documents import parse_document
+from tenuto.documents import parse_document, parse_yaml
 from tenuto.errors import InvalidInputError
 from tenuto.placement import Cluster
 from tenuto.placement.policies.shared.gpu_pool import GpuPool, gpulet_id, planned_gpus
@@ -50,12 +50,11 @@ def test_uuids_and_node_names_must_match() -> None:
 
 
 def test_a_cluster_survives_a_round_trip() -> None:
-    import yaml
 
     data = {"nodes": [{"name": "a", "address": "10.0.0.1", "gpus": [
         {"type": "v100", "count": 2, "uuids": ["GPU-1", "GPU-2"], "price_per_hour": 1.5}]}], "elastic": True}
     cluster = parse_document(Cluster, data)
-    assert parse_document(Cluster, yaml.safe_load(cluster.dump())) == cluster
+    assert parse_document(Cluster, parse_yaml(cluster.dump())) == cluster
     assert [gpu.uuid for gpu in cluster.gpus] == ["GPU-1", "GPU-2"]
 
 

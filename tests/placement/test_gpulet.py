@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tenuto.documents import parse_yaml
 from tenuto.errors import InvalidInputError
 from tenuto.placement import Cluster, Plan, Policy, Workload, solve
 from tenuto.placement.policies.gpulet.duty_cycle import Asked, find_cycle
@@ -94,7 +94,7 @@ def test_plans_are_valid_and_deterministic(name: str, rates: list[int], gpus: in
     before = (workload.model_dump_json(), cluster.model_dump_json())
     plan = solve(POLICIES[name], workload, cluster, IGNITER)
     assert_turns_are_kept(plan, workload)
-    assert Plan.from_data(yaml.safe_load(plan.dump())) == plan
+    assert Plan.from_data(parse_yaml(plan.dump())) == plan
     assert solve(POLICIES[name], workload, cluster, IGNITER).dump() == plan.dump()
     assert (workload.model_dump_json(), cluster.model_dump_json()) == before
     if elastic and name != "ideal":

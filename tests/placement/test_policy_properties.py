@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
-import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tenuto.batching.planning.policy import TenutoPolicy
+from tenuto.documents import parse_yaml
 from tenuto.errors import InvalidInputError
 from tenuto.placement import Cluster, Plan, Policy, Workload, solve
 from tenuto.placement.policies.ffd.ffd import FirstFitDecreasing
@@ -151,7 +151,7 @@ def test_plans_are_valid_deterministic_and_leave_their_input_alone(name: str) ->
         plan = solve(case.make(), workload, cluster, case.profiles)
         assert_valid(plan, workload, cluster, case.part_of_slo)
         assert solve(case.make(), workload, cluster, case.profiles).dump() == plan.dump()
-        assert Plan.from_data(yaml.safe_load(plan.dump())) == plan
+        assert Plan.from_data(parse_yaml(plan.dump())) == plan
         assert (workload.model_dump_json(), cluster.model_dump_json()) == before
 
     holds()

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tenuto.documents import parse_document
+from tenuto.documents import parse_document, parse_yaml
 from tenuto.errors import InvalidInputError
 from tenuto.placement import Workload, profile_of
 from tenuto.profiles import LatencyTable, LinearLatency, Profiles
@@ -93,10 +93,9 @@ models = st.lists(
 @given(models)
 @settings(max_examples=50, deadline=None)
 def test_a_workload_survives_a_round_trip_through_yaml(entries: list[dict[str, object]]) -> None:
-    import yaml
 
     workload = Workload.model_validate({"models": entries})
-    assert parse_document(Workload, yaml.safe_load(workload.dump())) == workload
+    assert parse_document(Workload, parse_yaml(workload.dump())) == workload
 
 
 def test_scaling_multiplies_rates_only() -> None:
