@@ -4,11 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 from tenuto.experiments.case import DEFERRED, ROUTER, Case
 
-__all__ = ["THESIS_POLICIES", "Detail", "Experiment", "Observation", "Results", "Settings", "Status"]
+__all__ = [
+    "THESIS_POLICIES",
+    "Detail",
+    "Experiment",
+    "NotRunError",
+    "Observation",
+    "Results",
+    "Settings",
+    "Status",
+]
 
 THESIS_POLICIES = ("igniter", "usher", "wao-usher", "ao-milp", "wsm-milp")
 
@@ -48,27 +57,39 @@ class Observation:
     why: str = ""
 
 
+class NotRunError(Exception):
+    """A point that was asked for did not run, or its policy could not plan."""
+
+
 class Results:
-    """The points that have run, found by series, place and SLO."""
+    """The points that have run, found by series, place and SLO. All but `find` raise `NotRunError` for others."""
 
     def __init__(self, rows: Iterable[Mapping[str, Any]]) -> None:
         self.rows = list(rows)
         self._found = {(row["series"], float(row["case"]["x"]), float(row["case"]["slo_ms"])): row for row in self.rows}
 
-    def row(self, series: str, x: float, slo_ms: float) -> Mapping[str, Any] | None:
-        """Return a point that was planned and run; None where it is missing or its policy could not plan."""
+    def find(self, series: str, x: float, slo_ms: float) -> Mapping[str, Any] | None:
+        """Return a point that was planned and run, if there is one."""
         row = self._found.get((series, float(x), float(slo_ms)))
         return row if row is not None and "runs" in row else None
 
-    def run(self, series: str, x: float, slo_ms: float, scheduler: str = ROUTER) -> Mapping[str, Any] | None:
-        """Return the figures of a point under one scheduler."""
-        row = self.row(series, x, slo_ms)
-        return None if row is None else row["runs"].get(scheduler)
+    def row(self, series: str, x: float, slo_ms: float) -> Mapping[str, Any]:
+        """Return a point that was planned and run."""
+        row = self.find(series, x, slo_ms)
+        if row is None:
+            raise NotRunError(f"{series} at {x:g}, SLO {slo_ms:g} ms")
+        return row
 
-    def goodput(self, series: str, x: float, slo_ms: float, scheduler: str = ROUTER) -> float | None:
+    def run(self, series: str, x: float, slo_ms: float, scheduler: str = ROUTER) -> Mapping[str, Any]:
+        """Return the figures of a point under one scheduler."""
+        runs: Mapping[str, Mapping[str, Any]] = self.row(series, x, slo_ms)["runs"]
+        if scheduler not in runs:
+            raise NotRunError(f"{series} at {x:g}, SLO {slo_ms:g} ms, under {scheduler}")
+        return runs[scheduler]
+
+    def goodput(self, series: str, x: float, slo_ms: float, scheduler: str = ROUTER) -> float:
         """Return the goodput of a point in requests per second."""
-        run = self.run(series, x, slo_ms, scheduler)
-        return None if run is None else float(run["goodput_rps"])
+        return float(self.run(series, x, slo_ms, scheduler)["goodput_rps"])
 
     def series(self) -> list[str]:
         """Return the names of all lines with at least one run, in order of their first point."""
@@ -84,7 +105,12 @@ class Results:
         return sorted({float(row["case"]["slo_ms"]) for row in self.rows})
 
 
-Check = Callable[[Results], list[Observation]]
+class Checkable(Protocol):
+    """A published statement."""
+
+    def check(self, results: Results) -> Observation:
+        """Return what became of it."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -107,7 +133,7 @@ class Experiment:
     about: str
     x_label: str
     cases: Callable[[Settings], list[Case]]
-    check: Check
+    claims: Sequence[Checkable] = ()
     details: Sequence[Detail] = ()
     schedulers: tuple[str, ...] = field(default=(ROUTER, DEFERRED))
 
@@ -115,6 +141,10 @@ class Experiment:
     def name(self) -> str:
         """The name on the command line."""
         return self.figures[0]
+
+    def check(self, results: Results) -> list[Observation]:
+        """Return what became of each published statement."""
+        return [claim.check(results) for claim in self.claims]
 
     def in_detail(self, cases: Sequence[Case]) -> list[Case]:
         """Return the cases that the page shows in detail, in its order; these alone run live."""

@@ -156,10 +156,11 @@ def _chart(
     plot.line(xs, np.array([sent.get(x, np.nan) for x in at]), _IDEAL, "sent", width=1.5)
     styles = _styles(group)
     for name in group:
-        values = [results.goodput(name, x, slo, scheduler) for x in at]
-        plot.line(xs, np.array([np.nan if v is None else v for v in values]), styles[name], name, width=2.5)
+        rows = [results.find(name, x, slo) for x in at]
+        values = [np.nan if row is None else row["runs"][scheduler]["goodput_rps"] for row in rows]
+        plot.line(xs, np.array(values), styles[name], name, width=2.5)
         for x, value in zip(at, values, strict=True):
-            if value is not None:
+            if not np.isnan(value):
                 plot.dot(x, value, styles[name], f"{name} at {x:g}: {value:.0f} r/s")
     words = legend([(name, styles[name]) for name in group] + [("sent", _IDEAL)], is_line=True)
     return figure(f"{what[0].upper()}{what[1:]}", words + plot.svg(f"Goodput of {what} at an SLO of {slo:g} ms"))
@@ -200,7 +201,7 @@ def _details(experiment: Experiment, results: Results) -> str:
 
 
 def _detail(number: int, detail: Detail, results: Results) -> str:
-    row = results.row(detail.series, detail.x, detail.slo_ms)
+    row = results.find(detail.series, detail.x, detail.slo_ms)
     if row is None:
         return ""
     plan = Plan.from_data(row["plan"])

@@ -5,21 +5,16 @@ from __future__ import annotations
 import difflib
 
 from tenuto.errors import InvalidInputError, Problem
-from tenuto.experiments.experiment import Detail, Experiment, Observation, Results
-from tenuto.experiments.gpu_sweep import GpuSweep
-from tenuto.experiments.observed_language import check_language
-from tenuto.experiments.observed_rates import check_rates
-from tenuto.experiments.observed_vision import check_vision
-from tenuto.experiments.rate_sweep import RateSweep
+from tenuto.experiments.experiment import Detail, Experiment
+from tenuto.experiments.observed.language import LANGUAGE
+from tenuto.experiments.observed.rates import RATES
+from tenuto.experiments.observed.vision import VISION
+from tenuto.experiments.sweeps import GpuSweep, RateSweep
 
 __all__ = ["EXPERIMENTS", "find_experiments"]
 
 _GPUS = "GPUs"
 _WAO, _AO = "wao-usher", "ao-milp (published plan)"
-
-
-def _nothing_stated(results: Results) -> list[Observation]:  # noqa: ARG001
-    return []
 
 
 EXPERIMENTS: tuple[Experiment, ...] = (
@@ -30,7 +25,7 @@ EXPERIMENTS: tuple[Experiment, ...] = (
         about="Five vision models at 500 requests per second each, SLO 200 ms, on one to six GPUs.",
         x_label=_GPUS,
         cases=GpuSweep.of("6.2.1", quick_gpus=(2, 3, 4, 5, 6)).cases,
-        check=check_vision,
+        claims=VISION,
         details=(
             Detail("usher", 3, 200.0, "Usher on three GPUs: efficientnet_b7 at batch 16"),
             Detail("usher", 4, 200.0, "Usher on four GPUs: efficientnet_b7 twice at batch 8"),
@@ -51,7 +46,7 @@ EXPERIMENTS: tuple[Experiment, ...] = (
         about="resnet50, mobilenet_v2, bert, gpt2 at 300 requests per second each, SLO 300 ms, on one to eight GPUs.",
         x_label=_GPUS,
         cases=GpuSweep.of("6.2.2", quick_gpus=(3, 5, 6, 7)).cases,
-        check=check_language,
+        claims=LANGUAGE,
         details=(
             Detail(_WAO, 3, 300.0, "WAO-Usher on three GPUs"),
             Detail("usher", 5, 300.0, "Usher on five GPUs"),
@@ -66,7 +61,7 @@ EXPERIMENTS: tuple[Experiment, ...] = (
         about="Five vision models share 1,000 to 5,000 requests per second equally.",
         x_label="total target rate, r/s",
         cases=RateSweep.of("6.3").cases,
-        check=check_rates,
+        claims=RATES,
         details=(
             Detail("wsm-milp", 3000, 250.0, "WSM-MILP at 3,000 r/s"),
             Detail("wsm-milp", 4000, 250.0, "WSM-MILP at 4,000 r/s: vgg19 at batch 128"),
@@ -87,7 +82,6 @@ EXPERIMENTS: tuple[Experiment, ...] = (
             clients_like="6.2.1",
             options={"usher": {"shares": False}, "wao-usher": {"shares": False}},
         ).cases,
-        check=_nothing_stated,
         details=(Detail(_WAO, 3, 200.0, "WAO-Usher on three GPUs without shares"),),
     ),
     Experiment(
@@ -99,7 +93,6 @@ EXPERIMENTS: tuple[Experiment, ...] = (
         cases=GpuSweep.of(
             "A.2.2", like="6.2.1", target_rps=1000, requests_per_model=8000, gpus=range(1, 9), quick_gpus=(4, 6, 8)
         ).cases,
-        check=_nothing_stated,
         details=(
             Detail("usher", 8, 200.0, "Usher on eight GPUs"),
             Detail("wsm-milp", 8, 200.0, "WSM-MILP on eight GPUs"),
@@ -114,7 +107,6 @@ EXPERIMENTS: tuple[Experiment, ...] = (
         cases=RateSweep.of(
             "A.2.3", models=("alexnet", "bert", "gpt2", "mobilenet_v2", "resnet50"), vision_part=2 / 3
         ).cases,
-        check=_nothing_stated,
         details=(
             Detail("ao-milp", 3000, 250.0, "AO-MILP at 3,000 r/s"),
             Detail("wsm-milp", 3000, 250.0, "WSM-MILP at 3,000 r/s"),

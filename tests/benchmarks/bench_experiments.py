@@ -10,9 +10,9 @@ import time
 
 from tenuto.experiments.case import DEFERRED, ROUTER, Case, run_case
 from tenuto.experiments.experiment import THESIS_POLICIES, Results, Settings
-from tenuto.experiments.gpu_sweep import FIVE_MODELS
 from tenuto.experiments.registry import find_experiments
 from tenuto.experiments.runner import run_cases
+from tenuto.experiments.sweeps import FIVE_MODELS
 from tenuto.loadgen.result_folder import hardware, versions
 
 HEAVIEST_RPS = 5000.0

@@ -21,9 +21,8 @@ from tenuto.experiments.derived import DERIVED_FOR, derivation
 from tenuto.experiments.emulation import Emulation, emulated_plan
 from tenuto.experiments.experiment import Settings
 from tenuto.experiments.facts import client_share, data_ms_by_model, network_of, thesis_facts
-from tenuto.experiments.gpu_sweep import FIVE_MODELS
-from tenuto.experiments.rate_sweep import RateSweep
 from tenuto.experiments.registry import EXPERIMENTS, find_experiments
+from tenuto.experiments.sweeps import FIVE_MODELS, RateSweep
 from tenuto.placement import Replica
 from tenuto.profiles.shipped import load_shipped
 
