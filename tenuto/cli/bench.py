@@ -7,13 +7,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 import click
-from rich.markup import escape
-from rich.table import Table
 
 from tenuto.cli.common import emit_json, json_option, progress_console, stdout_console
-from tenuto.cli.run_tables import print_applications, stage_remark
+from tenuto.cli.tables import number, print_run
 
-__all__ = ["command", "print_summary"]
+__all__ = ["command"]
 
 
 @click.command(
@@ -122,43 +120,21 @@ def command(
             console.print(f"report: {out / 'report.html'}")
     finally:
         if not as_json:
-            print_summary(document)
+            _print(document)
     return 0 if result.verdict.result == "PASS" else 1
 
 
-def print_summary(document: dict[str, Any]) -> None:
-    """Print the per-model table, then the conditions, then the verdict last."""
+def _print(document: dict[str, Any]) -> None:
+    """Print the tables, then the conditions, then the verdict last."""
     console = stdout_console()
-    table = Table(
-        "model",
-        "offered",
-        "ok",
-        "late",
-        "expired",
-        "rejected",
-        "failed",
-        "in time",
-        "p50 ms",
-        "p90 ms",
-        "p99 ms",
-        "mean batch",
-    )
-    for name, m in document["models"].items():
-        table.add_row(
-            escape(name) + stage_remark(m),
-            *(str(m[key]) for key in ("offered", "ok", "late", "expired", "rejected", "failed")),
-            "-" if m["attainment"] is None else f"{100 * m['attainment']:.2f} %",
-            *(_number(m[key]) for key in ("p50_ms", "p90_ms", "p99_ms", "mean_batch")),
-        )  # fmt: skip
-    console.print(table)
-    print_applications(document.get("applications") or {})
+    print_run(document)
     verdict = document["verdict"]
     conditions = verdict["conditions"]
     later = f" and {conditions['followed']} of later stages" if "followed" in conditions else ""
     console.print(
         f"offered {document['offered_rps']:.1f} rps, goodput {document['goodput_rps']:.1f} rps; "
         f"sent {conditions['sent']} of {conditions['scheduled']}{later}, "
-        f"p99 of the generator's lateness {_number(conditions['lateness_p99_ms'])} ms"
+        f"p99 of the generator's lateness {number(conditions['lateness_p99_ms'])} ms"
     )
     for line in document.get("errors", []):
         console.print(f"failures: {line}")
@@ -166,7 +142,3 @@ def print_summary(document: dict[str, Any]) -> None:
         console.print(f"  {reason}")
     emulated = " (emulated GPUs)" if document.get("emulated") else ""
     console.print(f"verdict: {verdict['result']}{emulated}")
-
-
-def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.1f}"

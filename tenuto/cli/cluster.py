@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
-from rich.table import Column, Table
 
-from tenuto.cli.common import emit_json, progress_console, stdout_console
+from tenuto.cli.common import emit_json, progress_console
+from tenuto.cli.tables import print_table
 from tenuto.errors import EnvironmentFaultError, InvalidInputError, Problem
 
 if TYPE_CHECKING:
@@ -86,16 +86,18 @@ def _ray_nodes(address: str) -> dict[str | None, tuple[GpuDevice, ...]]:
 
 
 def _print(names: list[str], nodes: Mapping[str | None, tuple[GpuDevice, ...]]) -> None:
-    uuid, kind = Column("uuid", no_wrap=True), Column("type", no_wrap=True)  # to be copied
-    table = Table("node", uuid, kind, "MiB", "free MiB", "CC", "SMs", "driver", "MIG", "compute mode")
-    for name, devices in zip(names, nodes.values(), strict=True):
-        for d in devices:
-            capability = ".".join(map(str, d.compute_capability))
-            table.add_row(
-                name, d.uuid, d.type, str(d.memory_mib), str(d.free_memory_mib), capability, str(d.sm_count), d.driver,
-                _mig(d), d.compute_mode,
-            )  # fmt: skip
-    stdout_console().print(table)
+    print_table(
+        ("node", "uuid", "type", "MiB", "free MiB", "CC", "SMs", "driver", "MIG", "compute mode"),
+        (
+            (
+                name, d.uuid, d.type, str(d.memory_mib), str(d.free_memory_mib),
+                ".".join(map(str, d.compute_capability)), str(d.sm_count), d.driver, _mig(d), d.compute_mode,
+            )
+            for name, devices in zip(names, nodes.values(), strict=True)
+            for d in devices
+        ),
+        left=("uuid", "type", "driver", "MIG", "compute mode"), whole=("uuid", "type"),
+    )  # fmt: skip
 
 
 def _mig(device: GpuDevice) -> str:

@@ -25,7 +25,6 @@ __all__ = [
     "emit_json",
     "gathered",
     "json_option",
-    "percent",
     "profiles_from",
     "progress_console",
     "stdout_console",
@@ -51,11 +50,6 @@ def emit_json(data: Any) -> None:
     """Print one JSON document on stdout, keys in the given order."""
     json.dump(data, sys.stdout, indent=2, allow_nan=False)
     sys.stdout.write("\n")
-
-
-def percent(value: float | None) -> str:
-    """Show a share of 1 as percent; a dash where there is none."""
-    return "-" if value is None else f"{100 * value:.2f} %"
 
 
 class ProgressLine:

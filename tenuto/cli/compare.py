@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import click
-from rich.markup import escape
-from rich.table import Table
 
 from tenuto.cli.common import emit_json, json_option, stdout_console
+from tenuto.cli.tables import print_table
 from tenuto.errors import InvalidInputError
 
 if TYPE_CHECKING:
@@ -54,15 +53,14 @@ def _data(comparison: Comparison) -> dict[str, Any]:
 def _print(comparison: Comparison) -> None:
     console = stdout_console()
     first, second = comparison.first, comparison.second
-    table = Table(box=None, header_style="bold")
-    for heading in ("model", "figure"):
-        table.add_column(heading)
-    for heading in (first.name, second.name, "difference", "95 % interval"):
-        table.add_column(escape(heading), justify="right", overflow="fold")
-    table.add_column("conclusion")
-    for entry in comparison.differences:
-        table.add_row(escape(entry.model or "all"), entry.metric, *_numbers(entry), entry.conclusion)
-    console.print(table)
+    print_table(
+        ("model", "figure", first.name, second.name, "difference", "95 % interval", "conclusion"),
+        (
+            (entry.model or "all", entry.metric, *_numbers(entry), entry.conclusion)
+            for entry in comparison.differences
+        ),
+        left=("figure", "conclusion"),
+    )
     console.print(
         f"{len(first.folders)} against {len(second.folders)} run(s); spread {comparison.method}", markup=False
     )

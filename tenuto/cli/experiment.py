@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import click
 from rich.markup import escape
-from rich.table import Table
 
-from tenuto.cli.common import emit_json, progress_console, stdout_console
+from tenuto.cli.common import ProgressLine, emit_json, json_option, progress_console, stdout_console
+from tenuto.cli.tables import print_table
 from tenuto.errors import InvalidInputError, Problem
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ _MARKS = {
     "--address", metavar="ADDRESS", help="With --live: Ray cluster; default: a running one, else a local one."
 )
 @click.option("--jobs", type=int, help="Processes. Default: 2, or 1 on a machine with one core.")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@json_option
 def command(
     names: tuple[str, ...],
     folder: str | None,
@@ -145,7 +145,12 @@ def _run(
     from tenuto.experiments.runner import run_cases
 
     started = time.perf_counter()
-    progress = _Progress(experiment.name)
+    line = ProgressLine(every_s=5.0)
+
+    def progress(done: int, total: int, what: str) -> None:
+        text = f"figure {experiment.name}: {done} of {total} points, {what.replace('|', ' ')}"
+        line.show(text, is_last=done == total)
+
     console = progress_console()
     how = "in virtual time"
     cases = experiment.cases(settings)
@@ -164,7 +169,7 @@ def _run(
             say=lambda text: console.print(f"tenuto: {text}", markup=False, soft_wrap=True),
             address=address,
         )
-    progress.end()
+    line.clear()
     results = Results(finished.rows)
     observations = experiment.check(results)
     document = describe_experiment(
@@ -183,32 +188,6 @@ def _run(
     return document
 
 
-class _Progress:
-    """One refreshed line on a terminal, a plain line every few seconds elsewhere; on stderr."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-        self._live = sys.stderr.isatty()
-        self._next_at = 0.0
-
-    def __call__(self, done: int, total: int, what: str) -> None:
-        now = time.monotonic()
-        if not self._live and now < self._next_at and done < total:
-            return
-        self._next_at = now + 5.0
-        text = f"figure {self._name}: {done} of {total} points, {what.replace('|', ' ')}"
-        if self._live:
-            sys.stderr.write(f"\r\x1b[2K{text}")
-        else:
-            sys.stderr.write(text + "\n")
-        sys.stderr.flush()
-
-    def end(self) -> None:
-        """Leave the refreshed line."""
-        if self._live:
-            sys.stderr.write("\n")
-
-
 def _print_list(experiments: Sequence[Experiment], as_json: bool) -> None:
     if as_json:
         rows = [
@@ -216,14 +195,11 @@ def _print_list(experiments: Sequence[Experiment], as_json: bool) -> None:
         ]
         emit_json({"experiments": rows})
         return
-    table = Table(box=None, header_style="bold")
-    for heading in ("name", "figures", "section", "what it shows"):
-        table.add_column(heading)
-    for experiment in experiments:
-        names = experiment.figures
-        span = names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
-        table.add_row(experiment.name, span, experiment.section, escape(experiment.title))
-    stdout_console().print(table)
+    print_table(
+        ("name", "figures", "section", "what it shows"),
+        ((e.name, " to ".join(dict.fromkeys((e.figures[0], e.figures[-1]))), e.section, e.title) for e in experiments),
+        left=("figures", "section", "what it shows"),
+    )
 
 
 def _derived(derived: dict[str, Any]) -> str:

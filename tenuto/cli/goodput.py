@@ -10,7 +10,7 @@ import click
 from tenuto.batching.virtual.goodput import Criterion, Goal, Trial
 from tenuto.batching.virtual.highest_rate import HighestRate, Limits, find_highest_rate
 from tenuto.cli.common import ProgressLine, emit_json, stdout_console
-from tenuto.cli.run_tables import print_run
+from tenuto.cli.tables import print_run
 from tenuto.cli.virtual import VirtualArguments, virtual_arguments
 from tenuto.loadgen.simulated import Simulation
 
@@ -47,7 +47,7 @@ def command(asked: VirtualArguments, as_json: bool, rate_scale: float, criterion
     if as_json:
         emit_json(summary)
     else:
-        _print(summary, asked.scheduler_name)
+        _print(summary)
     return 0 if found.best is not None else 1
 
 
@@ -87,10 +87,10 @@ def _summary(found: HighestRate[Trial], simulation: Simulation, goal: Goal) -> d
     }
 
 
-def _print(summary: dict[str, Any], scheduler_name: str) -> None:
+def _print(summary: dict[str, Any]) -> None:
     console = stdout_console()
     if summary["simulation"] is not None:
-        print_run(summary["simulation"], scheduler_name)
+        print_run(summary["simulation"])
     state = " (interrupted: best so far)" if summary["interrupted"] else ""
     has_applications = summary["simulation"] is not None and summary["simulation"].get("applications")
     each = "every model and application" if has_applications else "every model"

@@ -6,8 +6,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import click
-from rich.markup import escape
-from rich.table import Table
 
 from tenuto.cli.common import (
     ClusterArguments,
@@ -17,6 +15,7 @@ from tenuto.cli.common import (
     progress_console,
     stdout_console,
 )
+from tenuto.cli.tables import number, print_table
 from tenuto.documents import load_document
 from tenuto.errors import InvalidInputError, Problem
 from tenuto.placement import Cluster, Workload, profile_of
@@ -149,19 +148,21 @@ def _read_current(path: str, workload: Workload) -> dict[str, int]:
 
 def _print(found: Partition, gpus: int) -> None:
     console = stdout_console()
-    table = Table(box=None, header_style="bold")
-    for heading in ("sub-cluster", "GPUs", "need", "rps", "MiB per GPU", "models"):
-        table.add_column(heading, justify="left" if heading == "models" else "right", overflow="fold")
-    for row in found.as_dict(gpus)["subclusters"]:
-        table.add_row(
-            str(row["index"]),
-            str(row["gpus"]),
-            f"{row['need_gpus']:.2f}",
-            f"{row['rate_rps']:,.1f}",
-            f"{row['memory_mib']:,.0f}",
-            escape(", ".join(row["models"])),
-        )
-    console.print(table)
+    print_table(
+        ("sub-cluster", "GPUs", "need", "rps", "MiB per GPU", "models"),
+        (
+            (
+                str(row["index"]),
+                str(row["gpus"]),
+                number(row["need_gpus"], 2),
+                number(row["rate_rps"]),
+                number(row["memory_mib"], 0),
+                ", ".join(row["models"]),
+            )
+            for row in found.as_dict(gpus)["subclusters"]
+        ),
+        left=("models",),
+    )
     moved = f"moves {', '.join(found.moved)} ({found.moved_mib:,.0f} MiB)" if found.moved else "moves nothing"
     proof = "optimal" if found.proven else f"at most {found.objective - found.lower_bound:.4f} above the optimum"
     console.print(f"imbalance {100 * found.imbalance:.2f} % of an average sub-cluster, {moved}; {proof}", markup=False)

@@ -3,26 +3,27 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 import click
 from rich.markup import escape
-from rich.table import Table
 
 from tenuto.cli.common import (
     ClusterArguments,
     cluster_arguments,
     emit_json,
+    json_option,
     progress_console,
     stdout_console,
 )
+from tenuto.cli.tables import print_table
 from tenuto.errors import InvalidInputError, Problem
 from tenuto.options import split_pairs
 from tenuto.placement import Cluster, Plan, Policy, Workload, load_policy, solve
-from tenuto.placement.shown.table import PlanTotals, compare_rows, rows_of, totals_of, why_unserved
+from tenuto.placement.shown.table import PlanRow, PlanTotals, compare_rows, rows_of, totals_of, why_unserved
 from tenuto.placement.solve import check_inputs
 from tenuto.profiles import Profiles
 from tenuto.profiles.shipped import shipped_for
@@ -76,7 +77,7 @@ def _loose(text: str) -> Problem:
               help="How the written plan's gpu-lets run their models.")
 @click.option("--picture", type=click.Path(dir_okay=False), metavar="FILE.svg",
               help="Draw the GPUs with their gpu-lets.")
-@click.option("--json", "as_json", is_flag=True, help="Print the plan as JSON.")
+@json_option
 def command(
     workload_file: str, policy_name: str, compare: str | None, where: ClusterArguments, options: tuple[str, ...],
     output: str | None, executor: str, picture: str | None, as_json: bool,
@@ -220,26 +221,14 @@ def _number(value: float | None) -> str:
 
 def _print_plan(plan: Plan) -> None:
     console = stdout_console()
-    table = Table(box=None, header_style="bold")
-    for heading in ("GPU", "type", "gpu-let", "share", "model"):
-        table.add_column(heading, overflow="fold")
-    for heading in ("batch", "latency ms", *(("hidden ms",) if plan.streaming else ()), "SLO ms", "rate rps",
-                    "memory MiB"):
-        table.add_column(heading, justify="right")
     rows = rows_of(plan)
-    previous = ("", "")
-    for row in rows:
-        share = "all" if row.share_pct is None else f"{row.share_pct:g} %"
-        place = (row.gpu, row.gpulet)
-        table.add_row(
-            row.gpu if row.gpu != previous[0] else "", row.gpu_type if row.gpu != previous[0] else "",
-            *((row.gpulet, share) if place != previous else ("", "")), row.model, str(row.batch_size),
-            _number(row.latency_ms), *((_number(row.hidden_ms),) if plan.streaming else ()), _number(row.slo_ms),
-            _number(row.rate_rps), _number(row.memory_mib),
-        )
-        previous = place
+    hidden = ("hidden ms",) if plan.streaming else ()
     if rows:
-        console.print(table)
+        print_table(
+            ("GPU", "type", "gpu-let", "share", "model", "batch", "latency ms", *hidden, "SLO ms", "rate rps",
+             "memory MiB"),
+            _cells(rows, with_hidden=plan.streaming), left=("type", "gpu-let", "share", "model"),
+        )
     idle = [gpu for gpu, gpulets in plan.by_gpu().items() if not gpulets]
     if idle:
         console.print(f"idle: {_shortened(idle)}")
@@ -250,6 +239,21 @@ def _print_plan(plan: Plan) -> None:
     if plan.streaming:
         console.print(f"streaming: {STREAMS}; {HIDDEN if any(row.hidden_ms for row in rows) else NOTHING_HIDDEN}")
     console.print(f"{plan.policy.name}: {_totals(totals_of(plan))}")
+
+
+def _cells(rows: Sequence[PlanRow], *, with_hidden: bool) -> Iterator[tuple[str, ...]]:
+    """Yield the cells of each row; what is as in the row above is left empty."""
+    previous = ("", "")
+    for row in rows:
+        share = "all" if row.share_pct is None else f"{row.share_pct:g} %"
+        place = (row.gpu, row.gpulet)
+        yield (
+            *((row.gpu, row.gpu_type) if row.gpu != previous[0] else ("", "")),
+            *((row.gpulet, share) if place != previous else ("", "")), row.model, str(row.batch_size),
+            _number(row.latency_ms), *((_number(row.hidden_ms),) if with_hidden else ()), _number(row.slo_ms),
+            _number(row.rate_rps), _number(row.memory_mib),
+        )  # fmt: skip
+        previous = place
 
 
 def _shortened(ids: list[str]) -> str:
@@ -267,22 +271,18 @@ def _totals(totals: PlanTotals) -> str:
 
 def _print_comparison(plans: dict[str, Plan], used: dict[str, list[str]]) -> None:
     console = stdout_console()
-    table = Table(box=None, header_style="bold")
-    table.add_column("")
-    for name in plans:
-        table.add_column(name, overflow="fold")
-    for model, cells in compare_rows(plans):
-        table.add_row(escape(model), *(cells[name] for name in plans))
     totals = [totals_of(plan) for plan in plans.values()]
-    table.add_section()
-    table.add_row("expected rps", *(_number(t.goodput_rps) for t in totals))
-    table.add_row("offered rps", *(_number(t.offered_rps) for t in totals))
-    table.add_row("models served", *(f"{t.served} of {t.models}" for t in totals))
-    table.add_row("GPUs used", *(f"{t.gpus_used} of {t.gpus}" for t in totals))
-    table.add_row("$/hour", *(_number(t.cost_per_hour) for t in totals))
+    rows = [(model, *(cells[name] for name in plans)) for model, cells in compare_rows(plans)]
+    rows += [
+        ("expected rps", *(_number(t.goodput_rps) for t in totals)),
+        ("offered rps", *(_number(t.offered_rps) for t in totals)),
+        ("models served", *(f"{t.served} of {t.models}" for t in totals)),
+        ("GPUs used", *(f"{t.gpus_used} of {t.gpus}" for t in totals)),
+        ("$/hour", *(_number(t.cost_per_hour) for t in totals)),
+    ]
     if len({tuple(names) for names in used.values()}) > 1:  # another order: the first one lacks what a policy needs
-        table.add_row("profiles", *(", ".join(used[name]) for name in plans))
-    console.print(table)
+        rows.append(("profiles", *(", ".join(used[name]) for name in plans)))
+    print_table(("", *plans), rows, left=tuple(plans))
     if any(plan.streaming for plan in plans.values()):
         console.print(f"streaming: {STREAMS}")
     for name, plan in plans.items():

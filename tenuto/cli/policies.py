@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import click
-from rich.markup import escape
-from rich.table import Table
 
-from tenuto.cli.common import emit_json, stdout_console
+from tenuto.cli.common import emit_json
+from tenuto.cli.tables import print_table
 from tenuto.placement import policy_names
 
 __all__ = ["command"]
@@ -28,12 +27,11 @@ def command(as_json: bool) -> None:
             ]
         })
         return
-    table = Table(box=None, header_style="bold")
-    for heading in ("policy", "summary", "source"):
-        table.add_column(heading, overflow="fold", no_wrap=heading == "policy")
-    for name, kind in policies.items():
-        table.add_row(name, escape(_text(kind, "summary")), escape(_text(kind, "source")))
-    stdout_console().print(table)
+    print_table(
+        ("policy", "summary", "source"),
+        ((name, _text(kind, "summary"), _text(kind, "source")) for name, kind in policies.items()),
+        left=("summary", "source"),
+    )
 
 
 def _text(kind: type, attribute: str) -> str:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import click
-from rich.table import Table
 
-from tenuto.cli.common import emit_json, json_option, stdout_console
+from tenuto.cli.common import emit_json, json_option
+from tenuto.cli.tables import print_table
 
 __all__ = ["command"]
 
@@ -35,7 +35,8 @@ def command(as_json: bool) -> None:
             }
         )  # fmt: skip
         return
-    table = Table("name", "GPU type", "default", "models", "source")
-    for p in profiles:
-        table.add_row(p.name, p.gpu_type, "yes" if p.name in defaults else "", str(len(p.models)), p.source)
-    stdout_console().print(table)
+    print_table(
+        ("name", "GPU type", "default", "models", "source"),
+        ((p.name, p.gpu_type, "yes" if p.name in defaults else "", str(len(p.models)), p.source) for p in profiles),
+        left=("GPU type", "default", "source"),
+    )

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
-from rich.table import Table
 
 from tenuto.cli.common import progress_console, stdout_console
+from tenuto.cli.tables import number, percent, print_table
+
+if TYPE_CHECKING:
+    from tenuto.quickstart import RunSummary
 
 __all__ = ["command"]
 
@@ -38,23 +42,13 @@ def command(folder: str | None, seconds: float, seed: int) -> int:
         console.print(f"[{time.monotonic() - started:5.1f} s] {text}", markup=False, soft_wrap=True)
 
     runs = Quickstart(out, seconds=seconds, seed=seed, say=say).run()
-    table = Table(title="goodput: answers within the SLO per second")
-    table.add_column("run", no_wrap=True)
-    table.add_column("model", no_wrap=True)
-    for heading in ("SLO ms", "offered", "goodput", "in time", "p50 ms", "batch", "planned ms", "ran ms"):
-        table.add_column(heading, justify="right")
-    for run in runs:
-        window_s = run.document["options"]["duration_s"] * 0.95
-        for spec in run.plan.models:
-            m = run.document["models"][spec.name]
-            expected = run.plan.expected.models[spec.name].latency_ms
-            table.add_row(
-                run.title, spec.name, f"{spec.slo_ms:g}", f"{m['offered'] / window_s:.1f}", f"{m['ok'] / window_s:.1f}",
-                "-" if m["attainment"] is None else f"{100 * m['attainment']:.1f} %",
-                *(_number(value) for value in (m["p50_ms"], m["mean_batch"], expected, m["execution_p50_ms"])),
-            )  # fmt: skip
+    print_table(
+        ("run", "model", "SLO ms", "offered", "goodput", "in time", "p50 ms", "batch", "planned ms", "ran ms"),
+        [_cells(run, spec.name) for run in runs for spec in run.plan.models],
+        left=("model",),
+        title="goodput: answers within the SLO per second",
+    )
     output = stdout_console()
-    output.print(table)
     output.print("planned: one full batch as the plan expects it; ran: median over the batches that ran")
     for run in runs:
         reasons = f" ({'; '.join(run.result.verdict.reasons)})" if run.result.verdict.reasons else ""
@@ -64,5 +58,11 @@ def command(folder: str | None, seconds: float, seed: int) -> int:
     return 0 if all(run.result.verdict.result != "INVALID" for run in runs) else 1
 
 
-def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.1f}"
+def _cells(run: RunSummary, name: str) -> tuple[str, ...]:
+    m, plan = run.document["models"][name], run.plan
+    window_s = run.document["options"]["duration_s"] * 0.95
+    planned_ms = plan.expected.models[name].latency_ms
+    return (
+        run.title, name, f"{plan.model(name).slo_ms:g}", number(m["offered"] / window_s), number(m["ok"] / window_s),
+        percent(m["attainment"]), *map(number, (m["p50_ms"], m["mean_batch"], planned_ms, m["execution_p50_ms"])),
+    )  # fmt: skip

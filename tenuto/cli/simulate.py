@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import click
 
 from tenuto.batching.core.autoscale import AutoscaleOptions
 from tenuto.batching.virtual.advice_series import advice_over_time
-from tenuto.cli.common import emit_json, progress_console
-from tenuto.cli.run_tables import print_advice, print_run
+from tenuto.cli.common import emit_json, progress_console, stdout_console
+from tenuto.cli.tables import percent, print_advice, print_run
 from tenuto.cli.virtual import VirtualArguments, virtual_arguments
 from tenuto.errors import raise_if_any
 from tenuto.loadgen.simulated import SimulatedRun, Simulation
@@ -48,11 +50,21 @@ def command(
     if as_json:
         emit_json(summary)
     else:
-        print_run(summary, asked.scheduler_name)
-        print_advice(summary.get("advice", []))
+        print_run(summary)
+        stdout_console().print(_in_words(summary, asked.scheduler_name))
+        if "advice" in summary:
+            print_advice(summary["advice"])
     if out is not None:
         _write_report(out, run, simulation, rate_scale)
         progress_console().print(f"report: {out / 'report.html'}", markup=False)
+
+
+def _in_words(summary: Mapping[str, Any], scheduler_name: str) -> str:
+    return (
+        f"{scheduler_name}: goodput {summary['goodput_rps']:,.1f} of {summary['offered_rps']:,.1f} rps offered, "
+        f"attainment {percent(summary['attainment'])}, GPUs busy {percent(summary['gpu_utilisation'])}, "
+        f"{summary['requests']:,} requests measured in {summary['wall_s']:.2f} s"
+    )
 
 
 def _report_folder(folder: str | None, *, force: bool) -> Path | None:

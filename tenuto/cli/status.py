@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import click
-from rich.table import Table
 
 from tenuto.cli.common import emit_json, json_option, stdout_console
+from tenuto.cli.tables import number, print_table
+from tenuto.outcome import OUTCOMES
 
 __all__ = ["command"]
 
@@ -39,46 +40,35 @@ def _print(status: dict[str, Any]) -> None:
     from tenuto.deployments.operator.mps_notes import describe_share, sharing_notes
 
     console = stdout_console()
-    gpulets = Table("gpu-let", "state", "device", "share", "mode", "pid", "models (batch)", title="gpu-lets")
-    for gpulet in status["gpulets"]:
-        models = ", ".join(f"{name} ({size})" for name, size in gpulet.get("models", {}).items())
-        gpulets.add_row(
-            gpulet["id"],
-            "up" if gpulet["up"] else "down",
-            str(gpulet.get("device", "-")),
-            describe_share(gpulet),
-            describe_mode(gpulet["mode"]) if "mode" in gpulet else "-",
-            str(gpulet.get("pid", "-")),
-            models,
-        )
-    console.print(gpulets)
+    print_table(
+        ("gpu-let", "state", "device", "share", "mode", "pid", "models (batch)"),
+        (
+            (
+                gpulet["id"],
+                "up" if gpulet["up"] else "down",
+                str(gpulet.get("device", "-")),
+                describe_share(gpulet),
+                describe_mode(gpulet["mode"]) if "mode" in gpulet else "-",
+                str(gpulet.get("pid", "-")),
+                ", ".join(f"{name} ({size})" for name, size in gpulet.get("models", {}).items()),
+            )
+            for gpulet in status["gpulets"]
+        ),
+        left=("state", "device", "share", "mode", "models (batch)"),
+    )
     for note in sharing_notes(status["gpulets"]):
         console.print(f"note: {note}", soft_wrap=True, markup=False)
-    table = Table(
-        "model",
-        "ok",
-        "late",
-        "expired",
-        "rejected",
-        "failed",
-        "waiting",
-        "mean batch",
-        "planned ms",
-        "executed ms (p50)",
-        title="models",
+    print_table(
+        ("model", *OUTCOMES, "waiting", "mean batch", "planned ms", "executed ms (p50)"),
+        (
+            (
+                name,
+                *(str(m[key]) for key in (*OUTCOMES, "queued")),
+                *(number(m[key]) for key in ("mean_batch", "planned_latency_ms", "execution_p50_ms")),
+            )
+            for name, m in status["models"].items()
+        ),
     )
-    for name, m in status["models"].items():
-        table.add_row(
-            name,
-            *(str(m[key]) for key in ("ok", "late", "expired", "rejected", "failed", "queued")),
-            _number(m["mean_batch"]),
-            _number(m["planned_latency_ms"]),
-            _number(m["execution_p50_ms"]),
-        )
-    console.print(table)
     if status.get("autoscale"):
         console.print(f"autoscale advice: {describe(status['autoscale'])}")
 
-
-def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.1f}"

@@ -1,0 +1,108 @@
+"""Tables on the terminal: one look for all verbs, and those of runs, measured or simulated."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any
+
+from rich.console import JustifyMethod
+from rich.table import Table
+from rich.text import Text
+
+from tenuto.cli.common import stdout_console
+from tenuto.outcome import OUTCOMES
+
+__all__ = ["number", "percent", "print_advice", "print_run", "print_table"]
+
+
+def number(value: float | None, digits: int = 1) -> str:
+    """Show a number; a dash where there is none."""
+    return "-" if value is None else f"{value:,.{digits}f}"
+
+
+def percent(value: float | None) -> str:
+    """Show a part of 1 as percent; a dash where there is none."""
+    return "-" if value is None else f"{100 * value:.2f} %"
+
+
+def print_table(
+    headings: Sequence[str],
+    rows: Iterable[Sequence[str]],
+    *,
+    left: Collection[str] = (),
+    whole: Collection[str] = (),
+    title: str | None = None,
+) -> None:
+    """Print a table on stdout, its cells as they are.
+
+    Args:
+        headings: of the columns.
+        rows: a text for each column.
+        left: headings of columns of words, which are aligned left; the first is one.
+        whole: headings of columns that are not folded, for their cells to be copied; the first is one.
+        title: above the table.
+    """
+    table = Table(box=None, header_style="bold", title=title, title_justify="left")
+    for place, heading in enumerate(headings):
+        side: JustifyMethod = "left" if place == 0 or heading in left else "right"
+        table.add_column(Text(heading), justify=side, overflow="fold", no_wrap=place == 0 or heading in whole)
+    for row in rows:
+        table.add_row(*(Text(cell) for cell in row))
+    stdout_console().print(table)
+
+
+def print_run(summary: Mapping[str, Any]) -> None:
+    """Print the tables of models, of applications where there are some, and of gpu-lets."""
+    latencies = ("p50_ms", "p90_ms", "p99_ms")
+    print_table(
+        ("model", "offered", *OUTCOMES, "in time", "p50 ms", "p90 ms", "p99 ms", "mean batch"),
+        (
+            (
+                name + (" (stage)" if "stage_of" in row else ""),
+                *(str(row[key]) for key in ("offered", *OUTCOMES)),
+                percent(row["attainment"]),
+                *(number(row[key]) for key in (*latencies, "mean_batch")),
+            )
+            for name, row in summary["models"].items()
+        ),
+    )
+    if summary.get("applications"):
+        print_table(
+            ("application", "offered", *OUTCOMES, "in time", "goodput rps", "SLO ms", "p50 ms", "p90 ms", "p99 ms"),
+            (
+                (
+                    name,
+                    *(str(row[key]) for key in ("offered", *OUTCOMES)),
+                    percent(row["attainment"]),
+                    number(row["goodput_rps"]),
+                    f"{row['slo_ms']:g}",
+                    *(number(row[key]) for key in latencies),
+                )
+                for name, row in summary["applications"].items()
+            ),
+        )
+    print_table(
+        ("gpu-let", "utilisation", "batches", "mean batch"),
+        (
+            (name, percent(row["utilisation"]), str(row["batches"]), number(row["mean_batch"]))
+            for name, row in summary["gpulets"].items()
+        ),
+    )
+
+
+def print_advice(series: Iterable[Mapping[str, Any]]) -> None:
+    """Print the scaling advice window by window."""
+    print_table(
+        ("until s", "GPUs", "requests", "bad", "idle", "GPUs to add (+) or release (-)"),
+        (
+            (
+                f"{row['end_s']:g}",
+                str(row["gpus"]),
+                f"{row['requests']:,}",
+                percent(row["bad_rate"]),
+                percent(row["idle_fraction"]),
+                f"{row['delta_gpus']:+d}",
+            )
+            for row in series
+        ),
+    )
