@@ -7,16 +7,17 @@ They need the plan alone; what also needs the cluster (memory, shares) is checke
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from tenuto.errors import InvalidInputError, Problem
 from tenuto.placement.program import Gpulet, program_name
 from tenuto.placement.workload import ModelSpec
-from tenuto.profiles import LatencyTable
+from tenuto.profiles import LatencyTable, ModelProfile
+from tenuto.profiles.gpu_types import capability_of_type
 from tenuto.profiles.networks.catalogue import lookup
-from tenuto.profiles.networks.model_options import run_option_problems, unmergeable_options
+from tenuto.profiles.networks.model_options import run_differences, run_option_problems, unmergeable_options
 
-__all__ = ["option_problems", "plan_problems", "why_apart", "why_unmergeable"]
+__all__ = ["measured_otherwise", "option_problems", "plan_problems", "why_apart", "why_unmergeable"]
 
 
 def plan_problems(
@@ -180,3 +181,32 @@ def option_problems(
             cure = "Remove it, or the group from `merge`: the models are then served one by one."
             found += [Problem(f"{path}.{k}", v, rule, cure) for k, v in unmergeable_options(spec.options).items()]
     return found
+
+
+def measured_otherwise(
+    models: Sequence[ModelSpec], gpu_types: Iterable[str], profile_for: Callable[[ModelSpec, str], ModelProfile | None]
+) -> list[Problem]:
+    """Return the options with which models would run otherwise than their profiles were measured: what is planned would
+    not be what is served. Profiles that do not say how they were measured, and types that are not known, are passed.
+
+    Args:
+        models: of the workload, with options that are right.
+        gpu_types: of the cluster.
+        profile_for: a model's profile on a type; None where there is none.
+    """
+    found: list[Problem] = []
+    for index, spec in enumerate(models):
+        for kind in gpu_types:
+            profile, capability = profile_for(spec, kind), capability_of_type(kind)
+            if profile is None or profile.run is None or (capability is None and kind != "cpu"):
+                continue
+            for key, (measured, would) in run_differences(profile.run, spec.options, capability).items():
+                was, is_now = _yaml(measured), _yaml(would)
+                rule = f"its profile on {kind} was measured with {was}, and it would run with {is_now}"
+                cure = f"Give `{key}: {was}` in its options, or measure it with --option {key}={is_now}."
+                found.append(Problem(f"models.{index}.options.{key}", spec.options.get(key), rule, cure))
+    return found
+
+
+def _yaml(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)

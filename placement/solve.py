@@ -11,8 +11,8 @@ from tenuto.placement.copy_times import copy_ms_per_request
 from tenuto.placement.merging import apply_merging
 from tenuto.placement.plan import Expected, ExpectedModel, Gpulet, Plan, PolicyUsed
 from tenuto.placement.policy import Policy
-from tenuto.placement.rules import option_problems
-from tenuto.placement.workload import Workload, profile_of
+from tenuto.placement.rules import measured_otherwise, option_problems
+from tenuto.placement.workload import ModelSpec, Workload, profile_of
 from tenuto.profiles import LatencyTable, LinearLatency, ModelProfile, Profiles
 
 __all__ = ["MOST_ELASTIC_GPUS", "check_inputs", "check_plan", "complete", "solve"]
@@ -91,6 +91,13 @@ def check_inputs(workload: Workload, cluster: Cluster, profiles: Profiles) -> No
             )
         )
     raise_if_any(problems)
+
+    def known(spec: ModelSpec, gpu_type: str) -> ModelProfile | None:
+        with suppress(InvalidInputError):
+            return profile_of(spec, gpu_type, profiles)
+        return None
+
+    raise_if_any(measured_otherwise(workload.models, cluster.gpu_types, known))
 
 
 def _most_rps(model: ModelProfile) -> float:

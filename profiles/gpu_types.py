@@ -10,40 +10,42 @@ import math
 import re
 from dataclasses import dataclass
 
-__all__ = ["GPU_TYPES", "GpuType", "gpu_type_of", "memory_mib_of", "sms_of_share"]
+__all__ = ["GPU_TYPES", "GpuType", "capability_of_type", "gpu_type_of", "memory_mib_of", "sms_of_share"]
 
 
 @dataclass(frozen=True)
 class GpuType:
     """What is fixed by the kind of device.
 
-    `sm_count` is None where compute is not divided into streaming multiprocessors (`cpu`).
+    `sm_count` is None where compute is not divided into streaming multiprocessors (`cpu`), and so is `capability`,
+    CUDA's compute capability.
     """
 
     name: str
     memory_mib: int
     sm_count: int | None
     price_per_hour: float | None
+    capability: tuple[int, int] | None = None
 
 
 GPU_TYPES: dict[str, GpuType] = {
     kind.name: kind
     for kind in (
-        GpuType("v100", 16_384, 80, 3.06),
-        GpuType("t4", 15_360, 40, 0.526),
-        GpuType("p100", 16_384, 56, 1.46),
-        GpuType("p4", 7_680, 20, 0.60),
-        GpuType("1080ti", 11_264, 28, None),
-        GpuType("titanx", 12_288, 24, None),
-        GpuType("2080ti", 11_264, 68, None),
-        GpuType("3080", 10_240, 68, None),
-        GpuType("a10g", 24_576, 80, 1.006),
-        GpuType("l4", 24_576, 58, 0.71),
-        GpuType("a100", 40_960, 108, 3.67),
-        GpuType("h100", 81_920, 132, 6.98),
-        GpuType("h200", 144_384, 132, 7.91),
-        GpuType("b200", 183_359, 148, None),
-        GpuType("gb200", 189_471, 148, None),
+        GpuType("v100", 16_384, 80, 3.06, (7, 0)),
+        GpuType("t4", 15_360, 40, 0.526, (7, 5)),
+        GpuType("p100", 16_384, 56, 1.46, (6, 0)),
+        GpuType("p4", 7_680, 20, 0.60, (6, 1)),
+        GpuType("1080ti", 11_264, 28, None, (6, 1)),
+        GpuType("titanx", 12_288, 24, None, (5, 2)),
+        GpuType("2080ti", 11_264, 68, None, (7, 5)),
+        GpuType("3080", 10_240, 68, None, (8, 6)),
+        GpuType("a10g", 24_576, 80, 1.006, (8, 6)),
+        GpuType("l4", 24_576, 58, 0.71, (8, 9)),
+        GpuType("a100", 40_960, 108, 3.67, (8, 0)),
+        GpuType("h100", 81_920, 132, 6.98, (9, 0)),
+        GpuType("h200", 144_384, 132, 7.91, (9, 0)),
+        GpuType("b200", 183_359, 148, None, (10, 0)),
+        GpuType("gb200", 189_471, 148, None, (10, 0)),
         # The processor of this machine, shared by threads instead of SMs; memory is the host's and checked on the node.
         GpuType("cpu", 16_384, None, None),
     )
@@ -71,6 +73,12 @@ def memory_mib_of(name: str) -> float | None:
     if mig is None or mig[1] not in GPU_TYPES or mig[1] == "cpu":
         return None
     return int(mig[2]) * _MIG_MIB_PER_GB
+
+
+def capability_of_type(name: str) -> tuple[int, int] | None:
+    """Return the compute capability of a known type or of a MIG device of one; None for any other, and for `cpu`."""
+    kind = GPU_TYPES.get(name) or GPU_TYPES.get(name.partition("-")[0])
+    return None if kind is None else kind.capability
 
 
 def gpu_type_of(name: str) -> str:

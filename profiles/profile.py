@@ -68,6 +68,7 @@ class ModelProfile(StrictModel):
     doubts: tuple[str, ...] = ()
     network: str | None = None  # source of what was measured, where the row's own name does not say it
     options: dict[str, Any] = Field(default_factory=dict)  # of the model as it was measured, such as sequence_length
+    run: dict[str, Any] | None = None  # how it was run when it was measured, nothing left open; None: not known
 
     def shares(self) -> tuple[float, ...]:
         """Return the measured shares in percent, ascending; (100.0,) for a line."""

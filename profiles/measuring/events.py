@@ -42,9 +42,10 @@ class Machine:
 
 @dataclass(frozen=True)
 class Built:
-    """The model is on its device."""
+    """The model is on its device. `run` is how it is run, nothing left open."""
 
     weights_mib: float
+    run: Mapping[str, Any] = field(default_factory=dict)
     event: Literal["built"] = "built"
 
 

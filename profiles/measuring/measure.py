@@ -154,13 +154,14 @@ def measure_model(
     machine: Machine | None = None
     weights_mib = before.weights_mib if before else None
     context_mib: float | None = None
+    run = before.run if before else None
     for event in _all_events(replace(request, known=known), shares, clock_s):
         match event:
             case Machine():
                 machine = event
                 on_machine(event)
             case Built():
-                weights_mib = event.weights_mib
+                weights_mib, run = event.weights_mib, dict(event.run)
             case ContextSize():
                 context_mib = max(event.mib, context_mib or 0.0)
             case PointMeasured():
@@ -178,7 +179,8 @@ def measure_model(
     points.sort(key=lambda point: (-point.share_pct, point.batch_size))
     profile = ModelProfile(
         points=tuple(points), fit=fit_points(points), doubts=tuple(doubts), network=request.source,
-        options=dict(request.options), weights_mib=None if weights_mib is None else round(weights_mib, 2),
+        options=dict(request.options), run=run or None,
+        weights_mib=None if weights_mib is None else round(weights_mib, 2),
     )  # fmt: skip
     return Measurement(row_name(request.source), profile, machine, context_mib)
 

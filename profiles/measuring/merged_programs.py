@@ -24,7 +24,7 @@ from tenuto.profiles.networks.inputs import Blocks, as_blocks, random_inputs
 from tenuto.profiles.networks.merging.merge import MergedModels
 from tenuto.profiles.networks.merging.network import MergedNetwork, even_split
 from tenuto.profiles.networks.merging.report import MergeReport
-from tenuto.profiles.networks.model_options import RunOptions
+from tenuto.profiles.networks.model_options import PLAIN
 from tenuto.profiles.networks.programs import lone_program
 from tenuto.profiles.networks.runner import ProgramRunner
 from tenuto.profiles.profile import ModelProfile, ProfilePoint
@@ -122,7 +122,7 @@ def measure_joint(
         report: told what has been done.
     """
     names, together = tuple(merged.signatures), ProgramRunner(merged)
-    apart = {name: lone_program(name, models[name], RunOptions()) for name in names}
+    apart = {name: lone_program(name, models[name], PLAIN) for name in names}
     found = []
     threads = torch.get_num_threads()
     try:
@@ -192,7 +192,8 @@ def profiles_of(
     for name in merged.signatures:
         alone = [(one.share_pct, one.batch_size, one.apart) for one in times if set(one.split) == {name}]
         profile = _profile(alone, {}, None)
-        rows[name] = profile.model_copy(update={"network": sources[name], "options": dict(options)})
+        update = {"network": sources[name], "options": dict(options), "run": PLAIN.chosen(None).to_data()}
+        rows[name] = profile.model_copy(update=update)
     return rows
 
 

@@ -32,7 +32,7 @@ from tenuto.profiles.networks.cpu_share import cpu_cores, cpu_threads
 from tenuto.profiles.networks.device import cuda_streams, pick_device
 from tenuto.profiles.networks.inputs import as_blocks, random_inputs
 from tenuto.profiles.networks.model_options import ModelOptions, RunOptions
-from tenuto.profiles.networks.programs import lone_program
+from tenuto.profiles.networks.programs import capability_of, lone_program
 from tenuto.profiles.networks.runner import BatchTimes, ProgramRunner
 from tenuto.profiles.profile import ProfilePoint
 
@@ -89,8 +89,9 @@ def measure_points(
     import torch
 
     began_s = clock_s() if began_s is None else began_s
-    runner = lone_program(request.source, loaded, options, request.batch_sizes, cuda_streams(device))
-    report(Built(runner.network.weights_mib))
+    streams = cuda_streams(device)
+    runner = lone_program(request.source, loaded, options, request.batch_sizes, streams)
+    report(Built(runner.network.weights_mib, options.chosen(capability_of(streams)).to_data()))
     budget_s = request.budget_s / max(1, request.left())
     instruments = _Instruments(memory, clock_s, telemetry, record, report)
     unequal: list[str] = []
@@ -119,6 +120,8 @@ def measure_points(
         if left_out := sorted(wanted - set(known)):
             text = f"batches {', '.join(map(str, left_out))} at {share:g} %: not measured, as the others predict them "
             report(Doubt(text + f"within {request.tolerance_pct:g} %"))
+    for note in runner.network.notes:
+        report(Doubt(note))
     if unequal:
         text = f"repeated medians differ by more than {_REPEAT_PCT:g} %: {', '.join(unequal)}"
         report(Doubt(text))

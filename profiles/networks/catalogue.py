@@ -30,6 +30,7 @@ __all__ = [
     "known_names",
     "lookup",
     "text_signature",
+    "with_pixels",
     "with_sizes",
 ]
 
@@ -146,11 +147,13 @@ class LoadedModel:
 
     The module is called with one tensor per input, in the signature's order, each with a leading batch dimension, and
     returns one tensor, or a tuple of tensors in the order of the outputs. A row of an output may depend on that row of
-    the inputs only: requests of different clients share a batch.
+    the inputs only: requests of different clients share a batch. With an `onnx_file` that runs instead of the module,
+    which is empty then.
     """
 
     module: torch.nn.Module
     signature: ModelSignature
+    onnx_file: str | None = None
 
 
 @dataclass(frozen=True)
@@ -264,6 +267,11 @@ def lookup(name_or_source: str) -> CatalogueEntry:
                 f"{hint}Known: {', '.join(known_names())}. A model of your own is written package.module:factory, "
                 "a local transformers directory by its path.")
     )
+
+
+def with_pixels(signature: ModelSignature) -> ModelSignature:
+    """Return the signature of an image model that takes uint8 pixels and normalises them itself."""
+    return replace(signature, inputs=(replace(signature.inputs[0], dtype="uint8"),))
 
 
 def with_sizes(

@@ -5,6 +5,7 @@ torch is imported when a module is compiled, not with this module.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from tenuto.errors import EnvironmentFaultError
@@ -21,11 +22,11 @@ _COMPILERS = ("torch._dynamo", "torch._inductor", "triton")
 class CompiledModule:
     """Calls a compiled module. Invariant: an error of the compiler leaves as `EnvironmentFaultError` and no other."""
 
-    def __init__(self, module: torch.nn.Module, name: str, *, shapes: int) -> None:
+    def __init__(self, module: Callable[..., Any], name: str, *, shapes: int) -> None:
         """Prepare; the first call with a shape compiles for it.
 
         Args:
-            module: on its device, in its type.
+            module: the forward pass on its device.
             name: what to call the model in an error.
             shapes: how many it will be called with.
         """

@@ -5,7 +5,7 @@ torch is imported when a module is made, not with this module.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +14,11 @@ from tenuto.errors import EnvironmentFaultError
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["GraphedModule"]
+__all__ = ["GraphedModule", "UncapturableError"]
+
+
+class UncapturableError(EnvironmentFaultError):
+    """A network does something that no CUDA graph can hold."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,12 +38,13 @@ class GraphedModule:
     """
 
     def __init__(
-        self, module: torch.nn.Module, name: str, *, sizes: Sequence[int], warmup_runs: int, stream: torch.cuda.Stream
-    ) -> None:
+        self, module: Callable[..., Any], name: str, *, sizes: Sequence[int], warmup_runs: int,
+        stream: torch.cuda.Stream,
+    ) -> None:  # fmt: skip
         """Prepare; the first call of a size warms up and captures.
 
         Args:
-            module: on its device, in its type.
+            module: the forward pass on the device.
             name: what to call the model in an error.
             sizes: batch sizes to capture; others run without a graph.
             warmup_runs: before a capture: libraries choose algorithms and get their workspaces then, which a capture
@@ -67,7 +72,7 @@ class GraphedModule:
         """Run a batch on the current stream; returns tensors of the caller's own.
 
         Raises:
-            EnvironmentFaultError: the module does something that cannot be captured.
+            UncapturableError: the module does something that cannot be captured.
         """
         size = int(tensors[0].shape[0])
         if size not in self._sizes:
@@ -95,9 +100,9 @@ class GraphedModule:
             raise
         except RuntimeError as error:
             line = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
-            raise EnvironmentFaultError(
+            raise UncapturableError(
                 f"'{self._name}' cannot be captured as a CUDA graph at batch {len(inputs[0])}: {line.rstrip('. ')}. "
                 "Its forward pass waits for the GPU or changes with its input; remove `cuda_graphs: true` from its "
                 "options."
             ) from error
-        return _Graph(graph, inputs, answer if isinstance(answer, tuple) else (answer,))
+        return _Graph(graph, inputs, tuple(answer) if isinstance(answer, (tuple, list)) else (answer,))

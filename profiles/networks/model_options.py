@@ -7,7 +7,7 @@ is built: `BuildOptions` for a network of the catalogue, keyword arguments for a
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from pydantic import Field, model_validator
@@ -16,11 +16,16 @@ from tenuto.documents import StrictModel, parse_document
 from tenuto.errors import InvalidInputError, Problem
 
 __all__ = [
+    "PLAIN",
     "BuildOptions",
+    "ChosenOptions",
     "CostOptions",
     "ModelOptions",
     "RunOptions",
-    "fixed_sizes",
+    "Runtime",
+    "captured_sizes",
+    "compiled_sizes",
+    "run_differences",
     "run_option_problems",
     "unmergeable_options",
 ]
@@ -30,7 +35,8 @@ class BuildOptions(StrictModel):
     """How a catalogue model departs from its entry.
 
     `config` overrides arguments of the network itself (`{"width_mult": 0.25}`, `{"num_hidden_layers": 2}`): smaller
-    networks for tests, other sizes of the same family. `tokenizer` is a local `tokenizer.json`.
+    networks for tests, other sizes of the same family. `tokenizer` is a local `tokenizer.json`. `uint8_input` lets an
+    image model take pixels (uint8, CHW, cropped) and normalise them itself: a quarter of the bytes to send and copy.
     """
 
     seed: int = 0
@@ -40,35 +46,102 @@ class BuildOptions(StrictModel):
     num_labels: int | None = Field(default=None, ge=1)
     labels: tuple[str, ...] = ()
     tokenizer: str | None = None
+    uint8_input: bool = False
+
+
+Runtime = Literal["torch", "aot_inductor", "onnxruntime", "tensorrt"]
 
 
 class RunOptions(StrictModel):
-    """How a model is run.
+    """How a model is run. What is left open (None, `auto`) is chosen for the device; see `chosen`.
 
-    `pad_batches` runs every batch at the next planned size, filled up with blank rows; without it a batch of three runs
-    as three. `compile` runs the module through `torch.compile` with fixed shapes: batches are padded to the next of the
-    powers of two up to the planned batch, so that none is compiled while requests wait. `cuda_graphs` captures the
-    kernels of the same fixed sizes and replays them; it needs a GPU and goes without `compile`. Half
-    precision (`fp16`, `bf16`) changes the results within its own tolerance.
+    Half precision (`bf16`, `fp16`) changes the results within its own tolerance; `tf32` does so for products of what
+    stays fp32. `channels_last` is the layout of pictures inside the network. `cuda_graphs` captures the kernels of
+    every batch size and replays them; `compile` runs the module through `torch.compile` with fixed shapes: both pad
+    batches to the next prepared size, and go without the other. `fold_batch_norms` folds them into the convolutions.
+    `cudnn_benchmark` lets cuDNN try its algorithms for every size. `pad_batches` runs every batch at the next planned
+    size, filled up with blank rows. `runtime` is what executes: PyTorch, a program that `torch.export` and AOTInductor
+    compiled, or ONNX Runtime, with TensorRT or without.
     """
 
-    dtype: Literal["fp32", "fp16", "bf16"] = "fp32"
-    channels_last: bool = False
-    pad_batches: bool = False
+    dtype: Literal["auto", "fp32", "fp16", "bf16"] = "auto"
+    channels_last: bool | None = None
+    cuda_graphs: bool | None = None
+    fold_batch_norms: bool | None = None
+    cudnn_benchmark: bool | None = None
+    tf32: bool | None = None
     compile: bool = False
-    cuda_graphs: bool = False
+    pad_batches: bool = False
+    runtime: Runtime = "torch"
     warmup_runs: int = Field(default=2, ge=1)
-
-    @property
-    def has_fixed_sizes(self) -> bool:
-        """Whether batches are padded to a few sizes, each prepared before requests come."""
-        return self.compile or self.cuda_graphs
 
     @model_validator(mode="after")
     def _one_way(self) -> RunOptions:
         if self.compile and self.cuda_graphs:
             raise ValueError(f"{_BOTH}; cure: {_KEEP_ONE}")
+        if self.runtime != "torch" and (self.compile or self.cuda_graphs):
+            raise ValueError(f"{_OTHER_RUNTIME}; cure: {_KEEP_ONE}")
         return self
+
+    def chosen(self, capability: tuple[int, int] | None) -> ChosenOptions:
+        """Return what a device runs: what is given, and for the rest what is fast on it.
+
+        From compute capability 8.0 on that is bf16, channels last, CUDA graphs wherever a network can be captured,
+        folded batch norms, cuDNN's own choice and TF32; before it, and on a CPU, nothing that changes a result or a
+        kernel.
+
+        Args:
+            capability: of the CUDA device; None for a CPU.
+        """
+        is_fast = capability is not None and capability >= (8, 0)
+
+        def choose(value: bool | None, *, fast: bool = True) -> bool:
+            return (is_fast and fast) if value is None else value
+
+        own = self.runtime == "torch"
+        return ChosenOptions(
+            dtype=self.dtype if self.dtype != "auto" else "bf16" if is_fast else "fp32",
+            channels_last=choose(self.channels_last, fast=own), tf32=choose(self.tf32),
+            cuda_graphs=choose(self.cuda_graphs, fast=own and not self.compile),
+            graphs_are_asked_for=bool(self.cuda_graphs), fold_batch_norms=choose(self.fold_batch_norms),
+            cudnn_benchmark=choose(self.cudnn_benchmark), compile=self.compile, pad_batches=self.pad_batches,
+            runtime=self.runtime, warmup_runs=self.warmup_runs,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class ChosenOptions:
+    """How a model is run on one device, nothing left open; `graphs_are_asked_for`: where it cannot be captured, that is
+    an error and not a reason to go without."""
+
+    dtype: Literal["fp32", "fp16", "bf16"]
+    channels_last: bool
+    cuda_graphs: bool
+    graphs_are_asked_for: bool
+    fold_batch_norms: bool
+    cudnn_benchmark: bool
+    tf32: bool
+    compile: bool
+    pad_batches: bool
+    runtime: Runtime
+    warmup_runs: int
+
+    @property
+    def prepared_sizes(self) -> bool:
+        """Whether batches are padded to a few sizes, each prepared before requests come."""
+        return self.compile or self.cuda_graphs or self.runtime == "aot_inductor"
+
+    def to_data(self) -> dict[str, Any]:
+        """Return what decides a model's latency, for the profile and the plan that rests on it."""
+        data = asdict(self)
+        del data["warmup_runs"], data["graphs_are_asked_for"]
+        return data
+
+
+PLAIN = RunOptions(
+    dtype="fp32", channels_last=False, cuda_graphs=False, fold_batch_norms=False, cudnn_benchmark=False, tf32=False
+)
+"""Nothing that changes a result: what the originals of a merged program are compared with."""
 
 
 class CostOptions(StrictModel):
@@ -79,6 +152,7 @@ class CostOptions(StrictModel):
 
 
 _BOTH, _KEEP_ONE = "gives both 'compile' and 'cuda_graphs'", "Keep one of them."
+_OTHER_RUNTIME = "gives 'compile' or 'cuda_graphs' with a runtime that is not PyTorch"
 
 
 @dataclass(frozen=True)
@@ -104,9 +178,32 @@ class ModelOptions:
         )
 
 
-def fixed_sizes(largest: int) -> tuple[int, ...]:
-    """Return the batch sizes that are compiled or captured: powers of two below the largest, and the largest."""
+def run_differences(
+    measured: Mapping[str, Any], options: Mapping[str, Any], capability: tuple[int, int] | None
+) -> dict[str, tuple[Any, Any]]:
+    """Return in what a model would run otherwise than it was measured, by key: as measured, and as it would.
+
+    Args:
+        measured: `run` of its profile.
+        options: of the model in a workload or plan, checked before.
+        capability: of the device it would run on; None for a CPU.
+    """
+    would = ModelOptions.parse(options, "options").run.chosen(capability).to_data()
+    return {key: (measured[key], would[key]) for key in would if key in measured and measured[key] != would[key]}
+
+
+def compiled_sizes(largest: int) -> tuple[int, ...]:
+    """Return the batch sizes that are compiled: powers of two below the largest, and the largest."""
     return (*(2**k for k in range((largest - 1).bit_length())), largest)
+
+
+def captured_sizes(largest: int) -> tuple[int, ...]:
+    """Return the batch sizes that are captured: every one to 16, then every eighth, and the largest.
+
+    A capture costs a few runs and shares its memory with the others, while a batch that is padded from 17 to 32 takes
+    as long as one of 32.
+    """
+    return tuple(sorted({*range(1, min(16, largest) + 1), *range(24, largest, 8), largest}))
 
 
 def run_option_problems(options: Mapping[str, Any], path: str, *, on_cpu: bool = False) -> list[Problem]:
@@ -128,6 +225,8 @@ def run_option_problems(options: Mapping[str, Any], path: str, *, on_cpu: bool =
             found += [Problem(f"{path}.{key}", p.value, p.rule, p.cure) for p in error.problems]
     if chosen.get("cuda_graphs") and chosen.get("compile"):
         found.append(Problem(f"{path}.cuda_graphs", options["cuda_graphs"], _BOTH, _KEEP_ONE))
+    if chosen.get("runtime", "torch") != "torch" and (chosen.get("compile") or chosen.get("cuda_graphs")):
+        found.append(Problem(f"{path}.runtime", options["runtime"], _OTHER_RUNTIME, _KEEP_ONE))
     if chosen.get("cuda_graphs") and on_cpu:
         rule = "CUDA graphs need an NVIDIA GPU, and it runs on a CPU"
         cure = "Remove it; `compile: true` works on a CPU."
@@ -138,11 +237,11 @@ def run_option_problems(options: Mapping[str, Any], path: str, *, on_cpu: bool =
 def unmergeable_options(options: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options that a merged program does not know, by key: a type other than fp32, whose rounding exceeds
     the tolerance, and all that say how a single module is run. Keys with wrong values are left out."""
-    plain = RunOptions()
+    left_open = RunOptions()
     found = {}
     for key, value in options.items():
         if key not in RunOptions.model_fields or key == "warmup_runs" or run_option_problems({key: value}, ""):
             continue
-        if getattr(parse_document(RunOptions, {key: value}), key) != getattr(plain, key):
+        if getattr(parse_document(RunOptions, {key: value}), key) not in (getattr(left_open, key), getattr(PLAIN, key)):
             found[key] = value
     return found

@@ -23,8 +23,10 @@ from tenuto.profiles.networks.catalogue import (
     is_factory,
     lookup,
     text_signature,
+    with_pixels,
     with_sizes,
 )
+from tenuto.profiles.networks.exported import is_exported, load_exported
 from tenuto.profiles.networks.model_options import BuildOptions
 
 if TYPE_CHECKING:
@@ -39,7 +41,8 @@ def build(
     """Return a network in evaluation mode, on the CPU, with its signature.
 
     Args:
-        source: a catalogue name or source, `package.module:factory`, or a local transformers directory.
+        source: a catalogue name or source, `package.module:factory`, a local transformers directory, or a `.pt2` or
+            `.onnx` file.
         weights_path: local `.safetensors` or state dict, or a transformers directory; without it weights are random.
         seed: of the random weights; the same seed gives the same weights.
         options: see `BuildOptions`; for a factory, its keyword arguments.
@@ -52,6 +55,8 @@ def build(
     try:
         if is_factory(source):
             return _from_factory(source, weights_path, options)
+        if is_exported(source):
+            return _from_file(source, weights_path, options)
         chosen = parse_document(BuildOptions, {"seed": seed, **options}, origin=f"options of {source}")
         if Path(source).is_dir():
             return _from_directory(Path(source), weights_path, chosen)
@@ -73,6 +78,7 @@ def build(
 
 
 def _image_model(entry: CatalogueEntry, weights_path: str | None, options: BuildOptions) -> LoadedModel:
+    from tenuto.profiles.networks.image_networks import normalising
     from tenuto.profiles.networks.torchvision_import import imagenet_categories, import_torchvision
 
     classes = options.num_labels or int(options.config.get("num_classes", entry.signature.outputs[0].shape[0]))
@@ -84,7 +90,10 @@ def _image_model(entry: CatalogueEntry, weights_path: str | None, options: Build
     else:
         _load_weights(module, weights_path, entry.name)
     labels = options.labels or (imagenet_categories() if classes == 1000 else ())
-    return _loaded(module, _sized(entry.signature, classes, options), labels)
+    signature = _sized(entry.signature, classes, options)
+    if options.uint8_input and signature.image is not None:
+        module, signature = normalising(module, signature.image), with_pixels(signature)
+    return _loaded(module, signature, labels)
 
 
 def _text_model(entry: CatalogueEntry, weights_path: str | None, options: BuildOptions) -> LoadedModel:
@@ -135,6 +144,17 @@ def _from_directory(
     classes = int(config.num_labels)
     labels = options.labels or tuple(str(config.id2label.get(i, f"LABEL_{i}")) for i in range(classes))
     return _loaded(classify(network), text_signature(text, classes), labels)
+
+
+def _from_file(source: str, weights_path: str | None, options: dict[str, Any]) -> LoadedModel:
+    """Load an exported network, which brings its own weights and sizes."""
+    if weights_path is not None or options:
+        given = {**options, **({} if weights_path is None else {"weights_path": weights_path})}
+        raise InvalidInputError(
+            Problem("model", source, f"an exported network takes no {', '.join(sorted(given))}",
+                    "Remove them; only options of how it is run apply.")
+        )
+    return load_exported(source)
 
 
 def _from_factory(source: str, weights_path: str | None, options: dict[str, Any]) -> LoadedModel:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from tenuto.errors import InvalidInputError, Problem
 from tenuto.profiles.networks.catalogue import LoadedModel, ModelSignature
 from tenuto.profiles.networks.compiled import CompiledModule
-from tenuto.profiles.networks.graphs import GraphedModule
-from tenuto.profiles.networks.model_options import RunOptions, fixed_sizes
+from tenuto.profiles.networks.graphs import GraphedModule, UncapturableError
+from tenuto.profiles.networks.inputs import random_inputs
+from tenuto.profiles.networks.model_options import ChosenOptions, captured_sizes, compiled_sizes
+from tenuto.profiles.networks.runtimes import run_elsewhere, run_onnx
 
 if TYPE_CHECKING:
     import torch
@@ -44,6 +48,10 @@ class Network(Protocol):
     def weights_mib(self) -> float:
         """Parameters and buffers on the device, in MiB."""
 
+    @property
+    def notes(self) -> Sequence[str]:
+        """What of its options it goes without, and why."""
+
     def facts(self) -> dict[str, float | int]:
         """Return what merging did, empty for a lone model."""
 
@@ -52,21 +60,22 @@ class LoneModel:
     """A program of one model."""
 
     def __init__(
-        self, name: str, loaded: LoadedModel, device: torch.device, options: RunOptions, *,
+        self, name: str, loaded: LoadedModel, device: torch.device, options: ChosenOptions, *,
         batch_sizes: Sequence[int] = (), stream: torch.cuda.Stream | None = None,
     ) -> None:  # fmt: skip
-        """Move the module to the device.
+        """Move the module to the device, or hand it to another runtime.
 
         Args:
             name: of the model.
             loaded: as `build` returns it.
             device: where it runs.
-            options: see `RunOptions`.
+            options: see `ChosenOptions`.
             batch_sizes: the planned ones.
             stream: that it will be called on, where the device is CUDA.
 
         Raises:
             InvalidInputError: an option needs another device.
+            EnvironmentFaultError: the runtime is not installed, or cannot take the model.
         """
         import torch
 
@@ -76,40 +85,103 @@ class LoneModel:
                         "Remove the option; `compile: true` works on a CPU.")
             )  # fmt: skip
         self.signatures: Mapping[str, ModelSignature] = {name: loaded.signature}
+        self.notes: list[str] = []
         self._name = name
         self._options = options
         self._sizes = tuple(sorted(batch_sizes))
-        if options.has_fixed_sizes and batch_sizes:
-            self._sizes = fixed_sizes(max(batch_sizes))
+        if options.prepared_sizes and batch_sizes:
+            sizes = captured_sizes if options.cuda_graphs else compiled_sizes
+            self._sizes = sizes(max(batch_sizes))
         self._dtype = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}[options.dtype]
-        self._channels_last = torch.channels_last
-        module = loaded.module.to(device)
+        self._module: torch.nn.Module | None = None
+        self._is_channels_last = False
+        self._call: Any
+        module = loaded.module
+        if loaded.onnx_file is not None:
+            file = Path(loaded.onnx_file)
+            self._call = run_onnx(file, name, device=device, stream=stream, with_tensorrt=options.runtime == "tensorrt")
+            self.weights_mib = file.stat().st_size / 2**20
+            return
+        if options.fold_batch_norms:
+            module = self._folded(module)
         if options.dtype != "fp32":
             module = module.to(self._dtype)
-        if options.channels_last:
+        self.weights_mib = _size_mib(module)
+        if options.runtime != "torch":
+            elsewhere = run_elsewhere(
+                options.runtime, module, name, self._examples(self._dtype), device=device, sizes=self._sizes,
+                stream=stream,
+            )  # fmt: skip
+            self._call = lambda *tensors: elsewhere(*self._converted(tensors))
+            return
+        module = module.to(device)
+        self._is_channels_last = options.channels_last and any(p.dim() == 4 for p in module.parameters())
+        if self._is_channels_last:
             module = module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-        self.module: torch.nn.Module = module
-        self._call: Any = module
+        self._module = module
+        self._call = self._forward
         if options.compile:
-            self._call = CompiledModule(module, name, shapes=len(self._sizes))
+            self._call = CompiledModule(self._forward, name, shapes=len(self._sizes))
         elif options.cuda_graphs and stream is not None:
             self._call = GraphedModule(
-                module, name, sizes=self._sizes, warmup_runs=options.warmup_runs, stream=stream
+                self._forward, name, sizes=self._sizes, warmup_runs=options.warmup_runs, stream=stream
             )
+
+    @property
+    def module(self) -> torch.nn.Module:
+        """The network in PyTorch; ValueError where another runtime runs it."""
+        if self._module is None:
+            raise ValueError(f"'{self._name}' is not run by PyTorch")
+        return self._module
+
+    def _folded(self, module: torch.nn.Module) -> torch.nn.Module:
+        import torch
+
+        from tenuto.profiles.networks.folding import fold_batch_norms
+
+        folded, count = fold_batch_norms(module, self._examples(torch.float32))
+        if not count and any(isinstance(part, torch.nn.BatchNorm2d) for part in module.modules()):
+            self.notes.append("batch norms are not folded: its outputs would change, or it cannot be traced")
+        return folded
+
+    def _examples(self, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+        """Return a batch of two that the model accepts: at one, networks may skip what every other size needs."""
+        import torch
+
+        signature = self.signatures[self._name]
+        arrays = random_inputs(signature, 2)
+        tensors = (torch.from_numpy(arrays[spec.name]) for spec in signature.inputs)
+        return tuple(t.to(dtype) if t.is_floating_point() else t for t in tensors)
 
     def __call__(self, batches: Tensors) -> dict[str, tuple[torch.Tensor, ...]]:
         """Compute the model's outputs in the type and format of its options."""
         tensors = list(batches[self._name])
-        if self._options.dtype != "fp32":
-            tensors = [t.to(self._dtype) if t.is_floating_point() else t for t in tensors]
-        if self._options.channels_last:
-            tensors = [t.contiguous(memory_format=self._channels_last) if t.dim() == 4 else t for t in tensors]
-        answer = self._call(*tensors)
-        return {self._name: answer if isinstance(answer, tuple) else (answer,)}
+        with _backend_flags(self._options):
+            try:
+                answer = self._call(*tensors)
+            except UncapturableError as error:
+                if self._options.graphs_are_asked_for:
+                    raise
+                self.notes.append(f"runs without CUDA graphs: {error}")
+                self._call = self._forward
+                answer = self._call(*tensors)
+        return {self._name: tuple(answer) if isinstance(answer, (tuple, list)) else (answer,)}
+
+    def _forward(self, *tensors: torch.Tensor) -> Any:
+        """Convert the inputs and run the module; captured and compiled as a whole."""
+        return self.module(*self._converted(tensors))
+
+    def _converted(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        import torch
+
+        given = [t.to(self._dtype) if t.is_floating_point() and t.dtype != self._dtype else t for t in tensors]
+        if self._is_channels_last:
+            given = [t.contiguous(memory_format=torch.channels_last) if t.dim() == 4 else t for t in given]
+        return given
 
     def padded(self, rows: int) -> int:
         """Return the next size that is compiled, captured or planned, where the options ask for padding."""
-        if not (self._options.pad_batches or self._options.has_fixed_sizes):
+        if not (self._options.pad_batches or self._options.prepared_sizes):
             return rows
         return min((size for size in self._sizes if size >= rows), default=rows)
 
@@ -126,12 +198,32 @@ class LoneModel:
         """The largest size of those."""
         return max(self._sizes, default=1)
 
-    @property
-    def weights_mib(self) -> float:
-        """Parameters and buffers, in MiB."""
-        tensors = [*self.module.parameters(), *self.module.buffers()]
-        return sum(t.numel() * t.element_size() for t in tensors) / 2**20
-
     def facts(self) -> dict[str, float | int]:
         """Return nothing: nothing was merged."""
         return {}
+
+
+def _size_mib(module: torch.nn.Module) -> float:
+    return sum(t.numel() * t.element_size() for t in (*module.parameters(), *module.buffers())) / 2**20
+
+
+@contextlib.contextmanager
+def _backend_flags(options: ChosenOptions) -> Iterator[None]:
+    """Set what PyTorch keeps for the whole process, for one call: models of one process may differ in it."""
+    if not (options.cudnn_benchmark or options.tf32):
+        yield
+        return
+    import torch
+
+    backends: Any = torch.backends
+    precision = "tf32" if options.tf32 else "none"
+    places: list[tuple[Any, str, Any]] = [(backends.cudnn, "benchmark", options.cudnn_benchmark)]
+    places += [(where, "fp32_precision", precision) for where in (backends.cuda.matmul, backends.cudnn.conv)]
+    before = [getattr(where, name) for where, name, _ in places]
+    try:
+        for where, name, value in places:
+            setattr(where, name, value)
+        yield
+    finally:
+        for (where, name, _), value in zip(places, before, strict=True):
+            setattr(where, name, value)

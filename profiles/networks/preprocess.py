@@ -38,7 +38,8 @@ def preprocess(signature: ModelSignature, body: bytes | memoryview) -> dict[str,
     if not len(body):
         raise InvalidInputError(Problem("body", "", "is empty", "Send the bytes of an image, or a text."))
     if signature.image is not None:
-        return {signature.inputs[0].name: image_tensor(body, signature.image)}
+        spec = signature.inputs[0]
+        return {spec.name: image_tensor(body, signature.image, is_normalised=spec.dtype != "uint8")}
     if signature.text is not None:
         try:
             text = bytes(body).decode("utf-8")
@@ -54,10 +55,11 @@ def preprocess(signature: ModelSignature, body: bytes | memoryview) -> dict[str,
     )
 
 
-def image_tensor(body: bytes | memoryview, image: ImageInput) -> NDArray[np.float32]:
+def image_tensor(body: bytes | memoryview, image: ImageInput, *, is_normalised: bool = True) -> Array:
     """Return float32 CHW from the bytes of a JPEG or PNG: resize, centre crop, scale, normalise.
 
-    Grey, palette and transparent pictures become RGB. The EXIF orientation is not applied, as in the reference.
+    Without `is_normalised` it ends with the crop and returns uint8 CHW, for a model that does the rest itself. Grey,
+    palette and transparent pictures become RGB. The EXIF orientation is not applied, as in the reference.
 
     Raises:
         InvalidInputError: the bytes are no JPEG or PNG, are damaged, or hold more than 50 million pixels.
@@ -88,11 +90,12 @@ def image_tensor(body: bytes | memoryview, image: ImageInput) -> NDArray[np.floa
     if (width, height) != picture.size:
         picture = picture.resize((width, height), filters[image.interpolation])
     pixels = np.asarray(picture.crop((left, top, left + crop, top + crop)), dtype=np.uint8)
+    if not is_normalised:
+        return np.ascontiguousarray(pixels.transpose(2, 0, 1))
     scaled = pixels.transpose(2, 0, 1).astype(np.float32) / np.float32(255)
     mean = np.asarray(image.mean, np.float32)[:, None, None]
     std = np.asarray(image.std, np.float32)[:, None, None]
-    result: NDArray[np.float32] = np.ascontiguousarray((scaled - mean) / std)
-    return result
+    return np.ascontiguousarray((scaled - mean) / std)
 
 
 def _resized(width: int, height: int, shorter_px: int) -> tuple[int, int]:

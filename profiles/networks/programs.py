@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from tenuto.profiles.networks.catalogue import LoadedModel
 
-__all__ = ["Member", "load_program", "lone_program"]
+__all__ = ["Member", "capability_of", "load_program", "lone_program"]
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ def lone_program(
     Args:
         name: of the model.
         loaded: as `build` returns it; its module is moved to the device.
-        options: how it is run.
+        options: how it is run; what they leave open is chosen for the device.
         batch_sizes: the planned ones.
         streams: see `load_program`.
 
@@ -97,8 +97,21 @@ def lone_program(
     stream = None if streams is None else streams.kernels
     with _on(streams):
         return ProgramRunner(
-            LoneModel(name, loaded, _device(streams), options, batch_sizes=batch_sizes, stream=stream), streams
+            LoneModel(
+                name, loaded, _device(streams), options.chosen(capability_of(streams)), batch_sizes=batch_sizes,
+                stream=stream,
+            ),
+            streams,
         )
+
+
+def capability_of(streams: Streams | None) -> tuple[int, int] | None:
+    """Return the compute capability of the device that programs run on; None for a CPU."""
+    if streams is None:
+        return None
+    import torch
+
+    return torch.cuda.get_device_capability(0)
 
 
 def _device(streams: Streams | None) -> torch.device:

@@ -14,6 +14,7 @@ from tenuto.cli import main
 from tenuto.profiles import Profile, ProfilePoint
 from tenuto.profiles.estimator.operator_times import time_operators
 from tenuto.profiles.measuring.book import ProfileBook
+from tenuto.profiles.networks.model_options import RunOptions
 from tests.instruments.virtual_gpu import CONTEXT_MIB, SMS, UUID, VirtualGpu, fake_nvml
 
 OWN = "tests.instruments.own_models:scale"
@@ -212,3 +213,20 @@ def test_the_gpu_refuses_what_cuda_refuses() -> None:
         assert first.elapsed_time(second) > 0
         with pytest.raises(ValueError, match="enable_timing"):
             cuda.Event().elapsed_time(second)
+
+
+def test_a_fast_gpu_is_measured_as_it_will_be_served(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = SimpleNamespace(uuid=f"GPU-{UUID}", sm_count=132)
+    monkeypatch.setenv("FAKE_GPU", "h200")
+    monkeypatch.setattr("tenuto.mps.shares.read_inventory", lambda: (gpu,))
+    grid = ("--batch-sizes", "1,8,64", "--shares", "50,100")
+    code, _, err = run(*grid)
+    assert code == 0, err
+    (model,) = Profile.load("p.yaml").models.values()
+    assert model.run == RunOptions().chosen((9, 0)).to_data()
+    off = ("dtype=fp32", "cuda_graphs=false")
+    code, _, err = run(*grid, *(word for option in off for word in ("--option", option)))
+    assert code == 0, err
+    (model,) = Profile.load("p.yaml").models.values()
+    assert model.run is not None
+    assert (model.run["dtype"], model.run["cuda_graphs"], model.run["tf32"]) == ("fp32", False, True)

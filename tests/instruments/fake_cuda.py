@@ -111,6 +111,7 @@ class FakeCuda:
         self.device_bytes_left: int | None = None
         self.capturing: FakeGraph | None = None
         self.current: FakeStream | None = None
+        self.capability = (7, 0)  # from 8.0 on what is fast is chosen where options leave it open
         self.lost: str | None = None  # why every call fails from now on, as after a sticky error
 
     def call(self) -> None:
@@ -200,6 +201,7 @@ class FakeCuda:
             "stream": self._on,
             "is_available": lambda: True,
             "is_initialized": lambda: True,
+            "get_device_capability": lambda _index: self.capability,
             "get_device_name": lambda _index: "NVIDIA Fake",
             "get_device_properties": lambda _index: SimpleNamespace(total_memory=2**34, multi_processor_count=66),
             "set_per_process_memory_fraction": lambda _fraction, _index: None,

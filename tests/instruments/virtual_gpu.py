@@ -28,6 +28,7 @@ from torch.utils._pytree import tree_leaves
 
 UUID = "7b4a1f0c-0000-4000-8000-000000000001"
 NAME, SMS, CAPABILITY = "Tesla V100-SXM2-16GB", 80, (7, 0)
+KINDS = {"v100": (NAME, SMS, CAPABILITY, 16_384), "h200": ("NVIDIA H200", 132, (9, 0), 143_771)}
 LAUNCH_S, SHORTEST_KERNEL_S = 4e-6, 1e-4  # a slow GPU, so that a second of its time is few batches
 COPY_BYTES_PER_S, ELEMENTS_PER_S = 1e9, 2e8
 MIB = 2**20
@@ -85,18 +86,42 @@ class Event:
         return (later.at_s - self.at_s) * 1000.0
 
 
+class Graph:
+    """As torch.cuda.CUDAGraph: what was captured, computed again on the same memory for the price of one launch."""
+
+    def __init__(self, gpu: VirtualGpu) -> None:
+        self.gpu = gpu
+        self.steps: list[tuple[Any, Any, dict[str, Any], Any]] = []
+        self.kernels: list[tuple[str, str, float, dict[str, Any]]] = []
+
+    def replay(self) -> None:
+        with _paused():
+            for func, args, kwargs, made in self.steps:
+                again = func(*args, **kwargs)
+                for old, new in zip(tree_leaves(made), tree_leaves(again), strict=True):
+                    if isinstance(old, torch.Tensor) and old.data_ptr() != new.data_ptr():
+                        old.copy_(new)
+        host_s = self.gpu.host_s
+        for kernel in self.kernels:
+            self.gpu._note(*kernel)
+        self.gpu.host_s = host_s + LAUNCH_S
+
+
 class VirtualGpu(TorchDispatchMode):
     """The device and its driver. What tests vary comes from the environment, as workers are processes:
 
-    `FAKE_GPU_MEMORY_MIB`, `FAKE_GPU_DETACHED` (the daemon is not reached, silently), `FAKE_GPU_NO_CUPTI`.
+    `FAKE_GPU` (of `KINDS`), `FAKE_GPU_MEMORY_MIB`, `FAKE_GPU_DETACHED` (the daemon is not reached, silently),
+    `FAKE_GPU_NO_CUPTI`.
     """
 
     def __init__(self, *, sm_count: int | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         percent = float(os.environ.get("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", "100"))
         attached = "CUDA_MPS_PIPE_DIRECTORY" in os.environ and "FAKE_GPU_DETACHED" not in os.environ
-        self.sms = sm_count or (max(2, int(SMS * percent / 100)) if attached else SMS)
-        self.memory_bytes = int(float(os.environ.get("FAKE_GPU_MEMORY_MIB", "16384")) * MIB)
+        self.name, self.whole_sms, self.capability, memory_mib = KINDS[os.environ.get("FAKE_GPU", "v100")]
+        self.sms = sm_count or (max(2, int(self.whole_sms * percent / 100)) if attached else self.whole_sms)
+        self.memory_bytes = int(float(os.environ.get("FAKE_GPU_MEMORY_MIB", memory_mib)) * MIB)
+        self.capturing: Graph | None = None
         self.host_s = 0.0
         self.current = self.default = Stream(self)
         self.streams = [self.default]
@@ -167,8 +192,12 @@ class VirtualGpu(TorchDispatchMode):
         if any(mine) and not all(here or t.dim() == 0 for t, here in zip(tensors, mine, strict=True)):
             raise RuntimeError("Expected all tensors to be on the same device, but found at least two, cuda:0 and cpu!")
         result = func(*args, **kwargs)
+        if self.capturing is not None and (any(mine) or name not in ("detach", "alias")):
+            self.capturing.steps.append((func, args, kwargs, result))
         if any(mine):
             if name == "_local_scalar_dense":
+                if self.capturing is not None:
+                    raise RuntimeError("CUDA error: operation not permitted when stream is capturing")
                 self.synchronize()
             self._launched(name, tensors, result)
         return result
@@ -181,7 +210,7 @@ class VirtualGpu(TorchDispatchMode):
             self._store(tensor)
         if made or name.endswith("_"):
             elements = sum(t.numel() for t in (made or outputs))
-            seconds = SHORTEST_KERNEL_S + elements / ELEMENTS_PER_S * SMS / self.sms
+            seconds = SHORTEST_KERNEL_S + elements / ELEMENTS_PER_S * self.whole_sms / self.sms
             self._note("kernel", f"void fake_{name}_kernel<float>", seconds, {
                 "registers per thread": 32, "shared memory": 0, "grid": [max(1, -(-elements // 256)), 1, 1],
                 "block": [256, 1, 1], "est. achieved occupancy %": 50, "blocks per SM": 1.0, "warps per SM": 8.0,
@@ -235,6 +264,9 @@ class VirtualGpu(TorchDispatchMode):
                                 "ts": began * 1e6, "dur": (self.host_s - began) * 1e6, "args": {}})  # fmt: skip
 
     def _note(self, category: str, name: str, seconds: float, arguments: dict[str, Any]) -> None:
+        if self.capturing is not None:
+            self.capturing.kernels.append((category, name, seconds, arguments))
+            return
         launched_us = self.host_s * 1e6
         starts = self.current.put(seconds)
         self.launches += 1
@@ -265,10 +297,19 @@ class VirtualGpu(TorchDispatchMode):
         finally:
             self.current = before
 
+    @contextlib.contextmanager
+    def _capture(self, graph: Graph, **_options: Any) -> Iterator[None]:
+        self.synchronize()
+        self.capturing = graph
+        try:
+            yield
+        finally:
+            self.capturing = None
+
     def properties(self, _device: Any = None) -> SimpleNamespace:
         return SimpleNamespace(
-            name=NAME, total_memory=self.memory_bytes, multi_processor_count=self.sms, uuid=UUID, major=CAPABILITY[0],
-            minor=CAPABILITY[1],
+            name=self.name, total_memory=self.memory_bytes, multi_processor_count=self.sms, uuid=UUID,
+            major=self.capability[0], minor=self.capability[1],
         )  # fmt: skip
 
     @contextlib.contextmanager
@@ -293,12 +334,15 @@ class VirtualGpu(TorchDispatchMode):
         parts: dict[str, Any] = {
             "is_available": lambda: True, "is_initialized": lambda: True, "device_count": lambda: 1,
             "_lazy_init": lambda: None,
-            "get_device_name": lambda _device=None: NAME, "get_device_properties": self.properties,
+            "get_device_capability": lambda _device=None: self.capability, "graph_pool_handle": lambda: (0, 1),
+            "CUDAGraph": lambda: Graph(self), "graph": self._capture,
+            "get_device_name": lambda _device=None: self.name, "get_device_properties": self.properties,
             "Stream": self._new_stream, "Event": lambda enable_timing=False, blocking=False: Event(self, enable_timing),
             "stream": self._on, "current_stream": lambda _device=None: self.current, "synchronize": self.synchronize,
             "empty_cache": self.empty_cache, "reset_peak_memory_stats": self.reset_peak_memory_stats,
             "max_memory_reserved": lambda _device=None: self._peak,
             "memory_reserved": lambda _device=None: self._reserved,
+            "set_per_process_memory_fraction": lambda _fraction, _device=None: None,
             "mem_get_info": lambda _device=None: (self.memory_bytes - self._reserved, self.memory_bytes),
         }  # fmt: skip
         with contextlib.ExitStack() as stack:
@@ -333,7 +377,8 @@ class Recording:
         self.events, self.gpu.recorded = self.gpu.recorded or [], None
 
     def export_chrome_trace(self, path: str) -> None:
-        device = {"id": 0, "name": NAME, "computeMajor": CAPABILITY[0], "computeMinor": CAPABILITY[1],
+        major, minor = self.gpu.capability
+        device = {"id": 0, "name": self.gpu.name, "computeMajor": major, "computeMinor": minor,
                   "numSms": self.gpu.sms, "totalGlobalMem": self.gpu.memory_bytes}  # fmt: skip
         metadata = {"ph": "M", "name": "process_name", "pid": 0, "args": {"name": "python"}}
         data = {"schemaVersion": 1, "deviceProperties": [device] if self.cupti else [],

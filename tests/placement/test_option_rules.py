@@ -98,3 +98,29 @@ def test_auto_leaves_out_what_it_could_not_load_and_says_so() -> None:
     compiled = workload("auto", a={"compile": True}, b={"compile": True})
     alike = solve(load_policy("symphony"), compiled, GPU, Profiles([]))
     assert not any("could be one program" in note for note in alike.notes)
+
+
+def measured_on_h200(**run: Any) -> Profiles:
+    row = {"points": [{"batch_size": b, "latency_ms": 1.0 + b} for b in (1, 8)], "run": run or None}
+    return Profiles([Profile.model_validate({"name": "p", "gpu_type": "h200", "source": "t", "models": {"m": row}})])
+
+
+def h200_workload(**options: Any) -> Workload:
+    model = {"name": "m", "source": "resnet50", "rate_rps": 10, "slo_ms": 100, "options": options}
+    return Workload.model_validate({"models": [model]})
+
+
+def test_a_plan_is_refused_for_a_gpulet_that_would_run_with_other_options() -> None:
+    h200 = Cluster.parse("h200:1")
+    fast = measured_on_h200(dtype="bf16", cuda_graphs=True, tf32=True)
+    check_inputs(h200_workload(), h200, fast)  # what is left open is what was measured
+    check_inputs(h200_workload(dtype="fp32", cuda_graphs=False), h200, measured_on_h200())  # nobody knows
+    (problem,) = problems_of(check_inputs, h200_workload(dtype="fp32"), h200, fast)
+    assert problem.path == "models.0.options.dtype"
+    assert problem.rule == "its profile on h200 was measured with bf16, and it would run with fp32"
+    assert problem.cure == "Give `dtype: bf16` in its options, or measure it with --option dtype=fp32."
+    eager = measured_on_h200(dtype="fp32", cuda_graphs=False)
+    assert [p.path for p in problems_of(check_inputs, h200_workload(), h200, eager)] == [
+        "models.0.options.dtype", "models.0.options.cuda_graphs"
+    ]  # fmt: skip
+    check_inputs(h200_workload(dtype="fp32", cuda_graphs=False), h200, eager)

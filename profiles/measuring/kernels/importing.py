@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tenuto.errors import InvalidInputError, Problem
-from tenuto.profiles.gpu_types import GPU_TYPES
+from tenuto.profiles.gpu_types import GPU_TYPES, sms_of_share
 from tenuto.profiles.measuring.kernels.chrome_trace import load_chrome_trace
 from tenuto.profiles.measuring.kernels.matching import match_kernels
 from tenuto.profiles.measuring.kernels.metrics import kernel_metrics
 from tenuto.profiles.measuring.kernels.nsight_compute import load_ncu
 from tenuto.profiles.measuring.kernels.nsight_systems import load_nsys
-from tenuto.profiles.measuring.kernels.record import COMPUTE_CAPABILITY, Device, Kernel
+from tenuto.profiles.measuring.kernels.record import Device, Kernel
 from tenuto.profiles.profile import ModelProfile, Profile
 
 __all__ = ["ImportRequest", "import_kernels"]
@@ -122,16 +122,14 @@ def _kernels(request: ImportRequest) -> tuple[Sequence[Kernel], tuple[int, int] 
 def _device(profile: Profile, capability: tuple[int, int] | None, share_pct: float) -> Device:
     """Return the device of a point: at a share only its part of the SMs, rounded down as CUDA MPS does."""
     known = GPU_TYPES.get(profile.gpu_type)
-    cc = capability or COMPUTE_CAPABILITY.get(profile.gpu_type)
+    cc = capability or (None if known is None else known.capability)
     if known is None or known.sm_count is None or cc is None:
+        there = ", ".join(sorted(name for name, kind in GPU_TYPES.items() if kind.capability))
+        rule = "SM count and compute capability are not known"
+        raise InvalidInputError(Problem("gpu_type", profile.gpu_type, rule, f"Types that have them: {there}."))
+    if cc != known.capability:
         raise InvalidInputError(
-            Problem("gpu_type", profile.gpu_type, "SM count and compute capability are not known",
-                    f"Types that have them: {', '.join(sorted(COMPUTE_CAPABILITY))}.")
-        )
-    expected = COMPUTE_CAPABILITY.get(profile.gpu_type, cc)
-    if cc != expected:
-        raise InvalidInputError(
-            Problem("compute capability", cc, f"is not that of a {profile.gpu_type}, {expected}",
+            Problem("compute capability", cc, f"is not that of a {profile.gpu_type}, {known.capability}",
                     "Import into the profile of the GPU type the files were recorded on.")
         )
-    return Device(profile.gpu_type, cc, max(1, int(known.sm_count * share_pct / 100.0)))
+    return Device(profile.gpu_type, cc, sms_of_share(known.sm_count, share_pct))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from tenuto.errors import InvalidInputError, Problem
 
-__all__ = ["COMPUTE_CAPABILITY", "SM_LIMITS", "Device", "Kernel", "SmLimits", "sm_limits"]
+__all__ = ["SM_LIMITS", "Device", "Kernel", "SmLimits", "sm_limits"]
 
 Dim3 = tuple[int, int, int]
 
@@ -84,14 +84,6 @@ SM_LIMITS: dict[tuple[int, int], SmLimits] = {
     (12, 0): SmLimits(48, 24, 100 * _KIB, 128, _KIB),
     (12, 1): SmLimits(48, 24, 100 * _KIB, 128, _KIB),
 }
-
-# Of the GPU types known by name, for files that do not say it.
-COMPUTE_CAPABILITY: dict[str, tuple[int, int]] = {
-    "titanx": (5, 2), "p100": (6, 0), "p4": (6, 1), "1080ti": (6, 1), "v100": (7, 0), "t4": (7, 5), "2080ti": (7, 5),
-    "a100": (8, 0), "3080": (8, 6), "a10g": (8, 6), "l4": (8, 9), "h100": (9, 0), "h200": (9, 0),
-    "b200": (10, 0), "gb200": (10, 0),
-}  # fmt: skip
-
 
 @dataclass(frozen=True)
 class Device:

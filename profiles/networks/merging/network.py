@@ -73,6 +73,11 @@ class MergedNetwork:
         return [even_split(names, size) for size in self._sizes] + [{name: self.largest_batch} for name in names]
 
     @property
+    def notes(self) -> Sequence[str]:
+        """Return nothing: it is run in one way only."""
+        return ()
+
+    @property
     def largest_batch(self) -> int:
         """The largest planned joint batch: all of it may be one model's."""
         return max(self._sizes, default=1)
@@ -111,7 +116,7 @@ def check_run_options(name: str, options: RunOptions) -> None:
     """
     problems = [
         Problem(f"options of {name}", f"{key}: {value}", "is not possible for a model that is merged", CURE)
-        for key, value in unmergeable_options(options.model_dump()).items()
+        for key, value in unmergeable_options(options.model_dump(exclude_unset=True)).items()
     ]
     if problems:
         raise InvalidInputError(problems)

@@ -14,7 +14,7 @@ from tenuto.errors import EnvironmentFaultError, InvalidInputError
 from tenuto.profiles.networks.catalogue import LoadedModel, ModelSignature, TensorSignature
 from tenuto.profiles.networks.compiled import CompiledModule
 from tenuto.profiles.networks.inputs import as_blocks
-from tenuto.profiles.networks.model_options import ModelOptions, RunOptions, fixed_sizes
+from tenuto.profiles.networks.model_options import ModelOptions, RunOptions, compiled_sizes
 from tenuto.profiles.networks.programs import lone_program
 
 SIGNATURE = ModelSignature(
@@ -80,7 +80,7 @@ def test_compile_and_graphs_exclude_each_other_and_graphs_need_a_gpu() -> None:
 
 @pytest.mark.parametrize(("largest", "sizes"), [(1, (1,)), (2, (1, 2)), (6, (1, 2, 4, 6)), (8, (1, 2, 4, 8))])
 def test_powers_of_two_and_the_largest_are_compiled(largest: int, sizes: tuple[int, ...]) -> None:
-    assert fixed_sizes(largest) == sizes
+    assert compiled_sizes(largest) == sizes
 
 
 def test_only_fixed_sizes_reach_the_compiled_module(monkeypatch: pytest.MonkeyPatch) -> None:

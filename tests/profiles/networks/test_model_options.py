@@ -8,9 +8,11 @@ import pytest
 
 from tenuto.errors import InvalidInputError
 from tenuto.profiles.networks.model_options import (
+    PLAIN,
     CostOptions,
     ModelOptions,
     RunOptions,
+    captured_sizes,
     run_option_problems,
     unmergeable_options,
 )
@@ -59,3 +61,41 @@ def test_a_merged_program_knows_only_how_often_to_warm_up() -> None:
     assert unmergeable_options(plain) == {}
     other = {"dtype": "fp16", "compile": True, "pad_batches": "yes", "channels_last": "very"}
     assert unmergeable_options(plain | other) == {"dtype": "fp16", "compile": True, "pad_batches": "yes"}
+
+
+FAST = {
+    "dtype": "bf16", "channels_last": True, "cuda_graphs": True, "fold_batch_norms": True, "cudnn_benchmark": True,
+    "tf32": True,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (9, 0), (10, 3)])
+def test_what_is_left_open_is_fast_on_a_device_that_can(capability: tuple[int, int]) -> None:
+    chosen = RunOptions().chosen(capability).to_data()
+    assert {key: chosen[key] for key in FAST} == FAST
+
+
+@pytest.mark.parametrize("capability", [None, (7, 0), (7, 5)])
+def test_a_cpu_and_older_devices_change_nothing(capability: tuple[int, int] | None) -> None:
+    assert RunOptions().chosen(capability) == PLAIN.chosen(capability)
+
+
+@pytest.mark.parametrize(("key", "value"), [(key, "fp32" if key == "dtype" else False) for key in FAST])
+def test_each_can_be_turned_off(key: str, value: Any) -> None:
+    chosen = ModelOptions.parse({key: value}, "m").run.chosen((9, 0)).to_data()
+    assert {name: chosen[name] for name in FAST} == FAST | {key: value}
+
+
+def test_compiled_modules_and_other_runtimes_go_without_graphs() -> None:
+    assert not RunOptions(compile=True).chosen((9, 0)).cuda_graphs
+    other = RunOptions(runtime="onnxruntime").chosen((9, 0))
+    assert (other.cuda_graphs, other.channels_last, other.dtype) == (False, False, "bf16")
+    with pytest.raises(InvalidInputError, match="runtime that is not PyTorch"):
+        ModelOptions.parse({"runtime": "onnxruntime", "compile": True}, "m")
+
+
+@pytest.mark.parametrize(("largest", "sizes"), [
+    (1, (1,)), (3, (1, 2, 3)), (20, (*range(1, 17), 20)), (40, (*range(1, 17), 24, 32, 40)),
+])
+def test_every_size_to_16_is_captured_then_every_eighth(largest: int, sizes: tuple[int, ...]) -> None:
+    assert captured_sizes(largest) == sizes

@@ -190,17 +190,17 @@ def test_graphs_are_captured_once_per_size_and_replayed(cuda: FakeCuda, is_strea
     runner = streamed(cuda, cuda_graphs=True)
     net = runner.net
     runner.runner.warm_up(1)
-    assert len(cuda.graphs) == 3  # 4, 2 and 1, from the largest down
-    assert net.forwards == 3 * (2 + 1)  # two runs to warm up and the capture
+    assert len(cuda.graphs) == 4  # from the largest down
+    assert net.forwards == 4 * (2 + 1)  # two runs to warm up and the capture
     expected = [2.0 * n + 1 for n in range(6)]
     if is_streamed:
-        got = [outputs["y"] for outputs, _ in run_two_deep(runner, 6, size=3)]  # padded to 4
+        got = [outputs["y"] for outputs, _ in run_two_deep(runner, 6, size=3)]
     else:
         got = [runner.run(batch(n, 3), 3)["y"] for n in range(6)]
     for value, answer in zip(expected, got, strict=True):
         np.testing.assert_array_equal(answer, np.full((3, 2), value))
-    assert net.forwards == 9
-    assert [graph.replays for graph in cuda.graphs] == [1 + 6, 1, 1]
+    assert net.forwards == 12
+    assert [graph.replays for graph in cuda.graphs] == [1, 1 + 6, 1, 1]
 
 
 def test_what_cannot_be_captured_is_named_with_the_cure(cuda: FakeCuda) -> None:
@@ -210,6 +210,22 @@ def test_what_cannot_be_captured_is_named_with_the_cure(cuda: FakeCuda) -> None:
     ) as caught:
         runner.run(batch(1), 2)
     assert "\n" not in str(caught.value)
+
+
+def test_a_size_that_was_not_captured_is_padded_to_the_next(cuda: FakeCuda) -> None:
+    runner = Alone(late_model(cuda), [20], cuda_graphs=True)
+    runner.runner.warm_up(1)
+    np.testing.assert_array_equal(runner.run(batch(3, 18), 18)["y"], np.full((18, 2), 7.0))
+    assert cuda.graphs[0].replays == 2  # the one of 20
+
+
+def test_where_graphs_were_only_the_devices_choice_a_network_goes_without(cuda: FakeCuda) -> None:
+    cuda.capability = (9, 0)
+    runner = Alone(late_model(cuda, syncs=True), [2], dtype="fp32")
+    np.testing.assert_array_equal(runner.run(batch(1), 2)["y"], np.full((2, 2), 3.0))
+    (note,) = runner.runner.network.notes
+    assert "runs without CUDA graphs: 'm' cannot be captured" in note
+    np.testing.assert_array_equal(runner.run(batch(2), 2)["y"], np.full((2, 2), 5.0))
 
 
 def test_too_little_memory_for_a_graph_stays_what_it_is(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,190 @@
+"""Run a network by something else than PyTorch's modules: a program that AOTInductor compiled, or ONNX Runtime.
+
+Each is made from the module and called like it, with tensors of the device; so everything around (buffers, streams,
+padding, the scheduler's batches) stays the same. torch is imported on use.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tenuto.errors import EnvironmentFaultError
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["ONNX_TYPES", "run_elsewhere", "run_onnx"]
+
+Call = Callable[..., Any]
+
+
+def run_elsewhere(
+    runtime: str, module: torch.nn.Module, name: str, examples: tuple[torch.Tensor, ...], *, device: torch.device,
+    sizes: Sequence[int], stream: torch.cuda.Stream | None,
+) -> Call:  # fmt: skip
+    """Return what runs a module's batches; compiled or converted now.
+
+    Args:
+        runtime: `aot_inductor`, `onnxruntime` or `tensorrt`.
+        module: in evaluation mode, on the CPU, in its type.
+        name: of the model, for errors.
+        examples: inputs of two rows that it accepts.
+        device: where it runs.
+        sizes: the batch sizes that will be run, empty for any.
+        stream: that it will be called on, where the device is CUDA.
+
+    Raises:
+        EnvironmentFaultError: the runtime is not installed, has no provider for the device, or cannot take the model.
+    """
+    if runtime == "aot_inductor":
+        return _aot_inductor(module, name, examples, device, sizes)
+    with _as_onnx(module, name, examples) as path:
+        return run_onnx(path, name, device=device, stream=stream, with_tensorrt=runtime == "tensorrt")
+
+
+def run_onnx(
+    path: Path, name: str, *, device: torch.device, stream: torch.cuda.Stream | None, with_tensorrt: bool
+) -> Call:
+    """Return what runs an ONNX file; see `run_elsewhere`."""
+    return _OnnxSession(path, name, device, stream, with_tensorrt=with_tensorrt)
+
+
+def _aot_inductor(
+    module: torch.nn.Module, name: str, examples: tuple[torch.Tensor, ...], device: torch.device, sizes: Sequence[int]
+) -> Call:
+    """Export the module with a batch of any size up to the largest, compile it ahead of time and load the package."""
+    import torch
+    from torch._inductor import aoti_compile_and_package, aoti_load_package
+
+    module = module.to(device)
+    given = tuple(tensor.to(device) for tensor in examples)
+    largest = max(sizes, default=0)
+    try:
+        with _quiet(), torch.no_grad(), tempfile.TemporaryDirectory() as folder:
+            if largest == 1:
+                exported = torch.export.export(module, tuple(tensor[:1] for tensor in given))
+            else:
+                batch = torch.export.Dim("batch", min=1, max=max(largest, 2) if largest else 4096)
+                exported = torch.export.export(module, given, dynamic_shapes=tuple({0: batch} for _ in given))
+            path = aoti_compile_and_package(exported, package_path=str(Path(folder) / "model.pt2"))
+            return aoti_load_package(path)
+    except Exception as error:  # torch.export and Inductor raise what they find, of many kinds
+        raise EnvironmentFaultError(
+            f"'{name}' cannot be compiled ahead of time: {_first_line(error)}. Install a C++ compiler (and CUDA's for "
+            "a GPU), or remove `runtime: aot_inductor` from the model's options."
+        ) from error
+
+
+class _OnnxSession:
+    """A network in ONNX Runtime. On CUDA its kernels run on our stream, on our tensors' memory."""
+
+    def __init__(
+        self, path: Path, name: str, device: torch.device, stream: torch.cuda.Stream | None, *, with_tensorrt: bool
+    ) -> None:
+        try:
+            import onnxruntime
+        except ModuleNotFoundError as error:
+            raise EnvironmentFaultError(
+                "the runtime 'onnxruntime' is not installed. Run: pip install onnxruntime onnx onnxscript (for a GPU "
+                "onnxruntime-gpu), or remove `runtime` from the model's options."
+            ) from error
+        self._device = device
+        wanted = ["CPUExecutionProvider"] if stream is None else ["CUDAExecutionProvider"]
+        wanted = ["TensorrtExecutionProvider", *wanted] if with_tensorrt else wanted
+        there = onnxruntime.get_available_providers()
+        missing = [provider for provider in wanted if provider not in there]
+        if missing:
+            raise EnvironmentFaultError(
+                f"ONNX Runtime has no {missing[0]} here, only {', '.join(there)}. Install the build that has it, or "
+                "remove `runtime` from the model's options."
+            )
+        own = {} if stream is None else {"device_id": "0", "user_compute_stream": str(stream.cuda_stream)}
+        settings = onnxruntime.SessionOptions()
+        if stream is None:
+            settings.intra_op_num_threads = _torch_threads()
+        providers = [(provider, {} if provider.startswith("CPU") else own) for provider in wanted]
+        try:
+            self._session: Any = onnxruntime.InferenceSession(str(path), settings, providers=providers)
+        except Exception as error:  # the library's own classes have no common base but this
+            raise EnvironmentFaultError(f"ONNX Runtime cannot load '{name}': {_first_line(error)}.") from error
+        self._inputs = [one.name for one in self._session.get_inputs()]
+        self._outputs = [(one.name, ONNX_TYPES[one.type], tuple(one.shape[1:])) for one in self._session.get_outputs()]
+        if not all(isinstance(size, int) for _, _, shape in self._outputs for size in shape):
+            raise EnvironmentFaultError(
+                f"ONNX Runtime does not know the size of every output of '{name}'. Remove `runtime` from its options."
+            )
+
+    def __call__(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Run a batch."""
+        import torch
+
+        binding, place = self._session.io_binding(), self._device.type
+        given = [tensor.contiguous() for tensor in tensors]  # alive until it has run
+        rows = given[0].shape[0]
+        for name, tensor in zip(self._inputs, given, strict=True):
+            number = _NUMBERS[str(tensor.dtype)]
+            binding.bind_input(name, place, 0, number, tuple(tensor.shape), tensor.data_ptr())
+        answer = []
+        for name, dtype, shape in self._outputs:
+            made = torch.empty((rows, *shape), dtype=getattr(torch, dtype), device=self._device)
+            binding.bind_output(name, place, 0, _NUMBERS[str(made.dtype)], tuple(made.shape), made.data_ptr())
+            answer.append(made)
+        self._session.run_with_iobinding(binding)
+        return tuple(answer)
+
+
+# ONNX's numbers of element types, by which the runtime also names bfloat16, and its words for them.
+_NUMBERS = {
+    "torch.float32": 1, "torch.uint8": 2, "torch.int32": 6, "torch.int64": 7, "torch.float16": 10, "torch.bfloat16": 16,
+}  # fmt: skip
+ONNX_TYPES = {
+    "tensor(float)": "float32", "tensor(uint8)": "uint8", "tensor(int32)": "int32", "tensor(int64)": "int64",
+    "tensor(float16)": "float16", "tensor(bfloat16)": "bfloat16",
+}  # fmt: skip
+
+
+@contextlib.contextmanager
+def _as_onnx(module: torch.nn.Module, name: str, examples: tuple[torch.Tensor, ...]) -> Iterator[Path]:
+    """Write the module as an ONNX file with a batch of any size, as long as this context lasts."""
+    import torch
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "model.onnx"
+        names = [f"input{number}" for number in range(len(examples))]
+        batch = torch.export.Dim("batch", min=1, max=4096)
+        try:
+            with _quiet(), torch.no_grad():
+                torch.onnx.export(
+                    module, examples, str(path), input_names=names, dynamo=True, verbose=False,
+                    dynamic_shapes=tuple({0: batch} for _ in examples),
+                )  # fmt: skip
+        except Exception as error:  # the exporter raises what it finds, of many kinds
+            raise EnvironmentFaultError(
+                f"'{name}' cannot be written as ONNX: {_first_line(error)}. Install onnx and onnxscript, or remove "
+                "`runtime` from the model's options."
+            ) from error
+        yield path
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Exporters warn of deprecated calls within PyTorch itself, which nobody here can act on."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def _torch_threads() -> int:
+    import torch
+
+    return torch.get_num_threads()
+
+
+def _first_line(error: Exception) -> str:
+    text = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    return text.rstrip(". ")
