@@ -34,6 +34,8 @@ WITHOUT_LIBRARIES = (
 )
 WITH_TORCH = (
     "tenuto.profiles.networks.merging",
+    "tenuto.profiles.networks.folding",
+    "tenuto.profiles.networks.image_networks",
     "tenuto.profiles.networks.text_networks",
     "tenuto.profiles.measuring.merged_programs",
 )
