@@ -11,9 +11,9 @@ from typing import Any
 from tenuto.loadgen.report import sections
 from tenuto.loadgen.report.applications import application_table, applications, stage_note
 from tenuto.loadgen.report.palette import Style, colour_css, styles_for
-from tenuto.loadgen.report.placed import placement_picture
 from tenuto.loadgen.result_folder import write_files
 from tenuto.loadgen.run import Run, load_run
+from tenuto.placement.shown.picture import draw
 
 __all__ = ["html_document", "render_page", "write_report"]
 
@@ -155,8 +155,8 @@ def _stage_of(model: Mapping[str, Any]) -> str:
 def _placement(run: Run, styles: Mapping[str, Style]) -> str:
     if run.plan is None or not run.plan.gpulets:
         return ""
-    policy = run.plan.policy.name
-    return f"<h2>Placement by {escape(policy)}</h2>{placement_picture(run.plan, styles)}"
+    picture = draw(run.plan, {name: style.colour for name, style in styles.items()})
+    return f'<h2>Placement by {escape(run.plan.policy.name)}</h2><div class="scroll">{picture}</div>'
 
 
 def _provenance(run: Run) -> str:

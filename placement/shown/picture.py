@@ -7,7 +7,7 @@ deficiency, and every part is labelled as well or has a tooltip.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from textwrap import wrap
@@ -50,10 +50,16 @@ class _Bar:
     gpulets: tuple[Gpulet, ...]
 
 
-def draw(plan: Plan) -> str:
-    """Return the picture as SVG text."""
+def draw(plan: Plan, colours: Mapping[str, str] | None = None) -> str:
+    """Return the picture as SVG text.
+
+    Args:
+        plan: what is drawn.
+        colours: CSS colours by model, for pages whose charts have some already; shown as strips below the labels, as
+            nothing is known of their contrast with text.
+    """
     bars = _bars(plan)
-    colours = _colours(plan)
+    colours = _colours(plan) if colours is None else colours
     columns = 1 if len(bars) <= 16 else 2
     per_column = -(-len(bars) // columns) if bars else 0
     row_height = 44 if len(bars) <= 16 else 27
@@ -109,7 +115,7 @@ def _head(plan: Plan) -> list[str]:
     return [_text(MARGIN, 34, _title(plan), 17, "ink", weight=600)]
 
 
-def _legend(plan: Plan, colours: dict[str, str], left: float, top: float) -> tuple[list[str], float]:
+def _legend(plan: Plan, colours: Mapping[str, str], left: float, top: float) -> tuple[list[str], float]:
     """Return one entry per served model with its expected requests per second, and the height used."""
     parts: list[str] = []
     x, y = left, top
@@ -135,7 +141,7 @@ def _axis(left: float, width: float, top: float, bottom: float) -> list[str]:
 
 
 def _bar(
-    bar: _Bar, plan: Plan, colours: dict[str, str], left: float, top: float, width: float, row_height: float
+    bar: _Bar, plan: Plan, colours: Mapping[str, str], left: float, top: float, width: float, row_height: float
 ) -> list[str]:
     bar_left, bar_width, height = left + NAME_WIDTH, width - NAME_WIDTH, row_height - 8
     middle = top + height / 2
@@ -165,7 +171,7 @@ def _widths(gpulets: Sequence[Gpulet]) -> list[float]:
 
 
 def _gpulet(
-    gpulet: Gpulet, plan: Plan, colours: dict[str, str], x: float, top: float, width: float, height: float
+    gpulet: Gpulet, plan: Plan, colours: Mapping[str, str], x: float, top: float, width: float, height: float
 ) -> list[str]:
     parts = []
     each = width / max(1, len(gpulet.models))
@@ -182,18 +188,19 @@ def _gpulet(
 
 
 def _program(
-    gpulet: Gpulet, program: Program, plan: Plan, colours: dict[str, str], x: float, top: float, width: float,
+    gpulet: Gpulet, program: Program, plan: Plan, colours: Mapping[str, str], x: float, top: float, width: float,
     height: float,
 ) -> list[str]:
     shown = [colours.get(replica.name, PALETTE[0]) for replica in program.members]
-    colour = MERGED if program.is_merged else shown[0]
+    has_strip = program.is_merged or shown[0] not in PALETTE
+    colour = MERGED if has_strip else shown[0]
     ink = "#ffffff" if colour in LIGHT_TEXT_ON else "#1b1f24"
     parts = [
         f"<g><title>{escape(_tooltip(gpulet, program, plan))}</title>"
         f'<rect x="{x + 0.8:g}" y="{top + 0.8:g}" width="{max(0.5, width - 1.6):g}" height="{height - 1.6:g}" '
         f'rx="2" fill="{colour}"/>'
     ]
-    if program.is_merged:
+    if has_strip:
         parts += _strip(shown, x + 0.8, top + height - 0.8 - STRIP, max(0.5, width - 1.6))
         height -= STRIP - 2
     share = "" if gpulet.share_pct is None else f" · {gpulet.share_pct:.3g} %"

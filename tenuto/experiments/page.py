@@ -15,9 +15,9 @@ from tenuto.experiments.facts import thesis_section
 from tenuto.loadgen.report.charts import Bar, Plot, legend, stacked_bars
 from tenuto.loadgen.report.page import html_document
 from tenuto.loadgen.report.palette import STAGE_COLOURS, Style, styles_for
-from tenuto.loadgen.report.placed import placement_picture
 from tenuto.loadgen.report.sections import figure
 from tenuto.placement import Plan
+from tenuto.placement.shown.picture import draw
 
 __all__ = ["render_experiment"]
 
@@ -215,9 +215,10 @@ def _detail(number: int, detail: Detail, results: Results) -> str:
     stacked = stacked_bars(bars, f"Goodput by model: {detail.caption}", unit="requests per second")
     notes = [note for note in plan.notes if note.startswith("stated in")]
     stated = "".join(f'<p class="note">The plan is {escape(note)}.</p>' for note in notes)
+    picture = draw(plan, {name: style.colour for name, style in styles.items()})
     return (
         f'<div class="pair" id="point{number}"><h3>{escape(detail.caption)}</h3>'
-        f"{placement_picture(plan, styles)}{stated}"
+        f'<div class="scroll">{picture}</div>{stated}'
         f'<div class="grid">{figure("Goodput by model", names + stacked)}{"".join(charts)}</div>{_replicas(row)}</div>'
     )
 
