@@ -21,7 +21,7 @@ from tenuto.loadgen.simulated import Simulation
 from tenuto.placement import Cluster, solve
 from tenuto.placement.policies.ffd.ffd import FirstFitDecreasing
 from tenuto.profiles import Profiles
-from tests.loadgen.fan_out import published
+from tests.instruments.fan_out import published
 
 WAYS: tuple[Literal["http", "handle"], ...] = ("http", "handle")
 

@@ -17,7 +17,7 @@ import pytest
 
 from tenuto.cli import main
 from tenuto.placement import Arrival, ModelSpec, Plan, PolicyUsed
-from tests.loadgen.fake_server import Answer, FakeServer, fake_server
+from tests.instruments.fake_server import Answer, FakeServer, fake_server
 
 PLAN = Plan(
     policy=PolicyUsed(name="test"),

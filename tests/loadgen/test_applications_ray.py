@@ -16,8 +16,7 @@ from tenuto.outcome import OUTCOMES
 from tenuto.placement import Cluster, Plan, solve
 from tenuto.placement.policies.ffd.ffd import FirstFitDecreasing
 from tenuto.profiles import Profiles
-
-from .fan_out import published
+from tests.instruments.fan_out import published
 
 pytestmark = [
     pytest.mark.ray,

@@ -21,8 +21,7 @@ from tenuto.loadgen.sender import Body
 from tenuto.loadgen.senders.http import HttpSender
 from tenuto.outcome import Outcome
 from tenuto.placement import Arrival, ModelSpec
-
-from .fake_server import Answer, fake_server, signature
+from tests.instruments.fake_server import Answer, fake_server, signature
 
 
 def spec(name: str = "m", rate: float = 100.0, slo: float = 2000.0) -> ModelSpec:

@@ -25,9 +25,8 @@ from tenuto.loadgen.run import load_run
 from tenuto.placement import Cluster, Plan, Workload, solve
 from tenuto.placement.policies.ffd.ffd import FirstFitDecreasing
 from tenuto.profiles import Profiles
-
-from .fake_server import Answer, FakeServer, fake_server, signature
-from .fan_out import game, traffic, workload
+from tests.instruments.fake_server import Answer, FakeServer, fake_server, signature
+from tests.instruments.fan_out import game, traffic, workload
 
 ALONE = {"name": "alone", "rate_rps": 50, "slo_ms": 3000, "latency": {"alpha_ms": 1, "beta_ms": 5}}
 STAGES = ("traffic.ssd", "traffic.a", "traffic.b", "traffic.end")

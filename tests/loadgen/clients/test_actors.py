@@ -11,9 +11,8 @@ import pytest
 from tenuto.loadgen.bench import BenchOptions, run_bench
 from tenuto.loadgen.clients.actors import RayClients
 from tenuto.placement import Arrival, ModelSpec
+from tests.instruments.fake_server import fake_server
 from tests.instruments.local_ray import LocalRay
-
-from .fake_server import fake_server
 
 pytestmark = [
     pytest.mark.ray,

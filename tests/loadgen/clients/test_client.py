@@ -15,8 +15,18 @@ from tenuto.loadgen.applications import Joins
 from tenuto.loadgen.clients.client import Client, ClientReport
 from tenuto.outcome import Outcome
 from tenuto.placement import Workload
-
-from .fan_out import FakeSender, Told, game, job_of, load_of, names_of, rows_of, send, traffic, workload
+from tests.instruments.fan_out import (
+    FakeSender,
+    Told,
+    game,
+    job_of,
+    load_of,
+    names_of,
+    rows_of,
+    send,
+    traffic,
+    workload,
+)
 
 
 def figures(report: ClientReport, work: Workload, duration_s: float = 0.1) -> dict[str, Any]:
