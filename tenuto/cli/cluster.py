@@ -24,7 +24,9 @@ __all__ = ["command"]
 @click.option("-o", "--output", metavar="FILE", help="Write the cluster file here.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def command(address: str | None, output: str | None, as_json: bool) -> int:
-    """List GPUs by UUID with type, memory, SMs, driver and modes. Exit code 3 where there is no driver or GPU.
+    """List GPUs by UUID with type, memory, SMs, driver and modes.
+
+    Exit code 3 where there is no driver or GPU.
 
     Example: tenuto cluster -o cluster.yaml
     """

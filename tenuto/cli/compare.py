@@ -21,7 +21,9 @@ __all__ = ["command"]
 @click.option("--different-schedules", is_flag=True, help="Compare although the schedules differ.")
 @json_option
 def command(folders: tuple[str, ...], different_schedules: bool, as_json: bool) -> None:
-    """Compare every further run with the first. A folder of run folders counts as repeats of one run.
+    """Compare every further run with the first.
+
+    A folder of run folders counts as repeats of one run.
 
     Example: tenuto compare runs/deferred runs/eager
     """

@@ -14,7 +14,9 @@ __all__ = ["command"]
 @click.command(name="doctor", short_help="Check this machine, one line per check, with the repair command.")
 @json_option
 def command(as_json: bool) -> int:
-    """Check Python, packages, Ray, GPUs, CUDA MPS, memory and ports. Exit code 3 when something must be repaired.
+    """Check Python, packages, Ray, GPUs, CUDA MPS, memory and ports.
+
+    Exit code 3 when something must be repaired.
 
     Example: tenuto doctor
     """

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from tenuto.cli.common import progress_console, stdout_console
+from tenuto.cli.common import emit_json, json_option, progress_console, stdout_console
 from tenuto.cli.tables import number, percent, print_table
 
 if TYPE_CHECKING:
@@ -23,7 +23,8 @@ __all__ = ["command"]
 @click.option("-o", "--output", "folder", default=None, metavar="DIR", help="Folder for profile, plans and reports.")
 @click.option("--seconds", default=15.0, show_default=True, help="Length of each of the two load runs.")
 @click.option("--seed", default=1, show_default=True, help="Seed of the arrivals.")
-def command(folder: str | None, seconds: float, seed: int) -> int:
+@json_option
+def command(folder: str | None, seconds: float, seed: int, as_json: bool) -> int:
     """Do the whole job here: profile three real networks, plan, serve over HTTP, load with Ray actors, judge by
     goodput.
 
@@ -42,6 +43,10 @@ def command(folder: str | None, seconds: float, seed: int) -> int:
         console.print(f"[{time.monotonic() - started:5.1f} s] {text}", markup=False, soft_wrap=True)
 
     runs = Quickstart(out, seconds=seconds, seed=seed, say=say).run()
+    code = 0 if all(run.result.verdict.result != "INVALID" for run in runs) else 1
+    if as_json:
+        emit_json({"runs": [{"run": run.title, "folder": str(run.folder), **run.document} for run in runs]})
+        return code
     print_table(
         ("run", "model", "SLO ms", "offered", "goodput", "in time", "p50 ms", "batch", "planned ms", "ran ms"),
         [_cells(run, spec.name) for run in runs for spec in run.plan.models],
@@ -55,7 +60,7 @@ def command(folder: str | None, seconds: float, seed: int) -> int:
         output.print(f"verdict, {run.title}: {run.result.verdict.result}{reasons}")
     for run in runs:
         output.print(f"report, {run.title}: {run.folder / 'report.html'}", soft_wrap=True)
-    return 0 if all(run.result.verdict.result != "INVALID" for run in runs) else 1
+    return code
 
 
 def _cells(run: RunSummary, name: str) -> tuple[str, ...]:

@@ -17,7 +17,9 @@ __all__ = ["command"]
 @click.option("--url", default="http://127.0.0.1:8000", show_default=True, help="Address of the gateway.")
 @json_option
 def command(url: str, as_json: bool) -> int:
-    """Show every gpu-let and model: planned against measured. Exit code 1 when a gpu-let is missing.
+    """Show every gpu-let and model: planned against measured.
+
+    Exit code 1 when a gpu-let is missing.
 
     Example: tenuto status --url http://127.0.0.1:8000
     """

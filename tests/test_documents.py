@@ -1,0 +1,143 @@
+"""The documents: links lead somewhere, every page is in the index, commands exist, and the quick ones work."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+
+import click
+import pytest
+
+from tenuto.cli import VERBS, main
+from tenuto.placement import Cluster
+from tenuto.profiles.shipped import load_shipped
+
+ROOT = Path(__file__).parents[1]
+PAGES = {str(path.relative_to(ROOT)): path for path in (*ROOT.glob("*.md"), *sorted((ROOT / "docs").glob("*.md")))}
+# What takes seconds and needs neither Ray nor a GPU nor a network; `tenuto` as a policy tries plans for longer.
+QUICK = ("plan", "simulate", "goodput", "capacity", "policies", "profiles", "partition")
+LONG = ("--policy tenuto", "http://", "--elastic")
+
+
+def blocks(text: str, *languages: str) -> list[str]:
+    found = re.findall(r"^```(\w*)\n(.*?)^```", text, re.M | re.S)
+    return [block for language, block in found if language in languages]
+
+
+def shell_lines(text: str) -> Iterator[str]:
+    """What a reader would type: lines of blocks, without prompts and remarks, and commands within sentences."""
+    for block in blocks(text, "bash", ""):
+        for line in block.replace("\\\n", " ").splitlines():
+            yield from re.split(r"\s+&&\s+", re.sub(r"\s+#.*", "", line.strip().removeprefix("$ ")))
+    prose = re.sub(r"```.*?```", "", text, flags=re.S)
+    yield from (" ".join(span.split()) for span in re.findall(r"`([^`]+)`", prose))
+
+
+def commands(text: str) -> list[list[str]]:
+    """The words behind `tenuto` of every command."""
+    found = []
+    for line in shell_lines(text):
+        if re.match(r"tenuto [a-z]", line):
+            found.append(shlex.split(line.partition(" > ")[0])[1:])
+    return found
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_lead_somewhere(page: str) -> None:
+    text = PAGES[page].read_text(encoding="utf-8")
+    broken = []
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        path, _, anchor = target.partition("#")
+        if "://" in target:
+            continue
+        file = (PAGES[page].parent / path).resolve() if path else PAGES[page]
+        if not file.exists():
+            broken.append(target)
+        elif anchor:
+            heads = re.findall(r"^#+ (.*)$", file.read_text(encoding="utf-8"), re.M)
+            known = {re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in heads}
+            broken += [target] if anchor not in known else []
+    assert broken == []
+
+
+def test_every_page_is_in_the_index() -> None:
+    index = (ROOT / "docs" / "README.md").read_text(encoding="utf-8")
+    linked = set(re.findall(r"\]\(([\w-]+\.md)\)", index))
+    assert linked == {path.name for path in (ROOT / "docs").glob("*.md")} - {"README.md"}
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_commands_options_and_scripts_exist(page: str) -> None:
+    text = PAGES[page].read_text(encoding="utf-8")
+    unknown = []
+    for verb, *words in commands(text):
+        if verb not in VERBS:
+            unknown.append(verb)
+            continue
+        command = __import__(f"tenuto.cli.{VERBS[verb]}", fromlist=["command"]).command
+        options = {name for option in command.params for name in (*option.opts, *option.secondary_opts)} | {"--help"}
+        given = [word.split("=")[0] for word in words if re.match(r"-[-a-z]", word)]
+        unknown += [f"{verb} {word}" for word in given if word not in options]
+    for script in re.findall(r"(?:python |`)((?:tests|scripts)/[\w/.]+)", text):
+        unknown += [script] if not (ROOT / script).exists() else []
+    assert unknown == []
+
+
+def quick_pages() -> list[str]:
+    """Pages with a command that is tried."""
+    return [page for page, path in PAGES.items() if quick_commands(path.read_text(encoding="utf-8"))]
+
+
+def quick_commands(text: str) -> list[list[str]]:
+    found = [words for block in blocks(text, "bash", "") for words in commands(f"```\n{block}```\n")]
+    return [words for words in found if words[0] in QUICK and not any(part in shlex.join(words) for part in LONG)]
+
+
+@pytest.mark.parametrize("page", quick_pages())
+def test_quick_commands_work_in_order(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the page's own workload where it has one, the README's otherwise, and the files that are named."""
+    text = PAGES[page].read_text(encoding="utf-8")
+    readme = PAGES["README.md"].read_text(encoding="utf-8")
+    (workload,) = [block for block in blocks(text, "yaml") if "# workload.yaml" in block][:1] or [
+        block for block in blocks(readme, "yaml") if "# workload.yaml" in block
+    ]
+    monkeypatch.chdir(tmp_path)
+    Path("workload.yaml").write_text(workload, encoding="utf-8")
+    Path("cluster.yaml").write_text(Cluster.parse("v100:4").dump(), encoding="utf-8")
+    Path("profile.yaml").write_text(load_shipped("thesis-v100").dump(), encoding="utf-8")
+    for block in blocks(text, "python"):
+        if block.startswith("# my_policies.py"):
+            Path("my_policies.py").write_text(block, encoding="utf-8")
+    if not any("plan.yaml" in words for words in quick_commands(text) if words[0] == "plan"):
+        run("plan", "workload.yaml", "--policy", "usher", "--gpus", "v100:4", "-o", "plan.yaml")
+    for words in quick_commands(text):
+        if "one-each" not in words:  # of a package that the reader has installed
+            is_run = words[0] in ("simulate", "goodput", "capacity") and "--duration-s" not in words
+            run(*words, *(("--duration-s", "2") if is_run else ()))
+
+
+def run(*words: str) -> None:
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), pytest.raises(SystemExit) as ended:
+        main(list(words))
+    assert ended.value.code == 0, f"tenuto {shlex.join(words)}: {err.getvalue()}"
+    assert out.getvalue() or err.getvalue()
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_help_begins_with_a_sentence_and_ends_with_an_example(verb: str) -> None:
+    command = __import__(f"tenuto.cli.{VERBS[verb]}", fromlist=["command"]).command
+    assert isinstance(command, click.Command)
+    lines = [line.strip() for line in (command.help or "").strip().splitlines() if line.strip()]
+    first = " ".join((command.help or "").strip().split("\n\n")[0].split())
+    assert re.match(r"[A-Z].*\.$", first), first
+    assert first.count(". ") == 0, first
+    assert re.match(rf"Example: tenuto {verb}\b", lines[-1]), lines[-1]
+    assert {"--json"} & {name for option in command.params for name in option.opts} or verb in WITHOUT_JSON
+
+
+WITHOUT_JSON = {"serve"}  # it prints nothing but progress
