@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import math
-import socket
 import time
 import urllib.request
 from collections.abc import Callable
@@ -19,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from tenuto.deployments.serve.config import serve_config
-from tenuto.deployments.serve.launcher import Launcher
+from tenuto.deployments.serve.launcher import Launcher, unused_port
 from tenuto.errors import EnvironmentFaultError
 from tenuto.loadgen.bench import BenchOptions, BenchResult, run_bench
 from tenuto.loadgen.report.page import write_report
@@ -72,7 +71,7 @@ class Quickstart:
         profile = self.profile()
         workload = self.workload(profile)
         (self._folder / "workload.yaml").write_text(workload.dump(), encoding="utf-8")
-        port = _free_port()
+        port = unused_port(8000)
         on_cpu = self._plan("cpu", workload, Cluster.parse("cpu:1"), Profiles([profile]), port)
         larger = workload.scaled(_EMULATED_FACTOR)
         on_gpus = self._plan("v100", larger, Cluster.parse("v100:4"), Profiles(default_profiles("v100")), port)
@@ -158,19 +157,6 @@ class Quickstart:
         write_run_files(folder, document, result.records, result.schedule, result.queued)
         write_report(folder, Run(document, result.records, plan))
         return RunSummary(title, folder, plan, result, document)
-
-
-def _free_port() -> int:
-    """Return 8000, or another free port where it is taken."""
-    for port in (8000, 0):
-        with socket.socket() as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind(("127.0.0.1", port))
-            except OSError:
-                continue
-            return int(probe.getsockname()[1])
-    raise EnvironmentFaultError("no free TCP port on 127.0.0.1. Stop a server and retry.")
 
 
 def default_folder() -> Path:

@@ -10,6 +10,7 @@ import contextlib
 import io
 import logging
 import os
+import random
 import socket
 import time
 from collections.abc import Callable, Mapping
@@ -21,7 +22,7 @@ from tenuto.deployments.serve.endpoint import get_json
 from tenuto.deployments.serve.ray_address import why_unreachable
 from tenuto.errors import EnvironmentFaultError
 
-__all__ = ["FAST_MODE", "Launcher", "start_local_ray"]
+__all__ = ["FAST_MODE", "Launcher", "start_local_ray", "unused_port"]
 
 # Read by Ray Serve when its processes start: HAProxy straight to the gateway's own HTTP server, user code on the
 # replica's loop, buffered logs. Niceness 0: Ray's default of 15 lets anything else on the machine delay the gateway.
@@ -57,7 +58,7 @@ def start_local_ray(num_gpus: int) -> None:
         os.environ.setdefault(key, value)
     for key in _SIDE_PORTS:
         # HAProxy exits when one of its side ports is taken, such as by a HAProxy of another Serve on this machine.
-        os.environ.setdefault(key, str(_unused_port()))
+        os.environ.setdefault(key, str(unused_port()))
     if not _TOKEN.exists():
         # Else Ray writes a token into the home folder, which later locks out a plain `serve deploy`.
         os.environ.setdefault("RAY_AUTH_MODE", "disabled")
@@ -228,10 +229,16 @@ class Launcher:
                 ray.shutdown()
 
 
-def _unused_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return int(probe.getsockname()[1])
+def unused_port(*wished: int) -> int:
+    """Return the first of the wished ports of this machine, or else any, that nobody listens on.
+
+    Any is none of those that the system hands to outgoing connections (from 32768 on Linux), nor of those of Ray's
+    workers: between the look here and the listening, seconds later, such a port is often gone.
+    """
+    for port in (*wished, *random.SystemRandom().sample(range(20000, 32768), 100)):
+        with contextlib.suppress(OSError), socket.create_server(("", port)):
+            return port
+    raise EnvironmentFaultError("no port between 20000 and 32768 is free. Stop what listens there.")
 
 
 def _is_serving() -> bool:

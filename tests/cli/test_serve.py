@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from tenuto.deployments.serve.endpoint import get_json
+from tenuto.deployments.serve.launcher import unused_port
 from tenuto.errors import EnvironmentFaultError
 from tests.instruments.live import PATIENCE_S, until
-from tests.instruments.local_ray import unused_port
 
 PROGRAM = "import sys; from tenuto.cli import main; main(sys.argv[1:])"
 

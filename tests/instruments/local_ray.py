@@ -2,17 +2,10 @@
 
 import os
 import shutil
-import socket
 import tempfile
 import warnings
 
-__all__ = ["LocalRay", "unused_port"]
-
-
-def unused_port() -> int:
-    """A port of this machine that nobody listens on."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return int(probe.getsockname()[1])
+__all__ = ["LocalRay"]
 
 
 class LocalRay:
@@ -29,7 +22,7 @@ class LocalRay:
             import ray
             from ray import serve
 
-        from tenuto.deployments.serve.launcher import start_local_ray
+        from tenuto.deployments.serve.launcher import start_local_ray, unused_port
 
         if not ray.is_initialized():
             start_local_ray(num_gpus=4)
