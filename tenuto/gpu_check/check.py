@@ -233,7 +233,7 @@ def _sharing(
     def environment(share_pct: float | None, memory_mib: float | None) -> Mapping[str, str]:
         made = client_environment(device.uuid, share_pct, None)
         if memory_mib is not None:
-            made["CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"] = f"{device.uuid}={memory_mib:.0f}M"
+            made["CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"] = f"0={memory_mib:.0f}M"  # the client sees one GPU
         return made
 
     sharing_experiments(

@@ -243,7 +243,7 @@ def test_options_that_cannot_be_run_are_refused_before_anything_starts(tenuto, t
     for arguments in (("plan", "o.yaml", "--gpus", "v100:1"), ("serve", "p.yaml", "--emulate")):
         ran = tenuto(*arguments)
         assert ran.code == 2
-        assert "models.0.options.dtype: 'half': input should be 'fp32', 'fp16' or 'bf16'. Use one of" in ran.err
+        assert "models.0.options.dtype: 'half': input should be 'auto', 'fp32', 'fp16' or 'bf16'. Use one of" in ran.err
         assert "models.0.options.cuda_graphs: True: gives both 'compile' and 'cuda_graphs'. Keep one" in ran.err
         assert "depth" not in ran.err
 
