@@ -26,9 +26,11 @@ __all__ = ["FAST_MODE", "Launcher", "start_local_ray", "unused_port"]
 
 # Read by Ray Serve when its processes start: HAProxy straight to the gateway's own HTTP server, user code on the
 # replica's loop, buffered logs. Niceness 0: Ray's default of 15 lets anything else on the machine delay the gateway.
+# Serve kills a proxy that is not up after 5 s, and its own start with it; a busy machine takes longer.
 FAST_MODE = {
     "RAY_SERVE_ENABLE_HA_PROXY": "1",
     "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
+    "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",
     "RAY_worker_niceness": "0",
     "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "1",
     "RAY_USAGE_STATS_ENABLED": "0",

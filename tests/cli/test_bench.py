@@ -9,7 +9,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +17,11 @@ import pytest
 from tenuto.cli import main
 from tenuto.placement import Arrival, ModelSpec, Plan, PolicyUsed
 from tests.instruments.fake_server import Answer, FakeServer, fake_server
+from tests.instruments.live import LONG_MS, until
 
 PLAN = Plan(
     policy=PolicyUsed(name="test"),
-    models=(ModelSpec(name="m", rate_rps=100, slo_ms=2000, arrival=Arrival(process="uniform")),),
+    models=(ModelSpec(name="m", rate_rps=100, slo_ms=LONG_MS, arrival=Arrival(process="uniform")),),
 )
 
 
@@ -201,8 +201,7 @@ def test_interrupting_writes_the_first_part_and_marks_it(
             env={**os.environ, "PYTHONUNBUFFERED": "1"},
         )  # fmt: skip
         try:
-            while len(server.requests) < 20 and process.poll() is None:
-                time.sleep(0.02)
+            until(lambda: len(server.requests) >= 20 or process.poll() is not None)
             os.killpg(process.pid, signal.SIGINT)  # as a terminal does: the clients get it too
             stdout, stderr = process.communicate()
         finally:

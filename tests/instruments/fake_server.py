@@ -10,6 +10,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+from tests.instruments.live import PATIENCE_S
+
 OK_HEADERS = (
     "X-Tenuto-Queue-Ms: 3.000\r\nX-Tenuto-Batching-Ms: 2.000\r\nX-Tenuto-Execution-Ms: 5.000\r\n"
     "X-Tenuto-Batch-Size: 4\r\nX-Tenuto-Gpulet: n0/0/A\r\n"
@@ -18,13 +20,17 @@ OK_HEADERS = (
 
 @dataclass
 class Answer:
-    """What to answer to one inference request. `status` 0 closes the connection, None never answers."""
+    """What to answer to one inference request. `status` 0 closes the connection, None never answers.
+
+    `once`: what must hold before it is answered, so that no test guesses how long something takes.
+    """
 
     status: int | None = 200
     delay_s: float = 0.0
     body: bytes = b'{"outputs":[]}'
     headers: str = OK_HEADERS
     chunked: bool = False
+    once: Callable[[], bool] = lambda: True
 
 
 @dataclass
@@ -86,6 +92,8 @@ class FakeServer:
         answer = self.answer(len(self.requests) - 1, path.split("/")[3], headers)
         if answer.delay_s:
             await asyncio.sleep(answer.delay_s)
+        while not answer.once():
+            await asyncio.sleep(0.005)
         if answer.status is None:
             await asyncio.sleep(3600)
         if answer.status == 0:
@@ -134,9 +142,9 @@ def fake_server(models: dict[str, dict[str, Any]] | None = None, **settings: Any
 
     thread = threading.Thread(target=work, daemon=True)
     thread.start()
-    assert started.wait(5)
+    assert started.wait(PATIENCE_S)
     try:
         yield server
     finally:
         server._loop.call_soon_threadsafe(ended.set)
-        thread.join(5)
+        thread.join(PATIENCE_S)

@@ -22,15 +22,16 @@ from tenuto.loadgen.senders.http import HttpSender
 from tenuto.outcome import Outcome
 from tenuto.placement import Arrival, ModelSpec
 from tests.instruments.fake_server import Answer, fake_server, signature
+from tests.instruments.live import LONG_MS, PATIENCE_S
 
 
-def spec(name: str = "m", rate: float = 100.0, slo: float = 2000.0) -> ModelSpec:
+def spec(name: str = "m", rate: float = 100.0, slo: float = LONG_MS) -> ModelSpec:
     return ModelSpec(name=name, rate_rps=rate, slo_ms=slo, arrival=Arrival(process="uniform"))
 
 
 def options(address: str, **settings: Any) -> BenchOptions:
     return BenchOptions(
-        **{"url": address, "duration_s": 0.3, "clients": 0, "grace_s": 0.3, "warmup_s": 0.0, **settings}
+        **{"url": address, "duration_s": 0.3, "clients": 0, "grace_s": PATIENCE_S, "warmup_s": 0.0, **settings}
     )
 
 
@@ -114,19 +115,17 @@ def test_chunked_answers_are_read() -> None:
 
 def test_stragglers_count_as_misses_after_the_grace_period() -> None:
     with fake_server(answer=lambda number, *_: Answer(None if number in (3, 4) else 200)) as server:
-        result = run_bench([spec()], options(server.url))
+        result = run_bench([spec()], options(server.url, grace_s=2.0))
     model = result.summary["models"]["m"]
     assert (model["ok"], model["failed"], model["offered"]) == (28, 2, 30)
-    assert any("no answer within 0.3 s" in line for line in result.errors)
+    assert any("no answer within 2 s" in line for line in result.errors)
 
 
 def test_slow_answers_do_not_hold_back_sending() -> None:
-    with fake_server(answer=lambda *_: Answer(delay_s=0.25)) as server:
+    with fake_server() as server:
+        server.answer = lambda *_: Answer(once=lambda: len(server.requests) == 30)
         result = run_bench([spec()], options(server.url))
-    assert result.summary["models"]["m"]["ok"] == 30
-    # All of them were under way at once at some point: nothing limits requests in flight.
-    records = result.records
-    assert records.sent_ms.max() < records.answered_ms.min() + 100.0
+    assert result.summary["models"]["m"]["ok"] == 30  # all were under way at once
 
 
 def test_an_endpoint_that_dies_in_the_middle() -> None:
@@ -135,8 +134,7 @@ def test_an_endpoint_that_dies_in_the_middle() -> None:
         def answer(number: int, *_: Any) -> Answer:
             if number == 10:
                 server.die()
-                return Answer(0)
-            return Answer()
+            return Answer(0 if number >= 10 else 200)
 
         server.answer = answer
         result = run_bench([spec()], options(server.url))
@@ -203,14 +201,14 @@ def test_the_slo_is_sent_only_when_scaled() -> None:
         run_bench([spec()], options(server.url))
         assert "x-slo-ms" not in server.requests[0][1]
         run_bench([spec()], options(server.url, slo_scale=0.5))
-        assert server.requests[-1][1]["x-slo-ms"] == "1000"
+        assert server.requests[-1][1]["x-slo-ms"] == f"{LONG_MS / 2:g}"
 
 
 def test_one_line_of_progress_a_second() -> None:
     lines: list[str] = []
     with fake_server() as server:
-        run_bench([spec()], options(server.url, duration_s=1.2), lines.append)
-    assert 1 <= len(lines) <= 2
+        result = run_bench([spec()], options(server.url, duration_s=1.2), lines.append)
+    assert 1 <= len(lines) <= result.wall_s
     assert "sent" in lines[0]
     assert "/120" in lines[0]
 
@@ -229,7 +227,7 @@ def test_an_interrupted_run_keeps_its_first_part_and_says_so() -> None:
         result = run_bench([spec()], options(server.url, duration_s=30.0), clients=Interrupting())
     assert result.verdict.result == "INVALID"
     assert "interrupted" in result.verdict.reasons[0]
-    assert 10 <= len(result.records) < 100
+    assert 10 <= len(result.records) < 3000
     assert result.summary["models"]["m"]["failed"] == 0
 
 
@@ -280,18 +278,21 @@ def test_what_has_ended_is_handed_over_once_and_in_part() -> None:
     async def work(url: str) -> Records:
         job = ClientJob(
             url, (ModelTarget("m", 1000.0, (Body(b"{}"),)),), np.arange(20), np.arange(20) * 10.0,
-            np.zeros(20, np.int32), 1.0, 2,
+            np.zeros(20, np.int32), PATIENCE_S, 20,
         )  # fmt: skip
         client = Client(job, HttpSender(url), hands_over=True)
         assert client.take_ended() is None
         await client.prepare()
         running = asyncio.ensure_future(client.run(time.time() + 0.05))
         while not running.done():
-            await asyncio.sleep(0.04)
+            await asyncio.sleep(0.005)
             taken.append(client.take_ended() or merge([]))
         return running.result().records
 
-    with fake_server() as server:
+    def has_taken() -> bool:
+        return any(len(part) for part in taken)
+
+    with fake_server(answer=lambda number, *_: Answer(once=has_taken if number == 19 else lambda: True)) as server:
         whole = asyncio.run(work(server.url))
     parts = merge(taken)
     assert sum(len(part) > 0 for part in taken) > 1

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 
 import numpy as np
 import pytest
@@ -12,6 +11,7 @@ from tenuto.loadgen.bench import BenchOptions, run_bench
 from tenuto.loadgen.clients.actors import RayClients
 from tenuto.placement import Arrival, ModelSpec
 from tests.instruments.fake_server import fake_server
+from tests.instruments.live import LONG_MS, PATIENCE_S, until
 from tests.instruments.local_ray import LocalRay
 
 pytestmark = [
@@ -20,7 +20,11 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::FutureWarning"),
 ]
 
-MODEL = ModelSpec(name="m", rate_rps=100, slo_ms=5000, arrival=Arrival(process="uniform"))
+MODEL = ModelSpec(name="m", rate_rps=50, slo_ms=LONG_MS, arrival=Arrival(process="uniform"))
+
+
+def options(url: str) -> BenchOptions:
+    return BenchOptions(url, duration_s=4.0, clients=2, grace_s=PATIENCE_S)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -31,7 +35,7 @@ def cluster(local_ray: LocalRay) -> None:
 def test_several_actors_send_one_schedule() -> None:
     lines: list[str] = []
     with fake_server() as server:
-        result = run_bench([MODEL], BenchOptions(server.url, duration_s=2.0, clients=2, grace_s=1.0), lines.append)
+        result = run_bench([MODEL], options(server.url), lines.append)
     assert len(server.requests) == 200
     assert np.array_equal(np.sort(result.records.request), np.arange(200))
     assert result.summary["models"]["m"]["attainment"] == 1.0
@@ -44,14 +48,14 @@ def test_a_killed_actor_makes_the_run_invalid_and_keeps_the_rest() -> None:
     clients = RayClients(2)
 
     def kill() -> None:
-        while clients.progress().get("sent", 0) < 40:
-            time.sleep(0.02)
+        until(lambda: clients.progress().get("answered", 0) >= 40)
+        clients.progress()  # what had been answered is handed over
         ray.kill(clients.actors[1])
 
     with fake_server() as server:
         killer = threading.Thread(target=kill)
         killer.start()
-        result = run_bench([MODEL], BenchOptions(server.url, duration_s=2.0, clients=2, grace_s=1.0), clients=clients)
+        result = run_bench([MODEL], options(server.url), clients=clients)
         killer.join()
     assert result.verdict.result == "INVALID"
     assert result.verdict.reasons[0].startswith("client 1 was lost")

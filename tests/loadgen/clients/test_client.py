@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from typing import Any
 
 import numpy as np
@@ -27,6 +26,7 @@ from tests.instruments.fan_out import (
     traffic,
     workload,
 )
+from tests.instruments.virtual_loop import LoopTimer, VirtualLoop
 
 
 def figures(report: ClientReport, work: Workload, duration_s: float = 0.1) -> dict[str, Any]:
@@ -150,15 +150,16 @@ def test_a_stop_lets_requests_under_way_go_through_their_stages() -> None:
     work, sender = workload(traffic(slo_ms=4000.0)), FakeSender()
 
     async def run() -> ClientReport:
-        client = Client(job_of(work, load_of(work, 5.0)), sender)
+        client = Client(job_of(work, load_of(work, 5.0)), sender, make_timer=LoopTimer)
         await client.prepare()
-        task = asyncio.create_task(client.run(time.time()))
+        task = asyncio.create_task(client.run(0.01))
         while not sender.sent:
             await asyncio.sleep(0.001)
         client.stop()
-        return await asyncio.wait_for(task, 2.0)
+        return await task
 
-    report = asyncio.run(run())
+    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+        report = runner.run(run())
     assert [m.split(".")[1] for m, _, _ in sender.sent] == ["ssd", "a", "a", "a", "b", "end"]
     assert np.isnan(report.records.sent_ms).sum() == len(report.records) - 6
 
