@@ -15,7 +15,7 @@ from tenuto.placement.rules import measured_otherwise, option_problems
 from tenuto.placement.workload import ModelSpec, Workload, profile_of
 from tenuto.profiles import LatencyTable, LinearLatency, ModelProfile, Profiles
 
-__all__ = ["MOST_ELASTIC_GPUS", "check_inputs", "check_plan", "complete", "solve"]
+__all__ = ["MOST_ELASTIC_GPUS", "check_inputs", "check_plan", "complete", "latency_curve", "solve"]
 
 MOST_ELASTIC_GPUS = 10_000  # a rate that takes more is a slip of the pen; policies would open GPUs for minutes
 
@@ -167,7 +167,7 @@ def _completed(gpulet: Gpulet, profiles: Mapping[str, ModelProfile], *, with_cop
         if model is None:
             replicas.append(replica)
             continue
-        latency = replica.latency or _curve(model, gpulet.effective_share_pct, replica.batch_size)
+        latency = replica.latency or latency_curve(model, gpulet.effective_share_pct, replica.batch_size)
         update: dict[str, object] = {"latency": latency}
         if replica.latency_ms is None:
             update["latency_ms"] = round(latency.at(replica.batch_size) * replica.slowdown, 6)
@@ -180,7 +180,7 @@ def _completed(gpulet: Gpulet, profiles: Mapping[str, ModelProfile], *, with_cop
     return gpulet.model_copy(update={"models": tuple(replicas)})
 
 
-def _curve(model: ModelProfile, share_pct: float, batch_size: int) -> LatencyTable | LinearLatency:
+def latency_curve(model: ModelProfile, share_pct: float, batch_size: int) -> LatencyTable | LinearLatency:
     """Return l(b) up to the planned batch size, as short as the measured points allow."""
     latency = model.latency(share_pct)
     if isinstance(latency, LinearLatency):

@@ -70,6 +70,21 @@ class ModelProfile(StrictModel):
     options: dict[str, Any] = Field(default_factory=dict)  # of the model as it was measured, such as sequence_length
     run: dict[str, Any] | None = None  # how it was run when it was measured, nothing left open; None: not known
 
+    def scaled(self, factor: float) -> ModelProfile:
+        """Return the profile of the same model when each batch takes `factor` times as long, iGniter's coefficients of
+        the active time (equation 11: all but k4) included."""
+        points = tuple(
+            point.model_copy(update={
+                "latency_ms": point.latency_ms * factor,
+                "throughput_rps": None if point.throughput_rps is None else point.throughput_rps / factor,
+            })
+            for point in self.points
+        )  # fmt: skip
+        line = self.line.scaled(factor) if self.line is not None else None
+        active = {key: value * factor for key, value in self.coefficients.items() if key in ("k1", "k2", "k3", "k5")}
+        update = {"points": points, "line": line, "fit": None, "coefficients": self.coefficients | active}
+        return self.model_copy(update=update)
+
     def shares(self) -> tuple[float, ...]:
         """Return the measured shares in percent, ascending; (100.0,) for a line."""
         return tuple(sorted({point.share_pct for point in self.points})) or (100.0,)
