@@ -1,0 +1,63 @@
+"""Small plans written by hand, with latencies in them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from tenuto.placement import Gpulet, Plan, Replica
+from tenuto.placement.cluster import Gpu
+from tenuto.placement.plan import PlannedGpu, PolicyUsed
+from tenuto.placement.workload import ModelSpec, Workload
+from tenuto.profiles import LinearLatency
+
+__all__ = ["gpu", "make_plan", "replica", "workload_of"]
+
+LATENCY = LinearLatency(alpha_ms=1.0, beta_ms=4.0)
+
+
+def gpu(name: str, memory_mib: float = 16_000.0, kind: str = "v100") -> Gpu:
+    """Return a GPU that is there."""
+    return Gpu(id=name, type=kind, memory_mib=memory_mib)
+
+
+def replica(name: str, share_pct: float = 100.0, batch_size: int = 8, memory_mib: float = 1000.0) -> Replica:
+    """Return a replica whose batches take 4 ms + 1 ms per request on the whole GPU, longer in proportion on less."""
+    latency = LATENCY.scaled(100.0 / share_pct)
+    return Replica(
+        name=name, batch_size=batch_size, latency=latency, latency_ms=latency.at(batch_size), memory_mib=memory_mib
+    )
+
+
+def make_plan(
+    gpulets: Mapping[str, tuple[float, Sequence[str]]], *, slo_ms: float = 100.0, rate_rps: float = 50.0,
+    weights: Mapping[str, float] | None = None, models: Sequence[str] = (),
+) -> Plan:  # fmt: skip
+    """Return a plan from gpu-let ids, such as `n0/0/a`, with their share and the models they hold."""
+    names = list(dict.fromkeys([*models, *(name for _, held in gpulets.values() for name in held)]))
+    gpus = list(dict.fromkeys(gpulet.rsplit("/", 1)[0] for gpulet in gpulets))
+    held = {name for _, resident in gpulets.values() for name in resident}
+    unserved = tuple(name for name in names if name not in held)
+    return Plan(
+        policy=PolicyUsed(name="ffd"),
+        gpus=tuple(PlannedGpu(id=name, type="v100") for name in gpus),
+        gpulets=tuple(
+            Gpulet(
+                id=name, gpu=name.rsplit("/", 1)[0], share_pct=share,
+                models=tuple(replica(model, share) for model in resident),
+            )
+            for name, (share, resident) in gpulets.items()
+        ),
+        models=tuple(
+            ModelSpec(
+                name=name, rate_rps=rate_rps, slo_ms=slo_ms, latency=LATENCY, weight=(weights or {}).get(name, 1.0)
+            )
+            for name in names
+        ),
+        unserved=unserved,
+        unserved_reasons=dict.fromkeys(unserved, "a test wants it so"),
+    )  # fmt: skip
+
+
+def workload_of(plan: Plan) -> Workload:
+    """Return the workload whose entries a plan carries."""
+    return Workload(models=plan.models)
