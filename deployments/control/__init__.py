@@ -1,0 +1,1 @@
+"""The controller: keeps the plan true while rates, latencies, GPUs and workloads change."""

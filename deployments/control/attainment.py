@@ -1,0 +1,61 @@
+"""Which models lose more of their requests than they may, as soon as chance no longer explains it."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection, Mapping, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tenuto.deployments.control.rates import FALSE_ALARM
+
+__all__ = ["Attainment"]
+
+
+class Attainment:
+    """Requests that ended in time and not, by model, over the last `window_s`."""
+
+    def __init__(self, models: Sequence[str], *, target: float, window_s: float) -> None:
+        self._target, self._window_s = target, window_s
+        self._names = tuple(models)
+        self._looks: deque[tuple[float, NDArray[np.float64]]] = deque()  # (time, [ended in time, not in time] by model)
+
+    def set_models(self, models: Sequence[str]) -> None:
+        """Watch these models; nothing is known of any of them yet."""
+        self._names = tuple(models)
+        self._looks.clear()
+
+    def forget(self) -> None:
+        """Judge by what ends from now on."""
+        self._looks.clear()
+
+    def observe(self, now_s: float, good: Mapping[str, int], bad: Mapping[str, int]) -> list[str]:
+        """Take the requests that ended since the last look; return the models that lose more than they may.
+
+        The requests of the last looks, of as many as speak loudest, are compared with the share that may be lost
+        (generalised likelihood ratio of a Bernoulli rate).
+        """
+        counts = np.array([[good.get(name, 0), bad.get(name, 0)] for name in self._names], dtype=np.float64)
+        self._looks.append((now_s, counts))
+        while self._looks[0][0] <= now_s - self._window_s:
+            self._looks.popleft()
+        if not any(counts[:, 1].any() for _, counts in self._looks):
+            return []
+        total = np.cumsum([counts for _, counts in reversed(self._looks)], axis=0)
+        lost, ended = total[:, :, 1], np.maximum(1.0, total.sum(axis=2))
+        part, allowed = lost / ended, 1.0 - self._target
+        with np.errstate(divide="ignore", invalid="ignore"):
+            ratio = np.where(part > 0, lost * np.log(part / allowed), 0.0)
+            ratio += np.where(part < 1, (ended - lost) * np.log((1.0 - part) / self._target), 0.0)
+        ratio[part <= allowed] = 0.0
+        is_bad = ratio.max(axis=0) > FALSE_ALARM
+        return [name for name, found in zip(self._names, is_bad, strict=True) if found]
+
+    def lost_part(self, models: Collection[str]) -> dict[str, float]:
+        """Return which part of the requests that ended within the window was lost, of some models."""
+        if not self._looks:
+            return dict.fromkeys(models, 0.0)
+        total = np.sum([counts for _, counts in self._looks], axis=0)
+        part = total[:, 1] / np.maximum(1.0, total.sum(axis=1))
+        return {name: float(value) for name, value in zip(self._names, part, strict=True) if name in models}

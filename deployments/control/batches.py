@@ -1,0 +1,93 @@
+"""Largest batches as caps, not as aims: room for more requests than a plan was made for, without any new process.
+
+Policies fix the batch that a rate needs. Which batch runs is the scheduler's choice at every moment, so a larger cap
+costs nothing until more requests come, and then carries more of them than a change of plan could in time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from tenuto.deployments.control.steps import needed_mib
+from tenuto.errors import InvalidInputError
+from tenuto.placement import Gpulet, Plan, Replica, Workload
+from tenuto.placement.cluster import Gpu
+from tenuto.placement.solve import latency_curve
+from tenuto.placement.workload import ModelSpec, profile_of
+from tenuto.profiles import Profiles
+
+__all__ = ["raised"]
+
+GROWTH = 1.25  # of all batches at a time: finer than the powers of two at which they are profiled
+STEPS = 24  # from a batch of one beyond the largest profiled
+
+
+def raised(plan: Plan, workload: Workload, profiles: Profiles, gpus: Sequence[Gpu]) -> Plan:
+    """Return the plan with the largest batches its gpu-lets can run in turns.
+
+    On each gpu-let all batches grow by one factor, as long as a round of all of them and one more batch end within
+    every model's SLO (gpulet, section 4: duty cycle + l(b) <= SLO), they were profiled, and memory allows. Merged
+    programs, and gpu-lets whose batches do not take turns so as they are, are left alone.
+    """
+    types = {gpu.id: gpu.type for gpu in plan.gpus}
+    memory = {gpu.type: gpu.memory_mib for gpu in gpus}
+    specs = {spec.name: spec for spec in workload.models}
+    kept: dict[str, list[Gpulet]] = plan.by_gpu()
+    found = []
+    for gpulet in plan.gpulets:
+        kind = types[gpulet.gpu]
+        others = sum(needed_mib(other) for other in kept[gpulet.gpu] if other.id != gpulet.id)
+        room_mib = min(gpulet.memory_mib or float("inf"), memory.get(kind, float("inf")) - others)
+        larger = _raised(gpulet, specs, profiles, kind, room_mib)
+        kept[gpulet.gpu] = [larger if other.id == gpulet.id else other for other in kept[gpulet.gpu]]
+        found.append(larger)
+    return plan.model_copy(update={"gpulets": tuple(found)})
+
+
+def _raised(
+    gpulet: Gpulet, specs: Mapping[str, ModelSpec], profiles: Profiles, gpu_type: str, room_mib: float
+) -> Gpulet:
+    if gpulet.merge or not specs.keys() >= {replica.name for replica in gpulet.models}:
+        return gpulet
+    best = gpulet.models
+    for step in range(1, STEPS):
+        models = tuple(
+            _with_batch(replica, specs[replica.name], profiles, gpu_type, gpulet.effective_share_pct, GROWTH**step)
+            for replica in gpulet.models
+        )
+        if not _take_turns(models, specs) or sum(replica.memory_mib or 0.0 for replica in models) > room_mib:
+            break
+        best = models
+    return gpulet if best == gpulet.models else gpulet.model_copy(update={"models": best})
+
+
+def _with_batch(
+    replica: Replica, spec: ModelSpec, profiles: Profiles, gpu_type: str, share_pct: float, factor: float
+) -> Replica:
+    """Return a replica whose largest batch is `factor` times as large, or as large as it was profiled."""
+    try:
+        model = profile_of(spec, gpu_type, profiles)
+        latency = model.latency(share_pct)
+    except InvalidInputError:
+        return replica
+    largest = getattr(latency, "largest", None) or 4 * replica.batch_size
+    size = max(replica.batch_size, min(largest, int(factor * replica.batch_size + 0.999)))
+    if size == replica.batch_size or replica.latency is None:
+        return replica
+    # The plan's own latency may hold more than the profile's (a share it does not know); keep their ratio.
+    ratio = replica.latency.at(replica.batch_size) / latency.at(replica.batch_size)
+    curve = latency_curve(model, share_pct, size).scaled(ratio)
+    return replica.model_copy(
+        update={
+            "batch_size": size,
+            "latency": curve,
+            "latency_ms": round(curve.at(size) * replica.slowdown, 6),
+            "memory_mib": model.memory_mib(size, share_pct),
+        }
+    )
+
+
+def _take_turns(models: Sequence[Replica], specs: Mapping[str, ModelSpec]) -> bool:
+    """Whether a round of all batches and one more of any model end within its SLO."""
+    ms = [r.latency.at(r.batch_size) * r.slowdown if r.latency is not None else float("inf") for r in models]
+    return all(sum(ms) + own <= specs[r.name].slo_ms + 1e-6 for r, own in zip(models, ms, strict=True))

@@ -1,0 +1,557 @@
+"""The controller: observations and time in, decisions with their reasons out; no I/O, no clock, no randomness.
+
+Read it from `observe` down. Every look goes the same way: learn (rates, attainment, slow replicas), move a change that
+is under way one step on, or find reasons to plan again. A plan comes back through `planned`, and becomes a change if it
+pays. Whatever happens in between, what serves goes on serving: a plan that does not come, breaks a rule, carries less
+or does not become ready changes nothing, or is taken back.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from tenuto.deployments.control.attainment import Attainment
+from tenuto.deployments.control.capacity import UNSERVED, Capacity, Demand
+from tenuto.deployments.control.interface import Apply, Decision, Entry, MakePlan, Seen, WantGpus
+from tenuto.deployments.control.planning import PlanRequest, Proposal
+from tenuto.deployments.control.rates import Rates, RatesMemory
+from tenuto.deployments.control.settings import ControlSettings, Mode
+from tenuto.deployments.control.steps import next_stage
+from tenuto.deployments.control.worth import Durations
+from tenuto.placement import Gpulet, Plan, Workload
+from tenuto.placement.cluster import Gpu
+from tenuto.placement.plan import PolicyUsed
+
+__all__ = ["ChangeUnderWay", "Controller", "Memory"]
+
+HOUR_S = 3600.0
+KEPT_ENTRIES = 1000  # of the log, in memory; the driver writes all of them
+MOVED_ENOUGH = 0.05  # of any need: below it the same question would get the same answer
+FOLLOW = 0.3  # weight of the newest duration or ratio in its average, as in the dispatcher's own corrections
+
+
+@dataclass(frozen=True)
+class ChangeUnderWay:
+    """A change of plan. `stage` is what is applied now; `origin` what it goes back to if it fails."""
+
+    origin: Plan
+    target: Plan
+    stage: Plan
+    begun_s: float
+    stage_since_s: float
+    why: str
+    is_rollback: bool = False
+    suffered: tuple[str, ...] = ()  # models that lost too much before it began
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What outlives the controller. `plan` is the plan applied last, `workload` what is asked for."""
+
+    plan: Plan
+    workload: Workload
+    rates: RatesMemory = field(default_factory=RatesMemory)
+    slowdowns: Mapping[str, float] = field(default_factory=dict)
+    surplus: Mapping[str, float] = field(default_factory=dict)
+    durations: Durations | None = None
+    changes_s: tuple[float, ...] = ()
+    quiet_until_s: float = 0.0
+    failures: int = 0
+    paused: bool = False
+    change: ChangeUnderWay | None = None
+    proving: ChangeUnderWay | None = None
+
+    def to_data(self) -> dict[str, Any]:
+        """Return it as plain data, for a JSON file."""
+        return {
+            "plan": self.plan.to_data(),
+            "workload": self.workload.model_dump(mode="json", exclude_defaults=True, exclude_none=True),
+            "rates": self.rates.to_data(),
+            "slowdowns": dict(self.slowdowns),
+            "surplus": dict(self.surplus),
+            "durations": None if self.durations is None else [self.durations.start_s, self.durations.load_s],
+            "changes_s": list(self.changes_s),
+            "quiet_until_s": self.quiet_until_s,
+            "failures": self.failures,
+            "paused": self.paused,
+            "change": _change_data(self.change),
+            "proving": _change_data(self.proving),
+        }
+
+    @classmethod
+    def from_data(cls, data: Mapping[str, Any]) -> Memory:
+        """Read what `to_data` returned; raises `InvalidInputError` for plans and workloads that are none."""
+        return cls(
+            plan=Plan.from_data(data["plan"]),
+            workload=Workload.model_validate(data["workload"]),
+            rates=RatesMemory(**data["rates"]),
+            slowdowns=data["slowdowns"],
+            surplus=data["surplus"],
+            durations=None if data["durations"] is None else Durations(*data["durations"]),
+            changes_s=tuple(data["changes_s"]),
+            quiet_until_s=data["quiet_until_s"],
+            failures=data["failures"],
+            paused=data["paused"],
+            change=_change_from(data["change"]),
+            proving=_change_from(data["proving"]),
+        )
+
+
+def _change_data(change: ChangeUnderWay | None) -> dict[str, Any] | None:
+    if change is None:
+        return None
+    plans = {"origin": change.origin.to_data(), "target": change.target.to_data(), "stage": change.stage.to_data()}
+    return {
+        **plans, "begun_s": change.begun_s, "stage_since_s": change.stage_since_s, "why": change.why,
+        "is_rollback": change.is_rollback, "suffered": list(change.suffered),
+    }  # fmt: skip
+
+
+def _change_from(data: Mapping[str, Any] | None) -> ChangeUnderWay | None:
+    if data is None:
+        return None
+    origin, target, stage = (Plan.from_data(data[key]) for key in ("origin", "target", "stage"))
+    return ChangeUnderWay(
+        origin, target, stage, data["begun_s"], data["stage_since_s"], data["why"], data["is_rollback"],
+        tuple(data["suffered"]),
+    )  # fmt: skip
+
+
+class Controller:
+    """Invariant: at most one change and one question to the planner at a time."""
+
+    def __init__(self, settings: ControlSettings, memory: Memory) -> None:
+        """Begin, or begin again, from what is remembered."""
+        self._settings = settings
+        self.mode: Mode = settings.mode
+        self._workload = memory.workload
+        self._plan = memory.plan
+        declared = {spec.name: spec.rate_rps for spec in memory.workload.models}
+        self._rates = Rates(
+            declared, average_s=settings.rates.average_s, settle_s=settings.rates.settle_s,
+            target=settings.attainment, floor_rps=settings.rates.floor_rps, memory=memory.rates,
+        )  # fmt: skip
+        self._attainment = Attainment(tuple(declared), target=settings.attainment, window_s=settings.interval_s)
+        self._slowdowns = dict(memory.slowdowns)
+        self._surplus = dict(memory.surplus)
+        change = settings.change
+        self._durations = memory.durations or Durations(change.start_s, change.load_s)
+        self._changes_s = deque(memory.changes_s)
+        self._quiet_until_s = memory.quiet_until_s
+        self._failures = memory.failures
+        self.paused = memory.paused
+        self._change, self._proving = memory.change, memory.proving
+        self._gpus: tuple[Gpu, ...] = ()
+        self._asked: tuple[int, float] | None = None  # (number, since) of the question that is out
+        self._number = 0
+        self._planned_with: dict[str, float] = {s.name: s.rate_rps for s in memory.plan.models}
+        self._answered: tuple[dict[str, float], frozenset[str]] | None = None  # needs and reasons of the last question
+        self._reasons: dict[str, str] = {}  # why to plan again, by kind
+        self._checked_s = -settings.interval_s
+        self._checked_needs: dict[str, float] = {}
+        self._unsettled_s = 0.0  # when something last happened that explains lost requests
+        self._now_s = 0.0
+        self._last_s: float | None = None
+        self._decisions: list[Decision] = []
+        self._wanted: Mapping[str, int] | None = None
+        self.entries: deque[Entry] = deque(maxlen=KEPT_ENTRIES)
+
+    # --- in -----------------------------------------------------------------------------------------------------------
+
+    def observe(self, now_s: float, seen: Seen) -> None:
+        """Take one look."""
+        seconds = self._settings.look_s if self._last_s is None else max(1e-3, now_s - self._last_s)
+        self._now_s = self._last_s = now_s
+        jumped = self._rates.observe(now_s, seconds, {name: m.arrived for name, m in seen.models.items()})
+        if jumped:
+            self._unsettled_s = now_s
+        losing = self._attainment.observe(
+            now_s, {n: m.good for n, m in seen.models.items()}, {n: m.bad for n, m in seen.models.items()}
+        )
+        self._learn_slowdowns(seen)
+        self._notice_gpus(seen)
+        if self._change is not None:
+            self._go_on(seen)
+        elif self._proving is not None and losing:
+            self._take_back_if_worse(losing)
+        if self._proving is not None and now_s - self._proving.stage_since_s > self._settings.change.prove_s:
+            self._proving, self._failures = None, 0
+        if self._change is None and self.mode != "off":
+            self._find_reasons(losing, bool(jumped))
+            self._ask()
+
+    def planned(self, now_s: float, number: int, result: Proposal | str) -> None:
+        """Take the planner's result, or why there is none."""
+        self._now_s = now_s
+        if self._asked is None or self._asked[0] != number:
+            return
+        self._asked = None
+        reasons, self._reasons = self._reasons, {}
+        why = "; ".join(reasons.values())
+        if isinstance(result, str):
+            self._say("no plan", f"{why}: no plan: {result}; what runs is kept", {"reasons": dict(reasons)})
+            return
+        self._want(result)
+        plan, worth = result.plan, result.worth
+        figures = {
+            "how": result.how, "reasons": dict(reasons), "gained_requests": round(worth.gained_requests),
+            "lost_requests": round(worth.lost_requests), "saved_gpu_s": round(worth.saved_rent),
+            "spent_gpu_s": round(worth.spent_rent), "seconds": worth.seconds, "stages": worth.stages,
+        }  # fmt: skip
+        if plan is None or not worth.pays:
+            self._say("kept", f"{why}: what runs is kept, as {worth.why}", figures)
+            return
+        saves_only = worth.saved_rent > 0.0
+        obstacle = self._obstacle(saves_only=saves_only)
+        if saves_only and reasons.keys() & {"slo", "overload"}:
+            obstacle = "GPUs are not given up while requests are lost"
+        if obstacle is not None:
+            self._say("kept", f"{why}: {result.how} would pay, as {worth.why}, but {obstacle}", figures)
+            return
+        self._say("advice" if self.mode == "advise" else "change", f"{why}: {result.how}, as {worth.why}", figures)
+        if self.mode == "act":
+            self._begin(plan, why)
+
+    def set_workload(self, workload: Workload) -> None:
+        """Serve these models from now on; the declared rate of a new one is its first estimate."""
+        before = {spec.name for spec in self._workload.models}
+        after = {spec.name: spec.rate_rps for spec in workload.models}
+        self._workload = workload
+        self._rates.set_models(after)
+        self._attainment.set_models(tuple(after))
+        changed = sorted(before ^ after.keys()) or ["its entries"]
+        self._reasons["workload"] = f"the workload changed ({', '.join(changed)})"
+        self._answered = None
+
+    def set_plan(self, plan: Plan) -> None:
+        """An operator has applied another plan; forget what was under way."""
+        self._plan, self._change, self._proving, self._asked = plan, None, None, None
+        self._answered = None
+        self._attainment.forget()
+        self._unsettled_s = self._now_s
+
+    def pause(self, *, paused: bool) -> None:
+        """Change nothing, or change again; a change that is under way is finished."""
+        self.paused = paused
+        self._say("paused" if paused else "resumed", "by an operator")
+
+    # --- out ----------------------------------------------------------------------------------------------------------
+
+    def drain(self) -> list[Decision]:
+        """Return the decisions since the last call, oldest first."""
+        decisions, self._decisions = self._decisions, []
+        return decisions
+
+    @property
+    def plan(self) -> Plan:
+        """The plan that was applied last."""
+        return self._plan
+
+    @property
+    def change(self) -> ChangeUnderWay | None:
+        """The change that is under way."""
+        return self._change
+
+    @property
+    def rates(self) -> Rates:
+        """What is known of the rates."""
+        return self._rates
+
+    def memory(self) -> Memory:
+        """Return what outlives the controller; write it whenever `drain` returned something."""
+        return Memory(
+            self._plan, self._workload, self._rates.memory(), dict(self._slowdowns), dict(self._surplus),
+            self._durations, tuple(self._changes_s), self._quiet_until_s, self._failures, self.paused, self._change,
+            self._proving,
+        )  # fmt: skip
+
+    def demand(self, *, lasting_s: float = 0.0) -> Demand:
+        """Return what has to be carried once a change that begins now is done, and for `lasting_s` from then on: what
+        is expected with its bursts, times what unexplained losses have taught."""
+        demand = self._rates.demand(self._durations.start_s + lasting_s)
+        more = self._surplus
+        return Demand(
+            {name: rate * more.get(name, 1.0) for name, rate in demand.mean_rps.items()},
+            {name: rate * more.get(name, 1.0) for name, rate in demand.burst_rps.items()},
+        )
+
+    # --- learning -----------------------------------------------------------------------------------------------------
+
+    def _learn_slowdowns(self, seen: Seen) -> None:
+        """Follow what batches take over their profile, by program: the slowest of its gpu-lets counts."""
+        ratios: dict[str, float] = {}
+        for gpulet in seen.gpulets.values():
+            for program, ratio in gpulet.ratio.items():
+                ratios[program] = max(ratios.get(program, 0.0), ratio)
+        threshold = self._settings.when.slow
+        for program, ratio in ratios.items():
+            known = self._slowdowns.get(program, 1.0)
+            follow = ratio if abs(ratio - known) > (threshold or 0.1) * known else known + FOLLOW * (ratio - known)
+            if threshold is not None and abs(follow / known - 1.0) > threshold:
+                self._reasons["slow"] = f"batches of '{program}' take {follow:.2f} of their profile, not {known:.2f}"
+                self._unsettled_s = self._now_s
+            self._slowdowns[program] = follow
+
+    def _notice_gpus(self, seen: Seen) -> None:
+        before, after = {gpu.id for gpu in self._gpus}, {gpu.id for gpu in seen.gpus}
+        self._gpus = seen.gpus
+        lost, came = before - after, after - before
+        used = {gpulet.gpu for gpulet in self._plan.gpulets}
+        if lost & used and self._settings.when.lost:
+            self._reasons["lost"] = f"GPU {', '.join(sorted(lost))} is gone"
+        if came and before and self._settings.when.came:
+            self._reasons["came"] = f"GPU {', '.join(sorted(came))} is new"
+        if lost or came:
+            self._answered = None
+            self._unsettled_s = self._now_s
+        if lost & used and self._change is not None:
+            self._say("abandoned", f"the change under way stops, as GPU {', '.join(sorted(lost))} is gone")
+            self._change = None
+
+    # --- reasons ------------------------------------------------------------------------------------------------------
+
+    def _find_reasons(self, losing: Sequence[str], jumped: bool) -> None:
+        when, demand = self._settings.when, self.demand()
+        needs = demand.upper_rps
+        if losing and when.slo and not self._is_unsettled():
+            parts = self._attainment.lost_part(losing)
+            self._reasons["slo"] = "more is lost than allowed: " + _shown(parts, "{:.1%}")
+        is_due = self._now_s - self._checked_s >= self._settings.interval_s - 1e-6
+        if not (is_due or jumped or losing):
+            return
+        if is_due:
+            self._checked_s = self._now_s
+        elif not _moved(self._checked_needs, needs, MOVED_ENOUGH):
+            return
+        self._checked_needs = needs
+        load = self._capacity().load(demand)
+        if when.overload and load > 1.0:
+            # A plan that promised what it does not carry is no news; what it was made for is in `_answered`.
+            text = "has no gpu-let for a model" if load >= UNSERVED else f"would have to be {load:.0%} busy"
+            self._reasons["overload"] = f"the busiest gpu-let {text}"
+        if losing and "slo" in self._reasons and load <= 1.0:
+            self._raise_surplus(losing)
+        if is_due and when.underused is not None and load < when.underused:
+            self._reasons["underused"] = f"the busiest gpu-let would be {load:.0%} busy"
+        if is_due and when.rate is not None:
+            moved = self._moved_rates(needs)
+            if moved:
+                self._reasons["rate"] = f"rates have moved: {_shown(moved, '{:.0f} r/s')}"
+
+    def _capacity(self) -> Capacity:
+        here = {gpu.id for gpu in self._gpus}
+        ready = {gpulet.id for gpulet in self._plan.gpulets if gpulet.gpu in here}
+        return Capacity(self._plan, ready=ready, slowdowns=self._slowdowns)
+
+    def _moved_rates(self, needs: Mapping[str, float]) -> dict[str, float]:
+        moved = self._settings.when.rate
+        if moved is None:
+            return {}
+        found = {}
+        for name, now in needs.items():
+            before = self._planned_with.get(name, now)
+            by_ratio = moved.ratio is not None and not 1.0 / moved.ratio <= now / before <= moved.ratio
+            if by_ratio or (moved.rps is not None and abs(now - before) >= moved.rps):
+                found[name] = now
+        return found
+
+    def _is_unsettled(self) -> bool:
+        """Whether something happened lately that explains lost requests."""
+        return self._now_s - self._unsettled_s < self._settings.interval_s
+
+    def _raise_surplus(self, losing: Sequence[str]) -> None:
+        """Plan for more than is offered where everything else is as planned and requests are lost all the same: with a
+        part r lost, N/(1-r) of what was planned for would carry all (Symphony, section 3.5)."""
+        for name, part in self._attainment.lost_part(losing).items():
+            self._surplus[name] = self._surplus.get(name, 1.0) / max(0.25, 1.0 - part)
+        self._attainment.forget()
+
+    # --- asking -------------------------------------------------------------------------------------------------------
+
+    def _ask(self) -> None:
+        """Ask the planner, if there is a reason that it has not answered already."""
+        if self._asked is not None:
+            if self._now_s - self._asked[1] > self._settings.change.plan_timeout_s:
+                self.planned(self._now_s, self._asked[0], "the planner took too long")
+            return
+        if not self._reasons:
+            return
+        needs, kinds = self.demand().upper_rps, frozenset(self._reasons)
+        known = self._answered
+        if known is not None and kinds <= known[1] and not _moved(known[0], needs, MOVED_ENOUGH):
+            self._reasons.clear()
+            return
+        if self._obstacle(saves_only=kinds <= {"underused", "rate"}) is not None:
+            return
+        self._answered = needs, kinds
+        self._planned_with = needs
+        self._number += 1
+        self._asked = self._number, self._now_s
+        request = PlanRequest(
+            workload=self._workload.model_copy(update={"applications": ()}),
+            demand=self.demand(lasting_s=self._settings.interval_s),
+            expected_rps=self._rates.expected_rps(self._durations.start_s + self._settings.interval_s),
+            running=self._here(self._plan, self._plan.gpulets),
+            gpus=self._gpus,
+            policy=self._settings.policy or PolicyUsed(name=self._plan.policy.name, options=self._plan.policy.options),
+            durations=self._durations,
+            horizon_s=self._settings.change.horizon_s,
+            hysteresis=self._settings.change.hysteresis,
+            types={kind: bounds.max for kind, bounds in self._settings.gpus.items() if bounds.max > 0},
+            slowdowns=dict(self._slowdowns),
+        )
+        self._decisions.append(MakePlan(self._number, request))
+
+    def _obstacle(self, *, saves_only: bool) -> str | None:
+        """Return what stands against a change now."""
+        if self.paused:
+            return "changes are paused"
+        if self._now_s < self._quiet_until_s:
+            return f"the last change failed; the next may come in {self._quiet_until_s - self._now_s:.0f} s"
+        while self._changes_s and self._changes_s[0] <= self._now_s - HOUR_S:
+            self._changes_s.popleft()
+        if len(self._changes_s) >= self._settings.change.per_hour:
+            return f"{self._settings.change.per_hour} changes were made within the hour"
+        since_s = self._now_s - self._changes_s[-1] if self._changes_s else HOUR_S
+        if saves_only and since_s < self._settings.change.cool_down_s:
+            return f"the last change was {since_s:.0f} s ago"
+        return None
+
+    def _want(self, result: Proposal) -> None:
+        """Say how many GPUs would carry everything: to the autoscaler, or to the operator of a cluster that cannot
+        grow."""
+        if result.wanted is None:
+            return
+        there = Counter(gpu.type for gpu in self._gpus)
+        bounds = self._settings.gpus
+        if bounds:
+            wanted = {
+                kind: max(bound.min, min(bound.max, result.wanted.get(kind, 0))) for kind, bound in bounds.items()
+            }
+            if wanted != self._wanted:
+                self._wanted = wanted
+                self._decisions.append(WantGpus(wanted))
+        missing = {
+            kind: count - max(there[kind], bounds[kind].max if kind in bounds else 0)
+            for kind, count in result.wanted.items()
+        }
+        short = {kind: count for kind, count in missing.items() if count > 0}
+        if short:
+            self._say("missing", f"all rates would be carried with more GPUs: {_shown(short, '{}')}", {"gpus": short})
+
+    # --- changing -----------------------------------------------------------------------------------------------------
+
+    def _begin(self, target: Plan, why: str) -> None:
+        origin = self._plan
+        running = self._here(origin, origin.gpulets)
+        losing = self._attainment.lost_part([spec.name for spec in self._workload.models])
+        suffered = tuple(name for name, part in losing.items() if part > 1.0 - self._settings.attainment)
+        self._changes_s.append(self._now_s)
+        self._proving = None
+        change = ChangeUnderWay(origin, target, running, self._now_s, self._now_s, why, suffered=suffered)
+        self._step(change, running)
+
+    def _step(self, change: ChangeUnderWay, now: Plan) -> None:
+        """Apply the next stage of a change, or end it."""
+        stage = next_stage(now, change.target, self._gpus, self._rates.mean_rps)
+        if stage is None:
+            self._end(change)
+            return
+        is_last = stage is change.target or stage.to_data() == change.target.to_data()
+        self._change = replace(change, stage=stage, stage_since_s=self._now_s)
+        self._plan = stage
+        what = "back to the plan before" if change.is_rollback else change.why
+        self._decisions.append(Apply(stage, f"{what}{'' if is_last else ' (a stage of the change)'}"))
+
+    def _go_on(self, seen: Seen) -> None:
+        """Look at the stage of the change that is under way."""
+        change = self._change
+        assert change is not None
+        waiting = {gpulet.id for gpulet in change.stage.gpulets} - seen.ready
+        before = {gpulet.id for gpulet in change.origin.gpulets}
+        broken = {name: why for name, why in seen.broken.items() if name in waiting and name not in before}
+        lasts_s = self._now_s - change.stage_since_s
+        if broken:
+            self._take_back(change, f"gpu-let {', '.join(sorted(broken))} cannot start: {next(iter(broken.values()))}")
+        elif not waiting:
+            self._remember_duration(change, lasts_s)
+            self._step(change, change.stage)
+        elif lasts_s > self._settings.change.ready_timeout_s:
+            self._take_back(change, f"gpu-let {', '.join(sorted(waiting))} is not ready after {lasts_s:.0f} s")
+
+    def _remember_duration(self, change: ChangeUnderWay, lasts_s: float) -> None:
+        running = {gpulet.id: gpulet for gpulet in change.origin.gpulets}
+        started = any(gpulet.id not in running for gpulet in change.stage.gpulets)
+        look_s = self._settings.look_s
+        if lasts_s > look_s and started:
+            start_s = self._durations.start_s + FOLLOW * (lasts_s - self._durations.start_s)
+            self._durations = Durations(start_s, self._durations.load_s)
+        elif lasts_s > look_s:
+            self._durations = Durations(
+                self._durations.start_s, self._durations.load_s + FOLLOW * (lasts_s - self._durations.load_s)
+            )
+
+    def _end(self, change: ChangeUnderWay) -> None:
+        self._change = None
+        self._attainment.forget()
+        self._unsettled_s = self._now_s
+        seconds = self._now_s - change.begun_s
+        if change.is_rollback:
+            self._say("rolled back", f"to the plan before, in {seconds:.0f} s")
+            return
+        self._say("changed", f"{change.why}: done in {seconds:.0f} s", {"seconds": seconds})
+        self._proving = replace(change, stage_since_s=self._now_s)
+
+    def _take_back_if_worse(self, losing: Sequence[str]) -> None:
+        """Roll the last change back where models lose requests since it that did not before, and the plan before would
+        carry what is offered now."""
+        change = self._proving
+        assert change is not None
+        new = [name for name in losing if name not in change.suffered]
+        if not new or Capacity(change.origin, slowdowns=self._slowdowns).load(self.demand()) > 1.0:
+            return
+        self._proving = None
+        parts = _shown(self._attainment.lost_part(new), "{:.1%}")
+        self._take_back(change, f"since the change more is lost than allowed: {parts}", change.stage.gpulets)
+
+    def _take_back(self, change: ChangeUnderWay, why: str, held: Sequence[Gpulet] | None = None) -> None:
+        """Go back to the plan before a change; `held` are gpu-lets that serve now, by default those of that plan."""
+        if change.is_rollback:
+            self._change = None
+            self._say("stuck", f"going back failed too: {why}")
+            self._reasons["stuck"] = why
+            return
+        self._failures += 1
+        self._answered = None  # it is asked again once the wait is over
+        wait_s = min(HOUR_S, self._settings.change.cool_down_s * 2 ** (self._failures - 1))
+        self._quiet_until_s = self._now_s + wait_s
+        self._say("roll back", f"{why}; no other change for {wait_s:.0f} s", {"why": change.why})
+        before = {gpulet.id for gpulet in change.origin.gpulets}
+        if held is None:
+            held = [gpulet for gpulet in change.stage.gpulets if gpulet.id in before]
+        now = self._here(change.stage, held)
+        origin = self._here(change.origin, change.origin.gpulets)
+        self._step(ChangeUnderWay(change.stage, origin, now, self._now_s, self._now_s, why, is_rollback=True), now)
+
+    def _here(self, plan: Plan, gpulets: Sequence[Gpulet]) -> Plan:
+        """Return a plan with those of some gpu-lets whose GPU is there."""
+        here = {gpu.id for gpu in self._gpus}
+        return plan.model_copy(update={"gpulets": tuple(gpulet for gpulet in gpulets if gpulet.gpu in here)})
+
+    def _say(self, kind: str, text: str, data: Mapping[str, Any] | None = None) -> None:
+        entry = Entry(self._now_s, kind, text, data or {})
+        self.entries.append(entry)
+        self._decisions.append(entry)
+
+
+def _moved(before: Mapping[str, float], after: Mapping[str, float], part: float) -> bool:
+    return before.keys() != after.keys() or any(
+        abs(after[name] - before[name]) > part * max(before[name], 1e-9) for name in after
+    )
+
+
+def _shown(values: Mapping[str, Any], form: str) -> str:
+    return ", ".join(f"{name} {form.format(value)}" for name, value in sorted(values.items()))

@@ -1,0 +1,123 @@
+"""Names for a new plan: which of its GPUs and gpu-lets are those that run already, so that as much as can be stays.
+
+A policy numbers GPUs and gpu-lets as it likes. Here its GPUs are laid on real ones of their types so that most of what
+runs is kept, a gpu-let that is one process with a running one takes its id, and every other gets an id that nothing
+running has: so the new can start beside the old.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+
+import numpy as np
+from scipy.optimize import linear_sum_assignment
+
+from tenuto.deployments.control.steps import fits
+from tenuto.errors import InvalidInputError, Problem
+from tenuto.placement import Gpulet, Plan
+from tenuto.placement.cluster import Gpu
+from tenuto.placement.plan import PlannedGpu
+from tenuto.placement.policies.shared.gpu_pool import gpulet_id
+
+__all__ = ["fitted", "fresh_id", "is_same_process", "planned_gpu"]
+
+BREAKS = 3.0  # models kept loaded that are worth as much as one that does not have to be away: make before break
+
+
+def fitted(plan: Plan, running: Plan | None, gpus: Sequence[Gpu], *, keep_idle: bool) -> Plan:
+    """Return `plan` on these GPUs, with the ids of what it keeps of `running`.
+
+    Args:
+        plan: of a policy; at most as many GPUs of each type as there are.
+        running: what serves now.
+        gpus: those that are there.
+        keep_idle: list the GPUs that it does not use, too.
+
+    Raises:
+        InvalidInputError: it uses more GPUs of a type than there are.
+    """
+    before = running.by_gpu() if running is not None else {}
+    wanted = {gpu: gpulets for gpu, gpulets in plan.by_gpu().items() if gpulets}
+    types = {gpu.id: gpu.type for gpu in plan.gpus}
+    taken = {gpulet.id for gpulet in running.gpulets} if running is not None else set[str]()
+    gpulets: list[Gpulet] = []
+    used: dict[str, PlannedGpu] = {}
+    for gpu_type in dict.fromkeys(types[gpu] for gpu in wanted):
+        new = [gpu for gpu in wanted if types[gpu] == gpu_type]
+        there = [gpu for gpu in gpus if gpu.type == gpu_type]
+        if len(new) > len(there):
+            rule = f"{len(new)} GPUs of type {gpu_type}, and {len(there)} are there"
+            raise InvalidInputError(Problem("gpus", len(new), rule, "Plan on the GPUs that are there."))
+        value = np.array([[_value(wanted[name], before.get(gpu.id, []), gpu) for gpu in there] for name in new])
+        for row, column in zip(*linear_sum_assignment(value, maximize=True), strict=True):
+            gpu = there[column]
+            used[gpu.id] = planned_gpu(gpu)
+            gpulets += _named(wanted[new[row]], gpu.id, before.get(gpu.id, []), taken)
+    if keep_idle:
+        used |= {gpu.id: planned_gpu(gpu) for gpu in gpus if gpu.id not in used}
+    order = {gpu.id: place for place, gpu in enumerate(gpus)}
+    return plan.model_copy(
+        update={
+            "gpus": tuple(sorted(used.values(), key=lambda gpu: order[gpu.id])),
+            "gpulets": tuple(sorted(gpulets, key=lambda gpulet: (order[gpulet.gpu], gpulet.id))),
+        }
+    )
+
+
+def is_same_process(before: Gpulet, after: Gpulet) -> bool:
+    """Whether one gpu-let can become the other without a new process: on its GPU, with its share and memory limit."""
+    return (before.gpu, before.share_pct, before.memory_mib) == (after.gpu, after.share_pct, after.memory_mib)
+
+
+def fresh_id(gpu_id: str, taken: Collection[str]) -> str:
+    """Return the first id of a gpu-let on a GPU that is not taken."""
+    index = 0
+    while gpulet_id(gpu_id, index) in taken:
+        index += 1
+    return gpulet_id(gpu_id, index)
+
+
+def planned_gpu(gpu: Gpu) -> PlannedGpu:
+    """Return a GPU as plans have it."""
+    return PlannedGpu(id=gpu.id, type=gpu.type, uuid=gpu.uuid, address=gpu.address)
+
+
+def _value(new: Sequence[Gpulet], old: Sequence[Gpulet], gpu: Gpu) -> float:
+    """Return what it is worth to lay a GPU's gpu-lets on one that holds others: models that stay loaded, less those
+    that could only start once others have gone."""
+    pairs = _pairs(new, old)
+    stay = {i for _, i, _ in pairs}
+    starts = [gpulet for index, gpulet in enumerate(new) if index not in stay]
+    breaks = 0.0 if fits([*old, *starts], gpu) else sum(len(gpulet.models) for gpulet in starts)
+    return sum(value for value, _, _ in pairs) - BREAKS * breaks
+
+
+def _pairs(new: Sequence[Gpulet], old: Sequence[Gpulet]) -> list[tuple[float, int, int]]:
+    """Return (value, new, old) for every gpu-let that stays, greedily the most valuable first: its models, counted
+    twice where it holds no others, and a little more where nothing about it changes."""
+    found = []
+    for i, after in enumerate(new):
+        models = {replica.name for replica in after.models}
+        for j, before in enumerate(old):
+            same = {replica.name for replica in before.models}
+            if (after.share_pct, after.memory_mib) == (before.share_pct, before.memory_mib) and models & same:
+                more = (models == same) * 1.0 + (after.models == before.models) * 0.1
+                found.append((len(models & same) * (1.0 + more), i, j))
+    chosen: list[tuple[float, int, int]] = []
+    for value, i, j in sorted(found, key=lambda pair: (-pair[0], pair[1], pair[2])):
+        if all(i != other and j != another for _, other, another in chosen):
+            chosen.append((value, i, j))
+    return chosen
+
+
+def _named(new: Sequence[Gpulet], gpu_id: str, old: Sequence[Gpulet], taken: set[str]) -> list[Gpulet]:
+    """Return the gpu-lets of a GPU with their ids; fresh ones are added to `taken`."""
+    ids: Mapping[int, str] = {i: old[j].id for _, i, j in _pairs(new, old)}
+    found = []
+    for index, gpulet in enumerate(new):
+        name = ids.get(index)
+        if name is None:
+            name = fresh_id(gpu_id, taken)
+            taken.add(name)
+        found.append(gpulet.model_copy(update={"id": name, "gpu": gpu_id}))
+    return found

@@ -1,0 +1,80 @@
+"""What goes into the controller and what comes out of it. Times are seconds on the driver's clock."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from tenuto.deployments.control.planning import PlanRequest
+from tenuto.placement import Plan
+from tenuto.placement.cluster import Gpu
+
+__all__ = ["Apply", "Decision", "Entry", "GpuletSeen", "MakePlan", "ModelSeen", "Seen", "WantGpus"]
+
+
+@dataclass(frozen=True)
+class ModelSeen:
+    """Requests of one model since the last look: those that arrived, and those that ended, in time or not."""
+
+    arrived: int = 0
+    good: int = 0
+    bad: int = 0
+
+
+@dataclass(frozen=True)
+class GpuletSeen:
+    """One gpu-let since the last look: what batches took over what the plan says, by program with any."""
+
+    ratio: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Seen:
+    """One look: what happened since the last, and what stands now.
+
+    `ready` are gpu-lets that can serve; `broken` those that will not, with the reason; every other gpu-let of the plan
+    is starting, loading or coming back. `gpus` are the GPUs that are there.
+    """
+
+    models: Mapping[str, ModelSeen]
+    ready: frozenset[str]
+    gpus: tuple[Gpu, ...]
+    broken: Mapping[str, str] = field(default_factory=dict)
+    gpulets: Mapping[str, GpuletSeen] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class MakePlan:
+    """Run the planner on this, aside, and bring its result to `planned` with the number."""
+
+    number: int
+    request: PlanRequest
+
+
+@dataclass(frozen=True)
+class Apply:
+    """Make this plan the one that is served, from now on; `why` is for the history."""
+
+    plan: Plan
+    why: str
+
+
+@dataclass(frozen=True)
+class WantGpus:
+    """Have so many GPUs of each type in the cluster: ask for what is missing, release what is idle above it."""
+
+    by_type: Mapping[str, int]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One line of the log: what was noticed, decided or done, with what it rests on."""
+
+    at_s: float
+    kind: str
+    text: str
+    data: Mapping[str, Any] = field(default_factory=dict)
+
+
+Decision = MakePlan | Apply | WantGpus | Entry

@@ -1,0 +1,298 @@
+"""What to change the plan to: candidates from a policy, laid on what runs, and the one that pays best.
+
+*Incremental* first: what is placed stays, and the policy plans only what is missing (`extended`), or gpu-lets that are
+not needed go (`trimmed`). Beside them stands the policy's plan for everything (`planned anew`), which has to pay for
+what it moves. Pure functions; the live controller calls them in a process of its own, with a time limit.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from tenuto.deployments.control.batches import raised
+from tenuto.deployments.control.capacity import Capacity, Demand
+from tenuto.deployments.control.fit import fitted, fresh_id, planned_gpu
+from tenuto.deployments.control.steps import fits
+from tenuto.deployments.control.worth import Durations, Rent, Worth, worth
+from tenuto.errors import InvalidInputError
+from tenuto.placement import Cluster, Gpulet, Plan, Workload
+from tenuto.placement.cluster import Gpu, GpuGroup, Node
+from tenuto.placement.plan import PolicyUsed
+from tenuto.placement.policy import load_policy
+from tenuto.placement.solve import solve
+from tenuto.profiles import ModelProfile, Profile, Profiles
+
+__all__ = ["PlanRequest", "Proposal", "propose"]
+
+ALIKE = 0.97  # rates that differ by less give the same plan, or nearly
+SLIGHT = 0.01  # of a model's rate: what is missing below that is no reason to place another replica
+
+
+@dataclass(frozen=True)
+class PlanRequest:
+    """What is asked of the planner.
+
+    `workload` says which models, `demand` what has to be carried of them and `expected_rps` what is to be expected on
+    average. `running` is what serves now, on `gpus`, those that are there. `types` are the GPU types a cluster can grow
+    by, with how many there may be at most; empty: it cannot grow. `slowdowns` is what batches of a program take over
+    their profile.
+    """
+
+    workload: Workload
+    demand: Demand
+    expected_rps: Mapping[str, float]
+    running: Plan
+    gpus: tuple[Gpu, ...]
+    policy: PolicyUsed
+    durations: Durations
+    horizon_s: float
+    hysteresis: float
+    types: Mapping[str, int] = field(default_factory=dict)
+    slowdowns: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """The best candidate, how it came about and what it is worth; `plan` None: nothing was found, as `worth` says.
+
+    `wanted` is how many GPUs of each type would carry everything; None: the policy could not tell.
+    """
+
+    plan: Plan | None
+    how: str
+    worth: Worth
+    wanted: Mapping[str, int] | None = None
+
+
+def propose(request: PlanRequest, profiles: Profiles) -> Proposal:
+    """Return the candidate that pays best, or else the one that would come nearest to it."""
+    rent = Rent(bool(request.types), _prices(request.gpus))
+    wanted, found, faults = _candidates(request, profiles)
+    best: tuple[tuple[float, ...], Proposal] | None = None
+    for how, plan in found:
+        weighed = worth(
+            request.running, plan, request.gpus, request.demand, request.expected_rps, request.durations, rent,
+            horizon_s=request.horizon_s, hysteresis=request.hysteresis, slowdowns=request.slowdowns,
+        )  # fmt: skip
+        net = weighed.gained_requests - weighed.lost_requests
+        saved = weighed.saved_rent - weighed.spent_rent
+        rank = (float(weighed.pays), round(net), round(weighed.carried_rps), saved, -float(weighed.stages))
+        if best is None or rank > best[0]:
+            best = rank, Proposal(plan, how, weighed, wanted)
+    if best is not None:
+        return best[1]
+    return Proposal(None, "", Worth(False, "; ".join(faults) or "no other plan was found"), wanted)
+
+
+def _prices(gpus: Sequence[Gpu]) -> dict[str, float]:
+    """Return prices by type where there are several types to choose from; of one type a GPU is a GPU."""
+    prices = {gpu.type: gpu.price_per_hour for gpu in gpus}
+    return {kind: price for kind, price in prices.items() if price is not None} if len(prices) > 1 else {}
+
+
+def _candidates(
+    request: PlanRequest, profiles: Profiles
+) -> tuple[Mapping[str, int] | None, list[tuple[str, Plan]], list[str]]:
+    """Return the GPUs wanted by type, the candidates with how they came about, and what went wrong."""
+    found: list[tuple[str, Plan]] = []
+    faults: list[str] = []
+    wanted: Counter[str] | None = None
+    there = Counter(gpu.type for gpu in request.gpus)
+    types = tuple(dict.fromkeys([*there, *request.types]))
+    if not types:
+        return None, [], ["no GPU is there"]
+    anew: Plan | None = None
+    try:
+        anew = _anew(request, profiles, _cluster_of(request, dict.fromkeys(types, 1), True))
+        wanted = Counter(gpu.type for gpu in anew.gpus if anew.on_gpu(gpu.id))
+    except InvalidInputError as error:
+        faults.append(str(error))
+    try:
+        if anew is None or wanted is None or any(count > there[kind] for kind, count in wanted.items()):
+            anew = _anew(request, profiles, _cluster_of(request, there, False)) if there else None
+        if anew is not None:
+            found.append(("planned anew", fitted(anew, request.running, request.gpus, keep_idle=not request.types)))
+    except InvalidInputError as error:
+        faults.append(str(error))
+    if request.running.gpulets:
+        try:
+            running = raised(_of_workload(request.running, request.workload), request.workload, profiles, request.gpus)
+            if running.to_data() != request.running.to_data():
+                found.append(("kept", running))
+            found += [(how, plan) for how, plan in _incremental(request, profiles, running) if plan is not None]
+        except InvalidInputError as error:
+            faults.append(str(error))
+    return wanted, found, faults
+
+
+def _incremental(request: PlanRequest, profiles: Profiles, running: Plan) -> Iterator[tuple[str, Plan | None]]:
+    capacity = Capacity(running, slowdowns=request.slowdowns)
+    asked, carried = capacity.asked_rps(request.demand), capacity.carried(request.demand)
+    missing = {
+        name: asked[name] * (1.0 - carried[name] / mean) for name, mean in request.demand.mean_rps.items() if mean > 0
+    }
+    missing = {name: rate for name, rate in missing.items() if rate > SLIGHT * asked[name]}
+    if missing:
+        yield "extended", _extended(request, profiles, running, missing)
+    else:
+        yield "trimmed", _trimmed(request, running)
+
+
+def _anew(request: PlanRequest, profiles: Profiles, cluster: Cluster) -> Plan:
+    """Return the policy's plan for everything.
+
+    It is asked to plan for the whole burst of every model first, and again for the part that is left where its plan has
+    models share gpu-lets, unless that plan would not carry it.
+    """
+
+    def planned(rates_rps: Mapping[str, float]) -> Plan:
+        models = tuple(spec.model_copy(update={"rate_rps": rates_rps[spec.name]}) for spec in request.workload.models)
+        workload = request.workload.model_copy(update={"models": models})
+        return raised(_planned(request, profiles, workload, cluster), request.workload, profiles, request.gpus)
+
+    plan = planned(request.demand.upper_rps)
+    capacity = Capacity(plan, slowdowns=request.slowdowns)
+    asked = capacity.asked_rps(request.demand)
+    if sum(asked.values()) < ALIKE * sum(request.demand.upper_rps.values()):
+        smaller = planned(asked)
+        load = Capacity(smaller, slowdowns=request.slowdowns).load(request.demand)
+        if load <= max(1.0, capacity.load(request.demand)):
+            return smaller
+    return plan
+
+
+def _extended(
+    request: PlanRequest, profiles: Profiles, running: Plan, missing_rps: Mapping[str, float]
+) -> Plan | None:
+    """Return what runs, and beside it the policy's plan for what is missing: each of its gpu-lets where the least room
+    is left, GPUs that are not in use last."""
+    short = request.workload.model_copy(
+        update={
+            "models": tuple(
+                spec.model_copy(update={"rate_rps": missing_rps[spec.name]})
+                for spec in request.workload.models
+                if spec.name in missing_rps
+            ),
+            "applications": (),
+            "merge": "off",
+        }
+    )
+    there = dict.fromkeys((gpu.type for gpu in request.gpus), 1)
+    more = _planned(request, profiles, short, _cluster_of(request, there, True))
+    types = {gpu.id: gpu.type for gpu in more.gpus}
+    held = {gpu.id: [g for g in running.gpulets if g.gpu == gpu.id] for gpu in request.gpus}
+    names = {gpulet.id for gpulet in running.gpulets}
+    new: list[Gpulet] = []
+    for gpulet in sorted(more.gpulets, key=lambda g: (-g.effective_share_pct, g.id)):
+        room = [g for g in request.gpus if g.type == types[gpulet.gpu] and fits([*held[g.id], gpulet], g)]
+        if not room:
+            continue
+        gpu = max(room, key=lambda g: sum(other.effective_share_pct for other in held[g.id]))
+        placed = gpulet.model_copy(update={"id": fresh_id(gpu.id, names), "gpu": gpu.id})
+        names.add(placed.id)
+        held[gpu.id].append(placed)
+        new.append(placed)
+    if not new:
+        return None
+    gpus = tuple(planned_gpu(gpu) for gpu in request.gpus if not request.types or held[gpu.id])
+    plan = _with_gpulets(running, [*running.gpulets, *new]).model_copy(update={"gpus": gpus})
+    return raised(plan, request.workload, profiles, request.gpus)
+
+
+def _trimmed(request: PlanRequest, running: Plan) -> Plan | None:
+    """Return what runs without what is not needed: whole GPUs first, then single gpu-lets, the largest share first."""
+    by_gpu = running.by_gpu()
+    groups = [gpulets for gpulets in by_gpu.values() if gpulets]
+    groups.sort(key=lambda gpulets: len({replica.name for gpulet in gpulets for replica in gpulet.models}))
+    singles = sorted(running.gpulets, key=lambda gpulet: -gpulet.effective_share_pct)
+    kept = {gpulet.id for gpulet in running.gpulets}
+    for group in [*groups, *([gpulet] for gpulet in singles)]:
+        left = kept - {gpulet.id for gpulet in group}
+        if left != kept and Capacity(running, ready=left, slowdowns=request.slowdowns).load(request.demand) <= 1.0:
+            kept = left
+    if len(kept) == len(running.gpulets):
+        return None
+    return _with_gpulets(running, [gpulet for gpulet in running.gpulets if gpulet.id in kept])
+
+
+def _of_workload(running: Plan, workload: Workload) -> Plan:
+    """Return what runs with the workload's entries in place of its own; models that left are gone from its gpu-lets."""
+    wanted = {spec.name for spec in workload.models}
+    left = []
+    for gpulet in running.gpulets:
+        models = tuple(replica for replica in gpulet.models if replica.name in wanted)
+        merge = tuple(group for group in gpulet.merge if wanted.issuperset(group.models))
+        if models:
+            left.append(gpulet.model_copy(update={"models": models, "merge": merge}))
+    return _with_gpulets(running.model_copy(update={"models": workload.models}), left)
+
+
+def _with_gpulets(plan: Plan, gpulets: Sequence[Gpulet]) -> Plan:
+    held = {replica.name for gpulet in gpulets for replica in gpulet.models}
+    unserved = tuple(spec.name for spec in plan.models if spec.name not in held)
+    reasons = dict.fromkeys(unserved, "no room was found for it")
+    return plan.model_copy(update={"gpulets": tuple(gpulets), "unserved": unserved, "unserved_reasons": reasons})
+
+
+def _planned(request: PlanRequest, profiles: Profiles, workload: Workload, cluster: Cluster) -> Plan:
+    """Return the policy's plan, made from what batches really take, with the latencies of the profiles in it.
+
+    What a batch takes over its profile is a fact of its own, which holds for old and new plans alike; a plan that had
+    it in its latencies would have it counted twice.
+    """
+    slow = {name: factor for name, factor in request.slowdowns.items() if factor != 1.0}
+    asked, known = _slowed(workload, profiles, cluster, slow) if slow else (workload, profiles)
+    plan = solve(load_policy(request.policy.name, request.policy.options), asked, cluster, known)
+    if not slow:
+        return plan
+    gpulets = []
+    for gpulet in plan.gpulets:
+        models = []
+        for replica in gpulet.models:
+            factor = 1.0 / slow.get(replica.name, 1.0)
+            latency = replica.latency.scaled(factor) if replica.latency is not None else None
+            whole_ms = replica.latency_ms * factor if replica.latency_ms is not None else None
+            models.append(replica.model_copy(update={"latency": latency, "latency_ms": whole_ms}))
+        gpulets.append(gpulet.model_copy(update={"models": tuple(models)}))
+    return plan.model_copy(update={"gpulets": tuple(gpulets), "models": workload.models})
+
+
+def _slowed(
+    workload: Workload, profiles: Profiles, cluster: Cluster, slow: Mapping[str, float]
+) -> tuple[Workload, Profiles]:
+    """Return the workload with rows of their own for models that are slower or faster than profiled, and these rows."""
+    specs = []
+    rows: dict[str, dict[str, ModelProfile]] = {kind: {} for kind in cluster.gpu_types}
+    for spec in workload.models:
+        factor = slow.get(spec.name)
+        if factor is None:
+            specs.append(spec)
+            continue
+        if spec.latency is not None:
+            specs.append(spec.model_copy(update={"latency": spec.latency.scaled(factor)}))
+            continue
+        row = f"{spec.name} x {factor:g}"
+        for kind in cluster.gpu_types:
+            measured = profiles.for_type(kind).get(spec.profile_row)
+            if measured is not None:
+                rows[kind][row] = measured.scaled(factor)
+        specs.append(spec.model_copy(update={"profile": row}))
+    measured_here = [
+        Profile(name="measured while serving", gpu_type=kind, source="this cluster", models=models)
+        for kind, models in rows.items()
+        if models
+    ]
+    return workload.model_copy(update={"models": tuple(specs)}), Profiles([*measured_here, *profiles])
+
+
+def _cluster_of(request: PlanRequest, counts: Mapping[str, int], elastic: bool) -> Cluster:
+    """Return a cluster of one node with so many GPUs of each type."""
+    known = {gpu.type: gpu for gpu in request.gpus}
+    groups = []
+    for kind, count in counts.items():
+        gpu = known.get(kind)
+        memory, price = (gpu.memory_mib, gpu.price_per_hour) if gpu is not None else (None, None)
+        groups.append(GpuGroup(type=kind, count=count, memory_mib=memory, price_per_hour=price))
+    return Cluster(nodes=(Node(name="n", gpus=tuple(groups)),), elastic=elastic)

@@ -1,0 +1,188 @@
+"""How many requests per second each model is offered, and how many the plan should be made for.
+
+The mean is exponentially weighted and starts from the declared rate. Where the last seconds can hardly have come from
+that mean, it starts anew from them: so a rate that triples is known within two seconds, and a steady one is known well.
+What is planned for is the rate that a second exceeds only as often as requests may be lost: where rates rise, the one
+to come when the plan can be ready; where they fall, the highest of the last `settle_s`. So plans grow early and shrink
+late.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import NormalDist
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tenuto.deployments.control.capacity import Demand
+
+__all__ = ["FALSE_ALARM", "Rates", "RatesMemory"]
+
+# Twice the logarithm of the likelihood ratio of a change is about chi-squared with one degree of freedom: above this,
+# chance does it less than once a day for a model looked at every second.
+FALSE_ALARM = 12.3
+BURST_MEMORY_S = 300.0  # an index of dispersion needs a few hundred seconds to be known within a tenth
+LARGEST_DISPERSION = 100.0  # what one second may count; the scheduler's own bound (batching.core.target)
+
+
+@dataclass(frozen=True)
+class RatesMemory:
+    """What outlives the controller: mean rate, seconds behind it and index of dispersion of every model."""
+
+    mean_rps: Mapping[str, float] = field(default_factory=dict)
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    dispersion: Mapping[str, float] = field(default_factory=dict)
+
+    def to_data(self) -> dict[str, Any]:
+        """Return it as plain data."""
+        return {"mean_rps": dict(self.mean_rps), "seconds": dict(self.seconds), "dispersion": dict(self.dispersion)}
+
+
+class Rates:
+    """Estimates for a set of models. Call `observe` with what arrived in each of the last looks, once per look."""
+
+    def __init__(
+        self, declared_rps: Mapping[str, float], *, average_s: float, settle_s: float, target: float,
+        floor_rps: float, memory: RatesMemory | None = None,
+    ) -> None:  # fmt: skip
+        """Start from declared rates.
+
+        Args:
+            declared_rps: by model, the prior.
+            average_s: time constant of the moving average.
+            settle_s: how long a need is remembered once it has fallen.
+            target: attainment aimed at, which says how often a second may exceed what is planned for.
+            floor_rps: what is planned for at least, so that a model that nobody asks for can still answer.
+            memory: of an earlier life.
+        """
+        self._average_s = average_s
+        self._settle_s = settle_s
+        self._floor_rps = floor_rps
+        self._quantile = NormalDist().inv_cdf(target)
+        self._names: tuple[str, ...] = ()
+        self._mean = self._lagged = self._seconds = self._dispersion = np.empty(0)
+        self._recent: deque[tuple[float, NDArray[np.float64]]] = deque()  # (seconds, arrivals) of the last looks
+        # (until, upper, mean) of the last `settle_s`, newest last
+        self._needs: deque[tuple[float, NDArray[np.float64], NDArray[np.float64]]] = deque()
+        self._now_s = 0.0
+        self.set_models(declared_rps, memory or RatesMemory())
+
+    def set_models(self, declared_rps: Mapping[str, float], memory: RatesMemory | None = None) -> None:
+        """Estimate these models from now on; what is known of those that stay is kept."""
+        known = memory or self.memory()
+        names = tuple(declared_rps)
+        self._mean = np.array([known.mean_rps.get(name, declared_rps[name]) for name in names])
+        self._seconds = np.array([known.seconds.get(name, self._average_s) for name in names])
+        self._dispersion = np.array([known.dispersion.get(name, 1.0) for name in names])
+        self._lagged = self._mean.copy()
+        before = {name: place for place, name in enumerate(self._names)}
+        if names != self._names:
+            # A new model has had its declared rate all along.
+            def moved(values: NDArray[np.float64], missing: Sequence[float]) -> NDArray[np.float64]:
+                return np.array(
+                    [values[before[n]] if n in before else other for n, other in zip(names, missing, strict=True)]
+                )
+
+            self._recent = deque((s, moved(arrived, self._mean * s)) for s, arrived in self._recent)  # type: ignore[arg-type]
+            upper = self._mean + self._burst(self._mean)
+            self._needs = deque(
+                (until, moved(need, upper), moved(mean, self._mean))  # type: ignore[arg-type]
+                for until, need, mean in self._needs
+            )
+        self._names = names
+
+    def observe(self, now_s: float, seconds: float, arrived: Mapping[str, int]) -> list[str]:
+        """Take what arrived in the `seconds` up to now; return the models whose rate has jumped."""
+        counts = np.array([float(arrived.get(name, 0)) for name in self._names])
+        self._now_s = now_s
+        self._recent.append((seconds, counts))
+        held = sum(length for length, _ in self._recent)
+        while held - self._recent[0][0] >= self._average_s:
+            held -= self._recent.popleft()[0]
+        expected = self._mean * seconds
+        self._seconds = np.minimum(self._average_s, self._seconds + seconds)
+        jumped = self._restart_where_changed()
+        steady = ~jumped & (expected > 0)
+        weight = min(1.0, seconds / BURST_MEMORY_S)
+        sample = np.minimum(LARGEST_DISPERSION, (counts - expected) ** 2 / np.maximum(expected, 1e-9))
+        self._dispersion[steady] += weight * (sample[steady] - self._dispersion[steady])
+        step = np.minimum(1.0, seconds / self._seconds)
+        self._mean[~jumped] += (step * (counts / seconds - self._mean))[~jumped]
+        self._lagged = np.where(jumped, self._mean, self._lagged + step * (self._mean - self._lagged))
+        self._remember(now_s)
+        return [name for name, has in zip(self._names, jumped, strict=True) if has]
+
+    def _restart_where_changed(self) -> NDArray[np.bool_]:
+        """Start the mean anew from the last seconds, as many as make a change likeliest, where chance does not explain
+        them (generalised likelihood ratio of a Poisson rate, divided by the dispersion)."""
+        seconds = np.cumsum([length for length, _ in reversed(self._recent)])[:, None]
+        total = np.cumsum([counts for _, counts in reversed(self._recent)], axis=0)
+        expected = np.maximum(self._mean, 1e-3) * seconds
+        ratio = total * np.log(np.maximum(total, 1.0) / expected) - (total - expected)
+        ratio[seconds > self._seconds + 1e-6] = 0.0  # from before the mean was last started anew
+        best = ratio.argmax(axis=0)
+        each = np.arange(len(self._names))
+        jumped: NDArray[np.bool_] = ratio[best, each] / np.maximum(1.0, self._dispersion) > FALSE_ALARM
+        length = seconds[best, 0]
+        self._mean = np.where(jumped, total[best, each] / length, self._mean)
+        self._seconds = np.where(jumped, length, self._seconds)
+        return jumped
+
+    def _burst(self, mean: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Return by how much a second exceeds the mean as rarely as requests may be lost, the uncertainty of the mean
+        counted: z sqrt(dispersion * mean * (1 + 1/seconds))."""
+        spread = np.maximum(1.0, self._dispersion) * mean * (1.0 + 1.0 / np.maximum(1.0, self._seconds))
+        burst: NDArray[np.float64] = self._quantile * np.sqrt(spread)
+        return burst
+
+    def _ahead(self, ahead_s: float) -> NDArray[np.float64]:
+        """Return the mean that far ahead where it rises (Brown's double exponential smoothing: the average lags by what
+        its own average lags behind it), else the mean."""
+        lag = np.maximum(0.0, self._mean - self._lagged)
+        ahead: NDArray[np.float64] = np.maximum(self._floor_rps, self._mean + lag * (1.0 + ahead_s / self._average_s))
+        return ahead
+
+    def _remember(self, now_s: float) -> None:
+        """Keep the highest needs of the last `settle_s`: those that a newer one does not exceed in every model."""
+        mean = np.maximum(self._floor_rps, self._mean)
+        upper = mean + self._burst(mean)
+        while self._needs and self._needs[0][0] < now_s:
+            self._needs.popleft()
+        while self._needs and (self._needs[-1][1] <= upper).all():
+            self._needs.pop()
+        self._needs.append((now_s + self._settle_s, upper, mean))
+
+    @property
+    def mean_rps(self) -> dict[str, float]:
+        """The mean rate of every model now."""
+        return self._named(self._mean)
+
+    def expected_rps(self, ahead_s: float) -> dict[str, float]:
+        """Return the mean rate of every model that far ahead."""
+        return self._named(self._ahead(ahead_s))
+
+    def demand(self, ahead_s: float = 0.0) -> Demand:
+        """Return what a plan that is to be ready in `ahead_s` has to carry: what is expected then, or the highest of
+        the last `settle_s`."""
+        mean = self._ahead(ahead_s)
+        upper = mean + self._burst(mean)
+        for _, other, its_mean in self._needs:
+            mean = np.where(other > upper, its_mean, mean)
+            upper = np.maximum(upper, other)
+        return Demand(self._named(mean), self._named(upper - mean))
+
+    def _named(self, values: NDArray[np.float64]) -> dict[str, float]:
+        return dict(zip(self._names, values.tolist(), strict=True))
+
+    def memory(self) -> RatesMemory:
+        """Return what outlives the controller."""
+        return RatesMemory(
+            self.mean_rps,
+            dict(zip(self._names, self._seconds.tolist(), strict=True)),
+            dict(zip(self._names, self._dispersion.tolist(), strict=True)),
+        )
+

@@ -1,0 +1,165 @@
+"""The way from one plan to another, make before break: each stage is a plan that can run, and the next one is asked for
+when the gpu-lets of the last are ready.
+
+A stage follows from what runs and the target alone. So a change that was interrupted goes on where it stands, and going
+back is the same way with the old plan as its target.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from tenuto.deployments.control.capacity import Capacity, Demand
+from tenuto.errors import InvalidInputError
+from tenuto.placement import Gpulet, Plan
+from tenuto.placement.cluster import Gpu
+
+__all__ = ["fits", "needed_mib", "next_stage", "not_ready"]
+
+
+def next_stage(now: Plan, target: Plan, gpus: Sequence[Gpu], rates_rps: Mapping[str, float]) -> Plan | None:
+    """Return the plan to apply next on the way to `target`; None where it has been reached.
+
+    1. What is new starts beside what runs, where share and memory allow.
+    2. Where they do not, gpu-lets that the target lacks make room: those without which all rates are still carried,
+       all at once; where there are none, those in the way of one new gpu-let that cost fewest requests and, if that
+       can be, leave every model a replica.
+    3. Once nothing is left to start or to load, the target itself.
+
+    Args:
+        now: what runs, all of it ready.
+        target: fitted to it (`tenuto.deployments.control.fit`).
+        gpus: with their memory.
+        rates_rps: by model, to judge what each gpu-let is worth while it is away.
+    """
+    if now.to_data() == target.to_data():
+        return None
+    running = {gpulet.id: gpulet for gpulet in now.gpulets}
+    starts = [gpulet for gpulet in target.gpulets if gpulet.id not in running]
+    loads = [g for g in target.gpulets if g.id in running and _loads(running[g.id], g)]
+    if not starts and not loads:
+        return target
+    beside = _beside(starts, now.gpulets, gpus, now.overcommits or target.overcommits)
+    stage = staged(now, target, [*now.gpulets, *beside]) if beside else None
+    if stage is not None:
+        return stage
+    return _with_room(now, target, gpus, rates_rps, starts, loads)
+
+
+def not_ready(before: Plan, stage: Plan) -> frozenset[str]:
+    """Return the gpu-lets of a stage that have to start or to load models when it follows on `before`."""
+    running = {gpulet.id: gpulet for gpulet in before.gpulets}
+    return frozenset(g.id for g in stage.gpulets if g.id not in running or _loads(running[g.id], g))
+
+
+def needed_mib(gpulet: Gpulet) -> float:
+    """Return the memory a gpu-let needs: its limit, or what its programs are known to need."""
+    if gpulet.memory_mib is not None:
+        return gpulet.memory_mib
+    return sum(program.memory_mib or 0.0 for program in gpulet.programs)
+
+
+def fits(gpulets: Iterable[Gpulet], gpu: Gpu, *, overcommits: bool = False) -> bool:
+    """Whether these gpu-lets have room on one GPU, in share and memory."""
+    together = list(gpulets)
+    share_fits = overcommits or sum(g.effective_share_pct for g in together) <= 100.0 + 1e-6
+    return share_fits and sum(map(needed_mib, together)) <= gpu.memory_mib + 1e-6
+
+
+def staged(now: Plan, target: Plan, gpulets: Sequence[Gpulet]) -> Plan | None:
+    """Return the plan of a stage that holds these gpu-lets; None where they cannot be in one plan, as when models are
+    merged on one of them and not on another."""
+    specs = {spec.name: spec for spec in (*now.models, *target.models)}
+    held = {replica.name for gpulet in gpulets for replica in gpulet.models}
+    wanted = {spec.name for spec in target.models}
+    known = {gpu.id: gpu for gpu in (*now.gpus, *target.gpus)}
+    unserved = tuple(name for name in specs if name in wanted and name not in held)
+    stage = target.model_copy(
+        update={
+            "gpus": tuple(known.values()),
+            "gpulets": tuple(gpulets),
+            "models": tuple(spec for name, spec in specs.items() if name in wanted or name in held),
+            "unserved": unserved,
+            "unserved_reasons": dict.fromkeys(unserved, "the plan is being changed"),
+            "overcommits": now.overcommits or target.overcommits,
+        }
+    )
+    try:
+        stage.check_references()
+    except InvalidInputError:
+        return None
+    return stage
+
+
+def _loads(before: Gpulet, after: Gpulet) -> bool:
+    """Whether a running gpu-let has to load something to become another."""
+    return not {program.name for program in after.programs} <= {program.name for program in before.programs}
+
+
+def _beside(starts: Sequence[Gpulet], there: Sequence[Gpulet], gpus: Sequence[Gpu], overcommits: bool) -> list[Gpulet]:
+    """Return those of the new gpu-lets that have room beside what is there, first come first served."""
+    by_gpu: dict[str, list[Gpulet]] = {gpu.id: [] for gpu in gpus}
+    for gpulet in there:
+        by_gpu.setdefault(gpulet.gpu, []).append(gpulet)
+    sizes = {gpu.id: gpu for gpu in gpus}
+    found = []
+    for gpulet in starts:
+        if gpulet.gpu in sizes and fits([*by_gpu[gpulet.gpu], gpulet], sizes[gpulet.gpu], overcommits=overcommits):
+            by_gpu[gpulet.gpu].append(gpulet)
+            found.append(gpulet)
+    return found
+
+
+def _with_room(
+    now: Plan, target: Plan, gpus: Sequence[Gpu], rates_rps: Mapping[str, float], starts: Sequence[Gpulet],
+    loads: Sequence[Gpulet],
+) -> Plan:  # fmt: skip
+    """Return the stage in which gpu-lets have made room, and what has room then has been started."""
+    served = _Served(now, rates_rps)
+    overcommits = now.overcommits or target.overcommits
+    stays = {gpulet.id for gpulet in target.gpulets}
+    sizes = {gpu.id: gpu for gpu in gpus}
+    # Each way to go on is what is away meanwhile: for what starts, those in its way; what loads, itself.
+    ways = [[gpulet.id] for gpulet in loads]
+    for start in starts:
+        there = [gpulet for gpulet in now.gpulets if gpulet.gpu == start.gpu]
+        leave = sorted((g for g in there if g.id not in stays), key=lambda g: served.without([g.id]))
+        for count in range(1, len(leave) + 1):
+            gone = [gpulet.id for gpulet in leave[:count]]
+            if fits([*(g for g in there if g.id not in gone), start], sizes[start.gpu], overcommits=overcommits):
+                ways.append(gone)
+                break
+    away: set[str] = set()
+    for way in sorted(ways, key=served.without):
+        if not away or served.without([*away, *way]) == served.without([]):
+            away |= set(way)
+    loading = {gpulet.id: gpulet for gpulet in loads if gpulet.id in away}
+    left = [loading.get(g.id, g) for g in now.gpulets if g.id not in away or g.id in loading]
+    stage = staged(now, target, [*left, *_beside(starts, left, gpus, overcommits)])
+    if not away or stage is None:
+        return target  # nothing can be done step by step: all at once, as a plain deploy would
+    return stage
+
+
+class _Served:
+    """What is left of a plan's service without some of its gpu-lets, as something to sort by: least harm first."""
+
+    def __init__(self, plan: Plan, rates_rps: Mapping[str, float]) -> None:
+        self._plan = plan
+        self._known: dict[frozenset[str], tuple[int, float]] = {}
+        self._rates = {spec.name: rates_rps.get(spec.name, 0.0) for spec in plan.models}
+        self._hosts = {name: {g.id for g in plan.hosts_of(name)} for name in self._rates}
+        self._weights = {spec.name: spec.weight for spec in plan.models}
+
+    def without(self, away: Iterable[str]) -> tuple[int, float]:
+        """Return how many models that are hosted lose all of their gpu-lets, and the weighted requests per second that
+        are no longer carried."""
+        gone = frozenset(away)
+        if gone in self._known:
+            return self._known[gone]
+        ready = {gpulet.id for gpulet in self._plan.gpulets} - gone
+        alone = sum(1 for hosts in self._hosts.values() if hosts and hosts <= gone)
+        carried = Capacity(self._plan, ready=ready).carried(Demand.steady(self._rates))
+        lost = sum(self._weights[name] * (rate - carried[name]) for name, rate in self._rates.items())
+        found = self._known[gone] = alone, round(lost, 3)
+        return found

@@ -1,0 +1,319 @@
+"""The controller in virtual time: the same core over a running system that is simulated, with events that befall it."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tenuto.batching.core.build import NO_DELAY
+from tenuto.batching.core.scheduler import Scheduler
+from tenuto.batching.core.system import NetworkDelay, System
+from tenuto.batching.virtual.running import Life, Look, RunningSystem
+from tenuto.deployments.control.controller import Controller, Memory
+from tenuto.deployments.control.interface import Apply, Entry, GpuletSeen, MakePlan, ModelSeen, Seen, WantGpus
+from tenuto.deployments.control.planning import Proposal, propose
+from tenuto.deployments.control.settings import ControlSettings
+from tenuto.errors import InvalidInputError
+from tenuto.outcome import Outcome
+from tenuto.placement import Plan, Workload
+from tenuto.placement.cluster import Gpu
+from tenuto.profiles import Profiles
+
+__all__ = ["ControlledRun", "Incident", "Load", "Window", "World", "run_controlled"]
+
+
+@dataclass(frozen=True)
+class Load:
+    """The requests of a run: arrivals in ascending order, each of a model that is a position in `names`."""
+
+    names: tuple[str, ...]
+    times_ms: NDArray[np.float64]
+    model_index: NDArray[np.int32]
+    duration_s: float
+
+
+@dataclass(frozen=True)
+class Incident:
+    """Something that happens at a time: exactly one of the fields besides it is given.
+
+    `lose`: GPUs, or nodes with all of theirs; `bring`: the same, back. `slow`: what batches of a model take over their
+    profile from then on. `workload`: other models are asked for.
+    """
+
+    at_s: float
+    lose: tuple[str, ...] = ()
+    bring: tuple[str, ...] = ()
+    slow: Mapping[str, float] = field(default_factory=dict)
+    workload: Workload | None = None
+
+
+@dataclass(frozen=True)
+class World:
+    """What the cluster is like: how long things take in seconds, and what the network delays.
+
+    `planning_s` is what a plan takes to come, `provision_s` what a GPU that was asked for takes to be there, `notice_s`
+    what it takes until the loss of one is known.
+    """
+
+    life: Life = field(default_factory=Life)
+    planning_s: float = 1.0
+    provision_s: float = 60.0
+    notice_s: float = 1.0
+    network: NetworkDelay = NO_DELAY
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Window:
+    """Figures of a stretch of the run, by model in the order of the load's names."""
+
+    end_s: float
+    arrived: NDArray[np.int64]
+    ended: NDArray[np.int64]  # columns in the order of OUTCOMES
+    share_s: float
+    gpu_s: float
+
+
+@dataclass
+class ControlledRun:
+    """What a run produced: figures by window, the log, and every plan that was applied with its time and reason."""
+
+    names: tuple[str, ...]
+    windows: list[Window] = field(default_factory=list)
+    entries: list[Entry] = field(default_factory=list)
+    plans: list[tuple[float, Plan, str]] = field(default_factory=list)
+
+    def ended(self) -> NDArray[np.int64]:
+        """Return requests by model and outcome over the whole run."""
+        total: NDArray[np.int64] = np.sum([window.ended for window in self.windows], axis=0)
+        return total
+
+    def attainments(self) -> dict[str, float]:
+        """Return which part of the requests of every model with any was answered in time."""
+        ended = self.ended()
+        return {
+            name: float(row[Outcome.OK] / row.sum()) for name, row in zip(self.names, ended, strict=True) if row.sum()
+        }
+
+    @property
+    def share_s(self) -> float:
+        """GPU-seconds by share: what the gpu-lets of all plans held."""
+        return sum(window.share_s for window in self.windows)
+
+    @property
+    def gpu_s(self) -> float:
+        """Seconds during which GPUs held a gpu-let, added up."""
+        return sum(window.gpu_s for window in self.windows)
+
+    def count(self, kind: str) -> int:
+        """Return how many entries of a kind the log has."""
+        return sum(entry.kind == kind for entry in self.entries)
+
+
+def run_controlled(
+    load: Load,
+    workload: Workload,
+    plan: Plan,
+    gpus: Sequence[Gpu],
+    profiles: Profiles,
+    settings: ControlSettings,
+    make_scheduler: Callable[[System], Scheduler],
+    *,
+    world: World | None = None,
+    incidents: Sequence[Incident] = (),
+    growth: Mapping[str, Gpu] | None = None,
+    window_s: float = 20.0,
+    progress: Callable[[float, ControlledRun], None] = lambda _now_s, _run: None,
+) -> ControlledRun:
+    """Serve a load from the first plan on, under the controller.
+
+    Args:
+        load: the requests.
+        workload: what is asked for at the beginning; its rates are the declared ones.
+        plan: deployed and ready at the beginning.
+        gpus: those that are there.
+        profiles: what the planner plans with.
+        settings: of the controller.
+        make_scheduler: builds the scheduler of a plan's system.
+        world: what the cluster is like.
+        incidents: what happens, in order of time.
+        growth: for a cluster that can grow, a GPU of each type it can have.
+        window_s: length of the windows of the figures.
+        progress: called at the end of every window.
+    """
+    cluster = _Cluster(load, workload, plan, gpus, profiles, settings, make_scheduler, world or World(), growth or {})
+    for incident in incidents:
+        cluster.expect(incident)
+    return cluster.run(load.duration_s, window_s, progress)
+
+
+class _Cluster:
+    """The driver: it carries out what the controller decides, and tells it what it may know."""
+
+    def __init__(
+        self, load: Load, workload: Workload, plan: Plan, gpus: Sequence[Gpu], profiles: Profiles,
+        settings: ControlSettings, make_scheduler: Callable[[System], Scheduler], world: World,
+        growth: Mapping[str, Gpu],
+    ) -> None:  # fmt: skip
+        self._world, self._profiles, self._settings, self._growth = world, profiles, settings, growth
+        slo_ms = {spec.name: spec.slo_ms for spec in workload.models}
+        self._system = RunningSystem(
+            load.names, [slo_ms.get(name, 1000.0) for name in load.names], load.times_ms, load.model_index,
+            make_scheduler, life=Life((0.0, 0.0), (0.0, 0.0)), network=world.network, seed=world.seed,
+        )  # fmt: skip
+        self._system.apply(plan)
+        self._system.advance(0.0)
+        self._system.life = world.life
+        self._gpus = {gpu.id: gpu for gpu in gpus}
+        self._unnoticed: dict[str, tuple[float, Gpu]] = {}  # GPUs that are gone: since when known, what they were
+        self._away: dict[str, Gpu] = {}
+        self._coming = 0
+        self._events: list[tuple[float, int, Callable[[float], None]]] = []
+        self._count = 0
+        self._controller = Controller(settings, Memory(plan, workload))
+        self._ratios: dict[tuple[str, str], deque[float]] = {}
+        self._result = ControlledRun(load.names)
+        self._result.plans.append((0.0, plan, "the first plan"))
+
+    def expect(self, incident: Incident) -> None:
+        """Let something happen at its time."""
+        self._at(incident.at_s, lambda now_s: self._befall(now_s, incident))
+
+    def run(
+        self, duration_s: float, window_s: float, progress: Callable[[float, ControlledRun], None]
+    ) -> ControlledRun:
+        """Run to the end of the load, and a little longer for what still waits."""
+        look_s = self._settings.look_s
+        looks: list[Look] = []
+        ends_s = window_s
+        step = 0
+        while step * look_s < duration_s:
+            step += 1
+            now_s = step * look_s
+            while self._events and self._events[0][0] <= now_s:
+                at_s, _, happen = heappop(self._events)
+                self._system.advance(1000.0 * at_s)
+                happen(at_s)
+            self._system.advance(1000.0 * now_s)
+            look = self._system.look()
+            looks.append(look)
+            self._controller.observe(now_s, self._seen(now_s, look))
+            self._carry_out(now_s)
+            if now_s >= ends_s - 1e-9 or now_s >= duration_s:
+                self._close(now_s, looks)
+                looks = []
+                ends_s += window_s
+                progress(now_s, self._result)
+        self._system.advance(1000.0 * duration_s + 60_000.0)
+        self._close(duration_s + 60.0, [self._system.look()], is_rest=True)
+        return self._result
+
+    def _close(self, now_s: float, looks: Sequence[Look], *, is_rest: bool = False) -> None:
+        arrived = np.sum([look.arrived for look in looks], axis=0)
+        ended = np.sum([look.ended for look in looks], axis=0)
+        if is_rest and self._result.windows:
+            last = self._result.windows.pop()
+            self._result.windows.append(
+                Window(last.end_s, last.arrived + arrived, last.ended + ended, last.share_s, last.gpu_s)
+            )
+            return
+        share_s, gpu_s = sum(look.share_s for look in looks), sum(look.gpu_s for look in looks)
+        self._result.windows.append(Window(now_s, arrived, ended, share_s, gpu_s))
+
+    # --- what the controller sees ---------------------------------------------------------------------------------
+
+    def _seen(self, now_s: float, look: Look) -> Seen:
+        bad = look.ended.sum(axis=1) - look.ended[:, Outcome.OK]
+        models = {
+            name: ModelSeen(int(arrived), int(good), int(lost))
+            for name, arrived, good, lost in zip(
+                self._result.names, look.arrived.tolist(), look.ended[:, Outcome.OK].tolist(), bad.tolist(),
+                strict=True,
+            )
+        }  # fmt: skip
+        known = {**self._gpus, **{name: gpu for name, (at_s, gpu) in self._unnoticed.items() if at_s > now_s}}
+        return Seen(
+            models=models,
+            ready=look.ready,
+            gpus=tuple(known[name] for name in sorted(known)),
+            broken=look.broken,
+            gpulets={name: GpuletSeen(use.ratio) for name, use in look.gpulets.items() if use.ratio},
+        )
+
+    # --- what it decides ------------------------------------------------------------------------------------------
+
+    def _carry_out(self, now_s: float) -> None:
+        for decision in self._controller.drain():
+            if isinstance(decision, Entry):
+                self._result.entries.append(decision)
+            elif isinstance(decision, Apply):
+                self._system.apply(decision.plan)
+                self._result.plans.append((now_s, decision.plan, decision.why))
+                gone = [g.id for g in decision.plan.gpulets if g.gpu not in self._gpus]
+                if gone:
+                    self._system.lose(gone)
+            elif isinstance(decision, MakePlan):
+                self._plan(now_s, decision)
+            elif isinstance(decision, WantGpus):
+                self._provide(now_s, decision.by_type)
+
+    def _plan(self, now_s: float, decision: MakePlan) -> None:
+        result: Proposal | str
+        try:
+            result = propose(decision.request, self._profiles)
+        except InvalidInputError as error:
+            result = str(error)
+
+        def arrive(at_s: float) -> None:
+            self._controller.planned(at_s, decision.number, result)
+            self._carry_out(at_s)
+
+        self._at(now_s + self._world.planning_s, arrive)
+
+    def _provide(self, now_s: float, wanted: Mapping[str, int]) -> None:
+        """Bring GPUs that are missing, and release those above what is wanted that hold nothing."""
+        plan = self._controller.plan
+        used = {gpulet.gpu for gpulet in plan.gpulets}
+        for kind, count in wanted.items():
+            there = [gpu for gpu in self._gpus.values() if gpu.type == kind]
+            for gpu in there[::-1][: max(0, len(there) - count)]:
+                if gpu.id not in used:
+                    del self._gpus[gpu.id]
+            for _ in range(count - len(there)):
+                self._at(now_s + self._world.provision_s, lambda _at_s, kind=kind: self._new_gpu(kind))  # type: ignore[misc]
+
+    def _new_gpu(self, kind: str) -> None:
+        self._coming += 1
+        name = f"grown{self._coming}/0"
+        self._gpus[name] = self._growth[kind].model_copy(update={"id": name})
+
+    # --- what befalls it --------------------------------------------------------------------------------------------
+
+    def _befall(self, now_s: float, incident: Incident) -> None:
+        lost = _named(incident.lose, self._gpus)
+        if lost:
+            for name in lost:
+                gpu = self._away[name] = self._gpus.pop(name)
+                self._unnoticed[name] = now_s + self._world.notice_s, gpu
+            self._system.lose([g.id for g in self._controller.plan.gpulets if g.gpu in lost])
+        for name in _named(incident.bring, self._away):
+            self._gpus[name] = self._away.pop(name)
+        for program, factor in incident.slow.items():
+            self._system.slow_down(program, factor)
+        if incident.workload is not None:
+            self._controller.set_workload(incident.workload)
+            self._carry_out(now_s)
+
+    def _at(self, at_s: float, happen: Callable[[float], None]) -> None:
+        self._count += 1
+        heappush(self._events, (at_s, self._count, happen))
+
+
+def _named(names: Sequence[str], gpus: Mapping[str, Gpu]) -> list[str]:
+    """Return the GPUs that are named, by themselves or by their node."""
+    return [gpu for gpu in gpus if gpu in names or gpu.rsplit("/", 1)[0] in names]

@@ -1,0 +1,139 @@
+"""What a change of plan is worth: requests and GPU time that it gains over a horizon, against those it costs.
+
+Requests come first. A plan that carries fewer of those that may have to be carried is never applied; one that carries
+more is, if nothing is lost on the way, or else if the requests it gains at the rates that are expected exceed those
+lost. Of plans that carry the same the one on less of the GPUs is preferred, when what it saves exceeds what old and new
+together occupy during the change, and no request need be lost for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from tenuto.deployments.control.capacity import Capacity, Demand
+from tenuto.deployments.control.steps import next_stage, not_ready
+from tenuto.placement import Plan
+from tenuto.placement.cluster import Gpu
+
+__all__ = ["Durations", "Rent", "Worth", "stages", "worth"]
+
+MOST_STAGES = 1000  # a gpu-let at a time; more would be a fault of the steps
+SLIGHT = 1e-4  # of the offered rate: the linear program's rounding
+
+
+@dataclass(frozen=True)
+class Durations:
+    """What the phases of a change take on this cluster, in seconds: a new process until it is ready, and a running one
+    that loads a model."""
+
+    start_s: float
+    load_s: float
+
+
+@dataclass(frozen=True)
+class Rent:
+    """What occupying GPUs costs: whole GPUs on a cluster that can grow, else the shares that are held.
+
+    `price` is per hour by GPU type, for clusters of several; a type without one counts 1.
+    """
+
+    by_gpu: bool
+    price: Mapping[str, float]
+
+    def of(self, plan: Plan) -> float:
+        """Return what a plan occupies, in GPUs (times their price where they have one)."""
+        types = {gpu.id: gpu.type for gpu in plan.gpus}
+        if self.by_gpu:
+            return sum(self.price.get(types[gpu], 1.0) for gpu in {gpulet.gpu for gpulet in plan.gpulets})
+        return sum(self.price.get(types[g.gpu], 1.0) * g.effective_share_pct / 100.0 for g in plan.gpulets)
+
+
+@dataclass(frozen=True)
+class Worth:
+    """A change weighed. Requests are weighted and over the horizon, rent is in GPU-seconds (times price)."""
+
+    pays: bool
+    why: str
+    carried_rps: float = 0.0  # of what is needed
+    gained_requests: float = 0.0
+    lost_requests: float = 0.0
+    saved_rent: float = 0.0
+    spent_rent: float = 0.0
+    seconds: float = 0.0
+    stages: int = 0
+
+
+def stages(
+    running: Plan, target: Plan, gpus: Sequence[Gpu], rates_rps: Mapping[str, float], durations: Durations
+) -> list[tuple[Plan, frozenset[str], float]]:
+    """Return the stages from one plan to another: what runs, which of its gpu-lets can serve, and for how long."""
+    found: list[tuple[Plan, frozenset[str], float]] = []
+    now = running
+    for _ in range(MOST_STAGES):
+        stage = next_stage(now, target, gpus, rates_rps)
+        if stage is None:
+            break
+        waiting = not_ready(now, stage)
+        starts = waiting - {gpulet.id for gpulet in now.gpulets}
+        lasts_s = durations.start_s if starts else durations.load_s if waiting else 0.0
+        found.append((stage, frozenset(gpulet.id for gpulet in stage.gpulets) - waiting, lasts_s))
+        now = stage
+    return found
+
+
+def worth(
+    running: Plan, target: Plan, gpus: Sequence[Gpu], needed: Demand, expected_rps: Mapping[str, float],
+    durations: Durations, rent: Rent, *, horizon_s: float, hysteresis: float,
+    slowdowns: Mapping[str, float] | None = None,
+) -> Worth:  # fmt: skip
+    """Weigh going from `running` to `target` (fitted to it).
+
+    Args:
+        running: of what runs now, the part that serves.
+        target: the plan to go to.
+        gpus: that are there.
+        needed: what has to be carried, bursts included.
+        expected_rps: by model, what is to be expected on average for the next `horizon_s`.
+        durations: of the phases, as measured on this cluster.
+        rent: what GPUs cost.
+        horizon_s: how long the new plan is expected to hold.
+        hysteresis: how much more than its cost a change has to gain, as a fraction.
+        slowdowns: what batches of a program really take over what plans say.
+    """
+    weights = {spec.name: spec.weight for spec in (*running.models, *target.models)}
+    expected = Demand.steady(expected_rps)
+
+    def served_rps(asked: Demand, plan: Plan, ready: frozenset[str] | None = None) -> float:
+        carried = Capacity(plan, ready=ready, slowdowns=slowdowns).carried(asked)
+        return sum(weights.get(name, 1.0) * rate for name, rate in carried.items())
+
+    offered_rps = sum(weights.get(name, 1.0) * rate for name, rate in needed.mean_rps.items())
+    slight_rps = SLIGHT * offered_rps
+    needs_before, needs_after = served_rps(needed, running), served_rps(needed, target)
+    before_rps, after_rps = served_rps(expected, running), served_rps(expected, target)
+    if needs_after < needs_before - slight_rps or after_rps < before_rps - slight_rps:
+        return Worth(False, f"it carries {needs_after:.0f} r/s, less than the {needs_before:.0f} r/s of what runs")
+    way = stages(running, target, gpus, expected_rps, durations)
+    seconds = sum(lasts_s for _, _, lasts_s in way)
+    lost = sum(
+        max(0.0, before_rps - served_rps(expected, plan, ready)) * lasts_s
+        for plan, ready, lasts_s in way
+        if lasts_s
+    )
+    rent_before = rent.of(running)
+    spent = sum(max(0.0, rent.of(plan) - rent_before) * lasts_s for plan, _, lasts_s in way)
+    left_s = max(0.0, horizon_s - seconds)
+    gained, saved = (after_rps - before_rps) * left_s, (rent_before - rent.of(target)) * left_s
+    is_free = lost <= slight_rps * seconds
+    figures = (needs_after, gained, lost, saved, spent, seconds, len(way))
+    if needs_after > needs_before + slight_rps:
+        if is_free or gained > (1.0 + hysteresis) * lost:
+            why = f"it carries {needs_after:.0f} of {offered_rps:.0f} r/s, what runs {needs_before:.0f}"
+            return Worth(True, why, *figures)
+        return Worth(False, f"it would lose {lost:.0f} requests on the way and gain {gained:.0f}", *figures)
+    if saved <= (1.0 + hysteresis) * spent or saved <= 0.0:
+        return Worth(False, f"it would save {saved:.0f} GPU-seconds and the change costs {spent:.0f}", *figures)
+    if not is_free:
+        return Worth(False, f"it saves GPUs only and would lose {lost:.0f} requests on the way", *figures)
+    return Worth(True, f"it needs {rent.of(target):.2f} GPUs, what runs {rent_before:.2f}", *figures)

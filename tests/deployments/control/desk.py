@@ -1,0 +1,89 @@
+"""A controller with hands that do at once, or not at all, what it decides."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+
+from tenuto.deployments.control.controller import Controller, Memory
+from tenuto.deployments.control.interface import Apply, Entry, GpuletSeen, MakePlan, ModelSeen, Seen, WantGpus
+from tenuto.deployments.control.planning import Proposal
+from tenuto.deployments.control.settings import ControlSettings
+from tenuto.deployments.control.worth import Worth
+from tenuto.placement import Plan
+from tenuto.placement.cluster import Gpu
+from tests.instruments.plans import workload_of
+
+__all__ = ["Desk"]
+
+
+class Desk:
+    """Feeds looks of steady rates to a controller; `not_ready` and `broken` say which gpu-lets do not come up."""
+
+    def __init__(self, plan: Plan, gpus: Sequence[Gpu], settings: Mapping[str, object] | None = None) -> None:
+        self.settings = ControlSettings.model_validate({"mode": "act", **(settings or {})})
+        self.controller = Controller(self.settings, Memory(plan, workload_of(plan)))
+        self.gpus = tuple(gpus)
+        self.rates = {spec.name: spec.rate_rps for spec in plan.models}
+        self.lost = dict.fromkeys(self.rates, 0.0)  # part of the requests
+        self.ratios: dict[str, dict[str, float]] = {}
+        self.not_ready: set[str] = set()
+        self.broken: dict[str, str] = {}
+        self.answer: Proposal | str | None = None  # what the planner says; None: nothing yet
+        self.questions: list[MakePlan] = []
+        self.applied: list[Apply] = []
+        self.entries: list[Entry] = []
+        self.wanted: list[WantGpus] = []
+        self.now_s = 0.0
+
+    def look(self, seconds: int = 1) -> None:
+        """Let time pass, a look each second."""
+        for _ in range(seconds):
+            self.now_s += 1.0
+            models = {}
+            for name, rate in self.rates.items():
+                arrived = round(rate * self.now_s) - round(rate * (self.now_s - 1.0))
+                bad = round(self.lost.get(name, 0.0) * arrived)
+                models[name] = ModelSeen(arrived, arrived - bad, bad)
+            here = {gpu.id for gpu in self.gpus}
+            ready = frozenset(
+                g.id for g in self.controller.plan.gpulets
+                if g.id not in self.not_ready and g.id not in self.broken and g.gpu in here
+            )  # fmt: skip
+            gpulets = {name: GpuletSeen(ratio) for name, ratio in self.ratios.items()}
+            self.controller.observe(self.now_s, Seen(models, ready, self.gpus, self.broken, gpulets))
+            self.take()
+
+    def take(self) -> None:
+        """Carry out what was decided."""
+        for decision in self.controller.drain():
+            if isinstance(decision, MakePlan):
+                self.questions.append(decision)
+                if self.answer is not None:
+                    self.controller.planned(self.now_s, decision.number, self.answer)
+                    self.take()
+            elif isinstance(decision, Apply):
+                self.applied.append(decision)
+            elif isinstance(decision, WantGpus):
+                self.wanted.append(decision)
+            else:
+                self.entries.append(decision)
+
+    def restart(self) -> None:
+        """Let the controller die and come back with what it remembers."""
+        memory = Memory.from_data(json.loads(json.dumps(self.controller.memory().to_data())))
+        self.controller = Controller(self.settings, memory)
+
+    def kinds(self) -> list[str]:
+        """Return the kinds of the log's entries."""
+        return [entry.kind for entry in self.entries]
+
+    def text(self, kind: str) -> str:
+        """Return the last entry of a kind."""
+        return next(entry.text for entry in reversed(self.entries) if entry.kind == kind)
+
+
+def pays(plan: Plan, *, saves: bool = False, wanted: Mapping[str, int] | None = None) -> Proposal:
+    """Return a proposal that pays."""
+    worth = Worth(True, "a test says so", 100.0, 0.0 if saves else 10.0, saved_rent=10.0 if saves else 0.0)
+    return Proposal(plan, "planned anew", worth, wanted)

@@ -1,0 +1,234 @@
+"""From one plan to another: what a plan carries, how a new one is laid on what runs, the stages between, the gain."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Mapping
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tenuto.deployments.control.capacity import UNSERVED, Capacity, Demand
+from tenuto.deployments.control.fit import fitted
+from tenuto.deployments.control.steps import fits, next_stage, not_ready
+from tenuto.deployments.control.worth import Durations, Rent, stages, worth
+from tenuto.errors import InvalidInputError
+from tenuto.placement import Plan
+from tests.instruments.plans import gpu, make_plan
+
+DURATIONS = Durations(start_s=12.0, load_s=4.0)
+BY_SHARE = Rent(by_gpu=False, price={})
+GPUS = [gpu(f"n0/{index}") for index in range(4)]
+MODELS = ["a", "b", "c", "d"]
+SHARES = [20.0, 40.0, 50.0, 60.0, 100.0]
+
+
+def random_plan(seed: int, gpus: int = 4) -> Plan:
+    """Return a plan on up to so many GPUs that holds every model somewhere."""
+    rng = random.Random(seed)
+    while True:
+        gpulets: dict[str, tuple[float, list[str]]] = {}
+        for index in range(rng.randint(1, gpus)):
+            left = 100.0
+            for letter in "abcd"[: rng.randint(1, 4)]:
+                share = rng.choice(SHARES)
+                if share <= left:
+                    left -= share
+                    gpulets[f"n0/{index}/{letter}"] = share, rng.sample(MODELS, rng.randint(1, 4))
+        if {name for _, held in gpulets.values() for name in held} == set(MODELS):
+            return make_plan(gpulets)
+
+
+def rates(plan: Plan) -> dict[str, float]:
+    return {spec.name: spec.rate_rps for spec in plan.models}
+
+
+# --- what a plan carries ------------------------------------------------------------------------------------------
+
+
+def test_load_is_the_busy_part_of_the_busiest_gpulet() -> None:
+    plan = make_plan({"n0/0/a": (100.0, ["a"])}, slo_ms=24.0)
+    # 100 r/s: l(b) + 10 b <= 24 holds for b = 1, which takes 5 ms. 1000 r/s: up to b = 8 (the largest) in 12 ms.
+    assert Capacity(plan).load(Demand.steady({"a": 100.0})) == pytest.approx(0.5)
+    assert Capacity(plan).load(Demand.steady({"a": 1000.0})) == pytest.approx(1.5)
+    two = make_plan({"n0/0/a": (100.0, ["a"]), "n0/1/a": (100.0, ["a"])}, slo_ms=24.0)
+    assert Capacity(two).load(Demand.steady({"a": 1000.0})) == pytest.approx(0.75)
+    assert Capacity(two, ready={"n0/0/a"}).load(Demand.steady({"a": 1000.0})) == pytest.approx(1.5)
+    assert Capacity(two, slowdowns={"a": 2.0}).load(Demand.steady({"a": 1000.0})) > 1.5
+
+
+def test_a_model_without_gpulet_makes_any_load_too_much() -> None:
+    plan = make_plan({"n0/0/a": (100.0, ["a"])}, models=["b"])
+    assert Capacity(plan).load(Demand.steady({"a": 1.0, "b": 1.0})) == UNSERVED
+    assert Capacity(plan).load(Demand.steady({"a": 1.0, "stranger": 1.0})) == UNSERVED
+    assert Capacity(plan).carried(Demand.steady({"a": 1.0, "b": 1.0})) == {"a": 1.0, "b": 0.0}
+
+
+def test_weights_decide_who_gives_way() -> None:
+    plan = make_plan({"n0/0/a": (100.0, ["a", "b"])}, weights={"a": 1.0, "b": 3.0})
+    carried = Capacity(plan).carried(Demand.steady({"a": 500.0, "b": 500.0}))
+    assert carried["b"] == pytest.approx(500.0)
+    assert 0.0 < carried["a"] < 500.0
+
+
+def test_bursts_of_models_that_share_gpulets_add_up_as_independent_ones() -> None:
+    alone = make_plan({f"n0/{i}/a": (100.0, [name]) for i, name in enumerate(MODELS)})
+    together = make_plan({f"n0/{i}/a": (100.0, MODELS) for i in range(4)})
+    demand = Demand(dict.fromkeys(MODELS, 50.0), dict.fromkeys(MODELS, 20.0))
+    assert Capacity(alone).asked_rps(demand) == pytest.approx(dict.fromkeys(MODELS, 70.0))
+    assert Capacity(together).asked_rps(demand) == pytest.approx(dict.fromkeys(MODELS, 60.0))
+    assert Capacity(alone).load(demand) > Capacity(together).load(demand)
+
+
+# --- laid on what runs --------------------------------------------------------------------------------------------
+
+
+def renamed(plan: Plan, seed: int) -> Plan:
+    """Return the same layout with other numbers for GPUs and gpu-lets."""
+    rng = random.Random(seed)
+    order = [planned.id for planned in plan.gpus]
+    rng.shuffle(order)
+    to = {planned.id: f"x/{order.index(planned.id)}" for planned in plan.gpus}
+    gpulets = [g.model_copy(update={"gpu": to[g.gpu], "id": f"{to[g.gpu]}/{rng.random()}"}) for g in plan.gpulets]
+    rng.shuffle(gpulets)
+    gpus = tuple(planned.model_copy(update={"id": to[planned.id]}) for planned in plan.gpus)
+    return plan.model_copy(update={"gpus": gpus, "gpulets": tuple(gpulets)})
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 10_000), other=st.integers(0, 10_000))
+def test_a_plan_is_laid_on_what_runs(seed: int, other: int) -> None:
+    running, new = random_plan(seed), renamed(random_plan(other), seed)
+    laid = fitted(new, running, GPUS, keep_idle=True)
+    laid.check_references()
+    before = {g.id: g for g in running.gpulets}
+    assert Counter(str((g.share_pct, g.models)) for g in laid.gpulets) == Counter(
+        str((g.share_pct, g.models)) for g in new.gpulets
+    )
+    for gpulet in laid.gpulets:
+        if gpulet.id in before:  # one process: where it is, with its share
+            assert (gpulet.gpu, gpulet.share_pct) == (before[gpulet.id].gpu, before[gpulet.id].share_pct)
+
+
+@settings(max_examples=40, deadline=None)
+@given(seed=st.integers(0, 10_000))
+def test_the_same_layout_under_other_names_changes_nothing(seed: int) -> None:
+    running = fitted(random_plan(seed), None, GPUS, keep_idle=True)
+    again = fitted(renamed(running, seed), running, GPUS, keep_idle=True)
+    assert again.gpulets == running.gpulets
+    assert next_stage(running, again, GPUS, rates(running)) is None
+
+
+def test_more_gpus_than_there_are_is_refused() -> None:
+    plan = make_plan({"n0/0/a": (100.0, ["a"]), "n0/1/a": (100.0, ["a"])})
+    with pytest.raises(InvalidInputError, match="1 are there"):
+        fitted(plan, None, GPUS[:1], keep_idle=True)
+
+
+# --- the stages between -------------------------------------------------------------------------------------------
+
+
+def ready_hosts(plan: Plan, waiting: frozenset[str]) -> Mapping[str, int]:
+    hosts = dict.fromkeys(MODELS, 0)
+    for gpulet in plan.gpulets:
+        for replica in gpulet.models:
+            hosts[replica.name] += gpulet.id not in waiting
+    return hosts
+
+
+@settings(max_examples=80, deadline=None)
+@given(seed=st.integers(0, 10_000), other=st.integers(0, 10_000))
+def test_every_stage_fits_its_gpus_and_the_last_is_the_target(seed: int, other: int) -> None:
+    running = random_plan(seed)
+    target = fitted(random_plan(other), running, GPUS, keep_idle=True)
+    by_id = {one.id: one for one in GPUS}
+    now, count = running, 0
+    while (stage := next_stage(now, target, GPUS, rates(running))) is not None:
+        for name, gpulets in stage.by_gpu().items():
+            assert fits(gpulets, by_id[name])
+        for gpulet in stage.gpulets:
+            assert gpulet in (*running.gpulets, *target.gpulets)
+        now, count = stage, count + 1
+        assert count < 30
+    assert now.to_data() == target.to_data()
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 10_000))
+def test_with_an_idle_gpu_for_each_in_use_nothing_is_ever_away(seed: int) -> None:
+    running = random_plan(seed, gpus=2)
+    moved = renamed(running, seed)
+    target = moved.model_copy(
+        update={
+            "gpus": tuple(p.model_copy(update={"id": f"n0/{2 + int(p.id[-1])}"}) for p in moved.gpus),
+            "gpulets": tuple(
+                g.model_copy(update={"gpu": f"n0/{2 + int(g.gpu[-1])}", "id": f"n0/{2 + int(g.gpu[-1])}/{i}"})
+                for i, g in enumerate(moved.gpulets)
+            ),
+        }
+    )
+    way = stages(running, target, GPUS, rates(running), DURATIONS)
+    assert len(way) == 2  # beside it, then without the old
+    for plan, ready, _ in way:
+        hosts = ready_hosts(plan, frozenset(g.id for g in plan.gpulets) - ready)
+        assert all(hosts[name] >= min(1, len(running.hosts_of(name))) for name in MODELS)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_without_room_every_model_with_two_replicas_keeps_one(seed: int) -> None:
+    """All gpu-lets must restart, every model is on two gpu-lets of which either carries it, and GPUs are full."""
+    rng = random.Random(seed)
+    shares = rng.choice([(50.0, 50.0), (40.0, 60.0)])
+    pairs = [MODELS[:2], MODELS[2:]]
+    running = make_plan({f"n0/{i}/{x}": (shares[j], pairs[i]) for i in (0, 1) for j, x in enumerate("ab")})
+    other = {f"n0/{i}/{x}": (shares[::-1][j], pairs[i]) for i in (0, 1) for j, x in enumerate("cd")}
+    other = {name: (share + (5.0 if name.endswith("c") else -5.0), held) for name, (share, held) in other.items()}
+    target = make_plan(other)
+    now = running
+    while (stage := next_stage(now, target, GPUS[:2], dict.fromkeys(MODELS, 20.0))) is not None:
+        waiting = not_ready(now, stage)
+        assert all(count >= 1 for count in ready_hosts(stage, waiting).values())
+        now = stage
+    assert now.to_data() == target.to_data()
+
+
+# --- worth --------------------------------------------------------------------------------------------------------
+
+
+def weigh(running: Plan, target: Plan, demand: Demand, gpus: int = 4, **more: float):  # type: ignore[no-untyped-def]
+    chosen = {"horizon_s": 300.0, "hysteresis": 0.2, **more}
+    laid = fitted(target, running, GPUS[:gpus], keep_idle=True)
+    return worth(running, laid, GPUS[:gpus], demand, demand.mean_rps, DURATIONS, BY_SHARE, **chosen)
+
+
+ONE, BOTH = {"n0/0/a": (100.0, ["a"])}, {"n0/0/a": (100.0, ["a"]), "n0/1/a": (100.0, ["a"])}
+
+
+def test_more_gpus_pay_when_requests_are_lost_and_fewer_when_none_would_be() -> None:
+    few, many = Demand.steady({"a": 100.0}), Demand.steady({"a": 1000.0})
+    more = weigh(make_plan(ONE), make_plan(BOTH), many)
+    assert more.pays
+    assert more.gained_requests > 0 == more.lost_requests
+    assert not weigh(make_plan(ONE), make_plan(BOTH), few).pays
+    less = weigh(make_plan(BOTH), make_plan(ONE), few)
+    assert less.pays
+    assert less.saved_rent == pytest.approx(300.0)
+    assert not weigh(make_plan(BOTH), make_plan(ONE), many).pays
+
+
+def test_a_change_that_loses_more_than_it_gains_does_not_pay() -> None:
+    # The only GPU has to be empty before the new, slightly better gpu-let can start on it.
+    demand = Demand.steady({"a": 700.0})
+    running, target = make_plan({"n0/0/a": (90.0, ["a"])}), make_plan({"n0/0/b": (100.0, ["a"])})
+    assert not weigh(running, target, demand, gpus=1, horizon_s=100.0).pays
+    assert weigh(running, target, demand, gpus=2, horizon_s=100.0).pays
+    assert weigh(running, target, demand, gpus=1, horizon_s=1000.0).pays
+
+
+def test_saving_never_costs_a_request() -> None:
+    demand = Demand.steady({"a": 200.0})
+    running, target = make_plan({"n0/0/a": (100.0, ["a"])}), make_plan({"n0/0/b": (50.0, ["a"])})
+    assert not weigh(running, target, demand, gpus=1).pays
+    assert weigh(running, target, demand, gpus=2).pays

@@ -1,0 +1,274 @@
+"""The controller: reasons that are named, changes that are made, refused, taken back, and survive its death."""
+
+from __future__ import annotations
+
+import pytest
+
+from tenuto.deployments.control.planning import Proposal
+from tenuto.deployments.control.worth import Worth
+from tenuto.placement import Workload
+from tests.deployments.control.desk import Desk, pays
+from tests.instruments.plans import gpu, make_plan, workload_of
+
+GPUS = [gpu("n0/0"), gpu("n0/1"), gpu("n1/0")]
+ONE = make_plan({"n0/0/a": (100.0, ["a", "b"])})
+TWO = make_plan({"n0/0/a": (100.0, ["a", "b"]), "n0/1/a": (100.0, ["a", "b"])})
+MOVED = make_plan({"n0/1/a": (100.0, ["a", "b"])})
+
+
+def test_what_goes_well_gives_no_reason() -> None:
+    desk = Desk(ONE, GPUS, {"when": {"underused": None}})
+    desk.look(100)
+    assert not desk.questions
+    assert not desk.entries
+
+
+@pytest.mark.parametrize(
+    ("happens", "kind", "words"),
+    [
+        ("rates", "overload", "would have to be"),
+        ("losses", "slo", "more is lost than allowed: a"),
+        ("slow", "slow", "batches of 'a' take 1.50"),
+        ("lost", "lost", "GPU n0/0 is gone"),
+        ("came", "came", "GPU n9/0 is new"),
+        ("workload", "workload", "the workload changed (c)"),
+        ("idle", "underused", "would be"),
+        ("moved", "rate", "rates have moved: a"),
+    ],
+)
+def test_each_reason_is_named(happens: str, kind: str, words: str) -> None:
+    quiet = {"underused": None, "rate": None}
+    desk = Desk(ONE, GPUS, {"when": {} if happens in ("idle", "moved") else quiet, "rates": {"settle_s": 1}})
+    desk.answer = "not now"
+    desk.look(60)
+    desk.questions.clear()
+    desk.entries.clear()
+    if happens == "rates":
+        desk.rates["a"] = 700.0
+    elif happens == "losses":
+        desk.lost["a"] = 0.2
+    elif happens == "slow":
+        desk.ratios["n0/0/a"] = {"a": 1.5}
+    elif happens == "lost":
+        desk.gpus = desk.gpus[1:]
+    elif happens == "came":
+        desk.gpus = (*desk.gpus, gpu("n9/0"))
+    elif happens == "workload":
+        more = make_plan({"n0/0/a": (100.0, ["a", "b", "c"])})
+        desk.controller.set_workload(Workload(models=more.models))
+    elif happens == "idle":
+        desk.rates = {"a": 10.0, "b": 10.0}
+    elif happens == "moved":
+        desk.rates["a"] = 100.0
+    desk.look(45)
+    assert desk.questions
+    assert words in " ".join(entry.text for entry in desk.entries)
+
+
+def test_a_reason_that_is_turned_off_is_not_looked_at() -> None:
+    off = {"overload": False, "slo": False, "underused": None, "rate": None, "slow": None, "lost": False, "came": False}
+    desk = Desk(ONE, GPUS, {"when": off})
+    desk.rates["a"] = 900.0
+    desk.lost["a"] = 0.5
+    desk.ratios["n0/0/a"] = {"a": 3.0}
+    desk.look(40)
+    desk.gpus = (*desk.gpus[1:], gpu("n9/0"))
+    desk.look(40)
+    assert not desk.questions
+
+
+def test_a_change_is_made_before_what_it_replaces_is_broken() -> None:
+    desk = Desk(ONE, GPUS)
+    desk.rates["a"] = 700.0
+    desk.answer = pays(MOVED)
+    desk.not_ready = {"n0/1/a"}
+    desk.look(10)
+    assert [{g.id for g in apply.plan.gpulets} for apply in desk.applied] == [{"n0/0/a", "n0/1/a"}]
+    desk.not_ready.clear()
+    desk.look(3)
+    assert desk.applied[-1].plan.to_data() == MOVED.to_data()
+    assert desk.kinds()[-1] == "changed"
+    assert "would have to be" in desk.applied[0].why
+
+
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        ("the solver broke", "no plan: the solver broke"),
+        (None, "took too long"),
+        (Proposal(None, "", Worth(False, "no other plan was found")), "no other plan was found"),
+        (Proposal(TWO, "planned anew", Worth(False, "it carries less")), "it carries less"),
+    ],
+)
+def test_what_is_no_better_plan_changes_nothing(answer: Proposal | str | None, words: str) -> None:
+    desk = Desk(ONE, GPUS)
+    desk.rates["a"] = 700.0
+    desk.answer = answer
+    desk.look(30)
+    assert not desk.applied
+    assert words in desk.entries[0].text
+    assert len(desk.questions) <= 3  # the same question is not asked again and again
+
+
+def test_advice_is_given_and_not_taken() -> None:
+    desk = Desk(ONE, GPUS, {"mode": "advise"})
+    desk.rates["a"] = 700.0
+    desk.answer = pays(TWO)
+    desk.look(30)
+    assert not desk.applied
+    assert set(desk.kinds()) == {"advice"}
+
+
+def test_off_and_paused_change_nothing() -> None:
+    desk = Desk(ONE, GPUS, {"mode": False})
+    desk.answer = pays(TWO)
+    desk.rates["a"] = 700.0
+    desk.look(30)
+    assert not desk.questions
+    paused = Desk(ONE, GPUS)
+    paused.answer = pays(TWO)
+    paused.rates["a"] = 700.0
+    paused.controller.pause(paused=True)
+    paused.look(30)
+    assert not paused.applied
+    paused.controller.pause(paused=False)
+    paused.look(5)
+    assert paused.applied
+
+
+def test_changes_are_limited_per_hour_and_cool_down_before_they_save() -> None:
+    desk = Desk(TWO, GPUS, {"change": {"per_hour": 2, "cool_down_s": 300}, "rates": {"settle_s": 1}})
+    desk.rates = {"a": 10.0, "b": 10.0}
+    desk.answer = pays(ONE, saves=True)
+    desk.look(60)
+    assert len(desk.applied) == 1
+    desk.answer = pays(make_plan({"n0/1/a": (50.0, ["a", "b"]), "n0/0/a": (100.0, ["a", "b"])}), saves=True)
+    desk.rates = {"a": 3.0, "b": 3.0}
+    desk.look(200)
+    assert len(desk.applied) == 1
+    desk.answer = pays(TWO)
+    desk.rates = {"a": 700.0, "b": 10.0}
+    desk.look(10)
+    assert len(desk.applied) >= 2  # what loses requests does not wait
+    count = len(desk.applied)
+    desk.answer = pays(ONE)
+    desk.rates = {"a": 2000.0, "b": 10.0}
+    desk.look(300)
+    assert len(desk.applied) == count
+    desk.look(3400)
+    assert len(desk.applied) > count
+
+
+def test_new_gpulets_that_cannot_start_roll_the_change_back() -> None:
+    desk = Desk(ONE, GPUS, {"change": {"cool_down_s": 60}})
+    desk.rates["a"] = 700.0
+    desk.answer = pays(MOVED)
+    desk.broken = {"n0/1/a": "the weights are missing"}
+    desk.look(10)
+    assert [sorted(g.id for g in apply.plan.gpulets) for apply in desk.applied] == [["n0/0/a", "n0/1/a"], ["n0/0/a"]]
+    assert desk.applied[-1].plan.to_data() == ONE.to_data()
+    assert "the weights are missing" in desk.text("roll back")
+    assert desk.kinds()[-1] == "rolled back"
+    desk.look(40)
+    assert len(desk.applied) == 2  # no other change for a while
+    desk.broken = {}
+    desk.look(60)
+    assert desk.controller.plan.to_data() == MOVED.to_data()
+
+
+def test_new_gpulets_that_do_not_come_roll_the_change_back() -> None:
+    desk = Desk(ONE, GPUS, {"change": {"ready_timeout_s": 30}})
+    desk.rates["a"] = 700.0
+    desk.answer = pays(TWO)
+    desk.not_ready = {"n0/1/a"}
+    desk.look(50)
+    assert "not ready after" in desk.text("roll back")
+    assert desk.controller.plan.to_data() == ONE.to_data()
+
+
+def test_attainment_that_falls_after_a_change_rolls_it_back() -> None:
+    worse = make_plan({"n0/0/b": (50.0, ["a", "b"])})
+    desk = Desk(ONE, GPUS, {"rates": {"settle_s": 1}})
+    desk.rates = {"a": 20.0, "b": 20.0}
+    desk.answer = pays(worse, saves=True)
+    desk.look(5)
+    assert desk.controller.plan.to_data() == worse.to_data()
+    desk.lost["b"] = 0.3
+    desk.look(10)
+    assert "since the change more is lost than allowed: b" in desk.text("roll back")
+    assert desk.controller.plan.to_data() == ONE.to_data()
+
+
+def test_losses_that_the_plan_before_would_have_too_do_not_roll_back() -> None:
+    desk = Desk(ONE, GPUS)
+    desk.rates["a"] = 700.0
+    desk.answer = pays(TWO)
+    desk.look(10)
+    desk.lost["a"] = 0.5
+    desk.rates["a"] = 3000.0
+    desk.look(20)
+    assert "roll back" not in desk.kinds()
+
+
+def test_a_gpu_lost_during_a_change_ends_it_and_is_planned_around() -> None:
+    desk = Desk(ONE, GPUS)
+    desk.rates["a"] = 700.0
+    desk.answer = pays(TWO)
+    desk.not_ready = {"n0/1/a"}
+    desk.look(5)
+    assert desk.controller.change is not None
+    desk.gpus = (GPUS[0], GPUS[2])
+    desk.answer = pays(make_plan({"n0/0/a": (100.0, ["a", "b"]), "n1/0/a": (100.0, ["a", "b"])}))
+    desk.look(5)
+    assert "abandoned" in desk.kinds()
+    assert {g.gpu for g in desk.controller.plan.gpulets} == {"n0/0", "n1/0"}
+
+
+@pytest.mark.parametrize("died_after", range(1, 9))
+def test_a_change_goes_on_after_the_controllers_death(died_after: int) -> None:
+    desk = Desk(ONE, GPUS)
+    desk.rates["a"] = 700.0
+    desk.answer = pays(MOVED)
+    desk.look(died_after)
+    desk.restart()
+    desk.look(12)
+    assert desk.controller.plan.to_data() == MOVED.to_data()
+    assert desk.controller.rates.mean_rps["a"] == pytest.approx(700.0, rel=0.05)
+
+
+def test_memory_survives_its_own_writing() -> None:
+    desk = Desk(ONE, GPUS)
+    desk.rates["a"] = 700.0
+    desk.answer = pays(MOVED)
+    desk.not_ready = {"n0/1/a"}
+    desk.ratios["n0/0/a"] = {"b": 1.3}
+    desk.look(10)
+    before = desk.controller.memory().to_data()
+    desk.restart()
+    assert desk.controller.memory().to_data() == before
+
+
+def test_gpus_are_asked_for_within_bounds_and_missing_ones_are_told() -> None:
+    desk = Desk(ONE, GPUS, {"gpus": {"v100": {"min": 1, "max": 4}}})
+    desk.rates["a"] = 700.0
+    desk.answer = pays(TWO, wanted={"v100": 6})
+    desk.look(10)
+    assert [want.by_type for want in desk.wanted] == [{"v100": 4}]
+    assert "with more GPUs: v100 2" in desk.text("missing")
+    fixed = Desk(ONE, GPUS)
+    fixed.rates["a"] = 700.0
+    fixed.answer = pays(TWO, wanted={"v100": 5})
+    fixed.look(10)
+    assert not fixed.wanted
+    assert "v100 2" in fixed.text("missing")
+
+
+def test_an_operators_plan_ends_what_is_under_way() -> None:
+    desk = Desk(ONE, GPUS)
+    desk.rates["a"] = 700.0
+    desk.answer = pays(TWO)
+    desk.not_ready = {"n0/1/a"}
+    desk.look(5)
+    desk.controller.set_plan(MOVED)
+    assert desk.controller.change is None
+    assert workload_of(desk.controller.plan) == workload_of(MOVED)

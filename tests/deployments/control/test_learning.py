@@ -1,0 +1,97 @@
+"""What the controller learns from looks: rates with their bursts, and models that lose more than they may."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from tenuto.deployments.control.attainment import Attainment
+from tenuto.deployments.control.rates import Rates
+
+
+def rates(declared: dict[str, float], **changes: float) -> Rates:
+    settings = {"average_s": 20.0, "settle_s": 60.0, "target": 0.99, "floor_rps": 0.1, **changes}
+    return Rates(declared, **settings)
+
+
+@pytest.mark.parametrize("declared", [5.0, 50.0, 500.0])
+def test_a_rate_that_triples_is_known_within_two_looks(declared: float) -> None:
+    rng = np.random.default_rng(1)
+    known = rates({"m": declared})
+    for second in range(100):
+        assert not known.observe(second, 1.0, {"m": rng.poisson(declared)})
+    seen = [bool(known.observe(second, 1.0, {"m": rng.poisson(3 * declared)})) for second in range(100, 106)]
+    assert any(seen[: 2 if declared > 10 else 5])
+    assert known.mean_rps["m"] == pytest.approx(3 * declared, rel=0.35)
+
+
+def test_a_steady_rate_is_no_change_for_hours_and_its_bursts_are_covered() -> None:
+    rng = np.random.default_rng(0)
+    known = rates({"a": 3.0, "b": 80.0})
+    counts = {name: rng.poisson(rate, 5_000) for name, rate in (("a", 3.0), ("b", 80.0))}
+    covered = {"a": 0, "b": 0}
+    for second in range(5_000):
+        demand = known.demand()
+        for name, seen in counts.items():
+            covered[name] += seen[second] <= demand.upper_rps[name]
+        assert not known.observe(second, 1.0, {name: int(seen[second]) for name, seen in counts.items()})
+    assert min(covered.values()) > 0.985 * 5_000
+
+
+def test_bursty_arrivals_get_more_room_than_poisson() -> None:
+    rng = np.random.default_rng(0)
+    known = rates({"poisson": 50.0, "bursty": 50.0})
+    for second in range(2000):
+        burst = 4 * rng.poisson(50.0 / 4)  # an index of dispersion of 4
+        known.observe(second, 1.0, {"poisson": rng.poisson(50.0), "bursty": burst})
+    burst_rps = known.demand().burst_rps
+    assert burst_rps["bursty"] == pytest.approx(2.0 * burst_rps["poisson"], rel=0.25)
+
+
+def test_a_need_is_remembered_until_it_has_settled() -> None:
+    known = rates({"m": 100.0})
+    for second in range(30):
+        known.observe(second, 1.0, {"m": 100})
+    high = known.demand().upper_rps["m"]
+    for second in range(30, 30 + 61):
+        known.observe(second, 1.0, {"m": 10})
+        if second < 30 + 55:
+            assert known.demand().upper_rps["m"] >= 0.95 * high
+    assert known.demand().upper_rps["m"] < 0.3 * high
+
+
+def test_a_rising_rate_is_planned_for_ahead_and_a_falling_one_is_not() -> None:
+    rising, falling = rates({"m": 100.0}, settle_s=0.0), rates({"m": 300.0}, settle_s=0.0)
+    for second in range(100):
+        rising.observe(second, 1.0, {"m": 100 + second})
+        falling.observe(second, 1.0, {"m": 300 - second})
+    assert rising.demand(20.0).mean_rps["m"] == pytest.approx(220.0, abs=8.0)
+    assert falling.demand(20.0).mean_rps["m"] >= 200.0
+
+
+def test_models_that_join_start_from_their_declared_rate_and_memory_survives() -> None:
+    known = rates({"m": 10.0})
+    for second in range(50):
+        known.observe(second, 1.0, {"m": 40})
+    known.set_models({"m": 10.0, "new": 7.0})
+    assert known.mean_rps["m"] == pytest.approx(40.0, rel=0.05)
+    assert known.mean_rps["new"] == 7.0
+    again = Rates(
+        {"m": 10.0, "new": 7.0}, average_s=20.0, settle_s=60.0, target=0.99, floor_rps=0.1, memory=known.memory()
+    )
+    assert again.mean_rps == known.mean_rps
+    known.set_models({"new": 7.0})
+    assert list(known.demand().mean_rps) == ["new"]
+
+
+def test_losses_beyond_chance_are_found_soon_and_chance_is_not() -> None:
+    rng = np.random.default_rng(0)
+    watch = Attainment(["m"], target=0.99, window_s=20.0)
+    for second in range(5_000):
+        bad = rng.binomial(50, 0.01)
+        assert not watch.observe(second, {"m": 50 - bad}, {"m": bad})
+    found = [bool(watch.observe(5_000 + second, {"m": 40}, {"m": 10})) for second in range(3)]
+    assert found[0]
+    assert watch.lost_part(["m"])["m"] > 0.02
+    watch.forget()
+    assert not watch.observe(20_010, {"m": 50}, {"m": 1})
