@@ -30,7 +30,7 @@ from tenuto.placement import Cluster, ModelSpec, Plan, Workload
 from tenuto.placement.applications import Application
 from tenuto.profiles import Profiles
 
-__all__ = ["SimulatedRun", "Simulation", "simulated_records"]
+__all__ = ["SimulatedRun", "Simulation", "beside", "simulated_records"]
 
 _Arriving = TypeVar("_Arriving", ModelSpec, Application)
 NO_DELAY = NetworkDelay()
@@ -89,8 +89,8 @@ class Simulation:
         """
         workload = workload.model_copy(update={"models": _with_slos(workload.models, slo_scale)})
         system = everywhere(workload, cluster, profiles, network)
-        applications = scaled_slos(_beside(workload.applications, folder), slo_scale)
-        return cls(_beside(workload.models, folder), applications, system, **how)
+        applications = scaled_slos(beside(workload.applications, folder), slo_scale)
+        return cls(beside(workload.models, folder), applications, system, **how)
 
     def scheduler(self) -> Scheduler:
         """Return a fresh scheduler."""
@@ -262,7 +262,7 @@ def _with_slos(models: tuple[ModelSpec, ...], scale: float) -> tuple[ModelSpec, 
     return tuple(spec.model_copy(update={"slo_ms": spec.slo_ms * scale}) for spec in models)
 
 
-def _beside(arriving: tuple[_Arriving, ...], folder: Path) -> tuple[_Arriving, ...]:
+def beside(arriving: tuple[_Arriving, ...], folder: Path) -> tuple[_Arriving, ...]:
     """Resolve relative trace paths against a folder, where the file is there and not here."""
     resolved = []
     for spec in arriving:

@@ -16,7 +16,7 @@ from tenuto.errors import InvalidInputError, Problem, raise_if_any
 from tenuto.placement.applications import Application
 from tenuto.placement.program import Gpulet, Replica
 from tenuto.placement.rules import plan_problems
-from tenuto.placement.workload import ModelSpec, Objective
+from tenuto.placement.workload import ModelSpec, Objective, Workload
 
 __all__ = ["SCHEMA", "Expected", "ExpectedModel", "Gpulet", "Plan", "PlannedGpu", "PolicyUsed", "Replica"]
 
@@ -89,6 +89,11 @@ class Plan(StrictModel):
                 "cure: Make the plan again with `tenuto plan`."
             )
         return version
+
+    @property
+    def workload(self) -> Workload:
+        """What the plan was made for, as far as plans say it."""
+        return Workload(models=self.models, applications=self.applications, objective=self.objective)
 
     def model(self, name: str) -> ModelSpec:
         """Return the workload entry of a model; KeyError if the plan does not know it."""

@@ -14,21 +14,27 @@ __all__ = ["Attainment"]
 
 
 class Attainment:
-    """Requests that ended in time and not, by model, over the last `window_s`."""
+    """Requests that ended in time and not, by model, over the last `window_s`.
+
+    The window bounds how small a loss can be told from chance, not how fast a large one is seen: of the last looks as
+    many are judged as speak loudest.
+    """
 
     def __init__(self, models: Sequence[str], *, target: float, window_s: float) -> None:
         self._target, self._window_s = target, window_s
         self._names = tuple(models)
         self._looks: deque[tuple[float, NDArray[np.float64]]] = deque()  # (time, [ended in time, not in time] by model)
+        self._lost: dict[str, float] = {}  # the part that was lost in the looks that spoke loudest
 
     def set_models(self, models: Sequence[str]) -> None:
         """Watch these models; nothing is known of any of them yet."""
         self._names = tuple(models)
-        self._looks.clear()
+        self.forget()
 
     def forget(self) -> None:
         """Judge by what ends from now on."""
         self._looks.clear()
+        self._lost = {}
 
     def observe(self, now_s: float, good: Mapping[str, int], bad: Mapping[str, int]) -> list[str]:
         """Take the requests that ended since the last look; return the models that lose more than they may.
@@ -40,6 +46,7 @@ class Attainment:
         self._looks.append((now_s, counts))
         while self._looks[0][0] <= now_s - self._window_s:
             self._looks.popleft()
+        self._lost = {}
         if not any(counts[:, 1].any() for _, counts in self._looks):
             return []
         total = np.cumsum([counts for _, counts in reversed(self._looks)], axis=0)
@@ -49,13 +56,12 @@ class Attainment:
             ratio = np.where(part > 0, lost * np.log(part / allowed), 0.0)
             ratio += np.where(part < 1, (ended - lost) * np.log((1.0 - part) / self._target), 0.0)
         ratio[part <= allowed] = 0.0
-        is_bad = ratio.max(axis=0) > FALSE_ALARM
+        loudest = ratio.argmax(axis=0)
+        each = np.arange(len(self._names))
+        self._lost = dict(zip(self._names, part[loudest, each].tolist(), strict=True))
+        is_bad = ratio[loudest, each] > FALSE_ALARM
         return [name for name, found in zip(self._names, is_bad, strict=True) if found]
 
     def lost_part(self, models: Collection[str]) -> dict[str, float]:
-        """Return which part of the requests that ended within the window was lost, of some models."""
-        if not self._looks:
-            return dict.fromkeys(models, 0.0)
-        total = np.sum([counts for _, counts in self._looks], axis=0)
-        part = total[:, 1] / np.maximum(1.0, total.sum(axis=1))
-        return {name: float(value) for name, value in zip(self._names, part, strict=True) if name in models}
+        """Return which part of the requests of some models was lost lately."""
+        return {name: self._lost.get(name, 0.0) for name in models}

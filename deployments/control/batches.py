@@ -6,7 +6,7 @@ costs nothing until more requests come, and then carries more of them than a cha
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from tenuto.deployments.control.steps import needed_mib
 from tenuto.errors import InvalidInputError
@@ -26,8 +26,9 @@ def raised(plan: Plan, workload: Workload, profiles: Profiles, gpus: Sequence[Gp
     """Return the plan with the largest batches its gpu-lets can run in turns.
 
     On each gpu-let all batches grow by one factor, as long as a round of all of them and one more batch end within
-    every model's SLO (gpulet, section 4: duty cycle + l(b) <= SLO), they were profiled, and memory allows. Merged
-    programs, and gpu-lets whose batches do not take turns so as they are, are left alone.
+    every model's SLO (gpulet, section 4: duty cycle + l(b) <= SLO), they were profiled, and memory allows; then those
+    of single models, the shortest SLO first, where that leaves room. Merged programs, and gpu-lets whose batches do not
+    take turns so as they are, are left alone.
     """
     types = {gpu.id: gpu.type for gpu in plan.gpus}
     memory = {gpu.type: gpu.memory_mib for gpu in gpus}
@@ -49,15 +50,27 @@ def _raised(
 ) -> Gpulet:
     if gpulet.merge or not specs.keys() >= {replica.name for replica in gpulet.models}:
         return gpulet
-    best = gpulet.models
-    for step in range(1, STEPS):
-        models = tuple(
-            _with_batch(replica, specs[replica.name], profiles, gpu_type, gpulet.effective_share_pct, GROWTH**step)
-            for replica in gpulet.models
-        )
-        if not _take_turns(models, specs) or sum(replica.memory_mib or 0.0 for replica in models) > room_mib:
-            break
-        best = models
+    share_pct = gpulet.effective_share_pct
+
+    def grown(best: tuple[Replica, ...], names: Collection[str]) -> tuple[Replica, ...]:
+        """Return the replicas with the batches of these models as large as can be."""
+        for step in range(1, STEPS):
+            models = tuple(
+                _with_batch(first, specs[first.name], profiles, gpu_type, share_pct, GROWTH**step)
+                if first.name in names
+                else replica
+                for first, replica in zip(gpulet.models, best, strict=True)
+            )
+            if any(new.batch_size < old.batch_size for new, old in zip(models, best, strict=True)):
+                continue
+            if not _take_turns(models, specs) or sum(replica.memory_mib or 0.0 for replica in models) > room_mib:
+                break
+            best = models
+        return best
+
+    best = grown(gpulet.models, {replica.name for replica in gpulet.models})
+    for replica in sorted(gpulet.models, key=lambda replica: specs[replica.name].slo_ms):
+        best = grown(best, {replica.name})
     return gpulet if best == gpulet.models else gpulet.model_copy(update={"models": best})
 
 

@@ -134,7 +134,9 @@ class Controller:
             declared, average_s=settings.rates.average_s, settle_s=settings.rates.settle_s,
             target=settings.attainment, floor_rps=settings.rates.floor_rps, memory=memory.rates,
         )  # fmt: skip
-        self._attainment = Attainment(tuple(declared), target=settings.attainment, window_s=settings.interval_s)
+        self._attainment = Attainment(
+            tuple(declared), target=settings.attainment, window_s=settings.change.horizon_s
+        )
         self._slowdowns = dict(memory.slowdowns)
         self._surplus = dict(memory.surplus)
         change = settings.change

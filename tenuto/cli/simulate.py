@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from tenuto.batching.core.autoscale import AutoscaleOptions
 from tenuto.batching.virtual.advice_series import advice_over_time
 from tenuto.cli.common import emit_json, progress_console, stdout_console
-from tenuto.cli.tables import percent, print_advice, print_run
+from tenuto.cli.tables import percent, print_advice, print_run, print_table
 from tenuto.cli.virtual import VirtualArguments, virtual_arguments
-from tenuto.errors import raise_if_any
+from tenuto.errors import Problem, raise_if_any
 from tenuto.loadgen.simulated import SimulatedRun, Simulation
+from tenuto.outcome import OUTCOMES
+
+if TYPE_CHECKING:
+    from tenuto.deployments.control.virtual import ControlledRun
 
 __all__ = ["command"]
+
+PROGRESS_S = 5.0  # between two lines of progress
 
 
 @click.command("simulate")
@@ -26,6 +33,7 @@ __all__ = ["command"]
 @click.option("-o", "--output", "folder", metavar="DIR", help="Folder for report.html, result.json, requests.parquet.")
 @click.option("--force", is_flag=True, help="Replace a report that is already in DIR.")
 @click.option("--advice", "advice_window_s", type=float, metavar="S", help="Scaling advice for every S seconds.")
+@click.option("--control", "control_file", metavar="FILE", help="Let the controller change the plan meanwhile.")
 def command(
     asked: VirtualArguments,
     as_json: bool,
@@ -33,11 +41,23 @@ def command(
     folder: str | None,
     force: bool,
     advice_window_s: float | None,
+    control_file: str | None,
 ) -> None:
     """Run PLAN, or WORKLOAD on a cluster where every GPU hosts every model, in virtual time.
 
     Example: tenuto simulate workload.yaml --gpus v100:4 --scheduler deferred --duration-s 60 --seed 0
     """
+    if control_file is not None:
+        given = {"--output": folder, "--advice": advice_window_s, "--warmup-s": asked.warmup_s}
+        raise_if_any(
+            [
+                Problem(option, value, "is not for runs with --control", "Leave one of them away.")
+                for option, value in given.items()
+                if value is not None
+            ]
+        )
+        _run_controlled(asked, control_file, rate_scale, as_json=as_json)
+        return
     simulation = asked.simulation()
     advice_options = None if advice_window_s is None else AutoscaleOptions(window_s=advice_window_s)
     if advice_options is not None:
@@ -57,6 +77,42 @@ def command(
     if out is not None:
         _write_report(out, run, simulation, rate_scale)
         progress_console().print(f"report: {out / 'report.html'}", markup=False)
+
+
+def _run_controlled(asked: VirtualArguments, control_file: str, rate_scale: float, *, as_json: bool) -> None:
+    from tenuto.loadgen.controlled import controlled_summary
+
+    simulation = asked.controlled(control_file)
+    console, since = progress_console(), time.perf_counter()
+    told_s = since
+
+    def progress(now_s: float, run: ControlledRun) -> None:
+        nonlocal told_s
+        if time.perf_counter() - told_s > PROGRESS_S:
+            told_s = time.perf_counter()
+            console.print(f"tenuto: {now_s:,.0f} of {asked.duration_s:,.0f} s, {run.count('changed')} changes")
+
+    run = simulation.run(rate_scale, progress)
+    summary = controlled_summary(run, asked.duration_s, since)
+    if as_json:
+        emit_json(summary)
+        return
+    print_table(
+        ("model", "offered", *OUTCOMES, "in time"),
+        (
+            (name, *(str(row[key]) for key in ("offered", *OUTCOMES)), percent(row["attainment"]))
+            for name, row in summary["models"].items()
+        ),
+    )
+    for entry in summary["control"]["log"]:
+        line = f"{entry['at_s']:10.1f} s  {entry['kind']}: {entry['text']}"
+        stdout_console().print(line, markup=False, soft_wrap=True)
+    control = summary["control"]
+    stdout_console().print(
+        f"attainment {percent(summary['attainment'])}, {control['changes']} changes, {control['rolled_back']} rolled "
+        f"back, {control['gpu_hours']:.2f} GPU-hours, {control['share_hours']:.2f} of them by share; "
+        f"{summary['requests']:,} requests in {summary['wall_s']:.1f} s"
+    )
 
 
 def _in_words(summary: Mapping[str, Any], scheduler_name: str) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -17,6 +17,9 @@ from tenuto.errors import InvalidInputError, Problem, raise_if_any
 from tenuto.loadgen.simulated import Simulation
 from tenuto.options import split_pairs
 from tenuto.placement import Plan, Workload
+
+if TYPE_CHECKING:
+    from tenuto.loadgen.controlled import ControlledSimulation
 
 __all__ = ["VirtualArguments", "virtual_arguments"]
 
@@ -67,6 +70,36 @@ class VirtualArguments:
             progress_console().print(text, markup=False)
         profiles, folder = self.where.profiles(cluster.gpu_types), Path(self.source).parent
         return Simulation.of_workload(workload, cluster, profiles, network, slo_scale, folder=folder, **how)
+
+    def controlled(self, control_file: str) -> ControlledSimulation:
+        """Read the files for a run under the controller; a plan may be given other GPUs than its own to grow on.
+
+        Raises:
+            InvalidInputError: with the problems found in the arguments.
+        """
+        from tenuto.deployments.control.settings import ControlSettings
+        from tenuto.loadgen.controlled import ControlledSimulation, gpus_of
+
+        network, options = self._checked()
+        settings = ControlSettings.load(control_file)
+        document, folder = load_document(self.source), Path(self.source).parent
+        how: dict[str, Any] = {
+            "scheduler_name": self.scheduler_name, "options": options, "duration_s": self.duration_s,
+            "seed": self.seed, "network": network, "folder": folder,
+        }  # fmt: skip
+        if not _is_plan(document):
+            workload, cluster = Workload.load(self.source), self.where.cluster()
+            return ControlledSimulation.of_workload(
+                workload, cluster, self.where.profiles(cluster.gpu_types), settings, **how
+            )
+        plan = Plan.from_data(document, origin=self.source)
+        gpus = self.where.cluster().gpus if self.where.names_a_cluster else gpus_of(plan)
+        lacking = sorted({gpu.id for gpu in plan.gpus} - {gpu.id for gpu in gpus})
+        if lacking:
+            rule = f"the plan uses GPU {', '.join(lacking)}, which the cluster lacks"
+            raise InvalidInputError(Problem("--gpus", self.where.gpus, rule, "Name a cluster that has them."))
+        profiles = self.where.profiles(dict.fromkeys(gpu.type for gpu in gpus))
+        return ControlledSimulation(plan.workload, plan, gpus, profiles, settings, **how)
 
     def _checked(self) -> tuple[NetworkDelay, dict[str, Any]]:
         """Return the delays and the scheduler's options as read."""

@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from tenuto.placement import Gpulet, Plan, Replica
 from tenuto.placement.cluster import Gpu
 from tenuto.placement.plan import PlannedGpu, PolicyUsed
-from tenuto.placement.workload import ModelSpec, Workload
+from tenuto.placement.workload import ModelSpec
 from tenuto.profiles import LinearLatency
 
-__all__ = ["gpu", "make_plan", "replica", "workload_of"]
+__all__ = ["gpu", "make_plan", "replica"]
 
 LATENCY = LinearLatency(alpha_ms=1.0, beta_ms=4.0)
 
@@ -56,8 +56,3 @@ def make_plan(
         unserved=unserved,
         unserved_reasons=dict.fromkeys(unserved, "a test wants it so"),
     )  # fmt: skip
-
-
-def workload_of(plan: Plan) -> Workload:
-    """Return the workload whose entries a plan carries."""
-    return Workload(models=plan.models)

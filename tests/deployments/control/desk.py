@@ -12,7 +12,6 @@ from tenuto.deployments.control.settings import ControlSettings
 from tenuto.deployments.control.worth import Worth
 from tenuto.placement import Plan
 from tenuto.placement.cluster import Gpu
-from tests.instruments.plans import workload_of
 
 __all__ = ["Desk"]
 
@@ -22,7 +21,7 @@ class Desk:
 
     def __init__(self, plan: Plan, gpus: Sequence[Gpu], settings: Mapping[str, object] | None = None) -> None:
         self.settings = ControlSettings.model_validate({"mode": "act", **(settings or {})})
-        self.controller = Controller(self.settings, Memory(plan, workload_of(plan)))
+        self.controller = Controller(self.settings, Memory(plan, plan.workload))
         self.gpus = tuple(gpus)
         self.rates = {spec.name: spec.rate_rps for spec in plan.models}
         self.lost = dict.fromkeys(self.rates, 0.0)  # part of the requests

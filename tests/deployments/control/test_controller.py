@@ -8,7 +8,7 @@ from tenuto.deployments.control.planning import Proposal
 from tenuto.deployments.control.worth import Worth
 from tenuto.placement import Workload
 from tests.deployments.control.desk import Desk, pays
-from tests.instruments.plans import gpu, make_plan, workload_of
+from tests.instruments.plans import gpu, make_plan
 
 GPUS = [gpu("n0/0"), gpu("n0/1"), gpu("n1/0")]
 ONE = make_plan({"n0/0/a": (100.0, ["a", "b"])})
@@ -271,4 +271,4 @@ def test_an_operators_plan_ends_what_is_under_way() -> None:
     desk.look(5)
     desk.controller.set_plan(MOVED)
     assert desk.controller.change is None
-    assert workload_of(desk.controller.plan) == workload_of(MOVED)
+    assert desk.controller.plan.to_data() == MOVED.to_data()
