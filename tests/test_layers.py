@@ -1,6 +1,7 @@
 """Directions: left never imports right, rooms and files import one way, planning needs no serving library."""
 
 import ast
+import re
 import subprocess
 import sys
 from collections import defaultdict
@@ -114,19 +115,27 @@ def _circles(arrows: dict[str, set[str]]) -> list[frozenset[str]]:
 
 
 @cache
-def _circles_of_the_house() -> dict[tuple[str, frozenset[str]], list[str]]:
-    """Per folder: which of the files and rooms in it import one another in a circle, and through which imports."""
-    inside: dict[Place, dict[str, set[str]]] = defaultdict(lambda: defaultdict(set))
-    reasons: dict[tuple[Place, str, str], list[str]] = defaultdict(list)
-    for module, home in _arrows():
+def _arrows_by_folder() -> dict[Place, dict[tuple[str, str], str]]:
+    """Per folder: which file or room in it imports which other, each with an import that does."""
+    found: dict[Place, dict[tuple[str, str], str]] = defaultdict(dict)
+    for module, home in sorted(_arrows()):
         here, there = _place(module), _place(home)
         depth = next(at for at, (one, other) in enumerate(zip(here, there, strict=False)) if one != other)
         if depth:
-            inside[here[:depth]][here[depth]].add(there[depth])
-            reasons[here[:depth], here[depth], there[depth]].append(f"{module} imports {home}")
+            found[here[:depth]].setdefault((here[depth], there[depth]), f"{module} imports {home}")
+    return found
+
+
+@cache
+def _circles_of_the_house() -> dict[tuple[str, frozenset[str]], list[str]]:
+    """Per folder: which of the files and rooms in it import one another in a circle, and through which imports."""
+    inside: dict[Place, dict[str, set[str]]] = defaultdict(lambda: defaultdict(set))
+    for folder, arrows in _arrows_by_folder().items():
+        for one, other in arrows:
+            inside[folder][one].add(other)
     return {
         ("/".join(folder), circle): [
-            why[0] for (at, one, other), why in sorted(reasons.items()) if at == folder and {one, other} <= circle
+            why for (one, other), why in _arrows_by_folder()[folder].items() if {one, other} <= circle
         ]
         for folder, arrows in inside.items()
         for circle in _circles(arrows)
@@ -163,6 +172,26 @@ def test_rooms_and_files_of_a_folder_import_one_way() -> None:
 def test_a_circle_that_is_gone_is_struck_off_the_list(folder: str, circle: str) -> None:
     left = [sorted(its) for known, its in _circles_of_the_house() if folder == known and its <= set(circle.split())]
     assert left == [circle.split()]
+
+
+def _drawing(folder: str) -> list[str]:
+    """The files and rooms of a folder as CONTRIBUTING draws them, from the top."""
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    (drawn,) = re.findall(rf"^```text\n{folder}/ .*\n((?:  .*\n)+)```$", text, re.M)
+    return [line.split()[0].rstrip("/") for line in drawn.splitlines()]
+
+
+@pytest.mark.parametrize("folder", [*ALLOWED, "tenuto"])
+def test_the_drawing_of_a_folder_has_all_of_it_and_imports_upwards(folder: str) -> None:
+    drawn = _drawing(folder)
+    there = {_place(module)[1] for module in _modules() if _place(module)[0] == folder} - {"__init__"}
+    assert sorted(drawn) == sorted(there)
+    known = {name for circles, its in CIRCLES if circles == folder for name in its.split()}
+    assert [
+        why
+        for (one, other), why in _arrows_by_folder()[folder,].items()
+        if "__init__" not in (one, other) and not {one, other} <= known and drawn.index(other) > drawn.index(one)
+    ] == []
 
 
 def test_planning_and_simulation_import_without_ray_torch_and_cuda() -> None:
