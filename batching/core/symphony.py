@@ -16,7 +16,6 @@ with strict ones the paper's own trace (section 3.3) fails.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 
@@ -140,16 +139,17 @@ class SymphonyScheduler(Scheduler):
             if not pools:
                 self._drop(queue, len(queue.ids))
                 break
-            if not any(self._can_take(pool, queue, now) and self._dispatch(queue, pool, now) for pool in pools):
+            way_ms = self._way_ms(queue)
+            if not any(self._can_take(pool, way_ms, now) and self._dispatch(queue, pool, now) for pool in pools):
                 self._wait(queue, now)
                 return
             self._rest(queue)
         self._rest(queue)
 
-    def _can_take(self, pool: Pool, queue: _Queue, now: float) -> bool:
-        """Whether a gpu-let of the pool will be free when the batch's data has arrived."""
+    def _can_take(self, pool: Pool, way_ms: float, now: float) -> bool:
+        """Whether a gpu-let of the pool will be free when a batch's data has arrived."""
         at, gpulet = self._gpulets.open_at(pool, now)
-        return gpulet >= 0 and at <= now + self._way_ms(queue) + TIME_TOLERANCE_MS
+        return gpulet >= 0 and at <= now + way_ms + TIME_TOLERANCE_MS
 
     def _way_ms(self, queue: _Queue) -> float:
         size = min(len(queue.ids), queue.longest)
@@ -186,40 +186,44 @@ class SymphonyScheduler(Scheduler):
                 self._update(queue, now_ms)
         if self._gpu_timer <= now_ms:
             self._gpu_timer = INF
-            self._serve_waiting(self._gpulets.pools, now_ms)
+            self._serve_waiting(now_ms)
         self.next_wake_ms = min(timers[0][0] if timers else INF, self._gpu_timer)
 
     # Rank thread: gpu-lets and who gets them -------------------------------------------------------------------------
 
     def batch_done(self, now_ms: float, gpulet: int) -> None:
         if self._gpulets.done(gpulet, now_ms) and self._waiting:
-            self._serve_waiting(self._gpulets.pools, now_ms)
+            self._serve_waiting(now_ms)
 
-    def _serve_waiting(self, pools: Sequence[Pool], now: float) -> None:
-        """Give gpu-lets that are free to waiting programs, the most urgent first."""
+    def _serve_waiting(self, now: float) -> None:
+        """The GPU timer: give gpu-lets that are free when the longest way is over to the most urgent that wait."""
+        way_ms = self._longest_way_ms()
         for queue in sorted(self._waiting.values(), key=lambda queue: queue.latest):
-            if any(queue.program in pool.run and self._can_take(pool, queue, now) for pool in pools):
+            pools = [pool for pool in self._gpulets.pools_of[queue.program] if self._can_take(pool, way_ms, now)]
+            if pools:
                 queue.is_waiting = False
                 self._waiting.pop(queue.program, None)
-                if any(self._can_take(pool, queue, now) and self._dispatch(queue, pool, now)
-                       for pool in self._gpulets.pools_of[queue.program]):  # fmt: skip
+                if any(self._can_take(pool, way_ms, now) and self._dispatch(queue, pool, now) for pool in pools):
                     self._set_timer(queue, INF)
                     self._update(queue, now)
                 else:
                     self._wait(queue, now)
         self._arm_gpu_timer(now)
 
+    def _longest_way_ms(self) -> float:
+        return max((self._way_ms(queue) for queue in self._waiting.values()), default=0.0)
+
     def _arm_gpu_timer(self, now: float) -> None:
-        """With a network delay: wake when the most urgent waiting batch has to leave to meet the next free gpu-let."""
+        """With a network delay: wake when a waiting batch has to leave to meet the next gpu-let that becomes free."""
         if not self._gpulets.ahead or not self._waiting:
             return
         self._gpu_timer = INF
-        for queue in self._waiting.values():
-            for pool in self._gpulets.pools_of[queue.program]:
-                at, gpulet = self._gpulets.open_at(pool, now)
-                leave_at = at - self._way_ms(queue)
-                if gpulet >= 0 and leave_at > now + TIME_TOLERANCE_MS:  # before that it was tried in vain
-                    self._gpu_timer = min(self._gpu_timer, leave_at)
+        way_ms = self._longest_way_ms()
+        for pool in self._gpulets.pools:
+            at, gpulet = self._gpulets.open_at(pool, now)
+            # Before now it was tried in vain.
+            if gpulet >= 0 and at - way_ms > now + TIME_TOLERANCE_MS and self._waiting.keys() & pool.run.keys():
+                self._gpu_timer = min(self._gpu_timer, at - way_ms)
         self.next_wake_ms = min(self.next_wake_ms, self._gpu_timer)
 
     def _dispatch(self, queue: _Queue, pool: Pool, now: float) -> bool:
@@ -265,7 +269,7 @@ class SymphonyScheduler(Scheduler):
 
     def gpulet_back(self, now_ms: float, gpulet: int) -> None:
         self._gpulets.back(gpulet)
-        self._serve_waiting(self._gpulets.pools, now_ms)
+        self._serve_waiting(now_ms)
 
     def queued(self, program: int) -> int:
         return len(self._queues[program].ids)
