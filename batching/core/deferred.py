@@ -1,376 +1,516 @@
-"""Deferred batch scheduling: a batch is held as long as its deadline allows it to grow, and never longer.
+"""Ours: Symphony's deferred batching, which looks ahead at all batches that wait and rehearses how long to hold them.
 
-Symphony's Algorithm 1 in the extended form of its appendix D (arXiv 2308.07470), over gpu-lets instead of GPUs. Each
-model has a queue and a candidate batch with two moments: *frontrun* `d - l(b+1)`, when waiting for one more request
-would cost the head its deadline, and *latest* `d - l(b)`. At frontrun a model takes the idle gpu-let of the smallest
-index; if there is none it waits, and a gpu-let that becomes free takes the waiting model whose latest moment comes
-first. Every comparison of times admits equality; with strict ones the paper's own trace (§3.3) fails.
+Three rules; docs/scheduling.md draws them.
 
-Three things go beyond the paper, each an option: releasing before frontrun and defending less than the staggered batch
-(`release`, see `batch_sizes` and `reserve_ms`), and a fair distribution of losses (`balance`, see `balance.py`). With
-`release=frontrun` and `balance=off` the scheduler is Symphony as published.
+1. *Due.* A batch is due when it has used the part `hold` of the time for which Symphony would hold it: 1 is Symphony's
+   frontrun, 0 sends at once. A due batch takes the fastest idle gpu-let.
+2. *Plan.* Where more batches wait than gpu-lets are idle, all of them are lined up by their latest start, and each is
+   given the gpu-let on which it would end first, the running ones from their known end on. One that would start too
+   late pushes out the batch that serves the least per ms of those lined up so far. Idle gpu-lets go to due batches in
+   that order, those pushed out last. Where the plan starts a batch after it is due, gpu-lets are too few to hold
+   anything: then batches that have half of their target may go before they are due.
+3. *Rehearsal.* Now and then the arrivals of the last seconds are replayed with other values of `hold` and `defend`, and
+   the best is adopted (`rehearsal.py`).
 
-Gpu-lets with the same models and latencies form a pool, so that a new request costs O(log M) and a completion
-O(log M + log G).
+Rule 2 is the algorithm of Moore and Hodgson (Management Science 15, 1968: fewest late jobs on one machine), taken over
+to several machines and to batches of many requests as an approximation. A batch is cut by the window rule of Symphony's
+program: heads are given up where they keep it below `defend` times the staggered size.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
+from dataclasses import dataclass, field
 from heapq import heappop, heappush
+from math import ceil
+from typing import Any
 
-from tenuto.batching.core.pooled import DeferredOptions, PooledScheduler
-from tenuto.batching.core.pools import Lane, ModelQueue, Pool
-from tenuto.batching.core.scheduler import Dispatch, Drop
-from tenuto.batching.core.system import INF, TIME_TOLERANCE_MS
+from tenuto.batching.core.gathering import window
+from tenuto.batching.core.gpulets import Gpulets, Pool
+from tenuto.batching.core.rehearsal import Rehearsals, RehearsingScheduler, Replayed, Setting, State
+from tenuto.batching.core.scheduler import Dispatch, Drop, Rehearse, SchedulerOptions
+from tenuto.batching.core.system import INF, TIME_TOLERANCE_MS, NetworkDelay, System
+from tenuto.batching.core.target import ArrivalRate, target_batch
 
 __all__ = ["DeferredOptions", "DeferredScheduler"]
 
-EXPIRY_MARGIN_MS = 1e-3  # how long after the last possible start a queued request is given up
-CONTENTION_STEP = 1 / 256  # how fast the share of batches that had to wait for a gpu-let follows
-COST_STEP = 1 / 32  # how fast the mean length of a model's batches follows
-EARLY_PART = 1.0  # how much of a model's head start in rank also moves its frontrun
+EXPIRY_MARGIN_MS = 1e-3  # how long after its last possible start a queued request is given up
+RIPE = 0.5  # part of its target from which on a batch may go before it is due
 
 
-class DeferredScheduler(PooledScheduler):
-    """Symphony. Invariant: a model is waiting only while no gpu-let it could use is idle."""
+@dataclass(frozen=True)
+class DeferredOptions(SchedulerOptions):
+    """Where it begins, and whether it rehearses.
+
+    hold: part of Symphony's holding time. defend: part of the staggered batch for which heads are given up. rehearse:
+    whether both are changed by what rehearsals find.
+    """
+
+    hold: float = field(default=1.0, metadata={"minimum": 0.0})
+    defend: float = field(default=1.0, metadata={"minimum": 0.0})
+    rehearse: bool = True
+
+
+class _Queue:
+    """The requests of one program in order of their deadlines, what its batches cost, and the batch it would run now.
+
+    The batch: `size`, 0 if nothing can be met; on a gpu-let of `pool`; `run_ms` long; to be sent by `latest`, and
+    earlier from `due` on. It is as cut until `cut_until`, if no request comes or goes.
+    """
+
+    __slots__ = (
+        "budget_ms", "cut_until", "deadlines", "defend", "density", "due", "ids", "is_out", "latest", "longest", "pool",
+        "pools", "priority", "program", "quickest_ms", "rate", "ripe", "run", "run_ms", "sent", "size", "slot",
+        "slots", "target", "worth",
+    )  # fmt: skip
+
+    def __init__(self, program: int, rate: ArrivalRate, worth: float, priority: int) -> None:
+        self.program = program
+        self.rate = rate
+        self.worth = worth  # of one request
+        self.priority = priority
+        self.deadlines: list[float] = []  # when the batch must have ended
+        self.ids: list[int] = []
+        self.pools: list[Pool] = []  # fastest first
+        self.pool: Pool | None = None
+        self.run: list[float] = [0.0]  # on the fastest
+        self.sent: list[float] = [0.0]
+        self.budget_ms = 0.0  # from arrival to the end of the batch
+        self.longest = 1  # the largest batch that can be in time at all
+        self.quickest_ms = INF  # from dispatch to the end of one request alone
+        self.target = 1  # the staggered batch
+        self.defend = 1  # the size below which the head is given up
+        self.ripe = 1  # the size that may go before it is due
+        self.size = 0
+        self.run_ms = 0.0
+        self.latest = self.due = INF
+        self.density = 0.0  # worth of its requests per ms
+        self.cut_until = -INF
+        self.is_out = False  # of the plan
+        self.slots: list[float] = []  # of the pool it has in the plan, and which
+        self.slot = 0
+
+
+class DeferredScheduler(RehearsingScheduler):
+    """See the module. Invariant: no due batch waits while a gpu-let that can serve it in time is idle."""
 
     name = "deferred"
-    summary = "Symphony: hold each batch as long as its deadline allows, most urgent model first"
+    summary = "Symphony with a look ahead at all waiting batches, and holding times chosen by rehearsal"
     options_type = DeferredOptions
 
-    # Events in ------------------------------------------------------------------------------------------------------
+    def __init__(self, system: System, options: SchedulerOptions | None = None) -> None:
+        super().__init__(system, options)
+        chosen = options if isinstance(options, DeferredOptions) else DeferredOptions()
+        self._setting = Setting(chosen.hold, chosen.defend)
+        self._rehearsals = Rehearsals(system, self._setting) if chosen.rehearse else None
+        self._record: list[tuple[float, int, float]] | None = None  # (arrival, model, deadline) to be replayed
+        self._until_step = self._rehearsals.next_step() if self._rehearsals else -1  # requests until it goes on
+        self._gpulets = Gpulets(system)
+        weighted = system.objective == "weighted"
+        self._queues = [
+            _Queue(p, ArrivalRate(spec.rate_rps), spec.weight if weighted else 1.0, spec.priority)
+            for p, spec in enumerate(system.offered)
+        ]
+        self._queue_of = [self._queues[program] for program in system.program_of]
+        self._active: dict[int, _Queue] = {}  # those with requests, by program
+        self._look_at = INF  # when something may be decided
+        self._is_tight = False  # the plan has no slack: ripe batches may go
+        self._expire_at = INF  # when a head may have to be given up
+        self._adopt(system.network)
 
-    def add_request(self, now_ms: float, model_index: int, request_id: int, deadline_ms: float) -> None:
-        model = self._queue_of[model_index]
-        model.rate.count += 1
-        deadlines = model.deadlines
-        deadline_ms -= self._response_ms
-        if deadlines and deadline_ms < deadlines[-1]:
-            position = bisect_right(deadlines, deadline_ms)
-            deadlines.insert(position, deadline_ms)
-            model.ids.insert(position, request_id)
-            if not position and model.waiting:
-                self._arm(model, now_ms)
+    def _adopt(self, network: NetworkDelay) -> None:
+        self._network = network
+        self._response_ms = network.response_ms
+        self._gpulets.adopt(network)
+        for queue in self._queues:
+            self._adopt_costs(queue)
+
+    def _adopt_costs(self, queue: _Queue) -> None:
+        """Take over what batches of the queue cost, and what follows from that."""
+        queue.budget_ms = self.system.offered[queue.program].slo_ms - self._response_ms
+        queue.pools = self._gpulets.pools_of[queue.program]
+        queue.cut_until = -INF
+        if queue.pools:
+            fastest = queue.pools[0]
+            queue.run, queue.sent = fastest.run[queue.program], fastest.sent[queue.program]
+            queue.quickest_ms = queue.sent[1]
+            queue.longest = max(1, bisect_right(queue.sent, queue.budget_ms + TIME_TOLERANCE_MS) - 1)
+            self._set_target(queue)
+
+    def _set_target(self, queue: _Queue) -> None:
+        queue.target = target_batch(queue.sent[: queue.longest + 1], queue.budget_ms, queue.rate.rps)
+        queue.defend = max(1, round(self._setting.defend * queue.target))
+        queue.ripe = ceil(RIPE * queue.target)
+
+    # Events ----------------------------------------------------------------------------------------------------------
+
+    def add_request(self, now_ms: float, model: int, request_id: int, deadline_ms: float) -> None:
+        queue = self._queue_of[model]
+        rate = queue.rate
+        rate.count += 1
+        if now_ms >= rate.next_at:
+            rate.roll(now_ms)
+            if queue.pools:
+                self._set_target(queue)
+        if self._record is not None:
+            self._record.append((now_ms, model, deadline_ms))
+        self._until_step -= 1
+        if not self._until_step:
+            self._step(now_ms)
+        deadline = deadline_ms - self._response_ms
+        deadlines = queue.deadlines
+        if deadlines and deadline < deadlines[-1]:
+            place = bisect_right(deadlines, deadline)
+            deadlines.insert(place, deadline)
+            queue.ids.insert(place, request_id)
         else:
-            deadlines.append(deadline_ms)
-            model.ids.append(request_id)
-        count = len(deadlines)
-        if model.waiting:
-            if len(model.lanes) > 1:  # what no idle gpu-let could meet so far, one may now
-                model.waiting = False
-                self._set_timer(model, now_ms)
-            elif count <= model.lanes[-1].cap:
-                self._grow(model, count, now_ms)
+            deadlines.append(deadline)
+            queue.ids.append(request_id)
+        size = len(deadlines)
+        if size == 1:
+            self._active[queue.program] = queue
+        queue.cut_until = -INF
+        head = deadlines[0]
+        expiry = head - queue.quickest_ms + EXPIRY_MARGIN_MS
+        if expiry < self._expire_at:
+            self._expire_at = expiry
+            if expiry < self.next_wake_ms:
+                self.next_wake_ms = expiry
+        gpulets = self._gpulets
+        idle = gpulets.idle_count
+        if not queue.pools or not (idle or gpulets.ahead):
             return
-        due = deadlines[0] - model.lead[count] - model.early_ms if count < model.full else now_ms
-        if due < model.timer:
-            model.timer = due
-            if not model.dirty:
-                model.dirty = True
-                self._dirty.append(model)
-            if due < self.next_wake_ms:
-                self.next_wake_ms = due
+        # Looking costs time, so it is put off until something may have come due. One more request makes its batch
+        # longer, and so at most by that much others start later in the plan.
+        if size >= queue.longest or (self._is_tight and size >= queue.ripe):
+            look = now_ms
+        else:
+            sent = queue.sent
+            if len(queue.pools) > 1:
+                for pool in queue.pools:
+                    if pool.idle:
+                        sent = pool.sent[queue.program]
+                        break
+            if size + 1 < len(sent):
+                hold = self._setting.hold
+                look = head - (1.0 - hold) * queue.budget_ms - hold * sent[size + 1]
+            else:
+                look = now_ms
+            if len(self._active) > idle:
+                run = queue.pools[-1].run[queue.program]
+                if size == 1 or size >= len(run):
+                    look = now_ms
+                else:
+                    planned = self._look_at - (run[size] - run[size - 1])
+                    if planned < look:
+                        look = planned
+        if not idle:
+            way_ms = queue.sent[min(size, queue.longest)] - queue.run[min(size, queue.longest)]
+            look = max(look, min(gpulets.open_at(pool, now_ms)[0] for pool in queue.pools) - way_ms)
+        if look < self._look_at:
+            self._look_at = look
+            if look < self.next_wake_ms:
+                self.next_wake_ms = look if look > now_ms else now_ms
 
-    def cancel(self, now_ms: float, model_index: int, request_id: int) -> bool:
-        model = self._queue_of[model_index]
-        try:
-            position = model.ids.index(request_id)
-        except ValueError:
-            return False
-        del model.ids[position]
-        del model.deadlines[position]
-        if not model.ids:
-            model.timer = INF
-            model.waiting = False
-        elif model.waiting:
-            self._wait(model, now_ms)
-        elif self._arm(model, now_ms):
-            self._due(model, now_ms)
-        return True
-
-    def batch_done(self, now_ms: float, gpulet_index: int) -> None:
-        pending = self._pending
-        pending[gpulet_index] -= 1
-        if self._is_lost[gpulet_index]:
-            return
-        pool = self._pool_of[gpulet_index]
-        if pending[gpulet_index]:
-            # The batch sent ahead begins now or later: without this, small delays of a live gpu-let would add up
-            # unseen.
-            run_ms = self._run_ms[gpulet_index]
-            self._free_at[gpulet_index] = max(self._free_at[gpulet_index] - run_ms, now_ms) + run_ms
-            heappush(pool.soon, (self._free_at[gpulet_index], gpulet_index))
-        elif not (pool.waiting and self._serve_waiting(pool, gpulet_index, now_ms)):
-            self._set_idle(gpulet_index)
-        if self._ahead:
-            self._arm_pool(pool)
+    def batch_done(self, now_ms: float, gpulet: int) -> None:
+        if self._gpulets.done(gpulet, now_ms) and self._active:
+            self._look_at = self.next_wake_ms = now_ms
 
     def wake(self, now_ms: float) -> None:
-        timers, dirty, models = self._timers, self._dirty, self._models
-        count = len(models)
-        while True:
-            if dirty:
-                for model in dirty:
-                    model.dirty = False
-                    if model.timer < INF:
-                        heappush(timers, (model.timer, model.index))
-                dirty.clear()
-            if not timers:
-                self.next_wake_ms = INF
-                return
-            time, index = timers[0]
-            if index >= count:
-                pool = self._pools[index - count]
-                if pool.timer != time:
-                    heappop(timers)
-                elif time <= now_ms:
-                    heappop(timers)
-                    pool.timer = INF
-                    self._serve_ahead(pool, now_ms)
-                else:
-                    break
-                continue
-            model = models[index]
-            if model.timer != time:
-                heappop(timers)
-            elif time <= now_ms:
-                heappop(timers)
-                model.timer = INF
-                if model.waiting:
-                    self._expire(model, now_ms)
-                else:
-                    self._due(model, now_ms)
-            else:
-                break
-        self.next_wake_ms = time
+        if now_ms >= self._expire_at:
+            self._expire(now_ms)
+        if now_ms >= self._look_at:
+            self._look_at = INF
+            self._look(now_ms)
+        self.next_wake_ms = self._look_at if self._look_at < self._expire_at else self._expire_at
 
-    def gpulet_lost(self, now_ms: float, gpulet_index: int) -> None:  # noqa: ARG002
-        self._is_lost[gpulet_index] = True
-        self._is_idle[gpulet_index] = False
-        self._pending[gpulet_index] = 0
+    def _expire(self, now: float) -> None:
+        """Give up the requests that cannot be met even alone on the fastest gpu-let."""
+        self._expire_at = INF
+        for queue in list(self._active.values()):
+            limit = now + queue.quickest_ms - TIME_TOLERANCE_MS
+            if queue.deadlines[0] < limit:
+                self._drop(queue, bisect_left(queue.deadlines, limit))
+            if queue.deadlines:
+                self._expire_at = min(self._expire_at, queue.deadlines[0] - queue.quickest_ms + EXPIRY_MARGIN_MS)
 
-    def gpulet_back(self, now_ms: float, gpulet_index: int) -> None:
-        self._is_lost[gpulet_index] = False
-        self._pending[gpulet_index] = 0
-        self._free_at[gpulet_index] = now_ms
-        pool = self._pool_of[gpulet_index]
-        if not self._serve_waiting(pool, gpulet_index, now_ms):
-            self._set_idle(gpulet_index)
+    def _drop(self, queue: _Queue, count: int) -> None:
+        self.decisions.append(Drop(queue.program, queue.ids[:count]))
+        self._take(queue, 0, count)
 
-    # Decisions ------------------------------------------------------------------------------------------------------
+    def _take(self, queue: _Queue, begin: int, end: int) -> None:
+        """Take requests out of their queue."""
+        del queue.ids[begin:end], queue.deadlines[begin:end]
+        queue.cut_until = -INF
+        if not queue.ids:
+            self._active.pop(queue.program, None)
 
-    def _due(self, model: ModelQueue, now: float) -> None:
-        """The model's frontrun moment has come: take a gpu-let for as long as it is due, or join the waiting ones."""
-        if not model.lanes:
-            self._drop(model, len(model.ids))
-            return
-        if now >= model.rate.next_at:
-            self._roll(model, now)
-        while True:
-            lanes = model.lanes
-            chosen = -1
-            lane = lanes[model.stage]
-            if len(lanes) > 1:
-                if model.stage + 1 < len(lanes) and any(
-                    self._free_in(faster.pool, now, now) >= 0 for faster in lanes[model.stage + 1 :]
-                ):
-                    model.await_stage(model.stage + 1)
-                    if not self._arm(model, now):
-                        return
+    # Decisions -------------------------------------------------------------------------------------------------------
+
+    def _look(self, now: float) -> None:
+        """Send what is to go now, and find out when to look again."""
+        gpulets, active = self._gpulets, self._active
+        ahead = gpulets.ahead
+        reach = now + TIME_TOLERANCE_MS
+        while active and (gpulets.idle_count or ahead):
+            waiting: list[_Queue] = []
+            can_go: list[_Queue] = []
+            look_at = INF
+            for queue in active.values():
+                pool = queue.pools[0]
+                if not pool.idle:
+                    for other in queue.pools:
+                        if other.idle:
+                            pool = other
+                            break
+                if queue.cut_until < now or queue.pool is not pool:
+                    self._cut(queue, pool, now)
+                if not queue.size:
                     continue
-                for lane in reversed(lanes):
-                    chosen = self._free_in(lane.pool, self._ready_at(lane, model, now), now)
-                    if chosen >= 0:
-                        break
-            else:
-                chosen = self._free_in(lane.pool, self._ready_at(lane, model, now) if self._ahead else now, now)
-            if chosen < 0 or not self._dispatch(model, lane, chosen, now):
-                if model.ids:
-                    self._wait(model, now)
-                return
-            self._contention -= self._contention * CONTENTION_STEP
-            if not model.ids or not self._arm(model, now):
+                waiting.append(queue)
+                at = queue.due
+                if not pool.idle:
+                    open_ms = gpulets.open_at(pool, now)[0] - queue.sent[queue.size] + queue.run[queue.size]
+                    if open_ms > at:
+                        at = open_ms
+                if at <= reach:
+                    can_go.append(queue)
+                elif at < look_at:
+                    look_at = at
+            self._is_tight = False
+            if len(waiting) > gpulets.idle_count:
+                slack = self._plan(waiting, now)
+                if slack > TIME_TOLERANCE_MS:
+                    if now + slack < look_at:
+                        look_at = now + slack
+                else:
+                    self._is_tight = True
+                    can_go += [
+                        q for q in waiting if q.due > reach and q.pool and q.pool.idle and len(q.ids) >= q.ripe
+                    ]
+                if len(can_go) > 1:
+                    can_go.sort(key=_rank)
+            if not any(queue.pool and self._dispatch(queue, queue.pool, now) for queue in can_go):
+                self._look_at = look_at
                 return
 
-    def _ready_at(self, lane: Lane, model: ModelQueue, now: float) -> float:
-        size = min(len(model.ids), lane.cap)
-        return now + self._ctrl_ms + lane.sent[size] - lane.run[size]
-
-    def _arm(self, model: ModelQueue, now: float) -> bool:
-        """Set the timer of a model with a queue; True, and no timer, when it is due already."""
-        deadlines = model.deadlines
-        if not model.lanes:
-            return True
-        if model.waiting:
-            fastest = model.lanes[-1]
-            due = deadlines[0] - self._ctrl_ms - fastest.sent[1] + EXPIRY_MARGIN_MS
+    def _cut(self, queue: _Queue, pool: Pool, now: float) -> None:
+        """Cut the batch that the queue would run now on a gpu-let of the pool."""
+        program, deadlines = queue.program, queue.deadlines
+        queue.pool = pool
+        run, sent = pool.run[program], pool.sent[program]
+        size, head = len(deadlines), deadlines[0]
+        most = min(queue.longest, len(run) - 1)
+        hold = self._setting.hold
+        if size < most:
+            queue.due = head - (1.0 - hold) * queue.budget_ms - hold * sent[size + 1]
         else:
-            count = len(deadlines)
-            due = deadlines[0] - model.lead[count] - model.early_ms if count < model.full else now
-            if due <= now:
-                model.timer = INF
-                return True
-        self._set_timer(model, due)
-        return False
-
-    def _wait(self, model: ModelQueue, now: float) -> None:
-        """Join the models that wait for a gpu-let, ranked by the latest moment of the batch as it stands."""
-        lane = model.lanes[-1]
-        deadlines = model.deadlines
-        skip, size = self._gather(deadlines, model.target, now + self._ctrl_ms, lane.sent, now, lane.run)
-        if not size:
-            self._expire(model, now)
-            return
-        model.waiting = True
-        rank = deadlines[skip] - lane.run[size]
-        if self._balance is not None:
-            rank -= self._balance.offset_ms[model.index]
-        model.rank = rank
-        index = model.index
-        for lane in model.lanes:
-            lane.pool.add_waiting(rank, index, self._models)
-            if self._ahead:
-                self._arm_pool(lane.pool)
-        self._arm(model, now)
-
-    def _grow(self, model: ModelQueue, count: int, now: float) -> None:
-        """A waiting model whose whole queue still is one batch has become more urgent by a new request."""
-        rank = model.deadlines[0] - model.lanes[-1].run[count]
-        if rank < now:
-            return
-        if self._balance is not None:
-            rank -= self._balance.offset_ms[model.index]
-        if rank < model.rank:
-            model.rank = rank
-            for lane in model.lanes:
-                heappush(lane.pool.waiting, (rank, model.index))
-
-    def _expire(self, model: ModelQueue, now: float) -> None:
-        """Drop the requests at the front that cannot be met even alone on the fastest gpu-let."""
-        lane = model.lanes[-1]
-        gone = bisect_left(model.deadlines, now + self._ctrl_ms + lane.sent[1] - TIME_TOLERANCE_MS)
-        if gone:
-            self._drop(model, gone)
-        if not model.ids:
-            model.waiting = False
-            model.timer = INF
-        elif model.waiting:
-            if gone:
-                self._wait(model, now)
+            queue.due = now
+            size = most
+        queue.cut_until = head - sent[size]
+        if queue.cut_until < now:
+            skip, size = window(deadlines, queue.defend, now, sent, now, sent)
+            if size:
+                head = deadlines[skip]
+            elif pool is not queue.pools[0]:
+                queue.size = 0
+                return
             else:
-                self._arm(model, now)
+                size = 1
+            queue.due = now
+        queue.size = size
+        queue.run_ms = run[size]
+        queue.latest = head - sent[size]
+        queue.density = queue.worth * size / run[size]
 
-    def _drop(self, model: ModelQueue, count: int) -> None:
-        self.decisions.append(Drop(model.index, model.ids[:count]))
-        del model.ids[:count]
-        del model.deadlines[:count]
-        if self._balance is not None:
-            offset = self._balance.gave_up(model.index, count)
-            model.early_ms = model.reserve_ms + (EARLY_PART * offset if offset > 0.0 else 0.0)
+    def _plan(self, waiting: list[_Queue], now: float) -> float:
+        """Line the batches up by their latest start, mark those that are pushed out, and return the slack in ms.
 
-    def _serve_waiting(self, pool: Pool, gpulet: int, now: float) -> bool:
-        """Give a gpu-let to the most urgent waiting model; False if none of them can use it."""
-        waiting, models = pool.waiting, self._models
-        while waiting:
-            rank, index = waiting[0]
-            heappop(waiting)
-            model = models[index]
-            if not model.waiting or model.rank != rank:
-                continue
-            if now >= model.rate.next_at:
-                self._roll(model, now)
-            if self._dispatch(model, pool.lanes[index], gpulet, now):
-                self._contention += (1.0 - self._contention) * CONTENTION_STEP
-                model.waiting = False
-                model.timer = INF
-                if model.ids and self._arm(model, now):
-                    self._due(model, now)
-                return True
-            if model.ids:  # feasible elsewhere only
-                continue
-            model.waiting = False
-            model.timer = INF
-        return False
+        The slack is how long after its planned start each batch is due, at least: inf without such a batch, and 0 where
+        some are pushed out.
+        """
+        waiting.sort(key=_latest)
+        frees = self._frees(now, len(waiting))
+        least: list[tuple[int, float, int, _Queue]] = []
+        slack = INF
+        for number, queue in enumerate(waiting):
+            queue.is_out = False
+            heappush(least, (queue.priority, queue.density, number, queue))
+            program, size = queue.program, queue.size
+            limit = queue.latest + TIME_TOLERANCE_MS
+            while True:
+                end = INF
+                for pool in queue.pools:
+                    free = frees[pool.index]
+                    if free:
+                        first = min(free)
+                        run = pool.run[program]
+                        ends = first + (run[size] if size < len(run) else run[-1])
+                        if ends < end:
+                            chosen, start, end = free, first, ends
+                if end == INF:
+                    break
+                if start <= limit:
+                    slot = chosen.index(start)
+                    queue.slots, queue.slot, queue.run_ms = chosen, slot, end - start
+                    chosen[slot] = end
+                    if queue.due > now and queue.due - start < slack:
+                        slack = queue.due - start
+                    break
+                out = heappop(least)[3]
+                out.is_out = True
+                slack = 0.0
+                if out is queue:
+                    break
+                out.slots[out.slot] -= out.run_ms
+        return slack
 
-    def _serve_ahead(self, pool: Pool, now: float) -> None:
-        """Send the most urgent waiting batch now, so that its data is there when the next gpu-let becomes free."""
-        soon = pool.soon
-        while soon and pool.waiting:
-            free_at, gpulet = soon[0]
-            stale = self._pending[gpulet] != 1 or self._free_at[gpulet] != free_at or self._pool_of[gpulet] is not pool
-            if stale or free_at < now - TIME_TOLERANCE_MS or self._is_lost[gpulet]:
-                heappop(soon)
-                continue
-            if free_at - self._lead_of_waiting(pool) > now + TIME_TOLERANCE_MS or not self._serve_waiting(
-                pool, gpulet, now
-            ):
-                break
-        self._arm_pool(pool)
+    def _frees(self, now: float, most: int) -> list[list[float]]:
+        """Return when gpu-lets become free, by pool, of each the first ones only."""
+        frees = []
+        for pool in self._gpulets.pools:
+            free = [now] * min(most, len(pool.idle))
+            if len(free) < most:
+                free += [end if end > now else now for end, _ in pool.busy[: most - len(free)]]
+                if pool.full:
+                    free += [end for end, _ in pool.full[:most]]
+                    free.sort()
+                    del free[most:]
+            frees.append(free)
+        return frees
 
-    def _lead_of_waiting(self, pool: Pool) -> float:
-        waiting, models = pool.waiting, self._models
-        while waiting:
-            rank, index = waiting[0]
-            model = models[index]
-            if model.waiting and model.rank == rank:
-                lane = pool.lanes[index]
-                size = min(len(model.ids), lane.cap, model.target)
-                return self._ctrl_ms + lane.sent[size] - lane.run[size]
-            heappop(waiting)
-        return -INF
-
-    def _arm_pool(self, pool: Pool) -> None:
-        """Set the gpu-let timer of a pool: when the most urgent waiting batch has to be sent to the next free one."""
-        lead = self._lead_of_waiting(pool)
-        if lead < 0 or not pool.soon:
-            pool.timer = INF
-            return
-        due = pool.soon[0][0] - lead
-        if due != pool.timer:
-            pool.timer = due
-            heappush(self._timers, (due, len(self._models) + pool.index))
-        if due < self.next_wake_ms:
-            self.next_wake_ms = due
-
-    def _dispatch(self, model: ModelQueue, lane: Lane, gpulet: int, now: float) -> bool:
-        """Cut a batch for a gpu-let and send it; False if no request of the model can be met there."""
-        deadlines, ids = model.deadlines, model.ids
-        free_at = self._free_at[gpulet] if self._pending[gpulet] else now
-        send_at = now + self._ctrl_ms
-        sent, run = lane.sent, lane.run
-        skip, size = self._gather(deadlines, model.target, send_at, sent, free_at, run)
-        if skip:
-            fastest = model.lanes[-1]
-            lost = skip
-            if lane is not fastest:  # what this gpu-let is too slow for may still be met by a faster one
-                lost = bisect_left(deadlines, send_at + fastest.sent[1] - TIME_TOLERANCE_MS, 0, skip)
-            if lost:
-                self._drop(model, lost)
-                skip -= lost
+    def _dispatch(self, queue: _Queue, pool: Pool, now: float) -> bool:
+        """Cut a batch for the next gpu-let of a pool and send it; False if no request can be met there."""
+        program, deadlines, ids = queue.program, queue.deadlines, queue.ids
+        free_at, gpulet = self._gpulets.open_at(pool, now)
+        sent, run = pool.sent[program], pool.run[program]
+        skip, size = window(deadlines, queue.defend, now, sent, free_at, run)
+        # What this gpu-let is too slow for may still be met by a faster one.
+        lost = skip
+        if skip and pool is not queue.pools[0]:
+            lost = bisect_left(deadlines, now + queue.quickest_ms - TIME_TOLERANCE_MS, 0, skip)
+        if lost:
+            self._drop(queue, lost)
+            skip -= lost
         if not size:
             return False
         stop = skip + size
         batch = ids[skip:stop]
-        del ids[skip:stop]
-        del deadlines[skip:stop]
-        start = max(send_at + sent[size] - run[size], free_at)
-        finish = start + run[size]
-        self.decisions.append(Dispatch(gpulet, model.index, batch, start, finish))
-        self._free_at[gpulet] = finish
-        run_ms = self._run_ms[gpulet] = run[size]
-        if model.cost_ms:
-            model.cost_ms += (run_ms / size - model.cost_ms) * COST_STEP
-            model.batch_ms += (run_ms - model.batch_ms) * COST_STEP
-        else:
-            model.cost_ms, model.batch_ms = run_ms / size, run_ms
-        self._is_idle[gpulet] = False
-        self._pending[gpulet] += 1
-        if self._ahead and self._pending[gpulet] == 1:
-            heappush(lane.pool.soon, (finish, gpulet))
-        if self._balance is not None:
-            offset = self._balance.served(model.index, size)
-            model.early_ms = model.reserve_ms + (EARLY_PART * offset if offset > 0.0 else 0.0)
-        if model.stage:
-            model.await_stage(0)
+        self._take(queue, skip, stop)
+        start = max(now + sent[size] - run[size], free_at)
+        self.decisions.append(Dispatch(gpulet, program, batch, start, start + run[size]))
+        self._gpulets.send(gpulet, run[size], start + run[size])
         return True
+
+    # Rehearsal -------------------------------------------------------------------------------------------------------
+
+    def _step(self, now: float) -> None:
+        """Begin to record arrivals, or have those recorded replayed."""
+        rehearsals = self._rehearsals
+        if rehearsals is None:
+            return
+        if self._record is None:
+            self._record = rehearsals.begin(self.state(now))
+        else:
+            job = rehearsals.end(type(self), DeferredOptions(rehearse=False), now)
+            if job is not None:
+                self._record = None
+                self.decisions.append(Rehearse(job, rehearsals.due_ms(now)))
+        self._until_step = rehearsals.next_step()
+
+    def state(self, now: float) -> State:
+        """Return what a replay begins with."""
+        return State(
+            now,
+            tuple(tuple(queue.deadlines) for queue in self._queues),
+            tuple(queue.rate.rps for queue in self._queues),
+            self._gpulets.state(),
+            self._network,
+        )
+
+    def resume(self, state: State, setting: Setting) -> None:
+        self._setting = setting
+        self._network = state.network
+        self._response_ms = state.network.response_ms
+        self._gpulets.resume(state.gpulets, state.network)
+        self._active.clear()
+        self.decisions = []
+        number = 0
+        for queue, deadlines, rps in zip(self._queues, state.deadlines, state.rates, strict=True):
+            queue.rate = ArrivalRate(rps)
+            queue.deadlines = list(deadlines)
+            queue.ids = list(range(number - 1, number - 1 - len(deadlines), -1))
+            number -= len(deadlines)
+            if deadlines:
+                self._active[queue.program] = queue
+            self._adopt_costs(queue)
+        self._look_at = self._expire_at = self.next_wake_ms = state.now_ms
+
+    def rehearsed(self, now_ms: float, result: list[Replayed]) -> None:
+        if self._rehearsals is None:
+            return
+        setting = self._rehearsals.learn(result)
+        self._until_step = self._rehearsals.next_step()
+        if setting != self._setting:
+            self._setting = setting
+            for queue in self._queues:
+                queue.cut_until = -INF
+                if queue.pools:
+                    self._set_target(queue)
+            self._look_at = self.next_wake_ms = now_ms
+
+    def status(self) -> dict[str, Any]:
+        return {"hold": self._setting.hold, "defend": self._setting.defend} | (
+            self._rehearsals.status() if self._rehearsals else {}
+        )
+
+    # Everything else -------------------------------------------------------------------------------------------------
+
+    def cancel(self, now_ms: float, model: int, request_id: int) -> bool:
+        queue = self._queue_of[model]
+        if request_id not in queue.ids:
+            return False
+        place = queue.ids.index(request_id)
+        self._take(queue, place, place + 1)
+        self._look_at = self.next_wake_ms = now_ms
+        return True
+
+    def gpulet_lost(self, now_ms: float, gpulet: int) -> None:
+        self._gpulets.lose(gpulet)
+        self._look_at = self.next_wake_ms = now_ms
+
+    def gpulet_back(self, now_ms: float, gpulet: int) -> None:
+        self._gpulets.back(gpulet)
+        self._look_at = self.next_wake_ms = now_ms
+
+    def queued(self, program: int) -> int:
+        return len(self._queues[program].ids)
+
+    @property
+    def sends_ahead(self) -> bool:
+        """Whether there is a delay to send ahead for."""
+        return self._gpulets.ahead
+
+    def update_latency(self, program: int, gpulet: int, factor: float) -> None:
+        if self._gpulets.correct(program, gpulet, factor):
+            for queue in self._queues:
+                self._adopt_costs(queue)
+            self._look_at = self._expire_at = self.next_wake_ms = -INF
+
+    def update_network(self, network: NetworkDelay) -> None:
+        later_ms = self._network.response_ms - network.response_ms
+        for queue in self._queues:
+            queue.deadlines = [deadline + later_ms for deadline in queue.deadlines]
+        self._adopt(network)
+        self._look_at = self._expire_at = self.next_wake_ms = -INF
+
+
+def _latest(queue: _Queue) -> float:
+    return queue.latest
+
+
+def _rank(queue: _Queue) -> tuple[bool, float, float]:
+    """Return the order in which batches that may go are sent: the planned by their latest start, then the rest."""
+    if queue.is_out:
+        return True, -queue.priority, -queue.density
+    return False, queue.latest, 0.0

@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from tenuto.batching.core.system import INF, TIME_TOLERANCE_MS, Host, NetworkDelay, System
 
-__all__ = ["Gpulets", "Pool"]
+__all__ = ["GpuletState", "Gpulets", "Pool"]
+
+
+class GpuletState(NamedTuple):
+    """A gpu-let: when the batches sent to it end, how long the last of them takes, and what is known of its speed."""
+
+    ends: tuple[float, ...]
+    run_ms: float
+    is_lost: bool
+    factors: tuple[tuple[int, float], ...]
 
 
 @dataclass(slots=True, eq=False)
@@ -39,6 +49,9 @@ class Pool:
             self.sent[program] = [latency + way for latency, way in zip(run, way_ms, strict=True)]
 
 
+IDLE = GpuletState((), 0.0, False, ())
+
+
 class Gpulets:
     """Invariant: a gpu-let that is not lost is in exactly one list of exactly one pool.
 
@@ -49,23 +62,38 @@ class Gpulets:
 
     def __init__(self, system: System) -> None:
         """Begin with every gpu-let idle."""
-        count = len(system.gpulets)
         self._system = system
-        self._pending = [0] * count  # batches sent and not done
-        self._free_at = [0.0] * count  # when the last of them ends
-        self._run_ms = [0.0] * count  # how long that one takes
-        self._is_lost = [False] * count
-        self._factors: list[dict[int, float]] = [{} for _ in range(count)]
+        self.resume((IDLE,) * len(system.gpulets), system.network)
+
+    def resume(self, states: Sequence[GpuletState], network: NetworkDelay) -> None:
+        """Begin anew from states of all gpu-lets."""
+        count = len(states)
+        self._pending = [len(state.ends) for state in states]  # batches sent and not done
+        self._free_at = [state.ends[-1] if state.ends else 0.0 for state in states]  # when the last of them ends
+        self._run_ms = [state.run_ms for state in states]  # how long that one takes
+        self._is_lost = [state.is_lost for state in states]
+        self._factors = [dict(state.factors) for state in states]
         self._pool_of: list[Pool] = []
         self._pool_by_key: dict[object, Pool] = {}
         self.pools: list[Pool] = []
         self.pools_of: list[list[Pool]] = []
-        self.idle_count = count
-        self.adopt(system.network)
+        self.idle_count = 0
+        self.adopt(network)
         for gpulet in range(count):
             self._pool_of.append(self._pool_for(gpulet))
-            self._pool_of[gpulet].idle.append(gpulet)
+            self._insert(gpulet)
         self._order_pools()
+
+    def state(self) -> tuple[GpuletState, ...]:
+        """Return the states of all gpu-lets."""
+        return tuple(
+            GpuletState(self._ends(gpulet), self._run_ms[gpulet], self._is_lost[gpulet], tuple(factors.items()))
+            for gpulet, factors in enumerate(self._factors)
+        )
+
+    def _ends(self, gpulet: int) -> tuple[float, ...]:
+        end = self._free_at[gpulet]
+        return ((), (end,), (end - self._run_ms[gpulet], end))[self._pending[gpulet]]
 
     def adopt(self, network: NetworkDelay) -> None:
         """Budget these delays from now on."""

@@ -6,7 +6,7 @@ import heapq
 import math
 from dataclasses import dataclass, field
 
-from tenuto.batching.core.scheduler import Dispatch, Drop, Preempt, Scheduler
+from tenuto.batching.core.scheduler import Dispatch, Drop, Preempt, Rehearse, Scheduler
 from tenuto.batching.core.system import TIME_TOLERANCE_MS
 
 SLACK = 10 * TIME_TOLERANCE_MS
@@ -52,6 +52,7 @@ class CheckedRun:
         self.lost = [False] * count
         self.done: list[tuple[float, int, int]] = []
         self.sequence = 0
+        self.rehearsals: list[Rehearse] = []
 
     def run(self, events: list[Event]) -> Outcomes:
         for event in events:
@@ -73,7 +74,11 @@ class CheckedRun:
             steps += 1
             assert steps < 100_000, "the scheduler spins"
             wake = self.core.next_wake_ms
-            if self.done and self.done[0][0] <= limit and self.done[0][0] <= wake:
+            due = self.rehearsals[0].due_ms if self.rehearsals else math.inf
+            if self.rehearsals and due <= min(limit, wake) and not (self.done and self.done[0][0] <= due):
+                self._advance_to(due)
+                self.core.rehearsed(due, self.rehearsals.pop().job.run())
+            elif self.done and self.done[0][0] <= limit and self.done[0][0] <= wake:
                 at, _, gpulet = heapq.heappop(self.done)
                 if self.lost[gpulet] or not self.busy[gpulet] or self.busy[gpulet][0][2] != at:
                     continue
@@ -122,6 +127,9 @@ class CheckedRun:
                     self.out.dropped[request] = self.now
             elif isinstance(decision, Dispatch):
                 self._dispatch(decision)
+            elif isinstance(decision, Rehearse):
+                assert not self.rehearsals, "two rehearsals are out"
+                self.rehearsals.append(decision)
             else:
                 self._preempt(decision)
 

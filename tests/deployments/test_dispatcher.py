@@ -22,7 +22,7 @@ Start = Callable[..., Awaitable[Dispatcher]]
 
 
 def _deferred(plan: Plan, network: NetworkDelay) -> Scheduler:
-    return make_scheduler("deferred", from_plan(plan, network), {"release": "frontrun"})
+    return make_scheduler("symphony", from_plan(plan, network))
 
 
 @pytest.fixture

@@ -102,7 +102,7 @@ def outputs(answer: Answer) -> dict[str, list[float]]:
 
 
 def _deferred(plan: Plan, network: NetworkDelay) -> Scheduler:
-    return make_scheduler("deferred", from_plan(plan, network), {"release": "frontrun"})
+    return make_scheduler("symphony", from_plan(plan, network))
 
 
 Start = Callable[[Plan, FakeGpulet], Awaitable[Dispatcher]]

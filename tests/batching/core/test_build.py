@@ -136,7 +136,7 @@ def test_goodput_of_a_workload(tmp_path: Path, capsys: pytest.CaptureFixture[str
         (["--rate-scale", "nan"], "rate"),
         (["--warmup-s", "99"], "--warmup-s"),
         (["--scheduler", "fifo"], "Use one of deferred"),
-        (["--option", "gather=none"], "head-first, window"),
+        (["--scheduler", "symphony", "--option", "gather=none"], "head-first, window"),
         (["--option", "x=1"], "Known options"),
         (["--network-ms", "a"], "--network-ms"),
     ],

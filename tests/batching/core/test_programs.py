@@ -80,7 +80,7 @@ def test_requests_of_both_members_run_in_one_batch_and_count_as_their_own(name: 
 def test_every_request_keeps_its_own_deadline() -> None:
     """The strict model's requests go first: a joint batch is formed in the order of deadlines, not of arrivals."""
     merged = plan([["a", "b"]], {"a": 30.0, "b": 500.0})
-    scheduler = make_scheduler("deferred", from_plan(merged), {})
+    scheduler = make_scheduler("symphony", from_plan(merged))
     times = np.array([0.0, 0.1, 0.2, 0.3, 10.0])
     models = np.array([1, 1, 1, 1, 0], dtype=np.int32)
     result = simulate(scheduler, times, models, warmup_s=0.0)
@@ -91,15 +91,15 @@ def test_every_request_keeps_its_own_deadline() -> None:
 
 
 def test_drops_of_a_group_are_counted_for_the_model_they_belong_to() -> None:
-    merged = plan([["a", "b"]], {"a": 12.0, "b": 400.0})
+    merged = plan([["a", "b"]], {"a": 12.0, "b": 12.0})
     seen: list[list[int]] = []
-    scheduler = make_scheduler("deferred", from_plan(merged), {})
+    scheduler = make_scheduler("symphony", from_plan(merged))
     times = np.repeat(np.arange(3000, dtype=np.float64), 8) * 4.0
     models = np.tile(np.array([0] * 7 + [1], dtype=np.int32), 3000)
     result = simulate(scheduler, times, models, warmup_s=0.0, stop=lambda dropped: bool(seen.append(list(dropped))))
     expired = result.counts()[:, Outcome.EXPIRED]
     assert len(seen[-1]) == 2
-    # All but those of the first 400 ms, which count as the warm-up's, and what waited at the last call.
+    # All but those of the first 12 ms, which count as the warm-up's, and what waited at the last call.
     assert [round(float(part), 1) for part in seen[-1] / expired] == [1.0, 1.0]
     assert expired[0] > 5 * expired[1]
 

@@ -9,6 +9,7 @@ import pytest
 
 from tenuto.batching.core.build import everywhere_linear
 from tenuto.batching.core.deferred import DeferredOptions, DeferredScheduler
+from tenuto.batching.core.symphony import SymphonyScheduler
 from tenuto.batching.core.system import Gpulet, Host, Model, NetworkDelay, System
 from tenuto.batching.registry import make_scheduler, scheduler_class
 from tenuto.batching.virtual.goodput import Goal, Trial, try_arrivals
@@ -182,17 +183,17 @@ def test_unknown_scheduler_and_options_list_the_known_ones() -> None:
     system = everywhere_linear([RESNET50], 1)
     with pytest.raises(InvalidInputError, match="deferred, symphony, eager, timeout, clockwork, nexus, shepherd"):
         scheduler_class("fifo")
-    with pytest.raises(InvalidInputError, match="gather, release, balance"):
+    with pytest.raises(InvalidInputError, match="hold, defend, rehearse"):
         make_scheduler("deferred", system, {"batch": "3"})
     with pytest.raises(InvalidInputError, match="head-first, window"):
-        make_scheduler("deferred", system, {"gather": "tail-first"})
+        make_scheduler("symphony", system, {"gather": "tail-first"})
 
 
 def search(progress: Callable[[HighestRate[Trial]], None] = lambda _: None, **limits: float) -> HighestRate[Trial]:
     system = everywhere_linear([RESNET50], 2)
 
     def attempt(scale: float) -> Trial:
-        return try_arrivals(DeferredScheduler(system), *poisson(1000.0 * scale, 4.0), Goal(), duration_s=4.0)
+        return try_arrivals(SymphonyScheduler(system), *poisson(1000.0 * scale, 4.0), Goal(), duration_s=4.0)
 
     return find_highest_rate(attempt, Limits(**limits), progress)  # type: ignore[arg-type]
 

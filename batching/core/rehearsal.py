@@ -1,0 +1,205 @@
+"""Rehearsal: what was just offered is replayed under other settings, and the one that would have served most is taken.
+
+The scheduler records the arrivals of a while and the state in which they found it. A `Replay` runs them in virtual
+time, once for each value of one of the two knobs of the setting, by turns. It is deterministic and has no side effects:
+the driver in virtual time runs it on the spot, the live one in another process.
+
+What a value gained is remembered with a memory of 0.8, and a value is taken only where it would serve 0.1 % of the
+requests more than the present one.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from heapq import heapify, heappop, heappush
+from typing import Any, NamedTuple
+
+from tenuto.batching.core.gpulets import GpuletState
+from tenuto.batching.core.scheduler import Dispatch, Scheduler, SchedulerOptions
+from tenuto.batching.core.system import INF, NetworkDelay, System
+
+__all__ = ["Rehearsals", "RehearsingScheduler", "Replay", "Replayed", "Setting", "State"]
+
+VALUES: tuple[tuple[float, ...], ...] = ((0.0, 0.4, 0.7, 1.0), (0.5, 0.75, 1.0, 1.5))  # of each knob
+FIRST = 200  # requests of the first replay; the next have twice as many each, up to
+MOST = 1500
+PAUSE = 2  # times as many requests are not recorded as are, once there are that many
+LEAST_SLOS = 4  # a replay lasts so many of the longest SLO, if that is not more than
+LONGEST = 6000  # requests
+MEMORY = 0.8
+GAIN = 0.001
+WAIT_MS = 500.0  # from the last recorded arrival to the adoption: what a replay takes in another process
+
+
+class Setting(NamedTuple):
+    """What rehearsals choose."""
+
+    hold: float
+    defend: float
+
+
+class State(NamedTuple):
+    """A scheduler's state: deadlines of what is queued and rates by program, gpu-lets and delays."""
+
+    now_ms: float
+    deadlines: tuple[tuple[float, ...], ...]
+    rates: tuple[float | None, ...]
+    gpulets: tuple[GpuletState, ...]
+    network: NetworkDelay
+
+
+class Replayed(NamedTuple):
+    """What a setting made of a replay: requests offered and met, by program."""
+
+    setting: Setting
+    offered: tuple[int, ...]
+    met: tuple[int, ...]
+
+
+class RehearsingScheduler(Scheduler):
+    """A scheduler that can begin from a state."""
+
+    @abstractmethod
+    def resume(self, state: State, setting: Setting) -> None:
+        """Begin anew from a state under a setting. Requests that are queued then get the ids -1, -2, …"""
+
+
+@dataclass(frozen=True)
+class Replay:
+    """A `Rehearsal`. The requests of the last SLO keep the gpu-lets busy and are not counted."""
+
+    scheduler: type[RehearsingScheduler]
+    options: SchedulerOptions
+    system: System
+    state: State
+    arrivals: Sequence[tuple[float, int, float]]
+    counted: int
+    settings: tuple[Setting, ...]
+
+    def run(self) -> list[Replayed]:
+        """Return what each setting serves."""
+        core = self.scheduler(self.system, self.options)
+        program_of, programs = self.system.program_of, len(self.system.programs)
+        offered = [0] * programs
+        for _, model, _ in self.arrivals[: self.counted]:
+            offered[program_of[model]] += 1
+        found = []
+        for setting in self.settings:
+            core.resume(self.state, setting)
+            found.append(Replayed(setting, tuple(offered), tuple(self._met(core, programs))))
+        return found
+
+    def _met(self, core: Scheduler, programs: int) -> list[int]:
+        met = [0] * programs
+        counted = self.counted
+        done = [(end, gpulet) for gpulet, state in enumerate(self.state.gpulets) for end in state.ends]
+        heapify(done)
+        add = core.add_request
+        for number, (at, model, deadline) in enumerate(self.arrivals):
+            while core.next_wake_ms < at or (done and done[0][0] <= at):
+                _advance(core, done)
+                if core.decisions:
+                    _carry_out(core, done, met, counted)
+            add(at, model, number, deadline)
+        while done or core.next_wake_ms < INF:
+            _advance(core, done)
+            if core.decisions:
+                _carry_out(core, done, met, counted)
+        return met
+
+
+def _advance(core: Scheduler, done: list[tuple[float, int]]) -> None:
+    """Do what comes next: a batch ends, or a timer fires."""
+    wake = core.next_wake_ms
+    if done and done[0][0] <= wake:
+        at, gpulet = heappop(done)
+        core.batch_done(at, gpulet)
+    else:
+        core.wake(wake)
+
+
+def _carry_out(core: Scheduler, done: list[tuple[float, int]], met: list[int], counted: int) -> None:
+    for decision in core.decisions:
+        if type(decision) is Dispatch:
+            gpulet, program, ids, _, finish = decision
+            heappush(done, (finish, gpulet))
+            met[program] += sum(1 for number in ids if 0 <= number < counted)
+    core.decisions.clear()
+
+
+class Rehearsals:
+    """When to record and for how long, and what came of it. Settings of one knob are always compared on the same
+    arrivals."""
+
+    def __init__(self, system: System, setting: Setting) -> None:
+        self._system = system
+        self._longest_slo_ms = max((model.slo_ms for model in system.models), default=0.0)
+        self._setting = setting
+        self._knob = 0
+        self._requests = FIRST
+        self._state: State | None = None
+        self._arrivals: list[tuple[float, int, float]] = []
+        self._step = 1
+        self._lost: list[dict[float, float]] = [{}, {}]  # share of requests lost lately, by knob and value
+        self._done = 0
+        self._gain = 0.0
+
+    def next_step(self) -> int:
+        """Return after how many requests to go on."""
+        return self._step
+
+    def begin(self, state: State) -> list[tuple[float, int, float]]:
+        """Record from here on; returns the list for the arrivals."""
+        self._state = state
+        self._arrivals = []
+        self._step = self._requests
+        return self._arrivals
+
+    def end(self, scheduler: type[RehearsingScheduler], options: SchedulerOptions, now: float) -> Replay | None:
+        """Return the job that replays what was recorded with schedulers of this type; None: record more."""
+        arrivals, state = self._arrivals, self._state
+        if state is None:
+            return None
+        if now - state.now_ms < LEAST_SLOS * self._longest_slo_ms and len(arrivals) < LONGEST:
+            self._step = self._requests
+            return None
+        counted = len(arrivals)
+        while counted > len(arrivals) // 2 and arrivals[counted - 1][0] > now - self._longest_slo_ms:
+            counted -= 1
+        self._step = -1  # until the result is there
+        present = self._setting
+        settings = tuple(
+            present._replace(**{present._fields[self._knob]: value})
+            for value in sorted({*VALUES[self._knob], present[self._knob]})
+        )
+        return Replay(scheduler, options, self._system, state, arrivals, counted, settings)
+
+    @staticmethod
+    def due_ms(now: float) -> float:
+        """Return when the result of a job that is given out now is to be adopted."""
+        return now + WAIT_MS
+
+    def learn(self, result: list[Replayed]) -> Setting:
+        """Take over what a replay found; returns the setting to adopt."""
+        lost = self._lost[self._knob]
+        for replayed in result:
+            value = replayed.setting[self._knob]
+            offered = sum(replayed.offered)
+            share = 1.0 - sum(replayed.met) / max(1, offered)
+            lost[value] = MEMORY * lost[value] + (1.0 - MEMORY) * share if value in lost else share
+        present = self._setting[self._knob]
+        best = min(lost, key=lambda value: (lost[value], -value))
+        gain = lost[present] - lost[best]
+        if gain > GAIN:
+            self._setting = self._setting._replace(**{self._setting._fields[self._knob]: best})
+        self._done += 1
+        self._knob = 1 - self._knob
+        self._step = PAUSE * self._requests if self._requests >= MOST else 1
+        self._requests = min(MOST, 2 * self._requests)
+        return self._setting
+
+    def status(self) -> dict[str, Any]:
+        """Return what was found, for operators."""
+        return {"rehearsals": self._done}
