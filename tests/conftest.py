@@ -1,6 +1,7 @@
 """Settings that have to be in the environment before Ray starts anywhere in the test session."""
 
 import os
+import secrets
 import signal
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
@@ -16,9 +17,10 @@ MEASURING = "tenuto.profiles.measuring"
 # Tests of networks. Importing torch with all that tracing and text networks need takes a process 10 s.
 WITH_TORCH = ("tests/profiles/", *(f"tests/cli/test_{verb}" for verb in ("estimate", "merge", "profile")))
 
-# Without this a local Ray writes a token into the home folder, which later locks out a plain `ray start` and `serve
-# deploy`.
-os.environ.setdefault("RAY_AUTH_MODE", "disabled")
+# A token of this run alone, as Ray has it on by default, without writing one into the home folder.
+os.environ["RAY_AUTH_MODE"] = "token"
+os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))  # the workers of pytest-xdist share their parent's
+os.environ.pop("RAY_AUTH_TOKEN_PATH", None)
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ.setdefault("RAY_worker_niceness", "0")
 os.environ.setdefault("RAY_DISABLE_IMPORT_WARNING", "1")

@@ -14,8 +14,9 @@ from pathlib import Path
 from tenuto.deployments.gpulet.executors.choose import has_nvidia_devices
 from tenuto.deployments.operator.check import Check
 from tenuto.deployments.operator.mps_checks import check_gpus, mps_checks
+from tenuto.deployments.serve.ray_token import is_refused, readable_by_others, token_file
 
-__all__ = ["Check", "run_checks"]
+__all__ = ["Check", "ray_token_check", "run_checks"]
 
 
 def _python() -> Check:
@@ -42,15 +43,33 @@ def _torch() -> Check:
     return check
 
 
-def _ray_token() -> Check:
-    if os.environ.get("RAY_AUTH_MODE") or not (Path.home() / ".ray" / "auth_token").exists():
-        return Check("ray authentication", "ok", os.environ.get("RAY_AUTH_MODE", "no token in the home folder"))
-    return Check(
-        "ray authentication",
-        "note",
-        "a token is in ~/.ray/auth_token, so `ray start` asks for it",
-        "export RAY_AUTH_MODE=token before `serve deploy`",
-    )
+def ray_token_check() -> Check:
+    """Whoever can talk to a Ray without a token can run code on it."""
+    name = "ray authentication"
+    if is_refused():
+        return Check(
+            name, "fail", "RAY_AUTH_MODE=disabled: whoever reaches Ray's ports can run code", "unset RAY_AUTH_MODE"
+        )
+    file = token_file()
+    if file is None:
+        return Check(name, "ok", "token from RAY_AUTH_TOKEN")
+    if not file.exists():
+        return Check(
+            name,
+            "note",
+            f"no token in {file}: `tenuto serve` makes one, a plain `ray start` runs without",
+            "ray get-auth-token --generate, before `ray start`",
+        )
+    if readable_by_others(file):
+        return Check(name, "fail", f"other users can read {file}", f"chmod 600 {file}")
+    if os.environ.get("RAY_AUTH_MODE", "").lower() != "token":
+        return Check(
+            name,
+            "note",
+            f"token in {file}; `ray start` and `tenuto` use it by themselves",
+            "export RAY_AUTH_MODE=token before `serve deploy`, `serve status` and other commands of Ray",
+        )
+    return Check(name, "ok", f"token in {file}")
 
 
 def _ray() -> Check:
@@ -139,7 +158,7 @@ def run_checks() -> list[Check]:
         _torch,
         lambda: _package("torchvision", "needed for the vision models"),
         lambda: _package("transformers", "needed for the language models"),
-        _ray_token,
+        ray_token_check,
     ]
     after: list[Callable[[], Check]] = [_memory, _shared_memory, lambda: _port(8000), _leftovers]
     shared = mps_checks(has_driver=has_nvidia_devices())

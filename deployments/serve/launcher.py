@@ -13,13 +13,13 @@ import os
 import random
 import socket
 import time
-from collections.abc import Callable, Mapping
-from pathlib import Path
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from tenuto.deployments.serve.config import ENTRY_APPLICATION
 from tenuto.deployments.serve.endpoint import get_json
 from tenuto.deployments.serve.ray_address import why_unreachable
+from tenuto.deployments.serve.ray_token import make_token
 from tenuto.errors import EnvironmentFaultError
 
 __all__ = ["FAST_MODE", "Launcher", "start_local_ray", "unused_port"]
@@ -45,15 +45,19 @@ _SIDE_PORTS = (
     "RAY_SERVE_FALLBACK_PROXY_GRPC_PORT",
 )
 
-_TOKEN = Path.home() / ".ray" / "auth_token"
-
+# Ray's own switch for "this machine alone", named after the systems where it is the default: with it the addresses of
+# its head, its agents and its workers stay on the loopback interface instead of becoming the machine's own.
+_ONE_MACHINE = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 
 _QUIET: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR, "namespace": "tenuto"}
 
 
 def start_local_ray(num_gpus: int) -> None:
     """Start a Ray of this process alone, bound to the loopback interface, in Serve's fast mode; it ends with the
-    process."""
+    process.
+
+    Whoever reaches its ports may run code, so that Ray's token stays on (`tenuto.deployments.serve.ray_token`).
+    """
     import ray
 
     for key, value in FAST_MODE.items():
@@ -61,10 +65,27 @@ def start_local_ray(num_gpus: int) -> None:
     for key in _SIDE_PORTS:
         # HAProxy exits when one of its side ports is taken, such as by a HAProxy of another Serve on this machine.
         os.environ.setdefault(key, str(unused_port()))
-    if not _TOKEN.exists():
-        # Else Ray writes a token into the home folder, which later locks out a plain `serve deploy`.
-        os.environ.setdefault("RAY_AUTH_MODE", "disabled")
-    ray.init(address="local", num_gpus=num_gpus, include_dashboard=False, _node_ip_address="127.0.0.1", **_QUIET)
+    make_token()
+    with _on_loopback():
+        ray.init(address="local", num_gpus=num_gpus, include_dashboard=False, _node_ip_address="127.0.0.1", **_QUIET)
+
+
+@contextlib.contextmanager
+def _on_loopback() -> Iterator[None]:
+    """Let a Ray that is started in this block listen on the loopback interface; its processes inherit the setting."""
+    from ray._private import ray_constants
+
+    before, was_set = ray_constants.ENABLE_RAY_CLUSTER, os.environ.get(_ONE_MACHINE)
+    ray_constants.ENABLE_RAY_CLUSTER = False  # read from the environment when Ray was imported, which may be long ago
+    os.environ[_ONE_MACHINE] = "0"
+    try:
+        yield
+    finally:
+        ray_constants.ENABLE_RAY_CLUSTER = before
+        if was_set is None:
+            del os.environ[_ONE_MACHINE]
+        else:
+            os.environ[_ONE_MACHINE] = was_set
 
 
 class Launcher:
