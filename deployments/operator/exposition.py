@@ -1,71 +1,224 @@
-"""The status of a server as Prometheus text: the figures of `tenuto status`, by the names an operator's alerts use."""
+"""The status of a server as Prometheus text: names and units as that field has them (seconds, ratios, `_total`).
+
+A pure function of the status (`GET /status`): what a scrape shows is what an operator reads there. Everything that
+dashboards and alerts name comes from here, and a test holds them to it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import accumulate
 from typing import Any
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
 
 from tenuto.outcome import OUTCOMES
 
-__all__ = ["CONTENT_TYPE", "render_metrics"]
+__all__ = ["CONTENT_TYPE", "STAGES", "render_metrics"]
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
-Sample = tuple[Mapping[str, str], float | None]
+# Parts of a request's time on the server, in order; `proxy` only where a proxy in front says when it began.
+STAGES = ("proxy", "batching", "gpulet_queue", "execution")
+
+_Sample = tuple[tuple[str, ...], float | None]
 
 
 def render_metrics(status: Mapping[str, Any]) -> str:
-    """Return the metrics of a dispatcher's `status`; one that is not known yet is left out."""
+    """Return the metrics of a server's status; one that is not known yet is left out."""
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(_Collected(list(_families(status))))
+    return generate_latest(registry).decode()
+
+
+class _Collected(Collector):
+    """Metrics that are there already, for the library's renderer."""
+
+    def __init__(self, families: list[Metric]) -> None:
+        self._families = families
+
+    def collect(self) -> Iterator[Metric]:
+        return iter(self._families)
+
+
+def _families(status: Mapping[str, Any]) -> Iterator[Metric]:
+    for family in (
+        *_requests(status), *_planned(status), *_gpulets(status), *_delays(status), *_gateway(status),
+        *_advice(status), *_controller(status), *_devices(status),
+    ):  # fmt: skip
+        if family.samples:
+            yield family
+
+
+def _counter(name: str, meaning: str, labels: tuple[str, ...], samples: Iterable[_Sample]) -> Metric:
+    return _filled(CounterMetricFamily(f"tenuto_{name}", meaning, labels=labels), samples)
+
+
+def _gauge(name: str, meaning: str, labels: tuple[str, ...], samples: Iterable[_Sample]) -> Metric:
+    return _filled(GaugeMetricFamily(f"tenuto_{name}", meaning, labels=labels), samples)
+
+
+def _filled(family: CounterMetricFamily | GaugeMetricFamily, samples: Iterable[_Sample]) -> Metric:
+    for values, value in samples:
+        if value is not None:
+            family.add_metric(list(values), float(value))
+    return family
+
+
+def _histogram(
+    name: str, meaning: str, labels: tuple[str, ...], samples: Iterable[tuple[tuple[str, ...], Any]]
+) -> Metric:
+    family = HistogramMetricFamily(f"tenuto_{name}", meaning, labels=labels)
+    for values, data in samples:
+        if data:
+            bounds = [*(f"{bound:.12g}" for bound in data["le"]), "+Inf"]
+            counts = accumulate(data["counts"])
+            family.add_metric(list(values), list(zip(bounds, counts, strict=True)), data["sum"])
+    return family
+
+
+def _requests(status: Mapping[str, Any]) -> Iterator[Metric]:
     models: Mapping[str, Mapping[str, Any]] = status["models"]
-    lines: list[str] = []
 
-    def add(name: str, kind: str, meaning: str, samples: Iterable[Sample]) -> None:
-        known = [(labels, value) for labels, value in samples if value is not None]
-        if known:
-            lines.append(f"# HELP tenuto_{name} {meaning}")
-            lines.append(f"# TYPE tenuto_{name} {kind}")
-            lines.extend(f"tenuto_{name}{_labels(labels)} {value:.12g}" for labels, value in known)
+    def each(key: str) -> Iterator[_Sample]:
+        return (((name,), model.get(key)) for name, model in models.items())
 
-    def by_model(key: str) -> Iterable[Sample]:
-        return (({"model": name}, model[key]) for name, model in models.items())
+    def each_histogram(key: str) -> Iterator[tuple[tuple[str, ...], Any]]:
+        return (((name,), model.get(key)) for name, model in models.items())
 
-    add(
-        "requests_total",
-        "counter",
-        "Requests that ended, by outcome.",
-        (({"model": name, "outcome": o}, model[o]) for name, model in models.items() for o in OUTCOMES),
+    yield _counter("requests_received", "Requests asked of the scheduler.", ("model",), each("submitted"))
+    yield _counter(
+        "requests", "Requests that ended, by outcome.", ("model", "outcome"),
+        (((name, o), model[o]) for name, model in models.items() for o in OUTCOMES),
+    )  # fmt: skip
+    yield _counter("requests_cancelled", "Requests whose client went away.", ("model",), each("cancelled"))
+    yield _histogram(
+        "request_duration_seconds", "Arrival to answer of executed requests, with buckets around the SLO.",
+        ("model",), each_histogram("latency_s"),
+    )  # fmt: skip
+    yield _histogram(
+        "request_stage_seconds", "Parts of that: before a proxy in front, for a batch, at the gpu-let, executing.",
+        ("model", "stage"),
+        (((name, stage), model.get(f"{stage}_s")) for name, model in models.items() for stage in STAGES),
+    )  # fmt: skip
+    yield _histogram("batch_size", "Requests of one batch.", ("model",), each_histogram("batch_sizes"))
+    yield _counter("batches", "Batches sent to gpu-lets.", ("model",), each("batches"))
+    yield _counter("batched_requests", "Requests in these batches.", ("model",), each("batched"))
+    yield _gauge("queue_length", "Requests that wait for a batch.", ("model",), each("queued"))
+
+
+def _planned(status: Mapping[str, Any]) -> Iterator[Metric]:
+    models: Mapping[str, Mapping[str, Any]] = status["models"]
+
+    def each(key: str, scale: float = 1.0) -> Iterator[_Sample]:
+        return (((name,), _scaled(model.get(key), scale)) for name, model in models.items())
+
+    yield _gauge("slo_seconds", "Time allowed from arrival to answer.", ("model",), each("slo_ms", 1e-3))
+    yield _gauge(
+        "planned_requests_per_second", "Arrival rate that the plan was made for.", ("model",), each("rate_rps")
     )
-    add("requests_cancelled_total", "counter", "Requests whose client went away.", by_model("cancelled"))
-    add("queue_length", "gauge", "Requests that wait for a batch.", by_model("queued"))
-    add("batches_total", "counter", "Batches sent to gpu-lets.", by_model("batches"))
-    add("batched_requests_total", "counter", "Requests in these batches.", by_model("batched"))
-    add("execution_p50_ms", "gauge", "Median execution time of the last 512 batches.", by_model("execution_p50_ms"))
-    add(
-        "gpulet_up",
-        "gauge",
-        "1 while a gpu-let is connected.",
-        (({"gpulet": gpulet["id"]}, float(gpulet["up"])) for gpulet in status["gpulets"]),
+    yield _gauge(
+        "planned_goodput_requests_per_second", "Requests in time per second that the plan expects.", ("model",),
+        each("planned_goodput_rps"),
+    )  # fmt: skip
+    yield _gauge(
+        "planned_duration_seconds", "Latency that the plan expects.", ("model",), each("planned_latency_ms", 1e-3)
     )
-    network = status.get("network") or {}
-    add("network_ctrl_ms", "gauge", "Budgeted delay from dispatch to execution.", [({}, network.get("ctrl_ms"))])
-    add("network_response_ms", "gauge", "Budgeted delay from execution's end on.", [({}, network.get("response_ms"))])
-    advice = status.get("autoscale") or {}
-    add("autoscale_gpus", "gauge", "GPUs in use.", [({}, advice.get("gpus"))])
-    add(
-        "autoscale_delta_gpus",
-        "gauge",
-        "GPUs to add (positive) or to release (negative) by the advice.",
-        [({}, advice.get("delta_gpus"))],
-    )
-    add("autoscale_bad_rate", "gauge", "Share of requests not ok in the last window.", [({}, advice.get("bad_rate"))])
-    add("autoscale_idle_fraction", "gauge", "Idle share of the GPUs' time.", [({}, advice.get("idle_fraction"))])
-    return "\n".join(lines) + "\n"
 
 
-def _labels(labels: Mapping[str, str]) -> str:
-    if not labels:
-        return ""
-    escaped = (
-        (key, value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")) for key, value in labels.items()
+def _gpulets(status: Mapping[str, Any]) -> Iterator[Metric]:
+    gpulets: list[Mapping[str, Any]] = status["gpulets"]
+    labels = ("gpulet", "gpu")
+
+    def named(gpulet: Mapping[str, Any]) -> tuple[str, str]:
+        return gpulet["id"], str(gpulet.get("gpu", ""))
+
+    def each(key: str, scale: float = 1.0) -> Iterator[_Sample]:
+        return ((named(gpulet), _scaled(gpulet.get(key), scale)) for gpulet in gpulets)
+
+    yield _gauge("gpulet_up", "1 while a gpu-let is connected.", labels, each("up"))
+    yield _gauge("gpulet_share_ratio", "Share of the GPU that its process may use.", labels, each("share_pct", 1e-2))
+    yield _counter("gpulet_busy_seconds", "Time spent executing.", labels, each("busy_s"))
+    yield _counter("gpulet_batches", "Batches executed.", labels, each("batches"))
+    yield _counter(
+        "gpulet_predicted_seconds", "What the plan says that these batches take.", labels, each("predicted_s")
     )
-    return "{" + ",".join(f'{key}="{value}"' for key, value in escaped) + "}"
+    yield _counter("gpulet_lost", "Times that a connected gpu-let went away.", labels, each("lost"))
+
+
+def _delays(status: Mapping[str, Any]) -> Iterator[Metric]:
+    network: Mapping[str, Any] = status.get("network") or {}
+    yield _gauge(
+        "budget_seconds", "Kept of deadlines: before execution, and for the way back.", ("part",),
+        (((part,), _scaled(network.get(f"{of}_ms"), 1e-3)) for part, of in (("before", "ctrl"), ("after", "response"))),
+    )  # fmt: skip
+
+
+def _gateway(status: Mapping[str, Any]) -> Iterator[Metric]:
+    margin: Mapping[str, Any] = status.get("margin") or {}
+    yield _gauge(
+        "margin_seconds", "Kept of deadlines for late timers and busy processors.", (),
+        [((), _scaled(margin.get("margin_ms"), 1e-3))],
+    )  # fmt: skip
+    yield _gauge("late_answers_ratio", "Share of recent answers that left late.", (), [((), margin.get("late_share"))])
+    yield _counter(
+        "requests_refused_for_margin", "Requests given up for the margin alone.", (),
+        [((), margin.get("refused_for_margin"))],
+    )  # fmt: skip
+    door: Mapping[str, Any] = status.get("front_door") or {}
+    yield _gauge("connections", "Connections of clients that are open.", (), [((), door.get("connections"))])
+    yield _gauge(
+        "unfinished_body_bytes", "Bytes of requests that are not answered.", (), [((), door.get("unfinished_bytes"))]
+    )
+    yield _counter(
+        "requests_turned_away", "Requests refused before they reached the scheduler, by reason.", ("reason",),
+        (((reason,), count) for reason, count in (door.get("turned_away") or {}).items()),
+    )  # fmt: skip
+    yield _gauge("start_time_seconds", "When the gateway started (Unix time).", (), [((), status.get("started_at_s"))])
+    version = status.get("version")
+    yield _gauge("build_info", "1, with the version.", ("version",), [((version,), 1.0)] if version else [])
+
+
+def _advice(status: Mapping[str, Any]) -> Iterator[Metric]:
+    advice: Mapping[str, Any] = status.get("autoscale") or {}
+    yield _gauge("autoscale_gpus", "GPUs in use.", (), [((), advice.get("gpus"))])
+    yield _gauge(
+        "autoscale_delta_gpus", "GPUs to add (positive) or to release (negative) by the advice.", (),
+        [((), advice.get("delta_gpus"))],
+    )  # fmt: skip
+    yield _gauge(
+        "autoscale_bad_ratio", "Share of requests not ok in the last window.", (), [((), advice.get("bad_rate"))]
+    )
+    yield _gauge("autoscale_idle_ratio", "Idle share of the GPUs' time.", (), [((), advice.get("idle_fraction"))])
+
+
+def _controller(status: Mapping[str, Any]) -> Iterator[Metric]:
+    controller: Mapping[str, Any] = status.get("controller") or {}
+    yield _counter(
+        "controller_decisions", "Decisions of the controller, by what was decided.", ("decision",),
+        (((decision,), count) for decision, count in (controller.get("decisions") or {}).items()),
+    )  # fmt: skip
+    yield _gauge("controller_paused", "1 while the controller only watches.", (), [((), controller.get("paused"))])
+
+
+def _devices(status: Mapping[str, Any]) -> Iterator[Metric]:
+    devices: list[Mapping[str, Any]] = status.get("devices") or []
+
+    def each(key: str) -> Iterator[_Sample]:
+        return (((device["uuid"], device["name"]), device.get(key)) for device in devices)
+
+    labels = ("uuid", "name")
+    yield _gauge("gpu_memory_used_bytes", "Device memory in use.", labels, each("memory_used_bytes"))
+    yield _gauge("gpu_memory_total_bytes", "Device memory.", labels, each("memory_total_bytes"))
+    yield _gauge("gpu_utilization_ratio", "Share of time in which a kernel ran.", labels, each("utilization_ratio"))
+    yield _gauge("gpu_power_watts", "Power draw.", labels, each("power_watts"))
+    yield _gauge("gpu_sm_clock_hertz", "Clock of the multiprocessors.", labels, each("sm_clock_hertz"))
+    yield _gauge("gpu_temperature_celsius", "Temperature of the GPU.", labels, each("temperature_celsius"))
+    yield _counter("gpu_xid_errors", "Xid errors since the gateway started.", labels, each("xid_errors"))
+
+
+def _scaled(value: float | None, scale: float) -> float | None:
+    return None if value is None else float(value) * scale

@@ -13,12 +13,12 @@ import os
 import random
 import socket
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from tenuto.deployments.serve.config import ENTRY_APPLICATION
 from tenuto.deployments.serve.endpoint import get_json
-from tenuto.deployments.serve.ray_address import why_unreachable
+from tenuto.deployments.serve.ray_address import QUIET, announce, join_ray, on_loopback
 from tenuto.deployments.serve.ray_token import make_token
 from tenuto.errors import EnvironmentFaultError
 
@@ -45,13 +45,6 @@ _SIDE_PORTS = (
     "RAY_SERVE_FALLBACK_PROXY_GRPC_PORT",
 )
 
-# Ray's own switch for "this machine alone", named after the systems where it is the default: with it the addresses of
-# its head, its agents and its workers stay on the loopback interface instead of becoming the machine's own.
-_ONE_MACHINE = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
-
-_QUIET: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR, "namespace": "tenuto"}
-
-
 def start_local_ray(num_gpus: int) -> None:
     """Start a Ray of this process alone, bound to the loopback interface, in Serve's fast mode; it ends with the
     process.
@@ -66,26 +59,9 @@ def start_local_ray(num_gpus: int) -> None:
         # HAProxy exits when one of its side ports is taken, such as by a HAProxy of another Serve on this machine.
         os.environ.setdefault(key, str(unused_port()))
     make_token()
-    with _on_loopback():
-        ray.init(address="local", num_gpus=num_gpus, include_dashboard=False, _node_ip_address="127.0.0.1", **_QUIET)
-
-
-@contextlib.contextmanager
-def _on_loopback() -> Iterator[None]:
-    """Let a Ray that is started in this block listen on the loopback interface; its processes inherit the setting."""
-    from ray._private import ray_constants
-
-    before, was_set = ray_constants.ENABLE_RAY_CLUSTER, os.environ.get(_ONE_MACHINE)
-    ray_constants.ENABLE_RAY_CLUSTER = False  # read from the environment when Ray was imported, which may be long ago
-    os.environ[_ONE_MACHINE] = "0"
-    try:
-        yield
-    finally:
-        ray_constants.ENABLE_RAY_CLUSTER = before
-        if was_set is None:
-            del os.environ[_ONE_MACHINE]
-        else:
-            os.environ[_ONE_MACHINE] = was_set
+    with on_loopback():
+        ray.init(address="local", num_gpus=num_gpus, include_dashboard=False, _node_ip_address="127.0.0.1", **QUIET)
+    announce(ray.get_runtime_context().gcs_address)
 
 
 class Launcher:
@@ -128,13 +104,8 @@ class Launcher:
         if ray.is_initialized():
             return
         if address != "local":
-            reason = why_unreachable(address or "auto")
-            if reason is not None and address is not None:
-                raise EnvironmentFaultError(f"no Ray cluster answers at {address}: {reason}. Check RAY_ADDRESS.")
             try:
-                if reason is not None:
-                    raise ConnectionError(reason)
-                ray.init(address=address or "auto", **_QUIET)
+                join_ray(address or "auto")
                 self._joined_ray = True
                 return
             except ConnectionError as error:

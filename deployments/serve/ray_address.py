@@ -1,13 +1,23 @@
-"""Whether a Ray cluster answers at an address, asked before Ray is: `ray.init` takes 80 s to give up on a wrong one and
-then ends the process."""
+"""Joining a Ray cluster: whether one answers at an address, asked before Ray is (`ray.init` takes 80 s to give up on a
+wrong one and then ends the process), and a Ray that listens on the loopback interface alone."""
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import os
 import socket
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
-__all__ = ["why_unreachable"]
+__all__ = ["QUIET", "announce", "join_ray", "on_loopback", "why_unreachable"]
+
+QUIET: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR, "namespace": "tenuto"}
+
+# Ray's own switch for "this machine alone", named after the systems where it is the default: with it the addresses of
+# its head, its agents and its workers stay on the loopback interface instead of becoming the machine's own.
+_ONE_MACHINE = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 
 # What opens any HTTP/2 connection (RFC 9113 §3.4): the preface and an empty SETTINGS frame, which the server answers
 # with a SETTINGS frame. Ray speaks gRPC, which is HTTP/2.
@@ -23,21 +33,57 @@ def why_unreachable(address: str, timeout_s: float = 5.0) -> str | None:
         address: `host:port`, `ray://host:port`, or `auto`: what RAY_ADDRESS or this machine's last Ray says.
         timeout_s: for the connection, and again for the first answer.
     """
-    if address == "auto":
-        address = os.environ.get("RAY_ADDRESS") or _last_started()
+    address = _resolved(address)
     bare = address.removeprefix("ray://")
     host, _, port = bare.rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 65_536:
         return None if address in ("", "auto", "local") else f"'{address}' is not host:port"
-    reason = _why_not_ray(host.strip("[]"), int(port), timeout_s)
-    if reason is None and not address.startswith("ray://") and host in _LOOPBACK:
-        import ray
+    return _why_not_ray(host.strip("[]"), int(port), timeout_s)
 
-        # Ray puts this machine's address in place of a loopback one, and a Ray of this machine alone is not there.
-        own = ray.util.get_node_ip_address()
-        if own not in _LOOPBACK and (elsewhere := _why_not_ray(own, int(port), timeout_s)) is not None:
-            return f"Ray looks for {bare} at {own}, and {elsewhere}; start it with --node-ip-address={own}"
-    return reason
+
+def join_ray(address: str = "auto") -> None:
+    """Join a running cluster, also one that listens on this machine's loopback interface alone.
+
+    Raises:
+        ConnectionError: none answers there, with the reason.
+    """
+    import ray
+
+    reason = why_unreachable(address)
+    if reason is not None:
+        raise ConnectionError(reason)
+    address = _resolved(address)
+    if not address:
+        raise ConnectionError("no Ray runs here that was started with `ray start` or `tenuto serve`")
+    with on_loopback() if _is_on_loopback_alone(address) else contextlib.nullcontext():
+        ray.init(address=address, **QUIET)
+
+
+@contextlib.contextmanager
+def on_loopback() -> Iterator[None]:
+    """Let a Ray that is started or joined in this block use the loopback interface; its processes inherit that."""
+    from ray._private import ray_constants
+
+    before, was_set = ray_constants.ENABLE_RAY_CLUSTER, os.environ.get(_ONE_MACHINE)
+    ray_constants.ENABLE_RAY_CLUSTER = False  # read from the environment when Ray was imported, which may be long ago
+    os.environ[_ONE_MACHINE] = "0"
+    try:
+        yield
+    finally:
+        ray_constants.ENABLE_RAY_CLUSTER = before
+        if was_set is None:
+            del os.environ[_ONE_MACHINE]
+        else:
+            os.environ[_ONE_MACHINE] = was_set
+
+
+def _is_on_loopback_alone(address: str) -> bool:
+    """Whether Ray would look for a cluster at this machine's own address, where it is not."""
+    import ray
+
+    host, _, port = address.rpartition(":")
+    own = ray.util.get_node_ip_address()
+    return host in _LOOPBACK and own not in _LOOPBACK and _why_not_ray(own, int(port), 1.0) is not None
 
 
 def _why_not_ray(host: str, port: int, timeout_s: float) -> str | None:
@@ -57,10 +103,28 @@ def _why_not_ray(host: str, port: int, timeout_s: float) -> str | None:
     return None
 
 
+def _resolved(address: str) -> str:
+    """Return what `auto` means: what RAY_ADDRESS or this machine's last Ray says; empty where neither does."""
+    return os.environ.get("RAY_ADDRESS") or _last_started() if address == "auto" else address
+
+
+def announce(address: str) -> None:
+    """Let others on this machine find a Ray that was just started here, as `ray start` does, unless one can be found.
+
+    Without that Ray looks through all processes of the machine and takes any Ray it meets.
+    """
+    before = _last_started()
+    if not before or why_unreachable(before, 1.0) is not None:
+        _last_started_file().write_text(address, encoding="utf-8")
+
+
 def _last_started() -> str:
     """Ray writes the address of the cluster that was started last into its folder."""
-    folder = Path(os.environ.get("RAY_TMPDIR") or "/tmp") / "ray"
     try:
-        return (folder / "ray_current_cluster").read_text(encoding="utf-8").strip()
+        return _last_started_file().read_text(encoding="utf-8").strip()
     except OSError:
         return ""
+
+
+def _last_started_file() -> Path:
+    return Path(os.environ.get("RAY_TMPDIR") or "/tmp") / "ray" / "ray_current_cluster"

@@ -80,17 +80,15 @@ def _start_actors(count: int) -> list[Any]:
 
 def _join_ray() -> None:
     """Join the running cluster, or start a small local one for the clients alone."""
-    import logging
-
     import ray
 
-    quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR, "namespace": "tenuto"}
+    from tenuto.deployments.serve.launcher import start_local_ray
+    from tenuto.deployments.serve.ray_address import join_ray
+
     if not ray.is_initialized():
         try:
-            ray.init(address="auto", **quiet)
+            join_ray()
         except ConnectionError:
-            from tenuto.deployments.serve.launcher import start_local_ray
-
             start_local_ray(num_gpus=0)
 
 

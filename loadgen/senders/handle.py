@@ -76,13 +76,13 @@ class HandleSender:
 
 def _join_ray() -> None:
     """Join the Ray cluster that serves, unless this process is part of it."""
-    import logging
-
     import ray
+
+    from tenuto.deployments.serve.ray_address import join_ray
 
     if not ray.is_initialized():
         try:
-            ray.init(address="auto", log_to_driver=False, logging_level=logging.ERROR, namespace="tenuto")
+            join_ray()
         except ConnectionError as error:
             raise EnvironmentFaultError(
                 "no Ray cluster runs here, so there is no Python handle. Run this on a node of the cluster that serves."

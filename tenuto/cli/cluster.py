@@ -67,19 +67,17 @@ def command(address: str | None, output: str | None, as_json: bool) -> int:
 
 
 def _ray_nodes(address: str) -> dict[str | None, tuple[GpuDevice, ...]]:
-    from tenuto.deployments.serve.ray_address import why_unreachable
-
-    reason = why_unreachable(address)
-    if reason is not None:
-        raise EnvironmentFaultError(f"no Ray cluster answers at {address}: {reason}. Check --address and `ray status`.")
-    import ray
-
     from tenuto.deployments.operator.mps_inventory import read_ray_inventory
+    from tenuto.deployments.serve.ray_address import join_ray
 
     try:
-        ray.init(address=address, log_to_driver=False, logging_level="ERROR", namespace="tenuto")
+        join_ray(address)
     except (ConnectionError, ValueError, RuntimeError, SystemExit) as error:  # it exits where the cluster is not Ray's
-        raise EnvironmentFaultError(f"no Ray cluster answers at {address}: {error}. Check --address.") from error
+        raise EnvironmentFaultError(
+            f"no Ray cluster answers at {address}: {error}. Check --address and `ray status`."
+        ) from error
+    import ray
+
     try:
         found = read_ray_inventory()
         return {address: found[address] for address in found}

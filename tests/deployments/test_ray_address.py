@@ -1,5 +1,6 @@
 """Wrong addresses are told in seconds, not after Ray's 80; nodes of a real cluster tell their GPUs."""
 
+import os
 import socket
 import threading
 from collections.abc import Iterator
@@ -12,7 +13,7 @@ import pytest
 from tenuto.cli import main
 from tenuto.deployments.operator import mps_inventory
 from tenuto.deployments.operator.mps_inventory import read_ray_inventory
-from tenuto.deployments.serve.ray_address import why_unreachable
+from tenuto.deployments.serve.ray_address import join_ray, why_unreachable
 from tenuto.errors import EnvironmentFaultError
 from tenuto.mps.inventory import GpuDevice, read_inventory
 from tests.mps.fake_nvml import A100, V100, FakeGpu, FakeNvml
@@ -68,13 +69,21 @@ def test_something_that_speaks_as_ray_does(listener: socket.socket, monkeypatch:
     answering.join()
 
 
-def test_a_ray_on_loopback_is_not_where_ray_looks_for_it(
-    listener: socket.socket, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_ray_on_loopback_alone_is_joined_there(listener: socket.socket, monkeypatch: pytest.MonkeyPatch) -> None:
+    from ray._private import ray_constants
+
     answering = answer_once(listener, bytes((0, 0, 0, 4, 0, 0, 0, 0, 0)))
     monkeypatch.setattr("ray.util.get_node_ip_address", lambda: "127.0.0.9")
-    address = address_of(listener)
-    assert f"Ray looks for {address} at 127.0.0.9, and" in str(why_unreachable(address))
+    seen: list[tuple[str, bool]] = []
+
+    def init(*, address: str, **_options: Any) -> None:
+        seen.append((address, ray_constants.ENABLE_RAY_CLUSTER))
+
+    monkeypatch.setattr("ray.init", init)
+    join_ray(address_of(listener))
+    assert seen == [(address_of(listener), False)]
+    assert ray_constants.ENABLE_RAY_CLUSTER
+    assert "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER" not in os.environ
     answering.join()
 
 

@@ -1,0 +1,92 @@
+"""Figures between two statuses, against the same figures computed from the raw values."""
+
+import asyncio
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tenuto.deployments.dispatch.histogram import Histogram, buckets_around
+from tenuto.deployments.operator.live import LiveView
+from tenuto.deployments.operator.window import between, quantile_s
+from tests.instruments.shown_status import ShownServer
+
+
+@given(
+    st.lists(st.floats(0.0, 0.3), min_size=1, max_size=200),
+    st.sampled_from([0.01, 0.5, 0.9, 0.99]),
+    st.floats(5.0, 500.0),
+)
+def test_a_quantile_lies_in_the_bucket_of_the_true_one(values: list[float], quantile: float, slo_ms: float) -> None:
+    histogram = Histogram(buckets_around(slo_ms))
+    for value in values:
+        histogram.add(value)
+    found = quantile_s(histogram.to_data(), quantile)
+    true = float(np.quantile(values, quantile, method="inverted_cdf"))
+    bounds = np.array([0.0, *histogram.bounds])
+    bucket = max(1, int(np.searchsorted(bounds, true)))
+    assert found is not None
+    if bucket == len(bounds):
+        assert found == bounds[-1]
+    else:
+        assert bounds[bucket - 1] <= found <= bounds[bucket]
+
+
+def test_figures_are_those_of_the_seconds_between() -> None:
+    server = ShownServer(models=4, gpulets=4)
+    server.second()
+    before = server.status()
+    for _ in range(10):
+        server.second()
+    after = server.status()
+    window = between(before, after, 10.0)
+    for name, model in after["models"].items():
+        grown = model["submitted"] - before["models"][name]["submitted"]
+        assert window.models[name].offered_rps == pytest.approx(grown / 10.0)
+    bad = window.models["network_03"]
+    assert bad.attainment is not None
+    assert bad.attainment == pytest.approx(bad.goodput_rps / bad.offered_rps)
+    assert bad.attainment < 0.99
+    assert window.models["network_00"].unknown_proxy_share == 1.0
+    assert window.models["network_01"].unknown_proxy_share == 0.0
+    assert window.gpulets["n0/0/b"].utilisation == pytest.approx(0.27)
+    assert window.gpulets["n0/0/b"].measured_to_predicted == pytest.approx(1 / 0.92)
+
+
+def test_a_server_started_anew_counts_from_zero() -> None:
+    old, new = ShownServer(models=1, gpulets=1), ShownServer(models=1, gpulets=1)
+    for _ in range(50):
+        old.second()
+    new.second()
+    figures = between(old.status(), new.status(), 1.0).models["network_00"]
+    assert 0.0 <= figures.goodput_rps == figures.offered_rps <= 30.0
+    assert figures.attainment == 1.0
+
+
+async def test_nothing_is_sampled_while_nobody_looks() -> None:
+    server, now_s, asked = ShownServer(models=2, gpulets=2), 0.0, 0
+
+    async def status() -> dict:
+        nonlocal asked
+        asked += 1
+        server.second()
+        return server.status()
+
+    view = LiveView(status, clock=lambda: now_s)
+    await asyncio.sleep(0)
+    assert asked == 0
+    first = await view.look()
+    assert asked == 1
+    assert first["history"]["at_s"] == []
+    for _ in range(15):
+        now_s += 1.0
+        await view.sample()
+    shown = await view.look()
+    view.close()
+    assert shown["window"]["seconds"] == 10.0
+    assert shown["history"]["at_s"] == [float(at) for at in range(-14, 1)]
+    line = shown["history"]["models"]["network_01"]
+    assert len(line["goodput_rps"]) == len(line["offered_rps"]) == 15
+    assert "plan" not in shown
+    assert "latency_s" not in shown["models"]["network_01"]

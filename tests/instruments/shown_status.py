@@ -1,0 +1,105 @@
+"""A made-up server for what operators look at: as many models and gpu-lets as wanted, counting up second by second."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tenuto.deployments.dispatch.histogram import BATCH_SIZES, Histogram, buckets_around
+
+__all__ = ["ShownServer"]
+
+
+class ShownServer:
+    """`second` moves it on; `status` is what `GET /status` would say. The same calls give the same answers."""
+
+    def __init__(self, models: int = 50, gpulets: int = 100, *, per_gpu: int = 4) -> None:
+        self.seconds = 0
+        self._models = {f"network_{index:02d}": _Model(index) for index in range(models)}
+        self._gpulets = [(f"n0/{i // per_gpu}/{'abcdefgh'[i % per_gpu]}", f"n0/{i // per_gpu}") for i in range(gpulets)]
+        self._share = 100.0 / per_gpu
+
+    def second(self) -> None:
+        """Let a second pass."""
+        self.seconds += 1
+        for model in self._models.values():
+            model.second(self.seconds)
+
+    def rename(self, model: str, name: str) -> None:
+        """Call a model something else."""
+        self._models = {name if each == model else each: value for each, value in self._models.items()}
+
+    def status(self) -> dict[str, Any]:
+        """Return everything that operators can be shown."""
+        names = list(self._models)
+        gpulets = []
+        for index, (gpulet, gpu) in enumerate(self._gpulets):
+            hosted = {names[index % len(names)]: 8, names[(index * 7 + 1) % len(names)]: 4}
+            busy_s = self.seconds * (0.2 + 0.7 * (index % 10) / 10)
+            gpulets.append({
+                "id": gpulet, "gpu": gpu, "up": index != 5, "share_pct": self._share, "emulated": True,
+                "device": "emulated v100", "models": hosted, "busy_s": busy_s, "batches": 40 * self.seconds,
+                "predicted_s": busy_s * (0.9 + 0.02 * (index % 7)), "lost": int(index == 5),
+                "running": [{"program": next(iter(hosted)), "batch_size": 1 + index % 8}] if index % 3 else [],
+            })  # fmt: skip
+        return {
+            "version": "0.1.0", "started_at_s": 1.79e9, "uptime_s": float(self.seconds),
+            "plan": {"policy": {"name": "tenuto"}}, "policy": "tenuto", "scheduler": {"name": "deferred"},
+            "gpulets": gpulets, "models": {name: model.to_data() for name, model in self._models.items()},
+            "network": {"ctrl_ms": 0.8, "data_ms_per_request": 0.01, "response_ms": 3.0},
+            "margin": {"margin_ms": 1.2, "late_share": 0.004, "refused_for_margin": 17},
+            "front_door": {"connections": 64, "unfinished_bytes": 1 << 20, "turned_away": {"key": 3, "rate": 5}},
+            "autoscale": {"gpus": 25, "requests": 900, "bad_rate": 0.02, "idle_fraction": 0.3, "delta_gpus": 1,
+                          "window_s": 10.0, "unchanged_s": 30.0},
+            "controller": {"paused": False, "decisions": {"apply": 2, "wait": 9}, "log": [
+                {"at_s": 1.79e9 + 40, "what": "apply", "why": "network_07 comes at 1.4 times its planned rate; gains "
+                 "38 r/s in time for 12 s of loading"},
+                {"at_s": 1.79e9 + 10, "what": "wait", "why": "the gain of 2 r/s does not pay a restart"},
+            ]},
+            "events": [
+                {"at_s": 1.79e9 + 55, "what": "gpu-let lost", "why": "n0/1/b: its process ended"},
+                {"at_s": 1.79e9, "what": "plan applied", "why": "100 gpu-lets, 50 models, policy tenuto"},
+            ],
+            "devices": [{"uuid": "GPU-1", "name": "H200", "memory_used_bytes": 5e9, "memory_total_bytes": 1.5e11,
+                         "utilization_ratio": 0.6, "power_watts": 420.0, "sm_clock_hertz": 1.98e9,
+                         "temperature_celsius": 61.0, "xid_errors": 0}],
+        }  # fmt: skip
+
+
+class _Model:
+    def __init__(self, index: int) -> None:
+        self.slo_ms = 20.0 + 5.0 * (index % 9)
+        self.rate_rps = 20 + 13 * index
+        self._late = index % 11 == 3  # one in eleven does badly
+        bounds = buckets_around(self.slo_ms)
+        self._counts = dict.fromkeys(("submitted", "ok", "late", "expired", "batches", "batched"), 0)
+        times = ("latency_s", "proxy_s", "batching_s", "gpulet_queue_s", "execution_s")
+        self._histograms = {key: Histogram(bounds) for key in times}
+        self._histograms["batch_sizes"] = Histogram(BATCH_SIZES)
+        self._index = index
+
+    def second(self, now: int) -> None:
+        rate = int(self.rate_rps * (1.0 + 0.3 * ((now * (self._index + 3)) % 17 - 8) / 8.0))
+        bad = rate // 8 if self._late else 0
+        self._add(submitted=rate, ok=rate - bad, expired=bad // 2, late=bad - bad // 2, batches=rate // 4, batched=rate)
+        slo_s = self.slo_ms / 1000.0
+        self._histograms["latency_s"].add(0.45 * slo_s, rate // 2)
+        self._histograms["latency_s"].add(0.8 * slo_s, rate - rate // 2 - bad)
+        self._histograms["latency_s"].add(1.2 * slo_s, bad)
+        for key, part in (("batching_s", 0.3), ("gpulet_queue_s", 0.02), ("execution_s", 0.2)):
+            self._histograms[key].add(part * slo_s, rate)
+        if self._index % 2:
+            self._histograms["proxy_s"].add(0.01 * slo_s, rate)
+        self._histograms["batch_sizes"].add(4.0, rate // 4)
+
+    def _add(self, **more: int) -> None:
+        for key, count in more.items():
+            self._counts[key] += count
+
+    def to_data(self) -> dict[str, Any]:
+        return {
+            **self._counts, "rejected": 0, "failed": 0, "cancelled": 1, "queued": self._index % 4,
+            "slo_ms": self.slo_ms, "rate_rps": float(self.rate_rps),
+            "planned_goodput_rps": float(self.rate_rps), "planned_latency_ms": 0.6 * self.slo_ms,
+            "mean_batch": 4.0, "execution_p50_ms": 0.2 * self.slo_ms,
+            **{key: histogram.to_data() for key, histogram in self._histograms.items()},
+        }  # fmt: skip
