@@ -37,6 +37,7 @@ VERBS = {
     "compare": "compare",
     "experiment": "experiment",
     "status": "status",
+    "top": "top",
     "doctor": "doctor",
 }
 
