@@ -45,6 +45,7 @@ _SIDE_PORTS = (
     "RAY_SERVE_FALLBACK_PROXY_GRPC_PORT",
 )
 
+
 def start_local_ray(num_gpus: int) -> None:
     """Start a Ray of this process alone, bound to the loopback interface, in Serve's fast mode; it ends with the
     process.

@@ -119,8 +119,8 @@ def _models(models: Sequence[Mapping[str, Any]], hidden: int) -> Table:
 def _gpulets(live: Mapping[str, Any], shown: int) -> Table:
     table = Table(box=None, header_style="bold", pad_edge=False)
     for heading in ("gpu-let", "share", "busy", "", "batches/s", "of plan", "runs"):
-        side = "right" if heading in ("share", "busy", "batches/s", "of plan") else "left"
-        table.add_column(heading, justify=side, no_wrap=True)
+        is_number = heading in ("share", "busy", "batches/s", "of plan")
+        table.add_column(heading, justify="right" if is_number else "left", no_wrap=True)
     # The busiest and those that are down are what an operator looks for.
     figures = live["window"]["gpulets"]
     ordered = sorted(live["gpulets"], key=lambda g: (g["up"], -figures[g["id"]]["utilisation"], g["id"]))
