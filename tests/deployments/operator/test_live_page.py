@@ -9,8 +9,8 @@ import pytest
 import uvicorn
 
 from tenuto.deployments.operator.app import make_operator_app
+from tenuto.deployments.serve.launcher import unused_port
 from tests.instruments.chromium import find_chromium, shown_dom
-from tests.instruments.local_ray import unused_port
 from tests.instruments.shown_status import ShownServer
 
 needs_browser = pytest.mark.skipif(find_chromium() is None, reason="no Chromium on this machine")
