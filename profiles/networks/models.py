@@ -28,6 +28,7 @@ from tenuto.profiles.networks.catalogue import (
 )
 from tenuto.profiles.networks.exported import is_exported, load_exported
 from tenuto.profiles.networks.model_options import BuildOptions
+from tenuto.profiles.networks.places import check_factory, check_path
 
 if TYPE_CHECKING:
     import torch
@@ -48,17 +49,23 @@ def build(
         options: see `BuildOptions`; for a factory, its keyword arguments.
 
     Raises:
-        InvalidInputError: unknown model, wrong options, weights that are unsafe to read or do not fit.
+        InvalidInputError: unknown model, wrong options, weights that are unsafe to read or do not fit, or a place that
+            is not allowed (`tenuto.profiles.networks.places`).
         EnvironmentFaultError: torch, torchvision or transformers is not installed.
     """
     options = dict(options or {})
+    if weights_path is not None:
+        check_path(weights_path, "weights_path")
     try:
         if is_factory(source):
+            check_factory(source)
             return _from_factory(source, weights_path, options)
         if is_exported(source):
+            check_path(source, "source")
             return _from_file(source, weights_path, options)
         chosen = parse_document(BuildOptions, {"seed": seed, **options}, origin=f"options of {source}")
         if Path(source).is_dir():
+            check_path(source, "source")
             return _from_directory(Path(source), weights_path, chosen)
         entry = lookup(source)
         family = entry.source.partition("/")[0]

@@ -1,0 +1,57 @@
+"""Where models may come from: the factories and paths that whoever runs the machine allows.
+
+A plan is a file that people hand on, and its `source: package.module:factory` is code that runs once deployed. Two
+environment variables of the processes that load models say what is allowed; unset, as on a machine of one's own,
+everything is:
+
+    TENUTO_FACTORIES    packages or modules, separated by commas; what is inside them is allowed too
+    TENUTO_MODEL_PATHS  folders, separated as in PATH, for weights, transformers directories and exported networks
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from tenuto.errors import InvalidInputError, Problem
+
+__all__ = ["FACTORIES", "MODEL_PATHS", "check_factory", "check_path"]
+
+FACTORIES = "TENUTO_FACTORIES"
+MODEL_PATHS = "TENUTO_MODEL_PATHS"
+
+
+def check_factory(source: str) -> None:
+    """Raise `InvalidInputError` for a factory outside of the allowed packages; called before anything is imported."""
+    allowed = os.environ.get(FACTORIES)
+    if allowed is None:
+        return
+    module = source.partition(":")[0]
+    names = [name.strip() for name in allowed.split(",") if name.strip()]
+    if not any(module == name or module.startswith(name + ".") for name in names):
+        listed = ", ".join(names) or "none"
+        raise InvalidInputError(
+            Problem("source", source, f"factories are allowed from: {listed}", f"Add its package to {FACTORIES}.")
+        )
+
+
+def check_path(path: str | Path, what: str) -> None:
+    """Raise `InvalidInputError` for a file or folder outside of the allowed ones, wherever links lead.
+
+    Args:
+        path: of weights or of a network.
+        what: the key that named it.
+    """
+    allowed = os.environ.get(MODEL_PATHS)
+    if allowed is None:
+        return
+    folders = [Path(folder).resolve() for folder in allowed.split(os.pathsep) if folder]
+    real = Path(path).resolve()
+    if not any(real.is_relative_to(folder) for folder in folders):
+        listed = ", ".join(map(str, folders)) or "none"
+        raise InvalidInputError(
+            Problem(
+                what, str(path), f"models are read from: {listed}",
+                f"Move it there, or add its folder to {MODEL_PATHS}.",
+            )
+        )
