@@ -31,6 +31,7 @@ VERBS = {
     "goodput": "goodput",
     "capacity": "capacity",
     "partition": "partition",
+    "key": "key",
     "serve": "serve",
     "bench": "bench",
     "report": "report",

@@ -1,0 +1,31 @@
+"""`tenuto key` makes entries that the key file takes, and never writes a key into it."""
+
+from pathlib import Path
+
+import pytest
+
+from tenuto.cli import main
+from tenuto.deployments.security.keys import Callers, read_keys
+
+
+def run(*arguments: str) -> int:
+    with pytest.raises(SystemExit) as ended:
+        main(list(arguments))
+    return int(ended.value.code or 0)
+
+
+def test_what_it_prints_is_an_entry_of_the_key_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert run("key", "mobile-app", "--model", "resnet*", "--rate-rps", "200") == 0
+    out, err = capsys.readouterr()
+    key = err.split()[-1]
+    assert key not in out
+    file = tmp_path / "keys.yaml"
+    file.write_text("keys:\n" + out)
+    (entry,) = read_keys(file)
+    assert (entry.name, entry.models, entry.rate_rps) == ("mobile-app", ("resnet*",), 200.0)
+    assert Callers([entry]).find(key.encode()) is not None
+
+
+def test_a_name_that_is_none(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("key", "two words") == 2
+    assert "is not a client's name" in capsys.readouterr().err
