@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
+from functools import lru_cache
 from pathlib import Path
 from typing import Annotated
 
@@ -74,33 +76,32 @@ class Cluster(StrictModel):
     @property
     def gpus(self) -> tuple[Gpu, ...]:
         """Every GPU, in file order, with ids `node/index`."""
-        found = []
-        for node in self.nodes:
-            index = 0
-            for group in node.gpus:
-                kind = GPU_TYPES.get(group.type)
-                memory = group.memory_mib if group.memory_mib is not None else memory_mib_of(group.type) or 0.0
-                price = (
-                    group.price_per_hour if group.price_per_hour is not None else kind.price_per_hour if kind else None
-                )
-                for position in range(group.count):
-                    found.append(
-                        Gpu(
-                            id=f"{node.name}/{index}",
-                            type=group.type,
-                            memory_mib=memory,
-                            price_per_hour=price,
-                            uuid=group.uuids[position] if group.uuids else None,
-                            address=node.address,
-                        )
-                    )
-                    index += 1
-        return tuple(found)
+        return _gpus_of(self.nodes)
 
     @property
     def gpu_types(self) -> tuple[str, ...]:
         """The GPU types present, in file order."""
         return tuple(dict.fromkeys(group.type for node in self.nodes for group in node.gpus))
+
+    @property
+    def one_of_each(self) -> dict[str, Gpu]:
+        """The first GPU of every type, for its memory and price, by type in file order."""
+        found: dict[str, Gpu] = {}
+        for gpu in self.gpus:
+            found.setdefault(gpu.type, gpu)
+        return found
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """How many GPUs there are of every type, in file order."""
+        return dict(Counter(gpu.type for gpu in self.gpus))
+
+    @property
+    def prices(self) -> dict[str, float]:
+        """What an hour of a GPU of every type costs, in file order; one unit each where any price is unknown."""
+        prices = {kind: gpu.price_per_hour for kind, gpu in self.one_of_each.items()}
+        known = {kind: price for kind, price in prices.items() if price is not None}
+        return known if len(known) == len(prices) else dict.fromkeys(prices, 1.0)
 
     @classmethod
     def load(cls, path: str | Path) -> Cluster:
@@ -133,3 +134,20 @@ class Cluster(StrictModel):
             groups.append({"type": match.group(1), "count": int(match.group(2) or 1)})
         data = {"nodes": [{"name": "n0", "gpus": groups}], "elastic": elastic}
         return parse_document(cls, data, origin="--gpus")
+
+
+@lru_cache(maxsize=16)
+def _gpus_of(nodes: tuple[Node, ...]) -> tuple[Gpu, ...]:
+    found = []
+    for node in nodes:
+        index = 0
+        for group in node.gpus:
+            kind = GPU_TYPES.get(group.type)
+            memory = group.memory_mib if group.memory_mib is not None else memory_mib_of(group.type) or 0.0
+            price = group.price_per_hour if group.price_per_hour is not None else kind.price_per_hour if kind else None
+            for position in range(group.count):
+                uuid = group.uuids[position] if group.uuids else None
+                found.append(Gpu(id=f"{node.name}/{index}", type=group.type, memory_mib=memory, price_per_hour=price,
+                                 uuid=uuid, address=node.address))  # fmt: skip
+                index += 1
+    return tuple(found)

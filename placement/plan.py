@@ -18,7 +18,7 @@ from tenuto.placement.program import Gpulet, Replica
 from tenuto.placement.rules import plan_problems
 from tenuto.placement.workload import ModelSpec, Objective, Workload
 
-__all__ = ["SCHEMA", "Expected", "ExpectedModel", "Gpulet", "Plan", "PlannedGpu", "PolicyUsed", "Replica"]
+__all__ = ["SCHEMA", "Believed", "Expected", "ExpectedModel", "Gpulet", "Plan", "PlannedGpu", "PolicyUsed", "Replica"]
 
 SCHEMA = 1
 
@@ -48,13 +48,25 @@ class ExpectedModel(StrictModel):
     latency_ms: float | None = None
 
 
+class Believed(StrictModel):
+    """What the policy that made the plan believed of it: goodput by its own formula, latency as it saw it."""
+
+    goodput_rps: float = 0.0
+    models: dict[str, ExpectedModel] = Field(default_factory=dict)
+
+
 class Expected(StrictModel):
-    """What the plan promises as a whole. `cost_per_hour` is None where a used GPU type has no price."""
+    """What the plan promises as a whole, by the same model for every policy (`tenuto.placement.expectation`).
+
+    `cost_per_hour` is None where a used GPU type has no price; `assumptions` say where a share, neighbours or waiting
+    had to be modelled, and by which model.
+    """
 
     goodput_rps: float = 0.0
     gpus_used: int = 0
     cost_per_hour: float | None = None
     models: dict[str, ExpectedModel] = Field(default_factory=dict)
+    assumptions: tuple[str, ...] = ()
 
 
 class Plan(StrictModel):
@@ -65,8 +77,9 @@ class Plan(StrictModel):
     gpus: tuple[PlannedGpu, ...] = ()
     gpulets: tuple[Gpulet, ...] = ()
     expected: Expected = Expected()
+    believed: Believed | None = None  # by the policy; None: it states nothing of its own
     unserved: tuple[str, ...] = ()
-    unserved_reasons: dict[str, str] = Field(default_factory=dict)
+    unserved_reasons: dict[str, str] = Field(default_factory=dict)  # also of models served below their attainment
     notes: tuple[str, ...] = ()  # which constraint bound, what was given up, over-commitment
     models: tuple[ModelSpec, ...] = ()  # the workload's entries, for serving and simulation
     applications: tuple[Application, ...] = ()  # whose stages are among the models
@@ -137,9 +150,11 @@ class Plan(StrictModel):
             for group in gpulet.get("merge", ()):
                 _drop(group, batch_size=None, latency=None, memory_mib=None, basis=None)
             for replica in gpulet["models"]:
-                _drop(replica, rate_rps=None, latency_ms=None, slowdown=1.0, memory_mib=None, latency=None)
+                _drop(replica, rate_rps=None, latency_ms=None, slowdown=1.0, memory_mib=None, weights_mib=None)
+                _drop(replica, latency=None, latency_rule="measured")
                 _drop(replica, copy_in_ms=None, copy_out_ms=None)
-        _drop(data, streaming=False, objective="weighted", overcommits=False)
+        _drop(data, streaming=False, objective="weighted", overcommits=False, believed=None)
+        _drop(data["expected"], assumptions=[])
         data["models"] = [m.model_dump(mode="json", exclude_defaults=True, exclude_none=True) for m in self.models]
         return data
 

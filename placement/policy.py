@@ -1,4 +1,4 @@
-"""What a placement policy is, how it is found by name, and the one path from policy to validated plan."""
+"""What a placement policy is, and how it is found by name."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ import difflib
 import importlib.util
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from importlib.metadata import entry_points
 from pathlib import Path
+from types import FunctionType
 from typing import Any, ClassVar
 
 from tenuto.errors import InvalidInputError, Problem
@@ -18,7 +19,7 @@ from tenuto.placement.plan import Plan
 from tenuto.placement.workload import Workload
 from tenuto.profiles import Profiles
 
-__all__ = ["Policy", "load_policy", "policy_names"]
+__all__ = ["Policy", "load_policy", "policy_names", "with_defaults"]
 
 ENTRY_POINTS = "tenuto.policies"
 
@@ -62,6 +63,15 @@ def load_policy(name: str, options: Mapping[str, Any] | None = None) -> Policy:
     """
     kind = _from_file(name) if ":" in name else _from_entry_point(name)
     return _configured(kind, name, dict(options or {}))
+
+
+def with_defaults(init: Callable[..., None], **defaults: Any) -> Callable[..., None]:
+    """Return an `__init__` with other defaults of its options, for a policy that differs from its base only in them."""
+    assert isinstance(init, FunctionType)
+    made = FunctionType(init.__code__, init.__globals__, init.__name__, init.__defaults__, init.__closure__)
+    made.__kwdefaults__ = {**(init.__kwdefaults__ or {}), **defaults}
+    made.__annotations__ = init.__annotations__
+    return made
 
 
 def _from_entry_point(name: str) -> type[Policy]:

@@ -17,6 +17,7 @@ from pydantic import Field, field_validator
 from tenuto.documents import StrictModel
 from tenuto.profiles import Latency, LatencyTable
 from tenuto.profiles.latency import LatencyField
+from tenuto.profiles.share_latency import ShareRule
 
 __all__ = ["Basis", "Gpulet", "MergedGroup", "Program", "Replica", "program_name", "worst_split_ms"]
 
@@ -38,7 +39,9 @@ class Replica(StrictModel):
     latency_ms: float | None = None  # expected for one full batch, neighbours included
     slowdown: Annotated[float, Field(ge=1)] = 1.0
     memory_mib: float | None = None
+    weights_mib: float | None = None  # the part of memory_mib that every batch needs; None: not known apart
     latency: LatencyField | None = None
+    latency_rule: ShareRule = "measured"  # where the latency on the share comes from
     # Of one request, part of its batch's latency; filled in where streaming hides them.
     copy_in_ms: Annotated[float, Field(ge=0)] | None = None
     copy_out_ms: Annotated[float, Field(ge=0)] | None = None
@@ -128,6 +131,11 @@ class Program:
         return tuple(member.name for member in self.members)
 
     @property
+    def weights_mib(self) -> float | None:
+        """The part of its memory that every batch needs; None where it is not known apart."""
+        return None if self.is_merged else self.members[0].weights_mib
+
+    @property
     def latency_ms(self) -> float | None:
         """What a batch of the largest size takes, neighbours included; None where unknown."""
         if self.latency is None:
@@ -175,6 +183,20 @@ class Gpulet(StrictModel):
             elif group.name not in found:
                 found[group.name] = Program.merged(group, [replicas[name] for name in group.models])
         return tuple(found.values())
+
+    @property
+    def held_mib(self) -> float | None:
+        """What its programs need in MiB, without the context of its process: their weights, and the working memory of
+        the largest, as they take turns. Weights that are not known apart count with all of their program's memory.
+        None where the memory of a program is not known."""
+        static, working = 0.0, 0.0
+        for program in self.programs:
+            if program.memory_mib is None:
+                return None
+            memory, weights = program.memory_mib, program.weights_mib
+            weights = memory if weights is None else min(weights, memory)
+            static, working = static + weights, max(working, memory - weights)
+        return static + working
 
     @property
     def effective_share_pct(self) -> float:

@@ -1,103 +1,106 @@
-"""The one path from policy to plan: decide, complete, validate. Every policy's plan goes through here."""
+"""The one path from policy to plan: check, decide, complete, promise, validate. Every plan goes through here."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import suppress
 
 from tenuto.errors import InvalidInputError, Problem, raise_if_any
 from tenuto.placement.cluster import Cluster
-from tenuto.placement.copy_times import copy_ms_per_request
+from tenuto.placement.costs import ModelOnGpu, context_mib_of, costs_of
+from tenuto.placement.expectation.goodput import expected_of
+from tenuto.placement.expectation.sharing import Sharing
+from tenuto.placement.ledger import unknown_memory, with_caps
 from tenuto.placement.merging import apply_merging
-from tenuto.placement.plan import Expected, ExpectedModel, Gpulet, Plan, PolicyUsed
+from tenuto.placement.plan import Believed, Plan, PlannedGpu, PolicyUsed
 from tenuto.placement.policy import Policy
 from tenuto.placement.rules import measured_otherwise, option_problems
 from tenuto.placement.workload import ModelSpec, Workload, profile_of
-from tenuto.profiles import LatencyTable, LinearLatency, ModelProfile, Profiles
+from tenuto.profiles import ModelProfile, Profiles
 
-__all__ = ["MOST_ELASTIC_GPUS", "check_inputs", "check_plan", "complete", "latency_curve", "solve"]
+__all__ = ["ATTAINED", "MOST_ELASTIC_GPUS", "check_inputs", "check_plan", "complete", "solve"]
 
 MOST_ELASTIC_GPUS = 10_000  # a rate that takes more is a slip of the pen; policies would open GPUs for minutes
+ATTAINED = 0.99  # of its requests in time: what a model is named for staying below
 
 
 def solve(policy: Policy, workload: Workload, cluster: Cluster, profiles: Profiles) -> Plan:
     """Return the completed, validated plan of a policy.
 
+    A model that no GPU of the cluster can serve does not keep the others from being planned: it is left unserved, with
+    the reason.
+
     Raises:
         InvalidInputError: the inputs contradict each other, or the policy's plan breaks a rule; all problems at once.
     """
     check_inputs(workload, cluster, profiles)
-    plan = complete(policy.place(workload, cluster, profiles), policy, workload, cluster, profiles)
-    plan = apply_merging(plan, workload, profiles)
-    check_plan(plan, cluster)
-    return plan
+    impossible = _impossible(costs_of(workload, cluster, profiles), profiles)
+    possible = tuple(spec for spec in workload.models if spec.name not in impossible)
+    plan = _nothing(cluster)
+    if possible:
+        plan = policy.place(workload.model_copy(update={"models": possible}), cluster, profiles)
+    unserved = {*plan.unserved, *impossible}
+    plan = plan.model_copy(
+        update={
+            "unserved": tuple(spec.name for spec in workload.models if spec.name in unserved),
+            "unserved_reasons": {**plan.unserved_reasons, **impossible},
+        }
+    )
+    return complete(plan, policy, workload, cluster, profiles)
+
+
+def _nothing(cluster: Cluster) -> Plan:
+    gpus = () if cluster.elastic else cluster.gpus
+    planned = tuple(PlannedGpu(id=gpu.id, type=gpu.type, uuid=gpu.uuid, address=gpu.address) for gpu in gpus)
+    return Plan(policy=PolicyUsed(name=""), gpus=planned)
+
+
+# --- before: the inputs -----------------------------------------------------------------------------------------
 
 
 def check_inputs(workload: Workload, cluster: Cluster, profiles: Profiles) -> None:
-    """Raise `InvalidInputError` for models without a profile, SLOs that not even a batch of one can meet, options
-    that they cannot be run with, and rates for which an elastic cluster would grow beyond `MOST_ELASTIC_GPUS`."""
+    """Raise `InvalidInputError` for models without a profile, options that they cannot be run with, and rates for which
+    an elastic cluster would grow beyond `MOST_ELASTIC_GPUS`."""
     on_cpu = {spec.name for spec in workload.models} if set(cluster.gpu_types) == {"cpu"} else set[str]()
     problems = option_problems(workload.models, workload.merge if isinstance(workload.merge, tuple) else (), on_cpu)
     least_gpus: list[tuple[float, int, float]] = []
-    sizes = {gpu.type: gpu.memory_mib for gpu in cluster.gpus}
+    most_rps: dict[int, float] = {}
+    costs = costs_of(workload, cluster, profiles)
     for index, spec in enumerate(workload.models):
-        fastest, most_rps = float("inf"), 0.0
-        missing: list[Problem] = []
-        memory: list[tuple[float, float]] = []
-        for gpu_type in cluster.gpu_types:
-            try:
-                model = profile_of(spec, gpu_type, profiles)
-                largest_share = max(model.shares())
-                fastest = min(fastest, model.latency_ms(1, largest_share))
-                most_rps = max(most_rps, _most_rps(model))
-            except InvalidInputError as error:
-                missing += error.problems or (Problem("profiles", spec.name, str(error), "Give another profile."),)
-                continue
-            need = min((p.memory_mib for p in model.points if p.memory_mib is not None), default=0.0)
-            memory.append((need, sizes[gpu_type]))
-        if most_rps:
-            least_gpus.append((spec.rate_rps / most_rps, index, spec.rate_rps))
-        if fastest == float("inf"):
+        by_type = costs[spec.name]
+        if not by_type:
+            missing = [problem for kind in cluster.gpu_types for problem in _missing(spec, kind, profiles)]
             problems += [Problem(f"models.{index}.profile", p.value, p.rule, p.cure) for p in missing]
-        elif spec.slo_ms < fastest:
-            problems.append(
-                Problem(
-                    f"models.{index}.slo_ms",
-                    spec.slo_ms,
-                    f"below the latency of a single request of '{spec.name}', {fastest:.4g} ms on the fastest GPU",
-                    f"Give an SLO above {fastest:.4g} ms, better twice that, or a faster GPU type.",
-                )
-            )
-        if memory and all(need > size for need, size in memory):
-            need, size = min(memory, key=lambda pair: pair[0] - pair[1])
-            problems.append(
-                Problem(
-                    f"models.{index}",
-                    spec.name,
-                    f"needs {need:.0f} MiB even with its smallest measured batch, "
-                    f"more than the {size:.0f} MiB of the GPU",
-                    "Use a GPU type with more memory, or profile smaller batches.",
-                )
-            )
+        rates = []
+        for on in by_type.values():
+            if id(on.profile) not in most_rps:
+                most_rps[id(on.profile)] = _most_rps(on.profile)
+            rates.append(most_rps[id(on.profile)])
+        if rates and max(rates) > 0:
+            least_gpus.append((spec.rate_rps / max(rates), index, spec.rate_rps))
     needed = sum(gpus for gpus, _, _ in least_gpus)
     if cluster.elastic and needed > MOST_ELASTIC_GPUS:
         gpus, index, rate = max(least_gpus)
-        problems.append(
-            Problem(
-                f"models.{index}.rate_rps", rate,
-                f"takes at least {gpus:,.0f} GPUs, all models together {needed:,.0f}; an elastic cluster grows to "
-                f"{MOST_ELASTIC_GPUS:,} at most",
-                "Lower it (rates are in requests per second), or plan a part of the load at a time.",
-            )
+        rule = (
+            f"takes at least {gpus:,.0f} GPUs, all models together {needed:,.0f}; an elastic cluster grows to "
+            f"{MOST_ELASTIC_GPUS:,} at most"
         )
+        cure = "Lower it (rates are in requests per second), or plan a part of the load at a time."
+        problems.append(Problem(f"models.{index}.rate_rps", rate, rule, cure))
     raise_if_any(problems)
 
     def known(spec: ModelSpec, gpu_type: str) -> ModelProfile | None:
-        with suppress(InvalidInputError):
-            return profile_of(spec, gpu_type, profiles)
-        return None
+        on = costs[spec.name].get(gpu_type)
+        return None if on is None else on.profile
 
     raise_if_any(measured_otherwise(workload.models, cluster.gpu_types, known))
+
+
+def _missing(spec: ModelSpec, kind: str, profiles: Profiles) -> tuple[Problem, ...]:
+    try:
+        profile_of(spec, kind, profiles)
+    except InvalidInputError as error:
+        return error.problems or (Problem("profiles", spec.name, str(error), "Give another profile."),)
+    return ()
 
 
 def _most_rps(model: ModelProfile) -> float:
@@ -108,36 +111,49 @@ def _most_rps(model: ModelProfile) -> float:
     return max(rates, default=0.0)
 
 
-def complete(plan: Plan, policy: Policy, workload: Workload, cluster: Cluster, profiles: Profiles) -> Plan:
-    """Fill in what follows from the decision: GPUs used, latencies per replica, expected goodput, cost, the workload
-    entries.
+def _impossible(costs: Mapping[str, Mapping[str, ModelOnGpu]], profiles: Profiles) -> dict[str, str]:
+    """Return why models cannot be served on any GPU of the cluster, whatever a policy does."""
+    found = {}
+    for name, by_type in costs.items():
+        fastest = min(by_type.values(), key=lambda on: on.steps()[1])
+        if fastest.steps()[1] > fastest.slo_ms * (1 + 1e-9):
+            found[name] = (
+                f"SLO below batch 1: a single request takes {fastest.steps()[1]:.4g} ms on a {fastest.gpu.type}, its "
+                f"SLO is {fastest.slo_ms:g} ms"
+            )
+            continue
+        room = {kind: on.gpu.memory_mib - context_mib_of(kind, profiles) for kind, on in by_type.items()}
+        largest = max(by_type.values(), key=lambda on: room[on.gpu.type])
+        need = min((p.memory_mib for p in largest.profile.points if p.memory_mib is not None), default=0.0)
+        if all((on.memory_mib(1) or 0.0) > room[kind] for kind, on in by_type.items()):
+            found[name] = (
+                f"memory: it needs {need:.0f} MiB even with its smallest measured batch, and the context of its "
+                f"process leaves {room[largest.gpu.type]:.0f} MiB of a {largest.gpu.type}"
+            )
+    return found
 
-    What a policy states itself (latency with interference, planned rate, goodput) is kept.
+
+# --- after: what follows from the decision ----------------------------------------------------------------------
+
+
+def complete(plan: Plan, policy: Policy, workload: Workload, cluster: Cluster, profiles: Profiles) -> Plan:
+    """Return the plan with everything that follows from the policy's decision, validated.
+
+    That is: latency on each share beside the neighbours, memory and caps, merged programs, the expected goodput, cost,
+    and the workload's entries. What the policy states itself is kept as what it believed.
+
+    Raises:
+        InvalidInputError: the plan breaks a rule; all problems at once.
     """
-    used = {gpulet.gpu for gpulet in plan.gpulets}
-    types = {gpu.id: gpu.type for gpu in cluster.gpus} | {gpu.id: gpu.type for gpu in plan.gpus}
-    tables = {kind: _known(workload, kind, profiles) for kind in sorted({types[g] for g in used if g in types})}
-    gpulets = tuple(
-        _completed(gpulet, tables[types[gpulet.gpu]], with_copies=workload.streaming) if gpulet.gpu in types else gpulet
-        for gpulet in plan.gpulets
-    )
     expected = plan.expected
-    if not expected.models:
-        expected = _expected(gpulets, workload)
-    prices = {gpu.type: gpu.price_per_hour for gpu in cluster.gpus}
+    believed = Believed(goodput_rps=expected.goodput_rps, models=expected.models) if expected.models else None
     addresses = {gpu.id: gpu.address for gpu in cluster.gpus}
     gpus = tuple(gpu.model_copy(update={"address": gpu.address or addresses.get(gpu.id)}) for gpu in plan.gpus)
-    costs = [prices.get(gpu.type) for gpu in plan.gpus if gpu.id in used]
-    cost = None if None in costs else round(sum(c for c in costs if c is not None), 6)
-    expected = expected.model_copy(update={"gpus_used": len(used), "cost_per_hour": cost})
-    reasons = {name: plan.unserved_reasons.get(name, "the policy gave no reason") for name in plan.unserved}
-    return plan.model_copy(
+    plan = plan.model_copy(
         update={
             "policy": PolicyUsed(name=getattr(policy, "name", type(policy).__name__), options=_plain_options(policy)),
             "gpus": gpus,
-            "gpulets": gpulets,
-            "expected": expected,
-            "unserved_reasons": reasons,
+            "believed": believed,
             "models": workload.models,
             "applications": workload.applications,
             "mps": workload.mps,
@@ -145,64 +161,50 @@ def complete(plan: Plan, policy: Policy, workload: Workload, cluster: Cluster, p
             "objective": workload.objective,
         }
     )
+    sharing = Sharing(costs_of(workload, cluster, profiles), profiles, workload.streaming)
+    plan = apply_merging(sharing.completed(plan), workload, profiles)
+    plan = with_caps(plan, cluster, {kind: context_mib_of(kind, profiles) for kind in cluster.gpu_types})
+    notes = list(plan.notes)
+    unknown = unknown_memory(plan)
+    if unknown:
+        notes.append(f"memory was not measured, so that the ledger cannot tell whether they fit: {', '.join(unknown)}")
+    plan = plan.model_copy(update={"notes": tuple(notes)})
+    plan = _with_expectation(plan, cluster, sharing)
+    check_plan(plan, cluster)
+    return plan
 
 
-def _known(workload: Workload, gpu_type: str, profiles: Profiles) -> dict[str, ModelProfile]:
-    """Return the profiles of the models that were measured on a GPU type; others cannot have been placed there."""
-    found = {}
-    for spec in workload.models:
-        with suppress(InvalidInputError):
-            found[spec.name] = profile_of(spec, gpu_type, profiles)
-    return found
+def _with_expectation(plan: Plan, cluster: Cluster, sharing: Sharing) -> Plan:
+    """Return the plan with what it promises, and a reason for every model that is served below `ATTAINED`."""
+    used = {gpulet.gpu for gpulet in plan.gpulets}
+    prices = {gpu.type: gpu.price_per_hour for gpu in cluster.gpus}
+    costs = [prices.get(gpu.type) for gpu in plan.gpus if gpu.id in used]
+    cost = None if None in costs else round(sum(c for c in costs if c is not None), 6)
+    expected = expected_of(plan)
+    assumptions = (*sharing.assumptions(plan), *expected.assumptions)
+    update = {"gpus_used": len(used), "cost_per_hour": cost, "assumptions": assumptions}
+    reasons = {name: plan.unserved_reasons.get(name, "the policy gave no reason") for name in plan.unserved}
+    believed = plan.believed.models if plan.believed is not None else {}
+    for spec in plan.models:
+        if spec.name in expected.models:
+            part = expected.models[spec.name].goodput_rps / spec.rate_rps
+            if part < ATTAINED:
+                reasons[spec.name] = _why_below(plan, spec, part, believed)
+    return plan.model_copy(update={"expected": expected.model_copy(update=update), "unserved_reasons": reasons})
+
+
+def _why_below(plan: Plan, spec: ModelSpec, part: float, believed: Mapping[str, object]) -> str:
+    """Return the figure of a model that is served in part, and why."""
+    why = plan.unserved_reasons.get(spec.name)
+    if why is None:
+        why = "no GPU time left on its gpu-lets"
+        if spec.name in believed:
+            why = "no GPU time left: on its share beside its neighbours it carries less than the policy believed"
+    return f"{part * spec.rate_rps:.4g} of {spec.rate_rps:g} rps expected in time ({100 * part:.3g} %); {why}"
 
 
 def _plain_options(policy: Policy) -> dict[str, object]:
     return {k: list(v) if isinstance(v, tuple) else v for k, v in getattr(policy, "options", {}).items()}
-
-
-def _completed(gpulet: Gpulet, profiles: Mapping[str, ModelProfile], *, with_copies: bool) -> Gpulet:
-    replicas = []
-    for replica in gpulet.models:
-        model: ModelProfile | None = profiles.get(replica.name)
-        if model is None:
-            replicas.append(replica)
-            continue
-        latency = replica.latency or latency_curve(model, gpulet.effective_share_pct, replica.batch_size)
-        update: dict[str, object] = {"latency": latency}
-        if replica.latency_ms is None:
-            update["latency_ms"] = round(latency.at(replica.batch_size) * replica.slowdown, 6)
-        if replica.memory_mib is None:
-            update["memory_mib"] = model.memory_mib(replica.batch_size, gpulet.effective_share_pct)
-        if with_copies:
-            into_ms, out_ms = copy_ms_per_request(model, replica.batch_size, gpulet.effective_share_pct)
-            update |= {"copy_in_ms": into_ms, "copy_out_ms": out_ms}
-        replicas.append(replica.model_copy(update=update))
-    return gpulet.model_copy(update={"models": tuple(replicas)})
-
-
-def latency_curve(model: ModelProfile, share_pct: float, batch_size: int) -> LatencyTable | LinearLatency:
-    """Return l(b) up to the planned batch size, as short as the measured points allow."""
-    latency = model.latency(share_pct)
-    if isinstance(latency, LinearLatency):
-        return latency
-    points = {b: ms for b, ms in latency.points.items() if b < batch_size}
-    points[batch_size] = latency.at(batch_size)
-    return LatencyTable(points={b: round(ms, 6) for b, ms in points.items()})
-
-
-def _expected(gpulets: tuple[Gpulet, ...], workload: Workload) -> Expected:
-    models: dict[str, ExpectedModel] = {}
-    for spec in workload.models:
-        capacity, latency = 0.0, None
-        for gpulet in gpulets:
-            for replica in gpulet.models:
-                if replica.name == spec.name and replica.latency_ms is not None:
-                    full = 1000.0 * replica.batch_size / replica.latency_ms / len(gpulet.models)
-                    capacity += replica.rate_rps if replica.rate_rps is not None else full
-                    latency = max(latency or 0.0, replica.latency_ms)
-        if latency is not None:
-            models[spec.name] = ExpectedModel(goodput_rps=round(min(spec.rate_rps, capacity), 6), latency_ms=latency)
-    return Expected(goodput_rps=round(sum(m.goodput_rps for m in models.values()), 6), models=models)
 
 
 def check_plan(plan: Plan, cluster: Cluster) -> None:
@@ -221,36 +223,22 @@ def check_plan(plan: Plan, cluster: Cluster) -> None:
         share = sum(g.effective_share_pct for g in gpulets)
         if share > 100.0 + 1e-6 and not plan.overcommits:
             problems.append(Problem(f"gpus.{gpu.id}", share, "shares sum to more than 100 %", "Make the plan again."))
-        need = sum(_need(gpulet) for gpulet in gpulets)
-        if gpu.type in memory and need > memory[gpu.type] + 1e-6:
-            problems.append(
-                Problem(
-                    f"gpus.{gpu.id}",
-                    f"{need:.0f} MiB",
-                    f"more memory than the GPU has ({memory[gpu.type]:.0f} MiB)",
-                    "Use smaller batches, fewer models per GPU, or a larger GPU type.",
-                )
-            )
+        need = sum(gpulet.memory_mib or gpulet.held_mib or 0.0 for gpulet in gpulets)
+        if gpu.type in memory and need > memory[gpu.type] + 1e-3 * len(gpulets):
+            rule = f"more memory than the GPU has ({memory[gpu.type]:.0f} MiB)"
+            cure = "Use smaller batches, fewer models per GPU, or a larger GPU type."
+            problems.append(Problem(f"gpus.{gpu.id}", f"{need:.0f} MiB", rule, cure))
     types = {gpu.id: gpu.type for gpu in plan.gpus}
     for gpulet in plan.gpulets:
         if plan.mps == "off" and gpulet.effective_share_pct < 100.0 and types[gpulet.gpu] != "cpu":
-            problems.append(
-                Problem(
-                    f"gpulets.{gpulet.id}.share_pct",
-                    gpulet.share_pct,
-                    "a share needs CUDA MPS, which the workload turns off (mps: off)",
-                    "Use mps: auto, or a policy without shares, such as ffd or symphony.",
-                )
-            )
+            rule = "a share needs CUDA MPS, which the workload turns off (mps: off)"
+            cure = "Use mps: auto, or a policy without shares, such as ffd or symphony."
+            problems.append(Problem(f"gpulets.{gpulet.id}.share_pct", gpulet.share_pct, rule, cure))
         for replica in gpulet.models:
             if replica.name not in known:
+                cure = f"Known models: {', '.join(sorted(known))}."
                 problems.append(
-                    Problem(
-                        f"gpulets.{gpulet.id}.models",
-                        replica.name,
-                        "not a model of the workload",
-                        f"Known models: {', '.join(sorted(known))}.",
-                    )
+                    Problem(f"gpulets.{gpulet.id}.models", replica.name, "not a model of the workload", cure)
                 )
     served = {replica.name for gpulet in plan.gpulets for replica in gpulet.models}
     for name in sorted(known - served - set(plan.unserved)):
@@ -258,10 +246,3 @@ def check_plan(plan: Plan, cluster: Cluster) -> None:
             Problem("unserved", name, "neither served nor listed as unserved", "This is a fault of the policy.")
         )
     raise_if_any(problems)
-
-
-def _need(gpulet: Gpulet) -> float:
-    """Return the memory a gpu-let needs in MiB: its cap, or what its programs are known to need."""
-    if gpulet.memory_mib is not None:
-        return gpulet.memory_mib
-    return sum(program.memory_mib or 0.0 for program in gpulet.programs)

@@ -1,19 +1,75 @@
-"""Latency on a share of a GPU: as measured, or from the SM utilisation where only the whole GPU was measured."""
+"""Latency on a share of a GPU: as measured, or, where it was not, by one of three rules that say so.
+
+A profile never invents a number; planning has to, as soon as a model gets a share on which it was never measured. Which
+rule a latency comes from is returned with it, so that plans can name it.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Container
 from typing import Literal
 
 from tenuto.errors import MissingProfileError
-from tenuto.profiles.latency import LatencyTable, LinearLatency
+from tenuto.profiles.latency import Latency, LatencyTable, LinearLatency
 from tenuto.profiles.profile import ModelProfile, ProfilePoint
 
-__all__ = ["SM_UTILISATION", "ShareRule", "latency_on_share", "utilisation_factor", "with_share"]
+__all__ = [
+    "EVERY_RULE",
+    "SM_UTILISATION",
+    "ShareRule",
+    "latency_on_share",
+    "utilisation_factor",
+    "with_share",
+]
 
 SM_UTILISATION = "wavg_sm_util_pct"  # time-weighted SM utilisation alone on the GPU (Elvinger's thesis, section 5.3.2)
+WHOLE_GPU_PCT = 100.0
+LARGEST_OF_A_LINE = 4096  # batch size up to which a line is kept as two points
 
-ShareRule = Literal["measured", "utilisation"]
-"""Where a latency on a share comes from."""
+ShareRule = Literal["measured", "continued", "utilisation", "proportional"]
+"""Where a latency on a share comes from.
+
+* `measured`: on this share, or on the line in 1/share between two measured ones.
+* `continued`: the line in 1/share through the two nearest measured shares goes on.
+* `utilisation`: from the SM utilisation on the whole GPU, see `utilisation_factor`.
+* `proportional`: the latency on the whole GPU over the share, an upper bound for compute-bound work.
+"""
+
+EVERY_RULE: tuple[ShareRule, ...] = ("measured", "continued", "utilisation", "proportional")
+
+
+def latency_on_share(
+    profile: ModelProfile, share_pct: float, allowed: Container[ShareRule] = ("measured", "utilisation")
+) -> tuple[Latency, ShareRule]:
+    """Return l(b) on a share in percent, and the rule it comes from: the first of `ShareRule` that applies.
+
+    Raises:
+        MissingProfileError: no allowed rule applies.
+    """
+    try:
+        if "measured" in allowed:
+            return profile.latency(share_pct), "measured"
+    except MissingProfileError as error:
+        reason = error
+    else:
+        reason = MissingProfileError(f"share {share_pct:g} %: no allowed rule gives a latency there.")
+    shares = profile.shares() if profile.line is None else (WHOLE_GPU_PCT,)
+    if len(shares) > 1 and "continued" in allowed:
+        return LatencyTable(points=_continued(profile, shares, share_pct)), "continued"
+    nearest = min(shares, key=lambda share: abs(share - share_pct))
+    whole = profile.latency(nearest)
+    if nearest == WHOLE_GPU_PCT and isinstance(whole, LatencyTable) and "utilisation" in allowed:
+        busy = {p.batch_size: p.metrics[SM_UTILISATION] for p in profile.points if SM_UTILISATION in p.metrics}
+        if busy:
+            largest = max(busy)
+            factors = {
+                size: utilisation_factor(busy[min((b for b in busy if b >= size), default=largest)], share_pct)
+                for size in whole.points
+            }
+            return LatencyTable(points={b: ms * factors[b] for b, ms in whole.points.items()}), "utilisation"
+    if "proportional" in allowed:
+        return whole.scaled(max(1.0, nearest / share_pct)), "proportional"
+    raise reason
 
 
 def utilisation_factor(busy_pct: float, share_pct: float) -> float:
@@ -25,40 +81,38 @@ def utilisation_factor(busy_pct: float, share_pct: float) -> float:
     return max(1.0, busy * 100.0 / share_pct + 1.0 - busy)
 
 
-def latency_on_share(profile: ModelProfile, share_pct: float) -> tuple[LatencyTable | LinearLatency, ShareRule]:
-    """Return l(b) on a share in percent, and whether it was measured or follows from the SM utilisation.
+def _continued(profile: ModelProfile, shares: tuple[float, ...], share_pct: float) -> dict[int, float]:
+    """Continue the line in 1/share through the two nearest measured shares, which is how profiles interpolate
+    (compute-bound work, iGniter eq. 11 with k4 = 0).
 
-    Raises:
-        MissingProfileError: the share was not measured, and neither was the SM utilisation on the whole GPU.
+    Upwards it is kept between two bounds that hold for any program: not slower than on the largest measured share, and
+    not faster than in proportion to the compute gained. Downwards it is never faster than on the smallest.
     """
-    try:
-        return profile.latency(share_pct), "measured"
-    except MissingProfileError:
-        busy = {p.batch_size: p.metrics[SM_UTILISATION] for p in profile.points
-                if p.share_pct == 100.0 and SM_UTILISATION in p.metrics}  # fmt: skip
-        if not busy or len(profile.shares()) > 1:
-            raise
-    whole = {p.batch_size: p.latency_ms for p in profile.points if p.share_pct == 100.0}
-    largest = max(busy)
-    points = {
-        size: latency * utilisation_factor(busy[min((b for b in busy if b >= size), default=largest)], share_pct)
-        for size, latency in whole.items()
-    }
-    return LatencyTable(points=points), "utilisation"
+    if share_pct > shares[-1]:
+        far, near = shares[-2:]
+    else:
+        near, far = shares[:2]
+    weight = (1 / far - 1 / share_pct) / (1 / far - 1 / near)
+    found = {}
+    for size in sorted(set(profile.batch_sizes(near)) & set(profile.batch_sizes(far))):
+        at_far, at_near = profile.latency_ms(size, far), profile.latency_ms(size, near)
+        line = at_far * (1 - weight) + at_near * weight
+        up = share_pct > near
+        found[size] = min(at_near, max(at_near * near / share_pct, line)) if up else max(at_near, line)
+    if not found:
+        raise MissingProfileError(f"no batch size was measured at both {near:g} % and {far:g} %. Profile it.")
+    return found
 
 
-def with_share(profile: ModelProfile, share_pct: float) -> tuple[ModelProfile, ShareRule]:
-    """Return a profile that knows its latencies on a share, and whether they were measured.
-
-    Raises:
-        MissingProfileError: as `latency_on_share`.
-    """
-    latency, rule = latency_on_share(profile, share_pct)
-    if rule == "measured" or not isinstance(latency, LatencyTable):
-        return profile, rule
+def with_share(profile: ModelProfile, share_pct: float, latency: Latency) -> ModelProfile:
+    """Return a profile that knows this latency on a share on which it was not measured."""
+    if profile.line is None and share_pct in profile.shares():
+        return profile
+    if isinstance(latency, LinearLatency):  # two points are the whole line
+        latency = LatencyTable(points={size: latency.at(size) for size in (1, LARGEST_OF_A_LINE)})
     memory = {p.batch_size: p.memory_mib for p in profile.points}
     points = tuple(
-        ProfilePoint(batch_size=size, share_pct=share_pct, latency_ms=ms, memory_mib=memory[size])
+        ProfilePoint(batch_size=size, share_pct=share_pct, latency_ms=ms, memory_mib=memory.get(size))
         for size, ms in latency.points.items()
     )
-    return profile.model_copy(update={"points": (*profile.points, *points)}), rule
+    return profile.model_copy(update={"points": (*profile.points, *points), "line": None})

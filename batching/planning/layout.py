@@ -8,11 +8,12 @@ from dataclasses import dataclass, replace
 from tenuto.errors import InvalidInputError
 from tenuto.placement import Cluster, Gpulet, ModelSpec, Plan, Replica, Workload, profile_of
 from tenuto.placement.cluster import Gpu
+from tenuto.placement.costs import context_mib_of
 from tenuto.placement.interference import InterferenceModel, Resident
 from tenuto.placement.plan import PolicyUsed
-from tenuto.placement.policies.shared.gpu_pool import gpulet_id, planned_gpus
+from tenuto.placement.policies.shared.hosting import gpulet_id, planned_gpus
 from tenuto.profiles import LatencyTable, LinearLatency, ModelProfile, Profiles
-from tenuto.profiles.share_latency import ShareRule, with_share
+from tenuto.profiles.share_latency import ShareRule, latency_on_share, with_share
 
 __all__ = ["Builder", "Layout", "Slot", "layout_of"]
 
@@ -147,8 +148,9 @@ class Builder:
 
     def _new_cost(self, spec: ModelSpec, gpu_type: str, share_pct: float) -> _Cost | None:
         try:
-            profile, rule = with_share(profile_of(spec, gpu_type, self._profiles), share_pct)
-            latency = profile.latency(share_pct)
+            profile = profile_of(spec, gpu_type, self._profiles)
+            latency, rule = latency_on_share(profile, share_pct)
+            profile = with_share(profile, share_pct, latency)
         except InvalidInputError:
             return None
         known = [point.batch_size for point in profile.points if point.memory_mib is not None]
@@ -181,7 +183,8 @@ class Builder:
             if slowed is None:
                 return None
             found = slowed
-        while sum(replica.memory_mib for slot in found for replica in slot) > gpu.memory_mib + 1e-6:
+        room_mib = gpu.memory_mib - len(slots) * context_mib_of(gpu.type, self._profiles)
+        while sum(replica.memory_mib for slot in found for replica in slot) > room_mib + 1e-6:
             position, place = max(
                 ((s, p) for s, replicas in enumerate(found) for p, r in enumerate(replicas) if r.batch_size > 1),
                 key=lambda at: found[at[0]][at[1]].memory_mib - found[at[0]][at[1]].shrunk().memory_mib,

@@ -13,7 +13,7 @@ from tenuto.errors import InvalidInputError, Problem
 from tenuto.placement import Cluster, Plan, Policy, Workload
 from tenuto.placement.interference.named import canonical_name, stand_ins
 from tenuto.placement.plan import Expected, ExpectedModel, Gpulet, PolicyUsed
-from tenuto.placement.policies.shared.gpu_pool import planned_gpus
+from tenuto.placement.policies.shared.hosting import planned_gpus
 from tenuto.profiles import Profiles
 
 __all__ = ["TenutoPolicy"]

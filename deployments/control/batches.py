@@ -12,7 +12,7 @@ from tenuto.deployments.control.steps import needed_mib
 from tenuto.errors import InvalidInputError
 from tenuto.placement import Gpulet, Plan, Replica, Workload
 from tenuto.placement.cluster import Gpu
-from tenuto.placement.solve import latency_curve
+from tenuto.placement.costs import latency_up_to
 from tenuto.placement.workload import ModelSpec, profile_of
 from tenuto.profiles import Profiles
 
@@ -89,7 +89,7 @@ def _with_batch(
         return replica
     # The plan's own latency may hold more than the profile's (a share it does not know); keep their ratio.
     ratio = replica.latency.at(replica.batch_size) / latency.at(replica.batch_size)
-    curve = latency_curve(model, share_pct, size).scaled(ratio)
+    curve = latency_up_to(latency, size).scaled(ratio)
     return replica.model_copy(
         update={
             "batch_size": size,

@@ -17,7 +17,7 @@ from tenuto.errors import InvalidInputError, Problem
 from tenuto.placement import Gpulet, Plan
 from tenuto.placement.cluster import Gpu
 from tenuto.placement.plan import PlannedGpu
-from tenuto.placement.policies.shared.gpu_pool import gpulet_id
+from tenuto.placement.policies.shared.hosting import gpulet_id
 
 __all__ = ["fitted", "fresh_id", "is_same_process", "planned_gpu"]
 

@@ -9,7 +9,7 @@ from tenuto.placement.copy_times import hidden_copies_ms
 from tenuto.placement.plan import Plan
 from tenuto.placement.program import Gpulet, Program
 
-__all__ = ["PlanRow", "PlanTotals", "compare_rows", "rows_of", "totals_of", "why_unserved"]
+__all__ = ["PlanRow", "PlanTotals", "compare_rows", "rows_of", "totals_of", "why_below", "why_unserved"]
 
 
 @dataclass(frozen=True)
@@ -36,9 +36,11 @@ class PlanRow:
 
 @dataclass(frozen=True)
 class PlanTotals:
-    """What a plan costs and yields as a whole."""
+    """What a plan costs and yields as a whole; `believed_rps` is what its policy believed, None where it stated
+    nothing."""
 
     goodput_rps: float
+    believed_rps: float | None
     offered_rps: float
     gpus_used: int
     gpus: int
@@ -74,6 +76,7 @@ def totals_of(plan: Plan) -> PlanTotals:
     """Return the totals of a plan."""
     return PlanTotals(
         goodput_rps=plan.expected.goodput_rps,
+        believed_rps=None if plan.believed is None else plan.believed.goodput_rps,
         offered_rps=sum(spec.rate_rps for spec in plan.models),
         gpus_used=plan.expected.gpus_used,
         gpus=len(plan.gpus),
@@ -86,6 +89,13 @@ def totals_of(plan: Plan) -> PlanTotals:
 def why_unserved(plan: Plan) -> list[tuple[str, str]]:
     """Return (model, reason) of every model that the plan does not serve, in plan order."""
     return [(name, plan.unserved_reasons.get(name, "the policy gave no reason")) for name in plan.unserved]
+
+
+def why_below(plan: Plan) -> list[tuple[str, str]]:
+    """Return (model, figure and reason) of every served model that is expected to stay below its attainment."""
+    reasons = plan.unserved_reasons
+    return [(spec.name, reasons[spec.name]) for spec in plan.models
+            if spec.name in reasons and spec.name not in plan.unserved]  # fmt: skip
 
 
 def compare_rows(plans: Mapping[str, Plan]) -> list[tuple[str, dict[str, str]]]:

@@ -17,10 +17,11 @@ from tenuto.cli.common import (
 )
 from tenuto.cli.tables import number, print_table
 from tenuto.documents import load_document
-from tenuto.errors import InvalidInputError, Problem
-from tenuto.placement import Cluster, Workload, profile_of
+from tenuto.errors import InvalidInputError, Problem, raise_if_any
+from tenuto.placement import Cluster, Workload
+from tenuto.placement.costs import MOST_BATCH, context_mib_of, costs_of
 from tenuto.placement.policies.symphony.partition import Limits, Partition, PartitionModel, partition
-from tenuto.placement.policies.symphony.staggering import staggered_batch
+from tenuto.placement.policies.symphony.staggering import StaggeredModel
 from tenuto.profiles import Profiles
 
 __all__ = ["command"]
@@ -39,13 +40,12 @@ __all__ = ["command"]
 @click.option("--time-limit-s", type=float, default=10.0, show_default=True, help="For the solver.")
 @click.option("--max-rate-rps", type=float, help="Most requests per second of one sub-cluster.")
 @click.option("--max-models", type=int, help="Most models of one sub-cluster.")
-@click.option("--max-moved-mib", type=float, help="Most memory of models that leave their present sub-cluster.")
 @click.option(
-    "--disruption-weight",
-    type=float,
-    default=Limits().disruption_weight,
-    show_default=True,
-    help="Weight of moving everything, against an imbalance of one average sub-cluster.",
+    "--max-moved-mib", type=float, help="Most memory that may be loaded and unloaded, both counted, against --current."
+)
+@click.option(
+    "--memory-weight", type=float, default=Limits().memory_weight, show_default=True,
+    help="Weight of even memory against even rates.",
 )
 @json_option
 def command(
@@ -57,11 +57,11 @@ def command(
     max_rate_rps: float | None,
     max_models: int | None,
     max_moved_mib: float | None,
-    disruption_weight: float,
+    memory_weight: float,
     as_json: bool,
 ) -> None:
-    """Split the models of WORKLOAD into K sub-clusters of even GPU need and rate, moving little of the present
-    partition.
+    """Split the models of WORKLOAD into K sub-clusters of even rate and memory (Symphony, appendix A), and the GPUs
+    by what these need.
 
     Every GPU of a sub-cluster holds all of its models, so that their memory must fit into one GPU.
 
@@ -81,9 +81,11 @@ def command(
             )
         )
     profiles = where.profiles(cluster.gpu_types)
-    models = _models(workload, cluster, profiles, max(1, subclusters))
+    kind = cluster.gpu_types[0]
+    context_mib = context_mib_of(kind, profiles)
+    models = _models(workload, cluster, profiles, context_mib, max(1, subclusters))
     limits = Limits(
-        min(gpu.memory_mib for gpu in cluster.gpus), max_rate_rps, max_models, max_moved_mib, disruption_weight
+        cluster.one_of_each[kind].memory_mib - context_mib, max_rate_rps, max_models, max_moved_mib, memory_weight
     )
     current = _read_current(current_file, workload) if current_file is not None else None
     found = partition(models, subclusters, limits=limits, current=current, time_limit_s=time_limit_s)
@@ -97,34 +99,27 @@ def command(
         _print(found, len(cluster.gpus))
 
 
-def _models(workload: Workload, cluster: Cluster, profiles: Profiles, subclusters: int) -> list[PartitionModel]:
+def _models(
+    workload: Workload, cluster: Cluster, profiles: Profiles, context_mib: float, subclusters: int
+) -> list[PartitionModel]:
     """Return what each model needs at the staggered batch of its sub-cluster's share of the GPUs."""
     kind, each = cluster.gpu_types[0], max(1, len(cluster.gpus) // subclusters)
     found: list[PartitionModel] = []
     problems: list[Problem] = []
-    for index, spec in enumerate(workload.models):
-        try:
-            profile = profile_of(spec, kind, profiles)
-            latency = profile.latency()
-        except InvalidInputError as error:
-            problems += error.problems or (Problem(f"models.{index}", spec.name, str(error), "Give another profile."),)
+    for index, (spec, by_type) in enumerate(
+        zip(workload.models, costs_of(workload, cluster, profiles).values(), strict=True)
+    ):
+        if kind not in by_type:
+            known = ", ".join(sorted(profiles.for_type(kind))) or "none"
+            rule = f"no profile of '{spec.profile_row}' on GPU type '{kind}'"
+            problems.append(Problem(f"models.{index}.profile", spec.profile_row, rule, f"Known: {known}."))
             continue
-        if latency.at(1) > spec.slo_ms:
-            problems.append(
-                Problem(
-                    f"models.{index}.slo_ms",
-                    spec.slo_ms,
-                    f"unserveable: one request takes {latency.at(1):.4g} ms",
-                    "Raise the SLO.",
-                )
-            )
+        staggered = StaggeredModel(by_type[kind], MOST_BATCH, context_mib)
+        if staggered.why_not:
+            problems.append(Problem(f"models.{index}", spec.name, staggered.why_not, "Leave it out, or raise its SLO."))
             continue
-        batch = max(1, staggered_batch(latency, spec.slo_ms, each))
-        need = spec.rate_rps * latency.at(batch) / batch / 1000.0
-        memory = profile.memory_mib(batch) or profile.weights_mib or 0.0
-        found.append(PartitionModel(spec.name, need, spec.rate_rps, memory))
-    if problems:
-        raise InvalidInputError(problems)
+        found.append(staggered.entry(each))
+    raise_if_any(problems)
     return found
 
 
@@ -163,6 +158,10 @@ def _print(found: Partition, gpus: int) -> None:
         ),
         left=("models",),
     )
-    moved = f"moves {', '.join(found.moved)} ({found.moved_mib:,.0f} MiB)" if found.moved else "moves nothing"
+    moved = f"moves {', '.join(found.moved)} ({found.changed_mib:,.0f} MiB loaded and unloaded)" if found.moved else "moves nothing"
     proof = "optimal" if found.proven else f"at most {found.objective - found.lower_bound:.4f} above the optimum"
-    console.print(f"imbalance {100 * found.imbalance:.2f} % of an average sub-cluster, {moved}; {proof}", markup=False)
+    console.print(
+        f"rates {100 * found.rate_imbalance:.2f} % and memory {100 * found.memory_imbalance:.2f} % of an average "
+        f"sub-cluster apart, {moved}; {proof}",
+        markup=False,
+    )

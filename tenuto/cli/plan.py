@@ -23,7 +23,7 @@ from tenuto.cli.tables import print_table
 from tenuto.errors import InvalidInputError, Problem
 from tenuto.options import split_pairs
 from tenuto.placement import Cluster, Plan, Policy, Workload, load_policy, solve
-from tenuto.placement.shown.table import PlanRow, PlanTotals, compare_rows, rows_of, totals_of, why_unserved
+from tenuto.placement.shown.table import PlanRow, PlanTotals, compare_rows, rows_of, totals_of, why_below, why_unserved
 from tenuto.placement.solve import check_inputs
 from tenuto.profiles import Profiles
 from tenuto.profiles.shipped import shipped_for
@@ -114,6 +114,8 @@ def command(
         _print_plan(plan)
     for path in filter(None, (output, picture)):
         progress_console().print(f"wrote {escape(path)}")
+    if workload.models and not plan.gpulets:
+        raise SystemExit(1)  # a plan that serves nothing is no success
 
 
 def _inputs(
@@ -234,8 +236,12 @@ def _print_plan(plan: Plan) -> None:
         console.print(f"idle: {_shortened(idle)}")
     for name, reason in why_unserved(plan):
         console.print(f"unserved: {escape(name)}: {escape(reason)}")
+    for name, reason in why_below(plan):
+        console.print(f"below: {escape(name)}: {escape(reason)}")
     for note in plan.notes:
         console.print(f"note: {escape(note)}")
+    for assumption in plan.expected.assumptions:
+        console.print(f"assumes: {escape(assumption)}")
     if plan.streaming:
         console.print(f"streaming: {STREAMS}; {HIDDEN if any(row.hidden_ms for row in rows) else NOTHING_HIDDEN}")
     console.print(f"{plan.policy.name}: {_totals(totals_of(plan))}")
@@ -262,8 +268,11 @@ def _shortened(ids: list[str]) -> str:
 
 def _totals(totals: PlanTotals) -> str:
     cost = "" if totals.cost_per_hour is None else f", {totals.cost_per_hour:,.2f} $/h"
+    believed = ""
+    if totals.believed_rps is not None and abs(totals.believed_rps - totals.goodput_rps) > 0.01 * totals.goodput_rps:
+        believed = f" ({_number(totals.believed_rps)} believed by the policy)"
     return (
-        f"{_number(totals.goodput_rps)} of {_number(totals.offered_rps)} rps expected, "
+        f"{_number(totals.goodput_rps)} of {_number(totals.offered_rps)} rps expected{believed}, "
         f"{totals.served} of {totals.models} models, "
         f"{totals.gpus_used} of {totals.gpus} GPUs{cost}"
     )
@@ -275,6 +284,7 @@ def _print_comparison(plans: dict[str, Plan], used: dict[str, list[str]]) -> Non
     rows = [(model, *(cells[name] for name in plans)) for model, cells in compare_rows(plans)]
     rows += [
         ("expected rps", *(_number(t.goodput_rps) for t in totals)),
+        ("believed rps", *(_number(t.believed_rps) for t in totals)),
         ("offered rps", *(_number(t.offered_rps) for t in totals)),
         ("models served", *(f"{t.served} of {t.models}" for t in totals)),
         ("GPUs used", *(f"{t.gpus_used} of {t.gpus}" for t in totals)),
@@ -288,3 +298,5 @@ def _print_comparison(plans: dict[str, Plan], used: dict[str, list[str]]) -> Non
     for name, plan in plans.items():
         for model, reason in why_unserved(plan):
             console.print(f"{name}: unserved: {escape(model)}: {escape(reason)}")
+        for model, reason in why_below(plan):
+            console.print(f"{name}: below: {escape(model)}: {escape(reason)}")

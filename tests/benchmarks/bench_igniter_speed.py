@@ -18,9 +18,8 @@ from placement_scenes import machine
 
 from tenuto.placement import Cluster, Policy, Workload
 from tenuto.placement.policies.gpulet.gpulets_plus import GpuletsPlus
-from tenuto.placement.policies.igniter.ffd_plus_plus import FirstFitPlusPlus
 from tenuto.placement.policies.igniter.gslice import Gslice
-from tenuto.placement.policies.igniter.igniter import Igniter
+from tenuto.placement.policies.igniter.igniter import FirstFitPlusPlus, Igniter
 from tenuto.profiles import Profiles
 from tenuto.profiles.shipped import load_shipped
 

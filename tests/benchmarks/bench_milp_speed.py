@@ -11,9 +11,7 @@ import time
 from placement_scenes import machine, mixed_workload, thesis
 
 from tenuto.placement import Cluster
-from tenuto.placement.policies.milp.ao_milp import AoMilp
-from tenuto.placement.policies.milp.milp import MilpPolicy
-from tenuto.placement.policies.milp.wsm_milp import WsmMilp
+from tenuto.placement.policies.milp.milp import AoMilp, MilpPolicy, WsmMilp
 
 # Models, GPUs, requests per second: each size once with GPUs to spare and once overloaded.
 SIZES = (

@@ -27,7 +27,7 @@ from tenuto.placement import Cluster, Plan, Replica, Workload, load_policy, solv
 from tenuto.placement.interference import Resident
 from tenuto.placement.interference.named import interference_models
 from tenuto.profiles import Latency, LatencyTable, Profiles
-from tenuto.profiles.share_latency import with_share
+from tenuto.profiles.share_latency import latency_on_share, with_share
 from tenuto.profiles.shipped import load_shipped
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
@@ -55,7 +55,7 @@ def judged(plan: Plan, workload: Workload, profiles: Profiles, truth: str, reque
         def resident(name: str, size: int, share_pct: float, kind: str = kind) -> Resident:
             profile = profiles.get(workload[name].profile_row, kind)
             with suppress(MissingProfileError):  # iGniter's model needs no latency on the share
-                profile, _ = with_share(profile, share_pct)
+                profile = with_share(profile, share_pct, latency_on_share(profile, share_pct)[0])
             return Resident(profile, size, share_pct)
 
         replicas = []

@@ -15,8 +15,7 @@ from placement_scenes import machine, mixed_workload, thesis
 from tenuto.placement import Cluster
 from tenuto.placement.policies.shared.requirements import requirements_of
 from tenuto.placement.policies.usher.grouping import group_models
-from tenuto.placement.policies.usher.usher import Usher
-from tenuto.placement.policies.usher.wao_usher import WaoUsher
+from tenuto.placement.policies.usher.usher import Usher, WaoUsher
 
 # USHER (OSDI 2024), table 2: 20 models, 24 V100; grouping 0.1 s, decision 0.51 s.
 PAPER_GROUPING_S, PAPER_DECISION_S = 0.1, 0.51

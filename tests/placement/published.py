@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tenuto.placement import Cluster, Plan, Policy, Workload, solve
+from tenuto.placement.solve import check_plan
 from tenuto.profiles import Profile, Profiles
 from tenuto.profiles.shipped import load_shipped
 
@@ -38,9 +39,15 @@ def v100s(count: int, *, elastic: bool = False) -> Cluster:
     return Cluster.parse(f"v100:{count}", elastic=elastic)
 
 
+def decided(policy: Policy, workload: Workload, cluster: Cluster, profiles: Profiles) -> Plan:
+    """Return the policy's decision with what it believes; the completed plan has to be valid, but is not returned."""
+    check_plan(solve(policy, workload, cluster, profiles), cluster)
+    return policy.place(workload, cluster, profiles).model_copy(update={"models": workload.models})
+
+
 def planned(policy: Policy, workload: Workload, cluster: Cluster, profiles: Profiles | None = None) -> Plan:
-    """Return the solved plan; on the thesis profile unless another is given."""
-    return solve(policy, workload, cluster, profiles or thesis())
+    """Return the policy's decision; on the thesis profile unless another is given."""
+    return decided(policy, workload, cluster, profiles or thesis())
 
 
 def placed(plan: Plan) -> dict[str, list[int]]:
@@ -70,4 +77,6 @@ def requirement_profile(needs: dict[str, dict[int, tuple[float, float, float]]],
         }
         for name, by_size in needs.items()
     }
-    return Profile.model_validate({"name": "made-up", "gpu_type": gpu_type, "source": "test", "models": models})
+    context = {"context_mib": 0.0}  # the papers count none
+    head = {"name": "made-up", "gpu_type": gpu_type, "source": "test", "coefficients": context}
+    return Profile.model_validate({**head, "models": models})

@@ -7,7 +7,8 @@ import pytest
 from tenuto.documents import parse_document, parse_yaml
 from tenuto.errors import InvalidInputError
 from tenuto.placement import Cluster
-from tenuto.placement.policies.shared.gpu_pool import GpuPool, gpulet_id, planned_gpus
+from tenuto.placement.policies.shared.gpu_pool import GpuPool
+from tenuto.placement.policies.shared.hosting import gpulet_id, planned_gpus
 
 
 def test_the_short_form_names_types_and_counts() -> None:
@@ -60,10 +61,9 @@ def test_a_cluster_survives_a_round_trip() -> None:
 
 def test_a_fixed_pool_runs_dry_and_an_elastic_one_numbers_on() -> None:
     fixed = GpuPool(Cluster.parse("v100:1,t4:1"))
-    assert fixed.has("v100")
+    assert fixed.left("v100") == 1
     assert [gpu.id if (gpu := fixed.take("v100")) else None for _ in range(2)] == ["n0/0", None]
-    assert not fixed.has("v100")
-    assert not fixed.has("a100")
+    assert fixed.left("v100") == fixed.left("a100") == 0
     elastic = GpuPool(Cluster.parse("v100:1,t4:1", elastic=True))
     taken = [elastic.take(kind) for kind in ("t4", "v100", "v100", "t4", "v100")]
     assert [gpu.id for gpu in taken if gpu] == ["n0/1", "n0/0", "n0/2", "n0/3", "n0/4"]

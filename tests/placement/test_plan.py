@@ -9,11 +9,10 @@ import pytest
 import yaml
 
 from tenuto.errors import InvalidInputError
-from tenuto.placement import Plan
-from tenuto.placement.policies.usher.wao_usher import WaoUsher
+from tenuto.placement import Plan, solve
+from tenuto.placement.policies.usher.usher import WaoUsher
 from tenuto.placement.shown.table import compare_rows, rows_of, totals_of, why_unserved
-
-from .published import LANGUAGE_MIX, equal_rates, planned, v100s
+from tests.placement.published import LANGUAGE_MIX, equal_rates, thesis, v100s
 
 PLAN: dict[str, Any] = {
     "schema": 1, "policy": {"name": "p", "options": {}}, "gpus": [{"id": "n0/0", "type": "v100"}],
@@ -57,7 +56,7 @@ def test_a_plan_is_found_inside_a_serve_config(tmp_path: Path) -> None:
 
 
 def test_a_solved_plan_survives_a_round_trip_through_yaml(tmp_path: Path) -> None:
-    plan = planned(WaoUsher(), equal_rates([*LANGUAGE_MIX, "xlnet"], 200, 300), v100s(3))
+    plan = solve(WaoUsher(), equal_rates([*LANGUAGE_MIX, "xlnet"], 200, 300), v100s(3), thesis())
     path = tmp_path / "plan.yaml"
     path.write_text(plan.dump())
     assert Plan.load(path) == plan
@@ -79,7 +78,7 @@ def test_looking_things_up() -> None:
 
 
 def test_rows_totals_and_reasons() -> None:
-    plan = planned(WaoUsher(), equal_rates([*LANGUAGE_MIX, "xlnet"], 200, 300), v100s(3))
+    plan = solve(WaoUsher(), equal_rates([*LANGUAGE_MIX, "xlnet"], 200, 300), v100s(3), thesis())
     rows = rows_of(plan)
     assert {(r.gpulet, r.model) for r in rows} == {(g.id, r.name) for g in plan.gpulets for r in g.models}
     assert all(r.latency_ms and r.rate_rps and r.memory_mib and r.slo_ms == 300 for r in rows)
@@ -91,7 +90,7 @@ def test_rows_totals_and_reasons() -> None:
 
 
 def test_comparing_plans_model_by_model() -> None:
-    plan = planned(WaoUsher(), equal_rates(LANGUAGE_MIX, 300, 300), v100s(3))
+    plan = solve(WaoUsher(), equal_rates(LANGUAGE_MIX, 300, 300), v100s(3), thesis())
     table = dict(compare_rows({"one": plan, "two": Plan.from_data(PLAN)}))
-    assert table["bert"] == {"one": "3×b4@31.83%: 300 rps", "two": "-"}
+    assert table["bert"] == {"one": f"3×b4@31.83%: {plan.expected.models['bert'].goodput_rps:,.6g} rps", "two": "-"}
     assert table["m"]["two"] == "1×b4@40%"

@@ -10,11 +10,10 @@ from tenuto.errors import InvalidInputError
 from tenuto.placement import Cluster, Plan, Policy, Workload, solve
 from tenuto.placement.policies.ffd.ffd import FirstFitDecreasing
 from tenuto.placement.policies.symphony.symphony import Symphony
-from tenuto.placement.policies.usher.wao_usher import WaoUsher
+from tenuto.placement.policies.usher.usher import WaoUsher
 from tenuto.placement.solve import check_inputs
 from tenuto.profiles import Profiles
-
-from .published import equal_rates, requirement_profile, thesis, v100s
+from tests.placement.published import equal_rates, requirement_profile, thesis, v100s
 
 
 class Fixed(Policy):
@@ -86,21 +85,28 @@ def test_shares_without_mps_are_refused() -> None:
         assert solve(policy, workload, v100s(2), thesis()).mps == "off"
 
 
-def test_all_input_problems_are_told_at_once() -> None:
-    workload = Workload.model_validate({"models": [
-        {"name": "resnet5", "rate_rps": 1, "slo_ms": 100},
-        {"name": "bert", "rate_rps": 1, "slo_ms": 20},
-        {"name": "vgg19", "rate_rps": 1, "slo_ms": 500},
-    ]})
-    small = Cluster.model_validate({"nodes": [{"name": "n", "gpus": [{"type": "v100", "memory_mib": 600}]}]})
+def test_models_without_a_profile_are_told_at_once() -> None:
+    workload = equal_rates(["resnet5", "bert", "vgg1"], 1, 100)
     with pytest.raises(InvalidInputError) as caught:
-        check_inputs(workload, small, thesis())
+        check_inputs(workload, v100s(1), thesis())
     rules = [problem.rule for problem in caught.value.problems]
-    assert len(rules) == 3
-    assert "no profile of 'resnet5'" in rules[0]
-    assert "below the latency of a single request of 'bert', 34.09 ms" in rules[1]
-    assert "needs 686 MiB" in rules[2]
-    assert "600 MiB of the GPU" in rules[2]
+    assert rules == [f"no profile of '{name}' on GPU type 'v100'" for name in ("resnet5", "vgg1")]
+
+
+def test_one_impossible_model_does_not_refuse_the_others() -> None:
+    workload = Workload.model_validate({"models": [
+        {"name": "bert", "rate_rps": 1, "slo_ms": 20}, {"name": "vgg19", "rate_rps": 1, "slo_ms": 500},
+        {"name": "alexnet", "rate_rps": 1, "slo_ms": 500},
+    ]})
+    small = Cluster.model_validate({"nodes": [{"name": "n", "gpus": [{"type": "v100", "memory_mib": 1000}]}]})
+    for policy in (FirstFitDecreasing(), WaoUsher(), Symphony()):
+        plan = solve(policy, workload, small, thesis())
+        assert [g.models[0].name for g in plan.gpulets] == ["alexnet"]
+        assert plan.unserved == ("bert", "vgg19")
+        slo, memory = plan.unserved_reasons["bert"], plan.unserved_reasons["vgg19"]
+        assert slo.startswith("SLO below batch 1: a single request takes 34.09 ms")
+        assert memory.startswith("memory: it needs 686 MiB")
+        assert "leaves 400 MiB" in memory  # beside a context of 600
 
 
 def test_one_type_that_suits_a_model_is_enough() -> None:

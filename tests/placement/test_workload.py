@@ -12,8 +12,7 @@ from tenuto.documents import parse_document, parse_yaml
 from tenuto.errors import InvalidInputError
 from tenuto.placement import Workload, profile_of
 from tenuto.profiles import LatencyTable, LinearLatency, Profiles
-
-from .published import thesis
+from tests.placement.published import thesis
 
 GOOD = {"name": "a", "rate_rps": 10, "slo_ms": 100}
 

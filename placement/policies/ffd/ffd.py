@@ -2,34 +2,44 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
-from tenuto.errors import InvalidInputError, Problem
+from tenuto.errors import Problem, raise_if_any
 from tenuto.placement.cluster import Cluster, Gpu
-from tenuto.placement.plan import Gpulet, Plan, PolicyUsed, Replica
-from tenuto.placement.policies.ffd.costs import Batch, ModelCost
-from tenuto.placement.policies.shared.gpu_pool import GpuPool, gpulet_id, planned_gpus
+from tenuto.placement.costs import context_mib_of, costs_of
+from tenuto.placement.plan import Plan, Replica
+from tenuto.placement.policies.ffd.costs import Batch, FfdCost
+from tenuto.placement.policies.shared.gpu_pool import GpuPool
+from tenuto.placement.policies.shared.hosting import Hosted, hosting_plan
 from tenuto.placement.policy import Policy
-from tenuto.placement.workload import ModelSpec, Workload, profile_of
+from tenuto.placement.workload import ModelSpec, Workload
 from tenuto.profiles import Profiles
 
 __all__ = ["FirstFitDecreasing"]
 
 
-@dataclass
+@dataclass(slots=True)
 class _Placed:
     """A replica on a GPU. `share_pct` None: it takes turns with the other replicas of its gpu-let."""
 
-    cost: ModelCost
+    cost: FfdCost
     rate_rps: float
     share_pct: float | None
     batch: Batch
 
 
-@dataclass
+@dataclass(slots=True)
 class _OpenGpu:
+    """A GPU in use. `least_busy` is the time its turns take with the best batches of each."""
+
     gpu: Gpu
     placed: list[_Placed] = field(default_factory=list)
+    least_busy: float = 0.0
+
+    @property
+    def takes_turns(self) -> bool:
+        return bool(self.placed) and self.placed[0].share_pct is None
 
     @property
     def free_share_pct(self) -> float:
@@ -37,7 +47,10 @@ class _OpenGpu:
 
     @property
     def free_memory_mib(self) -> float:
-        return self.gpu.memory_mib - sum(p.batch.memory_mib for p in self.placed)
+        """What is left beside the replicas and the contexts of their processes."""
+        processes = 1 if self.takes_turns else len(self.placed)
+        context_mib = self.placed[0].cost.context_mib if self.placed else 0.0
+        return self.gpu.memory_mib - sum(p.batch.memory_mib for p in self.placed) - processes * context_mib
 
 
 class FirstFitDecreasing(Policy):
@@ -77,8 +90,7 @@ class FirstFitDecreasing(Policy):
             problems.append(Problem("--option sharing", sharing, "unknown", "Use auto, time or space."))
         if max_batch < 1:
             problems.append(Problem("--option max_batch", max_batch, "must be at least 1", "Try 128."))
-        if problems:
-            raise InvalidInputError(problems)
+        raise_if_any(problems)
         self.fill_pct, self.sharing, self.max_batch = fill_pct, sharing, max_batch
 
     def place(self, workload: Workload, cluster: Cluster, profiles: Profiles) -> Plan:
@@ -94,171 +106,171 @@ class _Packing:
         self.fill = policy.fill_pct / 100.0
         self.pool = GpuPool(cluster)
         self.open: list[_OpenGpu] = []
-        self.costs = {spec.name: self._costs(spec, profiles) for spec in workload.models}
-
-    def _costs(self, spec: ModelSpec, profiles: Profiles) -> dict[str, ModelCost]:
-        sharing = "time" if self.policy.sharing == "auto" and self.workload.mps == "off" else self.policy.sharing
-        costs = {}
-        for gpu_type in self.cluster.gpu_types:
-            try:
-                model = profile_of(spec, gpu_type, profiles)
-            except InvalidInputError:
-                continue  # another type has it, or `solve` has already refused the workload
-            costs[gpu_type] = ModelCost(spec, model, self.fill, sharing, self.policy.max_batch)
-        return costs
+        sharing = "time" if policy.sharing == "auto" and workload.mps == "off" else policy.sharing
+        contexts = {kind: context_mib_of(kind, profiles) for kind in cluster.gpu_types}
+        self.costs = {
+            name: {
+                kind: FfdCost(on, self.fill, sharing, policy.max_batch, contexts[kind]) for kind, on in by_type.items()
+            }
+            for name, by_type in costs_of(workload, cluster, profiles).items()
+        }
 
     def plan(self) -> Plan:
-        unserved: dict[str, str] = {}
-        notes: list[str] = []
+        reasons: dict[str, str] = {}
         for spec in sorted(self.workload.models, key=self._need, reverse=True):
-            carried, reason = self._place(spec)
-            if carried == 0:
-                unserved[spec.name] = reason
-            elif reason:
-                notes.append(f"{spec.name}: {carried:.4g} of {spec.rate_rps:g} rps carried; {reason}")
+            reason = self._place(spec)
+            if reason:
+                reasons[spec.name] = reason
+        notes = []
         if any(p.cost.assumes_proportional for gpu in self.open for p in gpu.placed):
-            notes.append("latency on a share s % assumed as l(b)/(s/100) where only the whole GPU was measured")
-        names = [spec.name for spec in self.workload.models]
-        return Plan(
-            policy=PolicyUsed(name=self.policy.name),
-            gpus=planned_gpus(self.cluster, (gpu.gpu for gpu in self.open)),
-            gpulets=tuple(gpulet for gpu in self._in_cluster_order() for gpulet in _gpulets(gpu)),
-            unserved=tuple(name for name in names if name in unserved),
-            unserved_reasons={name: unserved[name] for name in names if name in unserved},
-            notes=tuple(notes),
-        )
-
-    def _in_cluster_order(self) -> list[_OpenGpu]:
-        order = {gpu.id: index for index, gpu in enumerate(self.cluster.gpus)}
-        return sorted(self.open, key=lambda gpu: order.get(gpu.gpu.id, len(order)))
+            notes.append("planned with l(b)/(s/100) on a share of s % where only the whole GPU was measured")
+        hosted = [each for gpu in self.open for each in _hosted(gpu)]
+        return hosting_plan(self.policy.name, self.workload, self.cluster, hosted, reasons, notes)
 
     def _need(self, spec: ModelSpec) -> float:
         """Return the GPUs a model needs on the first type that can serve it; above 1 where it must be split."""
         needs = [cost.need(spec.rate_rps) for cost in self.costs[spec.name].values() if cost.best_rps > 0]
         return needs[0] if needs else 0.0
 
-    def _place(self, spec: ModelSpec) -> tuple[float, str]:
-        """Place one model; return the rate carried and why not all of it."""
+    def _place(self, spec: ModelSpec) -> str:
+        """Place one model; return why not all of its rate is carried, if so."""
         costs = {kind: cost for kind, cost in self.costs[spec.name].items() if cost.best_rps > 0}
         if not costs:
-            reasons = [f"{kind}: {cost.why_not}" for kind, cost in self.costs[spec.name].items()]
-            return 0.0, "; ".join(reasons)
+            return next((cost.why_not for cost in self.costs[spec.name].values()), "no GPU type has a profile of it")
         left = spec.rate_rps
         while left > 1e-9:
             piece = self._first_fit(costs, left) or self._whole_gpu(costs, left)
             if piece is None:
-                return spec.rate_rps - left, self._no_room(costs, left)
+                return self._no_room(costs, left)
             left -= piece
-        return spec.rate_rps, ""
+        return ""
 
-    def _first_fit(self, costs: dict[str, ModelCost], rate_rps: float) -> float | None:
+    def _first_fit(self, costs: dict[str, FfdCost], rate_rps: float) -> float | None:
         """Place all of `rate_rps` on the first GPU that can take it: open ones in order, then a new one."""
-        for gpu in self.open:
-            cost = costs.get(gpu.gpu.type)
-            if cost and rate_rps <= cost.best_rps * (1 + 1e-9) and self._fits(gpu, cost, rate_rps):
-                return rate_rps
         able = {kind: cost for kind, cost in costs.items() if rate_rps <= cost.best_rps * (1 + 1e-9)}
+        if not able:
+            return None
+        for gpu in self.open:
+            cost = able.get(gpu.gpu.type)
+            if cost is not None and self._fits(gpu, cost, rate_rps):
+                return rate_rps
         return self._on_new_gpu(able, rate_rps)
 
-    def _whole_gpu(self, costs: dict[str, ModelCost], rate_rps: float) -> float | None:
+    def _whole_gpu(self, costs: dict[str, FfdCost], rate_rps: float) -> float | None:
         """Place one GPU's worth of a model that needs more than one; returns the rate carried there."""
-        kinds = [kind for kind in costs if rate_rps > costs[kind].best_rps]
-        for kind in self._by_price({kind: costs[kind] for kind in kinds}):
+        for kind in self._by_price({kind: cost for kind, cost in costs.items() if rate_rps > cost.best_rps}):
             rate = costs[kind].best_rps
             if self._on_new_gpu({kind: costs[kind]}, rate):
                 return rate
         return None
 
-    def _by_price(self, costs: dict[str, ModelCost]) -> list[str]:
+    def _by_price(self, costs: dict[str, FfdCost]) -> list[str]:
         """Order types by the price of carrying one request per second when GPUs are bought, else as in the file."""
-        prices = {kind: gpu.price_per_hour for kind, gpu in self.pool.types.items()}
-        if not self.cluster.elastic or any(prices[kind] is None for kind in costs):
+        if not self.cluster.elastic:
             return list(costs)
-        return sorted(costs, key=lambda kind: (prices[kind] or 0.0) / costs[kind].best_rps)
+        return sorted(costs, key=lambda kind: self.pool.prices[kind] / costs[kind].best_rps)
 
-    def _on_new_gpu(self, costs: dict[str, ModelCost], rate_rps: float) -> float | None:
+    def _on_new_gpu(self, costs: dict[str, FfdCost], rate_rps: float) -> float | None:
         for kind in self._by_price(costs):
-            memory = self.pool.types[kind].memory_mib
-            if not self.pool.has(kind) or costs[kind].smallest_memory_mib > memory:
-                continue
             trial = _OpenGpu(self.pool.types[kind])
-            if not self._fits(trial, costs[kind], rate_rps):
+            if not self.pool.left(kind) or not self._fits(trial, costs[kind], rate_rps):
                 continue
             gpu = self.pool.take(kind)
             if gpu is not None:
-                self.open.append(_OpenGpu(gpu, trial.placed))
+                trial.gpu = gpu
+                self.open.append(trial)
                 return rate_rps
         return None
 
-    def _fits(self, gpu: _OpenGpu, cost: ModelCost, rate_rps: float) -> bool:
+    def _fits(self, gpu: _OpenGpu, cost: FfdCost, rate_rps: float) -> bool:
         """Add a replica to a GPU if everything on it still holds its limits."""
         if cost.in_space:
-            if any(p.share_pct is None for p in gpu.placed):
+            if gpu.takes_turns:
                 return False
-            choice = cost.smallest_share(rate_rps, gpu.free_share_pct, gpu.free_memory_mib)
+            choice = cost.smallest_share(rate_rps, gpu.free_share_pct, gpu.free_memory_mib - cost.context_mib)
             if choice is not None:
                 gpu.placed.append(_Placed(cost, rate_rps, *choice))
             return choice is not None
-        if any(p.share_pct is not None or p.cost is cost for p in gpu.placed):
+        busy = gpu.least_busy + cost.least_busy_s * rate_rps
+        if busy > self.fill * (1 + 1e-9) or (gpu.placed and not gpu.takes_turns):
+            return False
+        if any(p.cost is cost for p in gpu.placed):
             return False
         trial = [_Placed(p.cost, p.rate_rps, None, p.cost.frontier[0]) for p in gpu.placed]
         trial.append(_Placed(cost, rate_rps, None, cost.frontier[0]))
-        if not _take_turns(trial, self.fill, gpu.gpu.memory_mib):
+        if not _take_turns(trial, self.fill, gpu.gpu.memory_mib - cost.context_mib):
             return False
-        gpu.placed = trial
+        gpu.placed, gpu.least_busy = trial, busy
         return True
 
-    def _no_room(self, costs: dict[str, ModelCost], rate_rps: float) -> str:
+    def _no_room(self, costs: dict[str, FfdCost], rate_rps: float) -> str:
         kind, cost = next(iter(costs.items()))
-        memory = max((gpu.free_memory_mib for gpu in self.open if gpu.gpu.type in costs), default=0.0)
+        memory = max((gpu.free_memory_mib for gpu in self.open if gpu.gpu.type in costs), default=None)
+        if memory is not None and cost.smallest_memory_mib > memory:
+            return f"no memory left: it needs {cost.smallest_memory_mib:.0f} MiB, at most {memory:.0f} MiB are free"
+        if cost.smallest_memory_mib + cost.context_mib > cost.on.gpu.memory_mib:
+            return f"memory: it needs {cost.smallest_memory_mib:.0f} MiB beside its process's context"
         need = min(cost.need(rate_rps), 1.0) * 100
-        text = f"{rate_rps:.4g} rps need {need:.0f} % of a {kind}, and no GPU has that much left within all SLOs"
-        if cost.smallest_memory_mib <= memory:
-            return text
-        return f"{text} (memory: {cost.smallest_memory_mib:.0f} MiB needed, {memory:.0f} MiB free)"
+        return f"no GPU time left: {rate_rps:.4g} rps need {need:.0f} % of a {kind} within all SLOs"
 
 
 def _take_turns(placed: list[_Placed], fill: float, memory_mib: float) -> bool:
-    """Raise batch sizes until the busy fractions of one gpu-let fit into `fill`; False when they cannot."""
+    """Raise batch sizes until the busy fractions of one gpu-let fit into `fill`; False when they cannot.
 
-    def holds() -> bool:
-        if sum(p.batch.memory_mib for p in placed) > memory_mib + 1e-6:
-            return False
-        for one in placed:
-            others = max((p.batch.latency_ms for p in placed if p is not one), default=0.0)
-            if not one.cost.in_time(one.batch, others):
-                return False
-        return True
-
-    if not holds():
+    A batch may have to wait for one running batch of another model, so that it needs l_i + max over others of l_j
+    within its SLO: a larger batch must fit beside the longest of the others, and within the wait every other can bear.
+    """
+    memory = sum(p.batch.memory_mib for p in placed)
+    if memory > memory_mib + 1e-6:
         return False
-    while sum(p.cost.busy(p.batch, p.rate_rps) for p in placed) > fill * (1 + 1e-9):
-        gains = []
+    at = [0] * len(placed)
+    busy = sum(p.batch.busy_s * p.rate_rps for p in placed)
+    first = True
+    while first or busy > fill * (1 + 1e-9):
+        longest = sorted(((p.batch.latency_ms, i) for i, p in enumerate(placed)), reverse=True)[:2]
+        bearable = sorted((p.cost.spec.slo_ms * (1 + 1e-9) - p.batch.latency_ms, i) for i, p in enumerate(placed))[:2]
+        if first:
+            if not all(p.cost.in_time(p.batch, _beside(longest, i, 0.0)) for i, p in enumerate(placed)):
+                return False
+            first = False
+            continue
+        best: tuple[float, int] | None = None
         for index, one in enumerate(placed):
-            now, larger = one.batch, one.cost.after(one.batch)
-            if larger is None:
+            frontier, now = one.cost.frontier, one.batch
+            if at[index] + 1 >= len(frontier):
                 continue
-            one.batch = larger
-            if holds():
-                gains.append((one.cost.busy(now, one.rate_rps) - one.cost.busy(larger, one.rate_rps), -index, larger))
-            one.batch = now
-        if not gains:
+            larger = frontier[at[index] + 1]
+            gain = (now.busy_s - larger.busy_s) * one.rate_rps
+            if (
+                (best is None or gain > best[0])
+                and memory - now.memory_mib + larger.memory_mib <= memory_mib + 1e-6
+                and larger.latency_ms <= _beside(bearable, index, math.inf)
+                and one.cost.in_time(larger, _beside(longest, index, 0.0))
+            ):
+                best = (gain, index)
+        if best is None:
             return False
-        _, index, larger = max(gains, key=lambda gain: gain[:2])
-        placed[-index].batch = larger
+        gain, index = best
+        at[index] += 1
+        one = placed[index]
+        memory += one.cost.frontier[at[index]].memory_mib - one.batch.memory_mib
+        one.batch = one.cost.frontier[at[index]]
+        busy -= gain
     return True
 
 
-def _gpulets(gpu: _OpenGpu) -> list[Gpulet]:
-    replicas = [
-        Replica(name=p.cost.spec.name, batch_size=p.batch.size, rate_rps=round(p.rate_rps, 6),
-                memory_mib=p.batch.memory_mib or None,
-                latency=p.cost.assumed_latency(p.share_pct))
-        for p in gpu.placed
-    ]
-    if gpu.placed[0].share_pct is None:
-        return [Gpulet(id=gpulet_id(gpu.gpu.id, 0), gpu=gpu.gpu.id, models=tuple(replicas))]
-    return [
-        Gpulet(id=gpulet_id(gpu.gpu.id, index), gpu=gpu.gpu.id, share_pct=p.share_pct, models=(replica,))
-        for index, (p, replica) in enumerate(zip(gpu.placed, replicas, strict=True))
-    ]
+def _beside(ranked: list[tuple[float, int]], index: int, alone: float) -> float:
+    """Return the first value that is not one's own, of those with the index they belong to."""
+    return next((value for value, owner in ranked if owner != index), alone)
+
+
+def _hosted(gpu: _OpenGpu) -> list[Hosted]:
+    replicas = []
+    for p in gpu.placed:
+        assumed = p.cost.assumed_latency(p.share_pct)
+        latency_ms = p.batch.latency_ms if assumed is None else assumed.at(p.batch.size)
+        replicas.append(Replica(name=p.cost.spec.name, batch_size=p.batch.size, rate_rps=round(p.rate_rps, 6),
+                                latency_ms=round(latency_ms, 6)))  # fmt: skip
+    if gpu.takes_turns:
+        return [Hosted(gpu.gpu, None, replicas)]
+    return [Hosted(gpu.gpu, p.share_pct, [replica]) for p, replica in zip(gpu.placed, replicas, strict=True)]

@@ -6,12 +6,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from tenuto.placement.cluster import Gpu
+from tenuto.placement.costs import WHOLE_GPU
 from tenuto.placement.interference import Resident
 from tenuto.placement.policies.gpulet.interference import Disturbance, Reserve, slowed_rps
-from tenuto.placement.policies.gpulet.share_costs import WHOLE_GPU, ShareCosts
+from tenuto.placement.policies.gpulet.share_costs import ShareCosts
 from tenuto.placement.policies.gpulet.shared_gpu import Solved, Tenants, solve_gpu
-from tenuto.placement.policies.gpulet.turns_plan import CARRIED, Turn, TurnsGpulet
 from tenuto.placement.policies.shared.gpu_pool import GpuPool
+from tenuto.placement.policies.shared.hosting import CARRIED, Hosted
 from tenuto.placement.workload import ModelSpec
 
 __all__ = ["ElasticPartitioning", "Rules"]
@@ -40,7 +41,7 @@ class _OpenGpu:
 
     def try_on(self, gpulets: list[tuple[float, Tenants]], disturbances: Mapping[str, Disturbance]) -> bool:
         """Take over these gpu-lets if all of them keep their rates and SLOs."""
-        solved = solve_gpu(gpulets, self.gpu.memory_mib, disturbances[self.gpu.type])
+        solved = solve_gpu(gpulets, disturbances[self.gpu.type])
         if solved is None:
             return False
         self.gpulets, self.solved = gpulets, solved
@@ -63,8 +64,9 @@ class ElasticPartitioning:
         self._pool, self._rules = pool, rules
         self._open: list[_OpenGpu] = []
         if not pool.elastic:
-            for gpu in pool.free():
-                self._open.append(_OpenGpu(gpu, len(self._open)))
+            for kind in pool.types:
+                while (gpu := pool.take(kind)) is not None:
+                    self._open.append(_OpenGpu(gpu, len(self._open)))
 
     def place(self, spec: ModelSpec, costs: Mapping[str, ShareCosts]) -> float:
         """Place as much of a model's rate as possible and return what was placed, in requests per second.
@@ -82,18 +84,10 @@ class ElasticPartitioning:
             left -= took
         return spec.rate_rps - max(0.0, left)
 
-    def gpulets(self) -> list[TurnsGpulet]:
+    def hosted(self) -> list[Hosted]:
         """Return the gpu-lets in use."""
         return [
-            TurnsGpulet(
-                one.gpu, share, solved.cycle.duty_ms,
-                [
-                    Turn(costs, size, rate, slowdown)
-                    for (costs, rate), size, slowdown in zip(
-                        tenants, solved.cycle.batch_sizes, solved.slowdowns, strict=True
-                    )
-                ],
-            )
+            solved.hosted(one.gpu, share, tenants)
             for one in self._open
             for (share, tenants), solved in zip(one.gpulets, one.solved, strict=True)
             if solved is not None
@@ -193,15 +187,8 @@ class ElasticPartitioning:
         """Open one more GPU of an elastic cluster, of the type that carries most of the rate per price."""
         if not self._pool.elastic:
             return False
-        kinds = [kind for kind in costs if self._pool.has(kind)]
-        prices = {kind: self._pool.types[kind].price_per_hour for kind in kinds}
-        priced = all(prices.values())
-
-        def value(kind: str) -> float:
-            rate = min(rate_rps, max(costs[kind].capacity_rps(share) for share in costs[kind].latency_ms))
-            return rate / (prices[kind] or 1.0) if priced else rate
-
-        gpu = self._pool.take(max(kinds, key=value)) if kinds else None
+        kinds = sorted(costs, key=lambda kind: -costs[kind].value(rate_rps, self._pool.prices[kind]))
+        gpu = next((gpu for kind in kinds if (gpu := self._pool.take(kind)) is not None), None)
         if gpu is None:
             return False
         self._open.append(_OpenGpu(gpu, len(self._open)))

@@ -11,19 +11,20 @@ from dataclasses import replace
 
 from tenuto.errors import InvalidInputError, Problem
 from tenuto.placement.cluster import Cluster
+from tenuto.placement.costs import WHOLE_GPU
 from tenuto.placement.interference.named import canonical_name, interference_models, stand_ins
 from tenuto.placement.plan import Plan
 from tenuto.placement.policies.gpulet.elastic_partitioning import ElasticPartitioning, Rules
 from tenuto.placement.policies.gpulet.interference import Disturbance, Reserve
 from tenuto.placement.policies.gpulet.knee import KNEES
-from tenuto.placement.policies.gpulet.share_costs import CANNOT_RUN, WHOLE_GPU, ShareCosts, share_costs
-from tenuto.placement.policies.gpulet.turns_plan import turns_plan
+from tenuto.placement.policies.gpulet.share_costs import CostsByType, share_costs
 from tenuto.placement.policies.shared.gpu_pool import GpuPool
+from tenuto.placement.policies.shared.hosting import hosting_plan
 from tenuto.placement.policy import Policy
-from tenuto.placement.workload import ModelSpec, Workload
+from tenuto.placement.workload import Workload
 from tenuto.profiles import Profiles
 
-__all__ = ["Gpulet", "costs_by_type"]
+__all__ = ["Gpulet"]
 
 
 class Gpulet(Policy):
@@ -80,34 +81,28 @@ class Gpulet(Policy):
 
     def place(self, workload: Workload, cluster: Cluster, profiles: Profiles) -> Plan:
         """Return the plan; deterministic, ties broken by the order of the workload and of the cluster."""
-        pool = GpuPool(cluster)
-        unserved: dict[str, str] = {}
-        costs = {
-            spec.name: costs_by_type(spec, pool, profiles, self._sizes(workload), self.max_batch, unserved)
-            for spec in workload.models
-        }
-        models = interference_models(self.interference, pool.types, profiles)
+        costs, reasons = share_costs(workload, cluster, profiles, self._sizes(workload), self.max_batch)
+        models = interference_models(self.interference, cluster.gpu_types, profiles)
         rules = Rules(
             shares_pct=self._sizes(workload)[:-1], max_partitions=self.max_partitions, knee=KNEES[self.knee],
             smaller=self.smaller, disturbances={kind: Disturbance(model) for kind, model in models.items()},
         )
-        plain = self._search(workload, cluster, costs, rules, unserved)
+        plain = self._search(workload, cluster, costs, rules, reasons)
         if self.interference == "none":
             return plain
         reserve = Reserve(list(costs.values()), rules.disturbances)
-        reserved = self._search(workload, cluster, costs, replace(rules, reserve=reserve), unserved)
+        reserved = self._search(workload, cluster, costs, replace(rules, reserve=reserve), reasons)
         return max(reserved, plain, key=_worth)
 
     def _search(
-        self, workload: Workload, cluster: Cluster, costs: Mapping[str, dict[str, ShareCosts]], rules: Rules,
-        unserved: Mapping[str, str],
+        self, workload: Workload, cluster: Cluster, costs: CostsByType, rules: Rules, reasons: Mapping[str, str]
     ) -> Plan:
         search = ElasticPartitioning(GpuPool(cluster), rules)
         for spec in sorted(workload.models, key=lambda m: -m.rate_rps):
             if costs[spec.name]:
                 search.place(spec, costs[spec.name])
-        notes = stand_ins(self.interference, {gpu.type: None for gpu in cluster.gpus})
-        return turns_plan(self.name, workload, cluster, search.gpulets(), unserved, notes)
+        notes = stand_ins(self.interference, cluster.gpu_types)
+        return hosting_plan(self.name, workload, cluster, search.hosted(), reasons, notes)
 
     def _sizes(self, workload: Workload) -> tuple[float, ...]:
         """Return the sizes of gpu-lets, ascending; only whole GPUs where CUDA MPS is turned off."""
@@ -117,24 +112,3 @@ class Gpulet(Policy):
 def _worth(plan: Plan) -> tuple[float, int]:
     return round(plan.expected.goodput_rps, 3), -len({gpulet.gpu for gpulet in plan.gpulets})
 
-
-def costs_by_type(
-    spec: ModelSpec, pool: GpuPool, profiles: Profiles, sizes: tuple[float, ...], max_batch: int,
-    unserved: dict[str, str],
-) -> dict[str, ShareCosts]:
-    """Return a model's costs by GPU type, or none with the reason in `unserved`."""
-    found: dict[str, ShareCosts] = {}
-    reasons = []
-    for kind, gpu in pool.types.items():
-        try:
-            costs = share_costs(spec, gpu, profiles, sizes, max_batch)
-        except InvalidInputError as error:
-            reasons.append(f"{kind}: {error}")
-            continue
-        if costs.latency_ms:
-            found[kind] = costs
-        else:
-            reasons.append(f"{kind}: " + CANNOT_RUN.format(shares="every share"))
-    if not found:
-        unserved[spec.name] = "; ".join(reasons) or "the cluster has no GPU"
-    return found

@@ -4,22 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from tenuto.errors import InvalidInputError, Problem, raise_if_any
+from tenuto.errors import Problem, raise_if_any
 from tenuto.placement.cluster import Cluster
+from tenuto.placement.costs import WHOLE_GPU
 from tenuto.placement.interference.named import canonical_name, interference_models
 from tenuto.placement.plan import Plan
 from tenuto.placement.policies.gpulet.gpulets_plus_search import PairSearch, Rules
 from tenuto.placement.policies.gpulet.knee import KNEES
-from tenuto.placement.policies.gpulet.share_costs import CANNOT_RUN, WHOLE_GPU, ShareCosts, share_costs
-from tenuto.placement.policies.gpulet.turns_plan import turns_plan
+from tenuto.placement.policies.gpulet.share_costs import ShareCosts, share_costs
 from tenuto.placement.policies.shared.gpu_pool import GpuPool
+from tenuto.placement.policies.shared.hosting import hosting_plan
 from tenuto.placement.policy import Policy
 from tenuto.placement.workload import ModelSpec, Workload
 from tenuto.profiles import Profiles
 
 __all__ = ["GpuletsPlus"]
 
-MOST_GPULETS_OF_A_MODEL = 100_000
 CHOICES = {"batch": ("smallest", "largest"), "order": ("rate", "load"), "booked": ("alone", "beside")}
 
 
@@ -87,64 +87,28 @@ class GpuletsPlus(Policy):
         """Return the plan; deterministic, ties broken by the order of the workload and of the cluster.
 
         Raises:
-            InvalidInputError: a model would need more than 100,000 gpu-lets of an elastic cluster, or the profiles lack
-                the hardware coefficients of the chosen interference model.
+            InvalidInputError: the profiles lack the hardware coefficients of the chosen interference model.
         """
-        pool = GpuPool(cluster)
-        unserved: dict[str, str] = {}
-        costs = {spec.name: self._costs(spec, pool, profiles, workload.mps, unserved) for spec in workload.models}
+        costs, reasons = share_costs(workload, cluster, profiles, self._sizes(workload), self.max_batch)
+        whole, _ = share_costs(workload, cluster, profiles, (WHOLE_GPU,), self.max_batch)
+        costs = {name: {**whole[name], **costs[name]} for name in costs}
         rules = Rules(
             knee=KNEES[self.knee],
             smallest_batch=self.batch == "smallest",
             book_alone=self.booked == "alone",
             check_neighbours=self.check_neighbours,
-            interference=interference_models(self.interference, pool.types, profiles),
+            interference=interference_models(self.interference, cluster.gpu_types, profiles),
         )
-        if cluster.elastic:
-            _check_rates(workload, costs)
-        search = PairSearch(pool, rules)
+        search = PairSearch(GpuPool(cluster), rules)
         for spec in sorted(workload.models, key=lambda m: -self._rank(m, costs[m.name], rules)):
             if costs[spec.name]:
                 search.place(spec, costs[spec.name])
-        return turns_plan(self.name, workload, cluster, search.gpulets(), unserved, search.overloaded())
+        return hosting_plan(self.name, workload, cluster, search.hosted(), reasons, search.overloaded())
 
-    def _costs(
-        self, spec: ModelSpec, pool: GpuPool, profiles: Profiles, mps: str, unserved: dict[str, str]
-    ) -> dict[str, ShareCosts]:
-        """Return a model's costs by GPU type, or none with the reason in `unserved`."""
-        found: dict[str, ShareCosts] = {}
-        reasons = []
-        parts = sorted(set(self.shares)) if mps != "off" else []
-        for kind, gpu in pool.types.items():
-            try:
-                costs = share_costs(spec, gpu, profiles, parts, self.max_batch)
-                if not costs.latency_ms:
-                    costs = share_costs(spec, gpu, profiles, [WHOLE_GPU], self.max_batch)
-            except InvalidInputError as error:
-                reasons.append(f"{kind}: {error}")
-                continue
-            if costs.latency_ms:
-                found[kind] = costs
-            else:
-                reasons.append(f"{kind}: " + CANNOT_RUN.format(shares="every share"))
-        if not found:
-            unserved[spec.name] = "; ".join(reasons) or "the cluster has no GPU"
-        return found
+    def _sizes(self, workload: Workload) -> tuple[float, ...]:
+        return tuple(sorted(set(self.shares))) if workload.mps != "off" else ()
 
     def _rank(self, spec: ModelSpec, costs: Mapping[str, ShareCosts], rules: Rules) -> float:
         if self.order == "rate" or not costs:
             return spec.rate_rps
         return spec.rate_rps * min(one.latency_ms[rules.efficient_pct(one)][1] for one in costs.values())
-
-
-def _check_rates(workload: Workload, costs: Mapping[str, Mapping[str, ShareCosts]]) -> None:
-    problems = []
-    for index, spec in enumerate(workload.models):
-        best = max(
-            (one.capacity_rps(share) for one in costs[spec.name].values() for share in one.latency_ms), default=0
-        )
-        if best and spec.rate_rps / best > MOST_GPULETS_OF_A_MODEL:
-            rule = f"needs more than {MOST_GPULETS_OF_A_MODEL:,} gpu-lets, each of which carries {best:.4g} rps at most"
-            cure = "Lower it; rates are in requests per second."
-            problems.append(Problem(f"models.{index}.rate_rps", spec.rate_rps, rule, cure))
-    raise_if_any(problems)

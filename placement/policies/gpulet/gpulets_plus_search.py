@@ -8,10 +8,11 @@ from dataclasses import dataclass, field
 
 from tenuto.errors import InvalidInputError, MissingProfileError
 from tenuto.placement.cluster import Gpu
+from tenuto.placement.costs import WHOLE_GPU
 from tenuto.placement.interference import InterferenceModel, Resident
-from tenuto.placement.policies.gpulet.share_costs import WHOLE_GPU, ShareCosts
-from tenuto.placement.policies.gpulet.turns_plan import CARRIED, Turn, TurnsGpulet
+from tenuto.placement.policies.gpulet.share_costs import ShareCosts, Turn
 from tenuto.placement.policies.shared.gpu_pool import GpuPool
+from tenuto.placement.policies.shared.hosting import CARRIED, Hosted
 from tenuto.placement.workload import ModelSpec
 
 __all__ = ["PairSearch", "Rules"]
@@ -93,13 +94,14 @@ class PairSearch:
                 break
             left -= tenant.rate_rps
 
-    def gpulets(self) -> list[TurnsGpulet]:
+    def hosted(self) -> list[Hosted]:
         """Return the gpu-lets in use, each with one model."""
         found = []
         for one in self._open:
             for tenant in one.tenants:
                 turn = Turn(tenant.costs, tenant.batch_size, tenant.rate_rps, self._factor(one, tenant))
-                found.append(TurnsGpulet(one.gpu, tenant.share_pct, None, [turn]))
+                whole = tenant.share_pct >= WHOLE_GPU
+                found.append(Hosted(one.gpu, None if whole else tenant.share_pct, [turn.replica(tenant.share_pct)]))
         return found
 
     def overloaded(self) -> list[str]:
@@ -136,15 +138,7 @@ class PairSearch:
 
     def _on_its_own(self, costs: Mapping[str, ShareCosts], left: float) -> _Tenant | None:
         """Open a GPU, of the type that carries most of the rate per price."""
-        kinds = [kind for kind in costs if self._pool.has(kind)]
-        prices = {kind: self._pool.types[kind].price_per_hour for kind in kinds}
-        priced = all(prices.values())
-
-        def value(kind: str) -> float:
-            rate = min(left, max(costs[kind].capacity_rps(share) for share in costs[kind].latency_ms))
-            return rate / (prices[kind] or 1.0) if priced else rate
-
-        for kind in sorted(kinds, key=value, reverse=True):
+        for kind in sorted(costs, key=lambda kind: -costs[kind].value(left, self._pool.prices[kind])):
             gpu = self._pool.take(kind)
             if gpu is not None:
                 self._open.append(_OpenGpu(gpu))

@@ -9,13 +9,14 @@ from itertools import combinations_with_replacement, product
 
 from tenuto.errors import InvalidInputError, Problem
 from tenuto.placement.cluster import Cluster
+from tenuto.placement.costs import WHOLE_GPU
 from tenuto.placement.plan import Plan
-from tenuto.placement.policies.gpulet.gpulet import Gpulet, costs_by_type
+from tenuto.placement.policies.gpulet.gpulet import Gpulet
 from tenuto.placement.policies.gpulet.partition_search import Let, PartitionSearch, SearchStopped
 from tenuto.placement.policies.gpulet.sbp import SquishyBinPacking
-from tenuto.placement.policies.gpulet.share_costs import WHOLE_GPU, ShareCosts
-from tenuto.placement.policies.gpulet.turns_plan import CARRIED, TurnsGpulet, turns_plan
+from tenuto.placement.policies.gpulet.share_costs import CostsByType, share_costs
 from tenuto.placement.policies.shared.gpu_pool import GpuPool
+from tenuto.placement.policies.shared.hosting import CARRIED, Hosted, hosting_plan
 from tenuto.placement.policy import Policy
 from tenuto.placement.workload import Workload
 from tenuto.profiles import Profiles
@@ -74,21 +75,17 @@ class Ideal(Policy):
         best = max(candidates, key=lambda plan: plan.expected.goodput_rps)
         if not workload.models or (_accepts(best, workload) and not cluster.elastic):
             return best
-        pool = GpuPool(cluster)
         sizes = (*(sorted(set(self.shares)) if workload.mps != "off" else ()), WHOLE_GPU)
-        unserved: dict[str, str] = {}
-        costs = {
-            spec.name: costs_by_type(spec, pool, profiles, sizes, self.max_batch, unserved) for spec in workload.models
-        }
+        costs, reasons = share_costs(workload, cluster, profiles, sizes, self.max_batch)
         note = "no partition of the GPUs carries every rate; this is the best of the candidates"
-        if not unserved:
+        if not reasons:
             accepting = [plan for plan in candidates if _accepts(plan, workload)]
             fewest = min((len(plan.gpus) for plan in accepting), default=self.max_gpus + 1)
             try:
-                for gpus in self._gpu_sets(pool, cluster, fewest):
+                for gpus in self._gpu_sets(cluster, fewest):
                     found = self._search(gpus, cluster, costs, workload, sizes)
                     if found is not None:
-                        return turns_plan(self.name, workload, cluster, found, {})
+                        return hosting_plan(self.name, workload, cluster, found, {})
             except SearchStopped:
                 note = f"search stopped after {self.max_steps} steps: not proven that nothing better exists"
             if accepting:
@@ -102,30 +99,29 @@ class Ideal(Policy):
         policies.append(Gpulet(shares=self.shares, max_batch=self.max_batch))
         return [policy.place(workload, cluster, profiles) for policy in policies]
 
-    def _gpu_sets(self, pool: GpuPool, cluster: Cluster, fewer_than: int) -> list[tuple[str, ...]]:
+    def _gpu_sets(self, cluster: Cluster, fewer_than: int) -> list[tuple[str, ...]]:
         """Return the GPU types of every cluster to search; for an elastic one, in growing number."""
         if not cluster.elastic:
             return [tuple(gpu.type for gpu in cluster.gpus)]
         counts = range(1, min(fewer_than, self.max_gpus + 1))
-        return [types for count in counts for types in combinations_with_replacement(pool.types, count)]
+        return [types for count in counts for types in combinations_with_replacement(cluster.gpu_types, count)]
 
     def _search(
-        self, types: tuple[str, ...], cluster: Cluster, costs: dict[str, dict[str, ShareCosts]], workload: Workload,
+        self, types: tuple[str, ...], cluster: Cluster, costs: CostsByType, workload: Workload,
         sizes: tuple[float, ...],
-    ) -> list[TurnsGpulet] | None:
+    ) -> list[Hosted] | None:
         splits = [(WHOLE_GPU,)] + [
             (low, high) for low in sizes for high in sizes if low <= high and abs(low + high - WHOLE_GPU) < 1e-6
         ]
         counts = {kind: types.count(kind) for kind in dict.fromkeys(types)}
         pool = GpuPool(cluster)
-        memory = {kind: gpu.memory_mib for kind, gpu in pool.types.items()}
         rates = {spec.name: spec.rate_rps for spec in workload.models}
-        search = PartitionSearch(costs, rates, memory, self.max_steps)
+        search = PartitionSearch(costs, rates, self.max_steps)
         for parts in product(*(combinations_with_replacement(splits, count) for count in counts.values())):
             gpus = [(kind, split) for kind, chosen in zip(counts, parts, strict=True) for split in chosen]
             lets = [Let(position, kind, share) for position, (kind, split) in enumerate(gpus) for share in split]
             if search.run(lets):
-                return search.gpulets(lets, [gpu for kind, _ in gpus if (gpu := pool.take(kind)) is not None])
+                return search.hosted(lets, [gpu for kind, _ in gpus if (gpu := pool.take(kind)) is not None])
         return None
 
 

@@ -9,8 +9,9 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 
 from tenuto.errors import InvalidInputError
+from tenuto.placement.costs import WHOLE_GPU
 from tenuto.placement.interference import InterferenceModel, NoInterference, Resident
-from tenuto.placement.policies.gpulet.share_costs import WHOLE_GPU, ShareCosts
+from tenuto.placement.policies.gpulet.share_costs import ShareCosts
 
 __all__ = ["Disturbance", "Reserve", "slowed_rps"]
 

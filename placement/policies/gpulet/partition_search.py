@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from tenuto.placement.cluster import Gpu
 from tenuto.placement.policies.gpulet.share_costs import ShareCosts
 from tenuto.placement.policies.gpulet.shared_gpu import Solved, Tenants, solve_gpu
-from tenuto.placement.policies.gpulet.turns_plan import CARRIED, Turn, TurnsGpulet
+from tenuto.placement.policies.shared.hosting import CARRIED, Hosted
 
 __all__ = ["Let", "PartitionSearch", "SearchStopped"]
 
@@ -36,9 +36,10 @@ class PartitionSearch:
     that could carry c of it alone keeps at least r/c of the share busy, whatever batches it uses.
     """
 
-    def __init__(self, costs: Mapping[str, Mapping[str, ShareCosts]], rates: Mapping[str, float],
-                 memory_mib: Mapping[str, float], steps: int) -> None:
-        self._costs, self._rates, self._memory, self._steps = costs, rates, memory_mib, steps
+    def __init__(
+        self, costs: Mapping[str, Mapping[str, ShareCosts]], rates: Mapping[str, float], steps: int
+    ) -> None:
+        self._costs, self._rates, self._steps = costs, rates, steps
         self._capacity = {
             (name, kind, share): own.capacity_rps(share)
             for name, by_type in costs.items() for kind, own in by_type.items() for share in own.latency_ms
@@ -58,18 +59,10 @@ class PartitionSearch:
         """
         return self._model(lets, 0, None, 0)
 
-    def gpulets(self, lets: Sequence[Let], gpus: Sequence[Gpu]) -> list[TurnsGpulet]:
+    def hosted(self, lets: Sequence[Let], gpus: Sequence[Gpu]) -> list[Hosted]:
         """Return the gpu-lets in use after a successful run, on these GPUs by position."""
-        found = []
-        for let in lets:
-            solved = self._solve(let.kind, let.share_pct, let.tenants) if let.tenants else None
-            if solved is not None:
-                turns = [
-                    Turn(costs, size, rate)
-                    for (costs, rate), size in zip(let.tenants, solved.cycle.batch_sizes, strict=True)
-                ]
-                found.append(TurnsGpulet(gpus[let.gpu], let.share_pct, solved.cycle.duty_ms, turns))
-        return found
+        solved = ((let, self._solve(let.kind, let.share_pct, let.tenants)) for let in lets if let.tenants)
+        return [one.hosted(gpus[let.gpu], let.share_pct, let.tenants) for let, one in solved if one is not None]
 
     def _busy(self, let: Let) -> float:
         return sum(rate / self._capacity[c.spec.name, let.kind, let.share_pct] for c, rate in let.tenants)
@@ -129,6 +122,6 @@ class PartitionSearch:
         key = (kind, share_pct, tuple((c.spec.name, rate) for c, rate in tenants))
         if key not in self._solved:
             # Memory is kept per share when the costs are made and checked again for several tenants together.
-            answer = solve_gpu([(share_pct, tenants)], self._memory[kind])
+            answer = solve_gpu([(share_pct, tenants)])
             self._solved[key] = answer[0] if answer else None
         return self._solved[key]

@@ -11,10 +11,11 @@ from collections.abc import Sequence
 
 from tenuto.errors import InvalidInputError, Problem
 from tenuto.placement.cluster import Cluster, Gpu
+from tenuto.placement.costs import WHOLE_GPU
 from tenuto.placement.plan import Plan
-from tenuto.placement.policies.gpulet.share_costs import CANNOT_RUN, WHOLE_GPU, ShareCosts, share_costs
-from tenuto.placement.policies.gpulet.turns_plan import CARRIED, Turn, TurnsGpulet, turns_plan
+from tenuto.placement.policies.gpulet.share_costs import ShareCosts, Turn, share_costs
 from tenuto.placement.policies.shared.gpu_pool import GpuPool
+from tenuto.placement.policies.shared.hosting import CARRIED, Hosted, hosting_plan
 from tenuto.placement.policies.shared.squishy import Bin, Demand, Part, pack
 from tenuto.placement.policy import Policy
 from tenuto.placement.workload import Workload
@@ -49,84 +50,61 @@ class SquishyBinPacking(Policy):
         """Return the plan; deterministic, ties broken by the order of the workload."""
         pool = GpuPool(cluster)
         share = WHOLE_GPU / 2 if self.halves else WHOLE_GPU
+        by_model, reasons = share_costs(workload, cluster, profiles, (share,), self.max_batch)
+        costs = {
+            kind: {name: views[kind] for name, views in by_model.items() if kind in views} for kind in pool.types
+        }
         left = {spec.name: spec.rate_rps for spec in workload.models}
-        reasons: dict[str, str] = {}
-        gpulets: list[TurnsGpulet] = []
-        costs = {kind: self._costs(workload, gpu, profiles, share, reasons) for kind, gpu in pool.types.items()}
+        hosted: list[Hosted] = []
         for kind in self._order(pool, costs, left, share):
-            gpulets += self._fill(pool, kind, costs[kind], left, share)
-        known = {name for by_name in costs.values() for name in by_name}
-        reasons = {name: reason for name, reason in reasons.items() if name not in known}
-        return turns_plan(self.name, workload, cluster, gpulets, reasons)
-
-    def _costs(
-        self, workload: Workload, gpu: Gpu, profiles: Profiles, share: float, reasons: dict[str, str]
-    ) -> dict[str, ShareCosts]:
-        found = {}
-        for spec in workload.models:
-            try:
-                costs = share_costs(spec, gpu, profiles, (share,), self.max_batch)
-            except InvalidInputError as error:
-                reason = str(error)
-            else:
-                if share in costs.latency_ms:
-                    found[spec.name] = costs
-                    continue
-                reason = CANNOT_RUN.format(shares=f"{share:g} %")
-            reasons[spec.name] = "; ".join(filter(None, (reasons.get(spec.name), f"{gpu.type}: {reason}")))
-        return found
+            hosted += self._fill(pool, kind, costs[kind], left, share)
+        return hosting_plan(self.name, workload, cluster, hosted, reasons)
 
     def _order(
         self, pool: GpuPool, costs: dict[str, dict[str, ShareCosts]], rates: dict[str, float], share: float
     ) -> list[str]:
-        kinds = list(costs)
-        if not pool.elastic or len(kinds) < 2:
-            return kinds
-        prices = [pool.types[kind].price_per_hour for kind in kinds]
-        unit = [1.0 if None in prices else float(price or 0.0) for price in prices]
-        bins = {kind: len(self._bins(pool.types[kind], costs[kind], rates, share, None)) for kind in kinds}
-        ranked = {kind: (-len(costs[kind]), bins[kind] * price) for kind, price in zip(kinds, unit, strict=True)}
-        return sorted(kinds, key=lambda kind: ranked[kind])
+        """Return the GPU types in the order in which they are filled."""
+        if not pool.elastic or len(costs) < 2:
+            return list(costs)
+        bins = {kind: len(self._bins(costs[kind], rates, share, None)) for kind in costs}
+        return sorted(costs, key=lambda kind: (-len(costs[kind]), bins[kind] * pool.prices[kind]))
 
     def _bins(
-        self, gpu: Gpu, costs: dict[str, ShareCosts], rates: dict[str, float], share: float, most: int | None
+        self, costs: dict[str, ShareCosts], rates: dict[str, float], share: float, most: int | None
     ) -> list[Bin]:
-        names = [name for name, rate in rates.items() if name in costs and rate > 0]
+        names = list(costs)
         demands = [
             Demand(index, rates[name], costs[name].slo_ms, costs[name].latency_ms[share])
             for index, name in enumerate(names)
+            if rates[name] > 0
         ]
-        room = gpu.memory_mib * share / WHOLE_GPU
 
         def fits(parts: Sequence[Part]) -> bool:
-            return sum(costs[names[part.model]].memory_mib(part.batch, share) for part in parts) <= room
+            held = sum(costs[names[part.model]].memory_mib(part.batch) for part in parts)
+            return held <= costs[names[parts[0].model]].room_mib(share)
 
-        packed = pack(demands, fits=fits, most=most)
-        for node in packed:
-            node.parts = [Part(list(costs).index(names[part.model]), part.batch, part.rate_rps) for part in node.parts]
-        return packed
+        return pack(demands, fits=fits, most=most)
 
     def _fill(
         self, pool: GpuPool, kind: str, costs: dict[str, ShareCosts], left: dict[str, float], share: float
-    ) -> list[TurnsGpulet]:
+    ) -> list[Hosted]:
         """Hand the bins of one GPU type their GPUs and take what they carry off the rates that are left."""
         names = list(costs)
-        gpulets: list[TurnsGpulet] = []
+        hosted: list[Hosted] = []
         gpu: Gpu | None = None
         per_gpu = round(WHOLE_GPU / share)
-        most = None if pool.elastic else per_gpu * len(pool.free(kind))
-        for index, node in enumerate(self._bins(pool.types[kind], costs, left, share, most)):
+        most = None if pool.elastic else per_gpu * int(pool.left(kind))
+        asked = dict(left)
+        for index, node in enumerate(self._bins(costs, left, share, most)):
             if index % per_gpu == 0:
                 gpu = pool.take(kind)
             if gpu is None:
                 break
             turns = [Turn(costs[names[part.model]], part.batch, part.rate_rps) for part in node.parts]
-            gpulets.append(TurnsGpulet(gpu, share, node.duty_ms, turns))
-        asked = dict(left)
-        for gpulet in gpulets:
-            for turn in gpulet.turns:
-                name = turn.costs.spec.name
-                left[name] -= turn.rate_rps
-                if left[name] < CARRIED * asked[name]:
-                    left[name] = 0.0
-        return gpulets
+            replicas = [turn.replica(share) for turn in turns]
+            hosted.append(Hosted(gpu, share if self.halves else None, replicas, round(node.duty_ms, 6)))
+            for turn in turns:
+                left[turn.costs.spec.name] -= turn.rate_rps
+        for name, rate in left.items():
+            left[name] = rate if rate >= CARRIED * asked[name] else 0.0
+        return hosted

@@ -1,36 +1,48 @@
-"""What one model costs on each share of a GPU type: the tables that gpulet, SBP and the ideal placement plan with."""
+"""What one model can do on each share of a GPU type: the tables that gpulet, SBP and the ideal placement plan with."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from tenuto.errors import InvalidInputError
-from tenuto.placement.cluster import Gpu
-from tenuto.placement.workload import ModelSpec, profile_of
-from tenuto.profiles import LatencyTable, LinearLatency, ModelProfile, Profiles
+from tenuto.placement.cluster import Cluster
+from tenuto.placement.costs import WHOLE_GPU, ModelOnGpu, Steps, context_mib_of, costs_of
+from tenuto.placement.plan import Replica
+from tenuto.placement.workload import ModelSpec, Workload
+from tenuto.profiles import ModelProfile, Profiles
+from tenuto.profiles.share_latency import ShareRule
 
-__all__ = ["CANNOT_RUN", "WHOLE_GPU", "ShareCosts", "largest_batch", "share_costs", "whole_gpu_points"]
-
-WHOLE_GPU = 100.0
-CANNOT_RUN = (
-    "on {shares} of the GPU its latency is unknown, or two single requests in a row exceed the SLO, or one does not "
-    "fit into that part of the memory"
-)
+__all__ = ["CostsByType", "ShareCosts", "Turn", "share_costs"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class ShareCosts:
     """One model on one GPU type.
 
     `latency_ms` has, for each share the model can use, l(b) in ms by batch size (index 0 unused). Batches with
     2 l(b) > SLO are left out: a request that just misses a batch waits for a whole one (Nexus, SOSP 2019, section 4.1),
-    so a share on which not even a single request can run is absent.
+    so a share on which not even a single request can run is absent. A share of the compute comes with the same share
+    of the memory, of which the context of the process takes some.
     """
 
-    spec: ModelSpec
-    model: ModelProfile
-    latency_ms: dict[float, tuple[float, ...]] = field(default_factory=dict)
+    on: ModelOnGpu
+    latency_ms: dict[float, Steps] = field(default_factory=dict)
+    context_mib: float = 0.0
+
+    @property
+    def spec(self) -> ModelSpec:
+        """The workload's entry."""
+        return self.on.spec
+
+    @property
+    def model(self) -> ModelProfile:
+        """The profile row."""
+        return self.on.profile
+
+    @property
+    def slo_ms(self) -> float:
+        """The SLO in ms."""
+        return self.on.slo_ms
 
     def capacity_rps(self, share_pct: float, slowdown: float = 1.0) -> float:
         """Return the highest rate the share carries within the SLO when it runs nothing else; 0 where it cannot."""
@@ -38,69 +50,78 @@ class ShareCosts:
         fitting = (1000.0 * b / (ms * slowdown) for b, ms in enumerate(table) if b and 2 * ms * slowdown <= self.slo_ms)
         return max(fitting, default=0.0)
 
-    @property
-    def slo_ms(self) -> float:
-        return self.spec.slo_ms
+    def value(self, rate_rps: float, price: float) -> float:
+        """Return how much of a rate its best share carries, per price of a GPU."""
+        return min(rate_rps, max(self.capacity_rps(share) for share in self.latency_ms)) / max(price, 1e-9)
 
-    def memory_mib(self, batch_size: int, share_pct: float) -> float:
+    def room_mib(self, share_pct: float) -> float:
+        """Return the memory for replicas that comes with a share."""
+        return self.on.gpu.memory_mib * share_pct / WHOLE_GPU - self.context_mib
+
+    def memory_mib(self, batch_size: int) -> float:
         """Return the memory of a replica in MiB, 0 where none was measured."""
-        return self.model.memory_mib(batch_size, share_pct) or 0.0
+        return self.on.memory_mib(batch_size) or 0.0
 
-    def curve(self, share_pct: float, batch_size: int) -> LatencyTable | LinearLatency:
-        """Return l(b) up to a batch size, for the plan; a line stays a line."""
-        if self.model.line is not None:
-            return self.model.line
-        table = self.latency_ms[share_pct]
-        return LatencyTable(points={b: round(table[b], 6) for b in range(1, batch_size + 1)})
+
+@dataclass(frozen=True)
+class Turn:
+    """A model's turn in a gpu-let: the batch it runs once per duty cycle and the rate that is routed there."""
+
+    costs: ShareCosts
+    batch_size: int
+    rate_rps: float
+    slowdown: float = 1.0
+
+    def replica(self, share_pct: float) -> Replica:
+        """Return it for the plan."""
+        latency_ms = self.costs.latency_ms[share_pct][self.batch_size] * self.slowdown
+        return Replica(name=self.costs.spec.name, batch_size=self.batch_size, rate_rps=round(self.rate_rps, 6),
+                       latency_ms=round(latency_ms, 6))  # fmt: skip
+
+
+CostsByType = Mapping[str, Mapping[str, ShareCosts]]
+"""Costs by model and GPU type; a model that can run on no share of any type has none."""
 
 
 def share_costs(
-    spec: ModelSpec, gpu: Gpu, profiles: Profiles, shares_pct: Iterable[float], max_batch: int
-) -> ShareCosts:
-    """Return a model's costs on those of the shares of a GPU for which the profile has an answer.
+    workload: Workload, cluster: Cluster, profiles: Profiles, shares_pct: Iterable[float], max_batch: int
+) -> tuple[CostsByType, dict[str, str]]:
+    """Return what every model costs on those of the shares for which the profile has an answer, and the reasons of
+    the models that can run on none of them.
 
-    A share of the compute comes with the same share of the memory, and batches that need more are left out.
-
-    Raises:
-        InvalidInputError: the profiles do not know the model on this GPU type.
+    Shares were measured, or lie between two measured ones; the whole GPU may also be continued from smaller shares.
     """
-    model = profile_of(spec, gpu.type, profiles)
-    tables: dict[float, tuple[float, ...]] = {}
-    for share in shares_pct:
-        try:
-            latency = LatencyTable(points=whole_gpu_points(model)) if _extends(model, share) else model.latency(share)
-        except InvalidInputError:
-            continue  # not measured there, nor between two measured shares
-        size = min(max_batch, largest_batch(latency, spec.slo_ms / 2))
-        room = gpu.memory_mib * share / WHOLE_GPU
-        while size and (model.memory_mib(size, share) or 0.0) > room:
-            size -= 1
-        if size:
-            tables[share] = (0.0, *(latency.at(b) for b in range(1, size + 1)))
-    return ShareCosts(spec, model, tables)
+    shares = tuple(shares_pct)
+    found: dict[str, dict[str, ShareCosts]] = {}
+    reasons = {}
+    for name, by_type in costs_of(workload, cluster, profiles).items():
+        views = {kind: _view(on, shares, max_batch, context_mib_of(kind, profiles)) for kind, on in by_type.items()}
+        found[name] = {kind: view for kind, view in views.items() if view.latency_ms}
+        if not found[name]:
+            reasons[name] = _why_none(by_type, shares)
+    return found, reasons
 
 
-def largest_batch(latency: LatencyTable | LinearLatency, budget_ms: float) -> int:
-    """Return the largest batch size within the budget, such that every smaller one is within it as well; or 0."""
-    size = latency.largest_batch(budget_ms)
-    return next((b - 1 for b in range(1, size + 1) if latency.at(b) > budget_ms), size)
+def _view(on: ModelOnGpu, shares: Iterable[float], max_batch: int, context_mib: float) -> ShareCosts:
+    view = ShareCosts(on, {}, context_mib)
+    for share in shares:
+        allowed: tuple[ShareRule, ...] = ("measured", "continued") if share >= WHOLE_GPU else ("measured",)
+        if on.knows(share, allowed):
+            size = on.largest_batch(on.slo_ms / 2, share, max_batch)
+            size = on.batches_in_memory(view.room_mib(share), size)
+            if size:
+                view.latency_ms[share] = on.steps(share, max_batch)[: size + 1]
+    return view
 
 
-def _extends(model: ModelProfile, share_pct: float) -> bool:
-    return share_pct == WHOLE_GPU and model.line is None and model.shares()[-1] < WHOLE_GPU and len(model.shares()) > 1
-
-
-def whole_gpu_points(model: ModelProfile) -> dict[int, float]:
-    """Return l(b) on the whole GPU for a profile that was measured on smaller shares only.
-
-    The line in 1/share through the two largest measured shares, which is how profiles interpolate (compute-bound work,
-    iGniter eq. 11 with k4 = 0), is continued to 100 %. It is kept between two bounds that hold for any program: not
-    slower than on the largest measured share, and not faster than in proportion to the compute gained.
-    """
-    below, above = model.shares()[-2:]
-    weight = (1 / below - 1 / WHOLE_GPU) / (1 / below - 1 / above)
-    points = {}
-    for size in sorted(set(model.batch_sizes(below)) & set(model.batch_sizes(above))):
-        low, high = model.latency_ms(size, below), model.latency_ms(size, above)
-        points[size] = min(high, max(high * above / WHOLE_GPU, low * (1 - weight) + high * weight))
-    return points
+def _why_none(by_type: Mapping[str, ModelOnGpu], shares: tuple[float, ...]) -> str:
+    """Return the one reason why a model runs on none of the shares, that of the type that comes nearest."""
+    known = [(on, share) for on in by_type.values() for share in shares if on.knows(share, ("measured", "continued"))]
+    if not known:
+        return f"its latency on a share of {' or '.join(f'{share:g}' for share in shares)} % was not measured"
+    on, share = min(known, key=lambda pair: pair[0].steps(pair[1])[1])
+    first_ms = on.steps(share)[1]
+    if 2 * first_ms > on.slo_ms:
+        return f"SLO below batch 1: two single requests in a row take {2 * first_ms:.4g} of {on.slo_ms:g} ms"
+    part = on.gpu.memory_mib * share / WHOLE_GPU
+    return f"memory: one request needs {on.memory_mib(1) or 0.0:.0f} MiB of the {part:.0f} MiB that come with a share"

@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from tenuto.placement.cluster import Gpu
+from tenuto.placement.costs import WHOLE_GPU
 from tenuto.placement.interference import Resident
 from tenuto.placement.policies.gpulet.duty_cycle import Asked, Cycle, find_cycle
 from tenuto.placement.policies.gpulet.interference import Disturbance
-from tenuto.placement.policies.gpulet.share_costs import WHOLE_GPU, ShareCosts
+from tenuto.placement.policies.gpulet.share_costs import ShareCosts, Turn
+from tenuto.placement.policies.shared.hosting import Hosted
 
 __all__ = ["Solved", "Tenants", "fits_memory", "solve_gpu"]
 
@@ -24,9 +27,16 @@ class Solved:
     cycle: Cycle
     slowdowns: tuple[float, ...]
 
+    def hosted(self, gpu: Gpu, share_pct: float, tenants: Tenants) -> Hosted:
+        """Return the gpu-let for the plan."""
+        sizes = zip(tenants, self.cycle.batch_sizes, self.slowdowns, strict=True)
+        replicas = [Turn(costs, size, rate, slowdown).replica(share_pct) for (costs, rate), size, slowdown in sizes]
+        whole = share_pct >= WHOLE_GPU
+        return Hosted(gpu, None if whole else share_pct, replicas, round(self.cycle.duty_ms, 6))
+
 
 def solve_gpu(
-    gpulets: Sequence[tuple[float, Tenants]], memory_mib: float, disturbance: Disturbance | None = None
+    gpulets: Sequence[tuple[float, Tenants]], disturbance: Disturbance | None = None
 ) -> tuple[Solved | None, ...] | None:
     """Return the duty cycles of a GPU's gpu-lets (None for one without tenants), or None when they do not fit.
 
@@ -53,15 +63,15 @@ def solve_gpu(
         else:
             return None
     for (share, tenants), one in zip(gpulets, solved, strict=True):
-        if one is not None and not fits_memory(share, tenants, one.cycle.batch_sizes, memory_mib):
+        if one is not None and not fits_memory(share, tenants, one.cycle.batch_sizes):
             return None
     return tuple(solved)
 
 
-def fits_memory(share_pct: float, tenants: Tenants, batch_sizes: Sequence[int], memory_mib: float) -> bool:
+def fits_memory(share_pct: float, tenants: Tenants, batch_sizes: Sequence[int]) -> bool:
     """Say whether the tenants fit into the gpu-let's part of the GPU's memory, which is that of its share."""
-    need = sum(costs.memory_mib(b, share_pct) for (costs, _), b in zip(tenants, batch_sizes, strict=True))
-    return need <= memory_mib * share_pct / WHOLE_GPU + 1e-6
+    need = sum(costs.memory_mib(b) for (costs, _), b in zip(tenants, batch_sizes, strict=True))
+    return not tenants or need <= tenants[0][0].room_mib(share_pct) + 1e-6
 
 
 def _solve(

@@ -7,10 +7,10 @@ from dataclasses import replace
 
 from tenuto.errors import Problem, raise_if_any
 from tenuto.placement.cluster import Cluster
+from tenuto.placement.costs import context_mib_of
 from tenuto.placement.plan import Plan
-from tenuto.placement.policies.igniter.ffd_plus_plus import lower_bounds
 from tenuto.placement.policies.igniter.gslice_tuning import Rules, observe, tune
-from tenuto.placement.policies.igniter.igniter import beside
+from tenuto.placement.policies.igniter.igniter import beside, lower_bounds
 from tenuto.placement.policies.igniter.packing import OpenGpu, Packed, igniter_plan, memory_mib, pack_cluster
 from tenuto.placement.policies.igniter.shares import Demand
 from tenuto.placement.policy import Policy
@@ -102,8 +102,7 @@ class Gslice(Policy):
             notes.append("over-commits shares: each model's share is tuned by itself")
         if late:
             notes.append("expected to miss half their SLO or their rate beside their neighbours: " + ", ".join(late))
-        plan = igniter_plan(self.name, workload, cluster, Packed(tuned, refused), notes)
-        return plan.model_copy(update={"overcommits": overcommits})
+        return igniter_plan(self.name, workload, cluster, Packed(tuned, refused), notes, overcommits=overcommits)
 
     def _tuned(
         self, opened: OpenGpu, workload: Workload, profiles: Profiles, refused: dict[str, str], late: list[str]
@@ -111,8 +110,10 @@ class Gslice(Policy):
         """Return the GPU with tuned batches and shares, each resident with the rate it then carries."""
         costs = [profile_of(workload[d.spec.name], opened.gpu.type, profiles) for d in opened.demands]
 
+        context_mib = context_mib_of(opened.gpu.type, profiles)
+
         def need(index: int, size: int) -> float:
-            return memory_mib(costs[index], size)
+            return memory_mib(costs[index], size) + context_mib
 
         def largest_batch(index: int, sizes: Sequence[int]) -> int:
             others = sum(need(other, size) for other, size in enumerate(sizes) if other != index)

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from tenuto.errors import InvalidInputError, Problem, raise_if_any
 from tenuto.placement.cluster import Cluster, Gpu
+from tenuto.placement.costs import context_mib_of
 from tenuto.placement.interference.igniter import Hardware, ModelConstants
-from tenuto.placement.plan import Expected, ExpectedModel, Gpulet, Plan, PolicyUsed, Replica
-from tenuto.placement.policies.igniter.shares import Demand, Shares, allocate, beside_ms
-from tenuto.placement.policies.shared.gpu_pool import GpuPool, gpulet_id, planned_gpus
+from tenuto.placement.plan import Plan, Replica
+from tenuto.placement.policies.igniter.shares import Demand, Shares, allocate, beside_ms, throughput_rps
+from tenuto.placement.policies.shared.gpu_pool import GpuPool
+from tenuto.placement.policies.shared.hosting import Hosted, hosting_plan
 from tenuto.placement.workload import ModelSpec, Workload, profile_of
-from tenuto.profiles import LatencyTable, ModelProfile, Profiles
+from tenuto.profiles import ModelProfile, Profiles
 
-__all__ = ["OpenGpu", "Packed", "Try", "demands_of", "igniter_plan", "memory_mib", "pack", "pack_cluster"]
+__all__ = ["OpenGpu", "Packed", "Try", "demands_of", "extend", "igniter_plan", "memory_mib", "pack", "pack_cluster"]
 
 MOST_REPLICAS = 1024
+LARGEST_WHOLE_BATCH = 32  # of a workload that fills GPUs by itself
+COUNTED = 0.9  # of what a whole GPU carries
 Try = Callable[["OpenGpu", Demand], Shares | None]
 
 
@@ -45,7 +49,9 @@ class Packed:
 def demands_of(spec: ModelSpec, gpu_type: str, profiles: Profiles) -> tuple[list[Demand], str | None]:
     """Return the replicas a model needs on a GPU type, and why they do not carry all of its rate, if so.
 
-    They are as few as possible and of equal rate. None when no number will do, and never more than `MOST_REPLICAS`.
+    A model that needs more than one GPU gets whole ones at the largest batch up to 32 within half its SLO, each counted
+    at 0.9 of what it carries, and a rest that is planned like any other model (the authors' code; the paper does not
+    say). Never more than `MOST_REPLICAS`; none when not even one GPU will do.
 
     Raises:
         InvalidInputError: the profile has no coefficients of iGniter's model.
@@ -53,27 +59,40 @@ def demands_of(spec: ModelSpec, gpu_type: str, profiles: Profiles) -> tuple[list
     profile = profile_of(spec, gpu_type, profiles)
     model = ModelConstants.of(profile.coefficients, spec.profile_row)
     hardware = Hardware.of(profiles.hardware(gpu_type), gpu_type)
+    context_mib = context_mib_of(gpu_type, profiles)
 
-    def one_of(count: int) -> Demand:
-        return Demand(spec, spec.rate_rps / count, model, hardware)
+    def one_of(rate_rps: float) -> Demand:
+        demand = Demand(spec, rate_rps, model, hardware)
+        demand.memory_mib = memory_mib(profile, demand.batch_size) + context_mib
+        return demand
 
     def fits(demand: Demand) -> bool:
         return demand.lower_units is not None and allocate([demand], [demand.lower_units]) is not None
 
-    high = 1
-    while not fits(one_of(high)):
-        if one_of(high).batch_size == 1:
-            return [], f"half its SLO of {spec.slo_ms:g} ms cannot be met even alone on a {gpu_type}"
-        high *= 2
-    # Fewer requests mean smaller batches, so the more replicas, the easier: the smallest number is found by halving.
-    low = high // 2
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if fits(one_of(middle)) else (middle, high)
-    demand = one_of(high)
-    demand.memory_mib = memory_mib(profile, demand.batch_size)
-    few = f"it needs {high:,} replicas, more than the {MOST_REPLICAS:,} that are tried"
-    return [replace(demand) for _ in range(min(high, MOST_REPLICAS))], few if high > MOST_REPLICAS else None
+    rest = one_of(spec.rate_rps)
+    if fits(rest):
+        return [rest], None
+    whole = one_of(spec.rate_rps)
+    whole.lower_units = whole.most_units
+    for size in range(LARGEST_WHOLE_BATCH, 0, -1):
+        whole.batch_size = size
+        if beside_ms([whole], [whole.most_units])[0] <= whole.budget_ms:
+            break
+    else:
+        return [], f"SLO below batch 1: half its SLO of {spec.slo_ms:g} ms cannot be met even alone on a {gpu_type}"
+    whole.memory_mib = memory_mib(profile, whole.batch_size) + context_mib
+    whole.rate_rps = COUNTED * throughput_rps(whole, whole.most_units)
+    count, left = 0, spec.rate_rps
+    while left > 1e-9 and count < MOST_REPLICAS:
+        rest = one_of(left)
+        if count and fits(rest):
+            return [*(whole.copy() for _ in range(count)), rest], None
+        count, left = count + 1, left - whole.rate_rps
+    wholes = [whole.copy() for _ in range(count)]
+    if left > 1e-9:
+        return wholes, f"it needs more than {MOST_REPLICAS:,} replicas, which are tried at most"
+    wholes[-1].rate_rps += left
+    return wholes, None
 
 
 def memory_mib(profile: ModelProfile, batch_size: int) -> float:
@@ -90,18 +109,18 @@ def pack_cluster(workload: Workload, cluster: Cluster, profiles: Profiles, attem
 
     The paper provisions one GPU type, the one that serves all at the lowest price. Here every type is tried as the
     first one, and what it cannot serve (its SLOs are too tight for it, or a fixed cluster has no more of it) goes to
-    the others, the cheapest first. The best of these plans is taken. GPUs without a price count as 1.
+    the others, the cheapest first. The best of these plans is taken.
 
     Raises:
         InvalidInputError: a model has iGniter's coefficients on no GPU type of the cluster.
     """
-    _check_coefficients(workload, cluster, profiles)
-    prices = {gpu.type: 1.0 if gpu.price_per_hour is None else gpu.price_per_hour for gpu in cluster.gpus}
-    by_price = sorted(cluster.gpu_types, key=lambda kind: prices[kind])
+    _check_coefficients(workload.models, cluster, profiles)
+    prices = cluster.prices
+    by_price = sorted(prices, key=prices.__getitem__)
     best: tuple[float, float, Packed] | None = None
-    for start in cluster.gpu_types:
+    for start in prices:
         kinds = [start, *(kind for kind in by_price if kind != start)]
-        packed, lost_rps = _pack_types(workload, kinds, GpuPool(cluster), profiles, attempt, first=first)
+        packed, lost_rps = _pack_types(workload.models, kinds, GpuPool(cluster), profiles, attempt, [], first=first)
         cost = sum(prices[gpu.gpu.type] for gpu in packed.gpus)
         if best is None or (round(lost_rps, 6), cost) < best[:2]:
             best = (round(lost_rps, 6), cost, packed)
@@ -111,21 +130,21 @@ def pack_cluster(workload: Workload, cluster: Cluster, profiles: Profiles, attem
 
 
 def _pack_types(
-    workload: Workload, kinds: Sequence[str], pool: GpuPool, profiles: Profiles, attempt: Try, *, first: bool
+    specs: Sequence[ModelSpec], kinds: Sequence[str], pool: GpuPool, profiles: Profiles, attempt: Try,
+    opened: Sequence[OpenGpu], *, first: bool,
 ) -> tuple[Packed, float]:
-    """Place a workload on one GPU type after the other; return the packing and the rate that no replica carries."""
-    left = {spec.name: spec for spec in workload.models}
-    opened: list[OpenGpu] = []
-    reasons: dict[str, list[str]] = {spec.name: [] for spec in workload.models}
+    """Place models on one GPU type after the other; return the packing and the rate that no replica carries."""
+    left = {spec.name: spec for spec in specs}
+    gpus = list(opened)
+    reasons: dict[str, str] = {}
     for kind in kinds:
         if left:
-            packed = pack(list(left.values()), pool, profiles, kind, attempt, first=first)
-            opened += packed.gpus
-            for name, reason in packed.refused.items():
-                reasons[name].append(f"{kind}: {reason}" if len(kinds) > 1 else reason)
+            own = [gpu for gpu in gpus if gpu.gpu.type == kind]
+            packed = pack(list(left.values()), pool, profiles, kind, attempt, own, first=first)
+            gpus = [gpu for gpu in gpus if gpu.gpu.type != kind] + packed.gpus
+            reasons |= {name: reason for name, reason in packed.refused.items() if name not in reasons}
             left = _left(left, packed)
-    refused = {name: "; ".join(reasons[name]) for name in left}
-    return Packed(opened, refused), sum(spec.rate_rps for spec in left.values())
+    return Packed(gpus, {name: reasons[name] for name in left}), sum(spec.rate_rps for spec in left.values())
 
 
 def _left(asked: Mapping[str, ModelSpec], packed: Packed) -> dict[str, ModelSpec]:
@@ -138,9 +157,9 @@ def _left(asked: Mapping[str, ModelSpec], packed: Packed) -> dict[str, ModelSpec
     return {name: asked[name].model_copy(update={"rate_rps": rate}) for name, rate in rates.items() if rate > 1e-9}
 
 
-def _check_coefficients(workload: Workload, cluster: Cluster, profiles: Profiles) -> None:
+def _check_coefficients(specs: Sequence[ModelSpec], cluster: Cluster, profiles: Profiles) -> None:
     problems: list[Problem] = []
-    for spec in workload.models:
+    for spec in specs:
         missing: list[Problem] = []
         for kind in cluster.gpu_types:
             try:
@@ -160,13 +179,19 @@ def pack(
     profiles: Profiles,
     gpu_type: str,
     attempt: Try,
+    opened: Sequence[OpenGpu] = (),
     *,
     first: bool,
 ) -> Packed:
     """Place every replica, largest lower bound first, on GPUs of one type (Algorithm 1).
 
     Args:
+        specs: the models to place.
+        pool: where GPUs are opened.
+        profiles: of the models.
+        gpu_type: of the GPUs.
         attempt: returns the shares of a GPU with one more resident, the new one last, or None when it does not fit.
+        opened: GPUs with residents, which stay (section 4.2: newly arrived workloads).
         first: take the first GPU it fits; otherwise the one where the shares of all grow least beyond the lower bound.
     """
     refused: dict[str, str] = {}
@@ -175,95 +200,104 @@ def pack(
         try:
             demands, reason = demands_of(spec, gpu_type, profiles)
         except InvalidInputError:
-            refused[spec.name] = "it was not profiled with iGniter's coefficients there"
+            refused[spec.name] = f"it was not profiled with iGniter's coefficients on a {gpu_type}"
             continue
         queue += demands
         if reason is not None:
             refused[spec.name] = reason
     queue.sort(key=lambda demand: -(demand.lower_units or 0))
-    opened: list[OpenGpu] = []
+    gpus = list(opened)
     for demand in queue:
         lower = demand.lower_units or 0
         best: tuple[int, OpenGpu, Shares] | None = None
-        for gpu in opened:
+        for gpu in gpus:
             before = sum(gpu.shares)
             if before + lower > demand.most_units or gpu.memory_mib + demand.memory_mib > gpu.gpu.memory_mib:
                 continue
-            shares = attempt(gpu, demand)
-            if shares is not None and (best is None or sum(shares) - before - lower < best[0]):
-                best = (sum(shares) - before - lower, gpu, shares)
+            grown = attempt(gpu, demand)
+            if grown is not None and (best is None or sum(grown) - before - lower < best[0]):
+                best = (sum(grown) - before - lower, gpu, grown)
                 if first or best[0] == 0:
                     break
         if best is None:
             gpu_or_none = pool.take(gpu_type) if demand.memory_mib <= pool.types[gpu_type].memory_mib else None
             if gpu_or_none is None:
-                refused[demand.spec.name] = "no GPU has the share and the memory it needs beside the models before it"
+                reason = f"no GPU time left: no {gpu_type} has {lower * demand.hardware.share_unit_pct:g} % for it"
+                if demand.memory_mib > pool.types[gpu_type].memory_mib:
+                    reason = f"memory: its replica needs {demand.memory_mib:.0f} MiB with its process's context"
+                refused[demand.spec.name] = reason
                 continue
             fresh = OpenGpu(gpu_or_none)
-            alone = attempt(fresh, demand)
-            opened.append(fresh)
-            best = (0, fresh, alone or (demand.most_units,))
-        _, chosen, shares_now = best
-        chosen.shares = shares_now
+            gpus.append(fresh)
+            best = (0, fresh, attempt(fresh, demand) or (demand.most_units,))
+        _, chosen, shares = best
+        chosen.shares = shares
         chosen.demands.append(demand)
-    return Packed(opened, refused)
+    return Packed(gpus, refused)
+
+
+def extend(
+    plan: Plan, workload: Workload, cluster: Cluster, profiles: Profiles, attempt: Try, *, first: bool
+) -> Packed:
+    """Place the models of a workload that a plan does not serve yet beside those it serves, which stay where they are.
+
+    Raises:
+        InvalidInputError: a newcomer has no coefficients of iGniter's model, or the plan is not one of single models on
+            shares.
+    """
+    served = {replica.name for gpulet in plan.gpulets for replica in gpulet.models}
+    newcomers = [spec for spec in workload.models if spec.name not in served]
+    _check_coefficients(workload.models, cluster, profiles)
+    pool = GpuPool(cluster)
+    opened = _opened_by(plan, workload, pool, profiles)
+    kinds = sorted(cluster.prices, key=cluster.prices.__getitem__)
+    return _pack_types(newcomers, kinds, pool, profiles, attempt, opened, first=first)[0]
+
+
+def _opened_by(plan: Plan, workload: Workload, pool: GpuPool, profiles: Profiles) -> list[OpenGpu]:
+    """Return the GPUs that a plan uses with their residents; they are taken out of the pool."""
+    problems = []
+    used: dict[str, OpenGpu] = {}
+    wanted = {gpulet.gpu for gpulet in plan.gpulets}
+    for gpu in plan.gpus:
+        if gpu.id in wanted:
+            taken = pool.take_named(gpu.id, gpu.type)
+            if taken is None:
+                cure = "Give the cluster the plan was made for."
+                problems.append(Problem(f"gpus.{gpu.id}", gpu.type, "the cluster has no such GPU", cure))
+            else:
+                used[gpu.id] = OpenGpu(taken)
+    for gpulet in plan.gpulets:
+        if len(gpulet.models) != 1:
+            rule = "holds several models, which iGniter's plans do not"
+            cure = "Extend a plan of igniter, ffd+ or ffd++."
+            problems.append(Problem(f"gpulets.{gpulet.id}", len(gpulet.models), rule, cure))
+        elif gpulet.gpu in used:
+            opened, replica = used[gpulet.gpu], gpulet.models[0]
+            profile = profile_of(workload[replica.name], opened.gpu.type, profiles)
+            demand = Demand(
+                workload[replica.name], replica.rate_rps or workload[replica.name].rate_rps,
+                ModelConstants.of(profile.coefficients, replica.name),
+                Hardware.of(profiles.hardware(opened.gpu.type), opened.gpu.type),
+            )  # fmt: skip
+            demand.batch_size = replica.batch_size
+            demand.memory_mib = memory_mib(profile, replica.batch_size) + context_mib_of(opened.gpu.type, profiles)
+            opened.demands.append(demand)
+            opened.shares = (*opened.shares, round(gpulet.effective_share_pct / demand.hardware.share_unit_pct))
+    raise_if_any(problems)
+    return list(used.values())
 
 
 def igniter_plan(
-    name: str,
-    workload: Workload,
-    cluster: Cluster,
-    packed: Packed,
-    notes: Sequence[str] = (),
-) -> Plan:
+    name: str, workload: Workload, cluster: Cluster, packed: Packed, notes: Sequence[str] = (), *,
+    overcommits: bool = False,
+) -> Plan:  # fmt: skip
     """Return the plan with the latencies that iGniter's model expects."""
-    gpulets: list[Gpulet] = []
-    rates: dict[str, float] = {}
-    slowest: dict[str, float] = {}
+    hosted = []
     for opened in packed.gpus:
         times = beside_ms(opened.demands, opened.shares)
-        for index, (demand, units, time_ms) in enumerate(zip(opened.demands, opened.shares, times, strict=True)):
-            share = units * demand.hardware.share_unit_pct
-            gpulets.append(
-                Gpulet(
-                    id=gpulet_id(opened.gpu.id, index),
-                    gpu=opened.gpu.id,
-                    share_pct=share,
-                    models=(_replica(demand, share, time_ms),),
-                )
-            )
-            model = demand.spec.name
-            rates[model] = rates.get(model, 0.0) + demand.rate_rps
-            slowest[model] = max(slowest.get(model, 0.0), round(time_ms, 6))
-    names = [spec.name for spec in workload.models]
-    partly = [
-        f"{n}: {rates[n]:.4g} of {workload[n].rate_rps:g} rps carried; {packed.refused[n]}"
-        for n in names
-        if n in rates and n in packed.refused
-    ]
-    models = {n: ExpectedModel(goodput_rps=round(rates[n], 6), latency_ms=slowest[n]) for n in names if n in rates}
-    return Plan(
-        policy=PolicyUsed(name=name),
-        gpus=planned_gpus(cluster, (opened.gpu for opened in packed.gpus)),
-        gpulets=tuple(gpulets),
-        expected=Expected(goodput_rps=round(sum(m.goodput_rps for m in models.values()), 6), models=models),
-        unserved=tuple(n for n in names if n not in rates),
-        unserved_reasons={n: packed.refused.get(n, "not placed") for n in names if n not in rates},
-        notes=(*notes, *partly),
-    )
-
-
-def _replica(demand: Demand, share_pct: float, beside: float) -> Replica:
-    points = {
-        size: round(demand.model.alone_ms(size, share_pct, demand.hardware), 6)
-        for size in range(1, demand.batch_size + 1)
-    }
-    return Replica(
-        name=demand.spec.name,
-        batch_size=demand.batch_size,
-        rate_rps=round(demand.rate_rps, 6),
-        latency_ms=round(beside, 6),
-        slowdown=round(max(1.0, beside / points[demand.batch_size]), 6),
-        memory_mib=demand.memory_mib or None,
-        latency=LatencyTable(points=points),
-    )
+        for demand, units, time_ms in zip(opened.demands, opened.shares, times, strict=True):
+            replica = Replica(name=demand.spec.name, batch_size=demand.batch_size, rate_rps=round(demand.rate_rps, 6),
+                              latency_ms=round(time_ms, 6))  # fmt: skip
+            hosted.append(Hosted(opened.gpu, units * demand.hardware.share_unit_pct, [replica]))
+    return hosting_plan(name, workload, cluster, hosted, packed.refused, notes, overcommits=overcommits)

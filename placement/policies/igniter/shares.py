@@ -3,6 +3,7 @@ that keep every resident of a GPU within half its SLO (Algorithm 2)."""
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -10,7 +11,7 @@ from dataclasses import dataclass, field
 from tenuto.placement.interference.igniter import Hardware, Load, ModelConstants, inference_time_ms
 from tenuto.placement.workload import ModelSpec
 
-__all__ = ["Demand", "Shares", "allocate", "beside_ms"]
+__all__ = ["Demand", "Shares", "allocate", "beside_ms", "throughput_rps"]
 
 Shares = tuple[int, ...]  # of the residents of a GPU in order, in units of Hardware.share_unit_pct
 
@@ -30,7 +31,7 @@ class Demand:
     memory_mib: float = 0.0  # of the replica with this batch size, 0 where none was measured
     batch_size: int = field(init=False)
     lower_units: int | None = field(init=False)  # None: no share is enough
-    _loads: dict[int, Load] = field(init=False, default_factory=dict)
+    _loads: dict[tuple[int, int], Load] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         rate_per_ms, pcie = self.rate_rps / 1000.0, self.hardware.pcie_bytes_per_ms
@@ -45,6 +46,10 @@ class Demand:
             units = max(1, math.ceil(share_pct / self.hardware.share_unit_pct - 1e-9))
             self.lower_units = units if units <= self.most_units else None
 
+    def copy(self) -> Demand:
+        """Return another replica like this one."""
+        return copy.copy(self)
+
     @property
     def most_units(self) -> int:
         """The whole GPU in units."""
@@ -56,10 +61,11 @@ class Demand:
         return self.spec.slo_ms / 2.0
 
     def load(self, units: int) -> Load:
-        """Return the load on a share; computed once per share."""
-        known = self._loads.get(units)
+        """Return the load on a share; computed once per batch size and share."""
+        key = (self.batch_size, units)
+        known = self._loads.get(key)
         if known is None:
-            known = self._loads[units] = Load.of(self.model, self.batch_size, units * self.hardware.share_unit_pct)
+            known = self._loads[key] = Load.of(self.model, self.batch_size, units * self.hardware.share_unit_pct)
         return known
 
 
@@ -67,6 +73,14 @@ def beside_ms(demands: Sequence[Demand], shares: Sequence[int]) -> list[float]:
     """Return t_inf of every resident beside all others, in ms."""
     loads = [demand.load(units) for demand, units in zip(demands, shares, strict=True)]
     return [inference_time_ms(d.model, own, loads, d.hardware) for d, own in zip(demands, loads, strict=True)]
+
+
+def throughput_rps(demand: Demand, units: int) -> float:
+    """Return what a resident carries alone on a share: b / (t_gpu + t_feedback), as loading overlaps with computing
+    (eq. 2)."""
+    time_ms = beside_ms([demand], [units])[0]
+    load_ms = demand.batch_size * demand.model.load_bytes / demand.hardware.pcie_bytes_per_ms
+    return 1000.0 * demand.batch_size / (time_ms - load_ms)
 
 
 def allocate(demands: Sequence[Demand], shares: Sequence[int]) -> Shares | None:

@@ -3,18 +3,19 @@
 Source: P. Elvinger's thesis (ETH Zurich 2024, section 5.4.3): choose how many replicas of each model run with which
 batch size on which GPU, such that on every GPU the compute requirements sum to at most 100 % and the memory
 requirements too, and the sum over models of min(rate, throughput of its replicas) is largest. The thesis decides per
-GPU; here GPUs of a type are counted per pattern (see `milp_patterns`), which has the same optimum without the symmetry.
+GPU; here GPUs of a type are counted per pattern (see `patterns`), which has the same optimum without the symmetry.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
-from tenuto.errors import InvalidInputError, Problem
+from tenuto.errors import Problem, raise_if_any
 from tenuto.placement.cluster import Cluster, Gpu
 from tenuto.placement.plan import Plan
-from tenuto.placement.policies.milp.model import Master, Relaxation, Solution
+from tenuto.placement.policies.milp.greedy import greedy_patterns
 from tenuto.placement.policies.milp.patterns import (
     Item,
     Pattern,
@@ -23,20 +24,31 @@ from tenuto.placement.policies.milp.patterns import (
     items_of,
     patterns_worth,
 )
+from tenuto.placement.policies.milp.program import Program, Relaxation, Solution
 from tenuto.placement.policies.shared.gpu_pool import GpuPool
-from tenuto.placement.policies.shared.profiled_plan import Hosted, profiled_plan
-from tenuto.placement.policies.shared.requirements import MEMORY, Requirement, Requirements, requirements_of
-from tenuto.placement.policy import Policy
+from tenuto.placement.policies.shared.hosting import hosting_plan
+from tenuto.placement.policies.shared.requirements import (
+    MEMORY,
+    Requirement,
+    Requirements,
+    context_pct_of,
+    hosted_requirements,
+    requirements_of,
+)
+from tenuto.placement.policy import Policy, with_defaults
 from tenuto.placement.workload import ModelSpec, Workload
 from tenuto.profiles import Profiles
 
-__all__ = ["MilpPolicy"]
+__all__ = ["AoMilp", "MilpPolicy", "WsmMilp"]
 
 # Column generation: patterns added per round and GPU type, and rounds before the bound of the last round is taken.
 COLUMNS_PER_ROUND = 20
 MOST_ROUNDS = 200
-# Part of the time left that goes to the goodput (or price); the rest is for keeping replicas away from neighbours.
-FIRST_STAGE = 0.7
+# Parts of the time limit by which the columns are made and the goodput (or price) is found; the rest of it is for
+# keeping replicas away from neighbours. Building the programs takes time too, hence not all of it is given away.
+COLUMNS_UNTIL = 0.35
+GOODPUT_UNTIL = 0.75
+ALL_UNTIL = 0.95
 
 
 class MilpPolicy(Policy):
@@ -45,25 +57,28 @@ class MilpPolicy(Policy):
     Among plans of equal goodput, the one whose replicas are least exposed to neighbours is taken (sum over pairs on a
     GPU of the neighbour's batch latency as part of the SLO), then the one with the least load, so that no replica is
     idle by design. On an elastic cluster the cheapest GPUs that carry every rate are chosen; types without a price
-    count one unit each. A gpu-let has no share, as in the thesis: gpu-lets on one GPU compete freely, and their latency
-    is that of the whole GPU.
+    count one unit each. A gpu-let has no share, as in the thesis: gpu-lets on one GPU compete freely, and the policy
+    believes the latency of the whole GPU. Beside the memory requirement, the memory of each replica with the CUDA
+    context of its process has to fit.
+
+    About 20 models on 64 GPUs are solved to the proven optimum in the default time, 10 models in a second. Beyond, the
+    best plan found in the time is returned, a greedy one at least, and a note says how far it may be from the optimum.
 
     Options:
         compute_metric, memory_metric: what must stay below 100 % of a GPU; a metric of the profile in percent, or
-        `memory`.
+            `memory`.
         max_replicas: most replicas of one model; the thesis leaves its value open. At most one is on a GPU.
         one_batch_size: all replicas of a model use the same batch size, as in the thesis (its section 6.3 comes out
-        only
-            so); otherwise each its own, which never gives less goodput.
+            only so); otherwise each its own, which never gives less goodput.
         time_limit_s: after this time the best plan so far is returned and its gap to the proven bound noted.
         pattern_limit: up to this many patterns are listed in full; above, columns are generated on demand.
         shares: limit each gpu-let to its compute requirement instead.
     """
 
     def __init__(
-        self, *, compute_metric: str, memory_metric: str = MEMORY, max_replicas: int | None = None,
-        one_batch_size: bool = True, time_limit_s: float = 10.0, pattern_limit: int = 4000, shares: bool = False,
-        clock: Callable[[], float] = time.monotonic,
+        self, *, compute_metric: str = "achieved_occupancy_pct", memory_metric: str = MEMORY,
+        max_replicas: int | None = None, one_batch_size: bool = True, time_limit_s: float = 10.0,
+        pattern_limit: int = 4000, shares: bool = False,
     ) -> None:
         problems = []
         if max_replicas is not None and max_replicas < 1:
@@ -73,174 +88,222 @@ class MilpPolicy(Policy):
             problems.append(Problem("--option time_limit_s", time_limit_s, "must be above 0", "Try 10."))
         if pattern_limit < 1:
             problems.append(Problem("--option pattern_limit", pattern_limit, "must be at least 1", "Try 4000."))
-        if problems:
-            raise InvalidInputError(problems)
+        raise_if_any(problems)
         self.compute_metric, self.memory_metric, self.max_replicas = compute_metric, memory_metric, max_replicas
         self.one_batch_size, self.shares = one_batch_size, shares
         self.time_limit_s, self.pattern_limit = time_limit_s, pattern_limit
-        self._clock = clock
 
     def place(self, workload: Workload, cluster: Cluster, profiles: Profiles) -> Plan:
         """Return the plan; raises `InvalidInputError` when a profile lacks the metrics."""
+        watch = _Watch(self.time_limit_s)
         needs = requirements_of(workload, cluster, profiles, self.compute_metric, self.memory_metric)
-        unserved = {
-            spec.name: "; ".join(req.why_not for req in needs[spec.name].values())
-            for spec in workload.models
-            if not any(req.within_slo for req in needs[spec.name].values())
-        }
-        models = [spec for spec in workload.models if spec.name not in unserved]
+        context_pct = context_pct_of(cluster, profiles)
+        usable = {kind: _usable(needs, kind, context_pct[kind]) for kind in cluster.gpu_types}
+        models = [spec for spec in workload.models if any(by_model[spec.name] for by_model in usable.values())]
+        reasons = {spec.name: "no GPU time left: the others carry more requests on these GPUs" for spec in models}
+        for spec in workload.models:
+            if spec.name not in reasons:
+                why = [req.why_not for req in needs[spec.name].values() if req.why_not]
+                reasons[spec.name] = why[0] if why else "memory: no replica and its process's context fit a GPU"
         notes: list[str] = []
-        hosted: list[tuple[Gpu, list[Hosted]]] = []
-        if models and cluster.gpus:
-            chosen, note = self._choose(models, cluster, needs)
-            hosted = _on_gpus(chosen, models, cluster)
+        chosen: list[tuple[Pattern, int]] = []
+        if models:
+            available = None if cluster.elastic else cluster.counts
+            program = Program(models, available, cluster.prices, self.max_replicas, one_batch_size=self.one_batch_size)
+            items = items_of(models, usable, context_pct, one_batch_size=self.one_batch_size)
+            chosen, note = _Solving(program, items, self.pattern_limit, watch).run()
             notes.append(note)
-        served = {replica.model for _, replicas in hosted for replica in replicas}
-        for spec in models:
-            if spec.name not in served:
-                unserved[spec.name] = "leaving it out lets the other models carry more requests on these GPUs"
-        return profiled_plan(self.name, workload, cluster, hosted, unserved, notes, shares=self.shares)
+        placed = _on_gpus(chosen, models, cluster)
+        hosted = hosted_requirements(workload, placed, shares=self.shares)
+        competes = not self.shares and any(len(replicas) > 1 for _, replicas in placed)
+        if competes:
+            notes.append("over-commits shares on purpose: gpu-lets of one GPU are not limited and compete freely")
+        return hosting_plan(self.name, workload, cluster, hosted, reasons, notes, overcommits=competes)
 
-    def _choose(
-        self, models: Sequence[ModelSpec], cluster: Cluster, needs: Mapping[str, Mapping[str, Requirements]]
-    ) -> tuple[list[tuple[Pattern, int]], str]:
+
+class _Watch:
+    """How much of the time limit is left."""
+
+    def __init__(self, limit_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self.limit_s, self._clock, self._began = limit_s, clock, clock()
+
+    def left_s(self, until: float) -> float:
+        """Return the seconds until this part of the limit is used up; negative when it is."""
+        return self._began + until * self.limit_s - self._clock()
+
+
+class _Solving:
+    """One run: the columns, then the goodput (or price), then the neighbours, each within its part of the time."""
+
+    def __init__(
+        self, program: Program, items: Mapping[str, Sequence[Sequence[Item]]], pattern_limit: int, watch: _Watch
+    ) -> None:
+        self._program, self._items, self._limit, self._watch = program, items, pattern_limit, watch
+
+    def run(self) -> tuple[list[tuple[Pattern, int]], str]:
         """Return the patterns used with their counts, and what is known about the optimum."""
-        until = self._clock() + self.time_limit_s
-        prices = _prices(cluster)
-        counts: dict[str, int] = {}
-        for gpu in cluster.gpus:
-            counts[gpu.type] = counts.get(gpu.type, 0) + 1
-        available = None if cluster.elastic else counts
-        master = Master(models, available, prices, self.max_replicas, one_batch_size=self.one_batch_size)
-        items = {kind: items_of(models, _usable(models, needs, kind)) for kind in prices}
-        patterns, bound = self._patterns(master, items, until)
-        first = self._first_stage(master, patterns, until)
-        if first is None:
-            return [], f"no plan found within {self.time_limit_s:g} s; raise time_limit_s"
-        if not self._complete(items, patterns, bound, first):
-            more = self._columns_in_gap(items, patterns, bound, first)
-            if more:
+        program, watch = self._program, self._watch
+        patterns, bound = self._patterns()
+        patterns, best = self._rounded(patterns, bound)
+        best = self._better(best, program.solve(patterns, watch.left_s(GOODPUT_UNTIL)), len(patterns))
+        if bound is not None and bound.is_bound and not self._is_complete(patterns, bound, best):
+            more = self._columns_in_gap(patterns, bound, best)
+            if more and watch.left_s(GOODPUT_UNTIL) > 0:
                 patterns = patterns + more
-                again = self._first_stage(master, patterns, until)
-                first = _better(master, first, again, len(patterns))
-        second = master.solve(patterns, until - self._clock(), at_least=first.objective)
-        final = second or first
-        gap = abs(bound.objective - first.objective) / max(abs(first.objective), 1e-9)
-        optimal = first.proven and (gap <= 1e-6 or self._complete(items, patterns, bound, first))
+                best = self._better(best, program.solve(patterns, watch.left_s(GOODPUT_UNTIL)), len(patterns))
+        second = program.solve(patterns, watch.left_s(ALL_UNTIL), at_least=best.objective)
+        final = second or best
+        chosen = [(pattern, n) for pattern, n in zip(patterns, final.counts, strict=True) if n]
+        if bound is None or not bound.is_bound:
+            limit = f"within {self._watch.limit_s:g} s"
+            return chosen, f"the best plan found {limit}; how far from the optimum it is, is not known"
+        gap = abs(bound.objective - best.objective) / max(abs(best.objective), 1e-9)
+        optimal = best.proven and (gap <= 1e-6 or self._is_complete(patterns, bound, best))
         note = "optimal" if optimal else f"within {100 * gap:.3g} % of the bound, optimality not proven"
         if second is None or not second.proven:
             note += "; neighbours were not fully optimised in the time given"
-        return [(pattern, n) for pattern, n in zip(patterns, final.counts, strict=True) if n], note
+        return chosen, note
 
-    def _first_stage(self, master: Master, patterns: Sequence[Pattern], until: float) -> Solution | None:
-        return master.solve(patterns, FIRST_STAGE * (until - self._clock()))
+    def _rounded(
+        self, patterns: Sequence[Pattern], bound: Relaxation | None
+    ) -> tuple[list[Pattern], Solution]:
+        """Return the better of a greedy plan and of the relaxation rounded down and filled up, with its patterns."""
+        starts: list[Sequence[tuple[Pattern, int]]] = [()]
+        if bound is not None and not self._program.one_batch_size:
+            starts.append([(p, int(n + 1e-9)) for p, n in zip(patterns, bound.counts, strict=True) if n >= 1])
+        found = [greedy_patterns(self._program, self._items, start) for start in starts]
+        every = {pattern.key: pattern for pattern in patterns}
+        for filled in found:
+            every |= {pattern.key: pattern for pattern, _ in filled}
+        all_patterns = list(every.values())
+        solutions = []
+        for filled in found:
+            count = {pattern.key: n for pattern, n in filled}
+            counts = tuple(count.get(pattern.key, 0) for pattern in all_patterns)
+            solutions.append(Solution(counts, self._program.objective(all_patterns, counts), False))
+        key = lambda solution: solution.objective if self._program.buys else -solution.objective  # noqa: E731
+        return all_patterns, min(solutions, key=key)
 
-    def _patterns(
-        self, master: Master, items: Mapping[str, Sequence[Sequence[Item]]], until: float
-    ) -> tuple[list[Pattern], Relaxation]:
-        """Return all patterns where they are few, else those that the linear relaxation asks for; and the
-        relaxation."""
+    def _better(self, one: Solution, other: Solution | None, columns: int) -> Solution:
+        """Return the better of two solutions over growing pattern lists, with counts for all `columns`."""
+        padded = Solution(one.counts + (0,) * (columns - len(one.counts)), one.objective, False)
+        if other is None:
+            return padded
+        tolerance = 1e-9 * max(1.0, abs(one.objective))
+        if self._program.buys:
+            return padded if one.objective < other.objective - tolerance else other
+        return padded if one.objective > other.objective + tolerance else other
+
+    def _patterns(self) -> tuple[list[Pattern], Relaxation | None]:
+        """Return all patterns where they are few, else those that the linear relaxation asks for; and the relaxation,
+        None where there was no time for it."""
         try:
             patterns: list[Pattern] = []
-            for kind, by_model in items.items():
-                patterns += enumerate_patterns(kind, by_model, self.pattern_limit - len(patterns))
-            return patterns, master.relax(patterns)
+            for kind, by_model in self._items.items():
+                patterns += enumerate_patterns(kind, by_model, self._limit - len(patterns))
+            return patterns, self._program.relax(patterns)
         except TooManyPatternsError:
-            patterns = [Pattern(kind, (item,)) for kind, by_model in items.items() for g in by_model for item in g]
-        if not master.buys and self.max_replicas is None:
+            patterns = [Pattern(kind, (item,)) for kind, groups in self._items.items() for g in groups for item in g]
+        if not self._program.buys and self._program.max_replicas is None:
             # Where the GPUs suffice on average, the relaxation puts no price on them and asks for no dense pattern;
             # the patterns that would need the fewest GPUs are those with which whole numbers fit.
-            buyer = Master(master.models, None, master.prices, None)
-            patterns, _ = self._generate(buyer, patterns, items, until)
-        return self._generate(master, patterns, items, until)
+            buyer = Program(self._program.models, None, self._program.prices, None)
+            patterns, _ = self._generate(buyer, patterns, COLUMNS_UNTIL / 2)
+        return self._generate(self._program, patterns, COLUMNS_UNTIL)
 
     def _generate(
-        self, master: Master, patterns: list[Pattern], items: Mapping[str, Sequence[Sequence[Item]]], until: float
-    ) -> tuple[list[Pattern], Relaxation]:
+        self, program: Program, patterns: list[Pattern], until: float
+    ) -> tuple[list[Pattern], Relaxation | None]:
         """Add patterns of positive reduced value until there are none, so that the relaxation covers all patterns."""
-        known = {_key(pattern) for pattern in patterns}
+        known = {pattern.key for pattern in patterns}
+        relaxation: Relaxation | None = None
         for _ in range(MOST_ROUNDS):
-            relaxation = master.relax(patterns)
+            if self._watch.left_s(until) <= 0:
+                break
+            relaxation = program.relax(patterns)
+            if relaxation is None:
+                break
             new = []
-            for kind, by_model in items.items():
+            for kind, by_model in self._items.items():
                 threshold = relaxation.gpu[kind] * (1 + 1e-7) + 1e-7
                 found, _ = patterns_worth(kind, by_model, relaxation.worth, threshold, COLUMNS_PER_ROUND)
-                new += [pattern for pattern in found if _key(pattern) not in known]
-            if not new or self._clock() > until:
-                break
-            known |= {_key(pattern) for pattern in new}
+                new += [pattern for pattern in found if pattern.key not in known]
+            if not new:
+                return patterns, relaxation
+            known |= {pattern.key for pattern in new}
             patterns = patterns + new
+        if relaxation is not None:  # the patterns of the last round are not in it
+            padding = (0.0,) * (len(patterns) - len(relaxation.counts))
+            relaxation = replace(relaxation, counts=relaxation.counts + padding, is_bound=False)
         return patterns, relaxation
 
-    def _complete(
-        self, items: Mapping[str, Sequence[Sequence[Item]]], patterns: Sequence[Pattern],
-        bound: Relaxation, found: Solution,
-    ) -> bool:
+    def _is_complete(self, patterns: Sequence[Pattern], bound: Relaxation, found: Solution) -> bool:
         """Say whether no pattern outside `patterns` can be part of a better plan than `found`."""
         slack = abs(bound.objective - found.objective)
         if slack <= 1e-6 * max(abs(bound.objective), 1.0):
             return True
-        known = {_key(pattern) for pattern in patterns}
-        for kind, by_model in items.items():
-            useful, all_listed = patterns_worth(
-                kind, by_model, bound.worth, bound.gpu[kind] - slack, self.pattern_limit
-            )
-            if not all_listed or any(_key(pattern) not in known for pattern in useful):
+        known = {pattern.key for pattern in patterns}
+        for kind, by_model in self._items.items():
+            useful, all_listed = patterns_worth(kind, by_model, bound.worth, bound.gpu[kind] - slack, self._limit)
+            if not all_listed or any(pattern.key not in known for pattern in useful):
                 return False
         return True
 
-    def _columns_in_gap(
-        self, items: Mapping[str, Sequence[Sequence[Item]]], patterns: Sequence[Pattern],
-        bound: Relaxation, found: Solution,
-    ) -> list[Pattern]:
+    def _columns_in_gap(self, patterns: Sequence[Pattern], bound: Relaxation, found: Solution) -> list[Pattern]:
         """Return patterns which a better plan might use: those whose reduced cost is below the gap."""
-        known = {_key(pattern) for pattern in patterns}
+        known = {pattern.key for pattern in patterns}
         slack = abs(bound.objective - found.objective)
         more: list[Pattern] = []
-        for kind, by_model in items.items():
-            useful, _ = patterns_worth(kind, by_model, bound.worth, bound.gpu[kind] - slack, self.pattern_limit)
-            more += [pattern for pattern in useful if _key(pattern) not in known]
+        for kind, by_model in self._items.items():
+            useful, _ = patterns_worth(kind, by_model, bound.worth, bound.gpu[kind] - slack, self._limit)
+            more += [pattern for pattern in useful if pattern.key not in known]
         return more
 
 
-def _key(pattern: Pattern) -> tuple[str, tuple[tuple[int, int], ...]]:
-    return pattern.gpu_type, tuple((item.model, item.need.batch_size) for item in pattern.items)
-
-
-def _better(master: Master, one: Solution, other: Solution | None, columns: int) -> Solution:
-    """Return the better of two solutions over growing pattern lists, with counts for all `columns`."""
-    padded = Solution(one.counts + (0,) * (columns - len(one.counts)), one.objective, False)
-    if other is None:
-        return padded
-    improved = other.objective < one.objective if master.buys else other.objective > one.objective
-    return other if improved or other.proven else padded
-
-
 def _usable(
-    models: Sequence[ModelSpec], needs: Mapping[str, Mapping[str, Requirements]], kind: str
+    needs: Mapping[str, Mapping[str, Requirements]], kind: str, context_pct: float
 ) -> dict[str, Sequence[Requirement]]:
-    return {m.name: needs[m.name][kind].within_slo if kind in needs[m.name] else () for m in models}
-
-
-def _prices(cluster: Cluster) -> dict[str, float]:
-    """Return the price per GPU type, in file order; one unit each where any is unknown."""
-    prices = {gpu.type: gpu.price_per_hour for gpu in cluster.gpus}
-    known = {kind: price for kind, price in prices.items() if price is not None}
-    return known if len(known) == len(prices) else dict.fromkeys(prices, 1.0)
+    """Return the batches of every model that fit a GPU type with the context of their process."""
+    none = Requirements((), (), "")
+    return {
+        name: [r for r in by_type.get(kind, none).within_slo if r.held_pct(context_pct) <= 100.0]
+        for name, by_type in needs.items()
+    }
 
 
 def _on_gpus(
     chosen: Sequence[tuple[Pattern, int]], models: Sequence[ModelSpec], cluster: Cluster
-) -> list[tuple[Gpu, list[Hosted]]]:
+) -> list[tuple[Gpu, list[tuple[str, Requirement]]]]:
     """Give patterns to GPUs: in the order of the workload's models, so that equal decisions give equal plans."""
     pool = GpuPool(cluster)
-    hosted = []
-    ordered = sorted(chosen, key=lambda pair: [(item.model, item.need.batch_size) for item in pair[0].items])
-    for pattern, count in ordered:
+    placed = []
+    for pattern, count in sorted(chosen, key=lambda pair: [(i.model, i.need.batch_size) for i in pair[0].items]):
         for _ in range(count):
             gpu = pool.take(pattern.gpu_type)
             if gpu is not None:
-                hosted.append((gpu, [Hosted(models[item.model].name, item.need) for item in pattern.items]))
-    order = {gpu.id: index for index, gpu in enumerate(cluster.gpus)}
-    hosted.sort(key=lambda pair: order.get(pair[0].id, len(order)))
-    return hosted
+                placed.append((gpu, [(models[item.model].name, item.need) for item in pattern.items]))
+    return placed
+
+
+class AoMilp(MilpPolicy):
+    """Creq = achieved occupancy, the largest over sets of overlapping kernels: few models share a GPU.
+
+    Invariant and options are those of `MilpPolicy`.
+    """
+
+    name = "ao-milp"
+    summary = "highest goodput by integer programming; compute need = achieved occupancy"
+    source = "Elvinger's thesis (ETH 2024), section 5.4.3 and chapter 6"
+    __init__ = with_defaults(MilpPolicy.__init__, compute_metric="achieved_occupancy_pct")
+
+
+class WsmMilp(MilpPolicy):
+    """Creq = time-weighted SM utilisation: models whose kernels leave SMs idle share a GPU.
+
+    Invariant and options are those of `MilpPolicy`.
+    """
+
+    name = "wsm-milp"
+    summary = "highest goodput by integer programming; compute need = weighted SM utilisation"
+    source = "Elvinger's thesis (ETH 2024), section 5.4.3 and chapter 6"
+    __init__ = with_defaults(MilpPolicy.__init__, compute_metric="wavg_sm_util_pct")

@@ -12,19 +12,21 @@ from dataclasses import dataclass
 from tenuto.placement.policies.shared.requirements import Requirement
 from tenuto.placement.workload import ModelSpec
 
-__all__ = ["Item", "Pattern", "TooManyPatternsError", "enumerate_patterns", "items_of", "patterns_worth"]
+__all__ = ["FULL", "Item", "Pattern", "TooManyPatternsError", "enumerate_patterns", "items_of", "patterns_worth"]
 
 FULL = 100.0 + 1e-9
 
 
 @dataclass(frozen=True)
 class Item:
-    """A replica that a pattern may hold. `carries_rps` is its throughput, cut off at the model's whole rate."""
+    """A replica that a pattern may hold. `carries_rps` is its throughput, cut off at the model's whole rate, `held_pct`
+    its memory with the context of its process."""
 
     model: int
     need: Requirement
     carries_rps: float
     slo_ms: float
+    held_pct: float
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,11 @@ class Pattern:
 
     gpu_type: str
     items: tuple[Item, ...]
+
+    @property
+    def key(self) -> tuple[str, tuple[tuple[int, int], ...]]:
+        """What tells it from other patterns: GPU type, models and batch sizes."""
+        return self.gpu_type, tuple((item.model, item.need.batch_size) for item in self.items)
 
     @property
     def exposure(self) -> float:
@@ -52,29 +59,65 @@ class TooManyPatternsError(Exception):
     """There are more patterns than asked for; columns must be generated on demand."""
 
 
-def items_of(workload: Sequence[ModelSpec], usable: Mapping[str, Sequence[Requirement]]) -> list[list[Item]]:
-    """Return the sensible replicas of each model on one GPU type.
+def items_of(
+    workload: Sequence[ModelSpec], usable: Mapping[str, Mapping[str, Sequence[Requirement]]],
+    context_pct: Mapping[str, float], *, one_batch_size: bool,
+) -> dict[str, list[list[Item]]]:
+    """Return the sensible replicas of each model by GPU type.
 
     A batch size is left out when another one of the same model carries at least as much of the rate with no more
-    compute and memory (and, among equals, the smaller batch stays): it can be replaced in every plan without loss.
+    compute and memory (and, among equals, the smaller batch stays): it can be replaced in every plan without loss. With
+    `one_batch_size` it can only be replaced on all types at once, so the other one has to be better on each of them.
+
+    Args:
+        workload: the models.
+        usable: by GPU type and model.
+        context_pct: what the context of a process takes of the memory, by GPU type.
+        one_batch_size: all replicas of a model have the same.
     """
-    found = []
+    found: dict[str, list[list[Item]]] = {kind: [] for kind in usable}
     for index, spec in enumerate(workload):
-        items = [Item(index, need, min(need.throughput_rps, spec.rate_rps), spec.slo_ms) for need in usable[spec.name]]
-        found.append([one for one in items if not any(_dominates(other, one) for other in items if other is not one)])
+        items = {
+            kind: [
+                Item(
+                    index, need, min(need.throughput_rps, spec.rate_rps), spec.slo_ms, need.held_pct(context_pct[kind])
+                )
+                for need in by_model[spec.name]
+            ]
+            for kind, by_model in usable.items()
+        }
+        if one_batch_size:
+            sizes = sorted({item.need.batch_size for own in items.values() for item in own})
+            by_size = {b: {k: i for k, own in items.items() for i in own if i.need.batch_size == b} for b in sizes}
+            worse = {b for b in sizes if any(_is_better(by_size[c], by_size[b], c < b) for c in sizes if c != b)}
+            items = {kind: [item for item in own if item.need.batch_size not in worse] for kind, own in items.items()}
+        for kind, own in items.items():
+            found[kind].append(own if one_batch_size else [
+                one for one in own if not any(_dominates(other, one) for other in own if other is not one)
+            ])
     return found
 
 
-def _dominates(one: Item, other: Item) -> bool:
-    better = (
+def _is_better(one: Mapping[str, Item], other: Mapping[str, Item], is_smaller: bool) -> bool:
+    """Say whether a batch size can replace another on every type on which that can be used."""
+    if not one.keys() >= other.keys():
+        return False
+    if any(not _at_least(one[kind], item) for kind, item in other.items()):
+        return False
+    return is_smaller or any(not _at_least(item, one[kind]) for kind, item in other.items())
+
+
+def _at_least(one: Item, other: Item) -> bool:
+    """Say whether a replica carries as much as another of the same model with no more compute and memory."""
+    return (
         one.carries_rps >= other.carries_rps
         and one.need.compute_pct <= other.need.compute_pct
-        and one.need.memory_pct <= other.need.memory_pct
+        and one.held_pct <= other.held_pct
     )
-    equal = (one.carries_rps, one.need.compute_pct, one.need.memory_pct) == (
-        other.carries_rps, other.need.compute_pct, other.need.memory_pct
-    )
-    return better and (not equal or one.need.batch_size < other.need.batch_size)
+
+
+def _dominates(one: Item, other: Item) -> bool:
+    return _at_least(one, other) and (not _at_least(other, one) or one.need.batch_size < other.need.batch_size)
 
 
 def enumerate_patterns(gpu_type: str, items: Sequence[Sequence[Item]], limit: int) -> list[Pattern]:
@@ -96,7 +139,7 @@ def _combinations(
 ) -> Iterator[tuple[Item, ...]]:
     for index in range(start, len(items)):
         for item in items[index]:
-            new_compute, new_memory = compute + item.need.compute_pct, memory + item.need.memory_pct
+            new_compute, new_memory = compute + item.need.compute_pct, memory + item.held_pct
             if new_compute <= FULL and new_memory <= FULL:
                 yield (item,)
                 for rest in _combinations(items, index + 1, new_compute, new_memory):
@@ -138,7 +181,7 @@ def patterns_worth(
             if value + min(rest_value[later], (FULL - compute) * best_ratio[later]) <= threshold:
                 return
             for item in items[order[later]]:
-                new_compute, new_memory = compute + item.need.compute_pct, memory + item.need.memory_pct
+                new_compute, new_memory = compute + item.need.compute_pct, memory + item.held_pct
                 if new_compute <= FULL and new_memory <= FULL:
                     descend(later + 1, new_compute, new_memory, value + worth(item), (*chosen, item))
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import math
+from collections import deque
 
 from tenuto.placement.cluster import Cluster, Gpu
-from tenuto.placement.plan import Gpulet, PlannedGpu, Replica
 
-__all__ = ["GpuPool", "gpulet_id", "planned_gpus"]
+__all__ = ["GpuPool"]
 
 
 class GpuPool:
@@ -17,57 +17,44 @@ class GpuPool:
 
     def __init__(self, cluster: Cluster) -> None:
         self.elastic = cluster.elastic
-        self._free = list(cluster.gpus)
-        self._types = {gpu.type: gpu for gpu in reversed(cluster.gpus)}
+        self.types = cluster.one_of_each
+        self.prices = cluster.prices
+        self._free: dict[str, deque[Gpu]] = {kind: deque() for kind in self.types}
+        for gpu in cluster.gpus:
+            self._free[gpu.type].append(gpu)
+        self._named: set[str] = set()
         self._next_index = {node.name: sum(group.count for group in node.gpus) for node in cluster.nodes}
 
-    @property
-    def types(self) -> dict[str, Gpu]:
-        """One GPU of every type, for its memory and price."""
-        return dict(self._types)
-
-    def free(self, gpu_type: str | None = None) -> tuple[Gpu, ...]:
-        """Return the GPUs of the cluster that are not handed out yet, in file order."""
-        return tuple(gpu for gpu in self._free if gpu_type is None or gpu.type == gpu_type)
-
-    def has(self, gpu_type: str) -> bool:
-        """Say whether `take` of this type will succeed."""
-        return bool(self.free(gpu_type)) or (self.elastic and gpu_type in self._types)
+    def left(self, gpu_type: str) -> float:
+        """Return how many more GPUs of a type can be taken; inf on an elastic cluster."""
+        if self.elastic and gpu_type in self.types:
+            return math.inf
+        return len(self._free.get(gpu_type, ()))
 
     def take(self, gpu_type: str) -> Gpu | None:
         """Hand out the next GPU of a type, or None when a fixed cluster has no more."""
-        for position, gpu in enumerate(self._free):
-            if gpu.type == gpu_type:
-                return self._free.pop(position)
-        if not self.elastic or gpu_type not in self._types:
+        if self._free.get(gpu_type):
+            return self._free[gpu_type].popleft()
+        if not self.elastic or gpu_type not in self.types:
             return None
-        model = self._types[gpu_type]
+        return self._bought(gpu_type)
+
+    def take_named(self, gpu_id: str, gpu_type: str) -> Gpu | None:
+        """Hand out a GPU that another plan named, or None when there is no such GPU."""
+        for gpu in self._free.get(gpu_type, ()):
+            if gpu.id == gpu_id:
+                self._free[gpu_type].remove(gpu)
+                return gpu
+        if not self.elastic or gpu_type not in self.types:
+            return None
+        self._named.add(gpu_id)
+        return self.types[gpu_type].model_copy(update={"id": gpu_id, "uuid": None})
+
+    def _bought(self, gpu_type: str) -> Gpu:
+        model = self.types[gpu_type]
         node = model.id.rsplit("/", 1)[0]
-        index = self._next_index[node]
-        self._next_index[node] = index + 1
-        return model.model_copy(update={"id": f"{node}/{index}", "uuid": None})
-
-
-def gpulet_id(gpu_id: str, index: int) -> str:
-    """Return the id of the index-th gpu-let of a GPU: a, b, …, z, aa, ab, …"""
-    letters = ""
-    index += 1
-    while index:
-        index, rest = divmod(index - 1, 26)
-        letters = chr(ord("a") + rest) + letters
-    return f"{gpu_id}/{letters}"
-
-
-def planned_gpus(cluster: Cluster, used: Iterable[Gpu]) -> tuple[PlannedGpu, ...]:
-    """Return the plan's GPUs: all of a fixed cluster (idle ones are part of the answer), the used ones if elastic."""
-    gpus: Sequence[Gpu] = list(used) if cluster.elastic else cluster.gpus
-    unique = {gpu.id: PlannedGpu(id=gpu.id, type=gpu.type, uuid=gpu.uuid) for gpu in gpus}
-    return tuple(unique.values())
-
-
-def one_model_gpulets(gpu_id: str, replicas: Iterable[tuple[float | None, Replica]]) -> tuple[Gpulet, ...]:
-    """Return one gpu-let per (share in percent, replica) of a GPU."""
-    return tuple(
-        Gpulet(id=gpulet_id(gpu_id, index), gpu=gpu_id, share_pct=share, models=(replica,))
-        for index, (share, replica) in enumerate(replicas)
-    )
+        while True:
+            index = self._next_index[node]
+            self._next_index[node] = index + 1
+            if f"{node}/{index}" not in self._named:
+                return model.model_copy(update={"id": f"{node}/{index}", "uuid": None})

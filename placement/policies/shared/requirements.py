@@ -6,15 +6,18 @@ Only measured batches of the whole GPU count; a batch whose metric is missing in
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from tenuto.errors import InvalidInputError, Problem
+from tenuto.errors import Problem, raise_if_any
 from tenuto.placement.cluster import Cluster, Gpu
-from tenuto.placement.workload import ModelSpec, Workload, profile_of
-from tenuto.profiles import LatencyTable, ModelProfile, Profiles
+from tenuto.placement.costs import WHOLE_GPU, ModelOnGpu, context_mib_of, costs_of
+from tenuto.placement.plan import Replica
+from tenuto.placement.policies.shared.hosting import Hosted
+from tenuto.placement.workload import Workload
+from tenuto.profiles import Profiles
 
-__all__ = ["MEMORY", "Requirement", "Requirements", "requirements_of"]
+__all__ = ["MEMORY", "Requirement", "Requirements", "context_pct_of", "hosted_requirements", "requirements_of"]
 
 MEMORY = "memory"  # the name under which the memory requirement is asked for; any profile metric may stand in
 
@@ -29,12 +32,21 @@ class Requirement:
     throughput_rps: float
     latency_ms: float
     memory_mib: float | None
-    latency: LatencyTable
+    resident_pct: float  # its bytes in percent of the GPU's memory; 0 where they were not measured
 
     @property
     def total_pct(self) -> float:
-        """Rreq = Creq + Mreq (USHER, section 4)."""
+        """Rreq = Creq + Mreq (USHER, section 3.3)."""
         return self.compute_pct + self.memory_pct
+
+    def held_pct(self, context_pct: float) -> float:
+        """Return the memory a replica takes: what it requires, or its bytes and the context of its process."""
+        return max(self.memory_pct, self.resident_pct + context_pct)
+
+    def replica(self, model: str, rate_rps: float) -> Replica:
+        """Return it for the plan, with the latency the policy believes in: the one measured on the whole GPU."""
+        return Replica(name=model, batch_size=self.batch_size, rate_rps=round(rate_rps, 6),
+                       latency_ms=round(self.latency_ms, 6))  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -45,16 +57,6 @@ class Requirements:
     measured: tuple[Requirement, ...]
     why_not: str  # why `within_slo` is empty
 
-    def average(self) -> tuple[float, float]:
-        """Return the mean (Creq, Mreq) over all measured batches; (0, 0) without any.
-
-        Averages over the batches within the SLO only would give other groups than the thesis prints in section 5.4.1.
-        """
-        count = len(self.measured)
-        if not count:
-            return 0.0, 0.0
-        return sum(r.compute_pct for r in self.measured) / count, sum(r.memory_pct for r in self.measured) / count
-
 
 def requirements_of(
     workload: Workload, cluster: Cluster, profiles: Profiles, compute_metric: str, memory_metric: str
@@ -64,80 +66,101 @@ def requirements_of(
     Raises:
         InvalidInputError: a model's profile has the metric on none of the types; one problem per model.
     """
-    gpus = {gpu.type: gpu for gpu in reversed(cluster.gpus)}
     found: dict[str, dict[str, Requirements]] = {}
     problems: list[Problem] = []
-    for index, spec in enumerate(workload.models):
-        by_type: dict[str, Requirements] = {}
-        for gpu_type in cluster.gpu_types:
-            try:
-                model = profile_of(spec, gpu_type, profiles)
-            except InvalidInputError:
-                continue  # measured on another type; `solve` refuses a workload without any
-            by_type[gpu_type] = _requirements(spec, model, gpus[gpu_type], compute_metric, memory_metric)
-        if by_type and not any(r.measured for r in by_type.values()):
-            problems.append(
-                Problem(f"models.{index}.profile", spec.profile_row,
-                        f"no whole-GPU measurement has both '{compute_metric}' and '{memory_metric}'",
-                        f"This policy needs both. Metrics there: {_known_metrics(spec, cluster, profiles)}. "
-                        "Choose others with --option, another profile with --profiles, or another policy.")
+    measured: dict[int, tuple[Requirement, ...]] = {}
+    for index, (name, by_type) in enumerate(costs_of(workload, cluster, profiles).items()):
+        found[name] = {}
+        for kind, on in by_type.items():
+            if id(on.profile) not in measured:
+                measured[id(on.profile)] = tuple(_measured(on, compute_metric, memory_metric))
+            found[name][kind] = _requirements(on, measured[id(on.profile)])
+        if by_type and not any(r.measured for r in found[name].values()):
+            rule = f"no whole-GPU measurement has both '{compute_metric}' and '{memory_metric}'"
+            cure = (
+                f"This policy needs both. Metrics there: {_known_metrics(by_type.values())}. "
+                "Choose others with --option, another profile with --profiles, or another policy."
             )
-        found[spec.name] = by_type
-    if problems:
-        raise InvalidInputError(problems)
+            problems.append(Problem(f"models.{index}.profile", workload.models[index].profile_row, rule, cure))
+    raise_if_any(problems)
     return found
 
 
-def _known_metrics(spec: ModelSpec, cluster: Cluster, profiles: Profiles) -> str:
-    names: set[str] = set()
-    for gpu_type in cluster.gpu_types:
-        try:
-            points = profile_of(spec, gpu_type, profiles).points
-        except InvalidInputError:
-            continue
-        names |= {name for point in points if point.share_pct == 100.0 for name in point.metrics}
-        names |= {MEMORY for point in points if point.share_pct == 100.0 and point.memory_mib is not None}
+def _known_metrics(costs: Iterable[ModelOnGpu]) -> str:
+    points = [point for on in costs for point in on.profile.points if point.share_pct == WHOLE_GPU]
+    names = {name for point in points for name in point.metrics}
+    names |= {MEMORY for point in points if point.memory_mib is not None}
     return ", ".join(sorted(names)) or "none"
 
 
-def _requirements(
-    spec: ModelSpec, model: ModelProfile, gpu: Gpu, compute_metric: str, memory_metric: str
-) -> Requirements:
-    measured: list[Requirement] = []
-    sizes = model.batch_sizes()
-    for size in sizes:
-        compute = _percent(model, size, compute_metric, gpu)
-        memory = _percent(model, size, memory_metric, gpu)
-        if compute is None or memory is None or compute <= 0:
-            continue
-        latency = model.latency_ms(size)
-        table = LatencyTable(points={b: round(model.latency_ms(b), 6) for b in sizes if b <= size})
-        measured.append(
-            Requirement(size, compute, memory, model.throughput_rps(size), latency, model.memory_mib(size), table)
-        )
-    usable = tuple(
-        r for r in measured
-        if r.latency_ms <= spec.slo_ms and r.compute_pct <= 100.0 and r.memory_pct <= 100.0
-        and (r.memory_mib or 0.0) <= gpu.memory_mib
-    )
-    return Requirements(usable, tuple(measured), _why_not(spec, measured, gpu) if not usable else "")
+def _measured(on: ModelOnGpu, compute_metric: str, memory_metric: str) -> Iterable[Requirement]:
+    profile = on.profile
+    for size in profile.batch_sizes():
+        compute, memory = _percent(on, size, compute_metric), _percent(on, size, memory_metric)
+        if compute is not None and memory is not None and compute > 0:
+            latency_ms, rate_rps = profile.latency_ms(size), profile.throughput_rps(size)
+            memory_mib = on.memory_mib(size)
+            resident_pct = WHOLE_GPU * (memory_mib or 0.0) / on.gpu.memory_mib
+            yield Requirement(size, compute, memory, rate_rps, latency_ms, memory_mib, resident_pct)
 
 
-def _percent(model: ModelProfile, batch_size: int, metric: str, gpu: Gpu) -> float | None:
+def _percent(on: ModelOnGpu, batch_size: int, metric: str) -> float | None:
     """Return a requirement in percent of the GPU, None where it was not measured."""
-    point = model.point(batch_size)
+    point = on.profile.point(batch_size)
     if metric == MEMORY:
-        return None if point.memory_mib is None else 100.0 * point.memory_mib / gpu.memory_mib
+        return None if point.memory_mib is None else 100.0 * point.memory_mib / on.gpu.memory_mib
     return point.metrics.get(metric)
 
 
-def _why_not(spec: ModelSpec, measured: Iterable[Requirement], gpu: Gpu) -> str:
-    fastest = min(measured, key=lambda r: r.latency_ms, default=None)
+def _requirements(on: ModelOnGpu, measured: tuple[Requirement, ...]) -> Requirements:
+    in_time = tuple(r for r in measured if r.latency_ms <= on.slo_ms)
+    usable = tuple(
+        r for r in in_time
+        if r.compute_pct <= 100.0 and r.memory_pct <= 100.0 and (r.memory_mib or 0.0) <= on.gpu.memory_mib
+    )
+    if usable:
+        return Requirements(usable, measured, "")
+    kind, fastest = on.gpu.type, min(measured, key=lambda r: r.latency_ms, default=None)
     if fastest is None:
-        return f"{gpu.type}: the profile lacks the metrics this policy needs"
-    if fastest.latency_ms > spec.slo_ms:
-        return (
-            f"{gpu.type}: its fastest measured batch ({fastest.batch_size}) takes {fastest.latency_ms:.4g} ms, "
-            f"more than the SLO of {spec.slo_ms:g} ms"
+        return Requirements((), (), f"the profile of {kind} lacks the metrics this policy needs")
+    if not in_time:
+        why = (
+            f"SLO below its fastest measured batch: {fastest.batch_size} takes {fastest.latency_ms:.4g} ms of "
+            f"{on.slo_ms:g} ms on {kind}"
         )
-    return f"{gpu.type}: no batch within the SLO fits the GPU's compute and memory"
+    elif all(r.memory_pct > 100.0 or (r.memory_mib or 0.0) > on.gpu.memory_mib for r in in_time):
+        why = f"memory: no batch within the SLO fits the {on.gpu.memory_mib:.0f} MiB of a {kind}"
+    else:
+        why = f"compute: every batch within the SLO asks for more than a whole {kind}"
+    return Requirements((), measured, why)
+
+
+def context_pct_of(cluster: Cluster, profiles: Profiles) -> dict[str, float]:
+    """Return how much of a GPU's memory the context of a process takes, in percent by GPU type."""
+    gpus = cluster.one_of_each
+    return {kind: WHOLE_GPU * context_mib_of(kind, profiles) / gpu.memory_mib for kind, gpu in gpus.items()}
+
+
+Placed = Sequence[tuple[Gpu, Sequence[tuple[str, Requirement]]]]
+"""GPUs with the replicas on them: model and what it requires there."""
+
+
+def hosted_requirements(workload: Workload, placed: Placed, *, shares: bool) -> list[Hosted]:
+    """Return one gpu-let per replica; a model's rate is spread over its replicas in proportion to their throughput.
+
+    Args:
+        workload: whose rates.
+        placed: the replicas.
+        shares: limit each gpu-let to its compute requirement; otherwise those of a GPU compete freely.
+    """
+    capacity: dict[str, float] = {}
+    for _, replicas in placed:
+        for model, need in replicas:
+            capacity[model] = capacity.get(model, 0.0) + need.throughput_rps
+    rates = {spec.name: spec.rate_rps for spec in workload.models}
+    part = {model: min(1.0, rates[model] / carries) for model, carries in capacity.items()}
+    return [
+        Hosted(gpu, need.compute_pct if shares else None, [need.replica(model, need.throughput_rps * part[model])])
+        for gpu, replicas in placed
+        for model, need in replicas
+    ]

@@ -1,74 +1,81 @@
 """Symphony's appendix A: split models into sub-clusters, each served by one dispatcher on its own GPUs.
 
-A mixed-integer program. With binary x[m,k] (model m is in sub-cluster k), GPU need u_m, rate r_m and memory s_m of a
-model:
+A mixed-integer program. With x[i,j] = 1 where model i is in sub-cluster j of l, rate r, static memory s (weights),
+dynamic memory d (working space while it runs), R = sum r / l and S = sum s / l:
 
-    minimise    (Z - z)/U  +  (R - q)/T  +  w * sum_m c_m (1 - x[m, k0(m)]) / C
-    subject to  sum_k x[m,k] = 1                           every model m
-                z <= sum_m u_m x[m,k] <= Z,  q <= sum_m r_m x[m,k] <= R      every k
-                sum_m s_m x[m,k] <= memory of one GPU      every k: each GPU of a sub-cluster holds all of its models
-                sum_m r_m x[m,k] <= max_rate_rps           every k: what one dispatcher can schedule
-                sum_m x[m,k] <= max_models                 every k
-                sum_m c_m (1 - x[m, k0(m)]) <= max_moved_mib
+    minimise    dR / R + w dS / S
+    subject to  sum_j x[i,j] = 1                                        every model i
+                |sum_i r_i x[i,j] - R| <= dR,  |sum_i s_i x[i,j] - S| <= dS           every j
+                sum_i r_i x[i,j] <= R_max                               what one dispatcher can take
+                sum_i s_i x[i,j] + max_i d_i x[i,j] <= S_max            each GPU of a sub-cluster holds all its models;
+                                                                        one at a time needs its dynamic part
+                sum_ij c_i |x[i,j] - x'[i,j]| <= C_max                  change against the present partition x'
 
-The first two terms are the imbalance of GPU need and of rate between the largest and the smallest sub-cluster,
-relative to the average one (U, T); the last is the disruption against the current partition k0: c_m is the memory that
-a model moved elsewhere has to load there (1 MiB where it is unknown), relative to the total C. The appendix was
-known by its aims only, so the terms and weights are derived here; `disruption_weight` is w. Sub-clusters
-are interchangeable: names of the current partition are kept, and without one the symmetry is broken by the first model.
+The paper minimises dR + w dS; dividing both by their means makes w free of units and is the same program with another
+w. c_i is the static memory of a model, loading and unloading both counted. `max_models` is ours. The solver has the
+time limit of the paper, 10 s; a longest-first partition improved by moves and swaps is the answer where that is better,
+and at once where the imbalance is below `GOOD_ENOUGH` of an average sub-cluster.
 """
 
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import pulp
+import numpy as np
+from numpy.typing import NDArray
+from scipy.optimize import Bounds, LinearConstraint, linear_sum_assignment, milp
+from scipy.sparse import coo_array
 
 from tenuto.errors import InvalidInputError, Problem, raise_if_any
 
-__all__ = ["Limits", "Partition", "PartitionModel", "partition"]
+__all__ = ["Limits", "Partition", "PartitionModel", "fits_some", "gpus_by_need", "longest_first", "partition"]
+
+GOOD_ENOUGH = 1e-3
+Floats = NDArray[np.float64]
+Assignment = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
 class PartitionModel:
-    """A model to be assigned: GPUs its rate keeps busy, its rate, and the memory its copy takes on every GPU (MiB)."""
+    """A model to be assigned: GPUs its rate keeps busy, its rate, and what its copy takes on every GPU in MiB: `static`
+    always, `dynamic` while it runs."""
 
     name: str
     need_gpus: float
     rate_rps: float
-    memory_mib: float = 0.0
+    static_mib: float = 0.0
+    dynamic_mib: float = 0.0
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What a sub-cluster may hold; None: no limit. `max_moved_mib` bounds the disruption as a whole."""
+    """What a sub-cluster may hold; None: no limit. `memory_mib` is that of one GPU, `max_change_mib` bounds what is
+    loaded and unloaded as a whole; `memory_weight` is w."""
 
     memory_mib: float | None = None
     max_rate_rps: float | None = None
     max_models: int | None = None
-    max_moved_mib: float | None = None
-    disruption_weight: float = 0.1
+    max_change_mib: float | None = None
+    memory_weight: float = 1.0
 
 
 @dataclass(frozen=True)
 class Partition:
     """The sub-cluster (from 0) of every model, and how good that is.
 
-    `imbalance` is the objective's first two terms; `lower_bound` no partition's objective is below; `proven` says that
-    the solver finished rather than ran out of time.
+    `objective` is the program's; no partition's is below `lower_bound`. `proven`: the solver finished, or the bound is
+    reached.
     """
 
     assignment: Mapping[str, int]
     subclusters: int
     objective: float
-    imbalance: float
     lower_bound: float
     moved: tuple[str, ...]
-    moved_mib: float
+    changed_mib: float
     proven: bool
     models: tuple[PartitionModel, ...] = field(repr=False)
 
@@ -76,27 +83,36 @@ class Partition:
         """Return the models of a sub-cluster, in the order given."""
         return [model for model in self.models if self.assignment[model.name] == subcluster]
 
+    @property
+    def rate_imbalance(self) -> float:
+        """(Most - least) / average of the sub-clusters' rates."""
+        return self._imbalance([sum(m.rate_rps for m in self.members(k)) for k in range(self.subclusters)])
+
+    @property
+    def memory_imbalance(self) -> float:
+        """(Most - least) / average of the sub-clusters' static memory."""
+        return self._imbalance([sum(m.static_mib for m in self.members(k)) for k in range(self.subclusters)])
+
+    @staticmethod
+    def _imbalance(values: Sequence[float]) -> float:
+        mean = sum(values) / len(values)
+        return (max(values) - min(values)) / mean if mean else 0.0
+
     def gpus(self, total: int) -> list[int]:
-        """Return how many of `total` GPUs each sub-cluster gets: at least one, the rest in proportion to need (largest
-        remainders); none for an empty one."""
+        """Return how many of `total` GPUs each sub-cluster gets, by what its models need; none for an empty one.
+
+        Raises:
+            InvalidInputError: fewer GPUs than sub-clusters.
+        """
         needs = [sum(m.need_gpus for m in self.members(k)) for k in range(self.subclusters)]
         used = [k for k in range(self.subclusters) if self.members(k)]
         if total < len(used):
-            raise InvalidInputError(
-                Problem(
-                    "--gpus", total, f"{len(used)} sub-clusters need at least one GPU each", "Use fewer sub-clusters."
-                )
-            )
-        spare = total - len(used)
-        whole_need = sum(needs) or 1.0
-        shares = {k: spare * needs[k] / whole_need for k in used}
-        result = [0] * self.subclusters
-        for k in used:
-            result[k] = 1 + math.floor(shares[k] + 1e-9)
-        by_rest = sorted(used, key=lambda k: (math.floor(shares[k] + 1e-9) - shares[k], k))
-        for k in by_rest[: total - sum(result)]:
-            result[k] += 1
-        return result
+            rule = f"{len(used)} sub-clusters need at least one GPU each"
+            raise InvalidInputError(Problem("--gpus", total, rule, "Use fewer sub-clusters."))
+        counts = [0] * self.subclusters
+        for k, count in zip(used, gpus_by_need([needs[k] for k in used], total), strict=True):
+            counts[k] = count
+        return counts
 
     def as_dict(self, total_gpus: int | None = None) -> dict[str, Any]:
         """Return it for JSON; the file can be given as the current partition later."""
@@ -109,19 +125,31 @@ class Partition:
                     "models": [m.name for m in members],
                     "rate_rps": sum(m.rate_rps for m in members),
                     "need_gpus": sum(m.need_gpus for m in members),
-                    "memory_mib": sum(m.memory_mib for m in members),
+                    "memory_mib": sum(m.static_mib for m in members) + max((m.dynamic_mib for m in members), default=0),
+                    "static_mib": sum(m.static_mib for m in members),
                 }
                 for k in range(self.subclusters)
                 for members in [self.members(k)]
             ],
             "assignment": dict(self.assignment),
             "objective": self.objective,
-            "imbalance": self.imbalance,
+            "imbalance": self.rate_imbalance,
+            "memory_imbalance": self.memory_imbalance,
             "lower_bound": self.lower_bound,
             "moved": list(self.moved),
-            "moved_mib": self.moved_mib,
+            "moved_mib": sum(m.static_mib for m in self.models if m.name in set(self.moved)),
+            "changed_mib": self.changed_mib,
             "proven": self.proven,
         }
+
+
+def gpus_by_need(needs: Sequence[float], total: int) -> list[int]:
+    """Share out GPUs, at least one each, the next one always where GPUs are busiest: the largest need per GPU becomes
+    as small as it can be."""
+    counts = [1] * len(needs)
+    for _ in range(total - len(needs)):
+        counts[max(range(len(needs)), key=lambda k: (needs[k] / counts[k], -k))] += 1
+    return counts
 
 
 def partition(
@@ -137,215 +165,318 @@ def partition(
     Args:
         models: with positive need and rate.
         subclusters: how many, at most the number of models.
-        limits: of each sub-cluster, and of the disruption.
-        current: the sub-cluster of models that are already served; other models are new and cost nothing to place.
-        time_limit_s: for the solver; a greedy partition is the answer when it finds none that is better.
+        limits: of each sub-cluster, and of the change.
+        current: the present sub-cluster of models that are already served.
+        time_limit_s: for the solver; 0: no solver.
 
     Raises:
         InvalidInputError: numbers out of range, or limits that no partition keeps.
     """
     limits, current = limits or Limits(), {k: v for k, v in (current or {}).items() if any(m.name == k for m in models)}
     raise_if_any(_problems(models, subclusters, limits, current, time_limit_s))
-    judge = _Judge(models, subclusters, limits, current)
-    start = _greedy(models, judge)
-    if start is not None and judge.objective(start) <= judge.bound + 1e-9:
-        return _result(models, judge, start, judge.bound, True)
-    solved, bound, proven = _solve(models, judge, time_limit_s)
-    options = [option for option in (start, solved) if option is not None and judge.is_allowed(option)]
-    if not options:
+    case = _Case(models, subclusters, limits, current)
+    starts = [start for start in (case.kept(), case.longest_first()) if start is not None]
+    improved = [case.improved(start) for start in starts]
+    best = min(improved, key=case.objective, default=None)
+    bound, proven = case.bound, False
+    if best is not None:
+        best = case.renamed(best)
+    if (best is None or case.objective(best) > case.bound + GOOD_ENOUGH) and time_limit_s > 0:
+        solved, bound, proven = case.solved(time_limit_s)
+        if solved is not None and case.allows(solved):
+            solved = case.renamed(solved)
+            if best is None or case.objective(solved) < case.objective(best) - 1e-9:
+                best = solved
+    if best is None:
         if proven:
-            raise InvalidInputError(
-                Problem(
-                    "--subclusters",
-                    subclusters,
-                    "no partition keeps the limits",
-                    "Use more sub-clusters, GPUs with more memory, or a higher limit on rate, models or movement.",
-                )
-            )
-        raise InvalidInputError(
-            Problem(
-                "--time-limit-s",
-                time_limit_s,
-                "no partition that keeps the limits was found in this time",
-                "Give more time or wider limits.",
-            )
-        )
-    best = min(options, key=judge.objective)
-    return _result(models, judge, best, min(bound, judge.objective(best)), proven)
+            cure = "Use more sub-clusters, GPUs with more memory, or a higher limit on rate, models or change."
+            raise InvalidInputError(Problem("--subclusters", subclusters, "no partition keeps the limits", cure))
+        rule = "no partition that keeps the limits was found in this time"
+        raise InvalidInputError(Problem("--time-limit-s", time_limit_s, rule, "Give more time or wider limits."))
+    objective = case.objective(best)
+    return Partition(
+        assignment={model.name: int(k) for model, k in zip(models, best, strict=True)},
+        subclusters=subclusters,
+        objective=objective,
+        lower_bound=min(bound, objective),
+        moved=tuple(models[i].name for i in case.moved(best)),
+        changed_mib=case.changed_mib(best),
+        proven=proven or objective <= case.bound + 1e-9,
+        models=tuple(models),
+    )
 
 
-class _Judge:
-    """Computes the objective and the limits of an assignment, as the program states them."""
+def longest_first(models: Sequence[PartitionModel], subclusters: int, limits: Limits) -> list[int] | None:
+    """Return a partition made in one pass: the largest model first, each where rate and memory are then least out of
+    balance; None where one fits nowhere."""
+    found = _Case(models, subclusters, limits, {}).longest_first()
+    return None if found is None else [int(k) for k in found]
+
+
+def fits_some(models: Sequence[PartitionModel], subclusters: int, limits: Limits) -> list[int | None]:
+    """Return what `longest_first` does, with None for the models that fit nowhere beside those before them."""
+    placed = _Case(models, subclusters, limits, {}).filled([None] * len(models))
+    return [None if k < 0 else int(k) for k in placed]
+
+
+class _Case:
+    """The numbers of one program. An assignment is the sub-cluster of every model, -1 for none yet."""
 
     def __init__(
         self, models: Sequence[PartitionModel], subclusters: int, limits: Limits, current: Mapping[str, int]
     ) -> None:
-        self.models, self.subclusters, self.limits = models, subclusters, limits
-        self.home = [current.get(model.name) for model in models]
-        self.cost = [model.memory_mib or 1.0 for model in models]
-        self.mean_need = sum(m.need_gpus for m in models) / subclusters
-        self.mean_rate = sum(m.rate_rps for m in models) / subclusters
-        self.all_cost = sum(cost for cost, home in zip(self.cost, self.home, strict=True) if home is not None)
-        # The largest model cannot be split; what exceeds the mean there is lost in any partition.
-        others = max(subclusters - 1, 1)
-        self.bound = 0.0
-        for values, mean in (
-            ([m.need_gpus for m in models], self.mean_need),
-            ([m.rate_rps for m in models], self.mean_rate),
-        ):
-            over = max(0.0, max(values) - mean)
-            if subclusters > 1:
-                self.bound += (over + over / others) / mean
+        self.count, self.limits = subclusters, limits
+        rates = np.array([model.rate_rps for model in models])
+        static = np.array([model.static_mib for model in models])
+        self._static, self._dynamic = static, np.array([model.dynamic_mib for model in models])
+        self._mean_rate, self._mean_static = rates.sum() / subclusters, static.sum() / subclusters
+        self._rate = rates / self._mean_rate  # in average sub-clusters
+        self._memory = static / self._mean_static if self._mean_static else static
+        self._weight = limits.memory_weight if self._mean_static else 0.0
+        self._most_rate = math.inf if limits.max_rate_rps is None else limits.max_rate_rps / self._mean_rate
+        self._most_memory = math.inf if limits.memory_mib is None else limits.memory_mib
+        self._most_models = math.inf if limits.max_models is None else limits.max_models
+        self._home = np.array([current.get(model.name, -1) for model in models], dtype=np.int64)
+        # The largest model cannot be divided: what it has beyond the mean is out of balance in any partition.
+        self.bound = max(0.0, self._rate.max() - 1.0) + self._weight * max(0.0, self._memory.max() - 1.0)
 
-    def loads(self, assignment: Sequence[int]) -> tuple[list[float], list[float]]:
-        need, rate = [0.0] * self.subclusters, [0.0] * self.subclusters
-        for model, k in zip(self.models, assignment, strict=True):
-            need[k] += model.need_gpus
-            rate[k] += model.rate_rps
-        return need, rate
+    # --- judging ------------------------------------------------------------------------------------------------
 
-    def crowded(self, assignment: Sequence[int]) -> set[int]:
-        """Return the sub-clusters with the most need, rate, memory and models: where a single move can help."""
-        totals = [[0.0] * self.subclusters for _ in range(4)]
-        for model, k in zip(self.models, assignment, strict=True):
-            for total, value in zip(totals, (model.need_gpus, model.rate_rps, model.memory_mib, 1.0), strict=True):
-                total[k] += value
-        return {max(range(self.subclusters), key=total.__getitem__) for total in totals}
+    def loads(self, assignment: Assignment) -> tuple[Floats, Floats]:
+        """Return rate and static memory of every sub-cluster in averages."""
+        placed = assignment >= 0
+        where = assignment[placed]
+        rate = np.bincount(where, self._rate[placed], self.count)
+        memory = np.bincount(where, self._memory[placed], self.count)
+        return rate.astype(np.float64), memory.astype(np.float64)
 
-    def imbalance(self, assignment: Sequence[int]) -> float:
-        need, rate = self.loads(assignment)
-        return (max(need) - min(need)) / self.mean_need + (max(rate) - min(rate)) / self.mean_rate
+    def objective(self, assignment: Assignment) -> float:
+        rate, memory = self.loads(assignment)
+        return float(np.abs(rate - 1.0).max() + self._weight * (np.abs(memory - 1.0).max() if self._weight else 0.0))
 
-    def moved(self, assignment: Sequence[int]) -> list[int]:
-        return [
-            i for i, (home, k) in enumerate(zip(self.home, assignment, strict=True)) if home is not None and home != k
-        ]
+    def moved(self, assignment: Assignment) -> list[int]:
+        return np.flatnonzero((self._home >= 0) & (self._home != assignment)).tolist()
 
-    def moved_mib(self, assignment: Sequence[int]) -> float:
-        return sum(self.cost[i] for i in self.moved(assignment))
+    def changed_mib(self, assignment: Assignment) -> float:
+        """Return what is loaded and unloaded: a moved model counts twice, a new one once."""
+        if not (self._home >= 0).any():
+            return 0.0
+        new = float(self._static[self._home < 0].sum())
+        return new + 2.0 * float(self._static[self.moved(assignment)].sum())
 
-    def objective(self, assignment: Sequence[int]) -> float:
-        disruption = self.moved_mib(assignment) / self.all_cost if self.all_cost else 0.0
-        return self.imbalance(assignment) + self.limits.disruption_weight * disruption
-
-    def is_allowed(self, assignment: Sequence[int]) -> bool:
-        limits = self.limits
-        _, rate = self.loads(assignment)
-        memory, count = [0.0] * self.subclusters, [0] * self.subclusters
-        for model, k in zip(self.models, assignment, strict=True):
-            memory[k] += model.memory_mib
-            count[k] += 1
-        return (
-            min(count) > 0
-            and (limits.memory_mib is None or max(memory) <= limits.memory_mib * (1 + 1e-9))
-            and (limits.max_rate_rps is None or max(rate) <= limits.max_rate_rps * (1 + 1e-9))
-            and (limits.max_models is None or max(count) <= limits.max_models)
-            and (limits.max_moved_mib is None or self.moved_mib(assignment) <= limits.max_moved_mib * (1 + 1e-9) + 1e-9)
+    def allows(self, assignment: Assignment) -> bool:
+        """Say whether the limits hold; empty sub-clusters are not allowed."""
+        rate, _ = self.loads(assignment)
+        counts = np.bincount(assignment, minlength=self.count)
+        change = self.limits.max_change_mib
+        return bool(
+            counts.min() > 0
+            and counts.max() <= self._most_models
+            and rate.max() <= self._most_rate * (1 + 1e-9)
+            and self._held(assignment).max() <= self._most_memory * (1 + 1e-9)
+            and (change is None or self.changed_mib(assignment) <= change * (1 + 1e-9) + 1e-9)
         )
 
+    def _held(self, assignment: Assignment) -> Floats:
+        """Return static memory and the largest dynamic part of every sub-cluster in MiB."""
+        static = np.bincount(assignment, self._static, self.count)
+        largest = np.zeros(self.count)
+        np.maximum.at(largest, assignment, self._dynamic)
+        return np.asarray(static + largest)
 
-def _greedy(models: Sequence[PartitionModel], judge: _Judge) -> list[int] | None:
-    """Return the current partition or longest-processing-time-first, improved by single moves; None if not allowed."""
-    order = sorted(range(len(models)), key=lambda i: (-models[i].need_gpus, i))
-    starts = []
-    if judge.all_cost:
-        starts.append([home if home is not None else -1 for home in judge.home])
-    starts.append([-1] * len(models))
-    best: list[int] | None = None
-    for assignment in starts:
-        need = [0.0] * judge.subclusters
-        for model, k in zip(models, assignment, strict=True):
-            if k >= 0:
-                need[k] += model.need_gpus
-        for i in order:
-            if assignment[i] < 0:
-                assignment[i] = min(range(judge.subclusters), key=lambda k: (need[k], k))
-                need[assignment[i]] += models[i].need_gpus
-        for _ in range(min(3 * len(models), 4_000 // len(models) + 1)):
-            value = judge.objective(assignment) if judge.is_allowed(assignment) else math.inf
-            moves = []
-            crowded = judge.crowded(assignment)
-            for i in (i for i, k in enumerate(assignment) if k in crowded):
-                for k in range(judge.subclusters):
-                    if k != assignment[i]:
-                        other = [*assignment[:i], k, *assignment[i + 1 :]]
-                        if judge.is_allowed(other):
-                            moves.append((judge.objective(other), i, k))
-            if not moves or min(moves)[0] >= value - 1e-12:
-                break
-            _, i, k = min(moves)
-            assignment[i] = k
-        if judge.is_allowed(assignment) and (best is None or judge.objective(assignment) < judge.objective(best)):
-            best = assignment
-    return best
+    # --- starts and improvements ----------------------------------------------------------------------------------
 
+    def kept(self) -> Assignment | None:
+        """Return the present partition, new models added; None without one, or where it breaks a limit."""
+        if not (self._home >= 0).any():
+            return None
+        return self._whole(self.filled(list(self._home)))
 
-def _solve(
-    models: Sequence[PartitionModel], judge: _Judge, time_limit_s: float
-) -> tuple[list[int] | None, float, bool]:
-    """Return the solver's assignment (None if it found none), a lower bound of the objective, and whether it
-    finished."""
-    limits, count = judge.limits, judge.subclusters
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        program = pulp.LpProblem("partition", pulp.LpMinimize)
-        x = [[pulp.LpVariable(f"x_{i}_{k}", cat="Binary") for k in range(count)] for i in range(len(models))]
-        most, least = pulp.LpVariable("most_need", 0), pulp.LpVariable("least_need", 0)
-        busiest, quietest = pulp.LpVariable("most_rate", 0), pulp.LpVariable("least_rate", 0)
-        homed = [(i, home) for i, home in enumerate(judge.home) if home is not None]
-        moved = pulp.lpSum(judge.cost[i] * (1 - x[i][home]) for i, home in homed)
-        weight = limits.disruption_weight / judge.all_cost if judge.all_cost else 0.0
-        # Needs and rates are scaled to the mean sub-cluster, which keeps the solver's tolerances meaningful.
-        program += (most - least) + (busiest - quietest) + weight * moved
-        for row in x:
-            program += pulp.lpSum(row) == 1
+    def longest_first(self) -> Assignment | None:
+        """Return a partition made in one pass, or None where a model fits nowhere."""
+        return self._whole(self.filled([None] * len(self._rate)))
+
+    def _whole(self, assignment: Assignment) -> Assignment | None:
+        return assignment if (assignment >= 0).all() and self.allows(assignment) else None
+
+    def filled(self, start: Sequence[int | None]) -> Assignment:
+        """Give every model without a sub-cluster one, the largest first; -1 where it fits nowhere."""
+        found = np.array([-1 if k is None or k < 0 else k for k in start], dtype=np.int64)
+        placed = found >= 0
+        where = found[placed]
+        rate, memory = self.loads(found)
+        static = np.bincount(where, self._static[placed], self.count)
+        dynamic = np.zeros(self.count)
+        np.maximum.at(dynamic, where, self._dynamic[placed])
+        models = np.bincount(where, minlength=self.count)
+        size = np.maximum(self._rate, self._weight * self._memory)
+        left = [i for i in np.argsort(-size, kind="stable").tolist() if found[i] < 0]
+        for position, i in enumerate(left):
+            new_rate, new_memory = rate + self._rate[i], memory + self._memory[i]
+            held = static + self._static[i] + np.maximum(dynamic, self._dynamic[i])
+            fits = (
+                (new_rate <= self._most_rate * (1 + 1e-9))
+                & (held <= self._most_memory * (1 + 1e-9))
+                & (models < self._most_models)
+            )
+            if (models == 0).sum() >= len(left) - position:
+                fits &= models == 0  # each of the rest is needed so that no sub-cluster stays empty
+            if not fits.any():
+                continue
+            fullest = np.where(fits, np.maximum(new_rate, self._weight * new_memory), np.inf)
+            k = int(fullest.argmin())
+            found[i] = k
+            rate[k], memory[k], static[k] = new_rate[k], new_memory[k], static[k] + self._static[i]
+            dynamic[k], models[k] = max(dynamic[k], self._dynamic[i]), models[k] + 1
+        return found
+
+    def improved(self, start: Assignment) -> Assignment:
+        """Move and swap models as long as the sum of the squared deviations from the mean falls, then the objective."""
+        best = start.copy()
+        for potential in (self._squares, self._largest):
+            for _ in range(4 * len(best)):
+                step = self._step(best, potential)
+                if step is None:
+                    break
+                best = step
+        return best
+
+    def _squares(self, rate: Floats, memory: Floats) -> Floats:
+        return np.asarray((np.square(rate - 1.0) + self._weight**2 * np.square(memory - 1.0)).sum(axis=-1))
+
+    def _largest(self, rate: Floats, memory: Floats) -> Floats:
+        return np.asarray(np.abs(rate - 1.0).max(axis=-1) + self._weight * np.abs(memory - 1.0).max(axis=-1))
+
+    def _step(self, assignment: Assignment, potential: Any) -> Assignment | None:
+        """Return the assignment after the best move or swap that involves a sub-cluster furthest from the mean; None
+        where none helps and is allowed."""
+        rate, memory = self.loads(assignment)
+        now = float(potential(rate, memory))
+        furthest = {int(rate.argmax()), int(rate.argmin())}
+        if self._weight:
+            furthest |= {int(memory.argmax()), int(memory.argmin())}
+        for k in sorted(furthest, key=lambda k: -abs(rate[k] - 1.0) - self._weight * abs(memory[k] - 1.0)):
+            inside, outside = np.flatnonzero(assignment == k), np.flatnonzero(assignment != k)
+            if not len(inside) or not len(outside):
+                continue
+            # Out of k: one of its models or none (index -1), for one of the others or none.
+            mine, others = np.append(inside, -1), np.append(outside, -1)
+            out_rate, in_rate = np.append(self._rate[inside], 0.0), np.append(self._rate[outside], 0.0)
+            out_memory, in_memory = np.append(self._memory[inside], 0.0), np.append(self._memory[outside], 0.0)
+            gain_rate, gain_memory = in_rate[None, :] - out_rate[:, None], in_memory[None, :] - out_memory[:, None]
+            home = np.append(assignment[outside], -1)
+            after = self._after(k, home, rate, memory, gain_rate, gain_memory, potential)
+            after[-1, -1] = np.inf
+            order = np.argsort(after, axis=None)[:64]
+            for place in order.tolist():
+                if after.flat[place] >= now - 1e-12:
+                    break
+                i, o = divmod(place, after.shape[1])
+                other = assignment.copy()
+                if others[o] >= 0:
+                    other[others[o]] = k
+                if mine[i] >= 0:
+                    other[mine[i]] = home[o] if others[o] >= 0 else int(self._emptiest(rate, memory, k))
+                if self.allows(other):
+                    return other
+        return None
+
+    def _emptiest(self, rate: Floats, memory: Floats, without: int) -> int:
+        fullness = np.maximum(rate, self._weight * memory)
+        fullness[without] = np.inf
+        return int(fullness.argmin())
+
+    def _after(
+        self, k: int, home: Assignment, rate: Floats, memory: Floats, gain_rate: Floats, gain_memory: Floats,
+        potential: Any,
+    ) -> Floats:  # fmt: skip
+        """Return the potential after each exchange: rows are models leaving k, columns those that come for them."""
+        found = np.full(gain_rate.shape, np.inf)
+        for j in range(self.count):
+            columns = np.flatnonzero(home == j)
+            if j == self._emptiest(rate, memory, k):
+                columns = np.append(columns, len(home) - 1)  # a plain move goes to the emptiest
+            if j == k or not len(columns):
+                continue
+            both_rate = np.broadcast_to(rate, (gain_rate.shape[0], len(columns), self.count)).copy()
+            both_memory = np.broadcast_to(memory, both_rate.shape).copy()
+            both_rate[:, :, k] += gain_rate[:, columns]
+            both_rate[:, :, j] -= gain_rate[:, columns]
+            both_memory[:, :, k] += gain_memory[:, columns]
+            both_memory[:, :, j] -= gain_memory[:, columns]
+            found[:, columns] = potential(both_rate, both_memory)
+        return found
+
+    def renamed(self, assignment: Assignment) -> Assignment:
+        """Return the same partition under the names by which least moves: sub-clusters are interchangeable."""
+        known = self._home >= 0
+        if not known.any():
+            return assignment
+        stays = np.zeros((self.count, self.count))
+        np.add.at(stays, (assignment[known], self._home[known]), self._static[known] + 1.0)
+        rows, names = linear_sum_assignment(-stays)
+        other = names[np.argsort(rows)][assignment]
+        return other if self.changed_mib(other) <= self.changed_mib(assignment) else assignment
+
+    # --- the integer program --------------------------------------------------------------------------------------
+
+    def solved(self, time_limit_s: float) -> tuple[Assignment | None, float, bool]:
+        """Return the solver's assignment (None if it found none), a lower bound of the objective, and whether it
+        finished."""
+        models, count = len(self._rate), self.count
+        x = np.arange(models * count).reshape(models, count)
+        d_rate, d_memory = models * count, models * count + 1
+        dynamic = models * count + 2 + np.arange(count)
+        rows, columns, values, lower, upper = [], [], [], [], []  # type: ignore[var-annotated]
+
+        def row(where: Any, what: Any, least: float, most: float) -> None:
+            rows.extend([len(lower)] * len(where))
+            columns.extend(where)
+            values.extend(what)
+            lower.append(least)
+            upper.append(most)
+
+        for i in range(models):
+            row(x[i], np.ones(count), 1.0, 1.0)
         for k in range(count):
-            need = pulp.lpSum(m.need_gpus / judge.mean_need * x[i][k] for i, m in enumerate(models))
-            rate = pulp.lpSum(m.rate_rps / judge.mean_rate * x[i][k] for i, m in enumerate(models))
-            program += need <= most
-            program += need >= least
-            program += rate <= busiest
-            program += rate >= quietest
-            program += pulp.lpSum(x[i][k] for i in range(len(models))) >= 1
-            if limits.memory_mib is not None:
-                program += pulp.lpSum(m.memory_mib / limits.memory_mib * x[i][k] for i, m in enumerate(models)) <= 1
-            if limits.max_rate_rps is not None:
-                program += rate <= limits.max_rate_rps / judge.mean_rate
-            if limits.max_models is not None:
-                program += pulp.lpSum(x[i][k] for i in range(len(models))) <= limits.max_models
-        if limits.max_moved_mib is not None and homed:
-            program += moved <= limits.max_moved_mib
-        if not homed:
-            for i in range(min(count, len(models))):  # model i may only open the sub-clusters up to i
-                for k in range(i + 1, count):
-                    program += x[i][k] == 0
-        status = program.solve(pulp.PULP_CBC_CMD(msg=False, timeLimit=time_limit_s, threads=1))
-    name = pulp.LpStatus[status]
-    if name == "Infeasible":
-        return None, math.inf, True
-    if any(variable.varValue is None for row in x for variable in row):
-        return None, judge.bound, False
-    assignment = [max(range(count), key=lambda k: row[k].varValue) for row in x]
-    proven = name == "Optimal" and program.sol_status == pulp.LpSolutionOptimal
-    bound = judge.objective(assignment) if proven else judge.bound
-    return assignment, bound, proven
-
-
-def _result(
-    models: Sequence[PartitionModel], judge: _Judge, assignment: Sequence[int], bound: float, proven: bool
-) -> Partition:
-    moved = judge.moved(assignment)
-    return Partition(
-        assignment={model.name: k for model, k in zip(models, assignment, strict=True)},
-        subclusters=judge.subclusters,
-        objective=judge.objective(assignment),
-        imbalance=judge.imbalance(assignment),
-        lower_bound=bound,
-        moved=tuple(models[i].name for i in moved),
-        moved_mib=sum(models[i].memory_mib for i in moved),
-        proven=proven,
-        models=tuple(models),
-    )
+            for values_, slack, used in ((self._rate, d_rate, True), (self._memory, d_memory, self._weight > 0)):
+                if used:
+                    row([*x[:, k], slack], [*values_, -1.0], -np.inf, 1.0)
+                    row([*x[:, k], slack], [*values_, 1.0], 1.0, np.inf)
+            row(x[:, k], np.ones(models), 1.0, min(self._most_models, models))
+            if self._most_rate < math.inf:
+                row(x[:, k], self._rate, -np.inf, self._most_rate)
+            if self._most_memory < math.inf:
+                share = self._static / self._most_memory
+                row([*x[:, k], dynamic[k]], [*share, 1.0], -np.inf, 1.0)
+                for i in np.flatnonzero(self._dynamic).tolist():
+                    row([dynamic[k], x[i, k]], [1.0, -self._dynamic[i] / self._most_memory], 0.0, np.inf)
+        homed = np.flatnonzero(self._home >= 0)
+        if self.limits.max_change_mib is not None and len(homed):
+            cost = 2.0 * self._static[homed]
+            most = self.limits.max_change_mib - float(self._static[self._home < 0].sum())
+            row(x[homed, self._home[homed]], -cost, -np.inf, most - float(cost.sum()))
+        most_x = np.ones((models, count))
+        if not len(homed):  # sub-clusters are interchangeable: model i may only open those up to i
+            most_x[np.triu_indices(models, 1, count)] = 0.0
+        size = models * count + 2 + count
+        objective = np.zeros(size)
+        objective[d_rate], objective[d_memory] = 1.0, self._weight
+        integrality = np.zeros(size)
+        integrality[: models * count] = 1
+        result = milp(
+            objective, integrality=integrality,
+            bounds=Bounds(np.zeros(size), np.concatenate([most_x.ravel(), np.full(2 + count, np.inf)])),
+            constraints=LinearConstraint(
+                coo_array((values, (rows, columns)), shape=(len(lower), size)).tocsr(), lower, upper
+            ),
+            options={"time_limit": time_limit_s, "mip_rel_gap": 1e-6},
+        )  # fmt: skip
+        if result.x is None:
+            return None, self.bound, result.status == 2
+        assignment = result.x[: models * count].reshape(models, count).argmax(axis=1).astype(np.int64)
+        bound = max(self.bound, float(result.mip_dual_bound or 0.0))
+        return assignment, bound, result.status == 0
 
 
 def _problems(
@@ -353,55 +484,34 @@ def _problems(
 ) -> list[Problem]:
     found = []
     if not 1 <= subclusters <= len(models):
-        found.append(
-            Problem(
-                "--subclusters",
-                subclusters,
-                f"must be from 1 to the number of models ({len(models)})",
-                "Give fewer sub-clusters or more models.",
-            )
-        )
+        rule = f"must be from 1 to the number of models ({len(models)})"
+        found.append(Problem("--subclusters", subclusters, rule, "Give fewer sub-clusters or more models."))
     for model in models:
-        for key, least in (("need_gpus", 1e-12), ("rate_rps", 1e-12), ("memory_mib", 0.0)):
+        for key, least in (("need_gpus", 1e-12), ("rate_rps", 1e-12), ("static_mib", 0.0), ("dynamic_mib", 0.0)):
             value = getattr(model, key)
             if not (math.isfinite(value) and value >= least):
                 found.append(Problem(f"{model.name}.{key}", value, "must be a finite positive number", "Correct it."))
-        if limits.memory_mib is not None and model.memory_mib > limits.memory_mib:
-            found.append(
-                Problem(
-                    f"{model.name}.memory_mib",
-                    model.memory_mib,
-                    f"more than the {limits.memory_mib:g} MiB of a GPU",
-                    "Use a GPU type with more memory.",
-                )
-            )
+        held_mib = model.static_mib + model.dynamic_mib
+        if limits.memory_mib is not None and held_mib > limits.memory_mib:
+            rule, cure = f"more than the {limits.memory_mib:g} MiB of a GPU", "Use a GPU type with more memory."
+            found.append(Problem(f"{model.name}.memory_mib", held_mib, rule, cure))
         if limits.max_rate_rps is not None and model.rate_rps > limits.max_rate_rps:
-            found.append(
-                Problem(
-                    f"{model.name}.rate_rps",
-                    model.rate_rps,
-                    f"alone above the {limits.max_rate_rps:g} r/s one sub-cluster may have",
-                    "Raise the limit, or list the model twice with half the rate each.",
-                )
-            )
+            rule = f"alone above the {limits.max_rate_rps:g} r/s one sub-cluster may have"
+            cure = "Raise the limit, or list the model twice with half the rate each."
+            found.append(Problem(f"{model.name}.rate_rps", model.rate_rps, rule, cure))
     for name, k in current.items():
         if not 0 <= k < subclusters:
-            found.append(
-                Problem(
-                    f"current.{name}",
-                    k,
-                    f"there are sub-clusters 0 to {subclusters - 1}",
-                    "Leave the model out of the current partition, or use more sub-clusters.",
-                )
-            )
+            rule = f"there are sub-clusters 0 to {subclusters - 1}"
+            cure = "Leave the model out of the current partition, or use more sub-clusters."
+            found.append(Problem(f"current.{name}", k, rule, cure))
     for key in ("memory_mib", "max_rate_rps", "max_models"):
         value = getattr(limits, key)
         if value is not None and not value > 0:
             found.append(Problem(key, value, "must be positive", "Leave it out for no limit."))
-    if limits.max_moved_mib is not None and not limits.max_moved_mib >= 0:
-        found.append(Problem("max_moved_mib", limits.max_moved_mib, "must be at least 0", "0 moves nothing."))
-    if not (math.isfinite(limits.disruption_weight) and limits.disruption_weight >= 0):
-        found.append(Problem("disruption_weight", limits.disruption_weight, "must be at least 0", "Try 0.1."))
-    if not (math.isfinite(time_limit_s) and time_limit_s > 0):
-        found.append(Problem("--time-limit-s", time_limit_s, "must be a positive number of seconds", "Try 10."))
+    if limits.max_change_mib is not None and not limits.max_change_mib >= 0:
+        found.append(Problem("max_change_mib", limits.max_change_mib, "must be at least 0", "0 moves nothing."))
+    if not (math.isfinite(limits.memory_weight) and limits.memory_weight >= 0):
+        found.append(Problem("memory_weight", limits.memory_weight, "must be at least 0", "Leave it at 1."))
+    if not (math.isfinite(time_limit_s) and time_limit_s >= 0):
+        found.append(Problem("--time-limit-s", time_limit_s, "must be a number of seconds, at least 0", "Try 10."))
     return found

@@ -6,21 +6,67 @@ their batches evenly staggered, one becomes free every l(b)/n, so it waits only 
 
 from __future__ import annotations
 
-from tenuto.profiles import LatencyTable, LinearLatency
+from tenuto.placement.costs import ModelOnGpu
+from tenuto.placement.policies.symphony.partition import PartitionModel
+from tenuto.profiles import Latency
 
-__all__ = ["staggered_batch", "throughput_rps", "uncoordinated_batch"]
+__all__ = ["StaggeredModel", "staggered_batch", "throughput_rps", "uncoordinated_batch"]
 
 
-def uncoordinated_batch(latency: LinearLatency | LatencyTable, slo_ms: float) -> int:
+def uncoordinated_batch(latency: Latency, slo_ms: float) -> int:
     """Return the largest b with 2*l(b) <= slo_ms, or 0."""
     return latency.largest_batch(slo_ms / 2)
 
 
-def staggered_batch(latency: LinearLatency | LatencyTable, slo_ms: float, gpus: int) -> int:
+def staggered_batch(latency: Latency, slo_ms: float, gpus: float) -> int:
     """Return the largest b with (1 + 1/gpus)*l(b) <= slo_ms, or 0; for one GPU the same as without coordination."""
     return latency.largest_batch(slo_ms / (1 + 1 / gpus))
 
 
-def throughput_rps(latency: LinearLatency | LatencyTable, batch_size: int, gpus: int) -> float:
+def throughput_rps(latency: Latency, batch_size: int, gpus: int) -> float:
     """Return the requests per second of `gpus` GPUs that run full batches without a gap; 0 for a batch of 0."""
     return 1000.0 * gpus * batch_size / latency.at(batch_size) if batch_size else 0.0
+
+
+class StaggeredModel:
+    """A model on GPUs of one type, all of which hold it.
+
+    Its batch is the staggered one for as many GPUs, a single request where not even that has slack, and no larger than
+    one whose replica fits into the memory of a GPU.
+    """
+
+    def __init__(self, on: ModelOnGpu, max_batch: int, context_mib: float) -> None:
+        self.on, self.spec = on, on.spec
+        largest = on.largest_batch(on.slo_ms, most=max_batch)
+        self.largest = on.batches_in_memory(on.gpu.memory_mib - context_mib, largest)
+        self._steps = on.steps(most=max_batch)
+
+    @property
+    def why_not(self) -> str:
+        """Why it cannot be served on this type; empty where it can."""
+        if self._steps[1] > self.on.slo_ms * (1 + 1e-9):
+            return (
+                f"SLO below batch 1: one request takes {self._steps[1]:.4g} of {self.on.slo_ms:g} ms on a "
+                f"{self.on.gpu.type}"
+            )
+        return "" if self.largest else f"memory: one replica does not fit into a {self.on.gpu.type}"
+
+    def batch(self, gpus: float) -> int:
+        """Return the staggered batch on that many GPUs."""
+        return max(1, min(self.largest, self.on.largest_batch(self.on.slo_ms / (1 + 1 / gpus), most=self.largest)))
+
+    def latency_ms(self, gpus: float) -> float:
+        """Return what that batch takes."""
+        return self._steps[self.batch(gpus)]
+
+    def need(self, gpus: float) -> float:
+        """Return the GPUs that are busy with this model's rate in full batches."""
+        size = self.batch(gpus)
+        return self.spec.rate_rps * self._steps[size] / size / 1000.0
+
+    def entry(self, gpus: float) -> PartitionModel:
+        """Return it for the partition: weights are static, the working memory of a batch dynamic; where the weights are
+        not known apart, everything counts as static."""
+        memory = self.on.memory_mib(self.batch(gpus)) or 0.0
+        static = memory if self.on.weights_mib is None else min(memory or self.on.weights_mib, self.on.weights_mib)
+        return PartitionModel(self.spec.name, self.need(gpus), self.spec.rate_rps, static, max(0.0, memory - static))

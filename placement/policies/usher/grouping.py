@@ -11,7 +11,9 @@ from collections.abc import Mapping, Sequence
 import networkx as nx
 import numpy as np
 
-__all__ = ["LARGEST_GENERAL_MATCHING", "distance_pct", "group_models"]
+__all__ = ["LARGEST_GENERAL_MATCHING", "TIES", "distance_pct", "group_models"]
+
+TIES = ("exact", "float")
 
 # Blossom matching is cubic; above this many nodes the closed form below finds a matching of the same weight.
 LARGEST_GENERAL_MATCHING = 128
@@ -26,17 +28,25 @@ def distance_pct(group: Sequence[str], averages: Mapping[str, tuple[float, float
 
 
 def group_models(
-    averages: Mapping[str, tuple[float, float]], max_group_size: int = 4
+    averages: Mapping[str, tuple[float, float]], max_group_size: int = 4, *, ties: str = "exact"
 ) -> tuple[tuple[str, ...], ...]:
     """Return groups of at most `max_group_size` models, largest total requirement first.
 
     The order of the groups is left open by the paper; largest first reproduces the thesis' section 5.4.1. Within a
-    group the models stand in the order of `averages`. Sizes double from round to round, so 2, 4, 8, … are reached
-    exactly.
+    group the models stand in the order of `averages`. Sizes double from round to round, so 2 and 4 are reached exactly.
+
+    Args:
+        averages: mean Creq and Mreq in percent by model, in the order of the workload.
+        max_group_size: 1, 2, 4, …
+        ties: `exact`: sums that are equal in whole parts of a percent are equal, which gives the thesis' examples of
+            section 5.4; `float`: fractions as they come out of floating point, which gives its groups of section 6.2.1.
+            Both are readings of the same steps, as the paper does not say how a tie is broken.
     """
     names = list(averages)
     position = {name: index for index, name in enumerate(names)}
-    surplus = {name: round((averages[name][0] - averages[name][1]) * PARTS_PER_PCT) for name in names}
+    surplus: dict[str, float] = {name: (averages[name][0] - averages[name][1]) / 100.0 for name in names}
+    if ties == "exact":
+        surplus = {name: round(value * 100.0 * PARTS_PER_PCT) for name, value in surplus.items()}
     groups: list[list[str]] = [[name] for name in names]
     size = 1
     while 2 * size <= max_group_size and len(groups) > 1:
@@ -52,7 +62,7 @@ def group_models(
     return tuple(tuple(group) for group in groups)
 
 
-def _general_matching(surplus: Sequence[int]) -> list[tuple[int, int]]:
+def _general_matching(surplus: Sequence[float]) -> list[tuple[int, int]]:
     """Match by the blossom algorithm on the complete graph with weights |surplus_i + surplus_j|."""
     graph = nx.Graph()
     graph.add_nodes_from(range(len(surplus)))
@@ -62,7 +72,7 @@ def _general_matching(surplus: Sequence[int]) -> list[tuple[int, int]]:
     return sorted((min(edge), max(edge)) for edge in nx.min_weight_matching(graph))
 
 
-def _matching_on_a_line(surplus: Sequence[int]) -> list[tuple[int, int]]:
+def _matching_on_a_line(surplus: Sequence[float]) -> list[tuple[int, int]]:
     """Match the largest surplus with the smallest, the next with the next, and so on.
 
     For a convex cost of the sum (here its absolute value) this is a minimum-weight perfect matching: exchanging
@@ -71,7 +81,7 @@ def _matching_on_a_line(surplus: Sequence[int]) -> list[tuple[int, int]]:
     """
     order = sorted(range(len(surplus)), key=lambda index: (surplus[index], index))
     if len(order) % 2:
-        values = np.array([surplus[index] for index in order], dtype=np.int64)
+        values = np.array([surplus[index] for index in order], dtype=np.float64)
         costs = [_folded_cost(np.delete(values, left_out)) for left_out in range(len(order))]
         del order[int(np.argmin(costs))]
     half = len(order) // 2
@@ -79,5 +89,5 @@ def _matching_on_a_line(surplus: Sequence[int]) -> list[tuple[int, int]]:
     return sorted((min(i, j), max(i, j)) for i, j in pairs)
 
 
-def _folded_cost(values: np.ndarray[tuple[int], np.dtype[np.int64]]) -> int:
-    return int(np.abs(values + values[::-1]).sum())
+def _folded_cost(values: np.ndarray[tuple[int], np.dtype[np.float64]]) -> float:
+    return float(np.abs(values + values[::-1]).sum())

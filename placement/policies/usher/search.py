@@ -1,56 +1,57 @@
-"""USHER's Algorithms 1 and 2: batch sizes, replica counts and GPUs for one group of models.
+"""USHER's Algorithms 1 and 2 (OSDI 2024, section 3.3.2): batch sizes, replica counts and GPUs for one group of models.
 
-GPUs in the same state are handled together as a *room*, so that thousands of GPUs cost no more than a few. The search
-over
-configurations is exact: depth first in the order of placement, pruned by an upper bound of the goodput.
+GPUs of one type with the same load are one *state* with a count, so that thousands of GPUs cost no more than a few. The
+search over configurations is exact: depth first in the order of placement, pruned by an upper bound of the goodput.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import NamedTuple
 
-from tenuto.placement.policies.shared.requirements import Requirement
-
-__all__ = ["Choice", "Config", "Placement", "Room", "Search", "place_replicas"]
+__all__ = ["Choice", "Config", "GpuStates", "Need", "Readings", "Search", "State", "Taken", "placement_order"]
 
 FULL = 100.0 + 1e-9  # percent of a GPU; the margin is for rounding in sums
-UNLIMITED = 10**9  # GPUs that may still be bought
+DIGITS = 9  # loads are rounded, so that equal ones reached in another order are one state
 
 
-class Room(NamedTuple):
-    """`gpus` GPUs of one type with the same load in percent, numbered from `start` within their type."""
+class Need(NamedTuple):
+    """A replica on one GPU type, in percent of it, and what it carries; `held_pct` is memory with its context."""
 
-    gpu_type: str
-    start: int
-    gpus: int
-    compute_pct: float = 0.0
-    memory_pct: float = 0.0
-    used: bool = False
+    compute_pct: float
+    held_pct: float
+    rate_rps: float
 
-    def takes(self, config: Config) -> bool:
-        """Say whether one replica of a configuration fits on a GPU of this room."""
-        need = config.needs.get(self.gpu_type)
-        return (
-            need is not None
-            and self.compute_pct + need.compute_pct <= FULL
-            and self.memory_pct + need.memory_pct <= FULL
-        )
+
+class State(NamedTuple):
+    """GPUs of one type (by number) in use with the same load in percent; `is_own`: opened for the present group."""
+
+    kind: int
+    compute_pct: float
+    held_pct: float
+    is_own: bool
 
 
 @dataclass(frozen=True)
 class Config:
-    """A batch size and a replica count for one model. `needs` says what a replica costs on each usable GPU type."""
+    """A batch size and a replica count for one model.
 
-    needs: Mapping[str, Requirement]
+    `needs` has one entry per GPU type, None where a replica does not fit or is too slow. Requirements are averages over
+    the types: they decide on the class and the order.
+    """
+
+    needs: tuple[Need | None, ...]
     batch_size: int
     replicas: int
-    order_pct: float  # Rreq on the highest type: the order of placement within the group
+    compute_pct: float
+    memory_pct: float
 
-    def rate_rps(self, placed: Mapping[str, int]) -> float:
-        """Return the requests per second that `placed` replicas per GPU type carry."""
-        return sum(self.needs[kind].throughput_rps * count for kind, count in placed.items())
+    @property
+    def total_pct(self) -> float:
+        """Rreq = Creq + Mreq."""
+        return self.compute_pct + self.memory_pct
 
 
 @dataclass(frozen=True)
@@ -64,152 +65,360 @@ class Choice:
 
 
 @dataclass(frozen=True)
-class Placement:
-    """A model's configuration and the GPUs it got: (GPU type, first number, count) ranges."""
+class Readings:
+    """How what the paper leaves open is read, and which ingredients are left out; see the options of the policy."""
 
-    config: Config
-    ranges: tuple[tuple[str, int, int], ...]
-
-
-def heaviness(compute_pct: float, memory_pct: float, ratio: float) -> int:
-    """Return 1 for compute-heavy (Creq >= ratio * Mreq), -1 for memory-heavy, 0 for balanced or empty."""
-    if compute_pct >= ratio * memory_pct and compute_pct > memory_pct:
-        return 1
-    if memory_pct >= ratio * compute_pct and memory_pct > compute_pct:
-        return -1
-    return 0
+    heavy_ratio: float = 1.2
+    neutral: str = "falling"
+    pairs: str = "single"
+    classify: bool = True
+    sort: bool = True
 
 
-def place_replicas(
-    rooms: Sequence[Room], config: Config, heavy_ratio: float, *, balance: bool = True
-) -> tuple[list[Room], list[tuple[str, int, int]]]:
-    """Algorithm 2: put replicas of one model on different GPUs, as many as fit; returns the new rooms and the ranges
-    taken.
+Unit = tuple[int, ...]
+"""What is placed at a time: one model of the group, or a pair, by position in the group."""
 
-    GPUs in use come before idle ones. Among those, a compute-heavy replica prefers GPUs loaded memory-heavily and the
-    other way round, then the GPU on which |sum Creq - sum Mreq| becomes smallest, then the lowest number; the paper
-    leaves the order of ties open. With `balance` off: the lowest number (first fit).
+
+def placement_order(configs: Sequence[Config], readings: Readings) -> list[Unit]:
+    """Return the list of Algorithm 2: compute-heavy and memory-heavy models in turn, each by falling Rreq; neutral ones
+    and those without a partner where Rreq keeps falling, or last."""
+    ranked = list(range(len(configs)))
+    if readings.sort:
+        ranked.sort(key=lambda index: (-round(configs[index].total_pct, DIGITS), index))
+    if not readings.classify:
+        return [(index,) for index in ranked]
+    ratio = readings.heavy_ratio
+    compute = [i for i in ranked if _is_heavy(configs[i].compute_pct, configs[i].memory_pct, ratio)]
+    memory = [i for i in ranked if _is_heavy(configs[i].memory_pct, configs[i].compute_pct, ratio)]
+    paired = min(len(compute), len(memory))
+    found: list[Unit] = []
+    for pair in zip(compute, memory, strict=False):
+        found += [pair] if readings.pairs == "together" else [(index,) for index in pair]
+    heavy = {*compute, *memory}
+    rest = sorted([*compute[paired:], *memory[paired:], *(i for i in ranked if i not in heavy)], key=ranked.index)
+    for index in rest:
+        own = configs[index].total_pct
+        place = len(found)
+        if readings.neutral == "falling" and readings.sort:
+            lower = (p for p, unit in enumerate(found) if max(configs[i].total_pct for i in unit) < own - 1e-9)
+            place = next(lower, len(found))
+        found.insert(place, (index,))
+    return found
+
+
+def _is_heavy(one: float, other: float, ratio: float) -> bool:
+    return one >= ratio * other and one > other
+
+
+class Taken(NamedTuple):
+    """GPUs that got a replica of some models: how many, and their state before (None: idle) and after."""
+
+    models: Unit
+    configs: tuple[Config, ...]
+    kind: int
+    before: State | None
+    after: State
+    gpus: int
+
+
+class GpuStates:
+    """The GPUs of the cluster as Algorithm 2 sees them: those in use by state, and how many are idle by type.
+
+    `place` changes nothing and returns a new one.
     """
-    kinds = {kind: position for position, kind in enumerate(config.needs)}
-    own = {kind: heaviness(need.compute_pct, need.memory_pct, heavy_ratio) for kind, need in config.needs.items()}
-    candidates: list[tuple[tuple[float, ...], int, float, float]] = []
-    for index, room in enumerate(rooms):
-        need = config.needs.get(room.gpu_type)
-        if need is None:
-            continue
-        compute, memory = room.compute_pct + need.compute_pct, room.memory_pct + need.memory_pct
-        if compute > FULL or memory > FULL:
-            continue
-        if not room.used:
-            key: tuple[float, ...] = (1, kinds[room.gpu_type], 0, room.start)
-        elif balance:
-            there = heaviness(room.compute_pct, room.memory_pct, heavy_ratio)
-            key = (0, own[room.gpu_type] * there, round(abs(compute - memory), 9), room.start)
-        else:
-            key = (0, kinds[room.gpu_type], 0, room.start)
-        candidates.append((key, index, compute, memory))
-    candidates.sort()
-    left = config.replicas
-    ranges: list[tuple[str, int, int]] = []
-    after = list(rooms)
-    for _, index, compute, memory in candidates:
-        if left == 0:
-            break
-        room = rooms[index]
-        count = min(left, room.gpus)
-        after[index] = Room(room.gpu_type, room.start, count, compute, memory, True)
-        if count < room.gpus:
-            after.append(room._replace(start=room.start + count, gpus=room.gpus - count))
-        ranges.append((room.gpu_type, room.start, count))
-        left -= count
-    return after, ranges
+
+    __slots__ = ("idle", "prices", "used")
+
+    def __init__(self, used: dict[State, int], idle: tuple[float, ...], prices: Sequence[float]) -> None:
+        self.used, self.idle, self.prices = used, idle, prices
+
+    def as_others(self) -> GpuStates:
+        """Return it for the next group, to which no GPU belongs yet."""
+        used: dict[State, int] = {}
+        for state, count in self.used.items():
+            other = state._replace(is_own=False)
+            used[other] = used.get(other, 0) + count
+        return GpuStates(used, self.idle, self.prices)
+
+    def place(
+        self, unit: Unit, configs: tuple[Config, ...], wanted: int, having: Sequence[Taken] = ()
+    ) -> tuple[GpuStates, list[Taken], float]:
+        """Place replicas, each with those of the rest of the unit, on different GPUs, as many as fit.
+
+        First on the group's own GPUs, then on other groups', and of several on the one that is left with the least free
+        compute and memory; then on idle ones, the cheapest type first, which then belong to the group. Returns the new
+        states, what was taken, and the cost of the GPUs opened.
+
+        Args:
+            unit: the models, by position in the group.
+            configs: of each.
+            wanted: how many replicas of each.
+            having: GPUs that have a replica of the unit already.
+        """
+        needs = _together(configs)
+        options = []
+        for state in self.used:
+            need = needs[state.kind]
+            if need is not None:
+                compute, held = state.compute_pct + need.compute_pct, state.held_pct + need.held_pct
+                if compute <= FULL and held <= FULL:
+                    options.append((not state.is_own, -round(compute + held, DIGITS), state, compute, held))
+        options.sort()
+        used, idle, left, cost = self.used, self.idle, wanted, 0.0
+        taken: list[Taken] = []
+        if options:
+            used = dict(used)
+        for _, _, state, compute, held in options:
+            if left == 0:
+                break
+            count = min(left, used[state] - sum(each.gpus for each in having if each.after == state))
+            if count <= 0:
+                continue
+            after = State(state.kind, round(compute, DIGITS), round(held, DIGITS), state.is_own)
+            taken.append(Taken(unit, configs, state.kind, state, after, count))
+            left -= count
+            _move(used, state, after, count)
+        if left:
+            for kind in sorted(range(len(needs)), key=self.prices.__getitem__):
+                count = int(min(left, idle[kind]))
+                need = needs[kind]
+                if count and need is not None and need.compute_pct <= FULL and need.held_pct <= FULL:
+                    if used is self.used:
+                        used = dict(used)
+                    fresh = State(kind, round(need.compute_pct, DIGITS), round(need.held_pct, DIGITS), True)
+                    used[fresh] = used.get(fresh, 0) + count
+                    idle = (*idle[:kind], idle[kind] - count, *idle[kind + 1 :])
+                    taken.append(Taken(unit, configs, kind, None, fresh, count))
+                    left -= count
+                    cost += count * self.prices[kind]
+        return GpuStates(used, idle, self.prices), taken, cost
+
+    def place_unit(self, unit: Unit, configs: Mapping[int, Config]) -> tuple[GpuStates, list[Taken], float]:
+        """Place all replicas of one model, or of a pair: both together as often as both have replicas, then singly."""
+        mine = tuple(configs[index] for index in unit)
+        states, taken, cost = self.place(unit, mine, min(config.replicas for config in mine))
+        pairs = list(taken)
+        together = sum(each.gpus for each in pairs)
+        if len(unit) > 1:
+            for index, config in zip(unit, mine, strict=True):
+                states, more, extra = states.place((index,), (config,), config.replicas - together, pairs)
+                taken, cost = taken + more, cost + extra
+        return states, taken, cost
+
+    def useful(self, choices: Sequence[Choice]) -> tuple[GpuStates, dict[State, int]]:
+        """Return them without the states in which no configuration of these models fits, and those states."""
+        least: list[tuple[float, float]] = []
+        for kind in range(len(self.prices)):
+            configs = [config for choice in choices for config in choice.configs]
+            needs = [need for config in configs if (need := config.needs[kind]) is not None]
+            least.append(
+                (min((n.compute_pct for n in needs), default=FULL), min((n.held_pct for n in needs), default=FULL))
+            )
+        full = {
+            state: count
+            for state, count in self.used.items()
+            if state.compute_pct + least[state.kind][0] > FULL or state.held_pct + least[state.kind][1] > FULL
+        }
+        return GpuStates({s: n for s, n in self.used.items() if s not in full}, self.idle, self.prices), full
+
+
+def _together(configs: tuple[Config, ...]) -> tuple[Need | None, ...]:
+    if len(configs) == 1:
+        return configs[0].needs
+    found: list[Need | None] = []
+    for needs in zip(*(config.needs for config in configs), strict=True):
+        known = [need for need in needs if need is not None]
+        whole = len(known) == len(needs)
+        found.append(Need(*(sum(values) for values in zip(*known, strict=True))) if whole else None)
+    return tuple(found)
+
+
+def _move(used: dict[State, int], before: State, after: State, count: int) -> None:
+    used[before] -= count
+    if not used[before]:
+        del used[before]
+    used[after] = used.get(after, 0) + count
+
+
+Result = tuple[float, float, tuple[int, ...]]
+"""-goodput, cost, configuration numbers by model: the smaller the better."""
 
 
 class Search:
-    """Algorithm 1 for one group: the configurations with the highest goodput, or the lowest cost on an open cluster.
-
-    Models are placed by descending Rreq of the configuration tried. Equal results: the fewest replicas, then the
-    smallest batches, model by model in the workload's order, which is the order of a plain loop over all combinations.
+    """Algorithm 1 for one group: the configurations with the highest goodput, of these the cheapest, of these the
+    fewest replicas and then the smallest batches, model by model in the workload's order.
 
     Args:
-        prices: price per hour by GPU type when GPUs are bought, else None.
+        choices: the models of the group.
+        states: the GPUs as the groups before left them.
+        buys: GPUs are bought, so that the cost counts.
         node_limit: placements tried before the search settles for the best so far; `cut` then says so.
     """
 
     def __init__(
-        self, choices: Sequence[Choice], rooms: Sequence[Room], heavy_ratio: float, *, balance: bool = True,
-        prices: Mapping[str, float] | None = None, node_limit: int = 40_000,
+        self, choices: Sequence[Choice], states: GpuStates, readings: Readings, *, buys: bool, node_limit: int = 40_000
     ) -> None:
-        self.rooms, self.heavy_ratio, self.balance = list(rooms), heavy_ratio, balance
-        self.prices, self.node_limit, self.nodes, self.cut = prices, node_limit, 0, False
-        self.bounds: list[float] = []
-        self.choices: list[Choice] = []
-        for choice in choices:
-            bound = max((self._alone(choice, config) for config in choice.configs), default=0.0)
-            if bound > 0:
-                self.choices.append(choice)
-                self.bounds.append(bound)
-        self.best: tuple[float, float, tuple[int, ...]] | None = None  # -goodput, cost, configuration numbers
-        self.best_placements: dict[str, Placement] = {}
-        self.best_rooms = self.rooms
+        self._choices, self._readings, self._buys, self._limit = choices, readings, buys, node_limit
+        self._states, self._full = states.useful(choices)
+        self.nodes, self.cut = 0, False
+        self._alone = [[self._at_most(choice, config) for config in choice.configs] for choice in choices]
+        self._most = [max(values) for values in self._alone]
+        self._rates = [[self._per_compute(c, config) for config in c.configs] for c in choices]
+        self._best: Result | None = None
+        self.states = states
+        self.taken: list[Taken] = []
 
-    def run(self) -> dict[str, Placement]:
-        """Return the placement of every model that got a GPU; `best_rooms` holds the state afterwards."""
-        chosen = [0] * len(self.choices)
-        self._descend(self.rooms, chosen, frozenset(range(len(chosen))), (float("inf"), 0), 0.0, 0.0, {})
-        return {name: placement for name, placement in self.best_placements.items() if placement.ranges}
+    def run(self) -> None:
+        """Find the best configurations; `taken` then says where their replicas are, `states` what is left."""
+        first = [next(n for n, v in enumerate(values) if v >= max(values) - 1e-9) for values in self._alone]
+        self._try(first)
+        enough = self._best is not None and -self._best[0] >= round(sum(self._most), 6)
+        if not enough or self._buys:
+            self._improve(first)
+            self._descend(self._sequences(), self._states, {}, 0.0, 0.0)
+        if self._best is not None:
+            chosen = self._best[2]
+            states, self.taken, _ = self._placed_as(chosen)
+            used = dict(self._full)
+            for state, count in states.used.items():
+                used[state] = used.get(state, 0) + count
+            self.states = GpuStates(used, states.idle, states.prices)
 
-    def _value(self, choice: Choice, config: Config, ranges: Sequence[tuple[str, int, int]]) -> float:
-        placed: dict[str, int] = {}
-        for kind, _, count in ranges:
-            placed[kind] = placed.get(kind, 0) + count
-        return choice.weight * min(choice.rate_rps, config.rate_rps(placed))
+    def configs(self) -> dict[str, Config]:
+        """Return the configuration chosen for each model."""
+        if self._best is None:
+            return {}
+        return {c.name: c.configs[n] for c, n in zip(self._choices, self._best[2], strict=True)}
 
-    def _alone(self, choice: Choice, config: Config) -> float:
-        """Return the weighted goodput of a model when the rest of the group is not there: an upper bound."""
-        _, ranges = place_replicas(self.rooms, config, self.heavy_ratio, balance=self.balance)
-        return self._value(choice, config, ranges)
+    # --- one configuration ----------------------------------------------------------------------------------------
 
-    def _cost(self, ranges: Sequence[tuple[str, int, int]], rooms: Sequence[Room]) -> float:
-        if self.prices is None:
-            return 0.0
-        idle = {(room.gpu_type, room.start) for room in rooms if not room.used}
-        return sum(self.prices[kind] * count for kind, start, count in ranges if (kind, start) in idle)
+    def _at_most(self, choice: Choice, config: Config) -> float:
+        """Return what a configuration carries at most: alone on the cluster where that has one type, else on the type
+        that is best for it, to which other models of the group may lead it."""
+        if len(self._states.prices) == 1:
+            return self._value(choice, config, self._states.place((0,), (config,), config.replicas)[1])
+        best_rps = max(need.rate_rps for need in config.needs if need is not None)
+        return choice.weight * min(choice.rate_rps, best_rps * config.replicas)
 
-    def _descend(
-        self, rooms: list[Room], chosen: list[int], left: frozenset[int], last: tuple[float, int],
-        goodput: float, cost: float, placements: dict[str, Placement],
-    ) -> None:
-        if not left:
-            result = (-round(goodput, 6), round(cost, 6), tuple(chosen))
-            if self.best is None or result < self.best:
-                self.best, self.best_placements, self.best_rooms = result, dict(placements), rooms
-            return
-        bound = goodput + sum(self.bounds[index] for index in left)
-        if self.best is not None and (-round(bound, 6), round(cost, 6), self._least(chosen, left)) >= self.best:
-            return
-        for index in sorted(left):
-            choice = self.choices[index]
-            rest = left - {index}
-            for number, config in enumerate(choice.configs):
-                key = (config.order_pct, -index)
-                if key >= last or not all(self._can_follow(other, key) for other in rest):
-                    continue
-                self.nodes += 1
-                if self.nodes > self.node_limit and self.best is not None:
-                    self.cut = True
-                    return
-                after, ranges = place_replicas(rooms, config, self.heavy_ratio, balance=self.balance)
-                chosen[index] = number
-                placements[choice.name] = Placement(config, tuple(ranges))
-                self._descend(after, chosen, rest, key, goodput + self._value(choice, config, ranges),
-                              cost + self._cost(ranges, rooms), placements)
-                chosen[index] = 0
-                del placements[choice.name]
+    def _placed_as(self, numbers: Sequence[int]) -> tuple[GpuStates, list[Taken], float]:
+        configs = [choice.configs[number] for choice, number in zip(self._choices, numbers, strict=True)]
+        states, cost = self._states, 0.0
+        taken: list[Taken] = []
+        for unit in placement_order(configs, self._readings):
+            states, more, extra = states.place_unit(unit, dict(enumerate(configs)))
+            taken, cost = taken + more, cost + extra
+            self.nodes += 1
+        return states, taken, cost
 
-    def _can_follow(self, index: int, key: tuple[float, int]) -> bool:
-        return any((config.order_pct, -index) < key for config in self.choices[index].configs)
+    def _try(self, numbers: Sequence[int]) -> Result:
+        _, taken, cost = self._placed_as(numbers)
+        goodput = 0.0
+        for index, (choice, number) in enumerate(zip(self._choices, numbers, strict=True)):
+            goodput += self._value(choice, choice.configs[number], [each for each in taken if index in each.models])
+        result = (-round(goodput, 6), round(cost, 6) if self._buys else 0.0, tuple(numbers))
+        if self._best is None or result < self._best:
+            self._best = result
+        return result
+
+    def _improve(self, numbers: Sequence[int]) -> None:
+        """Change one model at a time as long as that helps, so that the search has something to beat."""
+        here, best, is_better = list(numbers), self._try(numbers), True
+        while is_better and self.nodes < self._limit // 2:
+            is_better = False
+            for index, choice in enumerate(self._choices):
+                for number in range(len(choice.configs)):
+                    other = [*here[:index], number, *here[index + 1 :]]
+                    result = self._try(other)
+                    if result < best:
+                        here, best, is_better = other, result, True
 
     @staticmethod
-    def _least(chosen: Sequence[int], left: frozenset[int]) -> tuple[int, ...]:
-        return tuple(0 if index in left else number for index, number in enumerate(chosen))
+    def _value(choice: Choice, config: Config, taken: Sequence[Taken]) -> float:
+        """Return the weighted goodput of the replicas in these places."""
+        rates = ((need.rate_rps if (need := config.needs[each.kind]) else 0.0) * each.gpus for each in taken)
+        return choice.weight * min(choice.rate_rps, sum(rates))
+
+    @staticmethod
+    def _per_compute(choice: Choice, config: Config) -> float:
+        """Return the most goodput a percent of compute can give."""
+        return max(choice.weight * need.rate_rps / need.compute_pct for need in config.needs if need is not None)
+
+    # --- all configurations ---------------------------------------------------------------------------------------
+
+    def _sequences(self) -> _Node:
+        """Return all orders of placement as a tree: what may come next after what has been placed.
+
+        The order depends on the batch sizes alone, so that replica counts are chosen on the way down.
+        """
+        sizes: list[dict[tuple[int, float, float], list[int]]] = [
+            {(c.batch_size, c.compute_pct, c.memory_pct): [] for c in choice.configs} for choice in self._choices
+        ]
+        for choice, by_size in zip(self._choices, sizes, strict=True):
+            for number, config in enumerate(choice.configs):
+                by_size[config.batch_size, config.compute_pct, config.memory_pct].append(number)
+        root = _Node()
+        for numbers in product(*(list(by_size.values()) for by_size in sizes)):
+            configs = [choice.configs[n[0]] for choice, n in zip(self._choices, numbers, strict=True)]
+            node = root
+            for unit in placement_order(configs, self._readings):
+                key = (unit, tuple(tuple(numbers[index]) for index in unit))
+                node = node.setdefault(key, _Node())
+        return root
+
+    def _descend(self, node: _Node, states: GpuStates, chosen: dict[int, int], goodput: float, cost: float) -> None:
+        if not node:
+            numbers = tuple(chosen[index] for index in range(len(self._choices)))
+            result = (-round(goodput, 6), round(cost, 6) if self._buys else 0.0, numbers)
+            if self._best is None or result < self._best:
+                self._best = result
+            return
+        for (unit, options), after in node.items():
+            rest = [i for i in range(len(self._choices)) if i not in chosen and i not in unit]
+            for numbers in product(*options):
+                if self.cut:
+                    return
+                picked = dict(zip(unit, numbers, strict=True))
+                mine = [self._choices[i].configs[n] for i, n in picked.items()]
+                alone = sum(self._alone[i][n] for i, n in picked.items())
+                if self._is_hopeless(goodput + alone, cost, {**chosen, **picked}, rest, states):
+                    continue
+                self.nodes += 1
+                if self.nodes > self._limit:
+                    self.cut = True
+                    return
+                by_model = dict(zip(unit, mine, strict=True))
+                below, taken, extra = states.place_unit(unit, by_model)
+                value = sum(
+                    self._value(self._choices[i], config, [each for each in taken if i in each.models])
+                    for i, config in by_model.items()
+                )
+                if self._is_hopeless(goodput + value, cost + extra, {**chosen, **picked}, rest, below):
+                    continue
+                self._descend(after, below, {**chosen, **picked}, goodput + value, cost + extra)
+
+    def _is_hopeless(
+        self, goodput: float, cost: float, chosen: Mapping[int, int], rest: Sequence[int], states: GpuStates
+    ) -> bool:
+        """Say whether nothing below can beat the best: with all compute that is free spent on the best of the rest, or
+        with the rest alone on the cluster."""
+        if self._best is None:
+            return False
+        bound = goodput + sum(self._most[index] for index in rest)
+        if -round(bound, 6) > self._best[0]:
+            return True
+        if not self._buys and rest:
+            free = sum(100.0 * count for count in states.idle)
+            free += sum((FULL - state.compute_pct) * count for state, count in states.used.items())
+            bound = goodput
+            for rate, most in sorted(((max(self._rates[i]), self._most[i]) for i in rest), reverse=True):
+                bound += min(most, rate * free)
+                free -= min(free, most / rate)
+            if -round(bound, 6) > self._best[0]:
+                return True
+        least = tuple(chosen.get(index, 0) for index in range(len(self._choices)))
+        return (-round(bound, 6), round(cost, 6) if self._buys else 0.0, least) >= self._best
+
+
+class _Node(dict[tuple[Unit, tuple[tuple[int, ...], ...]], "_Node"]):
+    """What may be placed next: a unit and, for each of its models, the configurations of one batch size."""
+

@@ -1,8 +1,8 @@
 """USHER: group models with complementary needs, then choose batch sizes, replicas and GPUs group by group.
 
 Source: Shubha, Shen, Iyer, "USHER: Holistic Interference Avoidance for Resource Optimized ML Inference", OSDI 2024,
-section 4, in the reading of P. Elvinger's thesis (ETH Zurich 2024, section 5.4). Merging operators of co-located
-models, the paper's third component, changes the executables and not the placement, and is not part of this policy.
+section 3.3, with the readings of P. Elvinger's thesis (ETH Zurich 2024, section 5.4) as options. Merging operators of
+models on one GPU, the paper's third component, follows the placement for every policy (`tenuto.placement.merging`).
 """
 
 from __future__ import annotations
@@ -10,69 +10,93 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-from tenuto.errors import InvalidInputError, Problem
+from tenuto.errors import Problem, raise_if_any
 from tenuto.placement.cluster import Cluster, Gpu
+from tenuto.placement.costs import WHOLE_GPU
 from tenuto.placement.plan import Plan
 from tenuto.placement.policies.shared.gpu_pool import GpuPool
-from tenuto.placement.policies.shared.profiled_plan import Hosted, profiled_plan
-from tenuto.placement.policies.shared.requirements import MEMORY, Requirement, Requirements, requirements_of
-from tenuto.placement.policies.usher.grouping import group_models
-from tenuto.placement.policies.usher.search import UNLIMITED, Choice, Config, Placement, Room, Search
-from tenuto.placement.policy import Policy
+from tenuto.placement.policies.shared.hosting import hosting_plan
+from tenuto.placement.policies.shared.requirements import (
+    MEMORY,
+    Requirement,
+    Requirements,
+    context_pct_of,
+    hosted_requirements,
+    requirements_of,
+)
+from tenuto.placement.policies.usher.grouping import TIES, group_models
+from tenuto.placement.policies.usher.search import Choice, Config, GpuStates, Need, Readings, Search, State, Taken
+from tenuto.placement.policy import Policy, with_defaults
 from tenuto.placement.workload import ModelSpec, Workload
 from tenuto.profiles import Profiles
 
-__all__ = ["Usher"]
+__all__ = ["Usher", "WaoUsher"]
 
 MULTIPLIERS = 6  # replica counts are i * c_min with i in 1..6
+MOST_IN_A_GROUP = 6  # of an explicit group; the search is exponential in it
+NODES_OF_A_PLAN = 400_000  # placements tried for all groups together before the best so far is taken
 
 
 class Usher(Policy):
     """Packs replicas so that compute and memory of a GPU fill up evenly and never exceed 100 %.
 
-    Per model, c_min = ceil(rate / throughput of the largest batch within the SLO) on the type where that is highest;
-    replica counts are c_min to 6 c_min, at most the number of GPUs. A model with c_min above the number of GPUs is not
-    served at all, while the replicas of a feasible count are placed as far as they fit. At most one replica of a model
-    is on a GPU.
-    Counts beyond the first that carries the rate are skipped: they can only take room from other models.
-
-    On a fixed cluster each group gets the configuration with the highest goodput; on an elastic one, the cheapest that
-    carries every rate, each model on one GPU type. Each gpu-let's share is its compute requirement. Latency is the one
-    measured
-    on the whole GPU: avoiding contention is what the packing is for.
+    Per model, c = ceil(rate / throughput of the largest batch within the SLO) on the type where that is highest;
+    replica counts are c to 6 c, at most the number of GPUs (see `oversized`). At most one replica of a model is on a
+    GPU. On a fixed cluster each group gets the configuration with the highest goodput, on an elastic one the cheapest
+    of those that carry most. Each gpu-let's share is its compute requirement. The policy believes the latencies
+    measured on the whole GPU: avoiding contention is what the packing is for. Beside Mreq, the memory of each replica
+    with the CUDA context of its process has to fit, which the paper does not count.
 
     Options:
         compute_metric, memory_metric: what Creq and Mreq are; a metric of the profile in percent, or `memory`.
-        heavy_ratio: from which Creq/Mreq (or Mreq/Creq) a replica counts as compute-heavy (memory-heavy).
-        max_group_size: models per group: 1, 2, 4, 8, …
+        heavy_ratio: from which Creq/Mreq (or Mreq/Creq) a model counts as compute-heavy (memory-heavy).
+        max_group_size: models per group: 1, 2 or 4.
         groups: explicit groups in order, `a+b+c,d+e`, instead of matching.
         shares: limit gpu-lets to their compute requirement; without it they compete freely (thesis, appendix A.2.1).
-        Ablation, each a single ingredient left out: grouping=false (every model alone, largest first),
-        replication=false (c_min replicas only), batch_choice=false (largest batch within the SLO only), balance=false
-        (first fit on GPUs).
+        Readings of what the paper leaves open: neutral (`falling`: neutral models, and heavy ones without a partner,
+        come where Rreq keeps falling; `last`: after the others, as the thesis reads), pairs (`single`: the models of a
+        pair are placed one after the other; `together`: on the same GPUs), group_order (`largest` requirement first, or
+        `workload`), grouping_ties (`exact`: as in the thesis' examples of section 5.4; `float`: as its groups of
+        section 6.2.1 come out), waiting (`none`: a replica carries full batches without a pause; `batch`: each waits
+        for one of its own), oversized (`leave`: a model whose c exceeds the GPUs is not served, as in the thesis;
+        `cap`: it gets as many as there are).
+        Ablations, each an ingredient left out: classify=false (the paper's CM), replication=false (WD, c replicas
+        only), sort=false (S); M is a workload with `merge: off`. And of the thesis: grouping=false (every model alone,
+        largest first), batch_choice=false (largest batch within the SLO only).
     """
 
     name = "usher"
     summary = "groups models with complementary compute and memory needs, then packs replicas group by group"
-    source = "USHER (OSDI 2024), section 4; Creq = achieved occupancy as in Elvinger's thesis (ETH 2024)"
+    source = "USHER (OSDI 2024), Algorithms 1 and 2; Creq = achieved occupancy as in Elvinger's thesis (ETH 2024)"
 
     def __init__(
         self, *, compute_metric: str = "achieved_occupancy_pct", memory_metric: str = MEMORY, heavy_ratio: float = 1.2,
-        max_group_size: int = 4, groups: str = "", shares: bool = True, grouping: bool = True, replication: bool = True,
-        batch_choice: bool = True, balance: bool = True,
+        max_group_size: int = 4, groups: str = "", shares: bool = True, neutral: str = "falling",
+        pairs: str = "single", group_order: str = "largest", grouping_ties: str = "exact", waiting: str = "none",
+        oversized: str = "leave", classify: bool = True, sort: bool = True, grouping: bool = True,
+        replication: bool = True, batch_choice: bool = True,
     ) -> None:
         problems = []
         if heavy_ratio < 1:
             problems.append(Problem("--option heavy_ratio", heavy_ratio, "must be at least 1", "The paper uses 1.2."))
-        if max_group_size < 1:
-            rule = "must be at least 1"
+        if max_group_size not in (1, 2, 4):
+            rule = "must be 1, 2 or 4"
             problems.append(Problem("--option max_group_size", max_group_size, rule, "The paper uses 4."))
-        if problems:
-            raise InvalidInputError(problems)
+        choices = {
+            "neutral": (neutral, ("falling", "last")), "pairs": (pairs, ("single", "together")),
+            "group_order": (group_order, ("largest", "workload")), "grouping_ties": (grouping_ties, TIES),
+            "waiting": (waiting, ("none", "batch")), "oversized": (oversized, ("leave", "cap")),
+        }  # fmt: skip
+        for key, (value, known) in choices.items():
+            if value not in known:
+                problems.append(Problem(f"--option {key}", value, "unknown", f"Use {' or '.join(known)}."))
+        raise_if_any(problems)
         self.compute_metric, self.memory_metric = compute_metric, memory_metric
         self.heavy_ratio, self.max_group_size, self.groups = heavy_ratio, max_group_size, groups
-        self.shares, self.grouping, self.replication = shares, grouping, replication
-        self.batch_choice, self.balance = batch_choice, balance
+        self.shares, self.neutral, self.pairs, self.group_order = shares, neutral, pairs, group_order
+        self.grouping_ties, self.waiting, self.oversized = grouping_ties, waiting, oversized
+        self.classify, self.sort, self.grouping = classify, sort, grouping
+        self.replication, self.batch_choice = replication, batch_choice
 
     def place(self, workload: Workload, cluster: Cluster, profiles: Profiles) -> Plan:
         """Return the plan.
@@ -81,26 +105,42 @@ class Usher(Policy):
             InvalidInputError: a profile lacks the metrics, or the `groups` option does not name every model once.
         """
         needs = requirements_of(workload, cluster, profiles, self.compute_metric, self.memory_metric)
-        pool = GpuPool(cluster)
-        counts = _gpu_counts(cluster)
-        unserved: dict[str, str] = {}
+        kinds = cluster.gpu_types
+        context_pct = context_pct_of(cluster, profiles)
+        reasons: dict[str, str] = {}
         choices: dict[str, Choice] = {}
         for spec in workload.models:
-            configs, reason = self._configs(spec, needs[spec.name], counts)
+            configs, reason = self._configs(spec, needs[spec.name], cluster, context_pct)
+            reasons[spec.name] = reason or "no GPU time left for one more replica"
             if configs:
                 choices[spec.name] = Choice(spec.name, spec.rate_rps, spec.weight, configs)
-            else:
-                unserved[spec.name] = reason
         groups = self._groups(workload, needs)
-        rooms = [Room(kind, 0, count) for kind, count in counts.items()]
-        placements, rooms, cut = self._place_groups(groups, choices, rooms, _prices(cluster))
-        for name in choices.keys() - placements.keys():
-            unserved[name] = _no_room(choices[name], rooms)
+        idle = tuple(math.inf if cluster.elastic else float(count) for count in cluster.counts.values())
+        states = GpuStates({}, idle, tuple(cluster.prices.values()))
+        assignment = _Assignment(GpuPool(cluster), kinds)
+        readings = Readings(self.heavy_ratio, self.neutral, self.pairs, self.classify, self.sort)
+        cut = False
+        for group in groups:
+            members = [choices[name] for name in group if name in choices]
+            if not members:
+                continue
+            limit = max(1_000, NODES_OF_A_PLAN // len(groups))
+            search = Search(members, states.as_others(), readings, buys=cluster.elastic, node_limit=min(limit, 40_000))
+            search.run()
+            states, cut = search.states, cut or search.cut
+            assignment.take([choice.name for choice in members], search.taken)
+        for name in choices.keys() - assignment.served:
+            reasons[name] = _no_room(choices[name], states, kinds)
         notes = ["groups: " + " | ".join(" ".join(group) for group in groups)] if groups else []
         if cut:
             notes.append("the search over configurations was cut short; the best plan found is used")
-        hosted = _on_gpus(placements, pool, cluster)
-        return profiled_plan(self.name, workload, cluster, hosted, unserved, notes, shares=self.shares)
+        placed = [
+            (gpu, [(name, _of_batch(needs[name][gpu.type], size)) for name, size in held])
+            for gpu, held in assignment.gpus()
+        ]
+        hosted = hosted_requirements(workload, placed, shares=self.shares)
+        overcommits = not self.shares and any(len(held) > 1 for _, held in placed)
+        return hosting_plan(self.name, workload, cluster, hosted, reasons, notes, overcommits=overcommits)
 
     def _groups(
         self, workload: Workload, needs: Mapping[str, Mapping[str, Requirements]]
@@ -108,126 +148,147 @@ class Usher(Policy):
         names = [spec.name for spec in workload.models]
         if self.groups:
             given = tuple(tuple(group.split("+")) for group in self.groups.split(","))
+            problems = []
             if sorted(name for group in given for name in group) != sorted(names):
-                raise InvalidInputError(
-                    Problem("--option groups", self.groups, "must name every model of the workload exactly once",
-                            f"Write for example groups={'+'.join(names)}.")
-                )
+                cure = f"Write for example groups={'+'.join(names)}."
+                rule = "must name every model of the workload exactly once"
+                problems.append(Problem("--option groups", self.groups, rule, cure))
+            if any(len(group) > MOST_IN_A_GROUP for group in given):
+                rule = f"a group has {MOST_IN_A_GROUP} models at most"
+                problems.append(Problem("--option groups", self.groups, rule, "Divide it."))
+            raise_if_any(problems)
             return given
-        averages = {name: _highest_type(needs[name]).average() for name in names if needs[name]}
-        return group_models(averages, self.max_group_size if self.grouping else 1)
+        averages = {name: _average([r for req in needs[name].values() for r in req.measured]) for name in names}
+        found = group_models(averages, self.max_group_size if self.grouping else 1, ties=self.grouping_ties)
+        if self.group_order == "workload":
+            return tuple(sorted(found, key=lambda group: min(map(names.index, group))))
+        return found
 
     def _configs(
-        self, spec: ModelSpec, needs: Mapping[str, Requirements], gpu_counts: Mapping[str, int]
+        self, spec: ModelSpec, needs: Mapping[str, Requirements], cluster: Cluster, context_pct: Mapping[str, float]
     ) -> tuple[tuple[Config, ...], str]:
         """Return what may be chosen for a model, fewest replicas and smallest batch first; or why nothing may."""
-        usable = {kind: {r.batch_size: r for r in req.within_slo} for kind, req in needs.items() if req.within_slo}
+        usable = {
+            kind: {r.batch_size: r for r in req.within_slo if r.held_pct(context_pct[kind]) <= WHOLE_GPU}
+            for kind, req in needs.items()
+        }
+        usable = {kind: by_size for kind, by_size in usable.items() if by_size}
         if not usable:
-            return (), "; ".join(req.why_not for req in needs.values())
-        kinds = sorted(usable, key=lambda kind: -_largest_batch(usable[kind]).throughput_rps)
-        configs: list[Config] = []
-        elastic = UNLIMITED in gpu_counts.values()
-        for alternatives in [[kind] for kind in kinds] if elastic else [kinds]:
-            minimum = math.ceil(spec.rate_rps / _largest_batch(usable[alternatives[0]]).throughput_rps - 1e-9)
-            limit = sum(gpu_counts[kind] for kind in alternatives)
-            counts = [i * minimum for i in range(1, MULTIPLIERS + 1 if self.replication else 2) if i * minimum <= limit]
-            if not counts:
-                best = _largest_batch(usable[kinds[0]])
-                return (), (
-                    f"needs {minimum} replicas even at its largest batch within the SLO ({best.batch_size}: "
-                    f"{best.throughput_rps:g} rps on a {kinds[0]}), but only {limit} of the GPUs can run it"
+            reasons = [req.why_not for req in needs.values() if req.why_not]
+            return (), reasons[0] if reasons else "memory: no replica and the context of its process fit a GPU"
+        highest = max(usable, key=lambda kind: self._rate_rps(usable[kind][max(usable[kind])]))
+        best = usable[highest][max(usable[highest])]
+        minimum = math.ceil(spec.rate_rps / self._rate_rps(best) - 1e-9)
+        able = sum(cluster.counts[kind] for kind in usable)
+        limit = math.inf if cluster.elastic else able
+        counts = [i * minimum for i in range(1, MULTIPLIERS + 1 if self.replication else 2) if i * minimum <= limit]
+        if not counts and self.oversized == "cap":
+            counts = [able]
+        if not counts:
+            return (), (
+                f"needs {minimum} replicas even at its largest batch within the SLO ({best.batch_size}: "
+                f"{self._rate_rps(best):g} rps on a {highest}), but only {able} of the GPUs can run it"
+            )
+        configs = []
+        sizes = sorted({size for by_size in usable.values() for size in by_size})
+        for size in sizes if self.batch_choice else sizes[-1:]:
+            found = [usable[kind].get(size) if kind in usable else None for kind in cluster.gpu_types]
+            by_type = tuple(
+                Need(r.compute_pct, r.held_pct(context_pct[kind]), self._rate_rps(r)) if r is not None else None
+                for kind, r in zip(cluster.gpu_types, found, strict=True)
+            )
+            average = _average([r for req in needs.values() for r in req.measured if r.batch_size == size])
+            configs += [Config(by_type, size, count, *average) for count in counts]
+        return tuple(sorted(configs, key=lambda config: (config.replicas, config.batch_size))), ""
+
+    def _rate_rps(self, requirement: Requirement) -> float:
+        return requirement.throughput_rps / (2.0 if self.waiting == "batch" else 1.0)
+
+
+class WaoUsher(Usher):
+    """USHER as it is, with Creq = weighted achieved occupancy: smaller needs, denser packing (thesis, chapter 6).
+
+    Invariant and options are those of `Usher`.
+    """
+
+    name = "wao-usher"
+    summary = "usher with time-weighted achieved occupancy as compute need: packs more densely"
+    source = "Elvinger's thesis (ETH 2024), chapter 6; USHER (OSDI 2024)"
+    __init__ = with_defaults(Usher.__init__, compute_metric="wavg_ach_occ_pct")
+
+
+class _Assignment:
+    """Which GPU has which replicas: states are turned into GPUs, the lowest number first."""
+
+    def __init__(self, pool: GpuPool, kinds: Sequence[str]) -> None:
+        self._pool, self._kinds = pool, kinds
+        self._in_state: dict[State, list[int]] = {}
+        self._gpus: list[tuple[Gpu, list[tuple[str, int]]]] = []
+        self.served: set[str] = set()
+
+    def take(self, names: Sequence[str], taken: Sequence[Taken]) -> None:
+        """Carry out what the search for a group found."""
+        others: dict[State, list[int]] = {}
+        for state, numbers in self._in_state.items():
+            others.setdefault(state._replace(is_own=False), []).extend(numbers)
+        self._in_state = others
+        for each in taken:
+            if each.before is None:
+                numbers = [self._open(each.kind) for _ in range(each.gpus)]
+            else:
+                numbers = sorted(self._in_state[each.before])[: each.gpus]
+                self._in_state[each.before] = [n for n in self._in_state[each.before] if n not in set(numbers)]
+            self._in_state.setdefault(each.after, []).extend(numbers)
+            for model, config in zip(each.models, each.configs, strict=True):
+                self.served.add(names[model])
+                for number in numbers:
+                    self._gpus[number][1].append((names[model], config.batch_size))
+
+    def gpus(self) -> list[tuple[Gpu, list[tuple[str, int]]]]:
+        """Return the GPUs in use with the models and batch sizes of their replicas."""
+        return self._gpus
+
+    def _open(self, kind: int) -> int:
+        gpu = self._pool.take(self._kinds[kind])
+        if gpu is None:
+            raise AssertionError("the search opened more GPUs than there are")
+        self._gpus.append((gpu, []))
+        return len(self._gpus) - 1
+
+
+def _average(requirements: Sequence[Requirement]) -> tuple[float, float]:
+    """Return the mean (Creq, Mreq); (0, 0) of none.
+
+    The mean is over all measured batches: over those within the SLO only, other groups than the thesis prints in
+    section 5.4.1 would come out.
+    """
+    count = max(1, len(requirements))
+    return sum(r.compute_pct for r in requirements) / count, sum(r.memory_pct for r in requirements) / count
+
+
+def _of_batch(requirements: Requirements, batch_size: int) -> Requirement:
+    return next(r for r in requirements.within_slo if r.batch_size == batch_size)
+
+
+def _no_room(choice: Choice, states: GpuStates, kinds: Sequence[str]) -> str:
+    """Say what the model's least demanding replica lacks on the GPU that comes nearest, after all groups."""
+    best: tuple[float, str] | None = None
+    for config in choice.configs:
+        for kind, need in enumerate(config.needs):
+            if need is None:
+                continue
+            for state in [*states.used, *([State(kind, 0.0, 0.0, False)] if states.idle[kind] else [])]:
+                if state.kind != kind:
+                    continue
+                lacks = {
+                    "GPU time": (need.compute_pct, WHOLE_GPU - state.compute_pct),
+                    "memory": (need.held_pct, WHOLE_GPU - state.held_pct),
+                }
+                what, (asked, free) = max(lacks.items(), key=lambda item: item[1][0] - item[1][1])
+                text = (
+                    f"no {what} left: its least demanding replica (batch {config.batch_size}) needs {asked:.3g} %, and "
+                    f"of a {kinds[kind]} {free:.3g} % are free"
                 )
-            configs += _per_batch(spec, {kind: usable[kind] for kind in alternatives}, counts, self.batch_choice)
-        configs.sort(key=lambda config: (config.replicas, config.batch_size))
-        return tuple(configs), ""
-
-    def _place_groups(
-        self, groups: Sequence[Sequence[str]], choices: Mapping[str, Choice], rooms: list[Room],
-        prices: Mapping[str, float] | None,
-    ) -> tuple[dict[str, Placement], list[Room], bool]:
-        placements: dict[str, Placement] = {}
-        cut = False
-        for group in groups:
-            members = [choices[name] for name in group if name in choices]
-            able = [any(room.takes(config) for choice in members for config in choice.configs) for room in rooms]
-            full = [room for room, takes in zip(rooms, able, strict=True) if not takes]
-            open_rooms = [room for room, takes in zip(rooms, able, strict=True) if takes]
-            search = Search(members, open_rooms, self.heavy_ratio, balance=self.balance, prices=prices)
-            placements |= search.run()
-            rooms = full + search.best_rooms
-            cut = cut or search.cut
-        return placements, rooms, cut
-
-
-def _highest_type(needs: Mapping[str, Requirements]) -> Requirements:
-    """Return the requirements on the type where the model is fastest, which stands for it in the averages."""
-    return max(needs.values(), key=lambda req: max((r.throughput_rps for r in req.measured), default=0.0))
-
-
-def _largest_batch(by_size: Mapping[int, Requirement]) -> Requirement:
-    return by_size[max(by_size)]
-
-
-def _per_batch(
-    spec: ModelSpec, usable: Mapping[str, Mapping[int, Requirement]], counts: Sequence[int], choice: bool
-) -> list[Config]:
-    """Return the configurations of a model: per batch size the counts up to the first that carries the rate."""
-    sizes = sorted({size for by_size in usable.values() for size in by_size})
-    configs = []
-    for size in sizes if choice else sizes[-1:]:
-        needs = {kind: by_size[size] for kind, by_size in usable.items() if size in by_size}
-        first = next(iter(needs.values()))
-        carries = [count * first.throughput_rps >= spec.rate_rps - 1e-6 for count in counts]
-        some_slower = len({need.throughput_rps for need in needs.values()}) > 1
-        kept = counts[: carries.index(True) + 1] if any(carries) and not some_slower else counts
-        configs += [Config(needs, size, count, first.total_pct) for count in kept]
-    return configs
-
-
-def _no_room(choice: Choice, rooms: Sequence[Room]) -> str:
-    """Say what the model's least demanding replica needs and what the GPUs have left after all groups."""
-    least = min((need for config in choice.configs for need in config.needs.values()), key=lambda need: need.total_pct)
-    kinds = {kind for config in choice.configs for kind in config.needs}
-    able = [room for room in rooms if room.gpu_type in kinds]
-    freest = min(able, key=lambda room: max(room.compute_pct, room.memory_pct), default=None)
-    if freest is None:
-        return "there is no GPU"
-    return (
-        f"its least demanding replica (batch {least.batch_size}) needs {least.compute_pct:.3g} % compute and "
-        f"{least.memory_pct:.3g} % memory; the freest {freest.gpu_type} has {100 - freest.compute_pct:.3g} % and "
-        f"{100 - freest.memory_pct:.3g} % left after models that carry more"
-    )
-
-
-def _gpu_counts(cluster: Cluster) -> dict[str, int]:
-    """Return the GPUs there are of each type; `UNLIMITED` on an elastic cluster."""
-    counts: dict[str, int] = {}
-    for gpu in cluster.gpus:
-        counts[gpu.type] = counts.get(gpu.type, 0) + 1
-    return dict.fromkeys(counts, UNLIMITED) if cluster.elastic else counts
-
-
-def _prices(cluster: Cluster) -> dict[str, float] | None:
-    """Return what a GPU of each type costs where GPUs are bought; one unit each where any price is unknown."""
-    if not cluster.elastic:
-        return None
-    prices = {gpu.type: gpu.price_per_hour for gpu in cluster.gpus}
-    known = {kind: price for kind, price in prices.items() if price is not None}
-    return known if len(known) == len(prices) else dict.fromkeys(prices, 1.0)
-
-
-def _on_gpus(placements: Mapping[str, Placement], pool: GpuPool, cluster: Cluster) -> list[tuple[Gpu, list[Hosted]]]:
-    """Turn numbered GPUs per type into GPUs of the cluster, in its order, bought ones last."""
-    by_number: dict[tuple[str, int], list[Hosted]] = {}
-    for name, placement in placements.items():
-        for kind, start, count in placement.ranges:
-            for number in range(start, start + count):
-                by_number.setdefault((kind, number), []).append(Hosted(name, placement.config.needs[kind]))
-    hosted = []
-    for (kind, _), replicas in sorted(by_number.items()):
-        gpu = pool.take(kind)
-        if gpu is not None:
-            hosted.append((gpu, replicas))
-    order = {gpu.id: index for index, gpu in enumerate(cluster.gpus)}
-    hosted.sort(key=lambda pair: order.get(pair[0].id, len(order)))
-    return hosted
+                if best is None or asked - free < best[0]:
+                    best = (asked - free, text)
+    return best[1] if best is not None else "there is no GPU that can run it"

@@ -1,0 +1,184 @@
+"""What a model of the workload costs on a GPU type: the one place where policies and expectations look it up.
+
+Latencies come from the profile, or from one of the rules of `tenuto.profiles.share_latency` where a share was not
+measured; memory is what was measured, weights apart where they are known. Tables are made once per profile row and
+share, however many models use the row.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Container, Mapping
+
+from tenuto.errors import InvalidInputError, MissingProfileError
+from tenuto.placement.cluster import Cluster, Gpu
+from tenuto.placement.workload import ModelSpec, Workload, profile_of
+from tenuto.profiles import Latency, LatencyTable, LinearLatency, ModelProfile, Profiles
+from tenuto.profiles.share_latency import EVERY_RULE, ShareRule, latency_on_share
+
+__all__ = ["CONTEXT_MIB", "MOST_BATCH", "WHOLE_GPU", "ModelOnGpu", "Steps", "context_mib_of", "costs_of", "latency_up_to"]
+
+WHOLE_GPU = 100.0
+MOST_BATCH = 128  # the largest batch considered unless a policy says otherwise
+CONTEXT_MIB = 600.0  # of a process on a GPU type on which it was not measured; a guess, stated where it counts
+SLACK = 1e-9  # relative; budgets are often exactly a latency
+
+Steps = tuple[float, ...]
+"""l(0), l(1), …, l(b) in ms; l(0) is 0 and no latency is below the one before it."""
+
+
+class _Row:
+    """What is computed once per profile row: latency by share, and l(b) as a table that bisects."""
+
+    def __init__(self, profile: ModelProfile) -> None:
+        self.profile = profile
+        self._latency: dict[float, tuple[Latency, ShareRule] | MissingProfileError] = {}
+        self._steps: dict[tuple[float, int], Steps] = {}
+        self._memory: dict[int, float | None] = {}
+
+    def latency(self, share_pct: float) -> tuple[Latency, ShareRule]:
+        if share_pct not in self._latency:
+            try:
+                self._latency[share_pct] = latency_on_share(self.profile, share_pct, EVERY_RULE)
+            except MissingProfileError as error:
+                self._latency[share_pct] = error
+        found = self._latency[share_pct]
+        if isinstance(found, MissingProfileError):
+            raise found
+        return found
+
+    def steps(self, share_pct: float, most: int) -> Steps:
+        key = (share_pct, most)
+        if key not in self._steps:
+            latency, _ = self.latency(share_pct)
+            steps = [0.0]
+            for size in range(1, min(most, latency.largest if isinstance(latency, LatencyTable) else most) + 1):
+                steps.append(max(steps[-1], latency.at(size)))
+            self._steps[key] = tuple(steps)
+        return self._steps[key]
+
+    def memory_mib(self, batch_size: int) -> float | None:
+        if batch_size not in self._memory:
+            memory = self.profile.memory_mib(batch_size)
+            known = {p.batch_size: p.memory_mib for p in self.profile.points if p.memory_mib is not None}
+            if memory is None and known:  # a batch larger than was measured
+                memory = _on_line(known, batch_size)
+            self._memory[batch_size] = memory
+        return self._memory[batch_size]
+
+
+class ModelOnGpu:
+    """One model of the workload on one GPU type, alone on the GPU. `gpu` is one GPU of the type."""
+
+    __slots__ = ("_row", "gpu", "name", "slo_ms", "spec")
+
+    def __init__(self, spec: ModelSpec, gpu: Gpu, profile: ModelProfile, row: _Row | None = None) -> None:
+        self.spec, self.gpu = spec, gpu
+        self.name, self.slo_ms = spec.name, spec.slo_ms
+        self._row = row or _Row(profile)
+
+    @property
+    def profile(self) -> ModelProfile:
+        """The profile row it is planned with."""
+        return self._row.profile
+
+    def latency(self, share_pct: float = WHOLE_GPU, allowed: Container[ShareRule] = EVERY_RULE) -> Latency:
+        """Return l(b) on a share.
+
+        Raises:
+            MissingProfileError: only a rule that is not allowed gives a latency there.
+        """
+        latency, rule = self._row.latency(share_pct)
+        if rule not in allowed:
+            raise MissingProfileError(
+                f"'{self.name}' was not measured on a share of {share_pct:g} % of a {self.gpu.type}. Measured shares: "
+                f"{', '.join(f'{share:g}' for share in self.profile.shares())} %."
+            )
+        return latency
+
+    def rule(self, share_pct: float) -> ShareRule:
+        """Return where the latency on a share comes from; raises `MissingProfileError` where there is none."""
+        return self._row.latency(share_pct)[1]
+
+    def knows(self, share_pct: float, allowed: Container[ShareRule]) -> bool:
+        """Say whether an allowed rule gives a latency on a share."""
+        try:
+            return self._row.latency(share_pct)[1] in allowed
+        except MissingProfileError:
+            return False
+
+    def steps(self, share_pct: float = WHOLE_GPU, most: int = MOST_BATCH) -> Steps:
+        """Return l(0..b) on a share, where b is the largest measured batch or `most`; raises as `latency`."""
+        return self._row.steps(share_pct, most)
+
+    def largest_batch(self, budget_ms: float, share_pct: float = WHOLE_GPU, most: int = MOST_BATCH) -> int:
+        """Return the largest batch within a budget on a share, every smaller one within it as well; or 0."""
+        return bisect_right(self.steps(share_pct, most), budget_ms * (1 + SLACK)) - 1
+
+    def batches_in_memory(self, room_mib: float, most: int) -> int:
+        """Return the largest batch up to `most` whose replica fits into this memory, or 0; unknown memory fits."""
+        size = most
+        while size and (self.memory_mib(size) or 0.0) > room_mib * (1 + SLACK):
+            size -= 1
+        return size
+
+    def memory_mib(self, batch_size: int) -> float | None:
+        """Return the memory of a replica, weights included; None where it was not measured. That of a batch larger than
+        was measured lies on the line through the two largest."""
+        return self._row.memory_mib(batch_size)
+
+    @property
+    def weights_mib(self) -> float | None:
+        """The part of its memory that every batch size needs; None where it is not known apart."""
+        return self.profile.weights_mib
+
+    def cut(self, share_pct: float, batch_size: int) -> Latency:
+        """Return l(b) on a share for the plan: a line as it is, a table with its points up to a batch size.
+
+        Beyond the largest measured batch the line through the two largest goes on.
+        """
+        return latency_up_to(self._row.latency(share_pct)[0], batch_size)
+
+
+def latency_up_to(latency: Latency, batch_size: int) -> Latency:
+    """Return l(b) up to a batch size: a line as it is, a table with its points up to there, the last one continued."""
+    if isinstance(latency, LinearLatency):
+        return latency
+    points = {size: ms for size, ms in latency.points.items() if size < batch_size}
+    larger = batch_size > latency.largest
+    points[batch_size] = _on_line(latency.points, batch_size) if larger else latency.at(batch_size)
+    return LatencyTable(points={size: round(ms, 6) for size, ms in points.items()})
+
+
+def _on_line(known: Mapping[int, float], batch_size: int) -> float:
+    """Return the value of a larger batch than is known: on the line through the two largest, never falling."""
+    sizes = sorted(known)
+    small, large = sizes[-2:] if len(sizes) > 1 else (sizes[0], sizes[0])
+    per_request = max(0.0, (known[large] - known[small]) / max(1, large - small))
+    return known[large] + per_request * (batch_size - large)
+
+
+def context_mib_of(gpu_type: str, profiles: Profiles) -> float:
+    """Return what the CUDA context of a process takes: the coefficient `context_mib` of the type's profile, else a
+    stated default; 0 on a CPU."""
+    return 0.0 if gpu_type == "cpu" else profiles.hardware(gpu_type).get("context_mib", CONTEXT_MIB)
+
+
+def costs_of(workload: Workload, cluster: Cluster, profiles: Profiles) -> dict[str, dict[str, ModelOnGpu]]:
+    """Return what each model costs, by name and GPU type, in the order of the workload and of the cluster's types.
+
+    A type on which a model was not measured is left out.
+    """
+    rows: dict[int, _Row] = {}
+    found: dict[str, dict[str, ModelOnGpu]] = {}
+    for spec in workload.models:
+        found[spec.name] = {}
+        for kind, gpu in cluster.one_of_each.items():
+            try:
+                profile = profile_of(spec, kind, profiles)
+            except InvalidInputError:
+                continue
+            row = rows.setdefault(id(profile), _Row(profile))
+            found[spec.name][kind] = ModelOnGpu(spec, gpu, profile, row)
+    return found
+

@@ -1,0 +1,193 @@
+"""What a batch takes on its replica's share beside its neighbours: the same rules for every plan, whoever made it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from tenuto.errors import MissingProfileError
+from tenuto.placement.copy_times import copy_ms_per_request
+from tenuto.placement.costs import WHOLE_GPU, ModelOnGpu
+from tenuto.placement.interference import InterferenceModel, Resident
+from tenuto.placement.interference.named import interference_models, stand_ins
+from tenuto.placement.plan import Plan
+from tenuto.placement.program import Gpulet, Replica
+from tenuto.profiles import Latency, Profiles
+from tenuto.profiles.share_latency import with_share
+
+__all__ = ["INTERFERENCE", "Sharing"]
+
+INTERFERENCE = "contention"  # needs latencies only, so that it can judge every plan
+
+_RULES = {
+    "continued": "the line through the two nearest measured shares continued",
+    "utilisation": "u/s + 1 - u from the SM utilisation u on the whole GPU",
+    "proportional": "the whole GPU's over the share",
+}
+
+
+@dataclass
+class Sharing:
+    """Completes the replicas of a plan. `costs` by model and GPU type."""
+
+    costs: Mapping[str, Mapping[str, ModelOnGpu]]
+    profiles: Profiles
+    with_copies: bool = False
+    _interference: dict[str, InterferenceModel] = field(default_factory=dict)
+    _residents: dict[tuple[str, str, int, float], Resident] = field(default_factory=dict)
+    _slowed: dict[object, tuple[float, ...]] = field(default_factory=dict)
+
+    def completed(self, plan: Plan) -> Plan:
+        """Return the plan with the latency of every replica alone on its share, its slowdown while all neighbours run,
+        and its memory.
+
+        Where the profiles know nothing of a model, what the policy says of its replica is kept.
+        """
+        types = {gpu.id: gpu.type for gpu in plan.gpus}
+        alike: dict[object, tuple[Gpulet, ...]] = {}
+        found: dict[str, Gpulet] = {}
+        for gpu_id, gpulets in plan.by_gpu().items():
+            kind = types.get(gpu_id)
+            if kind is None:
+                found |= {gpulet.id: gpulet for gpulet in gpulets}
+                continue
+            # Plans have thousands of GPUs of a few kinds; replicas are shared between gpu-lets that are alike.
+            key = (kind, *((g.share_pct, tuple(_told(r) for r in g.models)) for g in gpulets))
+            if key not in alike:
+                alike[key] = self._on_one_gpu(kind, gpulets)
+            for gpulet, like in zip(gpulets, alike[key], strict=True):
+                models = tuple(
+                    done if done.rate_rps == asked.rate_rps else done.model_copy(update={"rate_rps": asked.rate_rps})
+                    for asked, done in zip(gpulet.models, like.models, strict=True)
+                )
+                found[gpulet.id] = gpulet.model_copy(update={"models": models})
+        return plan.model_copy(update={"gpulets": tuple(found[gpulet.id] for gpulet in plan.gpulets)})
+
+    def _on_one_gpu(self, kind: str, gpulets: Sequence[Gpulet]) -> tuple[Gpulet, ...]:
+        alone = [
+            gpulet.model_copy(update={"models": tuple(self._alone(r, kind, gpulet) for r in gpulet.models)})
+            for gpulet in gpulets
+        ]
+        if len(gpulets) == 1:
+            return tuple(alone)
+        done = []
+        for index, gpulet in enumerate(alone):
+            others = [other for place, other in enumerate(alone) if place != index]
+            models = []
+            for replica in gpulet.models:
+                slowdown = round(self._slowdown(replica, gpulet, others, kind), 6)
+                update: dict[str, object] = {"slowdown": slowdown}
+                if replica.latency is not None:
+                    update["latency_ms"] = round(replica.latency.at(replica.batch_size) * slowdown, 6)
+                models.append(replica.model_copy(update=update))
+            done.append(gpulet.model_copy(update={"models": tuple(models)}))
+        return tuple(done)
+
+    def _alone(self, replica: Replica, kind: str, gpulet: Gpulet) -> Replica:
+        """Return a replica with its latency and memory alone on its share."""
+        on = self.costs.get(replica.name, {}).get(kind)
+        update: dict[str, object] = {"slowdown": 1.0}
+        if on is not None:
+            share_pct = gpulet.effective_share_pct
+            latency: Latency | None = replica.latency
+            try:
+                latency = on.cut(share_pct, replica.batch_size)
+                update["latency_rule"] = on.rule(share_pct)
+            except MissingProfileError:
+                pass  # what the policy says of it is all there is
+            update["latency"] = latency
+            if latency is not None:
+                update["latency_ms"] = round(latency.at(replica.batch_size), 6)
+            if replica.memory_mib is None:
+                memory = on.memory_mib(replica.batch_size)
+                update["memory_mib"] = memory
+                update["weights_mib"] = None if memory is None else on.weights_mib
+            if self.with_copies:
+                into_ms, out_ms = copy_ms_per_request(on.profile, replica.batch_size, share_pct)
+                update |= {"copy_in_ms": into_ms, "copy_out_ms": out_ms}
+        elif replica.latency is not None:
+            update["latency_ms"] = round(replica.latency.at(replica.batch_size), 6)
+        return replica.model_copy(update=update)
+
+    def _slowdown(self, replica: Replica, gpulet: Gpulet, others: Sequence[Gpulet], kind: str) -> float:
+        """Return the factor while all neighbours run.
+
+        Neighbours without a share of their own run in time slices: beside n of them a batch takes n + 1 times as long
+        (the thesis' own observation, which had no CUDA MPS for them; with it they are no slower). Shares that add up to
+        more than the GPU are worth that much less.
+        """
+        if gpulet.share_pct is None or any(other.share_pct is None for other in others):
+            return 1.0 + len(others)
+        total_pct = gpulet.share_pct + sum(other.effective_share_pct for other in others)
+        factor = max(1.0, total_pct / WHOLE_GPU)
+        own = self._resident(replica, gpulet, kind)
+        beside = [self._worst(own, other, kind) for other in others]
+        known = [resident for resident in beside if resident is not None]
+        if own is None or not known:
+            return factor
+        return factor * self._model(kind).slowdown(own, known)
+
+    def _worst(self, own: Resident | None, other: Gpulet, kind: str) -> Resident | None:
+        """Return the batch of a neighbour that disturbs most: its models take turns."""
+        residents = [r for replica in other.models if (r := self._resident(replica, other, kind)) is not None]
+        if own is None or not residents:
+            return None
+        if len(residents) == 1:
+            return residents[0]
+        return max(residents, key=lambda resident: self._model(kind).slowdown(own, (resident,)))
+
+    def _resident(self, replica: Replica, gpulet: Gpulet, kind: str) -> Resident | None:
+        """Return a replica as interference models see it; None where its latency is not known."""
+        share_pct = gpulet.effective_share_pct
+        key = (replica.name, kind, replica.batch_size, share_pct)
+        if key not in self._residents:
+            on = self.costs.get(replica.name, {}).get(kind)
+            if on is None or replica.latency is None:
+                return None
+            profile = with_share(on.profile, share_pct, on.latency(share_pct))
+            if replica.batch_size > max(profile.batch_sizes(share_pct), default=0):
+                profile = with_share(on.profile.model_copy(update={"points": ()}), share_pct, replica.latency)
+            self._residents[key] = Resident(profile, replica.batch_size, share_pct)
+        return self._residents[key]
+
+    def _model(self, kind: str) -> InterferenceModel:
+        if kind not in self._interference:
+            self._interference |= interference_models(INTERFERENCE, [kind], self.profiles)
+        return self._interference[kind]
+
+    def assumptions(self, plan: Plan) -> list[str]:
+        """Return where latencies had to be modelled, and by which model."""
+        by_rule: dict[str, set[str]] = {}
+        types = {gpu.id: gpu.type for gpu in plan.gpus}
+        crowded = set()
+        sliced = False
+        for gpu_id, gpulets in plan.by_gpu().items():
+            for gpulet in gpulets:
+                for replica in gpulet.models:
+                    if replica.latency_rule != "measured":
+                        by_rule.setdefault(replica.latency_rule, set()).add(replica.name)
+            if len(gpulets) > 1:
+                crowded.add(types.get(gpu_id, ""))
+                sliced = sliced or any(gpulet.share_pct is None for gpulet in gpulets)
+        names = [spec.name for spec in plan.models]
+        found = [
+            f"latency on a share: {_RULES[rule]}: {_listed([n for n in names if n in by_rule[rule]])}"
+            for rule in _RULES
+            if rule in by_rule
+        ]
+        if sliced:
+            found.append("gpu-lets without a share beside others: time slices, n + 1 times as long beside n")
+        if crowded:
+            found.append(f"slowdown beside neighbours on a share: interference model '{INTERFERENCE}'")
+            found += stand_ins(INTERFERENCE, sorted(crowded))
+        return found
+
+
+def _told(replica: Replica) -> tuple[object, ...]:
+    """Return what the costs of a replica depend on."""
+    return replica.name, replica.batch_size, replica.memory_mib, id(replica.latency) if replica.latency else None
+
+
+def _listed(names: Sequence[str], most: int = 6) -> str:
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more

@@ -1,0 +1,211 @@
+"""The placement MILP over patterns: its linear relaxation (duals, bound) and its integer program, solved by HiGHS."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from scipy.optimize import Bounds, LinearConstraint, linprog, milp
+from scipy.sparse import csr_array
+
+from tenuto.placement.policies.milp.patterns import Item, Pattern
+from tenuto.placement.workload import ModelSpec
+
+__all__ = ["Program", "Relaxation", "Solution"]
+
+TOLERANCE = 1e-6
+
+
+@dataclass(frozen=True)
+class Relaxation:
+    """The optimum of the linear relaxation, and what its constraints are worth at the margin.
+
+    `counts` are the GPUs per pattern, fractions allowed; `carried` by model: the value of one more request per second;
+    `replica` by model: of one more replica allowed; `gpu` by type: of one more GPU, or its price where GPUs are bought.
+    """
+
+    objective: float
+    counts: tuple[float, ...]
+    carried: tuple[float, ...]
+    replica: tuple[float, ...]
+    gpu: Mapping[str, float]
+    is_bound: bool = True  # no pattern that was not given would make it better
+
+    def worth(self, item: Item) -> float:
+        """Return what a replica adds to the objective at these prices."""
+        return self.carried[item.model] * item.carries_rps - self.replica[item.model]
+
+
+@dataclass(frozen=True)
+class Solution:
+    """How many GPUs get each pattern. `proven`: the solver showed that nothing better exists among the patterns
+    given."""
+
+    counts: tuple[int, ...]
+    objective: float
+    proven: bool
+
+
+class Program:
+    """Maximises weighted goodput on a fixed number of GPUs per type, or minimises the price of carrying every rate.
+
+    Args:
+        gpu_counts: GPUs per type; None where they are bought.
+        prices: price of a GPU per type, used where GPUs are bought.
+        max_replicas: most replicas of one model, or None.
+        one_batch_size: all replicas of a model have the same batch size; the relaxation ignores this and stays a bound.
+    """
+
+    def __init__(
+        self, models: Sequence[ModelSpec], gpu_counts: Mapping[str, int] | None, prices: Mapping[str, float],
+        max_replicas: int | None, *, one_batch_size: bool = False,
+    ) -> None:
+        self.models, self.gpu_counts, self.prices, self.max_replicas = models, gpu_counts, prices, max_replicas
+        self.one_batch_size = one_batch_size
+        self.types = list(prices)
+
+    @property
+    def buys(self) -> bool:
+        """True when the objective is a price to minimise."""
+        return self.gpu_counts is None
+
+    def relax(self, patterns: Sequence[Pattern]) -> Relaxation | None:
+        """Solve the linear relaxation over these patterns; None where the most replicas of a model carry too little."""
+        rows = self._rows(patterns)
+        models, columns = len(self.models), len(patterns)
+        bounds = [(0.0, None)] * columns + [
+            (spec.rate_rps if self.buys else 0.0, spec.rate_rps) for spec in self.models
+        ]
+        result = linprog(self._cost(patterns), A_ub=rows.matrix(), b_ub=np.array(rows.upper), bounds=bounds)
+        if result.x is None:
+            return None
+        duals = -result.ineqlin.marginals
+        at = models + (models if self.max_replicas is not None else 0)
+        replica = duals[models:at] if at > models else np.zeros(models)
+        gpu = self.prices if self.buys else dict(zip(self.types, map(float, duals[at:]), strict=True))
+        objective = float(result.fun) if self.buys else -float(result.fun)
+        counts = tuple(map(float, result.x[:columns]))
+        return Relaxation(objective, counts, tuple(map(float, duals[:models])), tuple(map(float, replica)), gpu)
+
+    def solve(
+        self, patterns: Sequence[Pattern], time_limit_s: float, *, at_least: float | None = None
+    ) -> Solution | None:
+        """Solve the integer program; None when nothing was found in time.
+
+        Args:
+            patterns: the columns.
+            time_limit_s: for the solver.
+            at_least: when given, the first objective is kept at this level (`at most` for a price), and the exposure of
+                replicas to their neighbours is minimised instead, then load, so that no replica is there without need.
+        """
+        if time_limit_s <= 0:
+            return None
+        rows = self._rows(patterns)
+        columns, models = len(patterns), len(self.models)
+        sizes = self._sizes(patterns, rows) if self.one_batch_size else 0
+        first = np.concatenate([self._cost(patterns), np.zeros(sizes)])
+        cost = first
+        if at_least is not None:
+            level = (1.0 if self.buys else -1.0) * at_least + max(TOLERANCE * abs(at_least), 1e-4)
+            rows.add({index: value for index, value in enumerate(first) if value}, level)
+            exposure = [round(pattern.exposure, 6) + 1e-3 * round(pattern.load, 4) for pattern in patterns]
+            cost = np.concatenate([exposure, np.zeros(models + sizes)])
+        rates = [spec.rate_rps for spec in self.models]
+        least = [0.0] * columns + (rates if self.buys else [0.0] * models) + [0.0] * sizes
+        most = [self._most(pattern) for pattern in patterns] + rates + [1.0] * sizes
+        # A rate may be carried by whole replicas to the last request; a millionth is for rounding in their sums.
+        upper = [limit + (TOLERANCE if index < models else 0.0) for index, limit in enumerate(rows.upper)]
+        result = milp(
+            cost, integrality=[1] * columns + [0] * models + [1] * sizes, bounds=Bounds(least, most),
+            constraints=LinearConstraint(rows.matrix(columns + models + sizes), -np.inf, upper),
+            options={"time_limit": time_limit_s, "mip_rel_gap": 0.0},
+        )
+        if result.x is None:
+            return None
+        counts = tuple(round(value) for value in result.x[:columns])
+        return Solution(counts, self.objective(patterns, counts), result.status == 0)
+
+    def objective(self, patterns: Sequence[Pattern], counts: Sequence[int]) -> float:
+        """Return the weighted goodput, or the price, of whole counts."""
+        if self.buys:
+            return sum(self.prices[pattern.gpu_type] * n for pattern, n in zip(patterns, counts, strict=True))
+        totals = [0.0] * len(self.models)
+        for pattern, n in zip(patterns, counts, strict=True):
+            for item in pattern.items:
+                totals[item.model] += item.carries_rps * n
+        return math.fsum(s.weight * min(s.rate_rps, total) for s, total in zip(self.models, totals, strict=True))
+
+    # Columns: a count per pattern, the goodput of each model, and for one batch size whether it is chosen.
+
+    def _cost(self, patterns: Sequence[Pattern]) -> Any:
+        if self.buys:
+            return np.array([self.prices[pattern.gpu_type] for pattern in patterns] + [0.0] * len(self.models))
+        return np.array([0.0] * len(patterns) + [-spec.weight for spec in self.models])
+
+    def _most(self, pattern: Pattern) -> float:
+        return np.inf if self.gpu_counts is None else float(self.gpu_counts[pattern.gpu_type])
+
+    def _rows(self, patterns: Sequence[Pattern]) -> _Rows:
+        """Return the rows of the linear part: what is carried by model, replicas by model, GPUs by type."""
+        columns, models = len(patterns), len(self.models)
+        rows = _Rows(columns + models)
+        carried: list[dict[int, float]] = [{columns + model: 1.0} for model in range(models)]
+        replicas: list[dict[int, float]] = [{} for _ in range(models)]
+        for column, pattern in enumerate(patterns):
+            for item in pattern.items:
+                carried[item.model][column] = -item.carries_rps
+                replicas[item.model][column] = 1.0
+        for row in carried:
+            rows.add(row, 0.0)
+        if self.max_replicas is not None:
+            for row in replicas:
+                rows.add(row, float(self.max_replicas))
+        if self.gpu_counts is not None:
+            for kind in self.types:
+                same = {column: 1.0 for column, pattern in enumerate(patterns) if pattern.gpu_type == kind}
+                rows.add(same, float(self.gpu_counts[kind]))
+        return rows
+
+    def _sizes(self, patterns: Sequence[Pattern], rows: _Rows) -> int:
+        """Add the rows that let every model use one batch size; return how many columns they need."""
+        with_size: dict[tuple[int, int], dict[int, float]] = {}
+        least_rps: dict[int, float] = {}
+        for column, pattern in enumerate(patterns):
+            for item in pattern.items:
+                with_size.setdefault((item.model, item.need.batch_size), {})[column] = 1.0
+                least_rps[item.model] = min(least_rps.get(item.model, math.inf), item.carries_rps)
+        chosen: dict[int, dict[int, float]] = {}
+        first = len(patterns) + len(self.models)
+        for position, ((model, _), columns) in enumerate(with_size.items()):
+            most = math.ceil(self.models[model].rate_rps / least_rps[model]) + 1
+            if self.gpu_counts is not None:
+                most = max(most, sum(self.gpu_counts.values()))
+            rows.add({**columns, first + position: -float(most)}, 0.0)
+            chosen.setdefault(model, {})[first + position] = 1.0
+        for row in chosen.values():
+            rows.add(row, 1.0)
+        return len(with_size)
+
+
+class _Rows:
+    """Rows of A x <= upper, collected one by one."""
+
+    def __init__(self, columns: int) -> None:
+        self._columns = columns
+        self._row: list[int] = []
+        self._column: list[int] = []
+        self._value: list[float] = []
+        self.upper: list[float] = []
+
+    def add(self, values: Mapping[int, float], upper: float) -> None:
+        self._row += [len(self.upper)] * len(values)
+        self._column += values
+        self._value += values.values()
+        self.upper.append(upper)
+
+    def matrix(self, columns: int | None = None) -> Any:
+        shape = (len(self.upper), columns or self._columns)
+        return csr_array((self._value, (self._row, self._column)), shape=shape)

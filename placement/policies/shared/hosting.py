@@ -1,0 +1,111 @@
+"""From replicas on GPUs to a plan: the last step of every policy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from tenuto.placement.cluster import Cluster, Gpu
+from tenuto.placement.plan import Expected, ExpectedModel, Gpulet, Plan, PlannedGpu, PolicyUsed, Replica
+from tenuto.placement.workload import Workload
+
+__all__ = ["CARRIED", "Hosted", "gpulet_id", "hosting_plan", "planned_gpus"]
+
+CARRIED = 1e-6  # relative shortfall below which a rate counts as carried
+
+
+@dataclass(frozen=True)
+class Hosted:
+    """A gpu-let of a plan in the making. `share_pct` None: unrestricted; `duty_ms` as in `Gpulet.duty_cycle_ms`.
+
+    Each replica says with `rate_rps` and `latency_ms` what the policy believes of it.
+    """
+
+    gpu: Gpu
+    share_pct: float | None
+    replicas: Sequence[Replica]
+    duty_ms: float | None = None
+
+
+def hosting_plan(
+    policy: str,
+    workload: Workload,
+    cluster: Cluster,
+    hosted: Iterable[Hosted],
+    reasons: Mapping[str, str],
+    notes: Sequence[str] = (),
+    *,
+    overcommits: bool = False,
+) -> Plan:
+    """Return the plan, gpu-lets in the order of the cluster's GPUs, bought ones last.
+
+    What the policy believes of a model is the sum of its replicas' rates, and the latency of the slowest.
+
+    Args:
+        reasons: by model, why not all of its rate is carried, where that is not for lack of GPU time; those of models
+            that are carried are left out.
+    """
+    order = {gpu.id: index for index, gpu in enumerate(cluster.gpus)}
+    counts: dict[str, int] = {}
+    gpulets = []
+    rates = dict.fromkeys((spec.name for spec in workload.models), 0.0)
+    slowest: dict[str, float | None] = {}
+    used = []
+    for each in sorted(hosted, key=lambda each: order.get(each.gpu.id, len(order))):
+        index = counts.get(each.gpu.id, 0)
+        counts[each.gpu.id] = index + 1
+        used.append(each.gpu)
+        gpulets.append(
+            Gpulet(id=gpulet_id(each.gpu.id, index), gpu=each.gpu.id, share_pct=each.share_pct,
+                   duty_cycle_ms=each.duty_ms, models=tuple(each.replicas))
+        )  # fmt: skip
+        for replica in each.replicas:
+            rates[replica.name] += replica.rate_rps or 0.0
+            before, latency_ms = slowest.get(replica.name), replica.latency_ms
+            slowest[replica.name] = max(before, latency_ms) if before and latency_ms else before or latency_ms
+    missing = {spec.name for spec in workload.models if rates[spec.name] < spec.rate_rps * (1 - CARRIED)}
+    models = {
+        spec.name: ExpectedModel(
+            goodput_rps=round(rates[spec.name], 6) if spec.name in missing else spec.rate_rps,
+            latency_ms=slowest[spec.name],
+        )
+        for spec in workload.models
+        if spec.name in slowest
+    }
+    return Plan(
+        policy=PolicyUsed(name=policy),
+        gpus=planned_gpus(cluster, used),
+        gpulets=tuple(gpulets),
+        expected=Expected(goodput_rps=round(sum(model.goodput_rps for model in models.values()), 6), models=models,
+                          gpus_used=len({gpu.id for gpu in used}), cost_per_hour=cost_of(used)),
+        unserved=tuple(spec.name for spec in workload.models if spec.name not in slowest),
+        unserved_reasons={
+            spec.name: reasons.get(spec.name, "no GPU time left") for spec in workload.models if spec.name in missing
+        },
+        notes=tuple(notes),
+        overcommits=overcommits,
+    )
+
+
+def cost_of(used: Iterable[Gpu]) -> float | None:
+    """Return the price of GPUs per hour, each counted once; None where one has no price."""
+    prices = {gpu.id: gpu.price_per_hour for gpu in used}
+    known = [price for price in prices.values() if price is not None]
+    return round(sum(known), 6) if len(known) == len(prices) else None
+
+
+def planned_gpus(cluster: Cluster, used: Iterable[Gpu]) -> tuple[PlannedGpu, ...]:
+    """Return the plan's GPUs: all of a fixed cluster (idle ones are part of the answer), the used ones if elastic."""
+    gpus: Iterable[Gpu] = used if cluster.elastic else cluster.gpus
+    unique = {gpu.id: PlannedGpu(id=gpu.id, type=gpu.type, uuid=gpu.uuid, address=gpu.address) for gpu in gpus}
+    return tuple(unique.values())
+
+
+def gpulet_id(gpu_id: str, index: int) -> str:
+    """Return the id of the index-th gpu-let of a GPU: a, b, …, z, aa, ab, …"""
+    letters = ""
+    index += 1
+    while index:
+        index, rest = divmod(index - 1, 26)
+        letters = chr(ord("a") + rest) + letters
+    return f"{gpu_id}/{letters}"

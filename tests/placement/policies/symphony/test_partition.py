@@ -1,0 +1,209 @@
+"""Symphony's appendix A: the partition against enumeration, its limits, and its evaluation at 800 models."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from tenuto.cli.partition import command
+from tenuto.errors import InvalidInputError
+from tenuto.placement.policies.symphony.partition import (
+    Limits,
+    Partition,
+    PartitionModel,
+    gpus_by_need,
+    longest_first,
+    partition,
+)
+
+
+def model(
+    name: str, rate: float = 100.0, memory: float = 100.0, dynamic: float = 0.0, need: float = 1.0
+) -> PartitionModel:
+    return PartitionModel(name, need, rate, memory, dynamic)
+
+
+def deviations(models: list[PartitionModel], choice: list[int], count: int, weight: float) -> float:
+    """Return dR / R + w dS / S of an assignment, from its definition."""
+    found = 0.0
+    for values, part in (([m.rate_rps for m in models], 1.0), ([m.static_mib for m in models], weight)):
+        mean = sum(values) / count
+        sums = [sum(v for v, k in zip(values, choice, strict=True) if k == g) for g in range(count)]
+        found += part * max(abs(s - mean) for s in sums) / mean
+    return found
+
+
+def best_by_enumeration(models: list[PartitionModel], count: int, limits: Limits) -> float:
+    best = float("inf")
+    for choice in itertools.product(range(count), repeat=len(models)):
+        groups = [[m for m, k in zip(models, choice, strict=True) if k == g] for g in range(count)]
+        if any(
+            not g
+            or sum(m.static_mib for m in g) + max(m.dynamic_mib for m in g) > (limits.memory_mib or float("inf"))
+            or sum(m.rate_rps for m in g) > (limits.max_rate_rps or float("inf"))
+            for g in groups
+        ):
+            continue
+        best = min(best, deviations(models, list(choice), count, limits.memory_weight))
+    return best
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_no_partition_is_better_than_the_one_found(seed: int) -> None:
+    rng = random.Random(seed)
+    models = [model(f"m{i}", rng.uniform(10, 500), rng.uniform(50, 400), rng.uniform(0, 300)) for i in range(7)]
+    limits = Limits(memory_mib=1200.0, max_rate_rps=900.0 if seed % 2 else None, memory_weight=(1.0, 0.3)[seed % 2])
+    best = best_by_enumeration(models, 3, limits)
+    if best == float("inf"):
+        with pytest.raises(InvalidInputError):
+            partition(models, 3, limits=limits)
+        return
+    found = partition(models, 3, limits=limits, time_limit_s=30)
+    assert found.objective == pytest.approx(best, abs=2e-3)
+    assert found.lower_bound <= found.objective + 1e-9
+    chosen = [found.assignment[m.name] for m in models]
+    assert found.objective == pytest.approx(deviations(models, chosen, 3, limits.memory_weight))
+
+
+def test_equal_models_are_split_evenly() -> None:
+    found = partition([model(f"m{i}") for i in range(6)], 3)
+    assert [len(found.members(k)) for k in range(3)] == [2, 2, 2]
+    assert found.rate_imbalance == found.memory_imbalance == 0.0
+    assert found.gpus(9) == [3, 3, 3]
+
+
+def test_weights_add_up_and_working_memory_counts_once() -> None:
+    four = [model(f"m{i}", memory=100.0, dynamic=300.0) for i in range(4)]
+    found = partition(four, 1, limits=Limits(memory_mib=700.0))
+    assert found.as_dict(1)["subclusters"][0]["memory_mib"] == 700.0
+    with pytest.raises(InvalidInputError):
+        partition(four, 1, limits=Limits(memory_mib=699.0))
+
+
+def test_limits_hold() -> None:
+    models = [model(f"m{i}", rate=100.0 * (i + 1)) for i in range(6)]
+    found = partition(models, 3, limits=Limits(memory_mib=250.0, max_rate_rps=750.0, max_models=2))
+    for k in range(3):
+        assert sum(m.static_mib for m in found.members(k)) <= 250.0
+        assert sum(m.rate_rps for m in found.members(k)) <= 750.0
+        assert len(found.members(k)) <= 2
+
+
+def test_change_is_bounded_loading_and_unloading_both_counted() -> None:
+    models = [model("a"), model("b"), model("c"), model("d")]
+    even, lopsided = {"a": 0, "b": 0, "c": 1, "d": 1}, {"a": 0, "b": 0, "c": 0, "d": 1}
+    assert partition(models, 2, current=even).moved == ()
+    moved = partition(models, 2, current=lopsided)
+    assert (len(moved.moved), moved.changed_mib) == (1, 200.0)
+    assert partition(models, 2, current=lopsided, limits=Limits(max_change_mib=200.0)).moved == moved.moved
+    assert partition(models, 2, current=lopsided, limits=Limits(max_change_mib=199.0)).moved == ()
+
+
+def test_a_new_model_is_only_loaded_and_names_are_kept() -> None:
+    models = [model("a", 100.0), model("b", 200.0), model("new", 100.0)]
+    found = partition(models, 2, current={"a": 1, "b": 0}, limits=Limits(memory_weight=0.0))
+    assert dict(found.assignment) == {"a": 1, "b": 0, "new": 1}
+    assert (found.moved, found.changed_mib) == ((), 100.0)
+
+
+def test_a_sub_cluster_gets_the_gpus_it_keeps_busy() -> None:
+    assert gpus_by_need([13.0, *[4.0] * 20], 100)[0] >= 13
+    assert gpus_by_need([9.0, 0.5], 10) == [9, 1]
+    assert gpus_by_need([1.0, 1.0, 1.0], 3) == [1, 1, 1]
+    found = partition([model("a", need=9.0), model("b", need=0.5)], 2)
+    assert found.gpus(10)[found.assignment["a"]] == 9
+    with pytest.raises(InvalidInputError):
+        found.gpus(1)
+
+
+def evaluated(seed: int) -> list[PartitionModel]:
+    """Return 800 models as in the paper's evaluation: variants of a zoo, exponential rates."""
+    rng = random.Random(seed)
+    zoo = [(rng.uniform(10, 500), rng.uniform(50, 400)) for _ in range(35)]
+    return [
+        model(f"m{i}", rng.expovariate(1 / 100.0), zoo[i % 35][0], zoo[i % 35][1]) for i in range(800)
+    ]
+
+
+def imbalances(found: Partition) -> tuple[float, float]:
+    return found.rate_imbalance, found.memory_imbalance
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_eight_hundred_models_in_twenty_sub_clusters(seed: int) -> None:
+    models, limits = evaluated(seed), Limits(memory_mib=16_000.0)
+    found = partition(models, 20, limits=limits)
+    rate, memory = imbalances(found)
+    assert rate < 0.005
+    assert memory < 0.005
+    rng = random.Random(seed)
+    shuffled = {m.name: k % 20 for k, m in enumerate(rng.sample(models, 800))}
+    random_one = Partition(shuffled, 20, 0.0, 0.0, (), 0.0, False, tuple(models))
+    assert imbalances(random_one)[0] > 20 * rate
+    one_pass = longest_first(models, 20, limits)
+    assert one_pass is not None
+    assert found.objective <= deviations(models, one_pass, 20, 1.0) + 1e-9
+
+
+@pytest.mark.parametrize(
+    ("models", "count", "limits"),
+    [
+        ([], 1, Limits()),
+        ([model("a")], 2, Limits()),
+        ([model("a", need=0.0)], 1, Limits()),
+        ([model("a")], 0, Limits()),
+        ([model("a", float("nan"))], 1, Limits()),
+        ([model("a", memory=9e9)], 1, Limits(memory_mib=10.0)),
+        ([model("a", 900.0)], 1, Limits(max_rate_rps=10.0)),
+        ([model("a"), model("b"), model("c")], 2, Limits(max_models=1)),
+    ],
+)
+def test_wrong_numbers_and_impossible_limits_are_refused(
+    models: list[PartitionModel], count: int, limits: Limits
+) -> None:
+    with pytest.raises(InvalidInputError):
+        partition(models, count, limits=limits)
+
+
+WORKLOAD = """models:
+- {name: a, rate_rps: 900, slo_ms: 50, latency: {alpha_ms: 1, beta_ms: 5}}
+- {name: b, rate_rps: 600, slo_ms: 50, latency: {alpha_ms: 1, beta_ms: 5}}
+- {name: c, rate_rps: 300, slo_ms: 50, latency: {alpha_ms: 1, beta_ms: 5}}
+"""
+
+
+def test_the_command_prints_json_that_it_takes_back(tmp_path: Path) -> None:
+    workload = tmp_path / "w.yaml"
+    workload.write_text(WORKLOAD)
+    arguments = [str(workload), "--gpus", "v100:8", "--subclusters", "2", "--json"]
+    first = CliRunner().invoke(command, arguments, catch_exceptions=False)
+    data = json.loads(first.stdout)
+    assert data["proven"]
+    assert {frozenset(row["models"]) for row in data["subclusters"]} == {frozenset("a"), frozenset("bc")}
+    assert sum(row["gpus"] for row in data["subclusters"]) == 8
+    (tmp_path / "now.json").write_text(first.stdout)
+    again = CliRunner().invoke(command, [*arguments, "--current", str(tmp_path / "now.json")], catch_exceptions=False)
+    assert json.loads(again.stdout)["assignment"] == data["assignment"]
+    table = CliRunner().invoke(command, arguments[:-1], catch_exceptions=False)
+    assert "sub-cluster" in table.stdout
+
+
+def test_the_command_refuses_a_current_file_of_another_kind(tmp_path: Path) -> None:
+    (tmp_path / "w.yaml").write_text(WORKLOAD)
+    (tmp_path / "now.yaml").write_text("- a\n")
+    arguments = [
+        str(tmp_path / "w.yaml"),
+        "--gpus",
+        "v100:8",
+        "--subclusters",
+        "2",
+        "--current",
+        str(tmp_path / "now.yaml"),
+    ]
+    with pytest.raises(InvalidInputError, match="sub-clusters from 0"):
+        CliRunner().invoke(command, arguments, catch_exceptions=False)

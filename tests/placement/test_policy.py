@@ -1,0 +1,124 @@
+"""How policies are found and configured; the policy of docs/custom-policy.md by file and by entry point."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tenuto.errors import InvalidInputError
+from tenuto.placement import load_policy, policy_names, solve
+from tenuto.placement.policies.ffd.ffd import FirstFitDecreasing
+from tests.placement.published import equal_rates, placed, thesis, v100s
+
+DOCUMENT = Path(__file__).parents[2] / "docs" / "custom-policy.md"
+OURS = ("ffd", "usher", "wao-usher", "ao-milp", "wsm-milp", "symphony")
+
+
+@pytest.fixture
+def documented(tmp_path: Path) -> Path:
+    code = re.search(r"```python\n(.*?)```", DOCUMENT.read_text(), re.DOTALL)
+    assert code is not None
+    path = tmp_path / "my_policies.py"
+    path.write_text(code.group(1))
+    return path
+
+
+def test_the_documented_policy_runs_from_its_file(documented: Path) -> None:
+    policy = load_policy(f"{documented}:OneEach", {"part_of_slo": "0.4"})
+    plan = solve(policy, equal_rates(["resnet50", "bert", "xlnet"], 50, 200), v100s(3), thesis())
+    assert plan.policy.name == "one-each"
+    assert plan.policy.options == {"part_of_slo": 0.4}
+    assert set(placed(plan)) == {"resnet50", "bert"}
+    assert plan.unserved_reasons == {"xlnet": "no GPU left, or too slow"}
+    assert len(documented.read_text().split("\n")) <= 35
+
+
+def test_the_documented_policy_runs_from_a_users_package(documented: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    toml = re.search(r"```toml\n(.*?)```", DOCUMENT.read_text(), re.DOTALL)
+    assert toml is not None
+    name, target = re.search(r'^(\S+) = "(.*)"$', toml.group(1), re.MULTILINE).groups()  # type: ignore[union-attr]
+    info = documented.parent / "my_policies-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: my-policies\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(f"[tenuto.policies]\n{name} = {target}\n")
+    monkeypatch.syspath_prepend(str(documented.parent))
+    policy = load_policy(name)
+    assert policy.name == "one-each"
+    assert name in policy_names()
+    sys.modules.pop("my_policies", None)
+
+
+def test_every_policy_has_a_line_and_a_source() -> None:
+    known = policy_names()
+    assert set(OURS) <= set(known)
+    for name, kind in known.items():
+        assert kind.name == name
+        assert kind.summary
+        assert "\n" not in kind.summary
+        assert kind.source
+
+
+def test_unknown_names_suggest_the_nearest() -> None:
+    with pytest.raises(InvalidInputError, match="Did you mean 'usher'"):
+        load_policy("ushr")
+
+
+@pytest.mark.parametrize(("name", "words"), [
+    ("nowhere.py:X", "no such file"), ("{dir}/bad.py:X", "importing the file failed: ZeroDivisionError"),
+    ("{dir}/empty.py:X", "not a class with a place"), ("{dir}/text.txt:X", "not a Python file"),
+])
+def test_files_that_hold_no_policy_are_refused(name: str, words: str, tmp_path: Path) -> None:
+    (tmp_path / "bad.py").write_text("1 / 0\n")
+    (tmp_path / "empty.py").write_text("X = 3\n")
+    (tmp_path / "text.txt").write_text("hello\n")
+    with pytest.raises(InvalidInputError, match=words):
+        load_policy(name.format(dir=tmp_path))
+
+
+def test_options_are_converted_to_the_type_of_the_default() -> None:
+    policy = load_policy("ffd", {"fill_pct": "90", "max_batch": "16"})
+    assert isinstance(policy, FirstFitDecreasing)
+    assert (policy.fill_pct, policy.max_batch) == (90.0, 16)
+    assert policy.options == {"fill_pct": 90.0, "max_batch": 16}
+    assert load_policy("wsm-milp", {"max_replicas": "2"}).options == {"max_replicas": 2}
+    assert load_policy("usher", {"shares": "no"}).options == {"shares": False}
+
+
+def test_all_wrong_options_are_told_at_once() -> None:
+    with pytest.raises(InvalidInputError) as caught:
+        load_policy("usher", {"heavy": "1", "heavy_ratio": "x", "shares": "perhaps"})
+    assert [problem.path for problem in caught.value.problems] == [
+        "--option heavy", "--option heavy_ratio", "--option shares",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("policy", "option", "value", "words"),
+    [
+        ("ao-milp", "max_replicas", "two", "must be a whole number. The default is None"),
+        ("ao-milp", "time_limit_s", "nan", "must be a number. The default is 10.0"),
+        ("usher", "heavy_ratio", "nan", "must be a number. The default is 1.2"),
+        ("gpulet", "shares", "20,nan", "must be a list separated by commas. The default is 20.0,40.0"),
+        ("sbp", "halves", "maybe", "must be true or false"),
+    ],
+)
+def test_an_option_of_another_type_is_refused_with_what_it_takes(
+    policy: str, option: str, value: str, words: str
+) -> None:
+    with pytest.raises(InvalidInputError, match=words):
+        load_policy(policy, {option: value})
+
+
+def test_planning_needs_neither_ray_nor_torch() -> None:
+    code = (
+        "import sys\n"
+        "for name in ('ray', 'torch', 'pynvml', 'transformers'): sys.modules[name] = None\n"
+        "import tenuto.placement, tenuto.placement.shown.picture, tenuto.deployments.serve.diff\n"
+        "from tenuto.placement import policy_names\n"
+        "assert 'usher' in policy_names()\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
