@@ -158,7 +158,9 @@ def _print(found: Partition, gpus: int) -> None:
         ),
         left=("models",),
     )
-    moved = f"moves {', '.join(found.moved)} ({found.changed_mib:,.0f} MiB loaded and unloaded)" if found.moved else "moves nothing"
+    moved = "moves nothing"
+    if found.moved:
+        moved = f"moves {', '.join(found.moved)} ({found.changed_mib:,.0f} MiB loaded and unloaded)"
     proof = "optimal" if found.proven else f"at most {found.objective - found.lower_bound:.4f} above the optimum"
     console.print(
         f"rates {100 * found.rate_imbalance:.2f} % and memory {100 * found.memory_imbalance:.2f} % of an average "
