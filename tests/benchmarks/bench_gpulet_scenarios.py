@@ -24,7 +24,7 @@ from tenuto.placement.policies.gpulet.ideal import Ideal
 from tenuto.placement.policies.gpulet.sbp import SquishyBinPacking
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
-from tests.placement.turns import FIVE, IGNITER, carried, five_models
+from tests.placement.policies.gpulet.turns import FIVE, IGNITER, carried, five_models
 
 POLICIES: dict[str, Policy] = {
     "gpulet": Gpulet(), "gpulet+int": Gpulet(interference=True), "sbp": SquishyBinPacking(max_batch=32),
