@@ -31,9 +31,9 @@ from tenuto.profiles.share_latency import latency_on_share, with_share
 from tenuto.profiles.shipped import load_shipped
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
+from tests.placement.policies.gpulet.turns import FIVE, IGNITER, five_models
 from tests.placement.policies.igniter.cases import profiles as igniter_profiles
 from tests.placement.policies.igniter.cases import twelve
-from tests.placement.policies.gpulet.turns import FIVE, IGNITER, five_models
 
 VISION = ("alexnet", "densenet121", "efficientnet_b7", "resnet50", "vgg19")
 JUDGE_SEED = 1_000

@@ -30,7 +30,10 @@ from tenuto.profiles.shipped import load_shipped
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-QUICK = ("ffd", "ffd+", "ffd++", "gslice", "gpulets+", "igniter", "usher", "wao-usher", "ao-milp", "wsm-milp", "gpulet", "sbp", "symphony")  # fmt: skip
+QUICK = (
+    "ffd", "ffd+", "ffd++", "gslice", "gpulets+", "igniter", "usher", "wao-usher", "ao-milp", "wsm-milp", "gpulet",
+    "sbp", "symphony",
+)
 JUDGE_SEED = 7_001
 IN_FULL, SERVED = 0.99, 0.98
 
@@ -94,7 +97,10 @@ def main() -> None:
     parser.add_argument("--verbose", action="store_true")
     given = parser.parse_args()
     print(machine("numpy", "scipy"))
-    print(f"| policy | plans | promised / simulated: mean | worst | within 2 % | models promised in full | of these below {100*SERVED:g} % | believed / simulated | s |")
+    print(
+        "| policy | plans | promised / simulated: mean | worst | within 2 % | models promised in full "
+        f"| of these below {100 * SERVED:g} % | believed / simulated | s |"
+    )
     print("|---|---|---|---|---|---|---|---|---|")
     for name in given.policies.split(","):
         ratios, believed, full, broken, began, errors = [], [], 0, 0, time.perf_counter(), 0
@@ -122,9 +128,14 @@ def main() -> None:
                     if ok < SERVED * offered:
                         broken += 1
                         if given.verbose:
-                            print(f"   {number} {n}: promised {rate:.1f} of {asked[n]:.1f}, got {100*ok/offered:.1f} %")
+                            got_pct = 100 * ok / offered
+                            print(f"   {number} {n}: promised {rate:.1f} of {asked[n]:.1f}, got {got_pct:.1f} %")
             if given.verbose:
-                print(f"  {number}: promised {total:.1f} of {sum(asked.values()):.1f}, simulated {real:.1f} ({100*(total/real-1):+.1f} %)")
+                off_pct = 100 * (total / real - 1)
+                print(
+                    f"  {number}: promised {total:.1f} of {sum(asked.values()):.1f}, simulated {real:.1f} "
+                    f"({off_pct:+.1f} %)"
+                )
         if not ratios:
             print(f"| {name} | 0 | | | | | | | |")
             continue

@@ -17,8 +17,9 @@ from placement_scenes import machine, mixed_workload, thesis
 from tenuto.placement import Cluster, Workload, load_policy
 
 VARIANTS: dict[str, dict[str, Any]] = {
-    "whole": {}, "without grouping": {"grouping": False}, "without replication": {"replication": False},
-    "without batch choice": {"batch_choice": False}, "without balance": {"balance": False},
+    "whole": {}, "CM: no classes": {"classify": False}, "WD: no replication": {"replication": False},
+    "S: no sorting": {"sort": False}, "without grouping": {"grouping": False},
+    "without batch choice": {"batch_choice": False},
 }
 
 
