@@ -144,7 +144,8 @@ def main() -> None:
         own = f"{np.mean(believed):.3f}" if believed else "–"
         near_pct = 100 * np.mean(np.abs(r - 1) <= 0.02)
         print(
-            f"| {name} | {len(r)} | {r.mean():.3f} | {worst:.3f} | {near_pct:.0f} % | {full} | {broken} | {own} | {time.perf_counter() - began:.1f} |", flush=True,
+            f"| {name} | {len(r)} | {r.mean():.3f} | {worst:.3f} | {near_pct:.0f} % | {full} | {broken} | {own} "
+            f"| {time.perf_counter() - began:.1f} |", flush=True,
         )
 
 

@@ -55,8 +55,7 @@ def test_the_same_plans_gain_from_the_fourth_gpu_under_deferred_batching_only() 
     (experiment,) = find_experiments(("6.10",))
     cases = [c for c in experiment.cases(Settings(policies=("igniter",))) if c.gpus in (3, 4)]
     results = Results([run_case(case) for case in cases])
-    (flat,) = (seen for seen in experiment.check(results) if seen.name == "igniter-flat")
-    assert flat.status == "reproduced"  # under the thesis' router
+    assert results.goodput("igniter", 4, 300, ROUTER) < 1.05 * results.goodput("igniter", 3, 300, ROUTER)
     assert results.goodput("igniter", 4, 300, DEFERRED) > 1.1 * results.goodput("igniter", 3, 300, DEFERRED)
 
 
