@@ -1,9 +1,10 @@
 """The goodput a plan may promise: what its gpu-lets carry of each program within the deadlines, as a flow.
 
 Requests of a model wait in one queue for all gpu-lets that host it. A batch is gathered for as long as its deadline
-allows, so that its size follows from rate and SLO: the largest b with l(b) + b / rate <= SLO, at most the planned one
-(Symphony, section 3.3). Gpu-lets that share programs, directly or through others, are one *pool*, which serves what
-fits into the time of its gpu-lets.
+allows, so that its size follows from rate and SLO: the largest b with l(b) + (b - 1/2) / rate <= SLO, at most the
+planned one (with b in place of b - 1/2 where a gpu-let is always busy: Symphony, section 3.3; with b - 1 where one is
+always free). Gpu-lets that share programs, directly or through others, are one *pool*, which serves what fits into the
+time of its gpu-lets, less what waiting costs (`waiting`).
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import numpy as np
 from scipy.optimize import linprog
 from scipy.sparse import coo_array
 
+from tenuto.placement.expectation.waiting import Batch, Stream, blocked_part, used_part
 from tenuto.placement.plan import Expected, ExpectedModel, Plan
 from tenuto.placement.program import Gpulet, Program
 from tenuto.placement.workload import ModelSpec
@@ -23,6 +25,7 @@ from tenuto.placement.workload import ModelSpec
 __all__ = ["expected_of"]
 
 ROUNDS = 6  # of adapting slowdowns to how busy neighbours are
+NOTHING = 1e-4  # a part this small that is lost is below what formulas and measurements can tell
 
 
 @dataclass
@@ -146,22 +149,73 @@ def _served(
 ) -> tuple[dict[str, float], dict[int, float]]:
     """Return the rate served of every program of a pool, and how busy the gpu-lets of each kind are."""
     names = list(dict.fromkeys(p.name for kind in pool for p in kind.programs if p.name in asked))
-    times = [
-        {p.name: _time_per_request_s(p, asked[p.name], _mean_slowdown(p, beside[id(kind)])) for p in kind.programs
-         if p.name in asked}
-        for kind in pool
-    ]
-    if len(pool) == 1:
-        done = _in_one(names, times[0], asked, len(pool[0].gpulets), objective)
-        load = sum(done[name] * times[0][name] for name in names)
-        return done, {id(pool[0]): min(1.0, load / len(pool[0].gpulets))}
-    flows = _flows(names, pool, times, asked, objective)
-    done = {name: min(asked[name].rate_rps, sum(flows.get((name, k), 0.0) for k in range(len(pool)))) for name in names}
-    busy = {
-        id(kind): min(1.0, sum(flows.get((name, k), 0.0) * time for name, time in times[k].items()) / len(kind.gpulets))
-        for k, kind in enumerate(pool)
-    }
+    batches: list[dict[str, Batch]] = []
+    for kind in pool:
+        gathered = {
+            p.name: _gathered(p, asked[p.name], _mean_slowdown(p, beside[id(kind)]))
+            for p in kind.programs
+            if p.name in asked
+        }
+        batches.append({name: batch for name, batch in gathered.items() if batch is not None})
+    flows = _flows(names, pool, batches, asked, objective, 1.0)
+    gpulets = sum(len(kind.gpulets) for kind in pool)
+    best = {name: min((own[name] for own in batches if name in own), key=_time, default=None) for name in names}
+    load = sum(flow * batches[k][name].time_s for (name, k), flow in flows.items()) / gpulets
+    for name, batch in best.items():
+        if batch is not None:
+            left = asked[name].rate_rps - sum(flows.get((name, k), 0.0) for k in range(len(pool)))
+            load += max(0.0, left) * batch.time_s / gpulets
+    streams = [Stream(asked[name].rate_rps, batch, asked[name].slo_ms) for name, batch in best.items() if batch]
+    used = used_part(load, streams, gpulets)
+    in_time = used / load if 0.0 < load <= 1.0 and used < load * (1.0 - NOTHING) else 1.0
+    if load > 1.0:
+        flows = _overloaded(names, pool, batches, asked, objective, used)
+    busy = {}
+    for k, kind in enumerate(pool):
+        time = sum(flows.get((name, k), 0.0) * batch.time_s for name, batch in batches[k].items())
+        busy[id(kind)] = min(1.0, time / len(kind.gpulets))
+    done = {}
+    for name in names:
+        flow = sum(flows.get((name, k), 0.0) for k in range(len(pool)))
+        blocked = _blocked(name, pool, batches, asked[name], flows)
+        kept = in_time * (1.0 - blocked if blocked > NOTHING else 1.0)
+        done[name] = kept * min(asked[name].rate_rps, flow)
     return done, busy
+
+
+def _overloaded(
+    names: Sequence[str], pool: Sequence[_Kind], batches: Sequence[Mapping[str, Batch]], asked: Mapping[str, _Asked],
+    objective: str, used: float,
+) -> dict[tuple[str, int], float]:  # fmt: skip
+    """Return the flows where not everything can be served: half way between the best by the objective and the same
+    part of every program, as a scheduler sees deadlines first and costs second."""
+    best = _flows(names, pool, batches, asked, objective, used)
+    even = _flows(names, pool, batches, asked, "each", used)
+    return {pair: (best.get(pair, 0.0) + even.get(pair, 0.0)) / 2.0 for pair in best.keys() | even.keys()}
+
+
+def _time(batch: Batch) -> float:
+    return batch.time_s
+
+
+def _blocked(
+    name: str, pool: Sequence[_Kind], batches: Sequence[Mapping[str, Batch]], asked: _Asked,
+    flows: Mapping[tuple[str, int], float],
+) -> float:  # fmt: skip
+    """Return the part of a program's requests that come behind batches of others that run for too long."""
+    found, hosts = 1.0, False
+    for k, kind in enumerate(pool):
+        own = next((p for p in kind.programs if p.name == name), None)
+        if own is None or name not in batches[k] or own.latency is None:
+            continue
+        running = [
+            (flows.get((other, k), 0.0) * batch.time_s / len(kind.gpulets), batch.latency_ms)
+            for other, batch in batches[k].items()
+            if other != name
+        ]
+        hosts = True
+        found *= blocked_part(asked.slo_ms - own.latency.at(1) * own.slowdown, running, len(kind.gpulets))
+    return found if hosts else 0.0
 
 
 def _mean_slowdown(program: Program, neighbours: Sequence[_Kind]) -> float:
@@ -171,51 +225,72 @@ def _mean_slowdown(program: Program, neighbours: Sequence[_Kind]) -> float:
     return 1.0 + (program.slowdown - 1.0) * sum(kind.busy for kind in neighbours) / len(neighbours)
 
 
-def _time_per_request_s(program: Program, asked: _Asked, slowdown: float) -> float:
-    """Return the seconds of a gpu-let that a request takes in the largest batch that is gathered in time."""
+def _gathered(program: Program, asked: _Asked, slowdown: float) -> Batch | None:
+    """Return the batch with the least time per request of those that are gathered in time; None: not even one is."""
     latency = program.latency
     assert latency is not None
     gap_ms = 1000.0 / asked.rate_rps
-    best = float("inf")
+    best: Batch | None = None
     for size in range(1, program.batch_size + 1):
-        batch_ms = latency.at(size) * slowdown
-        if size > 1 and batch_ms + size * gap_ms > asked.slo_ms:
+        batch = Batch(size, latency.at(size) * slowdown)
+        if size > 1 and batch.latency_ms + (size - 0.5) * gap_ms > asked.slo_ms:
             break
-        if batch_ms <= asked.slo_ms:
-            best = min(best, batch_ms / size / 1000.0)
+        if batch.latency_ms <= asked.slo_ms and (best is None or batch.time_s < best.time_s):
+            best = batch
     return best
 
 
+def _flows(
+    names: Sequence[str], pool: Sequence[_Kind], batches: Sequence[Mapping[str, Batch]], asked: Mapping[str, _Asked],
+    objective: str, used: float,
+) -> dict[tuple[str, int], float]:  # fmt: skip
+    """Return how much of each program every kind of gpu-let serves: the best flow by the workload's objective.
+
+    Args:
+        names: of the programs.
+        pool: the kinds of gpu-lets.
+        batches: by kind, those of the programs that can be in time there.
+        asked: by program.
+        objective: of the workload.
+        used: the part of the gpu-lets' time that there is.
+    """
+    times = [{name: batch.time_s for name, batch in own.items()} for own in batches]
+    if len(pool) == 1:
+        done = _in_one(names, times[0], asked, used * len(pool[0].gpulets), objective)
+        return {(name, 0): rate for name, rate in done.items()}
+    return _best_flows(names, [used * len(kind.gpulets) for kind in pool], times, asked, objective)
+
+
 def _in_one(
-    names: Sequence[str], times: Mapping[str, float], asked: Mapping[str, _Asked], gpulets: int, objective: str
+    names: Sequence[str], times: Mapping[str, float], asked: Mapping[str, _Asked], gpulets: float, objective: str
 ) -> dict[str, float]:
     """Return what alike gpu-lets serve: everything, or the cheapest first, or all in the same proportion."""
-    load = sum(asked[name].rate_rps * times[name] for name in names if times[name] < float("inf"))
+    able = [name for name in names if name in times]
+    load = sum(asked[name].rate_rps * times[name] for name in able)
     if load <= gpulets:
-        return {name: asked[name].rate_rps if times[name] < float("inf") else 0.0 for name in names}
+        return {name: asked[name].rate_rps for name in able}
     if objective == "each":
-        return {name: asked[name].rate_rps * gpulets / load if times[name] < float("inf") else 0.0 for name in names}
-    left, done = float(gpulets), dict.fromkeys(names, 0.0)
-    for name in sorted(names, key=lambda name: times[name] / (asked[name].weight if objective == "weighted" else 1.0)):
-        if times[name] < float("inf"):
-            done[name] = min(asked[name].rate_rps, left / times[name])
-            left -= done[name] * times[name]
+        return {name: asked[name].rate_rps * gpulets / load for name in able}
+    left, done = gpulets, {}
+    for name in sorted(able, key=lambda name: times[name] / (asked[name].weight if objective == "weighted" else 1.0)):
+        done[name] = min(asked[name].rate_rps, left / times[name])
+        left -= done[name] * times[name]
     return done
 
 
-def _flows(
-    names: Sequence[str], pool: Sequence[_Kind], times: Sequence[Mapping[str, float]], asked: Mapping[str, _Asked],
-    objective: str,
-) -> dict[tuple[str, int], float]:
-    """Return how much of each program every kind of gpu-let serves: the best flow by the workload's objective."""
-    pairs = [(name, k) for k, own in enumerate(times) for name, time in own.items() if time < float("inf")]
+def _best_flows(
+    names: Sequence[str], gpulets: Sequence[float], times: Sequence[Mapping[str, float]],
+    asked: Mapping[str, _Asked], objective: str,
+) -> dict[tuple[str, int], float]:  # fmt: skip
+    """Return the same for gpu-lets that differ, as a linear program."""
+    pairs = [(name, k) for k, own in enumerate(times) for name in own]
     if not pairs:
         return {}
     place = {name: row for row, name in enumerate(names)}
     rows = [place[name] for name, _ in pairs] + [len(names) + k for _, k in pairs]
     columns = [*range(len(pairs))] * 2
     values = [1.0] * len(pairs) + [times[k][name] for name, k in pairs]
-    upper = [asked[name].rate_rps for name in names] + [float(len(kind.gpulets)) for kind in pool]
+    upper = [asked[name].rate_rps for name in names] + list(gpulets)
     total = sum(asked[name].rate_rps for name in names)
     worth = [-(asked[name].weight if objective == "weighted" else 1.0) / total for name, _ in pairs]
     if objective == "each":  # the least part of any rate first, then as much as possible on top
