@@ -16,7 +16,16 @@ from tenuto.placement.workload import ModelSpec, Workload, profile_of
 from tenuto.profiles import Latency, LatencyTable, LinearLatency, ModelProfile, Profiles
 from tenuto.profiles.share_latency import EVERY_RULE, ShareRule, latency_on_share
 
-__all__ = ["CONTEXT_MIB", "MOST_BATCH", "WHOLE_GPU", "ModelOnGpu", "Steps", "context_mib_of", "costs_of", "latency_up_to"]
+__all__ = [
+    "CONTEXT_MIB",
+    "MOST_BATCH",
+    "WHOLE_GPU",
+    "ModelOnGpu",
+    "Steps",
+    "context_mib_of",
+    "costs_of",
+    "latency_up_to",
+]
 
 WHOLE_GPU = 100.0
 MOST_BATCH = 128  # the largest batch considered unless a policy says otherwise
