@@ -201,7 +201,7 @@ def partition(
         lower_bound=min(bound, objective),
         moved=tuple(models[i].name for i in case.moved(best)),
         changed_mib=case.changed_mib(best),
-        proven=proven or objective <= case.bound + 1e-9,
+        proven=bool(proven or objective <= case.bound + 1e-9),
         models=tuple(models),
     )
 

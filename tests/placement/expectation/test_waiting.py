@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tenuto.placement.expectation.waiting import Batch, Stream, blocked_part, used_part
@@ -18,6 +18,7 @@ streams = st.lists(
 )  # fmt: skip
 
 
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(streams, st.floats(0.05, 3.0), st.integers(1, 50))
 def test_never_more_than_the_load_or_the_gpus_and_more_with_more_load_or_time_to_wait(
     asked: list[Stream], load: float, gpulets: int
@@ -29,6 +30,7 @@ def test_never_more_than_the_load_or_the_gpus_and_more_with_more_load_or_time_to
     assert used_part(load * 1.05, asked, gpulets) >= used - 1e-9
 
 
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(streams, st.floats(0.0, 0.6))
 def test_long_deadlines_and_many_gpulets_lose_nothing(asked: list[Stream], load: float) -> None:
     patient = [Stream(s.rate_rps, s.batch, 1000.0 * s.slo_ms) for s in asked]
