@@ -67,6 +67,7 @@ class PrivateDaemon:
         self._faults = FaultLog(self._folder / "faults.json", wall_clock)
         self._presence: int | None = None
         self._server: int | None = None  # whom `look` found last
+        self.takes_two_commands: bool | None = None  # whether the control program does; None: not known yet
 
     def join(self, timeout_s: float = 60.0) -> None:
         """Count this process among the GPU's gpu-lets, and start the daemon unless it runs already.
@@ -256,14 +257,19 @@ class PrivateDaemon:
     def look(self) -> tuple[str | None, tuple[int, ...]]:
         """Return status and clients as `status` and `clients` do, from one run of the control program while the server
         stays the same one: this is asked by every gpu-let every two seconds."""
-        if self._server is not None:
+        server = self._server
+        if server is not None and self.takes_two_commands is not False:
             try:
-                return self.control.look_at(self._server)
+                found = self.control.look_at(server)
             except ControlError:
-                self._server = None  # another server by now, or a program that takes one command only
+                self._server = None
+            else:
+                self.takes_two_commands = True
+                return found
         servers = self.control.servers()
-        if len(servers) == 1:
-            self._server = servers[0]
+        if servers == (server,) and self.takes_two_commands is None:
+            self.takes_two_commands = False  # the server is the same: it is the program that did not understand
+        self._server = servers[0] if len(servers) == 1 else None
         return self.status(), self.clients()
 
     def clients(self) -> tuple[int, ...]:

@@ -1,1 +1,1 @@
-"""What is measured of a GPU machine: models, sharing, streaming; behind `scripts/gpu_check`."""
+"""Finds out what a GPU does, and what CUDA MPS does on it: `scripts/gpu_check`."""

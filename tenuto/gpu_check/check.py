@@ -1,286 +1,202 @@
-"""Measure everything Tenuto wants to know of a GPU: the catalogue's models, pairs, and what CUDA MPS really does.
+"""Measure what Tenuto wants to know of a GPU: what runs and how fast, what CUDA MPS really does, a profile, occupancy.
 
-Run by `scripts/gpu_check`. Each step ends within ten minutes and its results are on disk when it does; what is there
-already is not measured again, so that a stopped run continues. Exit code 3 where there is no usable GPU.
+Each step is one command with a limit of its own; its results are on disk when it ends, and a page says after each
+what is known by then. A second run on the same folder repeats only what did not come to an end. Exit code 1 where a
+step failed, 3 where there is no usable GPU.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from datetime import UTC, datetime
+import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from tenuto.errors import EnvironmentFaultError, TenutoError
-from tenuto.gpu_check.sharing import ProbeProcess, Result, StartProbe, sharing_experiments
-from tenuto.gpu_check.streaming import VARIANTS
-from tenuto.profiles.networks.catalogue import CATALOGUE
+from tenuto.errors import TenutoError
+from tenuto.gpu_check.page import check_page
+from tenuto.gpu_check.results import Results
+from tenuto.gpu_check.steps import CALLS, Sizes, Step, steps
+from tenuto.mps.inventory import without_mps
 
-if TYPE_CHECKING:
-    from tenuto.mps.daemon import PrivateDaemon
-    from tenuto.mps.inventory import GpuDevice
+__all__ = ["Run", "main"]
 
-__all__ = ["main", "sharing_page"]
+Run = Callable[[Step, Mapping[str, str], float], int]
+"""Runs a step in an environment within a limit in s; returns its exit code, 124 where it was stopped."""
 
-STEP_LIMIT_S = 540.0
-BATCH_SIZES = "1,2,4,8,16,32,64,128"
-SHARES = "10,20,30,40,50,60,70,80,90,100"
-
-Run = Callable[[Sequence[str], Mapping[str, str]], int]
+STOPPED = 124
+_GRACE_S = 25.0
+_NO_GPU = 3
+_ROOT = Path(__file__).parents[2]
 
 
 def main(
-    arguments: Sequence[str] | None = None, *, run: Run | None = None, start_probe: StartProbe = ProbeProcess
-) -> int:
-    """Run the steps asked for; returns the exit code."""
-    parser = argparse.ArgumentParser(prog="scripts/gpu_check", description=__doc__)
-    parser.add_argument("-o", "--output", default="gpu-check", help="folder of the results (default: %(default)s)")
-    parser.add_argument("--steps", default="", help="comma-separated names or prefixes; default all. --list shows them")
-    parser.add_argument("--list", action="store_true", help="list the steps and leave")
-    parser.add_argument("--gpu", help="UUID of the GPU; default the first")
-    parser.add_argument("--quick", action="store_true", help="batches 1 and 8, shares 50 and 100, two models")
-    given = parser.parse_args(arguments)
-    steps = _steps(given.quick)
-    if given.list:
-        print("\n".join(steps))
-        return 0
-    wanted = [part.strip() for part in given.steps.split(",") if part.strip()]
-    chosen = [name for name in steps if not wanted or any(name.startswith(part) for part in wanted)]
-    if not chosen:
-        print(f"error: no step begins with {given.steps!r}. Use --list.", file=sys.stderr)
-        return 2
+    arguments: Sequence[str] | None = None, *, run: Run | None = None, sizes: Sizes | None = None,
+    clock_s: Callable[[], float] = time.monotonic,
+) -> int:  # fmt: skip
+    """Run the steps asked for; returns the exit code.
+
+    Args:
+        arguments: of the command line.
+        run: runs a step, also in a dry run; default a process of this Python, and none in a dry run.
+        sizes: how much is measured; default what the arguments say.
+        clock_s: monotonic clock.
+    """
+    given = _parser().parse_args(arguments)
+    folder = Path(given.output).resolve()
+    sizes = sizes or Sizes(options=tuple(given.option), **({} if not given.models else {"models": given.models}))
     try:
-        device = _device(given.gpu)
+        chosen = _chosen(_steps(folder, sizes, given.gpu), given.steps)
     except TenutoError as error:
-        print(f"no GPU to check: {error}", file=sys.stderr)
-        return 3
-    folder = Path(given.output)
-    folder.mkdir(parents=True, exist_ok=True)
-    _write_json(folder / "inventory.json", {**vars(device), "date": datetime.now(UTC).isoformat(timespec="seconds")})
-    failed = []
-    with _daemon(device) as (daemon, obstacle):
-        if obstacle is not None:
-            print(f"without CUDA MPS: {obstacle}", file=sys.stderr)
-        for name in chosen:
-            print(f"step {name}", file=sys.stderr, flush=True)
-            if name == "sharing":
-                _sharing(device, daemon, obstacle, folder, start_probe)
-                if daemon is not None and (lost := _renew(daemon)) is not None:
-                    _log(folder, f"CUDA MPS is not used any more: {lost}")
-                    daemon = None
-            elif name == "streaming":
-                if _streaming(steps[name], device, daemon is not None, folder, run or _run) != 0:
-                    failed.append(name)
-            elif _measure(name, steps[name], device, daemon is not None, folder, run or _run) != 0:
-                failed.append(name)
-    if failed:
-        print(f"steps that failed: {', '.join(failed)}; their reasons are in {folder / 'log.txt'}", file=sys.stderr)
-    print(f"results in {folder}")
-    return 1 if failed else 0
-
-
-def _steps(quick: bool) -> dict[str, list[str]]:
-    """Return the steps with the arguments of `tenuto profile`, or of their own program, that make them."""
-    models = ["resnet50", "bert"] if quick else list(CATALOGUE)
-    grid = ["--batch-sizes", "1,8" if quick else BATCH_SIZES, "--budget-s", "60"]
-    shares = "50,100" if quick else SHARES
-    steps = {"sharing": [""], "streaming": ["resnet50", "--batch-size", "8", "--seconds", "5" if quick else "30"]}
-    steps |= {f"model-{name}": [name, *grid, "--shares", shares] for name in models}
-    steps |= {
-        f"igniter-{name}": [name, "--batch-sizes", "1,16,32", "--shares", "10,50,100", "--co-runs", "igniter"]
-        for name in models
-    }
-    first = models[0]
-    steps["residents"] = [first, "--batch-sizes", "1,16,32", "--shares", "10,50,100", "--co-runs", "residents"]
-    for index, one in enumerate(models):
-        for other in models[index + 1 :]:
-            steps[f"pair-{one}-{other}"] = [
-                one, other, "--batch-sizes", "1,16", "--shares", "20,50,80,100", "--co-runs", "pairs",
-                "--co-run-s", "3",
-            ]  # fmt: skip
-    steps["fit"] = [first, "--batch-sizes", "1", "--shares", "100", "--fit"]
-    return steps
-
-
-def _device(uuid: str | None) -> GpuDevice:
-    from tenuto.mps.inventory import read_inventory
-
-    devices = read_inventory()
-    found = next((device for device in devices if uuid in (None, device.uuid)), None)
-    if found is None:
-        known = ", ".join(device.uuid for device in devices) or "none"
-        raise EnvironmentFaultError(f"GPU {uuid or ''} is not here. GPUs: {known}.")
-    return found
-
-
-@contextlib.contextmanager
-def _daemon(device: GpuDevice) -> Iterator[tuple[PrivateDaemon | None, str | None]]:
-    """Start a private CUDA MPS daemon, or say why there is none; at the end it is left and stops by itself."""
-    from tenuto.mps.daemon import PrivateDaemon
-
-    if device.is_mig or device.compute_capability < (7, 0):
-        yield None, "MIG is on" if device.is_mig else "shares need a GPU of compute capability 7.0 or later"
-        return
-    daemon = PrivateDaemon(device.uuid)
-    try:
-        daemon.join()
-    except EnvironmentFaultError as error:
-        yield None, str(error)
-        return
-    try:
-        yield daemon, None
-    finally:
-        daemon.leave()
-
-
-def _renew(daemon: PrivateDaemon) -> str | None:
-    """Start the daemon again if killed clients and a fault have left it unable to serve; returns why it cannot be."""
-    try:
-        if daemon.status() in (None, "ACTIVE"):
-            return None
-    except EnvironmentFaultError:
-        pass
-    try:
-        daemon.leave()
-        daemon.stop_if_unused()
-        daemon.join()
-        return None if (status := daemon.status()) in (None, "ACTIVE") else f"the server stays {status}"
-    except EnvironmentFaultError as error:
-        return str(error)
-
-
-def _measure(
-    name: str, arguments: list[str], device: GpuDevice, shared: bool, folder: Path, run: Run
-) -> int:
-    """Run one `tenuto profile`; without CUDA MPS on the whole GPU only, and no co-runs."""
-    if not shared:
-        if not name.startswith(("model-", "fit")):
-            _log(folder, f"{name}: left out, as CUDA MPS does not run")
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    if given.list or given.dry_run:
+        for step in chosen:
+            print(step.name if given.list else f"# {step.call} {step.name}, within {step.limit_s:g} s\n"
+                  f"{step.shown(Path(sys.executable).name)}")  # fmt: skip
+        if given.list or run is None:
             return 0
-        arguments = [*arguments[: arguments.index("--shares")], "--shares", "100",
-                     *arguments[arguments.index("--shares") + 2 :]]  # fmt: skip
-    command = [
-        sys.executable, "-c", "from tenuto.cli import main; main()", "profile", *arguments, "--device", "cuda",
-        "--time-limit-s", f"{STEP_LIMIT_S:g}", "--resume", "-o", str(folder / f"profile-{device.type}.yaml"),
+    return _Check(Results(folder), run or _run, clock_s, given.limit_s).all(
+        [step.name for step in chosen], lambda: _steps(folder, sizes, given.gpu)
+    )
+
+
+def _parser() -> argparse.ArgumentParser:
+    groups = "; ".join(f"{call}: {what}" for call, what in CALLS.items())
+    parser = argparse.ArgumentParser(prog="scripts/gpu_check", description=__doc__, epilog=f"Groups of steps: {groups}")
+    parser.add_argument("-o", "--output", default="gpu-check", help="folder of the results (default: %(default)s)")
+    parser.add_argument("--steps", default="A,B,C,D,F", metavar="NAME,…",
+                        help="groups, names or beginnings of names (default: %(default)s); --list shows them")
+    parser.add_argument("--list", action="store_true", help="list the steps and leave")
+    parser.add_argument("--dry-run", action="store_true",
+                        help="print every command; the script then walks all on a virtual GPU, and measures nothing")
+    parser.add_argument("--limit-s", type=float, metavar="S", help="for the whole: no step goes on for longer")
+    parser.add_argument("--models", type=lambda text: tuple(text.split(",")), metavar="MODEL,…",
+                        help=f"the first is measured in every step (default: {','.join(Sizes().models)})")
+    parser.add_argument("--option", action="append", default=[], metavar="K=V",
+                        help="option of every model, such as dtype=fp16; repeatable")
+    parser.add_argument("--gpu", help="UUID of the GPU; default the first")
+    return parser
+
+
+def _steps(folder: Path, sizes: Sizes, gpu: str | None) -> tuple[Step, ...]:
+    """Return the steps for what is known of the GPU by now."""
+    found = Results.look(folder, "inventory.json")
+    return steps(folder, str(found.get("type", "gpu")), sizes, gpu)
+
+
+def _chosen(known: Sequence[Step], text: str) -> list[Step]:
+    wanted = [part.strip() for part in text.split(",") if part.strip()]
+    for part in wanted:
+        if part not in CALLS and not any(step.name.startswith(part) for step in known):
+            raise TenutoError(f"no step begins with {part!r}. Use --list with --steps {','.join(CALLS)}.")
+    return [
+        step for step in known
+        if any(part == step.call if part in CALLS else step.name.startswith(part) for part in wanted)
     ]  # fmt: skip
-    code = run(command, _environment(device, shared=shared))
-    _log(folder, f"{name}: exit code {code}")
-    return code
 
 
-def _streaming(arguments: list[str], device: GpuDevice, shared: bool, folder: Path, run: Run) -> int:
-    """Measure streaming against plain batches, unless that was done before."""
-    output = folder / "streaming.json"
-    if output.exists() and (written := json.loads(output.read_text(encoding="utf-8"))).keys() >= set(VARIANTS) and all(
-        "failed" not in written[name] for name in VARIANTS
-    ):
-        return 0
-    command = [sys.executable, "-m", "tenuto.gpu_check.streaming", *arguments, "-o", str(output)]
-    code = run(command, _environment(device, shared=shared))
-    _log(folder, f"streaming: exit code {code}")
-    return code
+class _Check:
+    """One run over a folder."""
+
+    def __init__(self, results: Results, run: Run, clock_s: Callable[[], float], limit_s: float | None) -> None:
+        self._results, self._run, self._clock_s = results, run, clock_s
+        self._until_s = None if limit_s is None else clock_s() + limit_s
+        self._done: dict[str, Any] = results.read("steps.json")
+
+    def all(self, names: Sequence[str], known: Callable[[], Sequence[Step]]) -> int:
+        """Run the steps of these names, the inventory before all, and write the page after each.
+
+        Steps are looked up anew each time: their commands name what the inventory found.
+        """
+        first = ["inventory"]
+        if any(step.needs != "nothing" for step in known() if step.name in names):
+            first.append("first-client")  # decides over the others
+        for name in (*first, *(name for name in names if name not in first)):
+            step = next(step for step in known() if step.name == name)
+            code = self._one(step)
+            self._results.write_text("report.md", check_page(self._results))
+            if name == "inventory" and code != 0:
+                print("no GPU to check", file=sys.stderr)
+                return _NO_GPU
+        failed = [name for name in names if "failed" in self._done.get(name, {})]
+        if failed:
+            print(f"steps that failed: {', '.join(failed)}; see {self._results.path('report.md')}", file=sys.stderr)
+        print(f"results in {self._results.folder}")
+        return 1 if failed else 0
+
+    def _one(self, step: Step) -> int:
+        if self._done.get(step.name, {}).get("exit_code") == 0:
+            return 0
+        reason = self._obstacle(step)
+        if reason is not None:
+            self._note(step, {"left_out": reason})
+            return 0
+        limit_s = step.limit_s if self._until_s is None else min(step.limit_s, self._until_s - self._clock_s())
+        if limit_s <= _GRACE_S:
+            self._note(step, {"failed": "the time for the whole check was over"})
+            return STOPPED
+        print(f"step {step.name}: {step.shown(Path(sys.executable).name)}", file=sys.stderr, flush=True)
+        began_s = self._clock_s()
+        code = self._run(step, self._environment(step), limit_s)
+        result: dict[str, Any] = {"exit_code": code, "took_s": round(self._clock_s() - began_s, 1)}
+        if code != 0:
+            said = f"stopped after {limit_s:.0f} s" if code == STOPPED else f"exit code {code}"
+            result["failed"] = f"{said}; what was measured by then is kept"
+        self._note(step, result)
+        return code
+
+    def _obstacle(self, step: Step) -> str | None:
+        """Return why a step is not for this machine; None if it is."""
+        if step.name == "device-tests" and not (_ROOT / "tests").is_dir():
+            return "the tests are not installed"
+        if step.name == "occupancy-import" and self._done.get("occupancy", {}).get("exit_code") != 0:
+            return "Nsight Compute recorded nothing"
+        found = self._results.read("mps.json")
+        if step.needs == "mps" and not found.get("is_usable"):
+            return f"CUDA MPS cannot be used here: {found.get('reason') or 'step first-client was not run'}"
+        if step.needs == "no mps" and found.get("is_usable"):
+            return "CUDA MPS can be used here, and tells more"
+        return None
+
+    def _environment(self, step: Step) -> dict[str, str]:
+        """Return the environment of a step: this GPU alone, and no share or daemon of anybody's."""
+        uuid = self._results.read("inventory.json").get("uuid")
+        chosen = {} if uuid is None else {"CUDA_VISIBLE_DEVICES": str(uuid)}
+        path = os.pathsep.join(part for part in (str(_ROOT), os.environ.get("PYTHONPATH", "")) if part)
+        return {
+            **without_mps(os.environ), "PYTHONPATH": path, "PYTHONUNBUFFERED": "1", **chosen, **step.environment,
+        }  # fmt: skip
+
+    def _note(self, step: Step, result: dict[str, Any]) -> None:
+        self._done[step.name] = {"call": step.call, "command": step.shown("python"), **result}
+        self._results.write("steps.json", self._done)
+        said = result.get("left_out") or result.get("failed") or f"done in {result['took_s']} s"
+        self._results.log(f"{step.name}: {said}")
 
 
-def _environment(device: GpuDevice, *, shared: bool) -> dict[str, str]:
-    """Return the environment of a process on this GPU, a client of CUDA MPS or not."""
-    from tenuto.mps.share import client_environment
-
-    own = client_environment(device.uuid, None, None) if shared else {"CUDA_VISIBLE_DEVICES": device.uuid}
-    return {**os.environ, **own}
-
-
-def _run(command: Sequence[str], environment: Mapping[str, str], limit_s: float = STEP_LIMIT_S + 30) -> int:
-    """Run one step; past its limit it is asked to stop, as a client killed at work may take the CUDA MPS server with
-    it, and only then killed with everything it started."""
-    with subprocess.Popen(command, env=dict(environment), start_new_session=True) as step:
+def _run(step: Step, environment: Mapping[str, str], limit_s: float, grace_s: float = _GRACE_S) -> int:
+    """Run one step; `grace_s` before its limit it is asked to stop, as a client killed at work may take the CUDA MPS
+    server with it, and only then killed with everything it started."""
+    command = [sys.executable, *step.arguments]
+    with subprocess.Popen(command, env=dict(environment), cwd=_ROOT, start_new_session=True) as process:
         try:
-            return step.wait(limit_s)
+            return process.wait(limit_s - grace_s)
         except (subprocess.TimeoutExpired, KeyboardInterrupt) as stop:
-            step.send_signal(signal.SIGINT)
+            process.send_signal(signal.SIGINT)
             with contextlib.suppress(subprocess.TimeoutExpired):
-                step.wait(25.0)
+                process.wait(grace_s)
             if isinstance(stop, KeyboardInterrupt):
                 raise
-            return 124
+            return STOPPED
         finally:
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(step.pid, signal.SIGKILL)
-
-
-def _sharing(
-    device: GpuDevice, daemon: PrivateDaemon | None, obstacle: str | None, folder: Path, start_probe: StartProbe
-) -> None:
-    results = _kept(folder / "sharing.json")
-
-    def report(name: str, result: Result) -> None:
-        results[name] = result
-        _write_json(folder / "sharing.json", results)
-        (folder / "sharing.md").write_text(sharing_page(device, results), encoding="utf-8")
-
-    if daemon is None:
-        report("CUDA MPS", {"failed": obstacle})
-        return
-
-    from tenuto.mps.share import client_environment
-
-    def environment(share_pct: float | None, memory_mib: float | None) -> Mapping[str, str]:
-        made = client_environment(device.uuid, share_pct, None)
-        if memory_mib is not None:
-            made["CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"] = f"0={memory_mib:.0f}M"  # the client sees one GPU
-        return made
-
-    sharing_experiments(
-        daemon, environment, device.sm_count, report, start=start_probe, limit_s=STEP_LIMIT_S - 120.0,
-        done=tuple(results),
-    )  # fmt: skip
-
-
-def _kept(path: Path) -> dict[str, Result]:
-    """Return the experiments of an earlier run that came to a result."""
-    try:
-        found: dict[str, Result] = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return {name: result for name, result in found.items() if "failed" not in result}
-
-
-def sharing_page(device: GpuDevice, results: Mapping[str, Result]) -> str:
-    """Return the page of what CUDA MPS did, every line as observed."""
-    lines = [
-        f"# What CUDA MPS did on {device.name}", "",
-        f"{device.name}, {device.sm_count} SMs, driver {device.driver}, compute mode "
-        f"{device.compute_mode}; observed {datetime.now(UTC).date().isoformat()} by `scripts/gpu_check`.", "",
-    ]  # fmt: skip
-    shares = {name: result for name, result in results.items() if name.startswith("share ") and "failed" not in result}
-    if shares:
-        lines += ["| share | SMs seen | share of the SMs | at or below | client |", "|---|---|---|---|---|"]
-        lines += [
-            f"| {name.removeprefix('share ')} | {r['sm_count']} | {r['share_of_sms']} | "
-            f"{'yes' if r['at_or_below'] else 'NO'} | {'yes' if r['listed_as_client'] else 'NO'} |"
-            for name, r in shares.items()
-        ]
-        lines.append("")
-    for name, result in results.items():
-        if name not in shares:
-            lines += [f"## {name[:1].upper()}{name[1:]}", ""]
-            lines += [*(f"- {key.replace('_', ' ')}: {value}" for key, value in result.items()), ""]
-    return "\n".join(lines)
-
-
-def _log(folder: Path, line: str) -> None:
-    with (folder / "log.txt").open("a", encoding="utf-8") as file:
-        file.write(f"{datetime.now(UTC).isoformat(timespec='seconds')} {line}\n")
-
-
-def _write_json(path: Path, data: Any) -> None:
-    path.write_text(json.dumps(data, indent=2, default=str) + "\n", encoding="utf-8")
+                os.killpg(process.pid, signal.SIGKILL)
 
 
 if __name__ == "__main__":

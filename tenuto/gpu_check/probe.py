@@ -1,7 +1,8 @@
 """A small CUDA process for `scripts/gpu_check`: says what it sees, then does one thing. One JSON object a line.
 
 Started as `python -m tenuto.gpu_check.probe MODE [MIB]`. Modes: `look` (say and leave), `idle` (hold a context), `busy`
-(compute until told to stop), `allocate` (take MIB of memory), `fault` (cause a fatal fault on the device).
+(compute until told to stop), `allocate` (take MIB of memory), `libraries` (load cuBLAS and cuDNN, then say again),
+`fault` (cause a fatal fault on the device).
 """
 
 from __future__ import annotations
@@ -50,6 +51,13 @@ def main(arguments: list[str] | None = None) -> int:
             for step in range(0, int(rest[0]), 64):
                 blocks.append(torch.empty(64 * 2**20, dtype=torch.uint8, device=device))
                 say(event="allocated", mib=step + 64)
+        elif mode == "libraries":
+            image = torch.randn(8, 3, 64, 64, device=device)
+            torch.nn.functional.conv2d(image, torch.randn(16, 3, 3, 3, device=device)).sum().item()
+            torch.mm(torch.randn(512, 512, device=device), torch.randn(512, 512, device=device)).sum().item()
+            free, _ = torch.cuda.mem_get_info(device)
+            say(event="loaded", free_mib=free // 2**20, reserved_mib=torch.cuda.memory_reserved(0) // 2**20)
+            sys.stdin.readline()
         elif mode == "fault":
             torch.zeros(4, device=device)[torch.tensor([10**9], device=device)].sum().item()
             say(event="survived")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import sys
 import time
@@ -18,24 +19,29 @@ from queue import SimpleQueue
 from typing import Any
 
 import numpy as np
+import yaml
 
 from tenuto.deployments.gpulet.executors.streamed import make_streaming
 from tenuto.deployments.gpulet.executors.torch_executor import TorchExecutor
 from tenuto.deployments.gpulet.streamed_work import StreamedWork
 from tenuto.deployments.serve.user_config import MemberEntry, ProgramEntry
 from tenuto.errors import TenutoError
+from tenuto.mps.shares import shares_of
+from tenuto.options import split_pairs
 from tenuto.profiles.networks.inputs import Arrays, Blocks, random_inputs
+from tenuto.profiles.networks.model_options import PLAIN
 from tenuto.profiles.networks.runner import BatchTimes
 
 __all__ = ["VARIANTS", "compare", "main", "reason_of"]
 
 WANTED = 1.15  # times the plain throughput
 VARIANTS: dict[str, dict[str, Any]] = {
-    "fp32": {},
-    "fp16": {"dtype": "fp16", "channels_last": True},
-    "fp16 cuda_graphs": {"dtype": "fp16", "channels_last": True, "cuda_graphs": True},
-    "fp16 compile": {"dtype": "fp16", "channels_last": True, "compile": True},
+    "auto": {},
+    "eager": {"cuda_graphs": False},
+    "plain": PLAIN.model_dump(exclude_defaults=True),
+    "compile": {"compile": True},
 }
+"""Ways to run: what is fast on the device, the same without CUDA graphs, nothing that changes a result, compiled."""
 
 
 class _Batch:
@@ -159,19 +165,34 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--seconds", type=float, default=10.0, help="for each variant")
     parser.add_argument("--variants", default="", help=f"comma-separated, of {', '.join(VARIANTS)}; default all")
-    parser.add_argument("-o", "--output", type=Path, help="JSON file")
+    parser.add_argument("--mps", action="store_true", help="be a client of CUDA MPS, as gpu-lets beside others are")
+    parser.add_argument("--option", action="append", default=[], metavar="K=V", help="of the model, in every variant")
+    parser.add_argument("-o", "--output", type=Path, help="JSON file; variants that it holds are not measured again")
     given = parser.parse_args(arguments)
     names = [name.strip() for name in given.variants.split(",") if name.strip()] or list(VARIANTS)
     unknown = [name for name in names if name not in VARIANTS]
     if unknown:
         print(f"error: no variant {unknown[0]!r}. Use {', '.join(VARIANTS)}.", file=sys.stderr)
         return 2
+    with shares_of("cuda", needed=given.mps) as shares:
+        if shares is not None:
+            os.environ.update(shares.environment(100.0))  # CUDA has not looked for the daemon yet
+        return _measure(given, names)
+
+
+def _measure(given: argparse.Namespace, names: Sequence[str]) -> int:
+    options = {key: yaml.safe_load(text) for key, text in split_pairs(given.option).items()}
     results: dict[str, Any] = {"model": given.model}
+    if given.output is not None and given.output.exists():
+        kept = json.loads(given.output.read_text(encoding="utf-8"))
+        results |= {name: kept[name] for name in names if "failed" not in kept.get(name, {"failed": ""})}
     failed = False
     for name in names:
+        if name in results:
+            continue
         try:
             results[name] = compare(
-                given.model, VARIANTS[name], given.batch_size, device=given.device, seconds=given.seconds
+                given.model, {**options, **VARIANTS[name]}, given.batch_size, device=given.device, seconds=given.seconds
             )
             said = results[name]["reason"] or f"{results[name]['ratio']:.2f} times the plain throughput"
         except TenutoError as error:

@@ -1,20 +1,14 @@
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from tenuto.errors import EnvironmentFaultError
-from tenuto.gpu_check import check as gpu_check
+from tenuto.gpu_check import check
+from tenuto.gpu_check.results import Results
 from tenuto.gpu_check.sharing import SHARES, sharing_experiments
-from tenuto.gpu_check.streaming import VARIANTS
-
-GPU = SimpleNamespace(
-    uuid="GPU-1", name="NVIDIA H200", type="h200", memory_mib=140_000, free_memory_mib=139_000,
-    compute_capability=(9, 0), sm_count=132, driver="580.1", is_mig=False, compute_mode="default",
-)  # fmt: skip
+from tenuto.gpu_check.steps import Step
+from tests.instruments.virtual_check import gpu
 
 
 class FakeDaemon:
@@ -28,6 +22,11 @@ class FakeDaemon:
             return "FAULT"
         self.faulted = False
         return "ACTIVE"
+
+    takes_two_commands = True
+
+    def look(self) -> tuple[str | None, tuple[int, ...]]:
+        return self.status(), self.clients()
 
     def clients(self) -> tuple[int, ...]:
         return tuple(self.alive)
@@ -52,6 +51,8 @@ class FakeProbe:
         ]
         if mode.startswith("allocate"):
             self.events += [{"event": "allocated", "mib": 64}, {"event": "refused", "kind": "OutOfMemoryError"}]
+        if mode == "libraries":
+            self.events += [{"event": "loaded", "free_mib": 400, "reserved_mib": 100}]
         if mode == "fault":
             self.events.append({"event": "refused", "text": "device-side assert"})
         self.waited = False
@@ -81,33 +82,34 @@ class FakeProbe:
 def run_experiments(daemon: FakeDaemon, start: Any) -> dict[str, dict[str, Any]]:
     results: dict[str, dict[str, Any]] = {}
 
-    def environment(share: float | None, cap: float | None) -> Mapping[str, str]:
+    def environment(share: float | None, cap: str | None) -> Mapping[str, str]:
         return {} if share is None else {"share": str(share)}
 
-    sharing_experiments(daemon, environment, 132, results.__setitem__, start=start, clock_s=lambda: 0.0,
-                        sleep=lambda s: None)  # fmt: skip
+    for part in ("shares", "faults"):
+        sharing_experiments(daemon, environment, 132, results.__setitem__, part=part, start=start, clock_s=lambda: 0.0,
+                            sleep=lambda s: None)  # type: ignore[arg-type]  # fmt: skip
     return results
 
 
 def test_every_experiment_reports_what_was_seen_and_leaves_nobody_behind() -> None:
     daemon = FakeDaemon()
     results = run_experiments(daemon, lambda mode, environment: FakeProbe(daemon, mode, environment))
-    assert len(results) == len(SHARES) + 5
-    assert results["share 30 %"]["sm_count"] == 39
-    assert results["share 30 %"]["at_or_below"]
-    assert results["share 30 %"]["listed_as_client"]
-    assert results["memory cap"]["allocated_mib"] == 64
-    assert results["memory cap"]["ended_with"] == "OutOfMemoryError"
+    assert len(results) == len(SHARES) + 8
+    assert results["share 25 %"]["sm_count"] == 33
+    assert results["share 25 %"]["at_or_below"]
+    assert results["share 25 %"]["listed_as_client"]
+    for key in ("0", "UUID"):
+        cap = next(result for name, result in results.items() if name.startswith("memory cap") and key in name)
+        assert (cap["is_applied"], cap["allocated_mib"], cap["ended_with"]) == (True, 64, "OutOfMemoryError")
+    assert results["context"] == {"context_mib": 500, "reserved_mib": 100}
     assert results["kill of a busy client"]["neighbour"] == "goes on"
     assert len(daemon.terminated) == 1
+    assert list(results)[-1] == "fault and recovery"
     assert results["fault and recovery"]["status_after_fault"] == "FAULT"
     assert results["fault and recovery"]["neighbour"] == "unspecified launch failure"
     assert results["fault and recovery"]["status"] == "ACTIVE"
     assert "sees 66 SMs" in results["fault and recovery"]["new_client"]
     assert daemon.alive == {}
-    page = gpu_check.sharing_page(GPU, results)  # type: ignore[arg-type]
-    assert "| 30 % | 39 | 39.6 | yes | yes |" in page
-    assert "## Fault and recovery" in page
 
 
 def test_probes_that_do_not_start_are_results_too() -> None:
@@ -122,61 +124,95 @@ def test_probes_that_do_not_start_are_results_too() -> None:
     assert daemon.alive == {}
 
 
-def test_without_a_gpu_it_ends_with_3_and_the_reason(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def none(uuid: str | None) -> Any:
-        raise EnvironmentFaultError("NVML finds no driver. Install one.")
+class FakeMachine:
+    """Runs steps by leaving what they would leave; takes 10 s for each."""
 
-    monkeypatch.setattr(gpu_check, "_device", none)
-    assert gpu_check.main(["-o", str(tmp_path / "out")]) == 3
-    assert "no GPU to check: NVML finds no driver" in capsys.readouterr().err
-    assert not (tmp_path / "out").exists()
+    def __init__(self, folder: Path, *, mps: bool = True, failing: Sequence[str] = (), has_gpu: bool = True) -> None:
+        self.results, self.mps, self.failing, self.has_gpu = Results(folder), mps, failing, has_gpu
+        self.ran: list[str] = []
+        self.environments: list[Mapping[str, str]] = []
+        self.limits_s: list[float] = []
+        self.now_s = 0.0
 
+    def run(self, step: Step, environment: Mapping[str, str], limit_s: float) -> int:
+        self.ran.append(step.name)
+        self.environments.append(environment)
+        self.limits_s.append(limit_s)
+        self.now_s += 10.0
+        if step.name == "inventory":
+            if not self.has_gpu:
+                return 3
+            self.results.write("inventory.json", {**gpu(driver="580.1").to_data(), "date": "2026-11-22"})
+        if step.name == "first-client":
+            self.results.write("mps.json", {"is_usable": self.mps, "reason": None if self.mps else "nobody is taken"})
+        return 124 if step.name in self.failing else 0
 
-def test_each_step_is_one_command_within_its_limit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(gpu_check, "_device", lambda uuid: GPU)
-    no_mps = SimpleNamespace(**{**vars(GPU), "is_mig": True})
-    commands: list[Sequence[str]] = []
+    def check(self, *arguments: str) -> int:
+        given = ["-o", str(self.results.folder), *arguments]
+        return check.main(given, run=self.run, clock_s=lambda: self.now_s)
 
-    def run(command: Sequence[str], environment: Mapping[str, str]) -> int:
-        commands.append(command)
-        if "tenuto.gpu_check.streaming" in command:
-            results = {name: {"ratio": 1.2} for name in VARIANTS}
-            Path(command[-1]).write_text(json.dumps({"model": "resnet50", **results}))
-        return 0 if "resnet50" in command else 3
-
-    monkeypatch.setattr(gpu_check, "_device", lambda uuid: no_mps)
-    assert gpu_check.main(["-o", str(tmp_path), "--quick"], run=run) == 1  # bert failed
-    streaming, *commands = commands
-    assert streaming[1:6] == ["-m", "tenuto.gpu_check.streaming", "resnet50", "--batch-size", "8"]
-    assert [c[4] for c in commands] == ["resnet50", "bert", "resnet50"]  # no co-runs without CUDA MPS
-    assert all(c[c.index("--shares") + 1] == "100" for c in commands)
-    assert float(commands[0][commands[0].index("--time-limit-s") + 1]) < 600
-    assert json.loads((tmp_path / "inventory.json").read_text())["uuid"] == "GPU-1"
-    assert json.loads((tmp_path / "sharing.json").read_text())["CUDA MPS"]["failed"] == "MIG is on"
-    assert "igniter-bert: left out" in (tmp_path / "log.txt").read_text()
+    def page(self) -> str:
+        return self.results.path("report.md").read_text()
 
 
-def test_streaming_that_was_measured_is_not_measured_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(gpu_check, "_device", lambda uuid: SimpleNamespace(**{**vars(GPU), "is_mig": True}))
-    commands: list[Sequence[str]] = []
-
-    def run(command: Sequence[str], environment: Mapping[str, str]) -> int:
-        commands.append(command)
-        found = {"ratio": 1.2} if len(commands) > 1 else {"failed": "no compiler"}
-        Path(command[-1]).write_text(json.dumps(dict.fromkeys(VARIANTS, found)))
-        assert environment["CUDA_VISIBLE_DEVICES"] == "GPU-1"
-        return 1 if len(commands) == 1 else 0
-
-    codes = [gpu_check.main(["-o", str(tmp_path), "--steps", "streaming"], run=run) for _ in range(3)]
-    assert codes == [1, 0, 0]
-    assert len(commands) == 2
+def test_without_a_gpu_it_ends_with_3(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    machine = FakeMachine(tmp_path, has_gpu=False)
+    assert machine.check() == 3
+    assert machine.ran == ["inventory"]
+    assert "no GPU to check" in capsys.readouterr().err
 
 
-def test_steps_are_listed_and_chosen_by_their_beginning(capsys: pytest.CaptureFixture[str]) -> None:
-    assert gpu_check.main(["--list"]) == 0
-    names = capsys.readouterr().out.split()
-    assert sum(name.startswith("model-") for name in names) == 13
-    assert sum(name.startswith("pair-") for name in names) == 78
-    assert gpu_check.main(["--steps", "nothing"]) == 2
+def test_what_came_to_an_end_is_not_run_again(tmp_path: Path) -> None:
+    machine = FakeMachine(tmp_path, failing=["grid"])
+    assert machine.check() == 1
+    assert machine.ran[-1] == "faults"
+    assert "grid: stopped after 530 s; what was measured by then is kept" in machine.page()
+    again = FakeMachine(tmp_path)
+    assert again.check() == 0
+    assert again.ran == ["grid"]
+    assert "--resume" in machine.results.read("steps.json")["grid"]["command"]
+    assert "580.1" in machine.page()
+    assert "dry run" not in machine.page()
+
+
+def test_a_server_that_takes_nobody_leaves_whole_gpu_measurements(tmp_path: Path) -> None:
+    machine = FakeMachine(tmp_path, mps=False)
+    assert machine.check("--steps", "C") == 0
+    assert machine.ran == ["inventory", "first-client", "whole-gpu", "green-contexts"]
+    assert "Without CUDA MPS: nobody is taken." in machine.page()
+    assert "grid: left out: CUDA MPS cannot be used here: nobody is taken" in machine.page()
+
+
+def test_the_whole_has_a_limit(tmp_path: Path) -> None:
+    machine = FakeMachine(tmp_path)
+    assert machine.check("--limit-s", "100", "--steps", "A,B,C") == 1
+    assert sum(limit_s > 100 for limit_s in machine.limits_s) == 0
+    assert machine.now_s <= 100
+    assert "the time for the whole check was over" in machine.page()
+
+
+def test_options_and_models_reach_every_measurement(tmp_path: Path) -> None:
+    machine = FakeMachine(tmp_path)
+    machine.check("--option", "dtype=fp16", "--models", "bert,t5", "--gpu", "GPU-1")
+    commands = {name: step["command"] for name, step in machine.results.read("steps.json").items()}
+    assert "--gpu GPU-1" in commands["inventory"]
+    assert "profile bert t5" in commands["grid"]
+    for name in ("speed-fast", "streaming", "connections-8", "grid", "occupancy"):
+        assert "bert" in commands[name]
+        assert "--option dtype=fp16" in commands[name]
+    for environment in machine.environments[1:]:
+        assert environment["CUDA_VISIBLE_DEVICES"] == gpu().uuid
+        assert not [key for key in environment if key.startswith("CUDA_MPS_")]
+
+
+def test_a_dry_run_prints_every_command_and_starts_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "out"
+    assert check.main(["-o", str(folder), "--dry-run"]) == 0
+    out = capsys.readouterr().out
+    assert "CUDA_DEVICE_MAX_CONNECTIONS=4 python" in out
+    assert "# D occupancy, within 180 s" in out
+    assert not folder.exists()
+    assert check.main(["--list", "--steps", "E"]) == 0
+    assert "pair-resnet50-vgg19" in capsys.readouterr().out
+    assert check.main(["--steps", "Q"]) != 0
+    assert "no step begins with 'Q'" in capsys.readouterr().err

@@ -45,15 +45,15 @@ def test_variants_that_fail_are_results_and_the_others_are_measured(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def compare(source: str, options: dict[str, Any], size: int, **_: Any) -> dict[str, Any]:
-        if options.get("cuda_graphs"):
-            raise InvalidInputError("CUDA graphs need an NVIDIA GPU. Remove the option.")
+        if options.get("compile"):
+            raise InvalidInputError("kernels need an NVIDIA GPU. Remove the option.")
         return {"ratio": 1.5, "reason": "", "source": source, "size": size}
 
     monkeypatch.setattr(gpu_streaming, "compare", compare)
     assert gpu_streaming.main(["bert", "--batch-size", "4", "-o", str(tmp_path / "s.json")]) == 1
     written = json.loads((tmp_path / "s.json").read_text())
     assert written == json.loads(capsys.readouterr().out)
-    assert written["fp32"] == {"ratio": 1.5, "reason": "", "source": "bert", "size": 4}
-    assert "need an NVIDIA GPU" in written["fp16 cuda_graphs"]["failed"]
+    assert written["plain"] == {"ratio": 1.5, "reason": "", "source": "bert", "size": 4}
+    assert "need an NVIDIA GPU" in written["compile"]["failed"]
     assert gpu_streaming.main(["--variants", "fp8"]) == 2
     assert "no variant 'fp8'" in capsys.readouterr().err

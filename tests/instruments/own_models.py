@@ -31,6 +31,11 @@ def scale(*, factor: float = 2.0, width: int = 4, weights_path: str | None = Non
     return LoadedModel(Scale(factor), signature)
 
 
+def triple(*, width: int = 4) -> LoadedModel:
+    """A second model, where two are needed."""
+    return scale(factor=3.0, width=width)
+
+
 def wrong_signature() -> LoadedModel:
     """Promise one output where the model has two."""
     made = scale()

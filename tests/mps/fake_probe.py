@@ -1,5 +1,9 @@
 """What `tenuto.gpu_check.probe` says on a GPU with 132 SMs and 140000 MiB, without one: a process that attaches to the
-control program made of files. `python -m tests.mps.fake_probe MODE [MIB]`."""
+control program made of files. `python -m tests.mps.fake_probe MODE [MIB]`.
+
+As NVIDIA's device plugin found it, a memory limit keyed by UUID is not applied. `FAKE_GPU_DETACHED`: CUDA does not find
+the daemon, and runs without it.
+"""
 
 import json
 import math
@@ -22,11 +26,12 @@ def say(**event: Any) -> None:
 def main() -> int:
     mode, *rest = sys.argv[1:]
     pipes = Path(os.environ["CUDA_MPS_PIPE_DIRECTORY"])
-    attach(pipes, os.getpid())
+    if "FAKE_GPU_DETACHED" not in os.environ:
+        attach(pipes, os.getpid())
     share = float(os.environ.get("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", "100"))
     uuid = os.environ["CUDA_VISIBLE_DEVICES"]
     limit = os.environ.get("CUDA_MPS_PINNED_DEVICE_MEM_LIMIT", f"0={MEMORY_MIB}M")
-    total = int(limit.removeprefix("0=").removesuffix("M"))
+    total = int(limit.removeprefix("0=").removesuffix("M")) if limit.startswith("0=") else MEMORY_MIB
     print("a library's warning", flush=True)
     say(event="ready", pid=os.getpid(), sm_count=math.floor(SMS * share / 100), uuid=uuid, free_mib=total - 500,
         total_mib=total)  # fmt: skip
@@ -45,7 +50,9 @@ def main() -> int:
             say(event="refused", kind="OutOfMemoryError", text="CUDA out of memory")
             return 1
         say(event="allocated", mib=step + 64)
-    if mode == "idle":
+    if mode == "libraries":
+        say(event="loaded", free_mib=total - 1000 - 100, reserved_mib=100)
+    if mode in ("idle", "libraries"):
         sys.stdin.readline()
     if is_hit():
         say(event="refused", kind="AcceleratorError", text="CUDA error: unspecified launch failure")

@@ -22,13 +22,16 @@ from tenuto.profiles.measuring.kernels.csv_table import (
 )
 from tenuto.profiles.measuring.kernels.record import Kernel
 
-__all__ = ["NcuReport", "load_ncu", "parse_ncu"]
+__all__ = ["METRICS", "NcuReport", "load_ncu", "parse_ncu"]
 
 _EXPORT = "ncu --import FILE.ncu-rep --csv --page raw"
-_COLLECT = (
-    "gpu__time_duration.sum,sm__warps_active.avg.pct_of_peak_sustained_active,"
-    "lts__throughput.avg.pct_of_peak_sustained_elapsed,dram__throughput.avg.pct_of_peak_sustained_elapsed"
-)
+METRICS = (
+    "gpu__time_duration.sum", "sm__warps_active.avg.pct_of_peak_sustained_active",
+    "lts__throughput.avg.pct_of_peak_sustained_elapsed", "dram__throughput.avg.pct_of_peak_sustained_elapsed",
+    "launch__registers_per_thread", "launch__shared_mem_per_block_static", "launch__shared_mem_per_block_dynamic",
+)  # fmt: skip
+"""What to let Nsight Compute collect."""
+
 _DURATION = ("gpu__time_duration.sum", "gpu__time_duration.avg", "gpu__time_duration")
 _OCCUPANCY = ("sm__warps_active.avg.pct_of_peak_sustained_active",)
 _L2 = ("lts__throughput.avg.pct_of_peak_sustained_elapsed", "lts__t_sectors.avg.pct_of_peak_sustained_elapsed",
@@ -68,7 +71,8 @@ def parse_ncu(text: str, *, origin: str = "ncu CSV") -> NcuReport:
     missing = [names[0] for key, names in wanted.items() if found[key] is None]
     if missing:
         raise InvalidInputError([
-            Problem(f"{origin}: {name}", "", "column is missing", f"Collect --set full, or --metrics {_COLLECT}.")
+            Problem(f"{origin}: {name}", "", "column is missing",
+                    f"Collect --set full, or --metrics {','.join(METRICS)}.")
             for name in missing
         ])  # fmt: skip
     if not rows or rows[0][where["ID"]].strip():

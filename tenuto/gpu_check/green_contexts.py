@@ -1,0 +1,87 @@
+"""Latency of a model against the number of SMs it may use, through CUDA's green contexts: what shares would cost, on a
+machine where CUDA MPS cannot be had. One process, one model; nothing runs beside it. A step of `scripts/gpu_check`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import yaml
+
+from tenuto.errors import EnvironmentFaultError, TenutoError
+from tenuto.gpu_check.results import Results
+from tenuto.options import split_pairs
+from tenuto.profiles.measuring.timing import Timing
+from tenuto.profiles.measuring.worker import BatchOfOne
+from tenuto.profiles.networks.model_options import ModelOptions
+from tenuto.profiles.networks.models import build
+from tenuto.profiles.networks.programs import lone_program
+from tenuto.profiles.networks.runner import Streams
+
+__all__ = ["main"]
+
+_SHARES = (20, 40, 60, 80, 100)
+_RUNS = 30
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Write `green-contexts.json`; returns 1 where this torch or driver has no green contexts."""
+    parser = argparse.ArgumentParser(prog="python -m tenuto.gpu_check.green_contexts", description=__doc__)
+    parser.add_argument("model", nargs="?", default="resnet50")
+    parser.add_argument("--batch-size", type=int, default=8)
+    parser.add_argument("--option", action="append", default=[], metavar="K=V")
+    parser.add_argument("-o", "--output", required=True)
+    given = parser.parse_args(arguments)
+    results = Results(given.output)
+    options = {key: yaml.safe_load(text) for key, text in split_pairs(given.option).items()} | {"cuda_graphs": False}
+    try:
+        found = _measure(given.model, given.batch_size, options)
+    except (TenutoError, RuntimeError, ImportError) as error:  # a beta interface: whatever it refuses is the result
+        found = {"failed": str(error).splitlines()[0]}
+    results.write("green-contexts.json", {"model": given.model, "batch_size": given.batch_size, **found})
+    return 1 if "failed" in found else 0
+
+
+def _measure(source: str, rows: int, options: dict[str, Any]) -> dict[str, Any]:
+    import torch
+
+    try:
+        from torch.cuda.green_contexts import SUPPORTED, GreenContext
+    except ImportError as error:
+        raise EnvironmentFaultError(f"torch {torch.__version__} has no green contexts") from error
+    if not SUPPORTED:
+        raise EnvironmentFaultError(f"torch {torch.__version__} was built without green contexts")
+    parsed = ModelOptions.parse(options, f"options of {source}")
+    whole = torch.cuda.get_device_properties(0).multi_processor_count
+    points = []
+    for share in _SHARES:
+        sms = whole if share == 100 else max(8, int(whole * share / 100) // 8 * 8)  # in groups, of 8 on Hopper
+        context: Any = None if share == 100 else GreenContext.create(num_sms=sms, device_id=0)
+        if context is not None:
+            context.set_context()
+        try:
+            stream: Any = context.Stream() if hasattr(context, "Stream") else _new_stream()
+            runner = lone_program("m", build(source, options=parsed.build), parsed.run, [rows], Streams.one(stream))
+            run = BatchOfOne(runner, rows, 0)
+            for _ in range(3):
+                run()
+            timing = Timing.of([run().execution_ms for _ in range(_RUNS)])
+        finally:
+            if context is not None:
+                context.pop_context()
+        points.append({"sms": sms, "kernels_ms": round(timing.median_ms, 4), "spread_ms": round(timing.spread_ms, 4)})
+        print(f"{sms} of {whole} SMs: {timing.median_ms:.3f} ms", file=sys.stderr, flush=True)
+    return {"whole_sms": whole, "points": points}
+
+
+def _new_stream() -> Any:
+    import torch
+
+    return torch.cuda.Stream()  # type: ignore[no-untyped-call]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,53 @@
+"""The folder of a check: every file is written whole, as soon as there is something to say."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+__all__ = ["Results"]
+
+
+class Results:
+    """Files of one check by name. Invariant: a file that is there is complete."""
+
+    def __init__(self, folder: str | Path) -> None:
+        """Make the folder where it is not there."""
+        self.folder = Path(folder)
+        self.folder.mkdir(parents=True, exist_ok=True)
+
+    def path(self, name: str) -> Path:
+        """Return where a file is, or would be."""
+        return self.folder / name
+
+    @classmethod
+    def look(cls, folder: Path, name: str) -> dict[str, Any]:
+        """Return a JSON file's mapping as `read` does, and make no folder."""
+        return cls(folder).read(name) if folder.is_dir() else {}
+
+    def read(self, name: str) -> dict[str, Any]:
+        """Return a JSON file's mapping; empty where there is none, or nothing readable."""
+        try:
+            found = json.loads(self.path(name).read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return {}
+        return found if isinstance(found, dict) else {}
+
+    def write(self, name: str, data: Mapping[str, Any]) -> None:
+        """Write a JSON file."""
+        self.write_text(name, json.dumps(data, indent=2, default=str) + "\n")
+
+    def write_text(self, name: str, text: str) -> None:
+        """Write a text file."""
+        partial = self.path(f".{name}.new")
+        partial.write_text(text, encoding="utf-8")
+        os.replace(partial, self.path(name))
+
+    def log(self, line: str) -> None:
+        """Append a line with the time."""
+        with self.path("log.txt").open("a", encoding="utf-8") as file:
+            file.write(f"{datetime.now(UTC).isoformat(timespec='seconds')} {line}\n")
