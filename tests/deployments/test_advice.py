@@ -4,7 +4,6 @@ import pytest
 
 from tenuto.batching.core.autoscale import AutoscaleOptions
 from tenuto.deployments.dispatch.advice import LiveAdvice, describe
-from tenuto.deployments.operator.exposition import render_metrics
 
 from .fakes import make_plan
 
@@ -58,20 +57,3 @@ def test_a_plan_with_other_gpus_starts_over() -> None:
     assert data is not None
     assert (data["gpus"], data["delta_gpus"]) == (2, -1)
     assert describe(data).startswith("release 1 of 2 GPUs")
-
-
-def test_metrics_are_prometheus_text() -> None:
-    model = dict.fromkeys(("ok", "late", "expired", "rejected", "failed", "cancelled", "batches", "batched"), 3)
-    text = render_metrics(
-        {
-            "models": {'a"b': {**model, "queued": 7, "execution_p50_ms": None}},
-            "gpulets": [{"id": "n0/0/a", "up": True}],
-            "network": {"ctrl_ms": 1.0, "response_ms": 3.25},
-            "autoscale": {"gpus": 2, "delta_gpus": -1, "bad_rate": 0.0, "idle_fraction": 0.5},
-        }
-    )
-    assert 'tenuto_requests_total{model="a\\"b",outcome="late"} 3\n' in text
-    assert 'tenuto_queue_length{model="a\\"b"} 7\n' in text
-    assert 'tenuto_gpulet_up{gpulet="n0/0/a"} 1\n' in text
-    assert "tenuto_autoscale_delta_gpus -1\n" in text
-    assert "execution_p50_ms" not in text
