@@ -180,9 +180,10 @@ def costs_of(workload: Workload, cluster: Cluster, profiles: Profiles) -> dict[s
     """
     rows: dict[int, _Row] = {}
     found: dict[str, dict[str, ModelOnGpu]] = {}
+    one_of_each = cluster.one_of_each
     for spec in workload.models:
         found[spec.name] = {}
-        for kind, gpu in cluster.one_of_each.items():
+        for kind, gpu in one_of_each.items():
             try:
                 profile = profile_of(spec, kind, profiles)
             except InvalidInputError:

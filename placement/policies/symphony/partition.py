@@ -34,6 +34,7 @@ from tenuto.errors import InvalidInputError, Problem, raise_if_any
 __all__ = ["Limits", "Partition", "PartitionModel", "fits_some", "gpus_by_need", "longest_first", "partition"]
 
 GOOD_ENOUGH = 1e-3
+MOST_CHOICES = 20_000  # models times sub-clusters; of more the solver found nothing better in its time limit
 Floats = NDArray[np.float64]
 Assignment = NDArray[np.int64]
 
@@ -181,7 +182,9 @@ def partition(
     bound, proven = case.bound, False
     if best is not None:
         best = case.renamed(best)
-    if (best is None or case.objective(best) > case.bound + GOOD_ENOUGH) and time_limit_s > 0:
+    is_good = best is not None and case.objective(best) <= case.bound + GOOD_ENOUGH
+    is_small = best is None or len(models) * subclusters <= MOST_CHOICES
+    if not is_good and is_small and time_limit_s > 0:
         solved, bound, proven = case.solved(time_limit_s)
         if solved is not None and case.allows(solved):
             solved = case.renamed(solved)
@@ -333,25 +336,29 @@ class _Case:
     def improved(self, start: Assignment) -> Assignment:
         """Move and swap models as long as the sum of the squared deviations from the mean falls, then the objective."""
         best = start.copy()
-        for potential in (self._squares, self._largest):
+        for reduce in (np.add, np.maximum):
             for _ in range(4 * len(best)):
-                step = self._step(best, potential)
+                step = self._step(best, reduce)
                 if step is None:
                     break
                 best = step
         return best
 
-    def _squares(self, rate: Floats, memory: Floats) -> Floats:
-        return np.asarray((np.square(rate - 1.0) + self._weight**2 * np.square(memory - 1.0)).sum(axis=-1))
+    def _potential(self, rate: Floats, memory: Floats, reduce: np.ufunc) -> float:
+        """Return what an improvement lowers: the sum of the squared deviations (add), or the largest ones (maximum)."""
+        rates, memories = self._deviations(rate, memory, reduce)
+        return float(reduce.reduce(rates) + reduce.reduce(memories))
 
-    def _largest(self, rate: Floats, memory: Floats) -> Floats:
-        return np.asarray(np.abs(rate - 1.0).max(axis=-1) + self._weight * np.abs(memory - 1.0).max(axis=-1))
+    def _deviations(self, rate: Floats, memory: Floats, reduce: np.ufunc) -> tuple[Floats, Floats]:
+        if reduce is np.add:
+            return np.square(rate - 1.0), self._weight**2 * np.square(memory - 1.0)
+        return np.abs(rate - 1.0), self._weight * np.abs(memory - 1.0)
 
-    def _step(self, assignment: Assignment, potential: Any) -> Assignment | None:
+    def _step(self, assignment: Assignment, reduce: np.ufunc) -> Assignment | None:
         """Return the assignment after the best move or swap that involves a sub-cluster furthest from the mean; None
         where none helps and is allowed."""
         rate, memory = self.loads(assignment)
-        now = float(potential(rate, memory))
+        now = self._potential(rate, memory, reduce)
         furthest = {int(rate.argmax()), int(rate.argmin())}
         if self._weight:
             furthest |= {int(memory.argmax()), int(memory.argmin())}
@@ -364,8 +371,8 @@ class _Case:
             out_rate, in_rate = np.append(self._rate[inside], 0.0), np.append(self._rate[outside], 0.0)
             out_memory, in_memory = np.append(self._memory[inside], 0.0), np.append(self._memory[outside], 0.0)
             gain_rate, gain_memory = in_rate[None, :] - out_rate[:, None], in_memory[None, :] - out_memory[:, None]
-            home = np.append(assignment[outside], -1)
-            after = self._after(k, home, rate, memory, gain_rate, gain_memory, potential)
+            home = np.append(assignment[outside], self._emptiest(rate, memory, k))  # where a plain move goes
+            after = self._after(k, home, rate, memory, gain_rate, gain_memory, reduce)
             after[-1, -1] = np.inf
             order = np.argsort(after, axis=None)[:64]
             for place in order.tolist():
@@ -376,7 +383,7 @@ class _Case:
                 if others[o] >= 0:
                     other[others[o]] = k
                 if mine[i] >= 0:
-                    other[mine[i]] = home[o] if others[o] >= 0 else int(self._emptiest(rate, memory, k))
+                    other[mine[i]] = home[o]
                 if self.allows(other):
                     return other
         return None
@@ -388,23 +395,22 @@ class _Case:
 
     def _after(
         self, k: int, home: Assignment, rate: Floats, memory: Floats, gain_rate: Floats, gain_memory: Floats,
-        potential: Any,
+        reduce: np.ufunc,
     ) -> Floats:  # fmt: skip
-        """Return the potential after each exchange: rows are models leaving k, columns those that come for them."""
-        found = np.full(gain_rate.shape, np.inf)
-        for j in range(self.count):
-            columns = np.flatnonzero(home == j)
-            if j == self._emptiest(rate, memory, k):
-                columns = np.append(columns, len(home) - 1)  # a plain move goes to the emptiest
-            if j == k or not len(columns):
-                continue
-            both_rate = np.broadcast_to(rate, (gain_rate.shape[0], len(columns), self.count)).copy()
-            both_memory = np.broadcast_to(memory, both_rate.shape).copy()
-            both_rate[:, :, k] += gain_rate[:, columns]
-            both_rate[:, :, j] -= gain_rate[:, columns]
-            both_memory[:, :, k] += gain_memory[:, columns]
-            both_memory[:, :, j] -= gain_memory[:, columns]
-            found[:, columns] = potential(both_rate, both_memory)
+        """Return the potential after each exchange: rows are models leaving k, columns those that come for them from
+        the sub-clusters `home`. Only two sub-clusters change, so that the rest is summed up once for each."""
+        found = np.zeros(gain_rate.shape)
+        before = self._deviations(rate, memory, reduce)
+        at_k = self._deviations(rate[k] + gain_rate, memory[k] + gain_memory, reduce)
+        at_home = self._deviations(rate[home] - gain_rate, memory[home] - gain_memory, reduce)
+        for all_before, new_k, new_home in zip(before, at_k, at_home, strict=True):
+            if reduce is np.add:
+                rest = all_before.sum() - all_before[k] - all_before
+            else:
+                others = np.delete(all_before, k)
+                first, second = np.sort(np.append(others, [0.0, 0.0]))[::-1][:2]
+                rest = np.where(all_before == first, second, first)
+            found += reduce(reduce(rest[home], new_k), new_home)
         return found
 
     def renamed(self, assignment: Assignment) -> Assignment:
