@@ -23,21 +23,35 @@ MOST_ELASTIC_GPUS = 10_000  # a rate that takes more is a slip of the pen; polic
 ATTAINED = 0.99  # of its requests in time: what a model is named for staying below
 
 
-def solve(policy: Policy, workload: Workload, cluster: Cluster, profiles: Profiles) -> Plan:
+def solve(
+    policy: Policy, workload: Workload, cluster: Cluster, profiles: Profiles, *, extended: Plan | None = None
+) -> Plan:
     """Return the completed, validated plan of a policy.
 
     A model that no GPU of the cluster can serve does not keep the others from being planned: it is left unserved, with
     the reason.
 
+    Args:
+        policy: that decides.
+        workload: all models, those of the plan to be extended too.
+        cluster: its GPUs.
+        profiles: what the models cost.
+        extended: a plan whose models stay where they are while the policy adds those it lacks; None: a new plan.
+
     Raises:
-        InvalidInputError: the inputs contradict each other, or the policy's plan breaks a rule; all problems at once.
+        InvalidInputError: the inputs contradict each other, the policy cannot extend plans, or its plan breaks a rule;
+            all problems at once.
     """
     check_inputs(workload, cluster, profiles)
     impossible = _impossible(costs_of(workload, cluster, profiles), profiles)
     possible = tuple(spec for spec in workload.models if spec.name not in impossible)
     plan = _nothing(cluster)
     if possible:
-        plan = policy.place(workload.model_copy(update={"models": possible}), cluster, profiles)
+        asked = workload.model_copy(update={"models": possible})
+        if extended is None:
+            plan = policy.place(asked, cluster, profiles)
+        else:
+            plan = policy.extend(extended, asked, cluster, profiles)
     unserved = {*plan.unserved, *impossible}
     plan = plan.model_copy(
         update={
@@ -168,10 +182,27 @@ def complete(plan: Plan, policy: Policy, workload: Workload, cluster: Cluster, p
     unknown = unknown_memory(plan)
     if unknown:
         notes.append(f"memory was not measured, so that the ledger cannot tell whether they fit: {', '.join(unknown)}")
+    notes += _estimated(plan, sharing.costs)
     plan = plan.model_copy(update={"notes": tuple(notes)})
     plan = _with_expectation(plan, cluster, sharing)
     check_plan(plan, cluster)
     return plan
+
+
+def _estimated(plan: Plan, costs: Mapping[str, Mapping[str, ModelOnGpu]]) -> list[str]:
+    """Return what of the profiles the plan rests on was estimated and not measured, in a line per GPU type."""
+    types = {gpu.id: gpu.type for gpu in plan.gpus}
+    found: dict[tuple[str, tuple[str, ...]], dict[str, None]] = {}
+    for gpulet in plan.gpulets:
+        kind = types.get(gpulet.gpu, "")
+        for replica in gpulet.models:
+            on = costs.get(replica.name, {}).get(kind)
+            if on is not None and on.profile.estimated:
+                found.setdefault((kind, on.profile.estimated), {})[replica.name] = None
+    return [
+        f"estimated, not measured ({kind}): {', '.join(what)} of {', '.join(names)}"
+        for (kind, what), names in found.items()
+    ]
 
 
 def _with_expectation(plan: Plan, cluster: Cluster, sharing: Sharing) -> Plan:

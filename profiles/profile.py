@@ -66,6 +66,7 @@ class ModelProfile(StrictModel):
     weights_mib: float | None = None
     coefficients: dict[str, float] = Field(default_factory=dict)  # named model constants, such as iGniter's k1..k5
     doubts: tuple[str, ...] = ()
+    estimated: tuple[str, ...] = ()  # what of the points was estimated and not measured, by key or metric
     network: str | None = None  # source of what was measured, where the row's own name does not say it
     options: dict[str, Any] = Field(default_factory=dict)  # of the model as it was measured, such as sequence_length
     run: dict[str, Any] | None = None  # how it was run when it was measured, nothing left open; None: not known

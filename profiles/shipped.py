@@ -12,11 +12,12 @@ from tenuto.profiles.profile import Profile
 
 __all__ = ["default_profiles", "load_shipped", "shipped_for", "shipped_names"]
 
-# Name, GPU type; the first of a type is its default.
+# Name, GPU type; the first of a type comes first where none is named.
 _SHIPPED = {
     "thesis-v100": "v100",
     "igniter-v100": "v100",
     "symphony-1080ti": "1080ti",
+    "parvagpu-a100": "a100",
     "symphony-a100": "a100",
 }
 
@@ -48,8 +49,12 @@ def shipped_for(gpu_types: Iterable[str], *, except_for: Iterable[Profile] = ())
 
 
 def default_profiles(gpu_type: str) -> list[Profile]:
-    """Return the profile used when none is named for a GPU type; empty where none is shipped."""
+    """Return the profiles used when none is named for a GPU type: its first, and those that know other networks only;
+    empty where none is shipped."""
+    found: list[Profile] = []
     for name, kind in _SHIPPED.items():
         if kind == gpu_type:
-            return [load_shipped(name)]
-    return []
+            profile = load_shipped(name)
+            if not any(profile.models.keys() & other.models.keys() for other in found):
+                found.append(profile)
+    return found

@@ -25,6 +25,7 @@ from tenuto.placement.workload import ModelSpec
 __all__ = ["expected_of"]
 
 ROUNDS = 6  # of adapting slowdowns to how busy neighbours are
+EVEN = 0.15  # of what is lost falls on all programs alike; from scenes that judge nothing
 NOTHING = 1e-4  # a part this small that is lost is below what formulas and measurements can tell
 
 
@@ -187,11 +188,11 @@ def _overloaded(
     names: Sequence[str], pool: Sequence[_Kind], batches: Sequence[Mapping[str, Batch]], asked: Mapping[str, _Asked],
     objective: str, used: float,
 ) -> dict[tuple[str, int], float]:  # fmt: skip
-    """Return the flows where not everything can be served: half way between the best by the objective and the same
-    part of every program, as a scheduler sees deadlines first and costs second."""
+    """Return the flows where not everything can be served: the best by the objective, and to some part the same part
+    of every program, as a scheduler sees deadlines before costs."""
     best = _flows(names, pool, batches, asked, objective, used)
     even = _flows(names, pool, batches, asked, "each", used)
-    return {pair: (best.get(pair, 0.0) + even.get(pair, 0.0)) / 2.0 for pair in best.keys() | even.keys()}
+    return {pair: best.get(pair, 0.0) + EVEN * (even.get(pair, 0.0) - best.get(pair, 0.0)) for pair in best | even}
 
 
 def _time(batch: Batch) -> float:

@@ -69,6 +69,9 @@ def _loose(text: str) -> Problem:
 @click.option("--compare", metavar="NAME,NAME…",
               help="Plan with several policies and print them side by side, each with the first profile that has what "
                    "it needs.")
+@click.option("--extend", "extended_file", type=click.Path(dir_okay=False), metavar="PLAN",
+              help="Leave what this plan serves where it is and add the models of WORKLOAD that it lacks "
+                   "(igniter, ffd+, ffd++).")
 @cluster_arguments
 @click.option("--option", "options", multiple=True, metavar="K=V", help="Option of the policy; repeatable.")
 @click.option("-o", "--output", type=click.Path(dir_okay=False), metavar="FILE",
@@ -79,8 +82,8 @@ def _loose(text: str) -> Problem:
               help="Draw the GPUs with their gpu-lets.")
 @json_option
 def command(
-    workload_file: str, policy_name: str, compare: str | None, where: ClusterArguments, options: tuple[str, ...],
-    output: str | None, executor: str, picture: str | None, as_json: bool,
+    workload_file: str, policy_name: str, compare: str | None, extended_file: str | None, where: ClusterArguments,
+    options: tuple[str, ...], output: str | None, executor: str, picture: str | None, as_json: bool,
 ) -> None:
     """Find and validate a plan for WORKLOAD on a cluster.
 
@@ -89,6 +92,10 @@ def command(
     names = [name.strip() for name in compare.split(",") if name.strip()] if compare else [policy_name]
     if compare and not names:
         raise InvalidInputError(Problem("--compare", compare, "names no policy", "Write for example usher,wsm-milp."))
+    if compare and extended_file:
+        raise InvalidInputError(
+            Problem("--compare", compare, "extends no plan", "Choose one policy with --policy for --extend.")
+        )
     if compare and (output or picture):
         raise InvalidInputError(
             Problem("--compare", compare, "writes no plan and no picture",
@@ -101,7 +108,8 @@ def command(
         orders = [profiles, *_other_orders(profiles, where.profile_names, cluster)]
         _compare(policies, workload, cluster, orders, as_json)
         return
-    plan = solve(policies[policy_name], workload, cluster, profiles)
+    extended = Plan.load(extended_file) if extended_file else None
+    plan = solve(policies[policy_name], workload, cluster, profiles, extended=extended)
     if output:
         _write(Path(output), _document(plan, executor))
     if picture:

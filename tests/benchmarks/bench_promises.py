@@ -78,7 +78,7 @@ def scenes(first: int, count: int) -> Iterator[Scene]:
 def served(plan: Plan, workload: Workload, seconds: float, seed: int = JUDGE_SEED) -> dict[str, tuple[float, float]]:
     """Return (offered, in time) of every model in requests per second."""
     requests = int(seconds * sum(spec.rate_rps for spec in workload.models))
-    trials = Trials(workload.models, requests=min(max(requests, 5_000), 60_000), seed=seed, scheduler="deferred",
+    trials = Trials(workload.models, requests=min(max(requests, 5_000), 20_000), seed=seed, scheduler="deferred",
                     network=NetworkDelay())  # fmt: skip
     if not plan.gpulets:
         return {spec.name: (spec.rate_rps, 0.0) for spec in workload.models}

@@ -284,3 +284,43 @@ def test_merged_groups_and_streaming_are_shown(tenuto, tmp_path: Path) -> None: 
     assert "in cats+dogs" in compared
     assert "streaming: each gpu-let" in compared
     assert "streaming" not in tenuto("plan", "w.yaml", "--gpus", "v100:4").out
+
+
+def test_a_plan_is_extended_by_newcomers_and_what_is_placed_stays(tenuto, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    first = "models:\n- {name: resnet50, rate_rps: 200, slo_ms: 30}\n"
+    (tmp_path / "first.yaml").write_text(first)
+    (tmp_path / "both.yaml").write_text(first + "- {name: vgg19, rate_rps: 100, slo_ms: 60}\n")
+    where = ("--gpus", "v100:2", "--profiles", "igniter-v100", "--policy", "igniter")
+    assert tenuto("plan", "first.yaml", *where, "-o", "first.plan.yaml").code == 0
+    before = Plan.load(tmp_path / "first.plan.yaml")
+    ran = tenuto("plan", "both.yaml", *where, "--extend", "first.plan.yaml", "--json")
+    assert ran.code == 0
+    after = Plan.from_data(json.loads(ran.out))
+    (old,) = before.gpulets
+    (kept,) = after.hosts_of("resnet50")
+    assert (kept.gpu, kept.models[0].batch_size) == (old.gpu, old.models[0].batch_size)
+    assert kept.effective_share_pct >= old.effective_share_pct
+    assert after.hosts_of("vgg19")
+    ran = tenuto("plan", "both.yaml", "--gpus", "v100:2", "--policy", "usher", "--extend", "first.plan.yaml")
+    assert ran.code == 2
+    assert "--extend: 'usher': plans every model anew. Use igniter, ffd+ or ffd++" in ran.err
+
+
+@pytest.mark.parametrize("policy", ["ffd", "usher", "wao-usher", "ao-milp", "wsm-milp", "symphony"])
+def test_two_gpu_types_under_the_same_names_of_networks(tenuto, tmp_path: Path, policy: str) -> None:  # type: ignore[no-untyped-def]
+    """Rates that a cheap GPU of either type alone could not carry; what was estimated of the A100 is named."""
+    (tmp_path / "m.yaml").write_text(
+        "models:\n- {name: resnet50, rate_rps: 2500, slo_ms: 100}\n- {name: vgg19, rate_rps: 700, slo_ms: 150}\n"
+        "- {name: densenet121, rate_rps: 400, slo_ms: 150}\n"
+    )
+    ran = tenuto("plan", "m.yaml", "--gpus", "v100:2,a100:2", "--policy", policy, "--json")
+    assert ran.code == 0
+    plan = Plan.from_data(json.loads(ran.out))
+    types = {gpu.id: gpu.type for gpu in plan.gpus}
+    used = {types[gpulet.gpu] for gpulet in plan.gpulets}
+    assert any(note.startswith("estimated, not measured (a100): memory_mib") for note in plan.notes) == ("a100" in used)
+    ran = tenuto("plan", "m.yaml", "--gpus", "v100:1,a100:1", "--elastic", "--policy", policy, "--json")
+    assert ran.code == 0
+    bought = Plan.from_data(json.loads(ran.out))
+    assert bought.expected.cost_per_hour is not None
+    assert "a100" in {gpu.type for gpu in bought.gpus}  # of which one carries what two V100 do, for 1.2 times the price
