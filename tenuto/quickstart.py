@@ -71,18 +71,18 @@ class Quickstart:
         profile = self.profile()
         workload = self.workload(profile)
         (self._folder / "workload.yaml").write_text(workload.dump(), encoding="utf-8")
-        port = unused_port(8000)
+        port, proxy_port = unused_port(8000), unused_port(8001)
         on_cpu = self._plan("cpu", workload, Cluster.parse("cpu:1"), Profiles([profile]), port)
         larger = workload.scaled(_EMULATED_FACTOR)
         on_gpus = self._plan("v100", larger, Cluster.parse("v100:4"), Profiles(default_profiles("v100")), port)
         with Launcher(progress=lambda text: self._say(f"  {text}")) as launcher:
             launcher.connect(num_gpus=4, address="local")  # never onto a cluster that others use
             self._say("serve: real models on the processor")
-            launcher.apply(serve_config(on_cpu, port=port))
+            launcher.apply(serve_config(on_cpu, port=port, proxy_port=proxy_port))
             self.ask(launcher.base_url)
             runs = [self._load("cpu", "cpu", on_cpu, launcher.base_url)]
             self._say(f"serve: the same models on four emulated V100s, {_EMULATED_FACTOR:g} times the rates")
-            launcher.apply(serve_config(on_gpus, port=port, executor="emulated"))
+            launcher.apply(serve_config(on_gpus, port=port, proxy_port=proxy_port, executor="emulated"))
             runs.append(self._load("v100", "v100 (emulated)", on_gpus, launcher.base_url))
             self._say("stop: draining")
         return runs

@@ -21,11 +21,6 @@ ALLOWED = {
     "deployments": {"profiles", "mps", "placement", "batching"},
     "loadgen": {"profiles", "placement", "batching", "deployments"},
 }
-# What still imports in a circle: folder, the files and rooms in it that do, and whose area it is. Only ever shrinks.
-CIRCLES = {
-    ("deployments", "dispatch entry gpulet operator serve wire"): "served path",
-    ("deployments/entry", "gateway routes"): "served path",
-}
 SERVING_LIBRARIES = ("ray", "torch", "torchvision", "transformers", "pynvml", "fastapi", "sklearn", "PIL")
 # What loads where none of these libraries is installed, and what in there is about torch itself.
 WITHOUT_LIBRARIES = (
@@ -160,18 +155,11 @@ def test_the_foundation_imports_nothing_but_the_foundation(name: str) -> None:
 
 
 def test_rooms_and_files_of_a_folder_import_one_way() -> None:
-    new = [
+    circles = [
         f"{folder}: {', '.join(sorted(circle))}: {'; '.join(why)}"
         for (folder, circle), why in _circles_of_the_house().items()
-        if not any(folder == known and circle <= set(its.split()) for known, its in CIRCLES)
     ]
-    assert new == []
-
-
-@pytest.mark.parametrize(("folder", "circle"), CIRCLES)
-def test_a_circle_that_is_gone_is_struck_off_the_list(folder: str, circle: str) -> None:
-    left = [sorted(its) for known, its in _circles_of_the_house() if folder == known and its <= set(circle.split())]
-    assert left == [circle.split()]
+    assert circles == []
 
 
 def _drawing(folder: str) -> list[str]:
@@ -185,11 +173,10 @@ def _drawing(folder: str) -> list[str]:
 def test_what_a_folders_drawing_names_is_there_and_imports_upwards(folder: str) -> None:
     drawn = _drawing(folder)
     assert set(drawn) <= {_place(module)[1] for module in _modules() if _place(module)[0] == folder}
-    known = {name for circles, its in CIRCLES if circles == folder for name in its.split()}
     assert [
         why
         for (one, other), why in _arrows_by_folder()[folder,].items()
-        if {one, other} <= set(drawn) and not {one, other} <= known and drawn.index(other) > drawn.index(one)
+        if {one, other} <= set(drawn) and drawn.index(other) > drawn.index(one)
     ] == []
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from tenuto.deployments.dispatch.advice import LiveAdvice
 from tenuto.deployments.dispatch.in_flight import Batch, Request
 from tenuto.deployments.dispatch.request_log import RequestLog
-from tenuto.deployments.wire.answers import Answer
+from tenuto.deployments.wire.answers import Executed, Refused
 from tenuto.outcome import Outcome
 
 __all__ = ["Accounts", "ModelCounters"]
@@ -30,19 +30,6 @@ class ModelCounters:
     batches: int = 0
     batched: int = 0
     execution_ms: deque[float] = field(default_factory=lambda: deque(maxlen=512))
-
-    def count(self, outcome: Outcome, *, in_time: bool) -> None:
-        """Count a request's end; an `ok` answer after its deadline is `late`."""
-        if outcome is Outcome.EXPIRED:
-            self.expired += 1
-        elif outcome is Outcome.REJECTED:
-            self.rejected += 1
-        elif outcome is not Outcome.OK:
-            self.failed += 1
-        elif in_time:
-            self.ok += 1
-        else:
-            self.late += 1
 
     def to_data(self) -> dict[str, Any]:
         """Return plain data for the status."""
@@ -70,30 +57,31 @@ class Accounts:
         self.ended = RequestLog()
         self.advice = LiveAdvice()
 
-    def request_submitted(self, model: str) -> None:
-        """Count a request that came."""
-        self.counters[model].submitted += 1
+    def executed(self, requests: list[Request], executed: Executed, now_ms: float) -> None:
+        """Count and remember requests of one model that are answered now; after its deadline an answer is `late`."""
+        counters = self.counters[requests[0].name]
+        good = sum([now_ms <= request.deadline_ms for request in requests])
+        counters.ok += good
+        counters.late += len(requests) - good
+        counters.execution_ms.append(executed.execution_ms)
+        self.advice.ended(good=good, bad=len(requests) - good)
+        self.ended.add_executed(requests, executed, now_ms)
 
-    def request_ended(self, request: Request, answer: Answer, now_ms: float) -> None:
-        """Count and remember a request that gets this answer now."""
-        in_time = now_ms <= request.deadline_ms
-        self.counters[request.name].count(answer.outcome, in_time=in_time)
-        self.advice.ended(in_time=in_time and answer.outcome is Outcome.OK)
-        self.ended.add(request.client_id, request.name, answer, now_ms - request.received_ms, in_time=in_time)
-
-    def request_cancelled(self, model: str) -> None:
-        """Count a request whose client went away before its answer."""
-        self.counters[model].cancelled += 1
+    def refused(self, request: Request, refused: Refused, now_ms: float) -> None:
+        """Count and remember a request that is refused now."""
+        counters = self.counters[request.name]
+        if refused.outcome is Outcome.EXPIRED:
+            counters.expired += 1
+        elif refused.outcome is Outcome.REJECTED:
+            counters.rejected += 1
+        else:
+            counters.failed += 1
+        self.advice.ended(bad=1)
+        self.ended.add_refused(request, refused, now_ms)
 
     def batch_sent(self, batch: Batch) -> None:
         """Count a batch that left, for each model in it."""
-        for model, rows in batch.rows:
+        for model, rows in batch.members:
             counters = self.counters[model]
             counters.batches += 1
             counters.batched += rows
-
-    def batch_executed(self, batch: Batch, gpulet_id: str, execution_ms: float) -> None:
-        """Remember how long a batch executed, for each model in it."""
-        for model, _ in batch.rows:
-            self.counters[model].execution_ms.append(execution_ms)
-        self.advice.executed(gpulet_id, execution_ms)

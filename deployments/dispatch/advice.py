@@ -44,12 +44,10 @@ class LiveAdvice:
                 self._latest = None  # it was about other GPUs
         self._busy_s = dict.fromkeys(self._gpu_of.values(), 0.0)
 
-    def ended(self, *, in_time: bool) -> None:
-        """Count a request that ended; everything but an answer in time is bad."""
-        if in_time:
-            self._good += 1
-        else:
-            self._bad += 1
+    def ended(self, *, good: int = 0, bad: int = 0) -> None:
+        """Count requests that ended; everything but an answer in time is bad."""
+        self._good += good
+        self._bad += bad
 
     def executed(self, gpulet: str, execution_ms: float) -> None:
         """Count a batch; one of a gpu-let that left the plan is not counted."""

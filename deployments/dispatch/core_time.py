@@ -4,27 +4,36 @@ from __future__ import annotations
 
 import asyncio
 import math
+from collections import deque
 from collections.abc import Callable
 
 from tenuto.batching.core.system import TIME_TOLERANCE_MS
 
-__all__ = ["TIMER_SLACK_MS", "CoreTime"]
+__all__ = ["CoreTime"]
 
-# Timers of an event loop are late, by a millisecond or two when it is busy, and a batch held to its last moment
-# would then miss it. So the core is woken this much early and told the moment it asked for.
-TIMER_SLACK_MS = 2.0
+_FIRST_SLACK_MS = 0.5  # uvloop's timers are whole milliseconds, rounded
+_MOST_SLACK_MS = 2.0  # what is later than that is a busy machine, and belongs to the margin
+_LOOKED_AT = 64  # timers
+_QUANTILE = 0.9
 
 
 class CoreTime:
-    """Invariant: `now_ms` never decreases, though a wake may have been dated after the clock."""
+    """Invariant: `now_ms` never decreases, though a wake may have been dated after the clock.
 
-    def __init__(self, clock: Callable[[], float], slack_ms: float, on_timer: Callable[[], None]) -> None:
-        """Take a clock in seconds, how much early to wake, and what to call then."""
+    Timers of an event loop come late, and a batch held to its last moment would then miss it. So the core is woken
+    earlier by what nine of ten timers are late by, as measured, and told the moment it asked for.
+    """
+
+    def __init__(self, clock: Callable[[], float], slack_ms: float | None, on_timer: Callable[[], None]) -> None:
+        """Take a clock in seconds, how much early to wake (None: measured), and what to call then."""
         self._clock = clock
-        self._slack_ms = max(slack_ms, TIME_TOLERANCE_MS)
+        self._is_measured = slack_ms is None
+        self._slack_ms = max(_FIRST_SLACK_MS if slack_ms is None else slack_ms, TIME_TOLERANCE_MS)
+        self._late_ms: deque[float] = deque(maxlen=_LOOKED_AT)
         self._on_timer = on_timer
         self._timer: asyncio.TimerHandle | None = None
         self._armed_ms = math.inf
+        self._due_ms = 0.0
         self._woken_ms = -math.inf
 
     @property
@@ -35,7 +44,12 @@ class CoreTime:
     @property
     def now_ms(self) -> float:
         """The core's time: the clock's, or the moment of the last wake where that was taken early."""
-        return max(self.clock_ms, self._woken_ms)
+        return max(self._clock() * 1000.0, self._woken_ms)
+
+    @property
+    def slack_ms(self) -> float:
+        """How much early the core is woken."""
+        return self._slack_ms
 
     def arm(self, wake_ms: float, now_ms: float) -> None:
         """Call back at `wake_ms`, or sooner: an earlier timer that is set stays and looks again."""
@@ -43,12 +57,20 @@ class CoreTime:
             return
         self.disarm()
         self._armed_ms = wake_ms
-        delay_s = max(0.0, (wake_ms - self._slack_ms - now_ms) / 1000.0)
-        self._timer = asyncio.get_running_loop().call_later(delay_s, self._fire)
+        delay_ms = max(0.0, wake_ms - self._slack_ms - now_ms)
+        self._due_ms = now_ms + delay_ms
+        self._timer = asyncio.get_running_loop().call_later(delay_ms / 1000.0, self._fire)
 
     def _fire(self) -> None:
         self._armed_ms = math.inf
         self._timer = None
+        if self._is_measured:
+            late = self._late_ms
+            late.append(self._clock() * 1000.0 - self._due_ms)
+            if len(late) == _LOOKED_AT:
+                found = sorted(late)[int(_QUANTILE * _LOOKED_AT)]
+                self._slack_ms = min(_MOST_SLACK_MS, max(TIME_TOLERANCE_MS, found))
+                late.clear()
         self._on_timer()
 
     def reach(self, moment_ms: float) -> float:

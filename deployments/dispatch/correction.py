@@ -1,5 +1,5 @@
-"""Online corrections of what the scheduler plans with: execution times per model and gpu-let, and delays around
-them."""
+"""What batches really took, as the scheduler core plans with it: execution times per program and gpu-let, and delays on
+the way to a gpu-let."""
 
 from __future__ import annotations
 
@@ -7,35 +7,39 @@ from collections import deque
 
 from tenuto.batching.core.system import NetworkDelay
 
-__all__ = ["LatencyCorrection", "NetworkMeter"]
+__all__ = ["LatencyCorrection", "WayMeter"]
 
 _SOME_REQUESTS = 8  # of a batch, when judging whether a delay per request has moved
 
 
 class LatencyCorrection:
-    """Follows the ratio of measured to planned execution time for each (model, gpu-let).
+    """Follows the ratio of measured to planned execution time for each (program, gpu-let).
 
     The median of the last three batches feeds a moving average: one outlier never passes the median, a real change
-    passes with the second batch and is followed to 90 % within about six more.
+    passes with the second batch and is followed to 90 % within about six more. A factor that nothing confirms fades
+    towards 1: one so large that no deadline could be met would let nothing run, and would never be measured again.
     """
 
     _WEIGHT = 0.3
     _REPORT = 0.02  # changes below this are not worth a new plan of the queue
+    _FADES_AFTER_S = 2.0
+    _FADES_TO = 0.7  # of what it exceeds 1 by, each second
 
     def __init__(self) -> None:
         self._recent: dict[tuple[int, int], deque[float]] = {}
         self._average: dict[tuple[int, int], float] = {}
         self._reported: dict[tuple[int, int], float] = {}
+        self._recorded_s: dict[tuple[int, int], float] = {}
 
     def restart(self) -> None:
         """Forget everything; indices mean something else now."""
-        self._recent.clear()
-        self._average.clear()
-        self._reported.clear()
+        for held in (self._recent, self._average, self._reported, self._recorded_s):
+            held.clear()
 
-    def record(self, model: int, gpulet: int, ratio: float) -> float | None:
+    def record(self, program: int, gpulet: int, ratio: float, now_s: float) -> float | None:
         """Take one batch's measured/planned ratio; return the new factor when it moved enough to matter."""
-        key = (model, gpulet)
+        key = (program, gpulet)
+        self._recorded_s[key] = now_s
         recent = self._recent.setdefault(key, deque(maxlen=3))
         recent.append(ratio)
         if len(recent) < 3:
@@ -49,41 +53,50 @@ class LatencyCorrection:
         self._reported[key] = average
         return average
 
-    def factor(self, model: int, gpulet: int) -> float:
+    def fade(self, now_s: float) -> list[tuple[int, int, float]]:
+        """Return the (program, gpu-let, factor) that fade; call once a second."""
+        faded = []
+        for key, factor in self._reported.items():
+            if factor > 1.0 + self._REPORT and now_s - self._recorded_s[key] > self._FADES_AFTER_S:
+                self._average[key] = self._reported[key] = 1.0 + self._FADES_TO * (factor - 1.0)
+                self._recent.pop(key, None)
+                faded.append((*key, self._reported[key]))
+        return faded
+
+    def factor(self, program: int, gpulet: int) -> float:
         """Return the present factor; 1.0 before anything was measured."""
-        return self._reported.get((model, gpulet), 1.0)
+        return self._reported.get((program, gpulet), 1.0)
 
 
-class NetworkMeter:
-    """Measures the delays around execution and turns their 95th percentiles into the scheduler's budget.
+class WayMeter:
+    """Measures the way of a batch from its dispatch to its arrival at the gpu-let, and what its copies take.
 
-    `travel` is the time of a batch from dispatch to the arrival of its answer, less its queueing, execution and copies
-    at the gpu-let; `copies` those copies by request, where streaming keeps them apart from the execution; `answer` the
-    time from the arrival until the last response of the batch was handed to the socket.
+    What it waits there, it waits for our own work: a delay of our own making that came back into the budget would feed
+    itself. Neither are the way back and the way to the client a part of it: see `tenuto.deployments.entry.margin`.
     """
 
-    _EVERY = 64
-    _QUANTILE = 0.95
+    _EVERY = 32
+    _QUANTILE = 0.9
     _MOVED_MS = 0.05  # smaller changes are not worth a new plan of the queue
+    _MOST_MS = 4.0  # what takes longer on one machine is a busy processor, no way
 
-    def __init__(self, client_ms: float, ctrl_ms: float = 1.0) -> None:
-        self.client_ms = client_ms  # reserved for what happens beyond the socket, which the server cannot see
-        self._ctrl_ms = ctrl_ms  # until enough batches were measured
-        self._travel: deque[float] = deque(maxlen=512)
+    def __init__(self, ctrl_ms: float = 1.0) -> None:
+        """Take what to budget until enough was measured."""
+        self._ctrl_ms = ctrl_ms
+        self._way: deque[float] = deque(maxlen=128)
         self._copies: deque[float] = deque(maxlen=512)
-        self._answer: deque[float] = deque(maxlen=512)
         self._since = 0
-        self._told = NetworkDelay(ctrl_ms=ctrl_ms, response_ms=client_ms)
+        self._told = NetworkDelay(ctrl_ms=ctrl_ms)
 
-    def record(self, travel_ms: float, batch_size: int, copies_ms: float = 0.0) -> None:
-        """Take one batch's delay outside of its execution, and what of it its copies were."""
-        self._travel.append(max(0.0, travel_ms - copies_ms))
-        self._copies.append(copies_ms / batch_size)
+    def record_way(self, way_ms: float) -> None:
+        """Take the time between a batch's dispatch and its arrival at the gpu-let."""
+        self._way.append(min(self._MOST_MS, max(0.0, way_ms)))
         self._since += 1
 
-    def record_answer(self, answer_ms: float) -> None:
-        """Take the time from a batch's answer to one response handed to the socket."""
-        self._answer.append(max(0.0, answer_ms))
+    def record_copies(self, copies_ms: float, batch_size: int) -> None:
+        """Take what a batch's copies took, where streaming keeps them apart from the execution."""
+        self._copies.append(copies_ms / batch_size)
+        self._since += 1
 
     def news(self) -> NetworkDelay | None:
         """Return the delays to budget when enough was recorded since the last call and one has moved; else None."""
@@ -93,12 +106,9 @@ class NetworkMeter:
         found, told = self.delay(), self._told
         moved_ms = max(
             abs(found.ctrl_ms - told.ctrl_ms),
-            abs(found.response_ms - told.response_ms),
             _SOME_REQUESTS * abs(found.data_ms_per_request - told.data_ms_per_request),
         )
-        if moved_ms < self._MOVED_MS:
-            return None
-        return self.tell()
+        return None if moved_ms < self._MOVED_MS else self.tell()
 
     @property
     def told(self) -> NetworkDelay:
@@ -113,9 +123,8 @@ class NetworkMeter:
     def delay(self) -> NetworkDelay:
         """Return the delays to budget now, in ms."""
         return NetworkDelay(
-            ctrl_ms=_quantile(self._travel, self._QUANTILE, self._ctrl_ms),
-            data_ms_per_request=_quantile(self._copies, self._QUANTILE, 0.0),
-            response_ms=self.client_ms + _quantile(self._answer, self._QUANTILE, 0.0),
+            ctrl_ms=_quantile(self._way, self._QUANTILE, self._ctrl_ms),
+            data_ms_per_request=_quantile(self._copies, 0.95, 0.0),
         )
 
 

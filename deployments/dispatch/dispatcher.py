@@ -1,43 +1,70 @@
-"""The asyncio driver of the scheduler core: requests in, batches out to gpu-lets, answers back.
+"""The driver of the scheduler core: requests in, batches out to gpu-lets, answers back.
 
 It lives in the gateway's process, so that a request crosses no process boundary alone; only whole batches travel. The
-core decides, this module carries out: it owns the clock and the timer. `tenuto.deployments.dispatch.open_requests`
-owns the requests with their tensors, `tenuto.deployments.dispatch.fleet` the links, and
-`tenuto.deployments.dispatch.feedback` tells the core what batches really took.
+core decides, this module carries out: it owns the clock, the timer and the open requests. Nothing on the way of a
+request is a task or a future: everything happens in callbacks of one event loop.
 """
 
 from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from tenuto.batching.core.scheduler import Dispatch, Drop, Preempt, Reject, Scheduler
-from tenuto.batching.core.system import NetworkDelay
-from tenuto.deployments.dispatch.accounts import Accounts
+from tenuto.batching.core.scheduler import Decision, Dispatch, Drop, Preempt, Reject, Scheduler
+from tenuto.batching.core.system import INF, NetworkDelay, System
+from tenuto.batching.rivals.eager import EagerScheduler
+from tenuto.deployments.dispatch.accounts import Accounts, ModelCounters
 from tenuto.deployments.dispatch.batch_frames import pack_batch, split_reply
-from tenuto.deployments.dispatch.core_time import TIMER_SLACK_MS, CoreTime
-from tenuto.deployments.dispatch.correction import NetworkMeter
-from tenuto.deployments.dispatch.feedback import Feedback
-from tenuto.deployments.dispatch.fleet import Fleet, LinkFactory
-from tenuto.deployments.dispatch.in_flight import Batch, Request
-from tenuto.deployments.dispatch.open_requests import OpenRequests
+from tenuto.deployments.dispatch.core_time import CoreTime
+from tenuto.deployments.dispatch.correction import LatencyCorrection, WayMeter
+from tenuto.deployments.dispatch.early_release import EarlyRelease
+from tenuto.deployments.dispatch.fleet import AttachedGpulet, Fleet, GpuletLink, LinkFactory, gpulet_link
+from tenuto.deployments.dispatch.in_flight import Asker, Batch, Request
+from tenuto.deployments.dispatch.rehearsals import Compute, Rehearsals
 from tenuto.deployments.dispatch.status import dispatcher_status
-from tenuto.deployments.entry.served import ServedModel
-from tenuto.deployments.wire.answers import Answer
-from tenuto.deployments.wire.link import Finder, GpuletLink
+from tenuto.deployments.wire.answers import Executed, Refused
+from tenuto.deployments.wire.arena import Held
+from tenuto.deployments.wire.link import Finder
+from tenuto.deployments.wire.messages import BatchFailed, BatchRan, GpuletCloses, Message
+from tenuto.deployments.wire.tensors import InputPart
 from tenuto.outcome import Outcome
 from tenuto.placement import Plan
+from tenuto.placement.copy_times import longest_copies_ms
+from tenuto.profiles.networks.catalogue import ModelSignature
 
 __all__ = ["Dispatcher", "SchedulerFactory"]
+
+logger = logging.getLogger("ray.serve")
 
 # Builds the core for a plan; called again when the plan changes.
 SchedulerFactory = Callable[[Plan, NetworkDelay], Scheduler]
 
-_TOO_LATE = "the deadline could not be met; it was not executed. Lower the rate, raise the SLO or add GPUs"
+_TOO_LATE = Refused(
+    Outcome.EXPIRED,
+    "the deadline could not be met; it was not executed. Lower the rate, raise the SLO or add GPUs",
+    retry_after_s=1.0,
+)
 _NO_ANSWER = "the gpu-let that executed this batch died; send the request again"
+_RESERVE_MOVED_MS = 0.25  # a smaller change of what is kept for the way back is not worth a new plan of the queue
+_NOISE_MS = 0.1  # no measured time is more exact: batches shorter than that say nothing about a ratio
+_RESERVE_WEIGHT = 0.01  # of one request in the mean of what is kept
+
+
+@dataclass(slots=True)
+class _Asked:
+    """A model that can be asked: its index and its program's in the core, what is allowed, and what one takes alone."""
+
+    index: int
+    program: int
+    slo_ms: float
+    alone_ms: float
+    counters: ModelCounters
 
 
 class Dispatcher:
@@ -49,10 +76,12 @@ class Dispatcher:
         find_gpulet: Callable[[str], Finder],
         *,
         max_queued: int = 10_000,
-        network: NetworkMeter | None = None,
+        way: WayMeter | None = None,
+        reserve_ms: float = 0.0,
         clock: Callable[[], float] = time.monotonic,
-        timer_slack_ms: float = TIMER_SLACK_MS,
-        make_link: LinkFactory = GpuletLink,
+        timer_slack_ms: float | None = None,
+        make_link: LinkFactory = gpulet_link,
+        compute: Compute | None = None,
         on_change: Callable[[], None] = lambda: None,
     ) -> None:
         """Prepare without a plan; `apply` gives one.
@@ -60,11 +89,13 @@ class Dispatcher:
         Args:
             build_scheduler: makes the scheduler core of a plan.
             find_gpulet: returns the function that finds a gpu-let by its id.
-            max_queued: requests of one model that may wait; more are rejected with a time to retry after.
-            network: measures the delays; by default one that reserves 3 ms for the way back to the client.
+            max_queued: requests of one program that may wait; more are rejected with a time to retry after.
+            way: measures the way to gpu-lets.
+            reserve_ms: what requests keep of their deadlines for the way back, until it is seen.
             clock: monotonic seconds.
-            timer_slack_ms: how much earlier than asked the core is woken, for timers that come late.
+            timer_slack_ms: how much earlier than asked the core is woken; by default what timers are late by.
             make_link: makes the links to gpu-lets.
+            compute: runs what the core wants computed aside; by default in another process.
             on_change: called when a gpu-let comes, goes or changes what it holds, and after a new plan.
         """
         self._build_scheduler = build_scheduler
@@ -73,23 +104,26 @@ class Dispatcher:
         self._clock = clock
         self._time = CoreTime(clock, timer_slack_ms, self._on_timer)
         self.accounts = Accounts()
-        self._requests = OpenRequests(self.accounts, self._on_left)
-        self._sequences = itertools.count()
+        self._ids = itertools.count()
+        self._open: dict[int, Request] = {}
+        self._numbers = itertools.count()
         self._fleet = Fleet(find_gpulet, self, make_link)
         self._plan: Plan | None = None
-        self._scheduler: Scheduler | None = None
-        self._first_sequence = 0  # of the present plan
-        self._model_index: dict[str, int] = {}  # in the core
-        self._slo_ms: dict[str, float] = {}
-        self.network = network or NetworkMeter(3.0)
-        self._feedback = Feedback(self.network, lambda: self._time.now_ms, self._free_early)
+        self._scheduler: Scheduler = EagerScheduler(System((), ()))  # of no models, until there is a plan
+        self._generation = 0
+        self._asked: dict[str, _Asked] = {}
+        self.way = way or WayMeter()
+        self._reserve_ms = reserve_ms  # what requests keep for the way back lately, in the mean
+        self._told_reserve_ms = 0.0
+        self._correction = LatencyCorrection()
+        self._early = EarlyRelease(lambda: self._time.now_ms, self._free_early)
+        self._rehearsals = Rehearsals(self._rehearsed, compute)
         self._ticker: asyncio.TimerHandle | None = None
 
-    def configure(self, build_scheduler: SchedulerFactory, *, max_queued: int, response_ms: float) -> None:
+    def configure(self, build_scheduler: SchedulerFactory, *, max_queued: int) -> None:
         """Take new settings; they hold from the next `apply`."""
         self._build_scheduler = build_scheduler
         self._max_queued = max_queued
-        self.network.client_ms = response_ms
 
     # --- the plan -----------------------------------------------------------------------------------------------
 
@@ -101,109 +135,167 @@ class Dispatcher:
     def apply(self, plan: Plan) -> None:
         """Serve `plan` from now on. Waiting requests move over; batches that run are answered; unchanged links stay."""
         now = self._time.now_ms
-        self._plan = plan
-        self._first_sequence = next(self._sequences)
-        scheduler = self._build_scheduler(plan, self.network.tell())
+        scheduler = self._build_scheduler(plan, self._budget())
         scheduler.drain()
-        self._slo_ms = {spec.name: spec.slo_ms for spec in plan.models}
-        self._model_index = {spec.name: index for index, spec in enumerate(plan.models)}
+        self._plan = plan
+        self._generation += 1
         self._scheduler = scheduler
-        self._feedback.follow(scheduler, plan)
+        alone_ms = _alone_ms(scheduler.system)
+        self._asked = {
+            spec.name: _Asked(
+                index, scheduler.system.program_of[index], spec.slo_ms, alone_ms[index],
+                self.accounts.counters[spec.name],
+            )
+            for index, spec in enumerate(plan.models)
+        }  # fmt: skip
+        self._correction.restart()
+        if plan.streaming:
+            largest = max((p.batch_size for gpulet in plan.gpulets for p in gpulet.programs), default=1)
+            self._early.follow(scheduler, largest, longest_copies_ms(plan))
+            scheduler.update_network(self._budget())
+        else:
+            self._early.follow(None)
         self._fleet.adopt(plan)
         self.accounts.advice.follow(plan, self._clock())
         if self._ticker is None:
             self._tick()
         for index in range(len(plan.gpulets)):
             scheduler.gpulet_lost(now, index)
-            self._offer(index, now)
-        for request in self._requests:
-            request.model = self._model_index.get(request.name, -1)
-            if request.dispatched_ms == 0.0:
-                self._enqueue(request, now)
+            self._offer(self._fleet[index], now)
+        for request in list(self._open.values()):
+            if request.name in self._asked:
+                request.model = self._asked[request.name].index
+                if request.is_waiting:
+                    self._enqueue_again(request, now)
+            elif request.is_waiting:
+                self._refuse(request, _removed(request.name))
         self._carry_out(now)
         self._on_change()
 
     def _tick(self) -> None:
         """Once a second, whether or not anything arrives."""
-        self.accounts.advice.tick(self._clock())
+        now_s = self._clock()
+        self.accounts.advice.tick(now_s)
+        for program, gpulet, factor in self._correction.fade(now_s):
+            self._scheduler.update_latency(program, gpulet, factor)
         self._ticker = asyncio.get_running_loop().call_later(1.0, self._tick)
 
-    def _offer(self, index: int, now: float) -> None:
+    def _offer(self, gpulet: AttachedGpulet, now: float) -> None:
         """Let the core use a gpu-let once it is connected, holds what the plan says, and is idle."""
-        assert self._scheduler is not None
-        if self._fleet.offer(index):
-            self._scheduler.gpulet_back(now, index)
+        if self._fleet.offer(gpulet):
+            assert gpulet.index is not None
+            self._scheduler.gpulet_back(now, gpulet.index)
             self._on_change()
-
-    def _enqueue(self, request: Request, now: float) -> None:
-        """Give a request to the core; one whose model the plan no longer has fails."""
-        assert self._scheduler is not None
-        if request.model < 0:
-            self._finish(request, Answer(Outcome.FAILED, reason=f"'{request.name}' was removed from the plan"))
-        else:
-            self._scheduler.add_request(now, request.model, request.id, request.deadline_ms - request.reserve_ms)
 
     async def close(self) -> None:
         """Answer everything that waits as failed, and disconnect."""
         self._time.disarm()
-        self._feedback.stop()
+        self._early.follow(None)
+        self._rehearsals.close()
         if self._ticker is not None:
             self._ticker.cancel()
-        for request in self._requests:
-            self._finish(request, Answer(Outcome.FAILED, reason="the server is shutting down; send the request again"))
+        for request in list(self._open.values()):
+            self._refuse(request, Refused(Outcome.FAILED, "the server is shutting down; send the request again"))
         await self._fleet.close()
 
     # --- requests -----------------------------------------------------------------------------------------------
 
-    def submit(
+    def admit(
         self,
         model: str,
-        parts: Sequence[bytes | memoryview],
+        asker: Asker,
+        *,
+        arrived_ms: float | None = None,
         slo_ms: float | None = None,
         client_id: str = "",
         reserve_ms: float = 0.0,
-    ) -> asyncio.Future[Answer]:
-        """Queue one request and return the future of its answer; cancelling the future frees its place.
+    ) -> Request:
+        """Ask the core for a request whose tensors are not read yet. `asker.refused` may be called before this returns:
+        then whoever sent it need not be read. Else `start` or `cancel` must follow at once.
 
         Args:
             model: a model of the plan.
-            parts: one raw buffer per input, in the order of the signature, for one sample.
-            slo_ms: time allowed from now; the model's SLO by default. Zero or less is answered `expired` at once.
+            asker: is told the end.
+            arrived_ms: when it came, on the monotonic clock; default now.
+            slo_ms: time allowed from then; the model's SLO by default. Zero or less is expired at once.
             client_id: what the client calls it; travels to the gpu-let's log.
-            reserve_ms: what the way back through another process may take.
+            reserve_ms: kept of the deadline for the way back to the client.
 
         Raises:
             KeyError: the plan has no such model.
         """
-        index = self._model_index[model]
-        scheduler = self._scheduler
-        assert scheduler is not None
+        asked = self._asked[model]
         now = self._time.now_ms
-        allowed = self._slo_ms[model] if slo_ms is None else slo_ms
-        request = self._requests.open(
-            model, index, parts, now_ms=now, allowed_ms=allowed, client_id=client_id, reserve_ms=reserve_ms
-        )
-        if scheduler.queued(scheduler.system.program_of[index]) >= self._max_queued:
-            wait_s = max(0.1, allowed / 1000.0)
+        arrived = now if arrived_ms is None else arrived_ms
+        deadline = arrived + (asked.slo_ms if slo_ms is None else slo_ms)
+        request = Request(next(self._ids), model, asked.index, arrived, deadline, reserve_ms, client_id, asker)
+        asked.counters.submitted += 1
+        self._open[request.id] = request
+        scheduler = self._scheduler
+        if scheduler.queued(asked.program) >= self._max_queued:
+            wait_s = max(0.1, asked.slo_ms / 1000.0)
             reason = f"{self._max_queued} requests of '{model}' are waiting; retry in {wait_s:g} s"
-            self._requests.finish(request, Answer(Outcome.REJECTED, retry_after_s=wait_s, reason=reason), now)
-            return request.future
-        self._enqueue(request, now)
-        self._carry_out(now)
-        return request.future
+            self._refuse(request, Refused(Outcome.REJECTED, reason, wait_s))
+            return request
+        if deadline - reserve_ms < now + asked.alone_ms:
+            self._refuse(request, _TOO_LATE)
+            return request
+        self._reserve_ms += _RESERVE_WEIGHT * (reserve_ms - self._reserve_ms)
+        if abs(self._reserve_ms - self._told_reserve_ms) > _RESERVE_MOVED_MS:
+            scheduler.update_network(self._budget())
+        # The core takes off its own budget for the way back, which this request need not keep.
+        scheduler.add_request(now, asked.index, request.id, deadline - reserve_ms + self._told_reserve_ms)
+        if scheduler.decisions:
+            self._carry_out_refusals()
+        return request
 
-    def _on_left(self, request: Request) -> None:
-        """Take a request whose client went away out of its queue; one that already runs cannot be taken back."""
-        if request.dispatched_ms == 0.0 and self._scheduler is not None:
-            now = self._time.now_ms
+    def start(self, request: Request, parts: Sequence[InputPart], memory: Held | None = None) -> None:
+        """Give an admitted request its tensors, one per input in the order of the signature, for one sample.
+
+        `memory` is what they lie in where others read it too: it is held for as long as gpu-lets may.
+        """
+        request.parts = parts
+        request.memory = memory
+        self._carry_out(self._time.now_ms)
+
+    def cancel(self, request: Request) -> None:
+        """Forget a request whose client went away; one that already runs is not taken back, but nobody is told."""
+        if self._open.pop(request.id, None) is None:
+            return
+        self.accounts.counters[request.name].cancelled += 1
+        now = self._time.now_ms
+        if request.is_waiting:
             self._scheduler.cancel(now, request.model, request.id)
-            self._carry_out(now)
+        self._carry_out(now)
+
+    def _enqueue_again(self, request: Request, now: float) -> None:
+        """Give the core a request that it does not know, or not any more."""
+        deadline = request.deadline_ms - request.reserve_ms + self._told_reserve_ms
+        self._scheduler.add_request(now, request.model, request.id, deadline)
+
+    def _refuse(self, request: Request, refused: Refused) -> None:
+        """End an open request that is not executed; silent for one that is not open any more."""
+        if self._open.pop(request.id, None) is not None:
+            self.accounts.refused(request, refused, self._time.clock_ms)
+            request.asker.refused(request, refused)
 
     # --- decisions ----------------------------------------------------------------------------------------------
 
+    def _carry_out_refusals(self) -> None:
+        """Carry out what the core turned away, and leave what it dispatched for when the tensors are there."""
+        scheduler = self._scheduler
+        rest: list[Decision] = []
+        for decision in scheduler.drain():
+            if isinstance(decision, Drop):
+                self._drop(decision)
+            elif isinstance(decision, Reject):
+                self._reject(decision)
+            else:
+                rest.append(decision)
+        scheduler.decisions = rest
+
     def _carry_out(self, now: float) -> None:
         scheduler = self._scheduler
-        assert scheduler is not None
         while scheduler.decisions:
             for decision in scheduler.drain():
                 if isinstance(decision, Dispatch):
@@ -214,135 +306,258 @@ class Dispatcher:
                     self._reject(decision)
                 elif isinstance(decision, Preempt):
                     self._preempt(decision)
+                else:
+                    self._rehearsals.begin(decision, now)
         self._time.arm(scheduler.next_wake_ms, now)
 
     def _on_timer(self) -> None:
         scheduler = self._scheduler
-        assert scheduler is not None
         now = self._time.reach(scheduler.next_wake_ms)
         if scheduler.next_wake_ms <= now:
             scheduler.wake(now)
         self._carry_out(now)
 
     def _dispatch(self, decision: Dispatch, now: float) -> None:
-        requests = self._requests.of(decision.request_ids)
-        for request in requests:
-            request.dispatched_ms = now
-        assert self._scheduler is not None
+        opened = self._open
+        requests = [request for number in decision.request_ids if (request := opened.get(number)) is not None]
         program = self._scheduler.system.programs[decision.program]
+        if len(program.members) == 1:
+            members = [(program.name, len(requests))]
+        else:
+            requests.sort(key=lambda request: request.name)
+            members = list(Counter(request.name for request in requests).items())
+        gpulet = self._fleet[decision.gpulet]
         batch = Batch(
-            next(self._sequences), program.name, decision.program, decision.gpulet, requests, now, self._time.clock_ms
-        )
-        link = self._fleet.add(batch)
+            next(self._numbers), decision.program, program.name, members, requests, self._generation, now,
+            self._time.clock_ms, decision.start_ms, decision.finish_ms,
+        )  # fmt: skip
+        gpulet.running[batch.number] = batch
         if not requests:
             # Every client left between decision and dispatch; keep the core's account of the gpu-let straight.
-            asyncio.get_running_loop().call_soon(self._empty_batch_done, batch)
+            asyncio.get_running_loop().call_soon(self._empty_batch_done, gpulet, batch)
             return
-        header, buffers = pack_batch(batch, is_joint=len(program.members) > 1)
+        batch.take()
         self.accounts.batch_sent(batch)
-        link.send(header, buffers)
-        self._feedback.sent(batch, decision.start_ms, decision.finish_ms)
+        gpulet.link.send(*pack_batch(batch, shares_memory=gpulet.link.shares_memory))
+        self._early.sent(decision.gpulet, batch)
 
-    def _empty_batch_done(self, batch: Batch) -> None:
-        if self._fleet.take(batch.gpulet, batch.sequence) is not None and batch.gpulet >= 0:
-            self._done(batch, self._time.now_ms)
+    def _empty_batch_done(self, gpulet: AttachedGpulet, batch: Batch) -> None:
+        if self._fleet.take(gpulet, batch.number) is not None:
+            now = self._time.now_ms
+            self._done(gpulet, batch, now)
+            self._carry_out(now)
 
     def _drop(self, decision: Drop) -> None:
-        for request in self._requests.of(decision.request_ids):
-            waited_ms = self._time.now_ms - request.received_ms
-            self._finish(request, Answer(Outcome.EXPIRED, batching_ms=waited_ms, reason=_TOO_LATE))
+        for number in decision.request_ids:
+            request = self._open.get(number)
+            if request is None:
+                continue
+            if request.reserve_ms and self._is_idle_for(decision.program):
+                self._try_all_the_same(request)
+            else:
+                self._refuse(request, _TOO_LATE)
+
+    def _is_idle_for(self, program: int) -> bool:
+        """Whether a gpu-let that hosts a program has nothing to do, and nothing of it waits."""
+        hosts = self._scheduler.system.gpulets
+        return not self._scheduler.queued(program) and any(
+            gpulet.is_used and not gpulet.running and program in hosts[index].hosts
+            for index, gpulet in enumerate(self._fleet)
+        )
+
+    def _try_all_the_same(self, request: Request) -> None:
+        """Ask again without what was kept of the deadline: a late timer may have missed the moment that the reserve
+        left, while the gpu-let is idle and the deadline itself can be met."""
+        request.reserve_ms = 0.0
+        self._enqueue_again(request, self._time.now_ms)
 
     def _reject(self, decision: Reject) -> None:
-        for request in self._requests.of(decision.request_ids):
-            wait_s = decision.retry_after_ms / 1000.0
-            reason = f"'{request.name}' exceeds the rate it is planned for; retry in {wait_s:g} s"
-            self._finish(request, Answer(Outcome.REJECTED, retry_after_s=wait_s, reason=reason))
+        wait_s = decision.retry_after_ms / 1000.0
+        for number in decision.request_ids:
+            request = self._open.get(number)
+            if request is not None:
+                reason = f"'{request.name}' exceeds the rate it is planned for; retry in {wait_s:g} s"
+                self._refuse(request, Refused(Outcome.REJECTED, reason, wait_s))
 
     def _preempt(self, decision: Preempt) -> None:
         """The core has the requests back in its queue; the gpu-let's answer for that batch will be ignored."""
         batch = self._fleet.abort(decision.gpulet)
         for request in batch.requests if batch is not None else ():
-            request.dispatched_ms = 0.0
+            request.batch = None
 
-    # --- answers (LinkEvents) -----------------------------------------------------------------------------------
-
-    def link_up(self, index: int) -> None:
-        self.described(index)
-
-    def described(self, index: int) -> None:
-        if index >= 0 and self._scheduler is not None:
-            self._fleet.described()
-            now = self._time.now_ms
-            self._offer(index, now)
-            self._carry_out(now)
-            self._on_change()
-
-    def link_down(self, index: int, reason: str) -> None:
-        if index < 0 or self._scheduler is None:
-            return
+    def _rehearsed(self, result: Any) -> None:
         now = self._time.now_ms
-        lost = self._fleet.lose(index)
-        self._feedback.lost(index)
-        self._scheduler.gpulet_lost(now, index)
-        for batch in lost:
-            for request in batch.requests:
-                self._retry_or_fail(request, now, reason)
+        self._scheduler.rehearsed(now, result)
+        self._carry_out(now)
+
+    # --- what gpu-lets say (LinkEvents) -------------------------------------------------------------------------
+
+    def link_up(self, link: GpuletLink) -> None:
+        """A gpu-let is connected."""
+        gpulet = self._fleet.behind(link)
+        gpulet.failures = 0
+        self.state_changed(link)
+
+    def state_changed(self, link: GpuletLink) -> None:
+        """A gpu-let said anew what it holds."""
+        now = self._time.now_ms
+        self._offer(self._fleet.behind(link), now)
         self._carry_out(now)
         self._on_change()
 
-    def _retry_or_fail(self, request: Request, now: float, reason: str) -> None:
-        """Queue a request of a lost batch once more; the core drops it at once if its deadline no longer allows."""
-        if request not in self._requests:
-            return
-        if request.retried or request.deadline_ms <= now:
-            self._finish(request, Answer(Outcome.FAILED, reason=f"{_NO_ANSWER} ({reason})"))
-            return
-        request.retried = True
-        request.dispatched_ms = 0.0
-        self._enqueue(request, now)
+    def link_down(self, link: GpuletLink, reason: str) -> None:
+        """A gpu-let is gone, and what ran there with it."""
+        gpulet = self._fleet.behind(link)
+        now = self._time.now_ms
+        lost = gpulet.lose()
+        if gpulet.index is not None:
+            self._early.lost(gpulet.index)
+            self._scheduler.gpulet_lost(now, gpulet.index)
+        for batch in lost:
+            self._retry_or_fail(batch, now, f"{_NO_ANSWER} ({reason})")
+        self._carry_out(now)
+        self._on_change()
 
-    def batch_answered(self, index: int, header: dict[str, Any], body: memoryview) -> None:
-        batch = self._fleet.take(index, header["id"])
+    def message_came(self, link: GpuletLink, message: Message, body: memoryview) -> None:
+        """A gpu-let answers a batch, or closes."""
+        gpulet = self._fleet.behind(link)
+        if isinstance(message, BatchRan):
+            self._batch_ran(gpulet, message, body)
+        elif isinstance(message, BatchFailed):
+            self._batch_failed(gpulet, message)
+        elif isinstance(message, GpuletCloses):
+            self._closes(gpulet, message)
+        else:
+            logger.warning("gpu-let %s sent a %s, which nobody asked for", gpulet.id, type(message).__name__)
+
+    def _batch_ran(self, gpulet: AttachedGpulet, ran: BatchRan, body: memoryview) -> None:
+        batch = self._fleet.take(gpulet, ran.number)
         if batch is None:
             return  # preempted
         now = self._time.now_ms
-        if index >= 0:
-            is_of_this_plan = not self._is_from_old_plan(batch)
-            if not self._feedback.answered(batch, header, now, is_of_this_plan=is_of_this_plan):
-                self._done(batch, now)
+        gpulet.failures = 0
+        if gpulet.index is not None:
+            was_told = self._early.answered(gpulet.index, batch, ran.execution_ms)
+            if batch.generation == self._generation:
+                self._learn(gpulet, batch, ran, now)
+            if not was_told:
+                self._done(gpulet, batch, now)
             # The gpu-let is idle: the next batch leaves before this one's answers are taken apart.
-            if self._scheduler is not None and self._scheduler.next_wake_ms <= now:
+            if self._scheduler.next_wake_ms <= now:
                 self._scheduler.wake(now)
             self._carry_out(now)
-        self._answer_requests(batch, header, body, now)
+        self.accounts.advice.executed(gpulet.id, ran.execution_ms)
+        state = gpulet.link.state
+        for requests, executed in split_reply(
+            batch, ran, body, gpulet=gpulet.id, emulated=state is not None and state.emulated,
+            shares_clock=gpulet.link.shares_memory,
+        ):  # fmt: skip
+            self._answer(requests, executed)
 
-    def _done(self, batch: Batch, now: float) -> None:
-        """Tell the core; one still busy with a batch of an older plan is handed to the core once it is idle."""
-        assert self._scheduler is not None
-        if self._is_from_old_plan(batch):
-            self._offer(batch.gpulet, now)
+    def _answer(self, requests: list[Request], executed: Executed) -> None:
+        """Answer the requests of one model in a batch; those whose clients went away meanwhile are not counted."""
+        opened = self._open
+        rows = [(request, row) for row, request in enumerate(requests) if opened.pop(request.id, None) is not None]
+        if not rows:
+            return
+        self.accounts.executed([request for request, _ in rows], executed, self._time.clock_ms)
+        for request, row in rows:
+            request.asker.executed(request, executed, row)
+
+    def _learn(self, gpulet: AttachedGpulet, batch: Batch, ran: BatchRan, now: float) -> None:
+        """Tell the core what a batch of the present plan really took."""
+        assert gpulet.index is not None
+        copies_ms = ran.copy_in_ms + ran.copy_out_ms
+        if copies_ms:
+            self.way.record_copies(copies_ms, batch.size)
+        if gpulet.link.shares_memory:  # and with it a clock
+            self.way.record_way(ran.started_at_ms - ran.queue_ms - ran.copy_in_ms - batch.sent_ms)
         else:
-            self._scheduler.batch_done(now, batch.gpulet)
+            self.way.record_way((now - batch.sent_ms - ran.execution_ms - ran.queue_ms - copies_ms) / 2.0)
+        planned = self._scheduler.system.gpulets[gpulet.index].hosts[batch.program].planned_ms()[batch.size]
+        ratio = (ran.execution_ms + _NOISE_MS) / (planned + _NOISE_MS)
+        factor = self._correction.record(batch.program, gpulet.index, ratio, self._clock())
+        if factor is not None:
+            self._scheduler.update_latency(batch.program, gpulet.index, factor)
+        if self.way.news() is not None:
+            self._scheduler.update_network(self._budget())
 
-    def _free_early(self, batch: Batch) -> None:
+    def _budget(self) -> NetworkDelay:
+        """Return the delays that the core is to plan with."""
+        told = self._early.budget(self.way.told)
+        self._told_reserve_ms = self._reserve_ms
+        return NetworkDelay(told.ctrl_ms, told.data_ms_per_request, self._told_reserve_ms)
+
+    def _done(self, gpulet: AttachedGpulet, batch: Batch, now: float) -> None:
+        """Tell the core; one still busy with a batch of an older plan is handed to the core once it is idle."""
+        if not gpulet.is_used:
+            self._offer(gpulet, now)
+        elif gpulet.index is not None and batch.generation == self._generation:
+            self._scheduler.batch_done(now, gpulet.index)
+
+    def _free_early(self, index: int, batch: Batch) -> None:
         """A streaming gpu-let ends a batch shortly: let the core send the next one."""
         now = self._time.now_ms
-        self._done(batch, now)
+        self._done(self._fleet[index], batch, now)
         self._carry_out(now)
 
-    def _is_from_old_plan(self, batch: Batch) -> bool:
-        return batch.sequence < self._first_sequence
+    def _batch_failed(self, gpulet: AttachedGpulet, failed: BatchFailed) -> None:
+        """Run its requests elsewhere where they are not to blame, and leave the gpu-let alone for a moment: one that
+        fails at once is idle at once, and would draw all the traffic there is."""
+        batch = self._fleet.take(gpulet, failed.number)
+        if batch is None:
+            return
+        now = self._time.now_ms
+        if gpulet.index is not None:
+            was_told = self._early.answered(gpulet.index, batch, None)
+            if gpulet.is_used and not was_told and batch.generation == self._generation:
+                self._scheduler.batch_done(now, gpulet.index)
+            self._let_rest(gpulet, now)
+        if failed.may_retry:
+            self._retry_or_fail(batch, now, failed.reason)
+        else:
+            for request in batch.requests:
+                self._refuse(request, Refused(Outcome.FAILED, failed.reason, gpulet=gpulet.id))
+        self._carry_out(now)
 
-    def _answer_requests(self, batch: Batch, header: dict[str, Any], body: memoryview, now: float) -> None:
-        if "error" not in header:
-            self.accounts.batch_executed(batch, header["gpulet"], float(header["execution_ms"]))
-        for request, answer in split_reply(batch, header, body, now):
-            if request in self._requests:
-                self._requests.finish(request, answer, now)
+    def _let_rest(self, gpulet: AttachedGpulet, now: float) -> None:
+        if gpulet.is_used and gpulet.index is not None and not gpulet.running:
+            gpulet.is_used = False
+            self._scheduler.gpulet_lost(now, gpulet.index)
+        gpulet.is_resting = True
+        self._on_change()
+        asyncio.get_running_loop().call_later(gpulet.rest_s(), self._rested, gpulet)
 
-    def _finish(self, request: Request, answer: Answer) -> None:
-        """Answer a request that no batch answers."""
-        self._requests.finish(request, answer, self._time.now_ms)
+    def _rested(self, gpulet: AttachedGpulet) -> None:
+        gpulet.is_resting = False
+        now = self._time.now_ms
+        self._offer(gpulet, now)
+        self._carry_out(now)
+
+    def _closes(self, gpulet: AttachedGpulet, message: GpuletCloses) -> None:
+        """Send nothing more there; what it has begun it answers."""
+        logger.warning("gpu-let %s closes: %s", gpulet.id, message.reason)
+        gpulet.is_closing = True
+        now = self._time.now_ms
+        if gpulet.is_used and gpulet.index is not None:
+            gpulet.is_used = False
+            self._scheduler.gpulet_lost(now, gpulet.index)
+            self._carry_out(now)
+        self._on_change()
+
+    def _retry_or_fail(self, batch: Batch, now: float, reason: str) -> None:
+        """Queue the requests of a lost batch once more; the core drops those whose deadline no longer allows it."""
+        for request in batch.requests:
+            if request.id not in self._open:
+                continue
+            if request.was_retried or request.deadline_ms <= now:
+                self._refuse(request, Refused(Outcome.FAILED, reason))
+            elif request.name not in self._asked:
+                self._refuse(request, _removed(request.name))
+            else:
+                request.was_retried = True
+                request.batch = None
+                self._enqueue_again(request, now)
 
     # --- state --------------------------------------------------------------------------------------------------
 
@@ -351,42 +566,49 @@ class Dispatcher:
         gpu-lets does."""
         return self._fleet.is_ready(model)
 
-    def served(self, model: str) -> ServedModel | None:
-        """Return a model's signature as reported by the first gpu-let of it that ever connected; None before."""
-        return self._fleet.served(model)
+    def signature(self, model: str) -> ModelSignature | None:
+        """Return a model's signature as reported by the first of its gpu-lets that ever connected; None before."""
+        return self._fleet.signature(model)
 
     def status(self) -> dict[str, Any]:
         """Return plain data: the plan, the gpu-lets as they are, counts and measured against planned latencies."""
+        delay = self.way.told
         return dispatcher_status(
             self._plan,
             counters=self.accounts.counters,
             queued=self.queue_lengths(),
             gpulets=self.gpulets(),
-            delay=self.network.delay(),
+            delay=NetworkDelay(delay.ctrl_ms, delay.data_ms_per_request, self._told_reserve_ms),
             advice=self.accounts.advice.to_data(self._clock()),
+            scheduler=self._scheduler.status(),
         )
 
-    def record_answer(self, answer_ms: float) -> None:
-        """Take the time from an answer's arrival to its response handed to the socket."""
-        self.network.record_answer(answer_ms)
-
-    async def report(self, what: str, **arguments: Any) -> Any:
-        """Return plain data for operators: `status`, `queue` or `requests`; see `Front`."""
+    async def report(self, what: str, *, id: str | None = None, limit: int = 100) -> Any:
+        """Return plain data for operators: `status`, `queue` or `requests`; see `Dispatching`."""
         if what == "status":
             return self.status()
         if what == "queue":
             return self.queue_lengths()
-        return self.accounts.ended.to_data(arguments.get("id"), int(arguments.get("limit", 100)))
-
-    def signature(self, model: str) -> dict[str, Any] | None:
-        """Return the plain data of a model's signature; None before one of its gpu-lets ever connected."""
-        return self._fleet.signature(model)
+        return self.accounts.ended.to_data(id, limit)
 
     def queue_lengths(self) -> dict[str, int]:
         """Return how many requests of every model wait for a batch."""
-        waiting = self._requests.waiting()
-        return {name: waiting[name] for name in self._model_index}
+        waiting = Counter(request.name for request in self._open.values() if request.is_waiting)
+        return {name: waiting[name] for name in self._asked}
 
     def gpulets(self) -> list[dict[str, Any]]:
         """Return what every gpu-let reported when it connected, and whether it is up."""
         return self._fleet.descriptions()
+
+
+def _removed(model: str) -> Refused:
+    return Refused(Outcome.FAILED, f"'{model}' was removed from the plan")
+
+
+def _alone_ms(system: System) -> list[float]:
+    """Return what a batch of one takes on the fastest gpu-let, by model; 0 for models that none hosts."""
+    fastest: dict[int, float] = {}
+    for hosts in system.distinct_hosts():
+        for program, host in hosts.items():
+            fastest[program] = min(fastest.get(program, INF), host.planned_ms()[1])
+    return [fastest.get(program, 0.0) for program in system.program_of]

@@ -6,7 +6,6 @@ Its gateways' connections are to it what HTTP connections are to a gateway: one 
 from __future__ import annotations
 
 import asyncio
-import functools
 import logging
 import os
 import secrets
@@ -14,14 +13,20 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from tenuto.deployments.dispatch.correction import NetworkMeter
+import orjson
+
 from tenuto.deployments.dispatch.dispatcher import Dispatcher
+from tenuto.deployments.dispatch.in_flight import Request
 from tenuto.deployments.serve.finders import find_gpulet
-from tenuto.deployments.serve.settings import ServingSettings
-from tenuto.deployments.wire.answers import Answer
-from tenuto.deployments.wire.bundles import AnswerRow, Bundler, RequestRow, pack_answers, unpack_requests
-from tenuto.deployments.wire.link import Finder
-from tenuto.deployments.wire.transport import FrameProtocol, listen
+from tenuto.deployments.serve.niceness import run_at_normal_priority
+from tenuto.deployments.serve.own_loop import OwnLoop, elsewhere, spare_the_collector
+from tenuto.deployments.serve.user_config import Serving, read_dispatcher_config
+from tenuto.deployments.wire.answers import Answer, Executed, Refused
+from tenuto.deployments.wire.arena import MappedArenas, machine_id
+from tenuto.deployments.wire.bundles import AnsweredRequest, Bundler, pack_answers, read_parts
+from tenuto.deployments.wire.frames import Address, FrameProtocol, listen
+from tenuto.deployments.wire.link import Endpoint, Finder
+from tenuto.deployments.wire.messages import AskReport, DispatcherState, Hello, Message, Report, RequestRow, Requests
 from tenuto.outcome import Outcome
 
 __all__ = ["BundleServer", "DispatcherReplica", "build"]
@@ -29,118 +34,165 @@ __all__ = ["BundleServer", "DispatcherReplica", "build"]
 logger = logging.getLogger("ray.serve")
 
 _DRAIN_S = 8.0
+_LEFT = "its client went away"
+
+
+class _Asked:
+    """A request of a gateway. It stands for the gateway's shared memory as a `Slot` does for our own: a gateway whose
+    client went away is answered once no gpu-let reads that memory any more."""
+
+    __slots__ = ("_gateway", "_holders", "_number", "_received_ms", "request")
+
+    def __init__(self, gateway: _Gateway, number: int, received_ms: float) -> None:
+        self._gateway = gateway
+        self._number = number
+        self._holders = 1
+        self._received_ms = received_ms
+        self.request: Request | None = None
+
+    def executed(self, request: Request, executed: Executed, row: int) -> None:
+        """Send the answer with the next bundle."""
+        self._send(Answer.of_row(request.arrived_ms, executed, row))
+
+    def refused(self, request: Request, refused: Refused) -> None:
+        """Send the refusal with the next bundle."""
+        self._send(Answer.of_refusal(time.monotonic() * 1000.0 - request.arrived_ms, refused))
+
+    def fail(self, reason: str) -> None:
+        """Say that the request could not even be asked for."""
+        self._send(Answer(Outcome.FAILED, reason=reason))
+
+    def _send(self, answer: Answer) -> None:
+        if self._gateway.asked.pop(self._number, None) is not None:
+            size = sum([tensor.data.nbytes for tensor in answer.outputs])
+            lasted_ms = time.monotonic() * 1000.0 - self._received_ms
+            self._gateway.outbox.add(AnsweredRequest(self._number, lasted_ms, answer), size)
+
+    def hold(self) -> None:
+        """A batch has it."""
+        self._holders += 1
+
+    def release(self) -> None:
+        """A batch let go, or its client went away."""
+        self._holders -= 1
+        if not self._holders and self._gateway.asked.pop(self._number, None) is not None:
+            self._gateway.outbox.add(AnsweredRequest(self._number, 0.0, Answer(Outcome.FAILED, reason=_LEFT)))
 
 
 class _Gateway:
     """One connection: what it asked for and was not answered, and what waits to be sent to it."""
 
-    def __init__(self, protocol: FrameProtocol) -> None:
+    def __init__(self, protocol: FrameProtocol, hello: Hello) -> None:
         self.protocol = protocol
-        self.asked: dict[int, asyncio.Future[Answer]] = {}
-        self.outbox: Bundler[AnswerRow] = Bundler(self._send)
+        self.shares_memory = hello.machine == machine_id()
+        self.asked: dict[int, _Asked] = {}
+        self.outbox: Bundler[AnsweredRequest] = Bundler(self._send)
 
-    def _send(self, rows: list[AnswerRow]) -> None:
+    def _send(self, rows: list[AnsweredRequest]) -> None:
         self.protocol.send(*pack_answers(rows))
-
-    def close(self) -> None:
-        self.outbox.drop()
-        for future in list(self.asked.values()):
-            future.cancel()
-        self.asked.clear()
 
 
 class BundleServer:
-    """Serves one dispatcher to gateways over sockets. `dispatcher` is set before `start`."""
+    """Serves one dispatcher to gateways over sockets, on the event loop of the dispatcher."""
 
     def __init__(self, dispatcher: Dispatcher) -> None:
         self.dispatcher = dispatcher
         self.token = secrets.token_hex(16)
+        self._arenas = MappedArenas()
         self._gateways: dict[int, _Gateway] = {}
-        self._servers: list[asyncio.Server] = []
+        self._servers: dict[str, asyncio.Server] = {}
+        self._addresses: dict[str, Address] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._is_announced = False
-        self._addresses: dict[str, tuple[str, int]] = {}
 
-    async def describe(self, node_id: str) -> dict[str, Any]:
-        """Return how to reach this dispatcher from a node, and its state; another node gets a cluster address."""
-        import ray
+    async def listen(self, host: str = "") -> Endpoint:
+        """Listen, and return where: for this machine alone without a host, else on a free port of that address."""
+        if host not in self._servers:
+            address: Address = (host, 0) if host else f"\0tenuto-{os.getpid()}-{id(self):x}"
+            server = await listen(address, self._accept)
+            self._servers[host] = server
+            self._addresses[host] = (host, server.sockets[0].getsockname()[1]) if host else address
+        return Endpoint(self._addresses[host], self.token)
 
-        is_near = not node_id or node_id == ray.get_runtime_context().get_node_id()
-        host = "127.0.0.1" if is_near else ray.util.get_node_ip_address()
-        if host not in self._addresses:
-            self._addresses[host] = await self.start(host)
-        return {"address": list(self._addresses[host]), "token": self.token, **self.state()}
+    def _accept(self) -> FrameProtocol:
+        return FrameProtocol(self._on_message, self._on_lost, expect_token=self.token, on_hello=self._on_hello)
 
-    async def start(self, host: str = "127.0.0.1") -> tuple[str, int]:
-        """Listen on a free port of an address, and return both."""
-        server = await listen((host, 0), self.token, self._on_frame, self._on_lost, self._on_connect)
-        self._servers.append(server)
-        return host, int(server.sockets[0].getsockname()[1])
-
-    def _on_connect(self, protocol: FrameProtocol) -> None:
-        self._gateways[id(protocol)] = _Gateway(protocol)
-        protocol.send({"description": self.state()})
+    def _on_hello(self, protocol: FrameProtocol, hello: Hello) -> None:
+        self._gateways[id(protocol)] = _Gateway(protocol, hello)
+        protocol.send(self.state())
 
     def _on_lost(self, protocol: FrameProtocol, _error: BaseException | None) -> None:
         """The gateway is gone, and its clients with it: their places are freed."""
         gateway = self._gateways.pop(id(protocol), None)
-        if gateway is not None:
-            if gateway.asked:
-                logger.warning("a gateway is gone with %d requests under way; they are cancelled", len(gateway.asked))
-            gateway.close()
+        if gateway is None:
+            return
+        if gateway.asked:
+            logger.warning("a gateway is gone with %d requests under way; they are cancelled", len(gateway.asked))
+        gateway.outbox.drop()
+        asked, gateway.asked = gateway.asked, {}
+        for one in asked.values():
+            if one.request is not None:
+                self.dispatcher.cancel(one.request)
 
-    def _on_frame(self, protocol: FrameProtocol, header: dict[str, Any], body: memoryview) -> None:
+    def _on_message(self, protocol: FrameProtocol, message: Message, body: memoryview) -> None:
         gateway = self._gateways[id(protocol)]
-        if "report" in header:
-            task = asyncio.create_task(self._report(protocol, header), name="report")
+        if isinstance(message, Requests):
+            self._take(gateway, message, body)
+        elif isinstance(message, AskReport):
+            task = asyncio.create_task(self._report(protocol, message), name="report")
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
-            return
-        received_at = time.monotonic()
-        reserve_ms = float(header["reserve_ms"])
-        for row in unpack_requests(header, body):
-            if row.parts is not None:
-                self._submit(gateway, row, reserve_ms, received_at)
-            elif (future := gateway.asked.pop(row.number, None)) is not None:
-                future.cancel()
+        else:
+            logger.warning("a gateway sent a %s, which nobody asked for", type(message).__name__)
 
-    def _submit(self, gateway: _Gateway, row: RequestRow, reserve_ms: float, received_at: float) -> None:
-        assert row.parts is not None
-        try:
-            future = self.dispatcher.submit(row.model, row.parts, row.allowed_ms, row.client_id, reserve_ms)
-        except KeyError:
-            reason = f"'{row.model}' was removed from the plan"
-            gateway.outbox.add(AnswerRow(row.number, 0.0, Answer(Outcome.FAILED, reason=reason)))
-            return
-        gateway.asked[row.number] = future
-        future.add_done_callback(functools.partial(self._answer, gateway, row.number, received_at))
+    def _take(self, gateway: _Gateway, bundle: Requests, body: memoryview) -> None:
+        now_ms = time.monotonic() * 1000.0
+        # Clocks of two machines begin at different times; what the bundle was on its way is then not counted.
+        ahead_ms = 0.0 if gateway.shares_memory else now_ms - bundle.sent_at_ms
+        for row in bundle.rows:
+            asked = gateway.asked[row.number] = _Asked(gateway, row.number, now_ms)
+            try:
+                parts, body = read_parts(row.places, bundle.arenas, body, self._arenas)
+                request = self._admit(asked, row, ahead_ms)
+            except (OSError, ValueError, KeyError) as error:
+                why = f"'{row.model}' was removed from the plan" if isinstance(error, KeyError) else str(error)
+                asked.fail(why)
+                continue
+            if row.number in gateway.asked:
+                asked.request = request
+                # Whoever holds `asked` holds the gateway's memory, as a slot of our own is held.
+                self.dispatcher.start(request, parts, asked if bundle.arenas else None)
+        for number in bundle.left:
+            left = gateway.asked.get(number)
+            if left is not None and left.request is not None:
+                self.dispatcher.cancel(left.request)
+                left.release()
 
-    def _answer(self, gateway: _Gateway, number: int, received_at: float, future: asyncio.Future[Answer]) -> None:
-        if future.cancelled() or gateway.asked.pop(number, None) is None:
-            return
-        answer = future.result()
-        size = sum(tensor.data.nbytes for tensor in answer.outputs)
-        gateway.outbox.add(AnswerRow(number, (time.monotonic() - received_at) * 1000.0, answer), size)
+    def _admit(self, asked: _Asked, row: RequestRow, ahead_ms: float) -> Request:
+        return self.dispatcher.admit(
+            row.model, asked, arrived_ms=row.arrived_at_ms + ahead_ms,
+            slo_ms=row.deadline_at_ms - row.arrived_at_ms, client_id=row.client_id, reserve_ms=row.reserve_ms,
+        )  # fmt: skip
 
-    async def _report(self, protocol: FrameProtocol, header: Mapping[str, Any]) -> None:
-        data = await self.dispatcher.report(header["what"], **header["arguments"])
-        if header["what"] == "status":
+    async def _report(self, protocol: FrameProtocol, asked: AskReport) -> None:
+        data = await self.dispatcher.report(asked.what, id=asked.id, limit=asked.limit)
+        if asked.what == "status":
             data.pop("plan", None)  # the gateway has the whole one
-        protocol.send({"report": header["report"], "data": data})
+        protocol.send(Report(asked.number, orjson.dumps(data)))
 
-    def state(self) -> dict[str, Any]:
-        """Return what gateways answer for without asking: readiness, signatures, gpu-lets."""
+    def state(self) -> DispatcherState:
+        """Return what gateways answer for without asking."""
         dispatcher = self.dispatcher
         names = [spec.name for spec in dispatcher.plan.models] if dispatcher.plan is not None else []
         found = ((name, dispatcher.signature(name)) for name in names)
-        return {
-            "pid": os.getpid(),
-            "device": "dispatcher",
-            "ready": dispatcher.is_ready(),
-            "ready_models": [name for name in names if dispatcher.is_ready(name)],
-            "signatures": {name: signature for name, signature in found if signature is not None},
-            "gpulets": dispatcher.gpulets(),
-        }
+        return DispatcherState(
+            pid=os.getpid(),
+            machine=machine_id(),
+            ready=dispatcher.is_ready(),
+            ready_models=[name for name in names if dispatcher.is_ready(name)],
+            signatures={name: signature for name, signature in found if signature is not None},
+            gpulets=dispatcher.gpulets(),
+        )
 
     def announce(self) -> None:
         """Tell every gateway the state soon, once for all changes of this turn of the loop."""
@@ -152,17 +204,16 @@ class BundleServer:
         self._is_announced = False
         state = self.state()
         for gateway in self._gateways.values():
-            gateway.protocol.send({"description": state})
+            gateway.protocol.send(state)
 
     async def close(self, drain_s: float = _DRAIN_S) -> None:
         """Take no new gateways, let what is under way end within `drain_s`, answer the rest as failed, disconnect."""
-        for server in self._servers:
+        for server in self._servers.values():
             server.close()
         until = time.monotonic() + drain_s
         while any(gateway.asked for gateway in self._gateways.values()) and time.monotonic() < until:
             await asyncio.sleep(0.02)
         await self.dispatcher.close()
-        await asyncio.sleep(0)  # futures call back on the loop's next turn
         for gateway in list(self._gateways.values()):
             gateway.outbox.flush()
             gateway.protocol.close()
@@ -172,43 +223,59 @@ class DispatcherReplica:
     """The Serve deployment around a `BundleServer`. `reconfigure` gives it the plan of its sub-cluster."""
 
     def __init__(self) -> None:
+        run_at_normal_priority()
+        self._loop = OwnLoop("dispatcher")
         self._server: BundleServer | None = None
 
     async def reconfigure(self, user_config: Mapping[str, Any]) -> None:
-        """Follow a new plan without a restart."""
-        settings = ServingSettings.from_user_config(user_config)
+        """Follow a new plan without a restart.
+
+        Raises:
+            InvalidInputError: unknown keys or unusable values; nothing was changed.
+        """
+        serving = read_dispatcher_config(user_config)
+        rays = asyncio.get_running_loop()
+        await self._loop.run(self._follow(serving, rays))
+        spare_the_collector()
+
+    async def _follow(self, serving: Serving, rays: asyncio.AbstractEventLoop) -> None:
         if self._server is None:
+
+            def find(gpulet_id: str) -> Finder:
+                return elsewhere(find_gpulet(gpulet_id), rays)
+
             dispatcher = Dispatcher(
-                settings.build_scheduler,
-                self._finder,
-                max_queued=settings.max_queued,
-                network=NetworkMeter(settings.response_ms),
+                serving.build_scheduler, find, max_queued=serving.config.max_queued,
                 on_change=self._on_change,
-            )
+            )  # fmt: skip
             self._server = BundleServer(dispatcher)
         else:
-            self._server.dispatcher.configure(
-                settings.build_scheduler, max_queued=settings.max_queued, response_ms=settings.response_ms
-            )
-        self._server.dispatcher.apply(settings.plan)
-
-    def _finder(self, gpulet_id: str) -> Finder:
-        return find_gpulet(gpulet_id)
+            self._server.dispatcher.configure(serving.build_scheduler, max_queued=serving.config.max_queued)
+        self._server.dispatcher.apply(serving.plan)
 
     def _on_change(self) -> None:
         if self._server is not None:
             self._server.announce()
 
-    async def describe(self, node_id: str = "") -> dict[str, Any]:
-        """Return how to reach this dispatcher from a node, and its state."""
+    async def endpoint(self, node_id: str = "") -> Endpoint:
+        """Return where this dispatcher listens for a node; another node gets an address of the cluster's network."""
+        import ray
+
         if self._server is None:
             raise RuntimeError("no plan is applied yet")
-        return await self._server.describe(node_id)
+        is_near = not node_id or node_id == ray.get_runtime_context().get_node_id()
+        return await self._loop.run(self._server.listen("" if is_near else ray.util.get_node_ip_address()))
+
+    async def check_health(self) -> None:
+        """Raise when no requests can be scheduled here any more; Serve then replaces this process."""
+        if not self._loop.is_alive:
+            raise RuntimeError("the dispatcher's event loop has ended")
 
     async def __del__(self) -> None:
         """Let what is under way end, then disconnect; Serve calls this at the end."""
         if self._server is not None:
-            await self._server.close()
+            await self._loop.run(self._server.close())
+        await self._loop.close()
 
 
 def build(args: dict[str, Any]) -> Any:

@@ -25,8 +25,11 @@ _QUANTILE = 0.95
 class _Sent:
     batch: Batch
     start_ms: float  # as the core expects it
-    execution_ms: float
     is_released: bool = False
+
+    @property
+    def execution_ms(self) -> float:
+        return self.batch.finish_ms - self.batch.start_ms
 
 
 class EarlyRelease:
@@ -38,8 +41,8 @@ class EarlyRelease:
     lead after its dispatch, that is not before the end of this one: what it promises to that batch's deadlines holds.
     """
 
-    def __init__(self, now_ms: Callable[[], float], free: Callable[[Batch], None]) -> None:
-        """Take the time, and what tells the core that a batch is done."""
+    def __init__(self, now_ms: Callable[[], float], free: Callable[[int, Batch], None]) -> None:
+        """Take the time, and what tells the core that a batch of a gpu-let is done."""
         self._now_ms = now_ms
         self._free = free
         self._scheduler: Scheduler | None = None
@@ -70,25 +73,25 @@ class EarlyRelease:
 
         Nobody knows which batch comes next when a core is told early, and one that sends ahead by itself guesses its
         size too small when it is overloaded: with a delay per request it served 26 % less then
-        (tests/deployments/test_streaming_dispatch.py, executions 0.9 to 1.3 times as long as planned).
+        (tests/deployments/dispatch/test_streaming_dispatch.py, executions 0.9 to 1.3 times as long as planned).
         """
         if self._scheduler is None:
             return delay
         self._lead_ms = delay.ctrl_ms + (delay.data_ms_per_request * self._largest or self._planned_copies_ms)
         return NetworkDelay(ctrl_ms=self._lead_ms, response_ms=delay.response_ms)
 
-    def sent(self, batch: Batch, start_ms: float, finish_ms: float) -> None:
-        """Take note of a batch and of when the core expects it to start and to end."""
+    def sent(self, gpulet: int, batch: Batch) -> None:
+        """Take note of a batch."""
         scheduler = self._scheduler
         if scheduler is None or scheduler.sends_ahead or scheduler.preempts:
             return
-        self._sent.setdefault(batch.gpulet, deque()).append(_Sent(batch, start_ms, finish_ms - start_ms))
-        self._arm(batch.gpulet)
+        self._sent.setdefault(gpulet, deque()).append(_Sent(batch, batch.start_ms))
+        self._arm(gpulet)
 
-    def answered(self, batch: Batch, execution_ms: float | None) -> bool:
+    def answered(self, gpulet: int, batch: Batch, execution_ms: float | None) -> bool:
         """Forget an answered batch, learning from its execution time if it has one; True when the core was told before
         that it is done."""
-        waiting = self._sent.get(batch.gpulet, deque())
+        waiting = self._sent.get(gpulet, deque())
         found = next((sent for sent in waiting if sent.batch is batch), None)
         if found is None:
             return False
@@ -97,7 +100,7 @@ class EarlyRelease:
             self._overruns.append(max(0.0, execution_ms - found.execution_ms))
         if waiting:  # it begins now, or when the core expected it
             waiting[0].start_ms = max(waiting[0].start_ms, self._now_ms())
-        self._arm(batch.gpulet)
+        self._arm(gpulet)
         return found.is_released
 
     def lost(self, gpulet: int) -> None:
@@ -133,4 +136,4 @@ class EarlyRelease:
         only = self._sent[gpulet][0]
         only.is_released = True
         self.released += 1
-        self._free(only.batch)
+        self._free(gpulet, only.batch)

@@ -7,102 +7,156 @@ before their connection closes. It decides nothing about batches.
 from __future__ import annotations
 
 import asyncio
-from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 from tenuto.deployments.dispatch.in_flight import Batch
-from tenuto.deployments.entry.served import ServedModel
-from tenuto.deployments.wire.link import Finder, GpuletLink, Link, LinkEvents
+from tenuto.deployments.wire.link import Finder, Link, LinkEvents, PeerLink
+from tenuto.deployments.wire.messages import AbortBatch, GpuletState
 from tenuto.placement import Plan
+from tenuto.placement.program import Program
+from tenuto.profiles.networks.catalogue import ModelSignature
 
-__all__ = ["Fleet", "LinkFactory"]
+__all__ = ["AttachedGpulet", "Fleet", "GpuletLink", "LinkFactory", "gpulet_link"]
 
-# Makes the link to a gpu-let from its index in the plan, its id, what finds it and who is told.
-LinkFactory = Callable[[int, str, Finder, LinkEvents], Link]
+GpuletLink = Link[GpuletState]
+# Makes the link to a gpu-let from its id, what finds it and who is told.
+LinkFactory = Callable[[str, Finder, LinkEvents[GpuletState]], GpuletLink]
 
 _LAST_ANSWERS_S = 30.0
+_FIRST_REST_S = 0.1
+_LONGEST_REST_S = 5.0
 
 
-@dataclass(slots=True)
-class _Slot:
-    """One gpu-let of the plan. `running` holds the sequence numbers of its unanswered batches, oldest first."""
+def gpulet_link(gpulet_id: str, find: Finder, events: LinkEvents[GpuletState]) -> GpuletLink:
+    """Return the link over sockets."""
+    return PeerLink(GpuletState, gpulet_id, find, events)
 
-    link: Link
-    running: deque[int] = field(default_factory=deque)
-    is_away: bool = True  # the core must not use it: absent, loading, or busy with a batch of an older plan
+
+@dataclass(slots=True, eq=False)
+class AttachedGpulet:
+    """One gpu-let. `running`: its unanswered batches by number, oldest first; `aborted`: those whose answer is ignored.
+
+    `index` is its place in the present plan, None once it was removed.
+    """
+
+    id: str
+    link: GpuletLink
+    index: int | None = None
+    programs: tuple[Program, ...] = ()
+    running: dict[int, Batch] = field(default_factory=dict)
+    aborted: dict[int, Batch] = field(default_factory=dict)
+    is_used: bool = False  # the core may use it
+    is_closing: bool = False  # it said that it runs no more batches
+    is_resting: bool = False  # it failed a batch a moment ago
+    failures: int = 0  # one after the other
+
+    @property
+    def can_be_used(self) -> bool:
+        """Whether it is connected, willing, idle, and holds what the plan says."""
+        state = self.link.state
+        if state is None or not self.link.is_up or self.is_closing or self.is_resting or self.running:
+            return False
+        return all(state.programs.get(program.name, 0) >= program.batch_size for program in self.programs)
+
+    def lose(self) -> list[Batch]:
+        """It is gone: return and forget what ran there."""
+        lost = list(self.running.values())
+        for batch in (*lost, *self.aborted.values()):
+            batch.let_go()
+        self.running.clear()
+        self.aborted.clear()
+        self.is_used = False
+        self.is_closing = False
+        return lost
+
+    def rest_s(self) -> float:
+        """Return how long it is left alone after one more failure: longer each time, so that one that fails at once
+        draws no traffic."""
+        self.failures += 1
+        return min(_LONGEST_REST_S, _FIRST_REST_S * 2.0 ** (self.failures - 1))
 
 
 class Fleet:
-    """Invariant: a batch is in `_batches` from its dispatch until it is answered, aborted or lost."""
+    """Invariant: a batch is in `running` of its gpu-let from its dispatch until it is answered, aborted or lost."""
 
     def __init__(
-        self, find_gpulet: Callable[[str], Finder], events: LinkEvents, make_link: LinkFactory = GpuletLink
+        self,
+        find_gpulet: Callable[[str], Finder],
+        events: LinkEvents[GpuletState],
+        make_link: LinkFactory = gpulet_link,
     ) -> None:
         self._find_gpulet = find_gpulet
         self._events = events
         self._make_link = make_link
-        self._slots: list[_Slot] = []
-        self._batches: dict[int, Batch] = {}
+        self._gpulets: list[AttachedGpulet] = []
+        self._by_link: dict[int, AttachedGpulet] = {}
         self._plan: Plan | None = None
         self._closing: set[asyncio.Task[None]] = set()
-        self._served: dict[str, ServedModel] = {}
+
+    def __getitem__(self, index: int) -> AttachedGpulet:
+        """Return the gpu-let of this index in the present plan."""
+        return self._gpulets[index]
+
+    def __iter__(self) -> Iterator[AttachedGpulet]:
+        """Return the gpu-lets of the present plan in its order."""
+        return iter(self._gpulets)
+
+    def behind(self, link: GpuletLink) -> AttachedGpulet:
+        """Return the gpu-let at the far end of a link."""
+        return self._by_link[id(link)]
 
     # --- plan changes -------------------------------------------------------------------------------------------
 
     def adopt(self, plan: Plan) -> None:
-        """Follow a plan: every gpu-let is away until `offer` says otherwise; links of unchanged ids stay."""
-        old = {slot.link.gpulet_id: slot for slot in self._slots}
+        """Follow a plan: no gpu-let is used until `offer` says so; links of unchanged ids stay."""
+        old = {gpulet.id: gpulet for gpulet in self._gpulets}
         self._plan = plan
-        self._served.clear()  # a source may have changed
-        self._slots = []
-        for index, gpulet in enumerate(plan.gpulets):
-            slot = old.pop(gpulet.id, None)
-            if slot is None:
-                slot = _Slot(self._make_link(index, gpulet.id, self._find_gpulet(gpulet.id), self._events))
-                slot.link.start()
-            slot.link.index = index
-            slot.is_away = True
-            self._slots.append(slot)
-            for sequence in slot.running:
-                self._batches[sequence].gpulet = index
-        for slot in old.values():
-            self._retire(slot)
+        self._gpulets = []
+        for index, planned in enumerate(plan.gpulets):
+            gpulet = old.pop(planned.id, None)
+            if gpulet is None:
+                link = self._make_link(planned.id, self._find_gpulet(planned.id), self._events)
+                gpulet = AttachedGpulet(planned.id, link)
+                self._by_link[id(link)] = gpulet
+                link.start()
+            gpulet.index, gpulet.programs = index, planned.programs
+            gpulet.is_used = False
+            self._gpulets.append(gpulet)
+        for gpulet in old.values():
+            self._retire(gpulet)
 
-    def _retire(self, slot: _Slot) -> None:
+    def _retire(self, gpulet: AttachedGpulet) -> None:
         """Let a removed gpu-let answer what it runs, then close its connection."""
 
         async def close_when_idle() -> None:
             limit = asyncio.get_running_loop().time() + _LAST_ANSWERS_S
-            while any(sequence in self._batches for sequence in slot.running):
-                if asyncio.get_running_loop().time() > limit:
-                    break
+            while gpulet.running and asyncio.get_running_loop().time() < limit:
                 await asyncio.sleep(0.02)
-            await slot.link.stop()
+            await gpulet.link.stop()
+            gpulet.lose()
+            self._by_link.pop(id(gpulet.link), None)
 
-        slot.link.index = -1
-        for sequence in slot.running:
-            self._batches[sequence].gpulet = -1
-        task = asyncio.create_task(close_when_idle(), name=f"close {slot.link.gpulet_id}")
+        gpulet.index = None
+        gpulet.is_used = False
+        task = asyncio.create_task(close_when_idle(), name=f"close {gpulet.id}")
         self._closing.add(task)
         task.add_done_callback(self._closing.discard)
 
     async def close(self) -> None:
         """Disconnect from every gpu-let."""
-        await asyncio.gather(*(slot.link.stop() for slot in self._slots), *self._closing)
+        await asyncio.gather(*(gpulet.link.stop() for gpulet in self._gpulets), *self._closing)
+        for gpulet in self._gpulets:
+            gpulet.lose()
 
     # --- who may be used ----------------------------------------------------------------------------------------
 
-    def offer(self, index: int) -> bool:
-        """Return whether a gpu-let has just become usable: connected, holding what the plan says, and idle."""
-        slot = self._slots[index]
-        if self._plan is None or not slot.is_away or not slot.link.is_up or slot.running:
+    def offer(self, gpulet: AttachedGpulet) -> bool:
+        """Return whether a gpu-let has just become usable."""
+        if gpulet.index is None or gpulet.is_used or not gpulet.can_be_used:
             return False
-        held = slot.link.description.get("models", {})
-        if any(held.get(program.name, 0) < program.batch_size for program in self._plan.gpulets[index].programs):
-            return False
-        slot.is_away = False
+        gpulet.is_used = True
         return True
 
     def is_ready(self, model: str | None = None) -> bool:
@@ -110,71 +164,48 @@ class Fleet:
         if self._plan is None:
             return False
         if model is None:
-            return not any(slot.is_away for slot in self._slots)
-        hosts = {gpulet.id for gpulet in self._plan.hosts_of(model)}
-        return any(slot.link.gpulet_id in hosts and not slot.is_away for slot in self._slots)
+            return all(gpulet.is_used for gpulet in self._gpulets)
+        return any(
+            gpulet.is_used and any(model in program.models for program in gpulet.programs) for gpulet in self._gpulets
+        )
 
-    def served(self, model: str) -> ServedModel | None:
-        """Return a model's signature as reported by the first gpu-let of it that ever connected; None before."""
-        found = self._served.get(model)
-        if found is None:
-            raw = self.signature(model)
-            if raw is not None:
-                found = self._served[model] = ServedModel.from_data(raw)
-        return found
-
-    def signature(self, model: str) -> dict[str, Any] | None:
-        """Return the plain data of a model's signature; None before one of its gpu-lets ever connected."""
-        for slot in self._slots:
-            raw: dict[str, Any] | None = slot.link.description.get("signatures", {}).get(model)
-            if raw is not None:
-                return raw
+    def signature(self, model: str) -> ModelSignature | None:
+        """Return a model's signature as reported by the first of its gpu-lets that ever connected; None before."""
+        for gpulet in self._gpulets:
+            state = gpulet.link.state
+            if state is not None and model in state.signatures:
+                return state.signatures[model]
         return None
 
-    def described(self) -> None:
-        """A gpu-let said anew what it holds."""
-        self._served.clear()
-
     def descriptions(self) -> list[dict[str, Any]]:
-        """Return what every gpu-let reported when it connected, and whether it is up."""
-        return [
-            {"id": slot.link.gpulet_id, "up": slot.link.is_up, **_public(slot.link.description)} for slot in self._slots
-        ]
+        """Return what every gpu-let said it is and holds, for the status, and whether it is up."""
+        found = []
+        for gpulet in self._gpulets:
+            state = gpulet.link.state
+            found.append(
+                {"id": gpulet.id, "up": gpulet.link.is_up, **({} if state is None else state.to_status())}
+            )
+        return found
 
     # --- what runs ----------------------------------------------------------------------------------------------
 
-    def add(self, batch: Batch) -> Link:
-        """Note a dispatched batch and return the link it goes over."""
-        self._batches[batch.sequence] = batch
-        slot = self._slots[batch.gpulet]
-        slot.running.append(batch.sequence)
-        return slot.link
-
-    def take(self, index: int, sequence: int) -> Batch | None:
-        """Return an answered batch and forget it; None for one that was aborted. `index` < 0: of a removed gpu-let."""
-        batch = self._batches.pop(sequence, None)
-        if batch is not None and index >= 0:
-            self._slots[index].running.remove(sequence)
+    def take(self, gpulet: AttachedGpulet, number: int) -> Batch | None:
+        """Return an answered batch and forget it; None for one that was aborted or is not known."""
+        aborted = gpulet.aborted.pop(number, None)
+        if aborted is not None:
+            aborted.let_go()
+        batch = gpulet.running.pop(number, None)
+        if batch is not None:
+            batch.let_go()
         return batch
 
     def abort(self, index: int) -> Batch | None:
-        """Forget the oldest batch of a gpu-let and tell it so; None when it runs none."""
-        slot = self._slots[index]
-        if not slot.running:
+        """Give up the oldest batch of a gpu-let and tell it so; None when it runs none."""
+        gpulet = self._gpulets[index]
+        if not gpulet.running:
             return None
-        batch = self._batches.pop(slot.running.popleft())
-        batch.aborted = True
-        slot.link.send({"abort": batch.sequence}, ())
+        batch = gpulet.running.pop(next(iter(gpulet.running)))
+        batch.is_aborted = True
+        gpulet.aborted[batch.number] = batch
+        gpulet.link.send(AbortBatch(batch.number))
         return batch
-
-    def lose(self, index: int) -> list[Batch]:
-        """A gpu-let is gone: return and forget what ran there."""
-        slot = self._slots[index]
-        lost = [self._batches.pop(sequence) for sequence in slot.running if sequence in self._batches]
-        slot.running.clear()
-        slot.is_away = True
-        return lost
-
-
-def _public(description: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in description.items() if key not in ("token", "address")}

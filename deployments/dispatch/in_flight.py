@@ -2,53 +2,99 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Protocol
 
-from tenuto.deployments.wire.answers import Answer
+from tenuto.deployments.wire.answers import Executed, Refused
+from tenuto.deployments.wire.arena import Held
+from tenuto.deployments.wire.tensors import InputPart
 
-__all__ = ["Batch", "Request"]
+__all__ = ["Asker", "Batch", "Request"]
 
 
-@dataclass(slots=True)
+class Asker(Protocol):
+    """Whoever asks. One of the two is called, once, unless the request is cancelled before."""
+
+    def executed(self, request: Request, executed: Executed, row: int) -> None:
+        """The request ran, as this row of that model's part of a batch."""
+
+    def refused(self, request: Request, refused: Refused) -> None:
+        """The request did not run, or failed."""
+
+
 class Request:
-    """A request between arrival and answer.
+    """A request between its admission and its end. Times are ms on the dispatcher's clock.
 
-    `parts` holds one buffer per input of the model, in signature order; `client_id` is what its client calls it.
+    `model` is its index in the present plan. `parts` holds one tensor per input of the model, in signature order, from
+    `Dispatcher.start` on; `memory` what they lie in, if others read it too. `client_id` is what its client calls it;
+    `reserve_ms` is kept of its deadline for the way back. `batch`: the one that it is in.
     """
 
-    id: int
-    name: str
-    model: int  # index in the present plan
-    deadline_ms: float
-    received_ms: float
-    parts: Sequence[bytes | memoryview]
-    future: asyncio.Future[Answer]
-    client_id: str = ""
-    reserve_ms: float = 0.0  # kept for the way back through another process
-    dispatched_ms: float = 0.0
-    retried: bool = False
+    __slots__ = (
+        "arrived_ms", "asker", "batch", "client_id", "deadline_ms", "id", "memory", "model", "name", "parts",
+        "reserve_ms", "was_retried",
+    )  # fmt: skip
 
-
-@dataclass(slots=True)
-class Batch:
-    """A batch from its dispatch until its answer; `aborted` ones were preempted and their answer is ignored.
-
-    `members` are the models of a merged program's batch with their rows, in the order of the requests; else empty.
-    """
-
-    sequence: int
-    name: str  # of its program
-    program: int
-    gpulet: int
-    requests: list[Request]
-    dispatched_ms: float  # as the core dates it
-    sent_ms: float  # on the clock, which is a little earlier where the core was woken early
-    aborted: bool = False
-    members: Sequence[tuple[str, int]] = ()
+    def __init__(
+        self, id: int, name: str, model: int, arrived_ms: float, deadline_ms: float, reserve_ms: float, client_id: str,
+        asker: Asker,
+    ) -> None:  # fmt: skip
+        self.id = id
+        self.name = name
+        self.model = model
+        self.arrived_ms = arrived_ms
+        self.deadline_ms = deadline_ms
+        self.reserve_ms = reserve_ms
+        self.client_id = client_id
+        self.asker = asker
+        self.parts: Sequence[InputPart] = ()
+        self.memory: Held | None = None
+        self.batch: Batch | None = None
+        self.was_retried = False
 
     @property
-    def rows(self) -> Sequence[tuple[str, int]]:
-        """The models in it, with the number of their requests."""
-        return self.members or ((self.name, len(self.requests)),)
+    def is_waiting(self) -> bool:
+        """Whether it is in no batch."""
+        return self.batch is None
+
+
+@dataclass(slots=True, eq=False)
+class Batch:
+    """A batch from its dispatch until its answer. Moments are ms; those of the plan as the core dates them.
+
+    `members` are the models in it with their rows, in the order of the requests. `sent_ms` is on the clock, which is a
+    little earlier than `dispatched_ms` where the core was woken early. `generation` is that of the plan.
+    """
+
+    number: int
+    program: int
+    name: str
+    members: list[tuple[str, int]]
+    requests: list[Request]
+    generation: int
+    dispatched_ms: float
+    sent_ms: float
+    start_ms: float
+    finish_ms: float
+    is_aborted: bool = False
+    _held: list[Held] = field(default_factory=list)
+
+    @property
+    def size(self) -> int:
+        """Rows of all members."""
+        return len(self.requests)
+
+    def take(self) -> None:
+        """Mark the requests as dispatched in this batch, and keep their memory for as long as a gpu-let may read it."""
+        for request in self.requests:
+            request.batch = self
+            if request.memory is not None:
+                request.memory.hold()
+                self._held.append(request.memory)
+
+    def let_go(self) -> None:
+        """No gpu-let reads the requests' memory any more."""
+        for memory in self._held:
+            memory.release()
+        self._held.clear()

@@ -11,30 +11,18 @@ import time
 from collections import deque
 from collections.abc import Callable
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import Any
 
-from tenuto.deployments.wire.answers import Answer
-from tenuto.outcome import Outcome
+from tenuto.deployments.dispatch.in_flight import Request
+from tenuto.deployments.wire.answers import Executed, Refused
 
 __all__ = ["RequestLog"]
 
 _KEPT = 4096
-
-
-class _Ended(NamedTuple):
-    """Plain values only, so that neither inputs nor outputs are kept."""
-
-    ended_at_s: float
-    id: str
-    model: str
-    outcome: str
-    gpulet: str
-    batch_size: int
-    batching_ms: float
-    start_ms: float
-    execution_ms: float
-    lasted_ms: float
-    reason: str
+# When it ended (wall clock, s), id, model, arrival and end (ms), whether in time, and what became of it. Neither the
+# request nor its inputs or outputs are kept: of an execution only its times.
+_Ended = tuple[float, str, str, float, float, bool, "_Times | Refused"]
+_Times = tuple[str, int, float, float, float]  # gpu-let, batch size, sent, started, execution
 
 
 class RequestLog:
@@ -44,43 +32,56 @@ class RequestLog:
         self._wall_clock = wall_clock
         self._ended: deque[_Ended] = deque(maxlen=_KEPT)
 
-    def add(self, client_id: str, model: str, answer: Answer, lasted_ms: float, *, in_time: bool) -> None:
-        """Take a request that ended now, `lasted_ms` after its receipt."""
-        outcome = "late" if answer.outcome is Outcome.OK and not in_time else answer.outcome.word
+    def add_executed(self, requests: list[Request], executed: Executed, ended_ms: float) -> None:
+        """Take the requests of a batch that are answered now."""
+        times = (
+            executed.gpulet, executed.batch_size, executed.sent_ms, executed.started_ms, executed.execution_ms
+        )  # fmt: skip
+        now_s = self._wall_clock()
+        self._ended.extend(
+            [
+                (now_s, r.client_id, r.name, r.arrived_ms, ended_ms, ended_ms <= r.deadline_ms, times)
+                for r in requests
+            ]
+        )
+
+    def add_refused(self, request: Request, refused: Refused, ended_ms: float) -> None:
+        """Take a request that is refused now."""
         self._ended.append(
-            _Ended(
-                self._wall_clock(),
-                client_id,
-                model,
-                outcome,
-                answer.gpulet,
-                answer.batch_size,
-                answer.batching_ms,
-                answer.start_ms,
-                answer.execution_ms,
-                lasted_ms,
-                answer.reason,
-            )
+            (self._wall_clock(), request.client_id, request.name, request.arrived_ms, ended_ms, False, refused)
         )
 
     def to_data(self, request_id: str | None = None, limit: int = 100) -> list[dict[str, Any]]:
         """Return the newest records first; with an id, those of that id (a request of several samples has several)."""
-        matching = (e for e in reversed(self._ended) if request_id is None or e.id == request_id)
+        matching = (ended for ended in reversed(self._ended) if request_id is None or ended[1] == request_id)
         return [_record(ended) for ended in islice(matching, max(0, limit))]
 
 
 def _record(ended: _Ended) -> dict[str, Any]:
-    started = not math.isnan(ended.start_ms)
+    ended_at_s, request_id, model, arrived_ms, ended_ms, in_time, what = ended
+    lasted_ms = ended_ms - arrived_ms
+    record: dict[str, Any] = {
+        "id": request_id,
+        "model": model,
+        "outcome": what.outcome.word if isinstance(what, Refused) else "ok" if in_time else "late",
+        "gpulet": None,
+        "batch_size": 0,
+        "received_at_s": ended_at_s - lasted_ms / 1000.0,
+        "dispatched_ms": None,
+        "start_ms": None,
+        "end_ms": None,
+        "answered_ms": lasted_ms,
+        "reason": None,
+    }
+    if isinstance(what, Refused):
+        return {**record, "gpulet": what.gpulet or None, "reason": what.reason or None}
+    gpulet, batch_size, sent_ms, started_ms, execution_ms = what
+    start_ms = None if math.isnan(started_ms) else started_ms - arrived_ms
     return {
-        "id": ended.id,
-        "model": ended.model,
-        "outcome": ended.outcome,
-        "gpulet": ended.gpulet or None,
-        "batch_size": ended.batch_size,
-        "received_at_s": ended.ended_at_s - ended.lasted_ms / 1000.0,
-        "dispatched_ms": ended.batching_ms if ended.batch_size else None,
-        "start_ms": ended.start_ms if started else None,
-        "end_ms": ended.start_ms + ended.execution_ms if started else None,
-        "answered_ms": ended.lasted_ms,
-        "reason": ended.reason or None,
+        **record,
+        "gpulet": gpulet,
+        "batch_size": batch_size,
+        "dispatched_ms": sent_ms - arrived_ms,
+        "start_ms": start_ms,
+        "end_ms": None if start_ms is None else start_ms + execution_ms,
     }

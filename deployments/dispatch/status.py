@@ -20,6 +20,7 @@ def dispatcher_status(
     gpulets: Sequence[Mapping[str, Any]],
     delay: NetworkDelay,
     advice: Mapping[str, Any] | None,
+    scheduler: Mapping[str, Any],
 ) -> dict[str, Any]:
     """Return the plan, the gpu-lets as they are, counts and measured against planned latencies."""
     if plan is None:
@@ -42,4 +43,5 @@ def dispatcher_status(
             "response_ms": delay.response_ms,
         },
         "autoscale": advice,
+        "scheduler": scheduler,
     }

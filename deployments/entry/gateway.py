@@ -1,320 +1,315 @@
-"""The HTTP entry: Open Inference Protocol v2, `/predict`, health and documentation, with the dispatcher in the same
-process, or fed in bundles where several gateways share it.
+"""The gateway: the Serve deployment that takes requests, with the dispatcher in the same process, or fed in bundles
+where several gateways share it.
 
-The infer path is plain ASGI in front of FastAPI: routing, validation and response models would cost more than the
-rest of a request. FastAPI serves everything else and describes all of it at `/docs`.
+Serve deploys, configures, health-checks and restarts it. Requests come to a socket of its own, on an event loop of its
+own (`tenuto.deployments.serve.own_loop`), past Serve's proxies; those lead to the same answers, more slowly.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import itertools
 import logging
-import math
-import secrets
 import time
 from collections.abc import Mapping
 from typing import Any
-from urllib.parse import quote, unquote
 
-from fastapi import FastAPI
-
-from tenuto import __version__
-from tenuto.deployments.dispatch.correction import NetworkMeter
 from tenuto.deployments.dispatch.dispatcher import Dispatcher
 from tenuto.deployments.dispatch.dispatcher_process import BundleServer
-from tenuto.deployments.entry.front import Front
-from tenuto.deployments.entry.http import (
-    HttpError,
+from tenuto.deployments.entry.asgi import (
+    App,
+    AsgiExchange,
     Receive,
     Scope,
     Send,
-    header,
-    read_body,
-    send_error,
-    send_json,
+    answer_with,
+    read_request,
     send_response,
 )
-from tenuto.deployments.entry.oip import BadRequestError, check_outputs, encode_response, parse_infer, parse_slo
+from tenuto.deployments.entry.connection import HttpServer, Limits
+from tenuto.deployments.entry.dispatching import Dispatching
+from tenuto.deployments.entry.http import Exchange, Head, HttpError
 from tenuto.deployments.entry.remote import RemoteDispatchers
-from tenuto.deployments.entry.routes import add_routes
-from tenuto.deployments.entry.served import ServedModel
+from tenuto.deployments.entry.routes import make_app
+from tenuto.deployments.entry.service import InferenceService
 from tenuto.deployments.serve.finders import find_dispatcher, find_gpulet
-from tenuto.deployments.serve.settings import ServingSettings
-from tenuto.deployments.wire.answers import Answer
-from tenuto.errors import InvalidInputError
-from tenuto.outcome import Outcome
+from tenuto.deployments.serve.niceness import run_at_normal_priority
+from tenuto.deployments.serve.own_loop import OwnLoop, elsewhere, spare_the_collector
+from tenuto.deployments.serve.user_config import GatewayConfig, Serving, read_gateway_config
+from tenuto.deployments.wire.arena import Arena
+from tenuto.deployments.wire.link import Endpoint, Finder
+from tenuto.errors import EnvironmentFaultError
 
-__all__ = ["Gateway", "build"]
+__all__ = ["Entry", "Gateway", "build"]
 
 logger = logging.getLogger("ray.serve")
 
-_PRINTABLE = "".join(chr(code) for code in range(33, 127) if code != ord("%"))
+_DRAIN_S = 8.0
+_TAKEN_S = 10.0  # how long a gateway waits for a port that another still has
+
+
+class Entry:
+    """All of a gateway that lives on its own loop: sockets, service, dispatcher. Without Ray around it in tests."""
+
+    def __init__(self, find_gpulet: Any = find_gpulet, find_dispatcher: Any = find_dispatcher) -> None:
+        """Prepare without a plan; must be called on the loop.
+
+        Args:
+            find_gpulet: returns what finds a gpu-let by its id.
+            find_dispatcher: likewise for the dispatcher of a sub-cluster.
+        """
+        self._find_gpulet = find_gpulet
+        self._find_dispatcher = find_dispatcher
+        self._dispatching: Dispatching | None = None
+        self.bundles: BundleServer | None = None  # for Python handles, where this gateway schedules by itself
+        self.sub_clusters: dict[str, tuple[str, ...]] = {}
+        self._arena: Arena | None = None
+        self.service: InferenceService | None = None
+        self._server: HttpServer | None = None
+        self._app: App | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._ticker: asyncio.TimerHandle | None = None
+        self._look: asyncio.Handle | None = None
+
+    # --- the plan -----------------------------------------------------------------------------------------------
+
+    async def follow(self, serving: Serving, config: GatewayConfig) -> None:
+        """Follow a new plan and new settings without a restart; opens the socket with the first.
+
+        Raises:
+            EnvironmentFaultError: somebody else has the port.
+        """
+        service, server = self._ready_to_serve(config)
+        service.margin.configure(config.attainment, config.response_ms)
+        service.max_body_bytes = server.limits.body_bytes = config.max_body_mib << 20
+        server.limits.connections = config.max_connections
+        self.sub_clusters = dict(config.sub_clusters)
+        old = self._dispatching
+        if config.sub_clusters:
+            if not isinstance(old, RemoteDispatchers):
+                self._dispatching = RemoteDispatchers(self._find_dispatcher, on_change=self._changed)
+                self.bundles = None
+            assert isinstance(self._dispatching, RemoteDispatchers)
+            await self._dispatching.apply(serving.plan, config.sub_clusters)
+        else:
+            if isinstance(old, Dispatcher):
+                old.configure(serving.build_scheduler, max_queued=config.max_queued)
+            else:
+                self._dispatching = Dispatcher(
+                    serving.build_scheduler, self._find_gpulet, max_queued=config.max_queued, on_change=self._changed
+                )
+                self.bundles = BundleServer(self._dispatching)
+            assert isinstance(self._dispatching, Dispatcher)
+            self._dispatching.apply(serving.plan)
+        self._look_again()
+        if old is not None and old is not self._dispatching:
+            await old.close()
+        await self._listen(server, config)
+
+    def _ready_to_serve(self, config: GatewayConfig) -> tuple[InferenceService, HttpServer]:
+        if self.service is None or self._server is None:
+            limits = Limits(
+                body_bytes=config.max_body_mib << 20,
+                unfinished_bytes=config.max_unfinished_mib << 20,
+                connections=config.max_connections,
+            )
+            self._arena = Arena(limits.unfinished_bytes)
+            self.service = InferenceService(self._arena, self._cold)
+            self._server = HttpServer(self.service, self._arena, limits)
+            self._app = make_app(self.service)
+            self._tick()
+        return self.service, self._server
+
+    def _changed(self) -> None:
+        """The plan, a gpu-let or what one holds has changed: look once for all changes of this turn of the loop."""
+        if self._look is None:
+            self._look = asyncio.get_running_loop().call_soon(self._look_again)
+
+    def _look_again(self) -> None:
+        self._look = None
+        if self._dispatching is not None and self.service is not None:
+            self.service.follow(self._dispatching)
+        if self.bundles is not None:
+            self.bundles.announce()
+
+    async def _listen(self, server: HttpServer, config: GatewayConfig) -> None:
+        wanted = config.listen
+        for host, port in server.addresses:
+            if wanted is None or (host, port) != (wanted.host, wanted.port):
+                await server.stop_listening(host, port)
+        if wanted is None:
+            return
+        until = time.monotonic() + _TAKEN_S
+        while True:
+            try:
+                await server.listen(wanted.host, wanted.port, is_shared=bool(config.sub_clusters))
+                return
+            except OSError as error:
+                if time.monotonic() > until:
+                    raise EnvironmentFaultError(
+                        f"{wanted.host}:{wanted.port} cannot be listened on ({error.strerror}). Choose another port "
+                        "with --port, or move Serve's own HTTP port away."
+                    ) from error
+                await asyncio.sleep(0.5)
+
+    def _tick(self) -> None:
+        if self.service is not None:
+            self.service.margin.tick()
+        self._ticker = asyncio.get_running_loop().call_later(1.0, self._tick)
+
+    # --- requests that do not carry load ------------------------------------------------------------------------
+
+    def _cold(self, exchange: Exchange) -> None:
+        """Let FastAPI answer."""
+        task = asyncio.create_task(self._answer(exchange), name="cold request")
+        exchange.on_left = lambda: _cancel(task)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _answer(self, exchange: Exchange) -> None:
+        assert self._app is not None
+        try:
+            await answer_with(self._app, exchange, ("tenuto", 0))
+        except Exception as error:
+            logger.exception("a request to %r failed", exchange.head.url)
+            failed = HttpError(500, f"internal error: {type(error).__name__}: {error}")
+            exchange.respond(failed.status, failed.lines(), [failed.payload()])
+
+    async def respond(self, head: Head, body: bytes, arrived_ms: float) -> tuple[int, bytes, bytes]:
+        """Answer a request that came through Serve's proxies: status, raw header lines, payload."""
+        if self.service is None:
+            error = HttpError(503, "no plan is applied yet. Wait a moment and retry.", retry_after_s=1)
+            return error.status, error.lines(), error.payload()
+        exchange = AsgiExchange(head, body, arrived_ms)
+        self.service.handle(exchange)
+        return await exchange.response()
+
+    def max_body_bytes(self) -> int:
+        """The limit of a body."""
+        return self.service.max_body_bytes if self.service is not None else 64 << 20
+
+    def described(self) -> dict[str, Any] | None:
+        """Return the plan and the models of every sub-cluster for `TenutoHandle`; None before the first plan."""
+        plan = self._dispatching.plan if self._dispatching is not None else None
+        return None if plan is None else {"plan": plan.to_data(), "sub_clusters": self.sub_clusters}
+
+    async def endpoint(self, host: str) -> Endpoint:
+        """Return where Python handles reach this gateway's own dispatcher."""
+        if self.bundles is None:
+            raise RuntimeError("this gateway has no dispatcher of its own; connect again")
+        return await self.bundles.listen(host)
+
+    async def close(self) -> None:
+        """Answer what is under way, fail what waits, disconnect."""
+        if self._ticker is not None:
+            self._ticker.cancel()
+        if self._server is not None:
+            await self._server.drain(_DRAIN_S)
+        if self.bundles is not None:
+            await self.bundles.close(0.0)
+        elif self._dispatching is not None:
+            await self._dispatching.close()
+        await asyncio.sleep(0)  # the last answers leave
+        if self._server is not None:
+            self._server.close()
+        if self.service is not None:
+            self.service.close()
+        if self._arena is not None:
+            self._arena.close()
+
+
+def _cancel(task: asyncio.Task[None]) -> None:
+    task.cancel()
 
 
 class Gateway:
     """The Serve deployment. `reconfigure` gives it a plan; without one every model is unknown and nothing is ready."""
 
-    def __init__(self, _options: Mapping[str, Any] | None = None) -> None:
-        self._front: Front | None = None
-        self._bundles: BundleServer | None = None  # for Python handles, where this gateway schedules by itself
-        self._sub_clusters: dict[str, list[str]] = {}
-        self._max_body_bytes = 64 << 20
-        self._app: FastAPI | None = None
-        self._id_prefix = secrets.token_hex(4)
-        self._request_numbers = itertools.count()
+    def __init__(self) -> None:
+        run_at_normal_priority()
+        self._loop = OwnLoop("gateway")
+        self._entry: Entry | None = None
 
     # --- Serve's side -------------------------------------------------------------------------------------------
 
-    def __serve_build_asgi_app__(self) -> FastAPI:
-        """Return the ASGI application; Serve calls this once after the constructor."""
-        self._app = make_app(self)
-        return self._app
+    def __serve_build_asgi_app__(self) -> App:
+        """Return what answers requests that come through Serve's proxies; Serve calls this after the constructor."""
+
+        async def app(scope: Scope, receive: Receive, send: Send) -> None:  # uvicorn takes a method for ASGI 2
+            await self._through_serve(scope, receive, send)
+
+        return app
 
     async def reconfigure(self, user_config: Mapping[str, Any]) -> None:
-        """Follow a new plan without a restart."""
-        settings = ServingSettings.from_user_config(user_config)
-        self._max_body_bytes = settings.max_body_bytes
-        self._sub_clusters = {name: list(models) for name, models in settings.sub_clusters.items()}
-        if settings.sub_clusters:
-            await self._follow_remotely(settings)
-        else:
-            await self._follow_alone(settings)
+        """Follow a new plan without a restart.
 
-    async def _follow_alone(self, settings: ServingSettings) -> None:
-        """Schedule in this process."""
-        if not isinstance(self._front, Dispatcher):
-            old, self._front = (
-                self._front,
-                Dispatcher(
-                    settings.build_scheduler,
-                    find_gpulet,
-                    max_queued=settings.max_queued,
-                    network=NetworkMeter(settings.response_ms),
-                    on_change=self._on_change,
-                ),
-            )
-            self._bundles = BundleServer(self._front)
-            if old is not None:
-                await old.close()
-        else:
-            self._front.configure(
-                settings.build_scheduler, max_queued=settings.max_queued, response_ms=settings.response_ms
-            )
-        self._front.apply(settings.plan)
+        Raises:
+            InvalidInputError: unknown keys or unusable values; nothing was changed.
+            EnvironmentFaultError: somebody else has the port.
+        """
+        serving, config = read_gateway_config(user_config)
+        await self._loop.run(self._follow(serving, config, asyncio.get_running_loop()))
+        spare_the_collector()
 
-    async def _follow_remotely(self, settings: ServingSettings) -> None:
-        """Feed the dispatchers of the sub-clusters."""
-        if not isinstance(self._front, RemoteDispatchers):
-            old, self._front = self._front, RemoteDispatchers(find_dispatcher)
-            self._bundles = None
-            if old is not None:
-                await old.close()
-        await self._front.apply(settings.plan, settings.sub_clusters)
+    async def _follow(self, serving: Serving, config: GatewayConfig, rays: asyncio.AbstractEventLoop) -> None:
+        if self._entry is None:
 
-    def _on_change(self) -> None:
-        if self._bundles is not None:
-            self._bundles.announce()
+            def gpulet(gpulet_id: str) -> Finder:
+                return elsewhere(find_gpulet(gpulet_id), rays)
+
+            def dispatcher(sub_cluster: str) -> Finder:
+                return elsewhere(find_dispatcher(sub_cluster), rays)
+
+            self._entry = Entry(gpulet, dispatcher)
+        await self._entry.follow(serving, config)
+
+    async def check_health(self) -> None:
+        """Raise when no requests can be answered here any more; Serve then replaces this process."""
+        if not self._loop.is_alive:
+            raise EnvironmentFaultError("the gateway's event loop has ended")
+        async with asyncio.timeout(10.0):
+            await self._loop.run(asyncio.sleep(0))
 
     async def entry(self) -> dict[str, Any] | None:
-        """Return the plan and the models of every sub-cluster for `TenutoHandle`; none where this gateway schedules."""
-        plan = self._front.plan if self._front is not None else None
-        return None if plan is None else {"plan": plan.to_data(), "sub_clusters": self._sub_clusters}
+        """Return the plan and the models of every sub-cluster for `TenutoHandle`; None before the first plan."""
+        return None if self._entry is None else self._entry.described()
 
-    async def describe(self, node_id: str = "") -> dict[str, Any]:
-        """Return how a Python handle on a node reaches this gateway's own dispatcher."""
-        if self._bundles is None:
-            raise HttpError(503, "this gateway has no dispatcher of its own. Connect again.", retry_after_s=1)
-        return await self._bundles.describe(node_id)
+    async def endpoint(self, node_id: str = "") -> Endpoint:
+        """Return where a Python handle on a node reaches this gateway's own dispatcher."""
+        import ray
+
+        if self._entry is None:
+            raise RuntimeError("no plan is applied yet")
+        is_near = not node_id or node_id == ray.get_runtime_context().get_node_id()
+        return await self._loop.run(self._entry.endpoint("" if is_near else ray.util.get_node_ip_address()))
 
     async def __del__(self) -> None:
         """Answer what waits and disconnect; Serve calls this after draining."""
-        if self._front is not None:
-            await self._front.close()
+        if self._entry is not None:
+            await self._loop.run(self._entry.close())
+        await self._loop.close()
 
-    @property
-    def front(self) -> Front:
-        """The scheduling side; raises `HttpError` 503 before the first plan."""
-        if self._front is None:
-            raise HttpError(503, "no plan is applied yet. Wait a moment and retry.", retry_after_s=1)
-        return self._front
-
-    def served(self, name: str) -> ServedModel:
-        """Return a model that can be asked now.
-
-        Raises:
-            HttpError: 404 for a model the plan does not know, 503 for one that is unserved or whose gpu-lets are
-                starting.
-        """
-        front = self.front
-        plan = front.plan
-        names = [spec.name for spec in plan.models] if plan is not None else []
-        if plan is None or name not in names:
-            raise HttpError(404, f"unknown model '{name}'. Models here: {', '.join(names) or '(none)'}.")
-        model = front.served(name)
-        if model is not None and front.is_ready(name):
-            return model
-        if name in plan.unserved:
-            why = plan.unserved_reasons.get(name, "no reason given")
-            raise HttpError(
-                503, f"the plan leaves '{name}' unserved: {why}. Plan again with more GPUs or another policy."
-            )
-        raise HttpError(503, f"no gpu-let of '{name}' is ready. Retry in a few seconds.", retry_after_s=2)
-
-    # --- the infer path -----------------------------------------------------------------------------------------
-
-    async def infer(self, name: str, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer POST /v2/models/{name}/infer."""
-        model = self.served(name)
-        body = await read_body(scope, receive, self._max_body_bytes)
-        length = header(scope, b"inference-header-content-length")
-        if length is not None and not length.isdigit():
-            raise HttpError(
-                400, f"Inference-Header-Content-Length is {length.decode('latin-1')!r}. Give a number of bytes."
-            )
+    async def _through_serve(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """The ASGI application."""
+        if scope["type"] == "lifespan":
+            for phase in ("startup", "shutdown"):
+                await receive()
+                await send({"type": f"lifespan.{phase}.complete"})
+            return
+        entry = self._entry
         try:
-            request = parse_infer(body, None if length is None else int(length), model.inputs)
-            check_outputs(request.outputs, model.outputs)
-            slo_ms = self._slo(scope, request.slo_ms)
-        except BadRequestError as error:
-            raise HttpError(400, str(error)) from None
-        request_id = self._request_id(scope, request.id)
-        answers = await self._submit(name, request.parts, slo_ms, request_id)
-        self._raise_unless_ok(answers, request_id)
-        parameters, headers = _split(answers, request_id)
-        answered_at = time.monotonic()
-        payload, json_length = encode_response(name, request, [a.outputs for a in answers], parameters, model.labels)
-        if json_length is None:
-            headers.append((b"content-type", b"application/json"))
-        else:
-            headers.append((b"content-type", b"application/octet-stream"))
-            headers.append((b"inference-header-content-length", b"%d" % json_length))
-        await send_response(send, 200, payload, headers)
-        self.front.record_answer((time.monotonic() - answered_at) * 1000.0)
-
-    async def predict(self, name: str, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer POST /predict/{name} with a raw image or text body."""
-        model = self.served(name)
-        body = await read_body(scope, receive, self._max_body_bytes)
-        try:
-            slo_ms = self._slo(scope, None)
-            # Decoding and resizing is real work: off the loop, where it would delay every timer.
-            parts = await asyncio.get_running_loop().run_in_executor(None, model.preprocess, body)
-        except (BadRequestError, InvalidInputError) as error:
-            raise HttpError(400, str(error)) from None
-        request_id = self._request_id(scope, "")
-        answers = await self._submit(name, [parts], slo_ms, request_id)
-        self._raise_unless_ok(answers, request_id)
-        parameters, headers = _split(answers, request_id)
-        document = {"model_name": name, "predictions": model.postprocess(answers[0].outputs), "parameters": parameters}
-        await send_json(send, 200, document, headers)
-
-    async def _submit(self, name: str, parts: list[Any], slo_ms: float | None, request_id: str) -> list[Answer]:
-        """Wait for every sample; a client that goes away cancels this coroutine, which frees their places."""
-        submit = self.front.submit
-        if len(parts) == 1:
-            return [await submit(name, parts[0], slo_ms, request_id)]
-        futures = [submit(name, sample, slo_ms, request_id) for sample in parts]
-        try:
-            return await asyncio.gather(*futures)
-        except asyncio.CancelledError:
-            for future in futures:
-                future.cancel()
-            raise
-
-    @staticmethod
-    def _slo(scope: Scope, from_body: float | None) -> float | None:
-        raw = header(scope, b"x-slo-ms")
-        return from_body if raw is None else parse_slo(raw.decode("latin-1"), "header X-SLO-Ms")
-
-    def _request_id(self, scope: Scope, from_body: str) -> str:
-        """Return the client's id of a request: the protocol's `id`, else header X-Request-Id, else one made here.
-
-        It goes into headers and logs, so that what is not printable ASCII is percent-encoded, and 128 characters kept.
-        """
-        raw = from_body or (header(scope, b"x-request-id") or b"").decode("latin-1")
-        if not raw:
-            return f"{self._id_prefix}-{next(self._request_numbers)}"
-        return raw[:128] if raw.isascii() and raw.isprintable() else quote(raw, safe=_PRINTABLE)[:128]
-
-    @staticmethod
-    def _raise_unless_ok(answers: list[Answer], request_id: str) -> None:
-        for answer in answers:
-            if answer.outcome is not Outcome.OK:
-                _, headers = _split([answer], request_id)
-                raise HttpError(
-                    answer.outcome.http_status,
-                    answer.reason,
-                    retry_after_s=answer.retry_after_s,
-                    headers=headers,
-                    details={"outcome": answer.outcome.word},
-                )
-
-
-def _split(answers: list[Answer], request_id: str) -> tuple[dict[str, Any], list[tuple[bytes, bytes]]]:
-    """Return the times of a request as response parameters and as headers; of several samples, those of the slowest."""
-    answer = max(answers, key=lambda a: a.queue_ms + a.execution_ms) if len(answers) > 1 else answers[0]
-    parameters = {
-        "queue_ms": round(answer.queue_ms, 3),
-        "batching_ms": round(answer.batching_ms, 3),
-        "execution_ms": round(answer.execution_ms, 3),
-        "batch_size": answer.batch_size,
-        "gpulet": answer.gpulet,
-        "emulated": answer.emulated,
-    }
-    headers = [
-        (b"x-tenuto-queue-ms", b"%.3f" % answer.queue_ms),
-        (b"x-tenuto-batching-ms", b"%.3f" % answer.batching_ms),
-        (b"x-tenuto-execution-ms", b"%.3f" % answer.execution_ms),
-        (b"x-tenuto-batch-size", b"%d" % answer.batch_size),
-        (b"x-tenuto-gpulet", answer.gpulet.encode()),
-        (b"x-tenuto-request-id", request_id.encode()),
-    ]
-    if not math.isnan(answer.start_ms):
-        headers.append((b"x-tenuto-start-ms", b"%.3f" % answer.start_ms))
-    return parameters, headers
-
-
-def make_app(gateway: Gateway) -> FastAPI:
-    """Return the application: the two hot paths as plain ASGI, the rest as FastAPI routes."""
-
-    class App(FastAPI):
-        async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-            if scope["type"] == "http" and scope["method"] == "POST":
-                target = _hot_path(scope["path"][len(scope.get("root_path", "")) :])
-                if target is not None:
-                    action, name = target
-                    try:
-                        await (gateway.infer if action == "infer" else gateway.predict)(name, scope, receive, send)
-                    except HttpError as error:
-                        with contextlib.suppress(ConnectionError):
-                            await send_error(send, error)
-                    except Exception as error:
-                        logger.exception("a request for '%s' failed", name)
-                        await send_error(send, HttpError(500, f"internal error: {type(error).__name__}: {error}"))
-                    return
-            await super().__call__(scope, receive, send)
-
-    app = App(title="Tenuto", version=__version__, description="Multi-model inference with latency SLOs.")
-    add_routes(app, gateway)
-    return app
-
-
-def _hot_path(path: str) -> tuple[str, str] | None:
-    """Return (infer|predict, model) for the two paths that carry load."""
-    parts = path.split("/")
-    if len(parts) == 5 and parts[1] == "v2" and parts[2] == "models" and parts[4] == "infer":
-        return "infer", unquote(parts[3])
-    if len(parts) == 7 and parts[1] == "v2" and parts[4] == "versions" and parts[6] == "infer":
-        return "infer", unquote(parts[3])
-    if len(parts) == 3 and parts[1] == "predict":
-        return "predict", unquote(parts[2])
-    return None
+            if entry is None:
+                raise HttpError(503, "no plan is applied yet. Wait a moment and retry.", retry_after_s=1)
+            arrived_ms = time.monotonic() * 1000.0
+            head, body = await read_request(scope, receive, entry.max_body_bytes())
+            response = await self._loop.run(entry.respond(head, body, arrived_ms))
+        except HttpError as error:
+            response = (error.status, error.lines(), error.payload())
+        await send_response(send, *response)
 
 
 def build(args: dict[str, Any]) -> Any:
     """Return the entry's Serve application; named as `import_path` in the generated Serve config."""
     from ray import serve
 
-    return serve.deployment(name="gateway")(serve.ingress()(Gateway)).bind(args)
+    del args
+    return serve.deployment(name="gateway")(serve.ingress()(Gateway)).bind()

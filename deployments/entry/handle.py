@@ -7,23 +7,30 @@ asked once where its dispatchers listen, and requests go there over sockets in b
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
+from tenuto.deployments.entry.dispatching import ask
+from tenuto.deployments.entry.margin import Margin
 from tenuto.deployments.entry.remote import RemoteDispatchers
-from tenuto.deployments.entry.served import ServedModel
+from tenuto.deployments.entry.served_model import ServedModel
 from tenuto.deployments.serve.config import ENTRY_APPLICATION
 from tenuto.deployments.serve.finders import find_dispatcher, find_gateway
 from tenuto.deployments.wire.answers import Answer
+from tenuto.deployments.wire.arena import Arena, Slot
 from tenuto.deployments.wire.link import Finder
+from tenuto.deployments.wire.tensors import Buffer, InputPart
 from tenuto.errors import EnvironmentFaultError, InvalidInputError, Problem, UnavailableError
 from tenuto.outcome import Outcome
 from tenuto.placement import Plan
 
 __all__ = ["RequestFailedError", "TenutoHandle"]
 
+_SLOT_BYTES = 1 << 14
+_ARENA_BYTES = 1 << 28
 ALONE = "gateway"  # the only sub-cluster where the gateway itself schedules
 
 
@@ -43,9 +50,12 @@ class RequestFailedError(UnavailableError):
 class TenutoHandle:
     """A connection to what is being served. Use it on one event loop; `close` it, or use it as a context manager."""
 
-    def __init__(self, front: RemoteDispatchers) -> None:
+    def __init__(self, dispatchers: RemoteDispatchers) -> None:
         """Take connected dispatchers; `connect` is the usual way."""
-        self._front = front
+        self._dispatchers = dispatchers
+        self._margin = Margin()
+        self._arena: Arena | None = None  # made for the first large input
+        self._models: dict[str, ServedModel] = {}
 
     @classmethod
     async def connect(cls, *, wait_s: float = 20.0) -> TenutoHandle:
@@ -75,9 +85,9 @@ class TenutoHandle:
         def find(name: str) -> Finder:
             return find_dispatcher(name) if sub_clusters else find_gateway()
 
-        front = RemoteDispatchers(find)
-        await front.apply(plan, sub_clusters or {ALONE: [spec.name for spec in plan.models]}, wait_s=wait_s)
-        return cls(front)
+        dispatchers = RemoteDispatchers(find)
+        await dispatchers.apply(plan, sub_clusters or {ALONE: [spec.name for spec in plan.models]}, wait_s=wait_s)
+        return cls(dispatchers)
 
     async def __aenter__(self) -> TenutoHandle:
         return self
@@ -88,8 +98,9 @@ class TenutoHandle:
     @property
     def models(self) -> tuple[str, ...]:
         """The plan's models that can be asked now."""
-        plan = self._front.plan
-        return tuple(spec.name for spec in plan.models if self._front.is_ready(spec.name)) if plan is not None else ()
+        plan = self._dispatchers.plan
+        names = (spec.name for spec in plan.models) if plan is not None else ()
+        return tuple(name for name in names if self._dispatchers.is_ready(name))
 
     def served(self, model: str) -> ServedModel:
         """Return a model's inputs and outputs.
@@ -98,7 +109,7 @@ class TenutoHandle:
             InvalidInputError: the plan does not know the model.
             UnavailableError: none of its gpu-lets is ready.
         """
-        plan = self._front.plan
+        plan = self._dispatchers.plan
         names = [spec.name for spec in plan.models] if plan is not None else []
         if model not in names:
             known = ", ".join(names) or "(none)"
@@ -106,10 +117,13 @@ class TenutoHandle:
                 Problem("model", model, f"is not in the plan that was served at the connection ({known})",
                         "Ask for one of them, or connect again after the plan has changed.")
             )  # fmt: skip
-        found = self._front.served(model) if self._front.is_ready(model) else None
-        if found is None:
+        signature = self._dispatchers.signature(model)
+        if signature is None or not self._dispatchers.is_ready(model):
             raise UnavailableError(f"no gpu-let of '{model}' is ready. Retry in a few seconds.")
-        return found
+        served = self._models.get(model)
+        if served is None or served.signature != signature:
+            served = self._models[model] = ServedModel.of(signature)
+        return served
 
     async def infer(
         self, model: str, inputs: Mapping[str, Any], *, slo_ms: float | None = None, request_id: str = ""
@@ -133,17 +147,61 @@ class TenutoHandle:
         return {t.name: np.frombuffer(t.data, dtype=t.dtype).reshape(t.shape) for t in answer.outputs}
 
     def submit(
-        self, model: str, parts: Sequence[bytes | memoryview], slo_ms: float | None = None, request_id: str = ""
+        self, model: str, parts: Sequence[Buffer], slo_ms: float | None = None, request_id: str = ""
     ) -> asyncio.Future[Answer]:
         """Send one request with raw little-endian buffers, one per input, and return the future of its answer.
 
         Cancelling the future frees its place. Raises KeyError for an unknown model.
         """
-        return self._front.submit(model, parts, slo_ms, request_id)
+        spec_slo_ms = self._slo_ms(model) if slo_ms is None else slo_ms
+        reserve_ms = self._margin.reserve_ms(spec_slo_ms, 0.0)
+        placed, slot = self._placed(parts)
+        future = ask(
+            self._dispatchers, model, placed, memory=slot, slo_ms=slo_ms, client_id=request_id, reserve_ms=reserve_ms
+        )
+        if slot is not None:
+            future.add_done_callback(lambda _done: slot.release())
+        due_ms = time.monotonic() * 1000.0 + spec_slo_ms
+
+        def learn(done: asyncio.Future[Answer]) -> None:
+            if not done.cancelled() and done.result().outcome is Outcome.OK:
+                allowance_ms = self._margin.allowance_ms(spec_slo_ms)
+                late_ms = time.monotonic() * 1000.0 - due_ms + allowance_ms
+                if late_ms <= 0.0:
+                    self._margin.in_time()
+                else:
+                    self._margin.late(late_ms, reserve_ms - allowance_ms)
+
+        future.add_done_callback(learn)
+        return future
+
+    def _slo_ms(self, model: str) -> float:
+        plan = self._dispatchers.plan
+        return plan.model(model).slo_ms if plan is not None else 0.0
+
+    def _placed(self, parts: Sequence[Buffer]) -> tuple[list[InputPart], Slot | None]:
+        """Put large inputs where gpu-lets of this machine can read them: one copy instead of four."""
+        views = [memoryview(part).cast("B") for part in parts]
+        size = sum(len(view) for view in views)
+        if size < _SLOT_BYTES:
+            return [InputPart(view) for view in views], None
+        if self._arena is None:
+            self._arena = Arena(_ARENA_BYTES)
+        slot = self._arena.take(size)
+        if slot is None:
+            return [InputPart(view) for view in views], None
+        placed, at = [], 0
+        for view in views:
+            slot.data[at : at + len(view)] = view
+            placed.append(InputPart(slot.data[at : at + len(view)], "", slot.arena, slot.offset + at))
+            at += len(view)
+        return placed, slot
 
     async def close(self) -> None:
         """Disconnect; what is under way fails."""
-        await self._front.close()
+        await self._dispatchers.close()
+        if self._arena is not None:
+            self._arena.close()
 
 
 def _parts(served: ServedModel, inputs: Mapping[str, Any]) -> list[memoryview]:

@@ -1,23 +1,31 @@
-"""Reading requests and writing responses over plain ASGI: bodies with a limit, errors with a reason and a cure."""
+"""What HTTP requests and responses are inside the gateway, whichever way they come in: our own socket
+(`tenuto.deployments.entry.connection`) or Serve's proxies (`tenuto.deployments.entry.asgi`)."""
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Awaitable, Callable, MutableMapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from http import HTTPStatus
+from typing import Any, Protocol
 
 import orjson
 
-__all__ = ["HttpError", "Receive", "Scope", "Send", "header", "read_body", "send_error", "send_json", "send_response"]
+from tenuto.deployments.wire.arena import Slot
+from tenuto.deployments.wire.tensors import Buffer
 
-Scope = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
-Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
-Headers = list[tuple[bytes, bytes]]
+__all__ = ["JSON", "Exchange", "Head", "HttpError", "inflated", "retry_after", "status_line", "too_large"]
+
+JSON = b"content-type: application/json\r\n"
+_STATUS_LINES = {status.value: b"HTTP/1.1 %d %s\r\n" % (status, status.phrase.encode()) for status in HTTPStatus}
+
+
+def status_line(status: int) -> bytes:
+    """Return the first line of a response."""
+    return _STATUS_LINES[status]
 
 
 class HttpError(Exception):
-    """A request that ends in an error status; the message says what to do."""
+    """A request that ends in an error status; the message says what to do. `headers` are raw lines."""
 
     def __init__(
         self,
@@ -25,96 +33,91 @@ class HttpError(Exception):
         message: str,
         *,
         retry_after_s: float | None = None,
-        headers: Headers | None = None,
-        details: dict[str, Any] | None = None,
+        headers: bytes = b"",
+        details: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__(status, message)
         self.status = status
         self.message = message
         self.retry_after_s = retry_after_s
-        self.headers = headers or []
+        self.headers = headers
         self.details = details or {}
 
+    def lines(self) -> bytes:
+        """Return the headers of its response as raw lines."""
+        return self.headers + JSON + retry_after(self.retry_after_s)
 
-def header(scope: Scope, name: bytes) -> bytes | None:
-    """Return a request header by lower-case name, or None."""
-    for key, value in scope["headers"]:
-        if key == name:
-            return bytes(value)
-    return None
+    def payload(self) -> bytes:
+        """Return `{"error": …}`."""
+        return orjson.dumps({"error": self.message, **self.details})
 
 
-async def read_body(scope: Scope, receive: Receive, limit_bytes: int) -> bytes:
-    """Return the whole body.
+def retry_after(seconds: float | None) -> bytes:
+    """Return the header that says when to try again, in whole seconds; nothing where waiting does not help."""
+    return b"" if seconds is None else b"retry-after: %d\r\n" % max(1, round(seconds))
+
+
+class Head:
+    """The head of a request. Clients send the same one again and again, so that heads are kept and read once.
+
+    `headers` are by lower-case name. `length` is that of the body where it is announced. `route` is what the service
+    found the request to lead to, by the plan of `generation`.
+    """
+
+    __slots__ = ("generation", "headers", "is_head", "keep_alive", "length", "method", "route", "url")
+
+    def __init__(
+        self, method: bytes, url: bytes, headers: dict[bytes, bytes], *, keep_alive: bool = True
+    ) -> None:
+        self.method = method
+        self.url = url
+        self.headers = headers
+        self.keep_alive = keep_alive
+        self.is_head = method == b"HEAD"
+        length = headers.get(b"content-length", b"")
+        self.length: int | None = int(length) if length.isdigit() and len(length) < 16 else None
+        self.route: Any = None
+        self.generation = -1
+
+
+class Exchange(Protocol):
+    """One HTTP request on its way to one response. `arrived_ms`: when its last bytes came, on the monotonic clock.
+
+    Where the body is large it lies in the first of `slots`, as `is_in_slot` says; more are tensors that came otherwise.
+    They are the exchange's to release. `on_left` is called when the client goes away before the response.
+    """
+
+    head: Head
+    arrived_ms: float
+    body: Buffer
+    slots: list[Slot]
+    is_in_slot: bool
+    on_left: Callable[[], None] | None
+
+    def respond(self, status: int, headers: bytes, payload: Sequence[Buffer]) -> None:
+        """Send the response; `headers` are raw lines. Only the first counts; silent when the client is gone."""
+
+
+def inflated(body: Buffer, encoding: bytes, limit_bytes: int) -> bytes:
+    """Return a compressed body as it was.
 
     Raises:
-        HttpError: 413 as soon as the body, or what it inflates to, is known to exceed `limit_bytes`; 400 for a damaged
-            or unknown encoding.
+        HttpError: 413 where it inflates to more than the limit, 400 where it is damaged or of an unknown encoding.
     """
-    announced = header(scope, b"content-length")
-    too_large = HttpError(
-        413, f"the body exceeds the limit of {limit_bytes >> 20} MiB. Send fewer samples per request."
-    )
-    if announced is not None and announced.isdigit() and int(announced) > limit_bytes:
-        raise too_large
-    encoding = header(scope, b"content-encoding")
-    if encoding not in (None, b"identity", b"gzip", b"deflate"):
+    if encoding not in (b"gzip", b"deflate"):
         raise HttpError(400, f"Content-Encoding {encoding!r} is not supported. Use gzip, deflate or none.")
-    body = await _raw_body(receive, limit_bytes, too_large)
-    return body if encoding in (None, b"identity") else _inflated(body, encoding == b"gzip", limit_bytes, too_large)
-
-
-async def _raw_body(receive: Receive, limit_bytes: int, too_large: HttpError) -> bytes:
-    message = await receive()
-    body: bytes = message.get("body", b"")
-    if not message.get("more_body", False):
-        if len(body) > limit_bytes:
-            raise too_large
-        return body
-    chunks = [body]
-    total = len(body)
-    while message.get("more_body", False):
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            raise HttpError(400, "the connection closed within the body.")
-        chunk = message.get("body", b"")
-        total += len(chunk)
-        if total > limit_bytes:
-            raise too_large
-        chunks.append(chunk)
-    return b"".join(chunks)
-
-
-def _inflated(body: bytes, is_gzip: bool, limit_bytes: int, too_large: HttpError) -> bytes:
-    decoder = zlib.decompressobj(zlib.MAX_WBITS | 16 if is_gzip else zlib.MAX_WBITS)
+    decoder = zlib.decompressobj(zlib.MAX_WBITS | 16 if encoding == b"gzip" else zlib.MAX_WBITS)
     try:
         plain = decoder.decompress(body, limit_bytes + 1)
     except zlib.error as error:
         raise HttpError(400, f"the compressed body is damaged: {error}. Send it whole.") from None
     if len(plain) > limit_bytes:
-        raise too_large
+        raise too_large(limit_bytes)
     if not decoder.eof:
         raise HttpError(400, "the compressed body ends too early. Send it whole.")
     return plain
 
 
-async def send_response(send: Send, status: int, payload: bytes, headers: Headers) -> None:
-    """Send a complete response."""
-    headers.append((b"content-length", b"%d" % len(payload)))
-    await send({"type": "http.response.start", "status": status, "headers": headers})
-    await send({"type": "http.response.body", "body": payload})
-
-
-async def send_json(send: Send, status: int, document: Any, headers: Headers | None = None) -> None:
-    """Send a JSON document."""
-    await send_response(
-        send, status, orjson.dumps(document), [*(headers or []), (b"content-type", b"application/json")]
-    )
-
-
-async def send_error(send: Send, error: HttpError) -> None:
-    """Send an error as `{"error": …}`, with Retry-After where waiting helps."""
-    headers = list(error.headers)
-    if error.retry_after_s is not None:
-        headers.append((b"retry-after", b"%d" % max(1, round(error.retry_after_s))))
-    await send_json(send, error.status, {"error": error.message, **error.details}, headers)
+def too_large(limit_bytes: int) -> HttpError:
+    """Return the refusal of a body beyond the limit."""
+    return HttpError(413, f"the body exceeds the limit of {limit_bytes >> 20} MiB. Send fewer samples per request.")

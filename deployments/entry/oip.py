@@ -1,28 +1,36 @@
-"""The Open Inference Protocol v2 on the wire: JSON tensors and Triton's binary tensor extension, both ways.
+"""The Open Inference Protocol v2 on the wire: JSON tensors, Triton's binary tensor extension and its system shared
+memory extension, both ways.
 
-Pure functions of bytes; nothing here knows HTTP frameworks, Ray or the dispatcher.
+Pure functions of bytes; nothing here knows HTTP, Ray or the dispatcher.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+import struct
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 import orjson
 
-from tenuto.deployments.wire.answers import OutputTensor
+from tenuto.deployments.wire.tensors import Array, Buffer, InputPart, OutputTensor
 
 __all__ = [
     "DATATYPES",
     "BadRequestError",
     "InferRequest",
+    "QuickReader",
+    "QuickWriter",
+    "Region",
     "RequestedOutput",
     "TensorSpec",
+    "check_outputs",
     "encode_response",
     "parse_infer",
+    "parse_slo",
 ]
 
 # Protocol datatype names and numpy's. BYTES and BF16 have no fixed-width numpy type and are not accepted.
@@ -32,6 +40,7 @@ DATATYPES = {
     "FP16": "float16", "FP32": "float32", "FP64": "float64",
 }  # fmt: skip
 _PROTOCOL_NAMES = {numpy_name: name for name, numpy_name in DATATYPES.items()}
+_ITEM_BYTES = {numpy_name: np.dtype(numpy_name).itemsize for numpy_name in DATATYPES.values()}
 MAX_SAMPLES = 1024
 
 
@@ -44,12 +53,14 @@ class TensorSpec:
     """One input or output: numpy dtype name and shape without the batch dimension.
 
     `below` bounds integer inputs: a token id outside the embedding table would cost a GPU its whole CUDA context.
+    `accepts` are further dtypes that a client may send; the model converts them as its first step.
     """
 
     name: str
     dtype: str
     shape: tuple[int, ...]
     below: int | None = None
+    accepts: tuple[str, ...] = ()
 
     @property
     def datatype(self) -> str:
@@ -57,9 +68,25 @@ class TensorSpec:
         return _PROTOCOL_NAMES[self.dtype]
 
     @property
-    def sample_bytes(self) -> int:
-        """Bytes of one sample."""
-        return math.prod(self.shape) * np.dtype(self.dtype).itemsize
+    def elements(self) -> int:
+        """Values of one sample."""
+        return math.prod(self.shape)
+
+    def sample_bytes(self, dtype: str) -> int:
+        """Bytes of one sample in one of the dtypes."""
+        return self.elements * _ITEM_BYTES[dtype]
+
+    def dtype_of(self, datatype: Any) -> str:
+        """Return the numpy dtype of a protocol datatype that this input takes.
+
+        Raises:
+            BadRequestError: it takes another.
+        """
+        dtype = DATATYPES.get(datatype) if isinstance(datatype, str) else None
+        if dtype is None or (dtype != self.dtype and dtype not in self.accepts):
+            taken = " or ".join(_PROTOCOL_NAMES[each] for each in (self.dtype, *self.accepts))
+            raise BadRequestError(f"input '{self.name}' has datatype {datatype!r}; the model takes {taken}.")
+        return dtype
 
     def metadata(self) -> dict[str, Any]:
         """Return the tensor's entry in the model metadata; -1 is the batch dimension."""
@@ -68,43 +95,86 @@ class TensorSpec:
 
 @dataclass(frozen=True, slots=True)
 class RequestedOutput:
-    """An output the client asked for, and in which form."""
+    """An output the client asked for, and in which form; `region`: to be written there instead of being sent."""
 
     name: str
     binary: bool
     classification: int = 0
+    region: Region | None = None
 
 
 @dataclass(slots=True)
 class InferRequest:
-    """A parsed request: `parts[sample]` holds one raw buffer per input in signature order."""
+    """A parsed request: `parts[sample]` holds one tensor per input in signature order."""
 
     id: str
-    parts: list[list[memoryview]]
+    parts: list[list[InputPart]]
     outputs: list[RequestedOutput] | None
     binary_output: bool
     slo_ms: float | None
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether all outputs are wanted as JSON."""
+        return self.outputs is None and not self.binary_output
 
-def parse_infer(body: bytes, header_length: int | None, inputs: Sequence[TensorSpec]) -> InferRequest:
+
+class Region(NamedTuple):
+    """A part of a region of shared memory that the client has registered."""
+
+    name: str
+    offset: int
+    size: int
+
+
+# Brings a part of a region to where gpu-lets can read it; raises `BadRequestError` for one that is not there.
+ReadRegion = Callable[[Region], InputPart]
+
+
+# Puts bytes there; raises `BadRequestError` likewise.
+WriteRegion = Callable[[Region, bytes], None]
+
+
+def _no_regions(region: Region) -> InputPart:
+    raise BadRequestError(f"no shared memory region '{region.name}' is registered.")
+
+
+def _no_output_regions(region: Region, data: bytes) -> None:
+    del data
+    _no_regions(region)
+
+
+def parse_infer(
+    body: Buffer,
+    header_length: int | None,
+    inputs: Sequence[TensorSpec],
+    *,
+    arena: str = "",
+    offset: int = 0,
+    read_region: ReadRegion = _no_regions,
+) -> InferRequest:
     """Parse the body of an infer request.
 
     Args:
         body: the whole HTTP body.
         header_length: value of `Inference-Header-Content-Length`, or None for a body that is all JSON.
         inputs: the model's inputs.
+        arena: the arena that the body lies in; binary tensors are then not copied.
+        offset: of the body in the arena.
+        read_region: brings tensors from shared memory of the client.
 
     Raises:
         BadRequestError: malformed JSON, or tensors that do not fit the signature.
     """
-    if header_length is not None and not 0 <= header_length <= len(body):
+    whole = memoryview(body)
+    if header_length is not None and not 0 <= header_length <= len(whole):
         raise BadRequestError(
-            f"Inference-Header-Content-Length is {header_length}, but the body has {len(body)} bytes. "
+            f"Inference-Header-Content-Length is {header_length}, but the body has {len(whole)} bytes. "
             "Send the length of the JSON part."
         )
-    text = body if header_length is None else body[:header_length]
+    end = len(whole) if header_length is None else header_length
     try:
-        request = orjson.loads(text)
+        request = orjson.loads(whole[:end])
     except orjson.JSONDecodeError as error:
         raise BadRequestError(
             f"the body is not valid JSON: {error}. Send an Open Inference Protocol v2 request."
@@ -112,26 +182,97 @@ def parse_infer(body: bytes, header_length: int | None, inputs: Sequence[TensorS
     if not isinstance(request, dict) or not isinstance(request.get("inputs"), list):
         raise BadRequestError("the request needs a list 'inputs'. Send an Open Inference Protocol v2 request.")
     parameters = _mapping(request.get("parameters"), "parameters")
-    binary = memoryview(body)[len(text) :]
-    tensors = _tensors(request["inputs"], binary, inputs)
-    samples = {name: length for name, (_, length) in tensors.items()}
-    if len(set(samples.values())) != 1:
+    binary = _BinaryData(whole[end:], arena, offset + end)
+    tensors = _tensors(request["inputs"], binary, inputs, read_region)
+    count = tensors[inputs[0].name][1] if inputs else 0
+    if any(length != count for _, length in tensors.values()):
+        samples = {name: length for name, (_, length) in tensors.items()}
         raise BadRequestError(f"inputs disagree on the batch dimension: {samples}. Give all the same first dimension.")
-    count = next(iter(samples.values()))
-    parts: list[list[memoryview]] = [[] for _ in range(count)]
-    for spec in inputs:
-        data = tensors[spec.name][0]
-        _check_range(spec, data)
-        size = spec.sample_bytes
-        for sample in range(count):
-            parts[sample].append(data[sample * size : (sample + 1) * size])
+    whole_parts = [tensors[spec.name][0] for spec in inputs]
+    for spec, part in zip(inputs, whole_parts, strict=True):
+        _check_range(spec, part)
     return InferRequest(
-        id=str(request.get("id", "")),
-        parts=parts,
+        id=_id_of(request),
+        parts=[whole_parts] if count == 1 else _samples(whole_parts, count),
         outputs=_requested(request.get("outputs"), parameters),
         binary_output=bool(parameters.get("binary_data_output", False)),
         slo_ms=slo_from(parameters),
     )
+
+
+def _id_of(request: Mapping[str, Any]) -> str:
+    raw = request.get("id", "")
+    if isinstance(raw, bool) or not isinstance(raw, str | int):
+        raise BadRequestError(f"'id' is {raw!r}. Give a string.")
+    return str(raw)
+
+
+def _samples(whole: Sequence[InputPart], count: int) -> list[list[InputPart]]:
+    """Cut every tensor into those of its samples."""
+    parts: list[list[InputPart]] = [[] for _ in range(count)]
+    for part in whole:
+        data = memoryview(part.data)
+        size = data.nbytes // count
+        for sample in range(count):
+            start = sample * size
+            parts[sample].append(InputPart(data[start : start + size], part.dtype, part.arena, part.offset + start))
+    return parts
+
+
+class QuickReader:
+    """Reads the plainest requests of one model at once: one sample, every input as a flat list of JSON numbers in the
+    signature's order, no parameters. It knows nothing of what is wrong with others; `parse_infer` does.
+
+    msgspec checks names and types of everything while it reads, which in Python costs several times as much.
+    """
+
+    def __init__(self, inputs: Sequence[TensorSpec]) -> None:
+        """Prepare for a model's inputs."""
+        kinds = {np.dtype(spec.dtype).kind for spec in inputs}
+        large = any(spec.elements > _QUICK_ELEMENTS for spec in inputs)
+        self._decode: Callable[[Buffer], Any] | None = None
+        if len(kinds) == 1 and not large and (kind := _QUICK_KINDS.get(kinds.pop())) is not None:
+            tensor = msgspec.defstruct(
+                "Tensor", [("name", str), ("shape", list[int]), ("datatype", str), ("data", kind)],
+                forbid_unknown_fields=True, gc=False,
+            )  # fmt: skip
+            request = msgspec.defstruct(
+                "Request", [("inputs", list[tensor]), ("id", str, "")], forbid_unknown_fields=True  # type: ignore[valid-type]
+            )
+            self._decode = msgspec.json.Decoder(request).decode
+        self._inputs = [
+            (spec.name, spec.datatype, [1, *spec.shape], spec.below, _packer(spec) if not large else None)
+            for spec in inputs
+        ]
+
+    def read(self, body: Buffer) -> tuple[str, list[InputPart]] | None:
+        """Return id and tensors of a request, or None for one that has to be parsed, or has a fault."""
+        if self._decode is None:
+            return None
+        try:
+            request = self._decode(body)
+            if len(request.inputs) != len(self._inputs):
+                return None
+            parts = []
+            for (name, datatype, shape, below, pack), given in zip(self._inputs, request.inputs, strict=True):
+                data = given.data
+                if given.name != name or given.datatype != datatype or given.shape != shape or pack is None:
+                    return None
+                if below is not None and not (min(data) >= 0 and max(data) < below):
+                    return None
+                parts.append(InputPart(pack(*data)))
+        except (msgspec.DecodeError, struct.error, OverflowError, ValueError):
+            return None
+        return request.id, parts
+
+
+_QUICK_ELEMENTS = 1024
+_QUICK_KINDS: dict[str, Any] = {"f": list[float], "i": list[int], "u": list[int], "b": list[bool]}
+
+
+def _packer(spec: TensorSpec) -> Callable[..., bytes]:
+    """Return what packs one sample's values; it refuses a wrong number of them, and values that do not fit."""
+    return struct.Struct(f"<{spec.elements}{np.dtype(spec.dtype).char}").pack
 
 
 def slo_from(parameters: Mapping[str, Any]) -> float | None:
@@ -162,11 +303,29 @@ def _mapping(value: Any, where: str) -> Mapping[str, Any]:
     return value
 
 
-def _tensors(raw: list[Any], binary: memoryview, inputs: Sequence[TensorSpec]) -> dict[str, tuple[memoryview, int]]:
-    """Return each input's bytes and batch dimension by name."""
+class _BinaryData:
+    """The binary part of a body, taken from front to back."""
+
+    def __init__(self, data: memoryview, arena: str, offset: int) -> None:
+        self.rest = data
+        self._arena = arena
+        self._offset = offset
+
+    def take(self, name: str, size: int, dtype: str) -> InputPart:
+        if size > len(self.rest):
+            raise BadRequestError(f"the body ends within the binary data of input '{name}'.")
+        part = InputPart(self.rest[:size], dtype, self._arena, self._offset)
+        self.rest = self.rest[size:]
+        self._offset += size
+        return part
+
+
+def _tensors(
+    raw: list[Any], binary: _BinaryData, inputs: Sequence[TensorSpec], read_region: ReadRegion
+) -> dict[str, tuple[InputPart, int]]:
+    """Return each input's tensor and batch dimension by name."""
     known = {spec.name: spec for spec in inputs}
-    found: dict[str, tuple[memoryview, int]] = {}
-    offset = 0
+    found: dict[str, tuple[InputPart, int]] = {}
     for tensor in raw:
         if not isinstance(tensor, dict) or not isinstance(tensor.get("name"), str):
             raise BadRequestError("every input must be an object with a 'name', 'shape', 'datatype' and 'data'.")
@@ -176,31 +335,56 @@ def _tensors(raw: list[Any], binary: memoryview, inputs: Sequence[TensorSpec]) -
             raise BadRequestError(f"unknown input '{name}'. The model's inputs: {', '.join(known)}.")
         if name in found:
             raise BadRequestError(f"input '{name}' is given twice.")
-        datatype = tensor.get("datatype")
-        if datatype != spec.datatype:
-            raise BadRequestError(f"input '{name}' has datatype {datatype!r}; the model takes {spec.datatype}.")
+        dtype = spec.dtype_of(tensor.get("datatype"))
         count = _batch_dimension(tensor.get("shape"), spec)
-        expected = count * spec.sample_bytes
-        size = _mapping(tensor.get("parameters"), f"inputs.{name}.parameters").get("binary_data_size")
-        if size is not None:
-            if not isinstance(size, int) or size != expected:
-                raise BadRequestError(f"input '{name}' announces {size!r} binary bytes; its shape needs {expected}.")
-            if offset + size > len(binary):
-                raise BadRequestError(f"the body ends within the binary data of input '{name}'.")
-            found[name] = (binary[offset : offset + size], count)
-            offset += size
-        elif "data" in tensor:
-            found[name] = (_json_data(tensor["data"], spec, count), count)
-        else:
-            raise BadRequestError(f"input '{name}' has neither 'data' nor binary data.")
-    if offset != len(binary):
+        found[name] = (_tensor(tensor, spec, dtype, count, binary, read_region), count)
+    if len(binary.rest):
         raise BadRequestError(
-            f"{len(binary) - offset} bytes follow the last binary tensor. Correct the binary_data_size values."
+            f"{len(binary.rest)} bytes follow the last binary tensor. Correct the binary_data_size values."
         )
     missing = [name for name in known if name not in found]
     if missing:
         raise BadRequestError(f"missing input {', '.join(missing)}.")
     return found
+
+
+def _tensor(
+    tensor: Mapping[str, Any], spec: TensorSpec, dtype: str, count: int, binary: _BinaryData, read_region: ReadRegion
+) -> InputPart:
+    """Return one input's bytes: from JSON, from the binary part, or from shared memory."""
+    said = "" if dtype == spec.dtype else dtype  # "" is the signature's own
+    parameters = tensor.get("parameters")
+    if parameters is None:
+        if "data" not in tensor:
+            raise BadRequestError(f"input '{spec.name}' has neither 'data' nor binary data.")
+        return InputPart(_json_data(tensor["data"], spec, dtype, count), said)
+    parameters = _mapping(parameters, f"inputs.{spec.name}.parameters")
+    expected = count * spec.sample_bytes(dtype)
+    if "shared_memory_region" in parameters:
+        region = read_region(_region(parameters, f"input '{spec.name}'", expected))
+        return region._replace(dtype=said)
+    size = parameters.get("binary_data_size")
+    if size is None:
+        if "data" not in tensor:
+            raise BadRequestError(f"input '{spec.name}' has neither 'data' nor binary data.")
+        return InputPart(_json_data(tensor["data"], spec, dtype, count), said)
+    if type(size) is not int or size != expected:
+        raise BadRequestError(f"input '{spec.name}' announces {size!r} binary bytes; its shape needs {expected}.")
+    return binary.take(spec.name, size, said)
+
+
+def _region(parameters: Mapping[str, Any], where: str, expected: int | None) -> Region:
+    """Return the part of a shared memory region that a tensor's parameters name."""
+    name = parameters["shared_memory_region"]
+    size = parameters.get("shared_memory_byte_size")
+    offset = parameters.get("shared_memory_offset", 0)
+    if not isinstance(name, str) or type(size) is not int or type(offset) is not int or size < 0 or offset < 0:
+        raise BadRequestError(
+            f"{where}: shared memory needs a region's name, a byte size and an offset of whole numbers."
+        )
+    if expected is not None and size != expected:
+        raise BadRequestError(f"{where} has {size} bytes in shared memory; its shape needs {expected}.")
+    return Region(name, offset, size)
 
 
 def _batch_dimension(shape: Any, spec: TensorSpec) -> int:
@@ -217,31 +401,37 @@ def _batch_dimension(shape: Any, spec: TensorSpec) -> int:
     return int(shape[0])
 
 
-def _json_data(data: Any, spec: TensorSpec, count: int) -> memoryview:
+def _json_data(data: Any, spec: TensorSpec, dtype_name: str, count: int) -> bytes:
     """Convert nested or flat JSON numbers without silent rounding or wrapping."""
     try:
         array = np.array(data)
-    except ValueError:
+    except (ValueError, OverflowError):
         raise BadRequestError(f"the data of input '{spec.name}' is ragged. Give all rows the same length.") from None
-    dtype = np.dtype(spec.dtype)
+    dtype = np.dtype(dtype_name)
     if array.dtype.kind not in {"b": "b", "f": "iuf"}.get(dtype.kind, "iu"):
-        raise BadRequestError(f"the data of input '{spec.name}' is not all {spec.datatype} values.")
-    if array.size != count * math.prod(spec.shape):
+        raise BadRequestError(f"the data of input '{spec.name}' is not all {_PROTOCOL_NAMES[dtype_name]} values.")
+    if array.size != count * spec.elements:
         raise BadRequestError(
             f"input '{spec.name}' has {array.size} values; "
-            f"shape {[count, *spec.shape]} needs {count * math.prod(spec.shape)}."
+            f"shape {[count, *spec.shape]} needs {count * spec.elements}."
         )
     if dtype.kind in "iu":
         limits = np.iinfo(dtype)
         if array.size and (int(array.min()) < limits.min or int(array.max()) > limits.max):
-            raise BadRequestError(f"the data of input '{spec.name}' does not fit {spec.datatype}.")
-    return np.ascontiguousarray(array, dtype=dtype).reshape(-1).view(np.uint8).data
+            raise BadRequestError(f"the data of input '{spec.name}' does not fit {_PROTOCOL_NAMES[dtype_name]}.")
+    elif dtype.kind == "f" and array.size:
+        with np.errstate(over="ignore"):
+            converted = array.astype(dtype)
+        if not np.isfinite(converted).all():
+            raise BadRequestError(f"the data of input '{spec.name}' does not fit {_PROTOCOL_NAMES[dtype_name]}.")
+        return converted.tobytes()
+    return array.astype(dtype).tobytes()
 
 
-def _check_range(spec: TensorSpec, data: memoryview) -> None:
+def _check_range(spec: TensorSpec, part: InputPart) -> None:
     if spec.below is None:
         return
-    values = np.frombuffer(data, dtype=spec.dtype)
+    values = np.frombuffer(part.data, dtype=part.dtype or spec.dtype)
     if values.size and not (int(values.min()) >= 0 and int(values.max()) < spec.below):
         raise BadRequestError(
             f"input '{spec.name}' has values outside 0 to {spec.below - 1}; the model knows no others."
@@ -260,9 +450,12 @@ def _requested(raw: Any, parameters: Mapping[str, Any]) -> list[RequestedOutput]
             raise BadRequestError("every entry of 'outputs' must be an object with a 'name'.")
         options = _mapping(output.get("parameters"), "outputs.parameters")
         classes = options.get("classification", 0)
-        if not isinstance(classes, int) or classes < 0:
+        if type(classes) is not int or classes < 0:
             raise BadRequestError(f"output '{output['name']}': classification must be a number of classes.")
-        found.append(RequestedOutput(output["name"], bool(options.get("binary_data", default)), classes))
+        region = None
+        if "shared_memory_region" in options:
+            region = _region(options, f"output '{output['name']}'", None)
+        found.append(RequestedOutput(output["name"], bool(options.get("binary_data", default)), classes, region))
     return found
 
 
@@ -280,8 +473,9 @@ def encode_response(
     samples: Sequence[Sequence[OutputTensor]],
     parameters: Mapping[str, Any],
     labels: Sequence[str] = (),
-) -> tuple[bytes, int | None]:
-    """Return the response body and, when it carries binary tensors, the length of its JSON part.
+    write_region: WriteRegion = _no_output_regions,
+) -> tuple[bytes, list[Buffer]]:
+    """Return the JSON part of the response and the binary tensors that follow it.
 
     Args:
         model: the model's name.
@@ -289,12 +483,16 @@ def encode_response(
         samples: the outputs of each sample of the request.
         parameters: response parameters (times, batch size, gpu-let).
         labels: class names for the classification extension.
+        write_region: puts outputs into shared memory of the client.
+
+    Raises:
+        BadRequestError: an output does not fit its region.
     """
     wanted = request.outputs
     if wanted is None:
         wanted = [RequestedOutput(tensor.name, request.binary_output) for tensor in samples[0]]
     described: list[dict[str, Any]] = []
-    binary: list[memoryview | bytes] = []
+    binary: list[Buffer] = []
     for output in wanted:
         tensors = [next(t for t in sample if t.name == output.name) for sample in samples]
         if output.classification:
@@ -304,9 +502,13 @@ def encode_response(
         entry: dict[str, Any] = {
             "name": output.name, "datatype": _PROTOCOL_NAMES[first.dtype], "shape": [len(tensors), *first.shape]
         }  # fmt: skip
-        if output.binary:
+        if output.region is not None:
+            entry["parameters"] = _written(output.region, tensors, write_region)
+        elif output.binary:
             entry["parameters"] = {"binary_data_size": sum(t.data.nbytes for t in tensors)}
             binary += [t.data for t in tensors]
+        elif len(tensors) == 1:
+            entry["data"] = np.frombuffer(first.data, dtype=first.dtype)
         else:
             entry["data"] = np.concatenate([np.frombuffer(t.data, dtype=t.dtype) for t in tensors])
         described.append(entry)
@@ -314,14 +516,54 @@ def encode_response(
         "model_name": model,
         "model_version": "1",
         "outputs": described,
-        "parameters": dict(parameters),
+        "parameters": parameters,
     }
     if request.id:
         document["id"] = request.id
-    text = orjson.dumps(document, option=orjson.OPT_SERIALIZE_NUMPY, default=_plain)
-    if not binary:
-        return text, None
-    return b"".join([text, *binary]), len(text)
+    return orjson.dumps(document, option=orjson.OPT_SERIALIZE_NUMPY, default=_plain), binary
+
+
+def _written(region: Region, tensors: Sequence[OutputTensor], write_region: WriteRegion) -> dict[str, Any]:
+    """Write an output into its region, and return its parameters."""
+    size = sum(t.data.nbytes for t in tensors)
+    if size > region.size:
+        raise BadRequestError(
+            f"output '{tensors[0].name}' has {size} bytes; {region.size} of region '{region.name}' were given for it."
+        )
+    write_region(region, b"".join([t.data for t in tensors]))
+    return {
+        "shared_memory_region": region.name,
+        "shared_memory_offset": region.offset,
+        "shared_memory_byte_size": size,
+    }
+
+
+class QuickWriter:
+    """Writes the plainest responses of one model: all outputs as JSON numbers, one sample; see `encode_response`."""
+
+    def __init__(self, model: str, outputs: Sequence[TensorSpec]) -> None:
+        """Prepare for a model's outputs."""
+        self._begin = b'{"model_name":%b,"model_version":"1","outputs":[' % orjson.dumps(model)
+        self._outputs = [(spec.name, spec.dtype, tuple(spec.shape)) for spec in outputs]
+        self._heads = [
+            b'%b{"name":%b,"datatype":"%b","shape":%b,"data":'
+            % (b"," if place else b"", orjson.dumps(spec.name), spec.datatype.encode(), orjson.dumps([1, *spec.shape]))
+            for place, spec in enumerate(outputs)
+        ]
+        self._knows_types = all(spec.dtype != "float16" for spec in outputs)  # orjson does not
+
+    def knows(self, described: Sequence[tuple[str, str, tuple[int, ...], int]]) -> bool:
+        """Whether these are the outputs it was made for."""
+        return self._knows_types and [output[:3] for output in described] == self._outputs
+
+    def write(self, arrays: Sequence[Array], row: int, parameters: bytes, request_id: str) -> bytes:
+        """Return the response of one row of a batch; `parameters` is a JSON object."""
+        parts = [self._begin]
+        for head, array in zip(self._heads, arrays, strict=True):
+            parts += (head, orjson.dumps(array[row], option=orjson.OPT_SERIALIZE_NUMPY), b"}")
+        parts += (b'],"parameters":', parameters)
+        parts.append(b',"id":%b}' % orjson.dumps(request_id) if request_id else b"}")
+        return b"".join(parts)
 
 
 def _plain(value: Any) -> Any:
@@ -332,7 +574,7 @@ def _plain(value: Any) -> Any:
 
 
 def _classified(
-    output: RequestedOutput, tensors: Sequence[OutputTensor], labels: Sequence[str], binary: list[memoryview | bytes]
+    output: RequestedOutput, tensors: Sequence[OutputTensor], labels: Sequence[str], binary: list[Buffer]
 ) -> dict[str, Any]:
     """Triton's classification extension: the k largest values as `score:index[:label]` strings."""
     rows = []

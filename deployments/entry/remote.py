@@ -9,75 +9,81 @@ from __future__ import annotations
 import asyncio
 import functools
 import itertools
+import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from tenuto.deployments.dispatch.correction import NetworkMeter
-from tenuto.deployments.entry.served import ServedModel
+import orjson
+
+from tenuto.deployments.dispatch.in_flight import Asker, Request
 from tenuto.deployments.operator.merged_status import merge_reports
-from tenuto.deployments.wire.answers import Answer
-from tenuto.deployments.wire.bundles import Bundler, RequestRow, pack_requests, unpack_answers
-from tenuto.deployments.wire.link import Finder, GpuletLink
+from tenuto.deployments.wire.answers import Executed, Refused
+from tenuto.deployments.wire.arena import Held
+from tenuto.deployments.wire.bundles import Bundler, Places, unpack_answers
+from tenuto.deployments.wire.link import Finder, Link, PeerLink
+from tenuto.deployments.wire.messages import Answers, AskReport, DispatcherState, Message, Report, RequestRow, Requests
+from tenuto.deployments.wire.tensors import InputPart, RowOutput
 from tenuto.outcome import Outcome
 from tenuto.placement import Plan
+from tenuto.profiles.networks.catalogue import ModelSignature
 
 __all__ = ["RemoteDispatchers"]
 
+logger = logging.getLogger("ray.serve")
+
 _REPORT_TIMEOUT_S = 5.0
-_HOP_MS = 2.0  # from a bundle's sending to its answers' arrival, beside what the dispatcher needed, until measured
+_LAST_READS_S = 10.0  # after a dispatcher's death its gpu-lets may still read what they have begun
+
+DispatcherLink = Link[DispatcherState]
 
 
-@dataclass(slots=True)
-class _Waiting:
-    """A request between its arrival and its answer."""
-
-    model: str
-    allowed_ms: float
-    received_at: float
-    future: asyncio.Future[Answer]
-    parts: Sequence[bytes | memoryview]
-    client_id: str
-    sent_at: float = 0.0
-
-
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Peer:
-    """One dispatcher: its link, what waits to be sent, what it has not answered."""
+    """One dispatcher: its link, what waits to be sent, what it has not answered.
 
-    link: GpuletLink
-    outbox: Bundler[tuple[int, _Waiting | None]]
-    waiting: dict[int, _Waiting] = field(default_factory=dict)
+    `left` holds the memory of requests whose client went away until the dispatcher says that nobody reads it.
+    """
+
+    name: str
+    link: DispatcherLink
+    outbox: Bundler[Request]
+    waiting: dict[int, Request] = field(default_factory=dict)
+    left: dict[int, Held | None] = field(default_factory=dict)
+    leaving: list[int] = field(default_factory=list)
+    unsent: set[int] = field(default_factory=set)
     reports: dict[int, asyncio.Future[Any]] = field(default_factory=dict)
+    is_in_plan: bool = True
 
 
 class RemoteDispatchers:
-    """Invariant: a request's future is resolved exactly once: by its answer, by its dispatcher's end, or by `close`."""
+    """Invariant: a request is answered exactly once: by its answer, by its dispatcher's end, or by `close`; unless it
+    was cancelled."""
 
     def __init__(
         self,
         find_dispatcher: Callable[[str], Finder],
         *,
         clock: Callable[[], float] = time.monotonic,
+        on_change: Callable[[], None] = lambda: None,
     ) -> None:
         """Prepare without a plan; `apply` gives one.
 
         Args:
             find_dispatcher: returns the function that finds the dispatcher of a sub-cluster by its name.
             clock: monotonic seconds.
+            on_change: called when a dispatcher comes, goes or says anew what it holds, and after a new plan.
         """
         self._find = find_dispatcher
         self._clock = clock
+        self._on_change = on_change
         self._numbers = itertools.count()
         self._plan: Plan | None = None
-        self._names: list[str] = []
-        self._peers: list[_Peer] = []
-        self._peer_of: dict[str, int] = {}
+        self._peers: dict[str, _Peer] = {}
+        self._by_link: dict[int, _Peer] = {}
+        self._peer_of: dict[str, _Peer] = {}
         self._slo_ms: dict[str, float] = {}
-        self._served: dict[str, ServedModel] = {}
-        self._hop = NetworkMeter(0.0, _HOP_MS)
-        self._reserve_ms = _HOP_MS
         self._changed = asyncio.Event()
 
     @property
@@ -90,168 +96,207 @@ class RemoteDispatchers:
 
         Returns when all are connected, or after `wait_s`.
         """
-        old = dict(zip(self._names, self._peers, strict=True))
+        old, self._peers = self._peers, {}
         self._plan = plan
         self._slo_ms = {spec.name: spec.slo_ms for spec in plan.models}
-        self._peer_of = {model: index for index, models in enumerate(sub_clusters.values()) for model in models}
-        self._names, self._peers = list(sub_clusters), []
-        self._served.clear()
-        for index, name in enumerate(self._names):
-            peer = old.pop(name, None)
-            if peer is None:
-                link = GpuletLink(index, name, self._find(name), self, "dispatcher")
-                peer = _Peer(link, Bundler(lambda _items: None))
-                peer.outbox = Bundler(functools.partial(self._send, peer))
-                link.start()
-            peer.link.index = index
-            self._peers.append(peer)
+        for name in sub_clusters:
+            self._peers[name] = old.pop(name) if name in old else self._connect(name)
+        self._peer_of = {model: self._peers[name] for name, models in sub_clusters.items() for model in models}
         for peer in old.values():
-            peer.link.index = -1
+            peer.is_in_plan = False
             self._fail(peer, "its sub-cluster was removed from the plan")
             await peer.link.stop()
+            self._by_link.pop(id(peer.link), None)
+        self._on_change()
         try:
             async with asyncio.timeout(wait_s):
-                while not all(peer.link.is_up for peer in self._peers):
+                while not all(peer.link.is_up for peer in self._peers.values()):
                     self._changed.clear()
                     await self._changed.wait()
         except TimeoutError:
             pass  # not ready is what the gateway says until then
 
+    def _connect(self, name: str) -> _Peer:
+        link = PeerLink(DispatcherState, name, self._find(name), self, name="dispatcher")
+        peer = _Peer(name, link, Bundler(lambda _items: None))
+        peer.outbox = Bundler(functools.partial(self._send, peer))
+        self._by_link[id(link)] = peer
+        link.start()
+        return peer
+
     # --- requests -----------------------------------------------------------------------------------------------
 
-    def submit(
-        self, model: str, parts: Sequence[bytes | memoryview], slo_ms: float | None = None, client_id: str = ""
-    ) -> asyncio.Future[Answer]:
-        """Send one request with the next bundle; see `Dispatcher.submit`. Raises KeyError for an unknown model."""
-        peer = self._peers[self._peer_of[model]]
-        future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+    def admit(
+        self,
+        model: str,
+        asker: Asker,
+        *,
+        arrived_ms: float | None = None,
+        slo_ms: float | None = None,
+        client_id: str = "",
+        reserve_ms: float = 0.0,
+    ) -> Request:
+        """Take one request; only the absence of its dispatcher refuses it here. See `Dispatcher.admit`."""
+        peer = self._peer_of[model]
+        arrived = self._clock() * 1000.0 if arrived_ms is None else arrived_ms
+        deadline = arrived + (self._slo_ms[model] if slo_ms is None else slo_ms)
+        request = Request(next(self._numbers), model, 0, arrived, deadline, reserve_ms, client_id, asker)
         if not peer.link.is_up:
             reason = f"the dispatcher of '{model}' is not there. Retry in a few seconds."
-            future.set_result(Answer(Outcome.FAILED, retry_after_s=1.0, reason=reason))
-            return future
-        allowed_ms = self._slo_ms[model] if slo_ms is None else slo_ms
-        number = next(self._numbers)
-        request = _Waiting(model, allowed_ms, self._clock(), future, parts, client_id)
-        peer.waiting[number] = request
-        future.add_done_callback(functools.partial(self._on_settled, peer, number))
-        peer.outbox.add((number, request), sum(memoryview(part).nbytes for part in parts))
-        return future
+            asker.refused(request, Refused(Outcome.FAILED, reason, 1.0))
+        return request
 
-    def _on_settled(self, peer: _Peer, number: int, future: asyncio.Future[Answer]) -> None:
-        if future.cancelled() and peer.waiting.pop(number, None) is not None:
-            peer.outbox.add((number, None))
+    def start(self, request: Request, parts: Sequence[InputPart], memory: Held | None = None) -> None:
+        """Send an admitted request with the next bundle; its memory is held until nobody reads it any more."""
+        peer = self._peer_of[request.name]
+        request.parts, request.memory = parts, memory
+        if memory is not None:
+            memory.hold()
+        peer.waiting[request.id] = request
+        peer.unsent.add(request.id)
+        peer.outbox.add(request, sum([0 if part.arena else part.nbytes for part in parts]))
 
-    def _send(self, peer: _Peer, items: list[tuple[int, _Waiting | None]]) -> None:
-        now = self._clock()
-        rows = []
-        for number, request in items:
-            if request is None:
-                rows.append(RequestRow(number, "", 0.0, "", None))
-                continue
-            request.sent_at = now
-            left_ms = request.allowed_ms - (now - request.received_at) * 1000.0
-            rows.append(RequestRow(number, request.model, left_ms, request.client_id, request.parts))
-            request.parts = ()
-        header, buffers = pack_requests(rows, self._reserve_ms)
-        peer.link.send(header, buffers)
+    def cancel(self, request: Request) -> None:
+        """Forget a request whose client went away, and tell its dispatcher."""
+        peer = self._peer_of.get(request.name)
+        if peer is None or peer.waiting.pop(request.id, None) is None:
+            return
+        if request.id in peer.unsent:
+            if request.memory is not None:
+                request.memory.release()
+            return
+        peer.left[request.id] = request.memory
+        peer.leaving.append(request.id)
+        peer.outbox.add(request)  # only its number is sent: it does not wait any more
+
+    def _send(self, peer: _Peer, requests: list[Request]) -> None:
+        places = Places(shares_memory=peer.link.shares_memory)
+        leaving, peer.leaving = peer.leaving, []
+        peer.unsent.clear()
+        rows = [
+            RequestRow(
+                request.id, request.name, request.arrived_ms, request.deadline_ms, request.reserve_ms,
+                request.client_id, [places.put(part) for part in request.parts],
+            )
+            for request in requests if request.id in peer.waiting
+        ]  # fmt: skip
+        peer.link.send(Requests(self._clock() * 1000.0, places.arenas, rows, leaving), places.buffers)
 
     # --- what dispatchers say (LinkEvents) ----------------------------------------------------------------------
 
-    def link_up(self, index: int) -> None:
-        self.described(index)
+    def link_up(self, link: DispatcherLink) -> None:
+        """A dispatcher is connected."""
+        self.state_changed(link)
 
-    def described(self, index: int) -> None:
-        del index
-        self._served.clear()
+    def state_changed(self, link: DispatcherLink) -> None:
+        """A dispatcher said anew what it holds."""
+        del link
         self._changed.set()
+        self._on_change()
 
-    def link_down(self, index: int, reason: str) -> None:
-        if index >= 0:
-            self._fail(self._peers[index], f"the dispatcher died; send the request again ({reason})")
+    def link_down(self, link: DispatcherLink, reason: str) -> None:
+        """A dispatcher is gone, and what it held with it."""
+        peer = self._by_link.get(id(link))
+        if peer is not None and peer.is_in_plan:
+            self._fail(peer, f"the dispatcher died; send the request again ({reason})")
+            self._on_change()
 
     def _fail(self, peer: _Peer, reason: str) -> None:
         peer.outbox.drop()
+        peer.unsent.clear()
+        peer.leaving.clear()
         waiting, peer.waiting = peer.waiting, {}
+        left, peer.left = peer.left, {}
+        held = [slot for slot in (*(r.memory for r in waiting.values()), *left.values()) if slot is not None]
+        asyncio.get_running_loop().call_later(_LAST_READS_S, _release, held)
         for request in waiting.values():
-            if not request.future.done():
-                request.future.set_result(Answer(Outcome.FAILED, retry_after_s=1.0, reason=reason))
+            request.asker.refused(request, Refused(Outcome.FAILED, reason, 1.0))
         reports, peer.reports = peer.reports, {}
         for report in reports.values():
             if not report.done():
                 report.set_exception(TimeoutError(reason))
 
-    def batch_answered(self, index: int, header: dict[str, Any], body: memoryview) -> None:
-        if index < 0:
+    def message_came(self, link: DispatcherLink, message: Message, body: memoryview) -> None:
+        """Answers, or a report."""
+        peer = self._by_link.get(id(link))
+        if peer is None:
             return
-        peer = self._peers[index]
-        if "report" in header:
-            report = peer.reports.pop(header["report"], None)
+        if isinstance(message, Report):
+            report = peer.reports.pop(message.number, None)
             if report is not None and not report.done():
-                report.set_result(header["data"])
-            return
-        now = self._clock()
-        for number, lasted_ms, answer in unpack_answers(header, body):
+                report.set_result(orjson.loads(message.data))
+        elif isinstance(message, Answers):
+            self._take(peer, message, body)
+        else:
+            logger.warning("dispatcher %s sent a %s, which nobody asked for", peer.name, type(message).__name__)
+
+    def _take(self, peer: _Peer, message: Answers, body: memoryview) -> None:
+        now_ms = self._clock() * 1000.0
+        for number, lasted_ms, answer in unpack_answers(message, body):
             request = peer.waiting.pop(number, None)
             if request is None:
-                continue  # cancelled meanwhile
-            self._hop.record((now - request.sent_at) * 1000.0 - lasted_ms, 1)
-            # The gateway counts from the arrival of the request, the dispatcher from that of the bundle.
-            held_ms = (request.sent_at - request.received_at) * 1000.0
-            answer.batching_ms += held_ms
-            answer.start_ms += held_ms
-            if not request.future.done():
-                request.future.set_result(answer)
-        delay = self._hop.news()
-        if delay is not None:
-            self._reserve_ms = delay.ctrl_ms + delay.response_ms
+                slot = peer.left.pop(number, None)
+                if slot is not None:
+                    slot.release()
+                continue
+            if request.memory is not None:
+                request.memory.release()
+            if answer.outcome is not Outcome.OK:
+                refused = Refused(answer.outcome, answer.reason, answer.retry_after_s, answer.gpulet)
+                request.asker.refused(request, refused)
+                continue
+            # A dispatcher on another machine counts from the bundle's arrival: what was before, and on the way, is ours
+            # to add.
+            arrived_ms = request.arrived_ms if peer.link.shares_memory else now_ms - lasted_ms
+            executed = Executed(
+                answer.batch_size, answer.gpulet, answer.emulated, arrived_ms + answer.batching_ms,
+                arrived_ms + answer.start_ms, answer.gpulet_queue_ms, answer.execution_ms, 1,
+                [RowOutput(t.name, t.dtype, t.shape, t.data.nbytes) for t in answer.outputs],
+                [t.data for t in answer.outputs],
+            )  # fmt: skip
+            request.asker.executed(request, executed, 0)
 
     # --- state --------------------------------------------------------------------------------------------------
 
-    def _state(self, index: int) -> Mapping[str, Any]:
-        peer = self._peers[index]
-        return peer.link.description if peer.link.is_up else {}
+    def _state(self, peer: _Peer) -> DispatcherState | None:
+        return peer.link.state if peer.link.is_up else None
 
     def is_ready(self, model: str | None = None) -> bool:
         """Whether every gpu-let is usable; with a model, whether at least one of its gpu-lets is."""
         if self._plan is None:
             return False
         if model is None:
-            return all(self._state(index).get("ready", False) for index in range(len(self._peers)))
-        index = self._peer_of.get(model)
-        return index is not None and model in self._state(index).get("ready_models", ())
+            states = [self._state(peer) for peer in self._peers.values()]
+            return all(state is not None and state.ready for state in states)
+        peer = self._peer_of.get(model)
+        state = None if peer is None else self._state(peer)
+        return state is not None and model in state.ready_models
 
-    def served(self, model: str) -> ServedModel | None:
+    def signature(self, model: str) -> ModelSignature | None:
         """Return a model's signature as a gpu-let reported it; None before."""
-        found = self._served.get(model)
-        if found is None and model in self._peer_of:
-            raw = self._peers[self._peer_of[model]].link.description.get("signatures", {}).get(model)
-            if raw is not None:
-                found = self._served[model] = ServedModel.from_data(raw)
-        return found
+        peer = self._peer_of.get(model)
+        state = None if peer is None else peer.link.state
+        return None if state is None else state.signatures.get(model)
 
     def gpulets(self) -> list[dict[str, Any]]:
         """Return what every gpu-let reported to its dispatcher; those of an absent one are down."""
         found: list[dict[str, Any]] = []
-        for peer in self._peers:
-            for gpulet in peer.link.description.get("gpulets", []):
+        for peer in self._peers.values():
+            for gpulet in peer.link.state.gpulets if peer.link.state is not None else ():
                 found.append({**gpulet, "up": gpulet["up"] and peer.link.is_up})
         known = {gpulet["id"] for gpulet in found}
         plan = self._plan
         absent = [gpulet.id for gpulet in plan.gpulets if gpulet.id not in known] if plan is not None else []
         return found + [{"id": gpulet_id, "up": False} for gpulet_id in absent]
 
-    def record_answer(self, answer_ms: float) -> None:
-        """Take the time from an answer's arrival to its response handed to the socket."""
-        self._hop.record_answer(answer_ms)
-
-    async def report(self, what: str, **arguments: Any) -> Any:
-        """Return the reports of all dispatchers as one; see `Front`. Dispatchers that are away are left out."""
+    async def report(self, what: str, *, id: str | None = None, limit: int = 100) -> Any:
+        """Return the reports of all dispatchers as one; see `Dispatching`. Dispatchers that are away are left out."""
         futures = []
-        for peer in self._peers:
+        for peer in self._peers.values():
             if peer.link.is_up:
                 number = next(self._numbers)
                 future = peer.reports[number] = asyncio.get_running_loop().create_future()
-                peer.link.send({"report": number, "what": what, "arguments": arguments}, ())
+                peer.link.send(AskReport(number, what, id, limit))
                 futures.append(future)
         async with asyncio.timeout(_REPORT_TIMEOUT_S):
             reports = await asyncio.gather(*futures)
@@ -259,6 +304,11 @@ class RemoteDispatchers:
 
     async def close(self) -> None:
         """Answer everything that waits as failed, and disconnect."""
-        for peer in self._peers:
+        for peer in self._peers.values():
             self._fail(peer, "the server is shutting down; send the request again")
-        await asyncio.gather(*(peer.link.stop() for peer in self._peers))
+        await asyncio.gather(*(peer.link.stop() for peer in self._peers.values()))
+
+
+def _release(held: Sequence[Held]) -> None:
+    for slot in held:
+        slot.release()

@@ -1,12 +1,12 @@
-"""The gateway's FastAPI routes beside the infer path: server and model metadata, health, statistics, status,
-documentation."""
+"""The gateway's FastAPI routes beside the infer path: server and model metadata, health, statistics, status, shared
+memory, documentation."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from fastapi import FastAPI, Request, Response
+from fastapi import Body, FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.openapi.utils import get_openapi
 from fastapi.responses import JSONResponse
@@ -15,16 +15,15 @@ from starlette.exceptions import HTTPException
 from tenuto import __version__
 from tenuto.deployments.entry.http import HttpError
 from tenuto.deployments.entry.oip import TensorSpec
+from tenuto.deployments.entry.service import InferenceService
 from tenuto.deployments.operator.exposition import CONTENT_TYPE, render_metrics
 
-if TYPE_CHECKING:
-    from tenuto.deployments.entry.gateway import Gateway
-
-__all__ = ["add_routes"]
+__all__ = ["make_app"]
 
 
-def add_routes(app: FastAPI, gateway: Gateway) -> None:
-    """Add every route that does not carry load."""
+def make_app(service: InferenceService) -> FastAPI:
+    """Return the application with every route that does not carry load."""
+    app = FastAPI(title="Tenuto", version=__version__, description="Multi-model inference with latency SLOs.")
 
     @app.exception_handler(HttpError)
     async def _http_error(_request: Request, error: HttpError) -> JSONResponse:
@@ -56,6 +55,7 @@ def add_routes(app: FastAPI, gateway: Gateway) -> None:
                 "statistics",
                 "model_repository",
                 "model_configuration",
+                "system_shared_memory",
             ],
         }
 
@@ -65,44 +65,47 @@ def add_routes(app: FastAPI, gateway: Gateway) -> None:
 
     @app.get("/v2/health/ready", tags=["server"], summary="Whether every gpu-let of the plan is connected")
     async def ready() -> JSONResponse:
-        front = gateway.front
-        if front.is_ready():
+        dispatching = service.dispatching
+        if dispatching.is_ready():
             return JSONResponse({"ready": True})
-        missing = [entry["id"] for entry in front.gpulets() if not entry["up"]]
+        missing = [entry["id"] for entry in dispatching.gpulets() if not entry["up"]]
         return JSONResponse({"ready": False, "error": f"gpu-lets not connected yet: {', '.join(missing)}"}, 503)
 
     @app.get("/v2/models/stats", tags=["models"], summary="Statistics of every model")
     async def all_statistics() -> dict[str, Any]:
-        models = (await gateway.front.report("status"))["models"]
+        models = (await service.dispatching.report("status"))["models"]
         return {"model_stats": [_statistics(name, counts) for name, counts in models.items()]}
 
     for prefix in ("/v2/models/{model}", "/v2/models/{model}/versions/{version}"):
-        _add_model_routes(app, gateway, prefix, document="versions" not in prefix)
+        _add_model_routes(app, service, prefix, document="versions" not in prefix)
 
     @app.post("/v2/repository/index", tags=["models"], summary="The models of the plan and whether they are ready")
     async def index() -> list[dict[str, str]]:
-        front = gateway.front
-        names = [spec.name for spec in front.plan.models] if front.plan else []
-        return [{"name": n, "version": "1", "state": "READY" if front.is_ready(n) else "UNAVAILABLE"} for n in names]
+        dispatching = service.dispatching
+        names = [spec.name for spec in dispatching.plan.models] if dispatching.plan else []
+        return [
+            {"name": n, "version": "1", "state": "READY" if dispatching.is_ready(n) else "UNAVAILABLE"} for n in names
+        ]
 
     @app.get("/status", tags=["server"], summary="The plan, what each gpu-let really got, and counts per model")
     async def status() -> dict[str, Any]:
-        found: dict[str, Any] = await gateway.front.report("status")
-        return found
+        return await _status(service)
 
     @app.get("/status/queue", tags=["server"], summary="Requests that wait for a batch, by model")
     async def queue() -> dict[str, int]:
-        found: dict[str, int] = await gateway.front.report("queue")
+        found: dict[str, int] = await service.dispatching.report("queue")
         return found
 
     @app.get("/requests", tags=["server"], summary="The last requests that ended, newest first, with their times")
     async def requests(id: str | None = None, limit: int = 100) -> list[dict[str, Any]]:
-        found: list[dict[str, Any]] = await gateway.front.report("requests", id=id, limit=limit)
+        found: list[dict[str, Any]] = await service.dispatching.report("requests", id=id, limit=limit)
         return found[:limit]
 
     @app.get("/metrics", tags=["server"], summary="The figures of /status as Prometheus text")
     async def metrics() -> Response:
-        return Response(render_metrics(await gateway.front.report("status")), media_type=CONTENT_TYPE)
+        return Response(render_metrics(await _status(service)), media_type=CONTENT_TYPE)
+
+    _add_memory_routes(app, service)
 
     def openapi() -> dict[str, Any]:
         if app.openapi_schema is None:
@@ -112,14 +115,50 @@ def add_routes(app: FastAPI, gateway: Gateway) -> None:
         return app.openapi_schema
 
     app.openapi = openapi  # type: ignore[method-assign]
+    return app
 
 
-def _add_model_routes(app: FastAPI, gateway: Gateway, prefix: str, *, document: bool) -> None:
+async def _status(service: InferenceService) -> dict[str, Any]:
+    """Return what the dispatchers report, with this gateway's margin."""
+    found: dict[str, Any] = await service.dispatching.report("status")
+    return {**found, "margin": service.margin.to_data()}
+
+
+def _add_memory_routes(app: FastAPI, service: InferenceService) -> None:
+    """Add the system shared memory extension; its regions are those of this gateway."""
+    prefix = "/v2/systemsharedmemory"
+    regions = service.regions
+
+    @app.get(prefix + "/status", tags=["memory"], summary="The shared memory regions that are registered")
+    async def all_regions() -> list[dict[str, Any]]:
+        return regions.status()
+
+    @app.get(prefix + "/region/{name}/status", tags=["memory"], summary="One shared memory region")
+    async def one_region(name: str) -> list[dict[str, Any]]:
+        return regions.status(name)
+
+    @app.post(prefix + "/region/{name}/register", tags=["memory"], summary="Register shared memory of a client")
+    async def register(name: str, document: dict[str, Any] = _DOCUMENT) -> dict[str, Any]:
+        regions.register(name, document.get("key"), document.get("offset", 0), document.get("byte_size"))
+        return {}
+
+    @app.post(prefix + "/region/{name}/unregister", tags=["memory"], summary="Let go of a region")
+    async def unregister(name: str) -> dict[str, Any]:
+        regions.unregister(name)
+        return {}
+
+    @app.post(prefix + "/unregister", tags=["memory"], summary="Let go of all regions")
+    async def unregister_all() -> dict[str, Any]:
+        regions.unregister()
+        return {}
+
+
+def _add_model_routes(app: FastAPI, service: InferenceService, prefix: str, *, document: bool) -> None:
     """Add the routes of one model; Triton's client uses the second prefix when it is given a version."""
 
     @app.get(prefix, tags=["models"], summary="Model metadata", include_in_schema=document)
     async def metadata(model: str) -> dict[str, Any]:
-        served = gateway.served(model)
+        served = service.served(model)
         return {
             "name": model,
             "versions": ["1"],
@@ -131,17 +170,17 @@ def _add_model_routes(app: FastAPI, gateway: Gateway, prefix: str, *, document: 
     @app.get(prefix + "/ready", tags=["models"], summary="Whether a model can be asked", include_in_schema=document)
     async def ready(model: str) -> JSONResponse:
         try:
-            gateway.served(model)
+            service.served(model)
         except HttpError as error:
             return JSONResponse({"name": model, "ready": False, "error": error.message}, error.status)
         return JSONResponse({"name": model, "ready": True})
 
     @app.get(prefix + "/config", tags=["models"], summary="Model configuration", include_in_schema=document)
     async def config(model: str) -> dict[str, Any]:
-        served = gateway.served(model)
-        batch = max(
-            (r.batch_size for g in _plan(gateway).hosts_of(model) for r in g.models if r.name == model), default=0
-        )
+        served = service.served(model)
+        plan = service.dispatching.plan
+        hosts = plan.hosts_of(model) if plan is not None else ()
+        batch = max((r.batch_size for gpulet in hosts for r in gpulet.models if r.name == model), default=0)
         return {
             "name": model, "platform": served.platform, "backend": "tenuto", "max_batch_size": batch,
             "input": [_config_entry(t) for t in served.inputs],
@@ -150,17 +189,16 @@ def _add_model_routes(app: FastAPI, gateway: Gateway, prefix: str, *, document: 
 
     @app.get(prefix + "/stats", tags=["models"], summary="Statistics of a model", include_in_schema=document)
     async def statistics(model: str) -> dict[str, Any]:
-        gateway.served(model)
-        models = (await gateway.front.report("status"))["models"]
+        service.served(model)
+        models = (await service.dispatching.report("status"))["models"]
         return {"model_stats": [_statistics(model, models[model])]}
+
+
+_DOCUMENT = Body(...)
 
 
 def _config_entry(tensor: TensorSpec) -> dict[str, Any]:
     return {"name": tensor.name, "data_type": f"TYPE_{tensor.datatype}", "dims": list(tensor.shape)}
-
-
-def _plan(gateway: Gateway) -> Any:
-    return gateway.front.plan
 
 
 def _statistics(model: str, counts: Mapping[str, Any]) -> dict[str, Any]:

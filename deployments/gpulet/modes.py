@@ -6,18 +6,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tenuto.deployments.serve.user_config import ProgramEntry
+from tenuto.deployments.wire.messages import GpuletMode
 
 __all__ = ["describe_mode", "mode_of"]
 
 
 def mode_of(
     programs: Sequence[ProgramEntry], *, is_shared: bool, is_streaming: bool, is_emulated: bool
-) -> dict[str, Any]:
-    """Return the mode of a gpu-let as plain data.
-
-    `share`: its compute share is held by CUDA MPS; `streaming`: copies overlap with execution; each on or off, these
-    are the four modes of the thesis' dispatcher. `programs`: how each runs, `plain`, `compile`, `cuda_graphs`,
-    `merged` or `emulated`.
+) -> GpuletMode:
+    """Return the mode of a gpu-let. Share and streaming, each on or off, are the four modes of the thesis' dispatcher.
 
     Args:
         programs: the entries of what is resident.
@@ -25,11 +22,8 @@ def mode_of(
         is_streaming: whether it streams.
         is_emulated: whether nothing really runs.
     """
-    return {
-        "share": is_shared,
-        "streaming": is_streaming,
-        "programs": {entry.name: "emulated" if is_emulated else _way(entry) for entry in programs},
-    }
+    ways = {entry.name: "emulated" if is_emulated else _way(entry) for entry in programs}
+    return GpuletMode(is_shared, is_streaming, ways)
 
 
 def _way(entry: ProgramEntry) -> str:

@@ -1,9 +1,8 @@
-"""A gpu-let: one Serve replica, one process, one share of one GPU, one or more resident models.
+"""A gpu-let: one Serve replica, one process, one share of one GPU, one or more resident programs.
 
-This is what Serve and the gateways talk to. Batches arrive over its own socket (see
-`tenuto.deployments.wire.transport`), run on its worker thread (`tenuto.deployments.gpulet.worker`), and never touch
-the event loop. The replica reports ready only once all its models are warmed up
-(`tenuto.deployments.gpulet.resident_programs`).
+This is what Serve talks to. Batches come over the gpu-let's own sockets (`tenuto.deployments.gpulet.channel`), run on
+its worker thread (`tenuto.deployments.gpulet.worker`), and never touch the event loop. The replica reports ready only
+once all its models are warmed up (`tenuto.deployments.gpulet.resident_programs`).
 """
 
 from __future__ import annotations
@@ -11,22 +10,28 @@ from __future__ import annotations
 import asyncio
 import os
 import secrets
-import time
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Callable, Mapping
 from typing import Any
 
+from tenuto.deployments.gpulet.channel import Channel
 from tenuto.deployments.gpulet.executors.base import Executor
 from tenuto.deployments.gpulet.executors.choose import has_nvidia_devices, make_executor
 from tenuto.deployments.gpulet.executors.streamed import make_streaming
 from tenuto.deployments.gpulet.mps_sharing import SharedGpu, join_shared_gpu, turn_of
 from tenuto.deployments.gpulet.resident_programs import ResidentPrograms
-from tenuto.deployments.gpulet.worker import ArrivedBatch, WorkerThread
-from tenuto.deployments.serve.user_config import GpuletConfig
-from tenuto.deployments.wire.transport import FrameProtocol, listen
+from tenuto.deployments.gpulet.worker import WorkerThread
+from tenuto.deployments.serve.niceness import run_at_normal_priority
+from tenuto.deployments.serve.user_config import GpuletSpec, read_gpulet_config
+from tenuto.deployments.wire.arena import machine_id
+from tenuto.deployments.wire.link import Endpoint
+from tenuto.deployments.wire.messages import GpuletCloses, GpuletState
 from tenuto.documents import parse_document
 from tenuto.errors import EnvironmentFaultError
 
 __all__ = ["GpuletReplica", "build"]
+
+_LAST_WORDS_S = 0.2  # between the notice that the device is lost and the end of the process
 
 
 class GpuletReplica:
@@ -36,37 +41,34 @@ class GpuletReplica:
         """Choose the executor and start listening.
 
         Args:
-            spec: what only a restart can change: `gpulet`, `gpu` (id, type, uuid), `share_pct`, `memory_mib`,
-                `executor`, `mps`, `cuda_mps`, `streaming`.
+            spec: what only a restart can change; see `GpuletSpec`.
 
         Raises:
+            InvalidInputError: unknown keys or unusable values.
             EnvironmentFaultError: the machine cannot give what the plan asks for.
         """
-        self._spec = dict(spec)
-        self._id = str(spec["gpulet"])
+        checked = parse_document(GpuletSpec, dict(spec), origin="args.spec")
+        self._spec: dict[str, Any] = checked.model_dump()
+        self._id = checked.gpulet
         self._loop = asyncio.get_running_loop()
+        run_at_normal_priority()
         # Before the executor: CUDA looks for its daemon once, when it starts.
         self._shared = await self._loop.run_in_executor(None, self._share_gpu)
         self._is_proved = False
         try:
-            self._executor: Executor = make_executor(spec)
-            streaming = make_streaming(self._executor) if spec.get("streaming") else None
+            self._executor: Executor = make_executor(self._spec)
+            streaming = make_streaming(self._executor) if checked.streaming else None
         except BaseException:
             if self._shared is not None:
                 self._shared.leave()  # the next gpu-let of this GPU need not wait for the end of this process
             raise
         self._programs = ResidentPrograms(self._id, self._executor, streaming)
         self._failure: str | None = None  # of the GPU's CUDA MPS
-        self._protocols: set[FrameProtocol] = set()
-        self._running: dict[tuple[int, int], ArrivedBatch] = {}
         self._token = secrets.token_hex(16)
-        # Loopback TCP also on the gateway's own node: for 9.6 MB of images it was five times faster than a Unix socket,
-        # whose buffers are small (tests/benchmarks/bench_transport.py).
-        local = await listen(("127.0.0.1", 0), self._token, self._on_frame, self._on_lost, self._on_connect)
-        self._servers: list[asyncio.Server] = [local]
-        self._address = ("127.0.0.1", int(local.sockets[0].getsockname()[1]))
-        self._tcp: tuple[str, int] | None = None
-        self._worker = WorkerThread(self._id, self._executor, streaming, self._programs, self._answer)
+        self._worker = WorkerThread(self._id, self._executor, streaming, self._programs, self._on_fault)
+        self._channel = Channel(self._id, self._token, self._worker.put)
+        self._channel.announce(self._state())
+        self._near = self._channel.listen()
 
     def _share_gpu(self) -> SharedGpu | None:
         return join_shared_gpu(self._spec, has_driver=has_nvidia_devices())
@@ -80,15 +82,14 @@ class GpuletReplica:
         Raises:
             InvalidInputError: unknown keys or unusable values; nothing was changed.
         """
-        wanted = parse_document(GpuletConfig, user_config, origin=f"user_config of gpu-let {self._id}").programs
+        wanted = read_gpulet_config(user_config, self._id).programs
         # The first load has its turn from joining on. Batches run while a later one waits.
         async with turn_of(self._shared if self._is_proved and self._programs.loads(wanted) else None):
             await self._programs.bring(wanted, self._worker.perform)
         if self._shared is not None and not self._is_proved:
             await self._worker.perform(self._shared.prove)  # on the thread that has the CUDA context
             self._is_proved = True
-        for protocol in self._protocols:
-            protocol.send({"description": self._description()})
+        self._channel.announce(self._state())
 
     async def check_health(self) -> None:
         """Raise when this process can no longer run batches; Serve then replaces it."""
@@ -104,40 +105,47 @@ class GpuletReplica:
         if not self._worker.is_alive:
             raise EnvironmentFaultError(f"the worker thread of gpu-let {self._id} has ended")
 
-    async def describe(self, node_id: str = "") -> dict[str, Any]:
-        """Return how to reach this gpu-let from a node, and what it really got.
-
-        A caller on another node gets a TCP address on this node's cluster interface, guarded by the same token.
-        """
+    async def endpoint(self, node_id: str = "") -> Endpoint:
+        """Return where this gpu-let listens for a node; another node gets an address of the cluster's network."""
         import ray
 
-        context = ray.get_runtime_context()
-        address: Any = list(self._address)
-        if node_id and node_id != context.get_node_id():
-            if self._tcp is None:
-                host = ray.util.get_node_ip_address()
-                server = await listen((host, 0), self._token, self._on_frame, self._on_lost, self._on_connect)
-                self._servers.append(server)
-                self._tcp = (host, server.sockets[0].getsockname()[1])
-            address = list(self._tcp)
-        return {"address": address, "token": self._token, "node_id": context.get_node_id(), **self._description()}
+        is_near = not node_id or node_id == ray.get_runtime_context().get_node_id()
+        return Endpoint(self._near if is_near else self._channel.listen(ray.util.get_node_ip_address()), self._token)
 
-    def _description(self) -> dict[str, Any]:
-        """Return what this gpu-let is and holds now; sent again to every gateway when the models change."""
-        return {
-            "gpulet": self._id,
-            "gpu": self._spec["gpu"]["id"],
-            "pid": os.getpid(),
-            "device": self._executor.device,
-            "emulated": self._programs.is_emulated,
-            "share_pct": self._spec.get("share_pct"),
-            "memory_mib": self._executor.memory_mib(),
-            "memory_cap_mib": self._spec.get("memory_mib") if self._executor.device.startswith("cuda") else None,
-            "sm_count": self._executor.sm_count(),
-            "mode": self._programs.mode(is_shared=self._shared is not None),
-            "cuda_mps": None if self._shared is None else self._shared.status(),
-            **self._programs.to_data(),
-        }
+    def _state(self) -> GpuletState:
+        """Return what this gpu-let is and holds now."""
+        return GpuletState(
+            gpulet=self._id,
+            gpu=self._spec["gpu"]["id"],
+            pid=os.getpid(),
+            machine=machine_id(),
+            device=self._executor.device,
+            emulated=self._programs.is_emulated,
+            share_pct=self._spec["share_pct"],
+            memory_mib=self._executor.memory_mib(),
+            memory_cap_mib=self._spec["memory_mib"] if self._executor.device.startswith("cuda") else None,
+            sm_count=self._executor.sm_count(),
+            mode=self._programs.mode(is_shared=self._shared is not None),
+            cuda_mps=None if self._shared is None else self._shared.status(),
+            programs=self._programs.largest_batches(),
+            merged=self._executor.merged(),
+            signatures=self._programs.signatures(),
+            node_id=_node_id(),
+        )
+
+    def _on_fault(self, reason: str) -> None:
+        """No batch can run here any more: say so, and end the process, which Serve then replaces. Called by the
+        worker."""
+        self._channel.tell(GpuletCloses(reason))
+        self._loop.call_soon_threadsafe(self._loop.call_later, _LAST_WORDS_S, self._leave)
+
+    def _leave(self) -> None:
+        if self._shared is not None:
+            self._shared.leave()
+        self._exit(1)
+
+    # Nothing but a new process helps a lost CUDA context, and it may hang whoever tears it down.
+    _exit: Callable[[int], None] = staticmethod(os._exit)
 
     async def statistics(self) -> dict[str, Any]:
         """Return batches run and seconds spent running them since the start."""
@@ -150,48 +158,29 @@ class GpuletReplica:
 
     async def __del__(self) -> None:
         """Finish what runs, then release the device; Serve calls this once requests have drained."""
+        self._channel.tell(GpuletCloses("it is shutting down"))
         await self._worker.stop(10.0 if self._shared is None else 6.0)
         if self._shared is not None and self._worker.is_alive:
             # Serve kills this process in a moment, and a client killed at work harms its neighbours.
             await asyncio.get_running_loop().run_in_executor(None, self._shared.terminate)
-        for server in self._servers:
-            server.close()
+        self._channel.close()
         self._executor.close()
         if self._shared is not None:
             self._shared.leave()
 
-    # --- the socket's side (event loop) -------------------------------------------------------------------------
 
-    def _on_connect(self, protocol: FrameProtocol) -> None:
-        """Bring a new gateway up to date: the models may have changed since it asked where to connect."""
-        self._protocols.add(protocol)
-        protocol.send({"description": self._description()})
+def _node_id() -> str:
+    """Return Ray's name of this node; "" where the process is none of Ray's."""
+    if "ray" not in sys.modules:
+        return ""
+    import ray
 
-    def _on_frame(self, protocol: FrameProtocol, header: dict[str, Any], body: memoryview) -> None:
-        received_at = time.perf_counter()
-        if "abort" in header:
-            running = self._running.get((id(protocol), header["abort"]))
-            if running is not None:
-                running.aborted = True
-            return
-        batch = ArrivedBatch(protocol, header, body, received_at)
-        self._running[(id(protocol), header["id"])] = batch
-        self._worker.put(batch)
-
-    def _on_lost(self, protocol: FrameProtocol, _error: BaseException | None) -> None:
-        """The gateway is gone: nobody waits for its batches, so those not begun are not run."""
-        self._protocols.discard(protocol)
-        for (owner, _), batch in self._running.items():
-            if owner == id(protocol):
-                batch.aborted = True
-
-    def _answer(self, batch: ArrivedBatch, header: dict[str, Any], buffers: Sequence[memoryview]) -> None:
-        self._running.pop((id(batch.protocol), batch.header["id"]), None)
-        batch.protocol.send({"id": batch.header["id"], "gpulet": self._id, **header}, buffers)
+    return str(ray.get_runtime_context().get_node_id()) if ray.is_initialized() else ""
 
 
 def build(args: dict[str, Any]) -> Any:
     """Return the Serve application of one gpu-let; named as `import_path` in the generated Serve config."""
     from ray import serve
 
-    return serve.deployment(name="gpulet")(GpuletReplica).bind(args["spec"])
+    spec = parse_document(GpuletSpec, args.get("spec"), origin="args.spec")
+    return serve.deployment(name="gpulet")(GpuletReplica).bind(spec.model_dump())

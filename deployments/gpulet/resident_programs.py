@@ -5,13 +5,14 @@ from __future__ import annotations
 import functools
 import logging
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Awaitable, Callable, Sequence
 
 from tenuto.deployments.gpulet.executors.base import Executor
 from tenuto.deployments.gpulet.executors.streamed import StreamingExecutor
 from tenuto.deployments.gpulet.modes import mode_of
 from tenuto.deployments.serve.user_config import ProgramEntry
+from tenuto.deployments.wire.messages import GpuletMode
+from tenuto.profiles.networks.catalogue import ModelSignature
 
 __all__ = ["ResidentPrograms"]
 
@@ -81,19 +82,16 @@ class ResidentPrograms:
             self._streaming.forget(name)
         self._executor.unload(name)
 
-    def to_data(self) -> dict[str, Any]:
-        """Return plain data for the description: largest batches, facts about merged programs, signatures."""
-        return {
-            "models": {name: entry.batch_size for name, entry in self._entries.items()},
-            "merged": self._executor.merged(),
-            "signatures": {
-                member.name: self._executor.signature(member.name).to_data()
-                for entry in self._entries.values()
-                for member in entry.members
-            },
-        }
+    def largest_batches(self) -> dict[str, int]:
+        """Return the planned batch size of every program."""
+        return {name: entry.batch_size for name, entry in self._entries.items()}
 
-    def mode(self, *, is_shared: bool) -> Mapping[str, Any]:
+    def signatures(self) -> dict[str, ModelSignature]:
+        """Return the signature of every model."""
+        members = [member.name for entry in self._entries.values() for member in entry.members]
+        return {name: self._executor.signature(name) for name in members}
+
+    def mode(self, *, is_shared: bool) -> GpuletMode:
         """Return how they run, see `mode_of`; `is_shared` as there."""
         return mode_of(
             list(self._entries.values()),

@@ -1,6 +1,6 @@
 """A gpu-let's worker thread: it owns the device, runs batches one after another and what has to happen between two.
 
-It knows neither sockets nor Serve: batches are put from the event loop, and their answers are handed back there.
+It knows neither sockets nor Serve: batches are put from elsewhere, and know themselves where their answers belong.
 """
 
 from __future__ import annotations
@@ -11,51 +11,28 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
+from tenuto.deployments.gpulet.channel import ArrivedBatch
 from tenuto.deployments.gpulet.executors.base import Executor
 from tenuto.deployments.gpulet.executors.streamed import StreamingExecutor
 from tenuto.deployments.gpulet.resident_programs import ResidentPrograms
 from tenuto.deployments.gpulet.streamed_work import StreamedWork
-from tenuto.deployments.wire.joint_batches import cut_inputs, pack_outputs
-from tenuto.deployments.wire.transport import FrameProtocol
+from tenuto.deployments.wire.arena import MappedArenas
+from tenuto.deployments.wire.bundles import read_parts
+from tenuto.deployments.wire.messages import BatchFailed, BatchRan, Message
+from tenuto.deployments.wire.tensors import RowOutput, inline_blocks, input_blocks, pack_outputs
+from tenuto.profiles.networks.device import loses_device
 from tenuto.profiles.networks.inputs import Arrays, Blocks
 from tenuto.profiles.networks.runner import BatchTimes
 
-__all__ = ["ArrivedBatch", "WorkerThread"]
+__all__ = ["WorkerThread"]
 
 logger = logging.getLogger("ray.serve")
 
-_Reply = tuple[dict[str, Any], list[memoryview]]  # header and buffers
-
-
-class ArrivedBatch:
-    """One batch between arrival at the gpu-let and answer."""
-
-    __slots__ = ("aborted", "body", "header", "protocol", "received_at")
-
-    def __init__(self, protocol: FrameProtocol, header: dict[str, Any], body: memoryview, received_at: float) -> None:
-        self.protocol = protocol
-        self.header = header
-        self.body = body
-        self.received_at = received_at
-        self.aborted = False
-
-    @property
-    def program(self) -> str:
-        """What is to run."""
-        return str(self.header["model"])
-
-    @property
-    def size(self) -> int:
-        """Rows of all members."""
-        return int(self.header["n"])
-
-    @property
-    def rows(self) -> dict[str, int]:
-        """Rows by member."""
-        return dict(self.header.get("members") or [(self.program, self.size)])
+_Action = tuple[Callable[[], None], "asyncio.Future[None]"]
+_Item = ArrivedBatch | _Action
 
 
 class WorkerThread:
@@ -67,24 +44,25 @@ class WorkerThread:
         executor: Executor,
         streaming: StreamingExecutor | None,
         programs: ResidentPrograms,
-        answer: Callable[[ArrivedBatch, dict[str, Any], list[memoryview]], None],
+        on_fault: Callable[[str], None] = lambda _reason: None,
     ) -> None:
-        """Start the thread; must be called on the event loop that answers are to be given on.
+        """Start the thread; must be called on the event loop that `perform` is called on.
 
         Args:
             gpulet_id: for logs, the thread's name and errors.
             executor: runs batches.
             streaming: runs those that can be streamed, where the gpu-let streams.
             programs: what is resident; batches of others are refused.
-            answer: takes a batch with the header and the buffers of its answer.
+            on_fault: told on the thread, once, when no batch can run here any more.
         """
         self._id = gpulet_id
         self._executor = executor
         self._streaming = streaming
         self._programs = programs
-        self._answer = answer
+        self._on_fault = on_fault
         self._loop = asyncio.get_running_loop()
-        self._queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[_Item | None] = queue.SimpleQueue()
+        self._arenas = MappedArenas()
         self._batches = 0
         self._busy_s = 0.0
         self._recent: deque[dict[str, Any]] = deque(maxlen=1024)
@@ -92,7 +70,7 @@ class WorkerThread:
         self._thread = threading.Thread(target=self._work, name=f"gpulet {gpulet_id}", daemon=True)
         self._thread.start()
 
-    # --- the event loop's side ----------------------------------------------------------------------------------
+    # --- what others call ---------------------------------------------------------------------------------------
 
     def put(self, batch: ArrivedBatch) -> None:
         """Run a batch behind those that wait; one that is marked as aborted before its turn is not run."""
@@ -129,17 +107,16 @@ class WorkerThread:
         if self._streaming is not None:
             StreamedWork[ArrivedBatch](
                 self._queue, self._streaming, as_batch=_streamable, take=self._take, done=self._streamed,
-                failed=lambda batch, error: self._send(batch, self._failed(batch, error)), otherwise=self._do,
-                name=f"gpulet {self._id}",
+                failed=self._failed, otherwise=self._do, name=f"gpulet {self._id}",
             ).run()  # fmt: skip
             return
         while (item := self._queue.get()) is not None:
             self._do(item)
 
-    def _do(self, item: Any) -> None:
+    def _do(self, item: _Item) -> None:
         """Run one batch, or an action between two."""
         if isinstance(item, ArrivedBatch):
-            self._send(item, self._run(item))
+            self._run(item)
             return
         action, future = item
         try:
@@ -149,97 +126,103 @@ class WorkerThread:
         else:
             self._loop.call_soon_threadsafe(_settle, future, None)
 
-    def _send(self, batch: ArrivedBatch, reply: _Reply) -> None:
-        self._loop.call_soon_threadsafe(self._answer, batch, *reply)
-
-    def _refusal(self, batch: ArrivedBatch) -> _Reply | None:
-        """Return the answer to a batch that is not to be run."""
-        name = batch.program
-        if batch.aborted:
-            return {"error": "the batch was given up before it ran"}, []
-        if name not in self._programs:
-            return {
-                "error": f"'{name}' is not resident on gpu-let {self._id}; the plan has just changed, send it again"
-            }, []
-        return None
-
-    def _failed(self, batch: ArrivedBatch, error: Exception) -> _Reply:
-        name = batch.program
-        logger.error("gpu-let %s: a batch of %d for %s failed", self._id, batch.size, name, exc_info=error)
-        self._note_fault(error)
-        return {"error": f"running '{name}' failed: {type(error).__name__}: {error}"}, []
-
-    def _note_fault(self, error: Exception) -> None:
-        """A CUDA fault is sticky: the context is lost and only a new process helps, so fail the next health check."""
-        text = str(error)
-        if "CUDA error" in text or "device-side assert" in text or "CUDA driver" in text:
-            self.fault = f"the CUDA context of gpu-let {self._id} is lost: {text.splitlines()[0]}"
-
-    def _run(self, batch: ArrivedBatch) -> _Reply:
-        started_at = time.perf_counter()
+    def _run(self, batch: ArrivedBatch) -> None:
+        queue_ms = (time.monotonic() - batch.received_at) * 1000.0
         refusal = self._refusal(batch)
         if refusal is not None:
-            return refusal
+            batch.answer(refusal)
+            return
+        rows = dict(batch.message.members)
         try:
-            begun_s, execution_ms, answer, buffers = self._execute(batch)
+            inputs = self._inputs(batch)
+            begun_s = time.monotonic()
+            outputs, execution_ms = self._executor.run(batch.program, inputs, rows)
+            packed = [(count, *pack_outputs(outputs[member], count)) for member, count in rows.items()]
         except Exception as error:
-            return self._failed(batch, error)
-        return self._ran(batch, begun_s, execution_ms, (started_at - batch.received_at) * 1000.0, answer), buffers
+            self._failed(batch, error)
+            return
+        members = [(count, described) for count, described, _ in packed]
+        ran = self._ran(batch, begun_s, execution_ms, queue_ms, members)
+        batch.answer(ran, [buffer for _, _, buffers in packed for buffer in buffers])
 
-    def _execute(self, batch: ArrivedBatch) -> tuple[float, float, dict[str, Any], list[memoryview]]:
-        """Run a batch; the gateway has checked shapes and types.
+    def _refusal(self, batch: ArrivedBatch) -> Message | None:
+        """Return the answer to a batch that is not to be run."""
+        number = batch.message.number
+        if batch.is_aborted:
+            return BatchFailed(number, "the batch was given up before it ran")
+        if self.fault is not None:
+            return BatchFailed(number, self.fault, may_retry=True)
+        if batch.program not in self._programs:
+            reason = f"'{batch.program}' is not resident on gpu-let {self._id}; the plan has just changed"
+            return BatchFailed(number, reason, may_retry=True)
+        return None
 
-        Returns its start in s, its execution time in ms, and the outputs as part of the answer's header and buffers.
+    def _inputs(self, batch: ArrivedBatch) -> dict[str, Blocks]:
+        """Return the inputs by member; the gateway has checked shapes and types.
+
+        Raises:
+            OSError, ValueError: shared memory that is not there.
         """
-        rows, body, inputs = batch.rows, batch.body, {}
-        for member, count in rows.items():
-            inputs[member], body = cut_inputs(self._executor.signature(member).inputs, body, count)
-        begun_s = time.monotonic()
-        outputs, execution_ms = self._executor.run(batch.program, inputs, rows)
-        packed = [(count, *pack_outputs(outputs[member], count)) for member, count in rows.items()]
-        parts = [(count, described) for count, described, _ in packed]
-        return begun_s, execution_ms, {"members": parts}, [b for _, _, mine in packed for b in mine]
+        message, body = batch.message, batch.body
+        found: dict[str, Blocks] = {}
+        if not message.places:
+            for member, rows in message.members:
+                found[member], body = inline_blocks(self._executor.signature(member).inputs, rows, body)
+            return found
+        parts, _ = read_parts(message.places, message.arenas, body, self._arenas)
+        remaining = iter(parts)
+        for member, rows in message.members:
+            found[member] = input_blocks(self._executor.signature(member).inputs, rows, remaining)
+        return found
 
     def _take(self, batch: ArrivedBatch) -> Blocks | None:
         """Return the inputs of a batch to be streamed; None when it was refused."""
         refusal = self._refusal(batch)
         if refusal is not None:
-            self._send(batch, refusal)
+            batch.answer(refusal)
             return None
-        return cut_inputs(self._executor.signature(batch.program).inputs, batch.body, batch.size)[0]
+        return self._inputs(batch)[batch.program]
 
     def _streamed(self, batch: ArrivedBatch, outputs: Arrays, times: BatchTimes, queue_ms: float) -> None:
         """Answer a streamed batch. Its copies are part of its way, as they keep no other batch from executing."""
         described, buffers = pack_outputs(outputs, batch.size)
-        copies = {"copy_in_ms": times.staging_ms + times.copy_in_ms, "copy_out_ms": times.copy_out_ms}
-        answer = {"members": [(batch.size, described)], **copies}
-        self._send(batch, (self._ran(batch, times.begun_at_s, times.execution_ms, queue_ms, answer), buffers))
+        copies = (times.staging_ms + times.copy_in_ms, times.copy_out_ms)
+        members = [(batch.size, described)]
+        batch.answer(self._ran(batch, times.begun_at_s, times.execution_ms, queue_ms, members, copies), buffers)
 
     def _ran(
-        self, batch: ArrivedBatch, begun_s: float, execution_ms: float, queue_ms: float, answer: Mapping[str, Any]
-    ) -> dict[str, Any]:
-        """Note a batch that ran and return the header of its answer."""
-        name, size = batch.program, batch.size
-        requests = batch.header.get("requests", [])
+        self, batch: ArrivedBatch, begun_s: float, execution_ms: float, queue_ms: float,
+        members: list[tuple[int, list[RowOutput]]], copies: tuple[float, float] = (0.0, 0.0),
+    ) -> BatchRan:
+        """Note a batch that ran and return the message of its answer."""
+        requests = batch.message.request_ids
         self._recent.append(
-            {"model": name, "batch_size": size, "requests": requests, "started_s": begun_s,
+            {"model": batch.program, "batch_size": batch.size, "requests": requests, "started_s": begun_s,
              "ended_s": begun_s + execution_ms / 1000.0}
         )  # fmt: skip
-        logger.debug("gpu-let %s: %d of %s in %.3f ms: %s", self._id, size, name, execution_ms, requests)
         self._batches += 1
         self._busy_s += execution_ms / 1000.0
-        return {
-            **answer,
-            "execution_ms": execution_ms,
-            "started_ms": begun_s * 1000.0,
-            "queue_ms": queue_ms,
-            "emulated": self._programs.is_emulated,
-        }
+        return BatchRan(batch.message.number, begun_s * 1000.0, execution_ms, queue_ms, *copies, members)
+
+    def _failed(self, batch: ArrivedBatch, error: Exception) -> None:
+        """Answer a batch that could not be run."""
+        logger.error(
+            "gpu-let %s: a batch of %d for %s failed", self._id, batch.size, batch.program, exc_info=error
+        )
+        lost = self.fault is None and self._executor.device.startswith("cuda") and loses_device(error)
+        if lost:
+            self.fault = f"the CUDA context of gpu-let {self._id} is lost: {str(error).splitlines()[0]}"
+        reason = f"running '{batch.program}' failed: {type(error).__name__}: {error}"
+        batch.answer(BatchFailed(batch.message.number, reason, may_retry=self.fault is not None))
+        if lost and self.fault is not None:
+            self._on_fault(self.fault)
 
 
-def _streamable(item: Any) -> ArrivedBatch | None:
+def _streamable(item: _Item) -> ArrivedBatch | None:
     """Return a batch that can be streamed: those of merged models run by themselves."""
-    return item if isinstance(item, ArrivedBatch) and item.program in item.rows else None
+    if isinstance(item, ArrivedBatch) and item.message.members[0][0] == item.program:
+        return item
+    return None
 
 
 def _settle(future: asyncio.Future[None], error: BaseException | None) -> None:

@@ -45,23 +45,24 @@ def serve_config(
     scheduler_options: Mapping[str, Any] | None = None,
     gateway_options: Mapping[str, Any] | None = None,
     gateways: int = 1,
+    proxy_port: int | None = None,
     partition: Mapping[str, int] | None = None,
 ) -> dict[str, Any]:
     """Return the Serve config of a plan as plain data, ready for `serve deploy`.
 
     Args:
         plan: a completed plan.
-        executor: `torch`, `emulated`, or `auto`: torch on `cpu` GPUs, on GPUs bound by UUID and wherever the node
-        has NVIDIA
-            devices; emulated for logical GPUs on a node without any.
-        host: address the HTTP server binds to.
-        port: port of the HTTP server.
+        executor: `torch`, `emulated`, or `auto`: torch on `cpu` GPUs, on GPUs bound by UUID and wherever the node has
+            NVIDIA devices; emulated for logical GPUs on a node without any.
+        host: address that the gateways and Serve's proxy bind to.
+        port: of the gateways' own socket, where clients belong.
+        proxy_port: of Serve's proxies, another and slower way in; default: the port after `port`.
         scheduler: batching scheduler of the dispatcher.
         scheduler_options: its options.
-        gateways: processes that take HTTP. One schedules by itself; several, or one with a partition, feed the
-            dispatcher of each sub-cluster, a process of its own, in bundles.
+        gateways: processes that take HTTP on the same port. One schedules by itself; several, or one with a partition,
+            feed the dispatcher of each sub-cluster, a process of its own, in bundles.
         partition: sub-cluster of every model; one holds everything by default.
-        gateway_options: `max_queued`, `max_body_mib`, `response_ms`; see `tenuto.deployments.entry.gateway`.
+        gateway_options: `max_queued`, `max_body_mib`, …; see `tenuto.deployments.serve.user_config.GatewayConfig`.
 
     Raises:
         ValueError: unknown executor, or no gateway.
@@ -73,13 +74,13 @@ def serve_config(
         raise ValueError(f"gateways must be at least 1, not {gateways}")
     gpus = {gpu.id: gpu for gpu in plan.gpus}
     options = {"scheduler": {"name": scheduler, "options": dict(scheduler_options or {})}, **(gateway_options or {})}
-    gateway = {"plan": plan.to_data(), **options}
+    gateway = {"plan": plan.to_data(), **options, "listen": {"host": host, "port": port}}
     cut = cut_plan(plan, partition) if gateways > 1 or partition is not None else {}
     if cut:
         gateway["sub_clusters"] = {name: [spec.name for spec in part.models] for name, part in cut.items()}
     return {
         "proxy_location": "HeadOnly",
-        "http_options": {"host": host, "port": port, "request_timeout_s": None},
+        "http_options": {"host": host, "port": proxy_port or _beside(port), "request_timeout_s": None},
         "logging_config": {"enable_access_log": False},
         "applications": [
             {
@@ -104,6 +105,10 @@ def serve_config(
             *(_gpulet_application(plan, gpulet, gpus[gpulet.gpu], executor) for gpulet in plan.gpulets),
         ],
     }
+
+
+def _beside(port: int) -> int:
+    return port + 1 if port < 65535 else port - 1
 
 
 def _dispatcher_application(sub_cluster: str, user_config: dict[str, Any]) -> dict[str, Any]:
@@ -167,9 +172,8 @@ def _actor_options(gpulet: Gpulet, gpu: PlannedGpu, *, uses_mps: bool) -> dict[s
     """Return Ray's options. The real share is in the environment; Ray's ledger gets one small slot per gpu-let.
 
     Ray packs fractions GPU by GPU, so that uneven shares which fit the GPUs may not fit its ledger, and slots that
-    depend on the
-    number of gpu-lets would restart the neighbours of every gpu-let that comes or goes. Equal constant slots do
-    neither.
+    depend on the number of gpu-lets would restart the neighbours of every gpu-let that comes or goes. Equal constant
+    slots do neither.
     """
     options: dict[str, Any] = {"num_cpus": 0}
     environment: dict[str, str] = {}

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
 
 from tenuto.deployments.serve.config import ENTRY_APPLICATION, application_name, dispatcher_name
-from tenuto.deployments.wire.link import Finder
+from tenuto.deployments.wire.link import Endpoint, Finder
 
 __all__ = ["find_dispatcher", "find_gateway", "find_gpulet"]
 
@@ -14,12 +13,12 @@ _READY_S = 30.0
 
 
 def find_gpulet(gpulet_id: str) -> Finder:
-    """Return the function that asks a gpu-let's application for its address; waits while its replica starts."""
+    """Return the function that asks a gpu-let's application for its endpoint; waits while its replica starts."""
     return _find(application_name(gpulet_id))
 
 
 def find_dispatcher(sub_cluster: str) -> Finder:
-    """Return the function that asks a dispatcher's application for its address; waits while its replica starts."""
+    """Return the function that asks a dispatcher's application for its endpoint; waits while its replica starts."""
     return _find(dispatcher_name(sub_cluster))
 
 
@@ -29,13 +28,13 @@ def find_gateway() -> Finder:
 
 
 def _find(application: str) -> Finder:
-    async def find() -> dict[str, Any]:
+    async def find() -> Endpoint:
         import ray
         from ray import serve
 
         handle = serve.get_app_handle(application)
         async with asyncio.timeout(_READY_S):
-            found: dict[str, Any] = await handle.describe.remote(ray.get_runtime_context().get_node_id())
+            found: Endpoint = await handle.endpoint.remote(ray.get_runtime_context().get_node_id())
         return found
 
     return find

@@ -1,7 +1,7 @@
 """Bring a plan up on a Ray cluster and take it down again: the program behind `tenuto serve` and `tenuto quickstart`.
 
-Uses a running cluster where there is one; otherwise starts a local Ray in Serve's fastest front-door mode, which has
-to be in the environment before Ray starts.
+Uses a running cluster where there is one; otherwise starts a local Ray with Serve's fastest proxies, which has to be
+in the environment before Ray starts.
 """
 
 from __future__ import annotations
@@ -133,10 +133,13 @@ class Launcher:
 
         _check_nodes(config)
         http = config["http_options"]
+        own = _own_socket(config)
         logging.getLogger("ray.serve").setLevel(logging.ERROR)
         if not self._applied:
-            self._base_url = f"http://{http['host']}:{http['port']}"
-            _check_port(http["host"], http["port"], ours=_is_serving())
+            ours = _is_serving()
+            _check_port(http["host"], http["port"], "--proxy-port", ours=ours)
+            if own is not None:
+                _check_port(*own, "--port", ours=ours)
             try:
                 serve.start(
                     proxy_location=config["proxy_location"],
@@ -150,8 +153,10 @@ class Launcher:
             # A Serve that ran before keeps its own address.
             actual = _get_global_client().http_config
             if (actual.host, actual.port) != (http["host"], http["port"]):
-                self._base_url = f"http://{actual.host}:{actual.port}"
-                self._progress(f"Ray Serve already runs here and listens on {actual.host}:{actual.port}")
+                self._progress(f"Ray Serve already runs here, and its proxies listen on {actual.host}:{actual.port}")
+            self._base_url = f"http://{actual.host}:{actual.port}"
+        if own is not None:
+            self._base_url = f"http://{own[0]}:{own[1]}"
         schema = ServeDeploySchema.model_validate(config)
         names = {application["name"] for application in config["applications"]}
         _get_global_client().deploy_apps(schema)  # what `serve deploy` calls; there is no public Python twin
@@ -262,7 +267,16 @@ def _check_nodes(config: Mapping[str, Any]) -> None:
         )
 
 
-def _check_port(host: str, port: int, *, ours: bool) -> None:
+def _own_socket(config: Mapping[str, Any]) -> tuple[str, int] | None:
+    """Return where the gateways themselves listen; None where only Serve's proxies lead to them."""
+    for application in config["applications"]:
+        if application["name"] == ENTRY_APPLICATION:
+            listen = application["deployments"][0]["user_config"].get("listen")
+            return (listen["host"], listen["port"]) if listen is not None else None
+    return None
+
+
+def _check_port(host: str, port: int, option: str, *, ours: bool) -> None:
     """Raise when someone else listens on the port; HAProxy would fail later without saying so."""
     if ours:
         return
@@ -272,7 +286,7 @@ def _check_port(host: str, port: int, *, ours: bool) -> None:
             probe.bind((host, port))
         except OSError as error:
             raise EnvironmentFaultError(
-                f"{host}:{port} is taken ({error.strerror}). Choose another with --port."
+                f"{host}:{port} is taken ({error.strerror}). Choose another with {option}."
             ) from error
 
 

@@ -3,14 +3,60 @@ is applied."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from tenuto.documents import StrictModel
+from tenuto.batching.core.build import from_plan
+from tenuto.batching.core.scheduler import Scheduler
+from tenuto.batching.core.system import NetworkDelay
+from tenuto.batching.registry import make_scheduler
+from tenuto.documents import StrictModel, parse_document
+from tenuto.placement import Plan
 from tenuto.profiles.latency import LatencyField
 
-__all__ = ["GpuletConfig", "MemberEntry", "ProgramEntry"]
+__all__ = [
+    "DispatcherConfig",
+    "GatewayConfig",
+    "GpuletConfig",
+    "GpuletSpec",
+    "Listen",
+    "MemberEntry",
+    "ProgramEntry",
+    "Serving",
+    "read_dispatcher_config",
+    "read_gateway_config",
+    "read_gpulet_config",
+]
+
+
+# --- gpu-lets ---------------------------------------------------------------------------------------------------------
+
+
+class GpuOfGpulet(StrictModel):
+    """The GPU a gpu-let is on; see `PlannedGpu`."""
+
+    id: str
+    type: str
+    uuid: str | None = None
+
+
+class GpuletSpec(StrictModel):
+    """`args` of a gpu-let's application: what only a restart can change.
+
+    `cuda_mps`: whether the process joins the CUDA MPS daemon of its GPU.
+    """
+
+    gpulet: str
+    gpu: GpuOfGpulet
+    share_pct: Annotated[float, Field(gt=0, le=100)] | None = None
+    memory_mib: Annotated[float, Field(gt=0)] | None = None
+    executor: Literal["auto", "torch", "emulated"] = "auto"
+    mps: Literal["off", "auto", "required"] = "auto"
+    cuda_mps: bool = False
+    streaming: bool = False
 
 
 class MemberEntry(StrictModel):
@@ -62,3 +108,86 @@ def _with_members(entry: Any) -> Any:
     own = {key: entry[key] for key in ("name", "source", "weights_path", "options") if key in entry}
     shared = {key: value for key, value in entry.items() if key == "name" or key not in own}
     return {**shared, "members": [own]}
+
+
+def read_gpulet_config(raw: Mapping[str, Any], gpulet: str) -> GpuletConfig:
+    """Read the `user_config` of a gpu-let; raises `InvalidInputError` with every problem found."""
+    return parse_document(GpuletConfig, dict(raw), origin=f"user_config of gpu-let {gpulet}")
+
+
+# --- gateways and dispatchers -----------------------------------------------------------------------------------------
+
+
+class SchedulerChoice(StrictModel):
+    """A batching scheduler by name, with its options."""
+
+    name: str = "deferred"
+    options: dict[str, Any] = Field(default_factory=dict)
+
+
+class Listen(StrictModel):
+    """The address and port of the gateways' own HTTP socket. Gateways of one node share it."""
+
+    host: str = "127.0.0.1"
+    port: Annotated[int, Field(ge=1, le=65535)]
+
+
+class DispatcherConfig(StrictModel):
+    """`user_config` of a dispatcher in a process of its own.
+
+    `max_queued`: requests of one program that may wait. `response_ms` is read for the sake of older plan files.
+    """
+
+    plan: dict[str, Any]
+    scheduler: SchedulerChoice = SchedulerChoice()
+    max_queued: Annotated[int, Field(ge=1)] = 10_000
+    max_body_mib: Annotated[int, Field(ge=1, le=4096)] = 64
+    max_unfinished_mib: Annotated[int, Field(ge=1, le=1 << 20)] = 512
+    max_connections: Annotated[int, Field(ge=1)] = 4096
+    response_ms: Annotated[float, Field(ge=0)] | None = None
+    attainment: Annotated[float, Field(gt=0, lt=1)] = 0.99
+
+
+class GatewayConfig(DispatcherConfig):
+    """`user_config` of the gateways.
+
+    `listen`: their own socket; without it only Serve's proxies lead here, as in plan files of earlier versions.
+    `sub_clusters`: names and models of the dispatchers in other processes; empty where the gateway schedules itself.
+    `max_body_mib`: of one request; `max_unfinished_mib`: of all requests that are not answered. `response_ms`: kept of
+    every deadline for what happens beyond the socket (default: a tenth of the SLO, at most 3 ms). `attainment`: the
+    share of requests that should be in time, which steers the margin before deadlines.
+    """
+
+    listen: Listen | None = None
+    sub_clusters: dict[str, tuple[str, ...]] = Field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Serving:
+    """A plan and how its requests are scheduled."""
+
+    plan: Plan
+    config: DispatcherConfig
+
+    def build_scheduler(self, plan: Plan, network: NetworkDelay) -> Scheduler:
+        """Return the scheduler core of a plan."""
+        chosen = self.config.scheduler
+        return make_scheduler(chosen.name, from_plan(plan, network), chosen.options)
+
+
+def read_dispatcher_config(raw: Mapping[str, Any]) -> Serving:
+    """Read the `user_config` of a dispatcher; raises `InvalidInputError` with every problem found."""
+    return _serving(parse_document(DispatcherConfig, dict(raw), origin="user_config of the dispatcher"))
+
+
+def read_gateway_config(raw: Mapping[str, Any]) -> tuple[Serving, GatewayConfig]:
+    """Read the `user_config` of the gateways; raises `InvalidInputError` with every problem found."""
+    config = parse_document(GatewayConfig, dict(raw), origin="user_config of the gateway")
+    return _serving(config), config
+
+
+def _serving(config: DispatcherConfig) -> Serving:
+    plan = Plan.from_data(config.plan, origin="user_config.plan")
+    serving = Serving(plan, config)
+    serving.build_scheduler(plan, NetworkDelay())  # finds unknown schedulers, options and SLOs that cannot be met
+    return serving

@@ -1,32 +1,70 @@
-"""What a submitted request comes back as: an ordinary value with one outcome, never an exception."""
+"""What becomes of a request: executed as a row of a batch, or refused; ordinary values, never exceptions."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
+import numpy as np
+
+from tenuto.deployments.wire.tensors import Array, OutputTensor, RowOutput
 from tenuto.outcome import Outcome
 
-__all__ = ["Answer", "OutputTensor"]
+__all__ = ["Answer", "Executed", "Refused"]
 
 
-class OutputTensor(NamedTuple):
-    """One output of one request: name, numpy dtype name, shape without the batch dimension, raw little-endian bytes."""
+@dataclass(slots=True, eq=False)
+class Executed:
+    """The rows of one model in a batch that ran. Moments are ms on the clock of whoever sent the batch.
 
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    data: memoryview
+    `started_ms` is NaN where the gpu-let runs on another machine, whose clock is another. `outputs` describes the
+    model's outputs, `data` holds the bytes of all rows of each.
+    """
+
+    batch_size: int
+    gpulet: str
+    emulated: bool
+    sent_ms: float
+    started_ms: float
+    gpulet_queue_ms: float
+    execution_ms: float
+    rows: int
+    outputs: Sequence[RowOutput]
+    data: Sequence[memoryview]
+
+    def arrays(self) -> list[Array]:
+        """Return each output with one flat row per request; nothing is copied."""
+        return [
+            np.frombuffer(data, output.dtype).reshape(self.rows, -1)
+            for output, data in zip(self.outputs, self.data, strict=True)
+        ]
+
+    def tensors(self, row: int) -> list[OutputTensor]:
+        """Return the outputs of one request; views, nothing is copied."""
+        return [
+            OutputTensor(name, dtype, shape, data[row * size : (row + 1) * size])
+            for (name, dtype, shape, size), data in zip(self.outputs, self.data, strict=True)
+        ]
+
+
+@dataclass(slots=True, frozen=True)
+class Refused:
+    """A request that was not executed, or whose execution failed; `reason` says why and what to do."""
+
+    outcome: Outcome
+    reason: str
+    retry_after_s: float | None = None
+    gpulet: str = ""
 
 
 @dataclass(slots=True)
 class Answer:
-    """The end of one request, with its times in ms.
+    """The end of one request by itself, with its times in ms.
 
-    `batching_ms` is the wait for a batch (received to dispatched), `gpulet_queue_ms` the wait at the gpu-let,
-    `execution_ms` the batch's run, `start_ms` its start, counted from the request's receipt (NaN: not executed, or on
-    a node with another clock). `reason` says why it is not ok and what to do.
+    `batching_ms` is the wait for a batch (arrival to dispatch), `gpulet_queue_ms` the wait at the gpu-let,
+    `execution_ms` the batch's run, `start_ms` its start, counted from the request's arrival (NaN: not executed, or on
+    a machine with another clock).
     """
 
     outcome: Outcome
@@ -40,6 +78,23 @@ class Answer:
     retry_after_s: float | None = None
     reason: str = ""
     start_ms: float = math.nan
+
+    @classmethod
+    def of_row(cls, arrived_ms: float, executed: Executed, row: int) -> Answer:
+        """Return the answer of one row of a batch."""
+        return cls(
+            Outcome.OK, executed.tensors(row), executed.batch_size, executed.gpulet, executed.sent_ms - arrived_ms,
+            executed.gpulet_queue_ms, executed.execution_ms, executed.emulated,
+            start_ms=executed.started_ms - arrived_ms,
+        )  # fmt: skip
+
+    @classmethod
+    def of_refusal(cls, waited_ms: float, refused: Refused) -> Answer:
+        """Return the answer of a request that was not executed."""
+        return cls(
+            refused.outcome, gpulet=refused.gpulet, batching_ms=waited_ms, retry_after_s=refused.retry_after_s,
+            reason=refused.reason,
+        )  # fmt: skip
 
     @property
     def queue_ms(self) -> float:

@@ -1,6 +1,5 @@
 """Requests and answers between a gateway and a dispatcher in another process, many in one message.
 
-The plain data of a bundle: its header holds one row per request or answer, its body their tensors one after the other.
 Whatever comes in one turn of the event loop leaves together at its end: an idle gateway adds no delay, and the busier
 one is, the longer its turns and the larger its bundles. Holding messages back for a millisecond more saved no
 measurable processor time and cost 1.2 ms of latency (tests/benchmarks/bench_bundles.py).
@@ -10,19 +9,20 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Generic, NamedTuple, TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from typing import Generic, NamedTuple, TypeVar
 
-from tenuto.deployments.wire.answers import Answer, OutputTensor
+from tenuto.deployments.wire.answers import Answer
+from tenuto.deployments.wire.arena import MappedArenas
+from tenuto.deployments.wire.messages import AnswerRow, Answers, PartPlace
+from tenuto.deployments.wire.tensors import Buffer, InputPart, OutputTensor, RowOutput, cut_rows
 from tenuto.outcome import Outcome
 
-__all__ = ["AnswerRow", "Bundler", "RequestRow", "pack_answers", "pack_requests", "unpack_answers",
-           "unpack_requests"]  # fmt: skip
+__all__ = ["AnsweredRequest", "Bundler", "Places", "pack_answers", "read_parts", "unpack_answers"]
 
 _MOST_BYTES = 16 << 20
 
 ItemT = TypeVar("ItemT")
-Buffers = list[bytes | memoryview]
 
 
 class Bundler(Generic[ItemT]):
@@ -60,85 +60,79 @@ class Bundler(Generic[ItemT]):
         self._items, self._bytes = [], 0
 
 
-class RequestRow(NamedTuple):
-    """One request on its way to the dispatcher. `allowed_ms` counts from the sending of the bundle.
+class Places:
+    """Collects where the tensors of a message lie: in shared memory that the receiver can map, or in its body."""
 
-    `parts` None: the request of this number was cancelled by its client.
+    def __init__(self, *, shares_memory: bool) -> None:
+        self._shares_memory = shares_memory
+        self.arenas: list[str] = []
+        self.buffers: list[Buffer] = []
+
+    def put(self, part: InputPart) -> PartPlace:
+        """Take one more tensor."""
+        if part.arena and self._shares_memory:
+            if part.arena not in self.arenas:
+                self.arenas.append(part.arena)
+            return PartPlace(self.arenas.index(part.arena), part.offset, part.nbytes, part.dtype)
+        self.buffers.append(part.data)
+        return PartPlace(-1, 0, part.nbytes, part.dtype)
+
+
+def read_parts(
+    places: Sequence[PartPlace], arenas: Sequence[str], body: memoryview, mapped: MappedArenas
+) -> tuple[list[InputPart], memoryview]:
+    """Return the tensors at these places, and what follows the last of them in the body.
+
+    Raises:
+        OSError: an arena cannot be mapped.
+        ValueError: a place outside of it.
     """
-
-    number: int
-    model: str
-    allowed_ms: float
-    client_id: str
-    parts: Sequence[bytes | memoryview] | None
-
-
-def pack_requests(rows: Sequence[RequestRow], reserve_ms: float) -> tuple[dict[str, Any], Buffers]:
-    """Return the header and the body's buffers; `reserve_ms` is what the way back may take."""
-    described: list[list[Any]] = []
-    cancelled: list[int] = []
-    buffers: Buffers = []
-    for row in rows:
-        if row.parts is None:
-            cancelled.append(row.number)
+    parts = []
+    for arena, offset, length, dtype in places:
+        if arena < 0:
+            parts.append(InputPart(body[:length], dtype))
+            body = body[length:]
         else:
-            lengths = [memoryview(part).nbytes for part in row.parts]
-            described.append([row.number, row.model, row.allowed_ms, row.client_id, lengths])
-            buffers.extend(row.parts)
-    return {"requests": described, "cancelled": cancelled, "reserve_ms": reserve_ms}, buffers
+            name = arenas[arena]
+            parts.append(InputPart(mapped.bytes_of(name, offset, length), dtype, name, offset))
+    return parts, body
 
 
-def unpack_requests(header: Mapping[str, Any], body: memoryview) -> Iterator[RequestRow]:
-    """Return the requests of a bundle, then the cancellations; parts are views into `body`."""
-    offset = 0
-    for number, model, allowed_ms, client_id, lengths in header["requests"]:
-        parts = []
-        for length in lengths:
-            parts.append(body[offset : offset + length])
-            offset += length
-        yield RequestRow(number, model, allowed_ms, client_id, parts)
-    for number in header["cancelled"]:
-        yield RequestRow(number, "", 0.0, "", None)
-
-
-class AnswerRow(NamedTuple):
-    """One answer on its way back. `lasted_ms` is the time between the arrival of its request and its sending."""
+class AnsweredRequest(NamedTuple):
+    """An answer between dispatcher and gateway; `lasted_ms` passed from the arrival of its bundle to its sending."""
 
     number: int
     lasted_ms: float
     answer: Answer
 
 
-def pack_answers(rows: Sequence[AnswerRow]) -> tuple[dict[str, Any], Buffers]:
-    """Return the header and the body's buffers."""
-    described: list[list[Any]] = []
-    buffers: Buffers = []
-    for number, lasted_ms, answer in rows:
+def pack_answers(answered: Sequence[AnsweredRequest]) -> tuple[Answers, list[Buffer]]:
+    """Return the message and the body's buffers."""
+    rows: list[AnswerRow] = []
+    buffers: list[Buffer] = []
+    for number, lasted_ms, answer in answered:
         start_ms = None if math.isnan(answer.start_ms) else answer.start_ms
-        described.append(
-            [
-                number, lasted_ms, answer.outcome.word, answer.batch_size, answer.gpulet, answer.batching_ms,
+        outputs = [RowOutput(t.name, t.dtype, t.shape, t.data.nbytes) for t in answer.outputs]
+        rows.append(
+            AnswerRow(
+                number, lasted_ms, int(answer.outcome), answer.batch_size, answer.gpulet, answer.batching_ms,
                 answer.gpulet_queue_ms, answer.execution_ms, answer.emulated, answer.retry_after_s, answer.reason,
-                start_ms, [[t.name, t.dtype, t.shape, t.data.nbytes] for t in answer.outputs],
-            ]
+                start_ms, outputs,
+            )
         )  # fmt: skip
         buffers.extend(tensor.data for tensor in answer.outputs)
-    return {"answers": described}, buffers
+    return Answers(rows), buffers
 
 
-def unpack_answers(header: Mapping[str, Any], body: memoryview) -> Iterator[AnswerRow]:
+def unpack_answers(message: Answers, body: memoryview) -> Iterator[AnsweredRequest]:
     """Return the answers of a bundle; outputs are views into `body`."""
-    offset = 0
-    for (
-        number, lasted_ms, outcome, batch_size, gpulet, batching_ms, gpulet_queue_ms, execution_ms, emulated,
-        retry_after_s, reason, start_ms, outputs,
-    ) in header["answers"]:  # fmt: skip
-        tensors = []
-        for name, dtype, shape, length in outputs:
-            tensors.append(OutputTensor(name, dtype, tuple(shape), body[offset : offset + length]))
-            offset += length
+    for row in message.rows:
+        data, body = cut_rows(1, row.outputs, body)
+        described = zip(row.outputs, data, strict=True)
+        tensors = [OutputTensor(name, dtype, shape, its) for (name, dtype, shape, _), its in described]
         answer = Answer(
-            Outcome.of_word(outcome), tensors, batch_size, gpulet, batching_ms, gpulet_queue_ms, execution_ms, emulated,
-            retry_after_s, reason, math.nan if start_ms is None else start_ms,
+            Outcome(row.outcome), tensors, row.batch_size, row.gpulet, row.batching_ms, row.gpulet_queue_ms,
+            row.execution_ms, row.emulated, row.retry_after_s, row.reason,
+            math.nan if row.start_ms is None else row.start_ms,
         )  # fmt: skip
-        yield AnswerRow(number, lasted_ms, answer)
+        yield AnsweredRequest(row.number, row.lasted_ms, answer)

@@ -1,4 +1,4 @@
-"""The gateway's connection to one gpu-let: find it over Ray, connect, send batches, notice its death, find it again."""
+"""A connection to one peer that is kept: find it over Ray, connect, send, notice its death, find it again."""
 
 from __future__ import annotations
 
@@ -6,52 +6,70 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, Protocol
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
-from tenuto.deployments.wire.transport import Address, FrameProtocol, connect
+from tenuto.deployments.wire.arena import machine_id
+from tenuto.deployments.wire.frames import Address, FrameProtocol, connect
+from tenuto.deployments.wire.messages import DispatcherState, GpuletState, Hello, Message
+from tenuto.deployments.wire.tensors import Buffer
 
-__all__ = ["Finder", "GpuletLink", "Link", "LinkEvents"]
+__all__ = ["Endpoint", "Finder", "Link", "LinkEvents", "PeerLink", "PeerState"]
 
 logger = logging.getLogger("ray.serve")
 
-# Returns what the gpu-let's `describe` answers: address, token, pid, device, models; waits until its replica is ready.
-Finder = Callable[[], Awaitable[dict[str, Any]]]
-
 _RETRY_S = (0.1, 0.2, 0.5, 1.0)
 
+PeerState = GpuletState | DispatcherState
 
-class LinkEvents(Protocol):
+
+class Endpoint(NamedTuple):
+    """Where a peer listens, and what it wants to hear; this much travels over Ray."""
+
+    address: Address
+    token: str
+
+
+# Asks a peer's application for its endpoint; waits until its replica is ready.
+Finder = Callable[[], Awaitable[Endpoint]]
+StateT = TypeVar("StateT", bound=PeerState)
+StateT_contra = TypeVar("StateT_contra", bound=PeerState, contravariant=True)
+StateT_co = TypeVar("StateT_co", bound=PeerState, covariant=True)
+
+
+class LinkEvents(Protocol[StateT_contra]):
     """What the owner of a link is told, always on the event loop."""
 
-    def link_up(self, index: int) -> None:
-        """The gpu-let is connected and idle."""
+    def link_up(self, link: Link[StateT_contra]) -> None:
+        """The peer is connected and has said what it is: `link.state`."""
 
-    def link_down(self, index: int, reason: str) -> None:
-        """The connection is gone; batches that were sent and not answered are lost."""
+    def link_down(self, link: Link[StateT_contra], reason: str) -> None:
+        """The connection is gone; what was sent and not answered is lost."""
 
-    def described(self, index: int) -> None:
-        """The gpu-let said anew what it holds; see `GpuletLink.description`."""
+    def state_changed(self, link: Link[StateT_contra]) -> None:
+        """The peer said anew what it is and holds."""
 
-    def batch_answered(self, index: int, header: dict[str, Any], body: memoryview) -> None:
-        """The gpu-let answered a batch."""
+    def message_came(self, link: Link[StateT_contra], message: Message, body: memoryview) -> None:
+        """The peer sent something else."""
 
 
-class Link(Protocol):
-    """A way to one gpu-let; `GpuletLink` over sockets, others where no process is at the far end."""
-
-    index: int  # in the present plan; negative once the gpu-let left it
+class Link(Protocol[StateT_co]):
+    """A way to one peer; `PeerLink` over sockets, others where no process is at the far end."""
 
     @property
-    def gpulet_id(self) -> str:
-        """The gpu-let at the far end."""
+    def peer(self) -> str:
+        """The name of the gpu-let or sub-cluster at the far end."""
 
     @property
-    def description(self) -> dict[str, Any]:
-        """What the gpu-let last said it is and holds; empty before."""
+    def state(self) -> StateT_co | None:
+        """What the peer last said it is and holds; None before."""
 
     @property
     def is_up(self) -> bool:
-        """Whether batches can be sent now."""
+        """Whether messages can be sent now."""
+
+    @property
+    def shares_memory(self) -> bool:
+        """Whether the peer can map our arenas."""
 
     def start(self) -> None:
         """Begin to connect; returns at once."""
@@ -59,32 +77,50 @@ class Link(Protocol):
     async def stop(self) -> None:
         """Close for good."""
 
-    def send(self, header: dict[str, Any], buffers: Sequence[bytes | memoryview]) -> None:
-        """Send a batch, or the notice that one is aborted."""
+    def send(self, message: Message, buffers: Sequence[Buffer] = ()) -> None:
+        """Send a message; silent when the connection has just gone (`link_down` follows)."""
 
 
-class GpuletLink:
-    """Keeps one gpu-let connected for as long as it exists. Invariant: at most one connection at a time."""
+class PeerLink(Generic[StateT]):
+    """Keeps one peer connected for as long as it exists. Invariant: at most one connection at a time."""
 
-    def __init__(self, index: int, gpulet_id: str, find: Finder, events: LinkEvents, kind: str = "gpu-let") -> None:
-        self._name = f"{kind} {gpulet_id}"
-        self.index = index
-        self.gpulet_id = gpulet_id
-        self.description: dict[str, Any] = {}
+    def __init__(
+        self, kind: type[StateT], peer: str, find: Finder, events: LinkEvents[StateT], *, name: str = "gpu-let"
+    ) -> None:
+        """Prepare; `start` begins.
+
+        Args:
+            kind: what the peer says it is; its first message.
+            peer: its name.
+            find: asks where it listens.
+            events: told what happens.
+            name: what to call it in logs, before its own name.
+        """
+        self.peer = peer
+        self.state: StateT | None = None
+        self._kind = kind
+        self._name = f"{name} {peer}"
         self._find = find
         self._events = events
+        self._machine = machine_id()
         self._protocol: FrameProtocol | None = None
-        self._lost = asyncio.Event()
+        self._is_up = False
+        self._ended = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._is_stopping = False
 
     @property
     def is_up(self) -> bool:
-        """Whether batches can be sent now."""
-        return self._protocol is not None and self._protocol.is_connected
+        """Whether messages can be sent now."""
+        return self._is_up and self._protocol is not None and self._protocol.is_connected
+
+    @property
+    def shares_memory(self) -> bool:
+        """Whether the peer can map our arenas."""
+        return self.state is not None and self.state.machine == self._machine
 
     def start(self) -> None:
-        """Begin to look for the gpu-let; returns at once."""
+        """Begin to look for the peer; returns at once."""
         self._task = asyncio.create_task(self._keep_connected(), name=f"link {self._name}")
 
     async def stop(self) -> None:
@@ -97,20 +133,19 @@ class GpuletLink:
         if self._protocol is not None:
             self._protocol.close()
 
-    def send(self, header: dict[str, Any], buffers: Sequence[bytes | memoryview]) -> None:
-        """Send a batch; silent when the connection has just gone (`link_down` follows)."""
+    def send(self, message: Message, buffers: Sequence[Buffer] = ()) -> None:
+        """Send a message; silent when the connection has just gone (`link_down` follows)."""
         if self._protocol is not None:
-            self._protocol.send(header, buffers)
+            self._protocol.send(message, buffers)
 
     async def _keep_connected(self) -> None:
         failures = 0
-        last_pid: int | None = None
         while True:
             try:
-                description = await self._find()
-                address = _address(description["address"])
-                self._lost.clear()
-                self._protocol = await connect(address, description["token"], self._on_frame, self._on_lost)
+                endpoint = await self._find()
+                self._ended.clear()
+                hello = Hello(endpoint.token, self._machine)
+                self._protocol = await connect(endpoint.address, hello, self._on_message, self._on_lost)
             except asyncio.CancelledError:
                 raise
             except Exception as error:  # Ray raises many kinds while an application starts or restarts
@@ -120,30 +155,30 @@ class GpuletLink:
                 failures += 1
                 continue
             failures = 0
-            again = "again, " if last_pid not in (None, description["pid"]) else ""
-            last_pid = description["pid"]
-            logger.info("%s is connected %s(pid %s, %s)", self._name, again, last_pid, description["device"])
-            self.description = description
-            self._events.link_up(self.index)
-            await self._lost.wait()
+            await self._ended.wait()
             self._protocol = None
+            await asyncio.sleep(_RETRY_S[0])  # one that closes at once must not be asked in a tight loop
 
-    def _on_frame(self, _protocol: FrameProtocol, header: dict[str, Any], body: memoryview) -> None:
-        if "description" in header:
-            self.description = {**self.description, **header["description"]}
-            self._events.described(self.index)
-        else:
-            self._events.batch_answered(self.index, header, body)
+    def _on_message(self, _protocol: FrameProtocol, message: Message, body: memoryview) -> None:
+        if isinstance(message, self._kind):
+            known, self.state = self.state, message
+            if self._is_up:
+                self._events.state_changed(self)
+                return
+            self._is_up = True
+            again = "again, " if known is not None and known.pid != message.pid else ""
+            logger.info("%s is connected (%spid %d)", self._name, again, message.pid)
+            self._events.link_up(self)
+        elif self._is_up:
+            self._events.message_came(self, message, body)
 
     def _on_lost(self, protocol: FrameProtocol, error: BaseException | None) -> None:
         if protocol is self._protocol:
             self._protocol = None
+        self._ended.set()
+        if self._is_up:
+            self._is_up = False
             reason = f"{self._name} closed its connection" + (f" ({error})" if error else "")
             if not self._is_stopping:
                 logger.warning("%s", reason)
-            self._events.link_down(self.index, reason)
-        self._lost.set()
-
-
-def _address(raw: str | list[Any]) -> Address:
-    return raw if isinstance(raw, str) else (str(raw[0]), int(raw[1]))
+            self._events.link_down(self, reason)

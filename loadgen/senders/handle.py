@@ -45,7 +45,7 @@ class HandleSender:
             request = parse_infer(body.data, body.json_length, served.inputs)
         except (BadRequestError, TenutoError) as error:
             raise EnvironmentFaultError(f"'{model}' cannot be asked over the handle: {error}") from error
-        return model, list(request.parts[0]), slo_ms
+        return model, [part.data for part in request.parts[0]], slo_ms
 
     def send(self, prepared: Prepared, request_id: str, token: int, slo_ms: float | None = None) -> None:
         """Send with the next bundle."""

@@ -22,6 +22,11 @@ __all__ = ["command"]
 )
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to bind to.")
 @click.option("--port", default=8000, show_default=True, type=click.IntRange(1, 65535), help="Port to listen on.")
+@click.option(
+    "--proxy-port",
+    type=click.IntRange(1, 65535),
+    help="Port of Serve's proxies, a slower way in.  [default: the one after PORT]",
+)
 @click.option("--scheduler", default="deferred", show_default=True, help="Batching scheduler of the dispatcher.")
 @click.option("--option", "options", multiple=True, metavar="K=V", help="Option of the scheduler; repeatable.")
 @click.option(
@@ -46,6 +51,7 @@ def command(
     executor: str | None,
     host: str,
     port: int,
+    proxy_port: int | None,
     scheduler: str,
     options: tuple[str, ...],
     gateways: int,
@@ -54,7 +60,7 @@ def command(
 ) -> None:
     """Start a plan on Ray Serve, wait until it is healthy, and serve until Ctrl-C.
 
-    Without a running Ray cluster a local one is started in Serve's fast front-door mode and stopped at the end.
+    Without a running Ray cluster a local one is started, and stopped at the end.
 
     Example: tenuto serve plan.yaml --emulate
     """
@@ -72,6 +78,7 @@ def command(
         executor="emulated" if emulate else executor or _planned_executor(plan_file),
         host=host,
         port=port,
+        proxy_port=proxy_port,
         scheduler=scheduler,
         scheduler_options=chosen,
         gateways=gateways,

@@ -71,6 +71,11 @@ def _print(status: dict[str, Any]) -> None:
             for name, m in status["models"].items()
         ),
     )
+    if margin := status.get("margin"):
+        console.print(
+            f"margin before deadlines: {margin['margin_ms']:.2f} ms; {margin['late_share']:.2%} of the answers leave "
+            f"late; {margin['refused_for_margin']} requests were refused for it"
+        )
     if status.get("autoscale"):
         console.print(f"autoscale advice: {describe(status['autoscale'])}")
 

@@ -24,46 +24,55 @@ from tenuto.batching.core.system import NetworkDelay
 from tenuto.batching.registry import make_scheduler
 from tenuto.deployments.dispatch.dispatcher import Dispatcher
 from tenuto.deployments.dispatch.dispatcher_process import BundleServer
-from tenuto.deployments.entry.front import Front
+from tenuto.deployments.entry.dispatching import Dispatching, ask
 from tenuto.deployments.entry.remote import RemoteDispatchers
 from tenuto.deployments.wire.answers import Answer
-from tenuto.deployments.wire.link import Finder, LinkEvents
+from tenuto.deployments.wire.arena import machine_id
+from tenuto.deployments.wire.link import Endpoint, Finder, LinkEvents
+from tenuto.deployments.wire.messages import BatchRan, GpuletMode, GpuletState, Message, RunBatch
+from tenuto.deployments.wire.tensors import Buffer, InputPart, RowOutput
+from tenuto.outcome import Outcome
 from tenuto.placement import Plan
+from tenuto.profiles.networks.catalogue import ModelSignature, TensorSignature
 
 PLAN = synthetic_plan(0.001, 0.0, 1000.0, 1000.0, 2, 64)
-SIGNATURE = {
-    "inputs": [{"name": "INPUT0", "dtype": "float32", "shape": [1]}],
-    "outputs": [{"name": "OUTPUT0", "dtype": "float32", "shape": [1]}],
-}
+SIGNATURE = ModelSignature(
+    "tensor", (TensorSignature("INPUT0", "float32", (1,)),), (TensorSignature("OUTPUT0", "float32", (1,)),),
+    platform="none",
+)  # fmt: skip
 
 
 class Echo:
     """A gpu-let that answers four bytes per request on the loop's next turn."""
 
-    def __init__(self, index: int, gpulet_id: str, _find: Finder, events: LinkEvents) -> None:
-        self.index = index
-        self.gpulet_id = gpulet_id
-        self.description: dict[str, Any] = {"models": {"synthetic": 64}, "signatures": {"synthetic": SIGNATURE}}
+    shares_memory = True
+
+    def __init__(self, gpulet_id: str, _find: Finder, events: LinkEvents[GpuletState]) -> None:
+        self.peer = gpulet_id
+        self.state = GpuletState(
+            gpulet=gpulet_id, gpu="g", pid=1, machine=machine_id(), device="none", emulated=True, share_pct=None,
+            memory_mib=None, memory_cap_mib=None, sm_count=None, mode=GpuletMode(False, False, {}), cuda_mps=None,
+            programs={"synthetic": 64}, merged={}, signatures={"synthetic": SIGNATURE},
+        )  # fmt: skip
         self.is_up = False
         self._events = events
 
     def start(self) -> None:
         def rise() -> None:
             self.is_up = True
-            self._events.link_up(self.index)
+            self._events.link_up(self)
 
         asyncio.get_running_loop().call_soon(rise)
 
     async def stop(self) -> None:
         self.is_up = False
 
-    def send(self, header: dict[str, Any], buffers: Sequence[bytes | memoryview]) -> None:
-        answer = {
-            "id": header["id"], "gpulet": self.gpulet_id, "outputs": [("OUTPUT0", "float32", [1], 4)],
-            "execution_ms": 0.001, "queue_ms": 0.0, "emulated": True,
-        }  # fmt: skip
-        body = memoryview(bytes(4 * header["n"]))
-        asyncio.get_running_loop().call_soon(self._events.batch_answered, self.index, answer, body)
+    def send(self, message: Message, buffers: Sequence[Buffer] = ()) -> None:
+        if isinstance(message, RunBatch):
+            rows = message.size
+            outputs = [RowOutput("OUTPUT0", "float32", (1,), 4)]
+            ran = BatchRan(message.number, time.monotonic() * 1000.0, 0.001, 0.0, 0.0, 0.0, [(rows, outputs)])
+            asyncio.get_running_loop().call_soon(self._events.message_came, self, ran, memoryview(bytes(4 * rows)))
 
 
 def make_dispatcher() -> Dispatcher:
@@ -73,7 +82,7 @@ def make_dispatcher() -> Dispatcher:
         return make_scheduler("eager", from_plan(plan, network), {})
 
     def nowhere(_gpulet_id: str) -> Finder:
-        async def find() -> dict[str, Any]:
+        async def find() -> Endpoint:
             raise LookupError
 
         return find
@@ -96,11 +105,10 @@ def serve(pipe: Connection) -> None:
 
     async def run() -> None:
         server = BundleServer(make_dispatcher())
-        address = await server.start()
         server.dispatcher.apply(PLAN)
         while not server.dispatcher.is_ready():
             await asyncio.sleep(0.01)
-        pipe.send((list(address), server.token, server.state()))
+        pipe.send(tuple(await server.listen()))
         loop = asyncio.get_running_loop()
         while await loop.run_in_executor(None, pipe.recv):
             pipe.send(time.process_time())
@@ -109,17 +117,17 @@ def serve(pipe: Connection) -> None:
     run_loop(run())
 
 
-async def load(front: Front, rate_rps: float, seconds: float, size: int) -> np.ndarray[Any, np.dtype[np.float64]]:
+async def load(front: Dispatching, rate_rps: float, seconds: float, size: int) -> np.ndarray[Any, np.dtype[np.float64]]:
     """Return the latency of every request in ms."""
     gaps = np.random.default_rng(0).exponential(1.0 / rate_rps, int(rate_rps * seconds))
     times = np.cumsum(gaps).tolist()
-    body = [bytes(size)]
+    parts = [InputPart(bytes(size))]
     latencies: list[float] = []
     done = asyncio.Event()
 
     def answered(begun: float, future: asyncio.Future[Answer]) -> None:
-        if future.result().outcome != "ok":
-            raise SystemExit(f"a request failed: {future.result().reason}")
+        if future.result().outcome is not Outcome.OK:
+            raise SystemExit(f"a request failed: {future.result()}")
         latencies.append((time.perf_counter() - begun) * 1000.0)
         if len(latencies) == len(times):
             done.set()
@@ -129,7 +137,8 @@ async def load(front: Front, rate_rps: float, seconds: float, size: int) -> np.n
         if (wait := start + at - time.perf_counter()) > 0:
             await asyncio.sleep(wait)
         begun = time.perf_counter()
-        front.submit("synthetic", body, 5000.0).add_done_callback(lambda f, begun=begun: answered(begun, f))
+        future = ask(front, "synthetic", parts, slo_ms=5000.0)
+        future.add_done_callback(lambda f, begun=begun: answered(begun, f))
     await asyncio.wait_for(done.wait(), 30)
     return np.array(latencies)
 
@@ -168,10 +177,10 @@ async def bundled(
     Returns:
         The rows, and the mean requests per bundle of each.
     """
-    address, token, state = pipe.recv()
+    endpoint = Endpoint(*pipe.recv())
 
-    async def find() -> dict[str, Any]:
-        return {"address": address, "token": token, **state}
+    async def find() -> Endpoint:
+        return endpoint
 
     front = Counting(lambda _name: find)
     await front.apply(PLAN, {"0": ["synthetic"]})

@@ -32,7 +32,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from statistics import median
-from typing import Any, cast
+from typing import cast
 
 import numpy as np
 from serving import heading, synthetic_plan
@@ -40,9 +40,11 @@ from serving import heading, synthetic_plan
 from tenuto.deployments.entry.handle import ALONE, TenutoHandle
 from tenuto.deployments.entry.remote import RemoteDispatchers
 from tenuto.deployments.wire.answers import Answer
-from tenuto.deployments.wire.bundles import AnswerRow, pack_answers, unpack_requests
-from tenuto.deployments.wire.link import Finder
-from tenuto.deployments.wire.transport import FrameProtocol, listen
+from tenuto.deployments.wire.arena import machine_id
+from tenuto.deployments.wire.bundles import AnsweredRequest, pack_answers
+from tenuto.deployments.wire.frames import FrameProtocol, listen
+from tenuto.deployments.wire.link import Endpoint, Finder
+from tenuto.deployments.wire.messages import DispatcherState, Message, Requests
 from tenuto.loadgen.bench import BenchOptions, run_bench
 from tenuto.loadgen.clients.group import LocalClient
 from tenuto.loadgen.sender import OnReply, Sender
@@ -50,6 +52,7 @@ from tenuto.loadgen.senders.choose import make_sender
 from tenuto.loadgen.senders.handle import HandleSender
 from tenuto.outcome import Outcome
 from tenuto.placement import ModelSpec
+from tenuto.profiles.networks.catalogue import ModelSignature, TensorSignature
 
 MODEL = "synthetic"
 SLO_MS = 100.0
@@ -60,10 +63,9 @@ _HEADERS = (
     b"X-Tenuto-Batch-Size: 1\r\nX-Tenuto-Gpulet: n0/0/a\r\nContent-Length: 14\r\n\r\n"
     b'{"outputs":[]}'
 )
-_SIGNATURE = {
-    "inputs": [{"name": "x", "dtype": "float32", "shape": [4]}],
-    "outputs": [{"name": "y", "dtype": "float32", "shape": [4]}],
-}
+_SIGNATURE = ModelSignature(
+    "tensor", (TensorSignature("x", "float32", (4,)),), (TensorSignature("y", "float32", (4,)),), platform="none"
+)
 _ANSWER = Answer(Outcome.OK, [], 1, "n0/0/a", 1.0, 0.0, 1.0)
 
 
@@ -93,10 +95,19 @@ class _NoOp(asyncio.Protocol):
             self._transport.write(_HEADERS)
 
 
-def _on_bundle(protocol: FrameProtocol, header: dict[str, Any], body: memoryview) -> None:
+def _on_bundle(protocol: FrameProtocol, message: Message, body: memoryview) -> None:
     """Answer every request of a bundle."""
-    rows = [AnswerRow(row.number, 0.0, _ANSWER) for row in unpack_requests(header, body) if row.parts is not None]
-    protocol.send(*pack_answers(rows))
+    if isinstance(message, Requests):
+        protocol.send(*pack_answers([AnsweredRequest(row.number, 0.0, _ANSWER) for row in message.rows]))
+
+
+def _accept() -> FrameProtocol:
+    state = DispatcherState(
+        pid=1, machine=machine_id(), ready=True, ready_models=[MODEL], signatures={MODEL: _SIGNATURE}, gpulets=[]
+    )
+    return FrameProtocol(
+        _on_bundle, lambda *_: None, expect_token="t", on_hello=lambda protocol, _hello: protocol.send(state)
+    )
 
 
 def _serve(pipe: Connection, socket_name: str) -> None:
@@ -104,7 +115,7 @@ def _serve(pipe: Connection, socket_name: str) -> None:
 
     async def main() -> None:
         server = await asyncio.get_running_loop().create_server(_NoOp, "127.0.0.1", 0)
-        bundles = await listen(socket_name, "t", _on_bundle, lambda *_: None)
+        bundles = await listen(socket_name, _accept)
         pipe.send(server.sockets[0].getsockname()[1])
         async with bundles:  # uvloop closes a server that nobody keeps
             await server.serve_forever()
@@ -125,14 +136,11 @@ class _NoOpHandleSender(HandleSender):
         self._socket_name = socket_name
 
     async def open(self, connections: int, on_reply: OnReply) -> None:
-        async def describe() -> dict[str, Any]:
-            return {
-                "address": self._socket_name, "token": "t", "pid": 1, "device": "none", "ready": True,
-                "ready_models": [MODEL], "signatures": {MODEL: _SIGNATURE},
-            }  # fmt: skip
+        async def endpoint() -> Endpoint:
+            return Endpoint(self._socket_name, "t")
 
         def find(_name: str) -> Finder:
-            return describe
+            return endpoint
 
         front = RemoteDispatchers(find)
         await front.apply(synthetic_plan(0.001, 0.0, SLO_MS, 1000.0, 1, 1), {ALONE: [MODEL]})

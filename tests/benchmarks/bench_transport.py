@@ -15,7 +15,8 @@ import numpy as np
 from serving import heading
 
 from tenuto.deployments.serve.launcher import start_local_ray
-from tenuto.deployments.wire.transport import Address, FrameProtocol, connect, listen
+from tenuto.deployments.wire.frames import Address, FrameProtocol, connect, listen
+from tenuto.deployments.wire.messages import BatchFailed, Hello, Message
 
 ADDRESSES: dict[str, Address] = {"Unix socket": "\0tenuto-bench-transport", "TCP": ("127.0.0.1", 45_123)}
 
@@ -23,11 +24,14 @@ ADDRESSES: dict[str, Address] = {"Unix socket": "\0tenuto-bench-transport", "TCP
 def serve(address: Address) -> None:
     """Answer every frame with its first 64 bytes."""
 
-    def on_frame(protocol: FrameProtocol, header: dict[str, Any], body: memoryview) -> None:
-        protocol.send({"id": header["id"]}, [body[:64]])
+    def on_message(protocol: FrameProtocol, message: Message, body: memoryview) -> None:
+        protocol.send(message, [body[:64]])
+
+    def accept() -> FrameProtocol:
+        return FrameProtocol(on_message, lambda _protocol, _error: None, expect_token="t")
 
     async def forever() -> None:
-        server = await listen(address, "t", on_frame, lambda _protocol, _error: None)
+        server = await listen(address, accept)
         await server.serve_forever()
 
     run(forever())
@@ -47,12 +51,12 @@ async def measure(address: Address, size: int, count: int) -> list[float]:
     """Return the ms of sequential round trips of 16 buffers that sum to `size` bytes."""
     answered = asyncio.Event()
 
-    def on_frame(_protocol: FrameProtocol, _header: dict[str, Any], _body: memoryview) -> None:
+    def on_message(_protocol: FrameProtocol, _message: Message, _body: memoryview) -> None:
         answered.set()
 
     while True:
         try:
-            connection = await connect(address, "t", on_frame, lambda _protocol, _error: None)
+            connection = await connect(address, Hello("t"), on_message, lambda _protocol, _error: None)
             break
         except OSError:
             await asyncio.sleep(0.1)
@@ -61,7 +65,7 @@ async def measure(address: Address, size: int, count: int) -> list[float]:
     for number in range(count):
         answered.clear()
         begun = time.perf_counter()
-        connection.send({"id": number}, buffers)
+        connection.send(BatchFailed(number, "none"), buffers)
         await answered.wait()
         taken.append((time.perf_counter() - begun) * 1000.0)
     connection.close()

@@ -19,7 +19,7 @@ from tenuto.deployments.serve.endpoint import get_json
 from tenuto.deployments.serve.launcher import Launcher
 from tenuto.loadgen.bench import BenchOptions, run_bench
 from tenuto.placement import Plan
-from tests.instruments.live import LONG_MS, infer, pids, post, until
+from tests.instruments.live import LONG_MS, PORT, infer, pids, post, until
 
 pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::DeprecationWarning")]
 
@@ -59,7 +59,8 @@ def make_plan(*, batch_size: int = 4, share_pct: float | None = 50.0, cpu: bool 
 
 
 def apply(launcher: Launcher, **changes: Any) -> None:
-    launcher.apply(serve_config(make_plan(**changes), scheduler="eager", gateway_options={"max_body_mib": 4}))
+    options = {"max_body_mib": 4}
+    launcher.apply(serve_config(make_plan(**changes), port=PORT, scheduler="eager", gateway_options=options))
 
 
 @pytest.fixture(scope="module")

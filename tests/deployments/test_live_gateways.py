@@ -14,7 +14,7 @@ from tenuto.deployments.serve.endpoint import get_json
 from tenuto.deployments.serve.launcher import Launcher
 from tenuto.loadgen.bench import BenchOptions, BenchResult, run_bench
 from tenuto.placement import Plan
-from tests.instruments.live import pids, post, until
+from tests.instruments.live import PORT, pids, post, until
 
 pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::DeprecationWarning")]
 
@@ -42,7 +42,7 @@ def make_plan() -> Plan:
 @pytest.fixture(scope="module")
 def url(launcher: Launcher) -> str:
     partition = {"left": 0, "right": 1}
-    launcher.apply(serve_config(make_plan(), scheduler="eager", gateways=2, partition=partition))
+    launcher.apply(serve_config(make_plan(), port=PORT, scheduler="eager", gateways=2, partition=partition))
     return launcher.base_url
 
 

@@ -16,7 +16,7 @@ from tenuto.deployments.serve.launcher import Launcher
 from tenuto.mps.folders import find_leftovers
 from tenuto.placement import Plan
 from tests.deployments.on_fake_gpu import GPUS, read_journal
-from tests.instruments.live import infer, pids, until
+from tests.instruments.live import PORT, infer, pids, until
 from tests.mps.control_program import fail, install
 
 pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::DeprecationWarning")]
@@ -51,7 +51,7 @@ def plan(*, changed: bool = False) -> Plan:
 
 def config(made: Plan) -> dict[str, Any]:
     """A config for real GPUs, whose gpu-lets are those on fake ones, in the environment of this test."""
-    found = serve_config(made, scheduler="eager")
+    found = serve_config(made, port=PORT, scheduler="eager")
     here = {name: os.environ[name] for name in ("PATH", "TENUTO_MPS_ROOT")}
     for application in found["applications"][1:]:
         application["import_path"] = "tests.deployments.on_fake_gpu:build"

@@ -399,7 +399,7 @@ async def test_a_replica_proves_itself_once_after_the_warm_up_and_leaves_last(re
     await made.check_health()
     assert recorder.calls == ["prove"]
     assert recorder.proved_by == "gpulet n0/0/a"
-    assert made._description()["cuda_mps"] == {"sm_count": 32}
+    assert made._state().cuda_mps == {"sm_count": 32}
     await GpuletReplica.__del__(made)
     assert recorder.calls == ["prove", "leave"]
 

@@ -8,10 +8,12 @@ from collections.abc import Callable
 from typing import Any
 
 from tenuto.deployments.serve.endpoint import get_json
+from tenuto.deployments.serve.launcher import unused_port
 from tenuto.errors import EnvironmentFaultError
 
-__all__ = ["LONG_MS", "PATIENCE_S", "infer", "pids", "post", "until"]
+__all__ = ["LONG_MS", "PATIENCE_S", "PORT", "infer", "pids", "post", "until"]
 
+PORT = unused_port()  # of this test process; several may test on one machine
 PATIENCE_S = 300.0  # a bound for what never comes; nothing is judged by how long it took
 LONG_MS = 60_000.0  # a deadline that a busy machine meets too
 

@@ -10,24 +10,27 @@ import asyncio
 import struct
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from tenuto.batching.core.build import from_plan
-from tenuto.batching.core.scheduler import Scheduler
+from tenuto.batching.core.scheduler import Rehearsal, Scheduler
 from tenuto.batching.core.system import NetworkDelay
 from tenuto.batching.registry import make_scheduler
-from tenuto.deployments.dispatch.core_time import TIMER_SLACK_MS
-from tenuto.deployments.dispatch.correction import NetworkMeter
+from tenuto.deployments.dispatch.correction import WayMeter
 from tenuto.deployments.dispatch.dispatcher import Dispatcher
-from tenuto.deployments.dispatch.fleet import LinkFactory
+from tenuto.deployments.dispatch.fleet import GpuletLink, LinkFactory
 from tenuto.deployments.wire.answers import Answer
-from tenuto.deployments.wire.link import Finder, Link, LinkEvents
+from tenuto.deployments.wire.link import Endpoint, Finder, LinkEvents
+from tenuto.deployments.wire.messages import AbortBatch, BatchRan, GpuletState, Message, RunBatch
+from tenuto.deployments.wire.tensors import Buffer
 from tenuto.placement import Plan
+from tests.instruments.asking import submit
+from tests.instruments.fake_gpulet import state
 from tests.instruments.scenario import RanBatch, Scenario
 from tests.instruments.virtual_loop import VirtualLoop
 
-__all__ = ["EmulatedLink", "run_scenario", "run_virtual_clock"]
+__all__ = ["EmulatedLink", "compute_here", "run_scenario", "run_virtual_clock"]
 
 # A request's whole input is its position in the schedule, as one float32, so that a batch on the wire names its own.
 _POSITION = struct.Struct("<f")
@@ -40,16 +43,17 @@ class EmulatedLink:
     A batch may start `ctrl_ms` after it was sent and when the one before has ended; its answer takes no time.
     """
 
-    def __init__(self, index: int, gpulet_id: str, events: LinkEvents, plan: Plan, ctrl_ms: float) -> None:
-        self.index = index
-        self.gpulet_id = gpulet_id
+    shares_memory = True
+
+    def __init__(self, gpulet_id: str, events: LinkEvents[GpuletState], plan: Plan, ctrl_ms: float) -> None:
+        self.peer = gpulet_id
         gpulet = next(gpulet for gpulet in plan.gpulets if gpulet.id == gpulet_id)
-        self.description: dict[str, Any] = {"models": {program.name: program.batch_size for program in gpulet.programs}}
+        self.state = state(gpulet_id, {program.name: program.batch_size for program in gpulet.programs}, {})
         self._latency = {r.name: r.latency for r in gpulet.models if r.latency is not None}
         self._latency |= {program.name: program.latency for program in gpulet.programs if program.latency is not None}
         self._events = events
         self._ctrl_ms = ctrl_ms
-        self._waiting: deque[tuple[dict[str, Any], float]] = deque()
+        self._waiting: deque[tuple[RunBatch, float]] = deque()
         self._timer: asyncio.TimerHandle | None = None
         self._up = False
 
@@ -64,7 +68,7 @@ class EmulatedLink:
 
     def _rise(self) -> None:
         self._up = True
-        self._events.link_up(self.index)
+        self._events.link_up(self)
 
     async def stop(self) -> None:
         """Run nothing more."""
@@ -72,82 +76,80 @@ class EmulatedLink:
         if self._timer is not None:
             self._timer.cancel()
 
-    def send(self, header: dict[str, Any], buffers: Sequence[bytes | memoryview]) -> None:
+    def send(self, message: Message, buffers: Sequence[Buffer] = ()) -> None:
         """Take a batch, or throw the running one away."""
         del buffers
         now = asyncio.get_running_loop().time()
-        if "abort" in header:
-            if self._waiting and self._waiting[0][0]["id"] == header["abort"]:
+        if isinstance(message, AbortBatch):
+            if self._waiting and self._waiting[0][0].number == message.number:
                 self._waiting.popleft()
                 if self._timer is not None:
                     self._timer.cancel()
                 self._begin()
             return
-        self._waiting.append((header, now + self._ctrl_ms / 1000.0))
+        assert isinstance(message, RunBatch)
+        self._waiting.append((message, now + self._ctrl_ms / 1000.0))
         if len(self._waiting) == 1:
             self._begin()
 
     def _begin(self) -> None:
         if not self._waiting:
             return
-        header, ready_at = self._waiting[0]
+        message, ready_at = self._waiting[0]
         loop = asyncio.get_running_loop()
-        queue_s = max(0.0, loop.time() - ready_at)
-        execution_ms = self._latency[header["model"]].at(header["n"])
+        execution_ms = self._latency[message.program].at(message.size)
         start_at = max(loop.time(), ready_at)
-        self._timer = loop.call_at(start_at + execution_ms / 1000.0, self._end, header, queue_s, execution_ms)
+        ran = BatchRan(
+            message.number, start_at * 1000.0, execution_ms, (start_at - ready_at) * 1000.0, 0.0, 0.0,
+            [(rows, []) for _, rows in message.members],
+        )  # fmt: skip
+        self._timer = loop.call_at(start_at + execution_ms / 1000.0, self._end, ran)
 
-    def _end(self, header: dict[str, Any], queue_s: float, execution_ms: float) -> None:
+    def _end(self, ran: BatchRan) -> None:
         self._waiting.popleft()
         self._begin()
-        answer = {
-            "id": header["id"],
-            "gpulet": self.gpulet_id,
-            "members": [(rows, []) for _, rows in header.get("members") or [("", header["n"])]],
-            "execution_ms": execution_ms,
-            "queue_ms": queue_s * 1000.0,
-            "emulated": True,
-        }
-        self._events.batch_answered(self.index, answer, memoryview(b""))
+        self._events.message_came(self, ran, memoryview(b""))
 
 
 class _Recording:
     """A link that writes down every batch that leaves; the rest is the link's."""
 
-    def __init__(self, link: Link, write: Callable[[str, dict[str, Any], Sequence[bytes | memoryview]], None]) -> None:
+    def __init__(self, link: GpuletLink, write: Callable[[str, RunBatch, Sequence[Buffer]], None]) -> None:
         self._link = link
         self._write = write
 
-    @property
-    def index(self) -> int:
-        return self._link.index
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._link, name)
 
-    @index.setter
-    def index(self, index: int) -> None:
-        self._link.index = index
+    def send(self, message: Message, buffers: Sequence[Buffer] = ()) -> None:
+        if isinstance(message, RunBatch):
+            self._write(self._link.peer, message, buffers)
+        self._link.send(message, buffers)
 
-    @property
-    def gpulet_id(self) -> str:
-        return self._link.gpulet_id
 
-    @property
-    def description(self) -> dict[str, Any]:
-        return self._link.description
+class _Renamed:
+    """Tells the owner of a recorded link of that link, and not of the one inside."""
 
-    @property
-    def is_up(self) -> bool:
-        return self._link.is_up
+    def __init__(self, events: LinkEvents[GpuletState]) -> None:
+        self._events = events
+        self.link: Any = None
 
-    def start(self) -> None:
-        self._link.start()
+    def link_up(self, _link: GpuletLink) -> None:
+        self._events.link_up(self.link)
 
-    async def stop(self) -> None:
-        await self._link.stop()
+    def link_down(self, _link: GpuletLink, reason: str) -> None:
+        self._events.link_down(self.link, reason)
 
-    def send(self, header: dict[str, Any], buffers: Sequence[bytes | memoryview]) -> None:
-        if "n" in header:
-            self._write(self._link.gpulet_id, header, buffers)
-        self._link.send(header, buffers)
+    def state_changed(self, _link: GpuletLink) -> None:
+        self._events.state_changed(self.link)
+
+    def message_came(self, _link: GpuletLink, message: Message, body: memoryview) -> None:
+        self._events.message_came(self.link, message, body)
+
+
+async def compute_here(job: Rehearsal) -> Any:
+    """Rehearse on the spot: on a virtual loop nothing may wait for another process."""
+    return job.run()
 
 
 async def run_scenario(
@@ -156,7 +158,7 @@ async def run_scenario(
     *,
     find_gpulet: Callable[[str], Finder],
     clock: Callable[[], float] = time.monotonic,
-    timer_slack_ms: float = TIMER_SLACK_MS,
+    timer_slack_ms: float | None = None,
 ) -> tuple[list[RanBatch], list[Answer]]:
     """Run a scenario through a dispatcher on the running loop.
 
@@ -177,14 +179,17 @@ async def run_scenario(
     batches: list[RanBatch] = []
     origin = 0.0
 
-    def write(gpulet_id: str, header: dict[str, Any], buffers: Sequence[bytes | memoryview]) -> None:
+    def write(gpulet_id: str, message: RunBatch, buffers: Sequence[Buffer]) -> None:
         requests = tuple(int(_POSITION.unpack(buffer)[0]) for buffer in buffers)
-        if "members" in header:  # one model's after the other's on the wire
-            requests = tuple(sorted(requests))
-        batches.append(RanBatch((clock() - origin) * 1000.0, gpulet_id, header["model"], requests))
+        if len(message.members) > 1 or message.members[0][0] != message.program:
+            requests = tuple(sorted(requests))  # one model's after the other's on the wire
+        batches.append(RanBatch((clock() - origin) * 1000.0, gpulet_id, message.program, requests))
 
-    def recording(index: int, gpulet_id: str, find: Finder, events: LinkEvents) -> Link:
-        return _Recording(make_link(index, gpulet_id, find, events), write)
+    def recording(gpulet_id: str, find: Finder, events: LinkEvents[GpuletState]) -> GpuletLink:
+        renamed = _Renamed(events)
+        renamed.link = _Recording(make_link(gpulet_id, find, renamed), write)
+        found: GpuletLink = renamed.link
+        return found
 
     def build_scheduler(plan: Plan, network: NetworkDelay) -> Scheduler:
         return make_scheduler(scenario.scheduler.name, from_plan(plan, network), scenario.scheduler.options)
@@ -192,10 +197,12 @@ async def run_scenario(
     dispatcher = Dispatcher(
         build_scheduler,
         find_gpulet,
-        network=NetworkMeter(scenario.network.response_ms, scenario.network.ctrl_ms),
+        way=WayMeter(scenario.network.ctrl_ms),
+        reserve_ms=scenario.network.response_ms,
         clock=clock,
         timer_slack_ms=timer_slack_ms,
         make_link=recording,
+        compute=compute_here,
     )
     loop = asyncio.get_running_loop()
     dispatcher.apply(scenario.plan())
@@ -212,7 +219,9 @@ async def run_scenario(
 
     def arrive(positions: list[int]) -> None:
         for position in positions:
-            answers.append(dispatcher.submit(schedule[position][1], [_POSITION.pack(position)]))
+            part = _POSITION.pack(position)
+            reserve_ms = scenario.network.response_ms
+            answers.append(submit(dispatcher, schedule[position][1], [part], reserve_ms=reserve_ms))
         if len(answers) == len(schedule):
             done.set()
 
@@ -230,13 +239,13 @@ def run_virtual_clock(scenario: Scenario) -> tuple[list[RanBatch], list[Answer]]
     """Run a scenario through a dispatcher on a clock that jumps; see `run_scenario` for what is returned and raised."""
     plan = scenario.plan()
 
-    def make_link(index: int, gpulet_id: str, _find: Finder, events: LinkEvents) -> Link:
-        return EmulatedLink(index, gpulet_id, events, plan, scenario.network.ctrl_ms)
+    def make_link(gpulet_id: str, _find: Finder, events: LinkEvents[GpuletState]) -> GpuletLink:
+        return EmulatedLink(gpulet_id, events, plan, scenario.network.ctrl_ms)
 
-    async def nobody() -> dict[str, Any]:
+    async def nobody() -> Endpoint:
         raise LookupError("an emulated link finds nothing")
 
-    def find(_gpulet_id: str) -> Callable[[], Awaitable[dict[str, Any]]]:
+    def find(_gpulet_id: str) -> Finder:
         return nobody
 
     async def run() -> tuple[list[RanBatch], list[Answer]]:

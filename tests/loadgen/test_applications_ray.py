@@ -17,6 +17,7 @@ from tenuto.placement import Cluster, Plan, solve
 from tenuto.placement.policies.ffd.ffd import FirstFitDecreasing
 from tenuto.profiles import Profiles
 from tests.instruments.fan_out import published
+from tests.instruments.live import PORT
 
 pytestmark = [
     pytest.mark.ray,
@@ -33,7 +34,7 @@ def plan() -> Plan:
 
 @pytest.fixture(scope="module")
 def url(plan: Plan, launcher: Launcher) -> str:
-    launcher.apply(serve_config(plan, executor="emulated"))
+    launcher.apply(serve_config(plan, port=PORT, executor="emulated"))
     return launcher.base_url
 
 

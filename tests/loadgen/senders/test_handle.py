@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from tenuto.deployments.entry.handle import TenutoHandle
-from tenuto.deployments.entry.served import ServedModel
+from tenuto.deployments.entry.served_model import ServedModel
 from tenuto.deployments.wire.answers import Answer
 from tenuto.errors import EnvironmentFaultError, UnavailableError
 from tenuto.loadgen.sender import Body, Reply
@@ -18,7 +18,7 @@ from tenuto.loadgen.senders.choose import make_sender
 from tenuto.loadgen.senders.handle import HandleSender
 from tenuto.loadgen.senders.http import HttpSender
 from tenuto.outcome import Outcome
-from tests.deployments.fakes import SIGNATURE
+from tests.instruments.fake_gpulet import SIGNATURE
 
 VALUES = np.array([[1.0, 2.0]], np.float32)
 
@@ -34,7 +34,7 @@ class FakeHandle:
     def served(self, model: str) -> ServedModel:
         if model != "m":
             raise UnavailableError(f"no gpu-let of '{model}' is ready")
-        return ServedModel.from_data(SIGNATURE)
+        return ServedModel.of(SIGNATURE)
 
     def submit(self, model: str, parts: list[Any], slo_ms: float | None, request_id: str) -> asyncio.Future[Answer]:
         self.asked.append((model, b"".join(bytes(part) for part in parts), slo_ms, request_id))

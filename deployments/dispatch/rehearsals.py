@@ -1,0 +1,121 @@
+"""Computations that a scheduler core wants done aside, in a process of their own: a thread would hold up the dispatcher
+by Python's lock. Run as a module it is that process; it stays, because starting one costs more than most rehearsals."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import pickle
+import struct
+import subprocess
+import sys
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from tenuto.batching.core.scheduler import Rehearsal, Rehearse
+
+__all__ = ["Compute", "RehearsalProcess", "Rehearsals"]
+
+logger = logging.getLogger("ray.serve")
+
+_LONGEST_S = 60.0
+_LENGTH = struct.Struct("<Q")
+
+# Runs a rehearsal and returns its result.
+Compute = Callable[[Rehearsal], Awaitable[Any]]
+
+
+class RehearsalProcess:
+    """A process of the lowest priority that runs one rehearsal after the other; started with the first."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+
+    async def run(self, job: Rehearsal) -> Any:
+        """Return what a rehearsal comes to.
+
+        Raises:
+            EOFError: the process ended.
+            OSError: it could not be started, or ended.
+            TimeoutError: it took too long, and was ended.
+        """
+        try:
+            async with asyncio.timeout(_LONGEST_S):
+                return await asyncio.get_running_loop().run_in_executor(None, self._run, pickle.dumps(job))
+        except BaseException:
+            self.close()  # half an answer may still come
+            raise
+
+    def _run(self, job: bytes) -> Any:
+        process = self._process
+        if process is None:
+            process = self._process = subprocess.Popen(
+                [sys.executable, "-m", __name__], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+            )
+        assert process.stdin is not None
+        assert process.stdout is not None
+        process.stdin.write(_LENGTH.pack(len(job)) + job)
+        process.stdin.flush()
+        prefix = process.stdout.read(_LENGTH.size)
+        if len(prefix) < _LENGTH.size:
+            raise EOFError("the process has ended")
+        return pickle.loads(process.stdout.read(*_LENGTH.unpack(prefix)))  # what our own child wrote
+
+    def close(self) -> None:
+        """End the process."""
+        process, self._process = self._process, None
+        if process is not None:
+            process.kill()
+            process.wait()
+            for pipe in (process.stdin, process.stdout):
+                if pipe is not None:
+                    with contextlib.suppress(OSError):  # what was not written any more
+                        pipe.close()
+
+
+class Rehearsals:
+    """Runs one rehearsal at a time; a result that comes after `close` is dropped."""
+
+    def __init__(self, rehearsed: Callable[[Any], None], compute: Compute | None = None) -> None:
+        """Take what is to be called with each result, on the event loop and not before it is due; and what computes it,
+        by default another process."""
+        self._rehearsed = rehearsed
+        self._process = RehearsalProcess()
+        self._compute = compute or self._process.run
+        self._task: asyncio.Task[None] | None = None
+
+    def begin(self, decision: Rehearse, now_ms: float) -> None:
+        """Start one; returns at once."""
+        self._task = asyncio.create_task(self._run(decision, now_ms), name="rehearsal")
+
+    def close(self) -> None:
+        """Wait for no result any more."""
+        if self._task is not None:
+            self._task.cancel()
+        self._process.close()
+
+    async def _run(self, decision: Rehearse, now_ms: float) -> None:
+        loop = asyncio.get_running_loop()
+        due = loop.time() + (decision.due_ms - now_ms) / 1000.0
+        try:
+            result = await self._compute(decision.job)
+        except (OSError, EOFError, pickle.UnpicklingError) as error:
+            logger.warning("a rehearsal of the scheduler failed: %s: %s", type(error).__name__, error)
+            return
+        await asyncio.sleep(due - loop.time())
+        self._rehearsed(result)
+
+
+def _serve() -> None:
+    os.nice(19)
+    source, sink = sys.stdin.buffer, sys.stdout.buffer
+    while prefix := source.read(_LENGTH.size):
+        data = pickle.dumps(pickle.loads(source.read(_LENGTH.unpack(prefix)[0])).run())
+        sink.write(_LENGTH.pack(len(data)) + data)
+        sink.flush()
+
+
+if __name__ == "__main__":
+    _serve()

@@ -1,0 +1,125 @@
+"""Both ways between our HTTP and ASGI: what comes through Serve's proxies is answered by the same service as what comes
+to our own socket, and what carries no load is answered by FastAPI for both."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, MutableMapping, Sequence
+from typing import Any
+from urllib.parse import unquote
+
+from tenuto.deployments.entry.http import Exchange, Head, HttpError, too_large
+from tenuto.deployments.wire.arena import Slot
+from tenuto.deployments.wire.tensors import Buffer
+
+__all__ = ["App", "AsgiExchange", "answer_with", "read_request", "send_response"]
+
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+App = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+
+class AsgiExchange:
+    """A request that came through ASGI; see `tenuto.deployments.entry.http.Exchange`. Lives on the service's loop."""
+
+    def __init__(self, head: Head, body: bytes, arrived_ms: float) -> None:
+        self.head = head
+        self.body: Buffer = body
+        self.arrived_ms = arrived_ms
+        self.slots: list[Slot] = []
+        self.is_in_slot = False
+        self.on_left: Callable[[], None] | None = None
+        self._response: asyncio.Future[tuple[int, bytes, bytes]] = asyncio.get_running_loop().create_future()
+
+    def respond(self, status: int, headers: bytes, payload: Sequence[Buffer]) -> None:
+        """Let `response` return."""
+        self._let_go()
+        if not self._response.done():
+            self._response.set_result((status, headers, b"".join(payload)))
+
+    async def response(self) -> tuple[int, bytes, bytes]:
+        """Wait for status, raw header lines and payload; cancelled when the client goes away."""
+        try:
+            return await self._response
+        except asyncio.CancelledError:
+            left, self.on_left = self.on_left, None
+            if left is not None:
+                left()
+            self._let_go()
+            raise
+
+    def _let_go(self) -> None:
+        for slot in self.slots:
+            slot.release()
+        self.slots = []
+
+
+async def read_request(scope: Scope, receive: Receive, limit_bytes: int) -> tuple[Head, bytes]:
+    """Return head and body of an ASGI request, without the prefix its application is mounted at.
+
+    Raises:
+        HttpError: 413 as soon as the body is known to exceed the limit, 400 where the client stops within it.
+    """
+    headers: dict[bytes, bytes] = {bytes(name): bytes(value) for name, value in scope["headers"]}
+    raw = scope.get("raw_path") or scope["path"].encode()
+    url = bytes(raw).removeprefix(scope.get("root_path", "").encode())
+    query = scope.get("query_string", b"")
+    length = headers.get(b"content-length", b"")
+    if length.isdigit() and int(length) > limit_bytes:
+        raise too_large(limit_bytes)
+    chunks: list[bytes] = []
+    total = 0
+    more = True
+    while more:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise HttpError(400, "the connection closed within the body.")
+        chunk = message.get("body", b"")
+        total += len(chunk)
+        if total > limit_bytes:
+            raise too_large(limit_bytes)
+        chunks.append(chunk)
+        more = message.get("more_body", False)
+    head = Head(scope["method"].encode(), url + (b"?" + query if query else b""), headers)
+    return head, b"".join(chunks)
+
+
+async def send_response(send: Send, status: int, lines: bytes, payload: bytes) -> None:
+    """Send a response with raw header lines."""
+    pairs = [line.partition(b": ")[::2] for line in lines.splitlines()]
+    headers = [*pairs, (b"content-length", b"%d" % len(payload))]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": payload})
+
+
+async def answer_with(app: App, exchange: Exchange, server: tuple[str, int]) -> None:
+    """Let an ASGI application answer a request of our own socket."""
+    path, _, query = exchange.head.url.partition(b"?")
+    scope = {
+        "type": "http", "asgi": {"version": "3.0", "spec_version": "2.3"}, "http_version": "1.1", "scheme": "http",
+        "method": exchange.head.method.decode("latin-1"), "path": unquote(path.decode("latin-1")), "raw_path": path,
+        "query_string": query, "root_path": "", "headers": list(exchange.head.headers.items()), "server": server,
+        "client": None,
+    }  # fmt: skip
+    body: bytes | None = bytes(exchange.body)
+    status, lines, payload = 500, b"", []
+
+    async def receive() -> MutableMapping[str, Any]:
+        nonlocal body
+        if body is None:
+            return {"type": "http.disconnect"}
+        sent, body = body, None
+        return {"type": "http.request", "body": sent, "more_body": False}
+
+    async def send(message: MutableMapping[str, Any]) -> None:
+        nonlocal status, lines
+        if message["type"] == "http.response.start":
+            status = message["status"]
+            pairs = ((bytes(name), bytes(value)) for name, value in message.get("headers", ()))
+            lines = b"".join([b"%b: %b\r\n" % pair for pair in pairs if pair[0].lower() != b"content-length"])
+        elif message["type"] == "http.response.body":
+            payload.append(message.get("body", b""))
+
+    await app(scope, receive, send)
+    exchange.respond(status, lines, payload)

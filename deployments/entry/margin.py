@@ -1,0 +1,112 @@
+"""What is kept of every deadline for the way back, and for delays that nobody planned.
+
+Two parts. The *allowance* is for what happens beyond our socket, which the server cannot see: a tenth of the SLO, at
+most 3 ms, or what the operator says. The *margin* is for everything on this side of it: late timers, processes that
+wait for a core, executions longer than planned. It is not measured as a delay but controlled by what it is for, the
+share of answers that leave too late, so that delays of our own making cannot raise a budget which raises the delays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+__all__ = ["Margin"]
+
+_START_MS = 1.0
+_UP_MS = 0.5  # for one late answer
+_RISE_WEIGHT = 0.02
+_LEAST_RISE_MS = 0.02  # so that it always comes down
+_FADES_TO = 0.8  # each second without answers
+_ALLOWANCE_PART = 0.1  # of the SLO
+_MOST_ALLOWANCE_MS = 3.0
+_MOST_PART = 0.25  # of the SLO
+_MOST_MS = 50.0  # a larger one would take minutes to come down; what needs more is no tail but a wrong plan
+_RECENT_ANSWERS = 4096  # behind the late share that is shown
+
+
+class Margin:
+    """One gateway's margin. Invariant: at most half of what a lone request has to spare is ever kept, so that no margin
+    can make the system refuse what it could serve alone.
+
+    Up by half a millisecond with every late answer, but not beyond what would have brought that one home, as the
+    requests of a batch are late together; down with every answer in time, by as much as balances the rises where the
+    wanted share is late: a third of what the attainment leaves.
+    """
+
+    def __init__(self, attainment: float = 0.99, allowance_ms: float | None = None) -> None:
+        """Take the share of requests that should be in time, and a fixed allowance."""
+        self._allowance_ms = allowance_ms
+        self._late_per_in_time = _late_per_in_time(attainment)
+        self._rise_ms = _UP_MS  # with a late answer, in the mean
+        self.margin_ms = _START_MS
+        self.late_share = 0.0
+        self.refused = 0
+        self._in_time = self._late = 0  # since the last tick
+
+    def configure(self, attainment: float, allowance_ms: float | None) -> None:
+        """Take new settings and keep what was learned."""
+        self._allowance_ms = allowance_ms
+        self._late_per_in_time = _late_per_in_time(attainment)
+
+    def allowance_ms(self, slo_ms: float) -> float:
+        """Return what is kept for what happens beyond the socket."""
+        if self._allowance_ms is not None:
+            return self._allowance_ms
+        return min(_MOST_ALLOWANCE_MS, max(0.0, slo_ms) * _ALLOWANCE_PART)
+
+    def reserve_ms(self, slo_ms: float, alone_ms: float) -> float:
+        """Return what is kept of a deadline.
+
+        Args:
+            slo_ms: time allowed from arrival to answer.
+            alone_ms: what a batch of this one request takes.
+        """
+        margin_ms = min(self.margin_ms, _MOST_PART * slo_ms)
+        return max(0.0, min(self.allowance_ms(slo_ms) + margin_ms, (slo_ms - alone_ms) / 2.0))
+
+    def in_time(self) -> None:
+        """Count an executed request's answer that has just left in time."""
+        self._in_time += 1
+        self.margin_ms = max(0.0, self.margin_ms - self._rise_ms * self._late_per_in_time)
+
+    def late(self, late_ms: float, kept_ms: float) -> None:
+        """Take one that left late.
+
+        Args:
+            late_ms: how much later than its deadline less the allowance.
+            kept_ms: the margin that was kept for it.
+        """
+        self._late += 1
+        before_ms = self.margin_ms
+        enough_ms = max(before_ms, kept_ms + late_ms)
+        self.margin_ms = min(before_ms + _UP_MS, enough_ms, _MOST_MS)
+        self._rise_ms += _RISE_WEIGHT * (self.margin_ms - before_ms - self._rise_ms)
+        self._rise_ms = max(self._rise_ms, _LEAST_RISE_MS)
+
+    def refused_for_it(self) -> None:
+        """Count a request that was given up although it could have been executed by its deadline."""
+        self.refused += 1
+
+    def tick(self) -> None:
+        """Fade towards the start where nothing was answered for a second; call once a second."""
+        answers = self._in_time + self._late
+        if not answers:
+            self.margin_ms = _START_MS + _FADES_TO * (self.margin_ms - _START_MS)
+            return
+        weight = min(1.0, answers / _RECENT_ANSWERS)
+        self.late_share += weight * (self._late / answers - self.late_share)
+        self._in_time = self._late = 0
+
+    def to_data(self) -> Mapping[str, Any]:
+        """Return plain data for the status."""
+        return {
+            "margin_ms": self.margin_ms,
+            "late_share": self.late_share,
+            "refused_for_margin": self.refused,
+        }
+
+
+def _late_per_in_time(attainment: float) -> float:
+    late = (1.0 - attainment) / 3.0
+    return late / (1.0 - late)

@@ -1,0 +1,57 @@
+"""A model as the gateway sees it: its tensors, and how a raw image or text becomes them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from tenuto.deployments.entry.oip import TensorSpec
+from tenuto.deployments.wire.tensors import Buffer, InputPart, OutputTensor
+from tenuto.profiles.networks.catalogue import ModelSignature, TensorSignature
+from tenuto.profiles.networks.preprocess import Prediction, postprocess, preprocess
+
+__all__ = ["ServedModel"]
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """Built from what a gpu-let reports after loading the model."""
+
+    signature: ModelSignature
+    inputs: tuple[TensorSpec, ...]
+    outputs: tuple[TensorSpec, ...]
+
+    @classmethod
+    def of(cls, signature: ModelSignature) -> ServedModel:
+        """Build from what a gpu-let reported."""
+        return cls(signature, _specs(signature.inputs), _specs(signature.outputs))
+
+    @property
+    def platform(self) -> str:
+        """What runs the model, for the metadata."""
+        return self.signature.platform
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """Class names of the first output; empty where there are none."""
+        return self.signature.labels
+
+    def preprocess(self, body: Buffer) -> list[InputPart]:
+        """Return one tensor per input from an image or a text; blocking, call it off the event loop.
+
+        Raises:
+            InvalidInputError: the body is not what the model reads.
+        """
+        arrays = preprocess(self.signature, bytes(body))
+        return [InputPart(np.ascontiguousarray(arrays[t.name], t.dtype).tobytes()) for t in self.inputs]
+
+    def postprocess(self, outputs: Sequence[OutputTensor]) -> list[Prediction]:
+        """Return the most likely classes of one request."""
+        arrays = {t.name: np.frombuffer(t.data, dtype=t.dtype).reshape(t.shape) for t in outputs}
+        return postprocess(self.signature, arrays)
+
+
+def _specs(tensors: Sequence[TensorSignature]) -> tuple[TensorSpec, ...]:
+    return tuple(TensorSpec(t.name, t.dtype, t.shape, t.below) for t in tensors)

@@ -1,0 +1,403 @@
+"""Frames between our processes: a length prefix, one message (`tenuto.deployments.wire.messages`), and raw bytes.
+
+Nothing is pickled. Whoever connects must say `Hello` with the token that Ray handed out, in time and in a small first
+frame; nothing is allocated for a peer before. `FrameProtocol` is the end on an event loop, `FrameSocket` the one of a
+thread that waits for nothing else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import logging
+import socket
+import struct
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from typing import cast
+
+import msgspec
+import numpy as np
+
+from tenuto.deployments.wire.messages import Hello, Message, decode, encode
+from tenuto.deployments.wire.tensors import Buffer
+
+__all__ = [
+    "MOST_BODY_BYTES",
+    "NO_BYTES",
+    "Address",
+    "FrameProtocol",
+    "FrameReader",
+    "FrameSocket",
+    "connect",
+    "listen",
+]
+
+logger = logging.getLogger("ray.serve")
+
+_PREFIX = struct.Struct("<IQ")  # bytes of the message, bytes of the body
+_FIRST_FRAME_BYTES = 4096
+_FIRST_FRAME_S = 5.0
+_MOST_MESSAGE_BYTES = 1 << 24
+MOST_BODY_BYTES = 1 << 32
+_ROOM_BYTES = 1 << 16
+_JOINED_BYTES = 1 << 15  # below this, one write of a joined copy costs less than a vectored one
+_LARGE_BYTES = 16 << 20
+_STALLED_S = 5  # a peer that takes nothing for so long is given up
+NO_BYTES = memoryview(b"")
+
+# A name in the abstract Unix namespace (the first byte is zero), or (host, port).
+Address = str | tuple[str, int]
+
+
+class WrongFrameError(Exception):
+    """The peer does not speak this protocol, or sends more than it may."""
+
+
+class _LargeBodies:
+    """Keeps the memory of large bodies for the next ones, once nobody looks at it any more.
+
+    The C library gives blocks over 32 MiB back to the system at once and gets new ones page by page, which for 50 MB
+    took longer than the transfer. A view keeps its array alive, so that a reference count tells who still looks.
+    """
+
+    _KEPT = 2  # one batch runs, one waits behind it
+
+    def __init__(self) -> None:
+        self._arrays: list[np.ndarray[tuple[int], np.dtype[np.uint8]]] = []
+
+    def take(self, size: int) -> memoryview:
+        """Return `size` bytes of any content."""
+        for array in self._arrays:
+            # Three references: the list's, this loop's, and the call's own.
+            if array.nbytes >= size and sys.getrefcount(array) == 3:
+                return array.data[:size]
+        array = np.empty(size, np.uint8)
+        self._arrays = [*self._arrays[-(self._KEPT - 1) :], array]
+        return array.data
+
+
+class FrameReader:
+    """Cuts what arrives into frames. Bodies that do not fit the room are received where they stay.
+
+    Write into `room()`, call `received` with the number of bytes, then `next_frame` until there is none.
+    """
+
+    def __init__(self, most_body_bytes: int = MOST_BODY_BYTES) -> None:
+        self.most_message_bytes = _MOST_MESSAGE_BYTES
+        self.most_body_bytes = most_body_bytes
+        self._room = memoryview(bytearray(_ROOM_BYTES))
+        self._start = self._end = 0
+        self._message: Message | None = None
+        self._body = NO_BYTES
+        self._filled = 0
+        self._large = _LargeBodies()
+
+    def room(self) -> memoryview:
+        """Return where the next bytes belong; never empty."""
+        return self._room[self._end :] if self._message is None else self._body[self._filled :]
+
+    def received(self, count: int) -> None:
+        """Take note of bytes that were written into the room."""
+        if self._message is None:
+            self._end += count
+        else:
+            self._filled += count
+
+    def next_frame(self) -> tuple[Message, memoryview] | None:
+        """Return the next frame that is complete, None when there is none; the body is the caller's to keep.
+
+        Raises:
+            WrongFrameError: the connection must be closed.
+        """
+        if self._message is not None:
+            if self._filled < len(self._body):
+                return None
+            frame = (self._message, self._body)
+            self._message, self._body = None, NO_BYTES
+            return frame
+        held = self._end - self._start
+        if held < _PREFIX.size:
+            self._make_room(_PREFIX.size)
+            return None
+        message_bytes, body_bytes = _PREFIX.unpack_from(self._room, self._start)
+        if message_bytes > self.most_message_bytes or body_bytes > self.most_body_bytes:
+            raise WrongFrameError(f"a frame of {message_bytes} and {body_bytes} bytes")
+        if held < _PREFIX.size + message_bytes:
+            self._make_room(_PREFIX.size + message_bytes)
+            return None
+        begin = self._start + _PREFIX.size
+        end = begin + message_bytes
+        try:
+            message = decode(self._room[begin:end])
+        except msgspec.DecodeError as error:
+            raise WrongFrameError(str(error)) from error
+        self._start = end
+        if body_bytes > self._end - end:
+            self._receive_body(message, body_bytes)
+            return None
+        self._start = end + body_bytes
+        return message, memoryview(bytes(self._room[end : self._start])) if body_bytes else NO_BYTES
+
+    def _receive_body(self, message: Message, size: int) -> None:
+        self._message = message
+        self._body = self._large.take(size) if size > _LARGE_BYTES else np.empty(size, np.uint8).data
+        self._filled = self._end - self._start
+        self._body[: self._filled] = self._room[self._start : self._end]
+        self._start = self._end = 0
+
+    def _make_room(self, needed: int) -> None:
+        """See that a frame whose beginning is there fits into the room; moves it to the front where it does not."""
+        if self._start == self._end:
+            self._start = self._end = 0
+        elif len(self._room) - self._start >= needed and self._end < len(self._room):
+            return
+        held = bytes(self._room[self._start : self._end])
+        if needed > len(self._room):
+            self._room = memoryview(bytearray(needed))
+        self._room[: len(held)] = held
+        self._start, self._end = 0, len(held)
+
+
+def _framed(message: Message, buffers: Sequence[Buffer]) -> list[Buffer]:
+    """Return the bytes of a frame, joined where that is cheaper."""
+    encoded = encode(message)
+    size = sum([memoryview(buffer).nbytes for buffer in buffers])
+    head = _PREFIX.pack(len(encoded), size) + encoded
+    if size <= _JOINED_BYTES:
+        return [b"".join([head, *buffers])]
+    return [head, *buffers]
+
+
+class FrameProtocol(asyncio.BufferedProtocol):
+    """One end of a connection, on an event loop.
+
+    `on_message(protocol, message, body)` is called for every frame, `on_lost(protocol, error)` once at the end.
+    """
+
+    def __init__(
+        self,
+        on_message: Callable[[FrameProtocol, Message, memoryview], None],
+        on_lost: Callable[[FrameProtocol, BaseException | None], None],
+        *,
+        expect_token: str | None = None,
+        on_hello: Callable[[FrameProtocol, Hello], None] = lambda _protocol, _hello: None,
+        most_body_bytes: int = MOST_BODY_BYTES,
+    ) -> None:
+        """Prepare for a connection.
+
+        Args:
+            on_message: see above.
+            on_lost: see above.
+            expect_token: of the side that listens: what the peer must present before anything else is taken from it.
+            on_hello: called once the token was accepted.
+            most_body_bytes: a longer body closes the connection.
+        """
+        self._on_message = on_message
+        self._on_lost = on_lost
+        self._expect_token = expect_token
+        self._on_hello = on_hello
+        self._most_body_bytes = most_body_bytes
+        self._transport: asyncio.Transport | None = None
+        self._reader = FrameReader(most_body_bytes)
+        self._deadline: asyncio.TimerHandle | None = None
+        if expect_token is not None:
+            self._reader.most_message_bytes, self._reader.most_body_bytes = _FIRST_FRAME_BYTES, 0
+
+    # asyncio calls the four methods below.
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's transports do not derive from asyncio's
+        if self._expect_token is not None:
+            self._deadline = asyncio.get_running_loop().call_later(_FIRST_FRAME_S, self._refuse, "it said nothing")
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._transport = None
+        if self._deadline is not None:
+            self._deadline.cancel()
+        self._on_lost(self, exc)
+
+    def get_buffer(self, sizehint: int) -> memoryview:  # noqa: ARG002
+        return self._reader.room()
+
+    def buffer_updated(self, nbytes: int) -> None:
+        self._reader.received(nbytes)
+        try:
+            while self._transport is not None and (frame := self._reader.next_frame()) is not None:
+                message, body = frame
+                if self._expect_token is None:
+                    self._on_message(self, message, body)
+                elif isinstance(message, Hello) and hmac.compare_digest(message.token, self._expect_token):
+                    self._greeted(message)
+                else:
+                    raise WrongFrameError("its token is wrong")
+        except WrongFrameError as error:
+            self._refuse(str(error))
+
+    def _greeted(self, hello: Hello) -> None:
+        self._expect_token = None
+        if self._deadline is not None:
+            self._deadline.cancel()
+        self._reader.most_message_bytes = _MOST_MESSAGE_BYTES
+        self._reader.most_body_bytes = self._most_body_bytes
+        self._on_hello(self, hello)
+
+    def _refuse(self, why: str) -> None:
+        logger.warning("closing a connection of an unknown peer: %s", why)
+        self.close()
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether frames can be sent."""
+        return self._transport is not None and not self._transport.is_closing()
+
+    def send(self, message: Message, buffers: Sequence[Buffer] = ()) -> None:
+        """Send one frame; the buffers are the body, in order. Must be called on the event loop; silent when closed."""
+        if self._transport is None:
+            return
+        parts = _framed(message, buffers)
+        if len(parts) == 1:
+            self._transport.write(parts[0])
+        else:
+            self._transport.writelines(parts)
+
+    def close(self) -> None:
+        """Close the connection after what was sent has left."""
+        if self._transport is not None:
+            self._transport.close()
+
+
+class FrameSocket:
+    """One end of a connection, for threads: one receives, any may send."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        """Take a connected, blocking socket."""
+        self._socket = connection
+        self._reader = FrameReader()
+        self._sending = threading.Lock()
+        seconds = struct.pack("ll", _STALLED_S, 0)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, seconds)
+        if connection.family != socket.AF_UNIX:
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    def greet(self, token: str) -> Hello | None:
+        """Receive the first frame and return it if it presents the token; None for anybody else."""
+        reader = self._reader
+        reader.most_message_bytes, reader.most_body_bytes = _FIRST_FRAME_BYTES, 0
+        self._socket.settimeout(_FIRST_FRAME_S)
+        try:
+            while (frame := reader.next_frame()) is None:
+                self._receive()
+            hello = frame[0]
+            if not isinstance(hello, Hello) or not hmac.compare_digest(hello.token, token):
+                raise WrongFrameError("its token is wrong")
+        except (OSError, WrongFrameError) as error:
+            logger.warning("closing a connection of an unknown peer: %s", error)
+            return None
+        self._socket.settimeout(None)
+        reader.most_message_bytes, reader.most_body_bytes = _MOST_MESSAGE_BYTES, MOST_BODY_BYTES
+        return hello
+
+    def receive(self) -> tuple[Message, memoryview]:
+        """Wait for the next frame and return it.
+
+        Raises:
+            OSError: the connection is gone.
+            WrongFrameError: the peer does not speak the protocol.
+        """
+        while (frame := self._reader.next_frame()) is None:
+            self._receive()
+        return frame
+
+    def _receive(self) -> None:
+        count = self._socket.recv_into(self._reader.room())
+        if not count:
+            raise ConnectionResetError("closed by the peer")
+        self._reader.received(count)
+
+    def send(self, message: Message, buffers: Sequence[Buffer] = ()) -> None:
+        """Send one frame; silent when the connection is gone, and closes it where the peer takes nothing."""
+        parts = _framed(message, buffers)
+        with self._sending:
+            try:
+                if len(parts) == 1:
+                    self._socket.sendall(parts[0])
+                else:
+                    self._send_parts([memoryview(part).cast("B") for part in parts])
+            except OSError:  # also when nothing could be sent for `_STALLED_S`: half a frame cannot be taken back
+                self.close()
+
+    def _send_parts(self, parts: list[memoryview]) -> None:
+        while parts:
+            sent = self._socket.sendmsg(parts[:512])
+            while parts and sent >= len(parts[0]):
+                sent -= len(parts[0])
+                parts.pop(0)
+            if parts:
+                parts[0] = parts[0][sent:]
+
+    def close(self) -> None:
+        """Close the connection; a thread that receives is woken."""
+        with contextlib.suppress(OSError):  # it may be closed already
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+
+
+def listener(address: Address) -> socket.socket:
+    """Return a listening socket; port 0 takes a free one."""
+    family = socket.AF_UNIX if isinstance(address, str) else socket.AF_INET
+    made = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        if family == socket.AF_INET:
+            made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        made.bind(address)
+        made.listen(128)
+    except OSError:
+        made.close()
+        raise
+    return made
+
+
+async def listen(address: Address, accept: Callable[[], FrameProtocol]) -> asyncio.Server:
+    """Serve connections on the running loop; `accept` makes the protocol of each."""
+    loop = asyncio.get_running_loop()
+    if isinstance(address, str):
+        return await loop.create_unix_server(accept, sock=listener(address))
+    return await loop.create_server(accept, host=address[0], port=address[1])
+
+
+async def connect(
+    address: Address,
+    hello: Hello,
+    on_message: Callable[[FrameProtocol, Message, memoryview], None],
+    on_lost: Callable[[FrameProtocol, BaseException | None], None],
+    *,
+    timeout_s: float = 5.0,
+) -> FrameProtocol:
+    """Connect and say hello.
+
+    Raises:
+        OSError: nobody listens there.
+        TimeoutError: no connection within `timeout_s`.
+    """
+    loop = asyncio.get_running_loop()
+
+    def build() -> FrameProtocol:
+        return FrameProtocol(on_message, on_lost)
+
+    async with asyncio.timeout(timeout_s):
+        if isinstance(address, str):
+            # uvloop refuses abstract names in create_unix_connection, but takes a connected socket.
+            connected = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            connected.setblocking(False)
+            try:
+                connected.connect(address)
+            except OSError:
+                connected.close()
+                raise
+            _, protocol = await loop.create_unix_connection(build, sock=connected)
+        else:
+            _, protocol = await loop.create_connection(build, host=address[0], port=address[1])
+    protocol.send(hello)
+    return protocol

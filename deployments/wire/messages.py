@@ -1,0 +1,267 @@
+"""Every message that crosses from one of our processes to another, defined once.
+
+A message is packed as MessagePack by msgspec, which checks types and lengths while it reads: what does not fit its
+definition is refused, and nothing in it can make the other side run code. Tensors do not travel inside messages but
+behind them (`tenuto.deployments.wire.frames`) or in shared memory (`tenuto.deployments.wire.arena`).
+
+Times are ms; those called `_at_ms` are moments on the monotonic clock of the sender's machine, which `Hello` and the
+states name.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import msgspec
+
+from tenuto.deployments.wire.tensors import RowOutput
+from tenuto.profiles.networks.catalogue import ModelSignature
+
+__all__ = [
+    "AbortBatch",
+    "AnswerRow",
+    "Answers",
+    "AskReport",
+    "BatchFailed",
+    "BatchRan",
+    "DispatcherState",
+    "GpuletMode",
+    "GpuletState",
+    "Hello",
+    "Message",
+    "PartPlace",
+    "Report",
+    "RequestRow",
+    "Requests",
+    "RunBatch",
+    "decode",
+    "encode",
+]
+
+
+class _Message(msgspec.Struct, array_like=True):
+    """Base of the messages; `array_like`: fields travel by position, names cost nothing."""
+
+
+# --- any connection ---------------------------------------------------------------------------------------------------
+
+
+class Hello(_Message, tag=1):
+    """The first message of whoever connects: the secret that Ray handed out, and on which machine it runs."""
+
+    token: str
+    machine: str = ""
+
+
+# --- dispatcher and gpu-let -------------------------------------------------------------------------------------------
+
+
+class GpuletMode(msgspec.Struct, frozen=True, array_like=True):
+    """How a gpu-let runs, for the status: whether CUDA MPS holds it to its share, whether copies overlap with
+    execution, and how each program runs (`plain`, `compile`, `cuda_graphs`, `merged` or `emulated`)."""
+
+    share: bool
+    streaming: bool
+    programs: dict[str, str]
+
+    def to_data(self) -> dict[str, Any]:
+        """Return plain data for the status."""
+        return {"share": self.share, "streaming": self.streaming, "programs": self.programs}
+
+
+class GpuletState(_Message, tag=2):
+    """What a gpu-let is and holds; it says so to everyone who connects, and again when it changes.
+
+    `programs`: the largest batch of each. `signatures`: of every model. `merged`: what merging did, by program.
+    """
+
+    gpulet: str
+    gpu: str
+    pid: int
+    machine: str
+    device: str
+    emulated: bool
+    share_pct: float | None
+    memory_mib: float | None
+    memory_cap_mib: float | None
+    sm_count: int | None
+    mode: GpuletMode
+    cuda_mps: dict[str, Any] | None
+    programs: dict[str, int]
+    merged: dict[str, dict[str, float]]
+    signatures: dict[str, ModelSignature]
+    node_id: str = ""  # Ray's name of the node
+
+    def to_status(self) -> dict[str, Any]:
+        """Return plain data for operators; largest batches stand under `models`."""
+        own = ("machine", "programs", "mode")
+        fields = {name: getattr(self, name) for name in self.__struct_fields__ if name not in own}
+        data: dict[str, Any] = msgspec.to_builtins(fields)
+        return {**data, "mode": self.mode.to_data(), "models": self.programs}
+
+
+class PartPlace(NamedTuple):
+    """Where one request's tensor lies: in the `arena` of that index in its message, or, with index -1, next in the
+    body."""
+
+    arena: int
+    offset: int
+    length: int
+    dtype: str
+
+
+class RunBatch(_Message, tag=3):
+    """Run this batch. `members`: models with their rows. Inputs come member by member, input by input, row by row; with
+    no `places` all of them lie in the body in that order, in the types of the signatures."""
+
+    number: int
+    program: str
+    members: list[tuple[str, int]]
+    arenas: list[str]
+    places: list[PartPlace]
+    request_ids: list[str]
+
+    @property
+    def size(self) -> int:
+        """Rows of all members."""
+        return sum(rows for _, rows in self.members)
+
+
+class AbortBatch(_Message, tag=4):
+    """Do not run that batch if it has not begun; it is answered all the same."""
+
+    number: int
+
+
+class BatchRan(_Message, tag=5):
+    """A batch was executed; `members`: rows and described outputs, in the order of the `RunBatch`."""
+
+    number: int
+    started_at_ms: float
+    execution_ms: float
+    queue_ms: float
+    copy_in_ms: float
+    copy_out_ms: float
+    members: list[tuple[int, list[RowOutput]]]
+
+
+class BatchFailed(_Message, tag=6):
+    """A batch was not executed. `may_retry`: its requests are not to blame, another gpu-let can run them."""
+
+    number: int
+    reason: str
+    may_retry: bool = False
+
+
+class GpuletCloses(_Message, tag=7):
+    """This gpu-let runs no more batches: it is shutting down, or its device is lost. What it began it still answers."""
+
+    reason: str
+
+
+# --- gateway and dispatcher -------------------------------------------------------------------------------------------
+
+
+class RequestRow(NamedTuple):
+    """One request. `deadline_at_ms` is the client's, on the sender's clock; `reserve_ms` is kept of it for the way
+    back. `lengths` and dtypes of its inputs stand in `places`, as in `RunBatch`."""
+
+    number: int
+    model: str
+    arrived_at_ms: float
+    deadline_at_ms: float
+    reserve_ms: float
+    client_id: str
+    places: list[PartPlace]
+
+
+class Requests(_Message, tag=10):
+    """Requests that came in one turn of the gateway's loop, and the numbers of those whose client went away.
+
+    `sent_at_ms` is the sender's time: a dispatcher on another machine translates the rows' moments by it.
+    """
+
+    sent_at_ms: float
+    arenas: list[str]
+    rows: list[RequestRow]
+    left: list[int]
+
+
+class AnswerRow(NamedTuple):
+    """One answer; see `tenuto.deployments.wire.answers.Answer`. `lasted_ms`: from the request's receipt to here."""
+
+    number: int
+    lasted_ms: float
+    outcome: int
+    batch_size: int
+    gpulet: str
+    batching_ms: float
+    gpulet_queue_ms: float
+    execution_ms: float
+    emulated: bool
+    retry_after_s: float | None
+    reason: str
+    start_ms: float | None
+    outputs: list[RowOutput]
+
+
+class Answers(_Message, tag=11):
+    """Answers that were there in one turn of the dispatcher's loop; their outputs are the body."""
+
+    rows: list[AnswerRow]
+
+
+class DispatcherState(_Message, tag=12):
+    """What gateways answer for without asking: readiness, signatures, gpu-lets as plain data for the status."""
+
+    pid: int
+    machine: str
+    ready: bool
+    ready_models: list[str]
+    signatures: dict[str, ModelSignature]
+    gpulets: list[dict[str, Any]]
+
+
+class AskReport(_Message, tag=13):
+    """Ask for a report to operators; `what` is `status`, `queue` or `requests` (of that `id`, at most `limit`)."""
+
+    number: int
+    what: str
+    id: str | None = None
+    limit: int = 100
+
+
+class Report(_Message, tag=14):
+    """A report as JSON."""
+
+    number: int
+    data: bytes
+
+
+Message = (
+    Hello
+    | GpuletState
+    | RunBatch
+    | AbortBatch
+    | BatchRan
+    | BatchFailed
+    | GpuletCloses
+    | Requests
+    | Answers
+    | DispatcherState
+    | AskReport
+    | Report
+)
+
+_ENCODER: msgspec.msgpack.Encoder = msgspec.msgpack.Encoder()
+_DECODER: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
+encode = _ENCODER.encode
+
+
+def decode(data: bytes | memoryview) -> Message:
+    """Return the message in `data`.
+
+    Raises:
+        msgspec.DecodeError: it is none of ours.
+    """
+    return _DECODER.decode(data)

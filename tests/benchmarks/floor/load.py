@@ -1,0 +1,94 @@
+"""Open-loop Poisson load (latency from the scheduled time), or closed loop, against any server of the Open Inference
+Protocol."""
+import argparse
+import asyncio
+import random
+import time
+
+import uvloop
+
+parser = argparse.ArgumentParser(description=__doc__)
+parser.add_argument("port", type=int)
+parser.add_argument("model")
+parser.add_argument("slo_ms", type=float, nargs="?")
+parser.add_argument("rates", type=float, nargs="*")
+parser.add_argument("--closed", type=int, nargs="+", help="numbers of connections")
+parser.add_argument("--seconds", type=float, default=9.0)
+parser.add_argument("--warmup-s", type=float, default=1.0)
+parser.add_argument("--seed", type=int, default=3)
+given = parser.parse_args()
+
+BODY = b'{"inputs":[{"name":"INPUT0","shape":[1,1],"datatype":"FP32","data":[1]}]}'
+HEAD = b"POST /v2/models/%b/infer HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
+REQUEST = HEAD % (given.model.encode(), len(BODY)) + BODY
+
+
+async def ask(reader, writer) -> int:
+    writer.write(REQUEST)
+    head = (await reader.readuntil(b"\r\n\r\n")).lower()
+    await reader.readexactly(int(head.split(b"\r\ncontent-length:")[1].split(b"\r\n")[0]))
+    return int(head[9:12])
+
+
+async def open_loop(rate: float) -> None:
+    generator, schedule, at = random.Random(given.seed), [], 0.0
+    while (at := at + generator.expovariate(rate)) < given.seconds:
+        schedule.append(at)
+    pool, count = [], {"offered": 0, "in time": 0, "late": 0, "refused": 0, "broken": 0}
+    start = time.monotonic()
+
+    async def one(at: float) -> None:
+        outcome = "broken"
+        try:
+            async with asyncio.timeout(15):
+                connection = pool.pop() if pool else await asyncio.open_connection("127.0.0.1", given.port)
+                status = await ask(*connection)
+                is_late = time.monotonic() - start - at > given.slo_ms / 1000.0
+                outcome = ("late" if is_late else "in time") if status == 200 else "refused"
+                pool.append(connection)
+        except (OSError, EOFError, TimeoutError, IndexError):
+            pass
+        if at >= given.warmup_s:
+            count["offered"] += 1
+            count[outcome] += 1
+
+    tasks = []
+    for at in schedule:
+        if (delay := start + at - time.monotonic()) > 0:
+            await asyncio.sleep(delay)
+        tasks.append(asyncio.create_task(one(at)))
+    await asyncio.gather(*tasks)
+    span = given.seconds - given.warmup_s
+    share = count["in time"] / max(1, count["offered"])
+    print(f"{rate:8.1f} r/s: {share:7.2%} in time, {count['in time'] / span:.0f} r/s; {count}", flush=True)
+    for _, writer in pool:
+        writer.close()
+
+
+async def closed_loop(connections: int) -> None:
+    latencies = []
+
+    async def one(end: float) -> None:
+        reader, writer = await asyncio.open_connection("127.0.0.1", given.port)
+        while (begin := time.monotonic()) < end:
+            await ask(reader, writer)
+            latencies.append(time.monotonic() - begin)
+        writer.close()
+
+    await asyncio.gather(*[one(time.monotonic() + given.warmup_s) for _ in range(connections)])
+    latencies.clear()
+    await asyncio.gather(*[one(time.monotonic() + 5.0) for _ in range(connections)])
+    ordered = sorted(latencies)
+    p50_ms, p99_ms = (1e3 * ordered[int(part * len(ordered))] for part in (0.5, 0.99))
+    rate = len(ordered) / 5.0
+    print(f"{connections} connections: {rate:.0f}/s, p50 {p50_ms:.2f} ms, p99 {p99_ms:.2f} ms", flush=True)
+
+
+async def main() -> None:
+    for connections in given.closed or ():
+        await closed_loop(connections)
+    for rate in given.rates:
+        await open_loop(rate)
+
+
+uvloop.run(main())

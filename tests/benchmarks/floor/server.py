@@ -1,0 +1,151 @@
+"""The plainest server around Tenuto's scheduler object; see README.md."""
+import argparse
+import asyncio
+import collections
+import struct
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import httptools
+import orjson
+import uvloop
+
+from tenuto.batching.core.build import everywhere_linear
+from tenuto.batching.core.scheduler import Dispatch, Drop, Reject
+from tenuto.batching.core.system import NetworkDelay
+from tenuto.batching.registry import make_scheduler
+
+parser = argparse.ArgumentParser(description=__doc__)
+parser.add_argument("port", type=int)
+parser.add_argument("gpus", type=int)
+for name in ("alpha_ms", "beta_ms", "slo_ms"):
+    parser.add_argument(name, type=float)
+parser.add_argument("--scheduler", default="deferred")
+parser.add_argument("--ctrl-ms", type=float, default=1.0)
+parser.add_argument("--response-ms", type=float, default=3.0)
+given = parser.parse_args()
+
+OK = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: "
+_LATE = b'{"error":"the deadline could not be met"}'
+EXPIRED = b"HTTP/1.1 504 Gateway Timeout\r\nretry-after: 1\r\ncontent-length: %d\r\n\r\n" % len(_LATE) + _LATE
+
+setup = everywhere_linear(
+    [("synthetic", given.alpha_ms, given.beta_ms, given.slo_ms, 600.0 * given.gpus)],
+    given.gpus,
+    NetworkDelay(ctrl_ms=given.ctrl_ms, response_ms=given.response_ms),
+)
+scheduler = make_scheduler(given.scheduler, setup, {})
+waiting = {}  # request id -> (connection, the client's id)
+gpulets = []  # transports
+running = [collections.deque() for _ in range(given.gpus)]
+counts = {"request": 0, "batch": 0}
+timer = None
+
+
+def now_ms() -> float:
+    return time.monotonic() * 1000.0
+
+
+def carry_out(now: float) -> None:
+    global timer
+    while scheduler.decisions:
+        for decision in scheduler.drain():
+            if isinstance(decision, Dispatch):
+                counts["batch"] += 1
+                running[decision.gpulet].append(list(decision.request_ids))
+                gpulets[decision.gpulet].write(struct.pack("<II", counts["batch"], len(decision.request_ids)))
+            elif isinstance(decision, (Drop, Reject)):
+                for request in decision.request_ids:
+                    waiting.pop(request)[0].send(EXPIRED)
+    if timer is not None:
+        timer.cancel()
+        timer = None
+    if scheduler.next_wake_ms < float("inf"):
+        timer = loop.call_later(max(0.0, scheduler.next_wake_ms - now) / 1000.0, wake)
+
+
+def wake() -> None:
+    global timer
+    timer = None
+    now = now_ms()
+    if scheduler.next_wake_ms <= now:
+        scheduler.wake(now)
+    carry_out(now)
+
+
+class GpuletConnection(asyncio.Protocol):
+    def connection_made(self, transport):
+        self.index = len(gpulets)
+        self.received = b""
+        gpulets.append(transport)
+
+    def data_received(self, data):
+        self.received += data
+        now = now_ms()
+        while len(self.received) >= 12:
+            _, size, execution_ms = struct.unpack("<IIf", self.received[:12])
+            self.received = self.received[12:]
+            requests = running[self.index].popleft()
+            scheduler.batch_done(now, self.index)
+            if scheduler.next_wake_ms <= now:
+                scheduler.wake(now)
+            carry_out(now)
+            for request in requests:
+                connection, client_id = waiting.pop(request)
+                output = {"name": "OUTPUT0", "shape": [1, 1], "datatype": "FP32", "data": [1.0]}
+                body = orjson.dumps({"model_name": "synthetic", "id": client_id, "outputs": [output],
+                                     "parameters": {"batch_size": size, "execution_ms": execution_ms}})
+                connection.send(OK + b"%d\r\n\r\n" % len(body) + body)
+
+
+class ClientConnection(asyncio.Protocol):
+    def connection_made(self, transport):
+        self.transport = transport
+        self.parser = httptools.HttpRequestParser(self)
+
+    def data_received(self, data):
+        self.arrived_ms = now_ms()
+        self.parser.feed_data(data)
+
+    def on_message_begin(self):
+        self.body = b""
+
+    def on_url(self, url):
+        self.url = url
+
+    def on_body(self, body):
+        self.body += body
+
+    def on_message_complete(self):
+        if self.url.startswith(b"/v2/health"):
+            self.transport.write(OK + b"2\r\n\r\n{}")
+            return
+        document = orjson.loads(self.body)
+        counts["request"] += 1
+        waiting[counts["request"]] = (self, document.get("id", ""))
+        scheduler.add_request(self.arrived_ms, 0, counts["request"], self.arrived_ms + given.slo_ms)
+        carry_out(self.arrived_ms)
+
+    def send(self, response):
+        if not self.transport.is_closing():
+            self.transport.write(response)
+
+
+async def main() -> None:
+    global loop
+    loop = asyncio.get_running_loop()
+    inner = await loop.create_server(GpuletConnection, "127.0.0.1", 0)
+    port = str(inner.sockets[0].getsockname()[1])
+    program = str(Path(__file__).with_name("gpulet.py"))
+    for _ in range(given.gpus):
+        subprocess.Popen([sys.executable, program, port, str(given.alpha_ms), str(given.beta_ms)])
+    while len(gpulets) < given.gpus:
+        await asyncio.sleep(0.05)
+    await loop.create_server(ClientConnection, "127.0.0.1", given.port, backlog=4096)
+    print("ready", flush=True)
+    await asyncio.Event().wait()
+
+
+uvloop.run(main())

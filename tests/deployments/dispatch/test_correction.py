@@ -1,0 +1,57 @@
+from tenuto.deployments.dispatch.correction import LatencyCorrection, WayMeter
+
+
+def test_an_outlier_is_ignored_and_a_slowdown_is_followed() -> None:
+    correction = LatencyCorrection()
+    assert [correction.record(0, 0, ratio, 0.0) for ratio in (1.0, 1.0, 9.0, 1.0, 1.0)] == [None] * 5
+    factors = [correction.record(0, 0, 2.0, 0.0) for _ in range(10)]
+    assert factors[0] is None
+    assert correction.factor(0, 0) > 1.9
+    assert correction.factor(1, 0) == 1.0
+
+
+def test_a_factor_that_nothing_confirms_fades_so_that_it_cannot_lock_the_system() -> None:
+    correction = LatencyCorrection()
+    for _ in range(20):
+        correction.record(0, 0, 40.0, 100.0)  # no deadline allows so much: nothing runs, nothing is measured
+    assert correction.fade(101.0) == []
+    factors = [correction.fade(103.0 + second)[0][2] for second in range(12)]
+    assert factors == sorted(factors, reverse=True)
+    assert factors[-1] < 1.6
+    correction.record(0, 0, 1.0, 200.0)
+    assert correction.fade(201.0) == []
+
+
+def test_the_way_is_news_when_it_has_moved_however_often_somebody_looked() -> None:
+    meter = WayMeter(1.0)
+    assert meter.delay().ctrl_ms == 1.0
+    for _ in range(64):
+        meter.record_way(1.01)
+        meter.delay()  # as /status does
+    assert meter.news() is None  # 0.01 ms is not worth it
+    for _ in range(128):
+        meter.record_way(2.0)
+        meter.delay()
+    told = meter.news()
+    assert told is not None
+    assert (told.ctrl_ms, told.response_ms) == (2.0, 0.0)
+    assert meter.news() is None
+
+
+def test_one_slow_batch_in_twenty_is_no_longer_way() -> None:
+    meter = WayMeter(1.0)
+    for number in range(200):
+        meter.record_way(100.0 if number % 20 == 0 else 0.2)
+    assert meter.delay().ctrl_ms == 0.2
+    for _ in range(200):
+        meter.record_way(100.0)
+    assert meter.delay().ctrl_ms <= 4.0  # whatever happens, it stays a way
+
+
+def test_copies_are_budgeted_by_request() -> None:
+    meter = WayMeter(1.0)
+    for _ in range(64):
+        meter.record_copies(4.0, 8)
+    told = meter.news()
+    assert told is not None
+    assert told.data_ms_per_request == 0.5

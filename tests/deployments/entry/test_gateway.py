@@ -1,0 +1,276 @@
+"""All of a gateway over its own socket, with gpu-lets from inside the test and without Ray."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+from collections.abc import AsyncIterator
+from multiprocessing.shared_memory import SharedMemory
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+
+from tenuto.deployments.entry.gateway import Entry
+from tenuto.deployments.entry.http import Head
+from tenuto.deployments.serve.launcher import unused_port
+from tenuto.deployments.serve.user_config import read_gateway_config
+from tenuto.errors import EnvironmentFaultError
+from tenuto.placement import Plan
+from tests.instruments.asking import PATIENCE_S, X, until
+from tests.instruments.fake_gpulet import FakeGpulet, finder, make_plan
+
+TENSOR = {"name": "x", "shape": [1, 2], "datatype": "FP32", "data": [1, 2]}
+
+
+class Bench:
+    """A gateway over two gpu-lets, and a client."""
+
+    def __init__(self) -> None:
+        self.gpulets = {"a": FakeGpulet("a", ("m",)), "b": FakeGpulet("b", ("n",))}
+        self.port = unused_port()
+        self.is_closed = False
+        self.entry = Entry(finder(self.gpulets))
+        self.client = httpx.AsyncClient(base_url=f"http://127.0.0.1:{self.port}", timeout=PATIENCE_S)
+
+    async def follow(self, plan: Plan, *, port: int | None = None, scheduler: str = "eager", **options: Any) -> None:
+        listen = {"host": "127.0.0.1", "port": port or self.port}
+        chosen = {"scheduler": {"name": scheduler}, "listen": listen, **options}
+        await self.entry.follow(*read_gateway_config({"plan": plan.to_data(), **chosen}))
+
+    async def infer(self, model: str = "m", document: Any = None, **headers: str) -> httpx.Response:
+        given = {name.replace("_", "-"): value for name, value in headers.items()}
+        body = {"inputs": [TENSOR]} if document is None else document
+        return await self.client.post(f"/v2/models/{model}/infer", json=body, headers=given)
+
+    async def status(self) -> dict[str, Any]:
+        found: dict[str, Any] = (await self.client.get("/status")).json()
+        return found
+
+    async def close(self) -> None:
+        await self.client.aclose()
+        if not self.is_closed:
+            await self.entry.close()
+        for gpulet in self.gpulets.values():
+            if gpulet.is_connected:
+                gpulet.die()
+
+
+PLAN = make_plan(("a", ("m",)), ("b", ("n",)), slo_ms=60_000.0)
+
+
+@pytest.fixture
+async def bench() -> AsyncIterator[Bench]:
+    made = Bench()
+    for gpulet in made.gpulets.values():
+        await gpulet.start()
+    await made.follow(PLAN)
+    async with asyncio.timeout(PATIENCE_S):
+        while (await made.client.get("/v2/health/ready")).status_code != 200:
+            await asyncio.sleep(0.005)
+    yield made
+    await made.close()
+
+
+async def test_an_answer_has_outputs_times_and_the_clients_id(bench: Bench) -> None:
+    answer = await bench.infer(document={"id": "of body", "inputs": [TENSOR]}, X_Request_Id="of header")
+    assert answer.status_code == 200
+    found = answer.json()
+    assert found["outputs"] == [{"name": "y", "datatype": "FP32", "shape": [1, 2], "data": [2.0, 4.0]}]
+    assert (found["id"], found["model_name"]) == ("of body", "m")
+    assert found["parameters"]["batch_size"] == 1
+    assert found["parameters"]["gpulet"] == answer.headers["x-tenuto-gpulet"] == "a"
+    assert answer.headers["x-tenuto-request-id"] == "of body"
+    assert (await bench.infer(X_Request_Id="of header")).headers["x-tenuto-request-id"] == "of header"
+    (ended,) = (await bench.client.get("/requests", params={"id": "of body"})).json()
+    assert ended["outcome"] == "ok"
+
+
+def binary(samples: int, *, padding: int = 0, **parameters: Any) -> tuple[bytes, dict[str, str]]:
+    values = np.arange(2 * samples, dtype=np.float32)
+    tensor = {**TENSOR, "shape": [samples, 2], "parameters": {"binary_data_size": values.nbytes}}
+    del tensor["data"]
+    text = json.dumps({"inputs": [tensor], "parameters": parameters}).encode() + b" " * padding
+    return text + values.tobytes(), {"Inference-Header-Content-Length": str(len(text))}
+
+
+@pytest.mark.parametrize("padding", [0, 1 << 15], ids=["small", "received into shared memory"])
+@pytest.mark.parametrize("samples", [1, 3])
+async def test_binary_tensors_of_several_samples_reach_the_gpulet_and_come_back(
+    bench: Bench, samples: int, padding: int
+) -> None:
+    body, headers = binary(samples, padding=padding, binary_data_output=True)
+    answer = await bench.client.post("/v2/models/m/infer", content=body, headers=headers)
+    length = int(answer.headers["inference-header-content-length"])
+    (output,) = json.loads(answer.content[:length])["outputs"]
+    assert output["shape"] == [samples, 2]
+    assert np.frombuffer(answer.content[length:], np.float32).tolist() == [2.0 * n for n in range(2 * samples)]
+    assert bench.gpulets["a"].bodies == [0 if padding else 8] * samples
+
+
+async def test_compressed_bodies_are_read(bench: Bench) -> None:
+    import gzip
+
+    plain = json.dumps({"inputs": [TENSOR], "parameters": {"note": "x" * 100_000}}).encode()
+    answer = await bench.client.post(
+        "/v2/models/m/infer", content=gzip.compress(plain), headers={"Content-Encoding": "gzip"}
+    )
+    assert answer.json()["outputs"][0]["data"] == [2.0, 4.0]
+
+
+@pytest.mark.parametrize(
+    ("model", "document", "headers", "status", "message"),
+    [
+        ("nobody", None, {}, 404, "unknown model 'nobody'. Models here: m, n."),
+        ("m", {}, {}, 400, "needs a list 'inputs'"),
+        ("m", {"inputs": [{**TENSOR, "datatype": "INT64"}]}, {}, 400, "datatype 'INT64'; the model takes FP32"),
+        ("m", {"inputs": [{**TENSOR, "data": [1, 2, 3]}]}, {}, 400, "x"),
+        ("m", None, {"X_SLO_Ms": "soon"}, 400, "header X-SLO-Ms is 'soon'"),
+        ("m", {"inputs": [TENSOR], "parameters": {"slo_ms": "soon"}}, {}, 400, "parameter slo_ms is 'soon'"),
+        ("m", None, {"X_SLO_Ms": "0"}, 504, "the deadline could not be met"),
+        ("m", {"inputs": [TENSOR], "parameters": {"timeout": 10}}, {}, 504, "the deadline could not be met"),
+    ],
+)
+async def test_what_cannot_be_executed_is_said_at_once_and_why(
+    bench: Bench, model: str, document: Any, headers: dict[str, str], status: int, message: str
+) -> None:
+    for _ in range(2):  # the second head is known
+        answer = await bench.infer(model, document, **headers)
+        assert answer.status_code == status
+        assert message in answer.json()["error"]
+        assert ("retry-after" in answer.headers) == (status == 504)
+    assert not bench.gpulets["a"].sizes
+
+
+async def test_a_deadline_in_the_header_goes_before_the_bodys(bench: Bench) -> None:
+    none = {"inputs": [TENSOR], "parameters": {"slo_ms": 0}}
+    assert (await bench.infer(document=none)).status_code == 504
+    assert (await bench.infer(document=none, X_SLO_Ms="60000")).status_code == 200
+
+
+async def test_too_many_waiting_requests_are_turned_away_before_they_are_read(bench: Bench) -> None:
+    await bench.follow(PLAN, max_queued=2)
+    bench.gpulets["a"].hold = True
+    waiting = [asyncio.create_task(bench.infer()) for _ in range(3)]
+    queue = {}
+    while queue.get("m") != 2:
+        queue = (await bench.client.get("/status/queue")).json()
+    answer = await bench.infer(document="not even a request")
+    assert (answer.status_code, answer.json()["outcome"]) == (429, "rejected")
+    bench.gpulets["a"].hold = False
+    bench.gpulets["a"].release()
+    assert [(await task).status_code for task in waiting] == [200, 200, 200]
+
+
+async def test_a_client_that_leaves_frees_its_place(bench: Bench) -> None:
+    bench.gpulets["a"].hold = True
+    running, waiting = (asyncio.create_task(bench.infer()) for _ in range(2))
+    await asyncio.wait_for(bench.gpulets["a"].arrived.wait(), PATIENCE_S)
+    while (await bench.client.get("/status/queue")).json()["m"] != 1:
+        await asyncio.sleep(0)
+    waiting.cancel()
+    while (await bench.client.get("/status/queue")).json()["m"]:
+        await asyncio.sleep(0)
+    assert (await bench.status())["models"]["m"]["cancelled"] == 1
+    bench.gpulets["a"].release()
+    assert (await running).status_code == 200
+
+
+async def test_a_gpulet_that_dies_is_said_and_comes_back(bench: Bench) -> None:
+    bench.gpulets["a"].die()
+    while (await bench.client.get("/v2/health/ready")).status_code == 200:
+        await asyncio.sleep(0.001)
+    answer = await bench.infer()
+    assert (answer.status_code, answer.headers["retry-after"]) == (503, "2")
+    assert "no gpu-let of 'm' is ready" in answer.json()["error"]
+    assert (await bench.infer("n")).status_code == 200
+    await bench.gpulets["a"].start()
+    while (await bench.client.get("/v2/health/ready")).status_code != 200:
+        await asyncio.sleep(0.001)
+    assert (await bench.infer()).status_code == 200
+
+
+async def test_a_new_plan_is_followed_by_connections_that_are_open(bench: Bench) -> None:
+    assert (await bench.infer("n")).status_code == 200
+    await bench.follow(make_plan(("a", ("m",)), slo_ms=60_000.0))
+    assert (await bench.infer("n")).status_code == 404
+    moved = unused_port()
+    await bench.follow(PLAN, port=moved)
+    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{moved}", timeout=PATIENCE_S) as client:
+        assert (await client.get("/v2/health/live")).status_code == 200
+    with pytest.raises(httpx.ConnectError):
+        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{bench.port}") as client:
+            await client.get("/v2/health/live")
+
+
+async def test_a_port_of_somebody_else_is_named(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tenuto.deployments.entry.gateway._TAKEN_S", 0.0)
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        with pytest.raises(EnvironmentFaultError, match="cannot be listened on"):
+            await bench.follow(PLAN, port=other.getsockname()[1])
+
+
+async def test_what_comes_through_serves_proxies_gets_the_same_answer(bench: Bench) -> None:
+    head = Head(b"POST", b"/v2/models/m/infer", {})
+    status, lines, payload = await bench.entry.respond(head, json.dumps({"inputs": [TENSOR]}).encode(), 0.0)
+    assert (status, json.loads(payload)["outcome"]) == (504, "expired")  # a moment of long ago
+    head = Head(b"GET", b"/v2/models/m", {})
+    status, lines, payload = await bench.entry.respond(head, b"", 0.0)
+    assert (status, json.loads(payload)["inputs"][0]["shape"]) == (200, [-1, 2])
+    assert b"content-type: application/json\r\n" in lines
+
+
+async def test_operators_see_the_margin_and_what_it_costs(bench: Bench) -> None:
+    assert (await bench.infer()).status_code == 200
+    margin = (await bench.status())["margin"]
+    assert margin["margin_ms"] > 0.0
+    assert set(margin) >= {"margin_ms", "late_share", "refused_for_margin"}
+    assert "tenuto_margin_seconds 0.00" in (await bench.client.get("/metrics")).text
+
+
+async def test_tensors_in_shared_memory_of_the_client(bench: Bench) -> None:
+    memory = SharedMemory(create=True, size=4096)
+    try:
+        assert memory.buf is not None
+        memory.buf[64:72] = X[0]
+        path = "/v2/systemsharedmemory/region/r/register"
+        registered = await bench.client.post(path, json={"key": f"/{memory.name}", "offset": 0, "byte_size": 4096})
+        assert registered.status_code == 200
+
+        def place(offset: int) -> dict[str, Any]:
+            return {
+                "shared_memory_region": "r", "shared_memory_offset": offset, "shared_memory_byte_size": 8
+            }  # fmt: skip
+
+        tensor = {"name": "x", "shape": [1, 2], "datatype": "FP32", "parameters": place(64)}
+        output = {"name": "y", "parameters": place(128)}
+        answer = await bench.infer(document={"inputs": [tensor], "outputs": [output]})
+        assert answer.status_code == 200
+        assert answer.json()["outputs"][0]["parameters"] == place(128)
+        assert np.frombuffer(memory.buf[128:136], np.float32).tolist() == [2.0, 4.0]
+        tensor["parameters"] = place(4092)
+        answer = await bench.infer(document={"inputs": [tensor]})
+        assert answer.status_code == 400
+        (region,) = (await bench.client.get("/v2/systemsharedmemory/status")).json()
+        assert (region["name"], region["byte_size"]) == ("r", 4096)
+        assert (await bench.client.post("/v2/systemsharedmemory/region/r/unregister")).status_code == 200
+        assert (await bench.client.get("/v2/systemsharedmemory/status")).json() == []
+    finally:
+        memory.close()
+        memory.unlink()
+
+
+async def test_what_is_under_way_is_answered_before_the_gateway_ends(bench: Bench) -> None:
+    bench.gpulets["a"].hold = True
+    last = asyncio.create_task(bench.infer())
+    await asyncio.wait_for(bench.gpulets["a"].arrived.wait(), PATIENCE_S)
+    bench.is_closed = True
+    closing = asyncio.create_task(bench.entry.close())
+    await until(lambda: bench.entry._server is not None and bench.entry._server.is_draining)
+    bench.gpulets["a"].release()
+    assert (await last).status_code == 200
+    await closing

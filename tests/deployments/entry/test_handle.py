@@ -1,0 +1,102 @@
+"""Asking from Python: the same outcomes as over HTTP, and inputs checked before they are sent."""
+
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+import pytest
+
+from tenuto.deployments.entry.handle import RequestFailedError, TenutoHandle
+from tenuto.errors import EnvironmentFaultError, InvalidInputError, UnavailableError
+from tenuto.outcome import Outcome
+from tests.deployments.entry.test_remote import Start, start
+from tests.instruments.fake_gpulet import FakeGpulet, make_plan
+
+__all__ = ["start"]  # the fixture
+
+
+async def connect(start: Start, gpulet: FakeGpulet, **settings: int) -> TenutoHandle:
+    cluster = await start(make_plan(("a", ("m",)), models=("m", "away"), batch_size=4), gpulet, **settings)
+    return TenutoHandle(await cluster.gateway())
+
+
+async def test_a_sample_comes_back_as_arrays_by_name(start: Start) -> None:
+    handle = await connect(start, FakeGpulet("a", ("m",)))
+    assert handle.models == ("m",)
+    inputs = [np.array([n, 1], np.float32) for n in range(8)]  # full batches, which leave at once
+    answers = await asyncio.gather(*(handle.infer("m", {"x": x}) for x in inputs))
+
+    for x, outputs in zip(inputs, answers, strict=True):
+        assert np.array_equal(outputs["y"], 2 * x)
+
+
+async def test_integers_are_converted_where_nothing_is_lost(start: Start) -> None:
+    handle = await connect(start, FakeGpulet("a", ("m",)))
+
+    answers = await asyncio.gather(*(handle.infer("m", {"x": [3, 4]}) for _ in range(4)))
+    assert all(np.array_equal(answer["y"], np.array([6, 8], np.float32)) for answer in answers)
+
+
+@pytest.mark.parametrize(
+    ("inputs", "words"),
+    [
+        ({}, "inputs.x: None: is missing"),
+        ({"x": [1.0, 2.0], "z": [1]}, "inputs.z: 'z': is no input"),
+        ({"x": [[1.0, 2.0]]}, r"float64 \[1, 2\]': must be float32 \[2\]"),
+        ({"x": [1j, 2j]}, "complex128"),
+        ({"x": ["a", "b"]}, "must be float32"),
+    ],
+)
+async def test_inputs_that_do_not_fit_are_refused_with_their_name(
+    start: Start, inputs: dict[str, object], words: str
+) -> None:
+    handle = await connect(start, FakeGpulet("a", ("m",)))
+
+    with pytest.raises(InvalidInputError, match=words):
+        await handle.infer("m", inputs)
+
+
+async def test_unknown_and_absent_models_are_told_apart(start: Start) -> None:
+    handle = await connect(start, FakeGpulet("a", ("m",)))
+
+    with pytest.raises(InvalidInputError, match="is not in the plan"):
+        await handle.infer("nothing", {})
+    with pytest.raises(UnavailableError, match="no gpu-let of 'away' is ready"):
+        await handle.infer("away", {"x": [1, 2]})
+
+
+async def test_an_expired_request_carries_its_answer(start: Start) -> None:
+    handle = await connect(start, FakeGpulet("a", ("m",)))
+
+    with pytest.raises(RequestFailedError, match="m: expired") as caught:
+        await handle.infer("m", {"x": [1, 2]}, slo_ms=-1.0)
+    assert caught.value.answer.outcome is Outcome.EXPIRED
+
+
+async def test_closing_fails_what_is_under_way(start: Start) -> None:
+    gpulet = FakeGpulet("a", ("m",), hold=True)
+    handle = await connect(start, gpulet)
+    asked = asyncio.ensure_future(handle.infer("m", {"x": [1, 2]}, slo_ms=60_000.0))
+    await asyncio.sleep(0)
+    await handle.close()
+
+    with pytest.raises(RequestFailedError, match="failed"):
+        await asked
+
+
+async def test_large_inputs_travel_by_shared_memory(start: Start) -> None:
+    gpulet = FakeGpulet("a", ("m",), hold=True)
+    handle = await connect(start, gpulet)
+    size = 1 << 16
+    for _ in range(4):  # a full batch, which leaves at once
+        handle.submit("m", [bytes(size)], 60_000.0)
+    await asyncio.wait_for(gpulet.arrived.wait(), 60)
+    assert gpulet.bodies == [0]
+    assert [place.length for place in gpulet.messages[0].places] == [size] * 4
+    await handle.close()
+
+
+async def test_without_ray_the_cure_is_named() -> None:
+    with pytest.raises(EnvironmentFaultError, match=r"ray\.init"):
+        await TenutoHandle.connect()

@@ -1,0 +1,310 @@
+"""Gateways and a dispatcher in other processes, here on one loop: same outcomes as with the dispatcher beside them."""
+
+import asyncio
+import itertools
+from collections.abc import AsyncIterator, Callable, Sequence
+
+import numpy as np
+import pytest
+
+from tenuto.batching.core.build import from_plan
+from tenuto.batching.core.scheduler import Scheduler
+from tenuto.batching.core.system import NetworkDelay
+from tenuto.batching.registry import make_scheduler
+from tenuto.deployments.dispatch.dispatcher import Dispatcher, SchedulerFactory
+from tenuto.deployments.dispatch.dispatcher_process import BundleServer
+from tenuto.deployments.dispatch.in_flight import Request
+from tenuto.deployments.entry.remote import RemoteDispatchers
+from tenuto.deployments.serve.config import serve_config
+from tenuto.deployments.serve.sub_clusters import cut_plan
+from tenuto.deployments.wire.answers import Executed, Refused
+from tenuto.deployments.wire.arena import Arena
+from tenuto.deployments.wire.link import Endpoint
+from tenuto.deployments.wire.tensors import InputPart
+from tenuto.errors import InvalidInputError
+from tenuto.outcome import Outcome
+from tenuto.placement import Plan
+from tests.instruments.asking import X, answer, submit, until
+from tests.instruments.fake_gpulet import FakeGpulet, finder, make_plan
+
+
+def _deferred(plan: Plan, network: NetworkDelay) -> Scheduler:
+    return make_scheduler("symphony", from_plan(plan, network))
+
+
+def _eager(plan: Plan, network: NetworkDelay) -> Scheduler:
+    return make_scheduler("eager", from_plan(plan, network), {})
+
+
+class Cluster:
+    """One dispatcher behind sockets, and as many gateways as a test asks for."""
+
+    def __init__(
+        self, plan: Plan, gpulets: Sequence[FakeGpulet], max_queued: int, scheduler: SchedulerFactory
+    ) -> None:
+        self.scheduler = scheduler
+        self.plan = plan
+        self.gpulets = gpulets
+        self.max_queued = max_queued
+        self.server: BundleServer | None = None
+        self.gateways: list[RemoteDispatchers] = []
+        self.pids = itertools.count()
+
+    async def start(self) -> None:
+        dispatcher = Dispatcher(
+            self.scheduler, finder({g.id: g for g in self.gpulets}), max_queued=self.max_queued,
+            on_change=self._changed,
+        )
+        self.server = BundleServer(dispatcher)
+        self.endpoint = await self.server.listen()
+        dispatcher.apply(self.plan)
+
+    def _changed(self) -> None:
+        if self.server is not None:
+            self.server.announce()
+
+    async def _find(self) -> Endpoint:
+        if self.server is None:
+            raise LookupError("no dispatcher")
+        return self.endpoint
+
+    async def gateway(self) -> RemoteDispatchers:
+        gateway = RemoteDispatchers(lambda _name: self._find)
+        self.gateways.append(gateway)
+        await gateway.apply(self.plan, {"0": [spec.name for spec in self.plan.models]}, wait_s=5.0)
+        await until(gateway.is_ready)
+        return gateway
+
+    async def kill(self) -> None:
+        """What a killed process leaves: closed connections and nothing said."""
+        assert self.server is not None
+        server, self.server = self.server, None
+        for listener in server._servers.values():
+            listener.close()
+        for gateway in list(server._gateways.values()):
+            gateway.protocol._transport.abort()  # type: ignore[union-attr]
+        await asyncio.sleep(0.01)
+        await server.dispatcher.close()
+
+
+Start = Callable[..., "asyncio.Future[Cluster]"]
+
+
+@pytest.fixture
+async def start() -> AsyncIterator[Start]:
+    running: list[Cluster] = []
+
+    async def begin(
+        plan: Plan, *gpulets: FakeGpulet, max_queued: int = 100, scheduler: SchedulerFactory = _deferred
+    ) -> Cluster:
+        for gpulet in gpulets:
+            await gpulet.start()
+        cluster = Cluster(plan, gpulets, max_queued, scheduler)
+        running.append(cluster)
+        await cluster.start()
+        return cluster
+
+    yield begin  # type: ignore[misc]
+    for cluster in running:
+        for gateway in cluster.gateways:
+            await gateway.close()
+        if cluster.server is not None:
+            await cluster.server.close(drain_s=0.0)
+        for gpulet in cluster.gpulets:
+            gpulet.die()
+
+
+async def test_requests_of_two_gateways_share_batches_and_get_their_own_outputs(start: Start) -> None:
+    gpulet = FakeGpulet("a", ("m",))
+    cluster = await start(make_plan(("a", ("m",)), batch_size=4), gpulet)
+    gateways = [await cluster.gateway() for _ in range(2)]
+    futures = [
+        submit(gateways[n % 2], "m", [np.array([n, 0], np.float32).tobytes()], client_id=f"r{n}") for n in range(8)
+    ]
+    answers = [await answer(future) for future in futures]
+    assert [a.outcome for a in answers] == [Outcome.OK] * 8
+    assert [np.frombuffer(a.outputs[0].data, np.float32)[0] for a in answers] == [2.0 * n for n in range(8)]
+    assert gpulet.sizes == [4, 4]
+    assert {name for message in gpulet.messages for name in message.request_ids} == {f"r{n}" for n in range(8)}
+    ended = await gateways[0].report("requests", id="r3", limit=5)
+    assert [(e["id"], e["outcome"]) for e in ended] == [("r3", "ok")]
+    status = await gateways[1].report("status")
+    assert (status["models"]["m"]["ok"], status["plan"]["policy"]["name"]) == (8, "test")
+    assert await gateways[0].report("queue") == {"m": 0}
+
+
+async def test_deadlines_rejections_and_errors_come_back(start: Start) -> None:
+    gpulet = FakeGpulet("a", ("m",), hold=True)
+    cluster = await start(make_plan(("a", ("m",))), gpulet, max_queued=1)
+    gateway = await cluster.gateway()
+    assert (await answer(submit(gateway, "m", X, -5.0))).outcome is Outcome.EXPIRED
+    running = submit(gateway, "m", X)
+    await asyncio.wait_for(gpulet.arrived.wait(), 5)
+    waiting, rejected = submit(gateway, "m", X), submit(gateway, "m", X)
+    found = await answer(rejected)
+    assert found.outcome is Outcome.REJECTED
+    assert found.retry_after_s is not None
+    gpulet.error = "running 'm' failed: no"
+    gpulet.hold = False
+    gpulet.release()
+    for future in (running, waiting):
+        found = await answer(future)
+        assert (found.outcome, found.reason) == (Outcome.FAILED, "running 'm' failed: no")
+
+
+async def test_a_cancelled_request_frees_its_place(start: Start) -> None:
+    gpulet = FakeGpulet("a", ("m",), hold=True)
+    cluster = await start(make_plan(("a", ("m",)), slo_ms=20_000.0), gpulet)
+    gateway = await cluster.gateway()
+    running = submit(gateway, "m", X)
+    await asyncio.wait_for(gpulet.arrived.wait(), 5)
+    waiting = [submit(gateway, "m", X) for _ in range(4)]
+    assert cluster.server is not None
+    counters = cluster.server.dispatcher.accounts.counters["m"]
+    await until(lambda: counters.submitted == 5)
+    waiting[3].cancel()
+    await until(lambda: counters.cancelled == 1)
+    gpulet.hold = False
+    gpulet.release()
+    assert [(await answer(future)).outcome for future in (running, *waiting[:3])] == [Outcome.OK] * 4
+    assert gpulet.sizes == [1] * 4
+
+
+async def test_a_dead_gateway_frees_its_places_and_the_other_goes_on(start: Start) -> None:
+    gpulet = FakeGpulet("a", ("m",), hold=True)
+    cluster = await start(make_plan(("a", ("m",)), slo_ms=20_000.0), gpulet)
+    first, second = await cluster.gateway(), await cluster.gateway()
+    running = submit(second, "m", X)
+    await asyncio.wait_for(gpulet.arrived.wait(), 5)
+    lost = [submit(first, "m", X) for _ in range(5)]
+    kept = submit(second, "m", X)
+    assert cluster.server is not None
+    counters = cluster.server.dispatcher.accounts.counters["m"]
+    await until(lambda: counters.submitted == 7)
+    await first.close()
+    await until(lambda: counters.cancelled == 5)
+    assert [(await answer(future)).outcome for future in lost] == [Outcome.FAILED] * 5
+    gpulet.hold = False
+    gpulet.release()
+    assert [(await answer(future)).outcome for future in (running, kept)] == [Outcome.OK] * 2
+    assert len(gpulet.sizes) <= 3  # one may have gone to the gpu-let ahead, to run next
+
+
+async def test_a_dead_dispatcher_fails_what_it_held_at_once_and_is_found_again(start: Start) -> None:
+    gpulet = FakeGpulet("a", ("m",), hold=True)
+    cluster = await start(make_plan(("a", ("m",))), gpulet)
+    gateway = await cluster.gateway()
+    held = [submit(gateway, "m", X) for _ in range(4)]
+    await asyncio.wait_for(gpulet.arrived.wait(), 5)
+    await cluster.kill()
+    for future in held:
+        found = await answer(future)
+        assert (found.outcome, found.retry_after_s) == (Outcome.FAILED, 1.0)
+        assert "dispatcher" in found.reason
+    assert not gateway.is_ready("m")
+    assert [entry["up"] for entry in gateway.gpulets()] == [False]
+    assert (await answer(submit(gateway, "m", X))).outcome is Outcome.FAILED
+    gpulet.hold = False
+    await cluster.start()
+    await until(gateway.is_ready)
+    assert (await answer(submit(gateway, "m", X))).outcome is Outcome.OK
+
+
+async def test_a_closing_dispatcher_answers_what_it_holds_first(start: Start) -> None:
+    gpulet = FakeGpulet("a", ("m",), hold=True)
+    cluster = await start(make_plan(("a", ("m",))), gpulet)
+    gateway = await cluster.gateway()
+    running, waiting = submit(gateway, "m", X), submit(gateway, "m", X)
+    await asyncio.wait_for(gpulet.arrived.wait(), 5)
+    assert cluster.server is not None
+    closing = asyncio.create_task(cluster.server.close(drain_s=5.0))
+    await asyncio.sleep(0)
+    gpulet.hold = False
+    gpulet.release()
+    assert [(await answer(future)).outcome for future in (running, waiting)] == [Outcome.OK] * 2
+    await closing
+
+
+async def test_a_new_plan_moves_models_between_dispatchers(start: Start) -> None:
+    gpulet = FakeGpulet("a", ("m", "n"))
+    cluster = await start(make_plan(("a", ("m", "n"))), gpulet)
+    gateway = await cluster.gateway()
+    plan = make_plan(("a", ("n",)), models=("n",))
+    await gateway.apply(plan, {"0": ["n"]})
+    assert cluster.server is not None
+    cluster.server.dispatcher.apply(plan)
+    await until(lambda: gateway.is_ready("n"))
+    assert (await answer(submit(gateway, "n", X))).outcome is Outcome.OK
+    assert not gateway.is_ready("m")
+    with pytest.raises(KeyError):
+        submit(gateway, "m", X)
+
+
+class Noting:
+    """Asks, and wants no answer."""
+
+    def executed(self, request: Request, executed: Executed, row: int) -> None: ...
+
+    def refused(self, request: Request, refused: Refused) -> None: ...
+
+
+async def test_memory_is_held_until_the_dispatcher_says_that_nobody_reads_it(start: Start) -> None:
+    gpulet = FakeGpulet("a", ("m",), hold=True)
+    # The deferred scheduler may send the second ahead to a gpu-let that is about to be free.
+    cluster = await start(make_plan(("a", ("m",)), slo_ms=60_000.0), gpulet, scheduler=_eager)
+    gateway = await cluster.gateway()
+    arena = Arena(1 << 20)
+
+    def asked() -> Request:
+        slot = arena.take(8)
+        assert slot is not None
+        slot.data[:] = X[0]
+        request = gateway.admit("m", Noting())
+        gateway.start(request, [InputPart(slot.data, "", slot.arena, slot.offset)], slot)
+        slot.release()
+        return request
+
+    running = asked()
+    await asyncio.wait_for(gpulet.arrived.wait(), 60)
+    waiting, unsent = asked(), asked()
+    gateway.cancel(unsent)
+    assert cluster.server is not None
+    counters = cluster.server.dispatcher.accounts.counters["m"]
+    await until(lambda: counters.submitted == 2)
+    assert arena.used_bytes == 2 << 16  # the one that was never sent is free at once
+    gateway.cancel(running)
+    gateway.cancel(waiting)
+    await until(lambda: arena.used_bytes == 1 << 16)  # nobody reads the one that waited
+    gpulet.release()
+    await until(lambda: arena.used_bytes == 0)
+    assert gpulet.bodies == [0]
+    arena.close()
+
+
+PLAN = make_plan(("a", ("m", "n")), ("b", ("o",)))
+
+
+def test_a_plan_is_cut_along_its_partition() -> None:
+    cut = cut_plan(PLAN, {"m": 0, "n": 0, "o": 3})
+    assert {name: [g.id for g in part.gpulets] for name, part in cut.items()} == {"0": ["a"], "3": ["b"]}
+    assert {name: [m.name for m in part.models] for name, part in cut.items()} == {"0": ["m", "n"], "3": ["o"]}
+    assert cut_plan(PLAN) == {"0": PLAN}
+    with pytest.raises(InvalidInputError, match="gpu-let a holds models of several"):
+        cut_plan(PLAN, {"m": 0, "n": 1, "o": 1})
+    with pytest.raises(InvalidInputError, match="no sub-cluster"):
+        cut_plan(PLAN, {"m": 0, "n": 0})
+
+
+def test_the_serve_config_has_a_dispatcher_per_sub_cluster_only_when_there_are_several_processes() -> None:
+    names = [a["name"] for a in serve_config(PLAN)["applications"]]
+    assert names == ["tenuto", "gpulet-a", "gpulet-b"]
+    config = serve_config(PLAN, gateways=3, partition={"m": 0, "n": 0, "o": 1})
+    assert [a["name"] for a in config["applications"]] == [
+        "tenuto", "dispatcher-0", "dispatcher-1", "gpulet-a", "gpulet-b",
+    ]  # fmt: skip
+    entry = config["applications"][0]["deployments"][0]
+    assert entry["num_replicas"] == 3
+    assert entry["user_config"]["sub_clusters"] == {"0": ["m", "n"], "1": ["o"]}
+    assert Plan.from_data(config) == PLAN
+    with pytest.raises(ValueError, match="gateways"):
+        serve_config(PLAN, gateways=0)

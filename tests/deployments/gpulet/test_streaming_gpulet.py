@@ -1,0 +1,156 @@
+"""Real gpu-lets that stream, with their sockets, without Ray around them; and on Ray with emulated GPUs."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tenuto.batching.core.build import from_plan
+from tenuto.batching.registry import make_scheduler
+from tenuto.deployments.dispatch.dispatcher import Dispatcher
+from tenuto.deployments.gpulet.replica import GpuletReplica
+from tenuto.deployments.serve.config import serve_config
+from tenuto.deployments.serve.endpoint import get_json
+from tenuto.deployments.serve.launcher import Launcher
+from tenuto.deployments.wire.answers import Answer
+from tenuto.deployments.wire.link import Endpoint
+from tenuto.errors import InvalidInputError
+from tenuto.outcome import Outcome
+from tenuto.placement import Plan
+from tests.instruments.asking import answer, submit, until
+from tests.instruments.live import PORT, infer
+
+OWN = "tests.instruments.own_models"
+LATENCY = {"alpha_ms": 1.0, "beta_ms": 6.0}
+
+
+class Gpulet(GpuletReplica):
+    """The real gpu-let and its socket, without Ray around it."""
+
+    async def endpoint(self, node_id: str = "") -> Endpoint:
+        return Endpoint(self._near, self._token)
+
+    async def close(self) -> None:
+        await super().__del__()
+
+    def __del__(self) -> None:  # type: ignore[override]  # Serve's hook is a coroutine; here `close` is awaited
+        pass
+
+
+async def start(plan: Plan, executor: str) -> Gpulet:
+    """Start the plan's only gpu-let as its Serve config says."""
+    config = serve_config(plan, executor=executor)  # type: ignore[arg-type]
+    application = config["applications"][-1]
+    replica = Gpulet.__new__(Gpulet)
+    await replica.__init__(application["args"]["spec"])  # type: ignore[misc]
+    try:
+        await replica.reconfigure(application["deployments"][0]["user_config"])
+    except BaseException:
+        await replica.close()
+        raise
+    return replica
+
+
+def make_plan(gpu: str = "v100", **model: Any) -> Plan:
+    replica = {"name": "m", "batch_size": 4, "latency": LATENCY, "latency_ms": 10.0}
+    return Plan.from_data(
+        {
+            "policy": {"name": "test"},
+            "gpus": [{"id": "n0/0", "type": gpu}],
+            "gpulets": [{"id": "n0/0/a", "gpu": "n0/0", "models": [replica]}],
+            "models": [{"name": "m", "rate_rps": 400, "slo_ms": 2000, "latency": LATENCY, **model}],
+            "streaming": True,
+        }
+    )
+
+
+@pytest.fixture
+async def serving(request: pytest.FixtureRequest) -> AsyncIterator[tuple[Dispatcher, Gpulet]]:
+    plan, executor, scheduler = request.param
+    gpulet = await start(plan, executor)
+    dispatcher = Dispatcher(
+        lambda plan, network: make_scheduler(scheduler, from_plan(plan, network), {}), lambda _: gpulet.endpoint
+    )
+    dispatcher.apply(plan)
+    await until(dispatcher.is_ready)
+    yield dispatcher, gpulet
+    await dispatcher.close()
+    await gpulet.close()
+
+
+EMULATED = make_plan(options={"copy_in_ms": 0.4, "copy_out_ms": 0.1})
+
+
+@pytest.mark.parametrize("serving", [(EMULATED, "emulated", s) for s in ("deferred", "eager")], indirect=True)
+async def test_an_emulated_gpulet_reports_where_the_time_went(serving: tuple[Dispatcher, Gpulet]) -> None:
+    dispatcher, gpulet = serving
+    futures = []
+    for _ in range(120):
+        futures.append(submit(dispatcher, "m", [np.zeros(1, np.float32).tobytes()]))
+        await asyncio.sleep(0.002)
+    answers: list[Answer] = [await answer(future) for future in futures]
+    assert {found.outcome for found in answers} == {Outcome.OK}
+    for found in answers:  # 1.0 a request in all, 0.5 of it copies
+        assert found.execution_ms == pytest.approx(6.0 + 0.5 * found.batch_size, abs=0.01)
+    (described,) = dispatcher.gpulets()
+    assert described["mode"] == {"share": False, "streaming": True, "programs": {"m": "emulated"}}
+    records = await gpulet.records()
+    for one, after in itertools.pairwise(records):
+        assert after["started_s"] >= one["ended_s"] - 1e-6
+    assert dispatcher.way.delay().data_ms_per_request >= 0.5 - 1e-6
+
+
+@pytest.mark.parametrize("serving", [(make_plan("cpu", source=f"{OWN}:scale"), "torch", "eager")], indirect=True)
+async def test_on_a_cpu_every_request_gets_its_own_answer(serving: tuple[Dispatcher, Gpulet]) -> None:
+    dispatcher, _ = serving
+    rows = [np.full(4, n, np.float32) for n in range(40)]
+    futures = [submit(dispatcher, "m", [row.tobytes()]) for row in rows]
+    for row, future in zip(rows, futures, strict=True):
+        found = await answer(future)
+        assert found.outcome is Outcome.OK
+        np.testing.assert_array_equal(np.frombuffer(found.outputs[0].data, np.float32), row * 2)
+    (described,) = dispatcher.gpulets()
+    assert described["mode"]["programs"] == {"m": "plain"}
+    assert described["sm_count"] is None
+
+
+@pytest.mark.parametrize("serving", [(make_plan("cpu", source=f"{OWN}:scale"), "torch", "eager")], indirect=True)
+async def test_models_change_between_batches_and_a_failing_batch_fails_alone(
+    serving: tuple[Dispatcher, Gpulet],
+) -> None:
+    dispatcher, gpulet = serving
+    wrong = submit(dispatcher, "m", [b"\0" * 4])  # one number where there should be four
+    found = await answer(wrong)
+    assert found.outcome is Outcome.FAILED
+    assert "running 'm' failed" in found.reason
+    entry = {"name": "m", "source": f"{OWN}:scale", "batch_size": 4, "options": {"factor": 3.0}}
+    await gpulet.reconfigure({"models": [entry]})
+    right = await answer(submit(dispatcher, "m", [np.ones(4, np.float32).tobytes()]))
+    assert np.frombuffer(right.outputs[0].data, np.float32).tolist() == [3.0] * 4
+
+
+async def test_graphs_on_a_cpu_are_refused_while_loading() -> None:
+    with pytest.raises(InvalidInputError, match=r"cuda_graphs.*need an NVIDIA GPU"):
+        await start(make_plan("cpu", source=f"{OWN}:scale", options={"cuda_graphs": True}), "torch")
+
+
+@pytest.mark.ray
+@pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::DeprecationWarning")
+def test_on_ray_a_plan_decides_whether_its_gpulets_stream(launcher: Launcher) -> None:
+    """What streaming gains is asked in virtual time; see `test_streaming_dispatch`."""
+    data = EMULATED.to_data()
+    for streaming in (False, True):
+        plan = Plan.from_data({**data, "streaming": streaming})
+        launcher.apply(serve_config(plan, port=PORT, executor="emulated", scheduler="eager"))
+        url = launcher.base_url
+        with ThreadPoolExecutor(8) as pool:
+            assert {status for status, _ in pool.map(infer, [url] * 40, ["m"] * 40)} == {200}
+        status = get_json(f"{url}/status")
+        assert status["gpulets"][0]["mode"]["streaming"] is streaming
+        assert (status["network"]["data_ms_per_request"] > 0) is streaming

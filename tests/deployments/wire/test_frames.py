@@ -1,0 +1,217 @@
+"""Frames over sockets, on an event loop and in threads: whole, in order, and nothing for strangers."""
+
+import asyncio
+import contextlib
+import socket
+import struct
+import threading
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tenuto.deployments.wire import frames
+from tenuto.deployments.wire.frames import FrameProtocol, FrameReader, FrameSocket, connect, listen, listener
+from tenuto.deployments.wire.messages import AbortBatch, BatchFailed, Hello, Message, RunBatch, encode
+
+PATIENCE_S = 60.0
+
+
+def accept(token: str = "secret", **more: Any) -> Any:
+    def echo(protocol: FrameProtocol, message: Message, body: memoryview) -> None:
+        protocol.send(message, [body])
+
+    return lambda: FrameProtocol(echo, lambda *_: None, expect_token=token, **more)
+
+
+class Inbox:
+    def __init__(self) -> None:
+        self.frames: asyncio.Queue[tuple[Message, bytes]] = asyncio.Queue()
+        self.lost = asyncio.Event()
+
+    def on_message(self, _protocol: FrameProtocol, message: Message, body: memoryview) -> None:
+        self.frames.put_nowait((message, bytes(body)))
+
+    def on_lost(self, _protocol: FrameProtocol, _error: BaseException | None) -> None:
+        self.lost.set()
+
+    async def next(self) -> tuple[Message, bytes]:
+        return await asyncio.wait_for(self.frames.get(), PATIENCE_S)
+
+
+@pytest.mark.parametrize("address", ["\0tenuto-test-echo", ("127.0.0.1", 0)])
+async def test_frames_arrive_whole_and_in_order(address: Any) -> None:
+    server = await listen(address, accept())
+    target = address if isinstance(address, str) else server.sockets[0].getsockname()
+    inbox = Inbox()
+    connection = await connect(target, Hello("secret"), inbox.on_message, inbox.on_lost)
+    big = bytes(range(256)) * 4096
+    connection.send(AbortBatch(1), [b"ab", memoryview(b"cd")])
+    connection.send(AbortBatch(2))
+    connection.send(AbortBatch(3), [big, big])
+    assert [await inbox.next() for _ in range(3)] == [
+        (AbortBatch(1), b"abcd"), (AbortBatch(2), b""), (AbortBatch(3), big + big)
+    ]  # fmt: skip
+    connection.close()
+    await asyncio.wait_for(inbox.lost.wait(), PATIENCE_S)
+    assert not connection.is_connected
+    server.close()
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    sent=st.lists(st.tuples(st.text(max_size=50), st.binary(max_size=3000)), max_size=6),
+    cuts=st.lists(st.integers(1, 4000), min_size=1, max_size=40),
+)
+def test_frames_survive_any_cutting_of_the_stream(sent: list[tuple[str, bytes]], cuts: list[int]) -> None:
+    stream = b"".join(b"".join(frames._framed(BatchFailed(1, reason), [body])) for reason, body in sent)
+    reader = FrameReader()
+    found: list[tuple[str, bytes]] = []
+    at = 0
+    while at < len(stream):
+        room = reader.room()
+        piece = stream[at : at + min(cuts[at % len(cuts)], len(room))]
+        room[: len(piece)] = piece
+        at += len(piece)
+        reader.received(len(piece))
+        while (frame := reader.next_frame()) is not None:
+            message, body = frame
+            assert isinstance(message, BatchFailed)
+            found.append((message.reason, bytes(body)))
+    assert found == sent
+
+
+@pytest.mark.parametrize("hello", [Hello("guess"), AbortBatch(1)])
+async def test_a_stranger_is_refused(hello: Any) -> None:
+    server = await listen("\0tenuto-test-token", accept())
+    inbox = Inbox()
+    connection = await connect("\0tenuto-test-token", hello, inbox.on_message, inbox.on_lost)
+    connection.send(AbortBatch(1))
+    await asyncio.wait_for(inbox.lost.wait(), PATIENCE_S)
+    assert inbox.frames.empty()
+    server.close()
+
+
+GARBAGE = [
+    b"GET / HTTP/1.1\r\nHost: x\r\n\r\n" * 4,
+    struct.pack("<IQ", 2, 0) + b"{]",
+    struct.pack("<IQ", 20, 1 << 30) + encode(Hello("secret")).ljust(20),  # a gigabyte, before any token
+    struct.pack("<IQ", 1 << 20, 0),
+]
+
+
+@pytest.mark.parametrize("garbage", GARBAGE)
+async def test_garbage_closes_the_connection_and_not_the_server(garbage: bytes) -> None:
+    server = await listen(("127.0.0.1", 0), accept())
+    host, port = server.sockets[0].getsockname()
+    reader, writer = await asyncio.open_connection(host, port)
+    writer.write(garbage)
+    with contextlib.suppress(ConnectionResetError):  # closed with our garbage unread
+        assert await asyncio.wait_for(reader.read(), PATIENCE_S) == b""
+    writer.close()
+    inbox = Inbox()
+    connection = await connect((host, port), Hello("secret"), inbox.on_message, inbox.on_lost)
+    connection.send(AbortBatch(7))
+    assert await inbox.next() == (AbortBatch(7), b"")
+    connection.close()
+    server.close()
+
+
+async def test_a_body_beyond_the_limit_closes_the_connection() -> None:
+    server = await listen("\0tenuto-test-limit", accept(most_body_bytes=1000))
+    inbox = Inbox()
+    connection = await connect("\0tenuto-test-limit", Hello("secret"), inbox.on_message, inbox.on_lost)
+    connection.send(AbortBatch(1), [bytes(1000)])
+    assert (await inbox.next())[1] == bytes(1000)
+    connection.send(AbortBatch(2), [bytes(1001)])
+    await asyncio.wait_for(inbox.lost.wait(), PATIENCE_S)
+    server.close()
+
+
+async def test_who_says_nothing_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(frames, "_FIRST_FRAME_S", 0.01)
+    server = await listen("\0tenuto-test-silent", accept())
+    reader, writer = await asyncio.open_unix_connection("\0tenuto-test-silent")
+    assert await asyncio.wait_for(reader.read(), PATIENCE_S) == b""
+    writer.close()
+    server.close()
+
+
+async def test_connecting_to_nobody_is_an_os_error() -> None:
+    with pytest.raises(OSError, match=r"refused"):
+        await connect("\0tenuto-test-nobody", Hello("t"), lambda *_: None, lambda *_: None)
+
+
+async def test_the_memory_of_large_bodies_is_used_again_only_when_nobody_looks() -> None:
+    kept: list[memoryview] = []
+    arrived = asyncio.Event()
+
+    def on_message(_protocol: FrameProtocol, _message: Message, body: memoryview) -> None:
+        kept.append(body)
+        arrived.set()
+
+    name = "\0tenuto-test-large"
+    server = await listen(name, lambda: FrameProtocol(on_message, lambda *_: None, expect_token="t"))
+    client = await connect(name, Hello("t"), lambda *_: None, lambda *_: None)
+    size = (16 << 20) + 1
+
+    async def send(value: int, count: int = size) -> memoryview:
+        arrived.clear()
+        client.send(AbortBatch(1), [bytes([value]) * count])
+        await asyncio.wait_for(arrived.wait(), PATIENCE_S)
+        return kept.pop()
+
+    first = await send(1)
+    second = await send(2)
+    assert first.obj is not second.obj
+    assert (first[0], first[-1], second[0]) == (1, 1, 2)
+    part, address = first[5:6], id(first.obj)
+    del first, second
+    third = await send(3)
+    assert id(third.obj) != address
+    assert part[0] == 1  # a slice keeps its memory too
+    del part, third
+    buffers = {id((await send(number)).obj) for number in range(4, 8)}
+    assert len(buffers) <= 2
+    smaller = await send(9, size - 1)
+    assert (len(smaller), smaller[-1]) == (size - 1, 9)
+    client.close()
+    server.close()
+
+
+def pair(token: str = "t") -> tuple[FrameSocket, FrameSocket]:
+    """Two ends of one connection, the second of which has been greeted."""
+    waiting = listener("\0tenuto-test-threads")
+    client = socket.socket(socket.AF_UNIX)
+    client.connect("\0tenuto-test-threads")
+    server, _ = waiting.accept()
+    waiting.close()
+    ends = FrameSocket(client), FrameSocket(server)
+    ends[0].send(Hello(token))
+    return ends
+
+
+def test_threads_exchange_frames_larger_than_what_a_socket_takes() -> None:
+    client, server = pair()
+    assert server.greet("t") == Hello("t")
+    batch = RunBatch(1, "m", [("m", 2)], [], [], ["a", "b"])
+    bodies = [bytes([number]) * (1 << 20) for number in range(4)]
+    sender = threading.Thread(target=client.send, args=(batch, bodies))
+    sender.start()
+    message, body = server.receive()
+    sender.join()
+    assert message == batch
+    assert bytes(body) == b"".join(bodies)
+    client.close()
+    with pytest.raises(OSError, match="closed by the peer"):
+        server.receive()
+    server.send(AbortBatch(1))  # to nobody: silent
+    server.close()
+
+
+def test_a_thread_refuses_a_stranger() -> None:
+    client, server = pair("guess")
+    assert server.greet("t") is None
+    client.close()
+    server.close()

@@ -1,0 +1,39 @@
+"""Asking a dispatcher or a remote one from a test: one request, a future of its answer."""
+
+import asyncio
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from tenuto.deployments.entry.dispatching import Dispatching, ask
+from tenuto.deployments.wire.answers import Answer
+from tenuto.deployments.wire.tensors import Buffer, InputPart
+
+__all__ = ["X", "answer", "outputs", "submit", "until"]
+
+PATIENCE_S = 60.0  # a bound for what never comes; nothing is judged by how long it took
+X = [np.array([1, 2], np.float32).tobytes()]
+
+
+def submit(
+    dispatching: Dispatching, model: str, parts: Sequence[Buffer], slo_ms: float | None = None, client_id: str = "",
+    reserve_ms: float = 0.0,
+) -> asyncio.Future[Answer]:  # fmt: skip
+    return ask(
+        dispatching, model, [InputPart(part) for part in parts], slo_ms=slo_ms, client_id=client_id,
+        reserve_ms=reserve_ms,
+    )  # fmt: skip
+
+
+async def answer(future: asyncio.Future[Answer]) -> Answer:
+    return await asyncio.wait_for(future, PATIENCE_S)
+
+
+async def until(claim: Callable[[], bool]) -> None:
+    async with asyncio.timeout(PATIENCE_S):
+        while not claim():
+            await asyncio.sleep(0.001)
+
+
+def outputs(found: Answer) -> dict[str, list[float]]:
+    return {t.name: np.frombuffer(t.data, np.float32).tolist() for t in found.outputs}
