@@ -12,6 +12,11 @@ Three rules; docs/scheduling.md draws them.
 3. *Rehearsal.* Now and then the arrivals of the last seconds are replayed with other values of `hold` and `defend`, and
    the best is adopted (`rehearsal.py`).
 
+What a request is worth follows the objective: alike (`total`), the weight of its model (`weighted`), or the more the
+more its model lost lately (`each`). Batches of lower priority are pushed out first, and before all others those of a
+model that exceeds its planned rate (`admission.py`). Such a model's batches are no longer than others can wait, and
+while one that keeps to its plan loses requests, those beyond the plan are turned away.
+
 Rule 2 is the algorithm of Moore and Hodgson (Management Science 15, 1968: fewest late jobs on one machine), taken over
 to several machines and to batches of many requests as an approximation. A batch is cut by the window rule of Symphony's
 program: heads are given up where they keep it below `defend` times the staggered size.
@@ -19,23 +24,28 @@ program: heads are given up where they keep it below `defend` times the staggere
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
+from bisect import bisect_left, bisect_right, insort
 from dataclasses import dataclass, field
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
 from math import ceil
 from typing import Any
 
+from tenuto.batching.core.admission import Allowance
 from tenuto.batching.core.gathering import window
 from tenuto.batching.core.gpulets import Gpulets, Pool
 from tenuto.batching.core.rehearsal import Rehearsals, RehearsingScheduler, Replayed, Setting, State
-from tenuto.batching.core.scheduler import Dispatch, Drop, Rehearse, SchedulerOptions
-from tenuto.batching.core.system import INF, TIME_TOLERANCE_MS, NetworkDelay, System
+from tenuto.batching.core.scheduler import Dispatch, Drop, Rehearse, Reject, SchedulerOptions
+from tenuto.batching.core.system import INF, TIME_TOLERANCE_MS, Model, NetworkDelay, System
 from tenuto.batching.core.target import ArrivalRate, target_batch
 
 __all__ = ["DeferredOptions", "DeferredScheduler"]
 
 EXPIRY_MARGIN_MS = 1e-3  # how long after its last possible start a queued request is given up
 RIPE = 0.5  # part of its target from which on a batch may go before it is due
+BORROWED = 1_000_000  # by which the priority of a program that exceeds its plan falls
+PRESSED_MS = 1000.0  # for which nothing is lent after a program that keeps to its plan lost a request
+LOSS_STEP = 1 / 200  # how fast the share of requests lost follows
+ORDINARY_LOSS = 0.01  # beside which a smaller difference of losses does not count
 
 
 @dataclass(frozen=True)
@@ -54,21 +64,26 @@ class DeferredOptions(SchedulerOptions):
 class _Queue:
     """The requests of one program in order of their deadlines, what its batches cost, and the batch it would run now.
 
-    The batch: `size`, 0 if nothing can be met; on a gpu-let of `pool`; `run_ms` long; to be sent by `latest`, and
-    earlier from `due` on. It is as cut until `cut_until`, if no request comes or goes.
+    The batch: `size`, 0 if nothing can be met; on a gpu-let of `pool`; to be sent by `latest`, and from `due` on. It
+    is as cut until `cut_until`, if no request comes or goes. `run_ms` is its length where the plan has it.
     """
 
     __slots__ = (
-        "budget_ms", "cut_until", "deadlines", "defend", "density", "due", "ids", "is_out", "latest", "longest", "pool",
-        "pools", "priority", "program", "quickest_ms", "rate", "ripe", "run", "run_ms", "sent", "size", "slot",
-        "slots", "target", "worth",
+        "allowance", "arrived", "budget_ms", "cut_until", "deadlines", "defend", "density", "due", "end", "free", "ids",
+        "is_out",
+        "latest", "level", "longest", "longest_hold_ms", "lost", "pool", "pools", "priority", "program", "quickest_ms",
+        "rate", "ripe", "run", "run_ms", "sent", "size", "target", "worth",
     )  # fmt: skip
 
-    def __init__(self, program: int, rate: ArrivalRate, worth: float, priority: int) -> None:
+    def __init__(self, program: int, offered: Model, worth: float) -> None:
         self.program = program
-        self.rate = rate
+        self.rate = ArrivalRate(offered.rate_rps)
+        self.allowance = Allowance(offered.rate_rps)
         self.worth = worth  # of one request
-        self.priority = priority
+        self.priority = self.level = offered.priority  # the level is lower while it exceeds its plan
+        self.longest_hold_ms = INF if offered.longest_hold_ms is None else offered.longest_hold_ms
+        self.arrived: list[float] = []  # when the requests did, if the hold is bounded
+        self.lost = 0.0  # share of its requests lately
         self.deadlines: list[float] = []  # when the batch must have ended
         self.ids: list[int] = []
         self.pools: list[Pool] = []  # fastest first
@@ -87,8 +102,8 @@ class _Queue:
         self.density = 0.0  # worth of its requests per ms
         self.cut_until = -INF
         self.is_out = False  # of the plan
-        self.slots: list[float] = []  # of the pool it has in the plan, and which
-        self.slot = 0
+        self.free: list[float] = []  # when the gpu-lets of the pool it has in the plan are free
+        self.end = 0.0  # in the plan
 
 
 class DeferredScheduler(RehearsingScheduler):
@@ -107,9 +122,12 @@ class DeferredScheduler(RehearsingScheduler):
         self._until_step = self._rehearsals.next_step() if self._rehearsals else -1  # requests until it goes on
         self._gpulets = Gpulets(system)
         weighted = system.objective == "weighted"
+        self._evens_out = system.objective == "each"
+        self._lost = 0.0  # share of all requests lately
+        self._pressed: _Queue | None = None  # the last program that lost requests though it keeps to its plan
+        self._pressed_until = -INF
         self._queues = [
-            _Queue(p, ArrivalRate(spec.rate_rps), spec.weight if weighted else 1.0, spec.priority)
-            for p, spec in enumerate(system.offered)
+            _Queue(p, offered, offered.weight if weighted else 1.0) for p, offered in enumerate(system.offered)
         ]
         self._queue_of = [self._queues[program] for program in system.program_of]
         self._active: dict[int, _Queue] = {}  # those with requests, by program
@@ -157,15 +175,23 @@ class DeferredScheduler(RehearsingScheduler):
         self._until_step -= 1
         if not self._until_step:
             self._step(now_ms)
+        is_planned = queue.allowance.take(now_ms)
+        queue.level = queue.priority - BORROWED if queue.allowance.exceeds else queue.priority
+        if not is_planned and now_ms < self._pressed_until and queue is not self._pressed:
+            self.decisions.append(Reject(queue.program, [request_id], queue.allowance.next_ms()))
+            return
         deadline = deadline_ms - self._response_ms
         deadlines = queue.deadlines
-        if deadlines and deadline < deadlines[-1]:
+        place = len(deadlines)
+        if place and deadline < deadlines[-1]:
             place = bisect_right(deadlines, deadline)
             deadlines.insert(place, deadline)
             queue.ids.insert(place, request_id)
         else:
             deadlines.append(deadline)
             queue.ids.append(request_id)
+        if queue.longest_hold_ms < INF:
+            queue.arrived.insert(place, now_ms)
         size = len(deadlines)
         if size == 1:
             self._active[queue.program] = queue
@@ -194,6 +220,8 @@ class DeferredScheduler(RehearsingScheduler):
             if size + 1 < len(sent):
                 hold = self._setting.hold
                 look = head - (1.0 - hold) * queue.budget_ms - hold * sent[size + 1]
+                if queue.arrived:
+                    look = min(look, min(queue.arrived) + queue.longest_hold_ms)
             else:
                 look = now_ms
             if len(self._active) > idle:
@@ -230,17 +258,25 @@ class DeferredScheduler(RehearsingScheduler):
         for queue in list(self._active.values()):
             limit = now + queue.quickest_ms - TIME_TOLERANCE_MS
             if queue.deadlines[0] < limit:
-                self._drop(queue, bisect_left(queue.deadlines, limit))
+                self._drop(queue, bisect_left(queue.deadlines, limit), now)
             if queue.deadlines:
                 self._expire_at = min(self._expire_at, queue.deadlines[0] - queue.quickest_ms + EXPIRY_MARGIN_MS)
 
-    def _drop(self, queue: _Queue, count: int) -> None:
+    def _drop(self, queue: _Queue, count: int, now: float) -> None:
         self.decisions.append(Drop(queue.program, queue.ids[:count]))
         self._take(queue, 0, count)
+        if queue.level == queue.priority:
+            self._pressed, self._pressed_until = queue, now + PRESSED_MS
+        if self._evens_out:
+            kept = (1.0 - LOSS_STEP) ** count
+            queue.lost = 1.0 - (1.0 - queue.lost) * kept
+            self._lost = 1.0 - (1.0 - self._lost) * kept
 
     def _take(self, queue: _Queue, begin: int, end: int) -> None:
         """Take requests out of their queue."""
         del queue.ids[begin:end], queue.deadlines[begin:end]
+        if queue.arrived:
+            del queue.arrived[begin:end]
         queue.cut_until = -INF
         if not queue.ids:
             self._active.pop(queue.program, None)
@@ -304,6 +340,8 @@ class DeferredScheduler(RehearsingScheduler):
         hold = self._setting.hold
         if size < most:
             queue.due = head - (1.0 - hold) * queue.budget_ms - hold * sent[size + 1]
+            if queue.arrived:
+                queue.due = min(queue.due, min(queue.arrived) + queue.longest_hold_ms)
         else:
             queue.due = now
             size = most
@@ -319,50 +357,57 @@ class DeferredScheduler(RehearsingScheduler):
                 size = 1
             queue.due = now
         queue.size = size
-        queue.run_ms = run[size]
         queue.latest = head - sent[size]
-        queue.density = queue.worth * size / run[size]
+        queue.density = queue.worth * (1.0 - queue.allowance.borrowed) * size / run[size]
+        if self._evens_out:
+            queue.density *= (queue.lost + ORDINARY_LOSS) / (self._lost + ORDINARY_LOSS)
 
     def _plan(self, waiting: list[_Queue], now: float) -> float:
         """Line the batches up by their latest start, mark those that are pushed out, and return the slack in ms.
 
-        The slack is how long after its planned start each batch is due, at least: inf without such a batch, and 0 where
-        some are pushed out.
+        The slack is how long after its planned start each batch is due, at least; below 0 where one is due already, and
+        not above 0 where some are pushed out.
         """
         waiting.sort(key=_latest)
         frees = self._frees(now, len(waiting))
-        least: list[tuple[int, float, int, _Queue]] = []
+        least: list[tuple[int, float, int, _Queue]] = []  # those lined up, once the first has to be pushed out
         slack = INF
         for number, queue in enumerate(waiting):
             queue.is_out = False
-            heappush(least, (queue.priority, queue.density, number, queue))
-            program, size = queue.program, queue.size
+            if least:
+                heappush(least, (queue.level, queue.density, number, queue))
             limit = queue.latest + TIME_TOLERANCE_MS
+            pools = queue.pools
             while True:
-                end = INF
-                for pool in queue.pools:
-                    free = frees[pool.index]
-                    if free:
-                        first = min(free)
-                        run = pool.run[program]
-                        ends = first + (run[size] if size < len(run) else run[-1])
-                        if ends < end:
-                            chosen, start, end = free, first, ends
-                if end == INF:
+                free = frees[pools[0].index]
+                if len(pools) > 1:
+                    free, run_ms = _soonest(queue, frees)
+                else:
+                    run_ms = queue.run[queue.size]
+                if not free:
                     break
+                start = free[0]
                 if start <= limit:
-                    slot = chosen.index(start)
-                    queue.slots, queue.slot, queue.run_ms = chosen, slot, end - start
-                    chosen[slot] = end
-                    if queue.due > now and queue.due - start < slack:
-                        slack = queue.due - start
+                    del free[0]
+                    queue.end = start + run_ms
+                    queue.run_ms = run_ms
+                    queue.free = free
+                    insort(free, queue.end)
+                    spare = (queue.due if queue.due > now else now) - start
+                    if spare < slack:
+                        slack = spare
                     break
+                if not least:
+                    least = [(q.level, q.density, place, q) for place, q in enumerate(waiting[: number + 1])]
+                    heapify(least)
                 out = heappop(least)[3]
                 out.is_out = True
-                slack = 0.0
+                slack = min(slack, 0.0)
                 if out is queue:
                     break
-                out.slots[out.slot] -= out.run_ms
+                # Its gpu-let is free earlier; if another batch was lined up behind it, that one ends earlier.
+                place = min(bisect_left(out.free, out.end), len(out.free) - 1)
+                insort(out.free, out.free.pop(place) - out.run_ms)
         return slack
 
     def _frees(self, now: float, most: int) -> list[list[float]]:
@@ -390,10 +435,16 @@ class DeferredScheduler(RehearsingScheduler):
         if skip and pool is not queue.pools[0]:
             lost = bisect_left(deadlines, now + queue.quickest_ms - TIME_TOLERANCE_MS, 0, skip)
         if lost:
-            self._drop(queue, lost)
+            self._drop(queue, lost, now)
             skip -= lost
         if not size:
             return False
+        if queue.level != queue.priority:
+            size = max(1, min(size, bisect_right(run, self._longest_ms(queue)) - 1))
+        if self._evens_out:
+            kept = (1.0 - LOSS_STEP) ** size
+            queue.lost *= kept
+            self._lost *= kept
         stop = skip + size
         batch = ids[skip:stop]
         self._take(queue, skip, stop)
@@ -401,6 +452,19 @@ class DeferredScheduler(RehearsingScheduler):
         self.decisions.append(Dispatch(gpulet, program, batch, start, start + run[size]))
         self._gpulets.send(gpulet, run[size], start + run[size])
         return True
+
+    def _longest_ms(self, queue: _Queue) -> float:
+        """Return how long a batch of a program that exceeds its plan may be: as long as any that keeps to its plan, and
+        can run on the same gpu-lets, can wait for one of them."""
+        longest_ms = INF
+        for other in self._queues:
+            if other.level == other.priority and other.rate.rps:
+                gpulets = sum(pool.size for pool in other.pools if queue.program in pool.run)
+                if gpulets:
+                    # Of n gpu-lets that are busy at random the first is free after 1/(n + 1) of a batch, on average.
+                    wait_ms = 0.5 * (gpulets + 1) * (other.budget_ms - other.sent[other.ripe])
+                    longest_ms = min(longest_ms, wait_ms)
+        return longest_ms
 
     # Rehearsal -------------------------------------------------------------------------------------------------------
 
@@ -424,6 +488,7 @@ class DeferredScheduler(RehearsingScheduler):
             now,
             tuple(tuple(queue.deadlines) for queue in self._queues),
             tuple(queue.rate.rps for queue in self._queues),
+            tuple(queue.allowance.borrowed for queue in self._queues),
             self._gpulets.state(),
             self._network,
         )
@@ -436,9 +501,15 @@ class DeferredScheduler(RehearsingScheduler):
         self._active.clear()
         self.decisions = []
         number = 0
-        for queue, deadlines, rps in zip(self._queues, state.deadlines, state.rates, strict=True):
+        for queue, deadlines, rps, borrowed in zip(
+            self._queues, state.deadlines, state.rates, state.borrowed, strict=True
+        ):
             queue.rate = ArrivalRate(rps)
+            queue.allowance.resume(state.now_ms, borrowed)
+            queue.level = queue.priority - BORROWED if queue.allowance.exceeds else queue.priority
             queue.deadlines = list(deadlines)
+            if queue.longest_hold_ms < INF:
+                queue.arrived = [deadline - queue.budget_ms for deadline in deadlines]
             queue.ids = list(range(number - 1, number - 1 - len(deadlines), -1))
             number -= len(deadlines)
             if deadlines:
@@ -505,6 +576,20 @@ class DeferredScheduler(RehearsingScheduler):
         self._look_at = self._expire_at = self.next_wake_ms = -INF
 
 
+def _soonest(queue: _Queue, frees: list[list[float]]) -> tuple[list[float], float]:
+    """Return, of the pools of a queue, the free times of the one on which its batch would end first, and its length."""
+    found: list[float] = []
+    found_ms = least = INF
+    for pool in queue.pools:
+        free = frees[pool.index]
+        if free:
+            run = pool.run[queue.program]
+            run_ms = run[queue.size] if queue.size < len(run) else run[-1]
+            if free[0] + run_ms < least:
+                found, found_ms, least = free, run_ms, free[0] + run_ms
+    return found, found_ms
+
+
 def _latest(queue: _Queue) -> float:
     return queue.latest
 
@@ -512,5 +597,5 @@ def _latest(queue: _Queue) -> float:
 def _rank(queue: _Queue) -> tuple[bool, float, float]:
     """Return the order in which batches that may go are sent: the planned by their latest start, then the rest."""
     if queue.is_out:
-        return True, -queue.priority, -queue.density
+        return True, -queue.level, -queue.density
     return False, queue.latest, 0.0

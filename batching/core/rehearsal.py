@@ -4,7 +4,7 @@ The scheduler records the arrivals of a while and the state in which they found 
 time, once for each value of one of the two knobs of the setting, by turns. It is deterministic and has no side effects:
 the driver in virtual time runs it on the spot, the live one in another process.
 
-What a value gained is remembered with a memory of 0.8, and a value is taken only where it would serve 0.1 % of the
+What a value served is remembered with a memory of 0.8, and a value is taken only where it would serve 0.1 % of the
 requests more than the present one.
 """
 
@@ -25,11 +25,14 @@ __all__ = ["Rehearsals", "RehearsingScheduler", "Replay", "Replayed", "Setting",
 VALUES: tuple[tuple[float, ...], ...] = ((0.0, 0.4, 0.7, 1.0), (0.5, 0.75, 1.0, 1.5))  # of each knob
 FIRST = 200  # requests of the first replay; the next have twice as many each, up to
 MOST = 1500
-PAUSE = 2  # times as many requests are not recorded as are, once there are that many
-LEAST_SLOS = 4  # a replay lasts so many of the longest SLO, if that is not more than
+AT_ONCE = 4  # so many replays follow each other; then
+PAUSE = 5  # times as many requests are not recorded as are
+LEAST_SLOS = 12  # a replay lasts so many of the longest SLO, if that is not more than
 LONGEST = 6000  # requests
 MEMORY = 0.8
 GAIN = 0.001
+FEW = 10.0  # requests of a program, below which it says nothing of the one served worst
+MEAN_PART = 0.1  # of the mean loss, beside that of the program served worst
 WAIT_MS = 500.0  # from the last recorded arrival to the adoption: what a replay takes in another process
 
 
@@ -41,11 +44,13 @@ class Setting(NamedTuple):
 
 
 class State(NamedTuple):
-    """A scheduler's state: deadlines of what is queued and rates by program, gpu-lets and delays."""
+    """A scheduler's state: by program the deadlines of what is queued, the offered rate and the share of it that is
+    beyond the plan; gpu-lets and delays."""
 
     now_ms: float
     deadlines: tuple[tuple[float, ...], ...]
     rates: tuple[float | None, ...]
+    borrowed: tuple[float, ...]
     gpulets: tuple[GpuletState, ...]
     network: NetworkDelay
 
@@ -142,7 +147,13 @@ class Rehearsals:
         self._state: State | None = None
         self._arrivals: list[tuple[float, int, float]] = []
         self._step = 1
-        self._lost: list[dict[float, float]] = [{}, {}]  # share of requests lost lately, by knob and value
+        # Requests offered and met lately by program, by knob and value.
+        self._memory: list[dict[float, tuple[tuple[float, ...], tuple[float, ...]]]] = [{}, {}]
+        # A request of the next higher priority counts ten times.
+        self._worth = [
+            (offered.weight if system.objective == "weighted" else 1.0) * 10.0**offered.priority
+            for offered in system.offered
+        ]
         self._done = 0
         self._gain = 0.0
 
@@ -183,23 +194,37 @@ class Rehearsals:
 
     def learn(self, result: list[Replayed]) -> Setting:
         """Take over what a replay found; returns the setting to adopt."""
-        lost = self._lost[self._knob]
+        memory = self._memory[self._knob]
         for replayed in result:
             value = replayed.setting[self._knob]
-            offered = sum(replayed.offered)
-            share = 1.0 - sum(replayed.met) / max(1, offered)
-            lost[value] = MEMORY * lost[value] + (1.0 - MEMORY) * share if value in lost else share
+            offered, met = memory.get(value, ((0.0,) * len(replayed.offered),) * 2)
+            memory[value] = _faded(offered, replayed.offered), _faded(met, replayed.met)
+        lost = {value: self._loss(*counts) for value, counts in memory.items()}
         present = self._setting[self._knob]
         best = min(lost, key=lambda value: (lost[value], -value))
-        gain = lost[present] - lost[best]
-        if gain > GAIN:
+        if lost[present] - lost[best] > GAIN:
             self._setting = self._setting._replace(**{self._setting._fields[self._knob]: best})
+            self._gain = lost[present] - lost[best]
         self._done += 1
         self._knob = 1 - self._knob
-        self._step = PAUSE * self._requests if self._requests >= MOST else 1
+        self._step = 1 if self._done < AT_ONCE else PAUSE * len(self._arrivals)
         self._requests = min(MOST, 2 * self._requests)
         return self._setting
 
+    def _loss(self, offered: Sequence[float], met: Sequence[float]) -> float:
+        """Return what the objective makes of requests offered and met by program: the share of worth lost, or with
+        `each` that of the program served worst, and a little of the mean."""
+        if self._system.objective == "each":
+            shares = [1.0 - m / o for o, m in zip(offered, met, strict=True) if o >= FEW]
+            return max(shares) + MEAN_PART * sum(shares) / len(shares) if shares else 0.0
+        total = sum(w * o for w, o in zip(self._worth, offered, strict=True))
+        return 1.0 - sum(w * m for w, m in zip(self._worth, met, strict=True)) / total if total else 0.0
+
     def status(self) -> dict[str, Any]:
-        """Return what was found, for operators."""
-        return {"rehearsals": self._done}
+        """Return, for operators, how many replays there were, and by which share of the requests (or of their worth)
+        the last change was expected to cut the losses."""
+        return {"rehearsals": self._done, "expected_gain": self._gain}
+
+
+def _faded(old: Sequence[float], new: Sequence[float]) -> tuple[float, ...]:
+    return tuple(MEMORY * before + count for before, count in zip(old, new, strict=True))

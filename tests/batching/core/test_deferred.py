@@ -14,6 +14,7 @@ from tenuto.batching.core.scheduler import Dispatch, Rehearse
 from tenuto.batching.core.system import Gpulet, Host, Model, System
 from tenuto.batching.registry import make_scheduler
 from tenuto.batching.virtual.simulator import simulate
+from tenuto.outcome import Outcome
 from tests.batching.checked_run import CheckedRun, Event
 
 STILL = DeferredOptions(rehearse=False)
@@ -137,3 +138,66 @@ def test_a_scheduler_that_resumes_a_state_decides_as_the_one_it_was_taken_from()
     second = DeferredScheduler(two_on_one(), STILL)
     second.resume(state, Setting(1.0, 1.0))
     assert second.state(run.now) == state
+
+
+def offered(rates_rps: list[float], seconds: float, seed: int = 5) -> tuple[np.ndarray, np.ndarray]:  # type: ignore[type-arg]
+    rng = np.random.default_rng(seed)
+    times = [rng.uniform(0.0, 1000.0 * seconds, rng.poisson(rate * seconds)) for rate in rates_rps]
+    merged = np.concatenate(times)
+    owner = np.repeat(np.arange(len(rates_rps), dtype=np.int32), [len(part) for part in times])
+    order = np.argsort(merged, kind="stable")
+    return merged[order], owner[order]
+
+
+@pytest.mark.parametrize("gpulets", [1, 3])
+def test_a_model_within_its_plan_does_not_pay_for_one_that_sends_eight_times_its_own(gpulets: int) -> None:
+    hosts = dict.fromkeys((0, 1), line(1.053, 5.072, 42))
+    system = System(
+        (Model("gold", 50.0, 10.0 * gpulets, weight=10.0), Model("bronze", 50.0, 100.0 * gpulets)),
+        tuple(Gpulet(f"g{number}/a", f"g{number}", hosts) for number in range(gpulets)),
+    )
+    times, owner = offered([10.0 * gpulets, 800.0 * gpulets], 40.0)
+    kept = {
+        name: simulate(make_scheduler(name, system), times, owner, warmup_s=8.0).attainments()
+        for name in ("deferred", "eager")
+    }
+    gold, bronze = kept["deferred"]
+    assert gold >= 0.99
+    assert bronze >= kept["eager"][1]
+
+
+def test_beyond_the_plan_requests_are_turned_away_only_while_another_model_loses_some() -> None:
+    def rejected(gold_rps: float) -> int:
+        models = (Model("gold", 50.0, gold_rps), Model("bronze", 50.0, 100.0))
+        hosts = dict.fromkeys((0, 1), line(1.053, 5.072, 42))
+        system = System(models, (Gpulet("g/a", "g", hosts),))
+        result = simulate(make_scheduler("deferred", system), *offered([gold_rps, 700.0], 20.0), warmup_s=0.0)
+        return int(result.counts()[1, Outcome.REJECTED])
+
+    assert rejected(1.0) < 0.1 * rejected(1500.0)  # here there is room
+
+
+def test_a_longest_hold_bounds_how_long_a_request_waits_beside_an_idle_gpulet() -> None:
+    hosts = {0: line(1.0, 5.0, 40)}
+    system = System((Model("a", 100.0, 20.0, longest_hold_ms=7.0),), (Gpulet("g/a", "g", hosts),))
+    times = 50.0 * np.arange(400)
+    result = simulate(make_scheduler("deferred", system), times, np.zeros(400, dtype=np.int32))
+    assert np.max(result.dispatched_ms - result.arrival_ms) == pytest.approx(7.0)
+
+
+def test_under_overload_the_model_of_higher_priority_keeps_its_requests() -> None:
+    hosts = dict.fromkeys((0, 1), line(2.0, 4.0, 30))
+    system = System((Model("first", 60.0, priority=1), Model("second", 60.0)), (Gpulet("g/a", "g", hosts),))
+    times, owner = offered([200.0, 600.0], 30.0)
+    first, second = simulate(make_scheduler("deferred", system), times, owner).attainments()
+    assert first >= 0.98 > 0.6 > second
+
+
+def test_the_objective_each_lifts_the_model_that_is_served_worst() -> None:
+    hosts = {0: line(8.0, 20.0, 8), 1: line(1.0, 8.0, 40)}
+    worst = {}
+    for objective in ("total", "each"):
+        system = System((Model("dear", 90.0), Model("cheap", 60.0)), (Gpulet("g/a", "g", hosts),), objective=objective)  # type: ignore[arg-type]
+        result = simulate(make_scheduler("deferred", system), *offered([60.0, 400.0], 40.0))
+        worst[objective] = result.attainments().min()
+    assert worst["each"] > worst["total"] + 0.05
