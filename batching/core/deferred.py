@@ -52,11 +52,12 @@ ORDINARY_LOSS = 0.01  # beside which a smaller difference of losses does not cou
 class DeferredOptions(SchedulerOptions):
     """Where it begins, and whether it rehearses.
 
-    hold: part of Symphony's holding time. defend: part of the staggered batch for which heads are given up. rehearse:
-    whether both are changed by what rehearsals find.
+    hold: part of Symphony's holding time; by default all of it for a program alone, and none where several could meet.
+    defend: part of the staggered batch for which heads are given up. rehearse: whether both are changed by what
+    rehearsals find.
     """
 
-    hold: float = field(default=1.0, metadata={"minimum": 0.0})
+    hold: float | None = field(default=None, metadata={"minimum": 0.0})
     defend: float = field(default=1.0, metadata={"minimum": 0.0})
     rehearse: bool = True
 
@@ -116,7 +117,8 @@ class DeferredScheduler(RehearsingScheduler):
     def __init__(self, system: System, options: SchedulerOptions | None = None) -> None:
         super().__init__(system, options)
         chosen = options if isinstance(options, DeferredOptions) else DeferredOptions()
-        self._setting = Setting(chosen.hold, chosen.defend)
+        hold = chosen.hold if chosen.hold is not None else float(len(system.hosted) <= 1)
+        self._setting = Setting(hold, chosen.defend)
         self._rehearsals = Rehearsals(system, self._setting) if chosen.rehearse else None
         self._record: list[tuple[float, int, float]] | None = None  # (arrival, model, deadline) to be replayed
         self._until_step = self._rehearsals.next_step() if self._rehearsals else -1  # requests until it goes on
@@ -379,11 +381,11 @@ class DeferredScheduler(RehearsingScheduler):
             limit = queue.latest + TIME_TOLERANCE_MS
             pools = queue.pools
             while True:
-                free = frees[pools[0].index]
                 if len(pools) > 1:
                     free, run_ms = _soonest(queue, frees)
                 else:
-                    run_ms = queue.run[queue.size]
+                    free, run_ms = frees[pools[0].index], queue.run[queue.size]
+                queue.free = free
                 if not free:
                     break
                 start = free[0]
@@ -391,20 +393,22 @@ class DeferredScheduler(RehearsingScheduler):
                     del free[0]
                     queue.end = start + run_ms
                     queue.run_ms = run_ms
-                    queue.free = free
                     insort(free, queue.end)
                     spare = (queue.due if queue.due > now else now) - start
                     if spare < slack:
                         slack = spare
                     break
                 if not least:
-                    least = [(q.level, q.density, place, q) for place, q in enumerate(waiting[: number + 1])]
+                    lined = enumerate(waiting[: number + 1])
+                    least = [(q.level, q.density, place, q) for place, q in lined if not q.is_out]
                     heapify(least)
                 out = heappop(least)[3]
                 out.is_out = True
                 slack = min(slack, 0.0)
                 if out is queue:
                     break
+                if not out.free:  # all its gpu-lets are lost
+                    continue
                 # Its gpu-let is free earlier; if another batch was lined up behind it, that one ends earlier.
                 place = min(bisect_left(out.free, out.end), len(out.free) - 1)
                 insort(out.free, out.free.pop(place) - out.run_ms)

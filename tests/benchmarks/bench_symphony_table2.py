@@ -10,15 +10,17 @@ import statistics
 from scenes import INCEPTION, RESNET50, arguments, available, goodput_rps, print_machine, spread, uniform_system
 
 PUBLISHED = {  # staggered bound, paper, the original program on a virtual clock
-    "ResNet50": {"bound": 5839, "deferred": (5264, 5311), "clockwork": (1358, None), "nexus": (4027, 4057),
+    "ResNet50": {"bound": 5839, "symphony": (5264, 5311), "clockwork": (1358, None), "nexus": (4027, 4057),
                  "shepherd": (4445, 4874), "eager": (None, 3788)},
-    "InceptionResNetV2": {"bound": 1083, "deferred": (926, 947), "clockwork": (458, None), "nexus": (618, 623),
+    "InceptionResNetV2": {"bound": 1083, "symphony": (926, 947), "clockwork": (458, None), "nexus": (618, 623),
                           "shepherd": (778, 813), "eager": (None, 709)},
 }
 VARIANTS = {
     "deferred": ("deferred", {}),
-    "deferred as published": ("deferred", {"release": "frontrun", "balance": "off"}),
-    "deferred head-first": ("deferred", {"gather": "head-first", "release": "frontrun"}),
+    "deferred not rehearsed": ("deferred", {"rehearse": "false"}),
+    "symphony": ("symphony", {}),
+    "symphony at target": ("symphony", {"release": "target"}),
+    "symphony head-first": ("symphony", {"gather": "head-first"}),
     "eager": ("eager", {}),
     "timeout": ("timeout", {}),
     "clockwork": ("clockwork", {}),

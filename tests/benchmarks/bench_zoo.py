@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import statistics
 from collections.abc import Sequence
+from dataclasses import replace
 
 from scenes import (
     RESNET50,
@@ -37,7 +38,7 @@ PUBLISHED = {
 
 
 def more(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--schedulers", default="deferred,eager,clockwork,nexus,shepherd")
+    parser.add_argument("--schedulers", default="deferred,symphony,eager,clockwork,nexus,shepherd")
     parser.add_argument("--zoos", default="all,strong,weak", help="which part of each zoo")
     parser.add_argument("--skip-gpus", action="store_true", help="leave out the GPUs needed for 15,000 r/s")
 
@@ -53,17 +54,16 @@ def main() -> None:
     for (gpu_type, part), (all_rps, each_rps, shepherd_rps, nexus_rps) in PUBLISHED.items():
         if part not in chosen.zoos.split(","):
             continue
-        system = uniform_system(zoo(gpu_type, part), 64)
+        plain = uniform_system(zoo(gpu_type, part), 64)
         for name in names:
             for criterion, original in (("all", all_rps), ("each", each_rps)):
-                # Balance by total losses where all requests count together, between models where each counts.
-                options = {"balance": "total" if criterion == "all" else "each"} if name == "deferred" else {}
+                system = replace(plain, objective="total" if criterion == "all" else "each")
                 together = {"shepherd": shepherd_rps, "nexus": nexus_rps} if criterion == "all" else {}
-                beside = {"deferred": original, **together}.get(name)
-                guess = original * (0.9 if name == "deferred" else 0.4)
+                beside = {"deferred": original, "symphony": original, **together}.get(name)
+                guess = original * (0.9 if name in ("deferred", "symphony") else 0.4)
                 rates = [
                     goodput_rps(
-                        system, name, guess, duration_s=duration_s, seed=seed, options=options,
+                        system, name, guess, duration_s=duration_s, seed=seed,
                         criterion="all" if criterion == "all" else "each",
                     )
                     for seed in seeds

@@ -17,7 +17,7 @@ from tenuto.batching.virtual.simulator import simulate
 from tenuto.outcome import Outcome
 from tests.batching.checked_run import CheckedRun, Event
 
-STILL = DeferredOptions(rehearse=False)
+STILL = DeferredOptions(hold=1.0, rehearse=False)
 
 
 def line(alpha_ms: float, beta_ms: float, longest: int) -> Host:
@@ -86,6 +86,18 @@ def test_of_two_batches_that_cannot_both_be_met_the_dense_one_is_kept_or_that_of
     assert batches(scheduler)[0][0] == first
 
 
+def test_batches_that_no_gpulet_can_meet_any_more_are_pushed_out_one_after_the_other() -> None:
+    """The second was lined up with the first, which was out already; the plan gave back a gpu-let nobody had."""
+    models = tuple(Model(name, 40.0) for name in "abc")
+    one, other = {0: line(1, 20, 15), 1: line(1, 21, 15)}, {2: line(1, 9, 20)}
+    system = System(models, (Gpulet("g/a", "g", one), Gpulet("h/a", "h", other)))
+    events = [Event(0.0, "add", 0, 0, 21.0)]
+    events += [Event(1.0, "add", index, 1 + index, 25.0) for index in (0, 1, 2)]
+    out = CheckedRun(DeferredScheduler(system, STILL)).run(events)
+    assert set(out.served) == {0, 3}
+    assert set(out.dropped) == {1, 2}
+
+
 def crowd(seed: int, rate_rps: float, count: int) -> list[Event]:
     """Return arrivals of two models that each meet the other's batches on one gpu-let."""
     rng = np.random.default_rng(seed)
@@ -99,7 +111,7 @@ def two_on_one() -> System:
 
 
 def test_rehearsals_find_that_holding_does_not_pay_and_say_so() -> None:
-    scheduler = DeferredScheduler(two_on_one())
+    scheduler = DeferredScheduler(two_on_one(), DeferredOptions(hold=1.0))
     CheckedRun(scheduler).run(crowd(3, 30.0, 4000))
     status = scheduler.status()
     assert status["hold"] < 1.0
