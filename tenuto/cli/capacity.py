@@ -47,7 +47,12 @@ _LIVE_SECONDS, _LIVE_RUNS = 10.0, 12
     metavar="AXIS[=V,V,…]",
     help=f"Attainment along {', '.join(AXES)}; repeatable. Default with -o: all three in virtual time, none live.",
 )
-@click.option("--curve-at", type=float, metavar="SCALE", help="Rate scale of the curves. Default: the capacity found.")
+@click.option(
+    "--curve-at",
+    type=click.FloatRange(0, min_open=True),
+    metavar="SCALE",
+    help="Rate scale of the curves. Default: the capacity found.",
+)
 @click.option("--clients", default=1, show_default=True, help="Against an endpoint: Ray actors that send; 0: none.")
 @click.option("-o", "--output", "folder", metavar="DIR", help="Folder for capacity.html and result.json.")
 @click.option("--force", is_flag=True, help="Replace an answer that is already in DIR.")
@@ -83,8 +88,6 @@ def command(
         out = prepare_capacity_folder(Path(folder), force=force)
     limits = Limits(tolerance, runs if runs is not None else _LIVE_RUNS if is_live else 24, rate_scale)
     limits.check()
-    if curve_at is not None and not 0 < curve_at < math.inf:
-        raise InvalidInputError(Problem("--curve-at", curve_at, "must be a positive number", "Give for example 1."))
     console = progress_console()
 
     def say(line: str) -> None:

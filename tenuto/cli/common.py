@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 import sys
 import time
 from collections.abc import Callable, Iterable
@@ -20,6 +21,7 @@ from tenuto.profiles import Profile, Profiles
 
 __all__ = [
     "ClusterArguments",
+    "Numbers",
     "ProgressLine",
     "cluster_arguments",
     "emit_json",
@@ -50,6 +52,29 @@ def emit_json(data: Any) -> None:
     """Print one JSON document on stdout, keys in the given order."""
     json.dump(data, sys.stdout, indent=2, allow_nan=False)
     sys.stdout.write("\n")
+
+
+class Numbers(click.ParamType):  # type: ignore[type-arg]  # which has one from click 8.2 on only
+    """Numbers separated by commas, given back in ascending order without repetitions."""
+
+    name = "numbers"
+
+    def __init__(self, kind: type[int] | type[float], least: float = -math.inf, most: float = math.inf) -> None:
+        """Take numbers of a kind, none below `least` or above `most`."""
+        self._kind, self._least, self._most = kind, least, most
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[float, ...]:
+        """Read a text; a usage error says what it must be."""
+        try:
+            found = tuple(sorted({self._kind(part) for part in value.split(",")}))
+        except ValueError:
+            found = ()
+        if not found or not self._least <= found[0] <= found[-1] <= self._most:
+            kind = "whole numbers" if self._kind is int else "numbers"
+            least = f", at least {self._least:g}" if self._least > -math.inf else ""
+            most = f", at most {self._most:g}" if self._most < math.inf else ""
+            self.fail(f"{value!r}: must be {kind} separated by commas{least}{most}.", param, ctx)
+        return found
 
 
 class ProgressLine:

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 import click
 import yaml
 from rich.markup import escape
-from rich.table import Table
 
-from tenuto.cli.common import emit_json, profiles_from, progress_console, stdout_console
+from tenuto.cli.common import Numbers, emit_json, json_option, profiles_from, progress_console, stdout_console
+from tenuto.cli.tables import number, print_table
 from tenuto.errors import InvalidInputError, Problem
 from tenuto.options import split_pairs
 
@@ -28,8 +28,8 @@ _USHER_ACCURACY_PCT = 99.98  # USHER, OSDI 2024, table 4; on its own 20 models a
 @click.option("--gpu", "gpu_type", required=True, metavar="TYPE", help="GPU type with profiles, such as v100 or cpu.")
 @click.option("--profiles", "profile_names", multiple=True, metavar="FILE|NAME",
               help="Profiles to learn from; repeatable. Default: those shipped for the type.")
-@click.option("--batch-sizes", default="1,2,4,8,16,32", show_default=True, metavar="N,N…",
-              help="Batch sizes to estimate.")
+@click.option("--batch-sizes", "sizes", type=Numbers(int, 1), default="1,2,4,8,16,32", show_default=True,
+              metavar="N,N…", help="Batch sizes to estimate.")
 @click.option("--option", "options", multiple=True, metavar="K=V",
               help="Model option such as sequence_length=512; repeatable.")
 @click.option("--operator-times", "operator_file", metavar="FILE",
@@ -38,9 +38,9 @@ _USHER_ACCURACY_PCT = 99.98  # USHER, OSDI 2024, table 4; on its own 20 models a
               help="Find the errors on models left out one by one (some seconds).")
 @click.option("-o", "--output", type=click.Path(dir_okay=False), metavar="FILE",
               help="Write the estimates as a profile.")
-@click.option("--json", "as_json", is_flag=True, help="Print estimates and errors as JSON.")
+@json_option
 def command(
-    model: str, gpu_type: str, profile_names: tuple[str, ...], batch_sizes: str, options: tuple[str, ...],
+    model: str, gpu_type: str, profile_names: tuple[str, ...], sizes: tuple[int, ...], options: tuple[str, ...],
     operator_file: str | None, errors: bool, output: str | None, as_json: bool,
 ) -> None:
     """Estimate time, compute and memory requirement of MODEL on a GPU type without running it.
@@ -54,7 +54,6 @@ def command(
     from tenuto.profiles.estimator.training import collect_samples, conditions, is_same_network, tracer
     from tenuto.profiles.measuring.measure import row_name
 
-    sizes = _sizes(batch_sizes)
     row = row_name(model)
     profiles = [p for p in profiles_from(profile_names, [gpu_type]) if p.gpu_type == gpu_type]
     if not profiles:
@@ -97,18 +96,6 @@ def command(
         progress_console().print(f"wrote {escape(output)}")
 
 
-def _sizes(text: str) -> list[int]:
-    try:
-        sizes = sorted({int(part) for part in text.split(",") if part.strip()})
-    except ValueError:
-        sizes = []
-    if not sizes or sizes[0] < 1:
-        raise InvalidInputError(
-            Problem("--batch-sizes", text, "must be whole numbers of at least 1, separated by commas", "Write 1,2,4.")
-        )
-    return sizes
-
-
 def _as_profile(row: str, gpu_type: str, estimates: list[Any], models: int, report: Any) -> str:
     from tenuto.profiles import ModelProfile, Profile, ProfilePoint
 
@@ -139,29 +126,24 @@ def _write(path: Path, text: str) -> None:
         ) from error
 
 
-def _number(value: float | None, digits: int = 1) -> str:
-    return "-" if value is None else f"{value:,.{digits}f}"
-
-
 def _print(
     row: str, gpu_type: str, estimates: list[Any], measured: dict[int, Any], models: tuple[str, ...], took_ms: float,
     report: Any,
 ) -> None:
     console = stdout_console()
     console.print(f"[bold]{row}[/bold] on {gpu_type}, ESTIMATED from {len(models)} other models, {took_ms:.1f} ms each")
-    table = Table(box=None, header_style="bold")
-    headings = "batch", "time ms", "roofline ms", "measured ms", "memory MiB", "measured MiB", "Creq %", "measured %"
-    for heading in headings:
-        table.add_column(heading, justify="right")
+    rows = []
     for e in estimates:
         known = measured.get(e.batch_size)
-        table.add_row(
-            str(e.batch_size), _number(e.latency_ms, 2), _number(e.roofline_ms, 2),
-            _number(known.latency_ms if known else None, 2), _number(e.memory_mib, 0),
-            _number(known.memory_mib if known else None, 0), _number(e.creq_pct),
-            _number(known.creq_pct if known else None),
-        )  # fmt: skip
-    console.print(table)
+        latency_ms, memory_mib, creq_pct = (
+            (known.latency_ms, known.memory_mib, known.creq_pct) if known else (None, None, None)
+        )
+        rows.append((
+            str(e.batch_size), number(e.latency_ms, 2), number(e.roofline_ms, 2), number(latency_ms, 2),
+            number(e.memory_mib, 0), number(memory_mib, 0), number(e.creq_pct), number(creq_pct),
+        ))  # fmt: skip
+    headings = "batch", "time ms", "roofline ms", "measured ms", "memory MiB", "measured MiB", "Creq %", "measured %"
+    print_table(headings, rows)
     if report is None:
         return
     console.print(f"Mean error on models left out ({report.models} models, {report.points} points), in brackets the "

@@ -14,7 +14,6 @@ from rich.markup import escape
 
 from tenuto.cli.common import ProgressLine, emit_json, json_option, progress_console, stdout_console
 from tenuto.cli.tables import print_table
-from tenuto.errors import InvalidInputError, Problem
 
 if TYPE_CHECKING:
     from tenuto.experiments.experiment import Experiment, Settings
@@ -33,8 +32,12 @@ _MARKS = {
 @click.option("-o", "--output", "folder", metavar="DIR", help="Folder; each experiment gets its own below it.")
 @click.option("--force", is_flag=True, help="Replace experiments that are already in DIR.")
 @click.option("--policy", "policies", multiple=True, metavar="NAME", help="Only this policy; repeatable.")
-@click.option("--seed", default=0, show_default=True, help="Seed of the arrivals.")
-@click.option("--duration-s", type=float, help="Length of each run. Default: the thesis' number of requests.")
+@click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Seed of the arrivals.")
+@click.option(
+    "--duration-s",
+    type=click.FloatRange(0.5, 3600),
+    help="Length of each run. Default: the thesis' number of requests.",
+)
 @click.option(
     "--clients",
     type=click.Choice(["thesis", "exact"]),
@@ -46,14 +49,14 @@ _MARKS = {
 @click.option("--live", is_flag=True, help="On Ray Serve with emulated GPUs: the points the page shows in detail.")
 @click.option(
     "--time-stretch",
-    type=float,
+    type=click.FloatRange(1, 1000),
     metavar="K",
     help="With --live: make all times K times as long and all rates a K-th. Default: 1, real time.",
 )
 @click.option(
     "--address", metavar="ADDRESS", help="With --live: Ray cluster; default: a running one, else a local one."
 )
-@click.option("--jobs", type=int, help="Processes. Default: 2, or 1 on a machine with one core.")
+@click.option("--jobs", type=click.IntRange(1), help="Processes. Default: 2, or 1 on a machine with one core.")
 @json_option
 def command(
     names: tuple[str, ...],
@@ -79,12 +82,16 @@ def command(
     """
     from tenuto.experiments.experiment import Settings
     from tenuto.experiments.registry import EXPERIMENTS, find_experiments
+    from tenuto.placement import load_policy
 
     if len(names) == 1 and names[0].lower() == "list":
         _print_list(EXPERIMENTS, as_json)
         return 0
     chosen = find_experiments(names)
-    _check(policies, seed, duration_s, jobs, time_stretch, live)
+    for name in policies:
+        load_policy(name)
+    if time_stretch is not None and not live:
+        raise click.UsageError("--time-stretch is for --live. Add --live, or leave it away.")
     settings = Settings(seed, clients, policies or None, duration_s, quick)
     out = Path(folder) if folder is not None else None
     if out is not None:
@@ -104,37 +111,6 @@ def command(
     if as_json:
         emit_json({"experiments": documents})
     return 0 if len(documents) == len(chosen) and all(document["complete"] for document in documents) else 1
-
-
-def _check(
-    policies: tuple[str, ...],
-    seed: int,
-    duration_s: float | None,
-    jobs: int | None,
-    time_stretch: float | None,
-    live: bool,
-) -> None:
-    """Raise `InvalidInputError` with every argument that cannot be used."""
-    from tenuto.placement import load_policy
-
-    problems: list[Problem] = []
-    for name in policies:
-        try:
-            load_policy(name)
-        except InvalidInputError as error:
-            problems += error.problems
-    if seed < 0:
-        problems.append(Problem("--seed", seed, "must be at least 0", "Give 0 or a larger number."))
-    if duration_s is not None and not 0.5 <= duration_s <= 3600:
-        problems.append(Problem("--duration-s", duration_s, "must be between 0.5 and 3600 s", "Give for example 10."))
-    if time_stretch is not None and not live:
-        problems.append(Problem("--time-stretch", time_stretch, "is for --live", "Add --live, or leave it away."))
-    elif time_stretch is not None and not 1 <= time_stretch <= 1000:
-        problems.append(Problem("--time-stretch", time_stretch, "must be between 1 and 1000", "Give for example 20."))
-    if jobs is not None and jobs < 1:
-        problems.append(Problem("--jobs", jobs, "must be at least 1", "Give 1 or 2."))
-    if problems:
-        raise InvalidInputError(problems)
 
 
 def _run(

@@ -11,10 +11,9 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 import click
-from rich.markup import escape
-from rich.table import Table
 
-from tenuto.cli.common import emit_json, progress_console, stdout_console
+from tenuto.cli.common import Numbers, emit_json, json_option, progress_console, stdout_console
+from tenuto.cli.tables import print_table
 from tenuto.errors import InvalidInputError, Problem, raise_if_any
 from tenuto.options import split_pairs
 from tenuto.profiles.measuring.book import ProfileBook
@@ -36,14 +35,17 @@ __all__ = ["command"]
 )  # fmt: skip
 @click.option("--option", "options", multiple=True, metavar="K=V", help="Option of every model, such as image_size=64.")
 @click.option("--seed", type=int, default=0, show_default=True, help="Seed of random weights.")
-@click.option("--batch-size", type=int, default=4, show_default=True, help="Batch of each model when timing.")
-@click.option("--repetitions", type=int, default=7, show_default=True, help="Timed runs of each way, in turns.")
+@click.option("--batch-size", type=click.IntRange(1), default=4, show_default=True,
+              help="Batch of each model when timing.")
+@click.option("--repetitions", type=click.IntRange(1), default=7, show_default=True,
+              help="Timed runs of each way, in turns.")
 @click.option("-o", "--output", type=click.Path(dir_okay=False), metavar="FILE",
               help="Measure the merged programs too, and write or complete this profile for `tenuto plan --profiles`.")
-@click.option("--batch-sizes", default="1,2,4,8,16", show_default=True, metavar="B,B…",
-              help="With -o: joint batches to measure, all models' requests together.")
-@click.option("--shares", default="100", show_default=True, metavar="PCT,PCT…", help="With -o: shares of the CPU.")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@click.option("--batch-sizes", "sizes", type=Numbers(int, 1, 4096), default="1,2,4,8,16", show_default=True,
+              metavar="B,B…", help="With -o: joint batches to measure, all models' requests together.")
+@click.option("--shares", type=Numbers(int, 1, 100), default="100", show_default=True, metavar="PCT,PCT…",
+              help="With -o: shares of the CPU.")
+@json_option
 def command(
     models: tuple[str, ...],
     weights: tuple[str, ...],
@@ -53,8 +55,8 @@ def command(
     batch_size: int,
     repetitions: int,
     output: str | None,
-    batch_sizes: str,
-    shares: str,
+    sizes: tuple[int, ...],
+    shares: tuple[int, ...],
     as_json: bool,
 ) -> int:
     """Merge operator graphs as USHER (OSDI 2024, §3.4) does, on this processor, and report what came of it.
@@ -76,12 +78,6 @@ def command(
         for name in given
         if name not in sources
     ]
-    if batch_size < 1:
-        problems.append(Problem("--batch-size", batch_size, "must be at least 1", "Give for example 4."))
-    if repetitions < 1:
-        problems.append(Problem("--repetitions", repetitions, "must be at least 1", "Give for example 7."))
-    sizes = _numbers("--batch-sizes", batch_sizes, 1, 4096, problems)
-    percentages = _numbers("--shares", shares, 1, 100, problems)
     raise_if_any(problems)
     parsed = split_pairs(options)
     command_line = shlex.join(["tenuto", *sys.argv[1:]])
@@ -116,7 +112,7 @@ def command(
 
         joint = measure_into(
             book, merged, report, models_by_name, sources=sources, options=parsed, batch_sizes=sizes,
-            shares=percentages, repetitions=repetitions, meter=meter,
+            shares=shares, repetitions=repetitions, meter=meter,
             say=lambda text: console.print(f"tenuto: measuring {text}", markup=False),
         )  # fmt: skip
         for cluster, times in zip(data["clusters"], joint, strict=True):
@@ -127,18 +123,6 @@ def command(
     else:
         _print(data)
     return 0 if data["clusters"] else 1
-
-
-def _numbers(where: str, text: str, least: int, most: int, problems: list[Problem]) -> tuple[int, ...]:
-    """Return whole numbers separated by commas, ascending; adds a problem where they are not."""
-    try:
-        found = sorted({int(part) for part in text.split(",")})
-    except ValueError:
-        found = []
-    if not found or found[0] < least or found[-1] > most:
-        rule = f"must be whole numbers from {least} to {most}, separated by commas"
-        problems.append(Problem(where, text, rule, "Write for example 1,2,4,8." if most > 100 else "Write 50,100."))
-    return tuple(found)
 
 
 def _pairs(where: str, texts: tuple[str, ...]) -> dict[str, str]:
@@ -199,14 +183,17 @@ def _time(found: MergedModels, loaded: dict[str, Any], size: int, repetitions: i
 def _print(data: dict[str, Any]) -> None:
     console = stdout_console()
     for cluster in data["clusters"]:
-        table = Table(box=None, header_style="bold")
-        for heading in ("operator", "weight", "shared", "rows x columns"):
-            table.add_column(heading, justify="left" if heading in ("operator", "weight") else "right")
-        for operator in cluster["operators"]:
-            names = sorted(set(operator["names"].values()))
-            shape = f"{operator['rows']} x {operator['columns']}"
-            table.add_row(operator["kind"], escape(" | ".join(names)), f"{operator['shared_pct']:.0f} %", shape)
-        console.print(table)
+        print_table(
+            ("operator", "weight", "shared", "rows x columns"),
+            (
+                (
+                    operator["kind"], " | ".join(sorted(set(operator["names"].values()))),
+                    f"{operator['shared_pct']:.0f} %", f"{operator['rows']} x {operator['columns']}",
+                )
+                for operator in cluster["operators"]
+            ),
+            left=("weight",),
+        )  # fmt: skip
         pct = 100.0 * (cluster["together_ms"] / cluster["apart_ms"] - 1.0)
         verdict = "it pays" if cluster["pays"] else "it does not pay here"
         console.print(
@@ -218,21 +205,17 @@ def _print(data: dict[str, Any]) -> None:
             markup=False,
         )
         if "joint" in cluster:
-            console.print(_joint_table(cluster["joint"]))
+            print_table(
+                ("joint batch", "share", "split", "apart ms", "together ms", "change"),
+                (
+                    (
+                        str(row["batch_size"]), f"{row['share_pct']:g} %",
+                        ", ".join(f"{count} {name}" for name, count in row["split"].items()), f"{row['apart_ms']:.1f}",
+                        f"{row['together_ms']:.1f}", f"{100.0 * (row['together_ms'] / row['apart_ms'] - 1.0):+.0f} %",
+                    )
+                    for row in cluster["joint"]
+                ),
+                left=("split",),
+            )  # fmt: skip
     for name, reason in data["unmerged"].items():
         console.print(f"{name} stays as it is: {reason}", markup=False)
-
-
-def _joint_table(joint: list[dict[str, Any]]) -> Table:
-    """Return the times of a cluster's joint batches as a table."""
-    table = Table(box=None, header_style="bold")
-    for heading in ("joint batch", "share", "split", "apart ms", "together ms", "change"):
-        table.add_column(heading, justify="left" if heading == "split" else "right")
-    for row in joint:
-        split = ", ".join(f"{count} {name}" for name, count in row["split"].items())
-        change = 100.0 * (row["together_ms"] / row["apart_ms"] - 1.0)
-        table.add_row(
-            str(row["batch_size"]), f"{row['share_pct']:g} %", split, f"{row['apart_ms']:.1f}",
-            f"{row['together_ms']:.1f}", f"{change:+.0f} %",
-        )  # fmt: skip
-    return table

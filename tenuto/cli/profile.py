@@ -7,15 +7,14 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import click
 import yaml
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
 
-from tenuto.cli.common import emit_json, progress_console, stdout_console
+from tenuto.cli.common import Numbers, emit_json, progress_console, stdout_console
+from tenuto.cli.tables import number, print_table
 from tenuto.errors import InvalidInputError, Problem, TenutoError
 from tenuto.mps.shares import shares_of
 from tenuto.options import split_pairs
@@ -32,8 +31,9 @@ __all__ = ["command"]
 @click.argument("models", nargs=-1, required=True, metavar="MODEL…")
 @click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True,
               help="Where to measure; auto is CUDA where there is one.")
-@click.option("--batch-sizes", default="1,2,4,8", show_default=True, metavar="N,N…", help="Batch sizes to measure.")
-@click.option("--shares", default="100", show_default=True, metavar="PCT,PCT…",
+@click.option("--batch-sizes", "sizes", type=Numbers(int), default="1,2,4,8", show_default=True, metavar="N,N…",
+              help="Batch sizes to measure.")
+@click.option("--shares", type=Numbers(float), default="100", show_default=True, metavar="PCT,PCT…",
               help="Shares of the device in percent; threads on a CPU, CUDA MPS on a GPU.")
 @click.option("--budget-s", type=float, default=20.0, show_default=True,
               help="Seconds of repeated timing per model, building it excluded.")
@@ -62,7 +62,8 @@ __all__ = ["command"]
               help="Profile file; default profile-TYPE.yaml, such as profile-cpu.yaml.")
 @click.option("--json", "as_json", is_flag=True, help="Print the profile as JSON.")
 def command(
-    models: tuple[str, ...], device: str, batch_sizes: str, shares: str, budget_s: float, weights_path: str | None,
+    models: tuple[str, ...], device: str, sizes: tuple[int, ...], shares: tuple[float, ...], budget_s: float,
+    weights_path: str | None,
     options: tuple[str, ...], seed: int, time_limit_s: float | None, resume: bool, tolerance_pct: float, co_runs: str,
     co_run_s: float, fit: bool, operator_file: str | None, import_ncu: str | None, import_nsys: str | None,
     import_trace: str | None, import_batches: int, output: str | None, as_json: bool,
@@ -77,7 +78,7 @@ def command(
 
     Example: tenuto profile resnet50 mobilenet_v2 bert --batch-sizes 1,2,4,8 -o cpu.yaml
     """
-    requests = _requests(models, device, batch_sizes, shares, budget_s, weights_path, options, seed, tolerance_pct)
+    requests = _requests(models, device, sizes, shares, budget_s, weights_path, options, seed, tolerance_pct)
     if time_limit_s is not None and not time_limit_s > 0:
         raise InvalidInputError(Problem("--time-limit-s", time_limit_s, "must be above 0", "Give seconds."))
     kinds = _kinds(co_runs, co_run_s)
@@ -163,22 +164,19 @@ def _import(
 
 
 def _requests(
-    models: tuple[str, ...], device: str, batch_sizes: str, shares: str, budget_s: float, weights_path: str | None,
-    options: tuple[str, ...], seed: int, tolerance_pct: float,
+    models: tuple[str, ...], device: str, sizes: tuple[int, ...], shares: tuple[float, ...], budget_s: float,
+    weights_path: str | None, options: tuple[str, ...], seed: int, tolerance_pct: float,
 ) -> list[MeasureRequest]:
     """Turn arguments into requests; raises `InvalidInputError` with the problems of all of them."""
     problems: list[Problem] = []
-    sizes = _numbers("--batch-sizes", batch_sizes, int, problems)
-    percents = _numbers("--shares", shares, float, problems)
     values = {key: yaml.safe_load(text) for key, text in split_pairs(options).items()}
     if weights_path is not None and len(models) > 1:
         problems.append(Problem("--weights", weights_path, "fits one model only", "Name one model with --weights."))
     requests, rows = [], set()
     for model in models:
         request = MeasureRequest(
-            source=model, device=device, batch_sizes=tuple(sizes) or (1,), shares=tuple(percents) or (100.0,),
-            budget_s=budget_s, weights_path=weights_path, seed=seed, options=values,
-            tolerance_pct=tolerance_pct,
+            source=model, device=device, batch_sizes=sizes, shares=shares, budget_s=budget_s,
+            weights_path=weights_path, seed=seed, options=values, tolerance_pct=tolerance_pct,
         )
         try:
             request.check()
@@ -193,14 +191,6 @@ def _requests(
     if problems:
         raise InvalidInputError(list({str(problem): problem for problem in problems}.values()))
     return requests
-
-
-def _numbers(option: str, text: str, kind: Any, problems: list[Problem]) -> list[Any]:
-    try:
-        return sorted({kind(part) for part in text.split(",") if part.strip()})
-    except ValueError:
-        problems.append(Problem(option, text, "must be numbers separated by commas", "Write for example 1,2,4."))
-        return []
 
 
 def _measure(
@@ -267,20 +257,19 @@ def _print(profile: Profile) -> None:
     measured = profile.measured
     if measured is not None:
         console.print(f"[bold]{profile.gpu_type}[/bold]: {escape(measured.hardware)}, {measured.date}")
-    table = Table(box=None, header_style="bold")
-    table.add_column("model")
-    for heading in ("share", "batch", "latency ms", "± ms", "repeat %", "requests/s", "memory MiB"):
-        table.add_column(heading, justify="right")
-    for name, model in profile.models.items():
-        for index, point in enumerate(model.points):
-            table.add_row(
-                name if index == 0 else "", f"{point.share_pct:g} %", str(point.batch_size), f"{point.latency_ms:.2f}",
-                "-" if point.latency_spread_ms is None else f"{point.latency_spread_ms:.2f}",
-                f"{point.metrics['repeat_pct']:.1f}" if "repeat_pct" in point.metrics else "-",
-                f"{1000 * point.batch_size / point.latency_ms:.1f}",
-                "-" if point.memory_mib is None else f"{point.memory_mib:.0f}",
+    print_table(
+        ("model", "share", "batch", "latency ms", "± ms", "repeat %", "requests/s", "memory MiB"),
+        (
+            (
+                name if index == 0 else "", f"{point.share_pct:g} %", str(point.batch_size),
+                number(point.latency_ms, 2), number(point.latency_spread_ms, 2),
+                number(point.metrics.get("repeat_pct")), number(1000 * point.batch_size / point.latency_ms),
+                number(point.memory_mib, 0),
             )
-    console.print(table)
+            for name, model in profile.models.items()
+            for index, point in enumerate(model.points)
+        ),
+    )  # fmt: skip
     for name, model in profile.models.items():
         console.print(_fit_text(name, model))
         for doubt in model.doubts:

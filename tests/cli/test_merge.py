@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import click
 import pytest
 import torch
 from click.testing import CliRunner
@@ -81,12 +82,12 @@ def test_measured_groups_are_planned_with(tmp_path: Path) -> None:
         (("resnet50", "resnet50"), "is given twice"),
         (("a=resnet50", "b=resnet50", "--weights", "c=x"), "is no name of a model"),
         (("a=resnet50", "b=resnet50", "--reseed", "a"), "must read NAME=VALUE"),
-        (("a=resnet50", "b=resnet50", "--batch-size", "0"), "must be at least 1"),
-        (("a=resnet50", "b=resnet50", "--batch-sizes", "0,2"), "whole numbers from 1"),
-        (("a=resnet50", "b=resnet50", "--shares", "fifty"), "whole numbers from 1 to 100"),
+        (("a=resnet50", "b=resnet50", "--batch-size", "0"), "0 is not in the range x>=1"),
+        (("a=resnet50", "b=resnet50", "--batch-sizes", "0,2"), "whole numbers separated by commas, at least 1"),
+        (("a=resnet50", "b=resnet50", "--shares", "fifty"), "commas, at least 1, at most 100"),
         (("a=resnet50", "b=resnet50", "-o", "/nowhere/at/all.yaml"), "directory does not exist"),
     ],
 )
 def test_bad_arguments_name_the_cure(arguments: tuple[str, ...], words: str) -> None:
-    with pytest.raises(InvalidInputError, match=words):
+    with pytest.raises((InvalidInputError, click.UsageError), match=words):
         run(*arguments)

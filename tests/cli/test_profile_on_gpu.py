@@ -158,7 +158,7 @@ def test_ctrl_c_keeps_the_points_and_resume_measures_the_rest(run: Run, monkeypa
 
 
 def test_co_runs_are_measured_under_their_shares_and_fitted(run: Run) -> None:
-    code, _, err = run("--batch-sizes", "1,2,4", "--shares", "20,50,100", "--co-runs", "igniter,pairs,residents",
+    code, _, err = run("--batch-sizes", "1,4", "--shares", "50,100", "--co-runs", "igniter,pairs,residents",
                        "--co-run-s", "0.3", "--fit")  # fmt: skip
     assert code == 0, err
     assert "igniter, scale: not fitted; not measured: L2 use (--import-ncu)" in " ".join(err.split())
