@@ -158,12 +158,12 @@ def test_ctrl_c_keeps_the_points_and_resume_measures_the_rest(run: Run, monkeypa
 
 
 def test_co_runs_are_measured_under_their_shares_and_fitted(run: Run) -> None:
-    code, _, err = run("--batch-sizes", "1,4", "--shares", "50,100", "--co-runs", "igniter,pairs,residents",
+    code, _, err = run("--batch-sizes", "1,2,4", "--shares", "20,50,100", "--co-runs", "igniter,pairs",
                        "--co-run-s", "0.3", "--fit")  # fmt: skip
     assert code == 0, err
     assert "igniter, scale: not fitted; not measured: L2 use (--import-ncu)" in " ".join(err.split())
     profile = Profile.load("p.yaml")
-    assert len(profile.co_runs) == 2 + 2 + 5
+    assert len(profile.co_runs) == 2 + 2
     for co_run in profile.co_runs:
         assert co_run.metrics["max_power_w"] == 300
         assert co_run.metrics["residents"] == len(co_run.parts)
