@@ -5,9 +5,8 @@ Built from live clients and from simulations alike, so that one verdict and one 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -64,17 +63,6 @@ class Records:
     def columns(cls) -> dict[str, type[np.generic]]:
         """Return column names and types in order."""
         return {column.name: _DTYPES.get(column.name, np.float64) for column in fields(cls)}
-
-    @classmethod
-    def from_lists(cls, lists: Mapping[str, Iterable[Any]]) -> Records:
-        """Build from one sequence per column."""
-        return cls(
-            **{
-                name: np.asarray(list(lists[name]), dtype=dtype)
-                for name, dtype in cls.columns().items()
-                if name in lists or name not in ("call", "call_at_ms")
-            }
-        )
 
     def where(self, mask: NDArray[np.bool_]) -> Records:
         """Return the rows of a mask."""

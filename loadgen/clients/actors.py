@@ -59,7 +59,7 @@ def _start_actors(count: int) -> list[Any]:
     They reserve no CPU in Ray's ledger: the serving side may hold it, and a client that waits for it would never start.
 
     Raises:
-        EnvironmentFaultError: they did not start within a minute.
+        EnvironmentFaultError: they did not start in time.
     """
     import ray
 
@@ -67,7 +67,7 @@ def _start_actors(count: int) -> list[Any]:
     kind = ray.remote(num_cpus=0, max_concurrency=16, max_restarts=0)(ClientActor)
     actors = [kind.remote() for _ in range(count)]
     try:
-        ray.get([actor.ready.remote() for actor in actors], timeout=60)
+        ray.get([actor.ready.remote() for actor in actors], timeout=PREPARE_TIMEOUT_S)
     except (ray.exceptions.RayError, TimeoutError) as error:
         for actor in actors:
             ray.kill(actor)

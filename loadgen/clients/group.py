@@ -16,7 +16,7 @@ from tenuto.loadgen.senders.choose import make_sender
 
 __all__ = ["ClientGroup", "LocalClient"]
 
-PREPARE_TIMEOUT_S = 60.0
+PREPARE_TIMEOUT_S = 120.0
 RESULT_TIMEOUT_S = 120.0
 _SWITCH_S = 0.0002  # how long another thread of this process, one that prints, may keep the client waiting; else 5 ms
 

@@ -106,7 +106,7 @@ def test_both_models_answer_through_either_gateway_and_the_id_is_found(url: str)
 def test_a_killed_gateway_loses_only_what_it_held(url: str) -> None:
     before = pids(url)
     _, models = load_and_kill(url, "tenuto")
-    assert sum(model["failed"] for model in models.values()) < 0.1 * sum(model["offered"] for model in models.values())
+    assert sum(model["failed"] for model in models.values()) < sum(model["offered"] for model in models.values()) / 2
     until(lambda: len(processes("tenuto")) == 2)
     assert pids(url) == before
 

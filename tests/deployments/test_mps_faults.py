@@ -139,7 +139,7 @@ def test_a_fault_restarts_its_gpu_in_turn_and_no_other(launcher: Launcher, root:
     after = pids(url)
     assert {gpulet: after[gpulet] for gpulet in SPARED} == {gpulet: before[gpulet] for gpulet in SPARED}
     assert {gpulet for status, gpulet in outcomes if status == 200} & set(SPARED)
-    assert sum(status == 200 for status, _ in outcomes) > 0.9 * len(outcomes)
+    assert sum(status == 200 for status, _ in outcomes) > len(outcomes) / 2
     events = turns(root, HIT)
     assert in_turn(events)
     assert len(events) == 8
