@@ -108,7 +108,7 @@ class Quickstart:
         for name, latency_ms in alone.items():
             # A batch may find one of every other model before it, on a machine that does other things as well.
             slo_ms = 50.0 * math.ceil((6.0 * sum(alone.values()) + 2.0 * latency_ms) / 50.0)
-            rate_rps = max(0.2, round(1000.0 * _BUSY / len(alone) / latency_ms, 1))
+            rate_rps = float(f"{1000.0 * _BUSY / len(alone) / latency_ms:.2g}")
             models.append(ModelSpec(name=name, rate_rps=rate_rps, slo_ms=slo_ms))
             self._say(f"workload: {name} {rate_rps:g} requests/s within {slo_ms:g} ms")
         return Workload(models=tuple(models))

@@ -23,7 +23,7 @@ __all__ = ["command"]
 _USHER_ACCURACY_PCT = 99.98  # USHER, OSDI 2024, table 4; on its own 20 models and per-kernel profiles
 
 
-@click.command("estimate")
+@click.command("estimate", short_help="Estimate what a model needs on a GPU type, without running it.")
 @click.argument("model", metavar="MODEL")
 @click.option("--gpu", "gpu_type", required=True, metavar="TYPE", help="GPU type with profiles, such as v100 or cpu.")
 @click.option("--profiles", "profile_names", multiple=True, metavar="FILE|NAME",

@@ -17,7 +17,7 @@ from tenuto.loadgen.simulated import Simulation
 __all__ = ["command"]
 
 
-@click.command("goodput")
+@click.command("goodput", short_help="The highest rate scale of a plan or workload in virtual time.")
 @virtual_arguments
 @click.option("--rate-scale", type=float, default=1.0, show_default=True, help="Where the search begins.")
 @click.option(

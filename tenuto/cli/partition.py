@@ -27,7 +27,7 @@ from tenuto.profiles import Profiles
 __all__ = ["command"]
 
 
-@click.command("partition")
+@click.command("partition", short_help="Split models into sub-clusters with a dispatcher each.")
 @click.argument("source", metavar="WORKLOAD")
 @cluster_arguments
 @click.option("--subclusters", type=int, required=True, metavar="K", help="Number of sub-clusters.")

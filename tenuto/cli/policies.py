@@ -11,7 +11,7 @@ from tenuto.placement import policy_names
 __all__ = ["command"]
 
 
-@click.command("policies")
+@click.command("policies", short_help="List the placement policies.")
 @click.option("--json", "as_json", is_flag=True, help="Print as JSON.")
 def command(as_json: bool) -> None:
     """List the placement policies with what they do and where they come from.

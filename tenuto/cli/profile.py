@@ -27,7 +27,7 @@ from tenuto.profiles.profile import ModelProfile, Profile, ProfilePoint
 __all__ = ["command"]
 
 
-@click.command("profile")
+@click.command("profile", short_help="Measure what models cost on this machine: latency and memory by batch and share.")
 @click.argument("models", nargs=-1, required=True, metavar="MODEL…")
 @click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True,
               help="Where to measure; auto is CUDA where there is one.")

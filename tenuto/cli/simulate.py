@@ -27,7 +27,7 @@ __all__ = ["command"]
 PROGRESS_S = 5.0  # between two lines of progress
 
 
-@click.command("simulate")
+@click.command("simulate", short_help="Run a plan or a workload in virtual time.")
 @virtual_arguments
 @click.option("--rate-scale", type=float, default=1.0, show_default=True, help="Multiply every rate by this.")
 @click.option("-o", "--output", "folder", metavar="DIR", help="Folder for report.html, result.json, requests.parquet.")
