@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from tenuto.profiles.networks.cpu_share import calm_openmp
 from tests.instruments.local_ray import LocalRay
 
 if TYPE_CHECKING:
@@ -24,6 +25,7 @@ os.environ.pop("RAY_AUTH_TOKEN_PATH", None)
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ.setdefault("RAY_worker_niceness", "0")
 os.environ.setdefault("RAY_DISABLE_IMPORT_WARNING", "1")
+calm_openmp(os.environ)  # several processes with torch on few cores
 
 # A shell starts what it puts into the background deaf to Ctrl-C, and children inherit that: tests that interrupt a
 # process would wait in vain.
