@@ -29,7 +29,7 @@ def ran() -> Ran:
     found = {}
     for name in REPRODUCED:
         (experiment,) = find_experiments((name,))
-        cases: list[Case] = experiment.cases(Settings(policies=THESIS_POLICIES, quick=True, duration_s=2.0))
+        cases: list[Case] = experiment.cases(Settings(policies=THESIS_POLICIES, quick=True))
         results = Results([run_case(case) for case in cases])
         found[name] = (results, experiment.check(results))
     return found

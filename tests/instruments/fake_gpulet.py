@@ -170,7 +170,7 @@ class FakeGpulet:
 
 
 def make_plan(
-    *gpulets: tuple[str, tuple[str, ...]], slo_ms: float = 2000.0, batch_size: int = 1, models: tuple[str, ...] = ()
+    *gpulets: tuple[str, tuple[str, ...]], slo_ms: float = 20_000.0, batch_size: int = 1, models: tuple[str, ...] = ()
 ) -> Plan:
     """A plan over fake gpu-lets, each (id, models); l(b) = b + 1 ms."""
     names = models or tuple(dict.fromkeys(name for _, hosted in gpulets for name in hosted))

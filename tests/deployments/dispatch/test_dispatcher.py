@@ -19,6 +19,7 @@ from tenuto.outcome import Outcome
 from tenuto.placement import Plan
 from tests.instruments.asking import X, answer, outputs, submit, until
 from tests.instruments.fake_gpulet import FakeGpulet, finder, make_plan
+from tests.instruments.live import PATIENCE_S
 
 Start = Callable[..., Awaitable[Dispatcher]]
 
@@ -77,7 +78,7 @@ async def test_a_full_queue_rejects_with_a_time_to_retry(start: Start) -> None:
     gpulet = FakeGpulet("a", ("m",), hold=True)
     dispatcher = await start(make_plan(("a", ("m",))), gpulet, max_queued=2)
     futures = [submit(dispatcher, "m", X)]
-    await asyncio.wait_for(gpulet.arrived.wait(), 5)
+    await asyncio.wait_for(gpulet.arrived.wait(), PATIENCE_S)
     futures += [submit(dispatcher, "m", X) for _ in range(3)]
     last = await answer(futures[-1])
     assert last.outcome is Outcome.REJECTED
@@ -91,7 +92,7 @@ async def test_a_client_that_goes_away_frees_its_place(start: Start) -> None:
     gpulet = FakeGpulet("a", ("m",), hold=True)
     dispatcher = await start(make_plan(("a", ("m",))), gpulet)
     running = submit(dispatcher, "m", X)
-    await asyncio.wait_for(gpulet.arrived.wait(), 5)
+    await asyncio.wait_for(gpulet.arrived.wait(), PATIENCE_S)
     waiting = [submit(dispatcher, "m", X) for _ in range(3)]
     waiting[0].cancel()
     waiting[2].cancel()
@@ -108,7 +109,7 @@ async def test_a_dead_gpulets_batch_is_retried_elsewhere(start: Start) -> None:
     first, second = FakeGpulet("a", ("m",), hold=True), FakeGpulet("b", ("m",))
     dispatcher = await start(make_plan(("a", ("m",)), ("b", ("m",))), first, second)
     future = submit(dispatcher, "m", X)
-    await asyncio.wait_for(first.arrived.wait(), 5)
+    await asyncio.wait_for(first.arrived.wait(), PATIENCE_S)
     first.die()
     found = await answer(future)
     assert (found.outcome, found.gpulet) == (Outcome.OK, "b")
@@ -118,9 +119,9 @@ async def test_a_batch_is_retried_once_only_and_the_error_names_the_gpulet(start
     first, second = FakeGpulet("a", ("m",), hold=True), FakeGpulet("b", ("m",), hold=True)
     dispatcher = await start(make_plan(("a", ("m",)), ("b", ("m",))), first, second)
     future = submit(dispatcher, "m", X)
-    await asyncio.wait_for(first.arrived.wait(), 5)
+    await asyncio.wait_for(first.arrived.wait(), PATIENCE_S)
     first.die()
-    await asyncio.wait_for(second.arrived.wait(), 5)
+    await asyncio.wait_for(second.arrived.wait(), PATIENCE_S)
     second.die()
     found = await answer(future)
     assert found.outcome is Outcome.FAILED
@@ -162,7 +163,7 @@ async def test_a_new_plan_keeps_connections_and_waiting_requests(start: Start) -
     gpulet = FakeGpulet("a", ("m", "n"), hold=True)
     dispatcher = await start(make_plan(("a", ("m", "n"))), gpulet)
     running = submit(dispatcher, "m", X)
-    await asyncio.wait_for(gpulet.arrived.wait(), 5)
+    await asyncio.wait_for(gpulet.arrived.wait(), PATIENCE_S)
     kept, gone = submit(dispatcher, "n", X), submit(dispatcher, "m", X)
     dispatcher.apply(make_plan(("a", ("n",)), models=("n",)))
     assert (await answer(gone)).outcome is Outcome.FAILED
@@ -227,7 +228,7 @@ async def test_a_gpulet_that_closes_gets_no_more_batches_and_its_own_are_run_els
     first, second = FakeGpulet("a", ("m",), hold=True), FakeGpulet("b", ("m",))
     dispatcher = await start(make_plan(("a", ("m",)), ("b", ("m",)), slo_ms=60_000.0), first, second)
     under_way = submit(dispatcher, "m", X)
-    await asyncio.wait_for(first.arrived.wait(), 5)
+    await asyncio.wait_for(first.arrived.wait(), PATIENCE_S)
     first.error, first.may_retry = "the CUDA context is lost", True
     first.close_down()
     first.release()
@@ -286,7 +287,7 @@ async def test_shared_memory_is_held_while_a_batch_may_read_it(start: Start) -> 
     slot.data[:] = X[0]
     part = InputPart(slot.data, "", slot.arena, slot.offset)
     asked = ask(dispatcher, "m", [part], memory=slot)
-    await asyncio.wait_for(near.arrived.wait(), 5)
+    await asyncio.wait_for(near.arrived.wait(), PATIENCE_S)
     assert near.bodies == [0]  # where the bytes lie is all that was sent
     slot.release()
     asked.cancel()

@@ -26,6 +26,7 @@ from tenuto.profiles import LatencyTable
 from tenuto.profiles.networks.catalogue import ModelSignature
 from tests.instruments.asking import outputs, submit, until
 from tests.instruments.fake_gpulet import FakeGpulet, finder
+from tests.instruments.live import PATIENCE_S
 
 # Two models whose inputs and outputs differ in number, type and size.
 RAW: dict[str, Any] = {
@@ -116,7 +117,7 @@ async def test_a_joint_batch_answers_every_request_with_its_own_models_outputs(s
     dispatcher = await start(make_plan(merged=True), gpulet)
     asked = [("b", 1.0), ("a", 2.0), ("b", 3.0), ("a", 4.0), ("a", 5.0), ("b", 6.0), ("b", 8.0), ("b", 9.0)]
     futures = [submit(dispatcher, model, request(model, value)) for model, value in asked]
-    answers = [await asyncio.wait_for(future, 5) for future in futures]
+    answers = [await asyncio.wait_for(future, PATIENCE_S) for future in futures]
     assert [ok(answer) for answer in answers] == [expected(*each) for each in asked]
     assert [answer.batch_size for answer in answers] == [8] * 8  # full, with more of b than b was planned for
     assert gpulet.messages[0].members == [("a", 3), ("b", 5)]
@@ -140,16 +141,16 @@ async def test_members_keep_their_own_deadlines_and_queues_in_the_status(start: 
     gpulet = MergedGpulet("g", ("a+b",), hold=True)
     dispatcher = await start(make_plan(merged=True, batch_size=2, slo_ms=60_000.0), gpulet)
     gone = submit(dispatcher, "b", request("b", 4.0), 0.0)
-    assert (await asyncio.wait_for(gone, 5)).outcome is Outcome.EXPIRED
+    assert (await asyncio.wait_for(gone, PATIENCE_S)).outcome is Outcome.EXPIRED
     futures = [submit(dispatcher, "a", request("a", 1.0)), submit(dispatcher, "a", request("a", 2.0))]
     assert dispatcher.queue_lengths() == {"a": 2, "b": 0}
     first = submit(dispatcher, "b", request("b", 3.0))
     assert dispatcher.queue_lengths() == {"a": 2, "b": 1}
     last = submit(dispatcher, "b", request("b", 5.0))  # fills the batch
-    await asyncio.wait_for(gpulet.arrived.wait(), 5)
+    await asyncio.wait_for(gpulet.arrived.wait(), PATIENCE_S)
     gpulet.release()
-    assert ok(await asyncio.wait_for(last, 5)) == expected("b", 5.0)
-    await asyncio.wait_for(asyncio.gather(first, *futures), 5)
+    assert ok(await asyncio.wait_for(last, PATIENCE_S)) == expected("b", 5.0)
+    await asyncio.wait_for(asyncio.gather(first, *futures), PATIENCE_S)
     assert dispatcher.accounts.counters["b"].expired == 1
     assert dispatcher.queue_lengths() == {"a": 0, "b": 0}
 
@@ -158,13 +159,13 @@ async def test_a_new_plan_without_the_group_moves_waiting_requests_and_answers_r
     gpulet = MergedGpulet("g", ("a+b",), hold=True)
     dispatcher = await start(make_plan(merged=True, batch_size=1, slo_ms=60_000.0), gpulet)
     running = [submit(dispatcher, model, request(model, float(v))) for v, model in enumerate("ab")]
-    await asyncio.wait_for(gpulet.arrived.wait(), 5)
+    await asyncio.wait_for(gpulet.arrived.wait(), PATIENCE_S)
     waiting = [submit(dispatcher, model, request(model, float(v))) for v, model in enumerate("ab", 10)]
     dispatcher.apply(make_plan(merged=False, batch_size=1, slo_ms=60_000.0))
     gpulet.load("a", "b")
     gpulet.hold = False
     gpulet.release()
-    answers = [await asyncio.wait_for(future, 5) for future in (*running, *waiting)]
+    answers = [await asyncio.wait_for(future, PATIENCE_S) for future in (*running, *waiting)]
     assert [ok(answer) for answer in answers] == [
         expected("a", 0.0), expected("b", 1.0), expected("a", 10.0), expected("b", 11.0)
     ]  # fmt: skip
@@ -183,11 +184,11 @@ async def test_a_member_that_leaves_the_plan_fails_and_the_other_goes_on(start: 
     data["models"] = data["models"][1:]
     data["gpulets"][0]["models"] = data["gpulets"][0]["models"][1:]
     dispatcher.apply(Plan.from_data(data))
-    answer = await asyncio.wait_for(left, 5)
+    answer = await asyncio.wait_for(left, PATIENCE_S)
     assert (answer.outcome, "removed from the plan" in answer.reason) == (Outcome.FAILED, True)
     assert not dispatcher.is_ready()  # it still holds a+b
     gpulet.load("b")
-    assert ok(await asyncio.wait_for(stays, 5)) == expected("b", 2.0)
+    assert ok(await asyncio.wait_for(stays, PATIENCE_S)) == expected("b", 2.0)
 
 
 async def test_a_gpulet_is_used_once_it_holds_the_merged_program(start: Start) -> None:
@@ -205,10 +206,10 @@ async def test_an_error_of_a_joint_batch_fails_all_its_requests(start: Start) ->
     gpulet = MergedGpulet("g", ("a+b",), hold=True)
     dispatcher = await start(make_plan(merged=True, batch_size=1), gpulet)
     futures = [submit(dispatcher, model, request(model, 1.0)) for model in "ab"]
-    await asyncio.wait_for(gpulet.arrived.wait(), 5)
+    await asyncio.wait_for(gpulet.arrived.wait(), PATIENCE_S)
     gpulet.error = "broken"
     gpulet.release()
-    answers = [await asyncio.wait_for(future, 5) for future in futures]
+    answers = [await asyncio.wait_for(future, PATIENCE_S) for future in futures]
     assert [(a.outcome, a.reason) for a in answers] == [(Outcome.FAILED, "broken")] * 2
     assert [dispatcher.accounts.counters[n].failed for n in "ab"] == [1, 1]
 
@@ -226,7 +227,7 @@ async def test_a_real_gpulet_emulates_a_group_as_the_serve_config_tells_it() -> 
         dispatcher.apply(plan)
         await until(dispatcher.is_ready)
         futures = [submit(dispatcher, model, request(model, 1.0)) for model in "ab"]
-        first, second = [await asyncio.wait_for(future, 5) for future in futures]
+        first, second = [await asyncio.wait_for(future, PATIENCE_S) for future in futures]
         assert ok(first) == {"y": [0.0, 0.0]}
         assert ok(second) == {"s": [0.0], "z": [0.0, 0.0, 0.0]}
         assert (first.batch_size, first.emulated, first.gpulet) == (2, True, "g")

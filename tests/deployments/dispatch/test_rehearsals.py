@@ -9,7 +9,8 @@ import pytest
 
 from tenuto.batching.core.scheduler import Rehearse
 from tenuto.deployments.dispatch.rehearsals import RehearsalProcess, Rehearsals
-from tests.instruments.asking import PATIENCE_S, until
+from tests.instruments.asking import until
+from tests.instruments.live import PATIENCE_S
 
 
 @dataclass

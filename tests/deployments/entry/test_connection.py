@@ -12,7 +12,8 @@ from tenuto.deployments.entry import connection as connection_module
 from tenuto.deployments.entry.connection import ArrivalClock, HttpExchange, HttpServer, Limits
 from tenuto.deployments.entry.http import HttpError
 from tenuto.deployments.wire.arena import Arena
-from tests.instruments.asking import PATIENCE_S, until
+from tests.instruments.asking import until
+from tests.instruments.live import PATIENCE_S
 
 LARGE = 300_000  # received into shared memory
 ARENA = 1 << 20

@@ -19,8 +19,9 @@ from tenuto.deployments.serve.launcher import unused_port
 from tenuto.deployments.serve.user_config import read_gateway_config
 from tenuto.errors import EnvironmentFaultError
 from tenuto.placement import Plan
-from tests.instruments.asking import PATIENCE_S, X, until
+from tests.instruments.asking import X, until
 from tests.instruments.fake_gpulet import FakeGpulet, finder, make_plan
+from tests.instruments.live import PATIENCE_S
 
 TENSOR = {"name": "x", "shape": [1, 2], "datatype": "FP32", "data": [1, 2]}
 

@@ -12,6 +12,7 @@ from tenuto.errors import EnvironmentFaultError, InvalidInputError, UnavailableE
 from tenuto.outcome import Outcome
 from tests.deployments.entry.test_remote import Start, start
 from tests.instruments.fake_gpulet import FakeGpulet, make_plan
+from tests.instruments.live import PATIENCE_S
 
 __all__ = ["start"]  # the fixture
 
@@ -91,7 +92,7 @@ async def test_large_inputs_travel_by_shared_memory(start: Start) -> None:
     size = 1 << 16
     for _ in range(4):  # a full batch, which leaves at once
         handle.submit("m", [bytes(size)], 60_000.0)
-    await asyncio.wait_for(gpulet.arrived.wait(), 60)
+    await asyncio.wait_for(gpulet.arrived.wait(), PATIENCE_S)
     assert gpulet.bodies == [0]
     assert [place.length for place in gpulet.messages[0].places] == [size] * 4
     await handle.close()

@@ -26,6 +26,7 @@ from tenuto.outcome import Outcome
 from tenuto.placement import Plan
 from tests.instruments.asking import X, answer, submit, until
 from tests.instruments.fake_gpulet import FakeGpulet, finder, make_plan
+from tests.instruments.live import PATIENCE_S
 
 
 def _deferred(plan: Plan, network: NetworkDelay) -> Scheduler:
@@ -139,7 +140,7 @@ async def test_deadlines_rejections_and_errors_come_back(start: Start) -> None:
     gateway = await cluster.gateway()
     assert (await answer(submit(gateway, "m", X, -5.0))).outcome is Outcome.EXPIRED
     running = submit(gateway, "m", X)
-    await asyncio.wait_for(gpulet.arrived.wait(), 5)
+    await asyncio.wait_for(gpulet.arrived.wait(), PATIENCE_S)
     waiting, rejected = submit(gateway, "m", X), submit(gateway, "m", X)
     found = await answer(rejected)
     assert found.outcome is Outcome.REJECTED
@@ -157,7 +158,7 @@ async def test_a_cancelled_request_frees_its_place(start: Start) -> None:
     cluster = await start(make_plan(("a", ("m",)), slo_ms=20_000.0), gpulet)
     gateway = await cluster.gateway()
     running = submit(gateway, "m", X)
-    await asyncio.wait_for(gpulet.arrived.wait(), 5)
+    await asyncio.wait_for(gpulet.arrived.wait(), PATIENCE_S)
     waiting = [submit(gateway, "m", X) for _ in range(4)]
     assert cluster.server is not None
     counters = cluster.server.dispatcher.accounts.counters["m"]
@@ -175,7 +176,7 @@ async def test_a_dead_gateway_frees_its_places_and_the_other_goes_on(start: Star
     cluster = await start(make_plan(("a", ("m",)), slo_ms=20_000.0), gpulet)
     first, second = await cluster.gateway(), await cluster.gateway()
     running = submit(second, "m", X)
-    await asyncio.wait_for(gpulet.arrived.wait(), 5)
+    await asyncio.wait_for(gpulet.arrived.wait(), PATIENCE_S)
     lost = [submit(first, "m", X) for _ in range(5)]
     kept = submit(second, "m", X)
     assert cluster.server is not None
@@ -195,7 +196,7 @@ async def test_a_dead_dispatcher_fails_what_it_held_at_once_and_is_found_again(s
     cluster = await start(make_plan(("a", ("m",))), gpulet)
     gateway = await cluster.gateway()
     held = [submit(gateway, "m", X) for _ in range(4)]
-    await asyncio.wait_for(gpulet.arrived.wait(), 5)
+    await asyncio.wait_for(gpulet.arrived.wait(), PATIENCE_S)
     await cluster.kill()
     for future in held:
         found = await answer(future)
@@ -215,7 +216,7 @@ async def test_a_closing_dispatcher_answers_what_it_holds_first(start: Start) ->
     cluster = await start(make_plan(("a", ("m",))), gpulet)
     gateway = await cluster.gateway()
     running, waiting = submit(gateway, "m", X), submit(gateway, "m", X)
-    await asyncio.wait_for(gpulet.arrived.wait(), 5)
+    await asyncio.wait_for(gpulet.arrived.wait(), PATIENCE_S)
     assert cluster.server is not None
     closing = asyncio.create_task(cluster.server.close(drain_s=5.0))
     await asyncio.sleep(0)
@@ -265,7 +266,7 @@ async def test_memory_is_held_until_the_dispatcher_says_that_nobody_reads_it(sta
         return request
 
     running = asked()
-    await asyncio.wait_for(gpulet.arrived.wait(), 60)
+    await asyncio.wait_for(gpulet.arrived.wait(), PATIENCE_S)
     waiting, unsent = asked(), asked()
     gateway.cancel(unsent)
     assert cluster.server is not None
