@@ -30,7 +30,9 @@ Compute = Callable[[Rehearsal], Awaitable[Any]]
 class RehearsalProcess:
     """A process of the lowest priority that runs one rehearsal after the other; started with the first."""
 
-    def __init__(self) -> None:
+    def __init__(self, longest_s: float = _LONGEST_S) -> None:
+        """`longest_s`: what takes longer is given up."""
+        self._longest_s = longest_s
         self._process: subprocess.Popen[bytes] | None = None
 
     async def run(self, job: Rehearsal) -> Any:
@@ -42,7 +44,7 @@ class RehearsalProcess:
             TimeoutError: it took too long, and was ended.
         """
         try:
-            async with asyncio.timeout(_LONGEST_S):
+            async with asyncio.timeout(self._longest_s):
                 return await asyncio.get_running_loop().run_in_executor(None, self._run, pickle.dumps(job))
         except BaseException:
             self.close()  # half an answer may still come

@@ -27,12 +27,11 @@ class Where:
 
 
 async def test_rehearsals_share_a_process_and_survive_its_end() -> None:
-    process = RehearsalProcess()
-    async with asyncio.timeout(PATIENCE_S):
-        (one, first), (two, second) = [await process.run(Where(n)) for n in (1, 2)]
-        with pytest.raises(EOFError):
-            await process.run(Where(3, ends=True))
-        four, third = await process.run(Where(4))
+    process = RehearsalProcess(PATIENCE_S)
+    (one, first), (two, second) = [await process.run(Where(n)) for n in (1, 2)]
+    with pytest.raises(EOFError):
+        await process.run(Where(3, ends=True))
+    four, third = await process.run(Where(4))
     process.close()
     assert (one, two, four) == (1, 2, 4)
     assert first == second != os.getpid()
