@@ -159,8 +159,8 @@ def _reason(error: InvalidInputError) -> str:
 
 
 def _run(case: Case, plan: Plan, scheduler_name: str) -> dict[str, Any]:
-    setup = from_plan(plan, network_of(case.models), check_slos=False)
-    scheduler = make_scheduler(scheduler_name, setup)
+    system = from_plan(plan, network_of(case.models), check_slos=False)
+    scheduler = make_scheduler(scheduler_name, system)
     _plan_with_means(scheduler, plan)
     schedule = make_schedule(plan.models, case.duration_s, case.seed, case.sent_share)
     result = simulate(
