@@ -1,24 +1,37 @@
-"""What a dispatcher counts and remembers of requests and batches: counts per model, the last ended requests, and what
-the autoscale advice is made of."""
+"""What a dispatcher counts and remembers of requests and batches: counts and histograms per model, the last ended
+requests, what happened to gpu-lets and plans, and what the autoscale advice is made of."""
 
 from __future__ import annotations
 
+import time
 from collections import defaultdict, deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 from tenuto.deployments.dispatch.advice import LiveAdvice
+from tenuto.deployments.dispatch.histogram import BATCH_SIZES, Histogram, buckets_around
 from tenuto.deployments.dispatch.in_flight import Batch, Request
 from tenuto.deployments.dispatch.request_log import RequestLog
 from tenuto.deployments.wire.answers import Executed, Refused
 from tenuto.outcome import Outcome
 
-__all__ = ["Accounts", "ModelCounters"]
+__all__ = ["Accounts", "EventLog", "ModelCounters"]
+
+_KEPT_EVENTS = 256
+
+
+def _no_times() -> Histogram:
+    return Histogram(())
 
 
 @dataclass
 class ModelCounters:
-    """Counts since the dispatcher started; `batches` and `batched` give the mean batch size."""
+    """Counts since the dispatcher started; `batches` and `batched` give the mean batch size.
+
+    The histograms are of executed requests, in seconds: `latency_s` from arrival to answer, `batching_s` the wait for a
+    batch, `gpulet_queue_s` the wait at the gpu-let. Their buckets lie around the SLO; they start anew when it changes.
+    """
 
     submitted: int = 0
     ok: int = 0
@@ -29,7 +42,20 @@ class ModelCounters:
     cancelled: int = 0
     batches: int = 0
     batched: int = 0
+    failed_ms: float = 0.0  # from arrival to the refusal, summed over refused requests
+    last_s: float = 0.0  # wall clock of the last answer
     execution_ms: deque[float] = field(default_factory=lambda: deque(maxlen=512))
+    latency_s: Histogram = field(default_factory=_no_times)
+    batching_s: Histogram = field(default_factory=_no_times)
+    gpulet_queue_s: Histogram = field(default_factory=_no_times)
+    execution_s: Histogram = field(default_factory=_no_times)
+    batch_sizes: Histogram = field(default_factory=lambda: Histogram(BATCH_SIZES))
+
+    def follow(self, slo_ms: float) -> None:
+        """From now on this is the SLO."""
+        bounds = buckets_around(slo_ms)
+        if bounds != self.latency_s.bounds:
+            self.latency_s, self.batching_s, self.gpulet_queue_s, self.execution_s = (Histogram(bounds) for _ in "1234")
 
     def to_data(self) -> dict[str, Any]:
         """Return plain data for the status."""
@@ -46,7 +72,30 @@ class ModelCounters:
             "batched": self.batched,
             "mean_batch": self.batched / self.batches if self.batches else None,
             "execution_p50_ms": executions[len(executions) // 2] if executions else None,
+            "failed_ms": self.failed_ms,
+            "last_ms": round(self.last_s * 1000.0),
+            "latency_s": self.latency_s.to_data(),
+            "batching_s": self.batching_s.to_data(),
+            "gpulet_queue_s": self.gpulet_queue_s.to_data(),
+            "execution_s": self.execution_s.to_data(),
+            "batch_sizes": self.batch_sizes.to_data(),
         }
+
+
+class EventLog:
+    """The last things that happened to gpu-lets and plans, for operators."""
+
+    def __init__(self, wall_clock: Callable[[], float] = time.time) -> None:
+        self._wall_clock = wall_clock
+        self._events: deque[dict[str, Any]] = deque(maxlen=_KEPT_EVENTS)
+
+    def add(self, what: str, why: str) -> None:
+        """Note an event: what happened, to whom and why."""
+        self._events.appendleft({"at_s": self._wall_clock(), "what": what, "why": why})
+
+    def to_data(self) -> list[dict[str, Any]]:
+        """Return the events, newest first; `at_s` is Unix time."""
+        return list(self._events)
 
 
 class Accounts:
@@ -56,6 +105,7 @@ class Accounts:
         self.counters: defaultdict[str, ModelCounters] = defaultdict(ModelCounters)
         self.ended = RequestLog()
         self.advice = LiveAdvice()
+        self.events = EventLog()
 
     def executed(self, requests: list[Request], executed: Executed, now_ms: float) -> None:
         """Count and remember requests of one model that are answered now; after its deadline an answer is `late`."""
@@ -63,13 +113,22 @@ class Accounts:
         good = sum([now_ms <= request.deadline_ms for request in requests])
         counters.ok += good
         counters.late += len(requests) - good
+        counters.last_s = time.time()
         counters.execution_ms.append(executed.execution_ms)
+        count = len(requests)
+        counters.execution_s.add(executed.execution_ms / 1000.0, count)
+        counters.gpulet_queue_s.add(executed.gpulet_queue_ms / 1000.0, count)
+        latency_s, batching_s, sent_ms = counters.latency_s, counters.batching_s, executed.sent_ms
+        for request in requests:
+            latency_s.add((now_ms - request.arrived_ms) / 1000.0)
+            batching_s.add((sent_ms - request.arrived_ms) / 1000.0)
         self.advice.ended(good=good, bad=len(requests) - good)
         self.ended.add_executed(requests, executed, now_ms)
 
     def refused(self, request: Request, refused: Refused, now_ms: float) -> None:
         """Count and remember a request that is refused now."""
         counters = self.counters[request.name]
+        counters.failed_ms += max(0.0, now_ms - request.arrived_ms)
         if refused.outcome is Outcome.EXPIRED:
             counters.expired += 1
         elif refused.outcome is Outcome.REJECTED:
@@ -85,3 +144,4 @@ class Accounts:
             counters = self.counters[model]
             counters.batches += 1
             counters.batched += rows
+            counters.batch_sizes.add(rows)

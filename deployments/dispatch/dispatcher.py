@@ -109,6 +109,7 @@ class Dispatcher:
         self._numbers = itertools.count()
         self._fleet = Fleet(find_gpulet, self, make_link)
         self._plan: Plan | None = None
+        self._plan_data: dict[str, Any] | None = None
         self._scheduler: Scheduler = EagerScheduler(System((), ()))  # of no models, until there is a plan
         self._generation = 0
         self._asked: dict[str, _Asked] = {}
@@ -138,7 +139,13 @@ class Dispatcher:
         scheduler = self._build_scheduler(plan, self._budget())
         scheduler.drain()
         self._plan = plan
+        self._plan_data = plan.to_data()
         self._generation += 1
+        self.accounts.events.add(
+            "plan applied", f"{len(plan.models)} models on {len(plan.gpulets)} gpu-lets, policy {plan.policy.name}"
+        )
+        for spec in plan.models:
+            self.accounts.counters[spec.name].follow(spec.slo_ms)
         self._scheduler = scheduler
         alone_ms = _alone_ms(scheduler.system)
         self._asked = {
@@ -396,6 +403,7 @@ class Dispatcher:
         """A gpu-let is connected."""
         gpulet = self._fleet.behind(link)
         gpulet.failures = 0
+        self.accounts.events.add("gpu-let connected", gpulet.id)
         self.state_changed(link)
 
     def state_changed(self, link: GpuletLink) -> None:
@@ -409,6 +417,8 @@ class Dispatcher:
         """A gpu-let is gone, and what ran there with it."""
         gpulet = self._fleet.behind(link)
         now = self._time.now_ms
+        gpulet.lost += 1
+        self.accounts.events.add("gpu-let lost", f"{gpulet.id}: {reason}")
         lost = gpulet.lose()
         if gpulet.index is not None:
             self._early.lost(gpulet.index)
@@ -436,6 +446,8 @@ class Dispatcher:
             return  # preempted
         now = self._time.now_ms
         gpulet.failures = 0
+        gpulet.batches += 1
+        gpulet.busy_ms += ran.execution_ms
         if gpulet.index is not None:
             was_told = self._early.answered(gpulet.index, batch, ran.execution_ms)
             if batch.generation == self._generation:
@@ -475,6 +487,7 @@ class Dispatcher:
         else:
             self.way.record_way((now - batch.sent_ms - ran.execution_ms - ran.queue_ms - copies_ms) / 2.0)
         planned = self._scheduler.system.gpulets[gpulet.index].hosts[batch.program].planned_ms()[batch.size]
+        gpulet.predicted_ms += planned
         ratio = (ran.execution_ms + _NOISE_MS) / (planned + _NOISE_MS)
         factor = self._correction.record(batch.program, gpulet.index, ratio, self._clock())
         if factor is not None:
@@ -525,6 +538,7 @@ class Dispatcher:
             gpulet.is_used = False
             self._scheduler.gpulet_lost(now, gpulet.index)
         gpulet.is_resting = True
+        self.accounts.events.add("gpu-let rests", f"{gpulet.id}: a batch failed there")
         self._on_change()
         asyncio.get_running_loop().call_later(gpulet.rest_s(), self._rested, gpulet)
 
@@ -538,6 +552,7 @@ class Dispatcher:
         """Send nothing more there; what it has begun it answers."""
         logger.warning("gpu-let %s closes: %s", gpulet.id, message.reason)
         gpulet.is_closing = True
+        self.accounts.events.add("gpu-let closes", f"{gpulet.id}: {message.reason}")
         now = self._time.now_ms
         if gpulet.is_used and gpulet.index is not None:
             gpulet.is_used = False
@@ -575,12 +590,14 @@ class Dispatcher:
         delay = self.way.told
         return dispatcher_status(
             self._plan,
+            self._plan_data,
             counters=self.accounts.counters,
             queued=self.queue_lengths(),
             gpulets=self.gpulets(),
             delay=NetworkDelay(delay.ctrl_ms, delay.data_ms_per_request, self._told_reserve_ms),
             advice=self.accounts.advice.to_data(self._clock()),
             scheduler=self._scheduler.status(),
+            events=self.accounts.events.to_data(),
         )
 
     async def report(self, what: str, *, id: str | None = None, limit: int = 100) -> Any:

@@ -51,6 +51,10 @@ class AttachedGpulet:
     is_closing: bool = False  # it said that it runs no more batches
     is_resting: bool = False  # it failed a batch a moment ago
     failures: int = 0  # one after the other
+    busy_ms: float = 0.0  # what its batches took
+    predicted_ms: float = 0.0  # what the plan says that they take
+    batches: int = 0
+    lost: int = 0  # times that its connection ended
 
     @property
     def can_be_used(self) -> bool:
@@ -179,12 +183,19 @@ class Fleet:
 
     def descriptions(self) -> list[dict[str, Any]]:
         """Return what every gpu-let said it is and holds, for the status, and whether it is up."""
+        plan = self._plan
         found = []
         for gpulet in self._gpulets:
             state = gpulet.link.state
-            found.append(
-                {"id": gpulet.id, "up": gpulet.link.is_up, **({} if state is None else state.to_status())}
-            )
+            planned = plan.gpulets[gpulet.index] if plan is not None and gpulet.index is not None else None
+            found.append({
+                "id": gpulet.id, "up": gpulet.link.is_up,
+                "gpu": planned.gpu if planned else "", "share_pct": planned.share_pct if planned else None,
+                **({} if state is None else state.to_status()),
+                "busy_s": gpulet.busy_ms / 1000.0, "predicted_s": gpulet.predicted_ms / 1000.0,
+                "batches": gpulet.batches, "lost": gpulet.lost,
+                "running": [{"program": b.name, "batch_size": b.size} for b in gpulet.running.values()],
+            })  # fmt: skip
         return found
 
     # --- what runs ----------------------------------------------------------------------------------------------

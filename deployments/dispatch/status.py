@@ -14,6 +14,7 @@ __all__ = ["dispatcher_status"]
 
 def dispatcher_status(
     plan: Plan | None,
+    plan_data: Mapping[str, Any] | None,
     *,
     counters: Mapping[str, ModelCounters],
     queued: Mapping[str, int],
@@ -21,20 +22,28 @@ def dispatcher_status(
     delay: NetworkDelay,
     advice: Mapping[str, Any] | None,
     scheduler: Mapping[str, Any],
+    events: Sequence[Mapping[str, Any]],
 ) -> dict[str, Any]:
-    """Return the plan, the gpu-lets as they are, counts and measured against planned latencies."""
+    """Return the plan, the gpu-lets as they are, counts, measured against planned figures, and what happened.
+
+    `plan_data` is the plan as plain data, made once for each plan: a status is asked for every second.
+    """
     if plan is None:
-        return {"plan": None, "gpulets": [], "models": {}}
+        return {"plan": None, "gpulets": [], "models": {}, "events": list(events)}
     models = {}
     for spec in plan.models:
         expected = plan.expected.models.get(spec.name)
         models[spec.name] = {
             **counters[spec.name].to_data(),
+            "slo_ms": spec.slo_ms,
+            "rate_rps": spec.rate_rps,
+            "planned_goodput_rps": expected.goodput_rps if expected else None,
             "planned_latency_ms": expected.latency_ms if expected else None,
             "queued": queued.get(spec.name, 0),
         }
     return {
-        "plan": plan.to_data(),
+        "plan": plan_data,
+        "policy": plan.policy.name,
         "gpulets": list(gpulets),
         "models": models,
         "network": {
@@ -44,4 +53,5 @@ def dispatcher_status(
         },
         "autoscale": advice,
         "scheduler": scheduler,
+        "events": list(events),
     }

@@ -18,14 +18,17 @@ def merge_reports(
         return sorted((entry for report in reports for entry in report), key=lambda e: -e["received_at_s"])
     if what == "queue":
         return {name: length for report in reports for name, length in report.items()}
+    known = {gpulet["id"]: gpulet for report in reports for gpulet in report["gpulets"]}
     networks = [report["network"] for report in reports if report.get("network")]
     return {
         "plan": plan.to_data() if plan is not None else None,
-        "gpulets": list(gpulets),
+        "policy": plan.policy.name if plan is not None else None,
+        "gpulets": [{**gpulet, **known.get(gpulet["id"], {})} for gpulet in gpulets],
         "models": {name: model for report in reports for name, model in report["models"].items()},
         "network": {key: max(network[key] for network in networks) for key in networks[0]}
         if networks
         else None,
+        "events": sorted((event for report in reports for event in report.get("events", ())), key=lambda e: -e["at_s"]),
         "autoscale": _sum([report["autoscale"] for report in reports if report.get("autoscale")]),
     }
 
