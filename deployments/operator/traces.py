@@ -1,0 +1,171 @@
+"""Spans of single requests for OpenTelemetry: one for the request, one below it for each stage of its time.
+
+Nothing is recorded while a request is under way: its times are known when it ends, and its spans are made then, for
+those that are sampled. W3C `traceparent` comes in with the request and goes out with its response.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+import time
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from tenuto.errors import EnvironmentFaultError
+
+if TYPE_CHECKING:
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.export import SpanExporter
+
+__all__ = ["Traced", "Traces"]
+
+_TRACEPARENT = re.compile(rb"00-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})")
+_SAMPLED = 1
+
+
+class Traced(NamedTuple):
+    """A request that is sampled: its trace, its own span, and its caller's span (0: it has none)."""
+
+    trace_id: int
+    span_id: int
+    parent_id: int
+
+    @property
+    def header(self) -> bytes:
+        """Its `traceparent` as a raw header line of the response."""
+        return b"traceparent: 00-%032x-%016x-01\r\n" % (self.trace_id, self.span_id)
+
+
+class Traces:
+    """Decides which requests are traced, and hands their spans to an exporter in the background."""
+
+    def __init__(
+        self,
+        exporter: SpanExporter,
+        ratio: float = 0.0,
+        *,
+        draw: random.Random | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        wall_clock_ns: Callable[[], int] = time.time_ns,
+    ) -> None:
+        """Take where spans go.
+
+        Args:
+            exporter: see `otlp` for the usual one.
+            ratio: share of the requests without a `traceparent` that are traced; those with one say so themselves.
+            draw: which of them, and the ids.
+            clock: monotonic seconds, the clock of requests' times.
+            wall_clock_ns: Unix time in ns, the clock of spans.
+        """
+        from opentelemetry.sdk.resources import Resource
+        from opentelemetry.sdk.trace import TracerProvider
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor
+
+        self._ratio = ratio
+        self._draw = draw or random.Random()
+        self._clock = clock
+        self._wall_clock_ns = wall_clock_ns
+        self._ids = _GivenIds()
+        self._provider: TracerProvider = TracerProvider(
+            resource=Resource.create({"service.name": "tenuto"}), id_generator=self._ids.generator()
+        )
+        self._provider.add_span_processor(BatchSpanProcessor(exporter))
+        self._tracer = self._provider.get_tracer("tenuto")
+
+    @classmethod
+    def otlp(cls, endpoint: str, ratio: float = 0.0) -> Traces:
+        """Return traces that go to a collector by OTLP over HTTP, such as http://127.0.0.1:4318/v1/traces.
+
+        Raises:
+            EnvironmentFaultError: the extra is not installed.
+        """
+        try:
+            from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+        except ImportError as error:
+            raise EnvironmentFaultError(
+                "traces need OpenTelemetry's OTLP exporter. Run: pip install 'tenuto[tracing]'"
+            ) from error
+        return cls(OTLPSpanExporter(endpoint=endpoint), ratio)
+
+    def begin(self, traceparent: bytes | None) -> Traced | None:
+        """Return how a request is traced; None for one that is not sampled."""
+        match = None if traceparent is None else _TRACEPARENT.fullmatch(traceparent.strip())
+        if match is not None and int(match[1], 16) and int(match[2], 16):
+            if not int(match[3], 16) & _SAMPLED:
+                return None
+            return Traced(int(match[1], 16), self._id(64), int(match[2], 16))
+        if self._draw.random() >= self._ratio:
+            return None
+        return Traced(self._id(128), self._id(64), 0)
+
+    def _id(self, bits: int) -> int:
+        return self._draw.getrandbits(bits) or 1
+
+    def end(
+        self, traced: Traced, *, arrived_ms: float, stages: Mapping[str, tuple[float, float]], about: Mapping[str, Any]
+    ) -> None:
+        """Make the spans of a request that has just been answered.
+
+        Args:
+            traced: what `begin` returned.
+            arrived_ms: when it came, on the monotonic clock in ms, as all moments here.
+            stages: begin and end of each part of its time.
+            about: attributes of the request's span: model, outcome, gpu-let, …
+        """
+        from opentelemetry import trace
+
+        now_ms, now_ns = self._clock() * 1000.0, self._wall_clock_ns()
+
+        def unix_ns(moment_ms: float) -> int:
+            return now_ns - round(1e6 * (now_ms - moment_ms))
+
+        parent = None
+        if traced.parent_id:
+            caller = trace.SpanContext(traced.trace_id, traced.parent_id, is_remote=True, trace_flags=_sampled())
+            parent = trace.set_span_in_context(trace.NonRecordingSpan(caller))
+        self._ids.next_trace, self._ids.next_span = traced.trace_id, traced.span_id
+        attributes = {f"tenuto.{key}": value for key, value in about.items()}
+        whole = self._tracer.start_span(
+            f"infer {about['model']}", parent, trace.SpanKind.SERVER, attributes, start_time=unix_ns(arrived_ms)
+        )
+        if about["outcome"] not in ("ok", "late"):
+            whole.set_status(trace.StatusCode.ERROR, str(about["outcome"]))
+        inside = trace.set_span_in_context(whole)
+        for name, (start_ms, end_ms) in stages.items():
+            self._tracer.start_span(name, inside, start_time=unix_ns(start_ms)).end(unix_ns(end_ms))
+        whole.end(now_ns)
+
+    def close(self) -> None:
+        """Hand over what is left."""
+        self._provider.shutdown()
+
+
+def _sampled() -> Any:
+    from opentelemetry.trace import TraceFlags
+
+    return TraceFlags(_SAMPLED)
+
+
+class _GivenIds:
+    """Ids that were given away before their spans are made: a response names its span while the request runs."""
+
+    def __init__(self) -> None:
+        self.next_trace = self.next_span = 0
+
+    def generator(self) -> Any:
+        """Return it as the library wants one; what was not given is drawn by the library."""
+        from opentelemetry.sdk.trace.id_generator import RandomIdGenerator
+
+        ids = self
+
+        class Given(RandomIdGenerator):
+            def generate_trace_id(self) -> int:
+                given, ids.next_trace = ids.next_trace, 0
+                return given or super().generate_trace_id()
+
+            def generate_span_id(self) -> int:
+                given, ids.next_span = ids.next_span, 0
+                return given or super().generate_span_id()
+
+        return Given()
