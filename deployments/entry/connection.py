@@ -11,10 +11,11 @@ import asyncio
 import email.utils
 import logging
 import socket
+import ssl
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
 
 import httptools
 
@@ -40,6 +41,9 @@ _HEAD_END = b"\r\n\r\n"
 _KEPT_HEADS = 1024
 _OWN_NAMES = frozenset((b"x-request-id", b"traceparent", b"x-request-start"))
 _LONGEST_KEPT_HEAD_BYTES = 2048
+# Why a request was turned away before its body was taken, as operators read it.
+_REASONS = {400: "malformed", 401: "key", 403: "model", 404: "unknown", 408: "slow", 413: "size", 429: "rate",
+            431: "size", 503: "full", 504: "expired"}  # fmt: skip
 _MANY = HttpError(503, "too many connections are open. Use fewer, or connect again in a moment.", retry_after_s=1.0)
 _UNFINISHED = HttpError(503, "too many requests are unfinished. Retry in a moment.", retry_after_s=1.0)
 _FULL = b"%b%bcontent-length: %d\r\nconnection: close\r\n\r\n%b" % (
@@ -275,6 +279,7 @@ class HttpConnection(asyncio.BufferedProtocol):
         came = len(data) - at
         error = self._refusal(exchange, length)
         if error is not None:
+            self.server.turned_away[_REASONS.get(error.status, "other")] += 1
             if b"expect" in exchange.head.headers:
                 exchange.keep_alive = False  # nobody knows whether its body comes
             self._skips = max(0, length - came)
@@ -417,6 +422,7 @@ class HttpConnection(asyncio.BufferedProtocol):
         if exchange is None:
             exchange = self._begin(Head(b"", b"", {}, keep_alive=False))
         exchange.keep_alive = False
+        self.server.turned_away[_REASONS.get(error.status, "other")] += 1
         self._skips = self.server.limits.body_bytes  # at most; how much it still wants to send is not known
         exchange.fail(error)
 
@@ -510,6 +516,7 @@ class HttpServer:
         self.clock = ArrivalClock(asyncio.get_running_loop())
         self.heads: dict[bytes, Head] = {}
         self.chunked_bytes = 0  # of bodies that come in chunks and are not complete
+        self.turned_away: Counter[str] = Counter()  # by reason: requests whose body was not wanted
         # Whoever is called with bytes in it uses them before the loop reads again.
         self.room = memoryview(bytearray(_READ_BYTES))
         self.is_draining = False
@@ -519,14 +526,24 @@ class HttpServer:
         self._shared: set[tuple[str, int]] = set()
         self._ticker: asyncio.TimerHandle | None = None
 
+    def to_data(self) -> dict[str, Any]:
+        """Return plain data for the status."""
+        return {
+            "connections": len(self._connections),
+            "unfinished_bytes": self.arena.used_bytes + self.chunked_bytes,
+            "turned_away": dict(self.turned_away),
+        }
+
     @property
     def addresses(self) -> list[tuple[str, int]]:
         """Where it listens."""
         return list(self._servers)
 
-    async def listen(self, host: str, port: int, *, is_shared: bool = False) -> None:
+    async def listen(
+        self, host: str, port: int, *, is_shared: bool = False, tls: ssl.SSLContext | None = None
+    ) -> None:
         """Listen there too; `is_shared`: with other gateways of this machine, and then with whoever else of this user
-        shares it too.
+        shares it too; `tls`: encrypted.
 
         Raises:
             OSError: the port belongs to somebody else.
@@ -539,7 +556,9 @@ class HttpServer:
         made = _listener(host, port, is_shared=is_shared)
         if is_shared:
             self._shared.add((host, port))
-        self._servers[host, port] = await loop.create_server(lambda: HttpConnection(self), sock=made, backlog=4096)
+        self._servers[host, port] = await loop.create_server(
+            lambda: HttpConnection(self), sock=made, backlog=4096, ssl=tls
+        )
         if self._ticker is None:
             self._tick()
 
@@ -553,6 +572,7 @@ class HttpServer:
     def admit(self, connection: HttpConnection) -> bool:
         """Take note of a new connection; False when there are too many."""
         if len(self._connections) >= self.limits.connections:
+            self.turned_away["full"] += 1
             return False
         self._connections.add(connection)
         return True

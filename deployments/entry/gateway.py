@@ -25,16 +25,21 @@ from tenuto.deployments.entry.asgi import (
     read_request,
     send_response,
 )
-from tenuto.deployments.entry.connection import HttpServer, Limits
+from tenuto.deployments.entry.connection import HttpExchange, HttpServer, Limits
 from tenuto.deployments.entry.dispatching import Dispatching
 from tenuto.deployments.entry.http import Exchange, Head, HttpError
 from tenuto.deployments.entry.remote import RemoteDispatchers
 from tenuto.deployments.entry.routes import make_app
 from tenuto.deployments.entry.service import InferenceService
+from tenuto.deployments.entry.watched import WatchedGateway
+from tenuto.deployments.operator.app import make_operator_app
+from tenuto.deployments.operator.traces import Traces
+from tenuto.deployments.security.keys import Callers
+from tenuto.deployments.security.tls import server_context
 from tenuto.deployments.serve.finders import find_dispatcher, find_gpulet
 from tenuto.deployments.serve.niceness import run_at_normal_priority
 from tenuto.deployments.serve.own_loop import OwnLoop, elsewhere, spare_the_collector
-from tenuto.deployments.serve.user_config import GatewayConfig, Serving, read_gateway_config
+from tenuto.deployments.serve.user_config import GatewayConfig, Listen, Serving, TracesConfig, read_gateway_config
 from tenuto.deployments.wire.arena import Arena
 from tenuto.deployments.wire.link import Endpoint, Finder
 from tenuto.errors import EnvironmentFaultError
@@ -44,6 +49,7 @@ __all__ = ["Entry", "Gateway", "build"]
 logger = logging.getLogger("ray.serve")
 
 _DRAIN_S = 8.0
+_MOST_OPERATORS = 64  # connections
 _TAKEN_S = 10.0  # how long a gateway waits for a port that another still has
 
 
@@ -66,6 +72,9 @@ class Entry:
         self.service: InferenceService | None = None
         self._server: HttpServer | None = None
         self._app: App | None = None
+        self._watched: WatchedGateway | None = None
+        self._operators: HttpServer | None = None
+        self._traces: TracesConfig | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._ticker: asyncio.TimerHandle | None = None
         self._look: asyncio.Handle | None = None
@@ -82,6 +91,11 @@ class Entry:
         service.margin.configure(config.attainment, config.response_ms)
         service.max_body_bytes = server.limits.body_bytes = config.max_body_mib << 20
         server.limits.connections = config.max_connections
+        service.callers = Callers(config.keys)
+        self._follow_traces(service, config.traces)
+        is_shared = config.is_shared_with_clients
+        service.regions.prefix = config.shared_memory_prefix if is_shared else config.shared_memory_prefix or ""
+        self._app = make_app(service, None if is_shared else self._watched)
         self.sub_clusters = dict(config.sub_clusters)
         old = self._dispatching
         if config.sub_clusters:
@@ -103,7 +117,17 @@ class Entry:
         self._look_again()
         if old is not None and old is not self._dispatching:
             await old.close()
-        await self._listen(server, config)
+        await self._listen(server, config.listen, config)
+        if self._operators is not None:
+            await self._listen(self._operators, config.operators, config)
+
+    def _follow_traces(self, service: InferenceService, wanted: TracesConfig | None) -> None:
+        if wanted == self._traces:
+            return
+        if service.traces is not None:
+            service.traces.close()
+        service.traces = None if wanted is None else Traces.otlp(wanted.endpoint, wanted.ratio)
+        self._traces = wanted
 
     def _ready_to_serve(self, config: GatewayConfig) -> tuple[InferenceService, HttpServer]:
         if self.service is None or self._server is None:
@@ -115,7 +139,9 @@ class Entry:
             self._arena = Arena(limits.unfinished_bytes)
             self.service = InferenceService(self._arena, self._cold)
             self._server = HttpServer(self.service, self._arena, limits)
-            self._app = make_app(self.service)
+            self._watched = WatchedGateway(self.service, self._server)
+            few = Limits(body_bytes=1 << 20, connections=_MOST_OPERATORS)
+            self._operators = HttpServer(_Cold(self, make_operator_app(self._watched)), self._arena, few)
             self._tick()
         return self.service, self._server
 
@@ -131,17 +157,17 @@ class Entry:
         if self.bundles is not None:
             self.bundles.announce()
 
-    async def _listen(self, server: HttpServer, config: GatewayConfig) -> None:
-        wanted = config.listen
+    async def _listen(self, server: HttpServer, wanted: Listen | None, config: GatewayConfig) -> None:
         for host, port in server.addresses:
             if wanted is None or (host, port) != (wanted.host, wanted.port):
                 await server.stop_listening(host, port)
         if wanted is None:
             return
+        tls = server_context(wanted.tls_cert, wanted.tls_key) if wanted.tls_cert and wanted.tls_key else None
         until = time.monotonic() + _TAKEN_S
         while True:
             try:
-                await server.listen(wanted.host, wanted.port, is_shared=bool(config.sub_clusters))
+                await server.listen(wanted.host, wanted.port, is_shared=bool(config.sub_clusters), tls=tls)
                 return
             except OSError as error:
                 if time.monotonic() > until:
@@ -160,15 +186,19 @@ class Entry:
 
     def _cold(self, exchange: Exchange) -> None:
         """Let FastAPI answer."""
-        task = asyncio.create_task(self._answer(exchange), name="cold request")
+        assert self._app is not None
+        self.answer_cold(exchange, self._app)
+
+    def answer_cold(self, exchange: Exchange, app: App) -> None:
+        """Let an ASGI application answer, and let it go when the client goes."""
+        task = asyncio.create_task(self._answer(exchange, app), name="cold request")
         exchange.on_left = lambda: _cancel(task)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _answer(self, exchange: Exchange) -> None:
-        assert self._app is not None
+    async def _answer(self, exchange: Exchange, app: App) -> None:
         try:
-            await answer_with(self._app, exchange, ("tenuto", 0))
+            await answer_with(app, exchange, ("tenuto", 0))
         except Exception as error:
             logger.exception("a request to %r failed", exchange.head.url)
             failed = HttpError(500, f"internal error: {type(error).__name__}: {error}")
@@ -202,6 +232,8 @@ class Entry:
         """Answer what is under way, fail what waits, disconnect."""
         if self._ticker is not None:
             self._ticker.cancel()
+        if self._operators is not None:
+            await self._operators.drain(0.0)
         if self._server is not None:
             await self._server.drain(_DRAIN_S)
         if self.bundles is not None:
@@ -209,12 +241,29 @@ class Entry:
         elif self._dispatching is not None:
             await self._dispatching.close()
         await asyncio.sleep(0)  # the last answers leave
-        if self._server is not None:
-            self._server.close()
+        for each in (self._server, self._operators):
+            if each is not None:
+                each.close()
         if self.service is not None:
             self.service.close()
         if self._arena is not None:
             self._arena.close()
+
+
+class _Cold:
+    """The service behind the operators' port: everything is answered by their application."""
+
+    def __init__(self, entry: Entry, app: App) -> None:
+        self._entry = entry
+        self._app = app
+
+    def refusal(self, _exchange: HttpExchange) -> HttpError | None:
+        """Take every body: nobody but operators comes here, and none may be larger than a MiB."""
+        return None
+
+    def handle(self, exchange: HttpExchange) -> None:
+        """Let the application answer."""
+        self._entry.answer_cold(exchange, self._app)
 
 
 def _cancel(task: asyncio.Task[None]) -> None:

@@ -44,6 +44,10 @@ _ITEM_BYTES = {numpy_name: np.dtype(numpy_name).itemsize for numpy_name in DATAT
 MAX_SAMPLES = 1024
 
 
+# A request that may wait longer is a mistake: it would hold its memory and its client's connection all the time.
+LONGEST_SLO_MS = 3_600_000.0
+
+
 class BadRequestError(Exception):
     """The client must change the request; the message says what."""
 
@@ -182,6 +186,8 @@ def parse_infer(
     if not isinstance(request, dict) or not isinstance(request.get("inputs"), list):
         raise BadRequestError("the request needs a list 'inputs'. Send an Open Inference Protocol v2 request.")
     parameters = _mapping(request.get("parameters"), "parameters")
+    if parameters.get("priority"):
+        raise BadRequestError("parameter priority is not honoured: the plan gives priorities to models. Leave it out.")
     binary = _BinaryData(whole[end:], arena, offset + end)
     tensors = _tensors(request["inputs"], binary, inputs, read_region)
     count = tensors[inputs[0].name][1] if inputs else 0
@@ -280,18 +286,20 @@ def slo_from(parameters: Mapping[str, Any]) -> float | None:
     if "slo_ms" in parameters:
         return parse_slo(parameters["slo_ms"], "parameter slo_ms")
     if "timeout" in parameters:
-        return parse_slo(parameters["timeout"], "parameter timeout") / 1000.0
+        return parse_slo(parameters["timeout"], "parameter timeout", 1000.0 * LONGEST_SLO_MS) / 1000.0
     return None
 
 
-def parse_slo(value: Any, where: str) -> float:
-    """Return a finite number; raises `BadRequestError` otherwise. Zero and negative are allowed: already expired."""
+def parse_slo(value: Any, where: str, most: float = LONGEST_SLO_MS) -> float:
+    """Return a number of at most an hour; raises `BadRequestError` otherwise. Zero and less are allowed: expired."""
     try:
         number = float(value)
     except (TypeError, ValueError):
         number = math.nan
-    if not math.isfinite(number) or isinstance(value, bool):
-        raise BadRequestError(f"{where} is {value!r}. Give a finite number.")
+    if not math.isfinite(number) or isinstance(value, bool) or number > most:
+        shown = repr(value)
+        shown = shown if len(shown) <= 40 else shown[:37] + "..."
+        raise BadRequestError(f"{where} is {shown}. Give a number of at most {most:.0f}.")
     return number
 
 

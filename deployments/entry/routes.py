@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from fastapi import Body, FastAPI, Request, Response
+from fastapi import Body, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.openapi.utils import get_openapi
 from fastapi.responses import JSONResponse
@@ -16,13 +16,16 @@ from tenuto import __version__
 from tenuto.deployments.entry.http import HttpError
 from tenuto.deployments.entry.oip import TensorSpec
 from tenuto.deployments.entry.service import InferenceService
-from tenuto.deployments.operator.exposition import CONTENT_TYPE, render_metrics
+from tenuto.deployments.operator.app import Watched, add_operator_routes
 
 __all__ = ["make_app"]
 
 
-def make_app(service: InferenceService) -> FastAPI:
-    """Return the application with every route that does not carry load."""
+def make_app(service: InferenceService, watched: Watched | None = None) -> FastAPI:
+    """Return the application with every route that does not carry load.
+
+    `watched`: what operators are told too, where clients and operators are the same people.
+    """
     app = FastAPI(title="Tenuto", version=__version__, description="Multi-model inference with latency SLOs.")
 
     @app.exception_handler(HttpError)
@@ -76,7 +79,7 @@ def make_app(service: InferenceService) -> FastAPI:
         models = (await service.dispatching.report("status"))["models"]
         return {"model_stats": [_statistics(name, counts) for name, counts in models.items()]}
 
-    for prefix in ("/v2/models/{model}", "/v2/models/{model}/versions/{version}"):
+    for prefix in ("/v2/models/{model}", "/v2/models/{model}/versions/1"):
         _add_model_routes(app, service, prefix, document="versions" not in prefix)
 
     @app.post("/v2/repository/index", tags=["models"], summary="The models of the plan and whether they are ready")
@@ -87,24 +90,8 @@ def make_app(service: InferenceService) -> FastAPI:
             {"name": n, "version": "1", "state": "READY" if dispatching.is_ready(n) else "UNAVAILABLE"} for n in names
         ]
 
-    @app.get("/status", tags=["server"], summary="The plan, what each gpu-let really got, and counts per model")
-    async def status() -> dict[str, Any]:
-        return await _status(service)
-
-    @app.get("/status/queue", tags=["server"], summary="Requests that wait for a batch, by model")
-    async def queue() -> dict[str, int]:
-        found: dict[str, int] = await service.dispatching.report("queue")
-        return found
-
-    @app.get("/requests", tags=["server"], summary="The last requests that ended, newest first, with their times")
-    async def requests(id: str | None = None, limit: int = 100) -> list[dict[str, Any]]:
-        found: list[dict[str, Any]] = await service.dispatching.report("requests", id=id, limit=limit)
-        return found[:limit]
-
-    @app.get("/metrics", tags=["server"], summary="The figures of /status as Prometheus text")
-    async def metrics() -> Response:
-        return Response(render_metrics(await _status(service)), media_type=CONTENT_TYPE)
-
+    if watched is not None:
+        add_operator_routes(app, watched)
     _add_memory_routes(app, service)
 
     def openapi() -> dict[str, Any]:
@@ -116,12 +103,6 @@ def make_app(service: InferenceService) -> FastAPI:
 
     app.openapi = openapi  # type: ignore[method-assign]
     return app
-
-
-async def _status(service: InferenceService) -> dict[str, Any]:
-    """Return what the dispatchers report, with this gateway's margin."""
-    found: dict[str, Any] = await service.dispatching.report("status")
-    return {**found, "margin": service.margin.to_data()}
 
 
 def _add_memory_routes(app: FastAPI, service: InferenceService) -> None:
@@ -202,12 +183,23 @@ def _config_entry(tensor: TensorSpec) -> dict[str, Any]:
 
 
 def _statistics(model: str, counts: Mapping[str, Any]) -> dict[str, Any]:
-    """Return counts in the statistics extension's form; times are sums in ns."""
+    """Return counts in the statistics extension's form; times are sums in ns over requests, or over batches."""
     answered = counts["ok"] + counts["late"]
     failed = counts["expired"] + counts["rejected"] + counts["failed"]
+
+    def summed(count: int, *keys: str) -> dict[str, int]:
+        return {"count": count, "ns": round(1e9 * sum(counts[key]["sum"] for key in keys))}
+
     return {
-        "name": model, "version": "1", "inference_count": answered, "execution_count": counts["batches"],
-        "inference_stats": {"success": {"count": answered, "ns": 0}, "fail": {"count": failed, "ns": 0}},
+        "name": model, "version": "1", "last_inference": counts["last_ms"],
+        "inference_count": answered, "execution_count": counts["batches"],
+        "inference_stats": {
+            "success": summed(answered, "latency_s"), "fail": {"count": failed, "ns": round(1e6 * counts["failed_ms"])},
+            "queue": summed(answered, "batching_s", "gpulet_queue_s"),
+            "compute_input": {"count": answered, "ns": 0},  # inputs are read on the way in and copied by the executor
+            "compute_infer": summed(answered, "execution_s"),
+            "compute_output": {"count": answered, "ns": 0},
+        },
     }  # fmt: skip
 
 

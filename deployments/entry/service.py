@@ -18,6 +18,7 @@ from urllib.parse import quote, unquote
 
 import orjson
 
+from tenuto.deployments.dispatch.histogram import Histogram, buckets_around
 from tenuto.deployments.dispatch.in_flight import Asker, Request
 from tenuto.deployments.entry.dispatching import Dispatching
 from tenuto.deployments.entry.http import JSON, Exchange, Head, HttpError, inflated, retry_after
@@ -34,6 +35,8 @@ from tenuto.deployments.entry.oip import (
 )
 from tenuto.deployments.entry.served_model import ServedModel
 from tenuto.deployments.entry.shared_memory import Regions
+from tenuto.deployments.operator.traces import Traces
+from tenuto.deployments.security.keys import Caller, Callers, presented_key
 from tenuto.deployments.wire.answers import Executed, Refused
 from tenuto.deployments.wire.arena import Arena, Held, HeldTogether
 from tenuto.deployments.wire.tensors import Buffer, InputPart
@@ -54,6 +57,9 @@ _TIMES = (
 )
 _INFLATE_ASIDE_BYTES = 1 << 16  # smaller ones cost less than the way to another thread
 _SCANNED_BYTES = 1 << 16
+_LONGEST_BEFORE_S = 60.0  # a proxy that says more has another clock
+_WITHOUT_KEY = b"/v2/health/"  # load balancers have none
+_BEARER = b"www-authenticate: Bearer\r\n"
 _DECODERS = min(4, os.cpu_count() or 1)
 _MOST_DECODING = 64  # pictures and texts that wait for a thread; what comes then is turned away
 
@@ -81,7 +87,10 @@ class _Model:
 
 
 class _Route(NamedTuple):
-    """What a head leads to, with what its headers say about it; `problem` where they are wrong."""
+    """What a head leads to, with what its headers say about it; `problem` where they are wrong.
+
+    `caller`: who asks, where clients have keys. `began_s`: when a proxy in front took the request, in Unix time.
+    """
 
     handle: Callable[[Exchange, _Route], None]
     model: _Model | None = None
@@ -90,13 +99,21 @@ class _Route(NamedTuple):
     encoding: bytes | None = None
     client_id: str = ""
     problem: HttpError | None = None
+    caller: Caller | None = None
+    began_s: float | None = None
+    traceparent: bytes | None = None
 
 
 class InferenceService:
     """Answers the requests that carry load. Invariant: every exchange is responded to exactly once, or left."""
 
     def __init__(
-        self, arena: Arena, cold: Callable[[Exchange], None], *, clock: Callable[[], float] = time.monotonic
+        self,
+        arena: Arena,
+        cold: Callable[[Exchange], None],
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        wall_clock: Callable[[], float] = time.time,
     ) -> None:
         """Prepare without a plan.
 
@@ -104,9 +121,14 @@ class InferenceService:
             arena: where tensors are put that do not come in a body of their own.
             cold: answers every other request.
             clock: monotonic seconds.
+            wall_clock: Unix time, which proxies go by.
         """
+        self._wall_clock = wall_clock
         self.margin = Margin()
         self.regions = Regions(arena)
+        self.callers = Callers()
+        self.traces: Traces | None = None
+        self.proxied: dict[str, Histogram] = {}  # by model: seconds in a proxy in front, where it says so
         self.max_body_bytes = 64 << 20
         self._cold = cold
         self._clock = clock
@@ -173,8 +195,14 @@ class InferenceService:
     # --- requests -----------------------------------------------------------------------------------------------
 
     def refusal(self, exchange: Exchange) -> HttpError | None:
-        """Return why a request need not send its body; called when its head is there."""
-        return self._route(exchange.head).problem
+        """Return why a request need not send its body; called once, when its head is there."""
+        route = self._route(exchange.head)
+        if route.problem is None and route.caller is not None:
+            wait_s = route.caller.wait_s(self._clock())
+            if wait_s > 0.0:
+                reason = f"'{route.caller.name}' asks more often than its key allows; retry in {wait_s:.3g} s."
+                return HttpError(429, reason, retry_after_s=wait_s)
+        return route.problem
 
     def handle(self, exchange: Exchange) -> None:
         """Answer a request whose body is there."""
@@ -182,6 +210,8 @@ class InferenceService:
         try:
             if route.problem is not None:
                 raise route.problem
+            if route.began_s is not None and route.model is not None:
+                self._count_proxy(exchange, route.model, route.began_s)
             route.handle(exchange, route)
         except HttpError as error:
             _fail(exchange, error)
@@ -192,15 +222,45 @@ class InferenceService:
             found: _Route = head.route
             return found
         action, name = _load_path(head.url) if head.method == b"POST" else ("", "")
-        if not action:
-            route = _Route(lambda exchange, _route: self._cold(exchange))
-        else:
-            try:
-                route = self._load_route(action, self._known(name), head.headers)
-            except HttpError as error:
-                route = _Route(lambda _exchange, _route: None, problem=error)
+        try:
+            caller = self._caller(head, name)
+            if not action:
+                route = _Route(lambda exchange, _route: self._cold(exchange), caller=caller)
+            else:
+                route = self._load_route(action, self._known(name), head.headers)._replace(caller=caller)
+        except HttpError as error:
+            route = _Route(lambda _exchange, _route: None, problem=error)
         head.route, head.generation = route, self._generation
         return route
+
+    def _caller(self, head: Head, model: str) -> Caller | None:
+        """Return who asks; None where nobody has to say so.
+
+        Raises:
+            HttpError: 401 without a key that is known, 403 for a model that is not among those of the key.
+        """
+        if not self.callers or head.url.startswith(_WITHOUT_KEY):
+            return None
+        key = presented_key(head.headers)
+        if key is None:
+            raise HttpError(401, "no key. Send `Authorization: Bearer KEY`, or X-Api-Key.", headers=_BEARER)
+        caller = self.callers.find(key)
+        if caller is None:
+            raise HttpError(401, "this key is not known here. Ask who runs this server for one.", headers=_BEARER)
+        named = model or _named_model(head.url)
+        if named and not caller.may_ask(named):
+            raise HttpError(403, f"the key of '{caller.name}' is not for model '{named}'.")
+        return caller
+
+    def _count_proxy(self, exchange: Exchange, model: _Model, began_s: float) -> None:
+        """Take the time before this process as part of the request's: its deadline counts from where it began."""
+        before_s = self._wall_clock() - began_s
+        if 0.0 <= before_s < _LONGEST_BEFORE_S:
+            exchange.arrived_ms -= before_s * 1000.0
+            histogram = self.proxied.get(model.name)
+            if histogram is None:
+                histogram = self.proxied[model.name] = Histogram(buckets_around(model.slo_ms))
+            histogram.add(before_s)
 
     def _load_route(self, action: str, model: _Model, headers: Mapping[bytes, bytes]) -> _Route:
         self._ready(model)
@@ -212,7 +272,8 @@ class InferenceService:
         return _Route(
             self._infer if action == "infer" else self._predict, model, _slo_of(headers),
             None if length is None else int(length), None if encoding == b"identity" else encoding,
-            headers.get(b"x-request-id", b"").decode("latin-1"),
+            headers.get(b"x-request-id", b"").decode("latin-1"), began_s=_began_s(headers),
+            traceparent=headers.get(b"traceparent"),
         )  # fmt: skip
 
     def _infer(self, exchange: Exchange, route: _Route) -> None:
@@ -331,6 +392,8 @@ class InferenceService:
     def close(self) -> None:
         """End the threads and let go of shared memory."""
         self._threads.shutdown(wait=False, cancel_futures=True)
+        if self.traces is not None:
+            self.traces.close()
         self.regions.close()
 
 
@@ -343,7 +406,7 @@ class InferCall:
 
     __slots__ = (
         "_exchange", "_id", "_is_over", "_model", "_open", "_parsed", "_route", "_rows", "_service", "_slo_ms",
-        "_wants_classes",
+        "_traced", "_wants_classes",
     )  # fmt: skip
 
     def __init__(self, service: InferenceService, exchange: Exchange, route: _Route) -> None:
@@ -359,6 +422,8 @@ class InferCall:
         self._rows: dict[int, tuple[Executed, int]] = {}
         self._is_over = False
         self._wants_classes = False
+        traces = service.traces
+        self._traced = None if traces is None else traces.begin(route.traceparent)
 
     def begin(self, body: Buffer, *, is_received: bool = True) -> None:
         """Ask for what is in a body; `is_received`: it lies where the exchange received it.
@@ -451,9 +516,9 @@ class InferCall:
         name = request.client_id or self._service.request_id(self._id or self._route.client_id)
         lines = _TIMES % (waited_ms, waited_ms, 0.0, 0, refused.gpulet.encode(), name.encode())
         payload = orjson.dumps({"error": refused.reason, "outcome": refused.outcome.word})
-        self._exchange.respond(
-            refused.outcome.http_status, lines + JSON + retry_after(refused.retry_after_s), [payload]
-        )
+        self._reply(refused.outcome.http_status, lines + JSON + retry_after(refused.retry_after_s), [payload])
+        if self._traced is not None:
+            self._trace(request, {"waiting": (request.arrived_ms, self._service.now_ms)}, refused.outcome.word)
         self._cancel()
 
     def executed(self, request: Request, executed: Executed, row: int) -> None:
@@ -473,8 +538,39 @@ class InferCall:
             else:
                 self._respond_as_asked(parsed)
             self._service.answer_left(request)
+            if self._traced is not None:
+                self._trace_executed(request, executed)
         except Exception as error:
             _crash(self._exchange, error)
+
+    def _reply(self, status: int, lines: bytes, payload: Sequence[Buffer]) -> None:
+        """Send the response, with the trace it belongs to."""
+        self._exchange.respond(status, lines if self._traced is None else lines + self._traced.header, payload)
+
+    def _trace_executed(self, request: Request, executed: Executed) -> None:
+        sent_ms, end_ms = executed.sent_ms, executed.sent_ms + executed.gpulet_queue_ms + executed.execution_ms
+        start_ms = executed.started_ms
+        if math.isnan(start_ms):  # another machine's clock: the way there and back is not told apart from the queue
+            start_ms = sent_ms + executed.gpulet_queue_ms
+        else:
+            end_ms = start_ms + executed.execution_ms
+        outcome = "ok" if self._service.now_ms <= request.deadline_ms else "late"
+        self._trace(
+            request,
+            {
+                "batching": (request.arrived_ms, sent_ms), "gpulet_queue": (sent_ms, start_ms),
+                "execution": (start_ms, end_ms), "answering": (end_ms, self._service.now_ms),
+            },
+            outcome, gpulet=executed.gpulet, batch_size=executed.batch_size, emulated=executed.emulated,
+        )  # fmt: skip
+
+    def _trace(
+        self, request: Request, stages: Mapping[str, tuple[float, float]], outcome: str, **about: Any
+    ) -> None:
+        traces, traced = self._service.traces, self._traced
+        if traces is not None and traced is not None:
+            named = {"model": self._model.name, "outcome": outcome, "request_id": request.client_id, **about}
+            traces.end(traced, arrived_ms=request.arrived_ms, stages=stages, about=named)
 
     def _respond(self, request: Request, executed: Executed, row: int) -> None:
         """Send the plainest response: all outputs of one sample as JSON."""
@@ -486,7 +582,7 @@ class InferCall:
         batching_ms = executed.sent_ms - request.arrived_ms
         parameters = shown.parameters(batching_ms)
         payload = writer.write(shown.arrays, row, parameters, self._id)
-        self._exchange.respond(200, shown.lines(request, batching_ms) + JSON, [payload])
+        self._reply(200, shown.lines(request, batching_ms) + JSON, [payload])
 
     def _respond_as_asked(self, parsed: InferRequest) -> None:
         """Send what was asked for, of every sample; the times are those of the slowest."""
@@ -512,9 +608,9 @@ class InferCall:
             return
         lines = shown.lines(slowest, batching_ms)
         if binary:
-            self._exchange.respond(200, lines + _BINARY % len(text), [text, *binary])
+            self._reply(200, lines + _BINARY % len(text), [text, *binary])
         else:
-            self._exchange.respond(200, lines + JSON, [text])
+            self._reply(200, lines + JSON, [text])
 
     def _respond_with_classes(self, request: Request, executed: Executed, row: int) -> None:
         shown = self._service.shown(executed)
@@ -526,7 +622,7 @@ class InferCall:
             "predictions": served.postprocess(executed.tensors(row)),
             "parameters": orjson.loads(shown.parameters(batching_ms)),
         }
-        self._exchange.respond(200, shown.lines(request, batching_ms) + JSON, [orjson.dumps(document)])
+        self._reply(200, shown.lines(request, batching_ms) + JSON, [orjson.dumps(document)])
 
 
 class Shown:
@@ -583,6 +679,27 @@ def _slo_of(headers: Mapping[bytes, bytes]) -> float | None:
         raise HttpError(400, str(error)) from None
 
 
+def _began_s(headers: Mapping[bytes, bytes]) -> float | None:
+    """Return when a proxy in front took a request, in Unix time; None where it does not say so in a way that is known.
+
+    X-Request-Start is written in seconds by nginx (`t=${msec}`), in ms by others, in µs by Apache (`t=%t`).
+    """
+    raw = headers.get(b"x-request-start")
+    if raw is None:
+        return None
+    text = raw.removeprefix(b"t=")[:32]
+    if not text.replace(b".", b"", 1).isdigit():
+        return None
+    began = float(text)
+    return began / (1e6 if began > 1e14 else 1e3 if began > 1e11 else 1.0)
+
+
+def _named_model(url: bytes) -> str:
+    """Return the model that a path names, whatever is asked of it; empty where it names none."""
+    parts = url.partition(b"?")[0].decode("latin-1").split("/")
+    return unquote(parts[3]) if len(parts) > 3 and parts[1:3] == ["v2", "models"] else ""
+
+
 def _may_name_slo(body: Buffer, json_length: int | None) -> bool:
     """Whether a body could name a deadline of its own, so that it has to be parsed first; long JSON is."""
     if (len(body) if json_length is None else json_length) > _SCANNED_BYTES:
@@ -596,7 +713,7 @@ def _load_path(url: bytes) -> tuple[str, str]:
     parts = url.partition(b"?")[0].decode("latin-1").split("/")
     if len(parts) == 5 and parts[1] == "v2" and parts[2] == "models" and parts[4] == "infer":
         return "infer", unquote(parts[3])
-    if len(parts) == 7 and parts[1] == "v2" and parts[4] == "versions" and parts[6] == "infer":
+    if len(parts) == 7 and parts[1:3] == ["v2", "models"] and parts[4:] == ["versions", "1", "infer"]:
         return "infer", unquote(parts[3])
     if len(parts) == 3 and parts[1] == "predict":
         return "predict", unquote(parts[2])

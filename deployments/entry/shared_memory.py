@@ -38,7 +38,11 @@ class Regions:
     """The regions that clients have registered, by their names."""
 
     def __init__(self, arena: Arena, folder: Path = _FOLDER) -> None:
-        """Start with none; `arena` takes what is read."""
+        """Start with none; `arena` takes what is read.
+
+        `prefix`: what names of shared memory must begin with; None: clients may register none.
+        """
+        self.prefix: str | None = ""
         self._arena = arena
         self._folder = folder
         self._regions: dict[str, _Registered] = {}
@@ -51,6 +55,10 @@ class Regions:
         """
         if not isinstance(key, str) or _KEY.fullmatch(key) is None or key.strip("/.") == "":
             raise HttpError(400, f"key {key!r} names no shared memory. Give the name it was made with.")
+        if self.prefix is None:
+            raise HttpError(403, "shared memory is not offered to clients here. Send tensors in the body.")
+        if not key.lstrip("/").startswith(self.prefix):
+            raise HttpError(403, f"shared memory must have a name that begins with '{self.prefix}' here.")
         if type(offset) is not int or type(size) is not int or offset < 0 or size < 1:
             raise HttpError(400, "offset and byte_size must be whole numbers of at least 0 and 1.")
         if name in self._regions:

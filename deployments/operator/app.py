@@ -27,6 +27,9 @@ _MOST_REQUESTS = 4096
 class Watched(Protocol):
     """The server that operators watch."""
 
+    def missing(self) -> list[str]:
+        """Return the gpu-lets that cannot be used yet."""
+
     async def status(self) -> Mapping[str, Any]:
         """Return the plan, the gpu-lets and the counts; raises `TimeoutError` where a dispatcher does not answer."""
 
@@ -55,6 +58,17 @@ def make_operator_app(watched: Watched) -> FastAPI:
     async def _invalid(_request: Request, error: RequestValidationError) -> JSONResponse:
         problems = "; ".join(f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors())
         return JSONResponse({"error": f"invalid request: {problems}"}, 400)
+
+    @app.get("/v2/health/live", tags=["health"], summary="Whether the process answers")
+    async def live() -> dict[str, bool]:
+        return {"live": True}
+
+    @app.get("/v2/health/ready", tags=["health"], summary="Whether every gpu-let of the plan is connected")
+    async def ready() -> JSONResponse:
+        missing = watched.missing()
+        if not missing:
+            return JSONResponse({"ready": True})
+        return JSONResponse({"ready": False, "error": f"gpu-lets not connected yet: {', '.join(missing)}"}, 503)
 
     add_operator_routes(app, watched)
     return app

@@ -46,6 +46,10 @@ def serve_config(
     gateway_options: Mapping[str, Any] | None = None,
     gateways: int = 1,
     proxy_port: int | None = None,
+    operator_host: str = "127.0.0.1",
+    operator_port: int | None = None,
+    access: Mapping[str, Any] | None = None,
+    log_json: bool = False,
     partition: Mapping[str, int] | None = None,
 ) -> dict[str, Any]:
     """Return the Serve config of a plan as plain data, ready for `serve deploy`.
@@ -57,6 +61,11 @@ def serve_config(
         host: address that the gateways and Serve's proxy bind to.
         port: of the gateways' own socket, where clients belong.
         proxy_port: of Serve's proxies, another and slower way in; default: the port after `port`.
+        operator_host: address of the operators' port.
+        operator_port: status, metrics and the live page; 0: none of its own; default: two after `port`.
+        log_json: processes write JSON lines, with fields, instead of text.
+        access: who may ask: `keys`, `insecure`, `shared_memory_prefix` of the gateways' settings, and `tls_cert` and
+            `tls_key` of their socket.
         scheduler: batching scheduler of the dispatcher.
         scheduler_options: its options.
         gateways: processes that take HTTP on the same port. One schedules by itself; several, or one with a partition,
@@ -74,14 +83,15 @@ def serve_config(
         raise ValueError(f"gateways must be at least 1, not {gateways}")
     gpus = {gpu.id: gpu for gpu in plan.gpus}
     options = {"scheduler": {"name": scheduler, "options": dict(scheduler_options or {})}, **(gateway_options or {})}
-    gateway = {"plan": plan.to_data(), **options, "listen": {"host": host, "port": port}}
+    gateway = {"plan": plan.to_data(), **options, **_access(host, port, operator_host, operator_port, access or {})}
     cut = cut_plan(plan, partition) if gateways > 1 or partition is not None else {}
     if cut:
         gateway["sub_clusters"] = {name: [spec.name for spec in part.models] for name, part in cut.items()}
     return {
         "proxy_location": "HeadOnly",
-        "http_options": {"host": host, "port": proxy_port or _beside(port), "request_timeout_s": None},
-        "logging_config": {"enable_access_log": False},
+        # Serve's proxies speak no TLS and are not needed from elsewhere.
+        "http_options": {"host": "127.0.0.1", "port": proxy_port or _beside(port), "request_timeout_s": None},
+        "logging_config": {"enable_access_log": False, **({"encoding": "JSON"} if log_json else {})},
         "applications": [
             {
                 "name": ENTRY_APPLICATION,
@@ -107,8 +117,21 @@ def serve_config(
     }
 
 
-def _beside(port: int) -> int:
-    return port + 1 if port < 65535 else port - 1
+def _access(
+    host: str, port: int, operator_host: str, operator_port: int | None, access: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return the gateways' sockets and who may use them."""
+    rest = dict(access)
+    tls = {key: rest.pop(key) for key in ("tls_cert", "tls_key") if rest.get(key) is not None}
+    listen: dict[str, Any] = {"host": host, "port": port, **tls}
+    found = {"listen": listen, **{key: value for key, value in rest.items() if value}}
+    if operator_port != 0:
+        found["operators"] = {"host": operator_host, "port": operator_port or _beside(port, 2)}
+    return found
+
+
+def _beside(port: int, steps: int = 1) -> int:
+    return port + steps if port + steps <= 65535 else port - steps
 
 
 def _dispatcher_application(sub_cluster: str, user_config: dict[str, Any]) -> dict[str, Any]:

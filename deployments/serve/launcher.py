@@ -1,7 +1,7 @@
 """Bring a plan up on a Ray cluster and take it down again: the program behind `tenuto serve` and `tenuto quickstart`.
 
-Uses a running cluster where there is one; otherwise starts a local Ray with Serve's fastest proxies, which has to be
-in the environment before Ray starts.
+Uses a running cluster where there is one; otherwise starts a local one, with settings that have to be in the
+environment before Ray starts.
 """
 
 from __future__ import annotations
@@ -22,43 +22,29 @@ from tenuto.deployments.serve.ray_address import QUIET, announce, join_ray, on_l
 from tenuto.deployments.serve.ray_token import make_token
 from tenuto.errors import EnvironmentFaultError
 
-__all__ = ["FAST_MODE", "Launcher", "start_local_ray", "unused_port"]
+__all__ = ["RAY_ENVIRONMENT", "Launcher", "start_local_ray", "unused_port"]
 
-# Read by Ray Serve when its processes start: HAProxy straight to the gateway's own HTTP server, user code on the
-# replica's loop, buffered logs. Niceness 0: Ray's default of 15 lets anything else on the machine delay the gateway.
-# Serve kills a proxy that is not up after 5 s, and its own start with it; a busy machine takes longer.
-FAST_MODE = {
-    "RAY_SERVE_ENABLE_HA_PROXY": "1",
-    "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
+# Read by Ray when its processes start. Niceness 0: Ray's default of 15 lets anything else on the machine delay the
+# gateway. Serve kills a proxy that is not up after 5 s, and its own start with it; a busy machine takes longer. Serve's
+# HAProxy mode stays off: clients come to the gateways' own sockets, and HAProxy's statistics listen on every interface.
+RAY_ENVIRONMENT = {
     "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",
     "RAY_worker_niceness": "0",
-    "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "1",
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "RAY_DEDUP_LOGS": "1",
 }
 
-_SIDE_PORTS = (
-    "RAY_SERVE_HAPROXY_METRICS_PORT",
-    "RAY_SERVE_HAPROXY_STATS_PORT",
-    "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT",
-    "RAY_SERVE_FALLBACK_PROXY_GRPC_PORT",
-)
-
 
 def start_local_ray(num_gpus: int) -> None:
-    """Start a Ray of this process alone, bound to the loopback interface, in Serve's fast mode; it ends with the
-    process.
+    """Start a Ray of this process alone, bound to the loopback interface; it ends with the process.
 
     Whoever reaches its ports may run code, so that Ray's token stays on (`tenuto.deployments.serve.ray_token`).
     """
     import ray
 
-    for key, value in FAST_MODE.items():
+    for key, value in RAY_ENVIRONMENT.items():
         os.environ.setdefault(key, value)
-    for key in _SIDE_PORTS:
-        # HAProxy exits when one of its side ports is taken, such as by a HAProxy of another Serve on this machine.
-        os.environ.setdefault(key, str(unused_port()))
     make_token()
     with on_loopback():
         ray.init(address="local", num_gpus=num_gpus, include_dashboard=False, _node_ip_address="127.0.0.1", **QUIET)
@@ -74,11 +60,17 @@ class Launcher:
         self._joined_ray = False  # connected to here: it is left with the launcher
         self._applied: set[str] = set()
         self._base_url = ""
+        self._operator_url = ""
 
     @property
     def base_url(self) -> str:
         """Where the gateway answers, such as http://127.0.0.1:8000."""
         return self._base_url
+
+    @property
+    def operator_url(self) -> str:
+        """Where operators are answered: their own port, or else the gateway's."""
+        return self._operator_url or self._base_url
 
     def __enter__(self) -> Launcher:
         return self
@@ -133,13 +125,14 @@ class Launcher:
 
         _check_nodes(config)
         http = config["http_options"]
-        own = _own_socket(config)
+        own, operators = (_socket_of(config, name) for name in ("listen", "operators"))
         logging.getLogger("ray.serve").setLevel(logging.ERROR)
         if not self._applied:
             ours = _is_serving()
             _check_port(http["host"], http["port"], "--proxy-port", ours=ours)
-            if own is not None:
-                _check_port(*own, "--port", ours=ours)
+            for listen, option in ((own, "--port"), (operators, "--operator-port")):
+                if listen is not None:
+                    _check_port(listen["host"], listen["port"], option, ours=ours)
             try:
                 serve.start(
                     proxy_location=config["proxy_location"],
@@ -156,7 +149,8 @@ class Launcher:
                 self._progress(f"Ray Serve already runs here, and its proxies listen on {actual.host}:{actual.port}")
             self._base_url = f"http://{actual.host}:{actual.port}"
         if own is not None:
-            self._base_url = f"http://{own[0]}:{own[1]}"
+            self._base_url = f"{'https' if own.get('tls_cert') else 'http'}://{own['host']}:{own['port']}"
+        self._operator_url = "" if operators is None else f"http://{operators['host']}:{operators['port']}"
         schema = ServeDeploySchema.model_validate(config)
         names = {application["name"] for application in config["applications"]}
         _get_global_client().deploy_apps(schema)  # what `serve deploy` calls; there is no public Python twin
@@ -199,7 +193,7 @@ class Launcher:
 
     def _is_ready(self) -> bool:
         try:
-            return bool(get_json(f"{self._base_url}/v2/health/ready", 2.0).get("ready"))
+            return bool(get_json(f"{self.operator_url}/v2/health/ready", 2.0).get("ready"))
         except EnvironmentFaultError:
             return False
 
@@ -267,17 +261,17 @@ def _check_nodes(config: Mapping[str, Any]) -> None:
         )
 
 
-def _own_socket(config: Mapping[str, Any]) -> tuple[str, int] | None:
-    """Return where the gateways themselves listen; None where only Serve's proxies lead to them."""
+def _socket_of(config: Mapping[str, Any], name: str) -> Mapping[str, Any] | None:
+    """Return where the gateways themselves `listen`, or answer `operators`; None where they do not."""
     for application in config["applications"]:
         if application["name"] == ENTRY_APPLICATION:
-            listen = application["deployments"][0]["user_config"].get("listen")
-            return (listen["host"], listen["port"]) if listen is not None else None
+            found: Mapping[str, Any] | None = application["deployments"][0]["user_config"].get(name)
+            return found
     return None
 
 
 def _check_port(host: str, port: int, option: str, *, ours: bool) -> None:
-    """Raise when someone else listens on the port; HAProxy would fail later without saying so."""
+    """Raise when someone else listens on the port; Serve would fail later without saying so."""
     if ours:
         return
     with socket.socket() as probe:

@@ -13,6 +13,7 @@ from tenuto.batching.core.build import from_plan
 from tenuto.batching.core.scheduler import Scheduler
 from tenuto.batching.core.system import NetworkDelay
 from tenuto.batching.registry import make_scheduler
+from tenuto.deployments.security.keys import KeyEntry
 from tenuto.documents import StrictModel, parse_document
 from tenuto.placement import Plan
 from tenuto.profiles.latency import LatencyField
@@ -26,6 +27,7 @@ __all__ = [
     "MemberEntry",
     "ProgramEntry",
     "Serving",
+    "TracesConfig",
     "read_dispatcher_config",
     "read_gateway_config",
     "read_gpulet_config",
@@ -126,10 +128,36 @@ class SchedulerChoice(StrictModel):
 
 
 class Listen(StrictModel):
-    """The address and port of the gateways' own HTTP socket. Gateways of one node share it."""
+    """The address and port of a socket of the gateways. Gateways of one node share it.
+
+    `tls_cert`, `tls_key`: PEM files on the gateway's node; with them the socket speaks TLS.
+    """
 
     host: str = "127.0.0.1"
     port: Annotated[int, Field(ge=1, le=65535)]
+    tls_cert: str | None = None
+    tls_key: str | None = None
+
+    @model_validator(mode="after")
+    def _both_files(self) -> Listen:
+        if (self.tls_cert is None) != (self.tls_key is None):
+            raise ValueError("has one of tls_cert and tls_key. Give both, or neither")
+        return self
+
+    @property
+    def is_loopback(self) -> bool:
+        """Whether only this machine reaches it."""
+        return self.host in ("localhost", "::1") or self.host.startswith("127.")
+
+
+class TracesConfig(StrictModel):
+    """Where spans go. `endpoint`: of a collector that speaks OTLP over HTTP, such as http://127.0.0.1:4318/v1/traces.
+
+    `ratio`: share of the requests without a `traceparent` that are traced; those with one say so themselves.
+    """
+
+    endpoint: Annotated[str, Field(pattern=r"^https?://")]
+    ratio: Annotated[float, Field(ge=0, le=1)] = 0.0
 
 
 class DispatcherConfig(StrictModel):
@@ -156,10 +184,44 @@ class GatewayConfig(DispatcherConfig):
     `max_body_mib`: of one request; `max_unfinished_mib`: of all requests that are not answered. `response_ms`: kept of
     every deadline for what happens beyond the socket (default: a tenth of the SLO, at most 3 ms). `attainment`: the
     share of requests that should be in time, which steers the margin before deadlines.
+
+    `operators`: a socket of their own for status, metrics and the live page. Where clients are others than whoever runs
+    this (`keys`, or a `listen.host` beyond this machine) nothing of that is answered on `listen`. `insecure`: bind
+    elsewhere without keys. `shared_memory_prefix`: of the names that clients may register; by default any on a machine
+    of one's own, else none.
     """
 
     listen: Listen | None = None
+    operators: Listen | None = None
+    keys: tuple[KeyEntry, ...] = ()
+    insecure: bool = False
+    shared_memory_prefix: str | None = None
+    traces: TracesConfig | None = None
     sub_clusters: dict[str, tuple[str, ...]] = Field(default_factory=dict)
+
+    @model_validator(mode="after")
+    def _exposed_only_with_keys(self) -> GatewayConfig:
+        if self.insecure:
+            return self
+        for name, where in (("listen", self.listen), ("operators", self.operators)):
+            if where is None or where.is_loopback:
+                continue
+            if name == "operators":
+                raise ValueError(
+                    f"operators.host is {where.host}: whoever reaches that port sees every request's id and the plan. "
+                    "Bind it to 127.0.0.1 and let a proxy ask for a login, or set insecure: true (--insecure)"
+                )
+            if not self.keys:
+                raise ValueError(
+                    f"listen.host is {where.host}, and there are no keys: anybody who reaches it may ask. Make keys "
+                    "with `tenuto key NAME` and give their file with --keys, or set insecure: true (--insecure)"
+                )
+        return self
+
+    @property
+    def is_shared_with_clients(self) -> bool:
+        """Whether clients are others than whoever runs this: they are known by keys, or reach it from elsewhere."""
+        return bool(self.keys) or (self.listen is not None and not self.listen.is_loopback)
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
+from pathlib import Path
 from typing import Any
 
 import click
@@ -27,6 +28,21 @@ __all__ = ["command"]
     type=click.IntRange(1, 65535),
     help="Port of Serve's proxies, a slower way in.  [default: the one after PORT]",
 )
+@click.option(
+    "--operator-port",
+    type=click.IntRange(0, 65535),
+    help="Port of status, metrics and the live page, on 127.0.0.1; 0: none.  [default: two after PORT]",
+)
+@click.option("--keys", "key_file", metavar="FILE", help="Clients' keys (`tenuto key`); TENUTO_API_KEYS adds to them.")
+@click.option("--tls-cert", metavar="FILE", help="Certificate (PEM); with --tls-key the gateway speaks TLS.")
+@click.option("--tls-key", metavar="FILE", help="Its key (PEM).")
+@click.option("--traces", metavar="URL", help="Send spans there by OTLP over HTTP (needs tenuto[tracing]).")
+@click.option(
+    "--trace-ratio", default=0.0, show_default=True, type=click.FloatRange(0, 1),
+    help="Share of the requests without a traceparent that are traced.",
+)
+@click.option("--log-json", is_flag=True, help="Write logs as JSON lines.")
+@click.option("--insecure", is_flag=True, help="Let --host be reached from elsewhere without keys.")
 @click.option("--scheduler", default="deferred", show_default=True, help="Batching scheduler of the dispatcher.")
 @click.option("--option", "options", multiple=True, metavar="K=V", help="Option of the scheduler; repeatable.")
 @click.option(
@@ -52,6 +68,14 @@ def command(
     host: str,
     port: int,
     proxy_port: int | None,
+    operator_port: int | None,
+    key_file: str | None,
+    tls_cert: str | None,
+    tls_key: str | None,
+    traces: str | None,
+    trace_ratio: float,
+    log_json: bool,
+    insecure: bool,
     scheduler: str,
     options: tuple[str, ...],
     gateways: int,
@@ -66,8 +90,10 @@ def command(
     """
     from tenuto.batching.core.build import from_plan
     from tenuto.batching.registry import make_scheduler
-    from tenuto.deployments.serve.config import serve_config
+    from tenuto.deployments.security.keys import read_keys
+    from tenuto.deployments.serve.config import ENTRY_APPLICATION, serve_config
     from tenuto.deployments.serve.sub_clusters import read_partition
+    from tenuto.deployments.serve.user_config import read_gateway_config
     from tenuto.placement import Plan
 
     plan = Plan.load(plan_file)
@@ -79,11 +105,23 @@ def command(
         host=host,
         port=port,
         proxy_port=proxy_port,
+        operator_port=operator_port,
+        access={
+            "keys": [entry.model_dump(mode="json", exclude_defaults=True) for entry in read_keys(key_file)],
+            "tls_cert": tls_cert and str(Path(tls_cert).resolve()),
+            "tls_key": tls_key and str(Path(tls_key).resolve()),
+            "insecure": insecure,
+            "traces": {"endpoint": traces, "ratio": trace_ratio} if traces is not None else None,
+        },
+        log_json=log_json,
         scheduler=scheduler,
         scheduler_options=chosen,
         gateways=gateways,
         partition=read_partition(partition_file) if partition_file is not None else None,
     )
+    for application in config["applications"]:
+        if application["name"] == ENTRY_APPLICATION:
+            read_gateway_config(application["deployments"][0]["user_config"])  # refused here, not in a replica
     stop = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: stop.set())
@@ -111,12 +149,13 @@ def _run(config: dict[str, Any], plan: Any, stop: threading.Event, address: str 
         launcher.connect(num_gpus=sum(gpu.type != "cpu" for gpu in plan.gpus), address=address)
         if not stop.is_set():
             launcher.apply(config)
-            status = get_json(f"{launcher.base_url}/status")
+            status = get_json(f"{launcher.operator_url}/status")
             for gpulet in status["gpulets"]:
                 models = ", ".join(f"{name} (batch {size})" for name, size in gpulet["models"].items())
                 console.print(f"tenuto: {gpulet['id']} on {gpulet['device']}, pid {gpulet['pid']}: {models}")
             console.print(
-                f"tenuto: serving at {launcher.base_url}, documentation at {launcher.base_url}/docs. Ctrl-C drains."
+                f"tenuto: serving at {launcher.base_url}, documentation at {launcher.base_url}/docs, live page at "
+                f"{launcher.operator_url}. Ctrl-C drains."
             )
             while not stop.wait(0.5):
                 pass

@@ -22,6 +22,9 @@ class Watched:
     def __init__(self, shown: ShownServer) -> None:
         self._shown = shown
 
+    def missing(self) -> list:
+        return []
+
     async def status(self) -> dict:
         self._shown.second()
         return self._shown.status()
