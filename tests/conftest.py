@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from tenuto.profiles.networks.cpu_share import calm_openmp
 from tests.instruments.local_ray import LocalRay
@@ -26,6 +27,10 @@ os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ.setdefault("RAY_worker_niceness", "0")
 os.environ.setdefault("RAY_DISABLE_IMPORT_WARNING", "1")
 calm_openmp(os.environ)  # several processes with torch on few cores
+
+# How fast a machine draws cases is no property of what is tested.
+settings.register_profile("tenuto", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("tenuto")
 
 # A shell starts what it puts into the background deaf to Ctrl-C, and children inherit that: tests that interrupt a
 # process would wait in vain.

@@ -228,7 +228,7 @@ class FrameProtocol(asyncio.BufferedProtocol):
                 message, body = frame
                 if self._expect_token is None:
                     self._on_message(self, message, body)
-                elif isinstance(message, Hello) and hmac.compare_digest(message.token, self._expect_token):
+                elif isinstance(message, Hello) and _is_same(message.token, self._expect_token):
                     self._greeted(message)
                 else:
                     raise WrongFrameError("its token is wrong")
@@ -268,6 +268,11 @@ class FrameProtocol(asyncio.BufferedProtocol):
             self._transport.close()
 
 
+def _is_same(presented: str, token: str) -> bool:
+    """Whether a token is the right one, in a time that does not tell how much of it is; any text may be presented."""
+    return hmac.compare_digest(presented.encode(), token.encode())
+
+
 class FrameSocket:
     """One end of a connection, for threads: one receives, any may send."""
 
@@ -290,7 +295,7 @@ class FrameSocket:
             while (frame := reader.next_frame()) is None:
                 self._receive()
             hello = frame[0]
-            if not isinstance(hello, Hello) or not hmac.compare_digest(hello.token, token):
+            if not isinstance(hello, Hello) or not _is_same(hello.token, token):
                 raise WrongFrameError("its token is wrong")
         except (OSError, WrongFrameError) as error:
             logger.warning("closing a connection of an unknown peer: %s", error)

@@ -204,5 +204,5 @@ def test_unknown_outputs_are_refused() -> None:
 
 @pytest.mark.parametrize("value", ["nan", "inf", None, True, "later"])
 def test_time_allowed_must_be_a_finite_number(value: Any) -> None:
-    with pytest.raises(BadRequestError, match="finite number"):
+    with pytest.raises(BadRequestError, match="Give a number of at most"):
         parse_slo(value, "header X-SLO-Ms")

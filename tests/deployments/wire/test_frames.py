@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import os
 import socket
 import struct
 import threading
@@ -12,7 +13,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tenuto.deployments.wire import frames
-from tenuto.deployments.wire.frames import FrameProtocol, FrameReader, FrameSocket, connect, listen, listener
+from tenuto.deployments.wire.frames import (
+    FrameProtocol,
+    FrameReader,
+    FrameSocket,
+    WrongFrameError,
+    connect,
+    listen,
+    listener,
+)
 from tenuto.deployments.wire.messages import AbortBatch, BatchFailed, Hello, Message, RunBatch, encode
 
 PATIENCE_S = 60.0
@@ -82,7 +91,7 @@ def test_frames_survive_any_cutting_of_the_stream(sent: list[tuple[str, bytes]],
     assert found == sent
 
 
-@pytest.mark.parametrize("hello", [Hello("guess"), AbortBatch(1)])
+@pytest.mark.parametrize("hello", [Hello("guess"), Hello("ge\u00fcbt"), AbortBatch(1)])
 async def test_a_stranger_is_refused(hello: Any) -> None:
     server = await listen("\0tenuto-test-token", accept())
     inbox = Inbox()
@@ -91,6 +100,28 @@ async def test_a_stranger_is_refused(hello: Any) -> None:
     await asyncio.wait_for(inbox.lost.wait(), PATIENCE_S)
     assert inbox.frames.empty()
     server.close()
+
+
+@settings(max_examples=int(os.environ.get("TENUTO_FUZZ_CASES", "300")), deadline=None)
+@given(st.binary(max_size=400), st.integers(0, 2**32 - 1), st.integers(0, 2**64 - 1), st.integers(1, 50))
+def test_any_bytes_are_frames_or_refused_and_nothing_is_allocated_for_a_promise(
+    noise: bytes, message_bytes: int, body_bytes: int, step: int
+) -> None:
+    reader = FrameReader(most_body_bytes=0)  # as it is before a peer has shown its token
+    reader.most_message_bytes = 4096
+    data = noise[:13] + struct.pack("<IQ", message_bytes, body_bytes) + noise
+    with contextlib.suppress(WrongFrameError):
+        for at in range(0, len(data), step):
+            piece = data[at : at + step]
+            while piece:
+                room = reader.room()
+                count = min(len(room), len(piece))
+                room[:count] = piece[:count]
+                reader.received(count)
+                piece = piece[count:]
+                while reader.next_frame() is not None:
+                    pass
+    assert len(reader.room()) <= 1 << 16
 
 
 GARBAGE = [
@@ -210,8 +241,9 @@ def test_threads_exchange_frames_larger_than_what_a_socket_takes() -> None:
     server.close()
 
 
-def test_a_thread_refuses_a_stranger() -> None:
-    client, server = pair("guess")
+@pytest.mark.parametrize("token", ["guess", "ge\u00fcbt", ""])
+def test_a_thread_refuses_a_stranger(token: str) -> None:
+    client, server = pair(token)
     assert server.greet("t") is None
     client.close()
     server.close()
