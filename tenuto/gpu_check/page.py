@@ -74,6 +74,25 @@ def _speeds(results: Results) -> Iterator[str]:
     yield ""
 
 
+def _served(results: Results) -> Iterator[str]:
+    found = results.read("served.json")
+    ways = {way: r for way, r in found.items() if isinstance(r, dict)}
+    if not ways:
+        return
+    yield from _title("Served end to end, without Ray")
+    yield f"{found['model']}, batches of {found['batch_size']}; a gpu-let in its own process, requests always waiting."
+    yield ""
+    yield "| batches | rows/s | of its batches alone | part | mean batch | batch ms | round trip ms | not ok |"
+    yield "|---|---|---|---|---|---|---|---|"
+    for way, r in ways.items():
+        if "failed" in r:
+            yield _row(way, r["failed"], *[""] * 6)
+            continue
+        yield _row(way, r["rows_per_s"], r["rows_per_s_of_batches_alone"], r["part_of_it"], r["mean_batch"],
+                   r["execution_ms"], r["round_trip_ms"], r["not_ok"])  # fmt: skip
+    yield ""
+
+
 def _mps(results: Results) -> Iterator[str]:
     found = results.read("sharing.json")
     shares = {name: r for name, r in found.items() if name.startswith("share ") and "failed" not in r}
@@ -172,7 +191,7 @@ def _steps(results: Results) -> Iterator[str]:
         yield ""
 
 
-_PARTS = (_head, _speeds, _mps, _streaming, _green, _grid, _occupancy, _steps)
+_PARTS = (_head, _speeds, _served, _mps, _streaming, _green, _grid, _occupancy, _steps)
 
 
 def _profile(results: Results, name: str) -> Profile | None:

@@ -14,7 +14,7 @@ from tenuto.profiles.networks.model_options import PLAIN
 __all__ = ["CALLS", "Sizes", "Step", "steps"]
 
 CALLS = {
-    "A": "what is there, the tests of the device, precision and graphs",
+    "A": "what is there, the tests of the device, precision and graphs, served end to end",
     "B": "CUDA MPS: attachment, SMs of a share, memory cap, context, streaming, connections",
     "C": "a profile: batches by shares, pairs, fitted interference",
     "D": "occupancy by hardware counters beside the estimate",
@@ -51,7 +51,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Sizes:
-    """How much is measured. `options` go to every model; `device` is where streaming is measured."""
+    """How much is measured. `options` go to every model; `device` is where streaming and serving are measured."""
 
     models: tuple[str, ...] = ("resnet50", "bert", "mobilenet_v2")
     batch_sizes: str = "1,8,32"
@@ -108,6 +108,7 @@ def steps(folder: Path, gpu_type: str, sizes: Sizes, gpu: str | None = None) -> 
         speed("plain", *plain),
         speed("eager", "--option", "cuda_graphs=false"),
         speed("fast"),
+        Step("served", "A", program("served", first, "--batch-size", "8", "--seconds", seconds, *on, *given), 120.0),
         Step("first-client", "B", program("sharing", "--part", "first"), 100.0),
         Step("sharing", "B", program("sharing", "--part", "shares", "--limit-s", "170"), 240.0, "mps"),
         Step("streaming", "B", ("-m", "tenuto.gpu_check.streaming", first, "--batch-size", "8", "--seconds", seconds,

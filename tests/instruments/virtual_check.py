@@ -1,8 +1,8 @@
 """`scripts/gpu_check --dry-run`: every step, on a GPU of virtual time beside a control program made of files.
 
 What is walked are the steps' own programs with the arguments they have on a machine with a GPU, in processes of their
-own; only models are tiny, times short,, and streaming runs on the CPU. Nothing is measured, and the page says
-so.
+own; only models are tiny, times short, and streaming and serving run on the CPU. Nothing is measured, and the page
+says so.
 """
 
 from __future__ import annotations

@@ -1,0 +1,94 @@
+"""A sticky error of the device in one of two gpu-lets: nobody's request is lost, and the process goes at once."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tenuto.batching.core.build import from_plan
+from tenuto.batching.registry import make_scheduler
+from tenuto.deployments.dispatch.dispatcher import Dispatcher
+from tenuto.deployments.gpulet import replica as replica_module
+from tenuto.deployments.gpulet import worker as worker_module
+from tenuto.deployments.gpulet.executors.torch_executor import TorchExecutor
+from tenuto.deployments.gpulet.process import LocalReplica
+from tenuto.deployments.serve.config import serve_config
+from tenuto.outcome import Outcome
+from tenuto.placement import Plan
+from tests.instruments.asking import answer, outputs, submit, until
+
+LATENCY = {"alpha_ms": 1.0, "beta_ms": 6.0}
+PLAN = Plan.from_data({
+    "policy": {"name": "test"},
+    "gpus": [{"id": "n0/0", "type": "cpu"}, {"id": "n0/1", "type": "cpu"}],
+    "gpulets": [
+        {"id": f"n0/{i}/a", "gpu": f"n0/{i}", "models": [{"name": "m", "batch_size": 2, "latency": LATENCY}]}
+        for i in range(2)
+    ],
+    "models": [{"name": "m", "source": "tests.instruments.own_models:scale", "rate_rps": 100, "slo_ms": 30_000,
+                "latency": LATENCY}],
+})  # fmt: skip
+STICKY = "cuDNN error: CUDNN_STATUS_EXECUTION_FAILED"
+
+
+class Device(TorchExecutor):
+    """Computes on the CPU, says that it is CUDA, and can be lost."""
+
+    made: list["Device"]
+
+    def __init__(self) -> None:
+        super().__init__("cpu", cores=1)
+        self.device = "cuda:0 NVIDIA H200"
+        self.is_lost = False
+        self.ran = 0
+        self.made.append(self)
+
+    def run(self, *arguments: Any) -> Any:
+        self.ran += 1
+        if self.is_lost:
+            raise RuntimeError(STICKY)
+        return super().run(*arguments)
+
+
+@pytest.mark.parametrize("is_sticky", [True, False])
+async def test_batches_of_a_lost_device_run_elsewhere_and_its_process_ends(
+    monkeypatch: pytest.MonkeyPatch, is_sticky: bool
+) -> None:
+    exits: list[int] = []
+    monkeypatch.setattr(Device, "made", [], raising=False)
+    monkeypatch.setattr(replica_module, "make_executor", lambda spec: Device())
+    monkeypatch.setattr(worker_module, "loses_device", lambda error: is_sticky and STICKY in str(error))
+    monkeypatch.setattr(LocalReplica, "_exit", staticmethod(exits.append))
+    gpulets = {}
+    for application in serve_config(PLAN, executor="torch")["applications"][1:]:
+        spec = application["args"]["spec"]
+        gpulets[spec["gpulet"]] = await LocalReplica.start(spec, application["deployments"][0]["user_config"])
+    broken, sound = Device.made
+    dispatcher = Dispatcher(
+        lambda plan, network: make_scheduler("eager", from_plan(plan, network), {}),
+        lambda gpulet_id: gpulets[gpulet_id].endpoint,
+    )
+    dispatcher.apply(PLAN)
+    await until(dispatcher.is_ready)
+    broken.is_lost = True
+    x = np.ones(4, np.float32)
+    answers = [await answer(f) for f in [submit(dispatcher, "m", [x.tobytes()]) for _ in range(8)]]
+    assert broken.ran > 0
+    if is_sticky:
+        assert {found.outcome for found in answers} == {Outcome.OK}
+        assert all(outputs(found)["y"] == [2.0] * 4 for found in answers)
+        tried = broken.ran
+        assert tried == 1  # whatever else waited there was handed back unrun
+        await until(lambda: exits == [1])
+        again = await answer(submit(dispatcher, "m", [x.tobytes()]))
+        assert again.outcome is Outcome.OK
+        assert broken.ran == tried  # an idle gpu-let that cannot run attracts nothing
+    else:  # one kernel was refused: those requests failed, and the gpu-let stays
+        assert {found.outcome for found in answers} == {Outcome.OK, Outcome.FAILED}
+        assert sound.ran > 0
+        broken.is_lost = False
+        assert (await answer(submit(dispatcher, "m", [x.tobytes()]))).outcome is Outcome.OK
+        assert not exits
+    await dispatcher.close()
+    for gpulet in gpulets.values():
+        await gpulet.close()
