@@ -74,6 +74,7 @@ class Builder:
         self._interference = interference
         self._max_batch = max_batch
         self._is_unshared = workload.mps == "off"
+        self._objective = workload.objective
         self._costs: dict[tuple[str, str, float], _Cost | None] = {}
         self._gpus: dict[tuple[str, float, tuple[Slot, ...]], tuple[tuple[_Sized, ...], ...] | None] = {}
         self.modelled: set[str] = set()  # models whose latency on a share was not measured
@@ -138,6 +139,7 @@ class Builder:
             gpus=planned_gpus(cluster, used),
             gpulets=tuple(gpulets),
             models=tuple(self._specs.values()),
+            objective=self._objective,
         )
 
     def _cost(self, model: str, gpu_type: str, share_pct: float) -> _Cost | None:

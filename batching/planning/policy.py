@@ -6,11 +6,12 @@ import math
 
 from tenuto.batching.core.system import NetworkDelay
 from tenuto.batching.planning.buying import cheapest
+from tenuto.batching.planning.patterns import best_by_patterns
 from tenuto.batching.planning.search import Found, Search, SearchOptions
 from tenuto.batching.planning.trial import Trial
 from tenuto.batching.registry import scheduler_class
-from tenuto.errors import InvalidInputError, Problem
-from tenuto.placement import Cluster, Plan, Policy, Workload
+from tenuto.errors import InvalidInputError, Problem, TenutoError
+from tenuto.placement import Cluster, Plan, Policy, Workload, load_policy, solve
 from tenuto.placement.interference.named import canonical_name, stand_ins
 from tenuto.placement.plan import Expected, ExpectedModel, Gpulet, PolicyUsed
 from tenuto.placement.policies.shared.hosting import planned_gpus
@@ -18,6 +19,8 @@ from tenuto.profiles import Profiles
 
 __all__ = ["TenutoPolicy"]
 
+LARGE = 40  # models or GPUs; beyond, a trial in virtual time takes seconds and a search needs hundreds
+SLOW = {"ideal": LARGE, "wao-usher": 200, "gpulet": 500}  # starts that take minutes for more models
 STARTS = ("symphony", "gpulet", "usher", "wao-usher", "igniter", "sbp", "ffd")
 
 
@@ -36,6 +39,9 @@ class TenutoPolicy(Policy):
        batches are capped at half as much again as the largest that ran.
     4. On an elastic cluster the cheapest plan that keeps every model's `attainment` is sought: from the cheapest start
        that does, fewer GPUs (of one type by bisection) or cheaper ones as long as the search finds such a plan.
+
+    More than 40 models or GPUs are planned as patterns instead (`patterns`): no trials, but the model of queueing and
+    batch formation by which every plan's expectation is made, and integer counts of GPUs that look alike.
 
     On a fixed cluster the result serves at least as much as the layout of every start does under the same scheduler
     and interference on the trial's arrivals. Nothing is random: the arrivals have a seed.
@@ -97,6 +103,8 @@ class TenutoPolicy(Policy):
             starts=tuple(name for name in self.starts if name not in ("none", "")), attainment=self.attainment,
             max_batch=self.max_batch, seed=self.seed, network=NetworkDelay(*self.network_ms),
         )  # fmt: skip
+        if len(workload.models) > LARGE or len(cluster.gpus) > LARGE:
+            return self._by_patterns(options, workload, cluster, profiles)
         search = Search(options, workload, cluster, profiles)
         found = cheapest(search, cluster, self.attainment) if cluster.elastic else search.best(cluster.gpus)
         names = tuple(spec.name for spec in workload.models)
@@ -116,6 +124,29 @@ class TenutoPolicy(Policy):
                 "unserved_reasons": {name: _reason(name, search, cluster) for name in unserved},
                 "notes": self._notes(search, found, names),
             }
+        )
+
+    def _by_patterns(
+        self, options: SearchOptions, workload: Workload, cluster: Cluster, profiles: Profiles
+    ) -> Plan:
+        starts, refused = [], {}
+        for name in options.starts:
+            if len(workload.models) <= SLOW.get(name, len(workload.models)):
+                try:
+                    starts.append((name, solve(load_policy(name), workload, cluster, profiles)))
+                except TenutoError as error:
+                    refused[name] = str(error).splitlines()[0]
+        found = best_by_patterns(self.name, workload, cluster, profiles, starts, self.attainment)
+        if found is None:
+            why = f"no start can plan: {next(iter(refused.values()), 'there is none')}"
+            names = tuple(spec.name for spec in workload.models)
+            return Plan(
+                policy=PolicyUsed(name=self.name), gpus=planned_gpus(cluster, ()), unserved=names,
+                unserved_reasons=dict.fromkeys(names, why),
+            )  # fmt: skip
+        plan, how = found
+        return plan.model_copy(
+            update={"policy": PolicyUsed(name=self.name), "notes": (f"chosen by its expectation: {how}",)}
         )
 
     def _notes(self, search: Search, found: Found, names: tuple[str, ...]) -> tuple[str, ...]:

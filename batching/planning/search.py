@@ -62,7 +62,9 @@ class Search:
         models = interference_models(options.interference, cluster.gpu_types, profiles)
         self.builder = Builder(workload, profiles, models, max_batch=options.max_batch)
         self.aim = (1.0 + options.attainment) / 2.0
-        run = partial(Trials, workload.models, scheduler=options.scheduler, network=options.network)
+        run = partial(
+            Trials, workload.models, scheduler=options.scheduler, network=options.network, objective=workload.objective
+        )
         self.trials = run(requests=options.requests, seed=options.seed, enough=self.aim if cluster.elastic else 1.0)
         self._confirming = partial(run, requests=CONFIRMING * options.requests, seed=options.seed + 1)
         self.refused: dict[str, str] = {}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,10 +15,12 @@ from tenuto.batching.registry import make_scheduler
 from tenuto.batching.virtual.simulator import simulate
 from tenuto.outcome import Outcome
 from tenuto.placement import ModelSpec, Plan
+from tenuto.placement.workload import Objective
 
 __all__ = ["Trial", "Trials"]
 
 RARE = 400  # requests a rare model should have
+TOTAL = 0.02  # weight of all requests in time under the objective `each`
 _STEADY = 1_000.0  # shape of gaps that are all but equal
 
 
@@ -25,9 +28,9 @@ _STEADY = 1_000.0  # shape of gaps that are all but equal
 class Trial:
     """What a plan served in `window_s` seconds. Arrays are by model, in the order of the workload.
 
-    `value` is what a search compares: weighted requests per second in time. `ok_rps` and `offered_rps` are requests
-    per second; `busy` the busy fraction of every gpu-let; `carried_rps` what each gpu-let (rows) answered of each model
-    (columns), and `largest` the largest batch it ran.
+    `value` is what a search compares: requests per second in time as the workload's objective counts them. `ok_rps` and
+    `offered_rps` are requests per second; `busy` the busy fraction of every gpu-let; `carried_rps` what each gpu-let
+    (rows) answered of each model (columns), and `largest` the largest batch it ran.
     """
 
     plan: Plan
@@ -71,12 +74,14 @@ class Trials:
         scheduler: str,
         network: NetworkDelay,
         enough: float = 1.0,
+        objective: Objective = "weighted",
     ) -> None:
         """Choose the length of a run: about `requests` arrivals; longer so that no SLO fills over a twentieth of it,
         and, up to twice as long, until a rare model has some hundreds.
 
         Args:
             enough: the fraction of a model's requests beyond which more in time do not count.
+            objective: how requests in time add up to a value.
         """
         self._models, self._seed, self._scheduler, self._network = models, seed, scheduler, network
         total = sum(spec.rate_rps for spec in models)
@@ -85,11 +90,12 @@ class Trials:
         rare = RARE / min(spec.rate_rps for spec in models)
         self._duration_s = max(usual, 20.0 * slowest, min(rare, 2.0 * usual))
         self._enough = enough
-        self._weights = np.array([spec.weight for spec in models])
+        self._weights = np.array([spec.weight if objective == "weighted" else 1.0 for spec in models])
+        self._is_fair = objective == "each"
         self.times_ms, self.index = self._schedule()
         begin_ms = 50.0 * self._duration_s  # the warm-up is the first 5 %
         self._offered = np.bincount(self.index[self.times_ms >= begin_ms], minlength=len(models))
-        self.offered_value = float(self._weights @ self._offered) / (0.95 * self._duration_s)
+        self.offered_value = self._value(self._offered, self._offered) / (0.95 * self._duration_s)
         self.count = 0
 
     def run(self, plan: Plan, *, floor: float = 0.0) -> Trial:
@@ -104,8 +110,8 @@ class Trials:
 
         def is_hopeless(dropped: list[int]) -> bool:
             nonlocal stopped
-            possible = np.minimum(self._offered - dropped, self._enough * self._offered)
-            stopped = bool(self._weights[is_hosted] @ possible[is_hosted] < least)
+            possible = np.where(is_hosted, self._offered - np.asarray(dropped), 0)
+            stopped = self._value(possible, self._offered) < least
             return stopped
 
         result = simulate(scheduler, self.times_ms, self.index, duration_s=self._duration_s, stop=is_hopeless)
@@ -125,8 +131,18 @@ class Trials:
             busy=result.busy_ms() / (1000.0 * result.window_s),
             carried_rps=carried,
             largest=largest,
-            value=-1.0 if stopped else float(self._weights @ np.minimum(ok, self._enough * offered)),
+            value=-1.0 if stopped else self._value(ok, offered),
         )
+
+    def _value(self, ok: NDArray[Any], offered: NDArray[Any]) -> float:
+        """Return what requests in time are worth, as counts or per second: under `each` the part of the model that is
+        served worst, of all requests, and a little of the total so that more for others still counts."""
+        counted = np.minimum(ok, self._enough * offered)
+        if not self._is_fair:
+            return float(self._weights @ counted)
+        asked = offered > 0
+        least = float((counted[asked] / offered[asked]).min(initial=1.0))
+        return (1.0 - TOTAL) * least * float(offered.sum()) + TOTAL * float(counted.sum())
 
     def _schedule(self) -> tuple[NDArray[np.float64], NDArray[np.int32]]:
         times, owners = [], []

@@ -19,12 +19,12 @@ from placement_scenes import machine
 from tenuto.placement import Cluster, Policy, Workload
 from tenuto.placement.policies.gpulet.gpulets_plus import GpuletsPlus
 from tenuto.placement.policies.igniter.gslice import Gslice
-from tenuto.placement.policies.igniter.igniter import FirstFitPlusPlus, Igniter
+from tenuto.placement.policies.igniter.igniter import FirstFitPlus, FirstFitPlusPlus, Igniter
 from tenuto.profiles import Profiles
 from tenuto.profiles.shipped import load_shipped
 
 FACTS = json.loads((Path(__file__).parent.parent / "data" / "igniter_workloads_and_results.json").read_text())
-PUBLISHED = {"igniter": "igniter", "ffd++ (FFD+)": "ffd_plus", "gslice": "gslice_plus", "gpulets+": "gpu_lets_plus"}
+PUBLISHED = {"igniter": "igniter", "ffd+": "ffd_plus", "gslice": "gslice_plus", "gpulets+": "gpu_lets_plus"}
 
 
 def workloads(count: int, seed: int = 0) -> Workload:
@@ -48,7 +48,7 @@ def main() -> None:
     profiles, cluster = Profiles([load_shipped("igniter-v100")]), Cluster.parse("v100:1", elastic=True)
     overhead, gpus = FACTS["headline"]["overhead"], FACTS["headline"]["gpus"]
     policies: dict[str, Policy] = {
-        "igniter": Igniter(), "ffd++": FirstFitPlusPlus(), "ffd++ (FFD+)": FirstFitPlusPlus(interference=False),
+        "igniter": Igniter(), "ffd++": FirstFitPlusPlus(), "ffd+": FirstFitPlus(),
         "gslice": Gslice(), "gpulets+": GpuletsPlus(),
     }
     print(machine("tenuto"))

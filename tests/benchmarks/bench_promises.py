@@ -80,6 +80,7 @@ def served(plan: Plan, workload: Workload, seconds: float, seed: int = JUDGE_SEE
     requests = int(seconds * sum(spec.rate_rps for spec in workload.models))
     trials = Trials(workload.models, requests=min(max(requests, 5_000), 20_000), seed=seed, scheduler="deferred",
                     network=NetworkDelay())  # fmt: skip
+    plan = in_time_alone(plan)
     if not plan.gpulets:
         return {spec.name: (spec.rate_rps, 0.0) for spec in workload.models}
     trial = trials.run(plan)
@@ -87,6 +88,17 @@ def served(plan: Plan, workload: Workload, seconds: float, seed: int = JUDGE_SEE
         spec.name: (float(offered), float(ok))
         for spec, offered, ok in zip(workload.models, trial.offered_rps, trial.ok_rps, strict=True)
     }
+
+
+def in_time_alone(plan: Plan) -> Plan:
+    """Return the plan without replicas that are late even with a batch of one, which the simulator refuses."""
+    slo_ms = {spec.name: spec.slo_ms for spec in plan.models}
+    gpulets = []
+    for gpulet in plan.gpulets:
+        able = tuple(r for r in gpulet.models if r.latency and r.latency.at(1) * r.slowdown <= slo_ms[r.name])
+        if able:
+            gpulets.append(gpulet.model_copy(update={"models": able}))
+    return plan.model_copy(update={"gpulets": tuple(gpulets)})
 
 
 def main() -> None:
