@@ -40,14 +40,23 @@ def start_local_ray(num_gpus: int) -> None:
     """Start a Ray of this process alone, bound to the loopback interface; it ends with the process.
 
     Whoever reaches its ports may run code, so that Ray's token stays on (`tenuto.deployments.serve.ray_token`).
+
+    Raises:
+        EnvironmentFaultError: it did not start.
     """
     import ray
 
     for key, value in RAY_ENVIRONMENT.items():
         os.environ.setdefault(key, value)
     make_token()
-    with on_loopback():
-        ray.init(address="local", num_gpus=num_gpus, include_dashboard=False, _node_ip_address="127.0.0.1", **QUIET)
+    try:
+        with on_loopback():
+            ray.init(address="local", num_gpus=num_gpus, include_dashboard=False, _node_ip_address="127.0.0.1", **QUIET)
+    except Exception as error:  # Ray has no kind of its own for this; it gives its processes 30 s
+        raise EnvironmentFaultError(
+            f"a local Ray did not start: {error}\nThis machine may be too busy: stop other programs and try again, or "
+            "run `ray start --head` first."
+        ) from error
     announce(ray.get_runtime_context().gcs_address)
 
 
