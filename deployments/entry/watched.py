@@ -11,6 +11,7 @@ from tenuto.deployments.entry.connection import HttpServer
 from tenuto.deployments.entry.dispatching import Dispatching
 from tenuto.deployments.entry.http import HttpError
 from tenuto.deployments.entry.service import InferenceService
+from tenuto.deployments.operator.devices import DeviceFigures
 
 __all__ = ["WatchedGateway"]
 
@@ -24,6 +25,7 @@ class WatchedGateway:
         self._server = server
         self._started_at_s = time.time()
         self._started_s = time.monotonic()
+        self._devices = DeviceFigures()
 
     @property
     def _dispatching(self) -> Dispatching:
@@ -40,7 +42,7 @@ class WatchedGateway:
         return [entry["id"] for entry in dispatching.gpulets() if not entry["up"]] or ["no gpu-let is ready"]
 
     async def status(self) -> Mapping[str, Any]:
-        """Return the status of all dispatchers, with this gateway's margin, front door and proxies."""
+        """Return the status of all dispatchers, with this gateway's margin, front door, proxies and node's GPUs."""
         service = self._service
         found: dict[str, Any] = await self._dispatching.report("status")
         models = {
@@ -50,7 +52,7 @@ class WatchedGateway:
         return {
             **found, "models": models, "margin": service.margin.to_data(), "front_door": self._server.to_data(),
             "version": __version__, "started_at_s": self._started_at_s,
-            "uptime_s": time.monotonic() - self._started_s,
+            "uptime_s": time.monotonic() - self._started_s, "devices": await self._devices.read(),
         }  # fmt: skip
 
     async def queue(self) -> Mapping[str, int]:

@@ -1,0 +1,106 @@
+"""Figures of GPUs in base units, what a GPU does not tell left out, and every Xid counted once."""
+
+from types import SimpleNamespace
+from typing import Any
+
+from tenuto.deployments.operator.devices import DeviceFigures
+from tenuto.deployments.operator.exposition import render_metrics
+
+
+class FakeError(Exception):
+    pass
+
+
+class FakeNvml:
+    """Two GPUs; the second tells no power. `xids` are events that have not been read."""
+
+    NVMLError = FakeError
+
+    def __init__(self) -> None:
+        self.xids: list[int] = []
+        self.reads = 0
+
+    def nvmlInit(self) -> None: ...
+    def nvmlShutdown(self) -> None: ...
+    def nvmlDeviceGetCount(self) -> int:
+        return 2
+
+    def nvmlDeviceGetHandleByIndex(self, index: int) -> int:
+        return index
+
+    def nvmlDeviceGetUUID(self, handle: int) -> bytes:
+        return f"GPU-{handle}".encode()
+
+    def nvmlDeviceGetName(self, handle: int) -> str:
+        return "H200"
+
+    def nvmlDeviceGetMemoryInfo(self, handle: int) -> Any:
+        self.reads += 1
+        return SimpleNamespace(used=3 << 30, total=140 << 30)
+
+    def nvmlDeviceGetUtilizationRates(self, handle: int) -> Any:
+        return SimpleNamespace(gpu=37)
+
+    def nvmlDeviceGetPowerUsage(self, handle: int) -> int:
+        if handle:
+            raise FakeError("not supported")
+        return 412_000
+
+    def nvmlDeviceGetClockInfo(self, handle: int, kind: int) -> int:
+        assert kind == 1
+        return 1980
+
+    def nvmlDeviceGetTemperature(self, handle: int, sensor: int) -> int:
+        return 61
+
+    def nvmlEventSetCreate(self) -> str:
+        return "events"
+
+    def nvmlDeviceRegisterEvents(self, handle: int, kinds: int, events: str) -> None:
+        if handle:
+            raise FakeError("not supported")
+
+    def nvmlEventSetWait(self, events: str, timeout_ms: int) -> Any:
+        assert timeout_ms == 0
+        if not self.xids:
+            raise FakeError("timeout")
+        return SimpleNamespace(device=0, eventData=self.xids.pop())
+
+
+async def test_figures_come_in_base_units_and_at_most_every_five_seconds() -> None:
+    nvml, now_s = FakeNvml(), 0.0
+    figures = DeviceFigures(lambda: nvml, clock=lambda: now_s)
+    first, second = await figures.read()
+    assert first == {
+        "uuid": "GPU-0", "name": "H200", "memory_used_bytes": 3 << 30, "memory_total_bytes": 140 << 30,
+        "utilization_ratio": 0.37, "power_watts": 412.0, "sm_clock_hertz": 1.98e9, "temperature_celsius": 61.0,
+        "xid_errors": 0,
+    }  # fmt: skip
+    assert "power_watts" not in second
+    reads = nvml.reads
+    now_s = 4.9
+    await figures.read()
+    assert nvml.reads == reads
+    nvml.xids = [79, 31]
+    now_s = 5.0
+    assert [device["xid_errors"] for device in await figures.read()] == [2, 0]
+    now_s = 10.0
+    found = await figures.read()
+    assert [device["xid_errors"] for device in found] == [2, 0]
+    text = render_metrics({"models": {}, "gpulets": [], "devices": found})
+    assert 'tenuto_gpu_xid_errors_total{name="H200",uuid="GPU-0"} 2.0' in text
+    assert text.count("tenuto_gpu_power_watts{") == 1
+
+
+async def test_without_a_driver_there_is_nothing_to_tell() -> None:
+    asked = 0
+
+    def load() -> None:
+        nonlocal asked
+        asked += 1
+
+    times = iter(range(0, 100, 10))
+    figures = DeviceFigures(load, clock=lambda: float(next(times)))
+    for _ in range(3):
+        assert await figures.read() == []
+    assert asked == 1
