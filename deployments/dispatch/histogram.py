@@ -20,7 +20,7 @@ def buckets_around(slo_ms: float) -> tuple[float, ...]:
 
 
 class Histogram:
-    """Counts of values up to each bound, and above the last; adding one costs a third of a microsecond."""
+    """Counts of values up to each bound, and above the last; adding one costs about half a microsecond."""
 
     __slots__ = ("_bounds", "_counts", "_sum")
 

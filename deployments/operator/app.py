@@ -5,6 +5,7 @@ Nothing here belongs before clients: it names other clients' requests, and what 
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping
 from typing import Annotated, Any, Protocol
 
@@ -108,7 +109,9 @@ def add_operator_routes(app: FastAPI, watched: Watched) -> None:
 
     @app.get("/metrics", tags=["status"], summary="The figures of /status as Prometheus text")
     async def metrics() -> Response:
-        return Response(render_metrics(await watched.status()), media_type=CONTENT_TYPE)
+        # In a thread: fifty models make half a megabyte, and requests are not to wait for it.
+        text = await asyncio.to_thread(render_metrics, await watched.status())
+        return Response(text, media_type=CONTENT_TYPE)
 
 
 def _json(data: Any) -> Response:

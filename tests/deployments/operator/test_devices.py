@@ -88,7 +88,7 @@ async def test_figures_come_in_base_units_and_at_most_every_five_seconds() -> No
     found = await figures.read()
     assert [device["xid_errors"] for device in found] == [2, 0]
     text = render_metrics({"models": {}, "gpulets": [], "devices": found})
-    assert 'tenuto_gpu_xid_errors_total{name="H200",uuid="GPU-0"} 2.0' in text
+    assert 'tenuto_gpu_xid_errors_total{uuid="GPU-0",name="H200"} 2\n' in text
     assert text.count("tenuto_gpu_power_watts{") == 1
 
 

@@ -102,6 +102,17 @@ def test_figures_of_the_status_come_out_in_base_units(text: str) -> None:
     assert samples["tenuto_gpulet_up", ("gpu", "n0/1"), ("gpulet", "n0/1/b")] == 0
 
 
+def test_names_of_any_kind_come_back_as_they_are() -> None:
+    server, name = ShownServer(models=1, gpulets=1), 'a "quoted"\\ and\nbroken {name}'
+    server.rename("network_00", name)
+    server.second()
+    families = list(text_string_to_metric_families(render_metrics(server.status())))
+    assert {s.labels["model"] for f in families for s in f.samples if "model" in s.labels} == {name}
+    kinds = {family.name: family.type for family in families}
+    assert kinds["tenuto_requests"] == "counter"
+    assert kinds["tenuto_batch_size"] == "histogram"
+
+
 def test_what_is_not_known_is_left_out() -> None:
     assert "NaN" not in render_metrics({"models": {}, "gpulets": []})
     assert render_metrics({"models": {}, "gpulets": []}) == ""
