@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
@@ -29,6 +30,7 @@ from tenuto.placement.policies.usher.usher import Usher, WaoUsher
 from tenuto.placement.solve import check_inputs
 from tenuto.profiles import Profile, Profiles
 from tenuto.profiles.shipped import load_shipped
+from tests.instruments.live import PATIENCE_S
 from tests.placement.published import thesis
 
 
@@ -64,8 +66,8 @@ CASES: dict[str, Case] = {
     "ffd": Case(FirstFitDecreasing, 0.5, THESIS),
     "usher": Case(Usher, 1.0, THESIS),
     "wao-usher": Case(WaoUsher, 1.0, THESIS),
-    "ao-milp": Case(AoMilp, 1.0, THESIS, examples=8),
-    "wsm-milp": Case(WsmMilp, 1.0, THESIS, examples=8),
+    "ao-milp": Case(partial(AoMilp, time_limit_s=PATIENCE_S), 1.0, THESIS, examples=8),
+    "wsm-milp": Case(partial(WsmMilp, time_limit_s=PATIENCE_S), 1.0, THESIS, examples=8),
     "symphony": Case(Symphony, 1.0, THESIS),
     "igniter": Case(Igniter, 0.5, **tight),
     "ffd++": Case(FirstFitPlusPlus, 0.5, **tight),
