@@ -35,7 +35,7 @@ ANCHORS = 24  # models for which a pattern is built per round and GPU type: thos
 MOST_MODELS = 6  # of a pattern that is built; those of other policies may have more
 FILL = 0.92  # of a GPU's time that a pattern is built for; the expectation then says what it serves
 NODES = 400  # of the integer program's search: a limit that gives the same plan on every machine
-ROUNDING_S = 20.0  # time limit of it all the same
+ROUNDING_S = 6.0  # time limit of it all the same
 REPAIRS = 3  # times that the rates of models below their attainment are raised and the counts chosen again
 EVEN = 1e-3  # weight of the total beside the least part of any model, under the objective `each`
 
@@ -74,6 +74,9 @@ def best_by_patterns(
         case.take(plan)
     if not case.patterns:
         return None
+    start, plan = max(starts, key=lambda each: case.rank(each[1], attainment))
+    if not cluster.elastic and case.keeps(plan, attainment):
+        return plan, f"the plan of {start}"
     for _ in range(ROUNDS):
         worth, rent = case.prices()
         if not case.built(worth, rent):
@@ -114,6 +117,10 @@ class _Case:
             return -below, -cost, total
         least = float(parts.min()) if self._workload.objective == "each" else 0.0
         return round(least, 4), round(total, 3), -cost
+
+    def keeps(self, plan: Plan, attainment: float) -> bool:
+        """Say whether every model is expected to keep its attainment."""
+        return bool((self._parts(plan) >= attainment).all())
 
     def _parts(self, plan: Plan) -> Floats:
         expected = plan.expected.models
