@@ -12,12 +12,35 @@ from tenuto.errors import InvalidInputError, Problem
 from tenuto.profiles.estimator.kernel_training import KernelErrorReport, KernelEstimator, leave_one_model_out_kernels
 from tenuto.profiles.estimator.operator_times import OperatorFile, time_operators
 from tenuto.profiles.estimator.trace import Trace
+from tenuto.profiles.estimator.training import is_same_network
+from tenuto.profiles.estimator.usher import NetworkNeed, UsherErrors, UsherEstimator, usher_errors
 from tenuto.profiles.measuring.measure import MeasureRequest, row_name
 from tenuto.profiles.networks.device import pick_device
 from tenuto.profiles.networks.model_options import ModelOptions
 from tenuto.profiles.profile import Profile
 
-__all__ = ["ByKernels", "estimate_by_kernels", "write_operator_times"]
+__all__ = ["ByKernels", "ByUsher", "estimate_by_kernels", "write_operator_times"]
+
+
+@dataclass(frozen=True)
+class ByUsher:
+    """What USHER's estimator as published says of the same kernels, by batch size, over all GPU types timed."""
+
+    types: tuple[str, ...]
+    needs: dict[int, NetworkNeed]
+    errors: UsherErrors | None
+
+    def as_data(self) -> dict[str, Any]:
+        """Return plain data for --json."""
+        return {
+            "types": list(self.types), "leave_one_model_out": vars(self.errors) if self.errors else None,
+            "estimates": {
+                str(batch): {
+                    "time_ms": need.time_ms, "memory_mib": need.memory_bytes / 2**20, "creq_pct": need.creq_pct,
+                }
+                for batch, need in self.needs.items()
+            },
+        }  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -32,6 +55,7 @@ class ByKernels:
     creq_pct: dict[int, float]
     estimate_ms: float
     report: KernelErrorReport | None
+    usher: ByUsher
 
     def as_data(self) -> dict[str, Any]:
         """Return plain data for --json."""
@@ -39,28 +63,38 @@ class ByKernels:
             "learnt_from": list(self.models), "latency_ms": {str(b): ms for b, ms in self.latency_ms.items()},
             "creq_pct": {str(b): round(pct, 3) for b, pct in self.creq_pct.items()},
             "estimate_ms": round(self.estimate_ms, 3),
-            "leave_one_model_out": vars(self.report) if self.report else None,
+            "leave_one_model_out": vars(self.report) if self.report else None, "usher": self.usher.as_data(),
         }  # fmt: skip
 
 
-def estimate_by_kernels(path: str, gpu_type: str, row: str, traces: Sequence[Trace], errors: bool) -> ByKernels:
-    """Learn from the file's other models and estimate each trace.
+def estimate_by_kernels(
+    paths: Sequence[str], gpu_type: str, row: str, traces: Sequence[Trace], errors: bool
+) -> ByKernels:
+    """Learn from the files' other models and estimate each trace: by ours from the type's own, by USHER's from all.
 
     Raises:
-        InvalidInputError: the file is malformed, of another GPU type, or has fewer than two other models.
+        InvalidInputError: a file is malformed, none is of the GPU type, or there are fewer than two other models.
     """
-    data = OperatorFile.load(path)
-    if data.gpu_type != gpu_type:
+    files = [OperatorFile.load(path) for path in paths]
+    types = sorted({file.gpu_type for file in files})
+    runs = [run for file in files if file.gpu_type == gpu_type for run in file.runs]
+    if not runs:
         raise InvalidInputError(
-            Problem("--operator-times", data.gpu_type, f"is not of GPU type '{gpu_type}'", "Time operators there.")
+            Problem("--operator-times", ", ".join(types), f"is not of GPU type '{gpu_type}'", "Time operators there.")
         )
-    estimator = KernelEstimator([run for run in data.runs if run.model != row])
+    others = [kept for file in files if (kept := file.without(lambda model: is_same_network(model, row))) is not None]
+    published = UsherEstimator(others)
+    usher = ByUsher(
+        published.types, {trace.batch_size: published.need(trace, gpu_type) for trace in traces},
+        usher_errors(files) if errors else None,
+    )  # fmt: skip
+    estimator = KernelEstimator([run for run in runs if not is_same_network(run.model, row)])
     began = time.perf_counter()
     latency_ms = {trace.batch_size: estimator.time_ms(trace) for trace in traces}
     took_ms = (time.perf_counter() - began) * 1000.0 / len(traces)
     creq = {t.batch_size: pct for t in traces if (pct := estimator.creq_pct(t)) is not None}
-    report = leave_one_model_out_kernels(data.runs) if errors else None
-    return ByKernels(estimator.models, latency_ms, creq, took_ms, report)
+    report = leave_one_model_out_kernels(runs) if errors else None
+    return ByKernels(estimator.models, latency_ms, creq, took_ms, report, usher)
 
 
 def write_operator_times(path: Path, requests: Sequence[MeasureRequest], profile: Profile) -> None:

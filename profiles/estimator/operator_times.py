@@ -10,27 +10,36 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Protocol
+from typing import Annotated, Any, Literal, Protocol
 
 from pydantic import Field
 
 from tenuto.documents import StrictModel, dump_yaml, load_document, parse_document
 from tenuto.errors import InvalidInputError
 from tenuto.profiles.estimator.trace import Operator, operator_recorder
-from tenuto.profiles.measuring.kernels.by_operator import RANGE_NAME, load_operator_occupancies
+from tenuto.profiles.measuring.kernels.by_operator import RANGE_NAME, OperatorKernel, load_operator_kernels
 from tenuto.profiles.measuring.kernels.recording import write_trace
 from tenuto.profiles.networks.inputs import random_inputs
 
-__all__ = ["OperatorFile", "TimedOperator", "TimedRun", "time_operators"]
+__all__ = ["OperatorFile", "TimedKernel", "TimedOperator", "TimedRun", "time_operators"]
 
 _WARM_UP_RUNS = 2
 _REPEATS = 5
 
 
+class TimedKernel(StrictModel):
+    """One kernel of an operator, with its duration in ms and its occupancy in percent."""
+
+    name: str
+    time_ms: Annotated[float, Field(ge=0)]
+    occupancy_pct: Annotated[float, Field(ge=0, le=100)] | None = None
+
+
 class TimedOperator(StrictModel):
     """One operator with its work in FLOPs and bytes, the median of its times in ms, and on a GPU its occupancy.
 
-    `occupancy_pct` is the largest of its kernels, estimated from their launch configurations; None where not recorded.
+    `kernels` are those it launched, in order, where a GPU's were recorded; its time is then the sum of theirs.
+    `occupancy_pct` is the largest of them, estimated from their launch configurations; None where not recorded.
     """
 
     name: str
@@ -41,6 +50,7 @@ class TimedOperator(StrictModel):
     weight_bytes: Annotated[float, Field(ge=0)]
     time_ms: Annotated[float, Field(ge=0)]
     occupancy_pct: Annotated[float, Field(ge=0, le=100)] | None = None
+    kernels: tuple[TimedKernel, ...] = ()
 
     def operator(self) -> Operator:
         """Return it as the trace's operator, without its inputs."""
@@ -50,11 +60,16 @@ class TimedOperator(StrictModel):
 
 
 class TimedRun(StrictModel):
-    """The operators of a model at one batch size, in order, and the time of a whole batch without instruments."""
+    """The operators of a model at one batch size, in order, and the time of a whole batch without instruments.
+
+    `timed_by` says how operators were timed: by the durations of their kernels, by events around their launches, which
+    hold the launch as well, or by the clock of a CPU.
+    """
 
     model: str
     batch_size: Annotated[int, Field(ge=1)]
     latency_ms: Annotated[float, Field(gt=0)]
+    timed_by: Literal["clock", "events", "kernels"] = "clock"
     operators: Annotated[tuple[TimedOperator, ...], Field(min_length=1)]
 
 
@@ -70,6 +85,11 @@ class OperatorFile(StrictModel):
     def load(cls, path: str | Path) -> OperatorFile:
         """Read and validate a file; raises `InvalidInputError` with every problem found."""
         return parse_document(cls, load_document(path), origin=str(path))
+
+    def without(self, is_left_out: Callable[[str], bool]) -> OperatorFile | None:
+        """Return the file without the models of these names; None where nothing is left."""
+        runs = tuple(run for run in self.runs if not is_left_out(run.model))
+        return self.model_copy(update={"runs": runs}) if runs else None
 
     def dump(self) -> str:
         """Render as YAML; `load` of the text gives an equal file."""
@@ -104,7 +124,7 @@ class _ClockTimer:
 
 
 class _EventTimer:
-    """For CUDA: an event before and after, read when all are done."""
+    """For CUDA without CUPTI: an event before and after, read when all are done."""
 
     def __init__(self) -> None:
         self._began: Any = None
@@ -142,8 +162,8 @@ class _RangeTimer:
         self.recorded.append(recorded)
 
 
-def _occupancies(module: Any, inputs: Sequence[Any], weights: Mapping[int, int]) -> list[float | None]:
-    """Return the occupancy of each operator of one run; empty where CUPTI does not record."""
+def _kernels(module: Any, inputs: Sequence[Any], weights: Mapping[int, int]) -> list[list[OperatorKernel]]:
+    """Return the kernels of each operator of one run; empty where CUPTI does not record."""
     import torch
 
     timer = _RangeTimer()
@@ -156,7 +176,7 @@ def _occupancies(module: Any, inputs: Sequence[Any], weights: Mapping[int, int])
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "trace.json"
             write_trace(run, path)
-            found = load_operator_occupancies(path)
+            found = load_operator_kernels(path)
     except InvalidInputError:
         return []
     if len(found) != len(timer.recorded):
@@ -178,7 +198,8 @@ def time_operators(
 ) -> list[TimedRun]:
     """Build a model and time its operators at each batch size, the median of several runs; blocks.
 
-    Operators are launched one by one, so that short ones include the cost of a launch, as they do in eager PyTorch.
+    On a GPU an operator takes as long as its kernels, without the launches; elsewhere they are launched one by one, so
+    that short ones include the cost of a launch, as they do in eager PyTorch.
 
     Args:
         source: as `tenuto.profiles.networks.models.build` takes it.
@@ -224,24 +245,40 @@ def time_operators(
                 operators = recorder.operators
         if len({len(row) for row in rows}) != 1:
             raise InvalidInputError(f"'{source}' runs other operators each time. It cannot be learnt from.")
-        occupancies: list[float | None] = []
-        if device == "cuda":
-            occupancies = _occupancies(module, inputs, weights)
-        if len(occupancies) != len(operators):
-            occupancies = [None] * len(operators)
+        kernels = [_kernels(module, inputs, weights) for _ in range(_REPEATS)] if device == "cuda" else []
+        by_kernels = bool(kernels) and all(len(run) == len(operators) for run in kernels)
         medians = [statistics.median(times) for times in zip(*rows, strict=True)]
+        timed = (
+            [_by_kernels(o, [run[index] for run in kernels]) for index, o in enumerate(operators)] if by_kernels
+            else [_timed(o, ms) for o, ms in zip(operators, medians, strict=True)]
+        )  # fmt: skip
         runs.append(TimedRun(
-            model=name or source, batch_size=size, latency_ms=statistics.median(whole),
-            operators=tuple(
-                TimedOperator(
-                    name=o.name, kind=o.kind, flops=o.flops, read_bytes=o.read_bytes, written_bytes=o.written_bytes,
-                    weight_bytes=o.weight_bytes, time_ms=round(ms, 6),
-                    occupancy_pct=None if occupancy is None else round(occupancy, 3),
-                )
-                for o, ms, occupancy in zip(operators, medians, occupancies, strict=True)
-            ),
+            model=name or source, batch_size=size, latency_ms=statistics.median(whole), operators=tuple(timed),
+            timed_by="kernels" if by_kernels else "events" if device == "cuda" else "clock",
         ))  # fmt: skip
     return runs
+
+
+def _timed(o: Operator, time_ms: float, **more: Any) -> TimedOperator:
+    return TimedOperator(
+        name=o.name, kind=o.kind, flops=o.flops, read_bytes=o.read_bytes, written_bytes=o.written_bytes,
+        weight_bytes=o.weight_bytes, time_ms=round(time_ms, 6), **more,
+    )  # fmt: skip
+
+
+def _by_kernels(o: Operator, runs: Sequence[Sequence[OperatorKernel]]) -> TimedOperator:
+    """Return an operator with its kernels of the first run, each timed by the median of those that are alike."""
+    names = [kernel.name for kernel in runs[0]]
+    alike = [run for run in runs if [kernel.name for kernel in run] == names]
+    kernels = tuple(
+        TimedKernel(
+            name=first.name, time_ms=round(statistics.median(run[index].time_ms for run in alike), 6),
+            occupancy_pct=round(first.occupancy_pct, 3),
+        )
+        for index, first in enumerate(runs[0])
+    )  # fmt: skip
+    largest = max((kernel.occupancy_pct or 0.0 for kernel in kernels), default=0.0)
+    return _timed(o, sum(kernel.time_ms for kernel in kernels), occupancy_pct=largest, kernels=kernels)
 
 
 def _wait(device: str) -> None:

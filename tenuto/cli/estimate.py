@@ -32,8 +32,9 @@ _USHER_ACCURACY_PCT = 99.98  # USHER, OSDI 2024, table 4; on its own 20 models a
               metavar="N,N…", help="Batch sizes to estimate.")
 @click.option("--option", "options", multiple=True, metavar="K=V",
               help="Model option such as sequence_length=512; repeatable.")
-@click.option("--operator-times", "operator_file", metavar="FILE",
-              help="Also learn single kernels from this file of `tenuto profile --time-operators`.")
+@click.option("--operator-times", "operator_files", metavar="FILE", multiple=True,
+              help="Also learn single kernels from files of `tenuto profile --time-operators`, by our method and by "
+                   "USHER's, which learns from several GPU types at once; repeatable.")
 @click.option("--errors/--no-errors", default=True, show_default=True,
               help="Find the errors on models left out one by one (some seconds).")
 @click.option("-o", "--output", type=click.Path(dir_okay=False), metavar="FILE",
@@ -41,7 +42,7 @@ _USHER_ACCURACY_PCT = 99.98  # USHER, OSDI 2024, table 4; on its own 20 models a
 @json_option
 def command(
     model: str, gpu_type: str, profile_names: tuple[str, ...], sizes: tuple[int, ...], options: tuple[str, ...],
-    operator_file: str | None, errors: bool, output: str | None, as_json: bool,
+    operator_files: tuple[str, ...], errors: bool, output: str | None, as_json: bool,
 ) -> None:
     """Estimate time, compute and memory requirement of MODEL on a GPU type without running it.
 
@@ -77,8 +78,8 @@ def command(
         report = leave_one_model_out(samples, launches_overlap=on_gpu) if errors else None
     measured = {s.trace.batch_size: s for s in samples if is_same_network(s.model, row)}
     by_kernel = None
-    if operator_file:
-        by_kernel = estimate_by_kernels(operator_file, gpu_type, row, [at_batch(size) for size in sizes], errors)
+    if operator_files:
+        by_kernel = estimate_by_kernels(operator_files, gpu_type, row, [at_batch(size) for size in sizes], errors)
     if output:
         _write(Path(output), _as_profile(row, gpu_type, estimates, len(estimator.models), report))
     if as_json:
@@ -169,3 +170,10 @@ def _print_by_kernels(made: ByKernels) -> None:
             f"{r.roofline_pct:.1f} %; single kernels {r.kernel_median_pct:.0f} % (median); USHER claims "
             f"{_USHER_ACCURACY_PCT} % accuracy"
         )
+    console.print(f"By USHER's estimator as published, from kernels of {', '.join(made.usher.types)}: " + "; ".join(
+        f"batch {batch}: {need.time_ms:.2f} ms, {need.memory_bytes / 2**20:.0f} MiB"
+        + ("" if need.creq_pct is None else f", Creq {need.creq_pct:.0f} %")
+        for batch, need in made.usher.needs.items()
+    ))  # fmt: skip
+    if (e := made.usher.errors) is not None:
+        console.print(f"  on models left out ({e.models} models, {e.runs} batches): time {e.time_pct:.1f} %")

@@ -81,9 +81,11 @@ def test_kernels_are_learnt_from_timed_operators(run: Any) -> None:
     assert code == 0, err
     assert "From single kernels of 3 other models" in out
     assert "plain roofline" in out
+    assert "By USHER's estimator as published, from kernels of cpu: batch 1:" in out
     code, out, err = run("bert", *KNOWN, "--batch-sizes", "1", "--operator-times", "operators.yaml", "--no-errors",
                          "--json")  # fmt: skip
     assert json.loads(out)["by_kernels"]["latency_ms"]["1"] > 0
+    assert json.loads(out)["by_kernels"]["usher"]["estimates"]["1"]["memory_mib"] > 0
     Path("operators.yaml").write_text(OperatorFile(gpu_type="v100", hardware="h", runs=tuple(made_runs(3))).dump())
     code, _, err = run("bert", *KNOWN, "--operator-times", "operators.yaml", "--no-errors")
     assert code == 2

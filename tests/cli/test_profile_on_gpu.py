@@ -15,7 +15,15 @@ from tenuto.profiles import Profile, ProfilePoint
 from tenuto.profiles.estimator.operator_times import time_operators
 from tenuto.profiles.measuring.book import ProfileBook
 from tenuto.profiles.networks.model_options import RunOptions
-from tests.instruments.virtual_gpu import CONTEXT_MIB, SMS, UUID, VirtualGpu, fake_nvml
+from tests.instruments.virtual_gpu import (
+    CONTEXT_MIB,
+    ELEMENTS_PER_S,
+    SHORTEST_KERNEL_S,
+    SMS,
+    UUID,
+    VirtualGpu,
+    fake_nvml,
+)
 
 OWN = "tests.instruments.own_models:scale"
 MEASURING = "tenuto.profiles.measuring"
@@ -172,11 +180,16 @@ def test_co_runs_are_measured_under_their_shares_and_fitted(run: Run) -> None:
             assert part.runs
 
 
-def test_operators_are_timed_by_events() -> None:
+def test_operators_are_timed_by_their_kernels() -> None:
     with VirtualGpu().installed():
         (run,) = time_operators(OWN, (4,), {"width": 4096}, device="cuda")
     assert [operator.name for operator in run.operators] == ["mul", "sum"]
-    assert run.operators[0].time_ms > run.operators[1].time_ms > 0
+    assert run.timed_by == "kernels"
+    (multiplied,), (summed,) = (operator.kernels for operator in run.operators)
+    # Not the launches around them: what the GPU takes for so many elements, and for a row's sum.
+    assert multiplied.time_ms == pytest.approx((SHORTEST_KERNEL_S + 4 * 4096 / ELEMENTS_PER_S) * 1e3, rel=1e-6)
+    assert summed.time_ms == pytest.approx((SHORTEST_KERNEL_S + 4 / ELEMENTS_PER_S) * 1e3, rel=1e-3)
+    assert [operator.time_ms for operator in run.operators] == [multiplied.time_ms, summed.time_ms]
     wide, narrow = (operator.occupancy_pct for operator in run.operators)
     assert wide == pytest.approx(100 * (4 * 4096 / 256) / SMS * 8 / 64)  # 64 blocks of 8 warps on 80 SMs of 64 warps
     assert narrow == pytest.approx(100 * 1 / SMS * 8 / 64, abs=1e-3)
@@ -187,6 +200,8 @@ def test_without_cupti_operators_have_times_only(monkeypatch: pytest.MonkeyPatch
     with VirtualGpu().installed():
         (run,) = time_operators(OWN, (4,), {"width": 4096}, device="cuda")
     assert [operator.occupancy_pct for operator in run.operators] == [None, None]
+    assert run.timed_by == "events"
+    assert run.operators[0].time_ms > run.operators[1].time_ms > 0
 
 
 def test_the_gpu_refuses_what_cuda_refuses() -> None:

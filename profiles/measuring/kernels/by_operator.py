@@ -1,4 +1,5 @@
-"""Which kernels each operator of a network launched, and what they occupied: from a trace with a range per operator.
+"""Which kernels each operator of a network launched, how long they took and what they occupied: from a trace with a
+range per operator.
 
 The host marks a range around every operator (`torch.profiler.record_function`); a launch inside a range and the kernel
 it started share CUPTI's correlation number. So kernels find their operator although they run later.
@@ -9,6 +10,7 @@ from __future__ import annotations
 import bisect
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,19 +18,28 @@ from tenuto.errors import InvalidInputError, Problem
 from tenuto.profiles.measuring.kernels.chrome_trace import parse_chrome_trace
 from tenuto.profiles.measuring.kernels.occupancy import estimated_occupancy_pct
 
-__all__ = ["RANGE_NAME", "load_operator_occupancies", "operator_occupancies"]
+__all__ = ["RANGE_NAME", "OperatorKernel", "load_operator_kernels", "operator_kernels"]
 
 RANGE_NAME = "tenuto operator"
 _LAUNCHES = ("cuda_runtime", "cuda_driver")
 
 
-def load_operator_occupancies(path: Path) -> list[float]:
-    """Read a trace file; see `operator_occupancies`."""
-    return operator_occupancies(json.loads(path.read_text(encoding="utf-8")), origin=str(path))
+@dataclass(frozen=True)
+class OperatorKernel:
+    """One kernel of an operator; its occupancy in percent is estimated from its launch configuration."""
+
+    name: str
+    time_ms: float
+    occupancy_pct: float
 
 
-def operator_occupancies(data: Any, *, origin: str = "trace") -> list[float]:
-    """Return each operator's occupancy in percent, in order: the largest of its kernels, 0 where it launched none.
+def load_operator_kernels(path: Path) -> list[list[OperatorKernel]]:
+    """Read a trace file; see `operator_kernels`."""
+    return operator_kernels(json.loads(path.read_text(encoding="utf-8")), origin=str(path))
+
+
+def operator_kernels(data: Any, *, origin: str = "trace") -> list[list[OperatorKernel]]:
+    """Return each operator's kernels, both in the order of their launches; none where it launched none.
 
     Args:
         data: a trace of torch.profiler with a range named `RANGE_NAME` around every operator.
@@ -47,19 +58,24 @@ def operator_occupancies(data: Any, *, origin: str = "trace") -> list[float]:
         raise InvalidInputError(
             Problem(origin, 0, f"has no range named '{RANGE_NAME}'", "Record with `tenuto profile --time-operators`.")
         )
-    occupancy = {
-        kernel.correlation: estimated_occupancy_pct(kernel, trace.device.limits, trace.device.sm_count)
+    known = {
+        kernel.correlation: OperatorKernel(
+            kernel.name, kernel.duration_us / 1000.0,
+            min(100.0, estimated_occupancy_pct(kernel, trace.device.limits, trace.device.sm_count)),
+        )
         for kernel in trace.kernels
-    }
-    found = [0.0] * len(ranges)
+    }  # fmt: skip
+    found: list[list[OperatorKernel]] = [[] for _ in ranges]
     starts = [begin for begin, _ in ranges]
-    for event in data["traceEvents"]:
-        if str(event.get("cat", "")).lower() not in _LAUNCHES or event.get("ph") != "X":
-            continue
+    launches = [
+        event for event in data["traceEvents"]
+        if str(event.get("cat", "")).lower() in _LAUNCHES and event.get("ph") == "X"
+    ]  # fmt: skip
+    for event in sorted(launches, key=lambda event: float(event["ts"])):
         index = _range_of(float(event["ts"]), starts, ranges)
         correlation = (event.get("args") or {}).get("correlation")
-        if index is not None and correlation in occupancy:
-            found[index] = max(found[index], min(100.0, occupancy[correlation]))
+        if index is not None and correlation in known:
+            found[index].append(known[correlation])
     return found
 
 

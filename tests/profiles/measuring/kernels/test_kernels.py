@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from tenuto.errors import InvalidInputError
-from tenuto.profiles.measuring.kernels.by_operator import RANGE_NAME, operator_occupancies
+from tenuto.profiles.measuring.kernels.by_operator import RANGE_NAME, operator_kernels
 from tenuto.profiles.measuring.kernels.chrome_trace import load_chrome_trace, parse_chrome_trace
 from tenuto.profiles.measuring.kernels.metrics import (
     Launch,
@@ -175,7 +175,10 @@ def traced(*launches: tuple[float, int], ranges: int = 3) -> dict[str, Any]:
 
 def test_kernels_find_the_operator_that_launched_them() -> None:
     # Operator 0 launches blocks for one and two per SM, operator 1 nothing, operator 2 four; one launch is outside.
-    found = operator_occupancies(traced((1.0, 1), (3.0, 2), (22.0, 4), (60.0, 8)))
-    assert found == pytest.approx([100 * 2 * 8 / 64, 0.0, 100 * 4 * 8 / 64])
+    found = operator_kernels(traced((3.0, 2), (1.0, 1), (22.0, 4), (60.0, 8)))
+    assert [[kernel.occupancy_pct for kernel in mine] for mine in found] == [
+        pytest.approx([100 * 8 / 64, 100 * 2 * 8 / 64]), [], pytest.approx([100 * 4 * 8 / 64])
+    ]  # fmt: skip
+    assert [kernel.time_ms for mine in found for kernel in mine] == pytest.approx([0.005] * 3)
     with pytest.raises(InvalidInputError, match="has no range named"):
-        operator_occupancies(traced((1.0, 1), ranges=0))
+        operator_kernels(traced((1.0, 1), ranges=0))
