@@ -7,7 +7,7 @@ import pytest
 from tenuto.gpu_check import check
 from tenuto.gpu_check.results import Results
 from tenuto.gpu_check.sharing import SHARES, sharing_experiments
-from tenuto.gpu_check.steps import Step
+from tenuto.gpu_check.steps import Sizes, Step, steps
 from tests.instruments.virtual_check import gpu
 
 
@@ -203,6 +203,16 @@ def test_options_and_models_reach_every_measurement(tmp_path: Path) -> None:
     for environment in machine.environments[1:]:
         assert environment["CUDA_VISIBLE_DEVICES"] == gpu().uuid
         assert not [key for key in environment if key.startswith("CUDA_MPS_")]
+
+
+def test_the_step_of_device_tests_has_all_of_them() -> None:
+    root = Path(check.__file__).parents[2]
+    marked = {
+        str(path.relative_to(root)) for path in (root / "tests").rglob("test_*.py")
+        if "@pytest.mark." + "gpu\n" in path.read_text(encoding="utf-8")
+    }  # fmt: skip
+    (step,) = (step for step in steps(Path("out"), "h200", Sizes()) if step.name == "device-tests")
+    assert marked == {argument for argument in step.arguments if argument.startswith("tests/")}
 
 
 def test_a_dry_run_prints_every_command_and_starts_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
