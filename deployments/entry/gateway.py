@@ -210,6 +210,9 @@ class Entry:
             error = HttpError(503, "no plan is applied yet. Wait a moment and retry.", retry_after_s=1)
             return error.status, error.lines(), error.payload()
         exchange = AsgiExchange(head, body, arrived_ms)
+        refusal = self.service.refusal(exchange)
+        if refusal is not None:
+            return refusal.status, refusal.lines(), refusal.payload()
         self.service.handle(exchange)
         return await exchange.response()
 

@@ -7,6 +7,7 @@ import datetime
 import hashlib
 import itertools
 import ssl
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import httpx
 import pytest
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
+from tenuto.deployments.entry.http import Head
 from tenuto.deployments.operator.traces import Traces
 from tenuto.deployments.serve.config import serve_config
 from tenuto.deployments.serve.launcher import unused_port
@@ -94,6 +96,16 @@ async def test_a_client_above_its_rate_is_told_when_to_come_back(bench: Bench) -
     assert (await bench.infer(X_Api_Key=KEYS["anna"])).status_code == 200
     status = await operators(bench, "/status")
     assert status["front_door"]["turned_away"] == {"rate": 1}
+
+
+async def test_serves_proxies_are_no_way_around_a_key_or_its_rate(bench: Bench) -> None:
+    async def asked(headers: dict[bytes, bytes]) -> int:
+        head = Head(b"POST", b"/v2/models/m/infer", headers)
+        body = b'{"inputs": [{"name": "x", "shape": [1, 2], "datatype": "FP32", "data": [1, 2]}]}'
+        return (await bench.entry.respond(head, body, time.monotonic() * 1000.0))[0]
+
+    assert await asked({}) == 401
+    assert [await asked({b"x-api-key": KEYS["ben"].encode()}) for _ in range(3)] == [200, 200, 429]
 
 
 async def operators(bench: Bench, path: str) -> Any:
