@@ -165,12 +165,7 @@ class TenutoHandle:
 
         def learn(done: asyncio.Future[Answer]) -> None:
             if not done.cancelled() and done.result().outcome is Outcome.OK:
-                allowance_ms = self._margin.allowance_ms(spec_slo_ms)
-                late_ms = time.monotonic() * 1000.0 - due_ms + allowance_ms
-                if late_ms <= 0.0:
-                    self._margin.in_time()
-                else:
-                    self._margin.late(late_ms, reserve_ms - allowance_ms)
+                self._margin.answered(due_ms - time.monotonic() * 1000.0, spec_slo_ms, 0.0, reserve_ms)
 
         future.add_done_callback(learn)
         return future

@@ -30,8 +30,8 @@ class Margin:
     can make the system refuse what it could serve alone.
 
     Up by half a millisecond with every late answer, but not beyond what would have brought that one home, as the
-    requests of a batch are late together; down with every answer in time, by as much as balances the rises where the
-    wanted share is late: a third of what the attainment leaves.
+    requests of a batch are late together, nor beyond what is ever kept of such a deadline; down with every answer in
+    time, by as much as balances the rises where the wanted share is late: a third of what the attainment leaves.
     """
 
     def __init__(self, attainment: float = 0.99, allowance_ms: float | None = None) -> None:
@@ -62,27 +62,40 @@ class Margin:
             slo_ms: time allowed from arrival to answer.
             alone_ms: what a batch of this one request takes.
         """
-        margin_ms = min(self.margin_ms, _MOST_PART * slo_ms)
-        return max(0.0, min(self.allowance_ms(slo_ms) + margin_ms, (slo_ms - alone_ms) / 2.0))
+        return self.allowance_part_ms(slo_ms, alone_ms) + min(self.margin_ms, self.most_ms(slo_ms, alone_ms))
 
-    def in_time(self) -> None:
-        """Count an executed request's answer that has just left in time."""
-        self._in_time += 1
-        self.margin_ms = max(0.0, self.margin_ms - self._rise_ms * self._late_per_in_time)
+    def most_ms(self, slo_ms: float, alone_ms: float) -> float:
+        """Return the largest margin that is ever kept of such a deadline."""
+        left_ms = (slo_ms - alone_ms) / 2.0 - self.allowance_part_ms(slo_ms, alone_ms)
+        return max(0.0, min(_MOST_PART * slo_ms, left_ms, _MOST_MS))
 
-    def late(self, late_ms: float, kept_ms: float) -> None:
-        """Take one that left late.
+    def allowance_part_ms(self, slo_ms: float, alone_ms: float) -> float:
+        """Return what is kept of such a deadline for what happens beyond the socket: the allowance, where there is
+        room for it."""
+        return max(0.0, min(self.allowance_ms(slo_ms), (slo_ms - alone_ms) / 2.0))
+
+    def answered(self, left_ms: float, slo_ms: float, alone_ms: float, reserve_ms: float) -> None:
+        """Take an executed request whose answer has just left.
 
         Args:
-            late_ms: how much later than its deadline less the allowance.
-            kept_ms: the margin that was kept for it.
+            left_ms: time to its deadline; negative where it has passed.
+            slo_ms: time it was allowed.
+            alone_ms: what a batch of this one request takes.
+            reserve_ms: what was kept of its deadline; one that was tried without any says nothing.
         """
+        if reserve_ms <= 0.0:
+            return
+        allowance_ms = self.allowance_part_ms(slo_ms, alone_ms)
+        late_ms = allowance_ms - left_ms
+        if late_ms <= 0.0:
+            self._in_time += 1
+            self.margin_ms = max(0.0, self.margin_ms - self._rise_ms * self._late_per_in_time)
+            return
         self._late += 1
-        before_ms = self.margin_ms
-        enough_ms = max(before_ms, kept_ms + late_ms)
-        self.margin_ms = min(before_ms + _UP_MS, enough_ms, _MOST_MS)
-        self._rise_ms += _RISE_WEIGHT * (self.margin_ms - before_ms - self._rise_ms)
-        self._rise_ms = max(self._rise_ms, _LEAST_RISE_MS)
+        enough_ms = min(reserve_ms - allowance_ms + late_ms, self.most_ms(slo_ms, alone_ms))
+        rise_ms = min(_UP_MS, max(0.0, enough_ms - self.margin_ms))
+        self.margin_ms += rise_ms
+        self._rise_ms += _RISE_WEIGHT * (max(rise_ms, _LEAST_RISE_MS) - self._rise_ms)
 
     def refused_for_it(self) -> None:
         """Count a request that was given up although it could have been executed by its deadline."""

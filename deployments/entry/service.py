@@ -362,19 +362,14 @@ class InferenceService:
             reserve_ms=self.margin.reserve_ms(slo_ms, model.alone_ms),
         )  # fmt: skip
 
-    def answer_left(self, request: Request) -> None:
+    def answer_left(self, request: Request, alone_ms: float) -> None:
         """The response to an executed request has been handed to the socket: learn whether it is late."""
-        margin = self.margin
-        allowance_ms = margin.allowance_ms(request.deadline_ms - request.arrived_ms)
-        late_ms = self._clock() * 1000.0 - request.deadline_ms + allowance_ms
-        if late_ms <= 0.0:
-            margin.in_time()
-        else:
-            margin.late(late_ms, request.reserve_ms - allowance_ms)
+        left_ms = request.deadline_ms - self._clock() * 1000.0
+        self.margin.answered(left_ms, request.deadline_ms - request.arrived_ms, alone_ms, request.reserve_ms)
 
     def gave_up(self, request: Request, alone_ms: float) -> None:
         """A request expired: note where only the margin was in its way."""
-        allowance_ms = self.margin.allowance_ms(request.deadline_ms - request.arrived_ms)
+        allowance_ms = self.margin.allowance_part_ms(request.deadline_ms - request.arrived_ms, alone_ms)
         if self._clock() * 1000.0 + alone_ms <= request.deadline_ms - allowance_ms:
             self.margin.refused_for_it()
 
@@ -537,7 +532,7 @@ class InferCall:
                 self._respond(request, executed, row)
             else:
                 self._respond_as_asked(parsed)
-            self._service.answer_left(request)
+            self._service.answer_left(request, self._model.alone_ms)
             if self._traced is not None:
                 self._trace_executed(request, executed)
         except Exception as error:

@@ -6,16 +6,14 @@ from hypothesis import strategies as st
 
 from tenuto.deployments.entry.margin import Margin
 
+SLO_MS = 100.0
 Answers = st.lists(st.one_of(st.none(), st.floats(0.0, 500.0)), max_size=80)  # None: in time; else late by so much
 
 
 def after(answers: list[float | None], slo_ms: float = 25.0, alone_ms: float = 6.0) -> Margin:
     margin = Margin()
     for late_ms in answers:
-        if late_ms is None:
-            margin.in_time()
-        else:
-            margin.late(late_ms, margin.reserve_ms(slo_ms, alone_ms) - margin.allowance_ms(slo_ms))
+        margin.answered(25.0 if late_ms is None else -late_ms, slo_ms, alone_ms, margin.reserve_ms(slo_ms, alone_ms))
     return margin
 
 
@@ -53,20 +51,33 @@ def test_the_share_that_is_late_settles_at_a_third_of_what_the_attainment_leaves
     margin = Margin(attainment)
     late = 0
     count = 200_000
+    allowance_ms = margin.allowance_ms(SLO_MS)
     for number in range(2 * count):
-        kept_ms = margin.margin_ms
-        late_ms = delays.expovariate(1.0 / scale_ms) - kept_ms
-        if late_ms <= 0.0:
-            margin.in_time()
-        else:
-            margin.late(late_ms, kept_ms)
-            late += number >= count
+        reserve_ms = margin.reserve_ms(SLO_MS, 0.0)
+        delay_ms = delays.expovariate(1.0 / scale_ms)
+        margin.answered(reserve_ms - delay_ms, SLO_MS, 0.0, reserve_ms)
+        late += number >= count and delay_ms > reserve_ms - allowance_ms
     assert late / count == pytest.approx((1.0 - attainment) / 3.0, rel=0.25)
 
 
-def test_one_late_answer_raises_it_no_further_than_that_one_needed() -> None:
+def test_a_late_answer_raises_it_no_further_than_that_one_needed() -> None:
     margin = Margin()
-    margin.late(0.1, margin.margin_ms)
-    assert margin.margin_ms == pytest.approx(Margin().margin_ms + 0.1)
-    margin.late(100.0, 0.0)
-    assert margin.margin_ms == pytest.approx(Margin().margin_ms + 0.6)
+    start_ms, reserve_ms = margin.margin_ms, margin.reserve_ms(SLO_MS, 0.0)
+    allowance_ms = margin.allowance_ms(SLO_MS)
+    for _ in range(20):  # requests of one batch
+        margin.answered(allowance_ms - 0.1, SLO_MS, 0.0, reserve_ms)
+    assert margin.margin_ms == pytest.approx(start_ms + 0.1)
+    margin.answered(-SLO_MS, SLO_MS, 0.0, reserve_ms)
+    assert margin.margin_ms == pytest.approx(start_ms + 0.6)
+
+
+def test_what_no_margin_can_help_does_not_wind_it_up() -> None:
+    """A machine that stands still makes everything late: afterwards it is no larger than what is ever kept."""
+    margin = after([500.0] * 10_000)
+    assert margin.margin_ms <= margin.most_ms(25.0, 6.0) < 25.0 / 3.0
+
+
+def test_a_request_that_was_tried_without_a_reserve_teaches_nothing() -> None:
+    margin = Margin()
+    margin.answered(-5.0, 25.0, 6.0, 0.0)
+    assert (margin.margin_ms, margin.late_share) == (Margin().margin_ms, 0.0)

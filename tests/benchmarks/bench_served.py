@@ -1,0 +1,176 @@
+"""The served path beside its floor (`floor/`: the same scheduler in the plainest server, no Ray): share in time
+below, at and beyond capacity, quiet and beside a busy program; recovery after overload; cold starts; closed loop.
+
+Open loop, Poisson, latency from the scheduled time, one client process, everything on this machine. GPUs are emulated.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from serving import heading, synthetic_plan
+
+from tenuto.deployments.serve.config import serve_config
+from tenuto.deployments.serve.endpoint import get_json
+from tenuto.deployments.serve.launcher import Launcher, unused_port
+from tenuto.placement import Plan
+
+FLOOR = Path(__file__).parent / "floor"
+_SERVING = (b"ray::", b"raylet", b"gcs_server", b"haproxy", b"floor/server", b"floor/gpulet", b"tenuto.deployments")
+LOAD = [sys.executable, str(FLOOR / "load.py")]
+
+
+class Row(NamedTuple):
+    """A model l(b) = alpha b + beta on so many GPUs, and the rates that it is asked at; the last is far beyond."""
+
+    name: str
+    gpus: int
+    alpha_ms: float
+    beta_ms: float
+    slo_ms: float
+    rates: tuple[float, ...]
+
+    def plan(self) -> Plan:
+        """Return the plan of our own server."""
+        largest = int((self.slo_ms - self.beta_ms) / self.alpha_ms)
+        return synthetic_plan(self.alpha_ms, self.beta_ms, self.slo_ms, self.rates[0], self.gpus, largest)
+
+
+ROWS = {
+    "25": Row("SLO 25 ms, 2 GPUs", 2, 1.053, 5.072, 25.0, (300, 600, 750, 850, 900, 1498, 3000)),
+    "100": Row("SLO 100 ms, 4 GPUs", 4, 4.212, 20.288, 100.0, (300, 500, 570, 600, 749, 1500)),
+}
+
+
+@contextlib.contextmanager
+def floor(row: Row) -> Iterator[tuple[int, str]]:
+    """Run the floor; gives its port."""
+    port = unused_port()
+    arguments = [str(value) for value in (port, row.gpus, row.alpha_ms, row.beta_ms, row.slo_ms)]
+    ways_back_ms = "3" if row.slo_ms < 50.0 else "4"
+    server = subprocess.Popen(
+        [sys.executable, str(FLOOR / "server.py"), *arguments, "--response-ms", ways_back_ms],
+        stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    try:
+        assert server.stdout is not None
+        assert server.stdout.readline() == "ready\n"
+        yield port, "synthetic"
+    finally:
+        server.terminate()
+        server.wait()
+
+
+@contextlib.contextmanager
+def ours(row: Row, scheduler: str = "deferred", gateways: int = 1) -> Iterator[tuple[int, str]]:
+    """Serve on a Ray of our own; gives the port."""
+    port = unused_port()
+    with Launcher() as launcher:
+        launcher.connect(num_gpus=row.gpus, address="local")
+        config = serve_config(row.plan(), port=port, executor="emulated", scheduler=scheduler, gateways=gateways)
+        launcher.apply(config)
+        yield port, "synthetic"
+
+
+@contextlib.contextmanager
+def busy_program(*, runs: bool) -> Iterator[None]:
+    """Keep one core busy at nice 10."""
+    if not runs:
+        yield
+        return
+    program = subprocess.Popen(["nice", "-n", "10", sys.executable, "-c", "while True: pass"])
+    try:
+        yield
+    finally:
+        program.kill()
+        program.wait()
+
+
+def _processor_s() -> float:
+    """Return the processor seconds so far of all processes that serve, Ray's included."""
+    ticks = 0
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it has ended
+            line = (folder / "cmdline").read_bytes()
+            if any(word in line for word in _SERVING):
+                fields = (folder / "stat").read_text().rpartition(")")[2].split()
+                ticks += int(fields[11]) + int(fields[12])
+    return ticks / os.sysconf("SC_CLK_TCK")
+
+
+def open_loop(port: int, row: Row, rate: float, seconds: float, seed: int) -> str:
+    """Offer a rate and return the client's line, with the processor time per request of all that serves."""
+    before = _processor_s()
+    line = subprocess.run(
+        [*LOAD, str(port), "synthetic", str(row.slo_ms), str(rate), "--seconds", str(seconds), "--seed", str(seed)],
+        stdout=subprocess.PIPE, text=True, check=True,
+    ).stdout.strip()  # fmt: skip
+    spent_ms = 1e3 * (_processor_s() - before) / (rate * seconds)
+    return f"{line}; {spent_ms:.2f} ms of processor time a request"
+
+
+def closed_loop(port: int, connections: list[int]) -> str:
+    """Ask as fast as answers come."""
+    arguments = [str(port), "synthetic", "1000", "--closed", *map(str, connections)]
+    return subprocess.run([*LOAD, *arguments], stdout=subprocess.PIPE, text=True, check=True).stdout.strip()
+
+
+def in_time(line: str) -> float:
+    """Return the percentage in time of a client's line."""
+    found = re.search(r"([\d.]+)% in time", line)
+    assert found is not None
+    return float(found[1])
+
+
+def main() -> None:
+    """Print the figures."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--server", choices=("floor", "ours"), action="append", help="default: both")
+    parser.add_argument("--row", choices=ROWS, action="append", help="default: all")
+    parser.add_argument("--rates", type=float, nargs="+", help="instead of the row's own")
+    parser.add_argument("--busy", action="store_true", help="beside a busy program at nice 10")
+    parser.add_argument("--seconds", type=float, default=9.0, help="of each rate, the first is not counted")
+    parser.add_argument("--seed", type=int, default=3)
+    parser.add_argument("--scheduler", default="deferred", help="of our server")
+    parser.add_argument("--gateways", type=int, default=1)
+    parser.add_argument("--cycles", type=int, default=0, help="cycles of 8 s far beyond capacity and 8 s at 100 r/s")
+    parser.add_argument("--cold-starts", type=int, default=0, help="of our server at 700 r/s, 25 ms")
+    parser.add_argument("--closed", type=int, nargs="+", help="connections of a closed loop, scheduler `eager`")
+    given = parser.parse_args()
+    heading(f"the served path{' beside a busy program' if given.busy else ''}, emulated GPUs, seed {given.seed}")
+    servers = {"floor": floor, "ours": lambda row: ours(row, given.scheduler, given.gateways)}
+    for key in given.row or ROWS:
+        row = ROWS[key]
+        for name in given.server or servers:
+            print(f"{row.name}, {name}", flush=True)
+            with servers[name](row) as (port, _), busy_program(runs=given.busy):
+                for rate in given.rates if given.rates is not None else row.rates:
+                    print("  " + open_loop(port, row, rate, given.seconds, given.seed), flush=True)
+                    if name == "ours":
+                        margin = get_json(f"http://127.0.0.1:{port}/status")["margin"]
+                        print(f"           margin {margin['margin_ms']:.2f} ms, late {margin['late_share']:.2%}")
+                for cycle in range(given.cycles):
+                    beyond = open_loop(port, row, 1498.0, 8.0, cycle)
+                    after = open_loop(port, row, 100.0, 8.0, cycle)
+                    print(f"  cycle {cycle}: {in_time(beyond):.1f} % of 1,498 r/s, then {in_time(after):.2f} % of 100")
+    for start in range(given.cold_starts):
+        with ours(ROWS["25"], given.scheduler) as (port, _):
+            print(f"  cold start {start}: {open_loop(port, ROWS['25'], 700.0, 6.0, start)}", flush=True)
+    if given.closed:
+        for name in given.server or servers:
+            row = Row("no latency", 2, 0.001, 0.0, 1000.0, (1000.0,))
+            server = floor(row) if name == "floor" else ours(row, "eager", given.gateways)
+            with server as (port, _):
+                print(f"closed loop, {name}\n{closed_loop(port, given.closed)}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
