@@ -55,6 +55,10 @@ _TIMES = (
     b"x-tenuto-queue-ms: %.3f\r\nx-tenuto-batching-ms: %.3f\r\nx-tenuto-execution-ms: %.3f\r\n"
     b"x-tenuto-batch-size: %d\r\nx-tenuto-gpulet: %b\r\nx-tenuto-request-id: %b\r\n"
 )
+_BEHIND = orjson.dumps(
+    {"error": "more requests come than this gateway can read. Retry in a second.", "outcome": Outcome.REJECTED.word}
+)
+_BEHIND_LINES = JSON + retry_after(1.0)
 _INFLATE_ASIDE_BYTES = 1 << 16  # smaller ones cost less than the way to another thread
 _SCANNED_BYTES = 1 << 16
 _LONGEST_BEFORE_S = 60.0  # a proxy that says more has another clock
@@ -62,6 +66,43 @@ _WITHOUT_KEY = b"/v2/health/"  # load balancers have none
 _BEARER = b"www-authenticate: Bearer\r\n"
 _DECODERS = min(4, os.cpu_count() or 1)
 _MOST_DECODING = 64  # pictures and texts that wait for a thread; what comes then is turned away
+
+
+class FrontLag:
+    """Whether the event loop stays behind what comes in, by the rule of CoDel (RFC 8289): requests that waited too long
+    to be read are turned away only where every one has for a tenth of a second, and from then on at once until that has
+    not been so for a second.
+
+    Beyond what the processor can read, first come first served would read each request when its deadline is almost
+    over, and serve none well. A standstill of the machine is no reason: what came meanwhile may still be in time.
+    """
+
+    _INTERVAL_MS = 100.0
+    _ALERT_MS = 1000.0
+    _PART = 0.2  # of the SLO: what reading a request may take of it
+
+    def __init__(self) -> None:
+        self._behind_from_ms = math.inf
+        self._alert_until_ms = -math.inf
+        self.turned_away = 0
+
+    def is_behind(self, lag_ms: float, slo_ms: float, now_ms: float) -> bool:
+        """Take the next request that is read, and return whether it is to be turned away.
+
+        Args:
+            lag_ms: since its bytes came.
+            slo_ms: time it is allowed.
+            now_ms: the clock.
+        """
+        if lag_ms <= self._PART * slo_ms:
+            self._behind_from_ms = math.inf
+            return False
+        self._behind_from_ms = min(self._behind_from_ms, now_ms)
+        if now_ms - self._behind_from_ms < self._INTERVAL_MS and now_ms > self._alert_until_ms:
+            return False
+        self._alert_until_ms = now_ms + self._ALERT_MS
+        self.turned_away += 1
+        return True
 
 
 class _Model:
@@ -125,6 +166,7 @@ class InferenceService:
         """
         self._wall_clock = wall_clock
         self.margin = Margin()
+        self.lag = FrontLag()
         self.regions = Regions(arena)
         self.callers = Callers()
         self.traces: Traces | None = None
@@ -277,6 +319,12 @@ class InferenceService:
         )  # fmt: skip
 
     def _infer(self, exchange: Exchange, route: _Route) -> None:
+        assert route.model is not None
+        slo_ms = route.model.slo_ms if route.slo_ms is None else route.slo_ms
+        now_ms = self._clock() * 1000.0
+        if self.lag.is_behind(now_ms - exchange.arrived_ms, slo_ms, now_ms):
+            exchange.respond(429, _BEHIND_LINES, [_BEHIND])
+            return
         encoding, limit = route.encoding, self.max_body_bytes
         if encoding is None:
             InferCall(self, exchange, route).begin(exchange.body)

@@ -49,8 +49,11 @@ class WatchedGateway:
             name: {**model, "proxy_s": service.proxied[name].to_data()} if name in service.proxied else model
             for name, model in found["models"].items()
         }
+        door = self._server.to_data()
+        if service.lag.turned_away:
+            door["turned_away"]["behind"] = service.lag.turned_away
         return {
-            **found, "models": models, "margin": service.margin.to_data(), "front_door": self._server.to_data(),
+            **found, "models": models, "margin": service.margin.to_data(), "front_door": door,
             "version": __version__, "started_at_s": self._started_at_s,
             "uptime_s": time.monotonic() - self._started_s, "devices": await self._devices.read(),
         }  # fmt: skip

@@ -1,0 +1,192 @@
+"""The service under more than can be served, and on a machine that stands still, in virtual time.
+
+The whole path from an exchange to its response is the real one, on a loop whose time jumps; every request and every
+answer takes the processor for a while, so that timers and other requests wait as they do on one event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import pytest
+
+from tenuto.batching.core.build import from_plan
+from tenuto.batching.core.scheduler import Scheduler
+from tenuto.batching.core.system import NetworkDelay
+from tenuto.batching.registry import make_scheduler
+from tenuto.deployments.dispatch.dispatcher import Dispatcher
+from tenuto.deployments.dispatch.fleet import GpuletLink
+from tenuto.deployments.entry.asgi import AsgiExchange
+from tenuto.deployments.entry.http import Head
+from tenuto.deployments.entry.service import FrontLag, InferenceService
+from tenuto.deployments.wire.arena import Arena
+from tenuto.deployments.wire.link import Finder, LinkEvents
+from tenuto.deployments.wire.messages import GpuletState
+from tenuto.deployments.wire.tensors import Buffer
+from tenuto.placement import Plan
+from tests.instruments.fake_gpulet import SIGNATURE
+from tests.instruments.replay import EmulatedLink, compute_here
+from tests.instruments.virtual_loop import VirtualLoop
+
+SLO_MS = 25.0
+LATENCY = {"alpha_ms": 1.053, "beta_ms": 5.072}
+PEAK_RPS = 1000.0  # what two gpu-lets serve in time here, a little below the scheduler's own limit
+ACCEPT_MS, ANSWER_MS, TURN_AWAY_MS = 0.06, 0.02, 0.02
+HEAD = Head(b"POST", b"/v2/models/m/infer", {})
+BODY = b'{"inputs":[{"name":"x","shape":[1,2],"datatype":"FP32","data":[1,2]}]}'
+
+
+def make_plan() -> Plan:
+    replica = {"name": "m", "batch_size": 18, "latency": LATENCY, "latency_ms": 24.0}
+    return Plan.from_data(
+        {
+            "policy": {"name": "test"},
+            "gpus": [{"id": f"n0/{n}", "type": "v100"} for n in range(2)],
+            "gpulets": [{"id": f"n0/{n}/a", "gpu": f"n0/{n}", "models": [replica]} for n in range(2)],
+            "models": [{"name": "m", "rate_rps": 900, "slo_ms": SLO_MS, "latency": LATENCY}],
+        }
+    )
+
+
+class Timed(AsgiExchange):
+    """Notes when it is answered, and takes the processor for it."""
+
+    def __init__(self, loop: VirtualLoop, head: Head, arrived_ms: float) -> None:
+        super().__init__(head, BODY, arrived_ms)
+        self._loop = loop
+        self.status = 0
+        self.took_ms = 0.0
+
+    def respond(self, status: int, headers: bytes, payload: Sequence[Buffer]) -> None:
+        self._loop.work(TURN_AWAY_MS if status != 200 else ANSWER_MS)
+        super().respond(status, headers, payload)
+        self.status = status
+        self.took_ms = self._loop.time() * 1000.0 - self.arrived_ms
+
+
+class Machine(VirtualLoop):
+    """A loop whose processor is taken by what it does."""
+
+    def work(self, ms: float) -> None:
+        self._jump.now_s += ms / 1000.0
+
+
+@dataclass
+class Phase:
+    """A rate for a while; and what became of its requests."""
+
+    rate_rps: float
+    seconds: float
+    stands_still_s: float = 0.0  # before it begins
+    exchanges: list[Timed] = field(default_factory=list)
+
+    def counted(self, after_s: float) -> list[Timed]:
+        """Return the requests that came later than so long after its beginning, and whose answers were due before the
+        next phase began with a standstill."""
+        begin_ms = self.exchanges[0].arrived_ms
+        until_ms = begin_ms + 1000.0 * self.seconds - 2.0 * SLO_MS
+        return [e for e in self.exchanges if begin_ms + 1000.0 * after_s <= e.arrived_ms < until_ms]
+
+    def in_time(self, after_s: float = 0.0) -> float:
+        """Return the requests in time per second."""
+        good = [e for e in self.counted(after_s) if e.status == 200 and e.took_ms <= SLO_MS]
+        return len(good) / (self.seconds - after_s - 2e-3 * SLO_MS)
+
+    def share(self, after_s: float = 0.0) -> float:
+        """Return the share of the requests in time."""
+        good = [e for e in self.counted(after_s) if e.status == 200 and e.took_ms <= SLO_MS]
+        return len(good) / len(self.counted(after_s))
+
+    @property
+    def slowest_ms(self) -> float:
+        return max(e.took_ms for e in self.exchanges)
+
+
+def play(*phases: Phase, seed: int = 1) -> InferenceService:
+    """Run phases one after the other through one service."""
+    loop: Machine
+    chance = random.Random(seed)
+
+    def make_link(gpulet_id: str, _find: Finder, events: LinkEvents[GpuletState]) -> GpuletLink:
+        link = EmulatedLink(gpulet_id, events, make_plan(), 0.1)
+        link.state.signatures["m"] = SIGNATURE
+        return link
+
+    def build(plan: Plan, network: NetworkDelay) -> Scheduler:
+        return make_scheduler("deferred", from_plan(plan, network), {})
+
+    async def run() -> InferenceService:
+        clock = loop.time
+        arena = Arena(1 << 20)
+        service = InferenceService(arena, lambda exchange: None, clock=clock)
+        dispatcher = Dispatcher(
+            build, lambda _: None, clock=clock, make_link=make_link, compute=compute_here  # type: ignore[arg-type, return-value]
+        )  # fmt: skip
+        dispatcher.apply(make_plan())
+        await asyncio.sleep(0.01)
+        service.follow(dispatcher)
+        at = clock()
+        for phase in phases:
+            at += phase.stands_still_s
+            if phase.stands_still_s:
+                loop.work(phase.stands_still_s * 1000.0)
+            ends = at + phase.seconds
+            while (at := at + chance.expovariate(phase.rate_rps)) < ends:
+                await asyncio.sleep(max(0.0, at - clock()))
+                exchange = Timed(loop, Head(HEAD.method, HEAD.url, {}), at * 1000.0)
+                phase.exchanges.append(exchange)
+                behind = service.lag.turned_away
+                service.handle(exchange)
+                loop.work(ACCEPT_MS if service.lag.turned_away == behind else 0.0)
+            at = ends
+        for phase in phases:
+            for exchange in phase.exchanges:
+                await exchange.response()
+        await dispatcher.close()
+        service.close()
+        arena.close()
+        return service
+
+    with asyncio.Runner(loop_factory=Machine) as runner:
+        loop = runner.get_loop()  # type: ignore[assignment]
+        return runner.run(run())
+
+
+@pytest.mark.parametrize("times", [2.0, 10.0, 25.0])
+def test_beyond_capacity_as_much_is_served_as_at_it_and_nothing_comes_much_too_late(times: float) -> None:
+    at_peak, beyond, after = Phase(0.9 * PEAK_RPS, 2.0), Phase(times * PEAK_RPS, 2.0), Phase(100.0, 3.0)
+    play(at_peak, beyond, after)
+    assert at_peak.share(0.5) >= 0.99
+    assert beyond.in_time(0.5) >= 0.9 * at_peak.in_time(0.5)
+    assert at_peak.slowest_ms <= 2.0 * SLO_MS
+    assert beyond.slowest_ms <= (2.0 * SLO_MS if times <= 10.0 else 10.0 * SLO_MS)  # until it knows that it is behind
+    assert after.share(1.0) >= 0.99
+
+
+def test_a_cold_start_under_load_serves_at_once() -> None:
+    cold = Phase(700.0, 2.0)
+    play(cold)
+    assert cold.share(0.2) >= 0.99
+
+
+def test_a_machine_that_stood_still_serves_again_within_a_second() -> None:
+    before, *after = Phase(700.0, 1.0), Phase(700.0, 2.0, 0.5), Phase(700.0, 2.0, 0.05), Phase(700.0, 3.0, 3.0)
+    service = play(before, *after)
+    for phase in after:
+        assert phase.share(1.0) >= 0.99
+    assert service.margin.margin_ms <= 3.0
+
+
+def test_only_a_loop_that_stays_behind_turns_requests_away() -> None:
+    lag = FrontLag()
+    assert not lag.is_behind(1000.0, SLO_MS, 0.0)  # a standstill
+    assert not lag.is_behind(1000.0, SLO_MS, 99.0)
+    assert lag.is_behind(5.1, SLO_MS, 100.0)
+    assert not lag.is_behind(4.9, SLO_MS, 101.0)
+    assert lag.is_behind(5.1, SLO_MS, 102.0)
+    assert not lag.is_behind(4.9, SLO_MS, 103.0)
+    assert not lag.is_behind(5.1, SLO_MS, 1103.0)
+    assert lag.turned_away == 2
