@@ -22,7 +22,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="shorter runs")
     seconds = 3.0 if parser.parse_args().quick else 8.0
-    heading("front door, HAProxy mode, emulated model of zero latency, batches of 8, two gpu-lets")
+    heading("front door, emulated model of zero latency, batches of 8, two gpu-lets")
     plan = synthetic_plan(0.001, 0.0, 100.0, 2000.0, 2, 8)
     rows = []
     with Launcher() as launcher:
@@ -44,10 +44,10 @@ def main() -> None:
             rows.append(
                 (f"tenuto, eager, {connections} connections", *closed_loop(launcher.base_url, connections, seconds))
             )
-        apply_rival(rival_config("noop", {}, PORT), launcher.base_url)
+        proxied = apply_rival(rival_config("noop", {}, PORT))
         for connections in (1, 16, 64, 128):
             rows.append(
-                (f"no-op FastAPI, {connections} connections", *closed_loop(launcher.base_url, connections, seconds))
+                (f"no-op FastAPI, {connections} connections", *closed_loop(proxied, connections, seconds))
             )
     print(f"{'':40s} {'requests/s':>10s} {'p50 ms':>8s} {'p99 ms':>8s}")
     for name, rate, p50, p99 in rows:

@@ -75,11 +75,12 @@ def main() -> None:
         for gpus in options.gpus or ((2,) if options.quick else (2, 4)):
             bound = TARGETS[gpus][0]
 
-            def tenuto(gpus: int = gpus, bound: float = bound) -> None:
+            def tenuto(gpus: int = gpus, bound: float = bound) -> str:
                 plan = synthetic_plan(ALPHA_MS, BETA_MS, SLO_MS, bound, gpus, 18)
                 launcher.apply(serve_config(plan, port=PORT))
+                return launcher.base_url
 
-            def serve_batch(gpus: int = gpus) -> None:
+            def serve_batch(gpus: int = gpus) -> str:
                 args = {
                     "alpha_ms": ALPHA_MS,
                     "beta_ms": BETA_MS,
@@ -89,17 +90,17 @@ def main() -> None:
                     "queued": 30,
                     "ongoing": 36,
                 }
-                apply_rival(rival_config("serve_batch", args, PORT), launcher.base_url)
+                return apply_rival(rival_config("serve_batch", args, PORT))
 
-            servers: list[tuple[str, Callable[[], None], float, float]] = [
+            servers: list[tuple[str, Callable[[], str], float, float]] = [
                 ("tenuto", tenuto, 0.8 * bound, 1.3 * bound),
                 ("@serve.batch", serve_batch, 0.1 * bound, 0.9 * bound),
             ]
             for name, start, low, high in servers:
                 print(f"  {name}, {gpus} GPUs", flush=True)
-                start()
-                rate = search(launcher.base_url, low, high, seconds, 0.03 * bound)
-                _, overload = measure(launcher.base_url, OVERLOAD_RPS[gpus], seconds, seed=1)
+                url = start()
+                rate = search(url, low, high, seconds, 0.03 * bound)
+                _, overload = measure(url, OVERLOAD_RPS[gpus], seconds, seed=1)
                 rows.append((name, gpus, rate, overload))
     print(
         f"\n{'server':14s} {'GPUs':>4s} {'99 % in time, r/s':>18s} {'target':>7s} "

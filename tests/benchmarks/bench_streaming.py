@@ -12,16 +12,18 @@ from __future__ import annotations
 import argparse
 import asyncio
 import random
-from typing import Any
 
 from serving import heading
 
 from tenuto.batching.core.build import from_plan
 from tenuto.batching.registry import make_scheduler
 from tenuto.deployments.dispatch.dispatcher import Dispatcher
+from tenuto.deployments.entry.dispatching import ask
 from tenuto.deployments.gpulet.replica import GpuletReplica
 from tenuto.deployments.serve.config import serve_config
 from tenuto.deployments.wire.answers import Answer
+from tenuto.deployments.wire.link import Endpoint
+from tenuto.deployments.wire.tensors import InputPart
 from tenuto.outcome import Outcome
 from tenuto.placement import Plan
 
@@ -33,8 +35,8 @@ SCHEDULERS = ("deferred", "eager", "timeout")
 class LocalGpulet(GpuletReplica):
     """The gpu-let of the Serve application, without Ray around it."""
 
-    async def describe(self, node_id: str = "") -> dict[str, Any]:
-        return {"address": list(self._address), "token": self._token, **self._description()}
+    async def endpoint(self, node_id: str = "") -> Endpoint:
+        return Endpoint(self._near, self._token)
 
     async def close(self) -> None:
         await super().__del__()
@@ -70,7 +72,7 @@ async def in_process(what: Plan, scheduler: str, seconds: float, seed: int) -> t
     await gpulet.__init__(application["args"]["spec"])  # type: ignore[misc]
     await gpulet.reconfigure(application["deployments"][0]["user_config"])
     dispatcher = Dispatcher(
-        lambda plan, network: make_scheduler(scheduler, from_plan(plan, network), {}), lambda _: gpulet.describe
+        lambda plan, network: make_scheduler(scheduler, from_plan(plan, network), {}), lambda _: gpulet.endpoint
     )
     dispatcher.apply(what)
     while not dispatcher.is_ready():
@@ -87,7 +89,7 @@ async def in_process(what: Plan, scheduler: str, seconds: float, seed: int) -> t
         await asyncio.sleep(max(0.0, at - loop.time()))
         if at > warm and not counted_from:
             counted_from, busy_from = len(futures), (await gpulet.statistics())["busy_s"]
-        future, number, sent = dispatcher.submit("synthetic", [b"\0\0\0\0"]), len(futures), at
+        future, number, sent = ask(dispatcher, "synthetic", [InputPart(b"\0\0\0\0")]), len(futures), at
 
         def settle(_: asyncio.Future[Answer], number: int = number, sent: float = sent) -> None:
             ended[number] = (loop.time() - sent) * 1000.0

@@ -54,8 +54,8 @@ def rival_config(factory: str, args: dict[str, Any], port: int) -> dict[str, Any
     return {**base, "applications": [application]}
 
 
-def apply_rival(config: dict[str, Any], url: str, timeout_s: float = 90.0) -> None:
-    """Deploy a rival's config in place of what runs, and wait until it answers."""
+def apply_rival(config: dict[str, Any], timeout_s: float = 90.0) -> str:
+    """Deploy a rival's config in place of what runs, wait until it answers, and return its URL, at Serve's proxies."""
     import urllib.error
     import urllib.request
 
@@ -64,6 +64,7 @@ def apply_rival(config: dict[str, Any], url: str, timeout_s: float = 90.0) -> No
     from ray.serve.schema import ServeDeploySchema
 
     _get_global_client().deploy_apps(ServeDeploySchema.model_validate(config))
+    url = f"http://{config['http_options']['host']}:{config['http_options']['port']}"
     name = config["applications"][0]["name"]
     end = time.monotonic() + timeout_s
     while time.monotonic() < end:
@@ -71,7 +72,7 @@ def apply_rival(config: dict[str, Any], url: str, timeout_s: float = 90.0) -> No
         if list(applications) == [name] and str(applications[name].status.value) == "RUNNING":
             try:
                 with urllib.request.urlopen(urllib.request.Request(url + PATH, BODY), timeout=2):
-                    return
+                    return url
             except (urllib.error.URLError, OSError):
                 pass
         time.sleep(0.3)
