@@ -24,9 +24,8 @@ from tenuto.placement.cluster import Gpu
 from tenuto.placement.policy import load_policy
 from tenuto.placement.solve import solve
 from tenuto.profiles import Profiles
-from tenuto.profiles.gpu_types import memory_mib_of
 
-__all__ = ["ControlledSimulation", "controlled_summary", "gpus_of"]
+__all__ = ["ControlledSimulation", "controlled_summary"]
 
 
 @dataclass(frozen=True)
@@ -73,22 +72,6 @@ class ControlledSimulation:
             world=World(network=self.network, seed=self.seed), growth=growth, window_s=self.settings.interval_s,
             progress=progress,
         )  # fmt: skip
-
-
-def gpus_of(plan: Plan) -> tuple[Gpu, ...]:
-    """Return the GPUs of a plan with the memory of their types.
-
-    Raises:
-        InvalidInputError: a GPU of a type that is not known.
-    """
-    unknown = sorted({gpu.type for gpu in plan.gpus if memory_mib_of(gpu.type) is None})
-    if unknown:
-        rule = f"the memory of {', '.join(unknown)} is not known"
-        raise InvalidInputError(Problem("gpus", unknown, rule, "Give the cluster with --cluster."))
-    return tuple(
-        Gpu(id=g.id, type=g.type, uuid=g.uuid, address=g.address, memory_mib=memory_mib_of(g.type) or 0.0)
-        for g in plan.gpus
-    )
 
 
 def controlled_summary(run: ControlledRun, duration_s: float, since: float) -> dict[str, Any]:

@@ -138,6 +138,10 @@ def test_help_begins_with_a_sentence_and_ends_with_an_example(verb: str) -> None
     assert first.count(". ") == 0, first
     assert re.match(rf"Example: tenuto {verb}\b", lines[-1]), lines[-1]
     assert not command.get_short_help_str(limit=100).endswith("..."), "cut in the list of commands: give a short_help"
+    if isinstance(command, click.Group):
+        for name, part in command.commands.items():
+            assert f"Example: tenuto {verb} {name}" in (part.help or ""), name
+        return
     assert {"--json"} & {name for option in command.params for name in option.opts} or verb in WITHOUT_JSON
 
 

@@ -235,6 +235,21 @@ class Controller:
         self._attainment.forget()
         self._unsettled_s = self._now_s
 
+    def deploy(self, now_s: float, target: Plan, why: str) -> None:
+        """Go over to an operator's plan, make before break, whether or not it pays; one under way is left where it
+        is. Call after the first look."""
+        self._now_s = now_s
+        self.set_workload(target.workload)
+        self._reasons.clear()
+        self._change = self._proving = self._asked = None
+        self._begin(target, why)
+
+    def refused(self, now_s: float, why: str) -> None:
+        """The plan that was to be applied cannot be; go back to the one before."""
+        self._now_s = now_s
+        if self._change is not None:
+            self._take_back(self._change, f"it cannot be applied: {why}")
+
     def pause(self, *, paused: bool) -> None:
         """Change nothing, or change again; a change that is under way is finished."""
         self.paused = paused
@@ -251,6 +266,11 @@ class Controller:
     def plan(self) -> Plan:
         """The plan that was applied last."""
         return self._plan
+
+    @property
+    def workload(self) -> Workload:
+        """The models that are asked for."""
+        return self._workload
 
     @property
     def change(self) -> ChangeUnderWay | None:
@@ -459,9 +479,10 @@ class Controller:
     def _step(self, change: ChangeUnderWay, now: Plan) -> None:
         """Apply the next stage of a change, or end it."""
         stage = next_stage(now, change.target, self._gpus, self._rates.mean_rps)
-        if stage is None:
+        if stage is None and self._plan.to_data() == change.target.to_data():
             self._end(change)
             return
+        stage = stage or change.target  # all of it is there, beside what never came
         is_last = stage is change.target or stage.to_data() == change.target.to_data()
         self._change = replace(change, stage=stage, stage_since_s=self._now_s)
         self._plan = stage
@@ -504,7 +525,7 @@ class Controller:
         if change.is_rollback:
             self._say("rolled back", f"to the plan before, in {seconds:.0f} s")
             return
-        self._say("changed", f"{change.why}: done in {seconds:.0f} s", {"seconds": seconds})
+        self._say("changed", f"{change.why}: done in {seconds:.0f} s", {"seconds": seconds, "why": change.why})
         self._proving = replace(change, stage_since_s=self._now_s)
 
     def _take_back_if_worse(self, losing: Sequence[str]) -> None:

@@ -13,13 +13,15 @@ import numpy as np
 from scipy.optimize import linear_sum_assignment
 
 from tenuto.deployments.control.steps import fits
+from tenuto.deployments.serve.diff import diff
 from tenuto.errors import InvalidInputError, Problem
 from tenuto.placement import Gpulet, Plan
 from tenuto.placement.cluster import Gpu
 from tenuto.placement.plan import PlannedGpu
 from tenuto.placement.policies.shared.hosting import gpulet_id
+from tenuto.profiles.gpu_types import memory_mib_of
 
-__all__ = ["fitted", "fresh_id", "is_same_process", "planned_gpu"]
+__all__ = ["fitted", "fresh_id", "gpus_of", "is_same_process", "planned_gpu", "renamed"]
 
 BREAKS = 3.0  # models kept loaded that are worth as much as one that does not have to be away: make before break
 
@@ -61,6 +63,30 @@ def fitted(plan: Plan, running: Plan | None, gpus: Sequence[Gpu], *, keep_idle: 
             "gpus": tuple(sorted(used.values(), key=lambda gpu: order[gpu.id])),
             "gpulets": tuple(sorted(gpulets, key=lambda gpulet: (order[gpulet.gpu], gpulet.id))),
         }
+    )
+
+
+def renamed(plan: Plan, running: Plan) -> Plan:
+    """Return an operator's plan in which every gpu-let that cannot go on in the process that has its id gets an id of
+    its own, so that it can start beside it."""
+    restart = {change.gpulet for change in diff(running, plan).changes if change.kind == "restart"}
+    taken = {gpulet.id for gpulet in (*running.gpulets, *plan.gpulets)}
+    found = []
+    for gpulet in plan.gpulets:
+        if gpulet.id in restart:
+            name = fresh_id(gpulet.gpu, taken)
+            taken.add(name)
+            gpulet = gpulet.model_copy(update={"id": name})
+        found.append(gpulet)
+    return plan.model_copy(update={"gpulets": tuple(found)})
+
+
+def gpus_of(*plans: Plan) -> tuple[Gpu, ...]:
+    """Return the GPUs of plans, with the memory of their types; without a bound where that is not known."""
+    known = {gpu.id: gpu for plan in plans for gpu in plan.gpus}
+    return tuple(
+        Gpu(id=g.id, type=g.type, uuid=g.uuid, address=g.address, memory_mib=memory_mib_of(g.type) or float("inf"))
+        for g in known.values()
     )
 
 

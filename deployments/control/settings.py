@@ -1,5 +1,5 @@
 """`control.yaml`: what the controller may do, when it looks again, and what a change must gain. Every key has a default
-that a careful operator would pick; docs/operating.md says where each number comes from."""
+that a careful operator would pick; docs/control.md says what each means."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pydantic import Field, model_validator
 from tenuto.documents import StrictModel, load_document, parse_document
 from tenuto.placement.plan import PolicyUsed
 
-__all__ = ["Change", "ControlSettings", "GpuBounds", "Mode", "Moved", "RateSettings", "Standby", "When"]
+__all__ = ["Change", "ControlSettings", "GpuBounds", "Mode", "Moved", "RateSettings", "When"]
 
 Mode = Literal["off", "advise", "act"]
 Seconds = Annotated[float, Field(gt=0)]
@@ -74,14 +74,6 @@ class GpuBounds(StrictModel):
         return self
 
 
-class Standby(StrictModel):
-    """Processes kept ready beside gpu-lets, with `extra_share_pct` more of the GPU or what is free of it (iGniter,
-    section 4.2), to take over without a start."""
-
-    models: Literal["all"] | tuple[str, ...] = "all"
-    extra_share_pct: Annotated[float, Field(gt=0, le=100)] = 10.0
-
-
 class ControlSettings(StrictModel):
     """The whole file.
 
@@ -102,7 +94,6 @@ class ControlSettings(StrictModel):
     when: When = When()
     change: Change = Change()
     gpus: dict[str, GpuBounds] = Field(default_factory=dict)
-    standby: Standby | None = None
 
     @model_validator(mode="before")
     @classmethod

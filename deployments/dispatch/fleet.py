@@ -57,10 +57,10 @@ class AttachedGpulet:
     lost: int = 0  # times that its connection ended
 
     @property
-    def can_be_used(self) -> bool:
-        """Whether it is connected, willing, idle, and holds what the plan says."""
+    def is_ready(self) -> bool:
+        """Whether it is connected, willing, and holds what the plan says; it may still run a batch of the last one."""
         state = self.link.state
-        if state is None or not self.link.is_up or self.is_closing or self.is_resting or self.running:
+        if state is None or not self.link.is_up or self.is_closing or self.is_resting:
             return False
         return all(state.programs.get(program.name, 0) >= program.batch_size for program in self.programs)
 
@@ -158,19 +158,19 @@ class Fleet:
 
     def offer(self, gpulet: AttachedGpulet) -> bool:
         """Return whether a gpu-let has just become usable."""
-        if gpulet.index is None or gpulet.is_used or not gpulet.can_be_used:
+        if gpulet.index is None or gpulet.is_used or gpulet.running or not gpulet.is_ready:
             return False
         gpulet.is_used = True
         return True
 
     def is_ready(self, model: str | None = None) -> bool:
-        """Whether every gpu-let is usable; with a model, whether at least one of its gpu-lets is."""
+        """Whether every gpu-let is ready; with a model, whether at least one of its gpu-lets is."""
         if self._plan is None:
             return False
         if model is None:
-            return all(gpulet.is_used for gpulet in self._gpulets)
+            return all(gpulet.is_ready for gpulet in self._gpulets)
         return any(
-            gpulet.is_used and any(model in program.models for program in gpulet.programs) for gpulet in self._gpulets
+            gpulet.is_ready and any(model in program.models for program in gpulet.programs) for gpulet in self._gpulets
         )
 
     def signature(self, model: str) -> ModelSignature | None:

@@ -225,6 +225,13 @@ class Entry:
         plan = self._dispatching.plan if self._dispatching is not None else None
         return None if plan is None else {"plan": plan.to_data(), "sub_clusters": self.sub_clusters}
 
+    async def status(self) -> dict[str, Any]:
+        """Return what the dispatchers report; nothing before the first plan."""
+        if self._dispatching is None:
+            return {}
+        found: dict[str, Any] = await self._dispatching.report("status")
+        return found
+
     async def endpoint(self, host: str) -> Endpoint:
         """Return where Python handles reach this gateway's own dispatcher."""
         if self.bundles is None:
@@ -324,6 +331,10 @@ class Gateway:
     async def entry(self) -> dict[str, Any] | None:
         """Return the plan and the models of every sub-cluster for `TenutoHandle`; None before the first plan."""
         return None if self._entry is None else self._entry.described()
+
+    async def status(self) -> dict[str, Any]:
+        """Return what the dispatchers report; nothing before the first plan."""
+        return {} if self._entry is None else await self._loop.run(self._entry.status())
 
     async def endpoint(self, node_id: str = "") -> Endpoint:
         """Return where a Python handle on a node reaches this gateway's own dispatcher."""

@@ -16,9 +16,10 @@ from tenuto.mps.share import client_environment
 from tenuto.placement import Gpulet, Plan, PlannedGpu
 from tenuto.placement.program import Program
 
-__all__ = ["ENTRY_APPLICATION", "application_name", "dispatcher_name", "serve_config"]
+__all__ = ["ENTRY_APPLICATION", "GPULET_PREFIX", "application_name", "dispatcher_name", "serve_config"]
 
 ENTRY_APPLICATION = "tenuto"
+GPULET_PREFIX = "gpulet-"
 # CUDA MPS admits at most 48 clients per GPU (driver r550; 60 later), so 50 slots are never too few.
 LEDGER_SLOT = 0.02
 NODE_SLOT = 0.001  # of a node's own resource, of which there is 1: 1,000 gpu-lets per node
@@ -27,7 +28,7 @@ _EXECUTORS = ("auto", "torch", "emulated")
 
 def application_name(gpulet_id: str) -> str:
     """Return the name of a gpu-let's Serve application."""
-    return "gpulet-" + gpulet_id.replace("/", "-")
+    return GPULET_PREFIX + gpulet_id.replace("/", "-")
 
 
 def dispatcher_name(sub_cluster: str) -> str:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 from tenuto.deployments.serve.config import ENTRY_APPLICATION, application_name, dispatcher_name
 from tenuto.deployments.wire.link import Endpoint, Finder
+from tenuto.errors import EnvironmentFaultError
 
-__all__ = ["find_dispatcher", "find_gateway", "find_gpulet"]
+__all__ = ["find_dispatcher", "find_gateway", "find_gpulet", "gateway_status"]
 
 _READY_S = 30.0
 
@@ -25,6 +27,21 @@ def find_dispatcher(sub_cluster: str) -> Finder:
 def find_gateway() -> Finder:
     """Return the function that asks the only gateway, which schedules by itself, where its dispatcher listens."""
     return _find(ENTRY_APPLICATION)
+
+
+def gateway_status(timeout_s: float = 5.0) -> dict[str, Any]:
+    """Return what the dispatchers report, from any gateway; blocks, so not for an event loop.
+
+    Raises:
+        EnvironmentFaultError: no gateway answers.
+    """
+    from ray import serve
+
+    try:
+        found: dict[str, Any] = serve.get_app_handle(ENTRY_APPLICATION).status.remote().result(timeout_s=timeout_s)
+    except Exception as error:  # Ray and Serve have many kinds; a dispatcher that restarts times out
+        raise EnvironmentFaultError(f"no gateway answers: {type(error).__name__}: {error}") from error
+    return found
 
 
 def _find(application: str) -> Finder:

@@ -17,12 +17,13 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from tenuto.deployments.serve.config import ENTRY_APPLICATION
+from tenuto.deployments.serve.deployment import CONTROL_APPLICATION, is_ours
 from tenuto.deployments.serve.endpoint import get_json
 from tenuto.deployments.serve.ray_address import QUIET, announce, join_ray, on_loopback
 from tenuto.deployments.serve.ray_token import make_token
 from tenuto.errors import EnvironmentFaultError
 
-__all__ = ["RAY_ENVIRONMENT", "Launcher", "start_local_ray", "unused_port"]
+__all__ = ["RAY_ENVIRONMENT", "Launcher", "is_serving", "start_local_ray", "unused_port"]
 
 # Read by Ray when its processes start. Niceness 0: Ray's default of 15 lets anything else on the machine delay the
 # gateway. Serve kills a proxy that is not up after 5 s, and its own start with it; a busy machine takes longer. Serve's
@@ -137,7 +138,7 @@ class Launcher:
         own, operators = (_socket_of(config, name) for name in ("listen", "operators"))
         logging.getLogger("ray.serve").setLevel(logging.ERROR)
         if not self._applied:
-            ours = _is_serving()
+            ours = is_serving()
             _check_port(http["host"], http["port"], "--proxy-port", ours=ours)
             for listen, option in ((own, "--port"), (operators, "--operator-port")):
                 if listen is not None:
@@ -206,6 +207,15 @@ class Launcher:
         except EnvironmentFaultError:
             return False
 
+    def leave(self) -> None:
+        """Let what was applied run on, and leave a Ray that was joined here."""
+        import ray
+
+        self._applied = set()
+        if self._joined_ray:
+            self._joined_ray = False
+            ray.shutdown()
+
     def close(self) -> None:
         """Drain and remove what was applied; leave Ray if it was joined here, stop it if it was started here."""
         import ray
@@ -224,9 +234,11 @@ class Launcher:
             if self._owns_ray:
                 serve.shutdown()
             elif self._applied:
-                # The entry first: no new request may reach a gpu-let that is about to go.
-                _get_global_client().delete_apps([ENTRY_APPLICATION])
-                _get_global_client().delete_apps(sorted(self._applied - {ENTRY_APPLICATION}))
+                # The plan may have changed since. The entry goes before gpu-lets: no new request may reach one that is
+                # about to go.
+                ours = self._applied | {name for name in serve.status().applications if is_ours(name)}
+                for group in ([CONTROL_APPLICATION], [ENTRY_APPLICATION], sorted(ours)):
+                    _get_global_client().delete_apps([name for name in group if name in ours])
             self._applied = set()
             if self._owns_ray or self._joined_ray:
                 ray.shutdown()
@@ -244,7 +256,7 @@ def unused_port(*wished: int) -> int:
     raise EnvironmentFaultError("no port between 20000 and 32768 is free. Stop what listens there.")
 
 
-def _is_serving() -> bool:
+def is_serving() -> bool:
     """Return whether Serve already runs on this cluster; `serve.status` would start it with default options."""
     import ray
 

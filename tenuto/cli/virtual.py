@@ -77,8 +77,9 @@ class VirtualArguments:
         Raises:
             InvalidInputError: with the problems found in the arguments.
         """
+        from tenuto.deployments.control.fit import gpus_of
         from tenuto.deployments.control.settings import ControlSettings
-        from tenuto.loadgen.controlled import ControlledSimulation, gpus_of
+        from tenuto.loadgen.controlled import ControlledSimulation
 
         network, options = self._checked()
         settings = ControlSettings.load(control_file)

@@ -36,7 +36,6 @@ from tenuto.loadgen.schedule import make_schedule
 from tenuto.outcome import Outcome
 from tenuto.placement import Cluster, ModelSpec, Plan, Workload
 from tenuto.placement.arrivals.arrival import Arrival
-from tenuto.placement.policies.gpulet.share_costs import whole_gpu_points
 from tenuto.placement.policy import load_policy
 from tenuto.placement.solve import solve
 from tenuto.profiles import Profiles
@@ -57,7 +56,7 @@ def wave(at_s: float) -> float:
 def five_models(rate_rps: float) -> Workload:
     """Return the five models at this rate each; the SLO is twice a batch of 32 alone, the paper's rule."""
     def slo_ms(row: str) -> float:
-        return 2 * whole_gpu_points(IGNITER.get(row, "v100"))[32]
+        return 2 * IGNITER.get(row, "v100").latency_ms(32)
 
     models = [
         {"name": name, "profile": row, "rate_rps": rate_rps, "slo_ms": slo_ms(row)} for name, row in FIVE.items()

@@ -166,6 +166,7 @@ async def test_a_new_plan_keeps_connections_and_waiting_requests(start: Start) -
     await asyncio.wait_for(gpulet.arrived.wait(), PATIENCE_S)
     kept, gone = submit(dispatcher, "n", X), submit(dispatcher, "m", X)
     dispatcher.apply(make_plan(("a", ("n",)), models=("n",)))
+    assert dispatcher.is_ready("n")  # busy with a batch of the plan before is not away
     assert (await answer(gone)).outcome is Outcome.FAILED
     gpulet.hold = False
     gpulet.release()

@@ -1,0 +1,403 @@
+"""The controller on a running deployment: what it may know is read from the gateways and from Serve, what it decides is
+made Serve's configuration, and both are remembered.
+
+Who takes a look when is left to the caller: the controller's own Serve deployment once a second for good
+(`tenuto.deployments.control.service`), a command until its change is over (`tenuto.deployments.control.change`).
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from tenuto.deployments.control.controller import Controller, Memory
+from tenuto.deployments.control.fit import gpus_of, renamed
+from tenuto.deployments.control.interface import (
+    Apply,
+    Decision,
+    Entry,
+    GpuletSeen,
+    MakePlan,
+    ModelSeen,
+    Seen,
+    WantGpus,
+)
+from tenuto.deployments.control.planning import PlanRequest, Proposal
+from tenuto.deployments.serve.applications import ApplicationState
+from tenuto.deployments.serve.config import GPULET_PREFIX, application_name
+from tenuto.deployments.serve.deployment import Deployment, History, Store
+from tenuto.errors import EnvironmentFaultError, InvalidInputError, Problem
+from tenuto.placement import Plan
+from tenuto.placement.cluster import Gpu
+
+__all__ = ["ControlMemory", "Live", "LiveSystem", "Planner", "ServeSide"]
+
+logger = logging.getLogger("ray.serve")
+
+_DRAIN_S = 2.0  # from when the gateways no longer use a gpu-let to its end; the longest batches are shorter
+_LONGEST_DRAIN_S = 60.0
+_KEPT_LOG = 500
+
+
+class ServeSide(Protocol):
+    """What is asked of Serve; `Applications` on a real cluster."""
+
+    def apply(self, config: Mapping[str, Any]) -> None:
+        """Let the applications of a Serve config run, and no others."""
+
+    def states(self) -> dict[str, ApplicationState]:
+        """Return every application by name."""
+
+    def node_addresses(self) -> frozenset[str]:
+        """Return the addresses of the nodes that are alive."""
+
+
+class Planner(Protocol):
+    """Makes plans aside."""
+
+    def ask(self, number: int, request: PlanRequest) -> None:
+        """Begin to answer; a question before it is forgotten."""
+
+    def answers(self) -> list[tuple[int, Proposal | str]]:
+        """Return what came since the last call, by number of the question."""
+
+
+@dataclass
+class _Extra:
+    """What a gpu-let's application holds beyond the plan: all of it, where it left, or programs that it held before.
+
+    `free_since_s`: since when the gateways no longer use it.
+    """
+
+    application: dict[str, Any]
+    since_s: float
+    free_since_s: float | None = None
+
+
+class LiveSystem:
+    """A deployment as Serve and its gateways have it.
+
+    A plan is applied in up to three steps, so that nothing that serves is taken away before its successor is there:
+    running gpu-lets load what they are to hold more; the gateways follow the plan; what it lacks is unloaded, and
+    gpu-lets that left end.
+    """
+
+    def __init__(
+        self,
+        deployment: Deployment,
+        serve: ServeSide,
+        read_status: Callable[[], Mapping[str, Any]],
+        gpus: tuple[Gpu, ...],
+    ) -> None:
+        """Take over what runs.
+
+        Args:
+            deployment: that was applied last.
+            serve: the cluster.
+            read_status: returns the gateways' status; raises `EnvironmentFaultError` while none answers.
+            gpus: all that the cluster should have.
+        """
+        self.deployment = deployment
+        self._serve = serve
+        self._read_status = read_status
+        self._gpus = gpus
+        self._gpulets = _gpulets_of(deployment.config())  # applications that the plan has, by name
+        self._plan = deployment.read_plan()
+        self._routed = self._plan  # what the gateways follow
+        self._extras: dict[str, _Extra] = {}
+        self._counted: dict[str, tuple[int, int, int]] = {}
+
+    def apply(self, plan: Plan, now_s: float) -> None:
+        """Make this plan the one that is served.
+
+        Raises:
+            InvalidInputError: it cannot be served so; nothing was changed.
+        """
+        deployment = self.deployment.with_plan(plan)
+        wanted = _gpulets_of(deployment.config())
+        before = self._gpulets | {name: extra.application for name, extra in self._extras.items()}
+        extras, grows = {}, False
+        for name, present in before.items():
+            if name not in wanted:
+                extras[name] = self._extras.get(name) or _Extra(present, now_s)
+                continue
+            more = _with_programs_of(wanted[name], present)
+            grows = grows or _grows(more, present)
+            if more != wanted[name]:
+                extras[name] = _Extra(more, now_s)
+        self.deployment, self._gpulets, self._extras, self._plan = deployment, wanted, extras, plan
+        if not grows:
+            self._routed = plan
+        self._send()
+
+    def settle(self, wanted: Deployment, plan: Plan, now_s: float) -> None:
+        """Serve the present plan with the settings of another deployment, on the way to its plan.
+
+        Raises:
+            InvalidInputError: the plan cannot be served so, or the executor is another; nothing was changed.
+        """
+        if wanted.executor != self.deployment.executor:
+            rule = f"changes the process of every gpu-let, which run with {self.deployment.executor}"
+            cure = "Leave it as it is, or begin anew with --replace, which interrupts."
+            raise InvalidInputError(Problem("executor", wanted.executor, rule, cure))
+        wanted.config(plan)
+        before = self.deployment
+        self._gpus = tuple({gpu.id: gpu for gpu in (*gpus_of(plan), *self._gpus)}.values())
+        self.deployment = wanted.with_plan(self._plan)
+        if self.deployment != before:
+            self.apply(self._plan, now_s)
+
+    def _send(self) -> None:
+        """Make Serve's what is to run now."""
+        config = self.deployment.config(self._routed)
+        front = [app for app in config["applications"] if not app["name"].startswith(GPULET_PREFIX)]
+        gpulets = self._gpulets | {name: extra.application for name, extra in self._extras.items()}
+        self._serve.apply({**config, "applications": [*front, *gpulets.values()]})
+
+    def look(self, now_s: float) -> Seen | None:
+        """Return what happened since the last look; None while the gateways do not answer."""
+        try:
+            status = self._read_status()
+        except EnvironmentFaultError:
+            return None
+        if "gpulets" not in status:
+            return None
+        states = self._serve.states()
+        alive = self._serve.node_addresses()
+        ready = _ready(self._plan, status)
+        self._go_on(now_s, status, ready, states)
+        return Seen(
+            models=self._ended(status["models"]),
+            ready=ready,
+            gpus=tuple(gpu for gpu in self._gpus if gpu.address is None or gpu.address in alive),
+            broken=self._broken(states),
+            gpulets={
+                entry["id"]: GpuletSeen(entry["slowdown"]) for entry in status["gpulets"] if entry.get("slowdown")
+            },
+        )
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether the gateways follow the plan, and nothing beyond it is there."""
+        return self._routed is self._plan and not self._extras
+
+    def _go_on(
+        self, now_s: float, status: Mapping[str, Any], ready: frozenset[str], states: Mapping[str, ApplicationState]
+    ) -> None:
+        """Take the next step of applying the plan, once what it rests on is there."""
+        if self._routed is not self._plan:
+            both = {gpulet.id for gpulet in self._routed.gpulets} & {gpulet.id for gpulet in self._plan.gpulets}
+            if not both <= ready:
+                return
+            self._routed = self._plan
+            self._send()
+            return
+        used = {application_name(entry["id"]) for entry in status["gpulets"]} - self._gpulets.keys()
+        gone = []
+        for name, extra in self._extras.items():
+            if name in used:
+                extra.free_since_s = None
+            elif extra.free_since_s is None:
+                extra.free_since_s = now_s
+            free_s = 0.0 if extra.free_since_s is None else now_s - extra.free_since_s
+            if free_s >= _DRAIN_S or now_s - extra.since_s >= _LONGEST_DRAIN_S:
+                gone.append(name)
+        for name in gone:
+            del self._extras[name]
+        # Of a life before this one.
+        strays = {name for name, state in states.items() if name.startswith(GPULET_PREFIX) and not state.is_leaving}
+        if gone or strays - (self._gpulets.keys() | self._extras.keys()):
+            self._send()
+
+    def _ended(self, models: Mapping[str, Any]) -> dict[str, ModelSeen]:
+        """Return what the counts have grown by; a dispatcher that started anew counts from 0."""
+        found = {}
+        for name, counts in models.items():
+            bad = sum(counts[outcome] for outcome in ("late", "expired", "rejected", "failed"))
+            now = (counts["submitted"], counts["ok"], bad)
+            before = self._counted.get(name, now)
+            if any(new < old for new, old in zip(now, before, strict=True)):
+                before = (0, 0, 0)
+            self._counted[name] = now
+            found[name] = ModelSeen(*(new - old for new, old in zip(now, before, strict=True)))
+        return found
+
+    def _broken(self, states: Mapping[str, ApplicationState]) -> dict[str, str]:
+        found = {}
+        for gpulet in self._plan.gpulets:
+            state = states.get(application_name(gpulet.id))
+            if state is not None and state.is_broken:
+                lines = [line.strip() for line in state.message.splitlines() if line.strip()]
+                found[gpulet.id] = lines[-1] if lines else state.status
+        return found
+
+
+def _gpulets_of(config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    return {app["name"]: app for app in config["applications"] if app["name"].startswith(GPULET_PREFIX)}
+
+
+def _with_programs_of(application: Mapping[str, Any], present: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a gpu-let's application that also holds what it holds at present: programs that it is to unload, and the
+    larger batch of those it keeps. One that needs another process, or the memory of which is limited, is left as it
+    is."""
+    result = copy.deepcopy(dict(application))
+    if application["args"] != present["args"] or application["args"]["spec"]["memory_mib"] is not None:
+        return result
+    programs = result["deployments"][0]["user_config"]["programs"]
+    known = {program["name"]: program for program in programs}
+    for program in present["deployments"][0]["user_config"]["programs"]:
+        kept = known.get(program["name"])
+        if kept is None:
+            programs.append(program)
+        elif kept["members"] == program["members"] and program["batch_size"] > kept["batch_size"]:
+            kept.update({key: program[key] for key in ("batch_size", "latency") if key in program})
+    return result
+
+
+def _ready(plan: Plan, status: Mapping[str, Any]) -> frozenset[str]:
+    """Return the gpu-lets of a plan that are connected and hold what it says."""
+    up = {entry["id"]: entry.get("models", {}) for entry in status["gpulets"] if entry["up"]}
+    return frozenset(
+        gpulet.id
+        for gpulet in plan.gpulets
+        if gpulet.id in up and all(up[gpulet.id].get(p.name, 0) >= p.batch_size for p in gpulet.programs)
+    )
+
+
+def _grows(after: Mapping[str, Any], before: Mapping[str, Any]) -> bool:
+    """Whether a gpu-let has something to load to become another."""
+    programs = [app["deployments"][0]["user_config"]["programs"] for app in (before, after)]
+    held = {program["name"]: program["batch_size"] for program in programs[0]}
+    return any(program["batch_size"] > held.get(program["name"], 0) for program in programs[1])
+
+
+class ControlMemory:
+    """What outlives the controller: its memory and the newest entries of its log."""
+
+    _MEMORY, _LOG = "control/memory", "control/log"
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        raw = store.get(self._LOG)
+        self._log: deque[dict[str, Any]] = deque(json.loads(raw) if raw else (), maxlen=_KEPT_LOG)
+
+    def read(self) -> Memory | None:
+        """Return the memory; None where there is none."""
+        raw = self._store.get(self._MEMORY)
+        return None if raw is None else Memory.from_data(json.loads(raw))
+
+    def write(self, memory: Memory) -> None:
+        """Keep the memory."""
+        self._store.put(self._MEMORY, json.dumps(memory.to_data()).encode())
+
+    def add(self, entry: Entry) -> None:
+        """Append to the log; times are seconds since 1970."""
+        self._log.append({"at_s": time.time(), "kind": entry.kind, "text": entry.text, "data": dict(entry.data)})
+        self._store.put(self._LOG, json.dumps(list(self._log)).encode())
+
+    def log(self) -> list[dict[str, Any]]:
+        """Return the log, oldest first."""
+        return list(self._log)
+
+    def clear(self) -> None:
+        """Forget everything."""
+        for key in (self._MEMORY, self._LOG):
+            self._store.delete(key)
+        self._log.clear()
+
+
+class Live:
+    """One controller over one live system."""
+
+    def __init__(
+        self,
+        controller: Controller,
+        system: LiveSystem,
+        planner: Planner,
+        history: History,
+        *,
+        by: str,
+        memory: ControlMemory | None = None,
+        want_gpus: Callable[[Mapping[str, int]], None] = lambda _by_type: None,
+        tell: Callable[[Entry], None] = lambda _entry: None,
+    ) -> None:
+        """Put them together.
+
+        Args:
+            controller: over the plan that is deployed.
+            system: that is deployed.
+            planner: makes plans.
+            history: gets every plan that was reached.
+            by: who makes the changes, for the history.
+            memory: where the controller's memory is kept; None: nowhere.
+            want_gpus: asks the cluster for GPUs by type.
+            tell: is told every entry of the log.
+        """
+        self.controller = controller
+        self.system = system
+        self._planner = planner
+        self._history = history
+        self._by = by
+        self._memory = memory
+        self._want_gpus = want_gpus
+        self._tell = tell
+        self._written_s = 0.0
+        self._next_by: str | None = None  # who asked for the change under way
+
+    def step(self, now_s: float) -> bool:
+        """Take one look and carry out what is decided; return whether the gateways answered."""
+        for number, result in self._planner.answers():
+            self.controller.planned(now_s, number, result)
+        seen = self.system.look(now_s)
+        if seen is not None:
+            self.controller.observe(now_s, seen)
+        self.carry_out(now_s)
+        return seen is not None
+
+    def deploy(self, now_s: float, wanted: Deployment, by: str, why: str) -> None:
+        """Go over to what an operator wants, make before break; call after the first look.
+
+        Raises:
+            InvalidInputError: it cannot be served so, or the executor is another; nothing was changed.
+        """
+        running = self.controller.plan
+        plan = renamed(wanted.read_plan(), running)
+        self.system.settle(wanted, plan, now_s)
+        self._next_by = by
+        self.controller.deploy(now_s, plan, why)
+        self.carry_out(now_s)
+
+    def carry_out(self, now_s: float) -> None:
+        """Do what the controller decided, and keep what it remembers."""
+        decisions = self.controller.drain()
+        for decision in decisions:
+            self._do(decision, now_s)
+        if self._memory is not None and (decisions or now_s - self._written_s > 10.0):
+            self._written_s = now_s
+            self._memory.write(self.controller.memory())
+
+    def _do(self, decision: Decision, now_s: float) -> None:
+        if isinstance(decision, Entry):
+            logger.info("control: %s: %s", decision.kind, decision.text)
+            if self._memory is not None:
+                self._memory.add(decision)
+            if decision.kind in ("changed", "rolled back"):
+                by, self._next_by = self._next_by or self._by, None
+                self._history.add(self.system.deployment, by, decision.data.get("why", decision.text))
+            self._tell(decision)
+        elif isinstance(decision, Apply):
+            try:
+                self.system.apply(decision.plan, now_s)
+            except InvalidInputError as error:
+                self.controller.refused(now_s, str(error))
+                self.carry_out(now_s)
+        elif isinstance(decision, MakePlan):
+            self._planner.ask(decision.number, decision.request)
+        elif isinstance(decision, WantGpus):
+            self._want_gpus(decision.by_type)

@@ -1,0 +1,259 @@
+"""What an operator does to the deployment of a cluster: deploy, roll back, delete, speak to the controller.
+
+Whoever changes the deployment goes one of two ways: where the controller runs, it is asked and makes the change; where
+it does not, the change is made from here (`tenuto.deployments.control.change`).
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+from tenuto.deployments.control.change import change_deployment
+from tenuto.deployments.control.live import ControlMemory
+from tenuto.deployments.control.service import keep_ground
+from tenuto.deployments.serve.applications import Applications, ApplicationState, check_cluster, refuse_foreign
+from tenuto.deployments.serve.config import ENTRY_APPLICATION
+from tenuto.deployments.serve.deployment import (
+    CONTROL_APPLICATION,
+    ClusterStore,
+    Deployment,
+    History,
+    Store,
+    Version,
+    is_ours,
+)
+from tenuto.deployments.serve.finders import gateway_status
+from tenuto.deployments.serve.launcher import Launcher, is_serving
+from tenuto.errors import EnvironmentFaultError, InvalidInputError, Problem, TenutoError
+from tenuto.placement import Plan
+from tenuto.placement.cluster import Gpu
+from tenuto.profiles import Profiles
+
+__all__ = ["Ground", "Operations", "begin", "refuse_running"]
+
+Ground = tuple[Profiles, tuple[Gpu, ...]]
+_GONE_S = 60.0
+_ENDS = ("changed", "rolled back", "stuck")
+
+
+class Operations:
+    """One connection to a Ray cluster. Use as a context manager; what is deployed stays when it is left."""
+
+    def __init__(self, address: str | None, progress: Callable[[str], None]) -> None:
+        """Connect.
+
+        Args:
+            address: of the cluster; default: RAY_ADDRESS, else the one of this machine.
+            progress: is told what happens.
+
+        Raises:
+            EnvironmentFaultError: no cluster answers.
+        """
+        import ray.serve  # noqa: F401  # sets the level of its logger
+
+        logging.getLogger("ray.serve").setLevel(logging.ERROR)  # what happens is told through `progress`
+        self._progress = progress
+        self._launcher = Launcher(progress=progress)
+        self._launcher.connect(num_gpus=0, address=address or os.environ.get("RAY_ADDRESS") or "auto")
+        self._applications = Applications()
+        self._store = ClusterStore()
+        self.history = History(self._store)
+
+    def __enter__(self) -> Operations:
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        self._launcher.leave()
+
+    # --- what runs ----------------------------------------------------------------------------------------------------
+
+    def states(self) -> dict[str, ApplicationState]:
+        """Return every Serve application of the cluster."""
+        return self._applications.states() if is_serving() else {}
+
+    def running(self) -> Deployment:
+        """Return what is deployed, with the plan that the gateways serve now.
+
+        Raises:
+            EnvironmentFaultError: nothing is deployed, or no gateway answers.
+        """
+        if ENTRY_APPLICATION not in self.states():
+            raise EnvironmentFaultError("nothing is deployed on this cluster. Use `tenuto deploy PLAN`.")
+        status = gateway_status()
+        if not isinstance(status.get("plan"), dict):
+            raise EnvironmentFaultError("the gateways have no plan yet. Wait a moment and try again.")
+        version = self.history.latest()
+        deployment = version.deployment if version is not None else Deployment(plan=status["plan"])
+        return deployment.with_plan(Plan.from_data(status["plan"]))
+
+    @property
+    def base_url(self) -> str:
+        """Where the gateways answer."""
+        deployment = self.running()
+        scheme = "https" if deployment.access.get("tls_cert") else "http"
+        return self._launcher.base_url or f"{scheme}://{deployment.host}:{deployment.port}"
+
+    # --- changing it --------------------------------------------------------------------------------------------------
+
+    def deploy(
+        self, wanted: Deployment, why: str, *, by: str = "deploy", ground: Ground | None = None, replace: bool = False
+    ) -> bool:
+        """Make a deployment the one that runs, and return whether it was reached; if not, the one before runs again.
+
+        Args:
+            wanted: what is to be; without settings of a controller it keeps the one there is.
+            why: for the history.
+            by: the command.
+            ground: what the controller plans with; needed with settings of one.
+            replace: foreign applications may be removed, and what runs of ours is ended first.
+
+        Raises:
+            InvalidInputError: it cannot be served so; nothing was changed.
+            EnvironmentFaultError: foreign applications run, or the cluster lacks what it takes.
+        """
+        states = self.states()
+        if not replace:
+            refuse_foreign(states)
+        if ENTRY_APPLICATION in states and not replace:
+            if ground is not None:
+                keep_ground(self._store, *ground)
+            return self._change(wanted, why, by, has_controller=CONTROL_APPLICATION in states)
+        if any(is_ours(name) for name in states):
+            self.delete()
+        check_cluster()
+        begin(self._launcher, wanted, why, by, ground)
+        return True
+
+    def _change(self, wanted: Deployment, why: str, by: str, *, has_controller: bool) -> bool:
+        running = self.running()
+        if wanted.control is None:
+            wanted = wanted.model_copy(update={"control": running.control})
+        if has_controller:
+            since_s = time.time()
+            self._ask("deploy", wanted.model_dump(), by, why)
+            return self._follow(since_s)
+        without = wanted.model_copy(update={"control": None})
+        reached = change_deployment(
+            running.model_copy(update={"control": None}), without, self._applications, gateway_status, self.history,
+            by=by, why=why, tell=lambda entry: self._progress(f"{entry.kind}: {entry.text}"),
+        )  # fmt: skip
+        if reached and wanted.control is not None:
+            now = self.running().model_copy(update={"control": wanted.control})
+            self.history.add(now, by, "a controller was added")
+            self._applications.apply(now.config())
+        return reached
+
+    def _follow(self, since_s: float) -> bool:
+        """Tell what the controller logs until a change is over."""
+        told = 0
+        while True:
+            entries = [entry for entry in self._ask("log", 100) if entry["at_s"] >= since_s]
+            for entry in entries[told:]:
+                self._progress(f"{entry['kind']}: {entry['text']}")
+            for entry in entries:
+                if entry["kind"] in _ENDS:
+                    return bool(entry["kind"] == "changed")
+            told = len(entries)
+            time.sleep(0.5)
+
+    def rollback(self, number: int | None) -> tuple[Version, bool]:
+        """Go back to a version, by default to the last one that was another plan; return it and whether it was reached.
+
+        Raises:
+            InvalidInputError: there is no such version.
+        """
+        latest = self.history.latest()
+        if number is not None:
+            version = self.history.get(number)
+        else:
+            others = [v for v in self.history.all() if latest and v.deployment.plan != latest.deployment.plan]
+            if not others:
+                rule = "there is none to go back to"
+                raise InvalidInputError(Problem("version", None, rule, "See `tenuto history`."))
+            version = others[-1]
+        why = f"rollback to version {version.number}"
+        return version, self.deploy(version.deployment, why, by="rollback")
+
+    def delete(self) -> list[str]:
+        """Drain and remove what is deployed; return the applications that were. Foreign ones stay.
+
+        Raises:
+            EnvironmentFaultError: something does not go.
+        """
+        ours = sorted(name for name in self.states() if is_ours(name))
+        if ours:
+            self._applications.delete(ours)
+            until_s = time.monotonic() + _GONE_S
+            while left := [name for name in self.states() if name in ours]:
+                if time.monotonic() > until_s:
+                    text = f"{', '.join(left)} did not end within {_GONE_S:g} s. See `ray status`."
+                    raise EnvironmentFaultError(text)
+                time.sleep(0.2)
+        _forget(self._store)
+        return ours
+
+    # --- the controller -----------------------------------------------------------------------------------------------
+
+    def control(self, method: str, *arguments: Any, **options: Any) -> Any:
+        """Call a method of the controller (`tenuto.deployments.control.service.Control`).
+
+        Raises:
+            EnvironmentFaultError: none runs, or it does not answer.
+            InvalidInputError: it refuses the arguments.
+        """
+        if CONTROL_APPLICATION not in self.states():
+            raise EnvironmentFaultError("no controller runs here. Deploy with --control control.yaml.")
+        return self._ask(method, *arguments, **options)
+
+    def _ask(self, method: str, *arguments: Any, **options: Any) -> Any:
+        from ray import serve
+        from ray.exceptions import RayTaskError
+
+        handle = serve.get_app_handle(CONTROL_APPLICATION)
+        try:
+            return getattr(handle, method).remote(*arguments, **options).result(timeout_s=40.0)
+        except RayTaskError as error:
+            if isinstance(error.cause, TenutoError):
+                raise error.cause from error
+            raise EnvironmentFaultError(f"the controller failed: {error.cause}") from error
+        except TimeoutError as error:
+            raise EnvironmentFaultError("the controller does not answer. See `tenuto control log`.") from error
+
+
+def refuse_running() -> None:
+    """Raise `EnvironmentFaultError` where something runs on the cluster that this process is connected to."""
+    if not is_serving():
+        return
+    states = Applications().states()
+    if ENTRY_APPLICATION in states:
+        raise EnvironmentFaultError(
+            "a plan runs on this cluster already. Change it with `tenuto deploy PLAN`, end it with `tenuto delete`, or "
+            "pass --replace; another cluster is named with --address, a local one of its own with --address local."
+        )
+    refuse_foreign(states)
+
+
+def begin(launcher: Launcher, deployment: Deployment, why: str, by: str, ground: Ground | None) -> None:
+    """Begin a deployment on the cluster that this process is connected to, with a history and a memory of its own.
+
+    Raises:
+        EnvironmentFaultError: it does not start.
+    """
+    store = ClusterStore()
+    _forget(store)
+    launcher.apply(deployment.model_copy(update={"control": None}).config())
+    History(store).add(deployment, by, why)
+    if deployment.control is not None:
+        # It begins from the history.
+        if ground is not None:
+            keep_ground(store, *ground)
+        Applications().apply(deployment.config())
+
+
+def _forget(store: Store) -> None:
+    History(store).clear()
+    ControlMemory(store).clear()

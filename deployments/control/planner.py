@@ -1,0 +1,125 @@
+"""The planner in a process of its own: a policy may take long, take much memory, or crash; the controller goes on.
+
+As a program it reads questions from standard input and writes answers to standard output, pickled: it is started by
+nobody but the controller beside it, and stays, so that an answer does not wait for imports.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import subprocess
+import sys
+import threading
+from typing import IO
+
+from tenuto.deployments.control.planning import PlanRequest, Proposal, propose
+from tenuto.errors import TenutoError
+from tenuto.profiles import Profiles
+
+__all__ = ["NoPlanner", "PlannerProcess"]
+
+
+class NoPlanner:
+    """For changes that an operator's plan determines: nobody asks."""
+
+    def ask(self, number: int, request: PlanRequest) -> None:
+        """Leave it unanswered."""
+
+    def answers(self) -> list[tuple[int, Proposal | str]]:
+        """Return nothing."""
+        return []
+
+
+class PlannerProcess:
+    """One process that answers one question at a time; it is ended, and another started, when it takes too long."""
+
+    def __init__(self, profiles: Profiles, timeout_s: float) -> None:
+        """Start it.
+
+        Args:
+            profiles: what is planned with.
+            timeout_s: that a plan may take.
+        """
+        self._profiles, self._timeout_s = profiles, timeout_s
+        self._answers: list[tuple[int, Proposal | str]] = []
+        self._lock = threading.Lock()
+        self._is_busy = False
+        self._process = self._started()
+
+    def _started(self) -> subprocess.Popen[bytes]:
+        program = [sys.executable, "-m", "tenuto.deployments.control.planner"]
+        return subprocess.Popen(program, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+
+    def ask(self, number: int, request: PlanRequest) -> None:
+        """Begin to answer; a question before it is forgotten."""
+        with self._lock:
+            if self._is_busy or self._process.poll() is not None:
+                self._process.kill()
+                self._process.wait()
+                self._process = self._started()
+            self._is_busy = True
+            process = self._process
+        question = pickle.dumps((request, self._profiles))
+        threading.Thread(target=self._wait, args=(process, number, question), daemon=True, name="planner").start()
+
+    def _wait(self, process: subprocess.Popen[bytes], number: int, question: bytes) -> None:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        alarm = threading.Timer(self._timeout_s, process.kill)
+        alarm.start()
+        answer: Proposal | str
+        try:
+            process.stdin.write(question)
+            process.stdin.flush()
+            answer = pickle.load(process.stdout)
+        except (OSError, EOFError, pickle.UnpicklingError):
+            code = process.wait()
+            late = not alarm.is_alive()
+            answer = f"the planner took more than {self._timeout_s:g} s" if late else f"the planner ended with {code}"
+        finally:
+            alarm.cancel()
+        with self._lock:
+            if self._process is process:
+                self._is_busy = False
+                self._answers.append((number, answer))
+
+    def answers(self) -> list[tuple[int, Proposal | str]]:
+        """Return what came since the last call, by number of the question."""
+        with self._lock:
+            found, self._answers = self._answers, []
+        return found
+
+    def close(self) -> None:
+        """End the process."""
+        with self._lock:
+            self._process.kill()
+            self._process.wait()
+            for pipe in (self._process.stdin, self._process.stdout):
+                if pipe is not None:
+                    pipe.close()
+
+
+def answer_questions(questions: IO[bytes], answers: IO[bytes]) -> None:
+    """Answer until there are no more questions."""
+    while True:
+        try:
+            request, profiles = pickle.load(questions)
+        except EOFError:
+            return
+        answer: Proposal | str
+        try:
+            answer = propose(request, profiles)
+        except TenutoError as error:
+            answer = str(error)
+        except Exception as error:  # a policy is anybody's program
+            answer = f"the policy failed: {type(error).__name__}: {error}"
+        pickle.dump(answer, answers)
+        answers.flush()
+
+
+if __name__ == "__main__":
+    # What a policy prints must not come between the answers.
+    own = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)
+    answer_questions(sys.stdin.buffer, own)

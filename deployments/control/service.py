@@ -1,0 +1,261 @@
+"""The controller as a Serve deployment of its own: it may die at any time, serving goes on, and its next life begins
+with what this one remembered.
+
+Everything blocks here, and runs on one thread of its own; Serve's event loop only hands requests to it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+from tenuto.deployments.control.controller import Controller, Memory
+from tenuto.deployments.control.fit import gpus_of
+from tenuto.deployments.control.live import ControlMemory, Live, LiveSystem
+from tenuto.deployments.control.planner import PlannerProcess
+from tenuto.deployments.control.settings import ControlSettings
+from tenuto.deployments.serve.applications import Applications
+from tenuto.deployments.serve.deployment import ClusterStore, Deployment, History, Store
+from tenuto.deployments.serve.finders import gateway_status
+from tenuto.documents import parse_document
+from tenuto.errors import EnvironmentFaultError, InvalidInputError, Problem
+from tenuto.placement import Workload
+from tenuto.placement.cluster import Gpu
+from tenuto.placement.workload import ModelSpec
+from tenuto.profiles import Profile, Profiles
+
+__all__ = ["Control", "build", "keep_ground", "read_ground"]
+
+logger = logging.getLogger("ray.serve")
+
+T = TypeVar("T")
+_GROUND = "control/ground"
+_SILENT_S = 60.0  # without a look the thread is taken for dead
+
+
+def keep_ground(store: Store, profiles: Profiles, gpus: tuple[Gpu, ...]) -> None:
+    """Keep what the controller plans with: profiles, and the GPUs that the cluster has or may have."""
+    ground = {
+        "profiles": [profile.model_dump(mode="json", exclude_defaults=True) for profile in profiles],
+        "gpus": [gpu.model_dump(mode="json", exclude_none=True) for gpu in gpus],
+    }
+    store.put(_GROUND, json.dumps(ground).encode())
+
+
+def read_ground(store: Store) -> tuple[Profiles, tuple[Gpu, ...]]:
+    """Return what `keep_ground` kept; empty where it kept nothing."""
+    raw = store.get(_GROUND)
+    if raw is None:
+        return Profiles([]), ()
+    ground = json.loads(raw)
+    profiles = Profiles([parse_document(Profile, data, origin="profiles") for data in ground["profiles"]])
+    return profiles, tuple(parse_document(Gpu, data, origin="gpus") for data in ground["gpus"])
+
+
+class Control:
+    """The Serve deployment. `reconfigure` gives it its settings, and begins."""
+
+    def __init__(self) -> None:
+        self._settings = ControlSettings()
+        self._work: list[tuple[Callable[[Live], Any], Future[Any]]] = []
+        self._lock = threading.Lock()
+        self._wake = threading.Event()
+        self._is_over = False
+        self._looked_s = time.monotonic()
+        self._failure: str | None = None
+        self._new_settings = False
+        self._thread: threading.Thread | None = None
+
+    # --- Serve's side -------------------------------------------------------------------------------------------------
+
+    async def reconfigure(self, user_config: Mapping[str, Any]) -> None:
+        """Take new settings; the controller begins anew with what it remembers.
+
+        Raises:
+            InvalidInputError: unknown keys or unusable values; nothing was changed.
+        """
+        self._settings = parse_document(ControlSettings, dict(user_config.get("settings", {})), origin="control")
+        self._new_settings = True
+        self._wake.set()
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="controller", daemon=True)
+            self._thread.start()
+
+    async def check_health(self) -> None:
+        """Raise when no looks are taken any more; Serve then replaces this process."""
+        if self._failure is not None:
+            raise EnvironmentFaultError(self._failure)
+        if time.monotonic() - self._looked_s > _SILENT_S:
+            raise EnvironmentFaultError(f"the controller has not looked for {_SILENT_S:g} s")
+
+    async def __del__(self) -> None:
+        """End the thread; a change under way goes on in the next life."""
+        self._is_over = True
+        self._wake.set()
+
+    # --- the operator's side ------------------------------------------------------------------------------------------
+
+    async def pause(self, paused: bool) -> dict[str, Any]:
+        """Change nothing from now on, or change again; return the state."""
+        def change(live: Live) -> dict[str, Any]:
+            live.controller.pause(paused=paused)
+            return self._state(live)
+
+        return await self._do(change)
+
+    async def state(self) -> dict[str, Any]:
+        """Return mode, what is under way, measured and planned rates."""
+        return await self._do(self._state)
+
+    async def log(self, limit: int) -> list[dict[str, Any]]:
+        """Return the newest entries of the log, oldest first."""
+        return await self._do(lambda _live: ControlMemory(ClusterStore()).log()[-limit:])
+
+    async def deploy(self, deployment: Mapping[str, Any], by: str, why: str) -> None:
+        """Go over to another deployment, make before break; the log says how it goes."""
+        wanted = parse_document(Deployment, dict(deployment), origin="deployment")
+        await self._do(lambda live: _deploy(live, wanted, by, why))
+
+    async def set_model(self, entry: Mapping[str, Any], *, add: bool) -> None:
+        """Add a model to the workload, or replace its entry.
+
+        Raises:
+            InvalidInputError: it is there already, or not at all, or the entry is none.
+        """
+        spec = parse_document(ModelSpec, dict(entry), origin="model")
+
+        def change(live: Live) -> None:
+            models = {model.name: model for model in live.controller.workload.models}
+            if (spec.name in models) == add:
+                rule = "is in the workload already" if add else "is not in the workload"
+                cure = "Use `tenuto model update`." if add else "Use `tenuto model add`."
+                raise InvalidInputError(Problem("model", spec.name, rule, cure))
+            _set_workload(live, tuple((models | {spec.name: spec}).values()))
+
+        await self._do(change)
+
+    async def remove_model(self, name: str) -> None:
+        """Take a model out of the workload; raises `InvalidInputError` where it is not in it, or is the last."""
+
+        def change(live: Live) -> None:
+            models = {model.name: model for model in live.controller.workload.models}
+            if name not in models or len(models) == 1:
+                rule = "is the last model" if name in models else "is not in the workload"
+                raise InvalidInputError(Problem("model", name, rule, "See `tenuto status`; `tenuto delete` ends all."))
+            del models[name]
+            _set_workload(live, tuple(models.values()))
+
+        await self._do(change)
+
+    async def models(self) -> list[dict[str, Any]]:
+        """Return the entries of the workload."""
+        return await self._do(
+            lambda live: [
+                spec.model_dump(mode="json", exclude_defaults=True) for spec in live.controller.workload.models
+            ]
+        )
+
+    async def _do(self, what: Callable[[Live], T]) -> T:
+        future: Future[T] = Future()
+        with self._lock:
+            self._work.append((what, future))
+        self._wake.set()
+        async with asyncio.timeout(30.0):
+            return await asyncio.wrap_future(future)
+
+    def _state(self, live: Live) -> dict[str, Any]:
+        controller = live.controller
+        change = controller.change
+        return {
+            "mode": controller.mode,
+            "paused": controller.paused,
+            "change": None if change is None else {"why": change.why, "begun_at_s": change.begun_s},
+            "policy": (self._settings.policy or controller.plan.policy).name,
+            "rates_rps": controller.rates.mean_rps,
+            "planned_for_rps": controller.demand().upper_rps,
+        }
+
+    # --- the thread ---------------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        live: Live | None = None
+        planner: PlannerProcess | None = None
+        try:
+            while not self._is_over:
+                if live is None or self._new_settings:
+                    self._new_settings = False
+                    if planner is not None:
+                        planner.close()
+                    live, planner = _begin(self._settings)
+                self._looked_s = time.monotonic()
+                live.step(time.time())
+                self._perform(live)
+                self._wake.wait(self._settings.look_s)
+                self._wake.clear()
+        except Exception as error:
+            logger.exception("the controller has failed")
+            self._failure = f"the controller has failed: {type(error).__name__}: {error}"
+        finally:
+            if planner is not None:
+                planner.close()
+
+    def _perform(self, live: Live) -> None:
+        with self._lock:
+            work, self._work = self._work, []
+        for what, future in work:
+            try:
+                future.set_result(what(live))
+            except Exception as error:
+                future.set_exception(error)
+            live.carry_out(time.time())
+
+
+def _begin(settings: ControlSettings) -> tuple[Live, PlannerProcess]:
+    """Return the controller over what is deployed, with what was remembered of it."""
+    store = ClusterStore()
+    history, kept = History(store), ControlMemory(store)
+    version = history.latest()
+    if version is None:
+        raise EnvironmentFaultError("nothing is deployed. Use `tenuto deploy PLAN`.")
+    profiles, gpus = read_ground(store)
+    plan = version.deployment.read_plan()
+    memory = kept.read()
+    if memory is None or (memory.change is None and memory.plan.to_data() != plan.to_data()):
+        memory = Memory(plan, plan.workload)
+    deployment = version.deployment.with_plan(memory.plan)
+    known = {gpu.id: gpu for gpu in (*gpus_of(plan, memory.plan), *gpus)}
+    system = LiveSystem(deployment, Applications(), gateway_status, tuple(known.values()))
+    planner = PlannerProcess(profiles, settings.change.plan_timeout_s)
+    controller = Controller(settings, memory)
+    return Live(controller, system, planner, history, by="the controller", memory=kept, want_gpus=want_gpus), planner
+
+
+def _deploy(live: Live, wanted: Deployment, by: str, why: str) -> None:
+    live.deploy(time.time(), wanted, by, why)
+
+
+def _set_workload(live: Live, models: tuple[ModelSpec, ...]) -> None:
+    live.controller.set_workload(
+        Workload(models=models, objective=live.controller.workload.objective)
+    )
+
+
+def want_gpus(by_type: Mapping[str, int]) -> None:
+    """Ask Ray's autoscaler for so many GPUs; on a cluster without one that changes nothing."""
+    from ray.autoscaler.sdk import request_resources
+
+    request_resources(bundles=[{"GPU": 1} for _ in range(sum(by_type.values()))])
+
+
+def build(args: dict[str, Any]) -> Any:
+    """Return the Serve application of the controller; named as `import_path` in the generated Serve config."""
+    from ray import serve
+
+    del args
+    return serve.deployment(name="control")(Control).bind()

@@ -1,0 +1,113 @@
+"""The Serve applications of a cluster: what runs, what is to run, what has to be there before anything is applied."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from tenuto import __version__
+from tenuto.deployments.serve.deployment import is_ours
+from tenuto.errors import EnvironmentFaultError
+
+__all__ = ["ApplicationState", "Applications", "check_cluster", "refuse_foreign"]
+
+_MOST_CHECKED_NODES = 32
+_CHECK_S = 90.0  # a node's first worker imports Ray; on a busy machine that takes long
+
+
+@dataclass(frozen=True)
+class ApplicationState:
+    """One application as Serve has it. `message` says why it is broken."""
+
+    status: str
+    message: str = ""
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether Serve gave it up."""
+        return self.status in ("DEPLOY_FAILED", "UNHEALTHY")
+
+    @property
+    def is_leaving(self) -> bool:
+        """Whether it is being removed."""
+        return self.status == "DELETING"
+
+
+class Applications:
+    """Serve on the cluster that this process is connected to; Serve has to run there."""
+
+    def apply(self, config: Mapping[str, Any]) -> None:
+        """Let the applications of a Serve config run, and no others."""
+        from ray.serve.context import _get_global_client
+        from ray.serve.schema import ServeDeploySchema
+
+        _get_global_client().deploy_apps(ServeDeploySchema.model_validate(config))
+
+    def states(self) -> dict[str, ApplicationState]:
+        """Return every application by name."""
+        from ray import serve
+
+        found = {}
+        for name, application in serve.status().applications.items():
+            messages = [application.message, *(d.message for d in application.deployments.values())]
+            text = "\n".join(message for message in messages if message)
+            found[name] = ApplicationState(str(application.status.value), text)
+        return found
+
+    def delete(self, names: Collection[str]) -> None:
+        """Drain and remove applications: the entry first, so that no request comes to a gpu-let that is about to go."""
+        from ray.serve.context import _get_global_client
+
+        first = [name for name in ("tenuto-control", "tenuto") if name in names]
+        for group in (*([name] for name in first), sorted(set(names) - set(first))):
+            if group:
+                _get_global_client().delete_apps(list(group))
+
+    def node_addresses(self) -> frozenset[str]:
+        """Return the addresses of the nodes that are alive."""
+        import ray
+
+        return frozenset(str(node["NodeManagerAddress"]) for node in ray.nodes() if node["Alive"])
+
+
+def refuse_foreign(states: Mapping[str, ApplicationState]) -> None:
+    """Raise `EnvironmentFaultError` where applications run that are not ours: applying a config removes them."""
+    foreign = sorted(name for name in states if not is_ours(name))
+    if foreign:
+        raise EnvironmentFaultError(
+            f"other Serve applications run on this cluster: {', '.join(foreign)}. Deploying removes them; pass "
+            "--replace if they may go, or use another cluster with --address."
+        )
+
+
+def check_cluster() -> None:
+    """Raise `EnvironmentFaultError` unless every node of the cluster has this version of Tenuto; it is looked at on at
+    most 32 of them."""
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    def version() -> str:
+        try:
+            from tenuto import __version__ as found
+        except ImportError as error:
+            return f"none ({error})"
+        return found
+
+    ask = ray.remote(num_cpus=0, max_retries=0)(version)
+    nodes = [node for node in ray.nodes() if node["Alive"]][:_MOST_CHECKED_NODES]
+    asked = {
+        ask.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)).remote(): node
+        for node in nodes
+    }
+    ready, _ = ray.wait(list(asked), num_returns=len(asked), timeout=_CHECK_S)
+    wrong = []
+    for answer, node in asked.items():
+        found = ray.get(answer) if answer in ready else "unknown: the node does not answer"
+        if found != __version__:
+            wrong.append(f"{node['NodeManagerAddress']} has {found}")
+    if wrong:
+        raise EnvironmentFaultError(
+            f"this is Tenuto {__version__}; {'; '.join(wrong)}. Install the same version on every node, in the Python "
+            "that `ray start` uses there."
+        )

@@ -1,0 +1,27 @@
+"""`tenuto delete`: drain and remove what is deployed."""
+
+from __future__ import annotations
+
+import click
+
+from tenuto.cli.common import emit_json, json_option, progress_console
+from tenuto.cli.deploying import address_option, operations
+
+__all__ = ["command"]
+
+
+@click.command("delete", short_help="Drain and remove what is deployed on a cluster.")
+@address_option
+@json_option
+def command(address: str | None, as_json: bool) -> None:
+    """Let requests in flight end, and remove every application of Tenuto and the history; Ray and others stay.
+
+    Example: tenuto delete
+    """
+    with operations(address) as running:
+        gone = running.delete()
+    if as_json:
+        emit_json({"removed": gone})
+        return
+    text = f"removed {len(gone)} applications" if gone else "nothing was deployed"
+    progress_console().print(f"tenuto: {text}", markup=False)

@@ -1,0 +1,38 @@
+"""`tenuto deploy`: make a plan the one that runs on a Ray cluster, without losing a request of the one before."""
+
+from __future__ import annotations
+
+import click
+
+from tenuto.cli.common import emit_json, json_option, progress_console
+from tenuto.cli.deploying import ServingArguments, address_option, operations, serving_arguments
+
+__all__ = ["command"]
+
+
+@click.command("deploy", short_help="Make a plan the one that runs on a Ray cluster, make before break.")
+@serving_arguments
+@click.option("--why", default="", metavar="TEXT", help="What for; kept in the history.")
+@click.option("--replace", is_flag=True, help="Begin anew: end what runs first, foreign Serve applications included.")
+@address_option
+@json_option
+def command(asked: ServingArguments, why: str, replace: bool, address: str | None, as_json: bool) -> int:
+    """Deploy PLAN on a running Ray cluster; it stays when this command ends.
+
+    Where a plan runs already, new gpu-lets start beside the old ones, as far as there is room, take over, and the old
+    ones end. New ones that do not become ready are taken back. Exit code 1: the plan before runs again.
+
+    Example: tenuto deploy plan.yaml --emulate
+    """
+    wanted = asked.deployment()
+    plan = wanted.read_plan()
+    ground = asked.ground(plan)
+    with operations(address) as running:
+        reached = running.deploy(wanted, why or asked.plan_file, ground=ground, replace=replace)
+        version, url = running.history.latest(), running.base_url
+    if as_json:
+        emit_json({"reached": reached, "version": version.number if version is not None else None, "url": url})
+    elif reached and version is not None:
+        text = f"version {version.number} runs at {url}; see `tenuto status`, end it with `tenuto delete`"
+        progress_console().print(f"tenuto: {text}", markup=False, soft_wrap=True)
+    return 0 if reached else 1

@@ -1,0 +1,187 @@
+"""The arguments of the verbs that make a plan run, and the connection of those that operate what runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from tenuto.cli.common import ClusterArguments, cluster_arguments, gathered, progress_console
+from tenuto.options import split_pairs
+from tenuto.placement import Plan
+
+if TYPE_CHECKING:
+    from tenuto.deployments.control.operations import Ground, Operations
+    from tenuto.deployments.serve.deployment import Deployment
+
+__all__ = ["ServingArguments", "address_option", "operations", "serving_arguments"]
+
+
+@dataclass(frozen=True)
+class ServingArguments:
+    """How a plan is to be served."""
+
+    plan_file: str
+    emulate: bool
+    executor: str | None
+    host: str
+    port: int
+    proxy_port: int | None
+    operator_port: int | None
+    key_file: str | None
+    tls_cert: str | None
+    tls_key: str | None
+    traces: str | None
+    trace_ratio: float
+    log_json: bool
+    insecure: bool
+    scheduler: str
+    options: tuple[str, ...]
+    gateways: int
+    partition_file: str | None
+    control_file: str | None
+    where: ClusterArguments
+
+    def deployment(self) -> Deployment:
+        """Read the files.
+
+        Raises:
+            InvalidInputError: with the problems of the first file that has any.
+        """
+        from tenuto.batching.core.build import from_plan
+        from tenuto.batching.registry import make_scheduler
+        from tenuto.deployments.control.settings import ControlSettings
+        from tenuto.deployments.security.keys import read_keys
+        from tenuto.deployments.serve.config import ENTRY_APPLICATION
+        from tenuto.deployments.serve.deployment import Deployment
+        from tenuto.deployments.serve.sub_clusters import read_partition
+        from tenuto.deployments.serve.user_config import read_gateway_config
+
+        plan = Plan.load(self.plan_file)
+        chosen = split_pairs(self.options)
+        make_scheduler(self.scheduler, from_plan(plan), chosen)  # a wrong name or option fails here, not in a replica
+        control = None if self.control_file is None else ControlSettings.load(self.control_file)
+        keys = [entry.model_dump(mode="json", exclude_defaults=True) for entry in read_keys(self.key_file)]
+        partition = read_partition(self.partition_file) if self.partition_file is not None else None
+        found = Deployment.model_validate(
+            {
+                "plan": plan.to_data(),
+                "executor": "emulated" if self.emulate else self.executor or _planned_executor(self.plan_file),
+                "host": self.host,
+                "port": self.port,
+                "proxy_port": self.proxy_port,
+                "operator_port": self.operator_port,
+                "access": {
+                    "keys": keys,
+                    "tls_cert": self.tls_cert and str(Path(self.tls_cert).resolve()),
+                    "tls_key": self.tls_key and str(Path(self.tls_key).resolve()),
+                    "insecure": self.insecure,
+                    "traces": {"endpoint": self.traces, "ratio": self.trace_ratio} if self.traces is not None else None,
+                },
+                "log_json": self.log_json,
+                "scheduler": self.scheduler,
+                "scheduler_options": chosen,
+                "gateways": self.gateways,
+                "partition": None if partition is None else dict(partition),
+                "control": None if control is None else control.model_dump(mode="json", exclude_defaults=True),
+            }
+        )
+
+        for application in found.config()["applications"]:
+            if application["name"] == ENTRY_APPLICATION:
+                read_gateway_config(application["deployments"][0]["user_config"])  # refused here, not in a replica
+        return found
+
+    def ground(self, plan: Plan) -> Ground | None:
+        """Return what a controller plans with: profiles, and the GPUs there are or may be; None without --control."""
+        from tenuto.deployments.control.fit import gpus_of
+
+        if self.control_file is None:
+            return None
+        gpus = self.where.cluster().gpus if self.where.names_a_cluster else gpus_of(plan)
+        return self.where.profiles(dict.fromkeys(gpu.type for gpu in gpus)), gpus
+
+
+def _planned_executor(plan_file: str) -> str:
+    """Return the executor a generated Serve config was written with; `auto` for a bare plan."""
+    from tenuto.documents import load_document
+
+    data = load_document(plan_file)
+    for application in data.get("applications", []):
+        spec = application.get("args", {}).get("spec")
+        if spec is not None:
+            return str(spec["executor"])
+    return "auto"
+
+
+address_option = click.option(
+    "--address", metavar="ADDRESS", help="Ray cluster to use; default: RAY_ADDRESS, else the one of this machine."
+)
+
+
+@contextmanager
+def operations(address: str | None) -> Iterator[Operations]:
+    """Connect to the cluster of a deployment; what happens there is said on stderr."""
+    from tenuto.deployments.control.operations import Operations
+
+    console = progress_console()
+
+    def progress(text: str) -> None:
+        console.print(f"tenuto: {text}", markup=False, soft_wrap=True)
+
+    with Operations(address, progress) as found:
+        yield found
+
+
+_serving: Any = (
+    click.argument("plan_file", metavar="PLAN"),
+    click.option("--emulate", is_flag=True, help="Emulate every GPU of the plan; answers are labelled so."),
+    click.option(
+        "--executor", type=click.Choice(["auto", "torch", "emulated"]), default=None, help="What runs the models."
+    ),
+    click.option("--host", default="127.0.0.1", show_default=True, help="Address to bind to."),
+    click.option("--port", default=8000, show_default=True, type=click.IntRange(1, 65535), help="Port to listen on."),
+    click.option(
+        "--proxy-port",
+        type=click.IntRange(1, 65535),
+        help="Port of Serve's proxies, a slower way in.  [default: the one after PORT]",
+    ),
+    click.option(
+        "--operator-port",
+        type=click.IntRange(0, 65535),
+        help="Port of status, metrics and the live page, on 127.0.0.1; 0: none.  [default: two after PORT]",
+    ),
+    click.option(
+        "--keys", "key_file", metavar="FILE", help="Clients' keys (`tenuto key`); TENUTO_API_KEYS adds to them."
+    ),
+    click.option("--tls-cert", metavar="FILE", help="Certificate (PEM); with --tls-key the gateway speaks TLS."),
+    click.option("--tls-key", metavar="FILE", help="Its key (PEM)."),
+    click.option("--traces", metavar="URL", help="Send spans there by OTLP over HTTP (needs tenuto[tracing])."),
+    click.option(
+        "--trace-ratio", default=0.0, show_default=True, type=click.FloatRange(0, 1),
+        help="Share of the requests without a traceparent that are traced.",
+    ),
+    click.option("--log-json", is_flag=True, help="Write logs as JSON lines."),
+    click.option("--insecure", is_flag=True, help="Let --host be reached from elsewhere without keys."),
+    click.option("--scheduler", default="deferred", show_default=True, help="Batching scheduler of the dispatcher."),
+    click.option("--option", "options", multiple=True, metavar="K=V", help="Option of the scheduler; repeatable."),
+    click.option(
+        "--gateways",
+        default=1,
+        show_default=True,
+        type=click.IntRange(1, 64),
+        help="Processes that take HTTP; several feed one dispatcher per sub-cluster.",
+    ),
+    click.option(
+        "--partition",
+        "partition_file",
+        metavar="FILE",
+        help="Sub-cluster of every model: output of `tenuto partition --json`; default: one for all.",
+    ),
+    click.option("--control", "control_file", metavar="FILE", help="Settings of a controller beside it."),
+)
+serving_arguments = gathered(ServingArguments, "asked", *_serving, cluster_arguments)

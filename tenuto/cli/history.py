@@ -1,0 +1,54 @@
+"""`tenuto history`: which plans ran, when and why."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import click
+
+from tenuto.cli.common import emit_json, json_option, progress_console
+from tenuto.cli.deploying import address_option, operations
+from tenuto.cli.tables import print_table
+from tenuto.placement import Plan
+
+__all__ = ["command"]
+
+
+@click.command("history", short_help="List the plans that ran on a cluster.")
+@click.option("--version", "number", type=int, metavar="N", help="With -o: the version to write; default: the last.")
+@click.option("-o", "--output", metavar="FILE", help="Write the plan of a version.")
+@address_option
+@json_option
+def command(number: int | None, output: str | None, address: str | None, as_json: bool) -> None:
+    """List every version of the deployment: when, by what, why.
+
+    Example: tenuto history
+    """
+    with operations(address) as running:
+        versions = running.history.all()
+        chosen = running.history.get(number) if number is not None else versions[-1] if versions else None
+    if output is not None and chosen is not None:
+        Path(output).write_text(Plan.from_data(chosen.deployment.plan).dump(), encoding="utf-8")
+        progress_console().print(f"wrote {output}", markup=False)
+        return
+    if as_json:
+        emit_json({"versions": [
+            {"number": v.number, "at_s": v.at_s, "by": v.by, "why": v.why, "plan": v.deployment.plan} for v in versions
+        ]})  # fmt: skip
+        return
+    print_table(
+        ("version", "at", "by", "gpu-lets", "GPUs", "why"),
+        (
+            (
+                str(v.number),
+                time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(v.at_s)),
+                v.by,
+                str(len(v.deployment.plan.get("gpulets", ()))),
+                str(len({gpulet["gpu"] for gpulet in v.deployment.plan.get("gpulets", ())})),
+                v.why,
+            )
+            for v in versions
+        ),
+        left=("at", "by", "why"),
+    )

@@ -1,0 +1,29 @@
+"""`tenuto rollback`: back to a plan that ran before."""
+
+from __future__ import annotations
+
+import click
+
+from tenuto.cli.common import emit_json, json_option, progress_console
+from tenuto.cli.deploying import address_option, operations
+
+__all__ = ["command"]
+
+
+@click.command("rollback", short_help="Go back to a plan that ran before, make before break.")
+@click.argument("number", type=int, required=False, metavar="[VERSION]")
+@address_option
+@json_option
+def command(number: int | None, address: str | None, as_json: bool) -> int:
+    """Go back to VERSION, by default to the last one with another plan than the one that runs.
+
+    Example: tenuto rollback
+    """
+    with operations(address) as running:
+        version, reached = running.rollback(number)
+    if as_json:
+        emit_json({"reached": reached, "version": version.number})
+        return 0 if reached else 1
+    text = f"the plan of version {version.number} runs again" if reached else "it could not be reached; nothing changed"
+    progress_console().print(f"tenuto: {text}", markup=False)
+    return 0 if reached else 1

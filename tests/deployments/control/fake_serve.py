@@ -1,0 +1,118 @@
+"""Serve and the gateways of a cluster as far as the controller sees them, on a clock that a test turns."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from tenuto.deployments.serve.applications import ApplicationState
+from tenuto.deployments.serve.config import ENTRY_APPLICATION, application_name
+from tenuto.deployments.serve.deployment import Deployment
+from tenuto.errors import EnvironmentFaultError
+
+__all__ = ["FakeServe"]
+
+
+class FakeServe:
+    """Starts what a config says after `start_s`; `broken` applications never come up. Unanswered requests are noted."""
+
+    def __init__(self, deployment: Deployment, start_s: float = 5.0, load_s: float = 3.0) -> None:
+        self.now_s = 0.0
+        self.start_s, self.load_s = start_s, load_s
+        self._held: dict[str, dict[str, int]] = {}  # largest batches by gpu-let application
+        self._loading: dict[str, tuple[float, dict[str, int]]] = {}  # until when, and what then
+        self.broken: dict[str, str] = {}
+        self.dead_nodes: set[str] = set()
+        self.is_silent = False
+        self.counts: dict[str, dict[str, int]] = {}
+        self.unserved: list[tuple[float, str]] = []
+        self.ended: list[tuple[float, str]] = []
+        self.configs: list[Mapping[str, Any]] = []
+        self._since: dict[str, float] = {}
+        self._plan: dict[str, Any] = {}
+        self.apply(deployment.config())
+        self._since = dict.fromkeys(self._since, -1000.0)
+
+    # --- the clock --------------------------------------------------------------------------------------------------
+
+    def clock(self) -> float:
+        return self.now_s
+
+    def sleep(self, seconds: float) -> None:
+        """Let time pass, with a request to every model."""
+        self.now_s += seconds
+        for spec in self._plan["models"]:
+            name = spec["name"]
+            counts = self.counts.setdefault(
+                name, dict.fromkeys(("submitted", "ok", "late", "expired", "rejected", "failed"), 0)
+            )
+            served = any(
+                self._is_up(gpulet["id"])
+                and all(self._holds(gpulet["id"]).get(m["name"], 0) >= m["batch_size"] for m in gpulet["models"])
+                and name in [model["name"] for model in gpulet["models"]]
+                for gpulet in self._plan["gpulets"]
+            )
+            counts["submitted"] += 1
+            counts["ok" if served else "expired"] += 1
+            if not served:
+                self.unserved.append((self.now_s, name))
+
+    # --- Serve ------------------------------------------------------------------------------------------------------
+
+    def apply(self, config: Mapping[str, Any]) -> None:
+        self.configs.append(config)
+        names = {application["name"] for application in config["applications"]}
+        self.ended += [(self.now_s, name) for name in self._since if name not in names]
+        for application in config["applications"]:
+            name = application["name"]
+            if name.startswith("gpulet-"):
+                programs = application["deployments"][0]["user_config"]["programs"]
+                wanted = {program["name"]: program["batch_size"] for program in programs}
+                present = self._held.get(name)
+                if present is None or all(present.get(model, 0) >= size for model, size in wanted.items()):
+                    self._held[name] = wanted
+                    self._loading.pop(name, None)
+                elif name not in self._loading or self._loading[name][1] != wanted:
+                    self._loading[name] = self.now_s + self.load_s, wanted
+        self._since = {name: self._since.get(name, self.now_s) for name in names}
+        (entry,) = (app for app in config["applications"] if app["name"] == ENTRY_APPLICATION)
+        self._plan = entry["deployments"][0]["user_config"]["plan"]
+
+    def states(self) -> dict[str, ApplicationState]:
+        return {
+            name: ApplicationState("DEPLOY_FAILED", f"Traceback\n{self.broken[name]}")
+            if name in self.broken
+            else ApplicationState("RUNNING")
+            for name in self._since
+        }
+
+    def node_addresses(self) -> frozenset[str]:
+        return frozenset({"10.0.0.1", "10.0.0.2"} - self.dead_nodes)
+
+    # --- the gateways -----------------------------------------------------------------------------------------------
+
+    def status(self) -> dict[str, Any]:
+        if self.is_silent:
+            raise EnvironmentFaultError("no gateway answers")
+        return {
+            "plan": self._plan,
+            "models": {name: dict(counts) for name, counts in self.counts.items()},
+            "gpulets": [
+                {
+                    "id": gpulet["id"],
+                    "up": self._is_up(gpulet["id"]),
+                    "models": self._holds(gpulet["id"]),
+                }
+                for gpulet in self._plan["gpulets"]
+            ],
+        }
+
+    def _holds(self, gpulet: str) -> dict[str, int]:
+        name = application_name(gpulet)
+        if name in self._loading and self._loading[name][0] <= self.now_s:
+            self._held[name] = self._loading.pop(name)[1]
+        return self._held.get(name, {})
+
+    def _is_up(self, gpulet: str) -> bool:
+        name = application_name(gpulet)
+        return name in self._since and name not in self.broken and self.now_s - self._since[name] >= self.start_s

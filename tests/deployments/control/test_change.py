@@ -1,0 +1,160 @@
+"""A running deployment is changed without a model unserved, and back where that fails."""
+
+from __future__ import annotations
+
+import pytest
+
+from tenuto.deployments.control.change import change_deployment
+from tenuto.deployments.control.interface import Entry
+from tenuto.deployments.serve.deployment import Deployment, History
+from tenuto.errors import EnvironmentFaultError, InvalidInputError
+from tenuto.placement import Plan
+from tests.deployments.control.fake_serve import FakeServe
+from tests.instruments.plans import make_plan, replica
+from tests.instruments.stores import DictStore
+
+
+def of(plan: Plan, **how: object) -> Deployment:
+    return Deployment.model_validate({"plan": plan.to_data(), "executor": "emulated", **how})
+
+
+class Cluster:
+    """A fake cluster that runs a plan, and what a change did to it."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.deployment = of(plan)
+        self.serve = FakeServe(self.deployment)
+        self.history = History(DictStore())
+        self.entries: list[Entry] = []
+
+    def change(self, plan: Plan, **how: object) -> bool:
+        return change_deployment(
+            self.deployment, of(plan, **how), self.serve, self.serve.status, self.history, by="deploy", why="a test",
+            ready_timeout_s=30.0, tell=self.entries.append, clock=self.serve.clock, sleep=self.serve.sleep,
+        )  # fmt: skip
+
+    def served(self) -> set[str]:
+        return {gpulet["id"] for gpulet in self.serve.status()["gpulets"]}
+
+
+HALVES = make_plan({"n0/0/a": (50.0, ["a"]), "n0/1/a": (50.0, ["b"])})
+LARGER = make_plan({"n0/0/a": (40.0, ["a"]), "n0/1/a": (40.0, ["b"])})
+
+
+def test_new_gpulets_start_beside_the_old_where_there_is_room() -> None:
+    cluster = Cluster(HALVES)
+    assert cluster.change(LARGER)
+    assert cluster.serve.unserved == []
+    assert cluster.served() == {"n0/0/b", "n0/1/b"}  # other processes, so other ids
+    assert {name for _, name in cluster.serve.ended} == {"gpulet-n0-0-a", "gpulet-n0-1-a"}
+    version = cluster.history.latest()
+    assert version is not None
+    assert {g["id"] for g in version.deployment.plan["gpulets"]} == {"n0/0/b", "n0/1/b"}
+
+
+def test_what_leaves_ends_only_after_the_gateways_let_go_of_it() -> None:
+    cluster = Cluster(HALVES)
+    cluster.change(LARGER)
+    without = next(
+        index
+        for index, config in enumerate(cluster.serve.configs)
+        if all(
+            gpulet["id"] not in ("n0/0/a", "n0/1/a")
+            for gpulet in config["applications"][0]["deployments"][0]["user_config"]["plan"]["gpulets"]
+        )
+    )
+    kept = {application["name"] for application in cluster.serve.configs[without]["applications"]}
+    assert {"gpulet-n0-0-a", "gpulet-n0-1-a"} <= kept
+    assert without < len(cluster.serve.configs) - 1
+
+
+def test_without_room_every_model_that_has_two_gpulets_keeps_one() -> None:
+    full = make_plan({"n0/0/a": (100.0, ["a", "b"]), "n0/1/a": (100.0, ["a", "b"])})
+    smaller = make_plan({"n0/0/a": (90.0, ["a", "b"]), "n0/1/a": (90.0, ["a", "b"])})
+    cluster = Cluster(full)
+    assert cluster.change(smaller)
+    assert cluster.serve.unserved == []
+
+
+def test_gpulets_that_cannot_start_bring_the_plan_before_back() -> None:
+    cluster = Cluster(HALVES)
+    cluster.serve.broken = {"gpulet-n0-1-b": "RuntimeError: the weights are missing"}
+    assert not cluster.change(LARGER)
+    assert cluster.serve.unserved == []
+    assert cluster.served() == {"n0/0/a", "n0/1/a"}
+    assert "the weights are missing" in " ".join(entry.text for entry in cluster.entries)
+    version = cluster.history.latest()
+    assert version is not None
+    assert {g["id"] for g in version.deployment.plan["gpulets"]} == {"n0/0/a", "n0/1/a"}
+
+
+def test_gpulets_that_never_come_bring_the_plan_before_back() -> None:
+    cluster = Cluster(HALVES)
+    cluster.serve.start_s = 1e9
+    cluster.serve._since = dict.fromkeys(cluster.serve._since, -2e9)
+    assert not cluster.change(LARGER)
+    assert cluster.served() == {"n0/0/a", "n0/1/a"}
+
+
+def test_what_stays_the_same_keeps_its_process() -> None:
+    cluster = Cluster(HALVES)
+    assert cluster.change(make_plan({"n0/0/a": (50.0, ["a"]), "n0/1/a": (40.0, ["b"])}))
+    assert [name for _, name in cluster.serve.ended] == ["gpulet-n0-1-a"]
+
+
+def test_models_are_loaded_before_they_are_routed_to_and_unloaded_after() -> None:
+    cluster = Cluster(make_plan({"n0/0/a": (50.0, ["a", "b"])}))
+    assert cluster.change(make_plan({"n0/0/a": (50.0, ["b", "c"])}))
+    assert cluster.serve.unserved == []  # nobody is told of it before it is there
+    held = [
+        [program["name"] for program in application["deployments"][0]["user_config"]["programs"]]
+        for config in cluster.serve.configs
+        for application in config["applications"]
+        if application["name"] == "gpulet-n0-0-a"
+    ]
+    assert [sorted(names) for names in held][-1] == ["b", "c"]
+    assert ["a", "b", "c"] in [sorted(names) for names in held]
+    assert cluster.serve.ended == []
+
+
+def test_a_larger_batch_is_warmed_up_before_it_is_used() -> None:
+    small = make_plan({"n0/0/a": (50.0, ["a"])})
+    (gpulet,) = small.gpulets
+    larger = small.model_copy(
+        update={"gpulets": (gpulet.model_copy(update={"models": (replica("a", 50.0, batch_size=32),)}),)}
+    )
+    cluster = Cluster(small)
+    assert cluster.change(larger)
+    assert cluster.serve.unserved == []
+    cluster.deployment = of(larger)
+    assert cluster.change(small)
+    assert cluster.serve.unserved == []
+
+
+def test_settings_change_without_a_new_process() -> None:
+    cluster = Cluster(HALVES)
+    assert cluster.change(HALVES, scheduler="eager")
+    assert cluster.serve.ended == []
+    entry = cluster.serve.configs[-1]["applications"][0]["deployments"][0]["user_config"]
+    assert entry["scheduler"]["name"] == "eager"
+
+
+def test_what_cannot_be_served_so_changes_nothing() -> None:
+    cluster = Cluster(HALVES)
+    before = len(cluster.serve.configs)
+    with pytest.raises(InvalidInputError, match="executor"):
+        change_deployment(
+            cluster.deployment, Deployment(plan=LARGER.to_data(), executor="torch"), cluster.serve,
+            cluster.serve.status, cluster.history, by="deploy", why="", clock=cluster.serve.clock,
+            sleep=cluster.serve.sleep,
+        )  # fmt: skip
+    with pytest.raises(InvalidInputError, match="partition"):
+        cluster.change(LARGER, gateways=2, partition={"zebra": 0})
+    assert len(cluster.serve.configs) == before
+
+
+def test_gateways_that_are_silent_are_said() -> None:
+    cluster = Cluster(HALVES)
+    cluster.serve.is_silent = True
+    with pytest.raises(EnvironmentFaultError, match="have not answered"):
+        cluster.change(LARGER)

@@ -1,0 +1,72 @@
+"""What is deployed as a document, and its history."""
+
+from __future__ import annotations
+
+import pytest
+
+from tenuto.deployments.serve import deployment as module
+from tenuto.deployments.serve.deployment import CONTROL_APPLICATION, Deployment, History, is_ours
+from tenuto.errors import InvalidInputError
+from tests.instruments.plans import make_plan
+from tests.instruments.stores import DictStore
+
+PLAN = make_plan({"n0/0/a": (50.0, ["a"]), "n0/0/b": (50.0, ["b"])})
+
+
+def of(plan=PLAN, **how: object) -> Deployment:  # type: ignore[no-untyped-def]
+    return Deployment.model_validate({"plan": plan.to_data(), "executor": "emulated", **how})
+
+
+def test_a_controller_is_an_application_of_its_own() -> None:
+    names = [application["name"] for application in of().config()["applications"]]
+    with_control = [application["name"] for application in of(control={"mode": "act"}).config()["applications"]]
+    assert with_control == [*names, CONTROL_APPLICATION]
+    assert all(map(is_ours, with_control))
+    assert not is_ours("somebody-else")
+
+
+def test_another_plan_keeps_how_it_is_served() -> None:
+    more = make_plan({"n0/0/a": (50.0, ["a"]), "n0/0/b": (50.0, ["b", "c"])})
+    split = of(scheduler="eager", gateways=2, partition={"a": 0, "b": 1})
+    assert split.with_plan(PLAN) == split
+    assert split.with_plan(more).partition is None
+    assert split.with_plan(more).scheduler == "eager"
+
+
+def test_versions_are_numbered_kept_and_found() -> None:
+    history = History(DictStore())
+    assert history.latest() is None
+    first = history.add(of(), "deploy", "the first")
+    second = history.add(of(port=9000), "rollback", "another")
+    assert [version.number for version in history.all()] == [1, 2]
+    assert history.latest() == second
+    assert history.get(1) == first
+    assert first.deployment.read_plan().to_data() == PLAN.to_data()
+    with pytest.raises(InvalidInputError, match="kept are 1 to 2"):
+        history.get(7)
+    history.clear()
+    assert history.all() == []
+
+
+def test_two_writers_get_two_versions() -> None:
+    store = DictStore()
+
+    class Late(DictStore):
+        """Sees the versions that were there before another wrote."""
+
+        def keys(self, prefix: str) -> list[str]:
+            return []
+
+    late = Late()
+    late.values = store.values
+    History(store).add(of(), "deploy", "one")
+    assert History(late).add(of(), "deploy", "two").number == 2
+    assert [version.why for version in History(store).all()] == ["one", "two"]
+
+
+def test_old_versions_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "KEPT_VERSIONS", 3)
+    history = History(DictStore())
+    for number in range(6):
+        history.add(of(), "deploy", str(number))
+    assert [version.why for version in history.all()] == ["3", "4", "5"]

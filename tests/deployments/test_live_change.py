@@ -1,0 +1,108 @@
+"""A deployment that is changed while requests come: on a real local Ray, by a command and by the controller."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from tenuto.deployments.control.operations import Operations
+from tenuto.deployments.serve.deployment import Deployment
+from tenuto.deployments.serve.launcher import Launcher, unused_port
+from tenuto.placement import Plan
+from tests.instruments.live import infer, pids, until
+
+pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::DeprecationWarning")]
+
+
+PORT = unused_port()
+
+
+def make_plan(gpulets: dict[str, tuple[float, list[str]]]) -> Plan:
+    """Emulated gpu-lets of models that take 10 ms."""
+    latency = {"alpha_ms": 1.0, "beta_ms": 9.0}
+    names = sorted({name for _, held in gpulets.values() for name in held})
+    return Plan.from_data(
+        {
+            "policy": {"name": "test"},
+            "gpus": [{"id": "n0/0", "type": "v100"}, {"id": "n0/1", "type": "v100"}],
+            "gpulets": [
+                {
+                    "id": gpulet, "gpu": gpulet.rpartition("/")[0], "share_pct": share,
+                    "models": [
+                        {"name": name, "batch_size": 4, "latency": latency, "latency_ms": 13.0} for name in held
+                    ],
+                }
+                for gpulet, (share, held) in gpulets.items()
+            ],
+            "models": [
+                {"name": name, "rate_rps": 20, "slo_ms": 1000, "latency": latency} for name in names
+            ],
+        }
+    )  # fmt: skip
+
+
+def of(plan: Plan, **how: Any) -> Deployment:
+    return Deployment.model_validate(
+        {"plan": plan.to_data(), "executor": "emulated", "scheduler": "eager", "port": PORT, **how}
+    )
+
+
+@contextmanager
+def requests(url: str, models: list[str]) -> Iterator[Counter[str]]:
+    """Ask every model again and again until the block ends; counts answers by `ok` or what was wrong."""
+    answers: Counter[str] = Counter()
+    stop = threading.Event()
+
+    def ask(model: str) -> None:
+        while not stop.is_set():
+            status, answer = infer(url, model)
+            answers["ok" if status == 200 else f"{status}: {answer.get('error')}"] += 1
+
+    threads = [threading.Thread(target=ask, args=(model,)) for model in models for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    try:
+        yield answers
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join()
+
+
+@pytest.fixture(scope="module")
+def operator(launcher: Launcher) -> Iterator[Operations]:
+    with Operations(None, lambda _text: None) as running:
+        running.delete()
+        yield running
+        running.delete()
+
+
+BEFORE = make_plan({"n0/0/a": (50.0, ["one"]), "n0/1/a": (50.0, ["two"])})
+AFTER = make_plan({"n0/0/a": (40.0, ["one"]), "n0/1/a": (50.0, ["two"])})
+
+
+def test_a_new_plan_is_reached_without_losing_a_request(operator: Operations) -> None:
+    assert operator.deploy(of(BEFORE), "the first")
+    url = operator.base_url
+    before = pids(url)
+    with requests(url, ["one", "two"]) as answers:
+        assert operator.deploy(of(AFTER), "less for one")
+        until(lambda: sum(answers.values()) > 50)
+    assert set(answers) == {"ok"}
+    after = pids(url)
+    assert set(after) == {"n0/0/b", "n0/1/a"}
+    assert after["n0/1/a"] == before["n0/1/a"]
+    assert [version.by for version in operator.history.all()] == ["deploy", "deploy"]
+    until(lambda: "gpulet-n0-0-a" not in operator.states())
+
+
+def test_rollback_goes_to_the_plan_before(operator: Operations) -> None:
+    version, reached = operator.rollback(1)
+    assert (version.number, reached) == (1, True)
+    shares = {gpulet.gpu: gpulet.share_pct for gpulet in operator.running().read_plan().gpulets}
+    assert shares == {"n0/0": 50.0, "n0/1": 50.0}
