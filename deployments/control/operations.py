@@ -130,6 +130,8 @@ class Operations:
 
     def _change(self, wanted: Deployment, why: str, by: str, *, has_controller: bool) -> bool:
         running = self.running()
+        if self.history.latest() is None:  # by `serve deploy`, or by a command that was killed: how is not known
+            running = wanted.with_plan(running.read_plan()).model_copy(update={"control": None})
         if wanted.control is None:
             wanted = wanted.model_copy(update={"control": running.control})
         if has_controller:

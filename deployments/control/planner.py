@@ -6,6 +6,7 @@ nobody but the controller beside it, and stays, so that an answer does not wait 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
 import subprocess
@@ -55,8 +56,7 @@ class PlannerProcess:
         """Begin to answer; a question before it is forgotten."""
         with self._lock:
             if self._is_busy or self._process.poll() is not None:
-                self._process.kill()
-                self._process.wait()
+                self._process.kill()  # the thread that waits for its answer closes its pipes
                 self._process = self._started()
             self._is_busy = True
             process = self._process
@@ -75,6 +75,7 @@ class PlannerProcess:
             answer = pickle.load(process.stdout)
         except (OSError, EOFError, pickle.UnpicklingError):
             code = process.wait()
+            _close_pipes(process)
             late = not alarm.is_alive()
             answer = f"the planner took more than {self._timeout_s:g} s" if late else f"the planner ended with {code}"
         finally:
@@ -95,9 +96,15 @@ class PlannerProcess:
         with self._lock:
             self._process.kill()
             self._process.wait()
-            for pipe in (self._process.stdin, self._process.stdout):
-                if pipe is not None:
-                    pipe.close()
+            if not self._is_busy:
+                _close_pipes(self._process)
+
+
+def _close_pipes(process: subprocess.Popen[bytes]) -> None:
+    for pipe in (process.stdin, process.stdout):
+        if pipe is not None:
+            with contextlib.suppress(BrokenPipeError):  # a question that nobody read
+                pipe.close()
 
 
 def answer_questions(questions: IO[bytes], answers: IO[bytes]) -> None:
