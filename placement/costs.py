@@ -25,6 +25,7 @@ __all__ = [
     "context_mib_of",
     "costs_of",
     "latency_up_to",
+    "memory_of",
 ]
 
 WHOLE_GPU = 100.0
@@ -68,11 +69,7 @@ class _Row:
 
     def memory_mib(self, batch_size: int) -> float | None:
         if batch_size not in self._memory:
-            memory = self.profile.memory_mib(batch_size)
-            known = {p.batch_size: p.memory_mib for p in self.profile.points if p.memory_mib is not None}
-            if memory is None and known:  # a batch larger than was measured
-                memory = _on_line(known, batch_size)
-            self._memory[batch_size] = memory
+            self._memory[batch_size] = memory_of(self.profile, batch_size)
         return self._memory[batch_size]
 
 
@@ -165,6 +162,14 @@ def _on_line(known: Mapping[int, float], batch_size: int) -> float:
     small, large = sizes[-2:] if len(sizes) > 1 else (sizes[0], sizes[0])
     per_request = max(0.0, (known[large] - known[small]) / max(1, large - small))
     return known[large] + per_request * (batch_size - large)
+
+
+def memory_of(profile: ModelProfile, batch_size: int) -> float | None:
+    """Return the memory of a replica in MiB, None where it was not measured; that of a batch larger than was measured
+    lies on the line through the two largest."""
+    memory = profile.memory_mib(batch_size)
+    known = {p.batch_size: p.memory_mib for p in profile.points if p.memory_mib is not None}
+    return _on_line(known, batch_size) if memory is None and known else memory
 
 
 def context_mib_of(gpu_type: str, profiles: Profiles) -> float:

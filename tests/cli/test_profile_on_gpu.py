@@ -169,7 +169,8 @@ def test_co_runs_are_measured_under_their_shares_and_fitted(run: Run) -> None:
     code, _, err = run("--batch-sizes", "1,2,4", "--shares", "20,50,100", "--co-runs", "igniter,pairs",
                        "--co-run-s", "0.3", "--fit")  # fmt: skip
     assert code == 0, err
-    assert "igniter, scale: not fitted; not measured: L2 use (--import-ncu)" in " ".join(err.split())
+    missing = "one to five equal residents (--co-runs residents), L2 use (--import-ncu)"
+    assert f"igniter, scale: not fitted; not measured: {missing}" in " ".join(err.split())
     profile = Profile.load("p.yaml")
     assert len(profile.co_runs) == 2 + 2
     for co_run in profile.co_runs:

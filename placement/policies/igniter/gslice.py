@@ -7,11 +7,11 @@ from dataclasses import replace
 
 from tenuto.errors import Problem, raise_if_any
 from tenuto.placement.cluster import Cluster
-from tenuto.placement.costs import context_mib_of
+from tenuto.placement.costs import context_mib_of, memory_of
 from tenuto.placement.plan import Plan
 from tenuto.placement.policies.igniter.gslice_tuning import Rules, observe, tune
 from tenuto.placement.policies.igniter.igniter import beside, lower_bounds
-from tenuto.placement.policies.igniter.packing import OpenGpu, Packed, igniter_plan, memory_mib, pack_cluster
+from tenuto.placement.policies.igniter.packing import OpenGpu, Packed, igniter_plan, pack_cluster
 from tenuto.placement.policies.igniter.shares import Demand
 from tenuto.placement.policy import Policy
 from tenuto.placement.workload import Workload, profile_of
@@ -113,7 +113,7 @@ class Gslice(Policy):
         context_mib = context_mib_of(opened.gpu.type, profiles)
 
         def need(index: int, size: int) -> float:
-            return memory_mib(costs[index], size) + context_mib
+            return (memory_of(costs[index], size) or 0.0) + context_mib
 
         def largest_batch(index: int, sizes: Sequence[int]) -> int:
             others = sum(need(other, size) for other, size in enumerate(sizes) if other != index)

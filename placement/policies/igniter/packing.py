@@ -7,16 +7,16 @@ from dataclasses import dataclass, field
 
 from tenuto.errors import InvalidInputError, Problem, raise_if_any
 from tenuto.placement.cluster import Cluster, Gpu
-from tenuto.placement.costs import context_mib_of
+from tenuto.placement.costs import context_mib_of, memory_of
 from tenuto.placement.interference.igniter import Hardware, ModelConstants
 from tenuto.placement.plan import Plan, Replica
 from tenuto.placement.policies.igniter.shares import Demand, Shares, allocate, beside_ms, throughput_rps
 from tenuto.placement.policies.shared.gpu_pool import GpuPool
 from tenuto.placement.policies.shared.hosting import Hosted, hosting_plan
 from tenuto.placement.workload import ModelSpec, Workload, profile_of
-from tenuto.profiles import ModelProfile, Profiles
+from tenuto.profiles import Profiles
 
-__all__ = ["OpenGpu", "Packed", "Try", "demands_of", "extend", "igniter_plan", "memory_mib", "pack", "pack_cluster"]
+__all__ = ["OpenGpu", "Packed", "Try", "demands_of", "extend", "igniter_plan", "pack", "pack_cluster"]
 
 MOST_REPLICAS = 1024
 LARGEST_WHOLE_BATCH = 32  # of a workload that fills GPUs by itself
@@ -63,7 +63,7 @@ def demands_of(spec: ModelSpec, gpu_type: str, profiles: Profiles) -> tuple[list
 
     def one_of(rate_rps: float) -> Demand:
         demand = Demand(spec, rate_rps, model, hardware)
-        demand.memory_mib = memory_mib(profile, demand.batch_size) + context_mib
+        demand.memory_mib = (memory_of(profile, demand.batch_size) or 0.0) + context_mib
         return demand
 
     def fits(demand: Demand) -> bool:
@@ -80,7 +80,7 @@ def demands_of(spec: ModelSpec, gpu_type: str, profiles: Profiles) -> tuple[list
             break
     else:
         return [], f"SLO below batch 1: half its SLO of {spec.slo_ms:g} ms cannot be met even alone on a {gpu_type}"
-    whole.memory_mib = memory_mib(profile, whole.batch_size) + context_mib
+    whole.memory_mib = (memory_of(profile, whole.batch_size) or 0.0) + context_mib
     whole.rate_rps = COUNTED * throughput_rps(whole, whole.most_units)
     count, left = 0, spec.rate_rps
     while left > 1e-9 and count < MOST_REPLICAS:
@@ -93,15 +93,6 @@ def demands_of(spec: ModelSpec, gpu_type: str, profiles: Profiles) -> tuple[list
         return wholes, f"it needs more than {MOST_REPLICAS:,} replicas, which are tried at most"
     wholes[-1].rate_rps += left
     return wholes, None
-
-
-def memory_mib(profile: ModelProfile, batch_size: int) -> float:
-    """Return the memory of a replica in MiB: that of the largest measured batch for larger ones, 0 if never measured.
-
-    iGniter's latency model reaches beyond the measured batches, the profile's memory does not.
-    """
-    largest = max((point.batch_size for point in profile.points if point.memory_mib is not None), default=0)
-    return profile.memory_mib(min(batch_size, largest)) or 0.0 if largest else 0.0
 
 
 def pack_cluster(workload: Workload, cluster: Cluster, profiles: Profiles, attempt: Try, *, first: bool) -> Packed:
@@ -281,7 +272,8 @@ def _opened_by(plan: Plan, workload: Workload, pool: GpuPool, profiles: Profiles
                 Hardware.of(profiles.hardware(opened.gpu.type), opened.gpu.type),
             )  # fmt: skip
             demand.batch_size = replica.batch_size
-            demand.memory_mib = memory_mib(profile, replica.batch_size) + context_mib_of(opened.gpu.type, profiles)
+            context_mib = context_mib_of(opened.gpu.type, profiles)
+            demand.memory_mib = (memory_of(profile, replica.batch_size) or 0.0) + context_mib
             opened.demands.append(demand)
             opened.shares = (*opened.shares, round(gpulet.effective_share_pct / demand.hardware.share_unit_pct))
     raise_if_any(problems)
