@@ -227,4 +227,6 @@ def test_one_more_gpu_never_lowers_the_goodput_of_the_milp(
     except InvalidInputError:
         return
     if all(plan.notes and plan.notes[0].startswith("optimal") for plan in (fewer, more)):
-        assert more.expected.goodput_rps >= fewer.expected.goodput_rps - 1e-3
+        # What the program optimises; what is expected counts random arrivals as well.
+        few, many = (plan.believed.goodput_rps if plan.believed else 0.0 for plan in (fewer, more))
+        assert many >= few - 1e-3
