@@ -176,7 +176,7 @@ def complete(plan: Plan, policy: Policy, workload: Workload, cluster: Cluster, p
         }
     )
     sharing = Sharing(costs_of(workload, cluster, profiles), profiles, workload.streaming)
-    plan = apply_merging(sharing.completed(plan), workload, profiles)
+    plan = apply_merging(sharing.completed(plan), workload, profiles, sharing.completed)
     plan = with_caps(plan, cluster, {kind: context_mib_of(kind, profiles) for kind in cluster.gpu_types})
     notes = list(plan.notes)
     unknown = unknown_memory(plan)

@@ -126,7 +126,7 @@ def test_a_share_that_was_not_measured_does_not_use_the_row() -> None:
     ("places", "why"),
     [
         (("ab", "b"), "n0/0/1 holds b"),
-        (("a", "b"), "n0/0/0 holds a; n0/0/1 holds b"),
+        (("a", "b", "ab"), "n0/0/0 holds a; n0/0/1 holds b"),
     ],
 )
 def test_groups_that_lie_apart_are_left_out_and_the_plan_says_why(places: tuple[str, ...], why: str) -> None:
@@ -139,6 +139,56 @@ def test_groups_that_lie_apart_are_left_out_and_the_plan_says_why(places: tuple[
     plan = solve(Placed(*places), Workload.model_validate(data), ONE_GPU, profiles)
     assert not any(gpulet.merge for gpulet in plan.gpulets)
     assert any("a+b is not merged" in note and why in note for note in plan.notes)
+
+
+def beside_each_other(merge: Any, together_ms: float, *, gpus: int = 1, policy: str = "usher") -> Plan:
+    """A plan of two models that take 40 and 35 % of a GPU each, alike but for the last layers; merged, a joint batch of
+    eight takes `together_ms` on the whole GPU."""
+
+    def row(occupancy: float, latency: dict[int, float], memory: float) -> dict[str, Any]:
+        metrics = {"achieved_occupancy_pct": occupancy, "wavg_ach_occ_pct": occupancy, "wavg_sm_util_pct": occupancy}
+        points = [{"batch_size": b, "latency_ms": ms, "memory_mib": memory, "metrics": metrics}
+                  for b, ms in latency.items()]  # fmt: skip
+        return {"points": points}
+
+    alone = {4: 8.0}
+    rows = {"a": row(40.0, alone, 2000.0), "b": row(35.0, alone, 2000.0),
+            "a+b": row(75.0, {4: 0.6 * together_ms, 8: together_ms}, 2500.0)}  # fmt: skip
+    profile = Profile.model_validate({"name": "m", "gpu_type": "v100", "source": "t", "models": rows})
+    models = [{"name": n, "source": "resnet50", "rate_rps": 480 * gpus, "slo_ms": 60} for n in "ab"]
+    given = Workload.model_validate({"models": models, "merge": merge})
+    return solve(load_policy(policy), given, Cluster.parse(f"v100:{gpus}"), Profiles([profile]))
+
+
+@pytest.mark.parametrize("policy", ["usher", "wao-usher"])
+def test_models_side_by_side_on_a_gpu_become_one_context_with_the_sum_of_their_shares(policy: str) -> None:
+    apart, merged = (beside_each_other(merge, 8.0, policy=policy) for merge in ("off", "auto"))
+    assert [gpulet.share_pct for gpulet in apart.gpulets] == [40.0, 35.0]
+    (one,) = merged.gpulets
+    assert (one.share_pct, [group.models for group in one.merge]) == (75.0, [("a", "b")])
+    (program,) = one.programs
+    assert program.latency is not None
+    assert program.latency.at(8) == pytest.approx(10.0)  # 8 ms on the whole GPU, times u/s + 1 - u
+    # One context and equal weights once: less memory than two processes.
+    assert (one.memory_mib or 0.0) < sum(gpulet.memory_mib or 0.0 for gpulet in apart.gpulets) - 2000.0
+    # The ablation M is `merge: off`.
+    assert merged.expected.goodput_rps > 1.1 * apart.expected.goodput_rps
+    assert any("a+b is merged" in note and "75 %" in note for note in merged.notes)
+
+
+def test_side_by_side_it_has_to_beat_both_at_once() -> None:
+    plan = beside_each_other("auto", 13.0)  # in turn they take 16 ms, side by side less
+    assert len(plan.gpulets) == 2
+    assert any("a+b is not merged" in note and "side by side" in note for note in plan.notes)
+
+
+def test_of_a_group_on_several_gpus_every_gpu_holds_all_or_it_stays_apart() -> None:
+    plan = beside_each_other([["a", "b"]], 8.0, gpus=2)
+    assert [(g.gpu, [r.name for r in g.models]) for g in plan.gpulets] == [("n0/0", ["a", "b"]), ("n0/1", ["a", "b"])]
+    assert all(gpulet.merge for gpulet in plan.gpulets)
+    three = Placed("a", "b", "ab")
+    asked = workload([["a", "b"]])
+    assert not any(gpulet.merge for gpulet in solve(three, asked, ONE_GPU, Profiles([])).gpulets)
 
 
 def test_models_without_a_network_are_not_merged() -> None:
