@@ -32,11 +32,6 @@ class Outcome(IntEnum):
         return _HTTP_STATUS[self]
 
     @classmethod
-    def of_word(cls, word: str) -> Outcome:
-        """Return the outcome of a word; ValueError for any other."""
-        return cls(OUTCOMES.index(word))
-
-    @classmethod
     def of_http_status(cls, status: int) -> Outcome:
         """Return what a client makes of a status; whether a 200 was late only its clock can tell."""
         return _OF_STATUS.get(status, cls.FAILED)

@@ -20,7 +20,7 @@ chooses. The contract with a driver:
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple, Protocol
 
@@ -150,13 +150,6 @@ class Scheduler(ABC):
     @abstractmethod
     def add_request(self, now_ms: float, model: int, request_id: int, deadline_ms: float) -> None:
         """Take one request; its answer must be with the client at `deadline_ms`. One in the past is dropped at once."""
-
-    def add_requests(
-        self, now_ms: float, model: int, request_ids: Sequence[int], deadlines_ms: Iterable[float]
-    ) -> None:
-        """Take several requests of one model that arrived together."""
-        for request_id, deadline_ms in zip(request_ids, deadlines_ms, strict=True):
-            self.add_request(now_ms, model, request_id, deadline_ms)
 
     @abstractmethod
     def cancel(self, now_ms: float, model: int, request_id: int) -> bool:

@@ -34,15 +34,6 @@ class PlanDiff:
     changes: tuple[GpuletChange, ...]
     entry_changes: bool
 
-    def of_kind(self, kind: ChangeKind) -> tuple[str, ...]:
-        """Return the ids of the gpu-lets with this change."""
-        return tuple(change.gpulet for change in self.changes if change.kind == kind)
-
-    @property
-    def is_empty(self) -> bool:
-        """True when applying the new plan changes nothing at all."""
-        return not self.entry_changes
-
 
 def diff(old: Plan, new: Plan) -> PlanDiff:
     """Return what turns the gpu-lets of `old` into those of `new`; every gpu-let of either appears exactly once."""

@@ -26,7 +26,7 @@ CALLS = {
 Need = Literal["nothing", "mps", "no mps"]
 
 _PROFILE = ("-c", "from tenuto.cli import main; main()", "profile")
-_GPU_TESTS = ("tests/profiles/networks/test_runner.py", "tests/deployments/test_torch_executor.py")
+_GPU_TESTS = ("tests/profiles/networks/test_runner.py", "tests/deployments/gpulet/executors/test_torch_executor.py")
 
 
 @dataclass(frozen=True)

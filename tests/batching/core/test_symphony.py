@@ -240,7 +240,8 @@ def test_a_request_only_the_fast_gpulet_can_meet_is_left_to_it() -> None:
 def test_no_batch_exceeds_what_the_gpulet_may_run() -> None:
     system = System((Model("a", 100.0),), (Gpulet("g", "g", {0: host(1, 5, 3)}),))
     core = SymphonyScheduler(system, SymphonyOptions())
-    core.add_requests(0.0, 0, list(range(10)), [100.0] * 10)
+    for request in range(10):
+        core.add_request(0.0, 0, request, 100.0)
     core.wake(0.0)
     (first,) = core.drain()
     assert isinstance(first, Dispatch)

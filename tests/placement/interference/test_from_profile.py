@@ -9,7 +9,7 @@ from tenuto.placement.interference.igniter_raw import fit_igniter
 from tenuto.profiles import CoRun, CoRunPart, ModelProfile, Profile, ProfilePoint
 
 RAW: dict[str, Any] = json.loads(
-    (Path(__file__).parents[1] / "data" / "igniter_v100_raw_profile.json").read_text(encoding="utf-8")
+    (Path(__file__).parents[2] / "data" / "igniter_v100_raw_profile.json").read_text(encoding="utf-8")
 )
 BATCHES, SHARES = RAW["grid"]["batch"], RAW["grid"]["share_pct"]
 
