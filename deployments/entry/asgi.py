@@ -93,14 +93,14 @@ async def send_response(send: Send, status: int, lines: bytes, payload: bytes) -
     await send({"type": "http.response.body", "body": payload})
 
 
-async def answer_with(app: App, exchange: Exchange, server: tuple[str, int]) -> None:
-    """Let an ASGI application answer a request of our own socket."""
+async def answer_with(app: App, exchange: Exchange, server: tuple[str, int], user: Any = None) -> None:
+    """Let an ASGI application answer a request of our own socket; `user`: who asks, where that is known."""
     path, _, query = exchange.head.url.partition(b"?")
     scope = {
         "type": "http", "asgi": {"version": "3.0", "spec_version": "2.3"}, "http_version": "1.1", "scheme": "http",
         "method": exchange.head.method.decode("latin-1"), "path": unquote(path.decode("latin-1")), "raw_path": path,
         "query_string": query, "root_path": "", "headers": list(exchange.head.headers.items()), "server": server,
-        "client": None,
+        "client": None, "user": user,
     }  # fmt: skip
     body: bytes | None = bytes(exchange.body)
     status, lines, payload = 500, b"", []

@@ -34,7 +34,7 @@ from tenuto.deployments.entry.service import InferenceService
 from tenuto.deployments.entry.watched import WatchedGateway
 from tenuto.deployments.operator.app import make_operator_app
 from tenuto.deployments.operator.traces import Traces
-from tenuto.deployments.security.keys import Callers
+from tenuto.deployments.security.keys import Caller, Callers
 from tenuto.deployments.security.tls import server_context
 from tenuto.deployments.serve.finders import find_dispatcher, find_gpulet
 from tenuto.deployments.serve.niceness import run_at_normal_priority
@@ -184,21 +184,21 @@ class Entry:
 
     # --- requests that do not carry load ------------------------------------------------------------------------
 
-    def _cold(self, exchange: Exchange) -> None:
+    def _cold(self, exchange: Exchange, caller: Caller | None) -> None:
         """Let FastAPI answer."""
         assert self._app is not None
-        self.answer_cold(exchange, self._app)
+        self.answer_cold(exchange, self._app, caller)
 
-    def answer_cold(self, exchange: Exchange, app: App) -> None:
+    def answer_cold(self, exchange: Exchange, app: App, caller: Caller | None = None) -> None:
         """Let an ASGI application answer, and let it go when the client goes."""
-        task = asyncio.create_task(self._answer(exchange, app), name="cold request")
+        task = asyncio.create_task(self._answer(exchange, app, caller), name="cold request")
         exchange.on_left = lambda: _cancel(task)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _answer(self, exchange: Exchange, app: App) -> None:
+    async def _answer(self, exchange: Exchange, app: App, caller: Caller | None) -> None:
         try:
-            await answer_with(app, exchange, ("tenuto", 0))
+            await answer_with(app, exchange, ("tenuto", 0), caller)
         except Exception as error:
             logger.exception("a request to %r failed", exchange.head.url)
             failed = HttpError(500, f"internal error: {type(error).__name__}: {error}")

@@ -10,13 +10,13 @@ from fastapi import Body, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.openapi.utils import get_openapi
 from fastapi.responses import JSONResponse
-from starlette.exceptions import HTTPException
 
 from tenuto import __version__
 from tenuto.deployments.entry.http import HttpError
 from tenuto.deployments.entry.oip import TensorSpec
 from tenuto.deployments.entry.service import InferenceService
-from tenuto.deployments.operator.app import Watched, add_operator_routes
+from tenuto.deployments.operator.app import Watched, add_error_answers, add_operator_routes
+from tenuto.deployments.security.keys import Caller
 
 __all__ = ["make_app"]
 
@@ -33,15 +33,7 @@ def make_app(service: InferenceService, watched: Watched | None = None) -> FastA
         headers = {"retry-after": str(max(1, round(error.retry_after_s)))} if error.retry_after_s is not None else None
         return JSONResponse({"error": error.message, **error.details}, error.status, headers)
 
-    @app.exception_handler(TimeoutError)
-    async def _timeout(_request: Request, error: TimeoutError) -> JSONResponse:
-        text = f"a dispatcher does not answer ({error or 'in time'}). Retry in a few seconds."
-        return JSONResponse({"error": text}, 503, {"retry-after": "2"})
-
-    @app.exception_handler(HTTPException)
-    async def _not_found(request: Request, error: HTTPException) -> JSONResponse:
-        text = f"{request.method} {request.url.path}: {error.detail}. See /docs for what this server answers."
-        return JSONResponse({"error": text}, error.status_code, getattr(error, "headers", None))
+    add_error_answers(app, "this server")
 
     @app.exception_handler(RequestValidationError)
     async def _invalid(_request: Request, error: RequestValidationError) -> JSONResponse:
@@ -74,18 +66,20 @@ def make_app(service: InferenceService, watched: Watched | None = None) -> FastA
         missing = [entry["id"] for entry in dispatching.gpulets() if not entry["up"]]
         return JSONResponse({"ready": False, "error": f"gpu-lets not connected yet: {', '.join(missing)}"}, 503)
 
-    @app.get("/v2/models/stats", tags=["models"], summary="Statistics of every model")
-    async def all_statistics() -> dict[str, Any]:
+    @app.get("/v2/models/stats", tags=["models"], summary="Statistics of every model of the key")
+    async def all_statistics(request: Request) -> dict[str, Any]:
         models = (await service.dispatching.report("status"))["models"]
-        return {"model_stats": [_statistics(name, counts) for name, counts in models.items()]}
+        shown = [_statistics(name, counts) for name, counts in models.items() if _may_ask(request, name)]
+        return {"model_stats": shown}
 
     for prefix in ("/v2/models/{model}", "/v2/models/{model}/versions/1"):
         _add_model_routes(app, service, prefix, document="versions" not in prefix)
 
-    @app.post("/v2/repository/index", tags=["models"], summary="The models of the plan and whether they are ready")
-    async def index() -> list[dict[str, str]]:
+    @app.post("/v2/repository/index", tags=["models"], summary="The models of the key, and whether they are ready")
+    async def index(request: Request) -> list[dict[str, str]]:
         dispatching = service.dispatching
-        names = [spec.name for spec in dispatching.plan.models] if dispatching.plan else []
+        planned = [spec.name for spec in dispatching.plan.models] if dispatching.plan else []
+        names = [name for name in planned if _may_ask(request, name)]
         return [
             {"name": n, "version": "1", "state": "READY" if dispatching.is_ready(n) else "UNAVAILABLE"} for n in names
         ]
@@ -103,6 +97,12 @@ def make_app(service: InferenceService, watched: Watched | None = None) -> FastA
 
     app.openapi = openapi  # type: ignore[method-assign]
     return app
+
+
+def _may_ask(request: Request, model: str) -> bool:
+    """Whether a model is among those of the client's key, where clients have keys."""
+    caller: Caller | None = request.scope.get("user")
+    return caller is None or caller.may_ask(model)
 
 
 def _add_memory_routes(app: FastAPI, service: InferenceService) -> None:

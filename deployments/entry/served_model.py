@@ -1,4 +1,4 @@
-"""A model as the gateway sees it: its tensors, and how a raw image or text becomes them."""
+"""A model as the gateway sees it: what the plan says of it, its tensors, and how a raw image or text becomes them."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tenuto.deployments.entry.oip import TensorSpec
+from tenuto.deployments.entry.oip import QuickReader, QuickWriter, TensorSpec
 from tenuto.deployments.wire.tensors import Buffer, InputPart, OutputTensor
 from tenuto.profiles.networks.catalogue import ModelSignature, TensorSignature
 from tenuto.profiles.networks.preprocess import Prediction, postprocess, preprocess
 
-__all__ = ["ServedModel"]
+__all__ = ["PlannedModel", "ServedModel"]
 
 
 @dataclass(frozen=True)
@@ -55,3 +55,25 @@ class ServedModel:
 
 def _specs(tensors: Sequence[TensorSignature]) -> tuple[TensorSpec, ...]:
     return tuple(TensorSpec(t.name, t.dtype, t.shape, t.below) for t in tensors)
+
+
+class PlannedModel:
+    """A model of the plan as requests meet it. `is_ready`: a gpu-let has said what it takes, and can be used."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.slo_ms = 0.0
+        self.alone_ms = 0.0  # a batch of one, on the fastest of its gpu-lets
+        self.served: ServedModel | None = None
+        self.is_ready = False
+        self.reader = QuickReader(())
+        self.writer = QuickWriter(name, ())
+
+    def follow(self, slo_ms: float, alone_ms: float, signature: ModelSignature | None, *, is_ready: bool) -> None:
+        """Take what the plan and the gpu-lets say now."""
+        self.slo_ms, self.alone_ms = slo_ms, alone_ms
+        if signature is not None and (self.served is None or self.served.signature != signature):
+            self.served = ServedModel.of(signature)
+            self.reader = QuickReader(self.served.inputs)
+            self.writer = QuickWriter(self.name, self.served.outputs)
+        self.is_ready = is_ready and self.served is not None

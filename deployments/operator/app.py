@@ -20,7 +20,7 @@ from tenuto.deployments.operator.exposition import CONTENT_TYPE, render_metrics
 from tenuto.deployments.operator.live import LiveView
 from tenuto.deployments.operator.page import live_page
 
-__all__ = ["Watched", "add_operator_routes", "make_operator_app"]
+__all__ = ["Watched", "add_error_answers", "add_operator_routes", "make_operator_app"]
 
 _MOST_REQUESTS = 4096
 
@@ -45,15 +45,7 @@ def make_operator_app(watched: Watched) -> FastAPI:
     """Return the operators' application."""
     app = FastAPI(title="Tenuto for operators", version=__version__, description="What runs against what was planned.")
 
-    @app.exception_handler(TimeoutError)
-    async def _timeout(_request: Request, error: TimeoutError) -> JSONResponse:
-        text = f"a dispatcher does not answer ({error or 'in time'}). Retry in a few seconds."
-        return JSONResponse({"error": text}, 503, {"retry-after": "2"})
-
-    @app.exception_handler(HTTPException)
-    async def _not_found(request: Request, error: HTTPException) -> JSONResponse:
-        text = f"{request.method} {request.url.path}: {error.detail}. See /docs for what this port answers."
-        return JSONResponse({"error": text}, error.status_code, getattr(error, "headers", None))
+    add_error_answers(app, "this port")
 
     @app.exception_handler(RequestValidationError)
     async def _invalid(_request: Request, error: RequestValidationError) -> JSONResponse:
@@ -73,6 +65,21 @@ def make_operator_app(watched: Watched) -> FastAPI:
 
     add_operator_routes(app, watched)
     return app
+
+
+def add_error_answers(app: FastAPI, here: str) -> None:
+    """Say as `{"error": …}` that a dispatcher does not answer, and that nothing is known by a path; `here` is what
+    /docs describes."""
+
+    @app.exception_handler(TimeoutError)
+    async def _timeout(_request: Request, error: TimeoutError) -> JSONResponse:
+        text = f"a dispatcher does not answer ({error or 'in time'}). Retry in a few seconds."
+        return JSONResponse({"error": text}, 503, {"retry-after": "2"})
+
+    @app.exception_handler(HTTPException)
+    async def _not_found(request: Request, error: HTTPException) -> JSONResponse:
+        text = f"{request.method} {request.url.path}: {error.detail}. See /docs for what {here} answers."
+        return JSONResponse({"error": text}, error.status_code, getattr(error, "headers", None))
 
 
 def add_operator_routes(app: FastAPI, watched: Watched) -> None:

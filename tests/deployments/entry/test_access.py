@@ -65,6 +65,22 @@ async def test_a_key_opens_its_models_and_no_others(bench: Bench) -> None:
     assert (await bench.client.get("/v2/models/m", headers=bearer("anna"))).status_code == 200
 
 
+@pytest.mark.parametrize("path", ["/v2/models/n", "/v2%2Fmodels/n", "/v2/mode%6cs/n", "/v2/models/n/versions/1/stats"])
+async def test_no_way_of_writing_a_path_shows_another_clients_model(bench: Bench, path: str) -> None:
+    assert (await bench.client.get(path, headers=bearer("anna"))).status_code == 403
+
+
+async def test_lists_name_the_models_of_the_key_alone(bench: Bench) -> None:
+    for name, models in (("anna", ["m"]), ("ben", ["m", "n"])):
+        index = await bench.client.post("/v2/repository/index", headers=bearer(name))
+        assert [model["name"] for model in index.json()] == models
+    statistics = await bench.client.get("/v2/models/stats", headers=bearer("anna"))
+    assert [model["name"] for model in statistics.json()["model_stats"]] == ["m"]
+    await bench.follow(PLAN, keys=[entry("anna", models=["m", "secret*"])])
+    unknown = await bench.client.get("/v2/models/secrets", headers=bearer("anna"))
+    assert (unknown.status_code, unknown.json()["error"]) == (404, "unknown model 'secrets'.")
+
+
 @pytest.mark.parametrize("headers", [{}, {"Authorization": "Bearer wrong"}, {"X-Api-Key": "wrong"}])
 async def test_without_a_key_there_is_nothing_but_health(bench: Bench, headers: dict[str, str]) -> None:
     for path in ("/v2", "/v2/models/m", "/v2/models/unknown", "/docs", "/openapi.json", *OPERATORS_ONLY):

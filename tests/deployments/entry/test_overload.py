@@ -121,7 +121,7 @@ def play(*phases: Phase, seed: int = 1) -> InferenceService:
     async def run() -> InferenceService:
         clock = loop.time
         arena = Arena(1 << 20)
-        service = InferenceService(arena, lambda exchange: None, clock=clock)
+        service = InferenceService(arena, lambda _exchange, _caller: None, clock=clock)
         dispatcher = Dispatcher(
             build, lambda _: None, clock=clock, make_link=make_link, compute=compute_here  # type: ignore[arg-type, return-value]
         )  # fmt: skip

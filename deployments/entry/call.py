@@ -1,0 +1,349 @@
+"""One request for inference, from its body to its response: parsed, given to the dispatcher, answered. In callbacks,
+without tasks; what requests share is `Front`."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import orjson
+
+from tenuto.deployments.dispatch.in_flight import Asker, Request
+from tenuto.deployments.entry.dispatching import Dispatching
+from tenuto.deployments.entry.heads import Route
+from tenuto.deployments.entry.http import JSON, Exchange, HttpError, retry_after
+from tenuto.deployments.entry.oip import BadRequestError, InferRequest, check_outputs, encode_response, parse_infer
+from tenuto.deployments.entry.served_model import PlannedModel
+from tenuto.deployments.entry.shared_memory import Regions
+from tenuto.deployments.operator.traces import Traces
+from tenuto.deployments.wire.answers import Executed, Refused
+from tenuto.deployments.wire.arena import Held, HeldTogether
+from tenuto.deployments.wire.tensors import Buffer, InputPart
+from tenuto.outcome import Outcome
+
+__all__ = ["Front", "InferCall", "Shown", "crash", "fail"]
+
+logger = logging.getLogger("ray.serve")
+
+_BINARY = b"content-type: application/octet-stream\r\ninference-header-content-length: %d\r\n"
+_TIMES = (
+    b"x-tenuto-queue-ms: %.3f\r\nx-tenuto-batching-ms: %.3f\r\nx-tenuto-execution-ms: %.3f\r\n"
+    b"x-tenuto-batch-size: %d\r\nx-tenuto-gpulet: %b\r\nx-tenuto-request-id: %b\r\n"
+)
+_SCANNED_BYTES = 1 << 16
+
+
+class Front(Protocol):
+    """What a gateway does for each of its requests."""
+
+    regions: Regions
+    traces: Traces | None
+
+    @property
+    def dispatching(self) -> Dispatching:
+        """The scheduling side; raises `HttpError` 503 before the first plan."""
+
+    @property
+    def now_ms(self) -> float:
+        """The monotonic clock."""
+
+    def request_id(self, raw: str) -> str:
+        """Return what a request is called: what its client calls it, in printable ASCII, else a new name."""
+
+    def admit(
+        self, asker: Asker, exchange: Exchange, model: PlannedModel, slo_ms: float, client_id: str
+    ) -> Request:
+        """Ask the scheduling side for one sample."""
+
+    def answer_left(self, request: Request, alone_ms: float) -> None:
+        """The response to an executed request has been handed to the socket."""
+
+    def gave_up(self, request: Request, alone_ms: float) -> None:
+        """A request expired."""
+
+    def shown(self, executed: Executed) -> Shown:
+        """Return what responses say of a batch."""
+
+
+class InferCall:
+    """One HTTP request for inference, of one or more samples, from its body to its response.
+
+    The core is asked before the body is parsed, where the body cannot name a deadline of its own: what it turns away
+    costs no more.
+    """
+
+    __slots__ = (
+        "_exchange", "_front", "_id", "_is_over", "_model", "_open", "_parsed", "_route", "_rows", "_slo_ms",
+        "_traced", "_wants_classes",
+    )  # fmt: skip
+
+    def __init__(self, front: Front, exchange: Exchange, route: Route) -> None:
+        assert route.model is not None
+        self._front = front
+        self._exchange = exchange
+        self._route = route
+        self._model = route.model
+        self._slo_ms = route.slo_ms if route.slo_ms is not None else route.model.slo_ms
+        self._id = ""  # the protocol's
+        self._parsed: InferRequest | None = None  # where the plainest response will not do
+        self._open: list[Request] = []  # in the order of the samples
+        self._rows: dict[int, tuple[Executed, int]] = {}
+        self._is_over = False
+        self._wants_classes = False
+        traces = front.traces
+        self._traced = None if traces is None else traces.begin(route.traceparent)
+
+    def begin(self, body: Buffer, *, is_received: bool = True) -> None:
+        """Ask for what is in a body; `is_received`: it lies where the exchange received it.
+
+        Raises:
+            HttpError: the request cannot be taken.
+        """
+        route = self._route
+        early: Request | None = None
+        if route.slo_ms is not None or not _may_name_slo(body, route.json_length):
+            early = self._admit(route.client_id)
+            if self._is_over:
+                return  # turned away, and responded to
+        quick = self._model.reader.read(body) if route.json_length is None else None
+        if quick is not None:
+            self._id, parts = quick
+            self._start([parts], early)
+            return
+        try:
+            parsed = self._parsed = self._parse(body, is_received=is_received)
+        except BaseException as error:
+            self._cancel()
+            if isinstance(error, BadRequestError):
+                raise HttpError(400, str(error)) from None
+            raise
+        self._id = parsed.id
+        if parsed.slo_ms is not None and route.slo_ms is None:
+            self._slo_ms = parsed.slo_ms
+        self._start(parsed.parts, early)
+
+    def begin_decoded(self, parts: list[InputPart]) -> None:
+        """Ask for one sample that is decoded already; the response names classes."""
+        self._wants_classes = True
+        self._start([parts], None)
+
+    def _parse(self, body: Buffer, *, is_received: bool) -> InferRequest:
+        exchange = self._exchange
+        slot = exchange.slots[0] if is_received and exchange.is_in_slot else None
+        served = self._model.served
+        assert served is not None
+        parsed = parse_infer(
+            body,
+            self._route.json_length,
+            served.inputs,
+            arena="" if slot is None else slot.arena,
+            offset=0 if slot is None else slot.offset,
+            read_region=functools.partial(self._front.regions.read, exchange),
+        )
+        check_outputs(parsed.outputs, served.outputs)
+        return parsed
+
+    def _admit(self, client_id: str) -> Request:
+        request = self._front.admit(self, self._exchange, self._model, self._slo_ms, client_id)
+        self._open.append(request)
+        return request
+
+    def _start(self, samples: Sequence[Sequence[InputPart]], early: Request | None) -> None:
+        exchange = self._exchange
+        exchange.on_left = self._cancel
+        dispatching = self._front.dispatching
+        memory: Held | None = None
+        if exchange.slots:
+            memory = exchange.slots[0] if len(exchange.slots) == 1 else HeldTogether(tuple(exchange.slots))
+        name = self._front.request_id(self._id or self._route.client_id)
+        for parts in samples:
+            request = early or self._admit(name)
+            early = None
+            if self._is_over:
+                return
+            request.client_id = name
+            dispatching.start(request, parts, memory)
+
+    def _cancel(self) -> None:
+        """The client is gone, or nobody waits for the rest of its samples."""
+        self._is_over = True
+        for request in self._open:
+            if request.id not in self._rows:
+                self._front.dispatching.cancel(request)
+
+    # --- the end (Asker) ----------------------------------------------------------------------------------------
+
+    def refused(self, request: Request, refused: Refused) -> None:
+        """A sample was not executed: so is the request."""
+        if refused.outcome is Outcome.EXPIRED:
+            self._front.gave_up(request, self._model.alone_ms)
+        if self._is_over:
+            return
+        self._is_over = True
+        waited_ms = max(0.0, self._front.now_ms - request.arrived_ms)
+        name = request.client_id or self._front.request_id(self._id or self._route.client_id)
+        lines = _TIMES % (waited_ms, waited_ms, 0.0, 0, refused.gpulet.encode(), name.encode())
+        payload = orjson.dumps({"error": refused.reason, "outcome": refused.outcome.word})
+        self._reply(refused.outcome.http_status, lines + JSON + retry_after(refused.retry_after_s), [payload])
+        if self._traced is not None:
+            self._trace(request, {"waiting": (request.arrived_ms, self._front.now_ms)}, refused.outcome.word)
+        self._cancel()
+
+    def executed(self, request: Request, executed: Executed, row: int) -> None:
+        """A sample was executed; the last one makes the response."""
+        if self._is_over:
+            return
+        try:
+            self._rows[request.id] = (executed, row)
+            parsed = self._parsed
+            if parsed is not None and len(self._rows) < len(parsed.parts):
+                return
+            self._is_over = True
+            if self._wants_classes:
+                self._respond_with_classes(request, executed, row)
+            elif parsed is None or (parsed.is_plain and len(parsed.parts) == 1):
+                self._respond(request, executed, row)
+            else:
+                self._respond_as_asked(parsed)
+            self._front.answer_left(request, self._model.alone_ms)
+            if self._traced is not None:
+                self._trace_executed(request, executed)
+        except Exception as error:
+            crash(self._exchange, error)
+
+    def _reply(self, status: int, lines: bytes, payload: Sequence[Buffer]) -> None:
+        """Send the response, with the trace it belongs to."""
+        self._exchange.respond(status, lines if self._traced is None else lines + self._traced.header, payload)
+
+    def _trace_executed(self, request: Request, executed: Executed) -> None:
+        sent_ms, end_ms = executed.sent_ms, executed.sent_ms + executed.gpulet_queue_ms + executed.execution_ms
+        start_ms = executed.started_ms
+        if math.isnan(start_ms):  # another machine's clock: the way there and back is not told apart from the queue
+            start_ms = sent_ms + executed.gpulet_queue_ms
+        else:
+            end_ms = start_ms + executed.execution_ms
+        outcome = "ok" if self._front.now_ms <= request.deadline_ms else "late"
+        self._trace(
+            request,
+            {
+                "batching": (request.arrived_ms, sent_ms), "gpulet_queue": (sent_ms, start_ms),
+                "execution": (start_ms, end_ms), "answering": (end_ms, self._front.now_ms),
+            },
+            outcome, gpulet=executed.gpulet, batch_size=executed.batch_size, emulated=executed.emulated,
+        )  # fmt: skip
+
+    def _trace(
+        self, request: Request, stages: Mapping[str, tuple[float, float]], outcome: str, **about: Any
+    ) -> None:
+        traces, traced = self._front.traces, self._traced
+        if traces is not None and traced is not None:
+            named = {"model": self._model.name, "outcome": outcome, "request_id": request.client_id, **about}
+            traces.end(traced, arrived_ms=request.arrived_ms, stages=stages, about=named)
+
+    def _respond(self, request: Request, executed: Executed, row: int) -> None:
+        """Send the plainest response: all outputs of one sample as JSON."""
+        shown = self._front.shown(executed)
+        writer = self._model.writer
+        if not writer.knows(executed.outputs):
+            self._respond_as_asked(InferRequest(self._id, [[]], None, False, None))
+            return
+        batching_ms = executed.sent_ms - request.arrived_ms
+        parameters = shown.parameters(batching_ms)
+        payload = writer.write(shown.arrays, row, parameters, self._id)
+        self._reply(200, shown.lines(request, batching_ms) + JSON, [payload])
+
+    def _respond_as_asked(self, parsed: InferRequest) -> None:
+        """Send what was asked for, of every sample; the times are those of the slowest."""
+        rows = [self._rows[request.id] for request in self._open]
+        executed, slowest = max(
+            ((executed, request) for (executed, _), request in zip(rows, self._open, strict=True)),
+            key=lambda pair: pair[0].sent_ms + pair[0].gpulet_queue_ms + pair[0].execution_ms - pair[1].arrived_ms,
+        )
+        shown = self._front.shown(executed)
+        batching_ms = executed.sent_ms - slowest.arrived_ms
+        served = self._model.served
+        try:
+            text, binary = encode_response(
+                self._model.name,
+                parsed,
+                [each.tensors(row) for each, row in rows],
+                orjson.loads(shown.parameters(batching_ms)),
+                served.labels if served is not None else (),
+                self._front.regions.write,
+            )
+        except BadRequestError as error:
+            fail(self._exchange, HttpError(400, str(error)))
+            return
+        lines = shown.lines(slowest, batching_ms)
+        if binary:
+            self._reply(200, lines + _BINARY % len(text), [text, *binary])
+        else:
+            self._reply(200, lines + JSON, [text])
+
+    def _respond_with_classes(self, request: Request, executed: Executed, row: int) -> None:
+        shown = self._front.shown(executed)
+        served = self._model.served
+        assert served is not None
+        batching_ms = executed.sent_ms - request.arrived_ms
+        document = {
+            "model_name": self._model.name,
+            "predictions": served.postprocess(executed.tensors(row)),
+            "parameters": orjson.loads(shown.parameters(batching_ms)),
+        }
+        self._reply(200, shown.lines(request, batching_ms) + JSON, [orjson.dumps(document)])
+
+
+class Shown:
+    """What the responses to the requests of one batch say of it, made ready once for all of them."""
+
+    def __init__(self, executed: Executed | None = None) -> None:
+        self.executed = executed
+        if executed is None:
+            return
+        self.arrays = executed.arrays()
+        execution_ms, size, gpulet = executed.execution_ms, executed.batch_size, executed.gpulet
+        emulated = b"true" if executed.emulated else b"false"
+        self._parameters = b',"execution_ms":%.3f,"batch_size":%d,"gpulet":%b,"emulated":%b}' % (
+            execution_ms, size, orjson.dumps(gpulet), emulated
+        )  # fmt: skip
+        self._lines = b"x-tenuto-execution-ms: %.3f\r\nx-tenuto-batch-size: %d\r\nx-tenuto-gpulet: %b\r\n" % (
+            execution_ms, size, gpulet.encode()
+        )  # fmt: skip
+
+    def parameters(self, batching_ms: float) -> bytes:
+        """Return the response parameters of one request as JSON."""
+        assert self.executed is not None
+        queue_ms = batching_ms + self.executed.gpulet_queue_ms
+        return b'{"queue_ms":%.3f,"batching_ms":%.3f%b' % (queue_ms, batching_ms, self._parameters)
+
+    def lines(self, request: Request, batching_ms: float) -> bytes:
+        """Return the times of one request as raw header lines."""
+        assert self.executed is not None
+        queue_ms = batching_ms + self.executed.gpulet_queue_ms
+        lines = b"x-tenuto-queue-ms: %.3f\r\nx-tenuto-batching-ms: %.3f\r\n%bx-tenuto-request-id: %b\r\n" % (
+            queue_ms, batching_ms, self._lines, request.client_id.encode()
+        )  # fmt: skip
+        start_ms = self.executed.started_ms - request.arrived_ms
+        return lines if math.isnan(start_ms) else b"%bx-tenuto-start-ms: %.3f\r\n" % (lines, start_ms)
+
+
+def fail(exchange: Exchange, error: HttpError) -> None:
+    """Respond with an error."""
+    exchange.respond(error.status, error.lines(), [error.payload()])
+
+
+def crash(exchange: Exchange, error: Exception) -> None:
+    """Respond with what nobody expected, and log it."""
+    logger.error("a request to %r failed", exchange.head.url, exc_info=error)
+    fail(exchange, HttpError(500, f"internal error: {type(error).__name__}: {error}"))
+
+
+def _may_name_slo(body: Buffer, json_length: int | None) -> bool:
+    """Whether a body could name a deadline of its own, so that it has to be parsed first; long JSON is."""
+    if (len(body) if json_length is None else json_length) > _SCANNED_BYTES:
+        return True
+    text = body if isinstance(body, bytes) and json_length is None else bytes(body[:json_length])
+    return b"slo_ms" in text or b"timeout" in text or b"\\u" in text

@@ -1,0 +1,80 @@
+"""What the head of a request says: where it leads, which deadline, which trace, when a proxy in front took it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+from urllib.parse import unquote
+
+from tenuto.deployments.entry.http import Exchange, HttpError
+from tenuto.deployments.entry.oip import BadRequestError, parse_slo
+from tenuto.deployments.entry.served_model import PlannedModel
+from tenuto.deployments.security.keys import Caller
+
+__all__ = ["Route", "began_s", "load_path", "named_model", "slo_of"]
+
+
+class Route(NamedTuple):
+    """What a head leads to, with what its headers say about it; `problem` where they are wrong.
+
+    `caller`: who asks, where clients have keys. `began_s`: when a proxy in front took the request, in Unix time.
+    """
+
+    handle: Callable[[Exchange, Route], None]
+    model: PlannedModel | None = None
+    slo_ms: float | None = None
+    json_length: int | None = None
+    encoding: bytes | None = None
+    client_id: str = ""
+    problem: HttpError | None = None
+    caller: Caller | None = None
+    began_s: float | None = None
+    traceparent: bytes | None = None
+
+
+def load_path(url: bytes) -> tuple[str, str]:
+    """Return (infer|predict, model) for the two paths that carry load, else two empty strings."""
+    parts = url.partition(b"?")[0].decode("latin-1").split("/")
+    if len(parts) == 5 and parts[1] == "v2" and parts[2] == "models" and parts[4] == "infer":
+        return "infer", unquote(parts[3])
+    if len(parts) == 7 and parts[1:3] == ["v2", "models"] and parts[4:] == ["versions", "1", "infer"]:
+        return "infer", unquote(parts[3])
+    if len(parts) == 3 and parts[1] == "predict":
+        return "predict", unquote(parts[2])
+    return "", ""
+
+
+def named_model(url: bytes) -> str:
+    """Return the model that a path names, whatever is asked of it; empty where it names none, or all of them.
+
+    The path is read as the application reads it, which decodes all of it first.
+    """
+    parts = unquote(url.partition(b"?")[0].decode("latin-1")).split("/")
+    names_one = len(parts) > 3 and parts[1:3] == ["v2", "models"] and parts[3:] != ["stats"]
+    return parts[3] if names_one else ""
+
+
+def slo_of(headers: Mapping[bytes, bytes]) -> float | None:
+    """Return what header X-SLO-Ms says; raises `HttpError` 400 for what is no number."""
+    raw = headers.get(b"x-slo-ms")
+    if raw is None:
+        return None
+    try:
+        return parse_slo(raw.decode("latin-1"), "header X-SLO-Ms")
+    except BadRequestError as error:
+        raise HttpError(400, str(error)) from None
+
+
+def began_s(headers: Mapping[bytes, bytes]) -> float | None:
+    """Return when a proxy in front took a request, in Unix time; None where it does not say so in a way that is known.
+
+    X-Request-Start is written in seconds by nginx (`t=${msec}`), in ms by others, in µs by Apache (`t=%t`).
+    """
+    raw = headers.get(b"x-request-start")
+    if raw is None:
+        return None
+    text = raw.removeprefix(b"t=")[:32]
+    if not text.replace(b".", b"", 1).isdigit():
+        return None
+    began = float(text)
+    return began / (1e6 if began > 1e14 else 1e3 if began > 1e11 else 1.0)
