@@ -11,12 +11,14 @@ import json
 import logging
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from tenuto.deployments.control.controller import Controller, Memory
 from tenuto.deployments.control.fit import gpus_of
+from tenuto.deployments.control.interface import Entry
 from tenuto.deployments.control.live import ControlMemory, Live, LiveSystem
 from tenuto.deployments.control.planner import PlannerProcess
 from tenuto.deployments.control.settings import ControlSettings
@@ -71,6 +73,7 @@ class Control:
         self._failure: str | None = None
         self._new_settings = False
         self._thread: threading.Thread | None = None
+        self._decisions: Counter[str] = Counter()  # by kind
 
     # --- Serve's side -------------------------------------------------------------------------------------------------
 
@@ -116,6 +119,17 @@ class Control:
     async def log(self, limit: int) -> list[dict[str, Any]]:
         """Return the newest entries of the log, oldest first."""
         return await self._do(lambda _live: ControlMemory(ClusterStore()).log()[-limit:])
+
+    async def shown(self, limit: int = 30) -> dict[str, Any]:
+        """Return what operators are shown: the state, how often what was decided in this life, and the newest entries
+        of the log, newest first, in the form of the status' events."""
+
+        def look(live: Live) -> dict[str, Any]:
+            newest = reversed(ControlMemory(ClusterStore()).log()[-limit:])
+            log = [{"at_s": entry["at_s"], "what": entry["kind"], "why": entry["text"]} for entry in newest]
+            return {**self._state(live), "decisions": dict(self._decisions), "log": log}
+
+        return await self._do(look)
 
     async def deploy(self, deployment: Mapping[str, Any], by: str, why: str) -> None:
         """Go over to another deployment, make before break; the log says how it goes."""
@@ -181,6 +195,9 @@ class Control:
             "planned_for_rps": controller.demand().upper_rps,
         }
 
+    def _count(self, entry: Entry) -> None:
+        self._decisions[entry.kind] += 1
+
     # --- the thread ---------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
@@ -192,7 +209,7 @@ class Control:
                     self._new_settings = False
                     if planner is not None:
                         planner.close()
-                    live, planner = _begin(self._settings)
+                    live, planner = _begin(self._settings, self._count)
                 self._looked_s = time.monotonic()
                 live.step(time.time())
                 self._perform(live)
@@ -216,8 +233,8 @@ class Control:
             live.carry_out(time.time())
 
 
-def _begin(settings: ControlSettings) -> tuple[Live, PlannerProcess]:
-    """Return the controller over what is deployed, with what was remembered of it."""
+def _begin(settings: ControlSettings, tell: Callable[[Entry], None]) -> tuple[Live, PlannerProcess]:
+    """Return the controller over what is deployed, with what was remembered of it; `tell` is told its decisions."""
     store = ClusterStore()
     history, kept = History(store), ControlMemory(store)
     version = history.latest()
@@ -233,7 +250,10 @@ def _begin(settings: ControlSettings) -> tuple[Live, PlannerProcess]:
     system = LiveSystem(deployment, Applications(), gateway_status, tuple(known.values()))
     planner = PlannerProcess(profiles, settings.change.plan_timeout_s)
     controller = Controller(settings, memory)
-    return Live(controller, system, planner, history, by="the controller", memory=kept, want_gpus=want_gpus), planner
+    live = Live(
+        controller, system, planner, history, by="the controller", memory=kept, want_gpus=want_gpus, tell=tell
+    )
+    return live, planner
 
 
 def _deploy(live: Live, wanted: Deployment, by: str, why: str) -> None:

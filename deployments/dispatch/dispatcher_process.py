@@ -86,6 +86,7 @@ class _Gateway:
         self.protocol = protocol
         self.shares_memory = hello.machine == machine_id()
         self.asked: dict[int, _Asked] = {}
+        self.said = b""  # of itself, as JSON
         self.outbox: Bundler[AnsweredRequest] = Bundler(self._send)
 
     def _send(self, rows: list[AnsweredRequest]) -> None:
@@ -175,6 +176,11 @@ class BundleServer:
         )  # fmt: skip
 
     async def _report(self, protocol: FrameProtocol, asked: AskReport) -> None:
+        if asked.what == "gateways":
+            self._gateways[id(protocol)].said = asked.said
+            said = [gateway.said for gateway in self._gateways.values() if gateway.said]
+            protocol.send(Report(asked.number, b"[%b]" % b",".join(said)))
+            return
         data = await self.dispatcher.report(asked.what, id=asked.id, limit=asked.limit)
         if asked.what == "status":
             data.pop("plan", None)  # the gateway has the whole one

@@ -27,16 +27,18 @@ from tenuto.deployments.entry.asgi import (
 )
 from tenuto.deployments.entry.connection import HttpExchange, HttpServer, Limits
 from tenuto.deployments.entry.dispatching import Dispatching
+from tenuto.deployments.entry.fellows import Fellows
 from tenuto.deployments.entry.http import Exchange, Head, HttpError
 from tenuto.deployments.entry.remote import RemoteDispatchers
 from tenuto.deployments.entry.routes import make_app
 from tenuto.deployments.entry.service import InferenceService
 from tenuto.deployments.entry.watched import WatchedGateway
 from tenuto.deployments.operator.app import make_operator_app
+from tenuto.deployments.operator.decisions import AskController, nobody
 from tenuto.deployments.operator.traces import Traces
-from tenuto.deployments.security.keys import Caller, Callers
+from tenuto.deployments.security.keys import Caller
 from tenuto.deployments.security.tls import server_context
-from tenuto.deployments.serve.finders import find_dispatcher, find_gpulet
+from tenuto.deployments.serve.finders import controller_shown, find_dispatcher, find_gpulet
 from tenuto.deployments.serve.niceness import run_at_normal_priority
 from tenuto.deployments.serve.own_loop import OwnLoop, elsewhere, spare_the_collector
 from tenuto.deployments.serve.user_config import GatewayConfig, Listen, Serving, TracesConfig, read_gateway_config
@@ -56,15 +58,20 @@ _TAKEN_S = 10.0  # how long a gateway waits for a port that another still has
 class Entry:
     """All of a gateway that lives on its own loop: sockets, service, dispatcher. Without Ray around it in tests."""
 
-    def __init__(self, find_gpulet: Any = find_gpulet, find_dispatcher: Any = find_dispatcher) -> None:
+    def __init__(
+        self, find_gpulet: Any = find_gpulet, find_dispatcher: Any = find_dispatcher,
+        ask_controller: AskController = nobody,
+    ) -> None:
         """Prepare without a plan; must be called on the loop.
 
         Args:
             find_gpulet: returns what finds a gpu-let by its id.
             find_dispatcher: likewise for the dispatcher of a sub-cluster.
+            ask_controller: returns what the controller shows of itself; None where none runs.
         """
         self._find_gpulet = find_gpulet
         self._find_dispatcher = find_dispatcher
+        self._ask_controller = ask_controller
         self._dispatching: Dispatching | None = None
         self.bundles: BundleServer | None = None  # for Python handles, where this gateway schedules by itself
         self.sub_clusters: dict[str, tuple[str, ...]] = {}
@@ -72,6 +79,7 @@ class Entry:
         self.service: InferenceService | None = None
         self._server: HttpServer | None = None
         self._app: App | None = None
+        self._fellows: Fellows | None = None
         self._watched: WatchedGateway | None = None
         self._operators: HttpServer | None = None
         self._traces: TracesConfig | None = None
@@ -91,7 +99,7 @@ class Entry:
         service.margin.configure(config.attainment, config.response_ms)
         service.max_body_bytes = server.limits.body_bytes = config.max_body_mib << 20
         server.limits.connections = config.max_connections
-        service.callers = Callers(config.keys)
+        service.callers.follow(config.keys)
         self._follow_traces(service, config.traces)
         is_shared = config.is_shared_with_clients
         service.regions.prefix = config.shared_memory_prefix if is_shared else config.shared_memory_prefix or ""
@@ -139,7 +147,8 @@ class Entry:
             self._arena = Arena(limits.unfinished_bytes)
             self.service = InferenceService(self._arena, self._cold)
             self._server = HttpServer(self.service, self._arena, limits)
-            self._watched = WatchedGateway(self.service, self._server)
+            self._fellows = Fellows(self.service, self._server)
+            self._watched = WatchedGateway(self.service, self._fellows, self._ask_controller)
             few = Limits(body_bytes=1 << 20, connections=_MOST_OPERATORS)
             self._operators = HttpServer(_Cold(self, make_operator_app(self._watched)), self._arena, few)
             self._tick()
@@ -180,6 +189,10 @@ class Entry:
     def _tick(self) -> None:
         if self.service is not None:
             self.service.margin.tick()
+        if self._fellows is not None:
+            task = asyncio.create_task(self._fellows.share_rates(), name="share rates")
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
         self._ticker = asyncio.get_running_loop().call_later(1.0, self._tick)
 
     # --- requests that do not carry load ------------------------------------------------------------------------
@@ -242,6 +255,8 @@ class Entry:
         """Answer what is under way, fail what waits, disconnect."""
         if self._ticker is not None:
             self._ticker.cancel()
+        if self._watched is not None:
+            self._watched.close()
         if self._operators is not None:
             await self._operators.drain(0.0)
         if self._server is not None:
@@ -318,7 +333,7 @@ class Gateway:
             def dispatcher(sub_cluster: str) -> Finder:
                 return elsewhere(find_dispatcher(sub_cluster), rays)
 
-            self._entry = Entry(gpulet, dispatcher)
+            self._entry = Entry(gpulet, dispatcher, elsewhere(controller_shown, rays))
         await self._entry.follow(serving, config)
 
     async def check_health(self) -> None:

@@ -291,16 +291,33 @@ class RemoteDispatchers:
 
     async def report(self, what: str, *, id: str | None = None, limit: int = 100) -> Any:
         """Return the reports of all dispatchers as one; see `Dispatching`. Dispatchers that are away are left out."""
-        futures = []
-        for peer in self._peers.values():
-            if peer.link.is_up:
-                number = next(self._numbers)
-                future = peer.reports[number] = asyncio.get_running_loop().create_future()
-                peer.link.send(AskReport(number, what, id, limit))
-                futures.append(future)
+        futures = [self._ask(peer, what, id, limit) for peer in self._peers.values() if peer.link.is_up]
         async with asyncio.timeout(_REPORT_TIMEOUT_S):
             reports = await asyncio.gather(*futures)
         return merge_reports(what, reports, self._plan, self.gpulets())
+
+    async def tell_gateways(self, said: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """Tell the other gateways something of this one, and return what all of them said last, this one among them.
+
+        They meet at the first dispatcher that is there; only this one is heard of where none is.
+
+        Raises:
+            TimeoutError: it does not answer.
+        """
+        peer = next((peer for _, peer in sorted(self._peers.items()) if peer.link.is_up), None)
+        if peer is None:
+            return [dict(said)]
+        async with asyncio.timeout(_REPORT_TIMEOUT_S):
+            all_said: list[dict[str, Any]] = await self._ask(peer, "gateways", said=orjson.dumps(said))
+        return all_said
+
+    def _ask(
+        self, peer: _Peer, what: str, id: str | None = None, limit: int = 0, said: bytes = b""
+    ) -> asyncio.Future[Any]:
+        number = next(self._numbers)
+        future = peer.reports[number] = asyncio.get_running_loop().create_future()
+        peer.link.send(AskReport(number, what, id, limit, said))
+        return future
 
     async def close(self) -> None:
         """Answer everything that waits as failed, and disconnect."""

@@ -142,6 +142,11 @@ class InferenceService:
             model.follow(spec.slo_ms, _alone_ms(plan, spec.name), signature, is_ready=is_ready)
 
     @property
+    def maybe_dispatching(self) -> Dispatching | None:
+        """The scheduling side; None before the first plan."""
+        return self._dispatching
+
+    @property
     def dispatching(self) -> Dispatching:
         """The scheduling side; raises `HttpError` 503 before the first plan."""
         if self._dispatching is None:

@@ -1,4 +1,5 @@
-"""A gateway as operators watch it: what its dispatchers report, with what only the gateway knows."""
+"""The system as operators watch it from any of its gateways: what the dispatchers report, what gateways count, what the
+controller decided."""
 
 from __future__ import annotations
 
@@ -7,11 +8,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from tenuto import __version__
-from tenuto.deployments.entry.connection import HttpServer
 from tenuto.deployments.entry.dispatching import Dispatching
+from tenuto.deployments.entry.fellows import Fellows
 from tenuto.deployments.entry.http import HttpError
 from tenuto.deployments.entry.service import InferenceService
-from tenuto.deployments.operator.devices import DeviceFigures
+from tenuto.deployments.operator.decisions import AskController, ControllerFigures
+from tenuto.deployments.operator.merged_status import merge_gateways
 
 __all__ = ["WatchedGateway"]
 
@@ -19,13 +21,11 @@ __all__ = ["WatchedGateway"]
 class WatchedGateway:
     """See `tenuto.deployments.operator.app.Watched`."""
 
-    def __init__(self, service: InferenceService, server: HttpServer) -> None:
-        """Take the clients' service and their socket."""
+    def __init__(self, service: InferenceService, fellows: Fellows, ask_controller: AskController) -> None:
+        """Take the clients' service, the gateways with their figures, and what asks the controller."""
         self._service = service
-        self._server = server
-        self._started_at_s = time.time()
-        self._started_s = time.monotonic()
-        self._devices = DeviceFigures()
+        self._fellows = fellows
+        self._controller = ControllerFigures(ask_controller)
 
     @property
     def _dispatching(self) -> Dispatching:
@@ -42,20 +42,18 @@ class WatchedGateway:
         return [entry["id"] for entry in dispatching.gpulets() if not entry["up"]] or ["no gpu-let is ready"]
 
     async def status(self) -> Mapping[str, Any]:
-        """Return the status of all dispatchers, with this gateway's margin, front door, proxies and node's GPUs."""
-        service = self._service
+        """Return the status of all dispatchers, with the gateways' margins, front doors, proxies and nodes' GPUs, and
+        with the controller's decisions."""
         found: dict[str, Any] = await self._dispatching.report("status")
+        merged = merge_gateways(await self._fellows.all())
+        proxied = merged.pop("proxied")
         models = {
-            name: {**model, "proxy_s": service.proxied[name].to_data()} if name in service.proxied else model
+            name: {**model, "proxy_s": proxied[name]} if name in proxied else model
             for name, model in found["models"].items()
         }
-        door = self._server.to_data()
-        if service.lag.turned_away:
-            door["turned_away"]["behind"] = service.lag.turned_away
         return {
-            **found, "models": models, "margin": service.margin.to_data(), "front_door": door,
-            "version": __version__, "started_at_s": self._started_at_s,
-            "uptime_s": time.monotonic() - self._started_s, "devices": await self._devices.read(),
+            **found, **merged, "models": models, "version": __version__,
+            "uptime_s": time.time() - merged["started_at_s"], "controller": await self._controller.read(),
         }  # fmt: skip
 
     async def queue(self) -> Mapping[str, int]:
@@ -67,3 +65,7 @@ class WatchedGateway:
         """Return the last requests that ended, newest first."""
         found: list[dict[str, Any]] = await self._dispatching.report("requests", id=id, limit=limit)
         return found
+
+    def close(self) -> None:
+        """Ask nobody any more."""
+        self._controller.close()

@@ -151,26 +151,37 @@ def _delays(status: Mapping[str, Any]) -> Iterator[Metric]:
 
 
 def _gateway(status: Mapping[str, Any]) -> Iterator[Metric]:
-    margin: Mapping[str, Any] = status.get("margin") or {}
+    gateways: list[Mapping[str, Any]] = status.get("gateways") or []
+    labels = ("gateway",)
+
+    def each(part: str, key: str, scale: float = 1.0) -> Iterator[_Sample]:
+        return (((gateway["id"],), _scaled(gateway[part].get(key), scale)) for gateway in gateways)
+
     yield _gauge(
-        "margin_seconds", "Kept of deadlines for late timers and busy processors.", (),
-        [((), _scaled(margin.get("margin_ms"), 1e-3))],
+        "margin_seconds", "Kept of deadlines for late timers and busy processors.", labels,
+        each("margin", "margin_ms", 1e-3),
     )  # fmt: skip
-    yield _gauge("late_answers_ratio", "Share of recent answers that left late.", (), [((), margin.get("late_share"))])
+    yield _gauge("late_answers_ratio", "Share of recent answers that left late.", labels, each("margin", "late_share"))
     yield _counter(
-        "requests_refused_for_margin", "Requests given up for the margin alone.", (),
-        [((), margin.get("refused_for_margin"))],
+        "requests_refused_for_margin", "Requests given up for the margin alone.", labels,
+        each("margin", "refused_for_margin"),
     )  # fmt: skip
-    door: Mapping[str, Any] = status.get("front_door") or {}
-    yield _gauge("connections", "Connections of clients that are open.", (), [((), door.get("connections"))])
+    yield _gauge("connections", "Connections of clients that are open.", labels, each("front_door", "connections"))
     yield _gauge(
-        "unfinished_body_bytes", "Bytes of requests that are not answered.", (), [((), door.get("unfinished_bytes"))]
-    )
-    yield _counter(
-        "requests_turned_away", "Requests refused before they reached the scheduler, by reason.", ("reason",),
-        (((reason,), count) for reason, count in (door.get("turned_away") or {}).items()),
+        "unfinished_body_bytes", "Bytes of requests that are not answered.", labels,
+        each("front_door", "unfinished_bytes"),
     )  # fmt: skip
-    yield _gauge("start_time_seconds", "When the gateway started (Unix time).", (), [((), status.get("started_at_s"))])
+    yield _counter(
+        "requests_turned_away", "Requests refused before they reached the scheduler, by reason.", ("reason", *labels),
+        (
+            ((reason, gateway["id"]), count)
+            for gateway in gateways for reason, count in gateway["front_door"]["turned_away"].items()
+        ),
+    )  # fmt: skip
+    yield _gauge(
+        "start_time_seconds", "When the gateway started (Unix time).", labels,
+        (((gateway["id"],), gateway["started_at_s"]) for gateway in gateways),
+    )  # fmt: skip
     version = status.get("version")
     yield _gauge("build_info", "1, with the version.", ("version",), [((version,), 1.0)] if version else [])
 

@@ -1,4 +1,4 @@
-"""Several dispatchers' reports to operators, merged into the one that a single dispatcher would give."""
+"""What several dispatchers and gateways report to operators, merged into what one of each would say."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from tenuto.placement import Plan
 
-__all__ = ["merge_reports"]
+__all__ = ["merge_gateways", "merge_reports"]
 
 
 def merge_reports(
@@ -31,6 +31,45 @@ def merge_reports(
         "events": sorted((event for report in reports for event in report.get("events", ())), key=lambda e: -e["at_s"]),
         "autoscale": _sum([report["autoscale"] for report in reports if report.get("autoscale")]),
     }
+
+
+def merge_gateways(gateways: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the figures of all gateways as one, with each of them under `gateways`: of counts the sum, of margins the
+    largest, of GPUs those of every node."""
+    doors = [gateway["front_door"] for gateway in gateways]
+    margins = [gateway["margin"] for gateway in gateways]
+    reasons = {reason: None for door in doors for reason in door["turned_away"]}
+    proxied: dict[str, dict[str, Any]] = {}
+    for gateway in gateways:
+        for model, histogram in gateway["proxied"].items():
+            proxied[model] = _added(proxied.get(model), histogram)
+    own = ("id", "started_at_s", "margin", "front_door")
+    return {
+        "gateways": [{key: gateway[key] for key in own} for gateway in sorted(gateways, key=lambda each: each["id"])],
+        "margin": {
+            "margin_ms": max(margin["margin_ms"] for margin in margins),
+            "late_share": max(margin["late_share"] for margin in margins),
+            "refused_for_margin": sum(margin["refused_for_margin"] for margin in margins),
+        },
+        "front_door": {
+            "connections": sum(door["connections"] for door in doors),
+            "unfinished_bytes": sum(door["unfinished_bytes"] for door in doors),
+            "turned_away": {reason: sum(door["turned_away"].get(reason, 0) for door in doors) for reason in reasons},
+        },
+        "proxied": proxied,
+        "started_at_s": min(gateway["started_at_s"] for gateway in gateways),
+        "devices": list({device["uuid"]: device for gateway in gateways for device in gateway["devices"]}.values()),
+    }
+
+
+def _added(one: dict[str, Any] | None, other: dict[str, Any]) -> dict[str, Any]:
+    """Return the sum of two histograms; of the first where the second has other buckets, as after a changed SLO."""
+    if one is None:
+        return other
+    if one["le"] != other["le"]:
+        return one
+    counts = [a + b for a, b in zip(one["counts"], other["counts"], strict=True)]
+    return {"le": one["le"], "counts": counts, "sum": one["sum"] + other["sum"]}
 
 
 def _sum(advices: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:

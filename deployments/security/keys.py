@@ -24,6 +24,8 @@ __all__ = ["ENVIRONMENT", "Caller", "Callers", "KeyEntry", "KeyFile", "new_key",
 ENVIRONMENT = "TENUTO_API_KEYS"
 _PREFIX = "tenuto_"  # lets scanners for leaked secrets find one
 _MOST_KEY_BYTES = 512
+_RECENT_WEIGHT = 0.5  # of the last second
+_LEAST_PART = 0.01
 
 
 class KeyEntry(StrictModel):
@@ -89,34 +91,67 @@ def presented_key(headers: Mapping[bytes, bytes]) -> bytes | None:
 
 
 class Caller:
-    """A client that has shown its key. One object per client, so that all its connections share its rate."""
+    """A client that has shown its key. One object per client, so that all its connections share its rate.
 
-    __slots__ = ("_burst", "_filled_s", "_patterns", "_rate_rps", "_tokens", "name")
+    Where several gateways serve, each gives out a part of the rate, which follows where the client asks; see `share`.
+    """
+
+    __slots__ = ("_asked", "_burst", "_filled_s", "_gateways", "_part", "_tokens", "asked_rps", "entry")
 
     def __init__(self, entry: KeyEntry) -> None:
         """Take an entry of the key file; the bucket is full."""
-        self.name = entry.name
-        self._patterns = entry.models
-        self._rate_rps = entry.rate_rps
+        self.entry = entry
+        self.asked_rps = 0.0  # here, in the last seconds, what was refused among it
+        self._asked = 0  # since the last `share`
+        self._part, self._gateways = 1.0, 1
         self._burst = float(entry.burst or max(1.0, entry.rate_rps or 1.0))
         self._tokens = self._burst
         self._filled_s = 0.0
 
+    @property
+    def name(self) -> str:
+        """What the key file calls it."""
+        return self.entry.name
+
     def may_ask(self, model: str) -> bool:
         """Whether a model is among those of its key."""
-        return any(fnmatchcase(model, pattern) for pattern in self._patterns)
+        return any(fnmatchcase(model, pattern) for pattern in self.entry.models)
 
     def wait_s(self, now_s: float) -> float:
         """Take one request from the bucket; return 0, or how long to wait for one where it is empty."""
-        rate = self._rate_rps
-        if rate is None:
+        if self.entry.rate_rps is None:
             return 0.0
-        self._tokens = min(self._burst, self._tokens + rate * max(0.0, now_s - self._filled_s))
+        self._asked += 1
+        rate = self.entry.rate_rps * self._part
+        most = max(1.0, self._burst / self._gateways)
+        self._tokens = min(most, self._tokens + rate * max(0.0, now_s - self._filled_s))
         self._filled_s = now_s
         if self._tokens >= 1.0:
             self._tokens -= 1.0
             return 0.0
         return (1.0 - self._tokens) / rate
+
+    def count(self, seconds: float) -> None:
+        """Take note of how often it asked since the last call, `seconds` ago."""
+        self.asked_rps += _RECENT_WEIGHT * (self._asked / seconds - self.asked_rps)
+        self._asked = 0
+
+    def share(self, asked_rps: Sequence[float]) -> None:
+        """Take the part of the rate that belongs to this gateway: as much as it is asked here of all that is asked.
+
+        The parts of all gateways add up to one where all know the same; who is not asked keeps a hundredth, so that the
+        first request there is answered.
+
+        Args:
+            asked_rps: how often it asks each gateway, this one among them.
+        """
+        if self.entry.rate_rps is None:
+            return
+        least_rps = _LEAST_PART * self.entry.rate_rps
+        others_rps = sum(asked_rps) - self.asked_rps
+        self._gateways = max(1, len(asked_rps))
+        here_rps = self.asked_rps + least_rps
+        self._part = here_rps / (here_rps + max(0.0, others_rps) + (self._gateways - 1) * least_rps)
 
 
 class Callers:
@@ -125,6 +160,34 @@ class Callers:
     def __init__(self, entries: Sequence[KeyEntry] = ()) -> None:
         """Take the entries of the key file."""
         self._by_hash = {entry.sha256: Caller(entry) for entry in entries}
+
+    def follow(self, entries: Sequence[KeyEntry]) -> None:
+        """Take the key file anew; clients whose entry is the same keep what they have left of their rate."""
+        old = self._by_hash
+        self._by_hash = {}
+        for entry in entries:
+            known = old.get(entry.sha256)
+            self._by_hash[entry.sha256] = known if known is not None and known.entry == entry else Caller(entry)
+
+    def count(self, seconds: float) -> dict[str, float]:
+        """Return how often each client with a rate asked here lately, per second, by its name.
+
+        Args:
+            seconds: since the last call.
+        """
+        limited = [caller for caller in self._by_hash.values() if caller.entry.rate_rps is not None]
+        for caller in limited:
+            caller.count(seconds)
+        return {caller.name: caller.asked_rps for caller in limited}
+
+    def share(self, asked_rps: Sequence[Mapping[str, float]]) -> None:
+        """Share the rates with the other gateways; see `Caller.share`.
+
+        Args:
+            asked_rps: what `count` returned at every gateway.
+        """
+        for caller in self._by_hash.values():
+            caller.share([asked.get(caller.name, 0.0) for asked in asked_rps])
 
     def __bool__(self) -> bool:
         return bool(self._by_hash)

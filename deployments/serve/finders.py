@@ -6,10 +6,11 @@ import asyncio
 from typing import Any
 
 from tenuto.deployments.serve.config import ENTRY_APPLICATION, application_name, dispatcher_name
+from tenuto.deployments.serve.deployment import CONTROL_APPLICATION
 from tenuto.deployments.wire.link import Endpoint, Finder
 from tenuto.errors import EnvironmentFaultError
 
-__all__ = ["find_dispatcher", "find_gateway", "find_gpulet", "gateway_status"]
+__all__ = ["controller_shown", "find_dispatcher", "find_gateway", "find_gpulet", "gateway_status"]
 
 _READY_S = 30.0
 
@@ -41,6 +42,20 @@ def gateway_status(timeout_s: float = 5.0) -> dict[str, Any]:
         found: dict[str, Any] = serve.get_app_handle(ENTRY_APPLICATION).status.remote().result(timeout_s=timeout_s)
     except Exception as error:  # Ray and Serve have many kinds; a dispatcher that restarts times out
         raise EnvironmentFaultError(f"no gateway answers: {type(error).__name__}: {error}") from error
+    return found
+
+
+async def controller_shown() -> dict[str, Any] | None:
+    """Return what the controller shows of itself (`tenuto.deployments.control.service.Control.shown`); None where none
+    runs."""
+    from ray import serve
+    from ray.serve.exceptions import RayServeException
+
+    try:
+        handle = await asyncio.to_thread(serve.get_app_handle, CONTROL_APPLICATION)
+    except RayServeException:
+        return None
+    found: dict[str, Any] = await handle.shown.remote()
     return found
 
 

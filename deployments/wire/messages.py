@@ -223,12 +223,14 @@ class DispatcherState(_Message, tag=12):
 
 
 class AskReport(_Message, tag=13):
-    """Ask for a report to operators; `what` is `status`, `queue` or `requests` (of that `id`, at most `limit`)."""
+    """Ask for a report to operators; `what` is `status`, `queue` or `requests` (of that `id`, at most `limit`), or
+    `gateways`: what all gateways say of themselves, this one what is in `said` as JSON."""
 
     number: int
     what: str
     id: str | None = None
     limit: int = 100
+    said: bytes = b""
 
 
 class Report(_Message, tag=14):

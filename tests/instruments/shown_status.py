@@ -46,14 +46,20 @@ class ShownServer:
             "plan": {"policy": {"name": "tenuto"}}, "policy": "tenuto", "scheduler": {"name": "deferred"},
             "gpulets": gpulets, "models": {name: model.to_data() for name, model in self._models.items()},
             "network": {"ctrl_ms": 0.8, "data_ms_per_request": 0.01, "response_ms": 3.0},
+            "gateways": [
+                {"id": f"n0:{pid}", "started_at_s": 1.79e9,
+                 "margin": {"margin_ms": 1.2, "late_share": 0.004, "refused_for_margin": 8 + pid % 2},
+                 "front_door": {"connections": 32, "unfinished_bytes": 1 << 19, "turned_away": {"key": 1, "rate": 2}}}
+                for pid in (4001, 4002)
+            ],
             "margin": {"margin_ms": 1.2, "late_share": 0.004, "refused_for_margin": 17},
             "front_door": {"connections": 64, "unfinished_bytes": 1 << 20, "turned_away": {"key": 3, "rate": 5}},
             "autoscale": {"gpus": 25, "requests": 900, "bad_rate": 0.02, "idle_fraction": 0.3, "delta_gpus": 1,
                           "window_s": 10.0, "unchanged_s": 30.0},
-            "controller": {"paused": False, "decisions": {"apply": 2, "wait": 9}, "log": [
-                {"at_s": 1.79e9 + 40, "what": "apply", "why": "network_07 comes at 1.4 times its planned rate; gains "
+            "controller": {"mode": "act", "paused": False, "decisions": {"changed": 2, "kept": 9}, "log": [
+                {"at_s": 1.79e9 + 40, "what": "changed", "why": "network_07 comes at 1.4 times its planned rate; gains "
                  "38 r/s in time for 12 s of loading"},
-                {"at_s": 1.79e9 + 10, "what": "wait", "why": "the gain of 2 r/s does not pay a restart"},
+                {"at_s": 1.79e9 + 10, "what": "kept", "why": "the gain of 2 r/s does not pay a restart"},
             ]},
             "events": [
                 {"at_s": 1.79e9 + 55, "what": "gpu-let lost", "why": "n0/1/b: its process ended"},

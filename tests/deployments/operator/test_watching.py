@@ -98,7 +98,8 @@ def test_figures_of_the_status_come_out_in_base_units(text: str) -> None:
     count = samples["tenuto_request_duration_seconds_count", model]
     assert samples["tenuto_request_duration_seconds_bucket", ("le", "+Inf"), model] == count
     assert samples["tenuto_request_duration_seconds_bucket", ("le", "0.035"), model] < count
-    assert samples["tenuto_margin_seconds",] == pytest.approx(1.2e-3)
+    assert samples["tenuto_margin_seconds", ("gateway", "n0:4001")] == pytest.approx(1.2e-3)
+    assert samples["tenuto_controller_decisions_total", ("decision", "changed")] == 2
     assert samples["tenuto_gpulet_up", ("gpu", "n0/1"), ("gpulet", "n0/1/b")] == 0
 
 

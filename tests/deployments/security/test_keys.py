@@ -73,6 +73,56 @@ def test_never_more_than_the_burst_and_the_rate_and_waiting_as_told_is_enough(
     assert taken <= burst + rate * now + 1e-6
 
 
+class Gateways:
+    """Gateways that tell each other once a second how often a client asks them."""
+
+    def __init__(self, count: int, entry: KeyEntry) -> None:
+        self.all = [Callers([entry]) for _ in range(count)]
+        self._callers = [callers.find(b"x") for callers in self.all]
+        self.now_s = 0.0
+
+    def second(self, asks: list[int]) -> int:
+        """Let a second pass in which each is asked so often, evenly; return how many were let pass."""
+        passed = 0
+        for caller, count in zip(self._callers, asks, strict=True):
+            assert caller is not None
+            passed += sum(caller.wait_s(self.now_s + n / count) == 0.0 for n in range(count))
+        self.now_s += 1.0
+        asked = [callers.count(1.0) for callers in self.all]
+        for callers in self.all:
+            callers.share(asked)
+        return passed
+
+
+ENTRY = KeyEntry(name="a", sha256=hashlib.sha256(b"x").hexdigest(), rate_rps=40.0)
+
+
+@given(st.lists(st.integers(0, 120), min_size=1, max_size=5), st.lists(st.integers(0, 120), min_size=5, max_size=5))
+def test_a_rate_holds_for_all_gateways_together_wherever_the_client_asks(asks: list[int], then: list[int]) -> None:
+    gateways = Gateways(len(asks), ENTRY)
+    first = [gateways.second(asks) for _ in range(12)]
+    later = [gateways.second(then[: len(asks)]) for _ in range(12)]
+    assert sum(later) <= len(later) * 40.0 + 40.0
+    for passed, asked in ((first, sum(asks)), (later, sum(then[: len(asks)]))):
+        settled = passed[4:]  # the parts follow the client
+        assert sum(settled) <= len(settled) * 40.0 + 40.0  # what the buckets hold passes once
+        assert sum(settled) >= 0.9 * len(settled) * min(40.0, asked) - len(asks)
+
+
+def test_a_new_key_file_leaves_unchanged_clients_what_they_have() -> None:
+    callers = Callers([ENTRY])
+    known = callers.find(b"x")
+    callers.follow([ENTRY, KeyEntry(name="b", sha256=HASH)])
+    assert callers.find(b"x") is known
+    callers.follow([ENTRY.model_copy(update={"rate_rps": 1.0})])
+    changed = callers.find(b"x")
+    assert changed is not known
+    assert changed is not None
+    assert changed.entry.rate_rps == 1.0
+    callers.follow([])
+    assert callers.find(b"x") is None
+
+
 def test_keys_come_from_a_file_and_from_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "keys.yaml"
     file.write_text(f"keys:\n  - {{name: a, sha256: {HASH}, models: [m], rate_rps: 5}}\n")

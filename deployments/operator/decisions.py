@@ -1,0 +1,60 @@
+"""What the controller decided and why, for operators: asked for while somebody looks, and never waited for long."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+__all__ = ["AskController", "ControllerFigures", "nobody"]
+
+logger = logging.getLogger("ray.serve")
+
+# Returns what the controller shows of itself, None where none runs.
+AskController = Callable[[], Awaitable[Mapping[str, Any] | None]]
+
+_EVERY_S = 2.0
+_ABSENT_S = 10.0  # until the next question, where none runs
+_WAITED_S = 1.0
+_LASTS_S = 20.0
+
+
+async def nobody() -> None:
+    """Where there is no controller."""
+
+
+class ControllerFigures:
+    """What the controller last showed of itself. All awaits must come from one event loop."""
+
+    def __init__(self, ask: AskController, *, clock: Callable[[], float] = time.monotonic) -> None:
+        """Take what asks it, and a clock in seconds."""
+        self._ask = ask
+        self._clock = clock
+        self._next_s = clock()
+        self._latest: Mapping[str, Any] | None = None
+        self._asking: asyncio.Task[None] | None = None
+
+    async def read(self) -> Mapping[str, Any] | None:
+        """Return it, some seconds old at most while the controller answers; None where none runs."""
+        if self._asking is None and self._clock() >= self._next_s:
+            self._asking = asyncio.create_task(self._refresh(), name="ask the controller")
+        if self._asking is not None:
+            await asyncio.wait([self._asking], timeout=_WAITED_S)
+        return self._latest
+
+    async def _refresh(self) -> None:
+        try:
+            async with asyncio.timeout(_LASTS_S):
+                self._latest = await self._ask()
+        except Exception as error:  # Ray and Serve have many kinds while an application starts, restarts or goes
+            logger.info("the controller does not say what it does: %s: %s", type(error).__name__, error)
+        finally:
+            self._next_s = self._clock() + (_ABSENT_S if self._latest is None else _EVERY_S)
+            self._asking = None
+
+    def close(self) -> None:
+        """Ask no more."""
+        if self._asking is not None:
+            self._asking.cancel()

@@ -1,0 +1,137 @@
+"""Several gateways of one system: operators see all of them at any, a key's rate holds for all of them together."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import AsyncIterator, Mapping
+from typing import Any
+
+import httpx
+import pytest
+
+from tenuto.batching.core.build import from_plan
+from tenuto.batching.core.scheduler import Scheduler
+from tenuto.batching.core.system import NetworkDelay
+from tenuto.batching.registry import make_scheduler
+from tenuto.deployments.dispatch.dispatcher import Dispatcher
+from tenuto.deployments.dispatch.dispatcher_process import BundleServer
+from tenuto.deployments.entry.gateway import Entry
+from tenuto.deployments.operator.decisions import ControllerFigures
+from tenuto.deployments.serve.launcher import unused_port
+from tenuto.deployments.serve.user_config import read_gateway_config
+from tenuto.deployments.wire.link import Endpoint
+from tenuto.placement import Plan
+from tests.instruments.fake_gpulet import FakeGpulet, finder, make_plan
+from tests.instruments.live import PATIENCE_S
+
+KEY = {"name": "anna", "sha256": hashlib.sha256(b"key").hexdigest(), "rate_rps": 30.0}
+PLAN = make_plan(("a", ("m",)), slo_ms=60_000.0)
+CONTROLLER = {
+    "mode": "act", "paused": True, "decisions": {"changed": 2},
+    "log": [{"at_s": 1.0, "what": "changed", "why": "more load"}],
+}  # fmt: skip
+
+
+def _eager(plan: Plan, network: NetworkDelay) -> Scheduler:
+    return make_scheduler("eager", from_plan(plan, network), {})
+
+
+async def _controller() -> Mapping[str, Any]:
+    return CONTROLLER
+
+
+@pytest.fixture
+async def gateways() -> AsyncIterator[list[tuple[Entry, httpx.AsyncClient]]]:
+    """Two gateways over one dispatcher, each with a client that has the key; the first asks for clients' models."""
+    gpulet = FakeGpulet("a", ("m",))
+    await gpulet.start()
+    server: BundleServer | None = None
+    dispatcher = Dispatcher(_eager, finder({"a": gpulet}), on_change=lambda: server.announce() if server else None)
+    server = BundleServer(dispatcher)
+    endpoint = await server.listen()
+    dispatcher.apply(PLAN)
+
+    async def find() -> Endpoint:
+        return endpoint
+
+    made = []
+    for _ in range(2):
+        ports = unused_port(), unused_port()
+        entry = Entry(find_dispatcher=lambda _name: find, ask_controller=_controller)
+        await entry.follow(
+            *read_gateway_config({
+                "plan": PLAN.to_data(), "keys": [KEY], "sub_clusters": {"0": ["m"]},
+                "listen": {"port": ports[0]}, "operators": {"port": ports[1]},
+            })
+        )  # fmt: skip
+        client = httpx.AsyncClient(base_url=f"http://127.0.0.1:{ports[0]}", timeout=PATIENCE_S)
+        client.operators = f"http://127.0.0.1:{ports[1]}"  # type: ignore[attr-defined]
+        made.append((entry, client))
+        async with asyncio.timeout(PATIENCE_S):
+            while (await client.get("/v2/health/ready")).status_code != 200:
+                await asyncio.sleep(0.005)
+    yield made
+    for entry, client in made:
+        await client.aclose()
+        await entry.close()
+    await server.close(0.0)
+    gpulet.die()
+
+
+async def _asked(client: httpx.AsyncClient, key: str = "key") -> int:
+    body = {"inputs": [{"name": "x", "shape": [1, 2], "datatype": "FP32", "data": [1, 2]}]}
+    return (await client.post("/v2/models/m/infer", json=body, headers={"X-Api-Key": key})).status_code
+
+
+async def test_operators_see_all_gateways_at_any(gateways: list[tuple[Entry, httpx.AsyncClient]]) -> None:
+    (_, first), (_, second) = gateways
+    assert await _asked(first) == 200
+    assert [await _asked(client, "wrong") for client in (first, second, second)] == [401, 401, 401]
+    await first.get(first.operators + "/status")  # type: ignore[attr-defined]
+    status = (await second.get(second.operators + "/status")).json()  # type: ignore[attr-defined]
+    assert len({gateway["id"] for gateway in status["gateways"]}) == 2
+    assert sorted(gateway["front_door"]["turned_away"]["key"] for gateway in status["gateways"]) == [1, 2]
+    assert status["front_door"]["turned_away"] == {"key": 3}
+    assert status["models"]["m"]["ok"] == 1
+    assert status["controller"] == CONTROLLER
+    metrics = (await first.get(first.operators + "/metrics")).text  # type: ignore[attr-defined]
+    assert metrics.count('tenuto_requests_turned_away_total{reason="key"') == 2
+    assert 'tenuto_controller_decisions_total{decision="changed"} 2' in metrics
+    assert "tenuto_controller_paused 1" in metrics
+
+
+async def test_a_keys_rate_goes_where_its_client_asks(gateways: list[tuple[Entry, httpx.AsyncClient]]) -> None:
+    (first, client), (second, _) = gateways
+    assert [await _asked(client) for _ in range(20)] == [200] * 20
+    parts = []
+    for _ in range(2):
+        for entry in (first, second):
+            assert entry._fellows is not None
+            await entry._fellows.share_rates()
+    for entry in (first, second):
+        assert entry.service is not None
+        caller = entry.service.callers.find(b"key")
+        assert caller is not None
+        parts.append(caller._part)
+    assert parts[0] > 10 * parts[1]
+    assert sum(parts) == pytest.approx(1.0, abs=0.2)
+
+
+async def test_a_controller_that_does_not_answer_keeps_nobody_waiting() -> None:
+    now_s, answers = 0.0, [CONTROLLER, None]
+    asked = 0
+
+    async def ask() -> Any:
+        nonlocal asked
+        asked += 1
+        if not answers:
+            raise OSError("its process ended")
+        return answers.pop(0)
+
+    figures = ControllerFigures(ask, clock=lambda: now_s)
+    for at_s, shown, count in (
+        (0.0, CONTROLLER, 1), (1.0, CONTROLLER, 1), (2.0, None, 2), (11.0, None, 2), (12.0, None, 3)
+    ):  # fmt: skip
+        now_s = at_s
+        assert (await figures.read(), asked) == (shown, count)
