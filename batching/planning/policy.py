@@ -20,7 +20,7 @@ from tenuto.profiles import Profiles
 __all__ = ["TenutoPolicy"]
 
 LARGE = 40  # models or GPUs; beyond, a trial in virtual time takes seconds and a search needs hundreds
-SLOW = {"ideal": LARGE, "wao-usher": 200, "gpulet": 500}  # starts that take minutes for more models
+SLOW = {"ideal": LARGE, "gpulet": 1_500}  # starts that take minutes for more models
 STARTS = ("symphony", "gpulet", "usher", "wao-usher", "igniter", "sbp", "ffd")
 
 

@@ -259,7 +259,10 @@ def _flows(
     if len(pool) == 1:
         done = _in_one(names, times[0], asked, used * len(pool[0].gpulets), objective)
         return {(name, 0): rate for name, rate in done.items()}
-    return _best_flows(names, [used * len(kind.gpulets) for kind in pool], times, asked, objective)
+    gpulets = [used * len(kind.gpulets) for kind in pool]
+    if len(names) == 1:
+        return _evenly(names[0], gpulets, times, asked[names[0]].rate_rps)
+    return _best_flows(names, gpulets, times, asked, objective)
 
 
 def _in_one(
@@ -277,6 +280,15 @@ def _in_one(
         done[name] = min(asked[name].rate_rps, left / times[name])
         left -= done[name] * times[name]
     return done
+
+
+def _evenly(
+    name: str, gpulets: Sequence[float], times: Sequence[Mapping[str, float]], rate_rps: float
+) -> dict[tuple[str, int], float]:
+    """Return what gpu-lets of one program serve: one queue keeps all of them equally busy."""
+    able_rps = {k: gpulets[k] / own[name] for k, own in enumerate(times) if name in own}
+    part = min(1.0, rate_rps / sum(able_rps.values())) if any(able_rps.values()) else 0.0
+    return {(name, k): part * able for k, able in able_rps.items()}
 
 
 def _best_flows(

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 __all__ = ["Asked", "Cycle", "find_cycle"]
 
 ROUNDING = 1e-9
@@ -43,18 +45,21 @@ def find_cycle(asked: Sequence[Asked]) -> Cycle | None:
             if size * step >= limit:
                 break
             edges.add(size * step)
+    ends = np.array(sorted(edges))
+    able = np.ones(len(ends), dtype=bool)
+    busy, latest = np.zeros(len(ends)), ends.copy()
+    sizes = []
+    for one in asked:
+        own = np.maximum(1, np.ceil(ends * one.rate_rps / 1000.0 - ROUNDING).astype(np.int64))
+        able &= own < len(one.latency_ms)
+        took = np.asarray(one.latency_ms)[np.minimum(own, len(one.latency_ms) - 1)]
+        busy += took
+        np.minimum(latest, one.slo_ms - took, out=latest)
+        sizes.append(own)
+    starts = np.concatenate([[0.0], ends[:-1]])
+    able &= np.maximum(starts, busy) <= latest * (1 + ROUNDING)
     best: Cycle | None = None
-    start = 0.0
-    for end in sorted(edges):
-        sizes = tuple(max(1, -int(-(end * a.rate_rps / 1000.0 - ROUNDING) // 1)) for a in asked)
-        if any(size >= len(a.latency_ms) for size, a in zip(sizes, asked, strict=True)):
-            break
-        latencies = [a.latency_ms[size] for size, a in zip(sizes, asked, strict=True)]
-        busy = sum(latencies)
-        latest = min([end, *(a.slo_ms - ms for a, ms in zip(asked, latencies, strict=True))])
-        if max(start, busy) <= latest * (1 + ROUNDING) and (
-            best is None or busy / latest < best.busy_ms / best.duty_ms - ROUNDING
-        ):
-            best = Cycle(latest, busy, sizes)
-        start = end
+    for at in np.flatnonzero(able).tolist():
+        if best is None or busy[at] / latest[at] < best.busy_ms / best.duty_ms - ROUNDING:
+            best = Cycle(float(latest[at]), float(busy[at]), tuple(int(own[at]) for own in sizes))
     return best

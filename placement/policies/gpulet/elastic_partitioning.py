@@ -26,6 +26,7 @@ class Rules:
     max_partitions: int
     knee: Callable[[Sequence[tuple[float, float]]], float]
     smaller: bool
+    turns: bool  # whether models may share a gpu-let in time
     disturbances: Mapping[str, Disturbance]  # by GPU type
     reserve: Reserve | None = None  # None: gpu-lets are filled as if no neighbour came
 
@@ -165,6 +166,8 @@ class ElasticPartitioning:
 
     def _merge(self, costs: Mapping[str, ShareCosts], rate: float) -> bool:
         """Give the model a turn in the smallest gpu-let in use that has room for this rate."""
+        if not self._rules.turns:
+            return False
         used = sorted(
             (share, one.order, index) for one in self._open if one.gpu.type in costs
             for index, (share, tenants) in enumerate(one.gpulets) if tenants

@@ -52,6 +52,7 @@ class Gpulet(Policy):
         shares: the sizes in percent a gpu-let may have; both parts of a split must be among them.
         knee: `curvature` (largest curvature, the paper) or `chord` (furthest above the chord).
         smaller: use free gpu-lets below the wanted size when nothing else is left.
+        turns: models may share a gpu-let in time; without it every gpu-let has one model.
         max_batch: largest batch considered; 32 in the paper.
     """
 
@@ -62,7 +63,7 @@ class Gpulet(Policy):
     def __init__(
         self, *, interference: bool | str = "none", max_partitions: int = 2,
         shares: tuple[float, ...] = (20.0, 40.0, 50.0, 60.0, 80.0), knee: str = "curvature", smaller: bool = True,
-        max_batch: int = 32,
+        turns: bool = True, max_batch: int = 32,
     ) -> None:
         problems = []
         if max_partitions < 1:
@@ -77,7 +78,7 @@ class Gpulet(Policy):
             raise InvalidInputError(problems)
         self.interference = canonical_name(interference)
         self.max_partitions, self.shares = max_partitions, tuple(shares)
-        self.knee, self.smaller, self.max_batch = knee, smaller, max_batch
+        self.knee, self.smaller, self.turns, self.max_batch = knee, smaller, turns, max_batch
 
     def place(self, workload: Workload, cluster: Cluster, profiles: Profiles) -> Plan:
         """Return the plan; deterministic, ties broken by the order of the workload and of the cluster."""
@@ -85,7 +86,8 @@ class Gpulet(Policy):
         models = interference_models(self.interference, cluster.gpu_types, profiles)
         rules = Rules(
             shares_pct=self._sizes(workload)[:-1], max_partitions=self.max_partitions, knee=KNEES[self.knee],
-            smaller=self.smaller, disturbances={kind: Disturbance(model) for kind, model in models.items()},
+            smaller=self.smaller, turns=self.turns,
+            disturbances={kind: Disturbance(model) for kind, model in models.items()},
         )
         plain = self._search(workload, cluster, costs, rules, reasons)
         if self.interference == "none":

@@ -39,6 +39,7 @@ class Ideal(Policy):
         max_batch: largest batch considered.
         max_gpus: refuses clusters with more GPUs; the search grows exponentially.
         max_steps: steps per search; when they run out the notes say that the answer is not proven.
+        turns: models may share a gpu-let in time; without it every gpu-let has one model.
     """
 
     name = "ideal"
@@ -47,7 +48,7 @@ class Ideal(Policy):
 
     def __init__(
         self, *, shares: tuple[float, ...] = (20.0, 40.0, 50.0, 60.0, 80.0), max_batch: int = 32, max_gpus: int = 8,
-        max_steps: int = 50_000,
+        max_steps: int = 50_000, turns: bool = True,
     ) -> None:
         problems = [
             Problem(f"--option {key}", value, "must be at least 1", "Leave it at its default.")
@@ -59,6 +60,7 @@ class Ideal(Policy):
         if problems:
             raise InvalidInputError(problems)
         self.shares, self.max_batch, self.max_gpus, self.max_steps = tuple(shares), max_batch, max_gpus, max_steps
+        self.turns = turns
 
     def place(self, workload: Workload, cluster: Cluster, profiles: Profiles) -> Plan:
         """Return the plan; deterministic.
@@ -93,6 +95,9 @@ class Ideal(Policy):
         return best.model_copy(update={"notes": (*best.notes, note)})
 
     def _candidates(self, workload: Workload, cluster: Cluster, profiles: Profiles) -> list[Plan]:
+        space_only = Gpulet(shares=self.shares, max_batch=self.max_batch, turns=False)
+        if not self.turns:
+            return [space_only.place(workload, cluster, profiles)]
         policies: list[Policy] = [SquishyBinPacking(max_batch=self.max_batch)]
         if workload.mps != "off":
             policies.append(SquishyBinPacking(halves=True, max_batch=self.max_batch))
@@ -116,7 +121,7 @@ class Ideal(Policy):
         counts = {kind: types.count(kind) for kind in dict.fromkeys(types)}
         pool = GpuPool(cluster)
         rates = {spec.name: spec.rate_rps for spec in workload.models}
-        search = PartitionSearch(costs, rates, self.max_steps)
+        search = PartitionSearch(costs, rates, self.max_steps, turns=self.turns)
         for parts in product(*(combinations_with_replacement(splits, count) for count in counts.values())):
             gpus = [(kind, split) for kind, chosen in zip(counts, parts, strict=True) for split in chosen]
             lets = [Let(position, kind, share) for position, (kind, split) in enumerate(gpus) for share in split]

@@ -37,9 +37,10 @@ class PartitionSearch:
     """
 
     def __init__(
-        self, costs: Mapping[str, Mapping[str, ShareCosts]], rates: Mapping[str, float], steps: int
+        self, costs: Mapping[str, Mapping[str, ShareCosts]], rates: Mapping[str, float], steps: int,
+        *, turns: bool = True,
     ) -> None:
-        self._costs, self._rates, self._steps = costs, rates, steps
+        self._costs, self._rates, self._steps, self._turns = costs, rates, steps, turns
         self._capacity = {
             (name, kind, share): own.capacity_rps(share)
             for name, by_type in costs.items() for kind, own in by_type.items() for share in own.latency_ms
@@ -109,7 +110,9 @@ class PartitionSearch:
     def _add(self, let: Let, name: str, rate: float) -> bool:
         own = self._costs[name].get(let.kind)
         capacity = self._capacity.get((name, let.kind, let.share_pct), 0.0)
-        if own is None or not capacity or self._busy(let) + rate / capacity > FULL:
+        if own is None or not capacity or (let.tenants and not self._turns):
+            return False
+        if self._busy(let) + rate / capacity > FULL:
             return False
         tenants: Tenants = (*let.tenants, (own, rate))
         if self._solve(let.kind, let.share_pct, tenants) is None:

@@ -28,6 +28,7 @@ class ShareCosts:
     on: ModelOnGpu
     latency_ms: dict[float, Steps] = field(default_factory=dict)
     context_mib: float = 0.0
+    _capacity_rps: dict[float, float] = field(default_factory=dict)
 
     @property
     def spec(self) -> ModelSpec:
@@ -44,11 +45,13 @@ class ShareCosts:
         """The SLO in ms."""
         return self.on.slo_ms
 
-    def capacity_rps(self, share_pct: float, slowdown: float = 1.0) -> float:
+    def capacity_rps(self, share_pct: float) -> float:
         """Return the highest rate the share carries within the SLO when it runs nothing else; 0 where it cannot."""
-        table = self.latency_ms.get(share_pct, ())
-        fitting = (1000.0 * b / (ms * slowdown) for b, ms in enumerate(table) if b and 2 * ms * slowdown <= self.slo_ms)
-        return max(fitting, default=0.0)
+        if share_pct not in self._capacity_rps:  # asked for every gpu-let that a model might take a turn in
+            table = self.latency_ms.get(share_pct, ())
+            fitting = (1000.0 * b / ms for b, ms in enumerate(table) if b and 2 * ms <= self.slo_ms)
+            self._capacity_rps[share_pct] = max(fitting, default=0.0)
+        return self._capacity_rps[share_pct]
 
     def value(self, rate_rps: float, price: float) -> float:
         """Return how much of a rate its best share carries, per price of a GPU."""

@@ -18,6 +18,7 @@ from tenuto.errors import InvalidInputError
 from tenuto.placement import Cluster, Plan, Policy, Workload, solve
 from tenuto.placement.costs import CONTEXT_MIB
 from tenuto.placement.policies.ffd.ffd import FirstFitDecreasing
+from tenuto.placement.policies.gpulet.baselines import MpsDefault, SelfTuning
 from tenuto.placement.policies.gpulet.gpulet import Gpulet
 from tenuto.placement.policies.gpulet.gpulets_plus import GpuletsPlus
 from tenuto.placement.policies.gpulet.ideal import Ideal
@@ -79,6 +80,8 @@ CASES: dict[str, Case] = {
     "gpulet, interference": Case(lambda: Gpulet(interference=True), 1.0, **tight),
     "sbp": Case(SquishyBinPacking, 1.0, **tight),
     "sbp, halves": Case(lambda: SquishyBinPacking(halves=True), 1.0, **tight),
+    "self-tuning": Case(lambda: SelfTuning(max_steps=500), 1.0, **tight),
+    "mps-default": Case(MpsDefault, math.inf, **tight),
     "tenuto": Case(lambda: TenutoPolicy(tries=2, requests=200), 1.0, SHARES, (12, 900), 3, 2, 400, 4),
     "ideal": Case(lambda: Ideal(max_steps=500), 1.0, SHARES, (12, 120), 4, 2, 500, 6),
 }
