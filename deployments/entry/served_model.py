@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -45,7 +46,7 @@ class ServedModel:
             InvalidInputError: the body is not what the model reads.
         """
         arrays = preprocess(self.signature, bytes(body))
-        return [InputPart(np.ascontiguousarray(arrays[t.name], t.dtype).tobytes()) for t in self.inputs]
+        return [_part(tensor, np.ascontiguousarray(arrays[tensor.name])) for tensor in self.inputs]
 
     def postprocess(self, outputs: Sequence[OutputTensor]) -> list[Prediction]:
         """Return the most likely classes of one request."""
@@ -54,7 +55,14 @@ class ServedModel:
 
 
 def _specs(tensors: Sequence[TensorSignature]) -> tuple[TensorSpec, ...]:
-    return tuple(TensorSpec(t.name, t.dtype, t.shape, t.below) for t in tensors)
+    return tuple(TensorSpec(t.name, t.dtype, t.shape, t.below, t.accepts) for t in tensors)
+
+
+def _part(spec: TensorSpec, array: np.ndarray[Any, Any]) -> InputPart:
+    """Return an array as it travels: in its own type where the model takes that, else in the signature's."""
+    if array.dtype.name in spec.accepts:
+        return InputPart(array.tobytes(), array.dtype.name)
+    return InputPart(array.astype(spec.dtype, copy=False).tobytes())
 
 
 class PlannedModel:

@@ -30,7 +30,7 @@ from tenuto.profiles.measuring.timing import measure_repeatedly
 from tenuto.profiles.networks.catalogue import LoadedModel, is_factory, lookup
 from tenuto.profiles.networks.cpu_share import cpu_cores, cpu_threads
 from tenuto.profiles.networks.device import cuda_streams, pick_device
-from tenuto.profiles.networks.inputs import as_blocks, random_inputs
+from tenuto.profiles.networks.inputs import as_blocks, random_inputs, sends_pixels
 from tenuto.profiles.networks.model_options import ModelOptions, RunOptions
 from tenuto.profiles.networks.programs import capability_of, lone_program
 from tenuto.profiles.networks.runner import BatchTimes, ProgramRunner
@@ -50,13 +50,14 @@ _WATCH_S = 1.0  # for power and clocks: the driver's power is a moving average o
 
 
 class BatchOfOne:
-    """The one batch that is repeated: random rows of a program of one model. Calling it runs it once."""
+    """The one batch that is repeated: random rows of a program of one model, pictures in the form that gateways send.
+    Calling it runs it once."""
 
     def __init__(self, runner: ProgramRunner, rows: int, seed: int) -> None:
         """Draw the inputs."""
         ((name, signature),) = runner.signatures.items()
         self._runner = runner
-        self._inputs = {name: as_blocks(random_inputs(signature, rows, seed))}
+        self._inputs = {name: as_blocks(random_inputs(signature, rows, seed, pixels=sends_pixels(signature)))}
         self._rows = {name: rows}
 
     def __call__(self) -> BatchTimes:

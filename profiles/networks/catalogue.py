@@ -42,13 +42,15 @@ class TensorSignature:
     """One input or output: numpy dtype name and shape without the batch dimension.
 
     `below` bounds integer inputs: every value must be in [0, below). An identifier outside an embedding table is an
-    error on the CPU and loses the whole CUDA context on a GPU, so it is checked before anything runs.
+    error on the CPU and loses the whole CUDA context on a GPU, so it is checked before anything runs. `accepts` are
+    further dtypes that the input may come in; what runs the model makes them into its own as the first step.
     """
 
     name: str
     dtype: str
     shape: tuple[int, ...]
     below: int | None = None
+    accepts: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,8 @@ class ImageInput:
     """How a picture becomes a tensor, as torchvision's `ImageClassification` preset does it.
 
     The shorter edge is resized to `resize_px`, the middle `crop_px` square is cut out, values are scaled to [0, 1] and
-    then normalised by `mean` and `std` per RGB channel. On the wire an image is that tensor: float32, CHW.
+    then normalised by `mean` and `std` per RGB channel. On the wire an image is that tensor: float32, CHW. With
+    `as_pixels` pictures better stay uint8 (CHW, cropped), a quarter of the bytes, and are normalised on the device.
     """
 
     resize_px: int
@@ -64,6 +67,7 @@ class ImageInput:
     interpolation: Literal["bilinear", "bicubic"] = "bilinear"
     mean: tuple[float, float, float] = (0.485, 0.456, 0.406)
     std: tuple[float, float, float] = (0.229, 0.224, 0.225)
+    as_pixels: bool = False
 
 
 @dataclass(frozen=True)
@@ -138,7 +142,8 @@ def _tuples(data: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _tensor(data: Mapping[str, Any]) -> TensorSignature:
-    return TensorSignature(data["name"], data["dtype"], tuple(data["shape"]), data.get("below"))
+    accepts = tuple(data.get("accepts", ()))
+    return TensorSignature(data["name"], data["dtype"], tuple(data["shape"]), data.get("below"), accepts)
 
 
 @dataclass(frozen=True)
@@ -269,9 +274,18 @@ def lookup(name_or_source: str) -> CatalogueEntry:
     )
 
 
-def with_pixels(signature: ModelSignature) -> ModelSignature:
-    """Return the signature of an image model that takes uint8 pixels and normalises them itself."""
-    return replace(signature, inputs=(replace(signature.inputs[0], dtype="uint8"),))
+def with_pixels(signature: ModelSignature, *, preferred: bool) -> ModelSignature:
+    """Return the signature of a model whose pictures may also come as uint8 pixels; as it is where there are none.
+
+    Args:
+        signature: of the model.
+        preferred: whether who prepares pictures for it shall send pixels.
+    """
+    image = signature.image
+    if image is None or len(signature.inputs) != 1 or signature.inputs[0].dtype != "float32":
+        return signature
+    picture = replace(signature.inputs[0], accepts=("uint8",))
+    return replace(signature, inputs=(picture,), image=replace(image, as_pixels=preferred))
 
 
 def with_sizes(

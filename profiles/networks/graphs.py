@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from tenuto.errors import EnvironmentFaultError
+from tenuto.profiles.networks.intake import Intake
 
 if TYPE_CHECKING:
     import torch
@@ -23,22 +24,22 @@ class UncapturableError(EnvironmentFaultError):
 
 @dataclass(frozen=True, slots=True)
 class _Graph:
-    """What was captured for one batch size: it reads `inputs` and writes `outputs`, always the same memory."""
+    """What was captured for one batch size: it reads the first rows of the inputs that all sizes share, and writes
+    `outputs`."""
 
     graph: Any
-    inputs: tuple[torch.Tensor, ...]
     outputs: tuple[torch.Tensor, ...]
 
 
 class GraphedModule:
     """Calls a module through its graphs. Every call is made on one stream, by one thread at a time.
 
-    Invariant: a graph is captured once per size. Inputs are copied into the graph's own memory and outputs out of it
-    on the stream, so that the memory of a batch is free once the next one is launched.
+    Invariant: a graph is captured once per size. Inputs are written into the graphs' memory and outputs copied out of
+    it on the stream, so that the memory of a batch is free once the next one is launched.
     """
 
     def __init__(
-        self, module: Callable[..., Any], name: str, *, sizes: Sequence[int], warmup_runs: int,
+        self, module: Callable[..., Any], name: str, intake: Intake, *, sizes: Sequence[int], warmup_runs: int,
         stream: torch.cuda.Stream,
     ) -> None:  # fmt: skip
         """Prepare; the first call of a size warms up and captures.
@@ -46,6 +47,7 @@ class GraphedModule:
         Args:
             module: the forward pass on the device.
             name: what to call the model in an error.
+            intake: writes batches into the graphs' memory, in the type and layout that the module takes.
             sizes: batch sizes to capture; others run without a graph.
             warmup_runs: before a capture: libraries choose algorithms and get their workspaces then, which a capture
                 must not do.
@@ -56,7 +58,9 @@ class GraphedModule:
         self._torch = torch
         self._module = module
         self._name = name
+        self._intake = intake
         self._sizes = frozenset(sizes)
+        self._inputs: tuple[torch.Tensor, ...] = ()  # of the largest size; the others use its first rows
         self._warmup_runs = warmup_runs
         self._stream = stream
         self._graphs: dict[int, _Graph] = {}
@@ -76,18 +80,20 @@ class GraphedModule:
         """
         size = int(tensors[0].shape[0])
         if size not in self._sizes:
-            return self._module(*tensors)
+            return self._module(*self._intake(tensors))
+        if not self._inputs:
+            self._inputs = tuple(self._intake.room(tensor, max(self._sizes)) for tensor in tensors)
+        inputs = tuple(room[:size] for room in self._inputs)
+        for room, tensor in zip(inputs, tensors, strict=True):
+            self._intake.write(room, tensor)
         found = self._graphs.get(size)
         if found is None:
-            found = self._graphs[size] = self._capture(tensors)
-        for static, tensor in zip(found.inputs, tensors, strict=True):
-            static.copy_(tensor, non_blocking=True)
+            found = self._graphs[size] = self._capture(inputs)
         found.graph.replay()
         return tuple(tensor.clone() for tensor in found.outputs)
 
-    def _capture(self, tensors: Sequence[torch.Tensor]) -> _Graph:
+    def _capture(self, inputs: tuple[torch.Tensor, ...]) -> _Graph:
         torch = self._torch
-        inputs = tuple(tensor.clone() for tensor in tensors)
         for _ in range(self._warmup_runs):
             self._module(*inputs)
         if self._pool is None:
@@ -105,4 +111,4 @@ class GraphedModule:
                 "Its forward pass waits for the GPU or changes with its input; remove `cuda_graphs: true` from its "
                 "options."
             ) from error
-        return _Graph(graph, inputs, tuple(answer) if isinstance(answer, (tuple, list)) else (answer,))
+        return _Graph(graph, tuple(answer) if isinstance(answer, (tuple, list)) else (answer,))

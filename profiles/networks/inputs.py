@@ -10,7 +10,16 @@ import numpy as np
 from tenuto.errors import InvalidInputError, Problem
 from tenuto.profiles.networks.catalogue import ModelSignature, TensorSignature
 
-__all__ = ["Arrays", "Blocks", "as_blocks", "blank_inputs", "check_range", "random_inputs"]
+__all__ = [
+    "Arrays",
+    "Blocks",
+    "as_blocks",
+    "blank_inputs",
+    "check_range",
+    "random_inputs",
+    "sends_pixels",
+    "takes_pixels",
+]
 
 Arrays = dict[str, "np.ndarray[Any, Any]"]
 """One model's tensors by name, each with a leading batch dimension."""
@@ -25,22 +34,40 @@ def as_blocks(arrays: Arrays) -> Blocks:
     return {name: (array,) for name, array in arrays.items()}
 
 
-def blank_inputs(signature: ModelSignature, rows: int) -> Arrays:
-    """Return a batch of zeros in which every position of an attention mask is attended."""
+def blank_inputs(signature: ModelSignature, rows: int, *, pixels: bool = False) -> Arrays:
+    """Return a batch of zeros in which every position of an attention mask is attended; pictures as uint8 pixels where
+    these are asked for and taken."""
     return {
-        t.name: np.full((rows, *t.shape), 1 if t.name == "attention_mask" else 0, dtype=np.dtype(t.dtype))
+        t.name: np.full((rows, *t.shape), 1 if t.name == "attention_mask" else 0, dtype=_dtype(t, pixels))
         for t in signature.inputs
     }
 
 
-def random_inputs(signature: ModelSignature, rows: int, seed: int = 0) -> Arrays:
-    """Return a batch of seeded noise: identifiers from the whole vocabulary, every position attended."""
+def takes_pixels(signature: ModelSignature) -> bool:
+    """Return whether pictures may come as uint8 pixels."""
+    return any("uint8" in tensor.accepts for tensor in signature.inputs)
+
+
+def sends_pixels(signature: ModelSignature) -> bool:
+    """Return whether who prepares pictures sends them as uint8 pixels."""
+    return signature.image is not None and signature.image.as_pixels and takes_pixels(signature)
+
+
+def _dtype(tensor: TensorSignature, pixels: bool) -> np.dtype[Any]:
+    return np.dtype("uint8" if pixels and "uint8" in tensor.accepts else tensor.dtype)
+
+
+def random_inputs(signature: ModelSignature, rows: int, seed: int = 0, *, pixels: bool = False) -> Arrays:
+    """Return a batch of seeded noise: identifiers from the whole vocabulary, every position attended; `pixels` as in
+    `blank_inputs`."""
     generator = np.random.default_rng(seed)
-    inputs = blank_inputs(signature, rows)
+    inputs = blank_inputs(signature, rows, pixels=pixels)
     for tensor in signature.inputs:
-        dtype, shape = np.dtype(tensor.dtype), (rows, *tensor.shape)
+        dtype, shape = _dtype(tensor, pixels), (rows, *tensor.shape)
         if np.issubdtype(dtype, np.floating):
             inputs[tensor.name] = generator.standard_normal(shape, dtype=np.float32).astype(dtype)
+        elif dtype != tensor.dtype:
+            inputs[tensor.name] = generator.integers(0, 256, shape, dtype=np.uint8)
         elif tensor.name != "attention_mask":
             inputs[tensor.name] = generator.integers(0, tensor.below or 2, shape).astype(dtype)
     return inputs

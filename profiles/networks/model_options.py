@@ -35,8 +35,7 @@ class BuildOptions(StrictModel):
     """How a catalogue model departs from its entry.
 
     `config` overrides arguments of the network itself (`{"width_mult": 0.25}`, `{"num_hidden_layers": 2}`): smaller
-    networks for tests, other sizes of the same family. `tokenizer` is a local `tokenizer.json`. `uint8_input` lets an
-    image model take pixels (uint8, CHW, cropped) and normalise them itself: a quarter of the bytes to send and copy.
+    networks for tests, other sizes of the same family. `tokenizer` is a local `tokenizer.json`.
     """
 
     seed: int = 0
@@ -46,7 +45,6 @@ class BuildOptions(StrictModel):
     num_labels: int | None = Field(default=None, ge=1)
     labels: tuple[str, ...] = ()
     tokenizer: str | None = None
-    uint8_input: bool = False
 
 
 Runtime = Literal["torch", "aot_inductor", "onnxruntime", "tensorrt"]
@@ -60,8 +58,9 @@ class RunOptions(StrictModel):
     every batch size and replays them; `compile` runs the module through `torch.compile` with fixed shapes: both pad
     batches to the next prepared size, and go without the other. `fold_batch_norms` folds them into the convolutions.
     `cudnn_benchmark` lets cuDNN try its algorithms for every size. `pad_batches` runs every batch at the next planned
-    size, filled up with blank rows. `runtime` is what executes: PyTorch, a program that `torch.export` and AOTInductor
-    compiled, or ONNX Runtime, with TensorRT or without.
+    size, filled up with blank rows. `uint8_input`: pictures are sent as uint8 pixels, a quarter of the bytes, and
+    normalised on the device; normalised float32 is taken all the same. `runtime` is what executes: PyTorch, a program
+    that `torch.export` and AOTInductor compiled, or ONNX Runtime, with TensorRT or without.
     """
 
     dtype: Literal["auto", "fp32", "fp16", "bf16"] = "auto"
@@ -70,6 +69,7 @@ class RunOptions(StrictModel):
     fold_batch_norms: bool | None = None
     cudnn_benchmark: bool | None = None
     tf32: bool | None = None
+    uint8_input: bool | None = None
     compile: bool = False
     pad_batches: bool = False
     runtime: Runtime = "torch"
@@ -86,9 +86,9 @@ class RunOptions(StrictModel):
     def chosen(self, capability: tuple[int, int] | None) -> ChosenOptions:
         """Return what a device runs: what is given, and for the rest what is fast on it.
 
-        From compute capability 8.0 on that is bf16, channels last, CUDA graphs wherever a network can be captured,
-        folded batch norms, cuDNN's own choice and TF32; before it, and on a CPU, nothing that changes a result or a
-        kernel.
+        From compute capability 8.0 on that is bf16 (fp16 with ONNX Runtime and TensorRT, whose kernels for bf16 are
+        few), channels last, CUDA graphs wherever a network can be captured, folded batch norms, cuDNN's own choice,
+        TF32 and pictures as pixels; before it, and on a CPU, nothing that changes a result or a kernel.
 
         Args:
             capability: of the CUDA device; None for a CPU.
@@ -99,13 +99,14 @@ class RunOptions(StrictModel):
             return (is_fast and fast) if value is None else value
 
         own = self.runtime == "torch"
+        half: Literal["fp16", "bf16"] = "fp16" if self.runtime in ("onnxruntime", "tensorrt") else "bf16"
         return ChosenOptions(
-            dtype=self.dtype if self.dtype != "auto" else "bf16" if is_fast else "fp32",
+            dtype=self.dtype if self.dtype != "auto" else half if is_fast else "fp32",
             channels_last=choose(self.channels_last, fast=own), tf32=choose(self.tf32),
             cuda_graphs=choose(self.cuda_graphs, fast=own and not self.compile),
             graphs_are_asked_for=bool(self.cuda_graphs), fold_batch_norms=choose(self.fold_batch_norms),
-            cudnn_benchmark=choose(self.cudnn_benchmark), compile=self.compile, pad_batches=self.pad_batches,
-            runtime=self.runtime, warmup_runs=self.warmup_runs,
+            cudnn_benchmark=choose(self.cudnn_benchmark), uint8_input=choose(self.uint8_input), compile=self.compile,
+            pad_batches=self.pad_batches, runtime=self.runtime, warmup_runs=self.warmup_runs,
         )  # fmt: skip
 
 
@@ -121,6 +122,7 @@ class ChosenOptions:
     fold_batch_norms: bool
     cudnn_benchmark: bool
     tf32: bool
+    uint8_input: bool
     compile: bool
     pad_batches: bool
     runtime: Runtime
@@ -139,7 +141,8 @@ class ChosenOptions:
 
 
 PLAIN = RunOptions(
-    dtype="fp32", channels_last=False, cuda_graphs=False, fold_batch_norms=False, cudnn_benchmark=False, tf32=False
+    dtype="fp32", channels_last=False, cuda_graphs=False, fold_batch_norms=False, cudnn_benchmark=False, tf32=False,
+    uint8_input=False,
 )
 """Nothing that changes a result: what the originals of a merged program are compared with."""
 

@@ -23,7 +23,6 @@ from tenuto.profiles.networks.catalogue import (
     is_factory,
     lookup,
     text_signature,
-    with_pixels,
     with_sizes,
 )
 from tenuto.profiles.networks.exported import is_exported, load_exported
@@ -85,7 +84,6 @@ def build(
 
 
 def _image_model(entry: CatalogueEntry, weights_path: str | None, options: BuildOptions) -> LoadedModel:
-    from tenuto.profiles.networks.image_networks import normalising
     from tenuto.profiles.networks.torchvision_import import imagenet_categories, import_torchvision
 
     classes = options.num_labels or int(options.config.get("num_classes", entry.signature.outputs[0].shape[0]))
@@ -97,10 +95,7 @@ def _image_model(entry: CatalogueEntry, weights_path: str | None, options: Build
     else:
         _load_weights(module, weights_path, entry.name)
     labels = options.labels or (imagenet_categories() if classes == 1000 else ())
-    signature = _sized(entry.signature, classes, options)
-    if options.uint8_input and signature.image is not None:
-        module, signature = normalising(module, signature.image), with_pixels(signature)
-    return _loaded(module, signature, labels)
+    return _loaded(module, _sized(entry.signature, classes, options), labels)
 
 
 def _text_model(entry: CatalogueEntry, weights_path: str | None, options: BuildOptions) -> LoadedModel:

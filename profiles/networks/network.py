@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from tenuto.errors import InvalidInputError, Problem
-from tenuto.profiles.networks.catalogue import LoadedModel, ModelSignature
+from tenuto.profiles.networks.catalogue import LoadedModel, ModelSignature, with_pixels
 from tenuto.profiles.networks.compiled import CompiledModule
 from tenuto.profiles.networks.graphs import GraphedModule, UncapturableError
 from tenuto.profiles.networks.inputs import random_inputs
+from tenuto.profiles.networks.intake import Intake
 from tenuto.profiles.networks.model_options import ChosenOptions, captured_sizes, compiled_sizes
 from tenuto.profiles.networks.runtimes import run_elsewhere, run_onnx
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["LoneModel", "Network", "Tensors"]
+__all__ = ["LoneModel", "Network", "Tensors", "set_backends"]
 
 Tensors = Mapping[str, "Sequence[torch.Tensor]"]
 """By model, its tensors in the signature's order."""
@@ -84,17 +84,18 @@ class LoneModel:
                 Problem(f"options of {name}: cuda_graphs", True, "CUDA graphs need an NVIDIA GPU; this is a CPU",
                         "Remove the option; `compile: true` works on a CPU.")
             )  # fmt: skip
-        self.signatures: Mapping[str, ModelSignature] = {name: loaded.signature}
+        signature = with_pixels(loaded.signature, preferred=options.uint8_input)
+        self.signatures: Mapping[str, ModelSignature] = {name: signature}
         self.notes: list[str] = []
         self._name = name
         self._options = options
+        self._on_cuda = stream is not None
         self._sizes = tuple(sorted(batch_sizes))
         if options.prepared_sizes and batch_sizes:
             sizes = captured_sizes if options.cuda_graphs else compiled_sizes
             self._sizes = sizes(max(batch_sizes))
         self._dtype = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}[options.dtype]
         self._module: torch.nn.Module | None = None
-        self._is_channels_last = False
         self._call: Any
         module = loaded.module
         if loaded.onnx_file is not None:
@@ -107,24 +108,28 @@ class LoneModel:
         if options.dtype != "fp32":
             module = module.to(self._dtype)
         self.weights_mib = _size_mib(module)
+        pictures = signature.image if "uint8" in signature.inputs[0].accepts else None
         if options.runtime != "torch":
+            intake = Intake(self._dtype, device, pictures=pictures)
             elsewhere = run_elsewhere(
                 options.runtime, module, name, self._examples(self._dtype), device=device, sizes=self._sizes,
                 stream=stream,
             )  # fmt: skip
-            self._call = lambda *tensors: elsewhere(*self._converted(tensors))
+            self._call = lambda *tensors: elsewhere(*intake(tensors))
             return
         module = module.to(device)
-        self._is_channels_last = options.channels_last and any(p.dim() == 4 for p in module.parameters())
-        if self._is_channels_last:
+        channels_last = options.channels_last and any(p.dim() == 4 for p in module.parameters())
+        if channels_last:
             module = module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         self._module = module
+        self._intake = intake = Intake(self._dtype, device, channels_last=channels_last, pictures=pictures)
         self._call = self._forward
         if options.compile:
-            self._call = CompiledModule(self._forward, name, shapes=len(self._sizes))
+            compiled = CompiledModule(module, name, shapes=len(self._sizes))
+            self._call = lambda *tensors: compiled(*intake(tensors))
         elif options.cuda_graphs and stream is not None:
             self._call = GraphedModule(
-                self._forward, name, sizes=self._sizes, warmup_runs=options.warmup_runs, stream=stream
+                module, name, intake, sizes=self._sizes, warmup_runs=options.warmup_runs, stream=stream
             )
 
     @property
@@ -156,28 +161,20 @@ class LoneModel:
     def __call__(self, batches: Tensors) -> dict[str, tuple[torch.Tensor, ...]]:
         """Compute the model's outputs in the type and format of its options."""
         tensors = list(batches[self._name])
-        with _backend_flags(self._options):
-            try:
-                answer = self._call(*tensors)
-            except UncapturableError as error:
-                if self._options.graphs_are_asked_for:
-                    raise
-                self.notes.append(f"runs without CUDA graphs: {error}")
-                self._call = self._forward
-                answer = self._call(*tensors)
+        if self._on_cuda:
+            set_backends(self._options)
+        try:
+            answer = self._call(*tensors)
+        except UncapturableError as error:
+            if self._options.graphs_are_asked_for:
+                raise
+            self.notes.append(f"runs without CUDA graphs: {error}")
+            self._call = self._forward
+            answer = self._call(*tensors)
         return {self._name: tuple(answer) if isinstance(answer, (tuple, list)) else (answer,)}
 
     def _forward(self, *tensors: torch.Tensor) -> Any:
-        """Convert the inputs and run the module; captured and compiled as a whole."""
-        return self.module(*self._converted(tensors))
-
-    def _converted(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        import torch
-
-        given = [t.to(self._dtype) if t.is_floating_point() and t.dtype != self._dtype else t for t in tensors]
-        if self._is_channels_last:
-            given = [t.contiguous(memory_format=torch.channels_last) if t.dim() == 4 else t for t in given]
-        return given
+        return self.module(*self._intake(tensors))
 
     def padded(self, rows: int) -> int:
         """Return the next size that is compiled, captured or planned, where the options ask for padding."""
@@ -207,23 +204,14 @@ def _size_mib(module: torch.nn.Module) -> float:
     return sum(t.numel() * t.element_size() for t in (*module.parameters(), *module.buffers())) / 2**20
 
 
-@contextlib.contextmanager
-def _backend_flags(options: ChosenOptions) -> Iterator[None]:
-    """Set what PyTorch keeps for the whole process, for one call: models of one process may differ in it."""
-    if not (options.cudnn_benchmark or options.tf32):
-        yield
-        return
+def set_backends(options: ChosenOptions) -> None:
+    """Set what PyTorch keeps for the whole process before a call on CUDA: models of one process may differ in it.
+
+    Always, as PyTorch's own default runs convolutions of fp32 in TF32. By the older names of these switches: the newer
+    ones leave the older in a state that raises where libraries read them (seen with 2.11 and 2.13).
+    """
     import torch
 
-    backends: Any = torch.backends
-    precision = "tf32" if options.tf32 else "none"
-    places: list[tuple[Any, str, Any]] = [(backends.cudnn, "benchmark", options.cudnn_benchmark)]
-    places += [(where, "fp32_precision", precision) for where in (backends.cuda.matmul, backends.cudnn.conv)]
-    before = [getattr(where, name) for where, name, _ in places]
-    try:
-        for where, name, value in places:
-            setattr(where, name, value)
-        yield
-    finally:
-        for (where, name, _), value in zip(places, before, strict=True):
-            setattr(where, name, value)
+    torch.backends.cudnn.benchmark = options.cudnn_benchmark
+    torch.backends.cudnn.allow_tf32 = options.tf32
+    torch.backends.cuda.matmul.allow_tf32 = options.tf32

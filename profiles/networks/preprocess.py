@@ -19,8 +19,9 @@ from numpy.typing import NDArray
 
 from tenuto.errors import EnvironmentFaultError, InvalidInputError, Problem
 from tenuto.profiles.networks.catalogue import ImageInput, ModelSignature, TextInput
+from tenuto.profiles.networks.inputs import sends_pixels
 
-__all__ = ["Prediction", "image_tensor", "postprocess", "preprocess", "text_tensors"]
+__all__ = ["Prediction", "image_tensor", "normalised", "postprocess", "preprocess", "text_tensors"]
 
 Array = NDArray[Any]
 Prediction = dict[str, Any]
@@ -39,7 +40,7 @@ def preprocess(signature: ModelSignature, body: bytes | memoryview) -> dict[str,
         raise InvalidInputError(Problem("body", "", "is empty", "Send the bytes of an image, or a text."))
     if signature.image is not None:
         spec = signature.inputs[0]
-        return {spec.name: image_tensor(body, signature.image, is_normalised=spec.dtype != "uint8")}
+        return {spec.name: image_tensor(body, signature.image, is_normalised=not sends_pixels(signature))}
     if signature.text is not None:
         try:
             text = bytes(body).decode("utf-8")
@@ -90,12 +91,16 @@ def image_tensor(body: bytes | memoryview, image: ImageInput, *, is_normalised: 
     if (width, height) != picture.size:
         picture = picture.resize((width, height), filters[image.interpolation])
     pixels = np.asarray(picture.crop((left, top, left + crop, top + crop)), dtype=np.uint8)
-    if not is_normalised:
-        return np.ascontiguousarray(pixels.transpose(2, 0, 1))
-    scaled = pixels.transpose(2, 0, 1).astype(np.float32) / np.float32(255)
+    planes = pixels.transpose(2, 0, 1)
+    return np.ascontiguousarray(normalised(planes, image) if is_normalised else planes)
+
+
+def normalised(pixels: Array, image: ImageInput) -> Array:
+    """Return float32 of uint8 pixels, whose last dimensions are CHW."""
     mean = np.asarray(image.mean, np.float32)[:, None, None]
     std = np.asarray(image.std, np.float32)[:, None, None]
-    return np.ascontiguousarray((scaled - mean) / std)
+    answer: Array = (pixels.astype(np.float32) / np.float32(255) - mean) / std
+    return answer
 
 
 def _resized(width: int, height: int, shorter_px: int) -> tuple[int, int]:

@@ -21,8 +21,9 @@ import numpy as np
 from tenuto.errors import InvalidInputError, Problem
 from tenuto.profiles.networks.catalogue import ModelSignature
 from tenuto.profiles.networks.cpu_share import cpu_cores
-from tenuto.profiles.networks.inputs import Arrays, Blocks, as_blocks, blank_inputs, check_range
+from tenuto.profiles.networks.inputs import Arrays, Blocks, as_blocks, blank_inputs, check_range, takes_pixels
 from tenuto.profiles.networks.network import Network
+from tenuto.profiles.networks.preprocess import normalised
 
 if TYPE_CHECKING:
     import torch
@@ -75,7 +76,7 @@ class Streams:
 
 
 Array = np.ndarray[Any, Any]
-Key = tuple[str, str]  # of a buffer: model and input
+Key = tuple[str, str, str]  # of a buffer: model, input and dtype
 
 
 @dataclass(slots=True)
@@ -159,9 +160,17 @@ class ProgramRunner:
         """Run blank batches of every size that is prepared before requests come."""
         self.reserve()
         for rows in self.network.warm_up_rows():
-            blank = {name: as_blocks(blank_inputs(self.signatures[name], count)) for name, count in rows.items()}
             for _ in range(runs):
-                self.run(blank, rows)
+                self.run(self._blank(rows), rows)
+        for name, signature in self.signatures.items():
+            if self.on_cuda and takes_pixels(signature):
+                rows = {name: self.network.largest_batch}
+                self.run(self._blank(rows, pixels=True), rows)
+
+    def _blank(self, rows: Mapping[str, int], *, pixels: bool = False) -> dict[str, Blocks]:
+        return {
+            name: as_blocks(blank_inputs(self.signatures[name], count, pixels=pixels)) for name, count in rows.items()
+        }
 
     def reserve(self) -> None:
         """Make every buffer as large as the largest planned batch of any of the models needs."""
@@ -169,10 +178,11 @@ class ProgramRunner:
             return
         rows = self.network.largest_batch
         for name, signature in self.signatures.items():
-            blank = {name: as_blocks(blank_inputs(signature, rows))}
-            staged = [self.stage(blank, {name: rows}) for _ in range(self.depth)]
-            for batch in staged:
-                self.discard(batch)
+            for pixels in (False, True) if takes_pixels(signature) else (False,):
+                blank = self._blank({name: rows}, pixels=pixels)
+                staged = [self.stage(blank, {name: rows}) for _ in range(self.depth)]
+                for batch in staged:
+                    self.discard(batch)
 
     def stage(self, inputs: Mapping[str, Blocks], rows: Mapping[str, int]) -> StagedBatch:
         """Begin to copy a batch to the device, whatever runs there; returns without waiting for the copy.
@@ -187,10 +197,13 @@ class ProgramRunner:
         """
         began_s = time.monotonic()
         rows = {name: count for name, count in rows.items() if count}
-        blocks = {(name, key): mine for name in rows for key, mine in self._padded(name, inputs[name], rows[name])}
+        blocks = {
+            (name, key, mine[0].dtype.name): mine
+            for name in rows for key, mine in self._padded(name, inputs[name], rows[name])
+        }  # fmt: skip
         if self._streams is None:
             given: dict[str, list[Any]] = {name: [] for name in rows}
-            for (name, _), mine in blocks.items():
+            for (name, _, _), mine in blocks.items():
                 given[name].append(self._torch.from_numpy(_as_one(mine)))
             now_s = time.monotonic()
             return StagedBatch(rows, given, (now_s - began_s) * 1000.0, now_s)
@@ -286,10 +299,11 @@ class ProgramRunner:
         """Yield a model's inputs in the signature's order, filled up with blank rows where its options say so."""
         signature = self.signatures[name]
         more = self.network.padded(rows) - rows
-        blank = blank_inputs(signature, more) if more > 0 else {}
         for spec in signature.inputs:
-            given = [check_range(spec, block) for block in inputs[spec.name]]
-            yield spec.name, [*given, blank[spec.name]] if more > 0 else given
+            given = _of_one_type(signature, [check_range(spec, block) for block in inputs[spec.name]])
+            if more > 0:
+                given = [*given, blank_inputs(signature, more, pixels=given[0].dtype != spec.dtype)[spec.name]]
+            yield spec.name, given
 
     def _fill(self, slot: _Slot, key: Key, blocks: Sequence[Array]) -> int:
         """Copy blocks into a pinned buffer of a slot that nobody uses; return their rows."""
@@ -305,8 +319,7 @@ class ProgramRunner:
 
     def _grow(self, slot: _Slot, key: Key, rows: int, shape: tuple[int, ...]) -> torch.Tensor:
         torch, streams = self._torch, self._streams
-        spec = next(s for s in self.signatures[key[0]].inputs if s.name == key[1])
-        kind = torch.from_numpy(np.empty(0, np.dtype(spec.dtype))).dtype
+        kind = torch.from_numpy(np.empty(0, np.dtype(key[2]))).dtype
         # The allocator reuses memory in the order of the stream that it was first asked for on.
         with torch.cuda.stream(None if streams is None else streams.copy_in):
             slot.device[key] = torch.empty((rows, *shape), dtype=kind, device=torch.device("cuda:0"))
@@ -336,6 +349,14 @@ def _as_arrays(signature: ModelSignature, answer: tuple[torch.Tensor, ...], rows
             )  # fmt: skip
         outputs[spec.name] = np.ascontiguousarray(array, dtype=np.dtype(spec.dtype))
     return outputs
+
+
+def _of_one_type(signature: ModelSignature, blocks: Sequence[Array]) -> Sequence[Array]:
+    """Return blocks of one type: where some pictures of a batch came as pixels and some did not, all normalised."""
+    image = signature.image
+    if image is None or len({block.dtype for block in blocks}) == 1:
+        return blocks
+    return [normalised(block, image) if block.dtype == np.uint8 else block for block in blocks]
 
 
 def _as_one(blocks: Sequence[Array]) -> Array:

@@ -189,7 +189,13 @@ class FakeCuda:
                 return made
             return real_to(source, *where, **rest)
 
+        real_addcmul = torch.addcmul
+
+        def addcmul(shift: torch.Tensor, scale: torch.Tensor, pixels: torch.Tensor, *, out: torch.Tensor) -> None:
+            self.kernels(lambda: real_addcmul(shift, scale, pixels, out=out))
+
         patch.setattr(torch, "empty", empty)
+        patch.setattr(torch, "addcmul", addcmul)
         for name, function in (("copy_", copy_), ("clone", clone), ("to", to)):
             patch.setattr(torch.Tensor, name, function, raising=False)
         for name, value in {

@@ -10,8 +10,8 @@ from tenuto.errors import InvalidInputError, Problem
 from tenuto.profiles.networks.catalogue import LoadedModel, ModelSignature
 from tenuto.profiles.networks.merging.merge import MergedModels, merge_models
 from tenuto.profiles.networks.merging.report import MergedCluster
-from tenuto.profiles.networks.model_options import RunOptions, unmergeable_options
-from tenuto.profiles.networks.network import Tensors
+from tenuto.profiles.networks.model_options import PLAIN, RunOptions, unmergeable_options
+from tenuto.profiles.networks.network import Tensors, set_backends
 
 __all__ = ["MergedNetwork", "check_run_options", "even_split"]
 
@@ -32,6 +32,7 @@ class MergedNetwork:
         self.report = report
         self._merged = merged
         self._sizes = tuple(sorted(batch_sizes))
+        self._on_cuda = False
 
     @classmethod
     def of(cls, models: Mapping[str, LoadedModel], batch_sizes: Sequence[int] = ()) -> MergedNetwork:
@@ -58,9 +59,12 @@ class MergedNetwork:
     def settle(self, device: torch.device) -> None:
         """Move the weights to the device and let go of the originals."""
         self._merged.settle(device)
+        self._on_cuda = device.type == "cuda"
 
     def __call__(self, batches: Tensors) -> dict[str, tuple[torch.Tensor, ...]]:
         """Compute the outputs of the models that have a batch; only their operators run."""
+        if self._on_cuda:
+            set_backends(PLAIN.chosen(None))  # its outputs were compared in fp32
         return self._merged.run(batches)
 
     def padded(self, rows: int) -> int:

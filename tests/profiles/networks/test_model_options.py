@@ -65,7 +65,7 @@ def test_a_merged_program_knows_only_how_often_to_warm_up() -> None:
 
 FAST = {
     "dtype": "bf16", "channels_last": True, "cuda_graphs": True, "fold_batch_norms": True, "cudnn_benchmark": True,
-    "tf32": True,
+    "tf32": True, "uint8_input": True,
 }  # fmt: skip
 
 
@@ -89,7 +89,7 @@ def test_each_can_be_turned_off(key: str, value: Any) -> None:
 def test_compiled_modules_and_other_runtimes_go_without_graphs() -> None:
     assert not RunOptions(compile=True).chosen((9, 0)).cuda_graphs
     other = RunOptions(runtime="onnxruntime").chosen((9, 0))
-    assert (other.cuda_graphs, other.channels_last, other.dtype) == (False, False, "bf16")
+    assert (other.cuda_graphs, other.channels_last, other.dtype) == (False, False, "fp16")
     with pytest.raises(InvalidInputError, match="runtime that is not PyTorch"):
         ModelOptions.parse({"runtime": "onnxruntime", "compile": True}, "m")
 

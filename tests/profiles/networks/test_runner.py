@@ -10,12 +10,19 @@ import pytest
 import torch
 
 from tenuto.errors import EnvironmentFaultError, InvalidInputError
-from tenuto.profiles.networks.catalogue import LoadedModel, ModelSignature, TensorSignature
+from tenuto.profiles.networks.catalogue import (
+    ImageInput,
+    LoadedModel,
+    ModelSignature,
+    TensorSignature,
+    image_signature,
+)
 from tenuto.profiles.networks.device import cuda_streams
-from tenuto.profiles.networks.inputs import Arrays, as_blocks
+from tenuto.profiles.networks.inputs import Arrays, as_blocks, sends_pixels
 from tenuto.profiles.networks.model_options import RunOptions
 from tenuto.profiles.networks.models import build
 from tenuto.profiles.networks.network import LoneModel
+from tenuto.profiles.networks.preprocess import normalised
 from tenuto.profiles.networks.programs import lone_program
 from tenuto.profiles.networks.runner import BatchTimes, StagedBatch
 from tests.instruments.fake_cuda import COPY_MS, KERNELS_MS, FakeCuda, LateNet, late_model
@@ -136,7 +143,7 @@ def test_a_third_batch_is_refused_and_buffers_are_kept(cuda: FakeCuda) -> None:
     cuda.pinned_rows.clear()
     run_two_deep(runner, 4)
     assert cuda.pinned_rows == [2] * 4  # of the answers; the inputs have theirs, for the largest batch
-    assert [slot.pinned["m", "x"].shape[0] for slot in runner.runner._free] == [4, 4]
+    assert [slot.pinned["m", "x", "float32"].shape[0] for slot in runner.runner._free] == [4, 4]
 
 
 def test_an_answer_is_not_overwritten_by_a_later_batch(cuda: FakeCuda) -> None:
@@ -180,6 +187,99 @@ def test_blocks_go_to_the_device_without_being_put_together_first(cuda: FakeCuda
     blocks = {"x": [np.full((1, 2), 1.0, np.float32), np.full((2, 2), 2.0, np.float32)]}
     outputs = runner.runner.run({"m": blocks}, {"m": 3})["m"]
     assert outputs["y"].tolist() == [[3.0, 3.0], [5.0, 5.0], [5.0, 5.0]]
+
+
+# --- pictures as pixels -----------------------------------------------------------------------------------------
+
+PICTURE = ImageInput(resize_px=4, crop_px=4)
+
+
+class Sum(torch.nn.Module):
+    """Of a picture's values; on a fake it runs as late as it may."""
+
+    def __init__(self, cuda: FakeCuda | None = None) -> None:
+        super().__init__()
+        self.cuda = cuda
+
+    def to(self, *_where: Any, **_how: Any) -> Sum:
+        return self
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        answer = torch.full((len(x), 1), float("nan"))
+
+        def add() -> None:
+            answer.copy_(x.float().sum(dim=(1, 2, 3))[:, None])
+
+        if self.cuda is None:
+            add()
+        else:
+            self.cuda.kernels(add)
+        return answer
+
+
+def picture_model(cuda: FakeCuda | None = None) -> LoadedModel:
+    return LoadedModel(Sum(cuda), image_signature(PICTURE, 1))
+
+
+def pixels(number: int, rows: int) -> np.ndarray[Any, Any]:
+    return np.random.default_rng(number).integers(0, 256, (rows, 3, 4, 4), dtype=np.uint8)
+
+
+@pytest.mark.parametrize("options", [{}, {"uint8_input": False}, {"cuda_graphs": False}])
+def test_pixels_are_normalised_behind_their_copy_whatever_else_is_chosen(
+    cuda: FakeCuda, options: dict[str, Any]
+) -> None:
+    cuda.capability = (9, 0)
+    runner = Alone(picture_model(cuda), [3], dtype="fp32", channels_last=False, **options)
+    runner.runner.warm_up(1)
+    signature = runner.runner.signatures["m"]
+    assert sends_pixels(signature) is options.get("uint8_input", True)
+    assert (signature.inputs[0].dtype, signature.inputs[0].accepts) == ("float32", ("uint8",))
+    for number in range(4):
+        given = pixels(number, 3)
+        expected = normalised(given, PICTURE).sum(axis=(1, 2, 3))
+        np.testing.assert_allclose(runner.run({"image": given}, 3)["logits"][:, 0], expected, rtol=1e-4, atol=1e-3)
+        as_floats = {"image": normalised(given, PICTURE)}
+        np.testing.assert_allclose(runner.run(as_floats, 3)["logits"][:, 0], expected, rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize("on_cuda", [False, True])
+def test_a_batch_may_hold_pixels_and_normalised_pictures(cuda: FakeCuda, on_cuda: bool) -> None:
+    device = "cuda" if on_cuda else "cpu"
+    runner = Alone(picture_model(cuda if on_cuda else None), [4], device=device, pad_batches=True)
+    rows = [pixels(number, 1) for number in range(3)]
+    blocks = {"image": [rows[0], normalised(rows[1], PICTURE), rows[2]]}
+    found = runner.runner.run({"m": blocks}, {"m": 3})["m"]["logits"]
+    expected = [normalised(row, PICTURE).sum() for row in rows]
+    np.testing.assert_allclose(found[:, 0], expected, rtol=1e-4, atol=1e-3)
+
+
+def test_an_integer_input_of_a_model_without_pictures_stays_one() -> None:
+    signature = ModelSignature(
+        "tensor", (TensorSignature("n", "uint8", (2,)),), (TensorSignature("y", "uint8", (2,)),)
+    )
+    runner = Alone(LoadedModel(torch.nn.Identity(), signature), [1], device="cpu")
+    given = np.array([[3, 250]], np.uint8)
+    np.testing.assert_array_equal(runner.run({"n": given}, 1)["y"], given)
+
+
+# --- what PyTorch keeps for the process -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("is_fast", [False, True])
+def test_every_model_runs_with_its_own_tf32_whatever_ran_before(cuda: FakeCuda, is_fast: bool) -> None:
+    backends = torch.backends
+    before = backends.cudnn.allow_tf32, backends.cuda.matmul.allow_tf32, backends.cudnn.benchmark
+    runner = Alone(late_model(cuda), [2], tf32=is_fast, cudnn_benchmark=is_fast)
+    try:
+        backends.cudnn.allow_tf32 = backends.cuda.matmul.allow_tf32 = backends.cudnn.benchmark = not is_fast
+        runner.run(batch(1), 2)
+        # PyTorch's own default is TF32 for convolutions: what asks for fp32 must say so.
+        assert (backends.cudnn.conv.fp32_precision == "tf32") is is_fast
+        assert (backends.cudnn.allow_tf32, backends.cuda.matmul.allow_tf32) == (is_fast, is_fast)
+        assert backends.cudnn.benchmark is is_fast
+    finally:
+        backends.cudnn.allow_tf32, backends.cuda.matmul.allow_tf32, backends.cudnn.benchmark = before
 
 
 # --- CUDA graphs ------------------------------------------------------------------------------------------------

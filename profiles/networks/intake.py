@@ -1,0 +1,80 @@
+"""Bring a batch into the type and the layout its network computes in: one kernel, the normalisation of pixels included.
+
+torch is imported on use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from tenuto.profiles.networks.catalogue import ImageInput
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["Intake"]
+
+
+class Intake:
+    """The first step of a network. Integers keep their type, pixels of a picture excepted."""
+
+    def __init__(
+        self, dtype: torch.dtype, device: torch.device, *, channels_last: bool = False,
+        pictures: ImageInput | None = None,
+    ) -> None:  # fmt: skip
+        """Say what is computed in.
+
+        Args:
+            dtype: of everything that is no integer.
+            device: where batches are.
+            channels_last: whether tensors of four dimensions get that layout.
+            pictures: how uint8 pixels are normalised; None: uint8 is a type like others.
+        """
+        import torch
+
+        self._torch = torch
+        self._dtype = dtype
+        self._is_channels_last = channels_last
+        self._pictures: tuple[torch.Tensor, torch.Tensor] | None = None
+        if pictures is not None:
+            mean, std = (torch.tensor(values).view(1, 3, 1, 1) for values in (pictures.mean, pictures.std))
+            self._pictures = (-mean / std).to(device), (1.0 / (255.0 * std)).to(device)
+
+    def __call__(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Return the batch as the network takes it; tensors that are so already are not copied."""
+        return [self._as_wanted(tensor) for tensor in tensors]
+
+    def _as_wanted(self, tensor: torch.Tensor) -> torch.Tensor:
+        is_other = self._dtype_of(tensor) != tensor.dtype
+        if not is_other and (not self._has_layout(tensor) or tensor.is_contiguous(memory_format=self._layout(tensor))):
+            return tensor
+        return self.write(self.room(tensor, tensor.shape[0]), tensor)
+
+    def room(self, like: torch.Tensor, rows: int) -> torch.Tensor:
+        """Return memory for a batch of so many rows like those of another."""
+        return self._torch.empty(
+            (rows, *like.shape[1:]), dtype=self._dtype_of(like), device=like.device, memory_format=self._layout(like)
+        )
+
+    def write(self, room: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+        """Write a batch into its memory, on the current stream; return it."""
+        if self._is_pixels(tensor) and self._pictures is not None:
+            shift, scale = self._pictures
+            # (x / 255 - mean) / std in fp32, rounded once to the network's type.
+            self._torch.addcmul(shift, scale, tensor, out=room)
+        else:
+            room.copy_(tensor, non_blocking=True)
+        return room
+
+    def _is_pixels(self, tensor: torch.Tensor) -> bool:
+        return self._pictures is not None and tensor.dtype == self._torch.uint8
+
+    def _dtype_of(self, tensor: torch.Tensor) -> torch.dtype:
+        return self._dtype if tensor.is_floating_point() or self._is_pixels(tensor) else tensor.dtype
+
+    def _has_layout(self, tensor: torch.Tensor) -> bool:
+        return self._is_channels_last and tensor.dim() == 4
+
+    def _layout(self, tensor: torch.Tensor) -> Any:
+        return self._torch.channels_last if self._has_layout(tensor) else self._torch.contiguous_format
