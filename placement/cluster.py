@@ -12,7 +12,7 @@ from pydantic import Field, model_validator
 
 from tenuto.documents import StrictModel, dump_yaml, load_document, parse_document
 from tenuto.errors import InvalidInputError, Problem
-from tenuto.profiles.gpu_types import GPU_TYPES, memory_mib_of
+from tenuto.profiles.gpu_types import GPU_TYPES, is_fast_type, memory_mib_of
 
 __all__ = ["Cluster", "Gpu", "GpuGroup", "Node"]
 
@@ -82,6 +82,13 @@ class Cluster(StrictModel):
     def gpu_types(self) -> tuple[str, ...]:
         """The GPU types present, in file order."""
         return tuple(dict.fromkeys(group.type for node in self.nodes for group in node.gpus))
+
+    @property
+    def streams(self) -> bool:
+        """Whether gpu-lets stream where a workload does not say: all GPUs are real ones (bound by UUID) of compute
+        capability 8.0 or later. Logical GPUs do not: what they emulate knows no copies."""
+        gpus = self.gpus
+        return bool(gpus) and all(gpu.uuid is not None and is_fast_type(gpu.type) for gpu in gpus)
 
     @property
     def one_of_each(self) -> dict[str, Gpu]:

@@ -163,6 +163,7 @@ def complete(plan: Plan, policy: Policy, workload: Workload, cluster: Cluster, p
     believed = Believed(goodput_rps=expected.goodput_rps, models=expected.models) if expected.models else None
     addresses = {gpu.id: gpu.address for gpu in cluster.gpus}
     gpus = tuple(gpu.model_copy(update={"address": gpu.address or addresses.get(gpu.id)}) for gpu in plan.gpus)
+    streaming = cluster.streams if workload.streaming is None else workload.streaming
     plan = plan.model_copy(
         update={
             "policy": PolicyUsed(name=getattr(policy, "name", type(policy).__name__), options=_plain_options(policy)),
@@ -171,11 +172,11 @@ def complete(plan: Plan, policy: Policy, workload: Workload, cluster: Cluster, p
             "models": workload.models,
             "applications": workload.applications,
             "mps": workload.mps,
-            "streaming": workload.streaming,
+            "streaming": streaming,
             "objective": workload.objective,
         }
     )
-    sharing = Sharing(costs_of(workload, cluster, profiles), profiles, workload.streaming)
+    sharing = Sharing(costs_of(workload, cluster, profiles), profiles, streaming)
     plan = apply_merging(sharing.completed(plan), workload, profiles, sharing.completed)
     plan = with_caps(plan, cluster, {kind: context_mib_of(kind, profiles) for kind in cluster.gpu_types})
     notes = list(plan.notes)

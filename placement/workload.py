@@ -66,7 +66,9 @@ class Workload(StrictModel):
     mps: Literal["off", "auto", "required"] = "auto"  # CUDA MPS for gpu-lets that share a GPU
     merge: Literal["off", "auto"] | tuple[tuple[str, ...], ...] = "off"  # models to run as one merged program
     objective: Objective = "weighted"
-    streaming: bool = False  # the copies of a batch overlap with the execution of the one before
+    # The copies of a batch overlap with the execution of the one before; None: where all GPUs are real ones on which
+    # that is the default (`Cluster.streams`).
+    streaming: bool | None = None
 
     @model_validator(mode="before")
     @classmethod

@@ -10,7 +10,19 @@ import math
 import re
 from dataclasses import dataclass
 
-__all__ = ["GPU_TYPES", "GpuType", "capability_of_type", "gpu_type_of", "memory_mib_of", "sms_of_share"]
+__all__ = [
+    "FAST_CAPABILITY",
+    "GPU_TYPES",
+    "GpuType",
+    "capability_of_type",
+    "gpu_type_of",
+    "is_fast_type",
+    "memory_mib_of",
+    "sms_of_share",
+]
+
+FAST_CAPABILITY = (8, 0)
+"""CUDA's compute capability from which on everything that is fast is chosen where options leave it open."""
 
 
 @dataclass(frozen=True)
@@ -80,6 +92,12 @@ def capability_of_type(name: str) -> tuple[int, int] | None:
     """Return the compute capability of a known type or of a MIG device of one; None for any other, and for `cpu`."""
     kind = GPU_TYPES.get(name) or GPU_TYPES.get(name.partition("-")[0])
     return None if kind is None else kind.capability
+
+
+def is_fast_type(name: str) -> bool:
+    """Return whether a type is known to have `FAST_CAPABILITY`."""
+    capability = capability_of_type(name)
+    return capability is not None and capability >= FAST_CAPABILITY
 
 
 def gpu_type_of(name: str) -> str:

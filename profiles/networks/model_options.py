@@ -14,6 +14,7 @@ from pydantic import Field, model_validator
 
 from tenuto.documents import StrictModel, parse_document
 from tenuto.errors import InvalidInputError, Problem
+from tenuto.profiles.gpu_types import FAST_CAPABILITY
 
 __all__ = [
     "PLAIN",
@@ -93,7 +94,7 @@ class RunOptions(StrictModel):
         Args:
             capability: of the CUDA device; None for a CPU.
         """
-        is_fast = capability is not None and capability >= (8, 0)
+        is_fast = capability is not None and capability >= FAST_CAPABILITY
 
         def choose(value: bool | None, *, fast: bool = True) -> bool:
             return (is_fast and fast) if value is None else value

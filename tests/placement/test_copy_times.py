@@ -23,13 +23,34 @@ POINTS = [
 MODEL = ModelProfile.model_validate({"points": POINTS})
 
 
-def plan(**keys: Any) -> Plan:
-    profile = Profile.model_validate(
-        {"name": "p", "source": "test", "gpu_type": "v100", "models": {"m": {"points": POINTS}}}
-    )
+def plan(*groups: dict[str, Any], **keys: Any) -> Plan:
+    found = groups or ({"type": "v100", "count": 1},)
+    profiles = [
+        Profile.model_validate({"name": kind, "source": "test", "gpu_type": kind, "models": {"m": {"points": POINTS}}})
+        for kind in dict.fromkeys(group["type"] for group in found)
+    ]
     workload = parse_document(Workload, {"models": [{"name": "m", "rate_rps": 50, "slo_ms": 50}], **keys})
-    cluster = parse_document(Cluster, {"nodes": [{"name": "n0", "gpus": [{"type": "v100", "count": 1}]}]})
-    return solve(load_policy("symphony"), workload, cluster, Profiles([profile]))
+    cluster = parse_document(Cluster, {"nodes": [{"name": "n0", "gpus": list(found)}]})
+    return solve(load_policy("symphony"), workload, cluster, Profiles(profiles))
+
+
+REAL = {"type": "h200", "count": 1, "uuids": ["GPU-0"]}
+
+
+@pytest.mark.parametrize(
+    ("groups", "keys", "streams"),
+    [
+        ((REAL,), {}, True),
+        ((REAL,), {"streaming": False}, False),
+        (({"type": "h200", "count": 1},), {}, False),  # logical: emulated, or not known to be there
+        ((REAL, {"type": "v100", "count": 1, "uuids": ["GPU-1"]}), {}, False),
+        (({"type": "v100", "count": 1, "uuids": ["GPU-1"]},), {"streaming": True}, True),
+    ],
+)
+def test_real_gpus_that_are_fast_stream_unless_the_workload_says_otherwise(
+    groups: tuple[dict[str, Any], ...], keys: dict[str, Any], streams: bool
+) -> None:
+    assert plan(*groups, **keys).streaming is streams
 
 
 def test_a_plan_says_so_and_carries_the_copies_of_the_profile() -> None:
