@@ -35,6 +35,7 @@ class Intake:
 
         self._torch = torch
         self._dtype = dtype
+        self._device = device
         self._is_channels_last = channels_last
         self._pictures: tuple[torch.Tensor, torch.Tensor] | None = None
         if pictures is not None:
@@ -54,7 +55,7 @@ class Intake:
     def room(self, like: torch.Tensor, rows: int) -> torch.Tensor:
         """Return memory for a batch of so many rows like those of another."""
         return self._torch.empty(
-            (rows, *like.shape[1:]), dtype=self._dtype_of(like), device=like.device, memory_format=self._layout(like)
+            (rows, *like.shape[1:]), dtype=self._dtype_of(like), device=self._device, memory_format=self._layout(like)
         )
 
     def write(self, room: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
