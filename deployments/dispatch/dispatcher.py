@@ -365,9 +365,9 @@ class Dispatcher:
                 self._refuse(request, _TOO_LATE)
 
     def _is_idle_for(self, program: int) -> bool:
-        """Whether a gpu-let that hosts a program has nothing to do, and nothing of it waits."""
+        """Whether a gpu-let that hosts a program has nothing to do."""
         hosts = self._scheduler.system.gpulets
-        return not self._scheduler.queued(program) and any(
+        return any(
             gpulet.is_used and not gpulet.running and program in hosts[index].hosts
             for index, gpulet in enumerate(self._fleet)
         )

@@ -1,9 +1,9 @@
 """What is kept of every deadline for the way back, and for delays that nobody planned.
 
-Two parts. The *allowance* is for what happens beyond our socket, which the server cannot see: a tenth of the SLO, at
-most 3 ms, or what the operator says. The *margin* is for everything on this side of it: late timers, processes that
-wait for a core, executions longer than planned. It is not measured as a delay but controlled by what it is for, the
-share of answers that leave too late, so that delays of our own making cannot raise a budget which raises the delays.
+Two parts. The *allowance* is for what happens beyond our socket, which the server cannot see: 4 % of the SLO, at most
+1 ms, or what the operator says. The *margin* is for everything on this side of it: late timers, processes that wait for
+a core, executions longer than planned. It is not measured as a delay but controlled by what it is for, the requests
+that are lost: those that leave too late because it is small, and those that are refused because it is large.
 """
 
 from __future__ import annotations
@@ -13,15 +13,16 @@ from typing import Any
 
 __all__ = ["Margin"]
 
-_START_MS = 1.0
-_UP_MS = 0.5  # for one late answer
+_START_MS = 2.0
+_UP_MS = 0.2  # for one late answer
 _RISE_WEIGHT = 0.02
 _LEAST_RISE_MS = 0.02  # so that it always comes down
 _FADES_TO = 0.8  # each second without answers
-_ALLOWANCE_PART = 0.1  # of the SLO
-_MOST_ALLOWANCE_MS = 3.0
+_ALLOWANCE_PART = 0.04  # of the SLO
+_MOST_ALLOWANCE_MS = 1.0
 _MOST_PART = 0.25  # of the SLO
 _MOST_MS = 50.0  # a larger one would take minutes to come down; what needs more is no tail but a wrong plan
+_REFUSED_WEIGHT = 1e-3  # of one request in the share that is refused for the margin
 _RECENT_ANSWERS = 4096  # behind the late share that is shown
 
 
@@ -29,25 +30,29 @@ class Margin:
     """One gateway's margin. Invariant: at most half of what a lone request has to spare is ever kept, so that no margin
     can make the system refuse what it could serve alone.
 
-    Up by half a millisecond with every late answer, but not beyond what would have brought that one home, as the
-    requests of a batch are late together, nor beyond what is ever kept of such a deadline; down with every answer in
-    time, by as much as balances the rises where the wanted share is late: a third of what the attainment leaves.
+    Up by 0.2 ms with every late answer, but not beyond what would have brought that one home, as the requests of a
+    batch are late together, nor beyond what is ever kept of such a deadline; down with every answer in time, by as much
+    as balances the rises where the accepted share is late. That is a third of what the attainment leaves and, as a
+    request refused is as lost as one late, the share that is refused for the margin. Of the latter no more than one ms
+    is of the SLO: beyond capacity every refusal looks as if it were for the margin, but a margin of one ms less serves
+    no more than about that part more.
     """
 
     def __init__(self, attainment: float = 0.99, allowance_ms: float | None = None) -> None:
         """Take the share of requests that should be in time, and a fixed allowance."""
         self._allowance_ms = allowance_ms
-        self._late_per_in_time = _late_per_in_time(attainment)
+        self._accepted = _accepted(attainment)
         self._rise_ms = _UP_MS  # with a late answer, in the mean
         self.margin_ms = _START_MS
         self.late_share = 0.0
         self.refused = 0
+        self._refused_share = 0.0
         self._in_time = self._late = 0  # since the last tick
 
     def configure(self, attainment: float, allowance_ms: float | None) -> None:
         """Take new settings and keep what was learned."""
         self._allowance_ms = allowance_ms
-        self._late_per_in_time = _late_per_in_time(attainment)
+        self._accepted = _accepted(attainment)
 
     def allowance_ms(self, slo_ms: float) -> float:
         """Return what is kept for what happens beyond the socket."""
@@ -85,11 +90,13 @@ class Margin:
         """
         if reserve_ms <= 0.0:
             return
+        self._refused_share -= _REFUSED_WEIGHT * self._refused_share
         allowance_ms = self.allowance_part_ms(slo_ms, alone_ms)
         late_ms = allowance_ms - left_ms
         if late_ms <= 0.0:
             self._in_time += 1
-            self.margin_ms = max(0.0, self.margin_ms - self._rise_ms * self._late_per_in_time)
+            accepted = self._accepted + min(self._refused_share, 1.0 / slo_ms)
+            self.margin_ms = max(0.0, self.margin_ms - self._rise_ms * accepted / (1.0 - accepted))
             return
         self._late += 1
         enough_ms = min(reserve_ms - allowance_ms + late_ms, self.most_ms(slo_ms, alone_ms))
@@ -100,6 +107,7 @@ class Margin:
     def refused_for_it(self) -> None:
         """Count a request that was given up although it could have been executed by its deadline."""
         self.refused += 1
+        self._refused_share += _REFUSED_WEIGHT * (1.0 - self._refused_share)
 
     def tick(self) -> None:
         """Fade towards the start where nothing was answered for a second; call once a second."""
@@ -120,6 +128,6 @@ class Margin:
         }
 
 
-def _late_per_in_time(attainment: float) -> float:
-    late = (1.0 - attainment) / 3.0
-    return late / (1.0 - late)
+def _accepted(attainment: float) -> float:
+    """Return the share of late answers that costs nobody his attainment."""
+    return (1.0 - attainment) / 3.0

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import selectors
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 __all__ = ["LoopTimer", "VirtualLoop"]
@@ -18,6 +18,7 @@ class _Jump(selectors.BaseSelector):
 
     def __init__(self) -> None:
         self.now_s = 0.0
+        self.oversleep_s: Callable[[], float] = lambda: 0.0
         self._files = selectors.DefaultSelector()
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
@@ -25,7 +26,8 @@ class _Jump(selectors.BaseSelector):
         if not ready:
             if timeout is None:
                 raise RuntimeError("nothing is left that could happen: every task waits and no timer is set")
-            self.now_s += max(0.0, timeout)
+            if timeout > 0.0:
+                self.now_s += timeout + self.oversleep_s()
         return ready
 
     def register(self, fileobj: Any, events: int, data: Any = None) -> selectors.SelectorKey:
@@ -51,6 +53,10 @@ class VirtualLoop(asyncio.SelectorEventLoop):
     def time(self) -> float:
         """Return the virtual time in seconds."""
         return self._jump.now_s
+
+    def oversleep(self, by_s: Callable[[], float]) -> None:
+        """Wake up later than asked by what this returns, each time."""
+        self._jump.oversleep_s = by_s
 
 
 class LoopTimer:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import pytest
@@ -105,8 +105,8 @@ class Phase:
         return max(e.took_ms for e in self.exchanges)
 
 
-def play(*phases: Phase, seed: int = 1) -> InferenceService:
-    """Run phases one after the other through one service."""
+def play(*phases: Phase, seed: int = 1, oversleep_s: Callable[[], float] = lambda: 0.0) -> InferenceService:
+    """Run phases one after the other through one service; timers come late by what `oversleep_s` returns."""
     loop: Machine
     chance = random.Random(seed)
 
@@ -152,6 +152,7 @@ def play(*phases: Phase, seed: int = 1) -> InferenceService:
 
     with asyncio.Runner(loop_factory=Machine) as runner:
         loop = runner.get_loop()  # type: ignore[assignment]
+        loop.oversleep(oversleep_s)
         return runner.run(run())
 
 
@@ -164,6 +165,20 @@ def test_beyond_capacity_as_much_is_served_as_at_it_and_nothing_comes_much_too_l
     assert at_peak.slowest_ms <= 2.0 * SLO_MS
     assert beyond.slowest_ms <= (2.0 * SLO_MS if times <= 10.0 else 10.0 * SLO_MS)  # until it knows that it is behind
     assert after.share(1.0) >= 0.99
+
+
+def test_on_a_machine_whose_timers_come_late_few_are_lost_either_way() -> None:
+    """One timer in sixteen is late by 2 ms more in the mean, those of the gpu-lets too. A margin that counts late answers
+    alone refuses one request in eight here."""
+    chance = random.Random(99)
+
+    def oversleep_s() -> float:
+        return chance.uniform(0.0, 4e-4) + (chance.expovariate(500.0) if chance.random() < 0.06 else 0.0)
+
+    below, near = Phase(600.0, 4.0), Phase(900.0, 6.0)
+    play(below, near, seed=23, oversleep_s=oversleep_s)
+    assert below.share(1.0) >= 0.97
+    assert near.share(1.0) >= 0.93
 
 
 def test_a_cold_start_under_load_serves_at_once() -> None:
