@@ -71,7 +71,7 @@ class _Queue:
 
     __slots__ = (
         "allowance", "arrived", "budget_ms", "cut_until", "deadlines", "defend", "density", "due", "end", "free", "ids",
-        "is_out",
+        "is_open", "is_out",
         "latest", "level", "longest", "longest_hold_ms", "lost", "pool", "pools", "priority", "program", "quickest_ms",
         "rate", "ripe", "run", "run_ms", "sent", "size", "target", "worth",
     )  # fmt: skip
@@ -102,6 +102,7 @@ class _Queue:
         self.latest = self.due = INF
         self.density = 0.0  # worth of its requests per ms
         self.cut_until = -INF
+        self.is_open = False  # a gpu-let can be sent its batch
         self.is_out = False  # of the plan
         self.free: list[float] = []  # when the gpu-lets of the pool it has in the plan are free
         self.end = 0.0  # in the plan
@@ -117,7 +118,7 @@ class DeferredScheduler(RehearsingScheduler):
     def __init__(self, system: System, options: SchedulerOptions | None = None) -> None:
         super().__init__(system, options)
         chosen = options if isinstance(options, DeferredOptions) else DeferredOptions()
-        hold = chosen.hold if chosen.hold is not None else float(len(system.hosted) <= 1)
+        hold = chosen.hold if chosen.hold is not None else (1.0 if len(system.hosted) <= 1 else 0.4)
         self._setting = Setting(hold, chosen.defend)
         self._rehearsals = Rehearsals(system, self._setting) if chosen.rehearse else None
         self._record: list[tuple[float, int, float]] | None = None  # (arrival, model, deadline) to be replayed
@@ -126,8 +127,7 @@ class DeferredScheduler(RehearsingScheduler):
         weighted = system.objective == "weighted"
         self._evens_out = system.objective == "each"
         self._lost = 0.0  # share of all requests lately
-        self._pressed: _Queue | None = None  # the last program that lost requests though it keeps to its plan
-        self._pressed_until = -INF
+        self._pressed_until = -INF  # a program lost requests lately though it keeps to its plan
         self._queues = [
             _Queue(p, offered, offered.weight if weighted else 1.0) for p, offered in enumerate(system.offered)
         ]
@@ -179,7 +179,12 @@ class DeferredScheduler(RehearsingScheduler):
             self._step(now_ms)
         is_planned = queue.allowance.take(now_ms)
         queue.level = queue.priority - BORROWED if queue.allowance.exceeds else queue.priority
-        if not is_planned and now_ms < self._pressed_until and queue is not self._pressed:
+        if (
+            not is_planned
+            and now_ms < self._pressed_until
+            and queue.allowance.exceeds_by_far
+            and len(queue.ids) >= queue.longest
+        ):
             self.decisions.append(Reject(queue.program, [request_id], queue.allowance.next_ms()))
             return
         deadline = deadline_ms - self._response_ms
@@ -268,7 +273,7 @@ class DeferredScheduler(RehearsingScheduler):
         self.decisions.append(Drop(queue.program, queue.ids[:count]))
         self._take(queue, 0, count)
         if queue.level == queue.priority:
-            self._pressed, self._pressed_until = queue, now + PRESSED_MS
+            self._pressed_until = now + PRESSED_MS
         if self._evens_out:
             kept = (1.0 - LOSS_STEP) ** count
             queue.lost = 1.0 - (1.0 - queue.lost) * kept
@@ -294,23 +299,18 @@ class DeferredScheduler(RehearsingScheduler):
             waiting: list[_Queue] = []
             can_go: list[_Queue] = []
             look_at = INF
+            way_ms = max(_way_ms(queue) for queue in active.values()) if ahead else 0.0
             for queue in active.values():
-                pool = queue.pools[0]
+                pool, open_at = queue.pools[0], now
                 if not pool.idle:
-                    for other in queue.pools:
-                        if other.idle:
-                            pool = other
-                            break
+                    pool, open_at = self._opening(queue, now, way_ms)
+                queue.is_open = open_at <= reach
                 if queue.cut_until < now or queue.pool is not pool:
                     self._cut(queue, pool, now)
                 if not queue.size:
                     continue
                 waiting.append(queue)
-                at = queue.due
-                if not pool.idle:
-                    open_ms = gpulets.open_at(pool, now)[0] - queue.sent[queue.size] + queue.run[queue.size]
-                    if open_ms > at:
-                        at = open_ms
+                at = queue.due if queue.due > open_at else open_at
                 if at <= reach:
                     can_go.append(queue)
                 elif at < look_at:
@@ -323,14 +323,25 @@ class DeferredScheduler(RehearsingScheduler):
                         look_at = now + slack
                 else:
                     self._is_tight = True
-                    can_go += [
-                        q for q in waiting if q.due > reach and q.pool and q.pool.idle and len(q.ids) >= q.ripe
-                    ]
+                    can_go += [q for q in waiting if q.due > reach and q.is_open and len(q.ids) >= q.ripe]
                 if len(can_go) > 1:
                     can_go.sort(key=_rank)
             if not any(queue.pool and self._dispatch(queue, queue.pool, now) for queue in can_go):
                 self._look_at = look_at
                 return
+
+    def _opening(self, queue: _Queue, now: float, way_ms: float) -> tuple[Pool, float]:
+        """Return the pool for the next batch of a queue, and when a batch may be sent to it: now, if a gpu-let is idle,
+        or where batches are sent ahead the longest way before one ends. So it goes to the most urgent, and not to the
+        batch with the longest way."""
+        found, soonest = queue.pools[0], INF
+        for pool in queue.pools:
+            if pool.idle:
+                return pool, now
+            at = self._gpulets.open_at(pool, now)[0]
+            if at < soonest:
+                found, soonest = pool, at
+        return found, soonest - way_ms
 
     def _cut(self, queue: _Queue, pool: Pool, now: float) -> None:
         """Cut the batch that the queue would run now on a gpu-let of the pool."""
@@ -379,6 +390,7 @@ class DeferredScheduler(RehearsingScheduler):
             if least:
                 heappush(least, (queue.level, queue.density, number, queue))
             limit = queue.latest + TIME_TOLERANCE_MS
+            way_ms = queue.sent[queue.size] - queue.run[queue.size]
             pools = queue.pools
             while True:
                 if len(pools) > 1:
@@ -388,10 +400,11 @@ class DeferredScheduler(RehearsingScheduler):
                 queue.free = free
                 if not free:
                     break
-                start = free[0]
+                # It has to leave its way before the gpu-let is free.
+                start = max(free[0] - way_ms, now)
                 if start <= limit:
                     del free[0]
-                    queue.end = start + run_ms
+                    queue.end = start + way_ms + run_ms
                     queue.run_ms = run_ms
                     insort(free, queue.end)
                     spare = (queue.due if queue.due > now else now) - start
@@ -443,7 +456,7 @@ class DeferredScheduler(RehearsingScheduler):
             skip -= lost
         if not size:
             return False
-        if queue.level != queue.priority:
+        if queue.allowance.exceeds_by_far:
             size = max(1, min(size, bisect_right(run, self._longest_ms(queue)) - 1))
         if self._evens_out:
             kept = (1.0 - LOSS_STEP) ** size
@@ -592,6 +605,12 @@ def _soonest(queue: _Queue, frees: list[list[float]]) -> tuple[list[float], floa
             if free[0] + run_ms < least:
                 found, found_ms, least = free, run_ms, free[0] + run_ms
     return found, found_ms
+
+
+def _way_ms(queue: _Queue) -> float:
+    """Return how long the data of its next batch is on the way, at most."""
+    size = min(len(queue.ids), queue.longest)
+    return queue.sent[size] - queue.run[size]
 
 
 def _latest(queue: _Queue) -> float:

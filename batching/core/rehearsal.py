@@ -10,6 +10,7 @@ requests more than the present one.
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -33,7 +34,9 @@ MEMORY = 0.8
 GAIN = 0.001
 FEW = 10.0  # requests of a program, below which it says nothing of the one served worst
 MEAN_PART = 0.1  # of the mean loss, beside that of the program served worst
-WAIT_MS = 500.0  # from the last recorded arrival to the adoption: what a replay takes in another process
+WAIT_MS = 0.2  # per recorded request, from the last of them to the adoption: what a replay takes in another process
+NOISE = 0.5  # of the square root of what two values lost: the least difference that is taken for one
+SPARED = 0.02  # part of the GPU time that is worth a change where nothing else is
 
 
 class Setting(NamedTuple):
@@ -56,11 +59,37 @@ class State(NamedTuple):
 
 
 class Replayed(NamedTuple):
-    """What a setting made of a replay: requests offered and met, by program."""
+    """What a setting made of a replay: requests offered and met, by program, and the time gpu-lets were busy."""
 
     setting: Setting
     offered: tuple[int, ...]
     met: tuple[int, ...]
+    busy_ms: float
+
+
+class Seen(NamedTuple):
+    """What is remembered of a value: requests offered and met, by program, and the time gpu-lets were busy."""
+
+    offered: tuple[float, ...]
+    met: tuple[float, ...]
+    busy_ms: float
+
+    @classmethod
+    def first(cls, replayed: Replayed) -> Seen:
+        """Remember the first replay of a value."""
+        return cls(replayed.offered, replayed.met, replayed.busy_ms)
+
+    def then(self, replayed: Replayed) -> Seen:
+        """Remember one more."""
+        return Seen(
+            tuple(MEMORY * before + count for before, count in zip(self.offered, replayed.offered, strict=True)),
+            tuple(MEMORY * before + count for before, count in zip(self.met, replayed.met, strict=True)),
+            MEMORY * self.busy_ms + replayed.busy_ms,
+        )
+
+    def lost(self) -> float:
+        """Return how many requests were not met."""
+        return sum(self.offered) - sum(self.met)
 
 
 class RehearsingScheduler(Scheduler):
@@ -93,11 +122,14 @@ class Replay:
         found = []
         for setting in self.settings:
             core.resume(self.state, setting)
-            found.append(Replayed(setting, tuple(offered), tuple(self._met(core, programs))))
+            met = [0] * programs
+            busy_ms = self._run(core, met)
+            found.append(Replayed(setting, tuple(offered), tuple(met), busy_ms))
         return found
 
-    def _met(self, core: Scheduler, programs: int) -> list[int]:
-        met = [0] * programs
+    def _run(self, core: Scheduler, met: list[int]) -> float:
+        """Count what is met by program; returns the time that gpu-lets are busy, in ms."""
+        busy_ms = 0.0
         counted = self.counted
         done = [(end, gpulet) for gpulet, state in enumerate(self.state.gpulets) for end in state.ends]
         heapify(done)
@@ -106,13 +138,13 @@ class Replay:
             while core.next_wake_ms < at or (done and done[0][0] <= at):
                 _advance(core, done)
                 if core.decisions:
-                    _carry_out(core, done, met, counted)
+                    busy_ms += _carry_out(core, done, met, counted)
             add(at, model, number, deadline)
         while done or core.next_wake_ms < INF:
             _advance(core, done)
             if core.decisions:
-                _carry_out(core, done, met, counted)
-        return met
+                busy_ms += _carry_out(core, done, met, counted)
+        return busy_ms
 
 
 def _advance(core: Scheduler, done: list[tuple[float, int]]) -> None:
@@ -125,13 +157,17 @@ def _advance(core: Scheduler, done: list[tuple[float, int]]) -> None:
         core.wake(wake)
 
 
-def _carry_out(core: Scheduler, done: list[tuple[float, int]], met: list[int], counted: int) -> None:
+def _carry_out(core: Scheduler, done: list[tuple[float, int]], met: list[int], counted: int) -> float:
+    """Send batches on their way; returns how long they keep gpu-lets busy."""
+    busy_ms = 0.0
     for decision in core.decisions:
         if type(decision) is Dispatch:
-            gpulet, program, ids, _, finish = decision
+            gpulet, program, ids, start, finish = decision
             heappush(done, (finish, gpulet))
+            busy_ms += finish - start
             met[program] += sum(1 for number in ids if 0 <= number < counted)
     core.decisions.clear()
+    return busy_ms
 
 
 class Rehearsals:
@@ -147,15 +183,15 @@ class Rehearsals:
         self._state: State | None = None
         self._arrivals: list[tuple[float, int, float]] = []
         self._step = 1
-        # Requests offered and met lately by program, by knob and value.
-        self._memory: list[dict[float, tuple[tuple[float, ...], tuple[float, ...]]]] = [{}, {}]
+        # By knob and value.
+        self._memory: list[dict[float, Seen]] = [{}, {}]
         # A request of the next higher priority counts ten times.
         self._worth = [
             (offered.weight if system.objective == "weighted" else 1.0) * 10.0**offered.priority
             for offered in system.offered
         ]
         self._done = 0
-        self._gain = 0.0
+        self._gain = self._spared = 0.0
 
     def next_step(self) -> int:
         """Return after how many requests to go on."""
@@ -187,33 +223,40 @@ class Rehearsals:
         )
         return Replay(scheduler, options, self._system, state, arrivals, counted, settings)
 
-    @staticmethod
-    def due_ms(now: float) -> float:
-        """Return when the result of a job that is given out now is to be adopted."""
-        return now + WAIT_MS
+    def due_ms(self, now: float) -> float:
+        """Return when the result of the job that is given out now is to be adopted."""
+        return now + WAIT_MS * len(self._arrivals)
 
     def learn(self, result: list[Replayed]) -> Setting:
         """Take over what a replay found; returns the setting to adopt."""
-        memory = self._memory[self._knob]
+        knob, found = self._knob, self._memory[self._knob]
         for replayed in result:
-            value = replayed.setting[self._knob]
-            offered, met = memory.get(value, ((0.0,) * len(replayed.offered),) * 2)
-            memory[value] = _faded(offered, replayed.offered), _faded(met, replayed.met)
-        lost = {value: self._loss(*counts) for value, counts in memory.items()}
-        present = self._setting[self._knob]
+            value = replayed.setting[knob]
+            found[value] = found[value].then(replayed) if value in found else Seen.first(replayed)
+        lost = {value: self._loss(seen) for value, seen in found.items()}
+        present = self._setting[knob]
         best = min(lost, key=lambda value: (lost[value], -value))
-        if lost[present] - lost[best] > GAIN:
-            self._setting = self._setting._replace(**{self._setting._fields[self._knob]: best})
+        if lost[present] - lost[best] <= max(GAIN, NOISE * _noise(found[present], found[best])):
+            best = min(
+                (value for value in lost if lost[value] - lost[present] <= GAIN / 2 or value == present),
+                key=lambda value: found[value].busy_ms,
+            )
+            if found[best].busy_ms > (1.0 - SPARED) * found[present].busy_ms:
+                best = present
+        if best != present:
+            self._setting = self._setting._replace(**{self._setting._fields[knob]: best})
             self._gain = lost[present] - lost[best]
+            self._spared = 1.0 - found[best].busy_ms / found[present].busy_ms
         self._done += 1
-        self._knob = 1 - self._knob
+        self._knob = 1 - knob
         self._step = 1 if self._done < AT_ONCE else PAUSE * len(self._arrivals)
         self._requests = min(MOST, 2 * self._requests)
         return self._setting
 
-    def _loss(self, offered: Sequence[float], met: Sequence[float]) -> float:
+    def _loss(self, seen: Seen) -> float:
         """Return what the objective makes of requests offered and met by program: the share of worth lost, or with
         `each` that of the program served worst, and a little of the mean."""
+        offered, met = seen.offered, seen.met
         if self._system.objective == "each":
             shares = [1.0 - m / o for o, m in zip(offered, met, strict=True) if o >= FEW]
             return max(shares) + MEAN_PART * sum(shares) / len(shares) if shares else 0.0
@@ -223,8 +266,10 @@ class Rehearsals:
     def status(self) -> dict[str, Any]:
         """Return, for operators, how many replays there were, and by which share of the requests (or of their worth)
         the last change was expected to cut the losses."""
-        return {"rehearsals": self._done, "expected_gain": self._gain}
+        return {"rehearsals": self._done, "expected_gain": self._gain, "expected_spared": self._spared}
 
 
-def _faded(old: Sequence[float], new: Sequence[float]) -> tuple[float, ...]:
-    return tuple(MEMORY * before + count for before, count in zip(old, new, strict=True))
+def _noise(one: Seen, other: Seen) -> float:
+    """Return the standard deviation of a difference of two shares, if the requests that only one of both lost are lost
+    by chance."""
+    return math.sqrt(one.lost() + other.lost()) / max(1.0, sum(one.offered))

@@ -26,7 +26,7 @@ Metric = list[str]  # the lines of one, without an end
 
 def render_metrics(status: Mapping[str, Any]) -> str:
     """Return the metrics of a server's status; one that is not known yet is left out."""
-    parts = (_requests, _planned, _gpulets, _delays, _gateway, _advice, _controller, _devices)
+    parts = (_requests, _planned, _gpulets, _delays, _gateway, _advice, _schedulers, _controller, _devices)
     lines = [line for part in parts for metric in part(status) for line in metric]
     return "\n".join(lines) + "\n" if lines else ""
 
@@ -197,6 +197,27 @@ def _advice(status: Mapping[str, Any]) -> Iterator[Metric]:
         "autoscale_bad_ratio", "Share of requests not ok in the last window.", (), [((), advice.get("bad_rate"))]
     )
     yield _gauge("autoscale_idle_ratio", "Idle share of the GPUs' time.", (), [((), advice.get("idle_fraction"))])
+
+
+def _schedulers(status: Mapping[str, Any]) -> Iterator[Metric]:
+    schedulers = enumerate(status.get("schedulers") or ())
+    rehearsing = [(str(number), scheduler) for number, scheduler in schedulers if "rehearsals" in scheduler]
+    labels = ("subcluster",)
+
+    def each(key: str) -> Iterator[_Sample]:
+        return (((name,), scheduler[key]) for name, scheduler in rehearsing)
+
+    yield _counter("rehearsals", "Replays of arrivals under other settings.", labels, each("rehearsals"))
+    yield _gauge("rehearsed_hold_ratio", "Part of the time they have for which batches are held.", labels, each("hold"))
+    yield _gauge("rehearsed_defend_ratio", "Part of the staggered batch that is defended.", labels, each("defend"))
+    yield _gauge(
+        "rehearsed_gain_ratio", "Share of requests that the last change was expected to lose less.", labels,
+        each("expected_gain"),
+    )  # fmt: skip
+    yield _gauge(
+        "rehearsed_spared_ratio", "Share of GPU time that the last change was expected to spare.", labels,
+        each("expected_spared"),
+    )  # fmt: skip
 
 
 def _controller(status: Mapping[str, Any]) -> Iterator[Metric]:

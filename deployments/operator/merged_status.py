@@ -13,7 +13,8 @@ __all__ = ["merge_gateways", "merge_reports"]
 def merge_reports(
     what: str, reports: Sequence[Any], plan: Plan | None, gpulets: Sequence[Mapping[str, Any]]
 ) -> dict[str, Any] | list[dict[str, Any]]:
-    """Return one report: of models those of every sub-cluster, of delays the largest, of advice the sum."""
+    """Return one report: of models those of every sub-cluster, of schedulers all that say anything, of delays the
+    largest, of advice the sum."""
     if what == "requests":
         return sorted((entry for report in reports for entry in report), key=lambda e: -e["received_at_s"])
     if what == "queue":
@@ -25,10 +26,9 @@ def merge_reports(
         "policy": plan.policy.name if plan is not None else None,
         "gpulets": [{**gpulet, **known.get(gpulet["id"], {})} for gpulet in gpulets],
         "models": {name: model for report in reports for name, model in report["models"].items()},
-        "network": {key: max(network[key] for network in networks) for key in networks[0]}
-        if networks
-        else None,
+        "network": {key: max(network[key] for network in networks) for key in networks[0]} if networks else None,
         "events": sorted((event for report in reports for event in report.get("events", ())), key=lambda e: -e["at_s"]),
+        "schedulers": [report["scheduler"] for report in reports if report.get("scheduler")],
         "autoscale": _sum([report["autoscale"] for report in reports if report.get("autoscale")]),
     }
 

@@ -38,6 +38,7 @@ def command(url: str, as_json: bool) -> int:
 
 def _print(status: dict[str, Any]) -> None:
     from tenuto.deployments.dispatch.advice import describe
+    from tenuto.deployments.dispatch.status import describe_schedulers
     from tenuto.deployments.gpulet.modes import describe_mode
     from tenuto.deployments.operator.mps_notes import describe_share, sharing_notes
 
@@ -76,6 +77,7 @@ def _print(status: dict[str, Any]) -> None:
             f"margin before deadlines: {margin['margin_ms']:.2f} ms; {margin['late_share']:.2%} of the answers leave "
             f"late; {margin['refused_for_margin']} requests were refused for it"
         )
+    for line in describe_schedulers(status.get("schedulers", ())):
+        console.print(f"scheduler: {line}", soft_wrap=True, markup=False)
     if status.get("autoscale"):
         console.print(f"autoscale advice: {describe(status['autoscale'])}")
-

@@ -142,11 +142,13 @@ def _gpulets(live: Mapping[str, Any], shown: int) -> Table:
 
 
 def _notes(live: Mapping[str, Any]) -> list[Text]:
-    """Return the last decision and the last two events."""
+    """Return what the schedulers chose, the last decision and the last two events."""
+    from tenuto.deployments.dispatch.status import describe_schedulers
+
     controller = live.get("controller") or {}
     entries = [("controller", entry) for entry in controller.get("log", ())[:1]]
     entries += [("event", entry) for entry in (live.get("events") or ())[:2]]
-    return [
+    return [Text(f"scheduler: {line}", "dim") for line in describe_schedulers(live.get("schedulers", ()))] + [
         Text(f"{_time_of_day(entry['at_s'])} {kind}: {entry['what']}: {entry['why']}", "dim") for kind, entry in entries
     ]
 

@@ -43,7 +43,9 @@ class ShownServer:
             })  # fmt: skip
         return {
             "version": "0.1.0", "started_at_s": 1.79e9, "uptime_s": float(self.seconds),
-            "plan": {"policy": {"name": "tenuto"}}, "policy": "tenuto", "scheduler": {"name": "deferred"},
+            "plan": {"policy": {"name": "tenuto"}}, "policy": "tenuto",
+            "schedulers": [{"hold": 0.7, "defend": 1.0, "rehearsals": 12, "expected_gain": 0.008,
+                            "expected_spared": 0.1}],
             "gpulets": gpulets, "models": {name: model.to_data() for name, model in self._models.items()},
             "network": {"ctrl_ms": 0.8, "data_ms_per_request": 0.01, "response_ms": 3.0},
             "gateways": [

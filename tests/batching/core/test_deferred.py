@@ -11,7 +11,7 @@ from tenuto.batching.core.build import everywhere_linear
 from tenuto.batching.core.deferred import DeferredOptions, DeferredScheduler
 from tenuto.batching.core.rehearsal import Setting
 from tenuto.batching.core.scheduler import Dispatch, Rehearse
-from tenuto.batching.core.system import Gpulet, Host, Model, System
+from tenuto.batching.core.system import Gpulet, Host, Model, NetworkDelay, System
 from tenuto.batching.registry import make_scheduler
 from tenuto.batching.virtual.simulator import simulate
 from tenuto.outcome import Outcome
@@ -213,3 +213,34 @@ def test_the_objective_each_lifts_the_model_that_is_served_worst() -> None:
         result = simulate(make_scheduler("deferred", system), *offered([60.0, 400.0], 40.0))
         worst[objective] = result.attainments().min()
     assert worst["each"] > worst["total"] + 0.05
+
+
+def test_a_batch_is_sent_ahead_to_the_most_urgent_and_not_to_the_one_with_the_longest_way() -> None:
+    hosts = {0: line(1.0, 99.0, 60), 1: line(1.0, 19.0, 60)}
+    models = (Model("loose", 1000.0), Model("tight", 130.0))
+    network = NetworkDelay(ctrl_ms=1.0, data_ms_per_request=1.0)
+    system = System(models, (Gpulet("g/a", "g", hosts),), network=network)
+    scheduler = DeferredScheduler(system, DeferredOptions(hold=0.0, rehearse=False))
+    scheduler.add_request(0.0, 0, 0, 1000.0)
+    scheduler.wake(0.0)
+    assert batches(scheduler) == [(0, [0])]  # until 102 ms
+    for number in range(1, 31):
+        scheduler.add_request(1.0, 0, number, 1001.0)
+    scheduler.add_request(2.0, 1, 31, 132.0)
+    while scheduler.next_wake_ms < 102.0 and not scheduler.decisions:
+        scheduler.wake(scheduler.next_wake_ms)
+    assert batches(scheduler) == [(1, [31])]
+
+
+@pytest.mark.parametrize(("borrowed", "is_whole"), [(0.3, True), (0.9, False)])
+def test_only_a_program_at_more_than_twice_its_plan_gets_shorter_batches(borrowed: float, *, is_whole: bool) -> None:
+    """Others that wait for its batches are late; but batches cut for each fluctuation would cost everybody."""
+    hosts = {0: line(2.0, 8.0, 60), 1: line(1.0, 60.0, 200)}
+    system = System((Model("tight", 60.0, 50.0), Model("loose", 700.0, 300.0)), (Gpulet("g/a", "g", hosts),))
+    scheduler = DeferredScheduler(system, STILL)
+    state = scheduler.state(0.0)._replace(deadlines=((), (140.0,) * 60), rates=(50.0, 300.0), borrowed=(0.0, borrowed))
+    scheduler.resume(state, Setting(0.0, 1.0))
+    scheduler.wake(0.0)
+    ((program, requests),) = batches(scheduler)
+    assert program == 1
+    assert (len(requests) == 60) == is_whole
