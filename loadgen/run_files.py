@@ -37,7 +37,7 @@ def describe(result: BenchResult, options: BenchOptions, plan: Plan, *, command:
     verdict = result.verdict
     return {
         "kind": "bench",
-        "emulated": _is_emulated(options.url),
+        **_served_by(options.url),
         **result.summary,
         "gpu_utilisation": _gpu_utilisation(plan, result.summary["gpulets"]),
         "wall_s": result.wall_s,
@@ -93,15 +93,17 @@ def write_run_files(
     write_files(folder, contents)
 
 
-def _is_emulated(url: str) -> bool | None:
-    """Return whether any gpu-let of the endpoint is emulated; None when it no longer answers."""
+def _served_by(url: str) -> dict[str, Any]:
+    """Return whether any gpu-let of the endpoint is emulated (None when it no longer answers), and what its schedulers
+    chose."""
     from tenuto.deployments.serve.endpoint import get_json
 
     try:
         status = get_json(f"{url}/status")
     except EnvironmentFaultError:
-        return None
-    return any(gpulet.get("emulated", False) for gpulet in status.get("gpulets", []))
+        return {"emulated": None, "schedulers": []}
+    emulated = any(gpulet.get("emulated", False) for gpulet in status.get("gpulets", []))
+    return {"emulated": emulated, "schedulers": status.get("schedulers", [])}
 
 
 def _write_timeline(

@@ -52,7 +52,8 @@ ORDINARY_LOSS = 0.01  # beside which a smaller difference of losses does not cou
 class DeferredOptions(SchedulerOptions):
     """Where it begins, and whether it rehearses.
 
-    hold: part of Symphony's holding time; by default all of it for a program alone, and none where several could meet.
+    hold: part of Symphony's holding time; by default all of it where every program has gpu-lets of its own, and 0.4
+    where several could meet.
     defend: part of the staggered batch for which heads are given up. rehearse: whether both are changed by what
     rehearsals find.
     """
@@ -118,7 +119,8 @@ class DeferredScheduler(RehearsingScheduler):
     def __init__(self, system: System, options: SchedulerOptions | None = None) -> None:
         super().__init__(system, options)
         chosen = options if isinstance(options, DeferredOptions) else DeferredOptions()
-        hold = chosen.hold if chosen.hold is not None else (1.0 if len(system.hosted) <= 1 else 0.4)
+        alone = all(len(gpulet.hosts) <= 1 for gpulet in system.gpulets)
+        hold = chosen.hold if chosen.hold is not None else (1.0 if alone else 0.4)
         self._setting = Setting(hold, chosen.defend)
         self._rehearsals = Rehearsals(system, self._setting) if chosen.rehearse else None
         self._record: list[tuple[float, int, float]] | None = None  # (arrival, model, deadline) to be replayed
@@ -134,7 +136,8 @@ class DeferredScheduler(RehearsingScheduler):
         self._queue_of = [self._queues[program] for program in system.program_of]
         self._active: dict[int, _Queue] = {}  # those with requests, by program
         self._look_at = INF  # when something may be decided
-        self._is_tight = False  # the plan has no slack: ripe batches may go
+        self._is_tight = False  # the plan has no slack somewhere: ripe batches may go there
+        self._slacks: list[float] = []  # of the pools in the last plan
         self._expire_at = INF  # when a head may have to be given up
         self._adopt(system.network)
 
@@ -299,6 +302,7 @@ class DeferredScheduler(RehearsingScheduler):
             waiting: list[_Queue] = []
             can_go: list[_Queue] = []
             look_at = INF
+            room = gpulets.idle_count  # idle gpu-lets of the pool that has the fewest
             way_ms = max(_way_ms(queue) for queue in active.values()) if ahead else 0.0
             for queue in active.values():
                 pool, open_at = queue.pools[0], now
@@ -310,20 +314,24 @@ class DeferredScheduler(RehearsingScheduler):
                 if not queue.size:
                     continue
                 waiting.append(queue)
+                if len(pool.idle) < room:
+                    room = len(pool.idle)
                 at = queue.due if queue.due > open_at else open_at
                 if at <= reach:
                     can_go.append(queue)
                 elif at < look_at:
                     look_at = at
             self._is_tight = False
-            if len(waiting) > gpulets.idle_count:
-                slack = self._plan(waiting, now)
-                if slack > TIME_TOLERANCE_MS:
-                    if now + slack < look_at:
+            if len(waiting) > room:
+                for slack in self._plan(waiting, now):
+                    if slack <= TIME_TOLERANCE_MS:
+                        self._is_tight = True
+                    elif now + slack < look_at:
                         look_at = now + slack
-                else:
-                    self._is_tight = True
-                    can_go += [q for q in waiting if q.due > reach and q.is_open and len(q.ids) >= q.ripe]
+                if self._is_tight:
+                    can_go += [
+                        q for q in waiting if q.due > reach and q.is_open and len(q.ids) >= q.ripe and self._is_short(q)
+                    ]
                 if len(can_go) > 1:
                     can_go.sort(key=_rank)
             if not any(queue.pool and self._dispatch(queue, queue.pool, now) for queue in can_go):
@@ -375,16 +383,17 @@ class DeferredScheduler(RehearsingScheduler):
         if self._evens_out:
             queue.density *= (queue.lost + ORDINARY_LOSS) / (self._lost + ORDINARY_LOSS)
 
-    def _plan(self, waiting: list[_Queue], now: float) -> float:
-        """Line the batches up by their latest start, mark those that are pushed out, and return the slack in ms.
+    def _plan(self, waiting: list[_Queue], now: float) -> list[float]:
+        """Line the batches up by their latest start, mark those that are pushed out, and return the slack in ms of each
+        pool.
 
-        The slack is how long after its planned start each batch is due, at least; below 0 where one is due already, and
-        not above 0 where some are pushed out.
+        The slack is how long after its planned start each batch that the pool could run is due, at least; below 0 where
+        one is due already, and not above 0 where some are pushed out.
         """
         waiting.sort(key=_latest)
         frees = self._frees(now, len(waiting))
         least: list[tuple[int, float, int, _Queue]] = []  # those lined up, once the first has to be pushed out
-        slack = INF
+        slacks = self._slacks = [INF] * len(frees)
         for number, queue in enumerate(waiting):
             queue.is_out = False
             if least:
@@ -408,8 +417,9 @@ class DeferredScheduler(RehearsingScheduler):
                     queue.run_ms = run_ms
                     insort(free, queue.end)
                     spare = (queue.due if queue.due > now else now) - start
-                    if spare < slack:
-                        slack = spare
+                    for pool in pools:
+                        if spare < slacks[pool.index]:
+                            slacks[pool.index] = spare
                     break
                 if not least:
                     lined = enumerate(waiting[: number + 1])
@@ -417,7 +427,8 @@ class DeferredScheduler(RehearsingScheduler):
                     heapify(least)
                 out = heappop(least)[3]
                 out.is_out = True
-                slack = min(slack, 0.0)
+                for pool in out.pools:
+                    slacks[pool.index] = min(slacks[pool.index], 0.0)
                 if out is queue:
                     break
                 if not out.free:  # all its gpu-lets are lost
@@ -425,7 +436,11 @@ class DeferredScheduler(RehearsingScheduler):
                 # Its gpu-let is free earlier; if another batch was lined up behind it, that one ends earlier.
                 place = min(bisect_left(out.free, out.end), len(out.free) - 1)
                 insort(out.free, out.free.pop(place) - out.run_ms)
-        return slack
+        return slacks
+
+    def _is_short(self, queue: _Queue) -> bool:
+        """Whether the plan has no slack where the batch of a queue can run."""
+        return any(self._slacks[pool.index] <= TIME_TOLERANCE_MS for pool in queue.pools)
 
     def _frees(self, now: float, most: int) -> list[list[float]]:
         """Return when gpu-lets become free, by pool, of each the first ones only."""

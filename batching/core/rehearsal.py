@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 from typing import Any, NamedTuple
@@ -21,13 +21,14 @@ from tenuto.batching.core.gpulets import GpuletState
 from tenuto.batching.core.scheduler import Dispatch, Scheduler, SchedulerOptions
 from tenuto.batching.core.system import INF, NetworkDelay, System
 
-__all__ = ["Rehearsals", "RehearsingScheduler", "Replay", "Replayed", "Setting", "State"]
+__all__ = ["Rehearsals", "RehearsingScheduler", "Replay", "Replayed", "Setting", "State", "describe_schedulers"]
 
 VALUES: tuple[tuple[float, ...], ...] = ((0.0, 0.4, 0.7, 1.0), (0.5, 0.75, 1.0, 1.5))  # of each knob
 FIRST = 200  # requests of the first replay; the next have twice as many each, up to
 MOST = 1500
 AT_ONCE = 4  # so many replays follow each other; then
-PAUSE = 5  # times as many requests are not recorded as are
+PAUSE = 15  # times as many requests are not recorded as are, or
+SHORT_PAUSE = 5  # after a change
 LEAST_SLOS = 12  # a replay lasts so many of the longest SLO, if that is not more than
 LONGEST = 6000  # requests
 MEMORY = 0.8
@@ -243,13 +244,13 @@ class Rehearsals:
             )
             if found[best].busy_ms > (1.0 - SPARED) * found[present].busy_ms:
                 best = present
+        self._done += 1
+        self._step = 1 if self._done < AT_ONCE else (PAUSE if best == present else SHORT_PAUSE) * len(self._arrivals)
         if best != present:
             self._setting = self._setting._replace(**{self._setting._fields[knob]: best})
             self._gain = lost[present] - lost[best]
             self._spared = 1.0 - found[best].busy_ms / found[present].busy_ms
-        self._done += 1
         self._knob = 1 - knob
-        self._step = 1 if self._done < AT_ONCE else PAUSE * len(self._arrivals)
         self._requests = min(MOST, 2 * self._requests)
         return self._setting
 
@@ -273,3 +274,13 @@ def _noise(one: Seen, other: Seen) -> float:
     """Return the standard deviation of a difference of two shares, if the requests that only one of both lost are lost
     by chance."""
     return math.sqrt(one.lost() + other.lost()) / max(1.0, sum(one.offered))
+
+
+def describe_schedulers(schedulers: Iterable[Mapping[str, Any]]) -> list[str]:
+    """Return a line for each scheduler's status that tells of rehearsals: what was chosen and what that should save."""
+    return [
+        f"hold {status['hold']:g}, defend {status['defend']:g} after {status['rehearsals']} rehearsals; expected of "
+        f"the last change: {status['expected_gain']:.1%} fewer lost, GPU time {0.0 - status['expected_spared']:+.0%}"
+        for status in schedulers
+        if "rehearsals" in status
+    ]

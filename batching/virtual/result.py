@@ -5,6 +5,7 @@ Latency counts from the scheduled arrival; attainment divides by offered request
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -77,6 +78,7 @@ class SimulationResult:
     duration_s: float
     warmup_s: float
     wall_s: float
+    scheduler: Mapping[str, Any]  # its status at the end
 
     @classmethod
     def build(
@@ -93,6 +95,7 @@ class SimulationResult:
         duration_s: float,
         warmup_s: float | None,
         wall_s: float,
+        scheduler: Mapping[str, Any],
     ) -> SimulationResult:
         """Join the batch log with the arrivals. A request that never left the queue counts as expired."""
         total = len(arrival_ms)
@@ -132,6 +135,7 @@ class SimulationResult:
             duration_s=duration_s,
             warmup_s=warmup_s,
             wall_s=wall_s,
+            scheduler=scheduler,
         )
 
     def counts(self) -> NDArray[np.int64]:
@@ -203,6 +207,7 @@ class SimulationResult:
             "duration_s": self.duration_s,
             "warmup_s": self.warmup_s,
             "preempted_batches": sum(self.batches.preempted),
+            "schedulers": [dict(self.scheduler)] if self.scheduler else [],
         }
 
     def _model_figures(self, index: int, counts: NDArray[np.int64]) -> dict[str, Any]:

@@ -190,6 +190,7 @@ def simulate(
         duration_s=duration_s if done == total else now / 1000.0,
         warmup_s=warmup_s,
         wall_s=time.perf_counter() - started,
+        scheduler=scheduler.status(),
     )
 
 

@@ -9,7 +9,7 @@ from tenuto.batching.core.system import NetworkDelay
 from tenuto.deployments.dispatch.accounts import ModelCounters
 from tenuto.placement import Plan
 
-__all__ = ["describe_schedulers", "dispatcher_status"]
+__all__ = ["dispatcher_status"]
 
 
 def dispatcher_status(
@@ -55,13 +55,3 @@ def dispatcher_status(
         "scheduler": scheduler,
         "events": list(events),
     }
-
-
-def describe_schedulers(schedulers: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return a line for each scheduler that rehearses: what it chose, and what it expects of that."""
-    return [
-        f"hold {status['hold']:g}, defend {status['defend']:g} after {status['rehearsals']} rehearsals; expected of "
-        f"the last change: {status['expected_gain']:.1%} fewer lost, GPU time {-status['expected_spared']:+.0%}"
-        for status in schedulers
-        if "rehearsals" in status
-    ]

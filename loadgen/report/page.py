@@ -8,6 +8,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from tenuto.batching.core.rehearsal import describe_schedulers
 from tenuto.loadgen.report import sections
 from tenuto.loadgen.report.applications import application_table, applications, stage_note
 from tenuto.loadgen.report.palette import Style, colour_css, styles_for
@@ -165,6 +166,7 @@ def _provenance(run: Run) -> str:
     rows = {
         "command": " ".join(document.get("command", [])),
         "settings": ", ".join(f"{key} {value}" for key, value in document["options"].items() if value is not None),
+        "scheduler": "; ".join(describe_schedulers(document.get("schedulers", ()))),
         "schedule (SHA-256)": document.get("schedule_hash", ""),
         "hardware": ", ".join(f"{key} {value}" for key, value in hardware.items() if value),
         "versions": ", ".join(f"{key} {value}" for key, value in (document.get("versions") or {}).items()),

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from tenuto.batching.core.autoscale import AutoscaleOptions
+from tenuto.batching.core.rehearsal import describe_schedulers
 from tenuto.batching.virtual.advice_series import advice_over_time
 from tenuto.cli.common import emit_json, progress_console, stdout_console
 from tenuto.cli.tables import percent, print_advice, print_run, print_table
@@ -72,6 +73,8 @@ def command(
     else:
         print_run(summary)
         stdout_console().print(_in_words(summary, asked.scheduler_name))
+        for line in describe_schedulers(summary["schedulers"]):
+            stdout_console().print(f"scheduler: {line}", soft_wrap=True, markup=False)
         if "advice" in summary:
             print_advice(summary["advice"])
     if out is not None:

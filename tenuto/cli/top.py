@@ -143,7 +143,7 @@ def _gpulets(live: Mapping[str, Any], shown: int) -> Table:
 
 def _notes(live: Mapping[str, Any]) -> list[Text]:
     """Return what the schedulers chose, the last decision and the last two events."""
-    from tenuto.deployments.dispatch.status import describe_schedulers
+    from tenuto.batching.core.rehearsal import describe_schedulers
 
     controller = live.get("controller") or {}
     entries = [("controller", entry) for entry in controller.get("log", ())[:1]]
