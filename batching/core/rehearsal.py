@@ -249,7 +249,8 @@ class Rehearsals:
         if best != present:
             self._setting = self._setting._replace(**{self._setting._fields[knob]: best})
             self._gain = lost[present] - lost[best]
-            self._spared = 1.0 - found[best].busy_ms / found[present].busy_ms
+            before_ms = found[present].busy_ms  # 0: nothing was met
+            self._spared = 1.0 - found[best].busy_ms / before_ms if before_ms else 0.0
         self._knob = 1 - knob
         self._requests = min(MOST, 2 * self._requests)
         return self._setting
