@@ -28,7 +28,9 @@ __all__ = ["RAY_ENVIRONMENT", "Launcher", "is_serving", "start_local_ray", "unus
 # Read by Ray when its processes start. Niceness 0: Ray's default of 15 lets anything else on the machine delay the
 # gateway. Serve kills a proxy that is not up after 5 s, and its own start with it; a busy machine takes longer. Serve's
 # HAProxy mode stays off: clients come to the gateways' own sockets, and HAProxy's statistics listen on every interface.
+# Serve's controller looks for changes ten times a second by default, which costs 3 to 5 % of a core with nothing to do.
 RAY_ENVIRONMENT = {
+    "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.25",
     "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",
     "RAY_worker_niceness": "0",
     "RAY_USAGE_STATS_ENABLED": "0",

@@ -86,7 +86,7 @@ def test_a_request_that_was_tried_without_a_reserve_teaches_nothing() -> None:
 
 
 def test_refusals_for_its_sake_bring_it_down_and_those_beyond_capacity_no_further_than_they_can_help() -> None:
-    """Delays as above; with every ms of margin one request in fifty is refused for it, or one in three whatever it is."""
+    """Delays as above; every ms of margin has one request in fifty refused, or one in three are, whatever it is."""
     import random
 
     def settled(refused: Callable[[float], float]) -> float:

@@ -168,8 +168,8 @@ def test_beyond_capacity_as_much_is_served_as_at_it_and_nothing_comes_much_too_l
 
 
 def test_on_a_machine_whose_timers_come_late_few_are_lost_either_way() -> None:
-    """One timer in sixteen is late by 2 ms more in the mean, those of the gpu-lets too. A margin that counts late answers
-    alone refuses one request in eight here."""
+    """One timer in sixteen is late by 2 ms more in the mean, those of the gpu-lets too. A margin that counts late
+    answers alone refuses one request in eight here."""
     chance = random.Random(99)
 
     def oversleep_s() -> float:
