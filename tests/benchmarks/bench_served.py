@@ -1,5 +1,6 @@
-"""The served path beside its floor (`floor/`: the same scheduler in the plainest server, no Ray): share in time
-below, at and beyond capacity, quiet and beside a busy program; recovery after overload; cold starts; closed loop.
+"""The served path beside its floor (`floor/`: the same scheduler in the plainest server, no Ray) and beside Triton
+(`triton_rival`): share in time below, at and beyond capacity, quiet and beside a busy program; recovery after overload;
+cold starts; closed loop.
 
 Open loop, Poisson, latency from the scheduled time, one client process, everything on this machine. GPUs are emulated.
 """
@@ -17,6 +18,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from serving import heading, synthetic_plan
+from triton_rival import SETTINGS, WHEEL, installed
+from triton_rival import triton as triton_server
 
 from tenuto.deployments.serve.config import serve_config
 from tenuto.deployments.serve.endpoint import get_json
@@ -24,7 +27,8 @@ from tenuto.deployments.serve.launcher import Launcher, unused_port
 from tenuto.placement import Plan
 
 FLOOR = Path(__file__).parent / "floor"
-_SERVING = (b"ray::", b"raylet", b"gcs_server", b"haproxy", b"floor/server", b"floor/gpulet", b"tenuto.deployments")
+_SERVING = (b"ray::", b"raylet", b"gcs_server", b"haproxy", b"floor/server", b"floor/gpulet", b"tenuto.deployments",
+            b"tritonserver", b"triton_python_backend_stub")  # fmt: skip
 LOAD = [sys.executable, str(FLOOR / "load.py")]
 
 
@@ -81,6 +85,16 @@ def ours(row: Row, scheduler: str = "deferred", gateways: int = 1) -> Iterator[t
 
 
 @contextlib.contextmanager
+def triton(row: Row, folder: Path) -> Iterator[tuple[int, str]]:
+    """Run Triton; gives its port."""
+    port = unused_port()
+    with triton_server(
+        folder, port, instances=row.gpus, alpha_ms=row.alpha_ms, beta_ms=row.beta_ms, slo_ms=row.slo_ms
+    ):
+        yield port, "synthetic"
+
+
+@contextlib.contextmanager
 def busy_program(*, runs: bool) -> Iterator[None]:
     """Keep one core busy at nice 10."""
     if not runs:
@@ -133,7 +147,8 @@ def in_time(line: str) -> float:
 def main() -> None:
     """Print the figures."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--server", choices=("floor", "ours"), action="append", help="default: both")
+    parser.add_argument("--server", choices=("floor", "ours", "triton"), action="append", help="default: all")
+    parser.add_argument("--triton-wheel", default=WHEEL, help="a requirement or a file, for pip (default: %(default)s)")
     parser.add_argument("--row", choices=ROWS, action="append", help="default: all")
     parser.add_argument("--rates", type=float, nargs="+", help="instead of the row's own")
     parser.add_argument("--busy", action="store_true", help="beside a busy program at nice 10")
@@ -147,9 +162,15 @@ def main() -> None:
     given = parser.parse_args()
     heading(f"the served path{' beside a busy program' if given.busy else ''}, emulated GPUs, seed {given.seed}")
     servers = {"floor": floor, "ours": lambda row: ours(row, given.scheduler, given.gateways)}
+    if not given.server or "triton" in given.server:
+        folder = installed(given.triton_wheel)
+        if folder is not None:
+            print(f"Triton: {SETTINGS}\n")
+            servers["triton"] = lambda row: triton(row, folder)
+    chosen = [name for name in given.server or ("floor", "ours", "triton") if name in servers]
     for key in given.row or ROWS:
         row = ROWS[key]
-        for name in given.server or servers:
+        for name in chosen:
             print(f"{row.name}, {name}", flush=True)
             with servers[name](row) as (port, _), busy_program(runs=given.busy):
                 for rate in given.rates if given.rates is not None else row.rates:
@@ -157,7 +178,7 @@ def main() -> None:
                     if name == "ours":
                         margin = get_json(f"http://127.0.0.1:{port}/status")["margin"]
                         print(f"           margin {margin['margin_ms']:.2f} ms, late {margin['late_share']:.2%}")
-                for cycle in range(given.cycles):
+                for cycle in range(given.cycles if name == "ours" else 0):
                     beyond = open_loop(port, row, 1498.0, 8.0, cycle)
                     after = open_loop(port, row, 100.0, 8.0, cycle)
                     print(f"  cycle {cycle}: {in_time(beyond):.1f} % of 1,498 r/s, then {in_time(after):.2f} % of 100")
@@ -165,10 +186,9 @@ def main() -> None:
         with ours(ROWS["25"], given.scheduler) as (port, _):
             print(f"  cold start {start}: {open_loop(port, ROWS['25'], 700.0, 6.0, start)}", flush=True)
     if given.closed:
-        for name in given.server or servers:
+        for name in chosen:
             row = Row("no latency", 2, 0.001, 0.0, 1000.0, (1000.0,))
-            server = floor(row) if name == "floor" else ours(row, "eager", given.gateways)
-            with server as (port, _):
+            with ours(row, "eager", given.gateways) if name == "ours" else servers[name](row) as (port, _):
                 print(f"closed loop, {name}\n{closed_loop(port, given.closed)}", flush=True)
 
 
