@@ -275,7 +275,8 @@ def lookup(name_or_source: str) -> CatalogueEntry:
 
 
 def with_pixels(signature: ModelSignature, *, preferred: bool) -> ModelSignature:
-    """Return the signature of a model whose pictures may also come as uint8 pixels; as it is where there are none.
+    """Return the signature of a model whose pictures may also come as uint8 pixels or as float16; as it is where there
+    are none.
 
     Args:
         signature: of the model.
@@ -284,7 +285,7 @@ def with_pixels(signature: ModelSignature, *, preferred: bool) -> ModelSignature
     image = signature.image
     if image is None or len(signature.inputs) != 1 or signature.inputs[0].dtype != "float32":
         return signature
-    picture = replace(signature.inputs[0], accepts=("uint8",))
+    picture = replace(signature.inputs[0], accepts=("uint8", "float16"))
     return replace(signature, inputs=(picture,), image=replace(image, as_pixels=preferred))
 
 

@@ -302,7 +302,9 @@ class ProgramRunner:
         for spec in signature.inputs:
             given = _of_one_type(signature, [check_range(spec, block) for block in inputs[spec.name]])
             if more > 0:
-                given = [*given, blank_inputs(signature, more, pixels=given[0].dtype != spec.dtype)[spec.name]]
+                came = given[0].dtype
+                blank = blank_inputs(signature, more, pixels=came == np.uint8)[spec.name]
+                given = [*given, blank.astype(came, copy=False)]
             yield spec.name, given
 
     def _fill(self, slot: _Slot, key: Key, blocks: Sequence[Array]) -> int:
@@ -352,11 +354,14 @@ def _as_arrays(signature: ModelSignature, answer: tuple[torch.Tensor, ...], rows
 
 
 def _of_one_type(signature: ModelSignature, blocks: Sequence[Array]) -> Sequence[Array]:
-    """Return blocks of one type: where some pictures of a batch came as pixels and some did not, all normalised."""
+    """Return blocks of one type: pictures of a batch that came in several all as float32, pixels normalised."""
     image = signature.image
     if image is None or len({block.dtype for block in blocks}) == 1:
         return blocks
-    return [normalised(block, image) if block.dtype == np.uint8 else block for block in blocks]
+    return [
+        normalised(block, image) if block.dtype == np.uint8 else block.astype(np.float32, copy=False)
+        for block in blocks
+    ]
 
 
 def _as_one(blocks: Sequence[Array]) -> Array:

@@ -15,7 +15,7 @@ import numpy as np
 
 from tenuto.deployments.serve.user_config import MemberEntry, ProgramEntry
 from tenuto.errors import InvalidInputError, Problem
-from tenuto.profiles.networks.catalogue import ModelSignature, TensorSignature, lookup
+from tenuto.profiles.networks.catalogue import ModelSignature, TensorSignature, lookup, with_pixels
 from tenuto.profiles.networks.inputs import Arrays, Blocks
 
 __all__ = ["EmulatedExecutor"]
@@ -157,6 +157,6 @@ def _signature(member: MemberEntry) -> ModelSignature:
     if "inputs" in options and "outputs" in options:
         return ModelSignature.from_data({"inputs": options["inputs"], "outputs": options["outputs"]})
     try:
-        return lookup(member.source or member.name).signature
+        return with_pixels(lookup(member.source or member.name).signature, preferred=False)
     except InvalidInputError:
         return _PLAIN

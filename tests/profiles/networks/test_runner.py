@@ -234,24 +234,29 @@ def test_pixels_are_normalised_behind_their_copy_whatever_else_is_chosen(
     runner.runner.warm_up(1)
     signature = runner.runner.signatures["m"]
     assert sends_pixels(signature) is options.get("uint8_input", True)
-    assert (signature.inputs[0].dtype, signature.inputs[0].accepts) == ("float32", ("uint8",))
+    assert (signature.inputs[0].dtype, signature.inputs[0].accepts) == ("float32", ("uint8", "float16"))
     for number in range(4):
         given = pixels(number, 3)
         expected = normalised(given, PICTURE).sum(axis=(1, 2, 3))
         np.testing.assert_allclose(runner.run({"image": given}, 3)["logits"][:, 0], expected, rtol=1e-4, atol=1e-3)
-        as_floats = {"image": normalised(given, PICTURE)}
-        np.testing.assert_allclose(runner.run(as_floats, 3)["logits"][:, 0], expected, rtol=1e-4, atol=1e-3)
+        for dtype, rtol in ((np.float32, 1e-4), (np.float16, 2e-3)):
+            as_floats = {"image": normalised(given, PICTURE).astype(dtype)}
+            np.testing.assert_allclose(runner.run(as_floats, 3)["logits"][:, 0], expected, rtol=rtol, atol=2e-2)
 
 
 @pytest.mark.parametrize("on_cuda", [False, True])
-def test_a_batch_may_hold_pixels_and_normalised_pictures(cuda: FakeCuda, on_cuda: bool) -> None:
+def test_a_batch_may_hold_pixels_and_normalised_pictures_of_either_float(cuda: FakeCuda, on_cuda: bool) -> None:
     device = "cuda" if on_cuda else "cpu"
     runner = Alone(picture_model(cuda if on_cuda else None), [4], device=device, pad_batches=True)
     rows = [pixels(number, 1) for number in range(3)]
-    blocks = {"image": [rows[0], normalised(rows[1], PICTURE), rows[2]]}
-    found = runner.runner.run({"m": blocks}, {"m": 3})["m"]["logits"]
-    expected = [normalised(row, PICTURE).sum() for row in rows]
-    np.testing.assert_allclose(found[:, 0], expected, rtol=1e-4, atol=1e-3)
+    halves = normalised(rows[2], PICTURE).astype(np.float16)
+    expected = [normalised(rows[0], PICTURE).sum(), normalised(rows[1], PICTURE).sum(), halves.astype(np.float32).sum()]
+    for first in (rows[0], normalised(rows[0], PICTURE)):
+        blocks = {"image": [first, normalised(rows[1], PICTURE), halves]}
+        found = runner.runner.run({"m": blocks}, {"m": 3})["m"]["logits"]
+        np.testing.assert_allclose(found[:, 0], expected, rtol=1e-4, atol=1e-3)
+    alone = runner.runner.run({"m": {"image": [halves]}}, {"m": 1})["m"]["logits"]
+    np.testing.assert_allclose(alone[:, 0], expected[2:], rtol=1e-4, atol=1e-3)
 
 
 def test_an_integer_input_of_a_model_without_pictures_stays_one() -> None:
