@@ -171,11 +171,11 @@ class Counting(RemoteDispatchers):
 
 async def bundled(
     cases: Sequence[tuple[float, int]], seconds: float, pipe: Connection
-) -> tuple[list[tuple[float, float, float]], list[float]]:
+) -> tuple[list[tuple[float, float, float]], list[float], list[float]]:
     """As `direct`, with the dispatcher at the far end of a socket; processor time is that of both processes.
 
     Returns:
-        The rows, and the mean requests per bundle of each.
+        The rows, the mean requests per bundle of each, and µs per request of the dispatcher's process alone.
     """
     endpoint = Endpoint(*pipe.recv())
 
@@ -186,17 +186,19 @@ async def bundled(
     await front.apply(PLAN, {"0": ["synthetic"]})
     while not front.is_ready():
         await asyncio.sleep(0.01)
-    rows, sizes = [], []
+    rows, sizes, dispatching_us = [], [], []
     for rate_rps, size in cases:
         await load(front, rate_rps, 0.5, size)
-        begun = time.process_time() + _used(pipe)
+        begun, begun_there = time.process_time(), _used(pipe)
         front.bundles = 0
         latencies = await load(front, rate_rps, seconds, size)
-        rows.append(_row(latencies, time.process_time() + _used(pipe) - begun))
+        there = _used(pipe) - begun_there
+        rows.append(_row(latencies, time.process_time() - begun + there))
         sizes.append(len(latencies) / front.bundles)
+        dispatching_us.append(1e6 * there / len(latencies))
     await front.close()
     pipe.send(False)
-    return rows, sizes
+    return rows, sizes, dispatching_us
 
 
 def _used(pipe: Connection) -> float:
@@ -225,16 +227,19 @@ def main() -> None:
     process = multiprocessing.get_context("spawn").Process(target=serve, args=(far,), daemon=True)
     process.start()
     try:
-        after, sizes = run_loop(bundled(cases, seconds, near))
+        after, sizes, dispatching_us = run_loop(bundled(cases, seconds, near))
     finally:
         process.join(5)
         process.terminate()
     print("                        own process                another process            added")
-    print(f"{'requests/s':>10s} {'bytes':>8s}" + f" {'p50 ms':>8s} {'p99 ms':>8s} {'CPU µs':>8s}" * 3 + " per bundle")
-    for (rate_rps, size), alone, apart, many in zip(cases, before, after, sizes, strict=True):
+    print(f"{'requests/s':>10s} {'bytes':>8s}" + f" {'p50 ms':>8s} {'p99 ms':>8s} {'CPU µs':>8s}" * 3
+          + " per bundle dispatcher µs")  # fmt: skip
+    for (rate_rps, size), alone, apart, many, own_us in zip(
+        cases, before, after, sizes, dispatching_us, strict=True
+    ):
         added = tuple(b - a for a, b in zip(alone, apart, strict=True))
         figures = "".join(f" {p50:8.3f} {p99:8.3f} {cpu:8.1f}" for p50, p99, cpu in (alone, apart, added))
-        print(f"{rate_rps:10.0f} {size:8d}{figures} {many:10.1f}")
+        print(f"{rate_rps:10.0f} {size:8d}{figures} {many:10.1f} {own_us:13.1f}")
     print("\nLatencies count from the submission; the processor time of making requests is in both columns.")
 
 

@@ -21,14 +21,18 @@ BODY = b'{"inputs":[{"name":"INPUT0","shape":[1,1],"datatype":"FP32","data":[1]}
 PATH = "/v2/models/synthetic/infer"
 
 
-def synthetic_plan(alpha_ms: float, beta_ms: float, slo_ms: float, rate_rps: float, gpus: int, batch_size: int) -> Plan:
-    """Return a plan with one emulated model on every one of `gpus` whole GPUs."""
+def synthetic_plan(
+    alpha_ms: float, beta_ms: float, slo_ms: float, rate_rps: float, gpus: int, batch_size: int,
+    options: dict[str, Any] | None = None,
+) -> Plan:  # fmt: skip
+    """Return a plan with one emulated model, with these options, on every one of `gpus` whole GPUs."""
     latency = {"alpha_ms": alpha_ms, "beta_ms": beta_ms}
     replica = {
         "name": "synthetic",
         "batch_size": batch_size,
         "latency": latency,
         "latency_ms": alpha_ms * batch_size + beta_ms,
+        **({"options": options} if options else {}),
     }
     return Plan.from_data(
         {

@@ -15,7 +15,7 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 WHEEL = "nvidia-pytriton==0.7.0"
@@ -27,7 +27,7 @@ _CONFIG = """
 name: "synthetic"
 backend: "python"
 max_batch_size: {most}
-input [{{ name: "INPUT0" data_type: TYPE_FP32 dims: [1] }}]
+input [{{ name: "INPUT0" data_type: TYPE_{datatype} dims: {dims} }}]
 output [{{ name: "OUTPUT0" data_type: TYPE_FP32 dims: [1] }}]
 instance_group [{{ count: {instances} kind: KIND_CPU }}]
 dynamic_batching {{
@@ -82,8 +82,9 @@ def installed(wheel: str = WHEEL) -> Path | None:
 
 @contextlib.contextmanager
 def triton(
-    server: Path, port: int, *, instances: int, alpha_ms: float, beta_ms: float, slo_ms: float
-) -> Iterator[None]:
+    server: Path, port: int, *, instances: int, alpha_ms: float, beta_ms: float, slo_ms: float,
+    datatype: str = "FP32", shape: Sequence[int] = (1,),
+) -> Iterator[None]:  # fmt: skip
     """Serve the model `synthetic` of alpha * n + beta ms on so many instances until the context ends.
 
     Raises:
@@ -93,7 +94,10 @@ def triton(
         model = Path(folder) / "models" / "synthetic"
         (model / "1").mkdir(parents=True)
         reject_us = round(1000.0 * REJECT_PART * slo_ms)
-        (model / "config.pbtxt").write_text(_CONFIG.format(most=MOST_ROWS, instances=instances, reject_us=reject_us))
+        settings = _CONFIG.format(
+            most=MOST_ROWS, instances=instances, reject_us=reject_us, datatype=datatype, dims=list(shape)
+        )
+        (model / "config.pbtxt").write_text(settings)
         (model / "1" / "model.py").write_text(_MODEL.format(alpha_ms=alpha_ms, beta_ms=beta_ms))
         log = Path(folder) / "log"
         python = server.parents[4] / "bin"

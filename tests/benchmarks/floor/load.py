@@ -16,11 +16,19 @@ parser.add_argument("--closed", type=int, nargs="+", help="numbers of connection
 parser.add_argument("--seconds", type=float, default=9.0)
 parser.add_argument("--warmup-s", type=float, default=1.0)
 parser.add_argument("--seed", type=int, default=3)
+parser.add_argument("--picture", choices=("FP32", "UINT8"), help="send 3 x 224 x 224 of this type, binary")
 given = parser.parse_args()
 
+HEAD = b"POST /v2/models/%b/infer HTTP/1.1\r\nHost: x\r\n%bContent-Length: %d\r\n\r\n"
 BODY = b'{"inputs":[{"name":"INPUT0","shape":[1,1],"datatype":"FP32","data":[1]}]}'
-HEAD = b"POST /v2/models/%b/infer HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
-REQUEST = HEAD % (given.model.encode(), len(BODY)) + BODY
+KIND = b"Content-Type: application/json\r\n"
+if given.picture:
+    size = 3 * 224 * 224 * (4 if given.picture == "FP32" else 1)
+    about = '"shape":[1,3,224,224],"datatype":"%s","parameters":{"binary_data_size":%d}' % (given.picture, size)
+    header = ('{"inputs":[{"name":"INPUT0",%s}]}' % about).encode()
+    KIND = b"Content-Type: application/octet-stream\r\nInference-Header-Content-Length: %d\r\n" % len(header)
+    BODY = header + bytes(size)
+REQUEST = HEAD % (given.model.encode(), KIND, len(BODY)) + BODY
 
 
 async def ask(reader, writer) -> int:
