@@ -32,14 +32,16 @@ def synthetic_plan(
         "batch_size": batch_size,
         "latency": latency,
         "latency_ms": alpha_ms * batch_size + beta_ms,
-        **({"options": options} if options else {}),
     }
     return Plan.from_data(
         {
             "policy": {"name": "benchmark"},
             "gpus": [{"id": f"n0/{i}", "type": "v100"} for i in range(gpus)],
             "gpulets": [{"id": f"n0/{i}/a", "gpu": f"n0/{i}", "models": [replica]} for i in range(gpus)],
-            "models": [{"name": "synthetic", "rate_rps": rate_rps, "slo_ms": slo_ms, "latency": latency}],
+            "models": [
+                {"name": "synthetic", "rate_rps": rate_rps, "slo_ms": slo_ms, "latency": latency,
+                 "options": options or {}}
+            ],
         }
     )
 

@@ -24,8 +24,8 @@ BODY = b'{"inputs":[{"name":"INPUT0","shape":[1,1],"datatype":"FP32","data":[1]}
 KIND = b"Content-Type: application/json\r\n"
 if given.picture:
     size = 3 * 224 * 224 * (4 if given.picture == "FP32" else 1)
-    about = '"shape":[1,3,224,224],"datatype":"%s","parameters":{"binary_data_size":%d}' % (given.picture, size)
-    header = ('{"inputs":[{"name":"INPUT0",%s}]}' % about).encode()
+    about = f'"shape":[1,3,224,224],"datatype":"{given.picture}","parameters":{{"binary_data_size":{size}}}'
+    header = f'{{"inputs":[{{"name":"INPUT0",{about}}}]}}'.encode()
     KIND = b"Content-Type: application/octet-stream\r\nInference-Header-Content-Length: %d\r\n" % len(header)
     BODY = header + bytes(size)
 REQUEST = HEAD % (given.model.encode(), KIND, len(BODY)) + BODY
