@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import resource
 import socket
 from collections.abc import AsyncIterator, Callable
 
@@ -337,6 +338,21 @@ async def test_slow_senders_and_idle_connections_are_ended(
     connection.check_time(connection.changed_s + passed_s)
     heard = await client.hear_end()
     assert heard.split(b" ", 2)[1:2] == ([answer] if answer else [])
+
+
+async def test_a_thousand_idle_and_half_spoken_connections_cost_the_others_nothing(bench: Bench) -> None:
+    files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    many = min(1000, (files - 200) // 2)  # both ends are here
+    bench.limits.connections = many + 1
+    for number in range(many):
+        client = await bench.client()
+        client.say(b"" if number % 2 else request(b"x" * LARGE)[:20])
+    await _connections(bench, many)
+    busy = await bench.client()
+    for number in range(20):
+        busy.say(request(b"%d" % number))
+        assert (await busy.hear())[:2] == (200, b"%d" % number)
+    assert bench.arena.used_bytes == bench.server.chunked_bytes == 0  # no memory before the headers are there
 
 
 async def _connections(bench: Bench, count: int) -> list[connection_module.HttpConnection]:
