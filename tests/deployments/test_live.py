@@ -1,5 +1,6 @@
 """The whole serving stack on a real local Ray: HTTP in, batches over sockets, processes killed, plans changed."""
 
+import importlib
 import io
 import json
 import os
@@ -18,6 +19,8 @@ from tenuto.deployments.serve.endpoint import get_json
 from tenuto.deployments.serve.launcher import Launcher
 from tenuto.loadgen.bench import BenchOptions, run_bench
 from tenuto.placement import Plan
+from tenuto.profiles.networks.catalogue import lookup
+from tenuto.profiles.networks.preprocess import normalised
 from tests.instruments.live import LONG_MS, PORT, infer, pids, post, until
 
 pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::DeprecationWarning")]
@@ -136,6 +139,32 @@ def test_the_real_triton_client_works_unchanged(url: str) -> None:
         labels = client_module.InferRequestedOutput("logits", class_count=3)
         top = client.infer("mobilenet_v2", [tensor], outputs=[labels]).as_numpy("logits")
         assert int(top[0][0].decode().split(":")[1]) == int(results[0].argmax())
+
+        pixels = np.random.default_rng(1).integers(0, 256, image.shape, dtype=np.uint8)
+        picture = lookup("mobilenet_v2").signature.image
+        assert picture is not None
+        floats = normalised(pixels, picture)
+        logits = {}
+        for array, datatype in ((floats, "FP32"), (pixels, "UINT8"), (floats.astype(np.float16), "FP16")):
+            tensor = client_module.InferInput("image", array.shape, datatype)
+            tensor.set_data_from_numpy(array)
+            logits[datatype] = client.infer("mobilenet_v2", [tensor]).as_numpy("logits")
+        np.testing.assert_allclose(logits["UINT8"], logits["FP32"], rtol=1e-3, atol=1e-3)
+        np.testing.assert_allclose(logits["FP16"], logits["FP32"], rtol=0.05, atol=0.05)
+
+        memory = importlib.import_module("tritonclient.utils.shared_memory")
+        key = f"/tenuto-test-{os.getpid()}"
+        region = memory.create_shared_memory_region("picture", key, floats.nbytes)
+        try:
+            memory.set_shared_memory_region(region, [floats])
+            client.register_system_shared_memory("picture", key, floats.nbytes)
+            tensor = client_module.InferInput("image", floats.shape, "FP32")
+            tensor.set_shared_memory("picture", floats.nbytes)
+            shared = client.infer("mobilenet_v2", [tensor]).as_numpy("logits")
+            np.testing.assert_allclose(shared, logits["FP32"], rtol=1e-4, atol=1e-5)
+            client.unregister_system_shared_memory("picture")
+        finally:
+            memory.destroy_shared_memory_region(region)
     finally:
         client.close()
 
