@@ -25,6 +25,7 @@ os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))  # the workers of
 os.environ.pop("RAY_AUTH_TOKEN_PATH", None)
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ.setdefault("RAY_worker_niceness", "0")
+os.environ.setdefault("RAY_SERVE_CONTROL_LOOP_INTERVAL_S", "0.1")  # Serve's own: every start waits for several turns
 os.environ.setdefault("RAY_DISABLE_IMPORT_WARNING", "1")
 calm_openmp(os.environ)  # several processes with torch on few cores
 
