@@ -128,6 +128,7 @@ class RunningSystem:
         self._leaving: list[tuple[EmulatedGpulets, list[str]]] = []  # of earlier plans, until looked at
         self._ids: list[str] = []  # of the plan's gpu-lets
         self._processes: dict[str, _Process] = {}
+        self._idle: set[str] = set()  # of them, those that wait on standby: they hold no share
         self._due: list[tuple[float, str]] = []  # (time, gpu-let): its process should be ready
         self._next = 0  # the next arrival
         self._chunk = -1
@@ -144,8 +145,8 @@ class RunningSystem:
 
     # --- what changes it ------------------------------------------------------------------------------------------
 
-    def apply(self, plan: Plan) -> None:
-        """Serve by `plan` from now on.
+    def apply(self, plan: Plan, standby: Sequence[Gpulet] = ()) -> None:
+        """Serve by `plan` from now on, with idle processes for the gpu-lets on `standby` beside it.
 
         Gpu-lets it has and the last one had not are started, those with more models load them (and do not serve
         meanwhile), those with another GPU or share start anew, and those that are gone end what they run.
@@ -153,7 +154,8 @@ class RunningSystem:
         now = self.now_ms
         self._charge()
         kept: dict[str, _Process] = {}
-        for gpulet in plan.gpulets:
+        self._idle = {gpulet.id for gpulet in standby}
+        for gpulet in (*plan.gpulets, *standby):
             process = self._processes.get(gpulet.id)
             if process is None or _is_other_process(process.gpulet, gpulet):
                 process = self._started(gpulet, now)
@@ -425,7 +427,8 @@ class RunningSystem:
         seconds = (self.now_ms - self._used_at_ms) / 1000.0
         self._used_at_ms = self.now_ms
         alive = [process.gpulet for process in self._processes.values() if process.broken != "lost"]
-        self._share_s += seconds * sum(gpulet.effective_share_pct for gpulet in alive) / 100.0
+        held_pct = sum(gpulet.effective_share_pct for gpulet in alive if gpulet.id not in self._idle)
+        self._share_s += seconds * held_pct / 100.0
         self._gpu_s += seconds * len({gpulet.gpu for gpulet in alive})
 
     # --- what happened ------------------------------------------------------------------------------------------------
@@ -454,7 +457,7 @@ class RunningSystem:
                 name: GpuletUse(
                     busy_ms / 1000.0,
                     int(batches),
-                    {p: f for p, f in self._factors.items() if p in hosted.get(name, ()) and f != 1.0 and batches},
+                    {p: f for p, f in self._factors.items() if p in hosted.get(name, ()) and batches},
                 )
                 for name, (busy_ms, batches) in use.items()
             },

@@ -19,9 +19,10 @@ from scipy.sparse import coo_matrix, vstack
 from tenuto.batching.core.build import NO_DELAY, from_plan
 from tenuto.batching.core.system import NetworkDelay
 from tenuto.batching.core.target import target_batch
-from tenuto.placement import Plan
+from tenuto.placement import Plan, Replica
+from tenuto.placement.expectation.goodput import expected_of
 
-__all__ = ["UNSERVED", "Capacity", "Demand"]
+__all__ = ["UNSERVED", "Capacity", "Demand", "promised_parts"]
 
 UNSERVED = 1e9  # load of a plan that has no gpu-let for a program with requests
 
@@ -45,6 +46,26 @@ class Demand:
     def steady(cls, rates_rps: Mapping[str, float]) -> Demand:
         """Return a demand without bursts."""
         return cls(rates_rps, {})
+
+
+def promised_parts(plan: Plan, rates_rps: Mapping[str, float], slowdowns: Mapping[str, float]) -> dict[str, float]:
+    """Return which part of each model's requests a plan promises in time at these rates, what random arrivals cost
+    counted (`tenuto.placement.expectation`)."""
+
+    def slowed(replica: Replica) -> Replica:
+        factor = slowdowns.get(replica.name, 1.0)
+        if factor == 1.0 or replica.latency is None:
+            return replica
+        return replica.model_copy(update={"latency": replica.latency.scaled(factor)})
+
+    gpulets = tuple(g.model_copy(update={"models": tuple(slowed(r) for r in g.models)}) for g in plan.gpulets)
+    models = tuple(
+        spec.model_copy(update={"rate_rps": rates_rps[spec.name]}) for spec in plan.models if rates_rps.get(spec.name)
+    )
+    expected = expected_of(plan.model_copy(update={"gpulets": gpulets, "models": models})).models
+    return {
+        spec.name: expected[spec.name].goodput_rps / spec.rate_rps if spec.name in expected else 0.0 for spec in models
+    }
 
 
 class Capacity:

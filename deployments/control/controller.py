@@ -19,6 +19,7 @@ from tenuto.deployments.control.interface import Apply, Decision, Entry, MakePla
 from tenuto.deployments.control.planning import PlanRequest, Proposal
 from tenuto.deployments.control.rates import Rates, RatesMemory
 from tenuto.deployments.control.settings import ControlSettings, Mode
+from tenuto.deployments.control.standby import taken_over
 from tenuto.deployments.control.steps import next_stage
 from tenuto.deployments.control.worth import Durations
 from tenuto.placement import Gpulet, Plan, Workload
@@ -159,6 +160,8 @@ class Controller:
         self._last_s: float | None = None
         self._decisions: list[Decision] = []
         self._wanted: Mapping[str, int] | None = None
+        self._standby: dict[str, Gpulet] = {}  # idle processes by the gpu-let each can take over from
+        self._standby_of: tuple[Gpulet, ...] | None = None  # the gpu-lets they were asked for
         self.entries: deque[Entry] = deque(maxlen=KEPT_ENTRIES)
 
     # --- in -----------------------------------------------------------------------------------------------------------
@@ -173,7 +176,7 @@ class Controller:
         losing = self._attainment.observe(
             now_s, {n: m.good for n, m in seen.models.items()}, {n: m.bad for n, m in seen.models.items()}
         )
-        self._learn_slowdowns(seen)
+        slower = self._learn_slowdowns(seen)
         self._notice_gpus(seen)
         if self._change is not None:
             self._go_on(seen)
@@ -181,6 +184,9 @@ class Controller:
             self._take_back_if_worse(losing)
         if self._proving is not None and now_s - self._proving.stage_since_s > self._settings.change.prove_s:
             self._proving, self._failures = None, 0
+        if self._change is None and self._standby:
+            is_overloaded = bool(slower) and self._capacity().load(self.demand()) > 1.0
+            self._let_standby_take_over([*losing, *(slower if is_overloaded else ())], seen)
         if self._change is None and self.mode != "off":
             self._find_reasons(losing, bool(jumped))
             self._ask()
@@ -193,6 +199,12 @@ class Controller:
         self._asked = None
         reasons, self._reasons = self._reasons, {}
         why = "; ".join(reasons.values())
+        if isinstance(result, Proposal):
+            self._keep_on_standby(result, why)
+            reasons.pop("standby", None)
+            if not reasons:
+                return
+            why = "; ".join(reasons.values())
         if isinstance(result, str):
             self._say("no plan", f"{why}: no plan: {result}; what runs is kept", {"reasons": dict(reasons)})
             return
@@ -205,6 +217,9 @@ class Controller:
         }  # fmt: skip
         if plan is None or not worth.pays:
             self._say("kept", f"{why}: what runs is kept, as {worth.why}", figures)
+            return
+        if plan.gpulets == self._plan.gpulets and not self.paused:
+            self._tell_rates(plan, f"{why}: {worth.why}", figures)
             return
         saves_only = worth.saved_rent > 0.0
         obstacle = self._obstacle(saves_only=saves_only)
@@ -290,6 +305,19 @@ class Controller:
             self._proving,
         )  # fmt: skip
 
+    def state(self) -> dict[str, Any]:
+        """Return how it stands, as plain data: mode, policy, measured and planned rates, the change under way."""
+        change = self._change
+        return {
+            "mode": self.mode,
+            "paused": self.paused,
+            "change": None if change is None else {"why": change.why, "begun_at_s": change.begun_s},
+            "policy": (self._settings.policy or self._plan.policy).name,
+            "rates_rps": self._rates.mean_rps,
+            "planned_for_rps": self.demand().upper_rps,
+            "slowdowns": dict(self._slowdowns),
+        }
+
     def demand(self, *, lasting_s: float = 0.0) -> Demand:
         """Return what has to be carried once a change that begins now is done, and for `lasting_s` from then on: what
         is expected with its bursts, times what unexplained losses have taught."""
@@ -302,9 +330,11 @@ class Controller:
 
     # --- learning -----------------------------------------------------------------------------------------------------
 
-    def _learn_slowdowns(self, seen: Seen) -> None:
-        """Follow what batches take over their profile, by program: the slowest of its gpu-lets counts."""
+    def _learn_slowdowns(self, seen: Seen) -> list[str]:
+        """Follow what batches take over their profile, by program: the slowest of its gpu-lets counts. Return the
+        programs that turned out slower than they were known to be."""
         ratios: dict[str, float] = {}
+        slower = []
         for gpulet in seen.gpulets.values():
             for program, ratio in gpulet.ratio.items():
                 ratios[program] = max(ratios.get(program, 0.0), ratio)
@@ -315,7 +345,9 @@ class Controller:
             if threshold is not None and abs(follow / known - 1.0) > threshold:
                 self._reasons["slow"] = f"batches of '{program}' take {follow:.2f} of their profile, not {known:.2f}"
                 self._unsettled_s = self._now_s
+                slower += [program] if follow > known else []
             self._slowdowns[program] = follow
+        return slower
 
     def _notice_gpus(self, seen: Seen) -> None:
         before, after = {gpu.id for gpu in self._gpus}, {gpu.id for gpu in seen.gpus}
@@ -349,6 +381,9 @@ class Controller:
         elif not _moved(self._checked_needs, needs, MOVED_ENOUGH):
             return
         self._checked_needs = needs
+        acts = self.mode == "act" and not self.paused
+        if acts and self._settings.standby_pct is not None and self._plan.gpulets != self._standby_of:
+            self._reasons["standby"] = "standby processes are wanted for the plan"
         load = self._capacity().load(demand)
         if when.overload and load > 1.0:
             # A plan that promised what it does not carry is no news; what it was made for is in `_answered`.
@@ -403,7 +438,8 @@ class Controller:
             return
         needs, kinds = self.demand().upper_rps, frozenset(self._reasons)
         known = self._answered
-        if known is not None and kinds <= known[1] and not _moved(known[0], needs, MOVED_ENOUGH):
+        is_new = "standby" in kinds
+        if not is_new and known is not None and kinds <= known[1] and not _moved(known[0], needs, MOVED_ENOUGH):
             self._reasons.clear()
             return
         if self._obstacle(saves_only=kinds <= {"underused", "rate"}) is not None:
@@ -424,6 +460,9 @@ class Controller:
             hysteresis=self._settings.change.hysteresis,
             types={kind: bounds.max for kind, bounds in self._settings.gpus.items() if bounds.max > 0},
             slowdowns=dict(self._slowdowns),
+            attainment=self._settings.attainment,
+            standby_pct=self._settings.standby_pct,
+            standby_ids=frozenset(gpulet.id for gpulet in self._standby.values()),
         )
         self._decisions.append(MakePlan(self._number, request))
 
@@ -464,6 +503,43 @@ class Controller:
         if short:
             self._say("missing", f"all rates would be carried with more GPUs: {_shown(short, '{}')}", {"gpus": short})
 
+    # --- standby ------------------------------------------------------------------------------------------------------
+
+    def _keep_on_standby(self, result: Proposal, why: str) -> None:
+        """Take the standby processes of what runs; those of a plan that is to come are asked for once it runs."""
+        is_of_running = not (result.plan is not None and result.worth.pays)
+        if self._settings.standby_pct is None or not is_of_running or self.mode != "act" or self.paused:
+            return
+        self._standby_of = self._plan.gpulets
+        if dict(result.standby) == self._standby:
+            return
+        self._standby = dict(result.standby)
+        shares = {name: f"{gpulet.share_pct:g} %" for name, gpulet in self._standby.items()}
+        self._say("standby", f"{why}: waiting beside {_shown(shares, '{}') or 'none'}", {"shares": shares})
+        self._decisions.append(Apply(self._plan, why, tuple(self._standby.values())))
+
+    def _let_standby_take_over(self, losing: Sequence[str], seen: Seen) -> None:
+        """Switch to the idle process beside a gpu-let whose models lose requests, or are about to, where its larger
+        share helps."""
+        if not losing or self.mode != "act" or self._obstacle(saves_only=False) is not None:
+            return
+        target = taken_over(self._plan, self._standby, seen.ready, losing, self.demand(), self._slowdowns)
+        if target is None:
+            return
+        before = {gpulet.id for gpulet in self._plan.gpulets}
+        names = ", ".join(sorted(gpulet.id for gpulet in target.gpulets if gpulet.id not in before))
+        why = self._reasons.get("slow") or f"{', '.join(losing)} loses more requests than allowed"
+        why = f"{why}: standby {names} takes over"
+        self._say("change", why)
+        origin, self._standby, self._standby_of = self._plan, {}, None
+        self._changes_s.append(self._now_s)
+        self._proving, self._plan, self._asked = None, target, None
+        self._reasons.clear()
+        self._change = ChangeUnderWay(
+            origin, target, target, self._now_s, self._now_s, why, suffered=tuple(losing)
+        )
+        self._decisions.append(Apply(target, why))
+
     # --- changing -----------------------------------------------------------------------------------------------------
 
     def _begin(self, target: Plan, why: str) -> None:
@@ -476,6 +552,21 @@ class Controller:
         change = ChangeUnderWay(origin, target, running, self._now_s, self._now_s, why, suffered=suffered)
         self._step(change, running)
 
+    def _tell_rates(self, plan: Plan, why: str, figures: Mapping[str, Any]) -> None:
+        """Let the scheduler know that the same gpu-lets are now meant for other rates: no change, nothing to prove."""
+        self._say("rates", why, figures)
+        if self.mode == "act":
+            self._plan = plan
+            self._decisions.append(Apply(plan, why, self._waiting_beside(plan)))
+
+    def _waiting_beside(self, plan: Plan) -> tuple[Gpulet, ...]:
+        """Return the standby processes of the gpu-lets that a plan keeps; the others end."""
+        kept = {gpulet.id for gpulet in plan.gpulets}
+        self._standby = {
+            name: gpulet for name, gpulet in self._standby.items() if name in kept and gpulet.id not in kept
+        }
+        return tuple(self._standby.values())
+
     def _step(self, change: ChangeUnderWay, now: Plan) -> None:
         """Apply the next stage of a change, or end it."""
         stage = next_stage(now, change.target, self._gpus, self._rates.mean_rps)
@@ -487,7 +578,8 @@ class Controller:
         self._change = replace(change, stage=stage, stage_since_s=self._now_s)
         self._plan = stage
         what = "back to the plan before" if change.is_rollback else change.why
-        self._decisions.append(Apply(stage, f"{what}{'' if is_last else ' (a stage of the change)'}"))
+        why = f"{what}{'' if is_last else ' (a stage of the change)'}"
+        self._decisions.append(Apply(stage, why, self._waiting_beside(stage)))
 
     def _go_on(self, seen: Seen) -> None:
         """Look at the stage of the change that is under way."""

@@ -26,7 +26,9 @@ __all__ = ["fitted", "fresh_id", "gpus_of", "is_same_process", "planned_gpu", "r
 BREAKS = 3.0  # models kept loaded that are worth as much as one that does not have to be away: make before break
 
 
-def fitted(plan: Plan, running: Plan | None, gpus: Sequence[Gpu], *, keep_idle: bool) -> Plan:
+def fitted(
+    plan: Plan, running: Plan | None, gpus: Sequence[Gpu], *, keep_idle: bool, reserved: Collection[str] = ()
+) -> Plan:
     """Return `plan` on these GPUs, with the ids of what it keeps of `running`.
 
     Args:
@@ -34,6 +36,7 @@ def fitted(plan: Plan, running: Plan | None, gpus: Sequence[Gpu], *, keep_idle: 
         running: what serves now.
         gpus: those that are there.
         keep_idle: list the GPUs that it does not use, too.
+        reserved: ids that no new gpu-let may get.
 
     Raises:
         InvalidInputError: it uses more GPUs of a type than there are.
@@ -41,7 +44,7 @@ def fitted(plan: Plan, running: Plan | None, gpus: Sequence[Gpu], *, keep_idle: 
     before = running.by_gpu() if running is not None else {}
     wanted = {gpu: gpulets for gpu, gpulets in plan.by_gpu().items() if gpulets}
     types = {gpu.id: gpu.type for gpu in plan.gpus}
-    taken = {gpulet.id for gpulet in running.gpulets} if running is not None else set[str]()
+    taken = {*reserved, *(gpulet.id for gpulet in (running.gpulets if running is not None else ()))}
     gpulets: list[Gpulet] = []
     used: dict[str, PlannedGpu] = {}
     for gpu_type in dict.fromkeys(types[gpu] for gpu in wanted):

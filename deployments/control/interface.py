@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tenuto.deployments.control.planning import PlanRequest
-from tenuto.placement import Plan
+from tenuto.placement import Gpulet, Plan
 from tenuto.placement.cluster import Gpu
 
 __all__ = ["Apply", "Decision", "Entry", "GpuletSeen", "MakePlan", "ModelSeen", "Seen", "WantGpus"]
@@ -33,8 +33,8 @@ class GpuletSeen:
 class Seen:
     """One look: what happened since the last, and what stands now.
 
-    `ready` are gpu-lets that can serve; `broken` those that will not, with the reason; every other gpu-let of the plan
-    is starting, loading or coming back. `gpus` are the GPUs that are there.
+    `ready` are gpu-lets that can serve, those on standby among them; `broken` those that will not, with the
+    reason; every other gpu-let of the plan is starting, loading or coming back. `gpus` are the GPUs that are there.
     """
 
     models: Mapping[str, ModelSeen]
@@ -54,10 +54,14 @@ class MakePlan:
 
 @dataclass(frozen=True)
 class Apply:
-    """Make this plan the one that is served, from now on; `why` is for the history."""
+    """Make this plan the one that is served, from now on; `why` is for the history.
+
+    `standby` are gpu-lets that are to have a process beside those of the plan, loaded and idle.
+    """
 
     plan: Plan
     why: str
+    standby: tuple[Gpulet, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import json
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -33,7 +33,7 @@ from tenuto.deployments.serve.applications import ApplicationState
 from tenuto.deployments.serve.config import GPULET_PREFIX, application_name
 from tenuto.deployments.serve.deployment import Deployment, History, Store
 from tenuto.errors import EnvironmentFaultError, InvalidInputError, Problem
-from tenuto.placement import Plan
+from tenuto.placement import Gpulet, Plan
 from tenuto.placement.cluster import Gpu
 
 __all__ = ["ControlMemory", "Live", "LiveSystem", "Planner", "ServeSide"]
@@ -111,17 +111,22 @@ class LiveSystem:
         self._plan = deployment.read_plan()
         self._routed = self._plan  # what the gateways follow
         self._extras: dict[str, _Extra] = {}
+        self._standby: dict[str, dict[str, Any]] = {}  # applications of idle processes, by gpu-let
+        self._waiting: tuple[Gpulet, ...] = ()  # these gpu-lets
         self._counted: dict[str, tuple[int, int, int]] = {}
 
-    def apply(self, plan: Plan, now_s: float) -> None:
-        """Make this plan the one that is served.
+    def apply(self, plan: Plan, now_s: float, standby: Sequence[Gpulet] = ()) -> None:
+        """Make this plan the one that is served, with idle processes beside it.
 
         Raises:
             InvalidInputError: it cannot be served so; nothing was changed.
         """
         deployment = self.deployment.with_plan(plan)
         wanted = _gpulets_of(deployment.config())
-        before = self._gpulets | {name: extra.application for name, extra in self._extras.items()}
+        idle = _idle(deployment, plan, standby)
+        waited = {application_name(name): app for name, app in self._standby.items() if name not in idle}
+        self._standby, self._waiting = idle, tuple(standby)
+        before = waited | self._gpulets | {name: extra.application for name, extra in self._extras.items()}
         extras, grows = {}, False
         for name, present in before.items():
             if name not in wanted:
@@ -151,13 +156,14 @@ class LiveSystem:
         self._gpus = tuple({gpu.id: gpu for gpu in (*gpus_of(plan), *self._gpus)}.values())
         self.deployment = wanted.with_plan(self._plan)
         if self.deployment != before:
-            self.apply(self._plan, now_s)
+            self.apply(self._plan, now_s, self._waiting)
 
     def _send(self) -> None:
         """Make Serve's what is to run now."""
         config = self.deployment.config(self._routed)
         front = [app for app in config["applications"] if not app["name"].startswith(GPULET_PREFIX)]
-        gpulets = self._gpulets | {name: extra.application for name, extra in self._extras.items()}
+        idle = {application_name(name): application for name, application in self._standby.items()}
+        gpulets = idle | self._gpulets | {name: extra.application for name, extra in self._extras.items()}
         self._serve.apply({**config, "applications": [*front, *gpulets.values()]})
 
     def look(self, now_s: float) -> Seen | None:
@@ -174,7 +180,7 @@ class LiveSystem:
         self._go_on(now_s, status, ready, states)
         return Seen(
             models=self._ended(status["models"]),
-            ready=ready,
+            ready=ready | {name for name in self._standby if _is_running(states, name)},
             gpus=tuple(gpu for gpu in self._gpus if gpu.address is None or gpu.address in alive),
             broken=self._broken(states),
             gpulets={
@@ -212,7 +218,8 @@ class LiveSystem:
             del self._extras[name]
         # Of a life before this one.
         strays = {name for name, state in states.items() if name.startswith(GPULET_PREFIX) and not state.is_leaving}
-        if gone or strays - (self._gpulets.keys() | self._extras.keys()):
+        idle = {application_name(name) for name in self._standby}
+        if gone or strays - (self._gpulets.keys() | self._extras.keys() | idle):
             self._send()
 
     def _ended(self, models: Mapping[str, Any]) -> dict[str, ModelSeen]:
@@ -240,6 +247,20 @@ class LiveSystem:
 
 def _gpulets_of(config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     return {app["name"]: app for app in config["applications"] if app["name"].startswith(GPULET_PREFIX)}
+
+
+def _idle(deployment: Deployment, plan: Plan, standby: Sequence[Gpulet]) -> dict[str, dict[str, Any]]:
+    """Return the applications of gpu-lets on standby, by their ids."""
+    if not standby:
+        return {}
+    both = plan.model_copy(update={"gpulets": (*plan.gpulets, *standby), "overcommits": True})
+    applications = _gpulets_of(deployment.config(both))
+    return {gpulet.id: applications[application_name(gpulet.id)] for gpulet in standby}
+
+
+def _is_running(states: Mapping[str, ApplicationState], gpulet_id: str) -> bool:
+    state = states.get(application_name(gpulet_id))
+    return state is not None and state.status == "RUNNING"
 
 
 def _with_programs_of(application: Mapping[str, Any], present: Mapping[str, Any]) -> dict[str, Any]:
@@ -393,7 +414,7 @@ class Live:
             self._tell(decision)
         elif isinstance(decision, Apply):
             try:
-                self.system.apply(decision.plan, now_s)
+                self.system.apply(decision.plan, now_s, decision.standby)
             except InvalidInputError as error:
                 self.controller.refused(now_s, str(error))
                 self.carry_out(now_s)

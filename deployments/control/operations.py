@@ -6,10 +6,12 @@ it does not, the change is made from here (`tenuto.deployments.control.change`).
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from tenuto.deployments.control.change import change_deployment
@@ -28,15 +30,17 @@ from tenuto.deployments.serve.deployment import (
 )
 from tenuto.deployments.serve.finders import gateway_status
 from tenuto.deployments.serve.launcher import Launcher, is_serving
+from tenuto.deployments.wire.arena import machine_id
 from tenuto.errors import EnvironmentFaultError, InvalidInputError, Problem, TenutoError
 from tenuto.placement import Plan
 from tenuto.placement.cluster import Gpu
 from tenuto.profiles import Profiles
 
-__all__ = ["Ground", "Operations", "begin", "refuse_running"]
+__all__ = ["Ground", "Operations", "begin", "is_deployed", "is_orphaned", "refuse_running", "sign_launcher"]
 
 Ground = tuple[Profiles, tuple[Gpu, ...]]
 _GONE_S = 60.0
+_LAUNCHER = "serve/launcher"  # the process that what runs ends with
 _ENDS = ("changed", "rolled back", "stuck")
 
 
@@ -186,17 +190,10 @@ class Operations:
         Raises:
             EnvironmentFaultError: something does not go.
         """
-        ours = sorted(name for name in self.states() if is_ours(name))
-        if ours:
-            self._applications.delete(ours)
-            until_s = time.monotonic() + _GONE_S
-            while left := [name for name in self.states() if name in ours]:
-                if time.monotonic() > until_s:
-                    text = f"{', '.join(left)} did not end within {_GONE_S:g} s. See `ray status`."
-                    raise EnvironmentFaultError(text)
-                time.sleep(0.2)
-        _forget(self._store)
-        return ours
+        if not is_serving():
+            _forget(self._store)
+            return []
+        return _remove(self._applications, self._store)
 
     # --- the controller -----------------------------------------------------------------------------------------------
 
@@ -226,11 +223,18 @@ class Operations:
             raise EnvironmentFaultError("the controller does not answer. See `tenuto control log`.") from error
 
 
-def refuse_running() -> None:
-    """Raise `EnvironmentFaultError` where something runs on the cluster that this process is connected to."""
+def refuse_running(progress: Callable[[str], None] = lambda _text: None) -> None:
+    """Raise `EnvironmentFaultError` where something runs on the cluster that this process is connected to; what a
+    `tenuto serve` of this machine left that was killed is ended."""
     if not is_serving():
         return
-    states = Applications().states()
+    applications, store = Applications(), ClusterStore()
+    states = applications.states()
+    if ENTRY_APPLICATION in states and is_orphaned(store):
+        refuse_foreign(states)
+        progress("the `tenuto serve` that ran a plan here was killed; ending what it left")
+        _remove(applications, store)
+        return
     if ENTRY_APPLICATION in states:
         raise EnvironmentFaultError(
             "a plan runs on this cluster already. Change it with `tenuto deploy PLAN`, end it with `tenuto delete`, or "
@@ -239,14 +243,26 @@ def refuse_running() -> None:
     refuse_foreign(states)
 
 
-def begin(launcher: Launcher, deployment: Deployment, why: str, by: str, ground: Ground | None) -> None:
+def is_deployed() -> bool:
+    """Whether a plan runs on the cluster that this process is connected to."""
+    return is_serving() and ENTRY_APPLICATION in Applications().states()
+
+
+def begin(
+    launcher: Launcher, deployment: Deployment, why: str, by: str, ground: Ground | None, *,
+    ends_with_caller: bool = False,
+) -> None:  # fmt: skip
     """Begin a deployment on the cluster that this process is connected to, with a history and a memory of its own.
+
+    `ends_with_caller`: this process ends it; should it be killed first, the next one of this machine does.
 
     Raises:
         EnvironmentFaultError: it does not start.
     """
     store = ClusterStore()
     _forget(store)
+    if ends_with_caller:
+        sign_launcher(store)
     launcher.apply(deployment.model_copy(update={"control": None}).config())
     History(store).add(deployment, by, why)
     if deployment.control is not None:
@@ -256,6 +272,45 @@ def begin(launcher: Launcher, deployment: Deployment, why: str, by: str, ground:
         Applications().apply(deployment.config())
 
 
+def sign_launcher(store: Store) -> None:
+    """Note that what runs ends with this process."""
+    mine = {"machine": machine_id(), "pid": os.getpid(), "started": _started(os.getpid())}
+    store.put(_LAUNCHER, json.dumps(mine).encode())
+
+
+def is_orphaned(store: Store) -> bool:
+    """Whether what runs was to end with a process of this machine that is gone."""
+    raw = store.get(_LAUNCHER)
+    if raw is None:
+        return False
+    signed = json.loads(raw)
+    return bool(signed["machine"] == machine_id() and signed["started"] != _started(signed["pid"]))
+
+
+def _started(pid: int) -> str:
+    """Return when a process started, in ticks since the machine did; empty where there is none. Numbers of processes
+    are used again."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[19]
+    except OSError:
+        return ""
+
+
+def _remove(applications: Applications, store: Store) -> list[str]:
+    """Drain and remove every application of ours, with all that is remembered of it; return their names."""
+    ours = sorted(name for name in applications.states() if is_ours(name))
+    if ours:
+        applications.delete(ours)
+        until_s = time.monotonic() + _GONE_S
+        while left := [name for name in applications.states() if name in ours]:
+            if time.monotonic() > until_s:
+                raise EnvironmentFaultError(f"{', '.join(left)} did not end within {_GONE_S:g} s. See `ray status`.")
+            time.sleep(0.2)
+    _forget(store)
+    return ours
+
+
 def _forget(store: Store) -> None:
     History(store).clear()
     ControlMemory(store).clear()
+    store.delete(_LAUNCHER)

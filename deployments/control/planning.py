@@ -9,16 +9,18 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from tenuto.deployments.control.batches import raised
 from tenuto.deployments.control.capacity import Capacity, Demand
 from tenuto.deployments.control.fit import fitted, fresh_id, planned_gpu
+from tenuto.deployments.control.standby import standbys
 from tenuto.deployments.control.steps import fits
 from tenuto.deployments.control.worth import Durations, Rent, Worth, worth
 from tenuto.errors import InvalidInputError
 from tenuto.placement import Cluster, Gpulet, Plan, Workload
 from tenuto.placement.cluster import Gpu, GpuGroup, Node
+from tenuto.placement.expectation.goodput import expected_of
 from tenuto.placement.plan import PolicyUsed
 from tenuto.placement.policy import load_policy
 from tenuto.placement.solve import solve
@@ -28,6 +30,7 @@ __all__ = ["PlanRequest", "Proposal", "propose"]
 
 ALIKE = 0.97  # rates that differ by less give the same plan, or nearly
 SLIGHT = 0.01  # of a model's rate: what is missing below that is no reason to place another replica
+BORROWS = 1.1  # times its planned rate, and the scheduler takes a model for one that exceeds its plan
 
 
 @dataclass(frozen=True)
@@ -37,7 +40,8 @@ class PlanRequest:
     `workload` says which models, `demand` what has to be carried of them and `expected_rps` what is to be expected on
     average. `running` is what serves now, on `gpus`, those that are there. `types` are the GPU types a cluster can grow
     by, with how many there may be at most; empty: it cannot grow. `slowdowns` is what batches of a program take over
-    their profile.
+    their profile, `attainment` the share of every model's requests that has to be in time. `standby_pct` asks for
+    standby processes with so much more of a GPU; `standby_ids` are those that wait beside what runs.
     """
 
     workload: Workload
@@ -51,39 +55,87 @@ class PlanRequest:
     hysteresis: float
     types: Mapping[str, int] = field(default_factory=dict)
     slowdowns: Mapping[str, float] = field(default_factory=dict)
+    attainment: float = 0.99
+    standby_pct: float | None = None
+    standby_ids: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
 class Proposal:
     """The best candidate, how it came about and what it is worth; `plan` None: nothing was found, as `worth` says.
 
-    `wanted` is how many GPUs of each type would carry everything; None: the policy could not tell.
+    `wanted` is how many GPUs of each type would carry everything; None: the policy could not tell. `standby` are idle
+    processes to have beside what runs after it, by the gpu-let that each can take over from.
     """
 
     plan: Plan | None
     how: str
     worth: Worth
     wanted: Mapping[str, int] | None = None
+    standby: Mapping[str, Gpulet] = field(default_factory=dict)
 
 
 def propose(request: PlanRequest, profiles: Profiles) -> Proposal:
-    """Return the candidate that pays best, or else the one that would come nearest to it."""
+    """Return the candidate that pays best, or else the one that would come nearest to it; and the standby processes of
+    what runs then."""
+    found = _proposed(request, profiles)
+    if request.standby_pct is None:
+        return found
+    plan = found.plan if found.plan is not None and found.worth.pays else request.running
+    return replace(found, standby=standbys(plan, request.standby_pct, profiles, request.gpus, request.running))
+
+
+def _proposed(request: PlanRequest, profiles: Profiles) -> Proposal:
     rent = Rent(bool(request.types), _prices(request.gpus))
     wanted, found, faults = _candidates(request, profiles)
     best: tuple[tuple[float, ...], Proposal] | None = None
-    for how, plan in found:
+    for how, unrated in found:
+        plan = _made_for(unrated, request.demand.upper_rps)
         weighed = worth(
             request.running, plan, request.gpus, request.demand, request.expected_rps, request.durations, rent,
             horizon_s=request.horizon_s, hysteresis=request.hysteresis, slowdowns=request.slowdowns,
+            attainment=request.attainment,
         )  # fmt: skip
         net = weighed.gained_requests - weighed.lost_requests
         saved = weighed.saved_rent - weighed.spent_rent
         rank = (float(weighed.pays), round(net), round(weighed.carried_rps), saved, -float(weighed.stages))
         if best is None or rank > best[0]:
             best = rank, Proposal(plan, how, weighed, wanted)
-    if best is not None:
-        return best[1]
-    return Proposal(None, "", Worth(False, "; ".join(faults) or "no other plan was found"), wanted)
+    if best is None:
+        return Proposal(None, "", Worth(False, "; ".join(faults) or "no other plan was found"), wanted)
+    if not best[1].worth.pays:
+        return _told_rates(request, wanted) or best[1]
+    chosen = best[1]
+    assert chosen.plan is not None
+    return replace(chosen, plan=_promised(chosen.plan))
+
+
+def _made_for(plan: Plan, rates_rps: Mapping[str, float]) -> Plan:
+    """Return the plan with the rates that it is made for: those that the scheduler takes as agreed under overload."""
+    models = [spec.model_copy(update={"rate_rps": rates_rps.get(spec.name, spec.rate_rps)}) for spec in plan.models]
+    return plan.model_copy(update={"models": tuple(models)})
+
+
+def _promised(plan: Plan) -> Plan:
+    """Return the plan with what it promises at the rates it is made for."""
+    used = len({gpulet.gpu for gpulet in plan.gpulets})
+    return plan.model_copy(update={"expected": expected_of(plan).model_copy(update={"gpus_used": used})})
+
+
+def _told_rates(request: PlanRequest, wanted: Mapping[str, int] | None) -> Proposal | None:
+    """Return what runs, for the rates of now, where a model needs more than its plan allows it under overload and has
+    it; None where none does. No process is touched."""
+    running = request.running
+    if {spec.name for spec in running.models} != {spec.name for spec in request.workload.models}:
+        return None
+    asked = request.demand.upper_rps
+    more = [s.name for s in running.models if asked.get(s.name, 0.0) > BORROWS * s.rate_rps]
+    if not more or not running.gpulets:
+        return None
+    if Capacity(running, slowdowns=request.slowdowns).load(request.demand) > 1.0:
+        return None
+    why = f"it carries more than was planned of {', '.join(more)}"
+    return Proposal(_promised(_made_for(running, asked)), "kept", Worth(True, why), wanted)
 
 
 def _prices(gpus: Sequence[Gpu]) -> dict[str, float]:
@@ -113,7 +165,7 @@ def _candidates(
         if anew is None or wanted is None or any(count > there[kind] for kind, count in wanted.items()):
             anew = _anew(request, profiles, _cluster_of(request, there, False)) if there else None
         if anew is not None:
-            found.append(("planned anew", fitted(anew, request.running, request.gpus, keep_idle=not request.types)))
+            found.append(("planned anew", _fitted(anew, request)))
     except InvalidInputError as error:
         faults.append(str(error))
     if request.running.gpulets:
@@ -163,6 +215,12 @@ def _anew(request: PlanRequest, profiles: Profiles, cluster: Cluster) -> Plan:
     return plan
 
 
+def _fitted(plan: Plan, request: PlanRequest) -> Plan:
+    return fitted(
+        plan, request.running, request.gpus, keep_idle=not request.types, reserved=request.standby_ids
+    )
+
+
 def _extended(
     request: PlanRequest, profiles: Profiles, running: Plan, missing_rps: Mapping[str, float]
 ) -> Plan | None:
@@ -183,7 +241,7 @@ def _extended(
     more = _planned(request, profiles, short, _cluster_of(request, there, True))
     types = {gpu.id: gpu.type for gpu in more.gpus}
     held = {gpu.id: [g for g in running.gpulets if g.gpu == gpu.id] for gpu in request.gpus}
-    names = {gpulet.id for gpulet in running.gpulets}
+    names = {gpulet.id for gpulet in running.gpulets} | request.standby_ids
     new: list[Gpulet] = []
     for gpulet in sorted(more.gpulets, key=lambda g: (-g.effective_share_pct, g.id)):
         room = [g for g in request.gpus if g.type == types[gpulet.gpu] and fits([*held[g.id], gpulet], g)]

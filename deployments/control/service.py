@@ -14,12 +14,12 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from tenuto.deployments.control.controller import Controller, Memory
 from tenuto.deployments.control.fit import gpus_of
 from tenuto.deployments.control.interface import Entry
-from tenuto.deployments.control.live import ControlMemory, Live, LiveSystem
+from tenuto.deployments.control.live import ControlMemory, Live, LiveSystem, Planner
 from tenuto.deployments.control.planner import PlannerProcess
 from tenuto.deployments.control.settings import ControlSettings
 from tenuto.deployments.serve.applications import Applications
@@ -60,10 +60,30 @@ def read_ground(store: Store) -> tuple[Profiles, tuple[Gpu, ...]]:
     return profiles, tuple(parse_document(Gpu, data, origin="gpus") for data in ground["gpus"])
 
 
+class ClosablePlanner(Planner, Protocol):
+    """A planner that ends with the controller."""
+
+    def close(self) -> None:
+        """End it."""
+
+
+Begun = tuple[Live, ClosablePlanner]
+Begin = Callable[[ControlSettings, Callable[[Entry], None]], Begun]
+
+
 class Control:
     """The Serve deployment. `reconfigure` gives it its settings, and begins."""
 
-    def __init__(self) -> None:
+    def __init__(self, store: Store | None = None, begin: Begin | None = None) -> None:
+        """Wait for settings.
+
+        Args:
+            store: where it remembers; default: the cluster's.
+            begin: returns the controller over what is deployed, which tells its decisions, and its planner; default:
+                on the cluster.
+        """
+        self._store = store or ClusterStore()
+        self._begin = begin or begin_on_cluster
         self._settings = ControlSettings()
         self._work: list[tuple[Callable[[Live], Any], Future[Any]]] = []
         self._lock = threading.Lock()
@@ -97,8 +117,8 @@ class Control:
         if time.monotonic() - self._looked_s > _SILENT_S:
             raise EnvironmentFaultError(f"the controller has not looked for {_SILENT_S:g} s")
 
-    async def __del__(self) -> None:
-        """End the thread; a change under way goes on in the next life."""
+    def __del__(self) -> None:
+        """End the thread, at Serve's call; a change under way goes on in the next life."""
         self._is_over = True
         self._wake.set()
 
@@ -108,26 +128,26 @@ class Control:
         """Change nothing from now on, or change again; return the state."""
         def change(live: Live) -> dict[str, Any]:
             live.controller.pause(paused=paused)
-            return self._state(live)
+            return live.controller.state()
 
         return await self._do(change)
 
     async def state(self) -> dict[str, Any]:
         """Return mode, what is under way, measured and planned rates."""
-        return await self._do(self._state)
+        return await self._do(lambda live: live.controller.state())
 
     async def log(self, limit: int) -> list[dict[str, Any]]:
         """Return the newest entries of the log, oldest first."""
-        return await self._do(lambda _live: ControlMemory(ClusterStore()).log()[-limit:])
+        return await self._do(lambda _live: ControlMemory(self._store).log()[-limit:])
 
     async def shown(self, limit: int = 30) -> dict[str, Any]:
         """Return what operators are shown: the state, how often what was decided in this life, and the newest entries
         of the log, newest first, in the form of the status' events."""
 
         def look(live: Live) -> dict[str, Any]:
-            newest = reversed(ControlMemory(ClusterStore()).log()[-limit:])
+            newest = reversed(ControlMemory(self._store).log()[-limit:])
             log = [{"at_s": entry["at_s"], "what": entry["kind"], "why": entry["text"]} for entry in newest]
-            return {**self._state(live), "decisions": dict(self._decisions), "log": log}
+            return {**live.controller.state(), "decisions": dict(self._decisions), "log": log}
 
         return await self._do(look)
 
@@ -178,22 +198,12 @@ class Control:
     async def _do(self, what: Callable[[Live], T]) -> T:
         future: Future[T] = Future()
         with self._lock:
+            if self._failure is not None:
+                raise EnvironmentFaultError(self._failure)
             self._work.append((what, future))
         self._wake.set()
         async with asyncio.timeout(30.0):
             return await asyncio.wrap_future(future)
-
-    def _state(self, live: Live) -> dict[str, Any]:
-        controller = live.controller
-        change = controller.change
-        return {
-            "mode": controller.mode,
-            "paused": controller.paused,
-            "change": None if change is None else {"why": change.why, "begun_at_s": change.begun_s},
-            "policy": (self._settings.policy or controller.plan.policy).name,
-            "rates_rps": controller.rates.mean_rps,
-            "planned_for_rps": controller.demand().upper_rps,
-        }
 
     def _count(self, entry: Entry) -> None:
         self._decisions[entry.kind] += 1
@@ -202,14 +212,14 @@ class Control:
 
     def _run(self) -> None:
         live: Live | None = None
-        planner: PlannerProcess | None = None
+        planner: ClosablePlanner | None = None
         try:
             while not self._is_over:
                 if live is None or self._new_settings:
                     self._new_settings = False
                     if planner is not None:
                         planner.close()
-                    live, planner = _begin(self._settings, self._count)
+                    live, planner = self._begin(self._settings, self._count)
                 self._looked_s = time.monotonic()
                 live.step(time.time())
                 self._perform(live)
@@ -217,7 +227,12 @@ class Control:
                 self._wake.clear()
         except Exception as error:
             logger.exception("the controller has failed")
-            self._failure = f"the controller has failed: {type(error).__name__}: {error}"
+            failure = f"the controller has failed: {type(error).__name__}: {error}"
+            with self._lock:
+                self._failure = failure
+                work, self._work = self._work, []
+            for _, future in work:
+                future.set_exception(EnvironmentFaultError(failure))
         finally:
             if planner is not None:
                 planner.close()
@@ -233,7 +248,7 @@ class Control:
             live.carry_out(time.time())
 
 
-def _begin(settings: ControlSettings, tell: Callable[[Entry], None]) -> tuple[Live, PlannerProcess]:
+def begin_on_cluster(settings: ControlSettings, tell: Callable[[Entry], None]) -> Begun:
     """Return the controller over what is deployed, with what was remembered of it; `tell` is told its decisions."""
     store = ClusterStore()
     history, kept = History(store), ControlMemory(store)
@@ -243,7 +258,7 @@ def _begin(settings: ControlSettings, tell: Callable[[Entry], None]) -> tuple[Li
     profiles, gpus = read_ground(store)
     plan = version.deployment.read_plan()
     memory = kept.read()
-    if memory is None or (memory.change is None and memory.plan.to_data() != plan.to_data()):
+    if memory is None or (memory.change is None and memory.plan.gpulets != plan.gpulets):
         memory = Memory(plan, plan.workload)
     deployment = version.deployment.with_plan(memory.plan)
     known = {gpu.id: gpu for gpu in (*gpus_of(plan, memory.plan), *gpus)}

@@ -82,6 +82,8 @@ class ControlSettings(StrictModel):
     look_s: how often measurements are looked at; iGniter looks at latencies every second.
     attainment: share of the requests of every model that has to be in time.
     policy: what plans; default: the policy of the plan that is deployed.
+    standby_pct: beside every gpu-let waits an idle process with its models loaded and so much more share, as far as its
+        GPU has it free; 10 in iGniter, section 5.3. It takes over at once where a model loses requests. None: none.
     gpus: bounds by GPU type. A cluster grows through Ray's autoscaler up to `max`, and only by types named here.
     """
 
@@ -93,6 +95,7 @@ class ControlSettings(StrictModel):
     rates: RateSettings = RateSettings()
     when: When = When()
     change: Change = Change()
+    standby_pct: Annotated[float, Field(gt=0, le=100)] | None = None
     gpus: dict[str, GpuBounds] = Field(default_factory=dict)
 
     @model_validator(mode="before")

@@ -252,7 +252,7 @@ class _Cluster:
             if isinstance(decision, Entry):
                 self._result.entries.append(decision)
             elif isinstance(decision, Apply):
-                self._system.apply(decision.plan)
+                self._system.apply(decision.plan, decision.standby)
                 self._result.plans.append((now_s, decision.plan, decision.why))
                 gone = [g.id for g in decision.plan.gpulets if g.gpu not in self._gpus]
                 if gone:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from tenuto.deployments.control.capacity import Capacity, Demand
+from tenuto.deployments.control.capacity import Capacity, Demand, promised_parts
 from tenuto.deployments.control.steps import next_stage, not_ready
 from tenuto.placement import Plan
 from tenuto.placement.cluster import Gpu
@@ -85,7 +85,7 @@ def stages(
 def worth(
     running: Plan, target: Plan, gpus: Sequence[Gpu], needed: Demand, expected_rps: Mapping[str, float],
     durations: Durations, rent: Rent, *, horizon_s: float, hysteresis: float,
-    slowdowns: Mapping[str, float] | None = None,
+    slowdowns: Mapping[str, float] | None = None, attainment: float = 0.0,
 ) -> Worth:  # fmt: skip
     """Weigh going from `running` to `target` (fitted to it).
 
@@ -100,6 +100,8 @@ def worth(
         horizon_s: how long the new plan is expected to hold.
         hysteresis: how much more than its cost a change has to gain, as a fraction.
         slowdowns: what batches of a program really take over what plans say.
+        attainment: part of its requests that a plan should promise every model, what random arrivals cost counted; of
+            a model of which it promises less, it carries less.
     """
     weights = {spec.name: spec.weight for spec in (*running.models, *target.models)}
     expected = Demand.steady(expected_rps)
@@ -108,16 +110,24 @@ def worth(
         carried = Capacity(plan, ready=ready, slowdowns=slowdowns).carried(asked)
         return sum(weights.get(name, 1.0) * rate for name, rate in carried.items())
 
+    def kept_rps(asked: Demand, plan: Plan, kept: Mapping[str, float]) -> float:
+        return sum(
+            weights.get(name, 1.0) * min(rate, kept.get(name, 0.0) * asked.mean_rps[name])
+            for name, rate in Capacity(plan, slowdowns=slowdowns).carried(asked).items()
+        )
+
     offered_rps = sum(weights.get(name, 1.0) * rate for name, rate in needed.mean_rps.items())
     slight_rps = SLIGHT * offered_rps
-    needs_before, needs_after = served_rps(needed, running), served_rps(needed, target)
-    before_rps, after_rps = served_rps(expected, running), served_rps(expected, target)
+    kept_before, kept_after = (_kept(plan, needed, attainment, slowdowns or {}) for plan in (running, target))
+    needs_before, needs_after = kept_rps(needed, running, kept_before), kept_rps(needed, target, kept_after)
+    before_rps, after_rps = kept_rps(expected, running, kept_before), kept_rps(expected, target, kept_after)
     if needs_after < needs_before - slight_rps or after_rps < before_rps - slight_rps:
         return Worth(False, f"it carries {needs_after:.0f} r/s, less than the {needs_before:.0f} r/s of what runs")
     way = stages(running, target, gpus, expected_rps, durations)
     seconds = sum(lasts_s for _, _, lasts_s in way)
+    carried_rps = served_rps(expected, running)
     lost = sum(
-        max(0.0, before_rps - served_rps(expected, plan, ready)) * lasts_s
+        max(0.0, carried_rps - served_rps(expected, plan, ready)) * lasts_s
         for plan, ready, lasts_s in way
         if lasts_s
     )
@@ -137,3 +147,11 @@ def worth(
     if not is_free:
         return Worth(False, f"it saves GPUs only and would lose {lost:.0f} requests on the way", *figures)
     return Worth(True, f"it needs {rent.of(target):.2f} GPUs, what runs {rent_before:.2f}", *figures)
+
+
+def _kept(plan: Plan, needed: Demand, attainment: float, slowdowns: Mapping[str, float]) -> dict[str, float]:
+    """Return which part of its requests a plan promises every model; 1 from `attainment` on."""
+    if attainment <= 0.0:
+        return dict.fromkeys(needed.mean_rps, 1.0)
+    parts = promised_parts(plan, needed.mean_rps, slowdowns)
+    return {name: min(1.0, part / attainment) for name, part in parts.items()}

@@ -67,6 +67,14 @@ class LatencyCorrection:
         """Return the present factor; 1.0 before anything was measured."""
         return self._reported.get((program, gpulet), 1.0)
 
+    def measured(self, now_s: float) -> dict[int, dict[int, float]]:
+        """Return the factors that batches of the last seconds confirm, by gpu-let and program."""
+        found: dict[int, dict[int, float]] = {}
+        for (program, gpulet), average in self._average.items():
+            if now_s - self._recorded_s[program, gpulet] <= self._FADES_AFTER_S:
+                found.setdefault(gpulet, {})[program] = average
+        return found
+
 
 class WayMeter:
     """Measures the way of a batch from its dispatch to its arrival at the gpu-let, and what its copies take.

@@ -614,8 +614,16 @@ class Dispatcher:
         return {name: waiting[name] for name in self._asked}
 
     def gpulets(self) -> list[dict[str, Any]]:
-        """Return what every gpu-let reported when it connected, and whether it is up."""
-        return self._fleet.descriptions()
+        """Return what every gpu-let reported when it connected, whether it is up, and what batches take there over
+        their plan."""
+        programs = self._scheduler.system.programs
+        measured = self._correction.measured(self._clock())
+        return self._fleet.descriptions(
+            {
+                gpulet: {programs[program].name: round(factor, 4) for program, factor in factors.items()}
+                for gpulet, factors in measured.items()
+            }
+        )
 
 
 def _removed(model: str) -> Refused:

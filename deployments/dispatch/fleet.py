@@ -7,7 +7,7 @@ before their connection closes. It decides nothing about batches.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -181,8 +181,11 @@ class Fleet:
                 return state.signatures[model]
         return None
 
-    def descriptions(self) -> list[dict[str, Any]]:
-        """Return what every gpu-let said it is and holds, for the status, and whether it is up."""
+    def descriptions(self, slowdowns: Mapping[int, Mapping[str, float]]) -> list[dict[str, Any]]:
+        """Return what every gpu-let said it is and holds, for the status, and whether it is up.
+
+        `slowdowns`: by index, what batches of its programs took lately over what the plan says.
+        """
         plan = self._plan
         found = []
         for gpulet in self._gpulets:
@@ -195,6 +198,7 @@ class Fleet:
                 "busy_s": gpulet.busy_ms / 1000.0, "predicted_s": gpulet.predicted_ms / 1000.0,
                 "batches": gpulet.batches, "lost": gpulet.lost,
                 "running": [{"program": b.name, "batch_size": b.size} for b in gpulet.running.values()],
+                "slowdown": {} if gpulet.index is None else dict(slowdowns.get(gpulet.index, {})),
             })  # fmt: skip
         return found
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
+import time
 from typing import TYPE_CHECKING
 
 import click
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
     from tenuto.deployments.serve.deployment import Deployment
 
 __all__ = ["command"]
+
+_LOOK_S = 5.0  # between looks whether another command has deleted what runs
 
 
 @click.command(name="serve", short_help="Start a plan on Ray Serve and wait until it is healthy; Ctrl-C drains.")
@@ -35,16 +38,20 @@ def command(asked: ServingArguments, replace: bool, address: str | None) -> None
     deployment = asked.deployment()
     ground = asked.ground(deployment.read_plan())
     stop = threading.Event()
+    _stop_on_signals(stop)
+    _run(deployment, ground, asked.plan_file, stop, address, replace=replace)
+
+
+def _stop_on_signals(stop: threading.Event) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: stop.set())
-    _run(deployment, ground, asked.plan_file, stop, address, replace=replace)
 
 
 def _run(
     deployment: Deployment, ground: Ground | None, what: str, stop: threading.Event, address: str | None, *,
     replace: bool,
 ) -> None:  # fmt: skip
-    from tenuto.deployments.control.operations import begin, refuse_running
+    from tenuto.deployments.control.operations import begin, is_deployed, refuse_running
     from tenuto.deployments.serve.endpoint import get_json
     from tenuto.deployments.serve.launcher import Launcher
 
@@ -52,10 +59,11 @@ def _run(
     gpus = deployment.read_plan().gpus
     with Launcher(progress=lambda text: console.print(f"tenuto: {text}")) as launcher:
         launcher.connect(num_gpus=sum(gpu.type != "cpu" for gpu in gpus), address=address)
+        _stop_on_signals(stop)  # `ray.init` puts a handler of its own for SIGTERM, which ends the process at once
         if not stop.is_set():
             if not replace:
-                refuse_running()
-            begin(launcher, deployment, what, "serve", ground)
+                refuse_running(lambda text: console.print(f"tenuto: {text}"))
+            begin(launcher, deployment, what, "serve", ground, ends_with_caller=True)
             status = get_json(f"{launcher.operator_url}/status")
             for gpulet in status["gpulets"]:
                 models = ", ".join(f"{name} (batch {size})" for name, size in gpulet["models"].items())
@@ -64,7 +72,12 @@ def _run(
                 f"tenuto: serving at {launcher.base_url}, documentation at {launcher.base_url}/docs, live page at "
                 f"{launcher.operator_url}. Ctrl-C drains."
             )
+            looked_s = time.monotonic()
             while not stop.wait(0.5):
-                pass
+                if time.monotonic() - looked_s > _LOOK_S:
+                    looked_s = time.monotonic()
+                    if not is_deployed():
+                        console.print("tenuto: deleted by another command")
+                        break
         console.print("tenuto: draining")
     console.print("tenuto: stopped")

@@ -110,6 +110,17 @@ def test_what_is_no_better_plan_changes_nothing(answer: Proposal | str | None, w
     assert len(desk.questions) <= 3  # the same question is not asked again and again
 
 
+def test_the_same_gpulets_for_other_rates_are_no_change_to_be_proved() -> None:
+    desk = Desk(ONE, GPUS)
+    more = ONE.model_copy(update={"models": tuple(s.model_copy(update={"rate_rps": 200.0}) for s in ONE.models)})
+    desk.rates["a"] = 700.0
+    desk.answer = pays(more)
+    desk.look(3)
+    assert [apply.plan for apply in desk.applied] == [more]
+    assert desk.kinds() == ["rates"]
+    assert desk.controller.change is None
+
+
 def test_advice_is_given_and_not_taken() -> None:
     desk = Desk(ONE, GPUS, {"mode": "advise"})
     desk.rates["a"] = 700.0

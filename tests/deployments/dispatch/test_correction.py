@@ -55,3 +55,13 @@ def test_copies_are_budgeted_by_request() -> None:
     told = meter.news()
     assert told is not None
     assert told.data_ms_per_request == 0.5
+
+
+def test_what_was_measured_lately_is_told_by_gpulet() -> None:
+    correction = LatencyCorrection()
+    for _ in range(20):
+        correction.record(3, 1, 1.5, 100.0)
+        correction.record(2, 0, 1.0, 90.0)
+    told = correction.measured(101.0)
+    assert set(told) == {1}
+    assert 1.45 < told[1][3] <= 1.5

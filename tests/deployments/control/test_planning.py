@@ -1,0 +1,43 @@
+"""Proposals of the planner: what a plan says it is made for, and what is proposed where no process need change."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from tenuto.deployments.control.capacity import Demand
+from tenuto.deployments.control.planning import PlanRequest, propose
+from tenuto.deployments.control.worth import Durations
+from tenuto.placement.plan import PolicyUsed
+from tenuto.profiles import Profiles
+from tests.instruments.plans import gpu, make_plan
+
+PLAN = make_plan({"n0/0/a": (100.0, ["a"])})  # made for 50 r/s, carries 600
+
+
+def asked(rate_rps: float) -> PlanRequest:
+    rates = {"a": rate_rps}
+    return PlanRequest(
+        PLAN.workload, Demand.steady(rates), rates, PLAN, (gpu("n0/0"), gpu("n0/1")), PolicyUsed(name="ffd"),
+        Durations(10.0, 5.0), 300.0, 0.2,
+    )  # fmt: skip
+
+
+def test_a_plan_says_the_rates_it_is_made_for_and_what_it_promises_of_them() -> None:
+    """The scheduler holds models to the rates of the plan where requests are lost; those of the first plan are old."""
+    found = propose(asked(900.0), Profiles([])).plan
+    assert found is not None
+    assert found.model("a").rate_rps == 900.0
+    assert found.expected.models["a"].goodput_rps == pytest.approx(900.0, rel=0.05)
+    assert found.expected.gpus_used == 2
+
+
+def test_what_runs_is_told_a_rate_that_it_carries_though_it_was_made_for_less() -> None:
+    found = propose(asked(200.0), Profiles([]))
+    assert (found.how, found.worth.pays) == ("kept", True)
+    assert found.plan is not None
+    assert found.plan.gpulets == PLAN.gpulets
+    assert found.plan.model("a").rate_rps == 200.0
+    again = propose(replace(asked(205.0), running=found.plan), Profiles([]))
+    assert not again.worth.pays

@@ -1,0 +1,131 @@
+"""The controller's deployment as its callers meet it: what it answers, what it refuses, what it remembers."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import AsyncIterator, Callable, Mapping
+from typing import Any
+
+import pytest
+
+from tenuto.deployments.control.controller import Controller, Memory
+from tenuto.deployments.control.fit import gpus_of
+from tenuto.deployments.control.interface import Entry
+from tenuto.deployments.control.live import ControlMemory, Live, LiveSystem
+from tenuto.deployments.control.planner import NoPlanner
+from tenuto.deployments.control.service import Control
+from tenuto.deployments.control.settings import ControlSettings
+from tenuto.deployments.serve.deployment import Deployment, History
+from tenuto.errors import EnvironmentFaultError, InvalidInputError
+from tests.deployments.control.fake_serve import FakeServe
+from tests.instruments.plans import make_plan
+from tests.instruments.stores import DictStore
+
+PLAN = make_plan({"n0/0/a": (50.0, ["a"]), "n0/1/a": (50.0, ["b"])})
+
+
+class Planner(NoPlanner):
+    """Never answers; says when it was ended."""
+
+    is_closed = False
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+class Served:
+    """A controller's deployment over a fake cluster, whose clock goes by itself."""
+
+    def __init__(self) -> None:
+        self.deployment = Deployment(plan=PLAN.to_data(), executor="emulated")
+        self.serve = FakeServe(self.deployment)
+        self.store = DictStore()
+        self.history = History(self.store)
+        self.history.add(self.deployment, "deploy", "a test")
+        self.begun: list[tuple[ControlSettings, Planner]] = []
+        self.is_broken = False
+        self.control = Control(self.store, self._begin)
+
+    def _status(self) -> Mapping[str, Any]:
+        if self.is_broken:
+            raise ValueError("a fault of its own")
+        self.serve.sleep(1.0)
+        return self.serve.status()
+
+    def _begin(self, settings: ControlSettings, tell: Callable[[Entry], None]) -> tuple[Live, Planner]:
+        kept, planner = ControlMemory(self.store), Planner()
+        self.begun.append((settings, planner))
+        system = LiveSystem(self.deployment, self.serve, self._status, gpus_of(PLAN))
+        controller = Controller(settings, kept.read() or Memory(PLAN, PLAN.workload))
+        live = Live(controller, system, planner, self.history, by="the controller", memory=kept, tell=tell)
+        return live, planner
+
+
+@pytest.fixture
+async def served() -> AsyncIterator[Served]:
+    served = Served()
+    await served.control.reconfigure({"settings": {"mode": "act", "look_s": 0.01}})
+    yield served
+    served.control.__del__()
+    await asyncio.to_thread(lambda: [t.join() for t in threading.enumerate() if t.name == "controller"])
+    assert all(planner.is_closed for _, planner in served.begun)
+
+
+async def test_it_says_how_it_stands_and_what_it_decided(served: Served) -> None:
+    assert (await served.control.state())["mode"] == "act"
+    assert (await served.control.pause(True))["paused"]
+    assert [entry["kind"] for entry in await served.control.log(10)] == ["paused"]
+    shown = await served.control.shown()
+    assert (shown["paused"], shown["decisions"], shown["log"][0]["what"]) == (True, {"paused": 1}, "paused")
+    assert not (await served.control.pause(False))["paused"]
+
+
+async def test_models_come_change_and_go(served: Served) -> None:
+    control = served.control
+    with pytest.raises(InvalidInputError, match="in the workload already"):
+        await control.set_model({"name": "a", "rate_rps": 1, "slo_ms": 50}, add=True)
+    with pytest.raises(InvalidInputError, match="not in the workload"):
+        await control.set_model({"name": "c", "rate_rps": 1, "slo_ms": 50}, add=False)
+    with pytest.raises(InvalidInputError, match="rate_rps"):
+        await control.set_model({"name": "c", "rate_rps": -1, "slo_ms": 50}, add=True)
+    await control.set_model({"name": "c", "rate_rps": 1, "slo_ms": 50}, add=True)
+    await control.set_model({"name": "a", "rate_rps": 7, "slo_ms": 70}, add=False)
+    assert {entry["name"]: entry["slo_ms"] for entry in await control.models()}["a"] == 70
+    await control.remove_model("b")
+    await control.remove_model("c")
+    with pytest.raises(InvalidInputError, match="is the last model"):
+        await control.remove_model("a")
+    with pytest.raises(InvalidInputError, match="not in the workload"):
+        await control.remove_model("b")
+
+
+async def test_another_executor_is_refused(served: Served) -> None:
+    other = served.deployment.model_copy(update={"executor": "torch"})
+    with pytest.raises(InvalidInputError, match="changes the process of every gpu-let"):
+        await served.control.deploy(other.model_dump(), "deploy", "a test")
+    assert (await served.control.state())["change"] is None
+
+
+async def test_new_settings_begin_anew_with_what_was_remembered(served: Served) -> None:
+    await served.control.pause(True)
+    await served.control.reconfigure({"settings": {"mode": "advise", "look_s": 0.01}})
+    state = await served.control.state()
+    assert (state["mode"], state["paused"]) == ("advise", True)
+    assert [settings.mode for settings, _ in served.begun] == ["act", "advise"]
+    with pytest.raises(InvalidInputError, match="modus"):
+        await served.control.reconfigure({"settings": {"modus": "act"}})
+
+
+async def test_one_that_has_failed_says_so_to_serve_and_to_who_asks(served: Served) -> None:
+    served.is_broken = True
+    with pytest.raises(EnvironmentFaultError, match="a fault of its own"):
+        await served.control.state()
+    with pytest.raises(EnvironmentFaultError, match="a fault of its own"):
+        await served.control.check_health()
+
+
+async def test_what_is_remembered_is_plain_json(served: Served) -> None:
+    await served.control.pause(True)
+    assert Memory.from_data(json.loads(served.store.values["control/memory"])).paused
