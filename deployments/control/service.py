@@ -242,10 +242,11 @@ class Control:
             work, self._work = self._work, []
         for what, future in work:
             try:
-                future.set_result(what(live))
+                result = what(live)
+                live.carry_out(time.time())  # an answer means that it is remembered
+                future.set_result(result)
             except Exception as error:
                 future.set_exception(error)
-            live.carry_out(time.time())
 
 
 def begin_on_cluster(settings: ControlSettings, tell: Callable[[Entry], None]) -> Begun:

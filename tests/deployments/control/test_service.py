@@ -119,9 +119,13 @@ async def test_new_settings_begin_anew_with_what_was_remembered(served: Served) 
 
 
 async def test_one_that_has_failed_says_so_to_serve_and_to_who_asks(served: Served) -> None:
+    async def asked_for_ever() -> None:
+        while True:  # a look may be under way
+            await served.control.state()
+
     served.is_broken = True
     with pytest.raises(EnvironmentFaultError, match="a fault of its own"):
-        await served.control.state()
+        await asked_for_ever()
     with pytest.raises(EnvironmentFaultError, match="a fault of its own"):
         await served.control.check_health()
 
