@@ -16,6 +16,7 @@ from typing import Any, Literal, Protocol
 from pydantic import Field
 
 from tenuto.deployments.serve.config import serve_config
+from tenuto.deployments.serve.sub_clusters import fits_plan, parted
 from tenuto.documents import StrictModel, parse_document
 from tenuto.errors import InvalidInputError, Problem
 from tenuto.placement import Plan
@@ -49,11 +50,11 @@ class Deployment(StrictModel):
         return Plan.from_data(self.plan)
 
     def with_plan(self, plan: Plan) -> Deployment:
-        """Return the same deployment of another plan; a partition that lacks its models is dropped."""
-        named = self.partition is not None and self.partition.keys() >= {spec.name for spec in plan.models}
-        return self.model_copy(
-            update={"plan": plan.to_data(), "partition": self.partition if named else None}
-        )
+        """Return the same deployment of another plan, parted anew where its partition does not fit that."""
+        partition = self.partition
+        if partition is not None and plan.models and not fits_plan(plan, partition):
+            partition = parted(plan, partition)
+        return self.model_copy(update={"plan": plan.to_data(), "partition": partition})
 
     def config(self, plan: Plan | None = None) -> dict[str, Any]:
         """Return the Serve config, of another plan than its own where one is given.

@@ -9,8 +9,9 @@ from typing import Any
 from tenuto.documents import load_document
 from tenuto.errors import InvalidInputError, Problem
 from tenuto.placement import Plan
+from tenuto.placement.policies.symphony.partition import PartitionModel, partition
 
-__all__ = ["cut_plan", "read_partition"]
+__all__ = ["cut_plan", "fits_plan", "parted", "read_partition"]
 
 _WHOLE = "0"
 
@@ -34,6 +35,50 @@ def read_partition(path: str | Path) -> dict[str, int]:
             )
         )
     return {str(name): k for name, k in document.items()}
+
+
+def fits_plan(plan: Plan, assignment: Mapping[str, int]) -> bool:
+    """Whether every model of a plan has a sub-cluster, and no gpu-let models of two."""
+    return all(spec.name in assignment for spec in plan.models) and all(
+        len({assignment[name] for name in pool}) == 1 for pool in _pools(plan)
+    )
+
+
+def parted(plan: Plan, present: Mapping[str, int], *, time_limit_s: float = 10.0) -> dict[str, int]:
+    """Return the sub-cluster of every model of a plan, in as many as there are at present (or as few as the plan can be
+    cut into): Symphony's appendix A over the models that gpu-lets hold together, which stay where most of their load
+    is, as far as rates and memory remain even.
+    """
+    rates = {spec.name: spec.rate_rps for spec in plan.models}
+    pools = _pools(plan)
+    count = min(len(set(present.values())), len(pools))
+    names = sorted(set(present.values()))
+    entries, current = [], {}
+    for index, pool in enumerate(pools):
+        weights = {r.name: r.weights_mib or 0.0 for g in plan.gpulets for r in g.models if r.name in pool}
+        rate = sum(rates[name] for name in pool)
+        entries.append(PartitionModel(str(index), max(rate, 1e-9), max(rate, 1e-9), sum(weights.values())))
+        by_place: dict[int, float] = {}
+        for name in pool:
+            if name in present:
+                place = names.index(present[name])
+                by_place[place] = by_place.get(place, 0.0) + rates[name]
+        if by_place:
+            current[str(index)] = min(count - 1, max(by_place, key=lambda place: (by_place[place], -place)))
+    found = partition(entries, count, current=current, time_limit_s=time_limit_s).assignment
+    return {name: names[found[str(index)]] for index, pool in enumerate(pools) for name in sorted(pool)}
+
+
+def _pools(plan: Plan) -> list[set[str]]:
+    """Return the models that gpu-lets hold together, directly or through others; one that is nowhere is by itself."""
+    pools: list[set[str]] = [{spec.name} for spec in plan.models]
+    known = {spec.name for spec in plan.models}
+    for gpulet in plan.gpulets:
+        held = {replica.name for replica in gpulet.models} & known
+        joined = [pool for pool in pools if pool & held]
+        if len(joined) > 1:
+            pools = [pool for pool in pools if pool not in joined] + [set().union(*joined)]
+    return sorted(pools, key=min)
 
 
 def cut_plan(plan: Plan, partition: Mapping[str, int] | None = None) -> dict[str, Plan]:

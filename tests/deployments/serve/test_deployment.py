@@ -6,6 +6,7 @@ import pytest
 
 from tenuto.deployments.serve import deployment as module
 from tenuto.deployments.serve.deployment import CONTROL_APPLICATION, Deployment, History, is_ours
+from tenuto.deployments.serve.sub_clusters import fits_plan, parted
 from tenuto.errors import InvalidInputError
 from tests.instruments.plans import make_plan
 from tests.instruments.stores import DictStore
@@ -27,10 +28,20 @@ def test_a_controller_is_an_application_of_its_own() -> None:
 
 def test_another_plan_keeps_how_it_is_served() -> None:
     more = make_plan({"n0/0/a": (50.0, ["a"]), "n0/0/b": (50.0, ["b", "c"])})
-    split = of(scheduler="eager", gateways=2, partition={"a": 0, "b": 1})
+    split = of(scheduler="eager", gateways=2, partition={"a": 0, "b": 3})
     assert split.with_plan(PLAN) == split
-    assert split.with_plan(more).partition is None
     assert split.with_plan(more).scheduler == "eager"
+    assert split.with_plan(more).partition == {"a": 0, "b": 3, "c": 3}  # where its gpu-let is
+    together = make_plan({"n0/0/a": (50.0, ["a", "b"])})
+    assert split.with_plan(together).partition == {"a": 0, "b": 0}  # no gpu-let belongs to two
+
+
+def test_newcomers_are_parted_so_that_rates_are_even() -> None:
+    apart = make_plan({f"n0/{i}/a": (50.0, [name]) for i, name in enumerate("abcd")})
+    found = parted(apart, {"a": 0, "b": 1})
+    assert sorted(found.values()) == [0, 0, 1, 1]
+    assert (found["a"], found["b"]) == (0, 1)
+    assert fits_plan(apart, found)
 
 
 def test_versions_are_numbered_kept_and_found() -> None:
