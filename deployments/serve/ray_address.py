@@ -55,8 +55,15 @@ def join_ray(address: str = "auto") -> None:
     address = _resolved(address)
     if not address:
         raise ConnectionError("no Ray runs here that was started with `ray start` or `tenuto serve`")
+    if _is_of_this_machine(address):
+        _use_token()
     with on_loopback() if _is_on_loopback_alone(address) else contextlib.nullcontext():
-        ray.init(address=address, **QUIET)
+        try:
+            ray.init(address=address, **QUIET)
+        except ConnectionError as error:
+            if "RAY_AUTH_MODE" in os.environ:
+                raise
+            raise ConnectionError(f"{error}. If it asks for a token, set RAY_AUTH_MODE=token") from error
 
 
 @contextlib.contextmanager
@@ -75,6 +82,28 @@ def on_loopback() -> Iterator[None]:
             del os.environ[_ONE_MACHINE]
         else:
             os.environ[_ONE_MACHINE] = was_set
+
+
+def _is_of_this_machine(address: str) -> bool:
+    import ray
+
+    host = address.removeprefix("ray://").rpartition(":")[0]
+    return host in _LOOPBACK or host == ray.util.get_node_ip_address()
+
+
+def _use_token() -> None:
+    """Show Ray's token to a cluster of this machine, where there is one and the environment does not say otherwise.
+
+    Ray 2.60 does so for `auto` alone, which is an address by the time Ray gets it from us; and it warns of it.
+    """
+    from ray._private.authentication import authentication_token_setup as setup
+
+    before = setup.logger.level
+    setup.logger.setLevel(logging.ERROR)
+    try:
+        setup.maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
+    finally:
+        setup.logger.setLevel(before)
 
 
 def _is_on_loopback_alone(address: str) -> bool:

@@ -87,6 +87,12 @@ def _run_controlled(asked: VirtualArguments, control_file: str, rate_scale: floa
 
     simulation = asked.controlled(control_file)
     console, since = progress_console(), time.perf_counter()
+    if simulation.workload.applications:
+        text = (
+            "tenuto: under the controller the stages of applications are models of their own, each with arrivals at "
+            "its rate; for figures from end to end, simulate a plan without --control"
+        )
+        console.print(text, markup=False, soft_wrap=True)
     told_s = since
 
     def progress(now_s: float, run: ControlledRun) -> None:

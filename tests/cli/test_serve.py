@@ -1,9 +1,11 @@
-"""`tenuto serve` as a user runs it: a process of its own, stopped with Ctrl-C."""
+"""`tenuto serve` as a user runs it: a process of its own, operated from another terminal, stopped by a signal."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import uuid
 from pathlib import Path
 
@@ -30,7 +32,7 @@ models:
 def tenuto(*args: str, **environment: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, "-c", PROGRAM, *args], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        env={**os.environ, **environment},
+        env={key: value for key, value in {**os.environ, **environment}.items() if value},
     )  # fmt: skip
 
 
@@ -59,7 +61,10 @@ def test_sigterm_drains_exits_0_and_leaves_nothing_running(tmp_path: Path) -> No
     plan = tmp_path / "plan.yaml"
     plan.write_text(PLAN)
     mark, port = uuid.uuid4().hex, unused_port()
-    address = {"RAY_ADDRESS": "local", "TENUTO_TEST_MARK": mark}
+    ray_folder = tempfile.mkdtemp(prefix="r")  # short enough for sockets
+    # As a user has it, who never heard of Ray's token.
+    alone = {"RAY_TMPDIR": ray_folder, "RAY_AUTH_MODE": "", "TENUTO_TEST_MARK": mark}
+    address = {"RAY_ADDRESS": "local", **alone}
     process = tenuto("serve", str(plan), "--port", str(port), "--emulate", **address)
     url = f"http://127.0.0.1:{port}"
     try:
@@ -69,6 +74,10 @@ def test_sigterm_drains_exits_0_and_leaves_nothing_running(tmp_path: Path) -> No
         shown, _ = status.communicate()
         assert status.returncode == 0
         assert "emulated v100" in shown
+        history = tenuto("history", **alone)
+        shown, err = history.communicate(timeout=PATIENCE_S)
+        assert history.returncode == 0, err
+        assert "serve" in shown
         process.send_signal(signal.SIGTERM)
         out, err = process.communicate(timeout=PATIENCE_S)
     finally:
@@ -78,6 +87,7 @@ def test_sigterm_drains_exits_0_and_leaves_nothing_running(tmp_path: Path) -> No
     assert "Traceback" not in err
     assert "draining" in err
     assert out == ""
+    shutil.rmtree(ray_folder, ignore_errors=True)
     until(lambda: with_mark(mark) == [])
 
 
