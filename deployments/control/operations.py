@@ -17,7 +17,13 @@ from typing import Any
 from tenuto.deployments.control.change import change_deployment
 from tenuto.deployments.control.live import ControlMemory
 from tenuto.deployments.control.service import keep_ground
-from tenuto.deployments.serve.applications import Applications, ApplicationState, check_cluster, refuse_foreign
+from tenuto.deployments.serve.applications import (
+    Applications,
+    ApplicationState,
+    check_cluster,
+    check_nodes,
+    refuse_foreign,
+)
 from tenuto.deployments.serve.config import ENTRY_APPLICATION
 from tenuto.deployments.serve.deployment import (
     CONTROL_APPLICATION,
@@ -138,6 +144,7 @@ class Operations:
             running = wanted.with_plan(running.read_plan()).model_copy(update={"control": None})
         if wanted.control is None:
             wanted = wanted.model_copy(update={"control": running.control})
+        check_nodes(wanted.config())
         if has_controller:
             since_s = time.time()
             self._ask("deploy", wanted.model_dump(), by, why)

@@ -10,7 +10,7 @@ from tenuto import __version__
 from tenuto.deployments.serve.deployment import is_ours
 from tenuto.errors import EnvironmentFaultError
 
-__all__ = ["ApplicationState", "Applications", "check_cluster", "refuse_foreign"]
+__all__ = ["ApplicationState", "Applications", "check_cluster", "check_nodes", "missing_from", "refuse_foreign"]
 
 _MOST_CHECKED_NODES = 32
 _CHECK_S = 90.0  # a node's first worker imports Ray; on a busy machine that takes long
@@ -79,6 +79,44 @@ def refuse_foreign(states: Mapping[str, ApplicationState]) -> None:
             f"other Serve applications run on this cluster: {', '.join(foreign)}. Deploying removes them; pass "
             "--replace if they may go, or use another cluster with --address."
         )
+
+
+def check_nodes(config: Mapping[str, Any]) -> None:
+    """Raise `EnvironmentFaultError` unless the cluster has the nodes and GPUs of a Serve config; Ray would wait for
+    them without end."""
+    import ray
+
+    nodes = [node for node in ray.nodes() if node["Alive"]]
+    gpus = {str(node["NodeManagerAddress"]): float(node["Resources"].get("GPU", 0.0)) for node in nodes}
+    problem = missing_from(gpus, config)
+    if problem is not None:
+        raise EnvironmentFaultError(problem)
+
+
+def missing_from(gpus: Mapping[str, float], config: Mapping[str, Any]) -> str | None:
+    """Return what nodes, by address with the GPUs that Ray counts there, lack for a Serve config; None: nothing."""
+    wanted: dict[str, float] = {}  # Ray's GPUs by node; "": any
+    for application in config["applications"]:
+        for deployment in application["deployments"]:
+            options = deployment["ray_actor_options"]
+            named = [key.removeprefix("node:") for key in options.get("resources", {}) if key.startswith("node:")]
+            place = named[0] if named else ""
+            wanted[place] = wanted.get(place, 0.0) + options.get("num_gpus", 0.0)
+    missing = sorted(wanted.keys() - gpus.keys() - {""})
+    if missing:
+        return (
+            f"the plan has gpu-lets on node {', '.join(missing)}, the cluster has {', '.join(sorted(gpus))}. Start "
+            "Ray there (`ray start --address`), or correct `address` in the cluster file and plan again."
+        )
+    short = sorted(node for node, count in wanted.items() if node and count > gpus[node] + 1e-9)
+    if short or sum(wanted.values()) > sum(gpus.values()) + 1e-9:
+        where = f"node {', '.join(short)} has" if short else "the cluster has"
+        have = ", ".join(f"{gpus[node]:g}" for node in short) if short else f"{sum(gpus.values()):g}"
+        return (
+            f"the plan has gpu-lets on GPUs, and {where} {have} of them by Ray's count. Start Ray there with "
+            "`--num-gpus`, as many as the plan uses."
+        )
+    return None
 
 
 def check_cluster() -> None:

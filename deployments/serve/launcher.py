@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from tenuto.deployments.serve.applications import check_nodes
 from tenuto.deployments.serve.config import ENTRY_APPLICATION
 from tenuto.deployments.serve.deployment import CONTROL_APPLICATION, is_ours
 from tenuto.deployments.serve.endpoint import get_json
@@ -135,7 +136,7 @@ class Launcher:
         from ray.serve.context import _get_global_client
         from ray.serve.schema import ServeDeploySchema
 
-        _check_nodes(config)
+        check_nodes(config)
         http = config["http_options"]
         own, operators = (_socket_of(config, name) for name in ("listen", "operators"))
         logging.getLogger("ray.serve").setLevel(logging.ERROR)
@@ -263,25 +264,6 @@ def is_serving() -> bool:
     import ray
 
     return any(actor["name"] == "SERVE_CONTROLLER_ACTOR" for actor in ray.util.list_named_actors(all_namespaces=True))
-
-
-def _check_nodes(config: Mapping[str, Any]) -> None:
-    """Raise when gpu-lets belong on nodes that the cluster does not have; Ray would wait for them without end."""
-    import ray
-
-    wanted = {
-        name.removeprefix("node:")
-        for application in config["applications"]
-        for deployment in application["deployments"]
-        for name in deployment["ray_actor_options"].get("resources", {})
-    }
-    there = {str(node["NodeManagerAddress"]) for node in ray.nodes() if node["Alive"]}
-    missing = sorted(wanted - there)
-    if missing:
-        raise EnvironmentFaultError(
-            f"the plan has gpu-lets on node {', '.join(missing)}, the cluster has {', '.join(sorted(there))}. Start "
-            "Ray there (`ray start --address`), or correct `address` in the cluster file and plan again."
-        )
 
 
 def _socket_of(config: Mapping[str, Any], name: str) -> Mapping[str, Any] | None:

@@ -1,0 +1,23 @@
+"""What a cluster lacks for a plan is said before anything is applied."""
+
+from __future__ import annotations
+
+from tenuto.deployments.serve.applications import missing_from
+from tenuto.deployments.serve.config import serve_config
+from tests.instruments.plans import make_plan
+
+PLAN = make_plan({"n0/0/a": (50.0, ["a"]), "n0/1/a": (50.0, ["b"])})
+
+
+def at(address: str) -> dict[str, object]:
+    gpus = tuple(gpu.model_copy(update={"address": address}) for gpu in PLAN.gpus)
+    return serve_config(PLAN.model_copy(update={"gpus": gpus}))
+
+
+def test_nodes_and_gpus_that_are_missing_are_named() -> None:
+    assert missing_from({"10.0.0.1": 2.0}, serve_config(PLAN)) is None
+    assert missing_from({"10.0.0.1": 2.0}, at("10.0.0.1")) is None
+    assert "on node 10.0.0.9, the cluster has 10.0.0.1" in str(missing_from({"10.0.0.1": 2.0}, at("10.0.0.9")))
+    assert "the cluster has 0 of them" in str(missing_from({"10.0.0.1": 0.0}, serve_config(PLAN)))
+    two = {"10.0.0.1": 0.0, "10.0.0.2": 4.0}
+    assert "node 10.0.0.1 has 0 of them" in str(missing_from(two, at("10.0.0.1")))
