@@ -218,14 +218,17 @@ class Operations:
     def _ask(self, method: str, *arguments: Any, **options: Any) -> Any:
         from ray import serve
         from ray.exceptions import RayTaskError
+        from ray.serve.exceptions import RayServeException
 
-        handle = serve.get_app_handle(CONTROL_APPLICATION)
         try:
+            handle = serve.get_app_handle(CONTROL_APPLICATION)
             return getattr(handle, method).remote(*arguments, **options).result(timeout_s=40.0)
         except RayTaskError as error:
             if isinstance(error.cause, TenutoError):
                 raise error.cause from error
             raise EnvironmentFaultError(f"the controller failed: {error.cause}") from error
+        except RayServeException as error:
+            raise EnvironmentFaultError("the controller is starting. Try again in a few seconds.") from error
         except TimeoutError as error:
             raise EnvironmentFaultError("the controller does not answer. See `tenuto control log`.") from error
 
