@@ -243,6 +243,7 @@ def refuse_running(progress: Callable[[str], None] = lambda _text: None) -> None
     if ENTRY_APPLICATION in states and is_orphaned(store):
         refuse_foreign(states)
         progress("the `tenuto serve` that ran a plan here was killed; ending what it left")
+        logging.getLogger("ray.serve").setLevel(logging.ERROR)
         _remove(applications, store)
         return
     if ENTRY_APPLICATION in states:
