@@ -49,6 +49,8 @@ class Desk:
                 g.id for g in self.controller.plan.gpulets
                 if g.id not in self.not_ready and g.id not in self.broken and g.gpu in here
             )  # fmt: skip
+            if self.applied:
+                ready |= {gpulet.id for gpulet in self.applied[-1].standby}
             gpulets = {name: GpuletSeen(ratio) for name, ratio in self.ratios.items()}
             self.controller.observe(self.now_s, Seen(models, ready, self.gpus, self.broken, gpulets))
             self.take()

@@ -283,3 +283,42 @@ def test_an_operators_plan_ends_what_is_under_way() -> None:
     desk.controller.set_plan(MOVED)
     assert desk.controller.change is None
     assert desk.controller.plan.to_data() == MOVED.to_data()
+
+
+# --- standby ------------------------------------------------------------------------------------------------------
+
+HALF = make_plan({"n0/0/a": (50.0, ["a"])}, rate_rps=150.0)
+LARGER = make_plan({"n0/0/b": (60.0, ["a"])}).gpulets[0]
+
+
+@pytest.mark.parametrize("happens", ["slow", "losses"])
+def test_a_standby_process_takes_over_at_the_next_look_without_the_planner(happens: str) -> None:
+    desk = Desk(HALF, GPUS, {"standby_pct": 10, "when": {"underused": None, "rate": None}})
+    desk.answer = Proposal(None, "", Worth(False, "no other plan was found"), standby={"n0/0/a": LARGER})
+    desk.look(25)
+    assert desk.applied[-1].plan == HALF
+    assert desk.applied[-1].standby == (LARGER,)
+    desk.answer = None
+    if happens == "slow":
+        desk.ratios["n0/0/a"] = {"a": 2.0}
+    else:
+        desk.lost["a"] = 0.3
+    desk.look(2)
+    taken = next(apply for apply in desk.applied if apply.plan.gpulets == (LARGER,))
+    assert "standby n0/0/b takes over" in taken.why
+    assert taken.standby == ()  # what waited is what serves
+    desk.look(2)
+    assert "changed" in desk.kinds()
+
+
+def test_standby_processes_of_what_is_kept_are_kept_while_the_plan_changes() -> None:
+    desk = Desk(ONE, GPUS, {"standby_pct": 10})
+    other = make_plan({"n0/0/b": (60.0, ["a", "b"])}).gpulets[0]
+    desk.answer = Proposal(None, "", Worth(False, "no other plan was found"), standby={"n0/0/a": other})
+    desk.look(2)
+    desk.rates["a"] = 700.0
+    desk.answer = pays(TWO)
+    desk.not_ready = {"n0/1/a"}
+    desk.look(3)
+    assert {gpulet.id for gpulet in desk.applied[-1].plan.gpulets} == {"n0/0/a", "n0/1/a"}
+    assert desk.applied[-1].standby == (other,)
