@@ -368,7 +368,8 @@ class Controller:
     # --- reasons ------------------------------------------------------------------------------------------------------
 
     def _find_reasons(self, losing: Sequence[str], jumped: bool) -> None:
-        when, demand = self._settings.when, self.demand()
+        # What comes before a change that the next check would begin could be done.
+        when, demand = self._settings.when, self.demand(lasting_s=self._settings.interval_s)
         needs = demand.upper_rps
         if losing and when.slo and not self._is_unsettled():
             parts = self._attainment.lost_part(losing)
