@@ -297,7 +297,7 @@ def standby(args: argparse.Namespace) -> None:
     cluster, policy = Cluster.parse("v100:2"), load_policy("igniter", {})
     models = [
         {"name": name, "rate_rps": rate_rps, "slo_ms": slo_ms}
-        for name, rate_rps, slo_ms in (("alexnet", 400.0, 25.0), ("resnet50", 200.0, 60.0), ("vgg19", 60.0, 60.0))
+        for name, rate_rps, slo_ms in (("alexnet", 500.0, 15.0), ("resnet50", 200.0, 60.0), ("vgg19", 60.0, 60.0))
     ]
     workload = Workload.model_validate({"models": models})
     upper = tuple(
