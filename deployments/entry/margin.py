@@ -1,7 +1,7 @@
 """What is kept of every deadline for the way back, and for delays that nobody planned.
 
-Two parts. The *allowance* is for what happens beyond our socket, which the server cannot see: 4 % of the SLO, at most
-1 ms, or what the operator says. The *margin* is for everything on this side of it: late timers, processes that wait for
+Two parts. The *allowance* is for what happens beyond our socket, which the server cannot see: 8 % of the SLO, at most
+2 ms, or what the operator says. The *margin* is for everything on this side of it: late timers, processes that wait for
 a core, executions longer than planned. It is not measured as a delay but controlled by what it is for, the requests
 that are lost: those that leave too late because it is small, and those that are refused because it is large.
 """
@@ -18,10 +18,11 @@ _UP_MS = 0.2  # for one late answer
 _RISE_WEIGHT = 0.02
 _LEAST_RISE_MS = 0.02  # so that it always comes down
 _FADES_TO = 0.8  # each second without answers
-_ALLOWANCE_PART = 0.04  # of the SLO
-_MOST_ALLOWANCE_MS = 1.0
+_ALLOWANCE_PART = 0.08  # of the SLO
+_MOST_ALLOWANCE_MS = 2.0
 _MOST_PART = 0.25  # of the SLO
 _MOST_MS = 50.0  # a larger one would take minutes to come down; what needs more is no tail but a wrong plan
+_MS_WORTH = 0.5  # of its part of the SLO: what is served more with a margin of one ms less, beyond capacity
 _REFUSED_WEIGHT = 1e-3  # of one request in the share that is refused for the margin
 _RECENT_ANSWERS = 4096  # behind the late share that is shown
 
@@ -33,9 +34,9 @@ class Margin:
     Up by 0.2 ms with every late answer, but not beyond what would have brought that one home, as the requests of a
     batch are late together, nor beyond what is ever kept of such a deadline; down with every answer in time, by as much
     as balances the rises where the accepted share is late. That is a third of what the attainment leaves and, as a
-    request refused is as lost as one late, the share that is refused for the margin. Of the latter no more than one ms
-    is of the SLO: beyond capacity every refusal looks as if it were for the margin, but a margin of one ms less serves
-    no more than about that part more.
+    request refused is as lost as one late, the share that is refused for the margin. Of the latter no more than half a
+    ms is of the SLO: beyond capacity every refusal looks as if it were for the margin, but a margin of one ms less
+    serves no more than about that part more.
     """
 
     def __init__(self, attainment: float = 0.99, allowance_ms: float | None = None) -> None:
@@ -95,7 +96,7 @@ class Margin:
         late_ms = allowance_ms - left_ms
         if late_ms <= 0.0:
             self._in_time += 1
-            accepted = self._accepted + min(self._refused_share, 1.0 / slo_ms)
+            accepted = self._accepted + min(self._refused_share, _MS_WORTH / slo_ms)
             self.margin_ms = max(0.0, self.margin_ms - self._rise_ms * accepted / (1.0 - accepted))
             return
         self._late += 1

@@ -182,7 +182,7 @@ class GatewayConfig(DispatcherConfig):
     `listen`: their own socket; without it only Serve's proxies lead here, as in plan files of earlier versions.
     `sub_clusters`: names and models of the dispatchers in other processes; empty where the gateway schedules itself.
     `max_body_mib`: of one request; `max_unfinished_mib`: of all requests that are not answered. `response_ms`: kept of
-    every deadline for what happens beyond the socket (default: 4 % of the SLO, at most 1 ms). `attainment`: the
+    every deadline for what happens beyond the socket (default: 8 % of the SLO, at most 2 ms). `attainment`: the
     share of requests that should be in time, which steers the margin before deadlines.
 
     `operators`: a socket of their own for status, metrics and the live page. Where clients are others than whoever runs
