@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from fastapi import Body, FastAPI, Request
+from fastapi import APIRouter, Body, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.openapi.utils import get_openapi
 from fastapi.responses import JSONResponse
@@ -109,29 +109,32 @@ def _add_memory_routes(app: FastAPI, service: InferenceService) -> None:
     """Add the system shared memory extension; its regions are those of this gateway."""
     prefix = "/v2/systemsharedmemory"
     regions = service.regions
+    router = APIRouter(strict_content_type=False)  # Triton's client names no content type
 
-    @app.get(prefix + "/status", tags=["memory"], summary="The shared memory regions that are registered")
+    @router.get(prefix + "/status", tags=["memory"], summary="The shared memory regions that are registered")
     async def all_regions() -> list[dict[str, Any]]:
         return regions.status()
 
-    @app.get(prefix + "/region/{name}/status", tags=["memory"], summary="One shared memory region")
+    @router.get(prefix + "/region/{name}/status", tags=["memory"], summary="One shared memory region")
     async def one_region(name: str) -> list[dict[str, Any]]:
         return regions.status(name)
 
-    @app.post(prefix + "/region/{name}/register", tags=["memory"], summary="Register shared memory of a client")
+    @router.post(prefix + "/region/{name}/register", tags=["memory"], summary="Register shared memory of a client")
     async def register(name: str, document: dict[str, Any] = _DOCUMENT) -> dict[str, Any]:
         regions.register(name, document.get("key"), document.get("offset", 0), document.get("byte_size"))
         return {}
 
-    @app.post(prefix + "/region/{name}/unregister", tags=["memory"], summary="Let go of a region")
+    @router.post(prefix + "/region/{name}/unregister", tags=["memory"], summary="Let go of a region")
     async def unregister(name: str) -> dict[str, Any]:
         regions.unregister(name)
         return {}
 
-    @app.post(prefix + "/unregister", tags=["memory"], summary="Let go of all regions")
+    @router.post(prefix + "/unregister", tags=["memory"], summary="Let go of all regions")
     async def unregister_all() -> dict[str, Any]:
         regions.unregister()
         return {}
+
+    app.include_router(router)
 
 
 def _add_model_routes(app: FastAPI, service: InferenceService, prefix: str, *, document: bool) -> None:

@@ -239,7 +239,8 @@ async def test_tensors_in_shared_memory_of_the_client(bench: Bench) -> None:
         assert memory.buf is not None
         memory.buf[64:72] = X[0]
         path = "/v2/systemsharedmemory/region/r/register"
-        registered = await bench.client.post(path, json={"key": f"/{memory.name}", "offset": 0, "byte_size": 4096})
+        region = json.dumps({"key": f"/{memory.name}", "offset": 0, "byte_size": 4096}).encode()
+        registered = await bench.client.post(path, content=region)  # without a content type, as Triton's client does
         assert registered.status_code == 200
 
         def place(offset: int) -> dict[str, Any]:
