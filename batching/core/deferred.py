@@ -12,10 +12,10 @@ Three rules; docs/scheduling.md draws them.
 3. *Rehearsal.* Now and then the arrivals of the last seconds are replayed with other values of `hold` and `defend`, and
    the best is adopted (`rehearsal.py`).
 
-What a request is worth follows the objective: alike (`total`), the weight of its model (`weighted`), or the more the
-more its model lost lately (`each`). Batches of lower priority are pushed out first, and before all others those of a
-model that exceeds its planned rate (`admission.py`). Such a model's batches are no longer than others can wait, and
-while one that keeps to its plan loses requests, those beyond the plan are turned away.
+What a request is worth follows the objective: alike (`total`), the weight of its model (`weighted`), or first of all
+the loss that its model had lately (`each`). Batches of lower priority are pushed out first, and before all others those
+of a model that exceeds its planned rate (`admission.py`). Such a model's batches are no longer than others can wait,
+and while one that keeps to its plan loses requests, those beyond the plan are turned away.
 
 Rule 2 is the algorithm of Moore and Hodgson (Management Science 15, 1968: fewest late jobs on one machine), taken over
 to several machines and to batches of many requests as an approximation. A batch is cut by the window rule of Symphony's
@@ -46,6 +46,7 @@ BORROWED = 1_000_000  # by which the priority of a program that exceeds its plan
 PRESSED_MS = 1000.0  # for which nothing is lent after a program that keeps to its plan lost a request
 LOSS_STEP = 1 / 200  # how fast the share of requests lost follows
 ORDINARY_LOSS = 0.01  # beside which a smaller difference of losses does not count
+WORST_FIRST = 1e6  # requests per ms: by which whoever lost more comes before whoever serves more with the same time
 
 
 @dataclass(frozen=True)
@@ -128,7 +129,6 @@ class DeferredScheduler(RehearsingScheduler):
         self._gpulets = Gpulets(system)
         weighted = system.objective == "weighted"
         self._evens_out = system.objective == "each"
-        self._lost = 0.0  # share of all requests lately
         self._pressed_until = -INF  # a program lost requests lately though it keeps to its plan
         self._queues = [
             _Queue(p, offered, offered.weight if weighted else 1.0) for p, offered in enumerate(system.offered)
@@ -280,7 +280,6 @@ class DeferredScheduler(RehearsingScheduler):
         if self._evens_out:
             kept = (1.0 - LOSS_STEP) ** count
             queue.lost = 1.0 - (1.0 - queue.lost) * kept
-            self._lost = 1.0 - (1.0 - self._lost) * kept
 
     def _take(self, queue: _Queue, begin: int, end: int) -> None:
         """Take requests out of their queue."""
@@ -381,7 +380,7 @@ class DeferredScheduler(RehearsingScheduler):
         queue.latest = head - sent[size]
         queue.density = queue.worth * (1.0 - queue.allowance.borrowed) * size / run[size]
         if self._evens_out:
-            queue.density *= (queue.lost + ORDINARY_LOSS) / (self._lost + ORDINARY_LOSS)
+            queue.density += WORST_FIRST * round(queue.lost / ORDINARY_LOSS)
 
     def _plan(self, waiting: list[_Queue], now: float) -> list[float]:
         """Line the batches up by their latest start, mark those that are pushed out, and return the slack in ms of each
@@ -474,9 +473,7 @@ class DeferredScheduler(RehearsingScheduler):
         if queue.allowance.exceeds_by_far:
             size = max(1, min(size, bisect_right(run, self._longest_ms(queue)) - 1))
         if self._evens_out:
-            kept = (1.0 - LOSS_STEP) ** size
-            queue.lost *= kept
-            self._lost *= kept
+            queue.lost *= (1.0 - LOSS_STEP) ** size
         stop = skip + size
         batch = ids[skip:stop]
         self._take(queue, skip, stop)

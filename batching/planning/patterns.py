@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from scipy.optimize import Bounds, LinearConstraint, linprog, milp
 from scipy.sparse import csr_array, hstack, vstack
 
+from tenuto.batching.planning.fairness import best_batch
 from tenuto.placement import Cluster, Gpulet, Plan, Replica, Workload
 from tenuto.placement.costs import ModelOnGpu, context_mib_of, costs_of
 from tenuto.placement.expectation.goodput import expected_of
@@ -170,7 +171,7 @@ class _Case:
             able = [(on, worth[self._place[name]]) for name, by in self._costs.items() if (on := by.get(kind))]
             dense = sorted(
                 ((value / batch[1], on, batch) for on, value in able
-                 if value > 1e-9 and (batch := self._batch(on, on.spec.rate_rps, 0.5)) is not None),
+                 if value > 1e-9 and (batch := best_batch(on, on.spec.rate_rps, 0.5 * on.slo_ms)) is not None),
                 key=lambda each: -each[0],
             )  # fmt: skip
             for first in range(min(ANCHORS, len(dense))):
@@ -183,17 +184,6 @@ class _Case:
                     added += self._add(pattern)
         return added
 
-    @staticmethod
-    def _batch(on: ModelOnGpu, rate_rps: float, part: float) -> tuple[int, float] | None:
-        """Return the batch that takes at most a part of the SLO and fills in the rest, and GPU seconds per request."""
-        best: tuple[int, float] | None = None
-        for size, ms in enumerate(on.steps()[1:], 1):
-            if ms > part * on.slo_ms or (size > 1 and ms + 1000.0 * size / rate_rps > on.slo_ms):
-                break
-            if best is None or ms / size / 1000.0 < best[1]:
-                best = (size, ms / size / 1000.0)
-        return best
-
     def _gathered(
         self, ranked: Sequence[tuple[float, ModelOnGpu, tuple[int, float]]], kind: str
     ) -> list[tuple[ModelOnGpu, int, float]]:
@@ -203,7 +193,7 @@ class _Case:
         longest = 0.0
         for _, on, (size, per_request_s) in ranked[: 6 * MOST_MODELS]:
             rate = min(on.spec.rate_rps, left / per_request_s)
-            own = self._batch(on, rate, 0.5)
+            own = best_batch(on, rate, 0.5 * on.slo_ms)
             if own is None or rate <= 0.0:
                 continue
             size, per_request_s = own

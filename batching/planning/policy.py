@@ -6,6 +6,7 @@ import math
 
 from tenuto.batching.core.system import NetworkDelay
 from tenuto.batching.planning.buying import cheapest
+from tenuto.batching.planning.fairness import BALANCED, balanced, is_shared_out
 from tenuto.batching.planning.patterns import best_by_patterns
 from tenuto.batching.planning.search import Found, Search, SearchOptions
 from tenuto.batching.planning.trial import Trial
@@ -136,6 +137,8 @@ class TenutoPolicy(Policy):
                     starts.append((name, solve(load_policy(name), workload, cluster, profiles)))
                 except TenutoError as error:
                     refused[name] = str(error).splitlines()[0]
+        if is_shared_out(workload, cluster):
+            starts.append((BALANCED, balanced(workload, cluster, profiles)))
         found = best_by_patterns(self.name, workload, cluster, profiles, starts, self.attainment)
         if found is None:
             why = f"no start can plan: {next(iter(refused.values()), 'there is none')}"

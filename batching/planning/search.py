@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from tenuto.batching.core.system import NetworkDelay
+from tenuto.batching.planning.fairness import BALANCED, balanced, is_shared_out
 from tenuto.batching.planning.layout import Builder, Layout, layout_of
 from tenuto.batching.planning.moves import common_layouts, moves
 from tenuto.batching.planning.trial import Trial, Trials
@@ -81,6 +82,10 @@ class Search:
         for name, plan in self.starts(_as_cluster(gpus)):
             layout, caps = layout_of(plan, gpus, self.builder)
             layouts += [(f"the plan of {name}", layout, caps), (f"the plan of {name}", layout, None)]
+        if is_shared_out(self._workload, self._cluster):
+            plan = balanced(self._workload, _as_cluster(gpus), self._profiles)
+            layout, caps = layout_of(plan, gpus, self.builder)
+            layouts += [(BALANCED, layout, caps), (BALANCED, layout, None)]
         for layout in common_layouts(gpus, names, self.builder):
             layouts.append(("every model on every GPU", layout, None))
         seen: set[Layout] = set()

@@ -215,6 +215,14 @@ def test_the_objective_each_lifts_the_model_that_is_served_worst() -> None:
     assert worst["each"] > worst["total"] + 0.05
 
 
+def test_the_objective_each_gives_models_that_cost_unlike_much_like_parts() -> None:
+    hosts = {0: line(8.0, 20.0, 8), 1: line(3.0, 10.0, 16), 2: line(1.0, 8.0, 40)}
+    models = tuple(Model(name, 120.0) for name in ("dear", "middling", "cheap"))
+    system = System(models, (Gpulet("g/a", "g", hosts),), objective="each")
+    parts = simulate(make_scheduler("deferred", system), *offered([100.0, 200.0, 400.0], 40.0)).attainments()
+    assert parts.min() >= 0.75 * parts.mean()
+
+
 def test_a_batch_is_sent_ahead_to_the_most_urgent_and_not_to_the_one_with_the_longest_way() -> None:
     hosts = {0: line(1.0, 99.0, 60), 1: line(1.0, 19.0, 60)}
     models = (Model("loose", 1000.0), Model("tight", 130.0))

@@ -66,6 +66,23 @@ def test_fairness_is_never_below_that_of_the_fairest_start() -> None:
     assert min(parts(found[0])) >= max(min(parts(start)) for _, start in starts) - 1e-4
 
 
+def test_a_cluster_that_is_too_small_is_shared_out_equally() -> None:
+    load, cluster = many(45, 6, "each"), Cluster.parse("v100:7")
+    plan = solve(TenutoPolicy(starts=("sbp", "gpulet")), load, cluster, THESIS)
+    served = parts(plan)
+    mean = sum(served) / len(served)
+    assert mean < 0.8  # too small indeed
+    assert min(served) >= 0.9 * mean
+    starts = [solve(load_policy(name), load, cluster, THESIS) for name in ("sbp", "gpulet")]
+    assert min(served) > 1.2 * max(min(parts(start)) for start in starts)
+
+
+def test_a_few_models_are_shared_out_equally_by_the_scheduler_too() -> None:
+    load, cluster = many(8, 8, "each"), Cluster.parse("v100:2")
+    plan = solve(TenutoPolicy(starts=("sbp", "gpulet"), tries=1, requests=4_000), load.scaled(2.5), cluster, THESIS)
+    assert min(parts(plan)) >= 0.75 * sum(parts(plan)) / len(plan.models)
+
+
 def test_more_than_forty_models_are_planned_without_a_trial_and_complete() -> None:
     load, cluster = many(41, 5), Cluster.parse("v100:3")
     plan = solve(TenutoPolicy(starts=STARTS), load, cluster, THESIS)
