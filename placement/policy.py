@@ -16,6 +16,7 @@ from tenuto.errors import InvalidInputError, Problem
 from tenuto.options import options_of_call, read_options
 from tenuto.placement.cluster import Cluster
 from tenuto.placement.plan import Plan
+from tenuto.placement.watch import Watch
 from tenuto.placement.workload import Workload
 from tenuto.profiles import Profiles
 
@@ -34,6 +35,8 @@ class Policy(ABC):
     name: ClassVar[str]
     summary: ClassVar[str]
     source: ClassVar[str]
+    is_interruptible: ClassVar[bool] = False  # it says how far it is, and stops with the best plan so far when asked to
+    watch: Watch = Watch()
 
     @abstractmethod
     def place(self, workload: Workload, cluster: Cluster, profiles: Profiles) -> Plan:

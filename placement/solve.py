@@ -14,6 +14,7 @@ from tenuto.placement.merging import apply_merging
 from tenuto.placement.plan import Believed, Plan, PlannedGpu, PolicyUsed
 from tenuto.placement.policy import Policy
 from tenuto.placement.rules import measured_otherwise, option_problems
+from tenuto.placement.watch import INTERRUPTED
 from tenuto.placement.workload import ModelSpec, Workload, profile_of
 from tenuto.profiles import ModelProfile, Profiles
 
@@ -53,8 +54,11 @@ def solve(
         else:
             plan = policy.extend(extended, asked, cluster, profiles)
     unserved = {*plan.unserved, *impossible}
+    watch = getattr(policy, "watch", None)
+    notes = (INTERRUPTED,) if watch is not None and watch.is_stopped() else ()
     plan = plan.model_copy(
         update={
+            "notes": (*plan.notes, *notes),
             "unserved": tuple(spec.name for spec in workload.models if spec.name in unserved),
             "unserved_reasons": {**plan.unserved_reasons, **impossible},
         }

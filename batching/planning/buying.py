@@ -41,6 +41,8 @@ class _Purchase:
                 best = found
             if self._search.is_safe(found):
                 return self._shrunk(found)
+            if self._search.watch.is_stopped():
+                return best
         best = best or self._search.best(self._cluster.gpus)
         return None if best is None else self._grown(best)
 
@@ -48,7 +50,7 @@ class _Purchase:
         """Search where nothing was searched yet, then add the GPU that serves most for its price, one at a time."""
         most = 2 * len(found.gpus) + 8
         found = self._search.best(found.gpus) or found
-        while not self._search.is_safe(found) and len(found.gpus) < most:
+        while not self._search.is_safe(found) and len(found.gpus) < most and not self._search.watch.is_stopped():
             bigger = []
             for kind in sorted(self._prices):
                 more = self._search.best(self._named([*(gpu.type for gpu in found.gpus), kind]))
@@ -65,7 +67,7 @@ class _Purchase:
         if len(self._prices) == 1:
             return self._bisected(found)
         is_cheaper = True
-        while is_cheaper:
+        while is_cheaper and not self._search.watch.is_stopped():
             is_cheaper = False
             for kinds in self._cheaper([gpu.type for gpu in found.gpus]):
                 smaller = self._safe(self._named(kinds))
@@ -78,7 +80,7 @@ class _Purchase:
         """Find the fewest GPUs of the only type that do, taking it that more GPUs never do worse."""
         (kind,) = self._prices
         too_few, enough = 0, len(found.gpus)
-        while enough - too_few > 1:
+        while enough - too_few > 1 and not self._search.watch.is_stopped():
             middle = (too_few + enough) // 2
             smaller = self._safe(self._named([kind] * middle))
             if smaller is None:

@@ -27,6 +27,7 @@ from tenuto.placement.expectation.goodput import expected_of
 from tenuto.placement.plan import PlannedGpu, PolicyUsed
 from tenuto.placement.policies.shared.gpu_pool import GpuPool
 from tenuto.placement.policies.shared.hosting import Hosted, hosting_plan
+from tenuto.placement.watch import Watch
 from tenuto.profiles import Profiles
 
 __all__ = ["best_by_patterns"]
@@ -58,7 +59,7 @@ class Pattern:
 
 def best_by_patterns(
     name: str, workload: Workload, cluster: Cluster, profiles: Profiles, starts: Sequence[tuple[str, Plan]],
-    attainment: float,
+    attainment: float, watch: Watch | None = None,
 ) -> tuple[Plan, str] | None:
     """Return the best plan found and how it came about; None where there is nothing to choose from.
 
@@ -69,7 +70,9 @@ def best_by_patterns(
         profiles: what models cost.
         starts: completed plans with what makes them.
         attainment: of every model, where GPUs are bought.
+        watch: told how far it is; once it is stopped no more patterns are built.
     """
+    watch = watch or Watch()
     case = _Case(workload, cluster, profiles)
     for _, plan in starts:
         case.take(plan)
@@ -78,7 +81,10 @@ def best_by_patterns(
     start, plan = max(starts, key=lambda each: case.rank(each[1], attainment))
     if not cluster.elastic and case.keeps(plan, attainment):
         return plan, f"the plan of {start}"
-    for _ in range(ROUNDS):
+    for number in range(ROUNDS):
+        watch.say(f"{len(case.patterns)} patterns of a GPU, round {number + 1} of {ROUNDS} at most")
+        if watch.is_stopped():
+            return plan, f"the plan of {start}"
         worth, rent = case.prices()
         if not case.built(worth, rent):
             break

@@ -62,6 +62,7 @@ class TenutoPolicy(Policy):
     name = "tenuto"
     summary = "tries other policies' plans under deferred batching in virtual time and improves the best"
     source = "this project, docs/own-policy.md"
+    is_interruptible = True
 
     def __init__(
         self, *, scheduler: str = "deferred", interference: str = "contention", starts: tuple[str, ...] = STARTS,
@@ -106,7 +107,7 @@ class TenutoPolicy(Policy):
         )  # fmt: skip
         if len(workload.models) > LARGE or len(cluster.gpus) > LARGE:
             return self._by_patterns(options, workload, cluster, profiles)
-        search = Search(options, workload, cluster, profiles)
+        search = Search(options, workload, cluster, profiles, self.watch)
         found = cheapest(search, cluster, self.attainment) if cluster.elastic else search.best(cluster.gpus)
         names = tuple(spec.name for spec in workload.models)
         if found is None:
@@ -130,16 +131,20 @@ class TenutoPolicy(Policy):
     def _by_patterns(
         self, options: SearchOptions, workload: Workload, cluster: Cluster, profiles: Profiles
     ) -> Plan:
-        starts, refused = [], {}
+        starts: list[tuple[str, Plan]] = []
+        refused: dict[str, str] = {}
         for name in options.starts:
+            if starts and self.watch.is_stopped():
+                break
             if len(workload.models) <= SLOW.get(name, len(workload.models)):
+                self.watch.say(f"planning with {name} as a start")
                 try:
                     starts.append((name, solve(load_policy(name), workload, cluster, profiles)))
                 except TenutoError as error:
                     refused[name] = str(error).splitlines()[0]
         if is_shared_out(workload, cluster):
             starts.append((BALANCED, balanced(workload, cluster, profiles)))
-        found = best_by_patterns(self.name, workload, cluster, profiles, starts, self.attainment)
+        found = best_by_patterns(self.name, workload, cluster, profiles, starts, self.attainment, self.watch)
         if found is None:
             why = f"no start can plan: {next(iter(refused.values()), 'there is none')}"
             names = tuple(spec.name for spec in workload.models)

@@ -16,6 +16,7 @@ from tenuto.errors import TenutoError
 from tenuto.placement import Cluster, Plan, Workload, load_policy, solve
 from tenuto.placement.cluster import Gpu
 from tenuto.placement.interference.named import interference_models
+from tenuto.placement.watch import Watch
 from tenuto.profiles import Profiles
 
 __all__ = ["Found", "Search", "SearchOptions"]
@@ -57,9 +58,13 @@ class Search:
     `aim`, since what is wanted is that none stays below its attainment.
     """
 
-    def __init__(self, options: SearchOptions, workload: Workload, cluster: Cluster, profiles: Profiles) -> None:
+    def __init__(
+        self, options: SearchOptions, workload: Workload, cluster: Cluster, profiles: Profiles,
+        watch: Watch | None = None,
+    ) -> None:  # fmt: skip
         """Prepare; raises `InvalidInputError` when the interference model lacks its hardware coefficients."""
         self._options, self._workload, self._cluster, self._profiles = options, workload, cluster, profiles
+        self.watch = watch or Watch()
         models = interference_models(options.interference, cluster.gpu_types, profiles)
         self.builder = Builder(workload, profiles, models, max_batch=options.max_batch)
         self.aim = (1.0 + options.attainment) / 2.0
@@ -89,14 +94,18 @@ class Search:
         for layout in common_layouts(gpus, names, self.builder):
             layouts.append(("every model on every GPU", layout, None))
         seen: set[Layout] = set()
-        found = []
+        found: list[Found] = []
         for start, layout, caps_or_none in layouts:
+            if found and self.watch.is_stopped():
+                break
             trial = self._tried(layout, gpus, seen, caps=caps_or_none)
             if trial is not None:
                 found.append(Found(gpus, layout, trial, start))
         found.sort(key=lambda each: -each.trial.value)
         if not found:
             return None
+        if self.watch.is_stopped():
+            return found[0]
         least = (1.0 - GAIN) * found[0].trial.value
         enough = [each for each in found if self._is_enough(each) and each.trial.value >= least]
         if enough:  # the one with most headroom: its busiest gpu-let is the least busy
@@ -129,8 +138,11 @@ class Search:
 
     def starts(self, cluster: Cluster) -> list[tuple[str, Plan]]:
         """Return the plans of the other policies that can plan here."""
-        plans = []
+        plans: list[tuple[str, Plan]] = []
         for name in self._options.starts:
+            if plans and self.watch.is_stopped():
+                break
+            self.watch.say(f"planning with {name} as a start")
             policy = load_policy(name)
             try:
                 plans.append((name, solve(policy, self._workload, cluster, self._profiles)))
@@ -141,9 +153,11 @@ class Search:
     def _climbed(self, start: Found, seen: set[Layout]) -> Found:
         """Follow the first change that serves more, until none does or half of the tries are spent."""
         here, left, is_better = start, max(1, self._options.tries // 2), True
-        while is_better and left > 0 and not self._is_enough(here):
+        while is_better and left > 0 and not self._is_enough(here) and not self.watch.is_stopped():
             is_better = False
             for layout in moves(here.layout, here.trial, here.gpus, self.builder):
+                if self.watch.is_stopped():
+                    break
                 trial = self._tried(layout, here.gpus, seen, floor=here.trial.value)
                 if trial is None:
                     continue
@@ -186,7 +200,10 @@ class Search:
         if caps is None:
             seen.add(layout)
         plan = self.builder.plan(layout, gpus, self._cluster, caps)
-        return None if plan is None else self.trials.run(plan, floor=floor)
+        if plan is None:
+            return None
+        self.watch.say(f"trial {self.trials.count + 1} in virtual time, of {len(gpus)} GPUs")
+        return self.trials.run(plan, floor=floor)
 
 
 def _as_cluster(gpus: Sequence[Gpu]) -> Cluster:

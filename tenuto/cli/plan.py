@@ -20,6 +20,7 @@ from tenuto.cli.common import (
     stdout_console,
 )
 from tenuto.cli.tables import print_table
+from tenuto.cli.watching import planning_watched
 from tenuto.errors import InvalidInputError, Problem
 from tenuto.options import split_pairs
 from tenuto.placement import Cluster, Plan, Policy, Workload, load_policy, solve
@@ -87,6 +88,8 @@ def command(
 ) -> None:
     """Find and validate a plan for WORKLOAD on a cluster.
 
+    Long searches say on stderr how far they are; Ctrl-C then ends them with the best plan so far, a second one without.
+
     Example: tenuto plan workload.yaml --policy usher --gpus v100:4 -o plan.yaml
     """
     names = [name.strip() for name in compare.split(",") if name.strip()] if compare else [policy_name]
@@ -109,7 +112,8 @@ def command(
         _compare(policies, workload, cluster, orders, as_json)
         return
     extended = Plan.load(extended_file) if extended_file else None
-    plan = solve(policies[policy_name], workload, cluster, profiles, extended=extended)
+    with planning_watched(policies[policy_name]):
+        plan = solve(policies[policy_name], workload, cluster, profiles, extended=extended)
     if output:
         _write(Path(output), _document(plan, executor))
     if picture:
@@ -172,7 +176,8 @@ def _compare(
     for name, policy in policies.items():
         for profiles in orders:
             try:
-                plans[name] = solve(policy, workload, cluster, profiles)
+                with planning_watched(policy):
+                    plans[name] = solve(policy, workload, cluster, profiles)
             except InvalidInputError as error:
                 refused.setdefault(name, error)
                 continue

@@ -39,6 +39,7 @@ class SelfTuning(Policy):
     name = "self-tuning"
     summary = "guided self-tuning: the best partition of the GPUs with one model per gpu-let, no turns in time"
     source = "Choi et al., gpulet (USENIX ATC 2022), section 6: the baseline after GSLICE (SoCC 2020)"
+    is_interruptible = True
 
     def __init__(
         self, *, shares: tuple[float, ...] = (20.0, 40.0, 50.0, 60.0, 80.0), max_batch: int = 32, max_gpus: int = 8,
@@ -50,6 +51,7 @@ class SelfTuning(Policy):
 
     def place(self, workload: Workload, cluster: Cluster, profiles: Profiles) -> Plan:
         """Return the plan; deterministic."""
+        self._ideal.watch = self._elastic.watch = self.watch
         if len(cluster.gpus) <= self.max_gpus:
             return self._ideal.place(workload, cluster, profiles)
         plan = self._elastic.place(workload, cluster, profiles)

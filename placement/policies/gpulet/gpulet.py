@@ -59,6 +59,7 @@ class Gpulet(Policy):
     name = "gpulet"
     summary = "splits GPUs at the knee of each model's rate-share curve; models also take turns in a gpu-let"
     source = "Choi et al., gpulet (USENIX ATC 2022), section 4"
+    is_interruptible = True
 
     def __init__(
         self, *, interference: bool | str = "none", max_partitions: int = 2,
@@ -100,11 +101,15 @@ class Gpulet(Policy):
         self, workload: Workload, cluster: Cluster, costs: CostsByType, rules: Rules, reasons: Mapping[str, str]
     ) -> Plan:
         search = ElasticPartitioning(GpuPool(cluster), rules)
-        for spec in sorted(workload.models, key=lambda m: -m.rate_rps):
-            if costs[spec.name]:
+        why = dict(reasons)
+        for number, spec in enumerate(sorted(workload.models, key=lambda m: -m.rate_rps)):
+            self.watch.say(f"placed {number} of {len(workload.models)} models")
+            if self.watch.is_stopped():
+                why.setdefault(spec.name, "planning was interrupted before its turn")
+            elif costs[spec.name]:
                 search.place(spec, costs[spec.name])
         notes = stand_ins(self.interference, cluster.gpu_types)
-        return hosting_plan(self.name, workload, cluster, search.hosted(), reasons, notes)
+        return hosting_plan(self.name, workload, cluster, search.hosted(), why, notes)
 
     def _sizes(self, workload: Workload) -> tuple[float, ...]:
         """Return the sizes of gpu-lets, ascending; only whole GPUs where CUDA MPS is turned off."""

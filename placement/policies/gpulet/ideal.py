@@ -45,6 +45,7 @@ class Ideal(Policy):
     name = "ideal"
     summary = "exhaustive search over all partitions of the GPUs, for small cases"
     source = "Choi et al., gpulet (USENIX ATC 2022), section 6: the ideal scheduler"
+    is_interruptible = True
 
     def __init__(
         self, *, shares: tuple[float, ...] = (20.0, 40.0, 50.0, 60.0, 80.0), max_batch: int = 32, max_gpus: int = 8,
@@ -121,9 +122,10 @@ class Ideal(Policy):
         counts = {kind: types.count(kind) for kind in dict.fromkeys(types)}
         pool = GpuPool(cluster)
         rates = {spec.name: spec.rate_rps for spec in workload.models}
-        search = PartitionSearch(costs, rates, self.max_steps, turns=self.turns)
+        search = PartitionSearch(costs, rates, self.max_steps, turns=self.turns, watch=self.watch)
         for parts in product(*(combinations_with_replacement(splits, count) for count in counts.values())):
             gpus = [(kind, split) for kind, chosen in zip(counts, parts, strict=True) for split in chosen]
+            self.watch.say(f"{len(gpus)} gpu-lets on {len(types)} GPUs")
             lets = [Let(position, kind, share) for position, (kind, split) in enumerate(gpus) for share in split]
             if search.run(lets):
                 return search.hosted(lets, [gpu for kind, _ in gpus if (gpu := pool.take(kind)) is not None])

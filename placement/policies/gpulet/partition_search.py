@@ -9,6 +9,7 @@ from tenuto.placement.cluster import Gpu
 from tenuto.placement.policies.gpulet.share_costs import ShareCosts
 from tenuto.placement.policies.gpulet.shared_gpu import Solved, Tenants, solve_gpu
 from tenuto.placement.policies.shared.hosting import CARRIED, Hosted
+from tenuto.placement.watch import Watch
 
 __all__ = ["Let", "PartitionSearch", "SearchStopped"]
 
@@ -16,7 +17,7 @@ FULL = 1 + 1e-9
 
 
 class SearchStopped(Exception):
-    """The steps of a search ran out before it was complete."""
+    """The steps of a search ran out before it was complete, or it was interrupted."""
 
 
 @dataclass
@@ -38,9 +39,10 @@ class PartitionSearch:
 
     def __init__(
         self, costs: Mapping[str, Mapping[str, ShareCosts]], rates: Mapping[str, float], steps: int,
-        *, turns: bool = True,
+        *, turns: bool = True, watch: Watch | None = None,
     ) -> None:
         self._costs, self._rates, self._steps, self._turns = costs, rates, steps, turns
+        self._watch = watch or Watch()
         self._capacity = {
             (name, kind, share): own.capacity_rps(share)
             for name, by_type in costs.items() for kind, own in by_type.items() for share in own.latency_ms
@@ -56,7 +58,7 @@ class PartitionSearch:
         """Say whether these gpu-lets carry every rate; if so, their tenants are set.
 
         Raises:
-            SearchStopped: the budget of steps is used up.
+            SearchStopped: the budget of steps is used up, or the watch says so.
         """
         return self._model(lets, 0, None, 0)
 
@@ -76,7 +78,7 @@ class PartitionSearch:
         if position == len(self._order):
             return True
         self._steps -= 1
-        if self._steps < 0:
+        if self._steps < 0 or self._watch.is_stopped():
             raise SearchStopped
         name = self._order[position]
         rate = self._rates[name] if left is None else left

@@ -252,7 +252,8 @@ class Search:
         choices: the models of the group.
         states: the GPUs as the groups before left them.
         buys: GPUs are bought, so that the cost counts.
-        node_limit: placements tried before the search settles for the best so far; `cut` then says so.
+        node_limit: placements tried before the search settles for the best so far; `cut` then says so. 0: the first
+            configurations that could carry everything are taken as they are.
     """
 
     def __init__(
@@ -273,7 +274,7 @@ class Search:
         first = [next(n for n, v in enumerate(values) if v >= max(values) - 1e-9) for values in self._alone]
         self._try(first)
         enough = self._best is not None and -self._best[0] >= round(sum(self._most), 6)
-        if not enough or self._buys:
+        if self._limit and (not enough or self._buys):
             self._improve(first)
             self._descend(self._sequences(), self._states, {}, 0.0, 0.0)
         if self._best is not None:

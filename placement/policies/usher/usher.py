@@ -68,6 +68,7 @@ class Usher(Policy):
     name = "usher"
     summary = "groups models with complementary compute and memory needs, then packs replicas group by group"
     source = "USHER (OSDI 2024), Algorithms 1 and 2; Creq = achieved occupancy as in Elvinger's thesis (ETH 2024)"
+    is_interruptible = True
 
     def __init__(
         self, *, compute_metric: str = "achieved_occupancy_pct", memory_metric: str = MEMORY, heavy_ratio: float = 1.2,
@@ -120,11 +121,12 @@ class Usher(Policy):
         assignment = _Assignment(GpuPool(cluster), kinds)
         readings = Readings(self.heavy_ratio, self.neutral, self.pairs, self.classify, self.sort)
         cut = False
-        for group in groups:
+        for number, group in enumerate(groups):
+            self.watch.say(f"placed {number} of {len(groups)} groups")
             members = [choices[name] for name in group if name in choices]
             if not members:
                 continue
-            limit = max(1_000, NODES_OF_A_PLAN // len(groups))
+            limit = 0 if self.watch.is_stopped() else max(1_000, NODES_OF_A_PLAN // len(groups))
             search = Search(members, states.as_others(), readings, buys=cluster.elastic, node_limit=min(limit, 40_000))
             search.run()
             states, cut = search.states, cut or search.cut

@@ -1,0 +1,67 @@
+"""A long planning on the terminal: a line that says how far it is, and Ctrl-C for the best plan so far."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+from tenuto.cli.common import ProgressLine
+from tenuto.placement import Policy
+from tenuto.placement.watch import Watch
+
+__all__ = ["planning_watched"]
+
+QUIET_S = 2.0  # what is planned sooner needs no line
+EVERY_S = 5.0  # between plain lines, where there is no terminal
+
+
+@contextmanager
+def planning_watched(policy: Policy) -> Iterator[None]:
+    """Show how far a policy is while it plans, and let one Ctrl-C ask it for the best plan so far; a second one
+    interrupts as usual. Policies that cannot be asked are interrupted by the first."""
+    if not getattr(policy, "is_interruptible", False):
+        yield
+        return
+    watch = _TerminalWatch(policy.name)
+    policy.watch = watch
+    is_main = threading.current_thread() is threading.main_thread()  # others may set no handlers
+    before = signal.signal(signal.SIGINT, watch.interrupted) if is_main else None
+    try:
+        yield
+    finally:
+        if is_main:
+            signal.signal(signal.SIGINT, before)
+        watch.clear()
+
+
+class _TerminalWatch(Watch):
+    def __init__(self, name: str) -> None:
+        self._name, self._began_at = name, time.monotonic()
+        self._line = ProgressLine(every_s=EVERY_S)
+        self._is_stopped = self._has_spoken = False
+
+    def is_stopped(self) -> bool:
+        return self._is_stopped
+
+    def say(self, progress: str) -> None:
+        took_s = time.monotonic() - self._began_at
+        if took_s >= QUIET_S and not self._is_stopped:
+            self._has_spoken = True
+            self._line.show(f"{self._name}: {progress}, {took_s:.0f} s; Ctrl-C for the best plan so far")
+
+    def interrupted(self, number: int, frame: FrameType | None) -> None:
+        """Take a signal: the first one asks for the best plan so far, any further one interrupts."""
+        del number, frame
+        if self._is_stopped:
+            raise KeyboardInterrupt
+        self._is_stopped = True
+        self._line.show(f"{self._name}: finishing with the best plan so far; Ctrl-C again to give up", is_last=True)
+
+    def clear(self) -> None:
+        """Take the line away, so that results follow."""
+        if self._has_spoken or self._is_stopped:
+            self._line.clear()
