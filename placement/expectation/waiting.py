@@ -1,11 +1,11 @@
 """What random arrivals cost: requests that wait too long although the GPUs would have time for them on average.
 
-Two causes, each with a formula of queueing theory. *Fluctuation*: the work that waits in front of `n` gpu-lets is a
-random walk; what would exceed the deadlines is lost. As a reflected Brownian motion between nothing and the mean time
-`h` that work may wait (heavy traffic with deadlines: Kruk, Lehoczky, Ramanan and Shreve, Annals of Applied Probability
-2011), with load rho and variance v per unit of time, the gpu-lets do not work for the part
-(1 - rho) / (1 - exp(-2 (1 - rho) h / v)) of their time. *Blocking*: a batch that runs is not interrupted; a request
-that arrives behind one that is longer than it may wait is late unless another gpu-let is free.
+Three causes, each with a formula of queueing theory. *Fluctuation*: the work that waits in front of `n` gpu-lets is a
+random walk, and requests that find more of it than they may wait for are lost. For exponential services that is exact
+(M/M/n with impatient customers: Barrer, Operations Research 5, 1957; Gnedenko and Kovalenko, 1968); here the exponent
+is scaled to the variance of the batches, as in heavy traffic, which agrees with M/D/1 within 0.05. *A batch of one's
+own*: what arrives early in a batch that takes longer than it may wait is lost unless another gpu-let is free.
+*Blocking*: the same behind a batch of others.
 """
 
 from __future__ import annotations
@@ -52,17 +52,45 @@ def used_part(load: float, streams: Sequence[Stream], gpulets: int) -> float:
         stream.rate_rps * stream.batch.time_s * max(0.0, stream.slo_ms - stream.batch.latency_ms) / 1000.0
         for stream in streams
     ) / work  # fmt: skip
-    running_s = sum(s.rate_rps * s.batch.time_s * s.batch.latency_ms / 2000.0 for s in streams) / work / gpulets
-    may_wait_s = max(may_wait_s - min(1.0, load) * running_s, 1e-6)
-    drift = 1.0 - load
-    steps = 2.0 * drift * may_wait_s / variance_s
-    if abs(steps) < 1e-6:
-        idle = variance_s / (2.0 * may_wait_s)
-    elif steps < -700.0:
-        idle = 0.0
-    else:
-        idle = drift / -math.expm1(-steps)
-    return min(1.0, load, max(0.0, 1.0 - idle))
+    batch_s = sum(s.rate_rps * s.batch.time_s * s.batch.latency_ms / 1000.0 for s in streams) / work
+    kept = 1.0 - _turned_away(load, 2.0 * load * may_wait_s / variance_s, gpulets)
+    return min(1.0, load, load * min(kept, _found_free(load, max(0.0, 1.0 - may_wait_s / batch_s), gpulets)))
+
+
+def _turned_away(load: float, patience: float, gpulets: int) -> float:
+    """Return the part of requests that find more work than they may wait for.
+
+    Args:
+        load: of a gpu-let.
+        patience: what they may wait for, in services of all gpu-lets together (twice that for services without
+            variance).
+        gpulets: that serve one queue.
+    """
+    blocked = 1.0  # Erlang's formula for one gpu-let less
+    for count in range(1, gpulets):
+        blocked = load * gpulets * blocked / (count + load * gpulets * blocked)
+    drift = (1.0 - load) * patience
+    if drift > 600.0:
+        return 0.0
+    if drift < -600.0:
+        return 1.0 - 1.0 / load
+    end = math.exp(-drift)
+    waiting = load * (patience if abs(drift) < 1e-9 else -math.expm1(-drift) / (1.0 - load))
+    return load * blocked * end / (1.0 + blocked * (waiting + load * end))
+
+
+def _found_free(load: float, too_long: float, gpulets: int) -> float:
+    """Return the part of requests that come while a gpu-let is free, or has been busy for longer than the first
+    `too_long` part of a batch. The busy time follows from what is kept, so that it is the root of y = 1 - (load y
+    too_long)^n, found by halving."""
+    low, high = 0.0, 1.0
+    for _ in range(30):
+        middle = (low + high) / 2.0
+        if middle > 1.0 - (min(1.0, load * middle) * too_long) ** gpulets:
+            high = middle
+        else:
+            low = middle
+    return high
 
 
 def blocked_part(may_wait_ms: float, running: Sequence[tuple[float, float]], gpulets: int) -> float:

@@ -91,13 +91,20 @@ def served(plan: Plan, workload: Workload, seconds: float, seed: int = JUDGE_SEE
 
 
 def in_time_alone(plan: Plan) -> Plan:
-    """Return the plan without replicas that are late even with a batch of one, which the simulator refuses."""
+    """Return the plan without replicas that are late even with a batch of one, which the simulator refuses. A slowdown
+    is what all neighbours cost together: of those that are left it is their part."""
     slo_ms = {spec.name: spec.slo_ms for spec in plan.models}
     gpulets = []
-    for gpulet in plan.gpulets:
-        able = tuple(r for r in gpulet.models if r.latency and r.latency.at(1) * r.slowdown <= slo_ms[r.name])
-        if able:
-            gpulets.append(gpulet.model_copy(update={"models": able}))
+    for beside in plan.by_gpu().values():
+        able = [
+            (gpulet, [r for r in gpulet.models if r.latency and r.latency.at(1) * r.slowdown <= slo_ms[r.name]])
+            for gpulet in beside
+        ]
+        left = [(gpulet, replicas) for gpulet, replicas in able if replicas]
+        part = (len(left) - 1) / (len(beside) - 1) if len(beside) > 1 else 0.0
+        for gpulet, replicas in left:
+            kept = tuple(r.model_copy(update={"slowdown": 1.0 + (r.slowdown - 1.0) * part}) for r in replicas)
+            gpulets.append(gpulet.model_copy(update={"models": kept}))
     return plan.model_copy(update={"gpulets": tuple(gpulets)})
 
 

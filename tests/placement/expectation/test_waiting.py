@@ -37,10 +37,13 @@ def test_long_deadlines_and_many_gpulets_lose_nothing(asked: list[Stream], load:
     assert used_part(load, patient, 10) == pytest.approx(load, rel=1e-6)
 
 
-@pytest.mark.parametrize(("load", "services"), [(0.7, 4), (0.9, 8), (1.0, 5), (1.2, 10)])
-def test_a_single_server_whose_requests_wait_for_some_services_at_most(load: float, services: int) -> None:
+@pytest.mark.parametrize(
+    ("load", "services"),
+    [(0.7, 4), (0.9, 8), (1.0, 5), (1.2, 10), (0.8, 0.3), (0.5, 1), (1.2, 0.05), (0.95, 2)],
+)
+def test_a_single_server_whose_requests_wait_for_some_services_at_most(load: float, services: float) -> None:
     """M/D/1 with unit service: a request that would wait for longer is turned away (Lindley's recursion)."""
-    gaps = np.random.default_rng(services).exponential(1.0 / load, 40_000)
+    gaps = np.random.default_rng(int(services)).exponential(1.0 / load, 40_000)
     work, served = 0.0, 0
     for gap in gaps:
         work = max(0.0, work - gap)
