@@ -227,7 +227,10 @@ def _mean_slowdown(program: Program, neighbours: Sequence[_Kind]) -> float:
 
 
 def _gathered(program: Program, asked: _Asked, slowdown: float) -> Batch | None:
-    """Return the batch with the least time per request of those that are gathered in time; None: not even one is."""
+    """Return the largest batch that is gathered in time; None: not even one request is.
+
+    Also where a smaller one takes less time per request: a scheduler gathers as long as the deadline allows.
+    """
     latency = program.latency
     assert latency is not None
     gap_ms = 1000.0 / asked.rate_rps
@@ -236,7 +239,7 @@ def _gathered(program: Program, asked: _Asked, slowdown: float) -> Batch | None:
         batch = Batch(size, latency.at(size) * slowdown)
         if size > 1 and batch.latency_ms + (size - 0.5) * gap_ms > asked.slo_ms:
             break
-        if batch.latency_ms <= asked.slo_ms and (best is None or batch.time_s < best.time_s):
+        if batch.latency_ms <= asked.slo_ms:
             best = batch
     return best
 
