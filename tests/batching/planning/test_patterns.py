@@ -77,12 +77,6 @@ def test_a_cluster_that_is_too_small_is_shared_out_equally() -> None:
     assert min(served) > 1.2 * max(min(parts(start)) for start in starts)
 
 
-def test_a_few_models_are_shared_out_equally_by_the_scheduler_too() -> None:
-    load, cluster = many(8, 8, "each"), Cluster.parse("v100:2")
-    plan = solve(TenutoPolicy(starts=("sbp", "gpulet"), tries=1, requests=4_000), load.scaled(2.5), cluster, THESIS)
-    assert min(parts(plan)) >= 0.75 * sum(parts(plan)) / len(plan.models)
-
-
 def test_more_than_forty_models_are_planned_without_a_trial_and_complete() -> None:
     load, cluster = many(41, 5), Cluster.parse("v100:3")
     plan = solve(TenutoPolicy(starts=STARTS), load, cluster, THESIS)
