@@ -398,7 +398,8 @@ class DeferredScheduler(RehearsingScheduler):
             if least:
                 heappush(least, (queue.level, queue.density, number, queue))
             limit = queue.latest + TIME_TOLERANCE_MS
-            way_ms = queue.sent[queue.size] - queue.run[queue.size]
+            size = min(queue.size, queue.longest)  # it may be larger on another gpu-let than on the fastest
+            way_ms = queue.sent[size] - queue.run[size]
             pools = queue.pools
             while True:
                 if len(pools) > 1:

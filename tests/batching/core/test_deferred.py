@@ -223,6 +223,13 @@ def test_the_objective_each_gives_models_that_cost_unlike_much_like_parts() -> N
     assert parts.min() >= 0.75 * parts.mean()
 
 
+def test_gpulets_of_one_program_may_run_batches_of_other_sizes() -> None:
+    small, large = {0: line(1.0, 2.0, 4), 1: line(1.0, 2.0, 4)}, {0: line(1.0, 8.0, 40), 1: line(1.0, 8.0, 40)}
+    system = System((Model("a", 60.0), Model("b", 60.0)), (Gpulet("g/a", "g", small), Gpulet("h/a", "h", large)))
+    result = simulate(make_scheduler("deferred", system), *offered([900.0, 900.0], 5.0))
+    assert result.attainments().min() > 0.4
+
+
 def test_a_batch_is_sent_ahead_to_the_most_urgent_and_not_to_the_one_with_the_longest_way() -> None:
     hosts = {0: line(1.0, 99.0, 60), 1: line(1.0, 19.0, 60)}
     models = (Model("loose", 1000.0), Model("tight", 130.0))
