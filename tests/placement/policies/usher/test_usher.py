@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tenuto.errors import InvalidInputError
-from tenuto.placement import Cluster, Workload, load_policy
+from tenuto.placement import Cluster, Workload, load_policy, solve
 from tenuto.placement.policies.usher.usher import Usher, WaoUsher
 from tenuto.profiles import Profiles
 from tests.placement.published import (
@@ -208,3 +208,20 @@ def test_the_reason_names_the_free_room_of_a_type_on_which_the_model_was_measure
     plan = planned(Usher(), equal_rates(["m", "n"], 50, 500), Cluster.parse("v100:1,t4:1"), profiles)
     assert len(plan.unserved) == 1
     assert "of a v100" in plan.unserved_reasons[plan.unserved[0]]
+
+
+def test_a_model_in_parts_is_a_chain_of_stages_with_one_deadline_and_placed_like_models() -> None:
+    """The paper serves Llama-2 in parts and does not say how they run; one after another is our reading."""
+    load = Workload.model_validate({"applications": [{
+        "name": "llama", "rate_rps": 20, "slo_ms": 400, "stages": [
+            {"model": "gpt2", "name": "first"},
+            {"model": "gpt2", "name": "second", "after": ["first"]},
+            {"model": "bert", "name": "third", "after": ["second"], "part": 2.0},
+        ],
+    }]})  # fmt: skip
+    names = ["llama.first", "llama.second", "llama.third"]
+    assert [(spec.name, spec.slo_ms) for spec in load.models] == list(zip(names, (100.0, 100.0, 200.0), strict=True))
+    plan = solve(Usher(), load, Cluster.parse("v100:4"), thesis())
+    assert plan.unserved == ()
+    assert {replica.name for gpulet in plan.gpulets for replica in gpulet.models} == set(names)
+    assert plan.applications == load.applications
