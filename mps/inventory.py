@@ -184,7 +184,11 @@ def _running(nvml: Nvml) -> Iterator[None]:
 
 def _device(nvml: Nvml, handle: Any, driver: str, sm_counts: Mapping[str, int]) -> GpuDevice:
     uuid, name = _text(nvml.nvmlDeviceGetUUID(handle)), _text(nvml.nvmlDeviceGetName(handle))
-    memory = nvml.nvmlDeviceGetMemoryInfo(handle)
+    try:
+        memory = nvml.nvmlDeviceGetMemoryInfo(handle)
+        total, free = int(memory.total), int(memory.free)
+    except nvml.NVMLError:  # not supported where the GPU shares the host's memory
+        total = free = 0
     major, minor = nvml.nvmlDeviceGetCudaComputeCapability(handle)
     try:
         is_mig = nvml.nvmlDeviceGetMigMode(handle)[0] == 1
@@ -193,12 +197,15 @@ def _device(nvml: Nvml, handle: Any, driver: str, sm_counts: Mapping[str, int]) 
     # With MIG on, CUDA shows instances and no whole GPU; 0 then says that there is nothing to share by SMs.
     if uuid not in sm_counts and not is_mig:
         raise EnvironmentFaultError(f"CUDA does not show {name} ({uuid}), which NVML does. Check nvidia-smi -L.")
-    mode = nvml.nvmlDeviceGetComputeMode(handle)
+    try:
+        mode = nvml.nvmlDeviceGetComputeMode(handle)
+    except nvml.NVMLError:  # as in containers that hide it
+        mode = -1
     return GpuDevice(
-        uuid=uuid, name=name, type=gpu_type_of(name), memory_mib=int(memory.total) >> 20,
-        free_memory_mib=int(memory.free) >> 20, compute_capability=(int(major), int(minor)),
+        uuid=uuid, name=name, type=gpu_type_of(name), memory_mib=total >> 20, free_memory_mib=free >> 20,
+        compute_capability=(int(major), int(minor)),
         sm_count=int(sm_counts.get(uuid, 0)), driver=driver, is_mig=is_mig,
-        compute_mode=_COMPUTE_MODES.get(mode, f"unknown ({mode})"),
+        compute_mode=_COMPUTE_MODES.get(mode, "unknown"),
     )  # fmt: skip
 
 

@@ -187,23 +187,31 @@ def complete(plan: Plan, policy: Policy, workload: Workload, cluster: Cluster, p
     unknown = unknown_memory(plan)
     if unknown:
         notes.append(f"memory was not measured, so that the ledger cannot tell whether they fit: {', '.join(unknown)}")
-    notes += _estimated(plan, sharing.costs)
+    notes += _estimated(plan, sharing.costs, getattr(policy, "compute_metric", None))
     plan = plan.model_copy(update={"notes": tuple(notes)})
     plan = _with_expectation(plan, cluster, sharing)
     check_plan(plan, cluster)
     return plan
 
 
-def _estimated(plan: Plan, costs: Mapping[str, Mapping[str, ModelOnGpu]]) -> list[str]:
-    """Return what of the profiles the plan rests on was estimated and not measured, in a line per GPU type."""
+def _estimated(plan: Plan, costs: Mapping[str, Mapping[str, ModelOnGpu]], compute_metric: str | None) -> list[str]:
+    """Return what of the profiles the plan rests on was estimated and not measured, in a line per GPU type.
+
+    `compute_metric` is what the policy reads a model's compute requirement from, None where it reads none.
+    """
     types = {gpu.id: gpu.type for gpu in plan.gpus}
     found: dict[tuple[str, tuple[str, ...]], dict[str, None]] = {}
     for gpulet in plan.gpulets:
         kind = types.get(gpulet.gpu, "")
         for replica in gpulet.models:
             on = costs.get(replica.name, {}).get(kind)
-            if on is not None and on.profile.estimated:
-                found.setdefault((kind, on.profile.estimated), {})[replica.name] = None
+            if on is None:
+                continue
+            what = on.profile.estimated
+            if compute_metric not in (None, *what) and on.profile.estimates_occupancy(str(compute_metric)):
+                what = (*what, str(compute_metric))
+            if what:
+                found.setdefault((kind, what), {})[replica.name] = None
     return [
         f"estimated, not measured ({kind}): {', '.join(what)} of {', '.join(names)}"
         for (kind, what), names in found.items()

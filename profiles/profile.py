@@ -57,6 +57,10 @@ class Measured(StrictModel):
     command: str | None = None
 
 
+OCCUPANCIES = ("achieved_occupancy_pct", "wavg_ach_occ_pct")
+"""Metrics of a point that counters measure, or launch configurations estimate: `occupancy_estimated` tells."""
+
+
 class ModelProfile(StrictModel):
     """All that is known about one model on one GPU type. Invariant: at least one point or an inline line."""
 
@@ -70,6 +74,12 @@ class ModelProfile(StrictModel):
     network: str | None = None  # source of what was measured, where the row's own name does not say it
     options: dict[str, Any] = Field(default_factory=dict)  # of the model as it was measured, such as sequence_length
     run: dict[str, Any] | None = None  # how it was run when it was measured, nothing left open; None: not known
+
+    def estimates_occupancy(self, metric: str) -> bool:
+        """Return whether an occupancy of the points comes from launch configurations and not from counters."""
+        return metric in OCCUPANCIES and any(
+            metric in point.metrics and point.metrics.get("occupancy_estimated", 0.0) > 0 for point in self.points
+        )
 
     def scaled(self, factor: float) -> ModelProfile:
         """Return the profile of the same model when each batch takes `factor` times as long, iGniter's coefficients of

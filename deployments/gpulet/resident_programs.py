@@ -9,7 +9,6 @@ from collections.abc import Awaitable, Callable, Sequence
 
 from tenuto.deployments.gpulet.executors.base import Executor
 from tenuto.deployments.gpulet.executors.streamed import StreamingExecutor
-from tenuto.deployments.gpulet.modes import mode_of
 from tenuto.deployments.serve.user_config import ProgramEntry
 from tenuto.deployments.wire.messages import GpuletMode
 from tenuto.profiles.networks.catalogue import ModelSignature
@@ -74,12 +73,8 @@ class ResidentPrograms:
             self._unload(entry.name)
         largest = entry.batch_size
         self._executor.load(entry, range(1, largest + 1) if self.is_emulated else _warm_sizes(largest))
-        if self._streaming is not None and len(entry.members) == 1:
-            self._streaming.warm(entry.name)
 
     def _unload(self, name: str) -> None:
-        if self._streaming is not None:
-            self._streaming.forget(name)
         self._executor.unload(name)
 
     def largest_batches(self) -> dict[str, int]:
@@ -92,13 +87,8 @@ class ResidentPrograms:
         return {name: self._executor.signature(name) for name in members}
 
     def mode(self, *, is_shared: bool) -> GpuletMode:
-        """Return how they run, see `mode_of`; `is_shared` as there."""
-        return mode_of(
-            list(self._entries.values()),
-            is_shared=is_shared,
-            is_streaming=self._streaming is not None,
-            is_emulated=self.is_emulated,
-        )
+        """Return how they run; `is_shared`: as a client of CUDA MPS."""
+        return GpuletMode(is_shared, self._streaming is not None, self._executor.ways())
 
 
 def _warm_sizes(largest: int) -> list[int]:

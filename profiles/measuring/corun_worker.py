@@ -18,7 +18,7 @@ from tenuto.profiles.measuring.kernels.recording import record_kernels
 from tenuto.profiles.measuring.processes import serve_parent
 from tenuto.profiles.measuring.worker import DEVICE_TIMES, BatchOfOne, describe_machine
 from tenuto.profiles.networks.cpu_share import cpu_threads
-from tenuto.profiles.networks.device import cuda_streams, pick_device
+from tenuto.profiles.networks.device import cuda_streams, is_fast_device, pick_device
 from tenuto.profiles.networks.model_options import ModelOptions
 from tenuto.profiles.networks.programs import lone_program
 
@@ -42,7 +42,8 @@ def _serve(request: CoRunRequest, report: Callable[[Event], None], clock_s: Call
     loaded = build(request.source, weights_path=request.weights_path, seed=request.seed, options=options.build)
     if device == "cpu":
         torch.set_num_threads(cpu_threads(request.share_pct))
-    runner = lone_program(request.source, loaded, options.run, (request.batch_size,), cuda_streams(device))
+    streams = cuda_streams(device, overlapping=is_fast_device(device))
+    runner = lone_program(request.source, loaded, options.run, (request.batch_size,), streams)
     run = BatchOfOne(runner, request.batch_size, request.seed)
     for _ in range(_WARM_UP_RUNS):
         run()

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any, Protocol
 
 from pydantic import TypeAdapter
@@ -21,7 +22,7 @@ from tenuto.profiles.gpu_types import sms_of_share
 from tenuto.profiles.measuring.events import Built, ContextSize, Doubt, Event, Machine, PointMeasured, Stopped
 from tenuto.profiles.measuring.processes import LostWorkerError, WorkerProcess
 from tenuto.profiles.measuring.timing import fit_points
-from tenuto.profiles.networks.catalogue import is_factory, lookup
+from tenuto.profiles.networks.catalogue import is_exported, is_factory, lookup
 from tenuto.profiles.profile import Measured, ModelProfile, Profile, ProfilePoint
 
 __all__ = [
@@ -80,7 +81,7 @@ class MeasureRequest:
         if not 0 <= self.tolerance_pct < 100:
             rule = "must be at least 0 and below 100 (percent)"
             problems.append(Problem("--adaptive", self.tolerance_pct, rule, "Write for example 3."))
-        if not is_factory(self.source) and not os.path.isdir(self.source):
+        if not is_factory(self.source) and not is_exported(self.source) and not os.path.isdir(self.source):
             try:
                 lookup(self.source)
             except InvalidInputError as error:
@@ -119,9 +120,12 @@ class Shares(Protocol):
 
 
 def row_name(source: str) -> str:
-    """Return the profile row of a model: the catalogue's name, a factory's function, a directory's own name."""
+    """Return the profile row of a model: the catalogue's name, a factory's function, a directory's or file's own
+    name."""
     if is_factory(source):
         return source.rpartition(":")[2].rpartition(".")[2]
+    if is_exported(source):
+        return Path(source).stem
     if os.path.isdir(source):
         return os.path.basename(os.path.abspath(source))
     return lookup(source).name

@@ -27,9 +27,9 @@ from tenuto.profiles.measuring.processes import serve_parent
 from tenuto.profiles.measuring.sampling import next_batch
 from tenuto.profiles.measuring.telemetry import NvmlTelemetry, Telemetry, first_visible_uuid, watch
 from tenuto.profiles.measuring.timing import measure_repeatedly
-from tenuto.profiles.networks.catalogue import LoadedModel, is_factory, lookup
+from tenuto.profiles.networks.catalogue import LoadedModel, is_exported, is_factory, lookup
 from tenuto.profiles.networks.cpu_share import cpu_cores, cpu_threads
-from tenuto.profiles.networks.device import cuda_streams, pick_device
+from tenuto.profiles.networks.device import cuda_streams, is_fast_device, pick_device
 from tenuto.profiles.networks.inputs import as_blocks, random_inputs, sends_pixels
 from tenuto.profiles.networks.model_options import ModelOptions, RunOptions
 from tenuto.profiles.networks.programs import capability_of, lone_program
@@ -90,7 +90,8 @@ def measure_points(
     import torch
 
     began_s = clock_s() if began_s is None else began_s
-    streams = cuda_streams(device)
+    # Fast devices stream unless a workload says otherwise: with room for a second batch, which is part of the memory.
+    streams = cuda_streams(device, overlapping=is_fast_device(device))
     runner = lone_program(request.source, loaded, options, request.batch_sizes, streams)
     report(Built(runner.network.weights_mib, options.chosen(capability_of(streams)).to_data()))
     budget_s = request.budget_s / max(1, request.left())
@@ -169,6 +170,7 @@ def _measure_point(
     run = BatchOfOne(runner, size, seed)
     memory, clock_s = instruments.memory, instruments.clock_s
     memory.reset()
+    runner.reserve(size)
     # Warm-up: at least once (allocations, kernel choice), then up to four more while that costs a tenth of the budget.
     began = clock_s()
     for _ in range(5):
@@ -240,7 +242,7 @@ def _import_libraries(source: str) -> None:
     """Import what a model of this kind needs, so that it is not counted as the model's memory."""
     import torch  # noqa: F401
 
-    if is_factory(source):
+    if is_factory(source) or is_exported(source):
         return  # what a user's module imports is part of what its model costs
     family = "transformers" if os.path.isdir(source) else lookup(source).source.partition("/")[0]
     try:

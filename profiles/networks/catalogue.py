@@ -26,6 +26,7 @@ __all__ = [
     "TensorSignature",
     "TextInput",
     "image_signature",
+    "is_exported",
     "is_factory",
     "known_names",
     "lookup",
@@ -252,6 +253,11 @@ def is_factory(source: str) -> bool:
     )
 
 
+def is_exported(source: str) -> bool:
+    """Return whether a source names a file that holds a network: a program of `torch.export`, or an ONNX model."""
+    return source.endswith((".pt2", ".onnx"))
+
+
 def lookup(name_or_source: str) -> CatalogueEntry:
     """Return a catalogue entry by name (`resnet50`) or source (`torchvision/resnet50`).
 
@@ -270,7 +276,7 @@ def lookup(name_or_source: str) -> CatalogueEntry:
     raise InvalidInputError(
         Problem("model", name_or_source, "not in the catalogue",
                 f"{hint}Known: {', '.join(known_names())}. A model of your own is written package.module:factory, "
-                "a local transformers directory by its path.")
+                "a local transformers directory by its path, an exported network as FILE.pt2 or FILE.onnx.")
     )
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from tenuto.errors import EnvironmentFaultError
+from tenuto.profiles.gpu_types import FAST_CAPABILITY
 from tenuto.profiles.networks.runner import Streams
 
-__all__ = ["cuda_streams", "loses_device", "pick_device"]
+__all__ = ["cuda_streams", "is_fast_device", "loses_device", "pick_device"]
 
 
 def pick_device(device: str) -> str:
@@ -42,6 +43,15 @@ def cuda_streams(device: str, *, overlapping: bool = False) -> Streams | None:
 
     kernels: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     return Streams.overlapping(kernels) if overlapping else Streams.one(kernels)
+
+
+def is_fast_device(device: str) -> bool:
+    """Return whether the device is a GPU from `FAST_CAPABILITY` on, on which everything that is fast is the default."""
+    if device == "cpu":
+        return False
+    import torch
+
+    return torch.cuda.get_device_capability(0) >= FAST_CAPABILITY
 
 
 def loses_device(error: BaseException) -> bool:

@@ -10,14 +10,7 @@ from tenuto.errors import EnvironmentFaultError, InvalidInputError, Problem
 from tenuto.profiles.networks.catalogue import LoadedModel, ModelSignature, TensorSignature
 from tenuto.profiles.networks.runtimes import ONNX_TYPES
 
-__all__ = ["SUFFIXES", "is_exported", "load_exported"]
-
-SUFFIXES = (".pt2", ".onnx")
-
-
-def is_exported(source: str) -> bool:
-    """Return whether a source names such a file."""
-    return source.endswith(SUFFIXES)
+__all__ = ["load_exported"]
 
 
 def load_exported(source: str) -> LoadedModel:

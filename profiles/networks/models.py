@@ -20,12 +20,13 @@ from tenuto.profiles.networks.catalogue import (
     LoadedModel,
     ModelSignature,
     TextInput,
+    is_exported,
     is_factory,
     lookup,
     text_signature,
     with_sizes,
 )
-from tenuto.profiles.networks.exported import is_exported, load_exported
+from tenuto.profiles.networks.exported import load_exported
 from tenuto.profiles.networks.model_options import BuildOptions
 from tenuto.profiles.networks.places import check_factory, check_path
 

@@ -52,6 +52,10 @@ class Network(Protocol):
     def notes(self) -> Sequence[str]:
         """What of its options it goes without, and why."""
 
+    @property
+    def way(self) -> str:
+        """How it runs: `plain`, `cuda_graphs`, `compile`, `merged`, or another runtime."""
+
     def facts(self) -> dict[str, float | int]:
         """Return what merging did, empty for a lone model."""
 
@@ -194,6 +198,15 @@ class LoneModel:
     def largest_batch(self) -> int:
         """The largest size of those."""
         return max(self._sizes, default=1)
+
+    @property
+    def way(self) -> str:
+        """How it really runs."""
+        if self._module is None:
+            return "onnxruntime" if self._options.runtime == "torch" else self._options.runtime
+        if self._options.compile:
+            return "compile"
+        return "cuda_graphs" if isinstance(self._call, GraphedModule) else "plain"
 
     def facts(self) -> dict[str, float | int]:
         """Return nothing: nothing was merged."""

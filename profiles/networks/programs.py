@@ -73,7 +73,8 @@ def load_program(
     except torch.OutOfMemoryError as error:
         raise EnvironmentFaultError(
             f"'{name}' does not fit into the device's memory at batch {max(batch_sizes)}. Plan a smaller batch, fewer "
-            "models on this GPU, or a larger memory cap."
+            f"models on this GPU, {'' if streams is None or streams.depth == 1 else '`streaming: false`, '}or a larger "
+            "memory cap."
         ) from error
     return runner
 

@@ -172,11 +172,11 @@ class ProgramRunner:
             name: as_blocks(blank_inputs(self.signatures[name], count, pixels=pixels)) for name, count in rows.items()
         }
 
-    def reserve(self) -> None:
-        """Make every buffer as large as the largest planned batch of any of the models needs."""
+    def reserve(self, rows: int | None = None) -> None:
+        """Make every buffer as large as a batch of any of the models needs; default the largest planned one."""
         if self._streams is None:
             return
-        rows = self.network.largest_batch
+        rows = self.network.largest_batch if rows is None else rows
         for name, signature in self.signatures.items():
             for pixels in (False, True) if takes_pixels(signature) else (False,):
                 blank = self._blank({name: rows}, pixels=pixels)

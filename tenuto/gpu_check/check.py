@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib.util
 import os
 import signal
 import subprocess
@@ -61,6 +62,11 @@ def main(
                   f"{step.shown(Path(sys.executable).name)}")  # fmt: skip
         if given.list or run is None:
             return 0
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        print(f"error: {folder} cannot be written: {error.strerror}. Give another folder with -o.", file=sys.stderr)
+        return _NO_GPU
     return _Check(Results(folder), run or _run, clock_s, given.limit_s).all(
         [step.name for step in chosen], lambda: _steps(folder, sizes, given.gpu)
     )
@@ -155,6 +161,9 @@ class _Check:
         """Return why a step is not for this machine; None if it is."""
         if step.name == "device-tests" and not (_ROOT / "tests").is_dir():
             return "the tests are not installed"
+        missing = [name for name in step.packages if importlib.util.find_spec(name) is None]
+        if missing:
+            return f"it needs the package {', '.join(missing)}; put its wheel beside the others (TENUTO_WHEELS)"
         if step.name == "occupancy-import" and self._done.get("occupancy", {}).get("exit_code") != 0:
             return "Nsight Compute recorded nothing"
         found = self._results.read("mps.json")
@@ -170,7 +179,8 @@ class _Check:
         chosen = {} if uuid is None else {"CUDA_VISIBLE_DEVICES": str(uuid)}
         path = os.pathsep.join(part for part in (str(_ROOT), os.environ.get("PYTHONPATH", "")) if part)
         return {
-            **without_mps(os.environ), "PYTHONPATH": path, "PYTHONUNBUFFERED": "1", **chosen, **step.environment,
+            **without_mps(os.environ), **_rooms(self._results.folder), "PYTHONPATH": path, "PYTHONUNBUFFERED": "1",
+            **chosen, **step.environment,
         }  # fmt: skip
 
     def _note(self, step: Step, result: dict[str, Any]) -> None:
@@ -178,6 +188,15 @@ class _Check:
         self._results.write("steps.json", self._done)
         said = result.get("left_out") or result.get("failed") or f"done in {result['took_s']} s"
         self._results.log(f"{step.name}: {said}")
+
+
+def _rooms(folder: Path) -> dict[str, str]:
+    """Return where steps put temporary files and sockets on a machine whose /tmp cannot be written."""
+    if os.access("/tmp", os.W_OK):
+        return {}
+    room = folder / "tmp"
+    room.mkdir(exist_ok=True)
+    return {"TMPDIR": str(room), "TENUTO_MPS_ROOT": os.environ.get("TENUTO_MPS_ROOT", str(room))}
 
 
 def _run(step: Step, environment: Mapping[str, str], limit_s: float, grace_s: float = _GRACE_S) -> int:

@@ -11,8 +11,8 @@ from typing import Any
 
 import yaml
 
-from tenuto.errors import EnvironmentFaultError, TenutoError
-from tenuto.gpu_check.results import Results
+from tenuto.errors import EnvironmentFaultError
+from tenuto.gpu_check.results import Results, in_words
 from tenuto.options import split_pairs
 from tenuto.profiles.measuring.timing import Timing
 from tenuto.profiles.measuring.worker import BatchOfOne
@@ -39,8 +39,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = {key: yaml.safe_load(text) for key, text in split_pairs(given.option).items()} | {"cuda_graphs": False}
     try:
         found = _measure(given.model, given.batch_size, options)
-    except (TenutoError, RuntimeError, ImportError) as error:  # a beta interface: whatever it refuses is the result
-        found = {"failed": str(error).splitlines()[0]}
+    except Exception as error:  # a beta interface: whatever it refuses is the result
+        found = {"failed": in_words(error)}
     results.write("green-contexts.json", {"model": given.model, "batch_size": given.batch_size, **found})
     return 1 if "failed" in found else 0
 
@@ -63,7 +63,7 @@ def _measure(source: str, rows: int, options: dict[str, Any]) -> dict[str, Any]:
         if context is not None:
             context.set_context()
         try:
-            stream: Any = context.Stream() if hasattr(context, "Stream") else _new_stream()
+            stream = _stream_of(context)
             runner = lone_program("m", build(source, options=parsed.build), parsed.run, [rows], Streams.one(stream))
             run = BatchOfOne(runner, rows, 0)
             for _ in range(3):
@@ -77,10 +77,19 @@ def _measure(source: str, rows: int, options: dict[str, Any]) -> dict[str, Any]:
     return {"whole_sms": whole, "points": points}
 
 
-def _new_stream() -> Any:
+def _stream_of(context: Any) -> Any:
+    """Return a CUDA stream of a green context, or of none; events take no stream of the general kind, which newer
+    versions of torch give."""
     import torch
 
-    return torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    made: Any = context.Stream() if hasattr(context, "Stream") else None
+    if made is None:
+        return torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    if isinstance(made, torch.cuda.Stream):
+        return made
+    return torch.cuda.Stream(  # type: ignore[no-untyped-call]
+        stream_id=made.stream_id, device_index=made.device_index, device_type=made.device_type
+    )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,7 @@
-"""What a machine has: GPUs, driver, Python and its packages, NVIDIA's programs. A step of `scripts/gpu_check`."""
+"""What a machine has: GPUs, driver, Python and its packages, NVIDIA's programs. A step of `scripts/gpu_check`.
+
+NVML tells most; where it does not answer, as in some containers, PyTorch tells what it sees.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +17,9 @@ from typing import Any
 
 from tenuto.deployments.operator.mps_inventory import cluster_of
 from tenuto.errors import EnvironmentFaultError
-from tenuto.gpu_check.results import Results
+from tenuto.gpu_check.results import Results, in_words
 from tenuto.mps.inventory import GpuDevice, read_inventory
+from tenuto.profiles.gpu_types import gpu_type_of
 
 __all__ = ["main"]
 
@@ -32,24 +36,62 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--gpu", help="UUID of the GPU; default the first")
     given = parser.parse_args(arguments)
     try:
-        devices = read_inventory()
+        devices, doubts = _devices()
         device = _chosen(devices, given.gpu)
-    except EnvironmentFaultError as error:
-        print(f"no GPU to check: {error}", file=sys.stderr)
+    except Exception as error:  # whatever a machine without a usable GPU raises
+        print(f"no GPU to check: {in_words(error)}", file=sys.stderr)
         return 3
     results = Results(given.output)
-    results.write("inventory.json", {**device.to_data(), **_machine()})
-    results.write_text("cluster.yaml", cluster_of({None: devices}).dump())
+    results.write("inventory.json", {**device.to_data(), **_machine(), "doubts": doubts})
+    results.write_text("cluster.yaml", cluster_of({None: [known for known in devices if not known.is_mig]}).dump())
     print(f"{device.name}, {device.sm_count} SMs, {device.memory_mib} MiB, driver {device.driver}", file=sys.stderr)
     return 0
 
 
+def _devices() -> tuple[tuple[GpuDevice, ...], list[str]]:
+    """Return the GPUs, and what is not known of them for which reason."""
+    try:
+        return read_inventory(), []
+    except EnvironmentFaultError as error:
+        seen = _seen_by_torch()
+        if not seen:
+            raise
+        return seen, [f"PyTorch tells what is known of the GPU, neither driver nor modes: {in_words(error)}"]
+
+
+def _seen_by_torch() -> tuple[GpuDevice, ...]:
+    import torch
+
+    if not torch.cuda.is_available():
+        return ()
+    found = []
+    for index in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(index)
+        free, total = torch.cuda.mem_get_info(index)
+        found.append(
+            GpuDevice(
+                uuid=f"GPU-{getattr(properties, 'uuid', index)}", name=properties.name,
+                type=gpu_type_of(properties.name), memory_mib=total >> 20, free_memory_mib=free >> 20,
+                compute_capability=(properties.major, properties.minor), sm_count=properties.multi_processor_count,
+                driver="unknown", is_mig=False, compute_mode="unknown",
+            )
+        )  # fmt: skip
+    return tuple(found)
+
+
 def _chosen(devices: Sequence[GpuDevice], uuid: str | None) -> GpuDevice:
-    found = next((device for device in devices if uuid in (None, device.uuid)), None)
-    if found is None:
-        known = ", ".join(device.uuid for device in devices) or "none"
-        raise EnvironmentFaultError(f"GPU {uuid or ''} is not here. GPUs: {known}.")
-    return found
+    """Return the GPU asked for, or the first on which something can run."""
+    wanted = [device for device in devices if uuid in (None, device.uuid)]
+    found = next((device for device in wanted if not device.is_mig), None)
+    if found is not None:
+        return found
+    if wanted:
+        raise EnvironmentFaultError(
+            f"{wanted[0].uuid} is in MIG mode without a MIG device. Make one, or run nvidia-smi -i {wanted[0].uuid} "
+            "-mig 0."
+        )
+    known = ", ".join(device.uuid for device in devices) or "none"
+    raise EnvironmentFaultError(f"GPU {uuid or ''} is not here. GPUs: {known}.")
 
 
 def _machine() -> dict[str, Any]:
@@ -61,9 +103,29 @@ def _machine() -> dict[str, Any]:
             packages[name] = None
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"), "python": platform.python_version(),
-        "kernel": platform.release(), "cores": os.cpu_count(), "packages": packages,
+        "kernel": platform.release(), "cores": os.cpu_count(), "packages": packages, "torch": _torch(),
+        "shared_memory_mib": _shared_memory_mib(),
         "programs": {name: shutil.which(name) for name in _PROGRAMS},
     }  # fmt: skip
+
+
+def _torch() -> dict[str, Any]:
+    """Return what this PyTorch was built with, and whether it finds a GPU."""
+    try:
+        import torch
+
+        cudnn: Any = torch.backends.cudnn
+        version = cudnn.version() if cudnn.is_available() else None
+        return {"cuda": torch.version.cuda, "cudnn": version, "finds_a_gpu": torch.cuda.is_available()}
+    except Exception as error:  # a broken or missing build is what was found
+        return {"finds_a_gpu": False, "failed": in_words(error)}
+
+
+def _shared_memory_mib() -> int | None:
+    try:
+        return shutil.disk_usage("/dev/shm").total >> 20
+    except OSError:
+        return None
 
 
 if __name__ == "__main__":

@@ -14,8 +14,8 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from tenuto.errors import EnvironmentFaultError, TenutoError
-from tenuto.gpu_check.results import Results
+from tenuto.errors import EnvironmentFaultError
+from tenuto.gpu_check.results import Results, in_words
 from tenuto.profiles.measuring.kernels.metrics import kernel_metrics
 from tenuto.profiles.measuring.kernels.nsight_compute import METRICS, load_ncu
 from tenuto.profiles.measuring.kernels.occupancy import estimated_occupancy_pct
@@ -40,9 +40,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         report = load_ncu(results.path("ncu.csv"))
         major, minor = map(int, str(gpu["compute_capability"]).split("."))
         found = compare(report.kernels, Device(str(gpu["type"]), (major, minor), int(gpu["sm_count"])))
-    except TenutoError as error:
-        found = {"failed": str(error)}
-        print(str(error), file=sys.stderr)
+    except Exception as error:  # counters that are not permitted come in many forms
+        found = {"failed": in_words(error)}
+        print(found["failed"], file=sys.stderr)
     results.write("occupancy.json", {"model": given.model, "batch_size": given.batch_size, **found})
     return 1 if "failed" in found else 0
 
@@ -65,6 +65,8 @@ def _record(results: Results, model: str, rows: int, options: Sequence[str], lim
         raise EnvironmentFaultError(f"ncu did not end within {limit_s:g} s. Give --limit-s.") from None
     if done.returncode != 0 or not results.path("ncu.csv").exists():
         words = (done.stderr or done.stdout).strip().splitlines()
+        if results.path("ncu.csv").exists():  # ncu's own errors go where its results would
+            words += [line for line in results.path("ncu.csv").read_text().splitlines() if "==ERROR==" in line]
         raise EnvironmentFaultError(f"ncu ended with code {done.returncode}: {words[-1] if words else 'no message'}.")
 
 

@@ -9,7 +9,17 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Results"]
+from tenuto.errors import TenutoError
+
+__all__ = ["Results", "in_words"]
+
+
+def in_words(error: BaseException) -> str:
+    """Return any error in one line. Steps take whatever this machine raises: that is what they found."""
+    first = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+    if isinstance(error, TenutoError):
+        return first or type(error).__name__
+    return f"{type(error).__name__}{f': {first}' if first else ''}"
 
 
 class Results:

@@ -24,12 +24,12 @@ from tenuto.deployments.serve.config import serve_config
 from tenuto.deployments.serve.local import LocalGpulets
 from tenuto.deployments.wire.answers import Answer
 from tenuto.deployments.wire.tensors import InputPart
-from tenuto.errors import EnvironmentFaultError, TenutoError
-from tenuto.gpu_check.results import Results
+from tenuto.errors import EnvironmentFaultError
+from tenuto.gpu_check.results import Results, in_words
 from tenuto.options import split_pairs
 from tenuto.outcome import Outcome
 from tenuto.placement import Plan
-from tenuto.profiles.networks.inputs import random_inputs
+from tenuto.profiles.networks.inputs import random_inputs, sends_pixels
 
 __all__ = ["main", "serve_closed_loop"]
 
@@ -63,8 +63,11 @@ async def serve_closed_loop(plan: Plan, seconds: float) -> dict[str, Any]:
             signature = dispatcher.signature(model.name)
             if signature is None:
                 raise EnvironmentFaultError(f"gpu-let {gpulet.id} says nothing of {model.name}")
-            arrays = random_inputs(signature, 1, 0)
-            parts = [InputPart(arrays[tensor.name].tobytes()) for tensor in signature.inputs]
+            arrays = random_inputs(signature, 1, 0, pixels=sends_pixels(signature))
+            parts = [
+                InputPart(array.tobytes(), "" if array.dtype.name == tensor.dtype else array.dtype.name)
+                for tensor in signature.inputs for array in (arrays[tensor.name],)
+            ]  # fmt: skip
             until_s = time.monotonic() + seconds
             found: list[tuple[float, float, Answer]] = []
 
@@ -129,8 +132,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             plan = _plan(given.model, options, given.batch_size, results.read("inventory.json"), given.device,
                          way == "streamed")  # fmt: skip
             written[way] = asyncio.run(serve_closed_loop(plan, given.seconds))
-        except (TenutoError, TimeoutError) as error:
-            written[way] = {"failed": str(error) or "the gpu-let did not get ready in time"}
+        except TimeoutError:
+            written[way] = {"failed": f"the gpu-let was not ready within {_READY_S:g} s"}
+        except Exception as error:  # a gpu-let that ends, a socket that cannot be had: that is what was found
+            written[way] = {"failed": in_words(error)}
         results.write("served.json", written)
         print(f"{given.model} {way}: {written[way]}", file=sys.stderr, flush=True)
     return 1 if any("failed" in written[way] for way in ("plain", "streamed")) else 0

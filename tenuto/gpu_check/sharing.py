@@ -23,7 +23,7 @@ from functools import partial
 from typing import Any, Literal, Protocol
 
 from tenuto.errors import EnvironmentFaultError
-from tenuto.gpu_check.results import Results
+from tenuto.gpu_check.results import Results, in_words
 from tenuto.mps.daemon import PrivateDaemon
 from tenuto.mps.share import client_environment
 from tenuto.profiles.gpu_types import sms_of_share
@@ -149,7 +149,7 @@ class ProbeProcess:
         return code
 
 
-def first_client(daemon: Daemon, environment: Environment, start: StartProbe, timeout_s: float = 90.0) -> str | None:
+def first_client(daemon: Daemon, environment: Environment, start: StartProbe, timeout_s: float = 60.0) -> str | None:
     """Let one process connect, and return why CUDA MPS cannot be used here; None if it can.
 
     A daemon that answers is not enough: its server may fail to start, or CUDA may run without it, silently.
@@ -219,8 +219,8 @@ class _Experiments:
         """Run one experiment and leave no probe behind."""
         try:
             return experiment()
-        except EnvironmentFaultError as error:
-            return {"failed": str(error)}
+        except Exception as error:  # whatever it is, the next experiment may still tell something
+            return {"failed": in_words(error)}
         finally:
             for probe in self._running:
                 probe.tell()
@@ -366,13 +366,15 @@ def main(arguments: Sequence[str] | None = None, *, start: StartProbe | None = N
         results.write("mps.json", {"is_usable": reason is None, "reason": reason})
         print("CUDA MPS can be used" if reason is None else f"without CUDA MPS: {reason}", file=sys.stderr)
 
+    if given.part == "first":
+        usable("the first client came to no end")  # unless it does
     try:
         if gpu["is_mig"] or tuple(map(int, str(gpu["compute_capability"]).split("."))) < (7, 0):
             raise EnvironmentFaultError("shares need a GPU of compute capability 7.0 or later, not in MIG mode")
         daemon = PrivateDaemon(str(gpu["uuid"]))
         daemon.join()
-    except EnvironmentFaultError as error:
-        usable(str(error))
+    except Exception as error:  # not permitted, not installed, no folder for it: all mean that it is not to be had
+        usable(in_words(error))
         return 0 if given.part == "first" else 1
     try:
         if given.part == "first":

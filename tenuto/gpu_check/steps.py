@@ -33,7 +33,8 @@ _GPU_TESTS = ("tests/profiles/networks/test_runner.py", "tests/deployments/gpule
 class Step:
     """One command of a check.
 
-    `arguments` are Python's; `limit_s` is after how long it is stopped; `environment` is added to the check's own.
+    `arguments` are Python's; `limit_s` is after how long it is stopped; `packages` are those it imports beyond what a
+    profile needs; `environment` is added to the check's own.
     """
 
     name: str
@@ -41,6 +42,7 @@ class Step:
     arguments: tuple[str, ...]
     limit_s: float
     needs: Need = "nothing"
+    packages: tuple[str, ...] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
 
     def shown(self, python: str) -> str:
@@ -94,7 +96,7 @@ def steps(folder: Path, gpu_type: str, sizes: Sizes, gpu: str | None = None) -> 
             f"connections-{number}", "B",
             ("-m", "tenuto.gpu_check.streaming", first, "--batch-size", "8", "--seconds", seconds, "--variants", "auto",
              "--mps", *on, *given, "-o", str(folder / f"connections-{number}.json")), 60.0, "mps",
-            {"CUDA_DEVICE_MAX_CONNECTIONS": str(number)},
+            environment={"CUDA_DEVICE_MAX_CONNECTIONS": str(number)},
         )  # fmt: skip
 
     grid = (
@@ -104,12 +106,13 @@ def steps(folder: Path, gpu_type: str, sizes: Sizes, gpu: str | None = None) -> 
     return (
         Step("inventory", "A", program("inventory", *(() if gpu is None else ("--gpu", gpu))), 60.0),
         Step("device-tests", "A", ("-m", "pytest", "-c", "/dev/null", "--rootdir=.", "-p", "no:cacheprovider", "-q",
-             "-m", "gpu", *_GPU_TESTS), 120.0),
+             "-m", "gpu", *_GPU_TESTS), 120.0, packages=("pytest", "hypothesis")),
         speed("plain", *plain),
         speed("eager", "--option", "cuda_graphs=false"),
         speed("fast"),
-        Step("served", "A", program("served", first, "--batch-size", "8", "--seconds", seconds, *on, *given), 120.0),
-        Step("first-client", "B", program("sharing", "--part", "first"), 100.0),
+        Step("served", "A", program("served", first, "--batch-size", "8", "--seconds", seconds, *on, *given), 180.0,
+             packages=("msgspec",)),
+        Step("first-client", "B", program("sharing", "--part", "first"), 150.0),
         Step("sharing", "B", program("sharing", "--part", "shares", "--limit-s", "170"), 240.0, "mps"),
         Step("streaming", "B", ("-m", "tenuto.gpu_check.streaming", first, "--batch-size", "8", "--seconds", seconds,
              "--variants", sizes.variants, *on, *given, "-o", str(folder / "streaming.json")), 180.0),

@@ -26,11 +26,12 @@ from tenuto.deployments.gpulet.executors.torch_executor import TorchExecutor
 from tenuto.deployments.gpulet.streamed_work import StreamedWork
 from tenuto.deployments.serve.user_config import MemberEntry, ProgramEntry
 from tenuto.errors import TenutoError
+from tenuto.gpu_check.results import Results, in_words
 from tenuto.mps.shares import shares_of
 from tenuto.options import split_pairs
-from tenuto.profiles.networks.inputs import Arrays, Blocks, random_inputs
+from tenuto.profiles.networks.inputs import Arrays, Blocks, random_inputs, sends_pixels
 from tenuto.profiles.networks.model_options import PLAIN
-from tenuto.profiles.networks.runner import BatchTimes
+from tenuto.profiles.networks.runner import BatchTimes, ProgramRunner, Streams
 
 __all__ = ["VARIANTS", "compare", "main", "reason_of"]
 
@@ -69,23 +70,25 @@ def compare(
     Raises:
         TenutoError: the model cannot be run this way here.
     """
-    executor = TorchExecutor(device)
+    executor = TorchExecutor(device, streaming=True)
     try:
         member = MemberEntry(name="model", source=source, options=dict(options))
         executor.load(ProgramEntry(name="model", batch_size=size, members=(member,)), [size])
         streaming = make_streaming(executor)
-        streaming.warm("model")
-        signature = executor.program("model").signatures["model"]
-        inputs = [random_inputs(signature, size, seed) for seed in range(3)]
+        streamed_runner = executor.program("model")
+        signature = streamed_runner.signatures["model"]
+        alone = None if executor.streams is None else Streams.one(executor.streams.kernels)
+        one_by_one = ProgramRunner(streamed_runner.network, alone)  # as a gpu-let that does not stream
+        inputs = [random_inputs(signature, size, seed, pixels=sends_pixels(signature)) for seed in range(3)]
         blocks = [{name: [array] for name, array in given.items()} for given in inputs]
         rows = {"model": size}
-        expected = [executor.run("model", {"model": given}, rows)[0]["model"] for given in blocks]
+        expected = [one_by_one.run({"model": given}, rows)["model"] for given in blocks]
         difference = 0.0
 
         def plain(count: int) -> float:
             began = time.perf_counter()
             for number in range(count):
-                executor.run("model", {"model": blocks[number % 3]}, rows)
+                one_by_one.run({"model": blocks[number % 3]}, rows)
             return time.perf_counter() - began
 
         def streamed(count: int) -> tuple[float, list[BatchTimes]]:
@@ -174,17 +177,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if unknown:
         print(f"error: no variant {unknown[0]!r}. Use {', '.join(VARIANTS)}.", file=sys.stderr)
         return 2
-    with shares_of("cuda", needed=given.mps) as shares:
-        if shares is not None:
-            os.environ.update(shares.environment(100.0))  # CUDA has not looked for the daemon yet
-        return _measure(given, names)
+    try:
+        with shares_of("cuda", needed=given.mps) as shares:
+            if shares is not None:
+                os.environ.update(shares.environment(100.0))  # CUDA has not looked for the daemon yet
+            return _measure(given, names)
+    except TenutoError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
 
 
 def _measure(given: argparse.Namespace, names: Sequence[str]) -> int:
     options = {key: yaml.safe_load(text) for key, text in split_pairs(given.option).items()}
     results: dict[str, Any] = {"model": given.model}
     if given.output is not None and given.output.exists():
-        kept = json.loads(given.output.read_text(encoding="utf-8"))
+        kept = Results(given.output.parent).read(given.output.name)
         results |= {name: kept[name] for name in names if "failed" not in kept.get(name, {"failed": ""})}
     failed = False
     for name in names:
@@ -195,13 +202,13 @@ def _measure(given: argparse.Namespace, names: Sequence[str]) -> int:
                 given.model, {**options, **VARIANTS[name]}, given.batch_size, device=given.device, seconds=given.seconds
             )
             said = results[name]["reason"] or f"{results[name]['ratio']:.2f} times the plain throughput"
-        except TenutoError as error:
+        except Exception as error:  # a compiler, a driver or a kernel that fails is what was found
             failed = True
-            results[name] = {"failed": str(error)}
-            said = str(error)
+            said = in_words(error)
+            results[name] = {"failed": said}
         print(f"{given.model} {name}: {said}", file=sys.stderr, flush=True)
         if given.output is not None:
-            given.output.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
+            Results(given.output.parent).write(given.output.name, results)
     print(json.dumps(results, indent=2))
     return 1 if failed else 0
 

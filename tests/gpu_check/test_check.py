@@ -1,13 +1,17 @@
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
-from tenuto.gpu_check import check
+from tenuto.errors import EnvironmentFaultError
+from tenuto.gpu_check import check, inventory, sharing
 from tenuto.gpu_check.results import Results
 from tenuto.gpu_check.sharing import SHARES, sharing_experiments
 from tenuto.gpu_check.steps import Sizes, Step, steps
+from tenuto.mps.inventory import GpuDevice
 from tests.instruments.virtual_check import gpu
 
 
@@ -226,3 +230,71 @@ def test_a_dry_run_prints_every_command_and_starts_nothing(tmp_path: Path, capsy
     assert "pair-resnet50-vgg19" in capsys.readouterr().out
     assert check.main(["--steps", "Q"]) != 0
     assert "no step begins with 'Q'" in capsys.readouterr().err
+
+
+def test_a_machine_without_nvml_is_known_by_what_pytorch_sees(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def silent() -> tuple[GpuDevice, ...]:
+        raise EnvironmentFaultError("NVML does not answer: Driver Not Loaded. Run nvidia-smi.")
+
+    monkeypatch.setattr(inventory, "read_inventory", silent)
+    assert inventory.main(["-o", str(tmp_path)]) == 3
+    assert "no GPU to check: NVML does not answer" in capsys.readouterr().err
+    properties = SimpleNamespace(
+        name="NVIDIA H200", uuid="7b4a", major=9, minor=0, multi_processor_count=132, total_memory=2**37
+    )
+    for name, value in {
+        "is_available": lambda: True, "device_count": lambda: 1, "get_device_properties": lambda _index: properties,
+        "mem_get_info": lambda _index: (2**36, 2**37),
+    }.items():  # fmt: skip
+        monkeypatch.setattr(torch.cuda, name, value)
+    assert inventory.main(["-o", str(tmp_path)]) == 0
+    found = Results(tmp_path).read("inventory.json")
+    assert (found["uuid"], found["type"], found["sm_count"], found["driver"]) == ("GPU-7b4a", "h200", 132, "unknown")
+    assert "NVML does not answer" in found["doubts"][0]
+
+
+def test_a_gpu_in_mig_mode_is_passed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    there = [gpu(uuid="GPU-a", is_mig=True), gpu(uuid="GPU-b")]
+    monkeypatch.setattr(inventory, "read_inventory", lambda: tuple(there))
+    assert inventory.main(["-o", str(tmp_path)]) == 0
+    assert Results(tmp_path).read("inventory.json")["uuid"] == "GPU-b"
+    there.pop()
+    assert inventory.main(["-o", str(tmp_path)]) == 3
+    assert "GPU-a is in MIG mode without a MIG device" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("error", [
+    PermissionError(13, "Permission denied"), FileNotFoundError("No usable temporary directory"), ValueError("odd\nx"),
+])
+def test_whatever_keeps_cuda_mps_from_starting_is_a_reason_and_no_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def refuse(_uuid: str) -> Any:
+        raise error
+
+    monkeypatch.setattr(sharing, "PrivateDaemon", refuse)
+    Results(tmp_path).write("inventory.json", gpu().to_data())
+    assert sharing.main(["-o", str(tmp_path), "--part", "first"]) == 0
+    found = Results(tmp_path).read("mps.json")
+    assert found["is_usable"] is False
+    assert type(error).__name__ in found["reason"]
+    assert "\n" not in found["reason"]
+
+
+def test_a_step_whose_package_is_missing_is_left_out_with_the_cure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(check.importlib.util, "find_spec", lambda name: None if name == "msgspec" else object())
+    Results(tmp_path).write("inventory.json", gpu().to_data())
+    assert check.main(["-o", str(tmp_path), "--steps", "served"], run=lambda *_: 0) == 0
+    assert "needs the package msgspec" in Results(tmp_path).read("steps.json")["served"]["left_out"]
+
+
+def test_a_folder_that_cannot_be_written_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").touch()
+    assert check.main(["-o", str(tmp_path / "file" / "out"), "--steps", "A"], run=lambda *_: 0) == 3
+    assert "cannot be written" in capsys.readouterr().err

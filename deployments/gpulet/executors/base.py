@@ -44,6 +44,9 @@ class Executor(Protocol):
     def merged(self) -> dict[str, Any]:
         """Return facts about each program of several models, for the status."""
 
+    def ways(self) -> dict[str, str]:
+        """Return how each program really runs: plain, merged, cuda_graphs, compile, emulated, or another runtime."""
+
     def sm_count(self) -> int | None:
         """Return the multiprocessors this process may use, or None where there are none to count."""
 

@@ -25,8 +25,8 @@ def make_executor(spec: Mapping[str, Any]) -> Executor:
     """Return the executor of a gpu-let.
 
     Args:
-        spec: `executor` (auto, torch, emulated), `gpu` (type, uuid), `share_pct`, `memory_mib`, `mps`, and `cuda_mps`:
-            whether this process has joined its GPU's daemon, see `tenuto.deployments.gpulet.mps_sharing`.
+        spec: `executor` (auto, torch, emulated), `gpu` (type, uuid), `share_pct`, `memory_mib`, `mps`, `streaming`, and
+            `cuda_mps`: whether this process has joined its GPU's daemon, see `tenuto.deployments.gpulet.mps_sharing`.
 
     Raises:
         EnvironmentFaultError: the plan names a physical GPU, or asks for torch on a GPU, and this node has no NVIDIA
@@ -70,4 +70,7 @@ def _check_share(spec: Mapping[str, Any]) -> None:
 def _torch(device: str, spec: Mapping[str, Any]) -> Executor:
     from tenuto.deployments.gpulet.executors.torch_executor import TorchExecutor
 
-    return TorchExecutor(device, share_pct=spec.get("share_pct"), memory_mib=spec.get("memory_mib"))
+    return TorchExecutor(
+        device, share_pct=spec.get("share_pct"), memory_mib=spec.get("memory_mib"),
+        streaming=bool(spec.get("streaming")),
+    )  # fmt: skip

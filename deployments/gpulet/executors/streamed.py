@@ -16,7 +16,7 @@ from tenuto.deployments.gpulet.executors.torch_executor import TorchExecutor
 from tenuto.errors import EnvironmentFaultError
 from tenuto.profiles.networks.inputs import Arrays, Blocks
 from tenuto.profiles.networks.runner import STREAMED_DEPTH as DEPTH
-from tenuto.profiles.networks.runner import BatchTimes, ProgramRunner, StagedBatch, Streams
+from tenuto.profiles.networks.runner import BatchTimes, ProgramRunner, StagedBatch
 
 __all__ = ["DEPTH", "EmulatedStreaming", "StreamingExecutor", "TorchStreaming", "make_streaming"]
 
@@ -27,16 +27,6 @@ class StreamingExecutor(Protocol):
     At most `DEPTH` batches are between `stage` and `finish`. One thread stages and launches, one other finishes, in
     the same order; models are loaded and unloaded while no batch is under way.
     """
-
-    def warm(self, name: str) -> None:
-        """Make the buffers of a model that was just loaded, so that the first batch need not.
-
-        Raises:
-            EnvironmentFaultError: the device has no memory for them.
-        """
-
-    def forget(self, name: str) -> None:
-        """Free the buffers of a model that is about to be unloaded; one that has none is ignored."""
 
     def stage(self, name: str, inputs: Blocks, batch_size: int) -> Any:
         """Begin to copy a batch in and return what stands for it; errors as those of `Executor.run`."""
@@ -67,36 +57,14 @@ def make_streaming(executor: Executor) -> StreamingExecutor:
 
 
 class TorchStreaming:
-    """Streams through a second `ProgramRunner` per model; on a CPU only the taking of inputs overlaps."""
+    """Streams what an executor runs that was made for it; on a CPU only the taking of inputs overlaps."""
 
     def __init__(self, executor: TorchExecutor) -> None:
         self._executor = executor
-        self._streams = None if executor.streams is None else Streams.overlapping(executor.streams.kernels)
-        self._runners: dict[str, ProgramRunner] = {}
-
-    def warm(self, name: str) -> None:
-        """Make every buffer as large as the model's largest batch."""
-        import torch
-
-        self._executor.use_threads()
-        mine = ProgramRunner(self._executor.program(name).network, self._streams)
-        try:
-            mine.reserve()
-        except torch.OutOfMemoryError as error:
-            raise EnvironmentFaultError(
-                f"'{name}' fits into the device's memory, but not a second batch's inputs of "
-                f"{mine.network.largest_batch} beside it. Plan a "
-                "larger memory cap, a smaller batch, or `streaming: false`."
-            ) from error
-        self._runners[name] = mine
-
-    def forget(self, name: str) -> None:
-        """Free the pinned and device buffers of a model."""
-        self._runners.pop(name, None)
 
     def stage(self, name: str, inputs: Blocks, batch_size: int) -> tuple[ProgramRunner, StagedBatch]:
         """Copy into pinned memory, and begin to copy from there to the device."""
-        runner = self._runners[name]
+        runner = self._executor.program(name)
         return runner, runner.stage({name: inputs}, {name: batch_size})
 
     def launch(self, staged: tuple[ProgramRunner, StagedBatch]) -> None:
@@ -138,12 +106,6 @@ class EmulatedStreaming:
         self._in_free_s = 0.0
         self._free_s = 0.0
         self._out_free_s = 0.0
-
-    def warm(self, name: str) -> None:
-        """Nothing has to be made."""
-
-    def forget(self, name: str) -> None:
-        """Nothing is kept."""
 
     def stage(self, name: str, inputs: Blocks, batch_size: int) -> _EmulatedBatch:
         """Begin to copy in, behind the copy before."""

@@ -6,6 +6,7 @@ in the environment before the process starts; the memory cap is set on PyTorch's
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections.abc import Mapping, Sequence
@@ -21,13 +22,15 @@ from tenuto.profiles.networks.runner import ProgramRunner, Streams
 
 __all__ = ["TorchExecutor"]
 
+logger = logging.getLogger("ray.serve")
+
 
 class TorchExecutor:
     """Owns one device. Invariant: `load`, `run` and `unload` are called by one thread, one at a time."""
 
     def __init__(
         self, device: str = "cpu", *, share_pct: float | None = None, memory_mib: float | None = None,
-        cores: int | None = None,
+        cores: int | None = None, streaming: bool = False,
     ) -> None:
         """Choose the device.
 
@@ -36,6 +39,7 @@ class TorchExecutor:
             share_pct: on the CPU, the percentage of cores to use; on CUDA the environment has it already.
             memory_mib: on CUDA, the allocator's limit; the CPU has none.
             cores: of the CPU; default those this process may use.
+            streaming: whether copies get streams of their own, and a second batch room on the device.
 
         Raises:
             EnvironmentFaultError: CUDA was asked for and this torch or machine has none.
@@ -45,7 +49,7 @@ class TorchExecutor:
 
         self._torch = torch
         self._programs: dict[str, ProgramRunner] = {}
-        self.streams: Streams | None = cuda_streams(pick_device(device))  # that batches run on; None on the CPU
+        self.streams: Streams | None = cuda_streams(pick_device(device), overlapping=streaming)  # None on the CPU
         self._threads: int | None = None
         if self.streams is None:
             self._threads = cpu_threads(share_pct, cores)
@@ -61,7 +65,9 @@ class TorchExecutor:
         self.use_threads()
         self.unload(program.name)
         members = [Member(m.name, m.source, m.weights_path, m.options) for m in program.members]
-        self._programs[program.name] = load_program(members, batch_sizes, self.streams)
+        loaded = self._programs[program.name] = load_program(members, batch_sizes, self.streams)
+        for note in loaded.network.notes:
+            logger.warning("%s: %s", program.name, note)
 
     def unload(self, program: str) -> None:
         """Release a program and return its device memory; one that is not loaded is ignored."""
@@ -93,6 +99,10 @@ class TorchExecutor:
     def merged(self) -> dict[str, Any]:
         """Return what merging did, by program."""
         return {name: facts for name, program in self._programs.items() if (facts := program.network.facts())}
+
+    def ways(self) -> dict[str, str]:
+        """Return how each program runs; one that cannot be captured goes without CUDA graphs where nobody asked."""
+        return {name: program.network.way for name, program in self._programs.items()}
 
     def program(self, name: str) -> ProgramRunner:
         """Return what runs a loaded program; KeyError if there is none."""

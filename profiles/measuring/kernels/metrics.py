@@ -66,11 +66,11 @@ def time_weighted_mean(kernels: Sequence[Kernel], value: Callable[[Kernel], floa
 def kernel_metrics(kernels: Sequence[Kernel], device: Device) -> dict[str, float]:
     """Return a batch's metrics by the names profiles use.
 
-    `achieved_occupancy_pct` (largest sum over kernels that run at once, at most 100), `wavg_ach_occ_pct`,
-    `wavg_sm_util_pct`, `kernels`, `kernel_ms` (time in which at least one ran), `kernel_gap_ms` (time between them, in
-    which none did), `overlap_pct` (of `kernel_ms`, in which two or more did), and `l2_util_pct`, `dram_util_pct` where
-    every kernel has them. `occupancy_estimated` is 1 where any kernel's occupancy is an estimate from its launch
-    configuration and 0 where all were measured.
+    `achieved_occupancy_pct` (largest sum over kernels that run at once, at most 100), `wavg_ach_occ_pct` (that sum,
+    averaged over the time in which any kernel runs), `wavg_sm_util_pct`, `kernels`, `kernel_ms` (time in which at least
+    one ran), `kernel_gap_ms` (time between them, in which none did), `overlap_pct` (of `kernel_ms`, in which two or
+    more did), and `l2_util_pct`, `dram_util_pct` where every kernel has them. `occupancy_estimated` is 1 where any
+    kernel's occupancy is an estimate from its launch configuration and 0 where all were measured.
     """
     limits, sms = device.limits, device.sm_count
     estimated = any(kernel.achieved_occupancy_pct is None for kernel in kernels)
@@ -86,13 +86,13 @@ def kernel_metrics(kernels: Sequence[Kernel], device: Device) -> dict[str, float
         "kernels": float(len(kernels)),
         "wavg_sm_util_pct": weighted_sm_utilisation_pct(launches(kernels, device), sms),
         "achieved_occupancy_pct": min(100.0, max(math.fsum(running) for _, running in periods)),
+        "wavg_ach_occ_pct": math.fsum(length * min(100.0, math.fsum(running)) for length, running in periods) / busy,
         "kernel_ms": busy / 1000.0,
         "kernel_gap_ms": max(0.0, max(k.end_us for k in kernels) - min(k.start_us for k in kernels) - busy) / 1000.0,
         "overlap_pct": 100.0 * math.fsum(length for length, running in periods if len(running) > 1) / busy,
         "occupancy_estimated": float(estimated),
     }
     means: dict[str, Callable[[Kernel], float | None]] = {
-        "wavg_ach_occ_pct": occupancy,
         "l2_util_pct": lambda k: k.l2_util_pct,
         "dram_util_pct": lambda k: k.dram_util_pct,
     }

@@ -6,6 +6,7 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
+from tenuto.errors import EnvironmentFaultError
 from tenuto.profiles.measuring.kernels.chrome_trace import KernelTrace, load_chrome_trace
 
 __all__ = ["TraceWriter", "record_kernels", "write_trace"]
@@ -33,8 +34,13 @@ def record_kernels(run: Callable[[], object], *, write: TraceWriter = write_trac
 
     Raises:
         InvalidInputError: no kernels were recorded, as on a CPU or where CUPTI is not permitted.
+        EnvironmentFaultError: the profiler fails, or there is no room for its trace.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "trace.json"
-        write(run, path)
-        return load_chrome_trace(path)
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "trace.json"
+            write(run, path)
+            return load_chrome_trace(path)
+    except (RuntimeError, OSError) as error:  # what Kineto and CUPTI raise where they are not permitted
+        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise EnvironmentFaultError(f"torch.profiler cannot record: {first}. Kernel times are left out.") from error

@@ -82,6 +82,11 @@ class MergedNetwork:
         return ()
 
     @property
+    def way(self) -> str:
+        """Return `merged`."""
+        return "merged"
+
+    @property
     def largest_batch(self) -> int:
         """The largest planned joint batch: all of it may be one model's."""
         return max(self._sizes, default=1)

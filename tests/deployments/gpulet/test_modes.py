@@ -1,32 +1,30 @@
 import pytest
 
-from tenuto.deployments.gpulet.modes import describe_mode, mode_of
-from tenuto.deployments.serve.user_config import MemberEntry, ProgramEntry
-from tests.deployments.programs import lone
-
-PROGRAMS = [
-    lone("a", options={"compile": True}),
-    lone("b", options={"cuda_graphs": True}),
-    lone("c"),
-    ProgramEntry(name="e+f", batch_size=1, members=(MemberEntry(name="e"), MemberEntry(name="f"))),
-]
+from tenuto.deployments.gpulet.executors.emulated import EmulatedExecutor
+from tenuto.deployments.gpulet.executors.torch_executor import TorchExecutor
+from tenuto.deployments.gpulet.modes import describe_mode
+from tenuto.deployments.wire.messages import GpuletMode
+from tests.deployments.programs import load
+from tests.instruments.fake_cuda import FakeCuda, late_model
 
 
-def test_every_model_is_said_to_run_as_it_does() -> None:
-    mode = mode_of(PROGRAMS, is_shared=True, is_streaming=True, is_emulated=False)
-    assert mode.programs == {"a": "compile", "b": "cuda_graphs", "c": "plain", "e+f": "merged"}
-    assert describe_mode(mode.to_data()) == "share, streaming, compile, cuda_graphs, merged"
-
-
-@pytest.mark.parametrize("share", [False, True])
-@pytest.mark.parametrize("streaming", [False, True])
-def test_the_four_modes(share: bool, streaming: bool) -> None:
-    mode = mode_of([lone("c")], is_shared=share, is_streaming=streaming, is_emulated=False)
-    assert (mode.share, mode.streaming) == (share, streaming)
-    expected = ", ".join(["share"] * share + ["streaming"] * streaming) or "plain"
-    assert describe_mode(mode.to_data()) == expected
+def test_every_model_is_said_to_run_as_it_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = FakeCuda()
+    cuda.install(monkeypatch)
+    cuda.capability = (9, 0)
+    executor = TorchExecutor("cuda")
+    for name, syncs, options in (("a", False, {}), ("b", True, {}), ("c", False, {"cuda_graphs": False})):
+        made = late_model(cuda, syncs=syncs)
+        monkeypatch.setattr("tenuto.profiles.networks.models.build", lambda *_args, made=made, **_options: made)
+        load(executor, name, options={"dtype": "fp32", **options}, batch_sizes=[1])
+    # "b" cannot be captured; nobody asked for it, so that it is no error.
+    assert executor.ways() == {"a": "cuda_graphs", "b": "plain", "c": "plain"}
+    mode = GpuletMode(True, True, executor.ways())
+    assert describe_mode(mode.to_data()) == "share, streaming, cuda_graphs"
 
 
 def test_what_is_emulated_claims_no_program() -> None:
-    mode = mode_of(PROGRAMS, is_shared=False, is_streaming=False, is_emulated=True)
-    assert set(mode.programs.values()) == {"emulated"}
+    executor = EmulatedExecutor("v100")
+    load(executor, "m", latency={"alpha_ms": 1.0, "beta_ms": 1.0}, batch_sizes=[1])
+    assert executor.ways() == {"m": "emulated"}
+    assert describe_mode(GpuletMode(False, False, executor.ways()).to_data()) == "plain"

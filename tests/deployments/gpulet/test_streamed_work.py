@@ -41,12 +41,6 @@ class Device:
         if error is not None:
             raise error
 
-    def warm(self, name: str) -> None:
-        raise NotImplementedError
-
-    def forget(self, name: str) -> None:
-        raise NotImplementedError
-
     def stage(self, name: str, inputs: dict[str, Any], batch_size: int) -> int:
         number = int(inputs["x"])
         self._note("stage", number)

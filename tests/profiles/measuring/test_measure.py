@@ -154,3 +154,9 @@ def test_a_stopped_run_is_taken_up_where_it_ended(quick_workers: None) -> None:
     assert finished.profile.points[0] == before.points[0]
     assert finished.profile.fit is not None
     assert STOPPED not in finished.profile.doubts
+
+
+@pytest.mark.parametrize("file", ["folder/net.onnx", "folder/net.pt2"])
+def test_an_exported_network_is_measured_under_its_files_name(file: str) -> None:
+    MeasureRequest(file).check()
+    assert row_name(file) == "net"

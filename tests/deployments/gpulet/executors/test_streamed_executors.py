@@ -103,7 +103,6 @@ def test_on_a_cpu_two_batches_are_under_way_and_answer_as_plain_ones() -> None:
     load(executor, "m", "tests.instruments.own_models:scale", {"copy_in_ms": 1.0}, batch_sizes=[1, 2])
     streaming = make_streaming(executor)
     assert isinstance(streaming, TorchStreaming)
-    streaming.warm("m")
     inputs = [{"x": np.full((2, 4), float(n), np.float32)} for n in range(2)]
     staged = [streaming.stage("m", blocks(given), 2) for given in inputs]
     for handle, given in zip(staged, inputs, strict=True):
@@ -120,12 +119,10 @@ def test_on_cuda_one_stream_of_kernels_serves_every_model(monkeypatch: pytest.Mo
     cuda = FakeCuda()
     cuda.install(monkeypatch)
     monkeypatch.setattr("tenuto.profiles.networks.models.build", lambda *_args, **_options: late_model(cuda))
-    executor = TorchExecutor("cuda", memory_mib=4096)
+    executor = TorchExecutor("cuda", memory_mib=4096, streaming=True)
     for name in ("m", "n"):
         load(executor, name, options={"cuda_graphs": name == "n"}, batch_sizes=[1, 2])
     streaming = make_streaming(executor)
-    for name in ("m", "n"):
-        streaming.warm(name)
     assert executor.sm_count() == 66
     staged = []
     for number, name in enumerate(("m", "n", "m")):
@@ -140,7 +137,6 @@ def test_on_cuda_one_stream_of_kernels_serves_every_model(monkeypatch: pytest.Mo
     assert len(cuda.streams) == 3
     gone = weakref.ref(executor.program("m"))
     staged.clear()
-    streaming.forget("m")
     executor.unload("m")
     gc.collect()
     assert gone() is None  # nothing keeps its memory
@@ -151,11 +147,11 @@ def test_too_little_memory_for_the_second_batch_is_told_as_such(monkeypatch: pyt
     cuda = FakeCuda()
     cuda.install(monkeypatch)
     monkeypatch.setattr("tenuto.profiles.networks.models.build", lambda *_args, **_options: late_model(cuda))
-    executor = TorchExecutor("cuda")
-    load(executor, "m", batch_sizes=[4])
     cuda.device_bytes_left = 40  # of 32 for each batch
-    with pytest.raises(EnvironmentFaultError, match=r"'m' fits .* second batch's inputs of 4.*streaming: false"):
-        make_streaming(executor).warm("m")
+    load(TorchExecutor("cuda"), "m", batch_sizes=[4])
+    cuda.device_bytes_left = 40
+    with pytest.raises(EnvironmentFaultError, match=r"'m' does not fit .* at batch 4.*`streaming: false`"):
+        load(TorchExecutor("cuda", streaming=True), "m", batch_sizes=[4])
 
 
 def test_an_executor_that_cannot_stream_is_refused() -> None:

@@ -170,7 +170,7 @@ def test_cuda_results_equal_the_cpu() -> None:
     results = []
     for device in ("cpu", "cuda"):
         executor = TorchExecutor(device)
-        load_small(executor, "mobilenet_v2")
+        load_small(executor, "mobilenet_v2", dtype="fp32", tf32=False)
         outputs, _ = run(executor, "mobilenet_v2", inputs, 4)
         results.append(outputs["logits"])
         if device == "cuda":

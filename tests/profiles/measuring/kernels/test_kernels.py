@@ -1,3 +1,4 @@
+import dataclasses
 import gzip
 import json
 from pathlib import Path
@@ -126,6 +127,18 @@ def test_metrics_of_a_trace() -> None:
     occupancies = [estimated_occupancy_pct(k, V100, 80) for k in trace.kernels]
     largest = max(occupancies[0], occupancies[3], sum(occupancies[1:3]))
     assert metrics["achieved_occupancy_pct"] == pytest.approx(largest, abs=1e-3)
+    # Kernels two and three start together; 100, 20 of both, 20 of the longer one, 80 us.
+    alone, both = occupancies[1], occupancies[1] + occupancies[2]
+    weighted = (occupancies[0] * 100 + both * 20 + alone * 20 + occupancies[3] * 80) / 220
+    assert metrics["wavg_ach_occ_pct"] == pytest.approx(weighted, abs=1e-3)
+
+
+def test_weighted_occupancy_adds_kernels_that_overlap_and_idle_time_does_not_count() -> None:
+    one, beside = kernel(duration=30, occupancy=50), kernel(duration=10, occupancy=90)
+    later = dataclasses.replace(kernel(duration=10, occupancy=20), start_us=100.0)
+    metrics = kernel_metrics([one, beside, later], Device("v100", (7, 0), 80))
+    assert metrics["wavg_ach_occ_pct"] == pytest.approx((100 * 10 + 50 * 20 + 20 * 10) / 40)
+    assert metrics["achieved_occupancy_pct"] == 100
 
 
 def test_a_gzipped_trace_reads_the_same(tmp_path: Path) -> None:
