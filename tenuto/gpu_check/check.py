@@ -166,6 +166,8 @@ class _Check:
             return f"it needs the package {', '.join(missing)}; put its wheel beside the others (TENUTO_WHEELS)"
         if step.name == "occupancy-import" and self._done.get("occupancy", {}).get("exit_code") != 0:
             return "Nsight Compute recorded nothing"
+        if step.name == "occupancy-import" and not Path(step.arguments[-1]).exists():
+            return "there is no profile to read it into; group C makes one"
         found = self._results.read("mps.json")
         if step.needs == "mps" and not found.get("is_usable"):
             return f"CUDA MPS cannot be used here: {found.get('reason') or 'step first-client was not run'}"

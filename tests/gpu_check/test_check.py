@@ -294,6 +294,12 @@ def test_a_step_whose_package_is_missing_is_left_out_with_the_cure(
     assert "needs the package msgspec" in Results(tmp_path).read("steps.json")["served"]["left_out"]
 
 
+def test_counters_without_a_profile_are_kept_for_later(tmp_path: Path) -> None:
+    Results(tmp_path).write("inventory.json", gpu().to_data())
+    assert check.main(["-o", str(tmp_path), "--steps", "D"], run=lambda *_: 0) == 0
+    assert "group C" in Results(tmp_path).read("steps.json")["occupancy-import"]["left_out"]
+
+
 def test_a_folder_that_cannot_be_written_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "file").touch()
     assert check.main(["-o", str(tmp_path / "file" / "out"), "--steps", "A"], run=lambda *_: 0) == 3
