@@ -13,7 +13,7 @@ from tenuto.errors import InvalidInputError, Problem
 from tenuto.placement.program import Gpulet, program_name
 from tenuto.placement.workload import ModelSpec
 from tenuto.profiles import LatencyTable, ModelProfile
-from tenuto.profiles.gpu_types import capability_of_type
+from tenuto.profiles.gpu_types import FAST_CAPABILITY, capability_of_type
 from tenuto.profiles.networks.catalogue import lookup
 from tenuto.profiles.networks.model_options import run_differences, run_option_problems, unmergeable_options
 
@@ -183,11 +183,14 @@ def option_problems(
     return found
 
 
+_OLDER = (7, 0)
+
+
 def measured_otherwise(
     models: Sequence[ModelSpec], gpu_types: Iterable[str], profile_for: Callable[[ModelSpec, str], ModelProfile | None]
 ) -> list[Problem]:
     """Return the options with which models would run otherwise than their profiles were measured: what is planned would
-    not be what is served. Profiles that do not say how they were measured, and types that are not known, are passed.
+    not be what is served. Profiles that do not say how they were measured are passed.
 
     Args:
         models: of the workload, with options that are right.
@@ -198,9 +201,12 @@ def measured_otherwise(
     for index, spec in enumerate(models):
         for kind in gpu_types:
             profile, capability = profile_for(spec, kind), capability_of_type(kind)
-            if profile is None or profile.run is None or (capability is None and kind != "cpu"):
+            if profile is None or profile.run is None:
                 continue
-            for key, (measured, would) in run_differences(profile.run, spec.options, capability).items():
+            # A type that is not known by name is either fast or not: whichever is nearer to what was measured.
+            either = (capability,) if capability is not None or kind == "cpu" else (FAST_CAPABILITY, _OLDER)
+            found_on = [run_differences(profile.run, spec.options, one) for one in either]
+            for key, (measured, would) in min(found_on, key=len).items():
                 was, is_now = _yaml(measured), _yaml(would)
                 rule = f"its profile on {kind} was measured with {was}, and it would run with {is_now}"
                 cure = f"Give `{key}: {was}` in its options, or measure it with --option {key}={is_now}."

@@ -100,9 +100,9 @@ def test_auto_leaves_out_what_it_could_not_load_and_says_so() -> None:
     assert not any("could be one program" in note for note in alike.notes)
 
 
-def measured_on_h200(**run: Any) -> Profiles:
+def measured_on_h200(kind: str = "h200", **run: Any) -> Profiles:
     row = {"points": [{"batch_size": b, "latency_ms": 1.0 + b} for b in (1, 8)], "run": run or None}
-    return Profiles([Profile.model_validate({"name": "p", "gpu_type": "h200", "source": "t", "models": {"m": row}})])
+    return Profiles([Profile.model_validate({"name": "p", "gpu_type": kind, "source": "t", "models": {"m": row}})])
 
 
 def h200_workload(**options: Any) -> Workload:
@@ -124,3 +124,14 @@ def test_a_plan_is_refused_for_a_gpulet_that_would_run_with_other_options() -> N
         "models.0.options.dtype", "models.0.options.cuda_graphs"
     ]  # fmt: skip
     check_inputs(h200_workload(dtype="fp32", cuda_graphs=False), h200, eager)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_on_a_type_that_no_table_knows_what_is_left_open_is_taken_for_what_was_measured(dtype: str) -> None:
+    node = {"name": "n0", "gpus": [{"type": "rtx-9999", "count": 1, "memory_mib": 16384}]}
+    cluster = Cluster.model_validate({"nodes": [node]})
+    measured = measured_on_h200("rtx-9999", dtype=dtype, cuda_graphs=dtype == "bf16", tf32=dtype == "bf16")
+    check_inputs(h200_workload(), cluster, measured)
+    other = "fp32" if dtype == "bf16" else "bf16"
+    (problem,) = problems_of(check_inputs, h200_workload(dtype=other), cluster, measured)
+    assert problem.rule == f"its profile on rtx-9999 was measured with {dtype}, and it would run with {other}"
