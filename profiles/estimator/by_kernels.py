@@ -67,21 +67,30 @@ class ByKernels:
         }  # fmt: skip
 
 
+def load_operator_files(paths: Sequence[str], gpu_type: str) -> list[OperatorFile]:
+    """Return the files of timed operators.
+
+    Raises:
+        InvalidInputError: a file is malformed, or none is of the GPU type.
+    """
+    files = [OperatorFile.load(path) for path in paths]
+    if files and not any(file.gpu_type == gpu_type and file.runs for file in files):
+        types = ", ".join(sorted({file.gpu_type for file in files}))
+        raise InvalidInputError(
+            Problem("--operator-times", types, f"is not of GPU type '{gpu_type}'", "Time operators there.")
+        )
+    return files
+
+
 def estimate_by_kernels(
-    paths: Sequence[str], gpu_type: str, row: str, traces: Sequence[Trace], errors: bool
+    files: Sequence[OperatorFile], gpu_type: str, row: str, traces: Sequence[Trace], errors: bool
 ) -> ByKernels:
     """Learn from the files' other models and estimate each trace: by ours from the type's own, by USHER's from all.
 
     Raises:
-        InvalidInputError: a file is malformed, none is of the GPU type, or there are fewer than two other models.
+        InvalidInputError: there are fewer than two other models.
     """
-    files = [OperatorFile.load(path) for path in paths]
-    types = sorted({file.gpu_type for file in files})
     runs = [run for file in files if file.gpu_type == gpu_type for run in file.runs]
-    if not runs:
-        raise InvalidInputError(
-            Problem("--operator-times", ", ".join(types), f"is not of GPU type '{gpu_type}'", "Time operators there.")
-        )
     others = [kept for file in files if (kept := file.without(lambda model: is_same_network(model, row))) is not None]
     published = UsherEstimator(others)
     usher = ByUsher(

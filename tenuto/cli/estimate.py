@@ -50,7 +50,7 @@ def command(
 
     Example: tenuto estimate resnet50 --gpu v100 --batch-sizes 4,8,16
     """
-    from tenuto.profiles.estimator.by_kernels import estimate_by_kernels
+    from tenuto.profiles.estimator.by_kernels import estimate_by_kernels, load_operator_files
     from tenuto.profiles.estimator.estimator import GkEstimator, leave_one_model_out
     from tenuto.profiles.estimator.training import collect_samples, conditions, is_same_network, tracer
     from tenuto.profiles.measuring.measure import row_name
@@ -62,6 +62,7 @@ def command(
             Problem("--gpu", gpu_type, "no profile of this type to learn from",
                     "Measure some models with `tenuto profile` on it and pass the file with --profiles.")
         )
+    timed = load_operator_files(operator_files, gpu_type)
     given = {key: yaml.safe_load(text) for key, text in split_pairs(options).items()}
     with progress_console().status("tracing") as status:
         at_batch = tracer(model, given or conditions(profiles, row))
@@ -78,8 +79,8 @@ def command(
         report = leave_one_model_out(samples, launches_overlap=on_gpu) if errors else None
     measured = {s.trace.batch_size: s for s in samples if is_same_network(s.model, row)}
     by_kernel = None
-    if operator_files:
-        by_kernel = estimate_by_kernels(operator_files, gpu_type, row, [at_batch(size) for size in sizes], errors)
+    if timed:
+        by_kernel = estimate_by_kernels(timed, gpu_type, row, [at_batch(size) for size in sizes], errors)
     if output:
         _write(Path(output), _as_profile(row, gpu_type, estimates, len(estimator.models), report))
     if as_json:
@@ -108,12 +109,13 @@ def _as_profile(row: str, gpu_type: str, estimates: list[Any], models: int, repo
         )
         for e in estimates
     )
+    metrics = sorted({name for point in points for name in point.metrics})
     doubt = "estimated, not measured"
     if report is not None:
         doubt += f": time of models left out was wrong by {report.time_pct:.0f} % on average"
     profile = Profile(
         name=f"estimate-{row}", gpu_type=gpu_type, source=f"estimated by `tenuto estimate` from {models} other models",
-        models={row: ModelProfile(points=points, doubts=(doubt,))},
+        models={row: ModelProfile(points=points, doubts=(doubt,), estimated=("latency_ms", "memory_mib", *metrics))},
     )
     return profile.dump()
 

@@ -1,4 +1,6 @@
+import functools
 import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -6,12 +8,25 @@ import pytest
 
 from tenuto.cli import main
 from tenuto.profiles import ModelProfile, Profile, ProfilePoint
+from tenuto.profiles.estimator import training
+from tenuto.profiles.estimator.trace import Trace, trace_model
 from tests.instruments.small_networks import SMALL
+
+
+@functools.cache
+def _of_text(source: str, batch_sizes: tuple[int, ...], options: str) -> tuple[Trace, ...]:
+    return trace_model(source, batch_sizes, json.loads(options))
+
+
+def _traced(source: str, batch_sizes: Sequence[int], options: Mapping[str, Any] | None = None) -> tuple[Trace, ...]:
+    """Trace a network once for all tests: a trace depends on nothing else."""
+    return _of_text(source, tuple(batch_sizes), json.dumps(dict(options or {}), sort_keys=True))
 
 
 @pytest.fixture
 def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(training, "trace_model", _traced)
     models = {
         name: ModelProfile(
             points=tuple(ProfilePoint(batch_size=b, latency_ms=scale * (b + 1), memory_mib=10 + b) for b in (1, 4)),
@@ -42,6 +57,7 @@ def test_a_model_that_was_never_measured(run: Any) -> None:
     profile = Profile.load("t5.yaml")
     assert profile.models["t5"].batch_sizes() == (2, 8)
     assert profile.models["t5"].doubts[0].startswith("estimated, not measured")
+    assert {"latency_ms", "memory_mib"} <= {*profile.models["t5"].estimated}  # which a plan repeats in its notes
 
 
 def test_a_measured_model_is_not_learnt_from(run: Any) -> None:
