@@ -72,8 +72,8 @@ def test_networks_left_out_are_estimated_on_every_type() -> None:
 
 
 def test_a_network_needs_its_parameters_and_the_largest_concurrent_set() -> None:
-    made = [file("slow", SLOW), file("fast", FAST)]
-    name, trace = networks(6)[-1]
+    made = [file("slow", SLOW, 5), file("fast", FAST, 5)]
+    name, trace = networks(5)[-1]
     others = [kept for one in made if (kept := one.without(lambda model: model == name)) is not None]
     estimator = UsherEstimator(others)
     slow, fast = (estimator.need(trace, gpu_type) for gpu_type in ("slow", "fast"))
@@ -94,8 +94,8 @@ def test_a_network_needs_its_parameters_and_the_largest_concurrent_set() -> None
 
 
 def test_operators_stand_for_the_kernels_that_tracing_found() -> None:
-    estimator = UsherEstimator([file("slow", SLOW, kernels=3)])
-    _, trace = networks(6)[0]
+    estimator = UsherEstimator([file("slow", SLOW, 4, kernels=2)])
+    _, trace = networks(4)[0]
     need = estimator.need(trace, "slow")
     assert need.time_ms == pytest.approx(SLOW.time_ms(trace), rel=0.25)
     largest = max(o.written_bytes for o in trace.operators)
