@@ -367,7 +367,7 @@ def main(arguments: Sequence[str] | None = None, *, start: StartProbe | None = N
         print("CUDA MPS can be used" if reason is None else f"without CUDA MPS: {reason}", file=sys.stderr)
 
     if given.part == "first":
-        usable("the first client came to no end")  # unless it does
+        results.write("mps.json", {"is_usable": False, "reason": "the first client came to no end"})  # unless it does
     try:
         if gpu["is_mig"] or tuple(map(int, str(gpu["compute_capability"]).split("."))) < (7, 0):
             raise EnvironmentFaultError("shares need a GPU of compute capability 7.0 or later, not in MIG mode")
