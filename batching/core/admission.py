@@ -18,12 +18,13 @@ FAR = 0.5  # and from which on by far: it comes at more than twice its planned r
 
 
 class Allowance:
-    """The bucket of one program; without a planned rate nothing is ever borrowed. `borrowed` is the share of its
-    requests lately that found no token."""
+    """The bucket of one program; without a planned rate it is not limited, and nothing is ever borrowed. `borrowed` is
+    the share of its requests lately that found no token."""
 
-    __slots__ = ("_at", "_burst", "_per_ms", "_tokens", "borrowed")
+    __slots__ = ("_at", "_burst", "_per_ms", "_tokens", "borrowed", "is_limited")
 
     def __init__(self, rate_rps: float | None) -> None:
+        self.is_limited = rate_rps is not None
         self._per_ms = INF if rate_rps is None else MARGIN * rate_rps / 1000.0
         self._burst = max(LEAST_BURST, BURST_MS * self._per_ms)
         self._tokens = self._burst
@@ -42,7 +43,7 @@ class Allowance:
 
     def take(self, now_ms: float) -> bool:
         """Count a request; False if it is borrowed."""
-        if self._per_ms == INF:
+        if not self.is_limited:
             return True
         self._tokens = min(self._burst, self._tokens + (now_ms - self._at) * self._per_ms)
         self._at = now_ms

@@ -180,19 +180,17 @@ class DeferredScheduler(RehearsingScheduler):
         self._until_step -= 1
         if not self._until_step:
             self._step(now_ms)
-        is_planned = queue.allowance.take(now_ms)
-        queue.level = queue.priority - BORROWED if queue.allowance.exceeds else queue.priority
-        if (
-            not is_planned
-            and now_ms < self._pressed_until
-            and queue.allowance.exceeds_by_far
-            and len(queue.ids) >= queue.longest
-        ):
-            self.decisions.append(Reject(queue.program, [request_id], queue.allowance.next_ms()))
-            return
-        deadline = deadline_ms - self._response_ms
         deadlines = queue.deadlines
         place = len(deadlines)
+        allowance = queue.allowance
+        if allowance.is_limited:
+            is_planned = allowance.take(now_ms)
+            queue.level = queue.priority - BORROWED if allowance.exceeds else queue.priority
+            is_pressed = now_ms < self._pressed_until
+            if not is_planned and is_pressed and allowance.exceeds_by_far and place >= queue.longest:
+                self.decisions.append(Reject(queue.program, [request_id], allowance.next_ms()))
+                return
+        deadline = deadline_ms - self._response_ms
         if place and deadline < deadlines[-1]:
             place = bisect_right(deadlines, deadline)
             deadlines.insert(place, deadline)

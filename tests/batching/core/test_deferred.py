@@ -259,3 +259,32 @@ def test_only_a_program_at_more_than_twice_its_plan_gets_shorter_batches(borrowe
     ((program, requests),) = batches(scheduler)
     assert program == 1
     assert (len(requests) == 60) == is_whole
+
+
+def test_a_gpulet_holds_its_batches_whatever_another_that_shares_nothing_with_it_is_short_of() -> None:
+    gpulets = (Gpulet("g/a", "g", {0: line(1.0, 9.0, 20)}), Gpulet("h/a", "h", {1: line(1.0, 59.0, 20)}))
+    scheduler = DeferredScheduler(System((Model("calm", 40.0), Model("pressed", 130.0)), gpulets), STILL)
+    scheduler.add_request(0.0, 1, 0, 130.0)
+    scheduler.wake(69.0)  # its frontrun
+    assert batches(scheduler) == [(1, [0])]  # until 129 ms
+    for number in range(1, 9):
+        scheduler.add_request(70.0, 1, number, 140.0)
+    for number in range(9, 17):
+        scheduler.add_request(70.0, 0, number, 110.0)
+    while scheduler.next_wake_ms < 91.9:
+        scheduler.wake(scheduler.next_wake_ms)
+    assert batches(scheduler) == []
+    scheduler.wake(92.0)  # its frontrun
+    assert batches(scheduler) == [(0, list(range(9, 17)))]
+
+
+def test_without_a_difference_in_requests_the_setting_with_less_gpu_time_is_taken() -> None:
+    """Far below capacity everything is in time; held batches are larger, and leave gpu-lets idle."""
+    system = everywhere_linear([("a", 1.0, 10.0, 100.0, None), ("b", 1.0, 10.0, 100.0, None)], 6)
+    times, owner = offered([200.0, 200.0], 30.0)
+    busy = {}
+    for name, options in (("eager", {}), ("deferred", {"hold": 0.0})):
+        result = simulate(make_scheduler(name, system, options), times, owner)
+        assert result.attainments().min() > 0.999
+        busy[name] = result.summary()["gpu_utilisation"]
+    assert busy["deferred"] < 0.6 * busy["eager"]
