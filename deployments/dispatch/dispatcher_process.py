@@ -17,6 +17,7 @@ import orjson
 
 from tenuto.deployments.dispatch.dispatcher import Dispatcher
 from tenuto.deployments.dispatch.in_flight import Request
+from tenuto.deployments.security.wire_tls import Identity
 from tenuto.deployments.serve.finders import find_gpulet
 from tenuto.deployments.serve.niceness import run_at_normal_priority
 from tenuto.deployments.serve.own_loop import OwnLoop, elsewhere, spare_the_collector
@@ -99,28 +100,39 @@ class BundleServer:
     def __init__(self, dispatcher: Dispatcher) -> None:
         self.dispatcher = dispatcher
         self.token = secrets.token_hex(16)
+        self._identity = Identity()
         self._arenas = MappedArenas()
         self._gateways: dict[int, _Gateway] = {}
-        self._servers: dict[str, asyncio.Server] = {}
-        self._addresses: dict[str, Address] = {}
+        self._servers: dict[tuple[str, bool], asyncio.Server] = {}
+        self._endpoints: dict[tuple[str, bool], Endpoint] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._is_announced = False
 
-    async def listen(self, host: str = "") -> Endpoint:
-        """Listen, and return where: for this machine alone without a host, else on a free port of that address."""
-        if host not in self._servers:
-            address: Address = (host, 0) if host else f"\0tenuto-{os.getpid()}-{id(self):x}"
-            server = await listen(address, self._accept)
-            self._servers[host] = server
-            self._addresses[host] = (host, server.sockets[0].getsockname()[1]) if host else address
-        return Endpoint(self._addresses[host], self.token)
+    async def listen(self, host: str = "", *, encrypted: bool = False) -> Endpoint:
+        """Listen, and return where: for this machine alone without a host, else on a free port of that address, which
+        speaks TLS where it is to be `encrypted`."""
+        encrypted = encrypted and bool(host)
+        known = self._endpoints.get((host, encrypted))
+        if known is not None:
+            return known
+        address: Address = (host, 0) if host else f"\0tenuto-{os.getpid()}-{id(self):x}"
+        server = self._servers[host, encrypted] = await listen(
+            address, self._accept, self._identity if encrypted else None
+        )
+        if host:
+            address = host, server.sockets[0].getsockname()[1]
+        made = Endpoint(address, self.token, self._identity.certificate if encrypted else "")
+        self._endpoints[host, encrypted] = made
+        return made
 
     def _accept(self) -> FrameProtocol:
         return FrameProtocol(self._on_message, self._on_lost, expect_token=self.token, on_hello=self._on_hello)
 
     def _on_hello(self, protocol: FrameProtocol, hello: Hello) -> None:
         self._gateways[id(protocol)] = _Gateway(protocol, hello)
-        protocol.send(self.state())
+        state = self.state()
+        protocol.limit_bodies(state.most_asked_bytes())
+        protocol.send(state)
 
     def _on_lost(self, protocol: FrameProtocol, _error: BaseException | None) -> None:
         """The gateway is gone, and its clients with it: their places are freed."""
@@ -210,6 +222,7 @@ class BundleServer:
         self._is_announced = False
         state = self.state()
         for gateway in self._gateways.values():
+            gateway.protocol.limit_bodies(state.most_asked_bytes())
             gateway.protocol.send(state)
 
     async def close(self, drain_s: float = _DRAIN_S) -> None:
@@ -232,6 +245,7 @@ class DispatcherReplica:
         run_at_normal_priority()
         self._loop = OwnLoop("dispatcher")
         self._server: BundleServer | None = None
+        self._encrypts = False
 
     async def reconfigure(self, user_config: Mapping[str, Any]) -> None:
         """Follow a new plan without a restart.
@@ -245,6 +259,7 @@ class DispatcherReplica:
         spare_the_collector()
 
     async def _follow(self, serving: Serving, rays: asyncio.AbstractEventLoop) -> None:
+        self._encrypts = serving.config.encrypt
         if self._server is None:
 
             def find(gpulet_id: str) -> Finder:
@@ -270,7 +285,8 @@ class DispatcherReplica:
         if self._server is None:
             raise RuntimeError("no plan is applied yet")
         is_near = not node_id or node_id == ray.get_runtime_context().get_node_id()
-        return await self._loop.run(self._server.listen("" if is_near else ray.util.get_node_ip_address()))
+        host = "" if is_near else ray.util.get_node_ip_address()
+        return await self._loop.run(self._server.listen(host, encrypted=self._encrypts))
 
     async def check_health(self) -> None:
         """Raise when no requests can be scheduled here any more; Serve then replaces this process."""

@@ -83,6 +83,7 @@ class Entry:
         self._watched: WatchedGateway | None = None
         self._operators: HttpServer | None = None
         self._traces: TracesConfig | None = None
+        self._encrypts = False
         self._tasks: set[asyncio.Task[None]] = set()
         self._ticker: asyncio.TimerHandle | None = None
         self._look: asyncio.Handle | None = None
@@ -99,6 +100,7 @@ class Entry:
         service.margin.configure(config.attainment, config.response_ms)
         service.max_body_bytes = server.limits.body_bytes = config.max_body_mib << 20
         server.limits.connections = config.max_connections
+        self._encrypts = config.encrypt
         service.callers.follow(config.keys)
         self._follow_traces(service, config.traces)
         is_shared = config.is_shared_with_clients
@@ -249,7 +251,7 @@ class Entry:
         """Return where Python handles reach this gateway's own dispatcher."""
         if self.bundles is None:
             raise RuntimeError("this gateway has no dispatcher of its own; connect again")
-        return await self.bundles.listen(host)
+        return await self.bundles.listen(host, encrypted=self._encrypts)
 
     async def close(self) -> None:
         """Answer what is under way, fail what waits, disconnect."""

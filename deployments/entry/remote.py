@@ -154,7 +154,8 @@ class RemoteDispatchers:
             memory.hold()
         peer.waiting[request.id] = request
         peer.unsent.add(request.id)
-        peer.outbox.add(request, sum([0 if part.arena else part.nbytes for part in parts]))
+        is_mapped = peer.link.shares_memory
+        peer.outbox.add(request, sum([0 if part.arena and is_mapped else part.nbytes for part in parts]))
 
     def cancel(self, request: Request) -> None:
         """Forget a request whose client went away, and tell its dispatcher."""

@@ -11,17 +11,22 @@ import contextlib
 import logging
 import os
 import socket
+import ssl
 import threading
 import time
 from collections.abc import Callable, Sequence
 
+from tenuto.deployments.security.wire_tls import Identity, TlsSocket
 from tenuto.deployments.wire.frames import Address, FrameSocket, WrongFrameError, listener
+from tenuto.deployments.wire.link import Endpoint
 from tenuto.deployments.wire.messages import AbortBatch, GpuletState, Message, RunBatch
 from tenuto.deployments.wire.tensors import Buffer
 
 __all__ = ["ArrivedBatch", "Channel"]
 
 logger = logging.getLogger("ray.serve")
+
+_HANDSHAKE_S = 5.0
 
 
 class _Peer:
@@ -75,29 +80,35 @@ class Channel:
         self._token = token
         self._on_batch = on_batch
         self._state: GpuletState | None = None
-        self._listeners: dict[str, socket.socket] = {}
+        self._identity = Identity()
+        self._listeners: dict[tuple[str, bool], socket.socket] = {}
         self._peers: set[_Peer] = set()
         self._lock = threading.Lock()
 
-    def listen(self, host: str = "") -> Address:
-        """Listen and return the address: of this machine alone without a host, else on a free port of that address."""
-        known = self._listeners.get(host)
+    def listen(self, host: str = "", *, encrypted: bool = False) -> Endpoint:
+        """Listen and return where: for this machine alone without a host, else on a free port of that address, which
+        speaks TLS where it is to be `encrypted`."""
+        tls = self._identity.context if host and encrypted else None
+        known = self._listeners.get((host, encrypted))
         if known is None:
             # Abstract names need no file that could be left behind. For small frames Unix sockets took two thirds of
             # the processor time of loopback TCP; large bodies lie in shared memory.
             known = listener((host, 0) if host else f"\0tenuto-{os.getpid()}-{id(self):x}")
-            self._listeners[host] = known
+            self._listeners[host, encrypted] = known
             threading.Thread(
-                target=self._accept, args=(known,), name=f"gpu-let {self._name} accepts", daemon=True
+                target=self._accept, args=(known, tls), name=f"gpu-let {self._name} accepts", daemon=True
             ).start()
-        address = known.getsockname()
-        return address.decode() if isinstance(address, bytes) else (address[0], address[1])
+        name = known.getsockname()
+        address: Address = name.decode() if isinstance(name, bytes) else (name[0], name[1])
+        return Endpoint(address, self._token, "" if tls is None else self._identity.certificate)
 
     def announce(self, state: GpuletState) -> None:
         """Tell everyone who is connected, and whoever connects later, what this gpu-let is and holds."""
         with self._lock:
             self._state = state
             peers = list(self._peers)
+        for peer in peers:
+            peer.connection.limit_bodies(state.most_asked_bytes())
         self.tell(state, peers)
 
     def tell(self, message: Message, peers: Sequence[_Peer] | None = None) -> None:
@@ -114,19 +125,28 @@ class Channel:
         for peer in list(self._peers):
             peer.connection.close()
 
-    def _accept(self, made: socket.socket) -> None:
+    def _accept(self, made: socket.socket, tls: ssl.SSLContext | None) -> None:
         while True:
             try:
                 connection, _ = made.accept()
             except OSError:
                 return  # closed
             threading.Thread(
-                target=self._serve, args=(connection,), name=f"gpu-let {self._name} receives", daemon=True
+                target=self._serve, args=(connection, tls), name=f"gpu-let {self._name} receives", daemon=True
             ).start()
 
-    def _serve(self, connection: socket.socket) -> None:
+    def _serve(self, connection: socket.socket, tls: ssl.SSLContext | None) -> None:
         """Receive from one peer until it is gone."""
-        peer = _Peer(FrameSocket(connection))
+        way: socket.socket | TlsSocket = connection
+        if tls is not None:
+            way = TlsSocket(connection, tls)
+            try:
+                way.shake_hands(_HANDSHAKE_S)
+            except OSError as error:
+                logger.warning("gpu-let %s closes a connection of an unknown peer: %s", self._name, error)
+                connection.close()
+                return
+        peer = _Peer(FrameSocket(way))
         if peer.connection.greet(self._token) is None:
             peer.connection.close()
             return
@@ -134,6 +154,7 @@ class Channel:
             self._peers.add(peer)
             state = self._state
         if state is not None:
+            peer.connection.limit_bodies(state.most_asked_bytes())
             peer.connection.send(state)
         try:
             while True:

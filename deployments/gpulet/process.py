@@ -24,7 +24,7 @@ class LocalReplica(GpuletReplica):
     async def endpoint(self, node_id: str = "") -> Endpoint:
         """Return where it listens on this machine."""
         del node_id
-        return Endpoint(self._near, self._token)
+        return self._near
 
     async def close(self) -> None:
         """Finish what runs, then release the device."""

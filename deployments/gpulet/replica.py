@@ -69,6 +69,7 @@ class GpuletReplica:
         self._channel = Channel(self._id, self._token, self._worker.put)
         self._channel.announce(self._state())
         self._near = self._channel.listen()
+        self._encrypts = False
 
     def _share_gpu(self) -> SharedGpu | None:
         return join_shared_gpu(self._spec, has_driver=has_nvidia_devices())
@@ -82,7 +83,8 @@ class GpuletReplica:
         Raises:
             InvalidInputError: unknown keys or unusable values; nothing was changed.
         """
-        wanted = read_gpulet_config(user_config, self._id).programs
+        config = read_gpulet_config(user_config, self._id)
+        wanted, self._encrypts = config.programs, config.encrypt
         # The first load has its turn from joining on. Batches run while a later one waits.
         async with turn_of(self._shared if self._is_proved and self._programs.loads(wanted) else None):
             await self._programs.bring(wanted, self._worker.perform)
@@ -110,7 +112,9 @@ class GpuletReplica:
         import ray
 
         is_near = not node_id or node_id == ray.get_runtime_context().get_node_id()
-        return Endpoint(self._near if is_near else self._channel.listen(ray.util.get_node_ip_address()), self._token)
+        return (
+            self._near if is_near else self._channel.listen(ray.util.get_node_ip_address(), encrypted=self._encrypts)
+        )
 
     def _state(self) -> GpuletState:
         """Return what this gpu-let is and holds now."""

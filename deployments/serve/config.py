@@ -51,6 +51,7 @@ def serve_config(
     operator_port: int | None = None,
     access: Mapping[str, Any] | None = None,
     log_json: bool = False,
+    encrypt: bool = False,
     partition: Mapping[str, int] | None = None,
 ) -> dict[str, Any]:
     """Return the Serve config of a plan as plain data, ready for `serve deploy`.
@@ -65,6 +66,7 @@ def serve_config(
         operator_host: address of the operators' port.
         operator_port: status, metrics and the live page; 0: none of its own; default: two after `port`.
         log_json: processes write JSON lines, with fields, instead of text.
+        encrypt: what goes between our processes from node to node is encrypted.
         access: who may ask: `keys`, `insecure`, `shared_memory_prefix` of the gateways' settings, and `tls_cert` and
             `tls_key` of their socket.
         scheduler: batching scheduler of the dispatcher.
@@ -83,7 +85,9 @@ def serve_config(
     if gateways < 1:
         raise ValueError(f"gateways must be at least 1, not {gateways}")
     gpus = {gpu.id: gpu for gpu in plan.gpus}
-    options = {"scheduler": {"name": scheduler, "options": dict(scheduler_options or {})}, **(gateway_options or {})}
+    encrypts = {"encrypt": True} if encrypt else {}
+    chosen = {"name": scheduler, "options": dict(scheduler_options or {})}
+    options = {"scheduler": chosen, **(gateway_options or {}), **encrypts}
     gateway = {"plan": plan.to_data(), **options, **_access(host, port, operator_host, operator_port, access or {})}
     cut = cut_plan(plan, partition) if gateways > 1 or partition is not None else {}
     if cut:
@@ -113,7 +117,7 @@ def serve_config(
                 ],
             },
             *(_dispatcher_application(name, {"plan": part.to_data(), **options}) for name, part in cut.items()),
-            *(_gpulet_application(plan, gpulet, gpus[gpulet.gpu], executor) for gpulet in plan.gpulets),
+            *(_gpulet_application(plan, gpulet, gpus[gpulet.gpu], executor, encrypts) for gpulet in plan.gpulets),
         ],
     }
 
@@ -156,7 +160,9 @@ def _dispatcher_application(sub_cluster: str, user_config: dict[str, Any]) -> di
     }
 
 
-def _gpulet_application(plan: Plan, gpulet: Gpulet, gpu: PlannedGpu, executor: str) -> dict[str, Any]:
+def _gpulet_application(
+    plan: Plan, gpulet: Gpulet, gpu: PlannedGpu, executor: str, encrypts: Mapping[str, bool]
+) -> dict[str, Any]:
     spec = {
         "gpulet": gpulet.id,
         "gpu": {"id": gpu.id, "type": gpu.type, "uuid": gpu.uuid},
@@ -181,7 +187,7 @@ def _gpulet_application(plan: Plan, gpulet: Gpulet, gpu: PlannedGpu, executor: s
                 "graceful_shutdown_wait_loop_s": 0.2,
                 "graceful_shutdown_timeout_s": 10.0,
                 "ray_actor_options": _actor_options(gpulet, gpu, uses_mps=bool(spec["cuda_mps"])),
-                "user_config": {"programs": _entries(plan, gpulet)},
+                "user_config": {"programs": _entries(plan, gpulet), **encrypts},
             }
         ],
     }

@@ -38,6 +38,7 @@ class Deployment(StrictModel):
     operator_port: int | None = None
     access: dict[str, Any] = Field(default_factory=dict)
     log_json: bool = False
+    encrypt: bool = False
     scheduler: str = "deferred"
     scheduler_options: dict[str, Any] = Field(default_factory=dict)
     gateway_options: dict[str, Any] = Field(default_factory=dict)
@@ -65,7 +66,7 @@ class Deployment(StrictModel):
         config = serve_config(
             plan or self.read_plan(), executor=self.executor, host=self.host, port=self.port,
             proxy_port=self.proxy_port, operator_port=self.operator_port, access=self.access, log_json=self.log_json,
-            scheduler=self.scheduler,
+            encrypt=self.encrypt, scheduler=self.scheduler,
             scheduler_options=self.scheduler_options, gateway_options=self.gateway_options,
             gateways=self.gateways, partition=self.partition,
         )  # fmt: skip

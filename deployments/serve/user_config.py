@@ -87,9 +87,10 @@ class ProgramEntry(StrictModel):
 
 
 class GpuletConfig(StrictModel):
-    """`user_config` of a gpu-let: all that can change without a restart."""
+    """`user_config` of a gpu-let: all that can change without a restart. `encrypt`: as of `DispatcherConfig`."""
 
     programs: tuple[ProgramEntry, ...]
+    encrypt: bool = False
 
     @model_validator(mode="before")
     @classmethod
@@ -163,12 +164,14 @@ class TracesConfig(StrictModel):
 class DispatcherConfig(StrictModel):
     """`user_config` of a dispatcher in a process of its own.
 
-    `max_queued`: requests of one program that may wait. `response_ms` is read for the sake of older plan files.
+    `max_queued`: requests of one program that may wait. `encrypt`: what goes from node to node is encrypted; inside of
+    a node nothing leaves the machine. `response_ms` is read for the sake of older plan files.
     """
 
     plan: dict[str, Any]
     scheduler: SchedulerChoice = SchedulerChoice()
     max_queued: Annotated[int, Field(ge=1)] = 10_000
+    encrypt: bool = False
     max_body_mib: Annotated[int, Field(ge=1, le=4096)] = 64
     max_unfinished_mib: Annotated[int, Field(ge=1, le=1 << 20)] = 512
     max_connections: Annotated[int, Field(ge=1)] = 4096

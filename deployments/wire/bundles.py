@@ -14,13 +14,11 @@ from typing import Generic, NamedTuple, TypeVar
 
 from tenuto.deployments.wire.answers import Answer
 from tenuto.deployments.wire.arena import MappedArenas
-from tenuto.deployments.wire.messages import AnswerRow, Answers, PartPlace
+from tenuto.deployments.wire.messages import MOST_BUNDLED_BYTES, AnswerRow, Answers, PartPlace
 from tenuto.deployments.wire.tensors import Buffer, InputPart, OutputTensor, RowOutput, cut_rows
 from tenuto.outcome import Outcome
 
 __all__ = ["AnsweredRequest", "Bundler", "Places", "pack_answers", "read_parts", "unpack_answers"]
-
-_MOST_BYTES = 16 << 20
 
 ItemT = TypeVar("ItemT")
 
@@ -38,7 +36,7 @@ class Bundler(Generic[ItemT]):
         """Take one more; it leaves with this turn of the loop, or now if the bundle has become large."""
         self._items.append(item)
         self._bytes += size_bytes
-        if self._bytes >= _MOST_BYTES:
+        if self._bytes >= MOST_BUNDLED_BYTES:
             self.flush()
         elif self._handle is None:
             self._handle = asyncio.get_running_loop().call_soon(self.flush)

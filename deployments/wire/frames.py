@@ -1,8 +1,9 @@
 """Frames between our processes: a length prefix, one message (`tenuto.deployments.wire.messages`), and raw bytes.
 
 Nothing is pickled. Whoever connects must say `Hello` with the token that Ray handed out, in time and in a small first
-frame; nothing is allocated for a peer before. `FrameProtocol` is the end on an event loop, `FrameSocket` the one of a
-thread that waits for nothing else.
+frame; nothing is allocated for a peer before. Bodies are bounded by what the models can need, which the owner of a
+connection says (`limit_bodies`); before it does there are none. `FrameProtocol` is the end on an event loop,
+`FrameSocket` the one of a thread that waits for nothing else.
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ from typing import cast
 import msgspec
 import numpy as np
 
+from tenuto.deployments.security.wire_tls import Identity, TlsSocket, pinned_context
 from tenuto.deployments.wire.messages import Hello, Message, decode, encode
 from tenuto.deployments.wire.tensors import Buffer
 
 __all__ = [
-    "MOST_BODY_BYTES",
     "NO_BYTES",
     "Address",
     "FrameProtocol",
@@ -41,7 +42,6 @@ _PREFIX = struct.Struct("<IQ")  # bytes of the message, bytes of the body
 _FIRST_FRAME_BYTES = 4096
 _FIRST_FRAME_S = 5.0
 _MOST_MESSAGE_BYTES = 1 << 24
-MOST_BODY_BYTES = 1 << 32
 _ROOM_BYTES = 1 << 16
 _JOINED_BYTES = 1 << 15  # below this, one write of a joined copy costs less than a vectored one
 _LARGE_BYTES = 16 << 20
@@ -85,7 +85,7 @@ class FrameReader:
     Write into `room()`, call `received` with the number of bytes, then `next_frame` until there is none.
     """
 
-    def __init__(self, most_body_bytes: int = MOST_BODY_BYTES) -> None:
+    def __init__(self, most_body_bytes: int = 0) -> None:
         self.most_message_bytes = _MOST_MESSAGE_BYTES
         self.most_body_bytes = most_body_bytes
         self._room = memoryview(bytearray(_ROOM_BYTES))
@@ -184,7 +184,6 @@ class FrameProtocol(asyncio.BufferedProtocol):
         *,
         expect_token: str | None = None,
         on_hello: Callable[[FrameProtocol, Hello], None] = lambda _protocol, _hello: None,
-        most_body_bytes: int = MOST_BODY_BYTES,
     ) -> None:
         """Prepare for a connection.
 
@@ -193,18 +192,16 @@ class FrameProtocol(asyncio.BufferedProtocol):
             on_lost: see above.
             expect_token: of the side that listens: what the peer must present before anything else is taken from it.
             on_hello: called once the token was accepted.
-            most_body_bytes: a longer body closes the connection.
         """
         self._on_message = on_message
         self._on_lost = on_lost
         self._expect_token = expect_token
         self._on_hello = on_hello
-        self._most_body_bytes = most_body_bytes
         self._transport: asyncio.Transport | None = None
-        self._reader = FrameReader(most_body_bytes)
+        self._reader = FrameReader()
         self._deadline: asyncio.TimerHandle | None = None
         if expect_token is not None:
-            self._reader.most_message_bytes, self._reader.most_body_bytes = _FIRST_FRAME_BYTES, 0
+            self._reader.most_message_bytes = _FIRST_FRAME_BYTES
 
     # asyncio calls the four methods below.
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -240,8 +237,12 @@ class FrameProtocol(asyncio.BufferedProtocol):
         if self._deadline is not None:
             self._deadline.cancel()
         self._reader.most_message_bytes = _MOST_MESSAGE_BYTES
-        self._reader.most_body_bytes = self._most_body_bytes
         self._on_hello(self, hello)
+
+    def limit_bodies(self, most_bytes: int) -> None:
+        """Take bodies of so many bytes from now on; a longer one closes the connection. A limit never sinks, as what
+        was asked for by the one before may be on its way."""
+        self._reader.most_body_bytes = max(self._reader.most_body_bytes, most_bytes)
 
     def _refuse(self, why: str) -> None:
         logger.warning("closing a connection of an unknown peer: %s", why)
@@ -276,7 +277,7 @@ def _is_same(presented: str, token: str) -> bool:
 class FrameSocket:
     """One end of a connection, for threads: one receives, any may send."""
 
-    def __init__(self, connection: socket.socket) -> None:
+    def __init__(self, connection: socket.socket | TlsSocket) -> None:
         """Take a connected, blocking socket."""
         self._socket = connection
         self._reader = FrameReader()
@@ -289,7 +290,7 @@ class FrameSocket:
     def greet(self, token: str) -> Hello | None:
         """Receive the first frame and return it if it presents the token; None for anybody else."""
         reader = self._reader
-        reader.most_message_bytes, reader.most_body_bytes = _FIRST_FRAME_BYTES, 0
+        reader.most_message_bytes = _FIRST_FRAME_BYTES
         self._socket.settimeout(_FIRST_FRAME_S)
         try:
             while (frame := reader.next_frame()) is None:
@@ -301,8 +302,12 @@ class FrameSocket:
             logger.warning("closing a connection of an unknown peer: %s", error)
             return None
         self._socket.settimeout(None)
-        reader.most_message_bytes, reader.most_body_bytes = _MOST_MESSAGE_BYTES, MOST_BODY_BYTES
+        reader.most_message_bytes = _MOST_MESSAGE_BYTES
         return hello
+
+    def limit_bodies(self, most_bytes: int) -> None:
+        """Take bodies of so many bytes from now on; see `FrameProtocol.limit_bodies`. Any thread may."""
+        self._reader.most_body_bytes = max(self._reader.most_body_bytes, most_bytes)
 
     def receive(self) -> tuple[Message, memoryview]:
         """Wait for the next frame and return it.
@@ -364,12 +369,16 @@ def listener(address: Address) -> socket.socket:
     return made
 
 
-async def listen(address: Address, accept: Callable[[], FrameProtocol]) -> asyncio.Server:
-    """Serve connections on the running loop; `accept` makes the protocol of each."""
+async def listen(
+    address: Address, accept: Callable[[], FrameProtocol], identity: Identity | None = None
+) -> asyncio.Server:
+    """Serve connections on the running loop; `accept` makes the protocol of each. With an `identity` encrypted, between
+    machines."""
     loop = asyncio.get_running_loop()
     if isinstance(address, str):
         return await loop.create_unix_server(accept, sock=listener(address))
-    return await loop.create_server(accept, host=address[0], port=address[1])
+    tls = None if identity is None else identity.context
+    return await loop.create_server(accept, host=address[0], port=address[1], ssl=tls)
 
 
 async def connect(
@@ -378,12 +387,13 @@ async def connect(
     on_message: Callable[[FrameProtocol, Message, memoryview], None],
     on_lost: Callable[[FrameProtocol, BaseException | None], None],
     *,
+    certificate: str = "",
     timeout_s: float = 5.0,
 ) -> FrameProtocol:
-    """Connect and say hello.
+    """Connect and say hello; encrypted where the peer's certificate is given.
 
     Raises:
-        OSError: nobody listens there.
+        OSError: nobody listens there, or somebody with another certificate.
         TimeoutError: no connection within `timeout_s`.
     """
     loop = asyncio.get_running_loop()
@@ -403,6 +413,9 @@ async def connect(
                 raise
             _, protocol = await loop.create_unix_connection(build, sock=connected)
         else:
-            _, protocol = await loop.create_connection(build, host=address[0], port=address[1])
+            tls = pinned_context(certificate) if certificate else None
+            _, protocol = await loop.create_connection(
+                build, host=address[0], port=address[1], ssl=tls, server_hostname="" if tls else None
+            )
     protocol.send(hello)
     return protocol

@@ -23,10 +23,14 @@ PeerState = GpuletState | DispatcherState
 
 
 class Endpoint(NamedTuple):
-    """Where a peer listens, and what it wants to hear; this much travels over Ray."""
+    """Where a peer listens, and what it wants to hear; this much travels over Ray.
+
+    `certificate`: its own, as PEM, where it wants to be spoken to encrypted.
+    """
 
     address: Address
     token: str
+    certificate: str = ""
 
 
 # Asks a peer's application for its endpoint; waits until its replica is ready.
@@ -145,7 +149,9 @@ class PeerLink(Generic[StateT]):
                 endpoint = await self._find()
                 self._ended.clear()
                 hello = Hello(endpoint.token, self._machine)
-                self._protocol = await connect(endpoint.address, hello, self._on_message, self._on_lost)
+                self._protocol = await connect(
+                    endpoint.address, hello, self._on_message, self._on_lost, certificate=endpoint.certificate
+                )
             except asyncio.CancelledError:
                 raise
             except Exception as error:  # Ray raises many kinds while an application starts or restarts
@@ -159,8 +165,9 @@ class PeerLink(Generic[StateT]):
             self._protocol = None
             await asyncio.sleep(_RETRY_S[0])  # one that closes at once must not be asked in a tight loop
 
-    def _on_message(self, _protocol: FrameProtocol, message: Message, body: memoryview) -> None:
+    def _on_message(self, protocol: FrameProtocol, message: Message, body: memoryview) -> None:
         if isinstance(message, self._kind):
+            protocol.limit_bodies(message.most_answered_bytes())
             known, self.state = self.state, message
             if self._is_up:
                 self._events.state_changed(self)

@@ -14,10 +14,11 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from tenuto.deployments.wire.tensors import RowOutput
+from tenuto.deployments.wire.tensors import RowOutput, most_batch_bytes, most_row_bytes
 from tenuto.profiles.networks.catalogue import ModelSignature
 
 __all__ = [
+    "MOST_BUNDLED_BYTES",
     "AbortBatch",
     "AnswerRow",
     "Answers",
@@ -37,6 +38,9 @@ __all__ = [
     "decode",
     "encode",
 ]
+
+
+MOST_BUNDLED_BYTES = 16 << 20  # a bundle that has so many leaves at once
 
 
 class _Message(msgspec.Struct, array_like=True):
@@ -91,6 +95,16 @@ class GpuletState(_Message, tag=2):
     merged: dict[str, dict[str, float]]
     signatures: dict[str, ModelSignature]
     node_id: str = ""  # Ray's name of the node
+
+    def most_asked_bytes(self) -> int:
+        """Return the size of the largest batch that can be asked for."""
+        rows = {name: most_row_bytes(signature.inputs) for name, signature in self.signatures.items()}
+        return most_batch_bytes(self.programs, rows)
+
+    def most_answered_bytes(self) -> int:
+        """Return the size of the largest body that it can answer with."""
+        rows = {name: most_row_bytes(signature.outputs) for name, signature in self.signatures.items()}
+        return most_batch_bytes(self.programs, rows)
 
     def to_status(self) -> dict[str, Any]:
         """Return plain data for operators; largest batches stand under `models`."""
@@ -220,6 +234,16 @@ class DispatcherState(_Message, tag=12):
     ready_models: list[str]
     signatures: dict[str, ModelSignature]
     gpulets: list[dict[str, Any]]
+
+    def most_asked_bytes(self) -> int:
+        """Return the size of the largest bundle of requests."""
+        rows = [most_row_bytes(signature.inputs) for signature in self.signatures.values()]
+        return MOST_BUNDLED_BYTES + max(rows, default=0)
+
+    def most_answered_bytes(self) -> int:
+        """Return the size of the largest bundle of answers."""
+        rows = [most_row_bytes(signature.outputs) for signature in self.signatures.values()]
+        return MOST_BUNDLED_BYTES + max(rows, default=0)
 
 
 class AskReport(_Message, tag=13):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,6 +22,8 @@ __all__ = [
     "cut_rows",
     "inline_blocks",
     "input_blocks",
+    "most_batch_bytes",
+    "most_row_bytes",
     "pack_outputs",
 ]
 
@@ -86,6 +88,25 @@ def cut_rows(rows: int, described: Sequence[RowOutput], body: memoryview) -> tup
         data.append(body[:length])
         body = body[length:]
     return data, body
+
+
+_WIDEST_BYTES = 8  # of an element: clients may send wider numbers than the signature's
+
+
+def most_row_bytes(tensors: Sequence[TensorSignature]) -> int:
+    """Return how many bytes the inputs, or the outputs, of one request take at most."""
+    return sum([math.prod(t.shape) * max(_WIDEST_BYTES, np.dtype(t.dtype).itemsize) for t in tensors])
+
+
+def most_batch_bytes(largest: Mapping[str, int], row_bytes: Mapping[str, int]) -> int:
+    """Return how many bytes one side of a batch takes at most.
+
+    Args:
+        largest: batch of every program.
+        row_bytes: of one request of every model. A program that is no model of its own has rows of all of them.
+    """
+    together = sum(row_bytes.values())
+    return max((size * row_bytes.get(program, together) for program, size in largest.items()), default=0)
 
 
 def input_blocks(signature: Sequence[TensorSignature], rows: int, parts: Iterator[InputPart]) -> Blocks:

@@ -39,6 +39,7 @@ class ServingArguments:
     trace_ratio: float
     log_json: bool
     insecure: bool
+    encrypt: bool
     scheduler: str
     options: tuple[str, ...]
     gateways: int
@@ -83,6 +84,7 @@ class ServingArguments:
                     "traces": {"endpoint": self.traces, "ratio": self.trace_ratio} if self.traces is not None else None,
                 },
                 "log_json": self.log_json,
+                "encrypt": self.encrypt,
                 "scheduler": self.scheduler,
                 "scheduler_options": chosen,
                 "gateways": self.gateways,
@@ -167,6 +169,7 @@ _serving: Any = (
     ),
     click.option("--log-json", is_flag=True, help="Write logs as JSON lines."),
     click.option("--insecure", is_flag=True, help="Let --host be reached from elsewhere without keys."),
+    click.option("--encrypt", is_flag=True, help="Encrypt what goes between nodes; inside a node nothing leaves it."),
     click.option("--scheduler", default="deferred", show_default=True, help="Batching scheduler of the dispatcher."),
     click.option("--option", "options", multiple=True, metavar="K=V", help="Option of the scheduler; repeatable."),
     click.option(

@@ -44,7 +44,7 @@ from tenuto.deployments.wire.arena import machine_id
 from tenuto.deployments.wire.bundles import AnsweredRequest, pack_answers
 from tenuto.deployments.wire.frames import FrameProtocol, listen
 from tenuto.deployments.wire.link import Endpoint, Finder
-from tenuto.deployments.wire.messages import DispatcherState, Message, Requests
+from tenuto.deployments.wire.messages import DispatcherState, Hello, Message, Requests
 from tenuto.loadgen.bench import BenchOptions, run_bench
 from tenuto.loadgen.clients.group import LocalClient
 from tenuto.loadgen.sender import OnReply, Sender
@@ -105,9 +105,12 @@ def _accept() -> FrameProtocol:
     state = DispatcherState(
         pid=1, machine=machine_id(), ready=True, ready_models=[MODEL], signatures={MODEL: _SIGNATURE}, gpulets=[]
     )
-    return FrameProtocol(
-        _on_bundle, lambda *_: None, expect_token="t", on_hello=lambda protocol, _hello: protocol.send(state)
-    )
+
+    def greet(protocol: FrameProtocol, _hello: Hello) -> None:
+        protocol.limit_bodies(state.most_asked_bytes())
+        protocol.send(state)
+
+    return FrameProtocol(_on_bundle, lambda *_: None, expect_token="t", on_hello=greet)
 
 
 def _serve(pipe: Connection, socket_name: str) -> None:

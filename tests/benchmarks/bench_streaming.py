@@ -36,7 +36,7 @@ class LocalGpulet(GpuletReplica):
     """The gpu-let of the Serve application, without Ray around it."""
 
     async def endpoint(self, node_id: str = "") -> Endpoint:
-        return Endpoint(self._near, self._token)
+        return self._near
 
     async def close(self) -> None:
         await super().__del__()

@@ -28,7 +28,10 @@ def serve(address: Address) -> None:
         protocol.send(message, [body[:64]])
 
     def accept() -> FrameProtocol:
-        return FrameProtocol(on_message, lambda _protocol, _error: None, expect_token="t")
+        return FrameProtocol(
+            on_message, lambda _protocol, _error: None, expect_token="t",
+            on_hello=lambda protocol, _hello: protocol.limit_bodies(1 << 30),
+        )  # fmt: skip
 
     async def forever() -> None:
         server = await listen(address, accept)
@@ -60,6 +63,7 @@ async def measure(address: Address, size: int, count: int) -> list[float]:
             break
         except OSError:
             await asyncio.sleep(0.1)
+    connection.limit_bodies(1 << 30)
     buffers = [bytes(size // 16)] * 16
     taken = []
     for number in range(count):

@@ -79,7 +79,9 @@ class FakeGpulet:
 
     def _greet(self, protocol: FrameProtocol) -> None:
         self._protocols.add(protocol)
-        protocol.send(self._state())
+        state = self._state()
+        protocol.limit_bodies(state.most_asked_bytes())
+        protocol.send(state)
 
     @property
     def is_connected(self) -> bool:

@@ -35,7 +35,7 @@ class Gpulet(GpuletReplica):
     """The real gpu-let and its socket, without Ray around it."""
 
     async def endpoint(self, node_id: str = "") -> Endpoint:
-        return Endpoint(self._near, self._token)
+        return self._near
 
     async def close(self) -> None:
         await super().__del__()

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import os
 import socket
+import ssl
 import struct
 import threading
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tenuto.deployments.security.wire_tls import Identity
 from tenuto.deployments.wire import frames
 from tenuto.deployments.wire.frames import (
     FrameProtocol,
@@ -27,11 +29,17 @@ from tenuto.deployments.wire.messages import AbortBatch, BatchFailed, Hello, Mes
 PATIENCE_S = 60.0
 
 
-def accept(token: str = "secret", **more: Any) -> Any:
+MUCH = 1 << 30
+
+
+def accept(token: str = "secret", most: int = MUCH) -> Any:
     def echo(protocol: FrameProtocol, message: Message, body: memoryview) -> None:
         protocol.send(message, [body])
 
-    return lambda: FrameProtocol(echo, lambda *_: None, expect_token=token, **more)
+    def greet(protocol: FrameProtocol, _hello: Hello) -> None:
+        protocol.limit_bodies(most)
+
+    return lambda: FrameProtocol(echo, lambda *_: None, expect_token=token, on_hello=greet)
 
 
 class Inbox:
@@ -49,12 +57,20 @@ class Inbox:
         return await asyncio.wait_for(self.frames.get(), PATIENCE_S)
 
 
-@pytest.mark.parametrize("address", ["\0tenuto-test-echo", ("127.0.0.1", 0)])
-async def test_frames_arrive_whole_and_in_order(address: Any) -> None:
-    server = await listen(address, accept())
+@pytest.mark.parametrize(
+    ("address", "identity"),
+    [("\0tenuto-test-echo", None), (("127.0.0.1", 0), None), (("127.0.0.1", 0), Identity())],
+    ids=["unix", "tcp", "tls"],
+)
+async def test_frames_arrive_whole_and_in_order(address: Any, identity: Identity | None) -> None:
+    server = await listen(address, accept(), identity)
     target = address if isinstance(address, str) else server.sockets[0].getsockname()
     inbox = Inbox()
-    connection = await connect(target, Hello("secret"), inbox.on_message, inbox.on_lost)
+    certificate = identity.certificate if identity else ""
+    connection = await connect(
+        target, Hello("secret"), inbox.on_message, inbox.on_lost, certificate=certificate
+    )
+    connection.limit_bodies(MUCH)
     big = bytes(range(256)) * 4096
     connection.send(AbortBatch(1), [b"ab", memoryview(b"cd")])
     connection.send(AbortBatch(2))
@@ -75,7 +91,7 @@ async def test_frames_arrive_whole_and_in_order(address: Any) -> None:
 )
 def test_frames_survive_any_cutting_of_the_stream(sent: list[tuple[str, bytes]], cuts: list[int]) -> None:
     stream = b"".join(b"".join(frames._framed(BatchFailed(1, reason), [body])) for reason, body in sent)
-    reader = FrameReader()
+    reader = FrameReader(MUCH)
     found: list[tuple[str, bytes]] = []
     at = 0
     while at < len(stream):
@@ -150,13 +166,29 @@ async def test_garbage_closes_the_connection_and_not_the_server(garbage: bytes) 
 
 
 async def test_a_body_beyond_the_limit_closes_the_connection() -> None:
-    server = await listen("\0tenuto-test-limit", accept(most_body_bytes=1000))
+    server = await listen("\0tenuto-test-limit", accept(most=1000))
     inbox = Inbox()
     connection = await connect("\0tenuto-test-limit", Hello("secret"), inbox.on_message, inbox.on_lost)
+    connection.limit_bodies(1000)
+    connection.limit_bodies(10)  # what was asked for by the larger one may still come
     connection.send(AbortBatch(1), [bytes(1000)])
     assert (await inbox.next())[1] == bytes(1000)
     connection.send(AbortBatch(2), [bytes(1001)])
     await asyncio.wait_for(inbox.lost.wait(), PATIENCE_S)
+    server.close()
+
+
+async def test_nobody_else_can_pose_as_an_encrypted_peer() -> None:
+    identity = Identity()
+    server = await listen(("127.0.0.1", 0), accept(), identity)
+    where = server.sockets[0].getsockname()
+    inbox = Inbox()
+    with pytest.raises(ssl.SSLCertVerificationError):
+        await connect(where, Hello("secret"), inbox.on_message, inbox.on_lost, certificate=Identity().certificate)
+    plain = await connect(where, Hello("secret"), inbox.on_message, inbox.on_lost)
+    plain.send(AbortBatch(1))
+    await asyncio.wait_for(inbox.lost.wait(), PATIENCE_S)
+    assert inbox.frames.empty()
     server.close()
 
 
@@ -183,7 +215,9 @@ async def test_the_memory_of_large_bodies_is_used_again_only_when_nobody_looks()
         arrived.set()
 
     name = "\0tenuto-test-large"
-    server = await listen(name, lambda: FrameProtocol(on_message, lambda *_: None, expect_token="t"))
+    server = await listen(name, lambda: FrameProtocol(
+        on_message, lambda *_: None, expect_token="t", on_hello=lambda protocol, _: protocol.limit_bodies(MUCH)
+    ))  # fmt: skip
     client = await connect(name, Hello("t"), lambda *_: None, lambda *_: None)
     size = (16 << 20) + 1
 
@@ -219,6 +253,8 @@ def pair(token: str = "t") -> tuple[FrameSocket, FrameSocket]:
     server, _ = waiting.accept()
     waiting.close()
     ends = FrameSocket(client), FrameSocket(server)
+    for end in ends:
+        end.limit_bodies(MUCH)
     ends[0].send(Hello(token))
     return ends
 

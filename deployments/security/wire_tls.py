@@ -1,0 +1,152 @@
+"""Encryption of our own sockets between nodes, without files: every process makes a certificate for itself, and whoever
+is to connect gets it where it gets the token, over Ray. No other certificate is trusted there, so that nobody in
+between can pose as the process."""
+
+from __future__ import annotations
+
+import datetime
+import functools
+import socket
+import ssl
+import threading
+from collections.abc import Sequence
+
+__all__ = ["Identity", "TlsSocket", "pinned_context"]
+
+_NAME = "tenuto"
+_LASTS = datetime.timedelta(days=3650)  # as long as any process
+_READ_BYTES = 1 << 18
+_WRITTEN_BYTES = 1 << 20  # encrypted at once, so that a reader gets its turn
+
+
+class Identity:
+    """A process on the wire: its key never leaves it."""
+
+    @functools.cached_property
+    def _files(self) -> tuple[str, bytes]:
+        """Certificate and key as PEM."""
+        from cryptography import x509
+        from cryptography.hazmat.primitives import hashes, serialization
+        from cryptography.hazmat.primitives.asymmetric import ec
+
+        key = ec.generate_private_key(ec.SECP256R1())
+        name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, _NAME)])
+        now = datetime.datetime.now(datetime.UTC)
+        made = (
+            x509.CertificateBuilder().subject_name(name).issuer_name(name).public_key(key.public_key())
+            .serial_number(x509.random_serial_number())
+            .not_valid_before(now - _LASTS).not_valid_after(now + _LASTS)  # clocks of nodes may differ
+            .sign(key, hashes.SHA256())
+        )  # fmt: skip
+        kind, form = serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8
+        return made.public_bytes(kind).decode(), key.private_bytes(kind, form, serialization.NoEncryption())
+
+    @property
+    def certificate(self) -> str:
+        """What peers must be given, as PEM."""
+        return self._files[0]
+
+    @functools.cached_property
+    def context(self) -> ssl.SSLContext:
+        """What the listening side needs."""
+        import tempfile
+
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.minimum_version = ssl.TLSVersion.TLSv1_3
+        with tempfile.NamedTemporaryFile("wb") as file:  # Python's TLS reads keys from files alone; mode 0600
+            file.write(self._files[0].encode() + self._files[1])
+            file.flush()
+            context.load_cert_chain(file.name)
+        return context
+
+
+def pinned_context(certificate: str) -> ssl.SSLContext:
+    """Return what the connecting side needs to take that one certificate and no other."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    context.check_hostname = False  # it is known by its key, wherever it listens
+    context.load_verify_locations(cadata=certificate)
+    return context
+
+
+class TlsSocket:
+    """The listening side's end of a connection for threads, with the methods of a socket that `FrameSocket` needs: one
+    thread receives while another sends, which Python's own `SSLSocket` does not allow."""
+
+    def __init__(self, connection: socket.socket, context: ssl.SSLContext) -> None:
+        """Take a connected, blocking socket."""
+        self._socket = connection
+        self._came, self._leaves = ssl.MemoryBIO(), ssl.MemoryBIO()
+        self._tls = context.wrap_bio(self._came, self._leaves, server_side=True)
+        self._lock = threading.Lock()
+        self.family = connection.family
+
+    def shake_hands(self, timeout_s: float) -> None:
+        """Agree on keys with the peer.
+
+        Raises:
+            OSError: it does not speak TLS, or not in time.
+        """
+        self._socket.settimeout(timeout_s)
+        is_done = False
+        while not is_done:
+            try:
+                self._tls.do_handshake()
+                is_done = True
+            except ssl.SSLWantReadError:
+                pass
+            if self._leaves.pending:
+                self._socket.sendall(self._leaves.read())
+            if not is_done:
+                self._receive()
+
+    def _receive(self) -> None:
+        data = self._socket.recv(_READ_BYTES)
+        if not data:
+            raise ConnectionResetError("closed by the peer")
+        with self._lock:
+            self._came.write(data)
+
+    def recv_into(self, room: memoryview) -> int:
+        """Wait for bytes, write them into the room and return how many; 0 at the end."""
+        while True:
+            with self._lock:
+                try:
+                    return self._tls.read(len(room), room)  # type: ignore[return-value]  # with a buffer it counts
+                except ssl.SSLWantReadError:
+                    pass
+                except (ssl.SSLZeroReturnError, ssl.SSLEOFError):
+                    return 0
+            self._receive()
+
+    def sendall(self, data: bytes | bytearray | memoryview) -> None:
+        """Send all of it; one thread at a time."""
+        rest = memoryview(data).cast("B")
+        while rest:
+            with self._lock:
+                count = self._tls.write(rest[:_WRITTEN_BYTES])
+                encrypted = self._leaves.read()
+            self._socket.sendall(encrypted)
+            rest = rest[count:]
+
+    def sendmsg(self, parts: Sequence[memoryview]) -> int:
+        """Send all parts, and return their length."""
+        for part in parts:
+            self.sendall(part)
+        return sum([part.nbytes for part in parts])
+
+    def settimeout(self, seconds: float | None) -> None:
+        """As of a socket."""
+        self._socket.settimeout(seconds)
+
+    def setsockopt(self, level: int, name: int, value: int | bytes) -> None:
+        """As of a socket."""
+        self._socket.setsockopt(level, name, value)
+
+    def shutdown(self, how: int) -> None:
+        """As of a socket: no closing words are said, as the frames say where they end."""
+        self._socket.shutdown(how)
+
+    def close(self) -> None:
+        """As of a socket."""
+        self._socket.close()
