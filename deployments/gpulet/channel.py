@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
-from tenuto.deployments.security.wire_tls import Identity, TlsSocket
+from tenuto.deployments.wire.encryption import Identity, TlsSocket
 from tenuto.deployments.wire.frames import Address, FrameSocket, WrongFrameError, listener
 from tenuto.deployments.wire.link import Endpoint
 from tenuto.deployments.wire.messages import AbortBatch, GpuletState, Message, RunBatch

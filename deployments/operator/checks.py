@@ -14,9 +14,10 @@ from pathlib import Path
 from tenuto.deployments.gpulet.executors.choose import has_nvidia_devices
 from tenuto.deployments.operator.check import Check
 from tenuto.deployments.operator.mps_checks import check_gpus, mps_checks
-from tenuto.deployments.serve.ray_token import is_refused, readable_by_others, token_file
+from tenuto.deployments.serve.ray_address import may_show_token, running_ray
+from tenuto.deployments.serve.ray_token import guard_of, is_refused, readable_by_others, token_file
 
-__all__ = ["Check", "ray_token_check", "run_checks"]
+__all__ = ["Check", "ray_token_check", "run_checks", "running_ray_check"]
 
 
 def _python() -> Check:
@@ -70,6 +71,29 @@ def ray_token_check() -> Check:
             "export RAY_AUTH_MODE=token before `serve deploy`, `serve status` and other commands of Ray",
         )
     return Check(name, "ok", f"token in {file}")
+
+
+def running_ray_check(find: Callable[[], str] = running_ray) -> Check:
+    """Whether the Ray that commands would join lets anybody in, or not even us. Asks it for nothing but that."""
+    name, address = "running ray", find().removeprefix("ray://")
+    if not address:
+        return Check(name, "ok", "none")
+    guard = guard_of(address, shows_token=may_show_token(address))
+    if guard == "open":
+        return Check(
+            name, "fail", f"{address} asks for no token: whoever reaches its ports can run code",
+            "ray stop; ray get-auth-token --generate; ray start --head …",
+        )  # fmt: skip
+    if guard == "theirs":
+        where = token_file() or "RAY_AUTH_TOKEN"
+        return Check(
+            name, "fail", f"{address} asks for a token that is not in {where}",
+            f"copy ~/.ray/auth_token of whoever started it to {where}, readable by you alone",
+        )  # fmt: skip
+    if guard == "closed":
+        return Check(name, "note", f"{address}, another machine, asks for a token", "export RAY_AUTH_MODE=token")
+    known = "with the token" if guard == "ours" else "which does not say whom it takes"
+    return Check(name, "ok", f"{address}, {known}")
 
 
 def _ray() -> Check:
@@ -159,6 +183,7 @@ def run_checks() -> list[Check]:
         lambda: _package("torchvision", "needed for the vision models"),
         lambda: _package("transformers", "needed for the language models"),
         ray_token_check,
+        running_ray_check,
     ]
     after: list[Callable[[], Check]] = [_memory, _shared_memory, lambda: _port(8000), _leftovers]
     shared = mps_checks(has_driver=has_nvidia_devices())

@@ -11,7 +11,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-__all__ = ["QUIET", "announce", "join_ray", "on_loopback", "why_unreachable"]
+from tenuto.deployments.serve.ray_token import guard_of, token_file
+
+__all__ = ["QUIET", "announce", "join_ray", "may_show_token", "on_loopback", "running_ray", "why_unreachable"]
 
 QUIET: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR, "namespace": "tenuto"}
 
@@ -55,15 +57,34 @@ def join_ray(address: str = "auto") -> None:
     address = _resolved(address)
     if not address:
         raise ConnectionError("no Ray runs here that was started with `ray start` or `tenuto serve`")
+    _refuse_unguarded(address)
     if _is_of_this_machine(address):
         _use_token()
     with on_loopback() if _is_on_loopback_alone(address) else contextlib.nullcontext():
-        try:
-            ray.init(address=address, **QUIET)
-        except ConnectionError as error:
-            if "RAY_AUTH_MODE" in os.environ:
-                raise
-            raise ConnectionError(f"{error}. If it asks for a token, set RAY_AUTH_MODE=token") from error
+        ray.init(address=address, **QUIET)
+
+
+def _refuse_unguarded(address: str) -> None:
+    """Raise `ConnectionError` where Ray would try for 20 s to come in without the token that is asked for."""
+    if address.startswith("ray://"):
+        return
+    guard = guard_of(address, shows_token=may_show_token(address))
+    if guard == "closed":
+        raise ConnectionError(
+            f"the Ray at {address} asks for a token, which is not shown to another machine unasked. Set "
+            "RAY_AUTH_MODE=token"
+        )
+    if guard == "theirs":
+        held = "the one of RAY_AUTH_TOKEN" if token_file() is None else f"in {token_file()}"
+        raise ConnectionError(
+            f"the Ray at {address} asks for a token, and it is not {held}. Copy ~/.ray/auth_token of whoever started "
+            "it there (chmod 600), or set RAY_AUTH_TOKEN"
+        )
+
+
+def may_show_token(address: str) -> bool:
+    """Whether Ray's token may be shown to the cluster at an address: on this machine, or where somebody said so."""
+    return _is_of_this_machine(address) or os.environ.get("RAY_AUTH_MODE", "").lower() == "token"
 
 
 @contextlib.contextmanager
@@ -130,6 +151,12 @@ def _why_not_ray(host: str, port: int, timeout_s: float) -> str | None:
     if len(answer) < 4 or answer[3] != _SETTINGS:
         return f"something else than Ray listens at {shown}"
     return None
+
+
+def running_ray() -> str:
+    """Return the address of the Ray that commands join by themselves; empty where none answers."""
+    address = _resolved("auto")
+    return address if address and why_unreachable(address, 1.0) is None else ""
 
 
 def _resolved(address: str) -> str:

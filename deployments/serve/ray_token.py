@@ -10,10 +10,16 @@ from __future__ import annotations
 import os
 import secrets
 from pathlib import Path
+from typing import Literal
 
-__all__ = ["is_refused", "make_token", "readable_by_others", "token_file"]
+__all__ = ["Guard", "guard_of", "is_refused", "make_token", "readable_by_others", "token_file"]
 
 _TOKEN_BYTES = 32
+_ALIVE = "/ray.rpc.NodeInfoGcsService/CheckAlive"  # asks Ray's head nothing, and changes nothing
+
+# What a Ray does with who comes with our token, or without one: `open` takes everybody, `ours` takes our token,
+# `theirs` wants another, `closed` wants one and was not shown ours; `unknown` is no Ray, or one behind TLS.
+Guard = Literal["open", "ours", "theirs", "closed", "unknown"]
 
 
 def token_file() -> Path | None:
@@ -22,6 +28,41 @@ def token_file() -> Path | None:
         return None
     named = os.environ.get("RAY_AUTH_TOKEN_PATH")
     return Path(named) if named else Path.home() / ".ray" / "auth_token"
+
+
+def token() -> str:
+    """Return the token; empty where there is none, or where it cannot be read."""
+    given, file = os.environ.get("RAY_AUTH_TOKEN", ""), token_file()
+    if file is None:
+        return given.strip()
+    try:
+        return file.read_text(encoding="utf-8").strip()
+    except OSError:
+        return ""
+
+
+def guard_of(address: str, *, shows_token: bool = True, timeout_s: float = 5.0) -> Guard:
+    """Return what the Ray at `host:port` asks for; `shows_token`: whether it may see ours."""
+    import grpc  # type: ignore[import-untyped]
+
+    def is_let_in(metadata: tuple[tuple[str, str], ...]) -> bool | None:
+        with grpc.insecure_channel(address, options=[("grpc.enable_http_proxy", 0)]) as channel:
+            try:
+                channel.unary_unary(_ALIVE)(b"", timeout=timeout_s, metadata=metadata)
+            except grpc.RpcError as error:
+                refusals = (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED)
+                return False if error.code() in refusals else None
+        return True
+
+    without = is_let_in(())
+    if without is None:
+        return "unknown"
+    if without:
+        return "open"
+    if not shows_token:
+        return "closed"
+    own = token()
+    return "ours" if own and is_let_in((("authorization", f"Bearer {own}"),)) else "theirs"
 
 
 def is_refused() -> bool:

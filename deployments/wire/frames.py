@@ -22,7 +22,7 @@ from typing import cast
 import msgspec
 import numpy as np
 
-from tenuto.deployments.security.wire_tls import Identity, TlsSocket, pinned_context
+from tenuto.deployments.wire.encryption import Identity, TlsSocket, pinned_context
 from tenuto.deployments.wire.messages import Hello, Message, decode, encode
 from tenuto.deployments.wire.tensors import Buffer
 

@@ -8,6 +8,7 @@ import pytest
 from tenuto.deployments.serve.config import serve_config
 from tenuto.deployments.serve.endpoint import get_json
 from tenuto.deployments.serve.launcher import Launcher
+from tenuto.deployments.serve.ray_token import guard_of
 from tenuto.placement import Plan
 from tests.instruments.live import PORT, infer
 
@@ -103,6 +104,16 @@ def _asked_without_token(port: int) -> str:
         with pytest.raises(grpc.RpcError) as refused:
             ask(b"", timeout=60)
     return str(refused.value.code().name)
+
+
+def test_rays_head_asks_for_the_token(running: Launcher, monkeypatch: pytest.MonkeyPatch) -> None:
+    import ray
+
+    del running
+    address = ray.get_runtime_context().gcs_address
+    assert guard_of(address) == "ours"
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "another")
+    assert guard_of(address) == "theirs"
 
 
 def test_rays_http_takes_no_job_from_a_stranger(running: Launcher) -> None:

@@ -1,12 +1,17 @@
 """The token that Ray's ports are guarded by: made once, for its owner alone, and what `tenuto doctor` says of it."""
 
 import stat
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
+import grpc
 import pytest
 
-from tenuto.deployments.operator.checks import ray_token_check
-from tenuto.deployments.serve.ray_token import make_token, token_file
+from tenuto.deployments.operator.checks import ray_token_check, running_ray_check
+from tenuto.deployments.serve.ray_address import join_ray
+from tenuto.deployments.serve.ray_token import guard_of, make_token, token_file
 
 
 @pytest.fixture
@@ -49,3 +54,59 @@ def test_the_doctor_says_how_the_token_is_used(home: Path, monkeypatch: pytest.M
     assert (ray_token_check().state, ray_token_check().cure[:9]) == ("fail", "chmod 600")
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
     assert (ray_token_check().state, ray_token_check().cure) == ("fail", "unset RAY_AUTH_MODE")
+
+
+class Head(grpc.GenericRpcHandler):
+    """Ray's head as far as its door goes: it takes one token, or, with none, everybody."""
+
+    def __init__(self, token: str | None) -> None:
+        self._token = token
+
+    def service(self, details: Any) -> Any:
+        given = dict(details.invocation_metadata).get("authorization")
+
+        def answer(_request: bytes, context: grpc.ServicerContext) -> bytes:
+            if self._token is not None and given != f"Bearer {self._token}":
+                context.abort(grpc.StatusCode.UNAUTHENTICATED, "InvalidAuthToken")
+            return b""
+
+        return grpc.unary_unary_rpc_method_handler(answer)
+
+
+@pytest.fixture
+def head(request: pytest.FixtureRequest) -> Iterator[str]:
+    server = grpc.server(ThreadPoolExecutor(1), handlers=[Head(request.param)])
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    yield f"127.0.0.1:{port}"
+    server.stop(None).wait()
+
+
+@pytest.mark.parametrize("head", ["secret"], indirect=True)
+def test_a_ray_with_another_token_is_told_from_ones_own(
+    home: Path, head: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refused = running_ray_check(lambda: head)
+    assert (refused.state, refused.found) == ("fail", f"{head} asks for a token that is not in {token_file()}")
+    assert refused.cure.startswith("copy ~/.ray/auth_token of whoever started it")
+    with pytest.raises(ConnectionError, match=r"asks for a token.* Copy ~/\.ray/auth_token"):
+        join_ray(head)
+    make_token()
+    assert guard_of(head) == "theirs"
+    assert guard_of(head, shows_token=False) == "closed"
+    (home / ".ray" / "auth_token").write_text("secret\n")
+    assert running_ray_check(lambda: head).state == "ok"
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "another")
+    assert guard_of(head) == "theirs"
+
+
+@pytest.mark.parametrize("head", [None], indirect=True)
+def test_a_ray_that_takes_everybody_fails_the_check(home: Path, head: str) -> None:
+    del home
+    check = running_ray_check(lambda: head)
+    assert (check.state, check.cure[:8]) == ("fail", "ray stop")
+
+
+def test_what_is_no_ray_says_nothing() -> None:
+    assert guard_of("127.0.0.1:9", timeout_s=1.0) == "unknown"
+    assert running_ray_check(lambda: "").state == "ok"

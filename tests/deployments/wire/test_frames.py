@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tenuto.deployments.security.wire_tls import Identity
 from tenuto.deployments.wire import frames
+from tenuto.deployments.wire.encryption import Identity
 from tenuto.deployments.wire.frames import (
     FrameProtocol,
     FrameReader,
