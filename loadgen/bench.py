@@ -220,6 +220,8 @@ def _jobs(
     total = len(schedule) if load is None else len(load.number)
     in_flight = total / options.duration_s / count * min(2.0, max(t.slo_ms for t in targets) / 1000.0)
     connections = min(400, int(in_flight) + 16)
+    from tenuto.deployments.serve.endpoint import client_key
+
     jobs = []
     for place in range(count):
         if load is None:
@@ -235,6 +237,7 @@ def _jobs(
             ClientJob(
                 options.url, targets, *rows, options.grace_s, connections, send_slo=options.slo_scale != 1.0,
                 via=options.via, run=schedule.hash[:8], load=part, priority=options.client_priority,
+                key=client_key(),
             )
         )  # fmt: skip
     return jobs

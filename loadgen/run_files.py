@@ -94,15 +94,17 @@ def write_run_files(
 
 
 def _served_by(url: str) -> dict[str, Any]:
-    """Return whether any gpu-let of the endpoint is emulated (None when it no longer answers), and what its schedulers
+    """Return whether any gpu-let of the endpoint is emulated (None when it does not say), and what its schedulers
     chose."""
     from tenuto.deployments.serve.endpoint import get_json
 
     try:
         status = get_json(f"{url}/status")
     except EnvironmentFaultError:
-        return {"emulated": None, "schedulers": []}
-    emulated = any(gpulet.get("emulated", False) for gpulet in status.get("gpulets", []))
+        status = {}
+    if not isinstance(status, dict) or "gpulets" not in status:
+        return {"emulated": None, "schedulers": []}  # operators have a port of their own there
+    emulated = any(gpulet.get("emulated", False) for gpulet in status["gpulets"])
     return {"emulated": emulated, "schedulers": status.get("schedulers", [])}
 
 

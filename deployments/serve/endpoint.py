@@ -1,9 +1,10 @@
-"""Asking a running endpoint over HTTP: its health, its models, its plan."""
+"""Asking a running endpoint over HTTP: its health, its models, its plan; as a client with a key where there is one."""
 
 from __future__ import annotations
 
 import contextlib
 import json
+import os
 import urllib.error
 import urllib.request
 from typing import Any
@@ -11,7 +12,14 @@ from urllib.parse import quote
 
 from tenuto.errors import EnvironmentFaultError
 
-__all__ = ["get_json", "model_metadata", "served_plan"]
+__all__ = ["CLIENT_KEY", "client_key", "get_json", "model_metadata", "served_plan"]
+
+CLIENT_KEY = "TENUTO_API_KEY"
+
+
+def client_key() -> str:
+    """Return the API key that this process shows where it is a client; empty without one."""
+    return os.environ.get(CLIENT_KEY, "").strip()
 
 
 def get_json(url: str, timeout_s: float = 5.0) -> Any:
@@ -20,8 +28,10 @@ def get_json(url: str, timeout_s: float = 5.0) -> Any:
     Raises:
         EnvironmentFaultError: nobody answers there, or not with JSON.
     """
+    key = client_key()
+    request = urllib.request.Request(url, headers={"Authorization": f"Bearer {key}"} if key else {})
     try:
-        with urllib.request.urlopen(url, timeout=timeout_s) as response:
+        with urllib.request.urlopen(request, timeout=timeout_s) as response:
             return json.load(response)
     except urllib.error.HTTPError as error:
         with error, contextlib.suppress(ValueError):

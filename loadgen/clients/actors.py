@@ -29,7 +29,7 @@ class ClientActor:
 
     async def prepare(self, job: ClientJob) -> None:
         """Take a job and open its connections."""
-        self._client = Client(job, make_sender(job.via, job.url), hands_over=True)
+        self._client = Client(job, make_sender(job.via, job.url, job.key), hands_over=True)
         await self._client.prepare()
         gc.freeze()  # the schedule and the bodies are not looked through again in every collection of the run
 

@@ -57,6 +57,7 @@ class ClientJob:
     run: str = ""  # what the requests' ids begin with; see `request_id`
     load: ApplicationLoad | None = None
     priority: Priority = "realtime"  # of the sending thread, where the system allows it
+    key: str = field(default="", repr=False)  # that the server wants to see
 
 
 @dataclass

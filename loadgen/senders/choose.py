@@ -8,10 +8,11 @@ from tenuto.loadgen.senders.http import HttpSender
 __all__ = ["make_sender"]
 
 
-def make_sender(via: str, url: str) -> Sender:
-    """Return the sender over `http` to a URL, or over the Python `handle`, whose parts are imported only where used."""
+def make_sender(via: str, url: str, key: str = "") -> Sender:
+    """Return the sender over `http` to a URL, with an API key where one is given, or over the Python `handle`, whose
+    parts are imported only where used."""
     if via == "handle":
         from tenuto.loadgen.senders.handle import HandleSender
 
         return HandleSender()
-    return HttpSender(url)
+    return HttpSender(url, key)

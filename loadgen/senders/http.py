@@ -162,8 +162,8 @@ class HttpSender:
     flight.
     """
 
-    def __init__(self, url: str) -> None:
-        """Take the server's base URL; raises `InvalidInputError` unless it is http:// or https://."""
+    def __init__(self, url: str, key: str = "") -> None:
+        """Take the server's base URL and an API key; raises `InvalidInputError` unless it is http:// or https://."""
         try:
             parts = urlsplit(url)
             port = parts.port
@@ -172,6 +172,7 @@ class HttpSender:
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise InvalidInputError(f"{url!r} is not an HTTP address. Write it like http://127.0.0.1:8000.")
         self._host = parts.netloc
+        self._key = key
         self._target = (parts.hostname, port or (443 if parts.scheme == "https" else 80))
         self._ssl = ssl.create_default_context() if parts.scheme == "https" else None
         self.idle: list[_Connection] = []
@@ -209,6 +210,8 @@ class HttpSender:
             }
         if slo_ms is not None:
             headers["X-SLO-Ms"] = f"{slo_ms:g}"
+        if self._key:
+            headers["Authorization"] = f"Bearer {self._key}"
         line, rest = post_bytes(f"/v2/models/{model}/infer", body.data, headers, self._host).split(b"\r\n", 1)
         return line, rest
 

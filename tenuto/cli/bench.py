@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import Any, Literal
@@ -10,6 +11,7 @@ import click
 
 from tenuto.cli.common import emit_json, json_option, progress_console, stdout_console
 from tenuto.cli.tables import number, print_run
+from tenuto.errors import InvalidInputError, Problem
 
 __all__ = ["command"]
 
@@ -57,6 +59,7 @@ __all__ = ["command"]
     metavar="DIR",
     help="Folder for report.html, result.json, requests.parquet, timeline.csv.",
 )
+@click.option("--key-file", metavar="FILE", help="File with the API key to show; default: TENUTO_API_KEY.")
 @click.option("--force", is_flag=True, help="Replace a report that is already in DIR.")
 @json_option
 def command(
@@ -73,6 +76,7 @@ def command(
     via: Literal["http", "handle"],
     client_priority: Literal["realtime", "normal"],
     folder: str | None,
+    key_file: str | None,
     force: bool,
     as_json: bool,
 ) -> int:
@@ -85,13 +89,15 @@ def command(
 
     Example: tenuto bench plan.yaml --duration-s 30 --seed 1 -o report
     """
-    from tenuto.deployments.serve.endpoint import served_plan
+    from tenuto.deployments.serve.endpoint import CLIENT_KEY, served_plan
     from tenuto.loadgen.bench import BenchOptions, asked_of, run_bench
     from tenuto.loadgen.report.page import write_report
     from tenuto.loadgen.run import Run
     from tenuto.loadgen.run_files import describe, prepare_report, write_run_files
     from tenuto.placement import Plan
 
+    if key_file is not None:
+        os.environ[CLIENT_KEY] = _read_key(key_file)
     address = url or (target if "://" in target else "http://127.0.0.1:8000")
     plan = Plan.from_data(served_plan(address), origin=address) if "://" in target else Plan.load(target)
     out = prepare_report(Path(folder), force=force) if folder is not None else None
@@ -124,6 +130,15 @@ def command(
     return 0 if result.verdict.result == "PASS" else 1
 
 
+def _read_key(file: str) -> str:
+    try:
+        return Path(file).read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidInputError(
+            Problem("--key-file", file, f"cannot be read ({error})", "Give a file with the key and nothing else.")
+        ) from error
+
+
 def _print(document: dict[str, Any]) -> None:
     """Print the tables, then the conditions, then the verdict last."""
     console = stdout_console()
@@ -140,5 +155,5 @@ def _print(document: dict[str, Any]) -> None:
         console.print(f"failures: {line}")
     for reason in verdict["reasons"]:
         console.print(f"  {reason}")
-    emulated = " (emulated GPUs)" if document.get("emulated") else ""
-    console.print(f"verdict: {verdict['result']}{emulated}")
+    kinds = {True: " (emulated GPUs)", None: " (the address does not say whether its GPUs are emulated)"}
+    console.print(f"verdict: {verdict['result']}{kinds.get(document.get('emulated'), '')}")

@@ -205,7 +205,7 @@ def _peer() -> Iterator[tuple[str, dict[str, Callable[[str, str], Sender]]]]:
         server.start()
         try:
             url = f"http://127.0.0.1:{ours.recv()}"
-            yield url, {"http": make_sender, "handle": lambda _via, _url: _NoOpHandleSender(socket_name)}
+            yield url, {"http": make_sender, "handle": lambda _via, _url, _key: _NoOpHandleSender(socket_name)}
         finally:
             server.terminate()
             server.join()

@@ -6,6 +6,7 @@ import asyncio
 import datetime
 import hashlib
 import itertools
+import json
 import ssl
 import time
 from collections.abc import AsyncIterator
@@ -19,9 +20,12 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from tenuto.deployments.entry.http import Head
 from tenuto.deployments.operator.traces import Traces
 from tenuto.deployments.serve.config import serve_config
+from tenuto.deployments.serve.endpoint import CLIENT_KEY, client_key, model_metadata
 from tenuto.deployments.serve.launcher import unused_port
 from tenuto.deployments.serve.user_config import read_gateway_config
 from tenuto.errors import InvalidInputError
+from tenuto.loadgen.sender import Body, Reply
+from tenuto.loadgen.senders.http import HttpSender
 from tests.deployments.entry.test_gateway import PLAN, TENSOR, Bench
 from tests.instruments.asking import PATIENCE_S
 
@@ -101,6 +105,19 @@ async def test_a_key_is_checked_before_the_body_is_read(bench: Bench) -> None:
     assert bench.entry._arena is not None
     assert bench.entry._arena.used_bytes == 0
     writer.close()
+
+
+async def test_our_own_clients_show_the_key_of_the_environment(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    url, replies = f"http://127.0.0.1:{bench.port}", asyncio.Queue[Reply]()
+    refused = await asyncio.to_thread(model_metadata, url, "m")
+    assert refused["error"].startswith("no key")
+    monkeypatch.setenv(CLIENT_KEY, KEYS["anna"])
+    assert (await asyncio.to_thread(model_metadata, url, "m"))["name"] == "m"
+    sender = HttpSender(url, client_key())
+    await sender.open(1, lambda _token, reply: replies.put_nowait(reply))
+    sender.send(sender.prepare("m", Body(json.dumps({"inputs": [TENSOR]}).encode())), "one", 1)
+    assert (await asyncio.wait_for(replies.get(), PATIENCE_S)).status == 200
+    sender.close()
 
 
 async def test_a_client_above_its_rate_is_told_when_to_come_back(bench: Bench) -> None:
