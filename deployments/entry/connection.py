@@ -479,7 +479,8 @@ class HttpConnection(asyncio.BufferedProtocol):
             self._close()
         elif self._transport is not None and not self._lingers and not self._transport.is_closing():
             self._lingers = True
-            self._transport.write_eof()
+            if self._transport.get_extra_info("sslcontext") is None:  # TLS has no half of a connection to close
+                self._transport.write_eof()
             self._transport.resume_reading()
 
     def _close(self) -> None:

@@ -238,13 +238,23 @@ async def test_tls_by_file(bench: Bench, tmp_path: Path) -> None:
     cert, key = certificate(tmp_path)
     port = unused_port()
     listen = {"host": "127.0.0.1", "port": port, "tls_cert": str(cert), "tls_key": str(key)}
-    await bench.entry.follow(*read_gateway_config({"plan": PLAN.to_data(), "listen": listen}))
+    await bench.entry.follow(
+        *read_gateway_config({"plan": PLAN.to_data(), "listen": listen, "max_body_mib": 1})
+    )
     trust = ssl.create_default_context(cafile=str(cert))
     async with httpx.AsyncClient(base_url=f"https://127.0.0.1:{port}", verify=trust, timeout=PATIENCE_S) as client:
         large = {"inputs": [{**TENSOR, "data": [1, 2]}], "parameters": {"note": "x" * 300_000}}
         for body in ({"inputs": [TENSOR]}, large):
             answer = await client.post("/v2/models/m/infer", json=body)
             assert answer.status_code == 200
+    # A client that is refused in the middle of its body still reads why.
+    reader, writer = await asyncio.open_connection("127.0.0.1", port, ssl=trust)
+    writer.write(b"POST /v2/models/m/infer HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\nffffffff\r\n")
+    writer.write(bytes(3 << 19))
+    async with asyncio.timeout(PATIENCE_S):
+        assert (await reader.readline()).startswith(b"HTTP/1.1 413")
+        await reader.readuntil(b"the body exceeds the limit of 1 MiB")
+    writer.close()
     wrong = read_gateway_config(
         {"plan": PLAN.to_data(), "listen": {**listen, "port": unused_port(), "tls_cert": str(key)}}
     )

@@ -1,7 +1,9 @@
 """Every listening socket of a running system is known, bound to this machine, and closed to whoever has no token."""
 
 import http.client
+import json
 import os
+from pathlib import Path
 
 import pytest
 
@@ -49,7 +51,7 @@ def make_plan() -> Plan:
 
 @pytest.fixture(scope="module")
 def running(launcher: Launcher) -> Launcher:
-    launcher.apply(serve_config(make_plan(), port=PORT, scheduler="eager"))
+    launcher.apply(serve_config(make_plan(), port=PORT, scheduler="eager", log_json=True))
     return launcher
 
 
@@ -136,6 +138,20 @@ def _said_to_a_job(port: int) -> int | None:
         return None
     finally:
         connection.close()
+
+
+def test_logs_are_json_with_one_line_per_event_and_none_per_request(running: Launcher) -> None:
+    import ray
+
+    for _ in range(10):
+        assert infer(running.base_url)[0] == 200
+    folder = Path(ray._private.worker._global_node.get_logs_dir_path()) / "serve"
+    for kind, event in (("replica_tenuto_gateway", "is connected"), ("replica_gpulet", "is ready up to batch 4")):
+        newest = max(folder.glob(f"{kind}*.log"), key=lambda file: file.stat().st_ctime)
+        lines = [json.loads(line) for line in newest.read_text().splitlines()]
+        assert any(event in line["message"] for line in lines)
+        assert all({"levelname", "asctime", "replica"} <= line.keys() for line in lines)
+        assert len(lines) < 10
 
 
 def test_operators_have_a_port_beside_the_clients(running: Launcher) -> None:
