@@ -181,6 +181,21 @@ async def test_what_a_proxy_in_front_took_counts_against_the_deadline(bench: Ben
     assert status["models"]["m"]["submitted"] == 3
 
 
+async def test_what_is_absurd_is_refused_with_the_cure(bench: Bench) -> None:
+    own = bearer("anna")
+    for path in ("/v2/models/m/versions/2", "/v2/models/m/versions/2/ready", "/v2/models/m/versions/x/stats"):
+        assert (await bench.client.get(path, headers=own)).status_code == 404
+    assert (await bench.client.post("/v2/models/m/versions/2/infer", json={}, headers=own)).status_code == 404
+    ordered = await bench.infer(document={"inputs": [TENSOR], "parameters": {"priority": 3}}, X_Api_Key=KEYS["anna"])
+    assert (ordered.status_code, "priorit" in ordered.json()["error"]) == (400, True)
+    for slo in ("nan", "inf", "1e308", "3600001", "9" * 5000):
+        assert (await bench.infer(X_Api_Key=KEYS["anna"], X_SLO_Ms=slo)).status_code == 400, slo
+    async with httpx.AsyncClient(timeout=PATIENCE_S) as client:
+        for limit in ("0", "-1", "4097", "9" * 400, "nan"):
+            url = f"http://127.0.0.1:{bench.operators}/requests?limit={limit}"  # type: ignore[attr-defined]
+            assert (await client.get(url)).status_code == 400, limit
+
+
 async def test_statistics_of_the_protocol_have_times(bench: Bench) -> None:
     await bench.infer(X_Api_Key=KEYS["anna"])
     (found,) = (await bench.client.get("/v2/models/m/stats", headers=bearer("anna"))).json()["model_stats"]
