@@ -55,12 +55,13 @@ class Fellows:
             "asked_rps": self._asked_rps,
         }  # fmt: skip
 
-    async def share_rates(self) -> None:
-        """Share the keys' rates with the others; call it once a second. A second without an answer changes nothing."""
+    async def meet(self) -> None:
+        """Tell the others this gateway's figures and share the keys' rates with them; call it once a second. A second
+        without an answer changes nothing."""
         now_s = time.monotonic()
         self._asked_rps = self._service.callers.count(max(1e-3, now_s - self._counted_s))
         self._counted_s = now_s
-        if not self._asked_rps:
+        if not isinstance(self._service.maybe_dispatching, RemoteDispatchers):
             return
         try:
             heard = await self.all()

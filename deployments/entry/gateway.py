@@ -192,7 +192,7 @@ class Entry:
         if self.service is not None:
             self.service.margin.tick()
         if self._fellows is not None:
-            task = asyncio.create_task(self._fellows.share_rates(), name="share rates")
+            task = asyncio.create_task(self._fellows.meet(), name="meet the other gateways")
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
         self._ticker = asyncio.get_running_loop().call_later(1.0, self._tick)
