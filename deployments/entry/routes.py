@@ -26,7 +26,10 @@ def make_app(service: InferenceService, watched: Watched | None = None) -> FastA
 
     `watched`: what operators are told too, where clients and operators are the same people.
     """
-    app = FastAPI(title="Tenuto", version=__version__, description="Multi-model inference with latency SLOs.")
+    app = FastAPI(
+        title="Tenuto", version=__version__, description="Multi-model inference with latency SLOs.",
+        redirect_slashes=False,  # nobody but the client knows by which name it came here
+    )  # fmt: skip
 
     @app.exception_handler(HttpError)
     async def _http_error(_request: Request, error: HttpError) -> JSONResponse:

@@ -43,7 +43,10 @@ class Watched(Protocol):
 
 def make_operator_app(watched: Watched) -> FastAPI:
     """Return the operators' application."""
-    app = FastAPI(title="Tenuto for operators", version=__version__, description="What runs against what was planned.")
+    app = FastAPI(
+        title="Tenuto for operators", version=__version__, description="What runs against what was planned.",
+        redirect_slashes=False,
+    )  # fmt: skip
 
     add_error_answers(app, "this port")
 

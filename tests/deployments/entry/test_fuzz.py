@@ -140,6 +140,7 @@ def test_headers(client: httpx.Client, name: str, value: str) -> None:
 @example(b"GET / HTTP/1.1\r\ncontent-length: " + b"9" * 400 + b"\r\n\r\n")
 @example(b"POST /v2/models/m/infer HTTP/1.1\r\ncontent-length: 10\r\ncontent-length: 5\r\n\r\n0123456789")
 @example(b"POST /v2/models/m/infer HTTP/1.1\r\ntransfer-encoding: chunked\r\n\r\nffffffffffffffff\r\n")
+@example(b"GET /v2/ HTTP/1.1\r\nhost: x\r\n\r\n")  # there is nothing behind the slash, and nowhere to be sent to
 @example(b"\x16\x03\x01\x00\xa5\x01\x00\x00")  # the beginning of TLS
 def test_bytes_that_are_no_request(bench: Bench, noise: bytes) -> None:
     with socket.create_connection(("127.0.0.1", bench.port), timeout=PATIENCE_S) as connection:
