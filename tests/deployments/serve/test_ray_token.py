@@ -8,6 +8,7 @@ from typing import Any
 
 import grpc
 import pytest
+import ray  # noqa: F401  # reads the environment when it is imported, which must not be in a test that changes it
 
 from tenuto.deployments.operator.checks import ray_token_check, running_ray_check
 from tenuto.deployments.serve.ray_address import join_ray
