@@ -15,6 +15,7 @@ from tenuto.deployments.serve.launcher import Launcher
 from tenuto.loadgen.bench import BenchOptions, BenchResult, run_bench
 from tenuto.placement import Plan
 from tests.instruments.live import PORT, pids, post, until
+from tests.instruments.sockets import check_sockets
 
 pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::DeprecationWarning")]
 
@@ -84,6 +85,14 @@ def load_and_kill(url: str, application: str) -> tuple[BenchResult, dict[str, An
         assert outcomes == model["offered"] > 0
     assert result.verdict.conditions["sent"] == len(result.schedule)
     return result, models
+
+
+def test_two_gateways_and_their_dispatchers_listen_where_they_are_known_to(url: str) -> None:
+    assert post(f"{url}/v2/models/left/infer", BODY)[0] == 200
+    kinds = {each.kind for each in check_sockets()}
+    assert {"ray::ServeReplica:tenuto:gateway", "ray::ServeReplica:dispatcher"} <= kinds
+    status = get_json(f"{url}/status")
+    assert len(status["gateways"]) == 2
 
 
 def test_both_models_answer_through_either_gateway_and_the_id_is_found(url: str) -> None:

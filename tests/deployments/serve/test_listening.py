@@ -1,35 +1,20 @@
 """Every listening socket of a running system is known, bound to this machine, and closed to whoever has no token."""
 
 import http.client
-import os
+import json
+from pathlib import Path
 
 import pytest
 
 from tenuto.deployments.serve.config import serve_config
 from tenuto.deployments.serve.endpoint import get_json
 from tenuto.deployments.serve.launcher import Launcher
+from tenuto.deployments.serve.ray_token import guard_of
 from tenuto.placement import Plan
 from tests.instruments.live import PORT, infer
+from tests.instruments.sockets import check_sockets, listening
 
 pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::DeprecationWarning")]
-
-# What a system listens with, by the kind of its process: how many TCP sockets at most, and what they are for.
-KNOWN = {
-    "driver": (1, "the core worker of whoever started it (gRPC, token)"),
-    "gcs_server": (1, "Ray's head (gRPC, token)"),
-    "raylet": (2, "Ray's node manager and object manager (gRPC, token)"),
-    "ray::DashboardAgent": (4, "Ray's agent: gRPC, metrics, and HTTP that takes jobs (token)"),
-    "ray::RuntimeEnvAgent": (1, "Ray's preparation of environments (HTTP, token)"),
-    "monitor": (1, "Ray's autoscaler metrics"),
-    "dashboard": (2, "Ray's head agent without the dashboard"),
-    "ray::IDLE": (1, "a worker that waits for work (gRPC, token)"),
-    "ray::ServeController": (1, "Serve's controller (gRPC, token)"),
-    "ray::ProxyActor": (2, "Serve's proxy: gRPC (token), and HTTP, the slower way in"),
-    "ray::ServeReplica:tenuto:gateway": (5, "clients, operators, Python handles (token); gRPC (token)"),
-    "ray::ServeReplica:gpulet": (3, "batches (token), gRPC (token)"),
-}
-LOOPBACK = ("127.0.0.1", "::1", "::ffff:127.0.0.1")
-
 
 def make_plan() -> Plan:
     latency = {"alpha_ms": 1.0, "beta_ms": 9.0}
@@ -48,68 +33,30 @@ def make_plan() -> Plan:
 
 @pytest.fixture(scope="module")
 def running(launcher: Launcher) -> Launcher:
-    launcher.apply(serve_config(make_plan(), port=PORT, scheduler="eager"))
+    launcher.apply(serve_config(make_plan(), port=PORT, scheduler="eager", log_json=True))
     return launcher
-
-
-def listening() -> list[tuple[str, str, int]]:
-    """Kind of process, address and port of every TCP socket that this run's processes listen on."""
-    import psutil  # Ray brings it
-
-    found = []
-    for process in [psutil.Process(), *psutil.Process().children(recursive=True)]:
-        try:
-            connections, command = process.net_connections("tcp"), " ".join(process.cmdline())
-        except (psutil.NoSuchProcess, psutil.ZombieProcess):
-            continue
-        kind = _kind(process.pid, command)
-        found += [(kind, c.laddr.ip, c.laddr.port) for c in connections if c.status == psutil.CONN_LISTEN]
-    return found
-
-
-def _kind(pid: int, command: str) -> str:
-    if pid == os.getpid():
-        return "driver"
-    for name in ("autoscaler/_private/monitor.py", "dashboard/dashboard.py"):
-        if name in command:
-            return name.split("/")[-1].removesuffix(".py")
-    # Ray's processes are called after what they do just now: ray::ServeController.listen_for_change.
-    return next((kind for kind in KNOWN if command.startswith(kind) or f"/{kind} " in command), command)
 
 
 def test_every_socket_is_known_and_of_this_machine_alone(running: Launcher) -> None:
     assert infer(running.base_url)[0] == 200
-    sockets = listening()
-    by_process: dict[str, int] = {}
-    everywhere = []
-    for kind, address, port in sockets:
-        assert kind in KNOWN, f"{kind} listens on {address}:{port}, and nobody knows what for"
-        by_process[kind] = by_process.get(kind, 0) + 1
-        if address not in LOOPBACK:
-            everywhere.append((kind, address, port))
-    # Serve binds the gRPC server of every replica to all interfaces, and has no setting for that (Ray 2.60).
-    assert {kind for kind, _, _ in everywhere} <= {"ray::ServeReplica:tenuto:gateway", "ray::ServeReplica:gpulet"}
-    for _, _, port in everywhere:
-        assert _asked_without_token(port) == "UNAUTHENTICATED"
-    assert by_process["ray::ServeReplica:tenuto:gateway"] <= KNOWN["ray::ServeReplica:tenuto:gateway"][0]
+    assert {"ray::ServeReplica:tenuto:gateway", "ray::ServeReplica:gpulet"} <= {each.kind for each in check_sockets()}
 
 
-def _asked_without_token(port: int) -> str:
-    """What Serve's gRPC of a replica says to a stranger."""
-    import grpc
+def test_rays_head_asks_for_the_token(running: Launcher, monkeypatch: pytest.MonkeyPatch) -> None:
+    import ray
 
-    with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
-        ask = channel.unary_unary("/ray.serve.ASGIService/HandleRequest")
-        with pytest.raises(grpc.RpcError) as refused:
-            ask(b"", timeout=60)
-    return str(refused.value.code().name)
+    del running
+    address = ray.get_runtime_context().gcs_address
+    assert guard_of(address) == "ours"
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "another")
+    assert guard_of(address) == "theirs"
 
 
 def test_rays_http_takes_no_job_from_a_stranger(running: Launcher) -> None:
     """Whatever of Ray speaks HTTP refuses a job without the token, and at least one does."""
     del running
-    rays = [(kind, port) for kind, _, port in listening() if kind in ("ray::DashboardAgent", "ray::RuntimeEnvAgent")]
-    said = {(kind, port): _said_to_a_job(port) for kind, port in rays}
+    kinds = ("ray::DashboardAgent", "ray::RuntimeEnvAgent")
+    said = {each: _said_to_a_job(each.port) for each in listening() if each.kind in kinds}
     assert not {place: status for place, status in said.items() if status is not None and status < 400}
     assert {401, 403} & set(said.values())
 
@@ -125,6 +72,20 @@ def _said_to_a_job(port: int) -> int | None:
         return None
     finally:
         connection.close()
+
+
+def test_logs_are_json_with_one_line_per_event_and_none_per_request(running: Launcher) -> None:
+    import ray
+
+    for _ in range(10):
+        assert infer(running.base_url)[0] == 200
+    folder = Path(ray._private.worker._global_node.get_logs_dir_path()) / "serve"
+    for kind, event in (("replica_tenuto_gateway", "is connected"), ("replica_gpulet", "is ready up to batch 4")):
+        newest = max(folder.glob(f"{kind}*.log"), key=lambda file: file.stat().st_ctime)
+        lines = [json.loads(line) for line in newest.read_text().splitlines()]
+        assert any(event in line["message"] for line in lines)
+        assert all({"levelname", "asctime", "replica"} <= line.keys() for line in lines)
+        assert len(lines) < 10
 
 
 def test_operators_have_a_port_beside_the_clients(running: Launcher) -> None:
