@@ -77,15 +77,20 @@ def _said_to_a_job(port: int) -> int | None:
 def test_logs_are_json_with_one_line_per_event_and_none_per_request(running: Launcher) -> None:
     import ray
 
+    folder = Path(ray._private.worker._global_node.get_logs_dir_path()) / "serve"
+    events = {"replica_tenuto_gateway": "is connected", "replica_gpulet": "is ready up to batch 4"}
+
+    def lines_of(kind: str) -> list[dict[str, str]]:
+        newest = max(folder.glob(f"{kind}*.log"), key=lambda file: file.stat().st_ctime)
+        return [json.loads(line) for line in newest.read_text().splitlines()]
+
+    before = {kind: lines_of(kind) for kind in events}
+    for kind, event in events.items():
+        assert any(event in line["message"] for line in before[kind])
+        assert all({"levelname", "asctime", "replica"} <= line.keys() for line in before[kind])
     for _ in range(10):
         assert infer(running.base_url)[0] == 200
-    folder = Path(ray._private.worker._global_node.get_logs_dir_path()) / "serve"
-    for kind, event in (("replica_tenuto_gateway", "is connected"), ("replica_gpulet", "is ready up to batch 4")):
-        newest = max(folder.glob(f"{kind}*.log"), key=lambda file: file.stat().st_ctime)
-        lines = [json.loads(line) for line in newest.read_text().splitlines()]
-        assert any(event in line["message"] for line in lines)
-        assert all({"levelname", "asctime", "replica"} <= line.keys() for line in lines)
-        assert len(lines) < 10
+    assert {kind: len(lines_of(kind)) - len(before[kind]) for kind in events} == dict.fromkeys(events, 0)
 
 
 def test_operators_have_a_port_beside_the_clients(running: Launcher) -> None:
