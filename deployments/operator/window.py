@@ -86,7 +86,8 @@ def quantile_s(histogram: Mapping[str, Any], quantile: float) -> float | None:
     for index, bound in enumerate(bounds):
         if upto[index] >= rank and counts[index]:
             low = bounds[index - 1] if index else 0.0
-            return float(low + (bound - low) * (rank - (upto[index] - counts[index])) / counts[index])
+            part = (rank - (upto[index] - counts[index])) / counts[index]
+            return float(min(bound, low + (bound - low) * part))  # rounding must not lead into the next bucket
     return float(bounds[-1]) if bounds else None
 
 

@@ -4,7 +4,7 @@ import asyncio
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tenuto.deployments.dispatch.histogram import Histogram, buckets_around
@@ -13,6 +13,7 @@ from tenuto.deployments.operator.window import between, quantile_s
 from tests.instruments.shown_status import ShownServer
 
 
+@example([0.25, 0.03125], 0.5, 229.0)
 @given(
     st.lists(st.floats(0.0, 0.3), min_size=1, max_size=200),
     st.sampled_from([0.01, 0.5, 0.9, 0.99]),
