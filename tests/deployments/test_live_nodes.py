@@ -67,7 +67,7 @@ def test_gpulets_run_on_the_node_of_their_gpu_and_a_lost_node_takes_only_its_own
         launcher.connect(num_gpus=2)
         with pytest.raises(EnvironmentFaultError, match=r"on node 192\.0\.2\.7, the cluster has 127"):
             launcher.apply(serve_config(make_plan(other="192.0.2.7"), port=port))
-        launcher.apply(serve_config(make_plan(), scheduler="eager", port=port))
+        launcher.apply(serve_config(make_plan(), scheduler="eager", port=port, encrypt=True))
         url = launcher.base_url
         assert addresses_by_gpulet(url) == {"left/0/a": HEAD, "right/0/a": OTHER}
         for name in ("left", "right"):
