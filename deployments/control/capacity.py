@@ -21,6 +21,7 @@ from tenuto.batching.core.system import NetworkDelay
 from tenuto.batching.core.target import target_batch
 from tenuto.placement import Plan, Replica
 from tenuto.placement.expectation.goodput import expected_of
+from tenuto.placement.pools import joined
 
 __all__ = ["UNSERVED", "Capacity", "Demand", "promised_parts"]
 
@@ -188,28 +189,12 @@ class Capacity:
         cost: dict[int, list[float]] = {}
         for program, _, ms in self._pairs(offered):
             cost.setdefault(program, []).append(ms)
-        for pool in self._pools():
+        for pool in joined([*([program] for program in programs), *(gpulet.hosts for gpulet in self._gpulets)]):
             weighted = [burst[p] * sum(cost[p]) / len(cost[p]) for p in pool if p in cost]
             part = math.sqrt(sum(w * w for w in weighted)) / sum(weighted) if sum(weighted) > 0 else 1.0
             for program in pool:
                 offered[program] += part * burst[program]
-        hosted = {program for pool in self._pools() for program in pool}
-        for program in programs:
-            if program not in hosted:
-                offered[program] += burst[program]
         return offered
-
-    def _pools(self) -> list[set[int]]:
-        """Return the programs in groups that have no gpu-let in common."""
-        pools: list[set[int]] = []
-        for gpulet in self._gpulets:
-            joined = set(gpulet.hosts)
-            for pool in [pool for pool in pools if pool & joined]:
-                joined |= pool
-                pools.remove(pool)
-            if joined:
-                pools.append(joined)
-        return pools
 
     def _weights(self, offered: list[float]) -> list[float]:
         by_request = self._system.objective != "weighted"

@@ -10,6 +10,7 @@ from tenuto.documents import load_document
 from tenuto.errors import InvalidInputError, Problem
 from tenuto.placement import Plan
 from tenuto.placement.policies.symphony.partition import PartitionModel, partition
+from tenuto.placement.pools import joined
 
 __all__ = ["cut_plan", "fits_plan", "parted", "read_partition"]
 
@@ -71,14 +72,9 @@ def parted(plan: Plan, present: Mapping[str, int], *, time_limit_s: float = 10.0
 
 def _pools(plan: Plan) -> list[set[str]]:
     """Return the models that gpu-lets hold together, directly or through others; one that is nowhere is by itself."""
-    pools: list[set[str]] = [{spec.name} for spec in plan.models]
     known = {spec.name for spec in plan.models}
-    for gpulet in plan.gpulets:
-        held = {replica.name for replica in gpulet.models} & known
-        joined = [pool for pool in pools if pool & held]
-        if len(joined) > 1:
-            pools = [pool for pool in pools if pool not in joined] + [set().union(*joined)]
-    return sorted(pools, key=min)
+    held = ({replica.name for replica in gpulet.models} & known for gpulet in plan.gpulets)
+    return sorted(joined([*({name} for name in known), *held]), key=min)
 
 
 def cut_plan(plan: Plan, partition: Mapping[str, int] | None = None) -> dict[str, Plan]:

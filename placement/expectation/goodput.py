@@ -19,6 +19,7 @@ from scipy.sparse import coo_array
 
 from tenuto.placement.expectation.waiting import Batch, Stream, blocked_part, used_part
 from tenuto.placement.plan import Expected, ExpectedModel, Plan
+from tenuto.placement.pools import joined
 from tenuto.placement.program import Gpulet, Program
 from tenuto.placement.workload import ModelSpec
 
@@ -127,21 +128,15 @@ def _neighbours(plan: Plan, kinds: Sequence[_Kind]) -> dict[int, list[_Kind]]:
 
 def _pools(kinds: Sequence[_Kind]) -> Iterable[list[_Kind]]:
     """Return the kinds that share programs, directly or through others."""
-    parent: dict[str, str] = {}
-
-    def root(name: str) -> str:
-        while parent.setdefault(name, name) != name:
-            parent[name] = parent[parent[name]]
-            name = parent[name]
-        return name
-
-    for kind in kinds:
-        for program in kind.programs[1:]:
-            parent[root(program.name)] = root(kind.programs[0].name)
-    pools: dict[str, list[_Kind]] = defaultdict(list)
+    pool_of = {
+        name: index
+        for index, names in enumerate(joined([program.name for program in kind.programs] for kind in kinds))
+        for name in names
+    }
+    pools: dict[int, list[_Kind]] = defaultdict(list)
     for kind in kinds:
         if kind.programs:
-            pools[root(kind.programs[0].name)].append(kind)
+            pools[pool_of[kind.programs[0].name]].append(kind)
     return pools.values()
 
 
