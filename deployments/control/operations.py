@@ -34,7 +34,7 @@ from tenuto.deployments.serve.deployment import (
     Version,
     is_ours,
 )
-from tenuto.deployments.serve.finders import gateway_status
+from tenuto.deployments.serve.discovery import gateway_status
 from tenuto.deployments.serve.launcher import Launcher, is_serving
 from tenuto.deployments.wire.arena import machine_id
 from tenuto.errors import EnvironmentFaultError, InvalidInputError, Problem, TenutoError

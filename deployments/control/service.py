@@ -24,7 +24,7 @@ from tenuto.deployments.control.planner import PlannerProcess
 from tenuto.deployments.control.settings import ControlSettings
 from tenuto.deployments.serve.applications import Applications
 from tenuto.deployments.serve.deployment import ClusterStore, Deployment, History, Store
-from tenuto.deployments.serve.finders import gateway_status
+from tenuto.deployments.serve.discovery import gateway_status
 from tenuto.documents import parse_document
 from tenuto.errors import EnvironmentFaultError, InvalidInputError, Problem
 from tenuto.placement import Workload

@@ -22,16 +22,16 @@ from tenuto.batching.rivals.eager import EagerScheduler
 from tenuto.deployments.dispatch.accounts import Accounts, ModelCounters
 from tenuto.deployments.dispatch.batch_frames import pack_batch, split_reply
 from tenuto.deployments.dispatch.core_time import CoreTime
-from tenuto.deployments.dispatch.correction import LatencyCorrection, WayMeter
 from tenuto.deployments.dispatch.early_release import EarlyRelease
 from tenuto.deployments.dispatch.fleet import AttachedGpulet, Fleet, GpuletLink, LinkFactory, gpulet_link
 from tenuto.deployments.dispatch.in_flight import Asker, Batch, Request
+from tenuto.deployments.dispatch.measured_times import LatencyCorrection, WayMeter
 from tenuto.deployments.dispatch.rehearsals import Compute, Rehearsals
 from tenuto.deployments.dispatch.status import dispatcher_status
 from tenuto.deployments.wire.answers import Executed, Refused
 from tenuto.deployments.wire.arena import Held
-from tenuto.deployments.wire.link import Finder
 from tenuto.deployments.wire.messages import BatchFailed, BatchRan, GpuletCloses, Message
+from tenuto.deployments.wire.peer import Finder
 from tenuto.deployments.wire.tensors import InputPart
 from tenuto.outcome import Outcome
 from tenuto.placement import Plan

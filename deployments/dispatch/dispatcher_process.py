@@ -17,7 +17,7 @@ import orjson
 
 from tenuto.deployments.dispatch.dispatcher import Dispatcher
 from tenuto.deployments.dispatch.in_flight import Request
-from tenuto.deployments.serve.finders import find_gpulet
+from tenuto.deployments.serve.discovery import find_gpulet
 from tenuto.deployments.serve.niceness import run_at_normal_priority
 from tenuto.deployments.serve.own_loop import OwnLoop, elsewhere, spare_the_collector
 from tenuto.deployments.serve.user_config import Serving, read_dispatcher_config
@@ -26,8 +26,8 @@ from tenuto.deployments.wire.arena import MappedArenas, machine_id
 from tenuto.deployments.wire.bundles import AnsweredRequest, Bundler, pack_answers, read_parts
 from tenuto.deployments.wire.encryption import Identity
 from tenuto.deployments.wire.frames import Address, FrameProtocol, listen
-from tenuto.deployments.wire.link import Endpoint, Finder
 from tenuto.deployments.wire.messages import AskReport, DispatcherState, Hello, Message, Report, RequestRow, Requests
+from tenuto.deployments.wire.peer import Endpoint, Finder
 from tenuto.outcome import Outcome
 
 __all__ = ["BundleServer", "DispatcherReplica", "build"]

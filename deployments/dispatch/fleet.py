@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tenuto.deployments.dispatch.in_flight import Batch
-from tenuto.deployments.wire.link import Finder, Link, LinkEvents, PeerLink
 from tenuto.deployments.wire.messages import AbortBatch, GpuletState
+from tenuto.deployments.wire.peer import Finder, Link, LinkEvents, PeerLink
 from tenuto.placement import Plan
 from tenuto.placement.program import Program
 from tenuto.profiles.networks.catalogue import ModelSignature

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from tenuto.deployments.entry.connection import HttpServer
-from tenuto.deployments.entry.remote import RemoteDispatchers
+from tenuto.deployments.entry.remote_dispatchers import RemoteDispatchers
 from tenuto.deployments.entry.service import InferenceService
 from tenuto.deployments.operator.devices import DeviceFigures
 

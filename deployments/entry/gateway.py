@@ -29,7 +29,7 @@ from tenuto.deployments.entry.connection import HttpExchange, HttpServer, Limits
 from tenuto.deployments.entry.dispatching import Dispatching
 from tenuto.deployments.entry.fellows import Fellows
 from tenuto.deployments.entry.http import Exchange, Head, HttpError
-from tenuto.deployments.entry.remote import RemoteDispatchers
+from tenuto.deployments.entry.remote_dispatchers import RemoteDispatchers
 from tenuto.deployments.entry.routes import make_app
 from tenuto.deployments.entry.service import InferenceService
 from tenuto.deployments.entry.watched import WatchedGateway
@@ -38,12 +38,12 @@ from tenuto.deployments.operator.decisions import AskController, nobody
 from tenuto.deployments.operator.traces import Traces
 from tenuto.deployments.security.keys import Caller
 from tenuto.deployments.security.tls import server_context
-from tenuto.deployments.serve.finders import controller_shown, find_dispatcher, find_gpulet
+from tenuto.deployments.serve.discovery import controller_shown, find_dispatcher, find_gpulet
 from tenuto.deployments.serve.niceness import run_at_normal_priority
 from tenuto.deployments.serve.own_loop import OwnLoop, elsewhere, spare_the_collector
 from tenuto.deployments.serve.user_config import GatewayConfig, Listen, Serving, TracesConfig, read_gateway_config
 from tenuto.deployments.wire.arena import Arena
-from tenuto.deployments.wire.link import Endpoint, Finder
+from tenuto.deployments.wire.peer import Endpoint, Finder
 from tenuto.errors import EnvironmentFaultError
 
 __all__ = ["Entry", "Gateway", "build"]

@@ -15,13 +15,13 @@ import numpy as np
 
 from tenuto.deployments.entry.dispatching import ask
 from tenuto.deployments.entry.margin import Margin
-from tenuto.deployments.entry.remote import RemoteDispatchers
+from tenuto.deployments.entry.remote_dispatchers import RemoteDispatchers
 from tenuto.deployments.entry.served_model import ServedModel
 from tenuto.deployments.serve.config import ENTRY_APPLICATION
-from tenuto.deployments.serve.finders import find_dispatcher, find_gateway
+from tenuto.deployments.serve.discovery import find_dispatcher, find_gateway
 from tenuto.deployments.wire.answers import Answer
 from tenuto.deployments.wire.arena import Arena, Slot
-from tenuto.deployments.wire.link import Finder
+from tenuto.deployments.wire.peer import Finder
 from tenuto.deployments.wire.tensors import Buffer, InputPart
 from tenuto.errors import EnvironmentFaultError, InvalidInputError, Problem, UnavailableError
 from tenuto.outcome import Outcome

@@ -18,8 +18,8 @@ from collections.abc import Callable, Sequence
 
 from tenuto.deployments.wire.encryption import Identity, TlsSocket
 from tenuto.deployments.wire.frames import Address, FrameSocket, WrongFrameError, listener
-from tenuto.deployments.wire.link import Endpoint
 from tenuto.deployments.wire.messages import AbortBatch, GpuletState, Message, RunBatch
+from tenuto.deployments.wire.peer import Endpoint
 from tenuto.deployments.wire.tensors import Buffer
 
 __all__ = ["ArrivedBatch", "Channel"]

@@ -12,7 +12,7 @@ import sys
 from typing import Any
 
 from tenuto.deployments.gpulet.replica import GpuletReplica
-from tenuto.deployments.wire.link import Endpoint
+from tenuto.deployments.wire.peer import Endpoint
 from tenuto.errors import TenutoError
 
 __all__ = ["LocalReplica"]

@@ -24,8 +24,8 @@ from tenuto.deployments.gpulet.worker import WorkerThread
 from tenuto.deployments.serve.niceness import run_at_normal_priority
 from tenuto.deployments.serve.user_config import GpuletSpec, read_gpulet_config
 from tenuto.deployments.wire.arena import machine_id
-from tenuto.deployments.wire.link import Endpoint
 from tenuto.deployments.wire.messages import GpuletCloses, GpuletState
+from tenuto.deployments.wire.peer import Endpoint
 from tenuto.documents import parse_document
 from tenuto.errors import EnvironmentFaultError
 

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from tenuto.deployments.wire.link import Endpoint, Finder
+from tenuto.deployments.wire.peer import Endpoint, Finder
 from tenuto.errors import EnvironmentFaultError
 
 __all__ = ["LocalGpulets"]

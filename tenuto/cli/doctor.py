@@ -20,7 +20,7 @@ def command(as_json: bool) -> int:
 
     Example: tenuto doctor
     """
-    from tenuto.deployments.operator.checks import run_checks
+    from tenuto.deployments.operator.doctor.environment import run_checks
 
     checks = run_checks()
     if as_json:

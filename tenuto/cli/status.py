@@ -39,7 +39,7 @@ def command(url: str, as_json: bool) -> int:
 def _print(status: dict[str, Any]) -> None:
     from tenuto.batching.core.rehearsal import describe_schedulers
     from tenuto.deployments.dispatch.advice import describe
-    from tenuto.deployments.gpulet.modes import describe_mode
+    from tenuto.deployments.gpulet.execution_status import describe_mode
     from tenuto.deployments.operator.mps_notes import describe_share, sharing_notes
 
     console = stdout_console()

@@ -110,7 +110,7 @@ def steps(folder: Path, gpu_type: str, sizes: Sizes, gpu: str | None = None) -> 
         speed("plain", *plain),
         speed("eager", "--option", "cuda_graphs=false"),
         speed("fast"),
-        Step("served", "A", program("served", first, "--batch-size", "8", "--seconds", seconds, *on, *given), 180.0,
+        Step("served", "A", program("end_to_end", first, "--batch-size", "8", "--seconds", seconds, *on, *given), 180.0,
              packages=("msgspec",)),
         Step("first-client", "B", program("sharing", "--part", "first"), 150.0),
         Step("sharing", "B", program("sharing", "--part", "shares", "--limit-s", "170"), 240.0, "mps"),

@@ -25,11 +25,11 @@ from tenuto.batching.registry import make_scheduler
 from tenuto.deployments.dispatch.dispatcher import Dispatcher
 from tenuto.deployments.dispatch.dispatcher_process import BundleServer
 from tenuto.deployments.entry.dispatching import Dispatching, ask
-from tenuto.deployments.entry.remote import RemoteDispatchers
+from tenuto.deployments.entry.remote_dispatchers import RemoteDispatchers
 from tenuto.deployments.wire.answers import Answer
 from tenuto.deployments.wire.arena import machine_id
-from tenuto.deployments.wire.link import Endpoint, Finder, LinkEvents
 from tenuto.deployments.wire.messages import BatchRan, GpuletMode, GpuletState, Message, RunBatch
+from tenuto.deployments.wire.peer import Endpoint, Finder, LinkEvents
 from tenuto.deployments.wire.tensors import Buffer, InputPart, RowOutput
 from tenuto.outcome import Outcome
 from tenuto.placement import Plan

@@ -23,7 +23,7 @@ from serving import heading, synthetic_plan
 
 from tenuto.deployments.dispatch.accounts import ModelCounters
 from tenuto.deployments.dispatch.advice import LiveAdvice
-from tenuto.deployments.dispatch.correction import LatencyCorrection, NetworkMeter
+from tenuto.deployments.dispatch.measured_times import LatencyCorrection, NetworkMeter
 from tenuto.deployments.dispatch.request_log import RequestLog
 from tenuto.deployments.entry.gateway import _split
 from tenuto.deployments.wire.answers import Answer

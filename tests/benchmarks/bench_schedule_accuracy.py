@@ -38,13 +38,13 @@ import numpy as np
 from serving import heading, synthetic_plan
 
 from tenuto.deployments.entry.handle import ALONE, TenutoHandle
-from tenuto.deployments.entry.remote import RemoteDispatchers
+from tenuto.deployments.entry.remote_dispatchers import RemoteDispatchers
 from tenuto.deployments.wire.answers import Answer
 from tenuto.deployments.wire.arena import machine_id
 from tenuto.deployments.wire.bundles import AnsweredRequest, pack_answers
 from tenuto.deployments.wire.frames import FrameProtocol, listen
-from tenuto.deployments.wire.link import Endpoint, Finder
 from tenuto.deployments.wire.messages import DispatcherState, Hello, Message, Requests
+from tenuto.deployments.wire.peer import Endpoint, Finder
 from tenuto.loadgen.bench import BenchOptions, run_bench
 from tenuto.loadgen.clients.group import LocalClient
 from tenuto.loadgen.sender import OnReply, Sender

@@ -22,7 +22,7 @@ from tenuto.deployments.entry.dispatching import ask
 from tenuto.deployments.gpulet.replica import GpuletReplica
 from tenuto.deployments.serve.config import serve_config
 from tenuto.deployments.wire.answers import Answer
-from tenuto.deployments.wire.link import Endpoint
+from tenuto.deployments.wire.peer import Endpoint
 from tenuto.deployments.wire.tensors import InputPart
 from tenuto.outcome import Outcome
 from tenuto.placement import Plan

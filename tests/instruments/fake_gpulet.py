@@ -11,7 +11,6 @@ import numpy as np
 from tenuto.deployments.wire.arena import MappedArenas, machine_id
 from tenuto.deployments.wire.bundles import read_parts
 from tenuto.deployments.wire.frames import FrameProtocol, listen
-from tenuto.deployments.wire.link import Endpoint, Finder
 from tenuto.deployments.wire.messages import (
     BatchFailed,
     BatchRan,
@@ -21,6 +20,7 @@ from tenuto.deployments.wire.messages import (
     Message,
     RunBatch,
 )
+from tenuto.deployments.wire.peer import Endpoint, Finder
 from tenuto.deployments.wire.tensors import Blocks, RowOutput, inline_blocks, input_blocks
 from tenuto.placement import Plan
 from tenuto.profiles.networks.catalogue import ModelSignature, TensorSignature

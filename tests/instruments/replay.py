@@ -17,12 +17,12 @@ from tenuto.batching.core.build import from_plan
 from tenuto.batching.core.scheduler import Rehearsal, Scheduler
 from tenuto.batching.core.system import NetworkDelay
 from tenuto.batching.registry import make_scheduler
-from tenuto.deployments.dispatch.correction import WayMeter
 from tenuto.deployments.dispatch.dispatcher import Dispatcher
 from tenuto.deployments.dispatch.fleet import GpuletLink, LinkFactory
+from tenuto.deployments.dispatch.measured_times import WayMeter
 from tenuto.deployments.wire.answers import Answer
-from tenuto.deployments.wire.link import Endpoint, Finder, LinkEvents
 from tenuto.deployments.wire.messages import AbortBatch, BatchRan, GpuletState, Message, RunBatch
+from tenuto.deployments.wire.peer import Endpoint, Finder, LinkEvents
 from tenuto.deployments.wire.tensors import Buffer
 from tenuto.placement import Plan
 from tests.instruments.asking import submit

@@ -15,10 +15,10 @@ from tenuto.batching.core.scheduler import Scheduler
 from tenuto.batching.core.system import NetworkDelay
 from tenuto.batching.registry import make_scheduler
 from tenuto.batching.virtual.simulator import simulate
-from tenuto.deployments.dispatch.correction import WayMeter
 from tenuto.deployments.dispatch.dispatcher import Dispatcher
-from tenuto.deployments.wire.link import Finder, LinkEvents
+from tenuto.deployments.dispatch.measured_times import WayMeter
 from tenuto.deployments.wire.messages import BatchRan, GpuletState, Message, RunBatch
+from tenuto.deployments.wire.peer import Finder, LinkEvents
 from tenuto.deployments.wire.tensors import Buffer
 from tenuto.errors import InvalidInputError
 from tenuto.outcome import Outcome

@@ -20,7 +20,7 @@ from tenuto.deployments.entry.gateway import Entry
 from tenuto.deployments.operator.decisions import ControllerFigures
 from tenuto.deployments.serve.launcher import unused_port
 from tenuto.deployments.serve.user_config import read_gateway_config
-from tenuto.deployments.wire.link import Endpoint
+from tenuto.deployments.wire.peer import Endpoint
 from tenuto.placement import Plan
 from tests.instruments.fake_gpulet import FakeGpulet, finder, make_plan
 from tests.instruments.live import PATIENCE_S

@@ -23,8 +23,8 @@ from tenuto.deployments.entry.asgi import AsgiExchange
 from tenuto.deployments.entry.http import Head
 from tenuto.deployments.entry.service import FrontLag, InferenceService
 from tenuto.deployments.wire.arena import Arena
-from tenuto.deployments.wire.link import Finder, LinkEvents
 from tenuto.deployments.wire.messages import GpuletState
+from tenuto.deployments.wire.peer import Finder, LinkEvents
 from tenuto.deployments.wire.tensors import Buffer
 from tenuto.placement import Plan
 from tests.instruments.fake_gpulet import SIGNATURE

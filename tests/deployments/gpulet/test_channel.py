@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from tenuto.deployments.gpulet.channel import ArrivedBatch, Channel
-from tenuto.deployments.wire.link import Endpoint, PeerLink
 from tenuto.deployments.wire.messages import BatchRan, GpuletState, Message, RunBatch
+from tenuto.deployments.wire.peer import Endpoint, PeerLink
 from tests.instruments.asking import PATIENCE_S, until
 from tests.instruments.fake_gpulet import SIGNATURE, state
 

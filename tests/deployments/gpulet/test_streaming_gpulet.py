@@ -19,7 +19,7 @@ from tenuto.deployments.serve.config import serve_config
 from tenuto.deployments.serve.endpoint import get_json
 from tenuto.deployments.serve.launcher import Launcher
 from tenuto.deployments.wire.answers import Answer
-from tenuto.deployments.wire.link import Endpoint
+from tenuto.deployments.wire.peer import Endpoint
 from tenuto.errors import InvalidInputError
 from tenuto.outcome import Outcome
 from tenuto.placement import Plan

@@ -10,7 +10,7 @@ import grpc
 import pytest
 import ray  # noqa: F401  # reads the environment when it is imported, which must not be in a test that changes it
 
-from tenuto.deployments.operator.checks import ray_token_check, running_ray_check
+from tenuto.deployments.operator.doctor.environment import ray_token_check, running_ray_check
 from tenuto.deployments.serve.ray_address import join_ray
 from tenuto.deployments.serve.ray_token import guard_of, make_token, token_file
 

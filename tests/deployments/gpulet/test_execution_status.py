@@ -1,8 +1,8 @@
 import pytest
 
+from tenuto.deployments.gpulet.execution_status import describe_mode
 from tenuto.deployments.gpulet.executors.emulated import EmulatedExecutor
 from tenuto.deployments.gpulet.executors.torch_executor import TorchExecutor
-from tenuto.deployments.gpulet.modes import describe_mode
 from tenuto.deployments.wire.messages import GpuletMode
 from tests.deployments.programs import load
 from tests.instruments.fake_cuda import FakeCuda, late_model

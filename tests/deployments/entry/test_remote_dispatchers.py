@@ -14,12 +14,12 @@ from tenuto.batching.registry import make_scheduler
 from tenuto.deployments.dispatch.dispatcher import Dispatcher, SchedulerFactory
 from tenuto.deployments.dispatch.dispatcher_process import BundleServer
 from tenuto.deployments.dispatch.in_flight import Request
-from tenuto.deployments.entry.remote import RemoteDispatchers
+from tenuto.deployments.entry.remote_dispatchers import RemoteDispatchers
 from tenuto.deployments.serve.config import serve_config
 from tenuto.deployments.serve.sub_clusters import cut_plan
 from tenuto.deployments.wire.answers import Executed, Refused
 from tenuto.deployments.wire.arena import Arena
-from tenuto.deployments.wire.link import Endpoint
+from tenuto.deployments.wire.peer import Endpoint
 from tenuto.deployments.wire.tensors import InputPart
 from tenuto.errors import InvalidInputError
 from tenuto.outcome import Outcome

@@ -1,4 +1,4 @@
-from tenuto.deployments.dispatch.correction import LatencyCorrection, WayMeter
+from tenuto.deployments.dispatch.measured_times import LatencyCorrection, WayMeter
 
 
 def test_an_outlier_is_ignored_and_a_slowdown_is_followed() -> None:

@@ -7,7 +7,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-from tenuto.deployments.operator.check import Check
+from tenuto.deployments.operator.doctor.check import Check
 from tenuto.errors import EnvironmentFaultError
 from tenuto.mps.control import BINARY
 from tenuto.mps.folders import DEFAULT_ROOT, MOST_PATH_BYTES, find_leftovers, mps_root, pipe_directory

@@ -22,8 +22,8 @@ from tenuto.deployments.operator.merged_status import merge_reports
 from tenuto.deployments.wire.answers import Executed, Refused
 from tenuto.deployments.wire.arena import Held
 from tenuto.deployments.wire.bundles import Bundler, Places, unpack_answers
-from tenuto.deployments.wire.link import Finder, Link, PeerLink
 from tenuto.deployments.wire.messages import Answers, AskReport, DispatcherState, Message, Report, RequestRow, Requests
+from tenuto.deployments.wire.peer import Finder, Link, PeerLink
 from tenuto.deployments.wire.tensors import InputPart, RowOutput
 from tenuto.outcome import Outcome
 from tenuto.placement import Plan

@@ -116,7 +116,7 @@ def _plan(source: str, options: dict[str, Any], size: int, gpu: dict[str, Any], 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Write `served.json`, plain and streamed; returns 1 if either could not be served."""
-    parser = argparse.ArgumentParser(prog="python -m tenuto.gpu_check.served", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tenuto.gpu_check.end_to_end", description=__doc__)
     parser.add_argument("model", nargs="?", default="resnet50")
     parser.add_argument("--batch-size", type=int, default=8)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")

@@ -7,7 +7,7 @@ from typing import Any
 
 from tenuto.deployments.serve.config import ENTRY_APPLICATION, application_name, dispatcher_name
 from tenuto.deployments.serve.deployment import CONTROL_APPLICATION
-from tenuto.deployments.wire.link import Endpoint, Finder
+from tenuto.deployments.wire.peer import Endpoint, Finder
 from tenuto.errors import EnvironmentFaultError
 
 __all__ = ["controller_shown", "find_dispatcher", "find_gateway", "find_gpulet", "gateway_status"]

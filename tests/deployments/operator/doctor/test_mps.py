@@ -3,9 +3,9 @@ from pathlib import Path
 
 import pytest
 
-from tenuto.deployments.operator.check import Check
-from tenuto.deployments.operator.checks import run_checks
-from tenuto.deployments.operator.mps_checks import check_gpus, foreign_daemons, mps_checks
+from tenuto.deployments.operator.doctor.check import Check
+from tenuto.deployments.operator.doctor.environment import run_checks
+from tenuto.deployments.operator.doctor.mps import check_gpus, foreign_daemons, mps_checks
 from tenuto.errors import EnvironmentFaultError
 from tenuto.mps.inventory import GpuDevice, read_inventory
 from tenuto.mps.others import OtherProcess

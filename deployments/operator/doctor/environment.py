@@ -12,8 +12,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from tenuto.deployments.gpulet.executors.choose import has_nvidia_devices
-from tenuto.deployments.operator.check import Check
-from tenuto.deployments.operator.mps_checks import check_gpus, mps_checks
+from tenuto.deployments.operator.doctor.check import Check
+from tenuto.deployments.operator.doctor.mps import check_gpus, mps_checks
 from tenuto.deployments.serve.ray_address import may_show_token, running_ray
 from tenuto.deployments.serve.ray_token import guard_of, is_refused, readable_by_others, token_file
 
