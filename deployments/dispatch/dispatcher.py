@@ -390,7 +390,7 @@ class Dispatcher:
         """The core has the requests back in its queue; the gpu-let's answer for that batch will be ignored."""
         batch = self._fleet.abort(decision.gpulet)
         for request in batch.requests if batch is not None else ():
-            request.batch = None
+            request.is_waiting = True
 
     def _rehearsed(self, result: Any) -> None:
         now = self._time.now_ms
@@ -571,7 +571,7 @@ class Dispatcher:
                 self._refuse(request, _removed(request.name))
             else:
                 request.was_retried = True
-                request.batch = None
+                request.is_waiting = True
                 self._enqueue_again(request, now)
 
     # --- state --------------------------------------------------------------------------------------------------

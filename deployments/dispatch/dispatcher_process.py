@@ -64,6 +64,7 @@ class _Asked:
         self._send(Answer(Outcome.FAILED, reason=reason))
 
     def _send(self, answer: Answer) -> None:
+        self.request = None
         if self._gateway.asked.pop(self._number, None) is not None:
             size = sum([tensor.data.nbytes for tensor in answer.outputs])
             lasted_ms = time.monotonic() * 1000.0 - self._received_ms

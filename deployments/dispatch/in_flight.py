@@ -28,11 +28,14 @@ class Request:
 
     `model` is its index in the present plan. `parts` holds one tensor per input of the model, in signature order, from
     `Dispatcher.start` on; `memory` what they lie in, if others read it too. `client_id` is what its client calls it;
-    `reserve_ms` is kept of its deadline for the way back. `batch`: the one that it is in.
+    `reserve_ms` is kept of its deadline for the way back. `is_waiting`: it is in no batch.
+
+    It does not know its batch, nor does who asked know it after its end: what refers to itself is left to Python's
+    collector, which stops the process for 85 ms where 50,000 objects wait for it.
     """
 
     __slots__ = (
-        "arrived_ms", "asker", "batch", "client_id", "deadline_ms", "id", "memory", "model", "name", "parts",
+        "arrived_ms", "asker", "client_id", "deadline_ms", "id", "is_waiting", "memory", "model", "name", "parts",
         "reserve_ms", "was_retried",
     )  # fmt: skip
 
@@ -50,13 +53,8 @@ class Request:
         self.asker = asker
         self.parts: Sequence[InputPart] = ()
         self.memory: Held | None = None
-        self.batch: Batch | None = None
+        self.is_waiting = True
         self.was_retried = False
-
-    @property
-    def is_waiting(self) -> bool:
-        """Whether it is in no batch."""
-        return self.batch is None
 
 
 @dataclass(slots=True, eq=False)
@@ -88,7 +86,7 @@ class Batch:
     def take(self) -> None:
         """Mark the requests as dispatched in this batch, and keep their memory for as long as a gpu-let may read it."""
         for request in self.requests:
-            request.batch = self
+            request.is_waiting = False
             if request.memory is not None:
                 request.memory.hold()
                 self._held.append(request.memory)

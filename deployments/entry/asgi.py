@@ -34,6 +34,7 @@ class AsgiExchange:
 
     def respond(self, status: int, headers: bytes, payload: Sequence[Buffer]) -> None:
         """Let `response` return."""
+        self.on_left = None
         self._let_go()
         if not self._response.done():
             self._response.set_result((status, headers, b"".join(payload)))

@@ -148,7 +148,8 @@ class InferCall:
 
     def _admit(self, client_id: str) -> Request:
         request = self._front.admit(self, self._exchange, self._model, self._slo_ms, client_id)
-        self._open.append(request)
+        if not self._is_over:
+            self._open.append(request)
         return request
 
     def _start(self, samples: Sequence[Sequence[InputPart]], early: Request | None) -> None:
@@ -170,7 +171,8 @@ class InferCall:
     def _cancel(self) -> None:
         """The client is gone, or nobody waits for the rest of its samples."""
         self._is_over = True
-        for request in self._open:
+        opened, self._open = self._open, []
+        for request in opened:
             if request.id not in self._rows:
                 self._front.dispatching.cancel(request)
 
@@ -208,6 +210,7 @@ class InferCall:
                 self._respond(request, executed, row)
             else:
                 self._respond_as_asked(parsed)
+            self._open = []
             self._front.answer_left(request, self._model.alone_ms)
             if self._traced is not None:
                 self._trace_executed(request, executed)

@@ -31,12 +31,14 @@ class Margin:
     """One gateway's margin. Invariant: at most half of what a lone request has to spare is ever kept, so that no margin
     can make the system refuse what it could serve alone.
 
-    Up by 0.2 ms with every late answer, but not beyond what would have brought that one home, as the requests of a
-    batch are late together, nor beyond what is ever kept of such a deadline; down with every answer in time, by as much
-    as balances the rises where the accepted share is late. That is a third of what the attainment leaves and, as a
-    request refused is as lost as one late, the share that is refused for the margin. Of the latter no more than half a
-    ms is of the SLO: beyond capacity every refusal looks as if it were for the margin, but a margin of one ms less
-    serves no more than about that part more.
+    Up by 0.2 ms with every late answer that a margin could have brought home, but not beyond what would have, as the
+    requests of a batch are late together. One that is late by more than is ever kept of such a deadline does not move
+    it: after a standstill of the machine it would stand at its ceiling for nothing, with small batches, which take more
+    of a processor that is too slow already. Down with every answer in time, by as much as balances the rises where the
+    accepted share is late. That is a third of what the attainment leaves and, as a request refused is as lost as one
+    late, the share that is refused for the margin. Of the latter no more than half a ms is of the SLO: beyond capacity
+    every refusal looks as if it were for the margin, but a margin of one ms less serves no more than about that part
+    more.
     """
 
     def __init__(self, attainment: float = 0.99, allowance_ms: float | None = None) -> None:
@@ -100,7 +102,9 @@ class Margin:
             self.margin_ms = max(0.0, self.margin_ms - self._rise_ms * accepted / (1.0 - accepted))
             return
         self._late += 1
-        enough_ms = min(reserve_ms - allowance_ms + late_ms, self.most_ms(slo_ms, alone_ms))
+        enough_ms = reserve_ms - allowance_ms + late_ms
+        if enough_ms > self.most_ms(slo_ms, alone_ms):
+            return
         rise_ms = min(_UP_MS, max(0.0, enough_ms - self.margin_ms))
         self.margin_ms += rise_ms
         self._rise_ms += _RISE_WEIGHT * (max(rise_ms, _LEAST_RISE_MS) - self._rise_ms)

@@ -197,9 +197,10 @@ class InferenceService:
     def handle(self, exchange: Exchange) -> None:
         """Answer a request whose body is there."""
         route = self._route(exchange.head)
+        if route.problem is not None:
+            fail(exchange, route.problem)
+            return
         try:
-            if route.problem is not None:
-                raise route.problem
             if route.began_s is not None and route.model is not None:
                 self._count_proxy(exchange, route.model, route.began_s)
             route.handle(exchange, route)

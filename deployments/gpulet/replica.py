@@ -22,6 +22,7 @@ from tenuto.deployments.gpulet.mps_sharing import SharedGpu, join_shared_gpu, tu
 from tenuto.deployments.gpulet.resident_programs import ResidentPrograms
 from tenuto.deployments.gpulet.worker import WorkerThread
 from tenuto.deployments.serve.niceness import run_at_normal_priority
+from tenuto.deployments.serve.own_loop import spare_the_collector
 from tenuto.deployments.serve.user_config import GpuletSpec, read_gpulet_config
 from tenuto.deployments.wire.arena import machine_id
 from tenuto.deployments.wire.messages import GpuletCloses, GpuletState
@@ -92,6 +93,7 @@ class GpuletReplica:
             await self._worker.perform(self._shared.prove)  # on the thread that has the CUDA context
             self._is_proved = True
         self._channel.announce(self._state())
+        spare_the_collector()
 
     async def check_health(self) -> None:
         """Raise when this process can no longer run batches; Serve then replaces it."""

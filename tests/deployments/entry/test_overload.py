@@ -7,6 +7,7 @@ answer takes the processor for a while, so that timers and other requests wait a
 from __future__ import annotations
 
 import asyncio
+import gc
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -193,6 +194,23 @@ def test_a_machine_that_stood_still_serves_again_within_a_second() -> None:
     for phase in after:
         assert phase.share(1.0) >= 0.99
     assert service.margin.margin_ms <= 3.0
+
+
+def test_requests_leave_nothing_for_the_collector() -> None:
+    """It would stop the gateway for as long as it takes to look at what they left."""
+
+    def left(seconds: float) -> int:
+        phase = Phase(2.0 * PEAK_RPS, seconds)  # its exchanges are kept until all is counted
+        gc.collect()
+        gc.disable()
+        try:
+            play(phase)
+            return gc.collect()
+        finally:
+            gc.enable()
+
+    few = left(0.2)  # what was about them
+    assert left(1.2) - few < 0.05 * 2.0 * PEAK_RPS
 
 
 def test_only_a_loop_that_stays_behind_turns_requests_away() -> None:
