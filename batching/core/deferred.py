@@ -388,7 +388,7 @@ class DeferredScheduler(RehearsingScheduler):
         one is due already, and not above 0 where some are pushed out.
         """
         waiting.sort(key=_latest)
-        frees = self._frees(now, len(waiting))
+        frees = self._frees(now, waiting)
         least: list[tuple[int, float, int, _Queue]] = []  # those lined up, once the first has to be pushed out
         slacks = self._slacks = [INF] * len(frees)
         for number, queue in enumerate(waiting):
@@ -440,18 +440,25 @@ class DeferredScheduler(RehearsingScheduler):
         """Whether the plan has no slack where the batch of a queue can run."""
         return any(self._slacks[pool.index] <= TIME_TOLERANCE_MS for pool in queue.pools)
 
-    def _frees(self, now: float, most: int) -> list[list[float]]:
-        """Return when gpu-lets become free, by pool, of each the first ones only."""
-        frees = []
-        for pool in self._gpulets.pools:
-            free = [now] * min(most, len(pool.idle))
-            if len(free) < most:
-                free += [end if end > now else now for end, _ in pool.busy[: most - len(free)]]
-                if pool.full:
-                    free += [end for end, _ in pool.full[:most]]
-                    free.sort()
-                    del free[most:]
-            frees.append(free)
+    def _frees(self, now: float, waiting: list[_Queue]) -> list[list[float]]:
+        """Return when gpu-lets become free, by pool, of each the first ones only; nothing of pools that no batch that
+        waits can use."""
+        most = len(waiting)
+        frees: list[list[float]] = [[]] * len(self._gpulets.pools)
+        done: set[int] = set()
+        for queue in waiting:
+            for pool in queue.pools:
+                if pool.index in done:
+                    continue
+                done.add(pool.index)
+                free = [now] * min(most, len(pool.idle))
+                if len(free) < most:
+                    free += [end if end > now else now for end, _ in pool.busy[: most - len(free)]]
+                    if pool.full:
+                        free += [end for end, _ in pool.full[:most]]
+                        free.sort()
+                        del free[most:]
+                frees[pool.index] = free
         return frees
 
     def _dispatch(self, queue: _Queue, pool: Pool, now: float) -> bool:

@@ -123,6 +123,11 @@ def worth(
     before_rps, after_rps = kept_rps(expected, running, kept_before), kept_rps(expected, target, kept_after)
     if needs_after < needs_before - slight_rps or after_rps < before_rps - slight_rps:
         return Worth(False, f"it carries {needs_after:.0f} r/s, less than the {needs_before:.0f} r/s of what runs")
+    gains = needs_after > needs_before + slight_rps
+    rent_before, rent_after = rent.of(running), rent.of(target)
+    if not gains and rent_after >= rent_before:  # whatever the way to it
+        why = f"it carries no more and needs {rent_after:.2f} GPUs, what runs {rent_before:.2f}"
+        return Worth(False, why, needs_after)
     way = stages(running, target, gpus, expected_rps, durations)
     seconds = sum(lasts_s for _, _, lasts_s in way)
     carried_rps = served_rps(expected, running)
@@ -131,13 +136,12 @@ def worth(
         for plan, ready, lasts_s in way
         if lasts_s
     )
-    rent_before = rent.of(running)
     spent = sum(max(0.0, rent.of(plan) - rent_before) * lasts_s for plan, _, lasts_s in way)
     left_s = max(0.0, horizon_s - seconds)
-    gained, saved = (after_rps - before_rps) * left_s, (rent_before - rent.of(target)) * left_s
+    gained, saved = (after_rps - before_rps) * left_s, (rent_before - rent_after) * left_s
     is_free = lost <= slight_rps * seconds
     figures = (needs_after, gained, lost, saved, spent, seconds, len(way))
-    if needs_after > needs_before + slight_rps:
+    if gains:
         if is_free or gained > (1.0 + hysteresis) * lost:
             why = f"it carries {needs_after:.0f} of {offered_rps:.0f} r/s, what runs {needs_before:.0f}"
             return Worth(True, why, *figures)
@@ -146,7 +150,7 @@ def worth(
         return Worth(False, f"it would save {saved:.0f} GPU-seconds and the change costs {spent:.0f}", *figures)
     if not is_free:
         return Worth(False, f"it saves GPUs only and would lose {lost:.0f} requests on the way", *figures)
-    return Worth(True, f"it needs {rent.of(target):.2f} GPUs, what runs {rent_before:.2f}", *figures)
+    return Worth(True, f"it needs {rent_after:.2f} GPUs, what runs {rent_before:.2f}", *figures)
 
 
 def _kept(plan: Plan, needed: Demand, attainment: float, slowdowns: Mapping[str, float]) -> dict[str, float]:
