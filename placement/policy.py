@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import importlib.util
 import inspect
 from abc import ABC, abstractmethod
@@ -87,6 +88,7 @@ def with_defaults(init: Callable[..., None], **defaults: Any) -> Callable[..., N
     return made
 
 
+@functools.cache  # reading what is installed takes longer than many a plan; the controller plans all day
 def _from_entry_point(name: str) -> type[Policy]:
     for point in entry_points(group=ENTRY_POINTS):
         if point.name == name:

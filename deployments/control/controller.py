@@ -439,11 +439,13 @@ class Controller:
             return
         needs, kinds = self.demand().upper_rps, frozenset(self._reasons)
         known = self._answered
-        is_new = "standby" in kinds
-        if not is_new and known is not None and kinds <= known[1] and not _moved(known[0], needs, MOVED_ENOUGH):
+        is_new, saves_only = "standby" in kinds, kinds <= {"underused", "rate"}
+        # What may save a GPU is a matter of all rates together; of many models one has always moved.
+        moved = _shifted if saves_only else _moved
+        if not is_new and known is not None and kinds <= known[1] and not moved(known[0], needs, MOVED_ENOUGH):
             self._reasons.clear()
             return
-        if self._obstacle(saves_only=kinds <= {"underused", "rate"}) is not None:
+        if self._obstacle(saves_only=saves_only) is not None:
             return
         self._answered = needs, kinds
         self._planned_with = needs
@@ -667,6 +669,12 @@ def _moved(before: Mapping[str, float], after: Mapping[str, float], part: float)
     return before.keys() != after.keys() or any(
         abs(after[name] - before[name]) > part * max(before[name], 1e-9) for name in after
     )
+
+
+def _shifted(before: Mapping[str, float], after: Mapping[str, float], part: float) -> bool:
+    """Whether the needs of all models together have moved by more than this part."""
+    shift = sum(abs(after[name] - before.get(name, 0.0)) for name in after)
+    return before.keys() != after.keys() or shift > part * sum(before.values())
 
 
 def _shown(values: Mapping[str, Any], form: str) -> str:

@@ -142,6 +142,7 @@ class Operations:
         running = self.running()
         if self.history.latest() is None:  # by `serve deploy`, or by a command that was killed: how is not known
             running = wanted.with_plan(running.read_plan()).model_copy(update={"control": None})
+        wanted = wanted.model_copy(update={"nodes": running.nodes})  # another number would start all of them anew
         if wanted.control is None:
             wanted = wanted.model_copy(update={"control": running.control})
         check_nodes(wanted.config())
@@ -272,6 +273,7 @@ def begin(
     """
     store = ClusterStore()
     _forget(store)
+    deployment = deployment.model_copy(update={"nodes": len(Applications().node_addresses())})
     if ends_with_caller:
         sign_launcher(store)
     launcher.apply(deployment.model_copy(update={"control": None}).config())

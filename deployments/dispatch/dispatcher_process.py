@@ -101,6 +101,7 @@ class BundleServer:
     def __init__(self, dispatcher: Dispatcher) -> None:
         self.dispatcher = dispatcher
         self.token = secrets.token_hex(16)
+        self.started_at_s = time.time()
         self._identity = Identity()
         self._arenas = MappedArenas()
         self._gateways: dict[int, _Gateway] = {}
@@ -207,6 +208,7 @@ class BundleServer:
         return DispatcherState(
             pid=os.getpid(),
             machine=machine_id(),
+            started_at_s=self.started_at_s,
             ready=dispatcher.is_ready(),
             ready_models=[name for name in names if dispatcher.is_ready(name)],
             signatures={name: signature for name, signature in found if signature is not None},

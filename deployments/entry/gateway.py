@@ -75,6 +75,7 @@ class Entry:
         self._dispatching: Dispatching | None = None
         self.bundles: BundleServer | None = None  # for Python handles, where this gateway schedules by itself
         self.sub_clusters: dict[str, tuple[str, ...]] = {}
+        self.dispatchers = 1
         self._arena: Arena | None = None
         self.service: InferenceService | None = None
         self._server: HttpServer | None = None
@@ -106,11 +107,13 @@ class Entry:
         is_shared = config.is_shared_with_clients
         service.regions.prefix = config.shared_memory_prefix if is_shared else config.shared_memory_prefix or ""
         self._app = make_app(service, None if is_shared else self._watched)
-        self.sub_clusters = dict(config.sub_clusters)
+        self.sub_clusters, self.dispatchers = dict(config.sub_clusters), config.dispatchers
         old = self._dispatching
         if config.sub_clusters:
             if not isinstance(old, RemoteDispatchers):
-                self._dispatching = RemoteDispatchers(self._find_dispatcher, on_change=self._changed)
+                self._dispatching = RemoteDispatchers(
+                    self._find_dispatcher, dispatchers=config.dispatchers, on_change=self._changed
+                )
                 self.bundles = None
             assert isinstance(self._dispatching, RemoteDispatchers)
             await self._dispatching.apply(serving.plan, config.sub_clusters)
@@ -238,7 +241,9 @@ class Entry:
     def described(self) -> dict[str, Any] | None:
         """Return the plan and the models of every sub-cluster for `TenutoHandle`; None before the first plan."""
         plan = self._dispatching.plan if self._dispatching is not None else None
-        return None if plan is None else {"plan": plan.to_data(), "sub_clusters": self.sub_clusters}
+        if plan is None:
+            return None
+        return {"plan": plan.to_data(), "sub_clusters": self.sub_clusters, "dispatchers": self.dispatchers}
 
     async def status(self) -> dict[str, Any]:
         """Return what the dispatchers report; nothing before the first plan."""

@@ -1,7 +1,8 @@
-"""A gateway's side of dispatchers in other processes: one per sub-cluster, fed in bundles.
+"""A gateway's side of dispatchers in other processes, fed in bundles: of each sub-cluster one schedules, and another
+waits, connected to the same gpu-lets.
 
-A dispatcher that dies fails what it held at once, with a time to retry after; requests are not sent twice, because
-nobody knows which of them ran.
+When the one that schedules dies, what it held is asked of the other at once, once: as after the death of a gpu-let some
+of it may run twice, and is answered once. With no other it fails at once, with a time to retry after.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import asyncio
 import functools
 import itertools
 import logging
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -23,7 +25,7 @@ from tenuto.deployments.wire.answers import Executed, Refused
 from tenuto.deployments.wire.arena import Held
 from tenuto.deployments.wire.bundles import Bundler, Places, unpack_answers
 from tenuto.deployments.wire.messages import Answers, AskReport, DispatcherState, Message, Report, RequestRow, Requests
-from tenuto.deployments.wire.peer import Finder, Link, PeerLink
+from tenuto.deployments.wire.peer import Endpoint, Finder, Link, PeerLink
 from tenuto.deployments.wire.tensors import InputPart, RowOutput
 from tenuto.outcome import Outcome
 from tenuto.placement import Plan
@@ -34,6 +36,8 @@ __all__ = ["RemoteDispatchers"]
 logger = logging.getLogger("ray.serve")
 
 _REPORT_TIMEOUT_S = 5.0
+_MOST_ASKED = 8  # times for another dispatcher than one that is connected, before a pause
+_DIED = "the dispatcher died; send the request again"
 _LAST_READS_S = 10.0  # after a dispatcher's death its gpu-lets may still read what they have begun
 
 DispatcherLink = Link[DispatcherState]
@@ -43,18 +47,44 @@ DispatcherLink = Link[DispatcherState]
 class _Peer:
     """One dispatcher: its link, what waits to be sent, what it has not answered.
 
-    `left` holds the memory of requests whose client went away until the dispatcher says that nobody reads it.
+    `token` is the one it was found with last. `left` holds the memory of requests whose client went away until the
+    dispatcher says that nobody reads it.
     """
 
-    name: str
+    group: _SubCluster
     link: DispatcherLink
     outbox: Bundler[Request]
+    token: str = ""
     waiting: dict[int, Request] = field(default_factory=dict)
     left: dict[int, Held | None] = field(default_factory=dict)
     leaving: list[int] = field(default_factory=list)
     unsent: set[int] = field(default_factory=set)
     reports: dict[int, asyncio.Future[Any]] = field(default_factory=dict)
+
+
+@dataclass(slots=True, eq=False)
+class _SubCluster:
+    """The dispatchers of one sub-cluster. `moved` are requests that a dispatcher had when it died, which another was
+    asked then."""
+
+    name: str
+    peers: list[_Peer] = field(default_factory=list)
+    moved: set[int] = field(default_factory=set)
     is_in_plan: bool = True
+
+    def scheduling(self) -> _Peer | None:
+        """Return the dispatcher that schedules: the oldest that is there, which is the same for every gateway."""
+        found, oldest = None, (math.inf, 0)
+        for peer in self.peers:
+            state = peer.link.state
+            if state is not None and peer.link.is_up and (state.started_at_s, state.pid) < oldest:
+                found, oldest = peer, (state.started_at_s, state.pid)
+        return found
+
+    def known(self) -> DispatcherState | None:
+        """Return what the one that schedules says, or said last where none is there."""
+        peer = self.scheduling() or next((peer for peer in self.peers if peer.link.state is not None), None)
+        return None if peer is None else peer.link.state
 
 
 class RemoteDispatchers:
@@ -65,24 +95,27 @@ class RemoteDispatchers:
         self,
         find_dispatcher: Callable[[str], Finder],
         *,
+        dispatchers: int = 1,
         clock: Callable[[], float] = time.monotonic,
         on_change: Callable[[], None] = lambda: None,
     ) -> None:
         """Prepare without a plan; `apply` gives one.
 
         Args:
-            find_dispatcher: returns the function that finds the dispatcher of a sub-cluster by its name.
+            find_dispatcher: returns the function that finds a dispatcher of a sub-cluster by its name, any of them.
+            dispatchers: of every sub-cluster; all but one wait.
             clock: monotonic seconds.
             on_change: called when a dispatcher comes, goes or says anew what it holds, and after a new plan.
         """
         self._find = find_dispatcher
+        self._dispatchers = dispatchers
         self._clock = clock
         self._on_change = on_change
         self._numbers = itertools.count()
         self._plan: Plan | None = None
-        self._peers: dict[str, _Peer] = {}
+        self._groups: dict[str, _SubCluster] = {}
         self._by_link: dict[int, _Peer] = {}
-        self._peer_of: dict[str, _Peer] = {}
+        self._group_of: dict[str, _SubCluster] = {}
         self._slo_ms: dict[str, float] = {}
         self._changed = asyncio.Event()
 
@@ -96,33 +129,51 @@ class RemoteDispatchers:
 
         Returns when all are connected, or after `wait_s`.
         """
-        old, self._peers = self._peers, {}
+        old, self._groups = self._groups, {}
         self._plan = plan
         self._slo_ms = {spec.name: spec.slo_ms for spec in plan.models}
         for name in sub_clusters:
-            self._peers[name] = old.pop(name) if name in old else self._connect(name)
-        self._peer_of = {model: self._peers[name] for name, models in sub_clusters.items() for model in models}
-        for peer in old.values():
-            peer.is_in_plan = False
-            self._fail(peer, "its sub-cluster was removed from the plan")
-            await peer.link.stop()
-            self._by_link.pop(id(peer.link), None)
+            self._groups[name] = old.pop(name) if name in old else self._connect(name)
+        self._group_of = {model: self._groups[name] for name, models in sub_clusters.items() for model in models}
+        for group in old.values():
+            group.is_in_plan = False
+            for peer in group.peers:
+                self._fail(peer, "its sub-cluster was removed from the plan")
+                await peer.link.stop()
+                self._by_link.pop(id(peer.link), None)
         self._on_change()
         try:
             async with asyncio.timeout(wait_s):
-                while not all(peer.link.is_up for peer in self._peers.values()):
+                while not all(group.scheduling() for group in self._groups.values()):
                     self._changed.clear()
                     await self._changed.wait()
         except TimeoutError:
             pass  # not ready is what the gateway says until then
 
-    def _connect(self, name: str) -> _Peer:
-        link = PeerLink(DispatcherState, name, self._find(name), self, name="dispatcher")
-        peer = _Peer(name, link, Bundler(lambda _items: None))
+    def _connect(self, name: str) -> _SubCluster:
+        group = _SubCluster(name)
+        for _ in range(self._dispatchers):
+            self._connect_one(group)
+        return group
+
+    def _connect_one(self, group: _SubCluster) -> None:
+        """Keep one more dispatcher of a sub-cluster connected, another than those that are."""
+        find_any = self._find(group.name)
+
+        async def find() -> Endpoint:
+            for _ in range(_MOST_ASKED):
+                found = await find_any()
+                if found.token not in {other.token for other in group.peers if other is not peer}:
+                    peer.token = found.token
+                    return found
+            raise LookupError("no other dispatcher is there")
+
+        link = PeerLink(DispatcherState, group.name, find, self, name="dispatcher")
+        peer = _Peer(group, link, Bundler(lambda _items: None))
         peer.outbox = Bundler(functools.partial(self._send, peer))
+        group.peers.append(peer)
         self._by_link[id(link)] = peer
         link.start()
-        return peer
 
     # --- requests -----------------------------------------------------------------------------------------------
 
@@ -137,31 +188,41 @@ class RemoteDispatchers:
         reserve_ms: float = 0.0,
     ) -> Request:
         """Take one request; only the absence of its dispatcher refuses it here. See `Dispatcher.admit`."""
-        peer = self._peer_of[model]
+        group = self._group_of[model]
         arrived = self._clock() * 1000.0 if arrived_ms is None else arrived_ms
         deadline = arrived + (self._slo_ms[model] if slo_ms is None else slo_ms)
         request = Request(next(self._numbers), model, 0, arrived, deadline, reserve_ms, client_id, asker)
-        if not peer.link.is_up:
+        if group.scheduling() is None:
             reason = f"the dispatcher of '{model}' is not there. Retry in a few seconds."
             asker.refused(request, Refused(Outcome.FAILED, reason, 1.0))
         return request
 
     def start(self, request: Request, parts: Sequence[InputPart], memory: Held | None = None) -> None:
         """Send an admitted request with the next bundle; its memory is held until nobody reads it any more."""
-        peer = self._peer_of[request.name]
         request.parts, request.memory = parts, memory
+        peer = self._group_of[request.name].scheduling()
+        if peer is None:  # it died since the request was admitted
+            request.asker.refused(request, Refused(Outcome.FAILED, _DIED, 1.0))
+            return
         if memory is not None:
             memory.hold()
+        self._put(peer, request)
+
+    def _put(self, peer: _Peer, request: Request) -> None:
         peer.waiting[request.id] = request
         peer.unsent.add(request.id)
         is_mapped = peer.link.shares_memory
-        peer.outbox.add(request, sum([0 if part.arena and is_mapped else part.nbytes for part in parts]))
+        peer.outbox.add(request, sum([0 if part.arena and is_mapped else part.nbytes for part in request.parts]))
 
     def cancel(self, request: Request) -> None:
         """Forget a request whose client went away, and tell its dispatcher."""
-        peer = self._peer_of.get(request.name)
-        if peer is None or peer.waiting.pop(request.id, None) is None:
+        group = self._group_of.get(request.name)
+        peers = [] if group is None else [peer for peer in group.peers if request.id in peer.waiting]
+        if not peers:
             return
+        peer = peers[0]
+        del peer.waiting[request.id]
+        peer.group.moved.discard(request.id)
         if request.id in peer.unsent:
             if request.memory is not None:
                 request.memory.release()
@@ -198,9 +259,32 @@ class RemoteDispatchers:
     def link_down(self, link: DispatcherLink, reason: str) -> None:
         """A dispatcher is gone, and what it held with it."""
         peer = self._by_link.get(id(link))
-        if peer is not None and peer.is_in_plan:
-            self._fail(peer, f"the dispatcher died; send the request again ({reason})")
-            self._on_change()
+        if peer is None or not peer.group.is_in_plan:
+            return
+        other = peer.group.scheduling()
+        if other is not None:
+            self._move(peer, other)
+        self._fail(peer, f"{_DIED} ({reason})")
+        self._on_change()
+
+    def _move(self, peer: _Peer, other: _Peer) -> None:
+        """Ask another dispatcher what one had that is gone, as far as that is not yet asked for the second time."""
+        now_ms, moved = self._clock() * 1000.0, peer.group.moved
+        again = [r for r in peer.waiting.values() if r.id not in moved and r.deadline_ms > now_ms]
+        late = []
+        for request in again:
+            del peer.waiting[request.id]
+            moved.add(request.id)
+            if request.memory is not None:
+                # The dead one's gpu-lets may still read it when the other one's have answered.
+                request.memory.hold()
+                late.append(request.memory)
+            self._put(other, request)
+        asyncio.get_running_loop().call_later(_LAST_READS_S, _release, late)
+        if again:
+            logger.warning(
+                "%d requests of the dispatcher of %s that died are asked of another", len(again), peer.group.name
+            )
 
     def _fail(self, peer: _Peer, reason: str) -> None:
         peer.outbox.drop()
@@ -210,6 +294,7 @@ class RemoteDispatchers:
         left, peer.left = peer.left, {}
         held = [slot for slot in (*(r.memory for r in waiting.values()), *left.values()) if slot is not None]
         asyncio.get_running_loop().call_later(_LAST_READS_S, _release, held)
+        peer.group.moved -= waiting.keys()
         for request in waiting.values():
             request.asker.refused(request, Refused(Outcome.FAILED, reason, 1.0))
         reports, peer.reports = peer.reports, {}
@@ -229,10 +314,10 @@ class RemoteDispatchers:
         elif isinstance(message, Answers):
             self._take(peer, message, body)
         else:
-            logger.warning("dispatcher %s sent a %s, which nobody asked for", peer.name, type(message).__name__)
+            logger.warning("dispatcher %s sent a %s, which nobody asked for", peer.group.name, type(message).__name__)
 
     def _take(self, peer: _Peer, message: Answers, body: memoryview) -> None:
-        now_ms = self._clock() * 1000.0
+        now_ms, moved = self._clock() * 1000.0, peer.group.moved
         for number, lasted_ms, answer in unpack_answers(message, body):
             request = peer.waiting.pop(number, None)
             if request is None:
@@ -240,6 +325,8 @@ class RemoteDispatchers:
                 if slot is not None:
                     slot.release()
                 continue
+            if moved:
+                moved.discard(number)
             if request.memory is not None:
                 request.memory.release()
             if answer.outcome is not Outcome.OK:
@@ -259,40 +346,40 @@ class RemoteDispatchers:
 
     # --- state --------------------------------------------------------------------------------------------------
 
-    def _state(self, peer: _Peer) -> DispatcherState | None:
-        return peer.link.state if peer.link.is_up else None
-
     def is_ready(self, model: str | None = None) -> bool:
         """Whether every gpu-let is usable; with a model, whether at least one of its gpu-lets is."""
         if self._plan is None:
             return False
+        groups = self._groups.values() if model is None else [self._group_of[model]] if model in self._group_of else []
+        states = [peer.link.state for group in groups if (peer := group.scheduling()) is not None]
         if model is None:
-            states = [self._state(peer) for peer in self._peers.values()]
-            return all(state is not None and state.ready for state in states)
-        peer = self._peer_of.get(model)
-        state = None if peer is None else self._state(peer)
-        return state is not None and model in state.ready_models
+            return len(states) == len(self._groups) and all(state is not None and state.ready for state in states)
+        return any(state is not None and model in state.ready_models for state in states)
 
     def signature(self, model: str) -> ModelSignature | None:
         """Return a model's signature as a gpu-let reported it; None before."""
-        peer = self._peer_of.get(model)
-        state = None if peer is None else peer.link.state
+        group = self._group_of.get(model)
+        state = None if group is None else group.known()
         return None if state is None else state.signatures.get(model)
 
     def gpulets(self) -> list[dict[str, Any]]:
         """Return what every gpu-let reported to its dispatcher; those of an absent one are down."""
         found: list[dict[str, Any]] = []
-        for peer in self._peers.values():
-            for gpulet in peer.link.state.gpulets if peer.link.state is not None else ():
-                found.append({**gpulet, "up": gpulet["up"] and peer.link.is_up})
+        for group in self._groups.values():
+            state, is_there = group.known(), group.scheduling() is not None
+            for gpulet in state.gpulets if state is not None else ():
+                found.append({**gpulet, "up": gpulet["up"] and is_there})
         known = {gpulet["id"] for gpulet in found}
         plan = self._plan
         absent = [gpulet.id for gpulet in plan.gpulets if gpulet.id not in known] if plan is not None else []
         return found + [{"id": gpulet_id, "up": False} for gpulet_id in absent]
 
+    def _scheduling(self) -> list[_Peer]:
+        return [peer for group in self._groups.values() if (peer := group.scheduling()) is not None]
+
     async def report(self, what: str, *, id: str | None = None, limit: int = 100) -> Any:
-        """Return the reports of all dispatchers as one; see `Dispatching`. Dispatchers that are away are left out."""
-        futures = [self._ask(peer, what, id, limit) for peer in self._peers.values() if peer.link.is_up]
+        """Return the reports of all dispatchers that schedule as one; see `Dispatching`."""
+        futures = [self._ask(peer, what, id, limit) for peer in self._scheduling()]
         async with asyncio.timeout(_REPORT_TIMEOUT_S):
             reports = await asyncio.gather(*futures)
         return merge_reports(what, reports, self._plan, self.gpulets())
@@ -305,7 +392,7 @@ class RemoteDispatchers:
         Raises:
             TimeoutError: it does not answer.
         """
-        peer = next((peer for _, peer in sorted(self._peers.items()) if peer.link.is_up), None)
+        peer = next((p for _, group in sorted(self._groups.items()) if (p := group.scheduling()) is not None), None)
         if peer is None:
             return [dict(said)]
         async with asyncio.timeout(_REPORT_TIMEOUT_S):
@@ -322,9 +409,12 @@ class RemoteDispatchers:
 
     async def close(self) -> None:
         """Answer everything that waits as failed, and disconnect."""
-        for peer in self._peers.values():
+        peers = [peer for group in self._groups.values() for peer in group.peers]
+        for group in self._groups.values():
+            group.is_in_plan = False
+        for peer in peers:
             self._fail(peer, "the server is shutting down; send the request again")
-        await asyncio.gather(*(peer.link.stop() for peer in self._peers.values()))
+        await asyncio.gather(*(peer.link.stop() for peer in peers))
 
 
 def _release(held: Sequence[Held]) -> None:

@@ -46,6 +46,8 @@ def serve_config(
     scheduler_options: Mapping[str, Any] | None = None,
     gateway_options: Mapping[str, Any] | None = None,
     gateways: int = 1,
+    dispatchers: int = 2,
+    nodes: int = 1,
     proxy_port: int | None = None,
     operator_host: str = "127.0.0.1",
     operator_port: int | None = None,
@@ -73,6 +75,8 @@ def serve_config(
         scheduler_options: its options.
         gateways: processes that take HTTP on the same port. One schedules by itself; several, or one with a partition,
             feed the dispatcher of each sub-cluster, a process of its own, in bundles.
+        dispatchers: processes of each sub-cluster that has one of its own: one schedules, the others wait to take over.
+        nodes: over which gateways and dispatchers are spread, so that one that is lost takes no sub-cluster with it.
         partition: sub-cluster of every model; one holds everything by default.
         gateway_options: `max_queued`, `max_body_mib`, …; see `tenuto.deployments.serve.user_config.GatewayConfig`.
 
@@ -82,8 +86,9 @@ def serve_config(
     """
     if executor not in _EXECUTORS:
         raise ValueError(f"executor must be one of {', '.join(_EXECUTORS)}, not {executor!r}")
-    if gateways < 1:
-        raise ValueError(f"gateways must be at least 1, not {gateways}")
+    for what, number in (("gateways", gateways), ("dispatchers", dispatchers), ("nodes", nodes)):
+        if number < 1:
+            raise ValueError(f"{what} must be at least 1, not {number}")
     gpus = {gpu.id: gpu for gpu in plan.gpus}
     encrypts = {"encrypt": True} if encrypt else {}
     chosen = {"name": scheduler, "options": dict(scheduler_options or {})}
@@ -92,6 +97,7 @@ def serve_config(
     cut = cut_plan(plan, partition) if gateways > 1 or partition is not None else {}
     if cut:
         gateway["sub_clusters"] = {name: [spec.name for spec in part.models] for name, part in cut.items()}
+        gateway["dispatchers"] = dispatchers
     return {
         "proxy_location": "HeadOnly",
         # Serve's proxies speak no TLS and are not needed from elsewhere.
@@ -106,7 +112,7 @@ def serve_config(
                 "deployments": [
                     {
                         "name": "gateway",
-                        "num_replicas": gateways,
+                        **_replicas(gateways, nodes),
                         "max_ongoing_requests": 100_000,
                         "health_check_period_s": 2.0,
                         "graceful_shutdown_wait_loop_s": 0.2,
@@ -116,7 +122,10 @@ def serve_config(
                     }
                 ],
             },
-            *(_dispatcher_application(name, {"plan": part.to_data(), **options}) for name, part in cut.items()),
+            *(
+                _dispatcher_application(name, {"plan": part.to_data(), **options}, _replicas(dispatchers, nodes))
+                for name, part in cut.items()
+            ),
             *(_gpulet_application(plan, gpulet, gpus[gpulet.gpu], executor, encrypts) for gpulet in plan.gpulets),
         ],
     }
@@ -139,7 +148,14 @@ def _beside(port: int, steps: int = 1) -> int:
     return port + steps if port + steps <= 65535 else port - steps
 
 
-def _dispatcher_application(sub_cluster: str, user_config: dict[str, Any]) -> dict[str, Any]:
+def _replicas(count: int, nodes: int) -> dict[str, int]:
+    """Return Serve's options for so many processes, spread over so many nodes."""
+    return {"num_replicas": count, **({"max_replicas_per_node": -(-count // nodes)} if nodes > 1 < count else {})}
+
+
+def _dispatcher_application(
+    sub_cluster: str, user_config: dict[str, Any], replicas: Mapping[str, int]
+) -> dict[str, Any]:
     return {
         "name": dispatcher_name(sub_cluster),
         "route_prefix": None,
@@ -148,7 +164,7 @@ def _dispatcher_application(sub_cluster: str, user_config: dict[str, Any]) -> di
         "deployments": [
             {
                 "name": "dispatcher",
-                "num_replicas": 1,
+                **replicas,
                 "max_ongoing_requests": 100,
                 "health_check_period_s": 0.5,
                 "graceful_shutdown_wait_loop_s": 0.2,

@@ -28,7 +28,10 @@ KEPT_VERSIONS = 100
 
 
 class Deployment(StrictModel):
-    """A plan and how it is served. `control` is the controller's settings as data; None: no controller."""
+    """A plan and how it is served. `control` is the controller's settings as data; None: no controller.
+
+    `nodes`: over which gateways and dispatchers are spread, found when the deployment begins.
+    """
 
     plan: dict[str, Any]
     executor: Literal["auto", "torch", "emulated"] = "auto"
@@ -43,6 +46,8 @@ class Deployment(StrictModel):
     scheduler_options: dict[str, Any] = Field(default_factory=dict)
     gateway_options: dict[str, Any] = Field(default_factory=dict)
     gateways: int = 1
+    dispatchers: int = 2
+    nodes: int = 1
     partition: dict[str, int] | None = None
     control: dict[str, Any] | None = None
 
@@ -68,7 +73,7 @@ class Deployment(StrictModel):
             proxy_port=self.proxy_port, operator_port=self.operator_port, access=self.access, log_json=self.log_json,
             encrypt=self.encrypt, scheduler=self.scheduler,
             scheduler_options=self.scheduler_options, gateway_options=self.gateway_options,
-            gateways=self.gateways, partition=self.partition,
+            gateways=self.gateways, dispatchers=self.dispatchers, nodes=self.nodes, partition=self.partition,
         )  # fmt: skip
         if self.control is not None:
             config["applications"].append(_control_application(self.control))

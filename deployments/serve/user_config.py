@@ -184,6 +184,7 @@ class GatewayConfig(DispatcherConfig):
 
     `listen`: their own socket; without it only Serve's proxies lead here, as in plan files of earlier versions.
     `sub_clusters`: names and models of the dispatchers in other processes; empty where the gateway schedules itself.
+    `dispatchers`: of each of them; all but one wait for its death.
     `max_body_mib`: of one request; `max_unfinished_mib`: of all requests that are not answered. `response_ms`: kept of
     every deadline for what happens beyond the socket (default: 8 % of the SLO, at most 2 ms). `attainment`: the
     share of requests that should be in time, which steers the margin before deadlines.
@@ -201,6 +202,7 @@ class GatewayConfig(DispatcherConfig):
     shared_memory_prefix: str | None = None
     traces: TracesConfig | None = None
     sub_clusters: dict[str, tuple[str, ...]] = Field(default_factory=dict)
+    dispatchers: Annotated[int, Field(ge=1)] = 1
 
     @model_validator(mode="after")
     def _exposed_only_with_keys(self) -> GatewayConfig:

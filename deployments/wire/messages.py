@@ -230,6 +230,7 @@ class DispatcherState(_Message, tag=12):
 
     pid: int
     machine: str
+    started_at_s: float  # since 1970
     ready: bool
     ready_models: list[str]
     signatures: dict[str, ModelSignature]

@@ -43,6 +43,7 @@ class ServingArguments:
     scheduler: str
     options: tuple[str, ...]
     gateways: int
+    dispatchers: int
     partition_file: str | None
     control_file: str | None
     where: ClusterArguments
@@ -88,6 +89,7 @@ class ServingArguments:
                 "scheduler": self.scheduler,
                 "scheduler_options": chosen,
                 "gateways": self.gateways,
+                "dispatchers": self.dispatchers,
                 "partition": None if partition is None else dict(partition),
                 "control": None if control is None else control.model_dump(mode="json", exclude_defaults=True),
             }
@@ -178,6 +180,13 @@ _serving: Any = (
         show_default=True,
         type=click.IntRange(1, 64),
         help="Processes that take HTTP; several feed one dispatcher per sub-cluster.",
+    ),
+    click.option(
+        "--dispatchers",
+        default=2,
+        show_default=True,
+        type=click.IntRange(1, 8),
+        help="Of each sub-cluster, where gateways feed any: one schedules, the others wait to take over.",
     ),
     click.option(
         "--partition",

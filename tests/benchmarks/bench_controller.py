@@ -214,8 +214,8 @@ def day(args: argparse.Namespace) -> None:
     since = time.perf_counter()
     run = run_controlled(
         Load(schedule.names, schedule.times_ms, schedule.model_index, duration_s), declared, plan, there, profiles,
-        settings, lambda system: make_scheduler("deferred", system), growth={"1080ti": gpus[0]}, window_s=300.0,
-        progress=progress,
+        settings, lambda system: make_scheduler("deferred", system, {"rehearse": False}),
+        growth={"1080ti": gpus[0]}, window_s=300.0, progress=progress,
     )  # fmt: skip
     report(f"day, {args.policy}, seed {args.seed}, {args.hours:g} h", run, time.perf_counter() - since)
     epochs = counts[: int(duration_s // 300) * 300].reshape(-1, 300, len(rows)).mean(axis=1)

@@ -164,9 +164,9 @@ def descendants() -> dict[int, str]:
     return {pid: titles[pid] for pid in found if pid in titles}
 
 
-def pid_of(title: str) -> int:
-    """Return the youngest process of ours with this in its title."""
-    return max((pid for pid, shown in descendants().items() if title in shown), default=0)
+def pids_of(title: str) -> list[int]:
+    """Return the processes of ours with this in their title, the oldest first."""
+    return sorted(pid for pid, shown in descendants().items() if title in shown)
 
 
 def until(claim: Callable[[], bool], timeout_s: float = 120.0) -> float:
@@ -208,7 +208,7 @@ def kill(args: argparse.Namespace) -> None:
     targets = {
         "controller": "ServeReplica:tenuto-control",
         "gateway (one of two)": "ServeReplica:tenuto:gateway",
-        "dispatcher": "ServeReplica:dispatcher-0",
+        "dispatcher (the one that schedules)": "ServeReplica:dispatcher-0",
         "gpu-let of a model with another": "ServeReplica:gpulet-n1-0-a",
         "gpu-let of a model without": "ServeReplica:gpulet-n1-1-a",
         "Serve's proxy": "ProxyActor",
@@ -229,9 +229,9 @@ def kill(args: argparse.Namespace) -> None:
                 _settle(load)
                 since_s = time.monotonic()
                 if title:
-                    before = pid_of(title)
-                    os.kill(before, signal.SIGKILL)
-                    back = until(lambda title=title, before=before: pid_of(title) > before, 60.0)  # type: ignore[misc]
+                    before = pids_of(title)
+                    os.kill(before[0], signal.SIGKILL)
+                    back = until(lambda t=title, b=before[-1]: (pids_of(t) or [0])[-1] > b, 60.0)  # type: ignore[misc]
                 else:
                     nodes.remove_node(next(iter(nodes.worker_nodes)), allow_graceful=False)
                     back = None

@@ -103,7 +103,8 @@ def _on_bundle(protocol: FrameProtocol, message: Message, body: memoryview) -> N
 
 def _accept() -> FrameProtocol:
     state = DispatcherState(
-        pid=1, machine=machine_id(), ready=True, ready_models=[MODEL], signatures={MODEL: _SIGNATURE}, gpulets=[]
+        pid=1, machine=machine_id(), started_at_s=0.0, ready=True, ready_models=[MODEL],
+        signatures={MODEL: _SIGNATURE}, gpulets=[],
     )
 
     def greet(protocol: FrameProtocol, _hello: Hello) -> None:

@@ -14,6 +14,7 @@ from tenuto.batching.registry import make_scheduler
 from tenuto.deployments.dispatch.dispatcher import Dispatcher, SchedulerFactory
 from tenuto.deployments.dispatch.dispatcher_process import BundleServer
 from tenuto.deployments.dispatch.in_flight import Request
+from tenuto.deployments.entry.dispatching import ask
 from tenuto.deployments.entry.remote_dispatchers import RemoteDispatchers
 from tenuto.deployments.serve.config import serve_config
 from tenuto.deployments.serve.sub_clusters import cut_plan
@@ -38,7 +39,7 @@ def _eager(plan: Plan, network: NetworkDelay) -> Scheduler:
 
 
 class Cluster:
-    """One dispatcher behind sockets, and as many gateways as a test asks for."""
+    """Dispatchers behind sockets, as many as are started, and as many gateways as a test asks for."""
 
     def __init__(
         self, plan: Plan, gpulets: Sequence[FakeGpulet], max_queued: int, scheduler: SchedulerFactory
@@ -47,30 +48,35 @@ class Cluster:
         self.plan = plan
         self.gpulets = gpulets
         self.max_queued = max_queued
-        self.server: BundleServer | None = None
+        self.servers: dict[BundleServer, Endpoint] = {}  # the oldest first
+        self.asked = 0
         self.gateways: list[RemoteDispatchers] = []
         self.pids = itertools.count()
 
-    async def start(self) -> None:
+    async def start(self) -> BundleServer:
         dispatcher = Dispatcher(
             self.scheduler, finder({g.id: g for g in self.gpulets}), max_queued=self.max_queued,
-            on_change=self._changed,
+            on_change=lambda: server.announce(),
         )
-        self.server = BundleServer(dispatcher)
-        self.endpoint = await self.server.listen()
+        server = BundleServer(dispatcher)
+        self.servers[server] = await server.listen()
         dispatcher.apply(self.plan)
+        return server
 
-    def _changed(self) -> None:
-        if self.server is not None:
-            self.server.announce()
+    @property
+    def server(self) -> BundleServer | None:
+        """The one that schedules."""
+        return next(iter(self.servers), None)
 
     async def _find(self) -> Endpoint:
-        if self.server is None:
+        """Serve's handle asks any of the replicas."""
+        if not self.servers:
             raise LookupError("no dispatcher")
-        return self.endpoint
+        self.asked += 1
+        return list(self.servers.values())[self.asked % len(self.servers)]
 
-    async def gateway(self) -> RemoteDispatchers:
-        gateway = RemoteDispatchers(lambda _name: self._find)
+    async def gateway(self, dispatchers: int = 1) -> RemoteDispatchers:
+        gateway = RemoteDispatchers(lambda _name: self._find, dispatchers=dispatchers)
         self.gateways.append(gateway)
         await gateway.apply(self.plan, {"0": [spec.name for spec in self.plan.models]}, wait_s=5.0)
         await until(gateway.is_ready)
@@ -78,8 +84,9 @@ class Cluster:
 
     async def kill(self) -> None:
         """What a killed process leaves: closed connections and nothing said."""
-        assert self.server is not None
-        server, self.server = self.server, None
+        server = self.server
+        assert server is not None
+        del self.servers[server]
         for listener in server._servers.values():
             listener.close()
         for gateway in list(server._gateways.values()):
@@ -109,8 +116,8 @@ async def start() -> AsyncIterator[Start]:
     for cluster in running:
         for gateway in cluster.gateways:
             await gateway.close()
-        if cluster.server is not None:
-            await cluster.server.close(drain_s=0.0)
+        for server in cluster.servers:
+            await server.close(drain_s=0.0)
         for gpulet in cluster.gpulets:
             gpulet.die()
 
@@ -211,6 +218,46 @@ async def test_a_dead_dispatcher_fails_what_it_held_at_once_and_is_found_again(s
     assert (await answer(submit(gateway, "m", X))).outcome is Outcome.OK
 
 
+async def test_what_a_dead_dispatcher_held_is_asked_of_the_one_that_waits(start: Start) -> None:
+    gpulet = FakeGpulet("a", ("m",), hold=True)
+    cluster = await start(make_plan(("a", ("m",)), slo_ms=20_000.0), gpulet)
+    spare = await cluster.start()
+    first, second = await cluster.gateway(2), await cluster.gateway(2)
+    await until(lambda: all(len(server._gateways) == 2 for server in cluster.servers))
+    arena = Arena(1 << 20)
+    slot = arena.take(8)
+    assert slot is not None
+    slot.data[:] = np.array([7, 0], np.float32).tobytes()
+    held = [submit(gateway, "m", X) for gateway in (first, second, first, second)]
+    held.append(ask(first, "m", [InputPart(slot.data, "", slot.arena, slot.offset)], memory=slot))
+    slot.release()
+    await asyncio.wait_for(gpulet.arrived.wait(), PATIENCE_S)
+    assert spare.dispatcher.accounts.counters["m"].submitted == 0  # it waits
+    gone = submit(first, "m", X)
+    gone.cancel()
+    await cluster.kill()
+    gpulet.hold = False
+    gpulet.release()
+    answers = [await answer(future) for future in held]
+    assert [found.outcome for found in answers] == [Outcome.OK] * 5
+    assert np.frombuffer(answers[4].outputs[0].data, np.float32)[0] == 14.0
+    assert spare.dispatcher.accounts.counters["m"].submitted == 5
+    assert first.is_ready("m")
+    # Who was asked for the second time is not asked for the third.
+    gpulet.hold = True
+    gpulet.arrived.clear()
+    waiting = submit(second, "m", X)
+    await asyncio.wait_for(gpulet.arrived.wait(), PATIENCE_S)
+    for _ in range(2):
+        await cluster.start()
+        await until(lambda: all(len(server._gateways) == 2 for server in cluster.servers))
+        await cluster.kill()
+    assert (await answer(waiting)).outcome is Outcome.FAILED
+    gpulet.hold = False
+    gpulet.release()
+    arena.close()
+
+
 async def test_a_closing_dispatcher_answers_what_it_holds_first(start: Start) -> None:
     gpulet = FakeGpulet("a", ("m",), hold=True)
     cluster = await start(make_plan(("a", ("m",))), gpulet)
@@ -305,6 +352,10 @@ def test_the_serve_config_has_a_dispatcher_per_sub_cluster_only_when_there_are_s
     ]  # fmt: skip
     entry = config["applications"][0]["deployments"][0]
     assert entry["num_replicas"] == 3
+    dispatcher = config["applications"][1]["deployments"][0]
+    assert (dispatcher["num_replicas"], "max_replicas_per_node" in dispatcher) == (2, False)
+    spread = serve_config(PLAN, gateways=3, nodes=2)["applications"]
+    assert [app["deployments"][0]["max_replicas_per_node"] for app in spread[:2]] == [2, 1]
     assert entry["user_config"]["sub_clusters"] == {"0": ["m", "n"], "1": ["o"]}
     assert Plan.from_data(config) == PLAN
     with pytest.raises(ValueError, match="gateways"):
