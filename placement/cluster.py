@@ -19,12 +19,13 @@ __all__ = ["Cluster", "Gpu", "GpuGroup", "Node"]
 
 class Gpu(StrictModel):
     """One GPU of the cluster. `uuid` is None for a logical GPU that is not bound to hardware; `address` is the IP of
-    its node in the Ray cluster, where that is known."""
+    its node in the Ray cluster, `label` a label that only this node has, where one of them is known."""
 
     id: str
     type: str
     uuid: str | None = None
     address: str | None = None
+    label: str | None = None
     memory_mib: float
     price_per_hour: float | None = None
 
@@ -52,11 +53,19 @@ class GpuGroup(StrictModel):
 
 
 class Node(StrictModel):
-    """One machine. `address` is the node's IP in the Ray cluster, where gpu-lets must be kept on this node."""
+    """One machine. `address` is the node's IP in the Ray cluster, or `label` a label `key=value` that only this node
+    has there, where gpu-lets must be kept on this node; a label outlives a pod that comes back with another IP."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
     gpus: tuple[GpuGroup, ...]
     address: str | None = None
+    label: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._/-]*=[A-Za-z0-9][A-Za-z0-9._-]*$")] | None = None
+
+    @model_validator(mode="after")
+    def _found_one_way(self) -> Node:
+        if self.address is not None and self.label is not None:
+            raise ValueError(f"node {self.name} has an address and a label; cure: Give one of them.")
+        return self
 
 
 class Cluster(StrictModel):
@@ -155,6 +164,6 @@ def _gpus_of(nodes: tuple[Node, ...]) -> tuple[Gpu, ...]:
             for position in range(group.count):
                 uuid = group.uuids[position] if group.uuids else None
                 found.append(Gpu(id=f"{node.name}/{index}", type=group.type, memory_mib=memory, price_per_hour=price,
-                                 uuid=uuid, address=node.address))  # fmt: skip
+                                 uuid=uuid, address=node.address, label=node.label))  # fmt: skip
                 index += 1
     return tuple(found)

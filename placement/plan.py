@@ -14,6 +14,7 @@ from pydantic import Field, field_validator
 from tenuto.documents import StrictModel, dump_yaml, load_document, parse_document
 from tenuto.errors import InvalidInputError, Problem, raise_if_any
 from tenuto.placement.applications import Application
+from tenuto.placement.cluster import Gpu
 from tenuto.placement.program import Gpulet, Replica
 from tenuto.placement.rules import plan_problems
 from tenuto.placement.workload import ModelSpec, Objective, Workload
@@ -32,12 +33,18 @@ class PolicyUsed(StrictModel):
 
 class PlannedGpu(StrictModel):
     """A GPU of the plan. `uuid` None: a logical GPU, emulated on a machine without NVIDIA hardware. `address`: the IP
-    of its node in the Ray cluster, on which its gpu-lets run; None: any node."""
+    of its node in the Ray cluster, or `label`, a label of that node, on which its gpu-lets run; None: any node."""
 
     id: str
     type: str
     uuid: str | None = None
     address: str | None = None
+    label: str | None = None
+
+    @classmethod
+    def of(cls, gpu: Gpu) -> PlannedGpu:
+        """Return a GPU of the cluster as plans have it."""
+        return cls(id=gpu.id, type=gpu.type, uuid=gpu.uuid, address=gpu.address, label=gpu.label)
 
 
 class ExpectedModel(StrictModel):
@@ -144,7 +151,7 @@ class Plan(StrictModel):
         """Return plain data in the key order of the file format."""
         data = self.model_dump(mode="json", by_alias=True)
         for gpu in data["gpus"]:
-            _drop(gpu, address=None)
+            _drop(gpu, address=None, label=None)
         for gpulet in data["gpulets"]:
             _drop(gpulet, memory_mib=None, duty_cycle_ms=None, merge=[])
             for group in gpulet.get("merge", ()):

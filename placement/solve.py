@@ -68,7 +68,7 @@ def solve(
 
 def _nothing(cluster: Cluster) -> Plan:
     gpus = () if cluster.elastic else cluster.gpus
-    planned = tuple(PlannedGpu(id=gpu.id, type=gpu.type, uuid=gpu.uuid, address=gpu.address) for gpu in gpus)
+    planned = tuple(PlannedGpu.of(gpu) for gpu in gpus)
     return Plan(policy=PolicyUsed(name=""), gpus=planned)
 
 
@@ -165,8 +165,13 @@ def complete(plan: Plan, policy: Policy, workload: Workload, cluster: Cluster, p
     """
     expected = plan.expected
     believed = Believed(goodput_rps=expected.goodput_rps, models=expected.models) if expected.models else None
-    addresses = {gpu.id: gpu.address for gpu in cluster.gpus}
-    gpus = tuple(gpu.model_copy(update={"address": gpu.address or addresses.get(gpu.id)}) for gpu in plan.gpus)
+    known = {gpu.id: gpu for gpu in cluster.gpus}
+    gpus = tuple(
+        gpu.model_copy(update={"address": known[gpu.id].address, "label": known[gpu.id].label})
+        if gpu.id in known and gpu.address is None and gpu.label is None
+        else gpu
+        for gpu in plan.gpus
+    )
     streaming = cluster.streams if workload.streaming is None else workload.streaming
     plan = plan.model_copy(
         update={

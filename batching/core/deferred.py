@@ -451,6 +451,9 @@ class DeferredScheduler(RehearsingScheduler):
                 if pool.index in done:
                     continue
                 done.add(pool.index)
+                if pool.size == 1 and pool.idle:
+                    frees[pool.index] = [now]
+                    continue
                 free = [now] * min(most, len(pool.idle))
                 if len(free) < most:
                     free += [end if end > now else now for end, _ in pool.busy[: most - len(free)]]

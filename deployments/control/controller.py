@@ -368,15 +368,16 @@ class Controller:
     # --- reasons ------------------------------------------------------------------------------------------------------
 
     def _find_reasons(self, losing: Sequence[str], jumped: bool) -> None:
-        # What comes before a change that the next check would begin could be done.
-        when, demand = self._settings.when, self.demand(lasting_s=self._settings.interval_s)
-        needs = demand.upper_rps
+        when = self._settings.when
         if losing and when.slo and not self._is_unsettled():
             parts = self._attainment.lost_part(losing)
             self._reasons["slo"] = "more is lost than allowed: " + _shown(parts, "{:.1%}")
         is_due = self._now_s - self._checked_s >= self._settings.interval_s - 1e-6
         if not (is_due or jumped or losing):
             return
+        # What comes before a change that the next check would begin could be done.
+        demand = self.demand(lasting_s=self._settings.interval_s)
+        needs = demand.upper_rps
         if is_due:
             self._checked_s = self._now_s
         elif not _moved(self._checked_needs, needs, MOVED_ENOUGH):

@@ -21,7 +21,7 @@ from tenuto.placement.plan import PlannedGpu
 from tenuto.placement.policies.shared.hosting import gpulet_id
 from tenuto.profiles.gpu_types import memory_mib_of
 
-__all__ = ["fitted", "fresh_id", "gpus_of", "is_same_process", "planned_gpu", "renamed"]
+__all__ = ["fitted", "fresh_id", "gpus_of", "is_same_process", "renamed"]
 
 BREAKS = 3.0  # models kept loaded that are worth as much as one that does not have to be away: make before break
 
@@ -56,10 +56,10 @@ def fitted(
         value = np.array([[_value(wanted[name], before.get(gpu.id, []), gpu) for gpu in there] for name in new])
         for row, column in zip(*linear_sum_assignment(value, maximize=True), strict=True):
             gpu = there[column]
-            used[gpu.id] = planned_gpu(gpu)
+            used[gpu.id] = PlannedGpu.of(gpu)
             gpulets += _named(wanted[new[row]], gpu.id, before.get(gpu.id, []), taken)
     if keep_idle:
-        used |= {gpu.id: planned_gpu(gpu) for gpu in gpus if gpu.id not in used}
+        used |= {gpu.id: PlannedGpu.of(gpu) for gpu in gpus if gpu.id not in used}
     order = {gpu.id: place for place, gpu in enumerate(gpus)}
     return plan.model_copy(
         update={
@@ -88,9 +88,12 @@ def gpus_of(*plans: Plan) -> tuple[Gpu, ...]:
     """Return the GPUs of plans, with the memory of their types; without a bound where that is not known."""
     known = {gpu.id: gpu for plan in plans for gpu in plan.gpus}
     return tuple(
-        Gpu(id=g.id, type=g.type, uuid=g.uuid, address=g.address, memory_mib=memory_mib_of(g.type) or float("inf"))
+        Gpu(
+            id=g.id, type=g.type, uuid=g.uuid, address=g.address, label=g.label,
+            memory_mib=memory_mib_of(g.type) or float("inf"),
+        )
         for g in known.values()
-    )
+    )  # fmt: skip
 
 
 def is_same_process(before: Gpulet, after: Gpulet) -> bool:
@@ -104,11 +107,6 @@ def fresh_id(gpu_id: str, taken: Collection[str]) -> str:
     while gpulet_id(gpu_id, index) in taken:
         index += 1
     return gpulet_id(gpu_id, index)
-
-
-def planned_gpu(gpu: Gpu) -> PlannedGpu:
-    """Return a GPU as plans have it."""
-    return PlannedGpu(id=gpu.id, type=gpu.type, uuid=gpu.uuid, address=gpu.address)
 
 
 def _value(new: Sequence[Gpulet], old: Sequence[Gpulet], gpu: Gpu) -> float:

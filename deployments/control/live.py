@@ -54,8 +54,8 @@ class ServeSide(Protocol):
     def states(self) -> dict[str, ApplicationState]:
         """Return every application by name."""
 
-    def node_addresses(self) -> frozenset[str]:
-        """Return the addresses of the nodes that are alive."""
+    def node_names(self) -> frozenset[str]:
+        """Return what the nodes that are alive are found by: their addresses, and their labels as `key=value`."""
 
 
 class Planner(Protocol):
@@ -175,13 +175,13 @@ class LiveSystem:
         if "gpulets" not in status:
             return None
         states = self._serve.states()
-        alive = self._serve.node_addresses()
+        alive = self._serve.node_names()
         ready = _ready(self._plan, status)
         self._go_on(now_s, status, ready, states)
         return Seen(
             models=self._ended(status["models"]),
             ready=ready | {name for name in self._standby if _is_running(states, name)},
-            gpus=tuple(gpu for gpu in self._gpus if gpu.address is None or gpu.address in alive),
+            gpus=tuple(gpu for gpu in self._gpus if (gpu.label or gpu.address or "") in alive | {""}),
             broken=self._broken(states),
             gpulets={
                 entry["id"]: GpuletSeen(entry["slowdown"]) for entry in status["gpulets"] if entry.get("slowdown")

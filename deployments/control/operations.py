@@ -273,7 +273,7 @@ def begin(
     """
     store = ClusterStore()
     _forget(store)
-    deployment = deployment.model_copy(update={"nodes": len(Applications().node_addresses())})
+    deployment = deployment.model_copy(update={"nodes": Applications().count_nodes()})
     if ends_with_caller:
         sign_launcher(store)
     launcher.apply(deployment.model_copy(update={"control": None}).config())

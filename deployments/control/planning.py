@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 
 from tenuto.deployments.control.batches import raised
 from tenuto.deployments.control.capacity import Capacity, Demand
-from tenuto.deployments.control.fit import fitted, fresh_id, planned_gpu
+from tenuto.deployments.control.fit import fitted, fresh_id
 from tenuto.deployments.control.standby import standbys
 from tenuto.deployments.control.steps import fits
 from tenuto.deployments.control.worth import Durations, Rent, Worth, worth
@@ -21,7 +21,7 @@ from tenuto.errors import InvalidInputError
 from tenuto.placement import Cluster, Gpulet, Plan, Workload
 from tenuto.placement.cluster import Gpu, GpuGroup, Node
 from tenuto.placement.expectation.goodput import expected_of
-from tenuto.placement.plan import PolicyUsed
+from tenuto.placement.plan import PlannedGpu, PolicyUsed
 from tenuto.placement.policy import load_policy
 from tenuto.placement.solve import solve
 from tenuto.profiles import ModelProfile, Profile, Profiles
@@ -254,7 +254,7 @@ def _extended(
         new.append(placed)
     if not new:
         return None
-    gpus = tuple(planned_gpu(gpu) for gpu in request.gpus if not request.types or held[gpu.id])
+    gpus = tuple(PlannedGpu.of(gpu) for gpu in request.gpus if not request.types or held[gpu.id])
     plan = _with_gpulets(running, [*running.gpulets, *new]).model_copy(update={"gpus": gpus})
     return raised(plan, request.workload, profiles, request.gpus)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,11 +64,23 @@ class Applications:
             if group:
                 _get_global_client().delete_apps(list(group))
 
-    def node_addresses(self) -> frozenset[str]:
-        """Return the addresses of the nodes that are alive."""
-        import ray
+    def node_names(self) -> frozenset[str]:
+        """Return what the nodes that are alive are found by: their addresses, and their labels as `key=value`."""
+        return frozenset(name for node in _alive_nodes() for name in _names_of(node))
 
-        return frozenset(str(node["NodeManagerAddress"]) for node in ray.nodes() if node["Alive"])
+    def count_nodes(self) -> int:
+        """Return how many nodes are alive."""
+        return len(_alive_nodes())
+
+
+def _alive_nodes() -> list[dict[str, Any]]:
+    import ray
+
+    return [node for node in ray.nodes() if node["Alive"]]
+
+
+def _names_of(node: Mapping[str, Any]) -> list[str]:
+    return [str(node["NodeManagerAddress"]), *(f"{key}={value}" for key, value in node.get("Labels", {}).items())]
 
 
 def refuse_foreign(states: Mapping[str, ApplicationState]) -> None:
@@ -84,34 +96,36 @@ def refuse_foreign(states: Mapping[str, ApplicationState]) -> None:
 def check_nodes(config: Mapping[str, Any]) -> None:
     """Raise `EnvironmentFaultError` unless the cluster has the nodes and GPUs of a Serve config; Ray would wait for
     them without end."""
-    import ray
-
-    nodes = [node for node in ray.nodes() if node["Alive"]]
-    gpus = {str(node["NodeManagerAddress"]): float(node["Resources"].get("GPU", 0.0)) for node in nodes}
-    problem = missing_from(gpus, config)
+    problem = missing_from([(_names_of(n), float(n["Resources"].get("GPU", 0.0))) for n in _alive_nodes()], config)
     if problem is not None:
         raise EnvironmentFaultError(problem)
 
 
-def missing_from(gpus: Mapping[str, float], config: Mapping[str, Any]) -> str | None:
-    """Return what nodes, by address with the GPUs that Ray counts there, lack for a Serve config; None: nothing."""
-    wanted: dict[str, float] = {}  # Ray's GPUs by node; "": any
+def missing_from(nodes: Sequence[tuple[Sequence[str], float]], config: Mapping[str, Any]) -> str | None:
+    """Return what nodes, each with what it is found by (its address first) and the GPUs that Ray counts there, lack
+    for a Serve config; None: nothing."""
+    gpus = {name: sum(count for names, count in nodes if name in names) for found, _ in nodes for name in found}
+    wanted: dict[str, float] = {}  # Ray's GPUs by what a node is found by; "": any
     for application in config["applications"]:
         for deployment in application["deployments"]:
             options = deployment["ray_actor_options"]
             named = [key.removeprefix("node:") for key in options.get("resources", {}) if key.startswith("node:")]
+            named += [f"{key}={value}" for key, value in options.get("label_selector", {}).items()]
             place = named[0] if named else ""
             wanted[place] = wanted.get(place, 0.0) + options.get("num_gpus", 0.0)
     missing = sorted(wanted.keys() - gpus.keys() - {""})
     if missing:
+        known = sorted({name for names, _ in nodes for name in names if name == names[0] or "=" in missing[0]})
         return (
-            f"the plan has gpu-lets on node {', '.join(missing)}, the cluster has {', '.join(sorted(gpus))}. Start "
-            "Ray there (`ray start --address`), or correct `address` in the cluster file and plan again."
+            f"the plan has gpu-lets on node {', '.join(missing)}, the cluster has {', '.join(known)}. Start "
+            "Ray there (`ray start --address`, `--labels` for a label), or correct `address` or `label` in the cluster "
+            "file and plan again."
         )
     short = sorted(node for node, count in wanted.items() if node and count > gpus[node] + 1e-9)
-    if short or sum(wanted.values()) > sum(gpus.values()) + 1e-9:
+    everywhere = sum(count for _, count in nodes)
+    if short or sum(wanted.values()) > everywhere + 1e-9:
         where = f"node {', '.join(short)} has" if short else "the cluster has"
-        have = ", ".join(f"{gpus[node]:g}" for node in short) if short else f"{sum(gpus.values()):g}"
+        have = ", ".join(f"{gpus[node]:g}" for node in short) if short else f"{everywhere:g}"
         return (
             f"the plan has gpu-lets on GPUs, and {where} {have} of them by Ray's count. Start Ray there with "
             "`--num-gpus`, as many as the plan uses."

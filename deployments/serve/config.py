@@ -223,7 +223,10 @@ def _actor_options(gpulet: Gpulet, gpu: PlannedGpu, *, uses_mps: bool) -> dict[s
     """
     options: dict[str, Any] = {"num_cpus": 0}
     environment: dict[str, str] = {}
-    if gpu.address is not None:
+    if gpu.label is not None:
+        key, _, value = gpu.label.partition("=")
+        options["label_selector"] = {key: value}
+    elif gpu.address is not None:
         options["resources"] = {f"node:{gpu.address}": NODE_SLOT}  # Ray gives every node one unit of its own resource
     if gpu.type != "cpu":
         options["num_gpus"] = LEDGER_SLOT

@@ -212,12 +212,6 @@ def day(args: argparse.Namespace) -> None:
         {"mode": "act", "policy": {"name": args.policy}, "gpus": {"1080ti": {"min": 1, "max": most}}}
     )
     since = time.perf_counter()
-    run = run_controlled(
-        Load(schedule.names, schedule.times_ms, schedule.model_index, duration_s), declared, plan, there, profiles,
-        settings, lambda system: make_scheduler("deferred", system, {"rehearse": False}),
-        growth={"1080ti": gpus[0]}, window_s=300.0, progress=progress,
-    )  # fmt: skip
-    report(f"day, {args.policy}, seed {args.seed}, {args.hours:g} h", run, time.perf_counter() - since)
     epochs = counts[: int(duration_s // 300) * 300].reshape(-1, 300, len(rows)).mean(axis=1)
 
     def needed(rates: NDArray[np.float64]) -> int:
@@ -228,19 +222,36 @@ def day(args: argparse.Namespace) -> None:
         )
         return solve(policy, declared.model_copy(update={"models": models}), one, profiles).expected.gpus_used or 0
 
-    clairvoyant = sum(needed(rates) for rates in epochs) * 300.0 / 3600.0
-    peak = needed(epochs.max(axis=0)) * duration_s / 3600.0
-    hours = run.gpu_s / 3600.0
-    print(
-        f"  GPU-hours: controller {hours:.1f}, static plan for every model's peak {peak:.1f} ({hours / peak:.2f} of "
-        f"it), clairvoyant per 300 s {clairvoyant:.1f} ({hours / clairvoyant:.2f} of it); changes per hour "
-        f"{run.count('changed') / args.hours:.1f}; models below 99 %: "
-        + (", ".join(f"{name} {part:.2%}" for name, part in run.attainments().items() if part < 0.99) or "none")
-    )
+    found: list[int] = []  # GPUs of the clairvoyant plan by epoch
+
+    def tell(now_s: float, run: ControlledRun) -> None:
+        """Say every two hours, and at the end, how it stands."""
+        progress(now_s, run)
+        if now_s % 7200 and now_s < duration_s:
+            return
+        hours = now_s / 3600.0
+        report(f"day, {args.policy}, seed {args.seed}, {hours:g} h", run, time.perf_counter() - since)
+        found.extend(needed(rates) for rates in epochs[len(found) : int(now_s // 300)])
+        clairvoyant, peak = sum(found) * 300.0 / 3600.0, needed(epochs[: len(found)].max(axis=0)) * hours
+        held = run.gpu_s / 3600.0
+        print(
+            f"  GPU-hours: controller {held:.1f}, static plan for every model's peak {peak:.1f} ({held / peak:.2f} of "
+            f"it), clairvoyant per 300 s {clairvoyant:.1f} ({held / clairvoyant:.2f} of it); changes per hour "
+            f"{run.count('changed') / hours:.1f}; models below 99 %: "
+            + (", ".join(f"{name} {part:.2%}" for name, part in run.attainments().items() if part < 0.99) or "none"),
+            flush=True,
+        )
+        if args.svg:
+            Path(args.svg).write_text(picture(f"A day of 20 models, policy {args.policy} (simulated)", run, most))
+
+    # Without rehearsals, which take as long as all the rest.
+    run = run_controlled(
+        Load(schedule.names, schedule.times_ms, schedule.model_index, duration_s), declared, plan, there, profiles,
+        settings, lambda system: make_scheduler("deferred", system, {"rehearse": False}),
+        growth={"1080ti": gpus[0]}, window_s=300.0, progress=tell,
+    )  # fmt: skip
     if args.log:
         show_log(run, ("change", "changed", "roll back", "rolled back", "missing", "no plan", "stuck"))
-    if args.svg:
-        Path(args.svg).write_text(picture(f"A day of 20 models, policy {args.policy} (simulated)", run, most))
 
 
 def _counts(

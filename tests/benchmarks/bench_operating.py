@@ -166,10 +166,18 @@ def descendants() -> dict[int, str]:
 
 def pids_of(title: str) -> list[int]:
     """Return the processes of ours with this in their title, the oldest first."""
-    return sorted(pid for pid, shown in descendants().items() if title in shown)
+    return sorted((pid for pid, shown in descendants().items() if title in shown), key=_started)
 
 
-def until(claim: Callable[[], bool], timeout_s: float = 120.0) -> float:
+def _started(pid: int) -> int:
+    """Return when a process started, in ticks; numbers begin anew at some point."""
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
+    except OSError:
+        return 0
+
+
+def until(claim: Callable[[], object], timeout_s: float = 120.0) -> float:
     """Wait until a claim holds and return the seconds that took; `timeout_s` where it never did."""
     since_s = time.monotonic()
     while time.monotonic() - since_s < timeout_s:
@@ -226,12 +234,14 @@ def kill(args: argparse.Namespace) -> None:
         with Load(port, {"both": args.rps / 2, "right": args.rps / 2}) as load:
             time.sleep(4.0)
             for what, title in targets.items():
+                if not any(word in what for word in args.only.split(",")):
+                    continue
                 _settle(load)
                 since_s = time.monotonic()
                 if title:
                     before = pids_of(title)
                     os.kill(before[0], signal.SIGKILL)
-                    back = until(lambda t=title, b=before[-1]: (pids_of(t) or [0])[-1] > b, 60.0)  # type: ignore[misc]
+                    back = until(lambda t=title, b=before: set(pids_of(t)) - set(b), 60.0)  # type: ignore[misc]
                 else:
                     nodes.remove_node(next(iter(nodes.worker_nodes)), allow_graceful=False)
                     back = None
@@ -343,6 +353,7 @@ def main() -> None:
     parser.add_argument("what", choices=["kill", "change", "triple"])
     parser.add_argument("--rps", type=float, default=60.0, help="of all models; of each for triple")
     parser.add_argument("--watch-s", type=float, default=15.0, help="after every incident")
+    parser.add_argument("--only", default="", help="of kill: words of what is killed, with commas")
     args = parser.parse_args()
     print_machine()
     {"kill": kill, "change": change, "triple": triple}[args.what](args)

@@ -61,6 +61,10 @@ def processes(application: str) -> list[int]:
     return found
 
 
+def _started(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
+
+
 def _is_ours(pid: int) -> bool:
     while pid > 1 and pid != os.getpid():
         try:
@@ -72,7 +76,7 @@ def _is_ours(pid: int) -> bool:
 
 def load_and_kill(url: str, application: str) -> tuple[BenchResult, dict[str, Any]]:
     """Send 8 s of requests to both models, kill one process of an application after 3 s; each has one outcome."""
-    victim = min(processes(application))  # of dispatchers the one that schedules
+    victim = min(processes(application), key=_started)  # of dispatchers the one that schedules
     timer = threading.Timer(3.0, os.kill, (victim, signal.SIGKILL))
     timer.start()
     try:

@@ -16,19 +16,23 @@ from tests.instruments.live import pids, post, until
 pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::DeprecationWarning")]
 
 HEAD, OTHER = "127.0.0.2", "127.0.0.3"
+LABEL = "tenuto.test/rack=b7"
 BODY = json.dumps(
     {"inputs": [{"name": "INPUT0", "shape": [2, 1], "datatype": "FP32", "data": [1, 2]}]}
 ).encode()
 
 
-def make_plan(*, other: str = OTHER) -> Plan:
-    """A model on each node."""
+def make_plan(*, other: str = LABEL) -> Plan:
+    """A model on each node, one found by its address and one by its label."""
     latency = {"alpha_ms": 1.0, "beta_ms": 9.0}
     places = (("left", HEAD), ("right", other))
     return Plan.from_data(
         {
             "policy": {"name": "test"},
-            "gpus": [{"id": f"{name}/0", "type": "v100", "address": address} for name, address in places],
+            "gpus": [
+                {"id": f"{name}/0", "type": "v100", "label" if "=" in place else "address": place}
+                for name, place in places
+            ],
             "gpulets": [
                 {"id": f"{name}/0/a", "gpu": f"{name}/0",
                  "models": [{"name": name, "batch_size": 4, "latency": latency}]}
@@ -46,7 +50,7 @@ def cluster(own_ray: None) -> Iterator[Any]:
 
     nodes = Cluster(initialize_head=True, head_node_args={"node_ip_address": HEAD, "num_gpus": 1, "num_cpus": 2})
     try:
-        nodes.add_node(node_ip_address=OTHER, num_gpus=1, num_cpus=2)
+        nodes.add_node(node_ip_address=OTHER, num_gpus=1, num_cpus=2, labels=dict([LABEL.split("=")]))
         ray.init(address=nodes.address, _node_ip_address=HEAD, log_to_driver=False)
         yield nodes
     finally:
@@ -77,7 +81,7 @@ def test_gpulets_run_on_the_node_of_their_gpu_and_a_lost_node_takes_only_its_own
         until(lambda: set(pids(url)) == {"left/0/a"})
         until(lambda: post(f"{url}/v2/models/left/infer", BODY)[0] == 200)
         assert post(f"{url}/v2/models/right/infer", BODY)[0] in (503, 504)
-        cluster.add_node(node_ip_address=OTHER, num_gpus=1, num_cpus=2)
+        cluster.add_node(node_ip_address="127.0.0.4", num_gpus=1, num_cpus=2, labels=dict([LABEL.split("=")]))
         until(lambda: post(f"{url}/v2/models/right/infer", BODY)[0] == 200)
-        assert addresses_by_gpulet(url)["right/0/a"] == OTHER
+        assert addresses_by_gpulet(url)["right/0/a"] == "127.0.0.4"  # the label is where it was, the address is not
         assert pids(url)["left/0/a"] == before["left/0/a"]

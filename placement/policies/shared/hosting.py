@@ -97,7 +97,7 @@ def cost_of(used: Iterable[Gpu]) -> float | None:
 def planned_gpus(cluster: Cluster, used: Iterable[Gpu]) -> tuple[PlannedGpu, ...]:
     """Return the plan's GPUs: all of a fixed cluster (idle ones are part of the answer), the used ones if elastic."""
     gpus: Iterable[Gpu] = used if cluster.elastic else cluster.gpus
-    unique = {gpu.id: PlannedGpu(id=gpu.id, type=gpu.type, uuid=gpu.uuid, address=gpu.address) for gpu in gpus}
+    unique = {gpu.id: PlannedGpu.of(gpu) for gpu in gpus}
     return tuple(unique.values())
 
 

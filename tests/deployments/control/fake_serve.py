@@ -86,7 +86,7 @@ class FakeServe:
             for name in self._since
         }
 
-    def node_addresses(self) -> frozenset[str]:
+    def node_names(self) -> frozenset[str]:
         return frozenset({"10.0.0.1", "10.0.0.2"} - self.dead_nodes)
 
     # --- the gateways -----------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ from tenuto.deployments.serve.applications import missing_from
 from tenuto.deployments.serve.config import serve_config
 from tests.instruments.plans import make_plan
 
+ONE = [(["10.0.0.1"], 2.0)]
 PLAN = make_plan({"n0/0/a": (50.0, ["a"]), "n0/1/a": (50.0, ["b"])})
 
 
@@ -14,10 +15,20 @@ def at(address: str) -> dict[str, object]:
     return serve_config(PLAN.model_copy(update={"gpus": gpus}))
 
 
+def labelled(label: str) -> dict[str, object]:
+    gpus = tuple(gpu.model_copy(update={"label": label}) for gpu in PLAN.gpus)
+    return serve_config(PLAN.model_copy(update={"gpus": gpus}))
+
+
 def test_nodes_and_gpus_that_are_missing_are_named() -> None:
-    assert missing_from({"10.0.0.1": 2.0}, serve_config(PLAN)) is None
-    assert missing_from({"10.0.0.1": 2.0}, at("10.0.0.1")) is None
-    assert "on node 10.0.0.9, the cluster has 10.0.0.1" in str(missing_from({"10.0.0.1": 2.0}, at("10.0.0.9")))
-    assert "the cluster has 0 of them" in str(missing_from({"10.0.0.1": 0.0}, serve_config(PLAN)))
-    two = {"10.0.0.1": 0.0, "10.0.0.2": 4.0}
+    assert missing_from(ONE, serve_config(PLAN)) is None
+    assert missing_from(ONE, at("10.0.0.1")) is None
+    assert "on node 10.0.0.9, the cluster has 10.0.0.1" in str(missing_from(ONE, at("10.0.0.9")))
+    assert "the cluster has 0 of them" in str(missing_from([(["10.0.0.1"], 0.0)], serve_config(PLAN)))
+    two = [(["10.0.0.1", "rack=a"], 0.0), (["10.0.0.2", "rack=b"], 4.0)]
     assert "node 10.0.0.1 has 0 of them" in str(missing_from(two, at("10.0.0.1")))
+    assert missing_from(two, labelled("rack=b")) is None
+    assert "node rack=a has 0 of them" in str(missing_from(two, labelled("rack=a")))
+    assert "on node rack=c, the cluster has 10.0.0.1, 10.0.0.2, rack=a, rack=b" in str(
+        missing_from(two, labelled("rack=c"))
+    )
