@@ -270,6 +270,10 @@ class Controller:
         self.paused = paused
         self._say("paused" if paused else "resumed", "by an operator")
 
+    def note(self, kind: str, text: str) -> None:
+        """Write what the driver does by itself into the log."""
+        self._say(kind, text)
+
     # --- out ----------------------------------------------------------------------------------------------------------
 
     def drain(self) -> list[Decision]:

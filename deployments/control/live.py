@@ -29,9 +29,11 @@ from tenuto.deployments.control.interface import (
     WantGpus,
 )
 from tenuto.deployments.control.planning import PlanRequest, Proposal
+from tenuto.deployments.control.settings import Epoch
 from tenuto.deployments.serve.applications import ApplicationState
-from tenuto.deployments.serve.config import GPULET_PREFIX, application_name
+from tenuto.deployments.serve.config import ENTRY_APPLICATION, GPULET_PREFIX, application_name
 from tenuto.deployments.serve.deployment import Deployment, History, Store
+from tenuto.deployments.serve.sub_clusters import evened, imbalance
 from tenuto.errors import EnvironmentFaultError, InvalidInputError, Problem
 from tenuto.placement import Gpulet, Plan
 from tenuto.placement.cluster import Gpu
@@ -80,6 +82,17 @@ class _Extra:
     free_since_s: float | None = None
 
 
+@dataclass
+class _Moving:
+    """Models that change their sub-cluster. Dispatchers hold what they have before and after; `is_routed`: gateways
+    ask the new ones."""
+
+    before: dict[str, int]
+    after: dict[str, int]
+    since_s: float
+    is_routed: bool = False
+
+
 class LiveSystem:
     """A deployment as Serve and its gateways have it.
 
@@ -114,6 +127,7 @@ class LiveSystem:
         self._standby: dict[str, dict[str, Any]] = {}  # applications of idle processes, by gpu-let
         self._waiting: tuple[Gpulet, ...] = ()  # these gpu-lets
         self._counted: dict[str, tuple[int, int, int]] = {}
+        self._moving: _Moving | None = None
 
     def apply(self, plan: Plan, now_s: float, standby: Sequence[Gpulet] = ()) -> None:
         """Make this plan the one that is served, with idle processes beside it.
@@ -121,6 +135,7 @@ class LiveSystem:
         Raises:
             InvalidInputError: it cannot be served so; nothing was changed.
         """
+        self._moving = None
         deployment = self.deployment.with_plan(plan)
         wanted = _gpulets_of(deployment.config())
         idle = _idle(deployment, plan, standby)
@@ -158,9 +173,17 @@ class LiveSystem:
         if self.deployment != before:
             self.apply(self._plan, now_s, self._waiting)
 
+    def move(self, partition: Mapping[str, int], now_s: float) -> None:
+        """Have models in other sub-clusters, of which there are as many as before: dispatchers take on what is new to
+        them, gateways ask them, dispatchers let go of what has left. So no request loses its dispatcher."""
+        self._moving = _Moving(dict(self.deployment.partition or {}), dict(partition), now_s)
+        self._send()
+
     def _send(self) -> None:
         """Make Serve's what is to run now."""
-        config = self.deployment.config(self._routed)
+        moving = self._moving
+        also = None if moving is None else moving.before if moving.is_routed else moving.after
+        config = self.deployment.config(self._routed, also=also)
         front = [app for app in config["applications"] if not app["name"].startswith(GPULET_PREFIX)]
         idle = {application_name(name): application for name, application in self._standby.items()}
         gpulets = idle | self._gpulets | {name: extra.application for name, extra in self._extras.items()}
@@ -191,7 +214,7 @@ class LiveSystem:
     @property
     def is_settled(self) -> bool:
         """Whether the gateways follow the plan, and nothing beyond it is there."""
-        return self._routed is self._plan and not self._extras
+        return self._routed is self._plan and not self._extras and self._moving is None
 
     def _go_on(
         self, now_s: float, status: Mapping[str, Any], ready: frozenset[str], states: Mapping[str, ApplicationState]
@@ -204,6 +227,7 @@ class LiveSystem:
             self._routed = self._plan
             self._send()
             return
+        self._go_on_moving(now_s, states)
         used = {application_name(entry["id"]) for entry in status["gpulets"]} - self._gpulets.keys()
         gone = []
         for name, extra in self._extras.items():
@@ -221,6 +245,20 @@ class LiveSystem:
         idle = {application_name(name) for name in self._standby}
         if gone or strays - (self._gpulets.keys() | self._extras.keys() | idle):
             self._send()
+
+    def _go_on_moving(self, now_s: float, states: Mapping[str, ApplicationState]) -> None:
+        moving = self._moving
+        if moving is None or now_s - moving.since_s < _DRAIN_S:
+            return
+        front = [state for name, state in states.items() if name == ENTRY_APPLICATION or name.startswith("dispatcher-")]
+        if any(state.status != "RUNNING" for state in front):
+            return  # one is still being told
+        if moving.is_routed:
+            self._moving = None
+        else:
+            moving.is_routed, moving.since_s = True, now_s
+            self.deployment = self.deployment.model_copy(update={"partition": moving.after})
+        self._send()
 
     def _ended(self, models: Mapping[str, Any]) -> dict[str, ModelSeen]:
         """Return what the counts have grown by; a dispatcher that started anew counts from 0."""
@@ -345,6 +383,7 @@ class Live:
         *,
         by: str,
         memory: ControlMemory | None = None,
+        epoch: Epoch | None = None,
         want_gpus: Callable[[Mapping[str, int]], None] = lambda _by_type: None,
         tell: Callable[[Entry], None] = lambda _entry: None,
     ) -> None:
@@ -357,6 +396,7 @@ class Live:
             history: gets every plan that was reached.
             by: who makes the changes, for the history.
             memory: where the controller's memory is kept; None: nowhere.
+            epoch: how sub-clusters are evened out; None: not.
             want_gpus: asks the cluster for GPUs by type.
             tell: is told every entry of the log.
         """
@@ -369,6 +409,9 @@ class Live:
         self._want_gpus = want_gpus
         self._tell = tell
         self._written_s = 0.0
+        self._epoch = epoch
+        self._evened_s: float | None = None  # when sub-clusters were last looked at
+        self._why_moved: str | None = None  # models change their sub-cluster, for this reason
         self._next_by: str | None = None  # who asked for the change under way
 
     def step(self, now_s: float) -> bool:
@@ -379,7 +422,38 @@ class Live:
         if seen is not None:
             self.controller.observe(now_s, seen)
         self.carry_out(now_s)
+        if seen is not None:
+            self._even_out(now_s)
         return seen is not None
+
+    def _even_out(self, now_s: float) -> None:
+        """Once an epoch, let models change their sub-cluster where their rates have become uneven (Symphony, appendix
+        A); no process and no plan is touched."""
+        controller, system, epoch = self.controller, self.system, self._epoch
+        if self._why_moved is not None and system.is_settled:
+            why, self._why_moved = self._why_moved, None
+            controller.note("changed", f"{why}: done")
+            self._history.add(system.deployment, self._by, why)
+        before = system.deployment.partition
+        if epoch is None or before is None or controller.mode != "act" or controller.paused:
+            return
+        if self._evened_s is None:
+            self._evened_s = now_s
+        if now_s - self._evened_s < epoch.every_s or controller.change is not None or not system.is_settled:
+            return
+        self._evened_s = now_s
+        rates = controller.rates.mean_rps
+        after = evened(controller.plan, before, rates, most_moved=epoch.moved)
+        if after is None:
+            return
+        moved = ", ".join(f"{name} {before[name]} -> {place}" for name, place in after.items() if before[name] != place)
+        here = {name: before[name] for name in after}
+        parts = [f"{imbalance(assignment, rates):.0%}" for assignment in (here, after)]
+        why = f"sub-clusters are {parts[0]} uneven, {parts[1]} with {moved}"
+        controller.note("change", why)
+        self.system.move(after, now_s)
+        self._why_moved = why
+        self.carry_out(now_s)
 
     def deploy(self, now_s: float, wanted: Deployment, by: str, why: str) -> None:
         """Go over to what an operator wants, make before break; call after the first look.

@@ -267,8 +267,9 @@ def begin_on_cluster(settings: ControlSettings, tell: Callable[[Entry], None]) -
     planner = PlannerProcess(profiles, settings.change.plan_timeout_s)
     controller = Controller(settings, memory)
     live = Live(
-        controller, system, planner, history, by="the controller", memory=kept, want_gpus=want_gpus, tell=tell
-    )
+        controller, system, planner, history, by="the controller", memory=kept, epoch=settings.epoch,
+        want_gpus=want_gpus, tell=tell,
+    )  # fmt: skip
     return live, planner
 
 

@@ -11,7 +11,7 @@ from pydantic import Field, model_validator
 from tenuto.documents import StrictModel, load_document, parse_document
 from tenuto.placement.plan import PolicyUsed
 
-__all__ = ["Change", "ControlSettings", "GpuBounds", "Mode", "Moved", "RateSettings", "When"]
+__all__ = ["Change", "ControlSettings", "Epoch", "GpuBounds", "Mode", "Moved", "RateSettings", "When"]
 
 Mode = Literal["off", "advise", "act"]
 Seconds = Annotated[float, Field(gt=0)]
@@ -61,6 +61,14 @@ class Change(StrictModel):
     load_s: Seconds = 5.0  # until measured
 
 
+class Epoch(StrictModel):
+    """When models change their sub-cluster though the plan stays: every `every_s` (Symphony: a few minutes), with at
+    most this part of the weights (its C_max)."""
+
+    every_s: Seconds = 300.0
+    moved: Annotated[float, Field(gt=0, le=1)] = 0.25
+
+
 class GpuBounds(StrictModel):
     """Floor and ceiling of the GPUs of one type."""
 
@@ -82,6 +90,7 @@ class ControlSettings(StrictModel):
     look_s: how often measurements are looked at; iGniter looks at latencies every second.
     attainment: share of the requests of every model that has to be in time.
     policy: what plans; default: the policy of the plan that is deployed.
+    epoch: how sub-clusters are evened out, where there are any; None: not.
     standby_pct: beside every gpu-let waits an idle process with its models loaded and so much more share, as far as its
         GPU has it free; 10 in iGniter, section 5.3. It takes over at once where a model loses requests. None: none.
     gpus: bounds by GPU type. A cluster grows through Ray's autoscaler up to `max`, and only by types named here.
@@ -95,6 +104,7 @@ class ControlSettings(StrictModel):
     rates: RateSettings = RateSettings()
     when: When = When()
     change: Change = Change()
+    epoch: Epoch | None = Epoch()
     standby_pct: Annotated[float, Field(gt=0, le=100)] | None = None
     gpus: dict[str, GpuBounds] = Field(default_factory=dict)
 

@@ -216,11 +216,10 @@ class RemoteDispatchers:
 
     def cancel(self, request: Request) -> None:
         """Forget a request whose client went away, and tell its dispatcher."""
-        group = self._group_of.get(request.name)
-        peers = [] if group is None else [peer for peer in group.peers if request.id in peer.waiting]
-        if not peers:
+        # Its model may have another sub-cluster by now.
+        peer = next((p for p in self._by_link.values() if request.id in p.waiting), None)
+        if peer is None:
             return
-        peer = peers[0]
         del peer.waiting[request.id]
         peer.group.moved.discard(request.id)
         if request.id in peer.unsent:
@@ -364,15 +363,15 @@ class RemoteDispatchers:
 
     def gpulets(self) -> list[dict[str, Any]]:
         """Return what every gpu-let reported to its dispatcher; those of an absent one are down."""
-        found: list[dict[str, Any]] = []
+        found: dict[str, dict[str, Any]] = {}  # two dispatchers know one whose models change their sub-cluster
         for group in self._groups.values():
             state, is_there = group.known(), group.scheduling() is not None
             for gpulet in state.gpulets if state is not None else ():
-                found.append({**gpulet, "up": gpulet["up"] and is_there})
-        known = {gpulet["id"] for gpulet in found}
-        plan = self._plan
-        absent = [gpulet.id for gpulet in plan.gpulets if gpulet.id not in known] if plan is not None else []
-        return found + [{"id": gpulet_id, "up": False} for gpulet_id in absent]
+                if gpulet["id"] not in found or not found[gpulet["id"]]["up"]:
+                    found[gpulet["id"]] = {**gpulet, "up": gpulet["up"] and is_there}
+        for planned in self._plan.gpulets if self._plan is not None else ():
+            found.setdefault(planned.id, {"id": planned.id, "up": False})
+        return list(found.values())
 
     def _scheduling(self) -> list[_Peer]:
         return [peer for group in self._groups.values() if (peer := group.scheduling()) is not None]

@@ -55,6 +55,7 @@ def serve_config(
     log_json: bool = False,
     encrypt: bool = False,
     partition: Mapping[str, int] | None = None,
+    also: Mapping[str, int] | None = None,
 ) -> dict[str, Any]:
     """Return the Serve config of a plan as plain data, ready for `serve deploy`.
 
@@ -78,6 +79,7 @@ def serve_config(
         dispatchers: processes of each sub-cluster that has one of its own: one schedules, the others wait to take over.
         nodes: over which gateways and dispatchers are spread, so that one that is lost takes no sub-cluster with it.
         partition: sub-cluster of every model; one holds everything by default.
+        also: another partition, which models are going over to or came from: dispatchers hold what they have in either.
         gateway_options: `max_queued`, `max_body_mib`, …; see `tenuto.deployments.serve.user_config.GatewayConfig`.
 
     Raises:
@@ -94,9 +96,12 @@ def serve_config(
     chosen = {"name": scheduler, "options": dict(scheduler_options or {})}
     options = {"scheduler": chosen, **(gateway_options or {}), **encrypts}
     gateway = {"plan": plan.to_data(), **options, **_access(host, port, operator_host, operator_port, access or {})}
-    cut = cut_plan(plan, partition) if gateways > 1 or partition is not None else {}
+    cut = cut_plan(plan, partition, also=also) if gateways > 1 or partition is not None else {}
     if cut:
-        gateway["sub_clusters"] = {name: [spec.name for spec in part.models] for name, part in cut.items()}
+        gateway["sub_clusters"] = {
+            name: [s.name for s in part.models if partition is None or str(partition[s.name]) == name]
+            for name, part in cut.items()
+        }
         gateway["dispatchers"] = dispatchers
     return {
         "proxy_location": "HeadOnly",

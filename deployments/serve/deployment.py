@@ -62,8 +62,9 @@ class Deployment(StrictModel):
             partition = parted(plan, partition)
         return self.model_copy(update={"plan": plan.to_data(), "partition": partition})
 
-    def config(self, plan: Plan | None = None) -> dict[str, Any]:
-        """Return the Serve config, of another plan than its own where one is given.
+    def config(self, plan: Plan | None = None, *, also: Mapping[str, int] | None = None) -> dict[str, Any]:
+        """Return the Serve config, of another plan than its own where one is given, with dispatchers that hold what
+        they have in another partition `also`.
 
         Raises:
             InvalidInputError: a partition that does not fit the plan.
@@ -73,7 +74,8 @@ class Deployment(StrictModel):
             proxy_port=self.proxy_port, operator_port=self.operator_port, access=self.access, log_json=self.log_json,
             encrypt=self.encrypt, scheduler=self.scheduler,
             scheduler_options=self.scheduler_options, gateway_options=self.gateway_options,
-            gateways=self.gateways, dispatchers=self.dispatchers, nodes=self.nodes, partition=self.partition,
+            gateways=self.gateways, dispatchers=self.dispatchers, nodes=self.nodes,
+            partition=self.partition, also=also,
         )  # fmt: skip
         if self.control is not None:
             config["applications"].append(_control_application(self.control))

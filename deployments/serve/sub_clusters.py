@@ -9,12 +9,13 @@ from typing import Any
 from tenuto.documents import load_document
 from tenuto.errors import InvalidInputError, Problem
 from tenuto.placement import Plan
-from tenuto.placement.policies.symphony.partition import PartitionModel, partition
+from tenuto.placement.policies.symphony.partition import Limits, PartitionModel, partition
 from tenuto.placement.pools import joined
 
-__all__ = ["cut_plan", "fits_plan", "parted", "read_partition"]
+__all__ = ["cut_plan", "evened", "fits_plan", "imbalance", "parted", "read_partition"]
 
 _WHOLE = "0"
+_EVENER = 0.1  # of the mean rate of a sub-cluster: what moving models has to gain
 
 
 def read_partition(path: str | Path) -> dict[str, int]:
@@ -45,12 +46,23 @@ def fits_plan(plan: Plan, assignment: Mapping[str, int]) -> bool:
     )
 
 
-def parted(plan: Plan, present: Mapping[str, int], *, time_limit_s: float = 10.0) -> dict[str, int]:
+def parted(
+    plan: Plan, present: Mapping[str, int], *, rates_rps: Mapping[str, float] | None = None,
+    most_moved: float | None = None, time_limit_s: float = 10.0,
+) -> dict[str, int]:  # fmt: skip
     """Return the sub-cluster of every model of a plan, in as many as there are at present (or as few as the plan can be
     cut into): Symphony's appendix A over the models that gpu-lets hold together, which stay where most of their load
     is, as far as rates and memory remain even.
+
+    Args:
+        plan: whose models are parted.
+        present: where models are now.
+        rates_rps: of its models; by default those of the plan.
+        most_moved: part of the weights that may change their sub-cluster (the appendix bounds what is loaded and
+            unloaded by C_max); None: all.
+        time_limit_s: of the solver.
     """
-    rates = {spec.name: spec.rate_rps for spec in plan.models}
+    rates = {spec.name: (rates_rps or {}).get(spec.name, spec.rate_rps) for spec in plan.models}
     pools = _pools(plan)
     count = min(len(set(present.values())), len(pools))
     names = sorted(set(present.values()))
@@ -58,7 +70,8 @@ def parted(plan: Plan, present: Mapping[str, int], *, time_limit_s: float = 10.0
     for index, pool in enumerate(pools):
         weights = {r.name: r.weights_mib or 0.0 for g in plan.gpulets for r in g.models if r.name in pool}
         rate = sum(rates[name] for name in pool)
-        entries.append(PartitionModel(str(index), max(rate, 1e-9), max(rate, 1e-9), sum(weights.values())))
+        # Where no weights are known each pool counts the same.
+        entries.append(PartitionModel(str(index), max(rate, 1e-9), max(rate, 1e-9), sum(weights.values()) or 1.0))
         by_place: dict[int, float] = {}
         for name in pool:
             if name in present:
@@ -66,8 +79,32 @@ def parted(plan: Plan, present: Mapping[str, int], *, time_limit_s: float = 10.0
                 by_place[place] = by_place.get(place, 0.0) + rates[name]
         if by_place:
             current[str(index)] = min(count - 1, max(by_place, key=lambda place: (by_place[place], -place)))
-    found = partition(entries, count, current=current, time_limit_s=time_limit_s).assignment
+    bound = None if most_moved is None else 2.0 * most_moved * sum(entry.static_mib for entry in entries)
+    limits = Limits(max_change_mib=bound)
+    found = partition(entries, count, limits=limits, current=current, time_limit_s=time_limit_s).assignment
     return {name: names[found[str(index)]] for index, pool in enumerate(pools) for name in sorted(pool)}
+
+
+def imbalance(assignment: Mapping[str, int], rates_rps: Mapping[str, float]) -> float:
+    """Return (most - least) / mean of the sub-clusters' rates."""
+    sums: dict[int, float] = {}
+    for name, place in assignment.items():
+        sums[place] = sums.get(place, 0.0) + rates_rps.get(name, 0.0)
+    mean = sum(sums.values()) / len(sums) if sums else 0.0
+    return (max(sums.values()) - min(sums.values())) / mean if mean else 0.0
+
+
+def evened(
+    plan: Plan, present: Mapping[str, int], rates_rps: Mapping[str, float], *, most_moved: float,
+    time_limit_s: float = 2.0,
+) -> dict[str, int] | None:  # fmt: skip
+    """Return a partition with evener rates than the present one has now; None where none is worth the move. A model
+    that has a sub-cluster to itself cannot make it evener."""
+    found = parted(plan, present, rates_rps=rates_rps, most_moved=most_moved, time_limit_s=time_limit_s)
+    here = {name: present[name] for name in found}
+    if imbalance(found, rates_rps) > imbalance(here, rates_rps) - _EVENER:
+        return None
+    return found
 
 
 def _pools(plan: Plan) -> list[set[str]]:
@@ -77,8 +114,11 @@ def _pools(plan: Plan) -> list[set[str]]:
     return sorted(joined([*({name} for name in known), *held]), key=min)
 
 
-def cut_plan(plan: Plan, partition: Mapping[str, int] | None = None) -> dict[str, Plan]:
-    """Return the plan of every sub-cluster by its name; without a partition one sub-cluster holds everything.
+def cut_plan(
+    plan: Plan, partition: Mapping[str, int] | None = None, *, also: Mapping[str, int] | None = None
+) -> dict[str, Plan]:
+    """Return the plan of every sub-cluster by its name; without a partition one sub-cluster holds everything. With
+    `also`, another partition into the same sub-clusters, each holds what it has in either.
 
     Raises:
         InvalidInputError: a model without sub-cluster, or a gpu-let that holds models of two.
@@ -90,7 +130,8 @@ def cut_plan(plan: Plan, partition: Mapping[str, int] | None = None) -> dict[str
         for spec in plan.models
         if spec.name not in partition
     ]
-    of_gpulet: dict[str, int] = {}
+    places = {spec.name: {partition.get(spec.name, 0), (also or partition).get(spec.name, 0)} for spec in plan.models}
+    of_gpulet: dict[str, set[int]] = {}
     for gpulet in plan.gpulets:
         found = sorted({partition[r.name] for r in gpulet.models if r.name in partition})
         if len(found) > 1:
@@ -103,13 +144,13 @@ def cut_plan(plan: Plan, partition: Mapping[str, int] | None = None) -> dict[str
                     "Plan each sub-cluster's models by themselves, or put these models into one sub-cluster.",
                 )
             )
-        of_gpulet[gpulet.id] = found[0] if found else 0
+        of_gpulet[gpulet.id] = {place for r in gpulet.models for place in places.get(r.name, ())} or {0}
     if problems:
         raise InvalidInputError(problems)
     cut: dict[str, Plan] = {}
     for index in sorted({partition[spec.name] for spec in plan.models}):
-        names = {spec.name for spec in plan.models if partition[spec.name] == index}
-        gpulets = tuple(gpulet for gpulet in plan.gpulets if of_gpulet[gpulet.id] == index)
+        names = {name for name, found in places.items() if index in found}
+        gpulets = tuple(gpulet for gpulet in plan.gpulets if index in of_gpulet[gpulet.id])
         used = {gpulet.gpu for gpulet in gpulets}
         expected = {name: value for name, value in plan.expected.models.items() if name in names}
         cut[str(index)] = plan.model_copy(

