@@ -20,6 +20,8 @@ from tenuto.profiles import Profiles
 
 __all__ = ["NoPlanner", "PlannerProcess"]
 
+_START_S = 60.0
+
 
 class NoPlanner:
     """For changes that an operator's plan determines: nobody asks."""
@@ -46,30 +48,46 @@ class PlannerProcess:
         self._answers: list[tuple[int, Proposal | str]] = []
         self._lock = threading.Lock()
         self._is_busy = False
-        self._process = self._started()
+        self._next = 0, b""  # the question that is asked next: its number, pickled
+        self._start()
 
-    def _started(self) -> subprocess.Popen[bytes]:
+    def _start(self) -> None:
         program = [sys.executable, "-m", "tenuto.deployments.control.planner"]
-        return subprocess.Popen(program, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        self._process = subprocess.Popen(program, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        self._is_up = self._is_busy = False
 
     def ask(self, number: int, request: PlanRequest) -> None:
         """Begin to answer; a question before it is forgotten."""
         with self._lock:
-            if self._is_busy or self._process.poll() is not None:
+            if self._process.poll() is not None or (self._is_busy and self._is_up):
                 self._process.kill()  # the thread that waits for its answer closes its pipes
-                self._process = self._started()
+                self._start()
+            self._next = number, pickle.dumps((request, self._profiles))
+            if self._is_busy:
+                return  # it is starting, and takes this question first
             self._is_busy = True
             process = self._process
-        question = pickle.dumps((request, self._profiles))
-        threading.Thread(target=self._wait, args=(process, number, question), daemon=True, name="planner").start()
+        threading.Thread(target=self._wait, args=(process,), daemon=True, name="planner").start()
 
-    def _wait(self, process: subprocess.Popen[bytes], number: int, question: bytes) -> None:
+    def _wait(self, process: subprocess.Popen[bytes]) -> None:
         assert process.stdin is not None
         assert process.stdout is not None
-        alarm = threading.Timer(self._timeout_s, process.kill)
+        limit_s = _START_S
+        alarm = threading.Timer(limit_s, process.kill)
         alarm.start()
         answer: Proposal | str
         try:
+            # On a busy machine the imports take longer than a plan may.
+            if not self._is_up:
+                pickle.load(process.stdout)
+            with self._lock:
+                if self._process is process:
+                    self._is_up = True
+                _, question = self._next
+            alarm.cancel()
+            limit_s = self._timeout_s
+            alarm = threading.Timer(limit_s, process.kill)
+            alarm.start()
             process.stdin.write(question)
             process.stdin.flush()
             answer = pickle.load(process.stdout)
@@ -77,13 +95,13 @@ class PlannerProcess:
             code = process.wait()
             _close_pipes(process)
             late = not alarm.is_alive()
-            answer = f"the planner took more than {self._timeout_s:g} s" if late else f"the planner ended with {code}"
+            answer = f"the planner took more than {limit_s:g} s" if late else f"the planner ended with {code}"
         finally:
             alarm.cancel()
         with self._lock:
             if self._process is process:
                 self._is_busy = False
-                self._answers.append((number, answer))
+                self._answers.append((self._next[0], answer))
 
     def answers(self) -> list[tuple[int, Proposal | str]]:
         """Return what came since the last call, by number of the question."""
@@ -108,7 +126,9 @@ def _close_pipes(process: subprocess.Popen[bytes]) -> None:
 
 
 def answer_questions(questions: IO[bytes], answers: IO[bytes]) -> None:
-    """Answer until there are no more questions."""
+    """Answer until there are no more questions; the first word says that the imports are done."""
+    pickle.dump("ready", answers)
+    answers.flush()
     while True:
         try:
             request, profiles = pickle.load(questions)

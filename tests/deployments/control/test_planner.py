@@ -53,12 +53,15 @@ def planner() -> Iterator[PlannerProcess]:
 
 
 def test_questions_are_answered_one_after_another_by_one_process(planner: PlannerProcess) -> None:
+    process = planner._process
+    planner.ask(0, question("ffd"))  # it is starting yet, and takes the newest question once it is up
     for number in (1, 2):
         planner.ask(number, question("ffd"))
         found = answer(planner, number)
         assert isinstance(found, Proposal)
         assert found.plan is not None
         assert {gpulet.gpu for gpulet in found.plan.gpulets} == {"n0/0", "n0/1"}
+    assert planner._process is process
 
 
 def test_a_policy_that_ends_the_process_or_is_none_gives_the_reason(planner: PlannerProcess, tmp_path: Path) -> None:
