@@ -87,27 +87,27 @@ def place(
 ) -> int:  # fmt: skip
     """Place that many replicas of a unit one by one, no model twice on a GPU; return how many found a place."""
 
-    def need(kind: str) -> tuple[float, float] | None:
+    needs: dict[str, tuple[float, float]] = {}
+    for kind in prices:
         parts = [chosen[name][0].needs.get(kind, {}).get(chosen[name][1]) for name in unit]
-        if any(part is None for part in parts):
-            return None
-        return sum(part[0] for part in parts if part), sum(part[1] for part in parts if part)
-
+        if None not in parts:
+            needs[kind] = sum(part[0] for part in parts if part), sum(part[1] for part in parts if part)
+    rank = {kind: position for position, kind in enumerate(prices)}
     found = 0
     for _ in range(wanted):
         best = None
         for index, gpu in enumerate(gpus):
-            own = need(gpu.kind)
-            if own is None or any(name in {held for held, _ in gpu.replicas} for name in unit):
+            if gpu.kind not in needs or any(held in unit for held, _ in gpu.replicas):
                 continue
+            own = needs[gpu.kind]
             compute, memory = gpu.compute + own[0], gpu.memory + own[1]
             if compute > 100 + EPSILON or memory > 100 + EPSILON:
                 continue
-            key = (gpu.group != group, round(200 - compute - memory, 9), list(prices).index(gpu.kind), compute, index)
+            key = (gpu.group != group, round(200 - compute - memory, 9), rank[gpu.kind], compute, index)
             if best is None or key < best[0]:
                 best = (key, index)
         if best is None:
-            kinds = [k for k in prices if idle[k] > 0 and (own := need(k)) and max(own) <= 100 + EPSILON]
+            kinds = [k for k in needs if idle[k] > 0 and max(needs[k]) <= 100 + EPSILON]
             if not kinds:
                 break
             kind = min(kinds, key=lambda k: prices[k])
@@ -115,8 +115,7 @@ def place(
             gpus.append(Gpu(kind, group=group))
             best = ((), len(gpus) - 1)
         gpu = gpus[best[1]]
-        own = need(gpu.kind)
-        assert own is not None
+        own = needs[gpu.kind]
         gpu.compute, gpu.memory = gpu.compute + own[0], gpu.memory + own[1]
         gpu.replicas += [(name, chosen[name][1]) for name in unit]
         found += 1
