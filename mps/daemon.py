@@ -208,7 +208,8 @@ class PrivateDaemon:
                 raise ControlError(
                     f"{self.gpu_uuid} has faulted {MOST_FAULTS} times within {WINDOW_S / 60:g} min, so its gpu-lets "
                     f"are not started again for {wait_s:.0f} s. Find the model whose kernels fault (the gpu-lets' logs "
-                    "name the batch that failed) and take it out of the plan, or check the GPU: nvidia-smi -q -d ECC."
+                    "name the batch that failed) and take it out of the plan, or check the GPU: nvidia-smi -q -d ECC. Once "
+                    f"that is cured, delete {self._faults.path} to start at once."
                 )
             yield
 
@@ -246,6 +247,10 @@ class PrivateDaemon:
         """Write down that the server is in FAULT; all gpu-lets that see one fault make one entry."""
         with self._lock("faults", 10.0):
             self._faults.note()
+
+    def recent_faults(self) -> int:
+        """Return the number of faults of the last `WINDOW_S`."""
+        return self._faults.recent()
 
     def status(self) -> str | None:
         """Return the server's status; None while there is no server because no client has come yet."""

@@ -21,7 +21,7 @@ class FaultLog:
 
     def __init__(self, path: Path, clock: Callable[[], float] = time.time) -> None:
         """Take the file and a clock in s that all processes share and a restart of the machine does not reset."""
-        self._path, self._clock = path, clock
+        self.path, self._clock = path, clock
 
     def note(self) -> None:
         """Write down that the server is in FAULT, unless this fault has been written down."""
@@ -46,17 +46,17 @@ class FaultLog:
 
     def clear(self) -> None:
         """Forget everything."""
-        self._path.unlink(missing_ok=True)
+        self.path.unlink(missing_ok=True)
 
     def _read(self) -> tuple[list[float], bool]:
         try:
-            data = json.loads(self._path.read_text(encoding="utf-8"))
+            data = json.loads(self.path.read_text(encoding="utf-8"))
             now = self._clock()
             return [float(at) for at in data["at_s"] if 0 <= now - float(at) < WINDOW_S], bool(data["open"])
         except (OSError, ValueError, KeyError, TypeError):
             return [], False
 
     def _write(self, times: list[float], is_open: bool) -> None:
-        partial = self._path.with_suffix(".part")
+        partial = self.path.with_suffix(".part")
         partial.write_text(json.dumps({"at_s": times, "open": is_open}) + "\n", encoding="utf-8")
-        partial.replace(self._path)
+        partial.replace(self.path)

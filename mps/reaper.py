@@ -13,10 +13,14 @@ __all__ = ["reap"]
 
 POLL_S = 2.0
 UNUSED_POLLS = 5  # a gpu-let that Serve replaces is away for some seconds
+# After a fault all of a GPU's gpu-lets are away at once, for as long as importing torch and Serve's back-off between two
+# tries (at most 64 s) take; with the daemon the count of the faults would go, and restarts would never come to an end.
+UNUSED_POLLS_AFTER_FAULTS = 60
 
 
 def reap(daemon: PrivateDaemon, sleep: Callable[[float], None] = time.sleep) -> None:
-    """Wait until nobody has used the daemon for some polls in a row, then quit it; ends when the daemon is gone."""
+    """Wait until nobody has used the daemon for some polls in a row, more after a fault, then quit it; ends when the
+    daemon is gone."""
     unused = 0
     while daemon.is_ours():
         sleep(POLL_S)
@@ -24,7 +28,7 @@ def reap(daemon: PrivateDaemon, sleep: Callable[[float], None] = time.sleep) -> 
             unused = 0
             continue
         unused += 1
-        if unused < UNUSED_POLLS:
+        if unused < (UNUSED_POLLS_AFTER_FAULTS if daemon.recent_faults() else UNUSED_POLLS):
             continue
         try:
             if daemon.stop_if_unused():

@@ -38,6 +38,8 @@ _LAST_WORDS_S = 0.2  # between the notice that the device is lost and the end of
 class GpuletReplica:
     """Serves the models of one gpu-let. Created by Serve; `reconfigure` changes models and batch sizes in place."""
 
+    _has_started = False
+
     async def __init__(self, spec: Mapping[str, Any]) -> None:  # type: ignore[misc]  # Serve awaits it
         """Choose the executor and start listening.
 
@@ -71,6 +73,7 @@ class GpuletReplica:
         self._channel.announce(self._state())
         self._near = self._channel.listen()
         self._encrypts = False
+        self._has_started = True
 
     def _share_gpu(self) -> SharedGpu | None:
         return join_shared_gpu(self._spec, has_driver=has_nvidia_devices())
@@ -163,7 +166,10 @@ class GpuletReplica:
         return self._worker.records()
 
     async def __del__(self) -> None:
-        """Finish what runs, then release the device; Serve calls this once requests have drained."""
+        """Finish what runs, then release the device; Serve calls this once requests have drained, and also where
+        `__init__` failed."""
+        if not self._has_started:
+            return
         self._channel.tell(GpuletCloses("it is shutting down"))
         await self._worker.stop(10.0 if self._shared is None else 6.0)
         if self._shared is not None and self._worker.is_alive:

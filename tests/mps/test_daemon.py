@@ -215,6 +215,27 @@ def test_the_reaper_waits_for_a_gpulet_that_is_being_replaced(bench: Bench) -> N
     assert not bench.daemon.is_running
 
 
+def test_the_reaper_keeps_a_count_of_faults_until_gpulets_had_time_to_start_again(bench: Bench) -> None:
+    gpulet = bench.gpulet()
+    gpulet.join()
+    fault_and_recover(bench)
+    gpulet.leave()
+    polls = 0
+
+    def sleep(_seconds: float) -> None:
+        nonlocal polls
+        polls += 1
+        if polls == 40:  # 80 s: torch is imported, after Serve's longest wait between two tries
+            assert gpulet.recent_faults() == 1
+            gpulet.join()
+        if polls == 41:
+            gpulet.leave()
+
+    reap(bench.gpulet(), sleep)
+    assert polls == 40 + 60
+    assert gpulet.recent_faults() == 0
+
+
 def test_the_reaper_ends_when_the_daemon_has_died(bench: Bench) -> None:
     bench.gpulet().join()
     bench.processes.alive.clear()
