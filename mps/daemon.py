@@ -208,8 +208,8 @@ class PrivateDaemon:
                 raise ControlError(
                     f"{self.gpu_uuid} has faulted {MOST_FAULTS} times within {WINDOW_S / 60:g} min, so its gpu-lets "
                     f"are not started again for {wait_s:.0f} s. Find the model whose kernels fault (the gpu-lets' logs "
-                    "name the batch that failed) and take it out of the plan, or check the GPU: nvidia-smi -q -d ECC. Once "
-                    f"that is cured, delete {self._faults.path} to start at once."
+                    "name the batch that failed) and take it out of the plan, or check the GPU: nvidia-smi -q -d ECC. "
+                    f"Once that is cured, delete {self._faults.path} to start at once."
                 )
             yield
 

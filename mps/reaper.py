@@ -13,8 +13,8 @@ __all__ = ["reap"]
 
 POLL_S = 2.0
 UNUSED_POLLS = 5  # a gpu-let that Serve replaces is away for some seconds
-# After a fault all of a GPU's gpu-lets are away at once, for as long as importing torch and Serve's back-off between two
-# tries (at most 64 s) take; with the daemon the count of the faults would go, and restarts would never come to an end.
+# After a fault all of a GPU's gpu-lets are away at once, for as long as importing torch and Serve's back-off between
+# two tries (at most 64 s) take; with the daemon the count of faults would go, and restarts would never come to an end.
 UNUSED_POLLS_AFTER_FAULTS = 60
 
 
