@@ -14,8 +14,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-from scipy.optimize import linprog
-from scipy.sparse import coo_array
 
 from tenuto.placement.expectation.waiting import Batch, Stream, blocked_part, used_part
 from tenuto.placement.plan import Expected, ExpectedModel, Plan
@@ -294,6 +292,10 @@ def _best_flows(
     asked: Mapping[str, _Asked], objective: str,
 ) -> dict[tuple[str, int], float]:  # fmt: skip
     """Return the same for gpu-lets that differ, as a linear program."""
+    # A third of what it takes to import this package, which every gpu-let's process does and none asks this.
+    from scipy.optimize import linprog
+    from scipy.sparse import coo_array
+
     pairs = [(name, k) for k, own in enumerate(times) for name in own]
     if not pairs:
         return {}

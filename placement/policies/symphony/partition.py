@@ -26,8 +26,6 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.optimize import Bounds, LinearConstraint, linear_sum_assignment, milp
-from scipy.sparse import coo_array
 
 from tenuto.errors import InvalidInputError, Problem, raise_if_any
 
@@ -415,6 +413,8 @@ class _Case:
 
     def renamed(self, assignment: Assignment) -> Assignment:
         """Return the same partition under the names by which least moves: sub-clusters are interchangeable."""
+        from scipy.optimize import linear_sum_assignment
+
         known = self._home >= 0
         if not known.any():
             return assignment
@@ -429,6 +429,10 @@ class _Case:
     def solved(self, time_limit_s: float) -> tuple[Assignment | None, float, bool]:
         """Return the solver's assignment (None if it found none), a lower bound of the objective, and whether it
         finished."""
+        # Gateways import this module, and only one of a cluster ever partitions.
+        from scipy.optimize import Bounds, LinearConstraint, milp
+        from scipy.sparse import coo_array
+
         models, count = len(self._rate), self.count
         x = np.arange(models * count).reshape(models, count)
         d_rate, d_memory = models * count, models * count + 1
