@@ -27,7 +27,7 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
         ("from tenuto import Workload", ("tenuto.batching", "tenuto.deployments", "tenuto.loadgen", "ray", "torch")),
         ("import tenuto.placement", ("tenuto.batching", "tenuto.deployments", "tenuto.loadgen", "ray", "torch")),
         # Each is a process of its own, many on one machine: scipy alone is 40 MiB and half a second.
-        ("import tenuto.deployments.gpulet.replica, tenuto.deployments.entry.gateway", ("ray", "torch", "scipy", "PIL")),
+        ("import tenuto.deployments.gpulet.replica, tenuto.deployments.entry.gateway", ("ray", "torch", "scipy")),
         ("from tenuto import simulate", ("tenuto.deployments", "tenuto.loadgen", "ray", "torch")),
     ],
 )
