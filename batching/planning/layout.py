@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from tenuto.errors import InvalidInputError
 from tenuto.placement import Cluster, Gpulet, ModelSpec, Plan, Replica, Workload, profile_of
@@ -28,6 +28,9 @@ class Slot:
 
 SHARES_PCT = tuple(float(share) for share in range(100, 0, -5))  # looked at to bound the GPU time of a request
 
+_Caps = tuple[tuple[int | None, ...], ...]  # largest batches that are enough, by slot and model; (): as many as can be
+_Named = tuple[str, Resident]  # a model's name and what it is to its neighbours
+
 # Of every GPU in order; () is an idle one.
 Layout = tuple[tuple[Slot, ...], ...]
 
@@ -40,6 +43,12 @@ class _Cost:
     latency: LatencyTable | LinearLatency
     rule: ShareRule
     largest: int
+    _memory_mib: dict[int, float] = field(default_factory=dict, compare=False)  # by batch size, as asked
+
+    def memory_mib(self, batch_size: int) -> float:
+        if batch_size not in self._memory_mib:
+            self._memory_mib[batch_size] = self.profile.memory_mib(batch_size) or 0.0
+        return self._memory_mib[batch_size]
 
 
 @dataclass(frozen=True)
@@ -53,7 +62,7 @@ class _Sized:
 
     @property
     def memory_mib(self) -> float:
-        return self.cost.profile.memory_mib(self.batch_size) or 0.0
+        return self.cost.memory_mib(self.batch_size)
 
     def shrunk(self) -> _Sized:
         return _Sized(self.name, self.cost, self.batch_size // 2, self.slowdown)
@@ -76,7 +85,8 @@ class Builder:
         self._is_unshared = workload.mps == "off"
         self._objective = workload.objective
         self._costs: dict[tuple[str, str, float], _Cost | None] = {}
-        self._gpus: dict[tuple[str, float, tuple[Slot, ...]], tuple[tuple[_Sized, ...], ...] | None] = {}
+        self._gpus: dict[tuple[str, float, tuple[Slot, ...], _Caps], tuple[tuple[_Sized, ...], ...] | None] = {}
+        self._slowdowns: dict[tuple[object, ...], float] = {}
         self.modelled: set[str] = set()  # models whose latency on a share was not measured
 
     def ordered(self, names: Sequence[str]) -> tuple[str, ...]:
@@ -118,13 +128,10 @@ class Builder:
         """
         gpulets: list[Gpulet] = []
         for gpu, slots in zip(gpus, layout, strict=True):
-            if caps is None:
-                sized = self._sized(slots, gpu)
-            else:
-                here = [
-                    {name: caps.get((gpulet_id(gpu.id, i), name)) for name in s.models} for i, s in enumerate(slots)
-                ]
-                sized = self._size(slots, gpu, here)
+            here = () if caps is None else tuple(
+                tuple(caps.get((gpulet_id(gpu.id, i), name)) for name in s.models) for i, s in enumerate(slots)
+            )  # fmt: skip
+            sized = self._sized(slots, gpu, here)
             if sized is None:
                 return None
             for index, (slot, replicas) in enumerate(zip(slots, sized, strict=True)):
@@ -159,15 +166,13 @@ class Builder:
         largest = min(self._max_batch, latency.largest_batch(spec.slo_ms), max(known, default=self._max_batch))
         return _Cost(profile, latency, rule, largest) if largest >= 1 else None
 
-    def _sized(self, slots: tuple[Slot, ...], gpu: Gpu) -> tuple[tuple[_Sized, ...], ...] | None:
-        key = (gpu.type, gpu.memory_mib, slots)
+    def _sized(self, slots: tuple[Slot, ...], gpu: Gpu, caps: _Caps = ()) -> tuple[tuple[_Sized, ...], ...] | None:
+        key = (gpu.type, gpu.memory_mib, slots, caps)
         if key not in self._gpus:
-            self._gpus[key] = self._size(slots, gpu)
+            self._gpus[key] = self._size(slots, gpu, caps)
         return self._gpus[key]
 
-    def _size(
-        self, slots: tuple[Slot, ...], gpu: Gpu, caps: Sequence[Mapping[str, int | None]] = ()
-    ) -> tuple[tuple[_Sized, ...], ...] | None:
+    def _size(self, slots: tuple[Slot, ...], gpu: Gpu, caps: _Caps) -> tuple[tuple[_Sized, ...], ...] | None:
         if sum(slot.share_pct for slot in slots) > 100.0 + 1e-6:
             return None
         if self._is_unshared and gpu.type != "cpu" and any(slot.share_pct < 100.0 for slot in slots):
@@ -177,8 +182,11 @@ class Builder:
             costs = [(name, self._cost(name, gpu.type, slot.share_pct)) for name in slot.models]
             if not costs or any(cost is None for _, cost in costs):
                 return None
-            limits = {name: (caps[position].get(name) if caps else None) or self._max_batch for name in slot.models}
-            capped = [(name, replace(cost, largest=min(cost.largest, limits[name]))) for name, cost in costs if cost]
+            limits = [limit or self._max_batch for limit in caps[position]] if caps else [self._max_batch] * len(costs)
+            capped = [
+                (name, replace(cost, largest=min(cost.largest, limit)))
+                for (name, cost), limit in zip(costs, limits, strict=True) if cost
+            ]  # fmt: skip
             found.append([_Sized(name, cost, cost.largest, 1.0) for name, cost in capped])
         for _ in range(2):  # batches shape the slowdown and the slowdown the batches
             slowed = self._slowed(slots, found, gpu.type)
@@ -197,13 +205,20 @@ class Builder:
             found[position][place] = found[position][place].shrunk()
         return tuple(tuple(replicas) for replicas in found)
 
+    def _slowdown(self, gpu_type: str, own: _Named, others: Sequence[_Named]) -> float:
+        """Return what these neighbours cost; the same few are asked for in most layouts."""
+        key = (gpu_type, *((name, resident.batch_size, resident.share_pct) for name, resident in (own, *others)))
+        if key not in self._slowdowns:
+            model = self._interference[gpu_type]
+            self._slowdowns[key] = max(1.0, model.slowdown(own[1], [resident for _, resident in others]))
+        return self._slowdowns[key]
+
     def _slowed(self, slots: Sequence[Slot], found: list[list[_Sized]], gpu_type: str) -> list[list[_Sized]] | None:
         """Return the replicas with their slowdown and the batch that is then in time; None where not even one is."""
         if len(slots) == 1:
             return found
-        model = self._interference[gpu_type]
         residents = [
-            [Resident(r.cost.profile, r.batch_size, slot.share_pct) for r in replicas]
+            [(r.name, Resident(r.cost.profile, r.batch_size, slot.share_pct)) for r in replicas]
             for slot, replicas in zip(slots, found, strict=True)
         ]
         slowed: list[list[_Sized]] = []
@@ -212,8 +227,8 @@ class Builder:
             for own, replica in zip(residents[position], replicas, strict=True):
                 others = [around for index, around in enumerate(residents) if index != position]
                 try:  # of the models of a neighbour, the one that hurts most
-                    worst = [max(around, key=lambda other: model.slowdown(own, [other])) for around in others]
-                    slowdown = max(1.0, model.slowdown(own, worst))
+                    worst = [max(around, key=lambda other: self._slowdown(gpu_type, own, [other])) for around in others]
+                    slowdown = self._slowdown(gpu_type, own, worst)
                 except InvalidInputError:
                     return None
                 budget = self._specs[replica.name].slo_ms / slowdown

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+from tenuto.batching.planning.judging import Judged
 from tenuto.batching.planning.layout import Builder, Layout, Slot
-from tenuto.batching.planning.trial import Trial
 from tenuto.placement.cluster import Gpu
 
 __all__ = ["common_layouts", "moves"]
@@ -21,30 +21,30 @@ LEAST_PCT = 10.0
 Slots = tuple[Slot, ...]
 
 
-def moves(layout: Layout, trial: Trial, gpus: Sequence[Gpu], builder: Builder) -> Iterator[Layout]:
+def moves(layout: Layout, judged: Judged, gpus: Sequence[Gpu], builder: Builder) -> Iterator[Layout]:
     """Yield layouts that differ from this one on one GPU, feasible or not, perhaps repeatedly; deterministic."""
     at = [(gpu, slot) for gpu, slots in enumerate(layout) for slot in range(len(slots))]
-    names = [spec.name for spec in trial.plan.models]
-    lost = trial.lost_rps * np.array([spec.weight for spec in trial.plan.models])
+    names = [spec.name for spec in judged.plan.models]
+    lost = judged.lost_rps * np.array([spec.weight for spec in judged.plan.models])
     for position in np.argsort(-lost, kind="stable")[:WORST].tolist():
         if lost[position] <= 0:
             return
         model = names[position]
-        for gpu, slots in _changes(layout, model, trial, at, gpus, builder):
+        for gpu, slots in _changes(layout, model, judged, at, gpus, builder):
             yield (*layout[:gpu], slots, *layout[gpu + 1 :])
 
 
 def _changes(
     layout: Layout,
     model: str,
-    trial: Trial,
+    judged: Judged,
     at: list[tuple[int, int]],
     gpus: Sequence[Gpu],
     builder: Builder,
 ) -> Iterator[tuple[int, Slots]]:
     """Yield (GPU, its new slots) that may help one model, or all others at its cost."""
-    names = [spec.name for spec in trial.plan.models]
-    calm = sorted(range(len(at)), key=lambda index: (trial.busy[index], index))
+    names = [spec.name for spec in judged.plan.models]
+    calm = sorted(range(len(at)), key=lambda index: (judged.busy[index], index))
     hosting = [index for index in calm if model in _slot(layout, at[index]).models]
     # Idle GPUs first: nothing is lost there.
     for gpu in _different([gpu for gpu, slots in enumerate(layout) if not slots], layout, gpus):
@@ -62,14 +62,14 @@ def _changes(
         yield from ((gpu, slots) for slots in _reshaped(layout[gpu], place, model, builder))
         slot = layout[gpu][place]
         guests = [name for name in slot.models if name != model]
-        carried = {name: trial.carried_rps[index, names.index(name)] for name in guests}
+        carried = {name: judged.carried_rps[index, names.index(name)] for name in guests}
         for name in sorted(guests, key=lambda guest: (carried[guest], guest)):
             if sum(name in other.models for slots in layout for other in slots) > 1:
                 yield gpu, _with(layout[gpu], place, Slot(slot.share_pct, _without(slot.models, name)))
         if guests:  # give the model up here, for the others' sake
             yield gpu, _with(layout[gpu], place, Slot(slot.share_pct, _without(slot.models, model)))
     # A GPU that does little takes the layout of another that holds the model.
-    idle_gpus = sorted(range(len(gpus)), key=lambda gpu: sum(trial.busy[i] for i, a in enumerate(at) if a[0] == gpu))
+    idle_gpus = sorted(range(len(gpus)), key=lambda gpu: sum(judged.busy[i] for i, a in enumerate(at) if a[0] == gpu))
     sources = list(dict.fromkeys(layout[at[index][0]] for index in busiest))[:CANDIDATES]
     for gpu in _different(idle_gpus, layout, gpus)[:CANDIDATES]:
         for slots in sources:

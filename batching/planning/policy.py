@@ -7,9 +7,9 @@ import math
 from tenuto.batching.core.system import NetworkDelay
 from tenuto.batching.planning.buying import cheapest
 from tenuto.batching.planning.fairness import BALANCED, balanced, is_shared_out
+from tenuto.batching.planning.judging import Judged
 from tenuto.batching.planning.patterns import best_by_patterns
-from tenuto.batching.planning.search import Found, Search, SearchOptions
-from tenuto.batching.planning.trial import Trial
+from tenuto.batching.planning.search import QUICKLY, Found, Search, SearchOptions
 from tenuto.batching.registry import scheduler_class
 from tenuto.errors import InvalidInputError, Problem, TenutoError
 from tenuto.placement import Cluster, Plan, Policy, Workload, load_policy, solve
@@ -20,38 +20,42 @@ from tenuto.profiles import Profiles
 
 __all__ = ["TenutoPolicy"]
 
-LARGE = 40  # models or GPUs; beyond, a trial in virtual time takes seconds and a search needs hundreds
+LARGE = 40  # models or GPUs; beyond, changes of one GPU at a time are too many
 SLOW = {"ideal": LARGE, "gpulet": 1_500}  # starts that take minutes for more models
 STARTS = ("symphony", "gpulet", "usher", "wao-usher", "igniter", "sbp", "ffd")
 
 
 class TenutoPolicy(Policy):
-    """Tries plans in virtual time under the scheduler that will serve them, and improves the best.
+    """Judges plans by the queueing and batches that are expected, improves the best, and tries them in virtual time
+    under the scheduler that will serve them.
 
     1. Starts: the plans of other policies (those that can plan from these profiles), and every model on every GPU,
-       whole or in equal gpu-lets. Of each the layout is kept, which models on which share of which GPU, and tried with
-       its own largest batches and with the largest that can be in time, because the scheduler chooses each batch
-       against its deadlines; gpu-lets of one GPU slow each other by one interference model, the same for all.
-    2. Trials: each layout serves the same arrivals in virtual time. Its value is the weighted requests per second in
-       time; of starts that serve everything, the one whose busiest gpu-let is the least busy is taken.
-    3. Search: from the best two layouts, small changes for the models that lose most requests (a model more or less on
-       a gpu-let, shares shifted, gpu-lets split or joined, a GPU laid out like another) are kept when they serve more,
-       until all models have their `attainment` (with half of the misses to spare) or `tries` trials are spent. Then
-       batches are capped at half as much again as the largest that ran.
+       whole or in equal gpu-lets. Of each the layout is kept, which models on which share of which GPU, with its own
+       largest batches and with the largest that can be in time, because the scheduler chooses each batch against its
+       deadlines; gpu-lets of one GPU slow each other by one interference model, the same for all.
+    2. Search: each layout is judged by the model from which every plan's expectation is made. From the best two, small
+       changes for the models that lose most requests (a model more or less on a gpu-let, shares shifted, gpu-lets split
+       or joined, a GPU laid out like another) are kept when they are expected to serve more, until all models have
+       their `attainment` (with half of the misses to spare) or `tries` changes are spent. Then batches are capped at
+       half as much again as the largest that is gathered.
+    3. Trials: the best by the model, up to four within 3 %, serve the same arrivals in virtual time. Their value is the
+       weighted requests per second in time; of layouts that are expected to serve everything the one whose busiest
+       gpu-let is the least busy is tried first, and taken if it does.
     4. On an elastic cluster the cheapest plan that keeps every model's `attainment` is sought: from the cheapest start
-       that does, fewer GPUs (of one type by bisection) or cheaper ones as long as the search finds such a plan.
+       that is expected to, fewer GPUs (of one type by bisection) or cheaper ones. Trials then decide: more GPUs where
+       the attainment is missed, one less where that is expected to do nearly.
 
-    More than 40 models or GPUs are planned as patterns instead (`patterns`): no trials, but the model of queueing and
-    batch formation by which every plan's expectation is made, and integer counts of GPUs that look alike.
+    More than 40 models or GPUs are planned as patterns instead (`patterns`): no trials, but the same model and integer
+    counts of GPUs that look alike.
 
-    On a fixed cluster the result serves at least as much as the layout of every start does under the same scheduler
-    and interference on the trial's arrivals. Nothing is random: the arrivals have a seed.
+    The result is expected to serve no less than the layout of any start under the same interference, and where trials
+    are near they decide. Nothing is random: the arrivals have a seed.
 
     Options:
         scheduler: the scheduler to plan for.
         interference: `contention`, `gpulet`, `igniter`, `none` or `contention:FILE`; see docs/interference.md.
         starts: policies whose plans are starts; `none` for none.
-        tries: changes tried for one set of GPUs at most.
+        tries: changes looked at for one set of GPUs at most.
         requests: arrivals of one trial, about.
         attainment: of every model that is aimed at.
         max_batch: largest batch considered.
@@ -60,13 +64,13 @@ class TenutoPolicy(Policy):
     """
 
     name = "tenuto"
-    summary = "tries other policies' plans under deferred batching in virtual time and improves the best"
+    summary = "improves the best of other policies' plans by expected queueing; trials in virtual time decide"
     source = "this project, docs/own-policy.md"
     is_interruptible = True
 
     def __init__(
         self, *, scheduler: str = "deferred", interference: str = "contention", starts: tuple[str, ...] = STARTS,
-        tries: int = 40, requests: int = 20_000, attainment: float = 0.99, max_batch: int = 128, seed: int = 0,
+        tries: int = 40, requests: int = 8_000, attainment: float = 0.99, max_batch: int = 128, seed: int = 0,
         network_ms: tuple[float, ...] = (0.0, 0.0, 0.0),
     ) -> None:  # fmt: skip
         problems = [
@@ -115,12 +119,12 @@ class TenutoPolicy(Policy):
                 policy=PolicyUsed(name=self.name), gpus=planned_gpus(cluster, ()), unserved=names,
                 unserved_reasons={name: _reason(name, search, cluster) for name in names},
             )  # fmt: skip
-        hosted = {replica.name for gpulet in found.trial.plan.gpulets for replica in gpulet.models}
+        hosted = {replica.name for gpulet in found.judged.plan.gpulets for replica in gpulet.models}
         unserved = tuple(name for name in names if name not in hosted)
-        expected = _expected(found.trial, workload, hosted)
-        return found.trial.plan.model_copy(
+        expected = _expected(found.judged, workload, hosted)
+        return found.judged.plan.model_copy(
             update={
-                "gpulets": _carrying(found.trial, expected, names),
+                "gpulets": _carrying(found.judged, expected, names),
                 "expected": expected,
                 "unserved": unserved,
                 "unserved_reasons": {name: _reason(name, search, cluster) for name in unserved},
@@ -139,7 +143,7 @@ class TenutoPolicy(Policy):
             if len(workload.models) <= SLOW.get(name, len(workload.models)):
                 self.watch.say(f"planning with {name} as a start")
                 try:
-                    starts.append((name, solve(load_policy(name), workload, cluster, profiles)))
+                    starts.append((name, solve(load_policy(name, QUICKLY.get(name, {})), workload, cluster, profiles)))
                 except TenutoError as error:
                     refused[name] = str(error).splitlines()[0]
         if is_shared_out(workload, cluster):
@@ -158,43 +162,48 @@ class TenutoPolicy(Policy):
         )
 
     def _notes(self, search: Search, found: Found, names: tuple[str, ...]) -> tuple[str, ...]:
-        trial = found.trial
-        worst = int(trial.attainment.argmin())
+        judged = found.judged
+        worst = int(judged.attainment.argmin())
+        how = "in its trial {:.4g} % of the requests were in time, the least of {}: {:.4g} %"
+        if found.trial is None:
+            how = "interrupted before a trial; by the model {:.4g} % of the requests are in time, least of {}: {:.4g} %"
         notes = [
-            f"began as {found.start}; {search.trials.count} trials in virtual time under '{self.scheduler}'",
-            f"in its trial {100 * trial.ok_rps.sum() / trial.offered_rps.sum():.4g} % of the requests were in time, "
-            f"the least of {names[worst]}: {100 * trial.attainment[worst]:.4g} %",
+            f"began as {found.start}; {search.forecasts} layouts judged by the model of queueing and batches, "
+            f"{search.trials.count} tried in virtual time under '{self.scheduler}'",
+            how.format(
+                100 * judged.ok_rps.sum() / judged.offered_rps.sum(), names[worst], 100 * judged.attainment[worst]
+            ),
         ]
-        crowded = [gpulet for gpulet in trial.plan.gpulets if len(trial.plan.on_gpu(gpulet.gpu)) > 1]
+        crowded = [gpulet for gpulet in judged.plan.gpulets if len(judged.plan.on_gpu(gpulet.gpu)) > 1]
         types = {gpu.id: gpu.type for gpu in found.gpus}
         notes += stand_ins(self.interference, sorted({types[gpulet.gpu] for gpulet in crowded}))
-        shared = {r.name for gpulet in trial.plan.gpulets if gpulet.effective_share_pct < 100.0 for r in gpulet.models}
+        shared = {r.name for gpulet in judged.plan.gpulets if gpulet.effective_share_pct < 100.0 for r in gpulet.models}
         modelled = [name for name in names if name in shared & search.builder.modelled]
         if modelled:
             notes.append(f"latency on a share follows from SM utilisation, not measured: {', '.join(modelled)}")
         return tuple(notes)
 
 
-def _carrying(trial: Trial, expected: Expected, names: tuple[str, ...]) -> tuple[Gpulet, ...]:
-    """Return the gpu-lets with their parts of each model's expected goodput, as in the trial."""
+def _carrying(judged: Judged, expected: Expected, names: tuple[str, ...]) -> tuple[Gpulet, ...]:
+    """Return the gpu-lets with their parts of each model's expected goodput, as in the judged."""
     gpulets = []
-    carried = trial.carried_rps.sum(axis=0)
-    for index, gpulet in enumerate(trial.plan.gpulets):
+    carried = judged.carried_rps.sum(axis=0)
+    for index, gpulet in enumerate(judged.plan.gpulets):
         replicas = []
         for replica in gpulet.models:
             place = names.index(replica.name)
-            part = float(trial.carried_rps[index, place] / carried[place]) if carried[place] else 0.0
+            part = float(judged.carried_rps[index, place] / carried[place]) if carried[place] else 0.0
             rate = round(part * expected.models[replica.name].goodput_rps, 6)
             replicas.append(replica.model_copy(update={"rate_rps": rate}))
         gpulets.append(gpulet.model_copy(update={"models": tuple(replicas)}))
     return tuple(gpulets)
 
 
-def _expected(trial: Trial, workload: Workload, hosted: set[str]) -> Expected:
+def _expected(judged: Judged, workload: Workload, hosted: set[str]) -> Expected:
     models = {}
     for position, spec in enumerate(workload.models):
         if spec.name in hosted:
-            goodput = round(spec.rate_rps * float(trial.attainment[position]), 6)
+            goodput = round(spec.rate_rps * float(judged.attainment[position]), 6)
             models[spec.name] = ExpectedModel(goodput_rps=goodput)
     return Expected(goodput_rps=round(sum(model.goodput_rps for model in models.values()), 6), models=models)
 

@@ -1,4 +1,5 @@
-"""The search for a plan: other policies' layouts as starts, trials in virtual time, small changes that serve more."""
+"""The search for a plan: other policies' layouts as starts, small changes that are expected to serve more, and trials
+in virtual time of the few that come out best."""
 
 from __future__ import annotations
 
@@ -9,9 +10,10 @@ from functools import partial
 
 from tenuto.batching.core.system import NetworkDelay
 from tenuto.batching.planning.fairness import BALANCED, balanced, is_shared_out
+from tenuto.batching.planning.judging import Forecast, Judged, Worth
 from tenuto.batching.planning.layout import Builder, Layout, layout_of
 from tenuto.batching.planning.moves import common_layouts, moves
-from tenuto.batching.planning.trial import Trial, Trials
+from tenuto.batching.planning.trial import Trials
 from tenuto.errors import TenutoError
 from tenuto.placement import Cluster, Plan, Workload, load_policy, solve
 from tenuto.placement.cluster import Gpu
@@ -19,11 +21,16 @@ from tenuto.placement.interference.named import interference_models
 from tenuto.placement.watch import Watch
 from tenuto.profiles import Profiles
 
-__all__ = ["Found", "Search", "SearchOptions"]
+__all__ = ["QUICKLY", "Found", "Search", "SearchOptions"]
 
-HEADROOM = 1.5  # of the largest batch that ran in a trial, for rates above those planned
+HEADROOM = 1.5  # of the largest batch that runs, for rates above those planned
 CONFIRMING = 3  # times as many requests where a layout is neither clearly enough nor clearly not
 GAIN = 1e-3  # a change must serve this much more, relatively, to be kept
+NEAR = 0.03  # forecasts that are this much apart are told apart by trials: what the model may be wrong by
+FINALISTS = 4  # layouts that are tried at most
+SEARCHING = ("usher", "wao-usher", "ao-milp", "wsm-milp", "ideal")  # policies that may take seconds
+QUICKLY = {"symphony": {"time_limit_s": "0"}}  # moves and swaps come as near as the solver does in seconds
+CLIMBS = 2  # starts from which changes are searched for
 
 
 @dataclass(frozen=True)
@@ -43,12 +50,22 @@ class SearchOptions:
 
 @dataclass(frozen=True)
 class Found:
-    """A layout of some GPUs with what it served, and what it began as."""
+    """A layout of some GPUs, what it began as and what it serves: by the model, and where it was tried by its trial."""
 
     gpus: tuple[Gpu, ...]
     layout: Layout
-    trial: Trial
     start: str
+    forecast: Judged
+    trial: Judged | None = None
+
+    @property
+    def judged(self) -> Judged:
+        """The trial, or the forecast where there was none."""
+        return self.forecast if self.trial is None else self.trial
+
+    @property
+    def busiest(self) -> float:
+        return float(self.judged.busy.max())
 
 
 class Search:
@@ -68,82 +85,110 @@ class Search:
         models = interference_models(options.interference, cluster.gpu_types, profiles)
         self.builder = Builder(workload, profiles, models, max_batch=options.max_batch)
         self.aim = (1.0 + options.attainment) / 2.0
+        enough = self.aim if cluster.elastic else 1.0
         run = partial(
             Trials, workload.models, scheduler=options.scheduler, network=options.network, objective=workload.objective
         )
-        self.trials = run(requests=options.requests, seed=options.seed, enough=self.aim if cluster.elastic else 1.0)
+        self._forecast = Forecast(workload.models, Worth(workload.models, workload.objective, enough))
+        self.offered_value = self._forecast.offered_value
+        self.forecasts = 0
+        self.trials = run(requests=options.requests, seed=options.seed, enough=enough)
         self._confirming = partial(run, requests=CONFIRMING * options.requests, seed=options.seed + 1)
         self.refused: dict[str, str] = {}
 
-    def best(self, gpus: tuple[Gpu, ...], *, search_from: float = 0.0) -> Found | None:
-        """Return the layout found that serves most on exactly these GPUs; None where no model can be served.
+    def best(self, gpus: tuple[Gpu, ...]) -> Found | None:
+        """Return the layout found that serves most on exactly these GPUs, in trials of those that are expected to; None
+        where no model can be served."""
+        found = self.expected(gpus)
+        if not found or self.watch.is_stopped():
+            return found[0] if found else None
+        best: Found | None = None
+        for each in self._finalists(found):
+            tried = self.tried(each, floor=best.judged.value if best else 0.0)
+            if tried is not None and (best is None or tried.judged.value > best.judged.value * (1.0 + GAIN)):
+                best = tried
+            if best is not None and (best.judged.keeps(self.aim) or self.watch.is_stopped()):
+                break
+        return best or found[0]
+
+    def _finalists(self, found: Sequence[Found]) -> list[Found]:
+        """Return what to try of layouts in the order of their forecasts: those near the best one."""
+        near = [each for each in found if each.forecast.value >= (1.0 - NEAR) * found[0].forecast.value]
+        return near[:FINALISTS]
+
+    def expected(self, gpus: tuple[Gpu, ...], *, search_from: float = 0.0) -> list[Found]:
+        """Return layouts of exactly these GPUs, that which is expected to serve most first; of those that serve
+        everything, the one with most headroom, whose busiest gpu-let is the least busy.
 
         Args:
             gpus: to lay out.
             search_from: the part of the offered rates the best start must serve for a search to begin there.
         """
-        names = [spec.name for spec in self._workload.models]
-        layouts: list[tuple[str, Layout, Mapping[tuple[str, str], int] | None]] = []
-        for name, plan in self.starts(_as_cluster(gpus)):
-            layout, caps = layout_of(plan, gpus, self.builder)
-            layouts += [(f"the plan of {name}", layout, caps), (f"the plan of {name}", layout, None)]
-        if is_shared_out(self._workload, self._cluster):
-            plan = balanced(self._workload, _as_cluster(gpus), self._profiles)
-            layout, caps = layout_of(plan, gpus, self.builder)
-            layouts += [(BALANCED, layout, caps), (BALANCED, layout, None)]
-        for layout in common_layouts(gpus, names, self.builder):
-            layouts.append(("every model on every GPU", layout, None))
         seen: set[Layout] = set()
         found: list[Found] = []
-        for start, layout, caps_or_none in layouts:
+        for start, layout, caps in self._starting(gpus):
             if found and self.watch.is_stopped():
                 break
-            trial = self._tried(layout, gpus, seen, caps=caps_or_none)
-            if trial is not None:
-                found.append(Found(gpus, layout, trial, start))
-        found.sort(key=lambda each: -each.trial.value)
-        if not found:
+            forecast = self._foreseen(layout, gpus, seen, caps)
+            if forecast is not None:
+                found.append(Found(gpus, layout, start, forecast))
+        found.sort(key=lambda each: -each.forecast.value)
+        if not found or self.watch.is_stopped():
+            return found
+        most = found[0].forecast.value
+        if not found[0].forecast.keeps(self.aim) and most >= search_from * self.offered_value:
+            found += [self._climbed(start, seen) for start in found[:CLIMBS]]
+        found = [self._refined(each) for each in found]
+        enough = {each.layout for each in found if each.forecast.keeps(self.aim)}
+        found.sort(key=lambda f: (0, f.busiest) if f.layout in enough else (1, -f.forecast.value))
+        return list({(each.layout, tuple(each.forecast.largest.flat)): each for each in found}.values())
+
+    def _starting(
+        self, gpus: tuple[Gpu, ...]
+    ) -> list[tuple[str, Layout, Mapping[tuple[str, str], int] | None]]:
+        """Return the layouts of the other policies' plans, with their largest batches and without, and those in which
+        all GPUs are alike."""
+        names = [spec.name for spec in self._workload.models]
+        cluster = _as_cluster(gpus)
+        starts = [(f"the plan of {name}", plan) for name, plan in self.starts(cluster)]
+        if is_shared_out(self._workload, self._cluster):
+            starts.append((BALANCED, balanced(self._workload, cluster, self._profiles)))
+        layouts: list[tuple[str, Layout, Mapping[tuple[str, str], int] | None]] = []
+        for start, plan in starts:
+            layout, caps = layout_of(plan, gpus, self.builder)
+            layouts += [(start, layout, caps), (start, layout, None)]
+        alike = common_layouts(gpus, names, self.builder)
+        return layouts + [("every model on every GPU", layout, None) for layout in alike]
+
+    def tried(self, found: Found, *, floor: float = 0.0, attainment: float = 0.0) -> Found | None:
+        """Return it with its trial; None where that ended early, because it cannot reach the value `floor` any more or
+        this attainment of every model."""
+        self.watch.say(f"trial {self.trials.count + 1} in virtual time, of {len(found.gpus)} GPUs")
+        trial = self.trials.run(found.forecast.plan, floor=floor, attainment=attainment)
+        return None if trial.value < 0.0 else replace(found, trial=trial)
+
+    def safe(self, found: Found) -> Found | None:
+        """Return it with its trial if it may be bought: every model keeps its attainment with half of the misses to
+        spare, since other arrivals are less kind, or on longer, other arrivals too."""
+        least = self._options.attainment
+        tried = self.tried(found, attainment=least)
+        if tried is None or tried.judged.keeps(self.aim):
+            return tried
+        if not tried.judged.keeps(least):
             return None
-        if self.watch.is_stopped():
-            return found[0]
-        least = (1.0 - GAIN) * found[0].trial.value
-        enough = [each for each in found if self._is_enough(each) and each.trial.value >= least]
-        if enough:  # the one with most headroom: its busiest gpu-let is the least busy
-            return self._refined(min(enough, key=lambda each: float(each.trial.busy.max())))
-        if found[0].trial.value < search_from * self.trials.offered_value:
-            return self._refined(found[0])
-        ends = [self._refined(self._climbed(start, seen)) for start in found[:2]]
-        return self._confirmed(self._refined(found[0]), max(ends, key=lambda end: end.trial.value))
-
-    def _confirmed(self, start: Found, end: Found) -> Found:
-        """Return the end of a search if it serves more than its start on longer, other arrivals too: of many changes
-        that were tried some only suit the arrivals they were tried on."""
-        if end.trial.value <= start.trial.value * (1.0 + GAIN):
-            return start
-        run = self._confirming().run
-        return end if run(end.trial.plan).value > run(start.trial.plan).value else start
-
-    def _is_enough(self, found: Found) -> bool:
-        """Say whether every model was in time, with half of the allowed misses to spare: other arrivals are less
-        kind."""
-        return found.trial.keeps(self.aim)
-
-    def is_safe(self, found: Found) -> bool:
-        """Say whether a layout may be bought: enough, or every model's attainment is kept on longer, other arrivals."""
-        if self._is_enough(found):
-            return True
-        if not found.trial.keeps(self._options.attainment):
-            return False
-        return self._confirming().run(found.trial.plan).keeps(self._options.attainment)
+        return tried if self._confirming().run(found.forecast.plan, attainment=least).keeps(least) else None
 
     def starts(self, cluster: Cluster) -> list[tuple[str, Plan]]:
-        """Return the plans of the other policies that can plan here."""
+        """Return the plans of the other policies that can plan here; on a part of what could be bought, of those that
+        always plan at once."""
         plans: list[tuple[str, Plan]] = []
         for name in self._options.starts:
             if plans and self.watch.is_stopped():
                 break
+            if name in SEARCHING and self._cluster.elastic and not cluster.elastic:
+                continue
             self.watch.say(f"planning with {name} as a start")
-            policy = load_policy(name)
+            policy = load_policy(name, QUICKLY.get(name, {}))
             try:
                 plans.append((name, solve(policy, self._workload, cluster, self._profiles)))
             except TenutoError as error:
@@ -151,19 +196,19 @@ class Search:
         return plans
 
     def _climbed(self, start: Found, seen: set[Layout]) -> Found:
-        """Follow the first change that serves more, until none does or half of the tries are spent."""
-        here, left, is_better = start, max(1, self._options.tries // 2), True
-        while is_better and left > 0 and not self._is_enough(here) and not self.watch.is_stopped():
+        """Follow the first change that is expected to serve more, until none is or its part of the tries is spent."""
+        here, left, is_better = start, max(1, self._options.tries // CLIMBS), True
+        while is_better and left > 0 and not here.forecast.keeps(self.aim) and not self.watch.is_stopped():
             is_better = False
-            for layout in moves(here.layout, here.trial, here.gpus, self.builder):
+            for layout in moves(here.layout, here.forecast, here.gpus, self.builder):
                 if self.watch.is_stopped():
                     break
-                trial = self._tried(layout, here.gpus, seen, floor=here.trial.value)
-                if trial is None:
+                forecast = self._foreseen(layout, here.gpus, seen)
+                if forecast is None:
                     continue
                 left -= 1
-                if trial.value > here.trial.value * (1.0 + GAIN):
-                    here, is_better = Found(here.gpus, layout, trial, start.start), True
+                if forecast.value > here.forecast.value * (1.0 + GAIN):
+                    here, is_better = replace(here, layout=layout, forecast=forecast), True
                     break
                 if left <= 0:
                     break
@@ -172,29 +217,30 @@ class Search:
     def _refined(self, found: Found) -> Found:
         """Return the layout with batches no larger than it needs, which disturb neighbours less, if that serves it.
 
-        A trial allows every batch that can be in time, and expects neighbours to cost what such batches would.
+        A layout allows every batch that can be in time, and expects neighbours to cost what such batches would.
         """
-        trial = found.trial
-        by_gpu = trial.plan.by_gpu()
+        forecast = found.forecast
+        by_gpu = forecast.plan.by_gpu()
         caps = {}
-        for index, gpulet in enumerate(trial.plan.gpulets):
+        for index, gpulet in enumerate(forecast.plan.gpulets):
             is_shared = len(by_gpu[gpulet.gpu]) > 1
             for place, spec in enumerate(self._workload.models):
                 # Alone on its GPU a gpu-let disturbs nobody, and as long as such are alike they are one pool.
-                ran = int(trial.largest[index, place]) if is_shared else 0
-                caps[gpulet.id, spec.name] = max(1, math.ceil(HEADROOM * (ran or int(trial.largest[:, place].max()))))
-        plan = self.builder.plan(found.layout, found.gpus, self._cluster, caps)
-        if plan is None:
+                runs = int(forecast.largest[index, place]) if is_shared else 0
+                runs = runs or int(forecast.largest[:, place].max())
+                caps[gpulet.id, spec.name] = max(1, math.ceil(HEADROOM * runs))
+        again = self._foreseen(found.layout, found.gpus, set(), caps)
+        if again is None or again.value < forecast.value * (1.0 - GAIN):
             return found
-        again = self.trials.run(plan)
-        is_as_good = again.value >= trial.value * (1.0 - GAIN) and (again.keeps(self.aim) or not trial.keeps(self.aim))
-        return replace(found, trial=again) if is_as_good else found
+        if forecast.keeps(self.aim) and not again.keeps(self.aim):
+            return found
+        return replace(found, forecast=again)
 
-    def _tried(
-        self, layout: Layout, gpus: Sequence[Gpu], seen: set[Layout], *, floor: float = 0.0,
+    def _foreseen(
+        self, layout: Layout, gpus: Sequence[Gpu], seen: set[Layout],
         caps: Mapping[tuple[str, str], int] | None = None,
-    ) -> Trial | None:  # fmt: skip
-        """Run a layout that is feasible and was not run before, or one with largest batches of its own."""
+    ) -> Judged | None:  # fmt: skip
+        """Judge a layout that is feasible and was not seen before, or one with largest batches of its own."""
         if not any(layout) or (caps is None and layout in seen):
             return None
         if caps is None:
@@ -202,8 +248,10 @@ class Search:
         plan = self.builder.plan(layout, gpus, self._cluster, caps)
         if plan is None:
             return None
-        self.watch.say(f"trial {self.trials.count + 1} in virtual time, of {len(gpus)} GPUs")
-        return self.trials.run(plan, floor=floor)
+        self.forecasts += 1
+        if self.forecasts % 50 == 0:
+            self.watch.say(f"{self.forecasts} layouts looked at, now of {len(gpus)} GPUs")
+        return self._forecast.of(plan)
 
 
 def _as_cluster(gpus: Sequence[Gpu]) -> Cluster:

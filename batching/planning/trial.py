@@ -2,61 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import cached_property
-from typing import Any
-
 import numpy as np
 from numpy.typing import NDArray
 
 from tenuto.batching.core.build import from_plan
 from tenuto.batching.core.system import NetworkDelay
+from tenuto.batching.planning.judging import Judged, Worth
 from tenuto.batching.registry import make_scheduler
 from tenuto.batching.virtual.simulator import simulate
 from tenuto.outcome import Outcome
 from tenuto.placement import ModelSpec, Plan
 from tenuto.placement.workload import Objective
 
-__all__ = ["Trial", "Trials"]
+__all__ = ["Trials"]
 
 RARE = 400  # requests a rare model should have
-TOTAL = 0.02  # weight of all requests in time under the objective `each`
 _STEADY = 1_000.0  # shape of gaps that are all but equal
-
-
-@dataclass(frozen=True)
-class Trial:
-    """What a plan served in `window_s` seconds. Arrays are by model, in the order of the workload.
-
-    `value` is what a search compares: requests per second in time as the workload's objective counts them. `ok_rps` and
-    `offered_rps` are requests per second; `busy` the busy fraction of every gpu-let; `carried_rps` what each gpu-let
-    (rows) answered of each model (columns), and `largest` the largest batch it ran.
-    """
-
-    plan: Plan
-    window_s: float
-    offered_rps: NDArray[np.float64]
-    ok_rps: NDArray[np.float64]
-    busy: NDArray[np.float64]
-    carried_rps: NDArray[np.float64]
-    largest: NDArray[np.int64]
-    value: float
-
-    @cached_property
-    def attainment(self) -> NDArray[np.float64]:
-        """The fraction in time of every model; 1 for one without requests."""
-        offered = np.maximum(self.offered_rps, 1e-12)
-        return np.where(self.offered_rps > 0, self.ok_rps / offered, 1.0)
-
-    @property
-    def lost_rps(self) -> NDArray[np.float64]:
-        """Requests per second of every model that were not in time."""
-        return self.offered_rps - self.ok_rps
-
-    def keeps(self, attainment: float) -> bool:
-        """Say whether every model has at least this fraction of its requests in time, or misses a single one."""
-        missed = self.lost_rps * self.window_s
-        return bool((missed <= np.maximum(1.0, (1.0 - attainment) * self.offered_rps * self.window_s) + 1e-9).all())
 
 
 class Trials:
@@ -76,7 +37,7 @@ class Trials:
         enough: float = 1.0,
         objective: Objective = "weighted",
     ) -> None:
-        """Choose the length of a run: about `requests` arrivals; longer so that no SLO fills over a twentieth of it,
+        """Choose the length of a run: about `requests` arrivals; longer so that no SLO fills over a tenth of it,
         and, up to twice as long, until a rare model has some hundreds.
 
         Args:
@@ -88,18 +49,17 @@ class Trials:
         slowest = max(spec.slo_ms for spec in models) / 1000.0
         usual = requests / total
         rare = RARE / min(spec.rate_rps for spec in models)
-        self._duration_s = max(usual, 20.0 * slowest, min(rare, 2.0 * usual))
-        self._enough = enough
-        self._weights = np.array([spec.weight if objective == "weighted" else 1.0 for spec in models])
-        self._is_fair = objective == "each"
+        self._duration_s = max(usual, 10.0 * slowest, min(rare, 2.0 * usual))
+        self._value = Worth(models, objective, enough).of
         self.times_ms, self.index = self._schedule()
         begin_ms = 50.0 * self._duration_s  # the warm-up is the first 5 %
         self._offered = np.bincount(self.index[self.times_ms >= begin_ms], minlength=len(models))
         self.offered_value = self._value(self._offered, self._offered) / (0.95 * self._duration_s)
         self.count = 0
 
-    def run(self, plan: Plan, *, floor: float = 0.0) -> Trial:
-        """Run a plan; one that cannot reach the value `floor` any more is ended early, with the value -1."""
+    def run(self, plan: Plan, *, floor: float = 0.0, attainment: float = 0.0) -> Judged:
+        """Run a plan; one that cannot reach the value `floor` any more, or `attainment` of every model, is ended early,
+        with the value -1."""
         self.count += 1
         system = from_plan(plan, self._network)
         # A trial is too short for rehearsals to pay, and a plan took 2.5 times as long with them.
@@ -108,12 +68,13 @@ class Trials:
         names = {replica.name for gpulet in plan.gpulets for replica in gpulet.models}
         is_hosted = np.array([spec.name in names for spec in self._models])
         least = floor * 0.95 * self._duration_s
+        may_lose = np.maximum(1.0, (1.0 - attainment) * self._offered) + 1e-9
         stopped = False
 
         def is_hopeless(dropped: list[int]) -> bool:
             nonlocal stopped
             possible = np.where(is_hosted, self._offered - np.asarray(dropped), 0)
-            stopped = self._value(possible, self._offered) < least
+            stopped = self._value(possible, self._offered) < least or bool((dropped > may_lose).any())
             return stopped
 
         result = simulate(scheduler, self.times_ms, self.index, duration_s=self._duration_s, stop=is_hopeless)
@@ -125,7 +86,7 @@ class Trials:
         largest = np.zeros(carried.shape, dtype=np.int64)
         ran = result.gpulet >= 0
         np.maximum.at(largest, (result.gpulet[ran], result.model[ran]), result.batch_size[ran])
-        return Trial(
+        return Judged(
             plan=plan,
             window_s=result.window_s,
             offered_rps=offered,
@@ -135,16 +96,6 @@ class Trials:
             largest=largest,
             value=-1.0 if stopped else self._value(ok, offered),
         )
-
-    def _value(self, ok: NDArray[Any], offered: NDArray[Any]) -> float:
-        """Return what requests in time are worth, as counts or per second: under `each` the part of the model that is
-        served worst, of all requests, and a little of the total so that more for others still counts."""
-        counted = np.minimum(ok, self._enough * offered)
-        if not self._is_fair:
-            return float(self._weights @ counted)
-        asked = offered > 0
-        least = float((counted[asked] / offered[asked]).min(initial=1.0))
-        return (1.0 - TOTAL) * least * float(offered.sum()) + TOTAL * float(counted.sum())
 
     def _schedule(self) -> tuple[NDArray[np.float64], NDArray[np.int32]]:
         times, owners = [], []

@@ -21,7 +21,7 @@ from tenuto.placement.pools import joined
 from tenuto.placement.program import Gpulet, Program
 from tenuto.placement.workload import ModelSpec
 
-__all__ = ["expected_of"]
+__all__ = ["Outlook", "expected_of", "outlook_of"]
 
 ROUNDS = 6  # of adapting slowdowns to how busy neighbours are
 EVEN = 0.15  # of what is lost falls on all programs alike; from scenes that judge nothing
@@ -46,36 +46,63 @@ class _Asked:
     weight: float
 
 
+@dataclass(frozen=True)
+class Outlook:
+    """What a plan is expected to serve.
+
+    `parts` says how much of each model's requests is in time. By gpu-let, in the order of the plan: `busy` is the part
+    of the time it runs batches, `carried` the rate it takes of each program in requests per second, `batches` the sizes
+    that are gathered. A program that is not merged has the name of its model.
+    """
+
+    parts: Mapping[str, float]
+    busy: Sequence[float]
+    carried: Sequence[Mapping[str, float]]
+    batches: Sequence[Mapping[str, int]]
+
+
 def expected_of(plan: Plan) -> Expected:
     """Return what a plan promises of each model, and the latency of its slowest replica's batch."""
+    parts, latency = outlook_of(plan).parts, _latencies(plan)
+    models = {
+        spec.name: ExpectedModel(goodput_rps=round(parts[spec.name] * spec.rate_rps, 6), latency_ms=latency[spec.name])
+        for spec in plan.models
+        if spec.name in parts
+    }
+    return Expected(goodput_rps=round(sum(model.goodput_rps for model in models.values()), 6), models=models)
+
+
+def outlook_of(plan: Plan) -> Outlook:
+    """Return what a plan is expected to serve, and how."""
     specs = {spec.name: spec for spec in plan.models}
     kinds = _kinds(plan)
     asked = _asked(kinds, specs)
     beside = _neighbours(plan, kinds)
     served: dict[str, float] = {}
     for _ in range(ROUNDS):
-        served = {}
-        busy: dict[int, float] = {}
-        for pool in _pools(kinds):
-            done, used = _served(pool, asked, beside, plan.objective)
-            served |= done
-            busy |= used
-        change = max((abs(busy[id(kind)] - kind.busy) for kind in kinds), default=0.0)
-        for kind in kinds:
-            kind.busy = busy[id(kind)]
+        served, change = {}, 0.0
+        found = [_served(pool, asked, beside, plan.objective) for pool in _pools(kinds)]
+        for each in found:
+            served |= each.done
+            for kind, busy in zip(each.pool, each.busy, strict=True):
+                change, kind.busy = max(change, abs(busy - kind.busy)), busy
         if change < 1e-3:
             break
-    latency = _latencies(plan)
-    models = {}
-    for kind in kinds:
-        for program in kind.programs:
-            for name in program.models:
-                if name in specs:
-                    part = min(1.0, served[program.name] / asked[program.name].rate_rps)
-                    goodput = round(part * specs[name].rate_rps, 6)
-                    models[name] = ExpectedModel(goodput_rps=goodput, latency_ms=latency[name])
-    ordered = {spec.name: models[spec.name] for spec in plan.models if spec.name in models}
-    return Expected(goodput_rps=round(sum(model.goodput_rps for model in ordered.values()), 6), models=ordered)
+    parts = {}
+    for program in (program for kind in kinds for program in kind.programs):
+        for name in program.models:
+            if name in specs:
+                parts[name] = min(1.0, served[program.name] / asked[program.name].rate_rps)
+    busy_of = [0.0] * len(plan.gpulets)
+    carried: list[Mapping[str, float]] = [{}] * len(plan.gpulets)
+    batches: list[Mapping[str, int]] = [{}] * len(plan.gpulets)
+    for each in found:
+        for k, kind in enumerate(each.pool):
+            takes = {name: flow / len(kind.gpulets) for (name, at), flow in each.flows.items() if at == k}
+            for index in kind.gpulets:
+                busy_of[index], carried[index] = kind.busy, takes
+                batches[index] = {name: batch.size for name, batch in each.batches[k].items()}
+    return Outlook(parts, busy_of, carried, batches)
 
 
 def _kinds(plan: Plan) -> list[_Kind]:
@@ -138,10 +165,21 @@ def _pools(kinds: Sequence[_Kind]) -> Iterable[list[_Kind]]:
     return pools.values()
 
 
+@dataclass(frozen=True)
+class _Served:
+    """What a pool serves of every program in time, how busy its gpu-lets are, what they take of each program
+    and in which batches, by kind."""
+
+    pool: Sequence[_Kind]
+    done: Mapping[str, float]
+    busy: Sequence[float]
+    flows: Mapping[tuple[str, int], float]
+    batches: Sequence[Mapping[str, Batch]]
+
+
 def _served(
     pool: Sequence[_Kind], asked: Mapping[str, _Asked], beside: Mapping[int, list[_Kind]], objective: str
-) -> tuple[dict[str, float], dict[int, float]]:
-    """Return the rate served of every program of a pool, and how busy the gpu-lets of each kind are."""
+) -> _Served:
     names = list(dict.fromkeys(p.name for kind in pool for p in kind.programs if p.name in asked))
     batches: list[dict[str, Batch]] = []
     for kind in pool:
@@ -164,17 +202,17 @@ def _served(
     in_time = used / load if 0.0 < load <= 1.0 and used < load * (1.0 - NOTHING) else 1.0
     if load > 1.0:
         flows = _overloaded(names, pool, batches, asked, objective, used)
-    busy = {}
+    busy = []
     for k, kind in enumerate(pool):
         time = sum(flows.get((name, k), 0.0) * batch.time_s for name, batch in batches[k].items())
-        busy[id(kind)] = min(1.0, time / len(kind.gpulets))
+        busy.append(min(1.0, time / len(kind.gpulets)))
     done = {}
     for name in names:
         flow = sum(flows.get((name, k), 0.0) for k in range(len(pool)))
         blocked = _blocked(name, pool, batches, asked[name], flows)
         kept = in_time * (1.0 - blocked if blocked > NOTHING else 1.0)
         done[name] = kept * min(asked[name].rate_rps, flow)
-    return done, busy
+    return _Served(pool, done, busy, flows, batches)
 
 
 def _overloaded(

@@ -20,7 +20,8 @@ from pathlib import Path
 from placement_scenes import machine, mixed_workload, thesis
 
 from tenuto.batching.core.system import NetworkDelay
-from tenuto.batching.planning.trial import Trial, Trials
+from tenuto.batching.planning.judging import Judged
+from tenuto.batching.planning.trial import Trials
 from tenuto.errors import MissingProfileError, TenutoError
 from tenuto.experiments.case import Case, run_case
 from tenuto.placement import Cluster, Plan, Replica, Workload, load_policy, solve
@@ -40,7 +41,7 @@ JUDGE_SEED = 1_000
 KEEPS = 0.99
 
 
-def judged(plan: Plan, workload: Workload, profiles: Profiles, truth: str, requests: int) -> Trial:
+def judged(plan: Plan, workload: Workload, profiles: Profiles, truth: str, requests: int) -> Judged:
     """Return what a plan serves beside neighbours that cost what `truth` says, by full batches of both.
 
     Latencies are those on each gpu-let's share, measured or by SM utilisation, whatever the policy believed.

@@ -15,6 +15,7 @@ __all__ = ["Choice", "Config", "GpuStates", "Need", "Readings", "Search", "State
 
 FULL = 100.0 + 1e-9  # percent of a GPU; the margin is for rounding in sums
 DIGITS = 9  # loads are rounded, so that equal ones reached in another order are one state
+LOOKS = 2  # times the limit of placements: choices that are discarded by their bound take time too
 
 
 class Need(NamedTuple):
@@ -261,7 +262,7 @@ class Search:
     ) -> None:
         self._choices, self._readings, self._buys, self._limit = choices, readings, buys, node_limit
         self._states, self._full = states.useful(choices)
-        self.nodes, self.cut = 0, False
+        self.nodes, self.cut, self._looked = 0, False, 0
         self._alone = [[self._at_most(choice, config) for config in choice.configs] for choice in choices]
         self._most = [max(values) for values in self._alone]
         self._rates = [[self._per_compute(c, config) for config in c.configs] for c in choices]
@@ -381,6 +382,10 @@ class Search:
                 picked = dict(zip(unit, numbers, strict=True))
                 mine = [self._choices[i].configs[n] for i, n in picked.items()]
                 alone = sum(self._alone[i][n] for i, n in picked.items())
+                self._looked += 1
+                if self._looked > LOOKS * self._limit:
+                    self.cut = True
+                    return
                 if self._is_hopeless(goodput + alone, cost, {**chosen, **picked}, rest, states):
                     continue
                 self.nodes += 1
