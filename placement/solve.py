@@ -233,7 +233,7 @@ def _with_expectation(plan: Plan, cluster: Cluster, sharing: Sharing) -> Plan:
     assumptions = (*sharing.assumptions(plan), *expected.assumptions)
     update = {"gpus_used": len(used), "cost_per_hour": cost, "assumptions": assumptions}
     reasons = {name: plan.unserved_reasons.get(name, "the policy gave no reason") for name in plan.unserved}
-    believed = plan.believed.models if plan.believed is not None else {}
+    believed = {n: m.goodput_rps for n, m in plan.believed.models.items()} if plan.believed is not None else {}
     for spec in plan.models:
         if spec.name in expected.models:
             part = expected.models[spec.name].goodput_rps / spec.rate_rps
@@ -242,14 +242,29 @@ def _with_expectation(plan: Plan, cluster: Cluster, sharing: Sharing) -> Plan:
     return plan.model_copy(update={"expected": expected.model_copy(update=update), "unserved_reasons": reasons})
 
 
-def _why_below(plan: Plan, spec: ModelSpec, part: float, believed: Mapping[str, object]) -> str:
+def _why_below(plan: Plan, spec: ModelSpec, part: float, believed: Mapping[str, float]) -> str:
     """Return the figure of a model that is served in part, and why."""
     why = plan.unserved_reasons.get(spec.name)
+    late = _least_late_ms(plan, spec)
+    if late is not None:
+        why = (
+            f"SLO below batch 1: on its share beside its neighbours a request takes {late:.4g} ms, its SLO is "
+            f"{spec.slo_ms:g} ms"
+        )
     if why is None:
         why = "no GPU time left on its gpu-lets"
-        if spec.name in believed:
+        if believed.get(spec.name, 0.0) > 1.001 * part * spec.rate_rps:
             why = "no GPU time left: on its share beside its neighbours it carries less than the policy believed"
     return f"{part * spec.rate_rps:.4g} of {spec.rate_rps:g} rps expected in time ({100 * part:.3g} %); {why}"
+
+
+def _least_late_ms(plan: Plan, spec: ModelSpec) -> float | None:
+    """Return how long a request takes where that is least, if it is late on all gpu-lets that host the model."""
+    least = min(
+        (p.latency.at(1) * p.slowdown for g in plan.gpulets for p in g.programs if spec.name in p.models and p.latency),
+        default=0.0,
+    )
+    return least if least > spec.slo_ms else None
 
 
 def _plain_options(policy: Policy) -> dict[str, object]:

@@ -9,13 +9,14 @@ time of its gpu-lets, less what waiting costs (`waiting`).
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from tenuto.placement.expectation.waiting import Batch, Stream, blocked_part, used_part
+from tenuto.placement.expectation.waiting import Batch, Stream, blocked_part, lost_parts, used_part
 from tenuto.placement.plan import Expected, ExpectedModel, Plan
 from tenuto.placement.pools import joined
 from tenuto.placement.program import Gpulet, Program
@@ -24,7 +25,7 @@ from tenuto.placement.workload import ModelSpec
 __all__ = ["Outlook", "expected_of", "outlook_of"]
 
 ROUNDS = 6  # of adapting slowdowns to how busy neighbours are
-EVEN = 0.15  # of what is lost falls on all programs alike; from scenes that judge nothing
+SPREAD = 0.3  # of what an overloaded pool loses falls on all programs; from scenes that judge nothing
 NOTHING = 1e-4  # a part this small that is lost is below what formulas and measurements can tell
 
 
@@ -101,7 +102,7 @@ def outlook_of(plan: Plan) -> Outlook:
             takes = {name: flow / len(kind.gpulets) for (name, at), flow in each.flows.items() if at == k}
             for index in kind.gpulets:
                 busy_of[index], carried[index] = kind.busy, takes
-                batches[index] = {name: batch.size for name, batch in each.batches[k].items()}
+                batches[index] = {name: math.ceil(batch.size) for name, batch in each.batches[k].items()}
     return Outlook(parts, busy_of, carried, batches)
 
 
@@ -181,10 +182,13 @@ def _served(
     pool: Sequence[_Kind], asked: Mapping[str, _Asked], beside: Mapping[int, list[_Kind]], objective: str
 ) -> _Served:
     names = list(dict.fromkeys(p.name for kind in pool for p in kind.programs if p.name in asked))
+    by_weight = objective == "weighted"
     batches: list[dict[str, Batch]] = []
     for kind in pool:
         gathered = {
-            p.name: _gathered(p, asked[p.name], _mean_slowdown(p, beside[id(kind)]))
+            p.name: _gathered(
+                p, asked[p.name], _mean_slowdown(p, beside[id(kind)]), is_alone=len(kind.programs) == 1
+            )
             for p in kind.programs
             if p.name in asked
         }
@@ -197,11 +201,18 @@ def _served(
         if batch is not None:
             left = asked[name].rate_rps - sum(flows.get((name, k), 0.0) for k in range(len(pool)))
             load += max(0.0, left) * batch.time_s / gpulets
-    streams = [Stream(asked[name].rate_rps, batch, asked[name].slo_ms) for name, batch in best.items() if batch]
-    used = used_part(load, streams, gpulets)
-    in_time = used / load if 0.0 < load <= 1.0 and used < load * (1.0 - NOTHING) else 1.0
+    streams = {
+        name: Stream(asked[name].rate_rps, batch, asked[name].slo_ms, asked[name].weight if by_weight else 1.0)
+        for name, batch in best.items()
+        if batch is not None
+    }
+    used = used_part(load, list(streams.values()), gpulets)
+    lost = dict(zip(streams, lost_parts(list(streams.values()), (load - used) * gpulets), strict=True))
+    if objective == "each" and load > 0.0:  # who lost most is served first
+        lost = dict.fromkeys(streams, 1.0 - used / load)
     if load > 1.0:
-        flows = _overloaded(names, pool, batches, asked, objective, used)
+        flows = _overloaded(names, pool, batches, asked, objective, used, lost)
+        lost = {}
     busy = []
     for k, kind in enumerate(pool):
         time = sum(flows.get((name, k), 0.0) * batch.time_s for name, batch in batches[k].items())
@@ -210,20 +221,27 @@ def _served(
     for name in names:
         flow = sum(flows.get((name, k), 0.0) for k in range(len(pool)))
         blocked = _blocked(name, pool, batches, asked[name], flows)
-        kept = in_time * (1.0 - blocked if blocked > NOTHING else 1.0)
+        kept = 1.0
+        for part in (lost.get(name, 0.0), blocked):
+            kept *= 1.0 - part if part > NOTHING else 1.0
         done[name] = kept * min(asked[name].rate_rps, flow)
     return _Served(pool, done, busy, flows, batches)
 
 
 def _overloaded(
     names: Sequence[str], pool: Sequence[_Kind], batches: Sequence[Mapping[str, Batch]], asked: Mapping[str, _Asked],
-    objective: str, used: float,
+    objective: str, used: float, lost: Mapping[str, float],
 ) -> dict[tuple[str, int], float]:  # fmt: skip
-    """Return the flows where not everything can be served: the best by the objective, and to some part the same part
-    of every program, as a scheduler sees deadlines before costs."""
+    """Return the flows where not everything can be served: the best by the objective, and to some part what is left of
+    each program if all lose, as a scheduler sees deadlines before costs."""
     best = _flows(names, pool, batches, asked, objective, used)
-    even = _flows(names, pool, batches, asked, "each", used)
-    return {pair: best.get(pair, 0.0) + EVEN * (even.get(pair, 0.0) - best.get(pair, 0.0)) for pair in best | even}
+    if objective == "each":
+        return best
+    fewer = {name: replace(asked[name], rate_rps=asked[name].rate_rps * (1.0 - lost.get(name, 0.0))) for name in names}
+    all_lose = _flows(names, pool, batches, fewer, objective, used)
+    return {
+        pair: best.get(pair, 0.0) + SPREAD * (all_lose.get(pair, 0.0) - best.get(pair, 0.0)) for pair in best | all_lose
+    }
 
 
 def _time(batch: Batch) -> float:
@@ -257,22 +275,27 @@ def _mean_slowdown(program: Program, neighbours: Sequence[_Kind]) -> float:
     return 1.0 + (program.slowdown - 1.0) * sum(kind.busy for kind in neighbours) / len(neighbours)
 
 
-def _gathered(program: Program, asked: _Asked, slowdown: float) -> Batch | None:
-    """Return the largest batch that is gathered in time; None: not even one request is.
+def _gathered(program: Program, asked: _Asked, slowdown: float, *, is_alone: bool) -> Batch | None:
+    """Return the mean batch that is gathered in time; None: not even one request is.
 
-    Also where a smaller one takes less time per request: a scheduler gathers as long as the deadline allows.
+    Also where a smaller one takes less time per request: a scheduler gathers as long as the deadline allows. Where no
+    others take turns with it, it is a fraction: the deadline allows another request in some batches only.
     """
     latency = program.latency
     assert latency is not None
     gap_ms = 1000.0 / asked.rate_rps
-    best: Batch | None = None
-    for size in range(1, program.batch_size + 1):
-        batch = Batch(size, latency.at(size) * slowdown)
-        if size > 1 and batch.latency_ms + (size - 0.5) * gap_ms > asked.slo_ms:
-            break
-        if batch.latency_ms <= asked.slo_ms:
-            best = batch
-    return best
+    if latency.at(1) * program.slowdown > asked.slo_ms:  # beside neighbours that are busy nothing is in time
+        return None
+    size, ms = 1, latency.at(1) * slowdown
+    while size < program.batch_size:
+        next_ms = latency.at(size + 1) * slowdown
+        over_ms = next_ms + (size + 0.5) * gap_ms - asked.slo_ms
+        if over_ms > 0.0:
+            is_part = is_alone and next_ms <= asked.slo_ms
+            part = max(0.0, 1.0 - over_ms / (next_ms - ms + gap_ms)) if is_part else 0.0
+            return Batch(size + part, ms + part * (next_ms - ms))
+        size, ms = size + 1, next_ms
+    return Batch(size, ms)
 
 
 def _flows(

@@ -6,6 +6,9 @@ random walk, and requests that find more of it than they may wait for are lost. 
 is scaled to the variance of the batches, as in heavy traffic, which agrees with M/D/1 within 0.05. *A batch of one's
 own*: what arrives early in a batch that takes longer than it may wait is lost unless another gpu-let is free.
 *Blocking*: the same behind a batch of others.
+
+Whom a loss of the first two kinds falls on is the scheduler's choice: it gives up what serves least per ms of GPU time,
+and of that what can wait least comes too late first.
 """
 
 from __future__ import annotations
@@ -14,14 +17,17 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-__all__ = ["Batch", "Stream", "blocked_part", "used_part"]
+__all__ = ["Batch", "Stream", "blocked_part", "lost_parts", "used_part"]
+
+
+NO_WAIT_S = 1e-4  # the least that requests are taken to wait for: a tenth of a millisecond
 
 
 @dataclass(frozen=True)
 class Batch:
-    """The batch in which a program's requests run on a gpu-let: size, and what it takes beside the neighbours."""
+    """The batch in which a program's requests run on a gpu-let: mean size, and what it takes beside the neighbours."""
 
-    size: int
+    size: float
     latency_ms: float
 
     @property
@@ -32,11 +38,21 @@ class Batch:
 
 @dataclass(frozen=True)
 class Stream:
-    """Requests of one program: how many per second, in which batches, in time after how long."""
+    """Requests of one program: how many per second, in which batches, in time after how long, and what each counts."""
 
     rate_rps: float
     batch: Batch
     slo_ms: float
+    weight: float = 1.0
+
+    @property
+    def work(self) -> float:
+        """Seconds of a gpu-let per second."""
+        return self.rate_rps * self.batch.time_s
+
+    @property
+    def may_wait_s(self) -> float:
+        return max(0.0, self.slo_ms - self.batch.latency_ms) / 1000.0
 
 
 def used_part(load: float, streams: Sequence[Stream], gpulets: int) -> float:
@@ -44,17 +60,36 @@ def used_part(load: float, streams: Sequence[Stream], gpulets: int) -> float:
 
     At most 1, and at most the load. 0 load gives 0.
     """
-    work = sum(stream.rate_rps * stream.batch.time_s for stream in streams)
+    work = sum(stream.work for stream in streams)
     if load <= 0.0 or work <= 0.0:
         return 0.0
-    variance_s = sum(stream.rate_rps * stream.batch.time_s**2 for stream in streams) / gpulets**2
-    may_wait_s = sum(
-        stream.rate_rps * stream.batch.time_s * max(0.0, stream.slo_ms - stream.batch.latency_ms) / 1000.0
-        for stream in streams
-    ) / work  # fmt: skip
-    batch_s = sum(s.rate_rps * s.batch.time_s * s.batch.latency_ms / 1000.0 for s in streams) / work
-    kept = 1.0 - _turned_away(load, 2.0 * load * may_wait_s / variance_s, gpulets)
+    variance_s = sum(stream.work * stream.batch.time_s for stream in streams) / gpulets**2
+    # The harmonic mean: one program that can wait for long does not help another that cannot.
+    may_wait_s = work / sum(stream.work / max(NO_WAIT_S, stream.may_wait_s) for stream in streams)
+    batch_s = sum(stream.work * stream.batch.latency_ms / 1000.0 for stream in streams) / work
+    # Who finds the next batch full waits for whole batches, not for requests: half a batch more in the mean.
+    others_s = sum(stream.work * (stream.batch.latency_ms / 1000.0 - stream.batch.time_s) for stream in streams) / work
+    patience_s = max(NO_WAIT_S, may_wait_s - 0.5 * others_s / gpulets)
+    kept = 1.0 - _turned_away(load, 2.0 * load * patience_s / variance_s, gpulets)
     return min(1.0, load, load * min(kept, _found_free(load, max(0.0, 1.0 - may_wait_s / batch_s), gpulets)))
+
+
+def lost_parts(streams: Sequence[Stream], lost: float) -> list[float]:
+    """Return which part of each program's requests is lost where this much work is, in seconds of a gpu-let per second.
+
+    The parts are as GPU time per request over how long it may wait and what it counts, at most 1.
+    """
+    per_part = [s.batch.time_s / max(NO_WAIT_S, s.may_wait_s) / max(1e-9, s.weight) for s in streams]
+    parts = [0.0] * len(streams)
+    left, rest = lost, [index for index, stream in enumerate(streams) if stream.work > 0.0]
+    while rest and left > 0.0:  # those of which all is lost leave the rest more
+        scale = left / sum(streams[index].work * per_part[index] for index in rest)
+        gone = [index for index in rest if scale * per_part[index] >= 1.0]
+        for index in gone or rest:
+            parts[index] = min(1.0, scale * per_part[index])
+            left -= parts[index] * streams[index].work
+            rest = [other for other in rest if other != index]
+    return parts
 
 
 def _turned_away(load: float, patience: float, gpulets: int) -> float:
