@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tenuto.placement import Plan
-from tenuto.placement.expectation.goodput import expected_of
+from tenuto.placement.expectation.goodput import expected_of, outlook_of
 
 
 def test_one_queue_keeps_alike_gpulets_equally_busy() -> None:
@@ -24,3 +24,38 @@ def test_one_queue_keeps_alike_gpulets_equally_busy() -> None:
     models = expected_of(plan).models
     assert models["left"].goodput_rps == pytest.approx(models["right"].goodput_rps)
     assert models["left"].goodput_rps < 250
+
+
+def plan_of(*models: tuple[str, float, float, float, float], slowdown: float = 1.0, batch: int = 32) -> Plan:
+    """Return models (name, rate, SLO, alpha, beta) that take turns on one GPU."""
+    return Plan.from_data({
+        "policy": {"name": "hand"}, "gpus": [{"id": "n0/0", "type": "v100"}],
+        "gpulets": [{"id": "n0/0/a", "gpu": "n0/0", "models": [
+            {"name": name, "batch_size": batch, "slowdown": slowdown, "latency": {"alpha_ms": alpha, "beta_ms": beta}}
+            for name, _, _, alpha, beta in models]}],
+        "models": [{"name": name, "rate_rps": rate, "slo_ms": slo} for name, rate, slo, _, _ in models],
+    })  # fmt: skip
+
+
+def test_a_rare_model_beside_busy_ones_is_not_promised_in_full() -> None:
+    """Where time is short for a moment, a request that takes as long as thirty others is given up first."""
+    rare, busy = ("rare", 30.0, 30.0, 0.1, 4.9), ("busy", 5_000.0, 60.0, 0.15, 1.0)
+    parts = outlook_of(plan_of(rare, busy)).parts
+    assert parts["busy"] > 0.995
+    assert parts["rare"] < 0.99
+
+
+def test_what_is_late_beside_its_neighbours_is_promised_nothing() -> None:
+    model = ("m", 1.0, 50.0, 1.0, 20.0)
+    assert outlook_of(plan_of(model)).parts["m"] > 0.99
+    assert outlook_of(plan_of(model, slowdown=3.0)).parts["m"] == 0.0
+
+
+def test_the_outlook_adds_up_to_what_is_expected() -> None:
+    plan = plan_of(("a", 400.0, 100.0, 1.0, 5.0), ("b", 300.0, 80.0, 1.0, 8.0))
+    outlook, expected = outlook_of(plan), expected_of(plan)
+    assert 0.9 < outlook.busy[0] <= 1.0
+    for name, rate in (("a", 400.0), ("b", 300.0)):
+        assert expected.models[name].goodput_rps == pytest.approx(outlook.parts[name] * rate)
+        assert outlook.carried[0][name] >= expected.models[name].goodput_rps - 1e-6
+        assert 1 < outlook.batches[0][name] <= 32

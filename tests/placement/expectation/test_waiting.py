@@ -7,7 +7,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tenuto.placement.expectation.waiting import Batch, Stream, blocked_part, used_part
+from tenuto.placement.expectation.waiting import Batch, Stream, blocked_part, lost_parts, used_part
 
 streams = st.lists(
     st.builds(
@@ -58,3 +58,17 @@ def test_nobody_is_blocked_by_batches_shorter_than_it_may_wait() -> None:
     assert blocked_part(50.0, [(0.6, 40.0), (0.3, 50.0)], 1) == 0.0
     assert blocked_part(10.0, [(0.5, 40.0)], 1) == pytest.approx(0.375)
     assert blocked_part(10.0, [(0.5, 40.0)], 3) == pytest.approx(0.375**3)
+
+
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(streams, st.floats(0.0, 1.0))
+def test_all_that_is_lost_falls_on_someone_and_most_on_what_serves_least(asked: list[Stream], part: float) -> None:
+    lost = part * sum(stream.work for stream in asked)
+    parts = lost_parts(asked, lost)
+    assert all(0.0 <= each <= 1.0 + 1e-9 for each in parts)
+    assert sum(p * s.work for p, s in zip(parts, asked, strict=True)) == pytest.approx(lost)
+    heavy = Stream(50.0, Batch(1, 20.0), 60.0)
+    light, patient = Stream(50.0, Batch(10, 20.0), 60.0), Stream(50.0, Batch(1, 20.0), 600.0)
+    first, second, third = lost_parts([heavy, light, patient], 0.1)
+    assert first > max(second, third)
+    assert lost_parts([heavy, Stream(50.0, Batch(1, 20.0), 60.0, weight=2.0)], 0.1)[1] < first
