@@ -3,7 +3,9 @@
 Three rules; docs/scheduling.md draws them.
 
 1. *Due.* A batch is due when it has used the part `hold` of the time for which Symphony would hold it: 1 is Symphony's
-   frontrun, 0 sends at once. A due batch takes the fastest idle gpu-let.
+   frontrun, 0 sends at once. A due batch takes the fastest idle gpu-let. Holding saves GPU time, and is bounded where
+   nobody needs it: nothing is held while single requests would keep gpu-lets busy for less than `save_above` of the
+   time, and otherwise no longer than takes them to that.
 2. *Plan.* Where more batches wait than gpu-lets are idle, all of them are lined up by their latest start, and each is
    given the gpu-let on which it would end first, the running ones from their known end on. One that would start too
    late pushes out the batch that serves the least per ms of those lined up so far. Idle gpu-lets go to due batches in
@@ -45,6 +47,7 @@ RIPE = 0.5  # part of its target from which on a batch may go before it is due
 BORROWED = 1_000_000  # by which the priority of a program that exceeds its plan falls
 PRESSED_MS = 1000.0  # for which nothing is lent after a program that keeps to its plan lost a request
 LOSS_STEP = 1 / 200  # how fast the share of requests lost follows
+LOSING_MS = 10_000.0  # for which requests may be held in full after one was lost
 ORDINARY_LOSS = 0.01  # beside which a smaller difference of losses does not count
 WORST_FIRST = 1e6  # requests per ms: by which whoever lost more comes before whoever serves more with the same time
 
@@ -56,11 +59,13 @@ class DeferredOptions(SchedulerOptions):
     hold: part of Symphony's holding time; by default all of it where every program has gpu-lets of its own, and 0.4
     where several could meet.
     defend: part of the staggered batch for which heads are given up. rehearse: whether both are changed by what
-    rehearsals find.
+    rehearsals find. save_above: part of the gpu-lets' time above which requests are held to save it; 0: always, so that
+    GPU time follows the load as far down as it can.
     """
 
     hold: float | None = field(default=None, metadata={"minimum": 0.0})
     defend: float = field(default=1.0, metadata={"minimum": 0.0})
+    save_above: float = field(default=0.5, metadata={"minimum": 0.0})
     rehearse: bool = True
 
 
@@ -72,10 +77,10 @@ class _Queue:
     """
 
     __slots__ = (
-        "allowance", "arrived", "budget_ms", "cut_until", "deadlines", "defend", "density", "due", "end", "free", "ids",
-        "is_open", "is_out",
-        "latest", "level", "longest", "longest_hold_ms", "lost", "pool", "pools", "priority", "program", "quickest_ms",
-        "rate", "ripe", "run", "run_ms", "sent", "size", "target", "worth",
+        "allowance", "arrived", "budget_ms", "cut_until", "deadlines", "defend", "density", "due", "end", "free",
+        "gpulets", "ids", "is_open", "is_out", "latest", "level", "load", "longest", "longest_hold_ms", "lost",
+        "oldest", "patience", "pool", "pools", "priority", "program", "quickest_ms", "rate", "ripe", "run", "run_ms",
+        "sent", "size", "target", "worth",
     )  # fmt: skip
 
     def __init__(self, program: int, offered: Model, worth: float) -> None:
@@ -85,7 +90,10 @@ class _Queue:
         self.worth = worth  # of one request
         self.priority = self.level = offered.priority  # the level is lower while it exceeds its plan
         self.longest_hold_ms = INF if offered.longest_hold_ms is None else offered.longest_hold_ms
-        self.arrived: list[float] = []  # when the requests did, if the hold is bounded
+        self.arrived: list[float] = []  # when the requests did
+        self.oldest = INF  # the first of these times
+        self.load = 0.0  # of each gpu-let that hosts it, if its requests ran alone
+        self.patience = INF  # for how many times its own length a batch is held at most
         self.lost = 0.0  # share of its requests lately
         self.deadlines: list[float] = []  # when the batch must have ended
         self.ids: list[int] = []
@@ -94,6 +102,7 @@ class _Queue:
         self.run: list[float] = [0.0]  # on the fastest
         self.sent: list[float] = [0.0]
         self.budget_ms = 0.0  # from arrival to the end of the batch
+        self.gpulets = 1  # that host it
         self.longest = 1  # the largest batch that can be in time at all
         self.quickest_ms = INF  # from dispatch to the end of one request alone
         self.target = 1  # the staggered batch
@@ -122,7 +131,8 @@ class DeferredScheduler(RehearsingScheduler):
         chosen = options if isinstance(options, DeferredOptions) else DeferredOptions()
         alone = all(len(gpulet.hosts) <= 1 for gpulet in system.gpulets)
         hold = chosen.hold if chosen.hold is not None else (1.0 if alone else 0.4)
-        self._setting = Setting(hold, chosen.defend)
+        self._setting = Setting(hold, chosen.defend, in_full=not chosen.rehearse)
+        self._save_above = chosen.save_above
         self._rehearsals = Rehearsals(system, self._setting) if chosen.rehearse else None
         self._record: list[tuple[float, int, float]] | None = None  # (arrival, model, deadline) to be replayed
         self._until_step = self._rehearsals.next_step() if self._rehearsals else -1  # requests until it goes on
@@ -130,6 +140,7 @@ class DeferredScheduler(RehearsingScheduler):
         weighted = system.objective == "weighted"
         self._evens_out = system.objective == "each"
         self._pressed_until = -INF  # a program lost requests lately though it keeps to its plan
+        self._in_full_until = -INF  # requests were lost lately, and are fewer where all are held in full
         self._queues = [
             _Queue(p, offered, offered.weight if weighted else 1.0) for p, offered in enumerate(system.offered)
         ]
@@ -145,8 +156,18 @@ class DeferredScheduler(RehearsingScheduler):
         self._network = network
         self._response_ms = network.response_ms
         self._gpulets.adopt(network)
+        self._adopt_all_costs()
+
+    def _adopt_all_costs(self) -> None:
+        for pool in self._gpulets.pools:
+            pool.load = pool.crowd = 0.0
         for queue in self._queues:
             self._adopt_costs(queue)
+        for queue in self._queues:
+            queue.load = 0.0
+            for pool in queue.pools:
+                pool.crowd += 1.0 / queue.gpulets
+            self._weigh(queue)
 
     def _adopt_costs(self, queue: _Queue) -> None:
         """Take over what batches of the queue cost, and what follows from that."""
@@ -158,7 +179,35 @@ class DeferredScheduler(RehearsingScheduler):
             queue.run, queue.sent = fastest.run[queue.program], fastest.sent[queue.program]
             queue.quickest_ms = queue.sent[1]
             queue.longest = max(1, bisect_right(queue.sent, queue.budget_ms + TIME_TOLERANCE_MS) - 1)
+            queue.gpulets = sum(pool.size for pool in queue.pools)
             self._set_target(queue)
+
+    def _weigh(self, queue: _Queue) -> None:
+        """Find how long the batches of a queue are held at most, in multiples of their length.
+
+        With m programs per gpu-let and batches held for k times their length, each program keeps a gpu-let busy for at
+        most 1/k of the time, and all together for at most m/k: the bound is the k that makes this `save_above`.
+        """
+        load = (queue.rate.rps or 0.0) / 1000.0 * queue.run[1] / queue.gpulets if queue.pools else 0.0
+        most = crowd = 0.0
+        for pool in queue.pools:
+            pool.load += load - queue.load
+            most = max(most, pool.load)
+            crowd = max(crowd, pool.crowd)
+        queue.load = load
+        if not self._save_above:
+            queue.patience = INF
+        elif most < self._save_above and queue.rate.rps is not None:
+            queue.patience = 0.0
+        else:
+            queue.patience = crowd / self._save_above
+
+    def _bound_ms(self, queue: _Queue, size: int, now: float) -> float:
+        """Return until when a batch of so many is held at most."""
+        bound = queue.longest_hold_ms
+        if now >= self._in_full_until:
+            bound = min(bound, queue.patience * queue.run[size])
+        return queue.oldest + bound
 
     def _set_target(self, queue: _Queue) -> None:
         queue.target = target_batch(queue.sent[: queue.longest + 1], queue.budget_ms, queue.rate.rps)
@@ -175,6 +224,7 @@ class DeferredScheduler(RehearsingScheduler):
             rate.roll(now_ms)
             if queue.pools:
                 self._set_target(queue)
+                self._weigh(queue)
         if self._record is not None:
             self._record.append((now_ms, model, deadline_ms))
         self._until_step -= 1
@@ -195,14 +245,15 @@ class DeferredScheduler(RehearsingScheduler):
             place = bisect_right(deadlines, deadline)
             deadlines.insert(place, deadline)
             queue.ids.insert(place, request_id)
+            queue.arrived.insert(place, now_ms)
         else:
             deadlines.append(deadline)
             queue.ids.append(request_id)
-        if queue.longest_hold_ms < INF:
-            queue.arrived.insert(place, now_ms)
+            queue.arrived.append(now_ms)
         size = len(deadlines)
         if size == 1:
             self._active[queue.program] = queue
+            queue.oldest = now_ms
         queue.cut_until = -INF
         head = deadlines[0]
         expiry = head - queue.quickest_ms + EXPIRY_MARGIN_MS
@@ -227,9 +278,9 @@ class DeferredScheduler(RehearsingScheduler):
                         break
             if size + 1 < len(sent):
                 hold = self._setting.hold
-                look = head - (1.0 - hold) * queue.budget_ms - hold * sent[size + 1]
-                if queue.arrived:
-                    look = min(look, min(queue.arrived) + queue.longest_hold_ms)
+                look = min(
+                    head - (1.0 - hold) * queue.budget_ms - hold * sent[size + 1], self._bound_ms(queue, size, now_ms)
+                )
             else:
                 look = now_ms
             if len(self._active) > idle:
@@ -275,17 +326,19 @@ class DeferredScheduler(RehearsingScheduler):
         self._take(queue, 0, count)
         if queue.level == queue.priority:
             self._pressed_until = now + PRESSED_MS
+        if self._setting.in_full:
+            self._in_full_until = max(self._in_full_until, now + LOSING_MS)
         if self._evens_out:
             kept = (1.0 - LOSS_STEP) ** count
             queue.lost = 1.0 - (1.0 - queue.lost) * kept
 
     def _take(self, queue: _Queue, begin: int, end: int) -> None:
         """Take requests out of their queue."""
-        del queue.ids[begin:end], queue.deadlines[begin:end]
-        if queue.arrived:
-            del queue.arrived[begin:end]
+        del queue.ids[begin:end], queue.deadlines[begin:end], queue.arrived[begin:end]
         queue.cut_until = -INF
-        if not queue.ids:
+        if queue.ids:
+            queue.oldest = min(queue.arrived)
+        else:
             self._active.pop(queue.program, None)
 
     # Decisions -------------------------------------------------------------------------------------------------------
@@ -357,9 +410,9 @@ class DeferredScheduler(RehearsingScheduler):
         most = min(queue.longest, len(run) - 1)
         hold = self._setting.hold
         if size < most:
-            queue.due = head - (1.0 - hold) * queue.budget_ms - hold * sent[size + 1]
-            if queue.arrived:
-                queue.due = min(queue.due, min(queue.arrived) + queue.longest_hold_ms)
+            queue.due = min(
+                head - (1.0 - hold) * queue.budget_ms - hold * sent[size + 1], self._bound_ms(queue, size, now)
+            )
         else:
             queue.due = now
             size = most
@@ -512,9 +565,10 @@ class DeferredScheduler(RehearsingScheduler):
         if rehearsals is None:
             return
         if self._record is None:
-            self._record = rehearsals.begin(self.state(now))
+            if rehearsals.may_begin(now):
+                self._record = rehearsals.begin(self.state(now))
         else:
-            job = rehearsals.end(type(self), DeferredOptions(rehearse=False), now)
+            job = rehearsals.end(type(self), DeferredOptions(save_above=self._save_above, rehearse=False), now)
             if job is not None:
                 self._record = None
                 self.decisions.append(Rehearse(job, rehearsals.due_ms(now)))
@@ -533,6 +587,7 @@ class DeferredScheduler(RehearsingScheduler):
 
     def resume(self, state: State, setting: Setting) -> None:
         self._setting = setting
+        self._in_full_until = INF if setting.in_full else -INF
         self._network = state.network
         self._response_ms = state.network.response_ms
         self._gpulets.resume(state.gpulets, state.network)
@@ -546,22 +601,24 @@ class DeferredScheduler(RehearsingScheduler):
             queue.allowance.resume(state.now_ms, borrowed)
             queue.level = queue.priority - BORROWED if queue.allowance.exceeds else queue.priority
             queue.deadlines = list(deadlines)
-            if queue.longest_hold_ms < INF:
-                queue.arrived = [deadline - queue.budget_ms for deadline in deadlines]
+            queue.arrived = [min(deadline - queue.budget_ms, state.now_ms) for deadline in deadlines]
+            queue.oldest = min(queue.arrived, default=INF)
             queue.ids = list(range(number - 1, number - 1 - len(deadlines), -1))
             number -= len(deadlines)
             if deadlines:
                 self._active[queue.program] = queue
-            self._adopt_costs(queue)
+        self._adopt_all_costs()
         self._look_at = self._expire_at = self.next_wake_ms = state.now_ms
 
-    def rehearsed(self, now_ms: float, result: list[Replayed]) -> None:
+    def rehearsed(self, now_ms: float, result: list[Replayed], cpu_ms: float | None = None) -> None:
         if self._rehearsals is None:
             return
-        setting = self._rehearsals.learn(result)
+        setting = self._rehearsals.learn(result, now_ms, cpu_ms)
         self._until_step = self._rehearsals.next_step()
         if setting != self._setting:
             self._setting = setting
+            if not setting.in_full:
+                self._in_full_until = -INF
             for queue in self._queues:
                 queue.cut_until = -INF
                 if queue.pools:
@@ -602,8 +659,7 @@ class DeferredScheduler(RehearsingScheduler):
 
     def update_latency(self, program: int, gpulet: int, factor: float) -> None:
         if self._gpulets.correct(program, gpulet, factor):
-            for queue in self._queues:
-                self._adopt_costs(queue)
+            self._adopt_all_costs()
             self._look_at = self._expire_at = self.next_wake_ms = -INF
 
     def update_network(self, network: NetworkDelay) -> None:

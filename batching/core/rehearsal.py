@@ -37,14 +37,19 @@ FEW = 10.0  # requests of a program, below which it says nothing of the one serv
 MEAN_PART = 0.1  # of the mean loss, beside that of the program served worst
 WAIT_MS = 0.2  # per recorded request, from the last of them to the adoption: what a replay takes in another process
 NOISE = 0.5  # of the square root of what two values lost: the least difference that is taken for one
+CORE = 0.05  # of a core that rehearsals may take
+CREDIT_MS = 1000.0  # of a core that they may take at once, at the start and after a rest
+REQUEST_MS, PROGRAM_MS = 0.005, 0.001  # what replaying a request takes, and more per program: where nobody measures it
+WAIT_FOR_CREDIT = 100  # requests
 SPARED = 0.02  # part of the GPU time that is worth a change where nothing else is
 
 
 class Setting(NamedTuple):
-    """What rehearsals choose."""
+    """What rehearsals choose; `in_full`: held requests save others, and not only GPU time."""
 
     hold: float
     defend: float
+    in_full: bool = False
 
 
 class State(NamedTuple):
@@ -192,11 +197,28 @@ class Rehearsals:
             for offered in system.offered
         ]
         self._done = 0
+        self._cpu_ms = 0.0
+        self._credit_ms = CREDIT_MS
+        self._credit_at = -INF
+        self._request_ms = REQUEST_MS + PROGRAM_MS * len(system.programs)
         self._gain = self._spared = 0.0
 
     def next_step(self) -> int:
         """Return after how many requests to go on."""
         return self._step
+
+    def may_begin(self, now: float) -> bool:
+        """Return whether what rehearsals took until now leaves room for one more; False: ask again."""
+        self._earn(now)
+        if self._credit_ms < 0.0:
+            self._step = WAIT_FOR_CREDIT
+            return False
+        return True
+
+    def _earn(self, now: float) -> None:
+        if self._credit_at > -INF:
+            self._credit_ms = min(CREDIT_MS, self._credit_ms + CORE * (now - self._credit_at))
+        self._credit_at = now
 
     def begin(self, state: State) -> list[tuple[float, int, float]]:
         """Record from here on; returns the list for the arrivals."""
@@ -219,7 +241,7 @@ class Rehearsals:
         self._step = -1  # until the result is there
         present = self._setting
         settings = tuple(
-            present._replace(**{present._fields[self._knob]: value})
+            present._replace(**{present._fields[self._knob]: value}, in_full=present.in_full or not self._knob)
             for value in sorted({*VALUES[self._knob], present[self._knob]})
         )
         return Replay(scheduler, options, self._system, state, arrivals, counted, settings)
@@ -228,8 +250,14 @@ class Rehearsals:
         """Return when the result of the job that is given out now is to be adopted."""
         return now + WAIT_MS * len(self._arrivals)
 
-    def learn(self, result: list[Replayed]) -> Setting:
-        """Take over what a replay found; returns the setting to adopt."""
+    def learn(self, result: list[Replayed], now: float, cpu_ms: float | None) -> Setting:
+        """Take over what a replay found and what it took of a core (None: not measured); returns the setting to
+        adopt."""
+        if cpu_ms is None:
+            cpu_ms = self._request_ms * len(self._arrivals) * len(result)
+        self._earn(now)
+        self._credit_ms -= cpu_ms
+        self._cpu_ms += cpu_ms
         knob, found = self._knob, self._memory[self._knob]
         for replayed in result:
             value = replayed.setting[knob]
@@ -237,7 +265,7 @@ class Rehearsals:
         lost = {value: self._loss(seen) for value, seen in found.items()}
         present = self._setting[knob]
         best = min(lost, key=lambda value: (lost[value], -value))
-        if lost[present] - lost[best] <= max(GAIN, NOISE * _noise(found[present], found[best])):
+        if not self._saves(found, present, best):
             best = min(
                 (value for value in lost if lost[value] - lost[present] <= GAIN / 2 or value == present),
                 key=lambda value: found[value].busy_ms,
@@ -251,9 +279,16 @@ class Rehearsals:
             self._gain = lost[present] - lost[best]
             before_ms = found[present].busy_ms  # 0: nothing was met
             self._spared = 1.0 - found[best].busy_ms / before_ms if before_ms else 0.0
+        if not knob:
+            self._setting = self._setting._replace(in_full=self._saves(found, 0.0, best))
         self._knob = 1 - knob
         self._requests = min(MOST, 2 * self._requests)
         return self._setting
+
+    def _saves(self, found: dict[float, Seen], one: float, other: float) -> bool:
+        """Return whether the second of two values loses fewer requests, by more than chance."""
+        noise = NOISE * _noise(found[one], found[other])
+        return self._loss(found[one]) - self._loss(found[other]) > max(GAIN, noise)
 
     def _loss(self, seen: Seen) -> float:
         """Return what the objective makes of requests offered and met by program: the share of worth lost, or with
@@ -268,7 +303,12 @@ class Rehearsals:
     def status(self) -> dict[str, Any]:
         """Return, for operators, how many replays there were, and by which share of the requests (or of their worth)
         the last change was expected to cut the losses."""
-        return {"rehearsals": self._done, "expected_gain": self._gain, "expected_spared": self._spared}
+        return {
+            "rehearsals": self._done,
+            "expected_gain": self._gain,
+            "expected_spared": self._spared,
+            "rehearsal_cpu_s": self._cpu_ms / 1000.0,
+        }
 
 
 def _noise(one: Seen, other: Seen) -> float:

@@ -183,8 +183,9 @@ class Scheduler(ABC):
     def update_network(self, network: NetworkDelay) -> None:  # noqa: B027
         """Budget these delays from now on."""
 
-    def rehearsed(self, now_ms: float, result: Any) -> None:  # noqa: B027
-        """Take over the result of the `Rehearse` that is out."""
+    def rehearsed(self, now_ms: float, result: Any, cpu_ms: float | None = None) -> None:  # noqa: B027
+        """Take over the result of the `Rehearse` that is out, which took so much of a core; None: not known, as in
+        virtual time."""
 
     def status(self) -> dict[str, Any]:
         """Return, as plain data for operators, what it chose lately and what it expects of that."""

@@ -26,7 +26,7 @@ from tenuto.deployments.dispatch.early_release import EarlyRelease
 from tenuto.deployments.dispatch.fleet import AttachedGpulet, Fleet, GpuletLink, LinkFactory, gpulet_link
 from tenuto.deployments.dispatch.in_flight import Asker, Batch, Request
 from tenuto.deployments.dispatch.measured_times import LatencyCorrection, WayMeter
-from tenuto.deployments.dispatch.rehearsals import Compute, Rehearsals
+from tenuto.deployments.dispatch.rehearsals import Compute, Computed, Rehearsals
 from tenuto.deployments.dispatch.status import dispatcher_status
 from tenuto.deployments.wire.answers import Executed, Refused
 from tenuto.deployments.wire.arena import Held
@@ -392,9 +392,9 @@ class Dispatcher:
         for request in batch.requests if batch is not None else ():
             request.is_waiting = True
 
-    def _rehearsed(self, result: Any) -> None:
+    def _rehearsed(self, computed: Computed) -> None:
         now = self._time.now_ms
-        self._scheduler.rehearsed(now, result)
+        self._scheduler.rehearsed(now, *computed)
         self._carry_out(now)
 
     # --- what gpu-lets say (LinkEvents) -------------------------------------------------------------------------

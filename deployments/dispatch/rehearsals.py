@@ -11,20 +11,29 @@ import pickle
 import struct
 import subprocess
 import sys
+import time
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from tenuto.batching.core.scheduler import Rehearsal, Rehearse
 
-__all__ = ["Compute", "RehearsalProcess", "Rehearsals"]
+__all__ = ["Compute", "Computed", "RehearsalProcess", "Rehearsals"]
 
 logger = logging.getLogger("ray.serve")
 
 _LONGEST_S = 60.0
 _LENGTH = struct.Struct("<Q")
 
-# Runs a rehearsal and returns its result.
-Compute = Callable[[Rehearsal], Awaitable[Any]]
+
+class Computed(NamedTuple):
+    """What a rehearsal came to, and what it took of a core; None where nobody measured it."""
+
+    result: Any
+    cpu_ms: float | None
+
+
+# Runs a rehearsal.
+Compute = Callable[[Rehearsal], Awaitable[Computed]]
 
 
 class RehearsalProcess:
@@ -35,8 +44,8 @@ class RehearsalProcess:
         self._longest_s = longest_s
         self._process: subprocess.Popen[bytes] | None = None
 
-    async def run(self, job: Rehearsal) -> Any:
-        """Return what a rehearsal comes to.
+    async def run(self, job: Rehearsal) -> Computed:
+        """Return what a rehearsal comes to, and the CPU time it took.
 
         Raises:
             EOFError: the process ended.
@@ -50,7 +59,7 @@ class RehearsalProcess:
             self.close()  # half an answer may still come
             raise
 
-    def _run(self, job: bytes) -> Any:
+    def _run(self, job: bytes) -> Computed:
         process = self._process
         if process is None:
             process = self._process = subprocess.Popen(
@@ -63,7 +72,8 @@ class RehearsalProcess:
         prefix = process.stdout.read(_LENGTH.size)
         if len(prefix) < _LENGTH.size:
             raise EOFError("the process has ended")
-        return pickle.loads(process.stdout.read(*_LENGTH.unpack(prefix)))  # what our own child wrote
+        # What our own child wrote.
+        return Computed(*pickle.loads(process.stdout.read(*_LENGTH.unpack(prefix))))
 
     def close(self) -> None:
         """End the process."""
@@ -80,7 +90,7 @@ class RehearsalProcess:
 class Rehearsals:
     """Runs one rehearsal at a time; a result that comes after `close` is dropped."""
 
-    def __init__(self, rehearsed: Callable[[Any], None], compute: Compute | None = None) -> None:
+    def __init__(self, rehearsed: Callable[[Computed], None], compute: Compute | None = None) -> None:
         """Take what is to be called with each result, on the event loop and not before it is due; and what computes it,
         by default another process."""
         self._rehearsed = rehearsed
@@ -102,12 +112,12 @@ class Rehearsals:
         loop = asyncio.get_running_loop()
         due = loop.time() + (decision.due_ms - now_ms) / 1000.0
         try:
-            result = await self._compute(decision.job)
+            computed = await self._compute(decision.job)
         except (OSError, EOFError, pickle.UnpicklingError) as error:
             logger.warning("a rehearsal of the scheduler failed: %s: %s", type(error).__name__, error)
             return
         await asyncio.sleep(due - loop.time())
-        self._rehearsed(result)
+        self._rehearsed(computed)
 
 
 def _serve() -> None:
@@ -117,7 +127,9 @@ def _serve() -> None:
     os.nice(19)
     source, sink = sys.stdin.buffer, sys.stdout.buffer
     while prefix := source.read(_LENGTH.size):
-        data = pickle.dumps(pickle.loads(source.read(_LENGTH.unpack(prefix)[0])).run())
+        began = time.process_time()
+        result = pickle.loads(source.read(_LENGTH.unpack(prefix)[0])).run()
+        data = pickle.dumps((result, 1000.0 * (time.process_time() - began)))
         sink.write(_LENGTH.pack(len(data)) + data)
         sink.flush()
 

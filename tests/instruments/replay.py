@@ -20,6 +20,7 @@ from tenuto.batching.registry import make_scheduler
 from tenuto.deployments.dispatch.dispatcher import Dispatcher
 from tenuto.deployments.dispatch.fleet import GpuletLink, LinkFactory
 from tenuto.deployments.dispatch.measured_times import WayMeter
+from tenuto.deployments.dispatch.rehearsals import Computed
 from tenuto.deployments.wire.answers import Answer
 from tenuto.deployments.wire.messages import AbortBatch, BatchRan, GpuletState, Message, RunBatch
 from tenuto.deployments.wire.peer import Endpoint, Finder, LinkEvents
@@ -147,9 +148,9 @@ class _Renamed:
         self._events.message_came(self.link, message, body)
 
 
-async def compute_here(job: Rehearsal) -> Any:
-    """Rehearse on the spot: on a virtual loop nothing may wait for another process."""
-    return job.run()
+async def compute_here(job: Rehearsal) -> Computed:
+    """Rehearse on the spot: on a virtual loop nothing may wait for another process, and nothing be measured."""
+    return Computed(job.run(), None)
 
 
 async def run_scenario(

@@ -9,7 +9,7 @@ import pytest
 
 from tenuto.batching.core.build import everywhere_linear
 from tenuto.batching.core.deferred import DeferredOptions, DeferredScheduler
-from tenuto.batching.core.rehearsal import Setting
+from tenuto.batching.core.rehearsal import Replay, Replayed, Setting
 from tenuto.batching.core.scheduler import Dispatch, Rehearse
 from tenuto.batching.core.system import Gpulet, Host, Model, NetworkDelay, System
 from tenuto.batching.registry import make_scheduler
@@ -17,7 +17,7 @@ from tenuto.batching.virtual.simulator import simulate
 from tenuto.outcome import Outcome
 from tests.batching.checked_run import CheckedRun, Event
 
-STILL = DeferredOptions(hold=1.0, rehearse=False)
+STILL = DeferredOptions(hold=1.0, save_above=0.0, rehearse=False)
 
 
 def line(alpha_ms: float, beta_ms: float, longest: int) -> Host:
@@ -193,8 +193,58 @@ def test_a_longest_hold_bounds_how_long_a_request_waits_beside_an_idle_gpulet() 
     hosts = {0: line(1.0, 5.0, 40)}
     system = System((Model("a", 100.0, 20.0, longest_hold_ms=7.0),), (Gpulet("g/a", "g", hosts),))
     times = 50.0 * np.arange(400)
-    result = simulate(make_scheduler("deferred", system), times, np.zeros(400, dtype=np.int32))
+    scheduler = make_scheduler("deferred", system, {"save_above": 0.0})
+    result = simulate(scheduler, times, np.zeros(400, dtype=np.int32))
     assert np.max(result.dispatched_ms - result.arrival_ms) == pytest.approx(7.0)
+
+
+@pytest.mark.parametrize(
+    ("planned_rps", "save_above", "waits_ms"),
+    # Sent alone they would take 12 and 60 % of the time.
+    [(20.0, 0.5, 0.0), (100.0, 0.5, 2 * 6.0), (20.0, 0.0, 100.0 - 7.0)],
+)
+def test_a_lone_request_is_held_only_where_somebody_needs_the_gpu_time(
+    planned_rps: float, save_above: float, waits_ms: float
+) -> None:
+    system = System((Model("a", 100.0, planned_rps),), (Gpulet("g/a", "g", {0: line(1.0, 5.0, 40)}),))
+    for deadline_ms in (100.0, 20_000.0):  # one that says itself how much time it has, too
+        scheduler = DeferredScheduler(system, DeferredOptions(hold=1.0, save_above=save_above))
+        scheduler.add_request(0.0, 0, 0, deadline_ms)
+        while not scheduler.decisions:
+            now = scheduler.next_wake_ms
+            scheduler.wake(now)
+        assert now == pytest.approx(waits_ms if save_above else deadline_ms - 7.0)
+
+
+def test_requests_are_held_in_full_where_a_rehearsal_found_that_fewer_are_lost() -> None:
+    """Bursts at a low rate: a request sent alone at once would keep the gpu-let from the rest of its burst."""
+    system = System((Model("a", 40.0, 20.0),), (Gpulet("g/a", "g", {0: line(0.1, 20.0, 150)}),))
+    times = np.repeat(500.0 * np.arange(2_000), 10) + np.tile(np.arange(10) * 1.5, 2_000)
+    scheduler = DeferredScheduler(system)
+    result = simulate(scheduler, times, np.zeros(len(times), dtype=np.int32), warmup_s=200.0)
+    assert result.attainments().min() > 0.99
+    assert scheduler.status()["rehearsals"] >= 2
+
+
+@pytest.mark.parametrize("cpu_ms", [400.0, 4000.0])
+def test_rehearsals_take_a_twentieth_of_a_core_however_dear_they_are(cpu_ms: float) -> None:
+    """They are spaced by what they took, even if each of them finds something else to be the best."""
+    scheduler = DeferredScheduler(two_on_one())
+    taken = []
+    for number in range(60_000):
+        now = 0.2 * number
+        scheduler.add_request(now, 0, number, now + 40.0)
+        for decision in scheduler.drain():
+            if isinstance(decision, Rehearse):
+                assert isinstance(decision.job, Replay)
+                settings = decision.job.settings
+                best = settings[len(taken) % len(settings)]
+                found = [Replayed(s, (9_000, 0), (9_000 if s == best else 0, 0), 1.0) for s in settings]
+                scheduler.rehearsed(now, found, cpu_ms)
+                taken.append(cpu_ms)
+    assert len(taken) > 1 or cpu_ms > 1000.0
+    assert sum(taken[:-1]) <= 0.05 * now + 1000.0
+    assert scheduler.status()["rehearsal_cpu_s"] == pytest.approx(sum(taken) / 1000.0)
 
 
 def test_under_overload_the_model_of_higher_priority_keeps_its_requests() -> None:
