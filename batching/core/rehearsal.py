@@ -34,7 +34,7 @@ LONGEST = 6000  # requests
 MEMORY = 0.8
 GAIN = 0.001
 FEW = 10.0  # requests of a program, below which it says nothing of the one served worst
-MEAN_PART = 0.1  # of the mean loss, beside that of the program served worst
+WORST_PART = 0.1  # of the loss of the program served worst, beside the mean: by itself it would be mostly chance
 WAIT_MS = 0.2  # per recorded request, from the last of them to the adoption: what a replay takes in another process
 NOISE = 0.5  # of the square root of what two values lost: the least difference that is taken for one
 CORE = 0.05  # of a core that rehearsals may take
@@ -267,7 +267,7 @@ class Rehearsals:
         best = min(lost, key=lambda value: (lost[value], -value))
         if not self._saves(found, present, best):
             best = min(
-                (value for value in lost if lost[value] - lost[present] <= GAIN / 2 or value == present),
+                (value for value in lost if lost[value] <= GAIN or value == present),
                 key=lambda value: found[value].busy_ms,
             )
             if found[best].busy_ms > (1.0 - SPARED) * found[present].busy_ms:
@@ -292,11 +292,11 @@ class Rehearsals:
 
     def _loss(self, seen: Seen) -> float:
         """Return what the objective makes of requests offered and met by program: the share of worth lost, or with
-        `each` that of the program served worst, and a little of the mean."""
+        `each` the mean over programs of the share lost, and a little of the worst."""
         offered, met = seen.offered, seen.met
         if self._system.objective == "each":
             shares = [1.0 - m / o for o, m in zip(offered, met, strict=True) if o >= FEW]
-            return max(shares) + MEAN_PART * sum(shares) / len(shares) if shares else 0.0
+            return sum(shares) / len(shares) + WORST_PART * max(shares) if shares else 0.0
         total = sum(w * o for w, o in zip(self._worth, offered, strict=True))
         return 1.0 - sum(w * m for w, m in zip(self._worth, met, strict=True)) / total if total else 0.0
 

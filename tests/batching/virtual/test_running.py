@@ -113,6 +113,8 @@ def test_new_processes_serve_once_they_have_started() -> None:
     system.advance(3000.0)
     assert system.look().ready == {"n0/0/a"}
     system.apply(after)
+    system.advance(3900.0)
+    system.look()  # what the old process still answered
     system.advance(4990.0)
     assert system.look().ended[0, Outcome.OK] == 0
     system.advance(8000.0)

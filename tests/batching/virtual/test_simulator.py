@@ -183,7 +183,7 @@ def test_unknown_scheduler_and_options_list_the_known_ones() -> None:
     system = everywhere_linear([RESNET50], 1)
     with pytest.raises(InvalidInputError, match="deferred, symphony, eager, timeout, clockwork, nexus, shepherd"):
         scheduler_class("fifo")
-    with pytest.raises(InvalidInputError, match="hold, defend, rehearse"):
+    with pytest.raises(InvalidInputError, match="hold, defend, save_above, rehearse"):
         make_scheduler("deferred", system, {"batch": "3"})
     with pytest.raises(InvalidInputError, match="head-first, window"):
         make_scheduler("symphony", system, {"gather": "tail-first"})

@@ -42,6 +42,7 @@ def test_a_full_batch_leaves_at_once_and_a_short_one_waits_for_its_deadline() ->
             "models": [{"name": "m", "slo_ms": 120, "latency": {"alpha_ms": 1, "beta_ms": 1}, "rate_rps": 5}],
             "gpulets": [{"id": "g", "models": {"m": 2}}],
             "arrivals": [{"model": "m", "at_ms": 10, "count": 2}, {"model": "m", "at_ms": 500}],
+            "scheduler": {"options": {"save_above": 0.0}},
         }
     )
     (full, short), answers = run_virtual_clock(scenario)
