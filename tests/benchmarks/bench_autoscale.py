@@ -19,7 +19,7 @@ from scenes import arguments, print_machine, uniform_system, zoo
 from svg_panels import Panel, Series, draw
 
 from tenuto.batching.core.autoscale import Advice, AutoscaleAdvisor, AutoscaleOptions
-from tenuto.batching.core.deferred import DeferredScheduler
+from tenuto.batching.core.deferred import DeferredOptions, DeferredScheduler
 from tenuto.batching.core.scheduler import Decision, Dispatch, Drop, Scheduler
 from tenuto.batching.virtual.simulator import simulate
 from tenuto.placement.policies.symphony.staggering import staggered_batch
@@ -110,7 +110,7 @@ def main() -> None:
         carries.append(1000.0 * size / line.at(size))
     need = needs(duration_s, 0)
     times, which = arrivals(need * np.array(carries), 1)
-    core = Watched(system)
+    core = Watched(system, DeferredOptions(save_above=0.0))  # GPUs are to be idle as far as the load allows
     follower = Follower(core, AutoscaleOptions(window_s=window_s))
     result = simulate(core, times, which, duration_s=float(duration_s), warmup_s=0.0, observe=follower)
     history = follower.history
