@@ -27,7 +27,6 @@ program: heads are given up where they keep it below `defend` times the staggere
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right, insort
-from collections import Counter
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 from math import ceil
@@ -44,7 +43,6 @@ from tenuto.batching.core.target import ArrivalRate, target_batch
 __all__ = ["DeferredOptions", "DeferredScheduler"]
 
 EXPIRY_MARGIN_MS = 1e-3  # how long after its last possible start a queued request is given up
-BELOW = 0.75  # part of the staggered batch that is defended below capacity, where a shorter one does as well
 RIPE = 0.5  # part of its target from which on a batch may go before it is due
 BORROWED = 1_000_000  # by which the priority of a program that exceeds its plan falls
 PRESSED_MS = 1000.0  # for which nothing is lent after a program that keeps to its plan lost a request
@@ -58,8 +56,8 @@ WORST_FIRST = 1e6  # requests per ms: by which whoever lost more comes before wh
 class DeferredOptions(SchedulerOptions):
     """Where it begins, and whether it rehearses.
 
-    hold: part of Symphony's holding time; by default all of it where every program can have a gpu-let, and 0.4 where
-    batches have to wait for each other.
+    hold: part of Symphony's holding time; by default all of it where every program has gpu-lets of its own, and 0.4
+    where several could meet.
     defend: part of the staggered batch for which heads are given up. rehearse: whether both are changed by what
     rehearsals find. save_above: part of the gpu-lets' time above which requests are held to save it; 0: always, so that
     GPU time follows the load as far down as it can.
@@ -82,7 +80,7 @@ class _Queue:
         "allowance", "alone", "arrived", "budget_ms", "cut_until", "deadlines", "defend", "density", "due", "end",
         "free", "gpulets", "ids", "is_bounded", "is_open", "is_out", "latest", "level", "longest", "longest_hold_ms",
         "lost", "oldest", "patience", "pool", "pools", "priority", "program", "quickest_ms", "rate", "ripe", "run",
-        "run_ms", "sent", "size", "staggered", "target", "worth",
+        "run_ms", "sent", "size", "target", "worth",
     )  # fmt: skip
 
     def __init__(self, program: int, offered: Model, worth: float) -> None:
@@ -94,7 +92,7 @@ class _Queue:
         self.longest_hold_ms = INF if offered.longest_hold_ms is None else offered.longest_hold_ms
         self.arrived: list[float] = []  # when the requests did
         self.oldest = INF  # the first of these times
-        self.alone = self.staggered = 0.0  # the load of each gpu-let that hosts it, as in `Pool`
+        self.alone = 0.0  # the load of each gpu-let that hosts it, if its requests ran alone
         self.patience = INF  # for how many times its own length a batch is held at most
         self.is_bounded = False  # how long a batch is held is bounded
         self.lost = 0.0  # share of its requests lately
@@ -132,7 +130,8 @@ class DeferredScheduler(RehearsingScheduler):
     def __init__(self, system: System, options: SchedulerOptions | None = None) -> None:
         super().__init__(system, options)
         chosen = options if isinstance(options, DeferredOptions) else DeferredOptions()
-        hold = chosen.hold if chosen.hold is not None else (1.0 if _crowd(system) <= 1.0 else 0.4)
+        alone = all(len(gpulet.hosts) <= 1 for gpulet in system.gpulets)
+        hold = chosen.hold if chosen.hold is not None else (1.0 if alone else 0.4)
         self._setting = Setting(hold, chosen.defend, in_full=not chosen.rehearse)
         self._save_above = chosen.save_above
         self._rehearsals = Rehearsals(system, self._setting) if chosen.rehearse else None
@@ -162,14 +161,14 @@ class DeferredScheduler(RehearsingScheduler):
 
     def _adopt_all_costs(self) -> None:
         for pool in self._gpulets.pools:
-            pool.alone = pool.staggered = pool.crowd = 0.0
+            pool.alone = pool.crowd = 0.0
         for queue in self._queues:
             self._adopt_costs(queue)
-        for queue in self._queues:
-            queue.alone = queue.staggered = 0.0
             for pool in queue.pools:
+                pool.alone += queue.alone
                 pool.crowd += 1.0 / queue.gpulets
-            self._weigh(queue)
+        for queue in self._queues:
+            self._set_patience(queue)
 
     def _adopt_costs(self, queue: _Queue) -> None:
         """Take over what batches of the queue cost, and what follows from that."""
@@ -185,8 +184,15 @@ class DeferredScheduler(RehearsingScheduler):
             self._set_target(queue)
 
     def _weigh(self, queue: _Queue) -> None:
-        """Find what follows from the load of the gpu-lets of a queue: the size to be defended, and for how many times
-        their own length batches are held at most.
+        """Follow a change of what a queue is offered."""
+        before = queue.alone
+        self._set_target(queue)
+        for pool in queue.pools:
+            pool.alone += queue.alone - before
+        self._set_patience(queue)
+
+    def _set_patience(self, queue: _Queue) -> None:
+        """Find for how many times their own length batches of a queue are held at most.
 
         With m programs per gpu-let and batches held for k times their length, each program keeps a gpu-let busy for at
         most 1/k of the time, and all together for at most m/k: the bound is the k that makes this `save_above`. Where a
@@ -194,20 +200,11 @@ class DeferredScheduler(RehearsingScheduler):
         """
         if not queue.pools:
             return
-        run, target = queue.run, queue.target
-        per_ms = (queue.rate.rps or 0.0) / 1000.0
-        alone, staggered = per_ms * run[1] / queue.gpulets, per_ms * run[target] / target / queue.gpulets
-        for pool in queue.pools:
-            pool.alone += alone - queue.alone
-            pool.staggered += staggered - queue.staggered
-        queue.alone, queue.staggered = alone, staggered
-        part = BELOW if max(pool.staggered for pool in queue.pools) < 1.0 else 1.0
-        queue.defend = max(1, round(self._setting.defend * part * target))
-        crowd = max(pool.crowd for pool in queue.pools)
-        queue.patience = crowd / self._save_above if self._save_above else INF
-        if queue.rate.rps is not None and max(pool.alone for pool in queue.pools) < self._save_above:
+        rps = queue.rate.rps
+        queue.patience = max(pool.crowd for pool in queue.pools) / self._save_above if self._save_above else INF
+        if rps is not None and max(pool.alone for pool in queue.pools) < self._save_above:
             queue.patience = 0.0
-        elif per_ms * queue.patience * run[target] >= target:
+        elif rps is not None and rps / 1000.0 * queue.patience * queue.run[queue.target] >= queue.target:
             queue.patience = INF
         queue.is_bounded = queue.patience < INF or queue.longest_hold_ms < INF
 
@@ -220,7 +217,9 @@ class DeferredScheduler(RehearsingScheduler):
 
     def _set_target(self, queue: _Queue) -> None:
         queue.target = target_batch(queue.sent[: queue.longest + 1], queue.budget_ms, queue.rate.rps)
+        queue.defend = max(1, round(self._setting.defend * queue.target))
         queue.ripe = ceil(RIPE * queue.target)
+        queue.alone = (queue.rate.rps or 0.0) / 1000.0 * queue.run[1] / queue.gpulets
 
     # Events ----------------------------------------------------------------------------------------------------------
 
@@ -231,7 +230,6 @@ class DeferredScheduler(RehearsingScheduler):
         if now_ms >= rate.next_at:
             rate.roll(now_ms)
             if queue.pools:
-                self._set_target(queue)
                 self._weigh(queue)
         if self._record is not None:
             self._record.append((now_ms, model, deadline_ms))
@@ -630,7 +628,7 @@ class DeferredScheduler(RehearsingScheduler):
             for queue in self._queues:
                 queue.cut_until = -INF
                 if queue.pools:
-                    self._weigh(queue)
+                    self._set_target(queue)
             self._look_at = self.next_wake_ms = now_ms
 
     def status(self) -> dict[str, Any]:
@@ -676,12 +674,6 @@ class DeferredScheduler(RehearsingScheduler):
             queue.deadlines = [deadline + later_ms for deadline in queue.deadlines]
         self._adopt(network)
         self._look_at = self._expire_at = self.next_wake_ms = -INF
-
-
-def _crowd(system: System) -> float:
-    """Return the programs per gpu-let, where they are most."""
-    gpulets = Counter(program for gpulet in system.gpulets for program in gpulet.hosts)
-    return max(sum(1.0 / gpulets[program] for program in gpulet.hosts) for gpulet in system.gpulets)
 
 
 def _soonest(queue: _Queue, frees: list[list[float]]) -> tuple[list[float], float]:

@@ -27,9 +27,9 @@ class Pool:
 
     By program: `run[p][b]` is l(b) as it is planned with, `sent[p][b]` the time from the dispatch of a batch of b to
     an idle gpu-let until its end, network included. `idle` holds gpu-lets by index; `busy` (end, gpu-let) of those that
-    run one batch, ascending; `full` the same of those to which a second one was sent ahead. `alone` and `staggered` are
-    the parts of the time that they would be busy with batches of one and with staggered batches, `crowd` the programs
-    per gpu-let; where a program has gpu-lets in several pools, its part of these is the same on all.
+    run one batch, ascending; `full` the same of those to which a second one was sent ahead. `alone` is the part of the
+    time that they would be busy if every request ran alone, `crowd` the programs per gpu-let; where a program has
+    gpu-lets in several pools, its part of both is the same on all.
     """
 
     index: int
@@ -42,7 +42,6 @@ class Pool:
     busy: list[tuple[float, int]] = field(default_factory=list)
     full: list[tuple[float, int]] = field(default_factory=list)
     alone: float = 0.0
-    staggered: float = 0.0
     crowd: float = 0.0
 
     def adopt(self, network: NetworkDelay) -> None:

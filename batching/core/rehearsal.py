@@ -51,6 +51,10 @@ class Setting(NamedTuple):
     defend: float
     in_full: bool = False
 
+    def changed(self, knob: int, value: float) -> Setting:
+        """Return it with another value of one knob."""
+        return self._replace(defend=value) if knob else self._replace(hold=value)
+
 
 class State(NamedTuple):
     """A scheduler's state: by program the deadlines of what is queued, the offered rate and the share of it that is
@@ -240,9 +244,10 @@ class Rehearsals:
             counted -= 1
         self._step = -1  # until the result is there
         present = self._setting
+        if not self._knob:
+            present = present._replace(in_full=True)
         settings = tuple(
-            present._replace(**{present._fields[self._knob]: value}, in_full=present.in_full or not self._knob)
-            for value in sorted({*VALUES[self._knob], present[self._knob]})
+            present.changed(self._knob, value) for value in sorted({*VALUES[self._knob], present[self._knob]})
         )
         return Replay(scheduler, options, self._system, state, arrivals, counted, settings)
 
@@ -267,7 +272,7 @@ class Rehearsals:
         best = min(lost, key=lambda value: (lost[value], -value))
         if not self._saves(found, present, best):
             best = min(
-                (value for value in lost if lost[value] <= GAIN or value == present),
+                (value for value in lost if lost[value] - lost[present] <= GAIN / 2 or value == present),
                 key=lambda value: found[value].busy_ms,
             )
             if found[best].busy_ms > (1.0 - SPARED) * found[present].busy_ms:
@@ -275,7 +280,7 @@ class Rehearsals:
         self._done += 1
         self._step = 1 if self._done < AT_ONCE else (PAUSE if best == present else SHORT_PAUSE) * len(self._arrivals)
         if best != present:
-            self._setting = self._setting._replace(**{self._setting._fields[knob]: best})
+            self._setting = self._setting.changed(knob, best)
             self._gain = lost[present] - lost[best]
             before_ms = found[present].busy_ms  # 0: nothing was met
             self._spared = 1.0 - found[best].busy_ms / before_ms if before_ms else 0.0
