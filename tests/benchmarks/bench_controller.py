@@ -1,7 +1,7 @@
 """The controller over whole runs in virtual time, beside the best fixed plan and one that knows the future.
 
     python tests/benchmarks/bench_controller.py waves [--seed N] [--rate-scale F] [--svg FILE]
-    python tests/benchmarks/bench_controller.py day [--seed N] [--policy NAME] [--hours H] [--trace FILE] [--svg FILE]
+    python tests/benchmarks/bench_controller.py day [--seed N] [--policy NAME] [--hours H] [--rival] [--trace FILE]
     python tests/benchmarks/bench_controller.py incidents [--seed N]
     python tests/benchmarks/bench_controller.py standby [--seed N]
 
@@ -29,18 +29,19 @@ import numpy as np
 from azure_like import write_day
 from numpy.typing import NDArray
 from scenes import print_machine
+from serve_queue_rule import serve_by_queue
 from svg_panels import Panel, Series, draw
 
 from tenuto.batching.registry import make_scheduler
 from tenuto.deployments.control.settings import ControlSettings
 from tenuto.deployments.control.virtual import ControlledRun, Incident, Load, run_controlled
-from tenuto.loadgen.schedule import make_schedule
+from tenuto.loadgen.schedule import Schedule, make_schedule
 from tenuto.outcome import Outcome
 from tenuto.placement import Cluster, ModelSpec, Plan, Workload
 from tenuto.placement.arrivals.arrival import Arrival
 from tenuto.placement.policy import load_policy
 from tenuto.placement.solve import solve
-from tenuto.profiles import Profiles
+from tenuto.profiles import LinearLatency, Profiles
 from tenuto.profiles.shipped import load_shipped
 
 IGNITER = Profiles([load_shipped("igniter-v100")])
@@ -244,6 +245,9 @@ def day(args: argparse.Namespace) -> None:
         if args.svg:
             Path(args.svg).write_text(picture(f"A day of 20 models, policy {args.policy} (simulated)", run, most))
 
+    if args.rival:
+        _serve_day(args, schedule, workload, lines, counts, most)
+        return
     # Without rehearsals, which take as long as all the rest.
     run = run_controlled(
         Load(schedule.names, schedule.times_ms, schedule.model_index, duration_s), declared, plan, there, profiles,
@@ -252,6 +256,32 @@ def day(args: argparse.Namespace) -> None:
     )  # fmt: skip
     if args.log:
         show_log(run, ("change", "changed", "roll back", "rolled back", "missing", "no plan", "stuck"))
+
+
+def _serve_day(
+    args: argparse.Namespace, schedule: Schedule, workload: Workload, lines: Mapping[str, LinearLatency],
+    counts: NDArray[np.float64], most: int,
+) -> None:  # fmt: skip
+    """Run the day with every model scaled by the length of its queue."""
+    found, since = {}, time.perf_counter()
+    for index, spec in enumerate(workload.models):
+        line = lines[spec.name]
+        first_rps = max(0.1, float(counts[:300, index].mean()))
+        size = max([1, *(b for b in range(1, 65) if 2.0 * line.at(b) <= spec.slo_ms)])
+        replicas = max(1, math.ceil(1.5 * first_rps * line.at(size) / size / 1000.0))
+        found[spec.name] = serve_by_queue(
+            schedule.times_ms[schedule.model_index == index].tolist(), line.at, spec.slo_ms, args.hours * 3600.0,
+            replicas=replicas, start_s=72.5, most=most,
+        )  # fmt: skip
+    requests, late = sum(f.requests for f in found.values()), sum(f.late for f in found.values())
+    low = {name: 1 - f.late / f.requests for name, f in found.items() if f.requests and f.late > 0.01 * f.requests}
+    print(
+        f"Serve's queue-length rule, seed {args.seed}, {args.hours:g} h: {requests:,} requests in "
+        f"{time.perf_counter() - since:.0f} s; violated {late / requests:.3%}; GPU-hours "
+        f"{sum(f.gpu_s for f in found.values()) / 3600.0:.1f}; changes per hour "
+        f"{sum(f.changes for f in found.values()) / args.hours:.1f}; models below 99 %: "
+        + (", ".join(f"{name} {part:.2%}" for name, part in sorted(low.items(), key=lambda p: p[1])) or "none")
+    )
 
 
 def _counts(
@@ -371,6 +401,7 @@ def main() -> None:
     parser.add_argument("--rate-scale", type=float, default=1.0, help="of the waves")
     parser.add_argument("--policy", default="gpulet", help="of the day")
     parser.add_argument("--hours", type=float, default=24.0, help="of the day")
+    parser.add_argument("--rival", action="store_true", help="of the day: Ray Serve's own rule, and no controller")
     parser.add_argument("--trace", help="a day of the Azure Functions trace of 2019 in place of the made-up one")
     parser.add_argument("--svg", help="draw rates, GPUs and violations over time")
     parser.add_argument("--log", action="store_true", help="print the changes")

@@ -3,10 +3,12 @@
     python tests/benchmarks/bench_operating.py kill [--rps 60]
     python tests/benchmarks/bench_operating.py change [--rps 60]
     python tests/benchmarks/bench_operating.py triple [--rps 20]
+    python tests/benchmarks/bench_operating.py head [--redis PROGRAM]
 
 kill: `kill -9` of controller, gateway, dispatcher, gpu-let, Serve's proxy and the raylet of a worker node, one after
 another. change: every gpu-let restarts, without spare room and with it. triple: the rate of one model is multiplied by
-three; a controller finds it room.
+three; a controller finds it room. head: the process in which the head keeps the cluster's state, in an external Redis,
+is killed and started again.
 
 Open loop: requests leave on schedule, each on a connection of its own, and are counted by what came back. Only
 processes that descend from this one are killed.
@@ -233,7 +235,7 @@ def kill(args: argparse.Namespace) -> None:
             deployed(plan, port, gateways=2, control=control), "a benchmark",
             ground=(Profiles([]), gpus_of_plan(plan)),
         )  # fmt: skip
-        until(lambda: _controller_answers(operator))
+        until(lambda: controller_answers(operator))
         with Load(port, {"both": args.rps / 2, "right": args.rps / 2}) as load:
             time.sleep(4.0)
             for what, title in targets.items():
@@ -253,7 +255,8 @@ def kill(args: argparse.Namespace) -> None:
         operator.delete()
 
 
-def _controller_answers(operator: Operations) -> bool:
+def controller_answers(operator: Operations) -> bool:
+    """Whether the controller has begun."""
     try:
         return bool(operator.control("state"))
     except EnvironmentFaultError:
@@ -347,14 +350,14 @@ def head(args: argparse.Namespace) -> None:
                 deployed(plan, port, gateways=2, control=control), "a benchmark",
                 ground=(Profiles([]), gpus_of_plan(plan)),
             )  # fmt: skip
-            until(lambda: _controller_answers(operator))
+            until(lambda: controller_answers(operator))
             with Load(port, {"one": args.rps / 2, "two": args.rps / 2}) as load:
                 time.sleep(4.0)
                 since_s = time.monotonic()
                 nodes.head_node.kill_gcs_server()
                 time.sleep(args.watch_s)
                 nodes.head_node.start_gcs_server()
-                back_s = until(lambda: _controller_answers(operator))
+                back_s = until(lambda: controller_answers(operator))
                 print(f"head away for {args.watch_s:g} s; the controller answers {back_s:.1f} s after its return")
                 versions = [version.why for version in operator.history.all()]
                 print(f"history: {versions}; log of the controller: {len(operator.control('log', 100))} entries")
@@ -381,7 +384,7 @@ def triple(args: argparse.Namespace) -> None:
         operator.deploy(
             deployed(plan, port, control=control), "a benchmark", ground=(Profiles([]), gpus_of_plan(plan))
         )
-        until(lambda: _controller_answers(operator))
+        until(lambda: controller_answers(operator))
         with Load(port, dict.fromkeys(names, args.rps)) as load:
             time.sleep(args.watch_s)
             since_s = time.monotonic()
