@@ -68,8 +68,14 @@ def fits(gpulets: Iterable[Gpulet], gpu: Gpu, *, overcommits: bool = False) -> b
 
 def staged(now: Plan, target: Plan, gpulets: Sequence[Gpulet]) -> Plan | None:
     """Return the plan of a stage that holds these gpu-lets; None where they cannot be in one plan, as when models are
-    merged on one of them and not on another."""
+    merged on one of them and not on another.
+
+    Models keep the rates of `now`: under overload the scheduler holds models to what they were planned for, and what
+    the target has room for beyond that is not there yet. Others would lose requests to one that has outgrown its plan.
+    """
     specs = {spec.name: spec for spec in (*now.models, *target.models)}
+    for spec in now.models:
+        specs[spec.name] = specs[spec.name].model_copy(update={"rate_rps": spec.rate_rps})
     held = {replica.name for gpulet in gpulets for replica in gpulet.models}
     wanted = {spec.name for spec in target.models}
     known = {gpu.id: gpu for gpu in (*now.gpus, *target.gpus)}

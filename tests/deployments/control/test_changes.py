@@ -45,6 +45,20 @@ def rates(plan: Plan) -> dict[str, float]:
     return {spec.name: spec.rate_rps for spec in plan.models}
 
 
+# --- what is promised on the way -----------------------------------------------------------------------------------
+
+
+def test_models_keep_their_planned_rates_until_what_they_are_to_grow_into_is_there() -> None:
+    now = make_plan({"n0/0/a": (100.0, ["a", "b"])})
+    more = make_plan({"n0/0/a": (100.0, ["a", "b"]), "n0/1/a": (100.0, ["a"])})
+    grown = [spec.model_copy(update={"rate_rps": 3 * spec.rate_rps}) for spec in more.models]
+    target = more.model_copy(update={"models": tuple(grown)})
+    stage = next_stage(now, target, GPUS, rates(now))
+    assert stage is not None
+    assert (len(stage.gpulets), rates(stage)) == (2, rates(now))
+    assert next_stage(stage, target, GPUS, rates(now)) == target
+
+
 # --- what a plan carries ------------------------------------------------------------------------------------------
 
 
