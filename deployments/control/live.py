@@ -251,8 +251,9 @@ class LiveSystem:
         if moving is None or now_s - moving.since_s < _DRAIN_S:
             return
         front = [state for name, state in states.items() if name == ENTRY_APPLICATION or name.startswith("dispatcher-")]
-        if any(state.status != "RUNNING" for state in front):
-            return  # one is still being told
+        is_told = all(state.status == "RUNNING" for state in front)
+        if not is_told and now_s - moving.since_s < _LONGEST_DRAIN_S:  # or one waits for a node that is lost
+            return
         if moving.is_routed:
             self._moving = None
         else:

@@ -56,13 +56,21 @@ class Applications:
         return found
 
     def delete(self, names: Collection[str]) -> None:
-        """Drain and remove applications: the entry first, so that no request comes to a gpu-let that is about to go."""
+        """Drain and remove applications: the entry first, so that no request comes to a gpu-let that is about to go.
+
+        Raises:
+            EnvironmentFaultError: Serve does not remove one.
+        """
         from ray.serve.context import _get_global_client
 
         first = [name for name in ("tenuto-control", "tenuto") if name in names]
         for group in (*([name] for name in first), sorted(set(names) - set(first))):
-            if group:
+            if not group:
+                continue
+            try:
                 _get_global_client().delete_apps(list(group))
+            except TimeoutError as error:
+                raise EnvironmentFaultError(f"{error} See `ray status`, and try again.") from error
 
     def node_names(self) -> frozenset[str]:
         """Return what the nodes that are alive are found by: their addresses, and their labels as `key=value`."""

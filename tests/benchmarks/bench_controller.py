@@ -97,10 +97,11 @@ def report(name: str, run: ControlledRun, wall_s: float) -> None:
     )
 
 
-def picture(title: str, run: ControlledRun, gpu_types: float) -> str:
-    """Return rates, GPUs and attainment over time as SVG."""
-    ends = [window.end_s for window in run.windows]
-    lengths = np.diff([0.0, *ends])
+def picture(title: str, run: ControlledRun, gpus: float, clairvoyant: Sequence[float] = ()) -> str:
+    """Return rates, GPUs and attainment over time as SVG; with what the clairvoyant plan of every window holds."""
+    unit, unit_s = ("h", 3600.0) if run.windows[-1].end_s > 7200.0 else ("s", 1.0)
+    ends = [window.end_s / unit_s for window in run.windows]
+    lengths = unit_s * np.diff([0.0, *ends])
     names = run.names if len(run.names) <= 6 else ()
     colours = ("#1f77b4", "#ff7f0e", "#2ca02c", "#d62728", "#9467bd", "#8c564b")
     rates = [
@@ -114,13 +115,15 @@ def picture(title: str, run: ControlledRun, gpu_types: float) -> str:
         Series("GPUs in use", ends, [w.gpu_s / s for w, s in zip(run.windows, lengths, strict=True)], "#999", True),
         Series("by share", ends, [w.share_s / s for w, s in zip(run.windows, lengths, strict=True)], "#1f77b4", True),
     ]
+    if clairvoyant:
+        held[1] = Series("clairvoyant", ends[: len(clairvoyant)], clairvoyant, "#2ca02c", True)
     bad = [100.0 * float(1 - w.ended[:, Outcome.OK].sum() / max(1, w.ended.sum())) for w in run.windows]
     panels = [
         Panel("requests per second", rates),
-        Panel(f"GPUs (of {gpu_types:g})", held),
+        Panel(f"GPUs (of {gpus:g})", held),
         Panel("violated, %", [Series("all models", ends, bad, "#d62728", bars=True)]),
     ]
-    return draw(title, panels, "s")
+    return draw(title, panels, unit)
 
 
 def progress(now_s: float, run: ControlledRun) -> None:
@@ -243,7 +246,8 @@ def day(args: argparse.Namespace) -> None:
             flush=True,
         )
         if args.svg:
-            Path(args.svg).write_text(picture(f"A day of 20 models, policy {args.policy} (simulated)", run, most))
+            title = f"A day of 20 models, policy {args.policy} (simulated)"
+            Path(args.svg).write_text(picture(title, run, most, found))
 
     if args.rival:
         _serve_day(args, schedule, workload, lines, counts, most)
