@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,9 +11,12 @@ from tenuto import __version__
 from tenuto.deployments.serve.deployment import is_ours
 from tenuto.errors import EnvironmentFaultError
 
-__all__ = ["ApplicationState", "Applications", "check_cluster", "check_nodes", "missing_from", "refuse_foreign"]
+__all__ = [
+    "ApplicationState", "Applications", "check_cluster", "check_nodes", "is_refused", "missing_from", "refuse_foreign",
+]
 
 _MOST_CHECKED_NODES = 32
+_REFUSED_S = 0.2  # a machine that is there refuses at once
 _CHECK_S = 90.0  # a node's first worker imports Ray; on a busy machine that takes long
 
 
@@ -73,12 +77,27 @@ class Applications:
                 raise EnvironmentFaultError(f"{error} See `ray status`, and try again.") from error
 
     def node_names(self) -> frozenset[str]:
-        """Return what the nodes that are alive are found by: their addresses, and their labels as `key=value`."""
-        return frozenset(name for node in _alive_nodes() for name in _names_of(node))
+        """Return what the nodes that are alive are found by: their addresses, and their labels as `key=value`.
+
+        Ray asks a node for 15 s before it takes it for lost; one where nobody listens for Ray any more is lost now.
+        """
+        alive = (n for n in _alive_nodes() if not is_refused(str(n["NodeManagerAddress"]), int(n["NodeManagerPort"])))
+        return frozenset(name for node in alive for name in _names_of(node))
 
     def count_nodes(self) -> int:
         """Return how many nodes are alive."""
         return len(_alive_nodes())
+
+
+def is_refused(host: str, port: int) -> bool:
+    """Whether a machine says that nobody listens on a port; False where it says nothing in time."""
+    try:
+        socket.create_connection((host, port), _REFUSED_S).close()
+    except ConnectionRefusedError:
+        return True
+    except OSError:
+        pass
+    return False
 
 
 def _alive_nodes() -> list[dict[str, Any]]:

@@ -51,8 +51,6 @@ BODY = json.dumps({"inputs": [{"name": "INPUT0", "shape": [1, 1], "datatype": "F
 WORDS = {"200": "ok", "504": "expired", "429": "rejected", "503": "unavailable", "500": "failed"}
 LATENCY = {"alpha_ms": 2.0, "beta_ms": 8.0}
 SLO_MS = 500.0
-# By default Ray asks a node every 3 s, and takes it for lost after five answers that did not come.
-NOTICES_SOON = {"RAY_health_check_period_ms": "1000", "RAY_health_check_failure_threshold": "3"}
 
 
 def make_plan(gpulets: Mapping[str, tuple[float, Sequence[str]]], rate_rps: float, **model: Any) -> Plan:
@@ -139,7 +137,7 @@ class Load:
 @contextmanager
 def two_nodes() -> Iterator[Any]:
     """Start a Ray of two nodes on loopback addresses, two logical GPUs each."""
-    os.environ.update({key: os.environ.get(key, value) for key, value in (RAY_ENVIRONMENT | NOTICES_SOON).items()})
+    os.environ.update({key: os.environ.get(key, value) for key, value in RAY_ENVIRONMENT.items()})
     make_token()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from tenuto.deployments.serve.applications import missing_from
+import socket
+
+from tenuto.deployments.serve.applications import is_refused, missing_from
 from tenuto.deployments.serve.config import serve_config
 from tests.instruments.plans import make_plan
 
@@ -32,3 +34,11 @@ def test_nodes_and_gpus_that_are_missing_are_named() -> None:
     assert "on node rack=c, the cluster has 10.0.0.1, 10.0.0.2, rack=a, rack=b" in str(
         missing_from(two, labelled("rack=c"))
     )
+
+
+def test_a_node_is_lost_where_nobody_listens_any_more_and_not_where_nobody_answers() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as made:
+        port = made.getsockname()[1]
+        assert not is_refused("127.0.0.1", port)
+    assert is_refused("127.0.0.1", port)
+    assert not is_refused("192.0.2.7", port)  # an address that nobody has
