@@ -3,7 +3,7 @@ print every command with what it said.
 
     python tests/benchmarks/walk_operating.py
 
-A first plan, a bad one, a larger one, a rollback, a rate that triples, models that come and go, a node that is lost,
+A first plan, a bad one, a larger one, a rollback, a rate that grows, models that come and go, a node that is lost,
 the end. Requests come all the while from this process, and are counted at the end.
 """
 
@@ -105,19 +105,19 @@ def _while_it_serves(walk: Walk, folder: Path, port: int, load: Load, nodes: obj
     walk.run("tenuto diff larger-plan.yaml")
     walk.run(f"tenuto deploy larger-plan.yaml {how} --why 'resnet50 will have more load'")
     walk.run("tenuto rollback")
-    load.rates["resnet50"] *= 8.0
+    load.rates["vgg19"] *= 15.0
     walk.until_logged("changed: the busiest", 40.0)
-    walk.run("tenuto control log")
-    load.rates["resnet50"] /= 8.0
+    walk.run("tenuto control log --limit 2")
+    load.rates["vgg19"] /= 15.0
     walk.run("tenuto model add '{name: alexnet, rate_rps: 10, slo_ms: 200}'")
     walk.until_logged("changed: the workload changed (alexnet)", 40.0)
     walk.run("tenuto model list")
     walk.run("tenuto model remove alexnet")
-    time.sleep(8.0)
-    walk.run("tenuto control log")
+    time.sleep(5.0)
+    walk.run("tenuto control log --limit 4")
     nodes.remove_node(next(iter(nodes.worker_nodes)), allow_graceful=False)  # type: ignore[attr-defined]
-    time.sleep(20.0)
-    walk.run("tenuto control log")
+    time.sleep(15.0)
+    walk.run("tenuto control log --limit 3")
     walk.run("tenuto status")
     walk.run("tenuto history")
 
