@@ -24,6 +24,7 @@ from tenuto.placement.expectation.goodput import expected_of
 from tenuto.placement.plan import PlannedGpu, PolicyUsed
 from tenuto.placement.policy import load_policy
 from tenuto.placement.solve import solve
+from tenuto.placement.workload import ModelSpec
 from tenuto.profiles import ModelProfile, Profile, Profiles
 
 __all__ = ["PlanRequest", "Proposal", "propose"]
@@ -104,7 +105,7 @@ def _proposed(request: PlanRequest, profiles: Profiles) -> Proposal:
     if best is None:
         return Proposal(None, "", Worth(False, "; ".join(faults) or "no other plan was found"), wanted)
     if not best[1].worth.pays:
-        return _told_rates(request, wanted) or best[1]
+        return _asked_otherwise(request, wanted) or _told_rates(request, wanted) or best[1]
     chosen = best[1]
     assert chosen.plan is not None
     return replace(chosen, plan=_promised(chosen.plan))
@@ -120,6 +121,28 @@ def _promised(plan: Plan) -> Plan:
     """Return the plan with what it promises at the rates it is made for."""
     used = len({gpulet.gpu for gpulet in plan.gpulets})
     return plan.model_copy(update={"expected": expected_of(plan).model_copy(update={"gpus_used": used})})
+
+
+def _asked_otherwise(request: PlanRequest, wanted: Mapping[str, int] | None) -> Proposal | None:
+    """Return what runs, without models that are no longer asked for and with the entries that operators have changed;
+    None where there are none. It has to gain nothing, as it was asked for."""
+    running, asked = request.running, {spec.name: spec for spec in request.workload.models}
+    before = {spec.name: spec for spec in running.models}
+    gone = sorted(before.keys() - asked.keys())
+    changed = sorted(name for name in before.keys() & asked.keys() if _terms(before[name]) != _terms(asked[name]))
+    plan = _of_workload(running, request.workload)
+    if not (gone or changed) or not plan.gpulets:
+        return None
+    why = "; ".join(
+        text for names, text in ((gone, f"{', '.join(gone)} is no longer asked for"),
+                                 (changed, f"the entry of {', '.join(changed)} has changed")) if names
+    )  # fmt: skip
+    return Proposal(_promised(_made_for(plan, request.demand.upper_rps)), "kept", Worth(True, why), wanted)
+
+
+def _terms(spec: ModelSpec) -> tuple[float, float, int]:
+    """Return on what terms a model is served."""
+    return spec.slo_ms, spec.weight, spec.priority
 
 
 def _told_rates(request: PlanRequest, wanted: Mapping[str, int] | None) -> Proposal | None:

@@ -41,3 +41,21 @@ def test_what_runs_is_told_a_rate_that_it_carries_though_it_was_made_for_less() 
     assert found.plan.model("a").rate_rps == 200.0
     again = propose(replace(asked(205.0), running=found.plan), Profiles([]))
     assert not again.worth.pays
+
+
+def test_what_an_operator_takes_out_or_changes_is_done_though_it_gains_nothing() -> None:
+    both = make_plan({"n0/0/a": (100.0, ["a", "b"])})
+    request = replace(asked(50.0), running=both)
+    found = propose(request, Profiles([]))
+    assert (found.worth.pays, found.worth.why) == (True, "b is no longer asked for")
+    assert found.plan is not None
+    assert [replica.name for gpulet in found.plan.gpulets for replica in gpulet.models] == ["a"]
+    assert [spec.name for spec in found.plan.models] == ["a"]
+    assert not propose(replace(request, running=found.plan), Profiles([])).worth.pays
+    slower = PLAN.workload.model_copy(
+        update={"models": (PLAN.model("a").model_copy(update={"slo_ms": 2 * PLAN.model("a").slo_ms}),)}
+    )
+    found = propose(replace(asked(50.0), workload=slower), Profiles([]))
+    assert found.worth.why == "the entry of a has changed"
+    assert found.plan is not None
+    assert found.plan.model("a").slo_ms == 2 * PLAN.model("a").slo_ms
