@@ -361,12 +361,14 @@ def head(args: argparse.Namespace) -> None:
                 print(f"head away for {args.watch_s:g} s; the controller answers {back_s:.1f} s after its return")
                 versions = [version.why for version in operator.history.all()]
                 print(f"history: {versions}; log of the controller: {len(operator.control('log', 100))} entries")
-                wider = make_plan({"n0/0/a": (50.0, ["one"]), "n1/0/b": (60.0, ["one", "two"])}, args.rps / 2)
+                away = load.counts(since_s)
+                print(f"{sum(away.values())} requests from its death until then: {shown(away)}")
+                wider = make_plan({"n0/0/a": (50.0, ["one"]), "n1/0/b": (45.0, ["one", "two"])}, args.rps / 2)
                 reached = operator.deploy(deployed(wider, port, gateways=2), "after the head came back")
                 print(f"another plan: {'reached' if reached else 'not reached'}")
                 time.sleep(3.0)
             counts = load.counts(since_s)
-            print(f"{sum(counts.values())} requests from the kill on: {shown(counts)}")
+            print(f"{sum(counts.values())} requests with those of the change: {shown(counts)}")
             operator.delete()
 
 
