@@ -47,15 +47,17 @@ def knee_by_chord(curve: Curve) -> float:
 def knee_by_bend(curve: Curve) -> float:
     """Return the share at which the curve turns most sharply either way, or the largest share of a straight line.
 
-    Menger curvature, 4 area / (product of the sides), of every three points in a row, in percent and requests/s as they
-    are. Which units one takes decides here: with these the shares come out that iGniter's paper states for gpu-lets.
+    The turn is that of the curve in logarithms: the change of elasticity d ln(rate) / d ln(share), which depends on no
+    unit. The shares come out that iGniter's paper states for gpu-lets, where rates are positive.
     """
     best, share = FLAT, curve[-1][0]
-    for first, middle, last in zip(curve, curve[1:], curve[2:], strict=False):
-        area = abs((middle[0] - first[0]) * (last[1] - first[1]) - (last[0] - first[0]) * (middle[1] - first[1])) / 2
-        sides = math.dist(first, middle) * math.dist(middle, last) * math.dist(first, last)
-        if 4 * area / sides > best:
-            best, share = 4 * area / sides, middle[0]
+    gains = [
+        math.log(after / before) / math.log(larger / smaller)
+        for (smaller, before), (larger, after) in zip(curve, curve[1:], strict=False)
+    ]
+    for before, after, (candidate, _) in zip(gains, gains[1:], curve[1:], strict=False):
+        if abs(after - before) > best:
+            best, share = abs(after - before), candidate
     return share
 
 

@@ -16,7 +16,7 @@ import pytest
 from tenuto.errors import InvalidInputError
 from tenuto.placement import Cluster, Plan, Policy, Workload, load_policy, policy_names
 from tenuto.placement.policies.gpulet.gpulets_plus import GpuletsPlus
-from tenuto.placement.policies.gpulet.knee import knee_by_bend
+from tenuto.placement.policies.gpulet.knee import KNEES, knee_by_bend
 from tenuto.placement.policies.igniter.gslice import Gslice
 from tenuto.placement.policies.igniter.igniter import FirstFitPlus, FirstFitPlusPlus, Igniter
 from tenuto.placement.policies.igniter.packing import demands_of
@@ -159,6 +159,14 @@ def test_the_knees_are_the_published_efficient_shares() -> None:
     }
     assert knees == {"resnet50": 60.0, "vgg19": 40.0}
     assert knee_by_bend([(20.0, 100.0), (40.0, 200.0)]) == 40.0
+
+
+def test_no_knee_depends_on_the_unit_of_the_rate() -> None:
+    for model in profiles().for_type("v100").values():
+        for knee in KNEES.values():
+            a_second = [(share, model.throughput_rps(1, share)) for share in (20.0, 40.0, 50.0, 60.0, 80.0)]
+            an_hour = [(share, 3600.0 * rate) for share, rate in a_second]
+            assert knee(a_second) == knee(an_hour)
 
 
 @pytest.mark.parametrize("policy", BASELINES, ids=lambda policy: policy.name)
