@@ -21,9 +21,10 @@ from tenuto.placement.watch import Watch
 from tenuto.placement.workload import Workload
 from tenuto.profiles import Profiles
 
-__all__ = ["Policy", "load_policy", "policy_names", "with_defaults"]
+__all__ = ["DEFAULT_POLICY", "Policy", "load_policy", "policy_names", "with_defaults"]
 
 ENTRY_POINTS = "tenuto.policies"
+DEFAULT_POLICY = "tenuto"  # what plans where no policy is named
 
 
 class Policy(ABC):

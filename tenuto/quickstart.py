@@ -25,6 +25,7 @@ from tenuto.loadgen.report.page import write_report
 from tenuto.loadgen.run import Run
 from tenuto.loadgen.run_files import describe, write_run_files
 from tenuto.placement import Cluster, ModelSpec, Plan, Workload, load_policy, solve
+from tenuto.placement.policy import DEFAULT_POLICY
 from tenuto.profiles import Profile, Profiles
 from tenuto.profiles.measuring.measure import MeasureRequest, assemble, measure_model
 from tenuto.profiles.shipped import default_profiles
@@ -114,7 +115,7 @@ class Quickstart:
         return Workload(models=tuple(models))
 
     def _plan(self, name: str, workload: Workload, cluster: Cluster, profiles: Profiles, port: int) -> Plan:
-        plan = solve(load_policy("ffd"), workload, cluster, profiles)
+        plan = solve(load_policy(DEFAULT_POLICY), workload, cluster, profiles)
         if plan.unserved:
             raise EnvironmentFaultError(
                 f"no plan for {', '.join(plan.unserved)}: {plan.unserved_reasons}. Free the machine and retry."

@@ -30,7 +30,7 @@ from tenuto.placement.policies.shared.hosting import Hosted, hosting_plan
 from tenuto.placement.watch import Watch
 from tenuto.profiles import Profiles
 
-__all__ = ["best_by_patterns"]
+__all__ = ["best_by_patterns", "keeps"]
 
 ROUNDS = 12  # of new patterns
 ANCHORS = 24  # models for which a pattern is built per round and GPU type: those whose requests are worth most
@@ -79,7 +79,7 @@ def best_by_patterns(
     if not case.patterns:
         return None
     start, plan = max(starts, key=lambda each: case.rank(each[1], attainment))
-    if not cluster.elastic and case.keeps(plan, attainment):
+    if not cluster.elastic and keeps(plan, attainment):
         return plan, f"the plan of {start}"
     for number in range(ROUNDS):
         watch.say(f"{len(case.patterns)} patterns of a GPU, round {number + 1} of {ROUNDS} at most")
@@ -93,6 +93,12 @@ def best_by_patterns(
         found.append((f"{len(case.patterns)} patterns of a GPU, the starts' and new ones", combined))
     how, best = max(found, key=lambda pair: case.rank(pair[1], attainment))
     return best, how
+
+
+def keeps(plan: Plan, attainment: float) -> bool:
+    """Say whether every model of a completed plan is expected to keep its attainment."""
+    served = plan.expected.models
+    return all(m.name in served and served[m.name].goodput_rps >= attainment * m.rate_rps for m in plan.models)
 
 
 class _Case:
@@ -124,10 +130,6 @@ class _Case:
             return -below, -cost, total
         least = float(parts.min()) if self._workload.objective == "each" else 0.0
         return round(least, 4), round(total, 3), -cost
-
-    def keeps(self, plan: Plan, attainment: float) -> bool:
-        """Say whether every model is expected to keep its attainment."""
-        return bool((self._parts(plan) >= attainment).all())
 
     def _parts(self, plan: Plan) -> Floats:
         expected = plan.expected.models

@@ -8,7 +8,7 @@ from tenuto.batching.core.system import NetworkDelay
 from tenuto.batching.planning.buying import cheapest
 from tenuto.batching.planning.fairness import BALANCED, balanced, is_shared_out
 from tenuto.batching.planning.judging import Judged
-from tenuto.batching.planning.patterns import best_by_patterns
+from tenuto.batching.planning.patterns import best_by_patterns, keeps
 from tenuto.batching.planning.search import QUICKLY, Found, Search, SearchOptions
 from tenuto.batching.registry import scheduler_class
 from tenuto.errors import InvalidInputError, Problem, TenutoError
@@ -21,8 +21,9 @@ from tenuto.profiles import Profiles
 __all__ = ["TenutoPolicy"]
 
 LARGE = 40  # models or GPUs; beyond, changes of one GPU at a time are too many
-SLOW = {"ideal": LARGE, "gpulet": 1_500}  # starts that take minutes for more models
-STARTS = ("symphony", "gpulet", "usher", "wao-usher", "igniter", "sbp", "ffd")
+# Starts that take minutes for more models, or seconds and serve half of what the others do.
+SLOW = {"ideal": LARGE, "gpulet": 500, "usher": 500, "wao-usher": 500}
+STARTS = ("symphony", "sbp", "ffd", "igniter", "gpulet", "usher", "wao-usher")  # the quickest first
 
 
 class TenutoPolicy(Policy):
@@ -138,8 +139,8 @@ class TenutoPolicy(Policy):
         starts: list[tuple[str, Plan]] = []
         refused: dict[str, str] = {}
         for name in options.starts:
-            if starts and self.watch.is_stopped():
-                break
+            if starts and (self.watch.is_stopped() or (not cluster.elastic and keeps(starts[-1][1], self.attainment))):
+                break  # what serves everything cannot be improved
             if len(workload.models) <= SLOW.get(name, len(workload.models)):
                 self.watch.say(f"planning with {name} as a start")
                 try:

@@ -24,6 +24,7 @@ from tenuto.cli.watching import planning_watched
 from tenuto.errors import InvalidInputError, Problem
 from tenuto.options import split_pairs
 from tenuto.placement import Cluster, Plan, Policy, Workload, load_policy, solve
+from tenuto.placement.policy import DEFAULT_POLICY
 from tenuto.placement.shown.table import PlanRow, PlanTotals, compare_rows, rows_of, totals_of, why_below, why_unserved
 from tenuto.placement.solve import check_inputs
 from tenuto.profiles import Profiles
@@ -65,7 +66,7 @@ def _loose(text: str) -> Problem:
 
 @click.command("plan")
 @click.argument("workload_file", metavar="WORKLOAD")
-@click.option("--policy", "policy_name", default="ffd", show_default=True, metavar="NAME|FILE.py:CLASS",
+@click.option("--policy", "policy_name", default=DEFAULT_POLICY, show_default=True, metavar="NAME|FILE.py:CLASS",
               help="Placement policy; see `tenuto policies`.")
 @click.option("--compare", metavar="NAME,NAME…",
               help="Plan with several policies and print them side by side, each with the first profile that has what "

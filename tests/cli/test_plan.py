@@ -47,7 +47,7 @@ def test_the_table_shows_what_was_decided_and_why_not(tenuto) -> None:  # type: 
     assert ran.code == 0
     for word in ("n0/0", "v100", "87.39 %", "resnet50", "95.76 %", "190.1"):
         assert word in ran.out
-    ran = tenuto("plan", "w.yaml", "--gpus", "v100:4")
+    ran = tenuto("plan", "w.yaml", "--policy", "ffd", "--gpus", "v100:4")
     assert ran.code == 0
     assert "unserved: xlnet: SLO below batch 1: two single requests in a row take 217.6 of 150 ms" in ran.out
     assert "idle: n0/" in ran.out
@@ -134,9 +134,9 @@ def test_policies_lists_names_summaries_and_sources(tenuto) -> None:  # type: ig
 BAD = [
     (("--policy", "ushr"), "", "unknown policy. Did you mean 'usher'?"),
     (("--policy", "none.py:X"), "", "no such file"),
-    (("--option", "colour=red"), "", "policy 'ffd' has no such option. Known options: fill_pct"),
-    (("--option", "fill_pct=much"), "", "must be a number. The default is 80.0"),
-    (("--option", "fill_pct=300"), "", "must be above 0 and at most 100"),
+    (("--option", "colour=red"), "", "policy 'tenuto' has no such option. Known options:"),
+    (("--policy", "ffd", "--option", "fill_pct=much"), "", "must be a number. The default is 80.0"),
+    (("--policy", "ffd", "--option", "fill_pct=300"), "", "must be above 0 and at most 100"),
     (("--option", "fill_pct"), "", "must have the form key=value"),
     (("--profiles", "no-such"), "", "neither a file nor a shipped profile"),
     ((), "{name: resnet5, rate_rps: 1, slo_ms: 100}", "no profile of 'resnet5'"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 
@@ -53,7 +54,7 @@ def knee_by_bend(curve: Curve) -> float:
     best, share = FLAT, curve[-1][0]
     gains = [
         math.log(after / before) / math.log(larger / smaller)
-        for (smaller, before), (larger, after) in zip(curve, curve[1:], strict=False)
+        for (smaller, before), (larger, after) in itertools.pairwise(curve)
     ]
     for before, after, (candidate, _) in zip(gains, gains[1:], curve[1:], strict=False):
         if abs(after - before) > best:
