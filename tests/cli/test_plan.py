@@ -51,7 +51,7 @@ def test_the_table_shows_what_was_decided_and_why_not(tenuto) -> None:  # type: 
     assert ran.code == 0
     assert "unserved: xlnet: SLO below batch 1: two single requests in a row take 217.6 of 150 ms" in ran.out
     assert "idle: n0/" in ran.out
-    assert "ffd: 400 of 405 rps expected, 2 of 3 models" in ran.out
+    assert "of 405 rps expected, 2 of 3 models" in ran.out
 
 
 def test_json_is_the_plan(tenuto) -> None:  # type: ignore[no-untyped-def]
@@ -65,6 +65,7 @@ def test_the_written_file_is_a_plan_again(tenuto, tmp_path: Path) -> None:  # ty
     ran = tenuto("plan", "w.yaml", "--gpus", "v100:2", "-o", "plan.yaml", "--executor", "emulated", "--json")
     assert ran.code == 0
     assert "wrote plan.yaml" in ran.err
+    assert json.loads(ran.out)["policy"]["name"] == "tenuto"  # where none is named
     assert Plan.load(tmp_path / "plan.yaml") == Plan.from_data(json.loads(ran.out))
     config: dict[str, Any] = yaml.safe_load((tmp_path / "plan.yaml").read_text())
     if "applications" in config:

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from tenuto.batching.core.system import NetworkDelay
+from tenuto.batching.planning.judging import Forecast, Worth
 from tenuto.batching.planning.layout import Builder, Slot, layout_of
 from tenuto.batching.planning.moves import common_layouts, moves
 from tenuto.batching.planning.policy import TenutoPolicy
@@ -149,13 +150,24 @@ def test_a_trial_that_cannot_reach_its_floor_ends_early() -> None:
     assert run.run(plan, floor=0.99 * run.offered_value).value == -1.0
 
 
-def test_trial_figures_agree_with_each_other() -> None:
+def test_forecasts_and_trials_agree_in_themselves_and_nearly_with_each_other() -> None:
     load = workload(*VISION)
-    trial = trials(load).run(planned(load, v100s(2)))
-    assert trial.carried_rps.sum(axis=0) == pytest.approx(trial.ok_rps)
-    assert ((trial.busy >= 0) & (trial.busy <= 1 + 1e-9)).all()
-    assert (trial.largest.max(axis=0) > 0).all()
-    assert trial.keeps(0.0)
+    plan = planned(load, v100s(2))
+    forecast = Forecast(load.models, Worth(load.models, load.objective)).of(plan)
+    trial = trials(load).run(plan)
+    for judged in (forecast, trial):
+        assert judged.carried_rps.sum(axis=0) == pytest.approx(judged.ok_rps)
+        assert ((judged.busy >= 0) & (judged.busy <= 1 + 1e-9)).all()
+        assert (judged.largest.max(axis=0) > 0).all()
+        assert judged.keeps(0.0)
+    assert forecast.value / load.rate_rps == pytest.approx(trial.value / trial.offered_rps.sum(), abs=0.05)
+
+
+def test_few_layouts_are_tried_and_many_judged() -> None:
+    search_notes = planned(workload(*VISION, rate=700), v100s(2)).notes[0]
+    judged, tried = (int(part.split()[0]) for part in search_notes.split("; ")[1].split(", "))
+    assert judged > 20
+    assert 1 <= tried <= 4
 
 
 def test_trial_arrivals_have_each_models_rate_and_variation() -> None:
