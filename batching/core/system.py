@@ -78,6 +78,10 @@ class Host:
         """Return l(b) with the neighbours' slowdown, by batch size: what a scheduler should plan with."""
         return [latency * self.slowdown for latency in self.latency_ms]
 
+    def planned_batch_ms(self, size: int) -> float:
+        """Return that of one batch size."""
+        return self.latency_ms[size] * self.slowdown
+
     def problems(self, where: str) -> Iterator[Problem]:
         """Yield what is wrong with the numbers."""
         if self.max_batch < 1 or not all(math.isfinite(x) and x > 0 for x in self.latency_ms[1:]):

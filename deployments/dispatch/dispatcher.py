@@ -486,7 +486,7 @@ class Dispatcher:
             self.way.record_way(ran.started_at_ms - ran.queue_ms - ran.copy_in_ms - batch.sent_ms)
         else:
             self.way.record_way((now - batch.sent_ms - ran.execution_ms - ran.queue_ms - copies_ms) / 2.0)
-        planned = self._scheduler.system.gpulets[gpulet.index].hosts[batch.program].planned_ms()[batch.size]
+        planned = self._scheduler.system.gpulets[gpulet.index].hosts[batch.program].planned_batch_ms(batch.size)
         gpulet.predicted_ms += planned
         ratio = (ran.execution_ms + _NOISE_MS) / (planned + _NOISE_MS)
         factor = self._correction.record(batch.program, gpulet.index, ratio, self._clock())
@@ -635,5 +635,5 @@ def _alone_ms(system: System) -> list[float]:
     fastest: dict[int, float] = {}
     for hosts in system.distinct_hosts():
         for program, host in hosts.items():
-            fastest[program] = min(fastest.get(program, INF), host.planned_ms()[1])
+            fastest[program] = min(fastest.get(program, INF), host.planned_batch_ms(1))
     return [fastest.get(program, 0.0) for program in system.program_of]

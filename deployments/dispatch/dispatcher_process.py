@@ -246,6 +246,7 @@ class DispatcherReplica:
 
     def __init__(self) -> None:
         run_at_normal_priority()
+        spare_the_collector()  # while nobody asks yet
         self._loop = OwnLoop("dispatcher")
         self._server: BundleServer | None = None
         self._encrypts = False

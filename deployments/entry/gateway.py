@@ -307,6 +307,7 @@ class Gateway:
 
     def __init__(self) -> None:
         run_at_normal_priority()
+        spare_the_collector()  # while nobody asks yet
         self._loop = OwnLoop("gateway")
         self._entry: Entry | None = None
 

@@ -70,12 +70,12 @@ class Margin:
             slo_ms: time allowed from arrival to answer.
             alone_ms: what a batch of this one request takes.
         """
-        return self.allowance_part_ms(slo_ms, alone_ms) + min(self.margin_ms, self.most_ms(slo_ms, alone_ms))
+        allowance_ms = self.allowance_part_ms(slo_ms, alone_ms)
+        return allowance_ms + min(self.margin_ms, _most_ms(slo_ms, alone_ms, allowance_ms))
 
     def most_ms(self, slo_ms: float, alone_ms: float) -> float:
         """Return the largest margin that is ever kept of such a deadline."""
-        left_ms = (slo_ms - alone_ms) / 2.0 - self.allowance_part_ms(slo_ms, alone_ms)
-        return max(0.0, min(_MOST_PART * slo_ms, left_ms, _MOST_MS))
+        return _most_ms(slo_ms, alone_ms, self.allowance_part_ms(slo_ms, alone_ms))
 
     def allowance_part_ms(self, slo_ms: float, alone_ms: float) -> float:
         """Return what is kept of such a deadline for what happens beyond the socket: the allowance, where there is
@@ -103,7 +103,7 @@ class Margin:
             return
         self._late += 1
         enough_ms = reserve_ms - allowance_ms + late_ms
-        if enough_ms > self.most_ms(slo_ms, alone_ms):
+        if enough_ms > _most_ms(slo_ms, alone_ms, allowance_ms):
             return
         rise_ms = min(_UP_MS, max(0.0, enough_ms - self.margin_ms))
         self.margin_ms += rise_ms
@@ -131,6 +131,10 @@ class Margin:
             "late_share": self.late_share,
             "refused_for_margin": self.refused,
         }
+
+
+def _most_ms(slo_ms: float, alone_ms: float, allowance_ms: float) -> float:
+    return max(0.0, min(_MOST_PART * slo_ms, (slo_ms - alone_ms) / 2.0 - allowance_ms, _MOST_MS))
 
 
 def _accepted(attainment: float) -> float:

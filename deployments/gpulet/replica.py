@@ -95,8 +95,8 @@ class GpuletReplica:
         if self._shared is not None and not self._is_proved:
             await self._worker.perform(self._shared.prove)  # on the thread that has the CUDA context
             self._is_proved = True
-        self._channel.announce(self._state())
         spare_the_collector()
+        self._channel.announce(self._state())
 
     async def check_health(self) -> None:
         """Raise when this process can no longer run batches; Serve then replaces it."""
