@@ -486,10 +486,12 @@ class Dispatcher:
             self.way.record_way(ran.started_at_ms - ran.queue_ms - ran.copy_in_ms - batch.sent_ms)
         else:
             self.way.record_way((now - batch.sent_ms - ran.execution_ms - ran.queue_ms - copies_ms) / 2.0)
-        planned = self._scheduler.system.gpulets[gpulet.index].hosts[batch.program].planned_batch_ms(batch.size)
+        host = self._scheduler.system.gpulets[gpulet.index].hosts[batch.program]
+        planned = host.planned_batch_ms(batch.size)
         gpulet.predicted_ms += planned
         ratio = (ran.execution_ms + _NOISE_MS) / (planned + _NOISE_MS)
-        factor = self._correction.record(batch.program, gpulet.index, ratio, self._clock())
+        longest_ms = host.planned_batch_ms(host.max_batch)
+        factor = self._correction.record(batch.program, gpulet.index, ratio, self._clock(), longest_ms)
         if factor is not None:
             self._scheduler.update_latency(batch.program, gpulet.index, factor)
         if self.way.news() is not None:

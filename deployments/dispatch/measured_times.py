@@ -5,10 +5,11 @@ from __future__ import annotations
 
 from collections import deque
 
-from tenuto.batching.core.system import NetworkDelay
+from tenuto.batching.core.system import INF, NetworkDelay
 
 __all__ = ["LatencyCorrection", "WayMeter"]
 
+_MOVED_MS = 0.05  # smaller changes are not worth a new plan of the queue
 _SOME_REQUESTS = 8  # of a batch, when judging whether a delay per request has moved
 
 
@@ -21,7 +22,7 @@ class LatencyCorrection:
     """
 
     _WEIGHT = 0.3
-    _REPORT = 0.02  # changes below this are not worth a new plan of the queue
+    _REPORT = 0.02  # changes below this, or of a batch by less than `_MOVED_MS`, are not worth a new plan of the queue
     _FADES_AFTER_S = 2.0
     _FADES_TO = 0.7  # of what it exceeds 1 by, each second
 
@@ -36,8 +37,11 @@ class LatencyCorrection:
         for held in (self._recent, self._average, self._reported, self._recorded_s):
             held.clear()
 
-    def record(self, program: int, gpulet: int, ratio: float, now_s: float) -> float | None:
-        """Take one batch's measured/planned ratio; return the new factor when it moved enough to matter."""
+    def record(
+        self, program: int, gpulet: int, ratio: float, now_s: float, longest_ms: float = INF
+    ) -> float | None:
+        """Take one batch's measured/planned ratio; return the new factor when it moved enough to matter: `longest_ms`
+        is what the largest batch is planned to take."""
         key = (program, gpulet)
         self._recorded_s[key] = now_s
         recent = self._recent.setdefault(key, deque(maxlen=3))
@@ -48,7 +52,8 @@ class LatencyCorrection:
         average = self._average.get(key, 1.0)
         average += self._WEIGHT * (median - average)
         self._average[key] = average
-        if abs(average - self._reported.get(key, 1.0)) < self._REPORT * self._reported.get(key, 1.0):
+        reported = self._reported.get(key, 1.0)
+        if abs(average - reported) < max(self._REPORT * reported, _MOVED_MS / longest_ms):
             return None
         self._reported[key] = average
         return average
@@ -85,7 +90,6 @@ class WayMeter:
 
     _EVERY = 32
     _QUANTILE = 0.9
-    _MOVED_MS = 0.05  # smaller changes are not worth a new plan of the queue
     _MOST_MS = 4.0  # what takes longer on one machine is a busy processor, no way
 
     def __init__(self, ctrl_ms: float = 1.0) -> None:
@@ -116,7 +120,7 @@ class WayMeter:
             abs(found.ctrl_ms - told.ctrl_ms),
             _SOME_REQUESTS * abs(found.data_ms_per_request - told.data_ms_per_request),
         )
-        return None if moved_ms < self._MOVED_MS else self.tell()
+        return None if moved_ms < _MOVED_MS else self.tell()
 
     @property
     def told(self) -> NetworkDelay:

@@ -65,3 +65,9 @@ def test_what_was_measured_lately_is_told_by_gpulet() -> None:
     told = correction.measured(101.0)
     assert set(told) == {1}
     assert 1.45 < told[1][3] <= 1.5
+
+
+def test_what_moves_no_batch_by_a_twentieth_of_a_ms_is_not_worth_new_tables() -> None:
+    correction = LatencyCorrection()
+    assert [correction.record(0, 0, 1.2, 0.0, longest_ms=0.2) for _ in range(20)] == [None] * 20
+    assert any(correction.record(0, 0, 2.0, 0.0, longest_ms=0.2) for _ in range(20))
