@@ -26,13 +26,13 @@ from tenuto.deployments.serve.launcher import unused_port
 
 WORKLOAD = """
 models:
-  - {name: resnet50, rate_rps: 20, slo_ms: 500}
-  - {name: vgg19, rate_rps: 10, slo_ms: 500}
+  - {name: faces, rate_rps: 20, slo_ms: 500, latency: {alpha_ms: 4, beta_ms: 20}}
+  - {name: cars, rate_rps: 10, slo_ms: 500, latency: {alpha_ms: 10, beta_ms: 20}}
 """
 LARGER = """
 models:
-  - {name: resnet50, rate_rps: 60, slo_ms: 500}
-  - {name: vgg19, rate_rps: 10, slo_ms: 500}
+  - {name: faces, rate_rps: 60, slo_ms: 500, latency: {alpha_ms: 4, beta_ms: 20}}
+  - {name: cars, rate_rps: 10, slo_ms: 500, latency: {alpha_ms: 10, beta_ms: 20}}
 """
 CLUSTER = f"""
 nodes:
@@ -89,7 +89,7 @@ def main() -> None:
         )
         until(lambda: controller_answers(operator))
         walk.run("tenuto control status")
-        with Load(port, {"resnet50": 20.0, "vgg19": 10.0}) as load:
+        with Load(port, {"faces": 20.0, "cars": 10.0}) as load:
             _while_it_serves(walk, folder, port, load, nodes)
             counts = load.counts()
         print(f"# {sum(counts.values())} requests all the while: {shown(counts)}")
@@ -103,16 +103,15 @@ def _while_it_serves(walk: Walk, folder: Path, port: int, load: Load, nodes: obj
     (folder / "bad.yaml").write_text(re.sub(r"share_pct: \S+", "share_pct: 120", text))
     walk.run(f"tenuto deploy bad.yaml {how}")
     walk.run("tenuto diff larger-plan.yaml")
-    walk.run(f"tenuto deploy larger-plan.yaml {how} --why 'resnet50 will have more load'")
+    walk.run(f"tenuto deploy larger-plan.yaml {how} --why 'faces will have more load'")
     walk.run("tenuto rollback")
-    load.rates["vgg19"] *= 15.0
+    load.rates["cars"] *= 10.0
     walk.until_logged("changed: the busiest", 40.0)
     walk.run("tenuto control log --limit 2")
-    load.rates["vgg19"] /= 15.0
-    walk.run("tenuto model add '{name: alexnet, rate_rps: 10, slo_ms: 200}'")
-    walk.until_logged("changed: the workload changed (alexnet)", 40.0)
-    walk.run("tenuto model list")
-    walk.run("tenuto model remove alexnet")
+    load.rates["cars"] /= 10.0
+    walk.run("tenuto model add '{name: plates, rate_rps: 10, slo_ms: 300, latency: {alpha_ms: 4, beta_ms: 20}}'")
+    walk.until_logged("changed: the workload changed (plates)", 40.0)
+    walk.run("tenuto model remove plates")
     time.sleep(5.0)
     walk.run("tenuto control log --limit 4")
     nodes.remove_node(next(iter(nodes.worker_nodes)), allow_graceful=False)  # type: ignore[attr-defined]
