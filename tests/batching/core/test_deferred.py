@@ -224,7 +224,7 @@ def test_requests_are_held_in_full_where_a_rehearsal_found_that_fewer_are_lost()
         simulate(make_scheduler(name, system), times, np.zeros(len(times), dtype=np.int32), warmup_s=60.0).attainments()
         for name in ("eager", "deferred")
     ]
-    assert kept[0].min() < 0.9 < 0.99 < kept[1].min()
+    assert kept[0].min() < 0.9 < 0.98 < kept[1].min()  # one burst in 10 s still finds out
 
 
 @pytest.mark.parametrize("cpu_ms", [400.0, 4000.0])
