@@ -41,7 +41,8 @@ class TenutoPolicy(Policy):
        half as much again as the largest that is gathered.
     3. Trials: the best by the model, up to four within 3 %, serve the same arrivals in virtual time. Their value is the
        weighted requests per second in time; of layouts that are expected to serve everything the one whose busiest
-       gpu-let is the least busy is tried first, and taken if it does.
+       gpu-let is the least busy is tried first (below half of its time: the one with the fewest gpu-lets), and taken
+       if it does.
     4. On an elastic cluster the cheapest plan that keeps every model's `attainment` is sought: from the cheapest start
        that is expected to, fewer GPUs (of one type by bisection) or cheaper ones. Trials then decide: more GPUs where
        the attainment is missed, one less where that is expected to do nearly.

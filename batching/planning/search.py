@@ -31,6 +31,7 @@ FINALISTS = 4  # layouts that are tried at most
 SEARCHING = ("usher", "wao-usher", "ao-milp", "wsm-milp", "ideal")  # policies that may take seconds
 QUICKLY = {"symphony": {"time_limit_s": "0"}}  # moves and swaps come as near as the solver does in seconds
 CLIMBS = 2  # starts from which changes are searched for
+ROOMY = 0.5  # of its time: a busiest gpu-let below it has headroom enough
 
 
 @dataclass(frozen=True)
@@ -66,6 +67,11 @@ class Found:
     @property
     def busiest(self) -> float:
         return float(self.judged.busy.max())
+
+    @property
+    def by_headroom(self) -> tuple[float, ...]:
+        """A key by which layouts that serve everything are sorted, see `Search.expected`."""
+        return 0.0, max(self.busiest, ROOMY), len(self.forecast.plan.gpulets), self.busiest
 
 
 class Search:
@@ -118,7 +124,8 @@ class Search:
 
     def expected(self, gpus: tuple[Gpu, ...], *, search_from: float = 0.0) -> list[Found]:
         """Return layouts of exactly these GPUs, that which is expected to serve most first; of those that serve
-        everything, the one with most headroom, whose busiest gpu-let is the least busy.
+        everything, the one with most headroom, whose busiest gpu-let is the least busy, or where several are busy for
+        less than half of their time, the one with the fewest gpu-lets: each is a process.
 
         Args:
             gpus: to lay out.
@@ -140,7 +147,7 @@ class Search:
             found += [self._climbed(start, seen) for start in found[:CLIMBS]]
         found = [self._refined(each) for each in found]
         enough = {each.layout for each in found if each.forecast.keeps(self.aim)}
-        found.sort(key=lambda f: (0, f.busiest) if f.layout in enough else (1, -f.forecast.value))
+        found.sort(key=lambda f: f.by_headroom if f.layout in enough else (1.0, -f.forecast.value))
         return list({(each.layout, tuple(each.forecast.largest.flat)): each for each in found}.values())
 
     def _starting(

@@ -49,10 +49,12 @@ class Fellows:
         door = self._server.to_data()
         if service.lag.turned_away:
             door["turned_away"]["behind"] = service.lag.turned_away
+        dispatching = service.maybe_dispatching
         return {
             "id": self._id, "started_at_s": self._started_at_s, "margin": service.margin.to_data(), "front_door": door,
             "proxied": {model: histogram.to_data() for model, histogram in service.proxied.items()},
             "asked_rps": self._asked_rps,
+            "dispatchers": dispatching.connected() if isinstance(dispatching, RemoteDispatchers) else {},
         }  # fmt: skip
 
     async def meet(self) -> None:

@@ -373,6 +373,13 @@ class RemoteDispatchers:
             found.setdefault(planned.id, {"id": planned.id, "up": False})
         return list(found.values())
 
+    def connected(self) -> dict[str, int]:
+        """Return how many dispatchers of every sub-cluster are connected: with one alone its death fails requests."""
+        return {
+            name: sum(peer.link.is_up and peer.link.state is not None for peer in group.peers)
+            for name, group in self._groups.items()
+        }
+
     def _scheduling(self) -> list[_Peer]:
         return [peer for group in self._groups.values() if (peer := group.scheduling()) is not None]
 

@@ -43,7 +43,7 @@ def merge_gateways(gateways: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     for gateway in gateways:
         for model, histogram in gateway["proxied"].items():
             proxied[model] = _added(proxied.get(model), histogram)
-    own = ("id", "started_at_s", "margin", "front_door")
+    own = ("id", "started_at_s", "margin", "front_door", "dispatchers")
     return {
         "gateways": [{key: gateway[key] for key in own} for gateway in sorted(gateways, key=lambda each: each["id"])],
         "margin": {

@@ -125,7 +125,7 @@ def test_a_killed_gateway_loses_only_what_it_held(url: str) -> None:
 
 
 def test_the_dispatcher_that_waits_takes_over_from_a_killed_one(url: str) -> None:
-    until(lambda: len(processes("dispatcher-0")) == 2)
+    until(lambda: [each["dispatchers"] for each in get_json(f"{url}/status")["gateways"]] == [{"0": 2, "1": 2}] * 2)
     before = pids(url)
     _, models = load_and_kill(url, "dispatcher-0")
     assert [model["failed"] for model in models.values()] == [0, 0]

@@ -74,6 +74,12 @@ def test_an_elastic_cluster_gets_the_fewest_gpus_found() -> None:
     assert all(model.goodput_rps >= 0.99 * 500 for model in plan.expected.models.values())
 
 
+def test_where_there_is_room_no_more_processes_run_than_it_takes() -> None:
+    plan = planned(workload("resnet50", rate=20.0), v100s(4))
+    assert [gpulet.gpu for gpulet in plan.gpulets] == ["n0/0"]
+    assert plan.expected.goodput_rps == pytest.approx(20.0)
+
+
 def test_cheaper_types_are_bought_where_they_do() -> None:
     load = Workload.model_validate(
         {"models": [{"name": "m", "rate_rps": 50, "slo_ms": 100, "latency": {"alpha_ms": 1, "beta_ms": 5}}]}
