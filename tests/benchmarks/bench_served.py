@@ -131,15 +131,24 @@ def _processor_s() -> float:
     return ticks / os.sysconf("SC_CLK_TCK")
 
 
+def _stolen() -> tuple[int, int]:
+    """Return the ticks of all cores that the hypervisor gave to other machines, and all ticks; see proc(5)."""
+    user, nice, system, idle, iowait, irq, softirq, steal = map(int, Path("/proc/stat").read_text().split()[1:9])
+    return steal, user + nice + system + idle + iowait + irq + softirq + steal
+
+
 def open_loop(port: int, row: Row, rate: float, seconds: float, seed: int) -> str:
-    """Offer a rate and return the client's line, with the processor time per request of all that serves."""
-    before = _processor_s()
+    """Offer a rate and return the client's line, with the processor time per request of all that serves, and the part
+    of the cores that other machines took meanwhile."""
+    before, (stolen, ticks) = _processor_s(), _stolen()
     line = subprocess.run(
         [*LOAD, str(port), "synthetic", str(row.slo_ms), str(rate), "--seconds", str(seconds), "--seed", str(seed)],
         stdout=subprocess.PIPE, text=True, check=True,
     ).stdout.strip()  # fmt: skip
     spent_ms = 1e3 * (_processor_s() - before) / (rate * seconds)
-    return f"{line}; {spent_ms:.2f} ms of processor time a request"
+    stolen_after, ticks_after = _stolen()
+    stolen_pct = 100.0 * (stolen_after - stolen) / max(1, ticks_after - ticks)
+    return f"{line}; {spent_ms:.2f} ms of processor time a request; {stolen_pct:.0f} % of the cores taken by others"
 
 
 def closed_loop(port: int, connections: int, picture: str) -> str:
