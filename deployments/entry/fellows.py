@@ -40,8 +40,14 @@ class Fellows:
             TimeoutError: the dispatcher does not answer.
         """
         own = {**self.own(), "devices": await self._devices.read()}
+        dispatchers = self._dispatchers
+        return [own] if dispatchers is None else await dispatchers.tell_gateways(own)
+
+    @property
+    def _dispatchers(self) -> RemoteDispatchers | None:
+        """The dispatchers in other processes; None where this gateway schedules by itself, or has no plan yet."""
         dispatching = self._service.maybe_dispatching
-        return await dispatching.tell_gateways(own) if isinstance(dispatching, RemoteDispatchers) else [own]
+        return dispatching if isinstance(dispatching, RemoteDispatchers) else None
 
     def own(self) -> dict[str, Any]:
         """Return plain data: what only this gateway knows. `id` is another after every start."""
@@ -49,12 +55,12 @@ class Fellows:
         door = self._server.to_data()
         if service.lag.turned_away:
             door["turned_away"]["behind"] = service.lag.turned_away
-        dispatching = service.maybe_dispatching
+        dispatchers = self._dispatchers
         return {
             "id": self._id, "started_at_s": self._started_at_s, "margin": service.margin.to_data(), "front_door": door,
             "proxied": {model: histogram.to_data() for model, histogram in service.proxied.items()},
             "asked_rps": self._asked_rps,
-            "dispatchers": dispatching.connected() if isinstance(dispatching, RemoteDispatchers) else {},
+            "dispatchers": {} if dispatchers is None else dispatchers.connected(),
         }  # fmt: skip
 
     async def meet(self) -> None:
@@ -63,7 +69,7 @@ class Fellows:
         now_s = time.monotonic()
         self._asked_rps = self._service.callers.count(max(1e-3, now_s - self._counted_s))
         self._counted_s = now_s
-        if not isinstance(self._service.maybe_dispatching, RemoteDispatchers):
+        if self._dispatchers is None:
             return
         try:
             heard = await self.all()

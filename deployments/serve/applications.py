@@ -12,7 +12,13 @@ from tenuto.deployments.serve.deployment import is_ours
 from tenuto.errors import EnvironmentFaultError
 
 __all__ = [
-    "ApplicationState", "Applications", "check_cluster", "check_nodes", "is_refused", "missing_from", "refuse_foreign",
+    "ApplicationState",
+    "Applications",
+    "check_cluster",
+    "check_nodes",
+    "missing_from",
+    "nobody_listens",
+    "refuse_foreign",
 ]
 
 _MOST_CHECKED_NODES = 32
@@ -81,15 +87,19 @@ class Applications:
 
         Ray asks a node for 15 s before it takes it for lost; one where nobody listens for Ray any more is lost now.
         """
-        alive = (n for n in _alive_nodes() if not is_refused(str(n["NodeManagerAddress"]), int(n["NodeManagerPort"])))
-        return frozenset(name for node in alive for name in _names_of(node))
+        return frozenset(
+            name
+            for node in _alive_nodes()
+            if not nobody_listens(str(node["NodeManagerAddress"]), int(node["NodeManagerPort"]))
+            for name in _names_of(node)
+        )
 
     def count_nodes(self) -> int:
         """Return how many nodes are alive."""
         return len(_alive_nodes())
 
 
-def is_refused(host: str, port: int) -> bool:
+def nobody_listens(host: str, port: int) -> bool:
     """Whether a machine says that nobody listens on a port; False where it says nothing in time."""
     try:
         socket.create_connection((host, port), _REFUSED_S).close()

@@ -203,6 +203,11 @@ def shown(counts: Mapping[str, int]) -> str:
     return ", ".join(f"{count} {word}" for word, count in sorted(counts.items(), key=lambda pair: pair[0] != "ok"))
 
 
+def deploy(operator: Operations, plan: Plan, port: int, **how: Any) -> None:
+    """Deploy a plan with a controller, whose cluster is the GPUs of this plan."""
+    operator.deploy(deployed(plan, port, **how), "a benchmark", ground=(Profiles([]), gpus_of_plan(plan)))
+
+
 def gpus_of_plan(plan: Plan) -> tuple[Gpu, ...]:
     """Return its GPUs with a memory."""
     return tuple(Gpu(id=g.id, type=g.type, address=g.address, memory_mib=16_000) for g in plan.gpus)
@@ -231,10 +236,7 @@ def kill(args: argparse.Namespace) -> None:
     print("| " + " | ".join(columns) + " |")
     print("|---|---|---|---|---|---|")
     with two_nodes() as nodes, Operations(None, lambda _text: None) as operator:
-        operator.deploy(
-            deployed(plan, port, gateways=2, control=control), "a benchmark",
-            ground=(Profiles([]), gpus_of_plan(plan)),
-        )  # fmt: skip
+        deploy(operator, plan, port, gateways=2, control=control)
         until(lambda: controller_answers(operator))
         with Load(port, {"both": args.rps / 2, "right": args.rps / 2}) as load:
             time.sleep(4.0)
@@ -346,10 +348,7 @@ def head(args: argparse.Namespace) -> None:
     with redis_of(program) as address:
         os.environ["RAY_REDIS_ADDRESS"] = address
         with two_nodes() as nodes, Operations(None, lambda _text: None) as operator:
-            operator.deploy(
-                deployed(plan, port, gateways=2, control=control), "a benchmark",
-                ground=(Profiles([]), gpus_of_plan(plan)),
-            )  # fmt: skip
+            deploy(operator, plan, port, gateways=2, control=control)
             until(lambda: controller_answers(operator))
             with Load(port, {"one": args.rps / 2, "two": args.rps / 2}) as load:
                 time.sleep(4.0)
@@ -383,9 +382,7 @@ def triple(args: argparse.Namespace) -> None:
     plan = make_plan({"n0/0/a": (100.0, names)}, args.rps, latency=latency, slo_ms=SLO_MS)
     control = {"mode": "act", "policy": {"name": "ffd"}, "when": {"underused": None, "slow": None}}
     with two_nodes(), Operations(None, lambda _text: None) as operator:
-        operator.deploy(
-            deployed(plan, port, control=control), "a benchmark", ground=(Profiles([]), gpus_of_plan(plan))
-        )
+        deploy(operator, plan, port, control=control)
         until(lambda: controller_answers(operator))
         with Load(port, dict.fromkeys(names, args.rps)) as load:
             time.sleep(args.watch_s)

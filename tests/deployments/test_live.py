@@ -5,7 +5,6 @@ import io
 import json
 import os
 import signal
-import threading
 import urllib.request
 from importlib import resources
 from typing import Any
@@ -21,7 +20,7 @@ from tenuto.loadgen.bench import BenchOptions, run_bench
 from tenuto.placement import Plan
 from tenuto.profiles.networks.catalogue import lookup
 from tenuto.profiles.networks.preprocess import normalised
-from tests.instruments.live import LONG_MS, PORT, infer, pids, post, until
+from tests.instruments.live import LONG_MS, PORT, asking, infer, pids, post, until
 
 pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::DeprecationWarning")]
 
@@ -251,25 +250,14 @@ def test_load_by_a_ray_actor_is_judged(url: str) -> None:
 
 def test_a_killed_gpulet_fails_alone_and_rejoins(url: str) -> None:
     before = pids(url)
-    outcomes: list[int] = []
-    stop = threading.Event()
-
-    def load() -> None:
-        while not stop.wait(0.03):  # more would take the processor from what starts
-            outcomes.append(infer(url)[0])
-
-    threads = [threading.Thread(target=load) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    until(lambda: len(outcomes) > 20)
-    os.kill(before["n0/0/a"], signal.SIGKILL)
-    until(lambda: "n0/0/a" not in pids(url))
-    served = len(outcomes)
-    until(lambda: len(outcomes) > served + 20)
-    until(lambda: pids(url).get("n0/0/a", before["n0/0/a"]) != before["n0/0/a"])
-    stop.set()
-    for thread in threads:
-        thread.join()
+    with asking(url, ["synthetic"] * 4) as answers:
+        until(lambda: len(answers) > 20)
+        os.kill(before["n0/0/a"], signal.SIGKILL)
+        until(lambda: "n0/0/a" not in pids(url))
+        served = len(answers)
+        until(lambda: len(answers) > served + 20)
+        until(lambda: pids(url).get("n0/0/a", before["n0/0/a"]) != before["n0/0/a"])
+    outcomes = [status for status, _ in answers]
     after = pids(url)
     assert outcomes.count(200) > len(outcomes) / 2  # how many are lost depends on how soon the machine notices
     assert set(outcomes) <= {200, 503, 504}

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import threading
-from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -14,7 +11,7 @@ from tenuto.deployments.control.operations import Operations
 from tenuto.deployments.serve.deployment import Deployment
 from tenuto.deployments.serve.launcher import Launcher, unused_port
 from tenuto.placement import Plan
-from tests.instruments.live import infer, pids, until
+from tests.instruments.live import asking, pids, until
 
 pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::DeprecationWarning")]
 
@@ -52,28 +49,6 @@ def of(plan: Plan, **how: Any) -> Deployment:
     )
 
 
-@contextmanager
-def requests(url: str, models: list[str]) -> Iterator[Counter[str]]:
-    """Ask every model again and again until the block ends; counts answers by `ok` or what was wrong."""
-    answers: Counter[str] = Counter()
-    stop = threading.Event()
-
-    def ask(model: str) -> None:
-        while not stop.wait(0.03):  # more would take the processor from what starts
-            status, answer = infer(url, model)
-            answers["ok" if status == 200 else f"{status}: {answer.get('error')}"] += 1
-
-    threads = [threading.Thread(target=ask, args=(model,)) for model in models for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    try:
-        yield answers
-    finally:
-        stop.set()
-        for thread in threads:
-            thread.join()
-
-
 @pytest.fixture(scope="module")
 def operator(launcher: Launcher) -> Iterator[Operations]:
     with Operations(None, lambda _text: None) as running:
@@ -90,10 +65,10 @@ def test_a_new_plan_is_reached_without_losing_a_request(operator: Operations) ->
     assert operator.deploy(of(BEFORE), "the first")
     url = operator.base_url
     before = pids(url)
-    with requests(url, ["one", "two"]) as answers:
+    with asking(url, ["one", "one", "two", "two"]) as answers:
         assert operator.deploy(of(AFTER), "less for one")
-        until(lambda: sum(answers.values()) > 50)
-    assert set(answers) == {"ok"}
+        until(lambda: len(answers) > 50)
+    assert {"ok" if status == 200 else f"{status}: {answer.get('error')}" for status, answer in answers} == {"ok"}
     after = pids(url)
     assert set(after) == {"n0/0/b", "n0/1/a"}
     assert after["n0/1/a"] == before["n0/1/a"]

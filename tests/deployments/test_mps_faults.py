@@ -3,8 +3,7 @@
 import os
 import shutil
 import tempfile
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from tenuto.deployments.serve.launcher import Launcher
 from tenuto.mps.folders import find_leftovers
 from tenuto.placement import Plan
 from tests.deployments.on_fake_gpu import GPUS, read_journal
-from tests.instruments.live import PATIENCE_S, PORT, infer, pids, until
+from tests.instruments.live import PATIENCE_S, PORT, asking, infer, pids, until
 from tests.mps.control_program import fail, install
 
 pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::DeprecationWarning")]
@@ -98,27 +97,6 @@ def in_turn(events: list[tuple[str, str]]) -> bool:
     )
 
 
-def start_load(url: str) -> tuple[list[tuple[int, str]], Callable[[], None]]:
-    outcomes: list[tuple[int, str]] = []
-    stop = threading.Event()
-
-    def load() -> None:
-        while not stop.wait(0.03):  # more would take the processor from what starts
-            status, answer = infer(url)
-            outcomes.append((status, str(answer.get("parameters", {}).get("gpulet"))))
-
-    threads = [threading.Thread(target=load) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-
-    def end() -> None:
-        stop.set()
-        for thread in threads:
-            thread.join()
-
-    return outcomes, end
-
-
 def test_a_fault_restarts_its_gpu_in_turn_and_no_other(launcher: Launcher, root: Path) -> None:
     url = launcher.base_url
     before = pids(url)
@@ -128,15 +106,13 @@ def test_a_fault_restarts_its_gpu_in_turn_and_no_other(launcher: Launcher, root:
     for gpulets in (HIT, SPARED):
         assert in_turn(turns(root, gpulets))
 
-    outcomes, end_load = start_load(url)
-    try:
-        until(lambda: len(outcomes) > 20)
+    with asking(url, ["synthetic"] * 4) as answers:
+        until(lambda: len(answers) > 20)
         fail(pipes(root, 0))
         until(lambda: all(pids(url).get(gpulet, before[gpulet]) != before[gpulet] for gpulet in HIT))
-        served = len(outcomes)
-        until(lambda: len(outcomes) > served + 20)
-    finally:
-        end_load()
+        served = len(answers)
+        until(lambda: len(answers) > served + 20)
+    outcomes = [(status, str(answer.get("parameters", {}).get("gpulet"))) for status, answer in answers]
 
     after = pids(url)
     assert {gpulet: after[gpulet] for gpulet in SPARED} == {gpulet: before[gpulet] for gpulet in SPARED}

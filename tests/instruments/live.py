@@ -1,17 +1,19 @@
 """Asking a running Tenuto over HTTP, and waiting for what comes as soon as the machine lets it."""
 
 import json
+import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from tenuto.deployments.serve.endpoint import get_json
 from tenuto.deployments.serve.launcher import unused_port
 from tenuto.errors import EnvironmentFaultError
 
-__all__ = ["LONG_MS", "PATIENCE_S", "PORT", "infer", "pids", "post", "until"]
+__all__ = ["LONG_MS", "PATIENCE_S", "PORT", "asking", "infer", "pids", "post", "until"]
 
 PORT = unused_port()  # of this test process; several may test on one machine
 PATIENCE_S = 300.0  # a bound for what never comes; nothing is judged by how long it took
@@ -37,6 +39,28 @@ def infer(url: str, model: str = "synthetic", **headers: str) -> tuple[int, dict
     """Ask an emulated model for one sample."""
     body = {"inputs": [{"name": "INPUT0", "shape": [1, 1], "datatype": "FP32", "data": [1]}]}
     return post(f"{url}/v2/models/{model}/infer", json.dumps(body).encode(), **headers)
+
+
+@contextmanager
+def asking(url: str, models: Sequence[str]) -> Iterator[list[tuple[int, dict[str, Any]]]]:
+    """Ask again and again until the block ends, from one thread for each entry of `models`; gives status and answer of
+    every request so far."""
+    answers: list[tuple[int, dict[str, Any]]] = []
+    stop = threading.Event()
+
+    def ask(model: str) -> None:
+        while not stop.wait(0.03):  # more would take the processor from what starts
+            answers.append(infer(url, model))
+
+    threads = [threading.Thread(target=ask, args=(model,)) for model in models]
+    for thread in threads:
+        thread.start()
+    try:
+        yield answers
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join()
 
 
 def pids(url: str) -> dict[str, int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 
-from tenuto.deployments.serve.applications import is_refused, missing_from
+from tenuto.deployments.serve.applications import missing_from, nobody_listens
 from tenuto.deployments.serve.config import serve_config
 from tests.instruments.plans import make_plan
 
@@ -39,6 +39,6 @@ def test_nodes_and_gpus_that_are_missing_are_named() -> None:
 def test_a_node_is_lost_where_nobody_listens_any_more_and_not_where_nobody_answers() -> None:
     with socket.create_server(("127.0.0.1", 0)) as made:
         port = made.getsockname()[1]
-        assert not is_refused("127.0.0.1", port)
-    assert is_refused("127.0.0.1", port)
-    assert not is_refused("192.0.2.7", port)  # an address that nobody has
+        assert not nobody_listens("127.0.0.1", port)
+    assert nobody_listens("127.0.0.1", port)
+    assert not nobody_listens("192.0.2.7", port)  # an address that nobody has
