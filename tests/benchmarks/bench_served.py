@@ -177,7 +177,7 @@ def main() -> None:
     parser.add_argument("--server", choices=("floor", "ours", "triton"), action="append", help="default: all")
     parser.add_argument("--triton-wheel", default=WHEEL, help="a requirement or a file, for pip (default: %(default)s)")
     parser.add_argument("--row", choices=ROWS, action="append", help="default: all")
-    parser.add_argument("--rates", type=float, nargs="+", help="instead of the row's own")
+    parser.add_argument("--rates", type=float, nargs="*", help="instead of the row's own; without a number: none")
     parser.add_argument("--busy", action="store_true", help="beside a busy program at nice 10")
     parser.add_argument("--seconds", type=float, default=9.0, help="of each rate, the first is not counted")
     parser.add_argument("--seed", type=int, default=3)
@@ -207,12 +207,12 @@ def main() -> None:
                         margin = get_json(f"http://127.0.0.1:{port}/status")["margin"]
                         print(f"           margin {margin['margin_ms']:.2f} ms, late {margin['late_share']:.2%}")
                 for cycle in range(given.cycles if name == "ours" else 0):
-                    beyond = open_loop(port, row, 1498.0, 8.0, cycle)
-                    after = open_loop(port, row, 100.0, 8.0, cycle)
+                    beyond = open_loop(port, row, 1498.0, 8.0, given.seed + cycle)
+                    after = open_loop(port, row, 100.0, 8.0, given.seed + cycle)
                     print(f"  cycle {cycle}: {in_time(beyond):.1f} % of 1,498 r/s, then {in_time(after):.2f} % of 100")
     for start in range(given.cold_starts):
         with ours(ROWS["25"], given.scheduler) as (port, _):
-            print(f"  cold start {start}: {open_loop(port, ROWS['25'], 700.0, 6.0, start)}", flush=True)
+            print(f"  cold start {start}: {open_loop(port, ROWS['25'], 700.0, 6.0, given.seed + start)}", flush=True)
     if given.closed:
         for name in chosen:
             row = Row("no latency", 2, 0.001, 0.0, 1000.0, (1000.0,), given.picture or "")
