@@ -1,4 +1,5 @@
-"""What a plan carries: a linear program over its gpu-lets, quick enough to be asked for every plan.
+"""What a plan carries: a linear program for every pool of gpu-lets that share programs, quick enough to be asked for
+every plan. Most pools are one gpu-let, or have time enough however requests are spread: these need none.
 
 A request of a program costs a gpu-let l(b)/b of its time, where b is the batch the scheduler forms at that rate. How
 requests spread over the gpu-lets that host a program is what the program chooses. Bursts add up as independent ones do:
@@ -8,9 +9,11 @@ models that share gpu-lets need room for less than the sum of theirs.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 from scipy.optimize import linprog
@@ -26,6 +29,9 @@ from tenuto.placement.pools import joined
 __all__ = ["UNSERVED", "Capacity", "Demand", "promised_parts"]
 
 UNSERVED = 1e9  # load of a plan that has no gpu-let for a program with requests
+
+# The gpu-lets of each program of a pool, its rate, and whether the load is asked for.
+_Question: TypeAlias = tuple[tuple[tuple[int, ...], ...], tuple[float, ...], bool]
 
 
 @dataclass(frozen=True)
@@ -90,8 +96,26 @@ class Capacity:
         """
         self._system = from_plan(plan, network, check_slos=False)
         self._slowdowns = slowdowns or {}
-        used = [i for i, gpulet in enumerate(plan.gpulets) if ready is None or gpulet.id in ready]
-        self._gpulets = [self._system.gpulets[i] for i in used]
+        self._ids = [gpulet.id for gpulet in plan.gpulets]
+        self._costs: dict[tuple[int, int, float], float] = {}  # by program, host and rate
+        self._solved: dict[_Question, tuple[float, ...]] = {}
+        self._count(ready)
+
+    def _count(self, ready: Collection[str] | None) -> None:
+        self._used = [index for index, name in enumerate(self._ids) if ready is None or name in ready]
+        gpulets = self._system.gpulets
+        self._hosting: list[list[int]] = [[] for _ in self._system.programs]
+        for index in self._used:
+            for program in gpulets[index].hosts:
+                self._hosting[program].append(index)
+        programs = range(len(self._system.programs))
+        self._pools = joined([*([program] for program in programs), *(gpulets[i].hosts for i in self._used)])
+
+    def of(self, ready: Collection[str]) -> Capacity:
+        """Return that of other gpu-lets of the plan; pools that are the same in both are solved once."""
+        other = copy(self)
+        other._count(ready)
+        return other
 
     @cached_property
     def models(self) -> tuple[str, ...]:
@@ -106,29 +130,9 @@ class Capacity:
         if not set(self.models).issuperset(name for name, rate in demand.mean_rps.items() if rate > 0):
             return UNSERVED
         offered = self._offered(demand)
-        pairs = self._pairs(offered)
-        hosted = {program for program, _, _ in pairs}
-        if any(rate > 0 and program not in hosted for program, rate in enumerate(offered)):
+        if any(rate > 0 and not self._hosting[program] for program, rate in enumerate(offered)):
             return UNSERVED
-        if not pairs:
-            return 0.0
-        # Columns: requests per second of each pair, and the load to make small.
-        count, gpulets = len(pairs), len(self._gpulets)
-        cost = coo_matrix(
-            (
-                [*(ms / 1000.0 for _, _, ms in pairs), *([-1.0] * gpulets)],
-                ([*(g for _, g, _ in pairs), *range(gpulets)], [*range(count), *([count] * gpulets)]),
-            ),
-            shape=(gpulets, count + 1),
-        )
-        carried = coo_matrix(
-            ([1.0] * count, ([p for p, _, _ in pairs], range(count))), shape=(len(offered), count + 1)
-        )
-        rates = [rate if program in hosted else 0.0 for program, rate in enumerate(offered)]
-        objective = np.zeros(count + 1)
-        objective[-1] = 1.0
-        found = linprog(objective, A_ub=cost.tocsr(), b_ub=np.zeros(gpulets), A_eq=carried.tocsr(), b_eq=rates)
-        return float(found.x[-1])
+        return max((self._answer(pool, offered, None)[0] for pool in self._pools), default=0.0)
 
     def carried(self, demand: Demand) -> dict[str, float]:
         """Return the requests per second of each model, of its mean rate, that are carried with no gpu-let busier than
@@ -137,26 +141,15 @@ class Capacity:
         Weights decide who gives way, as they do in the scheduler under the objective `weighted`.
         """
         offered = self._offered(demand)
-        pairs = self._pairs(offered)
-        share = dict.fromkeys(demand.mean_rps, 0.0)
-        if not pairs:
-            return share
-        count, gpulets = len(pairs), len(self._gpulets)
-        cost = coo_matrix(
-            ([ms / 1000.0 for _, _, ms in pairs], ([g for _, g, _ in pairs], range(count))), shape=(gpulets, count)
-        )
-        sums = coo_matrix(([1.0] * count, ([p for p, _, _ in pairs], range(count))), shape=(len(offered), count))
         weights = self._weights(offered)
-        found = linprog(
-            [-weights[p] for p, _, _ in pairs],
-            A_ub=vstack([cost, sums]).tocsr(), b_ub=[*([1.0] * gpulets), *offered],
-        )  # fmt: skip
-        by_program = np.bincount([p for p, _, _ in pairs], weights=found.x, minlength=len(offered))
-        for index, program in enumerate(self._system.programs):
-            for member in program.members:
-                name = self._system.models[member].name
-                if name in share and offered[index] > 0:
-                    share[name] = demand.mean_rps[name] * min(1.0, float(by_program[index]) / offered[index])
+        share = dict.fromkeys(demand.mean_rps, 0.0)
+        for pool in self._pools:
+            programs = sorted(pool)
+            for index, rate in zip(programs, self._answer(pool, offered, weights), strict=True):
+                for member in self._system.programs[index].members:
+                    name = self._system.models[member].name
+                    if name in share and offered[index] > 0:
+                        share[name] = demand.mean_rps[name] * min(1.0, rate / offered[index])
         return share
 
     def asked_rps(self, demand: Demand) -> dict[str, float]:
@@ -186,11 +179,12 @@ class Capacity:
         offered = list(mean)
         if not any(burst):
             return offered
-        cost: dict[int, list[float]] = {}
-        for program, _, ms in self._pairs(offered):
-            cost.setdefault(program, []).append(ms)
-        for pool in joined([*([program] for program in programs), *(gpulet.hosts for gpulet in self._gpulets)]):
-            weighted = [burst[p] * sum(cost[p]) / len(cost[p]) for p in pool if p in cost]
+        for pool in self._pools:
+            weighted = []
+            for program in pool:
+                if offered[program] > 0 and self._hosting[program]:
+                    cost = [self._cost_ms(program, gpulet, offered[program]) for gpulet in self._hosting[program]]
+                    weighted.append(burst[program] * sum(cost) / len(cost))
             part = math.sqrt(sum(w * w for w in weighted)) / sum(weighted) if sum(weighted) > 0 else 1.0
             for program in pool:
                 offered[program] += part * burst[program]
@@ -200,26 +194,122 @@ class Capacity:
         by_request = self._system.objective != "weighted"
         return [1.0 if by_request else self._system.offered[index].weight for index in range(len(offered))]
 
-    def _pairs(self, offered: list[float]) -> list[tuple[int, int, float]]:
-        """Return (program, gpu-let, ms of the gpu-let's time per request) for every program with requests."""
-        hosting = [0] * len(offered)
-        for gpulet in self._gpulets:
-            for program in gpulet.hosts:
-                hosting[program] += 1
-        network = self._system.network
-        known: dict[tuple[int, int], float] = {}
-        pairs = []
-        for index, gpulet in enumerate(self._gpulets):
-            for program, host in gpulet.hosts.items():
-                if offered[program] <= 0:
-                    continue
-                key = (program, id(host))
-                if key not in known:
-                    spec = self._system.offered[program]
-                    factor = self._slowdowns.get(self._system.programs[program].name, 1.0)
-                    latency = [factor * ms for ms in host.planned_ms()]
-                    budget_ms = spec.slo_ms - network.response_ms - network.ctrl_ms
-                    size = target_batch(latency, budget_ms, offered[program])
-                    known[key] = latency[size] / size if latency[1] <= budget_ms else UNSERVED
-                pairs.append((program, index, known[key]))
-        return pairs
+    def _cost_ms(self, program: int, gpulet: int, rate_rps: float) -> float:
+        """Return what a request of a program takes of a gpu-let's time, in the batches of this rate."""
+        host = self._system.gpulets[gpulet].hosts[program]
+        key = (program, id(host), rate_rps)
+        found = self._costs.get(key)
+        if found is None:
+            network, spec = self._system.network, self._system.offered[program]
+            factor = self._slowdowns.get(self._system.programs[program].name, 1.0)
+            latency = [factor * ms for ms in host.planned_ms()]
+            budget_ms = spec.slo_ms - network.response_ms - network.ctrl_ms
+            size = target_batch(latency, budget_ms, rate_rps)
+            found = self._costs[key] = latency[size] / size if latency[1] <= budget_ms else UNSERVED
+        return found
+
+    def _answer(self, pool: set[int], offered: list[float], weights: list[float] | None) -> tuple[float, ...]:
+        """Return what the programs of a pool, in ascending order, are served, in requests per second; without weights
+        the load of its busiest gpu-let alone."""
+        programs = sorted(pool)
+        question: _Question = (
+            tuple((program, *self._hosting[program]) for program in programs),
+            tuple(offered[program] for program in programs),
+            weights is None,
+        )
+        found = self._solved.get(question)
+        if found is None:
+            pairs = [
+                _Pair(place, gpulet, self._cost_ms(program, gpulet, offered[program]) / 1000.0)
+                for place, program in enumerate(programs)
+                if offered[program] > 0
+                for gpulet in self._hosting[program]
+            ]
+            rates = list(question[1])
+            if weights is None:
+                found = (_least_load(pairs, rates),)
+            else:
+                found = tuple(_most_carried(pairs, rates, [weights[program] for program in programs]))
+            self._solved[question] = found
+        return found
+
+
+class _Pair(NamedTuple):
+    """A program of a pool on one of its gpu-lets, and the seconds of the gpu-let's time that a request takes."""
+
+    program: int
+    gpulet: int
+    cost_s: float
+
+
+def _least_load(pairs: Sequence[_Pair], rates: Sequence[float]) -> float:
+    """Return the load of the busiest gpu-let where the programs of a pool are spread as evenly as can be."""
+    if len({pair.program for pair in pairs}) == len(pairs):  # nothing to choose
+        return max(_loads((pair, rates[pair.program]) for pair in pairs).values(), default=0.0)
+    rows, count = _rows(pairs), len(pairs)
+    gpulets = len(rows)
+    # Columns: requests per second of each pair, and the load to make small.
+    cost = coo_matrix(
+        (
+            [*(pair.cost_s for pair in pairs), *([-1.0] * gpulets)],
+            ([*(rows[pair.gpulet] for pair in pairs), *range(gpulets)], [*range(count), *([count] * gpulets)]),
+        ),
+        shape=(gpulets, count + 1),
+    )
+    carried = coo_matrix(([1.0] * count, ([p.program for p in pairs], range(count))), shape=(len(rates), count + 1))
+    objective = np.zeros(count + 1)
+    objective[-1] = 1.0
+    hosted = {pair.program for pair in pairs}
+    asked = [rate if program in hosted else 0.0 for program, rate in enumerate(rates)]
+    found = linprog(objective, A_ub=cost.tocsr(), b_ub=np.zeros(gpulets), A_eq=carried.tocsr(), b_eq=asked)
+    return float(found.x[-1])
+
+
+def _most_carried(pairs: Sequence[_Pair], rates: Sequence[float], weights: Sequence[float]) -> list[float]:
+    """Return what is carried of each program of a pool where the weighted sum is as large as can be."""
+    hosts: dict[int, list[_Pair]] = {}
+    for pair in pairs:
+        hosts.setdefault(pair.program, []).append(pair)
+    served = [rate if program in hosts else 0.0 for program, rate in enumerate(rates)]
+    # Each on its gpu-lets in proportion to how fast they are: where that is enough, there is nothing to choose.
+    speed = {program: sum(1.0 / pair.cost_s for pair in own) for program, own in hosts.items()}
+    even = ((pair, rates[pair.program] / pair.cost_s / speed[pair.program]) for pair in pairs)
+    if max(_loads(even).values(), default=0.0) <= 1.0:
+        return served
+    if all(len(own) == 1 for own in hosts.values()):
+        return _knapsacks(pairs, rates, weights)
+    rows, count = _rows(pairs), len(pairs)
+    cost = coo_matrix(
+        ([pair.cost_s for pair in pairs], ([rows[pair.gpulet] for pair in pairs], range(count))),
+        shape=(len(rows), count),
+    )
+    sums = coo_matrix(([1.0] * count, ([pair.program for pair in pairs], range(count))), shape=(len(rates), count))
+    found = linprog(
+        [-weights[pair.program] for pair in pairs],
+        A_ub=vstack([cost, sums]).tocsr(), b_ub=[*([1.0] * len(rows)), *rates],
+    )  # fmt: skip
+    by_program = np.bincount([pair.program for pair in pairs], weights=found.x, minlength=len(rates))
+    return [float(rate) for rate in by_program]
+
+
+def _knapsacks(pairs: Sequence[_Pair], rates: Sequence[float], weights: Sequence[float]) -> list[float]:
+    """Return what is carried where every program has one gpu-let: whatever gains most with its time comes first."""
+    left: dict[int, float] = {}
+    carried = [0.0] * len(rates)
+    for program, gpulet, cost_s in sorted(pairs, key=lambda pair: pair.cost_s / max(weights[pair.program], 1e-12)):
+        time = left.setdefault(gpulet, 1.0)
+        carried[program] = min(rates[program], time / cost_s)
+        left[gpulet] = time - carried[program] * cost_s
+    return carried
+
+
+def _loads(flows: Iterable[tuple[_Pair, float]]) -> dict[int, float]:
+    """Return the load of every gpu-let, of requests per second by pair."""
+    loads: dict[int, float] = {}
+    for pair, rate_rps in flows:
+        loads[pair.gpulet] = loads.get(pair.gpulet, 0.0) + pair.cost_s * rate_rps
+    return loads
+
+
+def _rows(pairs: Sequence[_Pair]) -> dict[int, int]:
+    return {gpulet: row for row, gpulet in enumerate(dict.fromkeys(pair.gpulet for pair in pairs))}

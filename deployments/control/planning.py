@@ -16,7 +16,7 @@ from tenuto.deployments.control.capacity import Capacity, Demand
 from tenuto.deployments.control.fit import fitted, fresh_id
 from tenuto.deployments.control.standby import standbys
 from tenuto.deployments.control.steps import fits
-from tenuto.deployments.control.worth import Durations, Rent, Worth, worth
+from tenuto.deployments.control.worth import Durations, Rent, Scale, Worth
 from tenuto.errors import InvalidInputError
 from tenuto.placement import Cluster, Gpulet, Plan, Workload
 from tenuto.placement.cluster import Gpu, GpuGroup, Node
@@ -90,13 +90,14 @@ def _proposed(request: PlanRequest, profiles: Profiles) -> Proposal:
     rent = Rent(bool(request.types), _prices(request.gpus))
     wanted, found, faults = _candidates(request, profiles)
     best: tuple[tuple[float, ...], Proposal] | None = None
+    scale = Scale(
+        request.running, request.gpus, request.demand, request.expected_rps, request.durations, rent,
+        horizon_s=request.horizon_s, hysteresis=request.hysteresis, slowdowns=request.slowdowns,
+        attainment=request.attainment,
+    )  # fmt: skip
     for how, unrated in found:
         plan = _made_for(unrated, request.demand.upper_rps)
-        weighed = worth(
-            request.running, plan, request.gpus, request.demand, request.expected_rps, request.durations, rent,
-            horizon_s=request.horizon_s, hysteresis=request.hysteresis, slowdowns=request.slowdowns,
-            attainment=request.attainment,
-        )  # fmt: skip
+        weighed = scale.weigh(plan)
         net = weighed.gained_requests - weighed.lost_requests
         saved = weighed.saved_rent - weighed.spent_rent
         rank = (float(weighed.pays), round(net), round(weighed.carried_rps), saved, -float(weighed.stages))
@@ -239,14 +240,10 @@ def _anew(request: PlanRequest, profiles: Profiles, cluster: Cluster) -> Plan:
 
 
 def _fitted(plan: Plan, request: PlanRequest) -> Plan:
-    return fitted(
-        plan, request.running, request.gpus, keep_idle=not request.types, reserved=request.standby_ids
-    )
+    return fitted(plan, request.running, request.gpus, keep_idle=not request.types, reserved=request.standby_ids)
 
 
-def _extended(
-    request: PlanRequest, profiles: Profiles, running: Plan, missing_rps: Mapping[str, float]
-) -> Plan | None:
+def _extended(request: PlanRequest, profiles: Profiles, running: Plan, missing_rps: Mapping[str, float]) -> Plan | None:
     """Return what runs, and beside it the policy's plan for what is missing: each of its gpu-lets where the least room
     is left, GPUs that are not in use last."""
     short = request.workload.model_copy(
@@ -289,9 +286,10 @@ def _trimmed(request: PlanRequest, running: Plan) -> Plan | None:
     groups.sort(key=lambda gpulets: len({replica.name for gpulet in gpulets for replica in gpulet.models}))
     singles = sorted(running.gpulets, key=lambda gpulet: -gpulet.effective_share_pct)
     kept = {gpulet.id for gpulet in running.gpulets}
+    capacity = Capacity(running, slowdowns=request.slowdowns)
     for group in [*groups, *([gpulet] for gpulet in singles)]:
         left = kept - {gpulet.id for gpulet in group}
-        if left != kept and Capacity(running, ready=left, slowdowns=request.slowdowns).load(request.demand) <= 1.0:
+        if left != kept and capacity.of(left).load(request.demand) <= 1.0:
             kept = left
     if len(kept) == len(running.gpulets):
         return None

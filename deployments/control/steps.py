@@ -32,13 +32,11 @@ def next_stage(now: Plan, target: Plan, gpus: Sequence[Gpu], rates_rps: Mapping[
         gpus: with their memory.
         rates_rps: by model, to judge what each gpu-let is worth while it is away.
     """
-    if now.to_data() == target.to_data():
-        return None
     running = {gpulet.id: gpulet for gpulet in now.gpulets}
     starts = [gpulet for gpulet in target.gpulets if gpulet.id not in running]
     loads = [g for g in target.gpulets if g.id in running and _loads(running[g.id], g)]
     if not starts and not loads:
-        return target
+        return None if now.to_data() == target.to_data() else target
     beside = _beside(starts, now.gpulets, gpus, now.overcommits or target.overcommits)
     stage = staged(now, target, [*now.gpulets, *beside]) if beside else None
     if stage is not None:
@@ -151,7 +149,8 @@ class _Served:
     """What is left of a plan's service without some of its gpu-lets, as something to sort by: least harm first."""
 
     def __init__(self, plan: Plan, rates_rps: Mapping[str, float]) -> None:
-        self._plan = plan
+        self._capacity = Capacity(plan)
+        self._ids = frozenset(gpulet.id for gpulet in plan.gpulets)
         self._known: dict[frozenset[str], tuple[int, float]] = {}
         self._rates = {spec.name: rates_rps.get(spec.name, 0.0) for spec in plan.models}
         self._hosts = {name: {g.id for g in plan.hosts_of(name)} for name in self._rates}
@@ -163,9 +162,8 @@ class _Served:
         gone = frozenset(away)
         if gone in self._known:
             return self._known[gone]
-        ready = {gpulet.id for gpulet in self._plan.gpulets} - gone
         alone = sum(1 for hosts in self._hosts.values() if hosts and hosts <= gone)
-        carried = Capacity(self._plan, ready=ready).carried(Demand.steady(self._rates))
+        carried = self._capacity.of(self._ids - gone).carried(Demand.steady(self._rates))
         lost = sum(self._weights[name] * (rate - carried[name]) for name, rate in self._rates.items())
         found = self._known[gone] = alone, round(lost, 3)
         return found

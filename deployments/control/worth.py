@@ -10,13 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from tenuto.deployments.control.capacity import Capacity, Demand, promised_parts
 from tenuto.deployments.control.steps import next_stage, not_ready
 from tenuto.placement import Plan
 from tenuto.placement.cluster import Gpu
 
-__all__ = ["Durations", "Rent", "Worth", "stages", "worth"]
+__all__ = ["Durations", "Rent", "Scale", "Worth", "stages"]
 
 MOST_STAGES = 1000  # a gpu-let at a time; more would be a fault of the steps
 SLIGHT = 1e-4  # of the offered rate: the linear program's rounding
@@ -82,80 +83,102 @@ def stages(
     return found
 
 
-def worth(
-    running: Plan, target: Plan, gpus: Sequence[Gpu], needed: Demand, expected_rps: Mapping[str, float],
-    durations: Durations, rent: Rent, *, horizon_s: float, hysteresis: float,
-    slowdowns: Mapping[str, float] | None = None, attainment: float = 0.0,
-) -> Worth:  # fmt: skip
-    """Weigh going from `running` to `target` (fitted to it).
+class Scale:
+    """Weighs plans against the one that runs, as they are fitted to it. What concerns that one is found out once."""
 
-    Args:
-        running: of what runs now, the part that serves.
-        target: the plan to go to.
-        gpus: that are there.
-        needed: what has to be carried, bursts included.
-        expected_rps: by model, what is to be expected on average for the next `horizon_s`.
-        durations: of the phases, as measured on this cluster.
-        rent: what GPUs cost.
-        horizon_s: how long the new plan is expected to hold.
-        hysteresis: how much more than its cost a change has to gain, as a fraction.
-        slowdowns: what batches of a program really take over what plans say.
-        attainment: part of its requests that a plan should promise every model, what random arrivals cost counted; of
-            a model of which it promises less, it carries less.
-    """
-    weights = {spec.name: spec.weight for spec in (*running.models, *target.models)}
-    expected = Demand.steady(expected_rps)
+    def __init__(
+        self, running: Plan, gpus: Sequence[Gpu], needed: Demand, expected_rps: Mapping[str, float],
+        durations: Durations, rent: Rent, *, horizon_s: float, hysteresis: float,
+        slowdowns: Mapping[str, float] | None = None, attainment: float = 0.0,
+    ) -> None:  # fmt: skip
+        """Take what is common to all plans that are weighed.
 
-    def served_rps(asked: Demand, plan: Plan, ready: frozenset[str] | None = None) -> float:
-        carried = Capacity(plan, ready=ready, slowdowns=slowdowns).carried(asked)
-        return sum(weights.get(name, 1.0) * rate for name, rate in carried.items())
+        Args:
+            running: of what runs now, the part that serves.
+            gpus: that are there.
+            needed: what has to be carried, bursts included.
+            expected_rps: by model, what is to be expected on average for the next `horizon_s`.
+            durations: of the phases, as measured on this cluster.
+            rent: what GPUs cost.
+            horizon_s: how long the new plan is expected to hold.
+            hysteresis: how much more than its cost a change has to gain, as a fraction.
+            slowdowns: what batches of a program really take over what plans say.
+            attainment: part of its requests that a plan should promise every model, what random arrivals cost counted;
+                of a model of which it promises less, it carries less.
+        """
+        self._running, self._gpus, self._needed = running, gpus, needed
+        self._expected = Demand.steady(expected_rps)
+        self._durations, self._rent = durations, rent
+        self._horizon_s, self._hysteresis = horizon_s, hysteresis
+        self._slowdowns, self._attainment = slowdowns or {}, attainment
 
-    def kept_rps(asked: Demand, plan: Plan, kept: Mapping[str, float]) -> float:
-        return sum(
-            weights.get(name, 1.0) * min(rate, kept.get(name, 0.0) * asked.mean_rps[name])
-            for name, rate in Capacity(plan, slowdowns=slowdowns).carried(asked).items()
+    def weigh(self, target: Plan) -> Worth:
+        """Weigh going to a plan."""
+        weights = {spec.name: spec.weight for spec in (*self._running.models, *target.models)}
+
+        def total(rates_rps: Mapping[str, float]) -> float:
+            return sum(weights.get(name, 1.0) * rate for name, rate in rates_rps.items())
+
+        offered_rps = total(self._needed.mean_rps)
+        slight_rps = SLIGHT * offered_rps
+        needs_before, before_rps = (total(kept) for kept in self._kept_now)
+        needs_after, after_rps = (total(kept) for kept in self._kept(target))
+        if needs_after < needs_before - slight_rps or after_rps < before_rps - slight_rps:
+            return Worth(False, f"it carries {needs_after:.0f} r/s, less than the {needs_before:.0f} r/s of what runs")
+        gains = needs_after > needs_before + slight_rps
+        rent_before, rent_after = self._rent.of(self._running), self._rent.of(target)
+        if not gains and rent_after >= rent_before:  # whatever the way to it
+            why = f"it carries no more and needs {rent_after:.2f} GPUs, what runs {rent_before:.2f}"
+            return Worth(False, why, needs_after)
+        way = stages(self._running, target, self._gpus, self._expected.mean_rps, self._durations)
+        seconds = sum(lasts_s for _, _, lasts_s in way)
+        carried_rps = total(self._capacity_now.carried(self._expected))
+        lost = sum(
+            max(0.0, carried_rps - total(self._capacity(plan, ready).carried(self._expected))) * lasts_s
+            for plan, ready, lasts_s in way
+            if lasts_s
         )
+        spent = sum(max(0.0, self._rent.of(plan) - rent_before) * lasts_s for plan, _, lasts_s in way)
+        left_s = max(0.0, self._horizon_s - seconds)
+        gained, saved = (after_rps - before_rps) * left_s, (rent_before - rent_after) * left_s
+        is_free = lost <= slight_rps * seconds
+        most = 1.0 + self._hysteresis
+        figures = (needs_after, gained, lost, saved, spent, seconds, len(way))
+        if gains:
+            if is_free or gained > most * lost:
+                why = f"it carries {needs_after:.0f} of {offered_rps:.0f} r/s, what runs {needs_before:.0f}"
+                return Worth(True, why, *figures)
+            return Worth(False, f"it would lose {lost:.0f} requests on the way and gain {gained:.0f}", *figures)
+        if saved <= most * spent or saved <= 0.0:
+            return Worth(False, f"it would save {saved:.0f} GPU-seconds and the change costs {spent:.0f}", *figures)
+        if not is_free:
+            return Worth(False, f"it saves GPUs only and would lose {lost:.0f} requests on the way", *figures)
+        return Worth(True, f"it needs {rent_after:.2f} GPUs, what runs {rent_before:.2f}", *figures)
 
-    offered_rps = sum(weights.get(name, 1.0) * rate for name, rate in needed.mean_rps.items())
-    slight_rps = SLIGHT * offered_rps
-    kept_before, kept_after = (_kept(plan, needed, attainment, slowdowns or {}) for plan in (running, target))
-    needs_before, needs_after = kept_rps(needed, running, kept_before), kept_rps(needed, target, kept_after)
-    before_rps, after_rps = kept_rps(expected, running, kept_before), kept_rps(expected, target, kept_after)
-    if needs_after < needs_before - slight_rps or after_rps < before_rps - slight_rps:
-        return Worth(False, f"it carries {needs_after:.0f} r/s, less than the {needs_before:.0f} r/s of what runs")
-    gains = needs_after > needs_before + slight_rps
-    rent_before, rent_after = rent.of(running), rent.of(target)
-    if not gains and rent_after >= rent_before:  # whatever the way to it
-        why = f"it carries no more and needs {rent_after:.2f} GPUs, what runs {rent_before:.2f}"
-        return Worth(False, why, needs_after)
-    way = stages(running, target, gpus, expected_rps, durations)
-    seconds = sum(lasts_s for _, _, lasts_s in way)
-    carried_rps = served_rps(expected, running)
-    lost = sum(
-        max(0.0, carried_rps - served_rps(expected, plan, ready)) * lasts_s
-        for plan, ready, lasts_s in way
-        if lasts_s
-    )
-    spent = sum(max(0.0, rent.of(plan) - rent_before) * lasts_s for plan, _, lasts_s in way)
-    left_s = max(0.0, horizon_s - seconds)
-    gained, saved = (after_rps - before_rps) * left_s, (rent_before - rent_after) * left_s
-    is_free = lost <= slight_rps * seconds
-    figures = (needs_after, gained, lost, saved, spent, seconds, len(way))
-    if gains:
-        if is_free or gained > (1.0 + hysteresis) * lost:
-            why = f"it carries {needs_after:.0f} of {offered_rps:.0f} r/s, what runs {needs_before:.0f}"
-            return Worth(True, why, *figures)
-        return Worth(False, f"it would lose {lost:.0f} requests on the way and gain {gained:.0f}", *figures)
-    if saved <= (1.0 + hysteresis) * spent or saved <= 0.0:
-        return Worth(False, f"it would save {saved:.0f} GPU-seconds and the change costs {spent:.0f}", *figures)
-    if not is_free:
-        return Worth(False, f"it saves GPUs only and would lose {lost:.0f} requests on the way", *figures)
-    return Worth(True, f"it needs {rent_after:.2f} GPUs, what runs {rent_before:.2f}", *figures)
+    @cached_property
+    def _capacity_now(self) -> Capacity:
+        return self._capacity(self._running)
 
+    @cached_property
+    def _kept_now(self) -> tuple[dict[str, float], dict[str, float]]:
+        return self._kept(self._running, self._capacity_now)
 
-def _kept(plan: Plan, needed: Demand, attainment: float, slowdowns: Mapping[str, float]) -> dict[str, float]:
-    """Return which part of its requests a plan promises every model; 1 from `attainment` on."""
-    if attainment <= 0.0:
-        return dict.fromkeys(needed.mean_rps, 1.0)
-    parts = promised_parts(plan, needed.mean_rps, slowdowns)
-    return {name: min(1.0, part / attainment) for name, part in parts.items()}
+    def _capacity(self, plan: Plan, ready: frozenset[str] | None = None) -> Capacity:
+        return Capacity(plan, ready=ready, slowdowns=self._slowdowns)
+
+    def _kept(self, plan: Plan, capacity: Capacity | None = None) -> tuple[dict[str, float], dict[str, float]]:
+        """Return the requests per second that a plan carries of every model, and promises in time: of what is needed,
+        and of what is expected."""
+        parts = dict.fromkeys(self._needed.mean_rps, 1.0)
+        if self._attainment > 0.0:
+            promised = promised_parts(plan, self._needed.mean_rps, self._slowdowns)
+            parts = {name: min(1.0, part / self._attainment) for name, part in promised.items()}
+        capacity = capacity or self._capacity(plan)
+        needed, expected = (
+            {
+                name: min(rate, parts.get(name, 0.0) * asked.mean_rps[name])
+                for name, rate in capacity.carried(asked).items()
+            }
+            for asked in (self._needed, self._expected)
+        )
+        return needed, expected

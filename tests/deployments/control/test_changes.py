@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tenuto.deployments.control.capacity import UNSERVED, Capacity, Demand
 from tenuto.deployments.control.fit import fitted
 from tenuto.deployments.control.steps import fits, next_stage, not_ready
-from tenuto.deployments.control.worth import Durations, Rent, stages, worth
+from tenuto.deployments.control.worth import Durations, Rent, Scale, stages
 from tenuto.errors import InvalidInputError
 from tenuto.placement import Plan
 from tests.instruments.plans import gpu, make_plan
@@ -214,7 +214,7 @@ def test_without_room_every_model_with_two_replicas_keeps_one(seed: int) -> None
 def weigh(running: Plan, target: Plan, demand: Demand, gpus: int = 4, **more: float):  # type: ignore[no-untyped-def]
     chosen = {"horizon_s": 300.0, "hysteresis": 0.2, **more}
     laid = fitted(target, running, GPUS[:gpus], keep_idle=True)
-    return worth(running, laid, GPUS[:gpus], demand, demand.mean_rps, DURATIONS, BY_SHARE, **chosen)
+    return Scale(running, GPUS[:gpus], demand, demand.mean_rps, DURATIONS, BY_SHARE, **chosen).weigh(laid)
 
 
 ONE, BOTH = {"n0/0/a": (100.0, ["a"])}, {"n0/0/a": (100.0, ["a"]), "n0/1/a": (100.0, ["a"])}
