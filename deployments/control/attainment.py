@@ -24,6 +24,7 @@ class Attainment:
         self._target, self._window_s = target, window_s
         self._names = tuple(models)
         self._looks: deque[tuple[float, NDArray[np.float64]]] = deque()  # (time, [ended in time, not in time] by model)
+        self._bad = 0.0  # requests not in time in these looks
         self._lost: dict[str, float] = {}  # the part that was lost in the looks that spoke loudest
 
     def set_models(self, models: Sequence[str]) -> None:
@@ -34,6 +35,7 @@ class Attainment:
     def forget(self) -> None:
         """Judge by what ends from now on."""
         self._looks.clear()
+        self._bad = 0.0
         self._lost = {}
 
     def observe(self, now_s: float, good: Mapping[str, int], bad: Mapping[str, int]) -> list[str]:
@@ -44,10 +46,11 @@ class Attainment:
         """
         counts = np.array([[good.get(name, 0), bad.get(name, 0)] for name in self._names], dtype=np.float64)
         self._looks.append((now_s, counts))
+        self._bad += counts[:, 1].sum()
         while self._looks[0][0] <= now_s - self._window_s:
-            self._looks.popleft()
+            self._bad -= self._looks.popleft()[1][:, 1].sum()
         self._lost = {}
-        if not any(counts[:, 1].any() for _, counts in self._looks):
+        if not self._bad:
             return []
         total = np.cumsum([counts for _, counts in reversed(self._looks)], axis=0)
         lost, ended = total[:, :, 1], np.maximum(1.0, total.sum(axis=2))

@@ -117,6 +117,11 @@ class Capacity:
         other._count(ready)
         return other
 
+    def forget(self) -> None:
+        """Let go of what was found; call it between demands that have nothing in common."""
+        self._costs.clear()
+        self._solved.clear()
+
     @cached_property
     def models(self) -> tuple[str, ...]:
         """The models of the plan."""

@@ -8,6 +8,7 @@ or does not become ready changes nothing, or is taken back.
 
 from __future__ import annotations
 
+import math
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -30,7 +31,8 @@ __all__ = ["ChangeUnderWay", "Controller", "Memory"]
 
 HOUR_S = 3600.0
 KEPT_ENTRIES = 1000  # of the log, in memory; the driver writes all of them
-MOVED_ENOUGH = 0.05  # of any need: below it the same question would get the same answer
+MOVED_ENOUGH = 0.05  # of a need: below it the same question would get the same answer
+CHANCE = 3.0  # standard deviations of a measured rate
 FOLLOW = 0.3  # weight of the newest duration or ratio in its average, as in the dispatcher's own corrections
 
 
@@ -159,6 +161,7 @@ class Controller:
         self._now_s = 0.0
         self._last_s: float | None = None
         self._decisions: list[Decision] = []
+        self._read: tuple[object, Capacity] | None = None  # the plan that runs, and what it was read for
         self._wanted: Mapping[str, int] | None = None
         self._standby: dict[str, Gpulet] = {}  # idle processes by the gpu-let each can take over from
         self._standby_of: tuple[Gpulet, ...] | None = None  # the gpu-lets they were asked for
@@ -226,6 +229,7 @@ class Controller:
         if saves_only and reasons.keys() & {"slo", "overload"}:
             obstacle = "GPUs are not given up while requests are lost"
         if obstacle is not None:
+            self._answered = None  # it passes
             self._say("kept", f"{why}: {result.how} would pay, as {worth.why}, but {obstacle}", figures)
             return
         self._say("advice" if self.mode == "advise" else "change", f"{why}: {result.how}, as {worth.why}", figures)
@@ -406,8 +410,12 @@ class Controller:
 
     def _capacity(self) -> Capacity:
         here = {gpu.id for gpu in self._gpus}
-        ready = {gpulet.id for gpulet in self._plan.gpulets if gpulet.gpu in here}
-        return Capacity(self._plan, ready=ready, slowdowns=self._slowdowns)
+        ready = frozenset(gpulet.id for gpulet in self._plan.gpulets if gpulet.gpu in here)
+        read = (id(self._plan), ready, dict(self._slowdowns))
+        if self._read is None or self._read[0] != read:
+            self._read = read, Capacity(self._plan, ready=ready, slowdowns=dict(self._slowdowns))
+        self._read[1].forget()
+        return self._read[1]
 
     def _moved_rates(self, needs: Mapping[str, float]) -> dict[str, float]:
         moved = self._settings.when.rate
@@ -444,13 +452,11 @@ class Controller:
             return
         needs, kinds = self.demand().upper_rps, frozenset(self._reasons)
         known = self._answered
-        is_new, saves_only = "standby" in kinds, kinds <= {"underused", "rate"}
-        # What may save a GPU is a matter of all rates together; of many models one has always moved.
-        moved = _shifted if saves_only else _moved
-        if not is_new and known is not None and kinds <= known[1] and not moved(known[0], needs, MOVED_ENOUGH):
+        is_known = known is not None and kinds <= known[1] and not self._is_news(known[0], needs)
+        if is_known and "standby" not in kinds:
             self._reasons.clear()
             return
-        if self._obstacle(saves_only=saves_only) is not None:
+        if self._obstacle(saves_only=kinds <= {"underused", "rate"}) is not None:
             return
         self._answered = needs, kinds
         self._planned_with = needs
@@ -473,6 +479,20 @@ class Controller:
             standby_ids=frozenset(gpulet.id for gpulet in self._standby.values()),
         )
         self._decisions.append(MakePlan(self._number, request))
+
+    def _is_news(self, before: Mapping[str, float], after: Mapping[str, float]) -> bool:
+        """Whether needs have moved, those of one model or of all together, by more than chance moves them: of many
+        models with few requests each, one always seems to have."""
+
+        def has_moved(then: float, now: float) -> bool:
+            by_chance = CHANCE * math.sqrt(2.0 * then / self._settings.rates.average_s)  # of two averages
+            return abs(now - then) > max(MOVED_ENOUGH * then, by_chance)
+
+        return (
+            before.keys() != after.keys()
+            or has_moved(sum(before.values()), sum(after.values()))
+            or any(has_moved(before[name], after[name]) for name in after)
+        )
 
     def _obstacle(self, *, saves_only: bool) -> str | None:
         """Return what stands against a change now."""
@@ -674,12 +694,6 @@ def _moved(before: Mapping[str, float], after: Mapping[str, float], part: float)
     return before.keys() != after.keys() or any(
         abs(after[name] - before[name]) > part * max(before[name], 1e-9) for name in after
     )
-
-
-def _shifted(before: Mapping[str, float], after: Mapping[str, float], part: float) -> bool:
-    """Whether the needs of all models together have moved by more than this part."""
-    shift = sum(abs(after[name] - before.get(name, 0.0)) for name in after)
-    return before.keys() != after.keys() or shift > part * sum(before.values())
 
 
 def _shown(values: Mapping[str, Any], form: str) -> str:
