@@ -60,9 +60,10 @@ class ControlledSimulation:
         return cls(workload, solve(policy, workload, cluster, profiles), cluster.gpus, profiles, settings, **how)
 
     def run(
-        self, rate_scale: float = 1.0, progress: Callable[[float, ControlledRun], None] = lambda _now_s, _run: None
-    ) -> ControlledRun:
-        """Serve all requests at a rate scale, from the first plan on."""
+        self, rate_scale: float = 1.0, progress: Callable[[float, ControlledRun], None] = lambda _now_s, _run: None,
+        *, sample: float = 1.0,
+    ) -> ControlledRun:  # fmt: skip
+        """Serve all requests at a rate scale, from the first plan on; of quiet looks only a `sample`, one by one."""
         schedule = make_schedule(beside(self.workload.models, self.folder), self.duration_s, self.seed, rate_scale)
         growth = {gpu.type: gpu for gpu in reversed(self.gpus) if gpu.type in self.settings.gpus}
         return run_controlled(
@@ -70,7 +71,7 @@ class ControlledSimulation:
             self.gpus, self.profiles, self.settings,
             lambda system: make_scheduler(self.scheduler_name, system, self.options),
             world=World(network=self.network, seed=self.seed), growth=growth, window_s=self.settings.interval_s,
-            progress=progress,
+            sample=sample, progress=progress,
         )  # fmt: skip
 
 
@@ -100,6 +101,7 @@ def controlled_summary(run: ControlledRun, duration_s: float, since: float) -> d
             for name, row in zip(run.names, ended, strict=True)
         },
         "control": {
+            "simulated": run.simulated,
             "changes": run.count("changed"),
             "rolled_back": run.count("rolled back"),
             "gpu_hours": run.gpu_s / 3600.0,

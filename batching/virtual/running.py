@@ -131,8 +131,8 @@ class RunningSystem:
         self._idle: set[str] = set()  # of them, those that wait on standby: they hold no share
         self._due: list[tuple[float, str]] = []  # (time, gpu-let): its process should be ready
         self._next = 0  # the next arrival
-        self._chunk = -1
-        self._rows: tuple[list[float], list[int], list[float]] = ([], [], [])
+        self._skipped_ms = 0.0  # by which its own clock, which all times here are of, is behind that of the arrivals
+        self._passed = np.zeros(len(names), dtype=np.int64)  # requests by model that were skipped since the last look
         self._retried: set[int] = set()
         self._factors: dict[str, float] = {}  # by program: what batches take over what the plan says
         self._odd: dict[tuple[int, int], int] = {}  # batches of (gpu-let, program) that took another time than planned
@@ -200,18 +200,40 @@ class RunningSystem:
 
     def advance(self, until_ms: float) -> None:
         """Let everything happen up to and including `until_ms`."""
-        while self._due and self._due[0][0] <= until_ms:
+        until = until_ms - self._skipped_ms
+        while self._due and self._due[0][0] <= until:
             at, name = heappop(self._due)
             self._serve(at)
             process = self._processes.get(name)
             if process is not None and not process.is_ready and process.ready_at <= at:
                 process.is_ready = True
                 self._offer(name, at)
-        self._serve(until_ms)
+        self._serve(until)
+
+    def skip(self, until_ms: float) -> None:
+        """Take the requests up to and including `until_ms` as served like those before them, without serving any of
+        them. What waits and runs stands still meanwhile, so that those that follow meet what these would have met.
+
+        A model without a gpu-let has its requests rejected, all others have them in time. Only where `is_steady`.
+        """
+        if not self._skipped_ms:
+            self._times = self._times.copy()  # the caller's until now
+        first = self._next
+        self._next += int(np.searchsorted(self._times[first:], until_ms, side="right"))
+        self._passed += np.bincount(self._models[first : self._next], minlength=len(self._names))
+        self._times[first : self._next] = self.now_ms
+        passed_ms = until_ms - self._skipped_ms - self.now_ms
+        self._skipped_ms += passed_ms
+        self._used_at_ms -= passed_ms
+
+    @property
+    def is_steady(self) -> bool:
+        """Whether no process starts, loads or drains, and none is broken."""
+        return not (self._due or self._leaving) and all(process.is_ready for process in self._processes.values())
 
     def _serve(self, until: float) -> None:
         scheduler = self._scheduler
-        end = self._next + int(np.searchsorted(self._times[self._next :], until, side="right"))
+        end = self._next + int(np.searchsorted(self._times[self._next :], until + self._skipped_ms, side="right"))
         if scheduler is None or self._cluster is None:
             if end > self._next:
                 self._lost_ids[Outcome.REJECTED].append(range(self._next, end))
@@ -221,24 +243,23 @@ class RunningSystem:
         events, index, now = self._cluster.events, self._index, self.now_ms
         add = scheduler.add_request
         while self._next < end:
-            first = self._next
-            if first // _CHUNK != self._chunk:
-                self._chunk = first // _CHUNK
-                rows = slice(self._chunk * _CHUNK, (self._chunk + 1) * _CHUNK)
-                self._rows = self._times[rows].tolist(), self._models[rows].tolist(), self._deadlines[rows].tolist()
-            base = self._chunk * _CHUNK
-            last = min(end, base + _CHUNK)
-            times, models, deadlines = self._rows
-            for place in range(first - base, last - base):
-                at = times[place]
+            first, last = self._next, min(end, self._next + _CHUNK)
+            rows = slice(first, last)
+            if self._skipped_ms:
+                self._times[rows] -= self._skipped_ms
+                self._deadlines[rows] -= self._skipped_ms
+            times, models, deadlines = self._times[rows].tolist(), self._models[rows].tolist(), self._deadlines[rows]
+            for request, at, place, deadline in zip(
+                range(first, last), times, models, deadlines.tolist(), strict=True
+            ):
                 if scheduler.next_wake_ms < at or (events and events[0][0] <= at) or self._leaving:
                     self._settle(at, now)
                 now = at
-                model = index[models[place]]
+                model = index[place]
                 if model < 0:
-                    self._lost_ids[Outcome.REJECTED].append((base + place,))
+                    self._lost_ids[Outcome.REJECTED].append((request,))
                     continue
-                add(at, model, base + place, deadlines[place])
+                add(at, model, request, deadline)
                 if scheduler.decisions:
                     self._carry_out(at)
             self._next = last
@@ -440,6 +461,10 @@ class RunningSystem:
         arrived = np.bincount(self._models[self._looked_from : self._next], minlength=models)
         self._looked_from = self._next
         ended = np.zeros((models, len(OUTCOMES)), dtype=np.int64)
+        served = np.array(self._index) >= 0
+        ended[served, Outcome.OK] = self._passed[served]
+        ended[~served, Outcome.REJECTED] = self._passed[~served]
+        self._passed[:] = 0
         use: dict[str, list[float]] = {}
         for cluster, ids in [*self._leaving, *([(self._cluster, self._ids)] if self._cluster is not None else [])]:
             self._read_log(cluster, ids, ended, use)

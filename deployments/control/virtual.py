@@ -19,12 +19,14 @@ from tenuto.deployments.control.interface import Apply, Entry, GpuletSeen, MakeP
 from tenuto.deployments.control.planning import Proposal, propose
 from tenuto.deployments.control.settings import ControlSettings
 from tenuto.errors import InvalidInputError
-from tenuto.outcome import Outcome
+from tenuto.outcome import OUTCOMES, Outcome
 from tenuto.placement import Plan, Workload
 from tenuto.placement.cluster import Gpu
 from tenuto.profiles import Profiles
 
 __all__ = ["ControlledRun", "Incident", "Load", "Window", "World", "run_controlled"]
+
+QUIET_LOOKS = 5  # without a loss; fewer, and what follows on a loss would be skipped too often
 
 
 @dataclass(frozen=True)
@@ -74,24 +76,44 @@ class Window:
 
     end_s: float
     arrived: NDArray[np.int64]
-    ended: NDArray[np.int64]  # columns in the order of OUTCOMES
+    ended: NDArray[np.int64]  # columns in the order of OUTCOMES; requests that were skipped count as in time
     share_s: float
     gpu_s: float
 
 
 @dataclass
 class ControlledRun:
-    """What a run produced: figures by window, the log, and every plan that was applied with its time and reason."""
+    """What a run produced: figures by window, the log, and every plan that was applied with its time and reason.
+
+    `skipped` and `drawn` are what became of quiet looks: requests by model that were skipped, and by model and outcome
+    those of the looks that were drawn to be simulated in their place.
+    """
 
     names: tuple[str, ...]
     windows: list[Window] = field(default_factory=list)
     entries: list[Entry] = field(default_factory=list)
     plans: list[tuple[float, Plan, str]] = field(default_factory=list)
+    skipped: NDArray[np.int64] = field(init=False)
+    drawn: NDArray[np.int64] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.skipped = np.zeros(len(self.names), dtype=np.int64)
+        self.drawn = np.zeros((len(self.names), len(OUTCOMES)), dtype=np.int64)
 
     def ended(self) -> NDArray[np.int64]:
-        """Return requests by model and outcome over the whole run."""
+        """Return requests by model and outcome over the whole run; those that were skipped as those drawn ended."""
         total: NDArray[np.int64] = np.sum([window.ended for window in self.windows], axis=0)
+        lost = self.drawn.copy()
+        lost[:, Outcome.OK] = 0
+        estimate = np.rint(lost * (self.skipped / np.maximum(1, self.drawn.sum(axis=1)))[:, None]).astype(np.int64)
+        total += estimate
+        total[:, Outcome.OK] -= estimate.sum(axis=1)
         return total
+
+    @property
+    def simulated(self) -> int:
+        """The requests that were served one by one."""
+        return int(sum(window.ended.sum() for window in self.windows) - self.skipped.sum())
 
     def attainments(self) -> dict[str, float]:
         """Return which part of the requests of every model with any was answered in time."""
@@ -128,6 +150,7 @@ def run_controlled(
     incidents: Sequence[Incident] = (),
     growth: Mapping[str, Gpu] | None = None,
     window_s: float = 20.0,
+    sample: float = 1.0,
     progress: Callable[[float, ControlledRun], None] = lambda _now_s, _run: None,
 ) -> ControlledRun:
     """Serve a load from the first plan on, under the controller.
@@ -144,22 +167,33 @@ def run_controlled(
         incidents: what happens, in order of time.
         growth: for a cluster that can grow, a GPU of each type it can have.
         window_s: length of the windows of the figures.
+        sample: part of the quiet looks, drawn at random, that are simulated request by request; see `_Cluster`.
         progress: called at the end of every window.
     """
-    cluster = _Cluster(load, workload, plan, gpus, profiles, settings, make_scheduler, world or World(), growth or {})
+    cluster = _Cluster(
+        load, workload, plan, gpus, profiles, settings, make_scheduler, world or World(), growth or {}, sample
+    )
     for incident in incidents:
         cluster.expect(incident)
     return cluster.run(load.duration_s, window_s, progress)
 
 
 class _Cluster:
-    """The driver: it carries out what the controller decides, and tells it what it may know."""
+    """The driver: it carries out what the controller decides, and tells it what it may know.
+
+    The scheduler's work on every request is most of the time that a long run takes, and most seconds are alike: nothing
+    changes, nothing is lost. With `sample` below 1 each look that is to follow on `QUIET_LOOKS` such ones is drawn with
+    this probability, and skipped if it is not. The controller sees all arrivals all the same. What a look is drawn for
+    is known before it begins, so the losses of those drawn are an unbiased estimate of the losses of those skipped.
+    """
 
     def __init__(
         self, load: Load, workload: Workload, plan: Plan, gpus: Sequence[Gpu], profiles: Profiles,
         settings: ControlSettings, make_scheduler: Callable[[System], Scheduler], world: World,
-        growth: Mapping[str, Gpu],
+        growth: Mapping[str, Gpu], sample: float,
     ) -> None:  # fmt: skip
+        self._sample, self._quiet_looks = sample, 0
+        self._draw = np.random.default_rng(world.seed).random
         self._world, self._profiles, self._settings, self._growth = world, profiles, settings, growth
         slo_ms = {spec.name: spec.slo_ms for spec in workload.models}
         self._system = RunningSystem(
@@ -195,12 +229,12 @@ class _Cluster:
         while step * look_s < duration_s:
             step += 1
             now_s = step * look_s
+            is_eventful = bool(self._events) and self._events[0][0] <= now_s
             while self._events and self._events[0][0] <= now_s:
                 at_s, _, happen = heappop(self._events)
                 self._system.advance(1000.0 * at_s)
                 happen(at_s)
-            self._system.advance(1000.0 * now_s)
-            look = self._system.look()
+            look = self._pass(1000.0 * now_s, is_eventful=is_eventful)
             looks.append(look)
             self._controller.observe(now_s, self._seen(now_s, look))
             self._carry_out(now_s)
@@ -212,6 +246,25 @@ class _Cluster:
         self._system.advance(1000.0 * duration_s + 60_000.0)
         self._close(duration_s + 60.0, [self._system.look()], is_rest=True)
         return self._result
+
+    def _pass(self, until_ms: float, *, is_eventful: bool) -> Look:
+        """Let the time up to a look pass, request by request or not, and take the look."""
+        is_quiet = self._sample < 1.0 and self._quiet_looks >= QUIET_LOOKS and not is_eventful
+        is_quiet = is_quiet and self._controller.change is None and self._system.is_steady
+        is_skipped = is_quiet and self._draw() >= self._sample
+        if is_skipped:
+            self._system.skip(until_ms)
+        else:
+            self._system.advance(until_ms)
+        look = self._system.look()
+        if is_skipped:
+            self._result.skipped += look.arrived
+            return look
+        if is_quiet:
+            self._result.drawn += look.ended
+        is_lossless = int(look.ended.sum()) == int(look.ended[:, Outcome.OK].sum())
+        self._quiet_looks = self._quiet_looks + 1 if is_lossless else 0
+        return look
 
     def _close(self, now_s: float, looks: Sequence[Look], *, is_rest: bool = False) -> None:
         arrived = np.sum([look.arrived for look in looks], axis=0)

@@ -22,14 +22,18 @@ KINDS = ("daily", "flat", "timer", "bursty")
 PARTS = (0.5, 0.2, 0.15, 0.15)  # of the functions
 
 
-def write_day(path: Path, seed: int, invocations: int = 20_000_000) -> None:
-    """Write one day's file; the same seed gives the same bytes."""
+def write_day(path: Path, seed: int, invocations: int = 20_000_000, swing: float | None = None) -> None:
+    """Write one day's file; the same seed gives the same bytes.
+
+    With `swing` every function follows the time of day with this amplitude (0.6: from 0.4 to 1.6 of its mean), as where
+    all clients live in one part of the world; the published load swings less, as half of it does not follow the day.
+    """
     rng = np.random.default_rng(seed)
     weights = np.arange(1, FUNCTIONS + 1) ** -POPULARITY
     rng.shuffle(weights)
     noon = rng.uniform(0, MINUTES)  # the hour of most load, about the same for most functions
     counts = [
-        rng.poisson(invocations * weight / weights.sum() / MINUTES * _shape(rng, noon))
+        rng.poisson(invocations * weight / weights.sum() / MINUTES * _shape(rng, noon, swing))
         for weight in weights.tolist()
     ]
     with path.open("w", newline="", encoding="utf-8") as stream:
@@ -39,10 +43,10 @@ def write_day(path: Path, seed: int, invocations: int = 20_000_000) -> None:
             writer.writerow([f"o{number // 7}", f"a{number // 3}", f"f{number}", "any", *row.tolist()])
 
 
-def _shape(rng: np.random.Generator, noon: float) -> NDArray[np.float64]:
+def _shape(rng: np.random.Generator, noon: float, swing: float | None) -> NDArray[np.float64]:
     """Return the load of a function by minute, with a mean of 1."""
     minute = np.arange(MINUTES)
-    kind = rng.choice(KINDS, p=PARTS)
+    kind = rng.choice(KINDS, p=PARTS) if swing is None else "daily"
     if kind == "timer":
         period = int(rng.choice([1, 1, 1, 5, 10, 15]))
         shape = (minute % period == rng.integers(period)).astype(np.float64)
@@ -55,7 +59,7 @@ def _shape(rng: np.random.Generator, noon: float) -> NDArray[np.float64]:
             at += length + float(rng.exponential(120.0))
         shape += 0.05
     else:
-        amplitude = rng.uniform(0.3, 0.8) if kind == "daily" else 0.05
+        amplitude = swing or (rng.uniform(0.3, 0.8) if kind == "daily" else 0.05)
         shape = 1.0 + amplitude * np.cos(2 * np.pi * (minute - noon - rng.normal(0.0, 90.0)) / MINUTES)
     noise = np.zeros(MINUTES)
     for step in range(1, MINUTES):

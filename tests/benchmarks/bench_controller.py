@@ -82,18 +82,19 @@ def gpus_held(plan: Plan) -> float:
     return sum(gpulet.effective_share_pct for gpulet in plan.gpulets) / 100.0
 
 
-def report(name: str, run: ControlledRun, wall_s: float) -> None:
+def report(name: str, run: ControlledRun, cpu_s: float) -> None:
     """Print the figures of a run."""
     ended = run.ended()
     total = ended.sum(axis=0)
     attainments = run.attainments()
     worst = min(attainments, key=lambda model: attainments[model])
     print(
-        f"{name}: {total.sum():,} requests in {wall_s:.0f} s; violated {1 - total[Outcome.OK] / total.sum():.3%} "
-        f"(expired {total[Outcome.EXPIRED]:,}, late {total[Outcome.LATE]:,}, rejected {total[Outcome.REJECTED]:,}, "
-        f"failed {total[Outcome.FAILED]:,}); worst model {worst} {attainments[worst]:.3%}; {run.count('changed')} "
-        f"changes, {run.count('rolled back')} rolled back; GPU-hours {run.gpu_s / 3600:.2f}, by share "
-        f"{run.share_s / 3600:.2f}"
+        f"{name}: {total.sum():,} requests in {cpu_s:.0f} s of a core; "
+        f"violated {1 - total[Outcome.OK] / total.sum():.3%} (expired {total[Outcome.EXPIRED]:,}, "
+        f"late {total[Outcome.LATE]:,}, rejected {total[Outcome.REJECTED]:,}, failed {total[Outcome.FAILED]:,}); "
+        f"worst model {worst} {attainments[worst]:.3%}; {run.count('changed')} changes, {run.count('rolled back')} "
+        f"rolled back; GPU-hours {run.gpu_s / 3600:.2f}, by share {run.share_s / 3600:.2f}"
+        + (f"; {run.simulated:,} requests one by one" if run.skipped.any() else "")
     )
 
 
@@ -152,12 +153,12 @@ def waves(args: argparse.Namespace) -> None:
     load = Load(schedule.names, schedule.times_ms, schedule.model_index, duration_s)
     declared = five_models(rate_rps * factors[0] * 1.3)
     settings = ControlSettings.model_validate({"mode": "act", "policy": {"name": "gpulet"}})
-    since = time.perf_counter()
+    since = time.process_time()
     run = run_controlled(
         load, declared, solve(policy, declared, cluster, IGNITER), cluster.gpus, IGNITER, settings,
         lambda system: make_scheduler("deferred", system), progress=progress,
     )  # fmt: skip
-    report(f"waves, peak {5 * rate_rps:,.0f} r/s, seed {args.seed}", run, time.perf_counter() - since)
+    report(f"waves, peak {5 * rate_rps:,.0f} r/s, seed {args.seed}", run, time.process_time() - since)
 
     def bursty(rate: float) -> Workload:
         return five_models(rate + SIGMAS * math.sqrt(rate))
@@ -188,7 +189,7 @@ def day(args: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory() as folder:
         trace = Path(args.trace) if args.trace else Path(folder) / "day.csv"
         if not args.trace:
-            write_day(trace, args.seed)
+            write_day(trace, args.seed, swing=args.swing)
         workload = Workload.model_validate({"models": [
             {
                 "name": row, "rate_rps": 10.0, "slo_ms": profile.models[row].coefficients["slo_ms"],
@@ -215,7 +216,7 @@ def day(args: argparse.Namespace) -> None:
     settings = ControlSettings.model_validate(
         {"mode": "act", "policy": {"name": args.policy}, "gpus": {"1080ti": {"min": 1, "max": most}}}
     )
-    since = time.perf_counter()
+    since = time.process_time()
     epochs = counts[: int(duration_s // 300) * 300].reshape(-1, 300, len(rows)).mean(axis=1)
 
     def needed(rates: NDArray[np.float64]) -> int:
@@ -234,7 +235,7 @@ def day(args: argparse.Namespace) -> None:
         if now_s % 7200 and now_s < duration_s:
             return
         hours = now_s / 3600.0
-        report(f"day, {args.policy}, seed {args.seed}, {hours:g} h", run, time.perf_counter() - since)
+        report(f"day, {args.policy}, seed {args.seed}, {hours:g} h", run, time.process_time() - since)
         found.extend(needed(rates) for rates in epochs[len(found) : int(now_s // 300)])
         clairvoyant, peak = sum(found) * 300.0 / 3600.0, needed(epochs[: len(found)].max(axis=0)) * hours
         held = run.gpu_s / 3600.0
@@ -256,7 +257,7 @@ def day(args: argparse.Namespace) -> None:
     run = run_controlled(
         Load(schedule.names, schedule.times_ms, schedule.model_index, duration_s), declared, plan, there, profiles,
         settings, lambda system: make_scheduler("deferred", system, {"rehearse": False}),
-        growth={"1080ti": gpus[0]}, window_s=300.0, progress=tell,
+        growth={"1080ti": gpus[0]}, window_s=300.0, sample=args.sample, progress=tell,
     )  # fmt: skip
     if args.log:
         show_log(run, ("change", "changed", "roll back", "rolled back", "missing", "no plan", "stuck"))
@@ -267,7 +268,7 @@ def _serve_day(
     counts: NDArray[np.float64], most: int,
 ) -> None:  # fmt: skip
     """Run the day with every model scaled by the length of its queue."""
-    found, since = {}, time.perf_counter()
+    found, since = {}, time.process_time()
     for index, spec in enumerate(workload.models):
         line = lines[spec.name]
         first_rps = max(0.1, float(counts[:300, index].mean()))
@@ -281,7 +282,7 @@ def _serve_day(
     low = {name: 1 - f.late / f.requests for name, f in found.items() if f.requests and f.late > 0.01 * f.requests}
     print(
         f"Serve's queue-length rule, seed {args.seed}, {args.hours:g} h: {requests:,} requests in "
-        f"{time.perf_counter() - since:.0f} s; violated {late / requests:.3%}; GPU-hours "
+        f"{time.process_time() - since:.0f} s; violated {late / requests:.3%}; GPU-hours "
         f"{sum(f.gpu_s for f in found.values()) / 3600.0:.1f}; changes per hour "
         f"{sum(f.changes for f in found.values()) / args.hours:.1f}; models below 99 %: "
         + (", ".join(f"{name} {part:.2%}" for name, part in sorted(low.items(), key=lambda p: p[1])) or "none")
@@ -316,12 +317,12 @@ def incidents(args: argparse.Namespace) -> None:
     for what, (factors, happens) in cases.items():
         schedule = make_schedule(stepped(workload, factors), 600.0, args.seed)
         load = Load(schedule.names, schedule.times_ms, schedule.model_index, 600.0)
-        since = time.perf_counter()
+        since = time.process_time()
         run = run_controlled(
             load, workload, plan, cluster.gpus, IGNITER, settings, lambda system: make_scheduler("deferred", system),
             incidents=happens, window_s=1.0,
         )  # fmt: skip
-        report(what, run, time.perf_counter() - since)
+        report(what, run, time.process_time() - since)
         again, low = _recovered(run, 300.0)
         after = [window for window in run.windows if window.end_s > 300.0 + again]
         ended = np.sum([window.ended for window in after], axis=0)
@@ -405,6 +406,8 @@ def main() -> None:
     parser.add_argument("--rate-scale", type=float, default=1.0, help="of the waves")
     parser.add_argument("--policy", default="gpulet", help="of the day")
     parser.add_argument("--hours", type=float, default=24.0, help="of the day")
+    parser.add_argument("--swing", type=float, help="of the day: all functions follow it, with this amplitude")
+    parser.add_argument("--sample", type=float, default=1.0, help="of the day: part of the quiet seconds simulated")
     parser.add_argument("--rival", action="store_true", help="of the day: Ray Serve's own rule, and no controller")
     parser.add_argument("--trace", help="a day of the Azure Functions trace of 2019 in place of the made-up one")
     parser.add_argument("--svg", help="draw rates, GPUs and violations over time")
