@@ -19,6 +19,7 @@ from tenuto.batching.registry import make_scheduler
 from tenuto.batching.virtual.goodput import Goal, HostedModels, Trial, try_arrivals, try_load
 from tenuto.batching.virtual.result import SimulationResult
 from tenuto.batching.virtual.simulator import simulate
+from tenuto.errors import Problem
 from tenuto.loadgen.application_figures import application_figures, label_stages
 from tenuto.loadgen.applications import ApplicationLoad, Joins, make_application_load, scaled_slos
 from tenuto.loadgen.records import Records, merge
@@ -54,12 +55,15 @@ class Simulation:
     def of_plan(cls, plan: Plan, network: NetworkDelay = NO_DELAY, slo_scale: float = 1.0, **how: Any) -> Simulation:
         """Return that of a plan, with every SLO multiplied by `slo_scale`; `how` are fields of the class.
 
+        A model that is late on its gpu-lets even alone in its batch is run all the same, and gets nothing: policies that
+        believe whole-GPU latencies make such plans (`always_late` names these models).
+
         Raises:
-            InvalidInputError: the plan cannot be scheduled, an SLO that no batch can meet included.
+            InvalidInputError: the plan cannot be scheduled.
         """
         plan = plan.model_copy(update={"models": _with_slos(plan.models, slo_scale)})
         applications = scaled_slos(plan.applications, slo_scale)
-        return cls(plan.models, applications, from_plan(plan, network), plan, **how)
+        return cls(plan.models, applications, from_plan(plan, network, check_slos=False), plan, **how)
 
     @classmethod
     def of_workload(
@@ -91,6 +95,10 @@ class Simulation:
         system = everywhere(workload, cluster, profiles, network)
         applications = scaled_slos(beside(workload.applications, folder), slo_scale)
         return cls(beside(workload.models, folder), applications, system, **how)
+
+    def always_late(self) -> list[Problem]:
+        """Return a problem for every hosted model of which no request can be in time."""
+        return self.system.unserveable()
 
     def scheduler(self) -> Scheduler:
         """Return a fresh scheduler."""

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.optimize import Bounds, LinearConstraint, linprog, milp
+from scipy.optimize import Bounds, LinearConstraint, linprog
 from scipy.sparse import csr_array, hstack, vstack
 
 from tenuto.batching.planning.fairness import best_batch
@@ -27,6 +27,7 @@ from tenuto.placement.expectation.goodput import expected_of
 from tenuto.placement.plan import PlannedGpu, PolicyUsed
 from tenuto.placement.policies.shared.gpu_pool import GpuPool
 from tenuto.placement.policies.shared.hosting import Hosted, hosting_plan
+from tenuto.placement.solver import integer_program
 from tenuto.placement.watch import Watch
 from tenuto.profiles import Profiles
 
@@ -318,7 +319,7 @@ class _Case:
         objective, matrix, upper, least, most = self._program()
         integral = np.zeros(len(objective))
         integral[: len(self.patterns)] = 1
-        result = milp(
+        result = integer_program(
             objective, integrality=integral, bounds=Bounds(least, most),
             constraints=LinearConstraint(matrix, np.full(len(upper), -np.inf), upper),
             options={"time_limit": ROUNDING_S, "node_limit": NODES, "mip_rel_gap": 1e-3},

@@ -38,10 +38,11 @@ class VirtualArguments:
     network_ms: str | None
 
     def simulation(self, slo_scale: float = 1.0) -> Simulation:
-        """Read the files; every SLO is multiplied by `slo_scale`.
+        """Read the files; every SLO is multiplied by `slo_scale`. Models that a plan serves too late are named on stderr.
 
         Raises:
-            InvalidInputError: with every problem found in the arguments; an SLO that no batch can meet is one.
+            InvalidInputError: with every problem found in the arguments; an SLO of a workload that no batch can meet is
+                one.
         """
         network, options = self._checked()
         how: dict[str, Any] = {
@@ -59,7 +60,11 @@ class VirtualArguments:
                         "Leave the cluster away, or pass a workload.",
                     )
                 )
-            return Simulation.of_plan(Plan.from_data(document, origin=self.source), network, slo_scale, **how)
+            found = Simulation.of_plan(Plan.from_data(document, origin=self.source), network, slo_scale, **how)
+            if slo_scale == 1.0:
+                for late in found.always_late():
+                    progress_console().print(f"tenuto: {late}", markup=False, soft_wrap=True)
+            return found
         workload = Workload.load(self.source)
         if not workload.models:
             problem = Problem(f"{self.source}: models", [], "the workload has no models", "Add at least one.")

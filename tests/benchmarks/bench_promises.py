@@ -30,9 +30,9 @@ from tenuto.profiles.shipped import load_shipped
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-QUICK = (
+POLICIES = (
     "ffd", "ffd+", "ffd++", "gslice", "gpulets+", "igniter", "usher", "wao-usher", "ao-milp", "wsm-milp", "gpulet",
-    "sbp", "symphony",
+    "sbp", "symphony", "self-tuning", "mps-default", "ideal", "tenuto",
 )
 JUDGE_SEED = 7_001
 IN_FULL, SERVED = 0.99, 0.98
@@ -80,7 +80,6 @@ def served(plan: Plan, workload: Workload, seconds: float, seed: int = JUDGE_SEE
     requests = int(seconds * sum(spec.rate_rps for spec in workload.models))
     trials = Trials(workload.models, requests=min(max(requests, 5_000), 20_000), seed=seed, scheduler="deferred",
                     network=NetworkDelay())  # fmt: skip
-    plan = in_time_alone(plan)
     if not plan.gpulets:
         return {spec.name: (spec.rate_rps, 0.0) for spec in workload.models}
     trial = trials.run(plan)
@@ -90,29 +89,11 @@ def served(plan: Plan, workload: Workload, seconds: float, seed: int = JUDGE_SEE
     }
 
 
-def in_time_alone(plan: Plan) -> Plan:
-    """Return the plan without replicas that are late even with a batch of one, which the simulator refuses. A slowdown
-    is what all neighbours cost together: of those that are left it is their part."""
-    slo_ms = {spec.name: spec.slo_ms for spec in plan.models}
-    gpulets = []
-    for beside in plan.by_gpu().values():
-        able = [
-            (gpulet, [r for r in gpulet.models if r.latency and r.latency.at(1) * r.slowdown <= slo_ms[r.name]])
-            for gpulet in beside
-        ]
-        left = [(gpulet, replicas) for gpulet, replicas in able if replicas]
-        part = (len(left) - 1) / (len(beside) - 1) if len(beside) > 1 else 0.0
-        for gpulet, replicas in left:
-            kept = tuple(r.model_copy(update={"slowdown": 1.0 + (r.slowdown - 1.0) * part}) for r in replicas)
-            gpulets.append(gpulet.model_copy(update={"models": kept}))
-    return plan.model_copy(update={"gpulets": tuple(gpulets)})
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seeds", type=int, default=20)
     parser.add_argument("--first-seed", type=int, default=1_000)
-    parser.add_argument("--policies", default=",".join(QUICK))
+    parser.add_argument("--policies", default=",".join(POLICIES))
     parser.add_argument("--verbose", action="store_true")
     given = parser.parse_args()
     print(machine("numpy", "scipy"))

@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from scipy.optimize import Bounds, LinearConstraint, linprog, milp
+from scipy.optimize import Bounds, LinearConstraint, linprog
 from scipy.sparse import csr_array
 
 from tenuto.placement.policies.milp.patterns import Item, Pattern
+from tenuto.placement.solver import integer_program
 from tenuto.placement.workload import ModelSpec
 
 __all__ = ["Program", "Relaxation", "Solution"]
@@ -118,7 +119,7 @@ class Program:
         most = [self._most(pattern) for pattern in patterns] + rates + [1.0] * sizes
         # A rate may be carried by whole replicas to the last request; a millionth is for rounding in their sums.
         upper = [limit + (TOLERANCE if index < models else 0.0) for index, limit in enumerate(rows.upper)]
-        result = milp(
+        result = integer_program(
             cost, integrality=[1] * columns + [0] * models + [1] * sizes, bounds=Bounds(least, most),
             constraints=LinearConstraint(rows.matrix(columns + models + sizes), -np.inf, upper),
             options={"time_limit": time_limit_s, "mip_rel_gap": 0.0},

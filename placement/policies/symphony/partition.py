@@ -28,6 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tenuto.errors import InvalidInputError, Problem, raise_if_any
+from tenuto.placement.solver import integer_program
 
 __all__ = ["Limits", "Partition", "PartitionModel", "fits_some", "gpus_by_need", "longest_first", "partition"]
 
@@ -430,7 +431,7 @@ class _Case:
         """Return the solver's assignment (None if it found none), a lower bound of the objective, and whether it
         finished."""
         # Gateways import this module, and only one of a cluster ever partitions.
-        from scipy.optimize import Bounds, LinearConstraint, milp
+        from scipy.optimize import Bounds, LinearConstraint
         from scipy.sparse import coo_array
 
         models, count = len(self._rate), self.count
@@ -474,7 +475,7 @@ class _Case:
         objective[d_rate], objective[d_memory] = 1.0, self._weight
         integrality = np.zeros(size)
         integrality[: models * count] = 1
-        result = milp(
+        result = integer_program(
             objective, integrality=integrality,
             bounds=Bounds(np.zeros(size), np.concatenate([most_x.ravel(), np.full(2 + count, np.inf)])),
             constraints=LinearConstraint(

@@ -152,6 +152,22 @@ def test_bad_arguments_say_what_to_change(
     assert "Traceback" not in err
 
 
+def test_a_plan_with_a_model_that_is_always_late_is_simulated_all_the_same(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    late = [m | ({"slo_ms": 3.5} if m["name"] == "b" else {}) for m in PLAN["models"]]  # type: ignore[union-attr,attr-defined]
+    file = tmp_path / "plan.yaml"
+    file.write_text(json.dumps(PLAN | {"models": late}))
+    code, out, err = run(["simulate", str(file), "--duration-s", "2", "--json"], capsys)
+    models = json.loads(out)["models"]
+    assert (code, models["b"]["ok"]) == (0, 0)
+    assert models["a"]["attainment"] == 1.0
+    assert "models.b.slo_ms: 3.5: unserveable" in err
+    code, _, err = run(["goodput", str(file), "--duration-s", "2"], capsys)
+    assert code == 1
+    assert "models.b.slo_ms" in err
+
+
 def test_an_unserveable_slo_is_reported_not_simulated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "w.yaml"
     file.write_text(WORKLOAD.replace("slo_ms: 70", "slo_ms: 20"))
