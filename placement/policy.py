@@ -37,6 +37,7 @@ class Policy(ABC):
     name: ClassVar[str]
     summary: ClassVar[str]
     source: ClassVar[str]
+    readings: ClassVar[str] = ""  # what its source leaves open or has otherwise, in a line for `tenuto policies`
     is_interruptible: ClassVar[bool] = False  # it says how far it is, and stops with the best plan so far when asked to
     watch: Watch = Watch()
 

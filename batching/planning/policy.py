@@ -68,6 +68,7 @@ class TenutoPolicy(Policy):
     name = "tenuto"
     summary = "improves the best of other policies' plans by expected queueing; trials in virtual time decide"
     source = "this project, docs/own-policy.md"
+    readings = "believes the profile and one interference model; beyond 40 models or GPUs no trials"
     is_interruptible = True
 
     def __init__(

@@ -14,7 +14,7 @@ __all__ = ["command"]
 @click.command("policies", short_help="List the placement policies.")
 @click.option("--json", "as_json", is_flag=True, help="Print as JSON.")
 def command(as_json: bool) -> None:
-    """List the placement policies with what they do and where they come from.
+    """List the placement policies: what they do, where they come from, and where ours read or deviate from that.
 
     Example: tenuto policies
     """
@@ -22,16 +22,20 @@ def command(as_json: bool) -> None:
     if as_json:
         emit_json({
             "policies": [
-                {"name": name, "summary": _text(kind, "summary"), "source": _text(kind, "source")}
+                {"name": name, **{key: _text(kind, key) for key in ("summary", "source", "readings")}}
                 for name, kind in policies.items()
             ]
         })
         return
     print_table(
-        ("policy", "summary", "source"),
-        ((name, _text(kind, "summary"), _text(kind, "source")) for name, kind in policies.items()),
-        left=("summary", "source"),
+        ("policy", "summary", "source, and how ours reads it"),
+        ((name, _text(kind, "summary"), _source_of(kind)) for name, kind in policies.items()),
+        left=("summary", "source, and how ours reads it"),
     )
+
+
+def _source_of(kind: type) -> str:
+    return "\n".join(filter(None, (_text(kind, "source"), _text(kind, "readings"))))
 
 
 def _text(kind: type, attribute: str) -> str:

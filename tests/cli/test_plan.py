@@ -124,12 +124,12 @@ def test_elastic_clusters_and_cluster_files(tenuto, tmp_path: Path) -> None:  # 
     assert not plan.unserved
 
 
-def test_policies_lists_names_summaries_and_sources(tenuto) -> None:  # type: ignore[no-untyped-def]
+def test_policies_lists_names_summaries_sources_and_readings(tenuto) -> None:  # type: ignore[no-untyped-def]
     data = json.loads(tenuto("policies", "--json").out)["policies"]
     by_name = {entry["name"]: entry for entry in data}
     assert {"ffd", "usher", "wao-usher", "ao-milp", "wsm-milp", "symphony"} <= set(by_name)
-    assert all(entry["summary"] and entry["source"] for entry in data)
-    assert "usher" in tenuto("policies").out
+    assert all(entry["summary"] and entry["source"] and entry["readings"] for entry in data)
+    assert "grouping_ties=float" in tenuto("policies").out
 
 
 BAD = [

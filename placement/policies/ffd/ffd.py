@@ -81,6 +81,10 @@ class FirstFitDecreasing(Policy):
     name = "ffd"
     summary = "first-fit decreasing on the needed share; smallest batch that carries the rate within SLO/2"
     source = "textbook bin packing; batch rule as in Nexus (SOSP 2019, section 4)"
+    readings = (
+        "ours, of no paper: models take turns where only whole GPUs were measured; a fifth of a replica is left "
+        "for bursts"
+    )
 
     def __init__(self, *, fill_pct: float = 80.0, sharing: str = "auto", max_batch: int = 128) -> None:
         problems = []

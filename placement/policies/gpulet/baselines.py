@@ -39,6 +39,7 @@ class SelfTuning(Policy):
     name = "self-tuning"
     summary = "guided self-tuning: the best partition of the GPUs with one model per gpu-let, no turns in time"
     source = "Choi et al., gpulet (USENIX ATC 2022), section 6: the baseline after GSLICE (SoCC 2020)"
+    readings = "guided by exhaustive search up to max_gpus GPUs, beyond by gpulet's partitioning without turns"
     is_interruptible = True
 
     def __init__(
@@ -74,6 +75,7 @@ class MpsDefault(Policy):
     name = "mps-default"
     summary = "CUDA MPS as it comes: models spread by load, processes without shares compete for their GPU"
     source = "Choi et al., gpulet (USENIX ATC 2022), section 6: the baseline MPS (default)"
+    readings = "where models go is left open: by falling load to the least loaded GPU"
 
     def __init__(self, *, max_batch: int = 32) -> None:
         if max_batch < 1:

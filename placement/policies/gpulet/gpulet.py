@@ -59,6 +59,10 @@ class Gpulet(Policy):
     name = "gpulet"
     summary = "splits GPUs at the knee of each model's rate-share curve; models also take turns in a gpu-let"
     source = "Choi et al., gpulet (USENIX ATC 2022), section 4"
+    readings = (
+        "a free gpu-let below the wanted size carries what it can (smaller=false: none); ours: room is kept for "
+        "neighbours"
+    )
     is_interruptible = True
 
     def __init__(

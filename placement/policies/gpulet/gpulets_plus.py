@@ -55,6 +55,10 @@ class GpuletsPlus(Policy):
     name = "gpulets+"
     summary = "gpu-lets as iGniter compares with: efficient shares, two gpu-lets per GPU, linear interference"
     source = "the baseline gpu-lets+ of iGniter (arXiv 2211.01713), section 5; Choi et al., gpulet (USENIX ATC 2022)"
+    readings = (
+        "defaults give the paper's twelve workloads; its first example needs batch=largest, order=load, "
+        "check_neighbours=false"
+    )
 
     def __init__(
         self,

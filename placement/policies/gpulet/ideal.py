@@ -45,6 +45,7 @@ class Ideal(Policy):
     name = "ideal"
     summary = "exhaustive search over all partitions of the GPUs, for small cases"
     source = "Choi et al., gpulet (USENIX ATC 2022), section 6: the ideal scheduler"
+    readings = "a model's rest takes turns in one gpu-let, never divided over several; up to max_gpus GPUs"
     is_interruptible = True
 
     def __init__(

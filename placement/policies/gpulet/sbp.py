@@ -40,6 +40,7 @@ class SquishyBinPacking(Policy):
     name = "sbp"
     summary = "squishy bin packing: models take turns in duty cycles on whole GPUs (or even halves)"
     source = "Nexus (SOSP 2019), section 6.1; baseline of gpulet (Choi et al.)"
+    readings = "what has no room is cut off in order of the bins; ours: memory, several GPU types"
 
     def __init__(self, *, halves: bool = False, max_batch: int = 128) -> None:
         if max_batch < 1:

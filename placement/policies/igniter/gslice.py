@@ -54,6 +54,10 @@ class Gslice(Policy):
     name = "gslice"
     summary = "GSLICE+: tunes share and batch of each model by observation, without regard to interference"
     source = "the baseline GSLICE+ of iGniter (arXiv 2211.01713), section 5; Dhakal et al., GSLICE (SoCC 2020)"
+    readings = (
+        "what it observes is iGniter's model here, its GPUs are igniter's; rounds and start values of the "
+        "authors' script"
+    )
 
     def __init__(
         self,

@@ -40,6 +40,7 @@ class Igniter(Policy):
     name = "igniter"
     summary = "smallest shares that meet half the SLO under an analytic interference model; least interference first"
     source = "iGniter (arXiv 2211.01713), Theorem 1, Algorithms 1 and 2; several GPUs per model as in the authors' code"
+    readings = "ours: memory is checked, and GPU types are compared by price; the paper has one type and no memory"
     _attempt = staticmethod(beside)
     _first = False
     _notes: tuple[str, ...] = ()
@@ -69,6 +70,7 @@ class FirstFitPlusPlus(Igniter):
     name = "ffd++"
     summary = "first-fit decreasing with iGniter's shares under interference"
     source = "the baseline FFD++ of iGniter (arXiv 2211.01713), section 5"
+    readings = "as igniter"
     _first = True
 
 
@@ -78,6 +80,7 @@ class FirstFitPlus(Igniter):
     name = "ffd+"
     summary = "first-fit decreasing with iGniter's lower bounds of the shares, without regard to interference"
     source = "the baseline FFD+ of iGniter (arXiv 2211.01713), section 5"
+    readings = "as igniter; the latencies it believes in include interference, its shares do not"
     _attempt = staticmethod(lower_bounds)
     _first = True
     _notes = ("shares are lower bounds; the latencies the policy believes in include interference",)

@@ -294,6 +294,10 @@ class AoMilp(MilpPolicy):
     name = "ao-milp"
     summary = "highest goodput by integer programming; compute need = achieved occupancy"
     source = "Elvinger's thesis (ETH 2024), section 5.4.3 and chapter 6"
+    readings = (
+        "of equally good plans the least exposed to neighbours (the thesis leaves it to the solver); replicas are "
+        "not limited"
+    )
     __init__ = with_defaults(MilpPolicy.__init__, compute_metric="achieved_occupancy_pct")
 
 
@@ -306,4 +310,5 @@ class WsmMilp(MilpPolicy):
     name = "wsm-milp"
     summary = "highest goodput by integer programming; compute need = weighted SM utilisation"
     source = "Elvinger's thesis (ETH 2024), section 5.4.3 and chapter 6"
+    readings = "as ao-milp"
     __init__ = with_defaults(MilpPolicy.__init__, compute_metric="wavg_sm_util_pct")

@@ -58,6 +58,10 @@ class Symphony(Policy):
     name = "symphony"
     summary = "every GPU of a sub-cluster holds all its models; staggered batch sizes"
     source = "Symphony (arXiv 2308.07470v2), sections 3 and 4 and appendix A"
+    readings = (
+        "as few sub-clusters as memory and rate allow, where the paper is given their number; one GPU type in "
+        "each"
+    )
 
     def __init__(
         self, *, sub_clusters: int = 0, max_rate_rps: float = 0.0, memory_weight: float = 1.0,

@@ -68,6 +68,10 @@ class Usher(Policy):
     name = "usher"
     summary = "groups models with complementary compute and memory needs, then packs replicas group by group"
     source = "USHER (OSDI 2024), Algorithms 1 and 2; Creq = achieved occupancy as in Elvinger's thesis (ETH 2024)"
+    readings = (
+        "options for what is left open: pairs, neutral models, order of groups, ties, waiting; ours: contexts "
+        "count as memory"
+    )
     is_interruptible = True
 
     def __init__(
@@ -216,6 +220,7 @@ class WaoUsher(Usher):
     name = "wao-usher"
     summary = "usher with time-weighted achieved occupancy as compute need: packs more densely"
     source = "Elvinger's thesis (ETH 2024), chapter 6; USHER (OSDI 2024)"
+    readings = "as usher; neutral=last and grouping_ties=float are the thesis' readings where it differs from the paper"
     __init__ = with_defaults(Usher.__init__, compute_metric="wavg_ach_occ_pct")
 
 
