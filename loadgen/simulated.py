@@ -55,8 +55,8 @@ class Simulation:
     def of_plan(cls, plan: Plan, network: NetworkDelay = NO_DELAY, slo_scale: float = 1.0, **how: Any) -> Simulation:
         """Return that of a plan, with every SLO multiplied by `slo_scale`; `how` are fields of the class.
 
-        A model that is late on its gpu-lets even alone in its batch is run all the same, and gets nothing: policies that
-        believe whole-GPU latencies make such plans (`always_late` names these models).
+        A model that is late on its gpu-lets even alone in its batch is run all the same, and gets nothing: policies
+        that believe whole-GPU latencies make such plans (`always_late` names these models).
 
         Raises:
             InvalidInputError: the plan cannot be scheduled.

@@ -1,4 +1,4 @@
-"""scipy's integer programs (HiGHS), kept off stdout, which belongs to what a command prints."""
+"""Linear and integer programs, solved by HiGHS and kept off stdout, which belongs to what a command prints."""
 
 from __future__ import annotations
 
@@ -6,16 +6,43 @@ import ctypes
 import os
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 if TYPE_CHECKING:
     from scipy.optimize import OptimizeResult
+    from scipy.sparse import csr_array
 
-__all__ = ["integer_program"]
+__all__ = ["integer_program", "linear_program"]
 
 _one_at_a_time = threading.Lock()  # file descriptor 1 is the whole process's
+
+
+def linear_program(
+    cost: Sequence[float], matrix: csr_array, upper: Sequence[float], most: Sequence[float]
+) -> list[float]:
+    """Return the x of the least cost with matrix x <= upper and 0 <= x <= most; x = 0 must be allowed.
+
+    Plans are judged by some hundreds of programs of a few rows. `scipy.optimize.linprog` takes 4 ms for one of them, of
+    which the solver takes 0.3 ms and the checking of arguments the rest.
+    """
+    import highspy  # every gpu-let's process imports this package, and none asks this
+
+    program = highspy.HighsLp()
+    program.num_col_, program.num_row_ = len(cost), len(upper)
+    program.col_cost_, program.col_lower_, program.col_upper_ = np.array(cost), np.zeros(len(cost)), np.array(most)
+    program.row_lower_, program.row_upper_ = np.full(len(upper), -np.inf), np.array(upper)
+    program.a_matrix_.format_ = highspy.MatrixFormat.kRowwise
+    program.a_matrix_.start_, program.a_matrix_.index_ = matrix.indptr, matrix.indices
+    program.a_matrix_.value_ = matrix.data
+    solver = highspy.Highs()
+    solver.setOptionValue("output_flag", False)
+    solver.passModel(program)
+    solver.run()
+    return list(solver.getSolution().col_value)
 
 
 def integer_program(cost: Any, **program: Any) -> OptimizeResult:

@@ -14,12 +14,11 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-import numpy as np
-
 from tenuto.placement.expectation.waiting import Batch, Stream, blocked_part, lost_parts, used_part
 from tenuto.placement.plan import Expected, ExpectedModel, Plan
 from tenuto.placement.pools import joined
 from tenuto.placement.program import Gpulet, Program
+from tenuto.placement.solver import linear_program
 from tenuto.placement.workload import ModelSpec
 
 __all__ = ["Outlook", "expected_of", "outlook_of"]
@@ -354,7 +353,6 @@ def _best_flows(
 ) -> dict[tuple[str, int], float]:  # fmt: skip
     """Return the same for gpu-lets that differ, as a linear program."""
     # A third of what it takes to import this package, which every gpu-let's process does and none asks this.
-    from scipy.optimize import linprog
     from scipy.sparse import coo_array
 
     pairs = [(name, k) for k, own in enumerate(times) for name in own]
@@ -380,9 +378,8 @@ def _best_flows(
             upper.append(0.0)
         worth = [*(1e-4 * value for value in worth), -1.0]
     matrix = coo_array((values, (rows, columns)), shape=(len(upper), len(worth))).tocsr()
-    bounds = [(0.0, None)] * len(pairs) + [(0.0, 1.0)] * (len(worth) - len(pairs))
-    result = linprog(worth, A_ub=matrix, b_ub=np.array(upper), bounds=bounds)
-    return dict(zip(pairs, map(float, result.x), strict=False))
+    most = [math.inf] * len(pairs) + [1.0] * (len(worth) - len(pairs))
+    return dict(zip(pairs, linear_program(worth, matrix, upper, most), strict=False))
 
 
 def _latencies(plan: Plan) -> dict[str, float | None]:

@@ -38,7 +38,8 @@ class VirtualArguments:
     network_ms: str | None
 
     def simulation(self, slo_scale: float = 1.0) -> Simulation:
-        """Read the files; every SLO is multiplied by `slo_scale`. Models that a plan serves too late are named on stderr.
+        """Read the files; every SLO is multiplied by `slo_scale`. Models that a plan always serves late are named on
+        stderr.
 
         Raises:
             InvalidInputError: with every problem found in the arguments; an SLO of a workload that no batch can meet is

@@ -28,7 +28,7 @@ def main() -> None:
     parser.add_argument("--time-limit-s", type=float, default=10.0)
     arguments = parser.parse_args()
     profiles = thesis()
-    print(machine("pulp", "scipy", "tenuto"))
+    print(machine("scipy", "tenuto"))
     print(TARGET)
     print(f"{'policy':<22} {'models':>6} {'GPUs':>5} {'offered':>8} {'goodput':>8} {'time s':>7}  result")
     policies: list[tuple[str, MilpPolicy]] = [

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 
 from tenuto.placement.cluster import Gpu
 from tenuto.placement.costs import WHOLE_GPU
@@ -48,6 +50,11 @@ class _OpenGpu:
         self.gpulets, self.solved = gpulets, solved
         return True
 
+    def busy(self, index: int) -> float:
+        """Return which part of the time a gpu-let is busy at least, with the largest batches of its tenants."""
+        share, tenants = self.gpulets[index]
+        return sum(rate / costs.capacity_rps(share) for costs, rate in tenants)
+
     def running_beside(self, index: int) -> list[list[Resident]]:
         """Return the batches of every gpu-let in use but one."""
         return [
@@ -59,15 +66,21 @@ class _OpenGpu:
 
 
 class ElasticPartitioning:
-    """Places one model after another; earlier decisions are never undone, but may be split further or shared."""
+    """Places one model after another; earlier decisions are never undone, but may be split further or shared.
+
+    Invariant: `_free` and `_used` hold every gpu-let of the open GPUs, by share, order and place on the GPU; those in
+    use with the part of the time that they are busy.
+    """
 
     def __init__(self, pool: GpuPool, rules: Rules) -> None:
         self._pool, self._rules = pool, rules
         self._open: list[_OpenGpu] = []
+        self._free: list[tuple[float, int, int]] = []
+        self._used: list[tuple[float, int, int, float]] = []
         if not pool.elastic:
             for kind in pool.types:
                 while (gpu := pool.take(kind)) is not None:
-                    self._open.append(_OpenGpu(gpu, len(self._open)))
+                    self._add(gpu)
 
     def place(self, spec: ModelSpec, costs: Mapping[str, ShareCosts]) -> float:
         """Place as much of a model's rate as possible and return what was placed, in requests per second.
@@ -97,14 +110,11 @@ class ElasticPartitioning:
     def _place_part(self, costs: Mapping[str, ShareCosts], left: float) -> float:
         """Give the model one gpu-let, or a turn in one; return the rate it carries, 0 when nothing was found."""
         wanted = {kind: self._wanted(kind, own, left) for kind, own in costs.items()}
-        free = sorted(
-            ((share, one.order, index) for one in self._open if one.gpu.type in costs
-             for index, (share, tenants) in enumerate(one.gpulets) if not tenants),
-        )
-        for share, order, index in free:
+        first = bisect_left(self._free, (min(wanted.values()),))
+        for share, order, index in islice(self._free, first, None):
             one = self._open[order]
-            own = costs[one.gpu.type]
-            if share >= wanted[one.gpu.type]:
+            own = costs.get(one.gpu.type)
+            if own is not None and share >= wanted[one.gpu.type]:
                 size = self._split_size(one, share, wanted[one.gpu.type])
                 rate = min(left, self._capacity_rps(one.gpu.type, own, size))
                 if rate and self._merge(costs, rate):
@@ -117,9 +127,10 @@ class ElasticPartitioning:
             if self._merge(costs, rate):
                 return rate
         if self._rules.smaller:
-            for share, order, index in sorted(free, key=lambda entry: (-entry[0], entry[1:])):
+            smaller = self._free[: bisect_left(self._free, (max(wanted.values()),))]
+            for share, order, index in sorted(smaller, key=lambda entry: (-entry[0], entry[1:])):
                 one = self._open[order]
-                if share < wanted[one.gpu.type]:
+                if share < wanted.get(one.gpu.type, 0.0):
                     rate = self._occupy(one, index, share, costs[one.gpu.type], left)
                     if rate:
                         return rate
@@ -160,7 +171,7 @@ class ElasticPartitioning:
                 continue
             parts = [(size, ((costs, rate),))] + ([(share - size, ())] if size < share else [])
             gpulets: list[tuple[float, Tenants]] = [*one.gpulets[:index], *parts, *one.gpulets[index + 1:]]
-            if one.try_on(gpulets, self._rules.disturbances):
+            if self._try_on(one, gpulets):
                 return rate
         return 0.0
 
@@ -168,23 +179,55 @@ class ElasticPartitioning:
         """Give the model a turn in the smallest gpu-let in use that has room for this rate."""
         if not self._rules.turns:
             return False
-        used = sorted(
-            (share, one.order, index) for one in self._open if one.gpu.type in costs
-            for index, (share, tenants) in enumerate(one.gpulets) if tenants
-        )
-        for share, order, index in used:
+        needs = {
+            (kind, share): rate / (own.capacity_rps(share) or 1e-9)
+            for kind, own in costs.items()
+            for share in (*self._rules.shares_pct, WHOLE_GPU)
+        }
+        for share, order, index, busy in self._used:
             one = self._open[order]
-            own = costs[one.gpu.type]
-            tenants = one.gpulets[index][1]
+            need = needs.get((one.gpu.type, share))
+            if need is None or busy + need > 1 + 1e-9:
+                continue  # busier than the gpu-let can be, whatever the cycle
+            own, tenants = costs[one.gpu.type], one.gpulets[index][1]
             if any(costs_.spec.name == own.spec.name for costs_, _ in tenants):
                 continue  # a gpu-let holds a model once
-            if sum(r / c.capacity_rps(share) for c, r in tenants) + rate / (own.capacity_rps(share) or 1e-9) > 1 + 1e-9:
-                continue  # busier than the gpu-let can be, whatever the cycle
             gpulets = list(one.gpulets)
             gpulets[index] = (share, (*tenants, (own, rate)))
-            if one.try_on(gpulets, self._rules.disturbances):
+            if self._try_on(one, gpulets):
                 return True
         return False
+
+    def _try_on(self, one: _OpenGpu, gpulets: list[tuple[float, Tenants]]) -> bool:
+        """Let a GPU have these gpu-lets if all of them keep their rates and SLOs."""
+        before = self._entries(one)
+        if not one.try_on(gpulets, self._rules.disturbances):
+            return False
+        for entry in before[0]:
+            del self._free[bisect_left(self._free, entry)]
+        for entry_ in before[1]:
+            del self._used[bisect_left(self._used, entry_)]
+        self._list(one)
+        return True
+
+    def _entries(self, one: _OpenGpu) -> tuple[list[tuple[float, int, int]], list[tuple[float, int, int, float]]]:
+        """Return a GPU's entries among the free gpu-lets and among those in use."""
+        free = [(share, one.order, index) for index, (share, tenants) in enumerate(one.gpulets) if not tenants]
+        used = [
+            (share, one.order, index, one.busy(index)) for index, (share, tenants) in enumerate(one.gpulets) if tenants
+        ]
+        return free, used
+
+    def _list(self, one: _OpenGpu) -> None:
+        free, used = self._entries(one)
+        for entry in free:
+            insort(self._free, entry)
+        for entry_ in used:
+            insort(self._used, entry_)
+
+    def _add(self, gpu: Gpu) -> None:
+        self._open.append(_OpenGpu(gpu, len(self._open)))
+        self._list(self._open[-1])
 
     def _open_one(self, costs: Mapping[str, ShareCosts], rate_rps: float) -> bool:
         """Open one more GPU of an elastic cluster, of the type that carries most of the rate per price."""
@@ -194,5 +237,5 @@ class ElasticPartitioning:
         gpu = next((gpu for kind in kinds if (gpu := self._pool.take(kind)) is not None), None)
         if gpu is None:
             return False
-        self._open.append(_OpenGpu(gpu, len(self._open)))
+        self._add(gpu)
         return True
