@@ -121,8 +121,9 @@ def _wao_gpu0(results: Results) -> Seen:
     gpus = hosted(results.row("wao-usher", 3, SLO_MS))
     gpu0 = next((sorted(model for model, _ in gpu) for gpu in gpus.values()), [])
     why = (
-        "densenet121 b16 (31.83 %) and alexnet b4 (18.68 %) both fit beside the other two; equal goodput is expected "
-        "of either, and our order of replicas takes the larger one first"
+        "densenet121 b16 (31.83 %) and alexnet b4 (18.68 %) both fit beside the other two, equal goodput is expected "
+        "of either, and Usher's list has the larger one first; none of the 64 combinations of what the paper leaves "
+        "open (options of the policy) puts alexnet there"
     )
     return Seen(", ".join(gpu0), gpu0 == ["alexnet", "resnet50", "vgg19"], why)
 
