@@ -20,7 +20,7 @@ chooses. The contract with a driver:
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple, Protocol
 
@@ -118,6 +118,7 @@ class Scheduler(ABC):
     summary: ClassVar[str]
     options_type: ClassVar[type[SchedulerOptions]] = SchedulerOptions
     preempts: ClassVar[bool] = False  # needs a driver that can abort a running batch
+    starts_at_once: ClassVar[bool] = False  # an arrival makes a batch: give what comes together to `add_requests`
 
     system: System
     next_wake_ms: float  # inf: only an event can change anything
@@ -150,6 +151,11 @@ class Scheduler(ABC):
     @abstractmethod
     def add_request(self, now_ms: float, model: int, request_id: int, deadline_ms: float) -> None:
         """Take one request; its answer must be with the client at `deadline_ms`. One in the past is dropped at once."""
+
+    def add_requests(self, now_ms: float, requests: Iterable[tuple[int, int, float]]) -> None:
+        """Take requests that came together: the model, the id and the deadline of each, as in `add_request`."""
+        for model, request_id, deadline_ms in requests:
+            self.add_request(now_ms, model, request_id, deadline_ms)
 
     @abstractmethod
     def cancel(self, now_ms: float, model: int, request_id: int) -> bool:

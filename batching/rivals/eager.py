@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from typing import ClassVar
@@ -27,20 +28,23 @@ class EagerOptions(SchedulerOptions):
 class EagerScheduler(RivalScheduler):
     """Symphony's own comparison (arXiv 2308.07470 §3): the deferred scheduler without deferring.
 
-    An arrival that finds a gpu-let idle runs at once. Otherwise its model waits under the latest start of the largest
-    batch its head allows; a gpu-let that becomes free takes the smallest, as in Symphony. The paper does not say which
-    idle GPU an eager scheduler takes; here that of the smallest index.
+    An arrival that finds a gpu-let idle runs at once; a server that reads several in one turn of its loop gives them
+    together, as one by one they would make batches of one. Otherwise its model waits under the latest start of the
+    largest batch its head allows; a gpu-let that becomes free takes the smallest, as in Symphony. The paper does not
+    say which idle GPU an eager scheduler takes; here that of the smallest index.
     """
 
     name = "eager"
     summary = "run what waits as soon as a gpu-let is idle, most urgent model first"
     options_type: ClassVar[type[SchedulerOptions]] = EagerOptions
+    starts_at_once = True
 
     def __init__(self, system: System, options: SchedulerOptions | None = None) -> None:
         super().__init__(system, options)
         self._uses_window = isinstance(options, EagerOptions) and options.gather == "window"
         self._rates = [ArrivalRate(spec.rate_rps) for spec in system.offered]
         self._targets = [1] * len(system.programs)
+        self._more_come = False
         self._tables_changed()
 
     def _tables_changed(self) -> None:
@@ -64,9 +68,21 @@ class EagerScheduler(RivalScheduler):
             if now >= rate.next_at:
                 rate.roll(now)
                 self._targets[queue.index] = target_batch(queue.sent, queue.budget_ms, rate.rps)
-        gpulet = self._idle_for(queue)
+        gpulet = -1 if self._more_come else self._idle_for(queue)
         if gpulet < 0 or not self._run(now, queue, gpulet):
             self._rank(now, queue)
+
+    def add_requests(self, now_ms: float, requests: Iterable[tuple[int, int, float]]) -> None:
+        self._more_come = True
+        came: dict[int, Queue] = {}
+        for model, request_id, deadline_ms in requests:
+            self.add_request(now_ms, model, request_id, deadline_ms)
+            queue = self._queue_of[model]
+            came[queue.index] = queue
+        self._more_come = False
+        for queue in sorted(came.values(), key=lambda queue: queue.rank):
+            while queue.deadlines and (gpulet := self._idle_for(queue)) >= 0 and self._run(now_ms, queue, gpulet):
+                pass
 
     def _run(self, now: float, queue: Queue, gpulet: int) -> bool:
         """Send the model's batch to the gpu-let; False if nothing can be met there."""

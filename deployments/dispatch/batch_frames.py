@@ -35,7 +35,7 @@ def pack_batch(batch: Batch, *, shares_memory: bool) -> tuple[RunBatch, list[Buf
 
 
 def split_reply(
-    batch: Batch, ran: BatchRan, body: memoryview, *, gpulet: str, emulated: bool, shares_clock: bool
+    batch: Batch, ran: BatchRan, body: memoryview, *, gpulet: str, emulated: bool, shares_clock: bool, way_ms: float
 ) -> Iterator[tuple[list[Request], Executed]]:
     """Return the requests of each model in the batch with what became of them; nothing is copied.
 
@@ -46,13 +46,15 @@ def split_reply(
         gpulet: which one ran it.
         emulated: whether it only waited.
         shares_clock: whether its moments are on this machine's clock; else the start is not known here.
+        way_ms: what the way there takes as a rule, for a batch whose arrival the gpu-let did not see.
     """
     started_ms = ran.started_at_ms if shares_clock else math.nan
+    queue_ms = max(0.0, ran.started_at_ms - batch.sent_ms - way_ms) if math.isnan(ran.queue_ms) else ran.queue_ms
     first = 0
     for rows, outputs in ran.members:
         data, body = cut_rows(rows, outputs, body)
         executed = Executed(
-            batch.size, gpulet, emulated, batch.sent_ms, started_ms, ran.queue_ms, ran.execution_ms, rows, outputs, data
+            batch.size, gpulet, emulated, batch.sent_ms, started_ms, queue_ms, ran.execution_ms, rows, outputs, data
         )
         yield batch.requests[first : first + rows], executed
         first += rows

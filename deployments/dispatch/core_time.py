@@ -32,6 +32,7 @@ class CoreTime:
         self._late_ms: deque[float] = deque(maxlen=_LOOKED_AT)
         self._on_timer = on_timer
         self._timer: asyncio.TimerHandle | None = None
+        self._soon: asyncio.Handle | None = None  # once this turn of the loop is over
         self._armed_ms = math.inf
         self._due_ms = 0.0
         self._woken_ms = -math.inf
@@ -53,13 +54,20 @@ class CoreTime:
 
     def arm(self, wake_ms: float, now_ms: float) -> None:
         """Call back at `wake_ms`, or sooner: an earlier timer that is set stays and looks again."""
-        if wake_ms >= self._armed_ms:
+        if wake_ms >= self._armed_ms or self._soon is not None:
             return
-        self.disarm()
+        if wake_ms <= now_ms:
+            self._soon = asyncio.get_running_loop().call_soon(self._turn_is_over)
+            return
+        self._disarm_timer()
         self._armed_ms = wake_ms
         delay_ms = max(0.0, wake_ms - self._slack_ms - now_ms)
         self._due_ms = now_ms + delay_ms
         self._timer = asyncio.get_running_loop().call_later(delay_ms / 1000.0, self._fire)
+
+    def _turn_is_over(self) -> None:
+        self._soon = None
+        self._on_timer()
 
     def _fire(self) -> None:
         self._armed_ms = math.inf
@@ -82,6 +90,12 @@ class CoreTime:
 
     def disarm(self) -> None:
         """Call back no more."""
+        if self._soon is not None:
+            self._soon.cancel()
+            self._soon = None
+        self._disarm_timer()
+
+    def _disarm_timer(self) -> None:
         self._armed_ms = math.inf
         if self._timer is not None:
             self._timer.cancel()

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -106,6 +107,7 @@ class Dispatcher:
         self.accounts = Accounts()
         self._ids = itertools.count()
         self._open: dict[int, Request] = {}
+        self._came: list[Request] = []  # in this turn of the loop, for a core that takes them together
         self._numbers = itertools.count()
         self._fleet = Fleet(find_gpulet, self, make_link)
         self._plan: Plan | None = None
@@ -147,6 +149,7 @@ class Dispatcher:
         for spec in plan.models:
             self.accounts.counters[spec.name].follow(spec.slo_ms)
         self._scheduler = scheduler
+        self._came = []  # they are given to the new core with all others
         alone_ms = _alone_ms(scheduler.system)
         self._asked = {
             spec.name: _Asked(
@@ -250,6 +253,11 @@ class Dispatcher:
         self._reserve_ms += _RESERVE_WEIGHT * (reserve_ms - self._reserve_ms)
         if abs(self._reserve_ms - self._told_reserve_ms) > _RESERVE_MOVED_MS:
             scheduler.update_network(self._budget())
+        if scheduler.starts_at_once:
+            if not self._came:
+                asyncio.get_running_loop().call_soon(self._all_came)
+            self._came.append(request)
+            return request
         # The core takes off its own budget for the way back, which this request need not keep.
         scheduler.add_request(now, asked.index, request.id, deadline - reserve_ms + self._told_reserve_ms)
         if scheduler.decisions:
@@ -263,7 +271,17 @@ class Dispatcher:
         """
         request.parts = parts
         request.memory = memory
-        self._carry_out(self._time.now_ms)
+        if not self._came:
+            self._carry_out(self._time.now_ms)
+
+    def _all_came(self) -> None:
+        """This turn of the loop has read what there was."""
+        came, self._came = self._came, []
+        now, kept_ms, opened = self._time.now_ms, self._told_reserve_ms, self._open
+        self._scheduler.add_requests(
+            now, [(r.model, r.id, r.deadline_ms - r.reserve_ms + kept_ms) for r in came if r.id in opened]
+        )
+        self._carry_out(now)
 
     def cancel(self, request: Request) -> None:
         """Forget a request whose client went away; one that already runs is not taken back, but nobody is told."""
@@ -462,7 +480,7 @@ class Dispatcher:
         state = gpulet.link.state
         for requests, executed in split_reply(
             batch, ran, body, gpulet=gpulet.id, emulated=state is not None and state.emulated,
-            shares_clock=gpulet.link.shares_memory,
+            shares_clock=gpulet.link.shares_memory, way_ms=self.way.told.ctrl_ms,
         ):  # fmt: skip
             self._answer(requests, executed)
 
@@ -482,7 +500,9 @@ class Dispatcher:
         copies_ms = ran.copy_in_ms + ran.copy_out_ms
         if copies_ms:
             self.way.record_copies(copies_ms, batch.size)
-        if gpulet.link.shares_memory:  # and with it a clock
+        if math.isnan(ran.queue_ms):
+            pass  # it came while the batch before ran: nobody knows when
+        elif gpulet.link.shares_memory:  # and with it a clock
             self.way.record_way(ran.started_at_ms - ran.queue_ms - ran.copy_in_ms - batch.sent_ms)
         else:
             self.way.record_way((now - batch.sent_ms - ran.execution_ms - ran.queue_ms - copies_ms) / 2.0)

@@ -1,14 +1,15 @@
 """A gpu-let's sockets: dispatchers connect here, batches come in and answers go out.
 
-Threads that block on their socket, not an event loop: a batch reaches the worker in one hop and its answer leaves from
-the worker itself. Measured against a loop and two hops between threads: 122 µs there and back instead of 167
-(tests/benchmarks/bench_transport.py).
+No event loop: dispatchers of this machine are read by the worker itself (`tenuto.deployments.gpulet.inbox`), those of
+other machines, and those that send large bodies, by a thread each, so that bodies come while a batch runs. Answers
+leave from the worker.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import socket
 import ssl
@@ -16,6 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
+from tenuto.deployments.gpulet.inbox import Source
 from tenuto.deployments.wire.encryption import Identity, TlsSocket
 from tenuto.deployments.wire.frames import Address, FrameSocket, WrongFrameError, listener
 from tenuto.deployments.wire.messages import AbortBatch, GpuletState, Message, RunBatch
@@ -32,21 +34,30 @@ _HANDSHAKE_S = 5.0
 class _Peer:
     """A connected dispatcher, and its batches that are not answered."""
 
-    def __init__(self, connection: FrameSocket) -> None:
+    def __init__(self, connection: FrameSocket, channel: Channel) -> None:
         self.connection = connection
         self.running: dict[int, ArrivedBatch] = {}
+        self._channel = channel
+
+    def fileno(self) -> int:
+        return self.connection.fileno()
+
+    def readable(self, *, is_fresh: bool) -> bool:
+        """See `tenuto.deployments.gpulet.inbox.Source`."""
+        return self._channel.read(self, is_fresh=is_fresh)
 
 
 class ArrivedBatch:
-    """One batch between arrival at the gpu-let and answer. `received_at` is on the monotonic clock, in s."""
+    """One batch between arrival at the gpu-let and answer. `received_at` is on the monotonic clock, in s; NaN for one
+    that came while another ran, and was read after that."""
 
     __slots__ = ("_peer", "body", "is_aborted", "message", "received_at")
 
-    def __init__(self, peer: _Peer, message: RunBatch, body: memoryview) -> None:
+    def __init__(self, peer: _Peer, message: RunBatch, body: memoryview, received_at: float) -> None:
         self._peer = peer
         self.message = message
         self.body = body
-        self.received_at = time.monotonic()
+        self.received_at = received_at
         self.is_aborted = False
 
     @property
@@ -68,17 +79,21 @@ class ArrivedBatch:
 class Channel:
     """Listens, and hands batches to the worker. Invariant: every peer has presented the token."""
 
-    def __init__(self, name: str, token: str, on_batch: Callable[[ArrivedBatch], None]) -> None:
+    def __init__(
+        self, name: str, token: str, on_batch: Callable[[ArrivedBatch], None], watch: Callable[[Source], None]
+    ) -> None:
         """Prepare; `listen` begins.
 
         Args:
             name: of the gpu-let, for threads and logs.
             token: what whoever connects must present.
-            on_batch: takes a batch, on a thread of this channel; must not wait.
+            on_batch: takes a batch, on whatever thread read it; must not wait.
+            watch: lets the worker read a dispatcher of this machine.
         """
         self._name = name
         self._token = token
         self._on_batch = on_batch
+        self._watch = watch
         self._state: GpuletState | None = None
         self._identity = Identity()
         self._listeners: dict[tuple[str, bool], socket.socket] = {}
@@ -132,11 +147,11 @@ class Channel:
             except OSError:
                 return  # closed
             threading.Thread(
-                target=self._serve, args=(connection, tls), name=f"gpu-let {self._name} receives", daemon=True
+                target=self._greet, args=(connection, tls), name=f"gpu-let {self._name} receives", daemon=True
             ).start()
 
-    def _serve(self, connection: socket.socket, tls: ssl.SSLContext | None) -> None:
-        """Receive from one peer until it is gone."""
+    def _greet(self, connection: socket.socket, tls: ssl.SSLContext | None) -> None:
+        """Take a peer that presents the token."""
         way: socket.socket | TlsSocket = connection
         if tls is not None:
             way = TlsSocket(connection, tls)
@@ -146,7 +161,7 @@ class Channel:
                 logger.warning("gpu-let %s closes a connection of an unknown peer: %s", self._name, error)
                 connection.close()
                 return
-        peer = _Peer(FrameSocket(way))
+        peer = _Peer(FrameSocket(way), self)
         if peer.connection.greet(self._token) is None:
             peer.connection.close()
             return
@@ -156,22 +171,48 @@ class Channel:
         if state is not None:
             peer.connection.limit_bodies(state.most_asked_bytes())
             peer.connection.send(state)
+        if connection.family == socket.AF_UNIX:
+            self._watch(peer)
+        else:
+            self._receive(peer)
+
+    def _receive(self, peer: _Peer) -> None:
+        """Receive from one peer until it is gone."""
         try:
             while True:
-                self._take(peer, *peer.connection.receive())
+                message, body = peer.connection.receive()
+                self._take(peer, message, body, time.monotonic())
         except (OSError, WrongFrameError) as error:
-            if isinstance(error, WrongFrameError):
-                logger.warning("gpu-let %s closes a connection: %s", self._name, error)
-        finally:
-            with self._lock:
-                self._peers.discard(peer)
-            peer.connection.close()
-            for batch in list(peer.running.values()):
-                batch.is_aborted = True  # nobody waits for it: what has not begun is not run
+            self._lost(peer, error)
 
-    def _take(self, peer: _Peer, message: Message, body: memoryview) -> None:
+    def read(self, peer: _Peer, *, is_fresh: bool) -> bool:
+        """Take what has come from a peer; False where it is not to be watched any more."""
+        received_at = time.monotonic() if is_fresh else math.nan
+        try:
+            for message, body in peer.connection.received():
+                self._take(peer, message, body, received_at)
+        except (OSError, WrongFrameError) as error:
+            self._lost(peer, error)
+            return False
+        if not peer.connection.is_amid_body:
+            return True
+        threading.Thread(
+            target=self._receive, args=(peer,), name=f"gpu-let {self._name} receives", daemon=True
+        ).start()
+        return False
+
+    def _lost(self, peer: _Peer, error: Exception) -> None:
+        if isinstance(error, WrongFrameError):
+            logger.warning("gpu-let %s closes a connection: %s", self._name, error)
+        with self._lock:
+            self._peers.discard(peer)
+        peer.connection.close()
+        for batch in list(peer.running.values()):
+            batch.is_aborted = True  # nobody waits for it: what has not begun is not run
+
+    def _take(self, peer: _Peer, message: Message, body: memoryview, received_at: float) -> None:
         if isinstance(message, RunBatch):
-            batch = peer.running[message.number] = ArrivedBatch(peer, message, body)
+            batch = peer.running[message.number] = ArrivedBatch(peer, message, body, received_at)
             self._on_batch(batch)
         elif isinstance(message, AbortBatch):
             running = peer.running.get(message.number)

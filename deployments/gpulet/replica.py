@@ -69,7 +69,7 @@ class GpuletReplica:
         self._failure: str | None = None  # of the GPU's CUDA MPS
         self._token = secrets.token_hex(16)
         self._worker = WorkerThread(self._id, self._executor, streaming, self._programs, self._on_fault)
-        self._channel = Channel(self._id, self._token, self._worker.put)
+        self._channel = Channel(self._id, self._token, self._worker.put, self._worker.watch)
         self._channel.announce(self._state())
         self._near = self._channel.listen()
         self._encrypts = False

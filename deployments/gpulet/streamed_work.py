@@ -29,6 +29,10 @@ class _Batch(Protocol):
     def size(self) -> int: ...
 
 
+class _Items(Protocol):
+    def get(self) -> Any: ...
+
+
 Work = TypeVar("Work", bound=_Batch)
 
 
@@ -37,7 +41,7 @@ class StreamedWork(Generic[Work]):
 
     def __init__(
         self,
-        items: SimpleQueue[Any],
+        items: _Items,
         streaming: StreamingExecutor,
         *,
         as_batch: Callable[[Any], Work | None],
@@ -96,7 +100,7 @@ class StreamedWork(Generic[Work]):
 
     def _begin(self, work: Work) -> bool:
         """Copy a batch in and launch it; False when it is not under way afterwards."""
-        queued_ms = (time.perf_counter() - work.received_at) * 1000.0
+        queued_ms = (time.monotonic() - work.received_at) * 1000.0
         try:
             inputs = self._take(work)
             if inputs is None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import queue
 import threading
 import time
 from collections import deque
@@ -17,6 +16,7 @@ from typing import Any
 from tenuto.deployments.gpulet.channel import ArrivedBatch
 from tenuto.deployments.gpulet.executors.base import Executor
 from tenuto.deployments.gpulet.executors.streamed import StreamingExecutor
+from tenuto.deployments.gpulet.inbox import Inbox, Source
 from tenuto.deployments.gpulet.resident_programs import ResidentPrograms
 from tenuto.deployments.gpulet.streamed_work import StreamedWork
 from tenuto.deployments.wire.arena import MappedArenas
@@ -61,7 +61,7 @@ class WorkerThread:
         self._programs = programs
         self._on_fault = on_fault
         self._loop = asyncio.get_running_loop()
-        self._queue: queue.SimpleQueue[_Item | None] = queue.SimpleQueue()
+        self._inbox: Inbox[_Item] = Inbox()
         self._arenas = MappedArenas()
         self._batches = 0
         self._busy_s = 0.0
@@ -74,12 +74,16 @@ class WorkerThread:
 
     def put(self, batch: ArrivedBatch) -> None:
         """Run a batch behind those that wait; one that is marked as aborted before its turn is not run."""
-        self._queue.put(batch)
+        self._inbox.put(batch)
+
+    def watch(self, source: Source) -> None:
+        """Read this socket whenever there is nothing else to do."""
+        self._inbox.watch(source)
 
     def perform(self, action: Callable[[], None]) -> asyncio.Future[None]:
         """Run something between two batches on the thread; the future carries what it raised."""
         future: asyncio.Future[None] = self._loop.create_future()
-        self._queue.put((action, future))
+        self._inbox.put((action, future))
         return future
 
     @property
@@ -88,8 +92,8 @@ class WorkerThread:
         return self._thread.is_alive()
 
     async def stop(self, timeout_s: float) -> None:
-        """Finish what was put and end the thread; returns after `timeout_s` even where it still runs."""
-        self._queue.put(None)
+        """Finish what was put or had come and end the thread; returns after `timeout_s` even where it still runs."""
+        self._inbox.close()
         await self._loop.run_in_executor(None, self._thread.join, timeout_s)
 
     def totals(self) -> dict[str, Any]:
@@ -106,11 +110,11 @@ class WorkerThread:
     def _work(self) -> None:
         if self._streaming is not None:
             StreamedWork[ArrivedBatch](
-                self._queue, self._streaming, as_batch=_streamable, take=self._take, done=self._streamed,
+                self._inbox, self._streaming, as_batch=_streamable, take=self._take, done=self._streamed,
                 failed=self._failed, otherwise=self._do, name=f"gpulet {self._id}",
             ).run()  # fmt: skip
             return
-        while (item := self._queue.get()) is not None:
+        while (item := self._inbox.get()) is not None:
             self._do(item)
 
     def _do(self, item: _Item) -> None:

@@ -16,7 +16,7 @@ import socket
 import struct
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import cast
 
 import msgspec
@@ -98,6 +98,11 @@ class FrameReader:
     def room(self) -> memoryview:
         """Return where the next bytes belong; never empty."""
         return self._room[self._end :] if self._message is None else self._body[self._filled :]
+
+    @property
+    def is_amid_body(self) -> bool:
+        """Whether it is in a body that did not fit the room."""
+        return self._message is not None
 
     def received(self, count: int) -> None:
         """Take note of bytes that were written into the room."""
@@ -320,8 +325,34 @@ class FrameSocket:
             self._receive()
         return frame
 
+    def fileno(self) -> int:
+        """Return the descriptor of a socket without encryption."""
+        assert isinstance(self._socket, socket.socket)
+        return self._socket.fileno()
+
+    def received(self) -> Iterator[tuple[Message, memoryview]]:
+        """Return the frames that are complete with the bytes that have come to a socket without encryption; does not
+        wait.
+
+        Raises:
+            OSError: the connection is gone.
+            WrongFrameError: the peer does not speak the protocol.
+        """
+        assert isinstance(self._socket, socket.socket)
+        with contextlib.suppress(BlockingIOError):
+            self._note(self._socket.recv_into(self._reader.room(), 0, socket.MSG_DONTWAIT))
+        while (frame := self._reader.next_frame()) is not None:
+            yield frame
+
+    @property
+    def is_amid_body(self) -> bool:
+        """Whether more of a body is to come than was there."""
+        return self._reader.is_amid_body
+
     def _receive(self) -> None:
-        count = self._socket.recv_into(self._reader.room())
+        self._note(self._socket.recv_into(self._reader.room()))
+
+    def _note(self, count: int) -> None:
         if not count:
             raise ConnectionResetError("closed by the peer")
         self._reader.received(count)
@@ -336,7 +367,8 @@ class FrameSocket:
                 else:
                     self._send_parts([memoryview(part).cast("B") for part in parts])
             except OSError:  # also when nothing could be sent for `_STALLED_S`: half a frame cannot be taken back
-                self.close()
+                with contextlib.suppress(OSError):
+                    self._socket.shutdown(socket.SHUT_RDWR)  # whoever receives notices, and closes it
 
     def _send_parts(self, parts: list[memoryview]) -> None:
         while parts:

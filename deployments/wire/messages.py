@@ -148,7 +148,10 @@ class AbortBatch(_Message, tag=4):
 
 
 class BatchRan(_Message, tag=5):
-    """A batch was executed; `members`: rows and described outputs, in the order of the `RunBatch`."""
+    """A batch was executed; `members`: rows and described outputs, in the order of the `RunBatch`.
+
+    `queue_ms`: its wait at the gpu-let; NaN where it came while the one before ran, which only happens on one machine.
+    """
 
     number: int
     started_at_ms: float

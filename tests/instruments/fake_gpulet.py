@@ -58,6 +58,7 @@ class FakeGpulet:
         self.bodies: list[int] = []
         self.error: str | None = None
         self.may_retry = False
+        self.queue_ms = 0.0  # what it says that batches waited there
         self.incarnation = 0
         self._held: list[tuple[FrameProtocol, RunBatch, memoryview]] = []
         self._protocols: set[FrameProtocol] = set()
@@ -152,7 +153,7 @@ class FakeGpulet:
                 buffers.append(np.ascontiguousarray(array, np.float32).tobytes())
             members.append((rows, described))
         started_at_ms = (time.monotonic() - 0.001) * 1000.0
-        protocol.send(BatchRan(message.number, started_at_ms, 1.0, 0.0, 0.0, 0.0, members), buffers)
+        protocol.send(BatchRan(message.number, started_at_ms, 1.0, self.queue_ms, 0.0, 0.0, members), buffers)
 
     def _inputs(self, message: RunBatch, body: memoryview) -> list[Blocks]:
         found = []

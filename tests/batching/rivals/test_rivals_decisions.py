@@ -62,6 +62,21 @@ def test_eager_runs_at_once_and_then_what_has_gathered(one_gpu: System) -> None:
     assert sizes(core.drain()) == [3]
 
 
+def test_eager_makes_one_batch_of_what_comes_together(one_gpu: System) -> None:
+    core = make_scheduler("eager", one_gpu)
+    core.add_requests(0.0, [(0, request, 20.0) for request in range(3)])
+    assert core.drain() == [Dispatch(0, 0, [0, 1, 2], 0.0, 8.0)]
+    core.add_requests(1.0, [(0, 3, 21.0)])
+    assert core.drain() == []
+
+
+def test_eager_gives_each_idle_gpulet_its_part_of_what_comes_together() -> None:
+    core = make_scheduler("eager", everywhere_linear([(name, 1.0, 5.0, 30.0, None) for name in "ab"], 2))
+    core.add_requests(0.0, [(0, 0, 30.0), (1, 1, 20.0), (0, 2, 30.0)])
+    batches = [(d.program, list(d.request_ids)) for d in core.drain() if isinstance(d, Dispatch)]
+    assert batches == [(1, [1]), (0, [0, 2])]
+
+
 def test_eager_serves_the_most_urgent_model_first() -> None:
     core = make_scheduler("eager", everywhere_linear([(name, 1.0, 5.0, 30.0, None) for name in "abc"], 1))
     core.add_request(0.0, 0, 0, 30.0)

@@ -225,6 +225,16 @@ async def test_a_start_on_another_machines_clock_is_unknown(start: Start) -> Non
     assert math.isnan((await answer(submit(dispatcher, "m", X))).start_ms)
 
 
+async def test_a_batch_that_came_while_another_ran_says_nothing_of_the_way(start: Start) -> None:
+    gpulet = FakeGpulet("a", ("m",))
+    gpulet.queue_ms = math.nan
+    dispatcher = await start(make_plan(("a", ("m",))), gpulet)
+    before = dispatcher.way.delay()
+    answers = [await answer(submit(dispatcher, "m", X)) for _ in range(40)]
+    assert dispatcher.way.delay() == before
+    assert all(one.gpulet_queue_ms >= 0.0 for one in answers)
+
+
 async def test_a_gpulet_that_closes_gets_no_more_batches_and_its_own_are_run_elsewhere(start: Start) -> None:
     first, second = FakeGpulet("a", ("m",), hold=True), FakeGpulet("b", ("m",))
     dispatcher = await start(make_plan(("a", ("m",)), ("b", ("m",)), slo_ms=60_000.0), first, second)

@@ -1,23 +1,25 @@
-"""A gpu-let's sockets: encrypted between nodes, and never with room for more than its programs can take."""
+"""A gpu-let's sockets: read by its worker or by threads, encrypted between nodes, and never with room for more than its
+programs can take."""
 
 from __future__ import annotations
 
 import asyncio
 import math
-import queue
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import pytest
 
 from tenuto.deployments.gpulet.channel import ArrivedBatch, Channel
-from tenuto.deployments.wire.messages import BatchRan, GpuletState, Message, RunBatch
+from tenuto.deployments.gpulet.inbox import Inbox
+from tenuto.deployments.wire.messages import AbortBatch, BatchRan, GpuletState, Message, RunBatch
 from tenuto.deployments.wire.peer import Endpoint, PeerLink
 from tests.instruments.asking import PATIENCE_S, until
 from tests.instruments.fake_gpulet import SIGNATURE, state
 
 LARGEST = 512
+MOST_BYTES = LARGEST * 2 * 8  # two numbers of at most eight bytes each
 
 
 class Far:
@@ -44,50 +46,139 @@ class Far:
         self.answers[message.number] = bytes(body)
 
 
-def echo(channel_queue: queue.SimpleQueue[ArrivedBatch | None]) -> None:
-    """Be the worker: answer each batch with its own body, from another thread than the one that receives."""
-    while (batch := channel_queue.get()) is not None:
-        ran = BatchRan(batch.message.number, math.nan, 1.0, 0.0, 0.0, 0.0, [])
-        batch.answer(ran, [batch.body])
+class Worker:
+    """Answers each batch with its own body, once `goes_on` is set, and notes which were dated."""
+
+    def __init__(self) -> None:
+        self.inbox: Inbox[ArrivedBatch] = Inbox()
+        self.goes_on = threading.Event()
+        self.goes_on.set()
+        self.begun: list[int] = []
+        self.dated: list[bool] = []
+        self.aborted: list[int] = []
+        self.thread = threading.Thread(target=self._work)
+        self.thread.start()
+
+    def _work(self) -> None:
+        while (batch := self.inbox.get()) is not None:
+            self.begun.append(batch.message.number)
+            self.dated.append(not math.isnan(batch.received_at))
+            if batch.is_aborted:
+                self.aborted.append(batch.message.number)
+            self.goes_on.wait(PATIENCE_S)
+            ran = BatchRan(batch.message.number, math.nan, 1.0, 0.0, 0.0, 0.0, [])
+            batch.answer(ran, [batch.body])
+
+    def end(self) -> None:
+        self.goes_on.set()
+        self.inbox.close()
+        self.thread.join()
 
 
 @pytest.fixture
-async def channel() -> AsyncIterator[Channel]:
-    arrived: queue.SimpleQueue[ArrivedBatch | None] = queue.SimpleQueue()
-    made = Channel("a", "t", arrived.put)
-    worker = threading.Thread(target=echo, args=(arrived,))
-    worker.start()
+def worker() -> Iterator[Worker]:
+    made = Worker()
+    yield made
+    made.end()
+
+
+@pytest.fixture
+async def channel(worker: Worker) -> AsyncIterator[Channel]:
+    made = Channel("a", "t", worker.inbox.put, worker.inbox.watch)
     made.announce(state("a", {"m": LARGEST}, {"m": SIGNATURE}, pid=1))
     yield made
-    arrived.put(None)
-    worker.join()
+    worker.end()
     made.close()
+
+
+def batch(number: int) -> RunBatch:
+    return RunBatch(number, "m", [("m", 1)], [], [], [])
+
+
+async def connected(channel: Channel, host: str = "", *, encrypted: bool = False) -> Far:
+    far = Far(channel.listen(host, encrypted=encrypted))
+    far.link.start()
+    await until(lambda: far.link.is_up)
+    return far
 
 
 @pytest.mark.parametrize(("host", "encrypted"), [("", False), ("127.0.0.1", False), ("127.0.0.1", True)])
 async def test_batches_and_answers_cross_at_the_same_time(channel: Channel, host: str, encrypted: bool) -> None:
-    endpoint = channel.listen(host, encrypted=encrypted)
-    assert bool(endpoint.certificate) == encrypted
-    far = Far(endpoint)
-    far.link.start()
-    await until(lambda: far.link.is_up)
-    assert far.link.state is not None
-    size = far.link.state.most_asked_bytes()
-    bodies = {number: bytes([number]) * (size - number) for number in range(100)}
+    far = await connected(channel, host, encrypted=encrypted)
+    assert bool(channel.listen(host, encrypted=encrypted).certificate) == encrypted
+    bodies = {number: bytes([number]) * (MOST_BYTES - number) for number in range(100)}
     for number, body in bodies.items():
-        far.link.send(RunBatch(number, "m", [("m", 1)], [], [], []), [body])
+        far.link.send(batch(number), [body])
     await until(lambda: len(far.answers) == len(bodies))
     assert far.answers == bodies
     await far.link.stop()
 
 
+async def test_small_batches_of_this_machine_wait_in_their_socket_and_are_not_dated(
+    channel: Channel, worker: Worker
+) -> None:
+    far = await connected(channel)
+    worker.goes_on.clear()
+    for number in range(3):
+        far.link.send(batch(number), [b"1"])
+        await until(lambda: worker.begun == [0])
+    assert worker.begun == [0]
+    assert [each.name for each in threading.enumerate() if "receives" in each.name] == []
+    worker.goes_on.set()
+    await until(lambda: len(far.answers) == 3)
+    assert worker.begun == [0, 1, 2]
+    assert not any(worker.dated[1:])
+    await far.link.stop()
+
+
+async def test_a_batch_given_up_while_another_runs_is_known_to_be(channel: Channel, worker: Worker) -> None:
+    far = await connected(channel)
+    worker.goes_on.clear()
+    far.link.send(batch(0))
+    await until(lambda: worker.begun == [0])
+    far.link.send(batch(1))
+    far.link.send(AbortBatch(1))
+    worker.goes_on.set()
+    await until(lambda: len(far.answers) == 2)
+    assert worker.aborted == [1]
+    await far.link.stop()
+
+
+async def test_what_had_come_before_the_end_is_answered(channel: Channel, worker: Worker) -> None:
+    far = await connected(channel)
+    worker.goes_on.clear()
+    far.link.send(batch(0))
+    await until(lambda: worker.begun == [0])
+    far.link.send(batch(1), [b"1"])
+    await asyncio.sleep(0.05)  # it leaves
+    worker.inbox.close()
+    worker.goes_on.set()
+    await until(lambda: far.answers == {0: b"", 1: b"1"})
+    await far.link.stop()
+
+
+async def test_large_bodies_come_while_a_batch_runs(channel: Channel, worker: Worker) -> None:
+    most = 1 << 20
+    channel.announce(state("a", {"m": most // 16}, {"m": SIGNATURE}, pid=1))
+    far = await connected(channel)
+    far.link.send(batch(0), [bytes(most)])
+    await until(lambda: 0 in far.answers)
+    worker.goes_on.clear()
+    far.link.send(batch(1))
+    await until(lambda: worker.begun == [0, 1])
+    far.link.send(batch(2), [bytes(most)])
+    await until(lambda: bool(worker.inbox))
+    worker.goes_on.set()
+    await until(lambda: len(far.answers) == 3)
+    assert worker.dated[2]
+    await far.link.stop()
+
+
 async def test_no_more_is_taken_than_the_largest_batch_can_be(channel: Channel) -> None:
-    far = Far(channel.listen())
-    far.link.start()
-    await until(lambda: far.link.is_up)
+    far = await connected(channel)
     assert far.link.state is not None
-    assert far.link.state.most_asked_bytes() == LARGEST * 2 * 8  # two numbers of at most eight bytes each
-    far.link.send(RunBatch(1, "m", [("m", 1)], [], [], []), [bytes(LARGEST * 2 * 8 + 1)])
+    assert far.link.state.most_asked_bytes() == MOST_BYTES
+    far.link.send(batch(1), [bytes(MOST_BYTES + 1)])
     await asyncio.wait_for(far.lost.wait(), PATIENCE_S)
     assert not far.answers
     await far.link.stop()
