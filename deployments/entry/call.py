@@ -58,8 +58,8 @@ class Front(Protocol):
     ) -> Request:
         """Ask the scheduling side for one sample."""
 
-    def answer_left(self, request: Request, alone_ms: float) -> None:
-        """The response to an executed request has been handed to the socket."""
+    def answer_left(self, request: Request, slo_ms: float, alone_ms: float) -> None:
+        """The response to an executed request, which was allowed so much, has been handed to the socket."""
 
     def gave_up(self, request: Request, alone_ms: float) -> None:
         """A request expired."""
@@ -211,7 +211,7 @@ class InferCall:
             else:
                 self._respond_as_asked(parsed)
             self._open = []
-            self._front.answer_left(request, self._model.alone_ms)
+            self._front.answer_left(request, self._slo_ms, self._model.alone_ms)
             if self._traced is not None:
                 self._trace_executed(request, executed)
         except Exception as error:

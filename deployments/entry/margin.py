@@ -24,6 +24,7 @@ _MOST_PART = 0.25  # of the SLO
 _MOST_MS = 50.0  # a larger one would take minutes to come down; what needs more is no tail but a wrong plan
 _MS_WORTH = 0.5  # of its part of the SLO: what is served more with a margin of one ms less, beyond capacity
 _REFUSED_WEIGHT = 1e-3  # of one request in the share that is refused for the margin
+_KINDS = 256  # of requests, by the time allowed and by what one takes alone
 _RECENT_ANSWERS = 4096  # behind the late share that is shown
 
 
@@ -51,11 +52,13 @@ class Margin:
         self.refused = 0
         self._refused_share = 0.0
         self._in_time = self._late = 0  # since the last tick
+        self._kept: dict[tuple[float, float], tuple[float, float]] = {}
 
     def configure(self, attainment: float, allowance_ms: float | None) -> None:
         """Take new settings and keep what was learned."""
         self._allowance_ms = allowance_ms
         self._accepted = _accepted(attainment)
+        self._kept.clear()
 
     def allowance_ms(self, slo_ms: float) -> float:
         """Return what is kept for what happens beyond the socket."""
@@ -70,17 +73,25 @@ class Margin:
             slo_ms: time allowed from arrival to answer.
             alone_ms: what a batch of this one request takes.
         """
-        allowance_ms = self.allowance_part_ms(slo_ms, alone_ms)
-        return allowance_ms + min(self.margin_ms, _most_ms(slo_ms, alone_ms, allowance_ms))
+        allowance_ms, most_ms = self._kept.get((slo_ms, alone_ms)) or self._keep(slo_ms, alone_ms)
+        return allowance_ms + min(self.margin_ms, most_ms)
 
     def most_ms(self, slo_ms: float, alone_ms: float) -> float:
         """Return the largest margin that is ever kept of such a deadline."""
-        return _most_ms(slo_ms, alone_ms, self.allowance_part_ms(slo_ms, alone_ms))
+        return self._keep(slo_ms, alone_ms)[1]
 
     def allowance_part_ms(self, slo_ms: float, alone_ms: float) -> float:
         """Return what is kept of such a deadline for what happens beyond the socket: the allowance, where there is
         room for it."""
-        return max(0.0, min(self.allowance_ms(slo_ms), (slo_ms - alone_ms) / 2.0))
+        return self._keep(slo_ms, alone_ms)[0]
+
+    def _keep(self, slo_ms: float, alone_ms: float) -> tuple[float, float]:
+        """Return both, and remember them: most requests are of few kinds."""
+        allowance_ms = max(0.0, min(self.allowance_ms(slo_ms), (slo_ms - alone_ms) / 2.0))
+        if len(self._kept) >= _KINDS:
+            self._kept.clear()
+        kept = self._kept[slo_ms, alone_ms] = (allowance_ms, _most_ms(slo_ms, alone_ms, allowance_ms))
+        return kept
 
     def answered(self, left_ms: float, slo_ms: float, alone_ms: float, reserve_ms: float) -> None:
         """Take an executed request whose answer has just left.
@@ -94,7 +105,7 @@ class Margin:
         if reserve_ms <= 0.0:
             return
         self._refused_share -= _REFUSED_WEIGHT * self._refused_share
-        allowance_ms = self.allowance_part_ms(slo_ms, alone_ms)
+        allowance_ms, most_ms = self._kept.get((slo_ms, alone_ms)) or self._keep(slo_ms, alone_ms)
         late_ms = allowance_ms - left_ms
         if late_ms <= 0.0:
             self._in_time += 1
@@ -103,7 +114,7 @@ class Margin:
             return
         self._late += 1
         enough_ms = reserve_ms - allowance_ms + late_ms
-        if enough_ms > _most_ms(slo_ms, alone_ms, allowance_ms):
+        if enough_ms > most_ms:
             return
         rise_ms = min(_UP_MS, max(0.0, enough_ms - self.margin_ms))
         self.margin_ms += rise_ms

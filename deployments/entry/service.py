@@ -359,10 +359,10 @@ class InferenceService:
             reserve_ms=self.margin.reserve_ms(slo_ms, model.alone_ms),
         )  # fmt: skip
 
-    def answer_left(self, request: Request, alone_ms: float) -> None:
+    def answer_left(self, request: Request, slo_ms: float, alone_ms: float) -> None:
         """The response to an executed request has been handed to the socket: learn whether it is late."""
         left_ms = request.deadline_ms - self._clock() * 1000.0
-        self.margin.answered(left_ms, request.deadline_ms - request.arrived_ms, alone_ms, request.reserve_ms)
+        self.margin.answered(left_ms, slo_ms, alone_ms, request.reserve_ms)
 
     def gave_up(self, request: Request, alone_ms: float) -> None:
         """A request expired: note where only the margin was in its way."""
