@@ -175,6 +175,13 @@ def test_models_side_by_side_on_a_gpu_become_one_context_with_the_sum_of_their_s
     assert any("a+b is merged" in note and "75 %" in note for note in merged.notes)
 
 
+@pytest.mark.parametrize("policy", ["wsm-milp", "ao-milp", "mps-default"])
+def test_so_they_do_under_every_policy_that_puts_them_side_by_side_without_shares(policy: str) -> None:
+    plan = beside_each_other("auto", 8.0, policy=policy)
+    (one,) = plan.gpulets
+    assert (one.share_pct, [group.models for group in one.merge]) == (None, [("a", "b")])
+
+
 def test_side_by_side_it_has_to_beat_both_at_once() -> None:
     plan = beside_each_other("auto", 13.0)  # in turn they take 16 ms, side by side less
     assert len(plan.gpulets) == 2
