@@ -160,8 +160,11 @@ class TenutoPolicy(Policy):
                 unserved_reasons=dict.fromkeys(names, why),
             )  # fmt: skip
         plan, how = found
+        # A start comes with reasons for models that are served in part, which follow from the plan and not from it.
+        reasons = {name: plan.unserved_reasons[name] for name in plan.unserved if name in plan.unserved_reasons}
+        notes = (f"chosen by its expectation: {how}",)
         return plan.model_copy(
-            update={"policy": PolicyUsed(name=self.name), "notes": (f"chosen by its expectation: {how}",)}
+            update={"policy": PolicyUsed(name=self.name), "notes": notes, "unserved_reasons": reasons}
         )
 
     def _notes(self, search: Search, found: Found, names: tuple[str, ...]) -> tuple[str, ...]:

@@ -14,6 +14,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from tenuto.placement.expectation.sharing import listed
 from tenuto.placement.expectation.waiting import Batch, Stream, blocked_part, lost_parts, used_part
 from tenuto.placement.plan import Expected, ExpectedModel, Plan
 from tenuto.placement.pools import joined
@@ -24,7 +25,9 @@ from tenuto.placement.workload import ModelSpec
 __all__ = ["Outlook", "expected_of", "outlook_of"]
 
 ROUNDS = 6  # of adapting slowdowns to how busy neighbours are
-SPREAD = 0.3  # of what an overloaded pool loses falls on all programs; from scenes that judge nothing
+SPREAD = 0.7  # of what an overloaded pool loses falls on all programs; from scenes that judge nothing
+NEARLY_FULL = 0.8  # of its time: beyond, who loses the last percent cannot be told
+IN_FULL = 0.99
 NOTHING = 1e-4  # a part this small that is lost is below what formulas and measurements can tell
 
 
@@ -63,13 +66,28 @@ class Outlook:
 
 def expected_of(plan: Plan) -> Expected:
     """Return what a plan promises of each model, and the latency of its slowest replica's batch."""
-    parts, latency = outlook_of(plan).parts, _latencies(plan)
+    outlook, latency = outlook_of(plan), _latencies(plan)
+    parts = outlook.parts
     models = {
         spec.name: ExpectedModel(goodput_rps=round(parts[spec.name] * spec.rate_rps, 6), latency_ms=latency[spec.name])
         for spec in plan.models
         if spec.name in parts
     }
-    return Expected(goodput_rps=round(sum(model.goodput_rps for model in models.values()), 6), models=models)
+    return Expected(
+        goodput_rps=round(sum(model.goodput_rps for model in models.values()), 6), models=models,
+        assumptions=_doubts(plan, outlook),
+    )  # fmt: skip
+
+
+def _doubts(plan: Plan, outlook: Outlook) -> tuple[str, ...]:
+    """Return which full promises rest on gpu-lets that are nearly full, where the formulas are least to be trusted."""
+    busy: dict[str, float] = {}
+    for gpulet, part in zip(plan.gpulets, outlook.busy, strict=True):
+        for replica in gpulet.models:
+            busy[replica.name] = min(part, busy.get(replica.name, 1.0))
+    names = [name for name, part in outlook.parts.items() if part >= IN_FULL and busy.get(name, 0.0) > NEARLY_FULL]
+    where = f"busy for more than {100 * NEARLY_FULL:.0f} % of the time, so that a few percent may be late"
+    return (f"{where}: {listed(names)}",) if names else ()
 
 
 def outlook_of(plan: Plan) -> Outlook:

@@ -15,7 +15,7 @@ from tenuto.placement.program import Gpulet, Replica
 from tenuto.profiles import Latency, Profiles
 from tenuto.profiles.share_latency import with_share
 
-__all__ = ["INTERFERENCE", "Sharing"]
+__all__ = ["INTERFERENCE", "Sharing", "listed"]
 
 INTERFERENCE = "contention"  # needs latencies only, so that it can judge every plan
 
@@ -171,7 +171,7 @@ class Sharing:
                 sliced = sliced or any(gpulet.share_pct is None for gpulet in gpulets)
         names = [spec.name for spec in plan.models]
         found = [
-            f"latency on a share: {_RULES[rule]}: {_listed([n for n in names if n in by_rule[rule]])}"
+            f"latency on a share: {_RULES[rule]}: {listed([n for n in names if n in by_rule[rule]])}"
             for rule in _RULES
             if rule in by_rule
         ]
@@ -188,6 +188,7 @@ def _told(replica: Replica) -> tuple[object, ...]:
     return replica.name, replica.batch_size, replica.memory_mib, id(replica.latency) if replica.latency else None
 
 
-def _listed(names: Sequence[str], most: int = 6) -> str:
+def listed(names: Sequence[str], most: int = 6) -> str:
+    """Return names in a line, the first few of many."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + more

@@ -82,5 +82,8 @@ def test_more_than_forty_models_are_planned_without_a_trial_and_complete() -> No
     plan = solve(TenutoPolicy(starts=STARTS), load, cluster, THESIS)
     assert any(note.startswith("chosen by its expectation") for note in plan.notes)
     assert all(r.latency is not None for g in plan.gpulets for r in g.models)
+    in_part = [why for name, why in plan.unserved_reasons.items() if name not in plan.unserved]
+    assert in_part
+    assert {why.count("expected in time") for why in in_part} == {1}  # told once, also where the plan is a start's
     assert solve(TenutoPolicy(starts=STARTS), load, cluster, THESIS).dump() == plan.dump()
     assert solve(TenutoPolicy(starts=("none",)), load, cluster, THESIS).unserved == tuple(m.name for m in load.models)
