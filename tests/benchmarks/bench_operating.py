@@ -3,12 +3,14 @@
     python tests/benchmarks/bench_operating.py kill [--rps 60]
     python tests/benchmarks/bench_operating.py change [--rps 60]
     python tests/benchmarks/bench_operating.py triple [--rps 20]
+    python tests/benchmarks/bench_operating.py waves [--rps 120] [--svg FILE]
     python tests/benchmarks/bench_operating.py head [--redis PROGRAM]
 
 kill: `kill -9` of controller, gateway, dispatcher, gpu-let, Serve's proxy and the raylet of a worker node, one after
 another. change: every gpu-let restarts, without spare room and with it. triple: the rate of one model is multiplied by
-three; a controller finds it room. head: the process in which the head keeps the cluster's state, in an external Redis,
-is killed and started again.
+three; a controller finds it room. waves: gpulet's test (bench_controller.py) on emulated GPUs that are as much slower
+as the rates are lower, and in a sixth of the time. head: the process in which the head keeps the cluster's state, in
+an external Redis, is killed and started again.
 
 Open loop: requests leave on schedule, each on a connection of its own, and are counted by what came back. Only
 processes that descend from this one are killed.
@@ -19,6 +21,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import math
 import os
 import random
 import shutil
@@ -34,7 +37,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from bench_controller import FIVE, IGNITER, PERIOD_S, SIGMAS, five_models, gpus_held, wave
 from scenes import print_machine
+from svg_panels import Panel, Series, draw
 
 from tenuto.deployments.control.operations import Operations
 from tenuto.deployments.serve.deployment import Deployment
@@ -42,9 +47,11 @@ from tenuto.deployments.serve.endpoint import get_json
 from tenuto.deployments.serve.launcher import RAY_ENVIRONMENT, unused_port
 from tenuto.deployments.serve.ray_token import make_token
 from tenuto.errors import EnvironmentFaultError
-from tenuto.placement import Plan
-from tenuto.placement.cluster import Gpu
-from tenuto.profiles import Profiles
+from tenuto.placement import Cluster, Plan, Workload
+from tenuto.placement.cluster import Gpu, GpuGroup, Node
+from tenuto.placement.policy import load_policy
+from tenuto.placement.solve import solve
+from tenuto.profiles import Profile, Profiles
 
 HEAD, WORKER = "127.0.0.2", "127.0.0.3"
 BODY = json.dumps({"inputs": [{"name": "INPUT0", "shape": [1, 1], "datatype": "FP32", "data": [1]}]}).encode()
@@ -406,6 +413,108 @@ def triple(args: argparse.Namespace) -> None:
         operator.delete()
 
 
+# --- two waves ------------------------------------------------------------------------------------------------------
+
+FASTER = 6.0  # than gpulet's 1,800 s; what the controller does by the clock is as much faster
+
+
+def waves(args: argparse.Namespace) -> None:
+    """Serve gpulet's two waves, at rates this machine can send, on four emulated GPUs."""
+    port, length_s = unused_port(), 1800.0 / FASTER
+    slower = 2400.0 / args.rps
+    rows = {row: IGNITER.get(row, "v100").scaled(slower) for row in set(FIVE.values())}
+    profiles = Profiles([Profile(name="slower", gpu_type="v100", source="igniter-v100, scaled", models=rows)])
+    fast = five_models(1.0)
+    models = [  # by names of no catalogue, so that any body does
+        spec.model_copy(update={"name": f"my-{spec.name}", "profile": FIVE[spec.name], "slo_ms": slower * spec.slo_ms})
+        for spec in fast.models
+    ]
+    gpus = tuple(
+        Gpu(id=f"n{node}/{gpu}", type="v100", address=(HEAD, WORKER)[node], memory_mib=16_000)
+        for node in (0, 1) for gpu in (0, 1)
+    )  # fmt: skip
+    policy = load_policy("gpulet", {})
+    cluster = Cluster(
+        nodes=tuple(
+            Node(name=f"n{n}", address=address, gpus=(GpuGroup(type="v100", count=2, memory_mib=16_000),))
+            for n, address in enumerate((HEAD, WORKER))
+        )
+    )
+
+    def planned(rate_rps: float) -> Plan:
+        """Return the policy's plan for all models at this rate."""
+        asked = [spec.model_copy(update={"rate_rps": rate_rps}) for spec in models]
+        return solve(policy, Workload(models=tuple(asked)), cluster, profiles)
+
+    def bursty(rate_rps: float) -> float:
+        """Return what the policy's plan holds for this rate with the burst of a second."""
+        return gpus_held(planned(rate_rps + SIGMAS * math.sqrt(rate_rps)))
+
+    peak_rps = args.rps / len(models)
+    times = {"average_s": 20.0, "settle_s": 300.0}, {"horizon_s": 300.0, "cool_down_s": 60.0, "prove_s": 20.0}
+    rates, changes = ({key: value / FASTER for key, value in part.items()} for part in times)
+    control = {
+        "mode": "act", "policy": {"name": "gpulet"}, "interval_s": 20.0 / FASTER, "rates": rates,
+        "change": {**changes, "per_hour": int(60 * FASTER)},
+    }  # fmt: skip
+    held: list[tuple[float, float]] = []
+    with two_nodes(), Operations(None, lambda _text: None) as operator:
+        first = planned(1.3 * peak_rps * wave(0.0))
+        operator.deploy(deployed(first, port, control=control), "a benchmark", ground=(profiles, gpus))
+        until(lambda: controller_answers(operator))
+        stolen = _stolen()
+        with Load(port, {spec.name: peak_rps * wave(0.0) for spec in models}) as load:
+            since_s = time.monotonic()
+            while (at_s := time.monotonic() - since_s) < length_s:
+                for name in load.rates:
+                    load.rates[name] = peak_rps * wave(FASTER * at_s)
+                shares = [g["share_pct"] or 100.0 for g in get_json(f"http://127.0.0.1:{port + 2}/status")["gpulets"]]
+                held.append((at_s, sum(shares) / 100.0))
+                time.sleep(0.5)
+        began_s = time.time() - time.monotonic() + since_s
+        log = [(entry["at_s"] - began_s, entry) for entry in operator.control("log", 500)]
+        operator.delete()
+    counts = load.counts()
+    total = sum(counts.values())
+    print(f"{total:,} requests: {shown(counts)}; violated {1 - counts['ok'] / total:.3%}; "
+        f"{(_stolen() - stolen) / length_s:.0%} of the processors' time went to others")
+    for spec in models:
+        own = load.counts(model=spec.name)
+        print(f"  {spec.name}: {shown(own)} ({_attained(own):.2%}), SLO {spec.slo_ms:.0f} ms")
+    kinds = Counter(entry["kind"] for _, entry in log)
+    used = sum(share for _, share in held) / len(held)
+    periods = [wave(PERIOD_S * (place + 0.5)) for place in range(90)]
+    static, clairvoyant = bursty(peak_rps), sum(bursty(peak_rps * part) for part in periods) / len(periods)
+    print(
+        f"  {kinds['changed']} changes, {kinds['rolled back']} rolled back; GPUs by share: {used:.2f} on average, "
+        f"{used / static:.2f} of a static plan for the peak, {used / clairvoyant:.2f} of a clairvoyant plan per period"
+    )
+    if args.log:
+        for at_s, entry in log:
+            print(f"  {at_s:6.1f} s {entry['kind']}: {entry['text']}")
+    if args.svg:
+        Path(args.svg).write_text(_waves_picture(load, since_s, length_s, held))
+
+
+def _waves_picture(load: Load, since_s: float, length_s: float, held: Sequence[tuple[float, float]]) -> str:
+    ends = [5.0 * place for place in range(1, int(length_s / 5.0) + 1)]
+    seen = [load.counts(since_s + end - 5.0, since_s + end) for end in ends]
+    rate = [sum(counts.values()) / 5.0 for counts in seen]
+    bad = [100.0 * (1.0 - _attained(counts)) for counts in seen]
+    panels = [
+        Panel("requests per second", [Series("all models", ends, rate, "#1f77b4")]),
+        Panel("GPUs (of 4)", [Series("by share", [at for at, _ in held], [s for _, s in held], "#1f77b4", steps=True)]),
+        Panel("violated, %", [Series("all models", ends, bad, "#d62728", bars=True)]),
+    ]
+    return draw("gpulet's two waves on a real Ray, emulated GPUs, time compressed by 6", panels, "s")
+
+
+def _stolen() -> float:
+    """Return the seconds of this machine's processors that its host gave to others since it started, per processor."""
+    first = Path("/proc/stat").read_text().split("\n", 1)[0].split()
+    return float(first[8]) / os.sysconf("SC_CLK_TCK") / (os.cpu_count() or 1)
+
+
 def _attained(counts: Mapping[str, int]) -> float:
     total = sum(counts.values())
     return counts.get("ok", 0) / total if total else 1.0
@@ -414,14 +523,16 @@ def _attained(counts: Mapping[str, int]) -> float:
 def main() -> None:
     """Read the arguments and run one of them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["kill", "change", "triple", "head"])
-    parser.add_argument("--rps", type=float, default=60.0, help="of all models; of each for triple")
+    parser.add_argument("what", choices=["kill", "change", "triple", "waves", "head"])
+    parser.add_argument("--rps", type=float, default=60.0, help="of all models, of each for triple, the peak of waves")
+    parser.add_argument("--svg", help="of waves: draw rates, GPUs and violations over time")
+    parser.add_argument("--log", action="store_true", help="of waves: print what the controller did")
     parser.add_argument("--watch-s", type=float, default=15.0, help="after every incident")
     parser.add_argument("--redis", help="of head: a redis-server; default: the one on PATH")
     parser.add_argument("--only", default="", help="of kill: words of what is killed, with commas")
     args = parser.parse_args()
     print_machine()
-    {"kill": kill, "change": change, "triple": triple, "head": head}[args.what](args)
+    {"kill": kill, "change": change, "triple": triple, "waves": waves, "head": head}[args.what](args)
 
 
 if __name__ == "__main__":
