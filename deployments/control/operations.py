@@ -11,6 +11,7 @@ import logging
 import os
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -201,6 +202,8 @@ class Operations:
         if not is_serving():
             _forget(self._store)
             return []
+        with suppress(EnvironmentFaultError):  # none runs, or it does not answer
+            self.control("retire")
         return _remove(self._applications, self._store)
 
     # --- the controller -----------------------------------------------------------------------------------------------

@@ -39,6 +39,7 @@ logger = logging.getLogger("ray.serve")
 T = TypeVar("T")
 _GROUND = "control/ground"
 _SILENT_S = 60.0  # without a look the thread is taken for dead
+_RETIRES_S = 20.0  # for the look that is under way
 
 
 def keep_ground(store: Store, profiles: Profiles, gpus: tuple[Gpu, ...]) -> None:
@@ -122,6 +123,14 @@ class Control:
         self._is_over = True
         self._wake.set()
 
+    async def retire(self) -> None:
+        """Look no more. Called before the applications are removed: a controller in the middle of a change would bring
+        them back, itself among them. If it is not removed after all, Serve finds it silent and begins a new one."""
+        self._is_over = True
+        self._wake.set()
+        if self._thread is not None:
+            await asyncio.to_thread(self._thread.join, _RETIRES_S)
+
     # --- the operator's side ------------------------------------------------------------------------------------------
 
     async def pause(self, paused: bool) -> dict[str, Any]:
@@ -200,6 +209,8 @@ class Control:
         with self._lock:
             if self._failure is not None:
                 raise EnvironmentFaultError(self._failure)
+            if self._is_over:
+                raise EnvironmentFaultError("the controller is being removed")
             self._work.append((what, future))
         self._wake.set()
         async with asyncio.timeout(30.0):

@@ -130,6 +130,16 @@ async def test_one_that_has_failed_says_so_to_serve_and_to_who_asks(served: Serv
         await served.control.check_health()
 
 
+async def test_one_that_is_to_be_removed_applies_nothing_more(served: Served) -> None:
+    await served.control.set_model({"name": "c", "rate_rps": 1, "slo_ms": 50}, add=True)
+    await served.control.retire()
+    seconds, configs = served.serve.now_s, len(served.serve.configs)
+    await asyncio.sleep(0.1)
+    assert (served.serve.now_s, len(served.serve.configs)) == (seconds, configs)
+    with pytest.raises(EnvironmentFaultError, match="is being removed"):
+        await served.control.state()
+
+
 async def test_what_is_remembered_is_plain_json(served: Served) -> None:
     await served.control.pause(True)
     assert Memory.from_data(json.loads(served.store.values["control/memory"])).paused
