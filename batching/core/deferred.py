@@ -46,7 +46,8 @@ EXPIRY_MARGIN_MS = 1e-3  # how long after its last possible start a queued reque
 RIPE = 0.5  # part of its target from which on a batch may go before it is due
 BORROWED = 1_000_000  # by which the priority of a program that exceeds its plan falls
 PRESSED_MS = 1000.0  # for which nothing is lent after a program that keeps to its plan lost a request
-LOSS_STEP = 1 / 200  # how fast the share of requests lost follows
+LOSS_MS = 5000.0  # over which the share of requests lost is taken, so that one batch hardly changes it
+LOSS_COUNT = 200.0  # requests over which it is taken at least
 LOSING_MS = 10_000.0  # for which requests may be held in full after one was lost
 ORDINARY_LOSS = 0.01  # beside which a smaller difference of losses does not count
 WORST_FIRST = 1e6  # requests per ms: by which whoever lost more comes before whoever serves more with the same time
@@ -79,7 +80,7 @@ class _Queue:
     __slots__ = (
         "allowance", "alone", "arrived", "budget_ms", "cut_until", "deadlines", "defend", "density", "due", "end",
         "free", "gpulets", "ids", "is_bounded", "is_open", "is_out", "latest", "level", "longest", "longest_hold_ms",
-        "lost", "oldest", "patience", "pool", "pools", "priority", "program", "quickest_ms", "rate", "ripe", "run",
+        "loss_step", "lost", "oldest", "patience", "pool", "pools", "priority", "program", "quickest_ms", "rate", "ripe", "run",
         "run_ms", "sent", "size", "target", "worth",
     )  # fmt: skip
 
@@ -96,6 +97,7 @@ class _Queue:
         self.patience = INF  # for how many times its own length a batch is held at most
         self.is_bounded = False  # how long a batch is held is bounded
         self.lost = 0.0  # share of its requests lately
+        self.loss_step = 0.0  # by which one request changes it
         self.deadlines: list[float] = []  # when the batch must have ended
         self.ids: list[int] = []
         self.pools: list[Pool] = []  # fastest first
@@ -219,7 +221,9 @@ class DeferredScheduler(RehearsingScheduler):
         queue.target = target_batch(queue.sent[: queue.longest + 1], queue.budget_ms, queue.rate.rps)
         queue.defend = max(1, round(self._setting.defend * queue.target))
         queue.ripe = ceil(RIPE * queue.target)
-        queue.alone = (queue.rate.rps or 0.0) / 1000.0 * queue.run[1] / queue.gpulets
+        per_ms = (queue.rate.rps or 0.0) / 1000.0
+        queue.alone = per_ms * queue.run[1] / queue.gpulets
+        queue.loss_step = 1.0 / max(LOSS_COUNT, LOSS_MS * per_ms)
 
     # Events ----------------------------------------------------------------------------------------------------------
 
@@ -335,7 +339,7 @@ class DeferredScheduler(RehearsingScheduler):
         if self._setting.in_full:
             self._in_full_until = max(self._in_full_until, now + LOSING_MS)
         if self._evens_out:
-            kept = (1.0 - LOSS_STEP) ** count
+            kept = (1.0 - queue.loss_step) ** count
             queue.lost = 1.0 - (1.0 - queue.lost) * kept
 
     def _take(self, queue: _Queue, begin: int, end: int) -> None:
@@ -541,7 +545,7 @@ class DeferredScheduler(RehearsingScheduler):
         if queue.allowance.exceeds_by_far:
             size = max(1, min(size, bisect_right(run, self._longest_ms(queue)) - 1))
         if self._evens_out:
-            queue.lost *= (1.0 - LOSS_STEP) ** size
+            queue.lost *= (1.0 - queue.loss_step) ** size
         stop = skip + size
         batch = ids[skip:stop]
         self._take(queue, skip, stop)
@@ -587,6 +591,7 @@ class DeferredScheduler(RehearsingScheduler):
             tuple(tuple(queue.deadlines) for queue in self._queues),
             tuple(queue.rate.rps for queue in self._queues),
             tuple(queue.allowance.borrowed for queue in self._queues),
+            tuple(queue.lost for queue in self._queues),
             self._gpulets.state(),
             self._network,
         )
@@ -594,16 +599,18 @@ class DeferredScheduler(RehearsingScheduler):
     def resume(self, state: State, setting: Setting) -> None:
         self._setting = setting
         self._in_full_until = INF if setting.in_full else -INF
+        self._pressed_until = -INF
         self._network = state.network
         self._response_ms = state.network.response_ms
         self._gpulets.resume(state.gpulets, state.network)
         self._active.clear()
         self.decisions = []
         number = 0
-        for queue, deadlines, rps, borrowed in zip(
-            self._queues, state.deadlines, state.rates, state.borrowed, strict=True
+        for queue, deadlines, rps, borrowed, lost in zip(
+            self._queues, state.deadlines, state.rates, state.borrowed, state.lost, strict=True
         ):
             queue.rate = ArrivalRate(rps)
+            queue.lost = lost
             queue.allowance.resume(state.now_ms, borrowed)
             queue.level = queue.priority - BORROWED if queue.allowance.exceeds else queue.priority
             queue.deadlines = list(deadlines)

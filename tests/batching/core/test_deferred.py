@@ -267,11 +267,12 @@ def test_the_objective_each_lifts_the_model_that_is_served_worst() -> None:
 
 
 def test_the_objective_each_gives_models_that_cost_unlike_much_like_parts() -> None:
-    hosts = {0: line(8.0, 20.0, 8), 1: line(3.0, 10.0, 16), 2: line(1.0, 8.0, 40)}
+    """A batch of the cheap model is 90 requests, of the dear one eight: neither may look worse served than it is."""
+    hosts = {0: line(8.0, 20.0, 8), 1: line(3.0, 10.0, 16), 2: line(0.5, 8.0, 90)}
     models = tuple(Model(name, 120.0) for name in ("dear", "middling", "cheap"))
     system = System(models, (Gpulet("g/a", "g", hosts),), objective="each")
-    parts = simulate(make_scheduler("deferred", system), *offered([100.0, 200.0, 400.0], 40.0)).attainments()
-    assert parts.min() >= 0.75 * parts.mean()
+    parts = simulate(make_scheduler("deferred", system), *offered([150.0, 300.0, 900.0], 40.0)).attainments()
+    assert parts.min() >= 0.9 * parts.mean()
 
 
 def test_gpulets_of_one_program_may_run_batches_of_other_sizes() -> None:
