@@ -10,11 +10,10 @@ from tenuto.batching.core.system import INF
 __all__ = ["Allowance"]
 
 MARGIN = 1.1  # of the planned rate: chance alone must not empty the bucket
-BURST_MS = 5000.0  # of the planned rate may come at once
+BURST_MS = 1000.0  # of the planned rate may come at once
 LEAST_BURST = 10.0  # requests
 STEP = 1 / 64  # how fast the share of borrowed requests follows
-EXCEEDS = 0.1  # share of borrowed requests from which on a program exceeds its plan
-FAR = 0.5  # and from which on by far: it comes at more than twice its planned rate
+EXCEEDS = 0.5  # share of borrowed requests from which on a program exceeds its plan: more than twice what is planned
 
 
 class Allowance:
@@ -33,13 +32,8 @@ class Allowance:
 
     @property
     def exceeds(self) -> bool:
-        """Whether the program was offered more than its plan lately."""
-        return self.borrowed > EXCEEDS
-
-    @property
-    def exceeds_by_far(self) -> bool:
         """Whether the program was offered more than twice its plan lately."""
-        return self.borrowed > FAR
+        return self.borrowed > EXCEEDS
 
     def take(self, now_ms: float) -> bool:
         """Count a request; False if it is borrowed."""

@@ -4,20 +4,20 @@ Three rules; docs/scheduling.md draws them.
 
 1. *Due.* A batch is due when it has used the part `hold` of the time for which Symphony would hold it: 1 is Symphony's
    frontrun, 0 sends at once. A due batch takes the fastest idle gpu-let. Holding saves GPU time, and is bounded where
-   nobody needs it: nothing is held while single requests would keep gpu-lets busy for less than `save_above` of the
-   time, and otherwise no longer than takes them to that.
+   nobody needs it: nothing is held under light load, while single requests would keep gpu-lets busy for less than
+   `save_above` of the time, and otherwise no longer than takes them to that.
 2. *Plan.* Where more batches wait than gpu-lets are idle, all of them are lined up by their latest start, and each is
    given the gpu-let on which it would end first, the running ones from their known end on. One that would start too
    late pushes out the batch that serves the least per ms of those lined up so far. Idle gpu-lets go to due batches in
    that order, those pushed out last. Where the plan starts a batch after it is due, gpu-lets are too few to hold
    anything: then batches that have half of their target may go before they are due.
 3. *Rehearsal.* Now and then the arrivals of the last seconds are replayed with other values of `hold` and `defend`, and
-   the best is adopted (`rehearsal.py`).
+   the best is adopted, for light load and for heavy load by itself (`rehearsal.py`).
 
 What a request is worth follows the objective: alike (`total`), the weight of its model (`weighted`), or first of all
 the loss that its model had lately (`each`). Batches of lower priority are pushed out first, and before all others those
-of a model that exceeds its planned rate (`admission.py`). Such a model's batches are no longer than others can wait,
-and while one that keeps to its plan loses requests, those beyond the plan are turned away.
+of a model that comes at more than twice its planned rate (`admission.py`). Such a model's batches are no longer than
+others can wait, and while one of these loses requests, those beyond the plan are turned away.
 
 Rule 2 is the algorithm of Moore and Hodgson (Management Science 15, 1968: fewest late jobs on one machine), taken over
 to several machines and to batches of many requests as an approximation. A batch is cut by the window rule of Symphony's
@@ -80,8 +80,8 @@ class _Queue:
     __slots__ = (
         "allowance", "alone", "arrived", "budget_ms", "cut_until", "deadlines", "defend", "density", "due", "end",
         "free", "gpulets", "ids", "is_bounded", "is_open", "is_out", "latest", "level", "longest", "longest_hold_ms",
-        "loss_step", "lost", "oldest", "patience", "pool", "pools", "priority", "program", "quickest_ms", "rate", "ripe", "run",
-        "run_ms", "sent", "size", "target", "worth",
+        "loss_step", "lost", "oldest", "patience", "pool", "pools", "priority", "program", "quickest_ms", "rate",
+        "ripe", "run", "run_ms", "sent", "size", "target", "worth",
     )  # fmt: skip
 
     def __init__(self, program: int, offered: Model, worth: float) -> None:
@@ -136,6 +136,7 @@ class DeferredScheduler(RehearsingScheduler):
         hold = chosen.hold if chosen.hold is not None else (1.0 if alone else 0.4)
         self._setting = Setting(hold, chosen.defend, in_full=not chosen.rehearse)
         self._save_above = chosen.save_above
+        self._is_light = False  # nobody needs the GPU time that holding saves
         self._rehearsals = Rehearsals(system, self._setting) if chosen.rehearse else None
         self._record: list[tuple[float, int, float]] | None = None  # (arrival, model, deadline) to be replayed
         self._until_step = self._rehearsals.next_step() if self._rehearsals else -1  # requests until it goes on
@@ -185,13 +186,25 @@ class DeferredScheduler(RehearsingScheduler):
             queue.gpulets = sum(pool.size for pool in queue.pools)
             self._set_target(queue)
 
-    def _weigh(self, queue: _Queue) -> None:
-        """Follow a change of what a queue is offered."""
-        before = queue.alone
-        self._set_target(queue)
-        for pool in queue.pools:
-            pool.alone += queue.alone - before
+    def _weigh(self, queue: _Queue, now: float) -> None:
+        """Follow a change of what a queue is offered, and of others that are offered nothing any more."""
+        for other in self._queues:
+            if other is queue or other.rate.is_silent(now):
+                if other is not queue:
+                    other.rate.look_back(now)
+                before = other.alone
+                self._set_target(other)
+                for pool in other.pools:
+                    pool.alone += other.alone - before
         self._set_patience(queue)
+        is_light = all(pool.alone < self._save_above for pool in self._gpulets.pools)
+        if self._rehearsals and is_light != self._is_light:
+            self._is_light = is_light
+            if not is_light:
+                self._rehearsals.becomes_heavy()
+            if self._record is None and self._until_step > 0 and self._rehearsals.is_new_to(is_light=is_light):
+                self._until_step = 1
+            self._adopt_setting(self._rehearsals.setting(is_light=is_light), now)
 
     def _set_patience(self, queue: _Queue) -> None:
         """Find for how many times their own length batches of a queue are held at most.
@@ -221,9 +234,8 @@ class DeferredScheduler(RehearsingScheduler):
         queue.target = target_batch(queue.sent[: queue.longest + 1], queue.budget_ms, queue.rate.rps)
         queue.defend = max(1, round(self._setting.defend * queue.target))
         queue.ripe = ceil(RIPE * queue.target)
-        per_ms = (queue.rate.rps or 0.0) / 1000.0
-        queue.alone = per_ms * queue.run[1] / queue.gpulets
-        queue.loss_step = 1.0 / max(LOSS_COUNT, LOSS_MS * per_ms)
+        queue.loss_step = 1.0 / max(LOSS_COUNT, LOSS_MS / 1000.0 * (queue.rate.rps or 0.0))
+        queue.alone = (queue.rate.recent_rps or 0.0) / 1000.0 * queue.run[1] / queue.gpulets
 
     # Events ----------------------------------------------------------------------------------------------------------
 
@@ -234,7 +246,7 @@ class DeferredScheduler(RehearsingScheduler):
         if now_ms >= rate.next_at:
             rate.roll(now_ms)
             if queue.pools:
-                self._weigh(queue)
+                self._weigh(queue, now_ms)
         if self._record is not None:
             self._record.append((now_ms, model, deadline_ms))
         self._until_step -= 1
@@ -247,7 +259,7 @@ class DeferredScheduler(RehearsingScheduler):
             is_planned = allowance.take(now_ms)
             queue.level = queue.priority - BORROWED if allowance.exceeds else queue.priority
             is_pressed = now_ms < self._pressed_until
-            if not is_planned and is_pressed and allowance.exceeds_by_far and place >= queue.longest:
+            if not is_planned and is_pressed and allowance.exceeds and place >= queue.longest:
                 self.decisions.append(Reject(queue.program, [request_id], allowance.next_ms()))
                 return
         deadline = deadline_ms - self._response_ms
@@ -542,7 +554,7 @@ class DeferredScheduler(RehearsingScheduler):
             skip -= lost
         if not size:
             return False
-        if queue.allowance.exceeds_by_far:
+        if queue.allowance.exceeds:
             size = max(1, min(size, bisect_right(run, self._longest_ms(queue)) - 1))
         if self._evens_out:
             queue.lost *= (1.0 - queue.loss_step) ** size
@@ -576,7 +588,7 @@ class DeferredScheduler(RehearsingScheduler):
             return
         if self._record is None:
             if rehearsals.may_begin(now):
-                self._record = rehearsals.begin(self.state(now))
+                self._record = rehearsals.begin(self.state(now), is_light=self._is_light)
         else:
             job = rehearsals.end(type(self), DeferredOptions(save_above=self._save_above, rehearse=False), now)
             if job is not None:
@@ -626,8 +638,11 @@ class DeferredScheduler(RehearsingScheduler):
     def rehearsed(self, now_ms: float, result: list[Replayed], cpu_ms: float | None = None) -> None:
         if self._rehearsals is None:
             return
-        setting = self._rehearsals.learn(result, now_ms, cpu_ms)
+        self._rehearsals.learn(result, now_ms, cpu_ms)
         self._until_step = self._rehearsals.next_step()
+        self._adopt_setting(self._rehearsals.setting(is_light=self._is_light), now_ms)
+
+    def _adopt_setting(self, setting: Setting, now: float) -> None:
         if setting != self._setting:
             self._setting = setting
             if not setting.in_full:
@@ -636,7 +651,7 @@ class DeferredScheduler(RehearsingScheduler):
                 queue.cut_until = -INF
                 if queue.pools:
                     self._set_target(queue)
-            self._look_at = self.next_wake_ms = now_ms
+            self._look_at = self.next_wake_ms = now
 
     def status(self) -> dict[str, Any]:
         return {"hold": self._setting.hold, "defend": self._setting.defend} | (

@@ -5,7 +5,8 @@ time, once for each value of one of the two knobs of the setting, by turns. It i
 the driver in virtual time runs it on the spot, the live one in another process.
 
 What a value served is remembered with a memory of 0.8, and a value is taken only where it would serve 0.1 % of the
-requests more than the present one.
+requests more than the present one. What was found under light load says nothing of heavy load, nor the reverse: each
+has its own memory and its own setting.
 """
 
 from __future__ import annotations
@@ -188,25 +189,34 @@ class Rehearsals:
     def __init__(self, system: System, setting: Setting) -> None:
         self._system = system
         self._longest_slo_ms = max((model.slo_ms for model in system.models), default=0.0)
-        self._setting = setting
-        self._knob = 0
+        # These four under heavy load, and under light load.
+        self._settings = [setting, setting]
+        self._knobs = [0, 0]
+        self._memories: list[list[dict[float, Seen]]] = [[{}, {}], [{}, {}]]  # by knob and value
+        self._done = [0, 0]
+        self._is_light = False  # was the load throughout the arrivals recorded
         self._requests = FIRST
         self._state: State | None = None
         self._arrivals: list[tuple[float, int, float]] = []
         self._step = 1
-        # By knob and value.
-        self._memory: list[dict[float, Seen]] = [{}, {}]
         # A request of the next higher priority counts ten times.
         self._worth = [
             (offered.weight if system.objective == "weighted" else 1.0) * 10.0**offered.priority
             for offered in system.offered
         ]
-        self._done = 0
         self._cpu_ms = 0.0
         self._credit_ms = CREDIT_MS
         self._credit_at = -INF
         self._request_ms = REQUEST_MS + PROGRAM_MS * len(system.programs)
         self._gain = self._spared = 0.0
+
+    def setting(self, *, is_light: bool) -> Setting:
+        """Return what is best as far as known, under light or heavy load."""
+        return self._settings[is_light]
+
+    def is_new_to(self, *, is_light: bool) -> bool:
+        """Return whether little is known of such a load: then there is no pause before the next replay."""
+        return self._done[is_light] < AT_ONCE
 
     def next_step(self) -> int:
         """Return after how many requests to go on."""
@@ -225,12 +235,17 @@ class Rehearsals:
             self._credit_ms = min(CREDIT_MS, self._credit_ms + CORE * (now - self._credit_at))
         self._credit_at = now
 
-    def begin(self, state: State) -> list[tuple[float, int, float]]:
+    def begin(self, state: State, *, is_light: bool) -> list[tuple[float, int, float]]:
         """Record from here on; returns the list for the arrivals."""
         self._state = state
+        self._is_light = is_light
         self._arrivals = []
         self._step = self._requests
         return self._arrivals
+
+    def becomes_heavy(self) -> None:
+        """What is recorded was not offered under light load only."""
+        self._is_light = False
 
     def end(self, scheduler: type[RehearsingScheduler], options: SchedulerOptions, now: float) -> Replay | None:
         """Return the job that replays what was recorded with schedulers of this type; None: record more."""
@@ -244,32 +259,31 @@ class Rehearsals:
         while counted > len(arrivals) // 2 and arrivals[counted - 1][0] > now - self._longest_slo_ms:
             counted -= 1
         self._step = -1  # until the result is there
-        present = self._setting
-        if not self._knob:
+        present, knob = self._settings[self._is_light], self._knobs[self._is_light]
+        if not knob:
             present = present._replace(in_full=True)
-        settings = tuple(
-            present.changed(self._knob, value) for value in sorted({*VALUES[self._knob], present[self._knob]})
-        )
+        settings = tuple(present.changed(knob, value) for value in sorted({*VALUES[knob], present[knob]}))
         return Replay(scheduler, options, self._system, state, arrivals, counted, settings)
 
     def due_ms(self, now: float) -> float:
         """Return when the result of the job that is given out now is to be adopted."""
         return now + WAIT_MS * len(self._arrivals)
 
-    def learn(self, result: list[Replayed], now: float, cpu_ms: float | None) -> Setting:
-        """Take over what a replay found and what it took of a core (None: not measured); returns the setting to
-        adopt."""
+    def learn(self, result: list[Replayed], now: float, cpu_ms: float | None) -> None:
+        """Take over what a replay found and what it took of a core (None: not measured)."""
         if cpu_ms is None:
             cpu_ms = self._request_ms * len(self._arrivals) * len(result)
         self._earn(now)
         self._credit_ms -= cpu_ms
         self._cpu_ms += cpu_ms
-        knob, found = self._knob, self._memory[self._knob]
+        is_light = self._is_light
+        setting, knob = self._settings[is_light], self._knobs[is_light]
+        found = self._memories[is_light][knob]
         for replayed in result:
             value = replayed.setting[knob]
             found[value] = found[value].then(replayed) if value in found else Seen.first(replayed)
         lost = {value: self._loss(seen) for value, seen in found.items()}
-        present = self._setting[knob]
+        present = setting[knob]
         best = min(lost, key=lambda value: (lost[value], -value))
         if not self._saves(found, present, best):
             best = min(
@@ -278,18 +292,19 @@ class Rehearsals:
             )
             if found[best].busy_ms > (1.0 - SPARED) * found[present].busy_ms:
                 best = present
-        self._done += 1
-        self._step = 1 if self._done < AT_ONCE else (PAUSE if best == present else SHORT_PAUSE) * len(self._arrivals)
+        self._done[is_light] += 1
+        pause = (PAUSE if best == present else SHORT_PAUSE) * len(self._arrivals)
+        self._step = 1 if self.is_new_to(is_light=is_light) else pause
         if best != present:
-            self._setting = self._setting.changed(knob, best)
+            setting = setting.changed(knob, best)
             self._gain = lost[present] - lost[best]
             before_ms = found[present].busy_ms  # 0: nothing was met
             self._spared = 1.0 - found[best].busy_ms / before_ms if before_ms else 0.0
         if not knob:
-            self._setting = self._setting._replace(in_full=self._saves(found, 0.0, best))
-        self._knob = 1 - knob
+            setting = setting._replace(in_full=self._saves(found, 0.0, best))
+        self._settings[is_light] = setting
+        self._knobs[is_light] = 1 - knob
         self._requests = min(MOST, 2 * self._requests)
-        return self._setting
 
     def _saves(self, found: dict[float, Seen], one: float, other: float) -> bool:
         """Return whether the second of two values loses fewer requests, by more than chance."""
@@ -310,7 +325,7 @@ class Rehearsals:
         """Return, for operators, how many replays there were, and by which share of the requests (or of their worth)
         the last change was expected to cut the losses."""
         return {
-            "rehearsals": self._done,
+            "rehearsals": sum(self._done),
             "expected_gain": self._gain,
             "expected_spared": self._spared,
             "rehearsal_cpu_s": self._cpu_ms / 1000.0,

@@ -40,15 +40,21 @@ def target_batch(latency_ms: list[float], budget_ms: float, rate_rps: float | No
 
 
 class ArrivalRate:
-    """The offered rate of one model over the last seconds: add to `count`, and call `roll` once past `next_at`."""
+    """The offered rate of one model over the last seconds: add to `count`, and call `roll` once past `next_at`.
 
-    __slots__ = ("_marks", "count", "next_at", "rps")
+    `rps` is the mean of the last 5 s; `recent_rps` that of the last step or of the last second, whichever is more, so
+    that it rises at once. Either reaches back over ten requests, whatever time they took.
+    """
+
+    __slots__ = ("_marks", "count", "next_at", "recent_rps", "rps")
 
     STEP_MS = 250.0
     WINDOW_STEPS = 20  # 5 s
+    RECENT_MS = 1000.0
+    LEAST = 10  # requests
 
     def __init__(self, first_guess_rps: float | None = None) -> None:
-        self.rps = first_guess_rps
+        self.rps = self.recent_rps = first_guess_rps
         self.count = 0
         self.next_at = -INF
         self._marks: deque[tuple[float, int]] = deque(maxlen=self.WINDOW_STEPS)
@@ -57,7 +63,23 @@ class ArrivalRate:
         """Close a step: the rate is the mean since the oldest mark, once a step and ten requests lie behind it."""
         if self._marks:
             oldest, count = self._marks[0]
-            if now_ms - oldest >= self.STEP_MS and self.count - count >= 10:
+            if now_ms - oldest >= self.STEP_MS and self.count - count >= self.LEAST:
                 self.rps = 1000.0 * (self.count - count) / (now_ms - oldest)
+            self.look_back(now_ms)
         self._marks.append((now_ms, self.count))
         self.next_at = now_ms + self.STEP_MS
+
+    def is_silent(self, now_ms: float) -> bool:
+        """Return whether no request came for so long that `recent_rps` is that of before: `look_back` mends it."""
+        return now_ms >= self.next_at + self.RECENT_MS
+
+    def look_back(self, now_ms: float) -> None:
+        """Set `recent_rps`, at any time after the last request."""
+        highest = 0.0
+        for at, count in reversed(self._marks):
+            if now_ms - at >= self.STEP_MS and self.count - count >= self.LEAST:
+                highest = highest or 1000.0 * (self.count - count) / (now_ms - at)
+                if now_ms - at >= self.RECENT_MS:
+                    self.recent_rps = max(highest, 1000.0 * (self.count - count) / (now_ms - at))
+                    return
+        self.recent_rps = self.rps if self.rps is None else max(highest, self.rps)

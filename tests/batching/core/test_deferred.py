@@ -227,6 +227,17 @@ def test_requests_are_held_in_full_where_a_rehearsal_found_that_fewer_are_lost()
     assert kept[0].min() < 0.9 < 0.98 < kept[1].min()  # one burst in 10 s still finds out
 
 
+def test_a_second_after_an_overload_lone_requests_are_answered_at_once() -> None:
+    """Under overload rehearsals find that held batches lose fewer; that says nothing of the light load after it."""
+    system = System((Model("a", 25.0, 500.0),), tuple(Gpulet(f"{g}/a", g, {0: line(1.053, 5.072, 18)}) for g in "gh"))
+    parts = [offered([rps], 8.0, seed)[0] + 8000.0 * seed for seed, rps in enumerate((1500.0, 100.0) * 3)]
+    times = np.concatenate(parts)
+    result = simulate(make_scheduler("deferred", system), times, np.zeros(len(times), dtype=np.int32))
+    calm = times % 16_000.0 > 9_000.0
+    assert (result.outcome[calm] == Outcome.OK).mean() > 0.99
+    assert np.median(result.dispatched_ms[calm] - times[calm]) == 0.0
+
+
 @pytest.mark.parametrize("cpu_ms", [400.0, 4000.0])
 def test_rehearsals_take_a_twentieth_of_a_core_however_dear_they_are(cpu_ms: float) -> None:
     """They are spaced by what they took, even if each of them finds something else to be the best."""

@@ -44,6 +44,20 @@ def test_the_rate_follows_the_last_seconds() -> None:
             now += 250.0
             rate.roll(now)
         assert rate.rps == pytest.approx(per_second, rel=0.06)
+        assert rate.recent_rps == pytest.approx(per_second)
+
+
+def test_what_came_in_the_last_second_tells_of_a_change_and_of_silence() -> None:
+    rate = ArrivalRate()
+    for number in range(1, 49):
+        rate.count += 100 if number <= 40 else 5
+        rate.roll(250.0 * number)
+    assert rate.recent_rps == pytest.approx(20.0)
+    assert rate.rps is not None
+    assert rate.rps > 200.0
+    assert rate.is_silent(14_000.0)
+    rate.look_back(21_500.0)
+    assert rate.recent_rps == pytest.approx(1.0)
 
 
 def test_the_rate_is_unknown_before_ten_requests() -> None:
