@@ -189,13 +189,14 @@ class DeferredScheduler(RehearsingScheduler):
     def _weigh(self, queue: _Queue, now: float) -> None:
         """Follow a change of what a queue is offered, and of others that are offered nothing any more."""
         for other in self._queues:
-            if other is queue or other.rate.is_silent(now):
-                if other is not queue:
-                    other.rate.look_back(now)
-                before = other.alone
-                self._set_target(other)
-                for pool in other.pools:
-                    pool.alone += other.alone - before
+            if other is not queue:
+                if not other.pools or not other.rate.is_silent(now):
+                    continue
+                other.rate.look_back(now)
+            before = other.alone
+            self._set_target(other)
+            for pool in other.pools:
+                pool.alone += other.alone - before
         self._set_patience(queue)
         is_light = all(pool.alone < self._save_above for pool in self._gpulets.pools)
         if self._rehearsals and is_light != self._is_light:

@@ -43,7 +43,8 @@ class ArrivalRate:
     """The offered rate of one model over the last seconds: add to `count`, and call `roll` once past `next_at`.
 
     `rps` is the mean of the last 5 s; `recent_rps` that of the last step or of the last second, whichever is more, so
-    that it rises at once. Either reaches back over ten requests, whatever time they took.
+    that it rises at once. Either reaches back over ten requests, whatever time they took; with fewer in all it is at
+    most that of ten.
     """
 
     __slots__ = ("_marks", "count", "next_at", "recent_rps", "rps")
@@ -70,8 +71,9 @@ class ArrivalRate:
         self.next_at = now_ms + self.STEP_MS
 
     def is_silent(self, now_ms: float) -> bool:
-        """Return whether no request came for so long that `recent_rps` is that of before: `look_back` mends it."""
-        return now_ms >= self.next_at + self.RECENT_MS
+        """Return whether no request came for so long that `recent_rps` is that of before: `look_back` mends it.
+        Before the first request the rate is what was planned."""
+        return bool(self._marks) and now_ms >= self.next_at + self.RECENT_MS
 
     def look_back(self, now_ms: float) -> None:
         """Set `recent_rps`, at any time after the last request."""
@@ -82,4 +84,6 @@ class ArrivalRate:
                 if now_ms - at >= self.RECENT_MS:
                     self.recent_rps = max(highest, 1000.0 * (self.count - count) / (now_ms - at))
                     return
-        self.recent_rps = self.rps if self.rps is None else max(highest, self.rps)
+        if self.rps is not None and self._marks:
+            most = 1000.0 * self.LEAST / max(now_ms - self._marks[0][0], self.STEP_MS)
+            self.recent_rps = max(highest, min(self.rps, most))
