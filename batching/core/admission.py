@@ -10,7 +10,7 @@ from tenuto.batching.core.system import INF
 __all__ = ["Allowance"]
 
 MARGIN = 1.1  # of the planned rate: chance alone must not empty the bucket
-BURST_MS = 1000.0  # of the planned rate may come at once
+BURST_MS = 2000.0  # of the planned rate may come at once
 LEAST_BURST = 10.0  # requests
 STEP = 1 / 64  # how fast the share of borrowed requests follows
 EXCEEDS = 0.5  # share of borrowed requests from which on a program exceeds its plan: more than twice what is planned

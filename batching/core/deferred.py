@@ -79,9 +79,9 @@ class _Queue:
 
     __slots__ = (
         "allowance", "alone", "arrived", "budget_ms", "cut_until", "deadlines", "defend", "density", "due", "end",
-        "free", "gpulets", "ids", "is_bounded", "is_open", "is_out", "latest", "level", "longest", "longest_hold_ms",
-        "loss_step", "lost", "oldest", "patience", "pool", "pools", "priority", "program", "quickest_ms", "rate",
-        "ripe", "run", "run_ms", "sent", "size", "target", "worth",
+        "free", "gpulets", "ids", "is_bounded", "is_light", "is_open", "is_out", "latest", "level", "longest",
+        "longest_hold_ms", "loss_step", "lost", "oldest", "patience", "pool", "pools", "priority", "program",
+        "quickest_ms", "rate", "ripe", "run", "run_ms", "sent", "size", "target", "worth",
     )  # fmt: skip
 
     def __init__(self, program: int, offered: Model, worth: float) -> None:
@@ -96,6 +96,7 @@ class _Queue:
         self.alone = 0.0  # the load of each gpu-let that hosts it, if its requests ran alone
         self.patience = INF  # for how many times its own length a batch is held at most
         self.is_bounded = False  # how long a batch is held is bounded
+        self.is_light = False  # nobody needs the GPU time that holding saves
         self.lost = 0.0  # share of its requests lately
         self.loss_step = 0.0  # by which one request changes it
         self.deadlines: list[float] = []  # when the batch must have ended
@@ -136,7 +137,7 @@ class DeferredScheduler(RehearsingScheduler):
         hold = chosen.hold if chosen.hold is not None else (1.0 if alone else 0.4)
         self._setting = Setting(hold, chosen.defend, in_full=not chosen.rehearse)
         self._save_above = chosen.save_above
-        self._is_light = False  # nobody needs the GPU time that holding saves
+        self._is_light = False  # so it is for all programs
         self._rehearsals = Rehearsals(system, self._setting) if chosen.rehearse else None
         self._record: list[tuple[float, int, float]] | None = None  # (arrival, model, deadline) to be replayed
         self._until_step = self._rehearsals.next_step() if self._rehearsals else -1  # requests until it goes on
@@ -217,18 +218,20 @@ class DeferredScheduler(RehearsingScheduler):
         if not queue.pools:
             return
         rps = queue.rate.rps
+        queue.is_light = rps is not None and max(pool.alone for pool in queue.pools) < self._save_above
         queue.patience = max(pool.crowd for pool in queue.pools) / self._save_above if self._save_above else INF
-        if rps is not None and max(pool.alone for pool in queue.pools) < self._save_above:
-            queue.patience = 0.0
-        elif rps is not None and rps / 1000.0 * queue.patience * queue.run[queue.target] >= queue.target:
+        if rps is not None and rps / 1000.0 * queue.patience * queue.run[queue.target] >= queue.target:
             queue.patience = INF
-        queue.is_bounded = queue.patience < INF or queue.longest_hold_ms < INF
+        queue.is_bounded = queue.is_light or queue.patience < INF or queue.longest_hold_ms < INF
 
     def _bound_ms(self, queue: _Queue, size: int, now: float) -> float:
         """Return until when a batch of so many is held at most."""
         bound = queue.longest_hold_ms
         if now >= self._in_full_until:
-            bound = min(bound, queue.patience * queue.run[size])
+            # The load may have risen since its rate was taken: then gpu-lets are busy.
+            idle = sum(len(pool.idle) for pool in queue.pools)
+            is_light = queue.is_light and idle >= (1.0 - self._save_above) * queue.gpulets
+            bound = min(bound, 0.0 if is_light else queue.patience * queue.run[size])
         return queue.oldest + bound
 
     def _set_target(self, queue: _Queue) -> None:
@@ -382,7 +385,7 @@ class DeferredScheduler(RehearsingScheduler):
                 if not pool.idle:
                     pool, open_at = self._opening(queue, now, way_ms)
                 queue.is_open = open_at <= reach
-                if queue.cut_until < now or queue.pool is not pool:
+                if queue.cut_until < now or queue.pool is not pool or queue.is_light:
                     self._cut(queue, pool, now)
                 if not queue.size:
                     continue

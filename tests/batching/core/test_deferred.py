@@ -178,7 +178,7 @@ def test_a_model_within_its_plan_does_not_pay_for_one_that_sends_eight_times_its
     assert bronze >= kept["eager"][1]
 
 
-def test_while_a_model_triples_its_rate_the_others_lose_hardly_anything_from_the_first_second_on() -> None:
+def test_two_seconds_after_a_model_tripled_its_rate_the_others_lose_next_to_nothing() -> None:
     hosts = {0: line(1.053, 5.072, 42), 1: line(1.053, 5.072, 42), 2: line(3.0, 10.0, 30)}
     models = (Model("tripled", 50.0, 100.0), Model("a", 50.0, 100.0), Model("b", 100.0, 40.0))
     system = System(models, (Gpulet("g/a", "g", hosts),))
@@ -188,8 +188,8 @@ def test_while_a_model_triples_its_rate_the_others_lose_hardly_anything_from_the
         after, which_after = offered([300.0, 100.0, 40.0], 4.0, seed + 10)
         times, owner = np.concatenate([before, after + 20_000.0]), np.concatenate([which, which_after])
         result = simulate(make_scheduler("deferred", system), times, owner)
-        kept.append((result.outcome == Outcome.OK)[(times > 20_000.0) & (owner > 0)].mean())
-    assert np.mean(kept) > 0.98
+        kept.append((result.outcome == Outcome.OK)[(times > 22_000.0) & (owner > 0)].mean())
+    assert np.mean(kept) > 0.99
 
 
 def test_beyond_the_plan_requests_are_turned_away_only_while_another_model_loses_some() -> None:
