@@ -1,12 +1,11 @@
 """Computations that a scheduler core wants done aside, in a process of their own: a thread would hold up the dispatcher
-by Python's lock. Run as a module it is that process; it stays, because starting one costs more than most rehearsals."""
+by Python's lock. The process stays, because starting one costs more than most rehearsals."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import logging
-import os
 import pickle
 import struct
 import subprocess
@@ -23,6 +22,17 @@ logger = logging.getLogger("ray.serve")
 
 _LONGEST_S = 60.0
 _LENGTH = struct.Struct("<Q")
+# Runs only when nobody else wants the core: at the lowest niceness it would still keep it until the end of its time
+# slice, some 3 ms. Before anything is imported, which takes 0.8 s just when the first requests come.
+_PROGRAM = f"""
+import os
+try:
+    os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+except OSError:
+    os.nice(19)
+from {__name__} import serve
+serve()
+"""
 
 
 class Computed(NamedTuple):
@@ -63,7 +73,7 @@ class RehearsalProcess:
         process = self._process
         if process is None:
             process = self._process = subprocess.Popen(
-                [sys.executable, "-m", __name__], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+                [sys.executable, "-c", _PROGRAM], stdin=subprocess.PIPE, stdout=subprocess.PIPE
             )
         assert process.stdin is not None
         assert process.stdout is not None
@@ -120,11 +130,8 @@ class Rehearsals:
         self._rehearsed(computed)
 
 
-def _serve() -> None:
-    # At the lowest niceness it would still keep its core until the end of its time slice, some 3 ms.
-    with contextlib.suppress(OSError):
-        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
-    os.nice(19)
+def serve() -> None:
+    """Be that process: run what comes until nothing comes any more."""
     source, sink = sys.stdin.buffer, sys.stdout.buffer
     while prefix := source.read(_LENGTH.size):
         began = time.process_time()
@@ -132,7 +139,3 @@ def _serve() -> None:
         data = pickle.dumps((result, 1000.0 * (time.process_time() - began)))
         sink.write(_LENGTH.pack(len(data)) + data)
         sink.flush()
-
-
-if __name__ == "__main__":
-    _serve()

@@ -100,7 +100,7 @@ class Margin:
             left_ms: time to its deadline; negative where it has passed.
             slo_ms: time it was allowed.
             alone_ms: what a batch of this one request takes.
-            reserve_ms: what was kept of its deadline; one that was tried without any says nothing.
+            reserve_ms: what was to be kept of its deadline; one of which nothing was says nothing.
         """
         if reserve_ms <= 0.0:
             return

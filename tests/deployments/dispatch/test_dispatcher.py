@@ -1,14 +1,15 @@
 import asyncio
 import math
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 
 import numpy as np
 import pytest
 
 from tenuto.batching.core.build import from_plan
-from tenuto.batching.core.scheduler import Scheduler
+from tenuto.batching.core.scheduler import Drop, Scheduler
 from tenuto.batching.core.system import NetworkDelay
 from tenuto.batching.registry import make_scheduler
+from tenuto.batching.rivals.eager import EagerScheduler
 from tenuto.deployments.dispatch.dispatcher import Dispatcher
 from tenuto.deployments.dispatch.in_flight import Request
 from tenuto.deployments.entry.dispatching import ask
@@ -262,6 +263,42 @@ async def test_a_gpulet_that_fails_at_once_draws_no_traffic(start: Start) -> Non
     await until(dispatcher.is_ready)  # it is tried again
     both = [submit(dispatcher, "m", X) for _ in range(2)]
     assert {(await answer(one)).gpulet for one in both} == {"a", "b"}
+
+
+class Missing(EagerScheduler):
+    """Gives every request up once, as one whose timer came late does."""
+
+    def add_requests(self, now_ms: float, requests: Iterable[tuple[int, int, float]]) -> None:
+        for model, request_id, _ in requests:
+            self.decisions.append(Drop(self.system.program_of[model], [request_id]))
+
+
+async def test_a_request_tried_without_its_reserve_keeps_it_for_the_margins_account() -> None:
+    gpulet = FakeGpulet("a", ("m",))
+    await gpulet.start()
+    dispatcher = Dispatcher(lambda plan, network: Missing(from_plan(plan, network)), finder({"a": gpulet}))
+    dispatcher.apply(make_plan(("a", ("m",))))
+    await until(dispatcher.is_ready)
+    asker = Ended()
+    request = dispatcher.admit("m", asker, slo_ms=60_000.0, reserve_ms=3.0)
+    dispatcher.start(request, [InputPart(X[0])])
+    await until(lambda: asker.reserves_ms == [3.0])
+    await dispatcher.close()
+    gpulet.die()
+
+
+class Ended:
+    """Asks, and writes down what was kept of the deadlines of what was executed."""
+
+    def __init__(self) -> None:
+        self.reserves_ms: list[float] = []
+
+    def executed(self, request: Request, executed: Executed, row: int) -> None:
+        del executed, row
+        self.reserves_ms.append(request.reserve_ms)
+
+    def refused(self, request: Request, refused: Refused) -> None:
+        raise AssertionError(refused)
 
 
 class Noting:

@@ -93,7 +93,7 @@ def test_lateness_that_margins_only_move_does_not_hold_it_at_its_ceiling() -> No
     assert max(highest[10_000:]) < margin.most_ms(25.0, 6.0) - 0.5
 
 
-def test_a_request_that_was_tried_without_a_reserve_teaches_nothing() -> None:
+def test_a_request_of_which_nothing_is_kept_teaches_nothing() -> None:
     margin = Margin()
     margin.answered(-5.0, 25.0, 6.0, 0.0)
     assert (margin.margin_ms, margin.late_share) == (Margin().margin_ms, 0.0)
