@@ -23,12 +23,20 @@ from tenuto.deployments.serve.launcher import Launcher, unused_port
 
 _TICKS_S = os.sysconf("SC_CLK_TCK")
 _KINDS = (
-    ("raylet", r"raylet/raylet "), ("rehearsals", r"dispatch\.rehearsals"), ("gateway", r"ray::.*[Gg]ateway"), ("dispatcher", r"ray::.*[Dd]ispatcher"), ("gpu-let", r"ray::.*[Gg]pulet"),
-    ("Serve's controller", r"ray::ServeController"), ("Serve's proxy", r"ray::.*Proxy"),
-    ("other Serve replicas", r"ray::ServeReplica"), ("waiting workers", r"ray::IDLE|default_worker"),
-    ("GCS", r"gcs_server"), ("agents", r"[Aa]gent"), ("log monitor", r"log_monitor"),
-    ("autoscaler's monitor", r"monitor\.py"), ("dashboard", r"dashboard"), ("other processes of Ray", r"ray[/:]"),
-)  # fmt: skip
+    ("raylet", r"raylet/raylet "),
+    ("rehearsals", r"dispatch\.rehearsals"),
+    ("gateway", r"ray::.*[Gg]ateway"),
+    ("dispatcher", r"ray::.*[Dd]ispatcher"),
+    ("gpu-let", r"ray::.*[Gg]pulet"),
+    ("Serve's controller", r"ray::ServeController"),
+    ("Serve's proxy", r"ray::.*Proxy"),
+    ("waiting workers", r"ray::IDLE|default_worker"),
+    ("GCS", r"gcs_server"),
+    ("agents", r"[Aa]gent"),
+    ("log monitor", r"log_monitor"),
+    ("autoscaler's monitor", r"monitor\.py"),
+    ("other processes of Ray", r"ray[/:]"),
+)
 
 
 def spent() -> dict[int, tuple[str, float]]:
