@@ -254,10 +254,10 @@ class Controller:
         self._attainment.forget()
         self._unsettled_s = self._now_s
 
-    def deploy(self, now_s: float, target: Plan, why: str) -> None:
-        """Go over to an operator's plan, make before break, whether or not it pays; one under way is left where it
-        is. Call after the first look."""
-        self._now_s = now_s
+    def deploy(self, now_s: float, target: Plan, why: str, gpus: tuple[Gpu, ...]) -> None:
+        """Go over to an operator's plan, make before break, whether or not it pays; a change under way is left where it
+        is. `gpus` are those that are there, with those that the plan brings. Call after the first look."""
+        self._now_s, self._gpus = now_s, gpus
         self.set_workload(target.workload)
         self._reasons.clear()
         self._change = self._proving = self._asked = None

@@ -129,32 +129,49 @@ class LiveSystem:
         self._counted: dict[str, tuple[int, int, int]] = {}
         self._moving: _Moving | None = None
 
-    def apply(self, plan: Plan, now_s: float, standby: Sequence[Gpulet] = ()) -> None:
-        """Make this plan the one that is served, with idle processes beside it.
+    def apply(
+        self, plan: Plan, now_s: float, standby: Sequence[Gpulet] = (), *, wanted: Deployment | None = None
+    ) -> None:
+        """Make this plan the one that is served, with idle processes beside it, and with the settings of another
+        deployment where one is wanted.
 
         Raises:
             InvalidInputError: it cannot be served so; nothing was changed.
         """
-        self._moving = None
-        deployment = self.deployment.with_plan(plan)
-        wanted = _gpulets_of(deployment.config())
+        base = wanted or self.deployment
+        if wanted is None and self._moving is not None:
+            base = base.model_copy(update={"partition": self._moving.after})
+        deployment = base.with_plan(plan)
+        gpulets = _gpulets_of(deployment.config())
         idle = _idle(deployment, plan, standby)
+        moving = self._moved(deployment.partition, now_s)
+        if moving is not None:
+            deployment = deployment.model_copy(update={"partition": moving.before})
         waited = {application_name(name): app for name, app in self._standby.items() if name not in idle}
         self._standby, self._waiting = idle, tuple(standby)
         before = waited | self._gpulets | {name: extra.application for name, extra in self._extras.items()}
         extras, grows = {}, False
         for name, present in before.items():
-            if name not in wanted:
+            if name not in gpulets:
                 extras[name] = self._extras.get(name) or _Extra(present, now_s)
                 continue
-            more = _with_programs_of(wanted[name], present)
+            more = _with_programs_of(gpulets[name], present)
             grows = grows or _grows(more, present)
-            if more != wanted[name]:
+            if more != gpulets[name]:
                 extras[name] = _Extra(more, now_s)
-        self.deployment, self._gpulets, self._extras, self._plan = deployment, wanted, extras, plan
+        self.deployment, self._gpulets, self._extras, self._plan = deployment, gpulets, extras, plan
+        self._moving = moving
         if not grows:
             self._routed = plan
         self._send()
+
+    def _moved(self, after: Mapping[str, int] | None, now_s: float) -> _Moving | None:
+        """Return how models get to their sub-clusters in another partition; None where all of them stay. What is new is
+        where it will be."""
+        here = self.deployment.partition
+        if here is None or after is None or all(here.get(name, place) == place for name, place in after.items()):
+            return None
+        return _Moving({**after, **here}, dict(after), now_s)
 
     def settle(self, wanted: Deployment, plan: Plan, now_s: float) -> None:
         """Serve the present plan with the settings of another deployment, on the way to its plan.
@@ -167,11 +184,9 @@ class LiveSystem:
             cure = "Leave it as it is, or begin anew with --replace, which interrupts."
             raise InvalidInputError(Problem("executor", wanted.executor, rule, cure))
         wanted.config(plan)
-        before = self.deployment
         self._gpus = tuple({gpu.id: gpu for gpu in (*gpus_of(plan), *self._gpus)}.values())
-        self.deployment = wanted.with_plan(self._plan)
-        if self.deployment != before:
-            self.apply(self._plan, now_s, self._waiting)
+        if wanted.with_plan(self._plan) != self.deployment:
+            self.apply(self._plan, now_s, self._waiting, wanted=wanted)
 
     def move(self, partition: Mapping[str, int], now_s: float) -> None:
         """Have models in other sub-clusters, of which there are as many as before: dispatchers take on what is new to
@@ -181,7 +196,7 @@ class LiveSystem:
 
     def _send(self) -> None:
         """Make Serve's what is to run now."""
-        moving = self._moving
+        moving = self._moving if self._routed is self._plan else None
         also = None if moving is None else moving.before if moving.is_routed else moving.after
         config = self.deployment.config(self._routed, also=also)
         front = [app for app in config["applications"] if not app["name"].startswith(GPULET_PREFIX)]
@@ -204,12 +219,19 @@ class LiveSystem:
         return Seen(
             models=self._ended(status["models"]),
             ready=ready | {name for name in self._standby if _is_running(states, name)},
-            gpus=tuple(gpu for gpu in self._gpus if (gpu.label or gpu.address or "") in alive | {""}),
+            gpus=self._on(alive),
             broken=self._broken(states),
             gpulets={
                 entry["id"]: GpuletSeen(entry["slowdown"]) for entry in status["gpulets"] if entry.get("slowdown")
             },
         )
+
+    def gpus(self) -> tuple[Gpu, ...]:
+        """Return those on nodes that are alive."""
+        return self._on(self._serve.node_names())
+
+    def _on(self, alive: frozenset[str]) -> tuple[Gpu, ...]:
+        return tuple(gpu for gpu in self._gpus if (gpu.label or gpu.address or "") in alive | {""})
 
     @property
     def is_settled(self) -> bool:
@@ -225,6 +247,8 @@ class LiveSystem:
             if not both <= ready:
                 return
             self._routed = self._plan
+            if self._moving is not None:
+                self._moving.since_s = now_s
             self._send()
             return
         self._go_on_moving(now_s, states)
@@ -466,7 +490,7 @@ class Live:
         plan = renamed(wanted.read_plan(), running)
         self.system.settle(wanted, plan, now_s)
         self._next_by = by
-        self.controller.deploy(now_s, plan, why)
+        self.controller.deploy(now_s, plan, why, self.system.gpus())
         self.carry_out(now_s)
 
     def carry_out(self, now_s: float) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from tenuto.documents import load_document
 from tenuto.errors import InvalidInputError, Problem
-from tenuto.placement import Plan
+from tenuto.placement import Gpulet, Plan
 from tenuto.placement.policies.symphony.partition import Limits, PartitionModel, partition
 from tenuto.placement.pools import joined
 
@@ -114,11 +114,15 @@ def _pools(plan: Plan) -> list[set[str]]:
     return sorted(joined([*({name} for name in known), *held]), key=min)
 
 
+def _straddles(gpulet: Gpulet, assignment: Mapping[str, int]) -> bool:
+    return len({assignment[replica.name] for replica in gpulet.models if replica.name in assignment}) > 1
+
+
 def cut_plan(
     plan: Plan, partition: Mapping[str, int] | None = None, *, also: Mapping[str, int] | None = None
 ) -> dict[str, Plan]:
     """Return the plan of every sub-cluster by its name; without a partition one sub-cluster holds everything. With
-    `also`, another partition into the same sub-clusters, each holds what it has in either.
+    `also`, another partition into the same sub-clusters, each holds what it has in either, and a gpu-let may be of two.
 
     Raises:
         InvalidInputError: a model without sub-cluster, or a gpu-let that holds models of two.
@@ -133,8 +137,7 @@ def cut_plan(
     places = {spec.name: {partition.get(spec.name, 0), (also or partition).get(spec.name, 0)} for spec in plan.models}
     of_gpulet: dict[str, set[int]] = {}
     for gpulet in plan.gpulets:
-        found = sorted({partition[r.name] for r in gpulet.models if r.name in partition})
-        if len(found) > 1:
+        if all(_straddles(gpulet, each) for each in (partition, also or partition)):
             held = ", ".join(f"{r.name} ({partition[r.name]})" for r in gpulet.models if r.name in partition)
             problems.append(
                 Problem(
@@ -148,7 +151,7 @@ def cut_plan(
     if problems:
         raise InvalidInputError(problems)
     cut: dict[str, Plan] = {}
-    for index in sorted({partition[spec.name] for spec in plan.models}):
+    for index in sorted({index for found in places.values() for index in found}):
         names = {name for name, found in places.items() if index in found}
         gpulets = tuple(gpulet for gpulet in plan.gpulets if index in of_gpulet[gpulet.id])
         used = {gpulet.gpu for gpulet in gpulets}

@@ -52,6 +52,12 @@ def test_new_gpulets_start_beside_the_old_where_there_is_room() -> None:
     assert {g["id"] for g in version.deployment.plan["gpulets"]} == {"n0/0/b", "n0/1/b"}
 
 
+def test_gpulets_on_a_gpu_that_is_new_start_before_the_old_end() -> None:
+    cluster = Cluster(HALVES)
+    assert cluster.change(make_plan({"n0/2/a": (100.0, ["a", "b"])}))
+    assert cluster.serve.unserved == []
+
+
 def test_what_leaves_ends_only_after_the_gateways_let_go_of_it() -> None:
     cluster = Cluster(HALVES)
     cluster.change(LARGER)

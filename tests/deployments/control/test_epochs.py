@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from typing import Any
 
@@ -83,3 +84,25 @@ def test_the_bound_on_change_holds_and_nothing_is_moved_for_little() -> None:
     after = parted(PLAN, UNEVEN, rates_rps=dict.fromkeys("abcd", 5.0), most_moved=0.25)
     assert imbalance(after, dict.fromkeys("abcd", 5.0)) == 0.0
     assert sum(after[name] != UNEVEN[name] for name in after) == 1
+
+
+@pytest.mark.parametrize("together", [["c", "d"], ["a", "b", "c", "d"]])
+def test_a_plan_that_moves_models_between_sub_clusters_takes_no_request_its_dispatcher(together: list[str]) -> None:
+    live, serve, _ = serving({"every_s": 1e6})
+    run(live, serve, 5)
+    places = {f"n0/{n}/a": (100.0, [name]) for n, name in enumerate("abcd") if name not in together}
+    target = make_plan({**places, "n0/4/a": (100.0, together)})
+    live.deploy(serve.now_s, live.system.deployment.with_plan(target), "a test", "a test")
+    run(live, serve, 60)
+    ways = [held(config) for config in serve.configs]
+    for (asked, holds), (asked_next, holds_next) in itertools.pairwise(ways):
+        for model in "abcd":
+            (now,) = (name for name, models in asked.items() if model in models)
+            (later,) = (name for name, models in asked_next.items() if model in models)
+            assert model in holds_next[now]  # what waits there
+            assert later == now or model in holds[later]  # it has been told
+    assert not serve.unserved
+    asked, holds = ways[-1]
+    assert [sorted(models) for models in asked.values()] == [sorted(models) for models in holds.values()]
+    assert any(set(together) <= set(models) for models in asked.values())
+    assert live.system.is_settled
