@@ -5,21 +5,27 @@ other simulated run.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from tenuto.batching.core.build import NO_DELAY
-from tenuto.batching.core.system import NetworkDelay
+from tenuto.batching.core.system import TIME_TOLERANCE_MS, NetworkDelay
 from tenuto.batching.registry import make_scheduler
 from tenuto.deployments.control.settings import ControlSettings
 from tenuto.deployments.control.virtual import ControlledRun, Load, World, run_controlled
 from tenuto.errors import InvalidInputError, Problem
+from tenuto.loadgen.application_figures import label_stages
+from tenuto.loadgen.applications import ApplicationLoad, Joins, make_application_load
 from tenuto.loadgen.schedule import make_schedule
 from tenuto.loadgen.simulated import beside
 from tenuto.outcome import OUTCOMES, Outcome
 from tenuto.placement import Cluster, Plan, Workload
+from tenuto.placement.applications import Application
 from tenuto.placement.cluster import Gpu
 from tenuto.placement.policy import load_policy
 from tenuto.placement.solve import solve
@@ -63,30 +69,89 @@ class ControlledSimulation:
         self, rate_scale: float = 1.0, progress: Callable[[float, ControlledRun], None] = lambda _now_s, _run: None,
         *, sample: float = 1.0,
     ) -> ControlledRun:  # fmt: skip
-        """Serve all requests at a rate scale, from the first plan on; of quiet looks only a `sample`, one by one."""
-        schedule = make_schedule(beside(self.workload.models, self.folder), self.duration_s, self.seed, rate_scale)
+        """Serve all requests at a rate scale, from the first plan on; of quiet looks only a `sample`, one by one.
+
+        Raises:
+            InvalidInputError: a sample of applications, whose requests follow on each other.
+        """
+        if sample < 1.0 and self.workload.applications:
+            rule = "is for workloads without applications, whose requests follow on each other"
+            raise InvalidInputError(Problem("sample", sample, rule, "Leave it away."))
         growth = {gpu.type: gpu for gpu in reversed(self.gpus) if gpu.type in self.settings.gpus}
-        return run_controlled(
-            Load(schedule.names, schedule.times_ms, schedule.model_index, self.duration_s), self.workload, self.plan,
-            self.gpus, self.profiles, self.settings,
+        load, calls = self._load(rate_scale)
+        run = run_controlled(
+            load, self.workload, self.plan, self.gpus, self.profiles, self.settings,
             lambda system: make_scheduler(self.scheduler_name, system, self.options),
             world=World(network=self.network, seed=self.seed), growth=growth, window_s=self.settings.interval_s,
             sample=sample, progress=progress,
         )  # fmt: skip
+        if calls is not None:
+            run.applications = calls.counts()
+        return run
+
+    def _load(self, rate_scale: float) -> tuple[Load, _Calls | None]:
+        how = (self.duration_s, self.seed, rate_scale)
+        models = beside(self.workload.models, self.folder)
+        if not self.workload.applications:
+            schedule = make_schedule(models, *how)
+            return Load(schedule.names, schedule.times_ms, schedule.model_index, self.duration_s), None
+        load = make_application_load(models, beside(self.workload.applications, self.folder), *how)
+        calls = _Calls(load, self.network.response_ms)
+        names = tuple(spec.name for spec in models)
+        return Load(names, load.times_ms, load.model_index, self.duration_s, load.deadlines_ms, calls), calls
 
 
-def controlled_summary(run: ControlledRun, duration_s: float, since: float) -> dict[str, Any]:
+class _Calls:
+    """How the requests of applications end, from end to end: as `tenuto.loadgen.application_figures` has it."""
+
+    def __init__(self, load: ApplicationLoad, response_ms: float) -> None:
+        self._load, self._joins, self._response_ms = load, Joins(load), response_ms
+        self._left = dict(Counter(load.owner.tolist()))  # requests of a call that have no answer yet
+        self._ended = np.zeros((len(load.applications), len(OUTCOMES)), dtype=np.int64)
+
+    def answered(self, requests: Sequence[int], now_ms: float) -> list[tuple[int, float]]:
+        """Return the requests that are due because these have been answered."""
+        for call in (int(self._load.owner[request]) for request in requests):
+            if call >= 0 and call in self._left:
+                self._left[call] -= 1
+                if not self._left[call]:
+                    application, at_ms = self._load.calls[call]
+                    slo_ms = self._load.applications[application].slo_ms
+                    is_late = now_ms + self._response_ms - at_ms > slo_ms + TIME_TOLERANCE_MS
+                    self._end(call, Outcome.LATE if is_late else Outcome.OK)
+        return self._joins.answered(requests, now_ms)
+
+    def given_up(self, requests: Sequence[int], outcome: Outcome) -> None:
+        """End the calls of these requests."""
+        for call in (int(self._load.owner[request]) for request in requests):
+            if call >= 0 and call in self._left:
+                self._end(call, outcome)
+        self._joins.given_up(requests)
+
+    def _end(self, call: int, outcome: Outcome) -> None:
+        del self._left[call]
+        self._ended[self._load.calls[call][0], outcome] += 1
+
+    def counts(self) -> dict[str, list[int]]:
+        """Return the requests of every application by outcome."""
+        return {app.name: row for app, row in zip(self._load.applications, self._ended.tolist(), strict=True)}
+
+
+def controlled_summary(
+    run: ControlledRun, duration_s: float, since: float, applications: Sequence[Application] = ()
+) -> dict[str, Any]:
     """Return the figures of a run: the keys of any simulated run, and `control` with the log and figures over time.
 
     Args:
         run: that ended.
         duration_s: of the load.
         since: when it began on the performance counter, for `wall_s`.
+        applications: of the workload.
     """
     ended = run.ended()
     total = ended.sum(axis=0)
     attainments = run.attainments()
-    return {
+    summary: dict[str, Any] = {
         "offered_rps": float(total.sum() / duration_s),
         "goodput_rps": float(total[Outcome.OK] / duration_s),
         "attainment": float(total[Outcome.OK] / total.sum()) if total.sum() else None,
@@ -119,3 +184,15 @@ def controlled_summary(run: ControlledRun, duration_s: float, since: float) -> d
             ],
         },
     }
+    label_stages(summary["models"], applications)
+    if run.applications:
+        summary["applications"] = {
+            app.name: {
+                "offered": sum(counts), **dict(zip(OUTCOMES, counts, strict=True)),
+                "attainment": counts[Outcome.OK] / sum(counts) if sum(counts) else None,
+                "goodput_rps": counts[Outcome.OK] / duration_s, "slo_ms": app.slo_ms,
+                "stage_requests": sum(stage.count for stage in app.stages),
+            }
+            for app, counts in ((app, run.applications[app.name]) for app in applications)
+        }  # fmt: skip
+    return summary

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from itertools import chain
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,10 +24,20 @@ from tenuto.batching.virtual.result import BatchLog
 from tenuto.outcome import OUTCOMES, Outcome
 from tenuto.placement import Gpulet, Plan
 
-__all__ = ["GpuletUse", "Life", "Look", "RunningSystem"]
+__all__ = ["Follows", "GpuletUse", "Life", "Look", "RunningSystem"]
 
 _CHUNK = 8192  # arrivals turned into Python numbers at a time
 _TOLD_AFTER = 3  # batches of a program that took another time than planned before the scheduler is told, as live
+
+
+class Follows(Protocol):
+    """Which requests follow on which, as the stages of an application do."""
+
+    def answered(self, requests: Sequence[int], now_ms: float) -> Sequence[tuple[int, float]]:
+        """Return the requests that arrive because these have been answered, each with its deadline in ms."""
+
+    def given_up(self, requests: Sequence[int], outcome: Outcome) -> None:
+        """Take note that these get no answer, or none in time."""
 
 
 @dataclass(frozen=True)
@@ -93,6 +104,8 @@ class RunningSystem:
         model_index: NDArray[np.int32],
         make_scheduler: Callable[[System], Scheduler],
         *,
+        deadlines_ms: NDArray[np.float64] | None = None,
+        follows: Follows | None = None,
         life: Life | None = None,
         network: NetworkDelay = NO_DELAY,
         cannot_start: Callable[[Gpulet], str | None] = lambda _gpulet: None,
@@ -103,9 +116,11 @@ class RunningSystem:
         Args:
             names: models of the schedule.
             slo_ms: of each of them.
-            times_ms: arrivals in ascending order.
+            times_ms: arrivals in ascending order; NaN for those that follow on answers, which stand behind the others.
             model_index: the model of each arrival, a position in `names`.
             make_scheduler: builds the scheduler of a plan's system.
+            deadlines_ms: of each arrival, where it is not its model's SLO after it.
+            follows: which requests follow on which; without it none.
             life: how long processes take to start and to load.
             network: delays that are budgeted and that really occur.
             cannot_start: why a gpu-let's process never becomes ready; None where it does.
@@ -114,9 +129,15 @@ class RunningSystem:
         self.now_ms = 0.0
         self.plan: Plan | None = None
         self._names = tuple(names)
-        self._times, self._models = times_ms, model_index
-        self._deadlines = times_ms + np.asarray(slo_ms, dtype=np.float64)[model_index]
-        self._longest_slo_ms = max(slo_ms, default=0.0)
+        self._times, self._models = (times_ms if follows is None else times_ms.copy()), model_index
+        given = deadlines_ms is not None
+        self._deadlines = deadlines_ms.copy() if given else times_ms + np.asarray(slo_ms, np.float64)[model_index]
+        self._planned = len(times_ms) if follows is None else int(np.isfinite(times_ms).sum())
+        allowed_ms = self._deadlines[: self._planned] - times_ms[: self._planned]
+        self._longest_slo_ms = float(allowed_ms.max(initial=0.0))
+        self._follows = follows
+        self._followed: list[int] = []  # requests that have followed since the last look
+        self._may_wait: list[int] = []  # those of them, and earlier ones, that may not have ended
         self._make_scheduler = make_scheduler
         self.life = life or Life()
         self._network = network
@@ -233,10 +254,11 @@ class RunningSystem:
 
     def _serve(self, until: float) -> None:
         scheduler = self._scheduler
-        end = self._next + int(np.searchsorted(self._times[self._next :], until + self._skipped_ms, side="right"))
+        coming = self._times[self._next : self._planned]
+        end = self._next + int(np.searchsorted(coming, until + self._skipped_ms, side="right"))
         if scheduler is None or self._cluster is None:
             if end > self._next:
-                self._lost_ids[Outcome.REJECTED].append(range(self._next, end))
+                self._lose(Outcome.REJECTED, range(self._next, end))
             self._next = end
             self.now_ms = max(self.now_ms, until)
             return
@@ -257,7 +279,7 @@ class RunningSystem:
                 now = at
                 model = index[place]
                 if model < 0:
-                    self._lost_ids[Outcome.REJECTED].append((request,))
+                    self._lose(Outcome.REJECTED, (request,))
                     continue
                 add(at, model, request, deadline)
                 if scheduler.decisions:
@@ -297,6 +319,8 @@ class RunningSystem:
                     scheduler.batch_done(now, gpulet)
                     if self._factors:
                         self._tell(scheduler, gpulet, batch)
+                    if self._follows is not None:
+                        self._add_following(batch.ids, now)
             elif wake_at < until:
                 now = max(now, wake_at)
                 scheduler.wake(now)
@@ -317,9 +341,25 @@ class RunningSystem:
                 cluster.begin(now, gpulet)
             else:
                 cluster.finish(now, gpulet)
+                if self._follows is not None:
+                    self._add_following(batch.ids, now)
+                    self._carry_out(now)
                 if cluster.running[gpulet] is None:
                     self._offer(ids[gpulet], now)
         return now
+
+    def _add_following(self, ids: Sequence[int], now: float) -> None:
+        """Let those requests arrive that follow on these, which have been answered."""
+        assert self._follows is not None
+        for request, deadline in self._follows.answered(ids, now):
+            self._times[request], self._deadlines[request] = now, deadline
+            self._followed.append(request)
+            self._add_again(request, now, Outcome.REJECTED)
+
+    def _lose(self, outcome: Outcome, ids: Sequence[int]) -> None:
+        self._lost_ids[outcome].append(ids)
+        if self._follows is not None:
+            self._follows.given_up(ids, outcome)
 
     # --- the scheduler of the plan ----------------------------------------------------------------------------------
 
@@ -355,13 +395,16 @@ class RunningSystem:
         for request, model in enumerate(self._models[first : self._next].tolist(), first):
             if self._index[model] >= 0 and scheduler.cancel(now, self._index[model], request):
                 found.append(request)
+        for request in (*self._may_wait, *self._followed):
+            if scheduler.cancel(now, self._index[int(self._models[request])], request):
+                found.append(request)
         self._carry_out(now)
         return found
 
-    def _add_again(self, request: int, now: float) -> None:
+    def _add_again(self, request: int, now: float, unserved: Outcome = Outcome.FAILED) -> None:
         model = self._index[int(self._models[request])]
         if model < 0 or self._scheduler is None:
-            self._lost_ids[Outcome.FAILED].append((request,))
+            self._lose(unserved, (request,))
         else:
             self._scheduler.add_request(now, model, request, float(self._deadlines[request]))
 
@@ -385,9 +428,9 @@ class RunningSystem:
                 if type(decision) is Dispatch:
                     cluster.send(now, decision)
                 elif type(decision) is Drop:
-                    self._lost_ids[Outcome.EXPIRED].append(decision.request_ids)
+                    self._lose(Outcome.EXPIRED, decision.request_ids)
                 elif type(decision) is Reject:
-                    self._lost_ids[Outcome.REJECTED].append(decision.request_ids)
+                    self._lose(Outcome.REJECTED, decision.request_ids)
                 elif type(decision) is Preempt:
                     cluster.abort(now, decision.gpulet)
                 elif type(decision) is Rehearse:
@@ -414,7 +457,7 @@ class RunningSystem:
             cluster.abort(now, index)
         for request in chain.from_iterable(batch.ids for batch in batches if batch is not None):
             if request in self._retried or self._deadlines[request] <= now:
-                self._lost_ids[Outcome.FAILED].append((request,))
+                self._lose(Outcome.FAILED, (request,))
             else:
                 self._retried.add(request)
                 self._add_again(request, now)
@@ -460,6 +503,10 @@ class RunningSystem:
         models = len(self._names)
         arrived = np.bincount(self._models[self._looked_from : self._next], minlength=models)
         self._looked_from = self._next
+        if self._followed:
+            arrived += np.bincount(self._models[self._followed], minlength=models)
+            self._may_wait = [r for r in (*self._may_wait, *self._followed) if self._deadlines[r] > self.now_ms]
+            self._followed = []
         ended = np.zeros((models, len(OUTCOMES)), dtype=np.int64)
         served = np.array(self._index) >= 0
         ended[served, Outcome.OK] = self._passed[served]

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from tenuto.batching.core.build import NO_DELAY
 from tenuto.batching.core.scheduler import Scheduler
 from tenuto.batching.core.system import NetworkDelay, System
-from tenuto.batching.virtual.running import Life, Look, RunningSystem
+from tenuto.batching.virtual.running import Follows, Life, Look, RunningSystem
 from tenuto.deployments.control.controller import Controller, Memory
 from tenuto.deployments.control.interface import Apply, Entry, GpuletSeen, MakePlan, ModelSeen, Seen, WantGpus
 from tenuto.deployments.control.planning import Proposal, propose
@@ -31,12 +31,17 @@ QUIET_LOOKS = 5  # without a loss; fewer, and what follows on a loss would be sk
 
 @dataclass(frozen=True)
 class Load:
-    """The requests of a run: arrivals in ascending order, each of a model that is a position in `names`."""
+    """The requests of a run: arrivals in ascending order, each of a model that is a position in `names`.
+
+    `deadlines_ms` and `follows` are those of applications (`tenuto.batching.virtual.running`).
+    """
 
     names: tuple[str, ...]
     times_ms: NDArray[np.float64]
     model_index: NDArray[np.int32]
     duration_s: float
+    deadlines_ms: NDArray[np.float64] | None = None
+    follows: Follows | None = None
 
 
 @dataclass(frozen=True)
@@ -86,13 +91,15 @@ class ControlledRun:
     """What a run produced: figures by window, the log, and every plan that was applied with its time and reason.
 
     `skipped` and `drawn` are what became of quiet looks: requests by model that were skipped, and by model and outcome
-    those of the looks that were drawn to be simulated in their place.
+    those of the looks that were drawn to be simulated in their place. `applications` has the requests of applications
+    by outcome, from end to end, where whoever runs it counts them.
     """
 
     names: tuple[str, ...]
     windows: list[Window] = field(default_factory=list)
     entries: list[Entry] = field(default_factory=list)
     plans: list[tuple[float, Plan, str]] = field(default_factory=list)
+    applications: Mapping[str, Sequence[int]] = field(default_factory=dict)
     skipped: NDArray[np.int64] = field(init=False)
     drawn: NDArray[np.int64] = field(init=False)
 
@@ -167,7 +174,8 @@ def run_controlled(
         incidents: what happens, in order of time.
         growth: for a cluster that can grow, a GPU of each type it can have.
         window_s: length of the windows of the figures.
-        sample: part of the quiet looks, drawn at random, that are simulated request by request; see `_Cluster`.
+        sample: part of the quiet looks, drawn at random, that are simulated request by request; see `_Cluster`. 1 where
+            requests follow on others.
         progress: called at the end of every window.
     """
     cluster = _Cluster(
@@ -198,7 +206,8 @@ class _Cluster:
         slo_ms = {spec.name: spec.slo_ms for spec in workload.models}
         self._system = RunningSystem(
             load.names, [slo_ms.get(name, 1000.0) for name in load.names], load.times_ms, load.model_index,
-            make_scheduler, life=Life((0.0, 0.0), (0.0, 0.0)), network=world.network, seed=world.seed,
+            make_scheduler, deadlines_ms=load.deadlines_ms, follows=load.follows, life=Life((0.0, 0.0), (0.0, 0.0)),
+            network=world.network, seed=world.seed,
         )  # fmt: skip
         self._system.apply(plan)
         self._system.advance(0.0)

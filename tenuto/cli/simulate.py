@@ -96,12 +96,6 @@ def _run_controlled(
 
     simulation = asked.controlled(control_file)
     console, since = progress_console(), time.perf_counter()
-    if simulation.workload.applications:
-        text = (
-            "tenuto: under the controller the stages of applications are models of their own, each with arrivals at "
-            "its rate; for figures from end to end, simulate a plan without --control"
-        )
-        console.print(text, markup=False, soft_wrap=True)
     told_s = since
 
     def progress(now_s: float, run: ControlledRun) -> None:
@@ -111,17 +105,19 @@ def _run_controlled(
             console.print(f"tenuto: {now_s:,.0f} of {asked.duration_s:,.0f} s, {run.count('changed')} changes")
 
     run = simulation.run(rate_scale, progress, sample=sample)
-    summary = controlled_summary(run, asked.duration_s, since)
+    summary = controlled_summary(run, asked.duration_s, since, simulation.workload.applications)
     if as_json:
         emit_json(summary)
         return
-    print_table(
-        ("model", "offered", *OUTCOMES, "in time"),
-        (
-            (name, *(str(row[key]) for key in ("offered", *OUTCOMES)), percent(row["attainment"]))
-            for name, row in summary["models"].items()
-        ),
-    )
+    for what in ("application", "model"):
+        if f"{what}s" in summary:
+            print_table(
+                (what, "offered", *OUTCOMES, "in time"),
+                (
+                    (name, *(str(row[key]) for key in ("offered", *OUTCOMES)), percent(row["attainment"]))
+                    for name, row in summary[f"{what}s"].items()
+                ),
+            )
     for entry in summary["control"]["log"]:
         line = f"{entry['at_s']:10.1f} s  {entry['kind']}: {entry['text']}"
         stdout_console().print(line, markup=False, soft_wrap=True)
