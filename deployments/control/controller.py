@@ -153,7 +153,8 @@ class Controller:
         self._asked: tuple[int, float] | None = None  # (number, since) of the question that is out
         self._number = 0
         self._planned_with: dict[str, float] = {s.name: s.rate_rps for s in memory.plan.models}
-        self._answered: tuple[dict[str, float], frozenset[str]] | None = None  # needs and reasons of the last question
+        # Needs, reasons and time of the last question.
+        self._answered: tuple[dict[str, float], frozenset[str], float] | None = None
         self._reasons: dict[str, str] = {}  # why to plan again, by kind
         self._checked_s = -settings.interval_s
         self._checked_needs: dict[str, float] = {}
@@ -452,13 +453,14 @@ class Controller:
             return
         needs, kinds = self.demand().upper_rps, frozenset(self._reasons)
         known = self._answered
-        is_known = known is not None and kinds <= known[1] and not self._is_news(known[0], needs)
-        if is_known and "standby" not in kinds:
-            self._reasons.clear()
-            return
+        if "standby" not in kinds and known is not None and kinds <= known[1]:
+            is_fresh = self._now_s - known[2] < self._settings.change.horizon_s
+            if is_fresh and not self._is_news(known[0], needs):
+                self._reasons.clear()
+                return
         if self._obstacle(saves_only=kinds <= {"underused", "rate"}) is not None:
             return
-        self._answered = needs, kinds
+        self._answered = needs, kinds, self._now_s
         self._planned_with = needs
         self._number += 1
         self._asked = self._number, self._now_s

@@ -1,7 +1,8 @@
 """The controller over whole runs in virtual time, beside the best fixed plan and one that knows the future.
 
     python tests/benchmarks/bench_controller.py waves [--seed N] [--rate-scale F] [--svg FILE]
-    python tests/benchmarks/bench_controller.py day [--seed N] [--policy NAME] [--hours H] [--rival] [--trace FILE]
+    python tests/benchmarks/bench_controller.py day [--seed N] [--sample PART] [--swing A] [--policy NAME] [--rival]
+                                                    [--hours H] [--trace FILE]
     python tests/benchmarks/bench_controller.py incidents [--seed N]
     python tests/benchmarks/bench_controller.py standby [--seed N]
 
@@ -189,7 +190,7 @@ def day(args: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory() as folder:
         trace = Path(args.trace) if args.trace else Path(folder) / "day.csv"
         if not args.trace:
-            write_day(trace, args.seed, swing=args.swing)
+            write_day(trace, args.seed, args.invocations, args.swing)
         workload = Workload.model_validate({"models": [
             {
                 "name": row, "rate_rps": 10.0, "slo_ms": profile.models[row].coefficients["slo_ms"],
@@ -406,6 +407,7 @@ def main() -> None:
     parser.add_argument("--rate-scale", type=float, default=1.0, help="of the waves")
     parser.add_argument("--policy", default="gpulet", help="of the day")
     parser.add_argument("--hours", type=float, default=24.0, help="of the day")
+    parser.add_argument("--invocations", type=int, default=20_000_000, help="of the day that is made up")
     parser.add_argument("--swing", type=float, help="of the day: all functions follow it, with this amplitude")
     parser.add_argument("--sample", type=float, default=1.0, help="of the day: part of the quiet seconds simulated")
     parser.add_argument("--rival", action="store_true", help="of the day: Ray Serve's own rule, and no controller")

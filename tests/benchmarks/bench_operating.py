@@ -86,7 +86,8 @@ def make_plan(gpulets: Mapping[str, tuple[float, Sequence[str]]], rate_rps: floa
 class Load:
     """Requests to some models at some rates, from a thread of its own."""
 
-    def __init__(self, port: int, rates_rps: Mapping[str, float]) -> None:
+    def __init__(self, port: int, rates_rps: Mapping[str, float], host: str = "127.0.0.1") -> None:
+        self._host = host
         self.rates = dict(rates_rps)
         self.seen: list[tuple[float, str, str]] = []  # (sent at, model, what came back)
         self._port = port
@@ -126,7 +127,7 @@ class Load:
         sent_s, word = time.monotonic(), "broken"
         try:
             async with asyncio.timeout(10.0):
-                reader, writer = await asyncio.open_connection("127.0.0.1", self._port)
+                reader, writer = await asyncio.open_connection(self._host, self._port)
                 head = f"POST /v2/models/{model}/infer HTTP/1.1\r\nhost: x\r\ncontent-length: {len(BODY)}\r\n"
                 writer.write(head.encode() + b"connection: close\r\n\r\n" + BODY)
                 status = (await reader.readline()).split()

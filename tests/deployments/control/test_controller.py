@@ -110,6 +110,22 @@ def test_what_is_no_better_plan_changes_nothing(answer: Proposal | str | None, w
     assert len(desk.questions) <= 3  # the same question is not asked again and again
 
 
+def test_a_question_is_asked_again_when_there_is_news_or_its_answer_is_old() -> None:
+    desk = Desk(ONE, GPUS, {"when": {"underused": None, "rate": None}, "rates": {"settle_s": 1}})
+    desk.answer = Proposal(None, "", Worth(False, "no other plan was found"))
+    desk.rates["a"] = 700.0
+    desk.look(60)
+    desk.questions.clear()
+    desk.rates["b"] *= 1.1  # chance does that in 20 s
+    desk.look(150)
+    assert not desk.questions
+    desk.look(150)
+    assert len(desk.questions) == 1
+    desk.rates["a"] = 800.0
+    desk.look(40)
+    assert len(desk.questions) >= 2
+
+
 def test_the_same_gpulets_for_other_rates_are_no_change_to_be_proved() -> None:
     desk = Desk(ONE, GPUS)
     more = ONE.model_copy(update={"models": tuple(s.model_copy(update={"rate_rps": 200.0}) for s in ONE.models)})
