@@ -3,12 +3,14 @@
     python tests/benchmarks/bench_operating.py kill [--rps 60]
     python tests/benchmarks/bench_operating.py change [--rps 60]
     python tests/benchmarks/bench_operating.py triple [--rps 20]
+    python tests/benchmarks/bench_operating.py standby
     python tests/benchmarks/bench_operating.py waves [--rps 120] [--svg FILE]
     python tests/benchmarks/bench_operating.py head [--redis PROGRAM]
 
 kill: `kill -9` of controller, gateway, dispatcher, gpu-let, Serve's proxy and the raylet of a worker node, one after
 another. change: every gpu-let restarts, without spare room and with it. triple: the rate of one model is multiplied by
-three; a controller finds it room. waves: gpulet's test (bench_controller.py) on emulated GPUs that are as much slower
+three; a controller finds it room. standby: a rate outgrows its gpu-let by what 10 % more share make up for, with a
+process on standby and without. waves: gpulet's test (bench_controller.py) on emulated GPUs that are as much slower
 as the rates are lower, and in a sixth of the time. head: the process in which the head keeps the cluster's state, in
 an external Redis, is killed and started again.
 
@@ -41,14 +43,16 @@ from bench_controller import FIVE, IGNITER, PERIOD_S, SIGMAS, five_models, gpus_
 from scenes import print_machine
 from svg_panels import Panel, Series, draw
 
+from tenuto.deployments.control.capacity import Capacity, Demand
 from tenuto.deployments.control.operations import Operations
 from tenuto.deployments.serve.deployment import Deployment
 from tenuto.deployments.serve.endpoint import get_json
 from tenuto.deployments.serve.launcher import RAY_ENVIRONMENT, unused_port
 from tenuto.deployments.serve.ray_token import make_token
 from tenuto.errors import EnvironmentFaultError
-from tenuto.placement import Cluster, Plan, Workload
+from tenuto.placement import Cluster, ModelSpec, Plan, Workload
 from tenuto.placement.cluster import Gpu, GpuGroup, Node
+from tenuto.placement.costs import latency_up_to
 from tenuto.placement.policy import load_policy
 from tenuto.placement.solve import solve
 from tenuto.profiles import Profile, Profiles
@@ -414,6 +418,77 @@ def triple(args: argparse.Namespace) -> None:
         operator.delete()
 
 
+# --- standby --------------------------------------------------------------------------------------------------------
+
+FOUR_GPUS = Cluster(
+    nodes=tuple(
+        Node(name=f"n{number}", address=address, gpus=(GpuGroup(type="v100", count=2, memory_mib=16_000),))
+        for number, address in enumerate((HEAD, WORKER))
+    )
+)
+
+
+def slower_profiles(slower: float) -> Profiles:
+    """Return iGniter's profile of a V100 on which every batch takes so many times as long."""
+    rows = {row: IGNITER.get(row, "v100").scaled(slower) for row in set(FIVE.values())}
+    return Profiles([Profile(name="slower", gpu_type="v100", source="igniter-v100, scaled", models=rows)])
+
+
+def standby(args: argparse.Namespace) -> None:
+    """Let a rate outgrow its gpu-let by what 10 % more share make up for; say when it is at 99 % again."""
+    slower = 20.0
+    profiles = slower_profiles(slower)
+    rates = {"alexnet": 10.0, "resnet50": 20.0}  # below names of their own, so that any body does
+    models = tuple(
+        ModelSpec(name=f"my-{row}", profile=row, rate_rps=rate, slo_ms=2 * profiles.get(row, "v100").latency_ms(8))
+        for row, rate in rates.items()
+    )
+    # Two gpu-lets on a GPU, each with 40 % of it: what is left is for standby.
+    places = {f"n0/0/{letter}": (40.0, [spec.name]) for letter, spec in zip("ab", models, strict=True)}
+    drawn = make_plan(places, 1.0)
+    gpulets = []
+    for gpulet, spec in zip(drawn.gpulets, models, strict=True):
+        curve = latency_up_to(profiles.get(spec.profile_row, "v100").latency(40.0), 4)
+        replica = gpulet.models[0].model_copy(update={"batch_size": 4, "latency": curve, "latency_ms": curve.at(4)})
+        gpulets.append(gpulet.model_copy(update={"models": (replica,)}))
+    plan = drawn.model_copy(update={"gpulets": tuple(gpulets), "models": models})
+    grows = "my-resnet50"
+    steady = {spec.name: spec.rate_rps for spec in models}
+
+    def load_at(factor: float) -> float:
+        return Capacity(plan).load(Demand.steady({**steady, grows: factor * steady[grows]}))
+
+    factor = next(f / 20.0 for f in range(20, 200) if load_at(f / 20.0) > 1.1)
+    asked = f"{steady[grows]:g} r/s, then {factor * steady[grows]:.1f} r/s"
+    print(f"{grows}: {asked}, {load_at(factor):.0%} of what its gpu-let can do")
+    for standby_pct in (10.0, None):
+        port = unused_port()
+        control = {
+            "mode": "act", "policy": {"name": "gpulet"}, "standby_pct": standby_pct,
+            "when": {"underused": None, "rate": None},
+        }  # fmt: skip
+        with two_nodes(), Operations(None, lambda _text: None) as operator:
+            operator.deploy(deployed(plan, port, control=control), "a benchmark", ground=(profiles, FOUR_GPUS.gpus))
+            until(lambda operator=operator: controller_answers(operator))  # type: ignore[misc]
+            with Load(port, steady) as load:
+                time.sleep(3 * args.watch_s)
+                since_s = time.monotonic()
+                load.rates[grows] *= factor
+                time.sleep(3 * args.watch_s)
+            ends = time.monotonic()
+            seconds = range(int(ends - since_s) - 1)
+            again = next((s for s in seconds if _attained(load.counts(since_s + s, ends, grows)) >= 0.99), None)
+            print(
+                f"{'with' if standby_pct else 'without'} standby: before {shown(load.counts(0.0, since_s))}; then "
+                f"{shown(load.counts(since_s, ends))}; 99 % of {grows} over all that follows from second {again} on",
+                flush=True,
+            )
+            began_s = time.time() - time.monotonic() + since_s
+            for entry in operator.control("log", 20):
+                print(f"  {entry['at_s'] - began_s:6.1f} s {entry['kind']}: {entry['text']}")
+            operator.delete()
+
+
 # --- two waves ------------------------------------------------------------------------------------------------------
 
 FASTER = 6.0  # than gpulet's 1,800 s; what the controller does by the clock is as much faster
@@ -423,29 +498,18 @@ def waves(args: argparse.Namespace) -> None:
     """Serve gpulet's two waves, at rates this machine can send, on four emulated GPUs."""
     port, length_s = unused_port(), 1800.0 / FASTER
     slower = 2400.0 / args.rps
-    rows = {row: IGNITER.get(row, "v100").scaled(slower) for row in set(FIVE.values())}
-    profiles = Profiles([Profile(name="slower", gpu_type="v100", source="igniter-v100, scaled", models=rows)])
+    profiles = slower_profiles(slower)
     fast = five_models(1.0)
     models = [  # by names of no catalogue, so that any body does
         spec.model_copy(update={"name": f"my-{spec.name}", "profile": FIVE[spec.name], "slo_ms": slower * spec.slo_ms})
         for spec in fast.models
     ]
-    gpus = tuple(
-        Gpu(id=f"n{node}/{gpu}", type="v100", address=(HEAD, WORKER)[node], memory_mib=16_000)
-        for node in (0, 1) for gpu in (0, 1)
-    )  # fmt: skip
     policy = load_policy("gpulet", {})
-    cluster = Cluster(
-        nodes=tuple(
-            Node(name=f"n{n}", address=address, gpus=(GpuGroup(type="v100", count=2, memory_mib=16_000),))
-            for n, address in enumerate((HEAD, WORKER))
-        )
-    )
 
     def planned(rate_rps: float) -> Plan:
         """Return the policy's plan for all models at this rate."""
         asked = [spec.model_copy(update={"rate_rps": rate_rps}) for spec in models]
-        return solve(policy, Workload(models=tuple(asked)), cluster, profiles)
+        return solve(policy, Workload(models=tuple(asked)), FOUR_GPUS, profiles)
 
     def bursty(rate_rps: float) -> float:
         """Return what the policy's plan holds for this rate with the burst of a second."""
@@ -461,7 +525,7 @@ def waves(args: argparse.Namespace) -> None:
     held: list[tuple[float, float]] = []
     with two_nodes(), Operations(None, lambda _text: None) as operator:
         first = planned(1.3 * peak_rps * wave(0.0))
-        operator.deploy(deployed(first, port, control=control), "a benchmark", ground=(profiles, gpus))
+        operator.deploy(deployed(first, port, control=control), "a benchmark", ground=(profiles, FOUR_GPUS.gpus))
         until(lambda: controller_answers(operator))
         stolen = _stolen()
         with Load(port, {spec.name: peak_rps * wave(0.0) for spec in models}) as load:
@@ -524,7 +588,8 @@ def _attained(counts: Mapping[str, int]) -> float:
 def main() -> None:
     """Read the arguments and run one of them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["kill", "change", "triple", "waves", "head"])
+    what = {"kill": kill, "change": change, "triple": triple, "standby": standby, "waves": waves, "head": head}
+    parser.add_argument("what", choices=list(what))
     parser.add_argument("--rps", type=float, default=60.0, help="of all models, of each for triple, the peak of waves")
     parser.add_argument("--svg", help="of waves: draw rates, GPUs and violations over time")
     parser.add_argument("--log", action="store_true", help="of waves: print what the controller did")
@@ -533,7 +598,7 @@ def main() -> None:
     parser.add_argument("--only", default="", help="of kill: words of what is killed, with commas")
     args = parser.parse_args()
     print_machine()
-    {"kill": kill, "change": change, "triple": triple, "waves": waves, "head": head}[args.what](args)
+    what[args.what](args)
 
 
 if __name__ == "__main__":
