@@ -130,8 +130,9 @@ class RunningSystem:
         self.plan: Plan | None = None
         self._names = tuple(names)
         self._times, self._models = (times_ms if follows is None else times_ms.copy()), model_index
-        given = deadlines_ms is not None
-        self._deadlines = deadlines_ms.copy() if given else times_ms + np.asarray(slo_ms, np.float64)[model_index]
+        if deadlines_ms is None:
+            deadlines_ms = times_ms + np.asarray(slo_ms, dtype=np.float64)[model_index]
+        self._deadlines = deadlines_ms.copy()
         self._planned = len(times_ms) if follows is None else int(np.isfinite(times_ms).sum())
         allowed_ms = self._deadlines[: self._planned] - times_ms[: self._planned]
         self._longest_slo_ms = float(allowed_ms.max(initial=0.0))
