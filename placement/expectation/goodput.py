@@ -10,6 +10,7 @@ time of its gpu-lets, less what waiting costs (`waiting`).
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -303,16 +304,19 @@ def _gathered(program: Program, asked: _Asked, slowdown: float, *, is_alone: boo
     gap_ms = 1000.0 / asked.rate_rps
     if latency.at(1) * program.slowdown > asked.slo_ms:  # beside neighbours that are busy nothing is in time
         return None
-    size, ms = 1, latency.at(1) * slowdown
-    while size < program.batch_size:
-        next_ms = latency.at(size + 1) * slowdown
-        over_ms = next_ms + (size + 0.5) * gap_ms - asked.slo_ms
-        if over_ms > 0.0:
-            is_part = is_alone and next_ms <= asked.slo_ms
-            part = max(0.0, 1.0 - over_ms / (next_ms - ms + gap_ms)) if is_part else 0.0
-            return Batch(size + part, ms + part * (next_ms - ms))
-        size, ms = size + 1, next_ms
-    return Batch(size, ms)
+
+    def over_ms(size: int) -> float:
+        """Return by how much a batch that gathers so many is late; the more, the later."""
+        return latency.at(size) * slowdown + (size - 0.5) * gap_ms - asked.slo_ms
+
+    size = 1 + bisect_right(range(2, program.batch_size + 1), 0.0, key=over_ms)
+    ms = latency.at(size) * slowdown
+    if size == program.batch_size:
+        return Batch(size, ms)
+    next_ms = latency.at(size + 1) * slowdown
+    is_part = is_alone and next_ms <= asked.slo_ms
+    part = max(0.0, 1.0 - over_ms(size + 1) / (next_ms - ms + gap_ms)) if is_part else 0.0
+    return Batch(size + part, ms + part * (next_ms - ms))
 
 
 def _flows(
