@@ -37,6 +37,9 @@ __all__ = [
 ]
 
 PROFILE = "thesis-v100"
+# Every pairing of these models weighs the same, and this reading of the tie gives the groups of section 6.2.1.
+_TIE = {"grouping_ties": "float", "memory_metric": "mem_cap_pct"}
+THESIS_READINGS: Mapping[str, Mapping[str, Any]] = {"usher": _TIE, "wao-usher": _TIE}
 GPU_TYPE = "v100"
 ROUTER = "thesis-router"
 DEFERRED = "deferred"
@@ -100,7 +103,8 @@ def plan_case(case: Case) -> Plan:
 
 
 def _policy(case: Case) -> Policy:
-    return load_policy(case.policy, {**DERIVED_OPTIONS.get(case.policy, {}), **case.options})
+    options = {**DERIVED_OPTIONS.get(case.policy, {}), **THESIS_READINGS.get(case.policy, {}), **case.options}
+    return load_policy(case.policy, options)
 
 
 def gpus_needed(case: Case) -> int | None:

@@ -8,12 +8,13 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from statistics import fmean
 
 from placement_scenes import machine, mixed_workload, thesis
 
 from tenuto.placement import Cluster
-from tenuto.placement.policies.shared.requirements import requirements_of
+from tenuto.placement.policies.shared.requirements import Requirement, requirements_of
 from tenuto.placement.policies.usher.grouping import group_models
 from tenuto.placement.policies.usher.usher import Usher, WaoUsher
 
@@ -34,6 +35,11 @@ def median_s(call: Callable[[], object], repeats: int) -> float:
     return statistics.median(times)
 
 
+def mean_need(measured: Sequence[Requirement]) -> tuple[float, float]:
+    """Return Creq and Mreq averaged over the batches."""
+    return fmean(one.compute_pct for one in measured), fmean(one.memory_pct for one in measured)
+
+
 def main() -> None:
     """Print one line per policy and size."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -49,7 +55,7 @@ def main() -> None:
         for models, gpus, rps in sizes:
             workload, cluster = mixed_workload(models, rps), Cluster.parse(f"v100:{gpus}")
             needs = requirements_of(workload, cluster, profiles, policy.compute_metric, policy.memory_metric)
-            averages = {name: by_type["v100"].average() for name, by_type in needs.items()}
+            averages = {name: mean_need(by_type["v100"].measured) for name, by_type in needs.items()}
             repeats = 1 if arguments.quick or models > 100 else 5
             grouping = median_s(lambda averages=averages: group_models(averages, 4), repeats)
             plan = policy.place(workload, cluster, profiles)

@@ -17,7 +17,8 @@ from tests.instruments.live import PATIENCE_S
 
 REPRODUCED = {
     "6.1": {
-        "usher-beats-ao-milp", "usher-plans", "usher-jump", "usher-marginal", "wao-usher-flat", "wao-usher-resnet50",
+        "usher-beats-ao-milp", "usher-plans", "usher-jump", "usher-marginal", "wao-usher-flat", "wao-usher-gpu0",
+        "wao-usher-resnet50",
         "ao-milp-small", "wsm-milp-resnet50", "wsm-milp-5", "igniter-load-shares", "ranking",
     },
     "6.10": {"wsm-milp-5", "wsm-milp-6", "wsm-milp-7", "wsm-milp-optimal", "usher-gpt2", "wao-usher-plan"},

@@ -36,17 +36,18 @@ def group_models(
     group the models stand in the order of `averages`. Sizes double from round to round, so 2 and 4 are reached exactly.
 
     Args:
-        averages: mean Creq and Mreq in percent by model, in the order of the workload.
+        averages: mean Creq and Mreq by model, in the order of the workload; in percent, with `float` as fractions.
         max_group_size: 1, 2, 4, …
         ties: `exact`: sums that are equal in whole parts of a percent are equal, which gives the thesis' examples of
-            section 5.4; `float`: fractions as they come out of floating point, which gives its groups of section 6.2.1.
-            Both are readings of the same steps, as the paper does not say how a tie is broken.
+            section 5.4; `float`: the differences as they come out of floating point, which gives its groups of section
+            6.2.1 (from its printed memory requirements, metric `mem_cap_pct`). Both are readings of the same steps:
+            where all models are compute-heavy every pairing weighs the same, and nobody says how a tie is broken.
     """
     names = list(averages)
     position = {name: index for index, name in enumerate(names)}
-    surplus: dict[str, float] = {name: (averages[name][0] - averages[name][1]) / 100.0 for name in names}
+    surplus: dict[str, float] = {name: averages[name][0] - averages[name][1] for name in names}
     if ties == "exact":
-        surplus = {name: round(value * 100.0 * PARTS_PER_PCT) for name, value in surplus.items()}
+        surplus = {name: round(value * PARTS_PER_PCT) for name, value in surplus.items()}
     groups: list[list[str]] = [[name] for name in names]
     size = 1
     while 2 * size <= max_group_size and len(groups) > 1:

@@ -57,9 +57,9 @@ class Usher(Policy):
         come where Rreq keeps falling; `last`: after the others, as the thesis reads), pairs (`single`: the models of a
         pair are placed one after the other; `together`: on the same GPUs), group_order (`largest` requirement first, or
         `workload`), grouping_ties (`exact`: as in the thesis' examples of section 5.4; `float`: as its groups of
-        section 6.2.1 come out), waiting (`none`: a replica carries full batches without a pause; `batch`: each waits
-        for one of its own), oversized (`leave`: a model whose c exceeds the GPUs is not served, as in the thesis;
-        `cap`: it gets as many as there are).
+        section 6.2.1 come out, with memory_metric=mem_cap_pct), waiting (`none`: a replica carries full batches without
+        a pause; `batch`: each waits for one of its own), oversized (`leave`: a model whose c exceeds the GPUs is not
+        served, as in the thesis; `cap`: it gets as many as there are).
         Ablations, each an ingredient left out: classify=false (the paper's CM), replication=false (WD, c replicas
         only), sort=false (S); M is a workload with `merge: off`. And of the thesis: grouping=false (every model alone,
         largest first), batch_choice=false (largest batch within the SLO only).
@@ -164,7 +164,8 @@ class Usher(Policy):
                 problems.append(Problem("--option groups", self.groups, rule, "Divide it."))
             raise_if_any(problems)
             return given
-        averages = {name: _average([r for req in needs[name].values() for r in req.measured]) for name in names}
+        whole = 1.0 if self.grouping_ties == "float" else WHOLE_GPU
+        averages = {name: _average([r for req in needs[name].values() for r in req.measured], whole) for name in names}
         found = group_models(averages, self.max_group_size if self.grouping else 1, ties=self.grouping_ties)
         if self.group_order == "workload":
             return tuple(sorted(found, key=lambda group: min(map(names.index, group))))
@@ -263,14 +264,16 @@ class _Assignment:
         return len(self._gpus) - 1
 
 
-def _average(requirements: Sequence[Requirement]) -> tuple[float, float]:
-    """Return the mean (Creq, Mreq); (0, 0) of none.
+def _average(requirements: Sequence[Requirement], whole: float = WHOLE_GPU) -> tuple[float, float]:
+    """Return the mean (Creq, Mreq) where a GPU has `whole` of each; (0, 0) of none.
 
     The mean is over all measured batches: over those within the SLO only, other groups than the thesis prints in
     section 5.4.1 would come out.
     """
     count = max(1, len(requirements))
-    return sum(r.compute_pct for r in requirements) / count, sum(r.memory_pct for r in requirements) / count
+    part = WHOLE_GPU / whole
+    compute, memory = (r.compute_pct / part for r in requirements), (r.memory_pct / part for r in requirements)
+    return sum(compute) / count, sum(memory) / count
 
 
 def _of_batch(requirements: Requirements, batch_size: int) -> Requirement:

@@ -99,6 +99,17 @@ def test_wao_usher_uses_three_gpus_on_the_vision_mix(gpus: int) -> None:
     assert placed(plan)["resnet50"] == [4]
 
 
+def test_the_groups_of_section_6_come_from_one_reading_of_the_tie() -> None:
+    reading = {"grouping_ties": "float", "memory_metric": "mem_cap_pct"}
+    load, gpus = equal_rates(VISION, 500, 200), v100s(3)
+    plan = planned(WaoUsher(**reading), load, gpus)
+    gpu0 = set(EXPERIMENTS["6.2.1"]["observations"]["wao_usher"]["gpu0"])
+    assert {replica.name for gpulet in plan.on_gpu("n0/0") for replica in gpulet.models} == gpu0
+    assert gpu0 not in together(planned(WaoUsher(), load, gpus))  # by the other reading it is another group
+    for gpus in (v100s(3), v100s(4), v100s(6)):
+        assert placed(planned(Usher(**reading), load, gpus)) == placed(planned(Usher(), load, gpus))
+
+
 def figure_7() -> tuple[Workload, Profiles]:
     example = facts("usher_paper_facts")["example_fig7"]
     needs = {m: {8: (example["creq_pct"][m], example["mreq_pct"][m], 100.0)} for m in example["creq_pct"]}
