@@ -234,21 +234,21 @@ def _with_expectation(plan: Plan, cluster: Cluster, sharing: Sharing) -> Plan:
     update = {"gpus_used": len(used), "cost_per_hour": cost, "assumptions": assumptions}
     reasons = {name: plan.unserved_reasons.get(name, "the policy gave no reason") for name in plan.unserved}
     believed = {n: m.goodput_rps for n, m in plan.believed.models.items()} if plan.believed is not None else {}
+    fastest_ms = _fastest_ms(plan)
     for spec in plan.models:
         if spec.name in expected.models:
             part = expected.models[spec.name].goodput_rps / spec.rate_rps
             if part < ATTAINED:
-                reasons[spec.name] = _why_below(plan, spec, part, believed)
+                reasons[spec.name] = _why_below(plan, spec, part, believed, fastest_ms.get(spec.name, 0.0))
     return plan.model_copy(update={"expected": expected.model_copy(update=update), "unserved_reasons": reasons})
 
 
-def _why_below(plan: Plan, spec: ModelSpec, part: float, believed: Mapping[str, float]) -> str:
+def _why_below(plan: Plan, spec: ModelSpec, part: float, believed: Mapping[str, float], fastest_ms: float) -> str:
     """Return the figure of a model that is served in part, and why."""
     why = plan.unserved_reasons.get(spec.name)
-    late = _least_late_ms(plan, spec)
-    if late is not None:
+    if fastest_ms > spec.slo_ms:
         why = (
-            f"SLO below batch 1: on its share beside its neighbours a request takes {late:.4g} ms, its SLO is "
+            f"SLO below batch 1: on its share beside its neighbours a request takes {fastest_ms:.4g} ms, its SLO is "
             f"{spec.slo_ms:g} ms"
         )
     if why is None:
@@ -258,13 +258,16 @@ def _why_below(plan: Plan, spec: ModelSpec, part: float, believed: Mapping[str, 
     return f"{part * spec.rate_rps:.4g} of {spec.rate_rps:g} rps expected in time ({100 * part:.3g} %); {why}"
 
 
-def _least_late_ms(plan: Plan, spec: ModelSpec) -> float | None:
-    """Return how long a request takes where that is least, if it is late on all gpu-lets that host the model."""
-    least = min(
-        (p.latency.at(1) * p.slowdown for g in plan.gpulets for p in g.programs if spec.name in p.models and p.latency),
-        default=0.0,
-    )
-    return least if least > spec.slo_ms else None
+def _fastest_ms(plan: Plan) -> dict[str, float]:
+    """Return how long a request of each model takes where that is least."""
+    found: dict[str, float] = {}
+    for gpulet in plan.gpulets:
+        for program in gpulet.programs:
+            if program.latency is not None:
+                takes_ms = program.latency.at(1) * program.slowdown
+                for name in program.models:
+                    found[name] = min(takes_ms, found.get(name, takes_ms))
+    return found
 
 
 def _plain_options(policy: Policy) -> dict[str, object]:
