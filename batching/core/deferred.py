@@ -79,9 +79,9 @@ class _Queue:
 
     __slots__ = (
         "allowance", "alone", "arrived", "budget_ms", "cut_until", "deadlines", "defend", "density", "due", "end",
-        "free", "gpulets", "ids", "is_bounded", "is_light", "is_open", "is_out", "latest", "level", "longest",
-        "longest_hold_ms", "loss_step", "lost", "oldest", "patience", "pool", "pools", "priority", "program",
-        "quickest_ms", "rate", "ripe", "run", "run_ms", "sent", "size", "target", "worth",
+        "free", "gpulets", "held_ms", "ids", "is_bounded", "is_light", "is_open", "is_out", "latest", "level",
+        "longest", "longest_hold_ms", "loss_step", "lost", "oldest", "patience", "pool", "pools", "priority",
+        "program", "quickest_ms", "rate", "ripe", "run", "run_ms", "sent", "size", "target", "worth",
     )  # fmt: skip
 
     def __init__(self, program: int, offered: Model, worth: float) -> None:
@@ -106,6 +106,7 @@ class _Queue:
         self.run: list[float] = [0.0]  # on the fastest
         self.sent: list[float] = [0.0]
         self.budget_ms = 0.0  # from arrival to the end of the batch
+        self.held_ms = 0.0  # the same by the longest SLO of its models: who allows more is not held for longer
         self.gpulets = 1  # that host it
         self.longest = 1  # the largest batch that can be in time at all
         self.quickest_ms = INF  # from dispatch to the end of one request alone
@@ -177,6 +178,8 @@ class DeferredScheduler(RehearsingScheduler):
     def _adopt_costs(self, queue: _Queue) -> None:
         """Take over what batches of the queue cost, and what follows from that."""
         queue.budget_ms = self.system.offered[queue.program].slo_ms - self._response_ms
+        members = self.system.programs[queue.program].members
+        queue.held_ms = max(self.system.models[m].slo_ms for m in members) - self._response_ms + TIME_TOLERANCE_MS
         queue.pools = self._gpulets.pools_of[queue.program]
         queue.cut_until = -INF
         if queue.pools:
@@ -304,7 +307,8 @@ class DeferredScheduler(RehearsingScheduler):
                         break
             if size + 1 < len(sent):
                 hold = self._setting.hold
-                look = head - (1.0 - hold) * queue.budget_ms - hold * sent[size + 1]
+                until = min(head, queue.oldest + queue.held_ms)
+                look = until - (1.0 - hold) * queue.budget_ms - hold * sent[size + 1]
                 if queue.is_bounded:
                     look = min(look, self._bound_ms(queue, size, now_ms))
             else:
@@ -436,7 +440,8 @@ class DeferredScheduler(RehearsingScheduler):
         most = min(queue.longest, len(run) - 1)
         hold = self._setting.hold
         if size < most:
-            queue.due = head - (1.0 - hold) * queue.budget_ms - hold * sent[size + 1]
+            until = min(head, queue.oldest + queue.held_ms)
+            queue.due = until - (1.0 - hold) * queue.budget_ms - hold * sent[size + 1]
             if queue.is_bounded:
                 queue.due = min(queue.due, self._bound_ms(queue, size, now))
         else:
