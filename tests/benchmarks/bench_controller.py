@@ -1,8 +1,8 @@
 """The controller over whole runs in virtual time, beside the best fixed plan and one that knows the future.
 
     python tests/benchmarks/bench_controller.py waves [--seed N] [--rate-scale F] [--svg FILE]
-    python tests/benchmarks/bench_controller.py day [--seed N] [--sample PART] [--swing A] [--policy NAME] [--rival]
-                                                    [--hours H] [--trace FILE]
+    python tests/benchmarks/bench_controller.py day [--seed N] [--sample PART] [--swing A] [--policy NAME]
+                                                    [--hours H] [--trace FILE] [--rival | --ideal]
     python tests/benchmarks/bench_controller.py incidents [--seed N]
     python tests/benchmarks/bench_controller.py standby [--seed N]
 
@@ -228,7 +228,16 @@ def day(args: argparse.Namespace) -> None:
         )
         return solve(policy, declared.model_copy(update={"models": models}), one, profiles).expected.gpus_used or 0
 
-    found: list[int] = []  # GPUs of the clairvoyant plan by epoch
+    if args.ideal:
+        found = [needed(rates) for rates in epochs]  # GPUs of the clairvoyant plan by epoch
+        peak, total = needed(epochs.max(axis=0)), epochs.sum(axis=1)
+        print(
+            f"{args.policy}, seed {args.seed}: {total.min():.0f} to {total.max():.0f} r/s; a clairvoyant plan per "
+            f"300 s takes {min(found)} to {max(found)} GPUs, {np.mean(found):.1f} on average, a static plan for every "
+            f"model's peak {peak}: {np.mean(found) / peak:.2f} of it"
+        )
+        return
+    found = []
 
     def tell(now_s: float, run: ControlledRun) -> None:
         """Say every two hours, and at the end, how it stands."""
@@ -406,6 +415,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--rate-scale", type=float, default=1.0, help="of the waves")
     parser.add_argument("--policy", default="gpulet", help="of the day")
+    parser.add_argument("--ideal", action="store_true", help="of the day: only what no controller can go below")
     parser.add_argument("--hours", type=float, default=24.0, help="of the day")
     parser.add_argument("--invocations", type=int, default=20_000_000, help="of the day that is made up")
     parser.add_argument("--swing", type=float, help="of the day: all functions follow it, with this amplitude")
