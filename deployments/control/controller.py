@@ -230,6 +230,7 @@ class Controller:
         if saves_only and reasons.keys() & {"slo", "overload"}:
             obstacle = "GPUs are not given up while requests are lost"
         if obstacle is not None:
+            self._answered = None  # asked again once that has passed
             self._say("kept", f"{why}: {result.how} would pay, as {worth.why}, but {obstacle}", figures)
             return
         self._say("advice" if self.mode == "advise" else "change", f"{why}: {result.how}, as {worth.why}", figures)

@@ -33,6 +33,7 @@ def command(asked: ServingArguments, why: str, replace: bool, address: str | Non
     if as_json:
         emit_json({"reached": reached, "version": version.number if version is not None else None, "url": url})
     elif reached and version is not None:
-        text = f"version {version.number} runs at {url}; see `tenuto status`, end it with `tenuto delete`"
+        at = "" if url == "http://127.0.0.1:8000" else f" --url {url}"
+        text = f"version {version.number} runs at {url}; see `tenuto status{at}`, end it with `tenuto delete`"
         progress_console().print(f"tenuto: {text}", markup=False, soft_wrap=True)
     return 0 if reached else 1

@@ -117,7 +117,7 @@ def _while_it_serves(walk: Walk, folder: Path, port: int, load: Load, nodes: obj
     nodes.remove_node(next(iter(nodes.worker_nodes)), allow_graceful=False)  # type: ignore[attr-defined]
     time.sleep(15.0)
     walk.run("tenuto control log --limit 3")
-    walk.run("tenuto status")
+    walk.run(f"tenuto status --url http://127.0.0.1:{port}")
     walk.run("tenuto history")
 
 
