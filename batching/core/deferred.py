@@ -563,7 +563,8 @@ class DeferredScheduler(RehearsingScheduler):
             skip -= lost
         if not size:
             return False
-        if queue.allowance.exceeds:
+        # It borrows whole batches where others find a gpu-let idle besides.
+        if queue.allowance.exceeds and sum(len(pool.idle) for pool in queue.pools) <= 1:
             size = max(1, min(size, bisect_right(run, self._longest_ms(queue)) - 1))
         if self._evens_out:
             queue.lost *= (1.0 - queue.loss_step) ** size

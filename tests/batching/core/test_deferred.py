@@ -324,12 +324,15 @@ def test_a_batch_is_sent_ahead_to_the_most_urgent_and_not_to_the_one_with_the_lo
     assert batches(scheduler) == [(1, [31])]
 
 
-@pytest.mark.parametrize(("borrowed", "is_whole"), [(0.3, True), (0.9, False)])
-def test_only_a_program_at_more_than_twice_its_plan_gets_shorter_batches(borrowed: float, *, is_whole: bool) -> None:
-    """Others that wait for its batches are late; but batches cut for each fluctuation would cost everybody."""
+@pytest.mark.parametrize(("borrowed", "gpulets", "is_whole"), [(0.3, 1, True), (0.9, 1, False), (0.9, 2, True)])
+def test_only_a_program_at_more_than_twice_its_plan_gets_shorter_batches(
+    borrowed: float, gpulets: int, *, is_whole: bool
+) -> None:
+    """Others that wait for its batches are late, unless another gpu-let is idle; but batches cut for each fluctuation
+    would cost everybody."""
     hosts = {0: line(2.0, 8.0, 60), 1: line(1.0, 60.0, 200)}
-    system = System((Model("tight", 60.0, 50.0), Model("loose", 700.0, 300.0)), (Gpulet("g/a", "g", hosts),))
-    scheduler = DeferredScheduler(system, STILL)
+    models = (Model("tight", 60.0, 50.0), Model("loose", 700.0, 300.0))
+    scheduler = DeferredScheduler(System(models, tuple(Gpulet(f"{g}/a", f"{g}", hosts) for g in range(gpulets))), STILL)
     state = scheduler.state(0.0)._replace(deadlines=((), (140.0,) * 60), rates=(50.0, 300.0), borrowed=(0.0, borrowed))
     scheduler.resume(state, Setting(0.0, 1.0))
     scheduler.wake(0.0)
