@@ -438,7 +438,7 @@ def standby(args: argparse.Namespace) -> None:
     """Let a rate outgrow its gpu-let by what 10 % more share make up for; say when it is at 99 % again."""
     slower = 20.0
     profiles = slower_profiles(slower)
-    rates = {"alexnet": 10.0, "resnet50": 20.0}  # below names of their own, so that any body does
+    rates = {"alexnet": 10.0, "resnet50": 12.0}  # below names of their own, so that any body does
     models = tuple(
         ModelSpec(name=f"my-{row}", profile=row, rate_rps=rate, slo_ms=2 * profiles.get(row, "v100").latency_ms(8))
         for row, rate in rates.items()
@@ -465,7 +465,7 @@ def standby(args: argparse.Namespace) -> None:
         port = unused_port()
         control = {
             "mode": "act", "policy": {"name": "gpulet"}, "standby_pct": standby_pct,
-            "when": {"underused": None, "rate": None},
+            "when": {"underused": None, "rate": None, "overload": False},  # or room would be made before
         }  # fmt: skip
         with two_nodes(), Operations(None, lambda _text: None) as operator:
             operator.deploy(deployed(plan, port, control=control), "a benchmark", ground=(profiles, FOUR_GPUS.gpus))
