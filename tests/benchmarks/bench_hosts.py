@@ -180,6 +180,7 @@ def main() -> None:
     args = parser.parse_args()
     print_machine()
     os.environ.update({key: os.environ.get(key, value) for key, value in RAY_ENVIRONMENT.items()})
+    os.environ.setdefault("RAY_AUTH_MODE", "token")  # on every host: `ray start --address` is without it by itself
     make_token()
     program = args.redis or shutil.which("redis-server")
     cases: Sequence[tuple[str, str, float | None]] = [("worker", "right", None), ("head", "head", 10.0)]
