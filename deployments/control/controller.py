@@ -479,6 +479,7 @@ class Controller:
             attainment=self._settings.attainment,
             standby_pct=self._settings.standby_pct,
             standby_ids=frozenset(gpulet.id for gpulet in self._standby.values()),
+            only_standby=kinds == {"standby"},
         )
         self._decisions.append(MakePlan(self._number, request))
 

@@ -42,7 +42,8 @@ class PlanRequest:
     average. `running` is what serves now, on `gpus`, those that are there. `types` are the GPU types a cluster can grow
     by, with how many there may be at most; empty: it cannot grow. `slowdowns` is what batches of a program take over
     their profile, `attainment` the share of every model's requests that has to be in time. `standby_pct` asks for
-    standby processes with so much more of a GPU; `standby_ids` are those that wait beside what runs.
+    standby processes with so much more of a GPU; `standby_ids` are those that wait beside what runs. `only_standby`: no
+    other plan is asked for.
     """
 
     workload: Workload
@@ -59,6 +60,7 @@ class PlanRequest:
     attainment: float = 0.99
     standby_pct: float | None = None
     standby_ids: frozenset[str] = frozenset()
+    only_standby: bool = False
 
 
 @dataclass(frozen=True)
@@ -79,7 +81,8 @@ class Proposal:
 def propose(request: PlanRequest, profiles: Profiles) -> Proposal:
     """Return the candidate that pays best, or else the one that would come nearest to it; and the standby processes of
     what runs then."""
-    found = _proposed(request, profiles)
+    only = Proposal(None, "", Worth(False, "only standby processes were asked for"))
+    found = only if request.only_standby else _proposed(request, profiles)
     if request.standby_pct is None:
         return found
     plan = found.plan if found.plan is not None and found.worth.pays else request.running

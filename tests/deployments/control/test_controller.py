@@ -314,6 +314,7 @@ def test_a_standby_process_takes_over_at_the_next_look_without_the_planner(happe
     desk.look(25)
     assert desk.applied[-1].plan == HALF
     assert desk.applied[-1].standby == (LARGER,)
+    assert [question.request.only_standby for question in desk.questions] == [True]
     desk.answer = None
     if happens == "slow":
         desk.ratios["n0/0/a"] = {"a": 2.0}

@@ -59,3 +59,10 @@ def test_what_an_operator_takes_out_or_changes_is_done_though_it_gains_nothing()
     assert found.worth.why == "the entry of a has changed"
     assert found.plan is not None
     assert found.plan.model("a").slo_ms == 2 * PLAN.model("a").slo_ms
+
+
+def test_who_asks_for_standby_processes_alone_is_told_those_of_what_runs() -> None:
+    """A better plan is no answer to that: what runs had nothing on standby as long as there was one."""
+    assert propose(asked(900.0), Profiles([])).worth.pays
+    found = propose(replace(asked(900.0), only_standby=True, standby_pct=10.0), Profiles([]))
+    assert (found.plan, found.worth.pays) == (None, False)
