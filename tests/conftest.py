@@ -81,10 +81,13 @@ def quick_workers(worker_server: Callable[[str], list[str]], monkeypatch: pytest
 
 @pytest.fixture(scope="session")
 def local_ray() -> Iterator[LocalRay]:
-    """The Ray of this run, not yet connected."""
-    found = LocalRay()
-    yield found
-    found.forget()
+    """The Ray of this run, not yet connected. Its workers, and those of every Ray that a test starts, are forked."""
+    from tests.instruments.forked_ray import forked_ray_workers
+
+    with forked_ray_workers():
+        found = LocalRay()
+        yield found
+        found.forget()
 
 
 @pytest.fixture(scope="module")

@@ -1,8 +1,8 @@
-"""Worker processes that start in milliseconds: forked from one process that has torch imported already.
+"""Worker processes that start in milliseconds: forked from one process that has imported what they need already.
 
-A relay takes the place of `python -m tenuto.profiles.measuring.worker`: it hands its pipes, its environment and the
-module's name to a server, which forks. What is tested stays a process of its own with its own pipes, environment and
-exit code; only the three seconds in which every one of them would import torch are spent once.
+A relay takes the place of a worker's program: it hands its pipes, its environment and its arguments to a server, which
+forks. What is tested stays a process of its own with its own pipes, environment and exit code; only the seconds in
+which every one of them would import torch, or Ray, are spent once.
 """
 
 from __future__ import annotations
@@ -16,17 +16,21 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TextIO
 
-_ROOT = Path(__file__).parents[2]
+__all__ = ["ROOT", "forked_workers", "relay", "server_command"]
+
+ROOT = Path(__file__).parents[2]
 
 _RELAY = """
 import array, json, os, socket, sys
 server = socket.socket(socket.AF_UNIX)
-server.connect(sys.argv[1])
-message = json.dumps({"module": sys.argv[2], "environment": dict(os.environ), "folder": os.getcwd()}).encode()
+server.connect({address})
+message = {{"module": {module!r}, "arguments": sys.argv[1:], "environment": dict(os.environ), "folder": os.getcwd()}}
+message = json.dumps(message).encode()
 pipes = array.array("i", [0, 1, 2])
 server.sendmsg([len(message).to_bytes(8, "big")], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, pipes)])
 server.sendall(message)
@@ -35,25 +39,50 @@ for kept in (0, 1, 2):
 code = int.from_bytes(server.recv(4), "big", signed=True)
 os.kill(os.getpid(), -code) if code < 0 else os._exit(code)
 """
+_OF_THE_PROFILER = (
+    "torch",
+    "torch._dynamo",
+    "tenuto.profiles.measuring.worker",
+    "tenuto.profiles.measuring.corun_worker",
+    "tests.instruments.own_models",
+    "tests.instruments.virtual_gpu",
+)
+
+
+def relay(module: str, address: str) -> str:
+    """Return a program that runs `module` (its `main`) or `module:function`, with the program's own arguments, in a
+    process forked by the server at an address, which is an expression."""
+    return _RELAY.format(module=module, address=address)
+
+
+def server_command(address: str, loaded: Sequence[str]) -> list[str]:
+    """Return what runs a server that has imported the modules `loaded`, or called `module:function`, and says so by one
+    line; it has to begin in the root of the repository."""
+    return [sys.executable, "-W", "ignore", "-m", __name__, address, *loaded]
 
 
 @contextmanager
 def forked_workers() -> Iterator[Callable[[str], list[str]]]:
-    """Give a function from `module` (its `main`) or `module:function` to the arguments that run it in such one."""
+    """Give a function from a module of the profiler to the arguments that run it in a forked process."""
     with tempfile.TemporaryDirectory() as folder:
-        relay, address = Path(folder) / "relay.py", str(Path(folder) / "s")
-        relay.write_text(_RELAY)
-        path = os.pathsep.join(part for part in (str(_ROOT), os.environ.get("PYTHONPATH")) if part)
+        address = str(Path(folder) / "s")
+        path = os.pathsep.join(part for part in (str(ROOT), os.environ.get("PYTHONPATH")) if part)
         server = subprocess.Popen(
-            [sys.executable, "-m", "tests.instruments.forked_workers", address],
+            server_command(address, _OF_THE_PROFILER),
             stdout=subprocess.PIPE,
-            cwd=_ROOT,
+            cwd=ROOT,
             env={**os.environ, "PYTHONPATH": path, "OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0"},
         )
+
+        def arguments(module: str) -> list[str]:
+            program = Path(folder) / f"{module}.py"
+            program.write_text(relay(module, repr(address)))
+            return ["-S", "-E", str(program)]
+
         try:
             assert server.stdout is not None
             assert server.stdout.readline() == b"ready\n"
-            yield lambda module: ["-S", "-E", str(relay), address, module]
+            yield arguments
         finally:
             server.terminate()
             server.wait(10.0)
@@ -61,24 +90,21 @@ def forked_workers() -> Iterator[Callable[[str], list[str]]]:
                 server.stdout.close()
 
 
-def serve(address: str) -> None:
-    """Fork one worker for every connection, for ever."""
-    for module in (
-        "torch",
-        "torch._dynamo",
-        "tenuto.profiles.measuring.worker",
-        "tenuto.profiles.measuring.corun_worker",
-        "tests.instruments.own_models",
-        "tests.instruments.virtual_gpu",
-    ):
-        importlib.import_module(module)
+def serve(address: str, loaded: Sequence[str]) -> None:
+    """Fork one worker for every connection: for ever, or in the environment of a Ray until that ends."""
+    for each in loaded:
+        module, _, function = each.partition(":")
+        found = importlib.import_module(module)
+        if function:
+            getattr(found, function)()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    ends = [os.pidfd_open(int(os.environ["RAY_RAYLET_PID"]))] if "RAY_RAYLET_PID" in os.environ else []
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(address)
     listener.listen()
     sys.stdout.write("ready\n")
     sys.stdout.flush()
-    while True:
+    while select.select([listener, *ends], [], [])[0] == [listener]:
         connection, _ = listener.accept()
         if os.fork() == 0:
             listener.close()
@@ -96,6 +122,7 @@ def _attend(connection: socket.socket) -> None:
     request = json.loads(text)
     worker = os.fork()
     if worker == 0:
+        os.setpgid(0, 0)  # Ray ends a worker with all of its group
         connection.close()
         for target, pipe in enumerate(pipes):
             os.dup2(pipe, target)
@@ -103,7 +130,8 @@ def _attend(connection: socket.socket) -> None:
         os.environ.clear()
         os.environ.update(request["environment"])
         os.chdir(request["folder"])
-        sys.stdin, sys.stdout, sys.stderr = os.fdopen(0), os.fdopen(1, "w"), os.fdopen(2, "w")
+        sys.argv = [sys.argv[0], *request["arguments"]]
+        sys.stdin, sys.stdout, sys.stderr = map(_kept_open, (0, 1, 2), ("r", "w", "w"))
         _run(request["module"])
     for pipe in pipes:
         os.close(pipe)
@@ -114,6 +142,11 @@ def _attend(connection: socket.socket) -> None:
     _, status = os.waitpid(worker, 0)
     connection.sendall(os.waitstatus_to_exitcode(status).to_bytes(4, "big", signed=True))
     os._exit(0)
+
+
+def _kept_open(pipe: int, how: str) -> TextIO:
+    """Return a stream that does not close its pipe when it is replaced."""
+    return open(pipe, how, closefd=False)
 
 
 def _run(module: str) -> None:
@@ -135,4 +168,4 @@ def _run(module: str) -> None:
 
 
 if __name__ == "__main__":
-    serve(sys.argv[1])
+    serve(sys.argv[1], sys.argv[2:])
