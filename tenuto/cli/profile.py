@@ -15,7 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from tenuto.cli.common import Numbers, emit_json, progress_console, stdout_console
 from tenuto.cli.tables import number, print_table
-from tenuto.errors import InvalidInputError, Problem, TenutoError
+from tenuto.errors import EnvironmentFaultError, InvalidInputError, Problem, TenutoError
 from tenuto.mps.shares import shares_of
 from tenuto.options import split_pairs
 from tenuto.profiles.measuring.book import ProfileBook
@@ -103,7 +103,9 @@ def command(
                     say=lambda text: console.print(escape(text)),
                 )
     if book.profile is None:
-        raise fault or KeyboardInterrupt
+        raise fault or EnvironmentFaultError(
+            "the time limit was over before anything was measured. Give more seconds with --time-limit-s."
+        )
     if operator_file is not None and fault is None and not importing:
         from tenuto.profiles.estimator.by_kernels import write_operator_times
 

@@ -158,6 +158,9 @@ def real(run: Any, quick_workers: None, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def test_a_stopped_run_and_its_co_runs_continue_from_the_file(real: Any) -> None:
+    code, _, err = real("--batch-sizes", "1,2", "--time-limit-s", "1e-9")
+    assert code == 3, err  # over before the first model
+    assert "Give more seconds" in err
     code, _, err = real("--batch-sizes", "1,2", "--time-limit-s", "0.001")
     assert code == 3, err  # not even one point fits into this limit
     assert not Path("p.yaml").exists()
