@@ -12,6 +12,7 @@ import pickle
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from typing import IO
 
 from tenuto.deployments.control.planning import PlanRequest, Proposal, propose
@@ -37,14 +38,17 @@ class NoPlanner:
 class PlannerProcess:
     """One process that answers one question at a time; it is ended, and another started, when it takes too long."""
 
-    def __init__(self, profiles: Profiles, timeout_s: float) -> None:
+    def __init__(
+        self, profiles: Profiles, timeout_s: float, *, on_answer: Callable[[], None] = lambda: None
+    ) -> None:
         """Start it.
 
         Args:
             profiles: what is planned with.
             timeout_s: that a plan may take.
+            on_answer: called, on a thread of its own, when `answers` has something new.
         """
-        self._profiles, self._timeout_s = profiles, timeout_s
+        self._profiles, self._timeout_s, self._on_answer = profiles, timeout_s, on_answer
         self._answers: list[tuple[int, Proposal | str]] = []
         self._lock = threading.Lock()
         self._is_busy = False
@@ -99,9 +103,11 @@ class PlannerProcess:
         finally:
             alarm.cancel()
         with self._lock:
-            if self._process is process:
-                self._is_busy = False
-                self._answers.append((self._next[0], answer))
+            if self._process is not process:
+                return
+            self._is_busy = False
+            self._answers.append((self._next[0], answer))
+        self._on_answer()
 
     def answers(self) -> list[tuple[int, Proposal | str]]:
         """Return what came since the last call, by number of the question."""

@@ -23,6 +23,7 @@ from tenuto.deployments.control.live import ControlMemory, Live, LiveSystem, Pla
 from tenuto.deployments.control.planner import PlannerProcess
 from tenuto.deployments.control.settings import ControlSettings
 from tenuto.deployments.serve.applications import Applications
+from tenuto.deployments.serve.building import import_applications
 from tenuto.deployments.serve.deployment import ClusterStore, Deployment, History, Store
 from tenuto.deployments.serve.discovery import gateway_status
 from tenuto.documents import parse_document
@@ -69,7 +70,7 @@ class ClosablePlanner(Planner, Protocol):
 
 
 Begun = tuple[Live, ClosablePlanner]
-Begin = Callable[[ControlSettings, Callable[[Entry], None]], Begun]
+Begin = Callable[[ControlSettings, Callable[[Entry], None], Callable[[], None]], Begun]
 
 
 class Control:
@@ -80,8 +81,8 @@ class Control:
 
         Args:
             store: where it remembers; default: the cluster's.
-            begin: returns the controller over what is deployed, which tells its decisions, and its planner; default:
-                on the cluster.
+            begin: returns the controller over what is deployed, which tells its decisions, and its planner, which says
+                when it has an answer; default: on the cluster.
         """
         self._store = store or ClusterStore()
         self._begin = begin or begin_on_cluster
@@ -230,7 +231,7 @@ class Control:
                     self._new_settings = False
                     if planner is not None:
                         planner.close()
-                    live, planner = self._begin(self._settings, self._count)
+                    live, planner = self._begin(self._settings, self._count, self._wake.set)
                 self._looked_s = time.monotonic()
                 live.step(time.time())
                 self._perform(live)
@@ -260,8 +261,11 @@ class Control:
                 future.set_exception(error)
 
 
-def begin_on_cluster(settings: ControlSettings, tell: Callable[[Entry], None]) -> Begun:
-    """Return the controller over what is deployed, with what was remembered of it; `tell` is told its decisions."""
+def begin_on_cluster(
+    settings: ControlSettings, tell: Callable[[Entry], None], wake: Callable[[], None]
+) -> Begun:  # fmt: skip
+    """Return the controller over what is deployed, with what was remembered of it; `tell` is told its decisions, `wake`
+    called when there is a plan to look at."""
     store = ClusterStore()
     history, kept = History(store), ControlMemory(store)
     version = history.latest()
@@ -273,9 +277,10 @@ def begin_on_cluster(settings: ControlSettings, tell: Callable[[Entry], None]) -
     if memory is None or (memory.change is None and memory.plan.gpulets != plan.gpulets):
         memory = Memory(plan, plan.workload)
     deployment = version.deployment.with_plan(memory.plan)
+    import_applications(deployment.config())
     known = {gpu.id: gpu for gpu in (*gpus_of(plan, memory.plan), *gpus)}
     system = LiveSystem(deployment, Applications(), gateway_status, tuple(known.values()))
-    planner = PlannerProcess(profiles, settings.change.plan_timeout_s)
+    planner = PlannerProcess(profiles, settings.change.plan_timeout_s, on_answer=wake)
     controller = Controller(settings, memory)
     live = Live(
         controller, system, planner, history, by="the controller", memory=kept, epoch=settings.epoch,

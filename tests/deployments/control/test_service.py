@@ -15,6 +15,7 @@ from tenuto.deployments.control.fit import gpus_of
 from tenuto.deployments.control.interface import Entry
 from tenuto.deployments.control.live import ControlMemory, Live, LiveSystem
 from tenuto.deployments.control.planner import NoPlanner
+from tenuto.deployments.control.planning import Proposal
 from tenuto.deployments.control.service import Control
 from tenuto.deployments.control.settings import ControlSettings
 from tenuto.deployments.serve.deployment import Deployment, History
@@ -27,9 +28,17 @@ PLAN = make_plan({"n0/0/a": (50.0, ["a"]), "n0/1/a": (50.0, ["b"])})
 
 
 class Planner(NoPlanner):
-    """Never answers; says when it was ended."""
+    """Never answers; says when it was ended, and lets a test say that it has an answer."""
 
     is_closed = False
+
+    def __init__(self, wake: Callable[[], None]) -> None:
+        self.wake = wake
+        self.asked_for_answers = threading.Semaphore(0)
+
+    def answers(self) -> list[tuple[int, Proposal | str]]:
+        self.asked_for_answers.release()
+        return []
 
     def close(self) -> None:
         self.is_closed = True
@@ -54,8 +63,10 @@ class Served:
         self.serve.sleep(1.0)
         return self.serve.status()
 
-    def _begin(self, settings: ControlSettings, tell: Callable[[Entry], None]) -> tuple[Live, Planner]:
-        kept, planner = ControlMemory(self.store), Planner()
+    def _begin(
+        self, settings: ControlSettings, tell: Callable[[Entry], None], wake: Callable[[], None]
+    ) -> tuple[Live, Planner]:
+        kept, planner = ControlMemory(self.store), Planner(wake)
         self.begun.append((settings, planner))
         system = LiveSystem(self.deployment, self.serve, self._status, gpus_of(PLAN))
         controller = Controller(settings, kept.read() or Memory(PLAN, PLAN.workload))
@@ -116,6 +127,16 @@ async def test_new_settings_begin_anew_with_what_was_remembered(served: Served) 
     assert [settings.mode for settings, _ in served.begun] == ["act", "advise"]
     with pytest.raises(InvalidInputError, match="modus"):
         await served.control.reconfigure({"settings": {"modus": "act"}})
+
+
+async def test_a_plan_does_not_wait_for_the_next_look(served: Served) -> None:
+    await served.control.reconfigure({"settings": {"look_s": 1000.0}})
+    while len(served.begun) < 2:
+        await served.control.state()
+    _, planner = served.begun[-1]
+    for _ in range(10):  # more often than it has looked until now
+        planner.wake()
+        assert await asyncio.to_thread(planner.asked_for_answers.acquire, timeout=100.0)
 
 
 async def test_one_that_has_failed_says_so_to_serve_and_to_who_asks(served: Served) -> None:
