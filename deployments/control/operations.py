@@ -133,7 +133,9 @@ class Operations:
             if ground is not None:
                 keep_ground(self._store, *ground)
             return self._change(wanted, why, by, has_controller=CONTROL_APPLICATION in states)
-        if any(is_ours(name) for name in states):
+        if replace:
+            end_all()
+        elif any(is_ours(name) for name in states):
             self.delete()
         check_cluster()
         begin(self._launcher, wanted, why, by, ground)
@@ -149,7 +151,7 @@ class Operations:
         check_nodes(wanted.config())
         if has_controller:
             since_s = time.time()
-            self._ask("deploy", wanted.model_dump(), by, why)
+            _ask("deploy", wanted.model_dump(), by, why)
             return self._follow(since_s)
         without = wanted.model_copy(update={"control": None})
         reached = change_deployment(
@@ -166,7 +168,7 @@ class Operations:
         """Tell what the controller logs until a change is over."""
         told = 0
         while True:
-            entries = [entry for entry in self._ask("log", 100) if entry["at_s"] >= since_s]
+            entries = [entry for entry in _ask("log", 100) if entry["at_s"] >= since_s]
             for entry in entries[told:]:
                 self._progress(f"{entry['kind']}: {entry['text']}")
             for entry in entries:
@@ -202,8 +204,6 @@ class Operations:
         if not is_serving():
             _forget(self._store)
             return []
-        with suppress(EnvironmentFaultError):  # none runs, or it does not answer
-            self.control("retire")
         return _remove(self._applications, self._store)
 
     # --- the controller -----------------------------------------------------------------------------------------------
@@ -217,24 +217,7 @@ class Operations:
         """
         if CONTROL_APPLICATION not in self.states():
             raise EnvironmentFaultError("no controller runs here. Deploy with --control control.yaml.")
-        return self._ask(method, *arguments, **options)
-
-    def _ask(self, method: str, *arguments: Any, **options: Any) -> Any:
-        from ray import serve
-        from ray.exceptions import RayTaskError
-        from ray.serve.exceptions import RayServeException
-
-        try:
-            handle = serve.get_app_handle(CONTROL_APPLICATION)
-            return getattr(handle, method).remote(*arguments, **options).result(timeout_s=40.0)
-        except RayTaskError as error:
-            if isinstance(error.cause, TenutoError):
-                raise error.cause from error
-            raise EnvironmentFaultError(f"the controller failed: {error.cause}") from error
-        except RayServeException as error:
-            raise EnvironmentFaultError("the controller is starting. Try again in a few seconds.") from error
-        except TimeoutError as error:
-            raise EnvironmentFaultError("the controller does not answer. See `tenuto control log`.") from error
+        return _ask(method, *arguments, **options)
 
 
 def refuse_running(progress: Callable[[str], None] = lambda _text: None) -> None:
@@ -256,6 +239,18 @@ def refuse_running(progress: Callable[[str], None] = lambda _text: None) -> None
             "pass --replace; another cluster is named with --address, a local one of its own with --address local."
         )
     refuse_foreign(states)
+
+
+def end_all() -> None:
+    """Drain and remove every Serve application of the cluster that this process is connected to, foreign ones too.
+
+    Raises:
+        EnvironmentFaultError: something does not go.
+    """
+    if is_serving():
+        applications = Applications()
+        _remove(applications, ClusterStore())
+        applications.delete(list(applications.states()))
 
 
 def is_deployed() -> bool:
@@ -312,9 +307,31 @@ def _started(pid: int) -> str:
         return ""
 
 
+def _ask(method: str, *arguments: Any, **options: Any) -> Any:
+    """Call a method of the controller that runs; see `Operations.control`."""
+    from ray import serve
+    from ray.exceptions import RayTaskError
+    from ray.serve.exceptions import RayServeException
+
+    try:
+        handle = serve.get_app_handle(CONTROL_APPLICATION)
+        return getattr(handle, method).remote(*arguments, **options).result(timeout_s=40.0)
+    except RayTaskError as error:
+        if isinstance(error.cause, TenutoError):
+            raise error.cause from error
+        raise EnvironmentFaultError(f"the controller failed: {error.cause}") from error
+    except RayServeException as error:
+        raise EnvironmentFaultError("the controller is starting. Try again in a few seconds.") from error
+    except TimeoutError as error:
+        raise EnvironmentFaultError("the controller does not answer. See `tenuto control log`.") from error
+
+
 def _remove(applications: Applications, store: Store) -> list[str]:
     """Drain and remove every application of ours, with all that is remembered of it; return their names."""
     ours = sorted(name for name in applications.states() if is_ours(name))
+    if CONTROL_APPLICATION in ours:
+        with suppress(EnvironmentFaultError):  # it does not answer
+            _ask("retire")
     if ours:
         applications.delete(ours)
         until_s = time.monotonic() + _GONE_S

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tenuto import __version__
+from tenuto.deployments.serve.building import deploy_applications
 from tenuto.deployments.serve.deployment import is_ours
 from tenuto.errors import EnvironmentFaultError
 
@@ -48,11 +49,8 @@ class Applications:
     """Serve on the cluster that this process is connected to; Serve has to run there."""
 
     def apply(self, config: Mapping[str, Any]) -> None:
-        """Let the applications of a Serve config run, and no others."""
-        from ray.serve.context import _get_global_client
-        from ray.serve.schema import ServeDeploySchema
-
-        _get_global_client().deploy_apps(ServeDeploySchema.model_validate(config))
+        """Let the applications of a Serve config run, and of ours no others."""
+        deploy_applications(config)
 
     def states(self) -> dict[str, ApplicationState]:
         """Return every application by name."""

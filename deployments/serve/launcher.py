@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from tenuto.deployments.serve.applications import check_nodes
+from tenuto.deployments.serve.building import deploy_applications
 from tenuto.deployments.serve.config import ENTRY_APPLICATION
 from tenuto.deployments.serve.deployment import CONTROL_APPLICATION, is_ours
 from tenuto.deployments.serve.endpoint import get_json
@@ -134,7 +135,6 @@ class Launcher:
         """
         from ray import serve
         from ray.serve.context import _get_global_client
-        from ray.serve.schema import ServeDeploySchema
 
         check_nodes(config)
         http = config["http_options"]
@@ -164,9 +164,8 @@ class Launcher:
         if own is not None:
             self._base_url = f"{'https' if own.get('tls_cert') else 'http'}://{own['host']}:{own['port']}"
         self._operator_url = "" if operators is None else f"http://{operators['host']}:{operators['port']}"
-        schema = ServeDeploySchema.model_validate(config)
         names = {application["name"] for application in config["applications"]}
-        _get_global_client().deploy_apps(schema)  # what `serve deploy` calls; there is no public Python twin
+        deploy_applications(config)
         self._applied = names
         self._wait(names, time.monotonic() + timeout_s)
 

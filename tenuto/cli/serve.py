@@ -51,7 +51,7 @@ def _run(
     deployment: Deployment, ground: Ground | None, what: str, stop: threading.Event, address: str | None, *,
     replace: bool,
 ) -> None:  # fmt: skip
-    from tenuto.deployments.control.operations import begin, is_deployed, refuse_running
+    from tenuto.deployments.control.operations import begin, end_all, is_deployed, refuse_running
     from tenuto.deployments.serve.endpoint import get_json
     from tenuto.deployments.serve.launcher import Launcher
 
@@ -61,7 +61,9 @@ def _run(
         launcher.connect(num_gpus=sum(gpu.type != "cpu" for gpu in gpus), address=address)
         _stop_on_signals(stop)  # `ray.init` puts a handler of its own for SIGTERM, which ends the process at once
         if not stop.is_set():
-            if not replace:
+            if replace:
+                end_all()
+            else:
                 refuse_running(lambda text: console.print(f"tenuto: {text}"))
             begin(launcher, deployment, what, "serve", ground, ends_with_caller=True)
             status = get_json(f"{launcher.operator_url}/status")

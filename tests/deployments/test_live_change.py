@@ -81,3 +81,13 @@ def test_rollback_goes_to_the_plan_before(operator: Operations) -> None:
     assert (version.number, reached) == (1, True)
     shares = {gpulet.gpu: gpulet.share_pct for gpulet in operator.running().read_plan().gpulets}
     assert shares == {"n0/0": 50.0, "n0/1": 50.0}
+
+
+def test_serves_own_way_of_deploying_after_ours_restarts_nothing(operator: Operations) -> None:
+    from ray.serve.context import _get_global_client
+    from ray.serve.schema import ServeDeploySchema
+
+    before = pids(operator.base_url)
+    running = operator.running()
+    _get_global_client().deploy_apps(ServeDeploySchema.model_validate(running.config()), _blocking=True)
+    assert pids(operator.base_url) == before
