@@ -244,7 +244,7 @@ def kill(args: argparse.Namespace) -> None:
         "Serve's proxy": "ProxyActor",
         "raylet of the worker node": "",
     }
-    columns = ("killed", f"requests in {args.watch_s:g} s", "`both`", "`right`", "last of them after", "back after")
+    columns = ("killed", "requests", "`both`", "`right`", "last of them after", "back after")
     print("| " + " | ".join(columns) + " |")
     print("|---|---|---|---|---|---|")
     with two_nodes() as nodes, Operations(None, lambda _text: None) as operator:
@@ -256,7 +256,7 @@ def kill(args: argparse.Namespace) -> None:
                 if not any(word in what for word in args.only.split(",")):
                     continue
                 _settle(load)
-                since_s = time.monotonic()
+                since_s, watch_s = time.monotonic(), args.watch_s if title else 2 * args.watch_s
                 if title:
                     before = pids_of(title)
                     os.kill(before[0], signal.SIGKILL)
@@ -264,8 +264,10 @@ def kill(args: argparse.Namespace) -> None:
                 else:
                     nodes.remove_node(next(iter(nodes.worker_nodes)), allow_graceful=False)
                     back = None
-                time.sleep(max(0.0, args.watch_s - (time.monotonic() - since_s)))
-                _row(what, load, since_s, args.watch_s, back)
+                time.sleep(max(0.0, watch_s - (time.monotonic() - since_s)))
+                _row(what, load, since_s, watch_s, back)
+                if not title:
+                    _show_log(operator, since_s)
         operator.delete()
 
 
@@ -275,6 +277,14 @@ def controller_answers(operator: Operations) -> bool:
         return bool(operator.control("state"))
     except EnvironmentFaultError:
         return False
+
+
+def _show_log(operator: Operations, since_s: float) -> None:
+    """Print what the controller did, in seconds since then."""
+    began_s = time.time() - time.monotonic() + since_s
+    for entry in operator.control("log", 500):
+        if entry["at_s"] >= began_s:
+            print(f"  {entry['at_s'] - began_s:6.1f} s {entry['kind']}: {entry['text']}", flush=True)
 
 
 def _settle(load: Load) -> None:
@@ -590,15 +600,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     what = {"kill": kill, "change": change, "triple": triple, "standby": standby, "waves": waves, "head": head}
     parser.add_argument("what", choices=list(what))
-    parser.add_argument("--rps", type=float, default=60.0, help="of all models, of each for triple, the peak of waves")
+    parser.add_argument("--rps", type=float, help="of all models (60), each for triple (20), the peak of waves (120)")
     parser.add_argument("--svg", help="of waves: draw rates, GPUs and violations over time")
     parser.add_argument("--log", action="store_true", help="of waves: print what the controller did")
     parser.add_argument("--watch-s", type=float, default=15.0, help="after every incident")
     parser.add_argument("--redis", help="of head: a redis-server; default: the one on PATH")
     parser.add_argument("--only", default="", help="of kill: words of what is killed, with commas")
     args = parser.parse_args()
+    args.rps = args.rps or {"triple": 20.0, "waves": 120.0}.get(args.what, 60.0)
     print_machine()
+    stolen, since_s = _stolen(), time.monotonic()
     what[args.what](args)
+    part = (_stolen() - stolen) / (time.monotonic() - since_s)
+    print(f"{part:.0%} of the processors' time went to other machines")
 
 
 if __name__ == "__main__":
