@@ -1,5 +1,6 @@
 """Settings that have to be in the environment before Ray starts anywhere in the test session."""
 
+import gc
 import os
 import secrets
 import signal
@@ -54,6 +55,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if hasattr(config, "workerinput"):
         # What takes longest as a whole begins first.
         items.sort(key=lambda item: {"ray": 0, "torch": 1}.get(item.get_closest_marker("xdist_group").args[0], 2))
+
+
+def pytest_collection_finish() -> None:
+    """Keep the collector from looking through modules and tests again at each of its full rounds: 0.8 s each."""
+    gc.collect()
+    gc.freeze()
 
 
 def _group(item: pytest.Item) -> str:
