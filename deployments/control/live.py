@@ -30,9 +30,9 @@ from tenuto.deployments.control.interface import (
 )
 from tenuto.deployments.control.planning import PlanRequest, Proposal
 from tenuto.deployments.control.settings import Epoch
-from tenuto.deployments.serve.applications import ApplicationState
 from tenuto.deployments.serve.config import ENTRY_APPLICATION, GPULET_PREFIX, application_name
 from tenuto.deployments.serve.deployment import Deployment, History, Store
+from tenuto.deployments.serve.states import ApplicationState
 from tenuto.deployments.serve.sub_clusters import evened, imbalance
 from tenuto.errors import EnvironmentFaultError, InvalidInputError, Problem
 from tenuto.placement import Gpulet, Plan
@@ -275,7 +275,7 @@ class LiveSystem:
         if moving is None or now_s - moving.since_s < _DRAIN_S:
             return
         front = [state for name, state in states.items() if name == ENTRY_APPLICATION or name.startswith("dispatcher-")]
-        is_told = all(state.status == "RUNNING" for state in front)
+        is_told = all(state.is_running for state in front)
         if not is_told and now_s - moving.since_s < _LONGEST_DRAIN_S:  # or one waits for a node that is lost
             return
         if moving.is_routed:
@@ -323,7 +323,7 @@ def _idle(deployment: Deployment, plan: Plan, standby: Sequence[Gpulet]) -> dict
 
 def _is_running(states: Mapping[str, ApplicationState], gpulet_id: str) -> bool:
     state = states.get(application_name(gpulet_id))
-    return state is not None and state.status == "RUNNING"
+    return state is not None and state.is_running
 
 
 def _with_programs_of(application: Mapping[str, Any], present: Mapping[str, Any]) -> dict[str, Any]:

@@ -20,7 +20,6 @@ from tenuto.deployments.control.live import ControlMemory
 from tenuto.deployments.control.service import keep_ground
 from tenuto.deployments.serve.applications import (
     Applications,
-    ApplicationState,
     check_cluster,
     check_nodes,
     refuse_foreign,
@@ -37,6 +36,7 @@ from tenuto.deployments.serve.deployment import (
 )
 from tenuto.deployments.serve.discovery import gateway_status
 from tenuto.deployments.serve.launcher import Launcher, is_serving
+from tenuto.deployments.serve.states import ApplicationState
 from tenuto.deployments.wire.arena import machine_id
 from tenuto.errors import EnvironmentFaultError, InvalidInputError, Problem, TenutoError
 from tenuto.placement import Plan

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from tenuto import __version__
 from tenuto.deployments.serve.building import deploy_applications
 from tenuto.deployments.serve.deployment import is_ours
+from tenuto.deployments.serve.states import ApplicationState, application_states
 from tenuto.errors import EnvironmentFaultError
 
 __all__ = [
-    "ApplicationState",
     "Applications",
     "check_cluster",
     "check_nodes",
@@ -27,24 +26,6 @@ _REFUSED_S = 0.2  # a machine that is there refuses at once
 _CHECK_S = 90.0  # a node's first worker imports Ray; on a busy machine that takes long
 
 
-@dataclass(frozen=True)
-class ApplicationState:
-    """One application as Serve has it. `message` says why it is broken."""
-
-    status: str
-    message: str = ""
-
-    @property
-    def is_broken(self) -> bool:
-        """Whether Serve gave it up."""
-        return self.status in ("DEPLOY_FAILED", "UNHEALTHY")
-
-    @property
-    def is_leaving(self) -> bool:
-        """Whether it is being removed."""
-        return self.status == "DELETING"
-
-
 class Applications:
     """Serve on the cluster that this process is connected to; Serve has to run there."""
 
@@ -54,14 +35,7 @@ class Applications:
 
     def states(self) -> dict[str, ApplicationState]:
         """Return every application by name."""
-        from ray import serve
-
-        found = {}
-        for name, application in serve.status().applications.items():
-            messages = [application.message, *(d.message for d in application.deployments.values())]
-            text = "\n".join(message for message in messages if message)
-            found[name] = ApplicationState(str(application.status.value), text)
-        return found
+        return application_states()
 
     def delete(self, names: Collection[str]) -> None:
         """Drain and remove applications: the entry first, so that no request comes to a gpu-let that is about to go.

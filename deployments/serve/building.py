@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from tenuto.deployments.serve.deployment import is_ours
+from tenuto.deployments.serve.states import application_states
 
 __all__ = ["deploy_applications", "import_applications"]
 
@@ -20,22 +21,17 @@ __all__ = ["deploy_applications", "import_applications"]
 def deploy_applications(config: Mapping[str, Any]) -> None:
     """Let the applications of a Serve config run, and of ours no others; Serve has to run. Returns before they do."""
     import ray
-    from ray import serve
     from ray.serve.context import _get_global_client
     from ray.serve.schema import ServeDeploySchema
 
     schema = ServeDeploySchema.model_validate(config)
     client = _get_global_client()
     built = {app.name: _built(app, schema.logging_config) for app in schema.applications}
-    applications = serve.status().applications
+    states = application_states()
     # There is no public call for this: `serve.run_many` waits until Serve's proxies answer.
     arguments = {name: _application_arguments() for name in built}
     ray.get(client._controller.deploy_applications.remote(built, arguments))
-    gone = [
-        name
-        for name, application in applications.items()
-        if is_ours(name) and name not in built and str(application.status.value) != "DELETING"
-    ]
+    gone = [name for name, state in states.items() if is_ours(name) and name not in built and not state.is_leaving]
     if gone:
         client.delete_apps(gone, blocking=False)
 

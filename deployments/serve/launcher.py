@@ -23,6 +23,7 @@ from tenuto.deployments.serve.deployment import CONTROL_APPLICATION, is_ours
 from tenuto.deployments.serve.endpoint import get_json
 from tenuto.deployments.serve.ray_address import QUIET, announce, join_ray, on_loopback
 from tenuto.deployments.serve.ray_token import make_token
+from tenuto.deployments.serve.states import application_states
 from tenuto.errors import EnvironmentFaultError
 
 __all__ = ["RAY_ENVIRONMENT", "Launcher", "is_serving", "start_local_ray", "unused_port"]
@@ -170,36 +171,23 @@ class Launcher:
         self._wait(names, time.monotonic() + timeout_s)
 
     def _wait(self, names: set[str], until: float) -> None:
-        from ray import serve
-
         shown = ""
         while True:
-            applications = serve.status().applications
-            states = {name: str(applications[name].status.value) for name in names if name in applications}
+            states = {name: state for name, state in application_states().items() if name in names}
             for name, state in states.items():
-                if state in ("DEPLOY_FAILED", "UNHEALTHY"):
-                    deployments = applications[name].deployments.values()
-                    why = "\n".join([applications[name].message, *(d.message for d in deployments)])
-                    raise EnvironmentFaultError(f"application {name} did not start:\n{_essence(why)}")
-            running = sum(state == "RUNNING" for state in states.values())
-            ready = running == len(names) and self._is_ready()
-            text = f"{running}/{len(names)} applications run" + (", gpu-lets connected" if ready else "")
+                if state.is_broken:
+                    raise EnvironmentFaultError(f"application {name} did not start:\n{_essence(state.message)}")
+            running = {name for name, state in states.items() if state.is_running}
+            ready = running == names and self._is_ready()
+            text = f"{len(running)}/{len(names)} applications run" + (", gpu-lets connected" if ready else "")
             if text != shown:
                 self._progress(text)
                 shown = text
             if ready:
                 return
             if time.monotonic() > until:
-                waiting = sorted(name for name in names if states.get(name) != "RUNNING") or [
-                    "the gpu-lets' connections"
-                ]
-                messages = "; ".join(
-                    d.message
-                    for n in waiting
-                    if n in applications
-                    for d in applications[n].deployments.values()
-                    if d.message
-                )
+                waiting = sorted(names - running) or ["the gpu-lets' connections"]
+                messages = "; ".join(states[name].message for name in waiting if name in states)
                 raise EnvironmentFaultError(f"not ready in time: {', '.join(waiting)}. {messages} See `ray status`.")
             time.sleep(0.2)
 
@@ -238,7 +226,7 @@ class Launcher:
             elif self._applied:
                 # The plan may have changed since. The entry goes before gpu-lets: no new request may reach one that is
                 # about to go.
-                ours = self._applied | {name for name in serve.status().applications if is_ours(name)}
+                ours = self._applied | {name for name in application_states() if is_ours(name)}
                 for group in ([CONTROL_APPLICATION], [ENTRY_APPLICATION], sorted(ours)):
                     _get_global_client().delete_apps([name for name in group if name in ours])
             self._applied = set()

@@ -12,6 +12,7 @@ import pytest
 from tenuto.deployments.serve.config import serve_config
 from tenuto.deployments.serve.endpoint import get_json
 from tenuto.deployments.serve.launcher import Launcher
+from tenuto.deployments.serve.states import application_states
 from tenuto.mps.folders import find_leftovers
 from tenuto.placement import Plan
 from tests.deployments.on_fake_gpu import GPUS, read_journal
@@ -137,16 +138,12 @@ def test_a_running_gpulet_loads_more_only_while_no_neighbour_starts(launcher: La
 
 
 def test_repeated_faults_end_in_a_clear_failure_and_the_other_gpu_goes_on(launcher: Launcher, root: Path) -> None:
-    from ray import serve
-
     url = launcher.base_url
     before = pids(url)
 
     def reasons() -> str:
-        applications = serve.status().applications
-        return " ".join(
-            d.message for g in HIT for d in applications["gpulet-" + g.replace("/", "-")].deployments.values()
-        )
+        states = application_states()
+        return " ".join(states["gpulet-" + g.replace("/", "-")].message for g in HIT)
 
     seen: list[dict[str, int]] = [{}]
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from tenuto.deployments.serve.applications import ApplicationState
 from tenuto.deployments.serve.config import ENTRY_APPLICATION, application_name
 from tenuto.deployments.serve.deployment import Deployment
+from tenuto.deployments.serve.states import ApplicationState
 from tenuto.errors import EnvironmentFaultError
 
 __all__ = ["FakeServe"]
