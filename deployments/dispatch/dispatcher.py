@@ -199,7 +199,7 @@ class Dispatcher:
 
     async def close(self) -> None:
         """Answer everything that waits as failed, and disconnect."""
-        self._time.disarm()
+        self._time.close()
         self._early.follow(None)
         self._rehearsals.close()
         if self._ticker is not None:

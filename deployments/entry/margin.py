@@ -73,24 +73,26 @@ class Margin:
             slo_ms: time allowed from arrival to answer.
             alone_ms: what a batch of this one request takes.
         """
-        allowance_ms, most_ms = self._kept.get((slo_ms, alone_ms)) or self._keep(slo_ms, alone_ms)
+        allowance_ms, most_ms = self._most(slo_ms, alone_ms)
         return allowance_ms + min(self.margin_ms, most_ms)
 
     def most_ms(self, slo_ms: float, alone_ms: float) -> float:
         """Return the largest margin that is ever kept of such a deadline."""
-        return self._keep(slo_ms, alone_ms)[1]
+        return self._most(slo_ms, alone_ms)[1]
 
     def allowance_part_ms(self, slo_ms: float, alone_ms: float) -> float:
         """Return what is kept of such a deadline for what happens beyond the socket: the allowance, where there is
         room for it."""
-        return self._keep(slo_ms, alone_ms)[0]
+        return self._most(slo_ms, alone_ms)[0]
 
-    def _keep(self, slo_ms: float, alone_ms: float) -> tuple[float, float]:
-        """Return both, and remember them: most requests are of few kinds."""
-        allowance_ms = max(0.0, min(self.allowance_ms(slo_ms), (slo_ms - alone_ms) / 2.0))
-        if len(self._kept) >= _KINDS:
-            self._kept.clear()
-        kept = self._kept[slo_ms, alone_ms] = (allowance_ms, _most_ms(slo_ms, alone_ms, allowance_ms))
+    def _most(self, slo_ms: float, alone_ms: float) -> tuple[float, float]:
+        """Return both, found once for each kind of deadline: most requests are of few."""
+        kept = self._kept.get((slo_ms, alone_ms))
+        if kept is None:
+            allowance_ms = max(0.0, min(self.allowance_ms(slo_ms), (slo_ms - alone_ms) / 2.0))
+            if len(self._kept) >= _KINDS:
+                self._kept.clear()
+            kept = self._kept[slo_ms, alone_ms] = (allowance_ms, _most_ms(slo_ms, alone_ms, allowance_ms))
         return kept
 
     def answered(self, left_ms: float, slo_ms: float, alone_ms: float, reserve_ms: float) -> None:
@@ -105,7 +107,7 @@ class Margin:
         if reserve_ms <= 0.0:
             return
         self._refused_share -= _REFUSED_WEIGHT * self._refused_share
-        allowance_ms, most_ms = self._kept.get((slo_ms, alone_ms)) or self._keep(slo_ms, alone_ms)
+        allowance_ms, most_ms = self._most(slo_ms, alone_ms)
         late_ms = allowance_ms - left_ms
         if late_ms <= 0.0:
             self._in_time += 1

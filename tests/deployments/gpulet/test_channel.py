@@ -102,6 +102,15 @@ async def connected(channel: Channel, host: str = "", *, encrypted: bool = False
     return far
 
 
+async def connected_amid_a_batch(channel: Channel, worker: Worker) -> Far:
+    """Connect, and let batch 0 run until `goes_on` is set."""
+    far = await connected(channel)
+    worker.goes_on.clear()
+    far.link.send(batch(0))
+    await until(lambda: worker.begun == [0])
+    return far
+
+
 @pytest.mark.parametrize(("host", "encrypted"), [("", False), ("127.0.0.1", False), ("127.0.0.1", True)])
 async def test_batches_and_answers_cross_at_the_same_time(channel: Channel, host: str, encrypted: bool) -> None:
     far = await connected(channel, host, encrypted=encrypted)
@@ -132,10 +141,7 @@ async def test_small_batches_of_this_machine_wait_in_their_socket_and_are_not_da
 
 
 async def test_a_batch_given_up_while_another_runs_is_known_to_be(channel: Channel, worker: Worker) -> None:
-    far = await connected(channel)
-    worker.goes_on.clear()
-    far.link.send(batch(0))
-    await until(lambda: worker.begun == [0])
+    far = await connected_amid_a_batch(channel, worker)
     far.link.send(batch(1))
     far.link.send(AbortBatch(1))
     worker.goes_on.set()
@@ -145,10 +151,7 @@ async def test_a_batch_given_up_while_another_runs_is_known_to_be(channel: Chann
 
 
 async def test_what_had_come_before_the_end_is_answered(channel: Channel, worker: Worker) -> None:
-    far = await connected(channel)
-    worker.goes_on.clear()
-    far.link.send(batch(0))
-    await until(lambda: worker.begun == [0])
+    far = await connected_amid_a_batch(channel, worker)
     far.link.send(batch(1), [b"1"])
     await asyncio.sleep(0.05)  # it leaves
     worker.inbox.close()
