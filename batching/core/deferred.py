@@ -28,7 +28,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right, insort
 from dataclasses import dataclass, field
-from heapq import heapify, heappop, heappush
+from heapq import heapify, heappop, heappush, heapreplace
 from math import ceil
 from typing import Any
 
@@ -50,6 +50,7 @@ LOSS_MS = 5000.0  # over which the share of requests lost is taken, so that one 
 LOSS_COUNT = 200.0  # requests over which it is taken at least
 LOSING_MS = 10_000.0  # for which requests may be held in full after one was lost
 ORDINARY_LOSS = 0.01  # beside which a smaller difference of losses does not count
+EVERY_LOOK = 25  # programs: what a look takes by itself, and what follows on it
 WORST_FIRST = 1e6  # requests per ms: by which whoever lost more comes before whoever serves more with the same time
 
 
@@ -79,9 +80,10 @@ class _Queue:
 
     __slots__ = (
         "allowance", "alone", "arrived", "budget_ms", "cut_until", "deadlines", "defend", "density", "due", "end",
-        "free", "gpulets", "held_ms", "ids", "is_bounded", "is_light", "is_open", "is_out", "latest", "level",
-        "longest", "longest_hold_ms", "loss_step", "lost", "oldest", "patience", "pool", "pools", "priority",
-        "program", "quickest_ms", "rate", "ripe", "run", "run_ms", "sent", "size", "target", "worth",
+        "expire_at", "gpulets", "held_ms", "ids", "is_bounded", "is_light", "is_open", "is_out", "is_weighed", "latest",
+        "level", "longest", "longest_hold_ms", "loss_step", "lost", "oldest", "order", "patience", "placed", "pool",
+        "pools", "priority", "program", "quickest_ms", "rate", "ripe", "run", "run_ms", "seen", "sent", "size",
+        "target", "watch", "worth",
     )  # fmt: skip
 
     def __init__(self, program: int, offered: Model, worth: float) -> None:
@@ -120,8 +122,28 @@ class _Queue:
         self.cut_until = -INF
         self.is_open = False  # a gpu-let can be sent its batch
         self.is_out = False  # of the plan
-        self.free: list[float] = []  # when the gpu-lets of the pool it has in the plan are free
+        self.placed: Pool | None = None  # the pool it has in the plan
         self.end = 0.0  # in the plan
+        self.watch = _Watch([self])
+        self.order = 0  # when it began to wait
+        self.seen = 0  # the last search that found it
+        self.expire_at = INF  # when its head may have to be given up
+        self.is_weighed = False  # it is looked back at when its requests stop
+
+
+class _Watch:
+    """Batches that were lined up together, and when to look at them again.
+
+    What waits is looked at in parts: two batches are in one part if they may need the same gpu-lets, at once or by way
+    of others. So the time a decision takes goes by what it concerns, and not by the number of models.
+    """
+
+    __slots__ = ("at", "is_tight", "queues")
+
+    def __init__(self, queues: list[_Queue]) -> None:
+        self.queues = queues
+        self.at = INF
+        self.is_tight = False  # the plan has no slack somewhere: ripe batches may go there
 
 
 class DeferredScheduler(RehearsingScheduler):
@@ -151,11 +173,13 @@ class DeferredScheduler(RehearsingScheduler):
             _Queue(p, offered, offered.weight if weighted else 1.0) for p, offered in enumerate(system.offered)
         ]
         self._queue_of = [self._queues[program] for program in system.program_of]
-        self._active: dict[int, _Queue] = {}  # those with requests, by program
-        self._look_at = INF  # when something may be decided
-        self._is_tight = False  # the plan has no slack somewhere: ripe batches may go there
-        self._slacks: list[float] = []  # of the pools in the last plan
-        self._expire_at = INF  # when a head may have to be given up
+        self._watches: list[tuple[float, int, _Watch]] = []  # a heap; valid is what says when its watch is
+        self._pushed = 0  # so many were pushed
+        self._touched: list[Pool] = []  # where something happened: who waits for them is looked at at once
+        self._expiries: list[tuple[float, int]] = []  # a heap of (when, program); likewise
+        self._silent: list[tuple[float, int]] = []  # a heap: when a program will have been silent for long
+        self._heavy = 0  # pools that are not under light load
+        self._order = self._search = 0
         self._adopt(system.network)
 
     def _adopt(self, network: NetworkDelay) -> None:
@@ -172,8 +196,26 @@ class DeferredScheduler(RehearsingScheduler):
             for pool in queue.pools:
                 pool.alone += queue.alone
                 pool.crowd += 1.0 / queue.gpulets
+        self._heavy = sum(pool.alone >= self._save_above for pool in self._gpulets.pools)
+        waiting = sorted((queue for queue in self._queues if queue.ids), key=_order)
+        for pool in self._gpulets.pools:
+            pool.waiting.clear()
+            pool.is_enclosed = all(len(self._queues[program].pools) == 1 for program in pool.run)
         for queue in self._queues:
             self._set_patience(queue)
+        for queue in waiting:
+            self._wait(queue)
+
+    def _look_at_all(self) -> None:
+        """Look at everything as soon as time goes on."""
+        self._watches.clear()
+        self._expiries.clear()
+        for queue in self._queues:
+            queue.cut_until = queue.expire_at = -INF
+            if queue.ids:
+                self._expiries.append((-INF, queue.program))
+        self._touched = list(self._gpulets.pools)
+        self.next_wake_ms = -INF
 
     def _adopt_costs(self, queue: _Queue) -> None:
         """Take over what batches of the queue cost, and what follows from that."""
@@ -192,17 +234,19 @@ class DeferredScheduler(RehearsingScheduler):
 
     def _weigh(self, queue: _Queue, now: float) -> None:
         """Follow a change of what a queue is offered, and of others that are offered nothing any more."""
-        for other in self._queues:
-            if other is not queue:
-                if not other.pools or not other.rate.is_silent(now):
-                    continue
+        silent = self._silent
+        if not queue.is_weighed:
+            queue.is_weighed = True
+            heappush(silent, (queue.rate.silent_at(now), queue.program))
+        while silent[0][0] <= now:
+            other = self._queues[silent[0][1]]
+            if other.pools and other is not queue and other.rate.is_silent(now):
                 other.rate.look_back(now)
-            before = other.alone
-            self._set_target(other)
-            for pool in other.pools:
-                pool.alone += other.alone - before
+                self._load(other)
+            heapreplace(silent, (other.rate.silent_at(now), other.program))
+        self._load(queue)
         self._set_patience(queue)
-        is_light = all(pool.alone < self._save_above for pool in self._gpulets.pools)
+        is_light = not self._heavy
         if self._rehearsals and is_light != self._is_light:
             self._is_light = is_light
             if not is_light:
@@ -210,6 +254,15 @@ class DeferredScheduler(RehearsingScheduler):
             if self._record is None and self._until_step > 0 and self._rehearsals.is_new_to(is_light=is_light):
                 self._until_step = 1
             self._adopt_setting(self._rehearsals.setting(is_light=is_light), now)
+
+    def _load(self, queue: _Queue) -> None:
+        """Follow a change of the load that a queue is for its gpu-lets."""
+        before = queue.alone
+        self._set_target(queue)
+        for pool in queue.pools:
+            was_heavy = pool.alone >= self._save_above
+            pool.alone += queue.alone - before
+            self._heavy += (pool.alone >= self._save_above) - was_heavy
 
     def _set_patience(self, queue: _Queue) -> None:
         """Find for how many times their own length batches of a queue are held at most.
@@ -281,30 +334,36 @@ class DeferredScheduler(RehearsingScheduler):
             queue.arrived.append(now_ms)
         size = len(deadlines)
         if size == 1:
-            self._active[queue.program] = queue
+            self._wait(queue)
             queue.oldest = now_ms
         queue.cut_until = -INF
         head = deadlines[0]
         expiry = head - queue.quickest_ms + EXPIRY_MARGIN_MS
-        if expiry < self._expire_at:
-            self._expire_at = expiry
+        if expiry < queue.expire_at:
+            queue.expire_at = expiry
+            heappush(self._expiries, (expiry, queue.program))
             if expiry < self.next_wake_ms:
                 self.next_wake_ms = expiry
+        if not queue.pools:
+            return
+        found: Pool | None = None  # with an idle gpu-let
+        idle = most = 0
+        for pool in queue.pools:
+            if found is None and pool.idle:
+                found = pool
+            idle += len(pool.idle)
+            if len(pool.waiting) > most:
+                most = len(pool.waiting)
         gpulets = self._gpulets
-        idle = gpulets.idle_count
-        if not queue.pools or not (idle or gpulets.ahead):
+        if found is None and not gpulets.ahead and queue.pools[0].is_enclosed:
             return
         # Looking costs time, so it is put off until something may have come due. One more request makes its batch
         # longer, and so at most by that much others start later in the plan.
-        if size >= queue.longest or (self._is_tight and size >= queue.ripe):
+        watch = queue.watch
+        if size >= queue.longest or (watch.is_tight and size >= queue.ripe):
             look = now_ms
         else:
-            sent = queue.sent
-            if len(queue.pools) > 1:
-                for pool in queue.pools:
-                    if pool.idle:
-                        sent = pool.sent[queue.program]
-                        break
+            sent = queue.sent if found is None else found.sent[queue.program]
             if size + 1 < len(sent):
                 hold = self._setting.hold
                 until = min(head, queue.oldest + queue.held_ms)
@@ -313,43 +372,79 @@ class DeferredScheduler(RehearsingScheduler):
                     look = min(look, self._bound_ms(queue, size, now_ms))
             else:
                 look = now_ms
-            if len(self._active) > idle:
+            if most > idle:
                 run = queue.pools[-1].run[queue.program]
                 if size == 1 or size >= len(run):
                     look = now_ms
                 else:
-                    planned = self._look_at - (run[size] - run[size - 1])
+                    planned = watch.at - (run[size] - run[size - 1])
                     if planned < look:
                         look = planned
-        if not idle:
+        if found is None and gpulets.ahead:
             way_ms = queue.sent[min(size, queue.longest)] - queue.run[min(size, queue.longest)]
             look = max(look, min(gpulets.open_at(pool, now_ms)[0] for pool in queue.pools) - way_ms)
-        if look < self._look_at:
-            self._look_at = look
+        if look < watch.at:
+            self._look_again(watch, look)
             if look < self.next_wake_ms:
                 self.next_wake_ms = look if look > now_ms else now_ms
 
+    def _wait(self, queue: _Queue) -> None:
+        """A queue has requests."""
+        self._order += 1
+        queue.order = self._order
+        queue.watch = _Watch([queue])
+        for pool in queue.pools:
+            pool.waiting[queue.program] = queue
+
+    def _look_again(self, watch: _Watch, at: float) -> None:
+        watch.at = at
+        self._pushed += 1
+        heappush(self._watches, (at, self._pushed, watch))
+
     def batch_done(self, now_ms: float, gpulet: int) -> None:
-        if self._gpulets.done(gpulet, now_ms) and self._active:
-            self._look_at = self.next_wake_ms = now_ms
+        if self._gpulets.done(gpulet, now_ms):
+            self._touch(self._gpulets.pool_of(gpulet), now_ms)
+
+    def _touch(self, pool: Pool, now: float) -> None:
+        """Look at once at what waits for a pool."""
+        if pool.waiting:
+            self._touched.append(pool)
+            self.next_wake_ms = now
 
     def wake(self, now_ms: float) -> None:
-        if now_ms >= self._expire_at:
+        expiries, watches = self._expiries, self._watches
+        if expiries and expiries[0][0] <= now_ms:
             self._expire(now_ms)
-        if now_ms >= self._look_at:
-            self._look_at = INF
-            self._look(now_ms)
-        self.next_wake_ms = self._look_at if self._look_at < self._expire_at else self._expire_at
+        while self._touched or (watches and watches[0][0] <= now_ms):
+            queues: list[_Queue] = []
+            for pool in self._touched:
+                queues += pool.waiting.values()
+            self._touched.clear()
+            while watches and watches[0][0] <= now_ms:
+                at, _, watch = heappop(watches)
+                if watch.at == at:
+                    watch.at = INF
+                    queues += [queue for queue in watch.queues if queue.watch is watch]
+            self._look(queues, now_ms)
+        while watches and watches[0][2].at != watches[0][0]:
+            heappop(watches)
+        self.next_wake_ms = min(watches[0][0] if watches else INF, expiries[0][0] if expiries else INF)
 
     def _expire(self, now: float) -> None:
         """Give up the requests that cannot be met even alone on the fastest gpu-let."""
-        self._expire_at = INF
-        for queue in list(self._active.values()):
+        expiries = self._expiries
+        while expiries and expiries[0][0] <= now:
+            at, program = heappop(expiries)
+            queue = self._queues[program]
+            if at != queue.expire_at:
+                continue
+            queue.expire_at = INF
             limit = now + queue.quickest_ms - TIME_TOLERANCE_MS
-            if queue.deadlines[0] < limit:
+            if queue.ids and queue.deadlines[0] < limit:
                 self._drop(queue, bisect_left(queue.deadlines, limit), now)
-            if queue.deadlines:
-                self._expire_at = min(self._expire_at, queue.deadlines[0] - queue.quickest_ms + EXPIRY_MARGIN_MS)
+            if queue.ids:
+                queue.expire_at = queue.deadlines[0] - queue.quickest_ms + EXPIRY_MARGIN_MS
+                heappush(expiries, (queue.expire_at, program))
 
     def _drop(self, queue: _Queue, count: int, now: float) -> None:
         self.decisions.append(Drop(queue.program, queue.ids[:count]))
@@ -369,22 +464,60 @@ class DeferredScheduler(RehearsingScheduler):
         if queue.ids:
             queue.oldest = min(queue.arrived)
         else:
-            self._active.pop(queue.program, None)
+            for pool in queue.pools:
+                pool.waiting.pop(queue.program, None)
 
     # Decisions -------------------------------------------------------------------------------------------------------
 
-    def _look(self, now: float) -> None:
-        """Send what is to go now, and find out when to look again."""
-        gpulets, active = self._gpulets, self._active
-        ahead = gpulets.ahead
+    def _look(self, queues: list[_Queue], now: float) -> None:
+        """Send what is to go now, and find out when to look at the rest again."""
+        done: set[int] = set()
+        for first in queues:
+            if first.program in done:
+                continue
+            part = self._part([first])
+            while self._send_next(part, now):
+                part = self._part(part)
+            done.update(queue.program for queue in part)
+
+    def _part(self, queues: list[_Queue]) -> list[_Queue]:
+        """Return, of some queues, those with requests, and all that wait for gpu-lets together with them: where as many
+        gpu-lets are idle as programs wait, nobody keeps another from any."""
+        self._search += 1
+        search = self._search
+        part: list[_Queue] = []
+        for queue in queues:
+            if queue.ids:
+                queue.seen = search
+                part.append(queue)
+        for queue in part:
+            for pool in queue.pools:
+                if pool.seen != search:
+                    pool.seen = search
+                    if len(pool.waiting) > len(pool.idle):
+                        for other in pool.waiting.values():
+                            if other.seen != search:
+                                other.seen = search
+                                part.append(other)
+        if len(part) > 1:
+            part.sort(key=_order)
+        return part
+
+    def _send_next(self, part: list[_Queue], now: float) -> bool:
+        """Send the first of what is to go now; if there is nothing, find out when to look again, and return False."""
+        if not part:
+            return False
+        self.looked += EVERY_LOOK + len(part)
+        ahead = self._gpulets.ahead
         reach = now + TIME_TOLERANCE_MS
-        while active and (gpulets.idle_count or ahead):
-            waiting: list[_Queue] = []
-            can_go: list[_Queue] = []
-            look_at = INF
-            room = gpulets.idle_count  # idle gpu-lets of the pool that has the fewest
-            way_ms = max(_way_ms(queue) for queue in active.values()) if ahead else 0.0
-            for queue in active.values():
+        waiting: list[_Queue] = []
+        can_go: list[_Queue] = []
+        look_at = INF
+        room = len(part)  # idle gpu-lets of the pool that has the fewest
+        is_tight = False
+        way_ms = max(map(_way_ms, part), default=0.0) if ahead else 0.0
+        if ahead or any(pool.idle for queue in part for pool in queue.pools):
+            for queue in part:
                 pool, open_at = queue.pools[0], now
                 if not pool.idle:
                     pool, open_at = self._opening(queue, now, way_ms)
@@ -401,22 +534,31 @@ class DeferredScheduler(RehearsingScheduler):
                     can_go.append(queue)
                 elif at < look_at:
                     look_at = at
-            self._is_tight = False
             if len(waiting) > room:
+                self.looked += len(waiting)
                 for slack in self._plan(waiting, now):
                     if slack <= TIME_TOLERANCE_MS:
-                        self._is_tight = True
+                        is_tight = True
                     elif now + slack < look_at:
                         look_at = now + slack
-                if self._is_tight:
+                if is_tight:
                     can_go += [
-                        q for q in waiting if q.due > reach and q.is_open and len(q.ids) >= q.ripe and self._is_short(q)
+                        q for q in waiting if q.due > reach and q.is_open and len(q.ids) >= q.ripe and _is_short(q)
                     ]
                 if len(can_go) > 1:
                     can_go.sort(key=_rank)
-            if not any(queue.pool and self._dispatch(queue, queue.pool, now) for queue in can_go):
-                self._look_at = look_at
-                return
+            if any(queue.pool and self._dispatch(queue, queue.pool, now) for queue in can_go):
+                return True
+        watch = part[0].watch
+        if len(part) > 1 or len(watch.queues) > 1:
+            watch = _Watch(part)
+            for queue in part:
+                queue.watch = watch
+        watch.is_tight = is_tight
+        watch.at = INF
+        if look_at < INF:
+            self._look_again(watch, look_at)
+        return False
 
     def _opening(self, queue: _Queue, now: float, way_ms: float) -> tuple[Pool, float]:
         """Return the pool for the next batch of a queue, and when a batch may be sent to it: now, if a gpu-let is idle,
@@ -472,71 +614,75 @@ class DeferredScheduler(RehearsingScheduler):
         one is due already, and not above 0 where some are pushed out.
         """
         waiting.sort(key=_latest)
-        frees = self._frees(now, waiting)
-        least: list[tuple[int, float, int, _Queue]] = []  # those lined up, once the first has to be pushed out
-        slacks = self._slacks = [INF] * len(frees)
+        pools_used = self._find_frees(now, waiting)
         for number, queue in enumerate(waiting):
             queue.is_out = False
-            if least:
-                heappush(least, (queue.level, queue.density, number, queue))
+            queue.placed = None
             limit = queue.latest + TIME_TOLERANCE_MS
             size = min(queue.size, queue.longest)  # it may be larger on another gpu-let than on the fastest
             way_ms = queue.sent[size] - queue.run[size]
             pools = queue.pools
             while True:
                 if len(pools) > 1:
-                    free, run_ms = _soonest(queue, frees)
+                    found, run_ms = _soonest(queue)
                 else:
-                    free, run_ms = frees[pools[0].index], queue.run[queue.size]
-                queue.free = free
+                    found, run_ms = pools[0], queue.run[queue.size]
+                free = found.free
                 if not free:
                     break
                 # It has to leave its way before the gpu-let is free.
                 start = max(free[0] - way_ms, now)
                 if start <= limit:
                     del free[0]
+                    queue.placed = found
                     queue.end = start + way_ms + run_ms
                     queue.run_ms = run_ms
                     insort(free, queue.end)
+                    if found.least:
+                        heappush(found.least, (queue.level, queue.density, number, queue))
                     spare = (queue.due if queue.due > now else now) - start
                     for pool in pools:
-                        if spare < slacks[pool.index]:
-                            slacks[pool.index] = spare
+                        if spare < pool.slack:
+                            pool.slack = spare
                     break
-                if not least:
-                    lined = enumerate(waiting[: number + 1])
-                    least = [(q.level, q.density, place, q) for place, q in lined if not q.is_out]
-                    heapify(least)
-                out = heappop(least)[3]
+                # Only on its own gpu-lets it can take another's place.
+                least, least_of = (queue.level, queue.density, number, queue), found
+                for pool in pools:
+                    if not pool.least:
+                        lined = enumerate(waiting[:number])
+                        pool.least = [(q.level, q.density, place, q) for place, q in lined if q.placed is pool]
+                        heapify(pool.least)
+                    if pool.least and pool.least[0] < least:
+                        least, least_of = pool.least[0], pool
+                out = least[3]
                 out.is_out = True
                 for pool in out.pools:
-                    slacks[pool.index] = min(slacks[pool.index], 0.0)
+                    pool.slack = min(pool.slack, 0.0)
                 if out is queue:
                     break
-                if not out.free:  # all its gpu-lets are lost
-                    continue
+                heappop(least_of.least)
+                out.placed = None
                 # Its gpu-let is free earlier; if another batch was lined up behind it, that one ends earlier.
-                place = min(bisect_left(out.free, out.end), len(out.free) - 1)
-                insort(out.free, out.free.pop(place) - out.run_ms)
-        return slacks
+                free = least_of.free
+                place = min(bisect_left(free, out.end), len(free) - 1)
+                insort(free, free.pop(place) - out.run_ms)
+        return [pool.slack for pool in pools_used]
 
-    def _is_short(self, queue: _Queue) -> bool:
-        """Whether the plan has no slack where the batch of a queue can run."""
-        return any(self._slacks[pool.index] <= TIME_TOLERANCE_MS for pool in queue.pools)
-
-    def _frees(self, now: float, waiting: list[_Queue]) -> list[list[float]]:
-        """Return when gpu-lets become free, by pool, of each the first ones only; nothing of pools that no batch that
-        waits can use."""
+    def _find_frees(self, now: float, waiting: list[_Queue]) -> list[Pool]:
+        """Find when gpu-lets become free, of each pool that a batch which waits can use the first ones only."""
         most = len(waiting)
-        frees: list[list[float]] = [[]] * len(self._gpulets.pools)
-        done: set[int] = set()
+        found: list[Pool] = []
+        self._search += 1
         for queue in waiting:
             for pool in queue.pools:
-                if pool.index in done:
+                if pool.seen == self._search:
                     continue
-                done.add(pool.index)
+                pool.seen = self._search
+                found.append(pool)
+                pool.slack = INF
+                pool.least = []
                 if pool.size == 1 and pool.idle:
-                    frees[pool.index] = [now]
+                    pool.free = [now]
                     continue
                 free = [now] * min(most, len(pool.idle))
                 if len(free) < most:
@@ -545,8 +691,8 @@ class DeferredScheduler(RehearsingScheduler):
                         free += [end for end, _ in pool.full[:most]]
                         free.sort()
                         del free[most:]
-                frees[pool.index] = free
-        return frees
+                pool.free = free
+        return found
 
     def _dispatch(self, queue: _Queue, pool: Pool, now: float) -> bool:
         """Cut a batch for the next gpu-let of a pool and send it; False if no request can be met there."""
@@ -580,7 +726,8 @@ class DeferredScheduler(RehearsingScheduler):
         """Return how long a batch of a program that exceeds its plan may be: as long as any that keeps to its plan, and
         can run on the same gpu-lets, can wait for one of them."""
         longest_ms = INF
-        for other in self._queues:
+        sharing = {program for pool in queue.pools for program in pool.run}
+        for other in map(self._queues.__getitem__, sharing):
             if other.level == other.priority and other.rate.rps:
                 gpulets = sum(pool.size for pool in other.pools if queue.program in pool.run)
                 if gpulets:
@@ -625,8 +772,8 @@ class DeferredScheduler(RehearsingScheduler):
         self._network = state.network
         self._response_ms = state.network.response_ms
         self._gpulets.resume(state.gpulets, state.network)
-        self._active.clear()
         self.decisions = []
+        self._silent = []
         number = 0
         for queue, deadlines, rps, borrowed, lost in zip(
             self._queues, state.deadlines, state.rates, state.borrowed, state.lost, strict=True
@@ -640,10 +787,11 @@ class DeferredScheduler(RehearsingScheduler):
             queue.oldest = min(queue.arrived, default=INF)
             queue.ids = list(range(number - 1, number - 1 - len(deadlines), -1))
             number -= len(deadlines)
-            if deadlines:
-                self._active[queue.program] = queue
+            queue.order = 0
+            queue.is_weighed = False
         self._adopt_all_costs()
-        self._look_at = self._expire_at = self.next_wake_ms = state.now_ms
+        self._look_at_all()
+        self.next_wake_ms = state.now_ms
 
     def rehearsed(self, now_ms: float, result: list[Replayed], cpu_ms: float | None = None) -> None:
         if self._rehearsals is None:
@@ -661,7 +809,8 @@ class DeferredScheduler(RehearsingScheduler):
                 queue.cut_until = -INF
                 if queue.pools:
                     self._set_target(queue)
-            self._look_at = self.next_wake_ms = now
+            self._touched = [pool for pool in self._gpulets.pools if pool.waiting]
+            self.next_wake_ms = now
 
     def status(self) -> dict[str, Any]:
         return {"hold": self._setting.hold, "defend": self._setting.defend} | (
@@ -676,16 +825,17 @@ class DeferredScheduler(RehearsingScheduler):
             return False
         place = queue.ids.index(request_id)
         self._take(queue, place, place + 1)
-        self._look_at = self.next_wake_ms = now_ms
+        for pool in queue.pools:
+            self._touch(pool, now_ms)
         return True
 
     def gpulet_lost(self, now_ms: float, gpulet: int) -> None:
         self._gpulets.lose(gpulet)
-        self._look_at = self.next_wake_ms = now_ms
+        self._touch(self._gpulets.pool_of(gpulet), now_ms)
 
     def gpulet_back(self, now_ms: float, gpulet: int) -> None:
         self._gpulets.back(gpulet)
-        self._look_at = self.next_wake_ms = now_ms
+        self._touch(self._gpulets.pool_of(gpulet), now_ms)
 
     def queued(self, program: int) -> int:
         return len(self._queues[program].ids)
@@ -698,28 +848,32 @@ class DeferredScheduler(RehearsingScheduler):
     def update_latency(self, program: int, gpulet: int, factor: float) -> None:
         if self._gpulets.correct(program, gpulet, factor):
             self._adopt_all_costs()
-            self._look_at = self._expire_at = self.next_wake_ms = -INF
+            self._look_at_all()
 
     def update_network(self, network: NetworkDelay) -> None:
         later_ms = self._network.response_ms - network.response_ms
         for queue in self._queues:
             queue.deadlines = [deadline + later_ms for deadline in queue.deadlines]
         self._adopt(network)
-        self._look_at = self._expire_at = self.next_wake_ms = -INF
+        self._look_at_all()
 
 
-def _soonest(queue: _Queue, frees: list[list[float]]) -> tuple[list[float], float]:
-    """Return, of the pools of a queue, the free times of the one on which its batch would end first, and its length."""
-    found: list[float] = []
-    found_ms = least = INF
+def _soonest(queue: _Queue) -> tuple[Pool, float]:
+    """Return, of the pools of a queue, the one on which its batch would end first by the plan, and its length there."""
+    found, found_ms = queue.pools[0], 0.0
+    least = INF
     for pool in queue.pools:
-        free = frees[pool.index]
-        if free:
+        if pool.free:
             run = pool.run[queue.program]
             run_ms = run[queue.size] if queue.size < len(run) else run[-1]
-            if free[0] + run_ms < least:
-                found, found_ms, least = free, run_ms, free[0] + run_ms
+            if pool.free[0] + run_ms < least:
+                found, found_ms, least = pool, run_ms, pool.free[0] + run_ms
     return found, found_ms
+
+
+def _is_short(queue: _Queue) -> bool:
+    """Whether the plan has no slack where the batch of a queue can run."""
+    return any(pool.slack <= TIME_TOLERANCE_MS for pool in queue.pools)
 
 
 def _way_ms(queue: _Queue) -> float:
@@ -730,6 +884,10 @@ def _way_ms(queue: _Queue) -> float:
 
 def _latest(queue: _Queue) -> float:
     return queue.latest
+
+
+def _order(queue: _Queue) -> int:
+    return queue.order
 
 
 def _rank(queue: _Queue) -> tuple[bool, float, float]:

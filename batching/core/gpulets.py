@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from tenuto.batching.core.system import INF, TIME_TOLERANCE_MS, Host, NetworkDelay, System
 
@@ -30,6 +30,10 @@ class Pool:
     run one batch, ascending; `full` the same of those to which a second one was sent ahead. `alone` is the part of the
     time that they would be busy if every request ran alone, `crowd` the programs per gpu-let; where a program has
     gpu-lets in several pools, its part of both is the same on all.
+
+    The rest is for a scheduler that plans: `waiting`, by program, for what waits; `is_enclosed`, that no program on it
+    has gpu-lets elsewhere; `free` when its gpu-lets become free, `slack` and `least` in the last plan; `seen`, the last
+    search that found it.
     """
 
     index: int
@@ -43,6 +47,12 @@ class Pool:
     full: list[tuple[float, int]] = field(default_factory=list)
     alone: float = 0.0
     crowd: float = 0.0
+    waiting: dict[int, Any] = field(default_factory=dict)
+    is_enclosed: bool = False
+    free: list[float] = field(default_factory=list)
+    slack: float = INF
+    least: list[tuple[int, float, int, Any]] = field(default_factory=list)
+    seen: int = 0
 
     def adopt(self, network: NetworkDelay) -> None:
         """Compute the tables for these delays."""
@@ -123,12 +133,13 @@ class Gpulets:
         self.pools = list(self._pool_by_key.values())
         for index, pool in enumerate(self.pools):
             pool.index = index
-        self.pools_of = []
-        for program in range(len(self._system.programs)):
-            hosting = [pool for pool in self.pools if program in pool.run]
+        self.pools_of = [[] for _ in self._system.programs]
+        for pool in self.pools:
+            for program in pool.run:
+                self.pools_of[program].append(pool)
+        for program, hosting in enumerate(self.pools_of):
             common = min((len(pool.run[program]) for pool in hosting), default=1) - 1
             hosting.sort(key=lambda pool, p=program, b=common: (pool.run[p][b], len(pool.hosts), pool.index))  # type: ignore[misc]
-            self.pools_of.append(hosting)
 
     def correct(self, program: int, gpulet: int, factor: float) -> bool:
         """Plan with `factor` times the latency of a program on a gpu-let; False if that changes nothing."""
@@ -165,6 +176,10 @@ class Gpulets:
         else:
             ends = pool.busy if pending == 1 else pool.full
             del ends[bisect_left(ends, (self._free_at[gpulet], gpulet))]
+
+    def pool_of(self, gpulet: int) -> Pool:
+        """Return the pool of a gpu-let."""
+        return self._pool_of[gpulet]
 
     # What happens ----------------------------------------------------------------------------------------------------
 

@@ -40,7 +40,8 @@ WAIT_MS = 0.2  # per recorded request, from the last of them to the adoption: wh
 NOISE = 0.5  # of the square root of what two values lost: the least difference that is taken for one
 CORE = 0.05  # of a core that rehearsals may take
 CREDIT_MS = 1000.0  # of a core that they may take at once, at the start and after a rest
-REQUEST_MS, PROGRAM_MS = 0.005, 0.001  # what replaying a request takes, and more per program: where nobody measures it
+# What replaying takes, where nobody measures it: a request, a look at a batch, and a program at the beginning.
+REQUEST_MS, LOOK_MS, PROGRAM_MS = 0.005, 0.0015, 0.03
 WAIT_FOR_CREDIT = 100  # requests
 SPARED = 0.02  # part of the GPU time that is worth a change where nothing else is
 
@@ -71,12 +72,14 @@ class State(NamedTuple):
 
 
 class Replayed(NamedTuple):
-    """What a setting made of a replay: requests offered and met, by program, and the time gpu-lets were busy."""
+    """What a setting made of a replay: requests offered and met, by program, and the time gpu-lets were busy; `looked`
+    goes by what the replay took."""
 
     setting: Setting
     offered: tuple[int, ...]
     met: tuple[int, ...]
     busy_ms: float
+    looked: int = 0
 
 
 class Seen(NamedTuple):
@@ -105,7 +108,9 @@ class Seen(NamedTuple):
 
 
 class RehearsingScheduler(Scheduler):
-    """A scheduler that can begin from a state."""
+    """A scheduler that can begin from a state. `looked` counts how often it looked at the batch of a program."""
+
+    looked = 0
 
     @abstractmethod
     def resume(self, state: State, setting: Setting) -> None:
@@ -135,8 +140,9 @@ class Replay:
         for setting in self.settings:
             core.resume(self.state, setting)
             met = [0] * programs
+            looked = core.looked
             busy_ms = self._run(core, met)
-            found.append(Replayed(setting, tuple(offered), tuple(met), busy_ms))
+            found.append(Replayed(setting, tuple(offered), tuple(met), busy_ms, core.looked - looked))
         return found
 
     def _run(self, core: Scheduler, met: list[int]) -> float:
@@ -207,7 +213,6 @@ class Rehearsals:
         self._cpu_ms = 0.0
         self._credit_ms = CREDIT_MS
         self._credit_at = -INF
-        self._request_ms = REQUEST_MS + PROGRAM_MS * len(system.programs)
         self._gain = self._spared = 0.0
 
     def setting(self, *, is_light: bool) -> Setting:
@@ -272,7 +277,8 @@ class Rehearsals:
     def learn(self, result: list[Replayed], now: float, cpu_ms: float | None) -> None:
         """Take over what a replay found and what it took of a core (None: not measured)."""
         if cpu_ms is None:
-            cpu_ms = self._request_ms * len(self._arrivals) * len(result)
+            each_ms = REQUEST_MS * len(self._arrivals) + PROGRAM_MS * len(self._system.programs)
+            cpu_ms = sum(each_ms + LOOK_MS * replayed.looked for replayed in result)
         self._earn(now)
         self._credit_ms -= cpu_ms
         self._cpu_ms += cpu_ms

@@ -75,6 +75,11 @@ class ArrivalRate:
         Before the first request the rate is what was planned."""
         return bool(self._marks) and now_ms >= self.next_at + self.RECENT_MS
 
+    def silent_at(self, now_ms: float) -> float:
+        """Return when to ask again whether it is silent: the longer it has been, the later, and later than now."""
+        since = self.next_at + self.RECENT_MS
+        return since if since > now_ms else now_ms + max(self.STEP_MS, (now_ms - since) / self.WINDOW_STEPS)
+
     def look_back(self, now_ms: float) -> None:
         """Set `recent_rps`, at any time after the last request."""
         highest = 0.0

@@ -368,3 +368,23 @@ def test_without_a_difference_in_requests_the_setting_with_less_gpu_time_is_take
         assert result.attainments().min() > 0.999
         busy[name] = result.summary()["gpu_utilisation"]
     assert busy["deferred"] < 0.6 * busy["eager"]
+
+
+def test_what_shares_no_gpulet_is_decided_as_if_alone_and_costs_no_more() -> None:
+    """Four pairs of models, each on a gpu-let of its own, far beyond what that carries, in one system and apart."""
+    hosts = [{2 * k: line(1.0, 6.0 + k, 20), 2 * k + 1: line(2.0, 9.0 - k, 20)} for k in range(4)]
+    models = tuple(Model(f"m{m}", 60.0 + 5.0 * m) for m in range(8))
+    times, owner = offered([90.0 + 10.0 * m for m in range(8)], 6.0)
+    system = System(models, tuple(Gpulet(f"g{k}/a", f"g{k}", hosts[k]) for k in range(4)))
+    together = DeferredScheduler(system, STILL)
+    found = simulate(together, times, owner, duration_s=6.0).counts()
+    looked = 0
+    for k in range(4):
+        gpulet = Gpulet("g/a", "g", {0: hosts[k][2 * k], 1: hosts[k][2 * k + 1]})
+        alone = DeferredScheduler(System(models[2 * k : 2 * k + 2], (gpulet,)), STILL)
+        mine = owner // 2 == k
+        counts = simulate(alone, times[mine], owner[mine] - 2 * k, duration_s=6.0).counts()
+        assert counts.tolist() == found[2 * k : 2 * k + 2].tolist()
+        assert counts[:, Outcome.EXPIRED].min() > 0
+        looked += alone.looked
+    assert together.looked == looked
