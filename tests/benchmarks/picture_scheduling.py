@@ -57,7 +57,7 @@ class Planning(DeferredScheduler):
             if gpulet >= 0:
                 free[gpulet] = start + queue.run_ms
         used = {batch.gpulet for batch in found}
-        is_telling = len(found) >= 4 and used == set(range(len(ends))) and max(ends) > 8.0 and self._gpulets.pools[0].slack > 2.0
+        is_telling = len(found) >= 4 and used == set(range(len(ends))) and max(ends) > 8.0 and slacks[0] > 2.0
         if self.kept is None and is_telling:
             self.kept = ends, found
         return slacks
