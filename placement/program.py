@@ -19,7 +19,7 @@ from tenuto.profiles import Latency, LatencyTable
 from tenuto.profiles.latency import LatencyField
 from tenuto.profiles.share_latency import ShareRule
 
-__all__ = ["Basis", "Gpulet", "MergedGroup", "Program", "Replica", "program_name", "worst_split_ms"]
+__all__ = ["Basis", "Gpulet", "MergedGroup", "Program", "Replica", "held_mib", "program_name", "worst_split_ms"]
 
 Basis = Literal["measured", "sum"]
 """Where the latency of a merged program comes from: it was measured, or its members' are added up."""
@@ -186,22 +186,30 @@ class Gpulet(StrictModel):
 
     @property
     def held_mib(self) -> float | None:
-        """What its programs need in MiB, without the context of its process: their weights, and the working memory of
-        the largest, as they take turns. Weights that are not known apart count with all of their program's memory.
-        None where the memory of a program is not known."""
-        static, working = 0.0, 0.0
-        for program in self.programs:
-            if program.memory_mib is None:
-                return None
-            memory, weights = program.memory_mib, program.weights_mib
-            weights = memory if weights is None else min(weights, memory)
-            static, working = static + weights, max(working, memory - weights)
-        return static + working
+        """What its programs need in MiB, without the context of its process, see `held_mib`; None where the memory of a
+        program is not known."""
+        known = [(p.memory_mib, p.weights_mib) for p in self.programs if p.memory_mib is not None]
+        return held_mib(known) if len(known) == len(self.programs) else None
 
     @property
     def effective_share_pct(self) -> float:
         """The share as a number: 100 where unrestricted."""
         return 100.0 if self.share_pct is None else self.share_pct
+
+
+def held_mib(needs: Iterable[tuple[float, float | None]]) -> float:
+    """Return what programs that take turns in one process need in MiB: their weights, and the working memory of the
+    largest.
+
+    Args:
+        needs: of each program its memory and its weights, which the memory includes. Weights that are not known apart
+            (None) count with all of their program's memory.
+    """
+    static, working = 0.0, 0.0
+    for memory, weights in needs:
+        known = memory if weights is None else min(weights, memory)
+        static, working = static + known, max(working, memory - known)
+    return static + working
 
 
 def program_name(models: Iterable[str]) -> str:

@@ -17,6 +17,7 @@ from tenuto.placement.costs import ModelOnGpu, context_mib_of, costs_of
 from tenuto.placement.expectation.goodput import expected_of
 from tenuto.placement.plan import PolicyUsed
 from tenuto.placement.policies.shared.hosting import Hosted, hosting_plan, planned_gpus
+from tenuto.placement.program import held_mib
 from tenuto.profiles import Profiles
 
 __all__ = ["BALANCED", "balanced", "best_batch", "is_shared_out"]
@@ -92,7 +93,7 @@ class _Home:
             most_ms = min((other.patience_ms for other in guests if other is not guest), default=math.inf)
             calm.append(_Guest.of(guest.on, guest.rate_rps, most_ms))
         found = tuple(guest for guest in calm if guest is not None)
-        held = sum(guest.on.memory_mib(guest.size) or 0.0 for guest in found)
+        held = held_mib((guest.on.memory_mib(guest.size) or 0.0, guest.on.weights_mib) for guest in found)
         return found if len(found) == len(guests) and held <= self.room_mib else None
 
 

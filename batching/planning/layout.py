@@ -8,10 +8,11 @@ from dataclasses import dataclass, field, replace
 from tenuto.errors import InvalidInputError
 from tenuto.placement import Cluster, Gpulet, ModelSpec, Plan, Replica, Workload, profile_of
 from tenuto.placement.cluster import Gpu
-from tenuto.placement.costs import context_mib_of
+from tenuto.placement.costs import context_mib_of, memory_of
 from tenuto.placement.interference import InterferenceModel, Resident
 from tenuto.placement.plan import PolicyUsed
 from tenuto.placement.policies.shared.hosting import gpulet_id, planned_gpus
+from tenuto.placement.program import held_mib
 from tenuto.profiles import LatencyTable, LinearLatency, ModelProfile, Profiles
 from tenuto.profiles.share_latency import ShareRule, latency_on_share, with_share
 
@@ -47,7 +48,7 @@ class _Cost:
 
     def memory_mib(self, batch_size: int) -> float:
         if batch_size not in self._memory_mib:
-            self._memory_mib[batch_size] = self.profile.memory_mib(batch_size) or 0.0
+            self._memory_mib[batch_size] = memory_of(self.profile, batch_size) or 0.0
         return self._memory_mib[batch_size]
 
 
@@ -63,6 +64,11 @@ class _Sized:
     @property
     def memory_mib(self) -> float:
         return self.cost.memory_mib(self.batch_size)
+
+    @property
+    def needs_mib(self) -> tuple[float, float | None]:
+        """Its memory, and the part of it that is weights where that is known."""
+        return self.memory_mib, self.cost.profile.weights_mib
 
     def shrunk(self) -> _Sized:
         return _Sized(self.name, self.cost, self.batch_size // 2, self.slowdown)
@@ -115,6 +121,11 @@ class Builder:
         """Say whether a GPU can be laid out so: shares, memory and the latency of one request with neighbours."""
         return self._sized(slots, gpu) is not None
 
+    def fits_with(self, batched: Sequence[tuple[Slot, Mapping[str, int]]], gpu: Gpu) -> bool:
+        """Say whether a GPU can be laid out so with these largest batches by model."""
+        caps = tuple(tuple(sizes[name] for name in slot.models) for slot, sizes in batched)
+        return self._sized(tuple(slot for slot, _ in batched), gpu, caps) is not None
+
     def plan(
         self, layout: Layout, gpus: Sequence[Gpu], cluster: Cluster, caps: Mapping[tuple[str, str], int] | None = None
     ) -> Plan | None:
@@ -162,8 +173,7 @@ class Builder:
             profile = with_share(profile, share_pct, latency)
         except InvalidInputError:
             return None
-        known = [point.batch_size for point in profile.points if point.memory_mib is not None]
-        largest = min(self._max_batch, latency.largest_batch(spec.slo_ms), max(known, default=self._max_batch))
+        largest = min(self._max_batch, latency.largest_batch(spec.slo_ms))
         return _Cost(profile, latency, rule, largest) if largest >= 1 else None
 
     def _sized(self, slots: tuple[Slot, ...], gpu: Gpu, caps: _Caps = ()) -> tuple[tuple[_Sized, ...], ...] | None:
@@ -194,10 +204,10 @@ class Builder:
                 return None
             found = slowed
         room_mib = gpu.memory_mib - len(slots) * context_mib_of(gpu.type, self._profiles)
-        while sum(replica.memory_mib for slot in found for replica in slot) > room_mib + 1e-6:
+        while sum(_held_mib(slot) for slot in found) > room_mib + 1e-6:
             position, place = max(
                 ((s, p) for s, replicas in enumerate(found) for p, r in enumerate(replicas) if r.batch_size > 1),
-                key=lambda at: found[at[0]][at[1]].memory_mib - found[at[0]][at[1]].shrunk().memory_mib,
+                key=lambda at: _freed_mib(found[at[0]], at[1]),
                 default=(-1, -1),
             )
             if position < 0:
@@ -242,6 +252,17 @@ class Builder:
         return slowed
 
 
+def _held_mib(replicas: Sequence[_Sized]) -> float:
+    return held_mib(replica.needs_mib for replica in replicas)
+
+
+def _freed_mib(replicas: Sequence[_Sized], place: int) -> tuple[float, float]:
+    """Return what half the batch of one replica frees in its gpu-let, and of its own memory."""
+    shrunk = replicas[place].shrunk()
+    fewer = [*replicas[:place], shrunk, *replicas[place + 1 :]]
+    return _held_mib(replicas) - _held_mib(fewer), replicas[place].memory_mib - shrunk.memory_mib
+
+
 def _replica(sized: _Sized) -> Replica:
     latency = sized.cost.latency
     if isinstance(latency, LatencyTable):
@@ -255,6 +276,7 @@ def _replica(sized: _Sized) -> Replica:
         latency=latency,
         latency_ms=round(latency.at(sized.batch_size) * sized.slowdown, 6),
         memory_mib=sized.memory_mib or None,
+        weights_mib=sized.cost.profile.weights_mib if sized.memory_mib else None,
     )
 
 
@@ -262,7 +284,8 @@ def layout_of(plan: Plan, gpus: Sequence[Gpu], builder: Builder) -> tuple[Layout
     """Return the layout of another policy's plan on these GPUs, matched in order within each type, and its largest
     batches by (gpu-let, model).
 
-    Unrestricted gpu-lets that share a GPU become one that holds the models of all.
+    Unrestricted gpu-lets that share a GPU become one that holds the models of all. A model that beside its neighbours
+    is late even alone in its batch is left out there.
     """
     types = {gpu.id: gpu.type for gpu in plan.gpus}
     left: dict[str, list[list[Gpulet]]] = {}
@@ -275,13 +298,42 @@ def layout_of(plan: Plan, gpus: Sequence[Gpu], builder: Builder) -> tuple[Layout
         groups = [[gpulet] for gpulet in left[gpu.type].pop(0)] if left.get(gpu.type) else []
         if len(groups) > 1 and any(gpulet.share_pct is None for (gpulet,) in groups):
             groups = [[gpulet for (gpulet,) in groups]]
+        batches: list[dict[str, int]] = []
         slots = []
-        for index, group in enumerate(groups):
-            replicas = [replica for gpulet in group for replica in gpulet.models]
+        for group in groups:
+            sizes: dict[str, int] = {}
+            for replica in (replica for gpulet in group for replica in gpulet.models):
+                sizes[replica.name] = max(sizes.get(replica.name, 1), replica.batch_size)
+            batches.append(sizes)
             share_pct = 100.0 if len(group) > 1 else round(group[0].effective_share_pct, 6)
-            slots.append(Slot(share_pct, builder.ordered([replica.name for replica in replicas])))
-            for replica in replicas:
-                key = (gpulet_id(gpu.id, index), replica.name)
-                caps[key] = max(caps.get(key, 1), replica.batch_size)
-        layout.append(tuple(slots))
+            slots.append(Slot(share_pct, builder.ordered([*sizes])))
+        kept = _in_time(slots, batches, gpu, builder)
+        layout.append(tuple(slot for slot, _ in kept))
+        for index, (slot, sizes) in enumerate(kept):
+            caps |= {(gpulet_id(gpu.id, index), name): sizes[name] for name in slot.models}
     return tuple(layout), caps
+
+
+def _in_time(
+    slots: Sequence[Slot], batches: Sequence[dict[str, int]], gpu: Gpu, builder: Builder
+) -> list[tuple[Slot, dict[str, int]]]:
+    """Return gpu-lets with their batches, without models that keep the GPU from being laid out so: the one without
+    which it can be, and where there is none one of the smallest share, until it can be."""
+    kept = list(zip(slots, batches, strict=True))
+    while kept and not builder.fits_with(kept, gpu):
+        fewer = [
+            _left_out(kept, place, name)
+            for place in sorted(range(len(kept)), key=lambda index: kept[index][0].share_pct)
+            for name in kept[place][0].models
+        ]
+        kept = next((each for each in fewer if builder.fits_with(each, gpu)), fewer[0])
+    return kept
+
+
+def _left_out(
+    kept: Sequence[tuple[Slot, dict[str, int]]], place: int, name: str
+) -> list[tuple[Slot, dict[str, int]]]:
+    slot, sizes = kept[place]
+    rest = Slot(slot.share_pct, tuple(other for other in slot.models if other != name))
+    changed = [*kept[:place], (rest, sizes), *kept[place + 1 :]]
+    return [each for each in changed if each[0].models]

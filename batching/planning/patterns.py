@@ -27,6 +27,7 @@ from tenuto.placement.expectation.goodput import expected_of
 from tenuto.placement.plan import PlannedGpu, PolicyUsed
 from tenuto.placement.policies.shared.gpu_pool import GpuPool
 from tenuto.placement.policies.shared.hosting import Hosted, hosting_plan
+from tenuto.placement.program import held_mib
 from tenuto.placement.solver import integer_program
 from tenuto.placement.watch import Watch
 from tenuto.profiles import Profiles
@@ -198,7 +199,8 @@ class _Case:
     ) -> list[tuple[ModelOnGpu, int, float]]:
         """Return models that take turns on one GPU until its time is full: with batch size and rate."""
         left, chosen = FILL, list[tuple[ModelOnGpu, int, float]]()
-        memory = self._cluster.one_of_each[kind].memory_mib - self._context[kind]
+        room = self._cluster.one_of_each[kind].memory_mib - self._context[kind]
+        needs = list[tuple[float, float | None]]()
         longest = 0.0
         for _, on, (size, per_request_s) in ranked[: 6 * MOST_MODELS]:
             rate = min(on.spec.rate_rps, left / per_request_s)
@@ -208,12 +210,13 @@ class _Case:
             size, per_request_s = own
             rate = min(on.spec.rate_rps, left / per_request_s)
             ms = on.steps()[size]
-            needs = on.memory_mib(size) or 0.0
+            needed = (on.memory_mib(size) or 0.0, on.weights_mib)
             waits = all(ms + other.steps()[b] <= other.slo_ms for other, b, _ in chosen)
-            if needs > memory or not waits or ms + longest > on.slo_ms:
+            if held_mib([*needs, needed]) > room or not waits or ms + longest > on.slo_ms:
                 continue
             chosen.append((on, size, rate))
-            memory, left, longest = memory - needs, left - rate * per_request_s, max(longest, ms)
+            needs.append(needed)
+            left, longest = left - rate * per_request_s, max(longest, ms)
             if left < 0.03 or len(chosen) == MOST_MODELS:
                 break
         return chosen

@@ -39,10 +39,11 @@ class TenutoPolicy(Policy):
        or joined, a GPU laid out like another) are kept when they are expected to serve more, until all models have
        their `attainment` (with half of the misses to spare) or `tries` changes are spent. Then batches are capped at
        half as much again as the largest that is gathered.
-    3. Trials: the best by the model, up to four within 3 %, serve the same arrivals in virtual time. Their value is the
-       weighted requests per second in time; of layouts that are expected to serve everything the one whose busiest
-       gpu-let is the least busy is tried first (below half of its time: the one with the fewest gpu-lets), and taken
-       if it does.
+    3. Trials: the starts within 10 % of the best by the model, as they were planned, and the best by the model, up to
+       four within 3 %, serve the same arrivals in virtual time. Their value is the weighted requests per second in
+       time. What was changed has to serve more than the best start, and where that is by less than 2 % in a longer
+       trial of both too. Of layouts that are expected to serve everything the one whose busiest gpu-let is the least
+       busy is tried first (below half of its time: the one with the fewest gpu-lets), and taken if it does.
     4. On an elastic cluster the cheapest plan that keeps every model's `attainment` is sought: from the cheapest start
        that is expected to, fewer GPUs (of one type by bisection) or cheaper ones. Trials then decide: more GPUs where
        the attainment is missed, one less where that is expected to do nearly.
@@ -50,8 +51,8 @@ class TenutoPolicy(Policy):
     More than 40 models or GPUs are planned as patterns instead (`patterns`): no trials, but the same model and integer
     counts of GPUs that look alike.
 
-    The result is expected to serve no less than the layout of any start under the same interference, and where trials
-    are near they decide. Nothing is random: the arrivals have a seed.
+    On a fixed cluster the result serves no less in its trial than any start under the same interference that the model
+    does not find to be 10 % worse. Nothing is random: the arrivals have a seed.
 
     Options:
         scheduler: the scheduler to plan for.

@@ -27,7 +27,9 @@ HEADROOM = 1.5  # of the largest batch that runs, for rates above those planned
 CONFIRMING = 3  # times as many requests where a layout is neither clearly enough nor clearly not
 GAIN = 1e-3  # a change must serve this much more, relatively, to be kept
 NEAR = 0.03  # forecasts that are this much apart are told apart by trials: what the model may be wrong by
-FINALISTS = 4  # layouts that are tried at most
+FINALISTS = 4  # layouts that are tried at most, besides starts
+NEAR_START = 0.1  # other policies' plans further apart are not tried: what the model is wrong by at worst
+CLEARLY = 0.02  # better than a start in a trial: by less, other and more arrivals decide, less kind to what was chosen
 SEARCHING = ("usher", "wao-usher", "ao-milp", "wsm-milp", "ideal")  # policies that may take seconds
 QUICKLY = {"symphony": {"time_limit_s": "0"}}  # moves and swaps come as near as the solver does in seconds
 CLIMBS = 2  # starts from which changes are searched for
@@ -51,13 +53,22 @@ class SearchOptions:
 
 @dataclass(frozen=True)
 class Found:
-    """A layout of some GPUs, what it began as and what it serves: by the model, and where it was tried by its trial."""
+    """A layout of some GPUs, what it began as and what it serves: by the model, and where it was tried by its trial.
+
+    `is_start`: it is another policy's, with that policy's own largest batches.
+    """
 
     gpus: tuple[Gpu, ...]
     layout: Layout
     start: str
     forecast: Judged
     trial: Judged | None = None
+    is_start: bool = False
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """The largest batch of every replica."""
+        return tuple(replica.batch_size for gpulet in self.forecast.plan.gpulets for replica in gpulet.models)
 
     @property
     def judged(self) -> Judged:
@@ -104,23 +115,42 @@ class Search:
 
     def best(self, gpus: tuple[Gpu, ...]) -> Found | None:
         """Return the layout found that serves most on exactly these GPUs, in trials of those that are expected to; None
-        where no model can be served."""
+        where no model can be served.
+
+        Starts are tried before what was made of them, which has to serve more in a second, longer trial too where it is
+        not clearly better: so none is left for a layout that only the model or a lucky draw prefers.
+        """
         found = self.expected(gpus)
         if not found or self.watch.is_stopped():
             return found[0] if found else None
         best: Found | None = None
+        start: Found | None = None
         for each in self._finalists(found):
             tried = self.tried(each, floor=best.judged.value if best else 0.0)
             if tried is not None and (best is None or tried.judged.value > best.judged.value * (1.0 + GAIN)):
                 best = tried
+                start = tried if each.is_start else start
             if best is not None and (best.judged.keeps(self.aim) or self.watch.is_stopped()):
-                break
+                return best
+        if best is not None and start is not None and best.judged.value < start.judged.value * (1.0 + CLEARLY):
+            return best if best is start or self._is_better(best, start) else start
         return best or found[0]
 
+    def _is_better(self, found: Found, start: Found) -> bool:
+        """Say whether it serves more than a start on longer, other arrivals too."""
+        self.watch.say("a longer trial in virtual time of the best start and what is better")
+        longer = self._confirming()
+        least = longer.run(start.forecast.plan).value
+        return longer.run(found.forecast.plan, floor=least).value > least
+
     def _finalists(self, found: Sequence[Found]) -> list[Found]:
-        """Return what to try of layouts in the order of their forecasts: those near the best one."""
-        near = [each for each in found if each.forecast.value >= (1.0 - NEAR) * found[0].forecast.value]
-        return near[:FINALISTS]
+        """Return what to try of layouts in the order of their forecasts: first the one that is expected to serve
+        everything, else the starts near the best one; then the best."""
+        most = found[0].forecast.value
+        best = [each for each in found if each.forecast.value >= (1.0 - NEAR) * most][:FINALISTS]
+        starts = [each for each in found if each.is_start and each.forecast.value >= (1.0 - NEAR_START) * most]
+        first = found[:1] if found[0].forecast.keeps(self.aim) else []
+        return list({id(each): each for each in (*first, *starts, *best)}.values())
 
     def expected(self, gpus: tuple[Gpu, ...], *, search_from: float = 0.0) -> list[Found]:
         """Return layouts of exactly these GPUs, that which is expected to serve most first; of those that serve
@@ -138,17 +168,17 @@ class Search:
                 break
             forecast = self._foreseen(layout, gpus, seen, caps)
             if forecast is not None:
-                found.append(Found(gpus, layout, start, forecast))
+                found.append(Found(gpus, layout, start, forecast, is_start=caps is not None))
         found.sort(key=lambda each: -each.forecast.value)
         if not found or self.watch.is_stopped():
             return found
         most = found[0].forecast.value
         if not found[0].forecast.keeps(self.aim) and most >= search_from * self.offered_value:
             found += [self._climbed(start, seen) for start in found[:CLIMBS]]
-        found = [self._refined(each) for each in found]
+        found += [self._refined(each) for each in found]
         enough = {each.layout for each in found if each.forecast.keeps(self.aim)}
         found.sort(key=lambda f: f.by_headroom if f.layout in enough else (1.0, -f.forecast.value))
-        return list({(each.layout, tuple(each.forecast.largest.flat)): each for each in found}.values())
+        return list({(each.layout, each.sizes): each for each in reversed(found)}.values())[::-1]
 
     def _starting(
         self, gpus: tuple[Gpu, ...]
@@ -215,7 +245,7 @@ class Search:
                     continue
                 left -= 1
                 if forecast.value > here.forecast.value * (1.0 + GAIN):
-                    here, is_better = replace(here, layout=layout, forecast=forecast), True
+                    here, is_better = replace(here, layout=layout, forecast=forecast, is_start=False), True
                     break
                 if left <= 0:
                     break
@@ -241,7 +271,7 @@ class Search:
             return found
         if forecast.keeps(self.aim) and not again.keeps(self.aim):
             return found
-        return replace(found, forecast=again)
+        return replace(found, forecast=again, is_start=False)
 
     def _foreseen(
         self, layout: Layout, gpus: Sequence[Gpu], seen: set[Layout],
