@@ -198,7 +198,7 @@ class LiveSystem:
         """Make Serve's what is to run now."""
         moving = self._moving if self._routed is self._plan else None
         also = None if moving is None else moving.before if moving.is_routed else moving.after
-        config = self.deployment.config(self._routed, also=also)
+        config = self.deployment.config(self._routed, also=also, standby=self._waiting)
         front = [app for app in config["applications"] if not app["name"].startswith(GPULET_PREFIX)]
         idle = {application_name(name): application for name, application in self._standby.items()}
         gpulets = idle | self._gpulets | {name: extra.application for name, extra in self._extras.items()}

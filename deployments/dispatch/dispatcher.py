@@ -135,8 +135,11 @@ class Dispatcher:
         """The plan that is being served."""
         return self._plan
 
-    def apply(self, plan: Plan) -> None:
-        """Serve `plan` from now on. Waiting requests move over; batches that run are answered; unchanged links stay."""
+    def apply(self, plan: Plan, standby: Sequence[str] = ()) -> None:
+        """Serve `plan` from now on. Waiting requests move over; batches that run are answered; unchanged links stay.
+
+        Gpu-lets on `standby`, by id, are connected to and not used: a later plan that has one need not wait for that.
+        """
         now = self._time.now_ms
         scheduler = self._build_scheduler(plan, self._budget())
         scheduler.drain()
@@ -165,7 +168,7 @@ class Dispatcher:
             scheduler.update_network(self._budget())
         else:
             self._early.follow(None)
-        self._fleet.adopt(plan)
+        self._fleet.adopt(plan, standby)
         self.accounts.advice.follow(plan, self._clock())
         if self._ticker is None:
             self._tick()

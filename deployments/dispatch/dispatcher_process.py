@@ -276,7 +276,7 @@ class DispatcherReplica:
             self._server = BundleServer(dispatcher)
         else:
             self._server.dispatcher.configure(serving.build_scheduler, max_queued=serving.config.max_queued)
-        self._server.dispatcher.apply(serving.plan)
+        self._server.dispatcher.apply(serving.plan, serving.config.standby)
 
     def _on_change(self) -> None:
         if self._server is not None:

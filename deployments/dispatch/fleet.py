@@ -7,7 +7,7 @@ before their connection closes. It decides nothing about batches.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -95,6 +95,7 @@ class Fleet:
         self._events = events
         self._make_link = make_link
         self._gpulets: list[AttachedGpulet] = []
+        self._standby: list[AttachedGpulet] = []  # connected, for a plan to come
         self._by_link: dict[int, AttachedGpulet] = {}
         self._plan: Plan | None = None
         self._closing: set[asyncio.Task[None]] = set()
@@ -113,23 +114,30 @@ class Fleet:
 
     # --- plan changes -------------------------------------------------------------------------------------------
 
-    def adopt(self, plan: Plan) -> None:
-        """Follow a plan: no gpu-let is used until `offer` says so; links of unchanged ids stay."""
-        old = {gpulet.id: gpulet for gpulet in self._gpulets}
+    def adopt(self, plan: Plan, standby: Sequence[str] = ()) -> None:
+        """Follow a plan: no gpu-let is used until `offer` says so; links of unchanged ids stay. Those on `standby` are
+        connected to as well."""
+        old = {gpulet.id: gpulet for gpulet in (*self._gpulets, *self._standby)}
         self._plan = plan
         self._gpulets = []
         for index, planned in enumerate(plan.gpulets):
-            gpulet = old.pop(planned.id, None)
-            if gpulet is None:
-                link = self._make_link(planned.id, self._find_gpulet(planned.id), self._events)
-                gpulet = AttachedGpulet(planned.id, link)
-                self._by_link[id(link)] = gpulet
-                link.start()
+            gpulet = old.pop(planned.id, None) or self._attach(planned.id)
             gpulet.index, gpulet.programs = index, planned.programs
             gpulet.is_used = False
             self._gpulets.append(gpulet)
+        self._standby = []
+        for name in standby:
+            gpulet = old.pop(name, None) or self._attach(name)
+            gpulet.index, gpulet.is_used = None, False
+            self._standby.append(gpulet)
         for gpulet in old.values():
             self._retire(gpulet)
+
+    def _attach(self, gpulet_id: str) -> AttachedGpulet:
+        link = self._make_link(gpulet_id, self._find_gpulet(gpulet_id), self._events)
+        gpulet = self._by_link[id(link)] = AttachedGpulet(gpulet_id, link)
+        link.start()
+        return gpulet
 
     def _retire(self, gpulet: AttachedGpulet) -> None:
         """Let a removed gpu-let answer what it runs, then close its connection."""
@@ -150,7 +158,8 @@ class Fleet:
 
     async def close(self) -> None:
         """Disconnect from every gpu-let."""
-        await asyncio.gather(*(gpulet.link.stop() for gpulet in self._gpulets), *self._closing)
+        links = [gpulet.link for gpulet in (*self._gpulets, *self._standby)]
+        await asyncio.gather(*(link.stop() for link in links), *self._closing)
         for gpulet in self._gpulets:
             gpulet.lose()
 

@@ -126,7 +126,7 @@ class Entry:
                 )
                 self.bundles = BundleServer(self._dispatching)
             assert isinstance(self._dispatching, Dispatcher)
-            self._dispatching.apply(serving.plan)
+            self._dispatching.apply(serving.plan, config.standby)
         self._look_again()
         if old is not None and old is not self._dispatching:
             await old.close()

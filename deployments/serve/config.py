@@ -7,7 +7,7 @@ change in place (models, batch sizes, the plan the dispatcher follows) is in `us
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tenuto.deployments.serve.sub_clusters import cut_plan
@@ -56,6 +56,7 @@ def serve_config(
     encrypt: bool = False,
     partition: Mapping[str, int] | None = None,
     also: Mapping[str, int] | None = None,
+    standby: Sequence[Gpulet] = (),
 ) -> dict[str, Any]:
     """Return the Serve config of a plan as plain data, ready for `serve deploy`.
 
@@ -80,6 +81,7 @@ def serve_config(
         nodes: over which gateways and dispatchers are spread, so that one that is lost takes no sub-cluster with it.
         partition: sub-cluster of every model; one holds everything by default.
         also: another partition, which models are going over to or came from: dispatchers hold what they have in either.
+        standby: gpu-lets beside the plan's that run idle; whoever schedules keeps connected to them.
         gateway_options: `max_queued`, `max_body_mib`, …; see `tenuto.deployments.serve.user_config.GatewayConfig`.
 
     Raises:
@@ -97,6 +99,8 @@ def serve_config(
     options = {"scheduler": chosen, **(gateway_options or {}), **encrypts}
     gateway = {"plan": plan.to_data(), **options, **_access(host, port, operator_host, operator_port, access or {})}
     cut = cut_plan(plan, partition, also=also) if gateways > 1 or partition is not None else {}
+    if standby and not cut:
+        gateway["standby"] = [gpulet.id for gpulet in standby]
     if cut:
         gateway["sub_clusters"] = {
             name: [s.name for s in part.models if partition is None or str(partition[s.name]) == name]
@@ -128,12 +132,22 @@ def serve_config(
                 ],
             },
             *(
-                _dispatcher_application(name, {"plan": part.to_data(), **options}, _replicas(dispatchers, nodes))
+                _dispatcher_application(
+                    name, {"plan": part.to_data(), **_standby_of(part, standby), **options},
+                    _replicas(dispatchers, nodes),
+                )
                 for name, part in cut.items()
             ),
             *(_gpulet_application(plan, gpulet, gpus[gpulet.gpu], executor, encrypts) for gpulet in plan.gpulets),
         ],
     }
+
+
+def _standby_of(part: Plan, standby: Sequence[Gpulet]) -> dict[str, list[str]]:
+    """Return the idle gpu-lets of a sub-cluster's models as settings of its dispatcher; none where there are none."""
+    models = {spec.name for spec in part.models}
+    found = [gpulet.id for gpulet in standby if models & {replica.name for replica in gpulet.models}]
+    return {"standby": found} if found else {}
 
 
 def _access(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -19,7 +19,7 @@ from tenuto.deployments.serve.config import serve_config
 from tenuto.deployments.serve.sub_clusters import fits_plan, parted
 from tenuto.documents import StrictModel, parse_document
 from tenuto.errors import InvalidInputError, Problem
-from tenuto.placement import Plan
+from tenuto.placement import Gpulet, Plan
 
 __all__ = ["CONTROL_APPLICATION", "ClusterStore", "Deployment", "History", "Store", "Version", "is_ours"]
 
@@ -62,9 +62,11 @@ class Deployment(StrictModel):
             partition = parted(plan, partition)
         return self.model_copy(update={"plan": plan.to_data(), "partition": partition})
 
-    def config(self, plan: Plan | None = None, *, also: Mapping[str, int] | None = None) -> dict[str, Any]:
+    def config(
+        self, plan: Plan | None = None, *, also: Mapping[str, int] | None = None, standby: Sequence[Gpulet] = ()
+    ) -> dict[str, Any]:
         """Return the Serve config, of another plan than its own where one is given, with dispatchers that hold what
-        they have in another partition `also`.
+        they have in another partition `also` and are connected to gpu-lets on `standby`, which run beside it.
 
         Raises:
             InvalidInputError: a partition that does not fit the plan.
@@ -75,7 +77,7 @@ class Deployment(StrictModel):
             encrypt=self.encrypt, scheduler=self.scheduler,
             scheduler_options=self.scheduler_options, gateway_options=self.gateway_options,
             gateways=self.gateways, dispatchers=self.dispatchers, nodes=self.nodes,
-            partition=self.partition, also=also,
+            partition=self.partition, also=also, standby=standby,
         )  # fmt: skip
         if self.control is not None:
             config["applications"].append(_control_application(self.control))

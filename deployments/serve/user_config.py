@@ -164,11 +164,13 @@ class TracesConfig(StrictModel):
 class DispatcherConfig(StrictModel):
     """`user_config` of a dispatcher in a process of its own.
 
-    `max_queued`: requests of one program that may wait. `encrypt`: what goes from node to node is encrypted; inside of
+    `standby`: gpu-lets that the plan lacks and may have next: connected, and not used. `max_queued`: requests of one
+    program that may wait. `encrypt`: what goes from node to node is encrypted; inside of
     a node nothing leaves the machine. `response_ms` is read for the sake of older plan files.
     """
 
     plan: dict[str, Any]
+    standby: tuple[str, ...] = ()
     scheduler: SchedulerChoice = SchedulerChoice()
     max_queued: Annotated[int, Field(ge=1)] = 10_000
     encrypt: bool = False

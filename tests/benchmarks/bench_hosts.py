@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import os
 import shutil
+import socket
 import subprocess
 import sys
 import tempfile
@@ -33,6 +34,7 @@ BRIDGE, OUTSIDE = "tenutobr", "10.99.7.1"
 HOSTS = {"head": "10.99.7.2", "left": "10.99.7.3", "right": "10.99.7.4"}
 RAY_PORT, PORT, REDIS_PORT = 6391, 8170, 6392
 MODELS = ("one", "two")
+HEAD_OPTIONS = ("--head", f"--port={RAY_PORT}", "--num-gpus=0", "--include-dashboard=false")
 
 
 def ip(*words: str) -> None:
@@ -63,10 +65,19 @@ class Host:
 
     def start_ray(self, *options: str) -> None:
         """Start Ray's processes here."""
-        self.run(
-            str(Path(sys.executable).parent / "ray"), "start", f"--node-ip-address={self.address}", "--num-cpus=2",
-            "--disable-usage-stats", *options,
-        )  # fmt: skip
+        self.run(*self._ray(*options))
+
+    def _ray(self, *options: str) -> list[str]:
+        program = str(Path(sys.executable).parent / "ray")
+        common = [f"--node-ip-address={self.address}", "--num-cpus=2", "--disable-usage-stats"]
+        return [program, "start", *common, *options]
+
+    def restart_head(self) -> None:
+        """Start Ray's head here again, where it does not see the processes of the other hosts: it would take a cluster
+        that they belong to for one that runs here."""
+        alone = ["ip", "netns", "exec", self._namespace, "unshare", "--pid", "--fork", "--mount-proc"]
+        subprocess.Popen([*alone, *self._ray(*HEAD_OPTIONS), "--block"], stdout=subprocess.DEVNULL)
+        until(lambda: socket.socket().connect_ex((self.address, RAY_PORT)) == 0, 60.0)
 
     def cut(self) -> None:
         """Let nothing pass from here or to here any more."""
@@ -120,14 +131,9 @@ def redis(program: str) -> Iterator[None]:
         process.wait()
 
 
-def start_head(host: Host) -> None:
-    """Start the head of Ray, without GPUs."""
-    host.start_ray("--head", f"--port={RAY_PORT}", "--num-gpus=0", "--include-dashboard=false")
-
-
 def deploy(made: dict[str, Host], folder: Path, rps: float) -> None:
     """Start Ray everywhere and serve two models, each on two hosts, through two front doors."""
-    start_head(made["head"])
+    made["head"].start_ray(*HEAD_OPTIONS)
     for name in ("left", "right"):
         made[name].start_ray(f"--address={HOSTS['head']}:{RAY_PORT}", "--num-gpus=2")
     plan = make_plan({"n0/0/a": (50.0, list(MODELS)), "n1/0/a": (50.0, list(MODELS))}, rps / 2).to_data()
@@ -158,7 +164,7 @@ def watch(what: str, made: dict[str, Host], lost: str, args: argparse.Namespace,
         if back_s is not None:
             time.sleep(back_s)
             made[lost].mend()
-            start_head(made[lost])
+            made[lost].restart_head()
             print(f"  Ray's head is back after {time.monotonic() - since_s:.0f} s", flush=True)
         time.sleep(max(0.0, args.watch_s - (time.monotonic() - since_s)))
     for name, load in loads.items():

@@ -150,6 +150,18 @@ async def test_others_keep_serving_while_one_is_dead(start: Start) -> None:
     assert (await answer(submit(dispatcher, "n", X))).outcome is Outcome.OK
 
 
+async def test_a_gpulet_on_standby_is_used_the_moment_a_plan_has_it(start: Start) -> None:
+    first, idle = FakeGpulet("a", ("m",)), FakeGpulet("b", ("m",))
+    dispatcher = await start(make_plan(("a", ("m",))), first, idle)
+    dispatcher.apply(make_plan(("a", ("m",))), standby=["b"])
+    events = dispatcher.accounts.events
+    await until(lambda: ("gpu-let connected", "b") in {(event["what"], event["why"]) for event in events.to_data()})
+    assert (await answer(submit(dispatcher, "m", X))).gpulet == "a"
+    dispatcher.apply(make_plan(("b", ("m",))))
+    assert dispatcher.is_ready()
+    assert (await answer(submit(dispatcher, "m", X))).gpulet == "b"
+
+
 async def test_an_error_of_the_model_fails_its_batch_alone(start: Start) -> None:
     gpulet = FakeGpulet("a", ("m",))
     dispatcher = await start(make_plan(("a", ("m",))), gpulet)

@@ -26,6 +26,19 @@ def test_a_controller_is_an_application_of_its_own() -> None:
     assert not is_ours("somebody-else")
 
 
+def test_who_schedules_knows_the_idle_gpulets_of_its_models() -> None:
+    idle = make_plan({"n0/0/c": (60.0, ["b"])}).gpulets
+
+    def told(deployment: Deployment) -> dict[str, object]:
+        applications = deployment.config(standby=idle)["applications"]
+        settings = {app["name"]: app["deployments"][0]["user_config"] for app in applications}
+        return {name: found["standby"] for name, found in settings.items() if "standby" in found}
+
+    assert told(of()) == {"tenuto": ["n0/0/c"]}
+    assert told(of(gateways=2)) == {"dispatcher-0": ["n0/0/c"]}
+    assert told(of(gateways=2, partition={"a": 0, "b": 3})) == {"dispatcher-3": ["n0/0/c"]}
+
+
 def test_another_plan_keeps_how_it_is_served() -> None:
     more = make_plan({"n0/0/a": (50.0, ["a"]), "n0/0/b": (50.0, ["b", "c"])})
     split = of(scheduler="eager", gateways=2, partition={"a": 0, "b": 3})
