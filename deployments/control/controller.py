@@ -174,7 +174,9 @@ class Controller:
         """Take one look."""
         seconds = self._settings.look_s if self._last_s is None else max(1e-3, now_s - self._last_s)
         self._now_s = self._last_s = now_s
-        jumped = self._rates.observe(now_s, seconds, {name: m.arrived for name, m in seen.models.items()})
+        jumped = False
+        if seen.models:
+            jumped = bool(self._rates.observe(now_s, seconds, {name: m.arrived for name, m in seen.models.items()}))
         if jumped:
             self._unsettled_s = now_s
         losing = self._attainment.observe(
@@ -192,7 +194,7 @@ class Controller:
             is_overloaded = bool(slower) and self._capacity().load(self.demand()) > 1.0
             self._let_standby_take_over([*losing, *(slower if is_overloaded else ())], seen)
         if self._change is None and self.mode != "off":
-            self._find_reasons(losing, bool(jumped))
+            self._find_reasons(losing, jumped)
             self._ask()
 
     def planned(self, now_s: float, number: int, result: Proposal | str) -> None:

@@ -33,8 +33,9 @@ class GpuletSeen:
 class Seen:
     """One look: what happened since the last, and what stands now.
 
-    `ready` are gpu-lets that can serve, those on standby among them; `broken` those that will not, with the
-    reason; every other gpu-let of the plan is starting, loading or coming back. `gpus` are the GPUs that are there.
+    `models` is empty where what happened is not known, as in the first look of a new life. `ready` are gpu-lets that
+    can serve, those on standby among them; `broken` those that will not, with the reason; every other gpu-let of the
+    plan is starting, loading or coming back. `gpus` are the GPUs that are there.
     """
 
     models: Mapping[str, ModelSeen]

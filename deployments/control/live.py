@@ -216,8 +216,10 @@ class LiveSystem:
         alive = self._serve.node_names()
         ready = _ready(self._plan, status)
         self._go_on(now_s, status, ready, states)
+        is_first = not self._counted
+        models = self._ended(status["models"])
         return Seen(
-            models=self._ended(status["models"]),
+            models={} if is_first else models,  # what came before is not of this look
             ready=ready | {name for name in self._standby if _is_running(states, name)},
             gpus=self._on(alive),
             broken=self._broken(states),

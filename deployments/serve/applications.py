@@ -8,6 +8,7 @@ from typing import Any
 
 from tenuto import __version__
 from tenuto.deployments.serve.building import deploy_applications
+from tenuto.deployments.serve.config import HEAD_NODE
 from tenuto.deployments.serve.deployment import is_ours
 from tenuto.deployments.serve.states import ApplicationState, application_states
 from tenuto.errors import EnvironmentFaultError
@@ -119,6 +120,7 @@ def missing_from(nodes: Sequence[tuple[Sequence[str], float]], config: Mapping[s
         for deployment in application["deployments"]:
             options = deployment["ray_actor_options"]
             named = [key.removeprefix("node:") for key in options.get("resources", {}) if key.startswith("node:")]
+            named = [name for name in named if name != HEAD_NODE]
             named += [f"{key}={value}" for key, value in options.get("label_selector", {}).items()]
             place = named[0] if named else ""
             wanted[place] = wanted.get(place, 0.0) + options.get("num_gpus", 0.0)

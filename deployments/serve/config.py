@@ -16,13 +16,22 @@ from tenuto.mps.share import client_environment
 from tenuto.placement import Gpulet, Plan, PlannedGpu
 from tenuto.placement.program import Program
 
-__all__ = ["ENTRY_APPLICATION", "GPULET_PREFIX", "application_name", "dispatcher_name", "serve_config"]
+__all__ = [
+    "ENTRY_APPLICATION",
+    "GPULET_PREFIX",
+    "HEAD_NODE",
+    "NODE_SLOT",
+    "application_name",
+    "dispatcher_name",
+    "serve_config",
+]
 
 ENTRY_APPLICATION = "tenuto"
 GPULET_PREFIX = "gpulet-"
 # CUDA MPS admits at most 48 clients per GPU (driver r550; 60 later), so 50 slots are never too few.
 LEDGER_SLOT = 0.02
 NODE_SLOT = 0.001  # of a node's own resource, of which there is 1: 1,000 gpu-lets per node
+HEAD_NODE = "__internal_head__"  # what Ray calls the head in its resources, besides its address
 _EXECUTORS = ("auto", "torch", "emulated")
 
 

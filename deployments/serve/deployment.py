@@ -15,7 +15,7 @@ from typing import Any, Literal, Protocol
 
 from pydantic import Field
 
-from tenuto.deployments.serve.config import serve_config
+from tenuto.deployments.serve.config import HEAD_NODE, NODE_SLOT, serve_config
 from tenuto.deployments.serve.sub_clusters import fits_plan, parted
 from tenuto.documents import StrictModel, parse_document
 from tenuto.errors import InvalidInputError, Problem
@@ -97,7 +97,8 @@ def _control_application(settings: Mapping[str, Any]) -> dict[str, Any]:
                 "max_ongoing_requests": 100,
                 "health_check_period_s": 2.0,
                 "graceful_shutdown_timeout_s": 5.0,
-                "ray_actor_options": {"num_cpus": 0},
+                # Beside Serve's own controller: the loss of another node then finds it there, and it acts at once.
+                "ray_actor_options": {"num_cpus": 0, "resources": {f"node:{HEAD_NODE}": NODE_SLOT}},
                 "user_config": {"settings": dict(settings)},
             }
         ],

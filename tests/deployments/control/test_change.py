@@ -5,7 +5,13 @@ from __future__ import annotations
 import pytest
 
 from tenuto.deployments.control.change import change_deployment
+from tenuto.deployments.control.controller import Controller, Memory
+from tenuto.deployments.control.fit import gpus_of
 from tenuto.deployments.control.interface import Entry
+from tenuto.deployments.control.live import Live, LiveSystem
+from tenuto.deployments.control.planner import NoPlanner
+from tenuto.deployments.control.rates import RatesMemory
+from tenuto.deployments.control.settings import ControlSettings
 from tenuto.deployments.serve.deployment import Deployment, History
 from tenuto.errors import EnvironmentFaultError, InvalidInputError
 from tenuto.placement import Plan
@@ -164,3 +170,19 @@ def test_gateways_that_are_silent_are_said() -> None:
     cluster.serve.is_silent = True
     with pytest.raises(EnvironmentFaultError, match="have not answered"):
         cluster.change(LARGER)
+
+
+def test_a_new_life_does_not_take_its_first_look_for_requests_that_have_stopped() -> None:
+    deployment = of(HALVES)
+    serve = FakeServe(deployment)
+    for _ in range(5):
+        serve.sleep(1.0)
+    rates = {"a": 50.0, "b": 50.0}
+    memory = Memory(HALVES, HALVES.workload, RatesMemory(rates, dict.fromkeys(rates, 20.0)))
+    system = LiveSystem(deployment, serve, serve.status, gpus_of(HALVES))
+    live = Live(Controller(ControlSettings(), memory), system, NoPlanner(), History(DictStore()), by="a test")
+    live.step(serve.now_s)
+    assert live.controller.rates.mean_rps == rates
+    serve.sleep(1.0)
+    live.step(serve.now_s)
+    assert max(live.controller.rates.mean_rps.values()) < 50.0

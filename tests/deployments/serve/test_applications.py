@@ -6,6 +6,7 @@ import socket
 
 from tenuto.deployments.serve.applications import missing_from, nobody_listens
 from tenuto.deployments.serve.config import serve_config
+from tenuto.deployments.serve.deployment import Deployment
 from tests.instruments.plans import make_plan
 
 ONE = [(["10.0.0.1"], 2.0)]
@@ -27,6 +28,8 @@ def test_nodes_and_gpus_that_are_missing_are_named() -> None:
     assert missing_from(ONE, at("10.0.0.1")) is None
     assert "on node 10.0.0.9, the cluster has 10.0.0.1" in str(missing_from(ONE, at("10.0.0.9")))
     assert "the cluster has 0 of them" in str(missing_from([(["10.0.0.1"], 0.0)], serve_config(PLAN)))
+    controlled = Deployment(plan=PLAN.to_data(), control={"mode": "act"})
+    assert missing_from(ONE, controlled.config()) is None  # on the head, wherever that is
     two = [(["10.0.0.1", "rack=a"], 0.0), (["10.0.0.2", "rack=b"], 4.0)]
     assert "node 10.0.0.1 has 0 of them" in str(missing_from(two, at("10.0.0.1")))
     assert missing_from(two, labelled("rack=b")) is None
