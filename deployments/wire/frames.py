@@ -46,6 +46,7 @@ _ROOM_BYTES = 1 << 16
 _JOINED_BYTES = 1 << 15  # below this, one write of a joined copy costs less than a vectored one
 _LARGE_BYTES = 16 << 20
 _STALLED_S = 5  # a peer that takes nothing for so long is given up
+_UNHEARD_S = 2  # without a word from another machine, not even that bytes have come: it is lost, or the way to it
 NO_BYTES = memoryview(b"")
 
 # A name in the abstract Unix namespace (the first byte is zero), or (host, port).
@@ -211,6 +212,7 @@ class FrameProtocol(asyncio.BufferedProtocol):
     # asyncio calls the four methods below.
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)  # uvloop's transports do not derive from asyncio's
+        _notice_loss(transport.get_extra_info("socket"))
         if self._expect_token is not None:
             self._deadline = asyncio.get_running_loop().call_later(_FIRST_FRAME_S, self._refuse, "it said nothing")
 
@@ -291,6 +293,7 @@ class FrameSocket:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, seconds)
         if connection.family != socket.AF_UNIX:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        _notice_loss(connection)
 
     def greet(self, token: str) -> Hello | None:
         """Receive the first frame and return it if it presents the token; None for anybody else."""
@@ -384,6 +387,18 @@ class FrameSocket:
         with contextlib.suppress(OSError):  # it may be closed already
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
+
+
+def _notice_loss(connection: socket.socket | TlsSocket) -> None:
+    """Let a connection end soon after the machine at its far end is gone without a word, as after a loss of power: by
+    itself the kernel asks again for ten seconds and more, and while nothing is sent not at all."""
+    if connection.family == socket.AF_UNIX:
+        return
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in (
+        (socket.TCP_KEEPIDLE, 1), (socket.TCP_KEEPINTVL, 1), (socket.TCP_USER_TIMEOUT, 1000 * _UNHEARD_S)
+    ):  # fmt: skip
+        connection.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
 def listener(address: Address) -> socket.socket:

@@ -57,6 +57,33 @@ class Inbox:
         return await asyncio.wait_for(self.frames.get(), PATIENCE_S)
 
 
+async def test_a_machine_that_is_gone_without_a_word_is_noticed_within_seconds() -> None:
+    """By what the kernel is told: no test may cut a line."""
+    option = (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT)
+    found = []
+
+    def accepted() -> FrameProtocol:
+        return FrameProtocol(lambda *_: None, lambda *_: None, expect_token="", on_hello=note)
+
+    def note(protocol: FrameProtocol, _hello: Hello) -> None:
+        assert protocol._transport is not None
+        found.append(protocol._transport.get_extra_info("socket").getsockopt(*option))
+
+    server = await listen(("127.0.0.1", 0), accepted)
+    target = server.sockets[0].getsockname()
+    connection = await connect(target, Hello("", ""), lambda *_: None, lambda *_: None)
+    assert connection._transport is not None
+    found.append(connection._transport.get_extra_info("socket").getsockopt(*option))
+    with socket.create_connection(target) as made:
+        FrameSocket(made)
+        found.append(made.getsockopt(*option))
+    while len(found) < 3:
+        await asyncio.sleep(0.01)
+    assert found == [2000] * 3
+    connection.close()
+    server.close()
+
+
 @pytest.mark.parametrize(
     ("address", "identity"),
     [("\0tenuto-test-echo", None), (("127.0.0.1", 0), None), (("127.0.0.1", 0), Identity())],
