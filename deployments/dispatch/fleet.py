@@ -121,13 +121,13 @@ class Fleet:
         self._plan = plan
         self._gpulets = []
         for index, planned in enumerate(plan.gpulets):
-            gpulet = old.pop(planned.id, None) or self._attach(planned.id)
+            gpulet = old.pop(planned.id) if planned.id in old else self._attach(planned.id)
             gpulet.index, gpulet.programs = index, planned.programs
             gpulet.is_used = False
             self._gpulets.append(gpulet)
         self._standby = []
         for name in standby:
-            gpulet = old.pop(name, None) or self._attach(name)
+            gpulet = old.pop(name) if name in old else self._attach(name)
             gpulet.index, gpulet.is_used = None, False
             self._standby.append(gpulet)
         for gpulet in old.values():
