@@ -131,7 +131,7 @@ def _processor_s() -> float:
     return ticks / os.sysconf("SC_CLK_TCK")
 
 
-def _stolen() -> tuple[int, int]:
+def stolen() -> tuple[int, int]:
     """Return the ticks of all cores that the hypervisor gave to other machines, and all ticks; see proc(5)."""
     user, nice, system, idle, iowait, irq, softirq, steal = map(int, Path("/proc/stat").read_text().split()[1:9])
     return steal, user + nice + system + idle + iowait + irq + softirq + steal
@@ -140,20 +140,20 @@ def _stolen() -> tuple[int, int]:
 def open_loop(port: int, row: Row, rate: float, seconds: float, seed: int) -> str:
     """Offer a rate and return the client's line, with the processor time per request of all that serves, and the part
     of the cores that other machines took meanwhile."""
-    before, (stolen, ticks) = _processor_s(), _stolen()
+    before, (stolen_before, ticks_before) = _processor_s(), stolen()
     line = subprocess.run(
         [*LOAD, str(port), "synthetic", str(row.slo_ms), str(rate), "--seconds", str(seconds), "--seed", str(seed)],
         stdout=subprocess.PIPE, text=True, check=True,
     ).stdout.strip()  # fmt: skip
     spent_ms = 1e3 * (_processor_s() - before) / (rate * seconds)
-    stolen_after, ticks_after = _stolen()
-    stolen_pct = 100.0 * (stolen_after - stolen) / max(1, ticks_after - ticks)
+    stolen_after, ticks = stolen()
+    stolen_pct = 100.0 * (stolen_after - stolen_before) / max(1, ticks - ticks_before)
     return f"{line}; {spent_ms:.2f} ms of processor time a request; {stolen_pct:.0f} % of the cores taken by others"
 
 
 def closed_loop(port: int, connections: int, picture: str) -> str:
     """Ask as fast as answers come; returns the client's line with the processor time per request of all that serves."""
-    before = _processor_s()
+    before, (stolen_before, ticks_before) = _processor_s(), stolen()
     arguments = [str(port), "synthetic", "1000", "--closed", str(connections)]
     sent = [*LOAD, *arguments, *(["--picture", picture] if picture else [])]
     line = subprocess.run(sent, stdout=subprocess.PIPE, text=True, check=True).stdout.strip()
@@ -161,7 +161,9 @@ def closed_loop(port: int, connections: int, picture: str) -> str:
     assert found is not None
     seconds = 6.0  # five are counted, one is before them
     spent_ms = 1e3 * (_processor_s() - before) / (float(found[1]) * seconds)
-    return f"{line}; {spent_ms:.3f} ms of processor time a request"
+    stolen_after, ticks = stolen()
+    stolen_pct = 100.0 * (stolen_after - stolen_before) / max(1, ticks - ticks_before)
+    return f"{line}; {spent_ms:.3f} ms of processor time a request; {stolen_pct:.0f} % of the cores taken by others"
 
 
 def in_time(line: str) -> float:
@@ -196,7 +198,7 @@ def main() -> None:
             print(f"Triton: {SETTINGS}\n")
             servers["triton"] = lambda row: triton(row, folder)
     chosen = [name for name in given.server or ("floor", "ours", "triton") if name in servers]
-    for key in given.row or ROWS:
+    for key in given.row or (ROWS if given.rates != [] or given.cycles else ()):
         row = ROWS[key]
         for name in chosen:
             print(f"{row.name}, {name}", flush=True)
