@@ -53,6 +53,10 @@ class CoreTime:
         """How much early the core is woken."""
         return self._slack_ms
 
+    def alarm(self, on_ring: Callable[[], None]) -> Alarm:
+        """Return an alarm by the same clock."""
+        return alarm(on_ring, self._clock)
+
     def arm(self, wake_ms: float, now_ms: float) -> None:
         """Call back at `wake_ms`, and not when it was to be before."""
         if wake_ms == self._armed_ms or self._soon is not None:
@@ -61,7 +65,7 @@ class CoreTime:
             self._soon = asyncio.get_running_loop().call_soon(self._turn_is_over)
             return
         if self._alarm is None:
-            self._alarm = alarm(self._ring, self._clock)
+            self._alarm = self.alarm(self._ring)
         self._armed_ms = wake_ms
         if wake_ms == math.inf:
             self._alarm.clear()

@@ -21,7 +21,7 @@ from tenuto.deployments.serve.discovery import find_gpulet
 from tenuto.deployments.serve.niceness import run_at_normal_priority
 from tenuto.deployments.serve.own_loop import OwnLoop, elsewhere, spare_the_collector
 from tenuto.deployments.serve.user_config import Serving, read_dispatcher_config
-from tenuto.deployments.wire.answers import Answer, Executed, Refused
+from tenuto.deployments.wire.answers import Executed, Refused
 from tenuto.deployments.wire.arena import MappedArenas, machine_id
 from tenuto.deployments.wire.bundles import AnsweredRequest, Bundler, pack_answers, read_parts
 from tenuto.deployments.wire.encryption import Identity
@@ -42,33 +42,32 @@ class _Asked:
     """A request of a gateway. It stands for the gateway's shared memory as a `Slot` does for our own: a gateway whose
     client went away is answered once no gpu-let reads that memory any more."""
 
-    __slots__ = ("_gateway", "_holders", "_number", "_received_ms", "request")
+    __slots__ = ("_gateway", "_holders", "_number", "request")
 
-    def __init__(self, gateway: _Gateway, number: int, received_ms: float) -> None:
+    def __init__(self, gateway: _Gateway, number: int) -> None:
         self._gateway = gateway
         self._number = number
         self._holders = 1
-        self._received_ms = received_ms
         self.request: Request | None = None
 
     def executed(self, request: Request, executed: Executed, row: int) -> None:
         """Send the answer with the next bundle."""
-        self._send(Answer.of_row(request.arrived_ms, executed, row))
+        del request
+        self._send(AnsweredRequest(self._number, executed, row), sum([size for _, _, _, size in executed.outputs]))
 
     def refused(self, request: Request, refused: Refused) -> None:
         """Send the refusal with the next bundle."""
-        self._send(Answer.of_refusal(time.monotonic() * 1000.0 - request.arrived_ms, refused))
+        del request
+        self._send(AnsweredRequest(self._number, refused))
 
     def fail(self, reason: str) -> None:
         """Say that the request could not even be asked for."""
-        self._send(Answer(Outcome.FAILED, reason=reason))
+        self._send(AnsweredRequest(self._number, Refused(Outcome.FAILED, reason)))
 
-    def _send(self, answer: Answer) -> None:
+    def _send(self, answered: AnsweredRequest, size_bytes: int = 0) -> None:
         self.request = None
         if self._gateway.asked.pop(self._number, None) is not None:
-            size = sum([tensor.data.nbytes for tensor in answer.outputs])
-            lasted_ms = time.monotonic() * 1000.0 - self._received_ms
-            self._gateway.outbox.add(AnsweredRequest(self._number, lasted_ms, answer), size)
+            self._gateway.outbox.add(answered, size_bytes)
 
     def hold(self) -> None:
         """A batch has it."""
@@ -78,7 +77,7 @@ class _Asked:
         """A batch let go, or its client went away."""
         self._holders -= 1
         if not self._holders and self._gateway.asked.pop(self._number, None) is not None:
-            self._gateway.outbox.add(AnsweredRequest(self._number, 0.0, Answer(Outcome.FAILED, reason=_LEFT)))
+            self._gateway.outbox.add(AnsweredRequest(self._number, Refused(Outcome.FAILED, _LEFT)))
 
 
 class _Gateway:
@@ -91,8 +90,8 @@ class _Gateway:
         self.said = b""  # of itself, as JSON
         self.outbox: Bundler[AnsweredRequest] = Bundler(self._send)
 
-    def _send(self, rows: list[AnsweredRequest]) -> None:
-        self.protocol.send(*pack_answers(rows))
+    def _send(self, answered: list[AnsweredRequest]) -> None:
+        self.protocol.send(*pack_answers(answered, time.monotonic() * 1000.0))
 
 
 class BundleServer:
@@ -165,7 +164,7 @@ class BundleServer:
         # Clocks of two machines begin at different times; what the bundle was on its way is then not counted.
         ahead_ms = 0.0 if gateway.shares_memory else now_ms - bundle.sent_at_ms
         for row in bundle.rows:
-            asked = gateway.asked[row.number] = _Asked(gateway, row.number, now_ms)
+            asked = gateway.asked[row.number] = _Asked(gateway, row.number)
             try:
                 parts, body = read_parts(row.places, bundle.arenas, body, self._arenas)
                 request = self._admit(asked, row, ahead_ms)

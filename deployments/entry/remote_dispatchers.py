@@ -26,7 +26,7 @@ from tenuto.deployments.wire.arena import Held
 from tenuto.deployments.wire.bundles import Bundler, Places, unpack_answers
 from tenuto.deployments.wire.messages import Answers, AskReport, DispatcherState, Message, Report, RequestRow, Requests
 from tenuto.deployments.wire.peer import Endpoint, Finder, Link, PeerLink
-from tenuto.deployments.wire.tensors import InputPart, RowOutput
+from tenuto.deployments.wire.tensors import InputPart
 from tenuto.outcome import Outcome
 from tenuto.placement import Plan
 from tenuto.profiles.networks.catalogue import ModelSignature
@@ -316,8 +316,10 @@ class RemoteDispatchers:
             logger.warning("dispatcher %s sent a %s, which nobody asked for", peer.group.name, type(message).__name__)
 
     def _take(self, peer: _Peer, message: Answers, body: memoryview) -> None:
-        now_ms, moved = self._clock() * 1000.0, peer.group.moved
-        for number, lasted_ms, answer in unpack_answers(message, body):
+        # Clocks of two machines begin at different times; what the bundle was on its way is then not counted.
+        ahead_ms = 0.0 if peer.link.shares_memory else self._clock() * 1000.0 - message.sent_at_ms
+        moved = peer.group.moved
+        for number, end, row in unpack_answers(message, body, ahead_ms):
             request = peer.waiting.pop(number, None)
             if request is None:
                 slot = peer.left.pop(number, None)
@@ -328,20 +330,10 @@ class RemoteDispatchers:
                 moved.discard(number)
             if request.memory is not None:
                 request.memory.release()
-            if answer.outcome is not Outcome.OK:
-                refused = Refused(answer.outcome, answer.reason, answer.retry_after_s, answer.gpulet)
-                request.asker.refused(request, refused)
-                continue
-            # A dispatcher on another machine counts from the bundle's arrival: what was before, and on the way, is ours
-            # to add.
-            arrived_ms = request.arrived_ms if peer.link.shares_memory else now_ms - lasted_ms
-            executed = Executed(
-                answer.batch_size, answer.gpulet, answer.emulated, arrived_ms + answer.batching_ms,
-                arrived_ms + answer.start_ms, answer.gpulet_queue_ms, answer.execution_ms, 1,
-                [RowOutput(t.name, t.dtype, t.shape, t.data.nbytes) for t in answer.outputs],
-                [t.data for t in answer.outputs],
-            )  # fmt: skip
-            request.asker.executed(request, executed, 0)
+            if isinstance(end, Executed):
+                request.asker.executed(request, end, row)
+            else:
+                request.asker.refused(request, end)
 
     # --- state --------------------------------------------------------------------------------------------------
 

@@ -8,14 +8,14 @@ measurable processor time and cost 1.2 ms of latency (tests/benchmarks/bench_bun
 from __future__ import annotations
 
 import asyncio
-import math
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Generic, NamedTuple, TypeVar
 
-from tenuto.deployments.wire.answers import Answer
+from tenuto.deployments.wire.answers import Executed, Refused
 from tenuto.deployments.wire.arena import MappedArenas
-from tenuto.deployments.wire.messages import MOST_BUNDLED_BYTES, AnswerRow, Answers, PartPlace
-from tenuto.deployments.wire.tensors import Buffer, InputPart, OutputTensor, RowOutput, cut_rows
+from tenuto.deployments.wire.messages import MOST_BUNDLED_BYTES, Answers, ExecutedRows, PartPlace, RefusedRow
+from tenuto.deployments.wire.tensors import Buffer, InputPart, cut_rows
 from tenuto.outcome import Outcome
 
 __all__ = ["AnsweredRequest", "Bundler", "Places", "pack_answers", "read_parts", "unpack_answers"]
@@ -97,40 +97,54 @@ def read_parts(
 
 
 class AnsweredRequest(NamedTuple):
-    """An answer between dispatcher and gateway; `lasted_ms` passed from the arrival of its bundle to its sending."""
+    """What became of a request, by its number: a row of what was executed, or a refusal."""
 
     number: int
-    lasted_ms: float
-    answer: Answer
+    end: Executed | Refused
+    row: int = 0
 
 
-def pack_answers(answered: Sequence[AnsweredRequest]) -> tuple[Answers, list[Buffer]]:
-    """Return the message and the body's buffers."""
-    rows: list[AnswerRow] = []
+def pack_answers(answered: Sequence[AnsweredRequest], sent_at_ms: float) -> tuple[Answers, list[Buffer]]:
+    """Return the message and the body's buffers: requests of one batch that follow one another as one."""
+    executed: list[ExecutedRows] = []
+    refused: list[RefusedRow] = []
     buffers: list[Buffer] = []
-    for number, lasted_ms, answer in answered:
-        start_ms = None if math.isnan(answer.start_ms) else answer.start_ms
-        outputs = [RowOutput(t.name, t.dtype, t.shape, t.data.nbytes) for t in answer.outputs]
-        rows.append(
-            AnswerRow(
-                number, lasted_ms, int(answer.outcome), answer.batch_size, answer.gpulet, answer.batching_ms,
-                answer.gpulet_queue_ms, answer.execution_ms, answer.emulated, answer.retry_after_s, answer.reason,
-                start_ms, outputs,
+    for _, same in itertools.groupby(answered, lambda answer: id(answer.end)):
+        numbers, ends, rows = zip(*same, strict=True)
+        end = ends[0]
+        if isinstance(end, Refused):
+            refused += [RefusedRow(n, int(end.outcome), end.reason, end.retry_after_s, end.gpulet) for n in numbers]
+            continue
+        executed.append(
+            ExecutedRows(
+                list(numbers), end.batch_size, end.gpulet, end.emulated, end.sent_ms, end.started_ms,
+                end.gpulet_queue_ms, end.execution_ms, end.outputs,
             )
         )  # fmt: skip
-        buffers.extend(tensor.data for tensor in answer.outputs)
-    return Answers(rows), buffers
+        begin, stop = rows[0], rows[-1] + 1
+        for (_, _, _, size), data in zip(end.outputs, end.data, strict=True):
+            if stop - begin == len(rows):
+                buffers.append(data[begin * size : stop * size])
+            else:
+                buffers += [data[row * size : (row + 1) * size] for row in rows]
+    return Answers(sent_at_ms, executed, refused), buffers
 
 
-def unpack_answers(message: Answers, body: memoryview) -> Iterator[AnsweredRequest]:
-    """Return the answers of a bundle; outputs are views into `body`."""
-    for row in message.rows:
-        data, body = cut_rows(1, row.outputs, body)
-        described = zip(row.outputs, data, strict=True)
-        tensors = [OutputTensor(name, dtype, shape, its) for (name, dtype, shape, _), its in described]
-        answer = Answer(
-            Outcome(row.outcome), tensors, row.batch_size, row.gpulet, row.batching_ms, row.gpulet_queue_ms,
-            row.execution_ms, row.emulated, row.retry_after_s, row.reason,
-            math.nan if row.start_ms is None else row.start_ms,
+def unpack_answers(message: Answers, body: memoryview, ahead_ms: float) -> Iterator[AnsweredRequest]:
+    """Return the answers of a bundle; outputs are views into `body`.
+
+    Args:
+        message: as `pack_answers` made it.
+        body: behind it.
+        ahead_ms: by how much this clock is ahead of the sender's.
+    """
+    for numbers, size, gpulet, emulated, sent_ms, started_ms, queue_ms, execution_ms, outputs in message.executed:
+        data, body = cut_rows(len(numbers), outputs, body)
+        executed = Executed(
+            size, gpulet, emulated, sent_ms + ahead_ms, started_ms + ahead_ms, queue_ms, execution_ms, len(numbers),
+            outputs, data,
         )  # fmt: skip
-        yield AnsweredRequest(row.number, row.lasted_ms, answer)
+        for row, number in enumerate(numbers):
+            yield AnsweredRequest(number, executed, row)
+    for number, outcome, reason, retry_after_s, gpulet in message.refused:
+        yield AnsweredRequest(number, Refused(Outcome(outcome), reason, retry_after_s, gpulet))

@@ -20,17 +20,18 @@ from tenuto.profiles.networks.catalogue import ModelSignature
 __all__ = [
     "MOST_BUNDLED_BYTES",
     "AbortBatch",
-    "AnswerRow",
     "Answers",
     "AskReport",
     "BatchFailed",
     "BatchRan",
     "DispatcherState",
+    "ExecutedRows",
     "GpuletMode",
     "GpuletState",
     "Hello",
     "Message",
     "PartPlace",
+    "RefusedRow",
     "Report",
     "RequestRow",
     "Requests",
@@ -204,28 +205,40 @@ class Requests(_Message, tag=10):
     left: list[int]
 
 
-class AnswerRow(NamedTuple):
-    """One answer; see `tenuto.deployments.wire.answers.Answer`. `lasted_ms`: from the request's receipt to here."""
+class ExecutedRows(NamedTuple):
+    """Requests of one model in a batch that ran, by their numbers; the rest is that of
+    `tenuto.deployments.wire.answers.Executed`, with moments on the dispatcher's clock."""
 
-    number: int
-    lasted_ms: float
-    outcome: int
+    numbers: list[int]
     batch_size: int
     gpulet: str
-    batching_ms: float
+    emulated: bool
+    sent_at_ms: float
+    started_at_ms: float
     gpulet_queue_ms: float
     execution_ms: float
-    emulated: bool
-    retry_after_s: float | None
-    reason: str
-    start_ms: float | None
     outputs: list[RowOutput]
 
 
-class Answers(_Message, tag=11):
-    """Answers that were there in one turn of the dispatcher's loop; their outputs are the body."""
+class RefusedRow(NamedTuple):
+    """A request that did not run; see `tenuto.deployments.wire.answers.Refused`."""
 
-    rows: list[AnswerRow]
+    number: int
+    outcome: int
+    reason: str
+    retry_after_s: float | None
+    gpulet: str
+
+
+class Answers(_Message, tag=11):
+    """What became of requests in one turn of the dispatcher's loop; the outputs are the body.
+
+    `sent_at_ms` is the sender's time: a gateway on another machine translates the moments by it.
+    """
+
+    sent_at_ms: float
+    executed: list[ExecutedRows]
+    refused: list[RefusedRow]
 
 
 class DispatcherState(_Message, tag=12):

@@ -39,7 +39,7 @@ from serving import heading, synthetic_plan
 
 from tenuto.deployments.entry.handle import ALONE, TenutoHandle
 from tenuto.deployments.entry.remote_dispatchers import RemoteDispatchers
-from tenuto.deployments.wire.answers import Answer
+from tenuto.deployments.wire.answers import Executed
 from tenuto.deployments.wire.arena import machine_id
 from tenuto.deployments.wire.bundles import AnsweredRequest, pack_answers
 from tenuto.deployments.wire.frames import FrameProtocol, listen
@@ -50,7 +50,6 @@ from tenuto.loadgen.clients.group import LocalClient
 from tenuto.loadgen.sender import OnReply, Sender
 from tenuto.loadgen.senders.choose import make_sender
 from tenuto.loadgen.senders.handle import HandleSender
-from tenuto.outcome import Outcome
 from tenuto.placement import ModelSpec
 from tenuto.profiles.networks.catalogue import ModelSignature, TensorSignature
 
@@ -66,7 +65,7 @@ _HEADERS = (
 _SIGNATURE = ModelSignature(
     "tensor", (TensorSignature("x", "float32", (4,)),), (TensorSignature("y", "float32", (4,)),), platform="none"
 )
-_ANSWER = Answer(Outcome.OK, [], 1, "n0/0/a", 1.0, 0.0, 1.0)
+_EXECUTED = Executed(1, "n0/0/a", True, 1.0, 2.0, 0.0, 1.0, 1, [], [])
 
 
 class _NoOp(asyncio.Protocol):
@@ -98,7 +97,7 @@ class _NoOp(asyncio.Protocol):
 def _on_bundle(protocol: FrameProtocol, message: Message, body: memoryview) -> None:
     """Answer every request of a bundle."""
     if isinstance(message, Requests):
-        protocol.send(*pack_answers([AnsweredRequest(row.number, 0.0, _ANSWER) for row in message.rows]))
+        protocol.send(*pack_answers([AnsweredRequest(row.number, _EXECUTED) for row in message.rows], 3.0))
 
 
 def _accept() -> FrameProtocol:

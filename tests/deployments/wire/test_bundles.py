@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from tenuto.deployments.wire.answers import Answer
+from tenuto.deployments.wire.answers import Executed, Refused
 from tenuto.deployments.wire.arena import Arena, MappedArenas
 from tenuto.deployments.wire.bundles import (
     AnsweredRequest,
@@ -15,21 +15,41 @@ from tenuto.deployments.wire.bundles import (
     read_parts,
     unpack_answers,
 )
-from tenuto.deployments.wire.tensors import InputPart, OutputTensor
+from tenuto.deployments.wire.messages import Answers, decode, encode
+from tenuto.deployments.wire.tensors import InputPart, RowOutput
 from tenuto.outcome import Outcome
 
 
 def test_answers_survive_the_wire() -> None:
-    output = OutputTensor("y", "float32", (2,), memoryview(bytes(8)))
+    """Two batches, of one of which only some rows are this gateway's, and refusals."""
+    outputs = [RowOutput("y", "float32", (2,), 8), RowOutput("z", "uint8", (), 1)]
+
+    def ran(gpulet: str, rows: int) -> Executed:
+        data = [memoryview(bytes(range(8 * rows))), memoryview(bytes(range(100, 100 + rows)))]
+        return Executed(9, gpulet, True, 1.0, math.nan, 2.0, 3.0, rows, outputs, data)
+
+    whole, parts, full = ran("a", 2), ran("b", 4), Refused(Outcome.REJECTED, "full", 0.5, "c")
     answers = [
-        AnsweredRequest(1, 5.0, Answer(Outcome.OK, [output], 4, "g", 1.0, 2.0, 3.0, True, start_ms=2.5)),
-        AnsweredRequest(2, 0.0, Answer(Outcome.REJECTED, retry_after_s=0.5, reason="full")),
-    ]
-    message, buffers = pack_answers(answers)
-    first, second = unpack_answers(message, memoryview(b"".join(buffers)))
-    assert first == answers[0]
-    assert (second.answer.outcome, second.answer.reason, second.answer.retry_after_s) == (Outcome.REJECTED, "full", 0.5)
-    assert math.isnan(second.answer.start_ms)
+        AnsweredRequest(1, whole, 0), AnsweredRequest(2, whole, 1), AnsweredRequest(3, full),
+        AnsweredRequest(4, parts, 1), AnsweredRequest(5, parts, 3), AnsweredRequest(6, full),
+    ]  # fmt: skip
+    message, buffers = pack_answers(answers, 7.0)
+    again = decode(encode(message))
+    assert isinstance(again, Answers)
+    assert again.sent_at_ms == 7.0
+    assert len(again.executed) == 2
+    found = {each.number: each for each in unpack_answers(again, memoryview(b"".join(buffers)), 10.0)}
+    assert set(found) == {each.number for each in answers}
+    for number, end, row in answers:
+        got = found[number].end
+        if isinstance(end, Refused):
+            assert got == end
+            continue
+        assert isinstance(got, Executed)
+        assert got.tensors(found[number].row) == end.tensors(row)
+        assert (got.batch_size, got.gpulet, got.emulated, got.sent_ms) == (9, end.gpulet, True, 11.0)
+        assert (got.gpulet_queue_ms, got.execution_ms) == (2.0, 3.0)
+        assert math.isnan(got.started_ms)
 
 
 @pytest.mark.parametrize("shares_memory", [True, False])
