@@ -37,6 +37,7 @@ class CoreTime:
         self._armed_ms = math.inf
         self._due_ms = 0.0
         self._woken_ms = -math.inf
+        self._is_closed = False
 
     @property
     def clock_ms(self) -> float:
@@ -59,7 +60,7 @@ class CoreTime:
 
     def arm(self, wake_ms: float, now_ms: float) -> None:
         """Call back at `wake_ms`, and not when it was to be before."""
-        if wake_ms == self._armed_ms or self._soon is not None:
+        if wake_ms == self._armed_ms or self._soon is not None or self._is_closed:
             return
         if wake_ms <= now_ms:
             self._soon = asyncio.get_running_loop().call_soon(self._turn_is_over)
@@ -97,7 +98,8 @@ class CoreTime:
         return now
 
     def close(self) -> None:
-        """Call back no more."""
+        """Call back no more, whatever is armed later."""
+        self._is_closed = True
         if self._soon is not None:
             self._soon.cancel()
             self._soon = None

@@ -292,7 +292,7 @@ class HttpConnection(asyncio.BufferedProtocol):
         memory = exchange.slots[0].data if exchange.is_in_slot else memoryview(bytearray(length))
         exchange.body = memory
         came = min(came, length)
-        memory[:came] = data[at : at + came]
+        memory[:came] = memoryview(data)[at : at + came]
         if came == length:
             self._complete(exchange)
         else:

@@ -110,19 +110,24 @@ class ClientConnection(asyncio.Protocol):
         self.parser.feed_data(data)
 
     def on_message_begin(self):
-        self.body = b""
+        self.chunks = []
+        self.json_length = None
+
+    def on_header(self, name, value):
+        if name.lower() == b"inference-header-content-length":
+            self.json_length = int(value)
 
     def on_url(self, url):
         self.url = url
 
     def on_body(self, body):
-        self.body += body
+        self.chunks.append(body)
 
     def on_message_complete(self):
         if self.url.startswith(b"/v2/health"):
             self.transport.write(OK + b"2\r\n\r\n{}")
             return
-        document = orjson.loads(self.body)
+        document = orjson.loads(b"".join(self.chunks)[: self.json_length])
         counts["request"] += 1
         waiting[counts["request"]] = (self, document.get("id", ""))
         scheduler.add_request(self.arrived_ms, 0, counts["request"], self.arrived_ms + given.slo_ms)
