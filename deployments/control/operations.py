@@ -38,7 +38,7 @@ from tenuto.deployments.serve.discovery import gateway_status
 from tenuto.deployments.serve.launcher import Launcher, is_serving
 from tenuto.deployments.serve.states import ApplicationState
 from tenuto.deployments.wire.arena import machine_id
-from tenuto.errors import EnvironmentFaultError, InvalidInputError, Problem, TenutoError
+from tenuto.errors import EnvironmentFaultError, TenutoError
 from tenuto.placement import Plan
 from tenuto.placement.cluster import Gpu
 from tenuto.profiles import Profiles
@@ -48,6 +48,7 @@ __all__ = ["Ground", "Operations", "begin", "is_deployed", "is_orphaned", "refus
 Ground = tuple[Profiles, tuple[Gpu, ...]]
 _GONE_S = 60.0
 _LAUNCHER = "serve/launcher"  # the process that what runs ends with
+_NOTHING = "nothing is deployed on this cluster. Use `tenuto deploy PLAN`."
 _ENDS = ("changed", "rolled back", "stuck")
 
 
@@ -93,7 +94,7 @@ class Operations:
             EnvironmentFaultError: nothing is deployed, or no gateway answers.
         """
         if ENTRY_APPLICATION not in self.states():
-            raise EnvironmentFaultError("nothing is deployed on this cluster. Use `tenuto deploy PLAN`.")
+            raise EnvironmentFaultError(_NOTHING)
         status = gateway_status()
         if not isinstance(status.get("plan"), dict):
             raise EnvironmentFaultError("the gateways have no plan yet. Wait a moment and try again.")
@@ -182,6 +183,7 @@ class Operations:
 
         Raises:
             InvalidInputError: there is no such version.
+            EnvironmentFaultError: there is none to go back to.
         """
         latest = self.history.latest()
         if number is not None:
@@ -189,8 +191,8 @@ class Operations:
         else:
             others = [v for v in self.history.all() if latest and v.deployment.plan != latest.deployment.plan]
             if not others:
-                rule = "there is none to go back to"
-                raise InvalidInputError(Problem("version", None, rule, "See `tenuto history`."))
+                text = "no other plan ran before. See `tenuto history`." if latest else _NOTHING
+                raise EnvironmentFaultError(text)
             version = others[-1]
         why = f"rollback to version {version.number}"
         return version, self.deploy(version.deployment, why, by="rollback")

@@ -10,6 +10,7 @@ import click
 from tenuto.cli.common import emit_json, json_option, progress_console
 from tenuto.cli.deploying import address_option, operations
 from tenuto.cli.tables import print_table
+from tenuto.errors import EnvironmentFaultError
 from tenuto.placement import Plan
 
 __all__ = ["command"]
@@ -28,6 +29,8 @@ def command(number: int | None, output: str | None, address: str | None, as_json
     with operations(address) as running:
         versions = running.history.all()
         chosen = running.history.get(number) if number is not None else versions[-1] if versions else None
+    if chosen is None and not as_json:
+        raise EnvironmentFaultError("nothing was deployed on this cluster yet. Use `tenuto deploy PLAN`.")
     if output is not None and chosen is not None:
         Path(output).write_text(Plan.from_data(chosen.deployment.plan).dump(), encoding="utf-8")
         progress_console().print(f"wrote {output}", markup=False)

@@ -468,10 +468,13 @@ def standby(args: argparse.Namespace) -> None:
     def load_at(factor: float) -> float:
         return Capacity(plan).load(Demand.steady({**steady, grows: factor * steady[grows]}))
 
-    factor = next(f / 20.0 for f in range(20, 200) if load_at(f / 20.0) > 1.1)
+    # Just beyond what 40 % can do, so that it is not beyond what 50 % can.
+    factor = next(f / 20.0 for f in range(20, 200) if load_at(f / 20.0) > 1.0)
     asked = f"{steady[grows]:g} r/s, then {factor * steady[grows]:.1f} r/s"
     print(f"{grows}: {asked}, {load_at(factor):.0%} of what its gpu-let can do")
     for standby_pct in (10.0, None):
+        if args.only not in ("", "with" if standby_pct else "without"):
+            continue
         port = unused_port()
         control = {
             "mode": "act", "policy": {"name": "gpulet"}, "standby_pct": standby_pct,
@@ -605,7 +608,7 @@ def main() -> None:
     parser.add_argument("--log", action="store_true", help="of waves: print what the controller did")
     parser.add_argument("--watch-s", type=float, default=15.0, help="after every incident")
     parser.add_argument("--redis", help="of head: a redis-server; default: the one on PATH")
-    parser.add_argument("--only", default="", help="of kill: words of what is killed, with commas")
+    parser.add_argument("--only", default="", help="of kill: words with commas; of standby: with or without")
     args = parser.parse_args()
     args.rps = args.rps or {"triple": 20.0, "waves": 120.0}.get(args.what, 60.0)
     print_machine()
