@@ -48,7 +48,6 @@ __all__ = ["Ground", "Operations", "begin", "is_deployed", "is_orphaned", "refus
 Ground = tuple[Profiles, tuple[Gpu, ...]]
 _GONE_S = 60.0
 _LAUNCHER = "serve/launcher"  # the process that what runs ends with
-_NOTHING = "nothing is deployed on this cluster. Use `tenuto deploy PLAN`."
 _ENDS = ("changed", "rolled back", "stuck")
 
 
@@ -94,7 +93,7 @@ class Operations:
             EnvironmentFaultError: nothing is deployed, or no gateway answers.
         """
         if ENTRY_APPLICATION not in self.states():
-            raise EnvironmentFaultError(_NOTHING)
+            raise EnvironmentFaultError("nothing is deployed on this cluster. Use `tenuto deploy PLAN`.")
         status = gateway_status()
         if not isinstance(status.get("plan"), dict):
             raise EnvironmentFaultError("the gateways have no plan yet. Wait a moment and try again.")
@@ -185,15 +184,7 @@ class Operations:
             InvalidInputError: there is no such version.
             EnvironmentFaultError: there is none to go back to.
         """
-        latest = self.history.latest()
-        if number is not None:
-            version = self.history.get(number)
-        else:
-            others = [v for v in self.history.all() if latest and v.deployment.plan != latest.deployment.plan]
-            if not others:
-                text = "no other plan ran before. See `tenuto history`." if latest else _NOTHING
-                raise EnvironmentFaultError(text)
-            version = others[-1]
+        version = self.history.before() if number is None else self.history.get(number)
         why = f"rollback to version {version.number}"
         return version, self.deploy(version.deployment, why, by="rollback")
 

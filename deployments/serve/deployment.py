@@ -18,7 +18,7 @@ from pydantic import Field
 from tenuto.deployments.serve.config import HEAD_NODE, NODE_SLOT, serve_config
 from tenuto.deployments.serve.sub_clusters import fits_plan, parted
 from tenuto.documents import StrictModel, parse_document
-from tenuto.errors import InvalidInputError, Problem
+from tenuto.errors import EnvironmentFaultError, InvalidInputError, Problem
 from tenuto.placement import Gpulet, Plan
 
 __all__ = ["CONTROL_APPLICATION", "ClusterStore", "Deployment", "History", "Store", "Version", "is_ours"]
@@ -210,6 +210,15 @@ class History:
         """Return the last version; None where nothing was ever deployed."""
         numbers = self._numbers()
         return self._read(numbers[-1]) if numbers else None
+
+    def before(self) -> Version:
+        """Return the last version with another plan than the newest; raises `EnvironmentFaultError` if there is none."""
+        versions = self.all()
+        found = [version for version in versions if version.deployment.plan != versions[-1].deployment.plan]
+        if not found:
+            nothing = "nothing is deployed on this cluster. Use `tenuto deploy PLAN`."
+            raise EnvironmentFaultError("no other plan ran before. See `tenuto history`." if versions else nothing)
+        return found[-1]
 
     def get(self, number: int) -> Version:
         """Return a version; raises `InvalidInputError` where it is not kept."""

@@ -7,7 +7,7 @@ import pytest
 from tenuto.deployments.serve import deployment as module
 from tenuto.deployments.serve.deployment import CONTROL_APPLICATION, Deployment, History, is_ours
 from tenuto.deployments.serve.sub_clusters import fits_plan, parted
-from tenuto.errors import InvalidInputError
+from tenuto.errors import EnvironmentFaultError, InvalidInputError
 from tests.instruments.plans import make_plan
 from tests.instruments.stores import DictStore
 
@@ -68,8 +68,14 @@ def test_versions_are_numbered_kept_and_found() -> None:
     assert first.deployment.read_plan().to_data() == PLAN.to_data()
     with pytest.raises(InvalidInputError, match="kept are 1 to 2"):
         history.get(7)
+    with pytest.raises(EnvironmentFaultError, match="no other plan ran before"):
+        history.before()
+    history.add(of(make_plan({"n0/0/a": (60.0, ["a"])})), "deploy", "a third")
+    assert history.before() == second
     history.clear()
     assert history.all() == []
+    with pytest.raises(EnvironmentFaultError, match="nothing is deployed"):
+        history.before()
 
 
 def test_two_writers_get_two_versions() -> None:
