@@ -212,7 +212,7 @@ class History:
         return self._read(numbers[-1]) if numbers else None
 
     def before(self) -> Version:
-        """Return the last version with another plan than the newest; raises `EnvironmentFaultError` if there is none."""
+        """Return the last version with another plan than the newest; `EnvironmentFaultError` if there is none."""
         versions = self.all()
         found = [version for version in versions if version.deployment.plan != versions[-1].deployment.plan]
         if not found:
