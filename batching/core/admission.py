@@ -18,9 +18,10 @@ EXCEEDS = 0.5  # share of borrowed requests from which on a program exceeds its 
 
 class Allowance:
     """The bucket of one program; without a planned rate it is not limited, and nothing is ever borrowed. `borrowed` is
-    the share of its requests lately that found no token."""
+    the share of its requests lately that found no token, `owed` how many that found one have not been served yet, they
+    or others in their place."""
 
-    __slots__ = ("_at", "_burst", "_per_ms", "_tokens", "borrowed", "is_limited")
+    __slots__ = ("_at", "_burst", "_per_ms", "_tokens", "borrowed", "is_limited", "owed")
 
     def __init__(self, rate_rps: float | None) -> None:
         self.is_limited = rate_rps is not None
@@ -29,6 +30,7 @@ class Allowance:
         self._tokens = self._burst
         self._at = 0.0
         self.borrowed = 0.0
+        self.owed = 0.0
 
     @property
     def exceeds(self) -> bool:
@@ -44,15 +46,21 @@ class Allowance:
         is_planned = self._tokens >= 1.0
         if is_planned:
             self._tokens -= 1.0
+            self.owed = min(self.owed + 1.0, self._burst)
             self.borrowed -= self.borrowed * STEP
         else:
             self.borrowed += (1.0 - self.borrowed) * STEP
         return is_planned
 
+    def serve(self, count: int) -> None:
+        """So many are served."""
+        self.owed = max(0.0, self.owed - count)
+
     def resume(self, now_ms: float, borrowed: float) -> None:
         """Begin anew: the bucket is full, or empty where the program exceeds its plan."""
         self.borrowed = borrowed
         self._at = now_ms
+        self.owed = 0.0
         self._tokens = 0.0 if self.exceeds else self._burst
 
     def next_ms(self) -> float:

@@ -317,7 +317,6 @@ class DeferredScheduler(RehearsingScheduler):
         allowance = queue.allowance
         if allowance.is_limited:
             is_planned = allowance.take(now_ms)
-            queue.level = queue.priority - BORROWED if allowance.exceeds else queue.priority
             is_pressed = now_ms < self._pressed_until
             if not is_planned and is_pressed and allowance.exceeds and place >= queue.longest:
                 self.decisions.append(Reject(queue.program, [request_id], allowance.next_ms()))
@@ -449,7 +448,7 @@ class DeferredScheduler(RehearsingScheduler):
     def _drop(self, queue: _Queue, count: int, now: float) -> None:
         self.decisions.append(Drop(queue.program, queue.ids[:count]))
         self._take(queue, 0, count)
-        if queue.level == queue.priority:
+        if not queue.allowance.exceeds:
             self._pressed_until = now + PRESSED_MS
         if self._setting.in_full:
             self._in_full_until = max(self._in_full_until, now + LOSING_MS)
@@ -602,7 +601,12 @@ class DeferredScheduler(RehearsingScheduler):
             queue.due = now
         queue.size = size
         queue.latest = head - sent[size]
-        queue.density = queue.worth * (1.0 - queue.allowance.borrowed) * size / run[size]
+        queue.density = queue.worth * size / run[size]
+        queue.level = queue.priority
+        if queue.allowance.borrowed:
+            queue.density *= 1.0 - queue.allowance.borrowed
+            if queue.allowance.exceeds and queue.allowance.owed < size:
+                queue.level -= BORROWED
         if self._evens_out:
             queue.density += WORST_FIRST * round(queue.lost / ORDINARY_LOSS)
 
@@ -710,10 +714,12 @@ class DeferredScheduler(RehearsingScheduler):
         if not size:
             return False
         # It borrows whole batches where others find a gpu-let idle besides.
-        if queue.allowance.exceeds and sum(len(pool.idle) for pool in queue.pools) <= 1:
+        if queue.allowance.exceeds and queue.allowance.owed < size and sum(len(pool.idle) for pool in queue.pools) <= 1:
             size = max(1, min(size, bisect_right(run, self._longest_ms(queue)) - 1))
         if self._evens_out:
             queue.lost *= (1.0 - queue.loss_step) ** size
+        if queue.allowance.is_limited:
+            queue.allowance.serve(size)
         stop = skip + size
         batch = ids[skip:stop]
         self._take(queue, skip, stop)
@@ -728,7 +734,7 @@ class DeferredScheduler(RehearsingScheduler):
         longest_ms = INF
         sharing = {program for pool in queue.pools for program in pool.run}
         for other in map(self._queues.__getitem__, sharing):
-            if other.level == other.priority and other.rate.rps:
+            if not other.allowance.exceeds and other.rate.rps:
                 gpulets = sum(pool.size for pool in other.pools if queue.program in pool.run)
                 if gpulets:
                     # Of n gpu-lets that are busy at random the first is free after 1/(n + 1) of a batch, on average.
@@ -781,7 +787,6 @@ class DeferredScheduler(RehearsingScheduler):
             queue.rate = ArrivalRate(rps)
             queue.lost = lost
             queue.allowance.resume(state.now_ms, borrowed)
-            queue.level = queue.priority - BORROWED if queue.allowance.exceeds else queue.priority
             queue.deadlines = list(deadlines)
             queue.arrived = [min(deadline - queue.budget_ms, state.now_ms) for deadline in deadlines]
             queue.oldest = min(queue.arrived, default=INF)
