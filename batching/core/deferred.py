@@ -16,8 +16,8 @@ Three rules; docs/scheduling.md draws them.
 
 What a request is worth follows the objective: alike (`total`), the weight of its model (`weighted`), or first of all
 the loss that its model had lately (`each`). Batches of lower priority are pushed out first, and before all others those
-of a model that comes at more than twice its planned rate (`admission.py`). Such a model's batches are no longer than
-others can wait, and while one of these loses requests, those beyond the plan are turned away.
+that a model which comes at more than twice its planned rate sends beyond it (`admission.py`). Such batches are no
+longer than others can wait, and while one of these loses requests, those beyond the plan are turned away.
 
 Rule 2 is the algorithm of Moore and Hodgson (Management Science 15, 1968: fewest late jobs on one machine), taken over
 to several machines and to batches of many requests as an approximation. A batch is cut by the window rule of Symphony's
@@ -175,6 +175,7 @@ class DeferredScheduler(RehearsingScheduler):
         self._queue_of = [self._queues[program] for program in system.program_of]
         self._watches: list[tuple[float, int, _Watch]] = []  # a heap; valid is what says when its watch is
         self._pushed = 0  # so many were pushed
+        self._is_shared = len(self._queues) != 1  # a program by itself has one watch, and needs no heap
         self._touched: list[Pool] = []  # where something happened: who waits for them is looked at at once
         self._expiries: list[tuple[float, int]] = []  # a heap of (when, program); likewise
         self._silent: list[tuple[float, int]] = []  # a heap: when a program will have been silent for long
@@ -313,92 +314,91 @@ class DeferredScheduler(RehearsingScheduler):
         if not self._until_step:
             self._step(now_ms)
         deadlines = queue.deadlines
-        place = len(deadlines)
+        size = len(deadlines) + 1
         allowance = queue.allowance
-        if allowance.is_limited:
-            is_planned = allowance.take(now_ms)
-            is_pressed = now_ms < self._pressed_until
-            if not is_planned and is_pressed and allowance.exceeds and place >= queue.longest:
-                self.decisions.append(Reject(queue.program, [request_id], allowance.next_ms()))
-                return
+        is_borrowed = allowance.is_limited and not allowance.take(now_ms)
+        if is_borrowed and now_ms < self._pressed_until and allowance.exceeds and size > queue.longest:
+            self.decisions.append(Reject(queue.program, [request_id], allowance.next_ms()))
+            return
         deadline = deadline_ms - self._response_ms
-        if place and deadline < deadlines[-1]:
+        queue.cut_until = -INF
+        if size == 1:
+            queue.oldest = now_ms
+            self._wait(queue)
+        if size == 1 or deadline >= deadlines[-1]:
+            deadlines.append(deadline)
+            queue.ids.append(request_id)
+            queue.arrived.append(now_ms)
+        else:
             place = bisect_right(deadlines, deadline)
             deadlines.insert(place, deadline)
             queue.ids.insert(place, request_id)
             queue.arrived.insert(place, now_ms)
-        else:
-            deadlines.append(deadline)
-            queue.ids.append(request_id)
-            queue.arrived.append(now_ms)
-        size = len(deadlines)
-        if size == 1:
-            self._wait(queue)
-            queue.oldest = now_ms
-        queue.cut_until = -INF
         head = deadlines[0]
-        expiry = head - queue.quickest_ms + EXPIRY_MARGIN_MS
-        if expiry < queue.expire_at:
-            queue.expire_at = expiry
-            heappush(self._expiries, (expiry, queue.program))
-            if expiry < self.next_wake_ms:
-                self.next_wake_ms = expiry
-        if not queue.pools:
+        if head - queue.quickest_ms + EXPIRY_MARGIN_MS < queue.expire_at:
+            self._expire_later(queue)
+        pools = queue.pools
+        if not pools:
             return
-        found: Pool | None = None  # with an idle gpu-let
-        idle = most = 0
-        for pool in queue.pools:
-            if found is None and pool.idle:
-                found = pool
-            idle += len(pool.idle)
-            if len(pool.waiting) > most:
-                most = len(pool.waiting)
-        gpulets = self._gpulets
-        if found is None and not gpulets.ahead and queue.pools[0].is_enclosed:
-            return
+        found = pools[0]  # with an idle gpu-let
+        idle = len(found.idle)
+        if found.is_enclosed:
+            if not idle and not self._gpulets.ahead:
+                return
+            most = len(found.waiting)
+        else:
+            most = 0
+            idle = sum([len(pool.idle) for pool in pools])
+            for pool in reversed(pools):
+                most = max(most, len(pool.waiting))
+                if pool.idle:
+                    found = pool
         # Looking costs time, so it is put off until something may have come due. One more request makes its batch
         # longer, and so at most by that much others start later in the plan.
         watch = queue.watch
-        if size >= queue.longest or (watch.is_tight and size >= queue.ripe):
+        sent = found.sent[queue.program]
+        if size >= queue.longest or (watch.is_tight and size >= queue.ripe) or size + 1 >= len(sent):
             look = now_ms
         else:
-            sent = queue.sent if found is None else found.sent[queue.program]
-            if size + 1 < len(sent):
-                hold = self._setting.hold
-                until = min(head, queue.oldest + queue.held_ms)
-                look = until - (1.0 - hold) * queue.budget_ms - hold * sent[size + 1]
-                if queue.is_bounded:
-                    look = min(look, self._bound_ms(queue, size, now_ms))
-            else:
-                look = now_ms
+            hold = self._setting.hold
+            until = queue.oldest + queue.held_ms
+            look = (head if head < until else until) - (1.0 - hold) * queue.budget_ms - hold * sent[size + 1]
+            if queue.is_bounded:
+                look = min(look, self._bound_ms(queue, size, now_ms))
             if most > idle:
-                run = queue.pools[-1].run[queue.program]
-                if size == 1 or size >= len(run):
-                    look = now_ms
-                else:
-                    planned = watch.at - (run[size] - run[size - 1])
-                    if planned < look:
-                        look = planned
-        if found is None and gpulets.ahead:
+                run = pools[-1].run[queue.program]
+                planned = watch.at - (run[size] - run[size - 1]) if 1 < size < len(run) else now_ms
+                if planned < look:
+                    look = planned
+        if not idle and self._gpulets.ahead:
             way_ms = queue.sent[min(size, queue.longest)] - queue.run[min(size, queue.longest)]
-            look = max(look, min(gpulets.open_at(pool, now_ms)[0] for pool in queue.pools) - way_ms)
+            look = max(look, min(self._gpulets.open_at(pool, now_ms)[0] for pool in pools) - way_ms)
         if look < watch.at:
-            self._look_again(watch, look)
+            watch.at = look
+            if self._is_shared:
+                self._pushed += 1
+                heappush(self._watches, (look, self._pushed, watch))
             if look < self.next_wake_ms:
                 self.next_wake_ms = look if look > now_ms else now_ms
+
+    def _expire_later(self, queue: _Queue) -> None:
+        """See to it that a head is given up in time."""
+        at = queue.expire_at = queue.deadlines[0] - queue.quickest_ms + EXPIRY_MARGIN_MS
+        heappush(self._expiries, (at, queue.program))
+        if at < self.next_wake_ms:
+            self.next_wake_ms = at
 
     def _wait(self, queue: _Queue) -> None:
         """A queue has requests."""
         self._order += 1
         queue.order = self._order
-        queue.watch = _Watch([queue])
+        if len(queue.watch.queues) > 1:
+            queue.watch = _Watch([queue])
+        else:
+            queue.watch.at = INF
+            queue.watch.is_tight = False
         for pool in queue.pools:
             pool.waiting[queue.program] = queue
-
-    def _look_again(self, watch: _Watch, at: float) -> None:
-        watch.at = at
-        self._pushed += 1
-        heappush(self._watches, (at, self._pushed, watch))
 
     def batch_done(self, now_ms: float, gpulet: int) -> None:
         if self._gpulets.done(gpulet, now_ms):
@@ -414,20 +414,24 @@ class DeferredScheduler(RehearsingScheduler):
         expiries, watches = self._expiries, self._watches
         if expiries and expiries[0][0] <= now_ms:
             self._expire(now_ms)
-        while self._touched or (watches and watches[0][0] <= now_ms):
-            queues: list[_Queue] = []
-            for pool in self._touched:
-                queues += pool.waiting.values()
-            self._touched.clear()
-            while watches and watches[0][0] <= now_ms:
-                at, _, watch = heappop(watches)
-                if watch.at == at:
-                    watch.at = INF
-                    queues += [queue for queue in watch.queues if queue.watch is watch]
+        queues: list[_Queue] = []
+        for pool in self._touched:
+            queues += pool.waiting.values()
+        self._touched.clear()
+        if not self._is_shared and (queues or self._queues[0].watch.at <= now_ms):
+            self._queues[0].watch.at = INF
+            queues = self._queues
+        while watches and watches[0][0] <= now_ms:
+            at, _, watch = heappop(watches)
+            if watch.at == at:
+                watch.at = INF
+                queues += [queue for queue in watch.queues if queue.watch is watch]
+        if queues:
             self._look(queues, now_ms)
         while watches and watches[0][2].at != watches[0][0]:
             heappop(watches)
-        self.next_wake_ms = min(watches[0][0] if watches else INF, expiries[0][0] if expiries else INF)
+        at = watches[0][0] if watches else INF if self._is_shared else self._queues[0].watch.at
+        self.next_wake_ms = expiries[0][0] if expiries and expiries[0][0] < at else at
 
     def _expire(self, now: float) -> None:
         """Give up the requests that cannot be met even alone on the fastest gpu-let."""
@@ -442,8 +446,7 @@ class DeferredScheduler(RehearsingScheduler):
             if queue.ids and queue.deadlines[0] < limit:
                 self._drop(queue, bisect_left(queue.deadlines, limit), now)
             if queue.ids:
-                queue.expire_at = queue.deadlines[0] - queue.quickest_ms + EXPIRY_MARGIN_MS
-                heappush(expiries, (queue.expire_at, program))
+                self._expire_later(queue)
 
     def _drop(self, queue: _Queue, count: int, now: float) -> None:
         self.decisions.append(Drop(queue.program, queue.ids[:count]))
@@ -515,7 +518,7 @@ class DeferredScheduler(RehearsingScheduler):
         room = len(part)  # idle gpu-lets of the pool that has the fewest
         is_tight = False
         way_ms = max(map(_way_ms, part), default=0.0) if ahead else 0.0
-        if ahead or any(pool.idle for queue in part for pool in queue.pools):
+        if ahead or _has_idle(part):
             for queue in part:
                 pool, open_at = queue.pools[0], now
                 if not pool.idle:
@@ -546,17 +549,19 @@ class DeferredScheduler(RehearsingScheduler):
                     ]
                 if len(can_go) > 1:
                     can_go.sort(key=_rank)
-            if any(queue.pool and self._dispatch(queue, queue.pool, now) for queue in can_go):
-                return True
+            for queue in can_go:
+                if queue.pool and self._dispatch(queue, queue.pool, now):
+                    return True
         watch = part[0].watch
         if len(part) > 1 or len(watch.queues) > 1:
             watch = _Watch(part)
             for queue in part:
                 queue.watch = watch
         watch.is_tight = is_tight
-        watch.at = INF
-        if look_at < INF:
-            self._look_again(watch, look_at)
+        watch.at = look_at
+        if look_at < INF and self._is_shared:
+            self._pushed += 1
+            heappush(self._watches, (look_at, self._pushed, watch))
         return False
 
     def _opening(self, queue: _Queue, now: float, way_ms: float) -> tuple[Pool, float]:
@@ -874,6 +879,15 @@ def _soonest(queue: _Queue) -> tuple[Pool, float]:
             if pool.free[0] + run_ms < least:
                 found, found_ms, least = pool, run_ms, pool.free[0] + run_ms
     return found, found_ms
+
+
+def _has_idle(part: list[_Queue]) -> bool:
+    """Whether a gpu-let is idle that one of them can use."""
+    for queue in part:
+        for pool in queue.pools:
+            if pool.idle:
+                return True
+    return False
 
 
 def _is_short(queue: _Queue) -> bool:
