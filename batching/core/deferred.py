@@ -212,7 +212,8 @@ class DeferredScheduler(RehearsingScheduler):
         self._watches.clear()
         self._expiries.clear()
         for queue in self._queues:
-            queue.cut_until = queue.expire_at = -INF
+            queue.cut_until = -INF
+            queue.expire_at = -INF if queue.ids else INF
             if queue.ids:
                 self._expiries.append((-INF, queue.program))
         self._touched = list(self._gpulets.pools)

@@ -399,3 +399,15 @@ def test_a_model_beyond_its_plan_keeps_what_was_planned_where_its_batches_cannot
     gold, bronze = simulate(scheduler, *offered([40.0, 640.0], 15.0)).attainments()
     assert 8.0 * bronze > 1.0
     assert gold > 0.6  # 0.04 under the published rule
+
+
+def test_a_request_that_comes_after_a_correction_of_latency_is_given_up_in_time() -> None:
+    hosts = {0: line(1.0, 1.0, 4), 1: line(1.0, 1.0, 4)}
+    scheduler = DeferredScheduler(System((Model("a", 9.0), Model("b", 9.0)), (Gpulet("g/a", "g", hosts),)), STILL)
+    scheduler.gpulet_lost(0.0, 0)
+    scheduler.update_latency(0, 0, 0.5)
+    scheduler.wake(0.0)
+    scheduler.add_request(1.0, 1, 7, 10.0)
+    while scheduler.next_wake_ms < 10.0:
+        scheduler.wake(scheduler.next_wake_ms)
+    assert [decision.request_ids for decision in scheduler.drain()] == [[7]]
