@@ -25,6 +25,7 @@ from tenuto.batching.core.target import target_batch
 from tenuto.placement import Plan, Replica
 from tenuto.placement.expectation.goodput import expected_of
 from tenuto.placement.pools import joined
+from tenuto.placement.solver import linear_program
 
 __all__ = ["UNSERVED", "Capacity", "Demand", "promised_parts"]
 
@@ -289,11 +290,11 @@ def _most_carried(pairs: Sequence[_Pair], rates: Sequence[float], weights: Seque
         shape=(len(rows), count),
     )
     sums = coo_matrix(([1.0] * count, ([pair.program for pair in pairs], range(count))), shape=(len(rates), count))
-    found = linprog(
-        [-weights[pair.program] for pair in pairs],
-        A_ub=vstack([cost, sums]).tocsr(), b_ub=[*([1.0] * len(rows)), *rates],
+    flows = linear_program(
+        [-weights[pair.program] for pair in pairs], vstack([cost, sums]).tocsr(), [*([1.0] * len(rows)), *rates],
+        [rates[pair.program] for pair in pairs],
     )  # fmt: skip
-    by_program = np.bincount([pair.program for pair in pairs], weights=found.x, minlength=len(rates))
+    by_program = np.bincount([pair.program for pair in pairs], weights=flows, minlength=len(rates))
     return [float(rate) for rate in by_program]
 
 
