@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from heapq import heapify, heappop, heappush
 
 from tenuto.errors import InvalidInputError
 from tenuto.placement import Cluster, Gpulet, ModelSpec, Plan, Replica, Workload, profile_of
@@ -69,6 +70,12 @@ class _Sized:
     def needs_mib(self) -> tuple[float, float | None]:
         """Its memory, and the part of it that is weights where that is known."""
         return self.memory_mib, self.cost.profile.weights_mib
+
+    @property
+    def working_mib(self) -> float:
+        """What a smaller batch needs less of: all but the weights, where they are known."""
+        memory, weights = self.needs_mib
+        return memory - min(weights or 0.0, memory)
 
     def shrunk(self) -> _Sized:
         return _Sized(self.name, self.cost, self.batch_size // 2, self.slowdown)
@@ -204,16 +211,7 @@ class Builder:
                 return None
             found = slowed
         room_mib = gpu.memory_mib - len(slots) * context_mib_of(gpu.type, self._profiles)
-        while sum(_held_mib(slot) for slot in found) > room_mib + 1e-6:
-            position, place = max(
-                ((s, p) for s, replicas in enumerate(found) for p, r in enumerate(replicas) if r.batch_size > 1),
-                key=lambda at: _freed_mib(found[at[0]], at[1]),
-                default=(-1, -1),
-            )
-            if position < 0:
-                return None
-            found[position][place] = found[position][place].shrunk()
-        return tuple(tuple(replicas) for replicas in found)
+        return _in_room(found, room_mib)
 
     def _slowdown(self, gpu_type: str, own: _Named, others: Sequence[_Named]) -> float:
         """Return what these neighbours cost; the same few are asked for in most layouts."""
@@ -256,11 +254,22 @@ def _held_mib(replicas: Sequence[_Sized]) -> float:
     return held_mib(replica.needs_mib for replica in replicas)
 
 
-def _freed_mib(replicas: Sequence[_Sized], place: int) -> tuple[float, float]:
-    """Return what half the batch of one replica frees in its gpu-let, and of its own memory."""
-    shrunk = replicas[place].shrunk()
-    fewer = [*replicas[:place], shrunk, *replicas[place + 1 :]]
-    return _held_mib(replicas) - _held_mib(fewer), replicas[place].memory_mib - shrunk.memory_mib
+def _in_room(found: list[list[_Sized]], room_mib: float) -> tuple[tuple[_Sized, ...], ...] | None:
+    """Return replicas whose gpu-lets fit into this memory: batches are halved, always that with the most working
+    memory, which alone counts in its gpu-let; None where even batches of one do not fit."""
+    held = [_held_mib(replicas) for replicas in found]
+    heap = [(-r.working_mib, s, p) for s, replicas in enumerate(found) for p, r in enumerate(replicas)]
+    heapify(heap)
+    while sum(held) > room_mib + 1e-6:
+        if not heap:
+            return None
+        _, position, place = heappop(heap)
+        replica = found[position][place]
+        if replica.batch_size > 1:
+            found[position][place] = smaller = replica.shrunk()
+            heappush(heap, (-smaller.working_mib, position, place))
+            held[position] = _held_mib(found[position])
+    return tuple(tuple(replicas) for replicas in found)
 
 
 def _replica(sized: _Sized) -> Replica:

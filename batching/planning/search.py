@@ -194,7 +194,7 @@ class Search:
         for start, plan in starts:
             layout, caps = layout_of(plan, gpus, self.builder)
             layouts += [(start, layout, caps), (start, layout, None)]
-        alike = common_layouts(gpus, names, self.builder)
+        alike = () if layouts and self.watch.is_stopped() else common_layouts(gpus, names, self.builder)
         return layouts + [("every model on every GPU", layout, None) for layout in alike]
 
     def tried(self, found: Found, *, floor: float = 0.0, attainment: float = 0.0) -> Found | None:
