@@ -276,10 +276,11 @@ class Profiles:
         if row in models:
             return models[row]
         if not models:
-            known = ", ".join(self.gpu_types()) or "none"
+            known = ", ".join(self.gpu_types())
             raise InvalidInputError(
                 Problem("profiles", gpu_type, f"no profile was measured on GPU type '{gpu_type}'",
-                        f"Measure one with `tenuto profile`, or pass --profiles. Types with profiles: {known}.")
+                        "Measure one with `tenuto profile`, or pass --profiles."
+                        + (f" Types with profiles: {known}." if known else ""))
             )
         raise InvalidInputError(
             Problem("profiles", row, f"no profile of '{row}' on GPU type '{gpu_type}'",

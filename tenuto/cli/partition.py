@@ -116,7 +116,8 @@ def _models(
             continue
         staggered = StaggeredModel(by_type[kind], MOST_BATCH, context_mib)
         if staggered.why_not:
-            problems.append(Problem(f"models.{index}", spec.name, staggered.why_not, "Leave it out, or raise its SLO."))
+            cure = "raise its SLO" if staggered.is_late else "use GPUs with more memory"
+            problems.append(Problem(f"models.{index}", spec.name, staggered.why_not, f"Leave it out, or {cure}."))
             continue
         found.append(staggered.entry(each))
     raise_if_any(problems)

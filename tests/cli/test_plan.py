@@ -181,6 +181,16 @@ def test_a_model_larger_than_every_gpu(tenuto, tmp_path: Path) -> None:  # type:
     assert ran.out.count("MiB even with its smallest measured batch") == 3
 
 
+def test_a_partition_says_what_would_help_each_model_that_fits_nowhere(tenuto, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    (tmp_path / "late.yaml").write_text("models:\n  - {name: vgg19, rate_rps: 50, slo_ms: 3}\n")
+    late = tenuto("partition", "late.yaml", "--gpus", "v100:1", "--subclusters", "1")
+    assert (late.code, "Leave it out, or raise its SLO." in late.err) == (2, True)
+    (tmp_path / "c.yaml").write_text("nodes:\n  - {name: n0, gpus: [{type: v100, count: 1, memory_mib: 700}]}\n")
+    (tmp_path / "large.yaml").write_text("models:\n  - {name: vgg19, rate_rps: 50, slo_ms: 300}\n")
+    large = tenuto("partition", "large.yaml", "--cluster", "c.yaml", "--subclusters", "1")
+    assert (large.code, "Leave it out, or use GPUs with more memory." in large.err) == (2, True)
+
+
 def test_every_model_that_is_not_served_in_full_is_named_with_its_figure(tenuto, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     entries = "".join(f"  - {{name: m{i}, profile: bert, rate_rps: 60, slo_ms: 200}}\n" for i in range(6))
     (tmp_path / "w.yaml").write_text(f"models:\n{entries}")

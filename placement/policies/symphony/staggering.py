@@ -42,9 +42,14 @@ class StaggeredModel:
         self._steps = on.steps(most=max_batch)
 
     @property
+    def is_late(self) -> bool:
+        """Whether not even a single request is in time on this type."""
+        return self._steps[1] > self.on.slo_ms * (1 + 1e-9)
+
+    @property
     def why_not(self) -> str:
         """Why it cannot be served on this type; empty where it can."""
-        if self._steps[1] > self.on.slo_ms * (1 + 1e-9):
+        if self.is_late:
             return (
                 f"SLO below batch 1: one request takes {self._steps[1]:.4g} of {self.on.slo_ms:g} ms on a "
                 f"{self.on.gpu.type}"
