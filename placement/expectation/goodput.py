@@ -27,7 +27,7 @@ __all__ = ["Outlook", "expected_of", "outlook_of"]
 
 ROUNDS = 6  # of adapting slowdowns to how busy neighbours are
 SPREAD = 0.7  # of what an overloaded pool loses falls on all programs; from scenes that judge nothing
-NEARLY_FULL = 0.8  # of its time: beyond, who loses the last percent cannot be told
+NEARLY_FULL = 0.75  # of its time: beyond, who loses the last percent cannot be told
 IN_FULL = 0.99
 NOTHING = 1e-4  # a part this small that is lost is below what formulas and measurements can tell
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from tenuto.batching.core.system import NetworkDelay
+from tenuto.batching.planning.trial import Trials
 from tenuto.placement import Plan
 from tenuto.placement.expectation.goodput import expected_of, outlook_of
 
@@ -43,6 +45,24 @@ def test_a_rare_model_beside_busy_ones_is_not_promised_in_full() -> None:
     parts = outlook_of(plan_of(rare, busy)).parts
     assert parts["busy"] > 0.995
     assert parts["rare"] < 0.99
+
+
+@pytest.mark.parametrize(("gpus", "rate_rps", "slo_ms", "alpha_ms", "beta_ms"), [
+    (1, 866.0, 50.0, 2.2, 11.0), (1, 762.0, 60.0, 3.0, 3.0), (2, 554.0, 45.0, 2.0, 15.0), (3, 1_200.0, 34.0, 1.5, 12.0),
+])  # fmt: skip
+def test_gpulets_of_one_program_serve_what_is_promised_at_and_beyond_their_capacity(
+    gpus: int, rate_rps: float, slo_ms: float, alpha_ms: float, beta_ms: float
+) -> None:
+    """Beyond it hardly any time is idle, and gpu-lets that run out of phase find one free soon."""
+    plan = plan_of(("m", rate_rps, slo_ms, alpha_ms, beta_ms), batch=16)
+    plan = plan.model_copy(update={
+        "gpus": tuple(plan.gpus[0].model_copy(update={"id": f"n0/{i}"}) for i in range(gpus)),
+        "gpulets": tuple(plan.gpulets[0].model_copy(update={"id": f"n0/{i}/a", "gpu": f"n0/{i}"}) for i in range(gpus)),
+    })  # fmt: skip
+    trials = Trials(plan.models, requests=4_000, seed=3, scheduler="deferred", network=NetworkDelay())
+    served = trials.run(plan).attainment[0]
+    assert outlook_of(plan).parts["m"] == pytest.approx(served, rel=0.05)
+    assert served < 0.9
 
 
 def test_what_is_late_beside_its_neighbours_is_promised_nothing() -> None:
