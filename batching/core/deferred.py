@@ -10,7 +10,8 @@ Three rules; docs/scheduling.md draws them.
    given the gpu-let on which it would end first, the running ones from their known end on. One that would start too
    late pushes out the batch that serves the least per ms of those lined up so far. Idle gpu-lets go to due batches in
    that order, those pushed out last. Where the plan starts a batch after it is due, gpu-lets are too few to hold
-   anything: then batches that have half of their target may go before they are due.
+   anything: then batches that have half of their target may go before they are due. What waits is planned in parts
+   that may need the same gpu-lets.
 3. *Rehearsal.* Now and then the arrivals of the last seconds are replayed with other values of `hold` and `defend`, and
    the best is adopted, for light load and for heavy load by itself (`rehearsal.py`).
 
