@@ -372,6 +372,9 @@ class Controller:
         if lost or came:
             self._answered = None
             self._unsettled_s = self._now_s
+        if lost & used:
+            # It explains what is lost from now on, and a change that failed before says nothing of the one needed now.
+            self._proving, self._quiet_until_s = None, 0.0
         if lost & used and self._change is not None:
             self._say("abandoned", f"the change under way stops, as GPU {', '.join(sorted(lost))} is gone")
             self._change = None

@@ -226,6 +226,35 @@ def test_attainment_that_falls_after_a_change_rolls_it_back() -> None:
     assert desk.controller.plan.to_data() == ONE.to_data()
 
 
+def test_a_gpu_that_is_lost_soon_after_a_change_is_not_blamed_on_it() -> None:
+    split = make_plan({"n0/0/b": (50.0, ["a"]), "n0/1/a": (50.0, ["b"])})
+    desk = Desk(ONE, GPUS, {"rates": {"settle_s": 1}})
+    desk.rates = {"a": 20.0, "b": 20.0}
+    desk.answer = pays(split, saves=True)
+    desk.look(5)
+    assert desk.controller.plan.to_data() == split.to_data()
+    desk.answer = None  # it takes its time
+    desk.gpus, desk.lost["b"] = (GPUS[0], GPUS[2]), 1.0
+    desk.look(5)
+    assert "roll back" not in desk.kinds()
+    desk.controller.planned(desk.now_s, desk.questions[-1].number, pays(ONE))
+    desk.take()
+    desk.look(3)
+    assert desk.controller.plan.to_data() == ONE.to_data()
+
+
+def test_a_gpu_that_is_lost_is_planned_around_though_a_change_has_just_failed() -> None:
+    desk = Desk(ONE, GPUS, {"change": {"cool_down_s": 600}})
+    desk.rates["a"] = 700.0
+    desk.answer = pays(TWO)
+    desk.broken = {"n0/1/a": "the weights are missing"}
+    desk.look(10)
+    assert desk.kinds()[-1] == "rolled back"
+    desk.gpus, desk.broken, desk.answer = tuple(GPUS[1:]), {}, pays(MOVED)
+    desk.look(3)
+    assert desk.controller.plan.to_data() == MOVED.to_data()
+
+
 def test_losses_that_the_plan_before_would_have_too_do_not_roll_back() -> None:
     desk = Desk(ONE, GPUS)
     desk.rates["a"] = 700.0
