@@ -5,7 +5,7 @@ compared; beside it stands what the published policy reaches with the router it 
 Interference in the judge's run is that of the published system (measured pairs for the thesis, iGniter's model for
 iGniter and gpulet's for gpulet), not the one the own policy plans with unless that is said.
 
-Run: python tests/benchmarks/bench_own_policy.py [--quick] [thesis igniter gpulet usher symphony]
+Run: python tests/benchmarks/bench_own_policy.py [--quick] [thesis igniter gpulet usher symphony starts]
 """
 
 from __future__ import annotations
@@ -17,10 +17,12 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from bench_promises import scenes, served
 from placement_scenes import machine, mixed_workload, thesis
 
 from tenuto.batching.core.system import NetworkDelay
 from tenuto.batching.planning.judging import Judged
+from tenuto.batching.planning.policy import STARTS
 from tenuto.batching.planning.trial import Trials
 from tenuto.errors import MissingProfileError, TenutoError
 from tenuto.experiments.case import Case, run_case
@@ -168,6 +170,24 @@ def on_symphony(quick: bool, requests: int) -> None:
             _line(name, {}, workload, Cluster.parse(f"1080ti:{gpus}"), profiles, "none", requests)
 
 
+def on_starts(first: int, count: int) -> None:
+    """Random workloads of `bench_promises`: what is served against the best of the policies whose plans are starts."""
+    print(f"\nRandom workloads, seeds {first} to {first + count - 1}: r/s in time over those of the best start")
+    ratios = []
+    for seed, scene in zip(range(first, first + count), scenes(first, count), strict=True):
+        in_time: dict[str, float] = {}
+        for name in (*STARTS, "tenuto"):
+            with suppress(TenutoError):
+                plan = solve(load_policy(name), scene.workload, scene.cluster, scene.profiles)
+                in_time[name] = sum(ok for _, ok in served(plan, scene.workload, 20.0).values())
+        own = in_time.pop("tenuto")
+        best = max(in_time, key=in_time.__getitem__)
+        ratios.append(own / in_time[best])
+        print(f"  {seed}: {own:,.1f} of {scene.workload.rate_rps:,.1f}; {best} {in_time[best]:,.1f}; {ratios[-1]:.4f}",
+              flush=True)  # fmt: skip
+    print(f"  mean {sum(ratios) / count:.4f}, least {min(ratios):.4f}, most {max(ratios):.4f}")
+
+
 def _named(name: str, options: dict[str, str]) -> str:
     return name + "".join(f" {key}={value}" for key, value in options.items())
 
@@ -200,8 +220,9 @@ def _line(
 def main(arguments: Sequence[str] | None = None) -> None:
     """Print the chosen comparisons, with hardware and versions."""
     parser = argparse.ArgumentParser(description=__doc__)
-    grounds = ("thesis", "igniter", "gpulet", "usher", "symphony")
+    grounds = ("thesis", "igniter", "gpulet", "usher", "symphony", "starts")
     parser.add_argument("grounds", nargs="*", help=f"of {', '.join(grounds)}; default: all")
+    parser.add_argument("--first-seed", type=int, default=300, help="of the random workloads for `starts`")
     parser.add_argument("--quick", action="store_true", help="smaller cases, fewer requests")
     chosen = parser.parse_args(arguments)
     requests = 10_000 if chosen.quick else 50_000
@@ -216,6 +237,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 on_gpulet(64 if chosen.quick else 16, (2,) if chosen.quick else (1, 2, 3), 10_000)
             case "usher":
                 on_usher(chosen.quick, requests)
+            case "starts":
+                on_starts(chosen.first_seed, 4 if chosen.quick else 12)
             case "symphony":
                 on_symphony(chosen.quick, requests)
             case _:
