@@ -23,7 +23,7 @@ from tenuto.placement.program import Gpulet, Program
 from tenuto.placement.solver import linear_program
 from tenuto.placement.workload import ModelSpec
 
-__all__ = ["Outlook", "expected_of", "outlook_of"]
+__all__ = ["Outlook", "doubted", "expected_of", "outlook_of"]
 
 ROUNDS = 6  # of adapting slowdowns to how busy neighbours are
 SPREAD = 0.7  # of what an overloaded pool loses falls on all programs; from scenes that judge nothing
@@ -81,14 +81,40 @@ def expected_of(plan: Plan) -> Expected:
 
 
 def _doubts(plan: Plan, outlook: Outlook) -> tuple[str, ...]:
-    """Return which full promises rest on gpu-lets that are nearly full, where the formulas are least to be trusted."""
-    busy: dict[str, float] = {}
-    for gpulet, part in zip(plan.gpulets, outlook.busy, strict=True):
-        for replica in gpulet.models:
-            busy[replica.name] = min(part, busy.get(replica.name, 1.0))
-    names = [name for name, part in outlook.parts.items() if part >= IN_FULL and busy.get(name, 0.0) > NEARLY_FULL]
-    where = f"busy for more than {100 * NEARLY_FULL:.0f} % of the time, so that a few percent may be late"
-    return (f"{where}: {listed(names)}",) if names else ()
+    """Return which full promises rest on what the formulas are least to be trusted in."""
+    return tuple(f"{why}: {listed(names)}" for why, names in doubted(plan, outlook).items() if names)
+
+
+def doubted(plan: Plan, outlook: Outlook) -> dict[str, list[str]]:
+    """Return the models that are promised in full on doubtful ground, by the reason: all gpu-lets that host them are
+    nearly full, or in time only as long as their neighbours do not all run at once."""
+    slos = {spec.name: spec.slo_ms for spec in plan.models}
+    busy_of = dict(zip((gpulet.id for gpulet in plan.gpulets), outlook.busy, strict=True))
+    by_gpu = plan.by_gpu()
+    calm: set[str] = set()
+    alone: set[str] = set()
+    for gpulet, sizes in zip(plan.gpulets, outlook.batches, strict=True):
+        others = [busy_of[other.id] for other in by_gpu[gpulet.gpu] if other.id != gpulet.id]
+        part = sum(others) / len(others) if others else 0.0
+        for program in gpulet.programs:
+            if busy_of[gpulet.id] <= NEARLY_FULL:
+                calm.update(program.models)
+            if program.latency is None or program.name not in sizes:
+                continue
+            # One batch waits for another; what a mean of the neighbours' time allows, all of them together do not.
+            two_ms = 2.0 * program.latency.at(sizes[program.name])
+            slo_ms = min(slos.get(name, math.inf) for name in program.models)
+            if not two_ms * (1.0 + (program.slowdown - 1.0) * part) <= slo_ms < two_ms * program.slowdown:
+                alone.update(program.models)
+    full = [name for name, part in outlook.parts.items() if part >= IN_FULL]
+    return {
+        f"busy for more than {100 * NEARLY_FULL:.0f} % of the time, so that a few percent may be late": [
+            name for name in full if name not in calm
+        ],
+        "in time only as long as their neighbours do not all run at once, so that a few percent may be late": [
+            name for name in full if name in calm and name not in alone
+        ],
+    }
 
 
 def outlook_of(plan: Plan) -> Outlook:

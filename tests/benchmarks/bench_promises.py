@@ -24,7 +24,7 @@ from tenuto.batching.core.system import NetworkDelay
 from tenuto.batching.planning.trial import Trials
 from tenuto.errors import TenutoError
 from tenuto.placement import Cluster, Plan, Workload, load_policy, solve
-from tenuto.placement.expectation.goodput import NEARLY_FULL, outlook_of
+from tenuto.placement.expectation.goodput import doubted, outlook_of
 from tenuto.profiles import Profiles
 from tenuto.profiles.shipped import load_shipped
 
@@ -89,15 +89,6 @@ def served(plan: Plan, workload: Workload, seconds: float, seed: int = JUDGE_SEE
     }
 
 
-def least_busy(plan: Plan) -> dict[str, float]:
-    """Return the part of the time that the least busy gpu-let of each model is expected to run."""
-    found: dict[str, float] = {}
-    for gpulet, busy in zip(plan.gpulets, outlook_of(plan).busy, strict=True):
-        for replica in gpulet.models:
-            found[replica.name] = min(busy, found.get(replica.name, 1.0))
-    return found
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seeds", type=int, default=20)
@@ -135,7 +126,7 @@ def main() -> None:
                     full += 1
                     if ok < SERVED * offered:
                         broken += 1
-                        sudden += least_busy(plan)[n] <= NEARLY_FULL
+                        sudden += not any(n in names for names in doubted(plan, outlook_of(plan)).values())
                         if given.verbose:
                             got_pct = 100 * ok / offered
                             print(f"   {number} {n}: promised {rate:.1f} of {asked[n]:.1f}, got {got_pct:.1f} %")

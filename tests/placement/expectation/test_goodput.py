@@ -65,6 +65,25 @@ def test_gpulets_of_one_program_serve_what_is_promised_at_and_beyond_their_capac
     assert served < 0.9
 
 
+def test_a_full_promise_is_doubted_where_neighbours_that_all_run_at_once_would_break_it() -> None:
+    def beside(slowdown: float, slo_ms: float) -> Plan:
+        names = ("m", "a", "b")
+        return Plan.from_data({
+            "policy": {"name": "hand"}, "gpus": [{"id": "n0/0", "type": "v100"}],
+            "gpulets": [{"id": f"n0/0/{name}", "gpu": "n0/0", "share_pct": 30, "models": [
+                {"name": name, "batch_size": 1, "slowdown": slowdown, "latency": {"alpha_ms": 1.0, "beta_ms": 5.0}}]}
+                for name in names],
+            "models": [{"name": name, "rate_rps": 10, "slo_ms": slo_ms} for name in names],
+        })  # fmt: skip
+
+    def says(plan: Plan) -> bool:
+        return any("do not all run at once" in line and "m" in line for line in expected_of(plan).assumptions)
+
+    assert says(beside(3.0, 24.0))
+    assert not says(beside(3.0, 100.0))
+    assert not says(beside(1.1, 24.0))
+
+
 def test_what_is_late_beside_its_neighbours_is_promised_nothing() -> None:
     model = ("m", 1.0, 50.0, 1.0, 20.0)
     assert outlook_of(plan_of(model)).parts["m"] > 0.99
