@@ -121,9 +121,10 @@ def pack_answers(answered: Sequence[AnsweredRequest], sent_at_ms: float) -> tupl
                 end.gpulet_queue_ms, end.execution_ms, end.outputs,
             )
         )  # fmt: skip
-        begin, stop = rows[0], rows[-1] + 1
+        begin, stop = rows[0], rows[0] + len(rows)
+        is_slice = rows == tuple(range(begin, stop))
         for (_, _, _, size), data in zip(end.outputs, end.data, strict=True):
-            if stop - begin == len(rows):
+            if is_slice:
                 buffers.append(data[begin * size : stop * size])
             else:
                 buffers += [data[row * size : (row + 1) * size] for row in rows]

@@ -21,23 +21,24 @@ from tenuto.outcome import Outcome
 
 
 def test_answers_survive_the_wire() -> None:
-    """Two batches, of one of which only some rows are this gateway's, and refusals."""
+    """Batches, of one of which only some rows are this gateway's and of one they are not in order, and refusals."""
     outputs = [RowOutput("y", "float32", (2,), 8), RowOutput("z", "uint8", (), 1)]
 
     def ran(gpulet: str, rows: int) -> Executed:
         data = [memoryview(bytes(range(8 * rows))), memoryview(bytes(range(100, 100 + rows)))]
         return Executed(9, gpulet, True, 1.0, math.nan, 2.0, 3.0, rows, outputs, data)
 
-    whole, parts, full = ran("a", 2), ran("b", 4), Refused(Outcome.REJECTED, "full", 0.5, "c")
+    whole, parts, mixed, full = ran("a", 2), ran("b", 4), ran("d", 4), Refused(Outcome.REJECTED, "full", 0.5, "c")
     answers = [
         AnsweredRequest(1, whole, 0), AnsweredRequest(2, whole, 1), AnsweredRequest(3, full),
         AnsweredRequest(4, parts, 1), AnsweredRequest(5, parts, 3), AnsweredRequest(6, full),
+        *(AnsweredRequest(7 + number, mixed, row) for number, row in enumerate((0, 2, 1, 3))),
     ]  # fmt: skip
     message, buffers = pack_answers(answers, 7.0)
     again = decode(encode(message))
     assert isinstance(again, Answers)
     assert again.sent_at_ms == 7.0
-    assert len(again.executed) == 2
+    assert len(again.executed) == 3
     found = {each.number: each for each in unpack_answers(again, memoryview(b"".join(buffers)), 10.0)}
     assert set(found) == {each.number for each in answers}
     for number, end, row in answers:
