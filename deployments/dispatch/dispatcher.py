@@ -119,7 +119,7 @@ class Dispatcher:
         self._reserve_ms = reserve_ms  # what requests keep for the way back lately, in the mean
         self._told_reserve_ms = 0.0
         self._correction = LatencyCorrection()
-        self._early = EarlyRelease(lambda: self._time.now_ms, self._free_early)
+        self._early = EarlyRelease(lambda: self._time.now_ms, self._free_early, self._time.alarm)
         self._rehearsals = Rehearsals(self._rehearsed, compute)
         self._ticker: asyncio.TimerHandle | None = None
 
@@ -202,7 +202,7 @@ class Dispatcher:
 
     async def close(self) -> None:
         """Answer everything that waits as failed, and disconnect."""
-        self._time.disarm()
+        self._time.close()
         self._early.follow(None)
         self._rehearsals.close()
         if self._ticker is not None:

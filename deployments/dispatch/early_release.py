@@ -6,13 +6,14 @@ when. The gpu-let still executes one batch after the other: what comes early wai
 
 from __future__ import annotations
 
-import asyncio
+import functools
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from tenuto.batching.core.scheduler import Scheduler
 from tenuto.batching.core.system import NetworkDelay
+from tenuto.deployments.dispatch.alarm import Alarm
 from tenuto.deployments.dispatch.in_flight import Batch
 
 __all__ = ["EarlyRelease"]
@@ -41,16 +42,22 @@ class EarlyRelease:
     lead after its dispatch, that is not before the end of this one: what it promises to that batch's deadlines holds.
     """
 
-    def __init__(self, now_ms: Callable[[], float], free: Callable[[int, Batch], None]) -> None:
-        """Take the time, and what tells the core that a batch of a gpu-let is done."""
+    def __init__(
+        self,
+        now_ms: Callable[[], float],
+        free: Callable[[int, Batch], None],
+        make_alarm: Callable[[Callable[[], None]], Alarm],
+    ) -> None:
+        """Take the time, what tells the core that a batch of a gpu-let is done, and what makes alarms in that time."""
         self._now_ms = now_ms
         self._free = free
+        self._make_alarm = make_alarm
         self._scheduler: Scheduler | None = None
         self._largest = 1
         self._planned_copies_ms = 0.0
         self._lead_ms = 0.0
         self._sent: dict[int, deque[_Sent]] = {}
-        self._timers: dict[int, asyncio.TimerHandle] = {}
+        self._alarms: dict[int, Alarm] = {}
         self._overruns: deque[float] = deque(maxlen=_KEPT)
         self.released = 0
 
@@ -106,9 +113,9 @@ class EarlyRelease:
     def lost(self, gpulet: int) -> None:
         """Forget what runs on a gpu-let."""
         self._sent.pop(gpulet, None)
-        timer = self._timers.pop(gpulet, None)
-        if timer is not None:
-            timer.cancel()
+        alarm = self._alarms.pop(gpulet, None)
+        if alarm is not None:
+            alarm.close()
 
     @property
     def overrun_ms(self) -> float:
@@ -117,22 +124,19 @@ class EarlyRelease:
         return ordered[min(len(ordered) - 1, int(_QUANTILE * len(ordered)))] if ordered else 0.0
 
     def _arm(self, gpulet: int) -> None:
-        """Set the timer of a gpu-let that has exactly one batch."""
-        timer = self._timers.pop(gpulet, None)
-        if timer is not None:
-            timer.cancel()
+        """Set the alarm of a gpu-let that has exactly one batch."""
+        alarm = self._alarms.get(gpulet)
         waiting = self._sent[gpulet]
-        if len(waiting) != 1 or waiting[0].is_released:
+        lead_ms = self._lead_ms - self.overrun_ms  # not above 0 where ends are known too badly to come early
+        if len(waiting) != 1 or waiting[0].is_released or lead_ms <= 0.0:
+            if alarm is not None:
+                alarm.clear()
             return
-        lead_ms = self._lead_ms - self.overrun_ms
-        if lead_ms <= 0:
-            return  # ends are known too badly to come early
-        due_ms = waiting[0].start_ms + waiting[0].execution_ms - lead_ms
-        delay_s = max(0.0, due_ms - self._now_ms()) / 1000.0
-        self._timers[gpulet] = asyncio.get_running_loop().call_later(delay_s, self._release, gpulet)
+        if alarm is None:
+            alarm = self._alarms[gpulet] = self._make_alarm(functools.partial(self._release, gpulet))
+        alarm.set(max(self._now_ms(), waiting[0].start_ms + waiting[0].execution_ms - lead_ms) / 1000.0)
 
     def _release(self, gpulet: int) -> None:
-        self._timers.pop(gpulet, None)
         only = self._sent[gpulet][0]
         only.is_released = True
         self.released += 1

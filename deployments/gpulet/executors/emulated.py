@@ -117,7 +117,7 @@ def wait_until(end_s: float) -> None:
             time.sleep(rest - _SPUN_S)
 
 
-_SPUN_S = 1e-4
+_SPUN_S = 5e-5
 
 
 def _copies(program: ProgramEntry, table: Sequence[float]) -> tuple[float, float]:

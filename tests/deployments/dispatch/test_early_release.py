@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tenuto.batching.core.system import NetworkDelay
+from tenuto.deployments.dispatch.alarm import alarm
 from tenuto.deployments.dispatch.early_release import EarlyRelease
 from tenuto.deployments.dispatch.in_flight import Batch
 from tests.instruments.virtual_loop import VirtualLoop
@@ -23,7 +24,9 @@ class Bench:
         self.freed: list[tuple[int, float]] = []
         self.lead_ms = lead_ms
         self.early = EarlyRelease(
-            self.now_ms, lambda _gpulet, batch: self.freed.append((batch.number, round(self.now_ms(), 6)))
+            self.now_ms,
+            lambda _gpulet, batch: self.freed.append((batch.number, round(self.now_ms(), 6))),
+            lambda on_ring: alarm(on_ring, asyncio.get_running_loop().time),
         )
         self.follow(PLAIN)
 
