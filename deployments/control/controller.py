@@ -403,8 +403,8 @@ class Controller:
         load = self._capacity().load(demand)
         if when.overload and load > 1.0:
             # A plan that promised what it does not carry is no news; what it was made for is in `_answered`.
-            text = "has no gpu-let for a model" if load >= UNSERVED else f"would have to be {load:.0%} busy"
-            self._reasons["overload"] = f"the busiest gpu-let {text}"
+            text = f"the busiest gpu-let would have to be {load:.0%} busy"
+            self._reasons["overload"] = text if load < UNSERVED else "a model has no gpu-let"
         if losing and "slo" in self._reasons and load <= 1.0:
             self._raise_surplus(losing)
         if is_due and when.underused is not None and load < when.underused:
