@@ -1,0 +1,30 @@
+"""How a config reaches Serve where Serve is not made as it was tried."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tenuto.deployments.serve import building
+from tenuto.deployments.serve.config import serve_config
+from tests.instruments.plans import make_plan
+
+CONFIG = serve_config(make_plan({"n0/0/a": (50.0, ["a"])}))
+
+
+def missing(*_arguments: Any) -> list[bytes]:
+    raise ImportError("no build_app here")
+
+
+@pytest.mark.filterwarnings("ignore")  # of what Ray Serve imports
+@pytest.mark.parametrize("build", [missing, lambda *_arguments: []])
+def test_a_serve_of_another_make_builds_by_itself(monkeypatch: pytest.MonkeyPatch, build: Any) -> None:
+    given: list[Any] = []
+    client = SimpleNamespace(list_serve_statuses=list, deploy_apps=given.append, _controller=SimpleNamespace())
+    monkeypatch.setattr("ray.serve.context._get_global_client", lambda **_options: client)
+    monkeypatch.setattr(building, "_built", build)
+    building.deploy_applications(CONFIG)
+    (schema,) = given
+    assert [app.name for app in schema.applications] == [app["name"] for app in CONFIG["applications"]]
