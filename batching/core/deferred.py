@@ -378,10 +378,14 @@ class DeferredScheduler(RehearsingScheduler):
         if look < watch.at:
             watch.at = look
             if self._is_shared:
-                self._pushed += 1
-                heappush(self._watches, (look, self._pushed, watch))
+                self._look_later(watch)
             if look < self.next_wake_ms:
                 self.next_wake_ms = look if look > now_ms else now_ms
+
+    def _look_later(self, watch: _Watch) -> None:
+        """See to it that a part is looked at when its watch says."""
+        self._pushed += 1
+        heappush(self._watches, (watch.at, self._pushed, watch))
 
     def _expire_later(self, queue: _Queue) -> None:
         """See to it that a head is given up in time."""
@@ -562,8 +566,7 @@ class DeferredScheduler(RehearsingScheduler):
         watch.is_tight = is_tight
         watch.at = look_at
         if look_at < INF and self._is_shared:
-            self._pushed += 1
-            heappush(self._watches, (look_at, self._pushed, watch))
+            self._look_later(watch)
         return False
 
     def _opening(self, queue: _Queue, now: float, way_ms: float) -> tuple[Pool, float]:

@@ -38,9 +38,7 @@ class NoPlanner:
 class PlannerProcess:
     """One process that answers one question at a time; it is ended, and another started, when it takes too long."""
 
-    def __init__(
-        self, profiles: Profiles, timeout_s: float, *, on_answer: Callable[[], None] = lambda: None
-    ) -> None:
+    def __init__(self, profiles: Profiles, timeout_s: float, *, on_answer: Callable[[], None] = lambda: None) -> None:
         """Start it.
 
         Args:

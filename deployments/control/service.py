@@ -261,9 +261,7 @@ class Control:
                 future.set_exception(error)
 
 
-def begin_on_cluster(
-    settings: ControlSettings, tell: Callable[[Entry], None], wake: Callable[[], None]
-) -> Begun:  # fmt: skip
+def begin_on_cluster(settings: ControlSettings, tell: Callable[[Entry], None], wake: Callable[[], None]) -> Begun:
     """Return the controller over what is deployed, with what was remembered of it; `tell` is told its decisions, `wake`
     called when there is a plan to look at."""
     store = ClusterStore()

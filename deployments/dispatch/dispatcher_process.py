@@ -23,7 +23,7 @@ from tenuto.deployments.serve.own_loop import OwnLoop, elsewhere, spare_the_coll
 from tenuto.deployments.serve.user_config import Serving, read_dispatcher_config
 from tenuto.deployments.wire.answers import Executed, Refused
 from tenuto.deployments.wire.arena import MappedArenas, machine_id
-from tenuto.deployments.wire.bundles import AnsweredRequest, Bundler, pack_answers, read_parts
+from tenuto.deployments.wire.bundles import AnsweredRequest, Bundler, clock_ahead_ms, pack_answers, read_parts
 from tenuto.deployments.wire.encryption import Identity
 from tenuto.deployments.wire.frames import Address, FrameProtocol, listen
 from tenuto.deployments.wire.messages import AskReport, DispatcherState, Hello, Message, Report, RequestRow, Requests
@@ -161,8 +161,7 @@ class BundleServer:
 
     def _take(self, gateway: _Gateway, bundle: Requests, body: memoryview) -> None:
         now_ms = time.monotonic() * 1000.0
-        # Clocks of two machines begin at different times; what the bundle was on its way is then not counted.
-        ahead_ms = 0.0 if gateway.shares_memory else now_ms - bundle.sent_at_ms
+        ahead_ms = clock_ahead_ms(bundle.sent_at_ms, now_ms, shares_memory=gateway.shares_memory)
         for row in bundle.rows:
             asked = gateway.asked[row.number] = _Asked(gateway, row.number)
             try:

@@ -23,7 +23,7 @@ from tenuto.deployments.dispatch.in_flight import Asker, Request
 from tenuto.deployments.operator.merged_status import merge_reports
 from tenuto.deployments.wire.answers import Executed, Refused
 from tenuto.deployments.wire.arena import Held
-from tenuto.deployments.wire.bundles import Bundler, Places, unpack_answers
+from tenuto.deployments.wire.bundles import Bundler, Places, clock_ahead_ms, unpack_answers
 from tenuto.deployments.wire.messages import Answers, AskReport, DispatcherState, Message, Report, RequestRow, Requests
 from tenuto.deployments.wire.peer import Endpoint, Finder, Link, PeerLink
 from tenuto.deployments.wire.tensors import InputPart
@@ -316,8 +316,8 @@ class RemoteDispatchers:
             logger.warning("dispatcher %s sent a %s, which nobody asked for", peer.group.name, type(message).__name__)
 
     def _take(self, peer: _Peer, message: Answers, body: memoryview) -> None:
-        # Clocks of two machines begin at different times; what the bundle was on its way is then not counted.
-        ahead_ms = 0.0 if peer.link.shares_memory else self._clock() * 1000.0 - message.sent_at_ms
+        now_ms = self._clock() * 1000.0
+        ahead_ms = clock_ahead_ms(message.sent_at_ms, now_ms, shares_memory=peer.link.shares_memory)
         moved = peer.group.moved
         for number, end, row in unpack_answers(message, body, ahead_ms):
             request = peer.waiting.pop(number, None)

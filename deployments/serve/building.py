@@ -26,15 +26,15 @@ def deploy_applications(config: Mapping[str, Any]) -> None:
 
     schema = ServeDeploySchema.model_validate(config)
     client = _get_global_client()
-    states = application_states()
     try:
         # There is no public call for this: `serve.run_many` waits until Serve's proxies answer.
         built = {app.name: _built(app, schema.logging_config) for app in schema.applications}
         deploy = client._controller.deploy_applications
-        arguments = {name: _application_arguments() for name in built}
+        arguments = dict.fromkeys(built, _application_arguments())
     except (AttributeError, ImportError, TypeError):  # a Ray whose Serve is made otherwise: let it build them itself
         client.deploy_apps(schema)
         return
+    states = application_states()
     ray.get(deploy.remote(built, arguments))
     gone = [name for name, state in states.items() if is_ours(name) and name not in built and not state.is_leaving]
     if gone:

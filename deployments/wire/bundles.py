@@ -18,7 +18,7 @@ from tenuto.deployments.wire.messages import MOST_BUNDLED_BYTES, Answers, Execut
 from tenuto.deployments.wire.tensors import Buffer, InputPart, cut_rows
 from tenuto.outcome import Outcome
 
-__all__ = ["AnsweredRequest", "Bundler", "Places", "pack_answers", "read_parts", "unpack_answers"]
+__all__ = ["AnsweredRequest", "Bundler", "Places", "clock_ahead_ms", "pack_answers", "read_parts", "unpack_answers"]
 
 ItemT = TypeVar("ItemT")
 
@@ -94,6 +94,15 @@ def read_parts(
             name = arenas[arena]
             parts.append(InputPart(mapped.bytes_of(name, offset, length), dtype, name, offset))
     return parts, body
+
+
+def clock_ahead_ms(sent_at_ms: float, now_ms: float, *, shares_memory: bool) -> float:
+    """Return by how much the receiver's clock is ahead of the sender's, when a bundle comes that was sent then.
+
+    Clocks of two machines begin at different times; what the bundle was on its way is then not counted. Processes that
+    share memory are on one machine, which has one clock.
+    """
+    return 0.0 if shares_memory else now_ms - sent_at_ms
 
 
 class AnsweredRequest(NamedTuple):

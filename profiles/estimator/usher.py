@@ -28,6 +28,7 @@ from numpy.typing import NDArray
 from tenuto.errors import InvalidInputError, Problem
 from tenuto.profiles.estimator.features import TAU_MS
 from tenuto.profiles.estimator.operator_times import OperatorFile, TimedOperator, TimedRun
+from tenuto.profiles.estimator.stacking import checked_once
 from tenuto.profiles.estimator.trace import Operator, Trace
 
 __all__ = ["NetworkNeed", "UsherErrors", "UsherEstimator", "usher_errors"]
@@ -235,7 +236,6 @@ class _ByKernel:
 
 def _stack(samples: Sequence[_Sample], target: Callable[[_Sample], float]) -> Any:
     """Fit lasso, kernel ridge, gradient boosting and XGBoost, and a mixture of what they predict unseen."""
-    from sklearn import config_context
     from sklearn.dummy import DummyRegressor
     from sklearn.ensemble import GradientBoostingRegressor, StackingRegressor
     from sklearn.kernel_ridge import KernelRidge
@@ -258,7 +258,7 @@ def _stack(samples: Sequence[_Sample], target: Callable[[_Sample], float]) -> An
     ]
     folds = KFold(_FOLDS, shuffle=True, random_state=0)
     stack = StackingRegressor(learners, final_estimator=LinearRegression(positive=True), cv=folds)
-    with config_context(assume_finite=True, skip_parameter_validation=True):  # of each tree: half of the time
+    with checked_once(rows, values):
         return stack.fit(rows, values)
 
 
