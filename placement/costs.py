@@ -133,10 +133,10 @@ class ModelOnGpu:
         was measured lies on the line through the two largest."""
         return self._row.memory_mib(batch_size)
 
-    @property
-    def weights_mib(self) -> float | None:
-        """The part of its memory that every batch size needs; None where it is not known apart."""
-        return self.profile.weights_mib
+    def needs_mib(self, batch_size: int) -> tuple[float, float | None]:
+        """Return the memory of a replica, 0 where it was not measured, and the part of it that is weights, None where
+        these are not known apart; see `held_mib`."""
+        return self.memory_mib(batch_size) or 0.0, self.profile.weights_mib
 
     def cut(self, share_pct: float, batch_size: int) -> Latency:
         """Return l(b) on a share for the plan: a line as it is, a table with its points up to a batch size.

@@ -93,7 +93,7 @@ class _Home:
             most_ms = min((other.patience_ms for other in guests if other is not guest), default=math.inf)
             calm.append(_Guest.of(guest.on, guest.rate_rps, most_ms))
         found = tuple(guest for guest in calm if guest is not None)
-        held = held_mib((guest.on.memory_mib(guest.size) or 0.0, guest.on.weights_mib) for guest in found)
+        held = held_mib(guest.on.needs_mib(guest.size) for guest in found)
         return found if len(found) == len(guests) and held <= self.room_mib else None
 
 

@@ -210,7 +210,7 @@ class _Case:
             size, per_request_s = own
             rate = min(on.spec.rate_rps, left / per_request_s)
             ms = on.steps()[size]
-            needed = (on.memory_mib(size) or 0.0, on.weights_mib)
+            needed = on.needs_mib(size)
             waits = all(ms + other.steps()[b] <= other.slo_ms for other, b, _ in chosen)
             if held_mib([*needs, needed]) > room or not waits or ms + longest > on.slo_ms:
                 continue

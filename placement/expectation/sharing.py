@@ -101,7 +101,7 @@ class Sharing:
             if replica.memory_mib is None:
                 memory = on.memory_mib(replica.batch_size)
                 update["memory_mib"] = memory
-                update["weights_mib"] = None if memory is None else on.weights_mib
+                update["weights_mib"] = None if memory is None else on.profile.weights_mib
             if self.with_copies:
                 into_ms, out_ms = copy_ms_per_request(on.profile, replica.batch_size, share_pct)
                 update |= {"copy_in_ms": into_ms, "copy_out_ms": out_ms}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import click
@@ -63,7 +63,8 @@ def command(
     """Split the models of WORKLOAD into K sub-clusters of even rate and memory (Symphony, appendix A), and the GPUs
     by what these need.
 
-    Every GPU of a sub-cluster holds all of its models, so that their memory must fit into one GPU.
+    Every GPU of a sub-cluster holds all of its models, so that their memory must fit into one GPU. A model that no GPU
+    can serve is named with the reason, and the others are split.
 
     Example: tenuto partition workload.yaml --gpus v100:16 --subclusters 2
     """
@@ -83,29 +84,36 @@ def command(
     profiles = where.profiles(cluster.gpu_types)
     kind = cluster.gpu_types[0]
     context_mib = context_mib_of(kind, profiles)
-    models = _models(workload, cluster, profiles, context_mib, max(1, subclusters))
+    models, impossible = _models(workload, cluster, profiles, context_mib, max(1, subclusters), max_rate_rps)
     limits = Limits(
         cluster.one_of_each[kind].memory_mib - context_mib, max_rate_rps, max_models, max_moved_mib, memory_weight
     )
-    current = _read_current(current_file, workload) if current_file is not None else None
+    current = _read_current(current_file, {model.name for model in models}) if current_file is not None else None
     found = partition(models, subclusters, limits=limits, current=current, time_limit_s=time_limit_s)
     if not found.proven:
         progress_console().print(
             f"time limit reached: nothing better than {found.lower_bound:.4f} can exist; found {found.objective:.4f}"
         )
     if as_json:
-        emit_json(found.as_dict(len(cluster.gpus)))
+        emit_json(found.as_dict(len(cluster.gpus)) | {"unserved": {p.value: p.rule for p in impossible}})
     else:
-        _print(found, len(cluster.gpus))
+        _print(found, len(cluster.gpus), impossible)
 
 
 def _models(
-    workload: Workload, cluster: Cluster, profiles: Profiles, context_mib: float, subclusters: int
-) -> list[PartitionModel]:
-    """Return what each model needs at the staggered batch of its sub-cluster's share of the GPUs."""
+    workload: Workload, cluster: Cluster, profiles: Profiles, context_mib: float, subclusters: int,
+    max_rate_rps: float | None,
+) -> tuple[list[PartitionModel], list[Problem]]:
+    """Return what each model needs at the staggered batch of its sub-cluster's share of the GPUs, and why models can be
+    in none.
+
+    Raises:
+        InvalidInputError: models without a profile, or none that can be in a sub-cluster.
+    """
     kind, each = cluster.gpu_types[0], max(1, len(cluster.gpus) // subclusters)
     found: list[PartitionModel] = []
     problems: list[Problem] = []
+    impossible: list[Problem] = []
     for index, (spec, by_type) in enumerate(
         zip(workload.models, costs_of(workload, cluster, profiles).values(), strict=True)
     ):
@@ -117,15 +125,19 @@ def _models(
         staggered = StaggeredModel(by_type[kind], MOST_BATCH, context_mib)
         if staggered.why_not:
             cure = "raise its SLO" if staggered.is_late else "use GPUs with more memory"
-            problems.append(Problem(f"models.{index}", spec.name, staggered.why_not, f"Leave it out, or {cure}."))
-            continue
-        found.append(staggered.entry(each))
-    raise_if_any(problems)
-    return found
+            impossible.append(Problem(f"models.{index}", spec.name, staggered.why_not, f"Leave it out, or {cure}."))
+        elif max_rate_rps is not None and spec.rate_rps > max_rate_rps:
+            rule = f"its {spec.rate_rps:g} r/s alone are above the {max_rate_rps:g} of a sub-cluster"
+            cure = "Raise the limit, or list the model twice with half the rate each."
+            impossible.append(Problem(f"models.{index}", spec.name, rule, cure))
+        else:
+            found.append(staggered.entry(each))
+    raise_if_any(problems if found else [*problems, *impossible])
+    return found, impossible
 
 
-def _read_current(path: str, workload: Workload) -> dict[str, int]:
-    """Read the present partition; models that are no longer in the workload are left out."""
+def _read_current(path: str, known: Collection[str]) -> dict[str, int]:
+    """Read the present partition; models that are not known any more are left out."""
     document: Any = load_document(path)
     if isinstance(document, Mapping) and isinstance(document.get("assignment"), Mapping):
         document = document["assignment"]
@@ -138,11 +150,10 @@ def _read_current(path: str, workload: Workload) -> dict[str, int]:
                 "Give the output of `tenuto partition --json`, or lines such as resnet50: 0.",
             )
         )
-    known = {spec.name for spec in workload.models}
     return {str(name): k for name, k in document.items() if name in known}
 
 
-def _print(found: Partition, gpus: int) -> None:
+def _print(found: Partition, gpus: int, impossible: Sequence[Problem]) -> None:
     console = stdout_console()
     print_table(
         ("sub-cluster", "GPUs", "need", "rps", "MiB per GPU", "models"),
@@ -159,6 +170,8 @@ def _print(found: Partition, gpus: int) -> None:
         ),
         left=("models",),
     )
+    for problem in impossible:
+        console.print(f"unserved: {problem.value}: {problem.rule}. {problem.cure}", markup=False)
     moved = "moves nothing"
     if found.moved:
         moved = f"moves {', '.join(found.moved)} ({found.changed_mib:,.0f} MiB loaded and unloaded)"

@@ -14,13 +14,19 @@ SLACK = 1e-9
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """A batch size with its latency in ms, the memory of a replica that runs it (0 where unknown), and the fraction of
-    time it keeps busy per request per second, as full as it gets."""
+    """A batch size with its latency in ms, the memory of a replica that runs it (0 where unknown), `static_mib` of it
+    while others run too, and the fraction of time it keeps busy per request per second, as full as it gets."""
 
     size: int
     latency_ms: float
     memory_mib: float
+    static_mib: float
     busy_s: float
+
+    @property
+    def working_mib(self) -> float:
+        """The memory that only the batch needs that runs."""
+        return self.memory_mib - self.static_mib
 
     @property
     def capacity_rps(self) -> float:
@@ -85,7 +91,9 @@ class FfdCost:
                     found.pop()  # a larger batch in no more time
                 if not found or ms / size < found[-1].latency_ms / found[-1].size:
                     busy_s = ms / 1000.0 / self._filled(size, ms)
-                    found.append(Batch(size, ms, self.on.memory_mib(size) or 0.0, busy_s))
+                    memory, weights = self.on.needs_mib(size)
+                    static = memory if weights is None else min(weights, memory)
+                    found.append(Batch(size, ms, memory, static, busy_s))
         self._frontiers[share_pct] = tuple(found)
         return self._frontiers[share_pct]
 

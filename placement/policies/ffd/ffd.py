@@ -50,7 +50,10 @@ class _OpenGpu:
         """What is left beside the replicas and the contexts of their processes."""
         processes = 1 if self.takes_turns else len(self.placed)
         context_mib = self.placed[0].cost.context_mib if self.placed else 0.0
-        return self.gpu.memory_mib - sum(p.batch.memory_mib for p in self.placed) - processes * context_mib
+        held = sum(p.batch.memory_mib for p in self.placed)
+        if self.takes_turns:
+            held = sum(p.batch.static_mib for p in self.placed) + max(p.batch.working_mib for p in self.placed)
+        return self.gpu.memory_mib - held - processes * context_mib
 
 
 class FirstFitDecreasing(Policy):
@@ -223,9 +226,10 @@ def _take_turns(placed: list[_Placed], fill: float, memory_mib: float) -> bool:
 
     A batch may have to wait for one running batch of another model, so that it needs l_i + max over others of l_j
     within its SLO: a larger batch must fit beside the longest of the others, and within the wait every other can bear.
+    What only a running batch needs of the memory counts once, the most that any does.
     """
-    memory = sum(p.batch.memory_mib for p in placed)
-    if memory > memory_mib + 1e-6:
+    static = sum(p.batch.static_mib for p in placed)
+    if static + max(p.batch.working_mib for p in placed) > memory_mib + 1e-6:
         return False
     at = [0] * len(placed)
     busy = sum(p.batch.busy_s * p.rate_rps for p in placed)
@@ -238,6 +242,7 @@ def _take_turns(placed: list[_Placed], fill: float, memory_mib: float) -> bool:
                 return False
             first = False
             continue
+        working = sorted(((p.batch.working_mib, i) for i, p in enumerate(placed)), reverse=True)[:2]
         best: tuple[float, int] | None = None
         for index, one in enumerate(placed):
             frontier, now = one.cost.frontier, one.batch
@@ -247,7 +252,8 @@ def _take_turns(placed: list[_Placed], fill: float, memory_mib: float) -> bool:
             gain = (now.busy_s - larger.busy_s) * one.rate_rps
             if (
                 (best is None or gain > best[0])
-                and memory - now.memory_mib + larger.memory_mib <= memory_mib + 1e-6
+                and static - now.static_mib + larger.static_mib
+                + max(larger.working_mib, _beside(working, index, 0.0)) <= memory_mib + 1e-6
                 and larger.latency_ms <= _beside(bearable, index, math.inf)
                 and one.cost.in_time(larger, _beside(longest, index, 0.0))
             ):
@@ -257,7 +263,7 @@ def _take_turns(placed: list[_Placed], fill: float, memory_mib: float) -> bool:
         gain, index = best
         at[index] += 1
         one = placed[index]
-        memory += one.cost.frontier[at[index]].memory_mib - one.batch.memory_mib
+        static += one.cost.frontier[at[index]].static_mib - one.batch.static_mib
         one.batch = one.cost.frontier[at[index]]
         busy -= gain
     return True

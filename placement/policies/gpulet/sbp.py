@@ -18,6 +18,7 @@ from tenuto.placement.policies.shared.gpu_pool import GpuPool
 from tenuto.placement.policies.shared.hosting import CARRIED, Hosted, hosting_plan
 from tenuto.placement.policies.shared.squishy import Bin, Demand, Part, pack
 from tenuto.placement.policy import Policy
+from tenuto.placement.program import held_mib
 from tenuto.placement.workload import Workload
 from tenuto.profiles import Profiles
 
@@ -81,8 +82,8 @@ class SquishyBinPacking(Policy):
         ]
 
         def fits(parts: Sequence[Part]) -> bool:
-            held = sum(costs[names[part.model]].memory_mib(part.batch) for part in parts)
-            return held <= costs[names[parts[0].model]].room_mib(share)
+            needs = (costs[names[part.model]].on.needs_mib(part.batch) for part in parts)
+            return held_mib(needs) <= costs[names[parts[0].model]].room_mib(share)
 
         return pack(demands, fits=fits, most=most)
 

@@ -12,6 +12,7 @@ from tenuto.placement.policies.gpulet.duty_cycle import Asked, Cycle, find_cycle
 from tenuto.placement.policies.gpulet.interference import Disturbance
 from tenuto.placement.policies.gpulet.share_costs import ShareCosts, Turn
 from tenuto.placement.policies.shared.hosting import Hosted
+from tenuto.placement.program import held_mib
 
 __all__ = ["Solved", "Tenants", "fits_memory", "solve_gpu"]
 
@@ -70,8 +71,8 @@ def solve_gpu(
 
 def fits_memory(share_pct: float, tenants: Tenants, batch_sizes: Sequence[int]) -> bool:
     """Say whether the tenants fit into the gpu-let's part of the GPU's memory, which is that of its share."""
-    need = sum(costs.memory_mib(b) for (costs, _), b in zip(tenants, batch_sizes, strict=True))
-    return not tenants or need <= tenants[0][0].room_mib(share_pct) + 1e-6
+    needs = (costs.on.needs_mib(b) for (costs, _), b in zip(tenants, batch_sizes, strict=True))
+    return not tenants or held_mib(needs) <= tenants[0][0].room_mib(share_pct) + 1e-6
 
 
 def _solve(

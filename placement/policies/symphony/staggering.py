@@ -72,6 +72,6 @@ class StaggeredModel:
     def entry(self, gpus: float) -> PartitionModel:
         """Return it for the partition: weights are static, the working memory of a batch dynamic; where the weights are
         not known apart, everything counts as static."""
-        memory = self.on.memory_mib(self.batch(gpus)) or 0.0
-        static = memory if self.on.weights_mib is None else min(memory or self.on.weights_mib, self.on.weights_mib)
+        memory, weights = self.on.needs_mib(self.batch(gpus))
+        static = memory if weights is None else min(memory or weights, weights)
         return PartitionModel(self.spec.name, self.need(gpus), self.spec.rate_rps, static, max(0.0, memory - static))

@@ -233,3 +233,15 @@ def test_one_more_gpu_never_lowers_the_goodput_of_the_milp(
         # What the program optimises; what is expected counts random arrivals as well.
         few, many = (plan.believed.goodput_rps if plan.believed else 0.0 for plan in (fewer, more))
         assert many >= few - 1e-3
+
+
+@pytest.mark.parametrize("policy", [FirstFitDecreasing(), SquishyBinPacking(), Gpulet()])
+def test_models_that_take_turns_share_what_only_a_running_batch_needs(policy: Policy) -> None:
+    points = [{"batch_size": b, "latency_ms": 4.0 + b, "memory_mib": 900.0 + 10.0 * b} for b in (1, 2, 4)]
+    rows = {name: {"points": points, "weights_mib": 100.0} for name in "abc"}
+    profile = Profile.model_validate({"name": "t", "gpu_type": "v100", "source": "test", "models": rows})
+    load = Workload.model_validate({"models": [{"name": name, "rate_rps": 20, "slo_ms": 100} for name in rows]})
+    gpus = [{"type": "v100", "count": 2, "memory_mib": CONTEXT_MIB + 300.0 + 840.0}]
+    plan = solve(policy, load, Cluster.model_validate({"nodes": [{"name": "n", "gpus": gpus}]}), Profiles([profile]))
+    assert not plan.unserved
+    assert plan.expected.gpus_used == 1  # 3 x 100 MiB of weights and 840 of the largest batch
