@@ -20,7 +20,7 @@ from tenuto.deployments.control.interface import Apply, Decision, Entry, MakePla
 from tenuto.deployments.control.planning import PlanRequest, Proposal
 from tenuto.deployments.control.rates import Rates, RatesMemory
 from tenuto.deployments.control.settings import ControlSettings, Mode
-from tenuto.deployments.control.standby import taken_over
+from tenuto.deployments.control.standby import Standby, falling_short, still_fitting, taken_over
 from tenuto.deployments.control.steps import next_stage
 from tenuto.deployments.control.worth import Durations
 from tenuto.placement import Gpulet, Plan, Workload
@@ -164,7 +164,7 @@ class Controller:
         self._decisions: list[Decision] = []
         self._read: tuple[object, Capacity] | None = None  # the plan that runs, and what it was read for
         self._wanted: Mapping[str, int] | None = None
-        self._standby: dict[str, Gpulet] = {}  # idle processes by the gpu-let each can take over from
+        self._standby: tuple[Standby, ...] = ()  # idle processes
         self._standby_of: tuple[Gpulet, ...] | None = None  # the gpu-lets they were asked for
         self.entries: deque[Entry] = deque(maxlen=KEPT_ENTRIES)
 
@@ -183,7 +183,7 @@ class Controller:
             now_s, {n: m.good for n, m in seen.models.items()}, {n: m.bad for n, m in seen.models.items()}
         )
         slower = self._learn_slowdowns(seen)
-        self._notice_gpus(seen)
+        lost = self._notice_gpus(seen)
         if self._change is not None:
             self._go_on(seen)
         elif self._proving is not None and losing:
@@ -191,8 +191,7 @@ class Controller:
         if self._proving is not None and now_s - self._proving.stage_since_s > self._settings.change.prove_s:
             self._proving, self._failures = None, 0
         if self._change is None and self._standby:
-            is_overloaded = bool(slower) and self._capacity().load(self.demand()) > 1.0
-            self._let_standby_take_over([*losing, *(slower if is_overloaded else ())], seen)
+            self._let_standby_take_over(losing, slower, seen, is_news=jumped or lost)
         if self._change is None and self.mode != "off":
             self._find_reasons(losing, jumped)
             self._ask()
@@ -343,7 +342,7 @@ class Controller:
 
     def _learn_slowdowns(self, seen: Seen) -> list[str]:
         """Follow what batches take over their profile, by program: the slowest of its gpu-lets counts. Return the
-        programs that turned out slower than they were known to be."""
+        programs that turn out slower than they were known to be."""
         ratios: dict[str, float] = {}
         slower = []
         for gpulet in seen.gpulets.values():
@@ -356,11 +355,12 @@ class Controller:
             if threshold is not None and abs(follow / known - 1.0) > threshold:
                 self._reasons["slow"] = f"batches of '{program}' take {follow:.2f} of their profile, not {known:.2f}"
                 self._unsettled_s = self._now_s
-                slower += [program] if follow > known else []
+            slower += [program] if follow > known else []
             self._slowdowns[program] = follow
         return slower
 
-    def _notice_gpus(self, seen: Seen) -> None:
+    def _notice_gpus(self, seen: Seen) -> bool:
+        """Follow which GPUs are there; return whether one in use is gone."""
         before, after = {gpu.id for gpu in self._gpus}, {gpu.id for gpu in seen.gpus}
         self._gpus = seen.gpus
         lost, came = before - after, after - before
@@ -378,6 +378,7 @@ class Controller:
         if lost & used and self._change is not None:
             self._say("abandoned", f"the change under way stops, as GPU {', '.join(sorted(lost))} is gone")
             self._change = None
+        return bool(lost & used)
 
     # --- reasons ------------------------------------------------------------------------------------------------------
 
@@ -398,7 +399,7 @@ class Controller:
             return
         self._checked_needs = needs
         acts = self.mode == "act" and not self.paused
-        if acts and self._settings.standby_pct is not None and self._plan.gpulets != self._standby_of:
+        if acts and self._wants_standby and self._plan.gpulets != self._standby_of:
             self._reasons["standby"] = "standby processes are wanted for the plan"
         load = self._capacity().load(demand)
         if when.overload and load > 1.0:
@@ -483,7 +484,8 @@ class Controller:
             slowdowns=dict(self._slowdowns),
             attainment=self._settings.attainment,
             standby_pct=self._settings.standby_pct,
-            standby_ids=frozenset(gpulet.id for gpulet in self._standby.values()),
+            standby_gpus=self._settings.standby_gpus,
+            standby_ids=frozenset(standby.gpulet.id for standby in self._standby),
             only_standby=kinds == {"standby"},
         )
         self._decisions.append(MakePlan(self._number, request))
@@ -541,40 +543,59 @@ class Controller:
 
     # --- standby ------------------------------------------------------------------------------------------------------
 
+    @property
+    def _wants_standby(self) -> bool:
+        return self._settings.standby_pct is not None or self._settings.standby_gpus > 0
+
     def _keep_on_standby(self, result: Proposal, why: str) -> None:
         """Take the standby processes of what runs; those of a plan that is to come are asked for once it runs."""
         is_of_running = not (result.plan is not None and result.worth.pays)
-        if self._settings.standby_pct is None or not is_of_running or self.mode != "act" or self.paused:
+        if not self._wants_standby or not is_of_running or self.mode != "act" or self.paused:
             return
         self._standby_of = self._plan.gpulets
-        if dict(result.standby) == self._standby:
+        if result.standby == self._standby:
             return
-        self._standby = dict(result.standby)
-        shares = {name: f"{gpulet.share_pct:g} %" for name, gpulet in self._standby.items()}
-        self._say("standby", f"{why}: waiting beside {_shown(shares, '{}') or 'none'}", {"shares": shares})
-        self._decisions.append(Apply(self._plan, why, tuple(self._standby.values())))
+        self._standby = result.standby
+        shares = {standby.gpulet.id: f"{standby.gpulet.effective_share_pct:g} %" for standby in self._standby}
+        self._say("standby", f"{why}: {_shown(shares, '{}') or 'nothing'} on standby", {"shares": shares})
+        self._decisions.append(Apply(self._plan, why, self._idle_gpulets))
 
-    def _let_standby_take_over(self, losing: Sequence[str], seen: Seen) -> None:
-        """Switch to the idle process beside a gpu-let whose models lose requests, or are about to, where its larger
-        share helps."""
-        if not losing or self.mode != "act" or self._obstacle(saves_only=False) is not None:
+    @property
+    def _idle_gpulets(self) -> tuple[Gpulet, ...]:
+        return tuple(standby.gpulet for standby in self._standby)
+
+    def _let_standby_take_over(
+        self, losing: Sequence[str], slower: Sequence[str], seen: Seen, *, is_news: bool
+    ) -> None:
+        """Use idle processes where models lose requests or, as batches or news have it, are about to, and that
+        helps."""
+        short = set(losing)
+        if is_news or slower:
+            here = self._here(self._plan, self._plan.gpulets)
+            short |= falling_short(here, self.demand(), self._slowdowns, slower, self._settings.attainment)
+        if not short or self.mode != "act" or self._obstacle(saves_only=False) is not None:
             return
-        target = taken_over(self._plan, self._standby, seen.ready, losing, self.demand(), self._slowdowns)
+        target = taken_over(
+            self._plan, self._standby, seen.ready, short, self.demand(), self._slowdowns, self._gpus
+        )
         if target is None:
             return
         before = {gpulet.id for gpulet in self._plan.gpulets}
         names = ", ".join(sorted(gpulet.id for gpulet in target.gpulets if gpulet.id not in before))
-        why = self._reasons.get("slow") or f"{', '.join(losing)} loses more requests than allowed"
+        known = [self._reasons[kind] for kind in ("lost", "slow") if kind in self._reasons]
+        why = "; ".join(known) or f"{', '.join(sorted(short))} has more requests than what runs can carry in time"
         why = f"{why}: standby {names} takes over"
         self._say("change", why)
-        origin, self._standby, self._standby_of = self._plan, {}, None
+        origin, self._standby_of, self._answered = self._plan, None, None
+        self._standby = still_fitting(self._standby, target, self._gpus)
         self._changes_s.append(self._now_s)
         self._proving, self._plan, self._asked = None, target, None
         self._reasons.clear()
+        self._checked_s = -math.inf  # whether that is enough is asked as soon as it is done
         self._change = ChangeUnderWay(
-            origin, target, target, self._now_s, self._now_s, why, suffered=tuple(losing)
+            origin, target, target, self._now_s, self._now_s, why, suffered=tuple(short)
         )
-        self._decisions.append(Apply(target, why))
+        self._decisions.append(Apply(target, why, self._idle_gpulets))
 
     # --- changing -----------------------------------------------------------------------------------------------------
 
@@ -596,12 +617,9 @@ class Controller:
             self._decisions.append(Apply(plan, why, self._waiting_beside(plan)))
 
     def _waiting_beside(self, plan: Plan) -> tuple[Gpulet, ...]:
-        """Return the standby processes of the gpu-lets that a plan keeps; the others end."""
-        kept = {gpulet.id for gpulet in plan.gpulets}
-        self._standby = {
-            name: gpulet for name, gpulet in self._standby.items() if name in kept and gpulet.id not in kept
-        }
-        return tuple(self._standby.values())
+        """Return the standby processes that can stay beside a plan; the others end."""
+        self._standby = still_fitting(self._standby, plan, self._gpus)
+        return self._idle_gpulets
 
     def _step(self, change: ChangeUnderWay, now: Plan) -> None:
         """Apply the next stage of a change, or end it."""

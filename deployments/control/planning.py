@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from tenuto.deployments.control.batches import raised
 from tenuto.deployments.control.capacity import Capacity, Demand
 from tenuto.deployments.control.fit import fitted, fresh_id
-from tenuto.deployments.control.standby import standbys
+from tenuto.deployments.control.standby import Standby, standbys, twins
 from tenuto.deployments.control.steps import fits
 from tenuto.deployments.control.worth import Durations, Rent, Scale, Worth
 from tenuto.errors import InvalidInputError
@@ -42,8 +42,8 @@ class PlanRequest:
     average. `running` is what serves now, on `gpus`, those that are there. `types` are the GPU types a cluster can grow
     by, with how many there may be at most; empty: it cannot grow. `slowdowns` is what batches of a program take over
     their profile, `attainment` the share of every model's requests that has to be in time. `standby_pct` asks for
-    standby processes with so much more of a GPU; `standby_ids` are those that wait beside what runs. `only_standby`: no
-    other plan is asked for.
+    standby processes with so much more of a GPU, `standby_gpus` for twins on so many; `standby_ids` are those that wait
+    beside what runs. `only_standby`: no other plan is asked for.
     """
 
     workload: Workload
@@ -59,6 +59,7 @@ class PlanRequest:
     slowdowns: Mapping[str, float] = field(default_factory=dict)
     attainment: float = 0.99
     standby_pct: float | None = None
+    standby_gpus: int = 0
     standby_ids: frozenset[str] = frozenset()
     only_standby: bool = False
 
@@ -68,14 +69,14 @@ class Proposal:
     """The best candidate, how it came about and what it is worth; `plan` None: nothing was found, as `worth` says.
 
     `wanted` is how many GPUs of each type would carry everything; None: the policy could not tell. `standby` are idle
-    processes to have beside what runs after it, by the gpu-let that each can take over from.
+    processes to have beside what runs after it.
     """
 
     plan: Plan | None
     how: str
     worth: Worth
     wanted: Mapping[str, int] | None = None
-    standby: Mapping[str, Gpulet] = field(default_factory=dict)
+    standby: tuple[Standby, ...] = ()
 
 
 def propose(request: PlanRequest, profiles: Profiles) -> Proposal:
@@ -83,10 +84,11 @@ def propose(request: PlanRequest, profiles: Profiles) -> Proposal:
     what runs then."""
     only = Proposal(None, "", Worth(False, "only standby processes were asked for"))
     found = only if request.only_standby else _proposed(request, profiles)
-    if request.standby_pct is None:
-        return found
     plan = found.plan if found.plan is not None and found.worth.pays else request.running
-    return replace(found, standby=standbys(plan, request.standby_pct, profiles, request.gpus, request.running))
+    waiting = twins(plan, request.standby_gpus, request.gpus, request.running)
+    if request.standby_pct is not None:
+        waiting += standbys(plan, request.standby_pct, profiles, request.gpus, request.running)
+    return replace(found, standby=waiting)
 
 
 def _proposed(request: PlanRequest, profiles: Profiles) -> Proposal:

@@ -93,6 +93,8 @@ class ControlSettings(StrictModel):
     epoch: how sub-clusters are evened out, where there are any; None: not.
     standby_pct: beside every gpu-let waits an idle process with its models loaded and so much more share, as far as its
         GPU has it free; 10 in iGniter, section 5.3. It takes over at once where a model loses requests. None: none.
+    standby_gpus: on so many of the GPUs that hold nothing waits an idle process like every gpu-let, as far as memory
+        goes. They join at once where a GPU is lost or models outgrow what runs.
     gpus: bounds by GPU type. A cluster grows through Ray's autoscaler up to `max`, and only by types named here.
     """
 
@@ -106,6 +108,7 @@ class ControlSettings(StrictModel):
     change: Change = Change()
     epoch: Epoch | None = Epoch()
     standby_pct: Annotated[float, Field(gt=0, le=100)] | None = None
+    standby_gpus: Annotated[int, Field(ge=0)] = 0
     gpus: dict[str, GpuBounds] = Field(default_factory=dict)
 
     @model_validator(mode="before")

@@ -1,5 +1,9 @@
-"""Standby processes (iGniter, sections 4.2 and 5.3): beside a gpu-let a second process on its GPU, loaded and idle,
-with as much more of the share as the GPU has free. Where the gpu-let turns out too slow, it takes over without a start.
+"""Standby processes, loaded and idle, which need no start when they are wanted. Two kinds:
+
+*Larger ones* (iGniter, sections 4.2 and 5.3): beside a gpu-let a second process on its GPU, with as much more of the
+share as the GPU has free. Where the gpu-let turns out too slow, it takes over.
+*Twins*: on a GPU that holds nothing, a process like the gpu-let's. Where a GPU is lost, or models outgrow what runs, it
+joins.
 
 An idle process takes memory and no share: those of one GPU may each count on the same free part, as one that takes over
 makes the others out of date.
@@ -7,27 +11,38 @@ makes the others out of date.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
-from tenuto.deployments.control.capacity import Capacity, Demand
+from tenuto.deployments.control.capacity import Capacity, Demand, promised_parts
 from tenuto.deployments.control.fit import fresh_id
-from tenuto.deployments.control.steps import needed_mib
+from tenuto.deployments.control.steps import fits, needed_mib
 from tenuto.errors import InvalidInputError
 from tenuto.placement import Gpulet, Plan
 from tenuto.placement.cluster import Gpu
 from tenuto.placement.costs import latency_up_to
+from tenuto.placement.plan import PlannedGpu
 from tenuto.placement.workload import profile_of
 from tenuto.profiles import Profiles
 
-__all__ = ["standbys", "taken_over"]
+__all__ = ["Standby", "falling_short", "standbys", "still_fitting", "taken_over", "twins"]
 
 LEAST_PCT = 1.0  # CUDA MPS counts shares in whole percent
 
 
+@dataclass(frozen=True)
+class Standby:
+    """An idle process for the gpu-let `of`: which it takes over from, or joins where it is its twin."""
+
+    of: str
+    gpulet: Gpulet
+    is_twin: bool = False
+
+
 def standbys(
     plan: Plan, more_pct: float, profiles: Profiles, gpus: Sequence[Gpu], running: Plan
-) -> dict[str, Gpulet]:
-    """Return the standby process of every gpu-let of a plan that can have one, by the gpu-let's id.
+) -> tuple[Standby, ...]:
+    """Return the larger standby process of every gpu-let of a plan that can have one.
 
     Left without are those on a full GPU, in share or memory, those that hold merged programs, and those whose models
     were not profiled at any larger share.
@@ -41,7 +56,7 @@ def standbys(
     """
     known = {gpu.id: gpu for gpu in gpus}
     taken = {gpulet.id for gpulet in (*plan.gpulets, *running.gpulets)}
-    found: dict[str, Gpulet] = {}
+    found: list[Standby] = []
     for gpu_id, gpulets in plan.by_gpu().items():
         gpu = known.get(gpu_id)
         if gpu is None:
@@ -55,8 +70,43 @@ def standbys(
             free_mib -= needed_mib(larger)
             name = fresh_id(gpu_id, taken)
             taken.add(name)
-            found[gpulet.id] = larger.model_copy(update={"id": name})
-    return found
+            found.append(Standby(gpulet.id, larger.model_copy(update={"id": name})))
+    return tuple(found)
+
+
+def twins(plan: Plan, count: int, gpus: Sequence[Gpu], running: Plan) -> tuple[Standby, ...]:
+    """Return a twin for every gpu-let of a plan, on at most `count` GPUs of its type that neither plan uses, as far as
+    their memory goes."""
+    used = {gpulet.gpu for gpulet in (*plan.gpulets, *running.gpulets)}
+    free_mib = {gpu.id: gpu.memory_mib for gpu in [gpu for gpu in gpus if gpu.id not in used][:count]}
+    types = {gpu.id: gpu.type for gpu in gpus} | {gpu.id: gpu.type for gpu in plan.gpus}
+    taken: set[str] = set()
+    found = []
+    for gpulet in plan.gpulets:
+        room = [
+            name for name, mib in free_mib.items()
+            if types[name] == types[gpulet.gpu] and needed_mib(gpulet) <= mib + 1e-6
+        ]  # fmt: skip
+        if room:
+            free_mib[room[0]] -= needed_mib(gpulet)
+            name = fresh_id(room[0], taken)
+            taken.add(name)
+            found.append(Standby(gpulet.id, gpulet.model_copy(update={"id": name, "gpu": room[0]}), is_twin=True))
+    return tuple(found)
+
+
+def still_fitting(waiting: Sequence[Standby], plan: Plan, gpus: Sequence[Gpu]) -> tuple[Standby, ...]:
+    """Return those that can wait beside another plan: for a gpu-let that it keeps, in memory that it leaves free."""
+    kept = {gpulet.id for gpulet in plan.gpulets}
+    free_mib = {gpu.id: gpu.memory_mib - sum(map(needed_mib, plan.on_gpu(gpu.id))) for gpu in gpus}
+    found = []
+    for standby in waiting:
+        gpulet = standby.gpulet
+        left_mib = free_mib.get(gpulet.gpu, 0.0) - needed_mib(gpulet)
+        if standby.of in kept and gpulet.id not in kept and left_mib >= -1e-6:
+            free_mib[gpulet.gpu] = left_mib
+            found.append(standby)
+    return tuple(found)
 
 
 def _larger(gpulet: Gpulet, more_pct: float, plan: Plan, profiles: Profiles, gpu_type: str) -> Gpulet | None:
@@ -85,27 +135,74 @@ def _larger(gpulet: Gpulet, more_pct: float, plan: Plan, profiles: Profiles, gpu
 
 
 def taken_over(
-    plan: Plan, standby: Mapping[str, Gpulet], ready: Collection[str], losing: Collection[str], demand: Demand,
-    slowdowns: Mapping[str, float],
-) -> Plan | None:
-    """Return the plan in which standby processes that are ready have taken over from gpu-lets of the models that lose
-    requests, one on each GPU; None where that would relieve nothing."""
-    changed: dict[str, Gpulet] = {}
-    gpus: set[str] = set()
-    for gpulet in plan.gpulets:
-        other = standby.get(gpulet.id)
-        is_asked = any(replica.name in losing for replica in gpulet.models)
-        if other is not None and other.id in ready and is_asked and gpulet.gpu not in gpus:
-            changed[gpulet.id] = other
-            gpus.add(gpulet.gpu)
-    if not changed:
-        return None
-    target = plan.model_copy(update={"gpulets": tuple(changed.get(g.id, g) for g in plan.gpulets)})
-    before = Capacity(plan, slowdowns=slowdowns).carried(demand)
-    after = Capacity(target, slowdowns=slowdowns).carried(demand)
-    is_faster = any(after[name] > 1.001 * before[name] for name in losing if name in after)
-    return target if is_faster or _eases(plan, target, demand, slowdowns) else None
+    plan: Plan, waiting: Sequence[Standby], ready: Collection[str], short: set[str], demand: Demand,
+    slowdowns: Mapping[str, float], gpus: Sequence[Gpu],
+) -> Plan | None:  # fmt: skip
+    """Return what runs on the GPUs that are there with standby processes that are ready in use, for gpu-lets of the
+    models that are short of them: the first of the ways that carries everything, or the one that eases most; None where
+    none eases anything."""
+    here = _on(plan, gpus)
+    hosts = {gpulet.id for gpulet in plan.gpulets if any(replica.name in short for replica in gpulet.models)}
+    able = [standby for standby in waiting if standby.gpulet.id in ready and standby.of in hosts]
+
+    def judged(target: Plan) -> tuple[float, float]:
+        """Return its load, and the requests per second of the models that are short that it carries in time."""
+        capacity = Capacity(target, slowdowns=slowdowns)
+        carried, parts = capacity.carried(demand), promised_parts(target, demand.mean_rps, slowdowns)
+        kept = sum(min(carried[name], parts.get(name, 0.0) * demand.mean_rps[name]) for name in short & carried.keys())
+        return capacity.load(demand), kept
+
+    load, kept = judged(here)
+    best: tuple[float, float, Plan] | None = None
+    for target in _ways(here, able, gpus):
+        load_after, kept_after = judged(target)
+        rank = max(1.0, load_after), -kept_after
+        eases = load_after < load - 1e-3 or kept_after > 1.001 * kept
+        if eases and (best is None or rank < best[:2]):
+            best = *rank, target
+    return None if best is None else best[2]
 
 
-def _eases(plan: Plan, target: Plan, demand: Demand, slowdowns: Mapping[str, float]) -> bool:
-    return Capacity(target, slowdowns=slowdowns).load(demand) < Capacity(plan, slowdowns=slowdowns).load(demand) - 1e-3
+def falling_short(
+    plan: Plan, demand: Demand, slowdowns: Mapping[str, float], slower: Collection[str], attainment: float
+) -> set[str]:
+    """Return the models that a plan does not carry, or does not promise to have in time with what batches take now,
+    though it did with what it was made for: of these only `slower` ones."""
+    capacity = Capacity(plan, slowdowns=slowdowns)
+    short: set[str] = set()
+    if capacity.load(demand) > 1.0:
+        carried = capacity.carried(demand)
+        short |= {name for name, rate in demand.mean_rps.items() if carried[name] < rate}
+    if slower:
+        before, now = (promised_parts(plan, demand.mean_rps, factors) for factors in ({}, slowdowns))
+        short |= {name for name in slower if now.get(name, 1.0) < attainment <= before.get(name, 0.0)}
+    return short
+
+
+def _on(plan: Plan, gpus: Sequence[Gpu]) -> Plan:
+    here = {gpu.id for gpu in gpus}
+    return plan.model_copy(update={"gpulets": tuple(gpulet for gpulet in plan.gpulets if gpulet.gpu in here)})
+
+
+def _ways(plan: Plan, able: Sequence[Standby], gpus: Sequence[Gpu]) -> Iterator[Plan]:
+    """Yield what could run: with larger ones, one on each GPU; with twins; with both."""
+    larger = {standby.gpulet.gpu: standby for standby in reversed(able) if not standby.is_twin}
+    instead = {standby.of: standby.gpulet for standby in larger.values()}
+    sizes = {gpu.id: gpu for gpu in gpus}
+    joining: dict[str, list[Gpulet]] = {}
+    for standby in able:
+        gpulet = standby.gpulet
+        there = joining.setdefault(gpulet.gpu, list(plan.on_gpu(gpulet.gpu)))
+        if standby.is_twin and gpulet.gpu in sizes and fits([*there, gpulet], sizes[gpulet.gpu]):
+            there.append(gpulet)
+    known = {gpulet.id for gpulet in plan.gpulets}
+    twins = [gpulet for there in joining.values() for gpulet in there if gpulet.id not in known]
+    for others, more in ((instead, []), ({}, twins), (instead, twins)):
+        if others or more:
+            yield plan.model_copy(
+                update={
+                    "gpus": (*plan.gpus, *(PlannedGpu.of(sizes[name]) for name in dict.fromkeys(g.gpu for g in more)
+                                           if name not in {gpu.id for gpu in plan.gpus})),
+                    "gpulets": (*(others.get(gpulet.id, gpulet) for gpulet in plan.gpulets), *more),
+                }
+            )  # fmt: skip

@@ -68,7 +68,7 @@ class World:
     """
 
     life: Life = field(default_factory=Life)
-    planning_s: float = 1.0
+    planning_s: float = 0.5
     provision_s: float = 60.0
     notice_s: float = 1.0
     network: NetworkDelay = NO_DELAY

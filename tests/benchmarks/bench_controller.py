@@ -23,6 +23,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from itertools import product
 from pathlib import Path
 from statistics import NormalDist
 
@@ -323,8 +324,10 @@ def incidents(args: argparse.Namespace) -> None:
         f"GPU {lost} lost at 300 s": ({}, [Incident(300.0, lose=(lost,))]),
         "batches of ssd take 1.4 of their profile from 300 s": ({}, [Incident(300.0, slow={"ssd": 1.4})]),
     }
-    settings = ControlSettings.model_validate({"mode": "act", "policy": {"name": "gpulet"}})
-    for what, (factors, happens) in cases.items():
+    for (what, (factors, happens)), standby_gpus in product(cases.items(), (0, 1)):
+        settings = ControlSettings.model_validate(
+            {"mode": "act", "policy": {"name": "gpulet"}, "standby_gpus": standby_gpus}
+        )
         schedule = make_schedule(stepped(workload, factors), 600.0, args.seed)
         load = Load(schedule.names, schedule.times_ms, schedule.model_index, 600.0)
         since = time.process_time()
@@ -332,7 +335,7 @@ def incidents(args: argparse.Namespace) -> None:
             load, workload, plan, cluster.gpus, IGNITER, settings, lambda system: make_scheduler("deferred", system),
             incidents=happens, window_s=1.0,
         )  # fmt: skip
-        report(what, run, time.process_time() - since)
+        report(f"{what}, twins on {standby_gpus} GPU", run, time.process_time() - since)
         again, low = _recovered(run, 300.0)
         after = [window for window in run.windows if window.end_s > 300.0 + again]
         ended = np.sum([window.ended for window in after], axis=0)
@@ -342,7 +345,7 @@ def incidents(args: argparse.Namespace) -> None:
             f"{rest.min():.2%}"
         )
         if args.log:
-            show_log(run, ("change", "changed", "roll back", "rolled back", "missing", "no plan", "kept"))
+            show_log(run, ("change", "changed", "roll back", "rolled back", "missing", "no plan", "kept", "standby"))
 
 
 # --- standby ----------------------------------------------------------------------------------------------------------

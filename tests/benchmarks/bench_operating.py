@@ -2,17 +2,17 @@
 
     python tests/benchmarks/bench_operating.py kill [--rps 60]
     python tests/benchmarks/bench_operating.py change [--rps 60]
-    python tests/benchmarks/bench_operating.py triple [--rps 20]
-    python tests/benchmarks/bench_operating.py standby
+    python tests/benchmarks/bench_operating.py triple [--rps 20] [--seed N]
+    python tests/benchmarks/bench_operating.py standby [--only with|without] [--part 0.95] [--seed N]
     python tests/benchmarks/bench_operating.py waves [--rps 120] [--svg FILE]
     python tests/benchmarks/bench_operating.py head [--redis PROGRAM]
 
 kill: `kill -9` of controller, gateway, dispatcher, gpu-let, Serve's proxy and the raylet of a worker node, one after
 another. change: every gpu-let restarts, without spare room and with it. triple: the rate of one model is multiplied by
-three; a controller finds it room. standby: a rate outgrows its gpu-let by what 10 % more share make up for, with a
-process on standby and without. waves: gpulet's test (bench_controller.py) on emulated GPUs that are as much slower
-as the rates are lower, and in a sixth of the time. head: the process in which the head keeps the cluster's state, in
-an external Redis, is killed and started again.
+three; a controller finds it room. standby: iGniter's figure 17: batches of a model take longer than profiled by what
+10 % more share make up for, with a process on standby and without. waves: gpulet's test (bench_controller.py) on
+emulated GPUs that are as much slower as the rates are lower, and in a sixth of the time. head: the process in which the
+head keeps the cluster's state, in an external Redis, is killed and started again.
 
 Open loop: requests leave on schedule, each on a connection of its own, and are counted by what came back. Only
 processes that descend from this one are killed.
@@ -30,6 +30,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import tempfile
 import threading
 import time
 import warnings
@@ -39,11 +40,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from bench_controller import FIVE, IGNITER, PERIOD_S, SIGMAS, five_models, gpus_held, wave
 from scenes import print_machine
 from svg_panels import Panel, Series, draw
 
-from tenuto.deployments.control.capacity import Capacity, Demand
+from tenuto.deployments.control.capacity import promised_parts
 from tenuto.deployments.control.operations import Operations
 from tenuto.deployments.serve.deployment import Deployment
 from tenuto.deployments.serve.endpoint import get_json
@@ -90,11 +92,13 @@ def make_plan(gpulets: Mapping[str, tuple[float, Sequence[str]]], rate_rps: floa
 class Load:
     """Requests to some models at some rates, from a thread of its own."""
 
-    def __init__(self, port: int, rates_rps: Mapping[str, float], host: str = "127.0.0.1") -> None:
+    def __init__(
+        self, port: int, rates_rps: Mapping[str, float], host: str = "127.0.0.1", *, seed: int = 0
+    ) -> None:
         self._host = host
         self.rates = dict(rates_rps)
         self.seen: list[tuple[float, str, str]] = []  # (sent at, model, what came back)
-        self._port = port
+        self._port, self._seed = port, seed
         self._stop = threading.Event()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._run()))
 
@@ -116,7 +120,7 @@ class Load:
         await asyncio.gather(*(self._send(name, index) for index, name in enumerate(self.rates)))
 
     async def _send(self, model: str, seed: int) -> None:
-        rng, tasks = random.Random(seed), set[asyncio.Task[None]]()
+        rng, tasks = random.Random(f"{self._seed} {seed}"), set[asyncio.Task[None]]()
         at_s = time.monotonic()
         while not self._stop.is_set():
             at_s += rng.expovariate(self.rates[model])
@@ -406,7 +410,7 @@ def triple(args: argparse.Namespace) -> None:
     with two_nodes(), Operations(None, lambda _text: None) as operator:
         deploy(operator, plan, port, control=control)
         until(lambda: controller_answers(operator))
-        with Load(port, dict.fromkeys(names, args.rps)) as load:
+        with Load(port, dict.fromkeys(names, args.rps), seed=args.seed) as load:
             time.sleep(args.watch_s)
             since_s = time.monotonic()
             load.rates["one"] *= 3.0
@@ -445,13 +449,13 @@ def slower_profiles(slower: float) -> Profiles:
 
 
 def standby(args: argparse.Namespace) -> None:
-    """Let a rate outgrow its gpu-let by what 10 % more share make up for; say when it is at 99 % again."""
-    slower = 20.0
-    profiles = slower_profiles(slower)
-    rates = {"alexnet": 10.0, "resnet50": 12.0}  # below names of their own, so that any body does
+    """Let batches of one model take longer than planned by what 10 % more share make up for, at nearly the rate
+    that the plan promises to carry in time; say when it is in time again."""
+    profiles = slower_profiles(20.0)
+    grows, rows = "my-resnet50", ("alexnet", "resnet50")  # below names of their own, so that any body does
     models = tuple(
-        ModelSpec(name=f"my-{row}", profile=row, rate_rps=rate, slo_ms=2 * profiles.get(row, "v100").latency_ms(8))
-        for row, rate in rates.items()
+        ModelSpec(name=f"my-{row}", profile=row, rate_rps=1.0, slo_ms=2 * profiles.get(row, "v100").latency_ms(8))
+        for row in rows
     )
     # Two gpu-lets on a GPU, each with 40 % of it: what is left is for standby.
     places = {f"n0/0/{letter}": (40.0, [spec.name]) for letter, spec in zip("ab", models, strict=True)}
@@ -461,45 +465,59 @@ def standby(args: argparse.Namespace) -> None:
         curve = latency_up_to(profiles.get(spec.profile_row, "v100").latency(40.0), 4)
         replica = gpulet.models[0].model_copy(update={"batch_size": 4, "latency": curve, "latency_ms": curve.at(4)})
         gpulets.append(gpulet.model_copy(update={"models": (replica,)}))
-    plan = drawn.model_copy(update={"gpulets": tuple(gpulets), "models": models})
-    grows = "my-resnet50"
-    steady = {spec.name: spec.rate_rps for spec in models}
-
-    def load_at(factor: float) -> float:
-        return Capacity(plan).load(Demand.steady({**steady, grows: factor * steady[grows]}))
-
-    # Just beyond what 40 % can do, so that it is not beyond what 50 % can.
-    factor = next(f / 20.0 for f in range(20, 200) if load_at(f / 20.0) > 1.0)
-    asked = f"{steady[grows]:g} r/s, then {factor * steady[grows]:.1f} r/s"
-    print(f"{grows}: {asked}, {load_at(factor):.0%} of what its gpu-let can do")
+    drawn = drawn.model_copy(update={"gpulets": tuple(gpulets), "models": models})
+    rates = {spec.name: args.part * _promised_rps(drawn, spec.name) for spec in models}
+    plan = drawn.model_copy(
+        update={"models": tuple(spec.model_copy(update={"rate_rps": rates[spec.name]}) for spec in models)}
+    )
+    row = profiles.get("resnet50", "v100")
+    factor = row.latency(40.0).at(4) / row.latency(50.0).at(4)
+    print(f"{grows}: {rates[grows]:.1f} r/s, batches take {factor:.2f} of what was planned from second 0 on")
     for standby_pct in (10.0, None):
         if args.only not in ("", "with" if standby_pct else "without"):
             continue
         port = unused_port()
         control = {
             "mode": "act", "policy": {"name": "gpulet"}, "standby_pct": standby_pct,
-            "when": {"underused": None, "rate": None, "overload": False},  # or room would be made before
+            "when": {"underused": None, "rate": None},
         }  # fmt: skip
+        slower = Path(tempfile.mkdtemp()) / "slower.json"
+        slower.write_text("{}")
+        os.environ["TENUTO_EMULATED_SLOWER"] = str(slower)
         with two_nodes(), Operations(None, lambda _text: None) as operator:
             operator.deploy(deployed(plan, port, control=control), "a benchmark", ground=(profiles, FOUR_GPUS.gpus))
             until(lambda operator=operator: controller_answers(operator))  # type: ignore[misc]
-            with Load(port, steady) as load:
+            with Load(port, rates, seed=args.seed) as load:
                 time.sleep(3 * args.watch_s)
                 since_s = time.monotonic()
-                load.rates[grows] *= factor
+                other = slower.with_suffix(".new")
+                other.write_text(json.dumps({grows: factor}))
+                other.replace(slower)
                 time.sleep(3 * args.watch_s)
             ends = time.monotonic()
             seconds = range(int(ends - since_s) - 1)
             again = next((s for s in seconds if _attained(load.counts(since_s + s, ends, grows)) >= 0.99), None)
             print(
                 f"{'with' if standby_pct else 'without'} standby: before {shown(load.counts(0.0, since_s))}; then "
-                f"{shown(load.counts(since_s, ends))}; 99 % of {grows} over all that follows from second {again} on",
+                f"{shown(load.counts(since_s, ends))}; {grows} {_attained(load.counts(since_s, ends, grows)):.2%}, "
+                f"99 % over all that follows from second {again} on; bad by second: "
+                + ", ".join(
+                    f"{s}: {shown(counts)}" for s in seconds
+                    if (counts := load.counts(since_s + s, since_s + s + 1, grows)) and set(counts) != {"ok"}
+                ),
                 flush=True,
-            )
-            began_s = time.time() - time.monotonic() + since_s
-            for entry in operator.control("log", 20):
-                print(f"  {entry['at_s'] - began_s:6.1f} s {entry['kind']}: {entry['text']}")
+            )  # fmt: skip
+            _show_log(operator, since_s - 3 * args.watch_s)
             operator.delete()
+        shutil.rmtree(slower.parent)
+
+
+def _promised_rps(plan: Plan, model: str) -> float:
+    """Return the highest rate of a model, alone on its gpu-let, that a plan promises to 99 % in time."""
+    def part(rate_rps: float) -> float:
+        return promised_parts(plan, {spec.name: rate_rps for spec in plan.models}, {})[model]
+
+    return next(rate_rps for rate_rps in np.arange(100.0, 0.0, -0.1).tolist() if part(rate_rps) >= 0.99)
 
 
 # --- two waves ------------------------------------------------------------------------------------------------------
@@ -604,6 +622,8 @@ def main() -> None:
     what = {"kill": kill, "change": change, "triple": triple, "standby": standby, "waves": waves, "head": head}
     parser.add_argument("what", choices=list(what))
     parser.add_argument("--rps", type=float, help="of all models (60), each for triple (20), the peak of waves (120)")
+    parser.add_argument("--seed", type=int, default=0, help="of when requests come, in standby and triple")
+    parser.add_argument("--part", type=float, default=0.95, help="of standby: of the rate that the plan promises")
     parser.add_argument("--svg", help="of waves: draw rates, GPUs and violations over time")
     parser.add_argument("--log", action="store_true", help="of waves: print what the controller did")
     parser.add_argument("--watch-s", type=float, default=15.0, help="after every incident")

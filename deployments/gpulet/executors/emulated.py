@@ -1,14 +1,18 @@
 """The emulated GPU: occupies its worker thread for the latency of the plan and answers zeros, labelled as emulated.
 
 It needs neither torch nor a GPU, so that the whole stack above it, Ray and HTTP included, runs anywhere. What the
-neighbours on the same emulated GPU cost is the slowdown the plan expects of them.
+neighbours on the same emulated GPU cost is the slowdown the plan expects of them. What no plan expects can be emulated
+as well: `TENUTO_EMULATED_SLOWER` names a JSON file of programs and the factors that their batches take over that.
 """
 
 from __future__ import annotations
 
+import json
 import math
+import os
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,6 +30,7 @@ class EmulatedExecutor:
 
     def __init__(self, gpu_type: str) -> None:
         self.device = f"emulated {gpu_type}"
+        self._slower = os.environ.get("TENUTO_EMULATED_SLOWER")
         self._loaded: dict[str, ProgramEntry] = {}
         self._tables: dict[str, list[float]] = {}
         self._copies: dict[str, tuple[float, float]] = {}  # in and out, ms of one request
@@ -68,7 +73,7 @@ class EmulatedExecutor:
         """Wait l(batch) ms and return zeros and the time that passed in ms."""
         del inputs
         started = time.perf_counter()
-        wait_until(started + self._tables[program][sum(rows.values())] / 1000.0)
+        wait_until(started + self.latency_ms(program, sum(rows.values())) / 1000.0)
         return self.zeros(rows), (time.perf_counter() - started) * 1000.0
 
     def zeros(self, rows: Mapping[str, int]) -> dict[str, Arrays]:
@@ -89,7 +94,8 @@ class EmulatedExecutor:
 
     def latency_ms(self, program: str, batch_size: int) -> float:
         """Return what a batch takes in all, copies and neighbours included."""
-        return self._tables[program][batch_size]
+        factor = 1.0 if self._slower is None else json.loads(Path(self._slower).read_text()).get(program, 1.0)
+        return float(factor * self._tables[program][batch_size])
 
     def copies_ms(self, program: str, batch_size: int) -> tuple[float, float]:
         """Return what of it the copies in and out take."""

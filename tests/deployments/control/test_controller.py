@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tenuto.deployments.control.planning import Proposal
+from tenuto.deployments.control.standby import Standby, twins
 from tenuto.deployments.control.worth import Worth
 from tenuto.placement import Workload
 from tests.deployments.control.desk import Desk, pays
@@ -339,7 +340,7 @@ LARGER = make_plan({"n0/0/b": (60.0, ["a"])}).gpulets[0]
 @pytest.mark.parametrize("happens", ["slow", "losses"])
 def test_a_standby_process_takes_over_at_the_next_look_without_the_planner(happens: str) -> None:
     desk = Desk(HALF, GPUS, {"standby_pct": 10, "when": {"underused": None, "rate": None}})
-    desk.answer = Proposal(None, "", Worth(False, "no other plan was found"), standby={"n0/0/a": LARGER})
+    desk.answer = Proposal(None, "", Worth(False, "no other plan was found"), standby=(Standby("n0/0/a", LARGER),))
     desk.look(25)
     assert desk.applied[-1].plan == HALF
     assert desk.applied[-1].standby == (LARGER,)
@@ -360,7 +361,7 @@ def test_a_standby_process_takes_over_at_the_next_look_without_the_planner(happe
 def test_standby_processes_of_what_is_kept_are_kept_while_the_plan_changes() -> None:
     desk = Desk(ONE, GPUS, {"standby_pct": 10})
     other = make_plan({"n0/0/b": (60.0, ["a", "b"])}).gpulets[0]
-    desk.answer = Proposal(None, "", Worth(False, "no other plan was found"), standby={"n0/0/a": other})
+    desk.answer = Proposal(None, "", Worth(False, "no other plan was found"), standby=(Standby("n0/0/a", other),))
     desk.look(2)
     desk.rates["a"] = 700.0
     desk.answer = pays(TWO)
@@ -368,3 +369,32 @@ def test_standby_processes_of_what_is_kept_are_kept_while_the_plan_changes() -> 
     desk.look(3)
     assert {gpulet.id for gpulet in desk.applied[-1].plan.gpulets} == {"n0/0/a", "n0/1/a"}
     assert desk.applied[-1].standby == (other,)
+
+
+@pytest.mark.parametrize("happens", ["lost", "grown"])
+def test_a_twin_joins_at_the_next_look_where_a_gpu_is_lost_or_a_model_outgrows_what_runs(happens: str) -> None:
+    desk = Desk(HALF, GPUS, {"standby_gpus": 1, "when": {"underused": None}})
+    waiting = twins(HALF, 1, GPUS, HALF)
+    assert [(twin.of, twin.gpulet.gpu) for twin in waiting] == [("n0/0/a", "n0/1")]
+    desk.answer = Proposal(None, "", Worth(False, "no other plan was found"), standby=waiting)
+    desk.look(25)
+    assert desk.applied[-1].standby == (waiting[0].gpulet,)
+    desk.answer = None
+    if happens == "lost":
+        desk.gpus = desk.gpus[1:]
+    else:
+        desk.rates["a"] *= 3.0
+    desk.look(2)
+    left = () if happens == "lost" else HALF.gpulets
+    assert desk.applied[-1].plan.gpulets == (*left, waiting[0].gpulet)
+    desk.look()
+    assert "changed" in desk.kinds()
+    assert len(desk.questions) == 2  # whether that is enough, and for what waits beside it
+
+
+def test_twins_are_no_more_than_the_memory_of_idle_gpus_holds() -> None:
+    only = HALF.gpulets[0].models[0].model_copy(update={"memory_mib": 10_000.0})
+    heavy = [HALF.gpulets[0].model_copy(update={"id": f"n0/0/{letter}", "models": (only,)}) for letter in "ab"]
+    both = HALF.model_copy(update={"gpulets": tuple(heavy)})
+    small = tuple(gpu.model_copy(update={"memory_mib": 16_000.0}) for gpu in GPUS)
+    assert [twin.of for twin in twins(both, 1, small, both)] == ["n0/0/a"]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from tenuto.deployments.control.standby import standbys
-from tenuto.placement import Cluster, Workload
+from tenuto.deployments.control.capacity import Capacity, Demand
+from tenuto.deployments.control.standby import falling_short, standbys
+from tenuto.placement import Cluster, Gpulet, Plan, Workload
 from tenuto.placement.policy import load_policy
 from tenuto.placement.solve import solve
 from tenuto.profiles import Profiles
@@ -18,7 +19,11 @@ def test_as_much_more_as_is_asked_and_free_and_fits_the_memory() -> None:
         {"name": "resnet50", "rate_rps": 300, "slo_ms": 60}, {"name": "vgg19", "rate_rps": 90, "slo_ms": 80},
     ]})  # fmt: skip
     plan = solve(load_policy("igniter", {}), workload, cluster, PROFILES)
-    found = standbys(plan, 10.0, PROFILES, cluster.gpus, plan)
+
+    def larger(more_pct: float, plan: Plan = plan) -> dict[str, Gpulet]:
+        return {standby.of: standby.gpulet for standby in standbys(plan, more_pct, PROFILES, cluster.gpus, plan)}
+
+    found = larger(10.0)
     assert set(found) == {gpulet.id for gpulet in plan.gpulets}
     assert not {other.id for other in found.values()} & {gpulet.id for gpulet in plan.gpulets}
     for gpulet in plan.gpulets:
@@ -29,7 +34,7 @@ def test_as_much_more_as_is_asked_and_free_and_fits_the_memory() -> None:
         assert after.latency is not None
         assert after.latency.at(after.batch_size) < before.latency.at(before.batch_size)
     free_pct = 100.0 - sum(gpulet.effective_share_pct for gpulet in plan.gpulets)
-    most = standbys(plan, 100.0, PROFILES, cluster.gpus, plan)
+    most = larger(100.0)
     assert all(
         other.effective_share_pct <= gpulet.effective_share_pct + free_pct
         for gpulet in plan.gpulets for other in [most[gpulet.id]]
@@ -40,4 +45,17 @@ def test_as_much_more_as_is_asked_and_free_and_fits_the_memory() -> None:
         )
         for gpulet in plan.gpulets
     )
-    assert standbys(plan.model_copy(update={"gpulets": heavy}), 10.0, PROFILES, cluster.gpus, plan) == {}
+    assert larger(10.0, plan.model_copy(update={"gpulets": heavy})) == {}
+
+
+def test_a_model_falls_short_where_slower_batches_break_what_the_plan_promised() -> None:
+    """A plan promises less than its gpu-lets have time for, as requests come at random: waiting until there is no time
+    left is waiting until requests are lost."""
+    workload = Workload.model_validate({"models": [{"name": "resnet50", "rate_rps": 300, "slo_ms": 60}]})
+    plan = solve(load_policy("igniter", {}), workload, Cluster.parse("v100:1"), PROFILES)
+    demand, slowed = Demand.steady({"resnet50": 180.0}), {"resnet50": 1.5}
+    assert Capacity(plan, slowdowns=slowed).load(demand) < 1.0
+    assert falling_short(plan, demand, slowed, ["resnet50"], 0.99) == {"resnet50"}
+    assert falling_short(plan, demand, {"resnet50": 1.02}, ["resnet50"], 0.99) == set()
+    assert falling_short(plan, demand, slowed, [], 0.99) == set()
+    assert falling_short(plan, Demand.steady({"resnet50": 600.0}), {}, [], 0.99) == {"resnet50"}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -57,6 +58,16 @@ def run_two_deep(streaming: EmulatedStreaming, count: int) -> list[Any]:
             times.append(streaming.finish(under_way.pop(0))[1])
     times += [streaming.finish(rest)[1] for rest in under_way]
     return times
+
+
+def test_an_emulated_gpu_can_turn_out_slower_than_planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    factors = tmp_path / "slower.json"
+    factors.write_text("{}")
+    monkeypatch.setenv("TENUTO_EMULATED_SLOWER", str(factors))
+    executor = emulated()
+    assert executor.latency_ms("m", 4) == 10.0
+    factors.write_text('{"m": 1.2}')
+    assert executor.latency_ms("m", 4) == pytest.approx(12.0)
 
 
 def test_emulated_copies_overlap_with_the_execution_of_the_batch_before(clock: Clock) -> None:
