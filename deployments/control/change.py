@@ -7,10 +7,11 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from tenuto.deployments.control.controller import Controller, Memory
+from tenuto.deployments.control.controller import Controller
 from tenuto.deployments.control.fit import gpus_of
 from tenuto.deployments.control.interface import Entry
 from tenuto.deployments.control.live import Live, LiveSystem, ServeSide
+from tenuto.deployments.control.memory import Memory
 from tenuto.deployments.control.planner import NoPlanner
 from tenuto.deployments.control.settings import ControlSettings
 from tenuto.deployments.serve.deployment import Deployment, History

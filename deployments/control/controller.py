@@ -11,14 +11,15 @@ from __future__ import annotations
 import math
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 from tenuto.deployments.control.attainment import Attainment
 from tenuto.deployments.control.capacity import UNSERVED, Capacity, Demand
 from tenuto.deployments.control.interface import Apply, Decision, Entry, MakePlan, Seen, WantGpus
+from tenuto.deployments.control.memory import ChangeUnderWay, Memory
 from tenuto.deployments.control.planning import PlanRequest, Proposal
-from tenuto.deployments.control.rates import Rates, RatesMemory
+from tenuto.deployments.control.rates import Rates
 from tenuto.deployments.control.settings import ControlSettings, Mode
 from tenuto.deployments.control.standby import Standby, falling_short, still_fitting, taken_over
 from tenuto.deployments.control.steps import next_stage
@@ -27,100 +28,13 @@ from tenuto.placement import Gpulet, Plan, Workload
 from tenuto.placement.cluster import Gpu
 from tenuto.placement.plan import PolicyUsed
 
-__all__ = ["ChangeUnderWay", "Controller", "Memory"]
+__all__ = ["Controller"]
 
 HOUR_S = 3600.0
 KEPT_ENTRIES = 1000  # of the log, in memory; the driver writes all of them
 MOVED_ENOUGH = 0.05  # of a need: below it the same question would get the same answer
 CHANCE = 3.0  # standard deviations of a measured rate
 FOLLOW = 0.3  # weight of the newest duration or ratio in its average, as in the dispatcher's own corrections
-
-
-@dataclass(frozen=True)
-class ChangeUnderWay:
-    """A change of plan. `stage` is what is applied now; `origin` what it goes back to if it fails."""
-
-    origin: Plan
-    target: Plan
-    stage: Plan
-    begun_s: float
-    stage_since_s: float
-    why: str
-    is_rollback: bool = False
-    suffered: tuple[str, ...] = ()  # models that lost too much before it began
-
-
-@dataclass(frozen=True)
-class Memory:
-    """What outlives the controller. `plan` is the plan applied last, `workload` what is asked for."""
-
-    plan: Plan
-    workload: Workload
-    rates: RatesMemory = field(default_factory=RatesMemory)
-    slowdowns: Mapping[str, float] = field(default_factory=dict)
-    surplus: Mapping[str, float] = field(default_factory=dict)
-    durations: Durations | None = None
-    changes_s: tuple[float, ...] = ()
-    quiet_until_s: float = 0.0
-    failures: int = 0
-    paused: bool = False
-    change: ChangeUnderWay | None = None
-    proving: ChangeUnderWay | None = None
-
-    def to_data(self) -> dict[str, Any]:
-        """Return it as plain data, for a JSON file."""
-        return {
-            "plan": self.plan.to_data(),
-            "workload": self.workload.model_dump(mode="json", exclude_defaults=True, exclude_none=True),
-            "rates": self.rates.to_data(),
-            "slowdowns": dict(self.slowdowns),
-            "surplus": dict(self.surplus),
-            "durations": None if self.durations is None else [self.durations.start_s, self.durations.load_s],
-            "changes_s": list(self.changes_s),
-            "quiet_until_s": self.quiet_until_s,
-            "failures": self.failures,
-            "paused": self.paused,
-            "change": _change_data(self.change),
-            "proving": _change_data(self.proving),
-        }
-
-    @classmethod
-    def from_data(cls, data: Mapping[str, Any]) -> Memory:
-        """Read what `to_data` returned; raises `InvalidInputError` for plans and workloads that are none."""
-        return cls(
-            plan=Plan.from_data(data["plan"]),
-            workload=Workload.model_validate(data["workload"]),
-            rates=RatesMemory(**data["rates"]),
-            slowdowns=data["slowdowns"],
-            surplus=data["surplus"],
-            durations=None if data["durations"] is None else Durations(*data["durations"]),
-            changes_s=tuple(data["changes_s"]),
-            quiet_until_s=data["quiet_until_s"],
-            failures=data["failures"],
-            paused=data["paused"],
-            change=_change_from(data["change"]),
-            proving=_change_from(data["proving"]),
-        )
-
-
-def _change_data(change: ChangeUnderWay | None) -> dict[str, Any] | None:
-    if change is None:
-        return None
-    plans = {"origin": change.origin.to_data(), "target": change.target.to_data(), "stage": change.stage.to_data()}
-    return {
-        **plans, "begun_s": change.begun_s, "stage_since_s": change.stage_since_s, "why": change.why,
-        "is_rollback": change.is_rollback, "suffered": list(change.suffered),
-    }  # fmt: skip
-
-
-def _change_from(data: Mapping[str, Any] | None) -> ChangeUnderWay | None:
-    if data is None:
-        return None
-    origin, target, stage = (Plan.from_data(data[key]) for key in ("origin", "target", "stage"))
-    return ChangeUnderWay(
-        origin, target, stage, data["begun_s"], data["stage_since_s"], data["why"], data["is_rollback"],
-        tuple(data["suffered"]),
-    )  # fmt: skip
 
 
 class Controller:
@@ -342,7 +256,7 @@ class Controller:
 
     def _learn_slowdowns(self, seen: Seen) -> list[str]:
         """Follow what batches take over their profile, by program: the slowest of its gpu-lets counts. Return the
-        programs that turn out slower than they were known to be."""
+        programs that are slower than planned, and more so than they were known to be."""
         ratios: dict[str, float] = {}
         slower = []
         for gpulet in seen.gpulets.values():
@@ -355,7 +269,8 @@ class Controller:
             if threshold is not None and abs(follow / known - 1.0) > threshold:
                 self._reasons["slow"] = f"batches of '{program}' take {follow:.2f} of their profile, not {known:.2f}"
                 self._unsettled_s = self._now_s
-            slower += [program] if follow > known else []
+            if follow > max(known, 1.0 + (threshold or 0.1)):
+                slower.append(program)
             self._slowdowns[program] = follow
         return slower
 

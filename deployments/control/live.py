@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from tenuto.deployments.control.controller import Controller, Memory
+from tenuto.deployments.control.controller import Controller
 from tenuto.deployments.control.fit import gpus_of, renamed
 from tenuto.deployments.control.interface import (
     Apply,
@@ -28,6 +28,7 @@ from tenuto.deployments.control.interface import (
     Seen,
     WantGpus,
 )
+from tenuto.deployments.control.memory import Memory
 from tenuto.deployments.control.planning import PlanRequest, Proposal
 from tenuto.deployments.control.settings import Epoch
 from tenuto.deployments.serve.config import ENTRY_APPLICATION, GPULET_PREFIX, application_name
@@ -374,9 +375,13 @@ class ControlMemory:
         self._log: deque[dict[str, Any]] = deque(json.loads(raw) if raw else (), maxlen=_KEPT_LOG)
 
     def read(self) -> Memory | None:
-        """Return the memory; None where there is none."""
+        """Return the memory; None where there is none, or another version of Tenuto wrote it."""
         raw = self._store.get(self._MEMORY)
-        return None if raw is None else Memory.from_data(json.loads(raw))
+        try:
+            return None if raw is None else Memory.from_data(json.loads(raw))
+        except ValueError as error:
+            logger.warning("control: what was remembered cannot be read, and is forgotten: %s", error)
+            return None
 
     def write(self, memory: Memory) -> None:
         """Keep the memory."""

@@ -13,7 +13,6 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import NormalDist
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,10 +35,6 @@ class RatesMemory:
     mean_rps: Mapping[str, float] = field(default_factory=dict)
     seconds: Mapping[str, float] = field(default_factory=dict)
     dispersion: Mapping[str, float] = field(default_factory=dict)
-
-    def to_data(self) -> dict[str, Any]:
-        """Return it as plain data."""
-        return {"mean_rps": dict(self.mean_rps), "seconds": dict(self.seconds), "dispersion": dict(self.dispersion)}
 
 
 class Rates:

@@ -16,10 +16,11 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from typing import Any, Protocol, TypeVar
 
-from tenuto.deployments.control.controller import Controller, Memory
+from tenuto.deployments.control.controller import Controller
 from tenuto.deployments.control.fit import gpus_of
 from tenuto.deployments.control.interface import Entry
 from tenuto.deployments.control.live import ControlMemory, Live, LiveSystem, Planner
+from tenuto.deployments.control.memory import Memory
 from tenuto.deployments.control.planner import PlannerProcess
 from tenuto.deployments.control.settings import ControlSettings
 from tenuto.deployments.serve.applications import Applications

@@ -166,16 +166,16 @@ def taken_over(
 def falling_short(
     plan: Plan, demand: Demand, slowdowns: Mapping[str, float], slower: Collection[str], attainment: float
 ) -> set[str]:
-    """Return the models that a plan does not carry, or does not promise to have in time with what batches take now,
-    though it did with what it was made for: of these only `slower` ones."""
+    """Return the models that a plan does not carry, and those of `slower` ones that it does not promise to have in time
+    with what batches take now."""
     capacity = Capacity(plan, slowdowns=slowdowns)
     short: set[str] = set()
     if capacity.load(demand) > 1.0:
         carried = capacity.carried(demand)
         short |= {name for name, rate in demand.mean_rps.items() if carried[name] < rate}
     if slower:
-        before, now = (promised_parts(plan, demand.mean_rps, factors) for factors in ({}, slowdowns))
-        short |= {name for name in slower if now.get(name, 1.0) < attainment <= before.get(name, 0.0)}
+        parts = promised_parts(plan, demand.mean_rps, slowdowns)
+        short |= {name for name in slower if parts.get(name, 1.0) < attainment}
     return short
 
 

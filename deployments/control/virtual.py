@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
@@ -14,8 +13,9 @@ from tenuto.batching.core.build import NO_DELAY
 from tenuto.batching.core.scheduler import Scheduler
 from tenuto.batching.core.system import NetworkDelay, System
 from tenuto.batching.virtual.running import Follows, Life, Look, RunningSystem
-from tenuto.deployments.control.controller import Controller, Memory
+from tenuto.deployments.control.controller import Controller
 from tenuto.deployments.control.interface import Apply, Entry, GpuletSeen, MakePlan, ModelSeen, Seen, WantGpus
+from tenuto.deployments.control.memory import Memory
 from tenuto.deployments.control.planning import Proposal, propose
 from tenuto.deployments.control.settings import ControlSettings
 from tenuto.errors import InvalidInputError
@@ -219,7 +219,6 @@ class _Cluster:
         self._events: list[tuple[float, int, Callable[[float], None]]] = []
         self._count = 0
         self._controller = Controller(settings, Memory(plan, workload))
-        self._ratios: dict[tuple[str, str], deque[float]] = {}
         self._result = ControlledRun(load.names)
         self._result.plans.append((0.0, plan, "the first plan"))
 

@@ -4,7 +4,8 @@
 
 Every host has an address of its own on a bridge; clients come from outside to the front doors of two of them. worker:
 the line of one of these is cut, and its processes are killed behind it, so that nobody sees them end. head: the same
-with the host that runs the head of Ray, whose state lies in a Redis outside; it is started again 10 s later.
+with the host that runs the head of Ray, whose state lies in a Redis outside; it is started again 10 s later. Before
+that the dispatchers of the other hosts are killed once, so that the one that schedules, the oldest, is on the head's.
 
 Namespaces, bridge and processes are removed at the end. Needs root, `ip` of iproute2, and for head a redis-server.
 """
@@ -93,6 +94,14 @@ class Host:
         for pid in pids:
             subprocess.run(["kill", "-9", pid], capture_output=True)
 
+    def kill_those(self, title: str) -> int:
+        """End the processes here with this in their title; return how many there were."""
+        pids = subprocess.run(["ip", "netns", "pids", self._namespace], capture_output=True, text=True).stdout.split()
+        found = [pid for pid in pids if title in Path(f"/proc/{pid}/cmdline").read_text(errors="replace")]
+        for pid in found:
+            subprocess.run(["kill", "-9", pid], capture_output=True)
+        return len(found)
+
     def remove(self) -> None:
         """End all processes here, and the namespace."""
         self.kill()
@@ -145,7 +154,7 @@ def deploy(made: dict[str, Host], folder: Path, rps: float) -> None:
     tenuto = str(Path(sys.executable).parent / "tenuto")
     said = made["head"].run(
         tenuto, "deploy", str(folder / "plan.yaml"), "--emulate", "--host", "0.0.0.0", "--insecure", "--port",
-        str(PORT), "--gateways", "3", "--control", str(folder / "control.yaml"), "--address",
+        str(PORT), "--gateways", "3", "--dispatchers", "3", "--control", str(folder / "control.yaml"), "--address",
         f"{HOSTS['head']}:{RAY_PORT}",
     )  # fmt: skip
     print("# " + said.strip().splitlines()[-1], flush=True)
@@ -204,6 +213,10 @@ def main() -> None:
             deploy(made, folder, args.rps)
             until(lambda made=made: "200" in made["head"].run("curl", "-s", "-o", "/dev/null", "-w", "%{http_code}",
                   f"http://{HOSTS['left']}:{PORT}/v2/health/ready", check=False), 60.0)  # fmt: skip
+            if what == "head":
+                killed = [made[name].kill_those("ServeReplica:dispatcher-") for name in ("left", "right")]
+                print(f"  dispatchers killed elsewhere: {killed}", flush=True)
+                time.sleep(15.0)
             watch(what, made, lost, args, back_s)
 
 

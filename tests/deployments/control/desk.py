@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 
-from tenuto.deployments.control.controller import Controller, Memory
+from tenuto.deployments.control.controller import Controller
 from tenuto.deployments.control.interface import Apply, Entry, GpuletSeen, MakePlan, ModelSeen, Seen, WantGpus
+from tenuto.deployments.control.memory import Memory
 from tenuto.deployments.control.planning import Proposal
 from tenuto.deployments.control.settings import ControlSettings
 from tenuto.deployments.control.worth import Worth

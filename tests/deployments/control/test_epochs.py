@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
-from tenuto.deployments.control.controller import Controller, Memory
+from tenuto.deployments.control.controller import Controller
 from tenuto.deployments.control.fit import gpus_of
 from tenuto.deployments.control.live import Live, LiveSystem
+from tenuto.deployments.control.memory import Memory
 from tenuto.deployments.control.planner import NoPlanner
 from tenuto.deployments.control.settings import ControlSettings
 from tenuto.deployments.serve.deployment import Deployment, History

@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 
-from tenuto.deployments.control.controller import Controller, Memory
+from tenuto.deployments.control.controller import Controller
 from tenuto.deployments.control.fit import gpus_of
 from tenuto.deployments.control.interface import Entry
 from tenuto.deployments.control.live import ControlMemory, Live, LiveSystem
+from tenuto.deployments.control.memory import Memory
 from tenuto.deployments.control.planner import NoPlanner
 from tenuto.deployments.control.planning import Proposal
 from tenuto.deployments.control.service import Control

@@ -56,6 +56,6 @@ def test_a_model_falls_short_where_slower_batches_break_what_the_plan_promised()
     demand, slowed = Demand.steady({"resnet50": 180.0}), {"resnet50": 1.5}
     assert Capacity(plan, slowdowns=slowed).load(demand) < 1.0
     assert falling_short(plan, demand, slowed, ["resnet50"], 0.99) == {"resnet50"}
-    assert falling_short(plan, demand, {"resnet50": 1.02}, ["resnet50"], 0.99) == set()
+    assert falling_short(plan, demand, {"resnet50": 1.2}, ["resnet50"], 0.99) == set()
     assert falling_short(plan, demand, slowed, [], 0.99) == set()
     assert falling_short(plan, Demand.steady({"resnet50": 600.0}), {}, [], 0.99) == {"resnet50"}
