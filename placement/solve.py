@@ -22,6 +22,7 @@ __all__ = ["ATTAINED", "MOST_ELASTIC_GPUS", "check_inputs", "check_plan", "compl
 
 MOST_ELASTIC_GPUS = 10_000  # a rate that takes more is a slip of the pen; policies would open GPUs for minutes
 ATTAINED = 0.99  # of its requests in time: what a model is named for staying below
+NEARLY = 0.97  # what a promise near the capacity of its gpu-lets is at least
 
 
 def solve(
@@ -252,7 +253,7 @@ def _why_below(plan: Plan, spec: ModelSpec, part: float, believed: Mapping[str, 
             f"{spec.slo_ms:g} ms"
         )
     if why is None:
-        why = "no GPU time left on its gpu-lets"
+        why = "no GPU time left on its gpu-lets" if part < NEARLY else "little GPU time left, a few percent may be late"
         if believed.get(spec.name, 0.0) > 1.001 * part * spec.rate_rps:
             why = "no GPU time left: on its share beside its neighbours it carries less than the policy believed"
     return f"{part * spec.rate_rps:.4g} of {spec.rate_rps:g} rps expected in time ({100 * part:.3g} %); {why}"

@@ -188,7 +188,7 @@ class _Balance:
         plan = hosting_plan("balanced", Workload(models=models), self._cluster, hosted, {})
         update = {"policy": PolicyUsed(name="balanced"), "gpus": planned_gpus(self._cluster, [gpu]), "models": models,
                   "objective": "each"}  # fmt: skip
-        served = expected_of(plan.model_copy(update=update)).models
+        served = expected_of(plan.model_copy(update=update), with_margin=False).models
         return min(served[guest.on.name].goodput_rps / guest.rate_rps for guest in guests)
 
 

@@ -236,7 +236,7 @@ class _Case:
             gpulets=(Gpulet(id="g/a", gpu="g", models=replicas),),
             models=tuple(on.spec.model_copy(update={"rate_rps": rate}) for on, _, rate in order),
         )  # fmt: skip
-        served = {name: model.goodput_rps for name, model in expected_of(plan).models.items()}
+        served = {name: model.goodput_rps for name, model in expected_of(plan, with_margin=False).models.items()}
         return Pattern(kind, ((None, replicas),), served)
 
     # --- the programs ---------------------------------------------------------------------------------------------

@@ -25,10 +25,14 @@ NO_WAIT_S = 1e-4  # the least that requests are taken to wait for: a tenth of a 
 
 @dataclass(frozen=True)
 class Batch:
-    """The batch in which a program's requests run on a gpu-let: mean size, and what it takes beside the neighbours."""
+    """The batch in which a program's requests run on a gpu-let: mean size, and what it takes beside the neighbours.
+
+    `stated_ms` is what a scheduler expects it to take, where that is more: requests are given up by it.
+    """
 
     size: float
     latency_ms: float
+    stated_ms: float = 0.0
 
     @property
     def time_s(self) -> float:
@@ -52,7 +56,7 @@ class Stream:
 
     @property
     def may_wait_s(self) -> float:
-        return max(0.0, self.slo_ms - self.batch.latency_ms) / 1000.0
+        return max(0.0, self.slo_ms - max(self.batch.latency_ms, self.batch.stated_ms)) / 1000.0
 
 
 def used_part(load: float, streams: Sequence[Stream], gpulets: int) -> float:
