@@ -117,31 +117,50 @@ class Search:
         """Return the layout found that serves most on exactly these GPUs, in trials of those that are expected to; None
         where no model can be served.
 
-        Starts are tried before what was made of them, which has to serve more in a second, longer trial too where it is
-        not clearly better: so none is left for a layout that only the model or a lucky draw prefers.
+        Those that come within 2 % of the best are told apart by a second, longer trial, in which a start is left only
+        for what serves more: neither the model nor a lucky draw is a reason to. Where it serves as much in its trial,
+        its batches are then made no larger than it needs: neighbours and schedulers that wait for full ones gain by it.
         """
         found = self.expected(gpus)
         if not found or self.watch.is_stopped():
             return found[0] if found else None
-        best: Found | None = None
-        start: Found | None = None
+        tried: dict[tuple[Layout, float], Found] = {}  # what differs in nothing but batches that are never run is one
         for each in self._finalists(found):
-            tried = self.tried(each, floor=best.judged.value if best else 0.0)
-            if tried is not None and (best is None or tried.judged.value > best.judged.value * (1.0 + GAIN)):
-                best = tried
-                start = tried if each.is_start else start
-            if best is not None and (best.judged.keeps(self.aim) or self.watch.is_stopped()):
-                return best
-        if best is not None and start is not None and best.judged.value < start.judged.value * (1.0 + CLEARLY):
-            return best if best is start or self._is_better(best, start) else start
-        return best or found[0]
+            most = max((value for _, value in tried), default=0.0)
+            one = self.tried(each, floor=(1.0 - CLEARLY) * most)
+            if one is not None:
+                tried.setdefault((one.layout, one.judged.value), one)
+                if one.judged.keeps(self.aim):
+                    return self._tightened(one)
+            if tried and self.watch.is_stopped():
+                break
+        return self._tightened(self._told_apart([*tried.values()])) if tried else found[0]
 
-    def _is_better(self, found: Found, start: Found) -> bool:
-        """Say whether it serves more than a start on longer, other arrivals too."""
-        self.watch.say("a longer trial in virtual time of the best start and what is better")
-        longer = self._confirming()
-        least = longer.run(start.forecast.plan).value
-        return longer.run(found.forecast.plan, floor=least).value > least
+    def _told_apart(self, tried: Sequence[Found]) -> Found:
+        """Return the best of those that came near it in their trials, by longer trials on other arrivals."""
+        by_value = sorted(tried, key=lambda each: -each.judged.value)
+        near = [each for each in by_value if each.judged.value >= (1.0 - CLEARLY) * by_value[0].judged.value]
+        near = near[:FINALISTS] + [each for each in near[FINALISTS:] if each.is_start]
+        near.sort(key=lambda each: not each.is_start)
+        if len(near) == 1 or self.watch.is_stopped():
+            return by_value[0]
+        self.watch.say(f"longer trials in virtual time of the {len(near)} best")
+        longer, best, most = self._confirming(), near[0], 0.0
+        for each in near:
+            value = longer.run(each.forecast.plan, floor=most).value
+            if value > most:
+                best, most = each, value
+        return best
+
+    def _tightened(self, best: Found) -> Found:
+        """Return it with batches no larger than it needs if it serves as much with them in its trial."""
+        if self.watch.is_stopped():
+            return best
+        tight = self._refined(best)
+        if tight.sizes == best.sizes:
+            return best
+        tried = self.tried(tight, floor=best.judged.value)
+        return best if tried is None or tried.judged.value < best.judged.value else tried
 
     def _finalists(self, found: Sequence[Found]) -> list[Found]:
         """Return what to try of layouts in the order of their forecasts: first the one that is expected to serve

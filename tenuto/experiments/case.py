@@ -104,6 +104,9 @@ def plan_case(case: Case) -> Plan:
 
 def _policy(case: Case) -> Policy:
     options = {**DERIVED_OPTIONS.get(case.policy, {}), **THESIS_READINGS.get(case.policy, {}), **case.options}
+    if case.policy == "tenuto":  # plans for the scheduler and budgets what that does
+        network = network_of(case.models)
+        options = {"network_ms": (network.ctrl_ms, network.data_ms_per_request, network.response_ms), **options}
     return load_policy(case.policy, options)
 
 

@@ -34,7 +34,9 @@ __all__ = ["DERIVED", "DERIVED_FOR", "DERIVED_OPTIONS", "KERNELS", "Derivation",
 THESIS = "thesis-v100"
 IGNITER = "igniter-v100"
 DERIVED = "thesis-v100-derived"
-DERIVED_FOR = frozenset({"ffd", "ffd+", "ffd++", "gpulet", "gpulets+", "gslice", "igniter", "self-tuning"})
+DERIVED_FOR = frozenset(
+    {"ffd", "ffd+", "ffd++", "gpulet", "gpulets+", "gslice", "ideal", "igniter", "self-tuning", "tenuto"}
+)
 """The policies that cannot plan from table A.1, or not with shares, which are what they are about."""
 
 # gpu-lets' own interference model needs L2 and DRAM use, which table A.1 lacks; without it no model gets a neighbour.

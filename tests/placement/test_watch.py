@@ -72,6 +72,14 @@ def test_a_policy_that_is_stopped_gives_a_plan_of_what_it_has(
         assert plan.gpulets
 
 
+def test_an_interruption_does_not_wait_for_layouts_that_follow_from_the_starts() -> None:
+    policy = TenutoPolicy()
+    policy.watch = After(1)  # while the first start is planned
+    plan = solve(policy, vision(), Cluster.parse("v100:2"), THESIS)
+    assert "began as the plan of symphony; 1 layouts judged" in plan.notes[0]
+    assert "0 tried in virtual time" in plan.notes[0]
+
+
 class Endless(Policy):
     """Plans until it is told to stop, and interrupts itself meanwhile."""
 
