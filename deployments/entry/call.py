@@ -142,6 +142,7 @@ class InferCall:
             arena="" if slot is None else slot.arena,
             offset=0 if slot is None else slot.offset,
             read_region=functools.partial(self._front.regions.read, exchange),
+            known=self._model.headers,
         )
         check_outputs(parsed.outputs, served.outputs)
         return parsed

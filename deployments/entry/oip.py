@@ -22,6 +22,7 @@ __all__ = [
     "DATATYPES",
     "BadRequestError",
     "InferRequest",
+    "KnownHeaders",
     "QuickReader",
     "QuickWriter",
     "Region",
@@ -148,6 +149,58 @@ def _no_output_regions(region: Region, data: bytes) -> None:
     _no_regions(region)
 
 
+@dataclass(frozen=True, slots=True)
+class InferHeader:
+    """The JSON part of a request. It says where tensors lie and not what they hold, so that one serves every request
+    that begins with the same bytes."""
+
+    id: str
+    tensors: list[_Tensor]  # in signature order
+    binary_bytes: int
+    count: int  # samples
+    outputs: list[RequestedOutput] | None
+    binary_output: bool
+    slo_ms: float | None
+
+    def fill(
+        self, binary: memoryview, *, arena: str = "", offset: int = 0, read_region: ReadRegion = _no_regions
+    ) -> InferRequest:
+        """Return the request with what follows the JSON part; `arena` and `offset` say where that lies.
+
+        Raises:
+            BadRequestError: it has another length than was announced, or values that the model does not know.
+        """
+        surplus = len(binary) - self.binary_bytes
+        if surplus < 0:
+            raise BadRequestError(f"the body ends {-surplus} bytes before the announced binary data does.")
+        if surplus:
+            raise BadRequestError(
+                f"{surplus} bytes follow the last binary tensor. Correct the binary_data_size values."
+            )
+        whole = []
+        for spec, dtype, source in self.tensors:
+            if isinstance(source, range):
+                part = InputPart(binary[source.start : source.stop], dtype, arena, offset + source.start)
+            elif isinstance(source, Region):
+                part = read_region(source)._replace(dtype=dtype)
+            else:
+                part = InputPart(source, dtype)
+            if spec.below is not None:
+                _check_range(spec, part)
+            whole.append(part)
+        parts = [whole] if self.count == 1 else _samples(whole, self.count)
+        return InferRequest(self.id, parts, self.outputs, self.binary_output, self.slo_ms)
+
+
+class _Tensor(NamedTuple):
+    """One input: `source` is its values, or where they lie: in the binary part, or in the client's shared memory.
+    `dtype` is "" for the signature's own."""
+
+    spec: TensorSpec
+    dtype: str
+    source: bytes | range | Region
+
+
 def parse_infer(
     body: Buffer,
     header_length: int | None,
@@ -156,6 +209,7 @@ def parse_infer(
     arena: str = "",
     offset: int = 0,
     read_region: ReadRegion = _no_regions,
+    known: KnownHeaders | None = None,
 ) -> InferRequest:
     """Parse the body of an infer request.
 
@@ -166,6 +220,7 @@ def parse_infer(
         arena: the arena that the body lies in; binary tensors are then not copied.
         offset: of the body in the arena.
         read_region: brings tensors from shared memory of the client.
+        known: headers for the same inputs that need not be parsed again.
 
     Raises:
         BadRequestError: malformed JSON, or tensors that do not fit the signature.
@@ -177,8 +232,41 @@ def parse_infer(
             "Send the length of the JSON part."
         )
     end = len(whole) if header_length is None else header_length
+    if known is None or header_length is None:
+        header = _parse_header(whole[:end], inputs)
+    else:
+        header = known.find(whole[:end], inputs)
+    return header.fill(whole[end:], arena=arena, offset=offset + end, read_region=read_region)
+
+
+class KnownHeaders:
+    """JSON parts that were parsed before: clients that send tensors as binary data send the same one again and
+    again, and looking at it takes a tenth of the time."""
+
+    _KEPT = 256
+    _LONGEST_BYTES = 2048
+
+    def __init__(self) -> None:
+        self._headers: dict[bytes, InferHeader] = {}
+
+    def find(self, text: memoryview, inputs: Sequence[TensorSpec]) -> InferHeader:
+        """Return what a JSON part says; raises as `parse_infer`. Those with an id of their own do not come again."""
+        if len(text) > self._LONGEST_BYTES:
+            return _parse_header(text, inputs)
+        key = bytes(text)
+        header = self._headers.get(key)
+        if header is None:
+            header = _parse_header(text, inputs)
+            if not header.id:
+                if len(self._headers) >= self._KEPT:
+                    self._headers.clear()
+                self._headers[key] = header
+        return header
+
+
+def _parse_header(text: memoryview, inputs: Sequence[TensorSpec]) -> InferHeader:
     try:
-        request = orjson.loads(whole[:end])
+        request = orjson.loads(text)
     except orjson.JSONDecodeError as error:
         raise BadRequestError(
             f"the body is not valid JSON: {error}. Send an Open Inference Protocol v2 request."
@@ -188,18 +276,14 @@ def parse_infer(
     parameters = _mapping(request.get("parameters"), "parameters")
     if parameters.get("priority"):
         raise BadRequestError("parameter priority is not honoured: the plan gives priorities to models. Leave it out.")
-    binary = _BinaryData(whole[end:], arena, offset + end)
-    tensors = _tensors(request["inputs"], binary, inputs, read_region)
-    count = tensors[inputs[0].name][1] if inputs else 0
-    if any(length != count for _, length in tensors.values()):
-        samples = {name: length for name, (_, length) in tensors.items()}
-        raise BadRequestError(f"inputs disagree on the batch dimension: {samples}. Give all the same first dimension.")
-    whole_parts = [tensors[spec.name][0] for spec in inputs]
-    for spec, part in zip(inputs, whole_parts, strict=True):
-        _check_range(spec, part)
-    return InferRequest(
+    tensors, counts, binary_bytes = _tensors(request["inputs"], inputs)
+    if len(set(counts.values())) > 1:
+        raise BadRequestError(f"inputs disagree on the batch dimension: {counts}. Give all the same first dimension.")
+    return InferHeader(
         id=_id_of(request),
-        parts=[whole_parts] if count == 1 else _samples(whole_parts, count),
+        tensors=[tensors[spec.name] for spec in inputs],
+        binary_bytes=binary_bytes,
+        count=counts[inputs[0].name] if inputs else 0,
         outputs=_requested(request.get("outputs"), parameters),
         binary_output=bool(parameters.get("binary_data_output", False)),
         slo_ms=slo_from(parameters),
@@ -311,29 +395,12 @@ def _mapping(value: Any, where: str) -> Mapping[str, Any]:
     return value
 
 
-class _BinaryData:
-    """The binary part of a body, taken from front to back."""
-
-    def __init__(self, data: memoryview, arena: str, offset: int) -> None:
-        self.rest = data
-        self._arena = arena
-        self._offset = offset
-
-    def take(self, name: str, size: int, dtype: str) -> InputPart:
-        if size > len(self.rest):
-            raise BadRequestError(f"the body ends within the binary data of input '{name}'.")
-        part = InputPart(self.rest[:size], dtype, self._arena, self._offset)
-        self.rest = self.rest[size:]
-        self._offset += size
-        return part
-
-
-def _tensors(
-    raw: list[Any], binary: _BinaryData, inputs: Sequence[TensorSpec], read_region: ReadRegion
-) -> dict[str, tuple[InputPart, int]]:
-    """Return each input's tensor and batch dimension by name."""
+def _tensors(raw: list[Any], inputs: Sequence[TensorSpec]) -> tuple[dict[str, _Tensor], dict[str, int], int]:
+    """Return each input's tensor and its batch dimension by name, and how many bytes of binary data there must be."""
     known = {spec.name: spec for spec in inputs}
-    found: dict[str, tuple[InputPart, int]] = {}
+    found: dict[str, _Tensor] = {}
+    counts: dict[str, int] = {}
+    binary_bytes = 0
     for tensor in raw:
         if not isinstance(tensor, dict) or not isinstance(tensor.get("name"), str):
             raise BadRequestError("every input must be an object with a 'name', 'shape', 'datatype' and 'data'.")
@@ -344,41 +411,31 @@ def _tensors(
         if name in found:
             raise BadRequestError(f"input '{name}' is given twice.")
         dtype = spec.dtype_of(tensor.get("datatype"))
-        count = _batch_dimension(tensor.get("shape"), spec)
-        found[name] = (_tensor(tensor, spec, dtype, count, binary, read_region), count)
-    if len(binary.rest):
-        raise BadRequestError(
-            f"{len(binary.rest)} bytes follow the last binary tensor. Correct the binary_data_size values."
-        )
+        counts[name] = _batch_dimension(tensor.get("shape"), spec)
+        source = _source(tensor, spec, dtype, counts[name], binary_bytes)
+        found[name] = _Tensor(spec, "" if dtype == spec.dtype else dtype, source)
+        if isinstance(source, range):
+            binary_bytes = source.stop
     missing = [name for name in known if name not in found]
     if missing:
         raise BadRequestError(f"missing input {', '.join(missing)}.")
-    return found
+    return found, counts, binary_bytes
 
 
-def _tensor(
-    tensor: Mapping[str, Any], spec: TensorSpec, dtype: str, count: int, binary: _BinaryData, read_region: ReadRegion
-) -> InputPart:
-    """Return one input's bytes: from JSON, from the binary part, or from shared memory."""
-    said = "" if dtype == spec.dtype else dtype  # "" is the signature's own
-    parameters = tensor.get("parameters")
-    if parameters is None:
-        if "data" not in tensor:
-            raise BadRequestError(f"input '{spec.name}' has neither 'data' nor binary data.")
-        return InputPart(_json_data(tensor["data"], spec, dtype, count), said)
-    parameters = _mapping(parameters, f"inputs.{spec.name}.parameters")
+def _source(tensor: Mapping[str, Any], spec: TensorSpec, dtype: str, count: int, at: int) -> bytes | range | Region:
+    """Return one input's values, or where they lie; `at` is the end of the binary data of those before it."""
+    parameters = _mapping(tensor.get("parameters"), f"inputs.{spec.name}.parameters")
     expected = count * spec.sample_bytes(dtype)
     if "shared_memory_region" in parameters:
-        region = read_region(_region(parameters, f"input '{spec.name}'", expected))
-        return region._replace(dtype=said)
+        return _region(parameters, f"input '{spec.name}'", expected)
     size = parameters.get("binary_data_size")
     if size is None:
         if "data" not in tensor:
             raise BadRequestError(f"input '{spec.name}' has neither 'data' nor binary data.")
-        return InputPart(_json_data(tensor["data"], spec, dtype, count), said)
+        return _json_data(tensor["data"], spec, dtype, count)
     if type(size) is not int or size != expected:
         raise BadRequestError(f"input '{spec.name}' announces {size!r} binary bytes; its shape needs {expected}.")
-    return binary.take(spec.name, size, said)
+    return range(at, at + size)
 
 
 def _region(parameters: Mapping[str, Any], where: str, expected: int | None) -> Region:
@@ -437,8 +494,7 @@ def _json_data(data: Any, spec: TensorSpec, dtype_name: str, count: int) -> byte
 
 
 def _check_range(spec: TensorSpec, part: InputPart) -> None:
-    if spec.below is None:
-        return
+    assert spec.below is not None
     values = np.frombuffer(part.data, dtype=part.dtype or spec.dtype)
     if values.size and not (int(values.min()) >= 0 and int(values.max()) < spec.below):
         raise BadRequestError(

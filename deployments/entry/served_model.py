@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from tenuto.deployments.entry.oip import QuickReader, QuickWriter, TensorSpec
+from tenuto.deployments.entry.oip import KnownHeaders, QuickReader, QuickWriter, TensorSpec
 from tenuto.deployments.wire.tensors import Buffer, InputPart, OutputTensor
 from tenuto.profiles.networks.catalogue import ModelSignature, TensorSignature
 from tenuto.profiles.networks.preprocess import Prediction, postprocess, preprocess
@@ -75,6 +75,7 @@ class PlannedModel:
         self.served: ServedModel | None = None
         self.is_ready = False
         self.reader = QuickReader(())
+        self.headers = KnownHeaders()
         self.writer = QuickWriter(name, ())
 
     def follow(self, slo_ms: float, alone_ms: float, signature: ModelSignature | None, *, is_ready: bool) -> None:
@@ -83,5 +84,6 @@ class PlannedModel:
         if signature is not None and (self.served is None or self.served.signature != signature):
             self.served = ServedModel.of(signature)
             self.reader = QuickReader(self.served.inputs)
+            self.headers = KnownHeaders()
             self.writer = QuickWriter(self.name, self.served.outputs)
         self.is_ready = is_ready and self.served is not None

@@ -7,6 +7,7 @@ import pytest
 from tenuto.deployments.entry.oip import (
     BadRequestError,
     InferRequest,
+    KnownHeaders,
     RequestedOutput,
     TensorSpec,
     check_outputs,
@@ -102,13 +103,34 @@ def test_malformed_requests_say_what_is_wrong(body: bytes, length: int | None, m
 
 def test_wrong_binary_sizes_are_refused() -> None:
     header = _body([{"name": "image", "shape": [1, 2, 2], "datatype": "FP32", "parameters": {"binary_data_size": 16}}])
-    with pytest.raises(BadRequestError, match="ends within"):
+    with pytest.raises(BadRequestError, match="ends 8 bytes before"):
         parse_infer(header + bytes(8), len(header), IMAGE)
     with pytest.raises(BadRequestError, match="4 bytes follow"):
         parse_infer(header + bytes(20), len(header), IMAGE)
     short = _body([{"name": "image", "shape": [1, 2, 2], "datatype": "FP32", "parameters": {"binary_data_size": 8}}])
     with pytest.raises(BadRequestError, match="its shape needs 16"):
         parse_infer(short + bytes(8), len(short), IMAGE)
+
+
+def test_a_header_that_was_seen_before_is_filled_with_what_follows_it_now() -> None:
+    known = KnownHeaders()
+    header = _body([{"name": "image", "shape": [1, 2, 2], "datatype": "FP32", "parameters": {"binary_data_size": 16}}])
+    bodies = [bytes([number] * 16) for number in range(3)]
+    for place, body in enumerate(bodies):
+        parsed = parse_infer(header + body, len(header), IMAGE, arena="a", offset=1000 * place, known=known)
+        part = parsed.parts[0][0]
+        assert (bytes(part.data), part.arena, part.offset) == (body, "a", 1000 * place + len(header))
+    with pytest.raises(BadRequestError, match="4 bytes follow"):
+        parse_infer(header + bytes(20), len(header), IMAGE, known=known)
+    text = _body(
+        [
+            {"name": "ids", "shape": [1, 3], "datatype": "INT64", "parameters": {"binary_data_size": 24}},
+            {"name": "mask", "shape": [1, 3], "datatype": "INT64", "data": [1, 1, 1]},
+        ]
+    )
+    parse_infer(text + np.array([1, 2, 9]).tobytes(), len(text), TEXT, known=known)
+    with pytest.raises(BadRequestError, match="outside 0 to 9"):  # values are looked at each time
+        parse_infer(text + np.array([1, 2, 10]).tobytes(), len(text), TEXT, known=known)
 
 
 @pytest.mark.parametrize(
