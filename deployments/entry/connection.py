@@ -76,8 +76,8 @@ class ArrivalClock:
     """Says when the bytes that are read now arrived.
 
     An event loop gets to them later: what comes while it works off a turn is found by its next poll. Of such bytes only
-    bounds are known, and the earlier one is taken, so that no client waits longer than the server thinks. Bytes that
-    ended a sleep of the loop came now.
+    bounds are known, and the earlier one is taken, the end of the poll before, so that no client waits longer than the
+    server thinks. Bytes that ended a sleep of the loop came now.
     """
 
     _SLEPT_S = 2e-4  # a poll that returns sooner found something waiting
@@ -86,7 +86,7 @@ class ArrivalClock:
         self._loop = loop
         self._clock = clock
         self._has_read = False  # in this turn
-        self._polled_s = self._polled_before_s = clock()
+        self._found_s = self._polled_s = clock()
         self._arrived_s = 0.0
 
     def arrived_ms(self) -> float:
@@ -95,13 +95,15 @@ class ArrivalClock:
             self._has_read = True
             self._loop.call_soon(self._poll)
             now_s = self._clock()
-            self._arrived_s = now_s if now_s - self._polled_s > self._SLEPT_S else self._polled_before_s
+            has_slept = now_s - self._polled_s > self._SLEPT_S
+            self._arrived_s = now_s if has_slept else self._found_s
+            self._found_s = now_s if has_slept else self._polled_s
         return self._arrived_s * 1000.0
 
     def _poll(self) -> None:
         """The turn is over, the loop polls next."""
         self._has_read = False
-        self._polled_before_s, self._polled_s = self._polled_s, self._clock()
+        self._polled_s = self._clock()
 
 
 class HttpExchange:

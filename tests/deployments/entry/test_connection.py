@@ -421,7 +421,7 @@ def test_bytes_that_waited_for_the_loop_are_dated_back_and_others_are_not() -> N
     turns.now_s = 10.080  # the same turn, after 30 ms of work
     assert clock.arrived_ms() == 10_050.0
     turns.end_turn()
-    assert clock.arrived_ms() == 10_000.0  # found by the next poll at once: since the poll before
+    assert clock.arrived_ms() == 10_050.0  # found by the next poll at once: since the one before, which ended then
     turns.end_turn()
     turns.now_s = 10.0801
     assert clock.arrived_ms() == 10_080.0
