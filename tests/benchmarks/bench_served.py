@@ -71,7 +71,8 @@ def floor(row: Row) -> Iterator[tuple[int, str]]:
     arguments = [str(value) for value in (port, row.gpus, row.alpha_ms, row.beta_ms, row.slo_ms)]
     ways_back_ms = "3" if row.slo_ms < 50.0 else "4"
     server = subprocess.Popen(
-        [sys.executable, str(FLOOR / "server.py"), *arguments, "--response-ms", ways_back_ms],
+        [sys.executable, str(FLOOR / "server.py"), *arguments, "--response-ms", ways_back_ms,
+         *(["--pictures"] if row.picture else [])],
         stdout=subprocess.PIPE, text=True,
     )  # fmt: skip
     try:

@@ -1,7 +1,10 @@
-"""The plainest server around Tenuto's scheduler object; see README.md."""
+"""The plainest server around Tenuto's scheduler object: one process with one connection to each emulated gpu-let, one
+model, no Ray, no routing, hardly a check. What it reaches is what the machine and the scheduler allow."""
 import argparse
 import asyncio
 import collections
+import mmap
+import os
 import struct
 import subprocess
 import sys
@@ -25,6 +28,7 @@ for name in ("alpha_ms", "beta_ms", "slo_ms"):
 parser.add_argument("--scheduler", default="deferred")
 parser.add_argument("--ctrl-ms", type=float, default=1.0)
 parser.add_argument("--response-ms", type=float, default=3.0)
+parser.add_argument("--pictures", action="store_true", help="receive bodies into shared memory; no HTTP parser")
 given = parser.parse_args()
 
 OK = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: "
@@ -127,15 +131,63 @@ class ClientConnection(asyncio.Protocol):
         if self.url.startswith(b"/v2/health"):
             self.transport.write(OK + b"2\r\n\r\n{}")
             return
-        document = orjson.loads(b"".join(self.chunks)[: self.json_length])
-        counts["request"] += 1
-        waiting[counts["request"]] = (self, document.get("id", ""))
-        scheduler.add_request(self.arrived_ms, 0, counts["request"], self.arrived_ms + given.slo_ms)
-        carry_out(self.arrived_ms)
+        ask(self, orjson.loads(b"".join(self.chunks)[: self.json_length]))
 
     def send(self, response):
         if not self.transport.is_closing():
             self.transport.write(response)
+
+
+class PictureConnection(asyncio.BufferedProtocol):
+    """Bodies go from the socket to a slot of shared memory, one for each connection; heads are looked through for the
+    two lengths alone."""
+
+    def connection_made(self, transport):
+        self.transport = transport
+        self.room = memoryview(bytearray(1 << 14))
+        self.slot = self.rest = None
+
+    def get_buffer(self, sizehint):
+        return self.room if self.rest is None else self.rest
+
+    def buffer_updated(self, nbytes):
+        if self.rest is None:
+            data = bytes(self.room[:nbytes])
+            end = data.index(b"\r\n\r\n") + 4  # this client sends a head at once
+            if b"/v2/health" in data[:end]:
+                self.transport.write(OK + b"2\r\n\r\n{}")
+                return
+            length = self.number(data[:end], b"Content-Length: ")
+            self.json_length = self.number(data[:end], b"Inference-Header-Content-Length: ")
+            if self.slot is None:
+                file = os.memfd_create("floor")
+                os.ftruncate(file, length)
+                self.slot = memoryview(mmap.mmap(file, length))
+            self.slot[: nbytes - end] = data[end:]
+            self.rest = self.slot[nbytes - end :]
+        else:
+            self.rest = self.rest[nbytes:]
+        if not len(self.rest):
+            self.rest = None
+            document = orjson.loads(self.slot[: self.json_length])
+            self.arrived_ms = now_ms()
+            ask(self, document)
+
+    def number(self, head, name):
+        return int(head.split(b"\r\n" + name)[1].split(b"\r\n")[0])
+
+    def send(self, response):
+        if not self.transport.is_closing():
+            self.transport.write(response)
+
+
+def ask(connection, document) -> None:
+    counts["request"] += 1
+    waiting[counts["request"]] = (connection, document.get("id", ""))
+    scheduler.add_request(
+        connection.arrived_ms, 0, counts["request"], connection.arrived_ms + given.slo_ms
+    )
+    carry_out(connection.arrived_ms)
 
 
 async def main() -> None:
@@ -148,7 +200,8 @@ async def main() -> None:
         subprocess.Popen([sys.executable, program, port, str(given.alpha_ms), str(given.beta_ms)])
     while len(gpulets) < given.gpus:
         await asyncio.sleep(0.05)
-    await loop.create_server(ClientConnection, "127.0.0.1", given.port, backlog=4096)
+    protocol = PictureConnection if given.pictures else ClientConnection
+    await loop.create_server(protocol, "127.0.0.1", given.port, backlog=4096)
     print("ready", flush=True)
     await asyncio.Event().wait()
 
