@@ -76,10 +76,6 @@ class Margin:
         allowance_ms, most_ms = self._most(slo_ms, alone_ms)
         return allowance_ms + min(self.margin_ms, most_ms)
 
-    def most_ms(self, slo_ms: float, alone_ms: float) -> float:
-        """Return the largest margin that is ever kept of such a deadline."""
-        return self._most(slo_ms, alone_ms)[1]
-
     def allowance_part_ms(self, slo_ms: float, alone_ms: float) -> float:
         """Return what is kept of such a deadline for what happens beyond the socket: the allowance, where there is
         room for it."""
