@@ -10,8 +10,8 @@ Three rules; docs/scheduling.md draws them.
    given the gpu-let on which it would end first, the running ones from their known end on. One that would start too
    late pushes out the batch that serves the least per ms of those lined up so far. Idle gpu-lets go to due batches in
    that order, those pushed out last. Where the plan starts a batch after it is due, gpu-lets are too few to hold
-   anything: then batches that have half of their target may go before they are due. What waits is planned in parts
-   that may need the same gpu-lets.
+   anything: then batches that have half of their target may go before they are due (`lineup.py`; which batches are
+   lined up together: `waiting.py`).
 3. *Rehearsal.* Now and then the arrivals of the last seconds are replayed with other values of `hold` and `defend`, and
    the best is adopted, for light load and for heavy load by itself (`rehearsal.py`).
 
@@ -20,26 +20,26 @@ the loss that its model had lately (`each`). Batches of lower priority are pushe
 that a model which comes at more than twice its planned rate sends beyond it (`admission.py`). Such batches are no
 longer than others can wait, and while one of these loses requests, those beyond the plan are turned away.
 
-Rule 2 is the algorithm of Moore and Hodgson (Management Science 15, 1968: fewest late jobs on one machine), taken over
-to several machines and to batches of many requests as an approximation. A batch is cut by the window rule of Symphony's
-program: heads are given up where they keep it below `defend` times the staggered size.
+A batch is cut by the window rule of Symphony's program: heads are given up where they keep it below `defend` times the
+staggered size.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right, insort
+from bisect import bisect_left, bisect_right
 from dataclasses import dataclass, field
-from heapq import heapify, heappop, heappush, heapreplace
+from heapq import heappop, heappush, heapreplace
 from math import ceil
 from typing import Any
 
-from tenuto.batching.core.admission import Allowance
 from tenuto.batching.core.gathering import window
-from tenuto.batching.core.gpulets import Gpulets, Pool
+from tenuto.batching.core.gpulets import Gpulets
+from tenuto.batching.core.lineup import is_short, line_up, rank
 from tenuto.batching.core.rehearsal import Rehearsals, RehearsingScheduler, Replayed, Setting, State
 from tenuto.batching.core.scheduler import Dispatch, Drop, Rehearse, Reject, SchedulerOptions
-from tenuto.batching.core.system import INF, TIME_TOLERANCE_MS, Model, NetworkDelay, System
+from tenuto.batching.core.system import INF, TIME_TOLERANCE_MS, NetworkDelay, System
 from tenuto.batching.core.target import ArrivalRate, target_batch
+from tenuto.batching.core.waiting import ORDER, Place, Queue, Waiting
 
 __all__ = ["DeferredOptions", "DeferredScheduler"]
 
@@ -72,81 +72,6 @@ class DeferredOptions(SchedulerOptions):
     rehearse: bool = True
 
 
-class _Queue:
-    """The requests of one program in order of their deadlines, what its batches cost, and the batch it would run now.
-
-    The batch: `size`, 0 if nothing can be met; on a gpu-let of `pool`; to be sent by `latest`, and from `due` on. It
-    is as cut until `cut_until`, if no request comes or goes. `run_ms` is its length where the plan has it.
-    """
-
-    __slots__ = (
-        "allowance", "alone", "arrived", "budget_ms", "cut_until", "deadlines", "defend", "density", "due", "end",
-        "expire_at", "gpulets", "held_ms", "ids", "is_bounded", "is_light", "is_open", "is_out", "is_weighed", "latest",
-        "level", "longest", "longest_hold_ms", "loss_step", "lost", "oldest", "order", "patience", "placed", "pool",
-        "pools", "priority", "program", "quickest_ms", "rate", "ripe", "run", "run_ms", "seen", "sent", "size",
-        "target", "watch", "worth",
-    )  # fmt: skip
-
-    def __init__(self, program: int, offered: Model, worth: float) -> None:
-        self.program = program
-        self.rate = ArrivalRate(offered.rate_rps)
-        self.allowance = Allowance(offered.rate_rps)
-        self.worth = worth  # of one request
-        self.priority = self.level = offered.priority  # the level is lower while it exceeds its plan
-        self.longest_hold_ms = INF if offered.longest_hold_ms is None else offered.longest_hold_ms
-        self.arrived: list[float] = []  # when the requests did
-        self.oldest = INF  # the first of these times
-        self.alone = 0.0  # the load of each gpu-let that hosts it, if its requests ran alone
-        self.patience = INF  # for how many times its own length a batch is held at most
-        self.is_bounded = False  # how long a batch is held is bounded
-        self.is_light = False  # nobody needs the GPU time that holding saves
-        self.lost = 0.0  # share of its requests lately
-        self.loss_step = 0.0  # by which one request changes it
-        self.deadlines: list[float] = []  # when the batch must have ended
-        self.ids: list[int] = []
-        self.pools: list[Pool] = []  # fastest first
-        self.pool: Pool | None = None
-        self.run: list[float] = [0.0]  # on the fastest
-        self.sent: list[float] = [0.0]
-        self.budget_ms = 0.0  # from arrival to the end of the batch
-        self.held_ms = 0.0  # the same by the longest SLO of its models: who allows more is not held for longer
-        self.gpulets = 1  # that host it
-        self.longest = 1  # the largest batch that can be in time at all
-        self.quickest_ms = INF  # from dispatch to the end of one request alone
-        self.target = 1  # the staggered batch
-        self.defend = 1  # the size below which the head is given up
-        self.ripe = 1  # the size that may go before it is due
-        self.size = 0
-        self.run_ms = 0.0
-        self.latest = self.due = INF
-        self.density = 0.0  # worth of its requests per ms
-        self.cut_until = -INF
-        self.is_open = False  # a gpu-let can be sent its batch
-        self.is_out = False  # of the plan
-        self.placed: Pool | None = None  # the pool it has in the plan
-        self.end = 0.0  # in the plan
-        self.watch = _Watch([self])
-        self.order = 0  # when it began to wait
-        self.seen = 0  # the last search that found it
-        self.expire_at = INF  # when its head may have to be given up
-        self.is_weighed = False  # it is looked back at when its requests stop
-
-
-class _Watch:
-    """Batches that were lined up together, and when to look at them again.
-
-    What waits is looked at in parts: two batches are in one part if they may need the same gpu-lets, at once or by way
-    of others. So the time a decision takes goes by what it concerns, and not by the number of models.
-    """
-
-    __slots__ = ("at", "is_tight", "queues")
-
-    def __init__(self, queues: list[_Queue]) -> None:
-        self.queues = queues
-        self.at = INF
-        self.is_tight = False  # the plan has no slack somewhere: ripe batches may go there
-
-
 class DeferredScheduler(RehearsingScheduler):
     """See the module. Invariant: no due batch waits while a gpu-let that can serve it in time is idle."""
 
@@ -165,23 +90,19 @@ class DeferredScheduler(RehearsingScheduler):
         self._rehearsals = Rehearsals(system, self._setting) if chosen.rehearse else None
         self._record: list[tuple[float, int, float]] | None = None  # (arrival, model, deadline) to be replayed
         self._until_step = self._rehearsals.next_step() if self._rehearsals else -1  # requests until it goes on
-        self._gpulets = Gpulets(system)
+        self._gpulets = Gpulets(system, Place)
         weighted = system.objective == "weighted"
         self._evens_out = system.objective == "each"
         self._pressed_until = -INF  # a program lost requests lately though it keeps to its plan
         self._in_full_until = -INF  # requests were lost lately, and are fewer where all are held in full
         self._queues = [
-            _Queue(p, offered, offered.weight if weighted else 1.0) for p, offered in enumerate(system.offered)
+            Queue.of(p, offered, offered.weight if weighted else 1.0) for p, offered in enumerate(system.offered)
         ]
         self._queue_of = [self._queues[program] for program in system.program_of]
-        self._watches: list[tuple[float, int, _Watch]] = []  # a heap; valid is what says when its watch is
-        self._pushed = 0  # so many were pushed
-        self._is_shared = len(self._queues) != 1  # a program by itself has one watch, and needs no heap
-        self._touched: list[Pool] = []  # where something happened: who waits for them is looked at at once
-        self._expiries: list[tuple[float, int]] = []  # a heap of (when, program); likewise
+        self._waiting = Waiting(self._queues)
+        self._expiries: list[tuple[float, int]] = []  # a heap of (when, program); valid is what says its `expire_at`
         self._silent: list[tuple[float, int]] = []  # a heap: when a program will have been silent for long
         self._heavy = 0  # pools that are not under light load
-        self._order = self._search = 0
         self._adopt(system.network)
 
     def _adopt(self, network: NetworkDelay) -> None:
@@ -194,48 +115,38 @@ class DeferredScheduler(RehearsingScheduler):
         for pool in self._gpulets.pools:
             pool.alone = pool.crowd = 0.0
         for queue in self._queues:
-            self._adopt_costs(queue)
-            for pool in queue.pools:
+            longest_ms = max(self.system.models[m].slo_ms for m in self.system.programs[queue.program].members)
+            pools = self._gpulets.pools_of[queue.program]
+            shortest_ms = self.system.offered[queue.program].slo_ms
+            queue.adopt_costs(pools, shortest_ms - self._response_ms, longest_ms - self._response_ms)
+            if pools:
+                self._set_target(queue)
+            for pool in pools:
                 pool.alone += queue.alone
                 pool.crowd += 1.0 / queue.gpulets
         self._heavy = sum(pool.alone >= self._save_above for pool in self._gpulets.pools)
-        waiting = sorted((queue for queue in self._queues if queue.ids), key=_order)
+        waiting = sorted((queue for queue in self._queues if queue.ids), key=ORDER)
         for pool in self._gpulets.pools:
             pool.waiting.clear()
             pool.is_enclosed = all(len(self._queues[program].pools) == 1 for program in pool.run)
         for queue in self._queues:
             self._set_patience(queue)
         for queue in waiting:
-            self._wait(queue)
+            self._waiting.wait(queue)
 
     def _look_at_all(self) -> None:
         """Look at everything as soon as time goes on."""
-        self._watches.clear()
+        self._waiting.forget_watches()
         self._expiries.clear()
         for queue in self._queues:
             queue.cut_until = -INF
             queue.expire_at = -INF if queue.ids else INF
             if queue.ids:
                 self._expiries.append((-INF, queue.program))
-        self._touched = list(self._gpulets.pools)
+        self._waiting.touch(self._gpulets.pools)
         self.next_wake_ms = -INF
 
-    def _adopt_costs(self, queue: _Queue) -> None:
-        """Take over what batches of the queue cost, and what follows from that."""
-        queue.budget_ms = self.system.offered[queue.program].slo_ms - self._response_ms
-        members = self.system.programs[queue.program].members
-        queue.held_ms = max(self.system.models[m].slo_ms for m in members) - self._response_ms + TIME_TOLERANCE_MS
-        queue.pools = self._gpulets.pools_of[queue.program]
-        queue.cut_until = -INF
-        if queue.pools:
-            fastest = queue.pools[0]
-            queue.run, queue.sent = fastest.run[queue.program], fastest.sent[queue.program]
-            queue.quickest_ms = queue.sent[1]
-            queue.longest = max(1, bisect_right(queue.sent, queue.budget_ms + TIME_TOLERANCE_MS) - 1)
-            queue.gpulets = sum(pool.size for pool in queue.pools)
-            self._set_target(queue)
-
-    def _weigh(self, queue: _Queue, now: float) -> None:
+    def _weigh(self, queue: Queue, now: float) -> None:
         """Follow a change of what a queue is offered, and of others that are offered nothing any more."""
         silent = self._silent
         if not queue.is_weighed:
@@ -258,7 +169,7 @@ class DeferredScheduler(RehearsingScheduler):
                 self._until_step = 1
             self._adopt_setting(self._rehearsals.setting(is_light=is_light), now)
 
-    def _load(self, queue: _Queue) -> None:
+    def _load(self, queue: Queue) -> None:
         """Follow a change of the load that a queue is for its gpu-lets."""
         before = queue.alone
         self._set_target(queue)
@@ -267,7 +178,7 @@ class DeferredScheduler(RehearsingScheduler):
             pool.alone += queue.alone - before
             self._heavy += (pool.alone >= self._save_above) - was_heavy
 
-    def _set_patience(self, queue: _Queue) -> None:
+    def _set_patience(self, queue: Queue) -> None:
         """Find for how many times their own length batches of a queue are held at most.
 
         With m programs per gpu-let and batches held for k times their length, each program keeps a gpu-let busy for at
@@ -283,7 +194,7 @@ class DeferredScheduler(RehearsingScheduler):
             queue.patience = INF
         queue.is_bounded = queue.is_light or queue.patience < INF or queue.longest_hold_ms < INF
 
-    def _bound_ms(self, queue: _Queue, size: int, now: float) -> float:
+    def _bound_ms(self, queue: Queue, size: int, now: float) -> float:
         """Return until when a batch of so many is held at most."""
         bound = queue.longest_hold_ms
         if now >= self._in_full_until:
@@ -293,7 +204,7 @@ class DeferredScheduler(RehearsingScheduler):
             bound = min(bound, 0.0 if is_light else queue.patience * queue.run[size])
         return queue.oldest + bound
 
-    def _set_target(self, queue: _Queue) -> None:
+    def _set_target(self, queue: Queue) -> None:
         queue.target = target_batch(queue.sent[: queue.longest + 1], queue.budget_ms, queue.rate.rps)
         queue.defend = max(1, round(self._setting.defend * queue.target))
         queue.ripe = ceil(RIPE * queue.target)
@@ -326,7 +237,7 @@ class DeferredScheduler(RehearsingScheduler):
         queue.cut_until = -INF
         if size == 1:
             queue.oldest = now_ms
-            self._wait(queue)
+            self._waiting.wait(queue)
         if size == 1 or deadline >= deadlines[-1]:
             deadlines.append(deadline)
             queue.ids.append(request_id)
@@ -376,67 +287,34 @@ class DeferredScheduler(RehearsingScheduler):
             way_ms = queue.sent[min(size, queue.longest)] - queue.run[min(size, queue.longest)]
             look = max(look, min(self._gpulets.open_at(pool, now_ms)[0] for pool in pools) - way_ms)
         if look < watch.at:
-            watch.at = look
-            if self._is_shared:
-                self._look_later(watch)
+            self._waiting.look_at(watch, look)
             if look < self.next_wake_ms:
                 self.next_wake_ms = look if look > now_ms else now_ms
 
-    def _look_later(self, watch: _Watch) -> None:
-        """See to it that a part is looked at when its watch says."""
-        self._pushed += 1
-        heappush(self._watches, (watch.at, self._pushed, watch))
-
-    def _expire_later(self, queue: _Queue) -> None:
+    def _expire_later(self, queue: Queue) -> None:
         """See to it that a head is given up in time."""
         at = queue.expire_at = queue.deadlines[0] - queue.quickest_ms + EXPIRY_MARGIN_MS
         heappush(self._expiries, (at, queue.program))
         if at < self.next_wake_ms:
             self.next_wake_ms = at
 
-    def _wait(self, queue: _Queue) -> None:
-        """A queue has requests."""
-        self._order += 1
-        queue.order = self._order
-        if len(queue.watch.queues) > 1:
-            queue.watch = _Watch([queue])
-        else:
-            queue.watch.at = INF
-            queue.watch.is_tight = False
-        for pool in queue.pools:
-            pool.waiting[queue.program] = queue
-
     def batch_done(self, now_ms: float, gpulet: int) -> None:
         if self._gpulets.done(gpulet, now_ms):
-            self._touch(self._gpulets.pool_of(gpulet), now_ms)
+            self._touch([self._gpulets.pool_of(gpulet)], now_ms)
 
-    def _touch(self, pool: Pool, now: float) -> None:
-        """Look at once at what waits for a pool."""
-        if pool.waiting:
-            self._touched.append(pool)
+    def _touch(self, pools: list[Place], now: float) -> None:
+        """Look at once at what waits for some pools."""
+        if self._waiting.touch(pools):
             self.next_wake_ms = now
 
     def wake(self, now_ms: float) -> None:
-        expiries, watches = self._expiries, self._watches
+        expiries = self._expiries
         if expiries and expiries[0][0] <= now_ms:
             self._expire(now_ms)
-        queues: list[_Queue] = []
-        for pool in self._touched:
-            queues += pool.waiting.values()
-        self._touched.clear()
-        if not self._is_shared and (queues or self._queues[0].watch.at <= now_ms):
-            self._queues[0].watch.at = INF
-            queues = self._queues
-        while watches and watches[0][0] <= now_ms:
-            at, _, watch = heappop(watches)
-            if watch.at == at:
-                watch.at = INF
-                queues += [queue for queue in watch.queues if queue.watch is watch]
+        queues = self._waiting.ripe(now_ms)
         if queues:
             self._look(queues, now_ms)
-        while watches and watches[0][2].at != watches[0][0]:
-            heappop(watches)
-        at = watches[0][0] if watches else INF if self._is_shared else self._queues[0].watch.at
+        at = self._waiting.next_ms()
         self.next_wake_ms = expiries[0][0] if expiries and expiries[0][0] < at else at
 
     def _expire(self, now: float) -> None:
@@ -454,9 +332,9 @@ class DeferredScheduler(RehearsingScheduler):
             if queue.ids:
                 self._expire_later(queue)
 
-    def _drop(self, queue: _Queue, count: int, now: float) -> None:
+    def _drop(self, queue: Queue, count: int, now: float) -> None:
         self.decisions.append(Drop(queue.program, queue.ids[:count]))
-        self._take(queue, 0, count)
+        queue.take(0, count)
         if not queue.allowance.exceeds:
             self._pressed_until = now + PRESSED_MS
         if self._setting.in_full:
@@ -465,65 +343,32 @@ class DeferredScheduler(RehearsingScheduler):
             kept = (1.0 - queue.loss_step) ** count
             queue.lost = 1.0 - (1.0 - queue.lost) * kept
 
-    def _take(self, queue: _Queue, begin: int, end: int) -> None:
-        """Take requests out of their queue."""
-        del queue.ids[begin:end], queue.deadlines[begin:end], queue.arrived[begin:end]
-        queue.cut_until = -INF
-        if queue.ids:
-            queue.oldest = min(queue.arrived)
-        else:
-            for pool in queue.pools:
-                pool.waiting.pop(queue.program, None)
-
     # Decisions -------------------------------------------------------------------------------------------------------
 
-    def _look(self, queues: list[_Queue], now: float) -> None:
+    def _look(self, queues: list[Queue], now: float) -> None:
         """Send what is to go now, and find out when to look at the rest again."""
         done: set[int] = set()
         for first in queues:
             if first.program in done:
                 continue
-            part = self._part([first])
+            part = self._waiting.part([first])
             while self._send_next(part, now):
-                part = self._part(part)
+                part = self._waiting.part(part)
             done.update(queue.program for queue in part)
 
-    def _part(self, queues: list[_Queue]) -> list[_Queue]:
-        """Return, of some queues, those with requests, and all that wait for gpu-lets together with them: where as many
-        gpu-lets are idle as programs wait, nobody keeps another from any."""
-        self._search += 1
-        search = self._search
-        part: list[_Queue] = []
-        for queue in queues:
-            if queue.ids:
-                queue.seen = search
-                part.append(queue)
-        for queue in part:
-            for pool in queue.pools:
-                if pool.seen != search:
-                    pool.seen = search
-                    if len(pool.waiting) > len(pool.idle):
-                        for other in pool.waiting.values():
-                            if other.seen != search:
-                                other.seen = search
-                                part.append(other)
-        if len(part) > 1:
-            part.sort(key=_order)
-        return part
-
-    def _send_next(self, part: list[_Queue], now: float) -> bool:
+    def _send_next(self, part: list[Queue], now: float) -> bool:
         """Send the first of what is to go now; if there is nothing, find out when to look again, and return False."""
         if not part:
             return False
         self.looked += EVERY_LOOK + len(part)
         ahead = self._gpulets.ahead
         reach = now + TIME_TOLERANCE_MS
-        waiting: list[_Queue] = []
-        can_go: list[_Queue] = []
+        waiting: list[Queue] = []
+        can_go: list[Queue] = []
         look_at = INF
         room = len(part)  # idle gpu-lets of the pool that has the fewest
         is_tight = False
-        way_ms = max(map(_way_ms, part), default=0.0) if ahead else 0.0
+        way_ms = max(map(Queue.way_ms, part), default=0.0) if ahead else 0.0
         if ahead or _has_idle(part):
             for queue in part:
                 pool, open_at = queue.pools[0], now
@@ -544,32 +389,26 @@ class DeferredScheduler(RehearsingScheduler):
                     look_at = at
             if len(waiting) > room:
                 self.looked += len(waiting)
-                for slack in self._plan(waiting, now):
+                for slack in line_up(waiting, now):
                     if slack <= TIME_TOLERANCE_MS:
                         is_tight = True
                     elif now + slack < look_at:
                         look_at = now + slack
                 if is_tight:
                     can_go += [
-                        q for q in waiting if q.due > reach and q.is_open and len(q.ids) >= q.ripe and _is_short(q)
+                        q for q in waiting if q.due > reach and q.is_open and len(q.ids) >= q.ripe and is_short(q)
                     ]
                 if len(can_go) > 1:
-                    can_go.sort(key=_rank)
+                    can_go.sort(key=rank)
             for queue in can_go:
                 if queue.pool and self._dispatch(queue, queue.pool, now):
                     return True
-        watch = part[0].watch
-        if len(part) > 1 or len(watch.queues) > 1:
-            watch = _Watch(part)
-            for queue in part:
-                queue.watch = watch
+        watch = self._waiting.watch_together(part)
         watch.is_tight = is_tight
-        watch.at = look_at
-        if look_at < INF and self._is_shared:
-            self._look_later(watch)
+        self._waiting.look_at(watch, look_at)
         return False
 
-    def _opening(self, queue: _Queue, now: float, way_ms: float) -> tuple[Pool, float]:
+    def _opening(self, queue: Queue, now: float, way_ms: float) -> tuple[Place, float]:
         """Return the pool for the next batch of a queue, and when a batch may be sent to it: now, if a gpu-let is idle,
         or where batches are sent ahead the longest way before one ends. So it goes to the most urgent, and not to the
         batch with the longest way."""
@@ -582,7 +421,7 @@ class DeferredScheduler(RehearsingScheduler):
                 found, soonest = pool, at
         return found, soonest - way_ms
 
-    def _cut(self, queue: _Queue, pool: Pool, now: float) -> None:
+    def _cut(self, queue: Queue, pool: Place, now: float) -> None:
         """Cut the batch that the queue would run now on a gpu-let of the pool."""
         program, deadlines = queue.program, queue.deadlines
         queue.pool = pool
@@ -620,95 +459,7 @@ class DeferredScheduler(RehearsingScheduler):
         if self._evens_out:
             queue.density += WORST_FIRST * round(queue.lost / ORDINARY_LOSS)
 
-    def _plan(self, waiting: list[_Queue], now: float) -> list[float]:
-        """Line the batches up by their latest start, mark those that are pushed out, and return the slack in ms of each
-        pool.
-
-        The slack is how long after its planned start each batch that the pool could run is due, at least; below 0 where
-        one is due already, and not above 0 where some are pushed out.
-        """
-        waiting.sort(key=_latest)
-        pools_used = self._find_frees(now, waiting)
-        for number, queue in enumerate(waiting):
-            queue.is_out = False
-            queue.placed = None
-            limit = queue.latest + TIME_TOLERANCE_MS
-            size = min(queue.size, queue.longest)  # it may be larger on another gpu-let than on the fastest
-            way_ms = queue.sent[size] - queue.run[size]
-            pools = queue.pools
-            while True:
-                if len(pools) > 1:
-                    found, run_ms = _soonest(queue)
-                else:
-                    found, run_ms = pools[0], queue.run[queue.size]
-                free = found.free
-                if not free:
-                    break
-                # It has to leave its way before the gpu-let is free.
-                start = max(free[0] - way_ms, now)
-                if start <= limit:
-                    del free[0]
-                    queue.placed = found
-                    queue.end = start + way_ms + run_ms
-                    queue.run_ms = run_ms
-                    insort(free, queue.end)
-                    if found.least:
-                        heappush(found.least, (queue.level, queue.density, number, queue))
-                    spare = (queue.due if queue.due > now else now) - start
-                    for pool in pools:
-                        if spare < pool.slack:
-                            pool.slack = spare
-                    break
-                # Only on its own gpu-lets it can take another's place.
-                least, least_of = (queue.level, queue.density, number, queue), found
-                for pool in pools:
-                    if not pool.least:
-                        lined = enumerate(waiting[:number])
-                        pool.least = [(q.level, q.density, place, q) for place, q in lined if q.placed is pool]
-                        heapify(pool.least)
-                    if pool.least and pool.least[0] < least:
-                        least, least_of = pool.least[0], pool
-                out = least[3]
-                out.is_out = True
-                for pool in out.pools:
-                    pool.slack = min(pool.slack, 0.0)
-                if out is queue:
-                    break
-                heappop(least_of.least)
-                out.placed = None
-                # Its gpu-let is free earlier; if another batch was lined up behind it, that one ends earlier.
-                free = least_of.free
-                place = min(bisect_left(free, out.end), len(free) - 1)
-                insort(free, free.pop(place) - out.run_ms)
-        return [pool.slack for pool in pools_used]
-
-    def _find_frees(self, now: float, waiting: list[_Queue]) -> list[Pool]:
-        """Find when gpu-lets become free, of each pool that a batch which waits can use the first ones only."""
-        most = len(waiting)
-        found: list[Pool] = []
-        self._search += 1
-        for queue in waiting:
-            for pool in queue.pools:
-                if pool.seen == self._search:
-                    continue
-                pool.seen = self._search
-                found.append(pool)
-                pool.slack = INF
-                pool.least = []
-                if pool.size == 1 and pool.idle:
-                    pool.free = [now]
-                    continue
-                free = [now] * min(most, len(pool.idle))
-                if len(free) < most:
-                    free += [end if end > now else now for end, _ in pool.busy[: most - len(free)]]
-                    if pool.full:
-                        free += [end for end, _ in pool.full[:most]]
-                        free.sort()
-                        del free[most:]
-                pool.free = free
-        return found
-
-    def _dispatch(self, queue: _Queue, pool: Pool, now: float) -> bool:
+    def _dispatch(self, queue: Queue, pool: Place, now: float) -> bool:
         """Cut a batch for the next gpu-let of a pool and send it; False if no request can be met there."""
         program, deadlines, ids = queue.program, queue.deadlines, queue.ids
         free_at, gpulet = self._gpulets.open_at(pool, now)
@@ -732,13 +483,13 @@ class DeferredScheduler(RehearsingScheduler):
             queue.allowance.serve(size)
         stop = skip + size
         batch = ids[skip:stop]
-        self._take(queue, skip, stop)
+        queue.take(skip, stop)
         start = max(now + sent[size] - run[size], free_at)
         self.decisions.append(Dispatch(gpulet, program, batch, start, start + run[size]))
         self._gpulets.send(gpulet, run[size], start + run[size])
         return True
 
-    def _longest_ms(self, queue: _Queue) -> float:
+    def _longest_ms(self, queue: Queue) -> float:
         """Return how long a batch of a program that exceeds its plan may be: as long as any that keeps to its plan, and
         can run on the same gpu-lets, can wait for one of them."""
         longest_ms = INF
@@ -824,7 +575,7 @@ class DeferredScheduler(RehearsingScheduler):
                 queue.cut_until = -INF
                 if queue.pools:
                     self._set_target(queue)
-            self._touched = [pool for pool in self._gpulets.pools if pool.waiting]
+            self._waiting.touch(self._gpulets.pools)
             self.next_wake_ms = now
 
     def status(self) -> dict[str, Any]:
@@ -839,18 +590,17 @@ class DeferredScheduler(RehearsingScheduler):
         if request_id not in queue.ids:
             return False
         place = queue.ids.index(request_id)
-        self._take(queue, place, place + 1)
-        for pool in queue.pools:
-            self._touch(pool, now_ms)
+        queue.take(place, place + 1)
+        self._touch(queue.pools, now_ms)
         return True
 
     def gpulet_lost(self, now_ms: float, gpulet: int) -> None:
         self._gpulets.lose(gpulet)
-        self._touch(self._gpulets.pool_of(gpulet), now_ms)
+        self._touch([self._gpulets.pool_of(gpulet)], now_ms)
 
     def gpulet_back(self, now_ms: float, gpulet: int) -> None:
         self._gpulets.back(gpulet)
-        self._touch(self._gpulets.pool_of(gpulet), now_ms)
+        self._touch([self._gpulets.pool_of(gpulet)], now_ms)
 
     def queued(self, program: int) -> int:
         return len(self._queues[program].ids)
@@ -873,49 +623,10 @@ class DeferredScheduler(RehearsingScheduler):
         self._look_at_all()
 
 
-def _soonest(queue: _Queue) -> tuple[Pool, float]:
-    """Return, of the pools of a queue, the one on which its batch would end first by the plan, and its length there."""
-    found, found_ms = queue.pools[0], 0.0
-    least = INF
-    for pool in queue.pools:
-        if pool.free:
-            run = pool.run[queue.program]
-            run_ms = run[queue.size] if queue.size < len(run) else run[-1]
-            if pool.free[0] + run_ms < least:
-                found, found_ms, least = pool, run_ms, pool.free[0] + run_ms
-    return found, found_ms
-
-
-def _has_idle(part: list[_Queue]) -> bool:
+def _has_idle(part: list[Queue]) -> bool:
     """Whether a gpu-let is idle that one of them can use."""
     for queue in part:
         for pool in queue.pools:
             if pool.idle:
                 return True
     return False
-
-
-def _is_short(queue: _Queue) -> bool:
-    """Whether the plan has no slack where the batch of a queue can run."""
-    return any(pool.slack <= TIME_TOLERANCE_MS for pool in queue.pools)
-
-
-def _way_ms(queue: _Queue) -> float:
-    """Return how long the data of its next batch is on the way, at most."""
-    size = min(len(queue.ids), queue.longest)
-    return queue.sent[size] - queue.run[size]
-
-
-def _latest(queue: _Queue) -> float:
-    return queue.latest
-
-
-def _order(queue: _Queue) -> int:
-    return queue.order
-
-
-def _rank(queue: _Queue) -> tuple[bool, float, float]:
-    """Return the order in which batches that may go are sent: the planned by their latest start, then the rest."""
-    if queue.is_out:
-        return True, -queue.level, -queue.density
-    return False, queue.latest, 0.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
 from tenuto.batching.core.system import INF, TIME_TOLERANCE_MS, Host, NetworkDelay, System
 
@@ -27,13 +27,7 @@ class Pool:
 
     By program: `run[p][b]` is l(b) as it is planned with, `sent[p][b]` the time from the dispatch of a batch of b to
     an idle gpu-let until its end, network included. `idle` holds gpu-lets by index; `busy` (end, gpu-let) of those that
-    run one batch, ascending; `full` the same of those to which a second one was sent ahead. `alone` is the part of the
-    time that they would be busy if every request ran alone, `crowd` the programs per gpu-let; where a program has
-    gpu-lets in several pools, its part of both is the same on all.
-
-    The rest is for a scheduler that plans: `waiting`, by program, for what waits; `is_enclosed`, that no program on it
-    has gpu-lets elsewhere; `free` when its gpu-lets become free, `slack` and `least` in the last plan; `seen`, the last
-    search that found it.
+    run one batch, ascending; `full` the same of those to which a second one was sent ahead.
     """
 
     index: int
@@ -45,14 +39,6 @@ class Pool:
     idle: list[int] = field(default_factory=list)
     busy: list[tuple[float, int]] = field(default_factory=list)
     full: list[tuple[float, int]] = field(default_factory=list)
-    alone: float = 0.0
-    crowd: float = 0.0
-    waiting: dict[int, Any] = field(default_factory=dict)
-    is_enclosed: bool = False
-    free: list[float] = field(default_factory=list)
-    slack: float = INF
-    least: list[tuple[int, float, int, Any]] = field(default_factory=list)
-    seen: int = 0
 
     def adopt(self, network: NetworkDelay) -> None:
         """Compute the tables for these delays."""
@@ -63,10 +49,11 @@ class Pool:
             self.sent[program] = [latency + way for latency, way in zip(run, way_ms, strict=True)]
 
 
+P = TypeVar("P", bound=Pool)
 IDLE = GpuletState((), 0.0, False, ())
 
 
-class Gpulets:
+class Gpulets(Generic[P]):
     """Invariant: a gpu-let that is not lost is in exactly one list of exactly one pool.
 
     `pools_of[p]` are the pools that host a program, the fastest first; among equals the one that hosts the fewest
@@ -74,9 +61,10 @@ class Gpulets:
     there is a delay to send batches ahead for.
     """
 
-    def __init__(self, system: System) -> None:
+    def __init__(self, system: System, pool_type: type[P]) -> None:
         """Begin with every gpu-let idle."""
         self._system = system
+        self._pool_type = pool_type
         self.resume((IDLE,) * len(system.gpulets), system.network)
 
     def resume(self, states: Sequence[GpuletState], network: NetworkDelay) -> None:
@@ -87,10 +75,10 @@ class Gpulets:
         self._run_ms = [state.run_ms for state in states]  # how long that one takes
         self._is_lost = [state.is_lost for state in states]
         self._factors = [dict(state.factors) for state in states]
-        self._pool_of: list[Pool] = []
-        self._pool_by_key: dict[object, Pool] = {}
-        self.pools: list[Pool] = []
-        self.pools_of: list[list[Pool]] = []
+        self._pool_of: list[P] = []
+        self._pool_by_key: dict[object, P] = {}
+        self.pools: list[P] = []
+        self.pools_of: list[list[P]] = []
         self.idle_count = 0
         self.adopt(network)
         for gpulet in range(count):
@@ -116,12 +104,12 @@ class Gpulets:
         for pool in self.pools:
             pool.adopt(network)
 
-    def _pool_for(self, gpulet: int) -> Pool:
+    def _pool_for(self, gpulet: int) -> P:
         hosts, factors = self._system.gpulets[gpulet].hosts, self._factors[gpulet]
         key = (id(hosts), tuple(sorted(factors.items())))
         pool = self._pool_by_key.get(key)
         if pool is None:
-            pool = self._pool_by_key[key] = Pool(len(self.pools), hosts, dict(factors))
+            pool = self._pool_by_key[key] = self._pool_type(len(self.pools), hosts, dict(factors))
             pool.adopt(self._network)
             self.pools.append(pool)
         pool.size += 1
@@ -177,13 +165,13 @@ class Gpulets:
             ends = pool.busy if pending == 1 else pool.full
             del ends[bisect_left(ends, (self._free_at[gpulet], gpulet))]
 
-    def pool_of(self, gpulet: int) -> Pool:
+    def pool_of(self, gpulet: int) -> P:
         """Return the pool of a gpu-let."""
         return self._pool_of[gpulet]
 
     # What happens ----------------------------------------------------------------------------------------------------
 
-    def open_at(self, pool: Pool, now: float) -> tuple[float, int]:
+    def open_at(self, pool: P, now: float) -> tuple[float, int]:
         """Return when a gpu-let of the pool can begin with a batch that is sent to it next, and which; (inf, -1): none.
 
         That is an idle one, or with a network delay the one that ends first and has nothing sent ahead yet. One that is

@@ -72,7 +72,7 @@ class SymphonyScheduler(Scheduler):
         chosen = options if isinstance(options, SymphonyOptions) else SymphonyOptions()
         self._gather = GATHERING[chosen.gather]
         self._releases_at_target = chosen.release == "target"
-        self._gpulets = Gpulets(system)
+        self._gpulets = Gpulets(system, Pool)
         self._queues = [_Queue(p, spec.slo_ms, ArrivalRate(spec.rate_rps)) for p, spec in enumerate(system.offered)]
         self._queue_of = [self._queues[program] for program in system.program_of]
         self._waiting: dict[int, _Queue] = {}
