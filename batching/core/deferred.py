@@ -512,9 +512,10 @@ class DeferredScheduler(RehearsingScheduler):
             return
         if self._record is None:
             if rehearsals.may_begin(now):
-                self._record = rehearsals.begin(self.state(now), is_light=self._is_light)
+                self._record = rehearsals.begin(self.state(now), self.looked, is_light=self._is_light)
         else:
-            job = rehearsals.end(type(self), DeferredOptions(save_above=self._save_above, rehearse=False), now)
+            options = DeferredOptions(save_above=self._save_above, rehearse=False)
+            job = rehearsals.end(type(self), options, self.looked, now)
             if job is not None:
                 self._record = None
                 self.decisions.append(Rehearse(job, rehearsals.due_ms(now)))

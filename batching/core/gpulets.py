@@ -57,8 +57,8 @@ class Gpulets(Generic[P]):
     """Invariant: a gpu-let that is not lost is in exactly one list of exactly one pool.
 
     `pools_of[p]` are the pools that host a program, the fastest first; among equals the one that hosts the fewest
-    programs, so that what can run anywhere stays free. `idle_count` counts the idle gpu-lets, `ahead` says whether
-    there is a delay to send batches ahead for.
+    programs, so that what can run anywhere stays free. `ahead` says whether there is a delay to send batches ahead
+    for.
     """
 
     def __init__(self, system: System, pool_type: type[P]) -> None:
@@ -79,7 +79,6 @@ class Gpulets(Generic[P]):
         self._pool_by_key: dict[object, P] = {}
         self.pools: list[P] = []
         self.pools_of: list[list[P]] = []
-        self.idle_count = 0
         self.adopt(network)
         for gpulet in range(count):
             self._pool_of.append(self._pool_for(gpulet))
@@ -150,7 +149,6 @@ class Gpulets(Generic[P]):
             return
         if not pending:
             insort(pool.idle, gpulet)
-            self.idle_count += 1
         else:
             insort(pool.busy if pending == 1 else pool.full, (self._free_at[gpulet], gpulet))
 
@@ -160,7 +158,6 @@ class Gpulets(Generic[P]):
             return
         if not pending:
             pool.idle.remove(gpulet)
-            self.idle_count -= 1
         else:
             ends = pool.busy if pending == 1 else pool.full
             del ends[bisect_left(ends, (self._free_at[gpulet], gpulet))]

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
@@ -35,14 +36,15 @@ LONGEST = 6000  # requests
 MEMORY = 0.8
 GAIN = 0.001
 FEW = 10.0  # requests of a program, below which it says nothing of the one served worst
-WORST_PART = 0.1  # of the loss of the program served worst, beside the mean: by itself it would be mostly chance
+WORST_PART = 0.25  # of the programs, those served worst, by which `each` is judged: one alone is mostly chance
 WAIT_MS = 0.2  # per recorded request, from the last of them to the adoption: what a replay takes in another process
 NOISE = 0.5  # of the square root of what two values lost: the least difference that is taken for one
 CORE = 0.05  # of a core that rehearsals may take
 CREDIT_MS = 1000.0  # of a core that they may take at once, at the start and after a rest
+SPAN_MS = 60_000.0  # in any such time they take no more than `CORE` of it
 # What replaying takes, where nobody measures it: a request, a look at a batch, and a program at the beginning.
 REQUEST_MS, LOOK_MS, PROGRAM_MS = 0.005, 0.0015, 0.03
-WAIT_FOR_CREDIT = 100  # requests
+COST_EVERY = 100  # requests: how often it is looked at what a replay will take, and whether there is room for one
 SPARED = 0.02  # part of the GPU time that is worth a change where nothing else is
 
 
@@ -105,6 +107,14 @@ class Seen(NamedTuple):
     def lost(self) -> float:
         """Return how many requests were not met."""
         return sum(self.offered) - sum(self.met)
+
+    def share(self, program: int) -> float:
+        """Return the share of the requests of a program that were not met."""
+        return 1.0 - self.met[program] / self.offered[program]
+
+    def variance(self, program: int) -> float:
+        """Return the variance of that share, if requests are lost by chance."""
+        return self.share(program) / self.offered[program]
 
 
 class RehearsingScheduler(Scheduler):
@@ -194,6 +204,7 @@ class Rehearsals:
 
     def __init__(self, system: System, setting: Setting) -> None:
         self._system = system
+        self._is_each = system.objective == "each"
         self._longest_slo_ms = max((model.slo_ms for model in system.models), default=0.0)
         # These four under heavy load, and under light load.
         self._settings = [setting, setting]
@@ -213,6 +224,11 @@ class Rehearsals:
         self._cpu_ms = 0.0
         self._credit_ms = CREDIT_MS
         self._credit_at = -INF
+        self._spent: deque[tuple[float, float]] = deque()  # (when, ms of a core) in the last minute
+        self._one_ms = 0.0  # what the last one took
+        self._expected_ms = 0.0  # of it, before it was made
+        self._measured = 1.0  # the one by the other
+        self._looked = 0  # by the scheduler that records, before it began to
         self._gain = self._spared = 0.0
 
     def setting(self, *, is_light: bool) -> Setting:
@@ -230,45 +246,63 @@ class Rehearsals:
     def may_begin(self, now: float) -> bool:
         """Return whether what rehearsals took until now leaves room for one more; False: ask again."""
         self._earn(now)
-        if self._credit_ms < 0.0:
-            self._step = WAIT_FOR_CREDIT
+        if self._credit_ms < 0.0 or self._room_ms(now) < min(self._one_ms, CORE * SPAN_MS):
+            self._step = COST_EVERY
             return False
         return True
+
+    def _room_ms(self, now: float) -> float:
+        """Return what rehearsals may still take of a core in this minute."""
+        while self._spent and self._spent[0][0] <= now - SPAN_MS:
+            self._spent.popleft()
+        return CORE * SPAN_MS - sum(spent_ms for _, spent_ms in self._spent)
 
     def _earn(self, now: float) -> None:
         if self._credit_at > -INF:
             self._credit_ms = min(CREDIT_MS, self._credit_ms + CORE * (now - self._credit_at))
         self._credit_at = now
 
-    def begin(self, state: State, *, is_light: bool) -> list[tuple[float, int, float]]:
-        """Record from here on; returns the list for the arrivals."""
+    def begin(self, state: State, looked: int, *, is_light: bool) -> list[tuple[float, int, float]]:
+        """Record from here on; returns the list for the arrivals. `looked` is how often the scheduler looked yet."""
         self._state = state
+        self._looked = looked
         self._is_light = is_light
         self._arrivals = []
-        self._step = self._requests
+        self._step = min(COST_EVERY, self._requests)
         return self._arrivals
 
     def becomes_heavy(self) -> None:
         """What is recorded was not offered under light load only."""
         self._is_light = False
 
-    def end(self, scheduler: type[RehearsingScheduler], options: SchedulerOptions, now: float) -> Replay | None:
+    def end(
+        self, scheduler: type[RehearsingScheduler], options: SchedulerOptions, looked: int, now: float
+    ) -> Replay | None:
         """Return the job that replays what was recorded with schedulers of this type; None: record more."""
         arrivals, state = self._arrivals, self._state
         if state is None:
             return None
-        if now - state.now_ms < LEAST_SLOS * self._longest_slo_ms and len(arrivals) < LONGEST:
-            self._step = self._requests
+        present, knob = self._settings[self._is_light], self._knobs[self._is_light]
+        values = sorted({*VALUES[knob], present[knob]})
+        # A replay looks about as often as the scheduler that recorded it.
+        self._expected_ms = len(values) * self._replay_ms(looked - self._looked)
+        self._step = COST_EVERY
+        is_long = now - state.now_ms >= LEAST_SLOS * self._longest_slo_ms or len(arrivals) >= LONGEST
+        is_enough = is_long and not len(arrivals) % self._requests
+        if not is_enough and self._measured * self._expected_ms < self._room_ms(now):
             return None
         counted = len(arrivals)
         while counted > len(arrivals) // 2 and arrivals[counted - 1][0] > now - self._longest_slo_ms:
             counted -= 1
         self._step = -1  # until the result is there
-        present, knob = self._settings[self._is_light], self._knobs[self._is_light]
         if not knob:
             present = present._replace(in_full=True)
-        settings = tuple(present.changed(knob, value) for value in sorted({*VALUES[knob], present[knob]}))
+        settings = tuple(present.changed(knob, value) for value in values)
         return Replay(scheduler, options, self._system, state, arrivals, counted, settings)
+
+    def _replay_ms(self, looked: int) -> float:
+        """Return what it takes of a core to replay what is recorded once, where so many looks are made."""
+        return REQUEST_MS * len(self._arrivals) + PROGRAM_MS * len(self._system.programs) + LOOK_MS * looked
 
     def due_ms(self, now: float) -> float:
         """Return when the result of the job that is given out now is to be adopted."""
@@ -277,10 +311,12 @@ class Rehearsals:
     def learn(self, result: list[Replayed], now: float, cpu_ms: float | None) -> None:
         """Take over what a replay found and what it took of a core (None: not measured)."""
         if cpu_ms is None:
-            each_ms = REQUEST_MS * len(self._arrivals) + PROGRAM_MS * len(self._system.programs)
-            cpu_ms = sum(each_ms + LOOK_MS * replayed.looked for replayed in result)
+            cpu_ms = sum(self._replay_ms(replayed.looked) for replayed in result)
         self._earn(now)
         self._credit_ms -= cpu_ms
+        self._spent.append((now, cpu_ms))
+        self._one_ms = cpu_ms
+        self._measured = cpu_ms / self._expected_ms if self._expected_ms else 1.0
         self._cpu_ms += cpu_ms
         is_light = self._is_light
         setting, knob = self._settings[is_light], self._knobs[is_light]
@@ -292,10 +328,10 @@ class Rehearsals:
         present = setting[knob]
         best = min(lost, key=lambda value: (lost[value], -value))
         if not self._saves(found, present, best):
-            best = min(
-                (value for value in lost if lost[value] - lost[present] <= GAIN / 2 or value == present),
-                key=lambda value: found[value].busy_ms,
-            )
+            # What GPU time is worth may not cost the models served worst.
+            doubt = {v: self._chance(found[present], found[v]) if self._is_each else 0.0 for v in lost}
+            as_good = [v for v in lost if lost[v] - lost[present] <= GAIN / 2 - doubt[v] or v == present]
+            best = min(as_good, key=lambda value: found[value].busy_ms)
             if found[best].busy_ms > (1.0 - SPARED) * found[present].busy_ms:
                 best = present
         self._done[is_light] += 1
@@ -314,18 +350,33 @@ class Rehearsals:
 
     def _saves(self, found: dict[float, Seen], one: float, other: float) -> bool:
         """Return whether the second of two values loses fewer requests, by more than chance."""
-        noise = NOISE * _noise(found[one], found[other])
-        return self._loss(found[one]) - self._loss(found[other]) > max(GAIN, noise)
+        saved = self._loss(found[one]) - self._loss(found[other])
+        return saved > max(GAIN, self._chance(found[one], found[other]))
+
+    def _chance(self, one: Seen, other: Seen) -> float:
+        """Return what chance makes of the difference of what two values lose."""
+        if one is other:
+            return 0.0
+        if self._is_each:
+            first, second = self._worst(one), self._worst(other)
+            variance = sum(map(one.variance, first)) + sum(map(other.variance, second))
+            return NOISE * math.sqrt(variance) / max(1, len(first))
+        return NOISE * math.sqrt(one.lost() + other.lost()) / max(1.0, sum(one.offered))
 
     def _loss(self, seen: Seen) -> float:
         """Return what the objective makes of requests offered and met by program: the share of worth lost, or with
-        `each` the mean over programs of the share lost, and a little of the worst."""
-        offered, met = seen.offered, seen.met
-        if self._system.objective == "each":
-            shares = [1.0 - m / o for o, m in zip(offered, met, strict=True) if o >= FEW]
-            return sum(shares) / len(shares) + WORST_PART * max(shares) if shares else 0.0
-        total = sum(w * o for w, o in zip(self._worth, offered, strict=True))
-        return 1.0 - sum(w * m for w, m in zip(self._worth, met, strict=True)) / total if total else 0.0
+        `each` the mean share lost of the quarter of the programs that lost most."""
+        if self._is_each:
+            worst = self._worst(seen)
+            return sum(map(seen.share, worst)) / len(worst) if worst else 0.0
+        total = sum(w * o for w, o in zip(self._worth, seen.offered, strict=True))
+        return 1.0 - sum(w * m for w, m in zip(self._worth, seen.met, strict=True)) / total if total else 0.0
+
+    def _worst(self, seen: Seen) -> list[int]:
+        """Return the programs by which `each` is judged."""
+        programs = [program for program, offered in enumerate(seen.offered) if offered >= FEW]
+        programs.sort(key=seen.share, reverse=True)
+        return programs[: math.ceil(WORST_PART * len(programs))]
 
     def status(self) -> dict[str, Any]:
         """Return, for operators, how many replays there were, and by which share of the requests (or of their worth)
@@ -336,12 +387,6 @@ class Rehearsals:
             "expected_spared": self._spared,
             "rehearsal_cpu_s": self._cpu_ms / 1000.0,
         }
-
-
-def _noise(one: Seen, other: Seen) -> float:
-    """Return the standard deviation of a difference of two shares, if the requests that only one of both lost are lost
-    by chance."""
-    return math.sqrt(one.lost() + other.lost()) / max(1.0, sum(one.offered))
 
 
 def describe_schedulers(schedulers: Iterable[Mapping[str, Any]]) -> list[str]:
