@@ -5,30 +5,36 @@ A request that finds no token is borrowed: it is served with what the others lea
 
 from __future__ import annotations
 
+import math
+
 from tenuto.batching.core.system import INF
 
 __all__ = ["Allowance"]
 
 MARGIN = 1.1  # of the planned rate: chance alone must not empty the bucket
-BURST_MS = 2000.0  # of the planned rate may come at once
+BURST_MS = 2000.0  # of the planned rate may come at once, as long as nothing is known of a program, and at most
 LEAST_BURST = 10.0  # requests
-STEP = 1 / 64  # how fast the share of borrowed requests follows
+USUAL = 2.0  # times the largest burst of late may come at once
+USUAL_MS = 10_000.0  # how fast that burst is forgotten
+STEP = 1 / 24  # how fast the share of borrowed requests follows
 EXCEEDS = 0.5  # share of borrowed requests from which on a program exceeds its plan: more than twice what is planned
 
 
 class Allowance:
     """The bucket of one program; without a planned rate it is not limited, and nothing is ever borrowed. `borrowed` is
     the share of its requests lately that found no token, `owed` how many that found one have not been served yet, they
-    or others in their place."""
+    or others in their place; `most` of both. `usual` is the largest burst of late: models that fluctuate by turns help
+    each other, and one that never did is known soon to exceed its plan."""
 
-    __slots__ = ("_at", "_burst", "_per_ms", "_tokens", "borrowed", "is_limited", "owed")
+    __slots__ = ("_at", "_full_at", "_peak", "_per_ms", "_used", "borrowed", "is_limited", "most", "owed", "usual")
 
     def __init__(self, rate_rps: float | None) -> None:
         self.is_limited = rate_rps is not None
         self._per_ms = INF if rate_rps is None else MARGIN * rate_rps / 1000.0
-        self._burst = max(LEAST_BURST, BURST_MS * self._per_ms)
-        self._tokens = self._burst
-        self._at = 0.0
+        self.most = max(LEAST_BURST, BURST_MS * self._per_ms)
+        self._used = self._peak = 0.0  # tokens, now and at most since the bucket was full
+        self._at = self._full_at = 0.0
+        self.usual = self.most
         self.borrowed = 0.0
         self.owed = 0.0
 
@@ -41,28 +47,38 @@ class Allowance:
         """Count a request; False if it is borrowed."""
         if not self.is_limited:
             return True
-        self._tokens = min(self._burst, self._tokens + (now_ms - self._at) * self._per_ms)
+        self._used -= (now_ms - self._at) * self._per_ms
         self._at = now_ms
-        is_planned = self._tokens >= 1.0
+        if self._used <= 0.0:
+            self._used = 0.0
+            self.usual = max(self._peak, self.usual * math.exp((self._full_at - now_ms) / USUAL_MS))
+            self._peak = 0.0
+            self._full_at = now_ms
+        is_planned = self._used + 1.0 <= self._burst()
         if is_planned:
-            self._tokens -= 1.0
-            self.owed = min(self.owed + 1.0, self._burst)
+            self._used += 1.0
+            self._peak = max(self._peak, self._used)
+            self.owed = min(self.owed + 1.0, self.most)
             self.borrowed -= self.borrowed * STEP
         else:
             self.borrowed += (1.0 - self.borrowed) * STEP
         return is_planned
 
+    def _burst(self) -> float:
+        return min(self.most, max(LEAST_BURST, USUAL * self.usual))
+
     def serve(self, count: int) -> None:
         """So many are served."""
         self.owed = max(0.0, self.owed - count)
 
-    def resume(self, now_ms: float, borrowed: float) -> None:
+    def resume(self, now_ms: float, borrowed: float, usual: float) -> None:
         """Begin anew: the bucket is full, or empty where the program exceeds its plan."""
         self.borrowed = borrowed
-        self._at = now_ms
+        self.usual = usual
+        self._at = self._full_at = now_ms
         self.owed = 0.0
-        self._tokens = 0.0 if self.exceeds else self._burst
+        self._used = self._peak = self._burst() if self.exceeds else 0.0
 
     def next_ms(self) -> float:
         """Return how long after the last request there will be a token."""
-        return max(0.0, 1.0 - self._tokens) / self._per_ms
+        return max(0.0, self._used + 1.0 - self._burst()) / self._per_ms

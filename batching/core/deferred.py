@@ -73,7 +73,8 @@ class DeferredOptions(SchedulerOptions):
 
 
 class DeferredScheduler(RehearsingScheduler):
-    """See the module. Invariant: no due batch waits while a gpu-let that can serve it in time is idle."""
+    """See the module. Invariant: no due batch of a program within its plan waits while a gpu-let that can serve it in
+    time is idle."""
 
     name = "deferred"
     summary = "Symphony with a look ahead at all waiting batches, and holding times chosen by rehearsal"
@@ -476,7 +477,12 @@ class DeferredScheduler(RehearsingScheduler):
             return False
         # It borrows whole batches where others find a gpu-let idle besides.
         if queue.allowance.exceeds and queue.allowance.owed < size and sum(len(pool.idle) for pool in queue.pools) <= 1:
-            size = max(1, min(size, bisect_right(run, self._longest_ms(queue)) - 1))
+            short = bisect_right(run, self._longest_ms(pool, now)) - 1
+            if short < 1 < queue.gpulets:  # where others cannot wait even for one, of the last it gets what is planned
+                if queue.allowance.owed < min(queue.ripe, queue.allowance.most):
+                    return False
+                short = int(queue.allowance.owed)
+            size = min(size, max(1, short))
         if self._evens_out:
             queue.lost *= (1.0 - queue.loss_step) ** size
         if queue.allowance.is_limited:
@@ -489,17 +495,14 @@ class DeferredScheduler(RehearsingScheduler):
         self._gpulets.send(gpulet, run[size], start + run[size])
         return True
 
-    def _longest_ms(self, queue: Queue) -> float:
-        """Return how long a batch of a program that exceeds its plan may be: as long as any that keeps to its plan, and
-        can run on the same gpu-lets, can wait for one of them."""
+    def _longest_ms(self, pool: Place, now: float) -> float:
+        """Return how long a batch of a program that exceeds its plan may be on the last idle gpu-let of a pool: as long
+        as any that keeps to its plan can wait, unless another gpu-let ends sooner."""
         longest_ms = INF
-        sharing = {program for pool in queue.pools for program in pool.run}
-        for other in map(self._queues.__getitem__, sharing):
-            if not other.allowance.exceeds and other.rate.rps:
-                gpulets = sum(pool.size for pool in other.pools if queue.program in pool.run)
-                if gpulets:
-                    # Of n gpu-lets that are busy at random the first is free after 1/(n + 1) of a batch, on average.
-                    wait_ms = 0.5 * (gpulets + 1) * (other.budget_ms - other.sent[other.ripe])
+        for other in map(self._queues.__getitem__, pool.run):
+            if not other.allowance.exceeds and other.rate.rps and sum(len(place.idle) for place in other.pools) <= 1:
+                wait_ms = other.budget_ms - other.sent[other.ripe]
+                if all(place.busy[0][0] > now + wait_ms for place in other.pools if place.busy):
                     longest_ms = min(longest_ms, wait_ms)
         return longest_ms
 
@@ -528,6 +531,7 @@ class DeferredScheduler(RehearsingScheduler):
             tuple(tuple(queue.deadlines) for queue in self._queues),
             tuple(queue.rate.rps for queue in self._queues),
             tuple(queue.allowance.borrowed for queue in self._queues),
+            tuple(queue.allowance.usual for queue in self._queues),
             tuple(queue.lost for queue in self._queues),
             self._gpulets.state(),
             self._network,
@@ -543,12 +547,12 @@ class DeferredScheduler(RehearsingScheduler):
         self.decisions = []
         self._silent = []
         number = 0
-        for queue, deadlines, rps, borrowed, lost in zip(
-            self._queues, state.deadlines, state.rates, state.borrowed, state.lost, strict=True
+        for queue, deadlines, rps, borrowed, burst, lost in zip(
+            self._queues, state.deadlines, state.rates, state.borrowed, state.bursts, state.lost, strict=True
         ):
             queue.rate = ArrivalRate(rps)
             queue.lost = lost
-            queue.allowance.resume(state.now_ms, borrowed)
+            queue.allowance.resume(state.now_ms, borrowed, burst)
             queue.deadlines = list(deadlines)
             queue.arrived = [min(deadline - queue.budget_ms, state.now_ms) for deadline in deadlines]
             queue.oldest = min(queue.arrived, default=INF)

@@ -62,12 +62,13 @@ class Setting(NamedTuple):
 
 class State(NamedTuple):
     """A scheduler's state: by program the deadlines of what is queued, the offered rate, the share of it that is beyond
-    the plan and the share lost lately; gpu-lets and delays."""
+    the plan, the usual burst and the share lost lately; gpu-lets and delays."""
 
     now_ms: float
     deadlines: tuple[tuple[float, ...], ...]
     rates: tuple[float | None, ...]
     borrowed: tuple[float, ...]
+    bursts: tuple[float, ...]
     lost: tuple[float, ...]
     gpulets: tuple[GpuletState, ...]
     network: NetworkDelay
