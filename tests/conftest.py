@@ -27,6 +27,7 @@ os.environ.pop("RAY_AUTH_TOKEN_PATH", None)
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ.setdefault("RAY_worker_niceness", "0")
 os.environ.setdefault("RAY_SERVE_CONTROL_LOOP_INTERVAL_S", "0.1")  # Serve's own: every start waits for several turns
+os.environ.setdefault("RAY_SERVE_MAX_PER_REPLICA_RETRY_COUNT", "1")  # what cannot start does not start the third time
 os.environ.setdefault("RAY_DISABLE_IMPORT_WARNING", "1")
 calm_openmp(os.environ)  # several processes with torch on few cores
 

@@ -25,7 +25,8 @@ SERVING_LIBRARIES = ("ray", "torch", "torchvision", "transformers", "pynvml", "f
 # What loads where none of these libraries is installed, and what in there is about torch itself.
 WITHOUT_LIBRARIES = (
     *(f"tenuto.{folder}" for folder in ("profiles", "mps", "placement", "batching")),
-    *(f"tenuto.loadgen.{name}" for name in ("schedule", "records", "verdict")),
+    *(f"tenuto.loadgen.{name}" for name in ("schedule", "records", "verdict", "bench", "compare", "report")),
+    "tenuto.deployments.serve.diff",
     *(f"tenuto.cli.{verb}" for verb in ("plan", "simulate", "goodput", "policies")),
 )
 WITH_TORCH = (
@@ -192,6 +193,8 @@ class Block:
 sys.meta_path.insert(0, Block())
 for module in {modules}:
     importlib.import_module(module)
+from tenuto.placement import policy_names
+assert "usher" in policy_names()
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300, check=False)
     assert (len(modules) > 150, done.returncode, done.stderr) == (True, 0, "")

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from tenuto.profiles.estimator.roofline import KINDS
+from tenuto.profiles.estimator.roofline import KINDS, MeasuredNetworks
 from tenuto.profiles.estimator.trace import Operator, Trace
 
 __all__ = ["DeviceTimes", "fit_device_times"]
@@ -77,20 +77,11 @@ def fit_device_times(traces: Sequence[Trace], times_ms: Sequence[float], groups:
 
 class _Problem:
     def __init__(self, traces: Sequence[Trace], times_ms: Sequence[float], groups: Sequence[str]) -> None:
-        operators = [operator for trace in traces for operator in trace.operators]
-        self._counts = np.array([len(trace.operators) for trace in traces], dtype=float)
-        self._begins = np.concatenate([[0], np.cumsum(self._counts)[:-1]]).astype(int)
-        self._flops = np.array([o.flops for o in operators])
-        self._moved = np.array([o.moved_bytes for o in operators])
-        self._elements = np.array([max(o.written_bytes / 4.0, 1.0) for o in operators])
-        self._kinds = np.array([KINDS.index(o.kind) for o in operators])
+        self._measured = measured = MeasuredNetworks(traces, times_ms, groups)
+        self._elements = np.array([max(o.written_bytes / 4.0, 1.0) for trace in traces for o in trace.operators])
         self._inputs = np.array([trace.input_bytes for trace in traces])
-        self._logs = np.log(np.asarray(times_ms, dtype=float))
-        names = list(groups)
-        self._weights = np.array([1.0 / math.sqrt(names.count(name)) for name in names])
-        fastest = max(np.add.reduceat(self._flops, self._begins) / np.asarray(times_ms, dtype=float))
-        shortest = min(np.asarray(times_ms, dtype=float) / self._counts)
-        first = [fastest, fastest / 20.0, shortest / 2.0, _START_COPY, _START_RAMP, _START_KERNEL]
+        shortest = np.min(measured.times_ms / measured.counts)
+        first = [measured.fastest, measured.fastest / 20.0, shortest / 2.0, _START_COPY, _START_RAMP, _START_KERNEL]
         self._start = np.concatenate([np.log(first), np.zeros(len(KINDS))])
         self._stiffness = np.concatenate([_STIFFNESS, np.full(len(KINDS), _KIND_STIFFNESS)])
 
@@ -106,14 +97,15 @@ class _Problem:
         )  # fmt: skip
 
     def _residuals(self, logs: Floats) -> Floats:
-        errors = self._predicted(logs) - self._logs
+        errors = self._predicted(logs) - self._measured.logs
         robust = np.sign(errors) * _OUTLIER * np.sqrt(np.log1p((errors / _OUTLIER) ** 2))
-        return np.concatenate([robust * self._weights, self._stiffness * (logs - self._start)])
+        return np.concatenate([robust * self._measured.weights, self._stiffness * (logs - self._start)])
 
     def _predicted(self, logs: Floats) -> Floats:
+        measured = self._measured
         speed, bandwidth, launch, copy, ramp, least = np.exp(logs[:6])
         kinds = np.exp(logs[6:])
-        arithmetic = self._flops / (speed * kinds[self._kinds]) * (1.0 + ramp / self._elements)
-        kernels = np.add.reduceat(np.maximum(arithmetic, self._moved / bandwidth) + least, self._begins)
-        together = (kernels**_OVERLAP + (launch * self._counts) ** _OVERLAP) ** (1.0 / _OVERLAP)
+        arithmetic = measured.flops / (speed * kinds[measured.kinds]) * (1.0 + ramp / self._elements)
+        kernels = measured.totals(np.maximum(arithmetic, measured.moved / bandwidth) + least)
+        together = (kernels**_OVERLAP + (launch * measured.counts) ** _OVERLAP) ** (1.0 / _OVERLAP)
         return np.asarray(np.log(together + self._inputs / copy))

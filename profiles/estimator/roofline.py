@@ -10,14 +10,15 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tenuto.profiles.estimator.trace import Operator, Trace
 
-__all__ = ["KINDS", "KernelTimes", "fit_kernel_times", "fit_roofline"]
+__all__ = ["KINDS", "KernelTimes", "MeasuredNetworks", "fit_kernel_times", "fit_roofline"]
+
+Floats = NDArray[np.float64]
 
 KINDS = ("conv1", "conv3", "conv", "depthwise", "matmul", "attention", "norm", "elementwise")
 _STIFFNESS = 0.3  # how strongly a kind is held at the common speed: a factor of e weighs like an error of 30 %
@@ -45,6 +46,27 @@ class KernelTimes:
         return math.fsum(self.operator_ms(operator) for operator in trace.operators)
 
 
+class MeasuredNetworks:
+    """The operators of all measured networks in one row, the logarithms of the times that a fit explains, and the
+    weight of each measured point: every model weighs the same."""
+
+    def __init__(self, traces: Sequence[Trace], times_ms: Sequence[float], groups: Sequence[str]) -> None:
+        operators = [operator for trace in traces for operator in trace.operators]
+        self.counts = np.array([len(trace.operators) for trace in traces], dtype=float)
+        self._begins = np.concatenate([[0], np.cumsum(self.counts)[:-1]]).astype(int)
+        self.flops = np.array([o.flops for o in operators])
+        self.moved = np.array([o.moved_bytes for o in operators])
+        self.kinds = np.array([KINDS.index(o.kind) for o in operators])
+        self.times_ms = np.asarray(times_ms, dtype=float)
+        self.logs = np.log(self.times_ms)
+        self.weights = np.array([1.0 / math.sqrt(list(groups).count(group)) for group in groups])
+        self.fastest = float(np.max(self.totals(self.flops) / self.times_ms))
+
+    def totals(self, of_operators: Floats) -> Floats:
+        """Return the sum over the operators of each network."""
+        return np.asarray(np.add.reduceat(of_operators, self._begins))
+
+
 def fit_roofline(traces: Sequence[Trace], times_ms: Sequence[float], groups: Sequence[str]) -> KernelTimes:
     """Fit the three constants by least squares on the logarithm of the time; every model weighs the same.
 
@@ -53,11 +75,11 @@ def fit_roofline(traces: Sequence[Trace], times_ms: Sequence[float], groups: Seq
         times_ms: their latencies.
         groups: their models.
     """
-    problem = _Problem(traces, times_ms, groups)
-    fastest = max(f.sum() / t for f, t in zip(problem.flops, times_ms, strict=True))
-    starts = [np.log([fastest, fastest / ratio, 0.005]) for ratio in (2, 10, 50)]
-    low, high = np.log([fastest / 100, fastest / 1e5, 1e-5]), np.log([fastest * 100, fastest * 100, 10.0])
-    speed, bandwidth, launch = np.exp(problem.solve(starts, low, high))
+    measured = MeasuredNetworks(traces, times_ms, groups)
+    starts = [np.log([measured.fastest, measured.fastest / ratio, 0.005]) for ratio in (2, 10, 50)]
+    low, high = (np.log([measured.fastest * by, measured.fastest * least, launch_ms])
+                 for by, least, launch_ms in ((1e-2, 1e-5, 1e-5), (1e2, 1e2, 10.0)))  # fmt: skip
+    speed, bandwidth, launch = np.exp(_solve(measured, starts, low, high))
     return KernelTimes(float(speed), float(bandwidth), float(launch))
 
 
@@ -65,40 +87,26 @@ def fit_kernel_times(
     roofline: KernelTimes, traces: Sequence[Trace], times_ms: Sequence[float], groups: Sequence[str]
 ) -> KernelTimes:
     """Fit a speed for each kind of kernel as well, starting from a fitted roofline; speeds stay within 1/10 and 10."""
-    problem = _Problem(traces, times_ms, groups)
     start = np.concatenate([
         np.log([roofline.flops_per_ms, roofline.bytes_per_ms, roofline.launch_ms]), np.zeros(len(KINDS))
     ])  # fmt: skip
     reach = np.concatenate([np.full(3, 3.0), np.full(len(KINDS), math.log(10))])
-    found = np.exp(problem.solve([start], start - reach, start + reach))
+    found = np.exp(_solve(MeasuredNetworks(traces, times_ms, groups), [start], start - reach, start + reach))
     speeds = dict(zip(KINDS, found[3:].tolist(), strict=True))
     return KernelTimes(float(found[0]), float(found[1]), float(found[2]), speeds)
 
 
-class _Problem:
-    """The least-squares problem behind both fits."""
+def _solve(measured: MeasuredNetworks, starts: Sequence[Floats], low: Floats, high: Floats) -> Floats:
+    from scipy.optimize import least_squares
 
-    def __init__(self, traces: Sequence[Trace], times_ms: Sequence[float], groups: Sequence[str]) -> None:
-        self.flops = [np.array([o.flops for o in trace.operators]) for trace in traces]
-        self._moved = [np.array([o.moved_bytes for o in trace.operators]) for trace in traces]
-        self._kinds = [np.array([KINDS.index(o.kind) for o in trace.operators]) for trace in traces]
-        self._logs = np.log(np.asarray(times_ms, dtype=float))
-        self._weights = np.array([1.0 / math.sqrt(list(groups).count(group)) for group in groups])
-
-    def solve(self, starts: Sequence[Any], low: Any, high: Any) -> NDArray[np.float64]:
-        from scipy.optimize import least_squares
-
-        fits = [least_squares(self._residuals, start, bounds=(low, high)) for start in starts]
-        return np.asarray(min(fits, key=lambda fit: float(fit.cost)).x)
-
-    def _residuals(self, logs: NDArray[np.float64]) -> NDArray[np.float64]:
+    def residuals(logs: Floats) -> Floats:
         speed, bandwidth, launch = np.exp(logs[:3])
         kinds = np.exp(logs[3:])
-        made = np.empty(len(self._logs))
-        for index, (flops, moved) in enumerate(zip(self.flops, self._moved, strict=True)):
-            bound = np.maximum(flops / speed, moved / bandwidth)
-            if len(kinds):
-                bound = bound / kinds[self._kinds[index]]
-            made[index] = bound.sum() + launch * len(flops)
-        errors = (np.log(made) - self._logs) * self._weights
-        return np.concatenate([errors, _STIFFNESS * logs[3:]])
+        bound = np.maximum(measured.flops / speed, measured.moved / bandwidth)
+        if len(kinds):
+            bound = bound / kinds[measured.kinds]
+        errors = np.log(measured.totals(bound) + launch * measured.counts) - measured.logs
+        return np.concatenate([errors * measured.weights, _STIFFNESS * logs[3:]])
+
+    fits = [least_squares(residuals, start, bounds=(low, high)) for start in starts]
+    return np.asarray(min(fits, key=lambda fit: float(fit.cost)).x)

@@ -73,7 +73,7 @@ def test_the_written_file_is_a_plan_again(tenuto, tmp_path: Path) -> None:  # ty
 
 
 def test_the_picture_is_written(tenuto, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
-    assert tenuto("plan", "w.yaml", "--gpus", "v100:2", "--picture", "plan.svg").code == 0
+    assert tenuto("plan", "w.yaml", "--policy", "ffd", "--gpus", "v100:2", "--picture", "plan.svg").code == 0
     assert (tmp_path / "plan.svg").read_text().startswith("<svg")
 
 
@@ -229,7 +229,7 @@ def test_all_problems_of_all_inputs_come_at_once(tenuto, tmp_path: Path) -> None
 
 
 def test_a_plan_from_another_schema_version_is_refused(tenuto, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
-    tenuto("plan", "w.yaml", "--gpus", "v100:2", "-o", "plan.yaml")
+    tenuto("plan", "w.yaml", "--policy", "ffd", "--gpus", "v100:2", "-o", "plan.yaml")
     old = (tmp_path / "plan.yaml").read_text().replace("schema: 1", "schema: 9")
     (tmp_path / "plan.yaml").write_text(old)
     ran = tenuto("simulate", "plan.yaml", "--duration-s", "1", "--seed", "1")
@@ -239,7 +239,7 @@ def test_a_plan_from_another_schema_version_is_refused(tenuto, tmp_path: Path) -
 
 
 def test_an_unwritable_path_is_told(tenuto) -> None:  # type: ignore[no-untyped-def]
-    ran = tenuto("plan", "w.yaml", "--gpus", "v100:2", "-o", "missing/plan.yaml")
+    ran = tenuto("plan", "w.yaml", "--policy", "ffd", "--gpus", "v100:2", "-o", "missing/plan.yaml")
     assert ran.code == 2
     assert "cannot be written" in ran.err
 
@@ -260,7 +260,7 @@ models:
   - {name: vgg19, rate_rps: 60, slo_ms: 250}
   - {name: alexnet, rate_rps: 200, slo_ms: 100}
 """)
-    tenuto("plan", "w.yaml", "--gpus", gpus, "-o", "plan.yaml")
+    tenuto("plan", "w.yaml", "--policy", "ffd", "--gpus", gpus, "-o", "plan.yaml")
     assert not Plan.load(tmp_path / "plan.yaml").unserved
     ran = tenuto("simulate", "plan.yaml", "--duration-s", "20", "--seed", "3", "--json")
     assert json.loads(ran.out)["attainment"] >= 0.99
@@ -306,7 +306,7 @@ def test_merged_groups_and_streaming_are_shown(tenuto, tmp_path: Path) -> None: 
     compared = tenuto(*arguments, "--compare", "symphony,ffd").out
     assert "in cats+dogs" in compared
     assert "streaming: each gpu-let" in compared
-    assert "streaming" not in tenuto("plan", "w.yaml", "--gpus", "v100:4").out
+    assert "streaming" not in tenuto("plan", "w.yaml", "--policy", "ffd", "--gpus", "v100:4").out
 
 
 def test_a_plan_is_extended_by_newcomers_and_what_is_placed_stays(tenuto, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]

@@ -1,21 +1,28 @@
-"""A Ray of two nodes, two loopback addresses of this machine: gpu-lets run on their GPU's node, and a node dies."""
+"""A Ray of three nodes, loopback addresses of this machine: each tells its GPUs, gpu-lets run on their GPU's node, and
+a node dies."""
 
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tenuto.cli import main
+from tenuto.deployments.operator import mps_inventory
+from tenuto.deployments.operator.mps_inventory import read_ray_inventory
 from tenuto.deployments.serve.config import serve_config
 from tenuto.deployments.serve.endpoint import get_json
 from tenuto.deployments.serve.launcher import Launcher, unused_port
 from tenuto.errors import EnvironmentFaultError
-from tenuto.placement import Plan
+from tenuto.mps.inventory import GpuDevice, read_inventory
+from tenuto.placement import Cluster, Plan
 from tests.instruments.live import pids, post, until
+from tests.mps.fake_nvml import A100, V100, FakeGpu, FakeNvml
 
 pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::DeprecationWarning")]
 
-HEAD, OTHER = "127.0.0.2", "127.0.0.3"
+HEAD, OTHER, BARE, AGAIN = (f"127.0.0.{last}" for last in (2, 3, 4, 5))
 LABEL = "tenuto.test/rack=b7"
 BODY = json.dumps(
     {"inputs": [{"name": "INPUT0", "shape": [2, 1], "datatype": "FP32", "data": [1, 2]}]}
@@ -48,14 +55,44 @@ def cluster(own_ray: None) -> Iterator[Any]:
     import ray
     from ray.cluster_utils import Cluster
 
-    nodes = Cluster(initialize_head=True, head_node_args={"node_ip_address": HEAD, "num_gpus": 1, "num_cpus": 2})
+    head = {"node_ip_address": HEAD, "num_gpus": 1, "num_cpus": 2, "include_dashboard": False}
+    nodes = Cluster(initialize_head=True, head_node_args=head)
     try:
         nodes.add_node(node_ip_address=OTHER, num_gpus=1, num_cpus=2, labels=dict([LABEL.split("=")]))
-        ray.init(address=nodes.address, _node_ip_address=HEAD, log_to_driver=False)
+        nodes.add_node(node_ip_address=BARE, num_cpus=2)
         yield nodes
     finally:
         ray.shutdown()
         nodes.shutdown()
+
+
+def gpus_by_node() -> tuple[GpuDevice, ...]:
+    """An A100 on the first node, a V100 on the second, and a third node without any GPU."""
+    import ray
+
+    node = ray.util.get_node_ip_address()
+    if node == BARE:
+        raise EnvironmentFaultError("no NVIDIA driver answers here.")
+    gpu = FakeGpu(V100) if node == OTHER else FakeGpu(A100, "NVIDIA A100-SXM4-40GB", 40_960, (8, 0))
+    return read_inventory(FakeNvml(gpu), lambda: {V100: 80, A100: 108})
+
+
+def test_every_node_tells_its_gpus_and_the_verb_names_them(
+    cluster: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    def read() -> dict[str, tuple[GpuDevice, ...]]:
+        return read_ray_inventory(60.0, gpus_by_node)
+
+    monkeypatch.setattr(mps_inventory, "read_ray_inventory", read)
+    path = tmp_path / "cluster.yaml"
+    with pytest.raises(SystemExit) as ended:
+        main(["cluster", "--address", cluster.address, "-o", str(path), "--json"])
+    assert ended.value.code == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [(gpu["address"], gpu["uuid"]) for gpu in found["gpus"]] == [(HEAD, A100), (OTHER, V100)]
+    loaded = Cluster.load(path)
+    assert [node.address for node in loaded.nodes] == [HEAD, OTHER]
+    assert loaded.gpu_types == ("a100", "v100")
 
 
 def addresses_by_gpulet(url: str) -> dict[str, str]:
@@ -66,7 +103,10 @@ def addresses_by_gpulet(url: str) -> dict[str, str]:
 
 
 def test_gpulets_run_on_the_node_of_their_gpu_and_a_lost_node_takes_only_its_own_away(cluster: Any) -> None:
+    import ray
+
     port = unused_port()
+    ray.init(address=cluster.address, _node_ip_address=HEAD, log_to_driver=False)
     with Launcher() as launcher:
         launcher.connect(num_gpus=2)
         with pytest.raises(EnvironmentFaultError, match=r"on node 192\.0\.2\.7, the cluster has 127"):
@@ -77,11 +117,12 @@ def test_gpulets_run_on_the_node_of_their_gpu_and_a_lost_node_takes_only_its_own
         for name in ("left", "right"):
             assert post(f"{url}/v2/models/{name}/infer", BODY)[0] == 200
         before = pids(url)
-        cluster.remove_node(next(node for node in cluster.worker_nodes), allow_graceful=False)
+        (lost,) = (node for node in cluster.worker_nodes if node.node_ip_address == OTHER)
+        cluster.remove_node(lost, allow_graceful=False)
         until(lambda: set(pids(url)) == {"left/0/a"})
         until(lambda: post(f"{url}/v2/models/left/infer", BODY)[0] == 200)
         assert post(f"{url}/v2/models/right/infer", BODY)[0] in (503, 504)
-        cluster.add_node(node_ip_address="127.0.0.4", num_gpus=1, num_cpus=2, labels=dict([LABEL.split("=")]))
+        cluster.add_node(node_ip_address=AGAIN, num_gpus=1, num_cpus=2, labels=dict([LABEL.split("=")]))
         until(lambda: post(f"{url}/v2/models/right/infer", BODY)[0] == 200)
-        assert addresses_by_gpulet(url)["right/0/a"] == "127.0.0.4"  # the label is where it was, the address is not
+        assert addresses_by_gpulet(url)["right/0/a"] == AGAIN  # the label is where it was, the address is not
         assert pids(url)["left/0/a"] == before["left/0/a"]

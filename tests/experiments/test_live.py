@@ -44,10 +44,10 @@ def test_the_mean_slowdown_counts_how_long_neighbours_run() -> None:
 @pytest.mark.ray
 @pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::DeprecationWarning")
 def test_a_live_point_has_the_load_and_the_form_of_its_simulation(local_ray: LocalRay) -> None:
-    """At a twentieth of the speed. How near its goodput comes is what `tenuto experiment --live` prints."""
+    """At a tenth of the speed. How near its goodput comes is what `tenuto experiment --live` prints."""
     local_ray.connect()
     one = case("ao-milp", 4, duration_s=0.25)
-    finished = run_live([one], [ROUTER, DEFERRED], stretch=20.0, report=lambda *_: None, say=lambda _: None)
+    finished = run_live([one], [ROUTER, DEFERRED], stretch=10.0, report=lambda *_: None, say=lambda _: None)
     assert finished.is_whole
     (row,) = finished.rows
     simulated = run_case(one)

@@ -233,7 +233,7 @@ def test_compare_judges_applications_beside_models(tmp_path: Path) -> None:
 def test_simulated_stages_after_one_that_was_given_up_are_never_due(tmp_path: Path) -> None:
     work = workload(traffic(rate_rps=400.0, arrival={"process": "poisson"}))
     invoke(
-        simulate_verb, saved(tmp_path, work, 8), "--duration-s", "10", "-o", str(tmp_path / "out"), "--rate-scale", "3"
+        simulate_verb, saved(tmp_path, work, 8), "--duration-s", "4", "-o", str(tmp_path / "out"), "--rate-scale", "3"
     )
     loaded = load_run(tmp_path / "out")
     records, calls = loaded.records, loaded.calls["traffic"]
@@ -247,7 +247,7 @@ def test_simulated_stages_after_one_that_was_given_up_are_never_due(tmp_path: Pa
 
 def test_goodput_asks_99_percent_of_every_application_and_not_of_its_stages(tmp_path: Path) -> None:
     work = workload(traffic(arrival={"process": "poisson"}), models=[{**ALONE, "slo_ms": 60}])
-    answer = invoke(goodput_verb, saved(tmp_path, work), "--duration-s", "30")
+    answer = invoke(goodput_verb, saved(tmp_path, work), "--duration-s", "12")
 
     assert {trial["worst_model"] for trial in answer["trials"]} <= {"traffic", "alone"}
     found = answer["simulation"]
@@ -256,7 +256,7 @@ def test_goodput_asks_99_percent_of_every_application_and_not_of_its_stages(tmp_
     above = [trial for trial in answer["trials"] if not trial["passed"]]
     assert above
     scale = str(min(trial["rate_scale"] for trial in above))
-    failed = invoke(simulate_verb, saved(tmp_path, work), "--duration-s", "30", "--rate-scale", scale)
+    failed = invoke(simulate_verb, saved(tmp_path, work), "--duration-s", "12", "--rate-scale", scale)
     worst = min(failed["applications"]["traffic"]["attainment"], failed["models"]["alone"]["attainment"])
     assert worst < 0.99
 
@@ -264,7 +264,7 @@ def test_goodput_asks_99_percent_of_every_application_and_not_of_its_stages(tmp_
 def test_capacity_judges_applications_and_its_axes_reach_them(tmp_path: Path) -> None:
     work = workload(traffic(arrival={"process": "poisson"}))
     answer = invoke(
-        capacity_verb, saved(tmp_path, work), "--duration-s", "10", "--runs", "6", "--curve", "slo_scale=0.5,2",
+        capacity_verb, saved(tmp_path, work), "--duration-s", "6", "--runs", "4", "--curve", "slo_scale=0.5,2",
         "--curve", "cv=0.2,4", "--curve-at", "1.5", "-o", str(tmp_path / "out"),
     )  # fmt: skip
     assert {run["worst_model"] for run in answer["capacity"]["runs"]} == {"traffic"}

@@ -90,7 +90,7 @@ models = st.lists(
 
 
 @given(models)
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=25, deadline=None)
 def test_a_workload_survives_a_round_trip_through_yaml(entries: list[dict[str, object]]) -> None:
 
     workload = Workload.model_validate({"models": entries})

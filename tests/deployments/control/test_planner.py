@@ -45,7 +45,7 @@ def answer(planner: PlannerProcess, number: int) -> Proposal | str:
     raise AssertionError("no answer came")
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def planner() -> Iterator[PlannerProcess]:
     made = PlannerProcess(Profiles([]), 200.0)
     yield made

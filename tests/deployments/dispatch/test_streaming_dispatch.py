@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -132,6 +133,7 @@ class Run:
         return late / (late + self.ok)
 
 
+@functools.cache  # several tests look at the same run
 def serve(scheduler: str, *, streaming: bool, rate_rps: float, seconds: float = 4.0, seed: int | None = None) -> Run:
     """Offer evenly spaced requests and return what became of those of the second half."""
     devices: list[Device] = []
@@ -217,9 +219,9 @@ def test_copies_that_cannot_be_are_refused(options: dict[str, float]) -> None:
 
 @pytest.mark.parametrize("scheduler", ["deferred", "eager", "timeout", "clockwork"])
 def test_copies_are_budgeted_as_part_of_the_way(scheduler: str) -> None:
-    run = serve(scheduler, streaming=True, rate_rps=300.0)
+    run = serve(scheduler, streaming=True, rate_rps=300.0, seconds=1.0)
     assert run.budget_ms == pytest.approx(WIRE_MS + BATCH * (COPY_IN_MS + COPY_OUT_MS))
-    assert run.outcomes == {"ok": 600}
+    assert run.outcomes == {"ok": 150}
 
 
 @pytest.mark.parametrize("scheduler", ["deferred", "eager", "timeout", "clockwork"])

@@ -53,7 +53,7 @@ def test_the_share_that_is_late_settles_at_a_third_of_what_the_attainment_leaves
     delays = random.Random(7)
     margin = Margin(attainment)
     late = 0
-    count = 200_000
+    count = 100_000
     allowance_ms = margin.allowance_ms(SLO_MS)
     for number in range(2 * count):
         reserve_ms = margin.reserve_ms(SLO_MS, 0.0)

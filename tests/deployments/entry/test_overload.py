@@ -159,7 +159,7 @@ def play(*phases: Phase, seed: int = 1, oversleep_s: Callable[[], float] = lambd
 
 @pytest.mark.parametrize("times", [2.0, 10.0, 25.0])
 def test_beyond_capacity_as_much_is_served_as_at_it_and_nothing_comes_much_too_late(times: float) -> None:
-    at_peak, beyond, after = Phase(0.9 * PEAK_RPS, 2.0), Phase(times * PEAK_RPS, 2.0), Phase(100.0, 3.0)
+    at_peak, beyond, after = Phase(0.9 * PEAK_RPS, 1.5), Phase(times * PEAK_RPS, 1.2), Phase(100.0, 3.0)
     play(at_peak, beyond, after)
     assert at_peak.share(0.5) >= 0.99
     assert beyond.in_time(0.5) >= 0.9 * at_peak.in_time(0.5)
@@ -176,7 +176,7 @@ def test_on_a_machine_whose_timers_come_late_few_are_lost_either_way() -> None:
     def oversleep_s() -> float:
         return chance.uniform(0.0, 4e-4) + (chance.expovariate(500.0) if chance.random() < 0.06 else 0.0)
 
-    below, near = Phase(600.0, 4.0), Phase(900.0, 6.0)
+    below, near = Phase(600.0, 3.0), Phase(900.0, 4.0)
     play(below, near, seed=23, oversleep_s=oversleep_s)
     assert below.share(1.0) >= 0.97
     assert near.share(1.0) >= 0.93
@@ -210,7 +210,7 @@ def test_requests_leave_nothing_for_the_collector() -> None:
             gc.enable()
 
     few = left(0.2)  # what was about them
-    assert left(1.2) - few < 0.05 * 2.0 * PEAK_RPS
+    assert left(0.7) - few < 0.025 * 2.0 * PEAK_RPS
 
 
 def test_only_a_loop_that_stays_behind_turns_requests_away() -> None:

@@ -1,4 +1,4 @@
-"""Wrong addresses are told in seconds, not after Ray's 80; nodes of a real cluster tell their GPUs."""
+"""Wrong addresses are told in seconds, not after Ray's 80."""
 
 import os
 import socket
@@ -11,12 +11,7 @@ from typing import Any
 import pytest
 
 from tenuto.cli import main
-from tenuto.deployments.operator import mps_inventory
-from tenuto.deployments.operator.mps_inventory import read_ray_inventory
 from tenuto.deployments.serve.ray_address import join_ray, why_unreachable
-from tenuto.errors import EnvironmentFaultError
-from tenuto.mps.inventory import GpuDevice, read_inventory
-from tests.mps.fake_nvml import A100, V100, FakeGpu, FakeNvml
 
 
 @pytest.fixture
@@ -114,56 +109,3 @@ def test_the_verb_ends_with_3_at_a_wrong_address(capsys: pytest.CaptureFixture[s
         main(["cluster", "--address", address])
     assert ended.value.code == 3
     assert f"no Ray cluster answers at {address}: {address}: Connection refused" in capsys.readouterr().err
-
-
-# --- real clusters ------------------------------------------------------------------------------------------------
-
-
-def gpus_by_node() -> tuple[GpuDevice, ...]:
-    """One GPU on the first node, another on the second, and a third node without any."""
-    import ray
-
-    node = ray.util.get_node_ip_address()
-    if node == "127.0.0.3":
-        raise EnvironmentFaultError("no NVIDIA driver answers here.")
-    gpu = FakeGpu(V100) if node != "127.0.0.2" else FakeGpu(A100, "NVIDIA A100-SXM4-40GB", 40_960, (8, 0))
-    return read_inventory(FakeNvml(gpu), lambda: {V100: 80, A100: 108})
-
-
-@pytest.fixture
-def cluster(own_ray: None) -> Iterator[Any]:
-    import ray
-    from ray.cluster_utils import Cluster
-
-    made = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
-    for host in ("127.0.0.2", "127.0.0.3"):
-        made.add_node(node_ip_address=host, num_cpus=1)
-    yield made
-    ray.shutdown()
-    made.shutdown()
-
-
-@pytest.mark.ray
-@pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::DeprecationWarning")
-def test_every_node_tells_its_gpus_and_the_verb_names_them(
-    cluster: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    head = cluster.address.rpartition(":")[0]
-
-    def read() -> dict[str, tuple[GpuDevice, ...]]:
-        return read_ray_inventory(60.0, gpus_by_node)
-
-    monkeypatch.setattr(mps_inventory, "read_ray_inventory", read)
-    path = tmp_path / "cluster.yaml"
-    with pytest.raises(SystemExit) as ended:
-        main(["cluster", "--address", cluster.address, "-o", str(path), "--json"])
-    assert ended.value.code == 0
-    import json
-
-    found = json.loads(capsys.readouterr().out)
-    assert [(gpu["address"], gpu["uuid"]) for gpu in found["gpus"]] == [("127.0.0.2", A100), (head, V100)]
-    from tenuto.placement import Cluster
-
-    loaded = Cluster.load(path)
-    assert [node.address for node in loaded.nodes] == ["127.0.0.2", head]
-    assert loaded.gpu_types == ("a100", "v100")

@@ -15,7 +15,7 @@ from tests.profiles.estimator.test_estimator import networks
 MACHINE = KernelTimes(1e9, 1e7, 0.01, {"conv1": 0.5, "norm": 2.0})
 
 
-def made_runs(count: int = 5) -> list[TimedRun]:
+def made_runs(count: int) -> list[TimedRun]:
     """Return operators of a made-up machine whose networks cost a tenth more than their kernels."""
     return [
         TimedRun(
@@ -32,9 +32,9 @@ def made_runs(count: int = 5) -> list[TimedRun]:
 
 
 def test_kernels_of_a_machine_are_learnt_and_add_up() -> None:
-    report = leave_one_model_out_kernels(made_runs())
+    report = leave_one_model_out_kernels(made_runs(4))
     assert report is not None
-    assert (report.models, report.runs) == (5, 10)
+    assert (report.models, report.runs) == (4, 8)
     assert report.time_pct < 10
     assert report.kernel_median_pct < 15
     assert report.time_pct < report.roofline_pct
@@ -44,8 +44,8 @@ def test_kernels_of_a_machine_are_learnt_and_add_up() -> None:
 
 
 def test_learnt_times_say_which_kernels_start_together() -> None:
-    estimator = KernelEstimator(made_runs(4))
-    trace = networks(4)[0][1]
+    estimator = KernelEstimator(made_runs(2))
+    trace = networks(2)[0][1]
     assert sum(len(group) for group in concurrent_sets(trace, estimator)) == len(trace.operators)
 
 
@@ -57,8 +57,8 @@ def test_the_compute_requirement_is_learnt_from_the_occupancy_of_kernels() -> No
         )
         return run.model_copy(update={"operators": occupied})
 
-    runs = [filled(run) for run in made_runs(6)]
-    name, trace = networks(6)[-1]
+    runs = [filled(run) for run in made_runs(4)]
+    name, trace = networks(4)[-1]
     estimator = KernelEstimator([run for run in runs if run.model != name])
     creq_pct = estimator.creq_pct(trace)
     assert creq_pct is not None

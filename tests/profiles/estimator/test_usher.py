@@ -25,7 +25,7 @@ def networks(count: int) -> list[tuple[str, Trace]]:
     for index in range(count):
         for batch in (1, 4):
             operators = []
-            for i in range(int(random.integers(15, 50))):
+            for i in range(int(random.integers(15, 30))):
                 kind = str(random.choice(sorted(GROWS)))
                 read = batch * 10 ** random.uniform(4, 7)
                 flops = batch * 10 ** random.uniform(6, 9.5)
@@ -72,8 +72,8 @@ def test_networks_left_out_are_estimated_on_every_type() -> None:
 
 
 def test_a_network_needs_its_parameters_and_the_largest_concurrent_set() -> None:
-    made = [file("slow", SLOW, 5), file("fast", FAST, 5)]
-    name, trace = networks(5)[-1]
+    made = [file("slow", SLOW, 4), file("fast", FAST, 4)]
+    name, trace = networks(4)[-1]
     others = [kept for one in made if (kept := one.without(lambda model: model == name)) is not None]
     estimator = UsherEstimator(others)
     slow, fast = (estimator.need(trace, gpu_type) for gpu_type in ("slow", "fast"))

@@ -104,7 +104,7 @@ def test_wsm_milp_on_the_rate_sweep(total_rps: int) -> None:
 
 
 def test_own_batch_sizes_per_replica_never_carry_less() -> None:
-    for rate in (600, 800, 1000):
+    for rate in (600, 800):
         workload = equal_rates(VISION, rate, 250)
         one = planned(wsm_milp(), workload, v100s(4)).expected.goodput_rps
         own = planned(wsm_milp(one_batch_size=False), workload, v100s(4)).expected.goodput_rps
@@ -114,7 +114,7 @@ def test_own_batch_sizes_per_replica_never_carry_less() -> None:
 def test_adding_a_gpu_never_lowers_the_goodput() -> None:
     workload = equal_rates((*VISION, "bert"), 400, 200)
     for policy in (AoMilp, WsmMilp):
-        goodputs = [planned(policy(), workload, v100s(n)).expected.goodput_rps for n in range(1, 9)]
+        goodputs = [planned(policy(), workload, v100s(n)).expected.goodput_rps for n in (1, 2, 4, 8)]
         assert goodputs == sorted(goodputs)
 
 
