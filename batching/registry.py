@@ -8,7 +8,7 @@ from typing import Any
 
 from tenuto.batching.core.scheduler import Scheduler
 from tenuto.batching.core.system import System
-from tenuto.errors import InvalidInputError, Problem
+from tenuto.errors import refused
 
 __all__ = ["SCHEDULERS", "make_scheduler", "scheduler_class"]
 
@@ -33,7 +33,7 @@ def scheduler_class(name: str) -> type[Scheduler]:
     target = SCHEDULERS.get(name)
     if target is None:
         known = ", ".join(SCHEDULERS)
-        raise InvalidInputError(Problem("--scheduler", name, "unknown scheduler", f"Use one of {known}."))
+        raise refused("--scheduler", name, "unknown scheduler", f"Use one of {known}.")
     module, _, attribute = target.partition(":")
     found: type[Scheduler] = getattr(importlib.import_module(module), attribute)
     return found

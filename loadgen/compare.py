@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tenuto.errors import InvalidInputError, Problem
+from tenuto.errors import refused
 from tenuto.loadgen.application_figures import Calls
 from tenuto.loadgen.records import Records
 from tenuto.loadgen.run import Run, load_document, load_run
@@ -105,14 +105,8 @@ def load_side(path: str | Path) -> Side:
         )
     )
     if not folders:
-        raise InvalidInputError(
-            Problem(
-                str(folder),
-                str(path),
-                "holds no run",
-                "Give a folder that `tenuto bench -o` wrote, or one with such folders.",
-            )
-        )
+        raise refused(str(folder), str(path), "holds no run",
+                      "Give a folder that `tenuto bench -o` wrote, or one with such folders.")
     return Side(str(path), folders, tuple(load_document(child) for child in folders))
 
 
@@ -124,19 +118,12 @@ def compare(first: Side, second: Side, *, different_schedules: bool = False) -> 
     """
     same = sorted(first.hashes) == sorted(second.hashes)
     if not same and not different_schedules:
-        raise InvalidInputError(
-            Problem(
-                f"{first.name} and {second.name}",
-                f"{_short(first.hashes)} against {_short(second.hashes)}",
-                "saw different schedules, so a difference may be the schedule's",
-                "Repeat one with the other's seed, rates and duration, or pass --different-schedules.",
-            )
-        )
+        raise refused(f"{first.name} and {second.name}", f"{_short(first.hashes)} against {_short(second.hashes)}",
+                      "saw different schedules, so a difference may be the schedule's",
+                      "Repeat one with the other's seed, rates and duration, or pass --different-schedules.")
     models = [name for name in _rows(first.documents[0]) if name in _rows(second.documents[0])]
     if not models:
-        raise InvalidInputError(
-            Problem(f"{first.name} and {second.name}", "", "have no model in common", "Compare runs of one workload.")
-        )
+        raise refused(f"{first.name} and {second.name}", "", "have no model in common", "Compare runs of one workload.")
     single = len(first.folders) == 1 and len(second.folders) == 1
     parts = _parts_of(first, second) if single and same else None
     paired = same and len(set(first.hashes)) == len(first.hashes)

@@ -18,7 +18,7 @@ from tenuto.batching.core.system import TIME_TOLERANCE_MS, NetworkDelay
 from tenuto.batching.registry import make_scheduler
 from tenuto.deployments.control.settings import ControlSettings
 from tenuto.deployments.control.virtual import ControlledRun, Load, World, run_controlled
-from tenuto.errors import InvalidInputError, Problem
+from tenuto.errors import refused
 from tenuto.loadgen.application_figures import label_stages
 from tenuto.loadgen.applications import ApplicationLoad, Joins, make_application_load
 from tenuto.loadgen.schedule import make_schedule
@@ -61,7 +61,7 @@ class ControlledSimulation:
         """
         if settings.policy is None:
             rule = "a workload needs a policy for its first plan"
-            raise InvalidInputError(Problem("policy", None, rule, "Name one, such as `policy: {name: gpulet}`."))
+            raise refused("policy", None, rule, "Name one, such as `policy: {name: gpulet}`.")
         policy = load_policy(settings.policy.name, settings.policy.options)
         return cls(workload, solve(policy, workload, cluster, profiles), cluster.gpus, profiles, settings, **how)
 
@@ -76,7 +76,7 @@ class ControlledSimulation:
         """
         if sample < 1.0 and self.workload.applications:
             rule = "is for workloads without applications, whose requests follow on each other"
-            raise InvalidInputError(Problem("sample", sample, rule, "Leave it away."))
+            raise refused("sample", sample, rule, "Leave it away.")
         growth = {gpu.type: gpu for gpu in reversed(self.gpus) if gpu.type in self.settings.gpus}
         load, calls = self._load(rate_scale)
         run = run_controlled(

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from tenuto.errors import InvalidInputError, Problem
+from tenuto.errors import refused
 from tenuto.loadgen.application_figures import Calls, calls_by_name
 from tenuto.loadgen.records import Records
 from tenuto.outcome import Outcome
@@ -97,23 +97,13 @@ def load_document(folder: str | Path) -> dict[str, Any]:
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise InvalidInputError(
-            Problem(
-                str(path),
-                str(folder),
-                f"cannot be read ({error.strerror})",
-                "Give a folder that `tenuto bench -o` wrote.",
-            )
-        ) from error
+        raise refused(str(path), str(folder), f"cannot be read ({error.strerror})",
+                      "Give a folder that `tenuto bench -o` wrote.") from error
     except ValueError as error:
-        raise InvalidInputError(
-            Problem(str(path), str(folder), f"is not JSON ({error})", "Run the bench again.")
-        ) from error
+        raise refused(str(path), str(folder), f"is not JSON ({error})", "Run the bench again.") from error
     missing = [key for key in ("models", "verdict", "options", "window_ms") if key not in document]
     if missing:
-        raise InvalidInputError(
-            Problem(str(path), ", ".join(missing), "keys are missing", "Give a folder that `tenuto bench -o` wrote.")
-        )
+        raise refused(str(path), ", ".join(missing), "keys are missing", "Give a folder that `tenuto bench -o` wrote.")
     found: dict[str, Any] = document
     return found
 
@@ -152,6 +142,5 @@ def _read_records(path: Path, names: list[str]) -> Records:
         columns["gpulet"] = table["gpulet"].combine_chunks().cast(pyarrow.string()).to_numpy(zero_copy_only=False)
         return Records(**columns)
     except (OSError, pyarrow.ArrowException, KeyError, ValueError) as error:
-        raise InvalidInputError(
-            Problem(str(path), str(path), f"cannot be read ({error})", "Give a folder that `tenuto bench -o` wrote.")
-        ) from error
+        raise refused(str(path), str(path), f"cannot be read ({error})",
+                      "Give a folder that `tenuto bench -o` wrote.") from error

@@ -11,7 +11,7 @@ from typing import Annotated
 from pydantic import Field, model_validator
 
 from tenuto.documents import StrictModel, dump_yaml, load_document, parse_document
-from tenuto.errors import InvalidInputError, Problem
+from tenuto.errors import refused
 from tenuto.profiles.gpu_types import GPU_TYPES, is_fast_type, memory_mib_of
 
 __all__ = ["Cluster", "Gpu", "GpuGroup", "Node"]
@@ -139,14 +139,8 @@ class Cluster(StrictModel):
         for part in text.split(","):
             match = re.fullmatch(r"\s*([A-Za-z0-9_.+-]+)(?::(\d+))?\s*", part)
             if match is None or match.group(2) == "0":
-                raise InvalidInputError(
-                    Problem(
-                        "--gpus",
-                        text,
-                        "must be TYPE:COUNT[,TYPE:COUNT…] with counts of at least 1",
-                        "Write for example --gpus v100:4.",
-                    )
-                )
+                raise refused("--gpus", text, "must be TYPE:COUNT[,TYPE:COUNT…] with counts of at least 1",
+                              "Write for example --gpus v100:4.")
             groups.append({"type": match.group(1), "count": int(match.group(2) or 1)})
         data = {"nodes": [{"name": "n0", "gpus": groups}], "elastic": elastic}
         return parse_document(cls, data, origin="--gpus")

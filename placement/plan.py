@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator
 
 from tenuto.documents import StrictModel, dump_yaml, load_document, parse_document
-from tenuto.errors import InvalidInputError, Problem, raise_if_any
+from tenuto.errors import raise_if_any, refused
 from tenuto.placement.applications import Application
 from tenuto.placement.cluster import Gpu
 from tenuto.placement.program import Gpulet, Replica
@@ -205,4 +205,4 @@ def _plan_in_serve_config(config: dict[str, Any], origin: str) -> Any:
             if isinstance(user_config, dict) and "plan" in user_config:
                 return user_config["plan"]
     cure = "Write it with `tenuto plan … -o plan.yaml`."
-    raise InvalidInputError(Problem(f"{origin}: applications", "(Serve config)", "carries no Tenuto plan", cure))
+    raise refused(f"{origin}: applications", "(Serve config)", "carries no Tenuto plan", cure)

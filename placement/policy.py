@@ -13,7 +13,7 @@ from pathlib import Path
 from types import FunctionType
 from typing import Any, ClassVar
 
-from tenuto.errors import InvalidInputError, Problem
+from tenuto.errors import refused
 from tenuto.options import options_of_call, read_options
 from tenuto.placement.cluster import Cluster
 from tenuto.placement.plan import Plan
@@ -53,7 +53,7 @@ class Policy(ABC):
         """
         del plan, workload, cluster, profiles
         cure = "Use igniter, ffd+ or ffd++, or leave --extend away."
-        raise InvalidInputError(Problem("--extend", self.name, "plans every model anew", cure))
+        raise refused("--extend", self.name, "plans every model anew", cure)
 
     @property
     def options(self) -> dict[str, Any]:
@@ -99,36 +99,27 @@ def _from_entry_point(name: str) -> type[Policy]:
     known = sorted({point.name for point in entry_points(group=ENTRY_POINTS)})
     close = difflib.get_close_matches(name, known, n=1)
     hint = f"Did you mean '{close[0]}'? " if close else ""
-    raise InvalidInputError(Problem("--policy", name, "unknown policy", f"{hint}Known policies: {', '.join(known)}."))
+    raise refused("--policy", name, "unknown policy", f"{hint}Known policies: {', '.join(known)}.")
 
 
 def _from_file(name: str) -> type[Policy]:
     path, _, attribute = name.rpartition(":")
     file = Path(path)
     if not file.is_file():
-        raise InvalidInputError(Problem("--policy", name, "no such file", "Give it as path/to/file.py:ClassName."))
+        raise refused("--policy", name, "no such file", "Give it as path/to/file.py:ClassName.")
     spec = importlib.util.spec_from_file_location(file.stem, file)
     if spec is None or spec.loader is None:
-        raise InvalidInputError(
-            Problem("--policy", name, "is not a Python file", "Give it as path/to/file.py:ClassName.")
-        )
+        raise refused("--policy", name, "is not a Python file", "Give it as path/to/file.py:ClassName.")
     module = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
     except Exception as error:
-        raise InvalidInputError(
-            Problem("--policy", name, f"importing the file failed: {type(error).__name__}: {error}", "Repair the file.")
-        ) from error
+        raise refused("--policy", name, f"importing the file failed: {type(error).__name__}: {error}",
+                      "Repair the file.") from error
     kind: type[Policy] | None = getattr(module, attribute, None)
     if not kind or not (inspect.isclass(kind) and callable(getattr(kind, "place", None))):
-        raise InvalidInputError(
-            Problem(
-                "--policy",
-                name,
-                f"'{attribute}' is not a class with a place() method in {file.name}",
-                "Derive it from tenuto.placement.Policy.",
-            )
-        )
+        raise refused("--policy", name, f"'{attribute}' is not a class with a place() method in {file.name}",
+                      "Derive it from tenuto.placement.Policy.")
     return kind
 
 

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from tenuto.documents import StrictModel, dump_yaml, load_document, parse_document
-from tenuto.errors import InvalidInputError, MissingProfileError, Problem
+from tenuto.errors import MissingProfileError, refused
 from tenuto.profiles.latency import LatencyTable, LinearLatency
 
 __all__ = ["CoRun", "CoRunPart", "Fit", "Measured", "ModelProfile", "Profile", "ProfilePoint", "Profiles"]
@@ -277,13 +277,9 @@ class Profiles:
             return models[row]
         if not models:
             known = ", ".join(self.gpu_types())
-            raise InvalidInputError(
-                Problem("profiles", gpu_type, f"no profile was measured on GPU type '{gpu_type}'",
-                        "Measure one with `tenuto profile`, or pass --profiles."
-                        + (f" Types with profiles: {known}." if known else ""))
-            )
-        raise InvalidInputError(
-            Problem("profiles", row, f"no profile of '{row}' on GPU type '{gpu_type}'",
-                    f"Measure it with `tenuto profile {row}`, or give `profile:` in the workload. "
-                    f"Known: {', '.join(sorted(models))}.")
-        )
+            raise refused("profiles", gpu_type, f"no profile was measured on GPU type '{gpu_type}'",
+                          "Measure one with `tenuto profile`, or pass --profiles."
+                          + (f" Types with profiles: {known}." if known else ""))
+        raise refused("profiles", row, f"no profile of '{row}' on GPU type '{gpu_type}'",
+                      f"Measure it with `tenuto profile {row}`, or give `profile:` in the workload. "
+                      f"Known: {', '.join(sorted(models))}.")

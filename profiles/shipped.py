@@ -7,7 +7,7 @@ from functools import cache
 from importlib import resources
 
 from tenuto.documents import parse_document, parse_yaml
-from tenuto.errors import InvalidInputError, Problem
+from tenuto.errors import refused
 from tenuto.profiles.profile import Profile
 
 __all__ = ["default_profiles", "load_shipped", "shipped_for", "shipped_names"]
@@ -35,9 +35,7 @@ def load_shipped(name: str) -> Profile:
         InvalidInputError: unknown name; the message lists those that exist.
     """
     if name not in _SHIPPED:
-        raise InvalidInputError(
-            Problem("profiles", name, "not a shipped profile", f"Shipped profiles: {', '.join(_SHIPPED)}.")
-        )
+        raise refused("profiles", name, "not a shipped profile", f"Shipped profiles: {', '.join(_SHIPPED)}.")
     text = resources.files("tenuto.profiles").joinpath("data", f"{name}.yaml").read_text(encoding="utf-8")
     return parse_document(Profile, parse_yaml(text), origin=name)
 

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from tenuto.errors import InvalidInputError, Problem
+from tenuto.errors import InvalidInputError, Problem, refused
 
 __all__ = ["StrictModel", "dump_yaml", "load_document", "parse_document", "parse_yaml"]
 
@@ -100,9 +100,7 @@ def parse_document(model: type[ModelT], data: Any, *, origin: str = "") -> Model
     """
     if data is None or not isinstance(data, (dict, BaseModel)):
         where = origin or model.__name__
-        raise InvalidInputError(
-            Problem(where, data, "must be a mapping of keys to values", "See the file formats in docs/files.md.")
-        )
+        raise refused(where, data, "must be a mapping of keys to values", "See the file formats in docs/files.md.")
     try:
         return model.model_validate(data)
     except ValidationError as error:

@@ -22,6 +22,8 @@ __all__ = [
     "Problem",
     "TenutoError",
     "UnavailableError",
+    "raise_if_any",
+    "refused",
 ]
 
 
@@ -67,6 +69,11 @@ class InvalidInputError(TenutoError):
 
     def __str__(self) -> str:
         return self._text
+
+
+def refused(path: str, value: Any, rule: str, cure: str) -> InvalidInputError:
+    """Return the error of one problem, to be raised."""
+    return InvalidInputError(Problem(path, value, rule, cure))
 
 
 class MissingProfileError(InvalidInputError):

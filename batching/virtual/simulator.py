@@ -19,7 +19,7 @@ from tenuto.batching.core.scheduler import Dispatch, Drop, Preempt, Rehearse, Re
 from tenuto.batching.core.system import INF
 from tenuto.batching.virtual.gpulets import EmulatedGpulets
 from tenuto.batching.virtual.result import SimulationResult
-from tenuto.errors import InvalidInputError, Problem
+from tenuto.errors import InvalidInputError, refused
 
 __all__ = ["Followers", "simulate"]
 
@@ -200,16 +200,10 @@ def _check_schedule(times_ms: NDArray[np.float64], model_index: NDArray[np.int32
     if not len(times_ms):
         return
     if not np.isfinite(times_ms).all() or times_ms[0] < 0:
-        raise InvalidInputError(
-            Problem("times_ms", float(times_ms[0]), "arrivals must be finite and not negative", "Correct them.")
-        )
+        raise refused("times_ms", float(times_ms[0]), "arrivals must be finite and not negative", "Correct them.")
     steps = np.diff(times_ms)
     if (steps < 0).any():
         where = int(np.argmax(steps < 0)) + 1
-        raise InvalidInputError(
-            Problem(f"times_ms[{where}]", float(times_ms[where]), "arrivals must be ascending", "Sort them.")
-        )
+        raise refused(f"times_ms[{where}]", float(times_ms[where]), "arrivals must be ascending", "Sort them.")
     if model_index.min() < 0 or model_index.max() >= models:
-        raise InvalidInputError(
-            Problem("model_index", int(model_index.max()), f"there are {models} models", "Use an index below.")
-        )
+        raise refused("model_index", int(model_index.max()), f"there are {models} models", "Use an index below.")

@@ -14,7 +14,7 @@ from scipy.optimize import linear_sum_assignment
 
 from tenuto.deployments.control.steps import fits
 from tenuto.deployments.serve.diff import diff
-from tenuto.errors import InvalidInputError, Problem
+from tenuto.errors import refused
 from tenuto.placement import Gpulet, Plan
 from tenuto.placement.cluster import Gpu
 from tenuto.placement.plan import PlannedGpu
@@ -52,7 +52,7 @@ def fitted(
         there = [gpu for gpu in gpus if gpu.type == gpu_type]
         if len(new) > len(there):
             rule = f"{len(new)} GPUs of type {gpu_type}, and {len(there)} are there"
-            raise InvalidInputError(Problem("gpus", len(new), rule, "Plan on the GPUs that are there."))
+            raise refused("gpus", len(new), rule, "Plan on the GPUs that are there.")
         value = np.array([[_value(wanted[name], before.get(gpu.id, []), gpu) for gpu in there] for name in new])
         for row, column in zip(*linear_sum_assignment(value, maximize=True), strict=True):
             gpu = there[column]

@@ -35,7 +35,7 @@ from tenuto.deployments.serve.config import ENTRY_APPLICATION, GPULET_PREFIX, ap
 from tenuto.deployments.serve.deployment import Deployment, History, Store
 from tenuto.deployments.serve.states import ApplicationState
 from tenuto.deployments.serve.sub_clusters import evened, imbalance
-from tenuto.errors import EnvironmentFaultError, InvalidInputError, Problem
+from tenuto.errors import EnvironmentFaultError, InvalidInputError, refused
 from tenuto.placement import Gpulet, Plan
 from tenuto.placement.cluster import Gpu
 
@@ -183,7 +183,7 @@ class LiveSystem:
         if wanted.executor != self.deployment.executor:
             rule = f"changes the process of every gpu-let, which run with {self.deployment.executor}"
             cure = "Leave it as it is, or begin anew with --replace, which interrupts."
-            raise InvalidInputError(Problem("executor", wanted.executor, rule, cure))
+            raise refused("executor", wanted.executor, rule, cure)
         wanted.config(plan)
         self._gpus = tuple({gpu.id: gpu for gpu in (*gpus_of(plan), *self._gpus)}.values())
         if wanted.with_plan(self._plan) != self.deployment:

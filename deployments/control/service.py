@@ -28,7 +28,7 @@ from tenuto.deployments.serve.building import import_applications
 from tenuto.deployments.serve.deployment import ClusterStore, Deployment, History, Store
 from tenuto.deployments.serve.discovery import gateway_status
 from tenuto.documents import parse_document
-from tenuto.errors import EnvironmentFaultError, InvalidInputError, Problem
+from tenuto.errors import EnvironmentFaultError, refused
 from tenuto.placement import Workload
 from tenuto.placement.cluster import Gpu
 from tenuto.placement.workload import ModelSpec
@@ -180,7 +180,7 @@ class Control:
             if (spec.name in models) == add:
                 rule = "is in the workload already" if add else "is not in the workload"
                 cure = "Use `tenuto model update`." if add else "Use `tenuto model add`."
-                raise InvalidInputError(Problem("model", spec.name, rule, cure))
+                raise refused("model", spec.name, rule, cure)
             _set_workload(live, tuple((models | {spec.name: spec}).values()))
 
         await self._do(change)
@@ -192,7 +192,7 @@ class Control:
             models = {model.name: model for model in live.controller.workload.models}
             if name not in models or len(models) == 1:
                 rule = "is the last model" if name in models else "is not in the workload"
-                raise InvalidInputError(Problem("model", name, rule, "See `tenuto status`; `tenuto delete` ends all."))
+                raise refused("model", name, rule, "See `tenuto status`; `tenuto delete` ends all.")
             del models[name]
             _set_workload(live, tuple(models.values()))
 

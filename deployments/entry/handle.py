@@ -23,7 +23,7 @@ from tenuto.deployments.wire.answers import Answer
 from tenuto.deployments.wire.arena import Arena, Slot
 from tenuto.deployments.wire.peer import Finder
 from tenuto.deployments.wire.tensors import Buffer, InputPart
-from tenuto.errors import EnvironmentFaultError, InvalidInputError, Problem, UnavailableError
+from tenuto.errors import EnvironmentFaultError, InvalidInputError, Problem, UnavailableError, refused
 from tenuto.outcome import Outcome
 from tenuto.placement import Plan
 
@@ -113,10 +113,8 @@ class TenutoHandle:
         names = [spec.name for spec in plan.models] if plan is not None else []
         if model not in names:
             known = ", ".join(names) or "(none)"
-            raise InvalidInputError(
-                Problem("model", model, f"is not in the plan that was served at the connection ({known})",
-                        "Ask for one of them, or connect again after the plan has changed.")
-            )  # fmt: skip
+            raise refused("model", model, f"is not in the plan that was served at the connection ({known})",
+                          "Ask for one of them, or connect again after the plan has changed.")  # fmt: skip
         signature = self._dispatchers.signature(model)
         if signature is None or not self._dispatchers.is_ready(model):
             raise UnavailableError(f"no gpu-let of '{model}' is ready. Retry in a few seconds.")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ssl
 
-from tenuto.errors import InvalidInputError, Problem
+from tenuto.errors import refused
 
 __all__ = ["server_context"]
 
@@ -21,8 +21,6 @@ def server_context(certificate: str, key: str) -> ssl.SSLContext:
     try:
         context.load_cert_chain(certificate, key)
     except (OSError, ssl.SSLError) as error:
-        raise InvalidInputError(
-            Problem("tls_cert", f"{certificate}, {key}", f"cannot be used ({error})",
-                    "Give PEM files of a certificate and its key that this node can read.")
-        ) from error  # fmt: skip
+        raise refused("tls_cert", f"{certificate}, {key}", f"cannot be used ({error})",
+                      "Give PEM files of a certificate and its key that this node can read.") from error  # fmt: skip
     return context

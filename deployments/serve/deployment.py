@@ -18,7 +18,7 @@ from pydantic import Field
 from tenuto.deployments.serve.config import HEAD_NODE, NODE_SLOT, serve_config
 from tenuto.deployments.serve.sub_clusters import fits_plan, parted
 from tenuto.documents import StrictModel, parse_document
-from tenuto.errors import EnvironmentFaultError, InvalidInputError, Problem
+from tenuto.errors import EnvironmentFaultError, refused
 from tenuto.placement import Gpulet, Plan
 
 __all__ = ["CONTROL_APPLICATION", "ClusterStore", "Deployment", "History", "Store", "Version", "is_ours"]
@@ -226,7 +226,7 @@ class History:
         if found is None:
             kept = self._numbers()
             rule = f"is not kept; {f'kept are {kept[0]} to {kept[-1]}' if kept else 'nothing was deployed'}"
-            raise InvalidInputError(Problem("version", number, rule, "See `tenuto history`."))
+            raise refused("version", number, rule, "See `tenuto history`.")
         return found
 
     def clear(self) -> None:

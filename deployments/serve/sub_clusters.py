@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from tenuto.documents import load_document
-from tenuto.errors import InvalidInputError, Problem
+from tenuto.errors import InvalidInputError, Problem, refused
 from tenuto.placement import Gpulet, Plan
 from tenuto.placement.policies.symphony.partition import Limits, PartitionModel, partition
 from tenuto.placement.pools import joined
@@ -28,14 +28,8 @@ def read_partition(path: str | Path) -> dict[str, int]:
     if isinstance(document, Mapping) and isinstance(document.get("assignment"), Mapping):
         document = document["assignment"]
     if not isinstance(document, Mapping) or not all(type(k) is int and k >= 0 for k in document.values()):
-        raise InvalidInputError(
-            Problem(
-                str(path),
-                document,
-                "must map models to sub-clusters from 0",
-                "Give the output of `tenuto partition --json`, or lines such as resnet50: 0.",
-            )
-        )
+        raise refused(str(path), document, "must map models to sub-clusters from 0",
+                      "Give the output of `tenuto partition --json`, or lines such as resnet50: 0.")
     return {str(name): k for name, k in document.items()}
 
 

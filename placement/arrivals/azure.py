@@ -25,7 +25,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from tenuto.errors import InvalidInputError, Problem, raise_if_any
+from tenuto.errors import InvalidInputError, Problem, raise_if_any, refused
 from tenuto.placement.arrivals.arrival import Arrival
 
 __all__ = ["AZURE_PROCESSES", "AzureOptions", "azure_times", "is_synthetic"]
@@ -125,15 +125,9 @@ def azure_times(
     else:
         times = _from_invocations(path, rate_rps, duration_s, options, generator)
     if not times.size:
-        raise InvalidInputError(
-            Problem(
-                where,
-                str(path),
-                f"part {options.part} of {options.parts} has no arrivals in the {duration_s:g} s from "
-                f"{options.start_s:g} s",
-                "Choose another start_s, fewer parts, or a longer duration.",
-            )
-        )
+        raise refused(where, str(path),
+                      f"part {options.part} of {options.parts} has no arrivals in the {duration_s:g} s from "
+                      f"{options.start_s:g} s", "Choose another start_s, fewer parts, or a longer duration.")
     return times
 
 
@@ -207,14 +201,8 @@ def _day_file(path: Path, day: int) -> Path:
     if path.is_dir():
         return path / f"invocations_per_function_md.anon.d{day + 1:02d}.csv"
     if day > 0:
-        raise InvalidInputError(
-            Problem(
-                str(path),
-                f"day {day + 1}",
-                "one file holds one day",
-                "Give the folder with the files of all days as path.",
-            )
-        )
+        raise refused(str(path), f"day {day + 1}", "one file holds one day",
+                      "Give the folder with the files of all days as path.")
     return path
 
 
@@ -278,9 +266,7 @@ def _stamp(path: Path) -> tuple[Path, int]:
     try:
         return path, path.stat().st_mtime_ns
     except OSError as error:
-        raise InvalidInputError(
-            Problem(str(path), str(path), f"cannot be read ({error.strerror})", "Give the trace's file.")
-        ) from error
+        raise refused(str(path), str(path), f"cannot be read ({error.strerror})", "Give the trace's file.") from error
 
 
 @contextmanager
@@ -295,9 +281,7 @@ def _csv_rows(path: Path, needed: tuple[str, ...]) -> Iterator[tuple[dict[str, i
                 raise _line_error(path, 1, ",".join(header)[:60], f"has no column {', '.join(missing)}")
             yield header, ((reader.line_num, row) for row in reader if row)
     except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise InvalidInputError(
-            Problem(str(path), str(path), f"cannot be read ({error})", "Give the trace as published.")
-        ) from error
+        raise refused(str(path), str(path), f"cannot be read ({error})", "Give the trace as published.") from error
 
 
 def _line_error(path: Path, line: int, value: str, rule: str) -> InvalidInputError:

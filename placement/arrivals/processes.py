@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tenuto.errors import InvalidInputError, Problem
+from tenuto.errors import InvalidInputError, Problem, refused
 from tenuto.placement.arrivals.arrival import Arrival
 from tenuto.placement.arrivals.azure import AZURE_PROCESSES, azure_times
 
@@ -126,9 +126,7 @@ def _check(model: str, arrival: Arrival) -> None:
     where = f"models.{model}.arrival"
     known = [*PROCESSES, "trace", *AZURE_PROCESSES]
     if arrival.process not in known:
-        raise InvalidInputError(
-            Problem(f"{where}.process", arrival.process, "unknown arrival process", f"Use one of {', '.join(known)}.")
-        )
+        raise refused(f"{where}.process", arrival.process, "unknown arrival process", f"Use one of {', '.join(known)}.")
     problems = []
     allowed: dict[str, Any] = {"rescale": 0.0} if arrival.process == "trace" else _OPTIONS.get(arrival.process, {})
     for key, value in arrival.options.items():
@@ -242,9 +240,7 @@ def read_trace(path: str | Path) -> tuple[Times, list[str] | None]:
                 times.append(value)
                 models.append(row.get("model") or "")
     except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise InvalidInputError(
-            Problem(str(file), str(path), f"cannot be read ({error})", "Give a readable CSV file.")
-        ) from error
+        raise refused(str(file), str(path), f"cannot be read ({error})", "Give a readable CSV file.") from error
     if not times:
         raise fail(2, "", "the trace is empty", "Give at least one arrival.")
     return np.asarray(times) / 1000.0, models if "model" in columns else None
@@ -255,14 +251,8 @@ def _trace_times(model: str, rate_rps: float, duration_s: float, arrival: Arriva
     if models is not None:
         times = times[np.asarray(models) == model]
         if times.size == 0:
-            raise InvalidInputError(
-                Problem(
-                    f"models.{model}.arrival.path",
-                    arrival.path,
-                    f"the trace has no arrival for '{model}'",
-                    "Correct the model column, or use another trace.",
-                )
-            )
+            raise refused(f"models.{model}.arrival.path", arrival.path, f"the trace has no arrival for '{model}'",
+                          "Correct the model column, or use another trace.")
     if arrival.options.get("rescale"):
         span = float(times[-1]) or 1.0
         times = times * (times.size / span / rate_rps)

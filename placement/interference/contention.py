@@ -17,7 +17,7 @@ import numpy as np
 from pydantic import Field
 
 from tenuto.documents import StrictModel, dump_yaml, load_document, parse_document, parse_yaml
-from tenuto.errors import InvalidInputError, Problem
+from tenuto.errors import refused
 from tenuto.placement.interference.base import Resident, Sample
 from tenuto.profiles import LatencyTable, LinearLatency, ModelProfile
 
@@ -171,7 +171,7 @@ def fit_contention(samples: Sequence[Sample], *, name: str = "fitted", source: s
     """
     if any(len(sample.neighbours) != 1 or len(sample.models) != 2 for sample in samples):
         rule = "each sample needs one neighbour and the names of both networks"
-        raise InvalidInputError(Problem("measurements", "other samples", rule, "Give named pairs only."))
+        raise refused("measurements", "other samples", rule, "Give named pairs only.")
     blank = Contention(Constants(
         name=name, source=source,
         trend=Trend(constant=1.0, latency_ratio=0.0, share_product=0.0, largest_ratio=1.0),
@@ -181,7 +181,7 @@ def fit_contention(samples: Sequence[Sample], *, name: str = "fitted", source: s
     matrix = np.array([(1.0, *shape) for shape in shapes]).reshape(-1, 3)
     if np.linalg.matrix_rank(matrix) < 3:
         rule = "the trend needs pairs that differ in latencies and in shares"
-        raise InvalidInputError(Problem("measurements", f"{len(samples)} samples", rule, "Measure more of them."))
+        raise refused("measurements", f"{len(samples)} samples", rule, "Measure more of them.")
     constant, ratio, product = np.linalg.lstsq(matrix, factors, rcond=None)[0].tolist()
     largest = max(abs(shape[0]) for shape in shapes)
     trend = Trend(constant=constant, latency_ratio=ratio, share_product=product, largest_ratio=largest)

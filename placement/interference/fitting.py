@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from tenuto.errors import InvalidInputError, Problem
+from tenuto.errors import refused
 
 __all__ = ["demand_from_power", "fit_line", "frequency_slope", "scheduling_line"]
 
@@ -25,7 +25,7 @@ def fit_line(x: Sequence[float], y: Sequence[float]) -> tuple[float, float]:
     """
     if len(x) != len(y) or len(set(x)) < 2:
         rule = "a line needs two different x and a y for each"
-        raise InvalidInputError(Problem("measurements", f"{len(x)} x, {len(y)} y", rule, "Measure more points."))
+        raise refused("measurements", f"{len(x)} x, {len(y)} y", rule, "Measure more points.")
     matrix = np.column_stack([np.asarray(x, dtype=float), np.ones(len(x))])
     solution = np.linalg.lstsq(matrix, np.asarray(y, dtype=float), rcond=None)[0]
     return float(solution[0]), float(solution[1])
@@ -54,7 +54,7 @@ def demand_from_power(power_w: Sequence[float], cap_w: float, residents: int) ->
     """
     below = [power for power in power_w if power < 0.98 * cap_w]
     if len(below) < 2:
-        raise InvalidInputError(Problem("measurements", list(power_w), "needs two below the power cap", "Add some."))
+        raise refused("measurements", list(power_w), "needs two below the power cap", "Add some.")
     return below[0] + (residents - 1) * (below[-1] - below[0]) / (len(below) - 1)
 
 
@@ -68,5 +68,5 @@ def frequency_slope(
     """
     pairs = [(w - cap_w, f - top_mhz) for w, f in zip(demand_w, frequency_mhz, strict=True) if w > cap_w]
     if not pairs:
-        raise InvalidInputError(Problem("measurements", list(demand_w), f"none above {cap_w:g} W", "Load it more."))
+        raise refused("measurements", list(demand_w), f"none above {cap_w:g} W", "Load it more.")
     return sum(w * f for w, f in pairs) / sum(w * w for w, _ in pairs)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from tenuto.errors import InvalidInputError, Problem
+from tenuto.errors import refused
 from tenuto.placement.interference.base import Resident, Sample
 from tenuto.placement.interference.utilisation import Utilisations
 
@@ -66,9 +66,7 @@ def fit_gpulet_linear(samples: Sequence[Sample], *, whole_gpu: bool = False) -> 
         InvalidInputError: samples with several neighbours, or too few different ones to determine five constants.
     """
     if any(len(sample.neighbours) != 1 for sample in samples):
-        raise InvalidInputError(
-            Problem("measurements", "several neighbours", "the fit takes pairs", "Give pairs only.")
-        )
+        raise refused("measurements", "several neighbours", "the fit takes pairs", "Give pairs only.")
     known = Utilisations()
     rows = [
         (*_l2_and_dram(sample.gpulet, whole_gpu, known), *_l2_and_dram(sample.neighbours[0], whole_gpu, known), 1.0)
@@ -77,9 +75,7 @@ def fit_gpulet_linear(samples: Sequence[Sample], *, whole_gpu: bool = False) -> 
     matrix = np.asarray(rows, dtype=float).reshape(len(rows), 5)
     if np.linalg.matrix_rank(matrix) < 5:
         rule = "five constants need samples that differ in L2 and DRAM utilisation of both models"
-        raise InvalidInputError(
-            Problem("measurements", f"{len(rows)} samples", rule, "Measure more models and batches.")
-        )
+        raise refused("measurements", f"{len(rows)} samples", rule, "Measure more models and batches.")
     factors = np.asarray([sample.slowdown for sample in samples], dtype=float)
     l2_own, dram_own, l2_other, dram_other, constant = np.linalg.lstsq(matrix, factors, rcond=None)[0].tolist()
     return GpuletLinear(l2_own, l2_other, dram_own, dram_other, constant, whole_gpu)

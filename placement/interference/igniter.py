@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from tenuto.errors import InvalidInputError, Problem
+from tenuto.errors import refused
 from tenuto.placement.interference.base import Resident
 
 __all__ = ["Hardware", "IgniterInterference", "Load", "ModelConstants", "gpu_time_ms", "inference_time_ms"]
@@ -18,7 +18,7 @@ def _required(values: Mapping[str, float], names: tuple[str, ...], path: str) ->
     missing = [name for name in names if name not in values]
     if missing:
         cure = "Use a profile with iGniter's coefficients, such as --profiles igniter-v100, or fit them."
-        raise InvalidInputError(Problem(path, ", ".join(missing), "iGniter's model needs these coefficients", cure))
+        raise refused(path, ", ".join(missing), "iGniter's model needs these coefficients", cure)
     return [values[name] for name in names]
 
 

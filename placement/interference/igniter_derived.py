@@ -14,7 +14,7 @@ from statistics import fmean
 
 import numpy as np
 
-from tenuto.errors import InvalidInputError, Problem
+from tenuto.errors import refused
 from tenuto.placement.interference.igniter import Hardware, Load, ModelConstants, gpu_time_ms
 from tenuto.placement.interference.igniter_raw import fit_active_time
 
@@ -59,7 +59,7 @@ class CommonTraits:
             InvalidInputError: there is none, or one lacks a coefficient.
         """
         if not coefficients:
-            raise InvalidInputError(Problem("coefficients", 0, "needs a profiled model", "Give igniter-v100's."))
+            raise refused("coefficients", 0, "needs a profiled model", "Give igniter-v100's.")
         models = [ModelConstants.of(values) for values in coefficients]
         full = [Load.of(model, PROFILED_BATCH, WHOLE_GPU_PCT) for model in models]
         columns = {
@@ -102,7 +102,7 @@ def derive_igniter(name: str, known: KnownModel, traits: CommonTraits, hardware:
     points = sorted(known.latency_ms)
     whole = [size for size, share in points if share == WHOLE_GPU_PCT]
     if not whole:
-        raise InvalidInputError(Problem(f"models.{name}", len(points), "not known on the whole GPU", "Measure it."))
+        raise refused(f"models.{name}", len(points), "not known on the whole GPU", "Measure it.")
     largest = max(whole)
     batches = np.array([float(size) for size, _ in points])
     shares = np.array([share for _, share in points])
@@ -115,7 +115,7 @@ def derive_igniter(name: str, known: KnownModel, traits: CommonTraits, hardware:
         active_ms = gpu_ms * speed - delay_ms
         if (active_ms <= 0).any():
             rule = "copies and scheduling alone take as long as a batch"
-            raise InvalidInputError(Problem(f"models.{name}", delay_ms, rule, "Check its bytes and kernels."))
+            raise refused(f"models.{name}", delay_ms, rule, "Check its bytes and kernels.")
         k = fit_active_time(name, batches, shares, active_ms, guarded=True)
         values = {
             **{f"k{number}": value for number, value in enumerate(k, start=1)},
@@ -165,7 +165,7 @@ def left_out_errors(
     unknown = sorted({name for pair in pairs for name, _, _ in (pair.own, pair.other)} - (set(known) & set(published)))
     if unknown or not pairs:
         rule = "pairs need both models among those known and published"
-        raise InvalidInputError(Problem("pairs", ", ".join(unknown) or 0, rule, "Leave these pairs out."))
+        raise refused("pairs", ", ".join(unknown) or 0, rule, "Leave these pairs out.")
     models = {name: ModelConstants.of(values, name) for name, values in published.items()}
     stand_ins = {}
     for name, one in known.items():

@@ -17,7 +17,7 @@ from pydantic import AliasChoices, Field, model_validator
 from scipy.optimize import nnls
 
 from tenuto.documents import StrictModel, parse_document
-from tenuto.errors import InvalidInputError, Problem
+from tenuto.errors import refused
 from tenuto.placement.interference.fitting import demand_from_power, fit_line, frequency_slope, scheduling_line
 
 __all__ = ["IgniterFit", "RawHardware", "RawModel", "RawProfile", "fit_active_time", "fit_igniter"]
@@ -161,7 +161,7 @@ def _model(name: str, raw: RawModel, profile: RawProfile) -> dict[str, float]:
     if (active_ms <= 0).any():
         rule = "the delay of a batch alone is above its GPU latency"
         cure = "Measure both again; the delay is a part of the latency."
-        raise InvalidInputError(Problem(f"models.{name}", raw.sched_delay_total_ms, rule, cure))
+        raise refused(f"models.{name}", raw.sched_delay_total_ms, rule, cure)
     k = fit_active_time(name, batches.ravel(), shares.ravel(), active_ms.ravel())
     ability_rps = 1000.0 * batches / active_ms
     free = speed >= FULL_SPEED
@@ -201,7 +201,7 @@ def fit_active_time(
     """
     if len(active_ms) < 5 or len(set(batches.tolist())) < 3 or len(set(shares.tolist())) < 3:
         rule = "k1 to k5 need at least three batch sizes and three shares"
-        raise InvalidInputError(Problem(f"models.{name}", len(active_ms), rule, "Measure a grid such as 1, 16, 32."))
+        raise refused(f"models.{name}", len(active_ms), rule, "Measure a grid such as 1, 16, 32.")
 
     weights = 1.0 / active_ms if guarded else np.ones_like(active_ms)
     wanted = active_ms * weights

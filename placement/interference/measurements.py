@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from tenuto.documents import load_document
-from tenuto.errors import InvalidInputError, Problem
+from tenuto.errors import refused
 from tenuto.placement.interference.base import Resident, Sample
 from tenuto.profiles import ModelProfile
 
@@ -35,7 +35,7 @@ def pair_samples(
     """
     columns, rows = document.get("columns"), document.get("rows")
     if not isinstance(columns, list) or not isinstance(rows, list) or not set(COLUMNS) <= set(columns):
-        raise InvalidInputError(Problem(origin, columns, "needs `rows` and `columns`", f"Name {', '.join(COLUMNS)}."))
+        raise refused(origin, columns, "needs `rows` and `columns`", f"Name {', '.join(COLUMNS)}.")
     where = [columns.index(column) for column in COLUMNS]
     samples = []
     for number, row in enumerate(rows):
@@ -52,16 +52,14 @@ def pair_samples(
                 samples.append(Sample(own, (other,), _positive(ms) / alone_ms, names))
         except (IndexError, KeyError, TypeError, ValueError) as error:
             cure = f"Give {', '.join(COLUMNS)}, latencies and shares as positive numbers."
-            raise InvalidInputError(Problem(path, row, "is not a measured pair", cure)) from error
+            raise refused(path, row, "is not a measured pair", cure) from error
     return samples
 
 
 def _known(models: Mapping[str, ModelProfile], name: str, path: str) -> ModelProfile:
     if name not in models:
         known = ", ".join(sorted(models))
-        raise InvalidInputError(
-            Problem(path, name, "has no profile, so its latency alone is unknown", f"Known: {known}.")
-        )
+        raise refused(path, name, "has no profile, so its latency alone is unknown", f"Known: {known}.")
     return models[name]
 
 

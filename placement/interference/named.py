@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
-from tenuto.errors import InvalidInputError, Problem
+from tenuto.errors import refused
 from tenuto.placement.interference.base import InterferenceModel, NoInterference
 from tenuto.placement.interference.contention import Constants, Contention, shipped_constants
 from tenuto.placement.interference.gpulet_linear import CONSTANTS, V100
@@ -30,12 +30,12 @@ def canonical_name(choice: bool | str, path: str = "--option interference") -> s
     if text.startswith(FROM_FILE):
         if not Path(text.removeprefix(FROM_FILE)).is_file():
             cure = "Give constants written with Constants.dump; see docs/interference.md."
-            raise InvalidInputError(Problem(path, choice, "no such file", cure))
+            raise refused(path, choice, "no such file", cure)
         return text
     name = _SYNONYMS.get(text.lower(), text.lower())
     if name not in NAMES:
         known = ", ".join((*NAMES, FROM_FILE + "FILE"))
-        raise InvalidInputError(Problem(path, choice, "no such interference model", f"Use {known}."))
+        raise refused(path, choice, "no such interference model", f"Use {known}.")
     return name
 
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from tenuto.errors import InvalidInputError, Problem
+from tenuto.errors import refused
 from tenuto.profiles.estimator.kernel_training import KernelErrorReport, KernelEstimator, leave_one_model_out_kernels
 from tenuto.profiles.estimator.operator_times import OperatorFile, time_operators
 from tenuto.profiles.estimator.trace import Trace
@@ -19,7 +18,7 @@ from tenuto.profiles.networks.device import pick_device
 from tenuto.profiles.networks.model_options import ModelOptions
 from tenuto.profiles.profile import Profile
 
-__all__ = ["ByKernels", "ByUsher", "estimate_by_kernels", "write_operator_times"]
+__all__ = ["ByKernels", "ByUsher", "estimate_by_kernels", "operator_times"]
 
 
 @dataclass(frozen=True)
@@ -76,9 +75,7 @@ def load_operator_files(paths: Sequence[str], gpu_type: str) -> list[OperatorFil
     files = [OperatorFile.load(path) for path in paths]
     if files and not any(file.gpu_type == gpu_type and file.runs for file in files):
         types = ", ".join(sorted({file.gpu_type for file in files}))
-        raise InvalidInputError(
-            Problem("--operator-times", types, f"is not of GPU type '{gpu_type}'", "Time operators there.")
-        )
+        raise refused("--operator-times", types, f"is not of GPU type '{gpu_type}'", "Time operators there.")
     return files
 
 
@@ -106,8 +103,8 @@ def estimate_by_kernels(
     return ByKernels(estimator.models, latency_ms, creq, took_ms, report, usher)
 
 
-def write_operator_times(path: Path, requests: Sequence[MeasureRequest], profile: Profile) -> None:
-    """Time the operators of every model on the whole device and write the file."""
+def operator_times(requests: Sequence[MeasureRequest], profile: Profile) -> OperatorFile:
+    """Time the operators of every model on the whole device."""
     runs = []
     for request in requests:
         options = ModelOptions.parse(request.options, f"options of {request.source}")
@@ -116,10 +113,4 @@ def write_operator_times(path: Path, requests: Sequence[MeasureRequest], profile
             name=row_name(request.source), seed=request.seed,
         )
     hardware = profile.measured.hardware if profile.measured else profile.gpu_type
-    text = OperatorFile(gpu_type=profile.gpu_type, hardware=hardware, runs=tuple(runs)).dump()
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise InvalidInputError(
-            Problem("--time-operators", str(path), f"cannot be written ({error.strerror})", "Give a writable path.")
-        ) from error
+    return OperatorFile(gpu_type=profile.gpu_type, hardware=hardware, runs=tuple(runs))

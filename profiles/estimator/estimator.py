@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tenuto.errors import InvalidInputError, Problem
+from tenuto.errors import refused
 from tenuto.profiles.estimator.device_times import DeviceTimes, fit_device_times
 from tenuto.profiles.estimator.features import concurrent_sets, features, peak_threads
 from tenuto.profiles.estimator.roofline import KernelTimes, fit_kernel_times, fit_roofline
@@ -84,10 +84,8 @@ class GkEstimator:
         """
         self.models = tuple(sorted({sample.model for sample in samples}))
         if len(self.models) < 2:
-            raise InvalidInputError(
-                Problem("profiles", list(self.models), "an estimate needs profiles of at least two other models",
-                        "Measure more models with `tenuto profile`.")
-            )
+            raise refused("profiles", list(self.models), "an estimate needs profiles of at least two other models",
+                          "Measure more models with `tenuto profile`.")
         measured = [s.trace for s in samples], [s.latency_ms for s in samples], [s.model for s in samples]
         self.roofline = fit_roofline(*measured)
         # A CPU runs one operator after the other and copies nothing; a GPU is launched ahead of.

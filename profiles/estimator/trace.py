@@ -13,7 +13,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any, Protocol
 
-from tenuto.errors import InvalidInputError, Problem
+from tenuto.errors import InvalidInputError, refused
 from tenuto.profiles.networks.catalogue import is_factory, lookup
 
 __all__ = ["Operator", "OperatorTimer", "Trace", "operator_recorder", "trace_model"]
@@ -114,10 +114,8 @@ def trace_model(
                 with torch.no_grad(), recorder:
                     loaded.module(*inputs)
             except (DataDependentOutputException, DynamicOutputShapeException) as error:
-                raise InvalidInputError(
-                    Problem("model", source, f"its control flow depends on values ({error})",
-                            "Measure it with `tenuto profile`; it cannot be estimated without running.")
-                ) from error
+                raise refused("model", source, f"its control flow depends on values ({error})",
+                              "Measure it with `tenuto profile`; it cannot be estimated without running.") from error
             input_bytes = sum(t.numel() * t.element_size() for t in inputs)
             traces.append(Trace(
                 size, tuple(recorder.operators), float(sum(weights.values())), float(input_bytes),

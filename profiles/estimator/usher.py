@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tenuto.errors import InvalidInputError, Problem
+from tenuto.errors import refused
 from tenuto.profiles.estimator.features import TAU_MS
 from tenuto.profiles.estimator.operator_times import OperatorFile, TimedOperator, TimedRun
 from tenuto.profiles.estimator.stacking import checked_once
@@ -83,10 +83,9 @@ class UsherEstimator:
         self.types = tuple(sorted({file.gpu_type for file in files}))
         self.models = tuple(sorted({run.model for file in files for run in file.runs}))
         if len(self.models) < 2:
-            raise InvalidInputError(
-                Problem("operator times", list(self.models), "an estimate needs operators of at least two other models",
-                        "Time more models with `tenuto profile --time-operators FILE`.")
-            )
+            raise refused("operator times", list(self.models),
+                          "an estimate needs operators of at least two other models",
+                          "Time more models with `tenuto profile --time-operators FILE`.")
         self._sequences: dict[tuple[str, str], list[tuple[Floats, tuple[str, ...]]]] = defaultdict(list)
         samples: list[_Sample] = []
         for file in files:
@@ -151,9 +150,7 @@ class UsherEstimator:
     def _kernels(self, trace: Trace, gpu_type: str) -> list[list[_Kernel]]:
         """Return the kernels of each operator."""
         if gpu_type not in self.types:
-            raise InvalidInputError(
-                Problem("GPU type", gpu_type, "is in none of the operator files", f"Types: {', '.join(self.types)}.")
-            )
+            raise refused("GPU type", gpu_type, "is in none of the operator files", f"Types: {', '.join(self.types)}.")
         return [self._kernels_of(operator, gpu_type, trace.batch_size) for operator in trace.operators]
 
     def _kernels_of(self, operator: Operator, gpu_type: str, batch_size: int) -> list[_Kernel]:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from tenuto.errors import InvalidInputError, Problem
+from tenuto.errors import refused
 from tenuto.profiles.measuring.events import Machine
 from tenuto.profiles.measuring.measure import STOPPED, Measurement, MeasureRequest, assemble, largest_context
 from tenuto.profiles.profile import CoRun, ModelProfile, Profile, ProfilePoint
@@ -29,11 +29,9 @@ class ProfileBook:
             InvalidInputError: resuming without a path, or the path's directory does not exist.
         """
         if resume and path is None:
-            raise InvalidInputError(Problem("--resume", "", "needs the file to continue", "Name it with -o FILE."))
+            raise refused("--resume", "", "needs the file to continue", "Name it with -o FILE.")
         if path is not None and not path.parent.is_dir():
-            raise InvalidInputError(
-                Problem("-o", str(path), "its directory does not exist", "Create it, or use another.")
-            )
+            raise refused("-o", str(path), "its directory does not exist", "Create it, or use another.")
         self._path = path
         self._command = command
         self._machine: Machine | None = None
@@ -56,11 +54,9 @@ class ProfileBook:
             return None
         asked = (request.source, dict(request.options))
         if known.network is not None and (known.network, dict(known.options)) != asked:
-            raise InvalidInputError(
-                Problem(f"models.{row}", f"{known.network} {known.options}",
-                        f"was measured otherwise than asked for now ({request.source} {dict(request.options)})",
-                        "Use the same MODEL and --option, or write to another file.")
-            )
+            raise refused(f"models.{row}", f"{known.network} {known.options}",
+                          f"was measured otherwise than asked for now ({request.source} {dict(request.options)})",
+                          "Use the same MODEL and --option, or write to another file.")
         return known
 
     def machine(self, found: Machine) -> None:
@@ -73,10 +69,8 @@ class ProfileBook:
         )
         if self._resumed and other and profile is not None:
             measured = profile.measured.hardware if profile.measured else profile.gpu_type
-            raise InvalidInputError(
-                Problem(str(self.path), measured, f"is of another device than this one ({found.hardware})",
-                        "Write one file per device.")
-            )
+            raise refused(str(self.path), measured, f"is of another device than this one ({found.hardware})",
+                          "Write one file per device.")
 
     def point(self, row: str, request: MeasureRequest, point: ProfilePoint) -> None:
         """Keep one point of a model that is not finished yet."""
@@ -129,6 +123,4 @@ class ProfileBook:
             scratch.write_text(self.profile.dump(), encoding="utf-8")
             os.replace(scratch, path)
         except OSError as error:
-            raise InvalidInputError(
-                Problem("-o", str(path), f"cannot be written ({error.strerror})", "Give a writable path.")
-            ) from error
+            raise refused("-o", str(path), f"cannot be written ({error.strerror})", "Give a writable path.") from error

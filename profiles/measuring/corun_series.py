@@ -8,7 +8,7 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import replace
 from itertools import combinations_with_replacement
 
-from tenuto.errors import InvalidInputError, Problem, TenutoError
+from tenuto.errors import TenutoError, refused
 from tenuto.profiles.measuring.book import ProfileBook
 from tenuto.profiles.measuring.corun import CoRunRequest, measure_co_run
 from tenuto.profiles.measuring.measure import MeasureRequest, Shares, row_name
@@ -28,9 +28,7 @@ def igniter_co_runs(one: CoRunRequest) -> list[list[CoRunRequest]]:
     and the share, which both copies get: at most half of the device.
     """
     if one.share_pct > 50:
-        raise InvalidInputError(
-            Problem("share_pct", one.share_pct, "two copies need half of the device each", "Give at most 50.")
-        )
+        raise refused("share_pct", one.share_pct, "two copies need half of the device each", "Give at most 50.")
     return [[one], [one, one]]
 
 

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 from pydantic import TypeAdapter
 
-from tenuto.errors import EnvironmentFaultError, InvalidInputError, Problem
+from tenuto.errors import EnvironmentFaultError, InvalidInputError, Problem, refused
 from tenuto.profiles.gpu_types import sms_of_share
 from tenuto.profiles.measuring.events import Built, ContextSize, Doubt, Event, Machine, PointMeasured, Stopped
 from tenuto.profiles.measuring.processes import LostWorkerError, WorkerProcess
@@ -279,10 +279,8 @@ def assemble(measurements: Sequence[Measurement], *, name: str, command: str | N
     models: dict[str, ModelProfile] = {}
     for one in measurements:
         if one.machine.gpu_type != machine.gpu_type or one.name in models:
-            raise InvalidInputError(
-                Problem("models", one.name, "measured twice, or on another device than the others",
-                        "Write one profile file per device, each model once.")
-            )
+            raise refused("models", one.name, "measured twice, or on another device than the others",
+                          "Write one profile file per device, each model once.")
         models[one.name] = one.profile
     versions = {key: value for one in measurements for key, value in one.machine.versions.items()}
     return Profile(

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from tenuto.errors import InvalidInputError, Problem
+from tenuto.errors import refused
 
 if TYPE_CHECKING:
     import torch
@@ -132,10 +132,8 @@ class ModelSignature:
                 platform=data.get("platform", "pytorch"),
             )
         except (KeyError, TypeError) as error:
-            raise InvalidInputError(
-                Problem("signature", None, f"is incomplete or has unknown keys ({error})",
-                        "Give `inputs` and `outputs` with `name`, `dtype` and `shape`.")
-            ) from error
+            raise refused("signature", None, f"is incomplete or has unknown keys ({error})",
+                          "Give `inputs` and `outputs` with `name`, `dtype` and `shape`.") from error
 
 
 def _tuples(data: Mapping[str, Any]) -> dict[str, Any]:
@@ -273,11 +271,9 @@ def lookup(name_or_source: str) -> CatalogueEntry:
         return entry
     close = difflib.get_close_matches(name, CATALOGUE, n=1, cutoff=0.6)
     hint = f"Did you mean '{CATALOGUE[close[0]].source if separator else close[0]}'? " if close else ""
-    raise InvalidInputError(
-        Problem("model", name_or_source, "not in the catalogue",
-                f"{hint}Known: {', '.join(known_names())}. A model of your own is written package.module:factory, "
-                "a local transformers directory by its path, an exported network as FILE.pt2 or FILE.onnx.")
-    )
+    raise refused("model", name_or_source, "not in the catalogue",
+                  f"{hint}Known: {', '.join(known_names())}. A model of your own is written package.module:factory, "
+                  "a local transformers directory by its path, an exported network as FILE.pt2 or FILE.onnx.")
 
 
 def with_pixels(signature: ModelSignature, *, preferred: bool) -> ModelSignature:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tenuto.errors import EnvironmentFaultError, InvalidInputError, Problem
+from tenuto.errors import EnvironmentFaultError, InvalidInputError, Problem, refused
 from tenuto.profiles.networks.catalogue import LoadedModel, ModelSignature, TensorSignature
 from tenuto.profiles.networks.runtimes import ONNX_TYPES
 
@@ -22,7 +22,7 @@ def load_exported(source: str) -> LoadedModel:
     """
     path = Path(source)
     if not path.is_file():
-        raise InvalidInputError(Problem("source", source, "no such file", "Give a local .pt2 or .onnx file."))
+        raise refused("source", source, "no such file", "Give a local .pt2 or .onnx file.")
     return _onnx(path) if path.suffix == ".onnx" else _exported_program(path)
 
 
@@ -68,17 +68,13 @@ def _tensor(path: Path, name: str, dtype: Any, shape: Sequence[Any]) -> TensorSi
     word = str(dtype).removeprefix("torch.")
     if word not in ONNX_TYPES.values():
         cure = "Convert it in the network."
-        raise InvalidInputError(Problem(f"{path}: {name}", word, "is no type served here", cure))
+        raise refused(f"{path}: {name}", word, "is no type served here", cure)
     if not shape or isinstance(shape[0], int):
-        raise InvalidInputError(
-            Problem(f"{path}: {name}", list(map(str, shape)), "has no batch dimension of any size in front",
-                    "Export it with a dynamic first dimension.")
-        )  # fmt: skip
+        raise refused(f"{path}: {name}", list(map(str, shape)), "has no batch dimension of any size in front",
+                      "Export it with a dynamic first dimension.")  # fmt: skip
     if not all(isinstance(size, int) for size in shape[1:]):
-        raise InvalidInputError(
-            Problem(f"{path}: {name}", list(map(str, shape)), "has more than one dimension of any size",
-                    "Export it with all but the first dimension fixed.")
-        )  # fmt: skip
+        raise refused(f"{path}: {name}", list(map(str, shape)), "has more than one dimension of any size",
+                      "Export it with all but the first dimension fixed.")  # fmt: skip
     return TensorSignature(name, "float32" if word == "bfloat16" else word, tuple(shape[1:]))
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tenuto.documents import parse_document
-from tenuto.errors import EnvironmentFaultError, InvalidInputError, Problem
+from tenuto.errors import EnvironmentFaultError, InvalidInputError, Problem, refused
 from tenuto.profiles.networks.catalogue import (
     LABEL_COUNT,
     CatalogueEntry,
@@ -126,10 +126,8 @@ def _from_directory(
     from tenuto.profiles.networks.text_networks import classify, load_directory
 
     if weights_path is not None or options.config:
-        raise InvalidInputError(
-            Problem("model", str(directory), "a directory brings its own weights and configuration",
-                    "Remove `weights_path` and `options.config`.")
-        )
+        raise refused("model", str(directory), "a directory brings its own weights and configuration",
+                      "Remove `weights_path` and `options.config`.")
     network = load_directory(directory, expected)
     config = network.config
     limit = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None)
@@ -153,10 +151,8 @@ def _from_file(source: str, weights_path: str | None, options: dict[str, Any]) -
     """Load an exported network, which brings its own weights and sizes."""
     if weights_path is not None or options:
         given = {**options, **({} if weights_path is None else {"weights_path": weights_path})}
-        raise InvalidInputError(
-            Problem("model", source, f"an exported network takes no {', '.join(sorted(given))}",
-                    "Remove them; only options of how it is run apply.")
-        )
+        raise refused("model", source, f"an exported network takes no {', '.join(sorted(given))}",
+                      "Remove them; only options of how it is run apply.")
     return load_exported(source)
 
 
@@ -171,23 +167,19 @@ def _from_factory(source: str, weights_path: str | None, options: dict[str, Any]
         for part in function_name.split("."):
             target = getattr(target, part)
     except (ImportError, AttributeError) as error:
-        raise InvalidInputError(
-            Problem("model", source, f"cannot be imported ({error})",
-                    "Install the package, or start where the module lies; write package.module:factory.")
-        ) from error
+        raise refused("model", source, f"cannot be imported ({error})",
+                      "Install the package, or start where the module lies; write package.module:factory.") from error
     arguments = options if weights_path is None else {**options, "weights_path": weights_path}
     try:
         made = target(**arguments)
     except TypeError as error:
-        raise InvalidInputError(
-            Problem("model", source, f"cannot be called with the options {sorted(arguments)} ({error})",
-                    "The factory takes the model's `options`, and `weights_path` if given, as keyword arguments.")
+        raise refused(
+            "model", source, f"cannot be called with the options {sorted(arguments)} ({error})",
+            "The factory takes the model's `options`, and `weights_path` if given, as keyword arguments."
         ) from error
     if not isinstance(made, LoadedModel) or not isinstance(made.signature, ModelSignature):
-        raise InvalidInputError(
-            Problem("model", source, f"the factory returned {type(made).__name__}",
-                    "Return tenuto.profiles.networks.catalogue.LoadedModel(module, signature).")
-        )
+        raise refused("model", source, f"the factory returned {type(made).__name__}",
+                      "Return tenuto.profiles.networks.catalogue.LoadedModel(module, signature).")
     made.module.eval().requires_grad_(False)
     return made
 
@@ -201,10 +193,8 @@ def _seeded(create: Any, name: str, config: Mapping[str, Any], seed: int) -> Any
         try:
             return create()
         except (TypeError, ValueError, RuntimeError) as error:
-            raise InvalidInputError(
-                Problem(f"options of {name}", dict(config), f"no such network can be built ({error})",
-                        "Correct `config`; its keys are the arguments of the network's own constructor.")
-            ) from error
+            raise refused(f"options of {name}", dict(config), f"no such network can be built ({error})",
+                          "Correct `config`; its keys are the arguments of the network's own constructor.") from error
 
 
 def _calibrate(module: Any, size_px: int, seed: int) -> None:
@@ -251,9 +241,7 @@ def _pictures(size_px: int, seed: int) -> torch.Tensor:
 def _loaded(module: Any, signature: ModelSignature, labels: tuple[str, ...]) -> LoadedModel:
     classes = signature.outputs[0].shape[0]
     if labels and len(labels) != classes:
-        raise InvalidInputError(
-            Problem("options.labels", len(labels), f"the model has {classes} outputs", "Give one label for each.")
-        )
+        raise refused("options.labels", len(labels), f"the model has {classes} outputs", "Give one label for each.")
     module.eval().requires_grad_(False)
     return LoadedModel(module, replace(signature, labels=labels))
 
@@ -279,10 +267,8 @@ def _smaller_vocabulary(text: TextInput, vocabulary: int) -> TextInput:
 def _check_length(config: Any, length: int, name: str) -> None:
     limit = getattr(config, "max_position_embeddings", None)
     if limit is not None and config.model_type not in ("bloom", "t5", "xlnet") and length > limit:
-        raise InvalidInputError(
-            Problem(f"options of {name}", length, f"'sequence_length' is above the network's {limit} positions",
-                    f"Give at most {limit}.")
-        )
+        raise refused(f"options of {name}", length, f"'sequence_length' is above the network's {limit} positions",
+                      f"Give at most {limit}.")
 
 
 def _tokenizer(path: str | None) -> str | None:
@@ -290,9 +276,8 @@ def _tokenizer(path: str | None) -> str | None:
         return None
     file = Path(path) / "tokenizer.json" if Path(path).is_dir() else Path(path)
     if not file.exists():
-        raise InvalidInputError(
-            Problem("options.tokenizer", path, "no such file", "Give a local tokenizer.json of the tokenizers library.")
-        )
+        raise refused("options.tokenizer", path, "no such file",
+                      "Give a local tokenizer.json of the tokenizers library.")
     return str(file.resolve())
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from tenuto.errors import InvalidInputError, Problem
+from tenuto.errors import refused
 from tenuto.profiles.networks.catalogue import LoadedModel, ModelSignature, with_pixels
 from tenuto.profiles.networks.compiled import CompiledModule
 from tenuto.profiles.networks.graphs import GraphedModule, UncapturableError
@@ -84,10 +84,8 @@ class LoneModel:
         import torch
 
         if options.cuda_graphs and stream is None:
-            raise InvalidInputError(
-                Problem(f"options of {name}: cuda_graphs", True, "CUDA graphs need an NVIDIA GPU; this is a CPU",
-                        "Remove the option; `compile: true` works on a CPU.")
-            )  # fmt: skip
+            raise refused(f"options of {name}: cuda_graphs", True, "CUDA graphs need an NVIDIA GPU; this is a CPU",
+                          "Remove the option; `compile: true` works on a CPU.")  # fmt: skip
         signature = with_pixels(loaded.signature, preferred=options.uint8_input)
         self.signatures: Mapping[str, ModelSignature] = {name: signature}
         self.notes: list[str] = []

@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from tenuto.errors import InvalidInputError, Problem
+from tenuto.errors import refused
 
 __all__ = ["FACTORIES", "MODEL_PATHS", "check_factory", "check_path"]
 
@@ -30,9 +30,7 @@ def check_factory(source: str) -> None:
     names = [name.strip() for name in allowed.split(",") if name.strip()]
     if not any(module == name or module.startswith(name + ".") for name in names):
         listed = ", ".join(names) or "none"
-        raise InvalidInputError(
-            Problem("source", source, f"factories are allowed from: {listed}", f"Add its package to {FACTORIES}.")
-        )
+        raise refused("source", source, f"factories are allowed from: {listed}", f"Add its package to {FACTORIES}.")
 
 
 def check_path(path: str | Path, what: str) -> None:
@@ -49,9 +47,5 @@ def check_path(path: str | Path, what: str) -> None:
     real = Path(path).resolve()
     if not any(real.is_relative_to(folder) for folder in folders):
         listed = ", ".join(map(str, folders)) or "none"
-        raise InvalidInputError(
-            Problem(
-                what, str(path), f"models are read from: {listed}",
-                f"Move it there, or add its folder to {MODEL_PATHS}.",
-            )
-        )
+        raise refused(what, str(path), f"models are read from: {listed}",
+                      f"Move it there, or add its folder to {MODEL_PATHS}.")

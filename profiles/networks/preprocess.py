@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tenuto.errors import EnvironmentFaultError, InvalidInputError, Problem
+from tenuto.errors import EnvironmentFaultError, InvalidInputError, Problem, refused
 from tenuto.profiles.networks.catalogue import ImageInput, ModelSignature, TextInput
 from tenuto.profiles.networks.inputs import sends_pixels
 
@@ -37,7 +37,7 @@ def preprocess(signature: ModelSignature, body: bytes | memoryview) -> dict[str,
         InvalidInputError: not an image, not UTF-8 text, empty, or a model that takes tensors only.
     """
     if not len(body):
-        raise InvalidInputError(Problem("body", "", "is empty", "Send the bytes of an image, or a text."))
+        raise refused("body", "", "is empty", "Send the bytes of an image, or a text.")
     if signature.image is not None:
         spec = signature.inputs[0]
         return {spec.name: image_tensor(body, signature.image, is_normalised=not sends_pixels(signature))}
@@ -45,15 +45,12 @@ def preprocess(signature: ModelSignature, body: bytes | memoryview) -> dict[str,
         try:
             text = bytes(body).decode("utf-8")
         except UnicodeDecodeError as error:
-            raise InvalidInputError(
-                Problem("body", f"byte {error.start}", "not UTF-8 text", "This model reads text; send it as UTF-8.")
-            ) from error
+            raise refused("body", f"byte {error.start}", "not UTF-8 text",
+                          "This model reads text; send it as UTF-8.") from error
         ids, mask = text_tensors(text, signature.text)
         return {signature.inputs[0].name: ids, signature.inputs[1].name: mask}
-    raise InvalidInputError(
-        Problem("body", f"{len(body)} bytes", "this model takes tensors only",
-                "Use POST /v2/models/{model}/infer with the tensors of its metadata.")
-    )
+    raise refused("body", f"{len(body)} bytes", "this model takes tensors only",
+                  "Use POST /v2/models/{model}/infer with the tensors of its metadata.")
 
 
 def image_tensor(body: bytes | memoryview, image: ImageInput, *, is_normalised: bool = True) -> Array:
@@ -122,12 +119,10 @@ def text_tensors(text: str, spec: TextInput) -> tuple[NDArray[np.int64], NDArray
     """
     ids = _tokenizer_ids(text, spec) if spec.tokenizer_path is not None else _hashed_ids(text, spec)
     if not ids:
-        raise InvalidInputError(Problem("body", text, "holds no word", "Send a text."))
+        raise refused("body", text, "holds no word", "Send a text.")
     if max(ids) >= spec.vocabulary_size:
-        raise InvalidInputError(
-            Problem("tokenizer", spec.tokenizer_path, f"gives identifiers above the model's {spec.vocabulary_size}",
-                    "Use the tokenizer the model was trained with.")
-        )
+        raise refused("tokenizer", spec.tokenizer_path, f"gives identifiers above the model's {spec.vocabulary_size}",
+                      "Use the tokenizer the model was trained with.")
     row = np.full(spec.sequence_length, spec.pad_id, dtype=np.int64)
     mask = np.zeros(spec.sequence_length, dtype=np.int64)
     place = slice(spec.sequence_length - len(ids), None) if spec.padding_side == "left" else slice(len(ids))
@@ -170,9 +165,8 @@ def _open_tokenizer(path: str, length: int) -> Any:
     try:
         tokenizer = Tokenizer.from_file(path)
     except Exception as error:  # the library raises plain Exception for an absent or damaged file
-        raise InvalidInputError(
-            Problem("tokenizer", path, f"cannot be read ({error})", "Give a tokenizer.json that exists on this node.")
-        ) from error
+        raise refused("tokenizer", path, f"cannot be read ({error})",
+                      "Give a tokenizer.json that exists on this node.") from error
     tokenizer.no_padding()
     tokenizer.enable_truncation(length)
     return tokenizer

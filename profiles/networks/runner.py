@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tenuto.errors import InvalidInputError, Problem
+from tenuto.errors import refused
 from tenuto.profiles.networks.catalogue import ModelSignature
 from tenuto.profiles.networks.cpu_share import cpu_cores
 from tenuto.profiles.networks.inputs import Arrays, Blocks, as_blocks, blank_inputs, check_range, takes_pixels
@@ -337,18 +337,14 @@ class ProgramRunner:
 
 def _as_arrays(signature: ModelSignature, answer: tuple[torch.Tensor, ...], rows: int) -> Arrays:
     if len(answer) != len(signature.outputs):
-        raise InvalidInputError(
-            Problem("signature.outputs", len(signature.outputs), f"the model returned {len(answer)} tensors",
-                    "Name every output of the model in its signature, in order.")
-        )  # fmt: skip
+        raise refused("signature.outputs", len(signature.outputs), f"the model returned {len(answer)} tensors",
+                      "Name every output of the model in its signature, in order.")  # fmt: skip
     outputs = {}
     for spec, tensor in zip(signature.outputs, answer, strict=True):
         array = (tensor.float() if tensor.is_floating_point() else tensor).numpy()[:rows]
         if array.shape != (rows, *spec.shape):
-            raise InvalidInputError(
-                Problem(f"output {spec.name}", list(array.shape), f"the signature says {[rows, *spec.shape]}",
-                        "Correct the model's signature.")
-            )  # fmt: skip
+            raise refused(f"output {spec.name}", list(array.shape), f"the signature says {[rows, *spec.shape]}",
+                          "Correct the model's signature.")  # fmt: skip
         outputs[spec.name] = np.ascontiguousarray(array, dtype=np.dtype(spec.dtype))
     return outputs
 

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import os
-import sys
 from pathlib import Path
 from typing import Any, Literal
 
 import click
 
-from tenuto.cli.common import emit_json, json_option, progress_console, stdout_console
+from tenuto.cli.common import command_line, emit_json, json_option, progress_console, stdout_console, tell
 from tenuto.cli.tables import number, print_run
-from tenuto.errors import InvalidInputError, Problem
+from tenuto.errors import refused
 
 __all__ = ["command"]
 
@@ -101,21 +100,16 @@ def command(
     address = url or (target if "://" in target else "http://127.0.0.1:8000")
     plan = Plan.from_data(served_plan(address), origin=address) if "://" in target else Plan.load(target)
     out = prepare_report(Path(folder), force=force) if folder is not None else None
-    console = progress_console()
     options = BenchOptions(
         address.rstrip("/"), duration_s, seed, rate_scale, slo_scale, warmup_s, clients, grace_s, tensors, via,
         client_priority,
     )  # fmt: skip
     served, applications, notes = asked_of(plan)
-
-    def say(line: str) -> None:
-        console.print(f"tenuto: {line}", markup=False, soft_wrap=True)
-
     for note in notes:
-        say(note)
-    result = run_bench(served, options, say, applications=applications)
+        tell(note)
+    result = run_bench(served, options, tell, applications=applications)
     result.notes = notes
-    document = describe(result, options, plan, command=["tenuto", *sys.argv[1:]])
+    document = describe(result, options, plan, command=command_line())
     if as_json:
         emit_json(document)
     # The report comes before the verdict, which stays the last line; a full disk must not cost the figures.
@@ -123,7 +117,7 @@ def command(
         if out is not None:
             write_run_files(out, document, result.records, result.schedule, result.queued)
             write_report(out, Run(document, result.records, plan))
-            console.print(f"report: {out / 'report.html'}")
+            progress_console().print(f"report: {out / 'report.html'}")
     finally:
         if not as_json:
             _print(document)
@@ -134,9 +128,8 @@ def _read_key(file: str) -> str:
     try:
         return Path(file).read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:
-        raise InvalidInputError(
-            Problem("--key-file", file, f"cannot be read ({error})", "Give a file with the key and nothing else.")
-        ) from error
+        raise refused("--key-file", file, f"cannot be read ({error})",
+                      "Give a file with the key and nothing else.") from error
 
 
 def _print(document: dict[str, Any]) -> None:

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import math
-import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import click
 
 from tenuto.batching.virtual.highest_rate import Limits
-from tenuto.cli.common import emit_json, progress_console, stdout_console
+from tenuto.cli.common import command_line, emit_json, stdout_console, tell
 from tenuto.cli.virtual import VirtualArguments, virtual_arguments
-from tenuto.errors import InvalidInputError, Problem, TenutoError
+from tenuto.errors import TenutoError, refused
 from tenuto.loadgen.capacity import (
     AXES,
     Attempt,
@@ -26,6 +24,7 @@ from tenuto.loadgen.capacity import (
     on_endpoint,
     summary_of,
 )
+from tenuto.loadgen.result_folder import provenance
 from tenuto.placement.applications import Application
 
 __all__ = ["command"]
@@ -88,23 +87,19 @@ def command(
         out = prepare_capacity_folder(Path(folder), force=force)
     limits = Limits(tolerance, runs if runs is not None else _LIVE_RUNS if is_live else 24, rate_scale)
     limits.check()
-    console = progress_console()
-
-    def say(line: str) -> None:
-        console.print(f"tenuto: {line}", markup=False)
 
     if is_live:
         is_given = context.get_parameter_source("duration_s") is click.core.ParameterSource.COMMANDLINE
         seconds = asked.duration_s if is_given else _LIVE_SECONDS
-        attempt, applications = _live(asked, seconds, clients, say)
+        attempt, applications = _live(asked, seconds, clients)
         how = f"measured against {asked.source}, {seconds:g} s a run"
     else:
         applications = asked.simulation().applications  # wrong input is an error here, not a point of a curve
         attempt = in_virtual_time(asked.simulation)
         how = f"in virtual time with {asked.scheduler_name}, {asked.duration_s:g} s a run (emulated)"
-    found = find_capacity(attempt, limits, lambda so_far: say(_progress(so_far)))
+    found = find_capacity(attempt, limits, lambda so_far: tell(_progress(so_far)))
     base = curve_at if curve_at is not None else found.rate_scale or rate_scale
-    drawn = {} if found.is_interrupted else _draw(attempt, axes, base, say)
+    drawn = {} if found.is_interrupted else _draw(attempt, axes, base)
     settings = {"scheduler": None if is_live else asked.scheduler_name, "seed": asked.seed}
     document = {
         "kind": "capacity",
@@ -117,7 +112,7 @@ def command(
         "curves": [curve.summary() for curve in drawn.values()],
         "settings": settings,
         "applications": [application.name for application in applications],
-        **_provenance(),
+        **provenance(command_line()),
     }
     if as_json:
         emit_json(document)
@@ -126,7 +121,7 @@ def command(
     if out is not None:
         from tenuto.loadgen.report.capacity import write_capacity
 
-        say(f"page: {write_capacity(out, document)}")
+        tell(f"page: {write_capacity(out, document)}")
     return 0 if found.best is not None else 1
 
 
@@ -139,16 +134,12 @@ def _axes(texts: tuple[str, ...], *, by_default: bool) -> dict[str, tuple[float,
         try:
             axes[axis] = tuple(float(part) for part in values.split(",")) if values else AXES.get(axis, ())
         except ValueError:
-            raise InvalidInputError(
-                Problem("--curve", text, "must list numbers behind '='", f"Write {axis}=0.5,1,2.")
-            ) from None
+            raise refused("--curve", text, "must list numbers behind '='", f"Write {axis}=0.5,1,2.") from None
     check_axes(axes)
     return axes
 
 
-def _live(
-    asked: VirtualArguments, seconds: float, clients: int, say: Callable[[str], None]
-) -> tuple[Attempt, tuple[Application, ...]]:
+def _live(asked: VirtualArguments, seconds: float, clients: int) -> tuple[Attempt, tuple[Application, ...]]:
     from tenuto.deployments.serve.endpoint import served_plan
     from tenuto.loadgen.bench import BenchOptions, asked_of
     from tenuto.placement import Plan
@@ -156,34 +147,26 @@ def _live(
     url = asked.source
     models, applications, notes = asked_of(Plan.from_data(served_plan(url), origin=url))
     for note in notes:
-        say(note)
+        tell(note)
     options = BenchOptions(url.rstrip("/"), seconds, asked.seed, warmup_s=asked.warmup_s, clients=clients)
-    return on_endpoint(models, applications, options, say), applications
+    return on_endpoint(models, applications, options, tell), applications
 
 
-def _draw(
-    attempt: Attempt, axes: Mapping[str, tuple[float, ...]], base: float, say: Callable[[str], None]
-) -> dict[str, Curve]:
+def _draw(attempt: Attempt, axes: Mapping[str, tuple[float, ...]], base: float) -> dict[str, Curve]:
     drawn: dict[str, Curve] = {}
     try:
         for curve in curves(attempt, axes, base):
             drawn[curve.axis] = curve
             last = curve.points[-1]
             state = last.invalid or f"{100 * last.worst_attainment:.2f} % in time at worst"
-            say(f"{curve.axis} {getattr(last.load, curve.axis):g}: {state}")
+            tell(f"{curve.axis} {getattr(last.load, curve.axis):g}: {state}")
     except KeyboardInterrupt:
-        say("interrupted; the points so far are kept")
+        tell("interrupted; the points so far are kept")
     except TenutoError as error:
         if not drawn:
             raise
-        say(f"the curves end here: {error}")
+        tell(f"the curves end here: {error}")
     return drawn
-
-
-def _provenance() -> dict[str, Any]:
-    from tenuto.loadgen.result_folder import provenance
-
-    return provenance(["tenuto", *sys.argv[1:]])
 
 
 def _progress(found: Capacity) -> str:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
-from tenuto.cli.common import emit_json, progress_console
+from tenuto.cli.common import emit_json, write_file
 from tenuto.cli.tables import print_table
-from tenuto.errors import EnvironmentFaultError, InvalidInputError, Problem
+from tenuto.errors import EnvironmentFaultError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -42,13 +41,7 @@ def command(address: str | None, output: str | None, as_json: bool) -> int:
         nodes = _ray_nodes(address)
     cluster = cluster_of(nodes)
     if output is not None:
-        try:
-            Path(output).write_text(cluster.dump(), encoding="utf-8")
-        except OSError as error:
-            raise InvalidInputError(
-                Problem("-o", output, f"cannot be written ({error.strerror})", "Choose a writable path.")
-            ) from error
-        progress_console().print(f"wrote {output}: {len(cluster.gpus)} GPUs on {len(cluster.nodes)} nodes")
+        write_file(output, cluster.dump(), what=f"{len(cluster.gpus)} GPUs on {len(cluster.nodes)} nodes")
     if as_json:
         named = zip(cluster.nodes, nodes.items(), strict=True)
         emit_json(

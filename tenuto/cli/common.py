@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import click
 from rich.console import Console
 
-from tenuto.errors import InvalidInputError, Problem
+from tenuto.errors import refused
 from tenuto.placement import Cluster
 from tenuto.profiles import Profile, Profiles
 
@@ -24,12 +24,15 @@ __all__ = [
     "Numbers",
     "ProgressLine",
     "cluster_arguments",
+    "command_line",
     "emit_json",
     "gathered",
     "json_option",
     "profiles_from",
     "progress_console",
     "stdout_console",
+    "tell",
+    "write_file",
 ]
 
 Verb = Callable[..., Any]
@@ -46,6 +49,29 @@ def progress_console() -> Console:
 def stdout_console() -> Console:
     """Return the console for results; wide enough for tables when piped into a file."""
     return Console(highlight=False, width=None if sys.stdout.isatty() else 120)
+
+
+def tell(text: str) -> None:
+    """Print one line of progress on stderr."""
+    progress_console().print(f"tenuto: {text}", markup=False, soft_wrap=True)
+
+
+def command_line() -> list[str]:
+    """Return the command that runs, for the files it writes."""
+    return ["tenuto", *sys.argv[1:]]
+
+
+def write_file(path: str, text: str, *, option: str = "-o", what: str = "") -> None:
+    """Write a file that `option` asked for, and say so and `what` is in it on stderr.
+
+    Raises:
+        InvalidInputError: it cannot be written.
+    """
+    try:
+        Path(path).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise refused(option, path, f"cannot be written ({error.strerror})", "Give a writable path.") from error
+    progress_console().print(f"wrote {path}{what and f': {what}'}", markup=False, soft_wrap=True)
 
 
 def emit_json(data: Any) -> None:
@@ -138,11 +164,8 @@ class ClusterArguments:
     def cluster(self) -> Cluster:
         """Return the cluster; raises `InvalidInputError` when neither or both are given."""
         if (self.gpus is None) == (self.cluster_file is None):
-            raise InvalidInputError(
-                Problem(
-                    "--gpus", self.gpus, "give exactly one of --gpus and --cluster", "Write for example --gpus v100:4."
-                )
-            )
+            raise refused("--gpus", self.gpus, "give exactly one of --gpus and --cluster",
+                          "Write for example --gpus v100:4.")
         if self.gpus is not None:
             return Cluster.parse(self.gpus, elastic=self.elastic)
         cluster = Cluster.load(str(self.cluster_file))
@@ -184,14 +207,8 @@ def profiles_from(names: Iterable[str], gpu_types: Iterable[str]) -> Profiles:
         elif Path(name).exists():
             loaded.append(Profile.load(name))
         else:
-            raise InvalidInputError(
-                Problem(
-                    "--profiles",
-                    name,
-                    "neither a file nor a shipped profile",
-                    f"Shipped profiles: {', '.join(shipped_names())}.",
-                )
-            )
+            raise refused("--profiles", name, "neither a file nor a shipped profile",
+                          f"Shipped profiles: {', '.join(shipped_names())}.")
     if not loaded:
         for gpu_type in gpu_types:
             loaded += default_profiles(gpu_type)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from tenuto.cli.common import ClusterArguments, cluster_arguments, gathered, progress_console
+from tenuto.cli.common import ClusterArguments, cluster_arguments, gathered, tell
 from tenuto.options import split_pairs
 from tenuto.placement import Plan
 
@@ -132,12 +132,7 @@ def operations(address: str | None) -> Iterator[Operations]:
     """Connect to the cluster of a deployment; what happens there is said on stderr."""
     from tenuto.deployments.control.operations import Operations
 
-    console = progress_console()
-
-    def progress(text: str) -> None:
-        console.print(f"tenuto: {text}", markup=False, soft_wrap=True)
-
-    with Operations(address, progress) as found:
+    with Operations(address, tell) as found:
         yield found
 
 

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 import yaml
-from rich.markup import escape
 
-from tenuto.cli.common import Numbers, emit_json, json_option, profiles_from, progress_console, stdout_console
+from tenuto.cli.common import (
+    Numbers,
+    emit_json,
+    json_option,
+    profiles_from,
+    progress_console,
+    stdout_console,
+    write_file,
+)
 from tenuto.cli.tables import number, print_table
-from tenuto.errors import InvalidInputError, Problem
+from tenuto.errors import refused
 from tenuto.options import split_pairs
 
 if TYPE_CHECKING:
@@ -58,10 +64,8 @@ def command(
     row = row_name(model)
     profiles = [p for p in profiles_from(profile_names, [gpu_type]) if p.gpu_type == gpu_type]
     if not profiles:
-        raise InvalidInputError(
-            Problem("--gpu", gpu_type, "no profile of this type to learn from",
-                    "Measure some models with `tenuto profile` on it and pass the file with --profiles.")
-        )
+        raise refused("--gpu", gpu_type, "no profile of this type to learn from",
+                      "Measure some models with `tenuto profile` on it and pass the file with --profiles.")
     timed = load_operator_files(operator_files, gpu_type)
     given = {key: yaml.safe_load(text) for key, text in split_pairs(options).items()}
     with progress_console().status("tracing") as status:
@@ -82,7 +86,7 @@ def command(
     if timed:
         by_kernel = estimate_by_kernels(timed, gpu_type, row, [at_batch(size) for size in sizes], errors)
     if output:
-        _write(Path(output), _as_profile(row, gpu_type, estimates, len(estimator.models), report))
+        write_file(output, _as_profile(row, gpu_type, estimates, len(estimator.models), report))
     if as_json:
         emit_json({
             "model": row, "gpu_type": gpu_type, "learnt_from": list(estimator.models), "estimate_ms": round(took_ms, 3),
@@ -94,8 +98,6 @@ def command(
     _print(row, gpu_type, estimates, measured, estimator.models, took_ms, report)
     if by_kernel:
         _print_by_kernels(by_kernel)
-    if output:
-        progress_console().print(f"wrote {escape(output)}")
 
 
 def _as_profile(row: str, gpu_type: str, estimates: list[Any], models: int, report: Any) -> str:
@@ -118,15 +120,6 @@ def _as_profile(row: str, gpu_type: str, estimates: list[Any], models: int, repo
         models={row: ModelProfile(points=points, doubts=(doubt,), estimated=("latency_ms", "memory_mib", *metrics))},
     )
     return profile.dump()
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise InvalidInputError(
-            Problem("-o", str(path), f"cannot be written ({error.strerror})", "Give a writable path.")
-        ) from error
 
 
 def _print(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import click
 from rich.markup import escape
 
-from tenuto.cli.common import ProgressLine, emit_json, json_option, progress_console, stdout_console
+from tenuto.cli.common import ProgressLine, command_line, emit_json, json_option, progress_console, stdout_console, tell
 from tenuto.cli.tables import print_table
 
 if TYPE_CHECKING:
@@ -127,7 +126,6 @@ def _run(
         text = f"figure {experiment.name}: {done} of {total} points, {what.replace('|', ' ')}"
         line.show(text, is_last=done == total)
 
-    console = progress_console()
     how = "in virtual time"
     cases = experiment.cases(settings)
     if live is None:
@@ -142,7 +140,7 @@ def _run(
             experiment.schedulers,
             stretch=stretch,
             report=progress,
-            say=lambda text: console.print(f"tenuto: {text}", markup=False, soft_wrap=True),
+            say=tell,
             address=address,
         )
     line.clear()
@@ -155,12 +153,12 @@ def _run(
         settings,
         is_whole=finished.is_whole,
         wall_s=round(time.perf_counter() - started, 1),
-        command=["tenuto", *sys.argv[1:]],
+        command=command_line(),
         how=how,
     )
     if out is not None:
         page = write_experiment(out / f"figure-{experiment.name}", experiment, results, observations, document)
-        console.print(f"page: {page}", markup=False)
+        progress_console().print(f"page: {page}", markup=False)
     return document
 
 

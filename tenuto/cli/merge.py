@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shlex
-import sys
 import time
 from pathlib import Path
 from statistics import median
@@ -12,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from tenuto.cli.common import Numbers, emit_json, json_option, progress_console, stdout_console
+from tenuto.cli.common import Numbers, command_line, emit_json, json_option, progress_console, stdout_console, tell
 from tenuto.cli.tables import print_table
-from tenuto.errors import InvalidInputError, Problem, raise_if_any
+from tenuto.errors import Problem, raise_if_any, refused
 from tenuto.options import split_pairs
 from tenuto.profiles.measuring.book import ProfileBook
 from tenuto.profiles.measuring.memory import ResidentMemory
@@ -80,29 +79,27 @@ def command(
     ]
     raise_if_any(problems)
     parsed = split_pairs(options)
-    command_line = shlex.join(["tenuto", *sys.argv[1:]])
-    book = None if output is None else ProfileBook(Path(output), command=command_line, resume=True)
+    book = None if output is None else ProfileBook(Path(output), command=shlex.join(command_line()), resume=True)
 
     calm_openmp(os.environ)
     from tenuto.profiles.networks.merging.merge import merge_models
     from tenuto.profiles.networks.models import build
 
-    console = progress_console()
     meter = ResidentMemory()
     models_by_name, loaded = {}, {}
     for name, source in sources.items():
-        console.print(f"tenuto: building {name} ({source})", markup=False)
+        tell(f"building {name} ({source})")
         made = build(source, weights_path=files.get(name), seed=seed, options=parsed)
         _reseed(made.module, name, prefixes.get(name, ""), seed)
         models_by_name[name] = made
         loaded[name] = (made.module, made.signature)
         del made
-    console.print("tenuto: tracing and merging", markup=False)
+    tell("tracing and merging")
     begun = time.monotonic()
     merged, report = merge_models(loaded)
     data = {**report.to_data(), "merging_s": time.monotonic() - begun, "batch_size": batch_size, "device": "cpu"}
     for found, cluster in zip(merged, data["clusters"], strict=True):
-        console.print(f"tenuto: timing {', '.join(found.names)}", markup=False)
+        tell(f"timing {', '.join(found.names)}")
         apart, together = _time(found, loaded, batch_size, repetitions)
         cluster |= {"apart_ms": apart, "together_ms": together, "pays": together < 0.98 * apart}
         del found
@@ -113,11 +110,11 @@ def command(
         joint = measure_into(
             book, merged, report, models_by_name, sources=sources, options=parsed, batch_sizes=sizes,
             shares=shares, repetitions=repetitions, meter=meter,
-            say=lambda text: console.print(f"tenuto: measuring {text}", markup=False),
+            say=lambda text: tell(f"measuring {text}"),
         )  # fmt: skip
         for cluster, times in zip(data["clusters"], joint, strict=True):
             cluster["joint"] = [one.to_data() for one in times]
-        console.print(f"wrote {book.path}", markup=False)
+        progress_console().print(f"wrote {book.path}", markup=False)
     if as_json:
         emit_json(data)
     else:
@@ -130,9 +127,9 @@ def _pairs(where: str, texts: tuple[str, ...]) -> dict[str, str]:
     for text in texts:
         name, separator, value = text.partition("=")
         if not (name and separator and value):
-            raise InvalidInputError(Problem(where, text, "must read NAME=VALUE", "Write for example tuned=resnet50."))
+            raise refused(where, text, "must read NAME=VALUE", "Write for example tuned=resnet50.")
         if name in found:
-            raise InvalidInputError(Problem(where, name, "is given twice", "Give each copy a name: base=…, tuned=…."))
+            raise refused(where, name, "is given twice", "Give each copy a name: base=…, tuned=….")
         found[name] = value
     return found
 
@@ -146,9 +143,7 @@ def _reseed(module: Any, name: str, prefixes: str, seed: int) -> None:
         mine = [p for key, p in module.named_parameters() if key == prefix or key.startswith(f"{prefix}.")]
         if not mine:
             known = sorted({key.split(".")[0] for key, _ in module.named_parameters()})
-            raise InvalidInputError(
-                Problem(f"--reseed {name}", prefix, "is no prefix of its parameters", f"It has {', '.join(known)}.")
-            )
+            raise refused(f"--reseed {name}", prefix, "is no prefix of its parameters", f"It has {', '.join(known)}.")
         with torch.no_grad():
             for parameter in mine:
                 noise = torch.randn(parameter.shape, generator=generator)

@@ -11,7 +11,7 @@ import yaml
 from tenuto.cli.common import emit_json, json_option, stdout_console
 from tenuto.cli.deploying import address_option, operations
 from tenuto.cli.tables import print_table
-from tenuto.errors import InvalidInputError, Problem
+from tenuto.errors import InvalidInputError, refused
 
 __all__ = ["command"]
 
@@ -34,7 +34,7 @@ def _entry(text: str) -> dict[str, Any]:
         raise InvalidInputError(f"MODEL: {error}. Write it as in a workload file.") from error
     if not isinstance(entry, dict):
         cure = "Write for example '{name: resnet50, rate_rps: 100, slo_ms: 50}', or name a file with that."
-        raise InvalidInputError(Problem("MODEL", text, "is neither a file nor a model's entry", cure))
+        raise refused("MODEL", text, "is neither a file nor a model's entry", cure)
     return entry
 
 

@@ -17,7 +17,7 @@ from tenuto.cli.common import (
 )
 from tenuto.cli.tables import number, print_table
 from tenuto.documents import load_document
-from tenuto.errors import InvalidInputError, Problem, raise_if_any
+from tenuto.errors import Problem, raise_if_any, refused
 from tenuto.placement import Cluster, Workload
 from tenuto.placement.costs import MOST_BATCH, context_mib_of, costs_of
 from tenuto.placement.policies.symphony.partition import Limits, Partition, PartitionModel, partition
@@ -70,17 +70,11 @@ def command(
     """
     workload = Workload.load(source)
     if not workload.models:
-        raise InvalidInputError(Problem(f"{source}: models", [], "the workload has no models", "Add at least one."))
+        raise refused(f"{source}: models", [], "the workload has no models", "Add at least one.")
     cluster = where.cluster()
     if len(cluster.gpu_types) != 1:
-        raise InvalidInputError(
-            Problem(
-                "--gpus",
-                ",".join(cluster.gpu_types),
-                "a partition is made for GPUs of one type",
-                "Partition the models of each type by themselves.",
-            )
-        )
+        raise refused("--gpus", ",".join(cluster.gpu_types), "a partition is made for GPUs of one type",
+                      "Partition the models of each type by themselves.")
     profiles = where.profiles(cluster.gpu_types)
     kind = cluster.gpu_types[0]
     context_mib = context_mib_of(kind, profiles)
@@ -142,14 +136,8 @@ def _read_current(path: str, known: Collection[str]) -> dict[str, int]:
     if isinstance(document, Mapping) and isinstance(document.get("assignment"), Mapping):
         document = document["assignment"]
     if not isinstance(document, Mapping) or not all(type(k) is int for k in document.values()):
-        raise InvalidInputError(
-            Problem(
-                f"--current {path}",
-                document,
-                "must map models to sub-clusters from 0",
-                "Give the output of `tenuto partition --json`, or lines such as resnet50: 0.",
-            )
-        )
+        raise refused(f"--current {path}", document, "must map models to sub-clusters from 0",
+                      "Give the output of `tenuto partition --json`, or lines such as resnet50: 0.")
     return {str(name): k for name, k in document.items() if name in known}
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any, TypeVar
 
 import click
@@ -16,12 +15,12 @@ from tenuto.cli.common import (
     cluster_arguments,
     emit_json,
     json_option,
-    progress_console,
     stdout_console,
+    write_file,
 )
 from tenuto.cli.tables import print_table
 from tenuto.cli.watching import planning_watched
-from tenuto.errors import InvalidInputError, Problem
+from tenuto.errors import InvalidInputError, Problem, refused
 from tenuto.options import split_pairs
 from tenuto.placement import Cluster, Plan, Policy, Workload, load_policy, solve
 from tenuto.placement.policy import DEFAULT_POLICY
@@ -95,16 +94,12 @@ def command(
     """
     names = [name.strip() for name in compare.split(",") if name.strip()] if compare else [policy_name]
     if compare and not names:
-        raise InvalidInputError(Problem("--compare", compare, "names no policy", "Write for example usher,wsm-milp."))
+        raise refused("--compare", compare, "names no policy", "Write for example usher,wsm-milp.")
     if compare and extended_file:
-        raise InvalidInputError(
-            Problem("--compare", compare, "extends no plan", "Choose one policy with --policy for --extend.")
-        )
+        raise refused("--compare", compare, "extends no plan", "Choose one policy with --policy for --extend.")
     if compare and (output or picture):
-        raise InvalidInputError(
-            Problem("--compare", compare, "writes no plan and no picture",
-                    "Choose one policy with --policy for -o and --picture.")
-        )
+        raise refused("--compare", compare, "writes no plan and no picture",
+                      "Choose one policy with --policy for -o and --picture.")
     workload, cluster, profiles, policies = _inputs(
         workload_file, names, where, options, strict_options=not compare
     )
@@ -116,17 +111,15 @@ def command(
     with planning_watched(policies[policy_name]):
         plan = solve(policies[policy_name], workload, cluster, profiles, extended=extended)
     if output:
-        _write(Path(output), _document(plan, executor))
+        write_file(output, _document(plan, executor))
     if picture:
         from tenuto.placement.shown.picture import draw
 
-        _write(Path(picture), draw(plan))
+        write_file(picture, draw(plan), option="--picture")
     if as_json:
         emit_json(plan.to_data())
     else:
         _print_plan(plan)
-    for path in filter(None, (output, picture)):
-        progress_console().print(f"wrote {escape(path)}")
     if workload.models and not plan.gpulets:
         raise SystemExit(1)  # a plan that serves nothing is no success
 
@@ -220,14 +213,6 @@ def _document(plan: Plan, executor: str) -> str:
     from tenuto.deployments.serve.config import serve_config
 
     return dump_yaml(serve_config(plan, executor=executor))
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        problem = Problem(str(path), None, f"cannot be written ({error.strerror})", "Give a writable path.")
-        raise InvalidInputError(problem) from error
 
 
 def _number(value: float | None) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -13,9 +12,17 @@ import yaml
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from tenuto.cli.common import Numbers, emit_json, progress_console, stdout_console
+from tenuto.cli.common import (
+    Numbers,
+    command_line,
+    emit_json,
+    json_option,
+    progress_console,
+    stdout_console,
+    write_file,
+)
 from tenuto.cli.tables import number, print_table
-from tenuto.errors import EnvironmentFaultError, InvalidInputError, Problem, TenutoError
+from tenuto.errors import EnvironmentFaultError, InvalidInputError, Problem, TenutoError, refused
 from tenuto.mps.shares import shares_of
 from tenuto.options import split_pairs
 from tenuto.profiles.measuring.book import ProfileBook
@@ -60,7 +67,7 @@ __all__ = ["command"]
 @click.option("--import-batches", type=int, default=1, show_default=True, help="Batches those files recorded.")
 @click.option("-o", "--output", type=click.Path(dir_okay=False), metavar="FILE",
               help="Profile file; default profile-TYPE.yaml, such as profile-cpu.yaml.")
-@click.option("--json", "as_json", is_flag=True, help="Print the profile as JSON.")
+@json_option
 def command(
     models: tuple[str, ...], device: str, sizes: tuple[int, ...], shares: tuple[float, ...], budget_s: float,
     weights_path: str | None,
@@ -80,11 +87,11 @@ def command(
     """
     requests = _requests(models, device, sizes, shares, budget_s, weights_path, options, seed, tolerance_pct)
     if time_limit_s is not None and not time_limit_s > 0:
-        raise InvalidInputError(Problem("--time-limit-s", time_limit_s, "must be above 0", "Give seconds."))
+        raise refused("--time-limit-s", time_limit_s, "must be above 0", "Give seconds.")
     kinds = _kinds(co_runs, co_run_s)
     importing = any((import_ncu, import_nsys, import_trace))
     book = ProfileBook(
-        None if output is None else Path(output), command=shlex.join(["tenuto", *sys.argv[1:]]),
+        None if output is None else Path(output), command=shlex.join(command_line()),
         resume=resume or importing,
     )
     console = progress_console()
@@ -107,10 +114,9 @@ def command(
             "the time limit was over before anything was measured. Give more seconds with --time-limit-s."
         )
     if operator_file is not None and fault is None and not importing:
-        from tenuto.profiles.estimator.by_kernels import write_operator_times
+        from tenuto.profiles.estimator.by_kernels import operator_times
 
-        write_operator_times(Path(operator_file), requests, book.profile)
-        console.print(f"wrote {escape(operator_file)}")
+        write_file(operator_file, operator_times(requests, book.profile).dump(), option="--time-operators")
     if fit:
         from tenuto.placement.interference.from_profile import fit_coefficients
 
@@ -151,14 +157,10 @@ def _import(
 
     (first, *others) = requests
     if others or len(first.batch_sizes) > 1 or len(first.shares) > 1:
-        raise InvalidInputError(
-            Problem("--batch-sizes", list(first.batch_sizes), "an import is of one model, batch size and share",
-                    "Name one MODEL, and for example --batch-sizes 4 --shares 100.")
-        )
+        raise refused("--batch-sizes", list(first.batch_sizes), "an import is of one model, batch size and share",
+                      "Name one MODEL, and for example --batch-sizes 4 --shares 100.")
     if book.profile is None:
-        raise InvalidInputError(
-            Problem("-o", str(book.path), "no such profile file to import into", "Measure MODEL first.")
-        )
+        raise refused("-o", str(book.path), "no such profile file to import into", "Measure MODEL first.")
     request = ImportRequest(
         row_name(first.source), first.batch_sizes[0], first.shares[0], ncu, nsys, trace, batches
     )

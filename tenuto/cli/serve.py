@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from tenuto.cli.common import progress_console
+from tenuto.cli.common import tell
 from tenuto.cli.deploying import ServingArguments, serving_arguments
 
 if TYPE_CHECKING:
@@ -55,23 +55,22 @@ def _run(
     from tenuto.deployments.serve.endpoint import get_json
     from tenuto.deployments.serve.launcher import Launcher
 
-    console = progress_console()
     gpus = deployment.read_plan().gpus
-    with Launcher(progress=lambda text: console.print(f"tenuto: {text}")) as launcher:
+    with Launcher(progress=tell) as launcher:
         launcher.connect(num_gpus=sum(gpu.type != "cpu" for gpu in gpus), address=address)
         _stop_on_signals(stop)  # `ray.init` puts a handler of its own for SIGTERM, which ends the process at once
         if not stop.is_set():
             if replace:
                 end_all()
             else:
-                refuse_running(lambda text: console.print(f"tenuto: {text}"))
+                refuse_running(tell)
             begin(launcher, deployment, what, "serve", ground, ends_with_caller=True)
             status = get_json(f"{launcher.operator_url}/status")
             for gpulet in status["gpulets"]:
                 models = ", ".join(f"{name} (batch {size})" for name, size in gpulet["models"].items())
-                console.print(f"tenuto: {gpulet['id']} on {gpulet['device']}, pid {gpulet['pid']}: {models}")
-            console.print(
-                f"tenuto: serving at {launcher.base_url}, documentation at {launcher.base_url}/docs, live page at "
+                tell(f"{gpulet['id']} on {gpulet['device']}, pid {gpulet['pid']}: {models}")
+            tell(
+                f"serving at {launcher.base_url}, documentation at {launcher.base_url}/docs, live page at "
                 f"{launcher.operator_url}. Ctrl-C drains."
             )
             looked_s = time.monotonic()
@@ -79,7 +78,7 @@ def _run(
                 if time.monotonic() - looked_s > _LOOK_S:
                     looked_s = time.monotonic()
                     if not is_deployed():
-                        console.print("tenuto: deleted by another command")
+                        tell("deleted by another command")
                         break
-        console.print("tenuto: draining")
-    console.print("tenuto: stopped")
+        tell("draining")
+    tell("stopped")

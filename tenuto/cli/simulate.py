@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,7 +12,7 @@ import click
 from tenuto.batching.core.autoscale import AutoscaleOptions
 from tenuto.batching.core.rehearsal import describe_schedulers
 from tenuto.batching.virtual.advice_series import advice_over_time
-from tenuto.cli.common import emit_json, progress_console, stdout_console
+from tenuto.cli.common import command_line, emit_json, progress_console, stdout_console, tell
 from tenuto.cli.tables import percent, print_advice, print_run, print_table
 from tenuto.cli.virtual import VirtualArguments, virtual_arguments
 from tenuto.errors import Problem, raise_if_any
@@ -95,14 +94,13 @@ def _run_controlled(
     from tenuto.loadgen.controlled import controlled_summary
 
     simulation = asked.controlled(control_file)
-    console, since = progress_console(), time.perf_counter()
-    told_s = since
+    told_s = since = time.perf_counter()
 
     def progress(now_s: float, run: ControlledRun) -> None:
         nonlocal told_s
         if time.perf_counter() - told_s > PROGRESS_S:
             told_s = time.perf_counter()
-            console.print(f"tenuto: {now_s:,.0f} of {asked.duration_s:,.0f} s, {run.count('changed')} changes")
+            tell(f"{now_s:,.0f} of {asked.duration_s:,.0f} s, {run.count('changed')} changes")
 
     run = simulation.run(rate_scale, progress, sample=sample)
     summary = controlled_summary(run, asked.duration_s, since, simulation.workload.applications)
@@ -155,6 +153,6 @@ def _write_report(folder: Path, run: SimulatedRun, simulation: Simulation, rate_
     settings = {
         "seed": simulation.seed, "rate_scale": rate_scale, "scheduler": simulation.scheduler_name, **simulation.options,
     }  # fmt: skip
-    document, records = run.describe(simulation.plan, options=settings, command=["tenuto", *sys.argv[1:]])
+    document, records = run.describe(simulation.plan, options=settings, command=command_line())
     write_run_files(folder, document, records, run.schedule)
     write_report(folder, Run(document, records, simulation.plan))

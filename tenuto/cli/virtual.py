@@ -13,7 +13,7 @@ from tenuto.batching.core.system import NetworkDelay
 from tenuto.batching.registry import SCHEDULERS, scheduler_class
 from tenuto.cli.common import ClusterArguments, cluster_arguments, gathered, json_option, progress_console
 from tenuto.documents import load_document
-from tenuto.errors import InvalidInputError, Problem, raise_if_any
+from tenuto.errors import InvalidInputError, Problem, raise_if_any, refused
 from tenuto.loadgen.simulated import Simulation
 from tenuto.options import split_pairs
 from tenuto.placement import Plan, Workload
@@ -53,14 +53,8 @@ class VirtualArguments:
         document = load_document(self.source)
         if _is_plan(document):
             if self.where.names_a_cluster:
-                raise InvalidInputError(
-                    Problem(
-                        "--gpus",
-                        self.where.gpus or self.where.cluster_file,
-                        "a plan brings its own GPUs",
-                        "Leave the cluster away, or pass a workload.",
-                    )
-                )
+                raise refused("--gpus", self.where.gpus or self.where.cluster_file, "a plan brings its own GPUs",
+                              "Leave the cluster away, or pass a workload.")
             found = Simulation.of_plan(Plan.from_data(document, origin=self.source), network, slo_scale, **how)
             if slo_scale == 1.0:
                 for late in found.always_late():
@@ -68,8 +62,7 @@ class VirtualArguments:
             return found
         workload = Workload.load(self.source)
         if not workload.models:
-            problem = Problem(f"{self.source}: models", [], "the workload has no models", "Add at least one.")
-            raise InvalidInputError(problem)
+            raise refused(f"{self.source}: models", [], "the workload has no models", "Add at least one.")
         cluster = self.where.cluster()
         if workload.merge != "off":
             text = "tenuto: `merge` is for plans: here every model runs by itself. Plan first, and simulate the plan"
@@ -104,7 +97,7 @@ class VirtualArguments:
         lacking = sorted({gpu.id for gpu in plan.gpus} - {gpu.id for gpu in gpus})
         if lacking:
             rule = f"the plan uses GPU {', '.join(lacking)}, which the cluster lacks"
-            raise InvalidInputError(Problem("--gpus", self.where.gpus, rule, "Name a cluster that has them."))
+            raise refused("--gpus", self.where.gpus, rule, "Name a cluster that has them.")
         profiles = self.where.profiles(dict.fromkeys(gpu.type for gpu in gpus))
         return ControlledSimulation(plan.workload, plan, gpus, profiles, settings, **how)
 

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from tenuto.deployments.serve.user_config import MemberEntry, ProgramEntry
-from tenuto.errors import InvalidInputError, Problem
+from tenuto.errors import InvalidInputError, refused
 from tenuto.profiles.networks.catalogue import ModelSignature, TensorSignature, lookup, with_pixels
 from tenuto.profiles.networks.inputs import Arrays, Blocks
 
@@ -139,19 +139,13 @@ def _copies(program: ProgramEntry, table: Sequence[float]) -> tuple[float, float
         raw = options.get(key, planned)
         value = 0.0 if raw is None else raw
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0.0 <= value < math.inf:
-            raise InvalidInputError(
-                Problem(f"options of {program.name}: {key}", raw, "must be ms of one request, at least 0",
-                        "Give 0 for none.")
-            )  # fmt: skip
+            raise refused(f"options of {program.name}: {key}", raw, "must be ms of one request, at least 0",
+                          "Give 0 for none.")  # fmt: skip
         found.append(float(value))
     for size, latency_ms in enumerate(table[1:], start=1):
         if sum(found) * size >= latency_ms:
-            raise InvalidInputError(
-                Problem(
-                    f"options of {program.name}: copy_in_ms + copy_out_ms", sum(found),
-                    f"a batch of {size} takes {latency_ms:g} ms in all, copies included", "Give smaller ones.",
-                )
-            )  # fmt: skip
+            raise refused(f"options of {program.name}: copy_in_ms + copy_out_ms", sum(found),
+                          f"a batch of {size} takes {latency_ms:g} ms in all, copies included", "Give smaller ones.")
     return found[0], found[1]
 
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from tenuto.errors import InvalidInputError, Problem
+from tenuto.errors import refused
 from tenuto.placement.cluster import Cluster, Gpu
 from tenuto.placement.costs import WHOLE_GPU
 from tenuto.placement.plan import Plan
@@ -79,7 +79,7 @@ class MpsDefault(Policy):
 
     def __init__(self, *, max_batch: int = 32) -> None:
         if max_batch < 1:
-            raise InvalidInputError(Problem("--option max_batch", max_batch, "must be at least 1", "32 in the paper."))
+            raise refused("--option max_batch", max_batch, "must be at least 1", "32 in the paper.")
         self.max_batch = max_batch
 
     def place(self, workload: Workload, cluster: Cluster, profiles: Profiles) -> Plan:

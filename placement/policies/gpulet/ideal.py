@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from itertools import combinations_with_replacement, product
 
-from tenuto.errors import InvalidInputError, Problem
+from tenuto.errors import InvalidInputError, Problem, refused
 from tenuto.placement.cluster import Cluster
 from tenuto.placement.costs import WHOLE_GPU
 from tenuto.placement.plan import Plan
@@ -71,10 +71,8 @@ class Ideal(Policy):
             InvalidInputError: the cluster has more GPUs than `max_gpus`.
         """
         if len(cluster.gpus) > self.max_gpus:
-            raise InvalidInputError(Problem(
-                "--gpus", len(cluster.gpus), f"the ideal policy searches at most {self.max_gpus} GPUs",
-                "Use fewer GPUs, another policy such as gpulet, or --option max_gpus (expect long runs).",
-            ))
+            raise refused("--gpus", len(cluster.gpus), f"the ideal policy searches at most {self.max_gpus} GPUs",
+                          "Use fewer GPUs, another policy such as gpulet, or --option max_gpus (expect long runs).")
         candidates = self._candidates(workload, cluster, profiles)
         best = max(candidates, key=lambda plan: plan.expected.goodput_rps)
         if not workload.models or (_accepts(best, workload) and not cluster.elastic):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tenuto.errors import InvalidInputError, Problem
+from tenuto.errors import refused
 from tenuto.placement.cluster import Cluster, Gpu
 from tenuto.placement.costs import WHOLE_GPU
 from tenuto.placement.plan import Plan
@@ -45,7 +45,7 @@ class SquishyBinPacking(Policy):
 
     def __init__(self, *, halves: bool = False, max_batch: int = 128) -> None:
         if max_batch < 1:
-            raise InvalidInputError(Problem("--option max_batch", max_batch, "must be at least 1", "Try 128."))
+            raise refused("--option max_batch", max_batch, "must be at least 1", "Try 128.")
         self.halves, self.max_batch = halves, max_batch
 
     def place(self, workload: Workload, cluster: Cluster, profiles: Profiles) -> Plan:

@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tenuto.errors import InvalidInputError, Problem, raise_if_any
+from tenuto.errors import Problem, raise_if_any, refused
 from tenuto.placement.solver import integer_program
 
 __all__ = ["Limits", "Partition", "PartitionModel", "fits_some", "gpus_by_need", "longest_first", "partition"]
@@ -108,7 +108,7 @@ class Partition:
         used = [k for k in range(self.subclusters) if self.members(k)]
         if total < len(used):
             rule = f"{len(used)} sub-clusters need at least one GPU each"
-            raise InvalidInputError(Problem("--gpus", total, rule, "Use fewer sub-clusters."))
+            raise refused("--gpus", total, rule, "Use fewer sub-clusters.")
         counts = [0] * self.subclusters
         for k, count in zip(used, gpus_by_need([needs[k] for k in used], total), strict=True):
             counts[k] = count
@@ -192,9 +192,9 @@ def partition(
     if best is None:
         if proven:
             cure = "Use more sub-clusters, GPUs with more memory, or a higher limit on rate, models or change."
-            raise InvalidInputError(Problem("--subclusters", subclusters, "no partition keeps the limits", cure))
+            raise refused("--subclusters", subclusters, "no partition keeps the limits", cure)
         rule = "no partition that keeps the limits was found in this time"
-        raise InvalidInputError(Problem("--time-limit-s", time_limit_s, rule, "Give more time or wider limits."))
+        raise refused("--time-limit-s", time_limit_s, rule, "Give more time or wider limits.")
     objective = case.objective(best)
     return Partition(
         assignment={model.name: int(k) for model, k in zip(models, best, strict=True)},

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tenuto.errors import InvalidInputError, Problem
+from tenuto.errors import refused
 from tenuto.profiles.measuring.kernels.chrome_trace import parse_chrome_trace
 from tenuto.profiles.measuring.kernels.occupancy import estimated_occupancy_pct
 
@@ -55,9 +55,7 @@ def operator_kernels(data: Any, *, origin: str = "trace") -> list[list[OperatorK
         if event.get("cat") == "user_annotation" and event.get("name") == RANGE_NAME
     )
     if not ranges:
-        raise InvalidInputError(
-            Problem(origin, 0, f"has no range named '{RANGE_NAME}'", "Record with `tenuto profile --time-operators`.")
-        )
+        raise refused(origin, 0, f"has no range named '{RANGE_NAME}'", "Record with `tenuto profile --time-operators`.")
     known = {
         kernel.correlation: OperatorKernel(
             kernel.name, kernel.duration_us / 1000.0,

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tenuto.errors import InvalidInputError, Problem
+from tenuto.errors import refused
 from tenuto.profiles.measuring.kernels.record import Device, Kernel
 
 __all__ = ["KernelTrace", "load_chrome_trace", "parse_chrome_trace"]
@@ -33,10 +33,10 @@ def load_chrome_trace(path: str | Path, *, device_index: int = 0) -> KernelTrace
         text = (gzip.decompress(raw) if raw[:2] == b"\x1f\x8b" else raw).decode("utf-8")
         data = json.loads(text)
     except OSError as error:
-        raise InvalidInputError(Problem(str(file), "", f"cannot be read ({error})", "Check the path.")) from error
+        raise refused(str(file), "", f"cannot be read ({error})", "Check the path.") from error
     except (ValueError, EOFError) as error:
         cure = "Give the file that export_chrome_trace wrote; an interrupted export is not complete."
-        raise InvalidInputError(Problem(str(file), "", f"is no JSON trace ({error})", cure)) from error
+        raise refused(str(file), "", f"is no JSON trace ({error})", cure) from error
     return parse_chrome_trace(data, origin=str(file), device_index=device_index)
 
 
@@ -53,7 +53,7 @@ def parse_chrome_trace(data: Any, *, origin: str = "trace", device_index: int = 
     """
     if not isinstance(data, dict) or not isinstance(data.get("traceEvents"), list):
         cure = "Give a file of torch.profiler's export_chrome_trace."
-        raise InvalidInputError(Problem(origin, type(data).__name__, "has no list `traceEvents`", cure))
+        raise refused(origin, type(data).__name__, "has no list `traceEvents`", cure)
     device = _device(data, origin, device_index)
     kernels: list[Kernel] = []
     sizes, times = {"h2d": 0, "d2h": 0}, {"h2d": 0.0, "d2h": 0.0}
@@ -70,10 +70,8 @@ def parse_chrome_trace(data: Any, *, origin: str = "trace", device_index: int = 
                 sizes[way] += int(arguments.get("bytes", 0))
                 times[way] += float(event.get("dur", 0.0)) / 1000.0
     if not kernels:
-        raise InvalidInputError(
-            Problem(origin, 0, "no kernel of this device was recorded",
-                    "Record with ProfilerActivity.CUDA on a machine whose CUPTI is not taken by another profiler.")
-        )
+        raise refused(origin, 0, "no kernel of this device was recorded",
+                      "Record with ProfilerActivity.CUDA on a machine whose CUPTI is not taken by another profiler.")
     kernels.sort(key=lambda kernel: kernel.start_us)
     return KernelTrace(device, tuple(kernels), sizes, times)
 
@@ -86,11 +84,9 @@ def _device(data: Mapping[str, Any], origin: str, index: int) -> Device:
                 return Device(str(one["name"]), capability, int(one["numSms"]))
             except KeyError as error:
                 cure = "Record the trace with a PyTorch of 1.10 or later."
-                raise InvalidInputError(Problem(f"{origin}: deviceProperties", one, f"lacks {error}", cure)) from error
-    raise InvalidInputError(
-        Problem(f"{origin}: deviceProperties", index, "does not describe this device",
-                "Record the trace with CUDA activities, or name another device.")
-    )
+                raise refused(f"{origin}: deviceProperties", one, f"lacks {error}", cure) from error
+    raise refused(f"{origin}: deviceProperties", index, "does not describe this device",
+                  "Record the trace with CUDA activities, or name another device.")
 
 
 def _kernel(event: Mapping[str, Any], arguments: Mapping[str, Any], path: str) -> Kernel:
@@ -103,10 +99,8 @@ def _kernel(event: Mapping[str, Any], arguments: Mapping[str, Any], path: str) -
             correlation=_whole(arguments.get("correlation")),
         )
     except (KeyError, TypeError, ValueError) as error:
-        raise InvalidInputError(
-            Problem(path, event.get("name"), f"is a kernel without a readable {error}",
-                    "Record with torch.profiler; other tools' traces lack the launch configuration.")
-        ) from error
+        raise refused(path, event.get("name"), f"is a kernel without a readable {error}",
+                      "Record with torch.profiler; other tools' traces lack the launch configuration.") from error
 
 
 def _dim3(value: Any) -> tuple[int, int, int]:

@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from tenuto.errors import InvalidInputError, Problem
+from tenuto.errors import refused
 
 __all__ = ["BYTES", "MICROSECONDS", "dim3", "number", "read_rows", "read_text", "unit_factor"]
 
@@ -31,7 +31,7 @@ def read_text(path: str | Path) -> str:
     try:
         return Path(path).read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
-        raise InvalidInputError(Problem(str(path), "", f"cannot be read ({error})", "Give a CSV export.")) from error
+        raise refused(str(path), "", f"cannot be read ({error})", "Give a CSV export.") from error
 
 
 def read_rows(text: str, first_columns: Sequence[str], *, origin: str, export: str) -> list[list[str]]:
@@ -51,13 +51,10 @@ def read_rows(text: str, first_columns: Sequence[str], *, origin: str, export: s
             for number_, row in enumerate(rows, start=1):
                 if len(row) != len(header):
                     rule = f"has {len(row)} cells where the header has {len(header)}"
-                    raise InvalidInputError(
-                        Problem(f"{origin}: row {number_}", row[-1], rule, f"Export again with `{export}`.")
-                    )
+                    raise refused(f"{origin}: row {number_}", row[-1], rule, f"Export again with `{export}`.")
             return [header, *rows]
-    raise InvalidInputError(
-        Problem(origin, "", f"has no header with the columns {', '.join(first_columns)}", f"Export it with `{export}`.")
-    )
+    raise refused(origin, "", f"has no header with the columns {', '.join(first_columns)}",
+                  f"Export it with `{export}`.")
 
 
 def unit_factor(unit: str, factors: Mapping[str, float], *, path: str) -> float:
@@ -65,7 +62,7 @@ def unit_factor(unit: str, factors: Mapping[str, float], *, path: str) -> float:
     found = factors.get(unit.strip().lower())
     if found is None:
         known = ", ".join(factors)
-        raise InvalidInputError(Problem(path, unit, "is not a unit known here", f"Known: {known}."))
+        raise refused(path, unit, "is not a unit known here", f"Known: {known}.")
     return found
 
 
@@ -81,16 +78,12 @@ def number(text: str, *, path: str) -> float | None:
     try:
         return float(word)
     except ValueError:
-        raise InvalidInputError(
-            Problem(path, text, "is not a number", "Export again; the file was edited or cut off.")
-        ) from None
+        raise refused(path, text, "is not a number", "Export again; the file was edited or cut off.") from None
 
 
 def dim3(text: str, *, path: str) -> tuple[int, int, int]:
     """Return `(128, 1, 1)` as three whole numbers of at least 1."""
     words = [int(word) for word in re.findall(r"\d+", text)]
     if len(words) != 3 or min(words) < 1:
-        raise InvalidInputError(
-            Problem(path, text, "is not a launch size such as (128, 1, 1)", "Export again with the default columns.")
-        )
+        raise refused(path, text, "is not a launch size such as (128, 1, 1)", "Export again with the default columns.")
     return words[0], words[1], words[2]

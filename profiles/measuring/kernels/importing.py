@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tenuto.errors import InvalidInputError, Problem
+from tenuto.errors import InvalidInputError, refused
 from tenuto.profiles.gpu_types import GPU_TYPES, sms_of_share
 from tenuto.profiles.measuring.kernels.chrome_trace import load_chrome_trace
 from tenuto.profiles.measuring.kernels.matching import match_kernels
@@ -43,10 +43,8 @@ def import_kernels(profile: Profile, request: ImportRequest) -> Profile:
     _check(profile, request)
     kernels, capability, notes = _kernels(request)
     if len(kernels) % request.batches:
-        raise InvalidInputError(
-            Problem("--import-batches", request.batches, f"does not divide the {len(kernels)} recorded kernels",
-                    "Give the number of batches that ran while the profiler recorded, warm-up included.")
-        )
+        raise refused("--import-batches", request.batches, f"does not divide the {len(kernels)} recorded kernels",
+                      "Give the number of batches that ran while the profiler recorded, warm-up included.")
     device = _device(profile, capability, request.share_pct)
     metrics = kernel_metrics(kernels, device)
     if request.batches > 1 or not (request.nsys or request.trace):
@@ -69,25 +67,19 @@ def import_kernels(profile: Profile, request: ImportRequest) -> Profile:
 
 def _check(profile: Profile, request: ImportRequest) -> None:
     if request.batches < 1:
-        raise InvalidInputError(
-            Problem("--import-batches", request.batches, "must be at least 1", "Give the number of batches recorded.")
-        )
+        raise refused("--import-batches", request.batches, "must be at least 1", "Give the number of batches recorded.")
     if not (request.ncu or request.nsys or request.trace):
         raise InvalidInputError("nothing to import. Give --import-ncu, --import-nsys or --import-trace.")
     if request.nsys and request.trace:
-        raise InvalidInputError(
-            Problem("--import-trace", request.trace, "gives the same as --import-nsys", "Give only one of the two.")
-        )
+        raise refused("--import-trace", request.trace, "gives the same as --import-nsys", "Give only one of the two.")
     row = profile.models.get(request.row)
     if row is None:
         known = ", ".join(sorted(profile.models))
-        raise InvalidInputError(Problem("MODEL", request.row, "is not in the profile file", f"It has: {known}."))
+        raise refused("MODEL", request.row, "is not in the profile file", f"It has: {known}.")
     if not any((p.batch_size, p.share_pct) == (request.batch_size, request.share_pct) for p in row.points):
         known = ", ".join(f"{p.batch_size} at {p.share_pct:g} %" for p in row.points) or "none"
-        raise InvalidInputError(
-            Problem(f"models.{request.row}", f"{request.batch_size} at {request.share_pct:g} %",
-                    "this batch size and share were not measured", f"Measured: {known}.")
-        )
+        raise refused(f"models.{request.row}", f"{request.batch_size} at {request.share_pct:g} %",
+                      "this batch size and share were not measured", f"Measured: {known}.")
 
 
 def _kernels(request: ImportRequest) -> tuple[Sequence[Kernel], tuple[int, int] | None, list[str]]:
@@ -104,10 +96,8 @@ def _kernels(request: ImportRequest) -> tuple[Sequence[Kernel], tuple[int, int] 
     if request.ncu:
         report = load_ncu(request.ncu)
         if capability is not None and report.compute_capability not in (None, capability):
-            raise InvalidInputError(
-                Problem(request.ncu, report.compute_capability, f"is of another GPU than the trace's {capability}",
-                        "Record both on one GPU.")
-            )
+            raise refused(request.ncu, report.compute_capability, f"is of another GPU than the trace's {capability}",
+                          "Record both on one GPU.")
         capability = capability or report.compute_capability
         if kernels:
             matched = match_kernels(kernels, report.kernels, origin=request.ncu)
@@ -126,10 +116,8 @@ def _device(profile: Profile, capability: tuple[int, int] | None, share_pct: flo
     if known is None or known.sm_count is None or cc is None:
         there = ", ".join(sorted(name for name, kind in GPU_TYPES.items() if kind.capability))
         rule = "SM count and compute capability are not known"
-        raise InvalidInputError(Problem("gpu_type", profile.gpu_type, rule, f"Types that have them: {there}."))
+        raise refused("gpu_type", profile.gpu_type, rule, f"Types that have them: {there}.")
     if cc != known.capability:
-        raise InvalidInputError(
-            Problem("compute capability", cc, f"is not that of a {profile.gpu_type}, {known.capability}",
-                    "Import into the profile of the GPU type the files were recorded on.")
-        )
+        raise refused("compute capability", cc, f"is not that of a {profile.gpu_type}, {known.capability}",
+                      "Import into the profile of the GPU type the files were recorded on.")
     return Device(profile.gpu_type, cc, sms_of_share(known.sm_count, share_pct))

@@ -11,7 +11,7 @@ from collections import defaultdict, deque
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 
-from tenuto.errors import InvalidInputError, Problem
+from tenuto.errors import refused
 from tenuto.profiles.measuring.kernels.record import Kernel
 
 __all__ = ["Matched", "base_name", "match_kernels"]
@@ -69,11 +69,9 @@ def match_kernels(trace: Sequence[Kernel], measured: Sequence[Kernel], *, origin
     unmatched = sum(one is None for one in result)
     if unmatched == len(trace):
         example = trace[0] if trace else None
-        raise InvalidInputError(
-            Problem(origin, None if example is None else f"{example.name} {example.grid} {example.block}",
-                    "no kernel of the one file is in the other by name and launch configuration",
-                    "Record both of the same model, batch size and GPU.")
-        )
+        raise refused(origin, None if example is None else f"{example.name} {example.grid} {example.block}",
+                      "no kernel of the one file is in the other by name and launch configuration",
+                      "Record both of the same model, batch size and GPU.")
     kernels = tuple(kernel if one is None else one for kernel, one in zip(trace, result, strict=True))
     return Matched(kernels, unmatched, len(left))
 

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from tenuto.errors import InvalidInputError, Problem
+from tenuto.errors import refused
 from tenuto.profiles.measuring.kernels.occupancy import estimated_occupancy_pct, sms_needed
 from tenuto.profiles.measuring.kernels.record import Device, Kernel
 
@@ -47,7 +47,7 @@ def weighted_sm_utilisation_pct(sequence: Sequence[Launch], sm_count: int) -> fl
         weighted += length * min(sum(running), sm_count) / sm_count
     if busy <= 0:
         rule = "no kernel ran for any time"
-        raise InvalidInputError(Problem("kernels", len(marks), rule, "Record at least a batch."))
+        raise refused("kernels", len(marks), rule, "Record at least a batch.")
     return 100.0 * weighted / busy
 
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from tenuto.errors import InvalidInputError, Problem
+from tenuto.errors import InvalidInputError, Problem, refused
 from tenuto.profiles.measuring.kernels.csv_table import (
     BYTES,
     MICROSECONDS,
@@ -62,9 +62,7 @@ def parse_ncu(text: str, *, origin: str = "ncu CSV") -> NcuReport:
     """
     header, *rows = read_rows(text, ("ID", "Kernel Name", "Block Size", "Grid Size"), origin=origin, export=_EXPORT)
     if "Metric Name" in header:
-        raise InvalidInputError(
-            Problem(origin, "Metric Name", "is the details page, one row per metric", f"Export with `{_EXPORT}`.")
-        )
+        raise refused(origin, "Metric Name", "is the details page, one row per metric", f"Export with `{_EXPORT}`.")
     where = {name: index for index, name in enumerate(header)}
     wanted = {"duration": _DURATION, "occupancy": _OCCUPANCY, "L2": _L2, "DRAM": _DRAM}
     found = {key: next((n for n in names if n in where), None) for key, names in wanted.items()}
@@ -77,7 +75,7 @@ def parse_ncu(text: str, *, origin: str = "ncu CSV") -> NcuReport:
         ])  # fmt: skip
     if not rows or rows[0][where["ID"]].strip():
         rule = "has no row of units below the header"
-        raise InvalidInputError(Problem(origin, "", rule, f"Export with `{_EXPORT}`."))
+        raise refused(origin, "", rule, f"Export with `{_EXPORT}`.")
     units = dict(zip(header, rows[0], strict=True))
     factor = unit_factor(units[str(found["duration"])], MICROSECONDS, path=f"{origin}: {found['duration']}")
     for key in ("occupancy", "L2", "DRAM"):
@@ -90,7 +88,7 @@ def parse_ncu(text: str, *, origin: str = "ncu CSV") -> NcuReport:
         kernels.append(kernel)
         now_us = kernel.end_us
     if not kernels:
-        raise InvalidInputError(Problem(origin, 0, "holds no kernels", "Profile at least one batch with ncu."))
+        raise refused(origin, 0, "holds no kernels", "Profile at least one batch with ncu.")
     return NcuReport(tuple(kernels), _capability(dict(zip(header, rows[1], strict=True))))
 
 
@@ -102,7 +100,7 @@ def _kernel(
     duration = values["duration"]
     if duration is None:
         rule = "has no duration"
-        raise InvalidInputError(Problem(path, row["Kernel Name"], rule, "Profile it again; ncu could not measure it."))
+        raise refused(path, row["Kernel Name"], rule, "Profile it again; ncu could not measure it.")
     registers = number(row.get("launch__registers_per_thread", ""), path=path)
     sizes = [number(row[name], path=path) for name in shared]
     known = [size * each for size, each in zip(sizes, shared.values(), strict=True) if size is not None]

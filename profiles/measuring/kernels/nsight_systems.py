@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-from tenuto.errors import InvalidInputError, Problem
+from tenuto.errors import InvalidInputError, Problem, refused
 from tenuto.profiles.measuring.kernels.csv_table import BYTES, MICROSECONDS, number, read_rows, read_text, unit_factor
 from tenuto.profiles.measuring.kernels.record import Kernel
 
@@ -54,7 +54,7 @@ def parse_nsys(text: str, *, origin: str = "nsys CSV") -> tuple[Kernel, ...]:
         if row["GrdX"].strip():
             kernels.append(_kernel(row, factors, f"{origin}: row {line}"))
     if not kernels:
-        raise InvalidInputError(Problem(origin, 0, "holds no kernels", "Trace at least one batch with `nsys -t cuda`."))
+        raise refused(origin, 0, "holds no kernels", "Trace at least one batch with `nsys -t cuda`.")
     return tuple(sorted(kernels, key=lambda kernel: kernel.start_us))
 
 
@@ -64,7 +64,7 @@ def _kernel(row: Mapping[str, str], factors: Mapping[str, float], path: str) -> 
         value = number(row[name], path=f"{path}: {name}")
         if value is None:
             rule = f"has no {name}"
-            raise InvalidInputError(Problem(path, row["Name"], rule, "Export again; the file was cut off."))
+            raise refused(path, row["Name"], rule, "Export again; the file was cut off.")
         values[name] = value * factors.get(name, 1.0)
     strm = number(row.get("Strm", ""), path=f"{path}: Strm")
     return Kernel(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from tenuto.errors import InvalidInputError, Problem
+from tenuto.errors import refused
 from tenuto.profiles.measuring.kernels.record import Kernel, SmLimits
 
 __all__ = ["BlockBounds", "block_bounds", "estimated_occupancy_pct", "sms_needed"]
@@ -57,10 +57,8 @@ def block_bounds(kernel: Kernel, limits: SmLimits) -> BlockBounds:
         by_shared = limits.shared_bytes // per_block if per_block else limits.blocks
     bounds = BlockBounds(by_threads, by_registers, by_shared, limits.blocks)
     if bounds.fit < 1:
-        raise InvalidInputError(
-            Problem(f"kernel {kernel.name}", kernel.block, f"a block does not fit on an SM by its {bounds.binding}",
-                    "Check that the trace's compute capability is that of the GPU it was recorded on.")
-        )
+        raise refused(f"kernel {kernel.name}", kernel.block, f"a block does not fit on an SM by its {bounds.binding}",
+                      "Check that the trace's compute capability is that of the GPU it was recorded on.")
     return bounds
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from tenuto.errors import InvalidInputError, Problem
+from tenuto.errors import refused
 
 __all__ = ["SM_LIMITS", "Device", "Kernel", "SmLimits", "sm_limits"]
 
@@ -110,7 +110,5 @@ def sm_limits(compute_capability: tuple[int, int]) -> SmLimits:
     except KeyError:
         known = ", ".join(f"{major}.{minor}" for major, minor in sorted(SM_LIMITS))
         value = ".".join(str(part) for part in compute_capability)
-        raise InvalidInputError(
-            Problem("compute capability", value, "its occupancy limits are not known here",
-                    f"Known: {known}. Add it to tenuto.profiles.measuring.kernels.record.")
-        ) from None
+        raise refused("compute capability", value, "its occupancy limits are not known here",
+                      f"Known: {known}. Add it to tenuto.profiles.measuring.kernels.record.") from None

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from tenuto.errors import InvalidInputError, Problem
+from tenuto.errors import refused
 from tenuto.profiles.networks.merging.distance import OperatorGraph
 
 __all__ = ["CapturedModel", "NodeFacts", "capture", "static_size"]
@@ -84,14 +84,8 @@ def capture(name: str, module: torch.nn.Module, inputs: tuple[torch.Tensor, ...]
             program = program.run_decompositions({})
     except Exception as error:  # export raises many kinds, all of which mean the same here
         first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise InvalidInputError(
-            Problem(
-                f"model {name}",
-                type(module).__name__,
-                f"cannot be traced ({first[:200]})",
-                "Leave it out of the merge; it is served as it is.",
-            )
-        ) from error
+        raise refused(f"model {name}", type(module).__name__, f"cannot be traced ({first[:200]})",
+                      "Leave it out of the merge; it is served as it is.") from error
     return _captured(name, program)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from tenuto.errors import InvalidInputError, Problem
+from tenuto.errors import InvalidInputError, Problem, refused
 from tenuto.profiles.networks.catalogue import LoadedModel, ModelSignature
 from tenuto.profiles.networks.merging.merge import MergedModels, merge_models
 from tenuto.profiles.networks.merging.report import MergedCluster
@@ -54,7 +54,7 @@ class MergedNetwork:
         if not reasons:
             parts = " and ".join("+".join(cluster.models) for cluster in report.clusters)
             reasons = f"only {parts} merge with each other"
-        raise InvalidInputError(Problem("merge", "+".join(models), f"cannot run as one program ({reasons})", CURE))
+        raise refused("merge", "+".join(models), f"cannot run as one program ({reasons})", CURE)
 
     def settle(self, device: torch.device) -> None:
         """Move the weights to the device and let go of the originals."""
