@@ -5,12 +5,11 @@ from __future__ import annotations
 import re
 from collections import Counter
 from functools import lru_cache
-from pathlib import Path
 from typing import Annotated
 
 from pydantic import Field, model_validator
 
-from tenuto.documents import StrictModel, dump_yaml, load_document, parse_document
+from tenuto.documents import StrictModel, dump_yaml, parse_document
 from tenuto.errors import refused
 from tenuto.profiles.gpu_types import GPU_TYPES, is_fast_type, memory_mib_of
 
@@ -118,11 +117,6 @@ class Cluster(StrictModel):
         prices = {kind: gpu.price_per_hour for kind, gpu in self.one_of_each.items()}
         known = {kind: price for kind, price in prices.items() if price is not None}
         return known if len(known) == len(prices) else dict.fromkeys(prices, 1.0)
-
-    @classmethod
-    def load(cls, path: str | Path) -> Cluster:
-        """Read and validate a cluster file; raises `InvalidInputError` with every problem found."""
-        return parse_document(cls, load_document(path), origin=str(path))
 
     def dump(self) -> str:
         """Render as YAML; `Cluster.load` of the text gives an equal cluster."""

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationError, field_validator, model_validator
 
-from tenuto.documents import StrictModel, dump_yaml, load_document, parse_document
+from tenuto.documents import StrictModel, dump_yaml
 from tenuto.errors import Problem
 from tenuto.placement.applications import Application
 from tenuto.placement.arrivals.arrival import Arrival
@@ -160,11 +159,6 @@ class Workload(StrictModel):
     def rate_rps(self) -> float:
         """The offered rate of all models together."""
         return sum(model.rate_rps for model in self.models)
-
-    @classmethod
-    def load(cls, path: str | Path) -> Workload:
-        """Read and validate a workload file; raises `InvalidInputError` with every problem found."""
-        return parse_document(cls, load_document(path), origin=str(path))
 
     def dump(self) -> str:
         """Render as YAML; `Workload.load` of the text gives an equal workload."""

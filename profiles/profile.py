@@ -7,12 +7,11 @@ A profile never invents a number: between measured points it interpolates, outsi
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import Field
 
-from tenuto.documents import StrictModel, dump_yaml, load_document, parse_document
+from tenuto.documents import StrictModel, dump_yaml
 from tenuto.errors import MissingProfileError, refused
 from tenuto.profiles.latency import LatencyTable, LinearLatency
 
@@ -223,11 +222,6 @@ class Profile(StrictModel):
     doubts: tuple[str, ...] = ()
     models: dict[str, ModelProfile]
     co_runs: tuple[CoRun, ...] = ()  # raw measurements from which interference coefficients are fitted
-
-    @classmethod
-    def load(cls, path: str | Path) -> Profile:
-        """Read and validate a profile file; raises `InvalidInputError` with every problem found."""
-        return parse_document(cls, load_document(path), origin=str(path))
 
     def dump(self) -> str:
         """Render as YAML; `Profile.load` of the text gives an equal profile."""

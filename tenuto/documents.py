@@ -10,7 +10,7 @@ import difflib
 import json
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -34,6 +34,11 @@ class StrictModel(BaseModel):
     """Base of every file schema: frozen, comparable, unknown keys are errors (a typo must fail, not be ignored)."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    @classmethod
+    def load(cls, path: str | Path) -> Self:
+        """Read and validate a YAML or JSON file; raises `InvalidInputError` with every problem found."""
+        return parse_document(cls, load_document(path), origin=str(path))
 
 
 ModelT = TypeVar("ModelT", bound=BaseModel)

@@ -3,12 +3,11 @@ that a careful operator would pick; docs/control.md says what each means."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from tenuto.documents import StrictModel, load_document, parse_document
+from tenuto.documents import StrictModel
 from tenuto.placement.plan import PolicyUsed
 
 __all__ = ["Change", "ControlSettings", "Epoch", "GpuBounds", "Mode", "Moved", "RateSettings", "When"]
@@ -116,8 +115,3 @@ class ControlSettings(StrictModel):
     def _mode_without_quotes(cls, data: Any) -> Any:
         """YAML 1.1 reads a bare off as false."""
         return {**data, "mode": "off"} if isinstance(data, dict) and data.get("mode") is False else data
-
-    @classmethod
-    def load(cls, path: str | Path) -> ControlSettings:
-        """Read and validate a file; raises `InvalidInputError` with every problem found."""
-        return parse_document(cls, load_document(path), origin=str(path))

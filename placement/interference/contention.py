@@ -10,13 +10,12 @@ import math
 from collections.abc import Sequence
 from functools import cache
 from importlib import resources
-from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
 from pydantic import Field
 
-from tenuto.documents import StrictModel, dump_yaml, load_document, parse_document, parse_yaml
+from tenuto.documents import StrictModel, dump_yaml, parse_document, parse_yaml
 from tenuto.errors import refused
 from tenuto.placement.interference.base import Resident, Sample
 from tenuto.profiles import LatencyTable, LinearLatency, ModelProfile
@@ -71,11 +70,6 @@ class Constants(StrictModel):
     source: str
     trend: Trend
     pairs: tuple[Pair, ...] = ()
-
-    @classmethod
-    def load(cls, path: str | Path) -> Constants:
-        """Read a file written by `dump`; raises `InvalidInputError` with every problem found."""
-        return parse_document(cls, load_document(path), origin=str(path))
 
     def dump(self) -> str:
         """Render as YAML; `load` of the text gives equal constants."""

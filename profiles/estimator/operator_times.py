@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, Protocol
 
 from pydantic import Field
 
-from tenuto.documents import StrictModel, dump_yaml, load_document, parse_document
+from tenuto.documents import StrictModel, dump_yaml
 from tenuto.errors import InvalidInputError
 from tenuto.profiles.estimator.trace import Operator, operator_recorder
 from tenuto.profiles.measuring.kernels.by_operator import RANGE_NAME, OperatorKernel, load_operator_kernels
@@ -80,11 +80,6 @@ class OperatorFile(StrictModel):
     gpu_type: str
     hardware: str
     runs: Annotated[tuple[TimedRun, ...], Field(min_length=1)]
-
-    @classmethod
-    def load(cls, path: str | Path) -> OperatorFile:
-        """Read and validate a file; raises `InvalidInputError` with every problem found."""
-        return parse_document(cls, load_document(path), origin=str(path))
 
     def without(self, is_left_out: Callable[[str], bool]) -> OperatorFile | None:
         """Return the file without the models of these names; None where nothing is left."""

@@ -18,7 +18,7 @@ from tenuto.profiles.networks.runtimes import run_elsewhere, run_onnx
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["LoneModel", "Network", "Tensors", "set_backends"]
+__all__ = ["LoneModel", "Network", "Tensors", "set_backends", "size_mib"]
 
 Tensors = Mapping[str, "Sequence[torch.Tensor]"]
 """By model, its tensors in the signature's order."""
@@ -109,7 +109,7 @@ class LoneModel:
             module = self._folded(module)
         if options.dtype != "fp32":
             module = module.to(self._dtype)
-        self.weights_mib = _size_mib(module)
+        self.weights_mib = size_mib(module)
         pictures = signature.image if "uint8" in signature.inputs[0].accepts else None
         if options.runtime != "torch":
             intake = Intake(self._dtype, device, pictures=pictures)
@@ -211,7 +211,8 @@ class LoneModel:
         return {}
 
 
-def _size_mib(module: torch.nn.Module) -> float:
+def size_mib(module: torch.nn.Module) -> float:
+    """Return the memory of parameters and buffers in MiB."""
     return sum(t.numel() * t.element_size() for t in (*module.parameters(), *module.buffers())) / 2**20
 
 

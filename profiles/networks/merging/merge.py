@@ -21,6 +21,7 @@ from tenuto.profiles.networks.merging.matching import SharedOperator, match_mode
 from tenuto.profiles.networks.merging.options import MergeOptions
 from tenuto.profiles.networks.merging.program import MergePlan, build_program
 from tenuto.profiles.networks.merging.report import MergedCluster, MergedOperator, MergeReport
+from tenuto.profiles.networks.network import size_mib
 
 __all__ = ["MergedModels", "merge_models"]
 
@@ -131,7 +132,7 @@ def merge_models(
 def _merge_cluster(
     captured: list[CapturedModel], models: Mapping[str, tuple[torch.nn.Module, ModelSignature]], options: MergeOptions
 ) -> tuple[MergedModels | None, MergedCluster | None, dict[str, str]]:
-    before = sum(_size_mib(models[model.name][0]) for model in captured)
+    before = sum(size_mib(models[model.name][0]) for model in captured)
     shared = match_models(captured, options)
     joined = {name for group in shared for name in group.members}
     alone = [model for model in captured if model.name not in joined]
@@ -144,7 +145,7 @@ def _merge_cluster(
     together = [model for model in captured if model.name in joined]
     if not together:
         return None, None, reasons
-    before -= sum(_size_mib(models[model.name][0]) for model in alone)
+    before -= sum(size_mib(models[model.name][0]) for model in alone)
     total = sum(weighted(model, node) is not None for model in together for node in model.operators)
     described = tuple(_described(group, together) for group in shared)
     try:
@@ -212,7 +213,3 @@ def _examples(module: torch.nn.Module, signature: ModelSignature, size: int, see
     arrays = random_inputs(signature, size, seed)
     tensors = [torch.from_numpy(arrays[spec.name]) for spec in signature.inputs]
     return tuple(t.to(weight.device, weight.dtype if t.is_floating_point() else t.dtype) for t in tensors)
-
-
-def _size_mib(module: torch.nn.Module) -> float:
-    return sum(t.numel() * t.element_size() for t in (*module.parameters(), *module.buffers())) / 2**20
