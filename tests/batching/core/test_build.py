@@ -118,7 +118,7 @@ def test_simulate_a_workload_twice_gives_the_same(tmp_path: Path, capsys: pytest
 def test_goodput_of_a_workload(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "w.yaml"
     file.write_text(WORKLOAD)
-    code, out, err = run(["goodput", str(file), "--gpus", "v100:2", "--duration-s", "4", "--json"], capsys)
+    code, out, err = run(["goodput", str(file), "--gpus", "v100:2", "--duration-s", "2", "--json"], capsys)
     data = json.loads(out)
     assert code == 0
     assert data["rate_scale"] > 0

@@ -184,7 +184,7 @@ def test_policies_that_cannot_plan_are_left_out_and_unknown_ones_refused() -> No
 def test_a_trial_that_cannot_reach_its_floor_ends_early() -> None:
     load, cluster = workload(*VISION, rate=2_000), v100s(1)
     plan = solve(load_policy("symphony"), load, cluster, THESIS)
-    run = trials(load, 60_000)
+    run = trials(load, 20_000)
     whole = run.run(plan)
     assert whole.value > 0
     assert run.run(plan, floor=0.9 * whole.value).value == pytest.approx(whole.value)
