@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 
+from tenuto.loadgen.report.blocks import figure, how_it_was_made, in_time, table
 from tenuto.loadgen.report.charts import Plot, legend
 from tenuto.loadgen.report.page import html_document
 from tenuto.loadgen.report.palette import styles_for
-from tenuto.loadgen.report.sections import figure
 from tenuto.loadgen.result_folder import prepare_folder, write_files
 
 __all__ = ["prepare_capacity_folder", "render_capacity", "write_capacity"]
@@ -51,7 +51,7 @@ def render_capacity(document: Mapping[str, Any]) -> str:
     if charts:
         at = f"At {document['curves_rate_scale']:.4g} times the rate, one thing changed at a time."
         parts.append(f'<h2>Attainment</h2><p class="note">{at}</p><div class="grid">{"".join(charts)}</div>')
-    parts += [_table("Runs of the search", found["runs"], worst), _provenance(document)]
+    parts += [_table("Runs of the search", found["runs"], worst), how_it_was_made(document, document["settings"])]
     return html_document("Capacity · Tenuto", "".join(parts))
 
 
@@ -91,29 +91,14 @@ def _chart(curve: Mapping[str, Any], required: float, worst: str) -> str:
 
 
 def _table(heading: str, runs: list[dict[str, Any]], worst: str) -> str:
-    rows = []
-    for run in runs:
-        cells = [f"{run['rate_scale']:.4g}", f"{run['offered_rps']:,.1f}", f"{run['goodput_rps']:,.1f}",
-                 f"{100 * run['attainment']:.2f} %", f"{100 * run['worst_attainment']:.2f} %",
-                 run["worst_model"] or "–", run["invalid"] or ""]  # fmt: skip
-        rows.append("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in cells) + "</tr>")
     heads = ("rate scale", "offered r/s", "goodput r/s", "in time", worst, "which", "remark")
-    head = "".join(f"<th>{text}</th>" for text in heads)
-    return (
-        f"<h2>{escape(heading)}</h2>"
-        f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{"".join(rows)}</tbody></table></div>'
-    )
-
-
-def _provenance(document: Mapping[str, Any]) -> str:
-    rows = {
-        "command": " ".join(document["command"]),
-        "settings": ", ".join(f"{key} {value}" for key, value in document["settings"].items() if value is not None),
-        "hardware": ", ".join(f"{key} {value}" for key, value in document["hardware"].items() if value),
-        "versions": ", ".join(f"{key} {value}" for key, value in document["versions"].items()),
-    }
-    listed = "".join(f"<tr><th>{escape(k)}</th><td><code>{escape(text)}</code></td></tr>" for k, text in rows.items())
-    return f'<h2>How it was made</h2><table class="left"><tbody>{listed}</tbody></table>'
+    rows = (
+        map(escape, (f"{run['rate_scale']:.4g}", f"{run['offered_rps']:,.1f}", f"{run['goodput_rps']:,.1f}",
+                     in_time(run["attainment"]), in_time(run["worst_attainment"]), run["worst_model"] or "–",
+                     run["invalid"] or ""))
+        for run in runs
+    )  # fmt: skip
+    return f"<h2>{escape(heading)}</h2>{table(heads, rows)}"
 
 
 def write_capacity(folder: Path, document: Mapping[str, Any]) -> Path:

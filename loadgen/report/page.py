@@ -11,6 +11,7 @@ from typing import Any
 from tenuto.batching.core.rehearsal import describe_schedulers
 from tenuto.loadgen.report import sections
 from tenuto.loadgen.report.applications import application_table, applications, stage_note
+from tenuto.loadgen.report.blocks import how_it_was_made, in_time, number, swatch, table
 from tenuto.loadgen.report.palette import Style, colour_css, styles_for
 from tenuto.loadgen.result_folder import write_files
 from tenuto.loadgen.run import Run, load_run
@@ -115,38 +116,19 @@ def _verdict(document: Mapping[str, Any]) -> str:
 
 
 def _models(run: Run, styles: Mapping[str, Style]) -> str:
-    heads = (
-        "model",
-        "in time",
-        "SLO ms",
-        "p50 ms",
-        "p90 ms",
-        "p99 ms",
-        "offered",
-        "ok",
-        "late",
-        "expired",
-        "rejected",
-        "failed",
-        "mean batch",
-    )
+    heads = ("model", "in time", "SLO ms", "p50 ms", "p90 ms", "p99 ms", "offered", "ok", "late", "expired", "rejected",
+             "failed", "mean batch")  # fmt: skip
     rows = []
     for name, model in run.document["models"].items():
         slo = run.slo_ms(name)
-        cells = [
-            f'<i style="background:{styles[name].colour}"></i>{escape(name)}{_stage_of(model)}',
-            "–" if model["attainment"] is None else f"{100 * model['attainment']:.2f} %",
+        rows.append([
+            swatch(styles[name]) + escape(name) + _stage_of(model), in_time(model["attainment"]),
             "–" if slo is None else f"{round(slo, 1):g}",
-            *("–" if model[key] is None else f"{model[key]:.1f}" for key in ("p50_ms", "p90_ms", "p99_ms")),
+            *(number(model[key]) for key in ("p50_ms", "p90_ms", "p99_ms")),
             *(str(model[key]) for key in ("offered", "ok", "late", "expired", "rejected", "failed")),
-            "–" if model["mean_batch"] is None else f"{model['mean_batch']:.1f}",
-        ]  # fmt: skip
-        rows.append("<tr>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>")
-    head = "".join(f"<th>{text}</th>" for text in heads)
-    return (
-        f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{"".join(rows)}</tbody></table></div>'
-        '<p class="note">p99 is given from 459 requests on.</p>'
-    )
+            number(model["mean_batch"]),
+        ])  # fmt: skip
+    return f'{table(heads, rows)}<p class="note">p99 is given from 459 requests on.</p>'
 
 
 def _stage_of(model: Mapping[str, Any]) -> str:
@@ -162,22 +144,12 @@ def _placement(run: Run, styles: Mapping[str, Style]) -> str:
 
 def _provenance(run: Run) -> str:
     document = run.document
-    hardware = document.get("hardware") or {}
-    rows = {
-        "command": " ".join(document.get("command", [])),
-        "settings": ", ".join(f"{key} {value}" for key, value in document["options"].items() if value is not None),
-        "scheduler": "; ".join(describe_schedulers(document.get("schedulers", ()))),
-        "schedule (SHA-256)": document.get("schedule_hash", ""),
-        "hardware": ", ".join(f"{key} {value}" for key, value in hardware.items() if value),
-        "versions": ", ".join(f"{key} {value}" for key, value in (document.get("versions") or {}).items()),
-        "measured window": f"{run.begin_ms / 1000:g} s to {run.end_ms / 1000:g} s",
-        "requests": str(document.get("requests", len(run.records))),
-    }
-    listed = "".join(
-        f"<tr><th>{escape(key)}</th><td><code>{escape(text)}</code></td></tr>" for key, text in rows.items() if text
-    )
+    made = how_it_was_made(
+        document, document["options"], scheduler="; ".join(describe_schedulers(document.get("schedulers", ()))),
+        **{"schedule (SHA-256)": document.get("schedule_hash", "")},
+        measured_window=f"{run.begin_ms / 1000:g} s to {run.end_ms / 1000:g} s",
+        requests=str(document.get("requests", len(run.records))),
+    )  # fmt: skip
     remarks = [*document.get("schedule_notes", []), *(run.plan.notes if run.plan is not None else ())]
     notes = "".join(f"<li>{escape(note)}</li>" for note in remarks)
-    return f'<h2>How it was made</h2><table class="left"><tbody>{listed}</tbody></table>' + (
-        f"<ul>{notes}</ul>" if notes else ""
-    )
+    return made + (f"<ul>{notes}</ul>" if notes else "")

@@ -8,8 +8,19 @@ from typing import Any
 
 import numpy as np
 
+from tenuto.loadgen.report.blocks import (
+    OFFERED,
+    Styles,
+    figure,
+    latency_figure,
+    outcome_bar,
+    outcome_figure,
+    rate_figure,
+    swatch,
+    table,
+)  # fmt: skip
 from tenuto.loadgen.report.charts import Bar, Plot, legend, stacked_bars
-from tenuto.loadgen.report.palette import OUTCOME_COLOURS, STAGE_COLOURS, Style
+from tenuto.loadgen.report.palette import STAGE_COLOURS, Style
 from tenuto.loadgen.report.series import (
     Prediction,
     batch_counts,
@@ -23,21 +34,13 @@ from tenuto.loadgen.run import Run
 
 __all__ = ["batches", "executions", "goodput", "latency", "load", "stages", "utilisation"]
 
-Styles = Mapping[str, Style]
 _MOST_CHARTS = 16
 _STAGES = {
     "batching": "waiting for a batch", "gpulet_queue": "queue at the gpu-let", "execution": "execution",
     "front_door": "front door",
 }  # fmt: skip
-_NEUTRAL = Style("var(--muted)")
 _TEXT = Style("var(--text)")
 _PREDICTED = Style("var(--text)", "3 3")
-
-
-def figure(heading: str, body: str, note: str = "", *, wide: bool = False) -> str:
-    """Wrap a chart with its heading and a sentence of explanation."""
-    under = f'<p class="note">{escape(note)}</p>' if note else ""
-    return f"<figure{' class=wide' if wide else ''}><figcaption>{escape(heading)}</figcaption>{body}{under}</figure>"
 
 
 def goodput(run: Run, styles: Styles) -> str:
@@ -57,21 +60,13 @@ def goodput(run: Run, styles: Styles) -> str:
         )
     rows.append(stack("goodput", {n: m["ok"] / window_s for n, m in models.items()}, "answered in time"))
     first = stacked_bars(rows, "Goodput against offered and promised load", unit="requests per second")
-    outcomes = []
+    bars = []
     for name, model in models.items():
-        parts = [
-            (model[word], Style(f"var({colour})"), f"{name}: {model[word]} {word}")
-            for word, colour in OUTCOME_COLOURS.items()
-        ]
         share = "nothing offered" if model["attainment"] is None else f"{100 * model['attainment']:.2f} % in time"
-        total = model["offered"] or 1
-        outcomes.append(Bar(name, [(100.0 * value / total, style, text) for value, style, text in parts], share))
-    second = stacked_bars(
-        outcomes, "Outcome of every request by model", unit="percent of the offered requests", limit=100.0
-    )
+        bars.append(outcome_bar(name, model, share))
     names = legend([(name, styles[name]) for name in models])
-    words = legend([(word, Style(f"var({colour})")) for word, colour in OUTCOME_COLOURS.items()])
-    return figure("Goodput", names + first) + figure("What became of the requests", words + second)
+    ended = outcome_figure("What became of the requests", "Outcome of every request by model", bars)
+    return figure("Goodput", names + first) + ended
 
 
 def latency(run: Run, styles: Styles) -> str:
@@ -87,26 +82,12 @@ def latency(run: Run, styles: Styles) -> str:
             curves.append((name, values / (slos[name] or 1.0) if known else values, shares))
     if not curves:
         return figure("Latency", "<p>No request was answered.</p>")
-    longest = max(float(x[-1]) for _, x, _ in curves)
-    plot = Plot(
-        (0.0, max(1.2, min(longest, 3.0)) if known else longest),
-        (0.0, 1.0),
-        x_label="latency as a multiple of the SLO" if known else "latency in ms",
-        y_label="share of offered",
-        percent_y=True,
-    )
-    for name, values, shares in curves:
-        plot.line(np.append(0.0, values), np.append(0.0, shares), styles[name], name)
-    if known:
-        plot.mark_x(1.0, "SLO")
     note = "Counted from the scheduled time. A curve ends below 100 % where requests were not answered."
     if known:
         note += " SLOs: " + ", ".join(f"{name} {round(slos[name] or 0.0, 1):g} ms" for name in run.names) + "."
     if known and run.applications:
         note += " Later stages of applications had what was left of the split, often more than that."
-    return figure(
-        "Latency", legend([(n, styles[n]) for n, _, _ in curves], is_line=True) + plot.svg("Latency distribution"), note
-    )
+    return latency_figure("Latency", "Latency distribution", curves, styles, note, by_slo=known)
 
 
 def stages(run: Run) -> str:
@@ -133,13 +114,10 @@ def stages(run: Run) -> str:
 def load(run: Run) -> str:
     """Offered and ok rate over time, and how many requests were waiting."""
     line = timeline(run)
-    top = float(max(line.offered_rps.max(initial=0.0), 1e-9)) * 1.08
-    plot = Plot((0.0, run.end_ms / 1000.0), (0.0, top), x_label="scheduled time in s", y_label="requests per second")
-    plot.line(line.at_s, line.offered_rps, _NEUTRAL, "offered", width=5.0)
-    plot.line(line.at_s, line.ok_rps, Style("var(--ok)"), "answered in time")
-    if run.begin_ms > 0:
-        plot.mark_x(run.begin_ms / 1000.0, "warm-up ends")
-    words = legend([("offered", _NEUTRAL), ("answered in time", Style("var(--ok)"))], is_line=True)
+    rates = rate_figure(
+        "Load over time", "Offered and answered rate over time", line.at_s, line.offered_rps, line.ok_rps,
+        Style("var(--ok)"), "answered in time", end_s=run.end_ms / 1000.0, begin_s=run.begin_ms / 1000.0,
+    )  # fmt: skip
     at_s, waiting, under_way = waiting_and_under_way(run)
     queue = Plot(
         (0.0, run.end_ms / 1000.0),
@@ -147,12 +125,10 @@ def load(run: Run) -> str:
         x_label="time in s",
         y_label="requests",
     )
-    queue.line(at_s, under_way, _NEUTRAL, "not yet answered", width=2.5)
+    queue.line(at_s, under_way, OFFERED, "not yet answered", width=2.5)
     queue.line(at_s, waiting, _TEXT, "not yet executing", width=1.5)
-    queued = legend([("not yet answered", _NEUTRAL), ("not yet executing", _TEXT)], is_line=True)
-    return figure("Load over time", words + plot.svg("Offered and answered rate over time")) + figure(
-        "Queue over time", queued + queue.svg("Requests waiting over time")
-    )
+    queued = legend([("not yet answered", OFFERED), ("not yet executing", _TEXT)], is_line=True)
+    return rates + figure("Queue over time", queued + queue.svg("Requests waiting over time"))
 
 
 def batches(run: Run, styles: Styles) -> str:
@@ -211,18 +187,13 @@ def executions(run: Run, styles: Styles) -> str:
     charts = []
     for gpulet in list(dict.fromkeys(p.gpulet for p in ran))[:_MOST_CHARTS]:
         charts.append(_execution_chart(run, [p for p in ran if p.gpulet == gpulet], styles))
-    rows = "".join(_prediction_row(p, styles) for p in found)
-    table = (
-        '<div class="scroll"><table><thead><tr><th>gpu-let</th><th class=word>model</th>'
-        "<th>planned batch</th><th>batches</th>"
-        "<th>predicted ms</th><th>measured ms</th><th>error</th></tr></thead>"
-        f"<tbody>{rows}</tbody></table></div>"
-    )
+    heads = ("gpu-let", "model", "planned batch", "batches", "predicted ms", "measured ms", "error")
+    rows = table(heads, (_prediction_cells(p, styles) for p in found), words=("model",))
     note = "Medians, over the batches that ran; the prediction is that of the plan for those very batch sizes."
     left_out = len({p.gpulet for p in ran}) - len(charts)
     if left_out > 0:
         note += f" Charts of {left_out} more gpu-lets are left out; the table has all."
-    return "".join(charts) + figure("Predicted and measured", table, note, wide=True)
+    return "".join(charts) + figure("Predicted and measured", rows, note, wide=True)
 
 
 def _execution_chart(run: Run, replicas: list[Prediction], styles: Styles) -> str:
@@ -243,21 +214,17 @@ def _execution_chart(run: Run, replicas: list[Prediction], styles: Styles) -> st
     )
 
 
-def _prediction_row(entry: Prediction, styles: Styles) -> str:
-    swatch = f'<i style="background:{styles[entry.model].colour}"></i>'
-    cells = [str(entry.batch_size)]
-    if entry.measured_ms.size:
-        predicted = entry.predicted_ms[~np.isnan(entry.predicted_ms)]
-        error = entry.error
-        cells += [
-            f"{entry.weight.sum():.0f}", f"{np.median(predicted):.2f}" if predicted.size else "–",
-            f"{np.median(entry.measured_ms):.2f}",
-            "–" if error is None else f"{100 * error + 0.0:+.1f} %".replace("-0.0", "+0.0"),
-        ]  # fmt: skip
-    else:
-        cells += ["0", "–", "–", "–"]
-    head = f"<td>{escape(entry.gpulet)}</td><td class=word>{swatch}{escape(entry.model)}</td>"
-    return f"<tr>{head}" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>"
+def _prediction_cells(entry: Prediction, styles: Styles) -> list[str]:
+    cells = [escape(entry.gpulet), swatch(styles[entry.model]) + escape(entry.model), str(entry.batch_size)]
+    if not entry.measured_ms.size:
+        return [*cells, "0", "–", "–", "–"]
+    predicted = entry.predicted_ms[~np.isnan(entry.predicted_ms)]
+    error = entry.error
+    return [
+        *cells, f"{entry.weight.sum():.0f}", f"{np.median(predicted):.2f}" if predicted.size else "–",
+        f"{np.median(entry.measured_ms):.2f}",
+        "–" if error is None else f"{100 * error + 0.0:+.1f} %".replace("-0.0", "+0.0"),
+    ]  # fmt: skip
 
 
 def utilisation(run: Run) -> str:
