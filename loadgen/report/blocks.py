@@ -10,10 +10,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tenuto.loadgen.report.charts import Bar, Plot, legend, stacked_bars
-from tenuto.loadgen.report.palette import OUTCOME_COLOURS, Style
+from tenuto.loadgen.report.palette import OUTCOME_COLOURS, STAGE_COLOURS, Style
 
 __all__ = [
     "Styles",
+    "facts",
     "figure",
     "how_it_was_made",
     "in_time",
@@ -23,11 +24,17 @@ __all__ = [
     "outcome_bar",
     "outcome_figure",
     "rate_figure",
+    "stage_bars",
+    "stage_figure",
     "swatch",
     "table",
 ]
 
 Styles = Mapping[str, Style]
+STAGES = {
+    "batching": "waiting for a batch", "gpulet_queue": "queue at the gpu-let", "execution": "execution",
+    "front_door": "front door",
+}  # fmt: skip
 OFFERED = Style("var(--muted)")
 
 
@@ -55,12 +62,14 @@ def how_it_was_made(document: Mapping[str, Any], settings: Mapping[str, Any], **
         "hardware": ", ".join(f"{key} {value}" for key, value in (document.get("hardware") or {}).items() if value),
         "versions": listed(document.get("versions") or {}),
     }  # fmt: skip
-    found = "".join(
-        f"<tr><th>{escape(key.replace('_', ' '))}</th><td><code>{escape(text)}</code></td></tr>"
-        for key, text in rows.items()
-        if text
-    )
-    return f'<h2>How it was made</h2><table class="left"><tbody>{found}</tbody></table>'
+    made = {key.replace("_", " "): f"<code>{escape(text)}</code>" for key, text in rows.items() if text}
+    return f"<h2>How it was made</h2>{facts(made)}"
+
+
+def facts(rows: Mapping[str, str]) -> str:
+    """Return a table of names, each with its HTML beside it."""
+    found = "".join(f"<tr><th>{escape(name)}</th><td>{text}</td></tr>" for name, text in rows.items())
+    return f'<table class="left"><tbody>{found}</tbody></table>'
 
 
 def listed(values: Mapping[str, Any]) -> str:
@@ -99,11 +108,35 @@ def outcome_figure(heading: str, title: str, bars: Sequence[Bar]) -> str:
     return figure(heading, words + stacked_bars(bars, title, unit="percent of the offered requests", limit=100.0))
 
 
+def stage_bars(
+    models: Iterable[tuple[str, Mapping[str, float | None] | None]], stages: Mapping[str, str] = STAGES
+) -> list[Bar]:
+    """Return the 95th percentiles in ms of the stages, each with its words, of every model that has any."""
+    bars = []
+    for name, split in models:
+        parts = [
+            (value, Style(f"var({STAGE_COLOURS[key]})"), f"{name}: {words} {value:.1f} ms")
+            for key, words in stages.items()
+            if (value := (split or {}).get(key)) is not None
+        ]
+        if parts:
+            bars.append(Bar(name, parts, " + ".join(f"{value:.1f}" for value, _, _ in parts)))
+    return bars
+
+
+def stage_figure(
+    heading: str, title: str, bars: Sequence[Bar], note: str = "", stages: Mapping[str, str] = STAGES
+) -> str:
+    """Return the chart of those bars."""
+    words = legend([(text, Style(f"var({STAGE_COLOURS[key]})")) for key, text in stages.items()])
+    return figure(heading, words + stacked_bars(bars, title, unit="ms, 95th percentile of each stage"), note)
+
+
 def latency_figure(
     heading: str, title: str, curves: Sequence[tuple[str, NDArray[np.float64], NDArray[np.float64]]], styles: Styles,
     note: str, *, by_slo: bool = True,
 ) -> str:  # fmt: skip
-    """Return the chart of latency distributions: name, latencies (multiples of the SLO, or ms) and shares of offered."""
+    """Return the chart of latency distributions: name, latencies (multiples of the SLO, or ms), shares of offered."""
     longest = max(float(x[-1]) for _, x, _ in curves)
     plot = Plot(
         (0.0, max(1.2, min(longest, 3.0)) if by_slo else longest), (0.0, 1.0),

@@ -16,11 +16,13 @@ from tenuto.loadgen.report.blocks import (
     outcome_bar,
     outcome_figure,
     rate_figure,
+    stage_bars,
+    stage_figure,
     swatch,
     table,
-)  # fmt: skip
+)
 from tenuto.loadgen.report.charts import Bar, Plot, legend, stacked_bars
-from tenuto.loadgen.report.palette import STAGE_COLOURS, Style
+from tenuto.loadgen.report.palette import Style
 from tenuto.loadgen.report.series import (
     Prediction,
     batch_counts,
@@ -35,10 +37,6 @@ from tenuto.loadgen.run import Run
 __all__ = ["batches", "executions", "goodput", "latency", "load", "stages", "utilisation"]
 
 _MOST_CHARTS = 16
-_STAGES = {
-    "batching": "waiting for a batch", "gpulet_queue": "queue at the gpu-let", "execution": "execution",
-    "front_door": "front door",
-}  # fmt: skip
 _TEXT = Style("var(--text)")
 _PREDICTED = Style("var(--text)", "3 3")
 
@@ -92,23 +90,11 @@ def latency(run: Run, styles: Styles) -> str:
 
 def stages(run: Run) -> str:
     """Where the time goes: the 95th percentile of every stage, by model."""
-    rows = []
-    for name, model in run.document["models"].items():
-        split: Mapping[str, Any] = model.get("split_p95_ms") or {}
-        parts = [
-            (split[key], Style(f"var({STAGE_COLOURS[key]})"), f"{name}: {words} {split[key]:.1f} ms")
-            for key, words in _STAGES.items()
-            if split.get(key) is not None
-        ]
-        if parts:
-            rows.append(Bar(name, parts, " + ".join(f"{value:.1f}" for value, _, _ in parts)))
+    rows = stage_bars((name, model.get("split_p95_ms")) for name, model in run.document["models"].items())
     if not rows:
         return figure("Where the time goes", "<p>The server reported no times.</p>")
-    words = legend([(text, Style(f"var({STAGE_COLOURS[key]})")) for key, text in _STAGES.items()])
-    chart = stacked_bars(rows, "95th percentile of each stage by model", unit="ms, 95th percentile of each stage")
-    return figure(
-        "Where the time goes", words + chart, "The percentiles of the stages do not add up to that of the latency."
-    )
+    note = "The percentiles of the stages do not add up to that of the latency."
+    return stage_figure("Where the time goes", "95th percentile of each stage by model", rows, note)
 
 
 def load(run: Run) -> str:

@@ -12,10 +12,10 @@ import numpy as np
 from tenuto.experiments.case import DEFERRED, ROUTER
 from tenuto.experiments.experiment import THESIS_POLICIES, Detail, Experiment, Observation, Results
 from tenuto.experiments.facts import thesis_section
+from tenuto.loadgen.report.blocks import facts, figure, how_it_was_made, stage_bars, stage_figure, table
 from tenuto.loadgen.report.charts import Bar, Plot, legend, stacked_bars
 from tenuto.loadgen.report.page import html_document
-from tenuto.loadgen.report.palette import STAGE_COLOURS, Style, styles_for
-from tenuto.loadgen.report.sections import figure
+from tenuto.loadgen.report.palette import Style, styles_for
 from tenuto.placement import Plan
 from tenuto.placement.shown.picture import draw
 
@@ -177,17 +177,14 @@ def _losses(results: Results) -> str:
         router, deferred = (sum(row["runs"][s]["goodput_rps"] for row in mine) for s in (ROUTER, DEFERRED))
         if promised <= 0:
             continue
-        cells = [f"<td>{escape(name)}</td><td>{len(mine)}</td>"]
-        cells += [f"<td>{value / len(mine):.0f}</td>" for value in (promised, router, deferred)]
-        cells += [f"<td>{100 * value / promised:.0f} %</td>" for value in (router, deferred)]
-        rows.append(f"<tr>{''.join(cells)}</tr>")
+        means = (f"{value / len(mine):.0f}" for value in (promised, router, deferred))
+        kept = (f"{100 * value / promised:.0f} %" for value in (router, deferred))
+        rows.append([escape(name), str(len(mine)), *means, *kept])
     if not rows:
         return ""
     heads = ("policy", "points", "promised r/s", "router r/s", "deferred r/s", "router keeps", "deferred keeps")
-    head = "".join(f"<th>{text}</th>" for text in heads)
     return (
-        "<h2>What placement loses to batching</h2>"
-        f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{"".join(rows)}</tbody></table></div>'
+        f"<h2>What placement loses to batching</h2>{table(heads, rows)}"
         '<p class="note">Means over the points of each policy. Promised: the goodput the policy expects, at most what '
         "was sent. The same plans and the same requests under both; the rest is lost to waiting for batches, to "
         "neighbours the plan did not count, and to serving requests that are already late.</p>"
@@ -230,15 +227,8 @@ def _bar(label: str, row: Mapping[str, Any], styles: Mapping[str, Style], key: s
 
 
 def _stage_chart(run: Mapping[str, Any], heading: str) -> str:
-    rows = []
-    for name, model in run["models"].items():
-        split = model["p95_ms"] or {}
-        parts = [(split[key], Style(f"var({STAGE_COLOURS[key]})"), f"{name}: {words} {split[key]:.1f} ms")
-                 for key, words in _STAGES.items() if split.get(key) is not None]  # fmt: skip
-        if parts:
-            rows.append(Bar(name, parts, " + ".join(f"{value:.0f}" for value, _, _ in parts)))
-    words = legend([(text, Style(f"var({STAGE_COLOURS[key]})")) for key, text in _STAGES.items()])
-    return figure(heading, words + stacked_bars(rows, heading, unit="ms, 95th percentile of each stage"))
+    rows = stage_bars(((name, model["p95_ms"]) for name, model in run["models"].items()), _STAGES)
+    return stage_figure(heading, heading, rows, stages=_STAGES)
 
 
 def _replicas(row: Mapping[str, Any]) -> str:
@@ -249,14 +239,9 @@ def _replicas(row: Mapping[str, Any]) -> str:
                 cells = [name, replica["gpulet"], _WORDS[scheduler], str(replica["batch_size"]),
                          _number(replica["mean_batch"], 1), _percent(replica["full_share"]),
                          _percent(replica["load_share"]), _number(replica["execution_ms"], 1)]  # fmt: skip
-                rows.append("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in cells) + "</tr>")
+                rows.append(map(escape, cells))
     heads = ("model", "gpu-let", "scheduler", "target batch", "mean batch", "full", "of the load", "execution ms")
-    head = "".join(f"<th>{text}</th>" for text in heads)
-    return (
-        "<details><summary>Batches and load of every replica</summary>"
-        f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{"".join(rows)}</tbody></table></div>'
-        "</details>"
-    )
+    return f"<details><summary>Batches and load of every replica</summary>{table(heads, rows)}</details>"
 
 
 def _number(value: float | None, digits: int) -> str:
@@ -270,11 +255,11 @@ def _percent(value: float | None) -> str:
 def _stated(experiment: Experiment) -> str:
     """Every number and placement the thesis states on the experiment, those no observation line uses among them."""
     entry = thesis_section(experiment.section)
-    facts = {key: entry[key] for key in ("same_as", "difference", "observations") if key in entry}
-    rows = "".join(f"<tr><th>{escape(key)}</th><td>{escape(value)}</td></tr>" for key, value in _flat(facts))
+    stated = {key: entry[key] for key in ("same_as", "difference", "observations") if key in entry}
+    rows = {key: escape(value) for key, value in _flat(stated)}
     return (
         "<h2>What the thesis states</h2><details><summary>All numbers and placements in the text of section "
-        f'{escape(experiment.section)}</summary><table class="left"><tbody>{rows}</tbody></table></details>'
+        f"{escape(experiment.section)}</summary>{facts(rows)}</details>"
     )
 
 
@@ -307,16 +292,14 @@ def _derived(document: Mapping[str, Any]) -> str:
         values = derived["coefficients"][name]
         cells = [name, f"{mean:.1f} %", f"{most:.1f} % ({where})"]
         cells += [f"{values[key]:.4g}" for key in _COEFFICIENTS]
-        rows.append("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in cells) + "</tr>")
+        rows.append(map(escape, cells))
     heads = ("model", "mean error", "largest error", *_COEFFICIENTS.values())
-    head = "".join(f"<th>{text}</th>" for text in heads)
     plain, stand_in = derived["pair_errors_pct"]
     listed = "".join(f"<li>{escape(text)}</li>" for text in derived["assumptions"])
     return (
         f'<h2 id="derived">Derived coefficients, not published</h2><p>{escape(", ".join(derived["policies"]))} plan '
         "with latencies on shares and coefficients that no one published: they are derived from what was. "
-        "<code>derived-profile.yaml</code> beside this page has them all.</p>"
-        f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{"".join(rows)}</tbody></table></div>'
+        f"<code>derived-profile.yaml</code> beside this page has them all.</p>{table(heads, rows)}"
         '<p class="note">Errors: of iGniter\'s formula against the latencies alone it is fitted to. On the measured '
         f"pairs of models its slowdowns are off by {plain:.1f} % with published coefficients, and by {stand_in:.1f} % "
         "if each network in turn gets derived ones instead.</p>"
@@ -328,26 +311,17 @@ def _absent(results: Results) -> str:
     errors = results.errors()
     if not errors:
         return ""
-    rows = "".join(f"<tr><th>{escape(name)}</th><td>{escape(why)}</td></tr>" for name, why in errors.items())
-    return (
-        f'<h2>Policies that cannot plan from the thesis\' profile</h2><table class="left"><tbody>{rows}</tbody></table>'
-    )
+    rows = {name: escape(why) for name, why in errors.items()}
+    return f"<h2>Policies that cannot plan from the thesis' profile</h2>{facts(rows)}"
 
 
 def _provenance(results: Results, document: Mapping[str, Any]) -> str:
     used = dict.fromkeys(note for row in results.rows for note in row.get("emulation", ()))
-    rows = {
-        "command": " ".join(document["command"]),
-        "settings": ", ".join(f"{key} {value}" for key, value in document["settings"].items() if value is not None),
-        "profile": document["profile"],
-        "network": document["network"],
-        "points": f"{len(results.rows)} in {document['wall_s']:.1f} s",
-        "hardware": ", ".join(f"{key} {value}" for key, value in document["hardware"].items() if value),
-        "versions": ", ".join(f"{key} {value}" for key, value in document["versions"].items()),
-    }
-    listed = "".join(f"<tr><th>{escape(k)}</th><td><code>{escape(text)}</code></td></tr>" for k, text in rows.items())
+    made = how_it_was_made(
+        document, document["settings"], profile=document["profile"], network=document["network"],
+        points=f"{len(results.rows)} in {document['wall_s']:.1f} s",
+    )  # fmt: skip
     notes = "".join(f"<li>{escape(note)}</li>" for note in sorted(used))
     return (
-        f'<h2>How it was made</h2><table class="left"><tbody>{listed}</tbody></table>'
-        f"<details><summary>Where the emulated costs of sharing come from</summary><ul>{notes}</ul></details>"
+        f"{made}<details><summary>Where the emulated costs of sharing come from</summary><ul>{notes}</ul></details>"
     )

@@ -34,7 +34,7 @@ def patient(case: Case) -> Case:
 
 @pytest.fixture(scope="module")
 def ran() -> Ran:
-    """The quick points of each experiment under the thesis' policies, as `--quick` plans them, for a shorter time where that tells."""
+    """The quick points of each experiment under the thesis' policies, some run for a shorter time."""
     found = {}
     for name in REPRODUCED:
         (experiment,) = find_experiments((name,))
