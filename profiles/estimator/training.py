@@ -9,12 +9,19 @@ from typing import Any
 from tenuto.errors import InvalidInputError
 from tenuto.profiles.estimator.estimator import CREQ_METRIC, Sample
 from tenuto.profiles.estimator.trace import Trace, trace_model
-from tenuto.profiles.estimator.zoo import SYMPHONY_NETWORKS
-from tenuto.profiles.networks.catalogue import CATALOGUE, is_factory
+from tenuto.profiles.networks.catalogue import CATALOGUE, ImageInput, LoadedModel, image_signature, is_factory
 from tenuto.profiles.networks.model_options import ModelOptions
 from tenuto.profiles.profile import ModelProfile, Profile
 
-__all__ = ["TraceAtBatch", "collect_samples", "conditions", "is_same_network", "source_of", "tracer"]
+__all__ = [
+    "TraceAtBatch",
+    "collect_samples",
+    "conditions",
+    "is_same_network",
+    "source_of",
+    "torchvision_network",
+    "tracer",
+]
 
 TraceAtBatch = Callable[[int], Trace]
 
@@ -29,14 +36,34 @@ _CONDITIONS: dict[str, dict[str, dict[str, Any]]] = {
     },
 }
 
+_FACTORY = "tenuto.profiles.estimator.training:torchvision_network"
+_EFFICIENTNET_SIZES = (224, 240, 260, 300, 380, 456, 528, 600)
+
+# Symphony's zoo (its appendix C) names Keras networks and prints a line l(b) = alpha*b + beta for each. Two dozen of
+# them have the same architecture in torchvision, at Keras' default sizes. The others (NASNet, Xception, ResNet V2, …)
+# have no counterpart there and are not used.
+_NAMES: dict[str, tuple[str, int]] = {
+    "DenseNet121": ("densenet121", 224), "DenseNet169": ("densenet169", 224), "DenseNet201": ("densenet201", 224),
+    "EfficientNetV2S": ("efficientnet_v2_s", 384), "EfficientNetV2M": ("efficientnet_v2_m", 480),
+    "EfficientNetV2L": ("efficientnet_v2_l", 480), "InceptionV3": ("inception_v3", 299),
+    "MobileNetV2": ("mobilenet_v2", 224), "MobileNetV3Large": ("mobilenet_v3_large", 224),
+    "MobileNetV3Small": ("mobilenet_v3_small", 224), "ResNet101": ("resnet101", 224), "ResNet152": ("resnet152", 224),
+    "ResNet50": ("resnet50", 224), "VGG16": ("vgg16", 224), "VGG19": ("vgg19", 224),
+    **{f"EfficientNetB{n}": (f"efficientnet_b{n}", size) for n, size in enumerate(_EFFICIENTNET_SIZES)},
+}  # fmt: skip
+
+_SYMPHONY_NETWORKS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+    row: (_FACTORY, {"name": name, "image_size": size}) for row, (name, size) in _NAMES.items()
+}
+
 _LINE_BATCHES = (1, 8, 32)  # where a row known as a line is learnt from: three points fix how launch and work mix
 
 
 def source_of(profile: Profile, row: str) -> tuple[str, Mapping[str, Any]] | None:
     """Return source and options of a profile row, or None where the row names no network that can be built."""
     model = profile.models[row]
-    if row in SYMPHONY_NETWORKS and profile.name.startswith("symphony-"):
-        return SYMPHONY_NETWORKS[row]
+    if row in _SYMPHONY_NETWORKS and profile.name.startswith("symphony-"):
+        return _SYMPHONY_NETWORKS[row]
     options = model.options or _CONDITIONS.get(profile.name, {}).get(row, {})
     source = model.network or row
     if source.rpartition("/")[2] in CATALOGUE or is_factory(source) or os.path.isdir(source):
@@ -104,3 +131,17 @@ def collect_samples(
 
 def _whole(model: ModelProfile) -> bool:
     return model.line is not None or any(point.share_pct == 100.0 for point in model.points)
+
+
+def torchvision_network(*, name: str, image_size: int) -> LoadedModel:
+    """Return a torchvision classifier with random weights: for tracing, never for serving.
+
+    Args:
+        name: as torchvision calls it.
+        image_size: height and width in pixels.
+    """
+    from tenuto.profiles.networks.torchvision_import import import_torchvision
+
+    extra = {"init_weights": False} if name.startswith(("inception", "vgg")) else {}
+    module = getattr(import_torchvision().models, name)(weights=None, **extra)
+    return LoadedModel(module.eval(), image_signature(ImageInput(image_size, image_size), 1000))
