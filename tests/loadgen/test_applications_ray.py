@@ -24,7 +24,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::DeprecationWarning", "ignore::FutureWarning"),
 ]
 
-SECONDS, SEED = 3.0, 5
+SECONDS, SEED = 1.5, 5
 
 
 @pytest.fixture(scope="module")

@@ -20,11 +20,11 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::FutureWarning"),
 ]
 
-MODEL = ModelSpec(name="m", rate_rps=50, slo_ms=LONG_MS, arrival=Arrival(process="uniform"))
+MODEL = ModelSpec(name="m", rate_rps=100, slo_ms=LONG_MS, arrival=Arrival(process="uniform"))
 
 
 def options(url: str) -> BenchOptions:
-    return BenchOptions(url, duration_s=4.0, clients=2, grace_s=PATIENCE_S)
+    return BenchOptions(url, duration_s=2.0, clients=2, grace_s=PATIENCE_S)
 
 
 @pytest.fixture(scope="module", autouse=True)
