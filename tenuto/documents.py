@@ -16,8 +16,9 @@ import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from tenuto.errors import InvalidInputError, Problem, refused
+from tenuto.options import split_pairs
 
-__all__ = ["StrictModel", "dump_yaml", "load_document", "parse_document", "parse_yaml"]
+__all__ = ["StrictModel", "dump_yaml", "load_document", "parse_document", "parse_pairs", "parse_yaml"]
 
 
 # libyaml's are ten times as fast; every wheel of PyYAML has them.
@@ -90,6 +91,11 @@ def load_document(path: str | Path) -> Any:
 def parse_yaml(text: str) -> Any:
     """Return the plain data of a YAML text; raises `yaml.YAMLError`."""
     return yaml.load(text, _Loader)
+
+
+def parse_pairs(pairs: Iterable[str]) -> dict[str, Any]:
+    """Return repeated `key=value` texts by key, each value read as YAML; see `split_pairs` for the errors."""
+    return {key: parse_yaml(text) for key, text in split_pairs(pairs).items()}
 
 
 def parse_document(model: type[ModelT], data: Any, *, origin: str = "") -> ModelT:

@@ -6,7 +6,6 @@ import time
 from typing import TYPE_CHECKING, Any
 
 import click
-import yaml
 
 from tenuto.cli.common import (
     Numbers,
@@ -18,8 +17,8 @@ from tenuto.cli.common import (
     write_file,
 )
 from tenuto.cli.tables import number, print_table
+from tenuto.documents import parse_pairs
 from tenuto.errors import refused
-from tenuto.options import split_pairs
 
 if TYPE_CHECKING:
     from tenuto.profiles.estimator.by_kernels import ByKernels
@@ -67,7 +66,7 @@ def command(
         raise refused("--gpu", gpu_type, "no profile of this type to learn from",
                       "Measure some models with `tenuto profile` on it and pass the file with --profiles.")
     timed = load_operator_files(operator_files, gpu_type)
-    given = {key: yaml.safe_load(text) for key, text in split_pairs(options).items()}
+    given = parse_pairs(options)
     with progress_console().status("tracing") as status:
         at_batch = tracer(model, given or conditions(profiles, row))
         samples = collect_samples(profiles, on_model=lambda name: status.update(f"tracing {name}"))

@@ -8,7 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import click
-import yaml
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -22,9 +21,9 @@ from tenuto.cli.common import (
     write_file,
 )
 from tenuto.cli.tables import number, print_table
+from tenuto.documents import parse_pairs
 from tenuto.errors import EnvironmentFaultError, InvalidInputError, Problem, TenutoError, refused
 from tenuto.mps.shares import shares_of
-from tenuto.options import split_pairs
 from tenuto.profiles.measuring.book import ProfileBook
 from tenuto.profiles.measuring.corun_series import KINDS, measure_co_runs
 from tenuto.profiles.measuring.measure import STOPPED, MeasureRequest, Shares, measure_model, row_name
@@ -173,7 +172,7 @@ def _requests(
 ) -> list[MeasureRequest]:
     """Turn arguments into requests; raises `InvalidInputError` with the problems of all of them."""
     problems: list[Problem] = []
-    values = {key: yaml.safe_load(text) for key, text in split_pairs(options).items()}
+    values = parse_pairs(options)
     if weights_path is not None and len(models) > 1:
         problems.append(Problem("--weights", weights_path, "fits one model only", "Name one model with --weights."))
     requests, rows = [], set()

@@ -6,15 +6,12 @@ back, and pauses between batches. A step of `scripts/gpu_check`; works on a CPU 
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import statistics
 import sys
 import time
 from collections.abc import Sequence
 from typing import Any
-
-import yaml
 
 from tenuto.batching.core.build import from_plan
 from tenuto.batching.registry import make_scheduler
@@ -24,9 +21,9 @@ from tenuto.deployments.serve.config import serve_config
 from tenuto.deployments.serve.local import LocalGpulets
 from tenuto.deployments.wire.answers import Answer
 from tenuto.deployments.wire.tensors import InputPart
+from tenuto.documents import parse_pairs
 from tenuto.errors import EnvironmentFaultError
-from tenuto.gpu_check.results import Results, in_words
-from tenuto.options import split_pairs
+from tenuto.gpu_check.results import Results, in_words, step_parser
 from tenuto.outcome import Outcome
 from tenuto.placement import Plan
 from tenuto.profiles.networks.inputs import random_inputs, sends_pixels
@@ -116,16 +113,12 @@ def _plan(source: str, options: dict[str, Any], size: int, gpu: dict[str, Any], 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Write `served.json`, plain and streamed; returns 1 if either could not be served."""
-    parser = argparse.ArgumentParser(prog="python -m tenuto.gpu_check.end_to_end", description=__doc__)
-    parser.add_argument("model", nargs="?", default="resnet50")
-    parser.add_argument("--batch-size", type=int, default=8)
+    parser = step_parser("end_to_end", __doc__)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--seconds", type=float, default=6.0, help="of each way")
-    parser.add_argument("--option", action="append", default=[], metavar="K=V")
-    parser.add_argument("-o", "--output", required=True)
     given = parser.parse_args(arguments)
     results = Results(given.output)
-    options = {key: yaml.safe_load(text) for key, text in split_pairs(given.option).items()}
+    options = parse_pairs(given.option)
     written: dict[str, Any] = {"model": given.model, "batch_size": given.batch_size}
     for way in ("plain", "streamed"):
         try:

@@ -4,16 +4,13 @@ machine where CUDA MPS cannot be had. One process, one model; nothing runs besid
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 from typing import Any
 
-import yaml
-
+from tenuto.documents import parse_pairs
 from tenuto.errors import EnvironmentFaultError
-from tenuto.gpu_check.results import Results, in_words
-from tenuto.options import split_pairs
+from tenuto.gpu_check.results import Results, in_words, step_parser
 from tenuto.profiles.measuring.timing import Timing
 from tenuto.profiles.measuring.worker import BatchOfOne
 from tenuto.profiles.networks.model_options import ModelOptions
@@ -29,14 +26,9 @@ _RUNS = 30
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Write `green-contexts.json`; returns 1 where this torch or driver has no green contexts."""
-    parser = argparse.ArgumentParser(prog="python -m tenuto.gpu_check.green_contexts", description=__doc__)
-    parser.add_argument("model", nargs="?", default="resnet50")
-    parser.add_argument("--batch-size", type=int, default=8)
-    parser.add_argument("--option", action="append", default=[], metavar="K=V")
-    parser.add_argument("-o", "--output", required=True)
-    given = parser.parse_args(arguments)
+    given = step_parser("green_contexts", __doc__).parse_args(arguments)
     results = Results(given.output)
-    options = {key: yaml.safe_load(text) for key, text in split_pairs(given.option).items()} | {"cuda_graphs": False}
+    options = parse_pairs(given.option) | {"cuda_graphs": False}
     try:
         found = _measure(given.model, given.batch_size, options)
     except Exception as error:  # a beta interface: whatever it refuses is the result

@@ -6,7 +6,6 @@ One batch under Nsight Compute, read by the same importer that profiles use. A s
 
 from __future__ import annotations
 
-import argparse
 import shutil
 import statistics
 import subprocess
@@ -15,7 +14,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from tenuto.errors import EnvironmentFaultError
-from tenuto.gpu_check.results import Results, in_words
+from tenuto.gpu_check.results import Results, in_words, step_parser
 from tenuto.profiles.measuring.kernels.metrics import kernel_metrics
 from tenuto.profiles.measuring.kernels.nsight_compute import METRICS, load_ncu
 from tenuto.profiles.measuring.kernels.occupancy import estimated_occupancy_pct
@@ -26,12 +25,8 @@ __all__ = ["compare", "main"]
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Write `ncu.csv` and `occupancy.json`; returns 1 where the counters cannot be read."""
-    parser = argparse.ArgumentParser(prog="python -m tenuto.gpu_check.occupancy", description=__doc__)
-    parser.add_argument("model", nargs="?", default="resnet50")
-    parser.add_argument("--batch-size", type=int, default=8)
-    parser.add_argument("--option", action="append", default=[], metavar="K=V")
+    parser = step_parser("occupancy", __doc__)
     parser.add_argument("--limit-s", type=float, default=150.0, help="for ncu")
-    parser.add_argument("-o", "--output", required=True)
     given = parser.parse_args(arguments)
     results = Results(given.output)
     gpu = results.read("inventory.json")

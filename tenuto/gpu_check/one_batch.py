@@ -6,9 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-import yaml
-
-from tenuto.options import split_pairs
+from tenuto.documents import parse_pairs
 from tenuto.profiles.measuring.worker import BatchOfOne
 from tenuto.profiles.networks.device import cuda_streams
 from tenuto.profiles.networks.model_options import ModelOptions
@@ -27,7 +25,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     import torch
 
-    options = {key: yaml.safe_load(text) for key, text in split_pairs(given.option).items()}
+    options = parse_pairs(given.option)
     parsed = ModelOptions.parse(options, f"options of {given.model}")
     loaded = build(given.model, options=parsed.build)
     runner = lone_program("m", loaded, parsed.run, [given.batch_size], cuda_streams("cuda"))

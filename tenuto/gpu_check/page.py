@@ -56,8 +56,7 @@ def _speeds(results: Results) -> Iterator[str]:
     if not found:
         return
     yield from _title("Precision and graphs")
-    yield "| how | model | batch | batch ms | its kernels ms | rows/s | repeats within % |"
-    yield "|---|---|---|---|---|---|---|"
+    yield from _heads("how", "model", "batch", "batch ms", "its kernels ms", "rows/s", "repeats within %")
     for name, profile in found.items():
         for row, model in profile.models.items():
             for point in model.points:
@@ -82,8 +81,9 @@ def _served(results: Results) -> Iterator[str]:
     yield from _title("Served end to end, without Ray")
     yield f"{found['model']}, batches of {found['batch_size']}; a gpu-let in its own process, requests always waiting."
     yield ""
-    yield "| batches | rows/s | of its batches alone | part | mean batch | batch ms | round trip ms | not ok |"
-    yield "|---|---|---|---|---|---|---|---|"
+    yield from _heads(
+        "batches", "rows/s", "of its batches alone", "part", "mean batch", "batch ms", "round trip ms", "not ok"
+    )
     for way, r in ways.items():
         if "failed" in r:
             yield _row(way, r["failed"], *[""] * 6)
@@ -99,8 +99,7 @@ def _mps(results: Results) -> Iterator[str]:
     if found:
         yield from _title("CUDA MPS")
     if shares:
-        yield "| share | SMs seen | share of the SMs | at or below | client |"
-        yield "|---|---|---|---|---|"
+        yield from _heads("share", "SMs seen", "share of the SMs", "at or below", "client")
         for name, r in shares.items():
             yield _row(
                 name.removeprefix("share "), r["sm_count"], r["share_of_sms"], "yes" if r["at_or_below"] else "NO",
@@ -123,8 +122,7 @@ def _streaming(results: Results) -> Iterator[str]:
     if not rows:
         return
     yield from _title("Streamed against plain batches")
-    yield "| MPS | how | plain ms | streamed ms | ratio | what it says |"
-    yield "|---|---|---|---|---|---|"
+    yield from _heads("MPS", "how", "plain ms", "streamed ms", "ratio", "what it says")
     for name, how, r in rows:
         figures = (_ms(r.get("plain_ms")), _ms(r.get("streaming_ms")), _ms(r.get("ratio")))
         yield _row(name, how, *figures, r.get("failed") or r.get("reason") or "")
@@ -141,8 +139,7 @@ def _green(results: Results) -> Iterator[str]:
         return
     yield f"{found['model']}, batch {found['batch_size']}, one process, nothing beside it."
     yield ""
-    yield "| SMs | kernels ms | spread ms |"
-    yield "|---|---|---|"
+    yield from _heads("SMs", "kernels ms", "spread ms")
     for point in found["points"]:
         yield _row(f"{point['sms']} of {found['whole_sms']}", point["kernels_ms"], point["spread_ms"])
     yield ""
@@ -155,8 +152,7 @@ def _grid(results: Results) -> Iterator[str]:
     if profile is None:
         return
     yield from _title(f"Profile `{name}`")
-    yield "| model | points | shares % | doubts |"
-    yield "|---|---|---|---|"
+    yield from _heads("model", "points", "shares %", "doubts")
     for row, model in profile.models.items():
         shares = ", ".join(f"{share:g}" for share in model.shares())
         yield _row(row, len(model.points), shares, "; ".join(model.doubts))
@@ -210,6 +206,10 @@ def _items(found: Mapping[str, Any]) -> Iterator[str]:
     for key, value in found.items():
         yield f"- {key.replace('_', ' ')}: {value}"
     yield ""
+
+
+def _heads(*names: str) -> tuple[str, str]:
+    return _row(*names), "|" + "---|" * len(names)
 
 
 def _row(*cells: Any) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 from collections.abc import Mapping
@@ -11,7 +12,17 @@ from typing import Any
 
 from tenuto.errors import TenutoError
 
-__all__ = ["Results", "in_words"]
+__all__ = ["Results", "in_words", "step_parser"]
+
+
+def step_parser(step: str, description: str | None) -> argparse.ArgumentParser:
+    """Return the arguments that steps with a model have in common."""
+    parser = argparse.ArgumentParser(prog=f"python -m tenuto.gpu_check.{step}", description=description)
+    parser.add_argument("model", nargs="?", default="resnet50")
+    parser.add_argument("--batch-size", type=int, default=8)
+    parser.add_argument("--option", action="append", default=[], metavar="K=V", help="of the model")
+    parser.add_argument("-o", "--output", type=Path, required=True, help="folder of the results")
+    return parser
 
 
 def in_words(error: BaseException) -> str:

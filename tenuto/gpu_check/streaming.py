@@ -19,16 +19,15 @@ from queue import SimpleQueue
 from typing import Any
 
 import numpy as np
-import yaml
 
 from tenuto.deployments.gpulet.executors.streamed import make_streaming
 from tenuto.deployments.gpulet.executors.torch_executor import TorchExecutor
 from tenuto.deployments.gpulet.streamed_work import StreamedWork
 from tenuto.deployments.serve.user_config import MemberEntry, ProgramEntry
+from tenuto.documents import parse_pairs
 from tenuto.errors import TenutoError
 from tenuto.gpu_check.results import Results, in_words
 from tenuto.mps.shares import shares_of
-from tenuto.options import split_pairs
 from tenuto.profiles.networks.inputs import Arrays, Blocks, random_inputs, sends_pixels
 from tenuto.profiles.networks.model_options import PLAIN
 from tenuto.profiles.networks.runner import BatchTimes, ProgramRunner, Streams
@@ -188,7 +187,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _measure(given: argparse.Namespace, names: Sequence[str]) -> int:
-    options = {key: yaml.safe_load(text) for key, text in split_pairs(given.option).items()}
+    options = parse_pairs(given.option)
     results: dict[str, Any] = {"model": given.model}
     if given.output is not None and given.output.exists():
         kept = Results(given.output.parent).read(given.output.name)
