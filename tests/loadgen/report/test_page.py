@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import json
 import re
 from html.parser import HTMLParser
@@ -11,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tenuto.documents import parse_yaml
 from tenuto.errors import EnvironmentFaultError, InvalidInputError
 from tenuto.loadgen.records import Records
 from tenuto.loadgen.report.charts import Plot, ticks
@@ -42,9 +45,15 @@ def simulated(
     rate: float = 60.0, duration_s: float = 20.0, chosen: Plan | None = None
 ) -> tuple[dict[str, Any], Records, Plan]:
     chosen = chosen or plan(rate=rate)
-    run = Simulation.of_plan(chosen, duration_s=duration_s).run()
-    document, records = run.describe(chosen, options={"seed": 0}, command=["tenuto", "<x>"])
-    return document, records, chosen
+    document, records = _described(chosen.dump(), duration_s)
+    return copy.deepcopy(document), records, chosen
+
+
+@functools.cache  # most tests look at the same run
+def _described(chosen: str, duration_s: float) -> tuple[dict[str, Any], Records]:
+    read = Plan.from_data(parse_yaml(chosen))
+    run = Simulation.of_plan(read, duration_s=duration_s).run()
+    return run.describe(read, options={"seed": 0}, command=["tenuto", "<x>"])
 
 
 class Checker(HTMLParser):
