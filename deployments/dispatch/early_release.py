@@ -59,7 +59,6 @@ class EarlyRelease:
         self._sent: dict[int, deque[_Sent]] = {}
         self._alarms: dict[int, Alarm] = {}
         self._overruns: deque[float] = deque(maxlen=_KEPT)
-        self.released = 0
 
     def follow(self, scheduler: Scheduler | None, largest_batch: int = 1, planned_copies_ms: float = 0.0) -> None:
         """Work for this core from now on, or for none; batches of the one before are forgotten.
@@ -139,5 +138,4 @@ class EarlyRelease:
     def _release(self, gpulet: int) -> None:
         only = self._sent[gpulet][0]
         only.is_released = True
-        self.released += 1
         self._free(gpulet, only.batch)

@@ -11,12 +11,16 @@ import argparse
 import contextlib
 import os
 import re
+import signal
 import subprocess
 import sys
+import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import yaml
 from serving import heading, synthetic_plan
 from triton_rival import SETTINGS, WHEEL, installed
 from triton_rival import triton as triton_server
@@ -24,6 +28,7 @@ from triton_rival import triton as triton_server
 from tenuto.deployments.serve.config import serve_config
 from tenuto.deployments.serve.endpoint import get_json
 from tenuto.deployments.serve.launcher import Launcher, unused_port
+from tenuto.errors import EnvironmentFaultError
 from tenuto.placement import Plan
 
 FLOOR = Path(__file__).parent / "floor"
@@ -93,6 +98,52 @@ def ours(row: Row, scheduler: str = "deferred", gateways: int = 1) -> Iterator[t
         config = serve_config(row.plan(), port=port, executor="emulated", scheduler=scheduler, gateways=gateways)
         launcher.apply(config)
         yield port, "synthetic"
+
+
+@contextlib.contextmanager
+def deployed(row: Row) -> Iterator[tuple[int, str]]:
+    """Serve as operators do without Tenuto's commands: a plain `ray start`, and `serve deploy` of the generated config;
+    gives the port. Nothing is left behind."""
+    head, dashboard, agent, port = (unused_port(wished) for wished in _PLAIN_PORTS)
+    beside = Path(sys.executable).parent
+    with tempfile.TemporaryDirectory(prefix="tenuto-", ignore_cleanup_errors=True) as folder:
+        environment = {
+            **{name: value for name, value in os.environ.items() if not name.startswith("RAY_")},
+            "HOME": folder, "PATH": f"{beside}:{os.environ['PATH']}", "RAY_USAGE_STATS_ENABLED": "0",
+        }  # fmt: skip
+        config = Path(folder) / "plan.yaml"
+        config.write_text(yaml.safe_dump(serve_config(row.plan(), port=port, executor="emulated")))
+
+        def run(*command: str) -> None:
+            subprocess.run(command, env=environment, check=True, stdout=subprocess.DEVNULL, timeout=120)
+
+        try:
+            run(
+                "ray", "start", "--head", "--node-ip-address=127.0.0.1", f"--port={head}", f"--num-gpus={row.gpus}",
+                f"--dashboard-port={dashboard}", f"--dashboard-agent-listen-port={agent}", f"--temp-dir={folder}/ray",
+                "--disable-usage-stats",
+            )  # fmt: skip
+            run("serve", "deploy", "-a", f"http://127.0.0.1:{dashboard}", str(config))
+            _wait_until_ready(port)
+            yield port, "synthetic"
+        finally:
+            for process in Path("/proc").glob("[0-9]*"):
+                with contextlib.suppress(OSError, ValueError):
+                    if folder.encode() in (process / "environ").read_bytes() + (process / "cmdline").read_bytes():
+                        os.kill(int(process.name), signal.SIGKILL)
+
+
+_PLAIN_PORTS = (26479, 28475, 28476, 28470)  # above those that Ray gives to its workers
+
+
+def _wait_until_ready(port: int) -> None:
+    until = time.monotonic() + 90.0
+    while time.monotonic() < until:
+        with contextlib.suppress(EnvironmentFaultError):
+            if get_json(f"http://127.0.0.1:{port}/v2/health/ready").get("ready"):
+                return
+        time.sleep(0.3)
+    raise SystemExit("what was deployed did not become ready")
 
 
 @contextlib.contextmanager
@@ -177,7 +228,8 @@ def in_time(line: str) -> float:
 def main() -> None:
     """Print the figures."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--server", choices=("floor", "ours", "triton"), action="append", help="default: all")
+    parser.add_argument("--server", choices=("floor", "ours", "triton", "deployed"), action="append",
+                        help="default: the first three; deployed: ours by `serve deploy`")
     parser.add_argument("--triton-wheel", default=WHEEL, help="a requirement or a file, for pip (default: %(default)s)")
     parser.add_argument("--row", choices=ROWS, action="append", help="default: all")
     parser.add_argument("--rates", type=float, nargs="*", help="instead of the row's own; without a number: none")
@@ -192,7 +244,7 @@ def main() -> None:
     parser.add_argument("--picture", choices=("FP32", "UINT8"), help="what a closed loop sends: 602 or 150 kB")
     given = parser.parse_args()
     heading(f"the served path{' beside a busy program' if given.busy else ''}, emulated GPUs, seed {given.seed}")
-    servers = {"floor": floor, "ours": lambda row: ours(row, given.scheduler, given.gateways)}
+    servers = {"floor": floor, "deployed": deployed, "ours": lambda row: ours(row, given.scheduler, given.gateways)}
     if not given.server or "triton" in given.server:
         folder = installed(given.triton_wheel)
         if folder is not None:
