@@ -498,7 +498,9 @@ class Controller:
         before = {gpulet.id for gpulet in self._plan.gpulets}
         names = ", ".join(sorted(gpulet.id for gpulet in target.gpulets if gpulet.id not in before))
         known = [self._reasons[kind] for kind in ("lost", "slow") if kind in self._reasons]
-        why = "; ".join(known) or f"{', '.join(sorted(short))} has more requests than what runs can carry in time"
+        known += [f"batches of '{name}' take {self._slowdowns[name]:.2f} of their profile" for name in slower]
+        known += [f"{', '.join(losing)} loses more requests than allowed"] if losing else []
+        why = known[0] if known else f"{', '.join(sorted(short))} has more requests than what runs can carry"
         why = f"{why}: standby {names} takes over"
         self._say("change", why)
         origin, self._standby_of, self._answered = self._plan, None, None

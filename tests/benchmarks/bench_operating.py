@@ -2,8 +2,8 @@
 
     python tests/benchmarks/bench_operating.py kill [--rps 60]
     python tests/benchmarks/bench_operating.py change [--rps 60]
-    python tests/benchmarks/bench_operating.py triple [--rps 20] [--seed N]
-    python tests/benchmarks/bench_operating.py standby [--only with|without] [--part 0.95] [--seed N]
+    python tests/benchmarks/bench_operating.py triple [--rps 20] [--twins 1] [--seed N]
+    python tests/benchmarks/bench_operating.py standby [--only with|without] [--part 0.8] [--seed N]
     python tests/benchmarks/bench_operating.py waves [--rps 120] [--svg FILE]
     python tests/benchmarks/bench_operating.py head [--redis PROGRAM]
 
@@ -406,7 +406,8 @@ def triple(args: argparse.Namespace) -> None:
     latency = {"alpha_ms": 10.0, "beta_ms": 20.0}  # 80 r/s in batches of 8 on a GPU
     names = ["one", "two", "three"]
     plan = make_plan({"n0/0/a": (100.0, names)}, args.rps, latency=latency, slo_ms=SLO_MS)
-    control = {"mode": "act", "policy": {"name": "ffd"}, "when": {"underused": None, "slow": None}}
+    when = {"underused": None, "slow": None}
+    control = {"mode": "act", "policy": {"name": "ffd"}, "when": when, "standby_gpus": args.twins}
     with two_nodes(), Operations(None, lambda _text: None) as operator:
         deploy(operator, plan, port, control=control)
         until(lambda: controller_answers(operator))
@@ -449,30 +450,32 @@ def slower_profiles(slower: float) -> Profiles:
 
 
 def standby(args: argparse.Namespace) -> None:
-    """Let batches of one model take longer than planned by what 10 % more share make up for, at nearly the rate
-    that the plan promises to carry in time; say when it is in time again."""
-    profiles = slower_profiles(20.0)
-    grows, rows = "my-resnet50", ("alexnet", "resnet50")  # below names of their own, so that any body does
-    models = tuple(
-        ModelSpec(name=f"my-{row}", profile=row, rate_rps=1.0, slo_ms=2 * profiles.get(row, "v100").latency_ms(8))
-        for row in rows
-    )
-    # Two gpu-lets on a GPU, each with 40 % of it: what is left is for standby.
-    places = {f"n0/0/{letter}": (40.0, [spec.name]) for letter, spec in zip("ab", models, strict=True)}
-    drawn = make_plan(places, 1.0)
+    """Let batches of one model take longer than planned by what 10 % more share make up for, at a part of the
+    rate that the plan promises to carry in time; say when it is in time again."""
+    profiles, share_pct, batch = slower_profiles(10.0), 20.0, 4
+    grows, rows = "my-resnet50", ("vgg19", "resnet50")  # below names of their own, so that any body does
+    curves = {row: latency_up_to(profiles.get(row, "v100").latency(share_pct), batch) for row in rows}
+    models = [
+        ModelSpec(name=f"my-{row}", profile=row, rate_rps=1.0, slo_ms=2 * curve.at(batch))
+        for row, curve in curves.items()
+    ]
+    # Two gpu-lets on a GPU: what is left is for standby.
+    places = {f"n0/0/{letter}": (share_pct, [spec.name]) for letter, spec in zip("ab", models, strict=True)}
+    plan = make_plan(places, 1.0)
     gpulets = []
-    for gpulet, spec in zip(drawn.gpulets, models, strict=True):
-        curve = latency_up_to(profiles.get(spec.profile_row, "v100").latency(40.0), 4)
-        replica = gpulet.models[0].model_copy(update={"batch_size": 4, "latency": curve, "latency_ms": curve.at(4)})
-        gpulets.append(gpulet.model_copy(update={"models": (replica,)}))
-    drawn = drawn.model_copy(update={"gpulets": tuple(gpulets), "models": models})
-    rates = {spec.name: args.part * _promised_rps(drawn, spec.name) for spec in models}
-    plan = drawn.model_copy(
-        update={"models": tuple(spec.model_copy(update={"rate_rps": rates[spec.name]}) for spec in models)}
+    for gpulet, curve in zip(plan.gpulets, curves.values(), strict=True):
+        fields = {"batch_size": batch, "latency": curve, "latency_ms": curve.at(batch)}
+        gpulets.append(gpulet.model_copy(update={"models": (gpulet.models[0].model_copy(update=fields),)}))
+    plan = plan.model_copy(update={"gpulets": tuple(gpulets), "models": tuple(models)})
+    rates = {spec.name: args.part * _promised_rps(plan, spec.name) for spec in models}
+    models = [spec.model_copy(update={"rate_rps": rates[spec.name]}) for spec in models]
+    plan = plan.model_copy(update={"models": tuple(models)})
+    factor = curves["resnet50"].at(batch) / profiles.get("resnet50", "v100").latency(share_pct + 10.0).at(batch)
+    promised = promised_parts(plan, rates, {grows: factor})[grows]
+    print(
+        f"{grows}: {rates[grows]:.1f} r/s, SLO {models[1].slo_ms:.0f} ms; from second 0 on batches take {factor:.2f} "
+        f"of what was planned, with which the plan promises {promised:.1%}"
     )
-    row = profiles.get("resnet50", "v100")
-    factor = row.latency(40.0).at(4) / row.latency(50.0).at(4)
-    print(f"{grows}: {rates[grows]:.1f} r/s, batches take {factor:.2f} of what was planned from second 0 on")
     for standby_pct in (10.0, None):
         if args.only not in ("", "with" if standby_pct else "without"):
             continue
@@ -623,7 +626,8 @@ def main() -> None:
     parser.add_argument("what", choices=list(what))
     parser.add_argument("--rps", type=float, help="of all models (60), each for triple (20), the peak of waves (120)")
     parser.add_argument("--seed", type=int, default=0, help="of when requests come, in standby and triple")
-    parser.add_argument("--part", type=float, default=0.95, help="of standby: of the rate that the plan promises")
+    parser.add_argument("--twins", type=int, default=0, help="of triple: GPUs on which twins wait")
+    parser.add_argument("--part", type=float, default=0.8, help="of standby: of the rate that the plan promises")
     parser.add_argument("--svg", help="of waves: draw rates, GPUs and violations over time")
     parser.add_argument("--log", action="store_true", help="of waves: print what the controller did")
     parser.add_argument("--watch-s", type=float, default=15.0, help="after every incident")
