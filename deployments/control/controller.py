@@ -464,8 +464,9 @@ class Controller:
 
     def _keep_on_standby(self, result: Proposal, why: str) -> None:
         """Take the standby processes of what runs; those of a plan that is to come are asked for once it runs."""
-        is_of_running = not (result.plan is not None and result.worth.pays)
-        if not self._wants_standby or not is_of_running or self.mode != "act" or self.paused:
+        is_kept = result.plan is None or not result.worth.pays
+        is_told = result.plan is not None and result.plan.gpulets == self._plan.gpulets  # its rates, right after this
+        if not self._wants_standby or not (is_kept or is_told) or self.mode != "act" or self.paused:
             return
         self._standby_of = self._plan.gpulets
         if result.standby == self._standby:
@@ -473,7 +474,8 @@ class Controller:
         self._standby = result.standby
         shares = {standby.gpulet.id: f"{standby.gpulet.effective_share_pct:g} %" for standby in self._standby}
         self._say("standby", f"{why}: {_shown(shares, '{}') or 'nothing'} on standby", {"shares": shares})
-        self._decisions.append(Apply(self._plan, why, self._idle_gpulets))
+        if is_kept:
+            self._decisions.append(Apply(self._plan, why, self._idle_gpulets))
 
     @property
     def _idle_gpulets(self) -> tuple[Gpulet, ...]:

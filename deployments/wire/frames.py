@@ -46,7 +46,7 @@ _ROOM_BYTES = 1 << 16
 _JOINED_BYTES = 1 << 15  # below this, one write of a joined copy costs less than a vectored one
 _LARGE_BYTES = 16 << 20
 _STALLED_S = 5  # a peer that takes nothing for so long is given up
-_UNHEARD_S = 2  # without a word from another machine, not even that bytes have come: it is lost, or the way to it
+_UNHEARD_S = 1  # without a word from another machine, not even that bytes have come: it is lost, or the way to it
 NO_BYTES = memoryview(b"")
 
 # A name in the abstract Unix namespace (the first byte is zero), or (host, port).

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from tenuto.deployments.control.planning import Proposal
@@ -390,6 +392,18 @@ def test_a_twin_joins_at_the_next_look_where_a_gpu_is_lost_or_a_model_outgrows_w
     desk.look()
     assert "changed" in desk.kinds()
     assert len(desk.questions) == 2  # whether that is enough, and for what waits beside it
+
+
+def test_standby_processes_come_with_an_answer_that_only_tells_rates() -> None:
+    """Else they would wait for the next check, as the plan they are of was the answer."""
+    desk = Desk(HALF, GPUS, {"standby_gpus": 1})
+    waiting = twins(HALF, 1, GPUS, HALF)
+    told = HALF.model_copy(update={"models": (HALF.models[0].model_copy(update={"rate_rps": 170.0}),)})
+    desk.answer = replace(pays(told), standby=waiting)
+    desk.look(2)
+    assert [(apply.plan.models[0].rate_rps, apply.standby) for apply in desk.applied] == [
+        (170.0, (waiting[0].gpulet,))
+    ]
 
 
 def test_twins_are_no_more_than_the_memory_of_idle_gpus_holds() -> None:

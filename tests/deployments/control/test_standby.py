@@ -53,7 +53,7 @@ def test_a_model_falls_short_where_slower_batches_break_what_the_plan_promised()
     left is waiting until requests are lost."""
     workload = Workload.model_validate({"models": [{"name": "resnet50", "rate_rps": 300, "slo_ms": 60}]})
     plan = solve(load_policy("igniter", {}), workload, Cluster.parse("v100:1"), PROFILES)
-    demand, slowed = Demand.steady({"resnet50": 180.0}), {"resnet50": 1.5}
+    demand, slowed = Demand.steady({"resnet50": 150.0}), {"resnet50": 1.8}
     assert Capacity(plan, slowdowns=slowed).load(demand) < 1.0
     assert falling_short(plan, demand, slowed, ["resnet50"], 0.99) == {"resnet50"}
     assert falling_short(plan, demand, {"resnet50": 1.2}, ["resnet50"], 0.99) == set()
