@@ -79,7 +79,7 @@ async def test_a_machine_that_is_gone_without_a_word_is_noticed_within_seconds()
         found.append(made.getsockopt(*option))
     while len(found) < 3:
         await asyncio.sleep(0.01)
-    assert found == [2000] * 3
+    assert found == [1000] * 3
     connection.close()
     server.close()
 
