@@ -76,6 +76,8 @@ class FrontLag:
             slo_ms: time it is allowed.
             now_ms: the clock.
         """
+        if slo_ms <= 0.0:
+            return False  # it had expired when it was sent, however soon it was read
         if lag_ms <= self._PART * slo_ms:
             self._behind_from_ms = math.inf
             return False
