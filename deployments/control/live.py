@@ -35,7 +35,7 @@ from tenuto.deployments.serve.config import ENTRY_APPLICATION, GPULET_PREFIX, ap
 from tenuto.deployments.serve.deployment import Deployment, History, Store
 from tenuto.deployments.serve.states import ApplicationState
 from tenuto.deployments.serve.sub_clusters import evened, imbalance
-from tenuto.errors import EnvironmentFaultError, InvalidInputError, refused
+from tenuto.errors import EnvironmentFaultError, InvalidInputError, Problem, raise_if_any
 from tenuto.placement import Gpulet, Plan
 from tenuto.placement.cluster import Gpu
 
@@ -178,13 +178,11 @@ class LiveSystem:
         """Serve the present plan with the settings of another deployment, on the way to its plan.
 
         Raises:
-            InvalidInputError: the plan cannot be served so, or the executor is another; nothing was changed.
+            InvalidInputError: the plan cannot be served so, or what only a new beginning can change is another; nothing
+                was changed.
         """
-        if wanted.executor != self.deployment.executor:
-            rule = f"changes the process of every gpu-let, which run with {self.deployment.executor}"
-            cure = "Leave it as it is, or begin anew with --replace, which interrupts."
-            raise refused("executor", wanted.executor, rule, cure)
         wanted.config(plan)
+        raise_if_any(_unchangeable(self.deployment, wanted))
         self._gpus = tuple({gpu.id: gpu for gpu in (*gpus_of(plan), *self._gpus)}.values())
         if wanted.with_plan(self._plan) != self.deployment:
             self.apply(self._plan, now_s, self._waiting, wanted=wanted)
@@ -309,6 +307,22 @@ class LiveSystem:
                 lines = [line.strip() for line in state.message.splitlines() if line.strip()]
                 found[gpulet.id] = lines[-1] if lines else state.status
         return found
+
+
+def _unchangeable(running: Deployment, wanted: Deployment) -> list[Problem]:
+    """Return what of a deployment is to be another that cannot be changed while it serves."""
+    rules = {
+        "executor": f"changes the process of every gpu-let, which run with {running.executor}",
+        **{name: f"is {getattr(running, name)} now, where clients are" for name in ("host", "port")},
+        **{name: f"is {getattr(running, name) or 'the default'} now" for name in ("proxy_port", "operator_port")},
+    }
+    changed = [name for name in rules if getattr(wanted, name) != getattr(running, name)]
+    feeds, fed = (each.gateways > 1 or each.partition is not None for each in (wanted, running))
+    if feeds != fed:
+        changed.append("gateways")
+        rules["gateways"] = f"{running.gateways} run: one schedules by itself, several feed dispatchers"
+    cure = "Leave it as it is, or begin anew with --replace, which interrupts."
+    return [Problem(name, getattr(wanted, name), rules[name], cure) for name in changed]
 
 
 def _gpulets_of(config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:

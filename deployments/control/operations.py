@@ -10,7 +10,7 @@ import json
 import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -111,8 +111,9 @@ class Operations:
     # --- changing it --------------------------------------------------------------------------------------------------
 
     def deploy(
-        self, wanted: Deployment, why: str, *, by: str = "deploy", ground: Ground | None = None, replace: bool = False
-    ) -> bool:
+        self, wanted: Deployment, why: str, *, by: str = "deploy", ground: Ground | None = None, replace: bool = False,
+        kept: Collection[str] = (),
+    ) -> bool:  # fmt: skip
         """Make a deployment the one that runs, and return whether it was reached; if not, the one before runs again.
 
         Args:
@@ -121,6 +122,7 @@ class Operations:
             by: the command.
             ground: what the controller plans with; needed with settings of one.
             replace: foreign applications may be removed, and what runs of ours is ended first.
+            kept: fields of `wanted` that stay as they are where something runs.
 
         Raises:
             InvalidInputError: it cannot be served so; nothing was changed.
@@ -132,7 +134,7 @@ class Operations:
         if ENTRY_APPLICATION in states and not replace:
             if ground is not None:
                 keep_ground(self._store, *ground)
-            return self._change(wanted, why, by, has_controller=CONTROL_APPLICATION in states)
+            return self._change(wanted, why, by, kept, has_controller=CONTROL_APPLICATION in states)
         if replace:
             end_all()
         elif any(is_ours(name) for name in states):
@@ -141,10 +143,14 @@ class Operations:
         begin(self._launcher, wanted, why, by, ground)
         return True
 
-    def _change(self, wanted: Deployment, why: str, by: str, *, has_controller: bool) -> bool:
+    def _change(
+        self, wanted: Deployment, why: str, by: str, kept: Collection[str], *, has_controller: bool
+    ) -> bool:
         running = self.running()
         if self.history.latest() is None:  # by `serve deploy`, or by a command that was killed: how is not known
             running = wanted.with_plan(running.read_plan()).model_copy(update={"control": None})
+        as_now = running.with_plan(wanted.read_plan())
+        wanted = wanted.model_copy(update={name: getattr(as_now, name) for name in kept})
         wanted = wanted.model_copy(update={"nodes": running.nodes})  # another number would start all of them anew
         if wanted.control is None:
             wanted = wanted.model_copy(update={"control": running.control})

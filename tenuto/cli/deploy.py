@@ -20,7 +20,8 @@ def command(asked: ServingArguments, why: str, replace: bool, address: str | Non
     """Deploy PLAN on a running Ray cluster; it stays when this command ends.
 
     Where a plan runs already, new gpu-lets start beside the old ones, as far as there is room, take over, and the old
-    ones end. New ones that do not become ready are taken back. Exit code 1: the plan before runs again.
+    ones end. New ones that do not become ready are taken back. What no option says stays as it is. Exit code 1: the
+    plan before runs again.
 
     Example: tenuto deploy plan.yaml --emulate
     """
@@ -28,7 +29,9 @@ def command(asked: ServingArguments, why: str, replace: bool, address: str | Non
     plan = wanted.read_plan()
     ground = asked.ground(plan)
     with operations(address) as running:
-        reached = running.deploy(wanted, why or asked.plan_file, ground=ground, replace=replace)
+        reached = running.deploy(
+            wanted, why or asked.plan_file, ground=ground, replace=replace, kept=asked.left_open()
+        )
         version, url = running.history.latest(), running.base_url
     if as_json:
         emit_json({"reached": reached, "version": version.number if version is not None else None, "url": url})

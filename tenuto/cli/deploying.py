@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from click.core import ParameterSource
 
 from tenuto.cli.common import ClusterArguments, cluster_arguments, gathered, tell
 from tenuto.options import split_pairs
@@ -100,6 +101,15 @@ class ServingArguments:
                 read_gateway_config(application["deployments"][0]["user_config"])  # refused here, not in a replica
         return found
 
+    def left_open(self) -> list[str]:
+        """Return the fields of `deployment` that nothing on the command line asks for: where a plan runs they stay as
+        they are."""
+        context = click.get_current_context()
+        given = {
+            name for name in context.params if context.get_parameter_source(name) is ParameterSource.COMMANDLINE
+        }
+        return [field for field, names in _ASKED_BY.items() if not given & names]
+
     def ground(self, plan: Plan) -> Ground | None:
         """Return what a controller plans with: profiles, and the GPUs there are or may be; None without --control."""
         from tenuto.deployments.control.fit import gpus_of
@@ -108,6 +118,16 @@ class ServingArguments:
             return None
         gpus = self.where.cluster().gpus if self.where.names_a_cluster else gpus_of(plan)
         return self.where.profiles(dict.fromkeys(gpu.type for gpu in gpus)), gpus
+
+
+_ASKED_BY: Mapping[str, frozenset[str]] = {
+    **{name: frozenset({name}) for name in ("host", "port", "proxy_port", "operator_port", "log_json", "encrypt")},
+    **{name: frozenset({name}) for name in ("gateways", "dispatchers")},
+    **{name: frozenset({"scheduler", "options"}) for name in ("scheduler", "scheduler_options")},
+    "executor": frozenset({"emulate", "executor"}),
+    "partition": frozenset({"partition_file"}),
+    "access": frozenset({"key_file", "tls_cert", "tls_key", "insecure", "traces", "trace_ratio"}),
+}
 
 
 def _planned_executor(plan_file: str) -> str:

@@ -97,13 +97,12 @@ def main() -> None:
 
 
 def _while_it_serves(walk: Walk, folder: Path, port: int, load: Load, nodes: object) -> None:
-    how = f"--emulate --port {port} --gateways 2"
     bad = yaml.safe_load((folder / "plan.yaml").read_text())
     text = yaml.safe_dump(bad)
     (folder / "bad.yaml").write_text(re.sub(r"share_pct: \S+", "share_pct: 120", text))
-    walk.run(f"tenuto deploy bad.yaml {how}")
+    walk.run("tenuto deploy bad.yaml")
     walk.run("tenuto diff larger-plan.yaml")
-    walk.run(f"tenuto deploy larger-plan.yaml {how} --why 'faces will have more load'")
+    walk.run("tenuto deploy larger-plan.yaml --why 'faces will have more load'")
     walk.run("tenuto rollback")
     load.rates["cars"] *= 10.0
     walk.until_logged("changed: the busiest", 40.0)

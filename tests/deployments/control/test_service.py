@@ -113,9 +113,19 @@ async def test_models_come_change_and_go(served: Served) -> None:
         await control.remove_model("b")
 
 
-async def test_another_executor_is_refused(served: Served) -> None:
-    other = served.deployment.model_copy(update={"executor": "torch"})
-    with pytest.raises(InvalidInputError, match="changes the process of every gpu-let"):
+@pytest.mark.parametrize(
+    ("field", "value", "words"),
+    [
+        ("executor", "torch", "changes the process of every gpu-let"),
+        ("port", 1, "where clients are"),
+        ("gateways", 2, "one schedules by itself"),
+    ],
+)
+async def test_what_only_a_new_beginning_can_change_is_refused(
+    served: Served, field: str, value: object, words: str
+) -> None:
+    other = served.deployment.model_copy(update={field: value})
+    with pytest.raises(InvalidInputError, match=words):
         await served.control.deploy(other.model_dump(), "deploy", "a test")
     assert (await served.control.state())["change"] is None
 
