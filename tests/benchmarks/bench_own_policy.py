@@ -5,7 +5,7 @@ compared; beside it stands what the published policy reaches with the router it 
 Interference in the judge's run is that of the published system (measured pairs for the thesis, iGniter's model for
 iGniter and gpulet's for gpulet), not the one the own policy plans with unless that is said.
 
-Run: python tests/benchmarks/bench_own_policy.py [--quick] [thesis igniter gpulet usher symphony starts]
+Run: python tests/benchmarks/bench_own_policy.py [--quick] [thesis igniter gpulet usher symphony starts each]
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from tenuto.profiles.share_latency import latency_on_share, with_share
 from tenuto.profiles.shipped import load_shipped
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
+from tests.batching.planning.test_patterns import many, parts
 from tests.placement.policies.gpulet.turns import FIVE, IGNITER, five_models
 from tests.placement.policies.igniter.cases import profiles as igniter_profiles
 from tests.placement.policies.igniter.cases import twelve
@@ -188,6 +189,25 @@ def on_starts(first: int, count: int) -> None:
     print(f"  mean {sum(ratios) / count:.4f}, least {min(ratios):.4f}, most {max(ratios):.4f}")
 
 
+def on_each() -> None:
+    """Clusters that are too small under the objective `each`: the worst model's part and the mean, as planned and as
+    served in virtual time under `deferred` on other arrivals."""
+    print("\nObjective each: models, GPUs; worst part and mean, planned; the same, served")
+    for seed, (count, gpus) in enumerate(((8, 2), (15, 4), (30, 6), (50, 12), (100, 40), (300, 90)), 40):
+        load = many(count, seed, "each")
+        plan = solve(load_policy("tenuto"), load, Cluster.parse(f"v100:{gpus}"), thesis())
+        cells = [f"{value:.3f}" for value in _worst_and_mean(parts(plan))]
+        if count <= 50:  # a trial of more takes minutes
+            trials = Trials(load.models, requests=int(8.0 * load.rate_rps), seed=JUDGE_SEED, scheduler="deferred",
+                            objective="each", network=NetworkDelay())  # fmt: skip
+            cells += [f"{value:.3f}" for value in _worst_and_mean(trials.run(plan).attainment.tolist())]
+        print(f"  {count}, {gpus}: " + " | ".join(cells), flush=True)
+
+
+def _worst_and_mean(values: Sequence[float]) -> tuple[float, float]:
+    return min(values), sum(values) / len(values)
+
+
 def _named(name: str, options: dict[str, str]) -> str:
     return name + "".join(f" {key}={value}" for key, value in options.items())
 
@@ -220,7 +240,7 @@ def _line(
 def main(arguments: Sequence[str] | None = None) -> None:
     """Print the chosen comparisons, with hardware and versions."""
     parser = argparse.ArgumentParser(description=__doc__)
-    grounds = ("thesis", "igniter", "gpulet", "usher", "symphony", "starts")
+    grounds = ("thesis", "igniter", "gpulet", "usher", "symphony", "starts", "each")
     parser.add_argument("grounds", nargs="*", help=f"of {', '.join(grounds)}; default: all")
     parser.add_argument("--first-seed", type=int, default=300, help="of the random workloads for `starts`")
     parser.add_argument("--quick", action="store_true", help="smaller cases, fewer requests")
@@ -239,6 +259,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 on_usher(chosen.quick, requests)
             case "starts":
                 on_starts(chosen.first_seed, 4 if chosen.quick else 12)
+            case "each":
+                on_each()
             case "symphony":
                 on_symphony(chosen.quick, requests)
             case _:
