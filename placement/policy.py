@@ -7,21 +7,20 @@ import functools
 import importlib.util
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Iterable, Mapping
 from importlib.metadata import entry_points
 from pathlib import Path
-from types import FunctionType
 from typing import Any, ClassVar
 
-from tenuto.errors import refused
-from tenuto.options import options_of_call, read_options
+from tenuto.errors import InvalidInputError, Problem, raise_if_any, refused
+from tenuto.options import options_of_call, options_of_dataclass, read_options
 from tenuto.placement.cluster import Cluster
 from tenuto.placement.plan import Plan
 from tenuto.placement.watch import Watch
 from tenuto.placement.workload import Workload
 from tenuto.profiles import Profiles
 
-__all__ = ["DEFAULT_POLICY", "Policy", "load_policy", "policy_names", "with_defaults"]
+__all__ = ["DEFAULT_POLICY", "Policy", "load_policy", "policy_names"]
 
 ENTRY_POINTS = "tenuto.policies"
 DEFAULT_POLICY = "tenuto"  # what plans where no policy is named
@@ -31,7 +30,8 @@ class Policy(ABC):
     """Turns workload, cluster and profiles into a plan. It only decides; completing and validating happen in `solve`.
 
     A policy never changes its arguments and gives the same plan for the same arguments. Options are keyword-only
-    parameters of `__init__` with defaults; `--option k=v` reaches them by name.
+    parameters of `__init__` with defaults; `--option k=v` reaches them by name. Tenuto's own policies are dataclasses
+    whose fields are the options, each with its bounds (`tenuto.options.option`).
     """
 
     name: ClassVar[str]
@@ -40,6 +40,21 @@ class Policy(ABC):
     readings: ClassVar[str] = ""  # what its source leaves open or has otherwise, in a line for `tenuto policies`
     is_interruptible: ClassVar[bool] = False  # it says how far it is, and stops with the best plan so far when asked to
     watch: Watch = Watch()
+
+    def __post_init__(self) -> None:
+        """Take the options of a dataclass, or raise `InvalidInputError` with all that are out of their bounds."""
+        options = options_of_dataclass(type(self))
+        given = {option.name: getattr(self, option.name) for option in options}
+        problems = [*self._problems()]
+        try:
+            vars(self).update(read_options(f"policy '{self.name}'", options, given))
+        except InvalidInputError as error:
+            problems += error.problems
+        raise_if_any(problems)
+
+    def _problems(self) -> Iterable[Problem]:
+        """Return what is wrong with the options beyond their bounds."""
+        return ()
 
     @abstractmethod
     def place(self, workload: Workload, cluster: Cluster, profiles: Profiles) -> Plan:
@@ -79,15 +94,6 @@ def load_policy(name: str, options: Mapping[str, Any] | None = None) -> Policy:
     """
     kind = _from_file(name) if ":" in name else _from_entry_point(name)
     return _configured(kind, name, dict(options or {}))
-
-
-def with_defaults(init: Callable[..., None], **defaults: Any) -> Callable[..., None]:
-    """Return an `__init__` with other defaults of its options, for a policy that differs from its base only in them."""
-    assert isinstance(init, FunctionType)
-    made = FunctionType(init.__code__, init.__globals__, init.__name__, init.__defaults__, init.__closure__)
-    made.__kwdefaults__ = {**(init.__kwdefaults__ or {}), **defaults}
-    made.__annotations__ = init.__annotations__
-    return made
 
 
 @functools.cache  # reading what is installed takes longer than many a plan; the controller plans all day

@@ -10,13 +10,14 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import math
+import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from tenuto.errors import Problem, raise_if_any
 
-__all__ = ["Option", "options_of_call", "options_of_dataclass", "read_options", "split_pairs"]
+__all__ = ["Option", "option", "options_of_call", "options_of_dataclass", "read_options", "split_pairs"]
 
 _TRUE, _FALSE = ("true", "yes", "1", "on"), ("false", "no", "0", "off")
 _WORDS: dict[type, str] = {
@@ -32,7 +33,8 @@ _WORDS: dict[type, str] = {
 class Option:
     """One option. `kind` None: any value, read as a number where it looks like one.
 
-    `is_optional`: None is among its values. `choices` and `minimum` bound what is accepted, `finite` refuses inf.
+    `is_optional`: None is among its values. `choices`, `minimum`, `above`, `maximum` and `below` bound what is
+    accepted, of a tuple every part; `finite` refuses inf.
     """
 
     name: str
@@ -42,6 +44,9 @@ class Option:
     is_optional: bool = False
     choices: tuple[Any, ...] | None = None
     minimum: float | None = None
+    above: float | None = None
+    maximum: float | None = None
+    below: float | None = None
     finite: bool = False
 
     def read(self, value: Any) -> Any:
@@ -57,8 +62,14 @@ class Option:
             raise ValueError(f"must be one of {', '.join(map(str, self.choices))}")
         if self.finite and isinstance(converted, float) and not math.isfinite(converted):
             raise ValueError("must be finite")
-        if self.minimum is not None and converted < self.minimum:
-            raise ValueError(f"must be at least {self.minimum}")
+        bounds = (
+            ("at least", self.minimum, operator.ge), ("above", self.above, operator.gt),
+            ("at most", self.maximum, operator.le), ("below", self.below, operator.lt),
+        )  # fmt: skip
+        parts = converted if isinstance(converted, tuple) else (converted,)
+        if not all(bound is None or holds(part, bound) for part in parts for _, bound, holds in bounds):
+            words = " and ".join(f"{word} {bound}" for word, bound, _ in bounds if bound is not None)
+            raise ValueError(f"must be {words}")
         return converted
 
     @property
@@ -67,6 +78,11 @@ class Option:
         if isinstance(self.default, tuple):
             return ",".join(map(str, self.default))
         return str(self.default).lower() if isinstance(self.default, bool) else str(self.default)
+
+
+def option(default: Any, **bounds: Any) -> Any:
+    """Return the field of a dataclass for an option with bounds, see `Option`."""
+    return dataclasses.field(default=default, metadata=bounds)
 
 
 def split_pairs(pairs: Iterable[str], flag: str = "--option") -> dict[str, str]:
@@ -89,7 +105,7 @@ def split_pairs(pairs: Iterable[str], flag: str = "--option") -> dict[str, str]:
 
 
 def options_of_dataclass(kind: type) -> tuple[Option, ...]:
-    """Return the options of a dataclass, one per field; `metadata` may hold `choices` and `minimum`."""
+    """Return the options of a dataclass, one per field; `metadata` may hold bounds, see `Option`."""
     return tuple(
         _option(field.name, field.default, field.type, finite=True, **dict(field.metadata))
         for field in dataclasses.fields(kind)

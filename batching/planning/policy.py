@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 from tenuto.batching.core.system import NetworkDelay
 from tenuto.batching.planning.buying import cheapest
@@ -11,7 +13,8 @@ from tenuto.batching.planning.judging import Judged
 from tenuto.batching.planning.patterns import best_by_patterns, keeps
 from tenuto.batching.planning.search import QUICKLY, Found, Search, SearchOptions
 from tenuto.batching.registry import scheduler_class
-from tenuto.errors import InvalidInputError, Problem, TenutoError
+from tenuto.errors import Problem, TenutoError
+from tenuto.options import option
 from tenuto.placement import Cluster, Plan, Policy, Workload, load_policy, solve
 from tenuto.placement.interference.named import canonical_name, stand_ins
 from tenuto.placement.plan import Expected, ExpectedModel, Gpulet, PolicyUsed
@@ -26,6 +29,7 @@ SLOW = {"ideal": LARGE, "gpulet": 500, "usher": 500, "wao-usher": 500}
 STARTS = ("symphony", "sbp", "ffd", "igniter", "gpulet", "usher", "wao-usher")  # the quickest first
 
 
+@dataclass(kw_only=True, eq=False)
 class TenutoPolicy(Policy):
     """Judges plans by the queueing and batches that are expected, improves the best, and tries them in virtual time
     under the scheduler that will serve them.
@@ -72,33 +76,27 @@ class TenutoPolicy(Policy):
     readings = "believes the profile and one interference model; beyond 40 models or GPUs no trials"
     is_interruptible = True
 
-    def __init__(
-        self, *, scheduler: str = "deferred", interference: str = "contention", starts: tuple[str, ...] = STARTS,
-        tries: int = 40, requests: int = 8_000, attainment: float = 0.99, max_batch: int = 128, seed: int = 0,
-        network_ms: tuple[float, ...] = (0.0, 0.0, 0.0),
-    ) -> None:  # fmt: skip
-        problems = [
-            Problem(f"--option {key}", value, "must be at least 1", "Leave it away for the default.")
-            for key, value in (("tries", tries), ("requests", requests), ("max_batch", max_batch))
-            if value < 1
-        ]
-        if not 0 < attainment <= 1:
-            rule = "must be above 0 and at most 1"
-            problems.append(Problem("--option attainment", attainment, rule, "Give for example 0.99."))
-        if seed < 0:
-            problems.append(Problem("--option seed", seed, "must be at least 0", "Give 0 or a larger number."))
-        if not 1 <= len(network_ms) <= 3 or any(not 0 <= value < math.inf for value in network_ms):
-            rule = "must be up to three numbers of ms, at least 0"
-            problems.append(Problem("--option network_ms", network_ms, rule, "Write 0.1,0.05,2."))
-        if self.name in starts:
-            problems.append(Problem("--option starts", starts, "a policy cannot start from itself", "Leave it away."))
-        if problems:
-            raise InvalidInputError(problems)
-        scheduler_class(scheduler)
-        self.scheduler, self.starts, self.network_ms = scheduler, starts, network_ms
-        self.interference = canonical_name(interference)
-        self.tries, self.requests, self.seed = tries, requests, seed
-        self.attainment, self.max_batch = attainment, max_batch
+    scheduler: str = "deferred"
+    interference: str = "contention"
+    starts: tuple[str, ...] = STARTS
+    tries: int = option(40, minimum=1)
+    requests: int = option(8_000, minimum=1)
+    attainment: float = option(0.99, above=0, maximum=1)
+    max_batch: int = option(128, minimum=1)
+    seed: int = option(0, minimum=0)
+    network_ms: tuple[float, ...] = option((0.0, 0.0, 0.0), minimum=0)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        scheduler_class(self.scheduler)
+        self.interference = canonical_name(self.interference)
+
+    def _problems(self) -> Iterator[Problem]:
+        if not 1 <= len(self.network_ms) <= 3 or math.inf in self.network_ms:
+            rule = "must be up to three numbers of ms"
+            yield Problem("--option network_ms", self.network_ms, rule, "Write 0.1,0.05,2.")
+        if self.name in self.starts:
+            yield Problem("--option starts", self.starts, "a policy cannot start from itself", "Leave it away.")
 
     def place(self, workload: Workload, cluster: Cluster, profiles: Profiles) -> Plan:
         """Return the best plan found.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-from tenuto.errors import Problem, raise_if_any
+from tenuto.options import option
 from tenuto.placement.cluster import Cluster, Gpu
 from tenuto.placement.costs import context_mib_of, costs_of
 from tenuto.placement.plan import Plan, Replica
@@ -56,6 +56,7 @@ class _OpenGpu:
         return self.gpu.memory_mib - held - processes * context_mib
 
 
+@dataclass(kw_only=True, eq=False)
 class FirstFitDecreasing(Policy):
     """Gives each model the smallest share that carries its rate, largest need first, on the first GPU with room.
 
@@ -89,16 +90,9 @@ class FirstFitDecreasing(Policy):
         "for bursts"
     )
 
-    def __init__(self, *, fill_pct: float = 80.0, sharing: str = "auto", max_batch: int = 128) -> None:
-        problems = []
-        if not 0 < fill_pct <= 100:
-            problems.append(Problem("--option fill_pct", fill_pct, "must be above 0 and at most 100", "Try 80."))
-        if sharing not in ("auto", "time", "space"):
-            problems.append(Problem("--option sharing", sharing, "unknown", "Use auto, time or space."))
-        if max_batch < 1:
-            problems.append(Problem("--option max_batch", max_batch, "must be at least 1", "Try 128."))
-        raise_if_any(problems)
-        self.fill_pct, self.sharing, self.max_batch = fill_pct, sharing, max_batch
+    fill_pct: float = option(80.0, above=0, maximum=100)
+    sharing: str = option("auto", choices=("auto", "time", "space"))
+    max_batch: int = option(128, minimum=1)
 
     def place(self, workload: Workload, cluster: Cluster, profiles: Profiles) -> Plan:
         """Return the plan; deterministic, ties broken by the order of the workload."""

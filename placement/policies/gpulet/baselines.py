@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 
-from tenuto.errors import refused
+from tenuto.options import option
 from tenuto.placement.cluster import Cluster, Gpu
 from tenuto.placement.costs import WHOLE_GPU
 from tenuto.placement.plan import Plan
@@ -22,6 +22,7 @@ from tenuto.profiles import Profiles
 __all__ = ["MpsDefault", "SelfTuning"]
 
 
+@dataclass(kw_only=True, eq=False)
 class SelfTuning(Policy):
     """GSLICE's self-tuning that starts where it would end: the best partition in space, no turns in time.
 
@@ -42,13 +43,15 @@ class SelfTuning(Policy):
     readings = "guided by exhaustive search up to max_gpus GPUs, beyond by gpulet's partitioning without turns"
     is_interruptible = True
 
-    def __init__(
-        self, *, shares: tuple[float, ...] = (20.0, 40.0, 50.0, 60.0, 80.0), max_batch: int = 32, max_gpus: int = 8,
-        max_steps: int = 50_000,
-    ) -> None:
-        self._ideal = Ideal(shares=shares, max_batch=max_batch, max_gpus=max_gpus, max_steps=max_steps, turns=False)
-        self._elastic = Gpulet(shares=shares, max_batch=max_batch, turns=False)
-        self.shares, self.max_batch, self.max_gpus, self.max_steps = tuple(shares), max_batch, max_gpus, max_steps
+    shares: tuple[float, ...] = option((20.0, 40.0, 50.0, 60.0, 80.0), above=0, below=WHOLE_GPU)
+    max_batch: int = option(32, minimum=1)
+    max_gpus: int = option(8, minimum=1)
+    max_steps: int = option(50_000, minimum=1)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._ideal = Ideal(**asdict(self), turns=False)
+        self._elastic = Gpulet(shares=self.shares, max_batch=self.max_batch, turns=False)
 
     def place(self, workload: Workload, cluster: Cluster, profiles: Profiles) -> Plan:
         """Return the plan; deterministic."""
@@ -60,6 +63,7 @@ class SelfTuning(Policy):
         return plan.model_copy(update={"notes": (*plan.notes, note)})
 
 
+@dataclass(kw_only=True, eq=False)
 class MpsDefault(Policy):
     """Processes without shares: models are spread over the GPUs by load, and whatever runs on a GPU competes for it.
 
@@ -77,10 +81,7 @@ class MpsDefault(Policy):
     source = "Choi et al., gpulet (USENIX ATC 2022), section 6: the baseline MPS (default)"
     readings = "where models go is left open: by falling load to the least loaded GPU"
 
-    def __init__(self, *, max_batch: int = 32) -> None:
-        if max_batch < 1:
-            raise refused("--option max_batch", max_batch, "must be at least 1", "32 in the paper.")
-        self.max_batch = max_batch
+    max_batch: int = option(32, minimum=1)
 
     def place(self, workload: Workload, cluster: Cluster, profiles: Profiles) -> Plan:
         """Return the plan; deterministic, ties broken by the order of the workload and of the cluster."""

@@ -7,9 +7,9 @@ Source: Choi et al., "Serving Heterogeneous Machine Learning Models on Multi-GPU
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
-from tenuto.errors import InvalidInputError, Problem
+from tenuto.options import option
 from tenuto.placement.cluster import Cluster
 from tenuto.placement.costs import WHOLE_GPU
 from tenuto.placement.interference.named import canonical_name, interference_models, stand_ins
@@ -27,6 +27,7 @@ from tenuto.profiles import Profiles
 __all__ = ["Gpulet"]
 
 
+@dataclass(kw_only=True, eq=False)
 class Gpulet(Policy):
     """Gives every model the smaller of its knee share and the share its rate requires, best fit first.
 
@@ -65,25 +66,17 @@ class Gpulet(Policy):
     )
     is_interruptible = True
 
-    def __init__(
-        self, *, interference: bool | str = "none", max_partitions: int = 2,
-        shares: tuple[float, ...] = (20.0, 40.0, 50.0, 60.0, 80.0), knee: str = "curvature", smaller: bool = True,
-        turns: bool = True, max_batch: int = 32,
-    ) -> None:
-        problems = []
-        if max_partitions < 1:
-            problems.append(Problem("--option max_partitions", max_partitions, "must be at least 1", "2 in the paper."))
-        if not all(0 < share < WHOLE_GPU for share in shares):
-            problems.append(Problem("--option shares", shares, "must be above 0 and below 100", "Try 20,40,50,60,80."))
-        if knee not in KNEES:
-            problems.append(Problem("--option knee", knee, "unknown", f"Use {' or '.join(KNEES)}."))
-        if max_batch < 1:
-            problems.append(Problem("--option max_batch", max_batch, "must be at least 1", "32 in the paper."))
-        if problems:
-            raise InvalidInputError(problems)
-        self.interference = canonical_name(interference)
-        self.max_partitions, self.shares = max_partitions, tuple(shares)
-        self.knee, self.smaller, self.turns, self.max_batch = knee, smaller, turns, max_batch
+    interference: str = "none"
+    max_partitions: int = option(2, minimum=1)
+    shares: tuple[float, ...] = option((20.0, 40.0, 50.0, 60.0, 80.0), above=0, below=WHOLE_GPU)
+    knee: str = option("curvature", choices=tuple(KNEES))
+    smaller: bool = True
+    turns: bool = True
+    max_batch: int = option(32, minimum=1)
+
+    def __post_init__(self) -> None:
+        self.interference = canonical_name(self.interference)
+        super().__post_init__()
 
     def place(self, workload: Workload, cluster: Cluster, profiles: Profiles) -> Plan:
         """Return the plan; deterministic, ties broken by the order of the workload and of the cluster."""

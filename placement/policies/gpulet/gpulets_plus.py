@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
-from tenuto.errors import Problem, raise_if_any
+from tenuto.options import option
 from tenuto.placement.cluster import Cluster
 from tenuto.placement.costs import WHOLE_GPU
 from tenuto.placement.interference.named import canonical_name, interference_models
@@ -23,6 +24,7 @@ __all__ = ["GpuletsPlus"]
 CHOICES = {"batch": ("smallest", "largest"), "order": ("rate", "load"), "booked": ("alone", "beside")}
 
 
+@dataclass(kw_only=True, eq=False)
 class GpuletsPlus(Policy):
     """Gives every model its most efficient share, at most two gpu-lets per GPU, best fit first.
 
@@ -60,32 +62,18 @@ class GpuletsPlus(Policy):
         "check_neighbours=false"
     )
 
-    def __init__(
-        self,
-        *,
-        shares: tuple[float, ...] = (20.0, 40.0, 50.0, 60.0, 80.0),
-        interference: bool | str = "gpulet",
-        batch: str = "smallest",
-        order: str = "rate",
-        booked: str = "alone",
-        check_neighbours: bool = True,
-        knee: str = "bend",
-        max_batch: int = 32,
-    ) -> None:
-        problems = []
-        if not shares or not all(0 < share < WHOLE_GPU for share in shares):
-            problems.append(Problem("--option shares", shares, "must be above 0 and below 100", "Try 20,40,50,60,80."))
-        for name, value in (("batch", batch), ("order", order), ("booked", booked)):
-            if value not in CHOICES[name]:
-                problems.append(Problem(f"--option {name}", value, "unknown", f"Use {' or '.join(CHOICES[name])}."))
-        if knee not in KNEES:
-            problems.append(Problem("--option knee", knee, "unknown", f"Use {' or '.join(KNEES)}."))
-        if max_batch < 1:
-            problems.append(Problem("--option max_batch", max_batch, "must be at least 1", "32 in the paper."))
-        raise_if_any(problems)
-        self.shares, self.batch, self.order = tuple(shares), batch, order
-        self.interference = canonical_name(interference)
-        self.booked, self.check_neighbours, self.knee, self.max_batch = booked, check_neighbours, knee, max_batch
+    shares: tuple[float, ...] = option((20.0, 40.0, 50.0, 60.0, 80.0), above=0, below=WHOLE_GPU)
+    interference: str = "gpulet"
+    batch: str = option("smallest", choices=CHOICES["batch"])
+    order: str = option("rate", choices=CHOICES["order"])
+    booked: str = option("alone", choices=CHOICES["booked"])
+    check_neighbours: bool = True
+    knee: str = option("bend", choices=tuple(KNEES))
+    max_batch: int = option(32, minimum=1)
+
+    def __post_init__(self) -> None:
+        self.interference = canonical_name(self.interference)
+        super().__post_init__()
 
     def place(self, workload: Workload, cluster: Cluster, profiles: Profiles) -> Plan:
         """Return the plan; deterministic, ties broken by the order of the workload and of the cluster.

@@ -5,9 +5,11 @@ Source: the ideal scheduler that Choi et al. (gpulet, USENIX ATC 2022, section 6
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from itertools import combinations_with_replacement, product
 
-from tenuto.errors import InvalidInputError, Problem, refused
+from tenuto.errors import refused
+from tenuto.options import option
 from tenuto.placement.cluster import Cluster
 from tenuto.placement.costs import WHOLE_GPU
 from tenuto.placement.plan import Plan
@@ -24,6 +26,7 @@ from tenuto.profiles import Profiles
 __all__ = ["Ideal"]
 
 
+@dataclass(kw_only=True, eq=False)
 class Ideal(Policy):
     """Accepts a workload if any partition of the GPUs into at most two gpu-lets each carries it, without interference.
 
@@ -48,21 +51,11 @@ class Ideal(Policy):
     readings = "a model's rest takes turns in one gpu-let, never divided over several; up to max_gpus GPUs"
     is_interruptible = True
 
-    def __init__(
-        self, *, shares: tuple[float, ...] = (20.0, 40.0, 50.0, 60.0, 80.0), max_batch: int = 32, max_gpus: int = 8,
-        max_steps: int = 50_000, turns: bool = True,
-    ) -> None:
-        problems = [
-            Problem(f"--option {key}", value, "must be at least 1", "Leave it at its default.")
-            for key, value in (("max_batch", max_batch), ("max_gpus", max_gpus), ("max_steps", max_steps))
-            if value < 1
-        ]
-        if not all(0 < share < WHOLE_GPU for share in shares):
-            problems.append(Problem("--option shares", shares, "must be above 0 and below 100", "Try 20,40,50,60,80."))
-        if problems:
-            raise InvalidInputError(problems)
-        self.shares, self.max_batch, self.max_gpus, self.max_steps = tuple(shares), max_batch, max_gpus, max_steps
-        self.turns = turns
+    shares: tuple[float, ...] = option((20.0, 40.0, 50.0, 60.0, 80.0), above=0, below=WHOLE_GPU)
+    max_batch: int = option(32, minimum=1)
+    max_gpus: int = option(8, minimum=1)
+    max_steps: int = option(50_000, minimum=1)
+    turns: bool = True
 
     def place(self, workload: Workload, cluster: Cluster, profiles: Profiles) -> Plan:
         """Return the plan; deterministic.

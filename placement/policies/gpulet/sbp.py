@@ -8,8 +8,9 @@ Servers with Spatio-Temporal Sharing" (gpulet).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
-from tenuto.errors import refused
+from tenuto.options import option
 from tenuto.placement.cluster import Cluster, Gpu
 from tenuto.placement.costs import WHOLE_GPU
 from tenuto.placement.plan import Plan
@@ -25,6 +26,7 @@ from tenuto.profiles import Profiles
 __all__ = ["SquishyBinPacking"]
 
 
+@dataclass(kw_only=True, eq=False)
 class SquishyBinPacking(Policy):
     """Packs models into duty cycles: whole GPUs at full batches first, remainders merged best fit decreasing.
 
@@ -43,10 +45,8 @@ class SquishyBinPacking(Policy):
     source = "Nexus (SOSP 2019), section 6.1; baseline of gpulet (Choi et al.)"
     readings = "what has no room is cut off in order of the bins; ours: memory, several GPU types"
 
-    def __init__(self, *, halves: bool = False, max_batch: int = 128) -> None:
-        if max_batch < 1:
-            raise refused("--option max_batch", max_batch, "must be at least 1", "Try 128.")
-        self.halves, self.max_batch = halves, max_batch
+    halves: bool = False
+    max_batch: int = option(128, minimum=1)
 
     def place(self, workload: Workload, cluster: Cluster, profiles: Profiles) -> Plan:
         """Return the plan; deterministic, ties broken by the order of the workload."""

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
-from tenuto.errors import Problem, raise_if_any
+from tenuto.options import option
 from tenuto.placement.cluster import Cluster
 from tenuto.placement.costs import context_mib_of, memory_of
 from tenuto.placement.plan import Plan
@@ -20,6 +20,7 @@ from tenuto.profiles import Profiles
 __all__ = ["Gslice"]
 
 
+@dataclass(kw_only=True, eq=False)
 class Gslice(Policy):
     """Tunes batch size and share of every model separately, towards half its SLO and its rate.
 
@@ -59,35 +60,14 @@ class Gslice(Policy):
         "authors' script"
     )
 
-    def __init__(
-        self,
-        *,
-        placement: str = "igniter",
-        threshold: float = 0.1,
-        share_rounds: int = 5,
-        batch_rounds: int = 5,
-        start_share_pct: float = 30.0,
-        max_batch: int = 32,
-        observed: str = "served",
-        overcommit: bool = True,
-    ) -> None:
-        problems = []
-        if placement not in ("igniter", "ffd+"):
-            problems.append(Problem("--option placement", placement, "unknown", "Use igniter or ffd+."))
-        if observed not in ("served", "capacity"):
-            problems.append(Problem("--option observed", observed, "unknown", "Use served or capacity."))
-        if not 0 < threshold < 1:
-            problems.append(Problem("--option threshold", threshold, "must be between 0 and 1", "0.1 in the paper."))
-        if not 0 < start_share_pct <= 100:
-            rule = "must be above 0 and at most 100"
-            problems.append(Problem("--option start_share_pct", start_share_pct, rule, "30 in the authors' script."))
-        for name, value in (("share_rounds", share_rounds), ("batch_rounds", batch_rounds), ("max_batch", max_batch)):
-            if value < 1:
-                problems.append(Problem(f"--option {name}", value, "must be at least 1", "Leave it out."))
-        raise_if_any(problems)
-        self.placement, self.threshold, self.start_share_pct = placement, threshold, start_share_pct
-        self.share_rounds, self.batch_rounds, self.max_batch = share_rounds, batch_rounds, max_batch
-        self.observed, self.overcommit = observed, overcommit
+    placement: str = option("igniter", choices=("igniter", "ffd+"))
+    threshold: float = option(0.1, above=0, below=1)
+    share_rounds: int = option(5, minimum=1)
+    batch_rounds: int = option(5, minimum=1)
+    start_share_pct: float = option(30.0, above=0, maximum=100)
+    max_batch: int = option(32, minimum=1)
+    observed: str = option("served", choices=("served", "capacity"))
+    overcommit: bool = True
 
     def place(self, workload: Workload, cluster: Cluster, profiles: Profiles) -> Plan:
         """Return the plan.

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
-from tenuto.errors import Problem, raise_if_any
+from tenuto.options import option
 from tenuto.placement.cluster import Cluster, Gpu
 from tenuto.placement.plan import Plan
 from tenuto.placement.policies.milp.greedy import greedy_patterns
@@ -35,7 +35,7 @@ from tenuto.placement.policies.shared.requirements import (
     hosted_requirements,
     requirements_of,
 )
-from tenuto.placement.policy import Policy, with_defaults
+from tenuto.placement.policy import Policy
 from tenuto.placement.workload import ModelSpec, Workload
 from tenuto.profiles import Profiles
 
@@ -51,6 +51,7 @@ GOODPUT_UNTIL = 0.75
 ALL_UNTIL = 0.95
 
 
+@dataclass(kw_only=True, eq=False)
 class MilpPolicy(Policy):
     """Base of the MILP policies; they differ in which metric is the compute requirement.
 
@@ -75,23 +76,13 @@ class MilpPolicy(Policy):
         shares: limit each gpu-let to its compute requirement instead.
     """
 
-    def __init__(
-        self, *, compute_metric: str = "achieved_occupancy_pct", memory_metric: str = MEMORY,
-        max_replicas: int | None = None, one_batch_size: bool = True, time_limit_s: float = 10.0,
-        pattern_limit: int = 4000, shares: bool = False,
-    ) -> None:
-        problems = []
-        if max_replicas is not None and max_replicas < 1:
-            rule = "must be at least 1"
-            problems.append(Problem("--option max_replicas", max_replicas, rule, "Leave it out, or give 2."))
-        if time_limit_s <= 0:
-            problems.append(Problem("--option time_limit_s", time_limit_s, "must be above 0", "Try 10."))
-        if pattern_limit < 1:
-            problems.append(Problem("--option pattern_limit", pattern_limit, "must be at least 1", "Try 4000."))
-        raise_if_any(problems)
-        self.compute_metric, self.memory_metric, self.max_replicas = compute_metric, memory_metric, max_replicas
-        self.one_batch_size, self.shares = one_batch_size, shares
-        self.time_limit_s, self.pattern_limit = time_limit_s, pattern_limit
+    compute_metric: str = "achieved_occupancy_pct"
+    memory_metric: str = MEMORY
+    max_replicas: int | None = option(None, minimum=1)
+    one_batch_size: bool = True
+    time_limit_s: float = option(10.0, above=0)
+    pattern_limit: int = option(4000, minimum=1)
+    shares: bool = False
 
     def place(self, workload: Workload, cluster: Cluster, profiles: Profiles) -> Plan:
         """Return the plan; raises `InvalidInputError` when a profile lacks the metrics."""
@@ -298,9 +289,9 @@ class AoMilp(MilpPolicy):
         "of equally good plans the least exposed to neighbours (the thesis leaves it to the solver); replicas are "
         "not limited"
     )
-    __init__ = with_defaults(MilpPolicy.__init__, compute_metric="achieved_occupancy_pct")
 
 
+@dataclass(kw_only=True, eq=False)
 class WsmMilp(MilpPolicy):
     """Creq = time-weighted SM utilisation: models whose kernels leave SMs idle share a GPU.
 
@@ -311,4 +302,4 @@ class WsmMilp(MilpPolicy):
     summary = "highest goodput by integer programming; compute need = weighted SM utilisation"
     source = "Elvinger's thesis (ETH 2024), section 5.4.3 and chapter 6"
     readings = "as ao-milp"
-    __init__ = with_defaults(MilpPolicy.__init__, compute_metric="wavg_sm_util_pct")
+    compute_metric: str = "wavg_sm_util_pct"

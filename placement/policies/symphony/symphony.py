@@ -10,7 +10,8 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from tenuto.errors import InvalidInputError, Problem, raise_if_any
+from tenuto.errors import InvalidInputError
+from tenuto.options import option
 from tenuto.placement.cluster import Cluster, Gpu
 from tenuto.placement.costs import context_mib_of, costs_of
 from tenuto.placement.plan import Plan, Replica
@@ -38,6 +39,7 @@ class _SubCluster:
         return sum(resident.need(gpus) for resident in self.residents)
 
 
+@dataclass(kw_only=True, eq=False)
 class Symphony(Policy):
     """One unrestricted gpu-let per GPU that holds all models of its sub-cluster.
 
@@ -63,23 +65,11 @@ class Symphony(Policy):
         "each"
     )
 
-    def __init__(
-        self, *, sub_clusters: int = 0, max_rate_rps: float = 0.0, memory_weight: float = 1.0,
-        time_limit_s: float = 10.0, max_batch: int = 128,
-    ) -> None:
-        problems = []
-        if sub_clusters < 0:
-            problems.append(Problem("--option sub_clusters", sub_clusters, "must be 0 or more", "0 finds the fewest."))
-        if max_batch < 1:
-            problems.append(Problem("--option max_batch", max_batch, "must be at least 1", "Try 128."))
-        for key, value in (
-            ("max_rate_rps", max_rate_rps), ("memory_weight", memory_weight), ("time_limit_s", time_limit_s)
-        ):
-            if not 0 <= value < math.inf:
-                problems.append(Problem(f"--option {key}", value, "must be at least 0", "Leave it out."))
-        raise_if_any(problems)
-        self.sub_clusters, self.max_rate_rps, self.memory_weight = sub_clusters, max_rate_rps, memory_weight
-        self.time_limit_s, self.max_batch = time_limit_s, max_batch
+    sub_clusters: int = option(0, minimum=0)
+    max_rate_rps: float = option(0.0, minimum=0)
+    memory_weight: float = option(1.0, minimum=0)
+    time_limit_s: float = option(10.0, minimum=0)
+    max_batch: int = option(128, minimum=1)
 
     def place(self, workload: Workload, cluster: Cluster, profiles: Profiles) -> Plan:
         """Return the plan; deterministic, ties broken by the order of the workload."""

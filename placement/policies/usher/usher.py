@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from tenuto.errors import Problem, raise_if_any
+from tenuto.options import option
 from tenuto.placement.cluster import Cluster, Gpu
 from tenuto.placement.costs import WHOLE_GPU
 from tenuto.placement.plan import Plan
@@ -26,7 +28,7 @@ from tenuto.placement.policies.shared.requirements import (
 )
 from tenuto.placement.policies.usher.grouping import TIES, group_models
 from tenuto.placement.policies.usher.search import Choice, Config, GpuStates, Need, Readings, Search, State, Taken
-from tenuto.placement.policy import Policy, with_defaults
+from tenuto.placement.policy import Policy
 from tenuto.placement.workload import ModelSpec, Workload
 from tenuto.profiles import Profiles
 
@@ -37,6 +39,7 @@ MOST_IN_A_GROUP = 6  # of an explicit group; the search is exponential in it
 NODES_OF_A_PLAN = 400_000  # placements tried for all groups together before the best so far is taken
 
 
+@dataclass(kw_only=True, eq=False)
 class Usher(Policy):
     """Packs replicas so that compute and memory of a GPU fill up evenly and never exceed 100 %.
 
@@ -74,34 +77,23 @@ class Usher(Policy):
     )
     is_interruptible = True
 
-    def __init__(
-        self, *, compute_metric: str = "achieved_occupancy_pct", memory_metric: str = MEMORY, heavy_ratio: float = 1.2,
-        max_group_size: int = 4, groups: str = "", shares: bool = True, neutral: str = "falling",
-        pairs: str = "single", group_order: str = "largest", grouping_ties: str = "exact", waiting: str = "none",
-        oversized: str = "leave", classify: bool = True, sort: bool = True, grouping: bool = True,
-        replication: bool = True, batch_choice: bool = True,
-    ) -> None:
-        problems = []
-        if heavy_ratio < 1:
-            problems.append(Problem("--option heavy_ratio", heavy_ratio, "must be at least 1", "The paper uses 1.2."))
-        if max_group_size not in (1, 2, 4):
-            rule = "must be 1, 2 or 4"
-            problems.append(Problem("--option max_group_size", max_group_size, rule, "The paper uses 4."))
-        choices = {
-            "neutral": (neutral, ("falling", "last")), "pairs": (pairs, ("single", "together")),
-            "group_order": (group_order, ("largest", "workload")), "grouping_ties": (grouping_ties, TIES),
-            "waiting": (waiting, ("none", "batch")), "oversized": (oversized, ("leave", "cap")),
-        }  # fmt: skip
-        for key, (value, known) in choices.items():
-            if value not in known:
-                problems.append(Problem(f"--option {key}", value, "unknown", f"Use {' or '.join(known)}."))
-        raise_if_any(problems)
-        self.compute_metric, self.memory_metric = compute_metric, memory_metric
-        self.heavy_ratio, self.max_group_size, self.groups = heavy_ratio, max_group_size, groups
-        self.shares, self.neutral, self.pairs, self.group_order = shares, neutral, pairs, group_order
-        self.grouping_ties, self.waiting, self.oversized = grouping_ties, waiting, oversized
-        self.classify, self.sort, self.grouping = classify, sort, grouping
-        self.replication, self.batch_choice = replication, batch_choice
+    compute_metric: str = "achieved_occupancy_pct"
+    memory_metric: str = MEMORY
+    heavy_ratio: float = option(1.2, minimum=1)
+    max_group_size: int = option(4, choices=(1, 2, 4))
+    groups: str = ""
+    shares: bool = True
+    neutral: str = option("falling", choices=("falling", "last"))
+    pairs: str = option("single", choices=("single", "together"))
+    group_order: str = option("largest", choices=("largest", "workload"))
+    grouping_ties: str = option("exact", choices=TIES)
+    waiting: str = option("none", choices=("none", "batch"))
+    oversized: str = option("leave", choices=("leave", "cap"))
+    classify: bool = True
+    sort: bool = True
+    grouping: bool = True
+    replication: bool = True
+    batch_choice: bool = True
 
     def place(self, workload: Workload, cluster: Cluster, profiles: Profiles) -> Plan:
         """Return the plan.
@@ -212,6 +204,7 @@ class Usher(Policy):
         return requirement.throughput_rps / (2.0 if self.waiting == "batch" else 1.0)
 
 
+@dataclass(kw_only=True, eq=False)
 class WaoUsher(Usher):
     """USHER as it is, with Creq = weighted achieved occupancy: smaller needs, denser packing (thesis, chapter 6).
 
@@ -222,7 +215,7 @@ class WaoUsher(Usher):
     summary = "usher with time-weighted achieved occupancy as compute need: packs more densely"
     source = "Elvinger's thesis (ETH 2024), chapter 6; USHER (OSDI 2024)"
     readings = "as usher; neutral=last and grouping_ties=float are the thesis' readings where it differs from the paper"
-    __init__ = with_defaults(Usher.__init__, compute_metric="wavg_ach_occ_pct")
+    compute_metric: str = "wavg_ach_occ_pct"
 
 
 class _Assignment:
