@@ -6,7 +6,6 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from tenuto.batching.core.system import NetworkDelay
 from tenuto.batching.planning.buying import cheapest
 from tenuto.batching.planning.fairness import BALANCED, balanced, is_shared_out
 from tenuto.batching.planning.judging import Judged
@@ -14,7 +13,6 @@ from tenuto.batching.planning.patterns import best_by_patterns, keeps
 from tenuto.batching.planning.search import QUICKLY, Found, Search, SearchOptions
 from tenuto.batching.registry import scheduler_class
 from tenuto.errors import Problem, TenutoError
-from tenuto.options import option
 from tenuto.placement import Cluster, Plan, Policy, Workload, load_policy, solve
 from tenuto.placement.interference.named import canonical_name, stand_ins
 from tenuto.placement.plan import Expected, ExpectedModel, Gpulet, PolicyUsed
@@ -26,11 +24,10 @@ __all__ = ["TenutoPolicy"]
 LARGE = 40  # models or GPUs; beyond, changes of one GPU at a time are too many
 # Starts that take minutes for more models, or seconds and serve half of what the others do.
 SLOW = {"ideal": LARGE, "gpulet": 500, "usher": 500, "wao-usher": 500}
-STARTS = ("symphony", "sbp", "ffd", "igniter", "gpulet", "usher", "wao-usher")  # the quickest first
 
 
 @dataclass(kw_only=True, eq=False)
-class TenutoPolicy(Policy):
+class TenutoPolicy(SearchOptions, Policy):
     """Judges plans by the queueing and batches that are expected, improves the best, and tries them in virtual time
     under the scheduler that will serve them.
 
@@ -76,16 +73,6 @@ class TenutoPolicy(Policy):
     readings = "believes the profile and one interference model; beyond 40 models or GPUs no trials"
     is_interruptible = True
 
-    scheduler: str = "deferred"
-    interference: str = "contention"
-    starts: tuple[str, ...] = STARTS
-    tries: int = option(40, minimum=1)
-    requests: int = option(8_000, minimum=1)
-    attainment: float = option(0.99, above=0, maximum=1)
-    max_batch: int = option(128, minimum=1)
-    seed: int = option(0, minimum=0)
-    network_ms: tuple[float, ...] = option((0.0, 0.0, 0.0), minimum=0)
-
     def __post_init__(self) -> None:
         super().__post_init__()
         scheduler_class(self.scheduler)
@@ -105,22 +92,14 @@ class TenutoPolicy(Policy):
             InvalidInputError: iGniter's interference was chosen and the profiles lack its hardware coefficients.
         """
         if not workload.models:
-            return Plan(policy=PolicyUsed(name=self.name), gpus=planned_gpus(cluster, ()))
-        options = SearchOptions(
-            scheduler=self.scheduler, interference=self.interference, tries=self.tries, requests=self.requests,
-            starts=tuple(name for name in self.starts if name not in ("none", "")), attainment=self.attainment,
-            max_batch=self.max_batch, seed=self.seed, network=NetworkDelay(*self.network_ms),
-        )  # fmt: skip
+            return _nothing(cluster, {})
         if len(workload.models) > LARGE or len(cluster.gpus) > LARGE:
-            return self._by_patterns(options, workload, cluster, profiles)
-        search = Search(options, workload, cluster, profiles, self.watch)
+            return self._by_patterns(workload, cluster, profiles)
+        search = Search(self, workload, cluster, profiles, self.watch)
         found = cheapest(search, cluster, self.attainment) if cluster.elastic else search.best(cluster.gpus)
         names = tuple(spec.name for spec in workload.models)
         if found is None:
-            return Plan(
-                policy=PolicyUsed(name=self.name), gpus=planned_gpus(cluster, ()), unserved=names,
-                unserved_reasons={name: _reason(name, search, cluster) for name in names},
-            )  # fmt: skip
+            return _nothing(cluster, {name: _reason(name, search, cluster) for name in names})
         hosted = {replica.name for gpulet in found.judged.plan.gpulets for replica in gpulet.models}
         unserved = tuple(name for name in names if name not in hosted)
         expected = _expected(found.judged, workload, hosted)
@@ -134,12 +113,10 @@ class TenutoPolicy(Policy):
             }
         )
 
-    def _by_patterns(
-        self, options: SearchOptions, workload: Workload, cluster: Cluster, profiles: Profiles
-    ) -> Plan:
+    def _by_patterns(self, workload: Workload, cluster: Cluster, profiles: Profiles) -> Plan:
         starts: list[tuple[str, Plan]] = []
         refused: dict[str, str] = {}
-        for name in options.starts:
+        for name in self.starting:
             if starts and (self.watch.is_stopped() or (not cluster.elastic and keeps(starts[-1][1], self.attainment))):
                 break  # what serves everything cannot be improved
             if len(workload.models) <= SLOW.get(name, len(workload.models)):
@@ -153,11 +130,7 @@ class TenutoPolicy(Policy):
         found = best_by_patterns(self.name, workload, cluster, profiles, starts, self.attainment, self.watch)
         if found is None:
             why = f"no start can plan: {next(iter(refused.values()), 'there is none')}"
-            names = tuple(spec.name for spec in workload.models)
-            return Plan(
-                policy=PolicyUsed(name=self.name), gpus=planned_gpus(cluster, ()), unserved=names,
-                unserved_reasons=dict.fromkeys(names, why),
-            )  # fmt: skip
+            return _nothing(cluster, {spec.name: why for spec in workload.models})
         plan, how = found
         # A start comes with reasons for models that are served in part, which follow from the plan and not from it.
         reasons = {name: plan.unserved_reasons[name] for name in plan.unserved if name in plan.unserved_reasons}
@@ -187,6 +160,14 @@ class TenutoPolicy(Policy):
         if modelled:
             notes.append(f"latency on a share follows from SM utilisation, not measured: {', '.join(modelled)}")
         return tuple(notes)
+
+
+def _nothing(cluster: Cluster, reasons: dict[str, str]) -> Plan:
+    """Return the plan that serves no model, each for its reason."""
+    return Plan(
+        policy=PolicyUsed(name=TenutoPolicy.name), gpus=planned_gpus(cluster, ()), unserved=tuple(reasons),
+        unserved_reasons=reasons,
+    )  # fmt: skip
 
 
 def _carrying(judged: Judged, expected: Expected, names: tuple[str, ...]) -> tuple[Gpulet, ...]:

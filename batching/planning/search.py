@@ -15,13 +15,14 @@ from tenuto.batching.planning.layout import Builder, Layout, layout_of
 from tenuto.batching.planning.moves import common_layouts, moves
 from tenuto.batching.planning.trial import Trials
 from tenuto.errors import TenutoError
+from tenuto.options import option
 from tenuto.placement import Cluster, Plan, Workload, load_policy, solve
 from tenuto.placement.cluster import Gpu
 from tenuto.placement.interference.named import interference_models
 from tenuto.placement.watch import Watch
 from tenuto.profiles import Profiles
 
-__all__ = ["QUICKLY", "Found", "Search", "SearchOptions"]
+__all__ = ["QUICKLY", "STARTS", "Found", "Search", "SearchOptions"]
 
 HEADROOM = 1.5  # of the largest batch that runs, for rates above those planned
 CONFIRMING = 3  # times as many requests where a layout is neither clearly enough nor clearly not
@@ -30,25 +31,32 @@ NEAR = 0.03  # forecasts that are this much apart are told apart by trials: what
 FINALISTS = 4  # layouts that are tried at most, besides starts
 NEAR_START = 0.1  # other policies' plans further apart are not tried: what the model is wrong by at worst
 CLEARLY = 0.02  # better than a start in a trial: by less, other and more arrivals decide, less kind to what was chosen
+STARTS = ("symphony", "sbp", "ffd", "igniter", "gpulet", "usher", "wao-usher")  # the quickest first
 SEARCHING = ("usher", "wao-usher", "ao-milp", "wsm-milp", "ideal")  # policies that may take seconds
 QUICKLY = {"symphony": {"time_limit_s": "0"}}  # moves and swaps come as near as the solver does in seconds
 CLIMBS = 2  # starts from which changes are searched for
 ROOMY = 0.5  # of its time: a busiest gpu-let below it has headroom enough
+ALIKE = 0.05  # of its time: busiest gpu-lets that differ by less have the same headroom
 
 
-@dataclass(frozen=True)
+@dataclass(kw_only=True, eq=False)
 class SearchOptions:
-    """See `TenutoPolicy`."""
+    """The options of a search, see `TenutoPolicy`."""
 
-    scheduler: str
-    interference: str
-    starts: tuple[str, ...]
-    tries: int
-    requests: int
-    attainment: float
-    max_batch: int
-    seed: int
-    network: NetworkDelay
+    scheduler: str = "deferred"
+    interference: str = "contention"
+    starts: tuple[str, ...] = STARTS
+    tries: int = option(40, minimum=1)
+    requests: int = option(8_000, minimum=1)
+    attainment: float = option(0.99, above=0, maximum=1)
+    max_batch: int = option(128, minimum=1)
+    seed: int = option(0, minimum=0)
+    network_ms: tuple[float, ...] = option((0.0, 0.0, 0.0), minimum=0)
+
+    @property
+    def starting(self) -> tuple[str, ...]:
+        """The policies whose plans are starts."""
+        return tuple(name for name in self.starts if name not in ("none", ""))
 
 
 @dataclass(frozen=True)
@@ -82,7 +90,7 @@ class Found:
     @property
     def by_headroom(self) -> tuple[float, ...]:
         """A key by which layouts that serve everything are sorted, see `Search.expected`."""
-        return 0.0, max(self.busiest, ROOMY), len(self.forecast.plan.gpulets), self.busiest
+        return 0.0, round(max(self.busiest, ROOMY) / ALIKE), len(self.forecast.plan.gpulets), self.busiest
 
 
 class Search:
@@ -104,8 +112,9 @@ class Search:
         self.aim = (1.0 + options.attainment) / 2.0
         enough = self.aim if cluster.elastic else 1.0
         run = partial(
-            Trials, workload.models, scheduler=options.scheduler, network=options.network, objective=workload.objective
-        )
+            Trials, workload.models, scheduler=options.scheduler, objective=workload.objective,
+            network=NetworkDelay(*options.network_ms),
+        )  # fmt: skip
         self._forecast = Forecast(workload.models, Worth(workload.models, workload.objective, enough))
         self.offered_value = self._forecast.offered_value
         self.forecasts = 0
@@ -173,8 +182,8 @@ class Search:
 
     def expected(self, gpus: tuple[Gpu, ...], *, search_from: float = 0.0) -> list[Found]:
         """Return layouts of exactly these GPUs, that which is expected to serve most first; of those that serve
-        everything, the one with most headroom, whose busiest gpu-let is the least busy, or where several are busy for
-        less than half of their time, the one with the fewest gpu-lets: each is a process.
+        everything, the one with most headroom, whose busiest gpu-let is the least busy; where several have as much or
+        are busy for less than half of their time, the one with the fewest gpu-lets: each is a process.
 
         Args:
             gpus: to lay out.
@@ -238,7 +247,7 @@ class Search:
         """Return the plans of the other policies that can plan here; on a part of what could be bought, of those that
         always plan at once."""
         plans: list[tuple[str, Plan]] = []
-        for name in self._options.starts:
+        for name in self._options.starting:
             if plans and self.watch.is_stopped():
                 break
             if name in SEARCHING and self._cluster.elastic and not cluster.elastic:
