@@ -42,9 +42,10 @@ class TenutoPolicy(SearchOptions, Policy):
        half as much again as the largest that is gathered.
     3. Trials: the starts within 10 % of the best by the model, as they were planned, and the best by the model, up to
        four within 3 %, serve the same arrivals in virtual time. Their value is the weighted requests per second in
-       time. What was changed has to serve more than the best start, and where that is by less than 2 % in a longer
-       trial of both too. Of layouts that are expected to serve everything the one whose busiest gpu-let is the least
-       busy is tried first (below half of its time: the one with the fewest gpu-lets), and taken if it does.
+       time. Those within 2 % of the best are told apart by longer trials, in which a start is left only for what serves
+       more. Of layouts that are expected to serve everything the one whose busiest gpu-let is the least busy is tried
+       first (as busy within 5 %, or below half of its time: the one with the fewest gpu-lets), and taken if it does.
+       Where it serves as much in its trial with batches capped as in the search, they are.
     4. On an elastic cluster the cheapest plan that keeps every model's `attainment` is sought: from the cheapest start
        that is expected to, fewer GPUs (of one type by bisection) or cheaper ones. Trials then decide: more GPUs where
        the attainment is missed, one less where that is expected to do nearly.

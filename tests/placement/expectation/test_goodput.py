@@ -7,8 +7,9 @@ import pytest
 
 from tenuto.batching.core.system import NetworkDelay
 from tenuto.batching.planning.trial import Trials
-from tenuto.placement import Plan
+from tenuto.placement import Plan, load_policy, solve
 from tenuto.placement.expectation.goodput import _mean_of_capped, expected_of, outlook_of
+from tests.placement.published import VISION, equal_rates, thesis, v100s
 
 
 def test_one_queue_keeps_alike_gpulets_equally_busy() -> None:
@@ -102,6 +103,18 @@ def test_a_gathered_batch_is_capped_in_the_mean_of_what_comes() -> None:
     for largest, come in ((1, 3.0), (5, 4.5), (32, 20.0), (32, 90.0), (128, 1_000.0)):
         drawn = np.minimum(largest, 1 + numbers.poisson(come, 40_000)).mean()
         assert _mean_of_capped(largest, come) == pytest.approx(drawn, rel=0.01)
+
+
+@pytest.mark.parametrize("policy", ["wao-usher", "wsm-milp"])
+def test_what_a_published_plan_promises_is_what_it_serves_and_not_what_the_policy_believed(policy: str) -> None:
+    """The thesis' section 6.2.1: latencies of whole GPUs, and neighbours that cost nothing."""
+    plan = solve(load_policy(policy), equal_rates(VISION, 500, 200), v100s(4), thesis())
+    trials = Trials(plan.models, requests=10_000, seed=3, scheduler="deferred", network=NetworkDelay())
+    assert plan.believed is not None
+    assert plan.believed.goodput_rps == pytest.approx(2_500.0)
+    assert plan.expected.goodput_rps == pytest.approx(trials.run(plan).ok_rps.sum(), rel=0.04)
+    assert plan.expected.goodput_rps < 0.9 * 2_500.0
+    assert any("neighbours" in line or "time slices" in line for line in plan.expected.assumptions)
 
 
 def test_what_is_late_beside_its_neighbours_is_promised_nothing() -> None:
