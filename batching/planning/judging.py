@@ -48,6 +48,13 @@ class Judged:
         """Requests per second of every model that are not in time."""
         return self.offered_rps - self.ok_rps
 
+    @property
+    def beside_others(self) -> float:
+        """The part of what is answered in time that comes from gpu-lets with neighbours on their GPU."""
+        by_gpu = self.plan.by_gpu()
+        shared = np.array([len(by_gpu[gpulet.gpu]) > 1 for gpulet in self.plan.gpulets])
+        return float(self.carried_rps[shared].sum() / max(1e-9, self.carried_rps.sum()))
+
     def keeps(self, attainment: float) -> bool:
         """Say whether every model has at least this fraction of its requests in time, or misses a single one."""
         one = 1.0 / self.window_s
