@@ -19,7 +19,9 @@ from tenuto.profiles import Latency, LatencyTable
 from tenuto.profiles.latency import LatencyField
 from tenuto.profiles.share_latency import ShareRule
 
-__all__ = ["Basis", "Gpulet", "MergedGroup", "Program", "Replica", "held_mib", "program_name", "worst_split_ms"]
+__all__ = [
+    "Basis", "Gpulet", "MergedGroup", "Program", "Replica", "held_mib", "program_name", "slowest_ms", "worst_split_ms",
+]  # fmt: skip
 
 Basis = Literal["measured", "sum"]
 """Where the latency of a merged program comes from: it was measured, or its members' are added up."""
@@ -210,6 +212,15 @@ def held_mib(needs: Iterable[tuple[float, float | None]]) -> float:
         known = memory if weights is None else min(weights, memory)
         static, working = static + known, max(working, memory - known)
     return static + working
+
+
+def slowest_ms(gpulets: Iterable[Gpulet]) -> dict[str, float | None]:
+    """Return, by model, the latency of the replica whose batch takes longest; None where none is known."""
+    found: dict[str, float | None] = {}
+    for replica in (replica for gpulet in gpulets for replica in gpulet.models):
+        known = [ms for ms in (found.get(replica.name), replica.latency_ms) if ms is not None]
+        found[replica.name] = max(known, default=None)
+    return found
 
 
 def program_name(models: Iterable[str]) -> str:

@@ -20,7 +20,7 @@ from tenuto.placement.expectation.sharing import listed
 from tenuto.placement.expectation.waiting import Batch, Stream, blocked_part, lost_parts, used_part
 from tenuto.placement.plan import Expected, ExpectedModel, Plan
 from tenuto.placement.pools import joined
-from tenuto.placement.program import Gpulet, Program
+from tenuto.placement.program import Gpulet, Program, slowest_ms
 from tenuto.placement.solver import linear_program
 from tenuto.placement.workload import ModelSpec
 
@@ -78,7 +78,7 @@ def expected_of(plan: Plan, *, with_margin: bool = True) -> Expected:
         with_margin: promise less than in full where that is near what the gpu-lets can do: of a model that would be
             late at a tenth more load, or if its neighbours always ran, what formulas may be wrong by is kept back.
     """
-    parts, latency = dict(outlook_of(plan).parts), _latencies(plan)
+    parts, latency = dict(outlook_of(plan).parts), slowest_ms(plan.gpulets)
     near = []
     if with_margin:
         at_most = outlook_of(plan, is_cautious=True).parts
@@ -439,14 +439,3 @@ def _best_flows(
     matrix = coo_array((values, (rows, columns)), shape=(len(upper), len(worth))).tocsr()
     most = [math.inf] * len(pairs) + [1.0] * (len(worth) - len(pairs))
     return dict(zip(pairs, linear_program(worth, matrix, upper, most), strict=False))
-
-
-def _latencies(plan: Plan) -> dict[str, float | None]:
-    found: dict[str, float | None] = {}
-    for gpulet in plan.gpulets:
-        for replica in gpulet.models:
-            before = found.get(replica.name)
-            found[replica.name] = max(before, replica.latency_ms) if before and replica.latency_ms else (
-                before or replica.latency_ms
-            )
-    return found

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from tenuto.placement.cluster import Cluster, Gpu
 from tenuto.placement.plan import Expected, ExpectedModel, Gpulet, Plan, PlannedGpu, PolicyUsed, Replica
+from tenuto.placement.program import slowest_ms
 from tenuto.placement.workload import Workload
 
 __all__ = ["CARRIED", "Hosted", "gpulet_id", "hosting_plan", "planned_gpus"]
@@ -49,7 +50,6 @@ def hosting_plan(
     counts: dict[str, int] = {}
     gpulets = []
     rates = dict.fromkeys((spec.name for spec in workload.models), 0.0)
-    slowest: dict[str, float | None] = {}
     used = []
     for each in sorted(hosted, key=lambda each: order.get(each.gpu.id, len(order))):
         index = counts.get(each.gpu.id, 0)
@@ -61,8 +61,7 @@ def hosting_plan(
         )  # fmt: skip
         for replica in each.replicas:
             rates[replica.name] += replica.rate_rps or 0.0
-            before, latency_ms = slowest.get(replica.name), replica.latency_ms
-            slowest[replica.name] = max(before, latency_ms) if before and latency_ms else before or latency_ms
+    slowest = slowest_ms(gpulets)
     missing = {spec.name for spec in workload.models if rates[spec.name] < spec.rate_rps * (1 - CARRIED)}
     models = {
         spec.name: ExpectedModel(
