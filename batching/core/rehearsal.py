@@ -92,11 +92,6 @@ class Seen(NamedTuple):
     met: tuple[float, ...]
     busy_ms: float
 
-    @classmethod
-    def first(cls, replayed: Replayed) -> Seen:
-        """Remember the first replay of a value."""
-        return cls(replayed.offered, replayed.met, replayed.busy_ms)
-
     def then(self, replayed: Replayed) -> Seen:
         """Remember one more."""
         return Seen(
@@ -199,6 +194,48 @@ def _carry_out(core: Scheduler, done: list[tuple[float, int]], met: list[int], c
     return busy_ms
 
 
+class Budget:
+    """What rehearsals may take of a core: `CORE` of any minute, and at once no more than they saved up."""
+
+    def __init__(self) -> None:
+        self.spent_ms = 0.0
+        self._saved_ms = CREDIT_MS
+        self._saved_at = -INF
+        self._lately: deque[tuple[float, float]] = deque()  # (when, ms of a core) in the last minute
+        self._last_ms = 0.0  # what the last one took
+        self._expected_ms = 0.0  # of it, before it was made
+        self._measured = 1.0  # the one by the other
+
+    def allows_one(self, now: float) -> bool:
+        """Return whether one may begin that takes as much as the last."""
+        self._save(now)
+        return self._saved_ms >= 0.0 and self._left_ms(now) >= min(self._last_ms, CORE * SPAN_MS)
+
+    def is_used_by(self, expected_ms: float, now: float) -> bool:
+        """Return whether nothing is left in this minute beside a replay that should take so much."""
+        self._expected_ms = expected_ms
+        return self._measured * expected_ms >= self._left_ms(now)
+
+    def spend(self, cpu_ms: float, now: float) -> None:
+        """Take what the replay took that was expected last."""
+        self._save(now)
+        self._saved_ms -= cpu_ms
+        self._lately.append((now, cpu_ms))
+        self._last_ms = cpu_ms
+        self._measured = cpu_ms / self._expected_ms if self._expected_ms else 1.0
+        self.spent_ms += cpu_ms
+
+    def _left_ms(self, now: float) -> float:
+        while self._lately and self._lately[0][0] <= now - SPAN_MS:
+            self._lately.popleft()
+        return CORE * SPAN_MS - sum(spent_ms for _, spent_ms in self._lately)
+
+    def _save(self, now: float) -> None:
+        if self._saved_at > -INF:
+            self._saved_ms = min(CREDIT_MS, self._saved_ms + CORE * (now - self._saved_at))
+        self._saved_at = now
+
+
 class Rehearsals:
     """When to record and for how long, and what came of it. Settings of one knob are always compared on the same
     arrivals."""
@@ -222,13 +259,7 @@ class Rehearsals:
             (offered.weight if system.objective == "weighted" else 1.0) * 10.0**offered.priority
             for offered in system.offered
         ]
-        self._cpu_ms = 0.0
-        self._credit_ms = CREDIT_MS
-        self._credit_at = -INF
-        self._spent: deque[tuple[float, float]] = deque()  # (when, ms of a core) in the last minute
-        self._one_ms = 0.0  # what the last one took
-        self._expected_ms = 0.0  # of it, before it was made
-        self._measured = 1.0  # the one by the other
+        self._budget = Budget()
         self._looked = 0  # by the scheduler that records, before it began to
         self._gain = self._spared = 0.0
 
@@ -246,22 +277,10 @@ class Rehearsals:
 
     def may_begin(self, now: float) -> bool:
         """Return whether what rehearsals took until now leaves room for one more; False: ask again."""
-        self._earn(now)
-        if self._credit_ms < 0.0 or self._room_ms(now) < min(self._one_ms, CORE * SPAN_MS):
+        if not self._budget.allows_one(now):
             self._step = COST_EVERY
             return False
         return True
-
-    def _room_ms(self, now: float) -> float:
-        """Return what rehearsals may still take of a core in this minute."""
-        while self._spent and self._spent[0][0] <= now - SPAN_MS:
-            self._spent.popleft()
-        return CORE * SPAN_MS - sum(spent_ms for _, spent_ms in self._spent)
-
-    def _earn(self, now: float) -> None:
-        if self._credit_at > -INF:
-            self._credit_ms = min(CREDIT_MS, self._credit_ms + CORE * (now - self._credit_at))
-        self._credit_at = now
 
     def begin(self, state: State, looked: int, *, is_light: bool) -> list[tuple[float, int, float]]:
         """Record from here on; returns the list for the arrivals. `looked` is how often the scheduler looked yet."""
@@ -286,11 +305,11 @@ class Rehearsals:
         present, knob = self._settings[self._is_light], self._knobs[self._is_light]
         values = sorted({*VALUES[knob], present[knob]})
         # A replay looks about as often as the scheduler that recorded it.
-        self._expected_ms = len(values) * self._replay_ms(looked - self._looked)
+        is_dear = self._budget.is_used_by(len(values) * self._replay_ms(looked - self._looked), now)
         self._step = COST_EVERY
         is_long = now - state.now_ms >= LEAST_SLOS * self._longest_slo_ms or len(arrivals) >= LONGEST
         is_enough = is_long and not len(arrivals) % self._requests
-        if not is_enough and self._measured * self._expected_ms < self._room_ms(now):
+        if not is_enough and not is_dear:
             return None
         counted = len(arrivals)
         while counted > len(arrivals) // 2 and arrivals[counted - 1][0] > now - self._longest_slo_ms:
@@ -313,18 +332,14 @@ class Rehearsals:
         """Take over what a replay found and what it took of a core (None: not measured)."""
         if cpu_ms is None:
             cpu_ms = sum(self._replay_ms(replayed.looked) for replayed in result)
-        self._earn(now)
-        self._credit_ms -= cpu_ms
-        self._spent.append((now, cpu_ms))
-        self._one_ms = cpu_ms
-        self._measured = cpu_ms / self._expected_ms if self._expected_ms else 1.0
-        self._cpu_ms += cpu_ms
+        self._budget.spend(cpu_ms, now)
         is_light = self._is_light
         setting, knob = self._settings[is_light], self._knobs[is_light]
         found = self._memories[is_light][knob]
+        nothing = Seen((0.0,) * len(self._worth), (0.0,) * len(self._worth), 0.0)
         for replayed in result:
             value = replayed.setting[knob]
-            found[value] = found[value].then(replayed) if value in found else Seen.first(replayed)
+            found[value] = found.get(value, nothing).then(replayed)
         lost = {value: self._loss(seen) for value, seen in found.items()}
         present = setting[knob]
         best = min(lost, key=lambda value: (lost[value], -value))
@@ -386,7 +401,7 @@ class Rehearsals:
             "rehearsals": sum(self._done),
             "expected_gain": self._gain,
             "expected_spared": self._spared,
-            "rehearsal_cpu_s": self._cpu_ms / 1000.0,
+            "rehearsal_cpu_s": self._budget.spent_ms / 1000.0,
         }
 
 
