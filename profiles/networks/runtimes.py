@@ -43,15 +43,16 @@ def run_elsewhere(
     """
     if runtime == "aot_inductor":
         return _aot_inductor(module, name, examples, device, sizes)
+    providers = _providers(stream, with_tensorrt=runtime == "tensorrt")  # converting takes seconds
     with _as_onnx(module, name, examples) as path:
-        return run_onnx(path, name, device=device, stream=stream, with_tensorrt=runtime == "tensorrt")
+        return _OnnxSession(path, name, device, stream, providers)
 
 
 def run_onnx(
     path: Path, name: str, *, device: torch.device, stream: torch.cuda.Stream | None, with_tensorrt: bool
 ) -> Call:
     """Return what runs an ONNX file; see `run_elsewhere`."""
-    return _OnnxSession(path, name, device, stream, with_tensorrt=with_tensorrt)
+    return _OnnxSession(path, name, device, stream, _providers(stream, with_tensorrt=with_tensorrt))
 
 
 def _aot_inductor(
@@ -80,29 +81,36 @@ def _aot_inductor(
         ) from error
 
 
+def _providers(stream: torch.cuda.Stream | None, *, with_tensorrt: bool) -> list[str]:
+    """Return what of ONNX Runtime is to run a network; see `run_elsewhere` for the errors."""
+    try:
+        import onnxruntime
+    except ModuleNotFoundError as error:
+        raise EnvironmentFaultError(
+            "the runtime 'onnxruntime' is not installed. Run: pip install onnxruntime onnx onnxscript (for a GPU "
+            "onnxruntime-gpu), or remove `runtime` from the model's options."
+        ) from error
+    wanted = ["CPUExecutionProvider"] if stream is None else ["CUDAExecutionProvider"]
+    wanted = ["TensorrtExecutionProvider", *wanted] if with_tensorrt else wanted
+    there = onnxruntime.get_available_providers()
+    missing = [provider for provider in wanted if provider not in there]
+    if missing:
+        raise EnvironmentFaultError(
+            f"ONNX Runtime has no {missing[0]} here, only {', '.join(there)}. Install the build that has it, or "
+            "remove `runtime` from the model's options."
+        )
+    return wanted
+
+
 class _OnnxSession:
     """A network in ONNX Runtime. On CUDA its kernels run on our stream, on our tensors' memory."""
 
     def __init__(
-        self, path: Path, name: str, device: torch.device, stream: torch.cuda.Stream | None, *, with_tensorrt: bool
+        self, path: Path, name: str, device: torch.device, stream: torch.cuda.Stream | None, wanted: Sequence[str]
     ) -> None:
-        try:
-            import onnxruntime
-        except ModuleNotFoundError as error:
-            raise EnvironmentFaultError(
-                "the runtime 'onnxruntime' is not installed. Run: pip install onnxruntime onnx onnxscript (for a GPU "
-                "onnxruntime-gpu), or remove `runtime` from the model's options."
-            ) from error
+        import onnxruntime
+
         self._device = device
-        wanted = ["CPUExecutionProvider"] if stream is None else ["CUDAExecutionProvider"]
-        wanted = ["TensorrtExecutionProvider", *wanted] if with_tensorrt else wanted
-        there = onnxruntime.get_available_providers()
-        missing = [provider for provider in wanted if provider not in there]
-        if missing:
-            raise EnvironmentFaultError(
-                f"ONNX Runtime has no {missing[0]} here, only {', '.join(there)}. Install the build that has it, or "
-                "remove `runtime` from the model's options."
-            )
         own = {} if stream is None else {"device_id": "0", "user_compute_stream": str(stream.cuda_stream)}
         settings = onnxruntime.SessionOptions()
         if stream is None:

@@ -15,20 +15,19 @@ from tenuto.profiles.networks.inputs import as_blocks
 from tenuto.profiles.networks.model_options import ModelOptions
 from tenuto.profiles.networks.models import build
 from tenuto.profiles.networks.programs import Member, load_program, lone_program
+from tenuto.profiles.networks.runner import ProgramRunner
 
 onnxruntime = pytest.importorskip("onnxruntime")
 OWN = "tests.instruments.own_models:scale"
 
 
-def run(runtime: str, rows: int, source: str = OWN, **options: Any) -> dict[str, Any]:
-    member = Member("m", source, options={"runtime": runtime, **options})
-    runner = load_program([member], [1, 2, 4])
-    x = np.arange(rows * 4, dtype=np.float32).reshape(rows, 4)
-    return runner.run({"m": as_blocks({"x": x})}, {"m": rows})["m"]
+def load(runtime: str) -> ProgramRunner:
+    return load_program([Member("m", OWN, options={"runtime": runtime})], [1, 2, 4])
 
 
-def check(outputs: dict[str, Any], rows: int) -> None:
+def check(runner: ProgramRunner, rows: int) -> None:
     x = np.arange(rows * 4, dtype=np.float32).reshape(rows, 4)
+    outputs: dict[str, Any] = runner.run({"m": as_blocks({"x": x})}, {"m": rows})["m"]
     np.testing.assert_allclose(outputs["y"], 2.0 * x)
     np.testing.assert_allclose(outputs["total"], x.sum(axis=1))
 
@@ -39,27 +38,27 @@ def test_a_program_compiled_ahead_of_time_answers_as_the_module_at_every_size(mo
     import torch._inductor.config as inductor
 
     monkeypatch.setattr(inductor.aot_inductor, "compile_wrapper_opt_level", "O0")  # half of the time is C++
-    runner = load_program([Member("m", OWN, options={"runtime": "aot_inductor"})], [1, 2, 4])
+    runner = load("aot_inductor")
     assert [rows["m"] for rows in runner.network.warm_up_rows()] == [1, 2, 4]
     for rows in (1, 3, 4):
-        x = np.arange(rows * 4, dtype=np.float32).reshape(rows, 4)
-        check(runner.run({"m": as_blocks({"x": x})}, {"m": rows})["m"], rows)
+        check(runner, rows)
 
 
 def test_onnx_runtime_answers_as_the_module_at_every_size() -> None:
+    runner = load("onnxruntime")
     for rows in (1, 3):
-        check(run("onnxruntime", rows), rows)
+        check(runner, rows)
 
 
 def test_a_provider_that_is_not_there_is_named_with_those_that_are() -> None:
     with pytest.raises(EnvironmentFaultError, match=r"no TensorrtExecutionProvider here, only .*CPUExecutionProvider"):
-        run("tensorrt", 1)
+        load("tensorrt")
 
 
 def test_without_the_package_the_cure_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "onnxruntime", None)
     with pytest.raises(EnvironmentFaultError, match="pip install onnxruntime"):
-        run("onnxruntime", 1)
+        load("onnxruntime")
 
 
 class Untraceable(torch.nn.Module):
