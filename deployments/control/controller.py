@@ -571,16 +571,12 @@ class Controller:
             self._take_back(change, f"gpu-let {', '.join(sorted(waiting))} is not ready after {lasts_s:.0f} s")
 
     def _remember_duration(self, change: ChangeUnderWay, lasts_s: float) -> None:
-        running = {gpulet.id: gpulet for gpulet in change.origin.gpulets}
-        started = any(gpulet.id not in running for gpulet in change.stage.gpulets)
-        look_s = self._settings.look_s
-        if lasts_s > look_s and started:
-            start_s = self._durations.start_s + FOLLOW * (lasts_s - self._durations.start_s)
-            self._durations = Durations(start_s, self._durations.load_s)
-        elif lasts_s > look_s:
-            self._durations = Durations(
-                self._durations.start_s, self._durations.load_s + FOLLOW * (lasts_s - self._durations.load_s)
-            )
+        if lasts_s <= self._settings.look_s:
+            return
+        running = {gpulet.id for gpulet in change.origin.gpulets}
+        phase = "load_s" if all(gpulet.id in running for gpulet in change.stage.gpulets) else "start_s"
+        known_s = getattr(self._durations, phase)
+        self._durations = replace(self._durations, **{phase: known_s + FOLLOW * (lasts_s - known_s)})
 
     def _end(self, change: ChangeUnderWay) -> None:
         self._change = None

@@ -165,7 +165,7 @@ class Control:
     async def deploy(self, deployment: Mapping[str, Any], by: str, why: str) -> None:
         """Go over to another deployment, make before break; the log says how it goes."""
         wanted = parse_document(Deployment, dict(deployment), origin="deployment")
-        await self._do(lambda live: _deploy(live, wanted, by, why))
+        await self._do(lambda live: live.deploy(time.time(), wanted, by, why))
 
     async def set_model(self, entry: Mapping[str, Any], *, add: bool) -> None:
         """Add a model to the workload, or replace its entry.
@@ -288,14 +288,8 @@ def begin_on_cluster(settings: ControlSettings, tell: Callable[[Entry], None], w
     return live, planner
 
 
-def _deploy(live: Live, wanted: Deployment, by: str, why: str) -> None:
-    live.deploy(time.time(), wanted, by, why)
-
-
 def _set_workload(live: Live, models: tuple[ModelSpec, ...]) -> None:
-    live.controller.set_workload(
-        Workload(models=models, objective=live.controller.workload.objective)
-    )
+    live.controller.set_workload(Workload(models=models, objective=live.controller.workload.objective))
 
 
 def want_gpus(by_type: Mapping[str, int]) -> None:
