@@ -14,12 +14,12 @@ KINDS = {"v100": 3.06, "a100": 3.67, "t4": 0.526}
 
 
 def case(seed: int, *, elastic: bool) -> tuple[list[reference.Model], dict[str, int]]:
-    """Return four to eight models, some compute-heavy, some memory-heavy, some neither, on one to three GPU types."""
+    """Return four to six models, some compute-heavy, some memory-heavy, some neither, on one to three GPU types."""
     rng = random.Random(seed)
     kinds = rng.sample(list(KINDS), rng.choice([1, 1, 2, 2, 3]))
     counts = {kind: rng.randint(1, 3) for kind in sorted(kinds, key=list(KINDS).index)}
     models = []
-    for index in range(rng.randint(4, 8)):
+    for index in range(rng.randint(4, 6)):
         compute, memory = rng.choice([(1.0, 0.3), (0.3, 1.0), (0.8, 0.8), (1.0, 0.5), (0.5, 1.0)])
         scale, rps = rng.uniform(15, 45), rng.uniform(50, 200)
         needs = {}
@@ -72,8 +72,7 @@ def planned(
 
 def groups_of(models: list[reference.Model], seed: int) -> list[list[reference.Model]]:
     shuffled = random.Random(seed).sample(models, len(models))
-    size = 3 if len(models) > 6 else 4
-    found = [shuffled[start : start + size] for start in range(0, len(shuffled), size)]
+    found = [shuffled[start : start + 4] for start in range(0, len(shuffled), 4)]
     return [sorted(group, key=models.index) for group in found]  # configurations are compared in the workload's order
 
 
