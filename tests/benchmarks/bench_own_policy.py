@@ -42,6 +42,10 @@ from tests.placement.policies.igniter.cases import twelve
 VISION = ("alexnet", "densenet121", "efficientnet_b7", "resnet50", "vgg19")
 JUDGE_SEED = 1_000
 KEEPS = 0.99
+EACH = (  # seed, models, GPUs: clusters that are too small, by a third to four fifths
+    (40, 8, 2), (41, 15, 4), (42, 30, 6), (43, 50, 12), (41, 15, 2), (42, 30, 3), (43, 50, 5), (44, 100, 40),
+    (45, 300, 90),
+)  # fmt: skip
 
 
 def judged(plan: Plan, workload: Workload, profiles: Profiles, truth: str, requests: int) -> Judged:
@@ -193,7 +197,7 @@ def on_each() -> None:
     """Clusters that are too small under the objective `each`: the worst model's part and the mean, as planned and as
     served in virtual time under `deferred` on other arrivals."""
     print("\nObjective each: models, GPUs; worst part and mean, planned; the same, served")
-    for seed, (count, gpus) in enumerate(((8, 2), (15, 4), (30, 6), (50, 12), (100, 40), (300, 90)), 40):
+    for seed, count, gpus in EACH:
         load = many(count, seed, "each")
         plan = solve(load_policy("tenuto"), load, Cluster.parse(f"v100:{gpus}"), thesis())
         cells = [f"{value:.3f}" for value in _worst_and_mean(parts(plan))]
