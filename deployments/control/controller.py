@@ -55,6 +55,7 @@ class Controller:
             tuple(declared), target=settings.attainment, window_s=settings.change.horizon_s
         )
         self._slowdowns = dict(memory.slowdowns)
+        self._asked_slowdowns = dict(memory.slowdowns)  # what was planned with last
         self._surplus = dict(memory.surplus)
         change = settings.change
         self._durations = memory.durations or Durations(change.start_s, change.load_s)
@@ -266,9 +267,13 @@ class Controller:
         for program, ratio in ratios.items():
             known = self._slowdowns.get(program, 1.0)
             follow = ratio if abs(ratio - known) > (threshold or 0.1) * known else known + FOLLOW * (ratio - known)
-            if threshold is not None and abs(follow / known - 1.0) > threshold:
-                self._reasons["slow"] = f"batches of '{program}' take {follow:.2f} of their profile, not {known:.2f}"
+            # What the first slow batches say is not all: a factor that was planned with and still moves is news sooner.
+            asked = self._asked_slowdowns.get(program, 1.0)
+            enough = threshold if threshold is None or abs(asked - 1.0) <= threshold else min(threshold, MOVED_ENOUGH)
+            if enough is not None and abs(follow / asked - 1.0) > enough:
+                self._reasons["slow"] = f"batches of '{program}' take {follow:.2f} of their profile, not {asked:.2f}"
                 self._unsettled_s = self._now_s
+                self._answered = None
             if follow > max(known, 1.0 + (threshold or 0.1)):
                 slower.append(program)
             self._slowdowns[program] = follow
@@ -382,6 +387,7 @@ class Controller:
         if self._obstacle(saves_only=kinds <= {"underused", "rate"}) is not None:
             return
         self._answered = needs, kinds, self._now_s
+        self._asked_slowdowns = dict(self._slowdowns)
         self._planned_with = needs
         self._number += 1
         self._asked = self._number, self._now_s

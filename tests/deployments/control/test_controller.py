@@ -333,6 +333,19 @@ def test_an_operators_plan_ends_what_is_under_way() -> None:
     assert desk.controller.plan.to_data() == MOVED.to_data()
 
 
+def test_batches_that_get_slower_still_are_planned_with_again() -> None:
+    """What gpu-lets report is an average: a jump to 1.45 is first seen as one to 1.34, and then looked like no news."""
+    desk = Desk(ONE, GPUS, {"when": {"underused": None, "rate": None}})
+    desk.answer = Proposal(None, "", Worth(False, "no other plan was found"))
+    for ratio in (1.0, 1.34, 1.45, 1.45, 1.45, 1.45, 1.46):
+        desk.ratios["n0/0/a"] = {"a": ratio}
+        desk.look()
+    asked = [round(question.request.slowdowns["a"], 2) for question in desk.questions]
+    assert asked[0] == 1.34
+    assert len(asked) == 2
+    assert asked[1] > 1.34 * 1.05
+
+
 # --- standby ------------------------------------------------------------------------------------------------------
 
 HALF = make_plan({"n0/0/a": (50.0, ["a"])}, rate_rps=150.0)
