@@ -28,10 +28,10 @@ from tenuto.deployments.serve.building import import_applications
 from tenuto.deployments.serve.deployment import ClusterStore, Deployment, History, Store
 from tenuto.deployments.serve.discovery import gateway_status
 from tenuto.documents import parse_document
-from tenuto.errors import EnvironmentFaultError, refused
+from tenuto.errors import EnvironmentFaultError, InvalidInputError, refused
 from tenuto.placement import Workload
 from tenuto.placement.cluster import Gpu
-from tenuto.placement.workload import ModelSpec
+from tenuto.placement.workload import ModelSpec, profile_of
 from tenuto.profiles import Profile, Profiles
 
 __all__ = ["Control", "build", "keep_ground", "read_ground"]
@@ -171,9 +171,10 @@ class Control:
         """Add a model to the workload, or replace its entry.
 
         Raises:
-            InvalidInputError: it is there already, or not at all, or the entry is none.
+            InvalidInputError: it is there already, or not at all, or the entry is none, or nothing says what it costs.
         """
         spec = parse_document(ModelSpec, dict(entry), origin="model")
+        _check_profiled(spec, *read_ground(self._store))
 
         def change(live: Live) -> None:
             models = {model.name: model for model in live.controller.workload.models}
@@ -286,6 +287,20 @@ def begin_on_cluster(settings: ControlSettings, tell: Callable[[Entry], None], w
         want_gpus=want_gpus, tell=tell,
     )  # fmt: skip
     return live, planner
+
+
+def _check_profiled(spec: ModelSpec, profiles: Profiles, gpus: tuple[Gpu, ...]) -> None:
+    """Raise `InvalidInputError` where no GPU there is has a profile of a model: no plan could have it, and so none the
+    others either."""
+    faults = []
+    for gpu_type in {gpu.type for gpu in gpus}:
+        try:
+            profile_of(spec, gpu_type, profiles)
+            return
+        except InvalidInputError as error:
+            faults.append(error)
+    if faults:
+        raise faults[0]
 
 
 def _set_workload(live: Live, models: tuple[ModelSpec, ...]) -> None:

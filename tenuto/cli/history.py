@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import time
-from pathlib import Path
 
 import click
 
-from tenuto.cli.common import emit_json, json_option, progress_console
+from tenuto.cli.common import emit_json, json_option, progress_console, write_file
 from tenuto.cli.deploying import address_option, operations
 from tenuto.cli.tables import print_table
 from tenuto.errors import EnvironmentFaultError
@@ -32,7 +31,7 @@ def command(number: int | None, output: str | None, address: str | None, as_json
     if chosen is None and not as_json:
         raise EnvironmentFaultError("nothing was deployed on this cluster yet. Use `tenuto deploy PLAN`.")
     if output is not None and chosen is not None:
-        Path(output).write_text(Plan.from_data(chosen.deployment.plan).dump(), encoding="utf-8")
+        write_file(output, Plan.from_data(chosen.deployment.plan).dump())
         progress_console().print(f"wrote {output}", markup=False)
         return
     if as_json:

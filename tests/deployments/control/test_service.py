@@ -17,12 +17,13 @@ from tenuto.deployments.control.live import ControlMemory, Live, LiveSystem
 from tenuto.deployments.control.memory import Memory
 from tenuto.deployments.control.planner import NoPlanner
 from tenuto.deployments.control.planning import Proposal
-from tenuto.deployments.control.service import Control
+from tenuto.deployments.control.service import Control, keep_ground
 from tenuto.deployments.control.settings import ControlSettings
 from tenuto.deployments.serve.deployment import Deployment, History
 from tenuto.errors import EnvironmentFaultError, InvalidInputError
+from tenuto.profiles import Profiles
 from tests.deployments.control.fake_serve import FakeServe
-from tests.instruments.plans import make_plan
+from tests.instruments.plans import gpu, make_plan
 from tests.instruments.stores import DictStore
 
 PLAN = make_plan({"n0/0/a": (50.0, ["a"]), "n0/1/a": (50.0, ["b"])})
@@ -105,6 +106,9 @@ async def test_models_come_change_and_go(served: Served) -> None:
     await control.set_model({"name": "c", "rate_rps": 1, "slo_ms": 50}, add=True)
     await control.set_model({"name": "a", "rate_rps": 7, "slo_ms": 70}, add=False)
     assert {entry["name"]: entry["slo_ms"] for entry in await control.models()}["a"] == 70
+    keep_ground(served.store, Profiles([]), (gpu("n0/0"),))
+    with pytest.raises(InvalidInputError, match="no profile"):  # nobody knows what it costs
+        await control.set_model({"name": "d", "rate_rps": 1, "slo_ms": 50}, add=True)
     await control.remove_model("b")
     await control.remove_model("c")
     with pytest.raises(InvalidInputError, match="is the last model"):
