@@ -290,15 +290,19 @@ def begin_on_cluster(settings: ControlSettings, tell: Callable[[Entry], None], w
 
 
 def _check_profiled(spec: ModelSpec, profiles: Profiles, gpus: tuple[Gpu, ...]) -> None:
-    """Raise `InvalidInputError` where no GPU there is has a profile of a model: no plan could have it, and so none the
-    others either."""
+    """Raise `InvalidInputError` where no GPU there is has a profile of a model with which a request alone is in time:
+    no plan could have it, and so none the others either."""
     faults = []
-    for gpu_type in {gpu.type for gpu in gpus}:
+    for gpu_type in sorted({gpu.type for gpu in gpus}):
         try:
-            profile_of(spec, gpu_type, profiles)
-            return
+            alone_ms = profile_of(spec, gpu_type, profiles).latency_ms(1)
         except InvalidInputError as error:
             faults.append(error)
+            continue
+        if alone_ms <= spec.slo_ms:
+            return
+        rule = f"a request alone takes {alone_ms:.1f} ms on a whole {gpu_type}"
+        faults.append(refused("model: slo_ms", spec.slo_ms, rule, "Allow more time."))
     if faults:
         raise faults[0]
 

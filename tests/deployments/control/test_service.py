@@ -109,6 +109,9 @@ async def test_models_come_change_and_go(served: Served) -> None:
     keep_ground(served.store, Profiles([]), (gpu("n0/0"),))
     with pytest.raises(InvalidInputError, match="no profile"):  # nobody knows what it costs
         await control.set_model({"name": "d", "rate_rps": 1, "slo_ms": 50}, add=True)
+    line = {"alpha_ms": 1, "beta_ms": 9}
+    with pytest.raises(InvalidInputError, match="a request alone takes 10"):
+        await control.set_model({"name": "d", "rate_rps": 1, "slo_ms": 5, "latency": line}, add=True)
     await control.remove_model("b")
     await control.remove_model("c")
     with pytest.raises(InvalidInputError, match="is the last model"):
