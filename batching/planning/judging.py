@@ -87,15 +87,20 @@ class Worth:
 class Forecast:
     """Judges plans by the model from which every plan's expectation is made: some ms instead of seconds for a trial."""
 
-    def __init__(self, models: tuple[ModelSpec, ...], worth: Worth) -> None:
-        self._models, self._worth = models, worth
+    def __init__(self, models: tuple[ModelSpec, ...], worth: Worth, *, is_cautious: bool = False) -> None:
+        """Args:
+        models: of the workload.
+        worth: of what is served.
+        is_cautious: judge by more load than planned, see `outlook_of`.
+        """
+        self._models, self._worth, self._is_cautious = models, worth, is_cautious
         self._place = {spec.name: index for index, spec in enumerate(models)}
         self._offered = np.array([spec.rate_rps for spec in models])
         self.offered_value = worth.of(self._offered, self._offered)
 
     def of(self, plan: Plan) -> Judged:
         """Return what a plan of lone models is expected to serve."""
-        outlook = outlook_of(plan)
+        outlook = outlook_of(plan, is_cautious=self._is_cautious)
         ok = np.array([outlook.parts.get(spec.name, 0.0) for spec in self._models]) * self._offered
         shape = len(plan.gpulets), len(self._models)
         carried, largest = np.zeros(shape), np.zeros(shape, dtype=np.int64)

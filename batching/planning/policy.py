@@ -45,7 +45,8 @@ class TenutoPolicy(SearchOptions, Policy):
        time. Those within 2 % of the best are told apart by longer trials, in which a start is left only for what serves
        more. Of layouts that are expected to serve everything the one whose busiest gpu-let is the least busy is tried
        first (as busy within 5 %, or below half of its time: the one with the fewest gpu-lets), and taken if it does.
-       Where it serves as much in its trial with batches capped as in the search, they are.
+       Where it serves as much in its trial with batches capped as in the search, they are. What only the model finds to
+       be enough is improved by the same model at a tenth more load, and tried too.
     4. On an elastic cluster the cheapest plan that keeps every model's `attainment` is sought: from the cheapest start
        that is expected to, fewer GPUs (of one type by bisection) or cheaper ones. Trials then decide: more GPUs where
        the attainment is missed, one less where that is expected to do nearly.

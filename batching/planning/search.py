@@ -117,7 +117,9 @@ class Search:
             Trials, workload.models, scheduler=options.scheduler, objective=workload.objective,
             network=NetworkDelay(*options.network_ms),
         )  # fmt: skip
-        self._forecast = Forecast(workload.models, Worth(workload.models, workload.objective, enough))
+        worth = Worth(workload.models, workload.objective, enough)
+        self._forecast = Forecast(workload.models, worth)
+        self._cautious = Forecast(workload.models, worth, is_cautious=True)
         self.offered_value = self._forecast.offered_value
         self.forecasts = 0
         self.trials = run(requests=options.requests, seed=options.seed, enough=enough)
@@ -146,7 +148,21 @@ class Search:
                     return self._tightened(one)
             if tried and self.watch.is_stopped():
                 break
+        if found[0].forecast.keeps(self.aim) and not self.watch.is_stopped():
+            one = self.tried(self._safer(found[0]))
+            if one is not None:
+                tried.setdefault((one.layout, one.judged.value), one)
+                if one.judged.keeps(self.aim):
+                    return self._tightened(one)
         return self._told_apart([*tried.values()]) if tried else found[0]
+
+    def _safer(self, found: Found) -> Found:
+        """Return what changes make of a layout that the model wrongly finds to serve everything, by the same model at
+        more load."""
+        harder = self._cautious.of(found.forecast.plan)
+        safer = self._climbed(replace(found, forecast=harder), {found.layout}, self._cautious)
+        forecast = self._foreseen(safer.layout, safer.gpus, set())
+        return found if forecast is None else replace(safer, forecast=forecast, is_start=False)
 
     def _told_apart(self, tried: Sequence[Found]) -> Found:
         """Return the best of those that came near it in their trials, by longer trials on other arrivals.
@@ -266,7 +282,7 @@ class Search:
                 self.refused[name] = str(error).splitlines()[0]
         return plans
 
-    def _climbed(self, start: Found, seen: set[Layout]) -> Found:
+    def _climbed(self, start: Found, seen: set[Layout], by: Forecast | None = None) -> Found:
         """Follow the first change that is expected to serve more, until none is or its part of the tries is spent."""
         here, left, is_better = start, max(1, self._options.tries // CLIMBS), True
         while is_better and left > 0 and not here.forecast.keeps(self.aim) and not self.watch.is_stopped():
@@ -274,7 +290,7 @@ class Search:
             for layout in moves(here.layout, here.forecast, here.gpus, self.builder):
                 if self.watch.is_stopped():
                     break
-                forecast = self._foreseen(layout, here.gpus, seen)
+                forecast = self._foreseen(layout, here.gpus, seen, by=by)
                 if forecast is None:
                     continue
                 left -= 1
@@ -309,7 +325,7 @@ class Search:
 
     def _foreseen(
         self, layout: Layout, gpus: Sequence[Gpu], seen: set[Layout],
-        caps: Mapping[tuple[str, str], int] | None = None,
+        caps: Mapping[tuple[str, str], int] | None = None, by: Forecast | None = None,
     ) -> Judged | None:  # fmt: skip
         """Judge a layout that is feasible and was not seen before, or one with largest batches of its own."""
         if not any(layout) or (caps is None and layout in seen):
@@ -322,7 +338,7 @@ class Search:
         self.forecasts += 1
         if self.forecasts % 50 == 0:
             self.watch.say(f"{self.forecasts} layouts looked at, now of {len(gpus)} GPUs")
-        return self._forecast.of(plan)
+        return (by or self._forecast).of(plan)
 
 
 def _as_cluster(gpus: Sequence[Gpu]) -> Cluster:

@@ -19,6 +19,7 @@ from tenuto.placement.interference import NoInterference
 from tenuto.placement.interference.named import interference_models
 from tenuto.profiles import Profiles
 from tenuto.profiles.shipped import load_shipped
+from tests.placement.policies.gpulet.turns import five_models
 
 THESIS = Profiles([load_shipped("thesis-v100")])
 IGNITER = Profiles([load_shipped("igniter-v100")])
@@ -71,6 +72,12 @@ def test_no_layout_takes_the_place_of_a_start_that_serves_more_on_other_arrivals
     start = solve(load_policy("symphony"), load, cluster, THESIS)
     run = trials(load, 20_000, seed=7).run
     assert run(planned(load, cluster)).value >= 0.999 * run(start).value
+
+
+def test_where_a_trial_disappoints_what_the_model_found_to_be_enough_is_improved() -> None:
+    load = five_models(alexnet=200, ssd=200, vgg19=600)
+    plan = planned(load, v100s(2), IGNITER, starts=("igniter",), tries=40)
+    assert trials(load, 20_000, seed=7).run(plan).keeps(0.99)  # without, 98.1 % of vgg19
 
 
 def test_starts_keep_the_batches_that_fit_because_working_memory_counts_once() -> None:
