@@ -38,7 +38,8 @@ SEARCHING = ("usher", "wao-usher", "ao-milp", "wsm-milp", "ideal")  # policies t
 QUICKLY = {"symphony": {"time_limit_s": "0"}}  # moves and swaps come as near as the solver does in seconds
 CLIMBS = 2  # starts from which changes are searched for
 ROOMY = 0.5  # of its time: a busiest gpu-let below it has headroom enough
-ALIKE = 0.05  # of its time: busiest gpu-lets that differ by less have the same headroom
+CROWDED = 0.75  # of its time: a busiest gpu-let above it can spare none
+ALIKE = 0.05  # of its time: busiest gpu-lets below that which differ by less have the same headroom
 
 
 @dataclass(kw_only=True, eq=False)
@@ -92,7 +93,8 @@ class Found:
     @property
     def by_headroom(self) -> tuple[float, ...]:
         """A key by which layouts that serve everything are sorted, see `Search.expected`."""
-        return 0.0, round(max(self.busiest, ROOMY) / ALIKE), len(self.forecast.plan.gpulets), self.busiest
+        crowded = self.busiest if self.busiest > CROWDED else ALIKE * round(max(self.busiest, ROOMY) / ALIKE)
+        return 0.0, crowded, len(self.forecast.plan.gpulets), self.busiest
 
 
 class Search:
