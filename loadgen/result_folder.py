@@ -11,11 +11,12 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from tenuto import version as tenuto_version
 from tenuto.errors import EnvironmentFaultError, InvalidInputError
 
 __all__ = ["hardware", "prepare_folder", "provenance", "versions", "write_files"]
 
-_PACKAGES = ("tenuto", "ray", "torch", "torchvision", "transformers", "numpy")
+_PACKAGES = ("ray", "torch", "torchvision", "transformers", "numpy")
 
 
 def prepare_folder(folder: Path, names: Sequence[str], what: str, *, force: bool) -> Path:
@@ -102,7 +103,7 @@ def hardware() -> dict[str, Any]:
 
 def versions() -> dict[str, str]:
     """Return the versions of the packages that matter for the figures; absent ones are left out."""
-    found = {}
+    found = {"tenuto": tenuto_version()}
     for name in _PACKAGES:
         try:
             found[name] = version(name)

@@ -7,6 +7,7 @@ Ray nor torch nor any folder that was not asked for.
 from __future__ import annotations
 
 import importlib
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -38,6 +39,7 @@ __all__ = [
     "policy_names",
     "simulate",
     "solve",
+    "version",
 ]
 
 _HOMES = {
@@ -60,3 +62,9 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
+
+
+def version() -> str:
+    """Return the version, with `(compiled)` where scheduler and gateway are machine code (`scripts/wheel`)."""
+    compiled = any(Path(__file__).parent.glob("batching/core/scheduler.*.so"))
+    return f"{__version__} (compiled)" if compiled else __version__

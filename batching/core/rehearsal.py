@@ -15,9 +15,10 @@ import math
 from abc import abstractmethod
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 from typing import Any, NamedTuple
+
+from mypy_extensions import mypyc_attr
 
 from tenuto.batching.core.gpulets import GpuletState
 from tenuto.batching.core.scheduler import Dispatch, Scheduler, SchedulerOptions
@@ -102,7 +103,7 @@ class Seen(NamedTuple):
 
     def lost(self) -> float:
         """Return how many requests were not met."""
-        return sum(self.offered) - sum(self.met)
+        return sum(self.offered, 0.0) - sum(self.met, 0.0)
 
     def share(self, program: int) -> float:
         """Return the share of the requests of a program that were not met."""
@@ -113,6 +114,7 @@ class Seen(NamedTuple):
         return self.share(program) / self.offered[program]
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class RehearsingScheduler(Scheduler):
     """A scheduler that can begin from a state. `looked` counts how often it looked at the batch of a program."""
 
@@ -123,8 +125,7 @@ class RehearsingScheduler(Scheduler):
         """Begin anew from a state under a setting. Requests that are queued then get the ids -1, -2, …"""
 
 
-@dataclass(frozen=True)
-class Replay:
+class Replay(NamedTuple):
     """A `Rehearsal`. The requests of the last SLO keep the gpu-lets busy and are not counted."""
 
     scheduler: type[RehearsingScheduler]

@@ -21,8 +21,10 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, ClassVar, NamedTuple, Protocol
+
+from mypy_extensions import mypyc_attr
 
 from tenuto.batching.core.system import INF, NetworkDelay, System
 from tenuto.errors import InvalidInputError
@@ -95,6 +97,7 @@ class Rehearse(NamedTuple):
 Decision = Dispatch | Drop | Reject | Preempt | Rehearse
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 @dataclass(frozen=True)
 class SchedulerOptions:
     """Base of a scheduler's options; the fields of a subclass are what `--option k=v` accepts, with their defaults."""
@@ -110,7 +113,12 @@ class SchedulerOptions:
         """
         return cls(**read_options(f"scheduler '{scheduler}'", options_of_dataclass(cls), raw))
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle by the fields: a frozen class that is compiled could not take them back one by one."""
+        return type(self), tuple(getattr(self, field.name) for field in fields(self))
 
+
+@mypyc_attr(allow_interpreted_subclasses=True)
 class Scheduler(ABC):
     """The core every scheduler implements; the contract is this module's."""
 

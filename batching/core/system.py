@@ -8,6 +8,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 from tenuto.errors import Problem
 from tenuto.placement import Objective
@@ -135,6 +136,10 @@ class System:
         if not self.programs:
             alone = tuple(Program(model.name, (index,)) for index, model in enumerate(self.models))
             object.__setattr__(self, "programs", alone)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle by the fields: a frozen class that is compiled could not take them back one by one."""
+        return System, (self.models, self.gpulets, self.network, self.programs, self.objective)
 
     @cached_property
     def program_of(self) -> tuple[int, ...]:

@@ -12,7 +12,7 @@ from typing import Any
 
 import click
 
-from tenuto import __version__
+from tenuto import version
 from tenuto.errors import TenutoError
 
 __all__ = ["main"]
@@ -70,7 +70,7 @@ class _Verbs(click.Group):
 
 
 @click.group(cls=_Verbs, context_settings={"help_option_names": ["-h", "--help"]})
-@click.version_option(__version__, prog_name="tenuto")
+@click.version_option(version(), prog_name="tenuto")
 def _tenuto() -> None:
     """Serve many models on few GPUs, each within its latency SLO.
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import importlib.util
 import os
 import platform
@@ -16,6 +15,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from tenuto import version
 from tenuto.batching.core.build import everywhere_linear
 from tenuto.batching.core.system import NetworkDelay, System
 from tenuto.batching.registry import SCHEDULERS, make_scheduler
@@ -131,7 +131,7 @@ def print_machine() -> None:
                 break
     print(
         f"# {time.strftime('%Y-%m-%d')}  {model}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}; "
-        f"Python {platform.python_version()}, numpy {np.__version__}, tenuto {importlib.metadata.version('tenuto')}"
+        f"Python {platform.python_version()}, numpy {np.__version__}, tenuto {version()}"
     )
     print(f"# command: python {' '.join(sys.argv)}; GPUs are emulated in virtual time")
 

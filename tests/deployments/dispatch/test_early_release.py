@@ -4,19 +4,26 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from tenuto.batching.core.build import everywhere_linear
+from tenuto.batching.core.scheduler import Scheduler
 from tenuto.batching.core.system import NetworkDelay
+from tenuto.batching.registry import make_scheduler
 from tenuto.deployments.dispatch.alarm import alarm
 from tenuto.deployments.dispatch.early_release import EarlyRelease
 from tenuto.deployments.dispatch.in_flight import Batch
 from tests.instruments.virtual_loop import VirtualLoop
 
-PLAIN: Any = SimpleNamespace(sends_ahead=False, preempts=False)
-AHEAD: Any = SimpleNamespace(sends_ahead=True, preempts=False)
+
+def core(scheduler: str, ctrl_ms: float = 0.0) -> Scheduler:
+    return make_scheduler(scheduler, everywhere_linear([("a", 1.0, 5.0, 50.0, None)], 1, NetworkDelay(ctrl_ms=ctrl_ms)))
+
+
+PLAIN = core("eager")
+AHEAD = core("symphony", ctrl_ms=1.0)
 
 
 class Bench:
@@ -30,7 +37,7 @@ class Bench:
         )
         self.follow(PLAIN)
 
-    def follow(self, core: Any) -> None:
+    def follow(self, core: Scheduler | None) -> None:
         self.early.follow(core, largest_batch=4)
         self.budget = self.early.budget(NetworkDelay(self.lead_ms - 1.2, 0.3, 5.0))
 
@@ -143,8 +150,8 @@ def test_overruns_shorten_the_lead_so_that_promises_hold() -> None:
     on_virtual_loop(scene)
 
 
-@pytest.mark.parametrize("core", [AHEAD, SimpleNamespace(sends_ahead=False, preempts=True), None])  # fmt: skip
-def test_cores_that_send_ahead_or_preempt_are_left_alone(core: Any) -> None:
+@pytest.mark.parametrize("core", [AHEAD, core("shepherd"), None])  # fmt: skip
+def test_cores_that_send_ahead_or_preempt_are_left_alone(core: Scheduler | None) -> None:
     async def scene() -> None:
         bench = Bench()
         bench.follow(core)

@@ -1,0 +1,26 @@
+"""Builds Tenuto; with TENUTO_COMPILE=1 what serving and simulating spend their time in becomes machine code.
+
+mypyc makes it, from the same sources. Without that, and in an editable install, everything is Python: `scripts/wheel`.
+"""
+
+import os
+
+from setuptools import Extension, setup
+
+COMPILED = {
+    "batching/core": "admission deferred gathering gpulets lineup rehearsal scheduler symphony system target waiting",
+    "deployments/dispatch": "accounts batch_frames core_time dispatcher early_release fleet histogram in_flight "
+    "measured_times request_log",
+    "deployments/entry": "call heads http margin oip served_model",
+}
+
+
+def machine_code() -> list[Extension]:
+    """Return the modules of `COMPILED` as extensions."""
+    from mypyc.build import mypycify
+
+    files = [f"tenuto/{folder}/{name}.py" for folder, names in COMPILED.items() for name in names.split()]
+    return mypycify(["--config-file", "pyproject.toml", *files], opt_level="3", debug_level="0", group_name="tenuto")
+
+
+setup(ext_modules=machine_code() if os.environ.get("TENUTO_COMPILE") else [])
