@@ -51,8 +51,7 @@ def test_a_sample_of_the_quiet_seconds_tells_the_same(capsys: pytest.CaptureFixt
     assert part["control"]["simulated"] < 0.7 * whole["requests"]
     assert part["control"]["changes"] == whole["control"]["changes"]
     assert part["control"]["gpu_hours"] == pytest.approx(whole["control"]["gpu_hours"], rel=0.02)
-    # What is lost is lost in the seconds after the step, and what a scheduler lends then goes by the bursts that it has
-    # seen, fewer in a sample: over six seeds the two differ by -0.008 to 0.010.
+    # What is lost is lost in the seconds after the step: over six seeds the two differ by -0.008 to 0.010.
     assert part["attainment"] == pytest.approx(whole["attainment"], abs=0.01)
 
 
