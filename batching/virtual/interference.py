@@ -29,7 +29,6 @@ class Interference:
         self.shared = frozenset(self._others)
         self._left_ms: dict[int, float] = {}  # work left of the running batch, in ms alone on the GPU
         self._slowdown: dict[int, float] = {}
-        self._begun: dict[int, float] = {}
         self._at: dict[int, float] = {}  # when left_ms was brought up to date
 
     def begin(self, now_ms: float, gpulet: int, program: int, work_ms: float) -> list[tuple[int, float]]:
