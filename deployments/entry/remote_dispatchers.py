@@ -38,6 +38,7 @@ logger = logging.getLogger("ray.serve")
 _REPORT_TIMEOUT_S = 5.0
 _MOST_ASKED = 8  # times for another dispatcher than one that is connected, before a pause
 _DIED = "the dispatcher died; send the request again"
+_LATE = Refused(Outcome.EXPIRED, "its deadline passed before its dispatcher's death was noticed", 1.0)
 _LAST_READS_S = 10.0  # after a dispatcher's death its gpu-lets may still read what they have begun
 
 DispatcherLink = Link[DispatcherState]
@@ -80,6 +81,10 @@ class _SubCluster:
             if state is not None and peer.link.is_up and (state.started_at_s, state.pid) < oldest:
                 found, oldest = peer, (state.started_at_s, state.pid)
         return found
+
+    def connected(self) -> int:
+        """Return how many of its dispatchers are there."""
+        return sum(peer.link.is_up and peer.link.state is not None for peer in self.peers)
 
     def known(self) -> DispatcherState | None:
         """Return what the one that schedules says, or said last where none is there."""
@@ -127,9 +132,11 @@ class RemoteDispatchers:
     async def apply(self, plan: Plan, sub_clusters: Mapping[str, Sequence[str]], *, wait_s: float = 20.0) -> None:
         """Follow a plan, with the models of every sub-cluster; dispatchers of unchanged names stay connected.
 
-        Returns when all are connected, or after `wait_s`.
+        Returns when all are connected, or after `wait_s`. Of a new sub-cluster those that wait too: a gateway that knew
+        only the younger dispatcher would let it schedule the gpu-lets that the older one schedules for the others.
         """
         old, self._groups = self._groups, {}
+        new = sub_clusters.keys() - old.keys()
         self._plan = plan
         self._slo_ms = {spec.name: spec.slo_ms for spec in plan.models}
         for name in sub_clusters:
@@ -144,7 +151,10 @@ class RemoteDispatchers:
         self._on_change()
         try:
             async with asyncio.timeout(wait_s):
-                while not all(group.scheduling() for group in self._groups.values()):
+                while not all(
+                    group.scheduling() and (name not in new or group.connected() == self._dispatchers)
+                    for name, group in self._groups.items()
+                ):
                     self._changed.clear()
                     await self._changed.wait()
         except TimeoutError:
@@ -294,8 +304,9 @@ class RemoteDispatchers:
         held = [slot for slot in (*(r.memory for r in waiting.values()), *left.values()) if slot is not None]
         asyncio.get_running_loop().call_later(_LAST_READS_S, _release, held)
         peer.group.moved -= waiting.keys()
+        now_ms, failed = self._clock() * 1000.0, Refused(Outcome.FAILED, reason, 1.0)
         for request in waiting.values():
-            request.asker.refused(request, Refused(Outcome.FAILED, reason, 1.0))
+            request.asker.refused(request, failed if request.deadline_ms > now_ms else _LATE)
         reports, peer.reports = peer.reports, {}
         for report in reports.values():
             if not report.done():
@@ -367,10 +378,7 @@ class RemoteDispatchers:
 
     def connected(self) -> dict[str, int]:
         """Return how many dispatchers of every sub-cluster are connected: with one alone its death fails requests."""
-        return {
-            name: sum(peer.link.is_up and peer.link.state is not None for peer in group.peers)
-            for name, group in self._groups.items()
-        }
+        return {name: group.connected() for name, group in self._groups.items()}
 
     def _scheduling(self) -> list[_Peer]:
         return [peer for group in self._groups.values() if (peer := group.scheduling()) is not None]

@@ -44,7 +44,13 @@ def make_plan() -> Plan:
 def url(launcher: Launcher) -> str:
     partition = {"left": 0, "right": 1}
     launcher.apply(serve_config(make_plan(), port=PORT, scheduler="eager", gateways=2, partition=partition))
+    until(lambda: met(launcher.base_url))
     return launcher.base_url
+
+
+def met(url: str) -> bool:
+    """Both gateways have heard of each other (they tell once a second), and know all dispatchers."""
+    return [each["dispatchers"] for each in get_json(f"{url}/status")["gateways"]] == [{"0": 2, "1": 2}] * 2
 
 
 def processes(application: str) -> list[int]:
@@ -125,7 +131,7 @@ def test_a_killed_gateway_loses_only_what_it_held(url: str) -> None:
 
 
 def test_the_dispatcher_that_waits_takes_over_from_a_killed_one(url: str) -> None:
-    until(lambda: [each["dispatchers"] for each in get_json(f"{url}/status")["gateways"]] == [{"0": 2, "1": 2}] * 2)
+    until(lambda: met(url))
     before = pids(url)
     _, models = load_and_kill(url, "dispatcher-0")
     assert [model["failed"] for model in models.values()] == [0, 0]

@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
 
 import numpy as np
@@ -50,6 +51,7 @@ class Cluster:
         self.max_queued = max_queued
         self.servers: dict[BundleServer, Endpoint] = {}  # the oldest first
         self.asked = 0
+        self.not_found = 0  # so many of the oldest are not found yet
         self.gateways: list[RemoteDispatchers] = []
         self.pids = itertools.count()
 
@@ -73,7 +75,8 @@ class Cluster:
         if not self.servers:
             raise LookupError("no dispatcher")
         self.asked += 1
-        return list(self.servers.values())[self.asked % len(self.servers)]
+        found = list(self.servers.values())[self.not_found :]
+        return found[self.asked % len(found)]
 
     async def gateway(self, dispatchers: int = 1) -> RemoteDispatchers:
         gateway = RemoteDispatchers(lambda _name: self._find, dispatchers=dispatchers)
@@ -222,8 +225,12 @@ async def test_what_a_dead_dispatcher_held_is_asked_of_the_one_that_waits(start:
     gpulet = FakeGpulet("a", ("m",), hold=True)
     cluster = await start(make_plan(("a", ("m",)), slo_ms=20_000.0), gpulet)
     spare = await cluster.start()
-    first, second = await cluster.gateway(2), await cluster.gateway(2)
-    await until(lambda: all(len(server._gateways) == 2 for server in cluster.servers))
+    first = await cluster.gateway(2)
+    cluster.not_found = 1
+    asyncio.get_running_loop().call_later(0.2, setattr, cluster, "not_found", 0)
+    second = await cluster.gateway(2)
+    # It knows both before it takes a request: else the younger one would schedule for it, the older one for the other.
+    assert [first.connected(), second.connected()] == [{"0": 2}] * 2
     arena = Arena(1 << 20)
     slot = arena.take(8)
     assert slot is not None
@@ -235,7 +242,10 @@ async def test_what_a_dead_dispatcher_held_is_asked_of_the_one_that_waits(start:
     assert spare.dispatcher.accounts.counters["m"].submitted == 0  # it waits
     gone = submit(first, "m", X)
     gone.cancel()
+    late = submit(second, "m", X, slo_ms=1.0)
+    time.sleep(0.002)
     await cluster.kill()
+    assert (await answer(late)).outcome is Outcome.EXPIRED
     gpulet.hold = False
     gpulet.release()
     answers = [await answer(future) for future in held]
