@@ -10,8 +10,6 @@ from tenuto.batching.core.scheduler import Scheduler
 from tenuto.batching.core.system import System
 from tenuto.errors import refused
 
-__all__ = ["SCHEDULERS", "make_scheduler", "scheduler_class"]
-
 SCHEDULERS: dict[str, str] = {
     "deferred": "tenuto.batching.core.deferred:DeferredScheduler",
     "symphony": "tenuto.batching.core.symphony:SymphonyScheduler",

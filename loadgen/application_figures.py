@@ -18,16 +18,6 @@ from tenuto.loadgen.records import Records
 from tenuto.outcome import Outcome
 from tenuto.placement.applications import Application
 
-__all__ = [
-    "MIN_SAMPLES_P99",
-    "Calls",
-    "application_figures",
-    "calls_by_name",
-    "calls_of",
-    "label_stages",
-    "stage_owners",
-]
-
 MIN_SAMPLES_P99 = 459
 _SLACK_MS = 1e-6  # of float sums, as in the simulator
 

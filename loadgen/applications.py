@@ -16,8 +16,6 @@ from tenuto.loadgen.schedule import Schedule, make_schedule
 from tenuto.placement import ModelSpec
 from tenuto.placement.applications import Application
 
-__all__ = ["ApplicationLoad", "Joins", "make_application_load", "scaled_slos"]
-
 
 @dataclass(frozen=True)
 class ApplicationLoad:

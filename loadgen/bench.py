@@ -26,8 +26,6 @@ from tenuto.loadgen.verdict import Verdict, judge, summarise
 from tenuto.placement import ModelSpec, Plan
 from tenuto.placement.applications import Application
 
-__all__ = ["BenchOptions", "BenchResult", "asked_of", "run_bench"]
-
 Progress = Callable[[str], None]
 _SHOWN_ERRORS = 8
 

@@ -20,21 +20,6 @@ from tenuto.loadgen.verdict import judged_rows
 from tenuto.placement import Arrival, ModelSpec
 from tenuto.placement.applications import Application
 
-__all__ = [
-    "AXES",
-    "Attempt",
-    "Attempted",
-    "Capacity",
-    "Curve",
-    "Load",
-    "check_axes",
-    "curves",
-    "find_capacity",
-    "in_virtual_time",
-    "on_endpoint",
-    "summary_of",
-]
-
 _Arriving = TypeVar("_Arriving", ModelSpec, Application)
 
 AXES: dict[str, tuple[float, ...]] = {

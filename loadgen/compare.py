@@ -22,8 +22,6 @@ from tenuto.loadgen.records import Records
 from tenuto.loadgen.run import Run, load_document, load_run
 from tenuto.outcome import Outcome
 
-__all__ = ["CONFIDENCE", "Comparison", "Difference", "Side", "compare", "load_side"]
-
 CONFIDENCE = 0.95
 _PARTS = 20
 _LEAST_PARTS = 5

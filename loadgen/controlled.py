@@ -31,8 +31,6 @@ from tenuto.placement.policy import load_policy
 from tenuto.placement.solve import solve
 from tenuto.profiles import Profiles
 
-__all__ = ["ControlledSimulation", "controlled_summary"]
-
 
 @dataclass(frozen=True)
 class ControlledSimulation:

@@ -13,8 +13,6 @@ from numpy.typing import NDArray
 
 from tenuto.outcome import Outcome
 
-__all__ = ["Records", "merge", "request_id", "unsent"]
-
 NAN = float("nan")
 # Columns without an entry are times in ms.
 _DTYPES: dict[str, type[np.generic]] = {

@@ -14,8 +14,6 @@ from typing import Any
 from tenuto import version as tenuto_version
 from tenuto.errors import EnvironmentFaultError, InvalidInputError
 
-__all__ = ["hardware", "prepare_folder", "provenance", "versions", "write_files"]
-
 _PACKAGES = ("ray", "torch", "torchvision", "transformers", "numpy")
 
 

@@ -17,8 +17,6 @@ from tenuto.loadgen.records import Records
 from tenuto.outcome import Outcome
 from tenuto.placement import Plan
 
-__all__ = ["Run", "load_document", "load_run"]
-
 
 @dataclass(frozen=True)
 class Run:

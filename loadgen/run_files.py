@@ -22,8 +22,6 @@ from tenuto.loadgen.schedule import Schedule
 from tenuto.outcome import Outcome
 from tenuto.placement import Plan
 
-__all__ = ["describe", "prepare_report", "write_run_files"]
-
 _OURS = ("result.json", "requests.parquet", "timeline.csv", "schedule.npz", "report.html")
 
 

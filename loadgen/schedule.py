@@ -19,8 +19,6 @@ from tenuto.placement.applications import Application
 from tenuto.placement.arrivals.azure import is_synthetic
 from tenuto.placement.arrivals.processes import arrival_times
 
-__all__ = ["MOST_REQUESTS", "Schedule", "make_schedule", "seed_for"]
-
 MOST_REQUESTS = 100_000_000  # 1.2 GB of schedule; a mistyped duration should say so instead of eating the memory
 
 

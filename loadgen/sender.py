@@ -8,8 +8,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-__all__ = ["Body", "OnReply", "Reply", "Sender"]
-
 
 @dataclass(frozen=True, slots=True)
 class Body:

@@ -31,8 +31,6 @@ from tenuto.placement import Cluster, ModelSpec, Plan, Workload
 from tenuto.placement.applications import Application
 from tenuto.profiles import Profiles
 
-__all__ = ["SimulatedRun", "Simulation", "beside", "simulated_records"]
-
 _Arriving = TypeVar("_Arriving", ModelSpec, Application)
 NO_DELAY = NetworkDelay()
 

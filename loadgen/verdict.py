@@ -19,8 +19,6 @@ from tenuto.loadgen.records import Records
 from tenuto.outcome import Outcome
 from tenuto.placement.applications import Application
 
-__all__ = ["MIN_SAMPLES_P99", "TARGET_ATTAINMENT", "Verdict", "judge", "judged_rows", "summarise"]
-
 TARGET_ATTAINMENT = 0.99
 
 

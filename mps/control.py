@@ -18,8 +18,6 @@ from typing import IO, Literal, Protocol, cast
 from tenuto.errors import EnvironmentFaultError
 from tenuto.mps.inventory import without_mps
 
-__all__ = ["BINARY", "Client", "Control", "ControlError", "Runner", "ServerStatus", "Subprocesses"]
-
 BINARY = "nvidia-cuda-mps-control"
 ServerStatus = Literal["INITIALIZING", "ACTIVE", "FAULT"]
 _STATUSES = ("INITIALIZING", "ACTIVE", "FAULT")

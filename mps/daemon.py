@@ -27,8 +27,6 @@ from tenuto.mps.folders import MOST_PATH_BYTES, OWNER, is_unused, pipe_directory
 from tenuto.mps.inventory import without_mps
 from tenuto.mps.processes import Processes
 
-__all__ = ["PrivateDaemon"]
-
 _PID_FILE = "nvidia-cuda-mps-control.pid"
 
 

@@ -7,8 +7,6 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-__all__ = ["MOST_FAULTS", "WINDOW_S", "FaultLog"]
-
 MOST_FAULTS = 3  # within the window: two restarts, then a refusal
 WINDOW_S = 600.0
 

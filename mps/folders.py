@@ -10,9 +10,6 @@ from pathlib import Path
 
 from tenuto.mps.processes import Processes
 
-__all__ = ["DEFAULT_ROOT", "MOST_PATH_BYTES", "OWNER", "Leftover", "Record", "find_leftovers", "is_unused", "mps_root",
-           "pipe_directory", "read_record"]  # fmt: skip
-
 DEFAULT_ROOT = "/tmp/tenuto-mps"
 MOST_PATH_BYTES = 90  # of a pipe directory: its sockets' paths may have 108 bytes
 OWNER = "owner.json"

@@ -18,16 +18,6 @@ from typing import Any, Protocol
 from tenuto.errors import EnvironmentFaultError
 from tenuto.profiles.gpu_types import gpu_type_of
 
-__all__ = [
-    "GpuDevice",
-    "GpuProcesses",
-    "Nvml",
-    "load_nvml",
-    "read_inventory",
-    "read_sm_counts",
-    "without_mps",
-]
-
 _COMPUTE_MODES = {0: "default", 1: "exclusive-thread", 2: "prohibited", 3: "exclusive-process"}
 
 class Nvml(Protocol):

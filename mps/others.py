@@ -12,9 +12,6 @@ from tenuto.mps.daemon import PrivateDaemon
 from tenuto.mps.inventory import GpuProcesses, load_nvml
 from tenuto.mps.processes import Processes
 
-__all__ = ["OtherProcess", "find_others", "others_on", "processes_of", "read_others"]
-
-
 _GPULET = "ray::ServeReplica:gpulet-"
 
 

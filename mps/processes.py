@@ -11,8 +11,6 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["HOST_PROC", "Processes"]
-
 HOST_PROC = "/host/proc"
 
 

@@ -9,8 +9,6 @@ from collections.abc import Callable
 from tenuto.mps.control import ControlError
 from tenuto.mps.daemon import PrivateDaemon
 
-__all__ = ["reap"]
-
 POLL_S = 2.0
 UNUSED_POLLS = 5  # a gpu-let that Serve replaces is away for some seconds
 # After a fault all of a GPU's gpu-lets are away at once, for as long as importing torch and Serve's back-off between

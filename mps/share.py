@@ -12,8 +12,6 @@ from tenuto.mps.daemon import PrivateDaemon
 from tenuto.mps.folders import pipe_directory
 from tenuto.profiles.gpu_types import sms_of_share
 
-__all__ = ["Attachment", "Report", "client_environment", "most_clients", "verify_attachment"]
-
 
 def client_environment(
     gpu_uuid: str, share_pct: float | None, memory_mib: float | None, root: Path | None = None

@@ -14,8 +14,6 @@ from tenuto.mps.inventory import read_inventory
 from tenuto.mps.share import client_environment
 from tenuto.profiles.measuring.telemetry import first_visible_uuid
 
-__all__ = ["GpuShares", "running_daemon", "shares_of"]
-
 _DEFAULT_PIPES = "/tmp/nvidia-mps"  # NVIDIA's default of CUDA_MPS_PIPE_DIRECTORY
 _PID_FILE = "nvidia-cuda-mps-control.pid"
 

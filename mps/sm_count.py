@@ -14,8 +14,6 @@ from dataclasses import dataclass
 
 from tenuto.errors import EnvironmentFaultError
 
-__all__ = ["VisibleDevice", "free_memory_mib", "visible_devices"]
-
 _MULTIPROCESSOR_COUNT = 16  # CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT of cuda.h
 
 

@@ -6,8 +6,6 @@ from typing import Any
 
 from tenuto.errors import EnvironmentFaultError
 
-__all__ = ["FATAL_XIDS", "XidEvents"]
-
 # After these the GPU itself is unwell and no new process helps: uncorrectable memory, a lost bus or link, firmware that
 # hangs (NVIDIA, "Xid Errors"). The others are faults of one process, which learns of its own by CUDA's error.
 FATAL_XIDS = frozenset({48, 61, 62, 64, 74, 79, 95, 109, 119, 120, 140, 143})

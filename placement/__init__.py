@@ -1,10 +1,12 @@
 """How a plan is found: workload, cluster, plan, and one file per policy."""
 
+from tenuto.placement.arrivals.arrival import Arrival
 from tenuto.placement.cluster import Cluster, Gpu, GpuGroup, Node
-from tenuto.placement.plan import Expected, ExpectedModel, Gpulet, Plan, PlannedGpu, PolicyUsed, Replica
+from tenuto.placement.plan import Expected, ExpectedModel, Plan, PlannedGpu, PolicyUsed
 from tenuto.placement.policy import Policy, load_policy, policy_names
+from tenuto.placement.program import Gpulet, Replica
 from tenuto.placement.solve import solve
-from tenuto.placement.workload import Arrival, ModelSpec, Objective, Workload, profile_of
+from tenuto.placement.workload import ModelSpec, Objective, Workload, profile_of
 
 __all__ = [
     "Arrival",

@@ -14,8 +14,6 @@ from tenuto.documents import StrictModel
 from tenuto.placement.arrivals.arrival import Arrival
 from tenuto.profiles.latency import LatencyField
 
-__all__ = ["Application", "Stage"]
-
 _NAME = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*$", max_length=60)]
 
 
@@ -95,4 +93,3 @@ class Application(StrictModel):
         """
         before = self._before(stage) + stage.part
         return self.slo_ms * before / (before + self._behind(stage))
-

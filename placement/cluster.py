@@ -13,8 +13,6 @@ from tenuto.documents import StrictModel, dump_yaml, parse_document
 from tenuto.errors import refused
 from tenuto.profiles.gpu_types import GPU_TYPES, is_fast_type, memory_mib_of
 
-__all__ = ["Cluster", "Gpu", "GpuGroup", "Node"]
-
 
 class Gpu(StrictModel):
     """One GPU of the cluster. `uuid` is None for a logical GPU that is not bound to hardware; `address` is the IP of

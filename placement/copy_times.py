@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from tenuto.errors import MissingProfileError
-from tenuto.placement.plan import Plan, Replica
+from tenuto.placement.plan import Plan
+from tenuto.placement.program import Replica
 from tenuto.profiles import ModelProfile
-
-__all__ = ["copy_ms_per_request", "hidden_copies_ms", "longest_copies_ms"]
 
 
 def copy_ms_per_request(model: ModelProfile, batch_size: int, share_pct: float) -> tuple[float | None, float | None]:

@@ -16,18 +16,6 @@ from tenuto.placement.workload import ModelSpec, Workload, profile_of
 from tenuto.profiles import Latency, LatencyTable, LinearLatency, ModelProfile, Profiles
 from tenuto.profiles.share_latency import EVERY_RULE, ShareRule, latency_on_share
 
-__all__ = [
-    "CONTEXT_MIB",
-    "MOST_BATCH",
-    "WHOLE_GPU",
-    "ModelOnGpu",
-    "Steps",
-    "context_mib_of",
-    "costs_of",
-    "latency_up_to",
-    "memory_of",
-]
-
 WHOLE_GPU = 100.0
 MOST_BATCH = 128  # the largest batch considered unless a policy says otherwise
 CONTEXT_MIB = 600.0  # of a process on a GPU type on which it was not measured; a guess, stated where it counts
@@ -196,4 +184,3 @@ def costs_of(workload: Workload, cluster: Cluster, profiles: Profiles) -> dict[s
             row = rows.setdefault(id(profile), _Row(profile))
             found[spec.name][kind] = ModelOnGpu(spec, gpu, profile, row)
     return found
-

@@ -10,9 +10,8 @@ import math
 from collections.abc import Mapping, Sequence
 
 from tenuto.placement.cluster import Cluster
-from tenuto.placement.plan import Gpulet, Plan
-
-__all__ = ["unknown_memory", "with_caps"]
+from tenuto.placement.plan import Plan
+from tenuto.placement.program import Gpulet
 
 HEADROOM = 1.1  # allocators round up and libraries take workspaces
 PARTS = 16  # caps are whole sixteenths of a GPU where there is room, so that small changes do not move them

@@ -22,9 +22,6 @@ from tenuto.profiles import LatencyTable, Profiles
 from tenuto.profiles.networks.catalogue import lookup
 from tenuto.profiles.share_latency import ShareRule, latency_on_share
 
-__all__ = ["apply_merging"]
-
-
 _KNOWN: tuple[ShareRule, ...] = ("measured", "continued", "utilisation")  # a sum of shares is rarely measured itself
 
 

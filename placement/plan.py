@@ -15,11 +15,9 @@ from tenuto.documents import StrictModel, dump_yaml, load_document, parse_docume
 from tenuto.errors import raise_if_any, refused
 from tenuto.placement.applications import Application
 from tenuto.placement.cluster import Gpu
-from tenuto.placement.program import Gpulet, Replica
+from tenuto.placement.program import Gpulet
 from tenuto.placement.rules import plan_problems
 from tenuto.placement.workload import ModelSpec, Objective, Workload
-
-__all__ = ["SCHEMA", "Believed", "Expected", "ExpectedModel", "Gpulet", "Plan", "PlannedGpu", "PolicyUsed", "Replica"]
 
 SCHEMA = 1
 

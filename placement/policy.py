@@ -20,8 +20,6 @@ from tenuto.placement.watch import Watch
 from tenuto.placement.workload import Workload
 from tenuto.profiles import Profiles
 
-__all__ = ["DEFAULT_POLICY", "Policy", "load_policy", "policy_names"]
-
 ENTRY_POINTS = "tenuto.policies"
 DEFAULT_POLICY = "tenuto"  # what plans where no policy is named
 

@@ -19,10 +19,6 @@ from tenuto.profiles import Latency, LatencyTable
 from tenuto.profiles.latency import LatencyField
 from tenuto.profiles.share_latency import ShareRule
 
-__all__ = [
-    "Basis", "Gpulet", "MergedGroup", "Program", "Replica", "held_mib", "program_name", "slowest_ms", "worst_split_ms",
-]  # fmt: skip
-
 Basis = Literal["measured", "sum"]
 """Where the latency of a merged program comes from: it was measured, or its members' are added up."""
 

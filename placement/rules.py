@@ -17,8 +17,6 @@ from tenuto.profiles.gpu_types import FAST_CAPABILITY, capability_of_type
 from tenuto.profiles.networks.catalogue import lookup
 from tenuto.profiles.networks.model_options import run_differences, run_option_problems, unmergeable_options
 
-__all__ = ["measured_otherwise", "option_problems", "plan_problems", "why_apart", "why_unmergeable"]
-
 
 def plan_problems(
     gpu_types: Mapping[str, str], gpulets: Sequence[Gpulet], models: Sequence[ModelSpec], origin: str

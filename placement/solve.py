@@ -18,8 +18,6 @@ from tenuto.placement.watch import INTERRUPTED
 from tenuto.placement.workload import ModelSpec, Workload, profile_of
 from tenuto.profiles import ModelProfile, Profiles
 
-__all__ = ["ATTAINED", "MOST_ELASTIC_GPUS", "check_inputs", "check_plan", "complete", "solve"]
-
 MOST_ELASTIC_GPUS = 10_000  # a rate that takes more is a slip of the pen; policies would open GPUs for minutes
 ATTAINED = 0.99  # of its requests in time: what a model is named for staying below
 NEARLY = 0.97  # what a promise near the capacity of its gpu-lets is at least

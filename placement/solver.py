@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from scipy.optimize import OptimizeResult
     from scipy.sparse import csr_array
 
-__all__ = ["integer_program", "linear_program"]
-
 _one_at_a_time = threading.Lock()  # file descriptor 1 is the whole process's
 
 

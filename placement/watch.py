@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["INTERRUPTED", "Watch"]
-
 INTERRUPTED = "planning was interrupted; this is the best plan found until then"
 
 

@@ -14,8 +14,6 @@ from tenuto.placement.arrivals.arrival import Arrival
 from tenuto.profiles import LatencyTable, LinearLatency, ModelProfile, Profiles
 from tenuto.profiles.latency import LatencyField
 
-__all__ = ["Arrival", "ModelSpec", "Objective", "Workload", "profile_of"]
-
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=128)]
 Positive = Annotated[float, Field(gt=0)]
 

@@ -10,17 +10,6 @@ import math
 import re
 from dataclasses import dataclass
 
-__all__ = [
-    "FAST_CAPABILITY",
-    "GPU_TYPES",
-    "GpuType",
-    "capability_of_type",
-    "gpu_type_of",
-    "is_fast_type",
-    "memory_mib_of",
-    "sms_of_share",
-]
-
 FAST_CAPABILITY = (8, 0)
 """CUDA's compute capability from which on everything that is fast is chosen where options leave it open."""
 

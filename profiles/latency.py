@@ -13,8 +13,6 @@ from pydantic import Discriminator, Field, Tag, field_validator
 from tenuto.documents import StrictModel
 from tenuto.errors import MissingProfileError
 
-__all__ = ["Latency", "LatencyField", "LatencyTable", "LinearLatency"]
-
 PositiveMs = Annotated[float, Field(gt=0)]
 
 

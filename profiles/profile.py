@@ -15,8 +15,6 @@ from tenuto.documents import StrictModel, dump_yaml
 from tenuto.errors import MissingProfileError, refused
 from tenuto.profiles.latency import LatencyTable, LinearLatency
 
-__all__ = ["CoRun", "CoRunPart", "Fit", "Measured", "ModelProfile", "Profile", "ProfilePoint", "Profiles"]
-
 Positive = Annotated[float, Field(gt=0)]
 
 # Loads of the whole device, which change gradually with the batch size.

@@ -13,15 +13,6 @@ from tenuto.errors import MissingProfileError
 from tenuto.profiles.latency import Latency, LatencyTable, LinearLatency
 from tenuto.profiles.profile import ModelProfile, ProfilePoint
 
-__all__ = [
-    "EVERY_RULE",
-    "SM_UTILISATION",
-    "ShareRule",
-    "latency_on_share",
-    "utilisation_factor",
-    "with_share",
-]
-
 SM_UTILISATION = "wavg_sm_util_pct"  # time-weighted SM utilisation alone on the GPU (Elvinger's thesis, section 5.3.2)
 WHOLE_GPU_PCT = 100.0
 LARGEST_OF_A_LINE = 4096  # batch size up to which a line is kept as two points

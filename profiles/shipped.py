@@ -10,8 +10,6 @@ from tenuto.documents import parse_document, parse_yaml
 from tenuto.errors import refused
 from tenuto.profiles.profile import Profile
 
-__all__ = ["default_profiles", "load_shipped", "shipped_for", "shipped_names"]
-
 # Name, GPU type; the first of a type comes first where none is named.
 _SHIPPED = {
     "thesis-v100": "v100",

@@ -18,9 +18,6 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from tenuto.errors import InvalidInputError, Problem, refused
 from tenuto.options import split_pairs
 
-__all__ = ["StrictModel", "dump_yaml", "load_document", "parse_document", "parse_pairs", "parse_yaml"]
-
-
 # libyaml's are ten times as fast; every wheel of PyYAML has them.
 _Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _SafeDumper: Any = getattr(yaml, "CSafeDumper", yaml.SafeDumper)

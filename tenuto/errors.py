@@ -15,17 +15,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = [
-    "EnvironmentFaultError",
-    "InvalidInputError",
-    "MissingProfileError",
-    "Problem",
-    "TenutoError",
-    "UnavailableError",
-    "raise_if_any",
-    "refused",
-]
-
 
 @dataclass(frozen=True)
 class Problem:

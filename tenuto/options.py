@@ -17,8 +17,6 @@ from typing import Any
 
 from tenuto.errors import Problem, raise_if_any
 
-__all__ = ["Option", "option", "options_of_call", "options_of_dataclass", "read_options", "split_pairs"]
-
 _TRUE, _FALSE = ("true", "yes", "1", "on"), ("false", "no", "0", "off")
 _WORDS: dict[type, str] = {
     bool: "true or false",

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from enum import IntEnum
 
-__all__ = ["OUTCOMES", "Outcome"]
-
 
 class Outcome(IntEnum):
     """How a request ended. Its number is the value in columns of records, its `word` that of files and messages.

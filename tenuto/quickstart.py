@@ -30,8 +30,6 @@ from tenuto.profiles import Profile, Profiles
 from tenuto.profiles.measuring.measure import MeasureRequest, assemble, measure_model
 from tenuto.profiles.shipped import default_profiles
 
-__all__ = ["IMAGE_MODELS", "SENTENCE", "TEXT_MODEL", "Quickstart", "RunSummary"]
-
 IMAGE_MODELS = ("mobilenet_v2", "resnet50")
 TEXT_MODEL = "bert"
 SENTENCE = "Hold every note for its full value, and never longer."

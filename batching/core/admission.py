@@ -9,8 +9,6 @@ import math
 
 from tenuto.batching.core.system import INF
 
-__all__ = ["Allowance"]
-
 MARGIN = 1.1  # of the planned rate: chance alone must not empty the bucket
 BURST_MS = 2000.0  # of the planned rate may come at once, as long as nothing is known of a program, and at most
 LEAST_BURST = 10.0  # requests

@@ -13,8 +13,6 @@ from dataclasses import dataclass
 
 from tenuto.errors import InvalidInputError, Problem
 
-__all__ = ["Advice", "AutoscaleAdvisor", "AutoscaleOptions", "advise"]
-
 
 @dataclass(frozen=True)
 class AutoscaleOptions:

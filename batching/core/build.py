@@ -17,8 +17,6 @@ from tenuto.profiles import Latency, LatencyTable, Profiles
 NO_DELAY = NetworkDelay()
 _AGAIN = "Make the plan again with `tenuto plan`."
 
-__all__ = ["everywhere", "everywhere_linear", "from_plan", "latency_steps"]
-
 
 def from_plan(plan: Plan, network: NetworkDelay = NO_DELAY, *, check_slos: bool = True) -> System:
     """Return the system of a plan: its gpu-lets in file order, each with its programs up to their planned batch size.

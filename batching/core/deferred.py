@@ -41,8 +41,6 @@ from tenuto.batching.core.system import INF, TIME_TOLERANCE_MS, NetworkDelay, Sy
 from tenuto.batching.core.target import ArrivalRate, target_batch
 from tenuto.batching.core.waiting import ORDER, Place, Queue, Waiting
 
-__all__ = ["DeferredOptions", "DeferredScheduler"]
-
 EXPIRY_MARGIN_MS = 1e-3  # how long after its last possible start a queued request is given up
 RIPE = 0.5  # part of its target from which on a batch may go before it is due
 BORROWED = 1_000_000  # by which the priority of a program that exceeds its plan falls

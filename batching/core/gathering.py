@@ -11,8 +11,6 @@ from collections.abc import Callable
 
 from tenuto.batching.core.system import TIME_TOLERANCE_MS
 
-__all__ = ["GATHERING", "GatherRule", "head_first", "window"]
-
 # rule(deadlines, target, send_at, sent_ms, free_at, run_ms) -> (skip, size). A batch of b ends at
 # max(send_at + sent_ms[b], free_at + run_ms[b]): it starts when its data has arrived and the gpu-let is free.
 GatherRule = Callable[[list[float], int, float, list[float], float, list[float]], tuple[int, int]]

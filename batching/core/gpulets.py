@@ -9,8 +9,6 @@ from typing import Generic, NamedTuple, TypeVar
 
 from tenuto.batching.core.system import INF, TIME_TOLERANCE_MS, Host, NetworkDelay, System
 
-__all__ = ["GpuletState", "Gpulets", "Pool"]
-
 
 class GpuletState(NamedTuple):
     """A gpu-let: when the batches sent to it end, how long the last of them takes, and what is known of its speed."""

@@ -15,8 +15,6 @@ from operator import attrgetter
 from tenuto.batching.core.system import INF, TIME_TOLERANCE_MS
 from tenuto.batching.core.waiting import Place, Queue
 
-__all__ = ["is_short", "line_up", "rank"]
-
 LATEST = attrgetter("latest")
 
 

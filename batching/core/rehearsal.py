@@ -24,8 +24,6 @@ from tenuto.batching.core.gpulets import GpuletState
 from tenuto.batching.core.scheduler import Dispatch, Scheduler, SchedulerOptions
 from tenuto.batching.core.system import INF, NetworkDelay, System
 
-__all__ = ["Rehearsals", "RehearsingScheduler", "Replay", "Replayed", "Setting", "State", "describe_schedulers"]
-
 VALUES: tuple[tuple[float, ...], ...] = ((0.0, 0.4, 0.7, 1.0), (0.5, 0.75, 1.0, 1.5))  # of each knob
 FIRST = 200  # requests of the first replay; the next have twice as many each, up to
 MOST = 1500

@@ -30,18 +30,6 @@ from tenuto.batching.core.system import INF, NetworkDelay, System
 from tenuto.errors import InvalidInputError
 from tenuto.options import options_of_dataclass, read_options
 
-__all__ = [
-    "Decision",
-    "Dispatch",
-    "Drop",
-    "Preempt",
-    "Rehearsal",
-    "Rehearse",
-    "Reject",
-    "Scheduler",
-    "SchedulerOptions",
-]
-
 
 class Dispatch(NamedTuple):
     """Run these requests as one batch of that program on that gpu-let.

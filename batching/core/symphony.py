@@ -25,8 +25,6 @@ from tenuto.batching.core.scheduler import Dispatch, Drop, Scheduler, SchedulerO
 from tenuto.batching.core.system import INF, TIME_TOLERANCE_MS, NetworkDelay, System
 from tenuto.batching.core.target import ArrivalRate, target_batch
 
-__all__ = ["SymphonyOptions", "SymphonyScheduler"]
-
 PAST_MS = 1e-3  # how long after its latest moment a candidate is gathered anew
 
 

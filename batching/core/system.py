@@ -13,8 +13,6 @@ from typing import Any
 from tenuto.errors import Problem
 from tenuto.placement import Objective
 
-__all__ = ["INF", "TIME_TOLERANCE_MS", "Gpulet", "Host", "Model", "NetworkDelay", "Program", "System"]
-
 INF = math.inf
 
 # A nanosecond: sums of times in different order may differ by rounding, and a deadline met exactly is met.

@@ -7,8 +7,6 @@ from collections import deque
 
 from tenuto.batching.core.system import INF, TIME_TOLERANCE_MS
 
-__all__ = ["ArrivalRate", "target_batch"]
-
 
 def target_batch(latency_ms: list[float], budget_ms: float, rate_rps: float | None) -> int:
     """Return the largest batch of the staggered pattern: (1 + 1/n) l(b) <= budget (Symphony §3.3, table 2).

@@ -17,8 +17,6 @@ from tenuto.batching.core.gpulets import Pool
 from tenuto.batching.core.system import INF, TIME_TOLERANCE_MS, Model
 from tenuto.batching.core.target import ArrivalRate
 
-__all__ = ["Place", "Queue", "Waiting", "Watch"]
-
 ORDER = attrgetter("order")
 
 

@@ -10,8 +10,6 @@ from tenuto.placement import Cluster, Plan
 from tenuto.placement.cluster import Gpu
 from tenuto.placement.policies.shared.gpu_pool import GpuPool
 
-__all__ = ["cheapest"]
-
 NEAR = 0.9  # of the rates served by a start: from less, small changes do not lead to all
 MOST_MORE = 8  # GPUs added beyond twice as many
 WORTH_A_TRIAL = 0.98  # of the rates served by the model: it may be wrong by that, against a layout too

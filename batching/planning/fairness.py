@@ -20,8 +20,6 @@ from tenuto.placement.policies.shared.hosting import Hosted, hosting_plan, plann
 from tenuto.placement.program import held_mib
 from tenuto.profiles import Profiles
 
-__all__ = ["BALANCED", "balanced", "best_batch", "is_shared_out"]
-
 BALANCED = "every model at home on one GPU, all equally loaded"
 MOVES_PER_GPU = 4  # of a model to another GPU, in the mean, before the balance is taken as it is
 TRIED = 6  # GPUs that a model is tried on

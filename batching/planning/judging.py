@@ -13,8 +13,6 @@ from tenuto.placement import ModelSpec, Plan
 from tenuto.placement.expectation.goodput import outlook_of
 from tenuto.placement.workload import Objective
 
-__all__ = ["Forecast", "Judged", "Worth"]
-
 TOTAL = 0.02  # weight of all requests in time under the objective `each`
 
 

@@ -17,8 +17,6 @@ from tenuto.placement.program import held_mib
 from tenuto.profiles import LatencyTable, LinearLatency, ModelProfile, Profiles
 from tenuto.profiles.share_latency import ShareRule, latency_on_share, with_share
 
-__all__ = ["Builder", "Layout", "Slot", "layout_of"]
-
 
 @dataclass(frozen=True, order=True)
 class Slot:

@@ -10,8 +10,6 @@ from tenuto.batching.planning.judging import Judged
 from tenuto.batching.planning.layout import Builder, Layout, Slot
 from tenuto.placement.cluster import Gpu
 
-__all__ = ["common_layouts", "moves"]
-
 WORST = 3  # models helped
 CANDIDATES = 4  # gpu-lets tried for each
 STEPS_PCT = (10.0, 20.0)  # shares handed from one gpu-let to its neighbour

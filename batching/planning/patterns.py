@@ -32,8 +32,6 @@ from tenuto.placement.solver import integer_program
 from tenuto.placement.watch import Watch
 from tenuto.profiles import Profiles
 
-__all__ = ["best_by_patterns", "keeps"]
-
 ROUNDS = 12  # of new patterns
 ANCHORS = 24  # models for which a pattern is built per round and GPU type: those whose requests are worth most
 MOST_MODELS = 6  # of a pattern that is built; those of other policies may have more

@@ -15,11 +15,10 @@ from tenuto.batching.registry import scheduler_class
 from tenuto.errors import Problem, TenutoError
 from tenuto.placement import Cluster, Plan, Policy, Workload, load_policy, solve
 from tenuto.placement.interference.named import canonical_name, stand_ins
-from tenuto.placement.plan import Expected, ExpectedModel, Gpulet, PolicyUsed
+from tenuto.placement.plan import Expected, ExpectedModel, PolicyUsed
 from tenuto.placement.policies.shared.hosting import planned_gpus
+from tenuto.placement.program import Gpulet
 from tenuto.profiles import Profiles
-
-__all__ = ["TenutoPolicy"]
 
 LARGE = 40  # models or GPUs; beyond, changes of one GPU at a time are too many
 # Starts that take minutes for more models, or seconds and serve half of what the others do.

@@ -22,8 +22,6 @@ from tenuto.placement.interference.named import interference_models
 from tenuto.placement.watch import Watch
 from tenuto.profiles import Profiles
 
-__all__ = ["QUICKLY", "STARTS", "Found", "Search", "SearchOptions"]
-
 HEADROOM = 1.5  # of the largest batch that runs, for rates above those planned
 CONFIRMING = 3  # times as many requests where a layout is neither clearly enough nor clearly not
 GAIN = 1e-3  # a change must serve this much more, relatively, to be kept

@@ -14,8 +14,6 @@ from tenuto.outcome import Outcome
 from tenuto.placement import ModelSpec, Plan
 from tenuto.placement.workload import Objective
 
-__all__ = ["Trials"]
-
 RARE = 400  # requests a rare model should have
 _STEADY = 1_000.0  # shape of gaps that are all but equal
 

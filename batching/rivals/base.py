@@ -10,8 +10,6 @@ from heapq import heapify, heappop, heappush
 from tenuto.batching.core.scheduler import Dispatch, Drop, Scheduler, SchedulerOptions
 from tenuto.batching.core.system import INF, TIME_TOLERANCE_MS, Host, NetworkDelay, System
 
-__all__ = ["Pool", "Queue", "RivalScheduler", "head_first_batch"]
-
 EXPIRY_MARGIN_MS = 1e-3  # how long after the last possible start a queued request is given up
 
 

@@ -10,8 +10,6 @@ from tenuto.batching.core.system import System
 from tenuto.batching.rivals.base import Queue
 from tenuto.batching.rivals.eager import EagerScheduler
 
-__all__ = ["ClockworkOptions", "ClockworkScheduler"]
-
 
 @dataclass(frozen=True)
 class ClockworkOptions(SchedulerOptions):

@@ -14,8 +14,6 @@ from tenuto.batching.core.system import INF, System
 from tenuto.batching.core.target import ArrivalRate, target_batch
 from tenuto.batching.rivals.base import Queue, RivalScheduler, head_first_batch
 
-__all__ = ["EagerOptions", "EagerScheduler"]
-
 
 @dataclass(frozen=True)
 class EagerOptions(SchedulerOptions):

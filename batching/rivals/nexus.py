@@ -11,8 +11,6 @@ from tenuto.batching.core.system import INF, System
 from tenuto.batching.rivals.base import Pool, Queue, RivalScheduler
 from tenuto.placement.policies.shared.squishy import Bin, Demand, fill
 
-__all__ = ["NexusOptions", "NexusScheduler"]
-
 
 @dataclass(frozen=True)
 class NexusOptions(SchedulerOptions):

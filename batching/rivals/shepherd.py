@@ -9,8 +9,6 @@ from tenuto.batching.core.scheduler import Preempt, SchedulerOptions
 from tenuto.batching.core.system import NetworkDelay, System
 from tenuto.batching.rivals.base import Queue, RivalScheduler, head_first_batch
 
-__all__ = ["ShepherdOptions", "ShepherdScheduler"]
-
 
 @dataclass(frozen=True)
 class ShepherdOptions(SchedulerOptions):

@@ -14,8 +14,6 @@ from heapq import heappop, heappush
 from tenuto.batching.core.scheduler import Dispatch, Drop, Scheduler, SchedulerOptions
 from tenuto.batching.core.system import INF, NetworkDelay, System
 
-__all__ = ["ThesisRouterOptions", "ThesisRouterScheduler"]
-
 
 @dataclass(frozen=True)
 class ThesisRouterOptions(SchedulerOptions):

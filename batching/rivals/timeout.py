@@ -10,8 +10,6 @@ from tenuto.batching.core.scheduler import SchedulerOptions
 from tenuto.batching.core.system import INF, System
 from tenuto.batching.rivals.base import Queue, RivalScheduler
 
-__all__ = ["TimeoutOptions", "TimeoutScheduler"]
-
 
 @dataclass(frozen=True)
 class TimeoutOptions(SchedulerOptions):

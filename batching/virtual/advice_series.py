@@ -11,8 +11,6 @@ from tenuto.batching.core.autoscale import Advice, AutoscaleAdvisor, AutoscaleOp
 from tenuto.batching.virtual.result import SimulationResult
 from tenuto.outcome import Outcome
 
-__all__ = ["advice_over_time"]
-
 
 def advice_over_time(result: SimulationResult, options: AutoscaleOptions | None = None) -> list[Advice]:
     """Return the advice of every full window of a run, warm-up included, without following it.

@@ -17,8 +17,6 @@ from tenuto.batching.virtual.result import SimulationResult
 from tenuto.batching.virtual.simulator import simulate
 from tenuto.outcome import Outcome
 
-__all__ = ["Criterion", "Goal", "HostedModels", "Judged", "Trial", "try_arrivals", "try_load"]
-
 Criterion = Literal["each", "all"]
 Stop = Callable[[Sequence[int]], bool]
 _LEAST_REQUESTS = 100  # a run with fewer cannot show 99 %

@@ -11,8 +11,6 @@ from tenuto.batching.core.system import System
 from tenuto.batching.virtual.interference import Interference
 from tenuto.batching.virtual.result import BatchLog
 
-__all__ = ["EmulatedBatch", "EmulatedGpulets"]
-
 
 class EmulatedBatch:
     """A batch on a gpu-let, from its dispatch to its end."""

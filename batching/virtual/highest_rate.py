@@ -13,8 +13,6 @@ from typing import Generic, Protocol, TypeVar
 
 from tenuto.errors import Problem, raise_if_any
 
-__all__ = ["HighestRate", "Limits", "Tried", "find_highest_rate"]
-
 _FURTHEST = 2.0**20  # from where the search began, upwards or downwards: beyond, the rates are not what limits
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from tenuto.batching.core.system import System
 
-__all__ = ["Interference"]
-
 
 class Interference:
     """Progress of the batches that run on GPUs with several gpu-lets.

@@ -16,8 +16,6 @@ from numpy.typing import NDArray
 from tenuto.batching.core.system import TIME_TOLERANCE_MS, System
 from tenuto.outcome import OUTCOMES, Outcome
 
-__all__ = ["P99_SAMPLES", "BatchLog", "SimulationResult"]
-
 P99_SAMPLES = 459  # below, the 99th percentile has no 99 % confidence bound (0.99**459 < 0.01)
 
 

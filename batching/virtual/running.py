@@ -24,8 +24,6 @@ from tenuto.batching.virtual.result import BatchLog
 from tenuto.outcome import OUTCOMES, Outcome
 from tenuto.placement import Gpulet, Plan
 
-__all__ = ["Follows", "GpuletUse", "Life", "Look", "RunningSystem"]
-
 _CHUNK = 8192  # arrivals turned into Python numbers at a time
 _TOLD_AFTER = 3  # batches of a program that took another time than planned before the scheduler is told, as live
 

@@ -21,8 +21,6 @@ from tenuto.batching.virtual.gpulets import EmulatedGpulets
 from tenuto.batching.virtual.result import SimulationResult
 from tenuto.errors import InvalidInputError, refused
 
-__all__ = ["Followers", "simulate"]
-
 # followers(requests that have just been answered, now) -> (request, deadline) of those that arrive now because of it.
 Followers = Callable[[list[int], float], Sequence[tuple[int, float]]]
 

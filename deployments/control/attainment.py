@@ -10,8 +10,6 @@ from numpy.typing import NDArray
 
 from tenuto.deployments.control.rates import FALSE_ALARM
 
-__all__ = ["Attainment"]
-
 
 class Attainment:
     """Requests that ended in time and not, by model, over the last `window_s`.

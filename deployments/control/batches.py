@@ -16,8 +16,6 @@ from tenuto.placement.costs import latency_up_to
 from tenuto.placement.workload import ModelSpec, profile_of
 from tenuto.profiles import Profiles
 
-__all__ = ["raised"]
-
 GROWTH = 1.25  # of all batches at a time: finer than the powers of two at which they are profiled
 STEPS = 24  # from a batch of one beyond the largest profiled
 

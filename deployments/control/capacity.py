@@ -27,8 +27,6 @@ from tenuto.placement.expectation.goodput import expected_of
 from tenuto.placement.pools import joined
 from tenuto.placement.solver import linear_program
 
-__all__ = ["UNSERVED", "Capacity", "Demand", "promised_parts"]
-
 UNSERVED = 1e9  # load of a plan that has no gpu-let for a program with requests
 
 # The gpu-lets of each program of a pool, its rate, and whether the load is asked for.

@@ -17,8 +17,6 @@ from tenuto.deployments.control.settings import ControlSettings
 from tenuto.deployments.serve.deployment import Deployment, History
 from tenuto.errors import EnvironmentFaultError
 
-__all__ = ["change_deployment"]
-
 _LOOK_S = 0.25
 _ANSWER_S = 60.0  # for the gateways, which may be starting
 

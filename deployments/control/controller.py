@@ -28,8 +28,6 @@ from tenuto.placement import Gpulet, Plan, Workload
 from tenuto.placement.cluster import Gpu
 from tenuto.placement.plan import PolicyUsed
 
-__all__ = ["Controller"]
-
 HOUR_S = 3600.0
 KEPT_ENTRIES = 1000  # of the log, in memory; the driver writes all of them
 MOVED_ENOUGH = 0.05  # of a need: below it the same question would get the same answer

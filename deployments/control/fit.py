@@ -21,8 +21,6 @@ from tenuto.placement.plan import PlannedGpu
 from tenuto.placement.policies.shared.hosting import gpulet_id
 from tenuto.profiles.gpu_types import memory_mib_of
 
-__all__ = ["fitted", "fresh_id", "gpus_of", "is_same_process", "renamed"]
-
 BREAKS = 3.0  # models kept loaded that are worth as much as one that does not have to be away: make before break
 
 

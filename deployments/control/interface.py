@@ -10,8 +10,6 @@ from tenuto.deployments.control.planning import PlanRequest
 from tenuto.placement import Gpulet, Plan
 from tenuto.placement.cluster import Gpu
 
-__all__ = ["Apply", "Decision", "Entry", "GpuletSeen", "MakePlan", "ModelSeen", "Seen", "WantGpus"]
-
 
 @dataclass(frozen=True)
 class ModelSeen:

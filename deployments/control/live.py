@@ -39,8 +39,6 @@ from tenuto.errors import EnvironmentFaultError, InvalidInputError, Problem, rai
 from tenuto.placement import Gpulet, Plan
 from tenuto.placement.cluster import Gpu
 
-__all__ = ["ControlMemory", "Live", "LiveSystem", "Planner", "ServeSide"]
-
 logger = logging.getLogger("ray.serve")
 
 _DRAIN_S = 2.0  # from when the gateways no longer use a gpu-let to its end; the longest batches are shorter

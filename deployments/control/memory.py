@@ -12,8 +12,6 @@ from tenuto.deployments.control.rates import RatesMemory
 from tenuto.deployments.control.worth import Durations
 from tenuto.placement import Plan, Workload
 
-__all__ = ["ChangeUnderWay", "Memory"]
-
 
 @dataclass(frozen=True)
 class ChangeUnderWay:

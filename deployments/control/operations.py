@@ -43,8 +43,6 @@ from tenuto.placement import Plan
 from tenuto.placement.cluster import Gpu
 from tenuto.profiles import Profiles
 
-__all__ = ["Ground", "Operations", "begin", "is_deployed", "is_orphaned", "refuse_running", "sign_launcher"]
-
 Ground = tuple[Profiles, tuple[Gpu, ...]]
 _GONE_S = 60.0
 _LAUNCHER = "serve/launcher"  # the process that what runs ends with

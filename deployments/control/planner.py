@@ -19,8 +19,6 @@ from tenuto.deployments.control.planning import PlanRequest, Proposal, propose
 from tenuto.errors import TenutoError
 from tenuto.profiles import Profiles
 
-__all__ = ["NoPlanner", "PlannerProcess"]
-
 _START_S = 60.0
 
 

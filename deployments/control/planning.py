@@ -27,8 +27,6 @@ from tenuto.placement.solve import solve
 from tenuto.placement.workload import ModelSpec
 from tenuto.profiles import ModelProfile, Profile, Profiles
 
-__all__ = ["PlanRequest", "Proposal", "propose"]
-
 ALIKE = 0.97  # rates that differ by less give the same plan, or nearly
 SLIGHT = 0.01  # of a model's rate: what is missing below that is no reason to place another replica
 BORROWS = 1.1  # times its planned rate, and the scheduler takes a model for one that exceeds its plan

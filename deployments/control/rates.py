@@ -19,8 +19,6 @@ from numpy.typing import NDArray
 
 from tenuto.deployments.control.capacity import Demand
 
-__all__ = ["FALSE_ALARM", "Rates", "RatesMemory"]
-
 # Twice the logarithm of the likelihood ratio of a change is about chi-squared with one degree of freedom: above this,
 # chance does it less than once a day for a model looked at every second.
 FALSE_ALARM = 12.3
@@ -180,4 +178,3 @@ class Rates:
             dict(zip(self._names, self._seconds.tolist(), strict=True)),
             dict(zip(self._names, self._dispersion.tolist(), strict=True)),
         )
-

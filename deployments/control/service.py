@@ -34,8 +34,6 @@ from tenuto.placement.cluster import Gpu
 from tenuto.placement.workload import ModelSpec, profile_of
 from tenuto.profiles import Profile, Profiles
 
-__all__ = ["Control", "build", "keep_ground", "read_ground"]
-
 logger = logging.getLogger("ray.serve")
 
 T = TypeVar("T")

@@ -10,8 +10,6 @@ from pydantic import Field, model_validator
 from tenuto.documents import StrictModel
 from tenuto.placement.plan import PolicyUsed
 
-__all__ = ["Change", "ControlSettings", "Epoch", "GpuBounds", "Mode", "Moved", "RateSettings", "When"]
-
 Mode = Literal["off", "advise", "act"]
 Seconds = Annotated[float, Field(gt=0)]
 Fraction = Annotated[float, Field(ge=0)]

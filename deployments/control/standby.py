@@ -25,8 +25,6 @@ from tenuto.placement.plan import PlannedGpu
 from tenuto.placement.workload import profile_of
 from tenuto.profiles import Profiles
 
-__all__ = ["Standby", "falling_short", "standbys", "still_fitting", "taken_over", "twins"]
-
 LEAST_PCT = 1.0  # CUDA MPS counts shares in whole percent
 
 

@@ -14,8 +14,6 @@ from tenuto.errors import InvalidInputError
 from tenuto.placement import Gpulet, Plan
 from tenuto.placement.cluster import Gpu
 
-__all__ = ["fits", "needed_mib", "next_stage", "not_ready"]
-
 
 def next_stage(now: Plan, target: Plan, gpus: Sequence[Gpu], rates_rps: Mapping[str, float]) -> Plan | None:
     """Return the plan to apply next on the way to `target`; None where it has been reached.

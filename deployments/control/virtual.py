@@ -24,8 +24,6 @@ from tenuto.placement import Plan, Workload
 from tenuto.placement.cluster import Gpu
 from tenuto.profiles import Profiles
 
-__all__ = ["ControlledRun", "Incident", "Load", "Window", "World", "run_controlled"]
-
 QUIET_LOOKS = 5  # without a loss; fewer, and what follows on a loss would be skipped too often
 
 

@@ -17,8 +17,6 @@ from tenuto.deployments.control.steps import next_stage, not_ready
 from tenuto.placement import Plan
 from tenuto.placement.cluster import Gpu
 
-__all__ = ["Durations", "Rent", "Scale", "Worth", "stages"]
-
 MOST_STAGES = 1000  # a gpu-let at a time; more would be a fault of the steps
 SLIGHT = 1e-4  # of the offered rate: the linear program's rounding
 

@@ -16,8 +16,6 @@ from tenuto.deployments.dispatch.request_log import RequestLog
 from tenuto.deployments.wire.answers import Executed, Refused
 from tenuto.outcome import Outcome
 
-__all__ = ["Accounts", "EventLog", "ModelCounters"]
-
 _KEPT_EVENTS = 256
 
 

@@ -9,8 +9,6 @@ from typing import Any
 from tenuto.batching.core.autoscale import Advice, AutoscaleAdvisor, AutoscaleOptions
 from tenuto.placement import Plan
 
-__all__ = ["LIVE_OPTIONS", "LiveAdvice"]
-
 logger = logging.getLogger("ray.serve")
 
 # Three windows of ten seconds must agree before GPUs are released: a pause of clients is no reason to.

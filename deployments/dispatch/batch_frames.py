@@ -11,8 +11,6 @@ from tenuto.deployments.wire.bundles import Places
 from tenuto.deployments.wire.messages import BatchRan, RunBatch
 from tenuto.deployments.wire.tensors import Buffer, cut_rows
 
-__all__ = ["pack_batch", "split_reply"]
-
 
 def pack_batch(batch: Batch, *, shares_memory: bool) -> tuple[RunBatch, list[Buffer]]:
     """Return the message and the body of a batch that has requests, for a gpu-let that can map our memory or not."""

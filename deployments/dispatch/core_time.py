@@ -10,8 +10,6 @@ from collections.abc import Callable
 from tenuto.batching.core.system import TIME_TOLERANCE_MS
 from tenuto.deployments.dispatch.alarm import Alarm, alarm
 
-__all__ = ["CoreTime"]
-
 _FIRST_SLACK_MS = 0.2  # until it is measured
 _MOST_SLACK_MS = 2.0  # what is later than that is a busy machine, and belongs to the margin
 _LOOKED_AT = 64  # timers

@@ -39,8 +39,6 @@ from tenuto.placement import Plan
 from tenuto.placement.copy_times import longest_copies_ms
 from tenuto.profiles.networks.catalogue import ModelSignature
 
-__all__ = ["Dispatcher", "SchedulerFactory"]
-
 logger = logging.getLogger("ray.serve")
 
 # Builds the core for a plan; called again when the plan changes.

@@ -30,8 +30,6 @@ from tenuto.deployments.wire.messages import AskReport, DispatcherState, Hello, 
 from tenuto.deployments.wire.peer import Endpoint, Finder
 from tenuto.outcome import Outcome
 
-__all__ = ["BundleServer", "DispatcherReplica", "build"]
-
 logger = logging.getLogger("ray.serve")
 
 _DRAIN_S = 8.0

@@ -16,8 +16,6 @@ from tenuto.batching.core.system import NetworkDelay
 from tenuto.deployments.dispatch.alarm import Alarm
 from tenuto.deployments.dispatch.in_flight import Batch
 
-__all__ = ["EarlyRelease"]
-
 _KEPT = 64
 _QUANTILE = 0.95
 

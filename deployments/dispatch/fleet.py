@@ -18,8 +18,6 @@ from tenuto.placement import Plan
 from tenuto.placement.program import Program
 from tenuto.profiles.networks.catalogue import ModelSignature
 
-__all__ = ["AttachedGpulet", "Fleet", "GpuletLink", "LinkFactory", "gpulet_link"]
-
 GpuletLink = Link[GpuletState]
 # Makes the link to a gpu-let from its id, what finds it and who is told.
 LinkFactory = Callable[[str, Finder, LinkEvents[GpuletState]], GpuletLink]

@@ -6,8 +6,6 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from typing import Any
 
-__all__ = ["BATCH_SIZES", "Histogram", "buckets_around"]
-
 # Of the SLO: fine around it, where attainment is decided, coarse where only the order matters.
 _PARTS_OF_SLO = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 0.75, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0, 5.0)
 

@@ -10,8 +10,6 @@ from tenuto.deployments.wire.answers import Executed, Refused
 from tenuto.deployments.wire.arena import Held
 from tenuto.deployments.wire.tensors import InputPart
 
-__all__ = ["Asker", "Batch", "Request"]
-
 
 class Asker(Protocol):
     """Whoever asks. One of the two is called, once, unless the request is cancelled before."""

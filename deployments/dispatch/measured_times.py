@@ -7,8 +7,6 @@ from collections import deque
 
 from tenuto.batching.core.system import INF, NetworkDelay
 
-__all__ = ["LatencyCorrection", "WayMeter"]
-
 _MOVED_MS = 0.05  # smaller changes are not worth a new plan of the queue
 _SOME_REQUESTS = 8  # of a batch, when judging whether a delay per request has moved
 

@@ -16,8 +16,6 @@ from typing import Any, NamedTuple
 
 from tenuto.batching.core.scheduler import Rehearsal, Rehearse
 
-__all__ = ["Compute", "Computed", "RehearsalProcess", "Rehearsals"]
-
 logger = logging.getLogger("ray.serve")
 
 _LONGEST_S = 60.0

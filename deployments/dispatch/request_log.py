@@ -16,8 +16,6 @@ from typing import Any
 from tenuto.deployments.dispatch.in_flight import Request
 from tenuto.deployments.wire.answers import Executed, Refused
 
-__all__ = ["RequestLog"]
-
 _KEPT = 4096
 # When it ended (wall clock, s), id, model, arrival and end (ms), whether in time, and what became of it. Neither the
 # request nor its inputs or outputs are kept: of an execution only its times.

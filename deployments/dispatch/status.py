@@ -9,8 +9,6 @@ from tenuto.batching.core.system import NetworkDelay
 from tenuto.deployments.dispatch.accounts import ModelCounters
 from tenuto.placement import Plan
 
-__all__ = ["dispatcher_status"]
-
 
 def dispatcher_status(
     plan: Plan | None,

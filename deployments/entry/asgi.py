@@ -12,8 +12,6 @@ from tenuto.deployments.entry.http import Exchange, Head, HttpError, too_large
 from tenuto.deployments.wire.arena import Slot
 from tenuto.deployments.wire.tensors import Buffer
 
-__all__ = ["App", "AsgiExchange", "answer_with", "read_request", "send_response"]
-
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]

@@ -24,8 +24,6 @@ from tenuto.deployments.wire.arena import Held, HeldTogether
 from tenuto.deployments.wire.tensors import Buffer, InputPart
 from tenuto.outcome import Outcome
 
-__all__ = ["Front", "InferCall", "Shown", "crash", "fail"]
-
 logger = logging.getLogger("ray.serve")
 
 _BINARY = b"content-type: application/octet-stream\r\ninference-header-content-length: %d\r\n"

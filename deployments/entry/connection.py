@@ -23,8 +23,6 @@ from tenuto.deployments.entry.http import Head, HttpError, status_line, too_larg
 from tenuto.deployments.wire.arena import Arena, Slot
 from tenuto.deployments.wire.tensors import Buffer
 
-__all__ = ["HttpExchange", "HttpServer", "Limits", "Service"]
-
 logger = logging.getLogger("ray.serve")
 
 _READ_BYTES = 1 << 16

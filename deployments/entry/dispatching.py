@@ -14,8 +14,6 @@ from tenuto.deployments.wire.tensors import InputPart
 from tenuto.placement import Plan
 from tenuto.profiles.networks.catalogue import ModelSignature
 
-__all__ = ["Dispatching", "ask"]
-
 
 class Dispatching(Protocol):
     """`Dispatcher` in the gateway's own process, `RemoteDispatchers` where several gateways feed other processes."""

@@ -17,8 +17,6 @@ from tenuto.deployments.entry.remote_dispatchers import RemoteDispatchers
 from tenuto.deployments.entry.service import InferenceService
 from tenuto.deployments.operator.devices import DeviceFigures
 
-__all__ = ["Fellows"]
-
 
 class Fellows:
     """What this gateway says of itself, and what all of them said."""

@@ -46,8 +46,6 @@ from tenuto.deployments.wire.arena import Arena
 from tenuto.deployments.wire.peer import Endpoint, Finder
 from tenuto.errors import EnvironmentFaultError
 
-__all__ = ["Entry", "Gateway", "build"]
-
 logger = logging.getLogger("ray.serve")
 
 _DRAIN_S = 8.0

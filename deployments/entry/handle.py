@@ -27,8 +27,6 @@ from tenuto.errors import EnvironmentFaultError, InvalidInputError, Problem, Una
 from tenuto.outcome import Outcome
 from tenuto.placement import Plan
 
-__all__ = ["RequestFailedError", "TenutoHandle"]
-
 _SLOT_BYTES = 1 << 14
 _ARENA_BYTES = 1 << 28
 ALONE = "gateway"  # the only sub-cluster where the gateway itself schedules

@@ -11,8 +11,6 @@ from tenuto.deployments.entry.oip import BadRequestError, parse_slo
 from tenuto.deployments.entry.served_model import PlannedModel
 from tenuto.deployments.security.keys import Caller
 
-__all__ = ["Route", "began_s", "load_path", "named_model", "slo_of"]
-
 
 class Route(NamedTuple):
     """What a head leads to, with what its headers say about it; `problem` where they are wrong.

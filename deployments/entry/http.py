@@ -13,8 +13,6 @@ import orjson
 from tenuto.deployments.wire.arena import Slot
 from tenuto.deployments.wire.tensors import Buffer
 
-__all__ = ["JSON", "Exchange", "Head", "HttpError", "inflated", "retry_after", "status_line", "too_large"]
-
 JSON = b"content-type: application/json\r\n"
 _STATUS_LINES = {status.value: b"HTTP/1.1 %d %s\r\n" % (status, status.phrase.encode()) for status in HTTPStatus}
 

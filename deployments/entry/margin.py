@@ -11,8 +11,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["Margin"]
-
 _START_MS = 2.0
 _UP_MS = 0.2  # for one late answer
 _RISE_WEIGHT = 0.02

@@ -18,22 +18,6 @@ import orjson
 
 from tenuto.deployments.wire.tensors import Array, Buffer, InputPart, OutputTensor
 
-__all__ = [
-    "DATATYPES",
-    "BadRequestError",
-    "InferRequest",
-    "KnownHeaders",
-    "QuickReader",
-    "QuickWriter",
-    "Region",
-    "RequestedOutput",
-    "TensorSpec",
-    "check_outputs",
-    "encode_response",
-    "parse_infer",
-    "parse_slo",
-]
-
 # Protocol datatype names and numpy's. BYTES and BF16 have no fixed-width numpy type and are not accepted.
 DATATYPES = {
     "BOOL": "bool", "UINT8": "uint8", "UINT16": "uint16", "UINT32": "uint32", "UINT64": "uint64",

@@ -31,8 +31,6 @@ from tenuto.outcome import Outcome
 from tenuto.placement import Plan
 from tenuto.profiles.networks.catalogue import ModelSignature
 
-__all__ = ["RemoteDispatchers"]
-
 logger = logging.getLogger("ray.serve")
 
 _REPORT_TIMEOUT_S = 5.0

@@ -18,8 +18,6 @@ from tenuto.deployments.entry.service import InferenceService
 from tenuto.deployments.operator.app import Watched, add_error_answers, add_operator_routes
 from tenuto.deployments.security.keys import Caller
 
-__all__ = ["make_app"]
-
 
 def make_app(service: InferenceService, watched: Watched | None = None) -> FastAPI:
     """Return the application with every route that does not carry load.

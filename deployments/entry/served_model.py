@@ -13,8 +13,6 @@ from tenuto.deployments.wire.tensors import Buffer, InputPart, OutputTensor
 from tenuto.profiles.networks.catalogue import ModelSignature, TensorSignature
 from tenuto.profiles.networks.preprocess import Prediction, postprocess, preprocess
 
-__all__ = ["PlannedModel", "ServedModel"]
-
 
 @dataclass(frozen=True)
 class ServedModel:

@@ -35,8 +35,6 @@ from tenuto.errors import InvalidInputError
 from tenuto.outcome import Outcome
 from tenuto.placement import Plan
 
-__all__ = ["InferenceService"]
-
 _PRINTABLE = "".join(chr(code) for code in range(33, 127) if code != ord("%"))
 _BEHIND = orjson.dumps(
     {"error": "more requests come than this gateway can read. Retry in a second.", "outcome": Outcome.REJECTED.word}

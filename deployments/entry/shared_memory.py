@@ -17,8 +17,6 @@ from tenuto.deployments.entry.oip import BadRequestError, Region
 from tenuto.deployments.wire.arena import Arena, Slot
 from tenuto.deployments.wire.tensors import InputPart
 
-__all__ = ["Regions"]
-
 _FOLDER = Path("/dev/shm")
 _KEY = re.compile(r"/?[A-Za-z0-9._-]{1,200}")
 _MOST_REGIONS = 1024

@@ -15,8 +15,6 @@ from tenuto.deployments.entry.service import InferenceService
 from tenuto.deployments.operator.decisions import AskController, ControllerFigures
 from tenuto.deployments.operator.merged_status import merge_gateways
 
-__all__ = ["WatchedGateway"]
-
 
 class WatchedGateway:
     """See `tenuto.deployments.operator.app.Watched`."""

@@ -24,8 +24,6 @@ from tenuto.deployments.wire.messages import AbortBatch, GpuletState, Message, R
 from tenuto.deployments.wire.peer import Endpoint
 from tenuto.deployments.wire.tensors import Buffer
 
-__all__ = ["ArrivedBatch", "Channel"]
-
 logger = logging.getLogger("ray.serve")
 
 _HANDSHAKE_S = 5.0

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["describe_mode"]
-
 
 def describe_mode(mode: Mapping[str, Any]) -> str:
     """Return a `GpuletMode` as data in a few words, such as `share, streaming, cuda_graphs`. Share and streaming, each

@@ -13,8 +13,6 @@ import time
 from collections import deque
 from typing import Generic, Protocol, TypeVar
 
-__all__ = ["Inbox", "Source"]
-
 ItemT = TypeVar("ItemT")
 
 _SLEPT_S = 1e-4  # a wait that ended sooner found something there

@@ -25,8 +25,6 @@ from tenuto.mps.share import Attachment, Report, client_environment, most_client
 from tenuto.mps.sm_count import VisibleDevice, free_memory_mib, visible_devices
 from tenuto.mps.xid import FATAL_XIDS, XidEvents
 
-__all__ = ["SharedGpu", "join_shared_gpu", "turn_of"]
-
 logger = logging.getLogger("ray.serve")
 
 _VOLTA = (7, 0)

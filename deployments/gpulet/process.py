@@ -15,8 +15,6 @@ from tenuto.deployments.gpulet.replica import GpuletReplica
 from tenuto.deployments.wire.peer import Endpoint
 from tenuto.errors import TenutoError
 
-__all__ = ["LocalReplica"]
-
 
 class LocalReplica(GpuletReplica):
     """The replica, but for what Serve calls and asks Ray for."""

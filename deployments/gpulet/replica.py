@@ -30,8 +30,6 @@ from tenuto.deployments.wire.peer import Endpoint
 from tenuto.documents import parse_document
 from tenuto.errors import EnvironmentFaultError
 
-__all__ = ["GpuletReplica", "build"]
-
 _LAST_WORDS_S = 0.2  # between the notice that the device is lost and the end of the process
 
 

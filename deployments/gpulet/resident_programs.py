@@ -13,8 +13,6 @@ from tenuto.deployments.serve.user_config import ProgramEntry
 from tenuto.deployments.wire.messages import GpuletMode
 from tenuto.profiles.networks.catalogue import ModelSignature
 
-__all__ = ["ResidentPrograms"]
-
 logger = logging.getLogger("ray.serve")
 
 

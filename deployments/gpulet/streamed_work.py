@@ -12,11 +12,9 @@ from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Any, Generic, Protocol, TypeVar
 
-from tenuto.deployments.gpulet.executors.streamed import DEPTH, StreamingExecutor
+from tenuto.deployments.gpulet.executors.streamed import StreamingExecutor
 from tenuto.profiles.networks.inputs import Arrays, Blocks
-from tenuto.profiles.networks.runner import BatchTimes
-
-__all__ = ["StreamedWork"]
+from tenuto.profiles.networks.runner import STREAMED_DEPTH, BatchTimes
 
 
 class _Batch(Protocol):
@@ -71,7 +69,7 @@ class StreamedWork(Generic[Work]):
         self._done = done
         self._failed = failed
         self._otherwise = otherwise
-        self._room = threading.Semaphore(DEPTH)
+        self._room = threading.Semaphore(STREAMED_DEPTH)
         self._launched: SimpleQueue[tuple[Work, Any, float] | None] = SimpleQueue()
         self._finisher = threading.Thread(target=self._finish_all, name=f"{name} answers", daemon=True)
 
@@ -89,13 +87,13 @@ class StreamedWork(Generic[Work]):
             try:
                 self._otherwise(item)
             finally:
-                for _ in range(DEPTH):
+                for _ in range(STREAMED_DEPTH):
                     self._room.release()
         self._launched.put(None)
         self._finisher.join()
 
     def _wait_until_empty(self) -> None:
-        for _ in range(DEPTH):
+        for _ in range(STREAMED_DEPTH):
             self._room.acquire()
 
     def _begin(self, work: Work) -> bool:

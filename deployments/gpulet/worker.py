@@ -27,8 +27,6 @@ from tenuto.profiles.networks.device import loses_device
 from tenuto.profiles.networks.inputs import Arrays, Blocks
 from tenuto.profiles.networks.runner import BatchTimes
 
-__all__ = ["WorkerThread"]
-
 logger = logging.getLogger("ray.serve")
 
 _Action = tuple[Callable[[], None], "asyncio.Future[None]"]

@@ -20,8 +20,6 @@ from tenuto.deployments.operator.exposition import CONTENT_TYPE, render_metrics
 from tenuto.deployments.operator.live import LiveView
 from tenuto.deployments.operator.page import live_page
 
-__all__ = ["Watched", "add_error_answers", "add_operator_routes", "make_operator_app"]
-
 _MOST_REQUESTS = 4096
 
 

@@ -8,8 +8,6 @@ import time
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
-__all__ = ["AskController", "ControllerFigures", "nobody"]
-
 logger = logging.getLogger("ray.serve")
 
 # Returns what the controller shows of itself, None where none runs.

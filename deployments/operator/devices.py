@@ -13,8 +13,6 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any, Protocol
 
-__all__ = ["DeviceFigures", "DeviceNvml", "load_device_nvml"]
-
 logger = logging.getLogger("ray.serve")
 
 _EVERY_S = 5.0

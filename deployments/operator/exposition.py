@@ -13,8 +13,6 @@ from typing import Any
 
 from tenuto.outcome import OUTCOMES
 
-__all__ = ["CONTENT_TYPE", "STAGES", "render_metrics"]
-
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 # Parts of a request's time on the server, in order; `proxy` only where a proxy in front says when it began.

@@ -11,8 +11,6 @@ from typing import Any
 
 from tenuto.deployments.operator.window import between
 
-__all__ = ["LiveView"]
-
 logger = logging.getLogger("ray.serve")
 
 _EVERY_S = 1.0

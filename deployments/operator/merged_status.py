@@ -7,8 +7,6 @@ from typing import Any
 
 from tenuto.placement import Plan
 
-__all__ = ["merge_gateways", "merge_reports"]
-
 
 def merge_reports(
     what: str, reports: Sequence[Any], plan: Plan | None, gpulets: Sequence[Mapping[str, Any]]

@@ -11,8 +11,6 @@ from tenuto.mps.inventory import GpuDevice, read_inventory
 from tenuto.placement import Cluster
 from tenuto.placement.cluster import GpuGroup, Node
 
-__all__ = ["cluster_of", "read_ray_inventory"]
-
 
 def read_ray_inventory(
     timeout_s: float = 120.0, read: Callable[[], tuple[GpuDevice, ...]] = read_inventory

@@ -7,8 +7,6 @@ from typing import Any
 
 from tenuto.mps.others import OtherProcess
 
-__all__ = ["describe_share", "sharing_notes"]
-
 
 def describe_share(gpulet: Mapping[str, Any]) -> str:
     """Return a gpu-let's share as planned, with the multiprocessors it really has where CUDA told them."""

@@ -13,8 +13,6 @@ from typing import Any
 
 from tenuto.outcome import OUTCOMES
 
-__all__ = ["GpuletFigures", "ModelFigures", "Window", "between", "quantile_s"]
-
 
 @dataclass(frozen=True)
 class ModelFigures:

@@ -19,8 +19,6 @@ from pydantic import Field, field_validator
 from tenuto.documents import StrictModel, load_document, parse_document
 from tenuto.errors import Problem, raise_if_any
 
-__all__ = ["ENVIRONMENT", "Caller", "Callers", "KeyEntry", "KeyFile", "new_key", "presented_key", "read_keys"]
-
 ENVIRONMENT = "TENUTO_API_KEYS"
 _PREFIX = "tenuto_"  # lets scanners for leaked secrets find one
 _MOST_KEY_BYTES = 512

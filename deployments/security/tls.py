@@ -6,8 +6,6 @@ import ssl
 
 from tenuto.errors import refused
 
-__all__ = ["server_context"]
-
 
 def server_context(certificate: str, key: str) -> ssl.SSLContext:
     """Return what a server needs to speak TLS 1.2 or newer.

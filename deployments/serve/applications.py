@@ -13,15 +13,6 @@ from tenuto.deployments.serve.deployment import is_ours
 from tenuto.deployments.serve.states import ApplicationState, application_states
 from tenuto.errors import EnvironmentFaultError
 
-__all__ = [
-    "Applications",
-    "check_cluster",
-    "check_nodes",
-    "missing_from",
-    "nobody_listens",
-    "refuse_foreign",
-]
-
 _MOST_CHECKED_NODES = 32
 _REFUSED_S = 0.2  # a machine that is there refuses at once
 _CHECK_S = 90.0  # a node's first worker imports Ray; on a busy machine that takes long

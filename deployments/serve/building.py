@@ -15,8 +15,6 @@ from typing import Any
 from tenuto.deployments.serve.deployment import is_ours
 from tenuto.deployments.serve.states import application_states
 
-__all__ = ["deploy_applications", "import_applications"]
-
 
 def deploy_applications(config: Mapping[str, Any]) -> None:
     """Let the applications of a Serve config run, and of ours no others; Serve has to run. Returns before they do."""

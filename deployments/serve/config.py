@@ -16,16 +16,6 @@ from tenuto.mps.share import client_environment
 from tenuto.placement import Gpulet, Plan, PlannedGpu
 from tenuto.placement.program import Program
 
-__all__ = [
-    "ENTRY_APPLICATION",
-    "GPULET_PREFIX",
-    "HEAD_NODE",
-    "NODE_SLOT",
-    "application_name",
-    "dispatcher_name",
-    "serve_config",
-]
-
 ENTRY_APPLICATION = "tenuto"
 GPULET_PREFIX = "gpulet-"
 # CUDA MPS admits at most 48 clients per GPU (driver r550; 60 later), so 50 slots are never too few.

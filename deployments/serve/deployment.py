@@ -21,8 +21,6 @@ from tenuto.documents import StrictModel, parse_document
 from tenuto.errors import EnvironmentFaultError, refused
 from tenuto.placement import Gpulet, Plan
 
-__all__ = ["CONTROL_APPLICATION", "ClusterStore", "Deployment", "History", "Store", "Version", "is_ours"]
-
 CONTROL_APPLICATION = "tenuto-control"
 KEPT_VERSIONS = 100
 

@@ -11,9 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from tenuto.placement.plan import Gpulet, Plan
-
-__all__ = ["ChangeKind", "GpuletChange", "PlanDiff", "diff"]
+from tenuto.placement.plan import Plan
+from tenuto.placement.program import Gpulet
 
 ChangeKind = Literal["route-only", "reconfigure", "restart", "start", "stop"]
 

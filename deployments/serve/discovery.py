@@ -10,8 +10,6 @@ from tenuto.deployments.serve.deployment import CONTROL_APPLICATION
 from tenuto.deployments.wire.peer import Endpoint, Finder
 from tenuto.errors import EnvironmentFaultError
 
-__all__ = ["controller_shown", "find_dispatcher", "find_gateway", "find_gpulet", "gateway_status"]
-
 _READY_S = 30.0
 
 

@@ -12,8 +12,6 @@ from urllib.parse import quote
 
 from tenuto.errors import EnvironmentFaultError
 
-__all__ = ["CLIENT_KEY", "client_key", "get_json", "model_metadata", "served_plan"]
-
 CLIENT_KEY = "TENUTO_API_KEY"
 
 

@@ -26,8 +26,6 @@ from tenuto.deployments.serve.ray_token import make_token
 from tenuto.deployments.serve.states import application_states
 from tenuto.errors import EnvironmentFaultError
 
-__all__ = ["RAY_ENVIRONMENT", "Launcher", "is_serving", "start_local_ray", "unused_port"]
-
 # Read by Ray when its processes start. Niceness 0: Ray's default of 15 lets anything else on the machine delay the
 # gateway. Serve kills a proxy that is not up after 5 s, and its own start with it; a busy machine takes longer. Serve's
 # HAProxy mode stays off: clients come to the gateways' own sockets, and HAProxy's statistics listen on every interface.

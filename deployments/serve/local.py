@@ -12,8 +12,6 @@ from typing import Any
 from tenuto.deployments.wire.peer import Endpoint, Finder
 from tenuto.errors import EnvironmentFaultError
 
-__all__ = ["LocalGpulets"]
-
 _START_S = 300.0
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import logging
 import os
 
-__all__ = ["run_at_normal_priority"]
-
 logger = logging.getLogger("ray.serve")
 
 

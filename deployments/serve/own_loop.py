@@ -13,8 +13,6 @@ import threading
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
 
-__all__ = ["OwnLoop", "elsewhere", "spare_the_collector"]
-
 ResultT = TypeVar("ResultT")
 
 _COLLECT_AFTER = 5_000  # objects more than before: at 700 (the default) requests under way are looked at all the time

@@ -13,8 +13,6 @@ from typing import Any
 
 from tenuto.deployments.serve.ray_token import guard_of, token_file
 
-__all__ = ["QUIET", "announce", "join_ray", "may_show_token", "on_loopback", "running_ray", "why_unreachable"]
-
 QUIET: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR, "namespace": "tenuto"}
 
 # Ray's own switch for "this machine alone", named after the systems where it is the default: with it the addresses of

@@ -12,8 +12,6 @@ import secrets
 from pathlib import Path
 from typing import Literal
 
-__all__ = ["Guard", "guard_of", "is_refused", "make_token", "readable_by_others", "token_file"]
-
 _TOKEN_BYTES = 32
 _ALIVE = "/ray.rpc.NodeInfoGcsService/CheckAlive"  # asks Ray's head nothing, and changes nothing
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["ApplicationState", "application_states"]
-
 
 @dataclass(frozen=True)
 class ApplicationState:

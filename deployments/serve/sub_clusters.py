@@ -12,8 +12,6 @@ from tenuto.placement import Gpulet, Plan
 from tenuto.placement.policies.symphony.partition import Limits, PartitionModel, partition
 from tenuto.placement.pools import joined
 
-__all__ = ["cut_plan", "evened", "fits_plan", "imbalance", "parted", "read_partition"]
-
 _WHOLE = "0"
 _EVENER = 0.1  # of the mean rate of a sub-cluster: what moving models has to gain
 

@@ -18,22 +18,6 @@ from tenuto.documents import StrictModel, parse_document
 from tenuto.placement import Plan
 from tenuto.profiles.latency import LatencyField
 
-__all__ = [
-    "DispatcherConfig",
-    "GatewayConfig",
-    "GpuletConfig",
-    "GpuletSpec",
-    "Listen",
-    "MemberEntry",
-    "ProgramEntry",
-    "Serving",
-    "TracesConfig",
-    "read_dispatcher_config",
-    "read_gateway_config",
-    "read_gpulet_config",
-]
-
-
 # --- gpu-lets ---------------------------------------------------------------------------------------------------------
 
 

@@ -11,8 +11,6 @@ import numpy as np
 from tenuto.deployments.wire.tensors import Array, OutputTensor, RowOutput
 from tenuto.outcome import Outcome
 
-__all__ = ["Answer", "Executed", "Refused"]
-
 
 @dataclass(slots=True, eq=False)
 class Executed:

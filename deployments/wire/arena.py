@@ -14,8 +14,6 @@ from collections import defaultdict
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
-__all__ = ["Arena", "Held", "HeldTogether", "MappedArenas", "Slot", "machine_id"]
-
 _GRAIN_BYTES = 1 << 16
 _MEMFD = "/memfd:tenuto-arena"
 _NAME = re.compile(r"(\d+):(\d+):(\d+)")  # process, file descriptor, inode

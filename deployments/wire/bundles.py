@@ -18,8 +18,6 @@ from tenuto.deployments.wire.messages import MOST_BUNDLED_BYTES, Answers, Execut
 from tenuto.deployments.wire.tensors import Buffer, InputPart, cut_rows
 from tenuto.outcome import Outcome
 
-__all__ = ["AnsweredRequest", "Bundler", "Places", "clock_ahead_ms", "pack_answers", "read_parts", "unpack_answers"]
-
 ItemT = TypeVar("ItemT")
 
 

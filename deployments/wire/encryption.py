@@ -11,8 +11,6 @@ import ssl
 import threading
 from collections.abc import Sequence
 
-__all__ = ["Identity", "TlsSocket", "pinned_context"]
-
 _NAME = "tenuto"
 _LASTS = datetime.timedelta(days=3650)  # as long as any process
 _READ_BYTES = 1 << 18

@@ -26,16 +26,6 @@ from tenuto.deployments.wire.encryption import Identity, TlsSocket, pinned_conte
 from tenuto.deployments.wire.messages import Hello, Message, decode, encode
 from tenuto.deployments.wire.tensors import Buffer
 
-__all__ = [
-    "NO_BYTES",
-    "Address",
-    "FrameProtocol",
-    "FrameReader",
-    "FrameSocket",
-    "connect",
-    "listen",
-]
-
 logger = logging.getLogger("ray.serve")
 
 _PREFIX = struct.Struct("<IQ")  # bytes of the message, bytes of the body

@@ -17,30 +17,6 @@ import msgspec
 from tenuto.deployments.wire.tensors import RowOutput, most_batch_bytes, most_row_bytes
 from tenuto.profiles.networks.catalogue import ModelSignature
 
-__all__ = [
-    "MOST_BUNDLED_BYTES",
-    "AbortBatch",
-    "Answers",
-    "AskReport",
-    "BatchFailed",
-    "BatchRan",
-    "DispatcherState",
-    "ExecutedRows",
-    "GpuletMode",
-    "GpuletState",
-    "Hello",
-    "Message",
-    "PartPlace",
-    "RefusedRow",
-    "Report",
-    "RequestRow",
-    "Requests",
-    "RunBatch",
-    "decode",
-    "encode",
-]
-
-
 MOST_BUNDLED_BYTES = 16 << 20  # a bundle that has so many leaves at once
 
 

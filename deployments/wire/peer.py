@@ -13,8 +13,6 @@ from tenuto.deployments.wire.frames import Address, FrameProtocol, connect
 from tenuto.deployments.wire.messages import DispatcherState, GpuletState, Hello, Message
 from tenuto.deployments.wire.tensors import Buffer
 
-__all__ = ["Endpoint", "Finder", "Link", "LinkEvents", "PeerLink", "PeerState"]
-
 logger = logging.getLogger("ray.serve")
 
 _RETRY_S = (0.1, 0.2, 0.5, 1.0)

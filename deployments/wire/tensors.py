@@ -11,22 +11,6 @@ import numpy as np
 
 from tenuto.profiles.networks.catalogue import TensorSignature
 
-__all__ = [
-    "Array",
-    "Arrays",
-    "Blocks",
-    "Buffer",
-    "InputPart",
-    "OutputTensor",
-    "RowOutput",
-    "cut_rows",
-    "inline_blocks",
-    "input_blocks",
-    "most_batch_bytes",
-    "most_row_bytes",
-    "pack_outputs",
-]
-
 Array = np.ndarray[Any, Any]
 Arrays = dict[str, Array]
 Blocks = dict[str, list[Array]]

@@ -14,8 +14,6 @@ from tenuto.loadgen.clients.group import PREPARE_TIMEOUT_S, RESULT_TIMEOUT_S
 from tenuto.loadgen.records import Records, merge
 from tenuto.loadgen.senders.choose import make_sender
 
-__all__ = ["ClientActor", "RayClients"]
-
 
 class ClientActor:
     """An asyncio actor around `Client`, so that progress and stop are answered while a job runs."""

@@ -22,8 +22,6 @@ from tenuto.loadgen.records import NAN, Records, request_id
 from tenuto.loadgen.sender import Body, OnReply, Reply, Sender
 from tenuto.outcome import OUTCOMES, Outcome
 
-__all__ = ["Client", "ClientJob", "ClientReport", "ModelTarget", "outcome_of"]
-
 _LONGEST_ERROR = 160
 _KINDS_OF_ERROR = 50
 

@@ -14,8 +14,6 @@ from tenuto.loadgen.clients.client import Client, ClientJob, ClientReport
 from tenuto.loadgen.sender import Sender
 from tenuto.loadgen.senders.choose import make_sender
 
-__all__ = ["ClientGroup", "LocalClient"]
-
 PREPARE_TIMEOUT_S = 120.0
 RESULT_TIMEOUT_S = 120.0
 _SWITCH_S = 0.0002  # how long another thread of this process, one that prints, may keep the client waiting; else 5 ms

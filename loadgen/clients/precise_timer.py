@@ -9,8 +9,6 @@ from typing import Protocol
 
 from tenuto.deployments.dispatch.alarm import Alarm, alarm
 
-__all__ = ["PreciseTimer", "Timer"]
-
 
 class Timer(Protocol):
     """A clock that can be waited for by one waiter at a time; times in seconds, from any origin but `wall`'s."""

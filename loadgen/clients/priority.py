@@ -13,8 +13,6 @@ import os
 from collections.abc import Iterator
 from typing import Literal
 
-__all__ = ["Priority", "prefer_this_thread", "preferred"]
-
 Priority = Literal["realtime", "normal"]
 _LOWEST = 1  # of the real-time priorities: above all ordinary threads, below everyone's who asked for more
 

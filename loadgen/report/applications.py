@@ -23,8 +23,6 @@ from tenuto.loadgen.report.series import bin_edges_ms, cdf
 from tenuto.loadgen.run import Run
 from tenuto.outcome import Outcome
 
-__all__ = ["application_table", "applications", "stage_note"]
-
 _JUDGED = (
     "A request of an application is in time when every answer of every stage was there within its SLO, counted from "
     "its scheduled time. That end-to-end criterion is the verdict's; stages are not judged by themselves."

@@ -12,24 +12,6 @@ from numpy.typing import NDArray
 from tenuto.loadgen.report.charts import Bar, Plot, legend, stacked_bars
 from tenuto.loadgen.report.palette import OUTCOME_COLOURS, STAGE_COLOURS, Style
 
-__all__ = [
-    "Styles",
-    "facts",
-    "figure",
-    "how_it_was_made",
-    "in_time",
-    "latency_figure",
-    "listed",
-    "number",
-    "outcome_bar",
-    "outcome_figure",
-    "rate_figure",
-    "stage_bars",
-    "stage_figure",
-    "swatch",
-    "table",
-]
-
 Styles = Mapping[str, Style]
 STAGES = {
     "batching": "waiting for a batch", "gpulet_queue": "queue at the gpu-let", "execution": "execution",

@@ -16,8 +16,6 @@ from tenuto.loadgen.report.page import html_document
 from tenuto.loadgen.report.palette import styles_for
 from tenuto.loadgen.result_folder import prepare_folder, write_files
 
-__all__ = ["prepare_capacity_folder", "render_capacity", "write_capacity"]
-
 _AXES = {
     "rate_scale": ("Rate", "factor on every rate"),
     "slo_scale": ("SLO", "factor on every SLO"),

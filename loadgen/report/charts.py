@@ -15,8 +15,6 @@ from numpy.typing import NDArray
 
 from tenuto.loadgen.report.palette import Style
 
-__all__ = ["Bar", "Plot", "legend", "stacked_bars", "ticks"]
-
 WIDTH = 420
 _LEFT, _RIGHT, _TOP, _BOTTOM = 60, 12, 14, 44
 _MOST_POINTS = 400

@@ -17,8 +17,6 @@ from tenuto.loadgen.result_folder import write_files
 from tenuto.loadgen.run import Run, load_run
 from tenuto.placement.shown.picture import draw
 
-__all__ = ["html_document", "render_page", "write_report"]
-
 _LIGHT = "--back:#ffffff;--panel:#f6f7f9;--text:#1a1c20;--muted:#6a7078;--rule:#d9dde3;"
 _DARK = "--back:#14161a;--panel:#1d2026;--text:#e8eaee;--muted:#9aa1ab;--rule:#363b44;"
 

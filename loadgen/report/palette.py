@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-__all__ = ["OUTCOME_COLOURS", "STAGE_COLOURS", "Style", "colour_css", "styles_for"]
-
 # Okabe and Ito's set (jfly.uni-koeln.de/color); yellow is darkened on white and black lightened on dark for contrast.
 _LIGHT = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#b58900", "#56b4e9", "#000000", "#e69f00")
 _DARK = ("#4aa3df", "#ff8a3d", "#2fd3a0", "#e39fc4", "#f0e442", "#8fd3ff", "#e6e6e6", "#ffc24d")

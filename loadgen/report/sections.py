@@ -34,8 +34,6 @@ from tenuto.loadgen.report.series import (
 )
 from tenuto.loadgen.run import Run
 
-__all__ = ["batches", "executions", "goodput", "latency", "load", "stages", "utilisation"]
-
 _MOST_CHARTS = 16
 _TEXT = Style("var(--text)")
 _PREDICTED = Style("var(--text)", "3 3")

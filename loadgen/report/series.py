@@ -15,17 +15,6 @@ from tenuto.loadgen.run import Run
 from tenuto.outcome import Outcome
 from tenuto.placement import Gpulet, Plan
 
-__all__ = [
-    "Prediction",
-    "Timeline",
-    "batch_counts",
-    "binned",
-    "cdf",
-    "predictions",
-    "timeline",
-    "waiting_and_under_way",
-]
-
 Floats = NDArray[np.float64]
 _BINS = 120
 _CDF_POINTS = 300

@@ -5,8 +5,6 @@ from __future__ import annotations
 from tenuto.loadgen.sender import Sender
 from tenuto.loadgen.senders.http import HttpSender
 
-__all__ = ["make_sender"]
-
 
 def make_sender(via: str, url: str, key: str = "") -> Sender:
     """Return the sender over `http` to a URL, with an API key where one is given, or over the Python `handle`, whose

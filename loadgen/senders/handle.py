@@ -12,8 +12,6 @@ from tenuto.deployments.wire.answers import Answer
 from tenuto.errors import EnvironmentFaultError, TenutoError
 from tenuto.loadgen.sender import Body, OnReply, Reply
 
-__all__ = ["HandleSender"]
-
 Prepared = tuple[str, list[Any], float | None]  # model, parts, SLO in ms
 
 

@@ -18,8 +18,6 @@ from urllib.parse import urlsplit
 from tenuto.errors import InvalidInputError
 from tenuto.loadgen.sender import Body, OnReply, Reply
 
-__all__ = ["HttpSender", "post_bytes"]
-
 _LONGEST_IDLE_S = 4.0
 
 

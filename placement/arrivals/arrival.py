@@ -8,8 +8,6 @@ from pydantic import Field
 
 from tenuto.documents import StrictModel
 
-__all__ = ["Arrival"]
-
 Positive = Annotated[float, Field(gt=0)]
 
 

@@ -28,8 +28,6 @@ from numpy.typing import NDArray
 from tenuto.errors import InvalidInputError, Problem, raise_if_any, refused
 from tenuto.placement.arrivals.arrival import Arrival
 
-__all__ = ["AZURE_PROCESSES", "AzureOptions", "azure_times", "is_synthetic"]
-
 AZURE_PROCESSES = ("azure_2019", "azure_2021")
 Times = NDArray[np.float64]
 _MINUTE_S, _DAY_MIN = 60.0, 1440

@@ -15,8 +15,6 @@ from tenuto.errors import InvalidInputError, Problem, refused
 from tenuto.placement.arrivals.arrival import Arrival
 from tenuto.placement.arrivals.azure import AZURE_PROCESSES, azure_times
 
-__all__ = ["PROCESSES", "arrival_times", "read_trace"]
-
 Times = NDArray[np.float64]
 Process = Callable[[float, float, Arrival, np.random.Generator], Times]
 

@@ -24,8 +24,6 @@ from tenuto.placement.program import Gpulet, Program, slowest_ms
 from tenuto.placement.solver import linear_program
 from tenuto.placement.workload import ModelSpec
 
-__all__ = ["Outlook", "expected_of", "outlook_of"]
-
 ROUNDS = 6  # of adapting slowdowns to how busy neighbours are
 SPREAD = 0.7  # of what an overloaded pool loses falls on all programs; from scenes that judge nothing
 IN_FULL = 0.99

@@ -15,8 +15,6 @@ from tenuto.placement.program import Gpulet, Replica
 from tenuto.profiles import Latency, Profiles
 from tenuto.profiles.share_latency import with_share
 
-__all__ = ["INTERFERENCE", "Sharing", "listed"]
-
 INTERFERENCE = "contention"  # needs latencies only, so that it can judge every plan
 
 _RULES = {

@@ -17,9 +17,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-__all__ = ["Batch", "Stream", "blocked_part", "lost_parts", "used_part"]
-
-
 NO_WAIT_S = 1e-4  # the least that requests are taken to wait for: a tenth of a millisecond
 
 

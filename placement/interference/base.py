@@ -8,8 +8,6 @@ from typing import Protocol
 
 from tenuto.profiles import ModelProfile
 
-__all__ = ["InterferenceModel", "NoInterference", "Resident", "Sample"]
-
 
 @dataclass(frozen=True)
 class Resident:

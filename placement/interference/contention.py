@@ -20,8 +20,6 @@ from tenuto.errors import refused
 from tenuto.placement.interference.base import Resident, Sample
 from tenuto.profiles import LatencyTable, LinearLatency, ModelProfile
 
-__all__ = ["Constants", "Contention", "Pair", "Trend", "fit_contention", "gpu_ms", "shipped_constants"]
-
 ALIKE = 0.1
 """Two networks are alike as exp(-d^2/2), d = (difference of ln GPU time per request) / ALIKE: within about 10 %."""
 

@@ -14,8 +14,6 @@ import numpy as np
 
 from tenuto.errors import refused
 
-__all__ = ["demand_from_power", "fit_line", "frequency_slope", "scheduling_line"]
-
 
 def fit_line(x: Sequence[float], y: Sequence[float]) -> tuple[float, float]:
     """Return (slope, intercept) of the least-squares line.

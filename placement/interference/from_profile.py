@@ -12,8 +12,6 @@ from tenuto.placement.interference.igniter_raw import fit_igniter
 from tenuto.placement.interference.measurements import COLUMNS, pair_samples
 from tenuto.profiles.profile import CoRun, CoRunPart, ModelProfile, Profile, ProfilePoint
 
-__all__ = ["Fitted", "fit_coefficients"]
-
 _SHARE_UNIT_PCT = 2.5  # the step of shares that iGniter plans in
 
 

@@ -15,8 +15,6 @@ from tenuto.errors import refused
 from tenuto.placement.interference.base import Resident, Sample
 from tenuto.placement.interference.utilisation import Utilisations
 
-__all__ = ["CONSTANTS", "V100", "GpuletLinear", "fit_gpulet_linear"]
-
 
 @dataclass(frozen=True)
 class GpuletLinear:

@@ -11,8 +11,6 @@ from dataclasses import dataclass
 from tenuto.errors import refused
 from tenuto.placement.interference.base import Resident
 
-__all__ = ["Hardware", "IgniterInterference", "Load", "ModelConstants", "gpu_time_ms", "inference_time_ms"]
-
 
 def _required(values: Mapping[str, float], names: tuple[str, ...], path: str) -> list[float]:
     missing = [name for name in names if name not in values]

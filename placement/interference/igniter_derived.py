@@ -18,8 +18,6 @@ from tenuto.errors import refused
 from tenuto.placement.interference.igniter import Hardware, Load, ModelConstants, gpu_time_ms
 from tenuto.placement.interference.igniter_raw import fit_active_time
 
-__all__ = ["CommonTraits", "Derived", "KnownModel", "PairMeasurement", "derive_igniter", "left_out_errors"]
-
 WHOLE_GPU_PCT = 100.0
 PROFILED_BATCH = 32  # the largest batch of iGniter's own small profile (section 4.1)
 _PASSES = 4  # of fitting k1..k5 and the throttling that follows from them; two change nothing any more in practice

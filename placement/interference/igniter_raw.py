@@ -20,8 +20,6 @@ from tenuto.documents import StrictModel, parse_document
 from tenuto.errors import refused
 from tenuto.placement.interference.fitting import demand_from_power, fit_line, frequency_slope, scheduling_line
 
-__all__ = ["IgniterFit", "RawHardware", "RawModel", "RawProfile", "fit_active_time", "fit_igniter"]
-
 Positive = Annotated[float, Field(gt=0)]
 NotNegative = Annotated[float, Field(ge=0)]
 Matrix = tuple[tuple[Positive, ...], ...]

@@ -11,8 +11,6 @@ from tenuto.errors import refused
 from tenuto.placement.interference.base import Resident, Sample
 from tenuto.profiles import ModelProfile
 
-__all__ = ["COLUMNS", "load_pairs", "pair_samples"]
-
 COLUMNS = ("model_1", "model_2", "batch_1", "batch_2", "share_1_pct", "latency_1_ms", "latency_2_ms")
 
 

@@ -12,8 +12,6 @@ from tenuto.placement.interference.gpulet_linear import CONSTANTS, V100
 from tenuto.placement.interference.igniter import IgniterInterference
 from tenuto.profiles import Profiles
 
-__all__ = ["NAMES", "canonical_name", "interference_models", "stand_ins"]
-
 FROM_FILE = "contention:"
 NAMES = ("none", "gpulet", "igniter", "contention")
 _SYNONYMS = {"false": "none", "no": "none", "off": "none", "0": "none",

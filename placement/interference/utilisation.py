@@ -9,8 +9,6 @@ from tenuto.errors import MissingProfileError
 from tenuto.placement.interference.base import Resident
 from tenuto.profiles import ModelProfile
 
-__all__ = ["Utilisations"]
-
 _KEPT = 64  # profiles of which the tables are remembered
 
 _Table = dict[float, tuple[list[int], list[float]]]  # by share in percent: batch sizes, ascending, and values

@@ -13,11 +13,9 @@ from html import escape
 from textwrap import wrap
 
 from tenuto.placement.copy_times import hidden_copies_ms
-from tenuto.placement.plan import Gpulet, Plan
-from tenuto.placement.program import Program
+from tenuto.placement.plan import Plan
+from tenuto.placement.program import Gpulet, Program
 from tenuto.placement.shown.table import totals_of, why_unserved
-
-__all__ = ["MOST_SINGLE_BARS", "draw"]
 
 # Okabe and Ito's palette without black, then three of Tol's muted set; with more models colours repeat, labels do not.
 PALETTE = (

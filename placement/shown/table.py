@@ -9,8 +9,6 @@ from tenuto.placement.copy_times import hidden_copies_ms
 from tenuto.placement.plan import Plan
 from tenuto.placement.program import Gpulet, Program
 
-__all__ = ["PlanRow", "PlanTotals", "compare_rows", "rows_of", "totals_of", "why_below", "why_unserved"]
-
 
 @dataclass(frozen=True)
 class PlanRow:

@@ -18,8 +18,6 @@ from tenuto.profiles.networks.device import pick_device
 from tenuto.profiles.networks.model_options import ModelOptions
 from tenuto.profiles.profile import Profile
 
-__all__ = ["ByKernels", "ByUsher", "estimate_by_kernels", "operator_times"]
-
 
 @dataclass(frozen=True)
 class ByUsher:

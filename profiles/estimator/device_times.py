@@ -22,8 +22,6 @@ from numpy.typing import NDArray
 from tenuto.profiles.estimator.roofline import KINDS, MeasuredNetworks
 from tenuto.profiles.estimator.trace import Operator, Trace
 
-__all__ = ["DeviceTimes", "fit_device_times"]
-
 Floats = NDArray[np.float64]
 
 _OVERLAP = 4.0  # exponent of the sum of kernels and launches: 1 would add them, infinity takes the larger

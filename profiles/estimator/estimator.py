@@ -22,8 +22,6 @@ from tenuto.profiles.estimator.roofline import KernelTimes, fit_kernel_times, fi
 from tenuto.profiles.estimator.stacking import StackedRegression
 from tenuto.profiles.estimator.trace import Trace
 
-__all__ = ["CREQ_METRIC", "ErrorReport", "Estimate", "GkEstimator", "Sample", "leave_one_model_out"]
-
 CREQ_METRIC = "achieved_occupancy_pct"  # the compute requirement, as the thesis measures it for USHER
 MIB = 2**20
 

@@ -13,8 +13,6 @@ from tenuto.profiles.estimator.device_times import DeviceTimes
 from tenuto.profiles.estimator.roofline import KINDS, KernelTimes
 from tenuto.profiles.estimator.trace import Operator, Trace
 
-__all__ = ["FEATURE_NAMES", "TAU_MS", "OperatorTimes", "concurrent_sets", "features", "peak_threads"]
-
 TAU_MS = 0.001  # kernels that start within this time of each other run together (USHER, section 4.1)
 
 FEATURE_NAMES = (

@@ -23,8 +23,6 @@ from tenuto.profiles.estimator.roofline import KINDS, fit_kernel_times, fit_roof
 from tenuto.profiles.estimator.stacking import StackedRegression
 from tenuto.profiles.estimator.trace import Operator, Trace
 
-__all__ = ["KernelErrorReport", "KernelEstimator", "leave_one_model_out_kernels"]
-
 _FASTEST_MS = 1e-4  # below, a clock's resolution is all that is seen
 _PER_MODEL = 400  # kernels of one model that are learnt from; more are thinned evenly
 

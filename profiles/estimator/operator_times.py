@@ -21,8 +21,6 @@ from tenuto.profiles.measuring.kernels.by_operator import RANGE_NAME, OperatorKe
 from tenuto.profiles.measuring.kernels.recording import write_trace
 from tenuto.profiles.networks.inputs import random_inputs
 
-__all__ = ["OperatorFile", "TimedKernel", "TimedOperator", "TimedRun", "time_operators"]
-
 _WARM_UP_RUNS = 2
 _REPEATS = 5
 

@@ -16,8 +16,6 @@ from numpy.typing import NDArray
 
 from tenuto.profiles.estimator.trace import Operator, Trace
 
-__all__ = ["KINDS", "KernelTimes", "MeasuredNetworks", "fit_kernel_times", "fit_roofline"]
-
 Floats = NDArray[np.float64]
 
 KINDS = ("conv1", "conv3", "conv", "depthwise", "matmul", "attention", "norm", "elementwise")

@@ -16,8 +16,6 @@ from typing import Any, Protocol
 from tenuto.errors import InvalidInputError, refused
 from tenuto.profiles.networks.catalogue import is_factory, lookup
 
-__all__ = ["Operator", "OperatorTimer", "Trace", "operator_recorder", "trace_model"]
-
 # Operators that launch nothing: they only look at memory in another way.
 _VIEWS = frozenset({
     "view", "reshape", "_unsafe_view", "expand", "slice", "select", "permute", "transpose", "t", "unsqueeze", "squeeze",

@@ -13,16 +13,6 @@ from tenuto.profiles.networks.catalogue import CATALOGUE, ImageInput, LoadedMode
 from tenuto.profiles.networks.model_options import ModelOptions
 from tenuto.profiles.profile import ModelProfile, Profile
 
-__all__ = [
-    "TraceAtBatch",
-    "collect_samples",
-    "conditions",
-    "is_same_network",
-    "source_of",
-    "torchvision_network",
-    "tracer",
-]
-
 TraceAtBatch = Callable[[int], Trace]
 
 # How the shipped profiles were measured, where it is not written in them. The thesis' clients send pictures of 224

@@ -31,8 +31,6 @@ from tenuto.profiles.estimator.operator_times import OperatorFile, TimedOperator
 from tenuto.profiles.estimator.stacking import checked_once
 from tenuto.profiles.estimator.trace import Operator, Trace
 
-__all__ = ["NetworkNeed", "UsherErrors", "UsherEstimator", "usher_errors"]
-
 _FASTEST_MS = 1e-4  # below, a clock's resolution is all that is seen
 _ENOUGH = 24  # samples for a kernel to have a regressor of its own
 _MOST = 600  # samples of one regressor; kernel ridge solves a system of that size

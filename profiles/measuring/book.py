@@ -11,8 +11,6 @@ from tenuto.profiles.measuring.events import Machine
 from tenuto.profiles.measuring.measure import STOPPED, Measurement, MeasureRequest, assemble, largest_context
 from tenuto.profiles.profile import CoRun, ModelProfile, Profile, ProfilePoint
 
-__all__ = ["ProfileBook"]
-
 
 class ProfileBook:
     """Collects what is measured. Invariant: the file on disk, once there is one, is complete and valid."""

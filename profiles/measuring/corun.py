@@ -22,8 +22,6 @@ from tenuto.profiles.measuring.telemetry import Telemetry
 from tenuto.profiles.measuring.timing import Timing, quantile
 from tenuto.profiles.profile import CoRun, CoRunPart
 
-__all__ = ["CO_RUN_REQUESTS", "CoRunRequest", "measure_co_run"]
-
 _WORKER = ["-m", "tenuto.profiles.measuring.corun_worker"]
 _PATIENCE_S = 10.0  # a busy CUDA MPS client leaves by itself
 

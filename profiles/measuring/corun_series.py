@@ -14,8 +14,6 @@ from tenuto.profiles.measuring.corun import CoRunRequest, measure_co_run
 from tenuto.profiles.measuring.measure import MeasureRequest, Shares, row_name
 from tenuto.profiles.measuring.telemetry import Telemetry
 
-__all__ = ["KINDS", "igniter_co_runs", "measure_co_runs", "pair_co_runs", "planned_co_runs", "resident_co_runs"]
-
 KINDS = ("igniter", "pairs", "residents")
 
 _Key = frozenset[tuple[Hashable, int]]

@@ -22,8 +22,6 @@ from tenuto.profiles.networks.device import cuda_streams, is_fast_device, pick_d
 from tenuto.profiles.networks.model_options import ModelOptions
 from tenuto.profiles.networks.programs import lone_program
 
-__all__ = ["main"]
-
 _WARM_UP_RUNS = 3
 
 

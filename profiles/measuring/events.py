@@ -11,21 +11,6 @@ from pydantic import Field, TypeAdapter
 from tenuto.errors import EnvironmentFaultError, InvalidInputError, TenutoError
 from tenuto.profiles.profile import ProfilePoint
 
-__all__ = [
-    "Built",
-    "ContextSize",
-    "Doubt",
-    "Event",
-    "Failed",
-    "Machine",
-    "PointMeasured",
-    "Ran",
-    "Ready",
-    "Stopped",
-    "as_line",
-    "parse_line",
-]
-
 
 @dataclass(frozen=True)
 class Machine:

@@ -25,17 +25,6 @@ from tenuto.profiles.measuring.timing import fit_points
 from tenuto.profiles.networks.catalogue import is_exported, is_factory, lookup
 from tenuto.profiles.profile import Measured, ModelProfile, Profile, ProfilePoint
 
-__all__ = [
-    "STOPPED",
-    "MeasureRequest",
-    "Measurement",
-    "Shares",
-    "assemble",
-    "check_share",
-    "measure_model",
-    "row_name",
-]
-
 _WORKER = ["-m", "tenuto.profiles.measuring.worker"]
 
 STOPPED = "stopped before every point was measured; run it again with --resume"

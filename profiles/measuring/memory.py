@@ -9,8 +9,6 @@ import sys
 from pathlib import Path
 from typing import Protocol
 
-__all__ = ["CudaMemory", "MemoryMeter", "ResidentMemory", "reserved_mib"]
-
 _STATUS = Path("/proc/self/status")
 _CLEAR = Path("/proc/self/clear_refs")
 

@@ -29,8 +29,6 @@ from tenuto.profiles.networks.programs import lone_program
 from tenuto.profiles.networks.runner import ProgramRunner
 from tenuto.profiles.profile import ModelProfile, ProfilePoint
 
-__all__ = ["JointTimes", "measure_into", "measure_joint", "measure_memory", "profiles_of"]
-
 
 @dataclass(frozen=True)
 class JointTimes:

@@ -16,8 +16,6 @@ from tenuto.errors import EnvironmentFaultError, TenutoError
 from tenuto.profiles.measuring.events import Event, Failed, as_line, parse_line
 from tenuto.profiles.networks.cpu_share import calm_openmp
 
-__all__ = ["LostWorkerError", "WorkerProcess", "serve_parent"]
-
 _SETTLE_S = 10.0  # for a batch in flight to end after SIGINT
 
 

@@ -12,8 +12,6 @@ from collections.abc import Collection, Mapping
 
 from tenuto.profiles.measuring.timing import fit_line
 
-__all__ = ["next_batch"]
-
 
 def next_batch(wanted: Collection[int], measured_ms: Mapping[int, float], tolerance_pct: float) -> int | None:
     """Return the batch size to measure next, or None when nothing is left that would teach more than the tolerance.

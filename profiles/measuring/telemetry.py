@@ -11,8 +11,6 @@ from typing import Any, Protocol
 
 from tenuto.errors import EnvironmentFaultError
 
-__all__ = ["NvmlTelemetry", "Reading", "Telemetry", "first_visible_uuid", "watch"]
-
 
 @dataclass(frozen=True)
 class Reading:

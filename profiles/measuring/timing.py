@@ -9,8 +9,6 @@ from dataclasses import dataclass
 
 from tenuto.profiles.profile import Fit, ProfilePoint
 
-__all__ = ["Timing", "fit_line", "fit_points", "measure_repeatedly", "measure_until_stable", "quantile"]
-
 
 @dataclass(frozen=True)
 class Timing:

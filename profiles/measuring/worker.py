@@ -36,8 +36,6 @@ from tenuto.profiles.networks.programs import capability_of, lone_program
 from tenuto.profiles.networks.runner import BatchTimes, ProgramRunner
 from tenuto.profiles.profile import ProfilePoint
 
-__all__ = ["DEVICE_TIMES", "BatchOfOne", "describe_machine", "main", "measure_points"]
-
 Report = Callable[[Event], None]
 Record = Callable[[Callable[[], object]], KernelTrace]
 

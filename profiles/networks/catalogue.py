@@ -17,24 +17,6 @@ from tenuto.errors import refused
 if TYPE_CHECKING:
     import torch
 
-__all__ = [
-    "CATALOGUE",
-    "CatalogueEntry",
-    "ImageInput",
-    "LoadedModel",
-    "ModelSignature",
-    "TensorSignature",
-    "TextInput",
-    "image_signature",
-    "is_exported",
-    "is_factory",
-    "known_names",
-    "lookup",
-    "text_signature",
-    "with_pixels",
-    "with_sizes",
-]
-
 LABEL_COUNT = 2  # of a sequence classifier built from configuration: two classes, LABEL_0 and LABEL_1
 
 

@@ -13,8 +13,6 @@ from tenuto.errors import EnvironmentFaultError
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["CompiledModule"]
-
 # Where the errors of the compiler come from; what the model itself raises comes through as it is.
 _COMPILERS = ("torch._dynamo", "torch._inductor", "triton")
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import MutableMapping
 
-__all__ = ["calm_openmp", "cpu_cores", "cpu_threads"]
-
 # Threads that wait for each other sleep instead of spinning. On a machine where anything else runs, spinning made
 # ResNet-50 on two threads ten times slower (2.6 s instead of 0.23 s beside one busy process on two cores).
 _PASSIVE = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0"}

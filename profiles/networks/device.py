@@ -8,8 +8,6 @@ from tenuto.errors import EnvironmentFaultError
 from tenuto.profiles.gpu_types import FAST_CAPABILITY
 from tenuto.profiles.networks.runner import Streams
 
-__all__ = ["cuda_streams", "is_fast_device", "loses_device", "pick_device"]
-
 
 def pick_device(device: str) -> str:
     """Return `cpu` or `cuda` for `auto`, `cpu` or `cuda`; `auto` is CUDA where this torch finds a device.

@@ -10,8 +10,6 @@ from tenuto.errors import EnvironmentFaultError, InvalidInputError, Problem, ref
 from tenuto.profiles.networks.catalogue import LoadedModel, ModelSignature, TensorSignature
 from tenuto.profiles.networks.runtimes import ONNX_TYPES
 
-__all__ = ["load_exported"]
-
 
 def load_exported(source: str) -> LoadedModel:
     """Return the network of a file, with the signature that the file tells; its first dimension must be the batch.

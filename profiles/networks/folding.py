@@ -9,8 +9,6 @@ import torch
 from torch import fx
 from torch.nn.utils.fusion import fuse_conv_bn_eval
 
-__all__ = ["fold_batch_norms"]
-
 _CONVOLUTIONS = (torch.nn.Conv1d, torch.nn.Conv2d, torch.nn.Conv3d)
 _NORMS = (torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d)
 _TOLERANCE = 1e-3  # of the largest magnitude of an output: fp32 rounding through a deep network, no more

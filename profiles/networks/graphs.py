@@ -15,8 +15,6 @@ from tenuto.profiles.networks.intake import Intake
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["GraphedModule", "UncapturableError"]
-
 
 class UncapturableError(EnvironmentFaultError):
     """A network does something that no CUDA graph can hold."""

@@ -10,17 +10,6 @@ import numpy as np
 from tenuto.errors import refused
 from tenuto.profiles.networks.catalogue import ModelSignature, TensorSignature
 
-__all__ = [
-    "Arrays",
-    "Blocks",
-    "as_blocks",
-    "blank_inputs",
-    "check_range",
-    "random_inputs",
-    "sends_pixels",
-    "takes_pixels",
-]
-
 Arrays = dict[str, "np.ndarray[Any, Any]"]
 """One model's tensors by name, each with a leading batch dimension."""
 

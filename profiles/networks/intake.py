@@ -13,8 +13,6 @@ from tenuto.profiles.networks.catalogue import ImageInput
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Intake"]
-
 
 class Intake:
     """The first step of a network. Integers keep their type, pixels of a picture excepted."""

@@ -16,21 +16,6 @@ from tenuto.documents import StrictModel, parse_document
 from tenuto.errors import InvalidInputError, Problem
 from tenuto.profiles.gpu_types import FAST_CAPABILITY
 
-__all__ = [
-    "PLAIN",
-    "BuildOptions",
-    "ChosenOptions",
-    "CostOptions",
-    "ModelOptions",
-    "RunOptions",
-    "Runtime",
-    "captured_sizes",
-    "compiled_sizes",
-    "run_differences",
-    "run_option_problems",
-    "unmergeable_options",
-]
-
 
 class BuildOptions(StrictModel):
     """How a catalogue model departs from its entry.

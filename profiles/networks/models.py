@@ -33,8 +33,6 @@ from tenuto.profiles.networks.places import check_factory, check_path
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["build"]
-
 
 def build(
     source: str, *, weights_path: str | None = None, seed: int = 0, options: Mapping[str, Any] | None = None

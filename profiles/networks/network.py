@@ -18,8 +18,6 @@ from tenuto.profiles.networks.runtimes import run_elsewhere, run_onnx
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["LoneModel", "Network", "Tensors", "set_backends", "size_mib"]
-
 Tensors = Mapping[str, "Sequence[torch.Tensor]"]
 """By model, its tensors in the signature's order."""
 

@@ -15,8 +15,6 @@ from pathlib import Path
 
 from tenuto.errors import refused
 
-__all__ = ["FACTORIES", "MODEL_PATHS", "check_factory", "check_path"]
-
 FACTORIES = "TENUTO_FACTORIES"
 MODEL_PATHS = "TENUTO_MODEL_PATHS"
 

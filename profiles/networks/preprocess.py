@@ -21,8 +21,6 @@ from tenuto.errors import EnvironmentFaultError, InvalidInputError, Problem, ref
 from tenuto.profiles.networks.catalogue import ImageInput, ModelSignature, TextInput
 from tenuto.profiles.networks.inputs import sends_pixels
 
-__all__ = ["Prediction", "image_tensor", "normalised", "postprocess", "preprocess", "text_tensors"]
-
 Array = NDArray[Any]
 Prediction = dict[str, Any]
 

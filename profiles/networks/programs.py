@@ -17,8 +17,6 @@ if TYPE_CHECKING:
 
     from tenuto.profiles.networks.catalogue import LoadedModel
 
-__all__ = ["Member", "capability_of", "load_program", "lone_program"]
-
 
 @dataclass(frozen=True)
 class Member:

@@ -28,8 +28,6 @@ from tenuto.profiles.networks.preprocess import normalised
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["STREAMED_DEPTH", "BatchTimes", "ProgramRunner", "StagedBatch", "Streams"]
-
 _FEW_CORES = 8  # a process that waits for its GPU spins above, and sleeps up to it
 
 STREAMED_DEPTH = 2  # batches between `stage` and `finish` where copies overlap: one executes, one is staged

@@ -18,8 +18,6 @@ from tenuto.errors import EnvironmentFaultError
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["ONNX_TYPES", "run_elsewhere", "run_onnx"]
-
 Call = Callable[..., Any]
 
 

@@ -17,8 +17,6 @@ import transformers
 from tenuto.errors import refused
 from tenuto.profiles.networks.torchvision_import import import_torchvision
 
-__all__ = ["classify", "load_directory", "make_text_network", "prepare_transformers"]
-
 
 def prepare_transformers(name: str | None = None) -> None:
     """Import what transformers needs, and the classes of one network of the catalogue.

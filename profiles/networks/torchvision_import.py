@@ -18,8 +18,6 @@ from types import ModuleType
 
 from tenuto.errors import EnvironmentFaultError
 
-__all__ = ["imagenet_categories", "import_torchvision"]
-
 # What only serves the missing operators: their shape rules for fake tensors and their gradients.
 _OPERATOR_RULES = ("torchvision._meta_registrations", "torchvision._autograd_registrations")
 _CURE = "Install the torchvision that belongs to this torch, or torchvision 0.28 with --no-deps beside torch 2.13.0."

@@ -13,8 +13,6 @@ from tenuto.errors import InvalidInputError, Problem
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["apply_state", "read_state"]
-
 # torchvision's published DenseNet files use names from before torch refused dots in module names.
 _OLD_DENSENET = re.compile(r"^(.*denselayer\d+\.(?:norm|relu|conv))\.([12]\..*)$")
 

@@ -15,8 +15,6 @@ import click
 from tenuto import version
 from tenuto.errors import TenutoError
 
-__all__ = ["main"]
-
 # Verb: module below tenuto.cli. The order is that of --help.
 VERBS = {
     "quickstart": "quickstart",

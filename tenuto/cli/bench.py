@@ -12,8 +12,6 @@ from tenuto.cli.common import command_line, emit_json, json_option, progress_con
 from tenuto.cli.tables import number, print_run
 from tenuto.errors import refused
 
-__all__ = ["command"]
-
 
 @click.command(
     name="bench", short_help="Load an endpoint on a seeded open-loop schedule; print the verdict, write the report."

@@ -27,8 +27,6 @@ from tenuto.loadgen.capacity import (
 from tenuto.loadgen.result_folder import provenance
 from tenuto.placement.applications import Application
 
-__all__ = ["command"]
-
 _LIVE_SECONDS, _LIVE_RUNS = 10.0, 12
 
 

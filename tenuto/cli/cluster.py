@@ -15,8 +15,6 @@ if TYPE_CHECKING:
 
     from tenuto.mps.inventory import GpuDevice
 
-__all__ = ["command"]
-
 
 @click.command(name="cluster", short_help="List the GPUs of this machine or Ray cluster; write a cluster file.")
 @click.option("--address", metavar="ADDRESS", help="Ray cluster (or `auto`) whose nodes to ask; default: this machine.")

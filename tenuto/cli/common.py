@@ -19,22 +19,6 @@ from tenuto.errors import refused
 from tenuto.placement import Cluster
 from tenuto.profiles import Profile, Profiles
 
-__all__ = [
-    "ClusterArguments",
-    "Numbers",
-    "ProgressLine",
-    "cluster_arguments",
-    "command_line",
-    "emit_json",
-    "gathered",
-    "json_option",
-    "profiles_from",
-    "progress_console",
-    "stdout_console",
-    "tell",
-    "write_file",
-]
-
 Verb = Callable[..., Any]
 T = TypeVar("T")
 

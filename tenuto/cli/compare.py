@@ -13,8 +13,6 @@ from tenuto.errors import InvalidInputError
 if TYPE_CHECKING:
     from tenuto.loadgen.compare import Comparison, Difference
 
-__all__ = ["command"]
-
 
 @click.command(name="compare", short_help="Compare runs that saw the same schedule: differences, spread, conclusion.")
 @click.argument("folders", metavar="A B…", nargs=-1, required=True)

@@ -11,8 +11,6 @@ from tenuto.cli.common import emit_json, json_option, stdout_console
 from tenuto.cli.deploying import address_option, operations
 from tenuto.cli.tables import number, print_table
 
-__all__ = ["command"]
-
 
 @click.group("control", short_help="Pause, resume and question the controller of a running deployment.")
 def command() -> None:

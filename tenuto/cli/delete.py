@@ -7,8 +7,6 @@ import click
 from tenuto.cli.common import emit_json, json_option, progress_console
 from tenuto.cli.deploying import address_option, operations
 
-__all__ = ["command"]
-
 
 @click.command("delete", short_help="Drain and remove what is deployed on a cluster.")
 @address_option

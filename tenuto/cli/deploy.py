@@ -7,8 +7,6 @@ import click
 from tenuto.cli.common import emit_json, json_option, progress_console
 from tenuto.cli.deploying import ServingArguments, address_option, operations, serving_arguments
 
-__all__ = ["command"]
-
 
 @click.command("deploy", short_help="Make a plan the one that runs on a Ray cluster, make before break.")
 @serving_arguments

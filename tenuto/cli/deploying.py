@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from tenuto.deployments.control.operations import Ground, Operations
     from tenuto.deployments.serve.deployment import Deployment
 
-__all__ = ["ServingArguments", "address_option", "operations", "serving_arguments"]
-
 
 @dataclass(frozen=True)
 class ServingArguments:

@@ -11,8 +11,6 @@ from tenuto.cli.deploying import address_option, operations
 from tenuto.cli.tables import print_table
 from tenuto.placement import Plan
 
-__all__ = ["command"]
-
 
 @click.command("diff", short_help="Show what going over to a plan costs, gpu-let by gpu-let.")
 @click.argument("plan_file", metavar="PLAN")

@@ -8,8 +8,6 @@ import click
 
 from tenuto.cli.common import emit_json, json_option, stdout_console
 
-__all__ = ["command"]
-
 
 @click.command(name="doctor", short_help="Check this machine, one line per check, with the repair command.")
 @json_option

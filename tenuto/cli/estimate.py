@@ -23,8 +23,6 @@ from tenuto.errors import refused
 if TYPE_CHECKING:
     from tenuto.profiles.estimator.by_kernels import ByKernels
 
-__all__ = ["command"]
-
 _USHER_ACCURACY_PCT = 99.98  # USHER, OSDI 2024, table 4; on its own 20 models and per-kernel profiles
 
 

@@ -17,8 +17,6 @@ from tenuto.cli.tables import print_table
 if TYPE_CHECKING:
     from tenuto.experiments.experiment import Experiment, Settings
 
-__all__ = ["command"]
-
 _MARKS = {
     "reproduced": "[green]reproduced[/]",
     "not reproduced": "[red]not reproduced[/]",

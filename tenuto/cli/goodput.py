@@ -14,8 +14,6 @@ from tenuto.cli.tables import print_run
 from tenuto.cli.virtual import VirtualArguments, virtual_arguments
 from tenuto.loadgen.simulated import Simulation
 
-__all__ = ["command"]
-
 
 @click.command("goodput", short_help="The highest rate scale of a plan or workload in virtual time.")
 @virtual_arguments

@@ -12,8 +12,6 @@ from tenuto.cli.tables import print_table
 from tenuto.errors import EnvironmentFaultError
 from tenuto.placement import Plan
 
-__all__ = ["command"]
-
 
 @click.command("history", short_help="List the plans that ran on a cluster.")
 @click.option("--version", "number", type=int, metavar="N", help="With -o: the version to write; default: the last.")

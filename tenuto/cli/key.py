@@ -7,8 +7,6 @@ import click
 from tenuto.cli.common import emit_json, json_option, progress_console, stdout_console
 from tenuto.errors import refused
 
-__all__ = ["command"]
-
 
 @click.command(name="key", short_help="Make an API key for a client.")
 @click.argument("name")

@@ -22,8 +22,6 @@ from tenuto.profiles.networks.cpu_share import calm_openmp
 if TYPE_CHECKING:
     from tenuto.profiles.networks.merging.merge import MergedModels
 
-__all__ = ["command"]
-
 
 @click.command("merge", short_help="Find operators that models with equal weights can run once; time it.")
 @click.argument("models", nargs=-1, required=True, metavar="NAME=MODEL…")

@@ -13,8 +13,6 @@ from tenuto.cli.deploying import address_option, operations
 from tenuto.cli.tables import print_table
 from tenuto.errors import InvalidInputError, refused
 
-__all__ = ["command"]
-
 
 @click.group("model", short_help="Add, remove and update models of a running deployment.")
 def command() -> None:

@@ -24,8 +24,6 @@ from tenuto.placement.policies.symphony.partition import Limits, Partition, Part
 from tenuto.placement.policies.symphony.staggering import StaggeredModel
 from tenuto.profiles import Profiles
 
-__all__ = ["command"]
-
 
 @click.command("partition", short_help="Split models into sub-clusters with a dispatcher each.")
 @click.argument("source", metavar="WORKLOAD")

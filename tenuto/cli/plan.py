@@ -29,8 +29,6 @@ from tenuto.placement.solve import check_inputs
 from tenuto.profiles import Profiles
 from tenuto.profiles.shipped import shipped_for
 
-__all__ = ["command"]
-
 T = TypeVar("T")
 
 STREAMS = "each gpu-let takes the next batch while one executes, and copies overlap with execution"

@@ -8,8 +8,6 @@ from tenuto.cli.common import emit_json
 from tenuto.cli.tables import print_table
 from tenuto.placement import policy_names
 
-__all__ = ["command"]
-
 
 @click.command("policies", short_help="List the placement policies.")
 @click.option("--json", "as_json", is_flag=True, help="Print as JSON.")

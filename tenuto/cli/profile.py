@@ -30,8 +30,6 @@ from tenuto.profiles.measuring.measure import STOPPED, MeasureRequest, Shares, m
 from tenuto.profiles.measuring.telemetry import NvmlTelemetry, Telemetry, first_visible_uuid
 from tenuto.profiles.profile import ModelProfile, Profile, ProfilePoint
 
-__all__ = ["command"]
-
 
 @click.command("profile", short_help="Measure what models cost on this machine: latency and memory by batch and share.")
 @click.argument("models", nargs=-1, required=True, metavar="MODEL…")

@@ -7,8 +7,6 @@ import click
 from tenuto.cli.common import emit_json, json_option
 from tenuto.cli.tables import print_table
 
-__all__ = ["command"]
-
 
 @click.command(name="profiles", short_help="List the profiles that come with Tenuto.")
 @json_option

@@ -14,8 +14,6 @@ from tenuto.cli.tables import number, percent, print_table
 if TYPE_CHECKING:
     from tenuto.quickstart import RunSummary
 
-__all__ = ["command"]
-
 
 @click.command(
     name="quickstart", short_help="Profile, plan, serve, load and judge real models on this machine; no GPU needed."

@@ -6,8 +6,6 @@ import click
 
 from tenuto.cli.common import emit_json, stdout_console
 
-__all__ = ["command"]
-
 
 @click.command(name="report", short_help="Rebuild report.html from a run's result.json and requests.parquet.")
 @click.argument("folder", metavar="DIR")

@@ -7,8 +7,6 @@ import click
 from tenuto.cli.common import emit_json, json_option, progress_console
 from tenuto.cli.deploying import address_option, operations
 
-__all__ = ["command"]
-
 
 @click.command("rollback", short_help="Go back to a plan that ran before, make before break.")
 @click.argument("number", type=int, required=False, metavar="[VERSION]")

@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from tenuto.deployments.control.operations import Ground
     from tenuto.deployments.serve.deployment import Deployment
 
-__all__ = ["command"]
-
 _LOOK_S = 5.0  # between looks whether another command has deleted what runs
 
 

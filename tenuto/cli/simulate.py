@@ -22,8 +22,6 @@ from tenuto.outcome import OUTCOMES
 if TYPE_CHECKING:
     from tenuto.deployments.control.virtual import ControlledRun
 
-__all__ = ["command"]
-
 PROGRESS_S = 5.0  # between two lines of progress
 
 

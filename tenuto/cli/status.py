@@ -10,8 +10,6 @@ from tenuto.cli.common import emit_json, json_option, stdout_console
 from tenuto.cli.tables import number, print_table
 from tenuto.outcome import OUTCOMES
 
-__all__ = ["command"]
-
 
 @click.command(name="status", short_help="Show what runs against what was planned.")
 @click.option("--url", default="http://127.0.0.1:8000", show_default=True, help="Address of the gateway.")

@@ -12,8 +12,6 @@ from rich.text import Text
 from tenuto.cli.common import stdout_console
 from tenuto.outcome import OUTCOMES
 
-__all__ = ["number", "percent", "print_advice", "print_run", "print_table"]
-
 
 def number(value: float | None, digits: int = 1) -> str:
     """Show a number; a dash where there is none."""

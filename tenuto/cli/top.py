@@ -14,8 +14,6 @@ from rich.text import Text
 from tenuto.cli.common import emit_json, json_option, stdout_console
 from tenuto.cli.tables import number, percent
 
-__all__ = ["command", "picture"]
-
 _BAR = 16  # characters
 _SORTS = {
     "name": lambda model: model["name"],

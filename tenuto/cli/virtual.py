@@ -21,8 +21,6 @@ from tenuto.placement import Plan, Workload
 if TYPE_CHECKING:
     from tenuto.loadgen.controlled import ControlledSimulation
 
-__all__ = ["VirtualArguments", "virtual_arguments"]
-
 
 @dataclass(frozen=True)
 class VirtualArguments:

@@ -13,8 +13,6 @@ from tenuto.cli.common import ProgressLine
 from tenuto.placement import Policy
 from tenuto.placement.watch import Watch
 
-__all__ = ["planning_watched"]
-
 QUIET_S = 2.0  # what is planned sooner needs no line
 EVERY_S = 5.0  # between plain lines, where there is no terminal
 

@@ -23,19 +23,6 @@ from tenuto.placement import Cluster, ModelSpec, Plan, Policy, Replica, Workload
 from tenuto.profiles import Profile, Profiles
 from tenuto.profiles.shipped import load_shipped
 
-__all__ = [
-    "DEFERRED",
-    "PROFILE",
-    "ROUTER",
-    "Case",
-    "describe_case",
-    "gpus_needed",
-    "mean_slowdowns",
-    "plan_case",
-    "profile_for",
-    "run_case",
-]
-
 PROFILE = "thesis-v100"
 # Every pairing of these models weighs the same, and this reading of the tie gives the groups of section 6.2.1.
 _TIE = {"grouping_ties": "float", "memory_metric": "mem_cap_pct"}

@@ -29,8 +29,6 @@ from tenuto.placement.interference.measurements import pair_samples
 from tenuto.profiles import ModelProfile, Profile, ProfilePoint
 from tenuto.profiles.shipped import load_shipped
 
-__all__ = ["DERIVED", "DERIVED_FOR", "DERIVED_OPTIONS", "KERNELS", "Derivation", "derivation"]
-
 THESIS = "thesis-v100"
 IGNITER = "igniter-v100"
 DERIVED = "thesis-v100-derived"

@@ -28,8 +28,6 @@ from tenuto.profiles import LatencyTable, ModelProfile, Profile
 from tenuto.profiles.share_latency import SM_UTILISATION, utilisation_factor
 from tenuto.profiles.shipped import load_shipped
 
-__all__ = ["Emulation", "emulated_plan"]
-
 
 @cache
 def _measured() -> tuple[Mapping[str, ModelProfile], Mapping[tuple[str, str], list[Sample]], float]:

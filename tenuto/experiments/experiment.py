@@ -8,17 +8,6 @@ from typing import Any, Literal, Protocol
 
 from tenuto.experiments.case import DEFERRED, ROUTER, Case
 
-__all__ = [
-    "THESIS_POLICIES",
-    "Detail",
-    "Experiment",
-    "NotRunError",
-    "Observation",
-    "Results",
-    "Settings",
-    "Status",
-]
-
 THESIS_POLICIES = ("igniter", "usher", "wao-usher", "ao-milp", "wsm-milp")
 
 Status = Literal["reproduced", "not reproduced", "not checked"]

@@ -16,8 +16,6 @@ import numpy as np
 
 from tenuto.batching.core.system import NetworkDelay
 
-__all__ = ["VISION", "client_share", "data_ms_by_model", "network_of", "thesis_facts", "thesis_section"]
-
 # Models whose requests are images of 602,112 bytes; the others' are token ids of 4 to 8 KB.
 VISION = frozenset({"alexnet", "densenet121", "efficientnet_b7", "inception_v3", "mobilenet_v2", "resnet50", "vgg19"})
 

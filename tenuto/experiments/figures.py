@@ -11,8 +11,6 @@ from tenuto.loadgen.records import Records
 from tenuto.loadgen.verdict import summarise
 from tenuto.placement import Plan
 
-__all__ = ["run_figures"]
-
 
 def run_figures(
     plan: Plan, records: Records, *, warmup_ms: float, duration_ms: float, stretch: float = 1.0

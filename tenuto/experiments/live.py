@@ -22,8 +22,6 @@ from tenuto.loadgen.bench import BenchOptions, run_bench
 from tenuto.loadgen.records import Records
 from tenuto.placement import ModelSpec, Plan
 
-__all__ = ["run_live", "stretched_plan"]
-
 Say = Callable[[str], None]
 WAIT_MS = 100.0
 _ONE_NUMBER = {

@@ -15,8 +15,6 @@ from tenuto.experiments.facts import network_of
 from tenuto.experiments.page import render_experiment
 from tenuto.loadgen.result_folder import prepare_folder, provenance, write_files
 
-__all__ = ["describe_experiment", "prepare_experiment_folder", "write_experiment"]
-
 FILES = ("result.json", "index.html", "derived-profile.yaml")
 _LOADS = {
     "thesis": "Sent is what the thesis' clients reached (section 6.2.1, table 4.1), not their target.",

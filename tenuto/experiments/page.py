@@ -19,8 +19,6 @@ from tenuto.loadgen.report.palette import Style, styles_for
 from tenuto.placement import Plan
 from tenuto.placement.shown.picture import draw
 
-__all__ = ["render_experiment"]
-
 _IDEAL = Style("var(--muted)", "2 3")
 _ORDER = (
     "usher", "ao-milp", "wsm-milp", "wao-usher", "igniter", "symphony", "tenuto", "gpulet", "sbp", "ffd", "ideal",

@@ -14,8 +14,6 @@ from tenuto.placement.plan import PlannedGpu
 from tenuto.placement.solve import check_plan, complete
 from tenuto.profiles import Profiles
 
-__all__ = ["PUBLISHED", "Published", "published_plan"]
-
 
 @dataclass(frozen=True)
 class Published:

@@ -11,8 +11,6 @@ from tenuto.experiments.observed.rates import RATES
 from tenuto.experiments.observed.vision import VISION
 from tenuto.experiments.sweeps import GpuSweep, RateSweep
 
-__all__ = ["EXPERIMENTS", "find_experiments"]
-
 _GPUS = "GPUs"
 _WAO, _AO = "wao-usher", "ao-milp (published plan)"
 

@@ -15,8 +15,6 @@ from typing import Any
 from tenuto.errors import EnvironmentFaultError
 from tenuto.experiments.case import Case, run_case
 
-__all__ = ["Finished", "run_cases"]
-
 Report = Callable[[int, int, str], None]
 
 

@@ -14,8 +14,6 @@ from tenuto.experiments.facts import VISION, client_share, thesis_section
 from tenuto.experiments.published import PUBLISHED
 from tenuto.placement import policy_names
 
-__all__ = ["FIVE_MODELS", "GpuSweep", "RateSweep"]
-
 FIVE_MODELS = ("alexnet", "densenet121", "efficientnet_b7", "resnet50", "vgg19")
 QUICK_S = 5.0
 # The thesis does not print how long these runs were; eight seconds are as long as its other experiments' targets.

@@ -25,8 +25,6 @@ from tenuto.gpu_check.results import Results
 from tenuto.gpu_check.steps import CALLS, Sizes, Step, steps
 from tenuto.mps.inventory import without_mps
 
-__all__ = ["Run", "main"]
-
 Run = Callable[[Step, Mapping[str, str], float], int]
 """Runs a step in an environment within a limit in s; returns its exit code, 124 where it was stopped."""
 

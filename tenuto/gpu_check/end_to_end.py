@@ -28,8 +28,6 @@ from tenuto.outcome import Outcome
 from tenuto.placement import Plan
 from tenuto.profiles.networks.inputs import random_inputs, sends_pixels
 
-__all__ = ["main", "serve_closed_loop"]
-
 _WAITING = 3  # batches' worth of requests are under way at any time, so that the gpu-let never waits for one
 _SLO_MS = 10_000.0
 _WARM_UP = 0.2  # of the time; its answers are not counted

@@ -18,8 +18,6 @@ from tenuto.profiles.networks.models import build
 from tenuto.profiles.networks.programs import lone_program
 from tenuto.profiles.networks.runner import Streams
 
-__all__ = ["main"]
-
 _SHARES = (20, 40, 60, 80, 100)
 _RUNS = 30
 

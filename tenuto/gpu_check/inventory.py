@@ -21,8 +21,6 @@ from tenuto.gpu_check.results import Results, in_words
 from tenuto.mps.inventory import GpuDevice, read_inventory
 from tenuto.profiles.gpu_types import gpu_type_of
 
-__all__ = ["main"]
-
 _PACKAGES = (
     "torch", "torchvision", "transformers", "numpy", "scipy", "scikit-learn", "pydantic", "orjson", "onnxruntime",
 )  # fmt: skip

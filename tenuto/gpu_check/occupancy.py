@@ -20,8 +20,6 @@ from tenuto.profiles.measuring.kernels.nsight_compute import METRICS, load_ncu
 from tenuto.profiles.measuring.kernels.occupancy import estimated_occupancy_pct
 from tenuto.profiles.measuring.kernels.record import Device, Kernel
 
-__all__ = ["compare", "main"]
-
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Write `ncu.csv` and `occupancy.json`; returns 1 where the counters cannot be read."""

@@ -13,8 +13,6 @@ from tenuto.profiles.networks.model_options import ModelOptions
 from tenuto.profiles.networks.models import build
 from tenuto.profiles.networks.programs import lone_program
 
-__all__ = ["main"]
-
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Build, warm up, run one batch; returns 0."""

@@ -10,8 +10,6 @@ from tenuto.gpu_check.results import Results
 from tenuto.gpu_check.steps import CALLS
 from tenuto.profiles.profile import Profile
 
-__all__ = ["VIRTUAL_DRIVER", "check_page"]
-
 VIRTUAL_DRIVER = "virtual"
 """The driver of a GPU that is not there."""
 

@@ -13,8 +13,6 @@ import select
 import sys
 from typing import Any
 
-__all__ = ["main"]
-
 _SIZE = 4096  # of the square matrices that keep the GPU busy
 _PER_REPORT = 20
 _LINGER_S = 60.0

@@ -12,8 +12,6 @@ from typing import Any
 
 from tenuto.errors import TenutoError
 
-__all__ = ["Results", "in_words", "step_parser"]
-
 
 def step_parser(step: str, description: str | None) -> argparse.ArgumentParser:
     """Return the arguments that steps with a model have in common."""

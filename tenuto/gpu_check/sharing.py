@@ -28,8 +28,6 @@ from tenuto.mps.daemon import PrivateDaemon
 from tenuto.mps.share import client_environment
 from tenuto.profiles.gpu_types import sms_of_share
 
-__all__ = ["Daemon", "Probe", "ProbeProcess", "StartProbe", "first_client", "main", "sharing_experiments"]
-
 SHARES = (1, 10, 20, 25, 40, 50, 60, 75, 80, 100)
 CAP_MIB = 2048
 _QUIET_S = 20.0

@@ -11,8 +11,6 @@ from typing import Literal
 from tenuto.profiles.networks.catalogue import CATALOGUE
 from tenuto.profiles.networks.model_options import PLAIN
 
-__all__ = ["CALLS", "Sizes", "Step", "steps"]
-
 CALLS = {
     "A": "what is there, the tests of the device, precision and graphs, served end to end",
     "B": "CUDA MPS: attachment, SMs of a share, memory cap, context, streaming, connections",

@@ -32,8 +32,6 @@ from tenuto.profiles.networks.inputs import Arrays, Blocks, random_inputs, sends
 from tenuto.profiles.networks.model_options import PLAIN
 from tenuto.profiles.networks.runner import BatchTimes, ProgramRunner, Streams
 
-__all__ = ["VARIANTS", "compare", "main", "reason_of"]
-
 WANTED = 1.15  # times the plain throughput
 VARIANTS: dict[str, dict[str, Any]] = {
     "auto": {},

@@ -7,9 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tenuto.loadgen.application_figures import MIN_SAMPLES_P99
 from tenuto.loadgen.clients.client import outcome_of
 from tenuto.loadgen.records import Records, merge, unsent
-from tenuto.loadgen.verdict import MIN_SAMPLES_P99, judge, summarise
+from tenuto.loadgen.verdict import judge, summarise
 from tenuto.outcome import Outcome
 
 

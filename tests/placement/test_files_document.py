@@ -12,8 +12,8 @@ from pydantic import BaseModel
 from tenuto.documents import parse_document
 from tenuto.placement import Arrival, Cluster, GpuGroup, ModelSpec, Node, Plan, Workload
 from tenuto.placement.applications import Application, Stage
-from tenuto.placement.plan import Expected, ExpectedModel, Gpulet, PlannedGpu, PolicyUsed, Replica
-from tenuto.placement.program import MergedGroup
+from tenuto.placement.plan import Expected, ExpectedModel, PlannedGpu, PolicyUsed
+from tenuto.placement.program import Gpulet, MergedGroup, Replica
 from tenuto.profiles import Fit, LatencyTable, LinearLatency, Measured, ModelProfile, Profile, ProfilePoint
 
 TEXT = (Path(__file__).parents[2] / "docs" / "files.md").read_text()

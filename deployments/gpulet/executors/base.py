@@ -9,8 +9,6 @@ from tenuto.deployments.serve.user_config import ProgramEntry
 from tenuto.profiles.networks.catalogue import ModelSignature
 from tenuto.profiles.networks.inputs import Arrays, Blocks
 
-__all__ = ["Executor"]
-
 
 class Executor(Protocol):
     """Owns the device of one gpu-let. Every method is called on one worker thread, never on an event loop.

@@ -11,8 +11,6 @@ from tenuto.deployments.gpulet.executors.base import Executor
 from tenuto.deployments.gpulet.executors.emulated import EmulatedExecutor
 from tenuto.errors import EnvironmentFaultError
 
-__all__ = ["has_nvidia_devices", "make_executor"]
-
 logger = logging.getLogger("ray.serve")
 
 

@@ -22,8 +22,6 @@ from tenuto.errors import InvalidInputError, refused
 from tenuto.profiles.networks.catalogue import ModelSignature, TensorSignature, lookup, with_pixels
 from tenuto.profiles.networks.inputs import Arrays, Blocks
 
-__all__ = ["EmulatedExecutor"]
-
 
 class EmulatedExecutor:
     """Runs batches by waiting. `device` begins with `emulated`, which every answer and report repeats."""

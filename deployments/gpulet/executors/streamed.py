@@ -15,17 +15,14 @@ from tenuto.deployments.gpulet.executors.emulated import EmulatedExecutor
 from tenuto.deployments.gpulet.executors.torch_executor import TorchExecutor
 from tenuto.errors import EnvironmentFaultError
 from tenuto.profiles.networks.inputs import Arrays, Blocks
-from tenuto.profiles.networks.runner import STREAMED_DEPTH as DEPTH
 from tenuto.profiles.networks.runner import BatchTimes, ProgramRunner, StagedBatch
-
-__all__ = ["DEPTH", "EmulatedStreaming", "StreamingExecutor", "TorchStreaming", "make_streaming"]
 
 
 class StreamingExecutor(Protocol):
     """Runs programs of one model, by its name; merged ones run by themselves.
 
-    At most `DEPTH` batches are between `stage` and `finish`. One thread stages and launches, one other finishes, in
-    the same order; models are loaded and unloaded while no batch is under way.
+    At most `STREAMED_DEPTH` batches are between `stage` and `finish`. One thread stages and launches, another finishes
+    them, in order; models are loaded and unloaded while no batch is under way.
     """
 
     def stage(self, name: str, inputs: Blocks, batch_size: int) -> Any:

@@ -20,8 +20,6 @@ from tenuto.profiles.networks.inputs import Arrays, Blocks
 from tenuto.profiles.networks.programs import Member, load_program
 from tenuto.profiles.networks.runner import ProgramRunner, Streams
 
-__all__ = ["TorchExecutor"]
-
 logger = logging.getLogger("ray.serve")
 
 

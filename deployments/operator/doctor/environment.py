@@ -17,8 +17,6 @@ from tenuto.deployments.operator.doctor.mps import check_gpus, mps_checks
 from tenuto.deployments.serve.ray_address import may_show_token, running_ray
 from tenuto.deployments.serve.ray_token import guard_of, is_refused, readable_by_others, token_file
 
-__all__ = ["Check", "ray_token_check", "run_checks", "running_ray_check"]
-
 
 def _python() -> Check:
     text = ".".join(map(str, sys.version_info[:3]))

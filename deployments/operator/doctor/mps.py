@@ -15,8 +15,6 @@ from tenuto.mps.inventory import GpuDevice, read_inventory
 from tenuto.mps.others import OtherProcess, others_on
 from tenuto.mps.processes import Processes
 
-__all__ = ["check_gpus", "foreign_daemons", "mps_checks"]
-
 _VOLTA = (7, 0)
 _LEAST_FREE_MIB = 1024  # a CUDA context and one small model
 

@@ -9,8 +9,6 @@ from functools import cache
 from importlib import resources
 from typing import NamedTuple
 
-__all__ = ["Page", "live_page"]
-
 
 class Page(NamedTuple):
     """The page and the Content-Security-Policy that goes with it."""

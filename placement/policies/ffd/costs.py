@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from tenuto.placement.costs import WHOLE_GPU, ModelOnGpu, Steps
 from tenuto.profiles import Latency
 
-__all__ = ["Batch", "FfdCost"]
-
 SLACK = 1e-9
 
 

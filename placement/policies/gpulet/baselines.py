@@ -19,8 +19,6 @@ from tenuto.placement.policy import Policy
 from tenuto.placement.workload import Workload
 from tenuto.profiles import Profiles
 
-__all__ = ["MpsDefault", "SelfTuning"]
-
 
 @dataclass(kw_only=True, eq=False)
 class SelfTuning(Policy):

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-__all__ = ["Asked", "Cycle", "find_cycle"]
-
 ROUNDING = 1e-9
 
 

@@ -17,8 +17,6 @@ from tenuto.placement.policies.shared.gpu_pool import GpuPool
 from tenuto.placement.policies.shared.hosting import CARRIED, Hosted
 from tenuto.placement.workload import ModelSpec
 
-__all__ = ["ElasticPartitioning", "Rules"]
-
 
 @dataclass(frozen=True)
 class Rules:

@@ -24,8 +24,6 @@ from tenuto.placement.policy import Policy
 from tenuto.placement.workload import Workload
 from tenuto.profiles import Profiles
 
-__all__ = ["Gpulet"]
-
 
 @dataclass(kw_only=True, eq=False)
 class Gpulet(Policy):
@@ -115,4 +113,3 @@ class Gpulet(Policy):
 
 def _worth(plan: Plan) -> tuple[float, int]:
     return round(plan.expected.goodput_rps, 3), -len({gpulet.gpu for gpulet in plan.gpulets})
-

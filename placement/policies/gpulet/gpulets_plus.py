@@ -19,8 +19,6 @@ from tenuto.placement.policy import Policy
 from tenuto.placement.workload import ModelSpec, Workload
 from tenuto.profiles import Profiles
 
-__all__ = ["GpuletsPlus"]
-
 CHOICES = {"batch": ("smallest", "largest"), "order": ("rate", "load"), "booked": ("alone", "beside")}
 
 

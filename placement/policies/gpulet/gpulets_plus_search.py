@@ -15,8 +15,6 @@ from tenuto.placement.policies.shared.gpu_pool import GpuPool
 from tenuto.placement.policies.shared.hosting import CARRIED, Hosted
 from tenuto.placement.workload import ModelSpec
 
-__all__ = ["PairSearch", "Rules"]
-
 MOST_GPULETS = 2
 ROUNDING = 1e-9
 

@@ -23,8 +23,6 @@ from tenuto.placement.policy import Policy
 from tenuto.placement.workload import Workload
 from tenuto.profiles import Profiles
 
-__all__ = ["Ideal"]
-
 
 @dataclass(kw_only=True, eq=False)
 class Ideal(Policy):

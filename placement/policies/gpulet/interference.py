@@ -13,8 +13,6 @@ from tenuto.placement.costs import WHOLE_GPU
 from tenuto.placement.interference import InterferenceModel, NoInterference, Resident
 from tenuto.placement.policies.gpulet.share_costs import ShareCosts
 
-__all__ = ["Disturbance", "Reserve", "slowed_rps"]
-
 
 class Disturbance:
     """An interference model as planning asks it, again and again: answers are remembered.

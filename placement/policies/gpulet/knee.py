@@ -6,8 +6,6 @@ import itertools
 import math
 from collections.abc import Sequence
 
-__all__ = ["KNEES", "knee_by_bend", "knee_by_chord", "knee_by_curvature"]
-
 FLAT = 1e-9
 
 Curve = Sequence[tuple[float, float]]  # (share in percent, highest rate it carries), ascending in share

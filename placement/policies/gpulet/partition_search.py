@@ -11,8 +11,6 @@ from tenuto.placement.policies.gpulet.shared_gpu import Solved, Tenants, solve_g
 from tenuto.placement.policies.shared.hosting import CARRIED, Hosted
 from tenuto.placement.watch import Watch
 
-__all__ = ["Let", "PartitionSearch", "SearchStopped"]
-
 FULL = 1 + 1e-9
 
 

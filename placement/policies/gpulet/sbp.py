@@ -23,8 +23,6 @@ from tenuto.placement.program import held_mib
 from tenuto.placement.workload import Workload
 from tenuto.profiles import Profiles
 
-__all__ = ["SquishyBinPacking"]
-
 
 @dataclass(kw_only=True, eq=False)
 class SquishyBinPacking(Policy):

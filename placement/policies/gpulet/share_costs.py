@@ -7,12 +7,10 @@ from dataclasses import dataclass, field
 
 from tenuto.placement.cluster import Cluster
 from tenuto.placement.costs import WHOLE_GPU, ModelOnGpu, Steps, context_mib_of, costs_of
-from tenuto.placement.plan import Replica
+from tenuto.placement.program import Replica
 from tenuto.placement.workload import ModelSpec, Workload
 from tenuto.profiles import ModelProfile, Profiles
 from tenuto.profiles.share_latency import ShareRule
-
-__all__ = ["CostsByType", "ShareCosts", "Turn", "share_costs"]
 
 
 @dataclass(frozen=True, eq=False)

@@ -14,8 +14,6 @@ from tenuto.placement.policies.gpulet.share_costs import ShareCosts, Turn
 from tenuto.placement.policies.shared.hosting import Hosted
 from tenuto.placement.program import held_mib
 
-__all__ = ["Solved", "Tenants", "fits_memory", "solve_gpu"]
-
 ROUNDS = 12  # of adapting batches to slowdowns and slowdowns to batches
 
 Tenants = tuple[tuple[ShareCosts, float], ...]  # who takes turns in a gpu-let, each with the rate routed there

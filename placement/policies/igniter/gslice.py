@@ -17,8 +17,6 @@ from tenuto.placement.policy import Policy
 from tenuto.placement.workload import Workload, profile_of
 from tenuto.profiles import Profiles
 
-__all__ = ["Gslice"]
-
 
 @dataclass(kw_only=True, eq=False)
 class Gslice(Policy):

@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from tenuto.placement.interference.igniter import Load, inference_time_ms
 from tenuto.placement.policies.igniter.shares import Demand
 
-__all__ = ["Observed", "Rules", "Setting", "observe", "tune"]
-
 
 @dataclass(frozen=True)
 class Rules:

@@ -10,8 +10,6 @@ from tenuto.placement.policy import Policy
 from tenuto.placement.workload import Workload
 from tenuto.profiles import Profiles
 
-__all__ = ["FirstFitPlus", "FirstFitPlusPlus", "Igniter", "beside", "lower_bounds"]
-
 
 def beside(gpu: OpenGpu, demand: Demand) -> Shares | None:
     """Return the shares of a GPU with one more resident, its neighbours' shares raised as needed (Algorithm 2)."""

@@ -9,14 +9,13 @@ from tenuto.errors import InvalidInputError, Problem, raise_if_any
 from tenuto.placement.cluster import Cluster, Gpu
 from tenuto.placement.costs import context_mib_of, memory_of
 from tenuto.placement.interference.igniter import Hardware, ModelConstants
-from tenuto.placement.plan import Plan, Replica
+from tenuto.placement.plan import Plan
 from tenuto.placement.policies.igniter.shares import Demand, Shares, allocate, beside_ms, throughput_rps
 from tenuto.placement.policies.shared.gpu_pool import GpuPool
 from tenuto.placement.policies.shared.hosting import Hosted, hosting_plan
+from tenuto.placement.program import Replica
 from tenuto.placement.workload import ModelSpec, Workload, profile_of
 from tenuto.profiles import Profiles
-
-__all__ = ["OpenGpu", "Packed", "Try", "demands_of", "extend", "igniter_plan", "pack", "pack_cluster"]
 
 MOST_REPLICAS = 1024
 LARGEST_WHOLE_BATCH = 32  # of a workload that fills GPUs by itself

@@ -11,8 +11,6 @@ from dataclasses import dataclass, field
 from tenuto.placement.interference.igniter import Hardware, Load, ModelConstants, inference_time_ms
 from tenuto.placement.workload import ModelSpec
 
-__all__ = ["Demand", "Shares", "allocate", "beside_ms", "throughput_rps"]
-
 Shares = tuple[int, ...]  # of the residents of a GPU in order, in units of Hardware.share_unit_pct
 
 

@@ -9,8 +9,6 @@ import numpy as np
 from tenuto.placement.policies.milp.patterns import FULL, Item, Pattern
 from tenuto.placement.policies.milp.program import Program
 
-__all__ = ["greedy_patterns"]
-
 
 def greedy_patterns(
     program: Program, items: Mapping[str, Sequence[Sequence[Item]]], start: Sequence[tuple[Pattern, int]] = ()

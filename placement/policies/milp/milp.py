@@ -39,8 +39,6 @@ from tenuto.placement.policy import Policy
 from tenuto.placement.workload import ModelSpec, Workload
 from tenuto.profiles import Profiles
 
-__all__ = ["AoMilp", "MilpPolicy", "WsmMilp"]
-
 # Column generation: patterns added per round and GPU type, and rounds before the bound of the last round is taken.
 COLUMNS_PER_ROUND = 20
 MOST_ROUNDS = 200

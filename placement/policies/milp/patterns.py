@@ -12,8 +12,6 @@ from dataclasses import dataclass
 from tenuto.placement.policies.shared.requirements import Requirement
 from tenuto.placement.workload import ModelSpec
 
-__all__ = ["FULL", "Item", "Pattern", "TooManyPatternsError", "enumerate_patterns", "items_of", "patterns_worth"]
-
 FULL = 100.0 + 1e-9
 
 

@@ -15,8 +15,6 @@ from tenuto.placement.policies.milp.patterns import Item, Pattern
 from tenuto.placement.solver import integer_program
 from tenuto.placement.workload import ModelSpec
 
-__all__ = ["Program", "Relaxation", "Solution"]
-
 TOLERANCE = 1e-6
 
 

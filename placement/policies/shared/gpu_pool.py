@@ -7,8 +7,6 @@ from collections import deque
 
 from tenuto.placement.cluster import Cluster, Gpu
 
-__all__ = ["GpuPool"]
-
 
 class GpuPool:
     """Hands out GPUs one by one. On an elastic cluster it never runs dry: further GPUs of a type continue the numbering

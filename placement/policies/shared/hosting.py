@@ -6,11 +6,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from tenuto.placement.cluster import Cluster, Gpu
-from tenuto.placement.plan import Expected, ExpectedModel, Gpulet, Plan, PlannedGpu, PolicyUsed, Replica
-from tenuto.placement.program import slowest_ms
+from tenuto.placement.plan import Expected, ExpectedModel, Plan, PlannedGpu, PolicyUsed
+from tenuto.placement.program import Gpulet, Replica, slowest_ms
 from tenuto.placement.workload import Workload
-
-__all__ = ["CARRIED", "Hosted", "gpulet_id", "hosting_plan", "planned_gpus"]
 
 CARRIED = 1e-6  # relative shortfall below which a rate counts as carried
 

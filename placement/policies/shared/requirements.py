@@ -12,12 +12,10 @@ from dataclasses import dataclass
 from tenuto.errors import Problem, raise_if_any
 from tenuto.placement.cluster import Cluster, Gpu
 from tenuto.placement.costs import WHOLE_GPU, ModelOnGpu, context_mib_of, costs_of
-from tenuto.placement.plan import Replica
 from tenuto.placement.policies.shared.hosting import Hosted
+from tenuto.placement.program import Replica
 from tenuto.placement.workload import Workload
 from tenuto.profiles import Profiles
-
-__all__ = ["MEMORY", "Requirement", "Requirements", "context_pct_of", "hosted_requirements", "requirements_of"]
 
 MEMORY = "memory"  # the name under which the memory requirement is asked for; any profile metric may stand in
 

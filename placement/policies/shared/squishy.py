@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-__all__ = ["Bin", "Demand", "Part", "fill", "full_batch", "pack"]
-
 
 @dataclass(frozen=True)
 class Demand:

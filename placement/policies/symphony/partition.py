@@ -30,8 +30,6 @@ from numpy.typing import NDArray
 from tenuto.errors import Problem, raise_if_any, refused
 from tenuto.placement.solver import integer_program
 
-__all__ = ["Limits", "Partition", "PartitionModel", "fits_some", "gpus_by_need", "longest_first", "partition"]
-
 GOOD_ENOUGH = 1e-2  # the solver asked for less takes its whole time limit from some 30 models on, and seldom finds it
 MOST_CHOICES = 20_000  # models times sub-clusters; of more the solver found nothing better in its time limit
 Floats = NDArray[np.float64]

@@ -10,8 +10,6 @@ from tenuto.placement.costs import ModelOnGpu
 from tenuto.placement.policies.symphony.partition import PartitionModel
 from tenuto.profiles import Latency
 
-__all__ = ["StaggeredModel", "staggered_batch", "throughput_rps", "uncoordinated_batch"]
-
 
 def uncoordinated_batch(latency: Latency, slo_ms: float) -> int:
     """Return the largest b with 2*l(b) <= slo_ms, or 0."""

@@ -14,16 +14,15 @@ from tenuto.errors import InvalidInputError
 from tenuto.options import option
 from tenuto.placement.cluster import Cluster, Gpu
 from tenuto.placement.costs import context_mib_of, costs_of
-from tenuto.placement.plan import Plan, Replica
+from tenuto.placement.plan import Plan
 from tenuto.placement.policies.shared.gpu_pool import GpuPool
 from tenuto.placement.policies.shared.hosting import Hosted, hosting_plan
 from tenuto.placement.policies.symphony.partition import Limits, PartitionModel, fits_some, gpus_by_need, partition
 from tenuto.placement.policies.symphony.staggering import StaggeredModel
 from tenuto.placement.policy import Policy
+from tenuto.placement.program import Replica
 from tenuto.placement.workload import ModelSpec, Workload
 from tenuto.profiles import Profiles
-
-__all__ = ["Symphony"]
 
 MOST_GPUS = 100_000  # bought for one sub-cluster at most, so that a wrong rate does not loop for ever
 

@@ -11,8 +11,6 @@ from collections.abc import Mapping, Sequence
 import networkx as nx
 import numpy as np
 
-__all__ = ["LARGEST_GENERAL_MATCHING", "TIES", "distance_pct", "group_models"]
-
 TIES = ("exact", "float")
 
 # Blossom matching is cubic; above this many nodes the closed form below finds a matching of the same weight.

@@ -11,8 +11,6 @@ from dataclasses import dataclass
 from itertools import product
 from typing import NamedTuple
 
-__all__ = ["Choice", "Config", "GpuStates", "Need", "Readings", "Search", "State", "Taken", "placement_order"]
-
 FULL = 100.0 + 1e-9  # percent of a GPU; the margin is for rounding in sums
 DIGITS = 9  # loads are rounded, so that equal ones reached in another order are one state
 LOOKS = 2  # times the limit of placements: choices that are discarded by their bound take time too
@@ -427,4 +425,3 @@ class Search:
 
 class _Node(dict[tuple[Unit, tuple[tuple[int, ...], ...]], "_Node"]):
     """What may be placed next: a unit and, for each of its models, the configurations of one batch size."""
-

@@ -32,8 +32,6 @@ from tenuto.placement.policy import Policy
 from tenuto.placement.workload import ModelSpec, Workload
 from tenuto.profiles import Profiles
 
-__all__ = ["Usher", "WaoUsher"]
-
 MULTIPLIERS = 6  # replica counts are i * c_min with i in 1..6
 MOST_IN_A_GROUP = 6  # of an explicit group; the search is exponential in it
 NODES_OF_A_PLAN = 400_000  # placements tried for all groups together before the best so far is taken

@@ -18,8 +18,6 @@ from tenuto.errors import refused
 from tenuto.profiles.measuring.kernels.chrome_trace import parse_chrome_trace
 from tenuto.profiles.measuring.kernels.occupancy import estimated_occupancy_pct
 
-__all__ = ["RANGE_NAME", "OperatorKernel", "load_operator_kernels", "operator_kernels"]
-
 RANGE_NAME = "tenuto operator"
 _LAUNCHES = ("cuda_runtime", "cuda_driver")
 

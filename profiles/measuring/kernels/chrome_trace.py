@@ -12,8 +12,6 @@ from typing import Any
 from tenuto.errors import refused
 from tenuto.profiles.measuring.kernels.record import Device, Kernel
 
-__all__ = ["KernelTrace", "load_chrome_trace", "parse_chrome_trace"]
-
 
 @dataclass(frozen=True)
 class KernelTrace:

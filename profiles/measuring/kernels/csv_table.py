@@ -13,8 +13,6 @@ from pathlib import Path
 
 from tenuto.errors import refused
 
-__all__ = ["BYTES", "MICROSECONDS", "dim3", "number", "read_rows", "read_text", "unit_factor"]
-
 # Factors to microseconds and bytes by the spellings of both tools and their versions.
 MICROSECONDS: Mapping[str, float] = {
     "ns": 1e-3, "nsec": 1e-3, "nsecond": 1e-3, "us": 1.0, "usec": 1.0, "usecond": 1.0, "μs": 1.0, "ms": 1e3,

@@ -15,8 +15,6 @@ from tenuto.profiles.measuring.kernels.nsight_systems import load_nsys
 from tenuto.profiles.measuring.kernels.record import Device, Kernel
 from tenuto.profiles.profile import ModelProfile, Profile
 
-__all__ = ["ImportRequest", "import_kernels"]
-
 
 @dataclass(frozen=True)
 class ImportRequest:

@@ -14,8 +14,6 @@ from dataclasses import dataclass, replace
 from tenuto.errors import refused
 from tenuto.profiles.measuring.kernels.record import Kernel
 
-__all__ = ["Matched", "base_name", "match_kernels"]
-
 
 @dataclass(frozen=True)
 class Matched:

@@ -14,8 +14,6 @@ from tenuto.errors import refused
 from tenuto.profiles.measuring.kernels.occupancy import estimated_occupancy_pct, sms_needed
 from tenuto.profiles.measuring.kernels.record import Device, Kernel
 
-__all__ = ["Launch", "kernel_metrics", "launches", "time_weighted_mean", "weighted_sm_utilisation_pct"]
-
 
 @dataclass(frozen=True)
 class Launch:

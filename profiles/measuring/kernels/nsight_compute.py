@@ -22,8 +22,6 @@ from tenuto.profiles.measuring.kernels.csv_table import (
 )
 from tenuto.profiles.measuring.kernels.record import Kernel
 
-__all__ = ["METRICS", "NcuReport", "load_ncu", "parse_ncu"]
-
 _EXPORT = "ncu --import FILE.ncu-rep --csv --page raw"
 METRICS = (
     "gpu__time_duration.sum", "sm__warps_active.avg.pct_of_peak_sustained_active",

@@ -10,8 +10,6 @@ from tenuto.errors import InvalidInputError, Problem, refused
 from tenuto.profiles.measuring.kernels.csv_table import BYTES, MICROSECONDS, number, read_rows, read_text, unit_factor
 from tenuto.profiles.measuring.kernels.record import Kernel
 
-__all__ = ["load_nsys", "parse_nsys"]
-
 _EXPORT = "nsys stats -r cuda_gpu_trace --format csv FILE.nsys-rep"
 _NEEDED = ("Start", "Duration", "GrdX", "GrdY", "GrdZ", "BlkX", "BlkY", "BlkZ", "Reg/Trd", "StcSMem", "DymSMem", "Name")
 _HEADING = re.compile(r"^(?P<name>[^(:]+?)\s*(?:\((?P<unit>[^)]*)\)|:.*)?$")

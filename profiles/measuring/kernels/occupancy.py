@@ -12,8 +12,6 @@ from dataclasses import dataclass
 from tenuto.errors import refused
 from tenuto.profiles.measuring.kernels.record import Kernel, SmLimits
 
-__all__ = ["BlockBounds", "block_bounds", "estimated_occupancy_pct", "sms_needed"]
-
 
 @dataclass(frozen=True)
 class BlockBounds:

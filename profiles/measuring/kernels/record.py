@@ -7,8 +7,6 @@ from dataclasses import dataclass
 
 from tenuto.errors import refused
 
-__all__ = ["SM_LIMITS", "Device", "Kernel", "SmLimits", "sm_limits"]
-
 Dim3 = tuple[int, int, int]
 
 

@@ -9,8 +9,6 @@ from pathlib import Path
 from tenuto.errors import EnvironmentFaultError
 from tenuto.profiles.measuring.kernels.chrome_trace import KernelTrace, load_chrome_trace
 
-__all__ = ["TraceWriter", "record_kernels", "write_trace"]
-
 TraceWriter = Callable[[Callable[[], object], Path], None]
 
 

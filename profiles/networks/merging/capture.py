@@ -16,8 +16,6 @@ from torch import fx
 from tenuto.errors import refused
 from tenuto.profiles.networks.merging.distance import OperatorGraph
 
-__all__ = ["CapturedModel", "NodeFacts", "capture", "static_size"]
-
 aten = torch.ops.aten
 # Operators that mix what lies along their dimension; harmless along any but the batch.
 _ALONG = frozenset(

@@ -17,8 +17,6 @@ from difflib import SequenceMatcher
 import numpy as np
 from scipy.optimize import linear_sum_assignment
 
-__all__ = ["OperatorGraph", "cluster_graphs", "edit_distance"]
-
 _LARGEST_ASSIGNMENT = 1500  # operators; above, the assignment costs more than merging may
 
 

@@ -14,8 +14,6 @@ from tenuto.profiles.networks.merging.capture import CapturedModel
 from tenuto.profiles.networks.merging.options import MergeOptions
 from tenuto.profiles.networks.merging.similarity import Submatrix, match_operators, shared_submatrix
 
-__all__ = ["SharedOperator", "WeightedOperator", "match_models", "weighted"]
-
 aten = torch.ops.aten
 
 

@@ -23,8 +23,6 @@ from tenuto.profiles.networks.merging.program import MergePlan, build_program
 from tenuto.profiles.networks.merging.report import MergedCluster, MergedOperator, MergeReport
 from tenuto.profiles.networks.network import size_mib
 
-__all__ = ["MergedModels", "merge_models"]
-
 
 class MergedModels:
     """The programs of a cluster: any of its models together, or one alone. All share one copy of the weights."""

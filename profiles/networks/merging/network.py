@@ -13,8 +13,6 @@ from tenuto.profiles.networks.merging.report import MergedCluster
 from tenuto.profiles.networks.model_options import PLAIN, RunOptions, unmergeable_options
 from tenuto.profiles.networks.network import Tensors, set_backends
 
-__all__ = ["MergedNetwork", "check_run_options", "even_split"]
-
 CURE = "Remove the group from `merge` of the plan (or the workload); the models are then served one by one."
 
 

@@ -6,8 +6,6 @@ from pydantic import Field
 
 from tenuto.documents import StrictModel
 
-__all__ = ["MergeOptions"]
-
 
 class MergeOptions(StrictModel):
     """Thresholds of merging; the defaults are those of USHER (OSDI 2024, §3.4 and §4).

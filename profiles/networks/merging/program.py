@@ -17,8 +17,6 @@ from torch import fx
 from tenuto.profiles.networks.merging.capture import CapturedModel, static_size
 from tenuto.profiles.networks.merging.matching import SharedOperator, WeightedOperator, matrix
 
-__all__ = ["MergePlan", "build_program"]
-
 aten = torch.ops.aten
 Key = Hashable
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-__all__ = ["MergeReport", "MergedCluster", "MergedOperator"]
-
 
 @dataclass(frozen=True)
 class MergedOperator:

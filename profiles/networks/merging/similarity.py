@@ -13,8 +13,6 @@ import numpy as np
 import torch
 from scipy.optimize import linear_sum_assignment
 
-__all__ = ["Submatrix", "match_operators", "shared_submatrix", "similarity"]
-
 
 @dataclass(frozen=True)
 class Submatrix:

@@ -8,8 +8,6 @@ from typing import Any
 
 from tenuto.experiments.experiment import NotRunError, Observation, Results
 
-__all__ = ["GOODPUT", "PLACEMENTS", "UNPRINTED", "Claim", "Seen", "claim", "hosted", "near", "pairs_of", "replica_rows"]
-
 GOODPUT, PLACEMENTS = "Goodput", "placements"  # where on the page a claim is shown
 UNPRINTED = "bars in figure {} only"
 

@@ -9,8 +9,6 @@ from tenuto.experiments.experiment import NotRunError, Results
 from tenuto.experiments.facts import thesis_section
 from tenuto.experiments.observed.claim import GOODPUT, Claim, Seen, claim, hosted, near, pairs_of
 
-__all__ = ["LANGUAGE", "RATES", "VISION"]
-
 POLICY = "igniter"
 FIGURE = "iGniter on five GPUs"
 WHY = (

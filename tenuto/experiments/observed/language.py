@@ -7,8 +7,6 @@ from tenuto.experiments.facts import thesis_section
 from tenuto.experiments.observed.claim import GOODPUT, Claim, Seen, claim, hosted, near, pairs_of
 from tenuto.experiments.observed.igniter import LANGUAGE as IGNITER
 
-__all__ = ["LANGUAGE"]
-
 SLO_MS = 300.0
 WAO = "WAO-Usher on three GPUs"
 BERT = thesis_section("6.2.2")["observations"]["wao_usher"]

@@ -6,8 +6,6 @@ from tenuto.experiments.experiment import Results
 from tenuto.experiments.observed.claim import UNPRINTED, Claim, Seen, claim, hosted, pairs_of, replica_rows
 from tenuto.experiments.observed.igniter import RATES as IGNITER
 
-__all__ = ["RATES"]
-
 SLO_MS = 250.0
 FIGURE = "goodput, SLO 250 ms"
 BARS = UNPRINTED.format("6.15")

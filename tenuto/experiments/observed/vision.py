@@ -17,8 +17,6 @@ from tenuto.experiments.observed.claim import (
 )
 from tenuto.experiments.observed.igniter import VISION as IGNITER
 
-__all__ = ["VISION"]
-
 SLO_MS = 200.0
 EFFICIENTNET = "efficientnet_b7"
 PUBLISHED_AO = "ao-milp (published plan)"
