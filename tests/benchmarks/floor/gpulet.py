@@ -21,4 +21,4 @@ while True:
     time.sleep(max(0.0, end - time.monotonic() - 5e-5))
     while time.monotonic() < end:
         pass
-    connection.sendall(struct.pack("<IIf", batch, size, (time.monotonic() - start) * 1000.0))
+    connection.sendall(struct.pack("<IIfd", batch, size, (time.monotonic() - start) * 1000.0, start * 1000.0))

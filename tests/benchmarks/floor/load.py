@@ -3,6 +3,7 @@ Protocol."""
 import argparse
 import asyncio
 import gc
+import math
 import random
 import time
 
@@ -32,11 +33,23 @@ if given.picture:
 REQUEST = HEAD % (given.model.encode(), KIND, len(BODY)) + BODY
 
 
-async def ask(reader, writer) -> int:
+async def ask(reader, writer) -> bytes:
+    """Send the request and return the head of the answer in lower case."""
     writer.write(REQUEST)
     head = (await reader.readuntil(b"\r\n\r\n")).lower()
-    await reader.readexactly(int(head.split(b"\r\ncontent-length:")[1].split(b"\r\n")[0]))
-    return int(head[9:12])
+    await reader.readexactly(int(number(head, b"content-length")))
+    return head
+
+
+def number(head: bytes, name: bytes) -> float:
+    """Return what a header of an answer says; NaN without it."""
+    _, found, rest = head.partition(b"\r\n" + name + b":")
+    return float(rest.split(b"\r\n")[0]) if found else math.nan
+
+
+def quantiles(values_ms: list[float]) -> str:
+    ordered = sorted(values_ms)
+    return " / ".join(f"{ordered[int(part * len(ordered))]:.2f}" for part in (0.5, 0.99)) + " ms"
 
 
 async def open_loop(rate: float) -> None:
@@ -44,16 +57,24 @@ async def open_loop(rate: float) -> None:
     while (at := at + generator.expovariate(rate)) < given.seconds:
         schedule.append(at)
     pool, count = [], {"offered": 0, "in time": 0, "late": 0, "refused": 0, "broken": 0}
+    doors_ms, lateness_ms = [], []
     start = time.monotonic()
 
     async def one(at: float) -> None:
         outcome = "broken"
+        sent = time.monotonic() - start
         try:
             async with asyncio.timeout(15):
                 connection = pool.pop() if pool else await asyncio.open_connection("127.0.0.1", given.port)
-                status = await ask(*connection)
-                is_late = time.monotonic() - start - at > given.slo_ms / 1000.0
-                outcome = ("late" if is_late else "in time") if status == 200 else "refused"
+                head = await ask(*connection)
+                latency_ms = 1e3 * (time.monotonic() - start - at)
+                outcome = "refused"
+                if head[9:12] == b"200":
+                    outcome = "late" if latency_ms > given.slo_ms else "in time"
+                    served_ms = number(head, b"x-tenuto-queue-ms") + number(head, b"x-tenuto-execution-ms")
+                    if at >= given.warmup_s and served_ms >= 0.0:
+                        doors_ms.append(latency_ms - served_ms)
+                        lateness_ms.append(1e3 * (sent - at))
                 pool.append(connection)
         except (OSError, EOFError, TimeoutError, IndexError):
             pass
@@ -69,7 +90,8 @@ async def open_loop(rate: float) -> None:
     await asyncio.gather(*tasks)
     span = given.seconds - given.warmup_s
     share = count["in time"] / max(1, count["offered"])
-    print(f"{rate:8.1f} r/s: {share:7.2%} in time, {count['in time'] / span:.0f} r/s; {count}", flush=True)
+    door = f"; front door p50 / p99 {quantiles(doors_ms)}, client late {quantiles(lateness_ms)}" if doors_ms else ""
+    print(f"{rate:8.1f} r/s: {share:7.2%} in time, {count['in time'] / span:.0f} r/s; {count}{door}", flush=True)
     for _, writer in pool:
         writer.close()
 

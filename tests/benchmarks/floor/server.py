@@ -31,7 +31,9 @@ parser.add_argument("--response-ms", type=float, default=3.0)
 parser.add_argument("--pictures", action="store_true", help="receive bodies into shared memory; no HTTP parser")
 given = parser.parse_args()
 
-OK = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: "
+TIMES = b"x-tenuto-queue-ms: %.3f\r\nx-tenuto-execution-ms: %.3f\r\n"
+OK = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\n"
+LENGTH = b"content-length: %d\r\n\r\n"
 _LATE = b'{"error":"the deadline could not be met"}'
 EXPIRED = b"HTTP/1.1 504 Gateway Timeout\r\nretry-after: 1\r\ncontent-length: %d\r\n\r\n" % len(_LATE) + _LATE
 
@@ -44,6 +46,7 @@ scheduler = make_scheduler(given.scheduler, setup, {})
 waiting = {}  # request id -> (connection, the client's id)
 gpulets = []  # transports
 running = [collections.deque() for _ in range(given.gpus)]
+REPORT = struct.Struct("<IIfd")  # of a gpu-let: number and size of the batch, its ms, when it began
 counts = {"request": 0, "batch": 0}
 timer = None
 
@@ -58,7 +61,7 @@ def carry_out(now: float) -> None:
         for decision in scheduler.drain():
             if isinstance(decision, Dispatch):
                 counts["batch"] += 1
-                running[decision.gpulet].append(list(decision.request_ids))
+                running[decision.gpulet].append((now_ms(), list(decision.request_ids)))
                 gpulets[decision.gpulet].write(struct.pack("<II", counts["batch"], len(decision.request_ids)))
             elif isinstance(decision, (Drop, Reject)):
                 for request in decision.request_ids:
@@ -83,15 +86,18 @@ class GpuletConnection(asyncio.Protocol):
     def connection_made(self, transport):
         self.index = len(gpulets)
         self.received = b""
+        self.ended_ms = 0.0
         gpulets.append(transport)
 
     def data_received(self, data):
         self.received += data
         now = now_ms()
-        while len(self.received) >= 12:
-            _, size, execution_ms = struct.unpack("<IIf", self.received[:12])
-            self.received = self.received[12:]
-            requests = running[self.index].popleft()
+        while len(self.received) >= REPORT.size:
+            _, size, execution_ms, begun_ms = REPORT.unpack_from(self.received)
+            self.received = self.received[REPORT.size :]
+            sent_ms, requests = running[self.index].popleft()
+            queue_ms = max(0.0, self.ended_ms - sent_ms)
+            self.ended_ms = begun_ms + execution_ms
             scheduler.batch_done(now, self.index)
             if scheduler.next_wake_ms <= now:
                 scheduler.wake(now)
@@ -101,7 +107,8 @@ class GpuletConnection(asyncio.Protocol):
                 output = {"name": "OUTPUT0", "shape": [1, 1], "datatype": "FP32", "data": [1.0]}
                 body = orjson.dumps({"model_name": "synthetic", "id": client_id, "outputs": [output],
                                      "parameters": {"batch_size": size, "execution_ms": execution_ms}})
-                connection.send(OK + b"%d\r\n\r\n" % len(body) + body)
+                times = TIMES % (sent_ms - connection.arrived_ms + queue_ms, execution_ms)
+                connection.send(OK + times + LENGTH % len(body) + body)
 
 
 class ClientConnection(asyncio.Protocol):
@@ -129,7 +136,7 @@ class ClientConnection(asyncio.Protocol):
 
     def on_message_complete(self):
         if self.url.startswith(b"/v2/health"):
-            self.transport.write(OK + b"2\r\n\r\n{}")
+            self.transport.write(OK + LENGTH % 2 + b"{}")
             return
         ask(self, orjson.loads(b"".join(self.chunks)[: self.json_length]))
 
@@ -155,7 +162,7 @@ class PictureConnection(asyncio.BufferedProtocol):
             data = bytes(self.room[:nbytes])
             end = data.index(b"\r\n\r\n") + 4  # this client sends a head at once
             if b"/v2/health" in data[:end]:
-                self.transport.write(OK + b"2\r\n\r\n{}")
+                self.transport.write(OK + LENGTH % 2 + b"{}")
                 return
             length = self.number(data[:end], b"Content-Length: ")
             self.json_length = self.number(data[:end], b"Inference-Header-Content-Length: ")
