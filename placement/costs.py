@@ -156,8 +156,9 @@ def memory_of(profile: ModelProfile, batch_size: int) -> float | None:
     """Return the memory of a replica in MiB, None where it was not measured; that of a batch larger than was measured
     lies on the line through the two largest."""
     memory = profile.memory_mib(batch_size)
-    known = {p.batch_size: p.memory_mib for p in profile.points if p.memory_mib is not None}
-    return _on_line(known, batch_size) if memory is None and known else memory
+    if memory is None and (known := {p.batch_size: p.memory_mib or 0.0 for p in profile.measured_memory}):
+        return _on_line(known, batch_size)
+    return memory
 
 
 def context_mib_of(gpu_type: str, profiles: Profiles) -> float:

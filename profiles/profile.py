@@ -7,6 +7,7 @@ A profile never invents a number: between measured points it interpolates, outsi
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from functools import cached_property
 from typing import Annotated, Any
 
 from pydantic import Field
@@ -158,13 +159,16 @@ class ModelProfile(StrictModel):
                 return point.throughput_rps
         return 1000.0 * batch_size / self.latency_ms(batch_size, share_pct)
 
+    @cached_property
+    def measured_memory(self) -> list[ProfilePoint]:
+        """The points whose memory was measured."""
+        return [point for point in self.points if point.memory_mib is not None]
+
     def memory_mib(self, batch_size: int, share_pct: float = 100.0) -> float | None:
         """Return the memory of one replica at the next measured batch size, or None where it was not measured."""
-        candidates = sorted(
-            (p for p in self.points if p.batch_size >= batch_size and p.memory_mib is not None),
-            key=lambda p: (p.batch_size, abs(p.share_pct - share_pct)),
-        )
-        return candidates[0].memory_mib if candidates else None
+        larger = (p for p in self.measured_memory if p.batch_size >= batch_size)
+        nearest = min(larger, key=lambda p: (p.batch_size, abs(p.share_pct - share_pct)), default=None)
+        return None if nearest is None else nearest.memory_mib
 
     def metric(self, name: str, batch_size: int, share_pct: float = 100.0) -> float:
         """Return a metric of a batch that runs alone: as measured, or on the line between two measured batch sizes.
