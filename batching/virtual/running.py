@@ -520,16 +520,12 @@ class RunningSystem:
                 requests = np.fromiter(chain.from_iterable(lost), dtype=np.int64)
                 ended[:, outcome] += np.bincount(self._models[requests], minlength=models)
                 lost.clear()
-        hosted = {process.gpulet.id: {p.name for p in process.gpulet.programs} for process in self._processes.values()}
+        measured = self._measured_ratios()
         look = Look(
             arrived,
             ended,
             {
-                name: GpuletUse(
-                    busy_ms / 1000.0,
-                    int(batches),
-                    {p: f for p, f in self._factors.items() if p in hosted.get(name, ()) and batches},
-                )
+                name: GpuletUse(busy_ms / 1000.0, int(batches), measured.get(name, {}))
                 for name, (busy_ms, batches) in use.items()
             },
             frozenset(name for name, process in self._processes.items() if process.is_ready),
@@ -540,6 +536,15 @@ class RunningSystem:
         )
         self._share_s = self._gpu_s = 0.0
         return look
+
+    def _measured_ratios(self) -> dict[str, dict[str, float]]:
+        """Return what batches of programs take over what the plan says, by gpu-let, where enough of them have run."""
+        found: dict[str, dict[str, float]] = {}
+        for (gpulet, program), batches in self._odd.items():
+            if batches >= _TOLD_AFTER and self._scheduler is not None:
+                name = self._scheduler.system.programs[program].name
+                found.setdefault(self._ids[gpulet], {})[name] = self._factors[name]
+        return found
 
     def _read_log(
         self, cluster: EmulatedGpulets, ids: Sequence[str], ended: NDArray[np.int64], use: dict[str, list[float]]

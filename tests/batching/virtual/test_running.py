@@ -141,6 +141,7 @@ def test_slow_batches_are_told_to_the_scheduler() -> None:
     system = running(plan, load)
     system.advance(2000.0)
     system.slow_down("a", 2.0)
+    assert not system.look().gpulets["n0/0/a"].ratio  # no such batch has run yet
     system.advance(3000.0)
     late = system.look()
     assert late.gpulets["n0/0/a"].ratio == {"a": 2.0}
