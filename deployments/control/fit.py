@@ -94,11 +94,6 @@ def gpus_of(*plans: Plan) -> tuple[Gpu, ...]:
     )  # fmt: skip
 
 
-def is_same_process(before: Gpulet, after: Gpulet) -> bool:
-    """Whether one gpu-let can become the other without a new process: on its GPU, with its share and memory limit."""
-    return (before.gpu, before.share_pct, before.memory_mib) == (after.gpu, after.share_pct, after.memory_mib)
-
-
 def fresh_id(gpu_id: str, taken: Collection[str]) -> str:
     """Return the first id of a gpu-let on a GPU that is not taken."""
     index = 0
