@@ -114,6 +114,7 @@ class Controller:
         self._now_s = now_s
         if self._asked is None or self._asked[0] != number:
             return
+        planning_s = now_s - self._asked[1]
         self._asked = None
         reasons, self._reasons = self._reasons, {}
         why = "; ".join(reasons.values())
@@ -132,6 +133,7 @@ class Controller:
             "how": result.how, "reasons": dict(reasons), "gained_requests": round(worth.gained_requests),
             "lost_requests": round(worth.lost_requests), "saved_gpu_s": round(worth.saved_rent),
             "spent_gpu_s": round(worth.spent_rent), "seconds": worth.seconds, "stages": worth.stages,
+            "planning_s": round(planning_s, 3),
         }  # fmt: skip
         if plan is None or not worth.pays:
             self._say("kept", f"{why}: what runs is kept, as {worth.why}", figures)
@@ -161,13 +163,6 @@ class Controller:
         changed = sorted(before ^ after.keys()) or ["its entries"]
         self._reasons["workload"] = f"the workload changed ({', '.join(changed)})"
         self._answered = None
-
-    def set_plan(self, plan: Plan) -> None:
-        """An operator has applied another plan; forget what was under way."""
-        self._plan, self._change, self._proving, self._asked = plan, None, None, None
-        self._answered = None
-        self._attainment.forget()
-        self._unsettled_s = self._now_s
 
     def deploy(self, now_s: float, target: Plan, why: str, gpus: tuple[Gpu, ...]) -> None:
         """Go over to an operator's plan, make before break, whether or not it pays; a change under way is left where it
@@ -326,12 +321,17 @@ class Controller:
             self._reasons["overload"] = text if load < UNSERVED else "a model has no gpu-let"
         if losing and "slo" in self._reasons and load <= 1.0:
             self._raise_surplus(losing)
-        if is_due and when.underused is not None and load < when.underused:
+        if is_due and when.underused is not None and load < max(when.underused, self._spare_gpu_load()):
             self._reasons["underused"] = f"the busiest gpu-let would be {load:.0%} busy"
         if is_due and when.rate is not None:
             moved = self._moved_rates(needs)
             if moved:
                 self._reasons["rate"] = f"rates have moved: {_shown(moved, '{:.0f} r/s')}"
+
+    def _spare_gpu_load(self) -> float:
+        """Return the load below which one GPU less may do, where they can be given back: (n - 1) / n of n GPUs."""
+        used = len({gpulet.gpu for gpulet in self._plan.gpulets})
+        return 1.0 - 1.0 / used if self._settings.gpus and used else 0.0
 
     def _capacity(self) -> Capacity:
         here = {gpu.id for gpu in self._gpus}

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from tenuto.deployments.control.capacity import Demand
 
 # Twice the logarithm of the likelihood ratio of a change is about chi-squared with one degree of freedom: above this,
-# chance does it less than once a day for a model looked at every second.
+# chance does it less than once a day for a model looked at twice a second.
 FALSE_ALARM = 12.3
 BURST_MEMORY_S = 300.0  # an index of dispersion needs a few hundred seconds to be known within a tenth
 LARGEST_DISPERSION = 100.0  # what one second may count; the scheduler's own bound (batching.core.target)
@@ -96,18 +96,29 @@ class Rates:
         held = sum(length for length, _ in self._recent)
         while held - self._recent[0][0] >= self._average_s:
             held -= self._recent.popleft()[0]
-        expected = self._mean * seconds
+        second_s, in_second = self._last_second()
+        expected = self._mean * second_s
         self._seconds = np.minimum(self._average_s, self._seconds + seconds)
         jumped = self._restart_where_changed()
-        steady = ~jumped & (expected > 0)
+        steady = ~jumped & (expected > 0) & (self._seconds >= second_s - 1e-6)
         weight = min(1.0, seconds / BURST_MEMORY_S)
-        sample = np.minimum(LARGEST_DISPERSION, (counts - expected) ** 2 / np.maximum(expected, 1e-9))
+        sample = np.minimum(LARGEST_DISPERSION, (in_second - expected) ** 2 / np.maximum(expected, 1e-9))
         self._dispersion[steady] += weight * (sample[steady] - self._dispersion[steady])
         step = np.minimum(1.0, seconds / self._seconds)
         self._mean[~jumped] += (step * (counts / seconds - self._mean))[~jumped]
         self._lagged = np.where(jumped, self._mean, self._lagged + step * (self._mean - self._lagged))
         self._remember(now_s)
         return [name for name, has in zip(self._names, jumped, strict=True) if has]
+
+    def _last_second(self) -> tuple[float, NDArray[np.float64]]:
+        """Return the length of the last looks that make a second, and what arrived in them: what is planned for are the
+        bursts of a second, however often looks are taken."""
+        length, arrived = 0.0, np.zeros(len(self._names))
+        for seconds, counts in reversed(self._recent):
+            length, arrived = length + seconds, arrived + counts
+            if length >= 1.0 - 1e-6:
+                break
+        return length, arrived
 
     def _restart_where_changed(self) -> NDArray[np.bool_]:
         """Start the mean anew from the last seconds, as many as make a change likeliest, where chance does not explain

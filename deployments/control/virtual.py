@@ -24,7 +24,8 @@ from tenuto.placement import Plan, Workload
 from tenuto.placement.cluster import Gpu
 from tenuto.profiles import Profiles
 
-QUIET_LOOKS = 5  # without a loss; fewer, and what follows on a loss would be skipped too often
+
+QUIET_S = 5.0  # without a loss; less, and what follows on a loss would be skipped too often
 
 
 @dataclass(frozen=True)
@@ -188,7 +189,7 @@ class _Cluster:
     """The driver: it carries out what the controller decides, and tells it what it may know.
 
     The scheduler's work on every request is most of the time that a long run takes, and most seconds are alike: nothing
-    changes, nothing is lost. With `sample` below 1 each look that is to follow on `QUIET_LOOKS` such ones is drawn with
+    changes, nothing is lost. With `sample` below 1 each look that follows on `QUIET_S` of such seconds is drawn with
     this probability, and skipped if it is not. The controller sees all arrivals all the same. What a look is drawn for
     is known before it begins, so the losses of those drawn are an unbiased estimate of the losses of those skipped.
     """
@@ -198,7 +199,7 @@ class _Cluster:
         settings: ControlSettings, make_scheduler: Callable[[System], Scheduler], world: World,
         growth: Mapping[str, Gpu], sample: float,
     ) -> None:  # fmt: skip
-        self._sample, self._quiet_looks = sample, 0
+        self._sample, self._quiet_s = sample, 0.0
         self._draw = np.random.default_rng(world.seed).random
         self._world, self._profiles, self._settings, self._growth = world, profiles, settings, growth
         slo_ms = {spec.name: spec.slo_ms for spec in workload.models}
@@ -255,7 +256,7 @@ class _Cluster:
 
     def _pass(self, until_ms: float, *, is_eventful: bool) -> Look:
         """Let the time up to a look pass, request by request or not, and take the look."""
-        is_quiet = self._sample < 1.0 and self._quiet_looks >= QUIET_LOOKS and not is_eventful
+        is_quiet = self._sample < 1.0 and self._quiet_s >= QUIET_S and not is_eventful
         is_quiet = is_quiet and self._controller.change is None and self._system.is_steady
         is_skipped = is_quiet and self._draw() >= self._sample
         if is_skipped:
@@ -269,7 +270,7 @@ class _Cluster:
         if is_quiet:
             self._result.drawn += look.ended
         is_lossless = int(look.ended.sum()) == int(look.ended[:, Outcome.OK].sum())
-        self._quiet_looks = self._quiet_looks + 1 if is_lossless else 0
+        self._quiet_s = self._quiet_s + self._settings.look_s if is_lossless else 0.0
         return look
 
     def _close(self, now_s: float, looks: Sequence[Look], *, is_rest: bool = False) -> None:

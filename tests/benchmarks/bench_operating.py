@@ -288,7 +288,8 @@ def _show_log(operator: Operations, since_s: float) -> None:
     began_s = time.time() - time.monotonic() + since_s
     for entry in operator.control("log", 500):
         if entry["at_s"] >= began_s:
-            print(f"  {entry['at_s'] - began_s:6.1f} s {entry['kind']}: {entry['text']}", flush=True)
+            took = f" (planned in {entry['data']['planning_s']} s)" if "planning_s" in entry["data"] else ""
+            print(f"  {entry['at_s'] - began_s:6.1f} s {entry['kind']}: {entry['text']}{took}", flush=True)
 
 
 def _settle(load: Load) -> None:
@@ -426,9 +427,7 @@ def triple(args: argparse.Namespace) -> None:
                 f"{_attained(load.counts(since_s, ends, name)):.2%} ({shown(load.counts(since_s, ends, name))}); "
                 f"{len(bad)} seconds below 99 %, 99 % over all that follows from second {again} on"
             )
-        for entry in operator.control("log", 20):
-            at_s = entry["at_s"] - time.time() + time.monotonic() - since_s
-            print(f"  {at_s:6.1f} s {entry['kind']}: {entry['text']}")
+        _show_log(operator, since_s)
         print("  gpu-lets:", ", ".join(g["id"] for g in get_json(f"http://127.0.0.1:{port + 2}/status")["gpulets"]))
         operator.delete()
 

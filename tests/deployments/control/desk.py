@@ -21,7 +21,7 @@ class Desk:
     """Feeds looks of steady rates to a controller; `not_ready` and `broken` say which gpu-lets do not come up."""
 
     def __init__(self, plan: Plan, gpus: Sequence[Gpu], settings: Mapping[str, object] | None = None) -> None:
-        self.settings = ControlSettings.model_validate({"mode": "act", **(settings or {})})
+        self.settings = ControlSettings.model_validate({"mode": "act", "look_s": 1.0, **(settings or {})})
         self.controller = Controller(self.settings, Memory(plan, plan.workload))
         self.gpus = tuple(gpus)
         self.rates = {spec.name: spec.rate_rps for spec in plan.models}

@@ -322,17 +322,6 @@ def test_gpus_are_asked_for_within_bounds_and_missing_ones_are_told() -> None:
     assert "v100 2" in fixed.text("missing")
 
 
-def test_an_operators_plan_ends_what_is_under_way() -> None:
-    desk = Desk(ONE, GPUS)
-    desk.rates["a"] = 700.0
-    desk.answer = pays(TWO)
-    desk.not_ready = {"n0/1/a"}
-    desk.look(5)
-    desk.controller.set_plan(MOVED)
-    assert desk.controller.change is None
-    assert desk.controller.plan.to_data() == MOVED.to_data()
-
-
 def test_batches_that_get_slower_still_are_planned_with_again() -> None:
     """What gpu-lets report is an average: a jump to 1.45 is first seen as one to 1.34, and then looked like no news."""
     desk = Desk(ONE, GPUS, {"when": {"underused": None, "rate": None}})

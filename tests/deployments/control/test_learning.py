@@ -48,6 +48,18 @@ def test_bursty_arrivals_get_more_room_than_poisson() -> None:
     assert burst_rps["bursty"] == pytest.approx(2.0 * burst_rps["poisson"], rel=0.25)
 
 
+def test_bursts_are_those_of_a_second_however_often_looks_are_taken() -> None:
+    rng = np.random.default_rng(0)
+    seldom, often = rates({"m": 50.0}), rates({"m": 50.0})
+    for second in range(2000):
+        rate = 50.0 + 12.0 * (-1) ** (second // 4)  # for some seconds it is high, then low
+        halves = rng.poisson(rate / 2, 2)
+        seldom.observe(second, 1.0, {"m": int(halves.sum())})
+        for half, arrived in enumerate(halves.tolist()):
+            often.observe(second + half / 2, 0.5, {"m": arrived})
+    assert often.demand().burst_rps["m"] == pytest.approx(seldom.demand().burst_rps["m"], rel=0.2)
+
+
 def test_a_need_is_remembered_until_it_has_settled() -> None:
     known = rates({"m": 100.0})
     for second in range(30):
