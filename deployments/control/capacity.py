@@ -1,5 +1,6 @@
-"""What a plan carries: a linear program for every pool of gpu-lets that share programs, quick enough to be asked for
-every plan. Most pools are one gpu-let, or have time enough however requests are spread: these need none.
+"""What a plan carries: a linear program for every connected component of gpu-lets that share programs, quick enough to
+be asked for every plan. Most components are one gpu-let, or have time enough however requests are spread: these need
+none.
 
 A request of a program costs a gpu-let l(b)/b of its time, where b is the batch the scheduler forms at that rate. How
 requests spread over the gpu-lets that host a program is what the program chooses. Bursts add up as independent ones do:
@@ -29,7 +30,7 @@ from tenuto.placement.solver import linear_program
 
 UNSERVED = 1e9  # load of a plan that has no gpu-let for a program with requests
 
-# The gpu-lets of each program of a pool, its rate, and whether the load is asked for.
+# The gpu-lets of each program of a component, its rate, and whether the load is asked for.
 _Question: TypeAlias = tuple[tuple[tuple[int, ...], ...], tuple[float, ...], bool]
 
 
@@ -108,10 +109,10 @@ class Capacity:
             for program in gpulets[index].hosts:
                 self._hosting[program].append(index)
         programs = range(len(self._system.programs))
-        self._pools = joined([*([program] for program in programs), *(gpulets[i].hosts for i in self._used)])
+        self._components = joined([*([program] for program in programs), *(gpulets[i].hosts for i in self._used)])
 
     def of(self, ready: Collection[str]) -> Capacity:
-        """Return that of other gpu-lets of the plan; pools that are the same in both are solved once."""
+        """Return that of other gpu-lets of the plan; components that are the same in both are solved once."""
         other = copy(self)
         other._count(ready)
         return other
@@ -136,7 +137,7 @@ class Capacity:
         offered = self._offered(demand)
         if any(rate > 0 and not self._hosting[program] for program, rate in enumerate(offered)):
             return UNSERVED
-        return max((self._answer(pool, offered, None)[0] for pool in self._pools), default=0.0)
+        return max((self._answer(component, offered, None)[0] for component in self._components), default=0.0)
 
     def carried(self, demand: Demand) -> dict[str, float]:
         """Return the requests per second of each model, of its mean rate, that are carried with no gpu-let busier than
@@ -147,9 +148,9 @@ class Capacity:
         offered = self._offered(demand)
         weights = self._weights(offered)
         share = dict.fromkeys(demand.mean_rps, 0.0)
-        for pool in self._pools:
-            programs = sorted(pool)
-            for index, rate in zip(programs, self._answer(pool, offered, weights), strict=True):
+        for component in self._components:
+            programs = sorted(component)
+            for index, rate in zip(programs, self._answer(component, offered, weights), strict=True):
                 for member in self._system.programs[index].members:
                     name = self._system.models[member].name
                     if name in share and offered[index] > 0:
@@ -183,14 +184,14 @@ class Capacity:
         offered = list(mean)
         if not any(burst):
             return offered
-        for pool in self._pools:
+        for component in self._components:
             weighted = []
-            for program in pool:
+            for program in component:
                 if offered[program] > 0 and self._hosting[program]:
                     cost = [self._cost_ms(program, gpulet, offered[program]) for gpulet in self._hosting[program]]
                     weighted.append(burst[program] * sum(cost) / len(cost))
             part = math.sqrt(sum(w * w for w in weighted)) / sum(weighted) if sum(weighted) > 0 else 1.0
-            for program in pool:
+            for program in component:
                 offered[program] += part * burst[program]
         return offered
 
@@ -212,10 +213,10 @@ class Capacity:
             found = self._costs[key] = latency[size] / size if latency[1] <= budget_ms else UNSERVED
         return found
 
-    def _answer(self, pool: set[int], offered: list[float], weights: list[float] | None) -> tuple[float, ...]:
-        """Return what the programs of a pool, in ascending order, are served, in requests per second; without weights
-        the load of its busiest gpu-let alone."""
-        programs = sorted(pool)
+    def _answer(self, component: set[int], offered: list[float], weights: list[float] | None) -> tuple[float, ...]:
+        """Return what the programs of a component, in ascending order, are served, in requests per second; without
+        weights the load of its busiest gpu-let alone."""
+        programs = sorted(component)
         question: _Question = (
             tuple((program, *self._hosting[program]) for program in programs),
             tuple(offered[program] for program in programs),
@@ -239,7 +240,7 @@ class Capacity:
 
 
 class _Pair(NamedTuple):
-    """A program of a pool on one of its gpu-lets, and the seconds of the gpu-let's time that a request takes."""
+    """A program of a component on one of its gpu-lets, and the seconds of the gpu-let's time that a request takes."""
 
     program: int
     gpulet: int
@@ -247,7 +248,7 @@ class _Pair(NamedTuple):
 
 
 def _least_load(pairs: Sequence[_Pair], rates: Sequence[float]) -> float:
-    """Return the load of the busiest gpu-let where the programs of a pool are spread as evenly as can be."""
+    """Return the load of the busiest gpu-let where the programs of a component are spread as evenly as can be."""
     if len({pair.program for pair in pairs}) == len(pairs):  # nothing to choose
         return max(_loads((pair, rates[pair.program]) for pair in pairs).values(), default=0.0)
     rows, count = _rows(pairs), len(pairs)
@@ -270,7 +271,7 @@ def _least_load(pairs: Sequence[_Pair], rates: Sequence[float]) -> float:
 
 
 def _most_carried(pairs: Sequence[_Pair], rates: Sequence[float], weights: Sequence[float]) -> list[float]:
-    """Return what is carried of each program of a pool where the weighted sum is as large as can be."""
+    """Return what is carried of each program of a component where the weighted sum is as large as can be."""
     hosts: dict[int, list[_Pair]] = {}
     for pair in pairs:
         hosts.setdefault(pair.program, []).append(pair)

@@ -117,7 +117,7 @@ def _with_room(
     loads: Sequence[Gpulet],
 ) -> Plan:  # fmt: skip
     """Return the stage in which gpu-lets have made room, and what has room then has been started."""
-    served = _Served(now, rates_rps)
+    impact = _Impact(now, rates_rps)
     overcommits = now.overcommits or target.overcommits
     stays = {gpulet.id for gpulet in target.gpulets}
     sizes = {gpu.id: gpu for gpu in gpus}
@@ -125,15 +125,15 @@ def _with_room(
     ways = [[gpulet.id] for gpulet in loads]
     for start in starts:
         there = [gpulet for gpulet in now.gpulets if gpulet.gpu == start.gpu]
-        leave = sorted((g for g in there if g.id not in stays), key=lambda g: served.without([g.id]))
+        leave = sorted((g for g in there if g.id not in stays), key=lambda g: impact.without([g.id]))
         for count in range(1, len(leave) + 1):
             gone = [gpulet.id for gpulet in leave[:count]]
             if fits([*(g for g in there if g.id not in gone), start], sizes[start.gpu], overcommits=overcommits):
                 ways.append(gone)
                 break
     away: set[str] = set()
-    for way in sorted(ways, key=served.without):
-        if not away or served.without([*away, *way]) == served.without([]):
+    for way in sorted(ways, key=impact.without):
+        if not away or impact.without([*away, *way]) == impact.without([]):
             away |= set(way)
     loading = {gpulet.id: gpulet for gpulet in loads if gpulet.id in away}
     left = [loading.get(g.id, g) for g in now.gpulets if g.id not in away or g.id in loading]
@@ -143,8 +143,8 @@ def _with_room(
     return stage
 
 
-class _Served:
-    """What is left of a plan's service without some of its gpu-lets, as something to sort by: least harm first."""
+class _Impact:
+    """What taking gpu-lets of a plan away does to its service, as something to sort by: least harm first."""
 
     def __init__(self, plan: Plan, rates_rps: Mapping[str, float]) -> None:
         self._capacity = Capacity(plan)

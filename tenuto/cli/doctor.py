@@ -18,9 +18,9 @@ def command(as_json: bool) -> int:
 
     Example: tenuto doctor
     """
-    from tenuto.deployments.operator.doctor.environment import run_checks
+    from tenuto.deployments.operator.doctor.environment import diagnose
 
-    checks = run_checks()
+    checks = diagnose()
     if as_json:
         emit_json({"checks": [asdict(check) for check in checks]})
     else:

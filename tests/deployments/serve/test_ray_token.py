@@ -10,7 +10,7 @@ import grpc
 import pytest
 import ray  # noqa: F401  # reads the environment when it is imported, which must not be in a test that changes it
 
-from tenuto.deployments.operator.doctor.environment import ray_token_check, running_ray_check
+from tenuto.deployments.operator.doctor.environment import check_ray_token, check_running_ray
 from tenuto.deployments.serve.ray_address import join_ray
 from tenuto.deployments.serve.ray_token import guard_of, make_token, token_file
 
@@ -45,16 +45,16 @@ def test_none_is_made_where_the_environment_says_otherwise(
 
 
 def test_the_doctor_says_how_the_token_is_used(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    none = ray_token_check()
+    none = check_ray_token()
     assert (none.state, none.cure) == ("note", "ray get-auth-token --generate, before `ray start`")
     make_token()
-    assert "export RAY_AUTH_MODE=token before `serve deploy`" in ray_token_check().cure
+    assert "export RAY_AUTH_MODE=token before `serve deploy`" in check_ray_token().cure
     monkeypatch.setenv("RAY_AUTH_MODE", "token")
-    assert ray_token_check().state == "ok"
+    assert check_ray_token().state == "ok"
     (home / ".ray" / "auth_token").chmod(0o644)
-    assert (ray_token_check().state, ray_token_check().cure[:9]) == ("fail", "chmod 600")
+    assert (check_ray_token().state, check_ray_token().cure[:9]) == ("fail", "chmod 600")
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
-    assert (ray_token_check().state, ray_token_check().cure) == ("fail", "unset RAY_AUTH_MODE")
+    assert (check_ray_token().state, check_ray_token().cure) == ("fail", "unset RAY_AUTH_MODE")
 
 
 class Head(grpc.GenericRpcHandler):
@@ -87,7 +87,7 @@ def head(request: pytest.FixtureRequest) -> Iterator[str]:
 def test_a_ray_with_another_token_is_told_from_ones_own(
     home: Path, head: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    refused = running_ray_check(lambda: head)
+    refused = check_running_ray(lambda: head)
     assert (refused.state, refused.found) == ("fail", f"{head} asks for a token that is not in {token_file()}")
     assert refused.cure.startswith("copy ~/.ray/auth_token of whoever started it")
     with pytest.raises(ConnectionError, match=r"asks for a token.* Copy ~/\.ray/auth_token"):
@@ -96,7 +96,7 @@ def test_a_ray_with_another_token_is_told_from_ones_own(
     assert guard_of(head) == "theirs"
     assert guard_of(head, shows_token=False) == "closed"
     (home / ".ray" / "auth_token").write_text("secret\n")
-    assert running_ray_check(lambda: head).state == "ok"
+    assert check_running_ray(lambda: head).state == "ok"
     monkeypatch.setenv("RAY_AUTH_TOKEN", "another")
     assert guard_of(head) == "theirs"
 
@@ -104,10 +104,10 @@ def test_a_ray_with_another_token_is_told_from_ones_own(
 @pytest.mark.parametrize("head", [None], indirect=True)
 def test_a_ray_that_takes_everybody_fails_the_check(home: Path, head: str) -> None:
     del home
-    check = running_ray_check(lambda: head)
+    check = check_running_ray(lambda: head)
     assert (check.state, check.cure[:8]) == ("fail", "ray stop")
 
 
 def test_what_is_no_ray_says_nothing() -> None:
     assert guard_of("127.0.0.1:9", timeout_s=1.0) == "unknown"
-    assert running_ray_check(lambda: "").state == "ok"
+    assert check_running_ray(lambda: "").state == "ok"

@@ -3,9 +3,9 @@ from pathlib import Path
 
 import pytest
 
-from tenuto.deployments.operator.doctor.check import Check
-from tenuto.deployments.operator.doctor.environment import run_checks
-from tenuto.deployments.operator.doctor.mps import check_gpus, foreign_daemons, mps_checks
+from tenuto.deployments.operator.doctor.environment import diagnose
+from tenuto.deployments.operator.doctor.finding import Finding
+from tenuto.deployments.operator.doctor.mps import check_gpus, check_mps, foreign_daemons
 from tenuto.errors import EnvironmentFaultError
 from tenuto.mps.inventory import GpuDevice, read_inventory
 from tenuto.mps.others import OtherProcess
@@ -26,8 +26,8 @@ def gpus(**changes: object) -> tuple[GpuDevice, ...]:
 
 
 def of_mps(root: Path, *, has_driver: bool = True, binary: str | None = "/usr/bin/nvidia-cuda-mps-control",
-           user: int | None = None, others: tuple[int, ...] = ()) -> dict[str, Check]:  # fmt: skip
-    checks = mps_checks(
+           user: int | None = None, others: tuple[int, ...] = ()) -> dict[str, Finding]:  # fmt: skip
+    checks = check_mps(
         has_driver=has_driver, root=root, processes=NoProcesses(), which=lambda _: binary, user=user,
         others=lambda: others,
     )  # fmt: skip
@@ -124,6 +124,6 @@ def test_daemons_of_others_are_told_by_their_pipe_directory(tmp_path: Path) -> N
 
 
 def test_doctor_runs_here_whatever_there_is() -> None:
-    names = [check.name for check in run_checks()]
+    names = [check.name for check in diagnose()]
     assert len(names) == len(set(names))
     assert {"ray", "nvidia driver", "CUDA MPS", "CUDA MPS folder", "CUDA MPS leftovers", "memory"} <= set(names)

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 
+
 @dataclass(frozen=True)
-class Check:
+class Finding:
     """The result of one check: `ok`, `note` (works, with a limit) or `fail`; `cure` is a command or an instruction."""
 
     name: str
