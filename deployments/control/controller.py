@@ -85,7 +85,8 @@ class Controller:
 
     def observe(self, now_s: float, seen: Seen) -> None:
         """Take one look."""
-        seconds = self._settings.look_s if self._last_s is None else max(1e-3, now_s - self._last_s)
+        seconds = self._settings.look_s if self._last_s is None else now_s - self._last_s
+        seconds = max(1e-3, seconds if seen.seconds is None else seen.seconds)
         self._now_s = self._last_s = now_s
         jumped = False
         if seen.models:

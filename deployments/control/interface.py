@@ -31,7 +31,8 @@ class GpuletSeen:
 class Seen:
     """One look: what happened since the last, and what stands now.
 
-    `models` is empty where what happened is not known, as in the first look of a new life. `ready` are gpu-lets that
+    `models` is empty where what happened is not known, as in the first look of a new life; `seconds` is the time in
+    which it happened, where that is not the time between the looks: a look may come late. `ready` are gpu-lets that
     can serve, those on standby among them; `broken` those that will not, with the reason; every other gpu-let of the
     plan is starting, loading or coming back. `gpus` are the GPUs that are there.
     """
@@ -41,6 +42,7 @@ class Seen:
     gpus: tuple[Gpu, ...]
     broken: Mapping[str, str] = field(default_factory=dict)
     gpulets: Mapping[str, GpuletSeen] = field(default_factory=dict)
+    seconds: float | None = None
 
 
 @dataclass(frozen=True)

@@ -70,7 +70,7 @@ class Planner(Protocol):
 
 
 @dataclass
-class _Extra:
+class _Draining:
     """What a gpu-let's application holds beyond the plan: all of it, where it left, or programs that it held before.
 
     `free_since_s`: since when the gateways no longer use it.
@@ -82,7 +82,7 @@ class _Extra:
 
 
 @dataclass
-class _Moving:
+class _Migration:
     """Models that change their sub-cluster. Dispatchers hold what they have before and after; `is_routed`: gateways
     ask the new ones."""
 
@@ -122,11 +122,11 @@ class LiveSystem:
         self._gpulets = _gpulets_of(deployment.config())  # applications that the plan has, by name
         self._plan = deployment.read_plan()
         self._routed = self._plan  # what the gateways follow
-        self._extras: dict[str, _Extra] = {}
+        self._draining: dict[str, _Draining] = {}
         self._standby: dict[str, dict[str, Any]] = {}  # applications of idle processes, by gpu-let
         self._waiting: tuple[Gpulet, ...] = ()  # these gpu-lets
-        self._counted: dict[str, tuple[int, int, int]] = {}
-        self._moving: _Moving | None = None
+        self._counted: dict[str, tuple[float, tuple[int, int, int]]] = {}  # when, and what
+        self._migration: _Migration | None = None
 
     def apply(
         self, plan: Plan, now_s: float, standby: Sequence[Gpulet] = (), *, wanted: Deployment | None = None
@@ -138,39 +138,39 @@ class LiveSystem:
             InvalidInputError: it cannot be served so; nothing was changed.
         """
         base = wanted or self.deployment
-        if wanted is None and self._moving is not None:
-            base = base.model_copy(update={"partition": self._moving.after})
+        if wanted is None and self._migration is not None:
+            base = base.model_copy(update={"partition": self._migration.after})
         deployment = base.with_plan(plan)
         gpulets = _gpulets_of(deployment.config())
         idle = _idle(deployment, plan, standby)
-        moving = self._moved(deployment.partition, now_s)
-        if moving is not None:
-            deployment = deployment.model_copy(update={"partition": moving.before})
+        migration = self._moved(deployment.partition, now_s)
+        if migration is not None:
+            deployment = deployment.model_copy(update={"partition": migration.before})
         waited = {application_name(name): app for name, app in self._standby.items() if name not in idle}
         self._standby, self._waiting = idle, tuple(standby)
-        before = waited | self._gpulets | {name: extra.application for name, extra in self._extras.items()}
-        extras, grows = {}, False
+        before = waited | self._gpulets | {name: leaving.application for name, leaving in self._draining.items()}
+        draining, grows = {}, False
         for name, present in before.items():
             if name not in gpulets:
-                extras[name] = self._extras.get(name) or _Extra(present, now_s)
+                draining[name] = self._draining.get(name) or _Draining(present, now_s)
                 continue
             more = _with_programs_of(gpulets[name], present)
             grows = grows or _grows(more, present)
             if more != gpulets[name]:
-                extras[name] = _Extra(more, now_s)
-        self.deployment, self._gpulets, self._extras, self._plan = deployment, gpulets, extras, plan
-        self._moving = moving
+                draining[name] = _Draining(more, now_s)
+        self.deployment, self._gpulets, self._draining, self._plan = deployment, gpulets, draining, plan
+        self._migration = migration
         if not grows:
             self._routed = plan
         self._send()
 
-    def _moved(self, after: Mapping[str, int] | None, now_s: float) -> _Moving | None:
+    def _moved(self, after: Mapping[str, int] | None, now_s: float) -> _Migration | None:
         """Return how models get to their sub-clusters in another partition; None where all of them stay. What is new is
         where it will be."""
         here = self.deployment.partition
         if here is None or after is None or all(here.get(name, place) == place for name, place in after.items()):
             return None
-        return _Moving({**after, **here}, dict(after), now_s)
+        return _Migration({**after, **here}, dict(after), now_s)
 
     def settle(self, wanted: Deployment, plan: Plan, now_s: float) -> None:
         """Serve the present plan with the settings of another deployment, on the way to its plan.
@@ -188,17 +188,17 @@ class LiveSystem:
     def move(self, partition: Mapping[str, int], now_s: float) -> None:
         """Have models in other sub-clusters, of which there are as many as before: dispatchers take on what is new to
         them, gateways ask them, dispatchers let go of what has left. So no request loses its dispatcher."""
-        self._moving = _Moving(dict(self.deployment.partition or {}), dict(partition), now_s)
+        self._migration = _Migration(dict(self.deployment.partition or {}), dict(partition), now_s)
         self._send()
 
     def _send(self) -> None:
         """Make Serve's what is to run now."""
-        moving = self._moving if self._routed is self._plan else None
-        also = None if moving is None else moving.before if moving.is_routed else moving.after
+        migration = self._migration if self._routed is self._plan else None
+        also = None if migration is None else migration.before if migration.is_routed else migration.after
         config = self.deployment.config(self._routed, also=also, standby=self._waiting)
         front = [app for app in config["applications"] if not app["name"].startswith(GPULET_PREFIX)]
         idle = {application_name(name): application for name, application in self._standby.items()}
-        gpulets = idle | self._gpulets | {name: extra.application for name, extra in self._extras.items()}
+        gpulets = idle | self._gpulets | {name: leaving.application for name, leaving in self._draining.items()}
         self._serve.apply({**config, "applications": [*front, *gpulets.values()]})
 
     def look(self, now_s: float) -> Seen | None:
@@ -214,7 +214,7 @@ class LiveSystem:
         ready = _ready(self._plan, status)
         self._go_on(now_s, status, ready, states)
         is_first = not self._counted
-        models = self._ended(status["models"])
+        models, seconds = self._ended(status["models"])
         return Seen(
             models={} if is_first else models,  # what came before is not of this look
             ready=ready | {name for name in self._standby if _is_running(states, name)},
@@ -223,6 +223,7 @@ class LiveSystem:
             gpulets={
                 entry["id"]: GpuletSeen(entry["slowdown"]) for entry in status["gpulets"] if entry.get("slowdown")
             },
+            seconds=seconds,
         )
 
     def gpus(self) -> tuple[Gpu, ...]:
@@ -235,7 +236,7 @@ class LiveSystem:
     @property
     def is_settled(self) -> bool:
         """Whether the gateways follow the plan, and nothing beyond it is there."""
-        return self._routed is self._plan and not self._extras and self._moving is None
+        return self._routed is self._plan and not self._draining and self._migration is None
 
     def _go_on(
         self, now_s: float, status: Mapping[str, Any], ready: frozenset[str], states: Mapping[str, ApplicationState]
@@ -246,56 +247,58 @@ class LiveSystem:
             if not both <= ready:
                 return
             self._routed = self._plan
-            if self._moving is not None:
-                self._moving.since_s = now_s
+            if self._migration is not None:
+                self._migration.since_s = now_s
             self._send()
             return
-        self._go_on_moving(now_s, states)
+        self._go_on_migration(now_s, states)
         used = {application_name(entry["id"]) for entry in status["gpulets"]} - self._gpulets.keys()
         gone = []
-        for name, extra in self._extras.items():
+        for name, leaving in self._draining.items():
             if name in used:
-                extra.free_since_s = None
-            elif extra.free_since_s is None:
-                extra.free_since_s = now_s
-            free_s = 0.0 if extra.free_since_s is None else now_s - extra.free_since_s
-            if free_s >= _DRAIN_S or now_s - extra.since_s >= _LONGEST_DRAIN_S:
+                leaving.free_since_s = None
+            elif leaving.free_since_s is None:
+                leaving.free_since_s = now_s
+            free_s = 0.0 if leaving.free_since_s is None else now_s - leaving.free_since_s
+            if free_s >= _DRAIN_S or now_s - leaving.since_s >= _LONGEST_DRAIN_S:
                 gone.append(name)
         for name in gone:
-            del self._extras[name]
+            del self._draining[name]
         # Of a life before this one.
         strays = {name for name, state in states.items() if name.startswith(GPULET_PREFIX) and not state.is_leaving}
         idle = {application_name(name) for name in self._standby}
-        if gone or strays - (self._gpulets.keys() | self._extras.keys() | idle):
+        if gone or strays - (self._gpulets.keys() | self._draining.keys() | idle):
             self._send()
 
-    def _go_on_moving(self, now_s: float, states: Mapping[str, ApplicationState]) -> None:
-        moving = self._moving
-        if moving is None or now_s - moving.since_s < _DRAIN_S:
+    def _go_on_migration(self, now_s: float, states: Mapping[str, ApplicationState]) -> None:
+        migration = self._migration
+        if migration is None or now_s - migration.since_s < _DRAIN_S:
             return
         front = [state for name, state in states.items() if name == ENTRY_APPLICATION or name.startswith("dispatcher-")]
         is_told = all(state.is_running for state in front)
-        if not is_told and now_s - moving.since_s < _LONGEST_DRAIN_S:  # or one waits for a node that is lost
+        if not is_told and now_s - migration.since_s < _LONGEST_DRAIN_S:  # or one waits for a node that is lost
             return
-        if moving.is_routed:
-            self._moving = None
+        if migration.is_routed:
+            self._migration = None
         else:
-            moving.is_routed, moving.since_s = True, now_s
-            self.deployment = self.deployment.model_copy(update={"partition": moving.after})
+            migration.is_routed, migration.since_s = True, now_s
+            self.deployment = self.deployment.model_copy(update={"partition": migration.after})
         self._send()
 
-    def _ended(self, models: Mapping[str, Any]) -> dict[str, ModelSeen]:
-        """Return what the counts have grown by; a dispatcher that started anew counts from 0."""
-        found = {}
+    def _ended(self, models: Mapping[str, Any]) -> tuple[dict[str, ModelSeen], float | None]:
+        """Return what the counts have grown by, and in what time by the dispatchers' clocks; a dispatcher that started
+        anew counts from 0."""
+        found, lengths_s = {}, []
         for name, counts in models.items():
             bad = sum(counts[outcome] for outcome in ("late", "expired", "rejected", "failed"))
             now = (counts["submitted"], counts["ok"], bad)
-            before = self._counted.get(name, now)
+            at_s, before = self._counted.get(name, (counts["counted_at_s"], now))
             if any(new < old for new, old in zip(now, before, strict=True)):
                 before = (0, 0, 0)
-            self._counted[name] = now
+            self._counted[name] = counts["counted_at_s"], now
+            lengths_s.append(counts["counted_at_s"] - at_s)
             found[name] = ModelSeen(*(new - old for new, old in zip(now, before, strict=True)))
-        return found
+        return found, max(lengths_s, default=None)
 
     def _broken(self, states: Mapping[str, ApplicationState]) -> dict[str, str]:
         found = {}

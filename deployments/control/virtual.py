@@ -24,7 +24,6 @@ from tenuto.placement import Plan, Workload
 from tenuto.placement.cluster import Gpu
 from tenuto.profiles import Profiles
 
-
 QUIET_S = 5.0  # without a loss; less, and what follows on a loss would be skipped too often
 
 

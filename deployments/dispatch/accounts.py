@@ -56,9 +56,10 @@ class ModelCounters:
             self.latency_s, self.batching_s, self.gpulet_queue_s, self.execution_s = (Histogram(bounds) for _ in "1234")
 
     def to_data(self) -> dict[str, Any]:
-        """Return plain data for the status."""
+        """Return plain data for the status; `counted_at_s` is Unix time."""
         executions = sorted(self.execution_ms)
         return {
+            "counted_at_s": time.time(),
             "submitted": self.submitted,
             "ok": self.ok,
             "late": self.late,

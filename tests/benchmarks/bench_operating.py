@@ -6,13 +6,15 @@
     python tests/benchmarks/bench_operating.py standby [--only with|without] [--part 0.8] [--seed N]
     python tests/benchmarks/bench_operating.py waves [--rps 120] [--svg FILE]
     python tests/benchmarks/bench_operating.py head [--redis PROGRAM]
+    python tests/benchmarks/bench_operating.py end [--rps 40]
 
 kill: `kill -9` of controller, gateway, dispatcher, gpu-let, Serve's proxy and the raylet of a worker node, one after
 another. change: every gpu-let restarts, without spare room and with it. triple: the rate of one model is multiplied by
 three; a controller finds it room. standby: iGniter's figure 17: batches of a model take longer than profiled by what
 10 % more share make up for, with a process on standby and without. waves: gpulet's test (bench_controller.py) on
 emulated GPUs that are as much slower as the rates are lower, and in a sixth of the time. head: the process in which the
-head keeps the cluster's state, in an external Redis, is killed and started again.
+head keeps the cluster's state, in an external Redis, is killed and started again. end: `tenuto serve` on a Ray of its
+own gets SIGINT, and another SIGTERM.
 
 Open loop: requests leave on schedule, each on a connection of its own, and are counted by what came back. Only
 processes that descend from this one are killed.
@@ -30,6 +32,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -398,6 +401,39 @@ def head(args: argparse.Namespace) -> None:
             operator.delete()
 
 
+# --- the end --------------------------------------------------------------------------------------------------------
+
+
+def end(args: argparse.Namespace) -> None:
+    """End a `tenuto serve` by signals while requests come, and say how they and it ended."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        port = unused_port()
+        with tempfile.TemporaryDirectory(prefix="r") as folder:
+            plan = make_plan({"n0/0/a": (100.0, ["one"])}, args.rps)
+            plan = plan.model_copy(update={"gpus": (plan.gpus[0].model_copy(update={"address": None}),)})
+            file = Path(folder) / "plan.yaml"
+            file.write_text(plan.dump())
+            program = Path(sys.executable).parent / "tenuto"
+            command = [str(program), "serve", str(file), "--emulate", "--port", str(port)]
+            environment = {**os.environ, "RAY_ADDRESS": "local", "RAY_TMPDIR": folder}
+            process = subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL)
+            until(lambda port=port: _is_ready(port))  # type: ignore[misc]
+            with Load(port, {"one": args.rps}, seed=args.seed) as load:
+                time.sleep(5.0)
+                since_s = time.monotonic()
+                process.send_signal(number)
+                code = process.wait(60.0)
+                seconds = time.monotonic() - since_s
+            print(f"{number.name}: exit code {code} after {seconds:.1f} s; {shown(load.counts())}", flush=True)
+
+
+def _is_ready(port: int) -> bool:
+    try:
+        return bool(get_json(f"http://127.0.0.1:{port}/v2/health/ready", 1.0).get("ready"))
+    except EnvironmentFaultError:
+        return False
+
+
 # --- a rate times three -----------------------------------------------------------------------------------------------
 
 
@@ -621,10 +657,12 @@ def _attained(counts: Mapping[str, int]) -> float:
 def main() -> None:
     """Read the arguments and run one of them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    what = {"kill": kill, "change": change, "triple": triple, "standby": standby, "waves": waves, "head": head}
+    what = {
+        "kill": kill, "change": change, "triple": triple, "standby": standby, "waves": waves, "head": head, "end": end
+    }  # fmt: skip
     parser.add_argument("what", choices=list(what))
-    parser.add_argument("--rps", type=float, help="of all models (60), each for triple (20), the peak of waves (120)")
-    parser.add_argument("--seed", type=int, default=0, help="of when requests come, in standby and triple")
+    parser.add_argument("--rps", type=float, help="of all (60; end: 40), each for triple (20), the peak of waves (120)")
+    parser.add_argument("--seed", type=int, default=0, help="of when requests come, in standby, triple and end")
     parser.add_argument("--twins", type=int, default=0, help="of triple: GPUs on which twins wait")
     parser.add_argument("--part", type=float, default=0.8, help="of standby: of the rate that the plan promises")
     parser.add_argument("--svg", help="of waves: draw rates, GPUs and violations over time")
@@ -633,7 +671,7 @@ def main() -> None:
     parser.add_argument("--redis", help="of head: a redis-server; default: the one on PATH")
     parser.add_argument("--only", default="", help="of kill: words with commas; of standby: with or without")
     args = parser.parse_args()
-    args.rps = args.rps or {"triple": 20.0, "waves": 120.0}.get(args.what, 60.0)
+    args.rps = args.rps or {"triple": 20.0, "waves": 120.0, "end": 40.0}.get(args.what, 60.0)
     print_machine()
     stolen, since_s = _stolen(), time.monotonic()
     what[args.what](args)

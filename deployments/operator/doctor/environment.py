@@ -18,7 +18,6 @@ from tenuto.deployments.serve.ray_address import may_show_token, running_ray
 from tenuto.deployments.serve.ray_token import guard_of, is_refused, readable_by_others, token_file
 
 
-
 def _python() -> Finding:
     text = ".".join(map(str, sys.version_info[:3]))
     return Finding(

@@ -96,7 +96,7 @@ class FakeServe:
             raise EnvironmentFaultError("no gateway answers")
         return {
             "plan": self._plan,
-            "models": {name: dict(counts) for name, counts in self.counts.items()},
+            "models": {name: {**counts, "counted_at_s": self.now_s} for name, counts in self.counts.items()},
             "gpulets": [
                 {
                     "id": gpulet["id"],

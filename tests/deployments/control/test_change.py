@@ -187,3 +187,28 @@ def test_a_new_life_does_not_take_its_first_look_for_requests_that_have_stopped(
     serve.sleep(1.0)
     live.step(serve.now_s)
     assert max(live.controller.rates.mean_rps.values()) < 50.0
+
+
+def test_a_look_that_is_answered_late_is_no_jump_of_a_rate() -> None:
+    deployment = of(HALVES)
+    serve = FakeServe(deployment)
+    rates = {"a": 50.0, "b": 50.0}
+    memory = Memory(HALVES, HALVES.workload, RatesMemory(rates, dict.fromkeys(rates, 20.0)))
+
+    def pass_time(seconds: float) -> None:
+        for _ in range(round(50.0 * seconds)):
+            serve.sleep(0.02)
+
+    busy_s = 0.0
+
+    def status() -> dict[str, object]:
+        pass_time(busy_s)
+        return serve.status()
+
+    system = LiveSystem(deployment, serve, status, gpus_of(HALVES))
+    live = Live(Controller(ControlSettings(), memory), system, NoPlanner(), History(DictStore()), by="a test")
+    for look in range(10):
+        pass_time(1.0)
+        busy_s = 2.0 if look == 5 else 0.0
+        live.step(serve.now_s)
+        assert max(live.controller.rates.mean_rps.values()) == pytest.approx(50.0, rel=0.02)
