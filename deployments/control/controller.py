@@ -29,7 +29,6 @@ from tenuto.placement.cluster import Gpu
 from tenuto.placement.plan import PolicyUsed
 
 HOUR_S = 3600.0
-KEPT_ENTRIES = 1000  # of the log, in memory; the driver writes all of them
 MOVED_ENOUGH = 0.05  # of a need: below it the same question would get the same answer
 CHANCE = 3.0  # standard deviations of a measured rate
 FOLLOW = 0.3  # weight of the newest duration or ratio in its average, as in the dispatcher's own corrections
@@ -79,7 +78,6 @@ class Controller:
         self._wanted: Mapping[str, int] | None = None
         self._standby: tuple[Standby, ...] = ()  # idle processes
         self._standby_of: tuple[Gpulet, ...] | None = None  # the gpu-lets they were asked for
-        self.entries: deque[Entry] = deque(maxlen=KEPT_ENTRIES)
 
     # --- in -----------------------------------------------------------------------------------------------------------
 
@@ -631,9 +629,7 @@ class Controller:
         return plan.model_copy(update={"gpulets": tuple(gpulet for gpulet in gpulets if gpulet.gpu in here)})
 
     def _say(self, kind: str, text: str, data: Mapping[str, Any] | None = None) -> None:
-        entry = Entry(self._now_s, kind, text, data or {})
-        self.entries.append(entry)
-        self._decisions.append(entry)
+        self._decisions.append(Entry(self._now_s, kind, text, data or {}))
 
 
 def _moved(before: Mapping[str, float], after: Mapping[str, float], part: float) -> bool:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
 
 from tenuto.deployments.control.controller import Controller
 from tenuto.deployments.control.fit import gpus_of
+from tenuto.deployments.control.interface import Entry
 from tenuto.deployments.control.live import Live, LiveSystem
 from tenuto.deployments.control.memory import Memory
 from tenuto.deployments.control.planner import NoPlanner
@@ -25,14 +26,16 @@ UNEVEN = {"a": 0, "b": 0, "c": 0, "d": 1}
 QUIET = {"mode": "act", "when": {"underused": None, "rate": None, "slo": False, "overload": False}}
 
 
-def serving(epoch: Mapping[str, float] | None = None) -> tuple[Live, FakeServe, History]:
+def serving(
+    epoch: Mapping[str, float] | None = None, tell: Callable[[Entry], None] = lambda _entry: None
+) -> tuple[Live, FakeServe, History]:
     deployment = Deployment(plan=PLAN.to_data(), executor="emulated", gateways=2, partition=UNEVEN)
     serve, history = FakeServe(deployment), History(DictStore())
     settings = ControlSettings.model_validate({**QUIET, "epoch": {"every_s": 60, "moved": 0.5, **(epoch or {})}})
     system = LiveSystem(deployment, serve, serve.status, gpus_of(PLAN))
     live = Live(
         Controller(settings, Memory(PLAN, PLAN.workload)), system, NoPlanner(), history, by="the controller",
-        epoch=settings.epoch,
+        epoch=settings.epoch, tell=tell,
     )
     return live, serve, history
 
@@ -51,7 +54,8 @@ def run(live: Live, serve: FakeServe, seconds: int) -> None:
 
 
 def test_models_change_their_sub_cluster_without_losing_their_dispatcher() -> None:
-    live, serve, history = serving()
+    said: list[Entry] = []
+    live, serve, history = serving(tell=said.append)
     run(live, serve, 50)
     assert len(serve.configs) == 1
     run(live, serve, 30)
@@ -65,7 +69,7 @@ def test_models_change_their_sub_cluster_without_losing_their_dispatcher() -> No
         assert set(both[name]) == set(both_still[name]) == set(before[name]) | set(after[name])
     assert only == after
     assert not serve.unserved
-    assert [entry.kind for entry in live.controller.entries] == ["change", "changed"]
+    assert [entry.kind for entry in said] == ["change", "changed"]
     latest = history.latest()
     assert latest is not None
     assert latest.deployment.partition is not None
