@@ -24,8 +24,8 @@ from tenuto.batching.core.build import NO_DELAY, from_plan
 from tenuto.batching.core.system import NetworkDelay
 from tenuto.batching.core.target import target_batch
 from tenuto.placement import Plan, Replica
+from tenuto.placement.components import connected_components
 from tenuto.placement.expectation.goodput import expected_of
-from tenuto.placement.pools import joined
 from tenuto.placement.solver import linear_program
 
 UNSERVED = 1e9  # load of a plan that has no gpu-let for a program with requests
@@ -108,8 +108,8 @@ class Capacity:
         for index in self._used:
             for program in gpulets[index].hosts:
                 self._hosting[program].append(index)
-        programs = range(len(self._system.programs))
-        self._components = joined([*([program] for program in programs), *(gpulets[i].hosts for i in self._used)])
+        alone = ([program] for program in range(len(self._system.programs)))
+        self._components = connected_components([*alone, *(gpulets[i].hosts for i in self._used)])
 
     def of(self, ready: Collection[str]) -> Capacity:
         """Return that of other gpu-lets of the plan; components that are the same in both are solved once."""

@@ -94,7 +94,7 @@ class WayMeter:
         """Take what to budget until enough was measured."""
         self._ctrl_ms = ctrl_ms
         self._way: deque[float] = deque(maxlen=128)
-        self._copies: deque[float] = deque(maxlen=512)
+        self._copy_ms: deque[float] = deque(maxlen=512)
         self._since = 0
         self._told = NetworkDelay(ctrl_ms=ctrl_ms)
 
@@ -105,7 +105,7 @@ class WayMeter:
 
     def record_copies(self, copies_ms: float, batch_size: int) -> None:
         """Take what a batch's copies took, where streaming keeps them apart from the execution."""
-        self._copies.append(copies_ms / batch_size)
+        self._copy_ms.append(copies_ms / batch_size)
         self._since += 1
 
     def news(self) -> NetworkDelay | None:
@@ -134,7 +134,7 @@ class WayMeter:
         """Return the delays to budget now, in ms."""
         return NetworkDelay(
             ctrl_ms=_quantile(self._way, self._QUANTILE, self._ctrl_ms),
-            data_ms_per_request=_quantile(self._copies, 0.95, 0.0),
+            data_ms_per_request=_quantile(self._copy_ms, 0.95, 0.0),
         )
 
 

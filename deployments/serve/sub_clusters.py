@@ -9,8 +9,8 @@ from typing import Any
 from tenuto.documents import load_document
 from tenuto.errors import InvalidInputError, Problem, refused
 from tenuto.placement import Gpulet, Plan
+from tenuto.placement.components import connected_components
 from tenuto.placement.policies.symphony.partition import Limits, PartitionModel, partition
-from tenuto.placement.pools import joined
 
 _WHOLE = "0"
 _EVENER = 0.1  # of the mean rate of a sub-cluster: what moving models has to gain
@@ -34,7 +34,7 @@ def read_partition(path: str | Path) -> dict[str, int]:
 def fits_plan(plan: Plan, assignment: Mapping[str, int]) -> bool:
     """Whether every model of a plan has a sub-cluster, and no gpu-let models of two."""
     return all(spec.name in assignment for spec in plan.models) and all(
-        len({assignment[name] for name in pool}) == 1 for pool in _pools(plan)
+        len({assignment[name] for name in pool}) == 1 for pool in _inseparable(plan)
     )
 
 
@@ -55,7 +55,7 @@ def parted(
         time_limit_s: of the solver.
     """
     rates = {spec.name: (rates_rps or {}).get(spec.name, spec.rate_rps) for spec in plan.models}
-    pools = _pools(plan)
+    pools = _inseparable(plan)
     count = min(len(set(present.values())), len(pools))
     names = sorted(set(present.values()))
     entries, current = [], {}
@@ -99,11 +99,11 @@ def evened(
     return found
 
 
-def _pools(plan: Plan) -> list[set[str]]:
+def _inseparable(plan: Plan) -> list[set[str]]:
     """Return the models that gpu-lets hold together, directly or through others; one that is nowhere is by itself."""
     known = {spec.name for spec in plan.models}
     held = ({replica.name for replica in gpulet.models} & known for gpulet in plan.gpulets)
-    return sorted(joined([*({name} for name in known), *held]), key=min)
+    return sorted(connected_components([*({name} for name in known), *held]), key=min)
 
 
 def _straddles(gpulet: Gpulet, assignment: Mapping[str, int]) -> bool:

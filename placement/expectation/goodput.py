@@ -16,10 +16,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 
+from tenuto.placement.components import connected_components
 from tenuto.placement.expectation.sharing import listed
 from tenuto.placement.expectation.waiting import Batch, Stream, blocked_part, lost_parts, used_part
 from tenuto.placement.plan import Expected, ExpectedModel, Plan
-from tenuto.placement.pools import joined
 from tenuto.placement.program import Gpulet, Program, slowest_ms
 from tenuto.placement.solver import linear_program
 from tenuto.placement.workload import ModelSpec
@@ -108,11 +108,14 @@ def outlook_of(plan: Plan, *, is_cautious: bool = False) -> Outlook:
     specs = {spec.name: spec.model_copy(update={"rate_rps": more * spec.rate_rps}) for spec in plan.models}
     kinds = _kinds(plan)
     asked = _asked(kinds, specs)
-    beside = _neighbours(plan, kinds)
+    beside = _kinds_beside(plan, kinds)
     served: dict[str, float] = {}
     for _ in range(ROUNDS):
         served, change = {}, 0.0
-        found = [_served(pool, asked, beside, plan.objective, is_cautious=is_cautious) for pool in _pools(kinds)]
+        found = [
+            _served_in_time(pool, asked, beside, plan.objective, is_cautious=is_cautious)
+            for pool in _connected_kinds(kinds)
+        ]
         for each in found:
             served |= each.done
             for kind, busy in zip(each.pool, each.busy, strict=True):
@@ -169,7 +172,7 @@ def _asked(kinds: Sequence[_Kind], specs: Mapping[str, ModelSpec]) -> dict[str, 
     return found
 
 
-def _neighbours(plan: Plan, kinds: Sequence[_Kind]) -> dict[int, list[_Kind]]:
+def _kinds_beside(plan: Plan, kinds: Sequence[_Kind]) -> dict[int, list[_Kind]]:
     """Return the kinds of the gpu-lets beside one of each kind."""
     kind_of = {index: kind for kind in kinds for index in kind.gpulets}
     at: dict[str, list[int]] = defaultdict(list)
@@ -182,13 +185,10 @@ def _neighbours(plan: Plan, kinds: Sequence[_Kind]) -> dict[int, list[_Kind]]:
     return found
 
 
-def _pools(kinds: Sequence[_Kind]) -> Iterable[list[_Kind]]:
+def _connected_kinds(kinds: Sequence[_Kind]) -> Iterable[list[_Kind]]:
     """Return the kinds that share programs, directly or through others."""
-    pool_of = {
-        name: index
-        for index, names in enumerate(joined([program.name for program in kind.programs] for kind in kinds))
-        for name in names
-    }
+    components = connected_components([program.name for program in kind.programs] for kind in kinds)
+    pool_of = {name: index for index, names in enumerate(components) for name in names}
     pools: dict[int, list[_Kind]] = defaultdict(list)
     for kind in kinds:
         if kind.programs:
@@ -197,7 +197,7 @@ def _pools(kinds: Sequence[_Kind]) -> Iterable[list[_Kind]]:
 
 
 @dataclass(frozen=True)
-class _Served:
+class _ServedInTime:
     """What a pool serves of every program in time, how busy its gpu-lets are, what they take of each program
     and in which batches, by kind."""
 
@@ -208,10 +208,10 @@ class _Served:
     batches: Sequence[Mapping[str, Batch]]
 
 
-def _served(
+def _served_in_time(
     pool: Sequence[_Kind], asked: Mapping[str, _Asked], beside: Mapping[int, list[_Kind]], objective: str, *,
     is_cautious: bool,
-) -> _Served:
+) -> _ServedInTime:
     names = list(dict.fromkeys(p.name for kind in pool for p in kind.programs if p.name in asked))
     by_weight = objective == "weighted"
     batches: list[dict[str, Batch]] = []
@@ -257,7 +257,7 @@ def _served(
         for part in (lost.get(name, 0.0), blocked):
             kept *= 1.0 - part if part > NOTHING else 1.0
         done[name] = kept * min(asked[name].rate_rps, flow)
-    return _Served(pool, done, busy, flows, batches)
+    return _ServedInTime(pool, done, busy, flows, batches)
 
 
 def _overloaded(

@@ -80,7 +80,7 @@ def _igniter_raw(name: str, model: ModelProfile, profile: Profile) -> tuple[dict
         return [[_metric(point, metric, missing) for point in row] for row in points]
 
     diagonal = [points[i][i] for i in range(min(len(batches), len(shares)))]
-    alone, beside = (_copies(profile.co_runs, name, count) for count in (1, 2))
+    alone, beside = (_run_of_copies(profile.co_runs, name, count) for count in (1, 2))
     if alone is None:
         missing.append("the model alone on its share (--co-runs igniter)")
     if beside is None:
@@ -157,7 +157,7 @@ def _resident_series(runs: Sequence[CoRun]) -> list[CoRun]:
     return series
 
 
-def _copies(runs: Sequence[CoRun], name: str, count: int) -> CoRun | None:
+def _run_of_copies(runs: Sequence[CoRun], name: str, count: int) -> CoRun | None:
     for run in runs:
         same = len({(part.model, part.batch_size, part.share_pct) for part in run.parts}) == 1
         if same and len(run.parts) == count and run.parts[0].model == name and run.parts[0].share_pct == 50.0:

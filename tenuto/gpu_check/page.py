@@ -71,7 +71,7 @@ def _speeds(results: Results) -> Iterator[str]:
     yield ""
 
 
-def _served(results: Results) -> Iterator[str]:
+def _end_to_end(results: Results) -> Iterator[str]:
     found = results.read("served.json")
     ways = {way: r for way, r in found.items() if isinstance(r, dict)}
     if not ways:
@@ -185,7 +185,7 @@ def _steps(results: Results) -> Iterator[str]:
         yield ""
 
 
-_PARTS = (_head, _speeds, _served, _mps, _streaming, _green, _grid, _occupancy, _steps)
+_PARTS = (_head, _speeds, _end_to_end, _mps, _streaming, _green, _grid, _occupancy, _steps)
 
 
 def _profile(results: Results, name: str) -> Profile | None:

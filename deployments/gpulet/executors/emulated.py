@@ -31,7 +31,7 @@ class EmulatedExecutor:
         self._slower = os.environ.get("TENUTO_EMULATED_SLOWER")
         self._loaded: dict[str, ProgramEntry] = {}
         self._tables: dict[str, list[float]] = {}
-        self._copies: dict[str, tuple[float, float]] = {}  # in and out, ms of one request
+        self._copy_ms: dict[str, tuple[float, float]] = {}  # in and out, ms of one request
         self._signatures: dict[str, ModelSignature] = {}
 
     def load(self, program: ProgramEntry, batch_sizes: Sequence[int]) -> None:
@@ -45,11 +45,11 @@ class EmulatedExecutor:
                 f"'{program.name}' has no latency in the plan. Make the plan again with `tenuto plan`."
             )
         table = [0.0, *(program.latency.at(size) * program.slowdown for size in batch_sizes)]
-        copies = _copies(program, table)
+        copies = _copy_times_ms(program, table)
         signatures = {member.name: _signature(member) for member in program.members}
         self.unload(program.name)
         self._loaded[program.name] = program
-        self._copies[program.name] = copies
+        self._copy_ms[program.name] = copies
         self._tables[program.name] = table
         self._signatures |= signatures
 
@@ -57,7 +57,7 @@ class EmulatedExecutor:
         """Forget a program; one that is not loaded is ignored."""
         loaded = self._loaded.pop(program, None)
         if loaded is not None:
-            del self._tables[program], self._copies[program]
+            del self._tables[program], self._copy_ms[program]
             for member in loaded.members:
                 self._signatures.pop(member.name, None)
 
@@ -97,7 +97,7 @@ class EmulatedExecutor:
 
     def copies_ms(self, program: str, batch_size: int) -> tuple[float, float]:
         """Return what of it the copies in and out take."""
-        copy_in_ms, copy_out_ms = self._copies[program]
+        copy_in_ms, copy_out_ms = self._copy_ms[program]
         return copy_in_ms * batch_size, copy_out_ms * batch_size
 
     def sm_count(self) -> int | None:
@@ -124,7 +124,7 @@ def wait_until(end_s: float) -> None:
 _SPUN_S = 5e-5
 
 
-def _copies(program: ProgramEntry, table: Sequence[float]) -> tuple[float, float]:
+def _copy_times_ms(program: ProgramEntry, table: Sequence[float]) -> tuple[float, float]:
     """Return `copy_in_ms` and `copy_out_ms` of one request, by the options of a lone model or by the plan; 0 where
     neither says.
 

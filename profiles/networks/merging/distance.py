@@ -68,7 +68,7 @@ def _aligned(a: OperatorGraph, b: OperatorGraph) -> dict[int, int]:
 def _assigned(a: OperatorGraph, b: OperatorGraph) -> dict[int, int]:
     """Assign operators by kind, kinds of neighbours, and place in the order; the last only breaks ties."""
     n, m = len(a.kinds), len(b.kinds)
-    around_a, around_b = _neighbours(a), _neighbours(b)
+    around_a, around_b = _adjacent_operators(a), _adjacent_operators(b)
     cost = np.zeros((n + m, n + m))
     cost[:n, m:] = np.where(np.eye(n, dtype=bool), 0.0, np.inf)
     cost[n:, :m] = np.where(np.eye(m, dtype=bool), 0.0, np.inf)
@@ -84,7 +84,7 @@ def _assigned(a: OperatorGraph, b: OperatorGraph) -> dict[int, int]:
     return {int(i): int(j) for i, j in zip(rows, columns, strict=True) if i < n and j < m}
 
 
-def _neighbours(graph: OperatorGraph) -> list[Counter[tuple[str, str]]]:
+def _adjacent_operators(graph: OperatorGraph) -> list[Counter[tuple[str, str]]]:
     around: list[Counter[tuple[str, str]]] = [Counter() for _ in graph.kinds]
     for producer, consumer in graph.edges:
         around[producer]["to", graph.kinds[consumer]] += 1
