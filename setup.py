@@ -9,7 +9,7 @@ from setuptools import Extension, setup
 
 COMPILED = {
     "batching/core": "admission deferred gathering gpulets lineup rehearsal scheduler symphony system target waiting",
-    "deployments/dispatch": "accounts batch_frames core_time dispatcher early_release fleet histogram in_flight "
+    "deployments/dispatch": "accounts core_time dispatcher early_release fleet histogram in_flight "
     "measured_times request_log",
     "deployments/entry": "call heads http margin oip served_model",
 }

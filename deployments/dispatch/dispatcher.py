@@ -20,15 +20,13 @@ from typing import Any
 from tenuto.batching.core.scheduler import Decision, Dispatch, Drop, Preempt, Reject, Scheduler
 from tenuto.batching.core.system import INF, NetworkDelay, System
 from tenuto.batching.rivals.eager import EagerScheduler
-from tenuto.deployments.dispatch.accounts import Accounts, ModelCounters
-from tenuto.deployments.dispatch.batch_frames import pack_batch, split_reply
+from tenuto.deployments.dispatch.accounts import Accounts, ModelCounters, dispatcher_status
 from tenuto.deployments.dispatch.core_time import CoreTime
 from tenuto.deployments.dispatch.early_release import EarlyRelease
 from tenuto.deployments.dispatch.fleet import AttachedGpulet, Fleet, GpuletLink, LinkFactory, gpulet_link
-from tenuto.deployments.dispatch.in_flight import Asker, Batch, Request
+from tenuto.deployments.dispatch.in_flight import Asker, Batch, Request, pack_batch, split_reply
 from tenuto.deployments.dispatch.measured_times import LatencyCorrection, WayMeter
 from tenuto.deployments.dispatch.rehearsals import Compute, Computed, Rehearsals
-from tenuto.deployments.dispatch.status import dispatcher_status
 from tenuto.deployments.wire.answers import Executed, Refused
 from tenuto.deployments.wire.arena import Held
 from tenuto.deployments.wire.messages import BatchFailed, BatchRan, GpuletCloses, Message

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import ssl
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -37,14 +38,13 @@ from tenuto.deployments.operator.app import make_operator_app
 from tenuto.deployments.operator.decisions import AskController, nobody
 from tenuto.deployments.operator.traces import Traces
 from tenuto.deployments.security.keys import Caller
-from tenuto.deployments.security.tls import server_context
 from tenuto.deployments.serve.discovery import controller_shown, find_dispatcher, find_gpulet
 from tenuto.deployments.serve.niceness import run_at_normal_priority
 from tenuto.deployments.serve.own_loop import OwnLoop, elsewhere, spare_the_collector
 from tenuto.deployments.serve.user_config import GatewayConfig, Listen, Serving, TracesConfig, read_gateway_config
 from tenuto.deployments.wire.arena import Arena
 from tenuto.deployments.wire.peer import Endpoint, Finder
-from tenuto.errors import EnvironmentFaultError
+from tenuto.errors import EnvironmentFaultError, refused
 
 logger = logging.getLogger("ray.serve")
 
@@ -175,7 +175,7 @@ class Entry:
                 await server.stop_listening(host, port)
         if wanted is None:
             return
-        tls = server_context(wanted.tls_cert, wanted.tls_key) if wanted.tls_cert and wanted.tls_key else None
+        tls = _tls_context(wanted.tls_cert, wanted.tls_key) if wanted.tls_cert and wanted.tls_key else None
         until = time.monotonic() + _TAKEN_S
         while True:
             try:
@@ -298,6 +298,23 @@ class _Cold:
 
 def _cancel(task: asyncio.Task[None]) -> None:
     task.cancel()
+
+
+def _tls_context(certificate: str, key: str) -> ssl.SSLContext:
+    """Return what a server needs to speak TLS 1.2 or newer.
+
+    Raises:
+        InvalidInputError: the files are absent, are no PEM, or do not belong together.
+    """
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    context.set_alpn_protocols(["http/1.1"])
+    try:
+        context.load_cert_chain(certificate, key)
+    except (OSError, ssl.SSLError) as error:
+        raise refused("tls_cert", f"{certificate}, {key}", f"cannot be used ({error})",
+                      "Give PEM files of a certificate and its key that this node can read.") from error  # fmt: skip
+    return context
 
 
 class Gateway:

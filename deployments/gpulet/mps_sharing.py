@@ -19,11 +19,11 @@ from typing import Any
 from tenuto.errors import EnvironmentFaultError
 from tenuto.mps.control import ControlError
 from tenuto.mps.daemon import PrivateDaemon
+from tenuto.mps.faults import FATAL_XIDS, XidEvents
 from tenuto.mps.inventory import GpuDevice, load_nvml, read_inventory
 from tenuto.mps.others import OtherProcess, read_others
 from tenuto.mps.share import Attachment, Report, client_environment, most_clients, verify_attachment
 from tenuto.mps.sm_count import VisibleDevice, free_memory_mib, visible_devices
-from tenuto.mps.xid import FATAL_XIDS, XidEvents
 
 logger = logging.getLogger("ray.serve")
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from tenuto.errors import EnvironmentFaultError, InvalidInputError, Problem, refused
 from tenuto.profiles.networks.catalogue import LoadedModel, ModelSignature, TensorSignature
+from tenuto.profiles.networks.places import check_path
 from tenuto.profiles.networks.runtimes import ONNX_TYPES
 
 
@@ -15,9 +16,10 @@ def load_exported(source: str) -> LoadedModel:
     """Return the network of a file, with the signature that the file tells; its first dimension must be the batch.
 
     Raises:
-        InvalidInputError: no such file, not of this kind, or exported for one batch size only.
+        InvalidInputError: no such file, not where it may be, not of this kind, or for one batch size only.
         EnvironmentFaultError: ONNX Runtime is not installed.
     """
+    check_path(source, "source")
     path = Path(source)
     if not path.is_file():
         raise refused("source", source, "no such file", "Give a local .pt2 or .onnx file.")

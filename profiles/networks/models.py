@@ -59,7 +59,6 @@ def build(
             check_factory(source)
             return _from_factory(source, weights_path, options)
         if is_exported(source):
-            check_path(source, "source")
             return _from_file(source, weights_path, options)
         chosen = parse_document(BuildOptions, {"seed": seed, **options}, origin=f"options of {source}")
         if Path(source).is_dir():

@@ -15,49 +15,24 @@ import click
 from tenuto import version
 from tenuto.errors import TenutoError
 
-# Verb: module below tenuto.cli. The order is that of --help.
-VERBS = {
-    "quickstart": "quickstart",
-    "profile": "profile",
-    "profiles": "profiles",
-    "estimate": "estimate",
-    "merge": "merge",
-    "cluster": "cluster",
-    "plan": "plan",
-    "policies": "policies",
-    "simulate": "simulate",
-    "goodput": "goodput",
-    "capacity": "capacity",
-    "partition": "partition",
-    "key": "key",
-    "serve": "serve",
-    "deploy": "deploy",
-    "diff": "diff",
-    "history": "history",
-    "rollback": "rollback",
-    "delete": "delete",
-    "control": "control",
-    "model": "model",
-    "bench": "bench",
-    "report": "report",
-    "compare": "compare",
-    "experiment": "experiment",
-    "status": "status",
-    "top": "top",
-    "doctor": "doctor",
-}
+# Each is a module below tenuto.cli. The order is that of --help.
+VERBS = (
+    "quickstart profile profiles estimate merge cluster plan policies simulate goodput capacity partition "
+    "key serve deploy diff history rollback delete control model bench report compare experiment status "
+    "top doctor"
+).split()
 
 
 class _Verbs(click.Group):
     """Loads a verb's module on first use, so that `tenuto --help` and planning start without Ray or torch."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002
-        return list(VERBS)
+        return VERBS
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:  # noqa: ARG002
         if cmd_name not in VERBS:
             return None
-        command: click.Command = importlib.import_module(f"tenuto.cli.{VERBS[cmd_name]}").command
+        command: click.Command = importlib.import_module(f"tenuto.cli.{cmd_name}").command
         return command
 
     def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:

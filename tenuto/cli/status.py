@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import click
 
 from tenuto.cli.common import emit_json, json_option, stdout_console
 from tenuto.cli.tables import number, print_table
+from tenuto.mps.others import OtherProcess
 from tenuto.outcome import OUTCOMES
 
 
@@ -37,8 +39,6 @@ def command(url: str, as_json: bool) -> int:
 def _print(status: dict[str, Any]) -> None:
     from tenuto.batching.core.rehearsal import describe_schedulers
     from tenuto.deployments.dispatch.advice import describe
-    from tenuto.deployments.gpulet.execution_status import describe_mode
-    from tenuto.deployments.operator.mps_notes import describe_share, sharing_notes
 
     console = stdout_console()
     print_table(
@@ -79,3 +79,33 @@ def _print(status: dict[str, Any]) -> None:
         console.print(f"scheduler: {line}", soft_wrap=True, markup=False)
     if status.get("autoscale"):
         console.print(f"autoscale advice: {describe(status['autoscale'])}")
+
+
+def describe_share(gpulet: Mapping[str, Any]) -> str:
+    """Return a gpu-let's share as planned, with the multiprocessors it really has where CUDA told them."""
+    share, given = gpulet.get("share_pct"), gpulet.get("cuda_mps") or {}
+    planned = "-" if share is None else f"{share:g} %"
+    if given.get("sm_count") is None or given.get("gpu_sm_count") is None:
+        return planned
+    return f"{planned} ({given['sm_count']}/{given['gpu_sm_count']} SMs)"
+
+
+def sharing_notes(gpulets: list[dict[str, Any]]) -> list[str]:
+    """Return what is unusual: an attachment that could not be proved by the process's own pid, and other processes."""
+    notes = []
+    for gpulet in gpulets:
+        given = gpulet.get("cuda_mps") or {}
+        if given.get("proof") not in (None, "pid"):
+            notes.append(f"{gpulet['id']}: its attachment to CUDA MPS was proved by: {given['proof']}")
+        if given.get("others"):
+            others = ", ".join(str(OtherProcess(**other)) for other in given["others"])
+            notes.append(f"{gpulet['id']}: when it started its GPU was also used outside CUDA MPS by {others}")
+    return notes
+
+
+def describe_mode(mode: Mapping[str, Any]) -> str:
+    """Return a `GpuletMode` as data in a few words, such as `share, streaming, cuda_graphs`. Share and streaming, each
+    on or off, are the four modes of the thesis' dispatcher."""
+    words = [word for word in ("share", "streaming") if mode.get(word)]
+    words += sorted(set(mode.get("programs", {}).values()) - {"plain", "emulated"})
+    return ", ".join(words) or "plain"

@@ -1,11 +1,13 @@
 import pytest
 
-from tenuto.deployments.gpulet.execution_status import describe_mode
+from tenuto.cli.status import describe_mode, describe_share, sharing_notes
 from tenuto.deployments.gpulet.executors.emulated import EmulatedExecutor
 from tenuto.deployments.gpulet.executors.torch_executor import TorchExecutor
 from tenuto.deployments.wire.messages import GpuletMode
 from tests.deployments.programs import load
 from tests.instruments.fake_cuda import FakeCuda, late_model
+
+GIVEN = {"sm_count": 32, "gpu_sm_count": 80, "proof": "pid", "others": []}
 
 
 def test_every_model_is_said_to_run_as_it_does(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -28,3 +30,18 @@ def test_what_is_emulated_claims_no_program() -> None:
     load(executor, "m", latency={"alpha_ms": 1.0, "beta_ms": 1.0}, batch_sizes=[1])
     assert executor.ways() == {"m": "emulated"}
     assert describe_mode(GpuletMode(False, False, executor.ways()).to_data()) == "plain"
+
+
+def test_a_share_is_told_as_planned_and_as_given() -> None:
+    assert describe_share({"share_pct": 40.0, "cuda_mps": GIVEN}) == "40 % (32/80 SMs)"
+    assert describe_share({"share_pct": 40.0, "cuda_mps": None}) == "40 %"
+    assert describe_share({"share_pct": None}) == "-"  # down, or a whole GPU
+
+
+def test_only_what_is_unusual_is_noted() -> None:
+    other = {"pid": 7, "name": "python", "user": 1001}
+    unusual = {**GIVEN, "proof": "the only client that came during its start", "others": [other]}
+    usual, gone = {"id": "n0/0/a", "cuda_mps": GIVEN}, {"id": "n0/0/b"}
+    first, second = sharing_notes([usual, gone, {"id": "n0/0/c", "cuda_mps": unusual}])
+    assert first == "n0/0/c: its attachment to CUDA MPS was proved by: the only client that came during its start"
+    assert second.endswith("process 7 (python, user 1001)")

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from tenuto.errors import EnvironmentFaultError
-from tenuto.mps.xid import FATAL_XIDS, XidEvents
+from tenuto.mps.faults import FATAL_XIDS, XidEvents
 from tests.mps.fakes import UUID
 
 
