@@ -78,7 +78,7 @@ def test_commands_options_and_scripts_exist(page: str) -> None:
         if verb not in VERBS:
             unknown.append(verb)
             continue
-        command = __import__(f"tenuto.cli.{VERBS[verb]}", fromlist=["command"]).command
+        command = __import__(f"tenuto.cli.{verb}", fromlist=["command"]).command
         options = {name for option in command.params for name in (*option.opts, *option.secondary_opts)} | {"--help"}
         given = [word.split("=")[0] for word in words if re.match(r"-[-a-z]", word)]
         unknown += [f"{verb} {word}" for word in given if word not in options]
@@ -130,7 +130,7 @@ def run(*words: str) -> None:
 
 @pytest.mark.parametrize("verb", VERBS)
 def test_help_begins_with_a_sentence_and_ends_with_an_example(verb: str) -> None:
-    command = __import__(f"tenuto.cli.{VERBS[verb]}", fromlist=["command"]).command
+    command = __import__(f"tenuto.cli.{verb}", fromlist=["command"]).command
     assert isinstance(command, click.Command)
     lines = [line.strip() for line in (command.help or "").strip().splitlines() if line.strip()]
     first = " ".join((command.help or "").strip().split("\n\n")[0].split())

@@ -17,17 +17,17 @@ from tenuto.errors import TenutoError
 
 # Each is a module below tenuto.cli. The order is that of --help.
 VERBS = (
-    "quickstart profile profiles estimate merge cluster plan policies simulate goodput capacity partition "
-    "key serve deploy diff history rollback delete control model bench report compare experiment status "
-    "top doctor"
-).split()
+    "quickstart", "profile", "profiles", "estimate", "merge", "cluster", "plan", "policies", "simulate", "goodput",
+    "capacity", "partition", "key", "serve", "deploy", "diff", "history", "rollback", "delete", "control", "model",
+    "bench", "report", "compare", "experiment", "status", "top", "doctor",
+)  # fmt: skip
 
 
 class _Verbs(click.Group):
     """Loads a verb's module on first use, so that `tenuto --help` and planning start without Ray or torch."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002
-        return VERBS
+        return list(VERBS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:  # noqa: ARG002
         if cmd_name not in VERBS:
