@@ -195,13 +195,14 @@ class GpuStates:
     def place_unit(self, unit: Unit, configs: Mapping[int, Config]) -> tuple[GpuStates, list[Taken], float]:
         """Place all replicas of one model, or of a pair: both together as often as both have replicas, then singly."""
         mine = tuple(configs[index] for index in unit)
+        if len(unit) == 1:
+            return self.place(unit, mine, mine[0].replicas)
         states, taken, cost = self.place(unit, mine, min(config.replicas for config in mine))
         pairs = list(taken)
         together = sum(each.gpus for each in pairs)
-        if len(unit) > 1:
-            for index, config in zip(unit, mine, strict=True):
-                states, more, extra = states.place((index,), (config,), config.replicas - together, pairs)
-                taken, cost = taken + more, cost + extra
+        for index, config in zip(unit, mine, strict=True):
+            states, more, extra = states.place((index,), (config,), config.replicas - together, pairs)
+            taken, cost = taken + more, cost + extra
         return states, taken, cost
 
     def useful(self, choices: Sequence[Choice]) -> tuple[GpuStates, dict[State, int]]:
@@ -263,7 +264,8 @@ class Search:
         self.nodes, self.cut, self._looked = 0, False, 0
         self._alone = [[self._at_most(choice, config) for config in choice.configs] for choice in choices]
         self._most = [max(values) for values in self._alone]
-        self._rates = [[self._per_compute(c, config) for config in c.configs] for c in choices]
+        rates = (max(self._per_compute(c, config) for config in c.configs) for c in choices)
+        self._dearest = list(zip(rates, self._most, strict=True))  # goodput per percent of compute, and in all, at most
         self._best: Result | None = None
         self.states = states
         self.taken: list[Taken] = []
@@ -377,28 +379,27 @@ class Search:
             for numbers in product(*options):
                 if self.cut:
                     return
-                picked = dict(zip(unit, numbers, strict=True))
-                mine = [self._choices[i].configs[n] for i, n in picked.items()]
-                alone = sum(self._alone[i][n] for i, n in picked.items())
+                picked = {**chosen, **dict(zip(unit, numbers, strict=True))}
+                alone = sum(self._alone[i][picked[i]] for i in unit)
                 self._looked += 1
                 if self._looked > LOOKS * self._limit:
                     self.cut = True
                     return
-                if self._is_hopeless(goodput + alone, cost, {**chosen, **picked}, rest, states):
+                if self._is_hopeless(goodput + alone, cost, picked, rest, states):
                     continue
                 self.nodes += 1
                 if self.nodes > self._limit:
                     self.cut = True
                     return
-                by_model = dict(zip(unit, mine, strict=True))
-                below, taken, extra = states.place_unit(unit, by_model)
+                mine = {i: self._choices[i].configs[picked[i]] for i in unit}
+                below, taken, extra = states.place_unit(unit, mine)
                 value = sum(
                     self._value(self._choices[i], config, [each for each in taken if i in each.models])
-                    for i, config in by_model.items()
+                    for i, config in mine.items()
                 )
-                if self._is_hopeless(goodput + value, cost + extra, {**chosen, **picked}, rest, below):
+                if self._is_hopeless(goodput + value, cost + extra, picked, rest, below):
                     continue
-                self._descend(after, below, {**chosen, **picked}, goodput + value, cost + extra)
+                self._descend(after, below, picked, goodput + value, cost + extra)
 
     def _is_hopeless(
         self, goodput: float, cost: float, chosen: Mapping[int, int], rest: Sequence[int], states: GpuStates
@@ -407,18 +408,23 @@ class Search:
         with the rest alone on the cluster."""
         if self._best is None:
             return False
-        bound = goodput + sum(self._most[index] for index in rest)
+        bound = goodput
+        for index in rest:
+            bound += self._most[index]
         if -round(bound, 6) > self._best[0]:
             return True
         if not self._buys and rest:
-            free = sum(100.0 * count for count in states.idle)
-            free += sum((FULL - state.compute_pct) * count for state, count in states.used.items())
+            free = 100.0 * sum(states.idle)
+            for state, count in states.used.items():
+                free += (FULL - state.compute_pct) * count
             bound = goodput
-            for rate, most in sorted(((max(self._rates[i]), self._most[i]) for i in rest), reverse=True):
+            for rate, most in sorted([self._dearest[index] for index in rest], reverse=True):
                 bound += min(most, rate * free)
                 free -= min(free, most / rate)
             if -round(bound, 6) > self._best[0]:
                 return True
+        if -round(bound, 6) < self._best[0]:
+            return False
         least = tuple(chosen.get(index, 0) for index in range(len(self._choices)))
         return (-round(bound, 6), round(cost, 6) if self._buys else 0.0, least) >= self._best
 
