@@ -10,7 +10,7 @@ Three rules; docs/scheduling.md draws them.
    given the gpu-let on which it would end first, the running ones from their known end on. One that would start too
    late pushes out the batch that serves the least per ms of those lined up so far. Idle gpu-lets go to due batches in
    that order, those pushed out last. Where the plan starts a batch after it is due, gpu-lets are too few to hold
-   anything: then batches that have half of their target may go before they are due (`lineup.py`; which batches are
+   anything: then batches of half the staggered size may go before they are due (`lineup.py`; which batches are
    lined up together: `waiting.py`).
 3. *Rehearsal.* Now and then the arrivals of the last seconds are replayed with other values of `hold` and `defend`, and
    the best is adopted, for light load and for heavy load by itself (`rehearsal.py`).
@@ -37,12 +37,12 @@ from tenuto.batching.core.gpulets import Gpulets
 from tenuto.batching.core.lineup import is_short, line_up, rank
 from tenuto.batching.core.rehearsal import Rehearsals, RehearsingScheduler, Replayed, Setting, State
 from tenuto.batching.core.scheduler import Dispatch, Drop, Rehearse, Reject, SchedulerOptions
+from tenuto.batching.core.staggered import ArrivalRate, staggered_batch
 from tenuto.batching.core.system import INF, TIME_TOLERANCE_MS, NetworkDelay, System
-from tenuto.batching.core.target import ArrivalRate, target_batch
 from tenuto.batching.core.waiting import ORDER, Place, Queue, Waiting
 
 EXPIRY_MARGIN_MS = 1e-3  # how long after its last possible start a queued request is given up
-RIPE = 0.5  # part of its target from which on a batch may go before it is due
+RIPE = 0.5  # part of the staggered batch from which on a batch may go before it is due
 BORROWED = 1_000_000  # by which the priority of a program that exceeds its plan falls
 PRESSED_MS = 1000.0  # for which nothing is lent after a program that keeps to its plan lost a request
 LOSS_MS = 5000.0  # over which the share of requests lost is taken, so that one batch hardly changes it
@@ -119,7 +119,7 @@ class DeferredScheduler(RehearsingScheduler):
             shortest_ms = self.system.offered[queue.program].slo_ms
             queue.adopt_costs(pools, shortest_ms - self._response_ms, longest_ms - self._response_ms)
             if pools:
-                self._set_target(queue)
+                self._set_staggered(queue)
             for pool in pools:
                 pool.alone += queue.alone
                 pool.crowd += 1.0 / queue.gpulets
@@ -171,7 +171,7 @@ class DeferredScheduler(RehearsingScheduler):
     def _load(self, queue: Queue) -> None:
         """Follow a change of the load that a queue is for its gpu-lets."""
         before = queue.alone
-        self._set_target(queue)
+        self._set_staggered(queue)
         for pool in queue.pools:
             was_heavy = pool.alone >= self._save_above
             pool.alone += queue.alone - before
@@ -182,14 +182,14 @@ class DeferredScheduler(RehearsingScheduler):
 
         With m programs per gpu-let and batches held for k times their length, each program keeps a gpu-let busy for at
         most 1/k of the time, and all together for at most m/k: the bound is the k that makes this `save_above`. Where a
-        batch has its target by then, there is none.
+        batch has its staggered size by then, there is none.
         """
         if not queue.pools:
             return
         rps = queue.rate.rps
         queue.is_light = rps is not None and max(pool.alone for pool in queue.pools) < self._save_above
         queue.patience = max(pool.crowd for pool in queue.pools) / self._save_above if self._save_above else INF
-        if rps is not None and rps / 1000.0 * queue.patience * queue.run[queue.target] >= queue.target:
+        if rps is not None and rps / 1000.0 * queue.patience * queue.run[queue.staggered] >= queue.staggered:
             queue.patience = INF
         queue.is_bounded = queue.is_light or queue.patience < INF or queue.longest_hold_ms < INF
 
@@ -203,10 +203,10 @@ class DeferredScheduler(RehearsingScheduler):
             bound = min(bound, 0.0 if is_light else queue.patience * queue.run[size])
         return queue.oldest + bound
 
-    def _set_target(self, queue: Queue) -> None:
-        queue.target = target_batch(queue.sent[: queue.longest + 1], queue.budget_ms, queue.rate.rps)
-        queue.defend = max(1, round(self._setting.defend * queue.target))
-        queue.ripe = ceil(RIPE * queue.target)
+    def _set_staggered(self, queue: Queue) -> None:
+        queue.staggered = staggered_batch(queue.sent[: queue.longest + 1], queue.budget_ms, queue.rate.rps)
+        queue.defend = max(1, round(self._setting.defend * queue.staggered))
+        queue.ripe = ceil(RIPE * queue.staggered)
         queue.loss_step = 1.0 / max(LOSS_COUNT, LOSS_MS / 1000.0 * (queue.rate.rps or 0.0))
         queue.alone = (queue.rate.recent_rps or 0.0) / 1000.0 * queue.run[1] / queue.gpulets
 
@@ -577,7 +577,7 @@ class DeferredScheduler(RehearsingScheduler):
             for queue in self._queues:
                 queue.cut_until = -INF
                 if queue.pools:
-                    self._set_target(queue)
+                    self._set_staggered(queue)
             self._waiting.touch(self._gpulets.pools)
             self.next_wake_ms = now
 

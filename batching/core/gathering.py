@@ -11,13 +11,13 @@ from collections.abc import Callable
 
 from tenuto.batching.core.system import TIME_TOLERANCE_MS
 
-# rule(deadlines, target, send_at, sent_ms, free_at, run_ms) -> (skip, size). A batch of b ends at
+# rule(deadlines, defended, send_at, sent_ms, free_at, run_ms) -> (skip, size). A batch of b ends at
 # max(send_at + sent_ms[b], free_at + run_ms[b]): it starts when its data has arrived and the gpu-let is free.
 GatherRule = Callable[[list[float], int, float, list[float], float, list[float]], tuple[int, int]]
 
 
 def head_first(
-    deadlines: list[float], _target: int, send_at: float, sent_ms: list[float], free_at: float, run_ms: list[float]
+    deadlines: list[float], _defended: int, send_at: float, sent_ms: list[float], free_at: float, run_ms: list[float]
 ) -> tuple[int, int]:
     """Give up only what cannot make it even alone; then the longest batch the first survivor allows (Symphony, Alg. 1).
 
@@ -28,18 +28,18 @@ def head_first(
 
 
 def window(
-    deadlines: list[float], target: int, send_at: float, sent_ms: list[float], free_at: float, run_ms: list[float]
+    deadlines: list[float], defended: int, send_at: float, sent_ms: list[float], free_at: float, run_ms: list[float]
 ) -> tuple[int, int]:
     """Give up the front requests that keep the batch below the size worth defending.
 
-    That size is the largest q <= target such that the newest q requests could run as one batch. Then the batch grows
+    That size is the largest q <= defended such that the newest q requests could run as one batch. Then the batch grows
     past it for free, as long as its own first deadline holds.
 
     Returns:
         How many requests to skip at the front, and the size of the batch behind them (0: nothing can be met).
     """
     count = len(deadlines)
-    size = min(target, count, len(run_ms) - 1)
+    size = min(defended, count, len(run_ms) - 1)
     while size and max(send_at + sent_ms[size], free_at + run_ms[size]) > deadlines[count - size] + TIME_TOLERANCE_MS:
         size -= 1
     if not size:

@@ -22,8 +22,8 @@ from heapq import heappop, heappush
 from tenuto.batching.core.gathering import GATHERING
 from tenuto.batching.core.gpulets import Gpulets, Pool
 from tenuto.batching.core.scheduler import Dispatch, Drop, Scheduler, SchedulerOptions
+from tenuto.batching.core.staggered import ArrivalRate, staggered_batch
 from tenuto.batching.core.system import INF, TIME_TOLERANCE_MS, NetworkDelay, System
-from tenuto.batching.core.target import ArrivalRate, target_batch
 
 PAST_MS = 1e-3  # how long after its latest moment a candidate is gathered anew
 
@@ -43,7 +43,9 @@ class SymphonyOptions(SchedulerOptions):
 class _Queue:
     """The requests of one program in order of their deadlines, and its candidate."""
 
-    __slots__ = ("deadlines", "ids", "is_waiting", "latest", "longest", "program", "rate", "slo_ms", "target", "timer")
+    __slots__ = (
+        "deadlines", "ids", "is_waiting", "latest", "longest", "program", "rate", "slo_ms", "staggered", "timer",
+    )  # fmt: skip
 
     def __init__(self, program: int, slo_ms: float, rate: ArrivalRate) -> None:
         self.program = program
@@ -51,7 +53,7 @@ class _Queue:
         self.rate = rate
         self.deadlines: list[float] = []  # when the batch must have ended
         self.ids: list[int] = []
-        self.target = 1  # the staggered batch
+        self.staggered = 1  # the batch of the staggered pattern
         self.longest = 1  # the largest batch that can be in time at all
         self.timer = INF  # frontrun, or for a waiting candidate the moment it has to be gathered anew
         self.is_waiting = False
@@ -82,14 +84,14 @@ class SymphonyScheduler(Scheduler):
         self._network = network
         self._gpulets.adopt(network)
         for queue in self._queues:
-            self._set_target(queue)
+            self._set_staggered(queue)
 
-    def _set_target(self, queue: _Queue) -> None:
+    def _set_staggered(self, queue: _Queue) -> None:
         pools = self._gpulets.pools_of[queue.program]
         if pools:
             sent, budget_ms = pools[0].sent[queue.program], queue.slo_ms - self._network.response_ms
             queue.longest = max(1, bisect_right(sent, budget_ms + TIME_TOLERANCE_MS) - 1)
-            queue.target = target_batch(sent[: queue.longest + 1], budget_ms, queue.rate.rps)
+            queue.staggered = staggered_batch(sent[: queue.longest + 1], budget_ms, queue.rate.rps)
 
     # Model thread: candidates and their timers -----------------------------------------------------------------------
 
@@ -98,7 +100,7 @@ class SymphonyScheduler(Scheduler):
         queue.rate.count += 1
         if now_ms >= queue.rate.next_at:
             queue.rate.roll(now_ms)
-            self._set_target(queue)
+            self._set_staggered(queue)
         due_ms = deadline_ms - self._network.response_ms
         place = bisect_right(queue.deadlines, due_ms)
         queue.deadlines.insert(place, due_ms)
@@ -112,7 +114,7 @@ class SymphonyScheduler(Scheduler):
         """Return when the candidate has to run for want of time; until then the whole queue fits in one batch."""
         program, size = queue.program, len(queue.deadlines)
         pools = self._gpulets.pools_of[program]
-        if not pools or size >= queue.longest or (self._releases_at_target and size >= queue.target):
+        if not pools or size >= queue.longest or (self._releases_at_target and size >= queue.staggered):
             return now
         idle = next((pool for pool in pools if pool.idle), pools[0])
         sent = idle.sent[program]
@@ -157,7 +159,7 @@ class SymphonyScheduler(Scheduler):
         """Wait for a gpu-let with the candidate as it stands; what cannot be part of it is given up."""
         pool = self._gpulets.pools_of[queue.program][0]
         sent = pool.sent[queue.program]
-        skip, size = self._gather(queue.deadlines, queue.target, now, sent, now, sent)
+        skip, size = self._gather(queue.deadlines, queue.staggered, now, sent, now, sent)
         if skip:
             self._drop(queue, skip)
         if not size:
@@ -229,7 +231,7 @@ class SymphonyScheduler(Scheduler):
         program, deadlines, ids = queue.program, queue.deadlines, queue.ids
         free_at, gpulet = self._gpulets.open_at(pool, now)
         sent, run = pool.sent[program], pool.run[program]
-        skip, size = self._gather(deadlines, queue.target, now, sent, free_at, run)
+        skip, size = self._gather(deadlines, queue.staggered, now, sent, free_at, run)
         fastest = self._gpulets.pools_of[program][0]
         # What this gpu-let is too slow for may still be met by a faster one.
         lost = skip if pool is fastest else bisect_left(deadlines, now + fastest.sent[program][1], 0, skip)
@@ -291,6 +293,6 @@ class SymphonyScheduler(Scheduler):
 
     def _look_again(self, queue: _Queue) -> None:
         """Costs have changed: let the timer fire at once, which gathers the candidate anew."""
-        self._set_target(queue)
+        self._set_staggered(queue)
         if queue.ids:
             self._set_timer(queue, -INF)

@@ -14,8 +14,8 @@ from operator import attrgetter
 
 from tenuto.batching.core.admission import Allowance
 from tenuto.batching.core.gpulets import Pool
+from tenuto.batching.core.staggered import ArrivalRate
 from tenuto.batching.core.system import INF, TIME_TOLERANCE_MS, Model
-from tenuto.batching.core.target import ArrivalRate
 
 ORDER = attrgetter("order")
 
@@ -74,7 +74,7 @@ class Queue:
     gpulets: int = 1  # that host it
     longest: int = 1  # the largest batch that can be in time at all
     quickest_ms: float = INF  # from dispatch to the end of one request alone
-    target: int = 1  # the staggered batch
+    staggered: int = 1  # the batch of the staggered pattern
     defend: int = 1  # the size below which the head is given up
     ripe: int = 1  # the size that may go before it is due
     pool: Place | None = None

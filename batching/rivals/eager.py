@@ -10,8 +10,8 @@ from typing import ClassVar
 
 from tenuto.batching.core.gathering import window
 from tenuto.batching.core.scheduler import SchedulerOptions
+from tenuto.batching.core.staggered import ArrivalRate, staggered_batch
 from tenuto.batching.core.system import INF, System
-from tenuto.batching.core.target import ArrivalRate, target_batch
 from tenuto.batching.rivals.base import Queue, RivalScheduler, head_first_batch
 
 
@@ -41,14 +41,15 @@ class EagerScheduler(RivalScheduler):
         super().__init__(system, options)
         self._uses_window = isinstance(options, EagerOptions) and options.gather == "window"
         self._rates = [ArrivalRate(spec.rate_rps) for spec in system.offered]
-        self._targets = [1] * len(system.programs)
+        self._staggered = [1] * len(system.programs)
         self._more_come = False
         self._tables_changed()
 
     def _tables_changed(self) -> None:
         for queue in self._queues:
             if queue.pools:
-                self._targets[queue.index] = target_batch(queue.sent, queue.budget_ms, self._rates[queue.index].rps)
+                rps = self._rates[queue.index].rps
+                self._staggered[queue.index] = staggered_batch(queue.sent, queue.budget_ms, rps)
 
     def _largest(self, sent: list[float], limit: int, slack_ms: float) -> int:
         """Return the largest batch of at most `limit` that ends within the slack."""
@@ -56,7 +57,7 @@ class EagerScheduler(RivalScheduler):
 
     def _gather(self, now: float, queue: Queue, sent: list[float]) -> tuple[int, int]:
         if self._uses_window:
-            return window(queue.deadlines, self._targets[queue.index], now, sent, now, sent)
+            return window(queue.deadlines, self._staggered[queue.index], now, sent, now, sent)
         return head_first_batch(queue.deadlines, now, sent)
 
     def _arrived(self, now: float, queue: Queue) -> None:
@@ -65,7 +66,7 @@ class EagerScheduler(RivalScheduler):
             rate.count += 1
             if now >= rate.next_at:
                 rate.roll(now)
-                self._targets[queue.index] = target_batch(queue.sent, queue.budget_ms, rate.rps)
+                self._staggered[queue.index] = staggered_batch(queue.sent, queue.budget_ms, rate.rps)
         gpulet = -1 if self._more_come else self._idle_for(queue)
         if gpulet < 0 or not self._run(now, queue, gpulet):
             self._rank(now, queue)

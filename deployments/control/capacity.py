@@ -21,8 +21,8 @@ from scipy.optimize import linprog
 from scipy.sparse import coo_matrix, vstack
 
 from tenuto.batching.core.build import NO_DELAY, from_plan
+from tenuto.batching.core.staggered import staggered_batch
 from tenuto.batching.core.system import NetworkDelay
-from tenuto.batching.core.target import target_batch
 from tenuto.placement import Plan, Replica
 from tenuto.placement.components import connected_components
 from tenuto.placement.expectation.goodput import expected_of
@@ -209,7 +209,7 @@ class Capacity:
             factor = self._slowdowns.get(self._system.programs[program].name, 1.0)
             latency = [factor * ms for ms in host.planned_ms()]
             budget_ms = spec.slo_ms - network.response_ms - network.ctrl_ms
-            size = target_batch(latency, budget_ms, rate_rps)
+            size = staggered_batch(latency, budget_ms, rate_rps)
             found = self._costs[key] = latency[size] / size if latency[1] <= budget_ms else UNSERVED
         return found
 

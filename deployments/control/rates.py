@@ -23,7 +23,7 @@ from tenuto.deployments.control.capacity import Demand
 # chance does it less than once a day for a model looked at twice a second.
 FALSE_ALARM = 12.3
 BURST_MEMORY_S = 300.0  # an index of dispersion needs a few hundred seconds to be known within a tenth
-LARGEST_DISPERSION = 100.0  # what one second may count; the scheduler's own bound (batching.core.target)
+LARGEST_DISPERSION = 100.0  # what one second may count; the scheduler's own bound (batching.core.staggered)
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from collections import deque
 from tenuto.batching.core.system import INF, TIME_TOLERANCE_MS
 
 
-def target_batch(latency_ms: list[float], budget_ms: float, rate_rps: float | None) -> int:
+def staggered_batch(latency_ms: list[float], budget_ms: float, rate_rps: float | None) -> int:
     """Return the largest batch of the staggered pattern: (1 + 1/n) l(b) <= budget (Symphony §3.3, table 2).
 
     n is the number of GPUs the model needs by itself, n = rate * l(b) / b, so that l(b)/n is the time in which b

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tenuto.batching.core.target import ArrivalRate, target_batch
+from tenuto.batching.core.staggered import ArrivalRate, staggered_batch
 
 RESNET50 = [0.0, *(1.053 * b + 5.072 for b in range(1, 19))]
 INCEPTION = [0.0, *(5.09 * b + 18.368 for b in range(1, 11))]
@@ -16,22 +16,22 @@ INCEPTION = [0.0, *(5.09 * b + 18.368 for b in range(1, 11))]
 def test_target_is_the_staggered_batch_of_table_2(
     latency: list[float], slo: float, rate: float, bound_batch: int
 ) -> None:
-    assert target_batch(latency, slo, rate) == bound_batch
+    assert staggered_batch(latency, slo, rate) == bound_batch
 
 
 def test_target_where_less_than_one_gpu_is_needed_is_what_can_be_collected() -> None:
-    size = target_batch(RESNET50, 25.0, 300.0)
+    size = staggered_batch(RESNET50, 25.0, 300.0)
     assert RESNET50[size] + size / 0.3 <= 25.0 < RESNET50[size + 1] + (size + 1) / 0.3
 
 
 def test_target_without_a_rate_fits_two_batches() -> None:
-    size = target_batch(RESNET50, 25.0, None)
+    size = staggered_batch(RESNET50, 25.0, None)
     assert 2 * RESNET50[size] <= 25.0 < 2 * RESNET50[size + 1]
 
 
 def test_target_is_at_least_one() -> None:
-    assert target_batch([0.0, 30.0], 25.0, 10.0) == 1
-    assert target_batch(RESNET50, 1.0, 10.0) == 1
+    assert staggered_batch([0.0, 30.0], 25.0, 10.0) == 1
+    assert staggered_batch(RESNET50, 1.0, 10.0) == 1
 
 
 def test_the_rate_follows_the_last_seconds() -> None:
