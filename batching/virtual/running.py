@@ -239,12 +239,18 @@ class RunningSystem:
         if not self._skipped_ms:
             self._times = self._times.copy()  # the caller's until now
         first = self._next
-        self._next += int(np.searchsorted(self._times[first:], until_ms, side="right"))
-        self._passed += np.bincount(self._models[first : self._next], minlength=len(self._names))
+        coming = self.coming(until_ms)
+        self._next += int(coming.sum())
+        self._passed += coming
         self._times[first : self._next] = self.now_ms
         passed_ms = until_ms - self._skipped_ms - self.now_ms
         self._skipped_ms += passed_ms
         self._used_at_ms -= passed_ms
+
+    def coming(self, until_ms: float) -> NDArray[np.int64]:
+        """Return how many requests by model the schedule has next, up to and including `until_ms`."""
+        count = int(np.searchsorted(self._times[self._next :], until_ms, side="right"))
+        return np.bincount(self._models[self._next : self._next + count], minlength=len(self._names))
 
     @property
     def is_steady(self) -> bool:

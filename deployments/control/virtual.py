@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
@@ -25,6 +26,7 @@ from tenuto.placement.cluster import Gpu
 from tenuto.profiles import Profiles
 
 QUIET_S = 5.0  # without a loss; less, and what follows on a loss would be skipped too often
+SURGE = 4.0  # standard deviations of Poisson arrivals above the mean of that time: what comes then is not like before
 
 
 @dataclass(frozen=True)
@@ -189,8 +191,10 @@ class _Cluster:
 
     The scheduler's work on every request is most of the time that a long run takes, and most seconds are alike: nothing
     changes, nothing is lost. With `sample` below 1 each look that follows on `QUIET_S` of such seconds is drawn with
-    this probability, and skipped if it is not. The controller sees all arrivals all the same. What a look is drawn for
-    is known before it begins, so the losses of those drawn are an unbiased estimate of the losses of those skipped.
+    this probability, and skipped if it is not; one in which a model gets far more requests than in those before is not
+    left to chance, as the looks after it depend on it. The controller sees all arrivals all the same. What a look is
+    drawn for is known before it begins, so the losses of those drawn are an unbiased estimate of the losses of those
+    skipped.
     """
 
     def __init__(
@@ -199,6 +203,7 @@ class _Cluster:
         growth: Mapping[str, Gpu], sample: float,
     ) -> None:  # fmt: skip
         self._sample, self._quiet_s = sample, 0.0
+        self._usual: deque[NDArray[np.int64]] = deque(maxlen=max(1, round(QUIET_S / settings.look_s)))  # arrivals
         self._draw = np.random.default_rng(world.seed).random
         self._world, self._profiles, self._settings, self._growth = world, profiles, settings, growth
         slo_ms = {spec.name: spec.slo_ms for spec in workload.models}
@@ -257,12 +262,14 @@ class _Cluster:
         """Let the time up to a look pass, request by request or not, and take the look."""
         is_quiet = self._sample < 1.0 and self._quiet_s >= QUIET_S and not is_eventful
         is_quiet = is_quiet and self._controller.change is None and self._system.is_steady
+        is_quiet = is_quiet and self._is_usual(self._system.coming(until_ms))
         is_skipped = is_quiet and self._draw() >= self._sample
         if is_skipped:
             self._system.skip(until_ms)
         else:
             self._system.advance(until_ms)
         look = self._system.look()
+        self._usual.append(look.arrived)
         if is_skipped:
             self._result.skipped += look.arrived
             return look
@@ -271,6 +278,11 @@ class _Cluster:
         is_lossless = int(look.ended.sum()) == int(look.ended[:, Outcome.OK].sum())
         self._quiet_s = self._quiet_s + self._settings.look_s if is_lossless else 0.0
         return look
+
+    def _is_usual(self, coming: NDArray[np.int64]) -> bool:
+        """Whether no model gets far more requests in a look than in those before."""
+        mean = np.mean(self._usual, axis=0)
+        return bool((coming <= mean + SURGE * np.sqrt(mean + 1.0)).all())
 
     def _close(self, now_s: float, looks: Sequence[Look], *, is_rest: bool = False) -> None:
         arrived = np.sum([look.arrived for look in looks], axis=0)
