@@ -38,11 +38,12 @@ FEW = 10.0  # requests of a program, below which it says nothing of the one serv
 WORST_PART = 0.25  # of the programs, those served worst, by which `each` is judged: one alone is mostly chance
 WAIT_MS = 0.2  # per recorded request, from the last of them to the adoption: what a replay takes in another process
 NOISE = 0.5  # of the square root of what two values lost: the least difference that is taken for one
-CORE = 0.05  # of a core that rehearsals may take
+CORE = 0.05  # of a core that rehearsals may take, or
+CORE_MS = 0.01  # of a core for each request offered, where that is more: above 5,000 requests a second
 CREDIT_MS = 1000.0  # of a core that they may take at once, at the start and after a rest
-SPAN_MS = 60_000.0  # in any such time they take no more than `CORE` of it
+SPAN_MS = 60_000.0  # in any such time they take no more than that part of it
 # What replaying takes, where nobody measures it: a request, a look at a batch, and a program at the beginning.
-REQUEST_MS, LOOK_MS, PROGRAM_MS = 0.005, 0.0015, 0.03
+REQUEST_MS, LOOK_MS, PROGRAM_MS = 0.005, 0.0013, 0.03
 COST_EVERY = 100  # requests: how often it is looked at what a replay will take, and whether there is room for one
 SPARED = 0.02  # part of the GPU time that is worth a change where nothing else is
 
@@ -194,9 +195,10 @@ def _carry_out(core: Scheduler, done: list[tuple[float, int]], met: list[int], c
 
 
 class Budget:
-    """What rehearsals may take of a core: `CORE` of any minute, and at once no more than they saved up."""
+    """What rehearsals may take of a core: a part of any minute, and at once no more than they saved up."""
 
     def __init__(self) -> None:
+        self._core = CORE  # the part
         self.spent_ms = 0.0
         self._saved_ms = CREDIT_MS
         self._saved_at = -INF
@@ -205,10 +207,11 @@ class Budget:
         self._expected_ms = 0.0  # of it, before it was made
         self._measured = 1.0  # the one by the other
 
-    def allows_one(self, now: float) -> bool:
+    def allows_one(self, now: float, rps: float) -> bool:
         """Return whether one may begin that takes as much as the last."""
         self._save(now)
-        return self._saved_ms >= 0.0 and self._left_ms(now) >= min(self._last_ms, CORE * SPAN_MS)
+        self._core = max(CORE, CORE_MS / 1000.0 * rps)
+        return self._saved_ms >= 0.0 and self._left_ms(now) >= min(self._last_ms, self._core * SPAN_MS)
 
     def is_used_by(self, expected_ms: float, now: float) -> bool:
         """Return whether nothing is left in this minute beside a replay that should take so much."""
@@ -227,11 +230,11 @@ class Budget:
     def _left_ms(self, now: float) -> float:
         while self._lately and self._lately[0][0] <= now - SPAN_MS:
             self._lately.popleft()
-        return CORE * SPAN_MS - sum(spent_ms for _, spent_ms in self._lately)
+        return self._core * SPAN_MS - sum(spent_ms for _, spent_ms in self._lately)
 
     def _save(self, now: float) -> None:
         if self._saved_at > -INF:
-            self._saved_ms = min(CREDIT_MS, self._saved_ms + CORE * (now - self._saved_at))
+            self._saved_ms = min(CREDIT_MS, self._saved_ms + self._core * (now - self._saved_at))
         self._saved_at = now
 
 
@@ -274,9 +277,10 @@ class Rehearsals:
         """Return after how many requests to go on."""
         return self._step
 
-    def may_begin(self, now: float) -> bool:
-        """Return whether what rehearsals took until now leaves room for one more; False: ask again."""
-        if not self._budget.allows_one(now):
+    def may_begin(self, now: float, rps: float) -> bool:
+        """Return whether what rehearsals took until now leaves room for one more, where so many requests are offered;
+        False: ask again."""
+        if not self._budget.allows_one(now, rps):
             self._step = COST_EVERY
             return False
         return True

@@ -10,7 +10,7 @@ import pytest
 
 from tenuto.batching.core.build import everywhere_linear
 from tenuto.batching.core.deferred import DeferredOptions, DeferredScheduler
-from tenuto.batching.core.rehearsal import Rehearsals, Replay, Replayed, Setting
+from tenuto.batching.core.rehearsal import Budget, Rehearsals, Replay, Replayed, Setting
 from tenuto.batching.core.scheduler import Dispatch, Rehearse
 from tenuto.batching.core.system import Gpulet, Host, Model, NetworkDelay, System
 from tenuto.batching.registry import make_scheduler
@@ -276,6 +276,17 @@ def test_rehearsals_take_a_twentieth_of_a_core_in_any_minute_however_dear_they_a
     for began in taken:
         assert cpu_ms * sum(began <= at < began + 60_000.0 for at in taken) <= max(3_000.0, cpu_ms)
     assert scheduler.status()["rehearsal_cpu_s"] == pytest.approx(len(taken) * cpu_ms / 1000.0)
+
+
+def test_above_5000_requests_a_second_rehearsals_take_ten_microseconds_for_each() -> None:
+    budget, rps, taken = Budget(), 20_000.0, []
+    for now in np.arange(0.0, 300_000.0, 100.0):
+        if budget.allows_one(now, rps):
+            budget.spend(900.0, now)
+            taken.append(now)
+    per_minute = [900.0 * sum(began <= at < began + 60_000.0 for at in taken) for began in taken]
+    assert max(per_minute) <= 0.01 * 60.0 * rps
+    assert 900.0 * len(taken) > 0.9 * 0.01 * 300.0 * rps
 
 
 def test_under_overload_the_model_of_higher_priority_keeps_its_requests() -> None:
