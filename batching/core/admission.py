@@ -10,9 +10,9 @@ import math
 from tenuto.batching.core.system import INF
 
 MARGIN = 1.1  # of the planned rate: chance alone must not empty the bucket
-BURST_MS = 2000.0  # of the planned rate may come at once, as long as nothing is known of a program, and at most
+BURST_MS = 2000.0  # of the planned rate may come at once, at most
 LEAST_BURST = 10.0  # requests
-USUAL = 2.0  # times the largest burst of late may come at once
+USUAL = 2.0  # times the largest burst of late may come at once; half of the most as long as none is known
 USUAL_MS = 10_000.0  # how fast that burst is forgotten
 STEP = 1 / 24  # how fast the share of borrowed requests follows
 EXCEEDS = 0.5  # share of borrowed requests from which on a program exceeds its plan: more than twice what is planned
@@ -32,7 +32,7 @@ class Allowance:
         self.most = max(LEAST_BURST, BURST_MS * self._per_ms)
         self._used = self._peak = 0.0  # tokens, now and at most since the bucket was full
         self._at = self._full_at = 0.0
-        self.usual = self.most
+        self.usual = 0.5 * self.most / USUAL
         self.borrowed = 0.0
         self.owed = 0.0
 
