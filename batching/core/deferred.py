@@ -10,8 +10,8 @@ Three rules; docs/scheduling.md draws them.
    given the gpu-let on which it would end first, the running ones from their known end on. One that would start too
    late pushes out the batch that serves the least per ms of those lined up so far. Idle gpu-lets go to due batches in
    that order, those pushed out last. Where the plan starts a batch after it is due, gpu-lets are too few to hold
-   anything: then batches of half the staggered size may go before they are due (`lineup.py`; which batches are
-   lined up together: `waiting.py`).
+   anything: then batches of half the staggered size may go before they are due (`lineup.py`; which batches
+   are lined up together: `waiting.py`).
 3. *Rehearsal.* Now and then the arrivals of the last seconds are replayed with other values of `hold` and `defend`, and
    the best is adopted, for light load and for heavy load by itself (`rehearsal.py`).
 
@@ -49,7 +49,7 @@ LOSS_MS = 5000.0  # over which the share of requests lost is taken, so that one 
 LOSS_COUNT = 200.0  # requests over which it is taken at least
 LOSING_MS = 10_000.0  # for which requests may be held in full after one was lost
 ORDINARY_LOSS = 0.01  # beside which a smaller difference of losses does not count
-EVERY_LOOK = 25  # programs: what a look takes by itself, and what follows on it
+EVERY_LOOK = 6  # programs: what a look takes by itself, and what follows on it
 WORST_FIRST = 1e6  # requests per ms: by which whoever lost more comes before whoever serves more with the same time
 
 
@@ -57,8 +57,8 @@ WORST_FIRST = 1e6  # requests per ms: by which whoever lost more comes before wh
 class DeferredOptions(SchedulerOptions):
     """Where it begins, and whether it rehearses.
 
-    hold: part of Symphony's holding time; by default all of it where every program has gpu-lets of its own, and 0.4
-    where several could meet.
+    hold: part of Symphony's holding time; by default all of it where programs are alone or fewer than their gpu-lets,
+    and 0.4 where batches that are held would meet.
     defend: part of the staggered batch for which heads are given up. rehearse: whether both are changed by what
     rehearsals find. save_above: part of the gpu-lets' time above which requests are held to save it; 0: always, so that
     GPU time follows the load as far down as it can.
@@ -81,15 +81,14 @@ class DeferredScheduler(RehearsingScheduler):
     def __init__(self, system: System, options: SchedulerOptions | None = None) -> None:
         super().__init__(system, options)
         chosen = options if isinstance(options, DeferredOptions) else DeferredOptions()
-        alone = all(len(gpulet.hosts) <= 1 for gpulet in system.gpulets)
-        hold = chosen.hold if chosen.hold is not None else (1.0 if alone else 0.4)
+        self._gpulets = Gpulets(system, Place)
+        hold = chosen.hold if chosen.hold is not None else (1.0 if self._is_roomy() else 0.4)
         self._setting = Setting(hold, chosen.defend, in_full=not chosen.rehearse)
         self._save_above = chosen.save_above
         self._is_light = False  # so it is for all programs
         self._rehearsals = Rehearsals(system, self._setting) if chosen.rehearse else None
         self._record: list[tuple[float, int, float]] | None = None  # (arrival, model, deadline) to be replayed
         self._until_step = self._rehearsals.next_step() if self._rehearsals else -1  # requests until it goes on
-        self._gpulets = Gpulets(system, Place)
         weighted = system.objective == "weighted"
         self._evens_out = system.objective == "each"
         self._pressed_until = -INF  # a program lost requests lately though it keeps to its plan
@@ -103,6 +102,14 @@ class DeferredScheduler(RehearsingScheduler):
         self._silent: list[tuple[float, int]] = []  # a heap: when a program will have been silent for long
         self._heavy = 0  # pools that are not under light load
         self._adopt(system.network)
+
+    def _is_roomy(self) -> bool:
+        """Whether programs are alone, or fewer than the gpu-lets that host them: batches that are held meet seldom."""
+        gpulets = [sum(pool.size for pool in pools) for pools in self._gpulets.pools_of]
+        return all(
+            len(pool.run) <= 1 or sum(1.0 / gpulets[program] for program in pool.run) < 1.0 - TIME_TOLERANCE_MS
+            for pool in self._gpulets.pools
+        )
 
     def _adopt(self, network: NetworkDelay) -> None:
         self._network = network
@@ -512,7 +519,7 @@ class DeferredScheduler(RehearsingScheduler):
         if rehearsals is None:
             return
         if self._record is None:
-            if rehearsals.may_begin(now):
+            if rehearsals.may_begin(now, sum([queue.rate.rps or 0.0 for queue in self._queues])):
                 self._record = rehearsals.begin(self.state(now), self.looked, is_light=self._is_light)
         else:
             options = DeferredOptions(save_above=self._save_above, rehearse=False)
