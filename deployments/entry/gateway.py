@@ -109,12 +109,10 @@ class Entry:
         old = self._dispatching
         if config.sub_clusters:
             if not isinstance(old, RemoteDispatchers):
-                self._dispatching = RemoteDispatchers(
-                    self._find_dispatcher, dispatchers=config.dispatchers, on_change=self._changed
-                )
+                self._dispatching = RemoteDispatchers(self._find_dispatcher, on_change=self._changed)
                 self.bundles = None
             assert isinstance(self._dispatching, RemoteDispatchers)
-            await self._dispatching.apply(serving.plan, config.sub_clusters)
+            await self._dispatching.apply(serving.plan, config.sub_clusters, dispatchers=config.dispatchers)
         else:
             if isinstance(old, Dispatcher):
                 old.configure(serving.build_scheduler, max_queued=config.max_queued)

@@ -83,8 +83,11 @@ class TenutoHandle:
         def find(name: str) -> Finder:
             return find_dispatcher(name) if sub_clusters else find_gateway()
 
-        dispatchers = RemoteDispatchers(find, dispatchers=entry.get("dispatchers", 1))
-        await dispatchers.apply(plan, sub_clusters or {ALONE: [spec.name for spec in plan.models]}, wait_s=wait_s)
+        dispatchers = RemoteDispatchers(find)
+        await dispatchers.apply(
+            plan, sub_clusters or {ALONE: [spec.name for spec in plan.models]},
+            dispatchers=entry.get("dispatchers", 1), wait_s=wait_s,
+        )  # fmt: skip
         return cls(dispatchers)
 
     async def __aenter__(self) -> TenutoHandle:

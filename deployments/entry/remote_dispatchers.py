@@ -98,7 +98,6 @@ class RemoteDispatchers:
         self,
         find_dispatcher: Callable[[str], Finder],
         *,
-        dispatchers: int = 1,
         clock: Callable[[], float] = time.monotonic,
         on_change: Callable[[], None] = lambda: None,
     ) -> None:
@@ -106,12 +105,11 @@ class RemoteDispatchers:
 
         Args:
             find_dispatcher: returns the function that finds a dispatcher of a sub-cluster by its name, any of them.
-            dispatchers: of every sub-cluster; all but one wait.
             clock: monotonic seconds.
             on_change: called when a dispatcher comes, goes or says anew what it holds, and after a new plan.
         """
         self._find = find_dispatcher
-        self._dispatchers = dispatchers
+        self._dispatchers = 1  # of every sub-cluster; all but one wait
         self._clock = clock
         self._on_change = on_change
         self._numbers = itertools.count()
@@ -121,24 +119,35 @@ class RemoteDispatchers:
         self._group_of: dict[str, _SubCluster] = {}
         self._slo_ms: dict[str, float] = {}
         self._changed = asyncio.Event()
+        self._tasks: set[asyncio.Task[None]] = set()
 
     @property
     def plan(self) -> Plan | None:
         """The plan that is being served."""
         return self._plan
 
-    async def apply(self, plan: Plan, sub_clusters: Mapping[str, Sequence[str]], *, wait_s: float = 20.0) -> None:
+    async def apply(
+        self, plan: Plan, sub_clusters: Mapping[str, Sequence[str]], *, dispatchers: int = 1, wait_s: float = 20.0
+    ) -> None:
         """Follow a plan, with the models of every sub-cluster; dispatchers of unchanged names stay connected.
 
         Returns when all are connected, or after `wait_s`. Of a new sub-cluster those that wait too: a gateway that knew
         only the younger dispatcher would let it schedule the gpu-lets that the older one schedules for the others.
+
+        Args:
+            plan: what is served.
+            sub_clusters: names of sub-clusters and of their models.
+            dispatchers: of every sub-cluster; all but one wait. Of too many those go that close their connection.
+            wait_s: seconds.
         """
         old, self._groups = self._groups, {}
         new = sub_clusters.keys() - old.keys()
-        self._plan = plan
+        self._plan, self._dispatchers = plan, dispatchers
         self._slo_ms = {spec.name: spec.slo_ms for spec in plan.models}
         for name in sub_clusters:
-            self._groups[name] = old.pop(name) if name in old else self._connect(name)
+            group = self._groups[name] = old.pop(name) if name in old else _SubCluster(name)
+            while len(group.peers) < dispatchers:
+                self._connect(group)
         self._group_of = {model: self._groups[name] for name, models in sub_clusters.items() for model in models}
         for group in old.values():
             group.is_in_plan = False
@@ -146,6 +155,10 @@ class RemoteDispatchers:
                 self._fail(peer, "its sub-cluster was removed from the plan")
                 await peer.link.stop()
                 self._by_link.pop(id(peer.link), None)
+        for group in self._groups.values():
+            away = [peer for peer in group.peers if not peer.link.is_up]
+            for peer in away[: max(0, len(group.peers) - dispatchers)]:
+                await self._let_go(peer)
         self._on_change()
         try:
             async with asyncio.timeout(wait_s):
@@ -158,13 +171,7 @@ class RemoteDispatchers:
         except TimeoutError:
             pass  # not ready is what the gateway says until then
 
-    def _connect(self, name: str) -> _SubCluster:
-        group = _SubCluster(name)
-        for _ in range(self._dispatchers):
-            self._connect_one(group)
-        return group
-
-    def _connect_one(self, group: _SubCluster) -> None:
+    def _connect(self, group: _SubCluster) -> None:
         """Keep one more dispatcher of a sub-cluster connected, another than those that are."""
         find_any = self._find(group.name)
 
@@ -182,6 +189,13 @@ class RemoteDispatchers:
         group.peers.append(peer)
         self._by_link[id(link)] = peer
         link.start()
+
+    async def _let_go(self, peer: _Peer) -> None:
+        """Look no more for a dispatcher that is one too many."""
+        if peer in peer.group.peers:
+            peer.group.peers.remove(peer)
+            del self._by_link[id(peer.link)]
+            await peer.link.stop()
 
     # --- requests -----------------------------------------------------------------------------------------------
 
@@ -272,6 +286,10 @@ class RemoteDispatchers:
         if other is not None:
             self._move(peer, other)
         self._fail(peer, f"{_DIED} ({reason})")
+        if len(peer.group.peers) > self._dispatchers:
+            task = asyncio.create_task(self._let_go(peer), name="let a dispatcher go")
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
         self._on_change()
 
     def _move(self, peer: _Peer, other: _Peer) -> None:

@@ -79,11 +79,15 @@ class Cluster:
         return found[self.asked % len(found)]
 
     async def gateway(self, dispatchers: int = 1) -> RemoteDispatchers:
-        gateway = RemoteDispatchers(lambda _name: self._find, dispatchers=dispatchers)
+        gateway = RemoteDispatchers(lambda _name: self._find)
         self.gateways.append(gateway)
-        await gateway.apply(self.plan, {"0": [spec.name for spec in self.plan.models]}, wait_s=5.0)
+        await self.apply(gateway, dispatchers)
         await until(gateway.is_ready)
         return gateway
+
+    async def apply(self, gateway: RemoteDispatchers, dispatchers: int) -> None:
+        names = [spec.name for spec in self.plan.models]
+        await gateway.apply(self.plan, {"0": names}, dispatchers=dispatchers, wait_s=5.0)
 
     async def kill(self) -> None:
         """What a killed process leaves: closed connections and nothing said."""
@@ -266,6 +270,22 @@ async def test_what_a_dead_dispatcher_held_is_asked_of_the_one_that_waits(start:
     gpulet.hold = False
     gpulet.release()
     arena.close()
+
+
+async def test_gateways_follow_how_many_dispatchers_there_are_to_be(start: Start) -> None:
+    gpulet = FakeGpulet("a", ("m",))
+    cluster = await start(make_plan(("a", ("m",)), slo_ms=20_000.0), gpulet)
+    gateway = await cluster.gateway()
+    await cluster.start()
+    await cluster.apply(gateway, 2)
+    await until(lambda: gateway.connected() == {"0": 2})
+    await cluster.apply(gateway, 1)
+    assert gateway.connected() == {"0": 2}  # which of them ends is not the gateway's to say
+    await cluster.kill()
+    await until(lambda: gateway.connected() == {"0": 1})
+    await cluster.start()
+    assert (await answer(submit(gateway, "m", X))).outcome is Outcome.OK
+    assert [len(server._gateways) for server in cluster.servers] == [1, 0]
 
 
 async def test_a_closing_dispatcher_answers_what_it_holds_first(start: Start) -> None:
