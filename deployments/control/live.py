@@ -286,8 +286,8 @@ class LiveSystem:
         self._send()
 
     def _ended(self, models: Mapping[str, Any]) -> tuple[dict[str, ModelSeen], float | None]:
-        """Return what the counts have grown by, and in what time by the dispatchers' clocks; a dispatcher that started
-        anew counts from 0."""
+        """Return what the counts have grown by, and in what time by the dispatchers' clocks; that is not known of a
+        dispatcher that started anew, which counts from 0, perhaps on another machine."""
         found, lengths_s = {}, []
         for name, counts in models.items():
             bad = sum(counts[outcome] for outcome in ("late", "expired", "rejected", "failed"))
@@ -295,8 +295,9 @@ class LiveSystem:
             at_s, before = self._counted.get(name, (counts["counted_at_s"], now))
             if any(new < old for new, old in zip(now, before, strict=True)):
                 before = (0, 0, 0)
+            elif counts["counted_at_s"] > at_s:
+                lengths_s.append(counts["counted_at_s"] - at_s)
             self._counted[name] = counts["counted_at_s"], now
-            lengths_s.append(counts["counted_at_s"] - at_s)
             found[name] = ModelSeen(*(new - old for new, old in zip(now, before, strict=True)))
         return found, max(lengths_s, default=None)
 
