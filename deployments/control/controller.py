@@ -62,7 +62,8 @@ class Controller:
         self.paused = memory.paused
         self._change, self._proving = memory.change, memory.proving
         self._gpus: tuple[Gpu, ...] = ()
-        self._asked: tuple[int, float] | None = None  # (number, since) of the question that is out
+        # (number, since, GPUs) of the question that is out
+        self._asked: tuple[int, float, tuple[Gpu, ...]] | None = None
         self._number = 0
         self._planned_with: dict[str, float] = {s.name: s.rate_rps for s in memory.plan.models}
         # Needs, reasons and time of the last question.
@@ -113,8 +114,12 @@ class Controller:
         self._now_s = now_s
         if self._asked is None or self._asked[0] != number:
             return
-        planning_s = now_s - self._asked[1]
+        _, since_s, gpus = self._asked
+        planning_s = now_s - since_s
         self._asked = None
+        if gpus != self._gpus:  # of a cluster that is another now: the next look asks again, for the same reasons
+            self._answered = None
+            return
         reasons, self._reasons = self._reasons, {}
         why = "; ".join(reasons.values())
         if isinstance(result, Proposal):
@@ -387,7 +392,7 @@ class Controller:
         self._asked_slowdowns = dict(self._slowdowns)
         self._planned_with = needs
         self._number += 1
-        self._asked = self._number, self._now_s
+        self._asked = self._number, self._now_s, self._gpus
         request = PlanRequest(
             workload=self._workload.model_copy(update={"applications": ()}),
             demand=self.demand(lasting_s=self._settings.interval_s),

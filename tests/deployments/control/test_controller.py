@@ -269,6 +269,21 @@ def test_losses_that_the_plan_before_would_have_too_do_not_roll_back() -> None:
     assert "roll back" not in desk.kinds()
 
 
+def test_a_plan_for_gpus_that_have_changed_meanwhile_is_asked_for_again() -> None:
+    desk = Desk(ONE, GPUS)
+    desk.rates["a"] = 700.0
+    desk.look(5)
+    (asked,) = desk.questions
+    desk.gpus = (GPUS[0], GPUS[2])  # another of them is gone
+    desk.look()
+    desk.controller.planned(desk.now_s, asked.number, pays(TWO))
+    desk.take()
+    assert not desk.applied
+    desk.look()
+    assert desk.questions[-1].request.gpus == desk.gpus
+    assert desk.questions[-1] is not asked
+
+
 def test_a_gpu_lost_during_a_change_ends_it_and_is_planned_around() -> None:
     desk = Desk(ONE, GPUS)
     desk.rates["a"] = 700.0
