@@ -23,6 +23,7 @@ def deploy_applications(config: Mapping[str, Any]) -> None:
     from ray.serve.schema import ServeDeploySchema
 
     schema = ServeDeploySchema.model_validate(config)
+    _update_all_at_once(schema)
     client = _get_global_client()
     try:
         # There is no public call for this: `serve.run_many` waits until Serve's proxies answer.
@@ -37,6 +38,19 @@ def deploy_applications(config: Mapping[str, Any]) -> None:
     gone = [name for name, state in states.items() if is_ours(name) and name not in built and not state.is_leaving]
     if gone:
         client.delete_apps(gone, blocking=False)
+
+
+def _update_all_at_once(schema: Any) -> None:
+    """Let every replica of a deployment have another `user_config` at the same time.
+
+    By default Serve updates a fifth of them, one at least, and no other while one is pending: where a node is lost, the
+    replica that has no place left to start would keep the new plan from all that serve. Nothing restarts by it: a
+    replica that runs takes a `user_config` in place.
+    """
+    for application in schema.applications:
+        for deployment in application.deployments:
+            if "rolling_update_percentage" in type(deployment).model_fields:  # an older Ray has it not
+                deployment.rolling_update_percentage = 1.0
 
 
 def import_applications(config: Mapping[str, Any]) -> None:

@@ -28,3 +28,6 @@ def test_a_serve_of_another_make_builds_by_itself(monkeypatch: pytest.MonkeyPatc
     building.deploy_applications(CONFIG)
     (schema,) = given
     assert [app.name for app in schema.applications] == [app["name"] for app in CONFIG["applications"]]
+    # A replica that waits for a node must not keep a new plan from those that serve.
+    sent = [deployment.model_dump(exclude_unset=True) for app in schema.applications for deployment in app.deployments]
+    assert {deployment["rolling_update_percentage"] for deployment in sent} == {1.0}
