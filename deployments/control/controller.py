@@ -65,6 +65,7 @@ class Controller:
         # (number, since, GPUs) of the question that is out
         self._asked: tuple[int, float, tuple[Gpu, ...]] | None = None
         self._number = 0
+        self._is_repeated = False  # whether the question is asked again, as its first answer was outgrown
         self._planned_with: dict[str, float] = {s.name: s.rate_rps for s in memory.plan.models}
         # Needs, reasons and time of the last question.
         self._answered: tuple[dict[str, float], frozenset[str], float] | None = None
@@ -141,6 +142,11 @@ class Controller:
         }  # fmt: skip
         if plan is None or not worth.pays:
             self._say("kept", f"{why}: what runs is kept, as {worth.why}", figures)
+            return
+        is_repeated, self._is_repeated = self._is_repeated, False
+        if not is_repeated and self._is_outgrown(plan):
+            self._reasons, self._answered, self._is_repeated = reasons, None, True
+            self._ask()
             return
         if plan.gpulets == self._plan.gpulets and not self.paused:
             self._tell_rates(plan, f"{why}: {worth.why}", figures)
@@ -412,6 +418,13 @@ class Controller:
             only_standby=kinds == {"standby"},
         )
         self._decisions.append(MakePlan(self._number, request))
+
+    def _is_outgrown(self, plan: Plan) -> bool:
+        """Whether a plan does not carry what is needed by now: little was known of a rate that had just jumped when it
+        was asked for. To begin with it and go on to another would take two starts."""
+        if self._answered is None or not self._is_news(self._answered[0], self.demand().upper_rps):
+            return False
+        return Capacity(plan, slowdowns=self._slowdowns).load(self.demand()) > 1.0
 
     def _is_news(self, before: Mapping[str, float], after: Mapping[str, float]) -> bool:
         """Whether needs have moved, those of one model or of all together, by more than chance moves them: of many

@@ -464,11 +464,11 @@ class Live:
 
     def step(self, now_s: float) -> bool:
         """Take one look and carry out what is decided; return whether the gateways answered."""
-        for number, result in self._planner.answers():
-            self.controller.planned(now_s, number, result)
         seen = self.system.look(now_s)
         if seen is not None:
             self.controller.observe(now_s, seen)
+        for number, result in self._planner.answers():
+            self.controller.planned(now_s, number, result)
         self.carry_out(now_s)
         if seen is not None:
             self._even_out(now_s)

@@ -284,6 +284,23 @@ def test_a_plan_for_gpus_that_have_changed_meanwhile_is_asked_for_again() -> Non
     assert desk.questions[-1] is not asked
 
 
+def test_a_plan_that_a_rate_has_outgrown_meanwhile_is_asked_for_once_more() -> None:
+    desk = Desk(ONE, GPUS)
+    desk.rates["a"] = 400.0
+    desk.look(2)
+    (asked,) = desk.questions
+    desk.rates["a"] = 1500.0
+    desk.look()
+    desk.controller.planned(desk.now_s, asked.number, pays(TWO))
+    desk.take()
+    assert not desk.applied
+    again = desk.questions[-1]
+    assert again.request.demand.mean_rps["a"] > 1000.0
+    desk.controller.planned(desk.now_s, again.number, pays(TWO))  # as much as can be
+    desk.take()
+    assert desk.applied
+
+
 def test_a_gpu_lost_during_a_change_ends_it_and_is_planned_around() -> None:
     desk = Desk(ONE, GPUS)
     desk.rates["a"] = 700.0
