@@ -64,13 +64,13 @@ class World:
     """What the cluster is like: how long things take in seconds, and what the network delays.
 
     `planning_s` is what a plan takes to come, `provision_s` what a GPU that was asked for takes to be there, `notice_s`
-    what it takes until the loss of one is known.
+    what it takes until the loss of one is known: live, that of a node whose raylet dies is known with the next look.
     """
 
     life: Life = field(default_factory=Life)
     planning_s: float = 0.5
     provision_s: float = 60.0
-    notice_s: float = 1.0
+    notice_s: float = 0.5
     network: NetworkDelay = NO_DELAY
     seed: int = 0
 

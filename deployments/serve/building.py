@@ -73,7 +73,11 @@ def _built(schema: Any, logging_config: Any) -> list[bytes]:
     version = get_app_code_version(schema)
     found = []
     for deployment in application.deployments:
-        made = deployment.options(**{**logs, **options.get(deployment.name, {})})
+        asked = options.get(deployment.name, {})
+        at_once = asked.pop("rolling_update_percentage", None)
+        made = deployment.options(**{**logs, **asked})
+        if at_once is not None:  # which `options` does not take (Ray 2.60)
+            made._deployment_config.rolling_update_percentage = at_once
         is_ingress = deployment.name == application.ingress_deployment_name
         told = get_deploy_args(
             made.name, made._replica_config, ingress=is_ingress, deployment_config=made._deployment_config,

@@ -89,5 +89,8 @@ def test_serves_own_way_of_deploying_after_ours_restarts_nothing(operator: Opera
 
     before = pids(operator.base_url)
     running = operator.running()
+    details = _get_global_client().get_serve_details()
+    gateway = details["applications"]["tenuto"]["deployments"]["gateway"]["deployment_config"]
+    assert gateway["rolling_update_percentage"] == 1.0  # as asked; else one that waits for a node would hold up all
     _get_global_client().deploy_apps(ServeDeploySchema.model_validate(running.config()), _blocking=True)
     assert pids(operator.base_url) == before
