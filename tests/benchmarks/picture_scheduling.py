@@ -6,17 +6,20 @@ python tests/benchmarks/picture_scheduling.py docs
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from html import escape
 from pathlib import Path
+from unittest.mock import patch
 
 from scenes import poisson
 
 from tenuto.batching.core import deferred
 from tenuto.batching.core.deferred import DeferredOptions, DeferredScheduler
+from tenuto.batching.core.lineup import line_up
 from tenuto.batching.core.rehearsal import Replay, Replayed
 from tenuto.batching.core.scheduler import Decision, Dispatch, Drop, Rehearse
 from tenuto.batching.core.system import Gpulet, Host, Model, System
+from tenuto.batching.core.waiting import Place, Queue
 from tenuto.batching.virtual.simulator import simulate
 
 COLOURS = ("#2f6fb0", "#c8722c", "#3f8f4f", "#8a5fb5", "#a0853a")
@@ -36,22 +39,25 @@ class Planned:
     latest: float
 
 
-class Planning(DeferredScheduler):
-    """Keeps the first plan of at least four batches that can still wait, while a gpu-let runs."""
+class Plans:
+    """Makes plans as `line_up` does, and keeps the first of at least four batches that can still wait, while both
+    gpu-lets run."""
 
-    kept: tuple[list[float], list[Planned]] | None = None
+    def __init__(self, system: System) -> None:
+        self.scheduler = DeferredScheduler(system, DeferredOptions(hold=1.0, rehearse=False))
+        self.kept: tuple[list[float], list[Planned]] | None = None
 
-    def _plan(self, waiting: list[deferred._Queue], now: float) -> list[float]:
-        ends = [state.ends[-1] - now if state.ends else 0.0 for state in self._gpulets.state()]
-        slacks = super()._plan(waiting, now)
+    def line_up(self, waiting: list[Queue], now: float) -> list[float]:
+        ends = [state.ends[-1] - now if state.ends else 0.0 for state in self.scheduler._gpulets.state()]
+        slacks = line_up(waiting, now)
         free, found = list(ends), []
         for queue in waiting:
             start = queue.end - queue.run_ms - now
             gpulet = next((g for g, at in enumerate(free) if abs(max(at, 0.0) - start) < 1e-6), -1)
             found.append(
                 Planned(
-                    self.system.programs[queue.program].name, queue.size, gpulet, start, start + queue.run_ms,
-                    queue.due - now, queue.latest - now,
+                    self.scheduler.system.programs[queue.program].name, queue.size, gpulet, start,
+                    start + queue.run_ms, queue.due - now, queue.latest - now,
                 )
             )  # fmt: skip
             if gpulet >= 0:
@@ -72,10 +78,11 @@ def plan() -> str:
     }
     models = tuple(Model("ABCDE"[number], slo, 90.0) for number, (_, _, slo) in enumerate(lines))
     system = System(models, tuple(Gpulet(f"g{number}", f"g{number}", hosts) for number in range(2)))
-    scheduler = Planning(system, DeferredOptions(hold=1.0, rehearse=False))
-    simulate(scheduler, *poisson([90.0] * 5, 60.0, 1), duration_s=60.0)
-    assert scheduler.kept is not None, "no plan of the run shows enough"
-    ends, batches = scheduler.kept
+    plans = Plans(system)
+    with patch.object(deferred, "line_up", plans.line_up):
+        simulate(plans.scheduler, *poisson([90.0] * 5, 60.0, 1), duration_s=60.0)
+    assert plans.kept is not None, "no plan of the run shows enough"
+    ends, batches = plans.kept
     inner = WIDTH - LEFT - RIGHT
     last = max(max(batch.latest, batch.end) for batch in batches) * 1.02
     slack = min(batch.due - batch.start for batch in batches)
@@ -138,13 +145,13 @@ class Playing(DeferredScheduler):
         super().resume(*args)  # type: ignore[arg-type]
         self.played.append([])
 
-    def _dispatch(self, queue: deferred._Queue, pool: deferred.Pool, now: float) -> bool:
+    def _dispatch(self, queue: Queue, pool: Place, now: float) -> bool:
         is_sent = super()._dispatch(queue, pool, now)
         if is_sent:
             self.played[-1].append(self.decisions[-1])
         return is_sent
 
-    def _drop(self, queue: deferred._Queue, count: int, now: float) -> None:
+    def _drop(self, queue: Queue, count: int, now: float) -> None:
         super()._drop(queue, count, now)
         self.played[-1].append(self.decisions[-1])
 
@@ -158,7 +165,7 @@ def rehearsal() -> str:
     assert scheduler.job is not None
     assert scheduler.adopted is not None
     Playing.played.clear()
-    return _rehearsal(scheduler.job, replace(scheduler.job, scheduler=Playing).run(), scheduler.adopted)
+    return _rehearsal(scheduler.job, scheduler.job._replace(scheduler=Playing).run(), scheduler.adopted)
 
 
 def _rehearsal(job: Replay, found: list[Replayed], adopted: float) -> str:
