@@ -8,7 +8,8 @@ import os
 from setuptools import Extension, setup
 
 COMPILED = {
-    "batching/core": "admission deferred gathering gpulets lineup rehearsal scheduler staggered symphony system waiting",
+    "batching/core": "admission deferred gathering gpulets lineup rehearsal scheduler staggered symphony system "
+    "waiting",
     "deployments/dispatch": "accounts core_time dispatcher early_release fleet histogram in_flight "
     "measured_times request_log",
     "deployments/entry": "call heads http margin oip served_model",

@@ -4,23 +4,11 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 from heapq import heappop, heappush
-from typing import ClassVar
 
-from tenuto.batching.core.gathering import window
 from tenuto.batching.core.scheduler import SchedulerOptions
-from tenuto.batching.core.staggered import ArrivalRate, staggered_batch
 from tenuto.batching.core.system import INF, System
 from tenuto.batching.rivals.base import Queue, RivalScheduler, head_first_batch
-
-
-@dataclass(frozen=True)
-class EagerOptions(SchedulerOptions):
-    """`gather`: `head-first` gives up only what is lost anyway (Symphony §3.3); `window` also a head that keeps the
-    batch below the staggered size (the published program with immediate dispatch)."""
-
-    gather: str = field(default="head-first", metadata={"choices": ("head-first", "window")})
 
 
 class EagerScheduler(RivalScheduler):
@@ -34,39 +22,20 @@ class EagerScheduler(RivalScheduler):
 
     name = "eager"
     summary = "run what waits as soon as a gpu-let is idle, most urgent model first"
-    options_type: ClassVar[type[SchedulerOptions]] = EagerOptions
     starts_at_once = True
 
     def __init__(self, system: System, options: SchedulerOptions | None = None) -> None:
         super().__init__(system, options)
-        self._uses_window = isinstance(options, EagerOptions) and options.gather == "window"
-        self._rates = [ArrivalRate(spec.rate_rps) for spec in system.offered]
-        self._staggered = [1] * len(system.programs)
         self._more_come = False
-        self._tables_changed()
-
-    def _tables_changed(self) -> None:
-        for queue in self._queues:
-            if queue.pools:
-                rps = self._rates[queue.index].rps
-                self._staggered[queue.index] = staggered_batch(queue.sent, queue.budget_ms, rps)
 
     def _largest(self, sent: list[float], limit: int, slack_ms: float) -> int:
         """Return the largest batch of at most `limit` that ends within the slack."""
         return min(limit, bisect_right(sent, slack_ms) - 1)
 
     def _gather(self, now: float, queue: Queue, sent: list[float]) -> tuple[int, int]:
-        if self._uses_window:
-            return window(queue.deadlines, self._staggered[queue.index], now, sent, now, sent)
         return head_first_batch(queue.deadlines, now, sent)
 
     def _arrived(self, now: float, queue: Queue) -> None:
-        if self._uses_window:
-            rate = self._rates[queue.index]
-            rate.count += 1
-            if now >= rate.next_at:
-                rate.roll(now)
-                self._staggered[queue.index] = staggered_batch(queue.sent, queue.budget_ms, rate.rps)
         gpulet = -1 if self._more_come else self._idle_for(queue)
         if gpulet < 0 or not self._run(now, queue, gpulet):
             self._rank(now, queue)
@@ -88,9 +57,6 @@ class EagerScheduler(RivalScheduler):
         skip, size = self._gather(now, queue, self._tables[gpulet][queue.index])
         if not size:
             return False
-        if self._uses_window and skip:
-            self._drop(queue, skip)
-            skip = 0
         self._send(now, queue, gpulet, skip, size)
         queue.rank = INF
         if queue.deadlines:
@@ -102,7 +68,7 @@ class EagerScheduler(RivalScheduler):
         deadlines = queue.deadlines
         head = deadlines[0]
         size = self._largest(queue.sent, len(deadlines), head - now)
-        self._wait(queue, head - queue.sent[size if size > 0 else 1])
+        self._wait(queue, head - queue.sent[max(1, size)])
 
     def _head_changed(self, now: float, queue: Queue) -> None:
         if queue.deadlines:

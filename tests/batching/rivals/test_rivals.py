@@ -23,7 +23,6 @@ from tests.batching.core.test_properties import check_outcomes, scenarios
 
 CHOICES: list[tuple[str, dict[str, Any]]] = [
     ("eager", {}),
-    ("eager", {"gather": "window"}),
     ("timeout", {}),
     ("timeout", {"batch_size": 3, "wait_ms": 2.0}),
     ("clockwork", {}),
