@@ -329,6 +329,7 @@ class Controller:
             # A plan that promised what it does not carry is no news; what it was made for is in `_answered`.
             text = f"the busiest gpu-let would have to be {load:.0%} busy"
             self._reasons["overload"] = text if load < UNSERVED else "a model has no gpu-let"
+            self._reasons.pop("underused", None)  # of a while ago
         if losing and "slo" in self._reasons and load <= 1.0:
             self._raise_surplus(losing)
         if is_due and when.underused is not None and load < max(when.underused, self._spare_gpu_load()):

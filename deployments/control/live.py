@@ -125,6 +125,8 @@ class LiveSystem:
         self._draining: dict[str, _Draining] = {}
         self._standby: dict[str, dict[str, Any]] = {}  # applications of idle processes, by gpu-let
         self._waiting: tuple[Gpulet, ...] = ()  # these gpu-lets
+        self._there: tuple[Gpu, ...] = ()  # GPUs that were there at the last look
+        self._ready: frozenset[str] = frozenset()  # gpu-lets that were ready then
         self._counted: dict[str, tuple[float, tuple[int, int, int]]] = {}  # when, and what
         self._migration: _Migration | None = None
 
@@ -202,7 +204,15 @@ class LiveSystem:
         self._serve.apply({**config, "applications": [*front, *gpulets.values()]})
 
     def look(self, now_s: float) -> Seen | None:
-        """Return what happened since the last look; None while the gateways do not answer."""
+        """Return what happened since the last look; None while the gateways do not answer.
+
+        GPUs that are gone are told at once: the status may be asked of a gateway that went with them.
+        """
+        before, self._there = self._there, self.gpus()
+        if len(self._there) < len(before):
+            here = {gpu.id for gpu in self._there}
+            left = frozenset(g.id for g in (*self._plan.gpulets, *self._waiting) if g.gpu in here)
+            return Seen(models={}, ready=self._ready & left, gpus=self._there)
         try:
             status = self._read_status()
         except EnvironmentFaultError:
@@ -210,15 +220,15 @@ class LiveSystem:
         if "gpulets" not in status:
             return None
         states = self._serve.states()
-        alive = self._serve.node_names()
         ready = _ready(self._plan, status)
         self._go_on(now_s, status, ready, states)
+        self._ready = ready | {name for name in self._standby if _is_running(states, name)}
         is_first = not self._counted
         models, seconds = self._ended(status["models"])
         return Seen(
             models={} if is_first else models,  # what came before is not of this look
-            ready=ready | {name for name in self._standby if _is_running(states, name)},
-            gpus=self._on(alive),
+            ready=self._ready,
+            gpus=self._there,
             broken=self._broken(states),
             gpulets={
                 entry["id"]: GpuletSeen(entry["slowdown"]) for entry in status["gpulets"] if entry.get("slowdown")
@@ -228,10 +238,8 @@ class LiveSystem:
 
     def gpus(self) -> tuple[Gpu, ...]:
         """Return those on nodes that are alive."""
-        return self._on(self._serve.node_names())
-
-    def _on(self, alive: frozenset[str]) -> tuple[Gpu, ...]:
-        return tuple(gpu for gpu in self._gpus if (gpu.label or gpu.address or "") in alive | {""})
+        alive = self._serve.node_names() | {""}
+        return tuple(gpu for gpu in self._gpus if (gpu.label or gpu.address or "") in alive)
 
     @property
     def is_settled(self) -> bool:

@@ -212,3 +212,22 @@ def test_a_look_that_is_answered_late_is_no_jump_of_a_rate() -> None:
         busy_s = 2.0 if look == 5 else 0.0
         live.step(serve.now_s)
         assert max(live.controller.rates.mean_rps.values()) == pytest.approx(50.0, rel=0.02)
+
+
+def test_a_node_that_is_lost_is_known_before_any_gateway_answers() -> None:
+    plan = make_plan({"n0/0/a": (50.0, ["a"]), "n1/0/a": (50.0, ["b"])})
+    places = {"n0/0": "10.0.0.1", "n1/0": "10.0.0.2"}
+    gpus = tuple(gpu.model_copy(update={"address": places[gpu.id]}) for gpu in plan.gpus)
+    plan = plan.model_copy(update={"gpus": gpus})
+    serve = FakeServe(of(plan))
+    system = LiveSystem(of(plan), serve, serve.status, gpus_of(plan))
+    before = system.look(serve.now_s)
+    assert before is not None
+    assert before.ready == {"n0/0/a", "n1/0/a"}
+    serve.dead_nodes.add("10.0.0.2")
+    serve.is_silent = True  # it is asked of a gateway that went with the node
+    seen = system.look(serve.now_s)
+    assert seen is not None
+    assert [gpu.id for gpu in seen.gpus] == ["n0/0"]
+    assert seen.ready == {"n0/0/a"}
+    assert system.look(serve.now_s) is None
