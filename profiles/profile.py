@@ -6,15 +6,17 @@ A profile never invents a number: between measured points it interpolates, outsi
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import cached_property
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 from pydantic import Field
 
 from tenuto.documents import StrictModel, dump_yaml
 from tenuto.errors import MissingProfileError, refused
 from tenuto.profiles.latency import LatencyTable, LinearLatency
+
+T = TypeVar("T")
 
 Positive = Annotated[float, Field(gt=0)]
 
@@ -246,21 +248,19 @@ class Profiles:
 
     def for_type(self, gpu_type: str) -> Mapping[str, ModelProfile]:
         """Return every model measured on a GPU type."""
-        merged: dict[str, ModelProfile] = {}
-        for profile in self._profiles:
-            if profile.gpu_type == gpu_type:
-                for name, model in profile.models.items():
-                    merged.setdefault(name, model)
-        return merged
+        return self._first_of(gpu_type, lambda profile: profile.models)
 
     def hardware(self, gpu_type: str) -> Mapping[str, float]:
         """Return the hardware coefficients of a GPU type, empty where none are known."""
-        merged: dict[str, float] = {}
+        return self._first_of(gpu_type, lambda profile: profile.coefficients)
+
+    def _first_of(self, gpu_type: str, part: Callable[[Profile], Mapping[str, T]]) -> Mapping[str, T]:
+        found: dict[str, T] = {}
         for profile in self._profiles:
             if profile.gpu_type == gpu_type:
-                for name, value in profile.coefficients.items():
-                    merged.setdefault(name, value)
-        return merged
+                for name, value in part(profile).items():
+                    found.setdefault(name, value)
+        return found
 
     def get(self, row: str, gpu_type: str) -> ModelProfile:
         """Return what is known about a model on a GPU type.

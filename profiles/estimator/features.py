@@ -35,19 +35,38 @@ def concurrent_sets(trace: Trace, kernels: OperatorTimes, tau_ms: float = TAU_MS
 
     Two operators belong together when their starts are at most `tau_ms` apart (from the first of the set).
     """
+    times_ms = [kernels.operator_ms(operator) for operator in trace.operators]
+    found = starting_together(trace, [1] * len(times_ms), times_ms, tau_ms)
+    return [[trace.operators[index] for index in together] for together in found]
+
+
+def starting_together(
+    trace: Trace, counts: Sequence[int], times_ms: Sequence[float], tau_ms: float = TAU_MS
+) -> list[list[int]]:
+    """Return the sets of kernels that start within `tau_ms`, each as soon as its operator's inputs are there.
+
+    Args:
+        trace: the operators with what they read.
+        counts: kernels of each operator, which follow each other.
+        times_ms: of all kernels, operator by operator.
+    """
     ends: list[float] = []
     starts: list[tuple[float, int]] = []
-    for index, operator in enumerate(trace.operators):
-        start = max((ends[source] for source in operator.inputs), default=0.0)
-        starts.append((start, index))
-        ends.append(start + kernels.operator_ms(operator))
-    sets: list[list[Operator]] = []
+    number = 0
+    for operator, count in zip(trace.operators, counts, strict=True):
+        at = max((ends[source] for source in operator.inputs), default=0.0)
+        for _ in range(count):
+            starts.append((at, number))
+            at += times_ms[number]
+            number += 1
+        ends.append(at)
+    sets: list[list[int]] = []
     first = -math.inf
     for start, index in sorted(starts):
         if start - first > tau_ms:
             sets.append([])
             first = start
-        sets[-1].append(trace.operators[index])
+        sets[-1].append(index)
     return sets
 
 

@@ -16,9 +16,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from tenuto.errors import refused
 from tenuto.profiles.estimator.features import concurrent_sets
-from tenuto.profiles.estimator.operator_times import TimedRun
+from tenuto.profiles.estimator.operator_times import TimedRun, models_learnt_from
 from tenuto.profiles.estimator.roofline import KINDS, fit_kernel_times, fit_roofline
 from tenuto.profiles.estimator.stacking import StackedRegression
 from tenuto.profiles.estimator.trace import Operator, Trace
@@ -36,11 +35,7 @@ class KernelEstimator:
         Raises:
             InvalidInputError: fewer than two models; nothing could be told from one.
         """
-        self.models = tuple(sorted({run.model for run in runs}))
-        if len(self.models) < 2:
-            raise refused("operator times", list(self.models),
-                          "an estimate needs operators of at least two other models",
-                          "Time more models with `tenuto profile --time-operators FILE`.")
+        self.models = models_learnt_from(runs)
         samples = [sample for name in self.models for sample in _thinned([r for r in runs if r.model == name])]
         traces = [_alone(operator) for _, operator, _ in samples]
         times = [max(ms, _FASTEST_MS) for _, _, ms in samples]

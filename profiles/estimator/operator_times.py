@@ -8,14 +8,14 @@ from __future__ import annotations
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Protocol
 
 from pydantic import Field
 
 from tenuto.documents import StrictModel, dump_yaml
-from tenuto.errors import InvalidInputError
+from tenuto.errors import InvalidInputError, refused
 from tenuto.profiles.estimator.trace import Operator, operator_recorder
 from tenuto.profiles.measuring.kernels.by_operator import RANGE_NAME, OperatorKernel, load_operator_kernels
 from tenuto.profiles.measuring.kernels.recording import write_trace
@@ -69,6 +69,19 @@ class TimedRun(StrictModel):
     latency_ms: Annotated[float, Field(gt=0)]
     timed_by: Literal["clock", "events", "kernels"] = "clock"
     operators: Annotated[tuple[TimedOperator, ...], Field(min_length=1)]
+
+
+def models_learnt_from(runs: Iterable[TimedRun]) -> tuple[str, ...]:
+    """Return the models of timed runs.
+
+    Raises:
+        InvalidInputError: fewer than two; nothing could be told from one.
+    """
+    models = tuple(sorted({run.model for run in runs}))
+    if len(models) < 2:
+        raise refused("operator times", list(models), "an estimate needs operators of at least two other models",
+                      "Time more models with `tenuto profile --time-operators FILE`.")
+    return models
 
 
 class OperatorFile(StrictModel):

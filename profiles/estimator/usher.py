@@ -26,8 +26,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tenuto.errors import refused
-from tenuto.profiles.estimator.features import TAU_MS
-from tenuto.profiles.estimator.operator_times import OperatorFile, TimedOperator, TimedRun
+from tenuto.profiles.estimator.features import starting_together
+from tenuto.profiles.estimator.operator_times import OperatorFile, TimedOperator, TimedRun, models_learnt_from
 from tenuto.profiles.estimator.stacking import checked_once
 from tenuto.profiles.estimator.trace import Operator, Trace
 
@@ -79,11 +79,7 @@ class UsherEstimator:
             InvalidInputError: fewer than two models; nothing could be told from one.
         """
         self.types = tuple(sorted({file.gpu_type for file in files}))
-        self.models = tuple(sorted({run.model for file in files for run in file.runs}))
-        if len(self.models) < 2:
-            raise refused("operator times", list(self.models),
-                          "an estimate needs operators of at least two other models",
-                          "Time more models with `tenuto profile --time-operators FILE`.")
+        self.models = models_learnt_from(run for file in files for run in file.runs)
         self._sequences: dict[tuple[str, str], list[tuple[Floats, tuple[str, ...]]]] = defaultdict(list)
         samples: list[_Sample] = []
         for file in files:
@@ -108,7 +104,7 @@ class UsherEstimator:
         known, rows = self._features(trace, gpu_type, kernels)
         times = self._times_ms(known, rows)
         memory = [max(0.0, math.expm1(value)) for value in self._memory.predict(known, rows)]
-        sets = _together(trace, [len(mine) for mine in kernels], times)
+        sets = starting_together(trace, [len(mine) for mine in kernels], times)
         most = max((math.fsum(memory[index] for index in one) for one in sets), default=0.0)
         creq = None
         if self._occupancy is not None:
@@ -172,34 +168,6 @@ def _sizes(operator: Operator, batch_size: int) -> tuple[float, ...]:
 
 def _names(timed: TimedOperator) -> tuple[str, ...]:
     return tuple(kernel.name for kernel in timed.kernels) or (timed.name,)
-
-
-def _together(trace: Trace, counts: Sequence[int], times_ms: Sequence[float]) -> list[list[int]]:
-    """Return the sets of kernels that start within 0.001 ms, each as soon as its operator's inputs are there.
-
-    Args:
-        trace: the operators with what they read.
-        counts: kernels of each operator, which follow each other.
-        times_ms: of all kernels, operator by operator.
-    """
-    ends: list[float] = []
-    starts: list[tuple[float, int]] = []
-    number = 0
-    for operator, count in zip(trace.operators, counts, strict=True):
-        at = max((ends[source] for source in operator.inputs), default=0.0)
-        for _ in range(count):
-            starts.append((at, number))
-            at += times_ms[number]
-            number += 1
-        ends.append(at)
-    sets: list[list[int]] = []
-    first = -math.inf
-    for start, index in sorted(starts):
-        if start - first > TAU_MS:
-            sets.append([])
-            first = start
-        sets[-1].append(index)
-    return sets
 
 
 class _ByKernel:

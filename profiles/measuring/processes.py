@@ -11,6 +11,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from typing import IO
 
 from tenuto.errors import EnvironmentFaultError, TenutoError
 from tenuto.profiles.measuring.events import Event, Failed, as_line, parse_line
@@ -31,8 +32,63 @@ class LostWorkerError(EnvironmentFaultError):
         return str(self.args[0])
 
 
-class WorkerProcess:
-    """One worker. Its lines are read by a thread, so that waiting for them can have an end."""
+class LineProcess:
+    """A process of Python spoken to in lines. A thread reads its own, so that waiting for them can have an end."""
+
+    def __init__(
+        self, arguments: Sequence[str], environment: Mapping[str, str], name: str, errors: IO[str] | int
+    ) -> None:
+        """Start it.
+
+        Args:
+            arguments: of Python.
+            environment: of the process.
+            name: of the thread.
+            errors: where its stderr goes.
+        """
+        self._process = subprocess.Popen(
+            [sys.executable, *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True,
+            env=environment,
+        )  # fmt: skip
+        self._lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+        self._reader = threading.Thread(target=self._collect, name=name, daemon=True)
+        self._reader.start()
+
+    @property
+    def pid(self) -> int:
+        """Its process id."""
+        return self._process.pid
+
+    def _collect(self) -> None:
+        for line in self._process.stdout or ():
+            self._lines.put(line)
+        self._lines.put(None)
+
+    def _next_line(self, timeout_s: float | None) -> str | None:
+        """Return its next line, None once it has ended, however often that is asked; raises `queue.Empty`."""
+        line = self._lines.get(timeout=timeout_s)
+        if line is None:
+            self._lines.put(None)
+        return line
+
+    def tell(self, line: str = "") -> None:
+        """Send a line; a process that is gone is found out when its next event is awaited."""
+        if self._process.stdin is not None:
+            with contextlib.suppress(OSError):
+                self._process.stdin.write(line + "\n")
+                self._process.stdin.flush()
+
+    def _close(self) -> None:
+        """Close the pipes of a process that has ended."""
+        self._reader.join(timeout=5.0)
+        for pipe in (self._process.stdin, self._process.stdout):
+            if pipe is not None:
+                with contextlib.suppress(OSError):  # what it did not read any more
+                    pipe.close()
+
+
+class WorkerProcess(LineProcess):
+    """One worker."""
 
     def __init__(self, arguments: Sequence[str], environment: Mapping[str, str], about: str) -> None:
         """Start it.
@@ -46,25 +102,7 @@ class WorkerProcess:
         calm_openmp(variables)
         self._about = about
         self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 - open until `end`
-        self._process = subprocess.Popen(
-            [sys.executable, *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors, text=True,
-            env=variables,
-        )  # fmt: skip
-        self._lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
-        self._reader = threading.Thread(target=self._collect, name=f"profiling {about}", daemon=True)
-        self._reader.start()
-
-    def _collect(self) -> None:
-        for line in self._process.stdout or ():
-            self._lines.put(line)
-        self._lines.put(None)
-
-    def tell(self, line: str) -> None:
-        """Send a line; a process that is gone is found out when its next event is awaited."""
-        if self._process.stdin is not None:
-            with contextlib.suppress(BrokenPipeError):
-                self._process.stdin.write(line + "\n")
-                self._process.stdin.flush()
+        super().__init__(arguments, variables, f"profiling {about}", self._errors)
 
     def next_event(self, timeout_s: float | None = None) -> Event | None:
         """Return what it reports next; None once it has ended well.
@@ -75,13 +113,12 @@ class WorkerProcess:
             EnvironmentFaultError: it reported nothing within `timeout_s`.
         """
         try:
-            line = self._lines.get(timeout=timeout_s)
+            line = self._next_line(timeout_s)
         except queue.Empty:
             raise EnvironmentFaultError(
                 f"'{self._about}' said nothing for {timeout_s:g} s. Measure it alone first."
             ) from None
         if line is None:
-            self._lines.put(None)
             code = self._process.wait()
             if code != 0:
                 raise LostWorkerError(
@@ -124,9 +161,7 @@ class WorkerProcess:
                 break
             except subprocess.TimeoutExpired:
                 continue
-        self._reader.join(timeout=5.0)
-        if self._process.stdout is not None:
-            self._process.stdout.close()
+        self._close()
         self._errors.close()
 
 

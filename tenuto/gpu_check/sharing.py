@@ -16,7 +16,6 @@ import queue
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
@@ -27,6 +26,7 @@ from tenuto.gpu_check.results import Results, in_words
 from tenuto.mps.daemon import PrivateDaemon
 from tenuto.mps.share import client_environment
 from tenuto.profiles.gpu_types import sms_of_share
+from tenuto.profiles.measuring.processes import LineProcess
 
 SHARES = (1, 10, 20, 25, 40, 50, 60, 75, 80, 100)
 CAP_MIB = 2048
@@ -81,51 +81,28 @@ class Probe(Protocol):
 StartProbe = Callable[[str, Mapping[str, str]], Probe]
 
 
-class ProbeProcess:
+class ProbeProcess(LineProcess):
     """A real one."""
 
     def __init__(self, mode: str, environment: Mapping[str, str], module: str = "tenuto.gpu_check.probe") -> None:
         """Start it; `mode` may carry an argument after a space. `module` is the program."""
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", module, *mode.split()], stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env={**os.environ, **environment},
-        )
-        self._lines: queue.Queue[str | None] = queue.Queue()
-        self._reader = threading.Thread(target=self._collect, name="probe", daemon=True)
-        self._reader.start()
-
-    @property
-    def pid(self) -> int:
-        """Its process id."""
-        return self._process.pid
-
-    def _collect(self) -> None:
-        for line in self._process.stdout or ():
-            self._lines.put(line)
-        self._lines.put(None)
+        given = {**os.environ, **environment}
+        super().__init__(["-m", module, *mode.split()], given, "probe", subprocess.DEVNULL)
 
     def next_event(self, timeout_s: float) -> dict[str, Any] | None:
         """Return what it says next; None when it has ended or said nothing in time."""
         until = time.monotonic() + timeout_s
         while True:
             try:
-                line = self._lines.get(timeout=max(0.0, until - time.monotonic()))
+                line = self._next_line(max(0.0, until - time.monotonic()))
             except queue.Empty:
                 return None
             if line is None:
-                self._lines.put(None)  # it has ended: whoever asks again is told so again
                 return None
             with contextlib.suppress(ValueError):
                 event = json.loads(line)
                 if isinstance(event, dict):  # anything else is a library's own words
                     return event
-
-    def tell(self) -> None:
-        """Let an idle one check the device, and a busy one stop."""
-        if self._process.stdin is not None:
-            with contextlib.suppress(OSError):
-                self._process.stdin.write("\n")
-                self._process.stdin.flush()
 
     def kill(self) -> None:
         """Kill it, as the kernel does when memory runs out."""
@@ -139,11 +116,7 @@ class ProbeProcess:
             self._process.kill()
             self._process.wait()
             code = None
-        self._reader.join(timeout=5.0)
-        for pipe in (self._process.stdin, self._process.stdout):
-            if pipe is not None:
-                with contextlib.suppress(OSError):
-                    pipe.close()
+        self._close()
         return code
 
 

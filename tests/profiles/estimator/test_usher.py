@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 
 from tenuto.errors import InvalidInputError
+from tenuto.profiles.estimator.features import starting_together
 from tenuto.profiles.estimator.operator_times import OperatorFile, TimedKernel, TimedOperator, TimedRun
 from tenuto.profiles.estimator.roofline import KernelTimes
 from tenuto.profiles.estimator.trace import Operator, Trace
-from tenuto.profiles.estimator.usher import UsherEstimator, _together, usher_errors
+from tenuto.profiles.estimator.usher import UsherEstimator, usher_errors
 
 SLOW = KernelTimes(1e9, 1e7, 0.01, {"conv1": 0.5, "norm": 2.0})
 FAST = KernelTimes(4e9, 3e7, 0.005, {"conv1": 0.5, "norm": 2.0})
@@ -107,5 +108,5 @@ def test_kernels_are_together_when_they_start_together() -> None:
         return Operator("o", "norm", 0.0, 0.0, 0.0, 0.0, inputs)
 
     trace = Trace(1, (operator(), operator(0), operator(0)), 0.0, 0.0, 0.0)
-    assert _together(trace, [2, 1, 1], [1.0, 1.0, 5.0, 5.0]) == [[0], [1], [2, 3]]
-    assert _together(trace, [1, 2, 1], [1.0, 0.0005, 5.0, 5.0]) == [[0], [1, 3, 2]]
+    assert starting_together(trace, [2, 1, 1], [1.0, 1.0, 5.0, 5.0]) == [[0], [1], [2, 3]]
+    assert starting_together(trace, [1, 2, 1], [1.0, 0.0005, 5.0, 5.0]) == [[0], [1, 3, 2]]
