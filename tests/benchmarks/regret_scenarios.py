@@ -228,6 +228,7 @@ def _assemble(
     requests: int,
 ) -> Scenario:
     """Return the scenario, with every time multiplied by `stretch`."""
+    stretch = float(stretch)  # the scheduler calculates with plain floats
     slo, rates = slo * stretch, rates / stretch
     network = NetworkDelay(
         network.ctrl_ms * stretch, network.data_ms_per_request * stretch, network.response_ms * stretch
