@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from tenuto.deployments.control.batches import raised
-from tenuto.deployments.control.capacity import Capacity, Demand
+from tenuto.deployments.control.capacity import Capacity, Demand, promised_parts
 from tenuto.deployments.control.fit import fitted, fresh_id
 from tenuto.deployments.control.standby import Standby, standbys, twins
 from tenuto.deployments.control.steps import fits
@@ -213,6 +213,11 @@ def _incremental(request: PlanRequest, profiles: Profiles, running: Plan) -> Ite
         name: asked[name] * (1.0 - carried[name] / mean) for name, mean in request.demand.mean_rps.items() if mean > 0
     }
     missing = {name: rate for name, rate in missing.items() if rate > SLIGHT * asked[name]}
+    # Of a model that is slower than profiled there may be time enough, and still too little for random arrivals.
+    parts = promised_parts(running, request.demand.mean_rps, request.slowdowns) if request.slowdowns else {}
+    for name, part in parts.items():
+        if request.slowdowns.get(name, 1.0) > 1.0 and part < request.attainment:
+            missing[name] = max(missing.get(name, 0.0), asked[name] * (1.0 - part))
     if missing:
         yield "extended", _extended(request, profiles, running, missing)
     else:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from tenuto.deployments.control.capacity import Demand
+from tenuto.deployments.control.capacity import Capacity, Demand
 from tenuto.deployments.control.planning import PlanRequest, propose
 from tenuto.deployments.control.worth import Durations
 from tenuto.placement.plan import PolicyUsed
@@ -41,6 +41,15 @@ def test_what_runs_is_told_a_rate_that_it_carries_though_it_was_made_for_less() 
     assert found.plan.model("a").rate_rps == 200.0
     again = propose(replace(asked(205.0), running=found.plan), Profiles([]))
     assert not again.worth.pays
+
+
+def test_a_slower_model_gets_room_for_random_arrivals_though_there_is_time_enough() -> None:
+    tight = make_plan({"n0/0/a": (100.0, ["a"])}, slo_ms=48.0)
+    slowdowns = {"a": 1.2}
+    assert Capacity(tight, slowdowns=slowdowns).load(Demand.steady({"a": 500.0})) < 1.0
+    found = propose(replace(asked(500.0), workload=tight.workload, running=tight, slowdowns=slowdowns), Profiles([]))
+    assert (found.how, found.worth.pays) == ("extended", True)
+    assert found.worth.why == "it carries 500 of 500 r/s, what runs 495"
 
 
 def test_what_an_operator_takes_out_or_changes_is_done_though_it_gains_nothing() -> None:
