@@ -5,7 +5,8 @@ import os
 import secrets
 import signal
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -56,6 +57,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if hasattr(config, "workerinput"):
         # What takes longest as a whole begins first.
         items.sort(key=lambda item: {"ray": 0, "torch": 1}.get(item.get_closest_marker("xdist_group").args[0], 2))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_setupnodes(config: pytest.Config, specs: list[Any]) -> None:
+    """Fork the processes that run tests from one that has collected them."""
+    from tests.instruments.forked_tests import forked_test_processes
+
+    forked = ExitStack()
+    forked.enter_context(forked_test_processes(config.args, specs))
+    config.add_cleanup(forked.close)
 
 
 def pytest_collection_finish() -> None:

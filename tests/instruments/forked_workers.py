@@ -16,12 +16,12 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TextIO
 
-__all__ = ["ROOT", "forked_workers", "relay", "server_command"]
+__all__ = ["OF_THE_PROFILER", "ROOT", "forked_workers", "relay", "server_command"]
 
 ROOT = Path(__file__).parents[2]
 
@@ -39,7 +39,9 @@ for kept in (0, 1, 2):
 code = int.from_bytes(server.recv(4), "big", signed=True)
 os.kill(os.getpid(), -code) if code < 0 else os._exit(code)
 """
-_OF_THE_PROFILER = (
+_ENDS_WITH = "TENUTO_SERVER_ENDS_WITH"  # a process
+_FORKED_BY = "TENUTO_FORKED_BY"  # where the server listens from which a process is forked
+OF_THE_PROFILER = (
     "torch",
     "torch._dynamo",
     "tenuto.profiles.measuring.worker",
@@ -62,22 +64,34 @@ def server_command(address: str, loaded: Sequence[str]) -> list[str]:
 
 
 @contextmanager
-def forked_workers() -> Iterator[Callable[[str], list[str]]]:
-    """Give a function from a module of the profiler to the arguments that run it in a forked process."""
+def forked_workers(
+    loaded: Sequence[str] = OF_THE_PROFILER, variables: Mapping[str, str] | None = None
+) -> Iterator[Callable[[str], list[str]]]:
+    """Give a function from a module, of the profiler if nothing else is `loaded`, to the arguments that run it in a
+    forked process; `variables` are of the environment in which the server loads. What is forked itself, as a process of
+    pytest-xdist is, forks the profiler's from the same server."""
     with tempfile.TemporaryDirectory() as folder:
-        address = str(Path(folder) / "s")
-        path = os.pathsep.join(part for part in (str(ROOT), os.environ.get("PYTHONPATH")) if part)
-        server = subprocess.Popen(
-            server_command(address, _OF_THE_PROFILER),
-            stdout=subprocess.PIPE,
-            cwd=ROOT,
-            env={**os.environ, "PYTHONPATH": path, "OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0"},
-        )
 
         def arguments(module: str) -> list[str]:
             program = Path(folder) / f"{module}.py"
             program.write_text(relay(module, repr(address)))
             return ["-S", "-E", str(program)]
+
+        if loaded is OF_THE_PROFILER and _FORKED_BY in os.environ:
+            address = os.environ[_FORKED_BY]
+            yield arguments
+            return
+        address = str(Path(folder) / "s")
+        path = os.pathsep.join(part for part in (str(ROOT), os.environ.get("PYTHONPATH")) if part)
+        server = subprocess.Popen(
+            server_command(address, loaded),
+            stdout=subprocess.PIPE,
+            cwd=ROOT,
+            env={
+                **os.environ, "PYTHONPATH": path, "OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0",
+                _ENDS_WITH: str(os.getpid()), **(variables or {}),
+            },
+        )
 
         try:
             assert server.stdout is not None
@@ -91,14 +105,14 @@ def forked_workers() -> Iterator[Callable[[str], list[str]]]:
 
 
 def serve(address: str, loaded: Sequence[str]) -> None:
-    """Fork one worker for every connection: for ever, or in the environment of a Ray until that ends."""
+    """Fork one worker for every connection: until the process ends for which it was started, be it a Ray."""
     for each in loaded:
         module, _, function = each.partition(":")
         found = importlib.import_module(module)
         if function:
             getattr(found, function)()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
-    ends = [os.pidfd_open(int(os.environ["RAY_RAYLET_PID"]))] if "RAY_RAYLET_PID" in os.environ else []
+    ends = [os.pidfd_open(int(os.environ[name])) for name in ("RAY_RAYLET_PID", _ENDS_WITH) if name in os.environ]
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(address)
     listener.listen()
@@ -108,11 +122,11 @@ def serve(address: str, loaded: Sequence[str]) -> None:
         connection, _ = listener.accept()
         if os.fork() == 0:
             listener.close()
-            _attend(connection)
+            _attend(connection, address)
         connection.close()
 
 
-def _attend(connection: socket.socket) -> None:
+def _attend(connection: socket.socket, address: str) -> None:
     """Fork the worker and tell the relay how it ended."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     head, pipes, _, _ = socket.recv_fds(connection, 8, 3)
@@ -129,6 +143,7 @@ def _attend(connection: socket.socket) -> None:
             os.close(pipe)
         os.environ.clear()
         os.environ.update(request["environment"])
+        os.environ[_FORKED_BY] = address
         os.chdir(request["folder"])
         sys.argv = [sys.argv[0], *request["arguments"]]
         sys.stdin, sys.stdout, sys.stderr = map(_kept_open, (0, 1, 2), ("r", "w", "w"))

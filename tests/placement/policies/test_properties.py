@@ -66,7 +66,7 @@ tight: dict[str, Any] = {"profiles": SHARES, "slo_ms": (12, 120), "examples": 6}
 CASES: dict[str, Case] = {
     "ffd": Case(FirstFitDecreasing, 0.5, THESIS),
     "usher": Case(Usher, 1.0, THESIS, models=5),
-    "wao-usher": Case(WaoUsher, 1.0, THESIS, models=4),
+    "wao-usher": Case(WaoUsher, 1.0, THESIS, models=4, examples=5),
     "ao-milp": Case(partial(AoMilp, time_limit_s=PATIENCE_S), 1.0, THESIS, examples=6),
     "wsm-milp": Case(partial(WsmMilp, time_limit_s=PATIENCE_S), 1.0, THESIS, examples=6),
     "symphony": Case(Symphony, 1.0, THESIS),
