@@ -58,7 +58,7 @@ class DeferredOptions(SchedulerOptions):
     """Where it begins, and whether it rehearses.
 
     hold: part of Symphony's holding time; by default all of it where programs are alone or fewer than their gpu-lets,
-    and 0.4 where batches that are held would meet.
+    which are alike, and 0.4 where batches that are held would meet.
     defend: part of the staggered batch for which heads are given up. rehearse: whether both are changed by what
     rehearsals find. save_above: part of the gpu-lets' time above which requests are held to save it; 0: always, so that
     GPU time follows the load as far down as it can.
@@ -104,10 +104,11 @@ class DeferredScheduler(RehearsingScheduler):
         self._adopt(system.network)
 
     def _is_roomy(self) -> bool:
-        """Whether programs are alone, or fewer than the gpu-lets that host them: batches that are held meet seldom."""
-        gpulets = [sum(pool.size for pool in pools) for pools in self._gpulets.pools_of]
+        """Whether programs are alone, or fewer than their gpu-lets, which are alike: batches that are held meet seldom.
+        Where gpu-lets differ, whoever is held for the fastest meets others there."""
+        pools_of = self._gpulets.pools_of
         return all(
-            len(pool.run) <= 1 or sum(1.0 / gpulets[program] for program in pool.run) < 1.0 - TIME_TOLERANCE_MS
+            len(pool.run) <= 1 or (len(pool.run) < pool.size and all(len(pools_of[one]) == 1 for one in pool.run))
             for pool in self._gpulets.pools
         )
 
