@@ -33,6 +33,7 @@ STARTS = ("symphony", "sbp", "ffd", "igniter", "gpulet", "usher", "wao-usher")  
 # An interference model is wrong by 3 % in the mean where a pair was not measured, over the models of a plan by a third.
 BESIDE = 0.01  # part of what is served beside neighbours that is not counted
 SEARCHING = ("usher", "wao-usher", "ao-milp", "wsm-milp", "ideal")  # policies that may take seconds
+WITH_NEIGHBOURS = ("gpulet",)  # policies that plan without an interference model or with one: both are starts
 QUICKLY = {"symphony": {"time_limit_s": "0"}}  # moves and swaps come as near as the solver does in seconds
 CLIMBS = 2  # starts from which changes are searched for
 ROOMY = 0.5  # of its time: a busiest gpu-let below it has headroom enough
@@ -275,11 +276,15 @@ class Search:
             if name in SEARCHING and self._cluster.elastic and not cluster.elastic:
                 continue
             self.watch.say(f"planning with {name} as a start")
-            policy = load_policy(name, QUICKLY.get(name, {}))
-            try:
-                plans.append((name, solve(policy, self._workload, cluster, self._profiles)))
-            except TenutoError as error:
-                self.refused[name] = str(error).splitlines()[0]
+            variants = {name: QUICKLY.get(name, {})}
+            if name in WITH_NEIGHBOURS:
+                variants[f"{name}, with interference"] = {"interference": self._options.interference}
+            for start, options in variants.items():
+                policy = load_policy(name, options)
+                try:
+                    plans.append((start, solve(policy, self._workload, cluster, self._profiles)))
+                except TenutoError as error:
+                    self.refused[name] = str(error).splitlines()[0]
         return plans
 
     def _climbed(self, start: Found, seen: set[Layout], by: Forecast | None = None) -> Found:
