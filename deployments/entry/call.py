@@ -1,5 +1,5 @@
 """One request for inference, from its body to its response: parsed, given to the dispatcher, answered. In callbacks,
-without tasks; what requests share is `Front`."""
+without tasks; what requests share is `SharedService`."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _TIMES = (
 _SCANNED_BYTES = 1 << 16
 
 
-class Front(Protocol):
+class SharedService(Protocol):
     """What a gateway does for each of its requests."""
 
     regions: Regions
@@ -74,13 +74,13 @@ class InferCall:
     """
 
     __slots__ = (
-        "_exchange", "_front", "_id", "_is_over", "_model", "_open", "_parsed", "_route", "_rows", "_slo_ms",
+        "_exchange", "_id", "_is_over", "_model", "_open", "_parsed", "_route", "_rows", "_service", "_slo_ms",
         "_traced", "_wants_classes",
     )  # fmt: skip
 
-    def __init__(self, front: Front, exchange: Exchange, route: Route) -> None:
+    def __init__(self, service: SharedService, exchange: Exchange, route: Route) -> None:
         assert route.model is not None
-        self._front = front
+        self._service = service
         self._exchange = exchange
         self._route = route
         self._model = route.model
@@ -91,7 +91,7 @@ class InferCall:
         self._rows: dict[int, tuple[Executed, int]] = {}
         self._is_over = False
         self._wants_classes = False
-        traces = front.traces
+        traces = service.traces
         self._traced = None if traces is None else traces.begin(route.traceparent)
 
     def begin(self, body: Buffer, *, is_received: bool = True) -> None:
@@ -139,14 +139,14 @@ class InferCall:
             served.inputs,
             arena="" if slot is None else slot.arena,
             offset=0 if slot is None else slot.offset,
-            read_region=functools.partial(self._front.regions.read, exchange),
+            read_region=functools.partial(self._service.regions.read, exchange),
             known=self._model.headers,
         )
         check_outputs(parsed.outputs, served.outputs)
         return parsed
 
     def _admit(self, client_id: str) -> Request:
-        request = self._front.admit(self, self._exchange, self._model, self._slo_ms, client_id)
+        request = self._service.admit(self, self._exchange, self._model, self._slo_ms, client_id)
         if not self._is_over:
             self._open.append(request)
         return request
@@ -154,11 +154,11 @@ class InferCall:
     def _start(self, samples: Sequence[Sequence[InputPart]], early: Request | None) -> None:
         exchange = self._exchange
         exchange.on_left = self._cancel
-        dispatching = self._front.dispatching
+        dispatching = self._service.dispatching
         memory: Held | None = None
         if exchange.slots:
             memory = exchange.slots[0] if len(exchange.slots) == 1 else HeldTogether(tuple(exchange.slots))
-        name = self._front.request_id(self._id or self._route.client_id)
+        name = self._service.request_id(self._id or self._route.client_id)
         for parts in samples:
             request = early or self._admit(name)
             early = None
@@ -173,24 +173,24 @@ class InferCall:
         opened, self._open = self._open, []
         for request in opened:
             if request.id not in self._rows:
-                self._front.dispatching.cancel(request)
+                self._service.dispatching.cancel(request)
 
     # --- the end (Asker) ----------------------------------------------------------------------------------------
 
     def refused(self, request: Request, refused: Refused) -> None:
         """A sample was not executed: so is the request."""
         if refused.outcome is Outcome.EXPIRED:
-            self._front.gave_up(request, self._model.alone_ms)
+            self._service.gave_up(request, self._model.alone_ms)
         if self._is_over:
             return
         self._is_over = True
-        waited_ms = max(0.0, self._front.now_ms - request.arrived_ms)
-        name = request.client_id or self._front.request_id(self._id or self._route.client_id)
+        waited_ms = max(0.0, self._service.now_ms - request.arrived_ms)
+        name = request.client_id or self._service.request_id(self._id or self._route.client_id)
         lines = _TIMES % (waited_ms, waited_ms, 0.0, 0, refused.gpulet.encode(), name.encode())
         payload = orjson.dumps({"error": refused.reason, "outcome": refused.outcome.word})
         self._reply(refused.outcome.http_status, lines + JSON + retry_after(refused.retry_after_s), [payload])
         if self._traced is not None:
-            self._trace(request, {"waiting": (request.arrived_ms, self._front.now_ms)}, refused.outcome.word)
+            self._trace(request, {"waiting": (request.arrived_ms, self._service.now_ms)}, refused.outcome.word)
         self._cancel()
 
     def executed(self, request: Request, executed: Executed, row: int) -> None:
@@ -210,7 +210,7 @@ class InferCall:
             else:
                 self._respond_as_asked(parsed)
             self._open = []
-            self._front.answer_left(request, self._slo_ms, self._model.alone_ms)
+            self._service.answer_left(request, self._slo_ms, self._model.alone_ms)
             if self._traced is not None:
                 self._trace_executed(request, executed)
         except Exception as error:
@@ -227,12 +227,12 @@ class InferCall:
             start_ms = sent_ms + executed.gpulet_queue_ms
         else:
             end_ms = start_ms + executed.execution_ms
-        outcome = "ok" if self._front.now_ms <= request.deadline_ms else "late"
+        outcome = "ok" if self._service.now_ms <= request.deadline_ms else "late"
         self._trace(
             request,
             {
                 "batching": (request.arrived_ms, sent_ms), "gpulet_queue": (sent_ms, start_ms),
-                "execution": (start_ms, end_ms), "answering": (end_ms, self._front.now_ms),
+                "execution": (start_ms, end_ms), "answering": (end_ms, self._service.now_ms),
             },
             outcome, gpulet=executed.gpulet, batch_size=executed.batch_size, emulated=executed.emulated,
         )  # fmt: skip
@@ -240,14 +240,14 @@ class InferCall:
     def _trace(
         self, request: Request, stages: Mapping[str, tuple[float, float]], outcome: str, **about: Any
     ) -> None:
-        traces, traced = self._front.traces, self._traced
+        traces, traced = self._service.traces, self._traced
         if traces is not None and traced is not None:
             named = {"model": self._model.name, "outcome": outcome, "request_id": request.client_id, **about}
             traces.end(traced, arrived_ms=request.arrived_ms, stages=stages, about=named)
 
     def _respond(self, request: Request, executed: Executed, row: int) -> None:
         """Send the plainest response: all outputs of one sample as JSON."""
-        shown = self._front.shown(executed)
+        shown = self._service.shown(executed)
         writer = self._model.writer
         if not writer.knows(executed.outputs):
             self._respond_as_asked(InferRequest(self._id, [[]], None, False, None))
@@ -264,7 +264,7 @@ class InferCall:
             ((executed, request) for (executed, _), request in zip(rows, self._open, strict=True)),
             key=lambda pair: pair[0].sent_ms + pair[0].gpulet_queue_ms + pair[0].execution_ms - pair[1].arrived_ms,
         )
-        shown = self._front.shown(executed)
+        shown = self._service.shown(executed)
         batching_ms = executed.sent_ms - slowest.arrived_ms
         served = self._model.served
         try:
@@ -274,7 +274,7 @@ class InferCall:
                 [each.tensors(row) for each, row in rows],
                 orjson.loads(shown.parameters(batching_ms)),
                 served.labels if served is not None else (),
-                self._front.regions.write,
+                self._service.regions.write,
             )
         except BadRequestError as error:
             fail(self._exchange, HttpError(400, str(error)))
@@ -286,7 +286,7 @@ class InferCall:
             self._reply(200, lines + JSON, [text])
 
     def _respond_with_classes(self, request: Request, executed: Executed, row: int) -> None:
-        shown = self._front.shown(executed)
+        shown = self._service.shown(executed)
         served = self._model.served
         assert served is not None
         batching_ms = executed.sent_ms - request.arrived_ms
