@@ -9,6 +9,7 @@ import contextlib
 import io
 import json
 import os
+import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -28,7 +29,7 @@ def forked_test_processes(arguments: Sequence[str], specs: list[execnet.XSpec]) 
     """Have the local processes of `specs` forked from one that has collected what `arguments` name."""
     loaded = [f"{__name__}:collect", *OF_THE_PROFILER]
     with forked_workers(loaded, {_COLLECTED: json.dumps(list(arguments))}) as program:
-        words = " ".join([sys.executable, *program(f"{__name__}:run_tests")])
+        words = shlex.join([sys.executable, *program(f"{__name__}:run_tests")])
         specs[:] = [execnet.XSpec(f"popen//python={words}") if spec.popen else spec for spec in specs]
         yield
 
