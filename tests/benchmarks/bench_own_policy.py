@@ -122,9 +122,9 @@ def on_igniter(requests: int) -> None:
         _line(name, options, workload, cluster, profiles, "igniter", requests)
 
 
-def on_gpulet(every: int, gpu_counts: Iterable[int], requests: int) -> None:
+def on_gpulet(first: int, every: int, gpu_counts: Iterable[int], requests: int) -> None:
     """Of the 1,023 scenarios, how many keep 99 % of every model with gpulet's interference."""
-    rates = [tuple(200 * (number // 4**digit % 4) for digit in range(5)) for number in range(1, 1024)][::every]
+    rates = [tuple(200 * (number // 4**digit % 4) for digit in range(5)) for number in range(1, 1024)][first::every]
     print(f"\ngpulet: {len(rates)} of its 1,023 scenarios (profile igniter-v100); kept at 99 % by every model")
     policies: list[tuple[str, dict[str, str]]] = [
         ("sbp", {}), ("gpulet", {"interference": "contention"}), ("ideal", {}), ("tenuto", {}),
@@ -246,6 +246,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     grounds = ("thesis", "igniter", "gpulet", "usher", "symphony", "starts", "each")
     parser.add_argument("grounds", nargs="*", help=f"of {', '.join(grounds)}; default: all")
+    parser.add_argument("--first-scenario", type=int, default=0, help="of gpulet's 1,023")
+    parser.add_argument("--every", type=int, default=16, help="gpulet: so many scenarios from one to the next")
     parser.add_argument("--first-seed", type=int, default=300, help="of the random workloads for `starts`")
     parser.add_argument("--quick", action="store_true", help="smaller cases, fewer requests")
     chosen = parser.parse_args(arguments)
@@ -258,7 +260,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             case "igniter":
                 on_igniter(requests)
             case "gpulet":
-                on_gpulet(64 if chosen.quick else 16, (2,) if chosen.quick else (1, 2, 3), 10_000)
+                every, gpu_counts = (64, (2,)) if chosen.quick else (chosen.every, (1, 2, 3))
+                on_gpulet(chosen.first_scenario, every, gpu_counts, 10_000)
             case "usher":
                 on_usher(chosen.quick, requests)
             case "starts":
