@@ -378,7 +378,7 @@ class Rehearsals:
             return 0.0
         if self._is_each:
             first, second = self._worst(one), self._worst(other)
-            variance = sum(map(one.variance, first)) + sum(map(other.variance, second))
+            variance = sum(map(one.variance, first), 0.0) + sum(map(other.variance, second), 0.0)
             return NOISE * math.sqrt(variance) / max(1, len(first))
         return NOISE * math.sqrt(one.lost() + other.lost()) / max(1.0, sum(one.offered))
 
@@ -387,7 +387,7 @@ class Rehearsals:
         `each` the mean share lost of the quarter of the programs that lost most."""
         if self._is_each:
             worst = self._worst(seen)
-            return sum(map(seen.share, worst)) / len(worst) if worst else 0.0
+            return sum(map(seen.share, worst), 0.0) / len(worst) if worst else 0.0
         total = sum(w * o for w, o in zip(self._worth, seen.offered, strict=True))
         return 1.0 - sum(w * m for w, m in zip(self._worth, seen.met, strict=True)) / total if total else 0.0
 

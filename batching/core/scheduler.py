@@ -21,12 +21,12 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 from mypy_extensions import mypyc_attr
 
-from tenuto.batching.core.system import INF, NetworkDelay, System
+from tenuto.batching.core.system import INF, ByFields, NetworkDelay, System
 from tenuto.errors import InvalidInputError
 from tenuto.options import options_of_dataclass, read_options
 
@@ -87,7 +87,7 @@ Decision = Dispatch | Drop | Reject | Preempt | Rehearse
 
 @mypyc_attr(allow_interpreted_subclasses=True)
 @dataclass(frozen=True)
-class SchedulerOptions:
+class SchedulerOptions(ByFields):
     """Base of a scheduler's options; the fields of a subclass are what `--option k=v` accepts, with their defaults."""
 
     @classmethod
@@ -100,10 +100,6 @@ class SchedulerOptions:
             InvalidInputError: unknown option (lists the known ones) or unusable value; all at once.
         """
         return cls(**read_options(f"scheduler '{scheduler}'", options_of_dataclass(cls), raw))
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle by the fields: a frozen class that is compiled could not take them back one by one."""
-        return type(self), tuple(getattr(self, field.name) for field in fields(self))
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)

@@ -6,9 +6,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any
+
+from mypy_extensions import mypyc_attr
 
 from tenuto.errors import Problem
 from tenuto.placement import Objective
@@ -19,8 +21,18 @@ INF = math.inf
 TIME_TOLERANCE_MS = 1e-6
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 @dataclass(frozen=True, slots=True)
-class Model:
+class ByFields:
+    """Pickled by its fields: a frozen class that is compiled could not take them back one by one."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Return the class and its values."""
+        return type(self), tuple(getattr(self, field.name) for field in fields(self))
+
+
+@dataclass(frozen=True, slots=True)
+class Model(ByFields):
     """A model that clients ask for.
 
     `rate_rps` is the planned rate, a first guess of the offered one (None: unknown). Under overload a model of higher
@@ -49,7 +61,7 @@ class Model:
 
 
 @dataclass(frozen=True, slots=True)
-class Program:
+class Program(ByFields):
     """One or more models that run as one; `members` are indices of models. A lone model is a program of one."""
 
     name: str
@@ -57,7 +69,7 @@ class Program:
 
 
 @dataclass(frozen=True, slots=True)
-class Host:
+class Host(ByFields):
     """What one program costs on one gpu-let.
 
     `latency_ms[b]` is l(b) alone on the GPU, b counting the requests of all members; index 0 is 0.0 and the last index
@@ -91,7 +103,7 @@ class Host:
 
 
 @dataclass(frozen=True, slots=True)
-class Gpulet:
+class Gpulet(ByFields):
     """A gpu-let: its id, the GPU it is on, and the programs it hosts by program index.
 
     Identical gpu-lets should share one `hosts` object; schedulers group gpu-lets by it.
@@ -103,7 +115,7 @@ class Gpulet:
 
 
 @dataclass(frozen=True, slots=True)
-class NetworkDelay:
+class NetworkDelay(ByFields):
     """Delays to budget, in ms (Symphony, appendix D).
 
     A batch of b that is dispatched now can start after `ctrl_ms + data_ms_per_request * b`; its answer reaches the
@@ -116,7 +128,7 @@ class NetworkDelay:
 
 
 @dataclass(frozen=True)
-class System:
+class System(ByFields):
     """Everything a scheduler is built from. The order of `gpulets` is their rank: the smallest index is preferred.
 
     Every model is a member of exactly one program; a program that no gpu-let hosts is unserved. Without `programs`
@@ -134,10 +146,6 @@ class System:
         if not self.programs:
             alone = tuple(Program(model.name, (index,)) for index, model in enumerate(self.models))
             object.__setattr__(self, "programs", alone)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle by the fields: a frozen class that is compiled could not take them back one by one."""
-        return System, (self.models, self.gpulets, self.network, self.programs, self.objective)
 
     @cached_property
     def program_of(self) -> tuple[int, ...]:
