@@ -277,7 +277,7 @@ class Search:
                 continue
             self.watch.say(f"planning with {name} as a start")
             variants = {name: QUICKLY.get(name, {})}
-            if name in WITH_NEIGHBOURS:
+            if name in WITH_NEIGHBOURS and self._options.interference != "none":
                 variants[f"{name}, with interference"] = {"interference": self._options.interference}
             for start, options in variants.items():
                 policy = load_policy(name, options)
