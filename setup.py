@@ -12,7 +12,7 @@ COMPILED = {
     "waiting",
     "deployments/dispatch": "accounts core_time dispatcher early_release fleet histogram in_flight "
     "measured_times request_log",
-    "deployments/entry": "call heads http margin oip served_model",
+    "deployments/entry": "call heads http margin oip planned_model",
 }
 
 

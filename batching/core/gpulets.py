@@ -21,7 +21,7 @@ class GpuletState(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Pool:
-    """Gpu-lets that host the same programs at the same speeds.
+    """Gpu-lets that host the same programs at the same speeds: what queueing theory calls a server pool.
 
     By program: `run[p][b]` is l(b) as it is planned with, `sent[p][b]` the time from the dispatch of a batch of b to
     an idle gpu-let until its end, network included. `idle` holds gpu-lets by index; `busy` (end, gpu-let) of those that

@@ -176,7 +176,7 @@ class Scheduler(ABC):
     # A scheduler that plans with nothing, or rehearses nothing, may leave the rest as it is.
 
     def update_latency(self, program: int, gpulet: int, factor: float) -> None:  # noqa: B027
-        """Plan with `factor` times the system's latency for this program on this gpu-let (online correction)."""
+        """Plan with `factor` times the system's latency for this program on this gpu-let, as was measured online."""
 
     def update_network(self, network: NetworkDelay) -> None:  # noqa: B027
         """Budget these delays from now on."""

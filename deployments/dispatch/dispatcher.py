@@ -23,9 +23,15 @@ from tenuto.batching.rivals.eager import EagerScheduler
 from tenuto.deployments.dispatch.accounts import Accounts, ModelCounters, dispatcher_status
 from tenuto.deployments.dispatch.core_time import CoreTime
 from tenuto.deployments.dispatch.early_release import EarlyRelease
-from tenuto.deployments.dispatch.fleet import AttachedGpulet, Fleet, GpuletLink, LinkFactory, gpulet_link
+from tenuto.deployments.dispatch.fleet import (
+    AttachedGpulet,
+    ConnectionFactory,
+    Fleet,
+    GpuletConnection,
+    gpulet_connection,
+)
 from tenuto.deployments.dispatch.in_flight import Asker, Batch, Request, pack_batch, split_reply
-from tenuto.deployments.dispatch.measured_times import LatencyCorrection, WayMeter
+from tenuto.deployments.dispatch.measured_times import LatencyRatios, WayMeter
 from tenuto.deployments.dispatch.rehearsals import Compute, Computed, Rehearsals
 from tenuto.deployments.wire.answers import Executed, Refused
 from tenuto.deployments.wire.arena import Held
@@ -77,7 +83,7 @@ class Dispatcher:
         reserve_ms: float = 0.0,
         clock: Callable[[], float] = time.monotonic,
         timer_slack_ms: float | None = None,
-        make_link: LinkFactory = gpulet_link,
+        make_connection: ConnectionFactory = gpulet_connection,
         compute: Compute | None = None,
         on_change: Callable[[], None] = lambda: None,
     ) -> None:
@@ -91,7 +97,7 @@ class Dispatcher:
             reserve_ms: what requests keep of their deadlines for the way back, until it is seen.
             clock: monotonic seconds.
             timer_slack_ms: how much earlier than asked the core is woken; by default what timers are late by.
-            make_link: makes the links to gpu-lets.
+            make_connection: makes the connections to gpu-lets.
             compute: runs what the core wants computed aside; by default in another process.
             on_change: called when a gpu-let comes, goes or changes what it holds, and after a new plan.
         """
@@ -105,7 +111,7 @@ class Dispatcher:
         self._open: dict[int, Request] = {}
         self._came: list[Request] = []  # in this turn of the loop, for a core that takes them together
         self._numbers = itertools.count()
-        self._fleet = Fleet(find_gpulet, self, make_link)
+        self._fleet = Fleet(find_gpulet, self, make_connection)
         self._plan: Plan | None = None
         self._plan_data: dict[str, Any] | None = None
         self._scheduler: Scheduler = EagerScheduler(System((), ()))  # of no models, until there is a plan
@@ -114,7 +120,7 @@ class Dispatcher:
         self.way = way or WayMeter()
         self._reserve_ms = reserve_ms  # what requests keep for the way back lately, in the mean
         self._told_reserve_ms = 0.0
-        self._correction = LatencyCorrection()
+        self._latency_ratios = LatencyRatios()
         self._early = EarlyRelease(lambda: self._time.now_ms, self._free_early, self._time.alarm)
         self._rehearsals = Rehearsals(self._rehearsed, compute)
         self._ticker: asyncio.TimerHandle | None = None
@@ -132,7 +138,8 @@ class Dispatcher:
         return self._plan
 
     def apply(self, plan: Plan, standby: Sequence[str] = ()) -> None:
-        """Serve `plan` from now on. Waiting requests move over; batches that run are answered; unchanged links stay.
+        """Serve `plan` from now on. Waiting requests move over; batches that run are answered;
+        gpu-lets of both plans keep their connections.
 
         Gpu-lets on `standby`, by id, are connected to and not used: a later plan that has one need not wait for that.
         """
@@ -157,7 +164,7 @@ class Dispatcher:
             )
             for index, spec in enumerate(plan.models)
         }  # fmt: skip
-        self._correction.restart()
+        self._latency_ratios.restart()
         if plan.streaming:
             largest = max((p.batch_size for gpulet in plan.gpulets for p in gpulet.programs), default=1)
             self._early.follow(scheduler, largest, longest_copies_ms(plan))
@@ -185,7 +192,7 @@ class Dispatcher:
         """Once a second, whether or not anything arrives."""
         now_s = self._clock()
         self.accounts.advice.tick(now_s)
-        for program, gpulet, factor in self._correction.fade(now_s):
+        for program, gpulet, factor in self._latency_ratios.fade(now_s):
             self._scheduler.update_latency(program, gpulet, factor)
         self._ticker = asyncio.get_running_loop().call_later(1.0, self._tick)
 
@@ -364,7 +371,7 @@ class Dispatcher:
             return
         batch.take()
         self.accounts.batch_sent(batch)
-        gpulet.link.send(*pack_batch(batch, shares_memory=gpulet.link.shares_memory))
+        gpulet.connection.send(*pack_batch(batch, shares_memory=gpulet.connection.shares_memory))
         self._early.sent(decision.gpulet, batch)
 
     def _empty_batch_done(self, gpulet: AttachedGpulet, batch: Batch) -> None:
@@ -420,25 +427,25 @@ class Dispatcher:
         self._scheduler.rehearsed(now, *computed)
         self._carry_out(now)
 
-    # --- what gpu-lets say (LinkEvents) -------------------------------------------------------------------------
+    # --- what gpu-lets say (ConnectionEvents) -------------------------------------------------------------------------
 
-    def link_up(self, link: GpuletLink) -> None:
+    def peer_connected(self, connection: GpuletConnection) -> None:
         """A gpu-let is connected."""
-        gpulet = self._fleet.behind(link)
+        gpulet = self._fleet.behind(connection)
         gpulet.failures = 0
         self.accounts.events.add("gpu-let connected", gpulet.id)
-        self.state_changed(link)
+        self.state_changed(connection)
 
-    def state_changed(self, link: GpuletLink) -> None:
+    def state_changed(self, connection: GpuletConnection) -> None:
         """A gpu-let said anew what it holds."""
         now = self._time.now_ms
-        self._offer(self._fleet.behind(link), now)
+        self._offer(self._fleet.behind(connection), now)
         self._carry_out(now)
         self._on_change()
 
-    def link_down(self, link: GpuletLink, reason: str) -> None:
+    def peer_lost(self, connection: GpuletConnection, reason: str) -> None:
         """A gpu-let is gone, and what ran there with it."""
-        gpulet = self._fleet.behind(link)
+        gpulet = self._fleet.behind(connection)
         now = self._time.now_ms
         gpulet.lost += 1
         self.accounts.events.add("gpu-let lost", f"{gpulet.id}: {reason}")
@@ -451,9 +458,9 @@ class Dispatcher:
         self._carry_out(now)
         self._on_change()
 
-    def message_came(self, link: GpuletLink, message: Message, body: memoryview) -> None:
+    def message_came(self, connection: GpuletConnection, message: Message, body: memoryview) -> None:
         """A gpu-let answers a batch, or closes."""
-        gpulet = self._fleet.behind(link)
+        gpulet = self._fleet.behind(connection)
         if isinstance(message, BatchRan):
             self._batch_ran(gpulet, message, body)
         elif isinstance(message, BatchFailed):
@@ -482,10 +489,10 @@ class Dispatcher:
                 self._scheduler.wake(now)
             self._carry_out(now)
         self.accounts.advice.executed(gpulet.id, ran.execution_ms)
-        state = gpulet.link.state
+        state = gpulet.connection.state
         for requests, executed in split_reply(
             batch, ran, body, gpulet=gpulet.id, emulated=state is not None and state.emulated,
-            shares_clock=gpulet.link.shares_memory, way_ms=self.way.told.ctrl_ms,
+            shares_clock=gpulet.connection.shares_memory, way_ms=self.way.told.ctrl_ms,
         ):  # fmt: skip
             self._answer(requests, executed)
 
@@ -507,7 +514,7 @@ class Dispatcher:
             self.way.record_copies(copies_ms, batch.size)
         if math.isnan(ran.queue_ms):
             pass  # it came while the batch before ran: nobody knows when
-        elif gpulet.link.shares_memory:  # and with it a clock
+        elif gpulet.connection.shares_memory:  # and with it a clock
             self.way.record_way(ran.started_at_ms - ran.queue_ms - ran.copy_in_ms - batch.sent_ms)
         else:
             self.way.record_way((now - batch.sent_ms - ran.execution_ms - ran.queue_ms - copies_ms) / 2.0)
@@ -516,7 +523,7 @@ class Dispatcher:
         gpulet.predicted_ms += planned
         ratio = (ran.execution_ms + _NOISE_MS) / (planned + _NOISE_MS)
         longest_ms = host.planned_batch_ms(host.max_batch)
-        factor = self._correction.record(batch.program, gpulet.index, ratio, self._clock(), longest_ms)
+        factor = self._latency_ratios.record(batch.program, gpulet.index, ratio, self._clock(), longest_ms)
         if factor is not None:
             self._scheduler.update_latency(batch.program, gpulet.index, factor)
         if self.way.news() is not None:
@@ -644,7 +651,7 @@ class Dispatcher:
         """Return what every gpu-let reported when it connected, whether it is up, and what batches take there over
         their plan."""
         programs = self._scheduler.system.programs
-        measured = self._correction.measured(self._clock())
+        measured = self._latency_ratios.measured(self._clock())
         return self._fleet.descriptions(
             {
                 gpulet: {programs[program].name: round(factor, 4) for program, factor in factors.items()}

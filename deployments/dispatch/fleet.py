@@ -1,4 +1,4 @@
-"""The gpu-lets of the present plan as the dispatcher sees them: their links, what runs on each, who may be used.
+"""The gpu-lets of the present plan as the dispatcher sees them: their connections, what runs on each, who may be used.
 
 It follows plan changes: unchanged gpu-lets keep their connections and what runs, removed ones answer what they run
 before their connection closes. It decides nothing about batches.
@@ -13,23 +13,23 @@ from typing import Any
 
 from tenuto.deployments.dispatch.in_flight import Batch
 from tenuto.deployments.wire.messages import AbortBatch, GpuletState
-from tenuto.deployments.wire.peer import Finder, Link, LinkEvents, PeerLink
+from tenuto.deployments.wire.peer import Connection, ConnectionEvents, Finder, PeerConnection
 from tenuto.placement import Plan
 from tenuto.placement.program import Program
 from tenuto.profiles.networks.catalogue import ModelSignature
 
-GpuletLink = Link[GpuletState]
-# Makes the link to a gpu-let from its id, what finds it and who is told.
-LinkFactory = Callable[[str, Finder, LinkEvents[GpuletState]], GpuletLink]
+GpuletConnection = Connection[GpuletState]
+# Makes the connection to a gpu-let from its id, what finds it and who is told.
+ConnectionFactory = Callable[[str, Finder, ConnectionEvents[GpuletState]], GpuletConnection]
 
 _LAST_ANSWERS_S = 30.0
 _FIRST_REST_S = 0.1
 _LONGEST_REST_S = 5.0
 
 
-def gpulet_link(gpulet_id: str, find: Finder, events: LinkEvents[GpuletState]) -> GpuletLink:
-    """Return the link over sockets."""
-    return PeerLink(GpuletState, gpulet_id, find, events)
+def gpulet_connection(gpulet_id: str, find: Finder, events: ConnectionEvents[GpuletState]) -> GpuletConnection:
+    """Return the connection over sockets."""
+    return PeerConnection(GpuletState, gpulet_id, find, events)
 
 
 @dataclass(slots=True, eq=False)
@@ -40,7 +40,7 @@ class AttachedGpulet:
     """
 
     id: str
-    link: GpuletLink
+    connection: GpuletConnection
     index: int | None = None
     programs: tuple[Program, ...] = ()
     running: dict[int, Batch] = field(default_factory=dict)
@@ -57,8 +57,8 @@ class AttachedGpulet:
     @property
     def is_ready(self) -> bool:
         """Whether it is connected, willing, and holds what the plan says; it may still run a batch of the last one."""
-        state = self.link.state
-        if state is None or not self.link.is_up or self.is_closing or self.is_resting:
+        state = self.connection.state
+        if state is None or not self.connection.is_up or self.is_closing or self.is_resting:
             return False
         return all(state.programs.get(program.name, 0) >= program.batch_size for program in self.programs)
 
@@ -86,15 +86,15 @@ class Fleet:
     def __init__(
         self,
         find_gpulet: Callable[[str], Finder],
-        events: LinkEvents[GpuletState],
-        make_link: LinkFactory = gpulet_link,
+        events: ConnectionEvents[GpuletState],
+        make_connection: ConnectionFactory = gpulet_connection,
     ) -> None:
         self._find_gpulet = find_gpulet
         self._events = events
-        self._make_link = make_link
+        self._make_connection = make_connection
         self._gpulets: list[AttachedGpulet] = []
         self._standby: list[AttachedGpulet] = []  # connected, for a plan to come
-        self._by_link: dict[int, AttachedGpulet] = {}
+        self._by_connection: dict[int, AttachedGpulet] = {}
         self._plan: Plan | None = None
         self._closing: set[asyncio.Task[None]] = set()
 
@@ -106,15 +106,15 @@ class Fleet:
         """Return the gpu-lets of the present plan in its order."""
         return iter(self._gpulets)
 
-    def behind(self, link: GpuletLink) -> AttachedGpulet:
-        """Return the gpu-let at the far end of a link."""
-        return self._by_link[id(link)]
+    def behind(self, connection: GpuletConnection) -> AttachedGpulet:
+        """Return the gpu-let at the far end of a connection."""
+        return self._by_connection[id(connection)]
 
     # --- plan changes -------------------------------------------------------------------------------------------
 
     def adopt(self, plan: Plan, standby: Sequence[str] = ()) -> None:
-        """Follow a plan: no gpu-let is used until `offer` says so; links of unchanged ids stay. Those on `standby` are
-        connected to as well."""
+        """Follow a plan: no gpu-let is used until `offer` says so; connections of unchanged ids stay. Those on
+        `standby` are connected to as well."""
         old = {gpulet.id: gpulet for gpulet in (*self._gpulets, *self._standby)}
         self._plan = plan
         self._gpulets = []
@@ -132,9 +132,9 @@ class Fleet:
             self._retire(gpulet)
 
     def _attach(self, gpulet_id: str) -> AttachedGpulet:
-        link = self._make_link(gpulet_id, self._find_gpulet(gpulet_id), self._events)
-        gpulet = self._by_link[id(link)] = AttachedGpulet(gpulet_id, link)
-        link.start()
+        connection = self._make_connection(gpulet_id, self._find_gpulet(gpulet_id), self._events)
+        gpulet = self._by_connection[id(connection)] = AttachedGpulet(gpulet_id, connection)
+        connection.start()
         return gpulet
 
     def _retire(self, gpulet: AttachedGpulet) -> None:
@@ -144,9 +144,9 @@ class Fleet:
             limit = asyncio.get_running_loop().time() + _LAST_ANSWERS_S
             while gpulet.running and asyncio.get_running_loop().time() < limit:
                 await asyncio.sleep(0.02)
-            await gpulet.link.stop()
+            await gpulet.connection.stop()
             gpulet.lose()
-            self._by_link.pop(id(gpulet.link), None)
+            self._by_connection.pop(id(gpulet.connection), None)
 
         gpulet.index = None
         gpulet.is_used = False
@@ -156,8 +156,8 @@ class Fleet:
 
     async def close(self) -> None:
         """Disconnect from every gpu-let."""
-        links = [gpulet.link for gpulet in (*self._gpulets, *self._standby)]
-        await asyncio.gather(*(link.stop() for link in links), *self._closing)
+        connections = [gpulet.connection for gpulet in (*self._gpulets, *self._standby)]
+        await asyncio.gather(*(connection.stop() for connection in connections), *self._closing)
         for gpulet in self._gpulets:
             gpulet.lose()
 
@@ -183,7 +183,7 @@ class Fleet:
     def signature(self, model: str) -> ModelSignature | None:
         """Return a model's signature as reported by the first of its gpu-lets that ever connected; None before."""
         for gpulet in self._gpulets:
-            state = gpulet.link.state
+            state = gpulet.connection.state
             if state is not None and model in state.signatures:
                 return state.signatures[model]
         return None
@@ -196,10 +196,10 @@ class Fleet:
         plan = self._plan
         found = []
         for gpulet in self._gpulets:
-            state = gpulet.link.state
+            state = gpulet.connection.state
             planned = plan.gpulets[gpulet.index] if plan is not None and gpulet.index is not None else None
             found.append({
-                "id": gpulet.id, "up": gpulet.link.is_up,
+                "id": gpulet.id, "up": gpulet.connection.is_up,
                 "gpu": planned.gpu if planned else "", "share_pct": planned.share_pct if planned else None,
                 **({} if state is None else state.to_status()),
                 "busy_s": gpulet.busy_ms / 1000.0, "predicted_s": gpulet.predicted_ms / 1000.0,
@@ -229,5 +229,5 @@ class Fleet:
         batch = gpulet.running.pop(next(iter(gpulet.running)))
         batch.is_aborted = True
         gpulet.aborted[batch.number] = batch
-        gpulet.link.send(AbortBatch(batch.number))
+        gpulet.connection.send(AbortBatch(batch.number))
         return batch

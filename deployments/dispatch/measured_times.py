@@ -11,7 +11,7 @@ _MOVED_MS = 0.05  # smaller changes are not worth a new plan of the queue
 _SOME_REQUESTS = 8  # of a batch, when judging whether a delay per request has moved
 
 
-class LatencyCorrection:
+class LatencyRatios:
     """Follows the ratio of measured to planned execution time for each (program, gpu-let).
 
     The median of the last three batches feeds a moving average: one outlier never passes the median, a real change

@@ -16,7 +16,7 @@ from tenuto.deployments.entry.dispatching import Dispatching
 from tenuto.deployments.entry.heads import Route
 from tenuto.deployments.entry.http import JSON, Exchange, HttpError, retry_after
 from tenuto.deployments.entry.oip import BadRequestError, InferRequest, check_outputs, encode_response, parse_infer
-from tenuto.deployments.entry.served_model import PlannedModel
+from tenuto.deployments.entry.planned_model import PlannedModel
 from tenuto.deployments.entry.shared_memory import Regions
 from tenuto.deployments.operator.traces import Traces
 from tenuto.deployments.wire.answers import Executed, Refused
@@ -131,18 +131,18 @@ class InferCall:
     def _parse(self, body: Buffer, *, is_received: bool) -> InferRequest:
         exchange = self._exchange
         slot = exchange.slots[0] if is_received and exchange.is_in_slot else None
-        served = self._model.served
-        assert served is not None
+        interface = self._model.interface
+        assert interface is not None
         parsed = parse_infer(
             body,
             self._route.json_length,
-            served.inputs,
+            interface.inputs,
             arena="" if slot is None else slot.arena,
             offset=0 if slot is None else slot.offset,
             read_region=functools.partial(self._service.regions.read, exchange),
             known=self._model.headers,
         )
-        check_outputs(parsed.outputs, served.outputs)
+        check_outputs(parsed.outputs, interface.outputs)
         return parsed
 
     def _admit(self, client_id: str) -> Request:
@@ -266,14 +266,14 @@ class InferCall:
         )
         shown = self._service.shown(executed)
         batching_ms = executed.sent_ms - slowest.arrived_ms
-        served = self._model.served
+        interface = self._model.interface
         try:
             text, binary = encode_response(
                 self._model.name,
                 parsed,
                 [each.tensors(row) for each, row in rows],
                 orjson.loads(shown.parameters(batching_ms)),
-                served.labels if served is not None else (),
+                interface.labels if interface is not None else (),
                 self._service.regions.write,
             )
         except BadRequestError as error:
@@ -287,12 +287,12 @@ class InferCall:
 
     def _respond_with_classes(self, request: Request, executed: Executed, row: int) -> None:
         shown = self._service.shown(executed)
-        served = self._model.served
-        assert served is not None
+        interface = self._model.interface
+        assert interface is not None
         batching_ms = executed.sent_ms - request.arrived_ms
         document = {
             "model_name": self._model.name,
-            "predictions": served.postprocess(executed.tensors(row)),
+            "predictions": interface.postprocess(executed.tensors(row)),
             "parameters": orjson.loads(shown.parameters(batching_ms)),
         }
         self._reply(200, shown.lines(request, batching_ms) + JSON, [orjson.dumps(document)])

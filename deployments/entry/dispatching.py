@@ -16,7 +16,7 @@ from tenuto.profiles.networks.catalogue import ModelSignature
 
 
 class Dispatching(Protocol):
-    """`Dispatcher` in the gateway's own process, `RemoteDispatchers` where several gateways feed other processes."""
+    """`Dispatcher` in the gateway's own process, `DispatcherClient` where several gateways feed other processes."""
 
     @property
     def plan(self) -> Plan | None:

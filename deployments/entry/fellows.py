@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from tenuto.deployments.entry.connection import HttpServer
-from tenuto.deployments.entry.remote_dispatchers import RemoteDispatchers
+from tenuto.deployments.entry.dispatcher_client import DispatcherClient
 from tenuto.deployments.entry.service import InferenceService
 from tenuto.deployments.operator.devices import DeviceFigures
 
@@ -42,10 +42,10 @@ class Fellows:
         return [own] if dispatchers is None else await dispatchers.tell_gateways(own)
 
     @property
-    def _dispatchers(self) -> RemoteDispatchers | None:
+    def _dispatchers(self) -> DispatcherClient | None:
         """The dispatchers in other processes; None where this gateway schedules by itself, or has no plan yet."""
         dispatching = self._service.maybe_dispatching
-        return dispatching if isinstance(dispatching, RemoteDispatchers) else None
+        return dispatching if isinstance(dispatching, DispatcherClient) else None
 
     def own(self) -> dict[str, Any]:
         """Return plain data: what only this gateway knows. `id` is another after every start."""

@@ -27,10 +27,10 @@ from tenuto.deployments.entry.asgi import (
     send_response,
 )
 from tenuto.deployments.entry.connection import HttpExchange, HttpServer, Limits
+from tenuto.deployments.entry.dispatcher_client import DispatcherClient
 from tenuto.deployments.entry.dispatching import Dispatching
 from tenuto.deployments.entry.fellows import Fellows
 from tenuto.deployments.entry.http import Exchange, Head, HttpError
-from tenuto.deployments.entry.remote_dispatchers import RemoteDispatchers
 from tenuto.deployments.entry.routes import make_app
 from tenuto.deployments.entry.service import InferenceService
 from tenuto.deployments.entry.watched import WatchedGateway
@@ -108,10 +108,10 @@ class Entry:
         self.sub_clusters, self.dispatchers = dict(config.sub_clusters), config.dispatchers
         old = self._dispatching
         if config.sub_clusters:
-            if not isinstance(old, RemoteDispatchers):
-                self._dispatching = RemoteDispatchers(self._find_dispatcher, on_change=self._changed)
+            if not isinstance(old, DispatcherClient):
+                self._dispatching = DispatcherClient(self._find_dispatcher, on_change=self._changed)
                 self.bundles = None
-            assert isinstance(self._dispatching, RemoteDispatchers)
+            assert isinstance(self._dispatching, DispatcherClient)
             await self._dispatching.apply(serving.plan, config.sub_clusters, dispatchers=config.dispatchers)
         else:
             if isinstance(old, Dispatcher):

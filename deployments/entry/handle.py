@@ -13,10 +13,10 @@ from typing import Any
 
 import numpy as np
 
+from tenuto.deployments.entry.dispatcher_client import DispatcherClient
 from tenuto.deployments.entry.dispatching import ask
 from tenuto.deployments.entry.margin import Margin
-from tenuto.deployments.entry.remote_dispatchers import RemoteDispatchers
-from tenuto.deployments.entry.served_model import ServedModel
+from tenuto.deployments.entry.planned_model import ModelInterface
 from tenuto.deployments.serve.config import ENTRY_APPLICATION
 from tenuto.deployments.serve.discovery import find_dispatcher, find_gateway
 from tenuto.deployments.wire.answers import Answer
@@ -48,12 +48,12 @@ class RequestFailedError(UnavailableError):
 class TenutoHandle:
     """A connection to what is being served. Use it on one event loop; `close` it, or use it as a context manager."""
 
-    def __init__(self, dispatchers: RemoteDispatchers) -> None:
+    def __init__(self, dispatchers: DispatcherClient) -> None:
         """Take connected dispatchers; `connect` is the usual way."""
         self._dispatchers = dispatchers
         self._margin = Margin()
         self._arena: Arena | None = None  # made for the first large input
-        self._models: dict[str, ServedModel] = {}
+        self._models: dict[str, ModelInterface] = {}
 
     @classmethod
     async def connect(cls, *, wait_s: float = 20.0) -> TenutoHandle:
@@ -83,7 +83,7 @@ class TenutoHandle:
         def find(name: str) -> Finder:
             return find_dispatcher(name) if sub_clusters else find_gateway()
 
-        dispatchers = RemoteDispatchers(find)
+        dispatchers = DispatcherClient(find)
         await dispatchers.apply(
             plan, sub_clusters or {ALONE: [spec.name for spec in plan.models]},
             dispatchers=entry.get("dispatchers", 1), wait_s=wait_s,
@@ -103,7 +103,7 @@ class TenutoHandle:
         names = (spec.name for spec in plan.models) if plan is not None else ()
         return tuple(name for name in names if self._dispatchers.is_ready(name))
 
-    def served(self, model: str) -> ServedModel:
+    def interface(self, model: str) -> ModelInterface:
         """Return a model's inputs and outputs.
 
         Raises:
@@ -119,10 +119,10 @@ class TenutoHandle:
         signature = self._dispatchers.signature(model)
         if signature is None or not self._dispatchers.is_ready(model):
             raise UnavailableError(f"no gpu-let of '{model}' is ready. Retry in a few seconds.")
-        served = self._models.get(model)
-        if served is None or served.signature != signature:
-            served = self._models[model] = ServedModel.of(signature)
-        return served
+        interface = self._models.get(model)
+        if interface is None or interface.signature != signature:
+            interface = self._models[model] = ModelInterface.of(signature)
+        return interface
 
     async def infer(
         self, model: str, inputs: Mapping[str, Any], *, slo_ms: float | None = None, request_id: str = ""
@@ -140,7 +140,7 @@ class TenutoHandle:
             UnavailableError: none of its gpu-lets is ready.
             RequestFailedError: expired, rejected or failed.
         """
-        answer = await self.submit(model, _parts(self.served(model), inputs), slo_ms, request_id)
+        answer = await self.submit(model, _parts(self.interface(model), inputs), slo_ms, request_id)
         if answer.outcome is not Outcome.OK:
             raise RequestFailedError(model, answer)
         return {t.name: np.frombuffer(t.data, dtype=t.dtype).reshape(t.shape) for t in answer.outputs}
@@ -198,16 +198,16 @@ class TenutoHandle:
             self._arena.close()
 
 
-def _parts(served: ServedModel, inputs: Mapping[str, Any]) -> list[memoryview]:
+def _parts(interface: ModelInterface, inputs: Mapping[str, Any]) -> list[memoryview]:
     """Return the raw buffers of one sample in the signature's order; lists every input that does not fit."""
-    known = [tensor.name for tensor in served.inputs]
+    known = [tensor.name for tensor in interface.inputs]
     problems = [
         Problem(f"inputs.{name}", name, "is no input of the model", f"Its inputs: {', '.join(known)}.")
         for name in inputs
         if name not in known
     ]
     parts = []
-    for tensor in served.inputs:
+    for tensor in interface.inputs:
         if tensor.name not in inputs:
             problems.append(Problem(f"inputs.{tensor.name}", None, "is missing", "Give one array per input."))
             continue

@@ -8,7 +8,7 @@ from urllib.parse import unquote
 
 from tenuto.deployments.entry.http import Exchange, HttpError
 from tenuto.deployments.entry.oip import BadRequestError, parse_slo
-from tenuto.deployments.entry.served_model import PlannedModel
+from tenuto.deployments.entry.planned_model import PlannedModel
 from tenuto.deployments.security.keys import Caller
 
 

@@ -143,38 +143,38 @@ def _add_model_routes(app: FastAPI, service: InferenceService, prefix: str, *, d
 
     @app.get(prefix, tags=["models"], summary="Model metadata", include_in_schema=document)
     async def metadata(model: str) -> dict[str, Any]:
-        served = service.served(model)
+        interface = service.interface(model)
         return {
             "name": model,
             "versions": ["1"],
-            "platform": served.platform,
-            "inputs": [t.metadata() for t in served.inputs],
-            "outputs": [t.metadata() for t in served.outputs],
+            "platform": interface.platform,
+            "inputs": [t.metadata() for t in interface.inputs],
+            "outputs": [t.metadata() for t in interface.outputs],
         }
 
     @app.get(prefix + "/ready", tags=["models"], summary="Whether a model can be asked", include_in_schema=document)
     async def ready(model: str) -> JSONResponse:
         try:
-            service.served(model)
+            service.interface(model)
         except HttpError as error:
             return JSONResponse({"name": model, "ready": False, "error": error.message}, error.status)
         return JSONResponse({"name": model, "ready": True})
 
     @app.get(prefix + "/config", tags=["models"], summary="Model configuration", include_in_schema=document)
     async def config(model: str) -> dict[str, Any]:
-        served = service.served(model)
+        interface = service.interface(model)
         plan = service.dispatching.plan
         hosts = plan.hosts_of(model) if plan is not None else ()
         batch = max((r.batch_size for gpulet in hosts for r in gpulet.models if r.name == model), default=0)
         return {
-            "name": model, "platform": served.platform, "backend": "tenuto", "max_batch_size": batch,
-            "input": [_config_entry(t) for t in served.inputs],
-            "output": [_config_entry(t) for t in served.outputs],
+            "name": model, "platform": interface.platform, "backend": "tenuto", "max_batch_size": batch,
+            "input": [_config_entry(t) for t in interface.inputs],
+            "output": [_config_entry(t) for t in interface.outputs],
         }  # fmt: skip
 
     @app.get(prefix + "/stats", tags=["models"], summary="Statistics of a model", include_in_schema=document)
     async def statistics(model: str) -> dict[str, Any]:
-        service.served(model)
+        service.interface(model)
         models = (await service.dispatching.report("status"))["models"]
         return {"model_stats": [_statistics(model, models[model])]}
 

@@ -24,7 +24,7 @@ from tenuto.deployments.entry.heads import Route, began_s, load_path, named_mode
 from tenuto.deployments.entry.http import JSON, Exchange, Head, HttpError, inflated, retry_after
 from tenuto.deployments.entry.margin import Margin
 from tenuto.deployments.entry.oip import BadRequestError
-from tenuto.deployments.entry.served_model import PlannedModel, ServedModel
+from tenuto.deployments.entry.planned_model import ModelInterface, PlannedModel
 from tenuto.deployments.entry.shared_memory import Regions
 from tenuto.deployments.operator.traces import Traces
 from tenuto.deployments.security.keys import Caller, Callers, presented_key
@@ -153,7 +153,7 @@ class InferenceService:
             raise HttpError(503, "no plan is applied yet. Wait a moment and retry.", retry_after_s=1)
         return self._dispatching
 
-    def served(self, name: str) -> ServedModel:
+    def interface(self, name: str) -> ModelInterface:
         """Return a model that can be asked now.
 
         Raises:
@@ -171,9 +171,9 @@ class InferenceService:
             raise HttpError(404, f"unknown model '{name}'.{known}")
         return model
 
-    def _ready(self, model: PlannedModel) -> ServedModel:
-        if model.is_ready and model.served is not None:
-            return model.served
+    def _ready(self, model: PlannedModel) -> ModelInterface:
+        if model.is_ready and model.interface is not None:
+            return model.interface
         plan = self._plan
         if plan is not None and model.name in plan.unserved:
             why = plan.unserved_reasons.get(model.name, "no reason given")
@@ -290,7 +290,7 @@ class InferenceService:
         """Answer a raw image or text. Decoding and resizing are real work: in threads, where they delay no timer."""
         model = route.model
         assert model is not None
-        served = self._ready(model)
+        interface = self._ready(model)
         slo_ms = model.slo_ms if route.slo_ms is None else route.slo_ms
         if self._clock() * 1000.0 + model.alone_ms > exchange.arrived_ms + slo_ms:
             raise HttpError(
@@ -301,7 +301,7 @@ class InferenceService:
             plain = exchange.body
             if route.encoding is not None:
                 plain = inflated(plain, route.encoding, self.max_body_bytes)
-            return served.preprocess(plain)
+            return interface.preprocess(plain)
 
         self._aside(exchange, decode, lambda parts: InferCall(self, exchange, route).begin_decoded(parts))
 

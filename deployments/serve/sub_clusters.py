@@ -34,7 +34,7 @@ def read_partition(path: str | Path) -> dict[str, int]:
 def fits_plan(plan: Plan, assignment: Mapping[str, int]) -> bool:
     """Whether every model of a plan has a sub-cluster, and no gpu-let models of two."""
     return all(spec.name in assignment for spec in plan.models) and all(
-        len({assignment[name] for name in pool}) == 1 for pool in _inseparable(plan)
+        len({assignment[name] for name in component}) == 1 for component in _inseparable(plan)
     )
 
 
@@ -55,17 +55,17 @@ def parted(
         time_limit_s: of the solver.
     """
     rates = {spec.name: (rates_rps or {}).get(spec.name, spec.rate_rps) for spec in plan.models}
-    pools = _inseparable(plan)
-    count = min(len(set(present.values())), len(pools))
+    components = _inseparable(plan)
+    count = min(len(set(present.values())), len(components))
     names = sorted(set(present.values()))
     entries, current = [], {}
-    for index, pool in enumerate(pools):
-        weights = {r.name: r.weights_mib or 0.0 for g in plan.gpulets for r in g.models if r.name in pool}
-        rate = sum(rates[name] for name in pool)
-        # Where no weights are known each pool counts the same.
+    for index, component in enumerate(components):
+        weights = {r.name: r.weights_mib or 0.0 for g in plan.gpulets for r in g.models if r.name in component}
+        rate = sum(rates[name] for name in component)
+        # Where no weights are known each component counts the same.
         entries.append(PartitionModel(str(index), max(rate, 1e-9), max(rate, 1e-9), sum(weights.values()) or 1.0))
         by_place: dict[int, float] = {}
-        for name in pool:
+        for name in component:
             if name in present:
                 place = names.index(present[name])
                 by_place[place] = by_place.get(place, 0.0) + rates[name]
@@ -74,7 +74,7 @@ def parted(
     bound = None if most_moved is None else 2.0 * most_moved * sum(entry.static_mib for entry in entries)
     limits = Limits(max_change_mib=bound)
     found = partition(entries, count, limits=limits, current=current, time_limit_s=time_limit_s).assignment
-    return {name: names[found[str(index)]] for index, pool in enumerate(pools) for name in sorted(pool)}
+    return {name: names[found[str(index)]] for index, component in enumerate(components) for name in sorted(component)}
 
 
 def imbalance(assignment: Mapping[str, int], rates_rps: Mapping[str, float]) -> float:

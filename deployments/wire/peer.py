@@ -38,24 +38,24 @@ StateT_contra = TypeVar("StateT_contra", bound=PeerState, contravariant=True)
 StateT_co = TypeVar("StateT_co", bound=PeerState, covariant=True)
 
 
-class LinkEvents(Protocol[StateT_contra]):
-    """What the owner of a link is told, always on the event loop."""
+class ConnectionEvents(Protocol[StateT_contra]):
+    """What the owner of a connection is told, always on the event loop."""
 
-    def link_up(self, link: Link[StateT_contra]) -> None:
-        """The peer is connected and has said what it is: `link.state`."""
+    def peer_connected(self, connection: Connection[StateT_contra]) -> None:
+        """The peer is connected and has said what it is: `connection.state`."""
 
-    def link_down(self, link: Link[StateT_contra], reason: str) -> None:
+    def peer_lost(self, connection: Connection[StateT_contra], reason: str) -> None:
         """The connection is gone; what was sent and not answered is lost."""
 
-    def state_changed(self, link: Link[StateT_contra]) -> None:
+    def state_changed(self, connection: Connection[StateT_contra]) -> None:
         """The peer said anew what it is and holds."""
 
-    def message_came(self, link: Link[StateT_contra], message: Message, body: memoryview) -> None:
+    def message_came(self, connection: Connection[StateT_contra], message: Message, body: memoryview) -> None:
         """The peer sent something else."""
 
 
-class Link(Protocol[StateT_co]):
-    """A way to one peer; `PeerLink` over sockets, others where no process is at the far end."""
+class Connection(Protocol[StateT_co]):
+    """A way to one peer; `PeerConnection` over sockets, others where no process is at the far end."""
 
     @property
     def peer(self) -> str:
@@ -80,14 +80,14 @@ class Link(Protocol[StateT_co]):
         """Close for good."""
 
     def send(self, message: Message, buffers: Sequence[Buffer] = ()) -> None:
-        """Send a message; silent when the connection has just gone (`link_down` follows)."""
+        """Send a message; silent when the connection has just gone (`peer_lost` follows)."""
 
 
-class PeerLink(Generic[StateT]):
+class PeerConnection(Generic[StateT]):
     """Keeps one peer connected for as long as it exists. Invariant: at most one connection at a time."""
 
     def __init__(
-        self, kind: type[StateT], peer: str, find: Finder, events: LinkEvents[StateT], *, name: str = "gpu-let"
+        self, kind: type[StateT], peer: str, find: Finder, events: ConnectionEvents[StateT], *, name: str = "gpu-let"
     ) -> None:
         """Prepare; `start` begins.
 
@@ -123,7 +123,7 @@ class PeerLink(Generic[StateT]):
 
     def start(self) -> None:
         """Begin to look for the peer; returns at once."""
-        self._task = asyncio.create_task(self._keep_connected(), name=f"link {self._name}")
+        self._task = asyncio.create_task(self._keep_connected(), name=f"connection {self._name}")
 
     async def stop(self) -> None:
         """Close the connection and stop looking."""
@@ -136,7 +136,7 @@ class PeerLink(Generic[StateT]):
             self._protocol.close()
 
     def send(self, message: Message, buffers: Sequence[Buffer] = ()) -> None:
-        """Send a message; silent when the connection has just gone (`link_down` follows)."""
+        """Send a message; silent when the connection has just gone (`peer_lost` follows)."""
         if self._protocol is not None:
             self._protocol.send(message, buffers)
 
@@ -173,7 +173,7 @@ class PeerLink(Generic[StateT]):
             self._is_up = True
             again = "again, " if known is not None and known.pid != message.pid else ""
             logger.info("%s is connected (%spid %d)", self._name, again, message.pid)
-            self._events.link_up(self)
+            self._events.peer_connected(self)
         elif self._is_up:
             self._events.message_came(self, message, body)
 
@@ -186,4 +186,4 @@ class PeerLink(Generic[StateT]):
             reason = f"{self._name} closed its connection" + (f" ({error})" if error else "")
             if not self._is_stopping:
                 logger.warning("%s", reason)
-            self._events.link_down(self, reason)
+            self._events.peer_lost(self, reason)

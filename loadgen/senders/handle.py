@@ -39,8 +39,8 @@ class HandleSender:
         """
         assert self._handle is not None
         try:
-            served = self._handle.served(model)
-            request = parse_infer(body.data, body.json_length, served.inputs)
+            interface = self._handle.interface(model)
+            request = parse_infer(body.data, body.json_length, interface.inputs)
         except (BadRequestError, TenutoError) as error:
             raise EnvironmentFaultError(f"'{model}' cannot be asked over the handle: {error}") from error
         return model, [part.data for part in request.parts[0]], slo_ms

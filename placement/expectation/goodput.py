@@ -3,8 +3,8 @@
 Requests of a model wait in one queue for all gpu-lets that host it. A batch is gathered for as long as its deadline
 allows, so that its size follows from rate and SLO: the largest b with l(b) + (b - 1/2) / rate <= SLO, at most the
 planned one (with b in place of b - 1/2 where a gpu-let is always busy: Symphony, section 3.3; with b - 1 where one is
-always free). Gpu-lets that share programs, directly or through others, are one *pool*, which serves what fits into the
-time of its gpu-lets, less what waiting costs (`waiting`).
+always free). Gpu-lets that share programs, directly or through others, are one *component*, which serves what
+fits into the time of its gpu-lets, less what waiting costs (`waiting`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tenuto.placement.solver import linear_program
 from tenuto.placement.workload import ModelSpec
 
 ROUNDS = 6  # of adapting slowdowns to how busy neighbours are
-SPREAD = 0.7  # of what an overloaded pool loses falls on all programs; from scenes that judge nothing
+SPREAD = 0.7  # of what an overloaded component loses falls on all programs; from scenes that judge nothing
 IN_FULL = 0.99
 # Chosen on 30 random workloads that judge nothing: of 850 models that the formulas alone promise in full 27 get less
 # than 98 %, with this margin one of 606; of those that are promised less by it nine in ten get it.
@@ -113,12 +113,12 @@ def outlook_of(plan: Plan, *, is_cautious: bool = False) -> Outlook:
     for _ in range(ROUNDS):
         served, change = {}, 0.0
         found = [
-            _served_in_time(pool, asked, beside, plan.objective, is_cautious=is_cautious)
-            for pool in _connected_kinds(kinds)
+            _served_in_time(component, asked, beside, plan.objective, is_cautious=is_cautious)
+            for component in _connected_kinds(kinds)
         ]
         for each in found:
             served |= each.done
-            for kind, busy in zip(each.pool, each.busy, strict=True):
+            for kind, busy in zip(each.component, each.busy, strict=True):
                 change, kind.busy = max(change, abs(busy - kind.busy)), busy
         if change < 1e-3:
             break
@@ -131,7 +131,7 @@ def outlook_of(plan: Plan, *, is_cautious: bool = False) -> Outlook:
     carried: list[Mapping[str, float]] = [{}] * len(plan.gpulets)
     batches: list[Mapping[str, int]] = [{}] * len(plan.gpulets)
     for each in found:
-        for k, kind in enumerate(each.pool):
+        for k, kind in enumerate(each.component):
             takes = {name: flow / len(kind.gpulets) for (name, at), flow in each.flows.items() if at == k}
             for index in kind.gpulets:
                 busy_of[index], carried[index] = kind.busy, takes
@@ -188,20 +188,20 @@ def _kinds_beside(plan: Plan, kinds: Sequence[_Kind]) -> dict[int, list[_Kind]]:
 def _connected_kinds(kinds: Sequence[_Kind]) -> Iterable[list[_Kind]]:
     """Return the kinds that share programs, directly or through others."""
     components = connected_components([program.name for program in kind.programs] for kind in kinds)
-    pool_of = {name: index for index, names in enumerate(components) for name in names}
-    pools: dict[int, list[_Kind]] = defaultdict(list)
+    component_of = {name: index for index, names in enumerate(components) for name in names}
+    by_component: dict[int, list[_Kind]] = defaultdict(list)
     for kind in kinds:
         if kind.programs:
-            pools[pool_of[kind.programs[0].name]].append(kind)
-    return pools.values()
+            by_component[component_of[kind.programs[0].name]].append(kind)
+    return by_component.values()
 
 
 @dataclass(frozen=True)
 class _ServedInTime:
-    """What a pool serves of every program in time, how busy its gpu-lets are, what they take of each program
+    """What a component serves of every program in time, how busy its gpu-lets are, what they take of each program
     and in which batches, by kind."""
 
-    pool: Sequence[_Kind]
+    component: Sequence[_Kind]
     done: Mapping[str, float]
     busy: Sequence[float]
     flows: Mapping[tuple[str, int], float]
@@ -209,13 +209,13 @@ class _ServedInTime:
 
 
 def _served_in_time(
-    pool: Sequence[_Kind], asked: Mapping[str, _Asked], beside: Mapping[int, list[_Kind]], objective: str, *,
+    component: Sequence[_Kind], asked: Mapping[str, _Asked], beside: Mapping[int, list[_Kind]], objective: str, *,
     is_cautious: bool,
 ) -> _ServedInTime:
-    names = list(dict.fromkeys(p.name for kind in pool for p in kind.programs if p.name in asked))
+    names = list(dict.fromkeys(p.name for kind in component for p in kind.programs if p.name in asked))
     by_weight = objective == "weighted"
     batches: list[dict[str, Batch]] = []
-    for kind in pool:
+    for kind in component:
         gathered = {
             p.name: _gathered(
                 p, asked[p.name], _mean_slowdown(p, beside[id(kind)]), is_alone=len(kind.programs) == 1,
@@ -225,13 +225,13 @@ def _served_in_time(
             if p.name in asked
         }
         batches.append({name: batch for name, batch in gathered.items() if batch is not None})
-    flows = _flows(names, pool, batches, asked, objective, 1.0)
-    gpulets = sum(len(kind.gpulets) for kind in pool)
+    flows = _flows(names, component, batches, asked, objective, 1.0)
+    gpulets = sum(len(kind.gpulets) for kind in component)
     best = {name: min((own[name] for own in batches if name in own), key=_time, default=None) for name in names}
     load = sum(flow * batches[k][name].time_s for (name, k), flow in flows.items()) / gpulets
     for name, batch in best.items():
         if batch is not None:
-            left = asked[name].rate_rps - sum(flows.get((name, k), 0.0) for k in range(len(pool)))
+            left = asked[name].rate_rps - sum(flows.get((name, k), 0.0) for k in range(len(component)))
             load += max(0.0, left) * batch.time_s / gpulets
     streams = {
         name: Stream(asked[name].rate_rps, batch, asked[name].slo_ms, asked[name].weight if by_weight else 1.0)
@@ -243,34 +243,34 @@ def _served_in_time(
     if objective == "each" and load > 0.0:  # who lost most is served first
         lost = dict.fromkeys(streams, 1.0 - used / load)
     if load > 1.0:
-        flows = _overloaded(names, pool, batches, asked, objective, used, lost)
+        flows = _overloaded(names, component, batches, asked, objective, used, lost)
         lost = {}
     busy = []
-    for k, kind in enumerate(pool):
+    for k, kind in enumerate(component):
         time = sum(flows.get((name, k), 0.0) * batch.time_s for name, batch in batches[k].items())
         busy.append(min(1.0, time / len(kind.gpulets)))
     done = {}
     for name in names:
-        flow = sum(flows.get((name, k), 0.0) for k in range(len(pool)))
-        blocked = _blocked(name, pool, batches, asked[name], flows)
+        flow = sum(flows.get((name, k), 0.0) for k in range(len(component)))
+        blocked = _blocked(name, component, batches, asked[name], flows)
         kept = 1.0
         for part in (lost.get(name, 0.0), blocked):
             kept *= 1.0 - part if part > NOTHING else 1.0
         done[name] = kept * min(asked[name].rate_rps, flow)
-    return _ServedInTime(pool, done, busy, flows, batches)
+    return _ServedInTime(component, done, busy, flows, batches)
 
 
 def _overloaded(
-    names: Sequence[str], pool: Sequence[_Kind], batches: Sequence[Mapping[str, Batch]], asked: Mapping[str, _Asked],
-    objective: str, used: float, lost: Mapping[str, float],
+    names: Sequence[str], component: Sequence[_Kind], batches: Sequence[Mapping[str, Batch]],
+    asked: Mapping[str, _Asked], objective: str, used: float, lost: Mapping[str, float],
 ) -> dict[tuple[str, int], float]:  # fmt: skip
     """Return the flows where not everything can be served: the best by the objective, and to some part what is left of
     each program if all lose, as a scheduler sees deadlines before costs."""
-    best = _flows(names, pool, batches, asked, objective, used)
+    best = _flows(names, component, batches, asked, objective, used)
     if objective == "each":
         return best
     fewer = {name: replace(asked[name], rate_rps=asked[name].rate_rps * (1.0 - lost.get(name, 0.0))) for name in names}
-    all_lose = _flows(names, pool, batches, fewer, objective, used)
+    all_lose = _flows(names, component, batches, fewer, objective, used)
     return {
         pair: best.get(pair, 0.0) + SPREAD * (all_lose.get(pair, 0.0) - best.get(pair, 0.0)) for pair in best | all_lose
     }
@@ -281,12 +281,12 @@ def _time(batch: Batch) -> float:
 
 
 def _blocked(
-    name: str, pool: Sequence[_Kind], batches: Sequence[Mapping[str, Batch]], asked: _Asked,
+    name: str, component: Sequence[_Kind], batches: Sequence[Mapping[str, Batch]], asked: _Asked,
     flows: Mapping[tuple[str, int], float],
 ) -> float:  # fmt: skip
     """Return the part of a program's requests that come behind batches of others that run for too long."""
     found, hosts = 1.0, False
-    for k, kind in enumerate(pool):
+    for k, kind in enumerate(component):
         own = next((p for p in kind.programs if p.name == name), None)
         if own is None or name not in batches[k] or own.latency is None:
             continue
@@ -355,24 +355,24 @@ def _mean_of_capped(largest: int, come: float) -> float:
 
 
 def _flows(
-    names: Sequence[str], pool: Sequence[_Kind], batches: Sequence[Mapping[str, Batch]], asked: Mapping[str, _Asked],
-    objective: str, used: float,
+    names: Sequence[str], component: Sequence[_Kind], batches: Sequence[Mapping[str, Batch]],
+    asked: Mapping[str, _Asked], objective: str, used: float,
 ) -> dict[tuple[str, int], float]:  # fmt: skip
     """Return how much of each program every kind of gpu-let serves: the best flow by the workload's objective.
 
     Args:
         names: of the programs.
-        pool: the kinds of gpu-lets.
+        component: the kinds of gpu-lets.
         batches: by kind, those of the programs that can be in time there.
         asked: by program.
         objective: of the workload.
         used: the part of the gpu-lets' time that there is.
     """
     times = [{name: batch.time_s for name, batch in own.items()} for own in batches]
-    if len(pool) == 1:
-        done = _in_one(names, times[0], asked, used * len(pool[0].gpulets), objective)
+    if len(component) == 1:
+        done = _in_one(names, times[0], asked, used * len(component[0].gpulets), objective)
         return {(name, 0): rate for name, rate in done.items()}
-    gpulets = [used * len(kind.gpulets) for kind in pool]
+    gpulets = [used * len(kind.gpulets) for kind in component]
     if len(names) == 1:
         return _evenly(names[0], gpulets, times, asked[names[0]].rate_rps)
     return _best_flows(names, gpulets, times, asked, objective)

@@ -19,7 +19,7 @@ _SPEEDS = {
 }  # fmt: skip
 
 
-def check_page(results: Results) -> str:
+def report_page(results: Results) -> str:
     """Return the page in Markdown, from the files that are there; nothing in it is judged but by what they say."""
     return "\n".join(line for part in _PARTS for line in part(results)).rstrip() + "\n"
 

@@ -24,12 +24,12 @@ from tenuto.batching.core.system import NetworkDelay
 from tenuto.batching.registry import make_scheduler
 from tenuto.deployments.dispatch.dispatcher import Dispatcher
 from tenuto.deployments.dispatch.dispatcher_process import BundleServer
+from tenuto.deployments.entry.dispatcher_client import DispatcherClient
 from tenuto.deployments.entry.dispatching import Dispatching, ask
-from tenuto.deployments.entry.remote_dispatchers import RemoteDispatchers
 from tenuto.deployments.wire.answers import Answer
 from tenuto.deployments.wire.arena import machine_id
 from tenuto.deployments.wire.messages import BatchRan, GpuletMode, GpuletState, Message, RunBatch
-from tenuto.deployments.wire.peer import Endpoint, Finder, LinkEvents
+from tenuto.deployments.wire.peer import ConnectionEvents, Endpoint, Finder
 from tenuto.deployments.wire.tensors import Buffer, InputPart, RowOutput
 from tenuto.outcome import Outcome
 from tenuto.placement import Plan
@@ -47,7 +47,7 @@ class Echo:
 
     shares_memory = True
 
-    def __init__(self, gpulet_id: str, _find: Finder, events: LinkEvents[GpuletState]) -> None:
+    def __init__(self, gpulet_id: str, _find: Finder, events: ConnectionEvents[GpuletState]) -> None:
         self.peer = gpulet_id
         self.state = GpuletState(
             gpulet=gpulet_id, gpu="g", pid=1, machine=machine_id(), device="none", emulated=True, share_pct=None,
@@ -60,7 +60,7 @@ class Echo:
     def start(self) -> None:
         def rise() -> None:
             self.is_up = True
-            self._events.link_up(self)
+            self._events.peer_connected(self)
 
         asyncio.get_running_loop().call_soon(rise)
 
@@ -87,7 +87,7 @@ def make_dispatcher() -> Dispatcher:
 
         return find
 
-    return Dispatcher(build, nowhere, max_queued=1_000_000, make_link=Echo)
+    return Dispatcher(build, nowhere, max_queued=1_000_000, make_connection=Echo)
 
 
 def run_loop(main: Coroutine[Any, Any, Any]) -> Any:
@@ -159,7 +159,7 @@ async def direct(cases: Sequence[tuple[float, int]], seconds: float) -> list[tup
     return rows
 
 
-class Counting(RemoteDispatchers):
+class Counting(DispatcherClient):
     """Counts the bundles that leave."""
 
     bundles = 0

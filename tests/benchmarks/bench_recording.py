@@ -23,7 +23,7 @@ from serving import heading, synthetic_plan
 
 from tenuto.deployments.dispatch.accounts import ModelCounters
 from tenuto.deployments.dispatch.advice import LiveAdvice
-from tenuto.deployments.dispatch.measured_times import LatencyCorrection, NetworkMeter
+from tenuto.deployments.dispatch.measured_times import LatencyRatios, NetworkMeter
 from tenuto.deployments.dispatch.request_log import RequestLog
 from tenuto.deployments.entry.gateway import _split
 from tenuto.deployments.wire.answers import Answer
@@ -38,14 +38,14 @@ def _parts() -> dict[str, Callable[[int], Any]]:
     answer = Answer(Outcome.OK, [], 1, GPULET, 3.2, 0.4, 9.1, True, start_ms=3.7)
     log, counters, advice = RequestLog(), ModelCounters(), LiveAdvice()
     advice.follow(synthetic_plan(1.0, 1.0, 100.0, 100.0, 1, 1), 0.0)
-    network, correction = NetworkMeter(1.0), LatencyCorrection()
+    network, ratios = NetworkMeter(1.0), LatencyRatios()
     recent: deque[dict[str, Any]] = deque(maxlen=1024)
 
     def per_batch(number: int) -> None:
         counters.execution_ms.append(9.1)
         advice.executed(GPULET, 9.1)
         network.record(0.8 + 0.001 * (number % 7), 1)
-        correction.record(0, 0, 1.0 + 0.001 * (number % 5))
+        ratios.record(0, 0, 1.0 + 0.001 * (number % 5))
         network.news()  # sorts what it has every 64 batches
 
     def row_of_the_batch(number: int) -> None:

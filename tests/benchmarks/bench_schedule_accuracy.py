@@ -37,8 +37,8 @@ from typing import cast
 import numpy as np
 from serving import heading, synthetic_plan
 
+from tenuto.deployments.entry.dispatcher_client import DispatcherClient
 from tenuto.deployments.entry.handle import ALONE, TenutoHandle
-from tenuto.deployments.entry.remote_dispatchers import RemoteDispatchers
 from tenuto.deployments.wire.answers import Executed
 from tenuto.deployments.wire.arena import machine_id
 from tenuto.deployments.wire.bundles import AnsweredRequest, pack_answers
@@ -145,7 +145,7 @@ class _NoOpHandleSender(HandleSender):
         def find(_name: str) -> Finder:
             return endpoint
 
-        front = RemoteDispatchers(find)
+        front = DispatcherClient(find)
         await front.apply(synthetic_plan(0.001, 0.0, SLO_MS, 1000.0, 1, 1), {ALONE: [MODEL]})
         self._handle = TenutoHandle(front)
         await super().open(connections, on_reply)

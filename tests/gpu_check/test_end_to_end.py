@@ -8,7 +8,7 @@ import pytest
 from tenuto.deployments.wire.answers import Answer
 from tenuto.errors import EnvironmentFaultError
 from tenuto.gpu_check import end_to_end
-from tenuto.gpu_check.page import check_page
+from tenuto.gpu_check.page import report_page
 from tenuto.gpu_check.results import Results
 from tenuto.outcome import Outcome
 
@@ -39,6 +39,6 @@ def test_the_page_shows_both_ways(tmp_path: Path) -> None:
     way = {"rows_per_s": 900.0, "rows_per_s_of_batches_alone": 1000.0, "part_of_it": 0.9, "mean_batch": 8.0,
            "execution_ms": 8.0, "round_trip_ms": 20.0, "not_ok": 0}  # fmt: skip
     results.write("served.json", {"model": "m", "batch_size": 8, "plain": way, "streamed": {"failed": "no GPU"}})
-    page = check_page(results)
+    page = report_page(results)
     assert "| plain | 900.0 | 1000.0 | 0.9 | 8.0 | 8.0 | 20.0 | 0 |" in page
     assert "| streamed | no GPU |" in page

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tenuto.errors import EnvironmentFaultError
-from tenuto.gpu_check import check, sharing
+from tenuto.gpu_check import run, sharing
 from tenuto.gpu_check.results import Results
 from tenuto.gpu_check.sharing import SHARES, ProbeProcess
 from tenuto.gpu_check.steps import Step
@@ -33,7 +33,7 @@ def walk(worker_server: Callable[[str], list[str]], tmp_path: Path) -> Iterator[
 
     def call(steps: str, **departures: str) -> int:
         with virtual_steps(worker_server, folder, **departures) as run:
-            return check.main(["-o", str(tmp_path), "--steps", steps], run=run, sizes=SIZES)
+            return run.main(["-o", str(tmp_path), "--steps", steps], run=run, sizes=SIZES)
 
     yield call
     shutil.rmtree(folder)
@@ -136,8 +136,8 @@ except KeyboardInterrupt:
     pathlib.Path({str(file)!r} + ".asked").touch()
 """
     environment = dict(os.environ)
-    assert check._run(Step("s", "A", ("-c", script), 600.0), environment, 28.0, grace_s=25.0) == check.STOPPED
+    assert run._run(Step("s", "A", ("-c", script), 600.0), environment, 28.0, grace_s=25.0) == run.STOPPED
     assert (tmp_path / "child.asked").exists()
     child = int(file.read_text(encoding="utf-8"))
     until(lambda: Processes().started_at(child) is None)
-    assert check._run(Step("s", "A", ("-c", "raise SystemExit(3)"), 600.0), environment, 60.0) == 3
+    assert run._run(Step("s", "A", ("-c", "raise SystemExit(3)"), 600.0), environment, 60.0) == 3

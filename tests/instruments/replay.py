@@ -1,7 +1,7 @@
 """The dispatcher driven by a scenario file: the served side of what `tests.instruments.scenario` runs in virtual time.
 
 `run_virtual_clock` runs it on a loop whose time jumps, over emulated gpu-lets inside the process; `run_scenario` on
-whatever loop, clock and links the caller has, real ones included.
+whatever loop, clock and connections the caller has, real ones included.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from tenuto.batching.core.scheduler import Rehearsal, Scheduler
 from tenuto.batching.core.system import NetworkDelay
 from tenuto.batching.registry import make_scheduler
 from tenuto.deployments.dispatch.dispatcher import Dispatcher
-from tenuto.deployments.dispatch.fleet import GpuletLink, LinkFactory
+from tenuto.deployments.dispatch.fleet import ConnectionFactory, GpuletConnection
 from tenuto.deployments.dispatch.measured_times import WayMeter
 from tenuto.deployments.dispatch.rehearsals import Computed
 from tenuto.deployments.wire.answers import Answer
 from tenuto.deployments.wire.messages import AbortBatch, BatchRan, GpuletState, Message, RunBatch
-from tenuto.deployments.wire.peer import Endpoint, Finder, LinkEvents
+from tenuto.deployments.wire.peer import ConnectionEvents, Endpoint, Finder
 from tenuto.deployments.wire.tensors import Buffer
 from tenuto.placement import Plan
 from tests.instruments.asking import submit
@@ -31,14 +31,14 @@ from tests.instruments.fake_gpulet import state
 from tests.instruments.scenario import RanBatch, Scenario
 from tests.instruments.virtual_loop import VirtualLoop
 
-__all__ = ["EmulatedLink", "compute_here", "run_scenario", "run_virtual_clock"]
+__all__ = ["EmulatedConnection", "compute_here", "run_scenario", "run_virtual_clock"]
 
 # A request's whole input is its position in the schedule, as one float32, so that a batch on the wire names its own.
 _POSITION = struct.Struct("<f")
 _LONGEST_WAIT_S = 30.0
 
 
-class EmulatedLink:
+class EmulatedConnection:
     """A gpu-let without process or socket: runs batches one after the other on the loop's timers.
 
     A batch may start `ctrl_ms` after it was sent and when the one before has ended; its answer takes no time.
@@ -46,7 +46,7 @@ class EmulatedLink:
 
     shares_memory = True
 
-    def __init__(self, gpulet_id: str, events: LinkEvents[GpuletState], plan: Plan, ctrl_ms: float) -> None:
+    def __init__(self, gpulet_id: str, events: ConnectionEvents[GpuletState], plan: Plan, ctrl_ms: float) -> None:
         self.peer = gpulet_id
         gpulet = next(gpulet for gpulet in plan.gpulets if gpulet.id == gpulet_id)
         self.state = state(gpulet_id, {program.name: program.batch_size for program in gpulet.programs}, {})
@@ -69,7 +69,7 @@ class EmulatedLink:
 
     def _rise(self) -> None:
         self._up = True
-        self._events.link_up(self)
+        self._events.peer_connected(self)
 
     async def stop(self) -> None:
         """Run nothing more."""
@@ -113,39 +113,39 @@ class EmulatedLink:
 
 
 class _Recording:
-    """A link that writes down every batch that leaves; the rest is the link's."""
+    """A connection that writes down every batch that leaves; the rest is the connection's."""
 
-    def __init__(self, link: GpuletLink, write: Callable[[str, RunBatch, Sequence[Buffer]], None]) -> None:
-        self._link = link
+    def __init__(self, connection: GpuletConnection, write: Callable[[str, RunBatch, Sequence[Buffer]], None]) -> None:
+        self._connection = connection
         self._write = write
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._link, name)
+        return getattr(self._connection, name)
 
     def send(self, message: Message, buffers: Sequence[Buffer] = ()) -> None:
         if isinstance(message, RunBatch):
-            self._write(self._link.peer, message, buffers)
-        self._link.send(message, buffers)
+            self._write(self._connection.peer, message, buffers)
+        self._connection.send(message, buffers)
 
 
 class _Renamed:
-    """Tells the owner of a recorded link of that link, and not of the one inside."""
+    """Tells the owner of a recorded connection of that connection, and not of the one inside."""
 
-    def __init__(self, events: LinkEvents[GpuletState]) -> None:
+    def __init__(self, events: ConnectionEvents[GpuletState]) -> None:
         self._events = events
-        self.link: Any = None
+        self.connection: Any = None
 
-    def link_up(self, _link: GpuletLink) -> None:
-        self._events.link_up(self.link)
+    def peer_connected(self, _connection: GpuletConnection) -> None:
+        self._events.peer_connected(self.connection)
 
-    def link_down(self, _link: GpuletLink, reason: str) -> None:
-        self._events.link_down(self.link, reason)
+    def peer_lost(self, _connection: GpuletConnection, reason: str) -> None:
+        self._events.peer_lost(self.connection, reason)
 
-    def state_changed(self, _link: GpuletLink) -> None:
-        self._events.state_changed(self.link)
+    def state_changed(self, _connection: GpuletConnection) -> None:
+        self._events.state_changed(self.connection)
 
-    def message_came(self, _link: GpuletLink, message: Message, body: memoryview) -> None:
-        self._events.message_came(self.link, message, body)
+    def message_came(self, _connection: GpuletConnection, message: Message, body: memoryview) -> None:
+        self._events.message_came(self.connection, message, body)
 
 
 async def compute_here(job: Rehearsal) -> Computed:
@@ -155,7 +155,7 @@ async def compute_here(job: Rehearsal) -> Computed:
 
 async def run_scenario(
     scenario: Scenario,
-    make_link: LinkFactory,
+    make_connection: ConnectionFactory,
     *,
     find_gpulet: Callable[[str], Finder],
     clock: Callable[[], float] = time.monotonic,
@@ -165,13 +165,13 @@ async def run_scenario(
 
     Args:
         scenario: what to run.
-        make_link: makes the links to the gpu-lets of `scenario.plan()`.
-        find_gpulet: what the links find their gpu-lets with.
+        make_connection: makes the connections to the gpu-lets of `scenario.plan()`.
+        find_gpulet: what the connections find their gpu-lets with.
         clock: the dispatcher's clock, in seconds; must pass as the loop's time does.
         timer_slack_ms: how much earlier than asked the dispatcher is woken; 0 on a loop whose timers are exact.
 
     Returns:
-        The batches in order of dispatch, with the time they were handed to the link, and every request's answer.
+        The batches in order of dispatch, with the time they were handed to the connection, and every request's answer.
 
     Raises:
         InvalidInputError: unknown scheduler or option, or an SLO that no batch can meet.
@@ -186,10 +186,10 @@ async def run_scenario(
             requests = tuple(sorted(requests))  # one model's after the other's on the wire
         batches.append(RanBatch((clock() - origin) * 1000.0, gpulet_id, message.program, requests))
 
-    def recording(gpulet_id: str, find: Finder, events: LinkEvents[GpuletState]) -> GpuletLink:
+    def recording(gpulet_id: str, find: Finder, events: ConnectionEvents[GpuletState]) -> GpuletConnection:
         renamed = _Renamed(events)
-        renamed.link = _Recording(make_link(gpulet_id, find, renamed), write)
-        found: GpuletLink = renamed.link
+        renamed.connection = _Recording(make_connection(gpulet_id, find, renamed), write)
+        found: GpuletConnection = renamed.connection
         return found
 
     def build_scheduler(plan: Plan, network: NetworkDelay) -> Scheduler:
@@ -202,7 +202,7 @@ async def run_scenario(
         reserve_ms=scenario.network.response_ms,
         clock=clock,
         timer_slack_ms=timer_slack_ms,
-        make_link=recording,
+        make_connection=recording,
         compute=compute_here,
     )
     loop = asyncio.get_running_loop()
@@ -240,18 +240,18 @@ def run_virtual_clock(scenario: Scenario) -> tuple[list[RanBatch], list[Answer]]
     """Run a scenario through a dispatcher on a clock that jumps; see `run_scenario` for what is returned and raised."""
     plan = scenario.plan()
 
-    def make_link(gpulet_id: str, _find: Finder, events: LinkEvents[GpuletState]) -> GpuletLink:
-        return EmulatedLink(gpulet_id, events, plan, scenario.network.ctrl_ms)
+    def make_connection(gpulet_id: str, _find: Finder, events: ConnectionEvents[GpuletState]) -> GpuletConnection:
+        return EmulatedConnection(gpulet_id, events, plan, scenario.network.ctrl_ms)
 
     async def nobody() -> Endpoint:
-        raise LookupError("an emulated link finds nothing")
+        raise LookupError("an emulated connection finds nothing")
 
     def find(_gpulet_id: str) -> Finder:
         return nobody
 
     async def run() -> tuple[list[RanBatch], list[Answer]]:
         clock = asyncio.get_running_loop().time
-        return await run_scenario(scenario, make_link, find_gpulet=find, clock=clock, timer_slack_ms=0.0)
+        return await run_scenario(scenario, make_connection, find_gpulet=find, clock=clock, timer_slack_ms=0.0)
 
     with asyncio.Runner(loop_factory=VirtualLoop) as runner:
         return runner.run(run())

@@ -22,7 +22,7 @@ from types import ModuleType
 from typing import Any
 from unittest import mock
 
-from tenuto.gpu_check import check
+from tenuto.gpu_check import run as gpu_check_run
 from tenuto.gpu_check.page import VIRTUAL_DRIVER
 from tenuto.gpu_check.steps import Sizes, Step
 from tenuto.mps import inventory
@@ -69,7 +69,7 @@ def gpu(**departures: Any) -> GpuDevice:
 
 
 @contextmanager
-def virtual_steps(relay: Callable[[str], list[str]], folder: Path, **departures: str) -> Iterator[check.Run]:
+def virtual_steps(relay: Callable[[str], list[str]], folder: Path, **departures: str) -> Iterator[gpu_check_run.Run]:
     """Give what runs a step on the virtual machine.
 
     Args:
@@ -97,7 +97,7 @@ def virtual_steps(relay: Callable[[str], list[str]], folder: Path, **departures:
         try:
             return subprocess.run(command, env=given, timeout=limit_s, check=False).returncode
         except subprocess.TimeoutExpired:
-            return check.STOPPED
+            return gpu_check_run.STOPPED
 
     try:
         yield run
@@ -169,7 +169,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         tempfile.TemporaryDirectory(prefix="m") as folder, forked_workers() as relay,
         virtual_steps(relay, Path(folder)) as run,
     ):  # fmt: skip
-        return check.main(given, run=run, sizes=SIZES)
+        return gpu_check_run.main(given, run=run, sizes=SIZES)
 
 
 if __name__ == "__main__":

@@ -1,25 +1,25 @@
-from tenuto.deployments.dispatch.measured_times import LatencyCorrection, WayMeter
+from tenuto.deployments.dispatch.measured_times import LatencyRatios, WayMeter
 
 
 def test_an_outlier_is_ignored_and_a_slowdown_is_followed() -> None:
-    correction = LatencyCorrection()
-    assert [correction.record(0, 0, ratio, 0.0) for ratio in (1.0, 1.0, 9.0, 1.0, 1.0)] == [None] * 5
-    factors = [correction.record(0, 0, 2.0, 0.0) for _ in range(10)]
+    ratios = LatencyRatios()
+    assert [ratios.record(0, 0, ratio, 0.0) for ratio in (1.0, 1.0, 9.0, 1.0, 1.0)] == [None] * 5
+    factors = [ratios.record(0, 0, 2.0, 0.0) for _ in range(10)]
     assert factors[0] is None
-    assert correction.factor(0, 0) > 1.9
-    assert correction.factor(1, 0) == 1.0
+    assert ratios.factor(0, 0) > 1.9
+    assert ratios.factor(1, 0) == 1.0
 
 
 def test_a_factor_that_nothing_confirms_fades_so_that_it_cannot_lock_the_system() -> None:
-    correction = LatencyCorrection()
+    ratios = LatencyRatios()
     for _ in range(20):
-        correction.record(0, 0, 40.0, 100.0)  # no deadline allows so much: nothing runs, nothing is measured
-    assert correction.fade(101.0) == []
-    factors = [correction.fade(103.0 + second)[0][2] for second in range(12)]
+        ratios.record(0, 0, 40.0, 100.0)  # no deadline allows so much: nothing runs, nothing is measured
+    assert ratios.fade(101.0) == []
+    factors = [ratios.fade(103.0 + second)[0][2] for second in range(12)]
     assert factors == sorted(factors, reverse=True)
     assert factors[-1] < 1.6
-    correction.record(0, 0, 1.0, 200.0)
-    assert correction.fade(201.0) == []
+    ratios.record(0, 0, 1.0, 200.0)
+    assert ratios.fade(201.0) == []
 
 
 def test_the_way_is_news_when_it_has_moved_however_often_somebody_looked() -> None:
@@ -58,16 +58,16 @@ def test_copies_are_budgeted_by_request() -> None:
 
 
 def test_what_was_measured_lately_is_told_by_gpulet() -> None:
-    correction = LatencyCorrection()
+    ratios = LatencyRatios()
     for _ in range(20):
-        correction.record(3, 1, 1.5, 100.0)
-        correction.record(2, 0, 1.0, 90.0)
-    told = correction.measured(101.0)
+        ratios.record(3, 1, 1.5, 100.0)
+        ratios.record(2, 0, 1.0, 90.0)
+    told = ratios.measured(101.0)
     assert set(told) == {1}
     assert 1.45 < told[1][3] <= 1.5
 
 
 def test_what_moves_no_batch_by_a_twentieth_of_a_ms_is_not_worth_new_tables() -> None:
-    correction = LatencyCorrection()
-    assert [correction.record(0, 0, 1.2, 0.0, longest_ms=0.2) for _ in range(20)] == [None] * 20
-    assert any(correction.record(0, 0, 2.0, 0.0, longest_ms=0.2) for _ in range(20))
+    ratios = LatencyRatios()
+    assert [ratios.record(0, 0, 1.2, 0.0, longest_ms=0.2) for _ in range(20)] == [None] * 20
+    assert any(ratios.record(0, 0, 2.0, 0.0, longest_ms=0.2) for _ in range(20))

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tenuto.deployments.dispatch.fleet import gpulet_link
+from tenuto.deployments.dispatch.fleet import gpulet_connection
 from tenuto.deployments.gpulet.process import LocalReplica
 from tenuto.deployments.serve.config import serve_config
 from tenuto.errors import InvalidInputError
@@ -112,7 +112,7 @@ async def test_real_gpulets_on_a_real_clock_keep_the_rules_of_the_same_scenario(
     gpulets = await _started(scenario.plan())
     try:
         served, answers = await run_scenario(
-            scenario, gpulet_link, find_gpulet=lambda name: gpulets[name].endpoint
+            scenario, gpulet_connection, find_gpulet=lambda name: gpulets[name].endpoint
         )
     finally:
         for gpulet in gpulets.values():

@@ -19,7 +19,7 @@ from tenuto.batching.virtual.simulator import simulate
 from tenuto.deployments.dispatch.dispatcher import Dispatcher
 from tenuto.deployments.dispatch.measured_times import WayMeter
 from tenuto.deployments.wire.messages import BatchRan, GpuletState, Message, RunBatch
-from tenuto.deployments.wire.peer import Finder, LinkEvents
+from tenuto.deployments.wire.peer import ConnectionEvents, Finder
 from tenuto.deployments.wire.tensors import Buffer
 from tenuto.errors import InvalidInputError
 from tenuto.outcome import Outcome
@@ -58,7 +58,7 @@ class Device:
     shares_memory = True
 
     def __init__(
-        self, gpulet_id: str, events: LinkEvents[GpuletState], *, streams: bool, noise: random.Random | None
+        self, gpulet_id: str, events: ConnectionEvents[GpuletState], *, streams: bool, noise: random.Random | None
     ) -> None:
         self.peer = gpulet_id
         self.state = state(gpulet_id, {"m": BATCH}, {})
@@ -76,7 +76,7 @@ class Device:
 
     def _rise(self) -> None:
         self.is_up = True
-        self._events.link_up(self)
+        self._events.peer_connected(self)
 
     async def stop(self) -> None:
         self.is_up = False
@@ -139,7 +139,7 @@ def serve(scheduler: str, *, streaming: bool, rate_rps: float, seconds: float = 
     devices: list[Device] = []
     noise = None if seed is None else random.Random(seed)
 
-    def make_link(gpulet_id: str, _find: Finder, events: LinkEvents[GpuletState]) -> Device:
+    def make_connection(gpulet_id: str, _find: Finder, events: ConnectionEvents[GpuletState]) -> Device:
         devices.append(Device(gpulet_id, events, streams=streaming, noise=noise))
         return devices[-1]
 
@@ -151,7 +151,7 @@ def serve(scheduler: str, *, streaming: bool, rate_rps: float, seconds: float = 
         way = WayMeter()
         dispatcher = Dispatcher(
             build, lambda _: lambda: None, way=way, reserve_ms=WIRE_MS, clock=loop.time, timer_slack_ms=0.0,  # type: ignore[arg-type, return-value]
-            make_link=make_link, compute=compute_here,  # type: ignore[arg-type]
+            make_connection=make_connection, compute=compute_here,  # type: ignore[arg-type]
         )  # fmt: skip
         dispatcher.apply(make_plan(streaming=streaming, rate_rps=rate_rps))
         await asyncio.sleep(0.001)

@@ -10,7 +10,7 @@ import pytest
 from tenuto.deployments.entry.handle import RequestFailedError, TenutoHandle
 from tenuto.errors import EnvironmentFaultError, InvalidInputError, UnavailableError
 from tenuto.outcome import Outcome
-from tests.deployments.entry.test_remote_dispatchers import Start, start
+from tests.deployments.entry.test_dispatcher_client import Start, start
 from tests.instruments.fake_gpulet import FakeGpulet, make_plan
 from tests.instruments.live import PATIENCE_S
 

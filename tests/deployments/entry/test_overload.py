@@ -19,17 +19,17 @@ from tenuto.batching.core.scheduler import Scheduler
 from tenuto.batching.core.system import NetworkDelay
 from tenuto.batching.registry import make_scheduler
 from tenuto.deployments.dispatch.dispatcher import Dispatcher
-from tenuto.deployments.dispatch.fleet import GpuletLink
+from tenuto.deployments.dispatch.fleet import GpuletConnection
 from tenuto.deployments.entry.asgi import AsgiExchange
 from tenuto.deployments.entry.http import Head
 from tenuto.deployments.entry.service import FrontLag, InferenceService
 from tenuto.deployments.wire.arena import Arena
 from tenuto.deployments.wire.messages import GpuletState
-from tenuto.deployments.wire.peer import Finder, LinkEvents
+from tenuto.deployments.wire.peer import ConnectionEvents, Finder
 from tenuto.deployments.wire.tensors import Buffer
 from tenuto.placement import Plan
 from tests.instruments.fake_gpulet import SIGNATURE
-from tests.instruments.replay import EmulatedLink, compute_here
+from tests.instruments.replay import EmulatedConnection, compute_here
 from tests.instruments.virtual_loop import VirtualLoop
 
 SLO_MS = 25.0
@@ -111,10 +111,10 @@ def play(*phases: Phase, seed: int = 1, oversleep_s: Callable[[], float] = lambd
     loop: Machine
     chance = random.Random(seed)
 
-    def make_link(gpulet_id: str, _find: Finder, events: LinkEvents[GpuletState]) -> GpuletLink:
-        link = EmulatedLink(gpulet_id, events, make_plan(), 0.1)
-        link.state.signatures["m"] = SIGNATURE
-        return link
+    def make_connection(gpulet_id: str, _find: Finder, events: ConnectionEvents[GpuletState]) -> GpuletConnection:
+        connection = EmulatedConnection(gpulet_id, events, make_plan(), 0.1)
+        connection.state.signatures["m"] = SIGNATURE
+        return connection
 
     def build(plan: Plan, network: NetworkDelay) -> Scheduler:
         return make_scheduler("deferred", from_plan(plan, network), {})
@@ -124,7 +124,8 @@ def play(*phases: Phase, seed: int = 1, oversleep_s: Callable[[], float] = lambd
         arena = Arena(1 << 20)
         service = InferenceService(arena, lambda _exchange, _caller: None, clock=clock)
         dispatcher = Dispatcher(
-            build, lambda _: None, clock=clock, make_link=make_link, compute=compute_here  # type: ignore[arg-type, return-value]
+            build, lambda _: None, clock=clock, make_connection=make_connection,  # type: ignore[arg-type, return-value]
+            compute=compute_here,
         )  # fmt: skip
         dispatcher.apply(make_plan())
         await asyncio.sleep(0.01)

@@ -14,7 +14,7 @@ import pytest
 from tenuto.deployments.gpulet.channel import ArrivedBatch, Channel
 from tenuto.deployments.gpulet.inbox import Inbox
 from tenuto.deployments.wire.messages import AbortBatch, BatchRan, GpuletState, Message, RunBatch
-from tenuto.deployments.wire.peer import Endpoint, PeerLink
+from tenuto.deployments.wire.peer import Endpoint, PeerConnection
 from tests.instruments.asking import PATIENCE_S, until
 from tests.instruments.fake_gpulet import SIGNATURE, state
 
@@ -29,19 +29,19 @@ class Far:
         async def find() -> Endpoint:
             return endpoint
 
-        self.link = PeerLink(GpuletState, "a", find, self)  # type: ignore[arg-type, var-annotated]
+        self.connection = PeerConnection(GpuletState, "a", find, self)  # type: ignore[arg-type, var-annotated]
         self.answers: dict[int, bytes] = {}
         self.lost = asyncio.Event()
 
-    def link_up(self, link: Any) -> None: ...
-    def state_changed(self, link: Any) -> None: ...
+    def peer_connected(self, connection: Any) -> None: ...
+    def state_changed(self, connection: Any) -> None: ...
 
-    def link_down(self, link: Any, reason: str) -> None:
-        del link, reason
+    def peer_lost(self, connection: Any, reason: str) -> None:
+        del connection, reason
         self.lost.set()
 
-    def message_came(self, link: Any, message: Message, body: memoryview) -> None:
-        del link
+    def message_came(self, connection: Any, message: Message, body: memoryview) -> None:
+        del connection
         assert isinstance(message, BatchRan)
         self.answers[message.number] = bytes(body)
 
@@ -97,8 +97,8 @@ def batch(number: int) -> RunBatch:
 
 async def connected(channel: Channel, host: str = "", *, encrypted: bool = False) -> Far:
     far = Far(channel.listen(host, encrypted=encrypted))
-    far.link.start()
-    await until(lambda: far.link.is_up)
+    far.connection.start()
+    await until(lambda: far.connection.is_up)
     return far
 
 
@@ -106,7 +106,7 @@ async def connected_amid_a_batch(channel: Channel, worker: Worker) -> Far:
     """Connect, and let batch 0 run until `goes_on` is set."""
     far = await connected(channel)
     worker.goes_on.clear()
-    far.link.send(batch(0))
+    far.connection.send(batch(0))
     await until(lambda: worker.begun == [0])
     return far
 
@@ -117,10 +117,10 @@ async def test_batches_and_answers_cross_at_the_same_time(channel: Channel, host
     assert bool(channel.listen(host, encrypted=encrypted).certificate) == encrypted
     bodies = {number: bytes([number]) * (MOST_BYTES - number) for number in range(100)}
     for number, body in bodies.items():
-        far.link.send(batch(number), [body])
+        far.connection.send(batch(number), [body])
     await until(lambda: len(far.answers) == len(bodies))
     assert far.answers == bodies
-    await far.link.stop()
+    await far.connection.stop()
 
 
 async def test_small_batches_of_this_machine_wait_in_their_socket_and_are_not_dated(
@@ -129,7 +129,7 @@ async def test_small_batches_of_this_machine_wait_in_their_socket_and_are_not_da
     far = await connected(channel)
     worker.goes_on.clear()
     for number in range(3):
-        far.link.send(batch(number), [b"1"])
+        far.connection.send(batch(number), [b"1"])
         await until(lambda: worker.begun == [0])
     assert worker.begun == [0]
     assert [each.name for each in threading.enumerate() if "receives" in each.name] == []
@@ -137,54 +137,54 @@ async def test_small_batches_of_this_machine_wait_in_their_socket_and_are_not_da
     await until(lambda: len(far.answers) == 3)
     assert worker.begun == [0, 1, 2]
     assert not any(worker.dated[1:])
-    await far.link.stop()
+    await far.connection.stop()
 
 
 async def test_a_batch_given_up_while_another_runs_is_known_to_be(channel: Channel, worker: Worker) -> None:
     far = await connected_amid_a_batch(channel, worker)
-    far.link.send(batch(1))
-    far.link.send(AbortBatch(1))
+    far.connection.send(batch(1))
+    far.connection.send(AbortBatch(1))
     worker.goes_on.set()
     await until(lambda: len(far.answers) == 2)
     assert worker.aborted == [1]
-    await far.link.stop()
+    await far.connection.stop()
 
 
 async def test_what_had_come_before_the_end_is_answered(channel: Channel, worker: Worker) -> None:
     far = await connected_amid_a_batch(channel, worker)
-    far.link.send(batch(1), [b"1"])
+    far.connection.send(batch(1), [b"1"])
     await asyncio.sleep(0.05)  # it leaves
     worker.inbox.close()
     worker.goes_on.set()
     await until(lambda: far.answers == {0: b"", 1: b"1"})
-    await far.link.stop()
+    await far.connection.stop()
 
 
 async def test_large_bodies_come_while_a_batch_runs(channel: Channel, worker: Worker) -> None:
     most = 1 << 20
     channel.announce(state("a", {"m": most // 16}, {"m": SIGNATURE}, pid=1))
     far = await connected(channel)
-    far.link.send(batch(0), [bytes(most)])
+    far.connection.send(batch(0), [bytes(most)])
     await until(lambda: 0 in far.answers)
     worker.goes_on.clear()
-    far.link.send(batch(1))
+    far.connection.send(batch(1))
     await until(lambda: worker.begun == [0, 1])
-    far.link.send(batch(2), [bytes(most)])
+    far.connection.send(batch(2), [bytes(most)])
     await until(lambda: bool(worker.inbox))
     worker.goes_on.set()
     await until(lambda: len(far.answers) == 3)
     assert worker.dated[2]
-    await far.link.stop()
+    await far.connection.stop()
 
 
 async def test_no_more_is_taken_than_the_largest_batch_can_be(channel: Channel) -> None:
     far = await connected(channel)
-    assert far.link.state is not None
-    assert far.link.state.most_asked_bytes() == MOST_BYTES
-    far.link.send(batch(1), [bytes(MOST_BYTES + 1)])
+    assert far.connection.state is not None
+    assert far.connection.state.most_asked_bytes() == MOST_BYTES
+    far.connection.send(batch(1), [bytes(MOST_BYTES + 1)])
     await asyncio.wait_for(far.lost.wait(), PATIENCE_S)
     assert not far.answers
-    await far.link.stop()
+    await far.connection.stop()
 
 
 async def test_strangers_get_nothing_from_an_encrypted_socket(channel: Channel) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from tenuto.deployments.entry.handle import TenutoHandle
-from tenuto.deployments.entry.served_model import ServedModel
+from tenuto.deployments.entry.planned_model import ModelInterface
 from tenuto.deployments.wire.answers import Answer
 from tenuto.errors import EnvironmentFaultError, UnavailableError
 from tenuto.loadgen.sender import Body, Reply
@@ -31,10 +31,10 @@ class FakeHandle:
         self.asked: list[tuple[str, bytes, float | None, str]] = []
         self.is_closed = False
 
-    def served(self, model: str) -> ServedModel:
+    def interface(self, model: str) -> ModelInterface:
         if model != "m":
             raise UnavailableError(f"no gpu-let of '{model}' is ready")
-        return ServedModel.of(SIGNATURE)
+        return ModelInterface.of(SIGNATURE)
 
     def submit(self, model: str, parts: list[Any], slo_ms: float | None, request_id: str) -> asyncio.Future[Answer]:
         self.asked.append((model, b"".join(bytes(part) for part in parts), slo_ms, request_id))

@@ -25,7 +25,7 @@ from tenuto.deployments.wire.answers import Executed, Refused
 from tenuto.deployments.wire.arena import Held
 from tenuto.deployments.wire.bundles import Bundler, Places, clock_ahead_ms, unpack_answers
 from tenuto.deployments.wire.messages import Answers, AskReport, DispatcherState, Message, Report, RequestRow, Requests
-from tenuto.deployments.wire.peer import Endpoint, Finder, Link, PeerLink
+from tenuto.deployments.wire.peer import Connection, Endpoint, Finder, PeerConnection
 from tenuto.deployments.wire.tensors import InputPart
 from tenuto.outcome import Outcome
 from tenuto.placement import Plan
@@ -39,19 +39,19 @@ _DIED = "the dispatcher died; send the request again"
 _LATE = Refused(Outcome.EXPIRED, "its deadline passed before its dispatcher's death was noticed", 1.0)
 _LAST_READS_S = 10.0  # after a dispatcher's death its gpu-lets may still read what they have begun
 
-DispatcherLink = Link[DispatcherState]
+DispatcherConnection = Connection[DispatcherState]
 
 
 @dataclass(slots=True, eq=False)
 class _Peer:
-    """One dispatcher: its link, what waits to be sent, what it has not answered.
+    """One dispatcher: its connection, what waits to be sent, what it has not answered.
 
     `token` is the one it was found with last. `left` holds the memory of requests whose client went away until the
     dispatcher says that nobody reads it.
     """
 
     group: _SubCluster
-    link: DispatcherLink
+    connection: DispatcherConnection
     outbox: Bundler[Request]
     token: str = ""
     waiting: dict[int, Request] = field(default_factory=dict)
@@ -75,22 +75,22 @@ class _SubCluster:
         """Return the dispatcher that schedules: the oldest that is there, which is the same for every gateway."""
         found, oldest = None, (math.inf, 0)
         for peer in self.peers:
-            state = peer.link.state
-            if state is not None and peer.link.is_up and (state.started_at_s, state.pid) < oldest:
+            state = peer.connection.state
+            if state is not None and peer.connection.is_up and (state.started_at_s, state.pid) < oldest:
                 found, oldest = peer, (state.started_at_s, state.pid)
         return found
 
     def connected(self) -> int:
         """Return how many of its dispatchers are there."""
-        return sum(peer.link.is_up and peer.link.state is not None for peer in self.peers)
+        return sum(peer.connection.is_up and peer.connection.state is not None for peer in self.peers)
 
     def known(self) -> DispatcherState | None:
         """Return what the one that schedules says, or said last where none is there."""
-        peer = self.scheduling() or next((peer for peer in self.peers if peer.link.state is not None), None)
-        return None if peer is None else peer.link.state
+        peer = self.scheduling() or next((peer for peer in self.peers if peer.connection.state is not None), None)
+        return None if peer is None else peer.connection.state
 
 
-class RemoteDispatchers:
+class DispatcherClient:
     """Invariant: a request is answered exactly once: by its answer, by its dispatcher's end, or by `close`; unless it
     was cancelled."""
 
@@ -115,7 +115,7 @@ class RemoteDispatchers:
         self._numbers = itertools.count()
         self._plan: Plan | None = None
         self._groups: dict[str, _SubCluster] = {}
-        self._by_link: dict[int, _Peer] = {}
+        self._by_connection: dict[int, _Peer] = {}
         self._group_of: dict[str, _SubCluster] = {}
         self._slo_ms: dict[str, float] = {}
         self._changed = asyncio.Event()
@@ -153,10 +153,10 @@ class RemoteDispatchers:
             group.is_in_plan = False
             for peer in group.peers:
                 self._fail(peer, "its sub-cluster was removed from the plan")
-                await peer.link.stop()
-                self._by_link.pop(id(peer.link), None)
+                await peer.connection.stop()
+                self._by_connection.pop(id(peer.connection), None)
         for group in self._groups.values():
-            away = [peer for peer in group.peers if not peer.link.is_up]
+            away = [peer for peer in group.peers if not peer.connection.is_up]
             for peer in away[: max(0, len(group.peers) - dispatchers)]:
                 await self._let_go(peer)
         self._on_change()
@@ -183,19 +183,19 @@ class RemoteDispatchers:
                     return found
             raise LookupError("no other dispatcher is there")
 
-        link = PeerLink(DispatcherState, group.name, find, self, name="dispatcher")
-        peer = _Peer(group, link, Bundler(lambda _items: None))
+        connection = PeerConnection(DispatcherState, group.name, find, self, name="dispatcher")
+        peer = _Peer(group, connection, Bundler(lambda _items: None))
         peer.outbox = Bundler(functools.partial(self._send, peer))
         group.peers.append(peer)
-        self._by_link[id(link)] = peer
-        link.start()
+        self._by_connection[id(connection)] = peer
+        connection.start()
 
     async def _let_go(self, peer: _Peer) -> None:
         """Look no more for a dispatcher that is one too many."""
         if peer in peer.group.peers:
             peer.group.peers.remove(peer)
-            del self._by_link[id(peer.link)]
-            await peer.link.stop()
+            del self._by_connection[id(peer.connection)]
+            await peer.connection.stop()
 
     # --- requests -----------------------------------------------------------------------------------------------
 
@@ -233,13 +233,13 @@ class RemoteDispatchers:
     def _put(self, peer: _Peer, request: Request) -> None:
         peer.waiting[request.id] = request
         peer.unsent.add(request.id)
-        is_mapped = peer.link.shares_memory
+        is_mapped = peer.connection.shares_memory
         peer.outbox.add(request, sum([0 if part.arena and is_mapped else part.nbytes for part in request.parts]))
 
     def cancel(self, request: Request) -> None:
         """Forget a request whose client went away, and tell its dispatcher."""
         # Its model may have another sub-cluster by now.
-        peer = next((p for p in self._by_link.values() if request.id in p.waiting), None)
+        peer = next((p for p in self._by_connection.values() if request.id in p.waiting), None)
         if peer is None:
             return
         del peer.waiting[request.id]
@@ -253,7 +253,7 @@ class RemoteDispatchers:
         peer.outbox.add(request)  # only its number is sent: it does not wait any more
 
     def _send(self, peer: _Peer, requests: list[Request]) -> None:
-        places = Places(shares_memory=peer.link.shares_memory)
+        places = Places(shares_memory=peer.connection.shares_memory)
         leaving, peer.leaving = peer.leaving, []
         peer.unsent.clear()
         rows = [
@@ -263,23 +263,23 @@ class RemoteDispatchers:
             )
             for request in requests if request.id in peer.waiting
         ]  # fmt: skip
-        peer.link.send(Requests(self._clock() * 1000.0, places.arenas, rows, leaving), places.buffers)
+        peer.connection.send(Requests(self._clock() * 1000.0, places.arenas, rows, leaving), places.buffers)
 
-    # --- what dispatchers say (LinkEvents) ----------------------------------------------------------------------
+    # --- what dispatchers say (ConnectionEvents) ----------------------------------------------------------------------
 
-    def link_up(self, link: DispatcherLink) -> None:
+    def peer_connected(self, connection: DispatcherConnection) -> None:
         """A dispatcher is connected."""
-        self.state_changed(link)
+        self.state_changed(connection)
 
-    def state_changed(self, link: DispatcherLink) -> None:
+    def state_changed(self, connection: DispatcherConnection) -> None:
         """A dispatcher said anew what it holds."""
-        del link
+        del connection
         self._changed.set()
         self._on_change()
 
-    def link_down(self, link: DispatcherLink, reason: str) -> None:
+    def peer_lost(self, connection: DispatcherConnection, reason: str) -> None:
         """A dispatcher is gone, and what it held with it."""
-        peer = self._by_link.get(id(link))
+        peer = self._by_connection.get(id(connection))
         if peer is None or not peer.group.is_in_plan:
             return
         other = peer.group.scheduling()
@@ -328,9 +328,9 @@ class RemoteDispatchers:
             if not report.done():
                 report.set_exception(TimeoutError(reason))
 
-    def message_came(self, link: DispatcherLink, message: Message, body: memoryview) -> None:
+    def message_came(self, connection: DispatcherConnection, message: Message, body: memoryview) -> None:
         """Answers, or a report."""
-        peer = self._by_link.get(id(link))
+        peer = self._by_connection.get(id(connection))
         if peer is None:
             return
         if isinstance(message, Report):
@@ -344,7 +344,7 @@ class RemoteDispatchers:
 
     def _take(self, peer: _Peer, message: Answers, body: memoryview) -> None:
         now_ms = self._clock() * 1000.0
-        ahead_ms = clock_ahead_ms(message.sent_at_ms, now_ms, shares_memory=peer.link.shares_memory)
+        ahead_ms = clock_ahead_ms(message.sent_at_ms, now_ms, shares_memory=peer.connection.shares_memory)
         moved = peer.group.moved
         for number, end, row in unpack_answers(message, body, ahead_ms):
             request = peer.waiting.pop(number, None)
@@ -369,7 +369,7 @@ class RemoteDispatchers:
         if self._plan is None:
             return False
         groups = self._groups.values() if model is None else [self._group_of[model]] if model in self._group_of else []
-        states = [peer.link.state for group in groups if (peer := group.scheduling()) is not None]
+        states = [peer.connection.state for group in groups if (peer := group.scheduling()) is not None]
         if model is None:
             return len(states) == len(self._groups) and all(state is not None and state.ready for state in states)
         return any(state is not None and model in state.ready_models for state in states)
@@ -426,7 +426,7 @@ class RemoteDispatchers:
     ) -> asyncio.Future[Any]:
         number = next(self._numbers)
         future = peer.reports[number] = asyncio.get_running_loop().create_future()
-        peer.link.send(AskReport(number, what, id, limit, said))
+        peer.connection.send(AskReport(number, what, id, limit, said))
         return future
 
     async def close(self) -> None:
@@ -436,7 +436,7 @@ class RemoteDispatchers:
             group.is_in_plan = False
         for peer in peers:
             self._fail(peer, "the server is shutting down; send the request again")
-        await asyncio.gather(*(peer.link.stop() for peer in peers))
+        await asyncio.gather(*(peer.connection.stop() for peer in peers))
 
 
 def _release(held: Sequence[Held]) -> None:

@@ -15,8 +15,8 @@ from tenuto.batching.registry import make_scheduler
 from tenuto.deployments.dispatch.dispatcher import Dispatcher, SchedulerFactory
 from tenuto.deployments.dispatch.dispatcher_process import BundleServer
 from tenuto.deployments.dispatch.in_flight import Request
+from tenuto.deployments.entry.dispatcher_client import DispatcherClient
 from tenuto.deployments.entry.dispatching import ask
-from tenuto.deployments.entry.remote_dispatchers import RemoteDispatchers
 from tenuto.deployments.serve.config import serve_config
 from tenuto.deployments.serve.sub_clusters import cut_plan
 from tenuto.deployments.wire.answers import Executed, Refused
@@ -52,7 +52,7 @@ class Cluster:
         self.servers: dict[BundleServer, Endpoint] = {}  # the oldest first
         self.asked = 0
         self.not_found = 0  # so many of the oldest are not found yet
-        self.gateways: list[RemoteDispatchers] = []
+        self.gateways: list[DispatcherClient] = []
         self.pids = itertools.count()
 
     async def start(self) -> BundleServer:
@@ -78,14 +78,14 @@ class Cluster:
         found = list(self.servers.values())[self.not_found :]
         return found[self.asked % len(found)]
 
-    async def gateway(self, dispatchers: int = 1) -> RemoteDispatchers:
-        gateway = RemoteDispatchers(lambda _name: self._find)
+    async def gateway(self, dispatchers: int = 1) -> DispatcherClient:
+        gateway = DispatcherClient(lambda _name: self._find)
         self.gateways.append(gateway)
         await self.apply(gateway, dispatchers)
         await until(gateway.is_ready)
         return gateway
 
-    async def apply(self, gateway: RemoteDispatchers, dispatchers: int) -> None:
+    async def apply(self, gateway: DispatcherClient, dispatchers: int) -> None:
         names = [spec.name for spec in self.plan.models]
         await gateway.apply(self.plan, {"0": names}, dispatchers=dispatchers, wait_s=5.0)
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tenuto.errors import EnvironmentFaultError
-from tenuto.gpu_check import check, inventory, sharing
+from tenuto.gpu_check import inventory, run, sharing
 from tenuto.gpu_check.results import Results
 from tenuto.gpu_check.sharing import SHARES, sharing_experiments
 from tenuto.gpu_check.steps import Sizes, Step, steps
@@ -153,7 +153,7 @@ class FakeMachine:
 
     def check(self, *arguments: str) -> int:
         given = ["-o", str(self.results.folder), *arguments]
-        return check.main(given, run=self.run, clock_s=lambda: self.now_s)
+        return run.main(given, run=self.run, clock_s=lambda: self.now_s)
 
     def page(self) -> str:
         return self.results.path("report.md").read_text()
@@ -210,7 +210,7 @@ def test_options_and_models_reach_every_measurement(tmp_path: Path) -> None:
 
 
 def test_the_step_of_device_tests_has_all_of_them() -> None:
-    root = Path(check.__file__).parents[2]
+    root = Path(run.__file__).parents[2]
     marked = {
         str(path.relative_to(root)) for path in (root / "tests").rglob("test_*.py")
         if "@pytest.mark." + "gpu\n" in path.read_text(encoding="utf-8")
@@ -221,14 +221,14 @@ def test_the_step_of_device_tests_has_all_of_them() -> None:
 
 def test_a_dry_run_prints_every_command_and_starts_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "out"
-    assert check.main(["-o", str(folder), "--dry-run"]) == 0
+    assert run.main(["-o", str(folder), "--dry-run"]) == 0
     out = capsys.readouterr().out
     assert "CUDA_DEVICE_MAX_CONNECTIONS=4 python" in out
     assert "# D occupancy, within 180 s" in out
     assert not folder.exists()
-    assert check.main(["--list", "--steps", "E"]) == 0
+    assert run.main(["--list", "--steps", "E"]) == 0
     assert "pair-resnet50-vgg19" in capsys.readouterr().out
-    assert check.main(["--steps", "Q"]) != 0
+    assert run.main(["--steps", "Q"]) != 0
     assert "no step begins with 'Q'" in capsys.readouterr().err
 
 
@@ -288,19 +288,19 @@ def test_whatever_keeps_cuda_mps_from_starting_is_a_reason_and_no_end(
 def test_a_step_whose_package_is_missing_is_left_out_with_the_cure(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(check.importlib.util, "find_spec", lambda name: None if name == "msgspec" else object())
+    monkeypatch.setattr(run.importlib.util, "find_spec", lambda name: None if name == "msgspec" else object())
     Results(tmp_path).write("inventory.json", gpu().to_data())
-    assert check.main(["-o", str(tmp_path), "--steps", "served"], run=lambda *_: 0) == 0
+    assert run.main(["-o", str(tmp_path), "--steps", "served"], run=lambda *_: 0) == 0
     assert "needs the package msgspec" in Results(tmp_path).read("steps.json")["served"]["left_out"]
 
 
 def test_counters_without_a_profile_are_kept_for_later(tmp_path: Path) -> None:
     Results(tmp_path).write("inventory.json", gpu().to_data())
-    assert check.main(["-o", str(tmp_path), "--steps", "D"], run=lambda *_: 0) == 0
+    assert run.main(["-o", str(tmp_path), "--steps", "D"], run=lambda *_: 0) == 0
     assert "group C" in Results(tmp_path).read("steps.json")["occupancy-import"]["left_out"]
 
 
 def test_a_folder_that_cannot_be_written_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "file").touch()
-    assert check.main(["-o", str(tmp_path / "file" / "out"), "--steps", "A"], run=lambda *_: 0) == 3
+    assert run.main(["-o", str(tmp_path / "file" / "out"), "--steps", "A"], run=lambda *_: 0) == 3
     assert "cannot be written" in capsys.readouterr().err

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from tenuto.errors import TenutoError
-from tenuto.gpu_check.page import check_page
+from tenuto.gpu_check.page import report_page
 from tenuto.gpu_check.results import Results
 from tenuto.gpu_check.steps import CALLS, Sizes, Step, steps
 from tenuto.mps.inventory import without_mps
@@ -65,7 +65,7 @@ def main(
     except OSError as error:
         print(f"error: {folder} cannot be written: {error.strerror}. Give another folder with -o.", file=sys.stderr)
         return _NO_GPU
-    return _Check(Results(folder), run or _run, clock_s, given.limit_s).all(
+    return _Steps(Results(folder), run or _run, clock_s, given.limit_s).all(
         [step.name for step in chosen], lambda: _steps(folder, sizes, given.gpu)
     )
 
@@ -105,7 +105,7 @@ def _chosen(known: Sequence[Step], text: str) -> list[Step]:
     ]  # fmt: skip
 
 
-class _Check:
+class _Steps:
     """One run over a folder."""
 
     def __init__(self, results: Results, run: Run, clock_s: Callable[[], float], limit_s: float | None) -> None:
@@ -124,7 +124,7 @@ class _Check:
         for name in (*first, *(name for name in names if name not in first)):
             step = next(step for step in known() if step.name == name)
             code = self._one(step)
-            self._results.write_text("report.md", check_page(self._results))
+            self._results.write_text("report.md", report_page(self._results))
             if name == "inventory" and code != 0:
                 print("no GPU to check", file=sys.stderr)
                 return _NO_GPU

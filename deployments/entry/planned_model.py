@@ -15,7 +15,7 @@ from tenuto.profiles.networks.preprocess import Prediction, postprocess, preproc
 
 
 @dataclass(frozen=True)
-class ServedModel:
+class ModelInterface:
     """Built from what a gpu-let reports after loading the model."""
 
     signature: ModelSignature
@@ -23,7 +23,7 @@ class ServedModel:
     outputs: tuple[TensorSpec, ...]
 
     @classmethod
-    def of(cls, signature: ModelSignature) -> ServedModel:
+    def of(cls, signature: ModelSignature) -> ModelInterface:
         """Build from what a gpu-let reported."""
         return cls(signature, _specs(signature.inputs), _specs(signature.outputs))
 
@@ -70,7 +70,7 @@ class PlannedModel:
         self.name = name
         self.slo_ms = 0.0
         self.alone_ms = 0.0  # a batch of one, on the fastest of its gpu-lets
-        self.served: ServedModel | None = None
+        self.interface: ModelInterface | None = None  # None until a gpu-let has loaded it
         self.is_ready = False
         self.reader = QuickReader(())
         self.headers = KnownHeaders()
@@ -79,9 +79,9 @@ class PlannedModel:
     def follow(self, slo_ms: float, alone_ms: float, signature: ModelSignature | None, *, is_ready: bool) -> None:
         """Take what the plan and the gpu-lets say now."""
         self.slo_ms, self.alone_ms = slo_ms, alone_ms
-        if signature is not None and (self.served is None or self.served.signature != signature):
-            self.served = ServedModel.of(signature)
-            self.reader = QuickReader(self.served.inputs)
+        if signature is not None and (self.interface is None or self.interface.signature != signature):
+            self.interface = ModelInterface.of(signature)
+            self.reader = QuickReader(self.interface.inputs)
             self.headers = KnownHeaders()
-            self.writer = QuickWriter(self.name, self.served.outputs)
-        self.is_ready = is_ready and self.served is not None
+            self.writer = QuickWriter(self.name, self.interface.outputs)
+        self.is_ready = is_ready and self.interface is not None
