@@ -18,7 +18,6 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 # Parts of a request's time on the server, in order; `proxy` only where a proxy in front says when it began.
 STAGES = ("proxy", "batching", "gpulet_queue", "execution")
 
-_Sample = tuple[tuple[str, ...], float | None]
 Metric = list[str]  # the lines of one, without an end
 
 
@@ -29,219 +28,166 @@ def render_metrics(status: Mapping[str, Any]) -> str:
     return "\n".join(lines) + "\n" if lines else ""
 
 
-def _counter(name: str, meaning: str, labels: tuple[str, ...], samples: Iterable[_Sample]) -> Metric:
-    return _plain(f"tenuto_{name}_total", "counter", meaning, labels, samples)
+class _Rows:
+    """Things of one kind, each with the values of its labels and its figures by key; one that is None is left out."""
 
+    def __init__(self, labels: tuple[str, ...], rows: Iterable[tuple[tuple[str, ...], Mapping[str, Any]]]) -> None:
+        self._rows = [
+            (",".join([f'{name}="{_escaped(value)}"' for name, value in zip(labels, values, strict=True)]), figures)
+            for values, figures in rows
+        ]
 
-def _gauge(name: str, meaning: str, labels: tuple[str, ...], samples: Iterable[_Sample]) -> Metric:
-    return _plain(f"tenuto_{name}", "gauge", meaning, labels, samples)
+    def counter(self, name: str, meaning: str, key: str) -> Metric:
+        """Return what only grows."""
+        return self._plain(f"tenuto_{name}_total", "counter", meaning, key, 1.0)
 
+    def gauge(self, name: str, meaning: str, key: str, scale: float = 1.0) -> Metric:
+        """Return what rises and falls, `scale` times what the status has."""
+        return self._plain(f"tenuto_{name}", "gauge", meaning, key, scale)
 
-def _plain(full: str, kind: str, meaning: str, labels: tuple[str, ...], samples: Iterable[_Sample]) -> Metric:
-    lines = []
-    for values, value in samples:
-        if value is not None:
-            given = _labels(labels, values)
-            lines.append(f"{full}{{{given}}} {float(value):.12g}" if given else f"{full} {float(value):.12g}")
-    return [f"# HELP {full} {meaning}", f"# TYPE {full} {kind}", *lines] if lines else []
+    def _plain(self, full: str, kind: str, meaning: str, key: str, scale: float) -> Metric:
+        lines = []
+        for labels, figures in self._rows:
+            value = figures.get(key)
+            if value is not None:
+                named = f"{full}{{{labels}}}" if labels else full
+                lines.append(f"{named} {float(value) * scale:.12g}")
+        return [f"# HELP {full} {meaning}", f"# TYPE {full} {kind}", *lines] if lines else []
 
-
-def _histogram(
-    name: str, meaning: str, labels: tuple[str, ...], samples: Iterable[tuple[tuple[str, ...], Any]]
-) -> Metric:
-    full = f"tenuto_{name}"
-    lines = []
-    for values, data in samples:
-        if not data:
-            continue
-        given = _labels(labels, values)
-        total = 0
-        for bound, total in zip((*data["le"], None), accumulate(data["counts"]), strict=True):
-            shown = "+Inf" if bound is None else f"{bound:.12g}"
-            lines.append(f'{full}_bucket{{{given},le="{shown}"}} {total}')
-        lines += (f"{full}_sum{{{given}}} {data['sum']:.12g}", f"{full}_count{{{given}}} {total}")
-    return [f"# HELP {full} {meaning}", f"# TYPE {full} histogram", *lines] if lines else []
-
-
-def _labels(names: tuple[str, ...], values: tuple[str, ...]) -> str:
-    return ",".join([f'{name}="{_escaped(value)}"' for name, value in zip(names, values, strict=True)])
+    def histogram(self, name: str, meaning: str, key: str) -> Metric:
+        """Return a distribution by its buckets."""
+        full = f"tenuto_{name}"
+        lines = []
+        for labels, figures in self._rows:
+            data = figures.get(key)
+            if not data:
+                continue
+            total = 0
+            for bound, total in zip((*data["le"], None), accumulate(data["counts"]), strict=True):
+                shown = "+Inf" if bound is None else f"{bound:.12g}"
+                lines.append(f'{full}_bucket{{{labels},le="{shown}"}} {total}')
+            lines += (f"{full}_sum{{{labels}}} {data['sum']:.12g}", f"{full}_count{{{labels}}} {total}")
+        return [f"# HELP {full} {meaning}", f"# TYPE {full} histogram", *lines] if lines else []
 
 
 def _escaped(value: str) -> str:
     return value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
 
 
+def _of_models(status: Mapping[str, Any]) -> _Rows:
+    return _Rows(("model",), (((name,), model) for name, model in status["models"].items()))
+
+
 def _requests(status: Mapping[str, Any]) -> Iterator[Metric]:
     models: Mapping[str, Mapping[str, Any]] = status["models"]
-
-    def each(key: str) -> Iterator[_Sample]:
-        return (((name,), model.get(key)) for name, model in models.items())
-
-    def each_histogram(key: str) -> Iterator[tuple[tuple[str, ...], Any]]:
-        return (((name,), model.get(key)) for name, model in models.items())
-
-    yield _counter("requests_received", "Requests asked of the scheduler.", ("model",), each("submitted"))
-    yield _counter(
-        "requests", "Requests that ended, by outcome.", ("model", "outcome"),
-        (((name, o), model[o]) for name, model in models.items() for o in OUTCOMES),
-    )  # fmt: skip
-    yield _counter("requests_cancelled", "Requests whose client went away.", ("model",), each("cancelled"))
-    yield _histogram(
-        "request_duration_seconds", "Arrival to answer of executed requests, with buckets around the SLO.",
-        ("model",), each_histogram("latency_s"),
-    )  # fmt: skip
-    yield _histogram(
-        "request_stage_seconds", "Parts of that: before a proxy in front, for a batch, at the gpu-let, executing.",
-        ("model", "stage"),
-        (((name, stage), model.get(f"{stage}_s")) for name, model in models.items() for stage in STAGES),
-    )  # fmt: skip
-    yield _histogram("batch_size", "Requests of one batch.", ("model",), each_histogram("batch_sizes"))
-    yield _counter("batches", "Batches sent to gpu-lets.", ("model",), each("batches"))
-    yield _counter("batched_requests", "Requests in these batches.", ("model",), each("batched"))
-    yield _gauge("queue_length", "Requests that wait for a batch.", ("model",), each("queued"))
+    each = _of_models(status)
+    outcomes = (((name, outcome), {"count": model[outcome]}) for name, model in models.items() for outcome in OUTCOMES)
+    stages = (((name, stage), {"s": model.get(f"{stage}_s")}) for name, model in models.items() for stage in STAGES)
+    yield each.counter("requests_received", "Requests asked of the scheduler.", "submitted")
+    yield _Rows(("model", "outcome"), outcomes).counter("requests", "Requests that ended, by outcome.", "count")
+    yield each.counter("requests_cancelled", "Requests whose client went away.", "cancelled")
+    yield each.histogram(
+        "request_duration_seconds", "Arrival to answer of executed requests, with buckets around the SLO.", "latency_s"
+    )
+    yield _Rows(("model", "stage"), stages).histogram(
+        "request_stage_seconds", "Parts of that: before a proxy in front, for a batch, at the gpu-let, executing.", "s"
+    )
+    yield each.histogram("batch_size", "Requests of one batch.", "batch_sizes")
+    yield each.counter("batches", "Batches sent to gpu-lets.", "batches")
+    yield each.counter("batched_requests", "Requests in these batches.", "batched")
+    yield each.gauge("queue_length", "Requests that wait for a batch.", "queued")
 
 
 def _planned(status: Mapping[str, Any]) -> Iterator[Metric]:
-    models: Mapping[str, Mapping[str, Any]] = status["models"]
-
-    def each(key: str, scale: float = 1.0) -> Iterator[_Sample]:
-        return (((name,), _scaled(model.get(key), scale)) for name, model in models.items())
-
-    yield _gauge("slo_seconds", "Time allowed from arrival to answer.", ("model",), each("slo_ms", 1e-3))
-    yield _gauge(
-        "planned_requests_per_second", "Arrival rate that the plan was made for.", ("model",), each("rate_rps")
-    )
-    yield _gauge(
-        "planned_goodput_requests_per_second", "Requests in time per second that the plan expects.", ("model",),
-        each("planned_goodput_rps"),
+    each = _of_models(status)
+    yield each.gauge("slo_seconds", "Time allowed from arrival to answer.", "slo_ms", 1e-3)
+    yield each.gauge("planned_requests_per_second", "Arrival rate that the plan was made for.", "rate_rps")
+    yield each.gauge(
+        "planned_goodput_requests_per_second", "Requests in time per second that the plan expects.",
+        "planned_goodput_rps",
     )  # fmt: skip
-    yield _gauge(
-        "planned_duration_seconds", "Latency that the plan expects.", ("model",), each("planned_latency_ms", 1e-3)
-    )
+    yield each.gauge("planned_duration_seconds", "Latency that the plan expects.", "planned_latency_ms", 1e-3)
 
 
 def _gpulets(status: Mapping[str, Any]) -> Iterator[Metric]:
-    gpulets: list[Mapping[str, Any]] = status["gpulets"]
-    labels = ("gpulet", "gpu")
-
-    def named(gpulet: Mapping[str, Any]) -> tuple[str, str]:
-        return gpulet["id"], str(gpulet.get("gpu", ""))
-
-    def each(key: str, scale: float = 1.0) -> Iterator[_Sample]:
-        return ((named(gpulet), _scaled(gpulet.get(key), scale)) for gpulet in gpulets)
-
-    yield _gauge("gpulet_up", "1 while a gpu-let is connected.", labels, each("up"))
-    yield _gauge("gpulet_share_ratio", "Share of the GPU that its process may use.", labels, each("share_pct", 1e-2))
-    yield _counter("gpulet_busy_seconds", "Time spent executing.", labels, each("busy_s"))
-    yield _counter("gpulet_batches", "Batches executed.", labels, each("batches"))
-    yield _counter(
-        "gpulet_predicted_seconds", "What the plan says that these batches take.", labels, each("predicted_s")
-    )
-    yield _counter("gpulet_lost", "Times that a connected gpu-let went away.", labels, each("lost"))
+    each = _Rows(("gpulet", "gpu"), (((g["id"], str(g.get("gpu", ""))), g) for g in status["gpulets"]))
+    yield each.gauge("gpulet_up", "1 while a gpu-let is connected.", "up")
+    yield each.gauge("gpulet_share_ratio", "Share of the GPU that its process may use.", "share_pct", 1e-2)
+    yield each.counter("gpulet_busy_seconds", "Time spent executing.", "busy_s")
+    yield each.counter("gpulet_batches", "Batches executed.", "batches")
+    yield each.counter("gpulet_predicted_seconds", "What the plan says that these batches take.", "predicted_s")
+    yield each.counter("gpulet_lost", "Times that a connected gpu-let went away.", "lost")
 
 
 def _delays(status: Mapping[str, Any]) -> Iterator[Metric]:
     network: Mapping[str, Any] = status.get("network") or {}
-    yield _gauge(
-        "budget_seconds", "Kept of deadlines: before execution, and for the way back.", ("part",),
-        (((part,), _scaled(network.get(f"{of}_ms"), 1e-3)) for part, of in (("before", "ctrl"), ("after", "response"))),
-    )  # fmt: skip
+    parts = (((part,), {"ms": network.get(f"{of}_ms")}) for part, of in (("before", "ctrl"), ("after", "response")))
+    yield _Rows(("part",), parts).gauge(
+        "budget_seconds", "Kept of deadlines: before execution, and for the way back.", "ms", 1e-3
+    )
 
 
 def _gateway(status: Mapping[str, Any]) -> Iterator[Metric]:
     gateways: list[Mapping[str, Any]] = status.get("gateways") or []
-    labels = ("gateway",)
-
-    def each(part: str, key: str, scale: float = 1.0) -> Iterator[_Sample]:
-        return (((gateway["id"],), _scaled(gateway[part].get(key), scale)) for gateway in gateways)
-
-    yield _gauge(
-        "margin_seconds", "Kept of deadlines for late timers and busy processors.", labels,
-        each("margin", "margin_ms", 1e-3),
+    each = _Rows(("gateway",), (((g["id"],), {**g, **g["margin"], **g["front_door"]}) for g in gateways))
+    turned_away = (
+        ((reason, gateway["id"]), {"count": count})
+        for gateway in gateways for reason, count in gateway["front_door"]["turned_away"].items()
     )  # fmt: skip
-    yield _gauge("late_answers_ratio", "Share of recent answers that left late.", labels, each("margin", "late_share"))
-    yield _counter(
-        "requests_refused_for_margin", "Requests given up for the margin alone.", labels,
-        each("margin", "refused_for_margin"),
-    )  # fmt: skip
-    yield _gauge("connections", "Connections of clients that are open.", labels, each("front_door", "connections"))
-    yield _gauge(
-        "unfinished_body_bytes", "Bytes of requests that are not answered.", labels,
-        each("front_door", "unfinished_bytes"),
-    )  # fmt: skip
-    yield _counter(
-        "requests_turned_away", "Requests refused before they reached the scheduler, by reason.", ("reason", *labels),
-        (
-            ((reason, gateway["id"]), count)
-            for gateway in gateways for reason, count in gateway["front_door"]["turned_away"].items()
-        ),
-    )  # fmt: skip
-    yield _gauge(
-        "start_time_seconds", "When the gateway started (Unix time).", labels,
-        (((gateway["id"],), gateway["started_at_s"]) for gateway in gateways),
-    )  # fmt: skip
+    yield each.gauge("margin_seconds", "Kept of deadlines for late timers and busy processors.", "margin_ms", 1e-3)
+    yield each.gauge("late_answers_ratio", "Share of recent answers that left late.", "late_share")
+    yield each.counter("requests_refused_for_margin", "Requests given up for the margin alone.", "refused_for_margin")
+    yield each.gauge("connections", "Connections of clients that are open.", "connections")
+    yield each.gauge("unfinished_body_bytes", "Bytes of requests that are not answered.", "unfinished_bytes")
+    yield _Rows(("reason", "gateway"), turned_away).counter(
+        "requests_turned_away", "Requests refused before they reached the scheduler, by reason.", "count"
+    )
+    yield each.gauge("start_time_seconds", "When the gateway started (Unix time).", "started_at_s")
     version = status.get("version")
-    yield _gauge("build_info", "1, with the version.", ("version",), [((version,), 1.0)] if version else [])
+    known = [((version,), {"is_known": True})] if version else []
+    yield _Rows(("version",), known).gauge("build_info", "1, with the version.", "is_known")
 
 
 def _advice(status: Mapping[str, Any]) -> Iterator[Metric]:
-    advice: Mapping[str, Any] = status.get("autoscale") or {}
-    yield _gauge("autoscale_gpus", "GPUs in use.", (), [((), advice.get("gpus"))])
-    yield _gauge(
-        "autoscale_delta_gpus", "GPUs to add (positive) or to release (negative) by the advice.", (),
-        [((), advice.get("delta_gpus"))],
-    )  # fmt: skip
-    yield _gauge(
-        "autoscale_bad_ratio", "Share of requests not ok in the last window.", (), [((), advice.get("bad_rate"))]
+    advice = _Rows((), [((), status.get("autoscale") or {})])
+    yield advice.gauge("autoscale_gpus", "GPUs in use.", "gpus")
+    yield advice.gauge(
+        "autoscale_delta_gpus", "GPUs to add (positive) or to release (negative) by the advice.", "delta_gpus"
     )
-    yield _gauge("autoscale_idle_ratio", "Idle share of the GPUs' time.", (), [((), advice.get("idle_fraction"))])
+    yield advice.gauge("autoscale_bad_ratio", "Share of requests not ok in the last window.", "bad_rate")
+    yield advice.gauge("autoscale_idle_ratio", "Idle share of the GPUs' time.", "idle_fraction")
 
 
 def _schedulers(status: Mapping[str, Any]) -> Iterator[Metric]:
     schedulers = enumerate(status.get("schedulers") or ())
-    rehearsing = [(str(number), scheduler) for number, scheduler in schedulers if "rehearsals" in scheduler]
-    labels = ("subcluster",)
-
-    def each(key: str) -> Iterator[_Sample]:
-        return (((name,), scheduler[key]) for name, scheduler in rehearsing)
-
-    yield _counter("rehearsals", "Replays of arrivals under other settings.", labels, each("rehearsals"))
-    yield _gauge("rehearsed_hold_ratio", "Part of the time they have for which batches are held.", labels, each("hold"))
-    yield _gauge("rehearsed_defend_ratio", "Part of the staggered batch that is defended.", labels, each("defend"))
-    yield _gauge(
-        "rehearsed_gain_ratio", "Share of requests that the last change was expected to lose less.", labels,
-        each("expected_gain"),
-    )  # fmt: skip
-    yield _gauge(
-        "rehearsed_spared_ratio", "Share of GPU time that the last change was expected to spare.", labels,
-        each("expected_spared"),
-    )  # fmt: skip
+    rehearsing = (((str(number),), scheduler) for number, scheduler in schedulers if "rehearsals" in scheduler)
+    each = _Rows(("subcluster",), rehearsing)
+    yield each.counter("rehearsals", "Replays of arrivals under other settings.", "rehearsals")
+    yield each.gauge("rehearsed_hold_ratio", "Part of the time they have for which batches are held.", "hold")
+    yield each.gauge("rehearsed_defend_ratio", "Part of the staggered batch that is defended.", "defend")
+    yield each.gauge(
+        "rehearsed_gain_ratio", "Share of requests that the last change was expected to lose less.", "expected_gain"
+    )
+    yield each.gauge(
+        "rehearsed_spared_ratio", "Share of GPU time that the last change was expected to spare.", "expected_spared"
+    )
 
 
 def _controller(status: Mapping[str, Any]) -> Iterator[Metric]:
     controller: Mapping[str, Any] = status.get("controller") or {}
-    yield _counter(
-        "controller_decisions", "Decisions of the controller, by what was decided.", ("decision",),
-        (((decision,), count) for decision, count in (controller.get("decisions") or {}).items()),
-    )  # fmt: skip
-    yield _gauge("controller_paused", "1 while the controller only watches.", (), [((), controller.get("paused"))])
+    decisions = (((decision,), {"count": count}) for decision, count in (controller.get("decisions") or {}).items())
+    yield _Rows(("decision",), decisions).counter(
+        "controller_decisions", "Decisions of the controller, by what was decided.", "count"
+    )
+    yield _Rows((), [((), controller)]).gauge("controller_paused", "1 while the controller only watches.", "paused")
 
 
 def _devices(status: Mapping[str, Any]) -> Iterator[Metric]:
-    devices: list[Mapping[str, Any]] = status.get("devices") or []
-
-    def each(key: str) -> Iterator[_Sample]:
-        return (((device["uuid"], device["name"]), device.get(key)) for device in devices)
-
-    labels = ("uuid", "name")
-    yield _gauge("gpu_memory_used_bytes", "Device memory in use.", labels, each("memory_used_bytes"))
-    yield _gauge("gpu_memory_total_bytes", "Device memory.", labels, each("memory_total_bytes"))
-    yield _gauge("gpu_utilization_ratio", "Share of time in which a kernel ran.", labels, each("utilization_ratio"))
-    yield _gauge("gpu_power_watts", "Power draw.", labels, each("power_watts"))
-    yield _gauge("gpu_sm_clock_hertz", "Clock of the multiprocessors.", labels, each("sm_clock_hertz"))
-    yield _gauge("gpu_temperature_celsius", "Temperature of the GPU.", labels, each("temperature_celsius"))
-    yield _counter("gpu_xid_errors", "Xid errors since the gateway started.", labels, each("xid_errors"))
-
-
-def _scaled(value: float | None, scale: float) -> float | None:
-    return None if value is None else float(value) * scale
+    each = _Rows(("uuid", "name"), (((d["uuid"], d["name"]), d) for d in status.get("devices") or ()))
+    yield each.gauge("gpu_memory_used_bytes", "Device memory in use.", "memory_used_bytes")
+    yield each.gauge("gpu_memory_total_bytes", "Device memory.", "memory_total_bytes")
+    yield each.gauge("gpu_utilization_ratio", "Share of time in which a kernel ran.", "utilization_ratio")
+    yield each.gauge("gpu_power_watts", "Power draw.", "power_watts")
+    yield each.gauge("gpu_sm_clock_hertz", "Clock of the multiprocessors.", "sm_clock_hertz")
+    yield each.gauge("gpu_temperature_celsius", "Temperature of the GPU.", "temperature_celsius")
+    yield each.counter("gpu_xid_errors", "Xid errors since the gateway started.", "xid_errors")
