@@ -9,7 +9,7 @@ from tenuto.experiments.experiment import Detail, Experiment
 from tenuto.experiments.observed.language import LANGUAGE
 from tenuto.experiments.observed.rates import RATES
 from tenuto.experiments.observed.vision import VISION
-from tenuto.experiments.sweeps import GpuSweep, RateSweep
+from tenuto.experiments.sweeps import gpu_sweep, rate_sweep
 
 _GPUS = "GPUs"
 _WAO, _AO = "wao-usher", "ao-milp (published plan)"
@@ -22,7 +22,7 @@ EXPERIMENTS: tuple[Experiment, ...] = (
         title="Goodput against the number of GPUs, five vision models",
         about="Five vision models at 500 requests per second each, SLO 200 ms, on one to six GPUs.",
         x_label=_GPUS,
-        cases=GpuSweep.of("6.2.1", quick_gpus=(2, 3, 4, 5, 6)).cases,
+        cases=gpu_sweep("6.2.1", quick_gpus=(2, 3, 4, 5, 6)),
         claims=VISION,
         details=(
             Detail("usher", 3, 200.0, "Usher on three GPUs: efficientnet_b7 at batch 16"),
@@ -43,7 +43,7 @@ EXPERIMENTS: tuple[Experiment, ...] = (
         title="Goodput against the number of GPUs, vision and language models",
         about="resnet50, mobilenet_v2, bert, gpt2 at 300 requests per second each, SLO 300 ms, on one to eight GPUs.",
         x_label=_GPUS,
-        cases=GpuSweep.of("6.2.2", quick_gpus=(3, 5, 6, 7)).cases,
+        cases=gpu_sweep("6.2.2", quick_gpus=(3, 5, 6, 7)),
         claims=LANGUAGE,
         details=(
             Detail(_WAO, 3, 300.0, "WAO-Usher on three GPUs"),
@@ -58,7 +58,7 @@ EXPERIMENTS: tuple[Experiment, ...] = (
         title="Goodput against the request rate, on four GPUs, under three SLOs",
         about="Five vision models share 1,000 to 5,000 requests per second equally.",
         x_label="total target rate, r/s",
-        cases=RateSweep.of("6.3").cases,
+        cases=rate_sweep("6.3"),
         claims=RATES,
         details=(
             Detail("wsm-milp", 3000, 250.0, "WSM-MILP at 3,000 r/s"),
@@ -74,12 +74,12 @@ EXPERIMENTS: tuple[Experiment, ...] = (
         title="As figure 6.1, without shares for Usher and WAO-Usher",
         about="Gpu-lets compete freely for their GPU, which is emulated as taking turns in time slices.",
         x_label=_GPUS,
-        cases=GpuSweep.of(
+        cases=gpu_sweep(
             "A.2.1",
             like="6.2.1",
             clients_like="6.2.1",
             options={"usher": {"shares": False}, "wao-usher": {"shares": False}},
-        ).cases,
+        ),
         details=(Detail(_WAO, 3, 200.0, "WAO-Usher on three GPUs without shares"),),
     ),
     Experiment(
@@ -88,9 +88,9 @@ EXPERIMENTS: tuple[Experiment, ...] = (
         title="As figure 6.1, at twice the rate on up to eight GPUs",
         about="Five vision models at 1,000 requests per second each, SLO 200 ms.",
         x_label=_GPUS,
-        cases=GpuSweep.of(
+        cases=gpu_sweep(
             "A.2.2", like="6.2.1", target_rps=1000, requests_per_model=8000, gpus=range(1, 9), quick_gpus=(4, 6, 8)
-        ).cases,
+        ),
         details=(
             Detail("usher", 8, 200.0, "Usher on eight GPUs"),
             Detail("wsm-milp", 8, 200.0, "WSM-MILP on eight GPUs"),
@@ -102,9 +102,9 @@ EXPERIMENTS: tuple[Experiment, ...] = (
         title="As figure 6.15, with language models",
         about="alexnet, mobilenet_v2 and resnet50 together get two thirds of the rate, bert and gpt2 one third.",
         x_label="total target rate, r/s",
-        cases=RateSweep.of(
+        cases=rate_sweep(
             "A.2.3", models=("alexnet", "bert", "gpt2", "mobilenet_v2", "resnet50"), vision_part=2 / 3
-        ).cases,
+        ),
         details=(
             Detail("ao-milp", 3000, 250.0, "AO-MILP at 3,000 r/s"),
             Detail("wsm-milp", 3000, 250.0, "WSM-MILP at 3,000 r/s"),

@@ -4,8 +4,7 @@ A.2.2), or the rate on fixed GPUs (6.3, A.2.3).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from tenuto.experiments.case import Case
@@ -14,7 +13,6 @@ from tenuto.experiments.facts import VISION, client_share, thesis_section
 from tenuto.experiments.published import PUBLISHED
 from tenuto.placement import policy_names
 
-FIVE_MODELS = ("alexnet", "densenet121", "efficientnet_b7", "resnet50", "vgg19")
 QUICK_S = 5.0
 # The thesis does not print how long these runs were; eight seconds are as long as its other experiments' targets.
 DURATION_S = 8.0
@@ -22,121 +20,82 @@ QUICK_TOTALS = (3000.0, 4000.0, 5000.0)
 QUICK_SLO_MS = 250.0
 
 
-def _chosen_policies(settings: Settings) -> tuple[str, ...]:
-    """Return the policies to run: the user's, or the thesis' and then every other that is installed."""
-    if settings.policies is not None:
-        return settings.policies
-    if settings.quick:
-        return THESIS_POLICIES
-    return (*THESIS_POLICIES, *(name for name in policy_names() if name not in THESIS_POLICIES))
+def gpu_sweep(section: str, **changes: Any) -> Callable[[Settings], list[Case]]:
+    """Return what makes the points of an experiment with the same rate for every model, on one to many GPUs.
 
-
-@dataclass(frozen=True)
-class GpuSweep:
-    """The same rate for every model, on one to many GPUs; `options` are those of policies that differ from the default.
-
-    `section` is whose plans, rates and clients hold; A.2.1 is section 6.2.1 without shares.
+    Args:
+        section: whose plans, rates and clients hold.
+        changes: of the section's facts; `like` names another section whose facts it has (A.2.1 is section 6.2.1 without
+            shares), `options` are those of policies that differ from the default.
     """
+    facts = {
+        "quick_gpus": (3, 4, 6), "clients_like": section, "options": {},
+        **thesis_section(changes.pop("like", section)), **changes,
+    }  # fmt: skip
+    models, rate_rps = tuple(facts["models"]), float(facts["target_rps"])
 
-    section: str
-    models: tuple[str, ...]
-    rate_rps: float
-    slo_ms: float
-    gpus: tuple[int, ...]
-    requests_per_model: int
-    quick_gpus: tuple[int, ...]
-    clients_like: str
-    options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    def cases(settings: Settings) -> list[Case]:
+        sent = client_share(facts["clients_like"], rate_rps * len(models)) if settings.clients == "thesis" else 1.0
+        whole_s = int(facts["requests_per_model"]) / (rate_rps * sent)
+        duration_s = settings.duration_s or (QUICK_S if settings.quick else whole_s)
 
-    @classmethod
-    def of(cls, section: str, **changes: Any) -> GpuSweep:
-        """Read the experiment's numbers from the facts."""
-        facts = {**thesis_section(changes.pop("like", section)), **changes}
-        return cls(
-            section=section,
-            models=tuple(facts["models"]),
-            rate_rps=float(facts["target_rps"]),
-            slo_ms=float(facts["slo_ms"]),
-            gpus=tuple(facts["gpus"]),
-            requests_per_model=int(facts["requests_per_model"]),
-            quick_gpus=tuple(facts.get("quick_gpus", (3, 4, 6))),
-            clients_like=str(facts.get("clients_like", section)),
-            options=facts.get("options", {}),
-        )
-
-    def cases(self, settings: Settings) -> list[Case]:
-        """Return every point, the thesis' policies first."""
-        total = self.rate_rps * len(self.models)
-        sent = client_share(self.clients_like, total) if settings.clients == "thesis" else 1.0
-        duration_s = settings.duration_s or (
-            QUICK_S if settings.quick else self.requests_per_model / (self.rate_rps * sent)
-        )
-        policies = _chosen_policies(settings)
-
-        def case(policy: str, gpus: int, published: str | None = None) -> Case:
+        def case(policy: str, slo_ms: float, gpus: float, published: str | None) -> Case:
             return Case(
-                policy, self.models, (self.rate_rps,) * len(self.models), self.slo_ms, gpus, gpus, sent, duration_s,
-                settings.seed, self.options.get(policy, {}), published,
+                policy, models, (rate_rps,) * len(models), slo_ms, int(gpus), int(gpus), sent, duration_s,
+                settings.seed, facts["options"].get(policy, {}), published,
             )  # fmt: skip
 
-        counts = self.quick_gpus if settings.quick else self.gpus
-        cases = [case(policy, gpus) for policy in policies for gpus in counts]
-        stated = [(name, plan) for name, plan in PUBLISHED.items() if plan.section == self.section]
-        cases += [case(plan.policy, int(plan.x), name) for name, plan in stated if plan.policy in policies]
-        return cases
+        counts = facts["quick_gpus"] if settings.quick else facts["gpus"]
+        return _cases(section, settings, [(float(facts["slo_ms"]), gpus) for gpus in counts], case)
+
+    return cases
 
 
-@dataclass(frozen=True)
-class RateSweep:
-    """Total rates under several SLOs. `vision_part` None: equal rates; else the part of the total for vision models."""
+def rate_sweep(section: str, **changes: Any) -> Callable[[Settings], list[Case]]:
+    """Return what makes the points of an experiment with total rates under several SLOs; `changes` of section 6.3.
 
-    section: str
-    models: tuple[str, ...]
-    gpus: int
-    slos_ms: tuple[float, ...]
-    totals_rps: tuple[float, ...]
-    vision_part: float | None = None
+    `vision_part` is the part of the total for vision models; without it all have equal rates.
+    """
+    facts = {**thesis_section("6.3"), **changes}
+    models = tuple(facts["models"])
 
-    @classmethod
-    def of(cls, section: str, **changes: Any) -> RateSweep:
-        """Read the experiment's numbers from the facts."""
-        facts = {**thesis_section("6.3"), **changes}
-        return cls(
-            section=section,
-            models=tuple(facts["models"]),
-            gpus=int(facts["gpus"]),
-            slos_ms=tuple(float(slo) for slo in facts["slo_ms"]),
-            totals_rps=tuple(float(total) for total in facts["total_rps"]),
-            vision_part=facts.get("vision_part"),
-        )
-
-    def rates(self, total_rps: float) -> tuple[float, ...]:
-        """Return the rate of each model."""
-        if self.vision_part is None:
-            return (total_rps / len(self.models),) * len(self.models)
-        vision = sum(name in VISION for name in self.models)
-        return tuple(
-            total_rps * self.vision_part / vision
-            if name in VISION
-            else total_rps * (1.0 - self.vision_part) / (len(self.models) - vision)
-            for name in self.models
-        )
-
-    def cases(self, settings: Settings) -> list[Case]:
-        """Return every point, the thesis' policies first."""
-        policies = _chosen_policies(settings)
+    def cases(settings: Settings) -> list[Case]:
         duration_s = settings.duration_s or (QUICK_S if settings.quick else DURATION_S)
 
-        def case(policy: str, slo_ms: float, total: float, published: str | None = None) -> Case:
-            sent = client_share(self.section, total) if settings.clients == "thesis" else 1.0
+        def case(policy: str, slo_ms: float, total: float, published: str | None) -> Case:
+            sent = client_share(section, total) if settings.clients == "thesis" else 1.0
             return Case(
-                policy, self.models, self.rates(total), slo_ms, self.gpus, total, sent, duration_s, settings.seed,
-                published=published,
+                policy, models, divided(total, models, facts.get("vision_part")), slo_ms, int(facts["gpus"]), total,
+                sent, duration_s, settings.seed, published=published,
             )  # fmt: skip
 
-        slos = (QUICK_SLO_MS,) if settings.quick else self.slos_ms
-        totals = QUICK_TOTALS if settings.quick else self.totals_rps
-        cases = [case(policy, slo, total) for policy in policies for slo in slos for total in totals]
-        stated = [(name, plan) for name, plan in PUBLISHED.items() if plan.section == self.section]
-        cases += [case(plan.policy, plan.slo_ms, plan.x, name) for name, plan in stated if plan.policy in policies]
-        return cases
+        slos = (QUICK_SLO_MS,) if settings.quick else map(float, facts["slo_ms"])
+        totals = QUICK_TOTALS if settings.quick else tuple(map(float, facts["total_rps"]))
+        return _cases(section, settings, [(slo, total) for slo in slos for total in totals], case)
+
+    return cases
+
+
+def divided(total_rps: float, models: Sequence[str], vision_part: float | None = None) -> tuple[float, ...]:
+    """Return the rate of each model: equal ones, or equal ones among vision models, which get a part, and others."""
+    if vision_part is None:
+        return (total_rps / len(models),) * len(models)
+    vision = sum(name in VISION for name in models)
+    each, other = total_rps * vision_part / vision, total_rps * (1.0 - vision_part) / (len(models) - vision)
+    return tuple(each if name in VISION else other for name in models)
+
+
+def _cases(
+    section: str, settings: Settings, points: Iterable[tuple[float, float]],
+    case: Callable[[str, float, float, str | None], Case],
+) -> list[Case]:  # fmt: skip
+    """Return every point (SLO, x), the thesis' policies first, and last the section's published plans."""
+    policies = settings.policies
+    if policies is None:
+        others = () if settings.quick else (name for name in policy_names() if name not in THESIS_POLICIES)
+        policies = (*THESIS_POLICIES, *others)
+    points = list(points)
+    published = {n: plan for n, plan in PUBLISHED.items() if plan.section == section and plan.policy in policies}
+    return [case(policy, slo_ms, x, None) for policy in policies for slo_ms, x in points] + [
+        case(plan.policy, plan.slo_ms, plan.x, name) for name, plan in published.items()
+    ]

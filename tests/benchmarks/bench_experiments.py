@@ -12,9 +12,9 @@ from tenuto.experiments.case import DEFERRED, ROUTER, Case, run_case
 from tenuto.experiments.experiment import THESIS_POLICIES, Results, Settings
 from tenuto.experiments.registry import find_experiments
 from tenuto.experiments.runner import run_cases
-from tenuto.experiments.sweeps import FIVE_MODELS
 from tenuto.loadgen.result_folder import hardware, versions
 
+FIVE_MODELS = ("alexnet", "densenet121", "efficientnet_b7", "resnet50", "vgg19")
 HEAVIEST_RPS = 5000.0
 HEAVIEST_LIMIT_S = 10.0
 ALL_LIMIT_S = 600.0

@@ -23,12 +23,13 @@ from tenuto.experiments.emulation import Emulation, emulated_plan
 from tenuto.experiments.experiment import Settings
 from tenuto.experiments.facts import client_share, data_ms_by_model, network_of, thesis_facts
 from tenuto.experiments.registry import EXPERIMENTS, find_experiments
-from tenuto.experiments.sweeps import FIVE_MODELS, RateSweep
+from tenuto.experiments.sweeps import divided
 from tenuto.placement import Replica
 from tenuto.profiles.shipped import load_shipped
 
 pytestmark = pytest.mark.unit
 REFERENCE = Path(__file__).parents[1] / "data"
+FIVE_MODELS = ("alexnet", "densenet121", "efficientnet_b7", "resnet50", "vgg19")
 
 
 def case(policy: str = "usher", gpus: int = 3, **changes: Any) -> Case:
@@ -156,9 +157,9 @@ def test_batches_above_the_measured_ones_go_on_along_the_line() -> None:
 
 
 def test_a_third_of_the_mixed_load_is_for_language_models() -> None:
-    sweep = RateSweep.of("A.2.3", models=("alexnet", "bert", "gpt2", "mobilenet_v2", "resnet50"), vision_part=2 / 3)
-    assert sweep.rates(3600.0) == pytest.approx((800.0, 600.0, 600.0, 800.0, 800.0))
-    assert RateSweep.of("6.3").rates(1000.0) == (200.0,) * 5
+    mixed = ("alexnet", "bert", "gpt2", "mobilenet_v2", "resnet50")
+    assert divided(3600.0, mixed, 2 / 3) == pytest.approx((800.0, 600.0, 600.0, 800.0, 800.0))
+    assert divided(1000.0, FIVE_MODELS) == (200.0,) * 5
 
 
 def test_every_figure_is_a_name_and_unknown_ones_list_them() -> None:
