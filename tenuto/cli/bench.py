@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import click
 
@@ -60,22 +60,7 @@ from tenuto.errors import refused
 @click.option("--force", is_flag=True, help="Replace a report that is already in DIR.")
 @json_option
 def command(
-    target: str,
-    url: str | None,
-    duration_s: float,
-    warmup_s: float | None,
-    seed: int,
-    rate_scale: float,
-    slo_scale: float,
-    clients: int,
-    grace_s: float,
-    tensors: Literal["binary", "json"],
-    via: Literal["http", "handle"],
-    client_priority: Literal["realtime", "normal"],
-    folder: str | None,
-    key_file: str | None,
-    force: bool,
-    as_json: bool,
+    target: str, url: str | None, folder: str | None, key_file: str | None, force: bool, as_json: bool, **asked: Any
 ) -> int:
     """Send a plan's load to a running endpoint, open-loop, and judge it by goodput.
 
@@ -98,10 +83,7 @@ def command(
     address = url or (target if "://" in target else "http://127.0.0.1:8000")
     plan = Plan.from_data(served_plan(address), origin=address) if "://" in target else Plan.load(target)
     out = prepare_report(Path(folder), force=force) if folder is not None else None
-    options = BenchOptions(
-        address.rstrip("/"), duration_s, seed, rate_scale, slo_scale, warmup_s, clients, grace_s, tensors, via,
-        client_priority,
-    )  # fmt: skip
+    options = BenchOptions(address.rstrip("/"), **asked)  # its fields by name are the other options
     served, applications, notes = asked_of(plan)
     for note in notes:
         tell(note)

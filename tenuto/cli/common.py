@@ -16,7 +16,8 @@ import click
 from rich.console import Console
 
 from tenuto.errors import refused
-from tenuto.placement import Cluster
+from tenuto.placement import Cluster, Plan
+from tenuto.placement.cluster import Gpu
 from tenuto.profiles import Profile, Profiles
 
 Verb = Callable[..., Any]
@@ -154,6 +155,13 @@ class ClusterArguments:
             return Cluster.parse(self.gpus, elastic=self.elastic)
         cluster = Cluster.load(str(self.cluster_file))
         return cluster.model_copy(update={"elastic": True}) if self.elastic else cluster
+
+    def ground(self, plan: Plan) -> tuple[Profiles, tuple[Gpu, ...]]:
+        """Return the profiles and GPUs that a controller may plan on: those of the cluster, or of the plan."""
+        from tenuto.deployments.control.fit import gpus_of
+
+        gpus = self.cluster().gpus if self.names_a_cluster else gpus_of(plan)
+        return self.profiles(dict.fromkeys(gpu.type for gpu in gpus)), gpus
 
     def profiles(self, gpu_types: Iterable[str]) -> Profiles:
         """Return the profiles for GPU types; see `profiles_from`."""

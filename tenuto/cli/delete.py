@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from tenuto.cli.common import emit_json, json_option, progress_console
+from tenuto.cli.common import emit_json, json_option, tell
 from tenuto.cli.deploying import address_option, operations
 
 
@@ -21,5 +21,4 @@ def command(address: str | None, as_json: bool) -> None:
     if as_json:
         emit_json({"removed": gone})
         return
-    text = f"removed {len(gone)} applications" if gone else "nothing was deployed"
-    progress_console().print(f"tenuto: {text}", markup=False)
+    tell(f"removed {len(gone)} applications" if gone else "nothing was deployed")

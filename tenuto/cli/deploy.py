@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from tenuto.cli.common import emit_json, json_option, progress_console
+from tenuto.cli.common import emit_json, json_option, tell
 from tenuto.cli.deploying import ServingArguments, address_option, operations, serving_arguments
 
 
@@ -35,6 +35,5 @@ def command(asked: ServingArguments, why: str, replace: bool, address: str | Non
         emit_json({"reached": reached, "version": version.number if version is not None else None, "url": url})
     elif reached and version is not None:
         at = "" if url == "http://127.0.0.1:8000" else f" --url {url}"
-        text = f"version {version.number} runs at {url}; see `tenuto status{at}`, end it with `tenuto delete`"
-        progress_console().print(f"tenuto: {text}", markup=False, soft_wrap=True)
+        tell(f"version {version.number} runs at {url}; see `tenuto status{at}`, end it with `tenuto delete`")
     return 0 if reached else 1

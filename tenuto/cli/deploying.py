@@ -72,10 +72,7 @@ class ServingArguments:
             {
                 "plan": plan.to_data(),
                 "executor": "emulated" if self.emulate else self.executor or _planned_executor(self.plan_file),
-                "host": self.host,
-                "port": self.port,
-                "proxy_port": self.proxy_port,
-                "operator_port": self.operator_port,
+                **{name: getattr(self, name) for name in _SAME},
                 "access": {
                     "keys": keys,
                     "tls_cert": self.tls_cert and str(Path(self.tls_cert).resolve()),
@@ -83,12 +80,8 @@ class ServingArguments:
                     "insecure": self.insecure,
                     "traces": {"endpoint": self.traces, "ratio": self.trace_ratio} if self.traces is not None else None,
                 },
-                "log_json": self.log_json,
-                "encrypt": self.encrypt,
                 "scheduler": self.scheduler,
                 "scheduler_options": chosen,
-                "gateways": self.gateways,
-                "dispatchers": self.dispatchers,
                 "partition": None if partition is None else dict(partition),
                 "control": None if control is None else control.model_dump(mode="json", exclude_defaults=True),
             }
@@ -110,17 +103,13 @@ class ServingArguments:
 
     def ground(self, plan: Plan) -> Ground | None:
         """Return what a controller plans with: profiles, and the GPUs there are or may be; None without --control."""
-        from tenuto.deployments.control.fit import gpus_of
-
-        if self.control_file is None:
-            return None
-        gpus = self.where.cluster().gpus if self.where.names_a_cluster else gpus_of(plan)
-        return self.where.profiles(dict.fromkeys(gpu.type for gpu in gpus)), gpus
+        return None if self.control_file is None else self.where.ground(plan)
 
 
+# What a deployment calls as the command line does.
+_SAME = ("host", "port", "proxy_port", "operator_port", "log_json", "encrypt", "gateways", "dispatchers")
 _ASKED_BY: Mapping[str, frozenset[str]] = {
-    **{name: frozenset({name}) for name in ("host", "port", "proxy_port", "operator_port", "log_json", "encrypt")},
-    **{name: frozenset({name}) for name in ("gateways", "dispatchers")},
+    **{name: frozenset({name}) for name in _SAME},
     **{name: frozenset({"scheduler", "options"}) for name in ("scheduler", "scheduler_options")},
     "executor": frozenset({"emulate", "executor"}),
     "partition": frozenset({"partition_file"}),

@@ -187,6 +187,8 @@ def _derived(derived: dict[str, Any]) -> str:
 
 def _print(document: dict[str, Any]) -> None:
     """Print each observation with its verdict, then the count."""
+    from tenuto.experiments.page import reproduced_of
+
     console = stdout_console()
     console.print(f"figure {document['name']}: {document['title']}", style="bold", markup=False)
     for seen in document["observations"]:
@@ -199,11 +201,8 @@ def _print(document: dict[str, Any]) -> None:
         console.print(f"  {escape(_derived(document['derived']))}")
     for name, why in document["not_planned"].items():
         console.print(f"  {name} cannot plan from this profile: {escape(why)}")
-    counts = document["observations_summary"]
     state = "" if document["complete"] else " (interrupted: partial)"
-    checked = counts["reproduced"] + counts["not reproduced"]
-    rest = f", {counts['not checked']} not checked" if counts["not checked"] else ""
     console.print(
-        f"  {counts['reproduced']} of {checked} checked observations reproduced{rest}; "
-        f"{len(document['points'])} points in {document['wall_s']:.1f} s{state}"
+        f"  {reproduced_of(document['observations_summary'])}; {len(document['points'])} points in "
+        f"{document['wall_s']:.1f} s{state}"
     )

@@ -6,7 +6,7 @@ import time
 
 import click
 
-from tenuto.cli.common import emit_json, json_option, progress_console, write_file
+from tenuto.cli.common import emit_json, json_option, write_file
 from tenuto.cli.deploying import address_option, operations
 from tenuto.cli.tables import print_table
 from tenuto.errors import EnvironmentFaultError
@@ -30,7 +30,6 @@ def command(number: int | None, output: str | None, address: str | None, as_json
         raise EnvironmentFaultError("nothing was deployed on this cluster yet. Use `tenuto deploy PLAN`.")
     if output is not None and chosen is not None:
         write_file(output, Plan.from_data(chosen.deployment.plan).dump())
-        progress_console().print(f"wrote {output}", markup=False)
         return
     if as_json:
         emit_json({"versions": [

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import click
 
@@ -16,7 +15,7 @@ from tenuto.cli.common import (
     stdout_console,
 )
 from tenuto.cli.tables import number, print_table
-from tenuto.documents import load_document
+from tenuto.deployments.serve.sub_clusters import read_partition
 from tenuto.errors import Problem, raise_if_any, refused
 from tenuto.placement import Cluster, Workload
 from tenuto.placement.costs import MOST_BATCH, context_mib_of, costs_of
@@ -80,7 +79,7 @@ def command(
     limits = Limits(
         cluster.one_of_each[kind].memory_mib - context_mib, max_rate_rps, max_models, max_moved_mib, memory_weight
     )
-    current = _read_current(current_file, {model.name for model in models}) if current_file is not None else None
+    current = None if current_file is None else read_partition(current_file)
     found = partition(models, subclusters, limits=limits, current=current, time_limit_s=time_limit_s)
     if not found.proven:
         progress_console().print(
@@ -126,17 +125,6 @@ def _models(
             found.append(staggered.entry(each))
     raise_if_any(problems if found else [*problems, *impossible])
     return found, impossible
-
-
-def _read_current(path: str, known: Collection[str]) -> dict[str, int]:
-    """Read the present partition; models that are not known any more are left out."""
-    document: Any = load_document(path)
-    if isinstance(document, Mapping) and isinstance(document.get("assignment"), Mapping):
-        document = document["assignment"]
-    if not isinstance(document, Mapping) or not all(type(k) is int for k in document.values()):
-        raise refused(f"--current {path}", document, "must map models to sub-clusters from 0",
-                      "Give the output of `tenuto partition --json`, or lines such as resnet50: 0.")
-    return {str(name): k for name, k in document.items() if name in known}
 
 
 def _print(found: Partition, gpus: int, impossible: Sequence[Problem]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, TypeVar
@@ -203,12 +202,9 @@ def _parameters(policy: Policy) -> set[str]:
 
 
 def _document(plan: Plan, executor: str) -> str:
-    """Return the Serve config which carries the plan; the bare plan where serving is not installed."""
-    from tenuto.documents import dump_yaml
-
-    if importlib.util.find_spec("tenuto.deployments.serve.config") is None:
-        return plan.dump()
+    """Return the Serve config which carries the plan."""
     from tenuto.deployments.serve.config import serve_config
+    from tenuto.documents import dump_yaml
 
     return dump_yaml(serve_config(plan, executor=executor))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from tenuto.cli.common import emit_json, json_option, progress_console
+from tenuto.cli.common import emit_json, json_option, tell
 from tenuto.cli.deploying import address_option, operations
 
 
@@ -21,7 +21,7 @@ def command(number: int | None, address: str | None, as_json: bool) -> int:
         version, reached = running.rollback(number)
     if as_json:
         emit_json({"reached": reached, "version": version.number})
-        return 0 if reached else 1
-    text = f"the plan of version {version.number} runs again" if reached else "it could not be reached; nothing changed"
-    progress_console().print(f"tenuto: {text}", markup=False)
+    else:
+        again = f"the plan of version {version.number} runs again"
+        tell(again if reached else "it could not be reached; nothing changed")
     return 0 if reached else 1

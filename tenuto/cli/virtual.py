@@ -11,7 +11,7 @@ import click
 
 from tenuto.batching.core.system import NetworkDelay
 from tenuto.batching.registry import SCHEDULERS, scheduler_class
-from tenuto.cli.common import ClusterArguments, cluster_arguments, gathered, json_option, progress_console
+from tenuto.cli.common import ClusterArguments, cluster_arguments, gathered, json_option, tell
 from tenuto.documents import load_document
 from tenuto.errors import InvalidInputError, Problem, raise_if_any, refused
 from tenuto.loadgen.simulated import Simulation
@@ -56,15 +56,14 @@ class VirtualArguments:
             found = Simulation.of_plan(Plan.from_data(document, origin=self.source), network, slo_scale, **how)
             if slo_scale == 1.0:
                 for late in found.always_late():
-                    progress_console().print(f"tenuto: {late}", markup=False, soft_wrap=True)
+                    tell(str(late))
             return found
         workload = Workload.load(self.source)
         if not workload.models:
             raise refused(f"{self.source}: models", [], "the workload has no models", "Add at least one.")
         cluster = self.where.cluster()
         if workload.merge != "off":
-            text = "tenuto: `merge` is for plans: here every model runs by itself. Plan first, and simulate the plan"
-            progress_console().print(text, markup=False)
+            tell("`merge` is for plans: here every model runs by itself. Plan first, and simulate the plan")
         profiles, folder = self.where.profiles(cluster.gpu_types), Path(self.source).parent
         return Simulation.of_workload(workload, cluster, profiles, network, slo_scale, folder=folder, **how)
 
@@ -74,7 +73,6 @@ class VirtualArguments:
         Raises:
             InvalidInputError: with the problems found in the arguments.
         """
-        from tenuto.deployments.control.fit import gpus_of
         from tenuto.deployments.control.settings import ControlSettings
         from tenuto.loadgen.controlled import ControlledSimulation
 
@@ -91,12 +89,11 @@ class VirtualArguments:
                 workload, cluster, self.where.profiles(cluster.gpu_types), settings, **how
             )
         plan = Plan.from_data(document, origin=self.source)
-        gpus = self.where.cluster().gpus if self.where.names_a_cluster else gpus_of(plan)
+        profiles, gpus = self.where.ground(plan)
         lacking = sorted({gpu.id for gpu in plan.gpus} - {gpu.id for gpu in gpus})
         if lacking:
             rule = f"the plan uses GPU {', '.join(lacking)}, which the cluster lacks"
             raise refused("--gpus", self.where.gpus, rule, "Name a cluster that has them.")
-        profiles = self.where.profiles(dict.fromkeys(gpu.type for gpu in gpus))
         return ControlledSimulation(plan.workload, plan, gpus, profiles, settings, **how)
 
     def _checked(self) -> tuple[NetworkDelay, dict[str, Any]]:

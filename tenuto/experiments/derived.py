@@ -8,14 +8,12 @@ igniter-v100, else table A.1's SM utilisation), and iGniter's coefficients are f
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import cache
-from importlib import resources
 from typing import Any
 
-from tenuto.experiments.emulation import Emulation
+from tenuto.experiments.emulation import Emulation, measured_pairs
 from tenuto.experiments.facts import VISION, thesis_facts
 from tenuto.placement.interference.igniter import Hardware
 from tenuto.placement.interference.igniter_derived import (
@@ -25,7 +23,6 @@ from tenuto.placement.interference.igniter_derived import (
     derive_igniter,
     left_out_errors,
 )
-from tenuto.placement.interference.measurements import pair_samples
 from tenuto.profiles import ModelProfile, Profile, ProfilePoint
 from tenuto.profiles.shipped import load_shipped
 
@@ -135,15 +132,13 @@ def _with_shares(
 
 
 def _pair_errors(igniter: Profile, hardware: Hardware) -> tuple[float, float]:
-    file = resources.files("tenuto.experiments").joinpath("data/v100_interference_pairs.json")
-    text = file.read_text(encoding="utf-8")
     pairs = [
         PairMeasurement(
             (sample.models[0], sample.gpulet.batch_size, sample.gpulet.share_pct),
             (sample.models[1], sample.neighbours[0].batch_size, sample.neighbours[0].share_pct),
             sample.slowdown,
         )
-        for sample in pair_samples(json.loads(text), igniter.models, origin="v100_interference_pairs")
+        for sample in measured_pairs()
     ]
     known = {}
     for name, model in igniter.models.items():

@@ -14,13 +14,12 @@ Three sources, in this order; `Emulation.notes` says which was used where.
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
 from collections.abc import Mapping
 from functools import cache
-from importlib import resources
 from statistics import fmean
 
+from tenuto.experiments.facts import read_data
 from tenuto.placement import Gpulet, Plan, Replica
 from tenuto.placement.interference import Sample
 from tenuto.placement.interference.measurements import pair_samples
@@ -30,16 +29,20 @@ from tenuto.profiles.shipped import load_shipped
 
 
 @cache
+def measured_pairs() -> list[Sample]:
+    """Return the 1,200 published slowdowns of the iGniter repository's 600 pairs on a V100."""
+    models = load_shipped("igniter-v100").models
+    return pair_samples(read_data("v100_interference_pairs.json"), models, origin="v100_interference_pairs")
+
+
+@cache
 def _measured() -> tuple[Mapping[str, ModelProfile], Mapping[tuple[str, str], list[Sample]], float]:
     """Return the measured models, the samples by (model, neighbour), and the mean slowdown of all samples."""
-    models = load_shipped("igniter-v100").models
-    file = resources.files("tenuto.experiments").joinpath("data/v100_interference_pairs.json")
-    text = file.read_text(encoding="utf-8")
-    samples = pair_samples(json.loads(text), models, origin="v100_interference_pairs")
+    samples = measured_pairs()
     by_pair: dict[tuple[str, str], list[Sample]] = defaultdict(list)
     for sample in samples:
         by_pair[sample.models[0], sample.models[1]].append(sample)
-    return models, by_pair, fmean(max(1.0, sample.slowdown) for sample in samples)
+    return load_shipped("igniter-v100").models, by_pair, fmean(max(1.0, sample.slowdown) for sample in samples)
 
 
 class Emulation:

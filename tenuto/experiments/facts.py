@@ -26,9 +26,14 @@ _STATED_SHARE = {"6.2.1": 433.34 / 500.0}
 @cache
 def thesis_facts() -> Mapping[str, Any]:
     """Return the whole document."""
-    text = resources.files("tenuto.experiments").joinpath("data/thesis_experiments.json").read_text(encoding="utf-8")
-    facts: Mapping[str, Any] = json.loads(text)
-    return facts
+    return read_data("thesis_experiments.json")
+
+
+def read_data(name: str) -> Mapping[str, Any]:
+    """Return a document of this package's data."""
+    text = resources.files("tenuto.experiments").joinpath(f"data/{name}").read_text(encoding="utf-8")
+    found: Mapping[str, Any] = json.loads(text)
+    return found
 
 
 def thesis_section(section: str) -> Mapping[str, Any]:

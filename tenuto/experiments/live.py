@@ -7,17 +7,19 @@ Neighbours cost their mean slowdown here, and inputs are one number each, since 
 
 from __future__ import annotations
 
-import time
+import contextlib
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from tenuto.deployments.serve.config import serve_config
 from tenuto.deployments.serve.launcher import Launcher
-from tenuto.experiments.case import ROUTER, Case, describe_case, mean_slowdowns
+from tenuto.experiments.case import ROUTER, Case, mean_slowdowns, run_case
 from tenuto.experiments.figures import run_figures
-from tenuto.experiments.runner import Finished, Report
+from tenuto.experiments.runner import Finished, Report, run_here
 from tenuto.loadgen.bench import BenchOptions, run_bench
 from tenuto.loadgen.records import Records
 from tenuto.placement import ModelSpec, Plan
@@ -67,21 +69,15 @@ def run_live(
     Raises:
         EnvironmentFaultError: Ray or the endpoint fails; the points before it are lost.
     """
-    rows: list[dict[str, Any]] = []
-    most_gpus = max((case.gpus for case in cases), default=1)
-    try:
-        with Launcher(progress=say) as launcher:
-            launcher.connect(num_gpus=most_gpus, address=address)
-            for case in cases:
-                started = time.perf_counter()
-                row, plan = describe_case(case)
-                if plan is not None:
-                    row["runs"] = {name: _run(launcher, case, plan, name, stretch, say) for name in schedulers}
-                rows.append({**row, "wall_s": round(time.perf_counter() - started, 3)})
-                report(len(rows), len(cases), case.key)
-    except KeyboardInterrupt:
-        return Finished(rows, is_whole=False)
-    return Finished(rows, is_whole=True)
+    finished = Finished([], is_whole=False)
+    with contextlib.suppress(KeyboardInterrupt), Launcher(progress=say) as launcher:
+        launcher.connect(num_gpus=max((case.gpus for case in cases), default=1), address=address)
+
+        def run(case: Case, plan: Plan, scheduler: str) -> dict[str, Any]:
+            return _run(launcher, case, plan, scheduler, stretch, say)
+
+        finished = run_here(cases, partial(run_case, schedulers=schedulers, run=run), report)
+    return finished
 
 
 def _run(launcher: Launcher, case: Case, plan: Plan, scheduler: str, stretch: float, say: Say) -> dict[str, Any]:
@@ -94,9 +90,9 @@ def _run(launcher: Launcher, case: Case, plan: Plan, scheduler: str, stretch: fl
         grace_s=_GRACE * case.slo_ms * stretch / 1000.0,
     )  # fmt: skip
     result = run_bench(served, bench, say)
+    if result.is_interrupted:
+        raise KeyboardInterrupt
     if result.verdict.result == "INVALID":
-        if "interrupted" in " ".join(result.verdict.reasons):
-            raise KeyboardInterrupt
         say(f"{case.key.replace('|', ' ')}: {'; '.join(result.verdict.reasons)}")
     records = _of_plan(result.records, served, live)
     figures = run_figures(
@@ -116,5 +112,4 @@ def _of_plan(records: Records, served: Sequence[ModelSpec], plan: Plan) -> Recor
     """Return the records with models counted as in the plan, where unserved ones have a place too."""
     place = {spec.name: index for index, spec in enumerate(plan.models)}
     to_plan = np.array([place[spec.name] for spec in served], dtype=np.int32)
-    columns = {name: getattr(records, name) for name in Records.columns()}
-    return Records(**{**columns, "model": to_plan[records.model]})
+    return replace(records, model=to_plan[records.model])

@@ -50,7 +50,7 @@ def render_experiment(
         if document["complete"]
         else '<div class="verdict FAIL"><strong>Incomplete</strong>'
         "<p>The run was interrupted; the points that had finished are shown.</p></div>",
-        f'<div class="verdict"><strong>{escape(_count(counts))}</strong>'
+        f'<div class="verdict"><strong>{escape(reproduced_of(counts))}</strong>'
         f"<p>{escape(experiment.about)} {escape(document['load'])}</p></div>",
         _observations(experiment, observations),
         _goodput(experiment, results),
@@ -65,7 +65,8 @@ def render_experiment(
     return html_document(f"Figure {experiment.name} again · Tenuto", "".join(parts), css)
 
 
-def _count(counts: Mapping[str, int]) -> str:
+def reproduced_of(counts: Mapping[str, int]) -> str:
+    """Return how many of the published observations were reproduced, in words."""
     checked = counts["reproduced"] + counts["not reproduced"]
     if not sum(counts.values()):
         return "No published observation to check"

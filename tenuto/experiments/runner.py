@@ -40,11 +40,12 @@ def run_cases(cases: Sequence[Case], schedulers: Sequence[str], *, jobs: int, re
     """
     work = partial(run_case, schedulers=tuple(schedulers))
     if jobs <= 1 or len(cases) <= 1:
-        return _run_here(cases, work, report)
+        return run_here(cases, work, report)
     return _run_on_processes(cases, work, min(jobs, len(cases)), report)
 
 
-def _run_here(cases: Sequence[Case], work: Callable[[Case], dict[str, Any]], report: Report) -> Finished:
+def run_here(cases: Sequence[Case], work: Callable[[Case], dict[str, Any]], report: Report) -> Finished:
+    """Run all cases in this process, one after the other; see `run_cases`."""
     rows: list[dict[str, Any]] = []
     try:
         for case in cases:

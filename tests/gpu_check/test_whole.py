@@ -32,8 +32,8 @@ def walk(worker_server: Callable[[str], list[str]], tmp_path: Path) -> Iterator[
     folder = Path(tempfile.mkdtemp(prefix="m"))  # short enough for sockets
 
     def call(steps: str, **departures: str) -> int:
-        with virtual_steps(worker_server, folder, **departures) as run:
-            return run.main(["-o", str(tmp_path), "--steps", steps], run=run, sizes=SIZES)
+        with virtual_steps(worker_server, folder, **departures) as run_step:
+            return run.main(["-o", str(tmp_path), "--steps", steps], run=run_step, sizes=SIZES)
 
     yield call
     shutil.rmtree(folder)
