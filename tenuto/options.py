@@ -83,7 +83,7 @@ def option(default: Any, **bounds: Any) -> Any:
     return dataclasses.field(default=default, metadata=bounds)
 
 
-def split_pairs(pairs: Iterable[str], flag: str = "--option") -> dict[str, str]:
+def split_pairs(pairs: Iterable[str]) -> dict[str, str]:
     """Return repeated `key=value` texts by key, dashes in keys as underscores.
 
     Raises:
@@ -95,9 +95,10 @@ def split_pairs(pairs: Iterable[str], flag: str = "--option") -> dict[str, str]:
         key, separator, value = pair.partition("=")
         name = key.strip().replace("-", "_")
         if not separator or not name:
-            problems.append(Problem(flag, pair, "must have the form key=value", f"Write {flag} key=value."))
+            problems.append(Problem("--option", pair, "must have the form key=value", "Write --option key=value."))
         elif found.setdefault(name, value) != value:
-            problems.append(Problem(flag, pair, f"'{name}' was already given as {found[name]!r}", "Give it once."))
+            rule = f"'{name}' was already given as {found[name]!r}"
+            problems.append(Problem("--option", pair, rule, "Give it once."))
     raise_if_any(problems)
     return found
 
@@ -121,7 +122,7 @@ def options_of_call(target: Callable[..., Any]) -> tuple[Option, ...]:
 
 
 def read_options(
-    owner: str, options: Sequence[Option], raw: Mapping[str, Any], *, where: str = "--option "
+    owner: str, options: Sequence[Option], raw: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Return the given options, each converted to its kind; those not given are left out.
 
@@ -129,7 +130,6 @@ def read_options(
         owner: who has these options, as errors name it: `policy 'ffd'`.
         options: those there are.
         raw: names and values, strings or plain data.
-        where: what stands before the name in an error: `--option `, or a path in a file ending in a dot.
 
     Raises:
         InvalidInputError: unknown options (lists the known ones) and unusable values, all at once.
@@ -141,13 +141,13 @@ def read_options(
         if option is None:
             listing = ", ".join(known) or "(none)"
             problems.append(
-                Problem(f"{where}{name}", value, f"{owner} has no such option", f"Known options: {listing}.")
+                Problem(f"--option {name}", value, f"{owner} has no such option", f"Known options: {listing}.")
             )
             continue
         try:
             values[name] = option.read(value)
         except ValueError as error:
-            problems.append(Problem(f"{where}{name}", value, str(error), f"The default is {option.shown_default}."))
+            problems.append(Problem(f"--option {name}", value, str(error), f"The default is {option.shown_default}."))
     raise_if_any(problems)
     return values
 

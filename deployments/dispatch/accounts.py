@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -86,13 +86,12 @@ class ModelCounters:
 class EventLog:
     """The last things that happened to gpu-lets and plans, for operators."""
 
-    def __init__(self, wall_clock: Callable[[], float] = time.time) -> None:
-        self._wall_clock = wall_clock
+    def __init__(self) -> None:
         self._events: deque[dict[str, Any]] = deque(maxlen=_KEPT_EVENTS)
 
     def add(self, what: str, why: str) -> None:
         """Note an event: what happened, to whom and why."""
-        self._events.appendleft({"at_s": self._wall_clock(), "what": what, "why": why})
+        self._events.appendleft({"at_s": time.time(), "what": what, "why": why})
 
     def to_data(self) -> list[dict[str, Any]]:
         """Return the events, newest first; `at_s` is Unix time."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Callable
 from itertools import islice
 from typing import Any
 
@@ -26,8 +25,7 @@ _Times = tuple[str, int, float, float, float]  # gpu-let, batch size, sent, star
 class RequestLog:
     """Keeps the last few thousand; adding costs about a microsecond."""
 
-    def __init__(self, wall_clock: Callable[[], float] = time.time) -> None:
-        self._wall_clock = wall_clock
+    def __init__(self) -> None:
         self._ended: deque[_Ended] = deque(maxlen=_KEPT)
 
     def add_executed(self, requests: list[Request], executed: Executed, ended_ms: float) -> None:
@@ -35,7 +33,7 @@ class RequestLog:
         times = (
             executed.gpulet, executed.batch_size, executed.sent_ms, executed.started_ms, executed.execution_ms
         )  # fmt: skip
-        now_s = self._wall_clock()
+        now_s = time.time()
         self._ended.extend(
             [
                 (now_s, r.client_id, r.name, r.arrived_ms, ended_ms, ended_ms <= r.deadline_ms, times)
@@ -46,7 +44,7 @@ class RequestLog:
     def add_refused(self, request: Request, refused: Refused, ended_ms: float) -> None:
         """Take a request that is refused now."""
         self._ended.append(
-            (self._wall_clock(), request.client_id, request.name, request.arrived_ms, ended_ms, False, refused)
+            (time.time(), request.client_id, request.name, request.arrived_ms, ended_ms, False, refused)
         )
 
     def to_data(self, request_id: str | None = None, limit: int = 100) -> list[dict[str, Any]]:

@@ -4,7 +4,6 @@ without tasks; what requests share is `SharedService`."""
 from __future__ import annotations
 
 import functools
-import logging
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
@@ -14,7 +13,7 @@ import orjson
 from tenuto.deployments.dispatch.in_flight import Asker, Request
 from tenuto.deployments.entry.dispatching import Dispatching
 from tenuto.deployments.entry.heads import Route
-from tenuto.deployments.entry.http import JSON, Exchange, HttpError, retry_after
+from tenuto.deployments.entry.http import JSON, Exchange, HttpError, crash, fail, retry_after
 from tenuto.deployments.entry.oip import BadRequestError, InferRequest, check_outputs, encode_response, parse_infer
 from tenuto.deployments.entry.planned_model import PlannedModel
 from tenuto.deployments.entry.shared_memory import Regions
@@ -23,8 +22,6 @@ from tenuto.deployments.wire.answers import Executed, Refused
 from tenuto.deployments.wire.arena import Held, HeldTogether
 from tenuto.deployments.wire.tensors import Buffer, InputPart
 from tenuto.outcome import Outcome
-
-logger = logging.getLogger("ray.serve")
 
 _BINARY = b"content-type: application/octet-stream\r\ninference-header-content-length: %d\r\n"
 _TIMES = (
@@ -330,17 +327,6 @@ class Shown:
         )  # fmt: skip
         start_ms = self.executed.started_ms - request.arrived_ms
         return lines if math.isnan(start_ms) else b"%bx-tenuto-start-ms: %.3f\r\n" % (lines, start_ms)
-
-
-def fail(exchange: Exchange, error: HttpError) -> None:
-    """Respond with an error."""
-    exchange.respond(error.status, error.lines(), [error.payload()])
-
-
-def crash(exchange: Exchange, error: Exception) -> None:
-    """Respond with what nobody expected, and log it."""
-    logger.error("a request to %r failed", exchange.head.url, exc_info=error)
-    fail(exchange, HttpError(500, f"internal error: {type(error).__name__}: {error}"))
 
 
 def _may_name_slo(body: Buffer, json_length: int | None) -> bool:

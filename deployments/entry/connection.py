@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import email.utils
-import logging
 import socket
 import ssl
 import time
@@ -19,11 +18,9 @@ from typing import Any, Protocol, cast
 
 import httptools
 
-from tenuto.deployments.entry.http import Head, HttpError, status_line, too_large
+from tenuto.deployments.entry.http import Head, HttpError, crash, fail, status_line, too_large
 from tenuto.deployments.wire.arena import Arena, Slot
 from tenuto.deployments.wire.tensors import Buffer
-
-logger = logging.getLogger("ray.serve")
 
 _READ_BYTES = 1 << 16
 _SLOT_BYTES = 1 << 14  # bodies from here on are received into shared memory; below, one more copy costs less
@@ -149,10 +146,6 @@ class HttpExchange:
         else:
             self.response = [head, *payload]
         connection.answered(self)
-
-    def fail(self, error: HttpError) -> None:
-        """Respond with an error."""
-        self.respond(error.status, error.lines(), [error.payload()])
 
     def _let_go(self) -> None:
         """Give back the memory of the tensors; whoever still reads it holds it."""
@@ -283,7 +276,7 @@ class HttpConnection(asyncio.BufferedProtocol):
             if b"expect" in exchange.head.headers:
                 exchange.keep_alive = False  # nobody knows whether its body comes
             self._skips = max(0, length - came)
-            exchange.fail(error)
+            fail(exchange, error)
             return data[at + length :]
         if came >= length and not exchange.is_in_slot:
             exchange.body = data[at : at + length]
@@ -325,8 +318,7 @@ class HttpConnection(asyncio.BufferedProtocol):
         try:
             self.server.service.handle(exchange)
         except Exception as error:
-            logger.exception("a request to %r failed", exchange.head.url)
-            exchange.fail(HttpError(500, f"internal error: {type(error).__name__}: {error}"))
+            crash(exchange, error)
 
     # --- heads that were not seen before (httptools calls the `on_` methods) ------------------------------------
 
@@ -424,7 +416,7 @@ class HttpConnection(asyncio.BufferedProtocol):
         exchange.keep_alive = False
         self.server.turned_away[_REASONS.get(error.status, "other")] += 1
         self._skips = self.server.limits.body_bytes  # at most; how much it still wants to send is not known
-        exchange.fail(error)
+        fail(exchange, error)
 
     # --- answering ----------------------------------------------------------------------------------------------
 

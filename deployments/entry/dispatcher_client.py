@@ -98,19 +98,16 @@ class DispatcherClient:
         self,
         find_dispatcher: Callable[[str], Finder],
         *,
-        clock: Callable[[], float] = time.monotonic,
         on_change: Callable[[], None] = lambda: None,
     ) -> None:
         """Prepare without a plan; `apply` gives one.
 
         Args:
             find_dispatcher: returns the function that finds a dispatcher of a sub-cluster by its name, any of them.
-            clock: monotonic seconds.
             on_change: called when a dispatcher comes, goes or says anew what it holds, and after a new plan.
         """
         self._find = find_dispatcher
         self._dispatchers = 1  # of every sub-cluster; all but one wait
-        self._clock = clock
         self._on_change = on_change
         self._numbers = itertools.count()
         self._plan: Plan | None = None
@@ -211,7 +208,7 @@ class DispatcherClient:
     ) -> Request:
         """Take one request; only the absence of its dispatcher refuses it here. See `Dispatcher.admit`."""
         group = self._group_of[model]
-        arrived = self._clock() * 1000.0 if arrived_ms is None else arrived_ms
+        arrived = time.monotonic() * 1000.0 if arrived_ms is None else arrived_ms
         deadline = arrived + (self._slo_ms[model] if slo_ms is None else slo_ms)
         request = Request(next(self._numbers), model, 0, arrived, deadline, reserve_ms, client_id, asker)
         if group.scheduling() is None:
@@ -263,7 +260,7 @@ class DispatcherClient:
             )
             for request in requests if request.id in peer.waiting
         ]  # fmt: skip
-        peer.connection.send(Requests(self._clock() * 1000.0, places.arenas, rows, leaving), places.buffers)
+        peer.connection.send(Requests(time.monotonic() * 1000.0, places.arenas, rows, leaving), places.buffers)
 
     # --- what dispatchers say (ConnectionEvents) ----------------------------------------------------------------------
 
@@ -294,7 +291,7 @@ class DispatcherClient:
 
     def _move(self, peer: _Peer, other: _Peer) -> None:
         """Ask another dispatcher what one had that is gone, as far as that is not yet asked for the second time."""
-        now_ms, moved = self._clock() * 1000.0, peer.group.moved
+        now_ms, moved = time.monotonic() * 1000.0, peer.group.moved
         again = [r for r in peer.waiting.values() if r.id not in moved and r.deadline_ms > now_ms]
         late = []
         for request in again:
@@ -320,7 +317,7 @@ class DispatcherClient:
         held = [slot for slot in (*(r.memory for r in waiting.values()), *left.values()) if slot is not None]
         asyncio.get_running_loop().call_later(_LAST_READS_S, _release, held)
         peer.group.moved -= waiting.keys()
-        now_ms, failed = self._clock() * 1000.0, Refused(Outcome.FAILED, reason, 1.0)
+        now_ms, failed = time.monotonic() * 1000.0, Refused(Outcome.FAILED, reason, 1.0)
         for request in waiting.values():
             request.asker.refused(request, failed if request.deadline_ms > now_ms else _LATE)
         reports, peer.reports = peer.reports, {}
@@ -343,7 +340,7 @@ class DispatcherClient:
             logger.warning("dispatcher %s sent a %s, which nobody asked for", peer.group.name, type(message).__name__)
 
     def _take(self, peer: _Peer, message: Answers, body: memoryview) -> None:
-        now_ms = self._clock() * 1000.0
+        now_ms = time.monotonic() * 1000.0
         ahead_ms = clock_ahead_ms(message.sent_at_ms, now_ms, shares_memory=peer.connection.shares_memory)
         moved = peer.group.moved
         for number, end, row in unpack_answers(message, body, ahead_ms):

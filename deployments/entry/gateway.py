@@ -8,7 +8,6 @@ own (`tenuto.deployments.serve.own_loop`), past Serve's proxies; those lead to t
 from __future__ import annotations
 
 import asyncio
-import logging
 import ssl
 import time
 from collections.abc import Mapping
@@ -30,7 +29,7 @@ from tenuto.deployments.entry.connection import HttpExchange, HttpServer, Limits
 from tenuto.deployments.entry.dispatcher_client import DispatcherClient
 from tenuto.deployments.entry.dispatching import Dispatching
 from tenuto.deployments.entry.fellows import Fellows
-from tenuto.deployments.entry.http import Exchange, Head, HttpError
+from tenuto.deployments.entry.http import Exchange, Head, HttpError, crash
 from tenuto.deployments.entry.routes import make_app
 from tenuto.deployments.entry.service import InferenceService
 from tenuto.deployments.entry.watched import WatchedGateway
@@ -46,8 +45,6 @@ from tenuto.deployments.wire.arena import Arena
 from tenuto.deployments.wire.peer import Endpoint, Finder
 from tenuto.errors import EnvironmentFaultError, refused
 
-logger = logging.getLogger("ray.serve")
-
 _DRAIN_S = 8.0
 _MOST_OPERATORS = 64  # connections
 _TAKEN_S = 10.0  # how long a gateway waits for a port that another still has
@@ -58,34 +55,35 @@ class Entry:
 
     def __init__(
         self, find_gpulet: Any = find_gpulet, find_dispatcher: Any = find_dispatcher,
-        ask_controller: AskController = nobody,
-    ) -> None:
+        ask_controller: AskController = nobody, *, unfinished_mib: int = 512,
+    ) -> None:  # fmt: skip
         """Prepare without a plan; must be called on the loop.
 
         Args:
             find_gpulet: returns what finds a gpu-let by its id.
             find_dispatcher: likewise for the dispatcher of a sub-cluster.
             ask_controller: returns what the controller shows of itself; None where none runs.
+            unfinished_mib: of the bodies of requests that are not answered.
         """
         self._find_gpulet = find_gpulet
         self._find_dispatcher = find_dispatcher
-        self._ask_controller = ask_controller
         self._dispatching: Dispatching | None = None
         self.bundles: BundleServer | None = None  # for Python handles, where this gateway schedules by itself
         self.sub_clusters: dict[str, tuple[str, ...]] = {}
         self.dispatchers = 1
-        self._arena: Arena | None = None
-        self.service: InferenceService | None = None
-        self._server: HttpServer | None = None
-        self._app: App | None = None
-        self._fellows: Fellows | None = None
-        self._watched: WatchedGateway | None = None
-        self._operators: HttpServer | None = None
+        self._arena = Arena(unfinished_mib << 20)
+        self.service = InferenceService(self._arena, self._cold)
+        self._server = HttpServer(self.service, self._arena, Limits(unfinished_bytes=unfinished_mib << 20))
+        self._fellows = Fellows(self.service, self._server)
+        self._watched = WatchedGateway(self.service, self._fellows, ask_controller)
+        few = Limits(body_bytes=1 << 20, connections=_MOST_OPERATORS)
+        self._operators = HttpServer(_Cold(self, make_operator_app(self._watched)), self._arena, few)
+        self._app: App | None = None  # of the latest settings
         self._traces: TracesConfig | None = None
         self._encrypts = False
         self._tasks: set[asyncio.Task[None]] = set()
-        self._ticker: asyncio.TimerHandle | None = None
         self._look: asyncio.Handle | None = None
+        self._ticker = asyncio.get_running_loop().call_later(0.0, self._tick)
 
     # --- the plan -----------------------------------------------------------------------------------------------
 
@@ -95,13 +93,13 @@ class Entry:
         Raises:
             EnvironmentFaultError: somebody else has the port.
         """
-        service, server = self._ready_to_serve(config)
+        service = self.service
         service.margin.configure(config.attainment, config.response_ms)
-        service.max_body_bytes = server.limits.body_bytes = config.max_body_mib << 20
-        server.limits.connections = config.max_connections
+        service.max_body_bytes = self._server.limits.body_bytes = config.max_body_mib << 20
+        self._server.limits.connections = config.max_connections
         self._encrypts = config.encrypt
         service.callers.follow(config.keys)
-        self._follow_traces(service, config.traces)
+        self._follow_traces(config.traces)
         is_shared = config.is_shared_with_clients
         service.regions.prefix = config.shared_memory_prefix if is_shared else config.shared_memory_prefix or ""
         self._app = make_app(service, None if is_shared else self._watched)
@@ -126,34 +124,16 @@ class Entry:
         self._look_again()
         if old is not None and old is not self._dispatching:
             await old.close()
-        await self._listen(server, config.listen, config)
-        if self._operators is not None:
-            await self._listen(self._operators, config.operators, config)
+        await self._listen(self._server, config.listen, config)
+        await self._listen(self._operators, config.operators, config)
 
-    def _follow_traces(self, service: InferenceService, wanted: TracesConfig | None) -> None:
+    def _follow_traces(self, wanted: TracesConfig | None) -> None:
         if wanted == self._traces:
             return
-        if service.traces is not None:
-            service.traces.close()
-        service.traces = None if wanted is None else Traces.otlp(wanted.endpoint, wanted.ratio)
+        if self.service.traces is not None:
+            self.service.traces.close()
+        self.service.traces = None if wanted is None else Traces.otlp(wanted.endpoint, wanted.ratio)
         self._traces = wanted
-
-    def _ready_to_serve(self, config: GatewayConfig) -> tuple[InferenceService, HttpServer]:
-        if self.service is None or self._server is None:
-            limits = Limits(
-                body_bytes=config.max_body_mib << 20,
-                unfinished_bytes=config.max_unfinished_mib << 20,
-                connections=config.max_connections,
-            )
-            self._arena = Arena(limits.unfinished_bytes)
-            self.service = InferenceService(self._arena, self._cold)
-            self._server = HttpServer(self.service, self._arena, limits)
-            self._fellows = Fellows(self.service, self._server)
-            self._watched = WatchedGateway(self.service, self._fellows, self._ask_controller)
-            few = Limits(body_bytes=1 << 20, connections=_MOST_OPERATORS)
-            self._operators = HttpServer(_Cold(self, make_operator_app(self._watched)), self._arena, few)
-            self._tick()
-        return self.service, self._server
 
     def _changed(self) -> None:
         """The plan, a gpu-let or what one holds has changed: look once for all changes of this turn of the loop."""
@@ -162,7 +142,7 @@ class Entry:
 
     def _look_again(self) -> None:
         self._look = None
-        if self._dispatching is not None and self.service is not None:
+        if self._dispatching is not None:
             self.service.follow(self._dispatching)
         if self.bundles is not None:
             self.bundles.announce()
@@ -188,12 +168,8 @@ class Entry:
                 await asyncio.sleep(0.5)
 
     def _tick(self) -> None:
-        if self.service is not None:
-            self.service.margin.tick()
-        if self._fellows is not None:
-            task = asyncio.create_task(self._fellows.meet(), name="meet the other gateways")
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+        self.service.margin.tick()
+        self._keep(asyncio.create_task(self._fellows.meet(), name="meet the other gateways"))
         self._ticker = asyncio.get_running_loop().call_later(1.0, self._tick)
 
     # --- requests that do not carry load ------------------------------------------------------------------------
@@ -207,32 +183,26 @@ class Entry:
         """Let an ASGI application answer, and let it go when the client goes."""
         task = asyncio.create_task(self._answer(exchange, app, caller), name="cold request")
         exchange.on_left = lambda: _cancel(task)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._keep(task)
 
     async def _answer(self, exchange: Exchange, app: App, caller: Caller | None) -> None:
         try:
             await answer_with(app, exchange, ("tenuto", 0), caller)
         except Exception as error:
-            logger.exception("a request to %r failed", exchange.head.url)
-            failed = HttpError(500, f"internal error: {type(error).__name__}: {error}")
-            exchange.respond(failed.status, failed.lines(), [failed.payload()])
+            crash(exchange, error)
+
+    def _keep(self, task: asyncio.Task[None]) -> None:
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     async def respond(self, head: Head, body: bytes, arrived_ms: float) -> tuple[int, bytes, bytes]:
         """Answer a request that came through Serve's proxies: status, raw header lines, payload."""
-        if self.service is None:
-            error = HttpError(503, "no plan is applied yet. Wait a moment and retry.", retry_after_s=1)
-            return error.status, error.lines(), error.payload()
         exchange = AsgiExchange(head, body, arrived_ms)
         refusal = self.service.refusal(exchange)
         if refusal is not None:
             return refusal.status, refusal.lines(), refusal.payload()
         self.service.handle(exchange)
         return await exchange.response()
-
-    def max_body_bytes(self) -> int:
-        """The limit of a body."""
-        return self.service.max_body_bytes if self.service is not None else 64 << 20
 
     def described(self) -> dict[str, Any] | None:
         """Return the plan and the models of every sub-cluster for `TenutoHandle`; None before the first plan."""
@@ -256,26 +226,19 @@ class Entry:
 
     async def close(self) -> None:
         """Answer what is under way, fail what waits, disconnect."""
-        if self._ticker is not None:
-            self._ticker.cancel()
-        if self._watched is not None:
-            self._watched.close()
-        if self._operators is not None:
-            await self._operators.drain(0.0)
-        if self._server is not None:
-            await self._server.drain(_DRAIN_S)
+        self._ticker.cancel()
+        self._watched.close()
+        await self._operators.drain(0.0)
+        await self._server.drain(_DRAIN_S)
         if self.bundles is not None:
             await self.bundles.close(0.0)
         elif self._dispatching is not None:
             await self._dispatching.close()
         await asyncio.sleep(0)  # the last answers leave
-        for each in (self._server, self._operators):
-            if each is not None:
-                each.close()
-        if self.service is not None:
-            self.service.close()
-        if self._arena is not None:
-            self._arena.close()
+        self._server.close()
+        self._operators.close()
+        self.service.close()
+        self._arena.close()
 
 
 class _Cold:
@@ -354,7 +317,8 @@ class Gateway:
             def dispatcher(sub_cluster: str) -> Finder:
                 return elsewhere(find_dispatcher(sub_cluster), rays)
 
-            self._entry = Entry(gpulet, dispatcher, elsewhere(controller_shown, rays))
+            controller = elsewhere(controller_shown, rays)
+            self._entry = Entry(gpulet, dispatcher, controller, unfinished_mib=config.max_unfinished_mib)
         await self._entry.follow(serving, config)
 
     async def check_health(self) -> None:
@@ -399,7 +363,7 @@ class Gateway:
             if entry is None:
                 raise HttpError(503, "no plan is applied yet. Wait a moment and retry.", retry_after_s=1)
             arrived_ms = time.monotonic() * 1000.0
-            head, body = await read_request(scope, receive, entry.max_body_bytes())
+            head, body = await read_request(scope, receive, entry.service.max_body_bytes)
             response = await self._loop.run(entry.respond(head, body, arrived_ms))
         except HttpError as error:
             response = (error.status, error.lines(), error.payload())

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import logging
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from http import HTTPStatus
@@ -12,6 +13,8 @@ import orjson
 
 from tenuto.deployments.wire.arena import Slot
 from tenuto.deployments.wire.tensors import Buffer
+
+logger = logging.getLogger("ray.serve")
 
 JSON = b"content-type: application/json\r\n"
 _STATUS_LINES = {status.value: b"HTTP/1.1 %d %s\r\n" % (status, status.phrase.encode()) for status in HTTPStatus}
@@ -94,6 +97,17 @@ class Exchange(Protocol):
 
     def respond(self, status: int, headers: bytes, payload: Sequence[Buffer]) -> None:
         """Send the response; `headers` are raw lines. Only the first counts; silent when the client is gone."""
+
+
+def fail(exchange: Exchange, error: HttpError) -> None:
+    """Respond with an error."""
+    exchange.respond(error.status, error.lines(), [error.payload()])
+
+
+def crash(exchange: Exchange, error: Exception) -> None:
+    """Respond with what nobody expected, and log it."""
+    logger.error("a request to %r failed", exchange.head.url, exc_info=error)
+    fail(exchange, HttpError(500, f"internal error: {type(error).__name__}: {error}"))
 
 
 def inflated(body: Buffer, encoding: bytes, limit_bytes: int) -> bytes:

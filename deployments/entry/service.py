@@ -18,10 +18,10 @@ import orjson
 
 from tenuto.deployments.dispatch.histogram import Histogram, buckets_around
 from tenuto.deployments.dispatch.in_flight import Asker, Request
-from tenuto.deployments.entry.call import InferCall, Shown, crash, fail
+from tenuto.deployments.entry.call import InferCall, Shown
 from tenuto.deployments.entry.dispatching import Dispatching
 from tenuto.deployments.entry.heads import Route, began_s, load_path, named_model, slo_of
-from tenuto.deployments.entry.http import JSON, Exchange, Head, HttpError, inflated, retry_after
+from tenuto.deployments.entry.http import JSON, Exchange, Head, HttpError, crash, fail, inflated, retry_after
 from tenuto.deployments.entry.margin import Margin
 from tenuto.deployments.entry.oip import BadRequestError
 from tenuto.deployments.entry.planned_model import ModelInterface, PlannedModel
@@ -96,7 +96,6 @@ class InferenceService:
         cold: Callable[[Exchange, Caller | None], None],
         *,
         clock: Callable[[], float] = time.monotonic,
-        wall_clock: Callable[[], float] = time.time,
     ) -> None:
         """Prepare without a plan.
 
@@ -104,9 +103,7 @@ class InferenceService:
             arena: where tensors are put that do not come in a body of their own.
             cold: answers every other request, of a client that is known or not.
             clock: monotonic seconds.
-            wall_clock: Unix time, which proxies go by.
         """
-        self._wall_clock = wall_clock
         self.margin = Margin()
         self.lag = FrontLag()
         self.regions = Regions(arena)
@@ -245,7 +242,7 @@ class InferenceService:
 
     def _count_proxy(self, exchange: Exchange, model: PlannedModel, began: float) -> None:
         """Take the time before this process as part of the request's: its deadline counts from where it began."""
-        before_s = self._wall_clock() - began
+        before_s = time.time() - began
         if 0.0 <= before_s < _LONGEST_BEFORE_S:
             exchange.arrived_ms -= before_s * 1000.0
             histogram = self.proxied.get(model.name)

@@ -18,7 +18,7 @@ _SYNONYMS = {"false": "none", "no": "none", "off": "none", "0": "none",
              "true": "gpulet", "yes": "gpulet", "on": "gpulet", "1": "gpulet"}  # fmt: skip
 
 
-def canonical_name(choice: bool | str, path: str = "--option interference") -> str:
+def canonical_name(choice: bool | str) -> str:
     """Return the name in `NAMES` that is meant, or `contention:FILE`; true is gpulet's own model, false is none.
 
     Raises:
@@ -28,12 +28,12 @@ def canonical_name(choice: bool | str, path: str = "--option interference") -> s
     if text.startswith(FROM_FILE):
         if not Path(text.removeprefix(FROM_FILE)).is_file():
             cure = "Give constants written with Constants.dump; see docs/interference.md."
-            raise refused(path, choice, "no such file", cure)
+            raise refused("--option interference", choice, "no such file", cure)
         return text
     name = _SYNONYMS.get(text.lower(), text.lower())
     if name not in NAMES:
         known = ", ".join((*NAMES, FROM_FILE + "FILE"))
-        raise refused(path, choice, "no such interference model", f"Use {known}.")
+        raise refused("--option interference", choice, "no such interference model", f"Use {known}.")
     return name
 
 

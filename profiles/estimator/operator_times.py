@@ -113,17 +113,16 @@ class _Timer(Protocol):
 class _ClockTimer:
     """For a CPU, where an operator is done when its call returns."""
 
-    def __init__(self, clock_s: Callable[[], float]) -> None:
-        self._clock_s = clock_s
+    def __init__(self) -> None:
         self._began = 0.0
         self._times: list[float] = []
 
     def begin(self) -> None:
-        self._began = self._clock_s()
+        self._began = time.perf_counter()
 
     def end(self, *, recorded: bool) -> None:
         if recorded:
-            self._times.append((self._clock_s() - self._began) * 1000.0)
+            self._times.append((time.perf_counter() - self._began) * 1000.0)
 
     def times_ms(self) -> list[float]:
         return self._times
@@ -200,7 +199,7 @@ def _event() -> Any:
 
 def time_operators(
     source: str, batch_sizes: Sequence[int], options: Mapping[str, Any] | None = None, *, device: str = "cpu",
-    name: str | None = None, seed: int = 0, clock_s: Callable[[], float] = time.perf_counter,
+    name: str | None = None, seed: int = 0,
 ) -> list[TimedRun]:
     """Build a model and time its operators at each batch size, the median of several runs; blocks.
 
@@ -214,7 +213,6 @@ def time_operators(
         device: `cpu` or `cuda`.
         name: of the model in the result; default the source.
         seed: of random weights and inputs.
-        clock_s: monotonic clock.
 
     Raises:
         InvalidInputError: unknown model, or one that runs other operators from one run to the next.
@@ -236,11 +234,11 @@ def time_operators(
         with torch.no_grad():
             for attempt in range(_WARM_UP_RUNS + _REPEATS):
                 _wait(device)
-                began = clock_s()
+                began = time.perf_counter()
                 module(*inputs)
                 _wait(device)
-                took_ms = (clock_s() - began) * 1000.0
-                timer: _Timer = _EventTimer() if device == "cuda" else _ClockTimer(clock_s)
+                took_ms = (time.perf_counter() - began) * 1000.0
+                timer: _Timer = _EventTimer() if device == "cuda" else _ClockTimer()
                 recorder = operator_recorder(weights, timer)
                 with recorder:
                     module(*inputs)

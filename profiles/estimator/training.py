@@ -85,8 +85,7 @@ def tracer(source: str, options: Mapping[str, Any]) -> TraceAtBatch:
 
 
 def collect_samples(
-    profiles: list[Profile], *, on_model: Callable[[str], None] = lambda _name: None,
-    skip: Callable[[str], bool] = lambda _name: False,
+    profiles: list[Profile], *, on_model: Callable[[str], None] = lambda _name: None
 ) -> list[Sample]:
     """Return a sample for every measured whole-device point whose network can be traced; earlier profiles win.
 
@@ -95,14 +94,13 @@ def collect_samples(
     Args:
         profiles: of one GPU type.
         on_model: called with each model before it is traced.
-        skip: says which rows to leave out.
     """
     samples: list[Sample] = []
     seen: set[str] = set()
     for profile in profiles:
         for row, model in profile.models.items():
             known = source_of(profile, row)
-            if known is None or row in seen or skip(row) or not _whole(model):
+            if known is None or row in seen or not _whole(model):
                 continue
             seen.add(row)
             on_model(row)

@@ -123,7 +123,7 @@ def row_name(source: str) -> str:
 def measure_model(
     request: MeasureRequest, *, on_point: Callable[[ProfilePoint], None] = lambda _point: None,
     shares: Shares | None = None, before: ModelProfile | None = None,
-    on_machine: Callable[[Machine], None] = lambda _machine: None, clock_s: Callable[[], float] = time.monotonic,
+    on_machine: Callable[[Machine], None] = lambda _machine: None,
 ) -> Measurement:  # fmt: skip
     """Measure one model in fresh processes; blocks.
 
@@ -134,7 +134,6 @@ def measure_model(
             measured there. On a CPU a share is a number of threads and needs none.
         before: what a stopped run measured of this model on this device: its points are kept, the rest is measured.
         on_machine: called with the device before anything is measured on it; may raise to refuse it.
-        clock_s: monotonic clock for the request's time limit.
 
     Raises:
         InvalidInputError: unknown model, wrong options or ranges.
@@ -148,7 +147,7 @@ def measure_model(
     weights_mib = before.weights_mib if before else None
     context_mib: float | None = None
     run = before.run if before else None
-    for event in _all_events(replace(request, known=known), shares, clock_s):
+    for event in _all_events(replace(request, known=known), shares):
         match event:
             case Machine():
                 machine = event
@@ -178,15 +177,15 @@ def measure_model(
     return Measurement(row_name(request.source), profile, machine, context_mib)
 
 
-def _all_events(request: MeasureRequest, shares: Shares | None, clock_s: Callable[[], float]) -> Iterator[Event]:
+def _all_events(request: MeasureRequest, shares: Shares | None) -> Iterator[Event]:
     """Run one process after the other until none is left or the time is up.
 
     A process stops by itself between two points: killing one with work on a GPU may harm other CUDA MPS clients.
     """
-    began = clock_s()
+    began = time.monotonic()
     for part in _parts(request, shares):
         if request.time_limit_s is not None:
-            left_s = request.time_limit_s - (clock_s() - began)
+            left_s = request.time_limit_s - (time.monotonic() - began)
             if left_s <= 0:
                 yield Stopped()
                 return

@@ -103,7 +103,6 @@ def measure_joint(
     *,
     shares: Sequence[float] = (100.0,),
     repetitions: int = 7,
-    clock_s: Callable[[], float] = time.perf_counter,
     report: Callable[[str], None] = lambda _text: None,
 ) -> list[JointTimes]:
     """Time every split of every joint batch both ways on the CPU.
@@ -116,7 +115,6 @@ def measure_joint(
         batch_sizes: joint batches.
         shares: percentages of the CPU's cores, as threads.
         repetitions: timed runs of each way, after one that is not counted.
-        clock_s: monotonic clock.
         report: told what has been done.
     """
     names, together = tuple(merged.signatures), ProgramRunner(merged)
@@ -130,7 +128,7 @@ def measure_joint(
             samples: list[tuple[list[float], list[float]]] = [([], []) for _ in splits]
             for repetition in range(repetitions + 1):
                 for split, (together_ms, apart_ms) in zip(splits, samples, strict=True):
-                    both = _both_ways_ms(together, apart, split, clock_s)
+                    both = _both_ways_ms(together, apart, split)
                     if repetition:  # the first is the warm-up
                         together_ms.append(both[0])
                         apart_ms.append(both[1])
@@ -146,15 +144,14 @@ def measure_joint(
 
 def _both_ways_ms(
     together: ProgramRunner, apart: Mapping[str, ProgramRunner], split: Mapping[str, int],
-    clock_s: Callable[[], float],
 ) -> tuple[float, float]:  # fmt: skip
     inputs = _inputs(together, split)
-    begun = clock_s()
+    begun = time.perf_counter()
     together.run(inputs, split)
-    middle = clock_s()
+    middle = time.perf_counter()
     for name, rows in split.items():
         apart[name].run({name: inputs[name]}, {name: rows})
-    return (middle - begun) * 1000.0, (clock_s() - middle) * 1000.0
+    return (middle - begun) * 1000.0, (time.perf_counter() - middle) * 1000.0
 
 
 def _inputs(runner: ProgramRunner, split: Mapping[str, int]) -> dict[str, Blocks]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import statistics
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -84,7 +84,7 @@ class NvmlTelemetry:
             raise EnvironmentFaultError(f"NVML knows no limits of power and clock: {error}.") from error
 
 
-def first_visible_uuid(environment: Mapping[str, str] | None = None) -> str:
+def first_visible_uuid() -> str:
     """Return the UUID of the first GPU that CUDA_VISIBLE_DEVICES leaves visible, without starting CUDA.
 
     Ordinals are taken in PCI order, NVML's; with several GPUs of different kinds CUDA counts otherwise unless
@@ -93,7 +93,7 @@ def first_visible_uuid(environment: Mapping[str, str] | None = None) -> str:
     Raises:
         EnvironmentFaultError: nvidia-ml-py or the driver is missing, or there is no such GPU.
     """
-    visible = (os.environ if environment is None else environment).get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]
     if visible.startswith(("GPU-", "MIG-")):
         return visible
     nvml = _nvml()

@@ -9,7 +9,7 @@ GPU; here GPUs of a type are counted per pattern (see `patterns`), which has the
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from tenuto.options import option
@@ -113,12 +113,12 @@ class MilpPolicy(Policy):
 class _Watch:
     """How much of the time limit is left."""
 
-    def __init__(self, limit_s: float, clock: Callable[[], float] = time.monotonic) -> None:
-        self.limit_s, self._clock, self._began = limit_s, clock, clock()
+    def __init__(self, limit_s: float) -> None:
+        self.limit_s, self._began = limit_s, time.monotonic()
 
     def left_s(self, until: float) -> float:
         """Return the seconds until this part of the limit is used up; negative when it is."""
-        return self._began + until * self.limit_s - self._clock()
+        return self._began + until * self.limit_s - time.monotonic()
 
 
 class _Solving:

@@ -23,7 +23,7 @@ class KernelTrace:
     copy_ms: Mapping[str, float]
 
 
-def load_chrome_trace(path: str | Path, *, device_index: int = 0) -> KernelTrace:
+def load_chrome_trace(path: str | Path) -> KernelTrace:
     """Read a trace file, gzipped or not; see `parse_chrome_trace` for the errors."""
     file = Path(path)
     try:
@@ -35,7 +35,7 @@ def load_chrome_trace(path: str | Path, *, device_index: int = 0) -> KernelTrace
     except (ValueError, EOFError) as error:
         cure = "Give the file that export_chrome_trace wrote; an interrupted export is not complete."
         raise refused(str(file), "", f"is no JSON trace ({error})", cure) from error
-    return parse_chrome_trace(data, origin=str(file), device_index=device_index)
+    return parse_chrome_trace(data, origin=str(file))
 
 
 def parse_chrome_trace(data: Any, *, origin: str = "trace", device_index: int = 0) -> KernelTrace:

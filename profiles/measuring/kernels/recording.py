@@ -27,7 +27,7 @@ def write_trace(run: Callable[[], object], path: Path) -> None:
     recorded.export_chrome_trace(str(path))
 
 
-def record_kernels(run: Callable[[], object], *, write: TraceWriter = write_trace) -> KernelTrace:
+def record_kernels(run: Callable[[], object]) -> KernelTrace:
     """Return the kernels and copies of one run.
 
     Raises:
@@ -37,7 +37,7 @@ def record_kernels(run: Callable[[], object], *, write: TraceWriter = write_trac
     try:
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "trace.json"
-            write(run, path)
+            write_trace(run, path)
             return load_chrome_trace(path)
     except (RuntimeError, OSError) as error:  # what Kineto and CUPTI raise where they are not permitted
         first = (str(error).strip().splitlines() or [type(error).__name__])[0]

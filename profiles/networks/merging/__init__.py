@@ -2,7 +2,3 @@
 
 Importing this package imports no torch; `tenuto.profiles.networks.merging.merge` does, when models are merged.
 """
-
-from tenuto.profiles.networks.merging.options import MergeOptions
-
-__all__ = ["MergeOptions"]

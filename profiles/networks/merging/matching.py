@@ -11,8 +11,11 @@ import torch
 from torch import fx
 
 from tenuto.profiles.networks.merging.capture import CapturedModel
-from tenuto.profiles.networks.merging.options import MergeOptions
 from tenuto.profiles.networks.merging.similarity import Submatrix, match_operators, shared_submatrix
+
+# USHER's published values (OSDI 2024, §3.4 and §4).
+OMEGA = 0.4  # least part of an operator's weights that two operators must have in common
+EQUAL_ABS_DIFF = 1e-7  # weights that differ by no more count as equal
 
 aten = torch.ops.aten
 
@@ -110,10 +113,10 @@ def _outline(operator: WeightedOperator) -> tuple[Any, ...]:
     return tuple(s if isinstance(s, int) else "batch" for i, s in enumerate(value.shape) if i != features)
 
 
-def match_models(models: Sequence[CapturedModel], options: MergeOptions) -> list[SharedOperator]:
+def match_models(models: Sequence[CapturedModel]) -> list[SharedOperator]:
     """Return the shared operators of a cluster: every model's are matched with those of the first.
 
-    A model joins a group as long as the submatrix all members share stays at least `omega` of the larger operator.
+    A model joins a group as long as the submatrix all members share stays at least `OMEGA` of the larger operator.
     """
     found = []
     tables = {model.name: _table(model) for model in models}
@@ -125,12 +128,12 @@ def match_models(models: Sequence[CapturedModel], options: MergeOptions) -> list
             candidates = tables[other.name].get(key, [])
             pairs = match_operators(
                 [matrix(anchor, a) for a in anchors], [matrix(other, b) for b in candidates],
-                options.omega, options.equal_abs_diff,
+                OMEGA, EQUAL_ABS_DIFF,
             )  # fmt: skip
             for i, j, alike in pairs:
                 joined[i].append((alike, candidates[j]))
         for i, members in joined.items():
-            shared = _group(by_name, anchors[i], members, options)
+            shared = _group(by_name, anchors[i], members)
             if shared is not None:
                 found.append(shared)
     return found
@@ -153,17 +156,16 @@ def _group(
     models: dict[str, CapturedModel],
     anchor: WeightedOperator,
     others: list[tuple[float, WeightedOperator]],
-    options: MergeOptions,
 ) -> SharedOperator | None:
     members, similarity = [anchor], 1.0
     part: Submatrix | None = None
     for alike, other in sorted(others, key=lambda pair: -pair[0]):
         weights = [matrix(models[m.model], m) for m in (*members, other)]
-        trial = shared_submatrix(weights, options.equal_abs_diff, whole_rows=anchor.is_grouped)
+        trial = shared_submatrix(weights, EQUAL_ABS_DIFF, whole_rows=anchor.is_grouped)
         largest = max(weight.numel() for weight in weights)
         whole = all(w.shape == weights[0].shape for w in weights) and trial.parameters == largest
         biases = [None if m.bias is None else models[m.model].weights[m.bias] for m in (*members, other)]
-        if trial.parameters < options.omega * largest or (
+        if trial.parameters < OMEGA * largest or (
             anchor.is_grouped and not (whole and all(_same(bias, biases[0]) for bias in biases))
         ):
             continue

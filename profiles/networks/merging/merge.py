@@ -17,11 +17,16 @@ from tenuto.profiles.networks.catalogue import ModelSignature
 from tenuto.profiles.networks.inputs import random_inputs
 from tenuto.profiles.networks.merging.capture import CapturedModel, capture
 from tenuto.profiles.networks.merging.distance import cluster_graphs
-from tenuto.profiles.networks.merging.matching import SharedOperator, match_models, weighted
-from tenuto.profiles.networks.merging.options import MergeOptions
+from tenuto.profiles.networks.merging.matching import OMEGA, SharedOperator, match_models, weighted
 from tenuto.profiles.networks.merging.program import MergePlan, build_program
 from tenuto.profiles.networks.merging.report import MergedCluster, MergedOperator, MergeReport
 from tenuto.profiles.networks.network import size_mib
+
+# Of DBSCAN, in graph edits: USHER's published value (OSDI 2024, §4), which joins models of equal graphs only.
+DISTANCE = 1e-7
+# The largest error of an output, relative to its largest magnitude; models whose merged outputs err by more stay as
+# they are.
+TOLERANCE = 1e-5
 
 
 class MergedModels:
@@ -84,13 +89,12 @@ class MergedModels:
 
 
 def merge_models(
-    models: Mapping[str, tuple[torch.nn.Module, ModelSignature]], options: MergeOptions | None = None
+    models: Mapping[str, tuple[torch.nn.Module, ModelSignature]],
 ) -> tuple[list[MergedModels], MergeReport]:
     """Merge whatever of some models can be merged.
 
     Args:
         models: modules in evaluation mode with their signatures, by name; left as they are.
-        options: thresholds.
 
     Returns:
         The merged clusters and the report; models in no cluster stay as they are and the report says why.
@@ -98,7 +102,6 @@ def merge_models(
     Raises:
         InvalidInputError: fewer than two models.
     """
-    options = options or MergeOptions()
     if len(models) < 2:
         raise InvalidInputError("Merging needs at least two models. Name another one.")
     captured, unmerged = {}, {}
@@ -107,10 +110,10 @@ def merge_models(
             captured[name] = capture(name, module, _examples(module, signature, 3, 0))
         except InvalidInputError as error:
             unmerged[name] = error.problems[0].rule if error.problems else str(error)
-    clusters, distances = cluster_graphs({n: model.graph() for n, model in captured.items()}, options.distance)
+    clusters, distances = cluster_graphs({n: model.graph() for n, model in captured.items()}, DISTANCE)
     merged, reports = [], []
     for names in clusters:
-        found, report, reasons = _merge_cluster([captured[name] for name in names], models, options)
+        found, report, reasons = _merge_cluster([captured[name] for name in names], models)
         unmerged |= reasons
         if found is not None and report is not None:
             merged.append(found)
@@ -120,7 +123,7 @@ def merge_models(
         if name not in inside:
             near = min((d for pair, d in distances.items() if name in pair), default=float("inf"))
             unmerged[name] = (
-                f"no other model's operator graph is within {options.distance:g} edits; the nearest is {near:g} away"
+                f"no other model's operator graph is within {DISTANCE:g} edits; the nearest is {near:g} away"
                 if near < float("inf") else "no other model could be traced"
             )  # fmt: skip
     shown = {f"{a} | {b}": distance for (a, b), distance in distances.items()}
@@ -128,16 +131,16 @@ def merge_models(
 
 
 def _merge_cluster(
-    captured: list[CapturedModel], models: Mapping[str, tuple[torch.nn.Module, ModelSignature]], options: MergeOptions
+    captured: list[CapturedModel], models: Mapping[str, tuple[torch.nn.Module, ModelSignature]]
 ) -> tuple[MergedModels | None, MergedCluster | None, dict[str, str]]:
     before = sum(size_mib(models[model.name][0]) for model in captured)
-    shared = match_models(captured, options)
+    shared = match_models(captured)
     joined = {name for group in shared for name in group.members}
     alone = [model for model in captured if model.name not in joined]
     reasons = {
-        model.name: f"no operator has {options.omega:.0%} of its weights in common with the operator at the same depth "
+        model.name: f"no operator has {OMEGA:.0%} of its weights in common with the operator at the same depth "
         f"of {captured[0].name}" if model is not captured[0] else
-        f"no other model of equal graph has {options.omega:.0%} of an operator's weights in common with it"
+        f"no other model of equal graph has {OMEGA:.0%} of an operator's weights in common with it"
         for model in alone
     }  # fmt: skip
     together = [model for model in captured if model.name in joined]
@@ -153,8 +156,8 @@ def _merge_cluster(
         first = (str(error).strip().splitlines() or [type(error).__name__])[0]
         reason = f"the merged program does not run ({first[:200]})"
         return None, None, reasons | {model.name: reason for model in together}
-    if not worst <= options.tolerance:
-        reason = f"merged outputs err by {worst:.1e}, more than {options.tolerance:.0e} of the largest magnitude"
+    if not worst <= TOLERANCE:
+        reason = f"merged outputs err by {worst:.1e}, more than {TOLERANCE:.0e} of the largest magnitude"
         return None, None, reasons | {model.name: reason for model in together}
     report = MergedCluster(
         models=made.names, operators=described, operators_before=total,

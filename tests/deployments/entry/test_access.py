@@ -171,7 +171,7 @@ async def test_shared_memory_is_for_those_it_is_offered_to(bench: Bench) -> None
 
 async def test_what_a_proxy_in_front_took_counts_against_the_deadline(bench: Bench) -> None:
     assert bench.entry.service is not None
-    now_s = bench.entry.service._wall_clock()
+    now_s = time.time()
     headers = {"X_Api_Key": KEYS["anna"], "X_SLO_Ms": "20000"}
     assert (await bench.infer(**headers, X_Request_Start=f"t={now_s - 2.0:.3f}")).status_code == 200
     assert (await bench.infer(**headers, X_Request_Start=f"{1000 * (now_s - 30.0):.0f}")).status_code == 504
