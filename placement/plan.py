@@ -178,7 +178,7 @@ class Plan(StrictModel):
             data = _plan_in_serve_config(data, origin)
         if isinstance(data, dict) and "models" in data and not data.keys() & {"policy", "gpulets"}:
             rule, cure = "is a workload and no plan", "Make a plan of it with `tenuto plan`."
-            raise refused(origin, "a document with models and without gpu-lets", rule, cure)
+            raise refused(origin, None, rule, cure)
         plan = parse_document(cls, data, origin=origin)
         plan.check_references(origin)
         return plan

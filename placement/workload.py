@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Annotated, Any, Literal
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, ValidationError, field_validator, model_validator
 
-from tenuto.documents import StrictModel, dump_yaml
-from tenuto.errors import Problem
+from tenuto.documents import ProblemsBelow, StrictModel, dump_yaml, load_document, parse_document
+from tenuto.errors import Problem, refused
 from tenuto.placement.applications import Application
 from tenuto.placement.arrivals.arrival import Arrival
 from tenuto.profiles import LatencyTable, LinearLatency, ModelProfile, Profiles
@@ -104,7 +105,7 @@ class Workload(StrictModel):
                     Problem(f"applications.{index}.name", name, "name is used twice", "Rename one of them.")
                 )
         if problems:
-            raise _as_value_error(problems)
+            raise ProblemsBelow(problems)
         return self
 
     @field_validator("mps", mode="before")
@@ -143,8 +144,16 @@ class Workload(StrictModel):
                     continue
                 problems.append(Problem(f"merge.{index}", name, rule, cure))
         if problems:
-            raise _as_value_error(problems)
+            raise ProblemsBelow(problems)
         return self
+
+    @classmethod
+    def load(cls, path: str | Path) -> Self:
+        """Read and validate a workload file; raises `InvalidInputError` with every problem found."""
+        data = load_document(path)
+        if isinstance(data, dict) and data.keys() & {"gpulets", "http_options"}:
+            raise refused(str(path), None, "is a plan and no workload", "Give the workload that it was made from.")
+        return parse_document(cls, data, origin=str(path))
 
     def __getitem__(self, name: str) -> ModelSpec:
         """Return the model of that name; KeyError if there is none."""
@@ -184,11 +193,6 @@ def _stage_models(applications: Iterable[Application]) -> list[ModelSpec]:
         for application in applications
         for stage in application.stages
     ]
-
-
-def _as_value_error(problems: list[Problem]) -> ValueError:
-    text = " ".join(f"{p.path}: {p.value!r}: {p.rule}." for p in problems)
-    return ValueError(f"{text}; cure: {problems[0].cure}")
 
 
 def profile_of(spec: ModelSpec, gpu_type: str, profiles: Profiles) -> ModelProfile:

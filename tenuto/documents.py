@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
@@ -40,6 +41,16 @@ class StrictModel(BaseModel):
 
 
 ModelT = TypeVar("ModelT", bound=BaseModel)
+
+
+class ProblemsBelow(ValueError):
+    """Raised by a schema's validator that finds problems at several places below it, each with its own cure."""
+
+    def __init__(self, problems: Sequence[Problem]) -> None:
+        """`problems`: with paths relative to the schema."""
+        super().__init__(" ".join(str(problem) for problem in problems))
+        self.problems = tuple(problems)
+
 
 # pydantic's error types, with what a user should do about each.
 _CURES = {
@@ -122,10 +133,10 @@ def _problems(error: ValidationError, model: type[BaseModel], origin: str) -> It
         inner = context.get("error")
         # A part in parentheses tells which form of a value was meant (see LatencyField); it is no key of the file.
         location = tuple(part for part in fault["loc"] if not str(part).startswith("("))
-        path = prefix + (".".join(str(part) for part in location) or model.__name__)
-        if isinstance(inner, InvalidInputError) and inner.problems:
-            for problem in inner.problems:
-                yield Problem(f"{path}.{problem.path}".rstrip("."), problem.value, problem.rule, problem.cure)
+        path = (prefix + ".".join(str(part) for part in location)).removesuffix(": ") or model.__name__
+        if isinstance(inner, ProblemsBelow):
+            above = "".join(f"{part}." for part in location)
+            yield from (replace(problem, path=f"{prefix}{above}{problem.path}") for problem in inner.problems)
             continue
         if fault["type"] == "extra_forbidden":
             known = _known_keys(model, location[:-1])
@@ -134,9 +145,11 @@ def _problems(error: ValidationError, model: type[BaseModel], origin: str) -> It
             message = str(fault["msg"])
             message = message.removeprefix("Value error, ")
             rule, _, cure = message.partition("; cure: ")
+            # Of a missing key and of the whole document the mapping around it would be shown, which tells nothing.
+            shown = fault["input"] if location and fault["type"] != "missing" else None
             yield Problem(
                 path,
-                fault["input"],
+                shown,
                 rule[:1].lower() + rule[1:],
                 cure or _CURES.get(fault["type"], "Correct the value."),
             )

@@ -18,7 +18,8 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Problem:
-    """One thing wrong with an input: where it is, what was found, which rule it breaks and how to cure it."""
+    """One thing wrong with an input: where it is, what was found (None: nothing to show), which rule it breaks and how
+    to cure it."""
 
     path: str
     value: Any
@@ -26,10 +27,10 @@ class Problem:
     cure: str
 
     def __str__(self) -> str:
-        shown = repr(self.value)
-        if len(shown) > 80:
-            shown = shown[:77] + "..."
-        return f"{self.path}: {shown}: {self.rule}. {self.cure}"
+        shown = "" if self.value is None else f"{self.value!r}: "
+        if len(shown) > 82:
+            shown = shown[:77] + "...: "
+        return f"{self.path}: {shown}{self.rule}. {self.cure}"
 
 
 class TenutoError(Exception):

@@ -158,6 +158,7 @@ def test_wrong_input_ends_with_code_2_and_a_cure(  # type: ignore[no-untyped-def
     assert ran.code == 2
     assert words in ran.err
     assert "Traceback" not in ran.err
+    assert "None" not in ran.err
     assert ran.out == ""
 
 
@@ -172,6 +173,7 @@ def test_wrong_clusters_and_choices(tenuto, arguments: tuple[str, ...], words: s
     assert ran.code == 2
     assert words in ran.err
     assert "Traceback" not in ran.err
+    assert "None" not in ran.err
 
 
 def test_a_model_larger_than_every_gpu(tenuto, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]

@@ -55,7 +55,23 @@ def test_all_faults_are_told_at_once() -> None:
 
 
 def test_names_used_twice_are_refused() -> None:
-    assert "name is used twice" in problems(GOOD, GOOD)[0]
+    (found,) = problems(GOOD, GOOD)
+    assert found.startswith("w.yaml: models.1.name: 'a': name is used twice. Rename one of them;")
+    unknown, twice = problems(GOOD, merge=[["a", "b"], ["a", "a"]])[:2]
+    assert unknown == "w.yaml: merge.0: 'b': no such model in the workload. Use one of a."
+    assert twice == "w.yaml: merge.1: 'a': is named twice in the groups. Keep it in one of them."
+
+
+def test_of_a_missing_key_the_mapping_around_it_is_not_shown() -> None:
+    assert "w.yaml: models.0.slo_ms: field required. Add this key." in problems({"name": "b", "rate_rps": 1})
+
+
+def test_a_plan_is_told_from_a_workload(tmp_path: Path) -> None:
+    file = tmp_path / "plan.yaml"
+    for text in ("schema: 1\ngpulets: []\n", "http_options: {port: 8001}\napplications: []\n"):
+        file.write_text(text)
+        with pytest.raises(InvalidInputError, match=r"^\S+: is a plan and no workload. Give the workload"):
+            Workload.load(file)
 
 
 @pytest.mark.parametrize("data", [None, [], "text", 3])
