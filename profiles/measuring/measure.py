@@ -163,6 +163,10 @@ def measure_model(
                 doubts.append(event.text)
             case Stopped() if STOPPED not in doubts:
                 doubts.append(STOPPED)
+    if not points and doubts == [STOPPED]:
+        raise EnvironmentFaultError(
+            f"'{request.source}': no batch was measured before the time was up. Give more with --time-limit-s."
+        )
     if not points or machine is None:
         raise EnvironmentFaultError(
             f"'{request.source}' could not be measured at any batch size: {'; '.join(doubts) or 'no reason given'}. "

@@ -22,6 +22,8 @@ def command(name: str, models: tuple[str, ...], rate_rps: float | None, as_json:
 
     from tenuto.deployments.security.keys import KeyEntry, new_key
 
+    if not all(models):
+        raise refused("--model", "", "names no model", "Write for example 'resnet*', or leave it away for all.")
     key, digest = new_key()
     try:
         entry = KeyEntry(name=name, sha256=digest, rate_rps=rate_rps, models=models or ("*",))

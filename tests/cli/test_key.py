@@ -29,3 +29,5 @@ def test_what_it_prints_is_an_entry_of_the_key_file(capsys: pytest.CaptureFixtur
 def test_a_name_that_is_none(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("key", "two words") == 2
     assert "is not a client's name" in capsys.readouterr().err
+    assert run("key", "app", "--model", "") == 2
+    assert "--model: '': names no model." in capsys.readouterr().err

@@ -109,6 +109,12 @@ def test_a_process_that_dies_is_reported(fake_worker: Fake) -> None:
             measure_model(MeasureRequest(OWN, device="cpu"))
 
 
+def test_time_that_is_up_before_the_first_point_is_told_as_that(fake_worker: Fake) -> None:
+    fake_worker("say(event='stopped')")
+    with pytest.raises(EnvironmentFaultError, match="no batch was measured before the time was up"):
+        measure_model(MeasureRequest(OWN, device="cpu", time_limit_s=1.0))
+
+
 ON_A_GPU = """
 request = json.loads(sys.stdin.readline())
 share = os.environ.get('CUDA_MPS_ACTIVE_THREAD_PERCENTAGE', '100')
