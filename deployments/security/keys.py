@@ -40,7 +40,7 @@ class KeyEntry(StrictModel):
     @classmethod
     def _is_a_hash(cls, value: str) -> str:
         if len(value) != 64 or set(value.lower()) - set("0123456789abcdef"):
-            raise ValueError("is not the SHA-256 of a key in hex; `tenuto key NAME` makes a key and its entry")
+            raise ValueError("is not the SHA-256 of a key in hex; cure: `tenuto key NAME` makes a key and its entry.")
         return value.lower()
 
 

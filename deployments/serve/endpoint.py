@@ -10,7 +10,7 @@ import urllib.request
 from typing import Any
 from urllib.parse import quote
 
-from tenuto.errors import EnvironmentFaultError
+from tenuto.errors import EnvironmentFaultError, refused
 
 CLIENT_KEY = "TENUTO_API_KEY"
 
@@ -24,8 +24,11 @@ def get_json(url: str, timeout_s: float = 5.0) -> Any:
     """Return the JSON document at a URL, also that of an error status.
 
     Raises:
+        InvalidInputError: that is no URL.
         EnvironmentFaultError: nobody answers there, or not with JSON.
     """
+    if not url.startswith(("http://", "https://")):
+        raise refused("URL", url, "is not the address of a server", "Write for example http://127.0.0.1:8000.")
     key = client_key()
     request = urllib.request.Request(url, headers={"Authorization": f"Bearer {key}"} if key else {})
     try:

@@ -117,7 +117,8 @@ class Launcher:
             except ConnectionError as error:
                 if address is not None:
                     raise EnvironmentFaultError(
-                        f"no Ray cluster answers at {address}: {error}. Check RAY_ADDRESS."
+                        f"no Ray cluster answers at {address}: {error}. Start one with `tenuto serve PLAN` or "
+                        "`ray start --head`, or correct --address and RAY_ADDRESS."
                     ) from error
         self._progress("starting a local Ray")
         start_local_ray(num_gpus)

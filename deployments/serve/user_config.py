@@ -126,7 +126,7 @@ class Listen(StrictModel):
     @model_validator(mode="after")
     def _both_files(self) -> Listen:
         if (self.tls_cert is None) != (self.tls_key is None):
-            raise ValueError("has one of tls_cert and tls_key. Give both, or neither")
+            raise ValueError("has one of tls_cert and tls_key; cure: Give both, or neither.")
         return self
 
     @property
@@ -199,13 +199,13 @@ class GatewayConfig(DispatcherConfig):
                 continue
             if name == "operators":
                 raise ValueError(
-                    f"operators.host is {where.host}: whoever reaches that port sees every request's id and the plan. "
-                    "Bind it to 127.0.0.1 and let a proxy ask for a login, or set insecure: true (--insecure)"
+                    f"operators.host is {where.host}: whoever reaches that port sees every request's id and the plan; "
+                    "cure: Bind it to 127.0.0.1 and let a proxy ask for a login, or set insecure: true (--insecure)."
                 )
             if not self.keys:
                 raise ValueError(
-                    f"listen.host is {where.host}, and there are no keys: anybody who reaches it may ask. Make keys "
-                    "with `tenuto key NAME` and give their file with --keys, or set insecure: true (--insecure)"
+                    f"listen.host is {where.host}, and there are no keys: anybody who reaches it may ask; cure: Make "
+                    "keys with `tenuto key NAME` and give their file with --keys, or set insecure: true (--insecure)."
                 )
         return self
 

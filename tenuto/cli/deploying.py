@@ -12,6 +12,7 @@ import click
 from click.core import ParameterSource
 
 from tenuto.cli.common import ClusterArguments, cluster_arguments, gathered, tell
+from tenuto.errors import refused
 from tenuto.options import split_pairs
 from tenuto.placement import Plan
 
@@ -62,6 +63,8 @@ class ServingArguments:
         from tenuto.deployments.serve.sub_clusters import read_partition
         from tenuto.deployments.serve.user_config import read_gateway_config
 
+        if self.emulate and self.executor not in (None, "emulated"):
+            raise refused("--executor", self.executor, "contradicts --emulate", "Give one of the two.")
         plan = Plan.load(self.plan_file)
         chosen = split_pairs(self.options)
         make_scheduler(self.scheduler, from_plan(plan), chosen)  # a wrong name or option fails here, not in a replica

@@ -129,6 +129,27 @@ def test_an_unknown_scheduler_is_refused_before_anything_starts(
     assert "deferred" in err
 
 
+@pytest.mark.parametrize(("arguments", "words"), [
+    (("--emulate", "--executor", "torch"), "--executor: 'torch': contradicts --emulate. Give one of the two."),
+    (("--tls-cert", "cert.pem"), "has one of tls_cert and tls_key. Give both, or neither.\n"),
+    (("--host", "0.0.0.0"), "user_config of the gateway: listen.host is 0.0.0.0"),
+])
+def test_what_does_not_go_together_is_refused_before_anything_starts(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, arguments: tuple[str, ...], words: str
+) -> None:
+    plan = tmp_path / "plan.yaml"
+    plan.write_text(PLAN)
+    code, err = refused(capsys, "serve", str(plan), *arguments)
+    assert code == 2
+    assert words in err
+
+
+def test_an_address_that_is_none_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    for verb in ("status", "top"):
+        code, err = refused(capsys, verb, "--url", "nonsense")
+        assert (code, "is not the address of a server. Write for example http://" in err) == (2, True)
+
+
 def test_status_without_a_server_says_how_to_start_one(capsys: pytest.CaptureFixture[str]) -> None:
     code, err = refused(capsys, "status", "--url", "http://127.0.0.1:9")
     assert code == 3
