@@ -188,5 +188,6 @@ def dispatcher_status(
         },
         "autoscale": advice,
         "scheduler": scheduler,
+        "schedulers": [scheduler] if scheduler else [],
         "events": list(events),
     }

@@ -26,7 +26,7 @@ def merge_reports(
         "models": {name: model for report in reports for name, model in report["models"].items()},
         "network": {key: max(network[key] for network in networks) for key in networks[0]} if networks else None,
         "events": sorted((event for report in reports for event in report.get("events", ())), key=lambda e: -e["at_s"]),
-        "schedulers": [report["scheduler"] for report in reports if report.get("scheduler")],
+        "schedulers": [scheduler for report in reports for scheduler in report.get("schedulers", ())],
         "autoscale": _sum([report["autoscale"] for report in reports if report.get("autoscale")]),
     }
 

@@ -276,3 +276,11 @@ async def test_what_is_under_way_is_answered_before_the_gateway_ends(bench: Benc
     bench.gpulets["a"].release()
     assert (await last).status_code == 200
     await closing
+
+
+async def test_operators_see_what_the_scheduler_of_a_lone_gateway_rehearsed(bench: Bench) -> None:
+    await bench.follow(PLAN, scheduler="deferred")
+    (scheduler,) = (await bench.status())["schedulers"]
+    assert (scheduler["rehearsals"], scheduler["defend"]) == (0, 1.0)
+    assert 'tenuto_rehearsals_total{subcluster="0"} 0' in (await bench.client.get("/metrics")).text
+    assert (await bench.client.get("/live")).json()["schedulers"] == [scheduler]
