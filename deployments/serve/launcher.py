@@ -142,8 +142,7 @@ class Launcher:
         logging.getLogger("ray.serve").setLevel(logging.ERROR)
         if not self._applied:
             ours = is_serving()
-            _check_port(http["host"], http["port"], "--proxy-port", ours=ours)
-            for listen, option in ((own, "--port"), (operators, "--operator-port")):
+            for listen, option in ((own, "--port"), (http, "--proxy-port"), (operators, "--operator-port")):
                 if listen is not None:
                     _check_port(listen["host"], listen["port"], option, ours=ours)
             try:
