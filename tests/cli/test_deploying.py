@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+
 import pytest
 from click.testing import CliRunner
 
-from tenuto.cli import deploy
+from tenuto.cli import deploy, history
 from tenuto.cli.deploying import ServingArguments
-from tenuto.deployments.serve.deployment import Deployment
+from tenuto.deployments.serve.deployment import Deployment, History
+from tenuto.placement import Plan
+from tests.instruments.plans import make_plan
+from tests.instruments.stores import DictStore
 
 
 @pytest.mark.parametrize(
@@ -33,3 +40,13 @@ def test_what_no_option_asks_for_stays_as_it_is(
     assert CliRunner().invoke(deploy.command, ["plan.yaml", *options]).exit_code == 0
     of_its_own = {"plan", "gateway_options", "nodes", "control"}  # kept, or taken from files, elsewhere
     assert set(left) == Deployment.model_fields.keys() - of_its_own - changed
+
+
+def test_a_version_is_written_to_a_file_and_that_is_said_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    plan, kept = make_plan({"n0/0/a": (50.0, ["m"])}), History(DictStore())
+    kept.add(Deployment(plan=plan.to_data()), "deploy", "the first")
+    monkeypatch.setattr(history, "operations", lambda _address: nullcontext(SimpleNamespace(history=kept)))
+    file = tmp_path / "plan.yaml"
+    done = CliRunner().invoke(history.command, ["-o", str(file)])
+    assert (done.exit_code, done.output) == (0, f"wrote {file}\n")
+    assert Plan.load(file) == plan
