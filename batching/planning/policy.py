@@ -10,10 +10,10 @@ from tenuto.batching.planning.buying import cheapest
 from tenuto.batching.planning.fairness import BALANCED, balanced, is_shared_out
 from tenuto.batching.planning.judging import Judged
 from tenuto.batching.planning.patterns import best_by_patterns, keeps
-from tenuto.batching.planning.search import QUICKLY, Found, Search, SearchOptions
+from tenuto.batching.planning.search import QUICKLY, Found, Search, SearchOptions, planned
 from tenuto.batching.registry import scheduler_class
-from tenuto.errors import Problem, TenutoError
-from tenuto.placement import Cluster, Plan, Policy, Workload, load_policy, solve
+from tenuto.errors import Problem
+from tenuto.placement import Cluster, Plan, Policy, Workload
 from tenuto.placement.interference.named import canonical_name, stand_ins
 from tenuto.placement.plan import Expected, ExpectedModel, PolicyUsed
 from tenuto.placement.policies.shared.hosting import planned_gpus
@@ -117,15 +117,12 @@ class TenutoPolicy(SearchOptions, Policy):
     def _by_patterns(self, workload: Workload, cluster: Cluster, profiles: Profiles) -> Plan:
         starts: list[tuple[str, Plan]] = []
         refused: dict[str, str] = {}
-        for name in self.starting:
-            if starts and (self.watch.is_stopped() or (not cluster.elastic and keeps(starts[-1][1], self.attainment))):
-                break  # what serves everything cannot be improved
-            if len(workload.models) <= SLOW.get(name, len(workload.models)):
-                self.watch.say(f"planning with {name} as a start")
-                try:
-                    starts.append((name, solve(load_policy(name, QUICKLY.get(name, {})), workload, cluster, profiles)))
-                except TenutoError as error:
-                    refused[name] = str(error).splitlines()[0]
+        count = len(workload.models)
+        able = {name: (name, QUICKLY.get(name, {})) for name in self.starting if count <= SLOW.get(name, count)}
+        for start, plan in planned(able, workload, cluster, profiles, self.watch, refused):
+            starts.append((start, plan))
+            if not cluster.elastic and keeps(plan, self.attainment):
+                break
         if is_shared_out(workload, cluster):
             starts.append((BALANCED, balanced(workload, cluster, profiles)))
         found = best_by_patterns(self.name, workload, cluster, profiles, starts, self.attainment, self.watch)

@@ -4,9 +4,11 @@ in virtual time of the few that come out best."""
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 from tenuto.batching.core.system import NetworkDelay
 from tenuto.batching.planning.fairness import BALANCED, balanced, is_shared_out
@@ -17,7 +19,7 @@ from tenuto.batching.planning.trial import Trials
 from tenuto.errors import TenutoError
 from tenuto.options import option
 from tenuto.placement import Cluster, Plan, Workload, load_policy, solve
-from tenuto.placement.cluster import Gpu
+from tenuto.placement.cluster import Gpu, GpuGroup, Node
 from tenuto.placement.interference.named import interference_models
 from tenuto.placement.watch import Watch
 from tenuto.profiles import Profiles
@@ -94,6 +96,29 @@ class Found:
         """A key by which layouts that serve everything are sorted, see `Search.expected`."""
         crowded = self.busiest if self.busiest > CROWDED else ALIKE * round(max(self.busiest, ROOMY) / ALIKE)
         return 0.0, crowded, len(self.forecast.plan.gpulets), self.busiest
+
+
+def planned(
+    starts: Mapping[str, tuple[str, Mapping[str, Any]]], workload: Workload, cluster: Cluster, profiles: Profiles,
+    watch: Watch, refused: dict[str, str],
+) -> Iterator[tuple[str, Plan]]:  # fmt: skip
+    """Plan with other policies, each by its name and options; `refused` gets why a policy cannot plan.
+
+    Once there is a plan, an interruption ends it.
+    """
+    has_plan = False
+    for start, (name, options) in starts.items():
+        if has_plan and watch.is_stopped():
+            return
+        watch.say(f"planning with {name} as a start")
+        policy = load_policy(name, options)
+        try:
+            plan = solve(policy, workload, cluster, profiles)
+        except TenutoError as error:
+            refused[name] = str(error).splitlines()[0]
+        else:
+            has_plan = True
+            yield start, plan
 
 
 class Search:
@@ -269,23 +294,14 @@ class Search:
     def starts(self, cluster: Cluster) -> list[tuple[str, Plan]]:
         """Return the plans of the other policies that can plan here; on a part of what could be bought, of those that
         always plan at once."""
-        plans: list[tuple[str, Plan]] = []
+        variants: dict[str, tuple[str, Mapping[str, Any]]] = {}
         for name in self._options.starting:
-            if plans and self.watch.is_stopped():
-                break
             if name in SEARCHING and self._cluster.elastic and not cluster.elastic:
                 continue
-            self.watch.say(f"planning with {name} as a start")
-            variants = {name: QUICKLY.get(name, {})}
+            variants[name] = name, QUICKLY.get(name, {})
             if name in WITH_NEIGHBOURS and self._options.interference != "none":
-                variants[f"{name}, with interference"] = {"interference": self._options.interference}
-            for start, options in variants.items():
-                policy = load_policy(name, options)
-                try:
-                    plans.append((start, solve(policy, self._workload, cluster, self._profiles)))
-                except TenutoError as error:
-                    self.refused[name] = str(error).splitlines()[0]
-        return plans
+                variants[f"{name}, with interference"] = name, {"interference": self._options.interference}
+        return [*planned(variants, self._workload, cluster, self._profiles, self.watch, self.refused)]
 
     def _climbed(self, start: Found, seen: set[Layout], by: Forecast | None = None) -> Found:
         """Follow the first change that is expected to serve more, until none is or its part of the tries is spent."""
@@ -347,13 +363,9 @@ class Search:
 
 
 def _as_cluster(gpus: Sequence[Gpu]) -> Cluster:
-    """Return a fixed cluster of these GPUs, grouped by type in order."""
-    groups: dict[tuple[str, float, float | None], int] = {}
-    for gpu in gpus:
-        key = (gpu.type, gpu.memory_mib, gpu.price_per_hour)
-        groups[key] = groups.get(key, 0) + 1
-    listed = [
-        {"type": kind, "count": count, "memory_mib": memory, "price_per_hour": price}
-        for (kind, memory, price), count in groups.items()
-    ]
-    return Cluster.model_validate({"nodes": [{"name": "n0", "gpus": listed}]})
+    counts = Counter((gpu.type, gpu.memory_mib, gpu.price_per_hour) for gpu in gpus)
+    groups = tuple(
+        GpuGroup(type=kind, count=count, memory_mib=memory_mib, price_per_hour=price)
+        for (kind, memory_mib, price), count in counts.items()
+    )
+    return Cluster(nodes=(Node(name="n0", gpus=groups),))

@@ -230,16 +230,16 @@ class RunningSystem:
                 self._offer(name, at)
         self._serve(until)
 
-    def skip(self, until_ms: float) -> None:
-        """Take the requests up to and including `until_ms` as served like those before them, without serving any of
-        them. What waits and runs stands still meanwhile, so that those that follow meet what these would have met.
+    def skip(self, until_ms: float, coming: NDArray[np.int64]) -> None:
+        """Take the requests up to and including `until_ms`, which are those `coming`, as served like those before them,
+        without serving any of them. What waits and runs stands still meanwhile, so that those that follow meet what
+        these would have met.
 
         A model without a gpu-let has its requests rejected, all others have them in time. Only where `is_steady`.
         """
         if not self._skipped_ms:
             self._times = self._times.copy()  # the caller's until now
         first = self._next
-        coming = self.coming(until_ms)
         self._next += int(coming.sum())
         self._passed += coming
         self._times[first : self._next] = self.now_ms

@@ -262,10 +262,11 @@ class _Cluster:
         """Let the time up to a look pass, request by request or not, and take the look."""
         is_quiet = self._sample < 1.0 and self._quiet_s >= QUIET_S and not is_eventful
         is_quiet = is_quiet and self._controller.change is None and self._system.is_steady
-        is_quiet = is_quiet and self._is_usual(self._system.coming(until_ms))
+        coming = self._system.coming(until_ms) if is_quiet else None
+        is_quiet = coming is not None and self._is_usual(coming)
         is_skipped = is_quiet and self._draw() >= self._sample
-        if is_skipped:
-            self._system.skip(until_ms)
+        if coming is not None and is_skipped:
+            self._system.skip(until_ms, coming)
         else:
             self._system.advance(until_ms)
         look = self._system.look()
