@@ -7,6 +7,7 @@ run together.
 from __future__ import annotations
 
 import contextlib
+import statistics
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,7 +20,7 @@ from tenuto.profiles.measuring.events import Ran, Ready
 from tenuto.profiles.measuring.measure import Shares, check_share, row_name
 from tenuto.profiles.measuring.processes import WorkerProcess
 from tenuto.profiles.measuring.telemetry import Telemetry
-from tenuto.profiles.measuring.timing import Timing, quantile
+from tenuto.profiles.measuring.timing import Timing
 from tenuto.profiles.profile import CoRun, CoRunPart
 
 _WORKER = ["-m", "tenuto.profiles.measuring.corun_worker"]
@@ -141,7 +142,7 @@ def _parts(parts: Sequence[CoRunRequest], reports: Sequence[Ran]) -> list[CoRunP
             )
         timing = Timing.of([1000.0 * (report.ended[i] - report.began[i]) for i in inside])
         splits = {
-            key: round(quantile(sorted(values[i] for i in inside), 0.5), 4) for key, values in report.splits.items()
+            key: round(statistics.median(values[i] for i in inside), 4) for key, values in report.splits.items()
         }
         made.append(CoRunPart(
             model=row_name(part.source), batch_size=part.batch_size, share_pct=part.share_pct,

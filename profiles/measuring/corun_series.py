@@ -49,9 +49,9 @@ def pair_co_runs(
     return made
 
 
-def resident_co_runs(one: CoRunRequest, most: int = 5) -> list[list[CoRunRequest]]:
-    """Return 1, 2, … equal residents on 1/most of the device each: iGniter's series for power, clock and delay."""
-    return [[replace(one, share_pct=100.0 / most)] * count for count in range(1, most + 1)]
+def resident_co_runs(one: CoRunRequest) -> list[list[CoRunRequest]]:
+    """Return 1, 2, … equal residents on a fifth of the device each: iGniter's series for power, clock and delay."""
+    return [[replace(one, share_pct=20.0)] * count for count in range(1, 6)]
 
 
 def planned_co_runs(requests: Sequence[MeasureRequest], kinds: Iterable[str]) -> list[list[CoRunRequest]]:

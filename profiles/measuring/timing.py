@@ -7,7 +7,14 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from tenuto.profiles.profile import Fit, ProfilePoint
+
+TOLERANCE_PCT = 1.5  # half-width of the median's 95 % confidence interval at which it is believed
+MIN_RUNS = 10  # before that
+MAX_RUNS = 500
+AGREEMENT_PCT = 3.0  # medians of two rounds that differ by at most this agree
 
 
 @dataclass(frozen=True)
@@ -30,9 +37,10 @@ class Timing:
         ordered = sorted(samples_ms)
         median = statistics.median(ordered)
         low, high = _median_interval(len(ordered))
+        least, most = np.quantile(ordered, (0.1, 0.9))
         return cls(
             median_ms=median,
-            spread_ms=(quantile(ordered, 0.9) - quantile(ordered, 0.1)) / 2,
+            spread_ms=float(most - least) / 2,
             uncertainty_pct=50.0 * (ordered[high] - ordered[low]) / median if median > 0 else 0.0,
             fastest_ms=ordered[0],
             runs=len(ordered),
@@ -45,38 +53,10 @@ def _median_interval(count: int) -> tuple[int, int]:
     return max(0, math.floor(count / 2 - half)), min(count - 1, math.ceil(count / 2 + half))
 
 
-def quantile(ordered: Sequence[float], fraction: float) -> float:
-    """Return a quantile of ascending values, linear between two of them."""
-    position = fraction * (len(ordered) - 1)
-    low = math.floor(position)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (ordered[high] - ordered[low]) * (position - low)
-
-
-def measure_until_stable(
-    run: Callable[[], object], clock_s: Callable[[], float], *, budget_s: float, tolerance_pct: float = 1.5,
-    min_runs: int = 10, max_runs: int = 500,
-) -> Timing:
-    """Time `run` until its median is known within `tolerance_pct`, or the budget is spent.
-
-    Three runs are made whatever the budget is: a model that takes seconds is still measured more than once.
-
-    Args:
-        run: one repetition; blocks until the work is done.
-        clock_s: monotonic clock.
-        budget_s: seconds for all repetitions.
-        tolerance_pct: half-width of the median's 95 % confidence interval at which to stop.
-        min_runs: repetitions before stability is believed.
-        max_runs: repetitions at most.
-    """
-    return Timing.of(_sample(run, clock_s, budget_s, tolerance_pct, min_runs, max_runs))
-
-
 def measure_repeatedly(
-    run: Callable[[], object], clock_s: Callable[[], float], *, budget_s: float, tolerance_pct: float = 1.5,
-    min_runs: int = 10, max_runs: int = 500, agreement_pct: float = 3.0,
+    run: Callable[[], object], clock_s: Callable[[], float], *, budget_s: float
 ) -> tuple[Timing, float]:
-    """Measure twice, each as `measure_until_stable` does with half the budget; again while the medians disagree.
+    """Measure twice, each with half the budget; again while the medians differ by more than `AGREEMENT_PCT`.
 
     A further round begins only where both together left some of the budget, and replaces the earlier of the two: what
     disturbed one of them (a cold cache, another process) is over then.
@@ -85,19 +65,15 @@ def measure_repeatedly(
         run: one repetition; blocks until the work is done.
         clock_s: monotonic clock.
         budget_s: seconds for all rounds; only a round's first three runs may exceed it.
-        tolerance_pct: see `measure_until_stable`.
-        min_runs: see `measure_until_stable`.
-        max_runs: of one round.
-        agreement_pct: medians of two rounds that differ by at most this agree.
 
     Returns:
         The summary of the last two rounds, and by how many percent their medians differ: what a repeated profile would
         show.
     """
     began = clock_s()
-    rounds = [_sample(run, clock_s, budget_s / 2, tolerance_pct, min_runs, max_runs) for _ in range(2)]
-    while _difference_pct(*rounds) > agreement_pct and (left_s := budget_s - (clock_s() - began)) > budget_s / 10:
-        rounds = [rounds[1], _sample(run, clock_s, left_s, tolerance_pct, min_runs, max_runs)]
+    rounds = [sample(run, clock_s, budget_s / 2) for _ in range(2)]
+    while _difference_pct(*rounds) > AGREEMENT_PCT and (left_s := budget_s - (clock_s() - began)) > budget_s / 10:
+        rounds = [rounds[1], sample(run, clock_s, left_s)]
     return Timing.of([*rounds[0], *rounds[1]]), _difference_pct(*rounds)
 
 
@@ -106,10 +82,11 @@ def _difference_pct(one: Sequence[float], other: Sequence[float]) -> float:
     return 100.0 * abs(first - second) / min(first, second) if min(first, second) > 0 else 0.0
 
 
-def _sample(
-    run: Callable[[], object], clock_s: Callable[[], float], budget_s: float, tolerance_pct: float, min_runs: int,
-    max_runs: int,
-) -> list[float]:
+def sample(run: Callable[[], object], clock_s: Callable[[], float], budget_s: float) -> list[float]:
+    """Time `run` in ms until its median is known within `TOLERANCE_PCT`, or the budget is spent.
+
+    Three runs are made whatever the budget is: a model that takes seconds is still measured more than once.
+    """
     samples: list[float] = []
     began = clock_s()
     while True:
@@ -117,11 +94,11 @@ def _sample(
         run()
         ended = clock_s()
         samples.append((ended - started) * 1000.0)
-        if len(samples) >= max_runs or (len(samples) >= 3 and ended - began >= budget_s):
+        if len(samples) >= MAX_RUNS or (len(samples) >= 3 and ended - began >= budget_s):
             return samples
-        if len(samples) >= min_runs and len(samples) % 5 == 0:
+        if len(samples) >= MIN_RUNS and len(samples) % 5 == 0:
             timing = Timing.of(samples)
-            if timing.uncertainty_pct <= tolerance_pct:
+            if timing.uncertainty_pct <= TOLERANCE_PCT:
                 return samples
 
 
@@ -137,12 +114,10 @@ def fit_line(points: Sequence[tuple[int, float]]) -> tuple[float, float, float |
     """
     if len({size for size, _ in points}) < 2:
         return None
-    mean_b = statistics.fmean(size for size, _ in points)
-    mean_l = statistics.fmean(latency for _, latency in points)
-    alpha = sum((b - mean_b) * (lat - mean_l) for b, lat in points) / sum((b - mean_b) ** 2 for b, _ in points)
-    beta = mean_l - alpha * mean_b
+    sizes, latencies = zip(*points, strict=True)
+    alpha, beta = statistics.linear_regression(sizes, latencies)
     errors = [lat - (alpha * b + beta) for b, lat in points]
-    total = sum((lat - mean_l) ** 2 for _, lat in points)
+    total = len(points) * statistics.pvariance(latencies)
     r_squared = 1.0 - sum(e * e for e in errors) / total if total > 0 else None
     return alpha, beta, r_squared, max(abs(e) / lat * 100.0 for e, (_, lat) in zip(errors, points, strict=True))
 

@@ -22,7 +22,6 @@ from tenuto.batching.core.autoscale import Advice, AutoscaleAdvisor, AutoscaleOp
 from tenuto.batching.core.deferred import DeferredOptions, DeferredScheduler
 from tenuto.batching.core.scheduler import Decision, Dispatch, Drop, Scheduler
 from tenuto.batching.virtual.simulator import simulate
-from tenuto.placement.policies.symphony.staggering import staggered_batch
 from tenuto.profiles import LinearLatency
 
 MODELS, MOST_GPUS, FIRST_GPUS = 24, 512, 192
@@ -106,7 +105,7 @@ def main() -> None:
     carries = []
     for _, alpha, beta, slo, _ in models:
         line = LinearLatency(alpha_ms=alpha, beta_ms=beta)
-        size = staggered_batch(line, slo, 64)
+        size = line.largest_batch(slo / (1 + 1 / 64))
         carries.append(1000.0 * size / line.at(size))
     need = needs(duration_s, 0)
     times, which = arrivals(need * np.array(carries), 1)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from tenuto.options import option
 from tenuto.placement.cluster import Cluster
 from tenuto.placement.costs import context_mib_of, memory_of
+from tenuto.placement.interference.igniter import Load, inference_time_ms
 from tenuto.placement.plan import Plan
-from tenuto.placement.policies.igniter.gslice_tuning import Rules, observe, tune
 from tenuto.placement.policies.igniter.igniter import beside, lower_bounds
 from tenuto.placement.policies.igniter.packing import OpenGpu, Packed, igniter_plan, pack_cluster
 from tenuto.placement.policies.igniter.shares import Demand
@@ -103,10 +104,10 @@ class Gslice(Policy):
             return next(fitting, 1)
 
         demands = opened.demands
-        settings = tune(demands, self._rules(demands[0]), largest_batch)
+        settings = _Tuning(self, demands, largest_batch).run()
         tuned: list[Demand] = []
         for index, (demand, setting, seen) in enumerate(
-            zip(demands, settings, observe(demands, settings), strict=True)
+            zip(demands, settings, _observed(demands, settings), strict=True)
         ):
             name, carried = demand.spec.name, min(demand.rate_rps, seen.capacity_rps)
             if (carried < demand.rate_rps or seen.latency_ms > demand.budget_ms) and name not in late:
@@ -118,14 +119,114 @@ class Gslice(Policy):
             tuned.append(found)
         return OpenGpu(opened.gpu, tuned, tuple(setting.units for setting in settings))
 
-    def _rules(self, demand: Demand) -> Rules:
-        start = max(1, round(self.start_share_pct / demand.hardware.share_unit_pct))
-        return Rules(
-            threshold=self.threshold,
-            batch_rounds=self.batch_rounds,
-            share_rounds=self.share_rounds,
-            start_units=min(start, demand.most_units),
-            max_batch=self.max_batch,
-            served=self.observed == "served",
-            overcommit=self.overcommit,
-        )
+
+@dataclass(frozen=True)
+class _Setting:
+    """The batch size and the share, in units, of one resident."""
+
+    batch_size: int
+    units: int
+
+
+@dataclass(frozen=True)
+class _Observed:
+    """Mean latency of a batch in ms, and the highest throughput in requests/s, beside the residents as they are."""
+
+    latency_ms: float
+    capacity_rps: float
+
+
+def _observed(demands: Sequence[Demand], settings: Sequence[_Setting]) -> list[_Observed]:
+    """Return what iGniter's analytic model has every resident do (eq. 1 to 11): the stand-in for a measurement.
+
+    Throughput is b / (t_gpu + t_feedback), as loading overlaps with computing (eq. 2).
+    """
+    loads = [
+        Load.of(demand.model, setting.batch_size, setting.units * demand.hardware.share_unit_pct)
+        for demand, setting in zip(demands, settings, strict=True)
+    ]
+    found = []
+    for demand, own in zip(demands, loads, strict=True):
+        time_ms = inference_time_ms(demand.model, own, loads, demand.hardware)
+        load_ms = own.batch_size * demand.model.load_bytes / demand.hardware.pcie_bytes_per_ms
+        found.append(_Observed(time_ms, 1000.0 * own.batch_size / (time_ms - load_ms)))
+    return found
+
+
+class _Tuning:
+    """The loops on one GPU: batch sizes and shares of its residents, each from what it is observed to do."""
+
+    def __init__(
+        self, policy: Gslice, demands: Sequence[Demand], largest_batch: Callable[[int, Sequence[int]], int]
+    ) -> None:
+        """Prepare; `largest_batch` of the i-th resident is what memory allows beside these batch sizes."""
+        self._policy, self._demands, self._largest_batch = policy, demands, largest_batch
+
+    def run(self) -> list[_Setting]:
+        """Return the settings that the loops end with.
+
+        All residents start with batches of one and the same share. Up to `share_rounds` times the batch sizes are tuned
+        and then, once, the shares; at the end the batch sizes again. Residents are observed together and changed at the
+        same time, each by itself.
+        """
+        first = self._demands[0]
+        start = max(1, round(self._policy.start_share_pct / first.hardware.share_unit_pct))
+        settings = self._bounded([_Setting(1, min(start, first.most_units)) for _ in self._demands])
+        for _ in range(self._policy.share_rounds):
+            settings = self._with_batches(settings)
+            seen = _observed(self._demands, settings)
+            changed = self._bounded([
+                _Setting(setting.batch_size, self._next_units(demand, setting, one))
+                for demand, setting, one in zip(self._demands, settings, seen, strict=True)
+            ])  # fmt: skip
+            if changed == settings:
+                return settings
+            settings = changed
+        return self._with_batches(settings)
+
+    def _with_batches(self, settings: Sequence[_Setting]) -> list[_Setting]:
+        now = list(settings)
+        for _ in range(self._policy.batch_rounds):
+            sizes = [setting.batch_size for setting in now]
+            for index, (demand, one) in enumerate(zip(self._demands, _observed(self._demands, now), strict=True)):
+                wanted = self._next_batch(demand, sizes[index], one)
+                sizes[index] = min(wanted, max(1, self._largest_batch(index, sizes)))
+            after = [_Setting(size, setting.units) for size, setting in zip(sizes, now, strict=True)]
+            if after == now:
+                break
+            now = after
+        return now
+
+    def _next_batch(self, demand: Demand, size: int, seen: _Observed) -> int:
+        """Grow or shrink a batch by the part by which the latency misses its target, half the SLO."""
+        slack_ms = demand.budget_ms - seen.latency_ms
+        if 0 < slack_ms < self._policy.threshold * demand.budget_ms:
+            return size
+        return min(self._policy.max_batch, max(1, math.ceil(size * (1 + slack_ms / seen.latency_ms) - 1e-9)))
+
+    def _next_units(self, demand: Demand, setting: _Setting, seen: _Observed) -> int:
+        """Grow a share that misses latency or throughput, shrink one that has more than enough of both."""
+        throughput, near = seen.capacity_rps, self._policy.threshold
+        if self._policy.observed == "served":  # never more than arrives
+            throughput = min(throughput, demand.rate_rps)
+        latency_slack = demand.budget_ms - seen.latency_ms
+        rate_slack = throughput - demand.rate_rps
+        if 0 < latency_slack < near * demand.budget_ms and 0 <= rate_slack < near * demand.rate_rps:
+            return setting.units
+        factor = max(abs(latency_slack) / seen.latency_ms, abs(rate_slack) / throughput)
+        if latency_slack < 0 or rate_slack < 0:
+            changed = setting.units * (1 + factor)
+        elif latency_slack > 0 and rate_slack > 0:
+            changed = setting.units * (1 - factor)
+        else:
+            return setting.units
+        return min(demand.most_units, max(1, math.ceil(changed - 1e-9)))
+
+    def _bounded(self, settings: list[_Setting]) -> list[_Setting]:
+        """Cut the largest shares, one unit at a time, until all fit into the GPU, unless it may be over-committed."""
+        if self._policy.overcommit:
+            return settings
+        units = [setting.units for setting in settings]
+        while sum(units) > self._demands[0].most_units:
+            units[units.index(max(units))] -= 1
+        return [_Setting(setting.batch_size, max(1, own)) for setting, own in zip(settings, units, strict=True)]

@@ -8,22 +8,6 @@ from __future__ import annotations
 
 from tenuto.placement.costs import ModelOnGpu
 from tenuto.placement.policies.symphony.partition import PartitionModel
-from tenuto.profiles import Latency
-
-
-def uncoordinated_batch(latency: Latency, slo_ms: float) -> int:
-    """Return the largest b with 2*l(b) <= slo_ms, or 0."""
-    return latency.largest_batch(slo_ms / 2)
-
-
-def staggered_batch(latency: Latency, slo_ms: float, gpus: float) -> int:
-    """Return the largest b with (1 + 1/gpus)*l(b) <= slo_ms, or 0; for one GPU the same as without coordination."""
-    return latency.largest_batch(slo_ms / (1 + 1 / gpus))
-
-
-def throughput_rps(latency: Latency, batch_size: int, gpus: int) -> float:
-    """Return the requests per second of `gpus` GPUs that run full batches without a gap; 0 for a batch of 0."""
-    return 1000.0 * gpus * batch_size / latency.at(batch_size) if batch_size else 0.0
 
 
 class StaggeredModel:

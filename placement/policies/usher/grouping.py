@@ -20,11 +20,6 @@ LARGEST_GENERAL_MATCHING = 128
 PARTS_PER_PCT = 10_000
 
 
-def distance_pct(group: Sequence[str], averages: Mapping[str, tuple[float, float]]) -> float:
-    """Return |sum Creq - sum Mreq| of a group in percentage points."""
-    return abs(sum(averages[m][0] - averages[m][1] for m in group))
-
-
 def group_models(
     averages: Mapping[str, tuple[float, float]], max_group_size: int = 4, *, ties: str = "exact"
 ) -> tuple[tuple[str, ...], ...]:

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from tenuto.profiles.measuring.timing import Timing, fit_line, measure_repeatedly, measure_until_stable, quantile
+from tenuto.profiles.measuring.timing import MAX_RUNS, TOLERANCE_PCT, Timing, fit_line, measure_repeatedly, sample
 
 
 class Clock:
@@ -25,27 +25,27 @@ class Clock:
 
 def test_steady_work_stops_early() -> None:
     clock = Clock(0.002)
-    timing = measure_until_stable(clock.run, clock, budget_s=100)
+    timing = Timing.of(sample(clock.run, clock, 100))
     assert clock.runs == timing.runs == 10
     assert timing.median_ms == pytest.approx(2.0)
     assert timing.spread_ms == pytest.approx(0.0, abs=1e-9)
 
 
 def test_noisy_work_is_repeated_until_the_median_is_certain() -> None:
-    noisy = Clock(*[0.001 * (1 + 0.05 * math.sin(i * 7.3)) for i in range(500)])
-    timing = measure_until_stable(noisy.run, noisy, budget_s=100, tolerance_pct=1.0)
+    noisy = Clock(*[0.001 * (1 + 0.075 * math.sin(i * 7.3)) for i in range(500)])
+    timing = Timing.of(sample(noisy.run, noisy, 100))
     assert 10 < timing.runs < 500
-    assert timing.uncertainty_pct <= 1.0
+    assert timing.uncertainty_pct <= TOLERANCE_PCT
 
 
 def test_the_budget_ends_it_but_three_runs_are_made() -> None:
     slow = Clock(10.0, 12.0, 11.0)
-    timing = measure_until_stable(slow.run, slow, budget_s=1)
+    timing = Timing.of(sample(slow.run, slow, 1))
     assert timing.runs == 3
     assert timing.median_ms == pytest.approx(11_000)
     forever = Clock(0.001, 0.002)
     forever.durations = [0.001, 0.01] * 1000
-    assert measure_until_stable(forever.run, forever, budget_s=1e9).runs == 500
+    assert len(sample(forever.run, forever, 1e9)) == MAX_RUNS
 
 
 def test_rounds_are_repeated_while_their_medians_disagree_and_time_is_left() -> None:
@@ -69,9 +69,9 @@ def test_one_outlier_does_not_move_the_median() -> None:
     assert timing.fastest_ms == 1.0
 
 
-def test_quantiles_are_linear_between_values() -> None:
-    assert quantile([1.0, 2.0, 3.0], 0.25) == 1.5
-    assert quantile([4.0], 0.9) == 4.0
+def test_the_spread_is_half_of_what_most_values_lie_in() -> None:
+    assert Timing.of([1.0, 2.0, 3.0]).spread_ms == pytest.approx(0.8)
+    assert Timing.of([4.0]).spread_ms == 0.0
 
 
 def test_the_line_is_found_again() -> None:

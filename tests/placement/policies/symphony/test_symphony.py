@@ -6,9 +6,10 @@ import pytest
 
 from tenuto.errors import InvalidInputError
 from tenuto.placement import Cluster, Workload
-from tenuto.placement.policies.symphony.staggering import staggered_batch, throughput_rps, uncoordinated_batch
+from tenuto.placement.costs import costs_of
+from tenuto.placement.policies.symphony.staggering import StaggeredModel
 from tenuto.placement.policies.symphony.symphony import Symphony
-from tenuto.profiles import LinearLatency, Profiles
+from tenuto.profiles import Profiles
 from tenuto.profiles.shipped import default_profiles
 from tests.placement.published import VISION, decided, equal_rates, facts, planned, v100s
 
@@ -17,20 +18,27 @@ TABLE_2 = facts("symphony_paper_facts")["table2"]
 
 @pytest.mark.parametrize("row", TABLE_2, ids=lambda row: row["model"])
 def test_the_analytic_table_comes_out(row) -> None:  # type: ignore[no-untyped-def]
-    latency = LinearLatency(alpha_ms=row["alpha_ms"], beta_ms=row["beta_ms"])
-    alone = uncoordinated_batch(latency, row["slo_ms"])
-    staggered = staggered_batch(latency, row["slo_ms"], row["gpus"])
-    assert alone == row["no_coordination"]["batch"]
-    assert staggered == row["staggered"]["batch"]
-    assert throughput_rps(latency, alone, row["gpus"]) == pytest.approx(row["no_coordination"]["throughput_rps"], abs=1)
-    assert throughput_rps(latency, staggered, row["gpus"]) == pytest.approx(row["staggered"]["throughput_rps"], abs=1)
+    model = staggered(row["alpha_ms"], row["beta_ms"], row["slo_ms"])
+    alone, together = row["no_coordination"], row["staggered"]
+    assert model.on.largest_batch(row["slo_ms"] / 2) == alone["batch"]
+    assert model.batch(row["gpus"]) == together["batch"]
+    sizes = alone["batch"], together["batch"]
+    carries = [1000.0 * row["gpus"] * size / model.on.latency().at(size) for size in sizes]
+    assert carries == pytest.approx([alone["throughput_rps"], together["throughput_rps"]], abs=1)
+    assert model.latency_ms(row["gpus"]) == pytest.approx(model.on.latency().at(together["batch"]))
 
 
 def test_one_gpu_staggers_with_nobody() -> None:
-    latency = LinearLatency(alpha_ms=1.0, beta_ms=5.0)
-    assert staggered_batch(latency, 25, 1) == uncoordinated_batch(latency, 25)
-    assert staggered_batch(latency, 5, 8) == 0
-    assert throughput_rps(latency, 0, 8) == 0
+    model = staggered(1.0, 5.0, 25.0)
+    assert model.batch(1) == model.on.largest_batch(25.0 / 2)
+    assert staggered(1.0, 5.0, 5.0).is_late
+
+
+def staggered(alpha_ms: float, beta_ms: float, slo_ms: float) -> StaggeredModel:
+    entry = {"name": "m", "rate_rps": 1.0, "slo_ms": slo_ms, "latency": {"alpha_ms": alpha_ms, "beta_ms": beta_ms}}
+    workload = Workload.model_validate({"models": [entry]})
+    on = costs_of(workload, Cluster.parse("v100:1"), Profiles([]))["m"]["v100"]
+    return StaggeredModel(on, 1000, 0.0)
 
 
 def line(name: str, rate: float, slo: float = 25.0) -> dict[str, object]:
