@@ -6,7 +6,7 @@ import ctypes
 import os
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -41,6 +41,31 @@ def linear_program(
     solver.passModel(program)
     solver.run()
     return list(solver.getSolution().col_value)
+
+
+class Rows:
+    """Rows of a linear program, collected one by one: least <= sum of value * x[column] <= most."""
+
+    def __init__(self) -> None:
+        self._entries: tuple[list[float], list[int], list[int]] = [], [], []  # values, rows, columns
+        self.least: list[float] = []
+        self.most: list[float] = []
+
+    def add(self, columns: Collection[int], values: Iterable[float], most: float, least: float = -np.inf) -> None:
+        """Add a row."""
+        held, rows, places = self._entries
+        rows.extend([len(self.most)] * len(columns))
+        places.extend(columns)
+        held.extend(values)
+        self.least.append(least)
+        self.most.append(most)
+
+    def matrix(self, columns: int) -> csr_array:
+        """Return the rows over so many columns."""
+        from scipy.sparse import csr_array  # see `integer_program`
+
+        values, rows, places = self._entries
+        return csr_array((values, (rows, places)), shape=(len(self.most), columns))
 
 
 def integer_program(cost: Any, **program: Any) -> OptimizeResult:

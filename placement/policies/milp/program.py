@@ -9,10 +9,9 @@ from typing import Any
 
 import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, linprog
-from scipy.sparse import csr_array
 
 from tenuto.placement.policies.milp.patterns import Item, Pattern
-from tenuto.placement.solver import integer_program
+from tenuto.placement.solver import Rows, integer_program
 from tenuto.placement.workload import ModelSpec
 
 TOLERANCE = 1e-6
@@ -78,7 +77,8 @@ class Program:
         bounds = [(0.0, None)] * columns + [
             (spec.rate_rps if self.buys else 0.0, spec.rate_rps) for spec in self.models
         ]
-        result = linprog(self._cost(patterns), A_ub=rows.matrix(), b_ub=np.array(rows.upper), bounds=bounds)
+        matrix = rows.matrix(columns + models)
+        result = linprog(self._cost(patterns), A_ub=matrix, b_ub=np.array(rows.most), bounds=bounds)
         if result.x is None:
             return None
         duals = -result.ineqlin.marginals
@@ -109,14 +109,15 @@ class Program:
         cost = first
         if at_least is not None:
             level = (1.0 if self.buys else -1.0) * at_least + max(TOLERANCE * abs(at_least), 1e-4)
-            rows.add({index: value for index, value in enumerate(first) if value}, level)
+            where = np.flatnonzero(first)
+            rows.add(where, first[where], level)
             exposure = [round(pattern.exposure, 6) + 1e-3 * round(pattern.load, 4) for pattern in patterns]
             cost = np.concatenate([exposure, np.zeros(models + sizes)])
         rates = [spec.rate_rps for spec in self.models]
         least = [0.0] * columns + (rates if self.buys else [0.0] * models) + [0.0] * sizes
         most = [self._most(pattern) for pattern in patterns] + rates + [1.0] * sizes
         # A rate may be carried by whole replicas to the last request; a millionth is for rounding in their sums.
-        upper = [limit + (TOLERANCE if index < models else 0.0) for index, limit in enumerate(rows.upper)]
+        upper = [limit + (TOLERANCE if index < models else 0.0) for index, limit in enumerate(rows.most)]
         result = integer_program(
             cost, integrality=[1] * columns + [0] * models + [1] * sizes, bounds=Bounds(least, most),
             constraints=LinearConstraint(rows.matrix(columns + models + sizes), -np.inf, upper),
@@ -147,10 +148,10 @@ class Program:
     def _most(self, pattern: Pattern) -> float:
         return np.inf if self.gpu_counts is None else float(self.gpu_counts[pattern.gpu_type])
 
-    def _rows(self, patterns: Sequence[Pattern]) -> _Rows:
+    def _rows(self, patterns: Sequence[Pattern]) -> Rows:
         """Return the rows of the linear part: what is carried by model, replicas by model, GPUs by type."""
         columns, models = len(patterns), len(self.models)
-        rows = _Rows(columns + models)
+        rows = Rows()
         carried: list[dict[int, float]] = [{columns + model: 1.0} for model in range(models)]
         replicas: list[dict[int, float]] = [{} for _ in range(models)]
         for column, pattern in enumerate(patterns):
@@ -158,17 +159,17 @@ class Program:
                 carried[item.model][column] = -item.carries_rps
                 replicas[item.model][column] = 1.0
         for row in carried:
-            rows.add(row, 0.0)
+            rows.add(row, row.values(), 0.0)
         if self.max_replicas is not None:
             for row in replicas:
-                rows.add(row, float(self.max_replicas))
+                rows.add(row, row.values(), float(self.max_replicas))
         if self.gpu_counts is not None:
             for kind in self.types:
-                same = {column: 1.0 for column, pattern in enumerate(patterns) if pattern.gpu_type == kind}
-                rows.add(same, float(self.gpu_counts[kind]))
+                same = [column for column, pattern in enumerate(patterns) if pattern.gpu_type == kind]
+                rows.add(same, np.ones(len(same)), float(self.gpu_counts[kind]))
         return rows
 
-    def _sizes(self, patterns: Sequence[Pattern], rows: _Rows) -> int:
+    def _sizes(self, patterns: Sequence[Pattern], rows: Rows) -> int:
         """Add the rows that let every model use one batch size; return how many columns they need."""
         with_size: dict[tuple[int, int], dict[int, float]] = {}
         least_rps: dict[int, float] = {}
@@ -182,29 +183,8 @@ class Program:
             most = math.ceil(self.models[model].rate_rps / least_rps[model]) + 1
             if self.gpu_counts is not None:
                 most = max(most, sum(self.gpu_counts.values()))
-            rows.add({**columns, first + position: -float(most)}, 0.0)
+            rows.add([*columns, first + position], [*columns.values(), -float(most)], 0.0)
             chosen.setdefault(model, {})[first + position] = 1.0
         for row in chosen.values():
-            rows.add(row, 1.0)
+            rows.add(row, row.values(), 1.0)
         return len(with_size)
-
-
-class _Rows:
-    """Rows of A x <= upper, collected one by one."""
-
-    def __init__(self, columns: int) -> None:
-        self._columns = columns
-        self._row: list[int] = []
-        self._column: list[int] = []
-        self._value: list[float] = []
-        self.upper: list[float] = []
-
-    def add(self, values: Mapping[int, float], upper: float) -> None:
-        self._row += [len(self.upper)] * len(values)
-        self._column += values
-        self._value += values.values()
-        self.upper.append(upper)
-
-    def matrix(self, columns: int | None = None) -> Any:
-        shape = (len(self.upper), columns or self._columns)
-        return csr_array((self._value, (self._row, self._column)), shape=shape)

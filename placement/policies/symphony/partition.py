@@ -28,7 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tenuto.errors import Problem, raise_if_any, refused
-from tenuto.placement.solver import integer_program
+from tenuto.placement.solver import Rows, integer_program
 
 GOOD_ENOUGH = 1e-2  # the solver asked for less takes its whole time limit from some 30 models on, and seldom finds it
 MOST_CHOICES = 20_000  # models times sub-clusters; of more the solver found nothing better in its time limit
@@ -430,41 +430,32 @@ class _Case:
         finished."""
         # Gateways import this module, and only one of a cluster ever partitions.
         from scipy.optimize import Bounds, LinearConstraint
-        from scipy.sparse import coo_array
 
         models, count = len(self._rate), self.count
         x = np.arange(models * count).reshape(models, count)
         d_rate, d_memory = models * count, models * count + 1
         dynamic = models * count + 2 + np.arange(count)
-        rows, columns, values, lower, upper = [], [], [], [], []  # type: ignore[var-annotated]
-
-        def row(where: Any, what: Any, least: float, most: float) -> None:
-            rows.extend([len(lower)] * len(where))
-            columns.extend(where)
-            values.extend(what)
-            lower.append(least)
-            upper.append(most)
-
+        rows = Rows()
         for i in range(models):
-            row(x[i], np.ones(count), 1.0, 1.0)
+            rows.add(x[i], np.ones(count), 1.0, least=1.0)
         for k in range(count):
-            for values_, slack, used in ((self._rate, d_rate, True), (self._memory, d_memory, self._weight > 0)):
+            for values, slack, used in ((self._rate, d_rate, True), (self._memory, d_memory, self._weight > 0)):
                 if used:
-                    row([*x[:, k], slack], [*values_, -1.0], -np.inf, 1.0)
-                    row([*x[:, k], slack], [*values_, 1.0], 1.0, np.inf)
-            row(x[:, k], np.ones(models), 1.0, min(self._most_models, models))
+                    rows.add([*x[:, k], slack], [*values, -1.0], 1.0)
+                    rows.add([*x[:, k], slack], [*values, 1.0], np.inf, least=1.0)
+            rows.add(x[:, k], np.ones(models), min(self._most_models, models), least=1.0)
             if self._most_rate < math.inf:
-                row(x[:, k], self._rate, -np.inf, self._most_rate)
+                rows.add(x[:, k], self._rate, self._most_rate)
             if self._most_memory < math.inf:
                 share = self._static / self._most_memory
-                row([*x[:, k], dynamic[k]], [*share, 1.0], -np.inf, 1.0)
+                rows.add([*x[:, k], dynamic[k]], [*share, 1.0], 1.0)
                 for i in np.flatnonzero(self._dynamic).tolist():
-                    row([dynamic[k], x[i, k]], [1.0, -self._dynamic[i] / self._most_memory], 0.0, np.inf)
+                    rows.add([dynamic[k], x[i, k]], [1.0, -self._dynamic[i] / self._most_memory], np.inf, least=0.0)
         homed = np.flatnonzero(self._home >= 0)
         if self.limits.max_change_mib is not None and len(homed):
             cost = 2.0 * self._static[homed]
             most = self.limits.max_change_mib - float(self._static[self._home < 0].sum())
-            row(x[homed, self._home[homed]], -cost, -np.inf, most - float(cost.sum()))
+            rows.add(x[homed, self._home[homed]], -cost, most - float(cost.sum()))
         most_x = np.ones((models, count))
         if not len(homed):  # sub-clusters are interchangeable: model i may only open those up to i
             most_x[np.triu_indices(models, 1, count)] = 0.0
@@ -476,9 +467,7 @@ class _Case:
         result = integer_program(
             objective, integrality=integrality,
             bounds=Bounds(np.zeros(size), np.concatenate([most_x.ravel(), np.full(2 + count, np.inf)])),
-            constraints=LinearConstraint(
-                coo_array((values, (rows, columns)), shape=(len(lower), size)).tocsr(), lower, upper
-            ),
+            constraints=LinearConstraint(rows.matrix(size), rows.least, rows.most),
             options={"time_limit": time_limit_s, "mip_rel_gap": 1e-6},
         )  # fmt: skip
         if result.x is None:
