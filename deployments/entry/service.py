@@ -48,7 +48,7 @@ _DECODERS = min(4, os.cpu_count() or 1)
 _MOST_DECODING = 64  # pictures and texts that wait for a thread; what comes then is turned away
 
 
-class FrontLag:
+class ReadingLag:
     """Whether the event loop stays behind what comes in, by the rule of CoDel (RFC 8289): requests that waited too long
     to be read are turned away only where every one has for a tenth of a second, and from then on at once until that has
     not been so for a second.
@@ -105,7 +105,7 @@ class InferenceService:
             clock: monotonic seconds.
         """
         self.margin = Margin()
-        self.lag = FrontLag()
+        self.lag = ReadingLag()
         self.regions = Regions(arena)
         self.callers = Callers()
         self.traces: Traces | None = None

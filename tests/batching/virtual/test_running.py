@@ -177,7 +177,10 @@ def test_what_follows_on_requests_that_were_skipped_meets_what_they_would_have_m
     for second in range(1, 13):
         is_skipped = second % 2 == 0
         assert part.is_steady or not is_skipped
-        (part.skip if is_skipped else part.advance)(1000.0 * second)
+        if is_skipped:
+            part.skip(1000.0 * second, part.coming(1000.0 * second))
+        else:
+            part.advance(1000.0 * second)
         look = part.look()
         assert look.gpu_s == pytest.approx(2.0)
         if is_skipped:

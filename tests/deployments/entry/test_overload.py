@@ -22,7 +22,7 @@ from tenuto.deployments.dispatch.dispatcher import Dispatcher
 from tenuto.deployments.dispatch.fleet import GpuletConnection
 from tenuto.deployments.entry.asgi import AsgiExchange
 from tenuto.deployments.entry.http import Head
-from tenuto.deployments.entry.service import FrontLag, InferenceService
+from tenuto.deployments.entry.service import ReadingLag, InferenceService
 from tenuto.deployments.wire.arena import Arena
 from tenuto.deployments.wire.messages import GpuletState
 from tenuto.deployments.wire.peer import ConnectionEvents, Finder
@@ -215,7 +215,7 @@ def test_requests_leave_nothing_for_the_collector() -> None:
 
 
 def test_only_a_loop_that_stays_behind_turns_requests_away() -> None:
-    lag = FrontLag()
+    lag = ReadingLag()
     assert not lag.is_behind(1000.0, SLO_MS, 0.0)  # a standstill
     assert not lag.is_behind(1000.0, SLO_MS, 99.0)
     assert lag.is_behind(5.1, SLO_MS, 100.0)
@@ -227,5 +227,5 @@ def test_only_a_loop_that_stays_behind_turns_requests_away() -> None:
 
 
 def test_requests_sent_without_any_time_left_say_nothing_about_the_loop() -> None:
-    lag = FrontLag()
+    lag = ReadingLag()
     assert not any(lag.is_behind(0.1, slo_ms, now_ms) for slo_ms in (0.0, -3.0) for now_ms in (0.0, 150.0, 300.0))
