@@ -22,7 +22,7 @@ from tenuto.deployments.dispatch.dispatcher import Dispatcher
 from tenuto.deployments.dispatch.fleet import GpuletConnection
 from tenuto.deployments.entry.asgi import AsgiExchange
 from tenuto.deployments.entry.http import Head
-from tenuto.deployments.entry.service import ReadingLag, InferenceService
+from tenuto.deployments.entry.service import InferenceService, ReadingLag
 from tenuto.deployments.wire.arena import Arena
 from tenuto.deployments.wire.messages import GpuletState
 from tenuto.deployments.wire.peer import ConnectionEvents, Finder
