@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import io
 import re
@@ -13,8 +14,13 @@ import click
 import pytest
 
 from tenuto.cli import VERBS, main
-from tenuto.placement import Cluster
+from tenuto.deployments.control.settings import ControlSettings
+from tenuto.documents import StrictModel, parse_document, parse_yaml
+from tenuto.placement import Cluster, Plan, Workload
+from tenuto.profiles import Profile
+from tenuto.profiles.networks.catalogue import CATALOGUE
 from tenuto.profiles.shipped import load_shipped
+from tests.instruments.scenario import Scenario
 
 ROOT = Path(__file__).parents[1]
 PAGES = {str(path.relative_to(ROOT)): path for path in (*ROOT.glob("*.md"), *sorted((ROOT / "docs").glob("*.md")))}
@@ -85,6 +91,68 @@ def test_commands_options_and_scripts_exist(page: str) -> None:
     for script in re.findall(r"(?:python |`)((?:tests|scripts)/[\w/.]+)", text):
         unknown += [script] if not (ROOT / script).exists() else []
     assert unknown == []
+
+
+def benchmark_source(name: str) -> str:
+    """The text of a script in tests/benchmarks and of what it imports from there."""
+    folder = ROOT / "tests" / "benchmarks"
+    text = (folder / f"{name}.py").read_text(encoding="utf-8")
+    others = re.findall(r"^(?:from|import) (?:tests\.benchmarks\.)?(\w+)", text, re.M)
+    return text + "".join(benchmark_source(other) for other in others if (folder / f"{other}.py").exists())
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_benchmarks_have_the_options_that_are_named(page: str) -> None:
+    unknown = []
+    for line in shell_lines(PAGES[page].read_text(encoding="utf-8")):
+        if named := re.search(r"\b((?:bench|walk|picture|ask)_\w+)(?:\.py)?\b(.*)", line):
+            source = benchmark_source(named[1])
+            options = re.findall(r"(?<!\S)\[?(--[a-z-]+)", named[2])
+            unknown += [f"{named[1]} {option}" for option in options if f'"{option}"' not in source]
+    assert unknown == []
+
+
+def imported(block: str) -> Iterator[tuple[str, str]]:
+    """Modules of ours that a block of Python imports, each with a name it takes from there."""
+    for node in ast.walk(ast.parse(block)):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in ("tenuto", "tests"):
+            yield from ((str(node.module), alias.name) for alias in node.names)
+
+
+@pytest.mark.parametrize("page", [page for page, path in PAGES.items() if "```python" in path.read_text("utf-8")])
+def test_python_of_the_pages_imports_what_exists(page: str) -> None:
+    """By the modules' text: importing Ray and torch for it takes seconds."""
+    missing = []
+    for block in blocks(PAGES[page].read_text(encoding="utf-8"), "python"):
+        for module, name in imported(block):
+            path = ROOT / module.replace(".", "/")
+            file = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+            is_there = file.exists() and re.search(rf"\b{name}\b", file.read_text(encoding="utf-8"))
+            missing += [] if is_there else [f"{module}.{name}"]
+    assert missing == []
+
+
+# A key that tells what a file is, and its schema; files of others (Prometheus) and of measurements have none of these.
+SCHEMAS: tuple[tuple[str, type[StrictModel]], ...] = (
+    ("arrivals", Scenario), ("policy", Plan), ("gpu_type", Profile), ("nodes", Cluster), ("models", Workload),
+    ("applications", Workload),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("page", [page for page, path in PAGES.items() if "```yaml" in path.read_text("utf-8")])
+def test_files_on_the_pages_are_read(page: str) -> None:
+    for block in blocks(PAGES[page].read_text(encoding="utf-8"), "yaml"):
+        data = parse_yaml(block)
+        schema = ControlSettings if "mode" in data else next((kind for key, kind in SCHEMAS if key in data), None)
+        if schema is not None:
+            parse_document(schema, data, origin=page)
+
+
+@pytest.mark.parametrize("page", [page for page, path in PAGES.items() if ".infer(" in path.read_text("utf-8")])
+def test_inputs_that_are_sent_are_those_of_the_catalogue(page: str) -> None:
+    text = PAGES[page].read_text(encoding="utf-8")
+    for model, given in re.findall(r"\.infer\(\"(\w+)\", {\"(\w+)\":", text):
+        assert given in [tensor.name for tensor in CATALOGUE[model].signature.inputs]
 
 
 def quick_pages() -> list[str]:
