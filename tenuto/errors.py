@@ -78,6 +78,11 @@ class EnvironmentFaultError(TenutoError):
     """The machine, the Ray cluster or a driver is not as required; the message names the repair."""
 
 
+def first_line(error: BaseException) -> str:
+    """Return the first thing an error says, without a full stop, and what it is where it says nothing."""
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__).rstrip(". ")
+
+
 def raise_if_any(problems: Iterable[Problem]) -> None:
     """Raise one `InvalidInputError` with all problems, or return when there are none."""
     found = tuple(problems)

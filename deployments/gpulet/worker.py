@@ -23,6 +23,7 @@ from tenuto.deployments.wire.arena import MappedArenas
 from tenuto.deployments.wire.bundles import read_parts
 from tenuto.deployments.wire.messages import BatchFailed, BatchRan, Message
 from tenuto.deployments.wire.tensors import RowOutput, inline_blocks, input_blocks, pack_outputs
+from tenuto.errors import first_line
 from tenuto.profiles.networks.device import loses_device
 from tenuto.profiles.networks.inputs import Arrays, Blocks
 from tenuto.profiles.networks.runner import BatchTimes
@@ -213,7 +214,7 @@ class WorkerThread:
         )
         lost = self.fault is None and self._executor.device.startswith("cuda") and loses_device(error)
         if lost:
-            self.fault = f"the CUDA context of gpu-let {self._id} is lost: {str(error).splitlines()[0]}"
+            self.fault = f"the CUDA context of gpu-let {self._id} is lost: {first_line(error)}"
         reason = f"running '{batch.program}' failed: {type(error).__name__}: {error}"
         batch.answer(BatchFailed(batch.message.number, reason, may_retry=self.fault is not None))
         if lost and self.fault is not None:

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from tenuto.errors import TenutoError
+from tenuto.errors import TenutoError, first_line
 from tenuto.profiles.gpu_types import gpu_type_of
 from tenuto.profiles.measuring.events import Built, ContextSize, Doubt, Event, Machine, PointMeasured, Stopped
 from tenuto.profiles.measuring.kernels.chrome_trace import KernelTrace
@@ -107,8 +107,7 @@ def measure_points(
             try:
                 point = _measure_point(runner, size, share, budget_s, request.seed, instruments)
             except (torch.OutOfMemoryError, MemoryError) as error:
-                reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-                report(Doubt(f"batch {size} and above at {share:g} %: out of memory ({reason})"))
+                report(Doubt(f"batch {size} and above at {share:g} %: out of memory ({first_line(error)})"))
                 wanted = {batch for batch in wanted if batch < size}
                 continue
             known[size] = point.latency_ms

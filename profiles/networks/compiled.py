@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from tenuto.errors import EnvironmentFaultError
+from tenuto.errors import EnvironmentFaultError, first_line
 
 if TYPE_CHECKING:
     import torch
@@ -46,17 +46,13 @@ class CompiledModule:
             if not _is_compilers(error):
                 raise
             raise EnvironmentFaultError(
-                f"'{self._name}' cannot be compiled: {_first_line(error)}. Install a C++ compiler (and Triton for a "
+                f"'{self._name}' cannot be compiled: {first_line(error)}. Install a C++ compiler (and Triton for a "
                 "GPU), or remove `compile: true` from the model's options."
             ) from error
 
 
 def _is_compilers(error: Exception) -> bool:
     return any(kind.__module__.startswith(_COMPILERS) for kind in type(error).__mro__)
-
-
-def _first_line(error: Exception) -> str:
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__).rstrip(". ")
 
 
 def _allow_shapes(count: int) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tenuto.errors import EnvironmentFaultError, InvalidInputError, Problem, refused
+from tenuto.errors import EnvironmentFaultError, InvalidInputError, first_line, refused
 from tenuto.profiles.networks.catalogue import LoadedModel, ModelSignature, TensorSignature
 from tenuto.profiles.networks.places import check_path
 from tenuto.profiles.networks.runtimes import ONNX_TYPES
@@ -79,5 +79,4 @@ def _tensor(path: Path, name: str, dtype: Any, shape: Sequence[Any]) -> TensorSi
 
 
 def _unusable(path: Path, error: Exception, cure: str) -> InvalidInputError:
-    first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-    return InvalidInputError(Problem("source", str(path), f"cannot be read ({first})", cure))
+    return refused("source", str(path), f"cannot be read ({first_line(error)})", cure)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from tenuto.errors import EnvironmentFaultError
+from tenuto.errors import EnvironmentFaultError, first_line
 from tenuto.profiles.networks.intake import Intake
 
 if TYPE_CHECKING:
@@ -103,9 +103,8 @@ class GraphedModule:
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
-            line = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
             raise UncapturableError(
-                f"'{self._name}' cannot be captured as a CUDA graph at batch {len(inputs[0])}: {line.rstrip('. ')}. "
+                f"'{self._name}' cannot be captured as a CUDA graph at batch {len(inputs[0])}: {first_line(error)}. "
                 "Its forward pass waits for the GPU or changes with its input; remove `cuda_graphs: true` from its "
                 "options."
             ) from error

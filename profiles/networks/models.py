@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tenuto.documents import parse_document
-from tenuto.errors import EnvironmentFaultError, InvalidInputError, Problem, refused
+from tenuto.errors import EnvironmentFaultError, refused
 from tenuto.profiles.networks.catalogue import (
     LABEL_COUNT,
     CatalogueEntry,
@@ -68,7 +68,7 @@ def build(
         family = entry.source.partition("/")[0]
         if weights_path is not None and Path(weights_path).is_dir():
             if family != "transformers":
-                raise _weights_problem(weights_path, "is a directory", "Give the file with the weights.")
+                raise refused("weights_path", weights_path, "is a directory", "Give the file with the weights.")
             return _from_directory(Path(weights_path), None, chosen, expected=entry.name.partition("_")[0])
         return _image_model(entry, weights_path, chosen) if family == "torchvision" else _text_model(
             entry, weights_path, chosen
@@ -245,10 +245,9 @@ def _loaded(module: Any, signature: ModelSignature, labels: tuple[str, ...]) -> 
 
 def _sized(signature: ModelSignature, classes: int, options: BuildOptions) -> ModelSignature:
     output = replace(signature.outputs[0], shape=(classes,))
-    if signature.text is not None:
-        length = options.sequence_length or signature.text.sequence_length
-        return text_signature(replace(signature.text, sequence_length=length), classes, signature.platform)
-    return with_sizes(replace(signature, outputs=(output,)), image_size=options.image_size)
+    length = None if signature.text is None else options.sequence_length or signature.text.sequence_length
+    sized = replace(signature, outputs=(output,))
+    return with_sizes(sized, image_size=options.image_size, sequence_length=length)
 
 
 def _smaller_vocabulary(text: TextInput, vocabulary: int) -> TextInput:
@@ -276,10 +275,6 @@ def _tokenizer(path: str | None) -> str | None:
         raise refused("options.tokenizer", path, "no such file",
                       "Give a local tokenizer.json of the tokenizers library.")
     return str(file.resolve())
-
-
-def _weights_problem(path: str | Path, rule: str, cure: str) -> InvalidInputError:
-    return InvalidInputError(Problem("weights_path", str(path), rule, cure))
 
 
 def _load_weights(module: torch.nn.Module, path: str, name: str) -> None:

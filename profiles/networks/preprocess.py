@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tenuto.errors import EnvironmentFaultError, InvalidInputError, Problem, refused
+from tenuto.errors import EnvironmentFaultError, refused
 from tenuto.profiles.networks.catalogue import ImageInput, ModelSignature, TextInput
 from tenuto.profiles.networks.inputs import sends_pixels
 
@@ -71,13 +71,13 @@ def image_tensor(body: bytes | memoryview, image: ImageInput, *, is_normalised: 
             with Image.open(io.BytesIO(bytes(body)), formats=("JPEG", "PNG")) as opened:
                 if opened.width * opened.height > MAX_PIXELS:
                     size = f"{opened.width}x{opened.height}"
-                    raise _image_problem(size, "has more than 50 million pixels", "Send a smaller picture.")
+                    raise refused("body", size, "has more than 50 million pixels", "Send a smaller picture.")
                 picture = opened.convert("RGB")
     except UnidentifiedImageError as error:
-        raise _image_problem(f"{len(body)} bytes", "not an image", "Send a JPEG or PNG file as it is.") from error
+        raise refused("body", f"{len(body)} bytes", "not an image", "Send a JPEG or PNG file as it is.") from error
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
         rule = f"a damaged image ({error})"
-        raise _image_problem(f"{len(body)} bytes", rule, "Send a whole JPEG or PNG file.") from error
+        raise refused("body", f"{len(body)} bytes", rule, "Send a whole JPEG or PNG file.") from error
     filters = {"bilinear": Image.Resampling.BILINEAR, "bicubic": Image.Resampling.BICUBIC}
     width, height = _resized(picture.width, picture.height, image.resize_px)
     crop = image.crop_px
@@ -103,10 +103,6 @@ def _resized(width: int, height: int, shorter_px: int) -> tuple[int, int]:
     if width <= height:
         return shorter_px, int(shorter_px * height / width)
     return int(shorter_px * width / height), shorter_px
-
-
-def _image_problem(value: str, rule: str, cure: str) -> InvalidInputError:
-    return InvalidInputError(Problem("body", value, rule, cure))
 
 
 def text_tensors(text: str, spec: TextInput) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

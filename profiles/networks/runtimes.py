@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tenuto.errors import EnvironmentFaultError
+from tenuto.errors import EnvironmentFaultError, first_line
 
 if TYPE_CHECKING:
     import torch
@@ -74,7 +74,7 @@ def _aot_inductor(
             return aoti_load_package(path)
     except Exception as error:  # torch.export and Inductor raise what they find, of many kinds
         raise EnvironmentFaultError(
-            f"'{name}' cannot be compiled ahead of time: {_first_line(error)}. Install a C++ compiler (and CUDA's for "
+            f"'{name}' cannot be compiled ahead of time: {first_line(error)}. Install a C++ compiler (and CUDA's for "
             "a GPU), or remove `runtime: aot_inductor` from the model's options."
         ) from error
 
@@ -117,7 +117,7 @@ class _OnnxSession:
         try:
             self._session: Any = onnxruntime.InferenceSession(str(path), settings, providers=providers)
         except Exception as error:  # the library's own classes have no common base but this
-            raise EnvironmentFaultError(f"ONNX Runtime cannot load '{name}': {_first_line(error)}.") from error
+            raise EnvironmentFaultError(f"ONNX Runtime cannot load '{name}': {first_line(error)}.") from error
         self._inputs = [one.name for one in self._session.get_inputs()]
         self._outputs = [(one.name, ONNX_TYPES[one.type], tuple(one.shape[1:])) for one in self._session.get_outputs()]
         if not all(isinstance(size, int) for _, _, shape in self._outputs for size in shape):
@@ -171,7 +171,7 @@ def _as_onnx(module: torch.nn.Module, name: str, examples: tuple[torch.Tensor, .
                 )  # fmt: skip
         except Exception as error:  # the exporter raises what it finds, of many kinds
             raise EnvironmentFaultError(
-                f"'{name}' cannot be written as ONNX: {_first_line(error)}. Install onnx and onnxscript, or remove "
+                f"'{name}' cannot be written as ONNX: {first_line(error)}. Install onnx and onnxscript, or remove "
                 "`runtime` from the model's options."
             ) from error
         yield path
@@ -189,8 +189,3 @@ def _torch_threads() -> int:
     import torch
 
     return torch.get_num_threads()
-
-
-def _first_line(error: Exception) -> str:
-    text = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
-    return text.rstrip(". ")

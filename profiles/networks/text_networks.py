@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import transformers
 
-from tenuto.errors import refused
+from tenuto.errors import first_line, refused
 from tenuto.profiles.networks.torchvision_import import import_torchvision
 
 
@@ -112,14 +112,10 @@ def load_directory(directory: Path, expected: str | None) -> Any:
             dtype=torch.float32,
         )
     except (OSError, ValueError, RuntimeError) as error:
-        raise refused("model", str(directory), f"cannot be loaded as a sequence classifier ({_first_line(error)})",
+        raise refused("model", str(directory), f"cannot be loaded as a sequence classifier ({first_line(error)})",
                       "Save it again with save_pretrained.") from error
     missing = sorted(report["missing_keys"]) + sorted(str(key) for key in report["mismatched_keys"])
     if missing:
         raise refused("model", str(directory), f"lacks weights of its network: {', '.join(missing[:5])}",
                       "Save the classifier itself, with its trained head, not the language model below it.")
     return network
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

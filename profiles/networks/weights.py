@@ -8,7 +8,7 @@ import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tenuto.errors import InvalidInputError, Problem
+from tenuto.errors import first_line, refused
 
 if TYPE_CHECKING:
     import torch
@@ -29,7 +29,7 @@ def read_state(path: str) -> dict[str, torch.Tensor]:
 
     file = Path(path)
     if not file.is_file():
-        raise _problem(path, "no such file", "Give a local file; nothing is downloaded.")
+        raise refused("weights_path", path, "no such file", "Give a local file; nothing is downloaded.")
     try:
         if file.suffix == ".safetensors":
             state = load_file(file, device="cpu")
@@ -38,15 +38,14 @@ def read_state(path: str) -> dict[str, torch.Tensor]:
                 warnings.simplefilter("ignore", UserWarning)  # about foreign pickle protocols; loading decides
                 state = torch.load(file, map_location="cpu", weights_only=True)
     except (pickle.UnpicklingError, EOFError, SafetensorError, RuntimeError, OSError) as error:
-        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise _problem(
-            path, f"not a file of weights that is safe to read ({first})",
+        raise refused(
+            "weights_path", path, f"not a file of weights that is safe to read ({first_line(error)})",
             "Save it with safetensors.torch.save_file(model.state_dict(), path).",
         ) from error
     if isinstance(state, dict) and isinstance(state.get("state_dict"), dict):
         state = state["state_dict"]
     if not isinstance(state, dict) or not all(isinstance(value, torch.Tensor) for value in state.values()):
-        raise _problem(path, "holds something else than named tensors", "Save model.state_dict() alone.")
+        raise refused("weights_path", path, "holds something else than named tensors", "Save model.state_dict() alone.")
     return {str(key): value for key, value in state.items()}
 
 
@@ -75,12 +74,8 @@ def apply_state(module: torch.nn.Module, state: dict[str, torch.Tensor], path: s
         for what, keys in (("missing", missing), ("unknown", unexpected), ("of another shape", shapes)) if keys
     ]
     if faults:
-        raise _problem(
-            path, f"does not fit '{name}': tensors {'; '.join(faults)}",
+        raise refused(
+            "weights_path", path, f"does not fit '{name}': tensors {'; '.join(faults)}",
             "Give the weights of this very network, or change `options` (config, num_labels) to match the file.",
         )
     module.load_state_dict(state, strict=False)
-
-
-def _problem(path: str, rule: str, cure: str) -> InvalidInputError:
-    return InvalidInputError(Problem("weights_path", path, rule, cure))

@@ -6,7 +6,7 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from tenuto.errors import EnvironmentFaultError
+from tenuto.errors import EnvironmentFaultError, first_line
 from tenuto.profiles.measuring.kernels.chrome_trace import KernelTrace, load_chrome_trace
 
 TraceWriter = Callable[[Callable[[], object], Path], None]
@@ -40,5 +40,6 @@ def record_kernels(run: Callable[[], object]) -> KernelTrace:
             write_trace(run, path)
             return load_chrome_trace(path)
     except (RuntimeError, OSError) as error:  # what Kineto and CUPTI raise where they are not permitted
-        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise EnvironmentFaultError(f"torch.profiler cannot record: {first}. Kernel times are left out.") from error
+        raise EnvironmentFaultError(
+            f"torch.profiler cannot record: {first_line(error)}. Kernel times are left out."
+        ) from error

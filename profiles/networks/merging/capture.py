@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from tenuto.errors import refused
+from tenuto.errors import first_line, refused
 from tenuto.profiles.networks.merging.distance import OperatorGraph
 
 aten = torch.ops.aten
@@ -81,8 +81,7 @@ def capture(name: str, module: torch.nn.Module, inputs: tuple[torch.Tensor, ...]
             program = torch.export.export(module, inputs, dynamic_shapes=(dynamic,) if _variadic(module) else dynamic)
             program = program.run_decompositions({})
     except Exception as error:  # export raises many kinds, all of which mean the same here
-        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise refused(f"model {name}", type(module).__name__, f"cannot be traced ({first[:200]})",
+        raise refused(f"model {name}", type(module).__name__, f"cannot be traced ({first_line(error)[:200]})",
                       "Leave it out of the merge; it is served as it is.") from error
     return _captured(name, program)
 

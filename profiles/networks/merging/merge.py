@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from tenuto.errors import InvalidInputError
+from tenuto.errors import InvalidInputError, first_line
 from tenuto.profiles.networks.catalogue import ModelSignature
 from tenuto.profiles.networks.inputs import random_inputs
 from tenuto.profiles.networks.merging.capture import CapturedModel, capture
@@ -153,8 +153,7 @@ def _merge_cluster(
         made = MergedModels(MergePlan(together, shared))
         worst = _worst_error(made, models)
     except (RuntimeError, IndexError, KeyError, ValueError, TypeError) as error:
-        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        reason = f"the merged program does not run ({first[:200]})"
+        reason = f"the merged program does not run ({first_line(error)[:200]})"
         return None, None, reasons | {model.name: reason for model in together}
     if not worst <= TOLERANCE:
         reason = f"merged outputs err by {worst:.1e}, more than {TOLERANCE:.0e} of the largest magnitude"
