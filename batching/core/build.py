@@ -5,7 +5,6 @@ Two ways: from a plan, gpu-let by gpu-let; or Symphony's plain setting, in which
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 from tenuto.batching.core.system import Gpulet, Host, Model, NetworkDelay, Program, System
@@ -106,31 +105,6 @@ def everywhere(workload: Workload, cluster: Cluster, profiles: Profiles, network
         }
     gpulets = tuple(Gpulet(f"{gpu.id}/a", gpu.id, by_type[gpu.type]) for gpu in cluster.gpus)
     return _checked(System(_models(workload.models), gpulets, network, objective=workload.objective))
-
-
-def everywhere_linear(
-    models: Sequence[tuple[str, float, float, float, float | None]], n_gpus: int, network: NetworkDelay = NO_DELAY
-) -> System:
-    """Return the plain setting for models given as (name, alpha_ms, beta_ms, slo_ms, rate_rps or None).
-
-    Raises:
-        InvalidInputError: coefficients or SLOs that are not finite and positive, or an SLO that no batch can meet.
-    """
-    problems = []
-    for name, alpha_ms, beta_ms, slo_ms, _ in models:
-        for key, value, least in (("alpha_ms", alpha_ms, 1e-9), ("beta_ms", beta_ms, 0.0), ("slo_ms", slo_ms, 1e-9)):
-            if not (math.isfinite(value) and value >= least):
-                problems.append(Problem(f"{name}.{key}", value, "must be a positive number", "Correct the value."))
-    if n_gpus < 1:
-        problems.append(Problem("n_gpus", n_gpus, "must be at least 1", "Give at least one GPU."))
-    if problems:
-        raise InvalidInputError(problems)
-    hosts: dict[int, Host] = {}
-    for position, (_, alpha_ms, beta_ms, slo_ms, _) in enumerate(models):
-        largest = max(1, math.floor((slo_ms - beta_ms) / alpha_ms + 1e-9))
-        hosts[position] = Host((0.0, *(alpha_ms * size + beta_ms for size in range(1, largest + 1))))
-    gpulets = tuple(Gpulet(f"g{number}/a", f"g{number}", hosts) for number in range(n_gpus))
-    return _checked(System(tuple(Model(name, slo, rate) for name, _, _, slo, rate in models), gpulets, network))
 
 
 def _checked(system: System) -> System:

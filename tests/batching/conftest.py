@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tenuto.batching.core.build import everywhere_linear
 from tenuto.batching.core.system import NetworkDelay, System
+from tests.instruments.systems import everywhere_linear
 
 
 @pytest.fixture

@@ -16,12 +16,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tenuto import version
-from tenuto.batching.core.build import everywhere_linear
 from tenuto.batching.core.system import NetworkDelay, System
 from tenuto.batching.registry import SCHEDULERS, make_scheduler
 from tenuto.batching.virtual.goodput import Criterion, Goal, Trial, try_arrivals
 from tenuto.batching.virtual.highest_rate import Limits, find_highest_rate
 from tenuto.profiles.shipped import load_shipped
+from tests.instruments.systems import everywhere_linear
 
 Model = tuple[str, float, float, float, float | None]  # name, alpha_ms, beta_ms, slo_ms, rate_rps
 

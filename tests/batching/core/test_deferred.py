@@ -8,7 +8,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from tenuto.batching.core.build import everywhere_linear
 from tenuto.batching.core.deferred import DeferredOptions, DeferredScheduler
 from tenuto.batching.core.rehearsal import Budget, Rehearsals, Replay, Replayed, Setting
 from tenuto.batching.core.scheduler import Dispatch, Rehearse
@@ -18,6 +17,7 @@ from tenuto.batching.virtual.simulator import simulate
 from tenuto.outcome import Outcome
 from tenuto.placement import Objective
 from tests.batching.checked_run import CheckedRun, Event
+from tests.instruments.systems import everywhere_linear
 
 STILL = DeferredOptions(hold=1.0, save_above=0.0, rehearse=False)
 

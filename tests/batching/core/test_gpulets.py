@@ -1,7 +1,7 @@
-from tenuto.batching.core.build import everywhere_linear
 from tenuto.batching.core.scheduler import Dispatch
 from tenuto.batching.core.system import NetworkDelay
 from tenuto.batching.registry import make_scheduler
+from tests.instruments.systems import everywhere_linear
 
 
 def test_small_delays_of_a_live_gpulet_do_not_add_up_unseen() -> None:

@@ -9,12 +9,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tenuto.batching.core.build import everywhere_linear
 from tenuto.batching.core.system import Gpulet, Host, Model, NetworkDelay, System
 from tenuto.batching.registry import make_scheduler
 from tenuto.batching.virtual.simulator import simulate
 from tenuto.outcome import Outcome
 from tests.batching.checked_run import CheckedRun, Event, Outcomes
+from tests.instruments.systems import everywhere_linear
 
 FEW = settings(max_examples=75, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 coefficients = st.tuples(st.floats(0.1, 5.0), st.floats(0.0, 10.0), st.floats(1.05, 6.0))

@@ -6,10 +6,10 @@ import math
 
 import pytest
 
-from tenuto.batching.core.build import everywhere_linear
 from tenuto.batching.core.scheduler import Dispatch, Drop
 from tenuto.batching.core.symphony import SymphonyOptions, SymphonyScheduler
 from tenuto.batching.core.system import Gpulet, Host, Model, NetworkDelay, System
+from tests.instruments.systems import everywhere_linear
 
 
 def host(alpha: float, beta: float, largest: int, slowdown: float = 1.0) -> Host:

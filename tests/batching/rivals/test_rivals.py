@@ -11,7 +11,6 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tenuto.batching.core.build import everywhere_linear
 from tenuto.batching.core.scheduler import Scheduler
 from tenuto.batching.core.system import NetworkDelay, System
 from tenuto.batching.registry import make_scheduler
@@ -20,6 +19,7 @@ from tenuto.errors import InvalidInputError
 from tenuto.outcome import Outcome
 from tests.batching.checked_run import CheckedRun, Event
 from tests.batching.core.test_properties import check_outcomes, scenarios
+from tests.instruments.systems import everywhere_linear
 
 CHOICES: list[tuple[str, dict[str, Any]]] = [
     ("eager", {}),

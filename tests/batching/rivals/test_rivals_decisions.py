@@ -7,12 +7,12 @@ import heapq
 import numpy as np
 import pytest
 
-from tenuto.batching.core.build import everywhere_linear
 from tenuto.batching.core.scheduler import Dispatch, Drop, Preempt
 from tenuto.batching.core.system import System
 from tenuto.batching.registry import make_scheduler
 from tenuto.batching.virtual.simulator import simulate
 from tenuto.outcome import Outcome
+from tests.instruments.systems import everywhere_linear
 
 
 def sizes(decisions: list[object]) -> list[int]:

@@ -10,13 +10,13 @@ import pytest
 from click.testing import CliRunner
 
 from tenuto.batching.core.autoscale import AutoscaleOptions
-from tenuto.batching.core.build import everywhere_linear
 from tenuto.batching.core.system import Gpulet, Host, Model, System
 from tenuto.batching.registry import make_scheduler
 from tenuto.batching.virtual.advice_series import advice_over_time
 from tenuto.batching.virtual.simulator import simulate
 from tenuto.cli.simulate import command
 from tenuto.errors import InvalidInputError
+from tests.instruments.systems import everywhere_linear
 
 
 def steady(gap_ms: float, seconds: float) -> tuple[np.ndarray, np.ndarray]:

@@ -7,7 +7,6 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from tenuto.batching.core.build import everywhere_linear
 from tenuto.batching.core.deferred import DeferredOptions, DeferredScheduler
 from tenuto.batching.core.symphony import SymphonyScheduler
 from tenuto.batching.core.system import Gpulet, Host, Model, NetworkDelay, System
@@ -17,6 +16,7 @@ from tenuto.batching.virtual.highest_rate import HighestRate, Limits, find_highe
 from tenuto.batching.virtual.simulator import simulate
 from tenuto.errors import InvalidInputError
 from tenuto.outcome import Outcome
+from tests.instruments.systems import everywhere_linear
 
 RESNET50 = ("ResNet50", 1.053, 5.072, 25.0, None)
 
@@ -154,22 +154,19 @@ def test_nothing_is_late_and_overload_stays_flat() -> None:
 
 
 @pytest.mark.parametrize(
-    ("models", "gpus"),
+    ("model", "latency_ms"),
     [
-        ([("a", float("nan"), 5.0, 25.0, None)], 1),
-        ([("a", -1.0, 5.0, 25.0, None)], 1),
-        ([("a", 0.0, 5.0, 25.0, None)], 1),
-        ([("a", 1.0, -5.0, 25.0, None)], 1),
-        ([("a", 1.0, 5.0, 0.0, None)], 1),
-        ([("a", 1.0, 5.0, float("inf"), None)], 1),
-        ([("a", 1.0, 5.0, 25.0, 0.0)], 1),
-        ([("a", 1.0, 5.0, 25.0, float("nan"))], 1),
-        ([("a", 1.0, 5.0, 25.0, None)], 0),
+        (Model("a", 25.0), (0.0, float("nan"))),
+        (Model("a", 25.0), (0.0, -1.0)),
+        (Model("a", 25.0), (0.0,)),
+        (Model("a", 0.0), (0.0, 6.0)),
+        (Model("a", float("inf")), (0.0, 6.0)),
+        (Model("a", 25.0, 0.0), (0.0, 6.0)),
+        (Model("a", 25.0, float("nan")), (0.0, 6.0)),
     ],
 )
-def test_numbers_that_are_not_positive_are_refused(models: list, gpus: int) -> None:  # type: ignore[type-arg]
-    with pytest.raises(InvalidInputError):
-        everywhere_linear(models, gpus)
+def test_numbers_that_are_not_positive_are_problems(model: Model, latency_ms: tuple[float, ...]) -> None:
+    assert len(System((model,), (Gpulet("g0/a", "g0", {0: Host(latency_ms)}),)).problems()) == 1
 
 
 def test_an_slo_no_batch_can_meet_is_unserveable() -> None:

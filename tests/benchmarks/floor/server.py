@@ -15,9 +15,8 @@ import httptools
 import orjson
 import uvloop
 
-from tenuto.batching.core.build import everywhere_linear
 from tenuto.batching.core.scheduler import Dispatch, Drop, Reject
-from tenuto.batching.core.system import NetworkDelay
+from tenuto.batching.core.system import Gpulet, Host, Model, NetworkDelay, System
 from tenuto.batching.registry import make_scheduler
 
 parser = argparse.ArgumentParser(description=__doc__)
@@ -37,9 +36,11 @@ LENGTH = b"content-length: %d\r\n\r\n"
 _LATE = b'{"error":"the deadline could not be met"}'
 EXPIRED = b"HTTP/1.1 504 Gateway Timeout\r\nretry-after: 1\r\ncontent-length: %d\r\n\r\n" % len(_LATE) + _LATE
 
-setup = everywhere_linear(
-    [("synthetic", given.alpha_ms, given.beta_ms, given.slo_ms, 600.0 * given.gpus)],
-    given.gpus,
+largest = int((given.slo_ms - given.beta_ms) / given.alpha_ms)
+host = Host((0.0, *(given.alpha_ms * size + given.beta_ms for size in range(1, largest + 1))))
+setup = System(
+    (Model("synthetic", given.slo_ms, 600.0 * given.gpus),),
+    tuple(Gpulet(f"g{number}/a", f"g{number}", {0: host}) for number in range(given.gpus)),
     NetworkDelay(ctrl_ms=given.ctrl_ms, response_ms=given.response_ms),
 )
 scheduler = make_scheduler(given.scheduler, setup, {})

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from tenuto.batching.core.build import everywhere_linear
 from tenuto.batching.core.scheduler import Scheduler
 from tenuto.batching.core.system import NetworkDelay
 from tenuto.batching.registry import make_scheduler
 from tenuto.deployments.dispatch.alarm import alarm
 from tenuto.deployments.dispatch.early_release import EarlyRelease
 from tenuto.deployments.dispatch.in_flight import Batch
+from tests.instruments.systems import everywhere_linear
 from tests.instruments.virtual_loop import VirtualLoop
 
 
