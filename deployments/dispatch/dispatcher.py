@@ -20,7 +20,7 @@ from typing import Any
 from tenuto.batching.core.scheduler import Decision, Dispatch, Drop, Preempt, Reject, Scheduler
 from tenuto.batching.core.system import INF, NetworkDelay, System
 from tenuto.batching.rivals.eager import EagerScheduler
-from tenuto.deployments.dispatch.accounts import Accounts, ModelCounters, dispatcher_status
+from tenuto.deployments.dispatch.accounts import Accounts, ModelCounters
 from tenuto.deployments.dispatch.core_time import CoreTime
 from tenuto.deployments.dispatch.early_release import EarlyRelease
 from tenuto.deployments.dispatch.fleet import (
@@ -622,17 +622,11 @@ class Dispatcher:
     def status(self) -> dict[str, Any]:
         """Return plain data: the plan, the gpu-lets as they are, counts and measured against planned latencies."""
         delay = self.way.told
-        return dispatcher_status(
-            self._plan,
-            self._plan_data,
-            counters=self.accounts.counters,
-            queued=self.queue_lengths(),
-            gpulets=self.gpulets(),
+        return self.accounts.status(
+            self._plan, self._plan_data, self._clock(), queued=self.queue_lengths(), gpulets=self.gpulets(),
             delay=NetworkDelay(delay.ctrl_ms, delay.data_ms_per_request, self._told_reserve_ms),
-            advice=self.accounts.advice.to_data(self._clock()),
             scheduler=self._scheduler.status(),
-            events=self.accounts.events.to_data(),
-        )
+        )  # fmt: skip
 
     async def report(self, what: str, *, id: str | None = None, limit: int = 100) -> Any:
         """Return plain data for operators: `status`, `queue` or `requests`; see `Dispatching`."""

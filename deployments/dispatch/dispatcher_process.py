@@ -20,6 +20,7 @@ from tenuto.deployments.dispatch.in_flight import Request
 from tenuto.deployments.serve.discovery import find_gpulet
 from tenuto.deployments.serve.niceness import run_at_normal_priority
 from tenuto.deployments.serve.own_loop import OwnLoop, elsewhere, spare_the_collector
+from tenuto.deployments.serve.ray_address import own_address_for
 from tenuto.deployments.serve.user_config import Serving, read_dispatcher_config
 from tenuto.deployments.wire.answers import Executed, Refused
 from tenuto.deployments.wire.arena import MappedArenas, machine_id
@@ -280,13 +281,9 @@ class DispatcherReplica:
 
     async def endpoint(self, node_id: str = "") -> Endpoint:
         """Return where this dispatcher listens for a node; another node gets an address of the cluster's network."""
-        import ray
-
         if self._server is None:
             raise RuntimeError("no plan is applied yet")
-        is_near = not node_id or node_id == ray.get_runtime_context().get_node_id()
-        host = "" if is_near else ray.util.get_node_ip_address()
-        return await self._loop.run(self._server.listen(host, encrypted=self._encrypts))
+        return await self._loop.run(self._server.listen(own_address_for(node_id), encrypted=self._encrypts))
 
     async def check_health(self) -> None:
         """Raise when no requests can be scheduled here any more; Serve then replaces this process."""

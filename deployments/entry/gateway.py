@@ -40,6 +40,7 @@ from tenuto.deployments.security.keys import Caller
 from tenuto.deployments.serve.discovery import controller_shown, find_dispatcher, find_gpulet
 from tenuto.deployments.serve.niceness import run_at_normal_priority
 from tenuto.deployments.serve.own_loop import OwnLoop, elsewhere, spare_the_collector
+from tenuto.deployments.serve.ray_address import own_address_for
 from tenuto.deployments.serve.user_config import GatewayConfig, Listen, Serving, TracesConfig, read_gateway_config
 from tenuto.deployments.wire.arena import Arena
 from tenuto.deployments.wire.peer import Endpoint, Finder
@@ -338,12 +339,9 @@ class Gateway:
 
     async def endpoint(self, node_id: str = "") -> Endpoint:
         """Return where a Python handle on a node reaches this gateway's own dispatcher."""
-        import ray
-
         if self._entry is None:
             raise RuntimeError("no plan is applied yet")
-        is_near = not node_id or node_id == ray.get_runtime_context().get_node_id()
-        return await self._loop.run(self._entry.endpoint("" if is_near else ray.util.get_node_ip_address()))
+        return await self._loop.run(self._entry.endpoint(own_address_for(node_id)))
 
     async def __del__(self) -> None:
         """Answer what waits and disconnect; Serve calls this after draining."""

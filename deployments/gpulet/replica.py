@@ -23,6 +23,7 @@ from tenuto.deployments.gpulet.resident_programs import ResidentPrograms
 from tenuto.deployments.gpulet.worker import WorkerThread
 from tenuto.deployments.serve.niceness import run_at_normal_priority
 from tenuto.deployments.serve.own_loop import spare_the_collector
+from tenuto.deployments.serve.ray_address import own_address_for
 from tenuto.deployments.serve.user_config import GpuletSpec, read_gpulet_config
 from tenuto.deployments.wire.arena import machine_id
 from tenuto.deployments.wire.messages import GpuletCloses, GpuletState
@@ -112,12 +113,8 @@ class GpuletReplica:
 
     async def endpoint(self, node_id: str = "") -> Endpoint:
         """Return where this gpu-let listens for a node; another node gets an address of the cluster's network."""
-        import ray
-
-        is_near = not node_id or node_id == ray.get_runtime_context().get_node_id()
-        return (
-            self._near if is_near else self._channel.listen(ray.util.get_node_ip_address(), encrypted=self._encrypts)
-        )
+        host = own_address_for(node_id)
+        return self._channel.listen(host, encrypted=self._encrypts) if host else self._near
 
     def _state(self) -> GpuletState:
         """Return what this gpu-let is and holds now."""

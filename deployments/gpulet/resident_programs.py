@@ -12,6 +12,7 @@ from tenuto.deployments.gpulet.executors.streamed import StreamingExecutor
 from tenuto.deployments.serve.user_config import ProgramEntry
 from tenuto.deployments.wire.messages import GpuletMode
 from tenuto.profiles.networks.catalogue import ModelSignature
+from tenuto.profiles.networks.model_options import captured_sizes
 
 logger = logging.getLogger("ray.serve")
 
@@ -52,7 +53,7 @@ class ResidentPrograms:
         """
         names = {entry.name for entry in wanted}
         for name in [name for name in self._entries if name not in names]:
-            await on_worker(functools.partial(self._unload, name))
+            await on_worker(functools.partial(self._executor.unload, name))
             del self._entries[name]
         for entry in wanted:
             if self._entries.get(entry.name) == entry:
@@ -68,12 +69,9 @@ class ResidentPrograms:
     def _load(self, entry: ProgramEntry) -> None:
         """Build or rebuild one program and warm up the batch sizes from 1 to the planned one."""
         if entry.name in self._entries:
-            self._unload(entry.name)
+            self._executor.unload(entry.name)
         largest = entry.batch_size
-        self._executor.load(entry, range(1, largest + 1) if self.is_emulated else _warm_sizes(largest))
-
-    def _unload(self, name: str) -> None:
-        self._executor.unload(name)
+        self._executor.load(entry, range(1, largest + 1) if self.is_emulated else captured_sizes(largest))
 
     def largest_batches(self) -> dict[str, int]:
         """Return the planned batch size of every program."""
@@ -87,8 +85,3 @@ class ResidentPrograms:
     def mode(self, *, is_shared: bool) -> GpuletMode:
         """Return how they run; `is_shared`: as a client of CUDA MPS."""
         return GpuletMode(is_shared, self._streaming is not None, self._executor.ways())
-
-
-def _warm_sizes(largest: int) -> list[int]:
-    """Return the batch sizes to warm up: every one to 16, then every eighth, and always the largest."""
-    return sorted({*range(1, min(16, largest) + 1), *range(24, largest, 8), largest})
