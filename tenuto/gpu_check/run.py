@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tenuto.errors import TenutoError
+from tenuto.errors import InvalidInputError, TenutoError
 from tenuto.gpu_check.page import report_page
 from tenuto.gpu_check.results import Results
 from tenuto.gpu_check.steps import CALLS, Sizes, Step, steps
@@ -98,7 +98,7 @@ def _chosen(known: Sequence[Step], text: str) -> list[Step]:
     wanted = [part.strip() for part in text.split(",") if part.strip()]
     for part in wanted:
         if part not in CALLS and not any(step.name.startswith(part) for step in known):
-            raise TenutoError(f"no step begins with {part!r}. Use --list with --steps {','.join(CALLS)}.")
+            raise InvalidInputError(f"no step begins with {part!r}. Use --list with --steps {','.join(CALLS)}.")
     return [
         step for step in known
         if any(part == step.call if part in CALLS else step.name.startswith(part) for part in wanted)
