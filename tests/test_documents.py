@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import functools
 import io
 import re
 import shlex
@@ -113,23 +114,35 @@ def test_benchmarks_have_the_options_that_are_named(page: str) -> None:
 
 
 def imported(block: str) -> Iterator[tuple[str, str]]:
-    """Modules of ours that a block of Python imports, each with a name it takes from there."""
+    """Modules of ours that Python imports, each with a name it takes from there."""
     for node in ast.walk(ast.parse(block)):
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in ("tenuto", "tests"):
             yield from ((str(node.module), alias.name) for alias in node.names)
 
 
-@pytest.mark.parametrize("page", [page for page, path in PAGES.items() if "```python" in path.read_text("utf-8")])
-def test_python_of_the_pages_imports_what_exists(page: str) -> None:
-    """By the modules' text: importing Ray and torch for it takes seconds."""
-    missing = []
-    for block in blocks(PAGES[page].read_text(encoding="utf-8"), "python"):
-        for module, name in imported(block):
-            path = ROOT / module.replace(".", "/")
-            file = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
-            is_there = file.exists() and re.search(rf"\b{name}\b", file.read_text(encoding="utf-8"))
-            missing += [] if is_there else [f"{module}.{name}"]
-    assert missing == []
+@functools.cache
+def text_of(module: str) -> str:
+    """The text of a module of ours; empty where there is none."""
+    path = ROOT / module.replace(".", "/")
+    file = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+    return file.read_text(encoding="utf-8") if file.exists() else ""
+
+
+def is_there(module: str, name: str) -> bool:
+    """Whether a module has a name, by its text: importing Ray and torch for it takes seconds."""
+    defined = rf"^(?:async )?(?:def|class) {name}\b|^{name}\b.*=|^(?: +|from .* import .*|import .*)\b{name}\b,?"
+    return bool(text_of(f"{module}.{name}") or re.search(defined, text_of(module), re.M))
+
+
+def test_python_of_the_pages_imports_what_exists() -> None:
+    written = [block for path in PAGES.values() for block in blocks(path.read_text(encoding="utf-8"), "python")]
+    assert [found for block in written for found in imported(block) if not is_there(*found)] == []
+
+
+@pytest.mark.parametrize("script", sorted(path.stem for path in (ROOT / "tests" / "benchmarks").glob("*.py")))
+def test_benchmarks_import_what_exists(script: str) -> None:
+    source = (ROOT / "tests" / "benchmarks" / f"{script}.py").read_text(encoding="utf-8")
+    assert [found for found in imported(source) if not is_there(*found)] == []
 
 
 # A key that tells what a file is, and its schema; files of others (Prometheus) and of measurements have none of these.
