@@ -1,10 +1,12 @@
 import io
+import struct
+import zlib
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from PIL import Image
+from PIL import Image, ImageFile
 
 from tenuto.errors import InvalidInputError
 from tenuto.profiles.networks.catalogue import (
@@ -80,10 +82,18 @@ def test_a_cut_off_picture_is_refused() -> None:
         preprocess(CATALOGUE["resnet50"].signature, body[: len(body) // 2])
 
 
-def test_a_decompression_bomb_is_refused_before_it_is_decoded() -> None:
-    bomb = encoded(Image.new("1", (20_000, 20_000)))
-    assert len(bomb) < 100_000
-    with pytest.raises(InvalidInputError, match=r"50 million pixels|damaged"):
+@pytest.mark.parametrize(
+    ("width", "height", "words"),
+    [(7072, 7072, "50 million pixels"), (20_000, 20_000, "50 million pixels|damaged")],  # Pillow refuses the larger
+)
+def test_a_decompression_bomb_is_refused_before_it_is_decoded(
+    width: int, height: int, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small = encoded(Image.new("1", (1, 1)))
+    size = b"IHDR" + struct.pack(">II", width, height) + small[24:29]
+    bomb = small[:12] + size + struct.pack(">I", zlib.crc32(size)) + small[33:]
+    monkeypatch.setattr(ImageFile.ImageFile, "load", lambda *_: pytest.fail("decoded"))
+    with pytest.raises(InvalidInputError, match=words):
         image_tensor(bomb, ImageInput(16, 16))
 
 
