@@ -18,8 +18,11 @@ if TYPE_CHECKING:
     from tenuto.deployments.serve.launcher import Launcher
 
 MEASURING = "tenuto.profiles.measuring"
-# Tests of networks. Importing torch with all that tracing and text networks need takes a process 10 s.
-WITH_TORCH = ("tests/profiles/", *(f"tests/cli/test_{verb}" for verb in ("estimate", "merge", "profile")))
+# Tests of whole networks. Importing what building, tracing and merging them needs beyond torch takes a process 5 s.
+WITH_NETWORKS = (
+    "tests/profiles/networks/", "tests/profiles/estimator/", "tests/cli/test_estimate", "tests/cli/test_merge",
+    "tests/deployments/gpulet/executors/test_torch_executor",
+)  # fmt: skip
 
 # A token of this run alone, as Ray has it on by default, without writing one into the home folder.
 os.environ["RAY_AUTH_MODE"] = "token"
@@ -45,8 +48,8 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark as `unit` whatever needs neither Ray nor a GPU, and say which tests stay in one process.
 
-    Those are: all that need Ray, since they share one; all about networks, so that torch is imported once; of the
-    others those of one file. Tests that start a Ray of their own come last, so that the shared one is started once.
+    Those are: all that need Ray, since they share one; all about networks, so that what builds them is imported once;
+    of the others those of one file. Tests that start a Ray of their own come last, so that the shared one is started once.
     """
     for item in items:
         if not any(item.get_closest_marker(name) for name in ("ray", "gpu")):
@@ -56,7 +59,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items.sort(key=lambda item: "own_ray" in getattr(item, "fixturenames", ()))
     if hasattr(config, "workerinput"):
         # What takes longest as a whole begins first.
-        items.sort(key=lambda item: {"ray": 0, "torch": 1}.get(item.get_closest_marker("xdist_group").args[0], 2))
+        items.sort(key=lambda item: {"ray": 0, "networks": 1}.get(item.get_closest_marker("xdist_group").args[0], 2))
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -79,7 +82,7 @@ def _group(item: pytest.Item) -> str:
     if item.get_closest_marker("ray"):
         return "ray"
     file = item.nodeid.split("::")[0]
-    return "torch" if file.startswith(WITH_TORCH) else file
+    return "networks" if file.startswith(WITH_NETWORKS) else file
 
 
 @pytest.fixture(scope="session")
