@@ -44,11 +44,13 @@ def fake_worker(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Fake:
 
 
 @pytest.fixture(scope="module")
-def measured() -> tuple[Measurement, list[ProfilePoint]]:
+def measured(worker_server: Callable[[str], list[str]]) -> tuple[Measurement, list[ProfilePoint]]:
     """One real measurement in a process of its own."""
     points: list[ProfilePoint] = []
     request = MeasureRequest(OWN, device="cpu", batch_sizes=(1, 2, 4), budget_s=0.05, options={"width": 8})
-    return measure_model(request, on_point=points.append), points
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("tenuto.profiles.measuring.measure._WORKER", worker_server("tenuto.profiles.measuring.worker"))
+        return measure_model(request, on_point=points.append), points
 
 
 def test_a_model_is_measured_in_a_process_of_its_own(measured: tuple[Measurement, list[ProfilePoint]]) -> None:
