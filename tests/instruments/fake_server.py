@@ -60,7 +60,8 @@ class FakeServer:
             writer.transport.abort()
 
     async def _serve(self, started: threading.Event, ended: asyncio.Event) -> None:
-        self._server = await asyncio.start_server(self._connection, "127.0.0.1", 0, limit=1 << 24)
+        # A client opens hundreds of connections at once; of those that do not fit the queue, each waits for a second.
+        self._server = await asyncio.start_server(self._connection, "127.0.0.1", 0, limit=1 << 24, backlog=1024)
         self.url = f"http://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
         started.set()
         await ended.wait()
