@@ -25,13 +25,13 @@ from tests.instruments.fake_server import Answer, fake_server, signature
 from tests.instruments.live import LONG_MS, PATIENCE_S
 
 
-def spec(name: str = "m", rate: float = 100.0, slo: float = LONG_MS) -> ModelSpec:
+def spec(name: str = "m", rate: float = 300.0, slo: float = LONG_MS) -> ModelSpec:
     return ModelSpec(name=name, rate_rps=rate, slo_ms=slo, arrival=Arrival(process="uniform"))
 
 
 def options(address: str, **settings: Any) -> BenchOptions:
     return BenchOptions(
-        **{"url": address, "duration_s": 0.3, "clients": 0, "grace_s": PATIENCE_S, "warmup_s": 0.0, **settings}
+        **{"url": address, "duration_s": 0.1, "clients": 0, "grace_s": PATIENCE_S, "warmup_s": 0.0, **settings}
     )
 
 
@@ -57,14 +57,14 @@ def test_what_the_server_reports_is_recorded() -> None:
     assert records.execution_ms[0] == 5.0
     assert result.summary["models"]["m"]["mean_batch"] == pytest.approx(4.0)
     assert result.summary["models"]["m"]["split_p95_ms"]["execution"] == 5.0
-    # 30 requests in batches of 4 that take 5 ms each, over 0.3 s.
-    assert result.summary["gpulets"]["n0/0/A"]["utilisation"] == pytest.approx(30 / 4 * 0.005 / 0.3)
+    # 30 requests in batches of 4 that take 5 ms each, over 0.1 s.
+    assert result.summary["gpulets"]["n0/0/A"]["utilisation"] == pytest.approx(30 / 4 * 0.005 / 0.1)
 
 
 def test_bodies_follow_the_signature_and_come_from_a_pool() -> None:
     models = {"m": signature(2, 3), "t": signature(7, datatype="INT64", name="input_ids")}
     with fake_server(models) as server:
-        run_bench([spec(), spec("t", rate=50)], options(server.url))
+        run_bench([spec(), spec("t", rate=150)], options(server.url))
     bodies = {}
     for path, headers, body in server.requests:
         length = int(headers["inference-header-content-length"])
@@ -210,7 +210,7 @@ def test_one_line_of_progress_a_second() -> None:
         result = run_bench([spec()], options(server.url, duration_s=1.2), lines.append)
     assert 1 <= len(lines) <= result.wall_s
     assert "sent" in lines[0]
-    assert "/120" in lines[0]
+    assert "/360" in lines[0]
 
 
 class Interrupting(LocalClient):
@@ -224,7 +224,7 @@ class Interrupting(LocalClient):
 
 def test_an_interrupted_run_keeps_its_first_part_and_says_so() -> None:
     with fake_server() as server:
-        result = run_bench([spec()], options(server.url, duration_s=30.0), clients=Interrupting())
+        result = run_bench([spec(rate=100.0)], options(server.url, duration_s=30.0), clients=Interrupting())
     assert result.verdict.result == "INVALID"
     assert "interrupted" in result.verdict.reasons[0]
     assert 10 <= len(result.records) < 3000
