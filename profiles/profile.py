@@ -156,10 +156,14 @@ class ModelProfile(StrictModel):
 
     def throughput_rps(self, batch_size: int, share_pct: float = 100.0) -> float:
         """Return requests per second when batches of this size follow each other without a gap."""
-        for point in self.points:
-            if (point.batch_size, point.share_pct) == (batch_size, share_pct) and point.throughput_rps is not None:
-                return point.throughput_rps
-        return 1000.0 * batch_size / self.latency_ms(batch_size, share_pct)
+        stated = self._stated_rps.get((batch_size, share_pct))
+        return 1000.0 * batch_size / self.latency_ms(batch_size, share_pct) if stated is None else stated
+
+    @cached_property
+    def _stated_rps(self) -> dict[tuple[int, float], float]:
+        """The throughput that points state, by batch size and share."""
+        rates = ((p.batch_size, p.share_pct, p.throughput_rps) for p in reversed(self.points))
+        return {(size, share): rate for size, share, rate in rates if rate is not None}
 
     @cached_property
     def measured_memory(self) -> list[ProfilePoint]:
