@@ -14,7 +14,6 @@ from typing import Annotated, Any
 
 import numpy as np
 from pydantic import AliasChoices, Field, model_validator
-from scipy.optimize import nnls
 
 from tenuto.documents import StrictModel, parse_document
 from tenuto.errors import refused
@@ -200,6 +199,8 @@ def fit_active_time(
     if len(active_ms) < 5 or len(set(batches.tolist())) < 3 or len(set(shares.tolist())) < 3:
         rule = "k1 to k5 need at least three batch sizes and three shares"
         raise refused(f"models.{name}", len(active_ms), rule, "Measure a grid such as 1, 16, 32.")
+
+    from scipy.optimize import nnls  # whose import takes longer than all others of planning without shares
 
     weights = 1.0 / active_ms if guarded else np.ones_like(active_ms)
     wanted = active_ms * weights
