@@ -67,11 +67,13 @@ def check(answer: httpx.Response) -> None:
         assert answer.json()["error"]
 
 
+# All that UTF-8 has. Hypothesis' own way to say so takes 2 s in a fresh clone.
+writable = st.characters(exclude_categories=["Cs"])
 absurd = st.one_of(
-    st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=20), st.just(10**400), st.just("9" * 5000),
+    st.none(), st.booleans(), st.integers(), st.floats(), st.text(writable, max_size=20), st.just(10**400), st.just("9" * 5000),
     st.just(1e39), st.just(-1), st.just([]), st.just({}), st.just("\ud800"), st.just("ünïcödé"),
 )  # fmt: skip
-anything = st.recursive(absurd, lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner))
+anything = st.recursive(absurd, lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(writable, max_size=8), inner))
 
 
 @st.composite
@@ -104,7 +106,7 @@ def test_documents(client: httpx.Client, document: dict[str, Any]) -> None:
 
 
 @few
-@given(st.binary(max_size=300), st.one_of(st.none(), st.integers(-5, 400), st.text(max_size=8)), st.booleans())
+@given(st.binary(max_size=300), st.one_of(st.none(), st.integers(-5, 400), st.text(writable, max_size=8)), st.booleans())
 def test_bodies_and_binary_headers(client: httpx.Client, noise: bytes, length: Any, is_good: bool) -> None:
     head = json.dumps({"inputs": [{**TENSOR, "data": None, "parameters": {"binary_data_size": 8}}]}).encode()
     headers = {} if length is None else {"Inference-Header-Content-Length": str(length).encode("utf-8", "replace")}
