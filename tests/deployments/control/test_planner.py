@@ -73,10 +73,13 @@ def test_a_policy_that_ends_the_process_or_is_none_gives_the_reason(planner: Pla
     assert isinstance(answer(planner, 2), Proposal)
 
 
-def test_a_policy_that_takes_too_long_is_ended(tmp_path: Path) -> None:
+def test_a_policy_that_takes_too_long_is_ended(
+    planner: PlannerProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     file = tmp_path / "policies.py"
     file.write_text(POLICIES.format("time.sleep(3600)"))
-    planner = PlannerProcess(Profiles([]), 0.2)
+    monkeypatch.setattr(planner, "_timeout_s", 0.2)
+    process = planner._process
     planner.ask(1, question(f"{file}:Policy"))
     assert "took more than 0.2 s" in str(answer(planner, 1))
-    planner.close()
+    assert process.poll() is not None
