@@ -49,7 +49,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Mark as `unit` whatever needs neither Ray nor a GPU, and say which tests stay in one process.
 
     Those are: all that need Ray, since they share one; all about networks, so that what builds them is imported once;
-    of the others those of one file. Tests that start a Ray of their own come last, so that the shared one is started once.
+    of the others those of one file. Tests that start a Ray of their own come last, so that the shared one is started
+    once.
     """
     for item in items:
         if not any(item.get_closest_marker(name) for name in ("ray", "gpu")):

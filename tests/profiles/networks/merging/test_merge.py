@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -54,11 +55,27 @@ def assert_same(
             assert float((found[name][0] - right).abs().max()) <= 1e-5 * float(right.abs().max())
 
 
-def test_a_fine_tuned_convolution_is_shared_in_part_and_outputs_stay() -> None:
+@dataclass
+class Tuned:
+    """A network and its fine-tuned copy `b`, merged; and what `b` held before."""
+
+    modules: dict[str, torch.nn.Module]
+    before: dict[str, torch.Tensor]
+    merged: MergedModels
+    report: MergeReport
+
+
+@pytest.fixture(scope="module")
+def tuned() -> Tuned:
     a, b = pair(Convolutional)
     cast(Any, b).second.weight.data[4:] += 0.3
+    before = {name: tensor.clone() for name, tensor in b.state_dict().items()}
     (merged,), report = merge(IMAGE, a=a, b=b)
-    cluster = report.clusters[0]
+    return Tuned({"a": a, "b": b}, before, merged, report)
+
+
+def test_a_fine_tuned_convolution_is_shared_in_part_and_outputs_stay(tuned: Tuned) -> None:
+    cluster = tuned.report.clusters[0]
 
     assert {op.names["a"]: round(op.shared_pct) for op in cluster.operators} == {
         "first.weight": 100, "second.weight": 50, "head.weight": 100
@@ -67,7 +84,7 @@ def test_a_fine_tuned_convolution_is_shared_in_part_and_outputs_stay() -> None:
     assert cluster.worst_error <= 1e-5
     assert 0 < cluster.memory_after_mib < cluster.memory_before_mib
     for sizes in ({"a": 2, "b": 2}, {"a": 1, "b": 5}, {"a": 3}, {"b": 4}):
-        assert_same(merged, (3, 8, 8), {"a": a, "b": b}, **sizes)
+        assert_same(tuned.merged, (3, 8, 8), tuned.modules, **sizes)
 
 
 def test_attention_with_one_changed_projection() -> None:
@@ -116,10 +133,5 @@ def test_one_model_is_nothing_to_merge() -> None:
         merge(IMAGE, a=Convolutional().eval())
 
 
-def test_the_originals_are_left_as_they_are() -> None:
-    a, b = pair(Convolutional)
-    cast(Any, b).second.weight.data[4:] += 0.3
-    before = {name: tensor.clone() for name, tensor in b.state_dict().items()}
-    merge(IMAGE, a=a, b=b)
-
-    assert all(torch.equal(tensor, before[name]) for name, tensor in b.state_dict().items())
+def test_the_originals_are_left_as_they_are(tuned: Tuned) -> None:
+    assert all(torch.equal(tensor, tuned.before[name]) for name, tensor in tuned.modules["b"].state_dict().items())
