@@ -84,7 +84,8 @@ class StackedRegression:
         if not _is_better(residuals, held @ mixture, groups):
             return self
         self.weights = mixture
-        self._fitted = [learner.fit(rows, residuals) for learner in _learners()]
+        pairs = zip(mixture, _learners(), strict=True)
+        self._fitted = [learner.fit(rows, residuals) if weight > 0 else None for weight, learner in pairs]
         return self
 
     def predict(self, rows: Floats) -> Floats:
