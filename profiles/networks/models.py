@@ -203,9 +203,10 @@ def _calibrate(module: Any, size_px: int, seed: int) -> None:
     network remains touchy: EfficientNet-B7, 55 blocks deep, still magnifies rounding errors on photographs.
     """
     import torch
+    from torch._subclasses.fake_tensor import FakeTensor
 
     layers = [layer for layer in module.modules() if isinstance(layer, torch.nn.BatchNorm2d)]
-    if not layers:
+    if not layers or isinstance(layers[0].running_var, FakeTensor):  # one that is only traced has no values
         return
 
     def normalise(layer: Any, inputs: tuple[torch.Tensor, ...]) -> None:
