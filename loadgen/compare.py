@@ -212,9 +212,9 @@ def _half_width(first: NDArray[np.float64], second: NDArray[np.float64], *, pair
 
 
 def _student(error: float, freedom: float) -> float:
-    from scipy.stats import t
+    from scipy.special import stdtrit  # quantiles of Student's t; all of scipy.stats takes half a second to import
 
-    return float(t.ppf(0.5 + CONFIDENCE / 2, freedom)) * error
+    return float(stdtrit(freedom, 0.5 + CONFIDENCE / 2)) * error
 
 
 # --- one run against one run --------------------------------------------------------------------------------------
