@@ -5,7 +5,8 @@ Three rules; docs/scheduling.md draws them.
 1. *Due.* A batch is due when it has used the part `hold` of the time for which Symphony would hold it: 1 is Symphony's
    frontrun, 0 sends at once. A due batch takes the fastest idle gpu-let. Holding saves GPU time, and is bounded where
    nobody needs it: nothing is held under light load, while single requests would keep gpu-lets busy for less than
-   `save_above` of the time, and otherwise no longer than takes them to that.
+   `save_above` of the time, and otherwise no longer than takes them to that. Where even the longest batch saves next to
+   nothing, nothing is held at all.
 2. *Plan.* Where more batches wait than gpu-lets are idle, all of them are lined up by their latest start, and each is
    given the gpu-let on which it would end first, the running ones from their known end on. One that would start too
    late pushes out the batch that serves the least per ms of those lined up so far. Idle gpu-lets go to due batches in
@@ -49,6 +50,7 @@ LOSS_MS = 5000.0  # over which the share of requests lost is taken, so that one 
 LOSS_COUNT = 200.0  # requests over which it is taken at least
 LOSING_MS = 10_000.0  # for which requests may be held in full after one was lost
 ORDINARY_LOSS = 0.01  # beside which a smaller difference of losses does not count
+LEAST_SAVING = 0.1  # part of the GPU time that the longest batch saves, below which batches are not held
 EVERY_LOOK = 6  # programs: what a look takes by itself, and what follows on it
 WORST_FIRST = 1e6  # requests per ms: by which whoever lost more comes before whoever serves more with the same time
 
@@ -199,11 +201,13 @@ class DeferredScheduler(RehearsingScheduler):
         queue.patience = max(pool.crowd for pool in queue.pools) / self._save_above if self._save_above else INF
         if rps is not None and rps / 1000.0 * queue.patience * queue.run[queue.staggered] >= queue.staggered:
             queue.patience = INF
-        queue.is_bounded = queue.is_light or queue.patience < INF or queue.longest_hold_ms < INF
+        # What saves next to nothing is held for nothing.
+        queue.hold_at_most_ms = 0.0 if self._save_above and queue.saving < LEAST_SAVING else queue.longest_hold_ms
+        queue.is_bounded = queue.is_light or queue.patience < INF or queue.hold_at_most_ms < INF
 
     def _bound_ms(self, queue: Queue, size: int, now: float) -> float:
         """Return until when a batch of so many is held at most."""
-        bound = queue.longest_hold_ms
+        bound = queue.hold_at_most_ms
         if now >= self._in_full_until:
             # The load may have risen since its rate was taken: then gpu-lets are busy.
             idle = sum(len(pool.idle) for pool in queue.pools)

@@ -54,7 +54,7 @@ class Queue:
     allowance: Allowance
     worth: float  # of one request
     priority: int
-    longest_hold_ms: float
+    longest_hold_ms: float  # as asked for
     level: int = 0  # the priority, and lower while it exceeds its plan
     arrived: list[float] = field(default_factory=list)  # when the requests did
     deadlines: list[float] = field(default_factory=list)  # when the batch must have ended
@@ -62,6 +62,7 @@ class Queue:
     oldest: float = INF  # when the first of them arrived
     alone: float = 0.0  # the load of each gpu-let that hosts it, if its requests ran alone
     patience: float = INF  # for how many times its own length a batch is held at most
+    hold_at_most_ms: float = INF  # for how long a batch is held at most in any case
     is_bounded: bool = False  # how long a batch is held is bounded
     is_light: bool = False  # nobody needs the GPU time that holding saves
     lost: float = 0.0  # share of its requests lately
@@ -73,6 +74,7 @@ class Queue:
     held_ms: float = 0.0  # the same by the longest SLO of its models: who allows more is not held for longer
     gpulets: int = 1  # that host it
     longest: int = 1  # the largest batch that can be in time at all
+    saving: float = 0.0  # part of the GPU time of its requests alone that this batch saves
     quickest_ms: float = INF  # from dispatch to the end of one request alone
     staggered: int = 1  # the batch of the staggered pattern
     defend: int = 1  # the size below which the head is given up
@@ -114,6 +116,7 @@ class Queue:
             self.run, self.sent = pools[0].run[self.program], pools[0].sent[self.program]
             self.quickest_ms = self.sent[1]
             self.longest = max(1, bisect_right(self.sent, budget_ms + TIME_TOLERANCE_MS) - 1)
+            self.saving = 1.0 - self.run[self.longest] / (self.longest * self.run[1])
             self.gpulets = sum(pool.size for pool in pools)
 
     def take(self, begin: int, end: int) -> None:
