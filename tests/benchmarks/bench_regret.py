@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import statistics
 import time
 from collections import Counter, defaultdict
@@ -130,6 +131,9 @@ def show(rows: list[Row], worst: int) -> None:
     best = Counter(max(RIVALS, key=lambda name: found[name].attainment) for found in by_scenario.values())
     print("best of the others: " + ", ".join(f"{name} {count}" for name, count in best.most_common()))
     columns = "".join(f"{word:>12s}" for word in ("scenarios", "deferred", "published", "best other", "regret up to"))
+    ahead = [100 * (found["deferred"].attainment - found["published"].attainment) for found in by_scenario.values()]
+    error = statistics.stdev(ahead) / math.sqrt(len(ahead)) if len(ahead) > 1 else math.nan
+    print(f"deferred is {statistics.mean(ahead):.2f} points ahead of published, standard error {error:.2f}")
     print(f"\n{'by family':24s}{columns}")
     families: dict[str, list[str]] = defaultdict(list)
     for scenario, found in by_scenario.items():
