@@ -143,6 +143,8 @@ def test_python_of_the_pages_imports_what_exists() -> None:
 def test_benchmarks_import_what_exists(script: str) -> None:
     source = (ROOT / "tests" / "benchmarks" / f"{script}.py").read_text(encoding="utf-8")
     assert [found for found in imported(source) if not is_there(*found)] == []
+    before, needs_tests, _ = source.partition("\nfrom tests.")  # which an installed Tenuto does not bring
+    assert not needs_tests or "sys.path.insert" in before or f"python -m tests.benchmarks.{script}" in source
 
 
 # A key that tells what a file is, and its schema; files of others (Prometheus) and of measurements have none of these.

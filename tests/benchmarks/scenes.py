@@ -21,6 +21,9 @@ from tenuto.batching.registry import SCHEDULERS, make_scheduler
 from tenuto.batching.virtual.goodput import Criterion, Goal, Trial, try_arrivals
 from tenuto.batching.virtual.highest_rate import Limits, find_highest_rate
 from tenuto.profiles.shipped import load_shipped
+
+sys.path.insert(0, str(Path(__file__).parents[2]))  # for `tests`, where this is not the folder it is started in
+
 from tests.instruments.systems import everywhere_linear
 
 Model = tuple[str, float, float, float, float | None]  # name, alpha_ms, beta_ms, slo_ms, rate_rps
