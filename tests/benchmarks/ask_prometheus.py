@@ -7,6 +7,7 @@ that have no reason to fire should be the only ones.
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import tempfile
 import time
@@ -31,6 +32,8 @@ scrape_configs: [{{job_name: tenuto, static_configs: [{{targets: ["{target}"]}}]
 
 def main() -> None:
     """Start both on loopback, wait for some scrapes, and ask."""
+    if shutil.which("prometheus") is None:
+        raise SystemExit("`prometheus` is not in the path. Install it (apt-get install prometheus), or add its folder.")
     port = unused_port()
 
     def get(path: str) -> Any:
