@@ -95,7 +95,10 @@ def goodput_rps(
         fresh = make_scheduler(scheduler, system, options)
         return try_arrivals(fresh, *arrivals, Goal(criterion), duration_s=duration_s)
 
-    return find_highest_rate(attempt, Limits(tolerance, start_scale=guess_rps, growth=growth)).rate_scale
+    found = find_highest_rate(attempt, Limits(tolerance, start_scale=guess_rps, growth=growth))
+    if found.is_interrupted:
+        raise KeyboardInterrupt  # what was found until then is no figure
+    return found.rate_scale
 
 
 def uniform_system(models: Sequence[Model], gpus: int, network: NetworkDelay | None = None) -> System:
