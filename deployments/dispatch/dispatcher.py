@@ -413,7 +413,7 @@ class Dispatcher:
         for number in decision.request_ids:
             request = self._open.get(number)
             if request is not None:
-                reason = f"'{request.name}' exceeds the rate it is planned for; retry in {wait_s:g} s"
+                reason = f"'{request.name}' exceeds the rate it is planned for. Send less, or plan for more"
                 self._refuse(request, Refused(Outcome.REJECTED, reason, wait_s))
 
     def _preempt(self, decision: Preempt) -> None:

@@ -187,7 +187,7 @@ class InferenceService:
         if route.problem is None and route.caller is not None:
             wait_s = route.caller.wait_s(self._clock())
             if wait_s > 0.0:
-                reason = f"'{route.caller.name}' asks more often than its key allows; retry in {wait_s:.3g} s."
+                reason = f"'{route.caller.name}' asks more often than its key allows. See Retry-After."
                 return HttpError(429, reason, retry_after_s=wait_s)
         return route.problem
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from tenuto.batching.core.build import from_plan
-from tenuto.batching.core.scheduler import Drop, Scheduler
+from tenuto.batching.core.scheduler import Drop, Reject, Scheduler
 from tenuto.batching.core.system import NetworkDelay
 from tenuto.batching.registry import make_scheduler
 from tenuto.batching.rivals.eager import EagerScheduler
@@ -73,6 +73,21 @@ async def test_a_deadline_in_the_past_expires_without_execution(start: Start) ->
         assert "not executed" in found.reason
     assert gpulet.sizes == []
     assert dispatcher.accounts.counters["m"].expired == 3
+
+
+async def test_what_is_turned_away_for_one_reason_says_the_same(start: Start) -> None:
+    """Clients count by reason; when to come back stands beside it."""
+    gpulet = FakeGpulet("a", ("m",), hold=True)
+    dispatcher = await start(make_plan(("a", ("m",))), gpulet)
+    futures = [submit(dispatcher, "m", X)]
+    await asyncio.wait_for(gpulet.arrived.wait(), PATIENCE_S)
+    futures += [submit(dispatcher, "m", X) for _ in range(2)]
+    for number, after_ms in zip(list(dispatcher._open)[1:], (0.15, 1.9), strict=True):
+        dispatcher._reject(Reject(0, [number], after_ms))
+    ends = [await answer(future) for future in futures[1:]]
+    assert {end.reason for end in ends} == {"'m' exceeds the rate it is planned for. Send less, or plan for more"}
+    assert [end.retry_after_s for end in ends] == [0.00015, 0.0019]
+    gpulet.release()
 
 
 async def test_a_full_queue_rejects_with_a_time_to_retry(start: Start) -> None:
