@@ -69,6 +69,7 @@ def test_a_ray_on_loopback_alone_is_joined_there(listener: socket.socket, monkey
 
     answering = answer_once(listener, bytes((0, 0, 0, 4, 0, 0, 0, 0, 0)))
     monkeypatch.setattr("ray.util.get_node_ip_address", lambda: "127.0.0.9")
+    monkeypatch.setattr("tenuto.deployments.serve.ray_address.guard_of", lambda *_, **__: "open")
     seen: list[tuple[str, bool]] = []
 
     def init(*, address: str, **_options: Any) -> None:
