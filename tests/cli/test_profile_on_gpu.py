@@ -50,7 +50,7 @@ def run(
     monkeypatch.setattr(f"{MEASURING}.corun._WORKER", worker_server("tests.instruments.virtual_gpu:corun_main"))
 
     def call(*arguments: str, device: str = "cuda") -> tuple[int, str, str]:
-        common = ("--option", "width=4096", "--budget-s", "0.05", "--device", device, "-o", "p.yaml")
+        common = ("--option", "width=4096", "--budget-s", "0.01", "--device", device, "-o", "p.yaml")
         with pytest.raises(SystemExit) as caught:
             main(["profile", OWN, *common, *arguments])
         out, err = capsys.readouterr()
@@ -167,7 +167,7 @@ def test_ctrl_c_keeps_the_points_and_resume_measures_the_rest(run: Run, monkeypa
 
 def test_co_runs_are_measured_under_their_shares_and_fitted(run: Run) -> None:
     code, _, err = run("--batch-sizes", "1,2,4", "--shares", "20,50,100", "--co-runs", "igniter,pairs",
-                       "--co-run-s", "0.3", "--fit")  # fmt: skip
+                       "--co-run-s", "0.05", "--fit")  # fmt: skip
     assert code == 0, err
     missing = "one to five equal residents (--co-runs residents), L2 use (--import-ncu)"
     assert f"igniter, scale: not fitted; not measured: {missing}" in " ".join(err.split())

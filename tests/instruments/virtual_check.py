@@ -35,7 +35,7 @@ __all__ = ["SIZES", "gpu", "main", "virtual_steps"]
 
 OWN = "tests.instruments.own_models"
 SIZES = Sizes(
-    models=(f"{OWN}:scale", f"{OWN}:triple"), batch_sizes="1,8", shares="50,100", budget_s=0.05, seconds=0.05,
+    models=(f"{OWN}:scale", f"{OWN}:triple"), batch_sizes="1,8", shares="50,100", budget_s=0.01, seconds=0.05,
     co_run_s=0.05, variants="auto,plain", options=("width=4096",), device="cpu",
 )  # fmt: skip
 COUNTERS = Path(__file__).parents[1] / "profiles" / "data" / "ncu_raw.csv"
