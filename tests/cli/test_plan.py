@@ -62,7 +62,8 @@ def test_json_is_the_plan(tenuto) -> None:  # type: ignore[no-untyped-def]
 
 
 def test_the_written_file_is_a_plan_again(tenuto, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
-    ran = tenuto("plan", "w.yaml", "--gpus", "v100:2", "-o", "plan.yaml", "--executor", "emulated", "--json")
+    files = ("-o", "plan.yaml", "--executor", "emulated", "--json")
+    ran = tenuto("plan", "w.yaml", "--gpus", "v100:2", "--option", "requests=1000", *files)
     assert ran.code == 0
     assert "wrote plan.yaml" in ran.err
     assert json.loads(ran.out)["policy"]["name"] == "tenuto"  # where none is named
@@ -264,7 +265,7 @@ models:
 """)
     tenuto("plan", "w.yaml", "--policy", "ffd", "--gpus", gpus, "-o", "plan.yaml")
     assert not Plan.load(tmp_path / "plan.yaml").unserved
-    ran = tenuto("simulate", "plan.yaml", "--duration-s", "20", "--seed", "3", "--json")
+    ran = tenuto("simulate", "plan.yaml", "--duration-s", "10", "--seed", "3", "--json")
     assert json.loads(ran.out)["attainment"] >= 0.99
 
 
