@@ -7,6 +7,7 @@ running out of memory ends nothing else.
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -137,9 +138,11 @@ def measure_model(
 
     Raises:
         InvalidInputError: unknown model, wrong options or ranges.
-        EnvironmentFaultError: the device is not there, or not even one batch fits into its memory.
+        EnvironmentFaultError: torch or the device is not there, or not even one batch fits into its memory.
     """
     request.check()
+    if importlib.util.find_spec("torch") is None:
+        raise EnvironmentFaultError("measuring needs the package 'torch'. Run: pip install 'tenuto[serve]'")
     points: list[ProfilePoint] = list(before.points) if before else []
     doubts: list[str] = [doubt for doubt in before.doubts if doubt != STOPPED] if before else []
     known = tuple((p.batch_size, p.share_pct, p.latency_ms) for p in points)

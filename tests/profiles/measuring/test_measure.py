@@ -104,6 +104,13 @@ def test_faults_in_the_process_reach_the_caller(is_input: bool, raised: type[Exc
         measure_model(MeasureRequest(OWN, device="cpu"))
 
 
+def test_without_torch_no_process_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda _name: None)
+    monkeypatch.setattr("subprocess.Popen", None)
+    with pytest.raises(EnvironmentFaultError, match="needs the package 'torch'"):
+        measure_model(MeasureRequest(OWN, device="cpu"))
+
+
 def test_a_process_that_dies_is_reported(fake_worker: Fake) -> None:
     for code, message in (("sys.exit('torn apart')", "torn apart"), ("os.kill(os.getpid(), 9)", "memory runs out")):
         fake_worker(code)
