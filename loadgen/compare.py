@@ -196,11 +196,7 @@ def _half_width(first: NDArray[np.float64], second: NDArray[np.float64], *, pair
     freedom.
     """
     if paired:
-        gaps = second - first
-        gaps = gaps[~np.isnan(gaps)]
-        if len(gaps) < 2:
-            return None
-        return _student(float(gaps.std(ddof=1)) / math.sqrt(len(gaps)), len(gaps) - 1)
+        return _paired_half_width(second - first, least=2)
     first, second = first[~np.isnan(first)], second[~np.isnan(second)]
     if len(first) < 2 or len(second) < 2:
         return None
@@ -209,6 +205,12 @@ def _half_width(first: NDArray[np.float64], second: NDArray[np.float64], *, pair
         return 0.0
     freedom = (a + b) ** 2 / (a**2 / (len(first) - 1) + b**2 / (len(second) - 1))
     return _student(math.sqrt(a + b), float(freedom))
+
+
+def _paired_half_width(gaps: NDArray[np.float64], *, least: int) -> float | None:
+    """Return half the interval of the mean of differences that belong together; None where fewer than so many are."""
+    gaps = gaps[~np.isnan(gaps)]
+    return _student(float(gaps.std(ddof=1)) / math.sqrt(len(gaps)), len(gaps) - 1) if len(gaps) >= least else None
 
 
 def _student(error: float, freedom: float) -> float:
@@ -232,11 +234,7 @@ def _half_width_in_parts(parts: tuple[Run, Run, NDArray[np.float64]], model: str
         return None
     first, second, edges = parts
     columns = [_by_part(run, edges, model, metric) for run in (first, second)]
-    gaps = columns[1] - columns[0]
-    gaps = gaps[~np.isnan(gaps)]
-    if len(gaps) < _LEAST_PARTS:
-        return None
-    return _student(float(gaps.std(ddof=1)) / math.sqrt(len(gaps)), len(gaps) - 1)
+    return _paired_half_width(columns[1] - columns[0], least=_LEAST_PARTS)
 
 
 def _by_part(run: Run, edges: NDArray[np.float64], model: str | None, metric: str) -> NDArray[np.float64]:

@@ -6,6 +6,7 @@ merged models happen between batches, on the first thread, as in a gpu-let that 
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable
@@ -110,17 +111,12 @@ class StreamedWork(Generic[Work]):
         try:
             self._streaming.launch(staged)
         except Exception as error:
-            self._discard(staged)
+            with contextlib.suppress(Exception):  # the device is gone, as the error of the launch says
+                self._streaming.discard(staged)
             self._failed(work, error)
             return False
         self._launched.put((work, staged, queued_ms))
         return True
-
-    def _discard(self, staged: Any) -> None:
-        try:
-            self._streaming.discard(staged)
-        except Exception:  # the device is gone, as the error of the launch says
-            return
 
     def _finish_all(self) -> None:
         while (entry := self._launched.get()) is not None:

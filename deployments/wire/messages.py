@@ -45,10 +45,6 @@ class GpuletMode(msgspec.Struct, frozen=True, array_like=True):
     streaming: bool
     programs: dict[str, str]
 
-    def to_data(self) -> dict[str, Any]:
-        """Return plain data for the status."""
-        return {"share": self.share, "streaming": self.streaming, "programs": self.programs}
-
 
 class GpuletState(_Message, tag=2):
     """What a gpu-let is and holds; it says so to everyone who connects, and again when it changes.
@@ -88,7 +84,7 @@ class GpuletState(_Message, tag=2):
         own = ("machine", "programs", "mode")
         fields = {name: getattr(self, name) for name in self.__struct_fields__ if name not in own}
         data: dict[str, Any] = msgspec.to_builtins(fields)
-        return {**data, "mode": self.mode.to_data(), "models": self.programs}
+        return {**data, "mode": msgspec.structs.asdict(self.mode), "models": self.programs}
 
 
 class PartPlace(NamedTuple):

@@ -80,6 +80,7 @@ class _Columns:
     def __init__(self, job: ClientJob) -> None:
         total = len(job.request)
         self.job = job
+        self.request, self.model = job.request, job.model_index
         self.scheduled_ms = array("d", np.asarray(job.times_ms, dtype=np.float64).tobytes())
         self.sent_ms = array("d", [NAN]) * total
         self.answered_ms = array("d", [NAN]) * total
@@ -110,22 +111,14 @@ class _Columns:
         """Return the rows of all requests but those of stages that were never due; or only these rows."""
         load = self.job.load
         kept = slice(None) if rows is None else np.asarray(rows, dtype=np.int64)
-
-        def column(values: Any, kind: type[np.generic]) -> Any:
-            return np.array(np.asarray(values)[kept], dtype=kind)
-
-        found = Records(
-            request=column(self.job.request, np.int64), model=column(self.job.model_index, np.int32),
-            scheduled_ms=column(self.scheduled_ms, np.float64), sent_ms=column(self.sent_ms, np.float64),
-            answered_ms=column(self.answered_ms, np.float64), status=column(self.status, np.int32),
-            outcome=column(self.outcome, np.int8), batching_ms=column(self.batching_ms, np.float64),
-            gpulet_queue_ms=column(self.gpulet_queue_ms, np.float64),
-            execution_ms=column(self.execution_ms, np.float64), batch_size=column(self.batch_size, np.int32),
-            gpulet=np.array(self.gpulet if rows is None else [self.gpulet[row] for row in rows], dtype=object),
-        )  # fmt: skip
+        columns: dict[str, Any] = {
+            name: np.array(np.asarray(getattr(self, name))[kept], dtype=kind)
+            for name, kind in Records.columns().items() if name not in ("gpulet", "call", "call_at_ms")
+        }  # fmt: skip
+        columns["gpulet"] = np.array(self.gpulet if rows is None else [self.gpulet[row] for row in rows], dtype=object)
         if load is None:
-            return found
-        found.call, found.call_at_ms = load.owner[kept], load.call_at_ms[kept]
+            return Records(**columns)
+        found = Records(**columns, call=load.owner[kept], call_at_ms=load.call_at_ms[kept])
         return found.where(~np.isnan(found.scheduled_ms))
 
 

@@ -1,4 +1,5 @@
 import pytest
+from msgspec.structs import asdict
 
 from tenuto.cli.status import describe_mode, describe_share, sharing_notes
 from tenuto.deployments.gpulet.executors.emulated import EmulatedExecutor
@@ -22,14 +23,14 @@ def test_every_model_is_said_to_run_as_it_does(monkeypatch: pytest.MonkeyPatch) 
     # "b" cannot be captured; nobody asked for it, so that it is no error.
     assert executor.ways() == {"a": "cuda_graphs", "b": "plain", "c": "plain"}
     mode = GpuletMode(True, True, executor.ways())
-    assert describe_mode(mode.to_data()) == "share, streaming, cuda_graphs"
+    assert describe_mode(asdict(mode)) == "share, streaming, cuda_graphs"
 
 
 def test_what_is_emulated_claims_no_program() -> None:
     executor = EmulatedExecutor("v100")
     load(executor, "m", latency={"alpha_ms": 1.0, "beta_ms": 1.0}, batch_sizes=[1])
     assert executor.ways() == {"m": "emulated"}
-    assert describe_mode(GpuletMode(False, False, executor.ways()).to_data()) == "plain"
+    assert describe_mode(asdict(GpuletMode(False, False, executor.ways()))) == "plain"
 
 
 def test_a_share_is_told_as_planned_and_as_given() -> None:
