@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from tenuto.errors import refused
@@ -86,45 +86,6 @@ class ModelSignature:
     text: TextInput | None = None
     labels: tuple[str, ...] = ()
     platform: str = "pytorch"
-
-    def to_data(self) -> dict[str, Any]:
-        """Return plain data (lists, mappings, strings, numbers), as it travels between processes."""
-        data = asdict(self)
-        for key in ("inputs", "outputs"):
-            data[key] = [{**tensor, "shape": list(tensor["shape"])} for tensor in data[key]]
-        data["labels"] = list(self.labels)
-        return data
-
-    @classmethod
-    def from_data(cls, data: Mapping[str, Any]) -> ModelSignature:
-        """Rebuild from `to_data`, before or after JSON; keys that are absent take their defaults.
-
-        Raises:
-            InvalidInputError: the data is not a signature.
-        """
-        try:
-            image, text = data.get("image"), data.get("text")
-            return cls(
-                kind=data.get("kind", "tensor"),
-                inputs=tuple(_tensor(t) for t in data["inputs"]),
-                outputs=tuple(_tensor(t) for t in data["outputs"]),
-                image=ImageInput(**_tuples(image)) if image else None,
-                text=TextInput(**_tuples(text)) if text else None,
-                labels=tuple(data.get("labels", ())),
-                platform=data.get("platform", "pytorch"),
-            )
-        except (KeyError, TypeError) as error:
-            raise refused("signature", None, f"is incomplete or has unknown keys ({error})",
-                          "Give `inputs` and `outputs` with `name`, `dtype` and `shape`.") from error
-
-
-def _tuples(data: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: tuple(value) if isinstance(value, list) else value for key, value in data.items()}
-
-
-def _tensor(data: Mapping[str, Any]) -> TensorSignature:
-    accepts = tuple(data.get("accepts", ()))
-    return TensorSignature(data["name"], data["dtype"], tuple(data["shape"]), data.get("below"), accepts)
 
 
 @dataclass(frozen=True)

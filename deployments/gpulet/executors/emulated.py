@@ -13,8 +13,9 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 
 from tenuto.deployments.serve.user_config import MemberEntry, ProgramEntry
@@ -23,16 +24,21 @@ from tenuto.profiles.networks.catalogue import ModelSignature, TensorSignature, 
 from tenuto.profiles.networks.inputs import Arrays, Blocks
 
 
+class _Emulated(NamedTuple):
+    """A program that is loaded: l(b) of the plan by batch size, and how long copies of a request take in and out."""
+
+    latency_ms: list[float]
+    copy_ms: tuple[float, float]
+    signatures: dict[str, ModelSignature]
+
+
 class EmulatedExecutor:
     """Runs batches by waiting. `device` begins with `emulated`, which every answer and report repeats."""
 
     def __init__(self, gpu_type: str) -> None:
         self.device = f"emulated {gpu_type}"
         self._slower = os.environ.get("TENUTO_EMULATED_SLOWER")
-        self._loaded: dict[str, ProgramEntry] = {}
-        self._tables: dict[str, list[float]] = {}
-        self._copy_ms: dict[str, tuple[float, float]] = {}  # in and out, ms of one request
-        self._signatures: dict[str, ModelSignature] = {}
+        self._loaded: dict[str, _Emulated] = {}
 
     def load(self, program: ProgramEntry, batch_sizes: Sequence[int]) -> None:
         """Take the latency from the plan and signatures from the options or the catalogue; nothing is built.
@@ -45,25 +51,19 @@ class EmulatedExecutor:
                 f"'{program.name}' has no latency in the plan. Make the plan again with `tenuto plan`."
             )
         table = [0.0, *(program.latency.at(size) * program.slowdown for size in batch_sizes)]
-        copies = _copy_times_ms(program, table)
         signatures = {member.name: _signature(member) for member in program.members}
-        self.unload(program.name)
-        self._loaded[program.name] = program
-        self._copy_ms[program.name] = copies
-        self._tables[program.name] = table
-        self._signatures |= signatures
+        self._loaded[program.name] = _Emulated(table, _copy_times_ms(program, table), signatures)
 
     def unload(self, program: str) -> None:
         """Forget a program; one that is not loaded is ignored."""
-        loaded = self._loaded.pop(program, None)
-        if loaded is not None:
-            del self._tables[program], self._copy_ms[program]
-            for member in loaded.members:
-                self._signatures.pop(member.name, None)
+        self._loaded.pop(program, None)
 
     def signature(self, model: str) -> ModelSignature:
         """Return the signature of the model that is emulated."""
-        return self._signatures[model]
+        for program in self._loaded.values():
+            if model in program.signatures:
+                return program.signatures[model]
+        raise KeyError(model)
 
     def run(
         self, program: str, inputs: Mapping[str, Blocks], rows: Mapping[str, int]
@@ -77,14 +77,14 @@ class EmulatedExecutor:
     def zeros(self, rows: Mapping[str, int]) -> dict[str, Arrays]:
         """Return the outputs of a batch."""
         return {
-            model: {t.name: np.zeros((count, *t.shape), dtype=t.dtype) for t in self._signatures[model].outputs}
+            model: {t.name: np.zeros((count, *t.shape), dtype=t.dtype) for t in self.signature(model).outputs}
             for model, count in rows.items()
             if count
         }
 
     def merged(self) -> dict[str, Any]:
         """Return the programs of several models; nothing is really merged."""
-        return {name: {} for name, program in self._loaded.items() if len(program.members) > 1}
+        return {name: {} for name, program in self._loaded.items() if len(program.signatures) > 1}
 
     def ways(self) -> dict[str, str]:
         """Return `emulated` for every program."""
@@ -93,11 +93,11 @@ class EmulatedExecutor:
     def latency_ms(self, program: str, batch_size: int) -> float:
         """Return what a batch takes in all, copies and neighbours included."""
         factor = 1.0 if self._slower is None else json.loads(Path(self._slower).read_text()).get(program, 1.0)
-        return float(factor * self._tables[program][batch_size])
+        return float(factor * self._loaded[program].latency_ms[batch_size])
 
     def copies_ms(self, program: str, batch_size: int) -> tuple[float, float]:
         """Return what of it the copies in and out take."""
-        copy_in_ms, copy_out_ms = self._copy_ms[program]
+        copy_in_ms, copy_out_ms = self._loaded[program].copy_ms
         return copy_in_ms * batch_size, copy_out_ms * batch_size
 
     def sm_count(self) -> int | None:
@@ -110,8 +110,7 @@ class EmulatedExecutor:
 
     def close(self) -> None:
         """Nothing to release."""
-        for name in list(self._loaded):
-            self.unload(name)
+        self._loaded.clear()
 
 
 def wait_until(end_s: float) -> None:
@@ -157,7 +156,12 @@ def _signature(member: MemberEntry) -> ModelSignature:
     """Return `inputs`/`outputs` given in the workload's options, else the catalogue's, else one number in and out."""
     options = member.options
     if "inputs" in options and "outputs" in options:
-        return ModelSignature.from_data({"inputs": options["inputs"], "outputs": options["outputs"]})
+        given = {"kind": "tensor", "inputs": options["inputs"], "outputs": options["outputs"]}
+        try:
+            return msgspec.convert(given, ModelSignature)
+        except msgspec.ValidationError as error:
+            raise refused(f"options of {member.name}", given, f"say no signature ({error})",
+                          "Give `inputs` and `outputs` with `name`, `dtype` and `shape`.") from error  # fmt: skip
     try:
         return with_pixels(lookup(member.source or member.name).signature, preferred=False)
     except InvalidInputError:

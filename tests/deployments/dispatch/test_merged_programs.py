@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -39,7 +40,7 @@ RAW: dict[str, Any] = {
         "outputs": [{"name": "s", "dtype": "float32", "shape": [1]}, {"name": "z", "dtype": "float32", "shape": [3]}],
     },
 }
-SIGNATURES = {name: ModelSignature.from_data(raw) for name, raw in RAW.items()}
+SIGNATURES = {name: msgspec.convert({"kind": "tensor", **raw}, ModelSignature) for name, raw in RAW.items()}
 
 
 class MergedGpulet(FakeGpulet):

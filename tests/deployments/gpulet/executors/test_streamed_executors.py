@@ -70,6 +70,11 @@ def test_an_emulated_gpu_can_turn_out_slower_than_planned(tmp_path: Path, monkey
     assert executor.latency_ms("m", 4) == pytest.approx(12.0)
 
 
+def test_tensors_that_are_described_by_halves_say_what_is_missing() -> None:
+    with pytest.raises(InvalidInputError, match="dtype"):
+        emulated(inputs=[{"name": "x", "shape": [2]}], outputs=[])
+
+
 def test_emulated_copies_overlap_with_the_execution_of_the_batch_before(clock: Clock) -> None:
     times = run_two_deep(EmulatedStreaming(emulated(copy_in_ms=0.5, copy_out_ms=0.25)), 5)  # 10 ms: 2 in, 1 out
     assert clock.now_s == pytest.approx((2 + 5 * 7 + 1) / 1000)
