@@ -20,9 +20,6 @@ T = TypeVar("T")
 
 Positive = Annotated[float, Field(gt=0)]
 
-# Loads of the whole device, which change gradually with the batch size.
-SMOOTH_METRICS = frozenset({"l2_util_pct", "dram_util_pct", "power_w"})
-
 
 class ProfilePoint(StrictModel):
     """One measurement: a batch size on a share of the GPU, alone on the device.
@@ -175,27 +172,6 @@ class ModelProfile(StrictModel):
         larger = (p for p in self.measured_memory if p.batch_size >= batch_size)
         nearest = min(larger, key=lambda p: (p.batch_size, abs(p.share_pct - share_pct)), default=None)
         return None if nearest is None else nearest.memory_mib
-
-    def metric(self, name: str, batch_size: int, share_pct: float = 100.0) -> float:
-        """Return a metric of a batch that runs alone: as measured, or on the line between two measured batch sizes.
-
-        Only loads of the whole device (`SMOOTH_METRICS`) are put on a line. Occupancies and SM utilisations are means
-        over the kernels that were chosen for one batch size; between two sizes other kernels may be chosen. Shares are
-        never interpolated here; the interference models do so for L2 and DRAM.
-
-        Raises:
-            MissingProfileError: not measured there, and not between two measured batch sizes or not smooth.
-        """
-        known = {p.batch_size: p.metrics[name] for p in self.points if p.share_pct == share_pct and name in p.metrics}
-        if batch_size in known:
-            return known[batch_size]
-        below = max((size for size in known if size < batch_size), default=None)
-        above = min((size for size in known if size > batch_size), default=None)
-        where = f"metric '{name}' is missing at batch size {batch_size}, share {share_pct:g} %"
-        sizes = ", ".join(map(str, sorted(known))) or "none"
-        if name not in SMOOTH_METRICS or below is None or above is None:
-            raise MissingProfileError(f"{where}. Measured batch sizes there: {sizes}. Use one of them, or measure it.")
-        return known[below] + (known[above] - known[below]) * (batch_size - below) / (above - below)
 
 
 class CoRunPart(StrictModel):

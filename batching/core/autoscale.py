@@ -113,11 +113,6 @@ class AutoscaleAdvisor:
         self._gpu_s = 0.0
         self._spare: list[int] = []
 
-    @property
-    def gpus(self) -> int:
-        """The GPUs in use now."""
-        return self._gpus
-
     def set_gpus(self, now_s: float, gpus: int) -> list[Advice]:
         """From now on so many GPUs are in use; the window counts GPU-seconds, so it may change in the middle."""
         advice = self._advance(now_s)

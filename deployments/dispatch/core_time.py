@@ -47,11 +47,6 @@ class CoreTime:
         """The core's time: the clock's, or the moment of the last wake where that was taken early."""
         return max(self._clock() * 1000.0, self._woken_ms)
 
-    @property
-    def slack_ms(self) -> float:
-        """How much early the core is woken."""
-        return self._slack_ms
-
     def alarm(self, on_ring: Callable[[], None]) -> Alarm:
         """Return an alarm by the same clock."""
         return alarm(on_ring, self._clock)

@@ -66,10 +66,6 @@ class LatencyRatios:
                 faded.append((*key, self._reported[key]))
         return faded
 
-    def factor(self, program: int, gpulet: int) -> float:
-        """Return the present factor; 1.0 before anything was measured."""
-        return self._reported.get((program, gpulet), 1.0)
-
     def measured(self, now_s: float) -> dict[int, dict[int, float]]:
         """Return the factors that batches of the last seconds confirm, by gpu-let and program."""
         found: dict[int, dict[int, float]] = {}

@@ -151,10 +151,6 @@ class GpuletReplica:
     # Nothing but a new process helps a lost CUDA context, and it may hang whoever tears it down.
     _exit: Callable[[int], None] = staticmethod(os._exit)
 
-    async def statistics(self) -> dict[str, Any]:
-        """Return batches run and seconds spent running them since the start."""
-        return {"gpulet": self._id, **self._worker.totals(), "pid": os.getpid()}
-
     async def records(self) -> list[dict[str, Any]]:
         """Return the last batches, oldest first: requests by their clients' ids, start and end on this node's monotonic
         clock in s."""

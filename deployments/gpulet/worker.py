@@ -62,8 +62,6 @@ class WorkerThread:
         self._loop = asyncio.get_running_loop()
         self._inbox: Inbox[_Item] = Inbox()
         self._arenas = MappedArenas()
-        self._batches = 0
-        self._busy_s = 0.0
         self._recent: deque[dict[str, Any]] = deque(maxlen=1024)
         self.fault: str | None = None  # why no batch can run here any more
         self._thread = threading.Thread(target=self._work, name=f"gpulet {gpulet_id}", daemon=True)
@@ -94,10 +92,6 @@ class WorkerThread:
         """Finish what was put or had come and end the thread; returns after `timeout_s` even where it still runs."""
         self._inbox.close()
         await self._loop.run_in_executor(None, self._thread.join, timeout_s)
-
-    def totals(self) -> dict[str, Any]:
-        """Return batches run and seconds spent running them since the start."""
-        return {"batches": self._batches, "busy_s": self._busy_s}
 
     def records(self) -> list[dict[str, Any]]:
         """Return the last batches, oldest first: requests by their clients' ids, start and end on this node's monotonic
@@ -203,8 +197,6 @@ class WorkerThread:
             {"model": batch.program, "batch_size": batch.size, "requests": requests, "started_s": begun_s,
              "ended_s": begun_s + execution_ms / 1000.0}
         )  # fmt: skip
-        self._batches += 1
-        self._busy_s += execution_ms / 1000.0
         return BatchRan(batch.message.number, begun_s * 1000.0, execution_ms, queue_ms, *copies, members)
 
     def _failed(self, batch: ArrivedBatch, error: Exception) -> None:

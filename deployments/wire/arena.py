@@ -141,13 +141,6 @@ class Arena:
         self._free[length].append(slot.offset)
         self.used_bytes -= length
 
-    def trim(self) -> None:
-        """Give memory back to the system; does nothing while any slot is in use."""
-        if not self.used_bytes and self._begun_bytes:
-            self._map.madvise(mmap.MADV_REMOVE, 0, self._begun_bytes)
-            self._begun_bytes = 0
-            self._free.clear()
-
     def close(self) -> None:
         """Let go of the memory; it is gone when those who map it have let go too."""
         os.close(self._file)

@@ -178,11 +178,6 @@ class HttpSender:
         self._opening: set[asyncio.Task[None]] = set()
         self._on_reply: OnReply = lambda _token, _reply: None
 
-    @property
-    def host(self) -> str:
-        """The value of the Host header."""
-        return self._host
-
     async def open(self, connections: int, on_reply: OnReply) -> None:
         """Open connections ahead of time, so that the first requests do not pay for it; failures show when sending."""
         self._on_reply = on_reply

@@ -65,11 +65,6 @@ class GraphedModule:
         # One pool for all sizes: they never run at the same time, and results are copied out before another runs.
         self._pool: Any = None
 
-    @property
-    def captured(self) -> tuple[int, ...]:
-        """Batch sizes that have a graph, ascending."""
-        return tuple(sorted(self._graphs))
-
     def __call__(self, *tensors: torch.Tensor) -> Any:
         """Run a batch on the current stream; returns tensors of the caller's own.
 

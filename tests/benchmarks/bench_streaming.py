@@ -88,7 +88,7 @@ async def in_process(what: Plan, scheduler: str, seconds: float, seed: int) -> t
         at += draw.expovariate(rate)
         await asyncio.sleep(max(0.0, at - loop.time()))
         if at > warm and not counted_from:
-            counted_from, busy_from = len(futures), (await gpulet.statistics())["busy_s"]
+            counted_from, busy_from = len(futures), dispatcher.gpulets()[0]["busy_s"]
         future, number, sent = ask(dispatcher, "synthetic", [InputPart(b"\0\0\0\0")]), len(futures), at
 
         def settle(_: asyncio.Future[Answer], number: int = number, sent: float = sent) -> None:
@@ -96,7 +96,7 @@ async def in_process(what: Plan, scheduler: str, seconds: float, seed: int) -> t
 
         future.add_done_callback(settle)
         futures.append(future)
-    busy_s = (await gpulet.statistics())["busy_s"] - busy_from
+    busy_s = dispatcher.gpulets()[0]["busy_s"] - busy_from
     answers = await asyncio.gather(*futures)
     await asyncio.sleep(0)
     ok = sum(

@@ -8,6 +8,7 @@ import time
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import numpy as np
 
@@ -91,7 +92,7 @@ def closed_loop(url: str, connections: int, seconds: float) -> tuple[float, floa
 
     async def run() -> tuple[float, float, float]:
         sender = HttpSender(url)
-        request = post_bytes(PATH, BODY, {"Content-Type": "application/json"}, sender.host)
+        request = post_bytes(PATH, BODY, {"Content-Type": "application/json"}, urlsplit(url).netloc)
         latencies: list[float] = []
         begun = [0.0] * connections
         open_loops = connections

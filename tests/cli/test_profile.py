@@ -226,4 +226,4 @@ def test_nsight_files_are_merged_into_the_file(run: Any) -> None:
                          "--import-nsys", str(data / "nsys_gpu_trace.csv"), "-o", "p.yaml")  # fmt: skip
     assert code == 0, err
     assert "4 of 4 kernels" in out
-    assert Profile.load("p.yaml").models["resnet50"].metric("dram_util_pct", 4) > 0
+    assert Profile.load("p.yaml").models["resnet50"].point(4).metrics["dram_util_pct"] > 0

@@ -45,8 +45,7 @@ class ArenaUse(RuleBasedStateMachine):
 
     @precondition(lambda self: not self.taken)
     @rule()
-    def trim_and_fill(self) -> None:
-        self.arena.trim()
+    def fill(self) -> None:
         whole = self.arena.take(LIMIT)  # nothing is lost to fragments once all is free
         assert whole is not None
         whole.release()

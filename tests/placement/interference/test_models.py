@@ -54,8 +54,9 @@ def test_several_neighbours_by_each_models_rule() -> None:
 def test_the_linear_model_is_the_papers_formula() -> None:
     model = GpuletLinear(0.1, 0.7, 0.3, 0.09, 0.9)
     own, other = Resident(MODELS["vgg19"], 8, 40.0), Resident(MODELS["ssd"], 4, 60.0)
-    l2, dram = MODELS["vgg19"].metric("l2_util_pct", 8, 40.0), MODELS["vgg19"].metric("dram_util_pct", 8, 40.0)
-    l2_other, dram_other = MODELS["ssd"].metric("l2_util_pct", 4, 60.0), MODELS["ssd"].metric("dram_util_pct", 4, 60.0)
+    mine, others = MODELS["vgg19"].point(8, 40.0).metrics, MODELS["ssd"].point(4, 60.0).metrics
+    l2, dram = mine["l2_util_pct"], mine["dram_util_pct"]
+    l2_other, dram_other = others["l2_util_pct"], others["dram_util_pct"]
     expected = (0.1 * l2 + 0.7 * l2_other + 0.3 * dram + 0.09 * dram_other) / 100 + 0.9
     assert model.slowdown(own, [other]) == pytest.approx(expected)
 
