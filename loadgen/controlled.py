@@ -17,7 +17,7 @@ from tenuto.batching.core.build import NO_DELAY
 from tenuto.batching.core.system import TIME_TOLERANCE_MS, NetworkDelay
 from tenuto.batching.registry import make_scheduler
 from tenuto.deployments.control.settings import ControlSettings
-from tenuto.deployments.control.virtual import ControlledRun, Load, World, run_controlled
+from tenuto.deployments.control.virtual import ControlledCluster, ControlledRun, Load, World
 from tenuto.errors import refused
 from tenuto.loadgen.application_figures import label_stages
 from tenuto.loadgen.applications import ApplicationLoad, Joins, make_application_load
@@ -77,12 +77,11 @@ class ControlledSimulation:
             raise refused("sample", sample, rule, "Leave it away.")
         growth = {gpu.type: gpu for gpu in reversed(self.gpus) if gpu.type in self.settings.gpus}
         load, calls = self._load(rate_scale)
-        run = run_controlled(
+        run = ControlledCluster(
             load, self.workload, self.plan, self.gpus, self.profiles, self.settings,
             lambda system: make_scheduler(self.scheduler_name, system, self.options),
-            world=World(network=self.network, seed=self.seed), growth=growth, window_s=self.settings.interval_s,
-            sample=sample, progress=progress,
-        )  # fmt: skip
+            world=World(network=self.network, seed=self.seed), growth=growth, sample=sample,
+        ).run(self.settings.interval_s, progress)  # fmt: skip
         if calls is not None:
             run.applications = calls.counts()
         return run

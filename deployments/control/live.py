@@ -198,10 +198,10 @@ class LiveSystem:
         migration = self._migration if self._routed is self._plan else None
         also = None if migration is None else migration.before if migration.is_routed else migration.after
         config = self.deployment.config(self._routed, also=also, standby=self._waiting)
-        front = [app for app in config["applications"] if not app["name"].startswith(GPULET_PREFIX)]
+        others = [app for app in config["applications"] if not app["name"].startswith(GPULET_PREFIX)]
         idle = {application_name(name): application for name, application in self._standby.items()}
         gpulets = idle | self._gpulets | {name: leaving.application for name, leaving in self._draining.items()}
-        self._serve.apply({**config, "applications": [*front, *gpulets.values()]})
+        self._serve.apply({**config, "applications": [*others, *gpulets.values()]})
 
     def look(self, now_s: float) -> Seen | None:
         """Return what happened since the last look; None while the gateways do not answer.
@@ -282,8 +282,8 @@ class LiveSystem:
         migration = self._migration
         if migration is None or now_s - migration.since_s < _DRAIN_S:
             return
-        front = [state for name, state in states.items() if name == ENTRY_APPLICATION or name.startswith("dispatcher-")]
-        is_told = all(state.is_running for state in front)
+        told = [state for name, state in states.items() if name == ENTRY_APPLICATION or name.startswith("dispatcher-")]
+        is_told = all(state.is_running for state in told)
         if not is_told and now_s - migration.since_s < _LONGEST_DRAIN_S:  # or one waits for a node that is lost
             return
         if migration.is_routed:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from heapq import heappop, heappush
 
 import numpy as np
@@ -144,50 +145,9 @@ class ControlledRun:
         return sum(entry.kind == kind for entry in self.entries)
 
 
-def run_controlled(
-    load: Load,
-    workload: Workload,
-    plan: Plan,
-    gpus: Sequence[Gpu],
-    profiles: Profiles,
-    settings: ControlSettings,
-    make_scheduler: Callable[[System], Scheduler],
-    *,
-    world: World | None = None,
-    incidents: Sequence[Incident] = (),
-    growth: Mapping[str, Gpu] | None = None,
-    window_s: float = 20.0,
-    sample: float = 1.0,
-    progress: Callable[[float, ControlledRun], None] = lambda _now_s, _run: None,
-) -> ControlledRun:
-    """Serve a load from the first plan on, under the controller.
-
-    Args:
-        load: the requests.
-        workload: what is asked for at the beginning; its rates are the declared ones.
-        plan: deployed and ready at the beginning.
-        gpus: those that are there.
-        profiles: what the planner plans with.
-        settings: of the controller.
-        make_scheduler: builds the scheduler of a plan's system.
-        world: what the cluster is like.
-        incidents: what happens, in order of time.
-        growth: for a cluster that can grow, a GPU of each type it can have.
-        window_s: length of the windows of the figures.
-        sample: part of the quiet looks, drawn at random, that are simulated request by request; see `_Cluster`. 1 where
-            requests follow on others.
-        progress: called at the end of every window.
-    """
-    cluster = _Cluster(
-        load, workload, plan, gpus, profiles, settings, make_scheduler, world or World(), growth or {}, sample
-    )
-    for incident in incidents:
-        cluster.expect(incident)
-    return cluster.run(load.duration_s, window_s, progress)
-
-
-class _Cluster:
-    """The driver: it carries out what the controller decides, and tells it what it may know.
+class ControlledCluster:
+    """A cluster under the controller, in virtual time: it carries out what the controller decides, and tells it what it
+    may know.
 
     The scheduler's work on every request is most of the time that a long run takes, and most seconds are alike: nothing
     changes, nothing is lost. With `sample` below 1 each look that follows on `QUIET_S` of such seconds is drawn with
@@ -199,13 +159,30 @@ class _Cluster:
 
     def __init__(
         self, load: Load, workload: Workload, plan: Plan, gpus: Sequence[Gpu], profiles: Profiles,
-        settings: ControlSettings, make_scheduler: Callable[[System], Scheduler], world: World,
-        growth: Mapping[str, Gpu], sample: float,
+        settings: ControlSettings, make_scheduler: Callable[[System], Scheduler], *, world: World | None = None,
+        incidents: Sequence[Incident] = (), growth: Mapping[str, Gpu] | None = None, sample: float = 1.0,
     ) -> None:  # fmt: skip
-        self._sample, self._quiet_s = sample, 0.0
+        """Bring up the first plan.
+
+        Args:
+            load: the requests.
+            workload: what is asked for at the beginning; its rates are the declared ones.
+            plan: deployed and ready at the beginning.
+            gpus: those that are there.
+            profiles: what the planner plans with.
+            settings: of the controller.
+            make_scheduler: builds the scheduler of a plan's system.
+            world: what the cluster is like.
+            incidents: what happens, in order of time.
+            growth: for a cluster that can grow, a GPU of each type it can have.
+            sample: part of the quiet looks, drawn at random, that are simulated request by request. 1 where requests
+                follow on others.
+        """
+        world = world or World()
+        self._duration_s, self._sample, self._quiet_s = load.duration_s, sample, 0.0
         self._usual: deque[NDArray[np.int64]] = deque(maxlen=max(1, round(QUIET_S / settings.look_s)))  # arrivals
         self._draw = np.random.default_rng(world.seed).random
-        self._world, self._profiles, self._settings, self._growth = world, profiles, settings, growth
+        self._world, self._profiles, self._settings, self._growth = world, profiles, settings, growth or {}
         slo_ms = {spec.name: spec.slo_ms for spec in workload.models}
         self._system = RunningSystem(
             load.names, [slo_ms.get(name, 1000.0) for name in load.names], load.times_ms, load.model_index,
@@ -224,16 +201,19 @@ class _Cluster:
         self._controller = Controller(settings, Memory(plan, workload))
         self._result = ControlledRun(load.names)
         self._result.plans.append((0.0, plan, "the first plan"))
-
-    def expect(self, incident: Incident) -> None:
-        """Let something happen at its time."""
-        self._at(incident.at_s, lambda now_s: self._befall(now_s, incident))
+        for incident in incidents:
+            self._at(incident.at_s, partial(self._befall, incident=incident))
 
     def run(
-        self, duration_s: float, window_s: float, progress: Callable[[float, ControlledRun], None]
+        self, window_s: float = 20.0, progress: Callable[[float, ControlledRun], None] = lambda _now_s, _run: None
     ) -> ControlledRun:
-        """Run to the end of the load, and a little longer for what still waits."""
-        look_s = self._settings.look_s
+        """Run to the end of the load, and a little longer for what still waits.
+
+        Args:
+            window_s: length of the windows of the figures.
+            progress: called at the end of every window.
+        """
+        look_s, duration_s = self._settings.look_s, self._duration_s
         looks: list[Look] = []
         ends_s = window_s
         step = 0

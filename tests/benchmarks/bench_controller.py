@@ -36,7 +36,7 @@ from svg_panels import Panel, Series, draw
 
 from tenuto.batching.registry import make_scheduler
 from tenuto.deployments.control.settings import ControlSettings
-from tenuto.deployments.control.virtual import ControlledRun, Incident, Load, run_controlled
+from tenuto.deployments.control.virtual import ControlledCluster, ControlledRun, Incident, Load
 from tenuto.loadgen.schedule import Schedule, make_schedule
 from tenuto.outcome import Outcome
 from tenuto.placement import Cluster, ModelSpec, Plan, Workload
@@ -156,10 +156,10 @@ def waves(args: argparse.Namespace) -> None:
     declared = five_models(rate_rps * factors[0] * 1.3)
     settings = ControlSettings.model_validate({"mode": "act", "policy": {"name": "gpulet"}})
     since = time.process_time()
-    run = run_controlled(
+    run = ControlledCluster(
         load, declared, solve(policy, declared, cluster, IGNITER), cluster.gpus, IGNITER, settings,
-        lambda system: make_scheduler("deferred", system), progress=progress,
-    )  # fmt: skip
+        lambda system: make_scheduler("deferred", system),
+    ).run(progress=progress)  # fmt: skip
     report(f"waves, peak {5 * rate_rps:,.0f} r/s, seed {args.seed}", run, time.process_time() - since)
 
     def bursty(rate: float) -> Workload:
@@ -265,11 +265,11 @@ def day(args: argparse.Namespace) -> None:
         _serve_day(args, schedule, workload, lines, counts, most)
         return
     # Without rehearsals, which take as long as all the rest.
-    run = run_controlled(
+    run = ControlledCluster(
         Load(schedule.names, schedule.times_ms, schedule.model_index, duration_s), declared, plan, there, profiles,
         settings, lambda system: make_scheduler("deferred", system, {"rehearse": False}),
-        growth={"1080ti": gpus[0]}, window_s=300.0, sample=args.sample, progress=tell,
-    )  # fmt: skip
+        growth={"1080ti": gpus[0]}, sample=args.sample,
+    ).run(300.0, tell)  # fmt: skip
     if args.log:
         show_log(run, ("change", "changed", "roll back", "rolled back", "missing", "no plan", "stuck"))
 
@@ -331,10 +331,10 @@ def incidents(args: argparse.Namespace) -> None:
         schedule = make_schedule(stepped(workload, factors), 600.0, args.seed)
         load = Load(schedule.names, schedule.times_ms, schedule.model_index, 600.0)
         since = time.process_time()
-        run = run_controlled(
+        run = ControlledCluster(
             load, workload, plan, cluster.gpus, IGNITER, settings, lambda system: make_scheduler("deferred", system),
-            incidents=happens, window_s=1.0,
-        )  # fmt: skip
+            incidents=happens,
+        ).run(window_s=1.0)  # fmt: skip
         report(f"{what}, twins on {standby_gpus} GPU", run, time.process_time() - since)
         again, low = _recovered(run, 300.0)
         after = [window for window in run.windows if window.end_s > 300.0 + again]
@@ -378,11 +378,11 @@ def standby(args: argparse.Namespace) -> None:
                 {"mode": "act", "policy": {"name": "igniter"}, "standby_pct": standby_pct}
             )
             schedule = make_schedule(workload.models, 180.0, args.seed)
-            run = run_controlled(
+            run = ControlledCluster(
                 Load(schedule.names, schedule.times_ms, schedule.model_index, 180.0), workload, plan, cluster.gpus,
                 IGNITER, settings, lambda system: make_scheduler("deferred", system),
-                incidents=[Incident(60.0, slow={slowed: factor})], window_s=1.0,
-            )  # fmt: skip
+                incidents=[Incident(60.0, slow={slowed: factor})],
+            ).run(window_s=1.0)  # fmt: skip
             again, low = _recovered(run, 60.0, slowed)
             row = run.names.index(slowed)
             ended = np.sum([window.ended[row] for window in run.windows if window.end_s <= 60.0], axis=0)
