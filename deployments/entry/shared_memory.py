@@ -35,14 +35,13 @@ class _Registered:
 class Regions:
     """The regions that clients have registered, by their names."""
 
-    def __init__(self, arena: Arena, folder: Path = _FOLDER) -> None:
+    def __init__(self, arena: Arena) -> None:
         """Start with none; `arena` takes what is read.
 
         `prefix`: what names of shared memory must begin with; None: clients may register none.
         """
         self.prefix: str | None = ""
         self._arena = arena
-        self._folder = folder
         self._regions: dict[str, _Registered] = {}
 
     def register(self, name: str, key: Any, offset: Any, size: Any) -> None:
@@ -64,7 +63,7 @@ class Regions:
         if len(self._regions) >= _MOST_REGIONS:
             raise HttpError(429, f"{_MOST_REGIONS} regions are registered. Unregister those not in use.")
         try:
-            file = os.open(self._folder / key.lstrip("/"), os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+            file = os.open(_FOLDER / key.lstrip("/"), os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
         except OSError as error:
             raise HttpError(400, f"shared memory '{key}' cannot be opened: {error.strerror}.") from None
         held = os.fstat(file).st_size

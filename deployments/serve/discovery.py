@@ -28,7 +28,7 @@ def find_gateway() -> Finder:
     return _find(ENTRY_APPLICATION)
 
 
-def gateway_status(timeout_s: float = 5.0) -> dict[str, Any]:
+def gateway_status() -> dict[str, Any]:
     """Return what the dispatchers report, from any gateway; blocks, so not for an event loop.
 
     Raises:
@@ -37,7 +37,7 @@ def gateway_status(timeout_s: float = 5.0) -> dict[str, Any]:
     from ray import serve
 
     try:
-        found: dict[str, Any] = serve.get_app_handle(ENTRY_APPLICATION).status.remote().result(timeout_s=timeout_s)
+        found: dict[str, Any] = serve.get_app_handle(ENTRY_APPLICATION).status.remote().result(timeout_s=5.0)
     except Exception as error:  # Ray and Serve have many kinds; a dispatcher that restarts times out
         raise EnvironmentFaultError(f"no gateway answers: {type(error).__name__}: {error}") from error
     return found

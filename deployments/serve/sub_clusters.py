@@ -87,12 +87,11 @@ def imbalance(assignment: Mapping[str, int], rates_rps: Mapping[str, float]) -> 
 
 
 def evened(
-    plan: Plan, present: Mapping[str, int], rates_rps: Mapping[str, float], *, most_moved: float,
-    time_limit_s: float = 2.0,
-) -> dict[str, int] | None:  # fmt: skip
+    plan: Plan, present: Mapping[str, int], rates_rps: Mapping[str, float], *, most_moved: float
+) -> dict[str, int] | None:
     """Return a partition with evener rates than the present one has now; None where none is worth the move. A model
     that has a sub-cluster to itself cannot make it evener."""
-    found = parted(plan, present, rates_rps=rates_rps, most_moved=most_moved, time_limit_s=time_limit_s)
+    found = parted(plan, present, rates_rps=rates_rps, most_moved=most_moved, time_limit_s=2.0)
     here = {name: present[name] for name in found}
     if imbalance(found, rates_rps) > imbalance(here, rates_rps) - _EVENER:
         return None

@@ -19,10 +19,8 @@ _DTYPES = {
 _LARGEST_TOKEN = 20_000  # below the vocabulary of every model in the catalogue
 
 
-def make_bodies(
-    metadata: Mapping[str, Any], generator: np.random.Generator, count: int = 8, *, binary: bool = True
-) -> list[Body]:
-    """Return `count` bodies, one sample each.
+def make_bodies(metadata: Mapping[str, Any], generator: np.random.Generator, *, binary: bool = True) -> list[Body]:
+    """Return eight bodies, one sample each.
 
     Floats are standard normal as normalised images are; whole numbers are token ids; an input named like a mask is
     all ones.
@@ -30,7 +28,6 @@ def make_bodies(
     Args:
         metadata: the server's answer to GET /v2/models/{model}.
         generator: source of randomness.
-        count: size of the pool.
         binary: tensors as raw bytes behind a JSON header; False: as JSON numbers, which costs both sides far more.
 
     Raises:
@@ -38,7 +35,7 @@ def make_bodies(
     """
     inputs: Sequence[Mapping[str, Any]] = metadata["inputs"]
     bodies = []
-    for _ in range(count):
+    for _ in range(8):
         described: list[dict[str, Any]] = []
         parts: list[bytes] = []
         for tensor in inputs:

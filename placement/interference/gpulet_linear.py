@@ -53,12 +53,11 @@ def _l2_and_dram(resident: Resident, whole_gpu: bool, utilisations: Utilisations
     return scale * utilisations.of(alone, "l2_util_pct"), scale * utilisations.of(alone, "dram_util_pct")
 
 
-def fit_gpulet_linear(samples: Sequence[Sample], *, whole_gpu: bool = False) -> GpuletLinear:
+def fit_gpulet_linear(samples: Sequence[Sample]) -> GpuletLinear:
     """Fit the five constants by least squares on the factors, as the paper does.
 
     Args:
         samples: measured pairs; each has exactly one neighbour.
-        whole_gpu: see `GpuletLinear`.
 
     Raises:
         InvalidInputError: samples with several neighbours, or too few different ones to determine five constants.
@@ -67,7 +66,7 @@ def fit_gpulet_linear(samples: Sequence[Sample], *, whole_gpu: bool = False) -> 
         raise refused("measurements", "several neighbours", "the fit takes pairs", "Give pairs only.")
     known = Utilisations()
     rows = [
-        (*_l2_and_dram(sample.gpulet, whole_gpu, known), *_l2_and_dram(sample.neighbours[0], whole_gpu, known), 1.0)
+        (*_l2_and_dram(sample.gpulet, False, known), *_l2_and_dram(sample.neighbours[0], False, known), 1.0)
         for sample in samples
     ]
     matrix = np.asarray(rows, dtype=float).reshape(len(rows), 5)
@@ -76,7 +75,7 @@ def fit_gpulet_linear(samples: Sequence[Sample], *, whole_gpu: bool = False) -> 
         raise refused("measurements", f"{len(rows)} samples", rule, "Measure more models and batches.")
     factors = np.asarray([sample.slowdown for sample in samples], dtype=float)
     l2_own, dram_own, l2_other, dram_other, constant = np.linalg.lstsq(matrix, factors, rcond=None)[0].tolist()
-    return GpuletLinear(l2_own, l2_other, dram_own, dram_other, constant, whole_gpu)
+    return GpuletLinear(l2_own, l2_other, dram_own, dram_other, constant)
 
 
 # All 1,200 slowdowns of the 600 V100 pairs of the iGniter repository (commit b1ff2ab), alone latencies and

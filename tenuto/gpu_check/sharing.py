@@ -30,6 +30,7 @@ from tenuto.profiles.measuring.processes import LineProcess
 
 SHARES = (1, 10, 20, 25, 40, 50, 60, 75, 80, 100)
 CAP_MIB = 2048
+_READY_S = 90.0  # until a probe is ready
 _QUIET_S = 20.0
 _NOTICED_S = 5.0  # until the server shows a fault
 
@@ -120,12 +121,12 @@ class ProbeProcess(LineProcess):
         return code
 
 
-def first_client(daemon: Daemon, environment: Environment, start: StartProbe, timeout_s: float = 60.0) -> str | None:
+def first_client(daemon: Daemon, environment: Environment, start: StartProbe) -> str | None:
     """Let one process connect, and return why CUDA MPS cannot be used here; None if it can.
 
     A daemon that answers is not enough: its server may fail to start, or CUDA may run without it, silently.
     """
-    run = _Experiments(daemon, environment, 0, start, time.monotonic, time.sleep, timeout_s)
+    run = _Experiments(daemon, environment, 0, start, time.monotonic, time.sleep)
     found = run.guarded(run.attached)
     return found.get("failed")
 
@@ -133,8 +134,7 @@ def first_client(daemon: Daemon, environment: Environment, start: StartProbe, ti
 def sharing_experiments(
     daemon: Daemon, environment: Environment, sm_count: int, report: Callable[[str, Result], None], *, part: Part,
     gpu_uuid: str = "", start: StartProbe | None = None, clock_s: Callable[[], float] = time.monotonic,
-    sleep: Callable[[float], None] = time.sleep, timeout_s: float = 90.0, limit_s: float = math.inf,
-    done: Collection[str] = (),
+    sleep: Callable[[float], None] = time.sleep, limit_s: float = math.inf, done: Collection[str] = (),
 ) -> None:  # fmt: skip
     """Run every experiment; one that fails is reported with its reason, and the next begins.
 
@@ -148,11 +148,10 @@ def sharing_experiments(
         start: starts a probe.
         clock_s: monotonic clock.
         sleep: waits.
-        timeout_s: for a probe to be ready.
         limit_s: after which no experiment begins.
         done: names of experiments that need no repetition.
     """
-    run = _Experiments(daemon, environment, sm_count, start or ProbeProcess, clock_s, sleep, timeout_s)
+    run = _Experiments(daemon, environment, sm_count, start or ProbeProcess, clock_s, sleep)
     experiments: dict[str, Callable[[], Result]]
     if part == "shares":
         experiments = {
@@ -180,10 +179,10 @@ def sharing_experiments(
 class _Experiments:
     def __init__(
         self, daemon: Daemon, environment: Environment, sm_count: int, start: StartProbe,
-        clock_s: Callable[[], float], sleep: Callable[[float], None], timeout_s: float,
+        clock_s: Callable[[], float], sleep: Callable[[float], None],
     ) -> None:  # fmt: skip
         self._daemon, self._environment, self._sm_count = daemon, environment, sm_count
-        self._start, self._clock_s, self._sleep, self._timeout_s = start, clock_s, sleep, timeout_s
+        self._start, self._clock_s, self._sleep = start, clock_s, sleep
         self._running: list[Probe] = []
 
     def guarded(self, experiment: Callable[[], Result]) -> Result:
@@ -201,7 +200,7 @@ class _Experiments:
     def _ready(self, mode: str, share: float | None = None, cap: str | None = None) -> tuple[Probe, Result]:
         probe = self._start(mode, self._environment(share, cap))
         self._running.append(probe)
-        event = probe.next_event(self._timeout_s)
+        event = probe.next_event(_READY_S)
         if event is None or event.get("event") != "ready":
             reason = "nothing" if event is None else event.get("text", event)
             raise EnvironmentFaultError(f"a probe ({mode}) did not start: {reason}.")
@@ -229,9 +228,9 @@ class _Experiments:
 
     def memory_cap(self, cap: str) -> Result:
         probe, seen = self._ready(f"allocate {2 * CAP_MIB}", None, cap)
-        got, event = 0, probe.next_event(self._timeout_s)
+        got, event = 0, probe.next_event(_READY_S)
         while event is not None and event["event"] == "allocated":
-            got, event = int(event["mib"]), probe.next_event(self._timeout_s)
+            got, event = int(event["mib"]), probe.next_event(_READY_S)
         is_applied = event is not None and event.get("event") == "refused" and got < CAP_MIB
         result: Result = {
             "cap": cap, "is_applied": is_applied, "shown_free_mib": seen["free_mib"],
@@ -244,7 +243,7 @@ class _Experiments:
         """See what a process takes of the GPU before its own tensors, and what the libraries add."""
         watcher, before = self._ready("idle")
         probe, _ = self._ready("libraries")
-        loaded = probe.next_event(self._timeout_s)
+        loaded = probe.next_event(_READY_S)
         if loaded is None or loaded.get("event") != "loaded":
             raise EnvironmentFaultError(f"the libraries could not be loaded: {loaded}.")
         watcher.tell()
@@ -264,7 +263,7 @@ class _Experiments:
         neighbour, _ = self._ready("busy", 50)
         victim, _ = self._ready(mode, 50)
         if mode == "busy":
-            victim.next_event(self._timeout_s)  # its first round is through: work is in flight
+            victim.next_event(_READY_S)  # its first round is through: work is in flight
         result: Result = {"clients_before": len(self._daemon.clients())}
         if polite:
             self._daemon.terminate(victim.pid)
@@ -283,7 +282,7 @@ class _Experiments:
         """Fault one client beside a busy one; see what the neighbour and the server do, and when clients may return."""
         neighbour, _ = self._ready("busy", 50)
         culprit, _ = self._ready("fault", 50)
-        said = culprit.next_event(self._timeout_s)
+        said = culprit.next_event(_READY_S)
         began = self._clock_s()
         while (status := self._daemon.status()) == "ACTIVE" and self._clock_s() - began < _NOTICED_S:
             self._sleep(0.1)
