@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from tenuto.batching.core.system import Gpulet, Host, Model, NetworkDelay, System
@@ -162,13 +162,15 @@ def test_the_fast_driver_agrees_with_the_checked_one(seed: int, load: float, gpu
     assert sorted(result.batches.finish_ms) == pytest.approx(sorted(batch[4] for batch in out.batches))
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=6, deadline=None)
+@example(8522563, 2.450247700836485)  # one model at 0.33 and another at 0.76 in the first 1.4 s
 @given(st.integers(0, 2**32 - 1), st.floats(1.0, 2.5))
 def test_no_model_starves_while_another_is_served_late(seed: int, load: float) -> None:
-    """Equal models under overload all keep a fair part: none falls below half of the best one's attainment."""
+    """Equal models under overload all keep a fair part: none falls below half of the best one's attainment. In
+    half of this time a model has some 20 batches, and one draw of 100 is below."""
     system = everywhere_linear([(f"m{i}", 1.0, 5.0, 40.0, None) for i in range(6)], 2)
     rng = np.random.default_rng(seed)
-    times = np.cumsum(rng.exponential(1.0 / (0.9 * load), 3000))
+    times = np.cumsum(rng.exponential(1.0 / (0.9 * load), 6000))
     models = rng.integers(0, 6, len(times)).astype(np.int32)
     result = simulate(make_scheduler("deferred", system), times, models)
     attained = result.attainments()
