@@ -22,15 +22,14 @@ _LONGEST_S = 60.0
 _LENGTH = struct.Struct("<Q")
 # Runs only when nobody else wants the core: at the lowest niceness it would still keep it until the end of its time
 # slice, some 3 ms. Before anything is imported, which takes 0.8 s just when the first requests come.
-_PROGRAM = f"""
+_LAST_IN_LINE = """
 import os
 try:
     os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
 except OSError:
     os.nice(19)
-from {__name__} import serve
-serve()
 """
+_PROGRAM = f"from {__name__} import serve; serve()"
 
 
 class Computed(NamedTuple):
@@ -71,7 +70,7 @@ class RehearsalProcess:
         process = self._process
         if process is None:
             process = self._process = subprocess.Popen(
-                [sys.executable, "-c", _PROGRAM], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+                [sys.executable, "-c", _LAST_IN_LINE + _PROGRAM], stdin=subprocess.PIPE, stdout=subprocess.PIPE
             )
         assert process.stdin is not None
         assert process.stdout is not None

@@ -2,12 +2,15 @@
 
 import asyncio
 import os
+import subprocess
+import sys
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 
 from tenuto.batching.core.scheduler import Rehearse
+from tenuto.deployments.dispatch import rehearsals
 from tenuto.deployments.dispatch.rehearsals import Computed, RehearsalProcess, Rehearsals
 from tests.instruments.asking import until
 from tests.instruments.live import PATIENCE_S
@@ -26,7 +29,8 @@ class Where:
         return self.number, os.getpid()
 
 
-async def test_rehearsals_share_a_process_and_survive_its_end() -> None:
+async def test_rehearsals_share_a_process_and_survive_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rehearsals, "_LAST_IN_LINE", "")  # beside busy programs it would wait for minutes
     process = RehearsalProcess(PATIENCE_S)
     (one, first), (two, second) = [(await process.run(Where(n))).result for n in (1, 2)]
     with pytest.raises(EOFError):
@@ -40,6 +44,12 @@ async def test_rehearsals_share_a_process_and_survive_its_end() -> None:
     assert 0.0 < cpu_ms < 1000.0 * PATIENCE_S
 
 
+def test_what_rehearses_runs_only_when_nobody_else_wants_the_core() -> None:
+    said = "print(os.sched_getscheduler(0) == os.SCHED_IDLE or os.nice(0))"
+    ran = subprocess.run([sys.executable, "-c", rehearsals._LAST_IN_LINE + said], capture_output=True, text=True)
+    assert ran.stdout.strip() in ("True", "19")
+
+
 async def test_a_result_comes_when_it_is_due_and_a_failure_never(caplog: pytest.LogCaptureFixture) -> None:
     found: list[Computed] = []
 
@@ -48,13 +58,13 @@ async def test_a_result_comes_when_it_is_due_and_a_failure_never(caplog: pytest.
             raise EOFError
         return Computed(job.number, None)
 
-    rehearsals = Rehearsals(found.append, compute)
+    running = Rehearsals(found.append, compute)
     loop = asyncio.get_running_loop()
-    rehearsals.begin(Rehearse(Where(1, ends=True), 0.0), 0.0)
+    running.begin(Rehearse(Where(1, ends=True), 0.0), 0.0)
     await until(lambda: "a rehearsal of the scheduler failed: EOFError" in caplog.text)
     begun = loop.time()
-    rehearsals.begin(Rehearse(Where(2), 30.0), 10.0)
+    running.begin(Rehearse(Where(2), 30.0), 10.0)
     await until(lambda: bool(found))
     assert found == [Computed(2, None)]
     assert loop.time() - begun >= 0.0199
-    rehearsals.close()
+    running.close()
