@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, TypeVar
 
 from tenuto.batching.virtual.highest_rate import HighestRate, Limits, find_highest_rate
-from tenuto.errors import InvalidInputError, Problem, raise_if_any
+from tenuto.errors import InvalidInputError, Problem, first_line, raise_if_any
 from tenuto.loadgen.bench import BenchOptions, run_bench
 from tenuto.loadgen.simulated import Simulation
 from tenuto.loadgen.verdict import judged_rows
@@ -116,7 +116,7 @@ def in_virtual_time(simulation: Callable[[float], Simulation]) -> Attempt:
         try:
             at = simulation(load.slo_scale)
         except InvalidInputError as error:
-            return Attempted(load, 0.0, 0.0, 0.0, 0.0, None, invalid=str(error).splitlines()[0])
+            return Attempted(load, 0.0, 0.0, 0.0, 0.0, None, invalid=first_line(error))
         at = replace(at, models=_with_cv(at.models, load.cv), applications=_with_cv(at.applications, load.cv))
         return _attempted(load, at.run(load.rate_scale).summary())
 

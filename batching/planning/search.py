@@ -16,7 +16,7 @@ from tenuto.batching.planning.judging import Forecast, Judged, Worth
 from tenuto.batching.planning.layout import Builder, Layout, layout_of
 from tenuto.batching.planning.moves import common_layouts, moves
 from tenuto.batching.planning.trial import Trials
-from tenuto.errors import TenutoError
+from tenuto.errors import TenutoError, first_line
 from tenuto.options import option
 from tenuto.placement import Cluster, Plan, Workload, load_policy, solve
 from tenuto.placement.cluster import Gpu, GpuGroup, Node
@@ -115,7 +115,7 @@ def planned(
         try:
             plan = solve(policy, workload, cluster, profiles)
         except TenutoError as error:
-            refused[name] = str(error).splitlines()[0]
+            refused[name] = first_line(error)
         else:
             has_plan = True
             yield start, plan

@@ -11,7 +11,7 @@ from tenuto.batching.core.build import from_plan
 from tenuto.batching.core.scheduler import Scheduler
 from tenuto.batching.registry import make_scheduler
 from tenuto.batching.virtual.simulator import simulate
-from tenuto.errors import InvalidInputError
+from tenuto.errors import InvalidInputError, first_line
 from tenuto.experiments.derived import DERIVED_FOR, DERIVED_OPTIONS, derivation
 from tenuto.experiments.emulation import Emulation, emulated_plan
 from tenuto.experiments.facts import data_ms_by_model, network_of
@@ -155,7 +155,7 @@ def describe_case(case: Case) -> tuple[dict[str, Any], Plan | None]:
 def _reason(error: InvalidInputError) -> str:
     """Return what a policy lacked in one sentence: the rule it named first, without the list of values."""
     if not error.problems:
-        return str(error).splitlines()[0]
+        return first_line(error)
     paths = len(error.problems)
     more = f" (and {paths - 1} more like it)" if paths > 1 else ""
     return f"{error.problems[0].path}: {error.problems[0].rule}{more}"

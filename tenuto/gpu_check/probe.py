@@ -13,6 +13,8 @@ import select
 import sys
 from typing import Any
 
+from tenuto.errors import first_line
+
 _SIZE = 4096  # of the square matrices that keep the GPU busy
 _PER_REPORT = 20
 _LINGER_S = 60.0
@@ -60,7 +62,7 @@ def main(arguments: list[str] | None = None) -> int:
             torch.zeros(4, device=device)[torch.tensor([10**9], device=device)].sum().item()
             say(event="survived")
     except (RuntimeError, torch.OutOfMemoryError) as error:
-        say(event="refused", kind=type(error).__name__, text=str(error).splitlines()[0])
+        say(event="refused", kind=type(error).__name__, text=first_line(error))
         if mode in ("busy", "fault"):
             _told(_LINGER_S)  # the server shows a fault only until the last client that it hit has left
         return 1
