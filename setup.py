@@ -8,10 +8,10 @@ import os
 from setuptools import Extension, setup
 
 COMPILED = {
-    "batching/core": "admission deferred gathering gpulets lineup rehearsal scheduler staggered symphony system "
-    "waiting",
-    "deployments/dispatch": "accounts core_time dispatcher early_release fleet histogram in_flight "
-    "measured_times request_log",
+    "batching/core": "gathering gpulets rehearsal scheduler staggered symphony system",
+    "batching/core/deferred": "admission cut deferring due keeping_free lineup waiting",
+    "deployments/dispatch": "accounts core_time dispatcher fleet histogram in_flight "
+    "measured_times request_log unplanned",
     "deployments/entry": "call heads http margin oip planned_model",
 }
 

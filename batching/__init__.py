@@ -1,1 +1,1 @@
-"""When which requests run as one batch: the scheduler core, its rivals, its two drivers."""
+"""When which requests run as one batch: the schedulers, their two drivers."""

@@ -1,25 +1,31 @@
-"""Schedulers by name. Modules are imported on first use, so that one scheduler does not pay for the others."""
+"""Schedulers by name. Modules are imported on first use, so that one scheduler does not pay for the others.
+
+Other packages add schedulers by entry points of the group `tenuto.schedulers`.
+"""
 
 from __future__ import annotations
 
 import importlib
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 from tenuto.batching.core.scheduler import Scheduler
 from tenuto.batching.core.system import System
 from tenuto.errors import refused
+from tenuto.plugins import SCHEDULERS as GROUP
+from tenuto.plugins import cure_of_unknown, entry_point, registered
 
 SCHEDULERS: dict[str, str] = {
     "deferred": "tenuto.batching.core.deferred:DeferredScheduler",
     "symphony": "tenuto.batching.core.symphony:SymphonyScheduler",
-    "eager": "tenuto.batching.rivals.eager:EagerScheduler",
-    "timeout": "tenuto.batching.rivals.timeout:TimeoutScheduler",
-    "clockwork": "tenuto.batching.rivals.clockwork:ClockworkScheduler",
-    "nexus": "tenuto.batching.rivals.nexus:NexusScheduler",
-    "shepherd": "tenuto.batching.rivals.shepherd:ShepherdScheduler",
-    "thesis-router": "tenuto.batching.rivals.thesis_router:ThesisRouterScheduler",
+    "eager": "tenuto.batching.core.eager:EagerScheduler",
 }
+"""Tenuto's own."""
+
+
+def scheduler_names() -> list[str]:
+    """Return all schedulers: Tenuto's own, then those of other packages."""
+    return [*SCHEDULERS, *(name for name in registered(GROUP) if name not in SCHEDULERS)]
 
 
 def scheduler_class(name: str) -> type[Scheduler]:
@@ -29,12 +35,16 @@ def scheduler_class(name: str) -> type[Scheduler]:
         InvalidInputError: unknown name; lists the known ones.
     """
     target = SCHEDULERS.get(name)
-    if target is None:
-        known = ", ".join(SCHEDULERS)
-        raise refused("--scheduler", name, "unknown scheduler", f"Use one of {known}.")
-    module, _, attribute = target.partition(":")
-    found: type[Scheduler] = getattr(importlib.import_module(module), attribute)
-    return found
+    if target is not None:
+        module, _, attribute = target.partition(":")
+        own: type[Scheduler] = getattr(importlib.import_module(module), attribute)
+        return own
+    try:
+        point = entry_point(GROUP, name)
+    except KeyError:
+        cure = cure_of_unknown(GROUP, name, scheduler_names())
+        raise refused("--scheduler", name, "unknown scheduler", cure) from None
+    return cast(type[Scheduler], point.load())
 
 
 def make_scheduler(name: str, system: System, options: Mapping[str, Any] | None = None) -> Scheduler:

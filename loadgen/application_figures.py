@@ -90,12 +90,7 @@ def calls_by_name(document: Mapping[str, Any], records: Records) -> dict[str, Ca
 
 
 def application_figures(
-    records: Records,
-    names: Sequence[str],
-    applications: Iterable[Application],
-    *,
-    warmup_ms: float,
-    duration_ms: float,
+    records: Records, names: Sequence[str], applications: Iterable[Application], *, warmup_ms: float, duration_ms: float
 ) -> dict[str, dict[str, Any]]:
     """Return offered, every outcome, attainment, goodput and latency percentiles per application.
 

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from tenuto.errors import InvalidInputError
 from tenuto.loadgen.schedule import Schedule, make_schedule
+from tenuto.outcome import Outcome
 from tenuto.placement import ModelSpec
 from tenuto.placement.applications import Application
 
@@ -57,10 +58,15 @@ class ApplicationLoad:
         turn = np.where(alone, np.cumsum(alone), self.owner)
         rows = np.flatnonzero(turn % count == place)
         return replace(
-            self, number=self.number[rows], times_ms=self.times_ms[rows], model_index=self.model_index[rows],
-            deadlines_ms=self.deadlines_ms[rows], owner=self.owner[rows], stage=self.stage[rows],
+            self,
+            number=self.number[rows],
+            times_ms=self.times_ms[rows],
+            model_index=self.model_index[rows],
+            deadlines_ms=self.deadlines_ms[rows],
+            owner=self.owner[rows],
+            stage=self.stage[rows],
             calls={call: which for call, which in self.calls.items() if call % count == place},
-        )  # fmt: skip
+        )
 
 
 class Joins:
@@ -108,7 +114,7 @@ class Joins:
                     due += [(row, float(self._load.deadlines_ms[row])) for row in self._rows.get((call, later), ())]
         return due
 
-    def given_up(self, requests: Iterable[int]) -> None:
+    def given_up(self, requests: Iterable[int], _outcome: Outcome | None = None) -> None:
         """End the calls of these requests: they were expired, rejected or failed."""
         for request in requests:
             call = self._owner[request]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import signal
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -94,8 +96,8 @@ def run_bench(
     clients: ClientGroup | None = None,
     applications: Sequence[Application] = (),
 ) -> BenchResult:
-    """Send a schedule to an endpoint and judge what comes back. Ctrl-C ends it early; the part that ran is returned
-    as INVALID.
+    """Send a schedule to an endpoint and judge what comes back. Ctrl-C and SIGTERM end it early; the part that ran is
+    returned as INVALID.
 
     Args:
         models: those to ask, with rate, SLO and arrival process.
@@ -128,6 +130,7 @@ def run_bench(
         # Late enough for every client to have got the message.
         start_at = time.time() + (0.5 if options.clients else 0.05)
         group.start(start_at)
+        _end_as_by_ctrl_c()
         # A client on a thread of this process shares Python's lock with this one, which must not wait with it in hand.
         here = options.client_priority if isinstance(group, LocalClient) else "normal"
         try:
@@ -149,6 +152,12 @@ def run_bench(
     result.queued, result.is_interrupted = queued, interrupted
     result.verdict.conditions["client_priority"] = " and ".join(sorted({report.priority for report in reports}))
     return result
+
+
+def _end_as_by_ctrl_c() -> None:
+    """Let SIGTERM end a run as Ctrl-C does. Ray, which clients may have joined, has a handler that ends the process."""
+    if threading.current_thread() is threading.main_thread():  # others may set no handlers
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
 
 
 def asked_of(plan: Plan) -> tuple[tuple[ModelSpec, ...], tuple[Application, ...], tuple[str, ...]]:
@@ -225,19 +234,28 @@ def _jobs(
         if load is None:
             part = None
             rows: tuple[Any, Any, Any] = (
-                np.arange(place, total, count, dtype=np.int64), schedule.times_ms[place::count],
+                np.arange(place, total, count, dtype=np.int64),
+                schedule.times_ms[place::count],
                 schedule.model_index[place::count],
-            )  # fmt: skip
+            )
         else:
             part = load.part(place, count)
             rows = (part.number, part.times_ms, part.model_index)
         jobs.append(
             ClientJob(
-                options.url, targets, *rows, options.grace_s, connections, send_slo=options.slo_scale != 1.0,
-                via=options.via, run=schedule.hash[:8], load=part, priority=options.client_priority,
+                options.url,
+                targets,
+                *rows,
+                options.grace_s,
+                connections,
+                send_slo=options.slo_scale != 1.0,
+                via=options.via,
+                run=schedule.hash[:8],
+                load=part,
+                priority=options.client_priority,
                 key=client_key(),
             )
-        )  # fmt: skip
+        )
     return jobs
 
 
@@ -252,12 +270,7 @@ def _target(options: BenchOptions, spec: ModelSpec, *, is_stage: bool) -> ModelT
 
 
 def _watch(
-    clients: ClientGroup,
-    start_at: float,
-    total: int,
-    options: BenchOptions,
-    progress: Progress,
-    queued: dict[int, int],
+    clients: ClientGroup, start_at: float, total: int, options: BenchOptions, progress: Progress, queued: dict[int, int]
 ) -> None:
     """Print one line and ask for the queue length once a second until the clients are done; they end by themselves."""
     limit = start_at + options.duration_s + options.grace_s + 30.0
@@ -281,11 +294,9 @@ def _watch(
 
 def _queued(url: str) -> int | None:
     """Return how many requests wait for a batch now; None when the endpoint does not say."""
-    from tenuto.deployments.serve.endpoint import get_json
+    from tenuto.deployments.serve.endpoint import get_told
 
     try:
-        lengths = get_json(f"{url.rstrip('/')}/status/queue", 0.5)
+        return sum(get_told(f"{url.rstrip('/')}/status/queue", dict[str, int], 0.5).values())
     except EnvironmentFaultError:
         return None
-    known = isinstance(lengths, dict) and all(isinstance(length, int) for length in lengths.values())
-    return sum(lengths.values()) if known else None

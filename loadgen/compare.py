@@ -103,8 +103,12 @@ def load_side(path: str | Path) -> Side:
         )
     )
     if not folders:
-        raise refused(str(folder), str(path), "holds no run",
-                      "Give a folder that `tenuto bench -o` wrote, or one with such folders.")
+        raise refused(
+            str(folder),
+            str(path),
+            "holds no run",
+            "Give a folder that `tenuto bench -o` wrote, or one with such folders.",
+        )
     return Side(str(path), folders, tuple(load_document(child) for child in folders))
 
 
@@ -116,9 +120,12 @@ def compare(first: Side, second: Side, *, different_schedules: bool = False) -> 
     """
     same = sorted(first.hashes) == sorted(second.hashes)
     if not same and not different_schedules:
-        raise refused(f"{first.name} and {second.name}", f"{_short(first.hashes)} against {_short(second.hashes)}",
-                      "saw different schedules, so a difference may be the schedule's",
-                      "Repeat one with the other's seed, rates and duration, or pass --different-schedules.")
+        raise refused(
+            f"{first.name} and {second.name}",
+            f"{_short(first.hashes)} against {_short(second.hashes)}",
+            "saw different schedules, so a difference may be the schedule's",
+            "Repeat one with the other's seed, rates and duration, or pass --different-schedules.",
+        )
     models = [name for name in _rows(first.documents[0]) if name in _rows(second.documents[0])]
     if not models:
         raise refused(f"{first.name} and {second.name}", "", "have no model in common", "Compare runs of one workload.")

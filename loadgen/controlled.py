@@ -16,8 +16,9 @@ import numpy as np
 from tenuto.batching.core.build import NO_DELAY
 from tenuto.batching.core.system import TIME_TOLERANCE_MS, NetworkDelay
 from tenuto.batching.registry import make_scheduler
+from tenuto.deployments.control.journal import Changed, RolledBack
 from tenuto.deployments.control.settings import ControlSettings
-from tenuto.deployments.control.virtual import ControlledCluster, ControlledRun, Load, World
+from tenuto.deployments.control.virtual import ControlledCluster, ControlledLoad, ControlledRun, World
 from tenuto.errors import refused
 from tenuto.loadgen.application_figures import label_stages
 from tenuto.loadgen.applications import ApplicationLoad, Joins, make_application_load
@@ -64,9 +65,12 @@ class ControlledSimulation:
         return cls(workload, solve(policy, workload, cluster, profiles), cluster.gpus, profiles, settings, **how)
 
     def run(
-        self, rate_scale: float = 1.0, progress: Callable[[float, ControlledRun], None] = lambda _now_s, _run: None,
-        *, sample: float = 1.0,
-    ) -> ControlledRun:  # fmt: skip
+        self,
+        rate_scale: float = 1.0,
+        progress: Callable[[float, ControlledRun], None] = lambda _now_s, _run: None,
+        *,
+        sample: float = 1.0,
+    ) -> ControlledRun:
         """Serve all requests at a rate scale, from the first plan on; of quiet looks only a `sample`, one by one.
 
         Raises:
@@ -78,24 +82,31 @@ class ControlledSimulation:
         growth = {gpu.type: gpu for gpu in reversed(self.gpus) if gpu.type in self.settings.gpus}
         load, calls = self._load(rate_scale)
         run = ControlledCluster(
-            load, self.workload, self.plan, self.gpus, self.profiles, self.settings,
+            load,
+            self.workload,
+            self.plan,
+            self.gpus,
+            self.profiles,
+            self.settings,
             lambda system: make_scheduler(self.scheduler_name, system, self.options),
-            world=World(network=self.network, seed=self.seed), growth=growth, sample=sample,
-        ).run(self.settings.interval_s, progress)  # fmt: skip
+            world=World(network=self.network, seed=self.seed),
+            growth=growth,
+            sample=sample,
+        ).run(self.settings.interval_s, progress)
         if calls is not None:
             run.applications = calls.counts()
         return run
 
-    def _load(self, rate_scale: float) -> tuple[Load, _Calls | None]:
+    def _load(self, rate_scale: float) -> tuple[ControlledLoad, _Calls | None]:
         how = (self.duration_s, self.seed, rate_scale)
         models = beside(self.workload.models, self.folder)
         if not self.workload.applications:
             schedule = make_schedule(models, *how)
-            return Load(schedule.names, schedule.times_ms, schedule.model_index, self.duration_s), None
+            return ControlledLoad(schedule.names, schedule.times_ms, schedule.model_index, self.duration_s), None
         load = make_application_load(models, beside(self.workload.applications, self.folder), *how)
         calls = _Calls(load, self.network.response_ms)
         names = tuple(spec.name for spec in models)
-        return Load(names, load.times_ms, load.model_index, self.duration_s, load.deadlines_ms, calls), calls
+        return ControlledLoad(names, load.times_ms, load.model_index, self.duration_s, load.deadlines_ms, calls), calls
 
 
 class _Calls:
@@ -123,7 +134,7 @@ class _Calls:
         for call in (int(self._load.owner[request]) for request in requests):
             if call >= 0 and call in self._left:
                 self._end(call, outcome)
-        self._joins.given_up(requests)
+        self._joins.given_up(requests, outcome)
 
     def _end(self, call: int, outcome: Outcome) -> None:
         del self._left[call]
@@ -164,11 +175,11 @@ def controlled_summary(
         },
         "control": {
             "simulated": run.simulated,
-            "changes": run.count("changed"),
-            "rolled_back": run.count("rolled back"),
+            "changes": run.count(Changed),
+            "rolled_back": run.count(RolledBack),
             "gpu_hours": run.gpu_s / 3600.0,
             "share_hours": run.share_s / 3600.0,
-            "log": [{"at_s": e.at_s, "kind": e.kind, "text": e.text, "data": dict(e.data)} for e in run.entries],
+            "log": [{"at_s": e.at_s, "kind": e.kind, "text": e.text, "data": e.data} for e in run.entries],
             "windows": [
                 {
                     "end_s": window.end_s,
@@ -185,11 +196,13 @@ def controlled_summary(
     if run.applications:
         summary["applications"] = {
             app.name: {
-                "offered": sum(counts), **dict(zip(OUTCOMES, counts, strict=True)),
+                "offered": sum(counts),
+                **dict(zip(OUTCOMES, counts, strict=True)),
                 "attainment": counts[Outcome.OK] / sum(counts) if sum(counts) else None,
-                "goodput_rps": counts[Outcome.OK] / duration_s, "slo_ms": app.slo_ms,
+                "goodput_rps": counts[Outcome.OK] / duration_s,
+                "slo_ms": app.slo_ms,
                 "stage_requests": sum(stage.count for stage in app.stages),
             }
             for app, counts in ((app, run.applications[app.name]) for app in applications)
-        }  # fmt: skip
+        }
     return summary

@@ -16,9 +16,14 @@ from tenuto.outcome import Outcome
 NAN = float("nan")
 # Columns without an entry are times in ms.
 _DTYPES: dict[str, type[np.generic]] = {
-    "request": np.int64, "model": np.int32, "status": np.int32, "outcome": np.int8, "batch_size": np.int32,
-    "gpulet": np.object_, "call": np.int64,
-}  # fmt: skip
+    "request": np.int64,
+    "model": np.int32,
+    "status": np.int32,
+    "outcome": np.int8,
+    "batch_size": np.int32,
+    "gpulet": np.object_,
+    "call": np.int64,
+}
 
 
 @dataclass
@@ -125,12 +130,21 @@ def unsent(
     scheduled = np.asarray(times_ms, dtype=np.float64)[request]
     calls = np.full(total, -1, np.int64) if call is None else call[request]
     return Records(
-        request=request, model=np.asarray(model_index, dtype=np.int32)[request], scheduled_ms=scheduled,
-        sent_ms=unknown, answered_ms=unknown.copy(),
-        status=np.zeros(total, np.int32), outcome=np.full(total, Outcome.FAILED, np.int8), batching_ms=unknown.copy(),
-        gpulet_queue_ms=unknown.copy(), execution_ms=unknown.copy(), batch_size=np.zeros(total, np.int32),
-        gpulet=np.full(total, "", dtype=object), call=calls, call_at_ms=np.where(calls >= 0, scheduled, NAN),
-    )  # fmt: skip
+        request=request,
+        model=np.asarray(model_index, dtype=np.int32)[request],
+        scheduled_ms=scheduled,
+        sent_ms=unknown,
+        answered_ms=unknown.copy(),
+        status=np.zeros(total, np.int32),
+        outcome=np.full(total, Outcome.FAILED, np.int8),
+        batching_ms=unknown.copy(),
+        gpulet_queue_ms=unknown.copy(),
+        execution_ms=unknown.copy(),
+        batch_size=np.zeros(total, np.int32),
+        gpulet=np.full(total, "", dtype=object),
+        call=calls,
+        call_at_ms=np.where(calls >= 0, scheduled, NAN),
+    )
 
 
 def merge(parts: Iterable[Records]) -> Records:

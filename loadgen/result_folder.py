@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import platform
 from collections.abc import Callable, Mapping, Sequence
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tenuto import version as tenuto_version
+from tenuto.documents import write_whole
 from tenuto.errors import EnvironmentFaultError, InvalidInputError
 
 _PACKAGES = ("ray", "torch", "torchvision", "transformers", "numpy")
@@ -51,17 +51,9 @@ def write_files(folder: Path, contents: Mapping[str, str | Callable[[Path], None
     """
     written: list[str] = []
     for name, content in contents.items():
-        # Under another name first, which keeps the suffix, as numpy insists on its own.
-        partial = folder / f".part.{name}"
         try:
-            if isinstance(content, str):
-                partial.write_text(content, encoding="utf-8")
-            else:
-                content(partial)
-            partial.replace(folder / name)
+            write_whole(folder / name, content)
         except OSError as error:
-            with contextlib.suppress(OSError):
-                partial.unlink(missing_ok=True)
             raise EnvironmentFaultError(
                 f"{folder / name}: {error.strerror or error}. Written before: {', '.join(written) or 'nothing'}. "
                 "Free space or give another folder."

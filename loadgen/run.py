@@ -95,8 +95,9 @@ def load_document(folder: str | Path) -> dict[str, Any]:
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise refused(str(path), str(folder), f"cannot be read ({error.strerror})",
-                      "Give a folder that `tenuto bench -o` wrote.") from error
+        raise refused(
+            str(path), str(folder), f"cannot be read ({error.strerror})", "Give a folder that `tenuto bench -o` wrote."
+        ) from error
     except ValueError as error:
         raise refused(str(path), str(folder), f"is not JSON ({error})", "Run the bench again.") from error
     missing = [key for key in ("models", "verdict", "options", "window_ms") if key not in document]
@@ -140,5 +141,6 @@ def _read_records(path: Path, names: list[str]) -> Records:
         columns["gpulet"] = table["gpulet"].combine_chunks().cast(pyarrow.string()).to_numpy(zero_copy_only=False)
         return Records(**columns)
     except (OSError, pyarrow.ArrowException, KeyError, ValueError) as error:
-        raise refused(str(path), str(path), f"cannot be read ({error})",
-                      "Give a folder that `tenuto bench -o` wrote.") from error
+        raise refused(
+            str(path), str(path), f"cannot be read ({error})", "Give a folder that `tenuto bench -o` wrote."
+        ) from error

@@ -94,16 +94,15 @@ def write_run_files(
 def _served_by(url: str) -> dict[str, Any]:
     """Return whether any gpu-let of the endpoint is emulated (None when it does not say), and what its schedulers
     chose."""
-    from tenuto.deployments.serve.endpoint import get_json
+    from tenuto.deployments.serve.endpoint import get_told
+    from tenuto.deployments.wire.status import SystemStatus
 
     try:
-        status = get_json(f"{url}/status")
+        status = get_told(f"{url}/status", SystemStatus)
     except EnvironmentFaultError:
-        status = {}
-    if not isinstance(status, dict) or "gpulets" not in status:
         return {"emulated": None, "schedulers": []}  # operators have a port of their own there
-    emulated = any(gpulet.get("emulated", False) for gpulet in status["gpulets"])
-    return {"emulated": emulated, "schedulers": status.get("schedulers", [])}
+    emulated = any(gpulet.emulated for gpulet in status.gpulets)
+    return {"emulated": emulated, "schedulers": [scheduler.to_data() for scheduler in status.schedulers]}
 
 
 def _write_timeline(

@@ -76,8 +76,9 @@ class Schedule:
                 )
                 return cls(data["times_ms"], data["model_index"], names, float(data["duration_s"]), notes, applications)
         except (OSError, ValueError, KeyError) as error:
-            raise refused(str(path), str(path), f"not a schedule file ({error})",
-                          "Give a file that a run saved.") from error
+            raise refused(
+                str(path), str(path), f"not a schedule file ({error})", "Give a file that a run saved."
+            ) from error
 
 
 def seed_for(seed: int, *purpose: str) -> np.random.Generator:
@@ -122,8 +123,12 @@ def make_schedule(models: Sequence[ModelSpec], duration_s: float, seed: int, rat
         raise InvalidInputError(problems)
     expected = sum(spec.rate_rps for spec in models) * rate_scale * duration_s
     if expected > MOST_REQUESTS:
-        raise refused("--duration-s", duration_s, f"gives {expected:.3g} requests, more than {MOST_REQUESTS:.0e}",
-                      "Shorten the run or lower --rate-scale.")
+        raise refused(
+            "--duration-s",
+            duration_s,
+            f"gives {expected:.3g} requests, more than {MOST_REQUESTS:.0e}",
+            "Shorten the run or lower --rate-scale.",
+        )
     times = [
         arrival_times(
             spec.name, spec.rate_rps * rate_scale, duration_s, spec.arrival, seed_for(seed, "arrivals", spec.name)

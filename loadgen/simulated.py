@@ -5,7 +5,7 @@ verdict, report and comparison serve both.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -16,7 +16,7 @@ from tenuto.batching.core.build import everywhere, from_plan
 from tenuto.batching.core.scheduler import Scheduler
 from tenuto.batching.core.system import NetworkDelay, System
 from tenuto.batching.registry import make_scheduler
-from tenuto.batching.virtual.goodput import Goal, HostedModels, Trial, try_arrivals, try_load
+from tenuto.batching.virtual.goodput import Goal, HostedModels, Stop, Trial, never, try_arrivals, try_load
 from tenuto.batching.virtual.result import SimulationResult
 from tenuto.batching.virtual.simulator import simulate
 from tenuto.errors import Problem
@@ -116,9 +116,13 @@ class Simulation:
         schedule, load = self._arrivals(rate_scale)
         if load is None:
             return try_arrivals(
-                self.scheduler(), schedule.times_ms, schedule.model_index, goal, duration_s=self.duration_s,
+                self.scheduler(),
+                schedule.times_ms,
+                schedule.model_index,
+                goal,
+                duration_s=self.duration_s,
                 warmup_s=self.warmup_s,
-            )  # fmt: skip
+            )
         begin_ms = 1000.0 * (0.05 * self.duration_s if self.warmup_s is None else self.warmup_s)
         joins = Joins(load, begin_ms)
         judged = _WithApplications(load, self.system, joins, begin_ms)
@@ -135,13 +139,17 @@ class Simulation:
         load = make_application_load(self.models, self.applications, *how)
         return load.schedule, load
 
-    def _simulate(
-        self, load: ApplicationLoad, joins: Joins, stop: Callable[[Sequence[int]], bool] | None = None
-    ) -> SimulationResult:
+    def _simulate(self, load: ApplicationLoad, joins: Joins, stop: Stop = never) -> SimulationResult:
         return simulate(
-            self.scheduler(), load.times_ms, load.model_index, duration_s=self.duration_s, warmup_s=self.warmup_s,
-            stop=stop, deadlines_ms=load.deadlines_ms, followers=joins.answered, given_up=joins.given_up,
-        )  # fmt: skip
+            self.scheduler(),
+            load.times_ms,
+            load.model_index,
+            duration_s=self.duration_s,
+            warmup_s=self.warmup_s,
+            stop=stop,
+            deadlines_ms=load.deadlines_ms,
+            follows=joins,
+        )
 
 
 class _WithApplications:
@@ -210,9 +218,12 @@ class SimulatedRun:
         names = [model.name for model in result.system.models]
         slos = {model.name: model.slo_ms for model in result.system.models}
         summary = summarise(
-            records, names, warmup_ms=1000.0 * result.warmup_s, duration_ms=1000.0 * result.duration_s,
+            records,
+            names,
+            warmup_ms=1000.0 * result.warmup_s,
+            duration_ms=1000.0 * result.duration_s,
             applications=self.load.applications if self.load is not None else (),
-        )  # fmt: skip
+        )
         verdict = judge(records, summary, list(slos.values()))
         # The simulator's own figures where both have them: it saw every batch, not only the answered requests.
         seen = {key: value for key, value in result.summary().items() if key != "models"}
@@ -245,11 +256,19 @@ def simulated_records(result: SimulationResult, load: ApplicationLoad | None = N
     status = np.where(answered, Outcome.OK.http_status, Outcome.EXPIRED.http_status).astype(np.int32)
     status[result.outcome == Outcome.REJECTED] = Outcome.REJECTED.http_status
     records = Records(
-        request=np.arange(len(result.arrival_ms), dtype=np.int64), model=result.model, scheduled_ms=result.arrival_ms,
-        sent_ms=result.arrival_ms, answered_ms=result.answered_ms, status=status, outcome=result.outcome,
-        batching_ms=result.dispatched_ms - result.arrival_ms, gpulet_queue_ms=result.start_ms - result.dispatched_ms,
-        execution_ms=result.finish_ms - result.start_ms, batch_size=result.batch_size, gpulet=ids[result.gpulet],
-    )  # fmt: skip
+        request=np.arange(len(result.arrival_ms), dtype=np.int64),
+        model=result.model,
+        scheduled_ms=result.arrival_ms,
+        sent_ms=result.arrival_ms,
+        answered_ms=result.answered_ms,
+        status=status,
+        outcome=result.outcome,
+        batching_ms=result.dispatched_ms - result.arrival_ms,
+        gpulet_queue_ms=result.start_ms - result.dispatched_ms,
+        execution_ms=result.finish_ms - result.start_ms,
+        batch_size=result.batch_size,
+        gpulet=ids[result.gpulet],
+    )
     if load is None:
         return records
     records.call, records.call_at_ms = load.owner, load.call_at_ms
@@ -259,9 +278,12 @@ def simulated_records(result: SimulationResult, load: ApplicationLoad | None = N
 
 def _applications(result: SimulationResult, load: ApplicationLoad) -> dict[str, dict[str, Any]]:
     return application_figures(
-        simulated_records(result, load), [model.name for model in result.system.models], load.applications,
-        warmup_ms=1000.0 * result.warmup_s, duration_ms=1000.0 * result.duration_s,
-    )  # fmt: skip
+        simulated_records(result, load),
+        [model.name for model in result.system.models],
+        load.applications,
+        warmup_ms=1000.0 * result.warmup_s,
+        duration_ms=1000.0 * result.duration_s,
+    )
 
 
 def _with_slos(models: tuple[ModelSpec, ...], scale: float) -> tuple[ModelSpec, ...]:

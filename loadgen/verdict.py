@@ -141,9 +141,12 @@ def judge(
     p99 = float(np.percentile(lateness[~np.isnan(lateness)], 99)) if unsent < scheduled else float("inf")
     limit = max(5.0, 0.05 * min(slos_ms)) if slos_ms else 5.0
     conditions = {
-        "scheduled": scheduled, "sent": scheduled - unsent, "lateness_p99_ms": None if np.isinf(p99) else p99,
-        "lateness_limit_ms": limit, "target_attainment": TARGET_ATTAINMENT,
-    }  # fmt: skip
+        "scheduled": scheduled,
+        "sent": scheduled - unsent,
+        "lateness_p99_ms": None if np.isinf(p99) else p99,
+        "lateness_limit_ms": limit,
+        "target_attainment": TARGET_ATTAINMENT,
+    }
     if summary.get("applications"):
         conditions["followed"] = len(records) - scheduled
     invalid = []

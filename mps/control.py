@@ -57,14 +57,27 @@ class Subprocesses:
             return answer
 
     def _run(
-        self, arguments: list[str], text: str, environment: Mapping[str, str], timeout_s: float, what: str,
-        said: IO[str], complaint: IO[str],
-    ) -> int:  # fmt: skip
+        self,
+        arguments: list[str],
+        text: str,
+        environment: Mapping[str, str],
+        timeout_s: float,
+        what: str,
+        said: IO[str],
+        complaint: IO[str],
+    ) -> int:
         try:
             return subprocess.run(
-                [self._binary, *arguments], input=text, env=dict(environment), stdout=said, stderr=complaint, text=True,
-                timeout=timeout_s, check=False, start_new_session=True,
-            ).returncode  # fmt: skip
+                [self._binary, *arguments],
+                input=text,
+                env=dict(environment),
+                stdout=said,
+                stderr=complaint,
+                text=True,
+                timeout=timeout_s,
+                check=False,
+                start_new_session=True,
+            ).returncode
         except FileNotFoundError:
             raise ControlError(
                 f"{self._binary} is not installed. Install the CUDA MPS control program of the driver, or plan with "

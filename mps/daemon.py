@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from tenuto.documents import write_whole
 from tenuto.mps.control import BINARY, Client, Control, ControlError, Runner, Subprocesses
 from tenuto.mps.faults import MOST_FAULTS, WINDOW_S, FaultLog
 from tenuto.mps.folders import MOST_PATH_BYTES, OWNER, is_unused, pipe_directory, read_record
@@ -144,12 +145,13 @@ class PrivateDaemon:
     def _write_down(self, pid: int) -> None:
         """Remember a daemon as ours, and start what will stop it."""
         data = {
-            "pid": pid, "started_at": self.processes.started_at(pid), "gpu_uuid": self.gpu_uuid, "uid": os.getuid(),
+            "pid": pid,
+            "started_at": self.processes.started_at(pid),
+            "gpu_uuid": self.gpu_uuid,
+            "uid": os.getuid(),
             "pid_namespace": self.processes.namespace(),
-        }  # fmt: skip
-        partial = self._folder / f"{OWNER}.part"
-        partial.write_text(json.dumps(data), encoding="utf-8")
-        partial.replace(self._folder / OWNER)
+        }
+        write_whole(self._folder / OWNER, json.dumps(data))
         self._start_reaper(self.gpu_uuid)
 
     def _wait_until_ready(self, timeout_s: float) -> None:

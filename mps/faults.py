@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from tenuto.documents import write_whole
 from tenuto.errors import EnvironmentFaultError
 
 MOST_FAULTS = 3  # within the window: two restarts, then a refusal
@@ -63,9 +64,7 @@ class FaultLog:
             return [], False
 
     def _write(self, times: list[float], is_open: bool) -> None:
-        partial = self.path.with_suffix(".part")
-        partial.write_text(json.dumps({"at_s": times, "open": is_open}) + "\n", encoding="utf-8")
-        partial.replace(self.path)
+        write_whole(self.path, json.dumps({"at_s": times, "open": is_open}) + "\n")
 
 
 class XidEvents:

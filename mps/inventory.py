@@ -20,6 +20,7 @@ from tenuto.profiles.gpu_types import gpu_type_of
 
 _COMPUTE_MODES = {0: "default", 1: "exclusive-thread", 2: "prohibited", 3: "exclusive-process"}
 
+
 class Nvml(Protocol):
     """The part of the module `pynvml` that is used; the tests give a fake one."""
 
@@ -102,8 +103,12 @@ def read_sm_counts(timeout_s: float = 60.0) -> dict[str, int]:
     try:
         done = subprocess.run(
             [sys.executable, "-m", "tenuto.mps.sm_count"],
-            env=environment, capture_output=True, text=True, timeout=timeout_s, check=False,
-        )  # fmt: skip
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
+            check=False,
+        )
     except subprocess.TimeoutExpired as error:
         raise EnvironmentFaultError(
             f"the CUDA driver did not answer within {timeout_s:g} s. Run nvidia-smi."
@@ -192,11 +197,17 @@ def _device(nvml: Nvml, handle: Any, driver: str, sm_counts: Mapping[str, int]) 
     except nvml.NVMLError:  # as in containers that hide it
         mode = -1
     return GpuDevice(
-        uuid=uuid, name=name, type=gpu_type_of(name), memory_mib=total >> 20, free_memory_mib=free >> 20,
+        uuid=uuid,
+        name=name,
+        type=gpu_type_of(name),
+        memory_mib=total >> 20,
+        free_memory_mib=free >> 20,
         compute_capability=(int(major), int(minor)),
-        sm_count=int(sm_counts.get(uuid, 0)), driver=driver, is_mig=is_mig,
+        sm_count=int(sm_counts.get(uuid, 0)),
+        driver=driver,
+        is_mig=is_mig,
         compute_mode=_COMPUTE_MODES.get(mode, "unknown"),
-    )  # fmt: skip
+    )
 
 
 def _mig_devices(nvml: Nvml, handle: Any, gpu: GpuDevice) -> tuple[GpuDevice, ...]:
@@ -216,11 +227,17 @@ def _mig_devices(nvml: Nvml, handle: Any, gpu: GpuDevice) -> tuple[GpuDevice, ..
             name = f"{name} MIG {slices}g.{gib}gb"
         found.append(
             replace(
-                gpu, uuid=_text(nvml.nvmlDeviceGetUUID(part)), name=name, type=gpu_type_of(name),
-                memory_mib=int(memory.total) >> 20, free_memory_mib=int(memory.free) >> 20,
-                sm_count=int(attributes.multiprocessorCount), is_mig=False, parent_uuid=gpu.uuid,
+                gpu,
+                uuid=_text(nvml.nvmlDeviceGetUUID(part)),
+                name=name,
+                type=gpu_type_of(name),
+                memory_mib=int(memory.total) >> 20,
+                free_memory_mib=int(memory.free) >> 20,
+                sm_count=int(attributes.multiprocessorCount),
+                is_mig=False,
+                parent_uuid=gpu.uuid,
             )
-        )  # fmt: skip
+        )
     return tuple(found)
 
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Set
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 from tenuto.errors import EnvironmentFaultError
 from tenuto.mps.control import ControlError
@@ -23,10 +22,6 @@ class OtherProcess:
     pid: int
     name: str | None
     user: int | None
-
-    def to_data(self) -> dict[str, Any]:
-        """Return plain data."""
-        return asdict(self)
 
     def __str__(self) -> str:
         if self.name is None:

@@ -22,10 +22,7 @@ def client_environment(
     the cap of the whole process, CUDA's own allocations included. It is given for device 0, the only one that daemon
     and client see: NVIDIA's device plugin found a cap that named the GPU by UUID not applied.
     """
-    environment = {
-        "CUDA_VISIBLE_DEVICES": gpu_uuid,
-        "CUDA_MPS_PIPE_DIRECTORY": str(pipe_directory(gpu_uuid, root)),
-    }
+    environment = {"CUDA_VISIBLE_DEVICES": gpu_uuid, "CUDA_MPS_PIPE_DIRECTORY": str(pipe_directory(gpu_uuid, root))}
     if share_pct is not None and share_pct < 100.0:
         environment["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] = f"{share_pct:g}"
     if memory_mib is not None:

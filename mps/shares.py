@@ -42,9 +42,7 @@ def running_daemon(environment: Mapping[str, str] | None = None) -> Callable[[fl
     pipes = (os.environ if environment is None else environment).get("CUDA_MPS_PIPE_DIRECTORY", _DEFAULT_PIPES)
     if not (Path(pipes) / _PID_FILE).is_file():
         return None
-    return lambda share_pct: {
-        "CUDA_MPS_PIPE_DIRECTORY": pipes, "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": f"{share_pct:g}"
-    }  # fmt: skip
+    return lambda share_pct: {"CUDA_MPS_PIPE_DIRECTORY": pipes, "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": f"{share_pct:g}"}
 
 
 @contextlib.contextmanager

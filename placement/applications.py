@@ -10,7 +10,7 @@ from typing import Annotated
 
 from pydantic import Field, model_validator
 
-from tenuto.documents import StrictModel
+from tenuto.documents import Fault, StrictModel
 from tenuto.placement.arrivals.arrival import Arrival
 from tenuto.profiles.latency import LatencyField
 
@@ -51,20 +51,20 @@ class Application(StrictModel):
         labels = [stage.label for stage in self.stages]
         twice = sorted({label for label in labels if labels.count(label) > 1})
         if twice:
-            raise ValueError(f"stages named twice: {', '.join(twice)}; cure: Give them names of their own, or a count.")
+            raise Fault(f"stages named twice: {', '.join(twice)}", "Give them names of their own, or a count.")
         for stage in self.stages:
             unknown = [label for label in stage.after if label not in labels]
             if unknown:
-                raise ValueError(
-                    f"stage '{stage.label}' comes after '{unknown[0]}', which is no stage; cure: Use one of "
-                    f"{', '.join(labels)}."
+                raise Fault(
+                    f"stage '{stage.label}' comes after '{unknown[0]}', which is no stage",
+                    f"Use one of {', '.join(labels)}.",
                 )
         done: set[str] = set()
         while len(done) < len(labels):
             ready = {s.label for s in self.stages if s.label not in done and done.issuperset(s.after)}
             if not ready:
                 rest = ", ".join(label for label in labels if label not in done)
-                raise ValueError(f"stages wait for each other in a circle: {rest}; cure: Remove one `after`.")
+                raise Fault(f"stages wait for each other in a circle: {rest}", "Remove one `after`.")
             done |= ready
         return self
 

@@ -9,7 +9,7 @@ from typing import Annotated
 
 from pydantic import Field, model_validator
 
-from tenuto.documents import StrictModel, dump_yaml, parse_document
+from tenuto.documents import Fault, StrictModel, dump_yaml, parse_document
 from tenuto.errors import refused
 from tenuto.profiles.gpu_types import GPU_TYPES, is_fast_type, memory_mib_of
 
@@ -40,12 +40,13 @@ class GpuGroup(StrictModel):
     def _check(self) -> GpuGroup:
         if self.memory_mib is None and memory_mib_of(self.type) is None:
             known = ", ".join(GPU_TYPES)
-            raise ValueError(
-                f"unknown GPU type '{self.type}'; cure: Use one of {known}, a MIG device of one such as "
-                "a100-3g.20gb, or give its memory_mib in the cluster file."
+            raise Fault(
+                f"unknown GPU type '{self.type}'",
+                f"Use one of {known}, a MIG device of one such as a100-3g.20gb, or give its memory_mib in the cluster "
+                "file.",
             )
         if self.uuids is not None and len(self.uuids) != self.count:
-            raise ValueError(f"{len(self.uuids)} uuids for {self.count} GPUs; cure: Give one UUID per GPU.")
+            raise Fault(f"{len(self.uuids)} uuids for {self.count} GPUs", "Give one UUID per GPU.")
         return self
 
 
@@ -61,7 +62,7 @@ class Node(StrictModel):
     @model_validator(mode="after")
     def _found_one_way(self) -> Node:
         if self.address is not None and self.label is not None:
-            raise ValueError(f"node {self.name} has an address and a label; cure: Give one of them.")
+            raise Fault(f"node {self.name} has an address and a label", "Give one of them.")
         return self
 
 
@@ -76,7 +77,7 @@ class Cluster(StrictModel):
         names = [node.name for node in self.nodes]
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:
-            raise ValueError(f"node names used twice: {', '.join(twice)}; cure: Rename them.")
+            raise Fault(f"node names used twice: {', '.join(twice)}", "Rename them.")
         return self
 
     @property
@@ -131,8 +132,12 @@ class Cluster(StrictModel):
         for part in text.split(","):
             match = re.fullmatch(r"\s*([A-Za-z0-9_.+-]+)(?::(\d+))?\s*", part)
             if match is None or match.group(2) == "0":
-                raise refused("--gpus", text, "must be TYPE:COUNT[,TYPE:COUNT…] with counts of at least 1",
-                              "Write for example --gpus v100:4.")
+                raise refused(
+                    "--gpus",
+                    text,
+                    "must be TYPE:COUNT[,TYPE:COUNT…] with counts of at least 1",
+                    "Write for example --gpus v100:4.",
+                )
             groups.append({"type": match.group(1), "count": int(match.group(2) or 1)})
         data = {"nodes": [{"name": "n0", "gpus": groups}], "elastic": elastic}
         return parse_document(cls, data, origin="--gpus")
@@ -149,7 +154,16 @@ def _gpus_of(nodes: tuple[Node, ...]) -> tuple[Gpu, ...]:
             price = group.price_per_hour if group.price_per_hour is not None else kind.price_per_hour if kind else None
             for position in range(group.count):
                 uuid = group.uuids[position] if group.uuids else None
-                found.append(Gpu(id=f"{node.name}/{index}", type=group.type, memory_mib=memory, price_per_hour=price,
-                                 uuid=uuid, address=node.address, label=node.label))  # fmt: skip
+                found.append(
+                    Gpu(
+                        id=f"{node.name}/{index}",
+                        type=group.type,
+                        memory_mib=memory,
+                        price_per_hour=price,
+                        uuid=uuid,
+                        address=node.address,
+                        label=node.label,
+                    )
+                )
                 index += 1
     return tuple(found)

@@ -128,8 +128,11 @@ class _Maker:
         before = [g for g in self.gpulets if g.gpu == merged.gpu] if side_by_side else [merged]
         total_rps = 0.0
         for gpulet in before:
-            timed = [(r.batch_size, r.latency.at(r.batch_size) * r.slowdown)
-                     for r in gpulet.models if r.name in models and r.latency is not None]  # fmt: skip
+            timed = [
+                (r.batch_size, r.latency.at(r.batch_size) * r.slowdown)
+                for r in gpulet.models
+                if r.name in models and r.latency is not None
+            ]
             if timed:
                 total_rps += 1000.0 * sum(size for size, _ in timed) / sum(ms for _, ms in timed)
         return total_rps
@@ -263,19 +266,28 @@ def _within(program: Program, budget_ms: float) -> Program:
 
 def _as_group(program: Program) -> MergedGroup:
     memory = program.memory_mib if program.basis == "measured" else None
-    return MergedGroup(models=program.models, batch_size=program.batch_size, latency=program.latency,
-                       memory_mib=memory, basis=program.basis)  # fmt: skip
+    return MergedGroup(
+        models=program.models,
+        batch_size=program.batch_size,
+        latency=program.latency,
+        memory_mib=memory,
+        basis=program.basis,
+    )
 
 
 def _one_of(gpulets: Sequence[Gpulet]) -> Gpulet:
     """Return gpu-lets of one GPU as one process: all their models, the sum of their shares, no rounds."""
     shares = [gpulet.share_pct for gpulet in gpulets]
     total_pct = None if None in shares else min(100.0, round(sum(s for s in shares if s is not None), 6))
-    return gpulets[0].model_copy(update={
-        "share_pct": total_pct, "memory_mib": None, "duty_cycle_ms": None,
-        "models": tuple(replica for gpulet in gpulets for replica in gpulet.models),
-        "merge": tuple(group for gpulet in gpulets for group in gpulet.merge),
-    })  # fmt: skip
+    return gpulets[0].model_copy(
+        update={
+            "share_pct": total_pct,
+            "memory_mib": None,
+            "duty_cycle_ms": None,
+            "models": tuple(replica for gpulet in gpulets for replica in gpulet.models),
+            "merge": tuple(group for gpulet in gpulets for group in gpulet.merge),
+        }
+    )
 
 
 def _together_rps(program: Program) -> float:

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 
-from tenuto.documents import StrictModel, dump_yaml, load_document, parse_document
+from tenuto.documents import Fault, StrictModel, dump_yaml, load_document, parse_document
 from tenuto.errors import raise_if_any, refused
 from tenuto.placement.applications import Application
 from tenuto.placement.cluster import Gpu
@@ -102,9 +102,9 @@ class Plan(StrictModel):
     @classmethod
     def _known_schema(cls, version: int) -> int:
         if version != SCHEMA:
-            raise ValueError(
-                f"plan schema {version} is not supported by this version, which reads schema {SCHEMA}; "
-                "cure: Make the plan again with `tenuto plan`."
+            raise Fault(
+                f"plan schema {version} is not supported by this version, which reads schema {SCHEMA}",
+                "Make the plan again with `tenuto plan`.",
             )
         return version
 

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import difflib
-import functools
 import importlib.util
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
-from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -18,9 +15,9 @@ from tenuto.placement.cluster import Cluster
 from tenuto.placement.plan import Plan
 from tenuto.placement.watch import Watch
 from tenuto.placement.workload import Workload
+from tenuto.plugins import POLICIES, cure_of_unknown, entry_point, registered
 from tenuto.profiles import Profiles
 
-ENTRY_POINTS = "tenuto.policies"
 DEFAULT_POLICY = "tenuto"  # what plans where no policy is named
 
 
@@ -65,7 +62,7 @@ class Policy(ABC):
             InvalidInputError: the policy plans everything anew, which is what this one does.
         """
         del plan, workload, cluster, profiles
-        cure = "Use igniter, ffd+ or ffd++, or leave --extend away."
+        cure = "Use igniter, or leave --extend away."
         raise refused("--extend", self.name, "plans every model anew", cure)
 
     @property
@@ -81,7 +78,7 @@ class Policy(ABC):
 
 def policy_names() -> dict[str, type[Policy]]:
     """Return every policy by name: the entry points of all installed packages, Tenuto's own among them."""
-    return {point.name: point.load() for point in sorted(entry_points(group=ENTRY_POINTS), key=lambda p: p.name)}
+    return {name: point.load() for name, point in registered(POLICIES).items()}
 
 
 def load_policy(name: str, options: Mapping[str, Any] | None = None) -> Policy:
@@ -94,16 +91,14 @@ def load_policy(name: str, options: Mapping[str, Any] | None = None) -> Policy:
     return _configured(kind, name, dict(options or {}))
 
 
-@functools.cache  # reading what is installed takes longer than many a plan; the controller plans all day
 def _from_entry_point(name: str) -> type[Policy]:
-    for point in entry_points(group=ENTRY_POINTS):
-        if point.name == name:
-            kind: type[Policy] = point.load()
-            return kind
-    known = sorted({point.name for point in entry_points(group=ENTRY_POINTS)})
-    close = difflib.get_close_matches(name, known, n=1)
-    hint = f"Did you mean '{close[0]}'? " if close else ""
-    raise refused("--policy", name, "unknown policy", f"{hint}Known policies: {', '.join(known)}.")
+    try:
+        point = entry_point(POLICIES, name)
+    except KeyError:
+        cure = cure_of_unknown(POLICIES, name, registered(POLICIES))
+        raise refused("--policy", name, "unknown policy", cure) from None
+    kind: type[Policy] = point.load()
+    return kind
 
 
 def _from_file(name: str) -> type[Policy]:
@@ -118,12 +113,17 @@ def _from_file(name: str) -> type[Policy]:
     try:
         spec.loader.exec_module(module)
     except Exception as error:
-        raise refused("--policy", name, f"importing the file failed: {type(error).__name__}: {error}",
-                      "Repair the file.") from error
+        raise refused(
+            "--policy", name, f"importing the file failed: {type(error).__name__}: {error}", "Repair the file."
+        ) from error
     kind: type[Policy] | None = getattr(module, attribute, None)
     if not kind or not (inspect.isclass(kind) and callable(getattr(kind, "place", None))):
-        raise refused("--policy", name, f"'{attribute}' is not a class with a place() method in {file.name}",
-                      "Derive it from tenuto.placement.Policy.")
+        raise refused(
+            "--policy",
+            name,
+            f"'{attribute}' is not a class with a place() method in {file.name}",
+            "Derive it from tenuto.placement.Policy.",
+        )
     return kind
 
 

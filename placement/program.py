@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 import numpy as np
 from pydantic import Field, field_validator
 
-from tenuto.documents import StrictModel
+from tenuto.documents import Fault, StrictModel
 from tenuto.profiles import Latency, LatencyTable
 from tenuto.profiles.latency import LatencyField
 from tenuto.profiles.share_latency import ShareRule
@@ -65,7 +65,7 @@ class MergedGroup(StrictModel):
     def _sorted(cls, models: tuple[str, ...]) -> tuple[str, ...]:
         """Sort them, so that one group has one name; a name twice is an error."""
         if len(set(models)) < len(models):
-            raise ValueError("names a model twice; cure: name every member once")
+            raise Fault("names a model twice", "name every member once")
         return tuple(sorted(models))
 
     @property
@@ -94,9 +94,7 @@ class Program:
     @classmethod
     def single(cls, replica: Replica) -> Program:
         """Return the program of a model that runs by itself."""
-        return cls(
-            replica.name, (replica,), replica.batch_size, replica.latency, replica.slowdown, replica.memory_mib
-        )
+        return cls(replica.name, (replica,), replica.batch_size, replica.latency, replica.slowdown, replica.memory_mib)
 
     @classmethod
     def merged(cls, group: MergedGroup, members: Sequence[Replica]) -> Program:

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, ValidationError, field_validator, model_validator
 
-from tenuto.documents import ProblemsBelow, StrictModel, dump_yaml, load_document, parse_document
+from tenuto.documents import Fault, ProblemsBelow, StrictModel, dump_yaml, load_document, parse_document
 from tenuto.errors import Problem, refused
 from tenuto.placement.applications import Application
 from tenuto.placement.arrivals.arrival import Arrival
@@ -52,7 +52,7 @@ class ModelSpec(StrictModel):
     @model_validator(mode="after")
     def _one_cost(self) -> ModelSpec:
         if self.profile is not None and self.latency is not None:
-            raise ValueError("gives both 'profile' and 'latency'; cure: keep one of them")
+            raise Fault("gives both 'profile' and 'latency'", "keep one of them")
         return self
 
 
@@ -79,8 +79,11 @@ class Workload(StrictModel):
         except ValidationError:
             return data  # the field's own validation reports it
         models = list(data.get("models") or ())
-        names = {spec.name if isinstance(spec, ModelSpec) else spec.get("name") for spec in models
-                 if isinstance(spec, ModelSpec | dict)}  # fmt: skip
+        names = {
+            spec.name if isinstance(spec, ModelSpec) else spec.get("name")
+            for spec in models
+            if isinstance(spec, ModelSpec | dict)
+        }
         return {**data, "models": [*models, *(spec for spec in stages if spec.name not in names)]}
 
     @model_validator(mode="after")
@@ -125,8 +128,8 @@ class Workload(StrictModel):
             isinstance(group, list | tuple) and len(group) > 1 and all(isinstance(name, str) for name in group)
             for group in groups
         ):
-            raise ValueError(
-                "must be 'off', 'auto' or a list of groups of two or more models; cure: Write for example [[a, b]]."
+            raise Fault(
+                "must be 'off', 'auto' or a list of groups of two or more models", "Write for example [[a, b]]."
             )
         return value
 

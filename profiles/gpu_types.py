@@ -55,11 +55,23 @@ GPU_TYPES: dict[str, GpuType] = {
 
 # What the driver calls them; first match wins.
 _PRODUCTS = (
-    (r"\bGB200\b", "gb200"), (r"\bB200\b", "b200"), (r"\bH200\b", "h200"), (r"\bH100\b", "h100"), (r"\bA100\b", "a100"),
-    (r"\bA10G\b", "a10g"), (r"\bV100S?\b", "v100"), (r"\bP100\b", "p100"), (r"\bP4\b", "p4"), (r"\bL4\b", "l4"),
-    (r"\bT4\b", "t4"), (r"\bK80\b", "k80"), (r"\bGTX 1080 Ti\b", "1080ti"), (r"\bRTX 2080 Ti\b", "2080ti"),
-    (r"\bRTX 3080(?! Ti)\b", "3080"), (r"\bGTX TITAN X\b", "titanx"),
-)  # fmt: skip
+    (r"\bGB200\b", "gb200"),
+    (r"\bB200\b", "b200"),
+    (r"\bH200\b", "h200"),
+    (r"\bH100\b", "h100"),
+    (r"\bA100\b", "a100"),
+    (r"\bA10G\b", "a10g"),
+    (r"\bV100S?\b", "v100"),
+    (r"\bP100\b", "p100"),
+    (r"\bP4\b", "p4"),
+    (r"\bL4\b", "l4"),
+    (r"\bT4\b", "t4"),
+    (r"\bK80\b", "k80"),
+    (r"\bGTX 1080 Ti\b", "1080ti"),
+    (r"\bRTX 2080 Ti\b", "2080ti"),
+    (r"\bRTX 3080(?! Ti)\b", "3080"),
+    (r"\bGTX TITAN X\b", "titanx"),
+)
 
 # NVIDIA names a MIG device after its memory in GB, of which the split takes up to a twentieth: 1g.5gb has 4864 MiB.
 _MIG_MIB_PER_GB = 1024 * 0.95

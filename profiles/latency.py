@@ -10,7 +10,7 @@ from typing import Annotated
 
 from pydantic import Discriminator, Field, Tag, field_validator
 
-from tenuto.documents import StrictModel
+from tenuto.documents import Fault, StrictModel
 from tenuto.errors import MissingProfileError
 
 PositiveMs = Annotated[float, Field(gt=0)]
@@ -50,7 +50,7 @@ class LatencyTable(StrictModel):
     @classmethod
     def _sorted(cls, points: dict[int, float]) -> dict[int, float]:
         if min(points) < 1:
-            raise ValueError("batch sizes must be at least 1; cure: remove the smaller ones")
+            raise Fault("batch sizes must be at least 1", "remove the smaller ones")
         return dict(sorted(points.items()))
 
     @property

@@ -82,12 +82,14 @@ class ModelProfile(StrictModel):
         """Return the profile of the same model when each batch takes `factor` times as long, iGniter's coefficients of
         the active time (equation 11: all but k4) included."""
         points = tuple(
-            point.model_copy(update={
-                "latency_ms": point.latency_ms * factor,
-                "throughput_rps": None if point.throughput_rps is None else point.throughput_rps / factor,
-            })
+            point.model_copy(
+                update={
+                    "latency_ms": point.latency_ms * factor,
+                    "throughput_rps": None if point.throughput_rps is None else point.throughput_rps / factor,
+                }
+            )
             for point in self.points
-        )  # fmt: skip
+        )
         line = self.line.scaled(factor) if self.line is not None else None
         active = {key: value * factor for key, value in self.coefficients.items() if key in ("k1", "k2", "k3", "k5")}
         update = {"points": points, "line": line, "fit": None, "coefficients": self.coefficients | active}
@@ -253,9 +255,17 @@ class Profiles:
             return models[row]
         if not models:
             known = ", ".join(self.gpu_types())
-            raise refused("profiles", gpu_type, f"no profile was measured on GPU type '{gpu_type}'",
-                          "Measure one with `tenuto profile`, or pass --profiles."
-                          + (f" Types with profiles: {known}." if known else ""))
-        raise refused("profiles", row, f"no profile of '{row}' on GPU type '{gpu_type}'",
-                      f"Measure it with `tenuto profile {row}`, or give `profile:` in the workload. "
-                      f"Known: {', '.join(sorted(models))}.")
+            raise refused(
+                "profiles",
+                gpu_type,
+                f"no profile was measured on GPU type '{gpu_type}'",
+                "Measure one with `tenuto profile`, or pass --profiles."
+                + (f" Types with profiles: {known}." if known else ""),
+            )
+        raise refused(
+            "profiles",
+            row,
+            f"no profile of '{row}' on GPU type '{gpu_type}'",
+            f"Measure it with `tenuto profile {row}`, or give `profile:` in the workload. "
+            f"Known: {', '.join(sorted(models))}.",
+        )

@@ -1,14 +1,19 @@
-"""Read YAML and JSON documents into strict models and report every fault at once, each with its cure.
+"""Read YAML and JSON documents into strict models and report every fault at once, each with its cure; write files whole
+or not at all.
 
 All of Tenuto's files (profiles, workloads, clusters, plans) pass through here, so that an unknown key or a wrong unit
-reads the same everywhere.
+reads the same everywhere, and every file that a user may keep is written by `write_whole`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import json
-from collections.abc import Iterable, Sequence
+import os
+import secrets
+import stat
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self, TypeVar
@@ -22,6 +27,10 @@ from tenuto.options import split_pairs
 # libyaml's are ten times as fast; every wheel of PyYAML has them.
 _Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _SafeDumper: Any = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
+
+# YAML that was cut at the end of a line is YAML still. What we write therefore says where it ends.
+_FIRST_LINE = "# Written by tenuto; it is whole only with its last line.\n"
+_LAST_LINE = "# end\n"
 
 
 class _Dumper(_SafeDumper):  # type: ignore[misc]
@@ -52,6 +61,14 @@ class ProblemsBelow(ValueError):
         self.problems = tuple(problems)
 
 
+class Fault(ValueError):
+    """Raised by a schema's validator that finds a rule broken: the rule, and how to cure it."""
+
+    def __init__(self, rule: str, cure: str) -> None:
+        super().__init__(f"{rule}. {cure}")
+        self.rule, self.cure = rule, cure
+
+
 # pydantic's error types, with what a user should do about each.
 _CURES = {
     "missing": "Add this key.",
@@ -80,7 +97,7 @@ def load_document(path: str | Path) -> Any:
     """Parse a YAML or JSON file.
 
     Raises:
-        InvalidInputError: the file is absent, unreadable, or not YAML; the message names line and column.
+        InvalidInputError: the file is absent, unreadable, cut, or not YAML; the message names line and column.
     """
     file = Path(path)
     try:
@@ -89,6 +106,11 @@ def load_document(path: str | Path) -> Any:
         raise InvalidInputError(f"{file}: no such file. Check the path.") from None
     except (OSError, UnicodeDecodeError) as error:
         raise InvalidInputError(f"{file}: cannot be read ({error}). Check that it is a readable text file.") from error
+    if text.startswith(_FIRST_LINE) and not f"{text.rstrip()}\n".endswith(f"\n{_LAST_LINE}"):
+        raise InvalidInputError(
+            f"{file}: the file is cut: its last line is not `{_LAST_LINE.strip()}`. Write it again, or remove its "
+            "first line if you made it so."
+        )
     try:
         return json.loads(text) if file.suffix == ".json" else parse_yaml(text)
     except (yaml.YAMLError, json.JSONDecodeError) as error:
@@ -142,17 +164,14 @@ def _problems(error: ValidationError, model: type[BaseModel], origin: str) -> It
             known = _known_keys(model, location[:-1])
             yield Problem(path, fault["input"], "unknown key", _suggest(str(location[-1]), known))
         else:
-            message = str(fault["msg"])
-            message = message.removeprefix("Value error, ")
-            rule, _, cure = message.partition("; cure: ")
+            rule, cure = str(fault["msg"]), _CURES.get(fault["type"], "Correct the value.")
+            if isinstance(inner, Fault):
+                rule, cure = inner.rule, inner.cure
+            elif isinstance(inner, ValueError):
+                rule = str(inner)
             # Of a missing key and of the whole document the mapping around it would be shown, which tells nothing.
             shown = fault["input"] if location and fault["type"] != "missing" else None
-            yield Problem(
-                path,
-                shown,
-                rule[:1].lower() + rule[1:],
-                cure or _CURES.get(fault["type"], "Correct the value."),
-            )
+            yield Problem(path, shown, rule[:1].lower() + rule[1:], cure)
 
 
 def _known_keys(model: type[BaseModel], location: tuple[int | str, ...]) -> list[str]:
@@ -191,6 +210,56 @@ def _suggest(key: str, known: list[str]) -> str:
 
 
 def dump_yaml(data: Any) -> str:
-    """Render plain data as YAML in a stable form: keys in the given order, no aliases, floats as Python prints them."""
+    """Render plain data as YAML in a stable form: keys in the given order, no aliases, floats as Python prints them.
 
-    return yaml.dump(data, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
+    The first line says that the last one must be there; `load_document` refuses what was cut between.
+    """
+    text = yaml.dump(data, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
+    return f"{_FIRST_LINE}{text}{_LAST_LINE}"
+
+
+def write_whole(path: str | Path, content: str | Callable[[Path], None], *, mode: int | None = None) -> None:
+    """Write a file whole or not at all: until all of it is on the disk, what was there before stays.
+
+    Args:
+        path: the file. What a link names is replaced, not the link; what is no file (/dev/stdout) is written to.
+        content: a text, or what writes to the path that it is given.
+        mode: permissions; default those of the file that is replaced, else what the umask leaves.
+
+    Raises:
+        OSError: it cannot be written; nothing was changed.
+    """
+    with contextlib.suppress(FileNotFoundError):
+        found = os.stat(path).st_mode
+        if not stat.S_ISREG(found):
+            if not isinstance(content, str):
+                raise IsADirectoryError(None, "is no file", str(path))
+            Path(path).write_text(content, encoding="utf-8")
+            return
+        mode = stat.S_IMODE(found) if mode is None else mode
+    file = Path(os.path.realpath(path))
+    # The suffix stays: numpy insists on its own.
+    partial = file.with_name(f".part-{secrets.token_hex(4)}{file.suffix}")
+    try:
+        descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666 if mode is None else mode)
+        try:
+            if mode is not None:
+                os.fchmod(descriptor, mode)
+            if isinstance(content, str):
+                with open(descriptor, "w", encoding="utf-8", closefd=False) as stream:
+                    stream.write(content)
+            else:
+                content(partial)
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+        os.replace(partial, file)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
+    with contextlib.suppress(OSError):  # a folder that cannot be read or synced; the file is there all the same
+        folder = os.open(file.parent, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)

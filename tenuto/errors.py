@@ -11,6 +11,7 @@ Expiry and rejection of requests are ordinary values on the request path (see `t
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -44,18 +45,15 @@ class InvalidInputError(TenutoError):
 
     exit_code = 2
 
-    def __init__(self, problems: Problem | str | Sequence[Problem]) -> None:
-        """Accept one problem, several, or a plain message.
+    def __init__(self, problems: Problem | str | Sequence[Problem | str]) -> None:
+        """Accept one problem or plain message, or several.
 
         The argument goes to the base class as it is, so that the exception survives pickling between processes.
         """
         super().__init__(problems)
-        self.problems: tuple[Problem, ...]
-        if isinstance(problems, str):
-            self._text, self.problems = problems, ()
-        else:
-            self.problems = (problems,) if isinstance(problems, Problem) else tuple(problems)
-            self._text = "\n".join(str(problem) for problem in self.problems)
+        found = (problems,) if isinstance(problems, Problem | str) else tuple(problems)
+        self.problems = tuple(problem for problem in found if isinstance(problem, Problem))
+        self._text = "\n".join(str(problem) for problem in found)
 
     def __str__(self) -> str:
         return self._text
@@ -76,6 +74,11 @@ class UnavailableError(TenutoError):
 
 class EnvironmentFaultError(TenutoError):
     """The machine, the Ray cluster or a driver is not as required; the message names the repair."""
+
+
+def new_incident() -> str:
+    """Return a name for one failure: clients are told it, and the log has the text that is not for them."""
+    return secrets.token_hex(4)
 
 
 def first_line(error: BaseException) -> str:

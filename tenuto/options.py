@@ -61,9 +61,11 @@ class Option:
         if self.finite and isinstance(converted, float) and not math.isfinite(converted):
             raise ValueError("must be finite")
         bounds = (
-            ("at least", self.minimum, operator.ge), ("above", self.above, operator.gt),
-            ("at most", self.maximum, operator.le), ("below", self.below, operator.lt),
-        )  # fmt: skip
+            ("at least", self.minimum, operator.ge),
+            ("above", self.above, operator.gt),
+            ("at most", self.maximum, operator.le),
+            ("below", self.below, operator.lt),
+        )
         parts = converted if isinstance(converted, tuple) else (converted,)
         if not all(bound is None or holds(part, bound) for part in parts for _, bound, holds in bounds):
             words = " and ".join(f"{word} {bound}" for word, bound, _ in bounds if bound is not None)
@@ -121,9 +123,7 @@ def options_of_call(target: Callable[..., Any]) -> tuple[Option, ...]:
     )
 
 
-def read_options(
-    owner: str, options: Sequence[Option], raw: Mapping[str, Any]
-) -> dict[str, Any]:
+def read_options(owner: str, options: Sequence[Option], raw: Mapping[str, Any]) -> dict[str, Any]:
     """Return the given options, each converted to its kind; those not given are left out.
 
     Args:

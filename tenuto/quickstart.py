@@ -19,6 +19,7 @@ from typing import Any
 
 from tenuto.deployments.serve.config import serve_config
 from tenuto.deployments.serve.launcher import Launcher, unused_port
+from tenuto.documents import dump_yaml, write_whole
 from tenuto.errors import EnvironmentFaultError
 from tenuto.loadgen.bench import BenchOptions, BenchResult, run_bench
 from tenuto.loadgen.report.page import write_report
@@ -69,7 +70,7 @@ class Quickstart:
         """
         profile = self.profile()
         workload = self.workload(profile)
-        (self._folder / "workload.yaml").write_text(workload.dump(), encoding="utf-8")
+        write_whole(self._folder / "workload.yaml", workload.dump())
         port, proxy_port = unused_port(8000), unused_port(8001)
         on_cpu = self._plan("cpu", workload, Cluster.parse("cpu:1"), Profiles([profile]), port)
         larger = workload.scaled(_EMULATED_FACTOR)
@@ -96,7 +97,7 @@ class Quickstart:
                 self._say(f"  batch {point.batch_size}: {point.latency_ms:.1f} ms")
             found.append(measured)
         profile = assemble(found, name="quickstart-cpu", command="tenuto quickstart")
-        (self._folder / "profile.yaml").write_text(profile.dump(), encoding="utf-8")
+        write_whole(self._folder / "profile.yaml", profile.dump())
         return profile
 
     def workload(self, profile: Profile) -> Workload:
@@ -118,10 +119,8 @@ class Quickstart:
             raise EnvironmentFaultError(
                 f"no plan for {', '.join(plan.unserved)}: {plan.unserved_reasons}. Free the machine and retry."
             )
-        from tenuto.documents import dump_yaml
-
         path = self._folder / f"plan-{name}.yaml"
-        path.write_text(dump_yaml(serve_config(plan, port=port)), encoding="utf-8")
+        write_whole(path, dump_yaml(serve_config(plan, port=port)))
         hosted = "; ".join(f"{g.id}: " + ", ".join(f"{r.name} ≤{r.batch_size}" for r in g.models) for g in plan.gpulets)
         self._say(f"plan: {name}: {hosted}")
         return plan

@@ -14,7 +14,7 @@ from pathlib import Path
 import click
 import pytest
 
-from tenuto.cli import VERBS, main
+from tenuto.cli import load_verb, main, verb_names
 from tenuto.deployments.control.settings import ControlSettings
 from tenuto.documents import StrictModel, parse_document, parse_yaml
 from tenuto.placement import Cluster, Plan, Workload
@@ -24,8 +24,12 @@ from tenuto.profiles.shipped import load_shipped
 from tests.instruments.scenario import Scenario
 
 ROOT = Path(__file__).parents[1]
-PAGES = {str(path.relative_to(ROOT)): path for path in (*ROOT.glob("*.md"), *sorted((ROOT / "docs").glob("*.md")))}
+PAGES = {
+    str(path.relative_to(ROOT)): path
+    for path in (*ROOT.glob("*.md"), *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "lab").rglob("*.md")))
+}
 # What takes seconds and needs neither Ray nor a GPU nor a network; `tenuto` as a policy tries plans for longer.
+OURS = ("tenuto", "tenuto_lab", "tests", "lab")  # top packages of this repository
 QUICK = ("plan", "simulate", "goodput", "capacity", "policies", "profiles", "partition")
 LONG = ("--policy tenuto", "http://", "--elastic")
 
@@ -71,10 +75,11 @@ def test_links_lead_somewhere(page: str) -> None:
     assert broken == []
 
 
-def test_every_page_is_in_the_index() -> None:
-    index = (ROOT / "docs" / "README.md").read_text(encoding="utf-8")
+@pytest.mark.parametrize("folder", ["docs", "lab/journal"])
+def test_every_page_is_in_the_index(folder: str) -> None:
+    index = (ROOT / folder / "README.md").read_text(encoding="utf-8")
     linked = set(re.findall(r"\]\(([\w-]+\.md)\)", index))
-    assert linked == {path.name for path in (ROOT / "docs").glob("*.md")} - {"README.md"}
+    assert linked == {path.name for path in (ROOT / folder).glob("*.md")} - {"README.md"}
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -82,23 +87,23 @@ def test_commands_options_and_scripts_exist(page: str) -> None:
     text = PAGES[page].read_text(encoding="utf-8")
     unknown = []
     for verb, *words in commands(text):
-        if verb not in VERBS:
+        command = load_verb(verb)
+        if command is None:
             unknown.append(verb)
             continue
-        command = __import__(f"tenuto.cli.{verb}", fromlist=["command"]).command
         options = {name for option in command.params for name in (*option.opts, *option.secondary_opts)} | {"--help"}
         given = [word.split("=")[0] for word in words if re.match(r"-[-a-z]", word)]
         unknown += [f"{verb} {word}" for word in given if word not in options]
-    for script in re.findall(r"(?:python |`)((?:tests|scripts)/[\w/.]+)", text):
+    for script in re.findall(r"(?:python |`)((?:tests|lab|scripts)/[\w/.]+)", text):
         unknown += [script] if not (ROOT / script).exists() else []
     assert unknown == []
 
 
 def benchmark_source(name: str) -> str:
-    """The text of a script in tests/benchmarks and of what it imports from there."""
-    folder = ROOT / "tests" / "benchmarks"
+    """The text of a script in lab/benchmarks and of what it imports from there."""
+    folder = ROOT / "lab" / "benchmarks"
     text = (folder / f"{name}.py").read_text(encoding="utf-8")
-    others = re.findall(r"^(?:from|import) (?:tests\.benchmarks\.)?(\w+)", text, re.M)
+    others = re.findall(r"^(?:from|import) (?:lab\.benchmarks\.)?(\w+)", text, re.M)
     return text + "".join(benchmark_source(other) for other in others if (folder / f"{other}.py").exists())
 
 
@@ -116,14 +121,14 @@ def test_benchmarks_have_the_options_that_are_named(page: str) -> None:
 def imported(block: str) -> Iterator[tuple[str, str]]:
     """Modules of ours that Python imports, each with a name it takes from there."""
     for node in ast.walk(ast.parse(block)):
-        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in ("tenuto", "tests"):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in OURS:
             yield from ((str(node.module), alias.name) for alias in node.names)
 
 
 @functools.cache
 def text_of(module: str) -> str:
     """The text of a module of ours; empty where there is none."""
-    path = ROOT / module.replace(".", "/")
+    path = ROOT / ("lab" if module.startswith("tenuto_lab") else "") / module.replace(".", "/")
     file = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
     return file.read_text(encoding="utf-8") if file.exists() else ""
 
@@ -139,19 +144,23 @@ def test_python_of_the_pages_imports_what_exists() -> None:
     assert [found for block in written for found in imported(block) if not is_there(*found)] == []
 
 
-@pytest.mark.parametrize("script", sorted(path.stem for path in (ROOT / "tests" / "benchmarks").glob("*.py")))
+@pytest.mark.parametrize("script", sorted(path.stem for path in (ROOT / "lab" / "benchmarks").glob("*.py")))
 def test_benchmarks_import_what_exists(script: str) -> None:
-    source = (ROOT / "tests" / "benchmarks" / f"{script}.py").read_text(encoding="utf-8")
+    source = (ROOT / "lab" / "benchmarks" / f"{script}.py").read_text(encoding="utf-8")
     assert [found for found in imported(source) if not is_there(*found)] == []
     before, needs_tests, _ = source.partition("\nfrom tests.")  # which an installed Tenuto does not bring
-    assert not needs_tests or "sys.path.insert" in before or f"python -m tests.benchmarks.{script}" in source
+    assert not needs_tests or "sys.path.insert" in before or f"python -m lab.benchmarks.{script}" in source
 
 
 # A key that tells what a file is, and its schema; files of others (Prometheus) and of measurements have none of these.
 SCHEMAS: tuple[tuple[str, type[StrictModel]], ...] = (
-    ("arrivals", Scenario), ("policy", Plan), ("gpu_type", Profile), ("nodes", Cluster), ("models", Workload),
+    ("arrivals", Scenario),
+    ("policy", Plan),
+    ("gpu_type", Profile),
+    ("nodes", Cluster),
+    ("models", Workload),
     ("applications", Workload),
-)  # fmt: skip
+)
 
 
 @pytest.mark.parametrize("page", [page for page, path in PAGES.items() if "```yaml" in path.read_text("utf-8")])
@@ -211,9 +220,9 @@ def run(*words: str) -> None:
     assert out.getvalue() or err.getvalue()
 
 
-@pytest.mark.parametrize("verb", VERBS)
+@pytest.mark.parametrize("verb", verb_names())
 def test_help_begins_with_a_sentence_and_ends_with_an_example(verb: str) -> None:
-    command = __import__(f"tenuto.cli.{verb}", fromlist=["command"]).command
+    command = load_verb(verb)
     assert isinstance(command, click.Command)
     lines = [line.strip() for line in (command.help or "").strip().splitlines() if line.strip()]
     first = " ".join((command.help or "").strip().split("\n\n")[0].split())

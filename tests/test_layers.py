@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-FOUNDATION = ("documents", "errors", "options", "outcome")
+FOUNDATION = ("documents", "errors", "options", "outcome", "plugins")
 ALLOWED = {
     "profiles": set(),
     "mps": {"profiles"},
@@ -36,6 +36,30 @@ WITH_TORCH = (
     "tenuto.profiles.networks.text_networks",
     "tenuto.profiles.measuring.merged_programs",
 )
+# Rooms in which whatever comes from another process, file or room is a type (`deployments/wire`), read by attribute.
+TYPED_ROOMS = (
+    "batching/core",
+    *(f"deployments/{room}" for room in ["wire", "dispatch", "operator", "control", "entry", "gpulet"]),
+)
+# What in there reads formats of others by their keys, and how often.
+FOREIGN_KEYS = {
+    "deployments/control/live.py": 29,  # Serve's config
+    "deployments/control/operations.py": 5,  # what a launcher signed, and the environment
+    "deployments/control/service.py": 3,  # Serve's config, and what the planner plans with
+    "deployments/control/settings.py": 1,  # a file before it is checked
+    "deployments/entry/asgi.py": 14,  # ASGI
+    "": 18,  # OpenAPI
+    "deployments/entry/gateway.py": 1,  # ASGI
+    "deployments/entry/oip.py": 7,  # the Open Inference Protocol
+    "deployments/entry/routes.py": 2,  # OpenAPI, ASGI
+    "deployments/entry/traces.py": 3,  # OpenTelemetry
+    "deployments/gpulet/executors/emulated.py": 3,  # options of a model of its user
+    "deployments/gpulet/mps_sharing.py": 1,  # the environment of CUDA
+    "deployments/gpulet/process.py": 2,  # what the process is given
+    "deployments/gpulet/replica.py": 1,  # Serve's config
+    "deployments/operator/app.py": 4,  # FastAPI
+    "deployments/operator/docs_page.py": 18,  # OpenAPI
+}
 Place = tuple[str, ...]
 """Where a module lives: its path without the suffix, as folders and a name; a package is the place of its face."""
 
@@ -149,6 +173,12 @@ def test_left_never_imports_right(folder: str) -> None:
     assert wrong == []
 
 
+def test_nothing_imports_the_laboratory() -> None:
+    """By no import and by no name of a module: what the laboratory adds registers itself."""
+    machine = [file for folder in (*ALLOWED, "tenuto") for file in (ROOT / folder).rglob("*.py")]
+    assert [str(file.relative_to(ROOT)) for file in machine if "tenuto_lab" in file.read_text(encoding="utf-8")] == []
+
+
 @pytest.mark.parametrize("name", FOUNDATION)
 def test_the_foundation_imports_nothing_but_the_foundation(name: str) -> None:
     imported = {module.split(".")[1] for module, _ in _imports(_modules()[f"tenuto.{name}"])}
@@ -198,3 +228,32 @@ assert "usher" in policy_names()
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300, check=False)
     assert (len(modules) > 150, done.returncode, done.stderr) == (True, 0, "")
+
+
+def _keys_read(file: Path) -> int:
+    """How often a file reads by a key that is written there: `x["key"]`, or `x.get("key")` of no URL."""
+    return sum(
+        (isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Load) and _is_key(node.slice))
+        or (
+            isinstance(node, ast.Call)
+            and isinstance(node.func, ast.Attribute)
+            and node.func.attr == "get"
+            and bool(node.args)
+            and _is_key(node.args[0])
+        )
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+    )
+
+
+def _is_key(node: ast.expr) -> bool:
+    return isinstance(node, ast.Constant) and isinstance(node.value, str) and not node.value.startswith("/")
+
+
+def test_what_crosses_rooms_is_read_by_attribute() -> None:
+    read = {
+        str(file.relative_to(ROOT)): count
+        for room in TYPED_ROOMS
+        for file in sorted((ROOT / room).rglob("*.py"))
+        if (count := _keys_read(file))
+    }
+    assert {name: count for name, count in read.items() if count > FOREIGN_KEYS.get(name, 0)} == {}

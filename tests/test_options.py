@@ -33,14 +33,18 @@ def test_pairs_become_names_and_texts() -> None:
 def test_values_take_the_kind_of_their_default() -> None:
     raw = {"rule": "head-first", "window_ms": "2", "is_on": "off", "count": "7"}
     assert read_options("it", options_of_dataclass(Sizes), raw) == {
-        "rule": "head-first", "window_ms": 2.0, "is_on": False, "count": 7,
-    }  # fmt: skip
+        "rule": "head-first",
+        "window_ms": 2.0,
+        "is_on": False,
+        "count": 7,
+    }
     raw = {"shares": "10,50", "limit_s": "2.5", "top": "4", "any_one": "1e3"}
     found = read_options("it", options_of_call(Search), raw)
     assert found == {"shares": (10, 50), "limit_s": 2.5, "top": 4, "any_one": 1000.0}
     assert read_options("it", options_of_call(Search), {"limit_s": None, "shares": [5]}) == {
-        "limit_s": None, "shares": (5,),
-    }  # fmt: skip
+        "limit_s": None,
+        "shares": (5,),
+    }
 
 
 def test_all_that_is_wrong_is_told_at_once_with_what_there_is() -> None:

@@ -1,11 +1,89 @@
 """The public names: each can be imported, is listed, and loads nothing but its own room."""
 
+import ast
 import subprocess
 import sys
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 import tenuto
+
+ROOT = Path(__file__).parents[1]
+FOLDERS = ("profiles", "mps", "placement", "batching", "deployments", "loadgen", "tenuto")
+# Names that still mean several things; the lists may only get shorter.
+CLASSES_MEANT_TWICE = frozenset(
+    {
+        "Batch",
+        "Client",
+        "Demand",
+        "Gpulet",
+        "GpuletState",
+        "Limits",
+        "Program",
+        "Rehearsals",
+        "Sample",
+        "State",
+        "Stopped",
+        "Watch",
+    }
+)
+FILES_MEANT_TWICE = frozenset(
+    {
+        "applications.py",
+        "base.py",
+        "choose.py",
+        "costs.py",
+        "goodput.py",
+        "gpulets.py",
+        "handle.py",
+        "http.py",
+        "igniter.py",
+        "interference.py",
+        "matching.py",
+        "memory.py",
+        "network.py",
+        "policy.py",
+        "processes.py",
+        "program.py",
+        "service.py",
+        "shares.py",
+        "symphony.py",
+        "waiting.py",
+        "worker.py",
+    }
+)
+
+
+def _product() -> Iterator[Path]:
+    """Every file of the product, each once: the folders are linked below tenuto/ too."""
+    for folder in FOLDERS:
+        for file in sorted((ROOT / folder).rglob("*.py")):
+            inside = file.relative_to(ROOT)
+            if folder != "tenuto" or not (ROOT / "tenuto" / inside.parts[1]).is_symlink():
+                yield inside
+
+
+def test_a_public_class_name_means_one_thing() -> None:
+    places = defaultdict(set)
+    for file in _product():
+        for node in ast.parse((ROOT / file).read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                places[node.name].add(str(file))
+    twice = {name: files for name, files in places.items() if len(files) > 1 and name not in CLASSES_MEANT_TWICE}
+    assert twice == {}
+
+
+def test_a_file_name_means_one_thing() -> None:
+    """Verbs of the command line are called as what they do."""
+    places = defaultdict(set)
+    for file in _product():
+        if file.name != "__init__.py" and file.parts[:2] != ("tenuto", "cli"):
+            places[file.name].add(str(file))
+    twice = {name: files for name, files in places.items() if len(files) > 1 and name not in FILES_MEANT_TWICE}
+    assert twice == {}
 
 
 def test_every_public_name_is_there_and_in_order() -> None:

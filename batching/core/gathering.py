@@ -2,6 +2,8 @@
 together.
 
 A rule is a pure function of the queue and the moment, exchangeable by name. Deadlines are ascending, times in ms.
+What was learned of a gpu-let and of the way to it comes in as numbers, and not as tables of their own: it changes with
+every batch.
 """
 
 from __future__ import annotations
@@ -11,24 +13,45 @@ from collections.abc import Callable
 
 from tenuto.batching.core.system import TIME_TOLERANCE_MS
 
-# rule(deadlines, defended, send_at, sent_ms, free_at, run_ms) -> (skip, size). A batch of b ends at
-# max(send_at + sent_ms[b], free_at + run_ms[b]): it starts when its data has arrived and the gpu-let is free.
-GatherRule = Callable[[list[float], int, float, list[float], float, list[float]], tuple[int, int]]
+# rule(deadlines, defended, run_ms, factor, arrives_at, data_ms, free_at) -> (skip, size). A batch of b ends at
+# max(arrives_at + b * data_ms, free_at) + factor * run_ms[b]: it starts when its data has arrived and the gpu-let is
+# free, and runs `factor` times as long as planned.
+GatherRule = Callable[[list[float], int, list[float], float, float, float, float], tuple[int, int]]
+
+
+def longest_within(run_ms: list[float], room_ms: float, factor: float = 1.0, data_ms: float = 0.0) -> int:
+    """Return the largest batch that takes at most so long, its data included; 0: none."""
+    if not data_ms:
+        return max(0, bisect_right(run_ms, room_ms / factor) - 1)
+    sizes = range(len(run_ms))
+    return max(0, bisect_right(sizes, room_ms, key=lambda size: factor * run_ms[size] + data_ms * size) - 1)
 
 
 def head_first(
-    deadlines: list[float], _defended: int, send_at: float, sent_ms: list[float], free_at: float, run_ms: list[float]
+    deadlines: list[float],
+    _defended: int,
+    run_ms: list[float],
+    factor: float,
+    arrives_at: float,
+    data_ms: float,
+    free_at: float,
 ) -> tuple[int, int]:
     """Give up only what cannot make it even alone; then the longest batch the first survivor allows (Symphony, Alg. 1).
 
     Returns:
         How many requests at the front cannot be met, and the size of the batch behind them (0: nothing can be met).
     """
-    return window(deadlines, 1, send_at, sent_ms, free_at, run_ms)
+    return window(deadlines, 1, run_ms, factor, arrives_at, data_ms, free_at)
 
 
 def window(
-    deadlines: list[float], defended: int, send_at: float, sent_ms: list[float], free_at: float, run_ms: list[float]
+    deadlines: list[float],
+    defended: int,
+    run_ms: list[float],
+    factor: float,
+    arrives_at: float,
+    data_ms: float,
+    free_at: float,
 ) -> tuple[int, int]:
     """Give up the front requests that keep the batch below the size worth defending.
 
@@ -40,16 +63,18 @@ def window(
     """
     count = len(deadlines)
     size = min(defended, count, len(run_ms) - 1)
-    while size and max(send_at + sent_ms[size], free_at + run_ms[size]) > deadlines[count - size] + TIME_TOLERANCE_MS:
+    while size:
+        end = max(arrives_at + data_ms * size, free_at) + factor * run_ms[size]
+        if end <= deadlines[count - size] + TIME_TOLERANCE_MS:
+            break
         size -= 1
-    if not size:
+    else:
         return count, 0
-    end = max(send_at + sent_ms[size], free_at + run_ms[size])
     skip = bisect_left(deadlines, end - TIME_TOLERANCE_MS)
     head = deadlines[skip] + TIME_TOLERANCE_MS
-    size = min(count - skip, bisect_right(sent_ms, head - send_at) - 1)
-    if free_at > send_at:
-        size = min(size, bisect_right(run_ms, head - free_at) - 1)
+    size = min(count - skip, longest_within(run_ms, head - arrives_at, factor, data_ms))
+    if free_at > arrives_at:
+        size = min(size, longest_within(run_ms, head - free_at, factor))
     return skip, size
 
 

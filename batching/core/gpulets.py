@@ -1,4 +1,9 @@
-"""What a scheduler knows of its gpu-lets: idle, busy until when, or lost, and how long each program takes on them."""
+"""What a scheduler knows of its gpu-lets: idle, busy until when, or lost, and how long each program takes on them.
+
+Pools and their tables are those of the plan and never change. What is learned while serving, how much longer a program
+takes on a gpu-let and how long the way there is, is a number beside them: learning it costs one assignment, and it is
+applied where a batch is cut.
+"""
 
 from __future__ import annotations
 
@@ -21,30 +26,21 @@ class GpuletState(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Pool:
-    """Gpu-lets that host the same programs at the same speeds: what queueing theory calls a server pool.
+    """Gpu-lets that host the same programs at the same planned speeds: what queueing theory calls a server pool.
 
-    By program: `run[p][b]` is l(b) as it is planned with, `sent[p][b]` the time from the dispatch of a batch of b to
-    an idle gpu-let until its end, network included. `idle` holds gpu-lets by index; `busy` (end, gpu-let) of those that
-    run one batch, ascending; `full` the same of those to which a second one was sent ahead.
+    `run[p][b]` is l(b) of a program by plan. `idle` holds gpu-lets by index, those last that turned out to be slow;
+    `busy` (end, gpu-let) of those that run one batch, ascending; `full` the same of those to which a second one was
+    sent ahead.
     """
 
     index: int
     hosts: Mapping[int, Host]
-    factors: Mapping[int, float]
     size: int = 0
+    gpulets: list[int] = field(default_factory=list)
     run: dict[int, list[float]] = field(default_factory=dict)
-    sent: dict[int, list[float]] = field(default_factory=dict)
     idle: list[int] = field(default_factory=list)
     busy: list[tuple[float, int]] = field(default_factory=list)
     full: list[tuple[float, int]] = field(default_factory=list)
-
-    def adopt(self, network: NetworkDelay) -> None:
-        """Compute the tables for these delays."""
-        for program, host in self.hosts.items():
-            factor = self.factors.get(program, 1.0)
-            run = self.run[program] = [latency * factor for latency in host.planned_ms()]
-            way_ms = [network.ctrl_ms + network.data_ms_per_request * size for size in range(len(run))]
-            self.sent[program] = [latency + way for latency, way in zip(run, way_ms, strict=True)]
 
 
 P = TypeVar("P", bound=Pool)
@@ -55,14 +51,29 @@ class Gpulets(Generic[P]):
     """Invariant: a gpu-let that is not lost is in exactly one list of exactly one pool.
 
     `pools_of[p]` are the pools that host a program, the fastest first; among equals the one that hosts the fewest
-    programs, so that what can run anywhere stays free. `ahead` says whether there is a delay to send batches ahead
-    for.
+    programs, so that what can run anywhere stays free. `ahead` says whether there is a delay to send batches ahead for.
+    `moved` are the programs for which a gpu-let turned out to be faster or slower by a tenth since `order` was called.
     """
 
     def __init__(self, system: System, pool_type: type[P]) -> None:
         """Begin with every gpu-let idle."""
         self._system = system
-        self._pool_type = pool_type
+        self.pools: list[P] = []
+        self._pool_of: list[P] = []
+        by_hosts: dict[int, P] = {}
+        for index, gpulet in enumerate(system.gpulets):
+            pool = by_hosts.get(id(gpulet.hosts))
+            if pool is None:
+                pool = by_hosts[id(gpulet.hosts)] = pool_type(len(self.pools), gpulet.hosts)
+                pool.run = {program: host.planned_ms() for program, host in gpulet.hosts.items()}
+                self.pools.append(pool)
+            pool.size += 1
+            pool.gpulets.append(index)
+            self._pool_of.append(pool)
+        self.pools_of: list[list[P]] = [[] for _ in system.programs]
+        for pool in self.pools:
+            for program in pool.run:
+                self.pools_of[program].append(pool)
         self.resume((IDLE,) * len(system.gpulets), system.network)
 
     def resume(self, states: Sequence[GpuletState], network: NetworkDelay) -> None:
@@ -73,15 +84,15 @@ class Gpulets(Generic[P]):
         self._run_ms = [state.run_ms for state in states]  # how long that one takes
         self._is_lost = [state.is_lost for state in states]
         self._factors = [dict(state.factors) for state in states]
-        self._pool_of: list[P] = []
-        self._pool_by_key: dict[object, P] = {}
-        self.pools: list[P] = []
-        self.pools_of: list[list[P]] = []
+        self._place = [self._place_of(gpulet) for gpulet in range(count)]  # among those that are idle
         self.adopt(network)
+        for pool in self.pools:
+            pool.idle, pool.busy, pool.full = [], [], []
         for gpulet in range(count):
-            self._pool_of.append(self._pool_for(gpulet))
             self._insert(gpulet)
-        self._order_pools()
+        self.moved = set(range(len(self.pools_of)))
+        for program in range(len(self.pools_of)):
+            self.order(program)
 
     def state(self) -> tuple[GpuletState, ...]:
         """Return the states of all gpu-lets."""
@@ -96,57 +107,53 @@ class Gpulets(Generic[P]):
 
     def adopt(self, network: NetworkDelay) -> None:
         """Budget these delays from now on."""
-        self._network = network
+        self.ctrl_ms, self.data_ms = network.ctrl_ms, network.data_ms_per_request
         self.ahead = network.ctrl_ms > 0 or network.data_ms_per_request > 0
-        for pool in self.pools:
-            pool.adopt(network)
 
-    def _pool_for(self, gpulet: int) -> P:
-        hosts, factors = self._system.gpulets[gpulet].hosts, self._factors[gpulet]
-        key = (id(hosts), tuple(sorted(factors.items())))
-        pool = self._pool_by_key.get(key)
-        if pool is None:
-            pool = self._pool_by_key[key] = self._pool_type(len(self.pools), hosts, dict(factors))
-            pool.adopt(self._network)
-            self.pools.append(pool)
-        pool.size += 1
-        return pool
+    def way_ms(self, size: int) -> float:
+        """Return how long a batch of so many is on its way to a gpu-let."""
+        return self.ctrl_ms + self.data_ms * size
 
-    def _order_pools(self) -> None:
-        """Drop pools without gpu-lets and order those of every program."""
-        self._pool_by_key = {key: pool for key, pool in self._pool_by_key.items() if pool.size}
-        self.pools = list(self._pool_by_key.values())
-        for index, pool in enumerate(self.pools):
-            pool.index = index
-        self.pools_of = [[] for _ in self._system.programs]
-        for pool in self.pools:
-            for program in pool.run:
-                self.pools_of[program].append(pool)
-        for program, hosting in enumerate(self.pools_of):
+    def factor(self, program: int, gpulet: int) -> float:
+        """Return how many times as long as planned a program takes on a gpu-let, as far as known."""
+        return self._factors[gpulet].get(program, 1.0)
+
+    def correct(self, program: int, gpulet: int, factor: float) -> None:
+        """Plan with `factor` times the planned latency of a program on a gpu-let."""
+        factors = self._factors[gpulet]
+        if program not in self._pool_of[gpulet].run:
+            return
+        if round(10.0 * factor) != round(10.0 * factors.get(program, 1.0)):
+            self.moved.add(program)
+        factors[program] = factor
+        self._place[gpulet] = self._place_of(gpulet, factor)
+
+    def _place_of(self, gpulet: int, factor: float | None = None) -> int:
+        """Return the rank of a gpu-let among idle ones, by the tenths that it is slower than planned, then by index."""
+        if factor is None:
+            factor = next(reversed(self._factors[gpulet].values()), 1.0)
+        return round(10.0 * factor) * len(self._factors) + gpulet
+
+    def order(self, program: int) -> None:
+        """Order the pools of a program anew by what is known of their speeds."""
+        if program in self.moved:
+            self.moved.discard(program)
+            hosting = self.pools_of[program]
             common = min((len(pool.run[program]) for pool in hosting), default=1) - 1
-            hosting.sort(key=lambda pool, p=program, b=common: (pool.run[p][b], len(pool.hosts), pool.index))  # type: ignore[misc]
-
-    def correct(self, program: int, gpulet: int, factor: float) -> bool:
-        """Plan with `factor` times the latency of a program on a gpu-let; False if that changes nothing."""
-        factors, rounded = self._factors[gpulet], round(factor, 2)
-        if program not in self._system.gpulets[gpulet].hosts or factors.get(program, 1.0) == rounded:
-            return False
-        self._remove(gpulet)
-        self._pool_of[gpulet].size -= 1
-        factors.pop(program, None)
-        if rounded != 1.0:
-            factors[program] = rounded
-        self._pool_of[gpulet] = self._pool_for(gpulet)
-        self._insert(gpulet)
-        self._order_pools()
-        return True
+            hosting.sort(
+                key=lambda pool: (
+                    pool.run[program][common] * round(min(self.factor(program, g) for g in pool.gpulets), 1),
+                    len(pool.hosts),
+                    pool.index,
+                )
+            )
 
     def _insert(self, gpulet: int) -> None:
         pool, pending = self._pool_of[gpulet], self._pending[gpulet]
         if self._is_lost[gpulet]:
             return
         if not pending:
-            insort(pool.idle, gpulet)
+            insort(pool.idle, gpulet, key=self._place.__getitem__)
         else:
             insort(pool.busy if pending == 1 else pool.full, (self._free_at[gpulet], gpulet))
 

@@ -14,30 +14,32 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from heapq import heapify, heappop, heappush
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from mypy_extensions import mypyc_attr
 
 from tenuto.batching.core.gpulets import GpuletState
 from tenuto.batching.core.scheduler import Dispatch, Scheduler, SchedulerOptions
 from tenuto.batching.core.system import INF, NetworkDelay, System
+from tenuto.batching.core.told import SchedulerStatus
 
 VALUES: tuple[tuple[float, ...], ...] = ((0.0, 0.4, 0.7, 1.0), (0.5, 0.75, 1.0, 1.5))  # of each knob
 FIRST = 200  # requests of the first replay; the next have twice as many each, up to
-MOST = 1500
-AT_ONCE = 4  # so many replays follow each other; then
-PAUSE = 15  # times as many requests are not recorded as are, or
-SHORT_PAUSE = 5  # after a change
-LEAST_SLOS = 12  # a replay lasts so many of the longest SLO, if that is not more than
+MOST = 1500  # fitted: requests of a replay, as of which it is no longer doubled
+AT_ONCE = 4  # fitted: so many replays follow each other; then
+PAUSE = 15  # fitted: times as many requests are not recorded as are, or
+SHORT_PAUSE = 5  # fitted: after a change
+LEAST_SLOS = 12  # fitted: a replay lasts so many of the longest SLO, if that is not more than
 LONGEST = 6000  # requests
-MEMORY = 0.8
-GAIN = 0.001
+MEMORY = 0.8  # fitted: of what was found before, with each replay
+GAIN = 0.001  # fitted: share of the requests that a value must serve more to be taken
 FEW = 10.0  # requests of a program, below which it says nothing of the one served worst
 WORST_PART = 0.25  # of the programs, those served worst, by which `each` is judged: one alone is mostly chance
 WAIT_MS = 0.2  # per recorded request, from the last of them to the adoption: what a replay takes in another process
-NOISE = 0.5  # of the square root of what two values lost: the least difference that is taken for one
+NOISE = 0.5  # fitted: of the square root of what two values lost: the least difference that is taken for one
 CORE = 0.05  # of a core that rehearsals may take, or
 CORE_MS = 0.01  # of a core for each request offered, where that is more: above 5,000 requests a second
 CREDIT_MS = 1000.0  # of a core that they may take at once, at the start and after a rest
@@ -45,7 +47,7 @@ SPAN_MS = 60_000.0  # in any such time they take no more than that part of it
 # What replaying takes, where nobody measures it: a request, a look at a batch, and a program at the beginning.
 REQUEST_MS, LOOK_MS, PROGRAM_MS = 0.005, 0.0013, 0.03
 COST_EVERY = 100  # requests: how often it is looked at what a replay will take, and whether there is room for one
-SPARED = 0.02  # part of the GPU time that is worth a change where nothing else is
+SPARED = 0.02  # fitted: part of the GPU time that is worth a change where nothing else is
 
 
 class Setting(NamedTuple):
@@ -397,22 +399,13 @@ class Rehearsals:
         programs.sort(key=seen.share, reverse=True)
         return programs[: math.ceil(WORST_PART * len(programs))]
 
-    def status(self) -> dict[str, Any]:
-        """Return, for operators, how many replays there were, and by which share of the requests (or of their worth)
-        the last change was expected to cut the losses."""
-        return {
-            "rehearsals": sum(self._done),
-            "expected_gain": self._gain,
-            "expected_spared": self._spared,
-            "rehearsal_cpu_s": self._budget.spent_ms / 1000.0,
-        }
-
-
-def describe_schedulers(schedulers: Iterable[Mapping[str, Any]]) -> list[str]:
-    """Return a line for each scheduler's status that tells of rehearsals: what was chosen and what that should save."""
-    return [
-        f"hold {status['hold']:g}, defend {status['defend']:g} after {status['rehearsals']} rehearsals; expected of "
-        f"the last change: {status['expected_gain']:.1%} fewer lost, GPU time {0.0 - status['expected_spared']:+.0%}"
-        for status in schedulers
-        if "rehearsals" in status
-    ]
+    def told(self, chosen: SchedulerStatus) -> SchedulerStatus:
+        """Return a status with how many replays there were, and by which share of the requests (or of their worth) the
+        last change was expected to cut the losses."""
+        return replace(
+            chosen,
+            rehearsals=sum(self._done),
+            expected_gain=self._gain,
+            expected_spared=self._spared,
+            rehearsal_cpu_s=self._budget.spent_ms / 1000.0,
+        )

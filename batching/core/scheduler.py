@@ -20,13 +20,14 @@ chooses. The contract with a driver:
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 from mypy_extensions import mypyc_attr
 
 from tenuto.batching.core.system import INF, ByFields, NetworkDelay, System
+from tenuto.batching.core.told import SchedulerStatus
 from tenuto.errors import InvalidInputError
 from tenuto.options import options_of_dataclass, read_options
 
@@ -82,6 +83,7 @@ class Rehearse(NamedTuple):
     due_ms: float
 
 
+Refusal = Drop | Reject
 Decision = Dispatch | Drop | Reject | Preempt | Rehearse
 
 
@@ -110,7 +112,6 @@ class Scheduler(ABC):
     summary: ClassVar[str]
     options_type: ClassVar[type[SchedulerOptions]] = SchedulerOptions
     preempts: ClassVar[bool] = False  # needs a driver that can abort a running batch
-    starts_at_once: ClassVar[bool] = False  # an arrival makes a batch: give what comes together to `add_requests`
 
     system: System
     next_wake_ms: float  # inf: only an event can change anything
@@ -129,25 +130,22 @@ class Scheduler(ABC):
         self.next_wake_ms = INF
         self.decisions = []
 
-    @property
-    def sends_ahead(self) -> bool:
-        """Whether it sends a busy gpu-let the next batch by itself, a network delay before it becomes free."""
-        return False
-
     def drain(self) -> list[Decision]:
         """Return the decisions since the last call, oldest first."""
         decisions = self.decisions
         self.decisions = []
         return decisions
 
+    def drain_refusals(self) -> list[Refusal]:
+        """Return what was given up or turned away since the last call; what else was decided is left for `drain`."""
+        refusals = [decision for decision in self.decisions if isinstance(decision, Drop | Reject)]
+        if refusals:
+            self.decisions = [decision for decision in self.decisions if not isinstance(decision, Drop | Reject)]
+        return refusals
+
     @abstractmethod
     def add_request(self, now_ms: float, model: int, request_id: int, deadline_ms: float) -> None:
         """Take one request; its answer must be with the client at `deadline_ms`. One in the past is dropped at once."""
-
-    def add_requests(self, now_ms: float, requests: Iterable[tuple[int, int, float]]) -> None:
-        """Take requests that came together: the model, the id and the deadline of each, as in `add_request`."""
-        for model, request_id, deadline_ms in requests:
-            self.add_request(now_ms, model, request_id, deadline_ms)
 
     @abstractmethod
     def cancel(self, now_ms: float, model: int, request_id: int) -> bool:
@@ -185,6 +183,6 @@ class Scheduler(ABC):
         """Take over the result of the `Rehearse` that is out, which took so much of a core; None: not known, as in
         virtual time."""
 
-    def status(self) -> dict[str, Any]:
-        """Return, as plain data for operators, what it chose lately and what it expects of that."""
-        return {}
+    def status(self) -> SchedulerStatus | None:
+        """Return, for operators, what it chose lately and what it expects of that; None where it chooses nothing."""
+        return None

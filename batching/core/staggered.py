@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections import deque
 
+from tenuto.batching.core.gathering import longest_within
 from tenuto.batching.core.system import INF, TIME_TOLERANCE_MS
 
 
-def staggered_batch(latency_ms: list[float], budget_ms: float, rate_rps: float | None) -> int:
+def staggered_batch(
+    latency_ms: list[float],
+    budget_ms: float,
+    rate_rps: float | None,
+    *,
+    longest: int | None = None,
+    factor: float = 1.0,
+    data_ms: float = 0.0,
+) -> int:
     """Return the largest batch of the staggered pattern: (1 + 1/n) l(b) <= budget (Symphony §3.3, table 2).
 
     n is the number of GPUs the model needs by itself, n = rate * l(b) / b, so that l(b)/n is the time in which b
@@ -16,21 +24,25 @@ def staggered_batch(latency_ms: list[float], budget_ms: float, rate_rps: float |
     one formula serves both. While the rate is unknown, two equal batches must fit: l(b) <= budget / 2.
 
     Args:
-        latency_ms: l(b) by batch size, any delay per request included.
-        budget_ms: the time from arrival to the end of the batch.
+        latency_ms: l(b) by batch size.
+        budget_ms: the time from arrival to the end of the batch, without the way that every batch has.
         rate_rps: offered rate of this model; None: unknown.
+        longest: the largest batch that is looked at; default: of those that have a latency.
+        factor: how many times as long as that batches take.
+        data_ms: what the data of each request is on the way.
 
     Returns:
         At least 1.
     """
     budget_ms += TIME_TOLERANCE_MS
+    most = len(latency_ms) - 1 if longest is None else longest
     if rate_rps is None:
-        return max(1, bisect_right(latency_ms, budget_ms / 2.0) - 1)
-    gap_ms = 1000.0 / rate_rps
-    low, high = 1, len(latency_ms)  # low fits, or is 1; high does not fit
+        return max(1, min(most, longest_within(latency_ms, budget_ms / 2.0, factor, data_ms)))
+    gap_ms = 1000.0 / rate_rps + data_ms
+    low, high = 1, most + 1  # low fits, or is 1; high does not fit
     while high - low > 1:
         middle = (low + high) // 2
-        if latency_ms[middle] + middle * gap_ms <= budget_ms:
+        if factor * latency_ms[middle] + middle * gap_ms <= budget_ms:
             low = middle
         else:
             high = middle

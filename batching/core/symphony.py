@@ -19,7 +19,7 @@ from bisect import bisect_left, bisect_right
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 
-from tenuto.batching.core.gathering import GATHERING
+from tenuto.batching.core.gathering import GATHERING, longest_within
 from tenuto.batching.core.gpulets import Gpulets, Pool
 from tenuto.batching.core.scheduler import Dispatch, Drop, Scheduler, SchedulerOptions
 from tenuto.batching.core.staggered import ArrivalRate, staggered_batch
@@ -44,8 +44,17 @@ class _Queue:
     """The requests of one program in order of their deadlines, and its candidate."""
 
     __slots__ = (
-        "deadlines", "ids", "is_waiting", "latest", "longest", "program", "rate", "slo_ms", "staggered", "timer",
-    )  # fmt: skip
+        "deadlines",
+        "ids",
+        "is_waiting",
+        "latest",
+        "longest",
+        "program",
+        "rate",
+        "slo_ms",
+        "staggered",
+        "timer",
+    )
 
     def __init__(self, program: int, slo_ms: float, rate: ArrivalRate) -> None:
         self.program = program
@@ -79,19 +88,29 @@ class SymphonyScheduler(Scheduler):
         self._timers: list[tuple[float, int]] = []  # (time, program); stale unless it is the queue's timer
         self._gpu_timer = INF  # only with a network delay: when to send the next batch ahead
         self._adopt(system.network)
+        for queue in self._queues:
+            self._set_staggered(queue)
 
     def _adopt(self, network: NetworkDelay) -> None:
         self._network = network
         self._gpulets.adopt(network)
-        for queue in self._queues:
-            self._set_staggered(queue)
 
     def _set_staggered(self, queue: _Queue) -> None:
-        pools = self._gpulets.pools_of[queue.program]
+        program, gpulets = queue.program, self._gpulets
+        gpulets.order(program)
+        pools = gpulets.pools_of[program]
         if pools:
-            sent, budget_ms = pools[0].sent[queue.program], queue.slo_ms - self._network.response_ms
-            queue.longest = max(1, bisect_right(sent, budget_ms + TIME_TOLERANCE_MS) - 1)
-            queue.staggered = staggered_batch(sent[: queue.longest + 1], budget_ms, queue.rate.rps)
+            run, factor = pools[0].run[program], gpulets.factor(program, pools[0].gpulets[0])
+            budget_ms = queue.slo_ms - self._network.response_ms - gpulets.ctrl_ms
+            queue.longest = max(1, longest_within(run, budget_ms + TIME_TOLERANCE_MS, factor, gpulets.data_ms))
+            queue.staggered = staggered_batch(
+                run, budget_ms, queue.rate.rps, longest=queue.longest, factor=factor, data_ms=gpulets.data_ms
+            )
+
+    def _sent_ms(self, program: int, pool: Pool, size: int) -> float:
+        """Return how long a batch takes from its dispatch to the next gpu-let of a pool until its end there."""
+        gpulet = pool.idle[0] if pool.idle else pool.gpulets[0]
+        return self._gpulets.way_ms(size) + self._gpulets.factor(program, gpulet) * pool.run[program][size]
 
     # Model thread: candidates and their timers -----------------------------------------------------------------------
 
@@ -117,8 +136,9 @@ class SymphonyScheduler(Scheduler):
         if not pools or size >= queue.longest or (self._releases_at_target and size >= queue.staggered):
             return now
         idle = next((pool for pool in pools if pool.idle), pools[0])
-        sent = idle.sent[program]
-        return queue.deadlines[0] - sent[size + 1] if size + 1 < len(sent) else now
+        if size + 1 >= len(idle.run[program]):
+            return now
+        return queue.deadlines[0] - self._sent_ms(program, idle, size + 1)
 
     def _set_timer(self, queue: _Queue, at: float) -> None:
         if at != queue.timer:
@@ -152,21 +172,24 @@ class SymphonyScheduler(Scheduler):
         return gpulet >= 0 and at <= now + way_ms + TIME_TOLERANCE_MS
 
     def _way_ms(self, queue: _Queue) -> float:
-        size = min(len(queue.ids), queue.longest)
-        return self._network.ctrl_ms + self._network.data_ms_per_request * size
+        return self._gpulets.way_ms(min(len(queue.ids), queue.longest))
 
     def _wait(self, queue: _Queue, now: float) -> None:
         """Wait for a gpu-let with the candidate as it stands; what cannot be part of it is given up."""
-        pool = self._gpulets.pools_of[queue.program][0]
-        sent = pool.sent[queue.program]
-        skip, size = self._gather(queue.deadlines, queue.staggered, now, sent, now, sent)
+        gpulets, program = self._gpulets, queue.program
+        pool = gpulets.pools_of[program][0]
+        factor = gpulets.factor(program, pool.idle[0] if pool.idle else pool.gpulets[0])
+        arrives_at = now + gpulets.ctrl_ms
+        skip, size = self._gather(
+            queue.deadlines, queue.staggered, pool.run[program], factor, arrives_at, gpulets.data_ms, arrives_at
+        )
         if skip:
             self._drop(queue, skip)
         if not size:
             self._rest(queue)
             return
         queue.is_waiting = True
-        queue.latest = queue.deadlines[0] - sent[size]
+        queue.latest = queue.deadlines[0] - self._sent_ms(program, pool, size)
         self._waiting[queue.program] = queue
         self._set_timer(queue, queue.latest + PAST_MS)
         self._arm_gpu_timer(now)
@@ -230,11 +253,14 @@ class SymphonyScheduler(Scheduler):
         """Cut a batch for the next gpu-let of a pool and send it; False if no request can be met there."""
         program, deadlines, ids = queue.program, queue.deadlines, queue.ids
         free_at, gpulet = self._gpulets.open_at(pool, now)
-        sent, run = pool.sent[program], pool.run[program]
-        skip, size = self._gather(deadlines, queue.staggered, now, sent, free_at, run)
-        fastest = self._gpulets.pools_of[program][0]
+        gpulets, run = self._gpulets, pool.run[program]
+        factor = gpulets.factor(program, gpulet)
+        skip, size = self._gather(
+            deadlines, queue.staggered, run, factor, now + gpulets.ctrl_ms, gpulets.data_ms, free_at
+        )
+        fastest = gpulets.pools_of[program][0]
         # What this gpu-let is too slow for may still be met by a faster one.
-        lost = skip if pool is fastest else bisect_left(deadlines, now + fastest.sent[program][1], 0, skip)
+        lost = skip if pool is fastest else bisect_left(deadlines, now + self._sent_ms(program, fastest, 1), 0, skip)
         if lost:
             self._drop(queue, lost)
             skip -= lost
@@ -243,9 +269,9 @@ class SymphonyScheduler(Scheduler):
         stop = skip + size
         batch = ids[skip:stop]
         del ids[skip:stop], deadlines[skip:stop]
-        start = max(now + sent[size] - run[size], free_at)
-        self.decisions.append(Dispatch(gpulet, program, batch, start, start + run[size]))
-        self._gpulets.send(gpulet, run[size], start + run[size])
+        start, run_ms = max(now + gpulets.way_ms(size), free_at), factor * run[size]
+        self.decisions.append(Dispatch(gpulet, program, batch, start, start + run_ms))
+        gpulets.send(gpulet, run_ms, start + run_ms)
         return True
 
     def _drop(self, queue: _Queue, count: int) -> None:
@@ -274,25 +300,8 @@ class SymphonyScheduler(Scheduler):
     def queued(self, program: int) -> int:
         return len(self._queues[program].ids)
 
-    @property
-    def sends_ahead(self) -> bool:
-        """Whether there is a delay to send ahead for."""
-        return self._gpulets.ahead
-
     def update_latency(self, program: int, gpulet: int, factor: float) -> None:
-        if self._gpulets.correct(program, gpulet, factor):
-            self._look_again(self._queues[program])
+        self._gpulets.correct(program, gpulet, factor)
 
     def update_network(self, network: NetworkDelay) -> None:
-        later_ms = self._network.response_ms - network.response_ms
-        for queue in self._queues:
-            queue.deadlines = [deadline + later_ms for deadline in queue.deadlines]
         self._adopt(network)
-        for queue in self._queues:
-            self._look_again(queue)
-
-    def _look_again(self, queue: _Queue) -> None:
-        """Costs have changed: let the timer fire at once, which gathers the candidate anew."""
-        self._set_staggered(queue)
-        if queue.ids:
-            self._set_timer(queue, -INF)

@@ -20,6 +20,9 @@ INF = math.inf
 # A nanosecond: sums of times in different order may differ by rounding, and a deadline met exactly is met.
 TIME_TOLERANCE_MS = 1e-6
 
+# Derived: a microsecond, above the tolerance: how long after its last possible start a queued request is given up.
+EXPIRY_MARGIN_MS = 1e-3
+
 
 @mypyc_attr(allow_interpreted_subclasses=True)
 @dataclass(frozen=True, slots=True)

@@ -32,14 +32,12 @@ class Trials:
         seed: int,
         scheduler: str,
         network: NetworkDelay,
-        enough: float = 1.0,
         objective: Objective = "weighted",
     ) -> None:
         """Choose the length of a run: about `requests` arrivals; longer so that no SLO fills over a tenth of it,
         and, up to twice as long, until a rare model has some hundreds.
 
         Args:
-            enough: the fraction of a model's requests beyond which more in time do not count.
             objective: how requests in time add up to a value.
         """
         self._models, self._seed, self._scheduler, self._network = models, seed, scheduler, network
@@ -48,7 +46,7 @@ class Trials:
         usual = requests / total
         rare = RARE / min(spec.rate_rps for spec in models)
         self._duration_s = max(usual, 10.0 * slowest, min(rare, 2.0 * usual))
-        self._value = Worth(models, objective, enough).of
+        self._value = Worth(models, objective).of
         self.times_ms, self.index = self._schedule()
         begin_ms = 50.0 * self._duration_s  # the warm-up is the first 5 %
         self._offered = np.bincount(self.index[self.times_ms >= begin_ms], minlength=len(models))
@@ -78,20 +76,11 @@ class Trials:
         result = simulate(scheduler, self.times_ms, self.index, duration_s=self._duration_s, stop=is_hopeless)
         counts = result.counts()
         offered, ok = counts.sum(axis=1) / result.window_s, counts[:, Outcome.OK] / result.window_s
-        in_time = (result.outcome == Outcome.OK) & result.measured & (result.gpulet >= 0)
-        carried = np.zeros((len(system.gpulets), len(self._models)))
-        np.add.at(carried, (result.gpulet[in_time], result.model[in_time]), 1.0 / result.window_s)
-        largest = np.zeros(carried.shape, dtype=np.int64)
-        ran = result.gpulet >= 0
-        np.maximum.at(largest, (result.gpulet[ran], result.model[ran]), result.batch_size[ran])
         return Judged(
-            plan=plan,
             window_s=result.window_s,
             offered_rps=offered,
             ok_rps=ok,
             busy=result.busy_ms() / (1000.0 * result.window_s),
-            carried_rps=carried,
-            largest=largest,
             value=-1.0 if stopped else self._value(ok, offered),
         )
 

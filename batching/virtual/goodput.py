@@ -22,7 +22,12 @@ Stop = Callable[[Sequence[int]], bool]
 _LEAST_REQUESTS = 100  # a run with fewer cannot show 99 %
 
 
-class Judged(Protocol):
+def never(_lost_by_model: Sequence[int]) -> bool:
+    """End no run early."""
+    return False
+
+
+class JudgedRequests(Protocol):
     """The requests by which a run is judged, by the name of their model (or of what they belong to)."""
 
     def offered(self) -> dict[str, int]:
@@ -106,7 +111,7 @@ class Trial:
         return f"a run with fewer than {_LEAST_REQUESTS} requests shows nothing"
 
 
-def try_load(run: Callable[[Stop], SimulationResult], judged: Judged, goal: Goal) -> Trial:
+def try_load(run: Callable[[Stop], SimulationResult], judged: JudgedRequests, goal: Goal) -> Trial:
     """Run a load in virtual time until it is over or hopeless, and judge it.
 
     Args:

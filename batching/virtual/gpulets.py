@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from heapq import heappush
 
 from tenuto.batching.core.scheduler import Dispatch, Rehearsal, Rehearse
 from tenuto.batching.core.system import System
 from tenuto.batching.virtual.interference import Interference
 from tenuto.batching.virtual.result import BatchLog
+
+REHEARSAL = 1 << 60  # the place of a rehearsal on the heap: behind every gpu-let
 
 
 class EmulatedBatch:
@@ -27,29 +29,52 @@ class EmulatedBatch:
 
 
 class EmulatedGpulets:
-    """The gpu-lets of a system. Completions, and the moments at which data has arrived, are put on `events`."""
+    """The gpu-lets of every system that was added, each at a place of its own: those of the last one from `first` on.
 
-    def __init__(self, system: System, data_ms_by_model: Sequence[float] | None = None) -> None:
-        network = system.network
-        self.ctrl_ms = network.ctrl_ms
-        by_model = data_ms_by_model or [network.data_ms_per_request] * len(system.models)
-        self.data_ms = [max(by_model[member] for member in program.members) for program in system.programs]
-        tables: dict[int, dict[int, tuple[float, ...]]] = {}
-        for gpulet in system.gpulets:
-            if id(gpulet.hosts) not in tables:
-                tables[id(gpulet.hosts)] = {program: host.latency_ms for program, host in gpulet.hosts.items()}
-        self.latency = [tables[id(gpulet.hosts)] for gpulet in system.gpulets]
-        count = len(system.gpulets)
-        self.running: list[EmulatedBatch | None] = [None] * (count + 1)  # the last place is never taken
-        self.behind: list[deque[EmulatedBatch]] = [deque() for _ in range(count)]
-        self.version = [0] * (count + 1)
-        self.events: list[tuple[float, int, int]] = []  # (time, gpu-let, version); gpu-let `count`: a rehearsal is due
+    Completions, and the moments at which data has arrived, are put on `events` as (time, place, version).
+    """
+
+    def __init__(self) -> None:
+        self.first = 0
+        self.latency: list[Mapping[int, tuple[float, ...]]] = []  # by place and program of its system, in ms
+        self.running: list[EmulatedBatch | None] = []
+        self.behind: list[deque[EmulatedBatch]] = []
+        self.version: list[int] = []
+        self.events: list[tuple[float, int, int]] = []
         self.rehearsal: Rehearsal | None = None
-        self.interference = Interference(system)
+        self.interference = Interference()
         self.log = BatchLog()
 
+    def add(self, system: System, data_ms_by_model: Sequence[float] | None = None) -> None:
+        """Send batches to the gpu-lets of this system from now on; `data_ms_by_model`: see `simulate`."""
+        network = system.network
+        by_model = data_ms_by_model or [network.data_ms_per_request] * len(system.models)
+        self.ctrl_ms = network.ctrl_ms
+        self.data_ms = [max(by_model[member] for member in program.members) for program in system.programs]
+        self.first, count = len(self.latency), len(system.gpulets)
+        tables = {
+            id(hosts): {program: host.latency_ms for program, host in hosts.items()}
+            for hosts in system.distinct_hosts()
+        }
+        self.latency += [tables[id(gpulet.hosts)] for gpulet in system.gpulets]
+        self.running += [None] * count
+        self.behind += [deque() for _ in range(count)]
+        self.version += [0] * count
+        self.rehearsal = None
+        self.interference.add(system.gpulets)
+
+    def stretch(self, system: System, factors: Mapping[int, float]) -> None:
+        """Let batches of these programs take `factors` times as long, on the gpu-lets of the last system."""
+        self.latency[self.first :] = [
+            {
+                program: tuple(factors.get(program, 1.0) * ms for ms in host.latency_ms)
+                for program, host in gpulet.hosts.items()
+            }
+            for gpulet in system.gpulets
+        ]
+
     def send(self, now: float, decision: Dispatch) -> None:
-        gpulet, program, ids = decision[0], decision[1], decision[2]
+        gpulet, program, ids = self.first + decision[0], decision[1], decision[2]
         batch = EmulatedBatch(program, ids, now, now + self.ctrl_ms + self.data_ms[program] * len(ids))  # type: ignore[arg-type]
         if self.running[gpulet] is None:
             self.start(now, gpulet, batch)
@@ -72,7 +97,7 @@ class EmulatedGpulets:
     def rehearse(self, decision: Rehearse) -> None:
         """Keep a job until its result is due."""
         self.rehearsal = decision.job
-        heappush(self.events, (decision.due_ms, len(self.running) - 1, 0))
+        heappush(self.events, (decision.due_ms, REHEARSAL, self.first))
 
     def begin(self, now: float, gpulet: int) -> None:
         """Start executing on a GPU shared with other gpu-lets."""

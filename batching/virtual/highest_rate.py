@@ -34,7 +34,7 @@ T = TypeVar("T", bound=Tried)
 
 
 @dataclass(frozen=True)
-class Limits:
+class SearchLimits:
     """Where the search begins and when it ends."""
 
     tolerance: float = 0.01  # relative width of the last bracket
@@ -80,7 +80,9 @@ class HighestRate(Generic[T]):
 
 
 def find_highest_rate(
-    attempt: Callable[[float], T], limits: Limits, progress: Callable[[HighestRate[T]], None] = lambda _found: None
+    attempt: Callable[[float], T],
+    limits: SearchLimits,
+    progress: Callable[[HighestRate[T]], None] = lambda _found: None,
 ) -> HighestRate[T]:
     """Search the highest rate scale that is in time; on Ctrl-C the answer is the best so far.
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from tenuto.batching.core.system import System
+from collections.abc import Sequence
+
+from tenuto.batching.core.system import Gpulet
 
 
 class Interference:
@@ -12,28 +14,33 @@ class Interference:
     1 + (slowdown - 1) k/n, which changes as they start and stop. `shared` holds the gpu-lets this applies to.
     """
 
-    def __init__(self, system: System) -> None:
-        by_gpu: dict[str, list[int]] = {}
-        for index, gpulet in enumerate(system.gpulets):
-            by_gpu.setdefault(gpulet.gpu, []).append(index)
-        self._system = system
+    def __init__(self) -> None:
+        self.shared: set[int] = set()
+        self._gpulets: list[Gpulet] = []
         self._others: dict[int, list[int]] = {}
-        for members in by_gpu.values():
-            if len(members) > 1 and any(
-                host.slowdown > 1 for member in members for host in system.gpulets[member].hosts.values()
-            ):
-                for member in members:
-                    self._others[member] = [other for other in members if other != member]
-        self.shared = frozenset(self._others)
         self._left_ms: dict[int, float] = {}  # work left of the running batch, in ms alone on the GPU
         self._slowdown: dict[int, float] = {}
         self._at: dict[int, float] = {}  # when left_ms was brought up to date
+
+    def add(self, gpulets: Sequence[Gpulet]) -> None:
+        """Add the gpu-lets of a system behind those there are; they slow each other, and not those of before."""
+        by_gpu: dict[str, list[int]] = {}
+        for place, gpulet in enumerate(gpulets, len(self._gpulets)):
+            by_gpu.setdefault(gpulet.gpu, []).append(place)
+        self._gpulets += gpulets
+        for members in by_gpu.values():
+            if len(members) > 1 and any(
+                host.slowdown > 1 for member in members for host in self._gpulets[member].hosts.values()
+            ):
+                for member in members:
+                    self._others[member] = [other for other in members if other != member]
+        self.shared.update(self._others)
 
     def begin(self, now_ms: float, gpulet: int, program: int, work_ms: float) -> list[tuple[int, float]]:
         """Start a batch; returns the (gpu-let, new finish) of every batch whose finish is set or moved by it."""
         self._settle(now_ms, gpulet)
         self._left_ms[gpulet] = work_ms
-        self._slowdown[gpulet] = self._system.gpulets[gpulet].hosts[program].slowdown
+        self._slowdown[gpulet] = self._gpulets[gpulet].hosts[program].slowdown
         self._at[gpulet] = now_ms
         return self._finishes(now_ms, gpulet)
 

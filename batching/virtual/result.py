@@ -5,7 +5,6 @@ Latency counts from the scheduled arrival; attainment divides by offered request
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -14,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tenuto.batching.core.system import TIME_TOLERANCE_MS, System
+from tenuto.batching.core.told import SchedulerStatus
 from tenuto.outcome import OUTCOMES, Outcome
 
 P99_SAMPLES = 459  # below, the 99th percentile has no 99 % confidence bound (0.99**459 < 0.01)
@@ -76,7 +76,7 @@ class SimulationResult:
     duration_s: float
     warmup_s: float
     wall_s: float
-    scheduler: Mapping[str, Any]  # its status at the end
+    scheduler: SchedulerStatus | None  # its status at the end
 
     @classmethod
     def build(
@@ -88,12 +88,11 @@ class SimulationResult:
         log: BatchLog,
         expired: NDArray[np.int64],
         rejected: NDArray[np.int64],
-        unserved: set[int],
         *,
         duration_s: float,
         warmup_s: float | None,
         wall_s: float,
-        scheduler: Mapping[str, Any],
+        scheduler: SchedulerStatus | None,
     ) -> SimulationResult:
         """Join the batch log with the arrivals. A request that never left the queue counts as expired."""
         total = len(arrival_ms)
@@ -115,8 +114,6 @@ class SimulationResult:
         outcome[ids] = np.where(answered[ids] <= deadline_ms[ids] + TIME_TOLERANCE_MS, Outcome.OK, Outcome.LATE)
         outcome[expired] = Outcome.EXPIRED
         outcome[rejected] = Outcome.REJECTED
-        if unserved:
-            outcome[np.isin(model, list(unserved))] = Outcome.REJECTED
         return cls(
             system=system,
             arrival_ms=arrival_ms,
@@ -205,7 +202,7 @@ class SimulationResult:
             "duration_s": self.duration_s,
             "warmup_s": self.warmup_s,
             "preempted_batches": sum(self.batches.preempted),
-            "schedulers": [dict(self.scheduler)] if self.scheduler else [],
+            "schedulers": [self.scheduler.to_data()] if self.scheduler else [],
         }
 
     def _model_figures(self, index: int, counts: NDArray[np.int64]) -> dict[str, Any]:

@@ -11,31 +11,20 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from itertools import chain
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tenuto.batching.core.build import NO_DELAY, from_plan
-from tenuto.batching.core.scheduler import Dispatch, Drop, Preempt, Rehearse, Reject, Scheduler
+from tenuto.batching.core.scheduler import Scheduler
 from tenuto.batching.core.system import INF, TIME_TOLERANCE_MS, NetworkDelay, System
-from tenuto.batching.virtual.gpulets import EmulatedBatch, EmulatedGpulets
+from tenuto.batching.virtual.engine import Engine, Follows
+from tenuto.batching.virtual.gpulets import EmulatedBatch
 from tenuto.batching.virtual.result import BatchLog
 from tenuto.outcome import OUTCOMES, Outcome
 from tenuto.placement import Gpulet, Plan
 
-_CHUNK = 8192  # arrivals turned into Python numbers at a time
 _TOLD_AFTER = 3  # batches of a program that took another time than planned before the scheduler is told, as live
-
-
-class Follows(Protocol):
-    """Which requests follow on which, as the stages of an application do."""
-
-    def answered(self, requests: Sequence[int], now_ms: float) -> Sequence[tuple[int, float]]:
-        """Return the requests that arrive because these have been answered, each with its deadline in ms."""
-
-    def given_up(self, requests: Sequence[int], outcome: Outcome) -> None:
-        """Take note that these get no answer, or none in time."""
 
 
 @dataclass(frozen=True)
@@ -124,42 +113,32 @@ class RunningSystem:
             cannot_start: why a gpu-let's process never becomes ready; None where it does.
             seed: of the times to start and to load.
         """
-        self.now_ms = 0.0
         self.plan: Plan | None = None
+        self.life = life or Life()
         self._names = tuple(names)
-        self._times, self._models = (times_ms if follows is None else times_ms.copy()), model_index
         if deadlines_ms is None:
             deadlines_ms = times_ms + np.asarray(slo_ms, dtype=np.float64)[model_index]
-        self._deadlines = deadlines_ms.copy()
-        self._planned = len(times_ms) if follows is None else int(np.isfinite(times_ms).sum())
-        allowed_ms = self._deadlines[: self._planned] - times_ms[: self._planned]
+        # Copies: `skip` moves what is to come.
+        self._engine = Engine(times_ms.copy(), model_index, deadlines_ms.copy(), follows)
+        self._engine.batch_ended = self._batch_ended
+        allowed_ms = (deadlines_ms - times_ms)[: self._engine.planned]
         self._longest_slo_ms = float(allowed_ms.max(initial=0.0))
-        self._follows = follows
-        self._followed: list[int] = []  # requests that have followed since the last look
-        self._may_wait: list[int] = []  # those of them, and earlier ones, that may not have ended
+        self._may_wait: list[int] = []  # requests that followed on others and may not have ended
         self._make_scheduler = make_scheduler
-        self.life = life or Life()
         self._network = network
         self._cannot_start = cannot_start
         self._generator = np.random.default_rng(seed)
-        self._scheduler: Scheduler | None = None
-        self._index = [-1] * len(names)  # of the schedule's models in the plan; -1: not served
-        self._cluster: EmulatedGpulets | None = None
-        self._leaving: list[tuple[EmulatedGpulets, list[str]]] = []  # of earlier plans, until looked at
-        self._ids: list[str] = []  # of the plan's gpu-lets
+        self._system = System((), ())  # of the plan
+        self._ids: list[str] = []  # of the gpu-lets of all plans, by their place
         self._processes: dict[str, _Process] = {}
         self._idle: set[str] = set()  # of them, those that wait on standby: they hold no share
         self._due: list[tuple[float, str]] = []  # (time, gpu-let): its process should be ready
-        self._next = 0  # the next arrival
         self._skipped_ms = 0.0  # by which its own clock, which all times here are of, is behind that of the arrivals
         self._passed = np.zeros(len(names), dtype=np.int64)  # requests by model that were skipped since the last look
         self._retried: set[int] = set()
         self._factors: dict[str, float] = {}  # by program: what batches take over what the plan says
-        self._odd: dict[tuple[int, int], int] = {}  # batches of (gpu-let, program) that took another time than planned
+        self._odd: dict[tuple[int, int], int] = {}  # batches of (place, program) that took another time than planned
         self._looked_from = 0
-        self._lost_ids: dict[Outcome, list[Sequence[int]]] = {
-            Outcome.EXPIRED: [], Outcome.REJECTED: [], Outcome.FAILED: []
-        }  # fmt: skip
         self._used_at_ms = 0.0
         self._share_s = self._gpu_s = 0.0
 
@@ -198,25 +177,26 @@ class RunningSystem:
         for name in gone & self._processes.keys():
             process = self._processes[name]
             process.is_ready, process.ready_at, process.broken = False, INF, "lost"
-        if self._cluster is not None and self._scheduler is not None:
-            for index, name in enumerate(self._ids):
-                if name in gone:
-                    self._scheduler.gpulet_lost(now, index)
-                    self._abandon(self._cluster, index, now)
-            self._carry_out(now)
-        for cluster, ids in self._leaving:
-            for index, name in enumerate(ids):
-                if name in gone:
-                    self._abandon(cluster, index, now)
+        engine = self._engine
+        for place, name in enumerate(self._ids):
+            if name in gone:
+                if place >= engine.gpulets.first and engine.scheduler is not None:
+                    engine.scheduler.gpulet_lost(now, place - engine.gpulets.first)
+                self._abandon(place, now)
+        engine.carry_out(now)
 
     def slow_down(self, program: str, factor: float) -> None:
         """Batches of this program take `factor` times what plans say, from now on and on every gpu-let."""
         self._factors[program] = factor
         self._odd.clear()
-        if self._cluster is not None and self._scheduler is not None:
-            self._stretch(self._cluster, self._scheduler.system)
+        self._stretch()
 
     # --- time -------------------------------------------------------------------------------------------------------
+
+    @property
+    def now_ms(self) -> float:
+        """The present time of its own clock."""
+        return self._engine.now_ms
 
     def advance(self, until_ms: float) -> None:
         """Let everything happen up to and including `until_ms`."""
@@ -230,6 +210,22 @@ class RunningSystem:
                 self._offer(name, at)
         self._serve(until)
 
+    def _serve(self, until: float) -> None:
+        engine = self._engine
+        rows = slice(engine.next, self._coming_before(until + self._skipped_ms))
+        if self._skipped_ms:
+            engine.times_ms[rows] -= self._skipped_ms
+            engine.deadlines_ms[rows] -= self._skipped_ms
+        engine.serve(rows.stop)
+        engine.settle(until, engine.now_ms)
+        engine.now_ms = max(engine.now_ms, until)
+
+    def _coming_before(self, until_ms: float) -> int:
+        """Return the number of the first arrival later than this, on the clock of the arrivals."""
+        engine = self._engine
+        coming = engine.times_ms[engine.next : engine.planned]
+        return engine.next + int(np.searchsorted(coming, until_ms, side="right"))
+
     def skip(self, until_ms: float, coming: NDArray[np.int64]) -> None:
         """Take the requests up to and including `until_ms`, which are those `coming`, as served like those before them,
         without serving any of them. What waits and runs stands still meanwhile, so that those that follow meet what
@@ -237,209 +233,91 @@ class RunningSystem:
 
         A model without a gpu-let has its requests rejected, all others have them in time. Only where `is_steady`.
         """
-        if not self._skipped_ms:
-            self._times = self._times.copy()  # the caller's until now
-        first = self._next
-        self._next += int(coming.sum())
+        engine, first = self._engine, self._engine.next
+        engine.next += int(coming.sum())
         self._passed += coming
-        self._times[first : self._next] = self.now_ms
+        engine.times_ms[first : engine.next] = self.now_ms
         passed_ms = until_ms - self._skipped_ms - self.now_ms
         self._skipped_ms += passed_ms
         self._used_at_ms -= passed_ms
 
     def coming(self, until_ms: float) -> NDArray[np.int64]:
         """Return how many requests by model the schedule has next, up to and including `until_ms`."""
-        count = int(np.searchsorted(self._times[self._next :], until_ms, side="right"))
-        return np.bincount(self._models[self._next : self._next + count], minlength=len(self._names))
+        engine = self._engine
+        models = engine.models[engine.next : self._coming_before(until_ms)]
+        return np.bincount(models, minlength=len(self._names))
 
     @property
     def is_steady(self) -> bool:
         """Whether no process starts, loads or drains, and none is broken."""
-        return not (self._due or self._leaving) and all(process.is_ready for process in self._processes.values())
-
-    def _serve(self, until: float) -> None:
-        scheduler = self._scheduler
-        coming = self._times[self._next : self._planned]
-        end = self._next + int(np.searchsorted(coming, until + self._skipped_ms, side="right"))
-        if scheduler is None or self._cluster is None:
-            if end > self._next:
-                self._lose(Outcome.REJECTED, range(self._next, end))
-            self._next = end
-            self.now_ms = max(self.now_ms, until)
-            return
-        events, index, now = self._cluster.events, self._index, self.now_ms
-        add = scheduler.add_request
-        while self._next < end:
-            first, last = self._next, min(end, self._next + _CHUNK)
-            rows = slice(first, last)
-            if self._skipped_ms:
-                self._times[rows] -= self._skipped_ms
-                self._deadlines[rows] -= self._skipped_ms
-            times, models, deadlines = self._times[rows].tolist(), self._models[rows].tolist(), self._deadlines[rows]
-            for request, at, place, deadline in zip(
-                range(first, last), times, models, deadlines.tolist(), strict=True
-            ):
-                if scheduler.next_wake_ms < at or (events and events[0][0] <= at) or self._leaving:
-                    self._settle(at, now)
-                now = at
-                model = index[place]
-                if model < 0:
-                    self._lose(Outcome.REJECTED, (request,))
-                    continue
-                add(at, model, request, deadline)
-                if scheduler.decisions:
-                    self._carry_out(at)
-            self._next = last
-        self._settle(until, now)
-        self.now_ms = max(self.now_ms, until)
-
-    def _settle(self, until: float, now: float) -> None:
-        """Do all completions up to and including `until`, and all timers before it; `now` is the present time."""
-        scheduler, cluster = self._scheduler, self._cluster
-        assert scheduler is not None
-        assert cluster is not None
-        events, running, version = cluster.events, cluster.running, cluster.version
-        last = len(running) - 1
-        while True:
-            wake_at = scheduler.next_wake_ms
-            if self._leaving:
-                at = self._settle_leaving(min(until, max(now, wake_at), events[0][0] if events else INF))
-                if at is not None:
-                    now = at
-                    continue
-            if events and events[0][0] <= until and events[0][0] <= wake_at:
-                now, gpulet, stamp = heappop(events)
-                batch = running[gpulet]
-                if gpulet == last:
-                    job, cluster.rehearsal = cluster.rehearsal, None
-                    if job is not None:
-                        scheduler.rehearsed(now, job.run())
-                elif version[gpulet] != stamp or batch is None:
-                    continue
-                elif not batch.has_begun:
-                    cluster.begin(now, gpulet)
-                    continue
-                else:
-                    cluster.finish(now, gpulet)
-                    scheduler.batch_done(now, gpulet)
-                    if self._factors:
-                        self._tell(scheduler, gpulet, batch)
-                    if self._follows is not None:
-                        self._add_following(batch.ids, now)
-            elif wake_at < until:
-                now = max(now, wake_at)
-                scheduler.wake(now)
-            else:
-                return
-            if scheduler.decisions:
-                self._carry_out(now)
-
-    def _settle_leaving(self, until: float) -> float | None:
-        """End one batch of an earlier plan that ends by `until` and return when; None if there is none."""
-        cluster, ids = min(self._leaving, key=lambda pair: pair[0].events[0][0] if pair[0].events else INF)
-        if not cluster.events or cluster.events[0][0] > until:
-            return None
-        now, gpulet, stamp = heappop(cluster.events)
-        batch = cluster.running[gpulet]
-        if batch is not None and cluster.version[gpulet] == stamp:
-            if not batch.has_begun:
-                cluster.begin(now, gpulet)
-            else:
-                cluster.finish(now, gpulet)
-                if self._follows is not None:
-                    self._add_following(batch.ids, now)
-                    self._carry_out(now)
-                if cluster.running[gpulet] is None:
-                    self._offer(ids[gpulet], now)
-        return now
-
-    def _add_following(self, ids: Sequence[int], now: float) -> None:
-        """Let those requests arrive that follow on these, which have been answered."""
-        assert self._follows is not None
-        for request, deadline in self._follows.answered(ids, now):
-            self._times[request], self._deadlines[request] = now, deadline
-            self._followed.append(request)
-            self._add_again(request, now, Outcome.REJECTED)
-
-    def _lose(self, outcome: Outcome, ids: Sequence[int]) -> None:
-        self._lost_ids[outcome].append(ids)
-        if self._follows is not None:
-            self._follows.given_up(ids, outcome)
+        gpulets = self._engine.gpulets
+        is_draining = any(batch is not None for batch in gpulets.running[: gpulets.first])
+        return not (self._due or is_draining) and all(process.is_ready for process in self._processes.values())
 
     # --- the scheduler of the plan ----------------------------------------------------------------------------------
 
     def _route(self, plan: Plan, now: float) -> None:
         """Build the scheduler of a plan, hand it what waits, and the gpu-lets that are ready and idle."""
-        waiting = self._take_back(now)
-        if self._cluster is not None:
-            self._leaving.append((self._cluster, self._ids))
-        system = from_plan(plan, self._network)
-        scheduler = self._make_scheduler(system)
-        self.plan, self._scheduler = plan, scheduler
-        self._cluster = EmulatedGpulets(system)
+        waiting, engine = self._take_back(now), self._engine
+        self.plan, self._system = plan, from_plan(plan, self._network)
+        scheduler = self._make_scheduler(self._system)
+        place = {model.name: index for index, model in enumerate(self._system.models) if index in self._system.served}
+        engine.install(scheduler, [place.get(name, -1) for name in self._names])
         self._odd.clear()
-        self._stretch(self._cluster, system)
-        self._ids = [gpulet.id for gpulet in plan.gpulets]
-        place = {model.name: index for index, model in enumerate(system.models) if index in system.served}
-        self._index = [place.get(name, -1) for name in self._names]
-        for index in range(len(self._ids)):
+        self._stretch()
+        self._ids += [gpulet.id for gpulet in plan.gpulets]
+        for index in range(len(plan.gpulets)):
             scheduler.gpulet_lost(now, index)
-        for name in self._ids:
-            self._offer(name, now)
+        for gpulet in plan.gpulets:
+            self._offer(gpulet.id, now)
         for request in waiting:
-            self._add_again(request, now)
-        self._carry_out(now)
+            engine.add(request, now, Outcome.FAILED)
+        engine.carry_out(now)
 
     def _take_back(self, now: float) -> list[int]:
         """Take what waits out of the present scheduler; whatever arrived longer ago than the longest SLO has ended."""
-        scheduler = self._scheduler
+        engine, scheduler = self._engine, self._engine.scheduler
         if scheduler is None:
             return []
-        first = int(np.searchsorted(self._times[: self._next], now - self._longest_slo_ms - 1.0))
+        first = int(np.searchsorted(engine.times_ms[: engine.next], now - self._longest_slo_ms - 1.0))
         found = []
-        for request, model in enumerate(self._models[first : self._next].tolist(), first):
-            if self._index[model] >= 0 and scheduler.cancel(now, self._index[model], request):
+        for request in chain(range(first, engine.next), self._may_wait, engine.followed):
+            model = engine.index[int(engine.models[request])]
+            if model >= 0 and scheduler.cancel(now, model, request):
                 found.append(request)
-        for request in (*self._may_wait, *self._followed):
-            if scheduler.cancel(now, self._index[int(self._models[request])], request):
-                found.append(request)
-        self._carry_out(now)
+        engine.carry_out(now)
         return found
 
-    def _add_again(self, request: int, now: float, unserved: Outcome = Outcome.FAILED) -> None:
-        model = self._index[int(self._models[request])]
-        if model < 0 or self._scheduler is None:
-            self._lose(unserved, (request,))
-        else:
-            self._scheduler.add_request(now, model, request, float(self._deadlines[request]))
-
     def _offer(self, name: str, now: float) -> None:
-        """Let the scheduler use a gpu-let that is ready and runs nothing."""
-        process = self._processes.get(name)
-        if process is None or not process.is_ready or name not in self._ids or self._scheduler is None:
+        """Let the scheduler use a gpu-let that is ready and runs nothing, not even for an earlier plan."""
+        process, engine = self._processes.get(name), self._engine
+        first, running = engine.gpulets.first, engine.gpulets.running
+        if process is None or not process.is_ready or engine.scheduler is None or name not in self._ids[first:]:
             return
-        for cluster, ids in self._leaving:
-            if name in ids and cluster.running[ids.index(name)] is not None:
-                return
-        self._scheduler.gpulet_back(now, self._ids.index(name))
-        self._carry_out(now)
+        if not any(batch is not None and self._ids[place] == name for place, batch in enumerate(running[:first])):
+            engine.scheduler.gpulet_back(now, self._ids.index(name, first) - first)
+            engine.carry_out(now)
 
-    def _carry_out(self, now: float) -> None:
-        scheduler, cluster = self._scheduler, self._cluster
-        assert scheduler is not None
-        assert cluster is not None
-        while scheduler.decisions:
-            for decision in scheduler.drain():
-                if type(decision) is Dispatch:
-                    cluster.send(now, decision)
-                elif type(decision) is Drop:
-                    self._lose(Outcome.EXPIRED, decision.request_ids)
-                elif type(decision) is Reject:
-                    self._lose(Outcome.REJECTED, decision.request_ids)
-                elif type(decision) is Preempt:
-                    cluster.abort(now, decision.gpulet)
-                elif type(decision) is Rehearse:
-                    cluster.rehearse(decision)
+    def _batch_ended(self, now: float, place: int, batch: EmulatedBatch) -> None:
+        """Tell the scheduler what batches of a program really take, once there were a few, and of gpu-lets that are
+        done with what an earlier plan gave them."""
+        engine = self._engine
+        if place < engine.gpulets.first:
+            if engine.gpulets.running[place] is None:
+                self._offer(self._ids[place], now)
+        elif self._factors and engine.scheduler is not None:
+            factor = self._factors.get(self._system.programs[batch.program].name)
+            if factor is not None:
+                count = self._odd[place, batch.program] = self._odd.get((place, batch.program), 0) + 1
+                if count == _TOLD_AFTER:
+                    engine.scheduler.update_latency(batch.program, place - engine.gpulets.first, factor)
+
+    def _stretch(self) -> None:
+        """Let batches of the plan take what they really take."""
+        programs = enumerate(self._system.programs)
+        factors = {index: self._factors[p.name] for index, p in programs if p.name in self._factors}
+        if factors:
+            self._engine.gpulets.stretch(self._system, factors)
 
     # --- processes ----------------------------------------------------------------------------------------------------
 
@@ -454,42 +332,20 @@ class RunningSystem:
         process.is_ready, process.ready_at = False, ready_at
         heappush(self._due, (ready_at, process.gpulet.id))
 
-    def _abandon(self, cluster: EmulatedGpulets, index: int, now: float) -> None:
+    def _abandon(self, place: int, now: float) -> None:
         """Requests of a lost process are tried once more, as the dispatcher does."""
-        batches = [cluster.running[index], *cluster.behind[index]]
-        cluster.behind[index].clear()
-        if cluster.running[index] is not None:
-            cluster.abort(now, index)
+        engine = self._engine
+        running, behind = engine.gpulets.running, engine.gpulets.behind
+        batches = [running[place], *behind[place]]
+        behind[place].clear()
+        if running[place] is not None:
+            engine.gpulets.abort(now, place)
         for request in chain.from_iterable(batch.ids for batch in batches if batch is not None):
-            if request in self._retried or self._deadlines[request] <= now:
-                self._lose(Outcome.FAILED, (request,))
+            if request in self._retried or engine.deadlines_ms[request] <= now:
+                engine.lose(now, Outcome.FAILED, (request,))
             else:
                 self._retried.add(request)
-                self._add_again(request, now)
-
-    def _stretch(self, cluster: EmulatedGpulets, system: System) -> None:
-        """Write what batches really take into a cluster's tables."""
-        factors = {
-            index: self._factors[program.name]
-            for index, program in enumerate(system.programs)
-            if program.name in self._factors
-        }
-        if factors:
-            cluster.latency = [
-                {
-                    index: tuple(factors.get(index, 1.0) * ms for ms in host.latency_ms)
-                    for index, host in gpulet.hosts.items()
-                }
-                for gpulet in system.gpulets
-            ]
-
-    def _tell(self, scheduler: Scheduler, gpulet: int, batch: EmulatedBatch) -> None:
-        """Tell the scheduler what batches of a program really take, once there were a few."""
-        factor = self._factors.get(scheduler.system.programs[batch.program].name)
-        if factor is not None:
-            count = self._odd[gpulet, batch.program] = self._odd.get((gpulet, batch.program), 0) + 1
-            if count == _TOLD_AFTER:
-                scheduler.update_latency(batch.program, gpulet, factor)
+                engine.add(request, now, Outcome.FAILED)
 
     def _charge(self) -> None:
         """Add up what the processes that are there have used since the last call."""
@@ -505,35 +361,27 @@ class RunningSystem:
     def look(self) -> Look:
         """Return what happened since the last look."""
         self._charge()
-        models = len(self._names)
-        arrived = np.bincount(self._models[self._looked_from : self._next], minlength=models)
-        self._looked_from = self._next
-        if self._followed:
-            arrived += np.bincount(self._models[self._followed], minlength=models)
-            self._may_wait = [r for r in (*self._may_wait, *self._followed) if self._deadlines[r] > self.now_ms]
-            self._followed = []
+        engine, models = self._engine, len(self._names)
+        arrived = np.bincount(engine.models[self._looked_from : engine.next], minlength=models)
+        self._looked_from = engine.next
+        if engine.followed:
+            arrived += np.bincount(engine.models[engine.followed], minlength=models)
+            self._may_wait = [r for r in (*self._may_wait, *engine.followed) if engine.deadlines_ms[r] > self.now_ms]
+            engine.followed = []
         ended = np.zeros((models, len(OUTCOMES)), dtype=np.int64)
-        served = np.array(self._index) >= 0
+        served = np.array(engine.index or [-1] * models) >= 0
         ended[served, Outcome.OK] = self._passed[served]
         ended[~served, Outcome.REJECTED] = self._passed[~served]
         self._passed[:] = 0
-        use: dict[str, list[float]] = {}
-        for cluster, ids in [*self._leaving, *([(self._cluster, self._ids)] if self._cluster is not None else [])]:
-            self._read_log(cluster, ids, ended, use)
-        self._leaving = [pair for pair in self._leaving if pair[0].events]
-        for outcome, lost in self._lost_ids.items():
+        for outcome, lost in engine.lost.items():
             if lost:
                 requests = np.fromiter(chain.from_iterable(lost), dtype=np.int64)
-                ended[:, outcome] += np.bincount(self._models[requests], minlength=models)
+                ended[:, outcome] += np.bincount(engine.models[requests], minlength=models)
                 lost.clear()
-        measured = self._measured_ratios()
         look = Look(
             arrived,
             ended,
-            {
-                name: GpuletUse(busy_ms / 1000.0, int(batches), measured.get(name, {}))
-                for name, (busy_ms, batches) in use.items()
-            },
+            self._read_log(ended),
             frozenset(name for name, process in self._processes.items() if process.is_ready),
             frozenset(n for n, process in self._processes.items() if not process.is_ready and process.broken is None),
             {name: process.broken for name, process in self._processes.items() if process.broken is not None},
@@ -546,31 +394,31 @@ class RunningSystem:
     def _measured_ratios(self) -> dict[str, dict[str, float]]:
         """Return what batches of programs take over what the plan says, by gpu-let, where enough of them have run."""
         found: dict[str, dict[str, float]] = {}
-        for (gpulet, program), batches in self._odd.items():
-            if batches >= _TOLD_AFTER and self._scheduler is not None:
-                name = self._scheduler.system.programs[program].name
-                found.setdefault(self._ids[gpulet], {})[name] = self._factors[name]
+        for (place, program), batches in self._odd.items():
+            if batches >= _TOLD_AFTER:
+                name = self._system.programs[program].name
+                found.setdefault(self._ids[place], {})[name] = self._factors[name]
         return found
 
-    def _read_log(
-        self, cluster: EmulatedGpulets, ids: Sequence[str], ended: NDArray[np.int64], use: dict[str, list[float]]
-    ) -> None:
-        """Count the batches that ended on a cluster, and forget them."""
-        log = cluster.log
-        for gpulet, start_ms, finish_ms in zip(log.gpulet, log.start_ms, log.finish_ms, strict=True):
-            entry = use.setdefault(ids[gpulet], [0.0, 0.0])
-            entry[0] += finish_ms - start_ms
-            entry[1] += 1
-        kept = [place for place, preempted in enumerate(log.preempted) if not preempted]
+    def _read_log(self, ended: NDArray[np.int64]) -> dict[str, GpuletUse]:
+        """Count the batches that have ended, and forget them; return what the gpu-lets did."""
+        engine, log, measured = self._engine, self._engine.gpulets.log, self._measured_ratios()
+        busy_ms: dict[str, list[float]] = {}
+        for place, start_ms, finish_ms in zip(log.gpulet, log.start_ms, log.finish_ms, strict=True):
+            busy_ms.setdefault(self._ids[place], []).append(finish_ms - start_ms)
+        kept = [row for row, preempted in enumerate(log.preempted) if not preempted]
         if kept:
-            sizes = [len(log.requests[place]) for place in kept]
-            requests = np.fromiter(chain.from_iterable(log.requests[p] for p in kept), np.int64, count=sum(sizes))
-            finish = np.repeat([log.finish_ms[place] for place in kept], sizes) + self._network.response_ms
-            in_time = finish <= self._deadlines[requests] + TIME_TOLERANCE_MS
-            models = self._models[requests]
+            sizes = [len(log.requests[row]) for row in kept]
+            requests = np.fromiter(chain.from_iterable(log.requests[r] for r in kept), np.int64, count=sum(sizes))
+            finish = np.repeat([log.finish_ms[row] for row in kept], sizes) + self._network.response_ms
+            in_time = finish <= engine.deadlines_ms[requests] + TIME_TOLERANCE_MS
+            models = engine.models[requests]
             ended[:, Outcome.OK] += np.bincount(models[in_time], minlength=len(self._names))
             ended[:, Outcome.LATE] += np.bincount(models[~in_time], minlength=len(self._names))
-        cluster.log = BatchLog()
+        engine.gpulets.log = BatchLog()
+        return {
+            name: GpuletUse(sum(times) / 1000.0, len(times), measured.get(name, {})) for name, times in busy_ms.items()
+        }
 
 
 def _is_other_process(before: Gpulet, after: Gpulet) -> bool:

@@ -290,9 +290,11 @@ def _most_carried(pairs: Sequence[_Pair], rates: Sequence[float], weights: Seque
     )
     sums = coo_matrix(([1.0] * count, ([pair.program for pair in pairs], range(count))), shape=(len(rates), count))
     flows = linear_program(
-        [-weights[pair.program] for pair in pairs], vstack([cost, sums]).tocsr(), [*([1.0] * len(rows)), *rates],
+        [-weights[pair.program] for pair in pairs],
+        vstack([cost, sums]).tocsr(),
+        [*([1.0] * len(rows)), *rates],
         [rates[pair.program] for pair in pairs],
-    )  # fmt: skip
+    )
     by_program = np.bincount([pair.program for pair in pairs], weights=flows, minlength=len(rates))
     return [float(rate) for rate in by_program]
 

@@ -4,17 +4,17 @@ where that fails, until it is over."""
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
 
 from tenuto.deployments.control.controller import Controller
 from tenuto.deployments.control.fit import gpus_of
-from tenuto.deployments.control.interface import Entry
+from tenuto.deployments.control.journal import LogEntry
 from tenuto.deployments.control.live import Live, LiveSystem, ServeSide
 from tenuto.deployments.control.memory import Memory
 from tenuto.deployments.control.planner import NoPlanner
 from tenuto.deployments.control.settings import ControlSettings
 from tenuto.deployments.serve.deployment import Deployment, History
+from tenuto.deployments.wire.status import DispatchingStatus
 from tenuto.errors import EnvironmentFaultError
 
 _LOOK_S = 0.25
@@ -25,13 +25,13 @@ def change_deployment(
     running: Deployment,
     wanted: Deployment,
     serve: ServeSide,
-    read_status: Callable[[], Mapping[str, Any]],
+    read_status: Callable[[], DispatchingStatus],
     history: History,
     *,
     by: str,
     why: str,
     ready_timeout_s: float = 120.0,
-    tell: Callable[[Entry], None] = lambda _entry: None,
+    tell: Callable[[LogEntry], None] = lambda _entry: None,
     clock: Callable[[], float] = time.time,
     sleep: Callable[[float], None] = time.sleep,
 ) -> bool:
@@ -57,9 +57,9 @@ def change_deployment(
     plan = running.read_plan()
     settings = ControlSettings.model_validate({"mode": "off", "change": {"ready_timeout_s": ready_timeout_s}})
     system = LiveSystem(running, serve, read_status, gpus_of(plan))
-    heard: list[Entry] = []
+    heard: list[LogEntry] = []
 
-    def hear(entry: Entry) -> None:
+    def hear(entry: LogEntry) -> None:
         heard.append(entry)
         tell(entry)
 
@@ -73,4 +73,4 @@ def change_deployment(
     while live.controller.change is not None or not system.is_settled:
         sleep(_LOOK_S)
         live.step(clock())
-    return bool(heard) and heard[-1].kind == "changed"
+    return bool(heard) and heard[-1].reached is True

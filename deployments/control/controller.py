@@ -9,29 +9,49 @@ or does not become ready changes nothing, or is taken back.
 from __future__ import annotations
 
 import math
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 from tenuto.deployments.control.attainment import Attainment
 from tenuto.deployments.control.capacity import UNSERVED, Capacity, Demand
-from tenuto.deployments.control.interface import Apply, Decision, Entry, MakePlan, Seen, WantGpus
+from tenuto.deployments.control.interface import Apply, Decision, MakePlan, Observation, WantGpus
+from tenuto.deployments.control.journal import (
+    Abandoned,
+    Advised,
+    Begun,
+    Changed,
+    GpusMissing,
+    Kept,
+    LogEntry,
+    NoPlan,
+    OnStandby,
+    Paused,
+    RatesTold,
+    Reason,
+    Resumed,
+    RolledBack,
+    Stuck,
+    TakenBack,
+    TakenOver,
+    listed,
+)
 from tenuto.deployments.control.memory import ChangeUnderWay, Memory
+from tenuto.deployments.control.pace import Pace
 from tenuto.deployments.control.planning import PlanRequest, Proposal
 from tenuto.deployments.control.rates import Rates
 from tenuto.deployments.control.settings import ControlSettings, Mode
 from tenuto.deployments.control.standby import Standby, falling_short, still_fitting, taken_over
 from tenuto.deployments.control.steps import next_stage
 from tenuto.deployments.control.worth import Durations
+from tenuto.deployments.wire.status import ChangeStatus, ControllerState
 from tenuto.placement import Gpulet, Plan, Workload
 from tenuto.placement.cluster import Gpu
 from tenuto.placement.plan import PolicyUsed
 
-HOUR_S = 3600.0
 MOVED_ENOUGH = 0.05  # of a need: below it the same question would get the same answer
-CHANCE = 3.0  # standard deviations of a measured rate
-FOLLOW = 0.3  # weight of the newest duration or ratio in its average, as in the dispatcher's own corrections
+CHANCE = 3.0  # derived: standard deviations that a steady rate leaves by chance in 0.3 % of the looks
+FOLLOW = 0.3  # derived from the dispatcher's own corrections (`LatencyRatios`): weight of the newest in its average
 
 
 class Controller:
@@ -45,20 +65,20 @@ class Controller:
         self._plan = memory.plan
         declared = {spec.name: spec.rate_rps for spec in memory.workload.models}
         self._rates = Rates(
-            declared, average_s=settings.rates.average_s, settle_s=settings.rates.settle_s,
-            target=settings.attainment, floor_rps=settings.rates.floor_rps, memory=memory.rates,
-        )  # fmt: skip
-        self._attainment = Attainment(
-            tuple(declared), target=settings.attainment, window_s=settings.change.horizon_s
+            declared,
+            average_s=settings.rates.average_s,
+            settle_s=settings.rates.settle_s,
+            target=settings.attainment,
+            floor_rps=settings.rates.floor_rps,
+            memory=memory.rates,
         )
+        self._attainment = Attainment(tuple(declared), target=settings.attainment, window_s=settings.change.horizon_s)
         self._slowdowns = dict(memory.slowdowns)
         self._asked_slowdowns = dict(memory.slowdowns)  # what was planned with last
         self._surplus = dict(memory.surplus)
         change = settings.change
         self._durations = memory.durations or Durations(change.start_s, change.load_s)
-        self._changes_s = deque(memory.changes_s)
-        self._quiet_until_s = memory.quiet_until_s
-        self._failures = memory.failures
+        self._pace = Pace(change, memory.changes_s, memory.quiet_until_s, memory.failures)
         self.paused = memory.paused
         self._change, self._proving = memory.change, memory.proving
         self._gpus: tuple[Gpu, ...] = ()
@@ -68,8 +88,8 @@ class Controller:
         self._is_repeated = False  # whether the question is asked again, as its first answer was outgrown
         self._planned_with: dict[str, float] = {s.name: s.rate_rps for s in memory.plan.models}
         # Needs, reasons and time of the last question.
-        self._answered: tuple[dict[str, float], frozenset[str], float] | None = None
-        self._reasons: dict[str, str] = {}  # why to plan again, by kind
+        self._answered: tuple[dict[str, float], frozenset[Reason], float] | None = None
+        self._reasons: dict[Reason, str] = {}  # why to plan again, by kind
         self._checked_s = -settings.interval_s
         self._checked_needs: dict[str, float] = {}
         self._unsettled_s = 0.0  # when something last happened that explains lost requests
@@ -83,7 +103,7 @@ class Controller:
 
     # --- in -----------------------------------------------------------------------------------------------------------
 
-    def observe(self, now_s: float, seen: Seen) -> None:
+    def observe(self, now_s: float, seen: Observation) -> None:
         """Take one look."""
         seconds = self._settings.look_s if self._last_s is None else now_s - self._last_s
         seconds = max(1e-3, seconds if seen.seconds is None else seen.seconds)
@@ -103,7 +123,8 @@ class Controller:
         elif self._proving is not None and losing:
             self._take_back_if_worse(losing)
         if self._proving is not None and now_s - self._proving.stage_since_s > self._settings.change.prove_s:
-            self._proving, self._failures = None, 0
+            self._proving = None
+            self._pace.proved()
         if self._change is None and self._standby:
             self._let_standby_take_over(losing, slower, seen, is_news=jumped or lost)
         if self._change is None and self.mode != "off":
@@ -125,23 +146,18 @@ class Controller:
         why = "; ".join(reasons.values())
         if isinstance(result, Proposal):
             self._keep_on_standby(result, why)
-            reasons.pop("standby", None)
+            reasons.pop(Reason.STANDBY, None)
             if not reasons:
                 return
             why = "; ".join(reasons.values())
         if isinstance(result, str):
-            self._say("no plan", f"{why}: no plan: {result}; what runs is kept", {"reasons": dict(reasons)})
+            self.note(NoPlan(now_s, reasons, result))
             return
         self._want(result)
         plan, worth = result.plan, result.worth
-        figures = {
-            "how": result.how, "reasons": dict(reasons), "gained_requests": round(worth.gained_requests),
-            "lost_requests": round(worth.lost_requests), "saved_gpu_s": round(worth.saved_rent),
-            "spent_gpu_s": round(worth.spent_rent), "seconds": worth.seconds, "stages": worth.stages,
-            "planning_s": round(planning_s, 3),
-        }  # fmt: skip
+        weighed = (now_s, reasons, result, planning_s)
         if plan is None or not worth.pays:
-            self._say("kept", f"{why}: what runs is kept, as {worth.why}", figures)
+            self.note(Kept(*weighed))
             return
         is_repeated, self._is_repeated = self._is_repeated, False
         if not is_repeated and self._is_outgrown(plan):
@@ -149,17 +165,17 @@ class Controller:
             self._ask()
             return
         if plan.gpulets == self._plan.gpulets and not self.paused:
-            self._tell_rates(plan, f"{why}: {worth.why}", figures)
+            self._tell_rates(plan, RatesTold(*weighed))
             return
         saves_only = worth.saved_rent > 0.0
         obstacle = self._obstacle(saves_only=saves_only)
-        if saves_only and reasons.keys() & {"slo", "overload"}:
+        if saves_only and reasons.keys() & {Reason.SLO, Reason.OVERLOAD}:
             obstacle = "GPUs are not given up while requests are lost"
         if obstacle is not None:
             self._answered = None  # asked again once that has passed
-            self._say("kept", f"{why}: {result.how} would pay, as {worth.why}, but {obstacle}", figures)
+            self.note(Kept(*weighed, obstacle))
             return
-        self._say("advice" if self.mode == "advise" else "change", f"{why}: {result.how}, as {worth.why}", figures)
+        self.note((Begun if self.mode == "act" else Advised)(*weighed))
         if self.mode == "act":
             self._begin(plan, why)
 
@@ -171,7 +187,7 @@ class Controller:
         self._rates.set_models(after)
         self._attainment.set_models(tuple(after))
         changed = sorted(before ^ after.keys()) or ["its entries"]
-        self._reasons["workload"] = f"the workload changed ({', '.join(changed)})"
+        self._reasons[Reason.WORKLOAD] = f"the workload changed ({', '.join(changed)})"
         self._answered = None
 
     def deploy(self, now_s: float, target: Plan, why: str, gpus: tuple[Gpu, ...]) -> None:
@@ -192,11 +208,11 @@ class Controller:
     def pause(self, *, paused: bool) -> None:
         """Change nothing, or change again; a change that is under way is finished."""
         self.paused = paused
-        self._say("paused" if paused else "resumed", "by an operator")
+        self.note((Paused if paused else Resumed)(self._now_s))
 
-    def note(self, kind: str, text: str) -> None:
-        """Write what the driver does by itself into the log."""
-        self._say(kind, text)
+    def note(self, entry: LogEntry) -> None:
+        """Write something into the log; the driver does so with what it does by itself."""
+        self._decisions.append(entry)
 
     # --- out ----------------------------------------------------------------------------------------------------------
 
@@ -228,23 +244,30 @@ class Controller:
     def memory(self) -> Memory:
         """Return what outlives the controller; write it whenever `drain` returned something."""
         return Memory(
-            self._plan, self._workload, self._rates.memory(), dict(self._slowdowns), dict(self._surplus),
-            self._durations, tuple(self._changes_s), self._quiet_until_s, self._failures, self.paused, self._change,
+            self._plan,
+            self._workload,
+            self._rates.memory(),
+            dict(self._slowdowns),
+            dict(self._surplus),
+            self._durations,
+            *self._pace.memory(),
+            self.paused,
+            self._change,
             self._proving,
-        )  # fmt: skip
+        )
 
-    def state(self) -> dict[str, Any]:
-        """Return how it stands, as plain data: mode, policy, measured and planned rates, the change under way."""
+    def state(self) -> ControllerState:
+        """Return how it stands."""
         change = self._change
-        return {
-            "mode": self.mode,
-            "paused": self.paused,
-            "change": None if change is None else {"why": change.why, "begun_at_s": change.begun_s},
-            "policy": (self._settings.policy or self._plan.policy).name,
-            "rates_rps": self._rates.mean_rps,
-            "planned_for_rps": self.demand().upper_rps,
-            "slowdowns": dict(self._slowdowns),
-        }
+        return ControllerState(
+            mode=self.mode,
+            paused=self.paused,
+            change=None if change is None else ChangeStatus(change.why, change.begun_s),
+            policy=(self._settings.policy or self._plan.policy).name,
+            rates_rps=self._rates.mean_rps,
+            planned_for_rps=self.demand().upper_rps,
+            slowdowns=dict(self._slowdowns),
+        )
 
     def demand(self, *, lasting_s: float = 0.0) -> Demand:
         """Return what has to be carried once a change that begins now is done, and for `lasting_s` from then on: what
@@ -258,7 +281,7 @@ class Controller:
 
     # --- learning -----------------------------------------------------------------------------------------------------
 
-    def _learn_slowdowns(self, seen: Seen) -> list[str]:
+    def _learn_slowdowns(self, seen: Observation) -> list[str]:
         """Follow what batches take over their profile, by program: the slowest of its gpu-lets counts. Return the
         programs that are slower than planned, and more so than they were known to be."""
         ratios: dict[str, float] = {}
@@ -274,7 +297,9 @@ class Controller:
             asked = self._asked_slowdowns.get(program, 1.0)
             enough = threshold if threshold is None or abs(asked - 1.0) <= threshold else min(threshold, MOVED_ENOUGH)
             if enough is not None and abs(follow / asked - 1.0) > enough:
-                self._reasons["slow"] = f"batches of '{program}' take {follow:.2f} of their profile, not {asked:.2f}"
+                self._reasons[Reason.SLOW] = (
+                    f"batches of '{program}' take {follow:.2f} of their profile, not {asked:.2f}"
+                )
                 self._unsettled_s = self._now_s
                 self._answered = None
             if follow > max(known, 1.0 + (threshold or 0.1)):
@@ -282,24 +307,25 @@ class Controller:
             self._slowdowns[program] = follow
         return slower
 
-    def _notice_gpus(self, seen: Seen) -> bool:
+    def _notice_gpus(self, seen: Observation) -> bool:
         """Follow which GPUs are there; return whether one in use is gone."""
         before, after = {gpu.id for gpu in self._gpus}, {gpu.id for gpu in seen.gpus}
         self._gpus = seen.gpus
         lost, came = before - after, after - before
         used = {gpulet.gpu for gpulet in self._plan.gpulets}
         if lost & used and self._settings.when.lost:
-            self._reasons["lost"] = f"GPU {', '.join(sorted(lost))} is gone"
+            self._reasons[Reason.LOST] = f"GPU {', '.join(sorted(lost))} is gone"
         if came and before and self._settings.when.came:
-            self._reasons["came"] = f"GPU {', '.join(sorted(came))} is new"
+            self._reasons[Reason.CAME] = f"GPU {', '.join(sorted(came))} is new"
         if lost or came:
             self._answered = None
             self._unsettled_s = self._now_s
         if lost & used:
             # It explains what is lost from now on, and a change that failed before says nothing of the one needed now.
-            self._proving, self._quiet_until_s = None, 0.0
+            self._proving = None
+            self._pace.forgive()
         if lost & used and self._change is not None:
-            self._say("abandoned", f"the change under way stops, as GPU {', '.join(sorted(lost))} is gone")
+            self.note(Abandoned(self._now_s, sorted(lost)))
             self._change = None
         return bool(lost & used)
 
@@ -309,7 +335,7 @@ class Controller:
         when = self._settings.when
         if losing and when.slo and not self._is_unsettled():
             parts = self._attainment.lost_part(losing)
-            self._reasons["slo"] = "more is lost than allowed: " + _shown(parts, "{:.1%}")
+            self._reasons[Reason.SLO] = "more is lost than allowed: " + listed(parts, "{:.1%}")
         is_due = self._now_s - self._checked_s >= self._settings.interval_s - 1e-6
         if not (is_due or jumped or losing):
             return
@@ -323,21 +349,21 @@ class Controller:
         self._checked_needs = needs
         acts = self.mode == "act" and not self.paused
         if acts and self._wants_standby and self._plan.gpulets != self._standby_of:
-            self._reasons["standby"] = "standby processes are wanted for the plan"
+            self._reasons[Reason.STANDBY] = "standby processes are wanted for the plan"
         load = self._capacity().load(demand)
         if when.overload and load > 1.0:
             # A plan that promised what it does not carry is no news; what it was made for is in `_answered`.
             text = f"the busiest gpu-let would have to be {load:.0%} busy"
-            self._reasons["overload"] = text if load < UNSERVED else "a model has no gpu-let"
-            self._reasons.pop("underused", None)  # of a while ago
-        if losing and "slo" in self._reasons and load <= 1.0:
+            self._reasons[Reason.OVERLOAD] = text if load < UNSERVED else "a model has no gpu-let"
+            self._reasons.pop(Reason.UNDERUSED, None)  # of a while ago
+        if losing and Reason.SLO in self._reasons and load <= 1.0:
             self._raise_surplus(losing)
         if is_due and when.underused is not None and load < max(when.underused, self._spare_gpu_load()):
-            self._reasons["underused"] = f"the busiest gpu-let would be {load:.0%} busy"
+            self._reasons[Reason.UNDERUSED] = f"the busiest gpu-let would be {load:.0%} busy"
         if is_due and when.rate is not None:
             moved = self._moved_rates(needs)
             if moved:
-                self._reasons["rate"] = f"rates have moved: {_shown(moved, '{:.0f} r/s')}"
+                self._reasons[Reason.RATE] = f"rates have moved: {listed(moved, '{:.0f} r/s')}"
 
     def _spare_gpu_load(self) -> float:
         """Return the load below which one GPU less may do, where they can be given back: (n - 1) / n of n GPUs."""
@@ -388,12 +414,12 @@ class Controller:
             return
         needs, kinds = self.demand().upper_rps, frozenset(self._reasons)
         known = self._answered
-        if "standby" not in kinds and known is not None and kinds <= known[1]:
+        if Reason.STANDBY not in kinds and known is not None and kinds <= known[1]:
             is_fresh = self._now_s - known[2] < self._settings.change.horizon_s
             if is_fresh and not self._is_news(known[0], needs):
                 self._reasons.clear()
                 return
-        if self._obstacle(saves_only=kinds <= {"underused", "rate"}) is not None:
+        if self._obstacle(saves_only=kinds <= {Reason.UNDERUSED, Reason.RATE}) is not None:
             return
         self._answered = needs, kinds, self._now_s
         self._asked_slowdowns = dict(self._slowdowns)
@@ -416,7 +442,7 @@ class Controller:
             standby_pct=self._settings.standby_pct,
             standby_gpus=self._settings.standby_gpus,
             standby_ids=frozenset(standby.gpulet.id for standby in self._standby),
-            only_standby=kinds == {"standby"},
+            only_standby=kinds == {Reason.STANDBY},
         )
         self._decisions.append(MakePlan(self._number, request))
 
@@ -445,16 +471,7 @@ class Controller:
         """Return what stands against a change now."""
         if self.paused:
             return "changes are paused"
-        if self._now_s < self._quiet_until_s:
-            return f"the last change failed; the next may come in {self._quiet_until_s - self._now_s:.0f} s"
-        while self._changes_s and self._changes_s[0] <= self._now_s - HOUR_S:
-            self._changes_s.popleft()
-        if len(self._changes_s) >= self._settings.change.per_hour:
-            return f"{self._settings.change.per_hour} changes were made within the hour"
-        since_s = self._now_s - self._changes_s[-1] if self._changes_s else HOUR_S
-        if saves_only and since_s < self._settings.change.cool_down_s:
-            return f"the last change was {since_s:.0f} s ago"
-        return None
+        return self._pace.obstacle(self._now_s, saves_only=saves_only)
 
     def _want(self, result: Proposal) -> None:
         """Say how many GPUs would carry everything: to the autoscaler, or to the operator of a cluster that cannot
@@ -476,7 +493,7 @@ class Controller:
         }
         short = {kind: count for kind, count in missing.items() if count > 0}
         if short:
-            self._say("missing", f"all rates would be carried with more GPUs: {_shown(short, '{}')}", {"gpus": short})
+            self.note(GpusMissing(self._now_s, short))
 
     # --- standby ------------------------------------------------------------------------------------------------------
 
@@ -495,7 +512,7 @@ class Controller:
             return
         self._standby = result.standby
         shares = {standby.gpulet.id: f"{standby.gpulet.effective_share_pct:g} %" for standby in self._standby}
-        self._say("standby", f"{why}: {_shown(shares, '{}') or 'nothing'} on standby", {"shares": shares})
+        self.note(OnStandby(self._now_s, why, shares))
         if is_kept:
             self._decisions.append(Apply(self._plan, why, self._idle_gpulets))
 
@@ -504,7 +521,7 @@ class Controller:
         return tuple(standby.gpulet for standby in self._standby)
 
     def _let_standby_take_over(
-        self, losing: Sequence[str], slower: Sequence[str], seen: Seen, *, is_news: bool
+        self, losing: Sequence[str], slower: Sequence[str], seen: Observation, *, is_news: bool
     ) -> None:
         """Use idle processes where models lose requests or, as batches or news have it, are about to, and that
         helps."""
@@ -514,28 +531,24 @@ class Controller:
             short |= falling_short(here, self.demand(), self._slowdowns, slower, self._settings.attainment)
         if not short or self.mode != "act" or self._obstacle(saves_only=False) is not None:
             return
-        target = taken_over(
-            self._plan, self._standby, seen.ready, short, self.demand(), self._slowdowns, self._gpus
-        )
+        target = taken_over(self._plan, self._standby, seen.ready, short, self.demand(), self._slowdowns, self._gpus)
         if target is None:
             return
         before = {gpulet.id for gpulet in self._plan.gpulets}
         names = ", ".join(sorted(gpulet.id for gpulet in target.gpulets if gpulet.id not in before))
-        known = [self._reasons[kind] for kind in ("lost", "slow") if kind in self._reasons]
+        known = [self._reasons[kind] for kind in (Reason.LOST, Reason.SLOW) if kind in self._reasons]
         known += [f"batches of '{name}' take {self._slowdowns[name]:.2f} of their profile" for name in slower]
         known += [f"{', '.join(losing)} loses more requests than allowed"] if losing else []
         why = known[0] if known else f"{', '.join(sorted(short))} has more requests than what runs can carry"
         why = f"{why}: standby {names} takes over"
-        self._say("change", why)
+        self.note(TakenOver(self._now_s, why))
         origin, self._standby_of, self._answered = self._plan, None, None
         self._standby = still_fitting(self._standby, target, self._gpus)
-        self._changes_s.append(self._now_s)
+        self._pace.begun(self._now_s)
         self._proving, self._plan, self._asked = None, target, None
         self._reasons.clear()
         self._checked_s = -math.inf  # whether that is enough is asked as soon as it is done
-        self._change = ChangeUnderWay(
-            origin, target, target, self._now_s, self._now_s, why, suffered=tuple(short)
-        )
+        self._change = ChangeUnderWay(origin, target, target, self._now_s, self._now_s, why, suffered=tuple(short))
         self._decisions.append(Apply(target, why, self._idle_gpulets))
 
     # --- changing -----------------------------------------------------------------------------------------------------
@@ -545,17 +558,17 @@ class Controller:
         running = self._here(origin, origin.gpulets)
         losing = self._attainment.lost_part([spec.name for spec in self._workload.models])
         suffered = tuple(name for name, part in losing.items() if part > 1.0 - self._settings.attainment)
-        self._changes_s.append(self._now_s)
+        self._pace.begun(self._now_s)
         self._proving = None
         change = ChangeUnderWay(origin, target, running, self._now_s, self._now_s, why, suffered=suffered)
         self._step(change, running)
 
-    def _tell_rates(self, plan: Plan, why: str, figures: Mapping[str, Any]) -> None:
+    def _tell_rates(self, plan: Plan, told: RatesTold) -> None:
         """Let the scheduler know that the same gpu-lets are now meant for other rates: no change, nothing to prove."""
-        self._say("rates", why, figures)
+        self.note(told)
         if self.mode == "act":
             self._plan = plan
-            self._decisions.append(Apply(plan, why, self._waiting_beside(plan)))
+            self._decisions.append(Apply(plan, told.text, self._waiting_beside(plan)))
 
     def _waiting_beside(self, plan: Plan) -> tuple[Gpulet, ...]:
         """Return the standby processes that can stay beside a plan; the others end."""
@@ -576,7 +589,7 @@ class Controller:
         why = f"{what}{'' if is_last else ' (a stage of the change)'}"
         self._decisions.append(Apply(stage, why, self._waiting_beside(stage)))
 
-    def _go_on(self, seen: Seen) -> None:
+    def _go_on(self, seen: Observation) -> None:
         """Look at the stage of the change that is under way."""
         change = self._change
         assert change is not None
@@ -606,9 +619,9 @@ class Controller:
         self._unsettled_s = self._now_s
         seconds = self._now_s - change.begun_s
         if change.is_rollback:
-            self._say("rolled back", f"to the plan before, in {seconds:.0f} s")
+            self.note(RolledBack(self._now_s, seconds))
             return
-        self._say("changed", f"{change.why}: done in {seconds:.0f} s", {"seconds": seconds, "why": change.why})
+        self.note(Changed(self._now_s, change.why, seconds))
         self._proving = replace(change, stage_since_s=self._now_s)
 
     def _take_back_if_worse(self, losing: Sequence[str]) -> None:
@@ -620,21 +633,18 @@ class Controller:
         if not new or Capacity(change.origin, slowdowns=self._slowdowns).load(self.demand()) > 1.0:
             return
         self._proving = None
-        parts = _shown(self._attainment.lost_part(new), "{:.1%}")
+        parts = listed(self._attainment.lost_part(new), "{:.1%}")
         self._take_back(change, f"since the change more is lost than allowed: {parts}", change.stage.gpulets)
 
     def _take_back(self, change: ChangeUnderWay, why: str, held: Sequence[Gpulet] | None = None) -> None:
         """Go back to the plan before a change; `held` are gpu-lets that serve now, by default those of that plan."""
         if change.is_rollback:
             self._change = None
-            self._say("stuck", f"going back failed too: {why}")
-            self._reasons["stuck"] = why
+            self.note(Stuck(self._now_s, why))
+            self._reasons[Reason.STUCK] = why
             return
-        self._failures += 1
         self._answered = None  # it is asked again once the wait is over
-        wait_s = min(HOUR_S, self._settings.change.cool_down_s * 2 ** (self._failures - 1))
-        self._quiet_until_s = self._now_s + wait_s
-        self._say("roll back", f"{why}; no other change for {wait_s:.0f} s", {"why": change.why})
+        self.note(TakenBack(self._now_s, why, self._pace.failed(self._now_s)))
         before = {gpulet.id for gpulet in change.origin.gpulets}
         if held is None:
             held = [gpulet for gpulet in change.stage.gpulets if gpulet.id in before]
@@ -647,15 +657,8 @@ class Controller:
         here = {gpu.id for gpu in self._gpus}
         return plan.model_copy(update={"gpulets": tuple(gpulet for gpulet in gpulets if gpulet.gpu in here)})
 
-    def _say(self, kind: str, text: str, data: Mapping[str, Any] | None = None) -> None:
-        self._decisions.append(Entry(self._now_s, kind, text, data or {}))
-
 
 def _moved(before: Mapping[str, float], after: Mapping[str, float], part: float) -> bool:
     return before.keys() != after.keys() or any(
         abs(after[name] - before[name]) > part * max(before[name], 1e-9) for name in after
     )
-
-
-def _shown(values: Mapping[str, Any], form: str) -> str:
-    return ", ".join(f"{name} {form.format(value)}" for name, value in sorted(values.items()))

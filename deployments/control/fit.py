@@ -87,11 +87,15 @@ def gpus_of(*plans: Plan) -> tuple[Gpu, ...]:
     known = {gpu.id: gpu for plan in plans for gpu in plan.gpus}
     return tuple(
         Gpu(
-            id=g.id, type=g.type, uuid=g.uuid, address=g.address, label=g.label,
+            id=g.id,
+            type=g.type,
+            uuid=g.uuid,
+            address=g.address,
+            label=g.label,
             memory_mib=memory_mib_of(g.type) or float("inf"),
         )
         for g in known.values()
-    )  # fmt: skip
+    )
 
 
 def fresh_id(gpu_id: str, taken: Collection[str]) -> str:

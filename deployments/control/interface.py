@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
+from tenuto.deployments.control.journal import LogEntry
 from tenuto.deployments.control.planning import PlanRequest
 from tenuto.placement import Gpulet, Plan
 from tenuto.placement.cluster import Gpu
@@ -28,7 +28,7 @@ class GpuletSeen:
 
 
 @dataclass(frozen=True)
-class Seen:
+class Observation:
     """One look: what happened since the last, and what stands now.
 
     `models` is empty where what happened is not known, as in the first look of a new life; `seconds` is the time in
@@ -72,14 +72,4 @@ class WantGpus:
     by_type: Mapping[str, int]
 
 
-@dataclass(frozen=True)
-class Entry:
-    """One line of the log: what was noticed, decided or done, with what it rests on."""
-
-    at_s: float
-    kind: str
-    text: str
-    data: Mapping[str, Any] = field(default_factory=dict)
-
-
-Decision = MakePlan | Apply | WantGpus | Entry
+Decision = MakePlan | Apply | WantGpus | LogEntry

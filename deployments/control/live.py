@@ -16,18 +16,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import msgspec
+
 from tenuto.deployments.control.controller import Controller
 from tenuto.deployments.control.fit import gpus_of, renamed
-from tenuto.deployments.control.interface import (
-    Apply,
-    Decision,
-    Entry,
-    GpuletSeen,
-    MakePlan,
-    ModelSeen,
-    Seen,
-    WantGpus,
-)
+from tenuto.deployments.control.interface import Apply, Decision, GpuletSeen, MakePlan, ModelSeen, Observation, WantGpus
+from tenuto.deployments.control.journal import Evened, Evening, LogEntry
 from tenuto.deployments.control.memory import Memory
 from tenuto.deployments.control.planning import PlanRequest, Proposal
 from tenuto.deployments.control.settings import Epoch
@@ -35,6 +29,7 @@ from tenuto.deployments.serve.config import ENTRY_APPLICATION, GPULET_PREFIX, ap
 from tenuto.deployments.serve.deployment import Deployment, History, Store
 from tenuto.deployments.serve.states import ApplicationState
 from tenuto.deployments.serve.sub_clusters import evened, imbalance
+from tenuto.deployments.wire.status import DispatchingStatus, LogLine, ModelStatus
 from tenuto.errors import EnvironmentFaultError, InvalidInputError, Problem, raise_if_any
 from tenuto.placement import Gpulet, Plan
 from tenuto.placement.cluster import Gpu
@@ -104,7 +99,7 @@ class LiveSystem:
         self,
         deployment: Deployment,
         serve: ServeSide,
-        read_status: Callable[[], Mapping[str, Any]],
+        read_status: Callable[[], DispatchingStatus],
         gpus: tuple[Gpu, ...],
     ) -> None:
         """Take over what runs.
@@ -203,7 +198,7 @@ class LiveSystem:
         gpulets = idle | self._gpulets | {name: leaving.application for name, leaving in self._draining.items()}
         self._serve.apply({**config, "applications": [*others, *gpulets.values()]})
 
-    def look(self, now_s: float) -> Seen | None:
+    def look(self, now_s: float) -> Observation | None:
         """Return what happened since the last look; None while the gateways do not answer.
 
         GPUs that are gone are told at once: the status may be asked of a gateway that went with them.
@@ -212,27 +207,25 @@ class LiveSystem:
         if len(self._there) < len(before):
             here = {gpu.id for gpu in self._there}
             left = frozenset(g.id for g in (*self._plan.gpulets, *self._waiting) if g.gpu in here)
-            return Seen(models={}, ready=self._ready & left, gpus=self._there)
+            return Observation(models={}, ready=self._ready & left, gpus=self._there)
         try:
             status = self._read_status()
         except EnvironmentFaultError:
             return None
-        if "gpulets" not in status:
+        if status.plan is None:
             return None
         states = self._serve.states()
         ready = _ready(self._plan, status)
         self._go_on(now_s, status, ready, states)
         self._ready = ready | {name for name in self._standby if _is_running(states, name)}
         is_first = not self._counted
-        models, seconds = self._ended(status["models"])
-        return Seen(
+        models, seconds = self._ended(status.models)
+        return Observation(
             models={} if is_first else models,  # what came before is not of this look
             ready=self._ready,
             gpus=self._there,
             broken=self._broken(states),
-            gpulets={
-                entry["id"]: GpuletSeen(entry["slowdown"]) for entry in status["gpulets"] if entry.get("slowdown")
-            },
+            gpulets={gpulet.id: GpuletSeen(gpulet.slowdown) for gpulet in status.gpulets if gpulet.slowdown},
             seconds=seconds,
         )
 
@@ -247,7 +240,7 @@ class LiveSystem:
         return self._routed is self._plan and not self._draining and self._migration is None
 
     def _go_on(
-        self, now_s: float, status: Mapping[str, Any], ready: frozenset[str], states: Mapping[str, ApplicationState]
+        self, now_s: float, status: DispatchingStatus, ready: frozenset[str], states: Mapping[str, ApplicationState]
     ) -> None:
         """Take the next step of applying the plan, once what it rests on is there."""
         if self._routed is not self._plan:
@@ -260,7 +253,7 @@ class LiveSystem:
             self._send()
             return
         self._go_on_migration(now_s, states)
-        used = {application_name(entry["id"]) for entry in status["gpulets"]} - self._gpulets.keys()
+        used = {application_name(gpulet.id) for gpulet in status.gpulets} - self._gpulets.keys()
         gone = []
         for name, leaving in self._draining.items():
             if name in used:
@@ -293,19 +286,18 @@ class LiveSystem:
             self.deployment = self.deployment.model_copy(update={"partition": migration.after})
         self._send()
 
-    def _ended(self, models: Mapping[str, Any]) -> tuple[dict[str, ModelSeen], float | None]:
+    def _ended(self, models: Mapping[str, ModelStatus]) -> tuple[dict[str, ModelSeen], float | None]:
         """Return what the counts have grown by, and in what time by the dispatchers' clocks; that is not known of a
         dispatcher that started anew, which counts from 0, perhaps on another machine."""
         found, lengths_s = {}, []
         for name, counts in models.items():
-            bad = sum(counts[outcome] for outcome in ("late", "expired", "rejected", "failed"))
-            now = (counts["submitted"], counts["ok"], bad)
-            at_s, before = self._counted.get(name, (counts["counted_at_s"], now))
+            now = (counts.submitted, counts.ok, counts.bad)
+            at_s, before = self._counted.get(name, (counts.counted_at_s, now))
             if any(new < old for new, old in zip(now, before, strict=True)):
                 before = (0, 0, 0)
-            elif counts["counted_at_s"] > at_s:
-                lengths_s.append(counts["counted_at_s"] - at_s)
-            self._counted[name] = counts["counted_at_s"], now
+            elif counts.counted_at_s > at_s:
+                lengths_s.append(counts.counted_at_s - at_s)
+            self._counted[name] = counts.counted_at_s, now
             found[name] = ModelSeen(*(new - old for new, old in zip(now, before, strict=True)))
         return found, max(lengths_s, default=None)
 
@@ -330,7 +322,7 @@ def _unchangeable(running: Deployment, wanted: Deployment) -> list[Problem]:
     feeds, fed = (each.gateways > 1 or each.partition is not None for each in (wanted, running))
     if feeds != fed:
         changed.append("gateways")
-        rules["gateways"] = f"{running.gateways} run: one schedules by itself, several feed dispatchers"
+        rules["gateways"] = f"{max(1, running.gateways)} run: one schedules by itself, several feed dispatchers"
     cure = "Leave it as it is, or begin anew with --replace, which interrupts."
     return [Problem(name, getattr(wanted, name), rules[name], cure) for name in changed]
 
@@ -371,9 +363,9 @@ def _with_programs_of(application: Mapping[str, Any], present: Mapping[str, Any]
     return result
 
 
-def _ready(plan: Plan, status: Mapping[str, Any]) -> frozenset[str]:
+def _ready(plan: Plan, status: DispatchingStatus) -> frozenset[str]:
     """Return the gpu-lets of a plan that are connected and hold what it says."""
-    up = {entry["id"]: entry.get("models", {}) for entry in status["gpulets"] if entry["up"]}
+    up = {gpulet.id: gpulet.models for gpulet in status.gpulets if gpulet.up}
     return frozenset(
         gpulet.id
         for gpulet in plan.gpulets
@@ -396,7 +388,8 @@ class ControlMemory:
     def __init__(self, store: Store) -> None:
         self._store = store
         raw = store.get(self._LOG)
-        self._log: deque[dict[str, Any]] = deque(json.loads(raw) if raw else (), maxlen=_KEPT_LOG)
+        lines = msgspec.json.decode(raw, type=list[LogLine]) if raw else []
+        self._log: deque[LogLine] = deque(lines, maxlen=_KEPT_LOG)
 
     def read(self) -> Memory | None:
         """Return the memory; None where there is none, or another version of Tenuto wrote it."""
@@ -411,12 +404,12 @@ class ControlMemory:
         """Keep the memory."""
         self._store.put(self._MEMORY, json.dumps(memory.to_data()).encode())
 
-    def add(self, entry: Entry) -> None:
-        """Append to the log; times are seconds since 1970."""
-        self._log.append({"at_s": time.time(), "kind": entry.kind, "text": entry.text, "data": dict(entry.data)})
-        self._store.put(self._LOG, json.dumps(list(self._log)).encode())
+    def add(self, entry: LogEntry) -> None:
+        """Append to the log."""
+        self._log.append(entry.line(time.time()))
+        self._store.put(self._LOG, msgspec.json.encode(list(self._log)))
 
-    def log(self) -> list[dict[str, Any]]:
+    def log(self) -> list[LogLine]:
         """Return the log, oldest first."""
         return list(self._log)
 
@@ -441,7 +434,7 @@ class Live:
         memory: ControlMemory | None = None,
         epoch: Epoch | None = None,
         want_gpus: Callable[[Mapping[str, int]], None] = lambda _by_type: None,
-        tell: Callable[[Entry], None] = lambda _entry: None,
+        tell: Callable[[LogEntry], None] = lambda _entry: None,
     ) -> None:
         """Put them together.
 
@@ -488,8 +481,7 @@ class Live:
         controller, system, epoch = self.controller, self.system, self._epoch
         if self._why_moved is not None and system.is_settled:
             why, self._why_moved = self._why_moved, None
-            controller.note("changed", f"{why}: done")
-            self._history.add(system.deployment, self._by, why)
+            controller.note(Evened(now_s, why))
         before = system.deployment.partition
         if epoch is None or before is None or controller.mode != "act" or controller.paused:
             return
@@ -506,7 +498,7 @@ class Live:
         here = {name: before[name] for name in after}
         parts = [f"{imbalance(assignment, rates):.0%}" for assignment in (here, after)]
         why = f"sub-clusters are {parts[0]} uneven, {parts[1]} with {moved}"
-        controller.note("change", why)
+        controller.note(Evening(now_s, why))
         self.system.move(after, now_s)
         self._why_moved = why
         self.carry_out(now_s)
@@ -534,13 +526,13 @@ class Live:
             self._memory.write(self.controller.memory())
 
     def _do(self, decision: Decision, now_s: float) -> None:
-        if isinstance(decision, Entry):
+        if isinstance(decision, LogEntry):
             logger.info("control: %s: %s", decision.kind, decision.text)
             if self._memory is not None:
                 self._memory.add(decision)
-            if decision.kind in ("changed", "rolled back"):
+            if decision.new_version is not None:
                 by, self._next_by = self._next_by or self._by, None
-                self._history.add(self.system.deployment, by, decision.data.get("why", decision.text))
+                self._history.add(self.system.deployment, by, decision.new_version)
             self._tell(decision)
         elif isinstance(decision, Apply):
             try:

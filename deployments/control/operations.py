@@ -10,7 +10,7 @@ import json
 import logging
 import os
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -18,12 +18,8 @@ from typing import Any
 from tenuto.deployments.control.change import change_deployment
 from tenuto.deployments.control.live import ControlMemory
 from tenuto.deployments.control.service import keep_ground
-from tenuto.deployments.serve.applications import (
-    Applications,
-    check_cluster,
-    check_nodes,
-    refuse_foreign,
-)
+from tenuto.deployments.process.limits import ANSWER_S, within
+from tenuto.deployments.serve.applications import Applications, check_cluster, check_nodes, refuse_foreign
 from tenuto.deployments.serve.config import ENTRY_APPLICATION
 from tenuto.deployments.serve.deployment import (
     CONTROL_APPLICATION,
@@ -32,12 +28,14 @@ from tenuto.deployments.serve.deployment import (
     History,
     Store,
     Version,
+    fitting_gateways,
     is_ours,
 )
 from tenuto.deployments.serve.discovery import gateway_status
 from tenuto.deployments.serve.launcher import Launcher, is_serving
 from tenuto.deployments.serve.states import ApplicationState
 from tenuto.deployments.wire.arena import machine_id
+from tenuto.deployments.wire.status import ControllerState, LogLine
 from tenuto.errors import EnvironmentFaultError, TenutoError
 from tenuto.placement import Plan
 from tenuto.placement.cluster import Gpu
@@ -45,19 +43,22 @@ from tenuto.profiles import Profiles
 
 Ground = tuple[Profiles, tuple[Gpu, ...]]
 _GONE_S = 60.0
+_SILENT_S = 300.0  # a stage of a change may take two minutes (`change.ready_timeout_s`) by default, going back another
 _LAUNCHER = "serve/launcher"  # the process that what runs ends with
-_ENDS = ("changed", "rolled back", "stuck")
 
 
 class Operations:
     """One connection to a Ray cluster. Use as a context manager; what is deployed stays when it is left."""
 
-    def __init__(self, address: str | None, progress: Callable[[str], None]) -> None:
+    def __init__(
+        self, address: str | None, progress: Callable[[str], None], *, sleep: Callable[[float], None] = time.sleep
+    ) -> None:
         """Connect.
 
         Args:
             address: of the cluster; default: RAY_ADDRESS, else the one of this machine.
             progress: is told what happens.
+            sleep: waits for seconds; what it raises ends a wait.
 
         Raises:
             EnvironmentFaultError: no cluster answers.
@@ -65,8 +66,8 @@ class Operations:
         import ray.serve  # noqa: F401  # sets the level of its logger
 
         logging.getLogger("ray.serve").setLevel(logging.ERROR)  # what happens is told through `progress`
-        self._progress = progress
-        self._launcher = Launcher(progress=progress)
+        self._progress, self._sleep = progress, sleep
+        self._launcher = Launcher(progress=progress, sleep=sleep)
         self._launcher.connect(num_gpus=0, address=address or os.environ.get("RAY_ADDRESS") or "auto")
         self._applications = Applications()
         self._store = ClusterStore()
@@ -93,11 +94,11 @@ class Operations:
         if ENTRY_APPLICATION not in self.states():
             raise EnvironmentFaultError("nothing is deployed on this cluster. Use `tenuto deploy PLAN`.")
         status = gateway_status()
-        if not isinstance(status.get("plan"), dict):
+        if status.plan is None:
             raise EnvironmentFaultError("the gateways have no plan yet. Wait a moment and try again.")
         version = self.history.latest()
-        deployment = version.deployment if version is not None else Deployment(plan=status["plan"])
-        return deployment.with_plan(Plan.from_data(status["plan"]))
+        deployment = version.deployment if version is not None else Deployment(plan=status.plan)
+        return deployment.with_plan(Plan.from_data(status.plan))
 
     @property
     def base_url(self) -> str:
@@ -109,9 +110,15 @@ class Operations:
     # --- changing it --------------------------------------------------------------------------------------------------
 
     def deploy(
-        self, wanted: Deployment, why: str, *, by: str = "deploy", ground: Ground | None = None, replace: bool = False,
+        self,
+        wanted: Deployment,
+        why: str,
+        *,
+        by: str = "deploy",
+        ground: Ground | None = None,
+        replace: bool = False,
         kept: Collection[str] = (),
-    ) -> bool:  # fmt: skip
+    ) -> bool:
         """Make a deployment the one that runs, and return whether it was reached; if not, the one before runs again.
 
         Args:
@@ -141,9 +148,7 @@ class Operations:
         begin(self._launcher, wanted, why, by, ground)
         return True
 
-    def _change(
-        self, wanted: Deployment, why: str, by: str, kept: Collection[str], *, has_controller: bool
-    ) -> bool:
+    def _change(self, wanted: Deployment, why: str, by: str, kept: Collection[str], *, has_controller: bool) -> bool:
         running = self.running()
         if self.history.latest() is None:  # by `serve deploy`, or by a command that was killed: how is not known
             running = wanted.with_plan(running.read_plan()).model_copy(update={"control": None})
@@ -155,13 +160,20 @@ class Operations:
         check_nodes(wanted.config())
         if has_controller:
             since_s = time.time()
-            _ask("deploy", wanted.model_dump(), by, why)
+            AskedController().deploy(wanted, by, why)
             return self._follow(since_s)
         without = wanted.model_copy(update={"control": None})
         reached = change_deployment(
-            running.model_copy(update={"control": None}), without, self._applications, gateway_status, self.history,
-            by=by, why=why, tell=lambda entry: self._progress(f"{entry.kind}: {entry.text}"),
-        )  # fmt: skip
+            running.model_copy(update={"control": None}),
+            without,
+            self._applications,
+            gateway_status,
+            self.history,
+            by=by,
+            why=why,
+            tell=lambda entry: self._progress(f"{entry.kind}: {entry.text}"),
+            sleep=self._sleep,
+        )
         if reached and wanted.control is not None:
             now = self.running().model_copy(update={"control": wanted.control})
             self.history.add(now, by, "a controller was added")
@@ -170,16 +182,20 @@ class Operations:
 
     def _follow(self, since_s: float) -> bool:
         """Tell what the controller logs until a change is over."""
-        told = 0
-        while True:
-            entries = [entry for entry in _ask("log", 100) if entry["at_s"] >= since_s]
-            for entry in entries[told:]:
-                self._progress(f"{entry['kind']}: {entry['text']}")
-            for entry in entries:
-                if entry["kind"] in _ENDS:
-                    return bool(entry["kind"] == "changed")
-            told = len(entries)
-            time.sleep(0.5)
+        told, heard_at = 0, time.monotonic()
+        while time.monotonic() - heard_at < _SILENT_S:
+            lines = [line for line in AskedController().log(100) if line.at_s >= since_s]
+            for line in lines[told:]:
+                self._progress(f"{line.kind}: {line.text}")
+            for line in lines:
+                if line.reached is not None:
+                    return line.reached
+            if len(lines) > told:
+                told, heard_at = len(lines), time.monotonic()
+            self._sleep(0.5)
+        raise EnvironmentFaultError(
+            f"the controller has said nothing of the change for {_SILENT_S:g} s. See `tenuto control log`."
+        )
 
     def rollback(self, number: int | None) -> tuple[Version, bool]:
         """Go back to a version, by default to the last one that was another plan; return it and whether it was reached.
@@ -205,16 +221,12 @@ class Operations:
 
     # --- the controller -----------------------------------------------------------------------------------------------
 
-    def control(self, method: str, *arguments: Any, **options: Any) -> Any:
-        """Call a method of the controller (`tenuto.deployments.control.service.Control`).
-
-        Raises:
-            EnvironmentFaultError: none runs, or it does not answer.
-            InvalidInputError: it refuses the arguments.
-        """
+    @property
+    def controller(self) -> AskedController:
+        """The controller that runs; raises `EnvironmentFaultError` where none does."""
         if CONTROL_APPLICATION not in self.states():
             raise EnvironmentFaultError("no controller runs here. Deploy with --control control.yaml.")
-        return _ask(method, *arguments, **options)
+        return AskedController()
 
 
 def refuse_running(progress: Callable[[str], None] = lambda _text: None) -> None:
@@ -256,9 +268,14 @@ def is_deployed() -> bool:
 
 
 def begin(
-    launcher: Launcher, deployment: Deployment, why: str, by: str, ground: Ground | None, *,
+    launcher: Launcher,
+    deployment: Deployment,
+    why: str,
+    by: str,
+    ground: Ground | None,
+    *,
     ends_with_caller: bool = False,
-) -> None:  # fmt: skip
+) -> None:
     """Begin a deployment on the cluster that this process is connected to, with a history and a memory of its own.
 
     `ends_with_caller`: this process ends it; should it be killed first, the next one of this machine does.
@@ -268,7 +285,9 @@ def begin(
     """
     store = ClusterStore()
     _forget(store)
-    deployment = deployment.model_copy(update={"nodes": Applications().count_nodes()})
+    applications, gpulets = Applications(), len(deployment.read_plan().gpulets)
+    gateways = deployment.gateways or fitting_gateways(applications.count_cores(), gpulets)
+    deployment = deployment.model_copy(update={"nodes": applications.count_nodes(), "gateways": gateways})
     if ends_with_caller:
         sign_launcher(store)
     launcher.apply(deployment.model_copy(update={"control": None}).config())
@@ -304,23 +323,63 @@ def _started(pid: int) -> str:
         return ""
 
 
-def _ask(method: str, *arguments: Any, **options: Any) -> Any:
-    """Call a method of the controller that runs; see `Operations.control`."""
-    from ray import serve
-    from ray.exceptions import RayTaskError
-    from ray.serve.exceptions import RayServeException
+class AskedController:
+    """The controller that runs, asked from another process; see `tenuto.deployments.control.service.ControllerReplica`.
 
-    try:
-        handle = serve.get_app_handle(CONTROL_APPLICATION)
-        return getattr(handle, method).remote(*arguments, **options).result(timeout_s=40.0)
-    except RayTaskError as error:
-        if isinstance(error.cause, TenutoError):
-            raise error.cause from error
-        raise EnvironmentFaultError(f"the controller failed: {error.cause}") from error
-    except RayServeException as error:
-        raise EnvironmentFaultError("the controller is starting. Try again in a few seconds.") from error
-    except TimeoutError as error:
-        raise EnvironmentFaultError("the controller does not answer. See `tenuto control log`.") from error
+    Every method raises `EnvironmentFaultError` where it does not answer, and what it raises itself.
+    """
+
+    def pause(self, paused: bool) -> ControllerState:
+        """Let it change nothing from now on, or change plans again; return how it stands."""
+        found: ControllerState = self._ask(lambda control: control.pause.remote(paused))
+        return found
+
+    def state(self) -> ControllerState:
+        """Return how it stands."""
+        found: ControllerState = self._ask(lambda control: control.state.remote())
+        return found
+
+    def log(self, limit: int) -> list[LogLine]:
+        """Return the newest lines of its log, oldest first."""
+        found: list[LogLine] = self._ask(lambda control: control.log.remote(limit))
+        return found
+
+    def models(self) -> list[dict[str, Any]]:
+        """Return the entries of the workload, as its file has them."""
+        found: list[dict[str, Any]] = self._ask(lambda control: control.models.remote())
+        return found
+
+    def set_model(self, entry: Mapping[str, Any], *, add: bool) -> None:
+        """Add a model, or replace its entry."""
+        self._ask(lambda control: control.set_model.remote(entry, add=add))
+
+    def remove_model(self, name: str) -> None:
+        """Take a model out of the workload."""
+        self._ask(lambda control: control.remove_model.remote(name))
+
+    def deploy(self, wanted: Deployment, by: str, why: str) -> None:
+        """Begin to go over to another deployment; the log says how it goes."""
+        self._ask(lambda control: control.deploy.remote(wanted.model_dump(), by, why))
+
+    def retire(self) -> None:
+        """Let it look no more."""
+        self._ask(lambda control: control.retire.remote())
+
+    def _ask(self, call: Callable[[Any], Any]) -> Any:
+        from ray import serve
+        from ray.exceptions import RayTaskError
+        from ray.serve.exceptions import RayServeException
+
+        try:
+            return call(within(ANSWER_S, serve.get_app_handle, CONTROL_APPLICATION)).result(timeout_s=40.0)
+        except RayTaskError as error:
+            if isinstance(error.cause, TenutoError):
+                raise error.cause from error
+            raise EnvironmentFaultError(f"the controller failed: {error.cause}") from error
+        except RayServeException as error:
+            raise EnvironmentFaultError("the controller is starting. Try again in a few seconds.") from error
+        except TimeoutError as error:
+            raise EnvironmentFaultError("the controller does not answer. See `tenuto control log`.") from error
 
 
 def _remove(applications: Applications, store: Store) -> list[str]:
@@ -328,7 +387,7 @@ def _remove(applications: Applications, store: Store) -> list[str]:
     ours = sorted(name for name in applications.states() if is_ours(name))
     if CONTROL_APPLICATION in ours:
         with suppress(EnvironmentFaultError):  # it does not answer
-            _ask("retire")
+            AskedController().retire()
     if ours:
         applications.delete(ours)
         until_s = time.monotonic() + _GONE_S

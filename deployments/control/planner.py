@@ -20,6 +20,7 @@ from tenuto.errors import TenutoError
 from tenuto.profiles import Profiles
 
 _START_S = 60.0
+_ENDS_S = 60.0  # after a kill
 
 
 class NoPlanner:
@@ -92,7 +93,7 @@ class PlannerProcess:
             process.stdin.flush()
             answer = pickle.load(process.stdout)
         except (OSError, EOFError, pickle.UnpicklingError):
-            code = process.wait()
+            code = process.wait(_ENDS_S)
             _close_pipes(process)
             late = not alarm.is_alive()
             answer = f"the planner took more than {limit_s:g} s" if late else f"the planner ended with {code}"
@@ -115,7 +116,7 @@ class PlannerProcess:
         """End the process."""
         with self._lock:
             self._process.kill()
-            self._process.wait()
+            self._process.wait(_ENDS_S)
             if not self._is_busy:
                 _close_pipes(self._process)
 

@@ -16,7 +16,7 @@ from tenuto.deployments.control.capacity import Capacity, Demand, promised_parts
 from tenuto.deployments.control.fit import fitted, fresh_id
 from tenuto.deployments.control.standby import Standby, standbys, twins
 from tenuto.deployments.control.steps import fits
-from tenuto.deployments.control.worth import Durations, Rent, Scale, Worth
+from tenuto.deployments.control.worth import ChangeWorth, Durations, Rent, Scale
 from tenuto.errors import InvalidInputError
 from tenuto.placement import Cluster, Gpulet, Plan, Workload
 from tenuto.placement.cluster import Gpu, GpuGroup, Node
@@ -29,7 +29,7 @@ from tenuto.profiles import ModelProfile, Profile, Profiles
 
 ALIKE = 0.97  # rates that differ by less give the same plan, or nearly
 SLIGHT = 0.01  # of a model's rate: what is missing below that is no reason to place another replica
-BORROWS = 1.1  # times its planned rate, and the scheduler takes a model for one that exceeds its plan
+BORROWS = 1.1  # derived from `batching.core.admission.MARGIN`: beyond it a model exceeds its planned rate
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class Proposal:
 
     plan: Plan | None
     how: str
-    worth: Worth
+    worth: ChangeWorth
     wanted: Mapping[str, int] | None = None
     standby: tuple[Standby, ...] = ()
 
@@ -80,7 +80,7 @@ class Proposal:
 def propose(request: PlanRequest, profiles: Profiles) -> Proposal:
     """Return the candidate that pays best, or else the one that would come nearest to it; and the standby processes of
     what runs then."""
-    only = Proposal(None, "", Worth(False, "only standby processes were asked for"))
+    only = Proposal(None, "", ChangeWorth(False, "only standby processes were asked for"))
     found = only if request.only_standby else _proposed(request, profiles)
     plan = found.plan if found.plan is not None and found.worth.pays else request.running
     waiting = twins(plan, request.standby_gpus, request.gpus, request.running)
@@ -94,10 +94,17 @@ def _proposed(request: PlanRequest, profiles: Profiles) -> Proposal:
     wanted, found, faults = _candidates(request, profiles)
     best: tuple[tuple[float, ...], Proposal] | None = None
     scale = Scale(
-        request.running, request.gpus, request.demand, request.expected_rps, request.durations, rent,
-        horizon_s=request.horizon_s, hysteresis=request.hysteresis, slowdowns=request.slowdowns,
+        request.running,
+        request.gpus,
+        request.demand,
+        request.expected_rps,
+        request.durations,
+        rent,
+        horizon_s=request.horizon_s,
+        hysteresis=request.hysteresis,
+        slowdowns=request.slowdowns,
         attainment=request.attainment,
-    )  # fmt: skip
+    )
     for how, unrated in found:
         plan = _made_for(unrated, request.demand.upper_rps)
         weighed = scale.weigh(plan)
@@ -107,7 +114,7 @@ def _proposed(request: PlanRequest, profiles: Profiles) -> Proposal:
         if best is None or rank > best[0]:
             best = rank, Proposal(plan, how, weighed, wanted)
     if best is None:
-        return Proposal(None, "", Worth(False, "; ".join(faults) or "no other plan was found"), wanted)
+        return Proposal(None, "", ChangeWorth(False, "; ".join(faults) or "no other plan was found"), wanted)
     if not best[1].worth.pays:
         return _asked_otherwise(request, wanted) or _told_rates(request, wanted) or best[1]
     chosen = best[1]
@@ -138,10 +145,14 @@ def _asked_otherwise(request: PlanRequest, wanted: Mapping[str, int] | None) -> 
     if not (gone or changed) or not plan.gpulets:
         return None
     why = "; ".join(
-        text for names, text in ((gone, f"{', '.join(gone)} is no longer asked for"),
-                                 (changed, f"the entry of {', '.join(changed)} has changed")) if names
-    )  # fmt: skip
-    return Proposal(_promised(_made_for(plan, request.demand.upper_rps)), "kept", Worth(True, why), wanted)
+        text
+        for names, text in (
+            (gone, f"{', '.join(gone)} is no longer asked for"),
+            (changed, f"the entry of {', '.join(changed)} has changed"),
+        )
+        if names
+    )
+    return Proposal(_promised(_made_for(plan, request.demand.upper_rps)), "kept", ChangeWorth(True, why), wanted)
 
 
 def _terms(spec: ModelSpec) -> tuple[float, float, int]:
@@ -162,7 +173,7 @@ def _told_rates(request: PlanRequest, wanted: Mapping[str, int] | None) -> Propo
     if Capacity(running, slowdowns=request.slowdowns).load(request.demand) > 1.0:
         return None
     why = f"it carries more than was planned of {', '.join(more)}"
-    return Proposal(_promised(_made_for(running, asked)), "kept", Worth(True, why), wanted)
+    return Proposal(_promised(_made_for(running, asked)), "kept", ChangeWorth(True, why), wanted)
 
 
 def _prices(gpus: Sequence[Gpu]) -> dict[str, float]:

@@ -19,11 +19,11 @@ from numpy.typing import NDArray
 
 from tenuto.deployments.control.capacity import Demand
 
-# Twice the logarithm of the likelihood ratio of a change is about chi-squared with one degree of freedom: above this,
-# chance does it less than once a day for a model looked at twice a second.
+# Derived: twice the logarithm of the likelihood ratio of a change is about chi-squared with one degree of freedom. By
+# chance it exceeds 24.6 with 7e-7: once in eight days for a model that is looked at twice a second.
 FALSE_ALARM = 12.3
-BURST_MEMORY_S = 300.0  # an index of dispersion needs a few hundred seconds to be known within a tenth
-LARGEST_DISPERSION = 100.0  # what one second may count; the scheduler's own bound (batching.core.staggered)
+BURST_MEMORY_S = 300.0  # derived: of n seconds an index of dispersion is known within sqrt(2 / n), here 8 %
+LARGEST_DISPERSION = 100.0  # that one second may count, so that one burst is not remembered for minutes; not measured
 
 
 @dataclass(frozen=True)
@@ -39,9 +39,15 @@ class Rates:
     """Estimates for a set of models. Call `observe` with what arrived in each of the last looks, once per look."""
 
     def __init__(
-        self, declared_rps: Mapping[str, float], *, average_s: float, settle_s: float, target: float,
-        floor_rps: float, memory: RatesMemory | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        declared_rps: Mapping[str, float],
+        *,
+        average_s: float,
+        settle_s: float,
+        target: float,
+        floor_rps: float,
+        memory: RatesMemory | None = None,
+    ) -> None:
         """Start from declared rates.
 
         Args:

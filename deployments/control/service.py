@@ -16,9 +16,11 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from typing import Any, Protocol, TypeVar
 
+from msgspec.structs import asdict
+
 from tenuto.deployments.control.controller import Controller
 from tenuto.deployments.control.fit import gpus_of
-from tenuto.deployments.control.interface import Entry
+from tenuto.deployments.control.journal import LogEntry
 from tenuto.deployments.control.live import ControlMemory, Live, LiveSystem, Planner
 from tenuto.deployments.control.memory import Memory
 from tenuto.deployments.control.planner import PlannerProcess
@@ -27,6 +29,7 @@ from tenuto.deployments.serve.applications import Applications
 from tenuto.deployments.serve.building import import_applications
 from tenuto.deployments.serve.deployment import ClusterStore, Deployment, History, Store
 from tenuto.deployments.serve.discovery import gateway_status
+from tenuto.deployments.wire.status import ControllerState, ControllerStatus, Event, LogLine
 from tenuto.documents import parse_document
 from tenuto.errors import EnvironmentFaultError, InvalidInputError, refused
 from tenuto.placement import Workload
@@ -69,10 +72,10 @@ class ClosablePlanner(Planner, Protocol):
 
 
 Begun = tuple[Live, ClosablePlanner]
-Begin = Callable[[ControlSettings, Callable[[Entry], None], Callable[[], None]], Begun]
+Begin = Callable[[ControlSettings, Callable[[LogEntry], None], Callable[[], None]], Begun]
 
 
-class Control:
+class ControllerReplica:
     """The Serve deployment. `reconfigure` gives it its settings, and begins."""
 
     def __init__(self, store: Store | None = None, begin: Begin | None = None) -> None:
@@ -133,30 +136,31 @@ class Control:
 
     # --- the operator's side ------------------------------------------------------------------------------------------
 
-    async def pause(self, paused: bool) -> dict[str, Any]:
+    async def pause(self, paused: bool) -> ControllerState:
         """Change nothing from now on, or change again; return the state."""
-        def change(live: Live) -> dict[str, Any]:
+
+        def change(live: Live) -> ControllerState:
             live.controller.pause(paused=paused)
             return live.controller.state()
 
         return await self._do(change)
 
-    async def state(self) -> dict[str, Any]:
+    async def state(self) -> ControllerState:
         """Return mode, what is under way, measured and planned rates."""
         return await self._do(lambda live: live.controller.state())
 
-    async def log(self, limit: int) -> list[dict[str, Any]]:
+    async def log(self, limit: int) -> list[LogLine]:
         """Return the newest entries of the log, oldest first."""
         return await self._do(lambda _live: ControlMemory(self._store).log()[-limit:])
 
-    async def shown(self, limit: int = 30) -> dict[str, Any]:
+    async def shown(self, limit: int = 30) -> ControllerStatus:
         """Return what operators are shown: the state, how often what was decided in this life, and the newest entries
         of the log, newest first, in the form of the status' events."""
 
-        def look(live: Live) -> dict[str, Any]:
+        def look(live: Live) -> ControllerStatus:
             newest = reversed(ControlMemory(self._store).log()[-limit:])
-            log = [{"at_s": entry["at_s"], "what": entry["kind"], "why": entry["text"]} for entry in newest]
-            return {**live.controller.state(), "decisions": dict(self._decisions), "log": log}
+            log = [Event(line.at_s, line.kind, line.text) for line in newest]
+            return ControllerStatus(**asdict(live.controller.state()), decisions=dict(self._decisions), log=log)
 
         return await self._do(look)
 
@@ -217,7 +221,7 @@ class Control:
         async with asyncio.timeout(30.0):
             return await asyncio.wrap_future(future)
 
-    def _count(self, entry: Entry) -> None:
+    def _count(self, entry: LogEntry) -> None:
         self._decisions[entry.kind] += 1
 
     # --- the thread ---------------------------------------------------------------------------------------------------
@@ -261,7 +265,7 @@ class Control:
                 future.set_exception(error)
 
 
-def begin_on_cluster(settings: ControlSettings, tell: Callable[[Entry], None], wake: Callable[[], None]) -> Begun:
+def begin_on_cluster(settings: ControlSettings, tell: Callable[[LogEntry], None], wake: Callable[[], None]) -> Begun:
     """Return the controller over what is deployed, with what was remembered of it; `tell` is told its decisions, `wake`
     called when there is a plan to look at."""
     store = ClusterStore()
@@ -281,9 +285,16 @@ def begin_on_cluster(settings: ControlSettings, tell: Callable[[Entry], None], w
     planner = PlannerProcess(profiles, settings.change.plan_timeout_s, on_answer=wake)
     controller = Controller(settings, memory)
     live = Live(
-        controller, system, planner, history, by="the controller", memory=kept, epoch=settings.epoch,
-        want_gpus=want_gpus, tell=tell,
-    )  # fmt: skip
+        controller,
+        system,
+        planner,
+        history,
+        by="the controller",
+        memory=kept,
+        epoch=settings.epoch,
+        want_gpus=want_gpus,
+        tell=tell,
+    )
     return live, planner
 
 
@@ -321,4 +332,4 @@ def build(args: dict[str, Any]) -> Any:
     from ray import serve
 
     del args
-    return serve.deployment(name="control")(Control).bind()
+    return serve.deployment(name="control")(ControllerReplica).bind()

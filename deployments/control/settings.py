@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from tenuto.documents import StrictModel
+from tenuto.documents import Fault, StrictModel
 from tenuto.placement.plan import PolicyUsed
 
 Mode = Literal["off", "advise", "act"]
@@ -75,7 +75,7 @@ class GpuBounds(StrictModel):
     @model_validator(mode="after")
     def _ordered(self) -> GpuBounds:
         if self.min > self.max:
-            raise ValueError(f"min {self.min} is above max {self.max}; cure: Lower min or raise max.")
+            raise Fault(f"min {self.min} is above max {self.max}", "Lower min or raise max.")
         return self
 
 

@@ -25,7 +25,7 @@ from tenuto.placement.plan import PlannedGpu
 from tenuto.placement.workload import profile_of
 from tenuto.profiles import Profiles
 
-LEAST_PCT = 1.0  # CUDA MPS counts shares in whole percent
+LEAST_PCT = 1.0  # derived: CUDA MPS counts shares in whole percent
 
 
 @dataclass(frozen=True)
@@ -82,9 +82,10 @@ def twins(plan: Plan, count: int, gpus: Sequence[Gpu], running: Plan) -> tuple[S
     found = []
     for gpulet in plan.gpulets:
         room = [
-            name for name, mib in free_mib.items()
+            name
+            for name, mib in free_mib.items()
             if types[name] == types[gpulet.gpu] and needed_mib(gpulet) <= mib + 1e-6
-        ]  # fmt: skip
+        ]
         if room:
             free_mib[room[0]] -= needed_mib(gpulet)
             name = fresh_id(room[0], taken)
@@ -125,17 +126,20 @@ def _larger(gpulet: Gpulet, more_pct: float, plan: Plan, profiles: Profiles, gpu
         ratio = replica.latency.at(size) / before.at(size)
         curve = latency_up_to(after, size).scaled(ratio)
         models.append(
-            replica.model_copy(
-                update={"latency": curve, "latency_ms": round(curve.at(size) * replica.slowdown, 6)}
-            )
+            replica.model_copy(update={"latency": curve, "latency_ms": round(curve.at(size) * replica.slowdown, 6)})
         )
     return gpulet.model_copy(update={"share_pct": share_pct, "models": tuple(models)})
 
 
 def taken_over(
-    plan: Plan, waiting: Sequence[Standby], ready: Collection[str], short: set[str], demand: Demand,
-    slowdowns: Mapping[str, float], gpus: Sequence[Gpu],
-) -> Plan | None:  # fmt: skip
+    plan: Plan,
+    waiting: Sequence[Standby],
+    ready: Collection[str],
+    short: set[str],
+    demand: Demand,
+    slowdowns: Mapping[str, float],
+    gpus: Sequence[Gpu],
+) -> Plan | None:
     """Return what runs on the GPUs that are there with standby processes that are ready in use, for gpu-lets of the
     models that are short of them: the first of the ways that carries everything, or the one that eases most; None where
     none eases anything."""
@@ -199,8 +203,14 @@ def _ways(plan: Plan, able: Sequence[Standby], gpus: Sequence[Gpu]) -> Iterator[
         if others or more:
             yield plan.model_copy(
                 update={
-                    "gpus": (*plan.gpus, *(PlannedGpu.of(sizes[name]) for name in dict.fromkeys(g.gpu for g in more)
-                                           if name not in {gpu.id for gpu in plan.gpus})),
+                    "gpus": (
+                        *plan.gpus,
+                        *(
+                            PlannedGpu.of(sizes[name])
+                            for name in dict.fromkeys(g.gpu for g in more)
+                            if name not in {gpu.id for gpu in plan.gpus}
+                        ),
+                    ),
                     "gpulets": (*(others.get(gpulet.id, gpulet) for gpulet in plan.gpulets), *more),
                 }
-            )  # fmt: skip
+            )

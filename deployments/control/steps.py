@@ -113,9 +113,13 @@ def _beside(starts: Sequence[Gpulet], there: Sequence[Gpulet], gpus: Sequence[Gp
 
 
 def _with_room(
-    now: Plan, target: Plan, gpus: Sequence[Gpu], rates_rps: Mapping[str, float], starts: Sequence[Gpulet],
+    now: Plan,
+    target: Plan,
+    gpus: Sequence[Gpu],
+    rates_rps: Mapping[str, float],
+    starts: Sequence[Gpulet],
     loads: Sequence[Gpulet],
-) -> Plan:  # fmt: skip
+) -> Plan:
     """Return the stage in which gpu-lets have made room, and what has room then has been started."""
     impact = _Impact(now, rates_rps)
     overcommits = now.overcommits or target.overcommits

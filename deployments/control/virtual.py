@@ -14,9 +14,11 @@ from numpy.typing import NDArray
 from tenuto.batching.core.build import NO_DELAY
 from tenuto.batching.core.scheduler import Scheduler
 from tenuto.batching.core.system import NetworkDelay, System
-from tenuto.batching.virtual.running import Follows, Life, Look, RunningSystem
+from tenuto.batching.virtual.engine import Follows
+from tenuto.batching.virtual.running import Life, Look, RunningSystem
 from tenuto.deployments.control.controller import Controller
-from tenuto.deployments.control.interface import Apply, Entry, GpuletSeen, MakePlan, ModelSeen, Seen, WantGpus
+from tenuto.deployments.control.interface import Apply, GpuletSeen, MakePlan, ModelSeen, Observation, WantGpus
+from tenuto.deployments.control.journal import LogEntry
 from tenuto.deployments.control.memory import Memory
 from tenuto.deployments.control.planning import Proposal, propose
 from tenuto.deployments.control.settings import ControlSettings
@@ -27,14 +29,14 @@ from tenuto.placement.cluster import Gpu
 from tenuto.profiles import Profiles
 
 QUIET_S = 5.0  # without a loss; less, and what follows on a loss would be skipped too often
-SURGE = 4.0  # standard deviations of Poisson arrivals above the mean of that time: what comes then is not like before
+SURGE = 4.0  # derived: standard deviations of Poisson arrivals above the mean, by chance in 3e-5 of the looks
 
 
 @dataclass(frozen=True)
-class Load:
+class ControlledLoad:
     """The requests of a run: arrivals in ascending order, each of a model that is a position in `names`.
 
-    `deadlines_ms` and `follows` are those of applications (`tenuto.batching.virtual.running`).
+    `deadlines_ms` and `follows` are those of applications (`tenuto.batching.virtual.engine`).
     """
 
     names: tuple[str, ...]
@@ -98,7 +100,7 @@ class ControlledRun:
 
     names: tuple[str, ...]
     windows: list[Window] = field(default_factory=list)
-    entries: list[Entry] = field(default_factory=list)
+    entries: list[LogEntry] = field(default_factory=list)
     plans: list[tuple[float, Plan, str]] = field(default_factory=list)
     applications: Mapping[str, Sequence[int]] = field(default_factory=dict)
     skipped: NDArray[np.int64] = field(init=False)
@@ -140,9 +142,9 @@ class ControlledRun:
         """Seconds during which GPUs held a gpu-let, added up."""
         return sum(window.gpu_s for window in self.windows)
 
-    def count(self, kind: str) -> int:
-        """Return how many entries of a kind the log has."""
-        return sum(entry.kind == kind for entry in self.entries)
+    def count(self, kind: type[LogEntry]) -> int:
+        """Return how many entries of a type the log has."""
+        return sum(isinstance(entry, kind) for entry in self.entries)
 
 
 class ControlledCluster:
@@ -158,10 +160,20 @@ class ControlledCluster:
     """
 
     def __init__(
-        self, load: Load, workload: Workload, plan: Plan, gpus: Sequence[Gpu], profiles: Profiles,
-        settings: ControlSettings, make_scheduler: Callable[[System], Scheduler], *, world: World | None = None,
-        incidents: Sequence[Incident] = (), growth: Mapping[str, Gpu] | None = None, sample: float = 1.0,
-    ) -> None:  # fmt: skip
+        self,
+        load: ControlledLoad,
+        workload: Workload,
+        plan: Plan,
+        gpus: Sequence[Gpu],
+        profiles: Profiles,
+        settings: ControlSettings,
+        make_scheduler: Callable[[System], Scheduler],
+        *,
+        world: World | None = None,
+        incidents: Sequence[Incident] = (),
+        growth: Mapping[str, Gpu] | None = None,
+        sample: float = 1.0,
+    ) -> None:
         """Bring up the first plan.
 
         Args:
@@ -185,10 +197,17 @@ class ControlledCluster:
         self._world, self._profiles, self._settings, self._growth = world, profiles, settings, growth or {}
         slo_ms = {spec.name: spec.slo_ms for spec in workload.models}
         self._system = RunningSystem(
-            load.names, [slo_ms.get(name, 1000.0) for name in load.names], load.times_ms, load.model_index,
-            make_scheduler, deadlines_ms=load.deadlines_ms, follows=load.follows, life=Life((0.0, 0.0), (0.0, 0.0)),
-            network=world.network, seed=world.seed,
-        )  # fmt: skip
+            load.names,
+            [slo_ms.get(name, 1000.0) for name in load.names],
+            load.times_ms,
+            load.model_index,
+            make_scheduler,
+            deadlines_ms=load.deadlines_ms,
+            follows=load.follows,
+            life=Life((0.0, 0.0), (0.0, 0.0)),
+            network=world.network,
+            seed=world.seed,
+        )
         self._system.apply(plan)
         self._system.advance(0.0)
         self._system.life = world.life
@@ -279,17 +298,16 @@ class ControlledCluster:
 
     # --- what the controller sees ---------------------------------------------------------------------------------
 
-    def _seen(self, now_s: float, look: Look) -> Seen:
+    def _seen(self, now_s: float, look: Look) -> Observation:
         bad = look.ended.sum(axis=1) - look.ended[:, Outcome.OK]
         models = {
             name: ModelSeen(int(arrived), int(good), int(lost))
             for name, arrived, good, lost in zip(
-                self._result.names, look.arrived.tolist(), look.ended[:, Outcome.OK].tolist(), bad.tolist(),
-                strict=True,
+                self._result.names, look.arrived.tolist(), look.ended[:, Outcome.OK].tolist(), bad.tolist(), strict=True
             )
-        }  # fmt: skip
+        }
         known = {**self._gpus, **{name: gpu for name, (at_s, gpu) in self._unnoticed.items() if at_s > now_s}}
-        return Seen(
+        return Observation(
             models=models,
             ready=look.ready,
             gpus=tuple(known[name] for name in sorted(known)),
@@ -301,7 +319,7 @@ class ControlledCluster:
 
     def _carry_out(self, now_s: float) -> None:
         for decision in self._controller.drain():
-            if isinstance(decision, Entry):
+            if isinstance(decision, LogEntry):
                 self._result.entries.append(decision)
             elif isinstance(decision, Apply):
                 self._system.apply(decision.plan, decision.standby)

@@ -17,8 +17,8 @@ from tenuto.deployments.control.steps import next_stage, not_ready
 from tenuto.placement import Plan
 from tenuto.placement.cluster import Gpu
 
-MOST_STAGES = 1000  # a gpu-let at a time; more would be a fault of the steps
-SLIGHT = 1e-4  # of the offered rate: the linear program's rounding
+MOST_STAGES = 1000  # limit: a gpu-let at a time; more would be a fault of the steps
+SLIGHT = 1e-4  # of the offered rate; derived: a thousand times the tolerance of the linear program's solver, 1e-7
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Rent:
 
 
 @dataclass(frozen=True)
-class Worth:
+class ChangeWorth:
     """A change weighed. Requests are weighted and over the horizon, rent is in GPU-seconds (times price)."""
 
     pays: bool
@@ -85,10 +85,19 @@ class Scale:
     """Weighs plans against the one that runs, as they are fitted to it. What concerns that one is found out once."""
 
     def __init__(
-        self, running: Plan, gpus: Sequence[Gpu], needed: Demand, expected_rps: Mapping[str, float],
-        durations: Durations, rent: Rent, *, horizon_s: float, hysteresis: float,
-        slowdowns: Mapping[str, float] | None = None, attainment: float = 0.0,
-    ) -> None:  # fmt: skip
+        self,
+        running: Plan,
+        gpus: Sequence[Gpu],
+        needed: Demand,
+        expected_rps: Mapping[str, float],
+        durations: Durations,
+        rent: Rent,
+        *,
+        horizon_s: float,
+        hysteresis: float,
+        slowdowns: Mapping[str, float] | None = None,
+        attainment: float = 0.0,
+    ) -> None:
         """Take what is common to all plans that are weighed.
 
         Args:
@@ -110,7 +119,7 @@ class Scale:
         self._horizon_s, self._hysteresis = horizon_s, hysteresis
         self._slowdowns, self._attainment = slowdowns or {}, attainment
 
-    def weigh(self, target: Plan) -> Worth:
+    def weigh(self, target: Plan) -> ChangeWorth:
         """Weigh going to a plan."""
         weights = {spec.name: spec.weight for spec in (*self._running.models, *target.models)}
 
@@ -122,12 +131,14 @@ class Scale:
         needs_before, before_rps = (total(kept) for kept in self._kept_now)
         needs_after, after_rps = (total(kept) for kept in self._kept(target))
         if needs_after < needs_before - slight_rps or after_rps < before_rps - slight_rps:
-            return Worth(False, f"it carries {needs_after:.0f} r/s, less than the {needs_before:.0f} r/s of what runs")
+            return ChangeWorth(
+                False, f"it carries {needs_after:.0f} r/s, less than the {needs_before:.0f} r/s of what runs"
+            )
         gains = needs_after > needs_before + slight_rps
         rent_before, rent_after = self._rent.of(self._running), self._rent.of(target)
         if not gains and rent_after >= rent_before:  # whatever the way to it
             why = f"it carries no more and needs {rent_after:.2f} GPUs, what runs {rent_before:.2f}"
-            return Worth(False, why, needs_after)
+            return ChangeWorth(False, why, needs_after)
         way = stages(self._running, target, self._gpus, self._expected.mean_rps, self._durations)
         seconds = sum(lasts_s for _, _, lasts_s in way)
         carried_rps = total(self._capacity_now.carried(self._expected))
@@ -145,13 +156,15 @@ class Scale:
         if gains:
             if is_free or gained > most * lost:
                 why = f"it carries {needs_after:.0f} of {offered_rps:.0f} r/s, what runs {needs_before:.0f}"
-                return Worth(True, why, *figures)
-            return Worth(False, f"it would lose {lost:.0f} requests on the way and gain {gained:.0f}", *figures)
+                return ChangeWorth(True, why, *figures)
+            return ChangeWorth(False, f"it would lose {lost:.0f} requests on the way and gain {gained:.0f}", *figures)
         if saved <= most * spent or saved <= 0.0:
-            return Worth(False, f"it would save {saved:.0f} GPU-seconds and the change costs {spent:.0f}", *figures)
+            return ChangeWorth(
+                False, f"it would save {saved:.0f} GPU-seconds and the change costs {spent:.0f}", *figures
+            )
         if not is_free:
-            return Worth(False, f"it saves GPUs only and would lose {lost:.0f} requests on the way", *figures)
-        return Worth(True, f"it needs {rent_after:.2f} GPUs, what runs {rent_before:.2f}", *figures)
+            return ChangeWorth(False, f"it saves GPUs only and would lose {lost:.0f} requests on the way", *figures)
+        return ChangeWorth(True, f"it needs {rent_after:.2f} GPUs, what runs {rent_before:.2f}", *figures)
 
     @cached_property
     def _capacity_now(self) -> Capacity:

@@ -5,18 +5,17 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict, deque
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import dataclass, field
 
-from tenuto.batching.core.system import NetworkDelay
 from tenuto.deployments.dispatch.advice import LiveAdvice
 from tenuto.deployments.dispatch.histogram import BATCH_SIZES, Histogram, buckets_around
 from tenuto.deployments.dispatch.in_flight import Batch, Request
 from tenuto.deployments.dispatch.request_log import RequestLog
 from tenuto.deployments.wire.answers import Executed, Refused
+from tenuto.deployments.wire.status import Event, ModelStatus
 from tenuto.outcome import Outcome
-from tenuto.placement import Plan
+from tenuto.placement.plan import ExpectedModel
+from tenuto.placement.workload import ModelSpec
 
 _KEPT_EVENTS = 256
 
@@ -57,44 +56,49 @@ class ModelCounters:
         if bounds != self.latency_s.bounds:
             self.latency_s, self.batching_s, self.gpulet_queue_s, self.execution_s = (Histogram(bounds) for _ in "1234")
 
-    def to_data(self) -> dict[str, Any]:
-        """Return plain data for the status; `counted_at_s` is Unix time."""
+    def status(self, spec: ModelSpec, expected: ExpectedModel | None, queued: int) -> ModelStatus:
+        """Return them beside what the plan says of the model and expects of it."""
         executions = sorted(self.execution_ms)
-        return {
-            "counted_at_s": time.time(),
-            "submitted": self.submitted,
-            "ok": self.ok,
-            "late": self.late,
-            "expired": self.expired,
-            "rejected": self.rejected,
-            "failed": self.failed,
-            "cancelled": self.cancelled,
-            "batches": self.batches,
-            "batched": self.batched,
-            "mean_batch": self.batched / self.batches if self.batches else None,
-            "execution_p50_ms": executions[len(executions) // 2] if executions else None,
-            "failed_ms": self.failed_ms,
-            "last_ms": round(self.last_s * 1000.0),
-            "latency_s": self.latency_s.to_data(),
-            "batching_s": self.batching_s.to_data(),
-            "gpulet_queue_s": self.gpulet_queue_s.to_data(),
-            "execution_s": self.execution_s.to_data(),
-            "batch_sizes": self.batch_sizes.to_data(),
-        }
+        return ModelStatus(
+            counted_at_s=time.time(),
+            submitted=self.submitted,
+            ok=self.ok,
+            late=self.late,
+            expired=self.expired,
+            rejected=self.rejected,
+            failed=self.failed,
+            cancelled=self.cancelled,
+            batches=self.batches,
+            batched=self.batched,
+            mean_batch=self.batched / self.batches if self.batches else None,
+            execution_p50_ms=executions[len(executions) // 2] if executions else None,
+            failed_ms=self.failed_ms,
+            last_ms=round(self.last_s * 1000.0),
+            slo_ms=spec.slo_ms,
+            rate_rps=spec.rate_rps,
+            planned_goodput_rps=expected.goodput_rps if expected else None,
+            planned_latency_ms=expected.latency_ms if expected else None,
+            queued=queued,
+            latency_s=self.latency_s.buckets(),
+            batching_s=self.batching_s.buckets(),
+            gpulet_queue_s=self.gpulet_queue_s.buckets(),
+            execution_s=self.execution_s.buckets(),
+            batch_sizes=self.batch_sizes.buckets(),
+        )
 
 
 class EventLog:
     """The last things that happened to gpu-lets and plans, for operators."""
 
     def __init__(self) -> None:
-        self._events: deque[dict[str, Any]] = deque(maxlen=_KEPT_EVENTS)
+        self._events: deque[Event] = deque(maxlen=_KEPT_EVENTS)
 
     def add(self, what: str, why: str) -> None:
         """Note an event: what happened, to whom and why."""
-        self._events.appendleft({"at_s": time.time(), "what": what, "why": why})
+        self._events.appendleft(Event(time.time(), what, why))
 
-    def to_data(self) -> list[dict[str, Any]]:
-        """Return the events, newest first; `at_s` is Unix time."""
+    def newest(self) -> list[Event]:
+        """Return the events, newest first."""
         return list(self._events)
 
 
@@ -145,36 +149,3 @@ class Accounts:
             counters.batches += 1
             counters.batched += rows
             counters.batch_sizes.add(rows)
-
-    def status(
-        self, plan: Plan | None, plan_data: Mapping[str, Any] | None, now_s: float, *, queued: Mapping[str, int],
-        gpulets: list[dict[str, Any]], delay: NetworkDelay, scheduler: Mapping[str, Any],
-    ) -> dict[str, Any]:
-        """Return the plan, the gpu-lets as they are, counts, measured against planned figures, and what happened.
-
-        `plan_data` is the plan as plain data, made once for each plan: a status is asked for every second.
-        """
-        if plan is None:
-            return {"plan": None, "gpulets": [], "models": {}, "events": self.events.to_data()}
-        models = {}
-        for spec in plan.models:
-            expected = plan.expected.models.get(spec.name)
-            models[spec.name] = {
-                **self.counters[spec.name].to_data(),
-                "slo_ms": spec.slo_ms,
-                "rate_rps": spec.rate_rps,
-                "planned_goodput_rps": expected.goodput_rps if expected else None,
-                "planned_latency_ms": expected.latency_ms if expected else None,
-                "queued": queued[spec.name],
-            }
-        return {
-            "plan": plan_data,
-            "policy": plan.policy.name,
-            "gpulets": gpulets,
-            "models": models,
-            "network": asdict(delay),
-            "autoscale": self.advice.to_data(now_s),
-            "scheduler": scheduler,
-            "schedulers": [scheduler] if scheduler else [],
-            "events": self.events.to_data(),
-        }

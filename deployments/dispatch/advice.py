@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
-from typing import Any
 
 from tenuto.batching.core.autoscale import Advice, AutoscaleAdvisor, AutoscaleOptions
+from tenuto.deployments.wire.status import AdviceStatus
 from tenuto.placement import Plan
 
 logger = logging.getLogger("ray.serve")
@@ -74,24 +73,21 @@ class LiveAdvice:
             if self._latest is None or advice.delta_gpus != self._latest.delta_gpus:
                 self._since_s = advice.end_s
                 if self._latest is not None or advice.delta_gpus:
-                    logger.info("autoscale advice: %s", describe(advice.as_dict()))
+                    logger.info("autoscale advice: %s", _told(advice, 0.0))
             self._latest = advice
 
-    def to_data(self, now_s: float) -> dict[str, Any] | None:
+    def status(self, now_s: float) -> AdviceStatus | None:
         """Return the latest advice and for how long it has been the same; None before the first window ended."""
-        if self._latest is None:
-            return None
-        data: dict[str, Any] = self._latest.as_dict()
-        data["window_s"] = data.pop("end_s") - data.pop("start_s")
-        data["unchanged_s"] = max(0.0, now_s - self._since_s)
-        return data
+        return None if self._latest is None else _told(self._latest, max(0.0, now_s - self._since_s))
 
 
-def describe(advice: Mapping[str, Any]) -> str:
-    """Return advice as a sentence."""
-    delta = advice["delta_gpus"]
-    what = f"add {delta}" if delta > 0 else f"release {-delta}" if delta < 0 else "keep"
-    return (
-        f"{what} of {advice['gpus']} GPUs ({advice['bad_rate']:.1%} of {advice['requests']} requests bad, "
-        f"GPUs idle {advice['idle_fraction']:.0%} of the time)"
+def _told(advice: Advice, unchanged_s: float) -> AdviceStatus:
+    return AdviceStatus(
+        gpus=advice.gpus,
+        requests=advice.requests,
+        bad_rate=advice.bad_rate,
+        idle_fraction=advice.idle_fraction,
+        delta_gpus=advice.delta_gpus,
+        window_s=advice.end_s - advice.start_s,
+        unchanged_s=unchanged_s,
     )

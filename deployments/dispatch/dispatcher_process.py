@@ -1,6 +1,8 @@
 """The dispatcher of a sub-cluster in a process of its own, fed in bundles by several gateways.
 
 Its gateways' connections are to it what HTTP connections are to a gateway: one that closes cancels what it asked for.
+It takes charge of the gpu-lets when the first requests come. When another one has taken charge, because a gateway could
+not hear this one, it lets all its gateways go: they ask the other one what was asked here.
 """
 
 from __future__ import annotations
@@ -13,22 +15,37 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-import orjson
+from msgspec.structs import replace
 
 from tenuto.deployments.dispatch.dispatcher import Dispatcher
 from tenuto.deployments.dispatch.in_flight import Request
-from tenuto.deployments.serve.discovery import find_gpulet
-from tenuto.deployments.serve.niceness import run_at_normal_priority
-from tenuto.deployments.serve.own_loop import OwnLoop, elsewhere, spare_the_collector
-from tenuto.deployments.serve.ray_address import own_address_for
+from tenuto.deployments.process.niceness import run_at_normal_priority
+from tenuto.deployments.process.own_loop import OwnLoop, elsewhere, spare_the_collector
+from tenuto.deployments.process.ray_address import own_address_for
+from tenuto.deployments.serve.discovery import find_gpulet, own_application
 from tenuto.deployments.serve.user_config import Serving, read_dispatcher_config
 from tenuto.deployments.wire.answers import Executed, Refused
 from tenuto.deployments.wire.arena import MappedArenas, machine_id
 from tenuto.deployments.wire.bundles import AnsweredRequest, Bundler, clock_ahead_ms, pack_answers, read_parts
 from tenuto.deployments.wire.encryption import Identity
 from tenuto.deployments.wire.frames import Address, FrameProtocol, listen
-from tenuto.deployments.wire.messages import AskReport, DispatcherState, Hello, Message, Report, RequestRow, Requests
+from tenuto.deployments.wire.messages import (
+    AskEnded,
+    AskStatus,
+    AskWaiting,
+    DispatcherState,
+    EndedReport,
+    GatewaysReport,
+    Hello,
+    Message,
+    RequestRow,
+    Requests,
+    StatusReport,
+    TellGateway,
+    WaitingReport,
+)
 from tenuto.deployments.wire.peer import Endpoint, Finder
+from tenuto.deployments.wire.status import GatewayReport
 from tenuto.outcome import Outcome
 
 logger = logging.getLogger("ray.serve")
@@ -86,7 +103,7 @@ class _Gateway:
         self.protocol = protocol
         self.shares_memory = hello.machine == machine_id()
         self.asked: dict[int, _Asked] = {}
-        self.said = b""  # of itself, as JSON
+        self.told: GatewayReport | None = None
         self.outbox: Bundler[AnsweredRequest] = Bundler(self._send)
 
     def _send(self, answered: list[AnsweredRequest]) -> None:
@@ -130,6 +147,8 @@ class BundleServer:
 
     def _on_hello(self, protocol: FrameProtocol, hello: Hello) -> None:
         self._gateways[id(protocol)] = _Gateway(protocol, hello)
+        if hello.is_watched:
+            protocol.watch()
         state = self.state()
         protocol.limit_bodies(state.most_asked_bytes())
         protocol.send(state)
@@ -146,12 +165,29 @@ class BundleServer:
         for one in asked.values():
             if one.request is not None:
                 self.dispatcher.cancel(one.request)
+        if not self._gateways:
+            self._wait()
+
+    def step_back(self) -> None:
+        """Let all gateways go, as another dispatcher is in charge, and wait."""
+        self._wait()
+        for gateway in list(self._gateways.values()):
+            gateway.protocol.abort()
+
+    def _wait(self) -> None:
+        """Be the youngest of the dispatchers: gateways ask the oldest."""
+        self.dispatcher.leave_charge()
+        self.started_at_s = time.time()
 
     def _on_message(self, protocol: FrameProtocol, message: Message, body: memoryview) -> None:
         gateway = self._gateways[id(protocol)]
         if isinstance(message, Requests):
             self._take(gateway, message, body)
-        elif isinstance(message, AskReport):
+        elif isinstance(message, TellGateway):
+            gateway.told = message.told
+            told = [other.told for other in self._gateways.values() if other.told is not None]
+            protocol.send(GatewaysReport(message.number, told))
+        elif isinstance(message, AskStatus | AskWaiting | AskEnded):
             task = asyncio.create_task(self._report(protocol, message), name="report")
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
@@ -159,6 +195,7 @@ class BundleServer:
             logger.warning("a gateway sent a %s, which nobody asked for", type(message).__name__)
 
     def _take(self, gateway: _Gateway, bundle: Requests, body: memoryview) -> None:
+        self.dispatcher.take_charge()
         now_ms = time.monotonic() * 1000.0
         ahead_ms = clock_ahead_ms(bundle.sent_at_ms, now_ms, shares_memory=gateway.shares_memory)
         for row in bundle.rows:
@@ -182,20 +219,22 @@ class BundleServer:
 
     def _admit(self, asked: _Asked, row: RequestRow, ahead_ms: float) -> Request:
         return self.dispatcher.admit(
-            row.model, asked, arrived_ms=row.arrived_at_ms + ahead_ms,
-            slo_ms=row.deadline_at_ms - row.arrived_at_ms, client_id=row.client_id, reserve_ms=row.reserve_ms,
-        )  # fmt: skip
+            row.model,
+            asked,
+            arrived_ms=row.arrived_at_ms + ahead_ms,
+            slo_ms=row.deadline_at_ms - row.arrived_at_ms,
+            client_id=row.client_id,
+            reserve_ms=row.reserve_ms,
+        )
 
-    async def _report(self, protocol: FrameProtocol, asked: AskReport) -> None:
-        if asked.what == "gateways":
-            self._gateways[id(protocol)].said = asked.said
-            said = [gateway.said for gateway in self._gateways.values() if gateway.said]
-            protocol.send(Report(asked.number, b"[%b]" % b",".join(said)))
-            return
-        data = await self.dispatcher.report(asked.what, id=asked.id, limit=asked.limit)
-        if asked.what == "status":
-            data.pop("plan", None)  # the gateway has the whole one
-        protocol.send(Report(asked.number, orjson.dumps(data)))
+    async def _report(self, protocol: FrameProtocol, asked: AskStatus | AskWaiting | AskEnded) -> None:
+        if isinstance(asked, AskStatus):
+            status = replace(await self.dispatcher.status(), plan=None)
+            protocol.send(StatusReport(asked.number, status))
+        elif isinstance(asked, AskWaiting):
+            protocol.send(WaitingReport(asked.number, await self.dispatcher.waiting()))
+        else:
+            protocol.send(EndedReport(asked.number, await self.dispatcher.ended(asked.id, asked.limit)))
 
     def state(self) -> DispatcherState:
         """Return what gateways answer for without asking."""
@@ -267,9 +306,13 @@ class DispatcherReplica:
                 return elsewhere(find_gpulet(gpulet_id), rays)
 
             dispatcher = Dispatcher(
-                serving.build_scheduler, find, max_queued=serving.config.max_queued,
+                serving.build_scheduler,
+                find,
+                max_queued=serving.config.max_queued,
                 on_change=self._on_change,
-            )  # fmt: skip
+                sub_cluster=own_application(),
+                on_superseded=self._on_superseded,
+            )
             self._server = BundleServer(dispatcher)
         else:
             self._server.dispatcher.configure(serving.build_scheduler, max_queued=serving.config.max_queued)
@@ -279,6 +322,10 @@ class DispatcherReplica:
         if self._server is not None:
             self._server.announce()
 
+    def _on_superseded(self) -> None:
+        if self._server is not None:
+            self._server.step_back()
+
     async def endpoint(self, node_id: str = "") -> Endpoint:
         """Return where this dispatcher listens for a node; another node gets an address of the cluster's network."""
         if self._server is None:
@@ -287,8 +334,7 @@ class DispatcherReplica:
 
     async def check_health(self) -> None:
         """Raise when no requests can be scheduled here any more; Serve then replaces this process."""
-        if not self._loop.is_alive:
-            raise RuntimeError("the dispatcher's event loop has ended")
+        await self._loop.answers("the dispatcher")
 
     async def __del__(self) -> None:
         """Let what is under way end, then disconnect; Serve calls this at the end."""

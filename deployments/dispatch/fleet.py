@@ -2,18 +2,22 @@
 
 It follows plan changes: unchanged gpu-lets keep their connections and what runs, removed ones answer what they run
 before their connection closes. It decides nothing about batches.
+
+Where several dispatchers may schedule for a sub-cluster it takes charge of the gpu-lets for this one, by a term that is
+later than all it has heard of, and learns from them when another one has.
 """
 
 from __future__ import annotations
 
 import asyncio
+import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from tenuto.deployments.dispatch.in_flight import Batch
-from tenuto.deployments.wire.messages import AbortBatch, GpuletState
+from tenuto.deployments.wire.messages import GpuletState, TakeCharge
 from tenuto.deployments.wire.peer import Connection, ConnectionEvents, Finder, PeerConnection
+from tenuto.deployments.wire.status import GpuletStatus, RunningBatch
 from tenuto.placement import Plan
 from tenuto.placement.program import Program
 from tenuto.profiles.networks.catalogue import ModelSignature
@@ -25,6 +29,7 @@ ConnectionFactory = Callable[[str, Finder, ConnectionEvents[GpuletState]], Gpule
 _LAST_ANSWERS_S = 30.0
 _FIRST_REST_S = 0.1
 _LONGEST_REST_S = 5.0
+_DRAWN_BITS = 31  # of a term, so that two dispatchers that have heard of the same one never choose equal ones
 
 
 def gpulet_connection(gpulet_id: str, find: Finder, events: ConnectionEvents[GpuletState]) -> GpuletConnection:
@@ -34,7 +39,7 @@ def gpulet_connection(gpulet_id: str, find: Finder, events: ConnectionEvents[Gpu
 
 @dataclass(slots=True, eq=False)
 class AttachedGpulet:
-    """One gpu-let. `running`: its unanswered batches by number, oldest first; `aborted`: those whose answer is ignored.
+    """One gpu-let. `running`: its unanswered batches by number, oldest first.
 
     `index` is its place in the present plan, None once it was removed.
     """
@@ -44,7 +49,6 @@ class AttachedGpulet:
     index: int | None = None
     programs: tuple[Program, ...] = ()
     running: dict[int, Batch] = field(default_factory=dict)
-    aborted: dict[int, Batch] = field(default_factory=dict)
     is_used: bool = False  # the core may use it
     is_closing: bool = False  # it said that it runs no more batches
     is_resting: bool = False  # it failed a batch a moment ago
@@ -65,10 +69,9 @@ class AttachedGpulet:
     def lose(self) -> list[Batch]:
         """It is gone: return and forget what ran there."""
         lost = list(self.running.values())
-        for batch in (*lost, *self.aborted.values()):
+        for batch in lost:
             batch.let_go()
         self.running.clear()
-        self.aborted.clear()
         self.is_used = False
         self.is_closing = False
         return lost
@@ -81,14 +84,26 @@ class AttachedGpulet:
 
 
 class Fleet:
-    """Invariant: a batch is in `running` of its gpu-let from its dispatch until it is answered, aborted or lost."""
+    """Invariant: a batch is in `running` of its gpu-let from its dispatch until it is answered or lost."""
 
     def __init__(
         self,
         find_gpulet: Callable[[str], Finder],
         events: ConnectionEvents[GpuletState],
         make_connection: ConnectionFactory = gpulet_connection,
+        sub_cluster: str | None = None,
     ) -> None:
+        """Prepare without a plan.
+
+        Args:
+            find_gpulet: returns the function that finds a gpu-let by its id.
+            events: told what connections bring.
+            make_connection: makes them.
+            sub_cluster: that others may schedule for too; None where this dispatcher alone does.
+        """
+        self._sub_cluster = sub_cluster
+        self._term = 0  # of this dispatcher, 0 while it is not in charge
+        self._latest_term = 0  # heard of
         self._find_gpulet = find_gpulet
         self._events = events
         self._make_connection = make_connection
@@ -105,6 +120,10 @@ class Fleet:
     def __iter__(self) -> Iterator[AttachedGpulet]:
         """Return the gpu-lets of the present plan in its order."""
         return iter(self._gpulets)
+
+    def attached(self) -> Iterator[AttachedGpulet]:
+        """Return all that are connected to, also those that leave the plan or may join it."""
+        return iter(self._by_connection.values())
 
     def behind(self, connection: GpuletConnection) -> AttachedGpulet:
         """Return the gpu-let at the far end of a connection."""
@@ -161,6 +180,37 @@ class Fleet:
         for gpulet in self._gpulets:
             gpulet.lose()
 
+    # --- who is in charge ---------------------------------------------------------------------------------------
+
+    def take_charge(self) -> None:
+        """Have the gpu-lets to this dispatcher alone from now on, if it has not already."""
+        if self._sub_cluster is None or self._term:
+            return
+        self._term = (self._latest_term >> _DRAWN_BITS) + 1 << _DRAWN_BITS | secrets.randbits(_DRAWN_BITS)
+        for gpulet in self._by_connection.values():
+            self._claim(gpulet)
+
+    def leave_charge(self) -> None:
+        """Wait to be asked again."""
+        self._term = 0
+
+    def connected(self, gpulet: AttachedGpulet) -> bool:
+        """Take note of a gpu-let that has connected or said anew what it is; return whether another dispatcher has it
+        by now, whose term is later."""
+        if self._sub_cluster is None or gpulet.connection.state is None:
+            return False
+        term = gpulet.connection.state.terms.get(self._sub_cluster, 0)
+        self._latest_term = max(self._latest_term, term)
+        if 0 < self._term < term:
+            return True
+        if term < self._term:
+            self._claim(gpulet)
+        return False
+
+    def _claim(self, gpulet: AttachedGpulet) -> None:
+        if self._sub_cluster is not None and gpulet.connection.is_up:
+            gpulet.connection.send(TakeCharge(self._sub_cluster, self._term))
+
     # --- who may be used ----------------------------------------------------------------------------------------
 
     def offer(self, gpulet: AttachedGpulet) -> bool:
@@ -188,7 +238,7 @@ class Fleet:
                 return state.signatures[model]
         return None
 
-    def descriptions(self, slowdowns: Mapping[int, Mapping[str, float]]) -> list[dict[str, Any]]:
+    def descriptions(self, slowdowns: Mapping[int, Mapping[str, float]]) -> list[GpuletStatus]:
         """Return what every gpu-let said it is and holds, for the status, and whether it is up.
 
         `slowdowns`: by index, what batches of its programs took lately over what the plan says.
@@ -198,36 +248,26 @@ class Fleet:
         for gpulet in self._gpulets:
             state = gpulet.connection.state
             planned = plan.gpulets[gpulet.index] if plan is not None and gpulet.index is not None else None
-            found.append({
-                "id": gpulet.id, "up": gpulet.connection.is_up,
-                "gpu": planned.gpu if planned else "", "share_pct": planned.share_pct if planned else None,
-                **({} if state is None else state.to_status()),
-                "busy_s": gpulet.busy_ms / 1000.0, "predicted_s": gpulet.predicted_ms / 1000.0,
-                "batches": gpulet.batches, "lost": gpulet.lost,
-                "running": [{"program": b.name, "batch_size": b.size} for b in gpulet.running.values()],
-                "slowdown": {} if gpulet.index is None else dict(slowdowns.get(gpulet.index, {})),
-            })  # fmt: skip
+            described = GpuletStatus(
+                id=gpulet.id,
+                up=gpulet.connection.is_up,
+                gpu=planned.gpu if planned else "",
+                share_pct=planned.share_pct if planned else None,
+                busy_s=gpulet.busy_ms / 1000.0,
+                predicted_s=gpulet.predicted_ms / 1000.0,
+                batches=gpulet.batches,
+                lost=gpulet.lost,
+                running=[RunningBatch(batch.name, batch.size) for batch in gpulet.running.values()],
+                slowdown={} if gpulet.index is None else dict(slowdowns.get(gpulet.index, {})),
+            )
+            found.append(described if state is None else state.described(described))
         return found
 
     # --- what runs ----------------------------------------------------------------------------------------------
 
     def take(self, gpulet: AttachedGpulet, number: int) -> Batch | None:
-        """Return an answered batch and forget it; None for one that was aborted or is not known."""
-        aborted = gpulet.aborted.pop(number, None)
-        if aborted is not None:
-            aborted.let_go()
+        """Return an answered batch and forget it; None for one that is not known."""
         batch = gpulet.running.pop(number, None)
         if batch is not None:
             batch.let_go()
-        return batch
-
-    def abort(self, index: int) -> Batch | None:
-        """Give up the oldest batch of a gpu-let and tell it so; None when it runs none."""
-        gpulet = self._gpulets[index]
-        if not gpulet.running:
-            return None
-        batch = gpulet.running.pop(next(iter(gpulet.running)))
-        batch.is_aborted = True
-        gpulet.aborted[batch.number] = batch
-        gpulet.connection.send(AbortBatch(batch.number))
         return batch

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from typing import Any
+
+from tenuto.deployments.wire.status import Buckets
 
 # Of the SLO: fine around it, where attainment is decided, coarse where only the order matters.
 _PARTS_OF_SLO = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 0.75, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0, 5.0)
@@ -38,6 +39,6 @@ class Histogram:
         self._counts[bisect_left(self._bounds, value)] += times
         self._sum += value * times
 
-    def to_data(self) -> dict[str, Any]:
-        """Return `{"le", "counts", "sum"}`: bounds, counts between them with one more above the last, sum."""
-        return {"le": list(self._bounds), "counts": list(self._counts), "sum": self._sum}
+    def buckets(self) -> Buckets:
+        """Return what was counted so far."""
+        return Buckets(list(self._bounds), list(self._counts), self._sum)

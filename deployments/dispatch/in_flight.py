@@ -30,21 +30,38 @@ class Request:
 
     `model` is its index in the present plan. `parts` holds one tensor per input of the model, in signature order, from
     `Dispatcher.start` on; `memory` what they lie in, if others read it too. `client_id` is what its client calls it;
-    `reserve_ms` is kept of its deadline for the way back, unless it is `tried_without`. `is_waiting`: in no batch.
+    `reserve_ms` is kept of its deadline for the way back. `is_waiting`: in no batch.
 
     It does not know its batch, nor does who asked know it after its end: what refers to itself is left to Python's
     collector, which stops the process for 85 ms where 50,000 objects wait for it.
     """
 
     __slots__ = (
-        "arrived_ms", "asker", "client_id", "deadline_ms", "id", "is_waiting", "memory", "model", "name", "parts",
-        "reserve_ms", "tried_without", "was_retried",
-    )  # fmt: skip
+        "arrived_ms",
+        "asker",
+        "client_id",
+        "deadline_ms",
+        "id",
+        "is_waiting",
+        "memory",
+        "model",
+        "name",
+        "parts",
+        "reserve_ms",
+        "was_retried",
+    )
 
     def __init__(
-        self, id: int, name: str, model: int, arrived_ms: float, deadline_ms: float, reserve_ms: float, client_id: str,
+        self,
+        id: int,
+        name: str,
+        model: int,
+        arrived_ms: float,
+        deadline_ms: float,
+        reserve_ms: float,
+        client_id: str,
         asker: Asker,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.id = id
         self.name = name
         self.model = model
@@ -57,7 +74,6 @@ class Request:
         self.memory: Held | None = None
         self.is_waiting = True
         self.was_retried = False
-        self.tried_without = False
 
 
 @dataclass(slots=True, eq=False)
@@ -78,7 +94,6 @@ class Batch:
     sent_ms: float
     start_ms: float
     finish_ms: float
-    is_aborted: bool = False
     _held: list[Held] = field(default_factory=list)
 
     @property
@@ -141,7 +156,17 @@ def split_reply(
     for rows, outputs in ran.members:
         data, body = cut_rows(rows, outputs, body)
         executed = Executed(
-            batch.size, gpulet, emulated, batch.sent_ms, started_ms, queue_ms, ran.execution_ms, rows, outputs, data
+            batch.size,
+            gpulet,
+            emulated,
+            batch.sent_ms,
+            started_ms,
+            queue_ms,
+            ran.execution_ms,
+            rows,
+            outputs,
+            data,
+            batch.finish_ms - batch.start_ms,
         )
         yield batch.requests[first : first + rows], executed
         first += rows

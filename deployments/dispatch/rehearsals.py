@@ -19,6 +19,7 @@ from tenuto.batching.core.scheduler import Rehearsal, Rehearse
 logger = logging.getLogger("ray.serve")
 
 _LONGEST_S = 60.0
+_ENDS_S = 60.0  # after a kill
 _LENGTH = struct.Struct("<Q")
 # Runs only when nobody else wants the core: at the lowest niceness it would still keep it until the end of its time
 # slice, some 3 ms. Before anything is imported, which takes 0.8 s just when the first requests come.
@@ -87,7 +88,7 @@ class RehearsalProcess:
         process, self._process = self._process, None
         if process is not None:
             process.kill()
-            process.wait()
+            process.wait(_ENDS_S)
             for pipe in (process.stdin, process.stdout):
                 if pipe is not None:
                     with contextlib.suppress(OSError):  # what was not written any more

@@ -10,16 +10,16 @@ import math
 import time
 from collections import deque
 from itertools import islice
-from typing import Any
 
 from tenuto.deployments.dispatch.in_flight import Request
-from tenuto.deployments.wire.answers import Executed, Refused
+from tenuto.deployments.wire.answers import Executed, Refused, late_loop
+from tenuto.deployments.wire.status import EndedRequest
 
 _KEPT = 4096
-# When it ended (wall clock, s), id, model, arrival and end (ms), whether in time, and what became of it. Neither the
-# request nor its inputs or outputs are kept: of an execution only its times.
-_Ended = tuple[float, str, str, float, float, bool, "_Times | Refused"]
-_Times = tuple[str, int, float, float, float]  # gpu-let, batch size, sent, started, execution
+# When it ended (wall clock, s), id, model, arrival, end and deadline (ms), and what became of it. Neither the request
+# nor its inputs or outputs are kept: of an execution only its times.
+_Ended = tuple[float, str, str, float, float, float, "_Times | Refused"]
+_Times = tuple[str, int, float, float, float, float]  # gpu-let, batch size, sent, started, execution, as planned
 
 
 class RequestLog:
@@ -31,53 +31,58 @@ class RequestLog:
     def add_executed(self, requests: list[Request], executed: Executed, ended_ms: float) -> None:
         """Take the requests of a batch that are answered now."""
         times = (
-            executed.gpulet, executed.batch_size, executed.sent_ms, executed.started_ms, executed.execution_ms
-        )  # fmt: skip
+            executed.gpulet,
+            executed.batch_size,
+            executed.sent_ms,
+            executed.started_ms,
+            executed.execution_ms,
+            executed.planned_ms,
+        )
         now_s = time.time()
         self._ended.extend(
-            [
-                (now_s, r.client_id, r.name, r.arrived_ms, ended_ms, ended_ms <= r.deadline_ms, times)
-                for r in requests
-            ]
+            [(now_s, r.client_id, r.name, r.arrived_ms, ended_ms, r.deadline_ms, times) for r in requests]
         )
 
     def add_refused(self, request: Request, refused: Refused, ended_ms: float) -> None:
         """Take a request that is refused now."""
-        self._ended.append(
-            (time.time(), request.client_id, request.name, request.arrived_ms, ended_ms, False, refused)
-        )
+        times = request.arrived_ms, ended_ms, request.deadline_ms
+        self._ended.append((time.time(), request.client_id, request.name, *times, refused))
 
-    def to_data(self, request_id: str | None = None, limit: int = 100) -> list[dict[str, Any]]:
+    def newest(self, request_id: str | None = None, limit: int = 100) -> list[EndedRequest]:
         """Return the newest records first; with an id, those of that id (a request of several samples has several)."""
         matching = (ended for ended in reversed(self._ended) if request_id is None or ended[1] == request_id)
         return [_record(ended) for ended in islice(matching, max(0, limit))]
 
 
-def _record(ended: _Ended) -> dict[str, Any]:
-    ended_at_s, request_id, model, arrived_ms, ended_ms, in_time, what = ended
+def _record(ended: _Ended) -> EndedRequest:
+    ended_at_s, request_id, model, arrived_ms, ended_ms, deadline_ms, what = ended
     lasted_ms = ended_ms - arrived_ms
-    record: dict[str, Any] = {
-        "id": request_id,
-        "model": model,
-        "outcome": what.outcome.word if isinstance(what, Refused) else "ok" if in_time else "late",
-        "gpulet": None,
-        "batch_size": 0,
-        "received_at_s": ended_at_s - lasted_ms / 1000.0,
-        "dispatched_ms": None,
-        "start_ms": None,
-        "end_ms": None,
-        "answered_ms": lasted_ms,
-        "reason": None,
-    }
+    received_at_s = ended_at_s - lasted_ms / 1000.0
     if isinstance(what, Refused):
-        return {**record, "gpulet": what.gpulet or None, "reason": what.reason or None}
-    gpulet, batch_size, sent_ms, started_ms, execution_ms = what
+        return EndedRequest(
+            id=request_id,
+            model=model,
+            outcome=what.outcome.word,
+            gpulet=what.gpulet or None,
+            received_at_s=received_at_s,
+            answered_ms=lasted_ms,
+            reason=what.reason or None,
+            rule=what.rule or None,
+            loop=what.loop or None,
+        )
+    gpulet, batch_size, sent_ms, started_ms, execution_ms, planned_ms = what
+    late_ms = ended_ms - deadline_ms
     start_ms = None if math.isnan(started_ms) else started_ms - arrived_ms
-    return {
-        **record,
-        "gpulet": gpulet,
-        "batch_size": batch_size,
-        "dispatched_ms": sent_ms - arrived_ms,
-        "start_ms": start_ms,
-        "end_ms": None if start_ms is None else start_ms + execution_ms,
-    }
+    return EndedRequest(
+        id=request_id,
+        model=model,
+        outcome="ok" if late_ms <= 0.0 else "late",
+        loop=None if late_ms <= 0.0 else late_loop(execution_ms, planned_ms, late_ms),
+        gpulet=gpulet,
+        batch_size=batch_size,
+        received_at_s=received_at_s,
+        dispatched_ms=sent_ms - arrived_ms,
+        start_ms=start_ms,
+        end_ms=None if start_ms is None else start_ms + execution_ms,
+        answered_ms=lasted_ms,
+    )

@@ -27,6 +27,8 @@ class AsgiExchange:
         self.arrived_ms = arrived_ms
         self.slots: list[Slot] = []
         self.is_in_slot = False
+        self.has_key = False
+        self.address = ""  # a proxy's is nobody's
         self.on_left: Callable[[], None] | None = None
         self._response: asyncio.Future[tuple[int, bytes, bytes]] = asyncio.get_running_loop().create_future()
 
@@ -96,11 +98,20 @@ async def answer_with(app: App, exchange: Exchange, server: tuple[str, int], use
     """Let an ASGI application answer a request of our own socket; `user`: who asks, where that is known."""
     path, _, query = exchange.head.url.partition(b"?")
     scope = {
-        "type": "http", "asgi": {"version": "3.0", "spec_version": "2.3"}, "http_version": "1.1", "scheme": "http",
-        "method": exchange.head.method.decode("latin-1"), "path": unquote(path.decode("latin-1")), "raw_path": path,
-        "query_string": query, "root_path": "", "headers": list(exchange.head.headers.items()), "server": server,
-        "client": None, "user": user,
-    }  # fmt: skip
+        "type": "http",
+        "asgi": {"version": "3.0", "spec_version": "2.3"},
+        "http_version": "1.1",
+        "scheme": "http",
+        "method": exchange.head.method.decode("latin-1"),
+        "path": unquote(path.decode("latin-1")),
+        "raw_path": path,
+        "query_string": query,
+        "root_path": "",
+        "headers": list(exchange.head.headers.items()),
+        "server": server,
+        "client": None,
+        "user": user,
+    }
     body: bytes | None = bytes(exchange.body)
     status, lines, payload = 500, b"", []
 

@@ -3,7 +3,6 @@ without tasks; what requests share is `SharedService`."""
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
@@ -14,12 +13,18 @@ from tenuto.deployments.dispatch.in_flight import Asker, Request
 from tenuto.deployments.entry.dispatching import Dispatching
 from tenuto.deployments.entry.heads import Route
 from tenuto.deployments.entry.http import JSON, Exchange, HttpError, crash, fail, retry_after
-from tenuto.deployments.entry.oip import BadRequestError, InferRequest, check_outputs, encode_response, parse_infer
+from tenuto.deployments.entry.oip import (
+    BadRequestError,
+    InferRequest,
+    NotFiniteError,
+    check_finite,
+    check_outputs,
+    encode_response,
+)
 from tenuto.deployments.entry.planned_model import PlannedModel
-from tenuto.deployments.entry.shared_memory import Regions
-from tenuto.deployments.operator.traces import Traces
+from tenuto.deployments.entry.traces import Traces
 from tenuto.deployments.wire.answers import Executed, Refused
-from tenuto.deployments.wire.arena import Held, HeldTogether
+from tenuto.deployments.wire.arena import Slot
 from tenuto.deployments.wire.tensors import Buffer, InputPart
 from tenuto.outcome import Outcome
 
@@ -34,7 +39,6 @@ _SCANNED_BYTES = 1 << 16
 class SharedService(Protocol):
     """What a gateway does for each of its requests."""
 
-    regions: Regions
     traces: Traces | None
 
     @property
@@ -48,9 +52,7 @@ class SharedService(Protocol):
     def request_id(self, raw: str) -> str:
         """Return what a request is called: what its client calls it, in printable ASCII, else a new name."""
 
-    def admit(
-        self, asker: Asker, exchange: Exchange, model: PlannedModel, slo_ms: float, client_id: str
-    ) -> Request:
+    def admit(self, asker: Asker, exchange: Exchange, model: PlannedModel, slo_ms: float, client_id: str) -> Request:
         """Ask the scheduling side for one sample."""
 
     def answer_left(self, request: Request, slo_ms: float, alone_ms: float) -> None:
@@ -71,9 +73,19 @@ class InferCall:
     """
 
     __slots__ = (
-        "_exchange", "_id", "_is_over", "_model", "_open", "_parsed", "_route", "_rows", "_service", "_slo_ms",
-        "_traced", "_wants_classes",
-    )  # fmt: skip
+        "_exchange",
+        "_id",
+        "_is_over",
+        "_model",
+        "_open",
+        "_parsed",
+        "_route",
+        "_rows",
+        "_service",
+        "_slo_ms",
+        "_traced",
+        "_wants_classes",
+    )
 
     def __init__(self, service: SharedService, exchange: Exchange, route: Route) -> None:
         assert route.model is not None
@@ -91,32 +103,32 @@ class InferCall:
         traces = service.traces
         self._traced = None if traces is None else traces.begin(route.traceparent)
 
-    def begin(self, body: Buffer, *, is_received: bool = True) -> None:
-        """Ask for what is in a body; `is_received`: it lies where the exchange received it.
+    def begin(self) -> None:
+        """Ask for what is in the body of the exchange.
 
         Raises:
             HttpError: the request cannot be taken.
         """
-        route = self._route
+        route, body = self._route, self._exchange.body
         early: Request | None = None
         if route.slo_ms is not None or not _may_name_slo(body, route.json_length):
             early = self._admit(route.client_id)
             if self._is_over:
                 return  # turned away, and responded to
-        quick = self._model.reader.read(body) if route.json_length is None else None
-        if quick is not None:
-            self._id, parts = quick
-            self._start([parts], early)
-            return
         try:
-            parsed = self._parsed = self._parse(body, is_received=is_received)
+            parsed = self.parse(body, is_received=True)
         except BaseException as error:
             self._cancel()
             if isinstance(error, BadRequestError):
                 raise HttpError(400, str(error)) from None
             raise
+        self.begin_parsed(parsed, early)
+
+    def begin_parsed(self, parsed: InferRequest, early: Request | None = None) -> None:
+        """Ask for what `parse` returned; `early`: the scheduling side was asked for its one sample."""
+        self._parsed = parsed
         self._id = parsed.id
-        if parsed.slo_ms is not None and route.slo_ms is None:
+        if parsed.slo_ms is not None and self._route.slo_ms is None:
             self._slo_ms = parsed.slo_ms
         self._start(parsed.parts, early)
 
@@ -125,21 +137,24 @@ class InferCall:
         self._wants_classes = True
         self._start([parts], None)
 
-    def _parse(self, body: Buffer, *, is_received: bool) -> InferRequest:
+    def parse(self, body: Buffer, *, is_received: bool) -> InferRequest:
+        """Return what a body asks for; `is_received`: it lies where the exchange received it. Changes nothing here.
+
+        Raises:
+            BadRequestError: it is malformed, or does not fit the model.
+        """
         exchange = self._exchange
         slot = exchange.slots[0] if is_received and exchange.is_in_slot else None
         interface = self._model.interface
         assert interface is not None
-        parsed = parse_infer(
+        parsed = self._model.reader.read(
             body,
             self._route.json_length,
-            interface.inputs,
             arena="" if slot is None else slot.arena,
             offset=0 if slot is None else slot.offset,
-            read_region=functools.partial(self._service.regions.read, exchange),
-            known=self._model.headers,
         )
-        check_outputs(parsed.outputs, interface.outputs)
+        if parsed.outputs is not None:
+            check_outputs(parsed.outputs, interface.outputs)
         return parsed
 
     def _admit(self, client_id: str) -> Request:
@@ -152,9 +167,7 @@ class InferCall:
         exchange = self._exchange
         exchange.on_left = self._cancel
         dispatching = self._service.dispatching
-        memory: Held | None = None
-        if exchange.slots:
-            memory = exchange.slots[0] if len(exchange.slots) == 1 else HeldTogether(tuple(exchange.slots))
+        memory: Slot | None = exchange.slots[0] if exchange.slots else None
         name = self._service.request_id(self._id or self._route.client_id)
         for parts in samples:
             request = early or self._admit(name)
@@ -187,7 +200,8 @@ class InferCall:
         payload = orjson.dumps({"error": refused.reason, "outcome": refused.outcome.word})
         self._reply(refused.outcome.http_status, lines + JSON + retry_after(refused.retry_after_s), [payload])
         if self._traced is not None:
-            self._trace(request, {"waiting": (request.arrived_ms, self._service.now_ms)}, refused.outcome.word)
+            stages = {"waiting": (request.arrived_ms, self._service.now_ms)}
+            self._trace(request, stages, refused.outcome.word, rule=refused.rule.value, loop=refused.loop.value)
         self._cancel()
 
     def executed(self, request: Request, executed: Executed, row: int) -> None:
@@ -210,6 +224,8 @@ class InferCall:
             self._service.answer_left(request, self._slo_ms, self._model.alone_ms)
             if self._traced is not None:
                 self._trace_executed(request, executed)
+        except NotFiniteError as error:
+            fail(self._exchange, HttpError(406, str(error)))
         except Exception as error:
             crash(self._exchange, error)
 
@@ -224,19 +240,24 @@ class InferCall:
             start_ms = sent_ms + executed.gpulet_queue_ms
         else:
             end_ms = start_ms + executed.execution_ms
-        outcome = "ok" if self._service.now_ms <= request.deadline_ms else "late"
+        late_ms = self._service.now_ms - request.deadline_ms
+        about = {} if late_ms <= 0.0 else {"loop": executed.late_by(late_ms).value}
         self._trace(
             request,
             {
-                "batching": (request.arrived_ms, sent_ms), "gpulet_queue": (sent_ms, start_ms),
-                "execution": (start_ms, end_ms), "answering": (end_ms, self._service.now_ms),
+                "batching": (request.arrived_ms, sent_ms),
+                "gpulet_queue": (sent_ms, start_ms),
+                "execution": (start_ms, end_ms),
+                "answering": (end_ms, self._service.now_ms),
             },
-            outcome, gpulet=executed.gpulet, batch_size=executed.batch_size, emulated=executed.emulated,
-        )  # fmt: skip
+            "ok" if late_ms <= 0.0 else "late",
+            gpulet=executed.gpulet,
+            batch_size=executed.batch_size,
+            emulated=executed.emulated,
+            **about,
+        )
 
-    def _trace(
-        self, request: Request, stages: Mapping[str, tuple[float, float]], outcome: str, **about: Any
-    ) -> None:
+    def _trace(self, request: Request, stages: Mapping[str, tuple[float, float]], outcome: str, **about: Any) -> None:
         traces, traced = self._service.traces, self._traced
         if traces is not None and traced is not None:
             named = {"model": self._model.name, "outcome": outcome, "request_id": request.client_id, **about}
@@ -264,18 +285,13 @@ class InferCall:
         shown = self._service.shown(executed)
         batching_ms = executed.sent_ms - slowest.arrived_ms
         interface = self._model.interface
-        try:
-            text, binary = encode_response(
-                self._model.name,
-                parsed,
-                [each.tensors(row) for each, row in rows],
-                orjson.loads(shown.parameters(batching_ms)),
-                interface.labels if interface is not None else (),
-                self._service.regions.write,
-            )
-        except BadRequestError as error:
-            fail(self._exchange, HttpError(400, str(error)))
-            return
+        text, binary = encode_response(
+            self._model.name,
+            parsed,
+            [each.tensors(row) for each, row in rows],
+            orjson.loads(shown.parameters(batching_ms)),
+            interface.labels if interface is not None else (),
+        )
         lines = shown.lines(slowest, batching_ms)
         if binary:
             self._reply(200, lines + _BINARY % len(text), [text, *binary])
@@ -287,9 +303,11 @@ class InferCall:
         interface = self._model.interface
         assert interface is not None
         batching_ms = executed.sent_ms - request.arrived_ms
+        tensors = executed.tensors(row)
+        check_finite(tensors)
         document = {
             "model_name": self._model.name,
-            "predictions": interface.postprocess(executed.tensors(row)),
+            "predictions": interface.postprocess(tensors),
             "parameters": orjson.loads(shown.parameters(batching_ms)),
         }
         self._reply(200, shown.lines(request, batching_ms) + JSON, [orjson.dumps(document)])
@@ -306,11 +324,16 @@ class Shown:
         execution_ms, size, gpulet = executed.execution_ms, executed.batch_size, executed.gpulet
         emulated = b"true" if executed.emulated else b"false"
         self._parameters = b',"execution_ms":%.3f,"batch_size":%d,"gpulet":%b,"emulated":%b}' % (
-            execution_ms, size, orjson.dumps(gpulet), emulated
-        )  # fmt: skip
+            execution_ms,
+            size,
+            orjson.dumps(gpulet),
+            emulated,
+        )
         self._lines = b"x-tenuto-execution-ms: %.3f\r\nx-tenuto-batch-size: %d\r\nx-tenuto-gpulet: %b\r\n" % (
-            execution_ms, size, gpulet.encode()
-        )  # fmt: skip
+            execution_ms,
+            size,
+            gpulet.encode(),
+        )
 
     def parameters(self, batching_ms: float) -> bytes:
         """Return the response parameters of one request as JSON."""
@@ -323,8 +346,11 @@ class Shown:
         assert self.executed is not None
         queue_ms = batching_ms + self.executed.gpulet_queue_ms
         lines = b"x-tenuto-queue-ms: %.3f\r\nx-tenuto-batching-ms: %.3f\r\n%bx-tenuto-request-id: %b\r\n" % (
-            queue_ms, batching_ms, self._lines, request.client_id.encode()
-        )  # fmt: skip
+            queue_ms,
+            batching_ms,
+            self._lines,
+            request.client_id.encode(),
+        )
         start_ms = self.executed.started_ms - request.arrived_ms
         return lines if math.isnan(start_ms) else b"%bx-tenuto-start-ms: %.3f\r\n" % (lines, start_ms)
 

@@ -1,49 +1,60 @@
 """HTTP/1.1 on the gateway's own socket: bytes in, requests handed to the service, responses out in order.
 
-Parsing is httptools'; what is here is what it leaves open: bodies received where gpu-lets can read them, the moment at
-which bytes arrived, and bounds on everything a client could make grow: connections, headers, bodies, pipelined
-requests, unread answers, and the time any of them may take.
+`tenuto.deployments.entry.framing` says where requests begin and end. What is here: bodies received where gpu-lets can
+read them, the moment at which bytes arrived, and bounds on everything a client could make grow: connections, bodies,
+pipelined requests, unread answers, and the time any of them may take.
 """
 
 from __future__ import annotations
 
 import asyncio
 import email.utils
+import itertools
 import socket
 import ssl
 import time
-from collections import Counter, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, cast
+from typing import Protocol, cast
 
-import httptools
-
+from tenuto.deployments.entry.framing import Framing, KnownHeads
 from tenuto.deployments.entry.http import Head, HttpError, crash, fail, status_line, too_large
 from tenuto.deployments.wire.arena import Arena, Slot
+from tenuto.deployments.wire.status import FrontDoorStatus
 from tenuto.deployments.wire.tensors import Buffer
 
 _READ_BYTES = 1 << 16
 _SLOT_BYTES = 1 << 14  # bodies from here on are received into shared memory; below, one more copy costs less
 _JOINED_BYTES = 1 << 15
-_MOST_HEADER_BYTES = 1 << 15
-_MOST_PIPELINED = 16
+_MOST_PIPELINED = 16  # unanswered ones of a connection; and read of one before the others have their turn
 _HEAD_S = 10.0  # from the first byte of a request to the end of its headers
 _BODY_S = 60.0  # from there to the end of its body; and for answers to be taken
+_LOOKED_AT = 32  # places that are looked at for one that is not in use
 _IDLE_S = 300.0  # between two requests
 _LINGER_S = 5.0  # for a client that goes on sending after its last answer
+_REFUSED_S = 0.01  # until one that has left altogether has refused what was sent; looked at again once a second
 _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
-_HEAD_END = b"\r\n\r\n"
-_KEPT_HEADS = 1024
-_OWN_NAMES = frozenset((b"x-request-id", b"traceparent", b"x-request-start"))
-_LONGEST_KEPT_HEAD_BYTES = 2048
 # Why a request was turned away before its body was taken, as operators read it.
-_REASONS = {400: "malformed", 401: "key", 403: "model", 404: "unknown", 408: "slow", 413: "size", 429: "rate",
-            431: "size", 503: "full", 504: "expired"}  # fmt: skip
+_REASONS = {
+    400: "malformed",
+    401: "key",
+    403: "model",
+    404: "unknown",
+    408: "slow",
+    413: "size",
+    429: "rate",
+    431: "size",
+    503: "full",
+    504: "expired",
+}
 _MANY = HttpError(503, "too many connections are open. Use fewer, or connect again in a moment.", retry_after_s=1.0)
 _UNFINISHED = HttpError(503, "too many requests are unfinished. Retry in a moment.", retry_after_s=1.0)
 _FULL = b"%b%bcontent-length: %d\r\nconnection: close\r\n\r\n%b" % (
-    status_line(_MANY.status), _MANY.lines(), len(_MANY.payload()), _MANY.payload()
-)  # fmt: skip
+    status_line(_MANY.status),
+    _MANY.lines(),
+    len(_MANY.payload()),
+    _MANY.payload(),
+)
 
 
 class Limits:
@@ -105,9 +116,18 @@ class HttpExchange:
     """See `tenuto.deployments.entry.http.Exchange`."""
 
     __slots__ = (
-        "_connection", "arrived_ms", "body", "head", "is_answered", "is_in_slot", "keep_alive", "on_left", "response",
+        "_connection",
+        "arrived_ms",
+        "body",
+        "has_key",
+        "head",
+        "is_answered",
+        "is_in_slot",
+        "keep_alive",
+        "on_left",
+        "response",
         "slots",
-    )  # fmt: skip
+    )
 
     def __init__(self, connection: HttpConnection, head: Head, arrived_ms: float) -> None:
         self._connection: HttpConnection | None = connection
@@ -117,9 +137,15 @@ class HttpExchange:
         self.body: Buffer = b""
         self.slots: list[Slot] = []
         self.is_in_slot = False
+        self.has_key = False
         self.is_answered = False
         self.response: Sequence[Buffer] = ()  # once it is answered
         self.on_left: Callable[[], None] | None = None
+
+    @property
+    def address(self) -> str:
+        """Where the client is; "" where that is not known."""
+        return "" if self._connection is None else self._connection.address
 
     def respond(self, status: int, headers: bytes, payload: Sequence[Buffer]) -> None:
         """Send the response as soon as those of the requests before have left."""
@@ -164,30 +190,25 @@ class HttpExchange:
 
 
 class HttpConnection(asyncio.BufferedProtocol):
-    """One client. Invariant: responses leave in the order of the requests.
-
-    A head that was seen before is known by its bytes, and what follows it is cut by its length. Other heads, and bodies
-    without a length, are httptools'; it is also the one who says what is not HTTP.
-    """
+    """One client. Invariant: responses leave in the order of the requests."""
 
     def __init__(self, server: HttpServer) -> None:
         self.server = server
         self._transport: asyncio.Transport | None = None
+        self._framing = Framing(server.heads)
         self._open: deque[HttpExchange] = deque()  # received or being received, and not answered
         self._receiving: HttpExchange | None = None  # its body is not complete
         self._rest: memoryview | None = None  # of the memory of a body, what is still to come
-        self._skips = 0  # bytes of a refused body that are still to come
-        self._parser: httptools.HttpRequestParser | None = None  # while it is at work
-        self._raw_head = bytearray()  # what it was given of a head
-        self._url = b""
-        self._headers: dict[bytes, bytes] = {}
-        self._header_bytes = 0
-        self._chunks: list[bytes] = []
+        self._ahead = b""  # received, and not looked at before others had their turn
+        self._looks_ahead = False  # its turn comes
         self._chunk_bytes = 0
         self._arrived_ms = 0.0
         self._is_paused = False
-        self._closes = False
+        self._has_ended = False  # the client sends nothing more
+        self._closes = False  # nothing more is read
         self._lingers = False  # the last answer has left; what still comes is thrown away
+        self._is_slowed = False  # the answer to a wrong key waits
+        self.has_key = False  # its client has shown a key
         self.changed_s = time.monotonic()  # when its state changed last, for the time limits
 
     # --- asyncio's side -----------------------------------------------------------------------------------------
@@ -201,35 +222,61 @@ class HttpConnection(asyncio.BufferedProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         del exc
         self._transport = None
+        self._closes = True
         self.server.forget(self)
-        self._rest = self._receiving = self._parser = None
+        self._rest = self._receiving = None
         self._forget_chunks()
+        self._framing.close()
         while self._open:
             self._open.popleft().leave()
 
     def eof_received(self) -> bool:
-        return False  # the client has gone, or wants nothing more: no answer reaches it
+        """The client sends nothing more. What it has asked for is answered (RFC 9112, 9.6); TLS has no such half.
+
+        One that has left altogether looks the same, until something is sent to it: an interim response, which a client
+        must be able to read at any time (RFC 9110, 15.2).
+        """
+        if self._receiving is not None:
+            self._open.remove(self._receiving)
+            self._receiving.leave()
+            self._receiving = self._rest = None
+        self._has_ended = True
+        if self._lingers or self._is_encrypted or not (self._open or self._ahead):
+            return False
+        if self._open and not self._open[-1].head.is_old:
+            self._write([_CONTINUE])
+            asyncio.get_running_loop().call_later(_REFUSED_S, self._look_if_gone)
+        return True
+
+    def _look_if_gone(self) -> None:
+        transport = self._transport
+        if transport is not None and transport.get_extra_info("socket").getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+            transport.abort()
+
+    @property
+    def _is_encrypted(self) -> bool:
+        return self._transport is not None and self._transport.get_extra_info("sslcontext") is not None
 
     def get_buffer(self, sizehint: int) -> memoryview:
         del sizehint
         return self.server.room if self._rest is None else self._rest
 
     def buffer_updated(self, nbytes: int) -> None:
+        if self._closes:
+            return  # thrown away
         self._arrived_ms = self.server.clock.arrived_ms()
         rest = self._rest
-        if self._lingers:
-            self._skips -= nbytes
-            if self._skips <= 0:
-                self._close()
-        elif rest is None:
+        if rest is None:
             self._take(bytes(self.server.room[:nbytes]))
-        elif nbytes < len(rest):
-            self._rest = rest[nbytes:]
+            return
+        self._rest = rest[nbytes:] if nbytes < len(rest) else None
+        try:
+            self._framing.body(rest[:nbytes])
+        except HttpError as error:
+            self._malformed(error)
         else:
-            self._rest = None
-            exchange = self._receiving
-            if exchange is not None:
-                self._complete(exchange)
+            if self._rest is None and self._receiving is not None:
+                self._complete(self._receiving)
 
     def pause_writing(self) -> None:
         self._is_paused = True
@@ -243,21 +290,47 @@ class HttpConnection(asyncio.BufferedProtocol):
 
     def _take(self, data: bytes) -> None:
         """Take bytes that begin with a request, or go on with one."""
-        while data and not self._closes:
-            if self._skips:
-                skipped = min(self._skips, len(data))
-                self._skips -= skipped
-                data = data[skipped:]
-            elif self._parser is not None:
-                self._parse(data)
-                return
-            else:
-                end = data.find(_HEAD_END) + 4
-                head = self.server.heads.get(data[:end]) if end > 3 else None
-                if head is None:
-                    self._begin_parsing(data)
+        try:
+            for _ in range(_MOST_PIPELINED):
+                data = self._take_one(data)
+                if not data or self._closes:
                     return
-                data = self._take_body(self._begin(head), data, end)
+                if len(self._open) > _MOST_PIPELINED:
+                    break
+        except HttpError as error:
+            self._malformed(error)
+            return
+        self._ahead = data
+        self._update_reading()
+
+    def _take_ahead(self) -> None:
+        self._looks_ahead = False
+        if len(self._open) > _MOST_PIPELINED or self._is_paused:
+            return  # not yet
+        data, self._ahead = self._ahead, b""
+        if data and not self._closes:
+            self._take(data)
+            self._update_reading()
+            self._end_if_over()
+
+    def _take_one(self, data: bytes) -> bytes:
+        """Take bytes of one request, and return what follows them."""
+        framing = self._framing
+        if framing.chunks is not None:
+            self._take_chunks(data)
+            return b""
+        if framing.left:  # of a body that nobody wants
+            unwanted, data = data[: framing.left], data[framing.left :]
+            framing.body(unwanted)
+            return data
+        if not framing.is_amid_head:
+            self.changed_s = self._arrived_ms / 1000.0
+        found = framing.head(data)
+        if found is None:
+            return b""
+        head, at = found
+        exchange = self._receiving = self._begin(head)
+        return self._take_body(exchange, data, at)
 
     def _begin(self, head: Head) -> HttpExchange:
         exchange = HttpExchange(self, head, self._arrived_ms)
@@ -268,31 +341,36 @@ class HttpConnection(asyncio.BufferedProtocol):
 
     def _take_body(self, exchange: HttpExchange, data: bytes, at: int) -> bytes:
         """Take the body of a request whose head has just been read, and return what follows it."""
-        length = exchange.head.length or 0
-        came = len(data) - at
+        head, length = exchange.head, exchange.head.length
         error = self._refusal(exchange, length)
+        if error is not None and head.is_chunked and not error.after_s:
+            self._malformed(error)  # raised here, it and this frame would hold each other
+            return b""
+        came = data[at : at + length]
+        if came:
+            self._framing.body(came)
         if error is not None:
+            self._receiving = None
             self.server.turned_away[_REASONS.get(error.status, "other")] += 1
-            if b"expect" in exchange.head.headers:
-                exchange.keep_alive = False  # nobody knows whether its body comes
-            self._skips = max(0, length - came)
-            fail(exchange, error)
+            if head.expects or error.after_s:
+                exchange.keep_alive = False  # nobody knows whether its body comes; and one wrong key is enough
+            self._closes = not exchange.keep_alive
+            self._fail(exchange, error)
             return data[at + length :]
-        if came >= length and not exchange.is_in_slot:
-            exchange.body = data[at : at + length]
-            self._complete(exchange)
-            return data[at + length :]
-        memory = exchange.slots[0].data if exchange.is_in_slot else memoryview(bytearray(length))
-        exchange.body = memory
-        came = min(came, length)
-        memory[:came] = memoryview(data)[at : at + came]
-        if came == length:
+        if head.is_chunked:
+            return data[at:]
+        if exchange.is_in_slot or len(came) < length:
+            memory = exchange.slots[0].data if exchange.is_in_slot else memoryview(bytearray(length))
+            memory[: len(came)] = came
+            exchange.body = memory
+        else:
+            exchange.body = came
+        if len(came) == length:
             self._complete(exchange)
         else:
-            self._receiving = exchange
-            self._rest = memory[came:]
+            self._rest = memory[len(came) :]
             self.changed_s = self._arrived_ms / 1000.0
-            if b"expect" in exchange.head.headers and len(self._open) == 1 and not came:
+            if head.expects and len(self._open) == 1 and not came:
                 self._write([_CONTINUE])
         return data[at + length :]
 
@@ -302,6 +380,8 @@ class HttpConnection(asyncio.BufferedProtocol):
         if length > limits.body_bytes:
             return too_large(limits.body_bytes)
         error = self.server.service.refusal(exchange)
+        if error is None and exchange.has_key and not self.has_key and not self.server.has_shown_key(self):
+            error = _MANY
         if error is not None or length < _SLOT_BYTES:
             return error
         slot = self.server.arena.take(length)
@@ -314,111 +394,74 @@ class HttpConnection(asyncio.BufferedProtocol):
     def _complete(self, exchange: HttpExchange) -> None:
         """A request is whole: answer it."""
         self._receiving = None
+        self._closes = not exchange.keep_alive
         exchange.arrived_ms = self._arrived_ms
         try:
             self.server.service.handle(exchange)
         except Exception as error:
             crash(exchange, error)
 
-    # --- heads that were not seen before (httptools calls the `on_` methods) ------------------------------------
-
-    def _begin_parsing(self, data: bytes) -> None:
-        self._parser = httptools.HttpRequestParser(self)
-        self._raw_head.clear()
-        self._url, self._headers, self._header_bytes = b"", {}, 0
-        self.changed_s = self._arrived_ms / 1000.0
-        self._parse(data)
-
-    def _parse(self, data: bytes) -> None:
-        """Give the parser what belongs to the head, and cut the body where its length is known."""
-        parser = self._parser
-        if parser is None:
-            return
-        held = len(self._raw_head)
-        self._raw_head += data
-        end = self._raw_head.find(_HEAD_END, max(0, held - 3)) + 4 if self._receiving is None else 0
-        fed = data if end <= 3 else data[: end - held]
-        try:
-            parser.feed_data(fed)
-        except httptools.HttpParserUpgrade:
-            pass  # nobody is upgraded here: the request is answered as it stands
-        except httptools.HttpParserError as error:
-            self._malformed(HttpError(400, f"this is not HTTP/1.1: {error}. Send a well-formed request."))
-            return
-        if self._receiving is not None:
-            if self._chunk_bytes > self.server.limits.body_bytes:
-                self._malformed(too_large(self.server.limits.body_bytes))
-            elif self.server.chunked_bytes > self.server.limits.unfinished_bytes:
-                self._malformed(_UNFINISHED)
-        elif self._header_bytes > _MOST_HEADER_BYTES or (end <= 3 and len(self._raw_head) > 2 * _MOST_HEADER_BYTES):
-            self._malformed(HttpError(431, f"the headers exceed {_MOST_HEADER_BYTES >> 10} KiB. Send fewer."))
-        elif end > 3:
-            self._head_is_there(parser, bytes(self._raw_head[:end]), bytes(self._raw_head[end:]))
-
-    def _head_is_there(self, parser: httptools.HttpRequestParser, raw: bytes, rest: bytes) -> None:
-        headers = self._headers
-        head = Head(parser.get_method(), self._url, headers, keep_alive=parser.should_keep_alive())
-        if b"upgrade" in headers or parser.get_http_version() == "1.0":
-            head.keep_alive = False
-        exchange = self._begin(head)
-        if b"transfer-encoding" not in headers:
-            self._parser = None
-            self.server.remember(raw, head)
-            self._take(self._take_body(exchange, rest, 0))
-            return
-        self._receiving = exchange
-        error = self._refusal(exchange, 0)
-        if error is not None:
-            self._malformed(error)
-            return
-        self._raw_head.clear()
-        if rest:
-            self._parse(rest)
-
-    def on_url(self, url: bytes) -> None:
-        self._header_bytes += len(url)
-        if self._header_bytes <= _MOST_HEADER_BYTES:
-            self._url += url
-
-    def on_header(self, name: bytes, value: bytes) -> None:
-        self._header_bytes += len(name) + len(value) + 4
-        if self._header_bytes <= _MOST_HEADER_BYTES:
-            self._headers[name.lower()] = value
-
-    def on_body(self, body: bytes) -> None:
-        self._chunks.append(body)
-        self._chunk_bytes += len(body)
-        self.server.chunked_bytes += len(body)
-        self._raw_head.clear()
-
-    def on_message_complete(self) -> None:
-        exchange = self._receiving
-        if exchange is not None:
-            self._parser = None
-            exchange.body = b"".join(self._chunks)
+    def _take_chunks(self, data: bytes) -> None:
+        framing, exchange, server = self._framing, self._receiving, self.server
+        assert framing.chunks is not None
+        assert exchange is not None
+        is_whole = framing.chunked(data)
+        self._count_chunks(len(framing.chunks))
+        if self._chunk_bytes > server.limits.body_bytes:
+            raise too_large(server.limits.body_bytes)
+        if server.chunked_bytes > server.limits.unfinished_bytes:
+            raise _UNFINISHED
+        if is_whole:
+            exchange.body = bytes(framing.chunks) if len(framing.chunks) < _SLOT_BYTES else memoryview(framing.chunks)
             exchange.keep_alive = False  # what follows a chunked body is not looked for
-            self._closes = True
             self._forget_chunks()
             self._complete(exchange)
 
+    def _count_chunks(self, size: int) -> None:
+        self.server.chunked_bytes += size - self._chunk_bytes
+        self._chunk_bytes = size
+
     def _forget_chunks(self) -> None:
-        self.server.chunked_bytes -= self._chunk_bytes
-        self._chunks, self._chunk_bytes = [], 0
+        """The chunked body is over, complete or not. One that has brought nothing yet goes on all the same."""
+        self._count_chunks(0)
+        self._framing.chunks = None
 
     def _malformed(self, error: HttpError) -> None:
         """Answer what cannot be read on, and end the connection."""
         self._closes = True
-        self._parser = self._rest = None
+        self._rest = None
         self._forget_chunks()
         exchange, self._receiving = self._receiving, None
         if exchange is None:
             exchange = self._begin(Head(b"", b"", {}, keep_alive=False))
         exchange.keep_alive = False
         self.server.turned_away[_REASONS.get(error.status, "other")] += 1
-        self._skips = self.server.limits.body_bytes  # at most; how much it still wants to send is not known
         fail(exchange, error)
 
     # --- answering ----------------------------------------------------------------------------------------------
+
+    def _fail(self, exchange: HttpExchange, error: HttpError) -> None:
+        if error.after_s:
+            self._is_slowed = True
+            asyncio.get_running_loop().call_later(error.after_s, fail, exchange, error)
+        else:
+            fail(exchange, error)
+
+    @property
+    def address(self) -> str:
+        """Where the client is."""
+        name = None if self._transport is None else self._transport.get_extra_info("peername")
+        return str(name[0]) if name else ""
+
+    @property
+    def gives_way(self) -> bool:
+        """Whether nobody waits for anything here: another client may have its place."""
+        return not self._open or self._is_slowed
+
+    def give_way(self) -> None:
+        """Close at once; a client may find an idle connection closed at any time (RFC 9112, 9.5)."""
+        self._closes = True
+        self._close()
 
     @property
     def is_idle(self) -> bool:
@@ -437,10 +480,17 @@ class HttpConnection(asyncio.BufferedProtocol):
             self._write(first.response)
             ends = not first.keep_alive
         self.changed_s = time.monotonic()
+        self.server.has_asked(self)
         if ends:
             self.end()
         elif was_full:
             self._update_reading()
+        self._end_if_over()
+
+    def _end_if_over(self) -> None:
+        """End the connection of a client that sends nothing more, once it has its answers."""
+        if self._has_ended and not self._open and not self._ahead:
+            self._close()
 
     def _write(self, parts: Sequence[Buffer]) -> None:
         transport = self._transport
@@ -453,26 +503,30 @@ class HttpConnection(asyncio.BufferedProtocol):
 
     def _update_reading(self) -> None:
         """Read nothing more from a client that does not take its answers, or sends ahead of them without end."""
-        if self._transport is None or self._transport.is_closing():
+        transport = self._transport
+        if transport is None or transport.is_closing():
             return
-        if self._is_paused or len(self._open) > _MOST_PIPELINED:
-            self._transport.pause_reading()
+        waits = self._is_paused or len(self._open) > _MOST_PIPELINED
+        if waits or self._ahead:
+            transport.pause_reading()
         else:
-            self._transport.resume_reading()
+            transport.resume_reading()
+        if self._ahead and not waits and not self._looks_ahead:
+            self._looks_ahead = True
+            asyncio.get_running_loop().call_soon(self._take_ahead)
 
     def end(self) -> None:
-        """Close the connection after what was written has left.
+        """Close the connection after what was written has left, and the client has closed its half of it (9.6).
 
-        From a client that is still sending, what it sends is taken and thrown away: the kernel would else reset the
-        connection, and the answer would be lost with it.
+        What it still sends is thrown away: the kernel would else reset the connection, and the answer would be lost.
         """
         self._closes = True
-        if not self._skips or self.server.is_draining:
+        self._ahead = b""
+        if self._has_ended or self.server.is_draining or self._is_encrypted:
             self._close()
         elif self._transport is not None and not self._lingers and not self._transport.is_closing():
             self._lingers = True
-            if self._transport.get_extra_info("sslcontext") is None:  # TLS has no half of a connection to close
-                self._transport.write_eof()
+            self._transport.write_eof()
             self._transport.resume_reading()
 
     def _close(self) -> None:
@@ -482,16 +536,18 @@ class HttpConnection(asyncio.BufferedProtocol):
     def check_time(self, now_s: float) -> None:
         """End a connection that has taken too long for what it is doing."""
         passed_s = now_s - self.changed_s
+        if self._has_ended:
+            self._look_if_gone()
         if self._lingers:
             if passed_s > _LINGER_S:
                 self._close()
         elif self._receiving is not None:
             if passed_s > _BODY_S:
                 self._malformed(HttpError(408, f"the body took more than {_BODY_S:g} s. Send it faster, or in parts."))
-        elif self._parser is not None:
+        elif self._framing.is_amid_head:
             if passed_s > _HEAD_S:
                 self._malformed(HttpError(408, f"the headers took more than {_HEAD_S:g} s. Send them at once."))
-        elif self._is_paused:
+        elif self._is_paused or self._framing.left:
             if passed_s > _BODY_S and self._transport is not None:
                 self._transport.abort()
         elif self.is_idle and passed_s > _IDLE_S:
@@ -507,34 +563,33 @@ class HttpServer:
         self.arena = arena
         self.limits = limits
         self.clock = ArrivalClock(asyncio.get_running_loop())
-        self.heads: dict[bytes, Head] = {}
+        self.heads = KnownHeads()
         self.chunked_bytes = 0  # of bodies that come in chunks and are not complete
         self.turned_away: Counter[str] = Counter()  # by reason: requests whose body was not wanted
         # Whoever is called with bytes in it uses them before the loop reads again.
         self.room = memoryview(bytearray(_READ_BYTES))
         self.is_draining = False
         self.date_line = b""
+        self.has_keys = False  # clients show keys
         self._connections: set[HttpConnection] = set()
+        # Those without and with a key, the one that has not been used for longest first.
+        self._strangers: OrderedDict[HttpConnection, None] = OrderedDict()
+        self._clients: OrderedDict[HttpConnection, None] = OrderedDict()
         self._servers: dict[tuple[str, int], asyncio.Server] = {}
         self._shared: set[tuple[str, int]] = set()
         self._ticker: asyncio.TimerHandle | None = None
 
-    def to_data(self) -> dict[str, Any]:
-        """Return plain data for the status."""
-        return {
-            "connections": len(self._connections),
-            "unfinished_bytes": self.arena.used_bytes + self.chunked_bytes,
-            "turned_away": dict(self.turned_away),
-        }
+    def status(self) -> FrontDoorStatus:
+        """Return what it holds, and whom it turned away."""
+        held_bytes = self.arena.used_bytes + self.chunked_bytes
+        return FrontDoorStatus(len(self._connections), held_bytes, dict(self.turned_away))
 
     @property
     def addresses(self) -> list[tuple[str, int]]:
         """Where it listens."""
         return list(self._servers)
 
-    async def listen(
-        self, host: str, port: int, *, is_shared: bool = False, tls: ssl.SSLContext | None = None
-    ) -> None:
+    async def listen(self, host: str, port: int, *, is_shared: bool = False, tls: ssl.SSLContext | None = None) -> None:
         """Listen there too; `is_shared`: with other gateways of this machine, and then with whoever else of this user
         shares it too; `tls`: encrypted.
 
@@ -563,24 +618,53 @@ class HttpServer:
             server.close()
 
     def admit(self, connection: HttpConnection) -> bool:
-        """Take note of a new connection; False when there are too many."""
-        if len(self._connections) >= self.limits.connections:
+        """Take note of a new connection; False when there are too many and all are in use."""
+        part = self._strangers_part if self.has_keys else self.limits.connections
+        if not self._find_place(self._strangers, part):
             self.turned_away["full"] += 1
             return False
         self._connections.add(connection)
+        self._strangers[connection] = None
         return True
 
-    def remember(self, raw: bytes, head: Head) -> None:
-        """Keep a head, to know it by its bytes; those of requests with a name of their own never come again."""
-        if len(raw) > _LONGEST_KEPT_HEAD_BYTES or not _OWN_NAMES.isdisjoint(head.headers):
-            return
-        if len(self.heads) >= _KEPT_HEADS:
-            self.heads.clear()
-        self.heads[raw] = head
+    def has_shown_key(self, connection: HttpConnection) -> bool:
+        """Take note that a connection is of a client with a key; False when those are too many and all are in use."""
+        if not self._find_place(self._clients, self.limits.connections - self._strangers_part):
+            return False
+        connection.has_key = True
+        self._strangers.pop(connection, None)
+        self._clients[connection] = None
+        return True
+
+    def has_asked(self, connection: HttpConnection) -> None:
+        """A connection was used: others are older."""
+        places = self._clients if connection.has_key else self._strangers
+        if connection in places:
+            places.move_to_end(connection)
+
+    @property
+    def _strangers_part(self) -> int:
+        """Places for connections that have not shown a key, where clients have keys; they never take another's."""
+        return max(1, self.limits.connections // 4)
+
+    def _find_place(self, places: OrderedDict[HttpConnection, None], most: int) -> bool:
+        """Return whether there is a place; the oldest one that is not in use is taken where there is none else."""
+        if len(places) < most:
+            return True
+        for oldest in list(itertools.islice(places, _LOOKED_AT)):
+            if oldest.gives_way:
+                self.forget(oldest)
+                oldest.give_way()
+                self.turned_away["idle"] += 1
+                return True
+            places.move_to_end(oldest)
+        return False
 
     def forget(self, connection: HttpConnection) -> None:
         """A connection is gone."""
         self._connections.discard(connection)
+        self._strangers.pop(connection, None)
+        self._clients.pop(connection, None)
 
     def _tick(self) -> None:
         """Once a second."""

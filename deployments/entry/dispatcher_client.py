@@ -1,8 +1,9 @@
 """A gateway's side of dispatchers in other processes, fed in bundles: of each sub-cluster one schedules, and another
 waits, connected to the same gpu-lets.
 
-When the one that schedules dies, what it held is asked of the other at once, once: as after the death of a gpu-let some
-of it may run twice, and is answered once. With no other it fails at once, with a time to retry after.
+When the one that schedules dies or falls silent, what it held is asked of the other at once, once. The gpu-lets begin
+nothing for the first one from then on; what had begun by then may run twice, and is answered once. With no other
+dispatcher it fails at once, with a time to retry after.
 """
 
 from __future__ import annotations
@@ -15,17 +16,33 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TypeVar
 
-import orjson
+from msgspec.structs import replace
 
 from tenuto.deployments.dispatch.in_flight import Asker, Request
-from tenuto.deployments.operator.merged_status import merge_reports
+from tenuto.deployments.operator.merged_status import merge_dispatchers
 from tenuto.deployments.wire.answers import Executed, Refused
 from tenuto.deployments.wire.arena import Held
 from tenuto.deployments.wire.bundles import Bundler, Places, clock_ahead_ms, unpack_answers
-from tenuto.deployments.wire.messages import Answers, AskReport, DispatcherState, Message, Report, RequestRow, Requests
+from tenuto.deployments.wire.messages import (
+    Answers,
+    AskEnded,
+    AskStatus,
+    AskWaiting,
+    DispatcherState,
+    EndedReport,
+    GatewaysReport,
+    Message,
+    Report,
+    RequestRow,
+    Requests,
+    StatusReport,
+    TellGateway,
+    WaitingReport,
+)
 from tenuto.deployments.wire.peer import Connection, Endpoint, Finder, PeerConnection
+from tenuto.deployments.wire.status import DispatchingStatus, EndedRequest, GatewayReport, GpuletStatus
 from tenuto.deployments.wire.tensors import InputPart
 from tenuto.outcome import Outcome
 from tenuto.placement import Plan
@@ -40,6 +57,7 @@ _LATE = Refused(Outcome.EXPIRED, "its deadline passed before its dispatcher's de
 _LAST_READS_S = 10.0  # after a dispatcher's death its gpu-lets may still read what they have begun
 
 DispatcherConnection = Connection[DispatcherState]
+ReportT = TypeVar("ReportT", bound=Report)
 
 
 @dataclass(slots=True, eq=False)
@@ -58,7 +76,7 @@ class _Peer:
     left: dict[int, Held | None] = field(default_factory=dict)
     leaving: list[int] = field(default_factory=list)
     unsent: set[int] = field(default_factory=set)
-    reports: dict[int, asyncio.Future[Any]] = field(default_factory=dict)
+    reports: dict[int, asyncio.Future[Report]] = field(default_factory=dict)
 
 
 @dataclass(slots=True, eq=False)
@@ -99,13 +117,16 @@ class DispatcherClient:
         find_dispatcher: Callable[[str], Finder],
         *,
         on_change: Callable[[], None] = lambda: None,
+        is_watched: bool = True,
     ) -> None:
         """Prepare without a plan; `apply` gives one.
 
         Args:
             find_dispatcher: returns the function that finds a dispatcher of a sub-cluster by its name, any of them.
             on_change: called when a dispatcher comes, goes or says anew what it holds, and after a new plan.
+            is_watched: whether dispatchers may give this process up when its loop stands still for a second or two.
         """
+        self._is_watched = is_watched
         self._find = find_dispatcher
         self._dispatchers = 1  # of every sub-cluster; all but one wait
         self._on_change = on_change
@@ -180,7 +201,9 @@ class DispatcherClient:
                     return found
             raise LookupError("no other dispatcher is there")
 
-        connection = PeerConnection(DispatcherState, group.name, find, self, name="dispatcher")
+        connection = PeerConnection(
+            DispatcherState, group.name, find, self, name="dispatcher", is_watched=self._is_watched
+        )
         peer = _Peer(group, connection, Bundler(lambda _items: None))
         peer.outbox = Bundler(functools.partial(self._send, peer))
         group.peers.append(peer)
@@ -255,11 +278,17 @@ class DispatcherClient:
         peer.unsent.clear()
         rows = [
             RequestRow(
-                request.id, request.name, request.arrived_ms, request.deadline_ms, request.reserve_ms,
-                request.client_id, [places.put(part) for part in request.parts],
+                request.id,
+                request.name,
+                request.arrived_ms,
+                request.deadline_ms,
+                request.reserve_ms,
+                request.client_id,
+                [places.put(part) for part in request.parts],
             )
-            for request in requests if request.id in peer.waiting
-        ]  # fmt: skip
+            for request in requests
+            if request.id in peer.waiting
+        ]
         peer.connection.send(Requests(time.monotonic() * 1000.0, places.arenas, rows, leaving), places.buffers)
 
     # --- what dispatchers say (ConnectionEvents) ----------------------------------------------------------------------
@@ -333,7 +362,7 @@ class DispatcherClient:
         if isinstance(message, Report):
             report = peer.reports.pop(message.number, None)
             if report is not None and not report.done():
-                report.set_result(orjson.loads(message.data))
+                report.set_result(message)
         elif isinstance(message, Answers):
             self._take(peer, message, body)
         else:
@@ -377,16 +406,17 @@ class DispatcherClient:
         state = None if group is None else group.known()
         return None if state is None else state.signatures.get(model)
 
-    def gpulets(self) -> list[dict[str, Any]]:
+    def gpulets(self) -> list[GpuletStatus]:
         """Return what every gpu-let reported to its dispatcher; those of an absent one are down."""
-        found: dict[str, dict[str, Any]] = {}  # two dispatchers know one whose models change their sub-cluster
+        found: dict[str, GpuletStatus] = {}  # two dispatchers know one whose models change their sub-cluster
         for group in self._groups.values():
             state, is_there = group.known(), group.scheduling() is not None
             for gpulet in state.gpulets if state is not None else ():
-                if gpulet["id"] not in found or not found[gpulet["id"]]["up"]:
-                    found[gpulet["id"]] = {**gpulet, "up": gpulet["up"] and is_there}
+                if gpulet.id not in found or not found[gpulet.id].up:
+                    found[gpulet.id] = replace(gpulet, up=gpulet.up and is_there)
         for planned in self._plan.gpulets if self._plan is not None else ():
-            found.setdefault(planned.id, {"id": planned.id, "up": False})
+            if planned.id not in found:
+                found[planned.id] = GpuletStatus(id=planned.id, gpu=planned.gpu, share_pct=planned.share_pct)
         return list(found.values())
 
     def connected(self) -> dict[str, int]:
@@ -396,35 +426,43 @@ class DispatcherClient:
     def _scheduling(self) -> list[_Peer]:
         return [peer for group in self._groups.values() if (peer := group.scheduling()) is not None]
 
-    async def report(self, what: str, *, id: str | None = None, limit: int = 100) -> Any:
-        """Return the reports of all dispatchers that schedule as one; see `Dispatching`."""
-        futures = [self._ask(peer, what, id, limit) for peer in self._scheduling()]
-        async with asyncio.timeout(_REPORT_TIMEOUT_S):
-            reports = await asyncio.gather(*futures)
-        return merge_reports(what, reports, self._plan, self.gpulets())
+    async def status(self) -> DispatchingStatus:
+        """Return the status of all dispatchers that schedule as one."""
+        reports = await self._all(self._scheduling(), AskStatus, StatusReport)
+        return merge_dispatchers([report.found for report in reports], self._plan, self.gpulets())
 
-    async def tell_gateways(self, said: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Tell the other gateways something of this one, and return what all of them said last, this one among them.
+    async def waiting(self) -> dict[str, int]:
+        """Return how many requests of every model wait for a batch."""
+        reports = await self._all(self._scheduling(), AskWaiting, WaitingReport)
+        return {name: length for report in reports for name, length in report.found.items()}
+
+    async def ended(self, id: str | None, limit: int) -> list[EndedRequest]:
+        """Return the last requests that ended, newest first; with an id, those of it."""
+        reports = await self._all(self._scheduling(), lambda number: AskEnded(number, id, limit), EndedReport)
+        return sorted((ended for report in reports for ended in report.found), key=lambda ended: -ended.received_at_s)
+
+    async def meet(self, told: GatewayReport) -> list[GatewayReport]:
+        """Tell the other gateways something of this one, and return what all of them told last, this one among them.
 
         They meet at the first dispatcher that is there; only this one is heard of where none is.
 
         Raises:
             TimeoutError: it does not answer.
         """
-        peer = next((p for _, group in sorted(self._groups.items()) if (p := group.scheduling()) is not None), None)
-        if peer is None:
-            return [dict(said)]
-        async with asyncio.timeout(_REPORT_TIMEOUT_S):
-            all_said: list[dict[str, Any]] = await self._ask(peer, "gateways", said=orjson.dumps(said))
-        return all_said
+        here = [peer for _, group in sorted(self._groups.items()) if (peer := group.scheduling()) is not None]
+        reports = await self._all(here[:1], lambda number: TellGateway(number, told), GatewaysReport)
+        return reports[0].found if reports else [told]
 
-    def _ask(
-        self, peer: _Peer, what: str, id: str | None = None, limit: int = 0, said: bytes = b""
-    ) -> asyncio.Future[Any]:
-        number = next(self._numbers)
-        future = peer.reports[number] = asyncio.get_running_loop().create_future()
-        peer.connection.send(AskReport(number, what, id, limit, said))
-        return future
+    async def _all(self, peers: Sequence[_Peer], ask: Callable[[int], Message], kind: type[ReportT]) -> list[ReportT]:
+        """Ask dispatchers, and return what they report; raises `TimeoutError` where one does not answer."""
+        futures = []
+        for peer in peers:
+            number = next(self._numbers)
+            future = peer.reports[number] = asyncio.get_running_loop().create_future()
+            peer.connection.send(ask(number))
+            futures.append(future)
+        async with asyncio.timeout(_REPORT_TIMEOUT_S):
+            return [report for report in await asyncio.gather(*futures) if isinstance(report, kind)]
 
     async def close(self) -> None:
         """Answer everything that waits as failed, and disconnect."""

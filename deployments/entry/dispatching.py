@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 from tenuto.deployments.dispatch.in_flight import Asker, Request
 from tenuto.deployments.wire.answers import Answer, Executed, Refused
 from tenuto.deployments.wire.arena import Held
+from tenuto.deployments.wire.status import DispatchingStatus, EndedRequest, GatewayReport, GpuletStatus
 from tenuto.deployments.wire.tensors import InputPart
 from tenuto.placement import Plan
 from tenuto.profiles.networks.catalogue import ModelSignature
@@ -46,15 +47,25 @@ class Dispatching(Protocol):
     def signature(self, model: str) -> ModelSignature | None:
         """Return a model's signature as a gpu-let reported it; None before."""
 
-    def gpulets(self) -> list[dict[str, Any]]:
+    def gpulets(self) -> list[GpuletStatus]:
         """Return what every gpu-let reported when it connected, and whether it is up."""
 
-    async def report(self, what: str, *, id: str | None = None, limit: int = 100) -> Any:
-        """Return plain data for operators: `status`, `queue` or `requests` (of this id, at most `limit`).
+    # Each of these raises `TimeoutError` where a dispatcher in another process does not answer.
 
-        Raises:
-            TimeoutError: a dispatcher in another process did not answer.
-        """
+    async def status(self) -> DispatchingStatus:
+        """Return the plan, the gpu-lets as they are, and counts."""
+
+    async def waiting(self) -> dict[str, int]:
+        """Return how many requests of every model wait for a batch."""
+
+    async def ended(self, id: str | None, limit: int) -> list[EndedRequest]:
+        """Return the last requests that ended, newest first, at most `limit`; with an id, those of it."""
+
+    async def meet(self, told: GatewayReport) -> list[GatewayReport]:
+        """Tell the other gateways of this system what this one counts, and return what all of them told last."""
+
+    def connected(self) -> dict[str, int]:
+        """Return how many dispatchers of every sub-cluster are connected; none where this process schedules."""
 
     async def close(self) -> None:
         """Answer everything that waits as failed, and disconnect."""

@@ -9,13 +9,13 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections.abc import Mapping
-from typing import Any
+
+from msgspec.structs import replace
 
 from tenuto.deployments.entry.connection import HttpServer
-from tenuto.deployments.entry.dispatcher_client import DispatcherClient
 from tenuto.deployments.entry.service import InferenceService
 from tenuto.deployments.operator.devices import DeviceFigures
+from tenuto.deployments.wire.status import GatewayReport, GatewayStatus
 
 
 class Fellows:
@@ -28,38 +28,35 @@ class Fellows:
         self._id = f"{socket.gethostname()}:{os.getpid()}:{id(self):x}"
         self._started_at_s = time.time()
         self._devices = DeviceFigures()
-        self._asked_rps: Mapping[str, float] = {}
+        self._asked_rps: dict[str, float] = {}
         self._counted_s = time.monotonic()
 
-    async def all(self) -> list[dict[str, Any]]:
-        """Return the figures of every gateway, this one's as they are now; see `own`.
+    async def all(self) -> list[GatewayReport]:
+        """Return the figures of every gateway, this one's as they are now.
 
         Raises:
             TimeoutError: the dispatcher does not answer.
         """
-        own = {**self.own(), "devices": await self._devices.read()}
-        dispatchers = self._dispatchers
-        return [own] if dispatchers is None else await dispatchers.tell_gateways(own)
+        own, dispatching = replace(self.own(), devices=await self._devices.read()), self._service.maybe_dispatching
+        return [own] if dispatching is None else await dispatching.meet(own)
 
-    @property
-    def _dispatchers(self) -> DispatcherClient | None:
-        """The dispatchers in other processes; None where this gateway schedules by itself, or has no plan yet."""
-        dispatching = self._service.maybe_dispatching
-        return dispatching if isinstance(dispatching, DispatcherClient) else None
-
-    def own(self) -> dict[str, Any]:
-        """Return plain data: what only this gateway knows. `id` is another after every start."""
+    def own(self) -> GatewayReport:
+        """Return what only this gateway knows, without the GPUs of its node."""
         service = self._service
-        door = self._server.to_data()
+        door, dispatching = self._server.status(), service.maybe_dispatching
         if service.lag.turned_away:
-            door["turned_away"]["behind"] = service.lag.turned_away
-        dispatchers = self._dispatchers
-        return {
-            "id": self._id, "started_at_s": self._started_at_s, "margin": service.margin.to_data(), "front_door": door,
-            "proxied": {model: histogram.to_data() for model, histogram in service.proxied.items()},
-            "asked_rps": self._asked_rps,
-            "dispatchers": {} if dispatchers is None else dispatchers.connected(),
-        }  # fmt: skip
+            door = replace(door, turned_away={**door.turned_away, "behind": service.lag.turned_away})
+        return GatewayReport(
+            gateway=GatewayStatus(
+                id=self._id,
+                started_at_s=self._started_at_s,
+                margin=service.margin.status(),
+                front_door=door,
+                dispatchers={} if dispatching is None else dispatching.connected(),
+            ),
+            proxied={model: histogram.buckets() for model, histogram in service.proxied.items()},
+            asked_rps=self._asked_rps,
+        )
 
     async def meet(self) -> None:
         """Tell the others this gateway's figures and share the keys' rates with them; call it once a second. A second
@@ -67,10 +64,11 @@ class Fellows:
         now_s = time.monotonic()
         self._asked_rps = self._service.callers.count(max(1e-3, now_s - self._counted_s))
         self._counted_s = now_s
-        if self._dispatchers is None:
+        dispatching = self._service.maybe_dispatching
+        if dispatching is None or not dispatching.connected():  # nobody else is asked
             return
         try:
             heard = await self.all()
         except TimeoutError:
             return
-        self._service.callers.share([gateway["asked_rps"] for gateway in heard])
+        self._service.callers.share([report.asked_rps for report in heard])

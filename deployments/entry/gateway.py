@@ -2,7 +2,7 @@
 where several gateways share it.
 
 Serve deploys, configures, health-checks and restarts it. Requests come to a socket of its own, on an event loop of its
-own (`tenuto.deployments.serve.own_loop`), past Serve's proxies; those lead to the same answers, more slowly.
+own (`tenuto.deployments.process.own_loop`), past Serve's proxies; those lead to the same answers, more slowly.
 """
 
 from __future__ import annotations
@@ -32,18 +32,19 @@ from tenuto.deployments.entry.fellows import Fellows
 from tenuto.deployments.entry.http import Exchange, Head, HttpError, crash
 from tenuto.deployments.entry.routes import make_app
 from tenuto.deployments.entry.service import InferenceService
+from tenuto.deployments.entry.traces import Traces
 from tenuto.deployments.entry.watched import WatchedGateway
 from tenuto.deployments.operator.app import make_operator_app
 from tenuto.deployments.operator.decisions import AskController, nobody
-from tenuto.deployments.operator.traces import Traces
+from tenuto.deployments.process.niceness import run_at_normal_priority
+from tenuto.deployments.process.own_loop import OwnLoop, elsewhere, spare_the_collector
+from tenuto.deployments.process.ray_address import own_address_for
 from tenuto.deployments.security.keys import Caller
 from tenuto.deployments.serve.discovery import controller_shown, find_dispatcher, find_gpulet
-from tenuto.deployments.serve.niceness import run_at_normal_priority
-from tenuto.deployments.serve.own_loop import OwnLoop, elsewhere, spare_the_collector
-from tenuto.deployments.serve.ray_address import own_address_for
 from tenuto.deployments.serve.user_config import GatewayConfig, Listen, Serving, TracesConfig, read_gateway_config
 from tenuto.deployments.wire.arena import Arena
 from tenuto.deployments.wire.peer import Endpoint, Finder
+from tenuto.deployments.wire.status import DispatchingStatus, Served
 from tenuto.errors import EnvironmentFaultError, refused
 
 _DRAIN_S = 8.0
@@ -55,9 +56,13 @@ class Entry:
     """All of a gateway that lives on its own loop: sockets, service, dispatcher. Without Ray around it in tests."""
 
     def __init__(
-        self, find_gpulet: Any = find_gpulet, find_dispatcher: Any = find_dispatcher,
-        ask_controller: AskController = nobody, *, unfinished_mib: int = 512,
-    ) -> None:  # fmt: skip
+        self,
+        find_gpulet: Any = find_gpulet,
+        find_dispatcher: Any = find_dispatcher,
+        ask_controller: AskController = nobody,
+        *,
+        unfinished_mib: int = 512,
+    ) -> None:
         """Prepare without a plan; must be called on the loop.
 
         Args:
@@ -68,20 +73,23 @@ class Entry:
         """
         self._find_gpulet = find_gpulet
         self._find_dispatcher = find_dispatcher
-        self._dispatching: Dispatching | None = None
+        self._dispatching: Dispatching | None = None  # either of the next two
+        self._client: DispatcherClient | None = None  # where dispatchers have processes of their own
         self.bundles: BundleServer | None = None  # for Python handles, where this gateway schedules by itself
         self.sub_clusters: dict[str, tuple[str, ...]] = {}
         self.dispatchers = 1
         self._arena = Arena(unfinished_mib << 20)
-        self.service = InferenceService(self._arena, self._cold)
+        self.service = InferenceService(self._cold)
         self._server = HttpServer(self.service, self._arena, Limits(unfinished_bytes=unfinished_mib << 20))
         self._fellows = Fellows(self.service, self._server)
         self._watched = WatchedGateway(self.service, self._fellows, ask_controller)
-        few = Limits(body_bytes=1 << 20, connections=_MOST_OPERATORS)
-        self._operators = HttpServer(_Cold(self, make_operator_app(self._watched)), self._arena, few)
+        few = Limits(body_bytes=1 << 16, connections=_MOST_OPERATORS)
+        operator_app = make_operator_app(self._watched, lambda: self._operators_are_local)
+        self._operators = HttpServer(_Cold(self, operator_app), self._arena, few)
         self._app: App | None = None  # of the latest settings
         self._traces: TracesConfig | None = None
         self._encrypts = False
+        self._operators_are_local = True
         self._tasks: set[asyncio.Task[None]] = set()
         self._look: asyncio.Handle | None = None
         self._ticker = asyncio.get_running_loop().call_later(0.0, self._tick)
@@ -99,29 +107,25 @@ class Entry:
         service.max_body_bytes = self._server.limits.body_bytes = config.max_body_mib << 20
         self._server.limits.connections = config.max_connections
         self._encrypts = config.encrypt
+        self._operators_are_local = config.operators is None or config.operators.is_loopback
         service.callers.follow(config.keys)
+        self._server.has_keys = bool(config.keys)
+        service.host_names = None if config.is_shared_with_clients else frozenset(map(str.lower, config.host_names))
         self._follow_traces(config.traces)
         is_shared = config.is_shared_with_clients
-        service.regions.prefix = config.shared_memory_prefix if is_shared else config.shared_memory_prefix or ""
         self._app = make_app(service, None if is_shared else self._watched)
         self.sub_clusters, self.dispatchers = dict(config.sub_clusters), config.dispatchers
         old = self._dispatching
         if config.sub_clusters:
-            if not isinstance(old, DispatcherClient):
-                self._dispatching = DispatcherClient(self._find_dispatcher, on_change=self._changed)
-                self.bundles = None
-            assert isinstance(self._dispatching, DispatcherClient)
-            await self._dispatching.apply(serving.plan, config.sub_clusters, dispatchers=config.dispatchers)
+            client = self._client or DispatcherClient(self._find_dispatcher, on_change=self._changed)
+            self._dispatching, self._client, self.bundles = client, client, None
+            await client.apply(serving.plan, config.sub_clusters, dispatchers=config.dispatchers)
         else:
-            if isinstance(old, Dispatcher):
-                old.configure(serving.build_scheduler, max_queued=config.max_queued)
-            else:
-                self._dispatching = Dispatcher(
-                    serving.build_scheduler, self._find_gpulet, max_queued=config.max_queued, on_change=self._changed
-                )
-                self.bundles = BundleServer(self._dispatching)
-            assert isinstance(self._dispatching, Dispatcher)
-            self._dispatching.apply(serving.plan, config.standby)
+            if self.bundles is None:
+                dispatcher = Dispatcher(serving.build_scheduler, self._find_gpulet, on_change=self._changed)
+                self._dispatching, self._client, self.bundles = dispatcher, None, BundleServer(dispatcher)
+            self.bundles.dispatcher.configure(serving.build_scheduler, max_queued=config.max_queued)
+            self.bundles.dispatcher.apply(serving.plan, config.standby)
         self._look_again()
         if old is not None and old is not self._dispatching:
             await old.close()
@@ -169,7 +173,6 @@ class Entry:
                 await asyncio.sleep(0.5)
 
     def _tick(self) -> None:
-        self.service.margin.tick()
         self._keep(asyncio.create_task(self._fellows.meet(), name="meet the other gateways"))
         self._ticker = asyncio.get_running_loop().call_later(1.0, self._tick)
 
@@ -201,23 +204,21 @@ class Entry:
         exchange = AsgiExchange(head, body, arrived_ms)
         refusal = self.service.refusal(exchange)
         if refusal is not None:
+            await asyncio.sleep(refusal.after_s)
             return refusal.status, refusal.lines(), refusal.payload()
         self.service.handle(exchange)
         return await exchange.response()
 
-    def described(self) -> dict[str, Any] | None:
-        """Return the plan and the models of every sub-cluster for `TenutoHandle`; None before the first plan."""
+    def served(self) -> Served | None:
+        """Return what `TenutoHandle` has to know; None before the first plan."""
         plan = self._dispatching.plan if self._dispatching is not None else None
         if plan is None:
             return None
-        return {"plan": plan.to_data(), "sub_clusters": self.sub_clusters, "dispatchers": self.dispatchers}
+        return Served(plan=plan.to_data(), sub_clusters=self.sub_clusters, dispatchers=self.dispatchers)
 
-    async def status(self) -> dict[str, Any]:
+    async def status(self) -> DispatchingStatus:
         """Return what the dispatchers report; nothing before the first plan."""
-        if self._dispatching is None:
-            return {}
-        found: dict[str, Any] = await self._dispatching.report("status")
-        return found
+        return DispatchingStatus() if self._dispatching is None else await self._dispatching.status()
 
     async def endpoint(self, host: str) -> Endpoint:
         """Return where Python handles reach this gateway's own dispatcher."""
@@ -250,7 +251,7 @@ class _Cold:
         self._app = app
 
     def refusal(self, _exchange: HttpExchange) -> HttpError | None:
-        """Take every body: nobody but operators comes here, and none may be larger than a MiB."""
+        """Take every body: nobody but operators comes here, and none may be larger than 64 KiB."""
         return None
 
     def handle(self, exchange: HttpExchange) -> None:
@@ -274,8 +275,12 @@ def _tls_context(certificate: str, key: str) -> ssl.SSLContext:
     try:
         context.load_cert_chain(certificate, key)
     except (OSError, ssl.SSLError) as error:
-        raise refused("tls_cert", f"{certificate}, {key}", f"cannot be used ({error})",
-                      "Give PEM files of a certificate and its key that this node can read.") from error  # fmt: skip
+        raise refused(
+            "tls_cert",
+            f"{certificate}, {key}",
+            f"cannot be used ({error})",
+            "Give PEM files of a certificate and its key that this node can read.",
+        ) from error
     return context
 
 
@@ -324,18 +329,15 @@ class Gateway:
 
     async def check_health(self) -> None:
         """Raise when no requests can be answered here any more; Serve then replaces this process."""
-        if not self._loop.is_alive:
-            raise EnvironmentFaultError("the gateway's event loop has ended")
-        async with asyncio.timeout(10.0):
-            await self._loop.run(asyncio.sleep(0))
+        await self._loop.answers("the gateway")
 
-    async def entry(self) -> dict[str, Any] | None:
-        """Return the plan and the models of every sub-cluster for `TenutoHandle`; None before the first plan."""
-        return None if self._entry is None else self._entry.described()
+    async def entry(self) -> Served | None:
+        """Return what `TenutoHandle` has to know; None before the first plan."""
+        return None if self._entry is None else self._entry.served()
 
-    async def status(self) -> dict[str, Any]:
+    async def status(self) -> DispatchingStatus:
         """Return what the dispatchers report; nothing before the first plan."""
-        return {} if self._entry is None else await self._loop.run(self._entry.status())
+        return DispatchingStatus() if self._entry is None else await self._loop.run(self._entry.status())
 
     async def endpoint(self, node_id: str = "") -> Endpoint:
         """Return where a Python handle on a node reaches this gateway's own dispatcher."""

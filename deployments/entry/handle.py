@@ -17,11 +17,13 @@ from tenuto.deployments.entry.dispatcher_client import DispatcherClient
 from tenuto.deployments.entry.dispatching import ask
 from tenuto.deployments.entry.margin import Margin
 from tenuto.deployments.entry.planned_model import ModelInterface
+from tenuto.deployments.process.limits import ANSWER_S, within
 from tenuto.deployments.serve.config import ENTRY_APPLICATION
 from tenuto.deployments.serve.discovery import find_dispatcher, find_gateway
 from tenuto.deployments.wire.answers import Answer
 from tenuto.deployments.wire.arena import Arena, Slot
 from tenuto.deployments.wire.peer import Finder
+from tenuto.deployments.wire.status import Served
 from tenuto.deployments.wire.tensors import Buffer, InputPart
 from tenuto.errors import EnvironmentFaultError, InvalidInputError, Problem, UnavailableError, refused
 from tenuto.outcome import Outcome
@@ -65,29 +67,33 @@ class TenutoHandle:
         import ray
 
         if not ray.is_initialized():
-            raise EnvironmentFaultError("this process has not joined a Ray cluster. Call ray.init(address='auto').")
+            raise EnvironmentFaultError("this process has not joined a Ray cluster. Call join_ray() first.")
         from ray import serve
         from ray.serve.exceptions import RayServeException
 
         try:
-            entry = await serve.get_app_handle(ENTRY_APPLICATION).entry.remote()
-        except (RayServeException, ray.exceptions.RayError) as error:
+            handle = await asyncio.to_thread(within, ANSWER_S, serve.get_app_handle, ENTRY_APPLICATION)
+            async with asyncio.timeout(ANSWER_S):
+                served: Served | None = await handle.entry.remote()
+        except (RayServeException, ray.exceptions.RayError, TimeoutError) as error:
             raise EnvironmentFaultError(
                 f"no Tenuto runs on this Ray cluster ({error}). Start it with `tenuto serve PLAN`."
             ) from error
-        if entry is None:
+        if served is None:
             raise EnvironmentFaultError("Tenuto has no plan yet. Wait a moment, or apply one with `serve deploy`.")
-        plan = Plan.from_data(entry["plan"], origin="the running Tenuto")
-        sub_clusters: Mapping[str, Sequence[str]] = entry["sub_clusters"]
+        plan = Plan.from_data(served.plan, origin="the running Tenuto")
+        sub_clusters = served.sub_clusters
 
         def find(name: str) -> Finder:
             return find_dispatcher(name) if sub_clusters else find_gateway()
 
-        dispatchers = DispatcherClient(find)
+        dispatchers = DispatcherClient(find, is_watched=False)  # its loop is the user's
         await dispatchers.apply(
-            plan, sub_clusters or {ALONE: [spec.name for spec in plan.models]},
-            dispatchers=entry.get("dispatchers", 1), wait_s=wait_s,
-        )  # fmt: skip
+            plan,
+            sub_clusters or {ALONE: tuple(spec.name for spec in plan.models)},
+            dispatchers=served.dispatchers,
+            wait_s=wait_s,
+        )
         return cls(dispatchers)
 
     async def __aenter__(self) -> TenutoHandle:
@@ -114,8 +120,12 @@ class TenutoHandle:
         names = [spec.name for spec in plan.models] if plan is not None else []
         if model not in names:
             known = ", ".join(names) or "(none)"
-            raise refused("model", model, f"is not in the plan that was served at the connection ({known})",
-                          "Ask for one of them, or connect again after the plan has changed.")  # fmt: skip
+            raise refused(
+                "model",
+                model,
+                f"is not in the plan that was served at the connection ({known})",
+                "Ask for one of them, or connect again after the plan has changed.",
+            )
         signature = self._dispatchers.signature(model)
         if signature is None or not self._dispatchers.is_ready(model):
             raise UnavailableError(f"no gpu-let of '{model}' is ready. Retry in a few seconds.")

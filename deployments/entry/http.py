@@ -13,6 +13,7 @@ import orjson
 
 from tenuto.deployments.wire.arena import Slot
 from tenuto.deployments.wire.tensors import Buffer
+from tenuto.errors import new_incident
 
 logger = logging.getLogger("ray.serve")
 
@@ -25,8 +26,14 @@ def status_line(status: int) -> bytes:
     return _STATUS_LINES[status]
 
 
+_MOST_MESSAGE = 4096  # characters
+
+
 class HttpError(Exception):
-    """A request that ends in an error status; the message says what to do. `headers` are raw lines."""
+    """A request that ends in an error status; the message says what to do. `headers` are raw lines.
+
+    `after_s`: how long the client is kept waiting for it.
+    """
 
     def __init__(
         self,
@@ -36,13 +43,17 @@ class HttpError(Exception):
         retry_after_s: float | None = None,
         headers: bytes = b"",
         details: Mapping[str, Any] | None = None,
+        after_s: float = 0.0,
     ) -> None:
+        if len(message) > _MOST_MESSAGE:  # it names what the client sent
+            message = message[: _MOST_MESSAGE - 3] + "..."
         super().__init__(status, message)
         self.status = status
         self.message = message
         self.retry_after_s = retry_after_s
         self.headers = headers
         self.details = details or {}
+        self.after_s = after_s
 
     def lines(self) -> bytes:
         """Return the headers of its response as raw lines."""
@@ -61,22 +72,46 @@ def retry_after(seconds: float | None) -> bytes:
 class Head:
     """The head of a request. Clients send the same one again and again, so that heads are kept and read once.
 
-    `headers` are by lower-case name. `length` is that of the body where it is announced. `route` is what the service
-    found the request to lead to, by the plan of `generation`.
+    `headers` are by lower-case name. `is_old`: HTTP/1.0. `length` is that of the body, unless it comes in chunks;
+    `expects`: it comes when it is asked for. `route` is what the service found the request to lead to, by the plan of
+    `generation`.
     """
 
-    __slots__ = ("generation", "headers", "is_head", "keep_alive", "length", "method", "route", "url")
+    __slots__ = (
+        "expects",
+        "generation",
+        "headers",
+        "is_chunked",
+        "is_head",
+        "is_old",
+        "keep_alive",
+        "length",
+        "method",
+        "route",
+        "url",
+    )
 
     def __init__(
-        self, method: bytes, url: bytes, headers: dict[bytes, bytes], *, keep_alive: bool = True
+        self,
+        method: bytes,
+        url: bytes,
+        headers: dict[bytes, bytes],
+        *,
+        keep_alive: bool = True,
+        length: int = 0,
+        is_chunked: bool = False,
+        expects: bool = False,
+        is_old: bool = False,
     ) -> None:
         self.method = method
         self.url = url
         self.headers = headers
         self.keep_alive = keep_alive
+        self.length = length
+        self.is_chunked = is_chunked
+        self.expects = expects
+        self.is_old = is_old
         self.is_head = method == b"HEAD"
-        length = headers.get(b"content-length", b"")
-        self.length: int | None = int(length) if length.isdigit() and len(length) < 16 else None
         self.route: Any = None
         self.generation = -1
 
@@ -84,8 +119,8 @@ class Head:
 class Exchange(Protocol):
     """One HTTP request on its way to one response. `arrived_ms`: when its last bytes came, on the monotonic clock.
 
-    Where the body is large it lies in the first of `slots`, as `is_in_slot` says; more are tensors that came otherwise.
-    They are the exchange's to release. `on_left` is called when the client goes away before the response.
+    Where the body is large it lies in the first of `slots`, as `is_in_slot` says. They are the exchange's to release.
+    `on_left` is called when the client goes away before the response.
     """
 
     head: Head
@@ -93,7 +128,12 @@ class Exchange(Protocol):
     body: Buffer
     slots: list[Slot]
     is_in_slot: bool
+    has_key: bool
     on_left: Callable[[], None] | None
+
+    @property
+    def address(self) -> str:
+        """Where the client is; "" where that is not known."""
 
     def respond(self, status: int, headers: bytes, payload: Sequence[Buffer]) -> None:
         """Send the response; `headers` are raw lines. Only the first counts; silent when the client is gone."""
@@ -104,10 +144,11 @@ def fail(exchange: Exchange, error: HttpError) -> None:
     exchange.respond(error.status, error.lines(), [error.payload()])
 
 
-def crash(exchange: Exchange, error: Exception) -> None:
+def crash(exchange: Exchange, error: BaseException) -> None:
     """Respond with what nobody expected, and log it."""
-    logger.error("a request to %r failed", exchange.head.url, exc_info=error)
-    fail(exchange, HttpError(500, f"internal error: {type(error).__name__}: {error}"))
+    incident = new_incident()
+    logger.error("a request to %r failed (%s)", exchange.head.url, incident, exc_info=error)
+    fail(exchange, HttpError(500, f"internal error. The gateway's log says more under {incident}."))
 
 
 def inflated(body: Buffer, encoding: bytes, limit_bytes: int) -> bytes:

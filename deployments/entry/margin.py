@@ -4,52 +4,52 @@ Two parts. The *allowance* is for what happens beyond our socket, which the serv
 2 ms, or what the operator says. The *margin* is for everything on this side of it: late timers, processes that wait for
 a core, executions longer than planned. It is not measured as a delay but controlled by what it is for, the requests
 that are lost: those that leave too late because it is small, and those that are refused because it is large.
+
+One of the three loops of docs/scheduling.md. Signal: answers that leave late. Figure: `margin_ms` in the status.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from tenuto.deployments.wire.status import MarginStatus
 
-_START_MS = 2.0
-_UP_MS = 0.2  # for one late answer
-_RISE_WEIGHT = 0.02
-_LEAST_RISE_MS = 0.02  # so that it always comes down
-_FADES_TO = 0.8  # each second without answers
+# Options: an operator who knows the way to the clients gives `allowance_ms` instead.
 _ALLOWANCE_PART = 0.08  # of the SLO
 _MOST_ALLOWANCE_MS = 2.0
-_MOST_PART = 0.25  # of the SLO
-_MOST_MS = 50.0  # a larger one would take minutes to come down; what needs more is no tail but a wrong plan
-_MS_WORTH = 0.5  # of its part of the SLO: what is served more with a margin of one ms less, beyond capacity
-_REFUSED_WEIGHT = 1e-3  # of one request in the share that is refused for the margin
-_KINDS = 256  # of requests, by the time allowed and by what one takes alone
-_RECENT_ANSWERS = 4096  # behind the late share that is shown
+# Derived: a quantile that is followed in steps scatters by the root of step times scale, here 0.3 ms where delays are
+# of some 2 ms; and the first answers of a gateway are late by what its processes need to start.
+_STEP_MS = 0.05
+_START_MS = 2.0
+# Derived: what waits longer than some slices of the processor's time is no tail, and no margin helps it.
+_MOST_MS = 50.0
+# Derived: batches grow in proportion to the time they have, half of which they wait: beyond capacity one ms less of
+# margin serves this part of 1 / SLO more requests.
+_MS_WORTH = 0.5
+_MEMORY = 1e-3  # derived: of one request in shares that are known to a thousandth
+_KINDS = 256  # of requests, by the time allowed and by what one takes alone, whose bounds are remembered
 
 
 class Margin:
     """One gateway's margin. Invariant: at most half of what a lone request has to spare is ever kept, so that no margin
     can make the system refuse what it could serve alone.
 
-    Up by 0.2 ms with every late answer that a margin could have brought home, but not beyond what would have, as the
-    requests of a batch are late together. One that is late by more than is ever kept of such a deadline does not move
-    it: after a standstill of the machine it would stand at its ceiling for nothing, with small batches, which take more
-    of a processor that is too slow already. Down with every answer in time, by as much as balances the rises where the
-    accepted share is late. That is a third of what the attainment leaves and, as a request refused is as lost as one
-    late, the share that is refused for the margin. Of the latter no more than half a ms is of the SLO: beyond capacity
-    every refusal looks as if it were for the margin, but a margin of one ms less serves no more than about that part
-    more.
+    It follows a quantile of the delays: up by a step with every late answer that a margin could have brought home, down
+    with every answer in time by as much as balances the steps where the accepted share is late. One that is late by
+    more than is ever kept of such a deadline does not move it: after a standstill of the machine it would stand at its
+    ceiling for nothing.
+
+    The accepted share is a third of what the attainment leaves and, as a request refused is as lost as one late, the
+    share that is refused for the margin, but at most 0.5 ms / SLO: beyond capacity every refusal looks as if it were
+    for the margin, but a margin of one ms less serves no more than about that part more.
     """
 
     def __init__(self, attainment: float = 0.99, allowance_ms: float | None = None) -> None:
         """Take the share of requests that should be in time, and a fixed allowance."""
         self._allowance_ms = allowance_ms
         self._accepted = _accepted(attainment)
-        self._rise_ms = _UP_MS  # with a late answer, in the mean
         self.margin_ms = _START_MS
         self.late_share = 0.0
         self.refused = 0
         self._refused_share = 0.0
-        self._in_time = self._late = 0  # since the last tick
         self._kept: dict[tuple[float, float], tuple[float, float]] = {}
 
     def configure(self, attainment: float, allowance_ms: float | None) -> None:
@@ -100,48 +100,29 @@ class Margin:
         """
         if reserve_ms <= 0.0:
             return
-        self._refused_share -= _REFUSED_WEIGHT * self._refused_share
+        self._refused_share -= _MEMORY * self._refused_share
         allowance_ms, most_ms = self._most(slo_ms, alone_ms)
         late_ms = allowance_ms - left_ms
-        if late_ms <= 0.0:
-            self._in_time += 1
+        is_late = late_ms > 0.0
+        self.late_share += _MEMORY * (is_late - self.late_share)
+        if not is_late:
             accepted = self._accepted + min(self._refused_share, _MS_WORTH / slo_ms)
-            self.margin_ms = max(0.0, self.margin_ms - self._rise_ms * accepted / (1.0 - accepted))
-            return
-        self._late += 1
-        enough_ms = reserve_ms - allowance_ms + late_ms
-        if enough_ms > most_ms:
-            return
-        rise_ms = min(_UP_MS, max(0.0, enough_ms - self.margin_ms))
-        self.margin_ms += rise_ms
-        self._rise_ms += _RISE_WEIGHT * (max(rise_ms, _LEAST_RISE_MS) - self._rise_ms)
+            self.margin_ms = max(0.0, self.margin_ms - _STEP_MS * accepted / (1.0 - accepted))
+        elif reserve_ms - allowance_ms + late_ms <= most_ms:
+            self.margin_ms += _STEP_MS
 
     def refused_for_it(self) -> None:
         """Count a request that was given up although it could have been executed by its deadline."""
         self.refused += 1
-        self._refused_share += _REFUSED_WEIGHT * (1.0 - self._refused_share)
+        self._refused_share += _MEMORY * (1.0 - self._refused_share)
 
-    def tick(self) -> None:
-        """Fade towards the start where nothing was answered for a second; call once a second."""
-        answers = self._in_time + self._late
-        if not answers:
-            self.margin_ms = _START_MS + _FADES_TO * (self.margin_ms - _START_MS)
-            return
-        weight = min(1.0, answers / _RECENT_ANSWERS)
-        self.late_share += weight * (self._late / answers - self.late_share)
-        self._in_time = self._late = 0
-
-    def to_data(self) -> Mapping[str, Any]:
-        """Return plain data for the status."""
-        return {
-            "margin_ms": self.margin_ms,
-            "late_share": self.late_share,
-            "refused_for_margin": self.refused,
-        }
+    def status(self) -> MarginStatus:
+        """Return what it is, and what it costs."""
+        return MarginStatus(self.margin_ms, self.late_share, self.refused)
 
 
 def _most_ms(slo_ms: float, alone_ms: float, allowance_ms: float) -> float:
-    return max(0.0, min(_MOST_PART * slo_ms, (slo_ms - alone_ms) / 2.0 - allowance_ms, _MOST_MS))
+    return max(0.0, min((slo_ms - alone_ms) / 2.0 - allowance_ms, _MOST_MS))
 
 
 def _accepted(attainment: float) -> float:

@@ -1,5 +1,4 @@
-"""The Open Inference Protocol v2 on the wire: JSON tensors, Triton's binary tensor extension and its system shared
-memory extension, both ways.
+"""The Open Inference Protocol v2 on the wire: JSON tensors and Triton's binary tensor extension, both ways.
 
 Pure functions of bytes; nothing here knows HTTP, Ray or the dispatcher.
 """
@@ -10,7 +9,7 @@ import math
 import struct
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import msgspec
 import numpy as np
@@ -20,21 +19,57 @@ from tenuto.deployments.wire.tensors import Array, Buffer, InputPart, OutputTens
 
 # Protocol datatype names and numpy's. BYTES and BF16 have no fixed-width numpy type and are not accepted.
 DATATYPES = {
-    "BOOL": "bool", "UINT8": "uint8", "UINT16": "uint16", "UINT32": "uint32", "UINT64": "uint64",
-    "INT8": "int8", "INT16": "int16", "INT32": "int32", "INT64": "int64",
-    "FP16": "float16", "FP32": "float32", "FP64": "float64",
-}  # fmt: skip
+    "BOOL": "bool",
+    "UINT8": "uint8",
+    "UINT16": "uint16",
+    "UINT32": "uint32",
+    "UINT64": "uint64",
+    "INT8": "int8",
+    "INT16": "int16",
+    "INT32": "int32",
+    "INT64": "int64",
+    "FP16": "float16",
+    "FP32": "float32",
+    "FP64": "float64",
+}
 _PROTOCOL_NAMES = {numpy_name: name for name, numpy_name in DATATYPES.items()}
 _ITEM_BYTES = {numpy_name: np.dtype(numpy_name).itemsize for numpy_name in DATATYPES.values()}
 MAX_SAMPLES = 1024
+MOST_JSON_BYTES = 4 << 20  # a picture of 3 x 224 x 224 floats takes 1.5 to 3 MiB; binary tensors have no such limit
+JSON_AT_ONCE_BYTES = 1 << 16  # from here on it is read aside: 5 ms or less
+_MOST_JSON_VALUES = 1 << 18
+_MOST_OBJECTS = 1 << 8
+_MOST_QUOTES = 1 << 12
+_PART_BYTES = 1 << 15  # of JSON numbers that are read at once, 2 ms or less: other threads wait so long
+
+JSON_TOO_LARGE = (
+    f"the JSON exceeds {MOST_JSON_BYTES >> 20} MiB or {_MOST_JSON_VALUES:,} values. Send large tensors as binary data "
+    "(Inference-Header-Content-Length), which also takes a fraction of the time."
+)
+
+Values = TypeVar("Values")
+Scalar = str | int | float | bool | None
 
 
 # A request that may wait longer is a mistake: it would hold its memory and its client's connection all the time.
 LONGEST_SLO_MS = 3_600_000.0
 
 
+NO_SHARED_MEMORY = "shared memory of clients is not offered. Send tensors in the body as binary data."
+
+
 class BadRequestError(Exception):
     """The client must change the request; the message says what."""
+
+
+class NotFiniteError(Exception):
+    """An answer holds NaN or infinite values, which JSON cannot carry; the message says what to do."""
+
+    def __init__(self, output: str) -> None:
+        super().__init__(
+            f"output '{output}' holds NaN or infinite values, which JSON cannot carry. Ask for binary data "
+            "(parameter binary_data_output), and look at the model."
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,12 +119,11 @@ class TensorSpec:
 
 @dataclass(frozen=True, slots=True)
 class RequestedOutput:
-    """An output the client asked for, and in which form; `region`: to be written there instead of being sent."""
+    """An output the client asked for, and in which form."""
 
     name: str
     binary: bool
     classification: int = 0
-    region: Region | None = None
 
 
 @dataclass(slots=True)
@@ -108,32 +142,7 @@ class InferRequest:
         return self.outputs is None and not self.binary_output
 
 
-class Region(NamedTuple):
-    """A part of a region of shared memory that the client has registered."""
-
-    name: str
-    offset: int
-    size: int
-
-
-# Brings a part of a region to where gpu-lets can read it; raises `BadRequestError` for one that is not there.
-ReadRegion = Callable[[Region], InputPart]
-
-
-# Puts bytes there; raises `BadRequestError` likewise.
-WriteRegion = Callable[[Region, bytes], None]
-
-
-def _no_regions(region: Region) -> InputPart:
-    raise BadRequestError(f"no shared memory region '{region.name}' is registered.")
-
-
-def _no_output_regions(region: Region, data: bytes) -> None:
-    del data
-    _no_regions(region)
-
-
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class InferHeader:
     """The JSON part of a request. It says where tensors lie and not what they hold, so that one serves every request
     that begins with the same bytes."""
@@ -146,9 +155,7 @@ class InferHeader:
     binary_output: bool
     slo_ms: float | None
 
-    def fill(
-        self, binary: memoryview, *, arena: str = "", offset: int = 0, read_region: ReadRegion = _no_regions
-    ) -> InferRequest:
+    def fill(self, binary: memoryview, *, arena: str = "", offset: int = 0) -> InferRequest:
         """Return the request with what follows the JSON part; `arena` and `offset` say where that lies.
 
         Raises:
@@ -165,8 +172,6 @@ class InferHeader:
         for spec, dtype, source in self.tensors:
             if isinstance(source, range):
                 part = InputPart(binary[source.start : source.stop], dtype, arena, offset + source.start)
-            elif isinstance(source, Region):
-                part = read_region(source)._replace(dtype=dtype)
             else:
                 part = InputPart(source, dtype)
             if spec.below is not None:
@@ -177,108 +182,175 @@ class InferHeader:
 
 
 class _Tensor(NamedTuple):
-    """One input: `source` is its values, or where they lie: in the binary part, or in the client's shared memory.
-    `dtype` is "" for the signature's own."""
+    """One input: `source` is its values, or where they lie in the binary part. `dtype`: "" for the signature's own."""
 
     spec: TensorSpec
     dtype: str
-    source: bytes | range | Region
+    source: bytes | range
 
 
-def parse_infer(
-    body: Buffer,
-    header_length: int | None,
-    inputs: Sequence[TensorSpec],
-    *,
-    arena: str = "",
-    offset: int = 0,
-    read_region: ReadRegion = _no_regions,
-    known: KnownHeaders | None = None,
-) -> InferRequest:
-    """Parse the body of an infer request.
+class _GivenTensor(msgspec.Struct, Generic[Values], gc=False):
+    """One entry of `inputs` as it comes."""
 
-    Args:
-        body: the whole HTTP body.
-        header_length: value of `Inference-Header-Content-Length`, or None for a body that is all JSON.
-        inputs: the model's inputs.
-        arena: the arena that the body lies in; binary tensors are then not copied.
-        offset: of the body in the arena.
-        read_region: brings tensors from shared memory of the client.
-        known: headers for the same inputs that need not be parsed again.
+    name: str
+    shape: list[int]
+    datatype: str
+    data: Values | msgspec.UnsetType = msgspec.UNSET
+    parameters: dict[str, Scalar] | None = None
 
-    Raises:
-        BadRequestError: malformed JSON, or tensors that do not fit the signature.
+
+class _GivenOutput(msgspec.Struct, gc=False):
+    """One entry of `outputs`."""
+
+    name: str
+    parameters: dict[str, Scalar] | None = None
+
+
+class _Given(msgspec.Struct, Generic[Values], gc=False):
+    """The JSON part of a request."""
+
+    inputs: list[_GivenTensor[Values]]
+    id: str | int = ""
+    parameters: dict[str, Scalar] | None = None
+    outputs: list[_GivenOutput] | None = None
+
+
+class _Known(NamedTuple):
+    """One input of a model, with what most requests say of it."""
+
+    spec: TensorSpec
+    one_sample: list[int]  # its shape
+
+
+class RequestReader:
+    """Reads the requests of one model.
+
+    msgspec checks names and types of everything while it reads. Values in flat lists, as almost all are, are read with
+    the rest; others stay text at first, as mixed types, nested lists and long ones do.
     """
-    whole = memoryview(body)
-    if header_length is not None and not 0 <= header_length <= len(whole):
-        raise BadRequestError(
-            f"Inference-Header-Content-Length is {header_length}, but the body has {len(whole)} bytes. "
-            "Send the length of the JSON part."
-        )
-    end = len(whole) if header_length is None else header_length
-    if known is None or header_length is None:
-        header = _parse_header(whole[:end], inputs)
-    else:
-        header = known.find(whole[:end], inputs)
-    return header.fill(whole[end:], arena=arena, offset=offset + end, read_region=read_region)
-
-
-class KnownHeaders:
-    """JSON parts that were parsed before: clients that send tensors as binary data send the same one again and
-    again, and looking at it takes a tenth of the time."""
 
     _KEPT = 256
-    _LONGEST_BYTES = 2048
+    _LONGEST_KEPT_BYTES = 2048
 
-    def __init__(self) -> None:
+    def __init__(self, inputs: Sequence[TensorSpec]) -> None:
+        """Prepare for a model's inputs."""
+        self.inputs = inputs
+        self._known = {spec.name: _Known(spec, [1, *spec.shape]) for spec in inputs}
+        kinds = {np.dtype(dtype).kind for spec in inputs for dtype in (spec.dtype, *spec.accepts)}
+        self._decode = _DECODERS[kinds.pop()] if len(kinds) == 1 else _decode_as_text
+        # JSON parts in front of binary tensors: clients send the same one again and again.
         self._headers: dict[bytes, InferHeader] = {}
 
-    def find(self, text: memoryview, inputs: Sequence[TensorSpec]) -> InferHeader:
-        """Return what a JSON part says; raises as `parse_infer`. Those with an id of their own do not come again."""
-        if len(text) > self._LONGEST_BYTES:
-            return _parse_header(text, inputs)
+    def read(self, body: Buffer, header_length: int | None = None, *, arena: str = "", offset: int = 0) -> InferRequest:
+        """Return what a request asks for.
+
+        Args:
+            body: the whole HTTP body.
+            header_length: value of `Inference-Header-Content-Length`, or None for a body that is all JSON.
+            arena: the arena that the body lies in; binary tensors are then not copied.
+            offset: of the body in the arena.
+
+        Raises:
+            BadRequestError: malformed JSON, or tensors that do not fit the signature.
+        """
+        if header_length is None:
+            return self._parse(body).fill(_NOTHING)
+        whole = memoryview(body)
+        if not 0 <= header_length <= len(whole):
+            raise BadRequestError(
+                f"Inference-Header-Content-Length is {header_length}, but the body has {len(whole)} bytes. "
+                "Send the length of the JSON part."
+            )
+        header = self._find(whole[:header_length])
+        return header.fill(whole[header_length:], arena=arena, offset=offset + header_length)
+
+    def _find(self, text: memoryview) -> InferHeader:
+        """Return what a JSON part says; those with an id of their own do not come again."""
+        if len(text) > self._LONGEST_KEPT_BYTES:
+            return self._parse(text)
         key = bytes(text)
         header = self._headers.get(key)
         if header is None:
-            header = _parse_header(text, inputs)
+            header = self._parse(key)
             if not header.id:
                 if len(self._headers) >= self._KEPT:
                     self._headers.clear()
                 self._headers[key] = header
         return header
 
+    def _parse(self, text: Buffer) -> InferHeader:
+        given = self._decoded(text)
+        parameters = given.parameters
+        count, tensors, binary_bytes = self._tensors(given.inputs)
+        header = InferHeader(str(given.id), tensors, binary_bytes, count, None, False, None)
+        if parameters:
+            if parameters.get("priority"):
+                raise BadRequestError(
+                    "parameter priority is not honoured: the plan gives priorities to models. Leave it out."
+                )
+            header.binary_output = bool(parameters.get("binary_data_output", False))
+            header.slo_ms = slo_from(parameters)
+        if given.outputs is not None:
+            header.outputs = _requested(given.outputs, binary=header.binary_output)
+        return header
 
-def _parse_header(text: memoryview, inputs: Sequence[TensorSpec]) -> InferHeader:
-    try:
-        request = orjson.loads(text)
-    except orjson.JSONDecodeError as error:
-        raise BadRequestError(
-            f"the body is not valid JSON: {error}. Send an Open Inference Protocol v2 request."
-        ) from None
-    if not isinstance(request, dict) or not isinstance(request.get("inputs"), list):
-        raise BadRequestError("the request needs a list 'inputs'. Send an Open Inference Protocol v2 request.")
-    parameters = _mapping(request.get("parameters"), "parameters")
-    if parameters.get("priority"):
-        raise BadRequestError("parameter priority is not honoured: the plan gives priorities to models. Leave it out.")
-    tensors, counts, binary_bytes = _tensors(request["inputs"], inputs)
-    if len(set(counts.values())) > 1:
-        raise BadRequestError(f"inputs disagree on the batch dimension: {counts}. Give all the same first dimension.")
-    return InferHeader(
-        id=_id_of(request),
-        tensors=[tensors[spec.name] for spec in inputs],
-        binary_bytes=binary_bytes,
-        count=counts[inputs[0].name] if inputs else 0,
-        outputs=_requested(request.get("outputs"), parameters),
-        binary_output=bool(parameters.get("binary_data_output", False)),
-        slo_ms=slo_from(parameters),
-    )
+    def _decoded(self, text: Buffer) -> _Given[Any]:
+        try:
+            if len(text) <= JSON_AT_ONCE_BYTES:
+                try:
+                    return self._decode(text)
+                except msgspec.ValidationError:
+                    pass  # nested values, or something wrong
+            else:
+                _check_size(text)
+            return _decode_as_text(text)
+        except msgspec.ValidationError as error:
+            raise BadRequestError(f"this is no Open Inference Protocol v2 request: {error}.") from None
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise BadRequestError(
+                f"the body is not valid JSON: {error}. Send an Open Inference Protocol v2 request."
+            ) from None
+
+    def _tensors(self, given: list[_GivenTensor[Any]]) -> tuple[int, list[_Tensor], int]:
+        """Return how many samples there are, every input's tensor, and how many bytes of binary data there must be."""
+        found: dict[str, _Tensor] = {}
+        counts: dict[str, int] = {}
+        binary_bytes = 0
+        for tensor in given:
+            name = tensor.name
+            known = self._known.get(name)
+            if known is None:
+                raise BadRequestError(f"unknown input '{name}'. The model's inputs: {', '.join(self._known)}.")
+            if name in found:
+                raise BadRequestError(f"input '{name}' is given twice.")
+            spec = known.spec
+            dtype = spec.dtype_of(tensor.datatype)
+            count = counts[name] = 1 if tensor.shape == known.one_sample else _batch_dimension(tensor.shape, spec)
+            source = _source(tensor, spec, dtype, count, binary_bytes)
+            found[name] = _Tensor(spec, "" if dtype == spec.dtype else dtype, source)
+            if isinstance(source, range):
+                binary_bytes = source.stop
+        if len(found) < len(self._known):
+            missing = [name for name in self._known if name not in found]
+            raise BadRequestError(f"missing input {', '.join(missing)}.")
+        if len(found) == 1:
+            return count, [found[name]], binary_bytes
+        if len(set(counts.values())) > 1:
+            raise BadRequestError(
+                f"inputs disagree on the batch dimension: {counts}. Give all the same first dimension."
+            )
+        return max(counts.values(), default=0), [found[spec.name] for spec in self.inputs], binary_bytes
 
 
-def _id_of(request: Mapping[str, Any]) -> str:
-    raw = request.get("id", "")
-    if isinstance(raw, bool) or not isinstance(raw, str | int):
-        raise BadRequestError(f"'id' is {raw!r}. Give a string.")
-    return str(raw)
+def _check_size(text: Buffer) -> None:
+    """Refuse JSON that would take long to read, before it is; counting takes 2 ms for 4 MiB."""
+    if len(text) <= MOST_JSON_BYTES:
+        data = bytes(text)
+        if data.count(b"{") > _MOST_OBJECTS or data.count(b'"') > _MOST_QUOTES or data.count(b"[") > _MOST_JSON_VALUES:
+            raise BadRequestError("the JSON has more names and lists than a request needs.")
+        if data.count(b",") <= _MOST_JSON_VALUES:
+            return
+    raise BadRequestError(JSON_TOO_LARGE)
 
 
 def _samples(whole: Sequence[InputPart], count: int) -> list[list[InputPart]]:
@@ -291,62 +363,6 @@ def _samples(whole: Sequence[InputPart], count: int) -> list[list[InputPart]]:
             start = sample * size
             parts[sample].append(InputPart(data[start : start + size], part.dtype, part.arena, part.offset + start))
     return parts
-
-
-class QuickReader:
-    """Reads the plainest requests of one model at once: one sample, every input as a flat list of JSON numbers in the
-    signature's order, no parameters. It knows nothing of what is wrong with others; `parse_infer` does.
-
-    msgspec checks names and types of everything while it reads, which in Python costs several times as much.
-    """
-
-    def __init__(self, inputs: Sequence[TensorSpec]) -> None:
-        """Prepare for a model's inputs."""
-        kinds = {np.dtype(spec.dtype).kind for spec in inputs}
-        large = any(spec.elements > _QUICK_ELEMENTS for spec in inputs)
-        self._decode: Callable[[Buffer], Any] | None = None
-        if len(kinds) == 1 and not large and (kind := _QUICK_KINDS.get(kinds.pop())) is not None:
-            tensor = msgspec.defstruct(
-                "Tensor", [("name", str), ("shape", list[int]), ("datatype", str), ("data", kind)],
-                forbid_unknown_fields=True, gc=False,
-            )  # fmt: skip
-            request = msgspec.defstruct(
-                "Request", [("inputs", list[tensor]), ("id", str, "")], forbid_unknown_fields=True  # type: ignore[valid-type]
-            )
-            self._decode = msgspec.json.Decoder(request).decode
-        self._inputs = [
-            (spec.name, spec.datatype, [1, *spec.shape], spec.below, _packer(spec) if not large else None)
-            for spec in inputs
-        ]
-
-    def read(self, body: Buffer) -> tuple[str, list[InputPart]] | None:
-        """Return id and tensors of a request, or None for one that has to be parsed, or has a fault."""
-        if self._decode is None:
-            return None
-        try:
-            request = self._decode(body)
-            if len(request.inputs) != len(self._inputs):
-                return None
-            parts = []
-            for (name, datatype, shape, below, pack), given in zip(self._inputs, request.inputs, strict=True):
-                data = given.data
-                if given.name != name or given.datatype != datatype or given.shape != shape or pack is None:
-                    return None
-                if below is not None and not (min(data) >= 0 and max(data) < below):
-                    return None
-                parts.append(InputPart(pack(*data)))
-        except (msgspec.DecodeError, struct.error, OverflowError, ValueError):
-            return None
-        return request.id, parts
-
-
-_QUICK_ELEMENTS = 1024
-_QUICK_KINDS: dict[str, Any] = {"f": list[float], "i": list[int], "u": list[int], "b": list[bool]}
-
-
-def _packer(spec: TensorSpec) -> Callable[..., bytes]:
-    """Return what packs one sample's values; it refuses a wrong number of them, and values that do not fit."""
-    return struct.Struct(f"<{spec.elements}{np.dtype(spec.dtype).char}").pack
 
 
 def slo_from(parameters: Mapping[str, Any]) -> float | None:
@@ -362,7 +378,7 @@ def parse_slo(value: Any, where: str, most: float = LONGEST_SLO_MS) -> float:
     """Return a number of at most an hour; raises `BadRequestError` otherwise. Zero and less are allowed: expired."""
     try:
         number = float(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         number = math.nan
     if not math.isfinite(number) or isinstance(value, bool) or number > most:
         shown = repr(value)
@@ -371,110 +387,115 @@ def parse_slo(value: Any, where: str, most: float = LONGEST_SLO_MS) -> float:
     return number
 
 
-def _mapping(value: Any, where: str) -> Mapping[str, Any]:
-    if value is None:
-        return {}
-    if not isinstance(value, dict):
-        raise BadRequestError(f"'{where}' must be an object.")
-    return value
-
-
-def _tensors(raw: list[Any], inputs: Sequence[TensorSpec]) -> tuple[dict[str, _Tensor], dict[str, int], int]:
-    """Return each input's tensor and its batch dimension by name, and how many bytes of binary data there must be."""
-    known = {spec.name: spec for spec in inputs}
-    found: dict[str, _Tensor] = {}
-    counts: dict[str, int] = {}
-    binary_bytes = 0
-    for tensor in raw:
-        if not isinstance(tensor, dict) or not isinstance(tensor.get("name"), str):
-            raise BadRequestError("every input must be an object with a 'name', 'shape', 'datatype' and 'data'.")
-        name = tensor["name"]
-        spec = known.get(name)
-        if spec is None:
-            raise BadRequestError(f"unknown input '{name}'. The model's inputs: {', '.join(known)}.")
-        if name in found:
-            raise BadRequestError(f"input '{name}' is given twice.")
-        dtype = spec.dtype_of(tensor.get("datatype"))
-        counts[name] = _batch_dimension(tensor.get("shape"), spec)
-        source = _source(tensor, spec, dtype, counts[name], binary_bytes)
-        found[name] = _Tensor(spec, "" if dtype == spec.dtype else dtype, source)
-        if isinstance(source, range):
-            binary_bytes = source.stop
-    missing = [name for name in known if name not in found]
-    if missing:
-        raise BadRequestError(f"missing input {', '.join(missing)}.")
-    return found, counts, binary_bytes
-
-
-def _source(tensor: Mapping[str, Any], spec: TensorSpec, dtype: str, count: int, at: int) -> bytes | range | Region:
+def _source(tensor: _GivenTensor[Any], spec: TensorSpec, dtype: str, count: int, at: int) -> bytes | range:
     """Return one input's values, or where they lie; `at` is the end of the binary data of those before it."""
-    parameters = _mapping(tensor.get("parameters"), f"inputs.{spec.name}.parameters")
-    expected = count * spec.sample_bytes(dtype)
+    parameters = tensor.parameters
+    if parameters:
+        _refuse_shared_memory(parameters, f"input '{spec.name}'")
+        size = parameters.get("binary_data_size")
+        if size is not None:
+            expected = count * spec.sample_bytes(dtype)
+            if type(size) is not int or size != expected:
+                raise BadRequestError(
+                    f"input '{spec.name}' announces {size!r} binary bytes; its shape needs {expected}."
+                )
+            return range(at, at + size)
+    data = tensor.data
+    if data is msgspec.UNSET:
+        raise BadRequestError(f"input '{spec.name}' has neither 'data' nor binary data.")
+    try:
+        if type(data) is not list:
+            return _read_values(bytes(data), spec, dtype, tensor.shape)
+        _check_count(len(data), count * spec.elements, spec, tensor.shape)
+        return struct.pack(f"<{len(data)}{_CODES[dtype]}", *data)
+    except msgspec.DecodeError:
+        raise BadRequestError(f"the data of input '{spec.name}' is not all {_PROTOCOL_NAMES[dtype]} values.") from None
+    except (struct.error, OverflowError):
+        raise BadRequestError(f"the data of input '{spec.name}' does not fit {_PROTOCOL_NAMES[dtype]}.") from None
+
+
+def _refuse_shared_memory(parameters: Mapping[str, Any], where: str) -> None:
+    """Say that the protocol's shared memory extensions are not offered."""
     if "shared_memory_region" in parameters:
-        return _region(parameters, f"input '{spec.name}'", expected)
-    size = parameters.get("binary_data_size")
-    if size is None:
-        if "data" not in tensor:
-            raise BadRequestError(f"input '{spec.name}' has neither 'data' nor binary data.")
-        return _json_data(tensor["data"], spec, dtype, count)
-    if type(size) is not int or size != expected:
-        raise BadRequestError(f"input '{spec.name}' announces {size!r} binary bytes; its shape needs {expected}.")
-    return range(at, at + size)
+        raise BadRequestError(f"{where}: {NO_SHARED_MEMORY}")
 
 
-def _region(parameters: Mapping[str, Any], where: str, expected: int | None) -> Region:
-    """Return the part of a shared memory region that a tensor's parameters name."""
-    name = parameters["shared_memory_region"]
-    size = parameters.get("shared_memory_byte_size")
-    offset = parameters.get("shared_memory_offset", 0)
-    if not isinstance(name, str) or type(size) is not int or type(offset) is not int or size < 0 or offset < 0:
-        raise BadRequestError(
-            f"{where}: shared memory needs a region's name, a byte size and an offset of whole numbers."
-        )
-    if expected is not None and size != expected:
-        raise BadRequestError(f"{where} has {size} bytes in shared memory; its shape needs {expected}.")
-    return Region(name, offset, size)
-
-
-def _batch_dimension(shape: Any, spec: TensorSpec) -> int:
+def _batch_dimension(shape: list[int], spec: TensorSpec) -> int:
     """Return how many samples a shape holds: with or without the leading batch dimension."""
-    wanted = f"[n, {', '.join(map(str, spec.shape))}]" if spec.shape else "[n]"
-    if not isinstance(shape, list) or not all(isinstance(size, int) and not isinstance(size, bool) for size in shape):
-        raise BadRequestError(f"input '{spec.name}' needs a 'shape' of whole numbers, {wanted}.")
     if tuple(shape) == spec.shape and spec.shape:
         return 1
     if len(shape) != len(spec.shape) + 1 or tuple(shape[1:]) != spec.shape or not 1 <= shape[0] <= MAX_SAMPLES:
+        wanted = f"[n, {', '.join(map(str, spec.shape))}]" if spec.shape else "[n]"
         raise BadRequestError(
             f"input '{spec.name}' has shape {shape}; the model takes {wanted} with n from 1 to {MAX_SAMPLES}."
         )
-    return int(shape[0])
+    return shape[0]
 
 
-def _json_data(data: Any, spec: TensorSpec, dtype_name: str, count: int) -> bytes:
-    """Convert nested or flat JSON numbers without silent rounding or wrapping."""
-    try:
-        array = np.array(data)
-    except (ValueError, OverflowError):
-        raise BadRequestError(f"the data of input '{spec.name}' is ragged. Give all rows the same length.") from None
-    dtype = np.dtype(dtype_name)
-    if array.dtype.kind not in {"b": "b", "f": "iuf"}.get(dtype.kind, "iu"):
-        raise BadRequestError(f"the data of input '{spec.name}' is not all {_PROTOCOL_NAMES[dtype_name]} values.")
-    if array.size != count * spec.elements:
+def _check_count(given: int, needed: int, spec: TensorSpec, shape: list[int]) -> None:
+    if given != needed:
+        raise BadRequestError(f"input '{spec.name}' has {given} values; shape {shape} needs {needed}.")
+
+
+def _read_values(text: bytes, spec: TensorSpec, dtype: str, shape: list[int]) -> bytes:
+    """Convert JSON numbers, nested or flat, without silent rounding or wrapping; in parts, where they are many."""
+    if text.count(b"[") > 1:
+        text = _flat(text, spec, shape)
+    _check_count(text.count(b",") + 1, math.prod(shape), spec, shape)
+    code, decode = _CODES[dtype], _VALUE_DECODERS[np.dtype(dtype).kind]
+    parts = []
+    at, end = 1 if text.startswith(b"[") else 0, len(text) - 1
+    while at < end:
+        until = text.find(b",", min(at + _PART_BYTES, end))
+        until = end if until < 0 else until
+        some = decode(b"[%b]" % text[at:until] if at else text)
+        parts.append(struct.pack(f"<{len(some)}{code}", *some))
+        at = until + 1
+    return b"".join(parts)
+
+
+def _flat(text: bytes, spec: TensorSpec, shape: list[int]) -> bytes:
+    """Return nested lists as one, once they are known to be as long as the shape says, each of them."""
+    nested = text.translate(None, _SCALARS)
+    whole = [1, *spec.shape] if len(shape) == len(spec.shape) else shape
+    if nested not in (_skeleton(whole), _skeleton(whole[1:]) if whole[0] == 1 else b""):
         raise BadRequestError(
-            f"input '{spec.name}' has {array.size} values; "
-            f"shape {[count, *spec.shape]} needs {count * spec.elements}."
+            f"the data of input '{spec.name}' is ragged, or not nested as shape {shape} is. Nest it so, or not at all."
         )
-    if dtype.kind in "iu":
-        limits = np.iinfo(dtype)
-        if array.size and (int(array.min()) < limits.min or int(array.max()) > limits.max):
-            raise BadRequestError(f"the data of input '{spec.name}' does not fit {_PROTOCOL_NAMES[dtype_name]}.")
-    elif dtype.kind == "f" and array.size:
-        with np.errstate(over="ignore"):
-            converted = array.astype(dtype)
-        if not np.isfinite(converted).all():
-            raise BadRequestError(f"the data of input '{spec.name}' does not fit {_PROTOCOL_NAMES[dtype_name]}.")
-        return converted.tobytes()
-    return array.astype(dtype).tobytes()
+    return b"[%b]" % text.translate(None, b"[] \t\r\n")
+
+
+def _skeleton(shape: Sequence[int]) -> bytes:
+    """Return what is left of nested lists of a shape without their values: `[[,],[,]]` for (2, 2)."""
+    found = b""
+    for size in reversed(shape):
+        found = b"[%b]" % b",".join([found] * size)
+    return found
+
+
+# What a JSON value of a tensor is written with, beside brackets and commas.
+_SCALARS = b"0123456789+-.eEtrufals \t\r\n"
+# How the values of a tensor are packed.
+_CODES = {
+    "bool": "?",
+    **dict(zip(("uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64"), "BHIQbhiq", strict=True)),
+    **dict(zip(("float16", "float32", "float64"), "efd", strict=True)),
+}
+# What reads them by numpy's kind of their type, and whole requests of models that have only such.
+_VALUE_DECODERS: dict[str, Callable[[bytes], list[Any]]] = {
+    "b": msgspec.json.Decoder(list[bool]).decode,
+    "i": msgspec.json.Decoder(list[int]).decode,
+    "u": msgspec.json.Decoder(list[int]).decode,
+    "f": msgspec.json.Decoder(list[float]).decode,
+}
+_DECODERS: dict[str, Callable[[Buffer], _Given[Any]]] = {
+    "b": msgspec.json.Decoder(_Given[list[bool]]).decode,
+    "i": msgspec.json.Decoder(_Given[list[int]]).decode,
+    "u": msgspec.json.Decoder(_Given[list[int]]).decode,
+    "f": msgspec.json.Decoder(_Given[list[float]]).decode,
+}
+_decode_as_text: Callable[[Buffer], _Given[Any]] = msgspec.json.Decoder(_Given[msgspec.Raw]).decode
+_NOTHING = memoryview(b"")
 
 
 def _check_range(spec: TensorSpec, part: InputPart) -> None:
@@ -486,24 +507,16 @@ def _check_range(spec: TensorSpec, part: InputPart) -> None:
         )
 
 
-def _requested(raw: Any, parameters: Mapping[str, Any]) -> list[RequestedOutput] | None:
-    if raw is None:
-        return None
-    if not isinstance(raw, list):
-        raise BadRequestError("'outputs' must be a list.")
-    default = bool(parameters.get("binary_data_output", False))
+def _requested(given: list[_GivenOutput], *, binary: bool) -> list[RequestedOutput]:
+    """Return the outputs a client asks for; `binary`: those it says nothing else of."""
     found = []
-    for output in raw:
-        if not isinstance(output, dict) or not isinstance(output.get("name"), str):
-            raise BadRequestError("every entry of 'outputs' must be an object with a 'name'.")
-        options = _mapping(output.get("parameters"), "outputs.parameters")
+    for output in given:
+        options = output.parameters or {}
+        _refuse_shared_memory(options, f"output '{output.name}'")
         classes = options.get("classification", 0)
         if type(classes) is not int or classes < 0:
-            raise BadRequestError(f"output '{output['name']}': classification must be a number of classes.")
-        region = None
-        if "shared_memory_region" in options:
-            region = _region(options, f"output '{output['name']}'", None)
-        found.append(RequestedOutput(output["name"], bool(options.get("binary_data", default)), classes, region))
+            raise BadRequestError(f"output '{output.name}': classification must be a number of classes.")
+        found.append(RequestedOutput(output.name, bool(options.get("binary_data", binary)), classes))
     return found
 
 
@@ -521,7 +534,6 @@ def encode_response(
     samples: Sequence[Sequence[OutputTensor]],
     parameters: Mapping[str, Any],
     labels: Sequence[str] = (),
-    write_region: WriteRegion = _no_output_regions,
 ) -> tuple[bytes, list[Buffer]]:
     """Return the JSON part of the response and the binary tensors that follow it.
 
@@ -531,10 +543,9 @@ def encode_response(
         samples: the outputs of each sample of the request.
         parameters: response parameters (times, batch size, gpu-let).
         labels: class names for the classification extension.
-        write_region: puts outputs into shared memory of the client.
 
     Raises:
-        BadRequestError: an output does not fit its region.
+        NotFiniteError: an output that is wanted as JSON holds NaN or infinite values.
     """
     wanted = request.outputs
     if wanted is None:
@@ -548,16 +559,15 @@ def encode_response(
             continue
         first = tensors[0]
         entry: dict[str, Any] = {
-            "name": output.name, "datatype": _PROTOCOL_NAMES[first.dtype], "shape": [len(tensors), *first.shape]
-        }  # fmt: skip
-        if output.region is not None:
-            entry["parameters"] = _written(output.region, tensors, write_region)
-        elif output.binary:
+            "name": output.name,
+            "datatype": _PROTOCOL_NAMES[first.dtype],
+            "shape": [len(tensors), *first.shape],
+        }
+        if output.binary:
             entry["parameters"] = {"binary_data_size": sum(t.data.nbytes for t in tensors)}
             binary += [t.data for t in tensors]
-        elif len(tensors) == 1:
-            entry["data"] = np.frombuffer(first.data, dtype=first.dtype)
         else:
+            check_finite(tensors)
             entry["data"] = np.concatenate([np.frombuffer(t.data, dtype=t.dtype) for t in tensors])
         described.append(entry)
     document: dict[str, Any] = {
@@ -571,19 +581,11 @@ def encode_response(
     return orjson.dumps(document, option=orjson.OPT_SERIALIZE_NUMPY, default=_plain), binary
 
 
-def _written(region: Region, tensors: Sequence[OutputTensor], write_region: WriteRegion) -> dict[str, Any]:
-    """Write an output into its region, and return its parameters."""
-    size = sum(t.data.nbytes for t in tensors)
-    if size > region.size:
-        raise BadRequestError(
-            f"output '{tensors[0].name}' has {size} bytes; {region.size} of region '{region.name}' were given for it."
-        )
-    write_region(region, b"".join([t.data for t in tensors]))
-    return {
-        "shared_memory_region": region.name,
-        "shared_memory_offset": region.offset,
-        "shared_memory_byte_size": size,
-    }
+def check_finite(tensors: Sequence[OutputTensor]) -> None:
+    """Raise `NotFiniteError` where a value of an output cannot be written as JSON."""
+    for tensor in tensors:
+        if tensor.dtype.startswith("float") and not np.isfinite(np.frombuffer(tensor.data, tensor.dtype)).all():
+            raise NotFiniteError(tensor.name)
 
 
 class QuickWriter:
@@ -605,10 +607,13 @@ class QuickWriter:
         return self._knows_types and [output[:3] for output in described] == self._outputs
 
     def write(self, arrays: Sequence[Array], row: int, parameters: bytes, request_id: str) -> bytes:
-        """Return the response of one row of a batch; `parameters` is a JSON object."""
+        """Return the response of one row of a batch; `parameters` is a JSON object. Raises as `encode_response`."""
         parts = [self._begin]
-        for head, array in zip(self._heads, arrays, strict=True):
-            parts += (head, orjson.dumps(array[row], option=orjson.OPT_SERIALIZE_NUMPY), b"}")
+        for head, array, output in zip(self._heads, arrays, self._outputs, strict=True):
+            values = orjson.dumps(array[row], option=orjson.OPT_SERIALIZE_NUMPY)
+            if b"null" in values:  # which is what it writes for a number that is not finite
+                raise NotFiniteError(output[0])
+            parts += (head, values, b"}")
         parts += (b'],"parameters":', parameters)
         parts.append(b',"id":%b}' % orjson.dumps(request_id) if request_id else b"}")
         return b"".join(parts)

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from tenuto.deployments.entry.oip import KnownHeaders, QuickReader, QuickWriter, TensorSpec
+from tenuto.deployments.entry.oip import QuickWriter, RequestReader, TensorSpec
 from tenuto.deployments.wire.tensors import Buffer, InputPart, OutputTensor
 from tenuto.profiles.networks.catalogue import ModelSignature, TensorSignature
 from tenuto.profiles.networks.preprocess import Prediction, postprocess, preprocess
@@ -72,8 +72,7 @@ class PlannedModel:
         self.alone_ms = 0.0  # a batch of one, on the fastest of its gpu-lets
         self.interface: ModelInterface | None = None  # None until a gpu-let has loaded it
         self.is_ready = False
-        self.reader = QuickReader(())
-        self.headers = KnownHeaders()
+        self.reader = RequestReader(())
         self.writer = QuickWriter(name, ())
 
     def follow(self, slo_ms: float, alone_ms: float, signature: ModelSignature | None, *, is_ready: bool) -> None:
@@ -81,7 +80,6 @@ class PlannedModel:
         self.slo_ms, self.alone_ms = slo_ms, alone_ms
         if signature is not None and (self.interface is None or self.interface.signature != signature):
             self.interface = ModelInterface.of(signature)
-            self.reader = QuickReader(self.interface.inputs)
-            self.headers = KnownHeaders()
+            self.reader = RequestReader(self.interface.inputs)
             self.writer = QuickWriter(self.name, self.interface.outputs)
         self.is_ready = is_ready and self.interface is not None

@@ -1,22 +1,23 @@
-"""The gateway's FastAPI routes beside the infer path: server and model metadata, health, statistics, status, shared
-memory, documentation."""
+"""The gateway's FastAPI routes beside the infer path: server and model metadata, health, statistics, status,
+documentation."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
-from fastapi import APIRouter, Body, FastAPI, Request
+from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.openapi.utils import get_openapi
 from fastapi.responses import JSONResponse
 
 from tenuto import __version__
 from tenuto.deployments.entry.http import HttpError
-from tenuto.deployments.entry.oip import TensorSpec
+from tenuto.deployments.entry.oip import NO_SHARED_MEMORY, TensorSpec
 from tenuto.deployments.entry.service import InferenceService
 from tenuto.deployments.operator.app import Watched, add_error_answers, add_operator_routes
+from tenuto.deployments.operator.docs_page import add_docs
 from tenuto.deployments.security.keys import Caller
+from tenuto.deployments.wire.status import ModelStatus
 
 
 def make_app(service: InferenceService, watched: Watched | None = None) -> FastAPI:
@@ -25,9 +26,14 @@ def make_app(service: InferenceService, watched: Watched | None = None) -> FastA
     `watched`: what operators are told too, where clients and operators are the same people.
     """
     app = FastAPI(
-        title="Tenuto", version=__version__, description="Multi-model inference with latency SLOs.",
+        title="Tenuto",
+        version=__version__,
+        description="Multi-model inference with latency SLOs.",
         redirect_slashes=False,  # nobody but the client knows by which name it came here
-    )  # fmt: skip
+        docs_url=None,
+        redoc_url=None,
+    )
+    add_docs(app)
 
     @app.exception_handler(HttpError)
     async def _http_error(_request: Request, error: HttpError) -> JSONResponse:
@@ -51,7 +57,6 @@ def make_app(service: InferenceService, watched: Watched | None = None) -> FastA
                 "statistics",
                 "model_repository",
                 "model_configuration",
-                "system_shared_memory",
             ],
         }
 
@@ -64,12 +69,12 @@ def make_app(service: InferenceService, watched: Watched | None = None) -> FastA
         dispatching = service.dispatching
         if dispatching.is_ready():
             return JSONResponse({"ready": True})
-        missing = [entry["id"] for entry in dispatching.gpulets() if not entry["up"]]
+        missing = [gpulet.id for gpulet in dispatching.gpulets() if not gpulet.up]
         return JSONResponse({"ready": False, "error": f"gpu-lets not connected yet: {', '.join(missing)}"}, 503)
 
     @app.get("/v2/models/stats", tags=["models"], summary="Statistics of every model of the key")
     async def all_statistics(request: Request) -> dict[str, Any]:
-        models = (await service.dispatching.report("status"))["models"]
+        models = (await service.dispatching.status()).models
         shown = [_statistics(name, counts) for name, counts in models.items() if _may_ask(request, name)]
         return {"model_stats": shown}
 
@@ -85,9 +90,12 @@ def make_app(service: InferenceService, watched: Watched | None = None) -> FastA
             {"name": n, "version": "1", "state": "READY" if dispatching.is_ready(n) else "UNAVAILABLE"} for n in names
         ]
 
+    @app.api_route("/v2/{kind}sharedmemory/{rest:path}", methods=["GET", "POST"], include_in_schema=False)
+    async def shared_memory() -> None:
+        raise HttpError(404, NO_SHARED_MEMORY)
+
     if watched is not None:
         add_operator_routes(app, watched)
-    _add_memory_routes(app, service)
 
     def openapi() -> dict[str, Any]:
         if app.openapi_schema is None:
@@ -104,38 +112,6 @@ def _may_ask(request: Request, model: str) -> bool:
     """Whether a model is among those of the client's key, where clients have keys."""
     caller: Caller | None = request.scope.get("user")
     return caller is None or caller.may_ask(model)
-
-
-def _add_memory_routes(app: FastAPI, service: InferenceService) -> None:
-    """Add the system shared memory extension; its regions are those of this gateway."""
-    prefix = "/v2/systemsharedmemory"
-    regions = service.regions
-    router = APIRouter(strict_content_type=False)  # Triton's client names no content type
-
-    @router.get(prefix + "/status", tags=["memory"], summary="The shared memory regions that are registered")
-    async def all_regions() -> list[dict[str, Any]]:
-        return regions.status()
-
-    @router.get(prefix + "/region/{name}/status", tags=["memory"], summary="One shared memory region")
-    async def one_region(name: str) -> list[dict[str, Any]]:
-        return regions.status(name)
-
-    @router.post(prefix + "/region/{name}/register", tags=["memory"], summary="Register shared memory of a client")
-    async def register(name: str, document: dict[str, Any] = _DOCUMENT) -> dict[str, Any]:
-        regions.register(name, document.get("key"), document.get("offset", 0), document.get("byte_size"))
-        return {}
-
-    @router.post(prefix + "/region/{name}/unregister", tags=["memory"], summary="Let go of a region")
-    async def unregister(name: str) -> dict[str, Any]:
-        regions.unregister(name)
-        return {}
-
-    @router.post(prefix + "/unregister", tags=["memory"], summary="Let go of all regions")
-    async def unregister_all() -> dict[str, Any]:
-        regions.unregister()
-        return {}
-
-    app.include_router(router)
 
 
 def _add_model_routes(app: FastAPI, service: InferenceService, prefix: str, *, document: bool) -> None:
@@ -167,53 +143,66 @@ def _add_model_routes(app: FastAPI, service: InferenceService, prefix: str, *, d
         hosts = plan.hosts_of(model) if plan is not None else ()
         batch = max((r.batch_size for gpulet in hosts for r in gpulet.models if r.name == model), default=0)
         return {
-            "name": model, "platform": interface.platform, "backend": "tenuto", "max_batch_size": batch,
+            "name": model,
+            "platform": interface.platform,
+            "backend": "tenuto",
+            "max_batch_size": batch,
             "input": [_config_entry(t) for t in interface.inputs],
             "output": [_config_entry(t) for t in interface.outputs],
-        }  # fmt: skip
+        }
 
     @app.get(prefix + "/stats", tags=["models"], summary="Statistics of a model", include_in_schema=document)
     async def statistics(model: str) -> dict[str, Any]:
         service.interface(model)
-        models = (await service.dispatching.report("status"))["models"]
+        models = (await service.dispatching.status()).models
         return {"model_stats": [_statistics(model, models[model])]}
-
-
-_DOCUMENT = Body(...)
 
 
 def _config_entry(tensor: TensorSpec) -> dict[str, Any]:
     return {"name": tensor.name, "data_type": f"TYPE_{tensor.datatype}", "dims": list(tensor.shape)}
 
 
-def _statistics(model: str, counts: Mapping[str, Any]) -> dict[str, Any]:
+def _statistics(model: str, counts: ModelStatus) -> dict[str, Any]:
     """Return counts in the statistics extension's form; times are sums in ns over requests, or over batches."""
-    answered = counts["ok"] + counts["late"]
-    failed = counts["expired"] + counts["rejected"] + counts["failed"]
+    answered = counts.ok + counts.late
 
-    def summed(count: int, *keys: str) -> dict[str, int]:
-        return {"count": count, "ns": round(1e9 * sum(counts[key]["sum"] for key in keys))}
+    def summed(seconds: float) -> dict[str, int]:
+        return {"count": answered, "ns": round(1e9 * seconds)}
 
     return {
-        "name": model, "version": "1", "last_inference": counts["last_ms"],
-        "inference_count": answered, "execution_count": counts["batches"],
+        "name": model,
+        "version": "1",
+        "last_inference": counts.last_ms,
+        "inference_count": answered,
+        "execution_count": counts.batches,
         "inference_stats": {
-            "success": summed(answered, "latency_s"), "fail": {"count": failed, "ns": round(1e6 * counts["failed_ms"])},
-            "queue": summed(answered, "batching_s", "gpulet_queue_s"),
+            "success": summed(counts.latency_s.sum),
+            "fail": {"count": counts.ended - answered, "ns": round(1e6 * counts.failed_ms)},
+            "queue": summed(counts.batching_s.sum + counts.gpulet_queue_s.sum),
             "compute_input": {"count": answered, "ns": 0},  # inputs are read on the way in and copied by the executor
-            "compute_infer": summed(answered, "execution_s"),
+            "compute_infer": summed(counts.execution_s.sum),
             "compute_output": {"count": answered, "ns": 0},
         },
-    }  # fmt: skip
+    }
 
 
 _PARAMETERS = [
     {"name": "model", "in": "path", "required": True, "schema": {"type": "string"}},
-    {"name": "X-SLO-Ms", "in": "header", "required": False, "schema": {"type": "number"},
-     "description": "Time allowed from arrival, in ms; the model's SLO by default."},
-    {"name": "X-Request-Id", "in": "header", "required": False, "schema": {"type": "string"},
-     "description": "What the client calls the request; echoed, and found in /requests. The body's id goes first."},
-]  # fmt: skip
+    {
+        "name": "X-SLO-Ms",
+        "in": "header",
+        "required": False,
+        "schema": {"type": "number"},
+        "description": "Time allowed from arrival, in ms; the model's SLO by default.",
+    },
+    {
+        "name": "X-Request-Id",
+        "in": "header",
+        "required": False,
+        "schema": {"type": "string"},
+        "description": "What the client calls the request; echoed, and found in /requests. The body's id goes first.",
+    },
+]
 
 _FAILURES = {
     "400": {"description": "Malformed request; `error` says what to change."},
@@ -228,36 +217,59 @@ _FAILURES = {
 _HOT_PATHS: dict[str, Any] = {
     "/v2/models/{model}/infer": {
         "post": {
-            "tags": ["inference"], "summary": "Open Inference Protocol v2 inference, JSON or binary tensors",
+            "tags": ["inference"],
+            "summary": "Open Inference Protocol v2 inference, JSON or binary tensors",
             "parameters": _PARAMETERS,
-            "requestBody": {"required": True, "content": {
-                "application/json": {"schema": {
-                    "type": "object", "required": ["inputs"],
-                    "properties": {
-                        "id": {"type": "string"},
-                        "parameters": {"type": "object", "description": "slo_ms (ms) or timeout (microseconds)"},
-                        "inputs": {"type": "array", "items": {
-                            "type": "object", "required": ["name", "shape", "datatype"],
-                            "properties": {"name": {"type": "string"}, "datatype": {"type": "string"},
-                                           "shape": {"type": "array", "items": {"type": "integer"}},
-                                           "data": {"type": "array", "items": {}}}}},
-                        "outputs": {"type": "array", "items": {"type": "object"}},
-                    }}},
-                "application/octet-stream": {"schema": {"type": "string", "format": "binary"}},
-            }},
+            "requestBody": {
+                "required": True,
+                "content": {
+                    "application/json": {
+                        "schema": {
+                            "type": "object",
+                            "required": ["inputs"],
+                            "properties": {
+                                "id": {"type": "string"},
+                                "parameters": {
+                                    "type": "object",
+                                    "description": "slo_ms (ms) or timeout (microseconds)",
+                                },
+                                "inputs": {
+                                    "type": "array",
+                                    "items": {
+                                        "type": "object",
+                                        "required": ["name", "shape", "datatype"],
+                                        "properties": {
+                                            "name": {"type": "string"},
+                                            "datatype": {"type": "string"},
+                                            "shape": {"type": "array", "items": {"type": "integer"}},
+                                            "data": {"type": "array", "items": {}},
+                                        },
+                                    },
+                                },
+                                "outputs": {"type": "array", "items": {"type": "object"}},
+                            },
+                        }
+                    },
+                    "application/octet-stream": {"schema": {"type": "string", "format": "binary"}},
+                },
+            },
             "responses": {"200": {"description": "Outputs; times and batch size in parameters."}, **_FAILURES},
         }
     },
     "/predict/{model}": {
         "post": {
-            "tags": ["inference"], "summary": "A raw image or plain text in, labels out",
+            "tags": ["inference"],
+            "summary": "A raw image or plain text in, labels out",
             "parameters": _PARAMETERS,
-            "requestBody": {"required": True, "content": {
-                "image/jpeg": {"schema": {"type": "string", "format": "binary"}},
-                "image/png": {"schema": {"type": "string", "format": "binary"}},
-                "text/plain": {"schema": {"type": "string"}},
-            }},
+            "requestBody": {
+                "required": True,
+                "content": {
+                    "image/jpeg": {"schema": {"type": "string", "format": "binary"}},
+                    "image/png": {"schema": {"type": "string", "format": "binary"}},
+                    "text/plain": {"schema": {"type": "string"}},
+                },
+            },
             "responses": {"200": {"description": "The most likely labels with their scores."}, **_FAILURES},
         }
     },
-}  # fmt: skip
+}

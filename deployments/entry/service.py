@@ -9,7 +9,7 @@ import math
 import os
 import secrets
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from urllib.parse import quote
@@ -23,13 +23,19 @@ from tenuto.deployments.entry.dispatching import Dispatching
 from tenuto.deployments.entry.heads import Route, began_s, load_path, named_model, slo_of
 from tenuto.deployments.entry.http import JSON, Exchange, Head, HttpError, crash, fail, inflated, retry_after
 from tenuto.deployments.entry.margin import Margin
-from tenuto.deployments.entry.oip import BadRequestError
+from tenuto.deployments.entry.oip import (
+    JSON_AT_ONCE_BYTES,
+    JSON_TOO_LARGE,
+    MOST_JSON_BYTES,
+    BadRequestError,
+    InferRequest,
+)
 from tenuto.deployments.entry.planned_model import ModelInterface, PlannedModel
-from tenuto.deployments.entry.shared_memory import Regions
-from tenuto.deployments.operator.traces import Traces
+from tenuto.deployments.entry.traces import Traces
+from tenuto.deployments.security.guesses import Guesses
 from tenuto.deployments.security.keys import Caller, Callers, presented_key
+from tenuto.deployments.security.site import why_foreign
 from tenuto.deployments.wire.answers import Executed
-from tenuto.deployments.wire.arena import Arena
 from tenuto.deployments.wire.tensors import InputPart
 from tenuto.errors import InvalidInputError
 from tenuto.outcome import Outcome
@@ -40,7 +46,10 @@ _BEHIND = orjson.dumps(
     {"error": "more requests come than this gateway can read. Retry in a second.", "outcome": Outcome.REJECTED.word}
 )
 _BEHIND_LINES = JSON + retry_after(1.0)
-_INFLATE_ASIDE_BYTES = 1 << 16  # smaller ones cost less than the way to another thread
+_SITE = {name: name.encode() for name in ("host", "origin", "sec-fetch-site", "sec-fetch-mode")}
+_MOST_COLD_BYTES = 1 << 16  # of requests that carry no load: the application reads them on the loop
+_COLD_TOO_LARGE = f"the body exceeds {_MOST_COLD_BYTES >> 10} KiB. Only inference takes large ones."
+_MOST_TEXT_BYTES = 1 << 20  # of a text for /predict: tokenizers hold the interpreter
 _LONGEST_BEFORE_S = 60.0  # a proxy that says more has another clock
 _WITHOUT_KEY = b"/v2/health/"  # load balancers have none
 _BEARER = b"www-authenticate: Bearer\r\n"
@@ -91,23 +100,20 @@ class InferenceService:
     """Answers the requests that carry load. Invariant: every exchange is responded to exactly once, or left."""
 
     def __init__(
-        self,
-        arena: Arena,
-        cold: Callable[[Exchange, Caller | None], None],
-        *,
-        clock: Callable[[], float] = time.monotonic,
+        self, cold: Callable[[Exchange, Caller | None], None], *, clock: Callable[[], float] = time.monotonic
     ) -> None:
         """Prepare without a plan.
 
         Args:
-            arena: where tensors are put that do not come in a body of their own.
             cold: answers every other request, of a client that is known or not.
             clock: monotonic seconds.
         """
         self.margin = Margin()
         self.lag = ReadingLag()
-        self.regions = Regions(arena)
         self.callers = Callers()
+        self.guesses = Guesses()
+        # What clients may call this server besides the names of this machine; None where they may call it anything.
+        self.host_names: frozenset[str] | None = frozenset()
         self.traces: Traces | None = None
         self.proxied: dict[str, Histogram] = {}  # by model: seconds in a proxy in front, where it says so
         self.max_body_bytes = 64 << 20
@@ -184,7 +190,12 @@ class InferenceService:
     def refusal(self, exchange: Exchange) -> HttpError | None:
         """Return why a request need not send its body; called once, when its head is there."""
         route = self._route(exchange.head)
-        if route.problem is None and route.caller is not None:
+        problem = route.problem
+        if problem is not None and problem.status == 401 and presented_key(exchange.head.headers) is not None:
+            wait_s = self.guesses.wait_s(exchange.address, self._clock())
+            return HttpError(401, problem.message, headers=problem.headers, after_s=wait_s)
+        exchange.has_key = route.caller is not None
+        if problem is None and route.caller is not None:
             wait_s = route.caller.wait_s(self._clock())
             if wait_s > 0.0:
                 reason = f"'{route.caller.name}' asks more often than its key allows. See Retry-After."
@@ -211,15 +222,31 @@ class InferenceService:
             return found
         action, name = load_path(head.url) if head.method == b"POST" else ("", "")
         try:
+            self._check_site(head)
             caller = self._caller(head, name)
             if not action:
-                route = Route(lambda exchange, route: self._cold(exchange, route.caller), caller=caller)
+                if head.length > _MOST_COLD_BYTES:
+                    raise HttpError(413, _COLD_TOO_LARGE)
+                route = Route(self._answer_cold, caller=caller)
             else:
-                route = self._load_route(action, self._known(name), head.headers)._replace(caller=caller)
+                route = self._load_route(action, self._known(name), head)._replace(caller=caller)
         except HttpError as error:
             route = Route(lambda _exchange, _route: None, problem=error)
         head.route, head.generation = route, self._generation
         return route
+
+    def _check_site(self, head: Head) -> None:
+        """Raise `HttpError` 403 for what another site's page may have asked, where only this machine may ask."""
+        if self.host_names is not None:
+            said = {name: head.headers[key].decode("latin-1") for name, key in _SITE.items() if key in head.headers}
+            reason = why_foreign(said, self.host_names)
+            if reason is not None:
+                raise HttpError(403, reason)
+
+    def _answer_cold(self, exchange: Exchange, route: Route) -> None:
+        if len(exchange.body) > _MOST_COLD_BYTES:
+            raise HttpError(413, _COLD_TOO_LARGE)
+        self._cold(exchange, route.caller)
 
     def _caller(self, head: Head, model: str) -> Caller | None:
         """Return who asks; None where nobody has to say so.
@@ -250,19 +277,26 @@ class InferenceService:
                 histogram = self.proxied[model.name] = Histogram(buckets_around(model.slo_ms))
             histogram.add(before_s)
 
-    def _load_route(self, action: str, model: PlannedModel, headers: Mapping[bytes, bytes]) -> Route:
+    def _load_route(self, action: str, model: PlannedModel, head: Head) -> Route:
         self._ready(model)
+        headers = head.headers
         encoding = headers.get(b"content-encoding")
         length = headers.get(b"inference-header-content-length")
         if length is not None and not (length.isdigit() and len(length) < 12):
             shown = length.decode("latin-1")
             raise HttpError(400, f"Inference-Header-Content-Length is {shown!r}. Give a number of bytes.")
+        if action == "infer" and (head.length if length is None else int(length)) > MOST_JSON_BYTES:
+            raise HttpError(413, JSON_TOO_LARGE)
         return Route(
-            self._infer if action == "infer" else self._predict, model, slo_of(headers),
-            None if length is None else int(length), None if encoding == b"identity" else encoding,
-            headers.get(b"x-request-id", b"").decode("latin-1"), began_s=began_s(headers),
+            self._infer if action == "infer" else self._predict,
+            model,
+            slo_of(headers),
+            None if length is None else int(length),
+            None if encoding == b"identity" else encoding,
+            headers.get(b"x-request-id", b"").decode("latin-1"),
+            began_s=began_s(headers),
             traceparent=headers.get(b"traceparent"),
-        )  # fmt: skip
+        )
 
     def _infer(self, exchange: Exchange, route: Route) -> None:
         assert route.model is not None
@@ -271,23 +305,28 @@ class InferenceService:
         if self.lag.is_behind(now_ms - exchange.arrived_ms, slo_ms, now_ms):
             exchange.respond(429, _BEHIND_LINES, [_BEHIND])
             return
-        encoding, limit = route.encoding, self.max_body_bytes
-        if encoding is None:
-            InferCall(self, exchange, route).begin(exchange.body)
-        elif len(exchange.body) < _INFLATE_ASIDE_BYTES:
-            InferCall(self, exchange, route).begin(inflated(exchange.body, encoding, limit), is_received=False)
-        else:
-            self._aside(
-                exchange,
-                lambda: inflated(exchange.body, encoding, limit),
-                lambda body: InferCall(self, exchange, route).begin(body, is_received=False),
-            )
+        call, encoding = InferCall(self, exchange, route), route.encoding
+        json_bytes = len(exchange.body) if route.json_length is None else route.json_length
+        if encoding is None and json_bytes <= JSON_AT_ONCE_BYTES:
+            call.begin()
+            return
+        limit = MOST_JSON_BYTES if route.json_length is None else self.max_body_bytes
+
+        def parse() -> InferRequest:
+            if encoding is None:
+                return call.parse(exchange.body, is_received=True)
+            return call.parse(inflated(exchange.body, encoding, limit), is_received=False)
+
+        self._aside(exchange, parse, call.begin_parsed)
 
     def _predict(self, exchange: Exchange, route: Route) -> None:
         """Answer a raw image or text. Decoding and resizing are real work: in threads, where they delay no timer."""
         model = route.model
         assert model is not None
         interface = self._ready(model)
+        limit = self.max_body_bytes if interface.signature.text is None else _MOST_TEXT_BYTES
+        if len(exchange.body) > limit:
+            raise HttpError(413, f"a text may have {limit >> 10} KiB. Send less of it.")
         slo_ms = model.slo_ms if route.slo_ms is None else route.slo_ms
         if self._clock() * 1000.0 + model.alone_ms > exchange.arrived_ms + slo_ms:
             raise HttpError(
@@ -297,7 +336,7 @@ class InferenceService:
         def decode() -> list[InputPart]:
             plain = exchange.body
             if route.encoding is not None:
-                plain = inflated(plain, route.encoding, self.max_body_bytes)
+                plain = inflated(plain, route.encoding, limit)
             return interface.preprocess(plain)
 
         self._aside(exchange, decode, lambda parts: InferCall(self, exchange, route).begin_decoded(parts))
@@ -319,16 +358,20 @@ class InferenceService:
             if has_left:
                 return
             exchange.on_left = None
-            try:
-                if isinstance(error, BadRequestError | InvalidInputError):
-                    raise HttpError(400, str(error))
-                if error is not None:
-                    raise error
-                then(result)
-            except HttpError as refused:
-                fail(exchange, refused)
-            except Exception as unexpected:
-                crash(exchange, unexpected)
+            # Raised here, the error and this frame would hold each other.
+            if isinstance(error, BadRequestError | InvalidInputError):
+                fail(exchange, HttpError(400, str(error)))
+            elif isinstance(error, HttpError):
+                fail(exchange, error)
+            elif error is not None:
+                crash(exchange, error)
+            else:
+                try:
+                    then(result)
+                except HttpError as refused:
+                    fail(exchange, refused)
+                except Exception as unexpected:
+                    crash(exchange, unexpected)
 
         def run() -> None:
             try:
@@ -352,9 +395,13 @@ class InferenceService:
     def admit(self, asker: Asker, exchange: Exchange, model: PlannedModel, slo_ms: float, client_id: str) -> Request:
         """Ask the scheduling side for one sample."""
         return self.dispatching.admit(
-            model.name, asker, arrived_ms=exchange.arrived_ms, slo_ms=slo_ms, client_id=client_id,
+            model.name,
+            asker,
+            arrived_ms=exchange.arrived_ms,
+            slo_ms=slo_ms,
+            client_id=client_id,
             reserve_ms=self.margin.reserve_ms(slo_ms, model.alone_ms),
-        )  # fmt: skip
+        )
 
     def answer_left(self, request: Request, slo_ms: float, alone_ms: float) -> None:
         """The response to an executed request has been handed to the socket: learn whether it is late."""
@@ -379,11 +426,10 @@ class InferenceService:
         return self._clock() * 1000.0
 
     def close(self) -> None:
-        """End the threads and let go of shared memory."""
+        """End the threads and the traces."""
         self._threads.shutdown(wait=False, cancel_futures=True)
         if self.traces is not None:
             self.traces.close()
-        self.regions.close()
 
 
 def _alone_ms(plan: Plan, model: str) -> float:

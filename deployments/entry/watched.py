@@ -4,8 +4,6 @@ controller decided."""
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
-from typing import Any
 
 from tenuto import __version__
 from tenuto.deployments.entry.dispatching import Dispatching
@@ -13,7 +11,8 @@ from tenuto.deployments.entry.fellows import Fellows
 from tenuto.deployments.entry.http import HttpError
 from tenuto.deployments.entry.service import InferenceService
 from tenuto.deployments.operator.decisions import AskController, ControllerFigures
-from tenuto.deployments.operator.merged_status import merge_gateways
+from tenuto.deployments.operator.merged_status import merge_system
+from tenuto.deployments.wire.status import EndedRequest, SystemStatus
 
 
 class WatchedGateway:
@@ -37,32 +36,22 @@ class WatchedGateway:
         dispatching = self._dispatching
         if dispatching.is_ready():
             return []
-        return [entry["id"] for entry in dispatching.gpulets() if not entry["up"]] or ["no gpu-let is ready"]
+        return [gpulet.id for gpulet in dispatching.gpulets() if not gpulet.up] or ["no gpu-let is ready"]
 
-    async def status(self) -> Mapping[str, Any]:
+    async def status(self) -> SystemStatus:
         """Return the status of all dispatchers, with the gateways' margins, front doors, proxies and nodes' GPUs, and
         with the controller's decisions."""
-        found: dict[str, Any] = await self._dispatching.report("status")
-        merged = merge_gateways(await self._fellows.all())
-        proxied = merged.pop("proxied")
-        models = {
-            name: {**model, "proxy_s": proxied[name]} if name in proxied else model
-            for name, model in found["models"].items()
-        }
-        return {
-            **found, **merged, "models": models, "version": __version__,
-            "uptime_s": time.time() - merged["started_at_s"], "controller": await self._controller.read(),
-        }  # fmt: skip
+        found = await self._dispatching.status()
+        reports = await self._fellows.all()
+        return merge_system(found, reports, await self._controller.read(), version=__version__, now_s=time.time())
 
-    async def queue(self) -> Mapping[str, int]:
+    async def waiting(self) -> dict[str, int]:
         """Return how many requests of each model wait for a batch."""
-        found: dict[str, int] = await self._dispatching.report("queue")
-        return found
+        return await self._dispatching.waiting()
 
-    async def requests(self, id: str | None, limit: int) -> list[dict[str, Any]]:
+    async def ended(self, id: str | None, limit: int) -> list[EndedRequest]:
         """Return the last requests that ended, newest first."""
-        found: list[dict[str, Any]] = await self._dispatching.report("requests", id=id, limit=limit)
-        return found
+        return await self._dispatching.ended(id, limit)
 
     def close(self) -> None:
         """Ask nobody any more."""

@@ -2,7 +2,10 @@
 
 No event loop: dispatchers of this machine are read by the worker itself (`tenuto.deployments.gpulet.inbox`), those of
 other machines, and those that send large bodies, by a thread each, so that bodies come while a batch runs. Answers
-leave from the worker.
+leave from the worker, and beats from a thread that watches the dispatchers.
+
+Of the dispatchers of one sub-cluster one is in charge, the one that took charge last. A batch of another one is not
+begun, nor one whose dispatcher has gone: its requests were given to others.
 """
 
 from __future__ import annotations
@@ -17,10 +20,13 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
+import msgspec
+
 from tenuto.deployments.gpulet.inbox import Source
 from tenuto.deployments.wire.encryption import Identity, TlsSocket
 from tenuto.deployments.wire.frames import Address, FrameSocket, WrongFrameError, listener
-from tenuto.deployments.wire.messages import AbortBatch, GpuletState, Message, RunBatch
+from tenuto.deployments.wire.liveness import BEAT_S
+from tenuto.deployments.wire.messages import AbortBatch, GpuletState, Message, RunBatch, TakeCharge
 from tenuto.deployments.wire.peer import Endpoint
 from tenuto.deployments.wire.tensors import Buffer
 
@@ -35,6 +41,7 @@ class _Peer:
     def __init__(self, connection: FrameSocket, channel: Channel) -> None:
         self.connection = connection
         self.running: dict[int, ArrivedBatch] = {}
+        self.sub_cluster: str | None = None  # which it schedules for, where others may take charge
         self._channel = channel
 
     def fileno(self) -> int:
@@ -43,6 +50,10 @@ class _Peer:
     def readable(self, *, is_fresh: bool) -> bool:
         """See `tenuto.deployments.gpulet.inbox.Source`."""
         return self._channel.read(self, is_fresh=is_fresh)
+
+    def is_obeyed(self) -> bool:
+        """Whether what it asked for is to be begun now."""
+        return self._channel.is_in_charge(self) and not self.connection.is_lost()
 
 
 class ArrivedBatch:
@@ -67,6 +78,10 @@ class ArrivedBatch:
     def size(self) -> int:
         """Rows of all members."""
         return self.message.size
+
+    def is_given_up(self) -> bool:
+        """Whether its dispatcher wants it no more, or has gone, or another one is in charge; for the worker."""
+        return self.is_aborted or not self._peer.is_obeyed()
 
     def answer(self, message: Message, buffers: Sequence[Buffer] = ()) -> None:
         """Send the answer; any thread may. Silent when the dispatcher is gone."""
@@ -96,7 +111,11 @@ class Channel:
         self._identity = Identity()
         self._listeners: dict[tuple[str, bool], socket.socket] = {}
         self._peers: set[_Peer] = set()
+        self._in_charge: dict[str, _Peer] = {}  # by sub-cluster
+        self._terms: dict[str, int] = {}
         self._lock = threading.Lock()
+        self._is_closed = threading.Event()
+        threading.Thread(target=self._beat, name=f"gpu-let {name} beats", daemon=True).start()
 
     def listen(self, host: str = "", *, encrypted: bool = False) -> Endpoint:
         """Listen and return where: for this machine alone without a host, else on a free port of that address, which
@@ -118,7 +137,7 @@ class Channel:
     def announce(self, state: GpuletState) -> None:
         """Tell everyone who is connected, and whoever connects later, what this gpu-let is and holds."""
         with self._lock:
-            self._state = state
+            state = self._state = msgspec.structs.replace(state, terms=dict(self._terms))
             peers = list(self._peers)
         for peer in peers:
             peer.connection.limit_bodies(state.most_asked_bytes())
@@ -131,6 +150,7 @@ class Channel:
 
     def close(self) -> None:
         """Take no more connections and close those there are."""
+        self._is_closed.set()
         for made in self._listeners.values():
             with contextlib.suppress(OSError):
                 made.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
@@ -160,9 +180,12 @@ class Channel:
                 connection.close()
                 return
         peer = _Peer(FrameSocket(way), self)
-        if peer.connection.greet(self._token) is None:
+        hello = peer.connection.greet(self._token)
+        if hello is None:
             peer.connection.close()
             return
+        if hello.is_watched:
+            peer.connection.watch()
         with self._lock:
             self._peers.add(peer)
             state = self._state
@@ -194,9 +217,7 @@ class Channel:
             return False
         if not peer.connection.is_amid_body:
             return True
-        threading.Thread(
-            target=self._receive, args=(peer,), name=f"gpu-let {self._name} receives", daemon=True
-        ).start()
+        threading.Thread(target=self._receive, args=(peer,), name=f"gpu-let {self._name} receives", daemon=True).start()
         return False
 
     def _lost(self, peer: _Peer, error: Exception) -> None:
@@ -204,9 +225,8 @@ class Channel:
             logger.warning("gpu-let %s closes a connection: %s", self._name, error)
         with self._lock:
             self._peers.discard(peer)
+        _give_up(peer)  # nobody waits for it
         peer.connection.close()
-        for batch in list(peer.running.values()):
-            batch.is_aborted = True  # nobody waits for it: what has not begun is not run
 
     def _take(self, peer: _Peer, message: Message, body: memoryview, received_at: float) -> None:
         if isinstance(message, RunBatch):
@@ -216,5 +236,39 @@ class Channel:
             running = peer.running.get(message.number)
             if running is not None:
                 running.is_aborted = True
+        elif isinstance(message, TakeCharge):
+            self._put_in_charge(peer, message)
         else:
             logger.warning("gpu-let %s: nobody asked for a %s", self._name, type(message).__name__)
+
+    def _put_in_charge(self, peer: _Peer, wanted: TakeCharge) -> None:
+        """Let a dispatcher take charge, unless another one has with a later term; whoever is not in charge hears so
+        from the terms in the state."""
+        peer.sub_cluster = name = wanted.sub_cluster
+        with self._lock:
+            state, before = self._state, self._in_charge.get(name)
+            is_later = wanted.term > self._terms.get(name, 0)
+            if is_later:
+                self._terms[name], self._in_charge[name] = wanted.term, peer
+        if not is_later and before is peer:
+            return
+        if is_later and before is not None and before is not peer:
+            logger.warning("gpu-let %s: another dispatcher of sub-cluster %s takes charge", self._name, name)
+            _give_up(before)
+        if state is not None:
+            self.announce(state)
+
+    def is_in_charge(self, peer: _Peer) -> bool:
+        """Whether no other dispatcher of its sub-cluster has taken charge."""
+        return peer.sub_cluster is None or self._in_charge.get(peer.sub_cluster) is peer
+
+    def _beat(self) -> None:
+        while not self._is_closed.wait(BEAT_S):
+            for peer in list(self._peers):
+                peer.connection.tick()
+
+
+def _give_up(peer: _Peer) -> None:
+    """Begin nothing more of what a dispatcher asked for."""
+    for batch in list(peer.running.values()):
+        batch.is_aborted = True

@@ -14,8 +14,9 @@ import os
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
-from typing import Any
 
+from tenuto.deployments.serve.user_config import GpuletSpec
+from tenuto.deployments.wire.status import MpsStatus
 from tenuto.errors import EnvironmentFaultError
 from tenuto.mps.control import ControlError
 from tenuto.mps.daemon import PrivateDaemon
@@ -40,7 +41,7 @@ class SharedGpu:
 
     def __init__(
         self,
-        spec: Mapping[str, Any],
+        spec: GpuletSpec,
         *,
         daemon: PrivateDaemon | None = None,
         devices: Callable[[], tuple[GpuDevice, ...]] = read_inventory,
@@ -57,15 +58,13 @@ class SharedGpu:
         Raises:
             ControlError: the daemon's folder has too long a path.
         """
-        self._id = str(spec["gpulet"])
-        self._uuid = str(spec["gpu"]["uuid"])
-        self._share_pct: float | None = spec.get("share_pct")
-        self._memory_mib: float | None = spec.get("memory_mib")
+        self._id, self._uuid = spec.gpulet, str(spec.gpu.uuid)
+        self._share_pct, self._memory_mib = spec.share_pct, spec.memory_mib
         self._daemon = daemon if daemon is not None else PrivateDaemon(self._uuid)
         self._devices, self._visible = devices, visible
         self._environment = os.environ if environment is None else environment
         self._pid = os.getpid() if pid is None else pid
-        self._is_required = spec.get("mps") == "required"
+        self._is_required = spec.mps == "required"
         self._read_others, self._free_mib, self._sleep = others, free_mib, sleep
         self._watch_xids = watch_xids if watch_xids is not None else _xid_events
         self._xids: XidEvents | None = None
@@ -171,16 +170,24 @@ class SharedGpu:
                 raise self._refused(f"CUDA shows it {len(seen)} GPUs instead of its own")
             report = Report(self._pid, seen[0].uuid, seen[0].sm_count, self._free_mib())
             found = verify_attachment(
-                report, self._daemon, self._share_pct, self._gpu_sm_count,
-                clients_before=self._clients_before, memory_mib=self._memory_mib,
-            )  # fmt: skip
+                report,
+                self._daemon,
+                self._share_pct,
+                self._gpu_sm_count,
+                clients_before=self._clients_before,
+                memory_mib=self._memory_mib,
+            )
             if found.reasons:
                 raise self._refused("; ".join(found.reasons))
             self._sm_count, self._attachment = report.sm_count, found
         logger.info(
             "gpu-let %s: has %s of %s SMs of %s (proof: %s)",
-            self._id, self._sm_count, self._gpu_sm_count, self._uuid, found.proof,
-        )  # fmt: skip
+            self._id,
+            self._sm_count,
+            self._gpu_sm_count,
+            self._uuid,
+            found.proof,
+        )
 
     def check(self) -> None:
         """Raise `EnvironmentFaultError` once this process has lost its GPU: a fault, or the daemon is gone.
@@ -218,19 +225,18 @@ class SharedGpu:
         proved = self._attachment
         return self._pid if proved is None or proved.client is None else proved.client
 
-    def status(self) -> dict[str, Any]:
-        """Return what was given: the UUID, SMs of the share and of the GPU, CUDA's cap, how the attachment was proved,
-        the processes outside CUDA MPS on the GPU at the start, and the Xid errors since (None: not known)."""
+    def status(self) -> MpsStatus:
+        """Return what was given."""
         wanted = client_environment(self._uuid, self._share_pct, self._memory_mib)
-        return {
-            "uuid": self._uuid,
-            "sm_count": self._sm_count,
-            "gpu_sm_count": self._gpu_sm_count,
-            "memory_limit": wanted.get("CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"),
-            "proof": None if self._attachment is None else self._attachment.proof,
-            "others": None if self._others is None else [other.to_data() for other in self._others],
-            "xids": None if self._xids is None else list(self._xids.seen),
-        }
+        return MpsStatus(
+            uuid=self._uuid,
+            sm_count=self._sm_count,
+            gpu_sm_count=self._gpu_sm_count,
+            memory_limit=wanted.get("CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"),
+            proof=None if self._attachment is None else self._attachment.proof,
+            others=None if self._others is None else list(self._others),
+            xids=None if self._xids is None else list(self._xids.seen),
+        )
 
     def terminate(self) -> None:
         """End this process's work on the GPU before the process is killed with work in flight, which would be undefined
@@ -269,7 +275,7 @@ async def turn_of(shared: SharedGpu | None) -> AsyncIterator[None]:
         held.__exit__(None, None, None)
 
 
-def join_shared_gpu(spec: Mapping[str, Any], *, has_driver: bool) -> SharedGpu | None:
+def join_shared_gpu(spec: GpuletSpec, *, has_driver: bool) -> SharedGpu | None:
     """Join a gpu-let to its GPU before CUDA starts; None where the plan asks for no CUDA MPS, or nothing is here.
 
     Without a driver the choice of the executor says what is missing.
@@ -277,7 +283,7 @@ def join_shared_gpu(spec: Mapping[str, Any], *, has_driver: bool) -> SharedGpu |
     Raises:
         EnvironmentFaultError: the GPU cannot be shared as planned.
     """
-    if not spec.get("cuda_mps") or not has_driver:
+    if not spec.cuda_mps or not has_driver:
         return None
     shared = SharedGpu(spec)
     shared.join()

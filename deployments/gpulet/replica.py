@@ -8,9 +8,11 @@ once all its models are warmed up (`tenuto.deployments.gpulet.resident_programs`
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import secrets
 import sys
+import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -21,16 +23,17 @@ from tenuto.deployments.gpulet.executors.streamed import make_streaming
 from tenuto.deployments.gpulet.mps_sharing import SharedGpu, join_shared_gpu, turn_of
 from tenuto.deployments.gpulet.resident_programs import ResidentPrograms
 from tenuto.deployments.gpulet.worker import WorkerThread
-from tenuto.deployments.serve.niceness import run_at_normal_priority
-from tenuto.deployments.serve.own_loop import spare_the_collector
-from tenuto.deployments.serve.ray_address import own_address_for
-from tenuto.deployments.serve.user_config import GpuletSpec, read_gpulet_config
+from tenuto.deployments.process.niceness import run_at_normal_priority
+from tenuto.deployments.process.own_loop import spare_the_collector
+from tenuto.deployments.process.ray_address import own_address_for
+from tenuto.deployments.serve.user_config import HANGS_TIMES, GpuletSpec, read_gpulet_config
 from tenuto.deployments.wire.arena import machine_id
 from tenuto.deployments.wire.messages import GpuletCloses, GpuletState
 from tenuto.deployments.wire.peer import Endpoint
 from tenuto.documents import parse_document
 from tenuto.errors import EnvironmentFaultError
 
+_LOOK_S = 1.0
 _LAST_WORDS_S = 0.2  # between the notice that the device is lost and the end of the process
 
 
@@ -49,9 +52,8 @@ class GpuletReplica:
             InvalidInputError: unknown keys or unusable values.
             EnvironmentFaultError: the machine cannot give what the plan asks for.
         """
-        checked = parse_document(GpuletSpec, dict(spec), origin="args.spec")
-        self._spec: dict[str, Any] = checked.model_dump()
-        self._id = checked.gpulet
+        self._spec = parse_document(GpuletSpec, dict(spec), origin="args.spec")
+        self._id = self._spec.gpulet
         self._loop = asyncio.get_running_loop()
         run_at_normal_priority()
         # Before the executor: CUDA looks for its daemon once, when it starts.
@@ -59,7 +61,7 @@ class GpuletReplica:
         self._is_proved = False
         try:
             self._executor: Executor = make_executor(self._spec)
-            streaming = make_streaming(self._executor) if checked.streaming else None
+            streaming = make_streaming(self._executor) if self._spec.streaming else None
         except BaseException:
             if self._shared is not None:
                 self._shared.leave()  # the next gpu-let of this GPU need not wait for the end of this process
@@ -72,6 +74,8 @@ class GpuletReplica:
         self._channel.announce(self._state())
         self._near = self._channel.listen()
         self._encrypts = False
+        self._hangs_s = math.inf
+        self._look = self._loop.call_later(_LOOK_S, self._look_for_a_hang)
         self._has_started = True
 
     def _share_gpu(self) -> SharedGpu | None:
@@ -87,7 +91,7 @@ class GpuletReplica:
             InvalidInputError: unknown keys or unusable values; nothing was changed.
         """
         config = read_gpulet_config(user_config, self._id)
-        wanted, self._encrypts = config.programs, config.encrypt
+        wanted, self._encrypts, self._hangs_s = config.programs, config.encrypt, config.hangs_s
         # The first load has its turn from joining on. Batches run while a later one waits.
         async with turn_of(self._shared if self._is_proved and self._programs.loads(wanted) else None):
             await self._programs.bring(wanted, self._worker.perform)
@@ -120,14 +124,14 @@ class GpuletReplica:
         """Return what this gpu-let is and holds now."""
         return GpuletState(
             gpulet=self._id,
-            gpu=self._spec["gpu"]["id"],
+            gpu=self._spec.gpu.id,
             pid=os.getpid(),
             machine=machine_id(),
             device=self._executor.device,
             emulated=self._programs.is_emulated,
-            share_pct=self._spec["share_pct"],
+            share_pct=self._spec.share_pct,
             memory_mib=self._executor.memory_mib(),
-            memory_cap_mib=self._spec["memory_mib"] if self._executor.device.startswith("cuda") else None,
+            memory_cap_mib=self._spec.memory_mib if self._executor.device.startswith("cuda") else None,
             sm_count=self._executor.sm_count(),
             mode=self._programs.mode(is_shared=self._shared is not None),
             cuda_mps=None if self._shared is None else self._shared.status(),
@@ -136,6 +140,18 @@ class GpuletReplica:
             signatures=self._programs.signatures(),
             node_id=_node_id(),
         )
+
+    def _look_for_a_hang(self) -> None:
+        """End this process when a batch never comes back; once a second."""
+        self._look = self._loop.call_later(_LOOK_S, self._look_for_a_hang)
+        longest = self._worker.longest()
+        if longest is None or self._worker.fault is not None:
+            return
+        since_s, program = longest
+        limit_s = max(self._hangs_s, HANGS_TIMES * self._programs.planned_s(program))
+        if time.monotonic() - since_s > limit_s:
+            self._worker.fault = f"a batch of '{program}' has not come back for {limit_s:.0f} s: it hangs"
+            self._on_fault(self._worker.fault)
 
     def _on_fault(self, reason: str) -> None:
         """No batch can run here any more: say so, and end the process, which Serve then replaces. Called by the
@@ -161,6 +177,7 @@ class GpuletReplica:
         `__init__` failed."""
         if not self._has_started:
             return
+        self._look.cancel()
         self._channel.tell(GpuletCloses("it is shutting down"))
         await self._worker.stop(10.0 if self._shared is None else 6.0)
         if self._shared is not None and self._worker.is_alive:

@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from tenuto.deployments.gpulet.executors.base import Executor
 from tenuto.deployments.gpulet.executors.streamed import StreamingExecutor
 from tenuto.deployments.serve.user_config import ProgramEntry
-from tenuto.deployments.wire.messages import GpuletMode
+from tenuto.deployments.wire.status import GpuletMode
 from tenuto.profiles.networks.catalogue import ModelSignature
 from tenuto.profiles.networks.model_options import captured_sizes
 
@@ -76,6 +76,13 @@ class ResidentPrograms:
     def largest_batches(self) -> dict[str, int]:
         """Return the planned batch size of every program."""
         return {name: entry.batch_size for name, entry in self._entries.items()}
+
+    def planned_s(self, name: str) -> float:
+        """Return what the largest batch of a program is planned to take, in s; 0 where the plan does not say."""
+        entry = self._entries.get(name)
+        if entry is None or entry.latency is None:
+            return 0.0
+        return entry.latency.at(entry.batch_size) * entry.slowdown / 1000.0
 
     def signatures(self) -> dict[str, ModelSignature]:
         """Return the signature of every model."""

@@ -17,6 +17,8 @@ from tenuto.deployments.gpulet.executors.streamed import StreamingExecutor
 from tenuto.profiles.networks.inputs import Arrays, Blocks
 from tenuto.profiles.networks.runner import STREAMED_DEPTH, BatchTimes
 
+_ENDS_S = 60.0
+
 
 class _Batch(Protocol):
     received_at: float
@@ -91,7 +93,7 @@ class StreamedWork(Generic[Work]):
                 for _ in range(STREAMED_DEPTH):
                     self._room.release()
         self._launched.put(None)
-        self._finisher.join()
+        self._finisher.join(_ENDS_S)  # what hangs on a GPU ends with the process
 
     def _wait_until_empty(self) -> None:
         for _ in range(STREAMED_DEPTH):

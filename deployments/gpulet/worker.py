@@ -23,7 +23,7 @@ from tenuto.deployments.wire.arena import MappedArenas
 from tenuto.deployments.wire.bundles import read_parts
 from tenuto.deployments.wire.messages import BatchFailed, BatchRan, Message
 from tenuto.deployments.wire.tensors import RowOutput, inline_blocks, input_blocks, pack_outputs
-from tenuto.errors import first_line
+from tenuto.errors import first_line, new_incident
 from tenuto.profiles.networks.device import loses_device
 from tenuto.profiles.networks.inputs import Arrays, Blocks
 from tenuto.profiles.networks.runner import BatchTimes
@@ -63,6 +63,7 @@ class WorkerThread:
         self._inbox: Inbox[_Item] = Inbox()
         self._arenas = MappedArenas()
         self._recent: deque[dict[str, Any]] = deque(maxlen=1024)
+        self._begun: dict[int, tuple[float, str]] = {}  # by the batch's `id`: when, and of which program
         self.fault: str | None = None  # why no batch can run here any more
         self._thread = threading.Thread(target=self._work, name=f"gpulet {gpulet_id}", daemon=True)
         self._thread.start()
@@ -88,6 +89,11 @@ class WorkerThread:
         """Whether the thread still runs."""
         return self._thread.is_alive()
 
+    def longest(self) -> tuple[float, str] | None:
+        """Return since when the oldest batch has been with the device, in monotonic s, and its program; None where no
+        batch is."""
+        return next(iter(self._begun.copy().values()), None)
+
     async def stop(self, timeout_s: float) -> None:
         """Finish what was put or had come and end the thread; returns after `timeout_s` even where it still runs."""
         self._inbox.close()
@@ -103,9 +109,15 @@ class WorkerThread:
     def _work(self) -> None:
         if self._streaming is not None:
             StreamedWork[ArrivedBatch](
-                self._inbox, self._streaming, as_batch=_streamable, take=self._take, done=self._streamed,
-                failed=self._failed, otherwise=self._do, name=f"gpulet {self._id}",
-            ).run()  # fmt: skip
+                self._inbox,
+                self._streaming,
+                as_batch=_streamable,
+                take=self._take,
+                done=self._streamed,
+                failed=self._failed,
+                otherwise=self._do,
+                name=f"gpulet {self._id}",
+            ).run()
             return
         while (item := self._inbox.get()) is not None:
             self._do(item)
@@ -133,11 +145,13 @@ class WorkerThread:
         try:
             inputs = self._inputs(batch)
             begun_s = time.monotonic()
+            self._begun[id(batch)] = begun_s, batch.program
             outputs, execution_ms = self._executor.run(batch.program, inputs, rows)
             packed = [(count, *pack_outputs(outputs[member], count)) for member, count in rows.items()]
         except Exception as error:
             self._failed(batch, error)
             return
+        del self._begun[id(batch)]
         members = [(count, described) for count, described, _ in packed]
         ran = self._ran(batch, begun_s, execution_ms, queue_ms, members)
         batch.answer(ran, [buffer for _, _, buffers in packed for buffer in buffers])
@@ -145,10 +159,10 @@ class WorkerThread:
     def _refusal(self, batch: ArrivedBatch) -> Message | None:
         """Return the answer to a batch that is not to be run."""
         number = batch.message.number
-        if batch.is_aborted:
-            return BatchFailed(number, "the batch was given up before it ran")
+        if batch.is_given_up():
+            return BatchFailed(number, "the batch was given up before it ran", may_retry=True)
         if self.fault is not None:
-            return BatchFailed(number, self.fault, may_retry=True)
+            return BatchFailed(number, f"gpu-let {self._id} runs no more batches; its log says why", may_retry=True)
         if batch.program not in self._programs:
             reason = f"'{batch.program}' is not resident on gpu-let {self._id}; the plan has just changed"
             return BatchFailed(number, reason, may_retry=True)
@@ -178,36 +192,50 @@ class WorkerThread:
         if refusal is not None:
             batch.answer(refusal)
             return None
+        self._begun[id(batch)] = time.monotonic(), batch.program
         return self._inputs(batch)[batch.program]
 
     def _streamed(self, batch: ArrivedBatch, outputs: Arrays, times: BatchTimes, queue_ms: float) -> None:
         """Answer a streamed batch. Its copies are part of its way, as they keep no other batch from executing."""
+        self._begun.pop(id(batch), None)
         described, buffers = pack_outputs(outputs, batch.size)
         copies = (times.staging_ms + times.copy_in_ms, times.copy_out_ms)
         members = [(batch.size, described)]
         batch.answer(self._ran(batch, times.begun_at_s, times.execution_ms, queue_ms, members, copies), buffers)
 
     def _ran(
-        self, batch: ArrivedBatch, begun_s: float, execution_ms: float, queue_ms: float,
-        members: list[tuple[int, list[RowOutput]]], copies: tuple[float, float] = (0.0, 0.0),
+        self,
+        batch: ArrivedBatch,
+        begun_s: float,
+        execution_ms: float,
+        queue_ms: float,
+        members: list[tuple[int, list[RowOutput]]],
+        copies: tuple[float, float] = (0.0, 0.0),
     ) -> BatchRan:
         """Note a batch that ran and return the message of its answer."""
         requests = batch.message.request_ids
         self._recent.append(
-            {"model": batch.program, "batch_size": batch.size, "requests": requests, "started_s": begun_s,
-             "ended_s": begun_s + execution_ms / 1000.0}
-        )  # fmt: skip
+            {
+                "model": batch.program,
+                "batch_size": batch.size,
+                "requests": requests,
+                "started_s": begun_s,
+                "ended_s": begun_s + execution_ms / 1000.0,
+            }
+        )
         return BatchRan(batch.message.number, begun_s * 1000.0, execution_ms, queue_ms, *copies, members)
 
     def _failed(self, batch: ArrivedBatch, error: Exception) -> None:
-        """Answer a batch that could not be run."""
-        logger.error(
-            "gpu-let %s: a batch of %d for %s failed", self._id, batch.size, batch.program, exc_info=error
-        )
+        """Answer a batch that could not be run. What the model said goes to the log: it may name what clients may not
+        know."""
+        self._begun.pop(id(batch), None)
+        incident = new_incident()
+        text = "gpu-let %s: a batch of %d for %s failed (%s)"
+        logger.error(text, self._id, batch.size, batch.program, incident, exc_info=error)
         lost = self.fault is None and self._executor.device.startswith("cuda") and loses_device(error)
         if lost:
             self.fault = f"the CUDA context of gpu-let {self._id} is lost: {first_line(error)}"
-        reason = f"running '{batch.program}' failed: {type(error).__name__}: {error}"
+        reason = f"running '{batch.program}' failed; the log of gpu-let {self._id} says why under {incident}"
         batch.answer(BatchFailed(batch.message.number, reason, may_retry=self.fault is not None))
         if lost and self.fault is not None:
             self._on_fault(self.fault)

@@ -6,19 +6,22 @@ Nothing here belongs before clients: it names other clients' requests, and what 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Callable
 from typing import Annotated, Any, Protocol
 
-import orjson
-from fastapi import FastAPI, Query, Request, Response
+import msgspec
+from fastapi import APIRouter, Depends, FastAPI, Query, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
 from tenuto import __version__
+from tenuto.deployments.operator.docs_page import add_docs
 from tenuto.deployments.operator.exposition import CONTENT_TYPE, render_metrics
-from tenuto.deployments.operator.live import LiveView
+from tenuto.deployments.operator.live_view import LiveView
 from tenuto.deployments.operator.page import live_page
+from tenuto.deployments.security.site import why_foreign
+from tenuto.deployments.wire.status import EndedRequest, SystemStatus
 
 _MOST_REQUESTS = 4096
 
@@ -29,22 +32,27 @@ class Watched(Protocol):
     def missing(self) -> list[str]:
         """Return the gpu-lets that cannot be used yet."""
 
-    async def status(self) -> Mapping[str, Any]:
+    async def status(self) -> SystemStatus:
         """Return the plan, the gpu-lets and the counts; raises `TimeoutError` where a dispatcher does not answer."""
 
-    async def queue(self) -> Mapping[str, int]:
+    async def waiting(self) -> dict[str, int]:
         """Return how many requests of each model wait for a batch; raises as `status` does."""
 
-    async def requests(self, id: str | None, limit: int) -> list[dict[str, Any]]:
+    async def ended(self, id: str | None, limit: int) -> list[EndedRequest]:
         """Return the last requests that ended, newest first; with an id, those of it; raises as `status` does."""
 
 
-def make_operator_app(watched: Watched) -> FastAPI:
-    """Return the operators' application."""
+def make_operator_app(watched: Watched, is_local: Callable[[], bool] = lambda: True) -> FastAPI:
+    """Return the operators' application. `is_local`: see `add_operator_routes`."""
     app = FastAPI(
-        title="Tenuto for operators", version=__version__, description="What runs against what was planned.",
+        title="Tenuto for operators",
+        version=__version__,
+        description="What runs against what was planned.",
         redirect_slashes=False,
-    )  # fmt: skip
+        docs_url=None,
+        redoc_url=None,
+    )
+    add_docs(app)
 
     add_error_answers(app, "this port")
 
@@ -64,7 +72,7 @@ def make_operator_app(watched: Watched) -> FastAPI:
             return JSONResponse({"ready": True})
         return JSONResponse({"ready": False, "error": f"gpu-lets not connected yet: {', '.join(missing)}"}, 503)
 
-    add_operator_routes(app, watched)
+    add_operator_routes(app, watched, is_local)
     return app
 
 
@@ -83,45 +91,57 @@ def add_error_answers(app: FastAPI, here: str) -> None:
         return JSONResponse({"error": text}, error.status_code, getattr(error, "headers", None))
 
 
-def add_operator_routes(app: FastAPI, watched: Watched) -> None:
-    """Add the routes to an application."""
+def add_operator_routes(app: FastAPI, watched: Watched, is_local: Callable[[], bool] = lambda: True) -> None:
+    """Add the routes to an application. `is_local`: whether only this machine reaches them, so that a request which
+    names another host, or comes from another site's page, is refused with 403."""
     view = LiveView(watched.status)
 
-    @app.get("/", tags=["page"], summary="The live page", response_class=Response)
+    async def refuse_foreign(request: Request) -> None:
+        reason = why_foreign(request.headers) if is_local() else None
+        if reason is not None:
+            raise HTTPException(403, reason)
+
+    router = APIRouter(dependencies=[Depends(refuse_foreign)])
+
+    @router.get("/", tags=["page"], summary="The live page", response_class=Response)
     async def page() -> Response:
         found = live_page()
         headers = {
-            "content-security-policy": found.policy, "x-content-type-options": "nosniff",
-            "referrer-policy": "no-referrer", "cache-control": "no-store",
-        }  # fmt: skip
+            "content-security-policy": found.policy,
+            "x-content-type-options": "nosniff",
+            "referrer-policy": "no-referrer",
+            "cache-control": "no-store",
+        }
         return Response(found.html, media_type="text/html; charset=utf-8", headers=headers)
 
-    @app.get("/live", tags=["page"], summary="What the live page shows: status, figures of ten seconds, two minutes")
+    @router.get("/live", tags=["page"], summary="What the live page shows: status, figures of ten seconds, two minutes")
     async def live() -> Response:
         return _json(await view.look())
 
-    @app.get("/status", tags=["status"], summary="The plan, what each gpu-let really got, and counts per model")
+    @router.get("/status", tags=["status"], summary="The plan, what each gpu-let really got, and counts per model")
     async def status() -> Response:
         return _json(await watched.status())
 
-    @app.get("/status/queue", tags=["status"], summary="Requests that wait for a batch, by model")
+    @router.get("/status/queue", tags=["status"], summary="Requests that wait for a batch, by model")
     async def queue() -> Response:
-        return _json(await watched.queue())
+        return _json(await watched.waiting())
 
-    @app.get("/requests", tags=["status"], summary="The last requests that ended, newest first, with their times")
+    @router.get("/requests", tags=["status"], summary="The last requests that ended, newest first, with their times")
     async def requests(
         id: Annotated[str | None, Query(max_length=1024)] = None,
         limit: Annotated[int, Query(ge=1, le=_MOST_REQUESTS)] = 100,
     ) -> Response:
-        return _json((await watched.requests(id, limit))[:limit])
+        return _json((await watched.ended(id, limit))[:limit])
 
-    @app.get("/metrics", tags=["status"], summary="The figures of /status as Prometheus text")
+    @router.get("/metrics", tags=["status"], summary="The figures of /status as Prometheus text")
     async def metrics() -> Response:
         # In a thread: fifty models make half a megabyte, and requests are not to wait for it.
         text = await asyncio.to_thread(render_metrics, await watched.status())
         return Response(text, media_type=CONTENT_TYPE)
 
+    app.include_router(router)
+
 
 def _json(data: Any) -> Response:
-    """Return JSON without the library's walk through it, which takes ten times as long as writing it."""
-    return Response(orjson.dumps(data, option=orjson.OPT_SERIALIZE_NUMPY), media_type="application/json")
+    """Return JSON without FastAPI's walk through it, which takes ten times as long as writing it."""
+    return Response(msgspec.json.encode(data), media_type="application/json")

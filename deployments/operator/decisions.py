@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Mapping
-from typing import Any
+from collections.abc import Awaitable, Callable
+
+from tenuto.deployments.wire.status import ControllerStatus
 
 logger = logging.getLogger("ray.serve")
 
 # Returns what the controller shows of itself, None where none runs.
-AskController = Callable[[], Awaitable[Mapping[str, Any] | None]]
+AskController = Callable[[], Awaitable[ControllerStatus | None]]
 
 _EVERY_S = 2.0
 _ABSENT_S = 10.0  # until the next question, where none runs
@@ -31,10 +32,10 @@ class ControllerFigures:
         self._ask = ask
         self._clock = clock
         self._next_s = clock()
-        self._latest: Mapping[str, Any] | None = None
+        self._latest: ControllerStatus | None = None
         self._asking: asyncio.Task[None] | None = None
 
-    async def read(self) -> Mapping[str, Any] | None:
+    async def read(self) -> ControllerStatus | None:
         """Return it, some seconds old at most while the controller answers; None where none runs."""
         if self._asking is None and self._clock() >= self._next_s:
             self._asking = asyncio.create_task(self._refresh(), name="ask the controller")

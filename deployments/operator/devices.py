@@ -9,16 +9,18 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections import Counter
 from collections.abc import Callable
 from typing import Any, Protocol
+
+from tenuto.deployments.wire.status import DeviceStatus
+from tenuto.errors import EnvironmentFaultError
+from tenuto.mps.faults import XidEvents
 
 logger = logging.getLogger("ray.serve")
 
 _EVERY_S = 5.0
 _SM_CLOCK = 1  # NVML_CLOCK_SM
 _CORE_TEMPERATURE = 0  # NVML_TEMPERATURE_GPU
-_XID = 0x8  # nvmlEventTypeXidCriticalError
 
 
 class DeviceNvml(Protocol):
@@ -37,9 +39,6 @@ class DeviceNvml(Protocol):
     def nvmlDeviceGetPowerUsage(self, handle: Any) -> int: ...
     def nvmlDeviceGetClockInfo(self, handle: Any, kind: int) -> int: ...
     def nvmlDeviceGetTemperature(self, handle: Any, sensor: int) -> int: ...
-    def nvmlEventSetCreate(self) -> Any: ...
-    def nvmlDeviceRegisterEvents(self, handle: Any, kinds: int, events: Any) -> None: ...
-    def nvmlEventSetWait(self, events: Any, timeout_ms: int) -> Any: ...
 
 
 def load_device_nvml() -> DeviceNvml | None:
@@ -66,26 +65,24 @@ class DeviceFigures:
         self._nvml: DeviceNvml | None = None
         self._is_loaded = False
         self._handles: list[Any] = []
-        self._events: Any = None
-        self._xids: Counter[str] = Counter()
+        self._xids: dict[str, XidEvents] = {}
         self._read_s = -_EVERY_S
-        self._latest: list[dict[str, Any]] = []
+        self._latest: list[DeviceStatus] = []
 
-    async def read(self) -> list[dict[str, Any]]:
-        """Return the figures of each GPU in base units; one that a GPU does not tell is left out."""
+    async def read(self) -> list[DeviceStatus]:
+        """Return the figures of each GPU in base units; one that a GPU does not tell is None."""
         if self._clock() - self._read_s >= _EVERY_S:
             self._read_s = self._clock()
             self._latest = await asyncio.to_thread(self._read)  # a driver under load takes milliseconds
         return self._latest
 
-    def _read(self) -> list[dict[str, Any]]:
+    def _read(self) -> list[DeviceStatus]:
         if not self._is_loaded:
             self._is_loaded = True
             self._begin()
         nvml = self._nvml
         if nvml is None:
             return []
-        self._count_xids(nvml)
         return [self._device(nvml, handle) for handle in self._handles]
 
     def _begin(self) -> None:
@@ -94,40 +91,42 @@ class DeviceFigures:
             return
         try:
             self._handles = [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())]
-            self._events = nvml.nvmlEventSetCreate()
         except nvml.NVMLError as error:
             logger.warning("the driver tells nothing of its GPUs: %s", error)
             return
         for handle in self._handles:
-            with contextlib.suppress(nvml.NVMLError):  # not every GPU has events
-                nvml.nvmlDeviceRegisterEvents(handle, _XID, self._events)
+            uuid = _text(nvml.nvmlDeviceGetUUID(handle))
+            with contextlib.suppress(EnvironmentFaultError):  # not every GPU has events
+                self._xids[uuid] = XidEvents(uuid, nvml)
 
-    def _count_xids(self, nvml: DeviceNvml) -> None:
-        """Take the events that have come; the wait ends with an error when there are none left."""
-        if self._events is None:
-            return
-        with contextlib.suppress(nvml.NVMLError):
-            while True:
-                event = nvml.nvmlEventSetWait(self._events, 0)
-                uuid = _text(nvml.nvmlDeviceGetUUID(event.device))
-                self._xids[uuid] += 1
-                logger.error("the driver reports Xid %s on GPU %s", event.eventData, uuid)
+    def _count_xids(self, uuid: str) -> int:
+        watched = self._xids.get(uuid)
+        if watched is None:
+            return 0
+        before = len(watched.seen)
+        for xid in watched.look()[before:]:
+            logger.error("the driver reports Xid %s on GPU %s", xid, uuid)
+        return len(watched.seen)
 
-    def _device(self, nvml: DeviceNvml, handle: Any) -> dict[str, Any]:
+    def _device(self, nvml: DeviceNvml, handle: Any) -> DeviceStatus:
+        def told(read: Callable[[], float]) -> float | None:
+            try:
+                return read()
+            except nvml.NVMLError:
+                return None
+
         uuid = _text(nvml.nvmlDeviceGetUUID(handle))
-        found: dict[str, Any] = {"uuid": uuid, "name": _text(nvml.nvmlDeviceGetName(handle))}
-        figures: dict[str, Callable[[], float]] = {
-            "memory_used_bytes": lambda: nvml.nvmlDeviceGetMemoryInfo(handle).used,
-            "memory_total_bytes": lambda: nvml.nvmlDeviceGetMemoryInfo(handle).total,
-            "utilization_ratio": lambda: nvml.nvmlDeviceGetUtilizationRates(handle).gpu / 100.0,
-            "power_watts": lambda: nvml.nvmlDeviceGetPowerUsage(handle) / 1000.0,
-            "sm_clock_hertz": lambda: nvml.nvmlDeviceGetClockInfo(handle, _SM_CLOCK) * 1e6,
-            "temperature_celsius": lambda: float(nvml.nvmlDeviceGetTemperature(handle, _CORE_TEMPERATURE)),
-        }
-        for key, read in figures.items():
-            with contextlib.suppress(nvml.NVMLError):
-                found[key] = read()
-        return {**found, "xid_errors": self._xids[uuid]}
+        return DeviceStatus(
+            uuid=uuid,
+            name=_text(nvml.nvmlDeviceGetName(handle)),
+            memory_used_bytes=told(lambda: nvml.nvmlDeviceGetMemoryInfo(handle).used),
+            memory_total_bytes=told(lambda: nvml.nvmlDeviceGetMemoryInfo(handle).total),
+            utilization_ratio=told(lambda: nvml.nvmlDeviceGetUtilizationRates(handle).gpu / 100.0),
+            power_watts=told(lambda: nvml.nvmlDeviceGetPowerUsage(handle) / 1000.0),
+            sm_clock_hertz=told(lambda: nvml.nvmlDeviceGetClockInfo(handle, _SM_CLOCK) * 1e6),
+            temperature_celsius=told(lambda: float(nvml.nvmlDeviceGetTemperature(handle, _CORE_TEMPERATURE))),
+            xid_errors=self._count_xids(uuid),
+        )
 
     def close(self) -> None:
         """Let go of NVML."""

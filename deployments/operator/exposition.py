@@ -7,66 +7,72 @@ Prometheus' library (in the tests): its writer takes tens of times as long, whic
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from itertools import accumulate
-from typing import Any
+from typing import Generic, TypeVar
 
-from tenuto.outcome import OUTCOMES
+from tenuto.deployments.wire.status import Buckets, ModelStatus, SystemStatus
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 # Parts of a request's time on the server, in order; `proxy` only where a proxy in front says when it began.
-STAGES = ("proxy", "batching", "gpulet_queue", "execution")
+STAGES: dict[str, Callable[[ModelStatus], Buckets | None]] = {
+    "proxy": lambda model: model.proxy_s,
+    "batching": lambda model: model.batching_s,
+    "gpulet_queue": lambda model: model.gpulet_queue_s,
+    "execution": lambda model: model.execution_s,
+}
 
+T = TypeVar("T")
 Metric = list[str]  # the lines of one, without an end
 
 
-def render_metrics(status: Mapping[str, Any]) -> str:
+def render_metrics(status: SystemStatus) -> str:
     """Return the metrics of a server's status; one that is not known yet is left out."""
     parts = (_requests, _planned, _gpulets, _delays, _gateway, _advice, _schedulers, _controller, _devices)
     lines = [line for part in parts for metric in part(status) for line in metric]
     return "\n".join(lines) + "\n" if lines else ""
 
 
-class _Rows:
-    """Things of one kind, each with the values of its labels and its figures by key; one that is None is left out."""
+class _Rows(Generic[T]):
+    """Things of one kind, each with the values of its labels; a figure that is None of one is left out for it."""
 
-    def __init__(self, labels: tuple[str, ...], rows: Iterable[tuple[tuple[str, ...], Mapping[str, Any]]]) -> None:
+    def __init__(self, labels: tuple[str, ...], rows: Iterable[tuple[tuple[str, ...], T]]) -> None:
         self._rows = [
-            (",".join([f'{name}="{_escaped(value)}"' for name, value in zip(labels, values, strict=True)]), figures)
-            for values, figures in rows
+            (",".join([f'{name}="{_escaped(value)}"' for name, value in zip(labels, values, strict=True)]), thing)
+            for values, thing in rows
         ]
 
-    def counter(self, name: str, meaning: str, key: str) -> Metric:
+    def counter(self, name: str, meaning: str, read: Callable[[T], float | None]) -> Metric:
         """Return what only grows."""
-        return self._plain(f"tenuto_{name}_total", "counter", meaning, key, 1.0)
+        return self._plain(f"tenuto_{name}_total", "counter", meaning, read, 1.0)
 
-    def gauge(self, name: str, meaning: str, key: str, scale: float = 1.0) -> Metric:
+    def gauge(self, name: str, meaning: str, read: Callable[[T], float | None], scale: float = 1.0) -> Metric:
         """Return what rises and falls, `scale` times what the status has."""
-        return self._plain(f"tenuto_{name}", "gauge", meaning, key, scale)
+        return self._plain(f"tenuto_{name}", "gauge", meaning, read, scale)
 
-    def _plain(self, full: str, kind: str, meaning: str, key: str, scale: float) -> Metric:
+    def _plain(self, full: str, kind: str, meaning: str, read: Callable[[T], float | None], scale: float) -> Metric:
         lines = []
-        for labels, figures in self._rows:
-            value = figures.get(key)
+        for labels, thing in self._rows:
+            value = read(thing)
             if value is not None:
                 named = f"{full}{{{labels}}}" if labels else full
                 lines.append(f"{named} {float(value) * scale:.12g}")
         return [f"# HELP {full} {meaning}", f"# TYPE {full} {kind}", *lines] if lines else []
 
-    def histogram(self, name: str, meaning: str, key: str) -> Metric:
+    def histogram(self, name: str, meaning: str, read: Callable[[T], Buckets | None]) -> Metric:
         """Return a distribution by its buckets."""
         full = f"tenuto_{name}"
         lines = []
-        for labels, figures in self._rows:
-            data = figures.get(key)
-            if not data:
+        for labels, thing in self._rows:
+            found = read(thing)
+            if found is None or not found.counts:
                 continue
             total = 0
-            for bound, total in zip((*data["le"], None), accumulate(data["counts"]), strict=True):
+            for bound, total in zip((*found.le, None), accumulate(found.counts), strict=True):
                 shown = "+Inf" if bound is None else f"{bound:.12g}"
                 lines.append(f'{full}_bucket{{{labels},le="{shown}"}} {total}')
-            lines += (f"{full}_sum{{{labels}}} {data['sum']:.12g}", f"{full}_count{{{labels}}} {total}")
+            lines += (f"{full}_sum{{{labels}}} {found.sum:.12g}", f"{full}_count{{{labels}}} {total}")
         return [f"# HELP {full} {meaning}", f"# TYPE {full} histogram", *lines] if lines else []
 
 
@@ -74,120 +80,142 @@ def _escaped(value: str) -> str:
     return value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
 
 
-def _of_models(status: Mapping[str, Any]) -> _Rows:
-    return _Rows(("model",), (((name,), model) for name, model in status["models"].items()))
+def _of_models(status: SystemStatus) -> _Rows[ModelStatus]:
+    return _Rows(("model",), (((name,), model) for name, model in status.models.items()))
 
 
-def _requests(status: Mapping[str, Any]) -> Iterator[Metric]:
-    models: Mapping[str, Mapping[str, Any]] = status["models"]
+def _counts(labels: tuple[str, ...], counts: Iterable[tuple[tuple[str, ...], int]]) -> _Rows[int]:
+    return _Rows(labels, counts)
+
+
+def _requests(status: SystemStatus) -> Iterator[Metric]:
+    models = status.models
     each = _of_models(status)
-    outcomes = (((name, outcome), {"count": model[outcome]}) for name, model in models.items() for outcome in OUTCOMES)
-    stages = (((name, stage), {"s": model.get(f"{stage}_s")}) for name, model in models.items() for stage in STAGES)
-    yield each.counter("requests_received", "Requests asked of the scheduler.", "submitted")
-    yield _Rows(("model", "outcome"), outcomes).counter("requests", "Requests that ended, by outcome.", "count")
-    yield each.counter("requests_cancelled", "Requests whose client went away.", "cancelled")
+    outcomes = [((name, end), count) for name, model in models.items() for end, count in model.by_outcome.items()]
+    stages = (((name, stage), read(model)) for name, model in models.items() for stage, read in STAGES.items())
+    yield each.counter("requests_received", "Requests asked of the scheduler.", lambda m: m.submitted)
+    yield _counts(("model", "outcome"), outcomes).counter("requests", "Requests that ended, by outcome.", float)
+    yield each.counter("requests_cancelled", "Requests whose client went away.", lambda m: m.cancelled)
     yield each.histogram(
-        "request_duration_seconds", "Arrival to answer of executed requests, with buckets around the SLO.", "latency_s"
+        "request_duration_seconds",
+        "Arrival to answer of executed requests, with buckets around the SLO.",
+        lambda m: m.latency_s,
     )
     yield _Rows(("model", "stage"), stages).histogram(
-        "request_stage_seconds", "Parts of that: before a proxy in front, for a batch, at the gpu-let, executing.", "s"
+        "request_stage_seconds",
+        "Parts of that: before a proxy in front, for a batch, at the gpu-let, executing.",
+        lambda found: found,
     )
-    yield each.histogram("batch_size", "Requests of one batch.", "batch_sizes")
-    yield each.counter("batches", "Batches sent to gpu-lets.", "batches")
-    yield each.counter("batched_requests", "Requests in these batches.", "batched")
-    yield each.gauge("queue_length", "Requests that wait for a batch.", "queued")
+    yield each.histogram("batch_size", "Requests of one batch.", lambda m: m.batch_sizes)
+    yield each.counter("batches", "Batches sent to gpu-lets.", lambda m: m.batches)
+    yield each.counter("batched_requests", "Requests in these batches.", lambda m: m.batched)
+    yield each.gauge("queue_length", "Requests that wait for a batch.", lambda m: m.queued)
 
 
-def _planned(status: Mapping[str, Any]) -> Iterator[Metric]:
+def _planned(status: SystemStatus) -> Iterator[Metric]:
     each = _of_models(status)
-    yield each.gauge("slo_seconds", "Time allowed from arrival to answer.", "slo_ms", 1e-3)
-    yield each.gauge("planned_requests_per_second", "Arrival rate that the plan was made for.", "rate_rps")
+    yield each.gauge("slo_seconds", "Time allowed from arrival to answer.", lambda m: m.slo_ms, 1e-3)
+    yield each.gauge("planned_requests_per_second", "Arrival rate that the plan was made for.", lambda m: m.rate_rps)
     yield each.gauge(
-        "planned_goodput_requests_per_second", "Requests in time per second that the plan expects.",
-        "planned_goodput_rps",
-    )  # fmt: skip
-    yield each.gauge("planned_duration_seconds", "Latency that the plan expects.", "planned_latency_ms", 1e-3)
+        "planned_goodput_requests_per_second",
+        "Requests in time per second that the plan expects.",
+        lambda m: m.planned_goodput_rps,
+    )
+    yield each.gauge("planned_duration_seconds", "Latency that the plan expects.", lambda m: m.planned_latency_ms, 1e-3)
 
 
-def _gpulets(status: Mapping[str, Any]) -> Iterator[Metric]:
-    each = _Rows(("gpulet", "gpu"), (((g["id"], str(g.get("gpu", ""))), g) for g in status["gpulets"]))
-    yield each.gauge("gpulet_up", "1 while a gpu-let is connected.", "up")
-    yield each.gauge("gpulet_share_ratio", "Share of the GPU that its process may use.", "share_pct", 1e-2)
-    yield each.counter("gpulet_busy_seconds", "Time spent executing.", "busy_s")
-    yield each.counter("gpulet_batches", "Batches executed.", "batches")
-    yield each.counter("gpulet_predicted_seconds", "What the plan says that these batches take.", "predicted_s")
-    yield each.counter("gpulet_lost", "Times that a connected gpu-let went away.", "lost")
+def _gpulets(status: SystemStatus) -> Iterator[Metric]:
+    each = _Rows(("gpulet", "gpu"), (((gpulet.id, gpulet.gpu), gpulet) for gpulet in status.gpulets))
+    yield each.gauge("gpulet_up", "1 while a gpu-let is connected.", lambda g: g.up)
+    yield each.gauge("gpulet_share_ratio", "Share of the GPU that its process may use.", lambda g: g.share_pct, 1e-2)
+    yield each.counter("gpulet_busy_seconds", "Time spent executing.", lambda g: g.busy_s)
+    yield each.counter("gpulet_batches", "Batches executed.", lambda g: g.batches)
+    yield each.counter(
+        "gpulet_predicted_seconds", "What the plan says that these batches take.", lambda g: g.predicted_s
+    )
+    yield each.counter("gpulet_lost", "Times that a connected gpu-let went away.", lambda g: g.lost)
 
 
-def _delays(status: Mapping[str, Any]) -> Iterator[Metric]:
-    network: Mapping[str, Any] = status.get("network") or {}
-    parts = (((part,), {"ms": network.get(f"{of}_ms")}) for part, of in (("before", "ctrl"), ("after", "response")))
+def _delays(status: SystemStatus) -> Iterator[Metric]:
+    network = status.network
+    parts = [] if network is None else [(("before",), network.ctrl_ms), (("after",), network.response_ms)]
     yield _Rows(("part",), parts).gauge(
-        "budget_seconds", "Kept of deadlines: before execution, and for the way back.", "ms", 1e-3
+        "budget_seconds", "Kept of deadlines: before execution, and for the way back.", float, 1e-3
     )
 
 
-def _gateway(status: Mapping[str, Any]) -> Iterator[Metric]:
-    gateways: list[Mapping[str, Any]] = status.get("gateways") or []
-    each = _Rows(("gateway",), (((g["id"],), {**g, **g["margin"], **g["front_door"]}) for g in gateways))
-    turned_away = (
-        ((reason, gateway["id"]), {"count": count})
-        for gateway in gateways for reason, count in gateway["front_door"]["turned_away"].items()
-    )  # fmt: skip
-    yield each.gauge("margin_seconds", "Kept of deadlines for late timers and busy processors.", "margin_ms", 1e-3)
-    yield each.gauge("late_answers_ratio", "Share of recent answers that left late.", "late_share")
-    yield each.counter("requests_refused_for_margin", "Requests given up for the margin alone.", "refused_for_margin")
-    yield each.gauge("connections", "Connections of clients that are open.", "connections")
-    yield each.gauge("unfinished_body_bytes", "Bytes of requests that are not answered.", "unfinished_bytes")
-    yield _Rows(("reason", "gateway"), turned_away).counter(
-        "requests_turned_away", "Requests refused before they reached the scheduler, by reason.", "count"
+def _gateway(status: SystemStatus) -> Iterator[Metric]:
+    each = _Rows(("gateway",), (((gateway.id,), gateway) for gateway in status.gateways))
+    turned_away = [
+        ((reason, gateway.id), count)
+        for gateway in status.gateways
+        for reason, count in gateway.front_door.turned_away.items()
+    ]
+    yield each.gauge(
+        "margin_seconds", "Kept of deadlines for late timers and busy processors.", lambda g: g.margin.margin_ms, 1e-3
     )
-    yield each.gauge("start_time_seconds", "When the gateway started (Unix time).", "started_at_s")
-    version = status.get("version")
-    known = [((version,), {"is_known": True})] if version else []
-    yield _Rows(("version",), known).gauge("build_info", "1, with the version.", "is_known")
+    yield each.gauge("late_answers_ratio", "Share of recent answers that left late.", lambda g: g.margin.late_share)
+    yield each.counter(
+        "requests_refused_for_margin", "Requests given up for the margin alone.", lambda g: g.margin.refused_for_margin
+    )
+    yield each.gauge("connections", "Connections of clients that are open.", lambda g: g.front_door.connections)
+    yield each.gauge(
+        "unfinished_body_bytes", "Bytes of requests that are not answered.", lambda g: g.front_door.unfinished_bytes
+    )
+    yield _counts(("reason", "gateway"), turned_away).counter(
+        "requests_turned_away", "Requests refused before they reached the scheduler, by reason.", float
+    )
+    yield each.gauge("start_time_seconds", "When the gateway started (Unix time).", lambda g: g.started_at_s)
+    known = [((status.version,), 1)] if status.version else []
+    yield _counts(("version",), known).gauge("build_info", "1, with the version.", float)
 
 
-def _advice(status: Mapping[str, Any]) -> Iterator[Metric]:
-    advice = _Rows((), [((), status.get("autoscale") or {})])
-    yield advice.gauge("autoscale_gpus", "GPUs in use.", "gpus")
+def _advice(status: SystemStatus) -> Iterator[Metric]:
+    advice = _Rows((), [] if status.autoscale is None else [((), status.autoscale)])
+    yield advice.gauge("autoscale_gpus", "GPUs in use.", lambda a: a.gpus)
     yield advice.gauge(
-        "autoscale_delta_gpus", "GPUs to add (positive) or to release (negative) by the advice.", "delta_gpus"
+        "autoscale_delta_gpus", "GPUs to add (positive) or to release (negative) by the advice.", lambda a: a.delta_gpus
     )
-    yield advice.gauge("autoscale_bad_ratio", "Share of requests not ok in the last window.", "bad_rate")
-    yield advice.gauge("autoscale_idle_ratio", "Idle share of the GPUs' time.", "idle_fraction")
+    yield advice.gauge("autoscale_bad_ratio", "Share of requests not ok in the last window.", lambda a: a.bad_rate)
+    yield advice.gauge("autoscale_idle_ratio", "Idle share of the GPUs' time.", lambda a: a.idle_fraction)
 
 
-def _schedulers(status: Mapping[str, Any]) -> Iterator[Metric]:
-    schedulers = enumerate(status.get("schedulers") or ())
-    rehearsing = (((str(number),), scheduler) for number, scheduler in schedulers if "rehearsals" in scheduler)
-    each = _Rows(("subcluster",), rehearsing)
-    yield each.counter("rehearsals", "Replays of arrivals under other settings.", "rehearsals")
-    yield each.gauge("rehearsed_hold_ratio", "Part of the time they have for which batches are held.", "hold")
-    yield each.gauge("rehearsed_defend_ratio", "Part of the staggered batch that is defended.", "defend")
+def _schedulers(status: SystemStatus) -> Iterator[Metric]:
+    told = enumerate(status.schedulers)
+    each = _Rows(("subcluster",), (((str(number),), s) for number, s in told if s.rehearsals is not None))
+    yield each.counter("rehearsals", "Replays of arrivals under other settings.", lambda s: s.rehearsals)
+    yield each.gauge("rehearsed_hold_ratio", "Part of the time they have for which batches are held.", lambda s: s.hold)
+    yield each.gauge("rehearsed_defend_ratio", "Part of the staggered batch that is defended.", lambda s: s.defend)
     yield each.gauge(
-        "rehearsed_gain_ratio", "Share of requests that the last change was expected to lose less.", "expected_gain"
+        "rehearsed_gain_ratio",
+        "Share of requests that the last change was expected to lose less.",
+        lambda s: s.expected_gain,
     )
     yield each.gauge(
-        "rehearsed_spared_ratio", "Share of GPU time that the last change was expected to spare.", "expected_spared"
+        "rehearsed_spared_ratio",
+        "Share of GPU time that the last change was expected to spare.",
+        lambda s: s.expected_spared,
     )
 
 
-def _controller(status: Mapping[str, Any]) -> Iterator[Metric]:
-    controller: Mapping[str, Any] = status.get("controller") or {}
-    decisions = (((decision,), {"count": count}) for decision, count in (controller.get("decisions") or {}).items())
-    yield _Rows(("decision",), decisions).counter(
-        "controller_decisions", "Decisions of the controller, by what was decided.", "count"
+def _controller(status: SystemStatus) -> Iterator[Metric]:
+    controller = status.controller
+    if controller is None:
+        return
+    yield _counts(("decision",), (((kind,), count) for kind, count in controller.decisions.items())).counter(
+        "controller_decisions", "Decisions of the controller, by what was decided.", float
     )
-    yield _Rows((), [((), controller)]).gauge("controller_paused", "1 while the controller only watches.", "paused")
+    yield _Rows((), [((), controller)]).gauge(
+        "controller_paused", "1 while the controller only watches.", lambda c: c.paused
+    )
 
 
-def _devices(status: Mapping[str, Any]) -> Iterator[Metric]:
-    each = _Rows(("uuid", "name"), (((d["uuid"], d["name"]), d) for d in status.get("devices") or ()))
-    yield each.gauge("gpu_memory_used_bytes", "Device memory in use.", "memory_used_bytes")
-    yield each.gauge("gpu_memory_total_bytes", "Device memory.", "memory_total_bytes")
-    yield each.gauge("gpu_utilization_ratio", "Share of time in which a kernel ran.", "utilization_ratio")
-    yield each.gauge("gpu_power_watts", "Power draw.", "power_watts")
-    yield each.gauge("gpu_sm_clock_hertz", "Clock of the multiprocessors.", "sm_clock_hertz")
-    yield each.gauge("gpu_temperature_celsius", "Temperature of the GPU.", "temperature_celsius")
-    yield each.counter("gpu_xid_errors", "Xid errors since the gateway started.", "xid_errors")
+def _devices(status: SystemStatus) -> Iterator[Metric]:
+    each = _Rows(("uuid", "name"), (((device.uuid, device.name), device) for device in status.devices))
+    yield each.gauge("gpu_memory_used_bytes", "Device memory in use.", lambda d: d.memory_used_bytes)
+    yield each.gauge("gpu_memory_total_bytes", "Device memory.", lambda d: d.memory_total_bytes)
+    yield each.gauge("gpu_utilization_ratio", "Share of time in which a kernel ran.", lambda d: d.utilization_ratio)
+    yield each.gauge("gpu_power_watts", "Power draw.", lambda d: d.power_watts)
+    yield each.gauge("gpu_sm_clock_hertz", "Clock of the multiprocessors.", lambda d: d.sm_clock_hertz)
+    yield each.gauge("gpu_temperature_celsius", "Temperature of the GPU.", lambda d: d.temperature_celsius)
+    yield each.counter("gpu_xid_errors", "Xid errors since the gateway started.", lambda d: d.xid_errors)

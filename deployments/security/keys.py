@@ -16,7 +16,7 @@ from typing import Annotated
 
 from pydantic import Field, field_validator
 
-from tenuto.documents import StrictModel, load_document, parse_document
+from tenuto.documents import Fault, StrictModel, load_document, parse_document
 from tenuto.errors import Problem, raise_if_any
 
 ENVIRONMENT = "TENUTO_API_KEYS"
@@ -40,7 +40,7 @@ class KeyEntry(StrictModel):
     @classmethod
     def _is_a_hash(cls, value: str) -> str:
         if len(value) != 64 or set(value.lower()) - set("0123456789abcdef"):
-            raise ValueError("is not the SHA-256 of a key in hex; cure: `tenuto key NAME` makes a key and its entry.")
+            raise Fault("is not the SHA-256 of a key in hex", "`tenuto key NAME` makes a key and its entry.")
         return value.lower()
 
 

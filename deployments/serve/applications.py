@@ -7,10 +7,11 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from tenuto import __version__
+from tenuto.deployments.process.limits import ANSWER_S, within
 from tenuto.deployments.serve.building import deploy_applications
 from tenuto.deployments.serve.config import HEAD_NODE
 from tenuto.deployments.serve.deployment import is_ours
-from tenuto.deployments.serve.states import ApplicationState, application_states
+from tenuto.deployments.serve.states import ApplicationState, application_states, delete_applications
 from tenuto.errors import EnvironmentFaultError
 
 _MOST_CHECKED_NODES = 32
@@ -35,16 +36,10 @@ class Applications:
         Raises:
             EnvironmentFaultError: Serve does not remove one.
         """
-        from ray.serve.context import _get_global_client
-
         first = [name for name in ("tenuto-control", "tenuto") if name in names]
         for group in (*([name] for name in first), sorted(set(names) - set(first))):
-            if not group:
-                continue
-            try:
-                _get_global_client().delete_apps(list(group))
-            except TimeoutError as error:
-                raise EnvironmentFaultError(f"{error} See `ray status`, and try again.") from error
+            if group:
+                delete_applications(group)
 
     def node_names(self) -> frozenset[str]:
         """Return what the nodes that are alive are found by: their addresses, and their labels as `key=value`.
@@ -62,6 +57,10 @@ class Applications:
         """Return how many nodes are alive."""
         return len(_alive_nodes())
 
+    def count_cores(self) -> int:
+        """Return how many cores Ray counts on all nodes that are alive."""
+        return int(sum(node["Resources"].get("CPU", 0.0) for node in _alive_nodes()))
+
 
 def nobody_listens(host: str, port: int) -> bool:
     """Whether a machine says that nobody listens on a port; False where it says nothing in time."""
@@ -77,7 +76,7 @@ def nobody_listens(host: str, port: int) -> bool:
 def _alive_nodes() -> list[dict[str, Any]]:
     import ray
 
-    return [node for node in ray.nodes() if node["Alive"]]
+    return [node for node in within(ANSWER_S, ray.nodes) if node["Alive"]]
 
 
 def _names_of(node: Mapping[str, Any]) -> list[str]:
@@ -149,7 +148,7 @@ def check_cluster() -> None:
         return found
 
     ask = ray.remote(num_cpus=0, max_retries=0)(version)
-    nodes = [node for node in ray.nodes() if node["Alive"]][:_MOST_CHECKED_NODES]
+    nodes = _alive_nodes()[:_MOST_CHECKED_NODES]
     asked = {
         ask.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)).remote(): node
         for node in nodes
@@ -157,7 +156,7 @@ def check_cluster() -> None:
     ready, _ = ray.wait(list(asked), num_returns=len(asked), timeout=_CHECK_S)
     wrong = []
     for answer, node in asked.items():
-        found = ray.get(answer) if answer in ready else "unknown: the node does not answer"
+        found = ray.get(answer, timeout=ANSWER_S) if answer in ready else "unknown: the node does not answer"
         if found != __version__:
             wrong.append(f"{node['NodeManagerAddress']} has {found}")
     if wrong:

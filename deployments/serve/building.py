@@ -12,32 +12,34 @@ import importlib
 from collections.abc import Mapping
 from typing import Any
 
+from tenuto.deployments.process.limits import within
 from tenuto.deployments.serve.deployment import is_ours
-from tenuto.deployments.serve.states import application_states
+from tenuto.deployments.serve.states import application_states, delete_applications, serve_client
+
+_APPLIES_S = 60.0  # Serve's controller takes a config in well under a second; one that was just started reads its state
 
 
 def deploy_applications(config: Mapping[str, Any]) -> None:
     """Let the applications of a Serve config run, and of ours no others; Serve has to run. Returns before they do."""
     import ray
-    from ray.serve.context import _get_global_client
     from ray.serve.schema import ServeDeploySchema
 
     schema = ServeDeploySchema.model_validate(config)
     _update_all_at_once(schema)
-    client = _get_global_client()
+    client = serve_client()
     try:
         # There is no public call for this: `serve.run_many` waits until Serve's proxies answer.
         built = {app.name: _built(app, schema.logging_config) for app in schema.applications}
         deploy = client._controller.deploy_applications
         arguments = dict.fromkeys(built, _application_arguments())
     except (AttributeError, ImportError, TypeError):  # a Ray whose Serve is made otherwise: let it build them itself
-        client.deploy_apps(schema)
+        within(_APPLIES_S, client.deploy_apps, schema)
         return
     states = application_states()
-    ray.get(deploy.remote(built, arguments))
+    ray.get(deploy.remote(built, arguments), timeout=_APPLIES_S)
     gone = [name for name, state in states.items() if is_ours(name) and name not in built and not state.is_leaving]
     if gone:
-        client.delete_apps(gone, blocking=False)
+        delete_applications(gone, waits=False)
 
 
 def _update_all_at_once(schema: Any) -> None:
@@ -80,14 +82,20 @@ def _built(schema: Any, logging_config: Any) -> list[bytes]:
             made._deployment_config.rolling_update_percentage = at_once
         is_ingress = deployment.name == application.ingress_deployment_name
         told = get_deploy_args(
-            made.name, made._replica_config, ingress=is_ingress, deployment_config=made._deployment_config,
-            version=version, route_prefix=schema.route_prefix if is_ingress else None,
-        )  # fmt: skip
-        sent = DeploymentArgs(
-            deployment_name=told["deployment_name"], deployment_config=told["deployment_config_proto_bytes"],
-            replica_config=told["replica_config_proto_bytes"], deployer_job_id=told["deployer_job_id"],
+            made.name,
+            made._replica_config,
             ingress=is_ingress,
-        )  # fmt: skip
+            deployment_config=made._deployment_config,
+            version=version,
+            route_prefix=schema.route_prefix if is_ingress else None,
+        )
+        sent = DeploymentArgs(
+            deployment_name=told["deployment_name"],
+            deployment_config=told["deployment_config_proto_bytes"],
+            replica_config=told["replica_config_proto_bytes"],
+            deployer_job_id=told["deployer_job_id"],
+            ingress=is_ingress,
+        )
         if told["route_prefix"]:
             sent.route_prefix = told["route_prefix"]
         found.append(sent.SerializeToString())

@@ -21,6 +21,9 @@ GPULET_PREFIX = "gpulet-"
 # CUDA MPS admits at most 48 clients per GPU (driver r550; 60 later), so 50 slots are never too few.
 LEDGER_SLOT = 0.02
 NODE_SLOT = 0.001  # of a node's own resource, of which there is 1: 1,000 gpu-lets per node
+# Serve replaces a process that did not answer three times in a row: after 15 s. One that is merely starved answers one
+# of three; a stopped one is killed by its peers of the same machine long before.
+HEALTH_TIMEOUT_S = 5.0
 HEAD_NODE = "__internal_head__"  # what Ray calls the head in its resources, besides its address
 _EXECUTORS = ("auto", "torch", "emulated")
 
@@ -70,8 +73,7 @@ def serve_config(
         operator_port: status, metrics and the live page; 0: none of its own; default: two after `port`.
         log_json: processes write JSON lines, with fields, instead of text.
         encrypt: what goes between our processes from node to node is encrypted.
-        access: who may ask: `keys`, `insecure`, `shared_memory_prefix` of the gateways' settings, and `tls_cert` and
-            `tls_key` of their socket.
+        access: who may ask: `keys`, `insecure` of the gateways' settings, `tls_cert` and `tls_key` of their socket.
         scheduler: batching scheduler of the dispatcher.
         scheduler_options: its options.
         gateways: processes that take HTTP on the same port. One schedules by itself; several, or one with a partition,
@@ -123,6 +125,7 @@ def serve_config(
                         **_replicas(gateways, nodes),
                         "max_ongoing_requests": 100_000,
                         "health_check_period_s": 2.0,
+                        "health_check_timeout_s": HEALTH_TIMEOUT_S,
                         "graceful_shutdown_wait_loop_s": 0.2,
                         "graceful_shutdown_timeout_s": 10.0,
                         "ray_actor_options": {"num_cpus": 0},
@@ -132,7 +135,8 @@ def serve_config(
             },
             *(
                 _dispatcher_application(
-                    name, {"plan": part.to_data(), **_standby_of(part, standby), **options},
+                    name,
+                    {"plan": part.to_data(), **_standby_of(part, standby), **options},
                     _replicas(dispatchers, nodes),
                 )
                 for name, part in cut.items()
@@ -185,6 +189,7 @@ def _dispatcher_application(
                 **replicas,
                 "max_ongoing_requests": 100,
                 "health_check_period_s": 0.5,
+                "health_check_timeout_s": HEALTH_TIMEOUT_S,
                 "graceful_shutdown_wait_loop_s": 0.2,
                 "graceful_shutdown_timeout_s": 10.0,
                 "ray_actor_options": {"num_cpus": 0},
@@ -218,6 +223,7 @@ def _gpulet_application(
                 "num_replicas": 1,
                 "max_ongoing_requests": 100,
                 "health_check_period_s": 2.0,
+                "health_check_timeout_s": HEALTH_TIMEOUT_S,
                 "graceful_shutdown_wait_loop_s": 0.2,
                 "graceful_shutdown_timeout_s": 10.0,
                 "ray_actor_options": _actor_options(gpulet, gpu, uses_mps=bool(spec["cuda_mps"])),
@@ -272,6 +278,10 @@ def _entry(plan: Plan, program: Program) -> ProgramEntry:
     first = program.members[0]
     copies = {} if program.is_merged else {"copy_in_ms": first.copy_in_ms, "copy_out_ms": first.copy_out_ms}
     return ProgramEntry(
-        name=program.name, batch_size=program.batch_size, members=members, latency=program.latency,
-        slowdown=program.slowdown, **copies,
-    )  # fmt: skip
+        name=program.name,
+        batch_size=program.batch_size,
+        members=members,
+        latency=program.latency,
+        slowdown=program.slowdown,
+        **copies,
+    )

@@ -15,6 +15,7 @@ from typing import Any, Literal, Protocol
 
 from pydantic import Field
 
+from tenuto.deployments.process.limits import ANSWER_S, within
 from tenuto.deployments.serve.config import HEAD_NODE, NODE_SLOT, serve_config
 from tenuto.deployments.serve.sub_clusters import fits_plan, parted
 from tenuto.documents import StrictModel, parse_document
@@ -28,7 +29,8 @@ KEPT_VERSIONS = 100
 class Deployment(StrictModel):
     """A plan and how it is served. `control` is the controller's settings as data; None: no controller.
 
-    `nodes`: over which gateways and dispatchers are spread, found when the deployment begins.
+    `nodes`: over which gateways and dispatchers are spread, found when the deployment begins. So are `gateways` where
+    they are 0; see `fitting_gateways`.
     """
 
     plan: dict[str, Any]
@@ -43,7 +45,7 @@ class Deployment(StrictModel):
     scheduler: str = "deferred"
     scheduler_options: dict[str, Any] = Field(default_factory=dict)
     gateway_options: dict[str, Any] = Field(default_factory=dict)
-    gateways: int = 1
+    gateways: int = 0
     dispatchers: int = 2
     nodes: int = 1
     partition: dict[str, int] | None = None
@@ -70,16 +72,39 @@ class Deployment(StrictModel):
             InvalidInputError: a partition that does not fit the plan.
         """
         config = serve_config(
-            plan or self.read_plan(), executor=self.executor, host=self.host, port=self.port,
-            proxy_port=self.proxy_port, operator_port=self.operator_port, access=self.access, log_json=self.log_json,
-            encrypt=self.encrypt, scheduler=self.scheduler,
-            scheduler_options=self.scheduler_options, gateway_options=self.gateway_options,
-            gateways=self.gateways, dispatchers=self.dispatchers, nodes=self.nodes,
-            partition=self.partition, also=also, standby=standby,
-        )  # fmt: skip
+            plan or self.read_plan(),
+            executor=self.executor,
+            host=self.host,
+            port=self.port,
+            proxy_port=self.proxy_port,
+            operator_port=self.operator_port,
+            access=self.access,
+            log_json=self.log_json,
+            encrypt=self.encrypt,
+            scheduler=self.scheduler,
+            scheduler_options=self.scheduler_options,
+            gateway_options=self.gateway_options,
+            gateways=max(1, self.gateways),
+            dispatchers=self.dispatchers,
+            nodes=self.nodes,
+            partition=self.partition,
+            also=also,
+            standby=standby,
+        )
         if self.control is not None:
             config["applications"].append(_control_application(self.control))
         return config
+
+
+# Two gateways, the dispatcher that schedules, and Ray with all that waits: each keeps a core busy under full load.
+_CORES_OF_TWO = 4
+
+
+def fitting_gateways(cores: int, gpulets: int) -> int:
+    """Return how many gateways a deployment has where nobody says: two where each of their processes, and each gpu-let,
+    has a core to itself, as one that dies then costs only what it had in hand; else one, with the dispatcher in its
+    process, as on fewer cores two gateways serve less than one."""
+    return 2 if cores >= _CORES_OF_TWO + gpulets else 1
 
 
 def _control_application(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -136,33 +161,33 @@ class ClusterStore:
         """Return a value; None where there is none."""
         from ray.experimental.internal_kv import _internal_kv_get
 
-        found: bytes | None = _internal_kv_get(key, namespace=self._NAMESPACE)
+        found: bytes | None = within(ANSWER_S, _internal_kv_get, key, namespace=self._NAMESPACE)
         return found
 
     def put(self, key: str, value: bytes) -> None:
         """Keep a value in place of the one before."""
         from ray.experimental.internal_kv import _internal_kv_put
 
-        _internal_kv_put(key, value, overwrite=True, namespace=self._NAMESPACE)
+        within(ANSWER_S, _internal_kv_put, key, value, overwrite=True, namespace=self._NAMESPACE)
 
     def add(self, key: str, value: bytes) -> bool:
         """Keep a value, unless there is one; return whether it was kept."""
         from ray.experimental.internal_kv import _internal_kv_put
 
         # Ray returns whether there was one already.
-        return not _internal_kv_put(key, value, overwrite=False, namespace=self._NAMESPACE)
+        return not within(ANSWER_S, _internal_kv_put, key, value, overwrite=False, namespace=self._NAMESPACE)
 
     def keys(self, prefix: str) -> list[str]:
         """Return the keys that begin so, in order."""
         from ray.experimental.internal_kv import _internal_kv_list
 
-        return sorted(key.decode() for key in _internal_kv_list(prefix, namespace=self._NAMESPACE))
+        return sorted(key.decode() for key in within(ANSWER_S, _internal_kv_list, prefix, namespace=self._NAMESPACE))
 
     def delete(self, key: str) -> None:
         """Forget a value."""
         from ray.experimental.internal_kv import _internal_kv_del
 
-        _internal_kv_del(key, namespace=self._NAMESPACE)
+        within(ANSWER_S, _internal_kv_del, key, namespace=self._NAMESPACE)
 
 
 @dataclass(frozen=True)
@@ -191,8 +216,11 @@ class History:
         while True:
             version = Version(number, time.time(), by, why, deployment)
             data = {
-                "at_s": version.at_s, "by": by, "why": why, "deployment": deployment.model_dump(exclude_defaults=True),
-            }  # fmt: skip
+                "at_s": version.at_s,
+                "by": by,
+                "why": why,
+                "deployment": deployment.model_dump(exclude_defaults=True),
+            }
             if self._store.add(self._key(number), json.dumps(data).encode()):
                 break
             number += 1  # somebody else was faster

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
 
+from tenuto.deployments.process.limits import within
 from tenuto.deployments.serve.config import ENTRY_APPLICATION, application_name, dispatcher_name
 from tenuto.deployments.serve.deployment import CONTROL_APPLICATION
 from tenuto.deployments.wire.peer import Endpoint, Finder
+from tenuto.deployments.wire.status import ControllerStatus, DispatchingStatus
 from tenuto.errors import EnvironmentFaultError
 
 _READY_S = 30.0
+_ANSWER_S = 5.0
 
 
 def find_gpulet(gpulet_id: str) -> Finder:
@@ -28,7 +30,14 @@ def find_gateway() -> Finder:
     return _find(ENTRY_APPLICATION)
 
 
-def gateway_status() -> dict[str, Any]:
+def own_application() -> str:
+    """Return the name of the Serve application that this process is a replica of."""
+    from ray import serve
+
+    return str(serve.get_replica_context().app_name)
+
+
+def gateway_status() -> DispatchingStatus:
     """Return what the dispatchers report, from any gateway; blocks, so not for an event loop.
 
     Raises:
@@ -37,23 +46,25 @@ def gateway_status() -> dict[str, Any]:
     from ray import serve
 
     try:
-        found: dict[str, Any] = serve.get_app_handle(ENTRY_APPLICATION).status.remote().result(timeout_s=5.0)
+        handle = within(_ANSWER_S, serve.get_app_handle, ENTRY_APPLICATION)
+        found: DispatchingStatus = handle.status.remote().result(timeout_s=_ANSWER_S)
     except Exception as error:  # Ray and Serve have many kinds; a dispatcher that restarts times out
         raise EnvironmentFaultError(f"no gateway answers: {type(error).__name__}: {error}") from error
     return found
 
 
-async def controller_shown() -> dict[str, Any] | None:
+async def controller_shown() -> ControllerStatus | None:
     """Return what the controller shows of itself (`tenuto.deployments.control.service.Control.shown`); None where none
     runs."""
     from ray import serve
     from ray.serve.exceptions import RayServeException
 
     try:
-        handle = await asyncio.to_thread(serve.get_app_handle, CONTROL_APPLICATION)
+        handle = await asyncio.to_thread(within, _ANSWER_S, serve.get_app_handle, CONTROL_APPLICATION)
     except RayServeException:
         return None
-    found: dict[str, Any] = await handle.shown.remote()
+    async with asyncio.timeout(_READY_S):
+        found: ControllerStatus = await handle.shown.remote()
     return found
 
 
@@ -62,7 +73,7 @@ def _find(application: str) -> Finder:
         import ray
         from ray import serve
 
-        handle = serve.get_app_handle(application)
+        handle = await asyncio.to_thread(within, _READY_S, serve.get_app_handle, application)
         async with asyncio.timeout(_READY_S):
             found: Endpoint = await handle.endpoint.remote(ray.get_runtime_context().get_node_id())
         return found

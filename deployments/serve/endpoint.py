@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import urllib.error
 import urllib.request
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import quote
 
+import msgspec
+
+from tenuto.deployments.wire.status import SystemStatus
 from tenuto.errors import EnvironmentFaultError, refused
 
+T = TypeVar("T")
 CLIENT_KEY = "TENUTO_API_KEY"
 
 
@@ -27,17 +30,45 @@ def get_json(url: str, timeout_s: float = 5.0) -> Any:
         InvalidInputError: that is no URL.
         EnvironmentFaultError: nobody answers there, or not with JSON.
     """
+    status, body = _get(url, timeout_s)
+    try:
+        return json.loads(body)
+    except ValueError as error:
+        raise EnvironmentFaultError(f"{url} answered {status} without JSON. Is this a Tenuto server?") from error
+
+
+def get_told(url: str, kind: type[T], timeout_s: float = 5.0) -> T:
+    """Return what a Tenuto server tells at a URL, read as its type.
+
+    Raises:
+        InvalidInputError: that is no URL.
+        EnvironmentFaultError: nobody answers there, or something else is told.
+    """
+    status, body = _get(url, timeout_s)
+    try:
+        if status < 400:
+            return msgspec.json.decode(body, type=kind)
+        said = msgspec.json.decode(body, type=_Refusal).error
+    except msgspec.MsgspecError:
+        said = "not a Tenuto server"
+    raise EnvironmentFaultError(f"{url}: {said}")
+
+
+class _Refusal(msgspec.Struct):
+    error: str
+
+
+def _get(url: str, timeout_s: float) -> tuple[int, bytes]:
     if not url.startswith(("http://", "https://")):
         raise refused("URL", url, "is not the address of a server", "Write for example http://127.0.0.1:8000.")
     key = client_key()
     request = urllib.request.Request(url, headers={"Authorization": f"Bearer {key}"} if key else {})
     try:
         with urllib.request.urlopen(request, timeout=timeout_s) as response:
-            return json.load(response)
+            return response.status, response.read()
     except urllib.error.HTTPError as error:
-        with error, contextlib.suppress(ValueError):
-            return json.load(error)
-        raise EnvironmentFaultError(f"{url} answered {error.code} without JSON. Is this a Tenuto server?") from error
+        with error:
+            return error.code, error.read()
     except (OSError, ValueError) as error:
         raise EnvironmentFaultError(
             f"{url} does not answer ({error}). Start the server with `tenuto serve PLAN`."
@@ -56,8 +87,7 @@ def served_plan(url: str) -> dict[str, Any]:
     Raises:
         EnvironmentFaultError: the endpoint is not Tenuto, or has no plan.
     """
-    status = get_json(f"{url.rstrip('/')}/status")
-    plan = status.get("plan") if isinstance(status, dict) else None
-    if not isinstance(plan, dict):
+    plan = get_told(f"{url.rstrip('/')}/status", SystemStatus).plan
+    if plan is None:
         raise EnvironmentFaultError(f"{url}/status carries no plan. Give the plan file instead of the address.")
     return plan

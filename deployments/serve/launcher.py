@@ -1,7 +1,7 @@
 """Bring a plan up on a Ray cluster and take it down again: the program behind `tenuto serve` and `tenuto quickstart`.
 
-Uses a running cluster where there is one; otherwise starts a local one, with settings that have to be in the
-environment before Ray starts.
+Uses the cluster it is given, or one that it started before; otherwise starts a local one, with settings that have to
+be in the environment before Ray starts.
 """
 
 from __future__ import annotations
@@ -16,14 +16,15 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from tenuto.deployments.process.limits import ANSWER_S, within
+from tenuto.deployments.process.ray_address import QUIET, announce, join_ray, make_session_folder, on_loopback
+from tenuto.deployments.process.ray_token import make_token
 from tenuto.deployments.serve.applications import check_nodes
 from tenuto.deployments.serve.building import deploy_applications
 from tenuto.deployments.serve.config import ENTRY_APPLICATION
 from tenuto.deployments.serve.deployment import CONTROL_APPLICATION, is_ours
 from tenuto.deployments.serve.endpoint import get_json
-from tenuto.deployments.serve.ray_address import QUIET, announce, join_ray, on_loopback
-from tenuto.deployments.serve.ray_token import make_token
-from tenuto.deployments.serve.states import application_states
+from tenuto.deployments.serve.states import application_states, delete_applications, serve_client
 from tenuto.errors import EnvironmentFaultError
 
 # Read by Ray when its processes start. Niceness 0: Ray's default of 15 lets anything else on the machine delay the
@@ -38,12 +39,15 @@ RAY_ENVIRONMENT = {
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "RAY_DEDUP_LOGS": "1",
 }
+_JOIN_S = 60.0  # Ray itself gives a cluster's processes 30 s
+_SERVE_STARTS_S = 180.0  # its proxy gets 60 s (above), on a busy machine after a controller that took as long
+_SERVE_ENDS_S = 40.0  # Serve's own limit is 30 s
 
 
 def start_local_ray(num_gpus: int) -> None:
     """Start a Ray of this process alone, bound to the loopback interface; it ends with the process.
 
-    Whoever reaches its ports may run code, so that Ray's token stays on (`tenuto.deployments.serve.ray_token`).
+    Whoever reaches its ports may run code, so that Ray's token stays on (`tenuto.deployments.process.ray_token`).
 
     Raises:
         EnvironmentFaultError: it did not start.
@@ -53,13 +57,14 @@ def start_local_ray(num_gpus: int) -> None:
     for key, value in RAY_ENVIRONMENT.items():
         os.environ.setdefault(key, value)
     make_token()
+    own: dict[str, Any] = {"_node_ip_address": "127.0.0.1", "_temp_dir": str(make_session_folder())}
     try:
         with on_loopback():
-            ray.init(address="local", num_gpus=num_gpus, include_dashboard=False, _node_ip_address="127.0.0.1", **QUIET)
+            ray.init(address="local", num_gpus=num_gpus, include_dashboard=False, **own, **QUIET)
     except Exception as error:  # Ray has no kind of its own for this; it gives its processes 30 s
         raise EnvironmentFaultError(
             f"a local Ray did not start: {error}\nThis machine may be too busy: stop other programs and try again, or "
-            "run `ray start --head` first."
+            "run `ray start --head` first and give its address."
         ) from error
     announce(ray.get_runtime_context().gcs_address)
 
@@ -67,13 +72,21 @@ def start_local_ray(num_gpus: int) -> None:
 class Launcher:
     """One connection to Ray and, below it, one set of Serve applications. Use as a context manager."""
 
-    def __init__(self, *, progress: Callable[[str], None] = lambda _text: None) -> None:
-        self._progress = progress
+    def __init__(
+        self, *, progress: Callable[[str], None] = lambda _text: None, sleep: Callable[[float], None] = time.sleep
+    ) -> None:
+        """`progress` is told what happens, `sleep` waits for seconds; what it raises ends a wait."""
+        self._progress, self._sleep = progress, sleep
         self._owns_ray = False  # started here: it is stopped with the launcher
         self._joined_ray = False  # connected to here: it is left with the launcher
         self._applied: set[str] = set()
         self._base_url = ""
         self._operator_url = ""
+
+    @property
+    def owns_ray(self) -> bool:
+        """Whether Ray was started here, and ends with this."""
+        return self._owns_ray
 
     @property
     def base_url(self) -> str:
@@ -98,8 +111,8 @@ class Launcher:
 
         Args:
             num_gpus: logical GPUs of a Ray that is started here.
-            address: a cluster's address, or `local` to start one even where another runs; default RAY_ADDRESS, else a
-                running cluster, else a local one.
+            address: a cluster's address, or `local` to start one even where another runs; default RAY_ADDRESS, else
+                the Ray that this user's last `tenuto serve` started, else a local one.
 
         Raises:
             EnvironmentFaultError: an address was given and no cluster answers there.
@@ -111,7 +124,7 @@ class Launcher:
             return
         if address != "local":
             try:
-                join_ray(address or "auto")
+                within(_JOIN_S, join_ray, address or "auto")
                 self._joined_ray = True
                 return
             except ConnectionError as error:
@@ -134,7 +147,6 @@ class Launcher:
                 lacks a node of the plan, or time ran out.
         """
         from ray import serve
-        from ray.serve.context import _get_global_client
 
         check_nodes(config)
         http = config["http_options"]
@@ -146,7 +158,9 @@ class Launcher:
                 if listen is not None:
                     _check_port(listen["host"], listen["port"], option, ours=ours)
             try:
-                serve.start(
+                within(
+                    _SERVE_STARTS_S,
+                    serve.start,
                     proxy_location=config["proxy_location"],
                     http_options=dict(http),
                     logging_config=config["logging_config"],
@@ -156,7 +170,7 @@ class Launcher:
                     f"Ray Serve did not start:\n{_essence(str(error))}\nRun `tenuto doctor`."
                 ) from error
             # A Serve that ran before keeps its own address.
-            actual = _get_global_client().http_config
+            actual = serve_client().http_config
             if (actual.host, actual.port) != (http["host"], http["port"]):
                 self._progress(f"Ray Serve already runs here, and its proxies listen on {actual.host}:{actual.port}")
             self._base_url = f"http://{actual.host}:{actual.port}"
@@ -187,7 +201,7 @@ class Launcher:
                 waiting = sorted(names - running) or ["the gpu-lets' connections"]
                 messages = "; ".join(states[name].message for name in waiting if name in states)
                 raise EnvironmentFaultError(f"not ready in time: {', '.join(waiting)}. {messages} See `ray status`.")
-            time.sleep(0.2)
+            self._sleep(0.2)
 
     def _is_ready(self) -> bool:
         try:
@@ -202,7 +216,7 @@ class Launcher:
         self._applied = set()
         if self._joined_ray:
             self._joined_ray = False
-            ray.shutdown()
+            within(ANSWER_S, ray.shutdown)
 
     def close(self) -> None:
         """Drain and remove what was applied; leave Ray if it was joined here, stop it if it was started here."""
@@ -211,7 +225,6 @@ class Launcher:
         if not ray.is_initialized():
             return
         from ray import serve
-        from ray.serve.context import _get_global_client
 
         # While Serve kills its controller, Ray prints that the controller was killed; nobody can act on that.
         with (
@@ -220,16 +233,17 @@ class Launcher:
             contextlib.redirect_stderr(io.StringIO()),
         ):
             if self._owns_ray:
-                serve.shutdown()
+                within(_SERVE_ENDS_S, serve.shutdown)
             elif self._applied:
                 # The plan may have changed since. The entry goes before gpu-lets: no new request may reach one that is
                 # about to go.
                 ours = self._applied | {name for name in application_states() if is_ours(name)}
                 for group in ([CONTROL_APPLICATION], [ENTRY_APPLICATION], sorted(ours)):
-                    _get_global_client().delete_apps([name for name in group if name in ours])
-            self._applied = set()
-            if self._owns_ray or self._joined_ray:
-                ray.shutdown()
+                    delete_applications([name for name in group if name in ours])
+        self._applied = set()
+        if self._owns_ray or self._joined_ray:
+            with contextlib.suppress(EnvironmentFaultError):
+                within(_SERVE_ENDS_S, ray.shutdown)
 
 
 def unused_port(*wished: int) -> int:
@@ -248,7 +262,8 @@ def is_serving() -> bool:
     """Return whether Serve already runs on this cluster; `serve.status` would start it with default options."""
     import ray
 
-    return any(actor["name"] == "SERVE_CONTROLLER_ACTOR" for actor in ray.util.list_named_actors(all_namespaces=True))
+    actors = within(ANSWER_S, ray.util.list_named_actors, all_namespaces=True)
+    return any(actor["name"] == "SERVE_CONTROLLER_ACTOR" for actor in actors)
 
 
 def _socket_of(config: Mapping[str, Any], name: str) -> Mapping[str, Any] | None:
@@ -277,6 +292,6 @@ def _check_port(host: str, port: int, option: str, *, ours: bool) -> None:
 def _essence(message: str) -> str:
     """Return the last lines of a Serve failure message, where the cause is."""
     lines = [line for line in message.strip().splitlines() if line.strip()]
-    return (
-        "\n".join(lines[-6:]) if lines else "Serve gave no reason; see the logs in /tmp/ray/session_latest/logs/serve."
-    )
+    if lines:
+        return "\n".join(lines[-6:])
+    return "Serve gave no reason; see session_latest/logs/serve in the folder of Ray's sessions."

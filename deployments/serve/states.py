@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
+
+from tenuto.deployments.process.limits import ANSWER_S, within
+from tenuto.errors import EnvironmentFaultError
+
+_DELETES_S = 70.0  # Serve's own limit is 60 s
 
 
 @dataclass(frozen=True)
@@ -28,18 +35,35 @@ class ApplicationState:
         return self.status == "RUNNING"
 
 
+def serve_client() -> Any:
+    """Return this process's client of the Serve that runs; None where none does."""
+    from ray.serve.context import _get_global_client
+
+    return within(ANSWER_S, _get_global_client, raise_if_no_controller_running=False)
+
+
 def application_states() -> dict[str, ApplicationState]:
     """Return every application by name; none where Serve does not run.
 
     `serve.status()` says the same after having pickled Serve's router once per deployment, 30 ms each, in the process
     that asks and again in Serve's controller: who asks several times a second while gpu-lets start slows them down.
     """
-    from ray.serve.context import _get_global_client
-
     found = {}
-    client = _get_global_client(raise_if_no_controller_running=False)
-    for one in client.list_serve_statuses() if client else ():
+    client = serve_client()
+    for one in within(ANSWER_S, client.list_serve_statuses) if client else ():
         messages = (one.app_status.message, *(deployment.message for deployment in one.deployment_statuses))
         text = "\n".join(message for message in messages if message)
         found[one.name] = ApplicationState(str(one.app_status.status.value), text)
     return found
+
+
+def delete_applications(names: Sequence[str], *, waits: bool = True) -> None:
+    """Drain and remove applications; return when they are gone, or at once.
+
+    Raises:
+        EnvironmentFaultError: Serve does not remove one.
+    """
+    try:
+        within(_DELETES_S, serve_client().delete_apps, list(names), blocking=waits)
+    except TimeoutError as error:
+        raise EnvironmentFaultError(f"{error} See `ray status`, and try again.") from error

@@ -26,8 +26,12 @@ def read_partition(path: str | Path) -> dict[str, int]:
     if isinstance(document, Mapping) and isinstance(document.get("assignment"), Mapping):
         document = document["assignment"]
     if not isinstance(document, Mapping) or not all(type(k) is int and k >= 0 for k in document.values()):
-        raise refused(str(path), document, "must map models to sub-clusters from 0",
-                      "Give the output of `tenuto partition --json`, or lines such as resnet50: 0.")
+        raise refused(
+            str(path),
+            document,
+            "must map models to sub-clusters from 0",
+            "Give the output of `tenuto partition --json`, or lines such as resnet50: 0.",
+        )
     return {str(name): k for name, k in document.items()}
 
 
@@ -39,9 +43,13 @@ def fits_plan(plan: Plan, assignment: Mapping[str, int]) -> bool:
 
 
 def parted(
-    plan: Plan, present: Mapping[str, int], *, rates_rps: Mapping[str, float] | None = None,
-    most_moved: float | None = None, time_limit_s: float = 10.0,
-) -> dict[str, int]:  # fmt: skip
+    plan: Plan,
+    present: Mapping[str, int],
+    *,
+    rates_rps: Mapping[str, float] | None = None,
+    most_moved: float | None = None,
+    time_limit_s: float = 10.0,
+) -> dict[str, int]:
     """Return the sub-cluster of every model of a plan, in as many as there are at present (or as few as the plan can be
     cut into): Symphony's appendix A over the models that gpu-lets hold together, which stay where most of their load
     is, as far as rates and memory remain even.

@@ -14,7 +14,7 @@ from tenuto.batching.core.scheduler import Scheduler
 from tenuto.batching.core.system import NetworkDelay
 from tenuto.batching.registry import make_scheduler
 from tenuto.deployments.security.keys import KeyEntry
-from tenuto.documents import StrictModel, parse_document
+from tenuto.documents import Fault, StrictModel, parse_document
 from tenuto.placement import Plan
 from tenuto.profiles.latency import LatencyField
 
@@ -71,30 +71,20 @@ class ProgramEntry(StrictModel):
 
 
 class GpuletConfig(StrictModel):
-    """`user_config` of a gpu-let: all that can change without a restart. `encrypt`: as of `DispatcherConfig`."""
+    """`user_config` of a gpu-let: all that can change without a restart. `encrypt`: as of `DispatcherConfig`.
+
+    A batch that has been with the device for `hangs_s`, and for `HANGS_TIMES` of what its program is planned to take,
+    never comes back: the gpu-let ends and Serve starts another.
+    """
 
     programs: tuple[ProgramEntry, ...]
+    hangs_s: Annotated[float, Field(gt=0)] = 10.0
     encrypt: bool = False
 
-    @model_validator(mode="before")
-    @classmethod
-    def _from_models(cls, raw: Any) -> Any:
-        """Read plan files of earlier versions, which list `models`: programs of one, and groups with `members`."""
-        if not isinstance(raw, dict) or "models" not in raw or "programs" in raw:
-            return raw
-        entries = raw["models"]
-        if not isinstance(entries, list | tuple):
-            return raw
-        rest = {key: value for key, value in raw.items() if key != "models"}
-        return {**rest, "programs": [_with_members(entry) for entry in entries]}
 
-
-def _with_members(entry: Any) -> Any:
-    if not isinstance(entry, dict) or "members" in entry:
-        return entry
-    own = {key: entry[key] for key in ("name", "source", "weights_path", "options") if key in entry}
-    shared = {key: value for key, value in entry.items() if key == "name" or key not in own}
-    return {**shared, "members": [own]}
+# This and `hangs_s` are chosen, not measured: far above what neighbours and busy processors make of a batch, and short
+# enough that a client who retries meets the new process.
+HANGS_TIMES = 20.0
 
 
 def read_gpulet_config(raw: Mapping[str, Any], gpulet: str) -> GpuletConfig:
@@ -126,7 +116,7 @@ class Listen(StrictModel):
     @model_validator(mode="after")
     def _both_files(self) -> Listen:
         if (self.tls_cert is None) != (self.tls_key is None):
-            raise ValueError("has one of tls_cert and tls_key; cure: Give both, or neither.")
+            raise Fault("has one of tls_cert and tls_key", "Give both, or neither.")
         return self
 
     @property
@@ -150,7 +140,7 @@ class DispatcherConfig(StrictModel):
 
     `standby`: gpu-lets that the plan lacks and may have next: connected, and not used. `max_queued`: requests of one
     program that may wait. `encrypt`: what goes from node to node is encrypted; inside of
-    a node nothing leaves the machine. `response_ms` is read for the sake of older plan files.
+    a node nothing leaves the machine.
     """
 
     plan: dict[str, Any]
@@ -168,7 +158,7 @@ class DispatcherConfig(StrictModel):
 class GatewayConfig(DispatcherConfig):
     """`user_config` of the gateways.
 
-    `listen`: their own socket; without it only Serve's proxies lead here, as in plan files of earlier versions.
+    `listen`: their own socket; without it only Serve's proxies lead here.
     `sub_clusters`: names and models of the dispatchers in other processes; empty where the gateway schedules itself.
     `dispatchers`: of each of them; all but one wait for its death.
     `max_body_mib`: of one request; `max_unfinished_mib`: of all requests that are not answered. `response_ms`: kept of
@@ -177,15 +167,17 @@ class GatewayConfig(DispatcherConfig):
 
     `operators`: a socket of their own for status, metrics and the live page. Where clients are others than whoever runs
     this (`keys`, or a `listen.host` beyond this machine) nothing of that is answered on `listen`. `insecure`: bind
-    elsewhere without keys. `shared_memory_prefix`: of the names that clients may register; by default any on a machine
-    of one's own, else none.
+    elsewhere without keys.
+
+    `host_names`: what clients may call this server, where it is bound to this machine and asks for no key; names of the
+    machine itself are known. Whoever else's page lets its name point here (DNS rebinding) is refused.
     """
 
     listen: Listen | None = None
     operators: Listen | None = None
     keys: tuple[KeyEntry, ...] = ()
     insecure: bool = False
-    shared_memory_prefix: str | None = None
+    host_names: tuple[str, ...] = ()
     traces: TracesConfig | None = None
     sub_clusters: dict[str, tuple[str, ...]] = Field(default_factory=dict)
     dispatchers: Annotated[int, Field(ge=1)] = 1
@@ -198,14 +190,15 @@ class GatewayConfig(DispatcherConfig):
             if where is None or where.is_loopback:
                 continue
             if name == "operators":
-                raise ValueError(
-                    f"operators.host is {where.host}: whoever reaches that port sees every request's id and the plan; "
-                    "cure: Bind it to 127.0.0.1 and let a proxy ask for a login, or set insecure: true (--insecure)."
+                raise Fault(
+                    f"operators.host is {where.host}: whoever reaches that port sees every request's id and the plan",
+                    "Bind it to 127.0.0.1 and let a proxy ask for a login, or set insecure: true (--insecure).",
                 )
             if not self.keys:
-                raise ValueError(
-                    f"listen.host is {where.host}, and there are no keys: anybody who reaches it may ask; cure: Make "
-                    "keys with `tenuto key NAME` and give their file with --keys, or set insecure: true (--insecure)."
+                raise Fault(
+                    f"listen.host is {where.host}, and there are no keys: anybody who reaches it may ask",
+                    "Make keys with `tenuto key NAME` and give their file with --keys, or set insecure: true "
+                    "(--insecure).",
                 )
         return self
 

@@ -5,11 +5,31 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from enum import StrEnum
 
 import numpy as np
 
 from tenuto.deployments.wire.tensors import Array, OutputTensor, RowOutput
 from tenuto.outcome import Outcome
+
+
+class Rule(StrEnum):
+    """Which rule refused a request that was not executed."""
+
+    TOO_LATE = "too late on arrival"
+    CUT = "no batch that meets its deadline"
+    BEYOND_PLAN = "beyond the planned rate"
+    FULL = "queue full"
+    NONE = ""  # it failed
+
+
+class Loop(StrEnum):
+    """Which loop made the difference for a request that was refused or late; see docs/scheduling.md."""
+
+    MARGIN = "margin"
+    MEASURED_TIMES = "measured times"
+    READING_LAG = "reading lag"
+    NONE = ""
 
 
 @dataclass(slots=True, eq=False)
@@ -30,6 +50,12 @@ class Executed:
     rows: int
     outputs: Sequence[RowOutput]
     data: Sequence[memoryview]
+    planned_ms: float = math.nan  # what the scheduler expected of the execution
+
+    def late_by(self, late_ms: float) -> Loop:
+        """Return which loop could have helped an answer that was late by so much: the one that follows execution times
+        where the batch took that much longer than expected, else the one that keeps time for everything else."""
+        return late_loop(self.execution_ms, self.planned_ms, late_ms)
 
     def arrays(self) -> list[Array]:
         """Return each output with one flat row per request; nothing is copied."""
@@ -46,6 +72,11 @@ class Executed:
         ]
 
 
+def late_loop(execution_ms: float, planned_ms: float, late_ms: float) -> Loop:
+    """Return which loop could have helped an answer that was late by so much; see `Executed.late_by`."""
+    return Loop.MEASURED_TIMES if execution_ms - planned_ms >= late_ms else Loop.MARGIN
+
+
 @dataclass(slots=True, frozen=True)
 class Refused:
     """A request that was not executed, or whose execution failed; `reason` says why and what to do."""
@@ -54,6 +85,8 @@ class Refused:
     reason: str
     retry_after_s: float | None = None
     gpulet: str = ""
+    rule: Rule = Rule.NONE
+    loop: Loop = Loop.NONE
 
 
 @dataclass(slots=True)
@@ -81,18 +114,27 @@ class Answer:
     def of_row(cls, arrived_ms: float, executed: Executed, row: int) -> Answer:
         """Return the answer of one row of a batch."""
         return cls(
-            Outcome.OK, executed.tensors(row), executed.batch_size, executed.gpulet, executed.sent_ms - arrived_ms,
-            executed.gpulet_queue_ms, executed.execution_ms, executed.emulated,
+            Outcome.OK,
+            executed.tensors(row),
+            executed.batch_size,
+            executed.gpulet,
+            executed.sent_ms - arrived_ms,
+            executed.gpulet_queue_ms,
+            executed.execution_ms,
+            executed.emulated,
             start_ms=executed.started_ms - arrived_ms,
-        )  # fmt: skip
+        )
 
     @classmethod
     def of_refusal(cls, waited_ms: float, refused: Refused) -> Answer:
         """Return the answer of a request that was not executed."""
         return cls(
-            refused.outcome, gpulet=refused.gpulet, batching_ms=waited_ms, retry_after_s=refused.retry_after_s,
+            refused.outcome,
+            gpulet=refused.gpulet,
+            batching_ms=waited_ms,
+            retry_after_s=refused.retry_after_s,
             reason=refused.reason,
-        )  # fmt: skip
+        )
 
     @property
     def queue_ms(self) -> float:

@@ -12,7 +12,7 @@ import os
 import re
 from collections import defaultdict
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 _GRAIN_BYTES = 1 << 16
 _MEMFD = "/memfd:tenuto-arena"
@@ -33,22 +33,6 @@ class Held(Protocol):
 
     def release(self) -> None:
         """Let go."""
-
-
-class HeldTogether(NamedTuple):
-    """Several pieces of memory, held and let go as one."""
-
-    pieces: tuple[Held, ...]
-
-    def hold(self) -> None:
-        """Hold all."""
-        for piece in self.pieces:
-            piece.hold()
-
-    def release(self) -> None:
-        """Let go of all."""
-        for piece in self.pieces:
-            piece.release()
 
 
 class Slot:

@@ -2,7 +2,7 @@
 
 Whatever comes in one turn of the event loop leaves together at its end: an idle gateway adds no delay, and the busier
 one is, the longer its turns and the larger its bundles. Holding messages back for a millisecond more saved no
-measurable processor time and cost 1.2 ms of latency (tests/benchmarks/bench_bundles.py).
+measurable processor time and cost 1.2 ms of latency (lab/benchmarks/bench_bundles.py).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Generic, NamedTuple, TypeVar
 
-from tenuto.deployments.wire.answers import Executed, Refused
+from tenuto.deployments.wire.answers import Executed, Loop, Refused, Rule
 from tenuto.deployments.wire.arena import MappedArenas
 from tenuto.deployments.wire.messages import MOST_BUNDLED_BYTES, Answers, ExecutedRows, PartPlace, RefusedRow
 from tenuto.deployments.wire.tensors import Buffer, InputPart, cut_rows
@@ -120,14 +120,23 @@ def pack_answers(answered: Sequence[AnsweredRequest], sent_at_ms: float) -> tupl
         numbers, ends, rows = zip(*same, strict=True)
         end = ends[0]
         if isinstance(end, Refused):
-            refused += [RefusedRow(n, int(end.outcome), end.reason, end.retry_after_s, end.gpulet) for n in numbers]
+            said = int(end.outcome), end.reason, end.retry_after_s, end.gpulet, end.rule, end.loop
+            refused += [RefusedRow(number, *said) for number in numbers]
             continue
         executed.append(
             ExecutedRows(
-                list(numbers), end.batch_size, end.gpulet, end.emulated, end.sent_ms, end.started_ms,
-                end.gpulet_queue_ms, end.execution_ms, end.outputs,
+                list(numbers),
+                end.batch_size,
+                end.gpulet,
+                end.emulated,
+                end.sent_ms,
+                end.started_ms,
+                end.gpulet_queue_ms,
+                end.execution_ms,
+                end.planned_ms,
+                end.outputs,
             )
-        )  # fmt: skip
+        )
         begin, stop = rows[0], rows[0] + len(rows)
         is_slice = rows == tuple(range(begin, stop))
         for (_, _, _, size), data in zip(end.outputs, end.data, strict=True):
@@ -146,13 +155,23 @@ def unpack_answers(message: Answers, body: memoryview, ahead_ms: float) -> Itera
         body: behind it.
         ahead_ms: by how much this clock is ahead of the sender's.
     """
-    for numbers, size, gpulet, emulated, sent_ms, started_ms, queue_ms, execution_ms, outputs in message.executed:
+    for numbers, size, gpulet, emulated, sent_ms, started_ms, queue_ms, run_ms, planned_ms, outputs in message.executed:
         data, body = cut_rows(len(numbers), outputs, body)
         executed = Executed(
-            size, gpulet, emulated, sent_ms + ahead_ms, started_ms + ahead_ms, queue_ms, execution_ms, len(numbers),
-            outputs, data,
-        )  # fmt: skip
+            size,
+            gpulet,
+            emulated,
+            sent_ms + ahead_ms,
+            started_ms + ahead_ms,
+            queue_ms,
+            run_ms,
+            len(numbers),
+            outputs,
+            data,
+            planned_ms,
+        )
         for row, number in enumerate(numbers):
             yield AnsweredRequest(number, executed, row)
-    for number, outcome, reason, retry_after_s, gpulet in message.refused:
-        yield AnsweredRequest(number, Refused(Outcome(outcome), reason, retry_after_s, gpulet))
+    for number, outcome, reason, retry_after_s, gpulet, rule, loop in message.refused:
+        refused = Refused(Outcome(outcome), reason, retry_after_s, gpulet, Rule(rule), Loop(loop))
+        yield AnsweredRequest(number, refused)

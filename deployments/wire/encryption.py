@@ -31,11 +31,15 @@ class Identity:
         name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, _NAME)])
         now = datetime.datetime.now(datetime.UTC)
         made = (
-            x509.CertificateBuilder().subject_name(name).issuer_name(name).public_key(key.public_key())
+            x509.CertificateBuilder()
+            .subject_name(name)
+            .issuer_name(name)
+            .public_key(key.public_key())
             .serial_number(x509.random_serial_number())
-            .not_valid_before(now - _LASTS).not_valid_after(now + _LASTS)  # clocks of nodes may differ
+            .not_valid_before(now - _LASTS)
+            .not_valid_after(now + _LASTS)  # clocks of nodes may differ
             .sign(key, hashes.SHA256())
-        )  # fmt: skip
+        )
         kind, form = serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8
         return made.public_bytes(kind).decode(), key.private_bytes(kind, form, serialization.NoEncryption())
 
@@ -73,7 +77,7 @@ class TlsSocket:
 
     def __init__(self, connection: socket.socket, context: ssl.SSLContext) -> None:
         """Take a connected, blocking socket."""
-        self._socket = connection
+        self._socket = self.plain = connection
         self._came, self._leaves = ssl.MemoryBIO(), ssl.MemoryBIO()
         self._tls = context.wrap_bio(self._came, self._leaves, server_side=True)
         self._lock = threading.Lock()

@@ -3,18 +3,22 @@
 Nothing is pickled. Whoever connects must say `Hello` with the token that Ray handed out, in time and in a small first
 frame; nothing is allocated for a peer before. Bodies are bounded by what the models can need, which the owner of a
 connection says (`limit_bodies`); before it does there are none. `FrameProtocol` is the end on an event loop,
-`FrameSocket` the one of a thread that waits for nothing else.
+`FrameSocket` the one of a thread that waits for nothing else. Both say `Beat` where nothing else is said, and can tell
+a peer that has fallen silent (`tenuto.deployments.wire.liveness`).
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
 import hmac
 import logging
+import select
 import socket
 import struct
 import sys
+import termios
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import cast
@@ -23,7 +27,8 @@ import msgspec
 import numpy as np
 
 from tenuto.deployments.wire.encryption import Identity, TlsSocket, pinned_context
-from tenuto.deployments.wire.messages import Hello, Message, decode, encode
+from tenuto.deployments.wire.liveness import BEAT_S, GIVEN_UP_S, LEASE_S, Silence, end_if_stopped, process_behind
+from tenuto.deployments.wire.messages import Beat, Hello, Message, decode, encode
 from tenuto.deployments.wire.tensors import Buffer
 
 logger = logging.getLogger("ray.serve")
@@ -35,8 +40,11 @@ _MOST_MESSAGE_BYTES = 1 << 24
 _ROOM_BYTES = 1 << 16
 _JOINED_BYTES = 1 << 15  # below this, one write of a joined copy costs less than a vectored one
 _LARGE_BYTES = 16 << 20
-_STALLED_S = 5  # a peer that takes nothing for so long is given up
 _UNHEARD_S = 1  # without a word from another machine, not even that bytes have come: it is lost, or the way to it
+_COUNT = struct.Struct("i")
+_HEARD_MS = struct.Struct("52x2I")  # of Linux' tcp_info: ms since the last data and since the last acknowledgement
+_TIME = struct.Struct("ll")  # s, us
+_NO_LINGERING = struct.pack("ii", 1, 0)  # a connection that is aborted drops what has not left
 NO_BYTES = memoryview(b"")
 
 # A name in the abstract Unix namespace (the first byte is zero), or (host, port).
@@ -170,7 +178,8 @@ def _framed(message: Message, buffers: Sequence[Buffer]) -> list[Buffer]:
 class FrameProtocol(asyncio.BufferedProtocol):
     """One end of a connection, on an event loop.
 
-    `on_message(protocol, message, body)` is called for every frame, `on_lost(protocol, error)` once at the end.
+    `on_message(protocol, message, body)` is called for every frame, `on_lost(protocol, error)` once at the end. From
+    the greeting on it beats. With `watch` it ends by itself when the peer falls silent.
     """
 
     def __init__(
@@ -196,30 +205,43 @@ class FrameProtocol(asyncio.BufferedProtocol):
         self._transport: asyncio.Transport | None = None
         self._reader = FrameReader()
         self._deadline: asyncio.TimerHandle | None = None
+        self._ticker: asyncio.TimerHandle | None = None
+        self._silence: Silence | None = None
+        self._has_sent = self._has_heard = False  # since the last tick
+        self._pid = 0  # of a peer on this machine
+        self._ending: TimeoutError | None = None
         if expect_token is not None:
             self._reader.most_message_bytes = _FIRST_FRAME_BYTES
 
     # asyncio calls the four methods below.
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)  # uvloop's transports do not derive from asyncio's
-        _notice_loss(transport.get_extra_info("socket"))
+        connection = transport.get_extra_info("socket")
+        _notice_loss(connection)
+        self._pid = process_behind(connection)
         if self._expect_token is not None:
             self._deadline = asyncio.get_running_loop().call_later(_FIRST_FRAME_S, self._refuse, "it said nothing")
+        else:
+            self._begin_to_beat()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._transport = None
-        if self._deadline is not None:
-            self._deadline.cancel()
-        self._on_lost(self, exc)
+        for timer in (self._deadline, self._ticker):
+            if timer is not None:
+                timer.cancel()
+        self._on_lost(self, self._ending or exc)
 
     def get_buffer(self, sizehint: int) -> memoryview:  # noqa: ARG002
         return self._reader.room()
 
     def buffer_updated(self, nbytes: int) -> None:
+        self._has_heard = True
         self._reader.received(nbytes)
         try:
             while self._transport is not None and (frame := self._reader.next_frame()) is not None:
                 message, body = frame
+                if type(message) is Beat:
+                    continue
                 if self._expect_token is None:
                     self._on_message(self, message, body)
                 elif isinstance(message, Hello) and _is_same(message.token, self._expect_token):
@@ -234,7 +256,37 @@ class FrameProtocol(asyncio.BufferedProtocol):
         if self._deadline is not None:
             self._deadline.cancel()
         self._reader.most_message_bytes = _MOST_MESSAGE_BYTES
+        self._begin_to_beat()
         self._on_hello(self, hello)
+
+    def watch(self) -> None:
+        """Abort the connection once the peer has said nothing for `GIVEN_UP_S`, and not for want of a processor; a
+        process of this machine that was stopped, and stays so, is killed then."""
+        self._silence = Silence(self._pid)
+
+    def _begin_to_beat(self) -> None:
+        self._ticker = asyncio.get_running_loop().call_later(BEAT_S, self._tick)
+
+    def _tick(self) -> None:
+        if self._transport is None:
+            return
+        self._begin_to_beat()
+        if not self._has_sent and self.is_connected:
+            self.send(Beat())
+        self._has_sent = False
+        has_heard, self._has_heard = self._has_heard, False
+        if self._silence is not None and self._silence.is_over(heard=has_heard):
+            self._ending = TimeoutError(f"nothing was heard of it for {GIVEN_UP_S:g} s")
+            end_if_stopped(self._pid)
+            self.abort()
+
+    def abort(self) -> None:
+        """Close the connection at once: what has not left is dropped, as somebody else will be asked."""
+        if self._transport is not None:
+            connection = self._transport.get_extra_info("socket")
+            if connection.family != socket.AF_UNIX:
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _NO_LINGERING)
+            self._transport.abort()
 
     def limit_bodies(self, most_bytes: int) -> None:
         """Take bodies of so many bytes from now on; a longer one closes the connection. A limit never sinks, as what
@@ -254,6 +306,7 @@ class FrameProtocol(asyncio.BufferedProtocol):
         """Send one frame; the buffers are the body, in order. Must be called on the event loop; silent when closed."""
         if self._transport is None:
             return
+        self._has_sent = True
         parts = _framed(message, buffers)
         if len(parts) == 1:
             self._transport.write(parts[0])
@@ -277,10 +330,18 @@ class FrameSocket:
     def __init__(self, connection: socket.socket | TlsSocket) -> None:
         """Take a connected, blocking socket."""
         self._socket = connection
+        plain = self._plain = connection.plain if isinstance(connection, TlsSocket) else connection
         self._reader = FrameReader()
         self._sending = threading.Lock()
-        seconds = struct.pack("ll", _STALLED_S, 0)
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, seconds)
+        self._has_sent = self._has_heard = False  # since the last tick
+        self._pid = process_behind(plain)
+        self._silence: Silence | None = None
+        self._takes, self._has_ended = select.poll(), select.poll()  # each for one thread
+        self._takes.register(plain, select.POLLOUT)
+        self._has_ended.register(plain, select.POLLRDHUP)
+        # A peer that takes nothing for so long is given up.
+        limit = _TIME.pack(int(GIVEN_UP_S), int(GIVEN_UP_S % 1 * 1e6))
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
         if connection.family != socket.AF_UNIX:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         _notice_loss(connection)
@@ -303,6 +364,46 @@ class FrameSocket:
         reader.most_message_bytes = _MOST_MESSAGE_BYTES
         return hello
 
+    def watch(self) -> None:
+        """Give a silent peer up; see `FrameProtocol.watch`. `tick` looks."""
+        self._silence = Silence(self._pid)
+
+    def tick(self) -> None:
+        """Beat where nothing was sent since the last tick, and look whether a watched peer is silent: then whoever
+        receives is told that it is gone. For one thread, every `BEAT_S`; does not wait."""
+        if not self._has_sent and self._sending.acquire(blocking=False):
+            try:
+                if self._takes.poll(0) == [(self._plain.fileno(), select.POLLOUT)]:
+                    self._write(_framed(Beat(), ()))
+            finally:
+                self._sending.release()
+        self._has_sent = False
+        # What lies there unread was said, if nobody knows when: a worker reads between two batches.
+        has_heard, self._has_heard = self._has_heard or self._holds_unread(), False
+        if self._silence is not None and self._silence.is_over(heard=has_heard):
+            logger.warning("a peer is given up: nothing was heard of it for %g s", GIVEN_UP_S)
+            end_if_stopped(self._pid)
+            self._shut_down()
+
+    def _holds_unread(self) -> bool:
+        with contextlib.suppress(OSError):
+            return fcntl.ioctl(self._plain, termios.FIONREAD, _COUNT.pack(0)) != _COUNT.pack(0)
+        return False
+
+    def is_lost(self) -> bool:
+        """Whether the peer has closed the connection, though what it sent before may lie here unread, or may have given
+        us up by now: its machine has not been heard of for `LEASE_S`. For one thread; does not wait."""
+        if self._has_ended.poll(0):
+            return True
+        if self._plain.family == socket.AF_UNIX:
+            return False
+        try:
+            info = self._plain.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _HEARD_MS.size)
+        except OSError:
+            return True
+        since_data_ms, since_ack_ms = _HEARD_MS.unpack(info)
+        return bool(min(since_data_ms, since_ack_ms) > 1000.0 * LEASE_S)
+
     def limit_bodies(self, most_bytes: int) -> None:
         """Take bodies of so many bytes from now on; see `FrameProtocol.limit_bodies`. Any thread may."""
         self._reader.most_body_bytes = max(self._reader.most_body_bytes, most_bytes)
@@ -314,9 +415,11 @@ class FrameSocket:
             OSError: the connection is gone.
             WrongFrameError: the peer does not speak the protocol.
         """
-        while (frame := self._reader.next_frame()) is None:
-            self._receive()
-        return frame
+        while True:
+            while (frame := self._reader.next_frame()) is None:
+                self._receive()
+            if type(frame[0]) is not Beat:
+                return frame
 
     def fileno(self) -> int:
         """Return the descriptor of a socket without encryption."""
@@ -335,7 +438,8 @@ class FrameSocket:
         with contextlib.suppress(BlockingIOError):
             self._note(self._socket.recv_into(self._reader.room(), 0, socket.MSG_DONTWAIT))
         while (frame := self._reader.next_frame()) is not None:
-            yield frame
+            if type(frame[0]) is not Beat:
+                yield frame
 
     @property
     def is_amid_body(self) -> bool:
@@ -348,20 +452,29 @@ class FrameSocket:
     def _note(self, count: int) -> None:
         if not count:
             raise ConnectionResetError("closed by the peer")
+        self._has_heard = True
         self._reader.received(count)
 
     def send(self, message: Message, buffers: Sequence[Buffer] = ()) -> None:
         """Send one frame; silent when the connection is gone, and closes it where the peer takes nothing."""
         parts = _framed(message, buffers)
         with self._sending:
-            try:
-                if len(parts) == 1:
-                    self._socket.sendall(parts[0])
-                else:
-                    self._send_parts([memoryview(part).cast("B") for part in parts])
-            except OSError:  # also when nothing could be sent for `_STALLED_S`: half a frame cannot be taken back
-                with contextlib.suppress(OSError):
-                    self._socket.shutdown(socket.SHUT_RDWR)  # whoever receives notices, and closes it
+            self._write(parts)
+
+    def _write(self, parts: Sequence[Buffer]) -> None:
+        self._has_sent = True
+        try:
+            if len(parts) == 1:
+                self._socket.sendall(parts[0])
+            else:
+                self._send_parts([memoryview(part).cast("B") for part in parts])
+        except OSError:  # also when nothing could be sent for `GIVEN_UP_S`: half a frame cannot be taken back
+            self._shut_down()
+
+    def _shut_down(self) -> None:
+        """Let whoever receives notice that the connection is over, and close it."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
 
     def _send_parts(self, parts: list[memoryview]) -> None:
         while parts:
@@ -374,8 +487,7 @@ class FrameSocket:
 
     def close(self) -> None:
         """Close the connection; a thread that receives is woken."""
-        with contextlib.suppress(OSError):  # it may be closed already
-            self._socket.shutdown(socket.SHUT_RDWR)
+        self._shut_down()
         self._socket.close()
 
 
@@ -386,8 +498,10 @@ def _notice_loss(connection: socket.socket | TlsSocket) -> None:
         return
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in (
-        (socket.TCP_KEEPIDLE, 1), (socket.TCP_KEEPINTVL, 1), (socket.TCP_USER_TIMEOUT, 1000 * _UNHEARD_S)
-    ):  # fmt: skip
+        (socket.TCP_KEEPIDLE, 1),
+        (socket.TCP_KEEPINTVL, 1),
+        (socket.TCP_USER_TIMEOUT, 1000 * _UNHEARD_S),
+    ):
         connection.setsockopt(socket.IPPROTO_TCP, option, value)
 
 

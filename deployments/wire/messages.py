@@ -10,10 +10,18 @@ states name.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 
+from tenuto.deployments.wire.status import (
+    DispatchingStatus,
+    EndedRequest,
+    GatewayReport,
+    GpuletMode,
+    GpuletStatus,
+    MpsStatus,
+)
 from tenuto.deployments.wire.tensors import RowOutput, most_batch_bytes, most_row_bytes
 from tenuto.profiles.networks.catalogue import ModelSignature
 
@@ -32,24 +40,21 @@ class Hello(_Message, tag=1):
 
     token: str
     machine: str = ""
+    is_watched: bool = True  # given up when it falls silent; others have loops that users keep busy
+
+
+class Beat(_Message, tag=8):
+    """This process lives, and has nothing else to say (`tenuto.deployments.wire.liveness`). No owner sees it."""
 
 
 # --- dispatcher and gpu-let -------------------------------------------------------------------------------------------
-
-
-class GpuletMode(msgspec.Struct, frozen=True, array_like=True):
-    """How a gpu-let runs, for the status: whether CUDA MPS holds it to its share, whether copies overlap with
-    execution, and how each program runs (`plain`, `compile`, `cuda_graphs`, `merged` or `emulated`)."""
-
-    share: bool
-    streaming: bool
-    programs: dict[str, str]
 
 
 class GpuletState(_Message, tag=2):
     """What a gpu-let is and holds; it says so to everyone who connects, and again when it changes.
 
     `programs`: the largest batch of each. `signatures`: of every model. `merged`: what merging did, by program.
+    `terms`: for every sub-cluster, the term of the dispatcher that took charge last; see `TakeCharge`.
     """
 
     gpulet: str
@@ -63,11 +68,12 @@ class GpuletState(_Message, tag=2):
     memory_cap_mib: float | None
     sm_count: int | None
     mode: GpuletMode
-    cuda_mps: dict[str, Any] | None
+    cuda_mps: MpsStatus | None
     programs: dict[str, int]
     merged: dict[str, dict[str, float]]
     signatures: dict[str, ModelSignature]
     node_id: str = ""  # Ray's name of the node
+    terms: dict[str, int] = {}  # msgspec copies defaults
 
     def most_asked_bytes(self) -> int:
         """Return the size of the largest batch that can be asked for."""
@@ -79,12 +85,11 @@ class GpuletState(_Message, tag=2):
         rows = {name: most_row_bytes(signature.outputs) for name, signature in self.signatures.items()}
         return most_batch_bytes(self.programs, rows)
 
-    def to_status(self) -> dict[str, Any]:
-        """Return plain data for operators; largest batches stand under `models`."""
-        own = ("machine", "programs", "mode")
-        fields = {name: getattr(self, name) for name in self.__struct_fields__ if name not in own}
-        data: dict[str, Any] = msgspec.to_builtins(fields)
-        return {**data, "mode": msgspec.structs.asdict(self.mode), "models": self.programs}
+    def described(self, planned: GpuletStatus) -> GpuletStatus:
+        """Return a gpu-let's status with what it says of itself."""
+        ours = ("machine", "programs", "terms")
+        own = {name: getattr(self, name) for name in self.__struct_fields__ if name not in ours}
+        return msgspec.structs.replace(planned, models=self.programs, **own)
 
 
 class PartPlace(NamedTuple):
@@ -149,6 +154,14 @@ class GpuletCloses(_Message, tag=7):
     reason: str
 
 
+class TakeCharge(_Message, tag=9):
+    """From now on this dispatcher schedules for its sub-cluster, and no other one: batches of those with an earlier
+    term are not begun any more. Terms are never equal; the highest holds."""
+
+    sub_cluster: str
+    term: int
+
+
 # --- gateway and dispatcher -------------------------------------------------------------------------------------------
 
 
@@ -189,6 +202,7 @@ class ExecutedRows(NamedTuple):
     started_at_ms: float
     gpulet_queue_ms: float
     execution_ms: float
+    planned_ms: float
     outputs: list[RowOutput]
 
 
@@ -200,6 +214,8 @@ class RefusedRow(NamedTuple):
     reason: str
     retry_after_s: float | None
     gpulet: str
+    rule: str
+    loop: str
 
 
 class Answers(_Message, tag=11):
@@ -214,7 +230,7 @@ class Answers(_Message, tag=11):
 
 
 class DispatcherState(_Message, tag=12):
-    """What gateways answer for without asking: readiness, signatures, gpu-lets as plain data for the status."""
+    """What gateways answer for without asking: readiness, signatures, and the gpu-lets for the status."""
 
     pid: int
     machine: str
@@ -222,7 +238,7 @@ class DispatcherState(_Message, tag=12):
     ready: bool
     ready_models: list[str]
     signatures: dict[str, ModelSignature]
-    gpulets: list[dict[str, Any]]
+    gpulets: list[GpuletStatus]
 
     def most_asked_bytes(self) -> int:
         """Return the size of the largest bundle of requests."""
@@ -235,26 +251,68 @@ class DispatcherState(_Message, tag=12):
         return MOST_BUNDLED_BYTES + max(rows, default=0)
 
 
-class AskReport(_Message, tag=13):
-    """Ask for a report to operators; `what` is `status`, `queue` or `requests` (of that `id`, at most `limit`), or
-    `gateways`: what all gateways say of themselves, this one what is in `said` as JSON."""
+class AskStatus(_Message, tag=13):
+    """Ask for the status, which comes without the plan: a gateway has the whole one."""
 
     number: int
-    what: str
-    id: str | None = None
-    limit: int = 100
-    said: bytes = b""
 
 
-class Report(_Message, tag=14):
-    """A report as JSON."""
+class AskWaiting(_Message, tag=14):
+    """Ask how many requests of every model wait for a batch."""
 
     number: int
-    data: bytes
+
+
+class AskEnded(_Message, tag=15):
+    """Ask for the last requests that ended, at most `limit`; with an `id`, for those of it."""
+
+    number: int
+    id: str | None
+    limit: int
+
+
+class TellGateway(_Message, tag=16):
+    """Tell what this gateway is and counts, and ask for what all of them told last."""
+
+    number: int
+    told: GatewayReport
+
+
+class StatusReport(_Message, tag=17):
+    """The answer to `AskStatus`."""
+
+    number: int
+    found: DispatchingStatus
+
+
+class WaitingReport(_Message, tag=18):
+    """The answer to `AskWaiting`, by model."""
+
+    number: int
+    found: dict[str, int]
+
+
+class EndedReport(_Message, tag=19):
+    """The answer to `AskEnded`, newest first."""
+
+    number: int
+    found: list[EndedRequest]
+
+
+class GatewaysReport(_Message, tag=20):
+    """The answer to `TellGateway`."""
+
+    number: int
+    found: list[GatewayReport]
+
+
+Report = StatusReport | WaitingReport | EndedReport | GatewaysReport
 
 
 Message = (
     Hello
+    | Beat
+    | TakeCharge
     | GpuletState
     | RunBatch
     | AbortBatch
@@ -264,8 +322,14 @@ Message = (
     | Requests
     | Answers
     | DispatcherState
-    | AskReport
-    | Report
+    | AskStatus
+    | AskWaiting
+    | AskEnded
+    | TellGateway
+    | StatusReport
+    | WaitingReport
+    | EndedReport
+    | GatewaysReport
 )
 
 _ENCODER: msgspec.msgpack.Encoder = msgspec.msgpack.Encoder()

@@ -1,4 +1,4 @@
-"""A connection to one peer that is kept: find it over Ray, connect, send, notice its death, find it again."""
+"""A connection to one peer that is kept: find it over Ray, connect, send, notice its end or silence, find it again."""
 
 from __future__ import annotations
 
@@ -87,7 +87,14 @@ class PeerConnection(Generic[StateT]):
     """Keeps one peer connected for as long as it exists. Invariant: at most one connection at a time."""
 
     def __init__(
-        self, kind: type[StateT], peer: str, find: Finder, events: ConnectionEvents[StateT], *, name: str = "gpu-let"
+        self,
+        kind: type[StateT],
+        peer: str,
+        find: Finder,
+        events: ConnectionEvents[StateT],
+        *,
+        name: str = "gpu-let",
+        is_watched: bool = True,
     ) -> None:
         """Prepare; `start` begins.
 
@@ -97,10 +104,12 @@ class PeerConnection(Generic[StateT]):
             find: asks where it listens.
             events: told what happens.
             name: what to call it in logs, before its own name.
+            is_watched: whether the peer may give this process up when it falls silent.
         """
         self.peer = peer
         self.state: StateT | None = None
         self._kind = kind
+        self._is_watched = is_watched
         self._name = f"{name} {peer}"
         self._find = find
         self._events = events
@@ -146,10 +155,11 @@ class PeerConnection(Generic[StateT]):
             try:
                 endpoint = await self._find()
                 self._ended.clear()
-                hello = Hello(endpoint.token, self._machine)
+                hello = Hello(endpoint.token, self._machine, self._is_watched)
                 self._protocol = await connect(
                     endpoint.address, hello, self._on_message, self._on_lost, certificate=endpoint.certificate
                 )
+                self._protocol.watch()
             except asyncio.CancelledError:
                 raise
             except Exception as error:  # Ray raises many kinds while an application starts or restarts

@@ -80,8 +80,8 @@ def _join_ray() -> None:
     """Join the running cluster, or start a small local one for the clients alone."""
     import ray
 
+    from tenuto.deployments.process.ray_address import join_ray
     from tenuto.deployments.serve.launcher import start_local_ray
-    from tenuto.deployments.serve.ray_address import join_ray
 
     if not ray.is_initialized():
         try:
@@ -136,7 +136,7 @@ class RayClients:
         total: dict[str, int] = {}
         for answer in ready:
             try:
-                counts = ray.get(answer)
+                counts = ray.get(answer, timeout=PREPARE_TIMEOUT_S)
             except ray.exceptions.RayError:
                 continue
             for key, value in counts.items():
@@ -155,7 +155,7 @@ class RayClients:
             self._asked = [(index, reference) for index, reference in self._asked if reference not in ready]
             for index, reference in here:
                 try:
-                    part = ray.get(reference)
+                    part = ray.get(reference, timeout=PREPARE_TIMEOUT_S)
                 except ray.exceptions.RayError:
                     continue  # lost with its actor
                 if part is not None:

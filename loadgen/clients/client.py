@@ -113,8 +113,9 @@ class _Columns:
         kept = slice(None) if rows is None else np.asarray(rows, dtype=np.int64)
         columns: dict[str, Any] = {
             name: np.array(np.asarray(getattr(self, name))[kept], dtype=kind)
-            for name, kind in Records.columns().items() if name not in ("gpulet", "call", "call_at_ms")
-        }  # fmt: skip
+            for name, kind in Records.columns().items()
+            if name not in ("gpulet", "call", "call_at_ms")
+        }
         columns["gpulet"] = np.array(self.gpulet if rows is None else [self.gpulet[row] for row in rows], dtype=object)
         if load is None:
             return Records(**columns)

@@ -2,8 +2,8 @@
 
 A kernel built without preemption, as servers' are, lets a running process finish its slice before one that wakes up
 gets the processor: 2 to 4 ms late on a machine that is busy with anything else. A real-time thread is served at once:
-99 % of wake-ups within 0.2 ms beside three busy processes on two cores (docs/benchmarks-loadgen.md). The client needs
-little processor time, and Linux keeps a twentieth of it for everyone else, so that it cannot take the machine.
+99 % of wake-ups within 0.2 ms beside three busy processes on two cores (lab/journal/benchmarks-loadgen.md). The client
+needs little processor time, and Linux keeps a twentieth of it for everyone else, so that it cannot take the machine.
 """
 
 from __future__ import annotations

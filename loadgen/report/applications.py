@@ -17,7 +17,7 @@ from tenuto.loadgen.report.blocks import (
     rate_figure,
     swatch,
     table,
-)  # fmt: skip
+)
 from tenuto.loadgen.report.palette import Style
 from tenuto.loadgen.report.series import bin_edges_ms, cdf
 from tenuto.loadgen.run import Run
@@ -33,16 +33,31 @@ def application_table(run: Run, styles: Styles) -> str:
     """Return the table of the applications with its heading; empty where there are none."""
     if not run.applications:
         return ""
-    heads = ("application", "in time", "SLO ms", "p50 ms", "p90 ms", "p99 ms", "goodput rps", "offered", "ok", "late",
-             "expired", "rejected", "failed")  # fmt: skip
+    heads = (
+        "application",
+        "in time",
+        "SLO ms",
+        "p50 ms",
+        "p90 ms",
+        "p99 ms",
+        "goodput rps",
+        "offered",
+        "ok",
+        "late",
+        "expired",
+        "rejected",
+        "failed",
+    )
     rows = (
         [
-            swatch(styles[name]) + escape(name), in_time(row["attainment"]), f"{row['slo_ms']:g}",
+            swatch(styles[name]) + escape(name),
+            in_time(row["attainment"]),
+            f"{row['slo_ms']:g}",
             *(number(row[key]) for key in ("p50_ms", "p90_ms", "p99_ms", "goodput_rps")),
             *(str(row[key]) for key in ("offered", "ok", "late", "expired", "rejected", "failed")),
         ]
         for name, row in run.applications.items()
-    )  # fmt: skip
+    )
     return f'<h2>Applications</h2>{table(heads, rows)}<p class="note">{_JUDGED}</p>'
 
 
@@ -100,9 +115,16 @@ def _over_time(run: Run, styles: Styles) -> str:
         ok = np.histogram(calls.at_ms[calls.outcome == Outcome.OK], edges)[0] / length_s
         charts.append(
             rate_figure(
-                f"{name} over time", f"Offered and answered rate of {name} over time", at_s, offered, ok,
-                Style(styles[name].colour), "in time, end to end", end_s=run.end_ms / 1000.0,
-                begin_s=run.begin_ms / 1000.0, height=200,
+                f"{name} over time",
+                f"Offered and answered rate of {name} over time",
+                at_s,
+                offered,
+                ok,
+                Style(styles[name].colour),
+                "in time, end to end",
+                end_s=run.end_ms / 1000.0,
+                begin_s=run.begin_ms / 1000.0,
+                height=200,
             )
-        )  # fmt: skip
+        )
     return "".join(charts[:16])

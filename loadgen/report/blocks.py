@@ -14,9 +14,11 @@ from tenuto.loadgen.report.palette import OUTCOME_COLOURS, STAGE_COLOURS, Style
 
 Styles = Mapping[str, Style]
 STAGES = {
-    "batching": "waiting for a batch", "gpulet_queue": "queue at the gpu-let", "execution": "execution",
+    "batching": "waiting for a batch",
+    "gpulet_queue": "queue at the gpu-let",
+    "execution": "execution",
     "front_door": "front door",
-}  # fmt: skip
+}
 OFFERED = Style("var(--muted)")
 
 
@@ -40,10 +42,12 @@ def table(heads: Sequence[str], rows: Iterable[Iterable[str]], *, words: Collect
 def how_it_was_made(document: Mapping[str, Any], settings: Mapping[str, Any], **more: str) -> str:
     """Return the section with command, settings, machine and versions of a document, and what else there is to tell."""
     rows = {
-        "command": " ".join(document.get("command", [])), "settings": listed(settings), **more,
+        "command": " ".join(document.get("command", [])),
+        "settings": listed(settings),
+        **more,
         "hardware": ", ".join(f"{key} {value}" for key, value in (document.get("hardware") or {}).items() if value),
         "versions": listed(document.get("versions") or {}),
-    }  # fmt: skip
+    }
     made = {key.replace("_", " "): f"<code>{escape(text)}</code>" for key, text in rows.items() if text}
     return f"<h2>How it was made</h2>{facts(made)}"
 
@@ -115,16 +119,23 @@ def stage_figure(
 
 
 def latency_figure(
-    heading: str, title: str, curves: Sequence[tuple[str, NDArray[np.float64], NDArray[np.float64]]], styles: Styles,
-    note: str, *, by_slo: bool = True,
-) -> str:  # fmt: skip
+    heading: str,
+    title: str,
+    curves: Sequence[tuple[str, NDArray[np.float64], NDArray[np.float64]]],
+    styles: Styles,
+    note: str,
+    *,
+    by_slo: bool = True,
+) -> str:
     """Return the chart of latency distributions: name, latencies (multiples of the SLO, or ms), shares of offered."""
     longest = max(float(x[-1]) for _, x, _ in curves)
     plot = Plot(
-        (0.0, max(1.2, min(longest, 3.0)) if by_slo else longest), (0.0, 1.0),
-        x_label="latency as a multiple of the SLO" if by_slo else "latency in ms", y_label="share of offered",
+        (0.0, max(1.2, min(longest, 3.0)) if by_slo else longest),
+        (0.0, 1.0),
+        x_label="latency as a multiple of the SLO" if by_slo else "latency in ms",
+        y_label="share of offered",
         percent_y=True,
-    )  # fmt: skip
+    )
     for name, values, shares in curves:
         plot.line(np.append(0.0, values), np.append(0.0, shares), styles[name], name)
     if by_slo:
@@ -134,9 +145,18 @@ def latency_figure(
 
 
 def rate_figure(
-    heading: str, title: str, at_s: NDArray[np.float64], offered_rps: NDArray[np.float64], ok_rps: NDArray[np.float64],
-    style: Style, words: str, *, end_s: float, begin_s: float, height: int = 240,
-) -> str:  # fmt: skip
+    heading: str,
+    title: str,
+    at_s: NDArray[np.float64],
+    offered_rps: NDArray[np.float64],
+    ok_rps: NDArray[np.float64],
+    style: Style,
+    words: str,
+    *,
+    end_s: float,
+    begin_s: float,
+    height: int = 240,
+) -> str:
     """Return the chart of the offered and the ok rate over time; `words` names the latter, `begin_s` ends warm-up."""
     top = float(max(offered_rps.max(initial=0.0), 1e-9)) * 1.08
     plot = Plot((0.0, end_s), (0.0, top), x_label="scheduled time in s", y_label="requests per second", height=height)

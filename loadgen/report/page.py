@@ -8,7 +8,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from tenuto.batching.core.rehearsal import describe_schedulers
+from tenuto.batching.core.told import SchedulerStatus, describe_schedulers
 from tenuto.loadgen.report import sections
 from tenuto.loadgen.report.applications import application_table, applications, stage_note
 from tenuto.loadgen.report.blocks import how_it_was_made, in_time, number, swatch, table
@@ -38,14 +38,21 @@ def render_page(run: Run) -> str:
     document = run.document
     title = f"{document['verdict']['result']} · {document['goodput_rps']:.1f} rps goodput · Tenuto"
     charts = (
-        applications(run, styles) + '<h2>Goodput and latency</h2><div class="grid">'
-        + sections.goodput(run, styles) + sections.latency(run, styles) + sections.stages(run) + sections.load(run)
-        + '</div><h2>Batches</h2><div class="grid">' + sections.batches(run, styles)
+        applications(run, styles)
+        + '<h2>Goodput and latency</h2><div class="grid">'
+        + sections.goodput(run, styles)
+        + sections.latency(run, styles)
+        + sections.stages(run)
+        + sections.load(run)
+        + '</div><h2>Batches</h2><div class="grid">'
+        + sections.batches(run, styles)
         + "</div>"
         + _placement(run, styles)
-        + '<h2>Execution against the plan</h2><div class="grid">' + sections.executions(run, styles)
-        + sections.utilisation(run) + "</div>"
-    )  # fmt: skip
+        + '<h2>Execution against the plan</h2><div class="grid">'
+        + sections.executions(run, styles)
+        + sections.utilisation(run)
+        + "</div>"
+    )
     body = (
         f"<h1>{escape(_headline(document))}</h1>{_application_headline(run)}"
         f"<p class=note>{escape(run.label)} · {escape(str(document.get('date', '')))}</p>"
@@ -114,18 +121,34 @@ def _verdict(document: Mapping[str, Any]) -> str:
 
 
 def _models(run: Run, styles: Mapping[str, Style]) -> str:
-    heads = ("model", "in time", "SLO ms", "p50 ms", "p90 ms", "p99 ms", "offered", "ok", "late", "expired", "rejected",
-             "failed", "mean batch")  # fmt: skip
+    heads = (
+        "model",
+        "in time",
+        "SLO ms",
+        "p50 ms",
+        "p90 ms",
+        "p99 ms",
+        "offered",
+        "ok",
+        "late",
+        "expired",
+        "rejected",
+        "failed",
+        "mean batch",
+    )
     rows = []
     for name, model in run.document["models"].items():
         slo = run.slo_ms(name)
-        rows.append([
-            swatch(styles[name]) + escape(name) + _stage_of(model), in_time(model["attainment"]),
-            "–" if slo is None else f"{round(slo, 1):g}",
-            *(number(model[key]) for key in ("p50_ms", "p90_ms", "p99_ms")),
-            *(str(model[key]) for key in ("offered", "ok", "late", "expired", "rejected", "failed")),
-            number(model["mean_batch"]),
-        ])  # fmt: skip
+        rows.append(
+            [
+                swatch(styles[name]) + escape(name) + _stage_of(model),
+                in_time(model["attainment"]),
+                "–" if slo is None else f"{round(slo, 1):g}",
+                *(number(model[key]) for key in ("p50_ms", "p90_ms", "p99_ms")),
+                *(str(model[key]) for key in ("offered", "ok", "late", "expired", "rejected", "failed")),
+                number(model["mean_batch"]),
+            ]
+        )
     return f'{table(heads, rows)}<p class="note">p99 is given from 459 requests on.</p>'
 
 
@@ -143,11 +166,13 @@ def _placement(run: Run, styles: Mapping[str, Style]) -> str:
 def _provenance(run: Run) -> str:
     document = run.document
     made = how_it_was_made(
-        document, document["options"], scheduler="; ".join(describe_schedulers(document.get("schedulers", ()))),
+        document,
+        document["options"],
+        scheduler="; ".join(describe_schedulers(map(SchedulerStatus.of_data, document.get("schedulers", ())))),
         **{"schedule (SHA-256)": document.get("schedule_hash", "")},
         measured_window=f"{run.begin_ms / 1000:g} s to {run.end_ms / 1000:g} s",
         requests=str(document.get("requests", len(run.records))),
-    )  # fmt: skip
+    )
     remarks = [*document.get("schedule_notes", []), *(run.plan.notes if run.plan is not None else ())]
     notes = "".join(f"<li>{escape(note)}</li>" for note in remarks)
     return made + (f"<ul>{notes}</ul>" if notes else "")

@@ -24,13 +24,27 @@ OUTCOME_COLOURS = {
 }
 STAGE_COLOURS = {"batching": "--s0", "gpulet_queue": "--s1", "execution": "--s2", "front_door": "--s3"}
 _OTHERS_LIGHT = {
-    "--ok": "#2a7f8e", "--late": "#f2c14e", "--expired": "#e8743b", "--rejected": "#8e5bb5", "--failed": "#3b3b3b",
-    "--s0": "#a6cee3", "--s1": "#fdbf6f", "--s2": "#1f5a8a", "--s3": "#b3b3b3",
-}  # fmt: skip
+    "--ok": "#2a7f8e",
+    "--late": "#f2c14e",
+    "--expired": "#e8743b",
+    "--rejected": "#8e5bb5",
+    "--failed": "#3b3b3b",
+    "--s0": "#a6cee3",
+    "--s1": "#fdbf6f",
+    "--s2": "#1f5a8a",
+    "--s3": "#b3b3b3",
+}
 _OTHERS_DARK = {
-    "--ok": "#3fb0c2", "--late": "#f5d174", "--expired": "#f08a55", "--rejected": "#b48ad6", "--failed": "#c9c9c9",
-    "--s0": "#bfe0ef", "--s1": "#ffcf8a", "--s2": "#4a90c9", "--s3": "#8c8c8c",
-}  # fmt: skip
+    "--ok": "#3fb0c2",
+    "--late": "#f5d174",
+    "--expired": "#f08a55",
+    "--rejected": "#b48ad6",
+    "--failed": "#c9c9c9",
+    "--s0": "#bfe0ef",
+    "--s1": "#ffcf8a",
+    "--s2": "#4a90c9",
+    "--s3": "#8c8c8c",
+}
 
 
 @dataclass(frozen=True)

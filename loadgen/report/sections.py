@@ -99,9 +99,16 @@ def load(run: Run) -> str:
     """Offered and ok rate over time, and how many requests were waiting."""
     line = timeline(run)
     rates = rate_figure(
-        "Load over time", "Offered and answered rate over time", line.at_s, line.offered_rps, line.ok_rps,
-        Style("var(--ok)"), "answered in time", end_s=run.end_ms / 1000.0, begin_s=run.begin_ms / 1000.0,
-    )  # fmt: skip
+        "Load over time",
+        "Offered and answered rate over time",
+        line.at_s,
+        line.offered_rps,
+        line.ok_rps,
+        Style("var(--ok)"),
+        "answered in time",
+        end_s=run.end_ms / 1000.0,
+        begin_s=run.begin_ms / 1000.0,
+    )
     at_s, waiting, under_way = waiting_and_under_way(run)
     queue = Plot(
         (0.0, run.end_ms / 1000.0),
@@ -205,10 +212,12 @@ def _prediction_cells(entry: Prediction, styles: Styles) -> list[str]:
     predicted = entry.predicted_ms[~np.isnan(entry.predicted_ms)]
     error = entry.error
     return [
-        *cells, f"{entry.weight.sum():.0f}", f"{np.median(predicted):.2f}" if predicted.size else "–",
+        *cells,
+        f"{entry.weight.sum():.0f}",
+        f"{np.median(predicted):.2f}" if predicted.size else "–",
         f"{np.median(entry.measured_ms):.2f}",
         "–" if error is None else f"{100 * error + 0.0:+.1f} %".replace("-0.0", "+0.0"),
-    ]  # fmt: skip
+    ]
 
 
 def utilisation(run: Run) -> str:

@@ -7,7 +7,7 @@ import functools
 from typing import Any
 
 from tenuto.deployments.entry.handle import TenutoHandle
-from tenuto.deployments.entry.oip import BadRequestError, parse_infer
+from tenuto.deployments.entry.oip import BadRequestError, RequestReader
 from tenuto.deployments.wire.answers import Answer
 from tenuto.errors import EnvironmentFaultError, TenutoError
 from tenuto.loadgen.sender import Body, OnReply, Reply
@@ -40,7 +40,7 @@ class HandleSender:
         assert self._handle is not None
         try:
             interface = self._handle.interface(model)
-            request = parse_infer(body.data, body.json_length, interface.inputs)
+            request = RequestReader(interface.inputs).read(body.data, body.json_length)
         except (BadRequestError, TenutoError) as error:
             raise EnvironmentFaultError(f"'{model}' cannot be asked over the handle: {error}") from error
         return model, [part.data for part in request.parts[0]], slo_ms
@@ -60,10 +60,15 @@ class HandleSender:
         self._on_reply(
             token,
             Reply(
-                answer.outcome.http_status, answer.batching_ms, answer.gpulet_queue_ms, answer.execution_ms,
-                answer.batch_size, answer.gpulet, answer.reason and f"{answer.outcome.word}: {answer.reason}",
+                answer.outcome.http_status,
+                answer.batching_ms,
+                answer.gpulet_queue_ms,
+                answer.execution_ms,
+                answer.batch_size,
+                answer.gpulet,
+                answer.reason and f"{answer.outcome.word}: {answer.reason}",
             ),
-        )  # fmt: skip
+        )
 
     def close(self) -> None:
         """Disconnect soon; requests still under way get no answer any more."""
@@ -76,7 +81,7 @@ def _join_ray() -> None:
     """Join the Ray cluster that serves, unless this process is part of it."""
     import ray
 
-    from tenuto.deployments.serve.ray_address import join_ray
+    from tenuto.deployments.process.ray_address import join_ray
 
     if not ray.is_initialized():
         try:

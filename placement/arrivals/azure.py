@@ -123,9 +123,13 @@ def azure_times(
     else:
         times = _from_invocations(path, rate_rps, duration_s, options, generator)
     if not times.size:
-        raise refused(where, str(path),
-                      f"part {options.part} of {options.parts} has no arrivals in the {duration_s:g} s from "
-                      f"{options.start_s:g} s", "Choose another start_s, fewer parts, or a longer duration.")
+        raise refused(
+            where,
+            str(path),
+            f"part {options.part} of {options.parts} has no arrivals in the {duration_s:g} s from "
+            f"{options.start_s:g} s",
+            "Choose another start_s, fewer parts, or a longer duration.",
+        )
     return times
 
 
@@ -199,8 +203,9 @@ def _day_file(path: Path, day: int) -> Path:
     if path.is_dir():
         return path / f"invocations_per_function_md.anon.d{day + 1:02d}.csv"
     if day > 0:
-        raise refused(str(path), f"day {day + 1}", "one file holds one day",
-                      "Give the folder with the files of all days as path.")
+        raise refused(
+            str(path), f"day {day + 1}", "one file holds one day", "Give the folder with the files of all days as path."
+        )
     return path
 
 

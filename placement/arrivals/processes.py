@@ -249,8 +249,12 @@ def _trace_times(model: str, rate_rps: float, duration_s: float, arrival: Arriva
     if models is not None:
         times = times[np.asarray(models) == model]
         if times.size == 0:
-            raise refused(f"models.{model}.arrival.path", arrival.path, f"the trace has no arrival for '{model}'",
-                          "Correct the model column, or use another trace.")
+            raise refused(
+                f"models.{model}.arrival.path",
+                arrival.path,
+                f"the trace has no arrival for '{model}'",
+                "Correct the model column, or use another trace.",
+            )
     if arrival.options.get("rescale"):
         span = float(times[-1]) or 1.0
         times = times * (times.size / span / rate_rps)

@@ -78,10 +78,10 @@ def used_part(load: float, streams: Sequence[Stream], gpulets: int) -> float:
     used = min(1.0, load, load * min(kept, free))
     if load <= 1.0 or len(streams) > 1:
         return used
-    # The more requests are lost the surer is one that can wait whenever a batch ends: idle are the gaps between
-    # requests, one per batch. Virtual time has 1.00 from two and a half times as much work on, the formula above 0.75.
+    # Where requests are lost one that can wait is there whenever a batch ends. Idle are at most the gaps between
+    # requests, one per batch.
     at_once = streams[0].rate_rps * batch_s / gpulets
-    return used + (1.0 - load**-2) * max(0.0, at_once / (1.0 + at_once) - used)
+    return max(used, at_once / (1.0 + at_once))
 
 
 def lost_parts(streams: Sequence[Stream], lost: float) -> list[float]:

@@ -16,14 +16,12 @@ import numpy as np
 from pydantic import Field
 
 from tenuto.documents import StrictModel, dump_yaml, parse_document, parse_yaml
-from tenuto.errors import refused
-from tenuto.placement.interference.base import Resident, Sample
+from tenuto.placement.interference.base import Resident
 from tenuto.profiles import LatencyTable, LinearLatency, ModelProfile
 
 ALIKE = 0.1
 """Two networks are alike as exp(-d^2/2), d = (difference of ln GPU time per request) / ALIKE: within about 10 %."""
 
-DAMPING = 0.1  # ridge of a pair's correction, whose features are of the order of 1
 TERMS = 10  # of a polynomial of degree 2 in three variables
 
 _KEPT = 1_000  # profiles, and their latencies on a share, remembered
@@ -101,15 +99,15 @@ class Contention:
         return 1.0 + sum(self._pair(gpulet, other) - 1.0 for other in neighbours)
 
     def _pair(self, own: Resident, other: Resident) -> float:
-        trend = _trend(self._constants.trend, *self._shape(own, other))
+        trend = trend_at(self._constants.trend, *self.shape(own, other))
         weights = self._weights(own.profile, other.profile)
         if weights is None:
             return max(1.0, trend)
-        place = np.clip(_place(own, other), self._bounds[:, :, 0], self._bounds[:, :, 1])
-        missed = (_terms(place) * self._coefficients).sum(axis=1)
+        place = np.clip(place_of(own, other), self._bounds[:, :, 0], self._bounds[:, :, 1])
+        missed = (terms_of(place) * self._coefficients).sum(axis=1)
         return max(1.0, trend + float(weights @ missed))
 
-    def _shape(self, own: Resident, other: Resident) -> tuple[float, float]:
+    def shape(self, own: Resident, other: Resident) -> tuple[float, float]:
         """Return ln(l_own / l_other) and the product of the shares."""
         ratio = math.log(self._latency_ms(own) / self._latency_ms(other))
         return ratio, own.share_pct * other.share_pct / 1e4
@@ -150,68 +148,24 @@ def shipped_constants() -> Constants:
     return parse_document(Constants, parse_yaml(text), origin="contention-v100")
 
 
-def fit_contention(samples: Sequence[Sample], *, name: str = "fitted", source: str = "measured pairs") -> Constants:
-    """Fit the trend by least squares on all samples, then each pair's correction on what the trend misses of it.
-
-    Args:
-        samples: measured pairs, each with one neighbour and with the names of the two networks in `models`.
-        name: for the result.
-        source: of the measurements, kept in the result.
-
-    Raises:
-        InvalidInputError: samples without names or with several neighbours, or too few different ones for the trend.
-    """
-    if any(len(sample.neighbours) != 1 or len(sample.models) != 2 for sample in samples):
-        rule = "each sample needs one neighbour and the names of both networks"
-        raise refused("measurements", "other samples", rule, "Give named pairs only.")
-    blank = Contention(Constants(
-        name=name, source=source,
-        trend=Trend(constant=1.0, latency_ratio=0.0, share_product=0.0, largest_ratio=1.0),
-    ))  # fmt: skip
-    shapes = [blank._shape(sample.gpulet, sample.neighbours[0]) for sample in samples]
-    factors = np.array([sample.slowdown for sample in samples])
-    matrix = np.array([(1.0, *shape) for shape in shapes]).reshape(-1, 3)
-    if np.linalg.matrix_rank(matrix) < 3:
-        rule = "the trend needs pairs that differ in latencies and in shares"
-        raise refused("measurements", f"{len(samples)} samples", rule, "Measure more of them.")
-    constant, ratio, product = np.linalg.lstsq(matrix, factors, rcond=None)[0].tolist()
-    largest = max(abs(shape[0]) for shape in shapes)
-    trend = Trend(constant=constant, latency_ratio=ratio, share_product=product, largest_ratio=largest)
-    missed = factors - np.array([_trend(trend, *shape) for shape in shapes])
-    pairs = []
-    for own, other in sorted({(sample.models[0], sample.models[1]) for sample in samples}):
-        chosen = [index for index, sample in enumerate(samples) if sample.models == (own, other)]
-        first = samples[chosen[0]]
-        places = np.array([_place(samples[i].gpulet, samples[i].neighbours[0]) for i in chosen])
-        terms = _terms(places)
-        damped = terms.T @ terms + DAMPING * np.eye(TERMS)
-        lows, highs = places.min(axis=0).tolist(), places.max(axis=0).tolist()
-        bounds = list(zip(lows, highs, strict=True))
-        pairs.append(Pair(
-            own=own, other=other, own_gpu_ms=gpu_ms(first.gpulet.profile),
-            other_gpu_ms=gpu_ms(first.neighbours[0].profile), bounds=(bounds[0], bounds[1], bounds[2]),
-            coefficients=tuple(np.linalg.solve(damped, terms.T @ missed[chosen]).tolist()),
-        ))  # fmt: skip
-    return Constants(name=name, source=source, trend=trend, pairs=tuple(pairs))
-
-
 def _make_room(known: dict[Any, Any]) -> None:
     while len(known) >= _KEPT:
         del known[next(iter(known))]
 
 
-def _trend(trend: Trend, ratio: float, share_product: float) -> float:
+def trend_at(trend: Trend, ratio: float, share_product: float) -> float:
+    """Return the factor of a trend, see `Trend`."""
     bounded = min(max(ratio, -trend.largest_ratio), trend.largest_ratio)
     return trend.constant + trend.latency_ratio * bounded + trend.share_product * share_product
 
 
-def _place(own: Resident, other: Resident) -> tuple[float, float, float]:
+def place_of(own: Resident, other: Resident) -> tuple[float, float, float]:
     """Return x, y and z of `Pair`."""
     x, y = ((math.log2(resident.batch_size) - 3.0) / 2.0 for resident in (own, other))
     return x, y, (own.share_pct / 100.0 - 0.5) / 0.3
 
 
-def _terms(places: Vector) -> Vector:
+def terms_of(places: Vector) -> Vector:
     """Return the ten terms of `Pair`, a row each."""
     x, y, z = places.T
     return np.column_stack([np.ones_like(x), x, y, z, x * x, x * y, x * z, y * y, y * z, z * z])

@@ -56,9 +56,7 @@ def demand_from_power(power_w: Sequence[float], cap_w: float, residents: int) ->
     return below[0] + (residents - 1) * (below[-1] - below[0]) / (len(below) - 1)
 
 
-def frequency_slope(
-    demand_w: Sequence[float], frequency_mhz: Sequence[float], cap_w: float, top_mhz: float
-) -> float:
+def frequency_slope(demand_w: Sequence[float], frequency_mhz: Sequence[float], cap_w: float, top_mhz: float) -> float:
     """Return iGniter's alpha_f in MHz per W of demand above the cap (eq. 9), the line through (cap, top frequency).
 
     Raises:

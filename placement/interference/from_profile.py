@@ -50,9 +50,7 @@ def _gpulet(profile: Profile, hardware: dict[str, float]) -> str:
     pairs = [run.parts for run in profile.co_runs if _is_pair(run)]
     if not pairs:
         return "gpulet: not fitted; no pair of models was measured on the two parts of the GPU"
-    rows = [
-        [a.model, b.model, a.batch_size, b.batch_size, a.share_pct, a.latency_ms, b.latency_ms] for a, b in pairs
-    ]
+    rows = [[a.model, b.model, a.batch_size, b.batch_size, a.share_pct, a.latency_ms, b.latency_ms] for a, b in pairs]
     try:
         samples = pair_samples({"columns": list(COLUMNS), "rows": rows}, profile.models, origin="co_runs")
         fit = fit_gpulet_linear(samples)
@@ -98,14 +96,16 @@ def _igniter_raw(name: str, model: ModelProfile, profile: Profile) -> tuple[dict
         "output_bytes": _metric(largest, "d2h_bytes", missing) / largest.batch_size,
         "kernels": round(_metric(largest, "kernels", missing)) or 1,
         "sched_delay_total_ms": _metric(points[0][-1], "kernel_gap_ms", missing),
-        "gpu_latency_ms": matrix("kernels_ms"), "power_w": matrix("power_w"), "frequency_mhz": matrix("sm_clock_mhz"),
+        "gpu_latency_ms": matrix("kernels_ms"),
+        "power_w": matrix("power_w"),
+        "frequency_mhz": matrix("sm_clock_mhz"),
         "l2_util_pct_on_diagonal": [_metric(point, "l2_util_pct", missing) for point in diagonal],
         "l2_util_pct_of_corunner": _metric(here, "l2_util_pct", missing),
         "active_ms_alone": _metric(alone.parts[0], "kernels_ms", missing),
         "active_ms_two_copies": _metric(beside.parts[0], "kernels_ms", missing),
         "power_w_two_copies": _metric(beside, "power_w", missing),
         "frequency_mhz_two_copies": _metric(beside, "sm_clock_mhz", missing),
-    }  # fmt: skip
+    }
     grid = {"batch": batches, "share_pct": shares}
     return {"grid": grid, "hardware": hardware, "models": {name: made}}, list(dict.fromkeys(missing))
 
@@ -124,7 +124,8 @@ def _hardware(profile: Profile, missing: list[str]) -> dict[str, Any]:
         return {}
     speeds = [
         point.metrics["h2d_bytes"] / point.metrics["h2d_ms"]
-        for model in profile.models.values() for point in model.points
+        for model in profile.models.values()
+        for point in model.points
         if point.metrics.get("h2d_ms") and point.metrics.get("h2d_bytes")
     ]
     if not speeds:
@@ -135,12 +136,15 @@ def _hardware(profile: Profile, missing: list[str]) -> dict[str, Any]:
     ]
     first = series[0]
     return {
-        "idle_power_w": _metric(first, "idle_power_w", missing), "max_power_w": _metric(first, "max_power_w", missing),
-        "max_frequency_mhz": _metric(first, "max_sm_clock_mhz", missing), "share_unit_pct": _SHARE_UNIT_PCT,
-        "pcie_bytes_per_ms": max(speeds, default=0.0), "sched_delay_per_kernel_ms_by_residents": delays,
+        "idle_power_w": _metric(first, "idle_power_w", missing),
+        "max_power_w": _metric(first, "max_power_w", missing),
+        "max_frequency_mhz": _metric(first, "max_sm_clock_mhz", missing),
+        "share_unit_pct": _SHARE_UNIT_PCT,
+        "pcie_bytes_per_ms": max(speeds, default=0.0),
+        "sched_delay_per_kernel_ms_by_residents": delays,
         "power_w_by_residents": [_metric(run, "power_w", missing) for run in series],
         "frequency_mhz_by_residents": [_metric(run, "sm_clock_mhz", missing) for run in series],
-    }  # fmt: skip
+    }
 
 
 def _resident_series(runs: Sequence[CoRun]) -> list[CoRun]:
@@ -174,8 +178,12 @@ def _metric(owner: ProfilePoint | CoRunPart | CoRun, name: str, missing: list[st
 
 
 _WORDS = {
-    "l2_util_pct": "L2 use (--import-ncu)", "power_w": "power (NVML)", "sm_clock_mhz": "clocks (NVML)",
-    "kernels_ms": "GPU time of a batch (CUDA events)", "kernel_gap_ms": "time between kernels (CUPTI)",
-    "kernels": "number of kernels (CUPTI)", "h2d_bytes": "bytes copied to the device (CUPTI)",
+    "l2_util_pct": "L2 use (--import-ncu)",
+    "power_w": "power (NVML)",
+    "sm_clock_mhz": "clocks (NVML)",
+    "kernels_ms": "GPU time of a batch (CUDA events)",
+    "kernel_gap_ms": "time between kernels (CUPTI)",
+    "kernels": "number of kernels (CUPTI)",
+    "h2d_bytes": "bytes copied to the device (CUPTI)",
     "d2h_bytes": "bytes copied from the device (CUPTI)",
-}  # fmt: skip
+}

@@ -79,7 +79,7 @@ def fit_gpulet_linear(samples: Sequence[Sample]) -> GpuletLinear:
 
 
 # All 1,200 slowdowns of the 600 V100 pairs of the iGniter repository (commit b1ff2ab), alone latencies and
-# utilisations from profile igniter-v100. tests/benchmarks/bench_interference.py judges the fit on pairs left out.
+# utilisations from profile igniter-v100. lab/benchmarks/bench_interference.py judges the fit on pairs left out.
 V100 = GpuletLinear(-0.01678401, -0.00995225, -0.03668265, 0.12518395, 1.08423643)
 
 # Published in gpulet's repository (casys-kaist/glet, commit 3c1c2aa), for utilisations of the whole GPU.

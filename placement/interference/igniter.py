@@ -37,8 +37,17 @@ class Hardware:
     @classmethod
     def of(cls, values: Mapping[str, float], gpu_type: str = "GPU") -> Hardware:
         """Read the constants from a profile's hardware coefficients; raises `InvalidInputError` if one is missing."""
-        names = ("P_w", "p_idle_w", "F_mhz", "alpha_f_mhz_per_w", "alpha_sch_ms_per_kernel", "beta_sch_ms_per_kernel",
-                 "B_pcie_bytes_per_ms", "r_unit_pct", "r_max_pct")
+        names = (
+            "P_w",
+            "p_idle_w",
+            "F_mhz",
+            "alpha_f_mhz_per_w",
+            "alpha_sch_ms_per_kernel",
+            "beta_sch_ms_per_kernel",
+            "B_pcie_bytes_per_ms",
+            "r_unit_pct",
+            "r_max_pct",
+        )
         return cls(*_required(values, names, f"profiles.{gpu_type}.coefficients"))
 
     def extra_delay_ms(self, residents: int) -> float:
@@ -75,8 +84,22 @@ class ModelConstants:
     @classmethod
     def of(cls, values: Mapping[str, float], model: str = "model") -> ModelConstants:
         """Read the constants from a model's coefficients; raises `InvalidInputError` if one is missing."""
-        names = ("k1", "k2", "k3", "k4", "k5", "n_k", "k_sch_times_n_k_ms", "d_load_bytes", "d_feedback_bytes",
-                 "alpha_power", "beta_power_w", "alpha_cacheutil", "beta_cacheutil_pct", "alpha_cache")
+        names = (
+            "k1",
+            "k2",
+            "k3",
+            "k4",
+            "k5",
+            "n_k",
+            "k_sch_times_n_k_ms",
+            "d_load_bytes",
+            "d_feedback_bytes",
+            "alpha_power",
+            "beta_power_w",
+            "alpha_cacheutil",
+            "beta_cacheutil_pct",
+            "alpha_cache",
+        )
         return cls(*_required(values, names, f"profiles.{model}.coefficients"))
 
     def work(self, batch_size: int) -> float:
@@ -107,8 +130,12 @@ class Load:
         """Return the load; power and L2 use grow with the processing ability 1000 b / k_act in requests per s."""
         active = model.active_ms(batch_size, share_pct)
         ability_rps = 1000.0 * batch_size / active
-        return cls(batch_size, active, model.alpha_power * ability_rps + model.beta_power_w,
-                   max(0.0, model.alpha_l2_use * ability_rps + model.beta_l2_use_pct))
+        return cls(
+            batch_size,
+            active,
+            model.alpha_power * ability_rps + model.beta_power_w,
+            max(0.0, model.alpha_l2_use * ability_rps + model.beta_l2_use_pct),
+        )
 
 
 def gpu_time_ms(model: ModelConstants, own: Load, everyone: Sequence[Load], hardware: Hardware) -> float:

@@ -15,7 +15,7 @@ from typing import Annotated, Any
 import numpy as np
 from pydantic import AliasChoices, Field, model_validator
 
-from tenuto.documents import StrictModel, parse_document
+from tenuto.documents import Fault, StrictModel, parse_document
 from tenuto.errors import refused
 from tenuto.placement.interference.fitting import demand_from_power, fit_line, frequency_slope, scheduling_line
 
@@ -52,15 +52,17 @@ class RawHardware(StrictModel):
     ]
     sched_delay_ms: Annotated[
         tuple[NotNegative, ...],
-        Field(validation_alias=AliasChoices(
-            "sched_delay_per_kernel_ms_by_residents", "sched_delay_per_kernel_ms_1to5_vgg19"
-        )),
-    ]  # fmt: skip
+        Field(
+            validation_alias=AliasChoices(
+                "sched_delay_per_kernel_ms_by_residents", "sched_delay_per_kernel_ms_1to5_vgg19"
+            )
+        ),
+    ]
 
     @model_validator(mode="after")
     def _same_lengths(self) -> RawHardware:
         if len({len(self.power_w), len(self.frequency_mhz), len(self.sched_delay_ms)}) > 1:
-            raise ValueError("power, frequency and delays need one value per number of residents; cure: complete them")
+            raise Fault("power, frequency and delays need one value per number of residents", "complete them")
         return self
 
 
@@ -103,9 +105,9 @@ class RawProfile(StrictModel):
             for key in ("gpu_latency_ms", "power_w", "frequency_mhz"):
                 matrix = getattr(model, key)
                 if len(matrix) != rows or any(len(row) != columns for row in matrix):
-                    raise ValueError(f"models.{name}.{key} is not {rows} x {columns}; cure: one row per batch size")
+                    raise Fault(f"models.{name}.{key} is not {rows} x {columns}", "one row per batch size")
             if len(model.l2_util_pct) != min(rows, columns):
-                raise ValueError(f"models.{name}: L2 needs {min(rows, columns)} values; cure: measure the diagonal")
+                raise Fault(f"models.{name}: L2 needs {min(rows, columns)} values", "measure the diagonal")
         return self
 
 
@@ -166,7 +168,11 @@ def _model(name: str, raw: RawModel, profile: RawProfile) -> dict[str, float]:
     alpha_use, beta_use = fit_line(np.diagonal(1000.0 * batches / as_measured_ms).tolist(), raw.l2_util_pct)
     beside_ms = raw.active_ms_two_copies * raw.frequency_mhz_two_copies / top_mhz
     return {
-        "k1": k[0], "k2": k[1], "k3": k[2], "k4": k[3], "k5": k[4],
+        "k1": k[0],
+        "k2": k[1],
+        "k3": k[2],
+        "k4": k[3],
+        "k5": k[4],
         "n_k": float(raw.kernels),
         "k_sch_times_n_k_ms": raw.sched_delay_total_ms,
         "k_sch_ms": raw.sched_delay_total_ms / raw.kernels,
@@ -177,7 +183,7 @@ def _model(name: str, raw: RawModel, profile: RawProfile) -> dict[str, float]:
         "alpha_cacheutil": alpha_use,
         "beta_cacheutil_pct": beta_use,
         "alpha_cache": (beside_ms / raw.active_ms_alone - 1.0) / raw.l2_util_pct_of_corunner,
-    }  # fmt: skip
+    }
 
 
 def fit_active_time(

@@ -3,20 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
-from tenuto.documents import load_document
 from tenuto.errors import refused
 from tenuto.placement.interference.base import Resident, Sample
 from tenuto.profiles import ModelProfile
 
 COLUMNS = ("model_1", "model_2", "batch_1", "batch_2", "share_1_pct", "latency_1_ms", "latency_2_ms")
-
-
-def load_pairs(path: str | Path, models: Mapping[str, ModelProfile]) -> list[Sample]:
-    """Read a JSON or YAML file with `columns` (those of `COLUMNS` at least) and `rows`; see `pair_samples`."""
-    return pair_samples(load_document(path), models, origin=str(path))
 
 
 def pair_samples(

@@ -14,8 +14,16 @@ from tenuto.profiles import Profiles
 
 FROM_FILE = "contention:"
 NAMES = ("none", "gpulet", "igniter", "contention")
-_SYNONYMS = {"false": "none", "no": "none", "off": "none", "0": "none",
-             "true": "gpulet", "yes": "gpulet", "on": "gpulet", "1": "gpulet"}  # fmt: skip
+_SYNONYMS = {
+    "false": "none",
+    "no": "none",
+    "off": "none",
+    "0": "none",
+    "true": "gpulet",
+    "yes": "gpulet",
+    "on": "gpulet",
+    "1": "gpulet",
+}
 
 
 def canonical_name(choice: bool | str) -> str:

@@ -18,10 +18,7 @@ from tenuto.placement.program import Gpulet, Program
 from tenuto.placement.shown.table import totals_of, why_unserved
 
 # Okabe and Ito's palette without black, then three of Tol's muted set; with more models colours repeat, labels do not.
-PALETTE = (
-    "#56B4E9", "#E69F00", "#009E73", "#F0E442", "#CC79A7", "#D55E00", "#0072B2",
-    "#DDCC77", "#882255", "#44AA99",
-)
+PALETTE = ("#56B4E9", "#E69F00", "#009E73", "#F0E442", "#CC79A7", "#D55E00", "#0072B2", "#DDCC77", "#882255", "#44AA99")
 LIGHT_TEXT_ON = {"#0072B2", "#882255"}  # the other colours carry dark text with a contrast above 5
 MOST_SINGLE_BARS = 64  # above, GPUs with the same gpu-lets share one bar
 MERGED = "#e7ebef"  # behind the label of a merged program, whose models' colours are a strip below it
@@ -75,12 +72,19 @@ def draw(plan: Plan, colours: Mapping[str, str] | None = None) -> str:
             body += _bar(bar, plan, colours, left, top + row * row_height, column_width, row_height)
     foot, height = _foot(plan, top + per_column * row_height + 26)
     summary = escape(_title(plan))
-    return "\n".join([
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{height:g}" viewBox="0 0 {WIDTH} {height:g}" '
-        f'role="img" aria-label="{summary}">',
-        f"<title>{summary}</title><style>{STYLE}</style>",
-        *head, *legend, *body, *foot, "</svg>", "",
-    ])
+    return "\n".join(
+        [
+            f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{height:g}" viewBox="0 0 {WIDTH} '
+            f'{height:g}" role="img" aria-label="{summary}">',
+            f"<title>{summary}</title><style>{STYLE}</style>",
+            *head,
+            *legend,
+            *body,
+            *foot,
+            "</svg>",
+            "",
+        ]
+    )
 
 
 def _bars(plan: Plan) -> list[_Bar]:
@@ -148,9 +152,7 @@ def _bar(
     parts = [_text(left, middle + (-2 if two_lines else 4), label, 12, "ink", weight=600)]
     if two_lines:
         parts.append(_text(left, middle + 13, _fitted(bar.detail, NAME_WIDTH - 8, 10), 10, "faint"))
-    parts.append(
-        f'<rect class="frame" x="{bar_left:g}" y="{top:g}" width="{bar_width:g}" height="{height:g}" rx="3"/>'
-    )
+    parts.append(f'<rect class="frame" x="{bar_left:g}" y="{top:g}" width="{bar_width:g}" height="{height:g}" rx="3"/>')
     if not bar.gpulets:
         parts.append(_text(bar_left + 10, middle + 4, "idle", 11, "faint"))
     x = bar_left
@@ -186,7 +188,13 @@ def _gpulet(
 
 
 def _program(
-    gpulet: Gpulet, program: Program, plan: Plan, colours: Mapping[str, str], x: float, top: float, width: float,
+    gpulet: Gpulet,
+    program: Program,
+    plan: Plan,
+    colours: Mapping[str, str],
+    x: float,
+    top: float,
+    width: float,
     height: float,
 ) -> list[str]:
     shown = [colours.get(replica.name, PALETTE[0]) for replica in program.members]
@@ -228,8 +236,10 @@ def _strip(colours: Sequence[str], x: float, top: float, width: float) -> list[s
 
 
 def _tooltip(gpulet: Gpulet, program: Program, plan: Plan) -> str:
-    batch = f"one merged program, joint batch {program.batch_size}" if program.is_merged else (
-        f"batch {program.batch_size}"
+    batch = (
+        f"one merged program, joint batch {program.batch_size}"
+        if program.is_merged
+        else (f"batch {program.batch_size}")
     )
     facts = [f"{program.name} on {gpulet.id}: {batch}"]
     facts.append("unrestricted" if gpulet.share_pct is None else f"share {gpulet.share_pct:g} %")

@@ -57,8 +57,19 @@ def rows_of(plan: Plan) -> list[PlanRow]:
             for program in gpulet.programs:
                 slo_ms = min((slos[r.name] for r in program.members if r.name in slos), default=None)
                 rows.append(
-                    PlanRow(gpu.id, gpu.type, gpulet.id, gpulet.share_pct, program.name, program.batch_size,
-                            program.latency_ms, slo_ms, program.rate_rps, program.memory_mib, _hidden_ms(plan, program))
+                    PlanRow(
+                        gpu.id,
+                        gpu.type,
+                        gpulet.id,
+                        gpulet.share_pct,
+                        program.name,
+                        program.batch_size,
+                        program.latency_ms,
+                        slo_ms,
+                        program.rate_rps,
+                        program.memory_mib,
+                        _hidden_ms(plan, program),
+                    )
                 )
     return rows
 
@@ -92,8 +103,11 @@ def why_unserved(plan: Plan) -> list[tuple[str, str]]:
 def why_below(plan: Plan) -> list[tuple[str, str]]:
     """Return (model, figure and reason) of every served model that is expected to stay below its attainment."""
     reasons = plan.unserved_reasons
-    return [(spec.name, reasons[spec.name]) for spec in plan.models
-            if spec.name in reasons and spec.name not in plan.unserved]  # fmt: skip
+    return [
+        (spec.name, reasons[spec.name])
+        for spec in plan.models
+        if spec.name in reasons and spec.name not in plan.unserved
+    ]
 
 
 def compare_rows(plans: Mapping[str, Plan]) -> list[tuple[str, dict[str, str]]]:

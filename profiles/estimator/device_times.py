@@ -90,9 +90,15 @@ class _Problem:
         values = np.exp(found.x).tolist()
         speeds = dict(zip(KINDS, values[6:], strict=True))
         return DeviceTimes(
-            flops_per_ms=values[0], bytes_per_ms=values[1], launch_ms=values[2], copy_bytes_per_ms=values[3],
-            ramp_elements=values[4], kernel_ms=values[5], overlap=_OVERLAP, speeds=speeds,
-        )  # fmt: skip
+            flops_per_ms=values[0],
+            bytes_per_ms=values[1],
+            launch_ms=values[2],
+            copy_bytes_per_ms=values[3],
+            ramp_elements=values[4],
+            kernel_ms=values[5],
+            overlap=_OVERLAP,
+            speeds=speeds,
+        )
 
     def _residuals(self, logs: Floats) -> Floats:
         errors = self._predicted(logs) - self._measured.logs

@@ -82,8 +82,12 @@ class GkEstimator:
         """
         self.models = tuple(sorted({sample.model for sample in samples}))
         if len(self.models) < 2:
-            raise refused("profiles", list(self.models), "an estimate needs profiles of at least two other models",
-                          "Measure more models with `tenuto profile`.")
+            raise refused(
+                "profiles",
+                list(self.models),
+                "an estimate needs profiles of at least two other models",
+                "Measure more models with `tenuto profile`.",
+            )
         measured = [s.trace for s in samples], [s.latency_ms for s in samples], [s.model for s in samples]
         self.roofline = fit_roofline(*measured)
         # A CPU runs one operator after the other and copies nothing; a GPU is launched ahead of.
@@ -114,7 +118,10 @@ class GkEstimator:
             return target.inverse(base + float(target.regression.predict(row)[0]))
 
         return Estimate(
-            trace.batch_size, value(self._time) or 0.0, self.roofline.time_ms(trace), value(self._memory),
+            trace.batch_size,
+            value(self._time) or 0.0,
+            self.roofline.time_ms(trace),
+            value(self._memory),
             value(self._creq),
         )
 
@@ -122,14 +129,21 @@ class GkEstimator:
         """Return what the physical baselines alone say."""
         time_ms = self.roofline.time_ms(trace)
         return Estimate(
-            trace.batch_size, time_ms, time_ms, self._memory.baseline(trace) if self._memory else None,
+            trace.batch_size,
+            time_ms,
+            time_ms,
+            self._memory.baseline(trace) if self._memory else None,
             self._creq.baseline(trace) if self._creq else None,
         )
 
     @staticmethod
     def _learn(
-        samples: Sequence[Sample], rows: NDArray[np.float64], measured: Callable[[Sample], float | None],
-        baseline: Callable[[Trace], float], forward: Callable[[float], float], inverse: Callable[[float], float],
+        samples: Sequence[Sample],
+        rows: NDArray[np.float64],
+        measured: Callable[[Sample], float | None],
+        baseline: Callable[[Trace], float],
+        forward: Callable[[float], float],
+        inverse: Callable[[float], float],
     ) -> _Target:
         known = [(index, value) for index, s in enumerate(samples) if (value := measured(s)) is not None]
         residuals = np.array([forward(value) - forward(baseline(samples[index].trace)) for index, value in known])
@@ -215,8 +229,16 @@ def leave_one_model_out(samples: Sequence[Sample], *, launches_overlap: bool = T
         per_model[name] = float(np.mean(mine))
     means: dict[str, Any] = {key: float(np.mean(values)) if values else None for key, values in errors.items()}
     return ErrorReport(
-        len(names), len(samples), means["time"], means["time0"], means["memory"], means["memory0"], means["creq"],
-        means["creq0"], per_model, float(np.median(errors["time"])),
+        len(names),
+        len(samples),
+        means["time"],
+        means["time0"],
+        means["memory"],
+        means["memory0"],
+        means["creq"],
+        means["creq0"],
+        per_model,
+        float(np.median(errors["time"])),
     )
 
 

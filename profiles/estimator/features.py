@@ -16,11 +16,21 @@ from tenuto.profiles.estimator.trace import Operator, Trace
 TAU_MS = 0.001  # kernels that start within this time of each other run together (USHER, section 4.1)
 
 FEATURE_NAMES = (
-    "log_batch", "log_flops", "log_moved_bytes", "log_weight_bytes", "log_operators", "log_input_bytes",
-    "log_kernels_ms", "log_peak_bytes", "log_intensity", "log_peak_threads", "log_mean_threads",
-    "compute_bound_share", "launch_share",
+    "log_batch",
+    "log_flops",
+    "log_moved_bytes",
+    "log_weight_bytes",
+    "log_operators",
+    "log_input_bytes",
+    "log_kernels_ms",
+    "log_peak_bytes",
+    "log_intensity",
+    "log_peak_threads",
+    "log_mean_threads",
+    "compute_bound_share",
+    "launch_share",
     *(f"time_share_{kind}" for kind in KINDS),
-)  # fmt: skip
+)
 
 
 class OperatorTimes(Protocol):
@@ -85,7 +95,8 @@ def features(trace: Trace, kernels: DeviceTimes | KernelTimes) -> NDArray[np.flo
     flops = math.fsum(o.flops for o in trace.operators)
     moved = math.fsum(o.moved_bytes for o in trace.operators)
     compute = math.fsum(
-        t for o, t in zip(trace.operators, times, strict=True)
+        t
+        for o, t in zip(trace.operators, times, strict=True)
         if o.flops / kernels.flops_per_ms > o.moved_bytes / kernels.bytes_per_ms
     )
     mean_threads = math.fsum(t * o.written_bytes / 4 for o, t in zip(trace.operators, times, strict=True)) / total
@@ -93,9 +104,22 @@ def features(trace: Trace, kernels: DeviceTimes | KernelTimes) -> NDArray[np.flo
         math.fsum(t for o, t in zip(trace.operators, times, strict=True) if o.kind == kind) / total for kind in KINDS
     ]
     logs = [
-        trace.batch_size, flops, moved, trace.weight_bytes, len(trace.operators), trace.input_bytes, total,
-        trace.peak_bytes, flops / moved, peak_threads(concurrent_sets(trace, kernels)), mean_threads,
-    ]  # fmt: skip
-    values = [*(math.log(max(value, 1e-12)) for value in logs), compute / total,
-              kernels.launch_ms * len(times) / kernels.time_ms(trace), *shares]  # fmt: skip
+        trace.batch_size,
+        flops,
+        moved,
+        trace.weight_bytes,
+        len(trace.operators),
+        trace.input_bytes,
+        total,
+        trace.peak_bytes,
+        flops / moved,
+        peak_threads(concurrent_sets(trace, kernels)),
+        mean_threads,
+    ]
+    values = [
+        *(math.log(max(value, 1e-12)) for value in logs),
+        compute / total,
+        kernels.launch_ms * len(times) / kernels.time_ms(trace),
+        *shares,
+    ]
     return np.array(values)

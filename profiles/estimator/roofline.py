@@ -75,8 +75,10 @@ def fit_roofline(traces: Sequence[Trace], times_ms: Sequence[float], groups: Seq
     """
     measured = MeasuredNetworks(traces, times_ms, groups)
     starts = [np.log([measured.fastest, measured.fastest / ratio, 0.005]) for ratio in (2, 10, 50)]
-    low, high = (np.log([measured.fastest * by, measured.fastest * least, launch_ms])
-                 for by, least, launch_ms in ((1e-2, 1e-5, 1e-5), (1e2, 1e2, 10.0)))  # fmt: skip
+    low, high = (
+        np.log([measured.fastest * by, measured.fastest * least, launch_ms])
+        for by, least, launch_ms in ((1e-2, 1e-5, 1e-5), (1e2, 1e2, 10.0))
+    )
     speed, bandwidth, launch = np.exp(_solve(measured, starts, low, high))
     return KernelTimes(float(speed), float(bandwidth), float(launch))
 
@@ -85,9 +87,9 @@ def fit_kernel_times(
     roofline: KernelTimes, traces: Sequence[Trace], times_ms: Sequence[float], groups: Sequence[str]
 ) -> KernelTimes:
     """Fit a speed for each kind of kernel as well, starting from a fitted roofline; speeds stay within 1/10 and 10."""
-    start = np.concatenate([
-        np.log([roofline.flops_per_ms, roofline.bytes_per_ms, roofline.launch_ms]), np.zeros(len(KINDS))
-    ])  # fmt: skip
+    start = np.concatenate(
+        [np.log([roofline.flops_per_ms, roofline.bytes_per_ms, roofline.launch_ms]), np.zeros(len(KINDS))]
+    )
     reach = np.concatenate([np.full(3, 3.0), np.full(len(KINDS), math.log(10))])
     found = np.exp(_solve(MeasuredNetworks(traces, times_ms, groups), [start], start - reach, start + reach))
     speeds = dict(zip(KINDS, found[3:].tolist(), strict=True))

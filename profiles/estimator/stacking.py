@@ -49,10 +49,12 @@ def _learners() -> list[Any]:
 def _is_better(residuals: Floats, predicted: Floats, groups: Sequence[str]) -> bool:
     """Whether models gain by more than two standard errors of that gain; a few lucky models are no evidence."""
     owners = np.array(groups)
-    gains = np.array([
-        np.mean(np.abs(residuals[owners == name])) - np.mean(np.abs((residuals - predicted)[owners == name]))
-        for name in sorted(set(groups))
-    ])  # fmt: skip
+    gains = np.array(
+        [
+            np.mean(np.abs(residuals[owners == name])) - np.mean(np.abs((residuals - predicted)[owners == name]))
+            for name in sorted(set(groups))
+        ]
+    )
     return bool(gains.mean() > 2 * gains.std(ddof=1) / np.sqrt(len(gains)))
 
 

@@ -17,11 +17,38 @@ from tenuto.errors import InvalidInputError, refused
 from tenuto.profiles.networks.catalogue import is_factory, lookup
 
 # Operators that launch nothing: they only look at memory in another way.
-_VIEWS = frozenset({
-    "view", "reshape", "_unsafe_view", "expand", "slice", "select", "permute", "transpose", "t", "unsqueeze", "squeeze",
-    "split", "split_with_sizes", "chunk", "alias", "detach", "as_strided", "unbind", "unfold", "lift_fresh", "narrow",
-    "_reshape_alias", "diagonal", "view_as", "empty", "empty_like", "dropout", "_local_scalar_dense",
-})  # fmt: skip
+_VIEWS = frozenset(
+    {
+        "view",
+        "reshape",
+        "_unsafe_view",
+        "expand",
+        "slice",
+        "select",
+        "permute",
+        "transpose",
+        "t",
+        "unsqueeze",
+        "squeeze",
+        "split",
+        "split_with_sizes",
+        "chunk",
+        "alias",
+        "detach",
+        "as_strided",
+        "unbind",
+        "unfold",
+        "lift_fresh",
+        "narrow",
+        "_reshape_alias",
+        "diagonal",
+        "view_as",
+        "empty",
+        "empty_like",
+        "dropout",
+        "_local_scalar_dense",
+    }
+)
 _CONVOLUTIONS = ("convolution", "_convolution")
 _PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "linear", "matmul")
 
@@ -74,21 +101,24 @@ class Trace:
 
         operators = tuple(
             replace(
-                a, flops=between(a.flops, b.flops), read_bytes=between(a.read_bytes, b.read_bytes),
+                a,
+                flops=between(a.flops, b.flops),
+                read_bytes=between(a.read_bytes, b.read_bytes),
                 written_bytes=between(a.written_bytes, b.written_bytes),
                 weight_bytes=between(a.weight_bytes, b.weight_bytes),
             )
             for a, b in zip(self.operators, other.operators, strict=True)
         )
         return Trace(
-            batch_size, operators, self.weight_bytes, between(self.input_bytes, other.input_bytes),
+            batch_size,
+            operators,
+            self.weight_bytes,
+            between(self.input_bytes, other.input_bytes),
             between(self.peak_bytes, other.peak_bytes),
         )
 
 
-def trace_model(
-    source: str, batch_sizes: Sequence[int], options: Mapping[str, Any] | None = None
-) -> tuple[Trace, ...]:
+def trace_model(source: str, batch_sizes: Sequence[int], options: Mapping[str, Any] | None = None) -> tuple[Trace, ...]:
     """Return one trace per batch size, in the order given.
 
     Raises:
@@ -104,21 +134,28 @@ def trace_model(
         weights = {id(t): t.numel() * t.element_size() for t in (*loaded.module.parameters(), *loaded.module.buffers())}
         traces = []
         for size in batch_sizes:
-            inputs = [
-                torch.zeros((size, *t.shape), dtype=getattr(torch, t.dtype)) for t in loaded.signature.inputs
-            ]
+            inputs = [torch.zeros((size, *t.shape), dtype=getattr(torch, t.dtype)) for t in loaded.signature.inputs]
             recorder = operator_recorder(weights)
             try:
                 with torch.no_grad(), recorder:
                     loaded.module(*inputs)
             except (DataDependentOutputException, DynamicOutputShapeException) as error:
-                raise refused("model", source, f"its control flow depends on values ({error})",
-                              "Measure it with `tenuto profile`; it cannot be estimated without running.") from error
+                raise refused(
+                    "model",
+                    source,
+                    f"its control flow depends on values ({error})",
+                    "Measure it with `tenuto profile`; it cannot be estimated without running.",
+                ) from error
             input_bytes = sum(t.numel() * t.element_size() for t in inputs)
-            traces.append(Trace(
-                size, tuple(recorder.operators), float(sum(weights.values())), float(input_bytes),
-                float(input_bytes + recorder.peak_bytes()),
-            ))  # fmt: skip
+            traces.append(
+                Trace(
+                    size,
+                    tuple(recorder.operators),
+                    float(sum(weights.values())),
+                    float(input_bytes),
+                    float(input_bytes + recorder.peak_bytes()),
+                )
+            )
     return tuple(traces)
 
 

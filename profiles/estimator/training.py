@@ -23,7 +23,7 @@ _CONDITIONS: dict[str, dict[str, dict[str, Any]]] = {
         "efficientnet_b7": {"image_size": 224},
         "inception_v3": {"image_size": 224},
         **{name: {"sequence_length": 512} for name, entry in CATALOGUE.items() if entry.signature.text is not None},
-    },
+    }
 }
 
 _FACTORY = "tenuto.profiles.estimator.training:torchvision_network"
@@ -33,14 +33,23 @@ _EFFICIENTNET_SIZES = (224, 240, 260, 300, 380, 456, 528, 600)
 # them have the same architecture in torchvision, at Keras' default sizes. The others (NASNet, Xception, ResNet V2, …)
 # have no counterpart there and are not used.
 _NAMES: dict[str, tuple[str, int]] = {
-    "DenseNet121": ("densenet121", 224), "DenseNet169": ("densenet169", 224), "DenseNet201": ("densenet201", 224),
-    "EfficientNetV2S": ("efficientnet_v2_s", 384), "EfficientNetV2M": ("efficientnet_v2_m", 480),
-    "EfficientNetV2L": ("efficientnet_v2_l", 480), "InceptionV3": ("inception_v3", 299),
-    "MobileNetV2": ("mobilenet_v2", 224), "MobileNetV3Large": ("mobilenet_v3_large", 224),
-    "MobileNetV3Small": ("mobilenet_v3_small", 224), "ResNet101": ("resnet101", 224), "ResNet152": ("resnet152", 224),
-    "ResNet50": ("resnet50", 224), "VGG16": ("vgg16", 224), "VGG19": ("vgg19", 224),
+    "DenseNet121": ("densenet121", 224),
+    "DenseNet169": ("densenet169", 224),
+    "DenseNet201": ("densenet201", 224),
+    "EfficientNetV2S": ("efficientnet_v2_s", 384),
+    "EfficientNetV2M": ("efficientnet_v2_m", 480),
+    "EfficientNetV2L": ("efficientnet_v2_l", 480),
+    "InceptionV3": ("inception_v3", 299),
+    "MobileNetV2": ("mobilenet_v2", 224),
+    "MobileNetV3Large": ("mobilenet_v3_large", 224),
+    "MobileNetV3Small": ("mobilenet_v3_small", 224),
+    "ResNet101": ("resnet101", 224),
+    "ResNet152": ("resnet152", 224),
+    "ResNet50": ("resnet50", 224),
+    "VGG16": ("vgg16", 224),
+    "VGG19": ("vgg19", 224),
     **{f"EfficientNetB{n}": (f"efficientnet_b{n}", size) for n, size in enumerate(_EFFICIENTNET_SIZES)},
-}  # fmt: skip
+}
 
 _SYMPHONY_NETWORKS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     row: (_FACTORY, {"name": name, "image_size": size}) for row, (name, size) in _NAMES.items()
@@ -84,9 +93,7 @@ def tracer(source: str, options: Mapping[str, Any]) -> TraceAtBatch:
     return lambda batch_size: low.at_batch(high, batch_size)
 
 
-def collect_samples(
-    profiles: list[Profile], *, on_model: Callable[[str], None] = lambda _name: None
-) -> list[Sample]:
+def collect_samples(profiles: list[Profile], *, on_model: Callable[[str], None] = lambda _name: None) -> list[Sample]:
     """Return a sample for every measured whole-device point whose network can be traced; earlier profiles win.
 
     A row that is a line l(b) = alpha*b + beta gives its values at batches 1, 8 and 32.
@@ -112,7 +119,8 @@ def collect_samples(
                 samples += [Sample(row, at_batch(b), model.latency_ms(b)) for b in _LINE_BATCHES]
             samples += [
                 Sample(row, at_batch(p.batch_size), p.latency_ms, p.memory_mib, p.metrics.get(CREQ_METRIC))
-                for p in model.points if p.share_pct == 100.0
+                for p in model.points
+                if p.share_pct == 100.0
             ]
     return samples
 

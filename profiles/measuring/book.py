@@ -3,9 +3,9 @@ most."""
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
+from tenuto.documents import write_whole
 from tenuto.errors import refused
 from tenuto.profiles.measuring.events import Machine
 from tenuto.profiles.measuring.measure import STOPPED, Measurement, MeasureRequest, assemble, largest_context
@@ -52,9 +52,12 @@ class ProfileBook:
             return None
         asked = (request.source, dict(request.options))
         if known.network is not None and (known.network, dict(known.options)) != asked:
-            raise refused(f"models.{row}", f"{known.network} {known.options}",
-                          f"was measured otherwise than asked for now ({request.source} {dict(request.options)})",
-                          "Use the same MODEL and --option, or write to another file.")
+            raise refused(
+                f"models.{row}",
+                f"{known.network} {known.options}",
+                f"was measured otherwise than asked for now ({request.source} {dict(request.options)})",
+                "Use the same MODEL and --option, or write to another file.",
+            )
         return known
 
     def machine(self, found: Machine) -> None:
@@ -67,8 +70,12 @@ class ProfileBook:
         )
         if self._resumed and other and profile is not None:
             measured = profile.measured.hardware if profile.measured else profile.gpu_type
-            raise refused(str(self.path), measured, f"is of another device than this one ({found.hardware})",
-                          "Write one file per device.")
+            raise refused(
+                str(self.path),
+                measured,
+                f"is of another device than this one ({found.hardware})",
+                "Write one file per device.",
+            )
 
     def point(self, row: str, request: MeasureRequest, point: ProfilePoint) -> None:
         """Keep one point of a model that is not finished yet."""
@@ -77,8 +84,11 @@ class ProfileBook:
         known = self.profile.models.get(row) if self.profile else None
         points = (*(known.points if known else ()), point)
         partial = ModelProfile(
-            points=tuple(sorted(points, key=lambda p: (-p.share_pct, p.batch_size))), network=request.source,
-            options=dict(request.options), doubts=(STOPPED,), weights_mib=known.weights_mib if known else None,
+            points=tuple(sorted(points, key=lambda p: (-p.share_pct, p.batch_size))),
+            network=request.source,
+            options=dict(request.options),
+            doubts=(STOPPED,),
+            weights_mib=known.weights_mib if known else None,
         )
         self.finish(Measurement(row, partial, self._machine))
 
@@ -116,9 +126,7 @@ class ProfileBook:
             return
         path = self.path
         self.profile = self.profile.model_copy(update={"name": path.stem})
-        scratch = path.with_name(f".{path.name}.new")
         try:
-            scratch.write_text(self.profile.dump(), encoding="utf-8")
-            os.replace(scratch, path)
+            write_whole(path, self.profile.dump())
         except OSError as error:
             raise refused("-o", str(path), f"cannot be written ({error.strerror})", "Give a writable path.") from error

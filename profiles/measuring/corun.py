@@ -45,9 +45,13 @@ _Kind = TypeVar("_Kind", Ready, Ran)
 
 
 def measure_co_run(
-    parts: Sequence[CoRunRequest], *, seconds: float = 5.0, shares: Shares | None = None,
-    telemetry: Telemetry | None = None, ready_timeout_s: float = 300.0,
-) -> CoRun:  # fmt: skip
+    parts: Sequence[CoRunRequest],
+    *,
+    seconds: float = 5.0,
+    shares: Shares | None = None,
+    telemetry: Telemetry | None = None,
+    ready_timeout_s: float = 300.0,
+) -> CoRun:
     """Run the models at once for some seconds; blocks.
 
     Only batches that began and ended while every model was running count.
@@ -133,7 +137,8 @@ def _parts(parts: Sequence[CoRunRequest], reports: Sequence[Ran]) -> list[CoRunP
     made = []
     for part, report in zip(parts, reports, strict=True):
         inside = [
-            index for index, (began, ended) in enumerate(zip(report.began, report.ended, strict=True))
+            index
+            for index, (began, ended) in enumerate(zip(report.began, report.ended, strict=True))
             if began >= opened and ended <= closed
         ]
         if not inside:
@@ -141,12 +146,16 @@ def _parts(parts: Sequence[CoRunRequest], reports: Sequence[Ran]) -> list[CoRunP
                 f"no batch of '{part.source}' began and ended while all ran. Run for longer than its latency."
             )
         timing = Timing.of([1000.0 * (report.ended[i] - report.began[i]) for i in inside])
-        splits = {
-            key: round(statistics.median(values[i] for i in inside), 4) for key, values in report.splits.items()
-        }
-        made.append(CoRunPart(
-            model=row_name(part.source), batch_size=part.batch_size, share_pct=part.share_pct,
-            latency_ms=round(timing.median_ms, 4), latency_spread_ms=round(timing.spread_ms, 4), runs=timing.runs,
-            metrics={**splits, **report.metrics, "uncertainty_pct": round(timing.uncertainty_pct, 2)},
-        ))  # fmt: skip
+        splits = {key: round(statistics.median(values[i] for i in inside), 4) for key, values in report.splits.items()}
+        made.append(
+            CoRunPart(
+                model=row_name(part.source),
+                batch_size=part.batch_size,
+                share_pct=part.share_pct,
+                latency_ms=round(timing.median_ms, 4),
+                latency_spread_ms=round(timing.spread_ms, 4),
+                runs=timing.runs,
+                metrics={**splits, **report.metrics, "uncertainty_pct": round(timing.uncertainty_pct, 2)},
+            )
+        )
     return made

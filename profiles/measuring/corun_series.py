@@ -83,9 +83,16 @@ def _middle(batch_sizes: tuple[int, ...]) -> int:
 
 
 def measure_co_runs(
-    requests: Sequence[MeasureRequest], book: ProfileBook, kinds: Iterable[str], *, seconds: float,
-    until: float | None, shares: Shares | None, telemetry: Telemetry | None, say: Callable[[str], None],
-) -> BaseException | None:  # fmt: skip
+    requests: Sequence[MeasureRequest],
+    book: ProfileBook,
+    kinds: Iterable[str],
+    *,
+    seconds: float,
+    until: float | None,
+    shares: Shares | None,
+    telemetry: Telemetry | None,
+    say: Callable[[str], None],
+) -> BaseException | None:
     """Measure the co-runs that the file does not hold yet, each written at once; return what ended it early, if so.
 
     Args:
@@ -98,9 +105,11 @@ def measure_co_runs(
         telemetry: see `measure_co_run`.
         say: takes a line for each that is measured.
     """
-    have = Counter() if book.profile is None else Counter(
-        _key((p.model, p.batch_size, p.share_pct) for p in run.parts) for run in book.profile.co_runs
-    )  # fmt: skip
+    have = (
+        Counter()
+        if book.profile is None
+        else Counter(_key((p.model, p.batch_size, p.share_pct) for p in run.parts) for run in book.profile.co_runs)
+    )
     plan = planned_co_runs(requests, kinds)
     try:
         for number, parts in enumerate(plan, start=1):

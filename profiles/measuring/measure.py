@@ -122,10 +122,13 @@ def row_name(source: str) -> str:
 
 
 def measure_model(
-    request: MeasureRequest, *, on_point: Callable[[ProfilePoint], None] = lambda _point: None,
-    shares: Shares | None = None, before: ModelProfile | None = None,
+    request: MeasureRequest,
+    *,
+    on_point: Callable[[ProfilePoint], None] = lambda _point: None,
+    shares: Shares | None = None,
+    before: ModelProfile | None = None,
     on_machine: Callable[[Machine], None] = lambda _machine: None,
-) -> Measurement:  # fmt: skip
+) -> Measurement:
     """Measure one model in fresh processes; blocks.
 
     Args:
@@ -177,10 +180,14 @@ def measure_model(
         )
     points.sort(key=lambda point: (-point.share_pct, point.batch_size))
     profile = ModelProfile(
-        points=tuple(points), fit=fit_points(points), doubts=tuple(doubts), network=request.source,
-        options=dict(request.options), run=run or None,
+        points=tuple(points),
+        fit=fit_points(points),
+        doubts=tuple(doubts),
+        network=request.source,
+        options=dict(request.options),
+        run=run or None,
         weights_mib=None if weights_mib is None else round(weights_mib, 2),
-    )  # fmt: skip
+    )
     return Measurement(row_name(request.source), profile, machine, context_mib)
 
 
@@ -274,18 +281,25 @@ def assemble(measurements: Sequence[Measurement], *, name: str, command: str | N
     models: dict[str, ModelProfile] = {}
     for one in measurements:
         if one.machine.gpu_type != machine.gpu_type or one.name in models:
-            raise refused("models", one.name, "measured twice, or on another device than the others",
-                          "Write one profile file per device, each model once.")
+            raise refused(
+                "models",
+                one.name,
+                "measured twice, or on another device than the others",
+                "Write one profile file per device, each model once.",
+            )
         models[one.name] = one.profile
     versions = {key: value for one in measurements for key, value in one.machine.versions.items()}
     return Profile(
-        name=name, gpu_type=machine.gpu_type,
+        name=name,
+        gpu_type=machine.gpu_type,
         source="measured by `tenuto profile`; latency is from numpy to numpy, copies included",
-        measured=Measured(hardware=machine.hardware, date=datetime.now(UTC).date().isoformat(), versions=versions,
-                          command=command),
-        memory_mib=round(machine.memory_mib, 1), models=models,
+        measured=Measured(
+            hardware=machine.hardware, date=datetime.now(UTC).date().isoformat(), versions=versions, command=command
+        ),
+        memory_mib=round(machine.memory_mib, 1),
+        models=models,
         coefficients=largest_context([one.context_mib for one in measurements]),
-    )  # fmt: skip
+    )
 
 
 def largest_context(sizes_mib: Iterable[float | None]) -> dict[str, float]:

@@ -47,16 +47,28 @@ class JointTimes:
     def to_data(self) -> dict[str, Any]:
         """Return plain data for JSON."""
         return {
-            "batch_size": self.batch_size, "share_pct": self.share_pct, "split": dict(self.split),
-            "together_ms": self.together.median_ms, "apart_ms": self.apart.median_ms,
-        }  # fmt: skip
+            "batch_size": self.batch_size,
+            "share_pct": self.share_pct,
+            "split": dict(self.split),
+            "together_ms": self.together.median_ms,
+            "apart_ms": self.apart.median_ms,
+        }
 
 
 def measure_into(
-    book: ProfileBook, merged: list[MergedModels], report: MergeReport, models: dict[str, LoadedModel], *,
-    sources: Mapping[str, str], options: Mapping[str, Any], batch_sizes: Sequence[int], shares: Sequence[float],
-    repetitions: int, meter: MemoryMeter, say: Callable[[str], None],
-) -> list[list[JointTimes]]:  # fmt: skip
+    book: ProfileBook,
+    merged: list[MergedModels],
+    report: MergeReport,
+    models: dict[str, LoadedModel],
+    *,
+    sources: Mapping[str, str],
+    options: Mapping[str, Any],
+    batch_sizes: Sequence[int],
+    shares: Sequence[float],
+    repetitions: int,
+    meter: MemoryMeter,
+    say: Callable[[str], None],
+) -> list[list[JointTimes]]:
     """Measure every cluster, write its rows and those of its models, and return the times of each by split.
 
     `merged` and `models` are emptied: the memory of a merged program can be told only once the originals are gone,
@@ -143,8 +155,8 @@ def measure_joint(
 
 
 def _both_ways_ms(
-    together: ProgramRunner, apart: Mapping[str, ProgramRunner], split: Mapping[str, int],
-) -> tuple[float, float]:  # fmt: skip
+    together: ProgramRunner, apart: Mapping[str, ProgramRunner], split: Mapping[str, int]
+) -> tuple[float, float]:
     inputs = _inputs(together, split)
     begun = time.perf_counter()
     together.run(inputs, split)

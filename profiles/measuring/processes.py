@@ -47,9 +47,13 @@ class LineProcess:
             errors: where its stderr goes.
         """
         self._process = subprocess.Popen(
-            [sys.executable, *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True,
+            [sys.executable, *arguments],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
             env=environment,
-        )  # fmt: skip
+        )
         self._lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         self._reader = threading.Thread(target=self._collect, name=name, daemon=True)
         self._reader.start()
@@ -119,12 +123,13 @@ class WorkerProcess(LineProcess):
                 f"'{self._about}' said nothing for {timeout_s:g} s. Measure it alone first."
             ) from None
         if line is None:
-            code = self._process.wait()
+            code = self._process.wait(60.0)
             if code != 0:
                 raise LostWorkerError(
                     f"the process of '{self._about}' ended with code {code}: {self._last_words()}. Set TENUTO_DEBUG=1 "
-                    "for all it printed.", code,
-                )  # fmt: skip
+                    "for all it printed.",
+                    code,
+                )
             return None
         event = parse_line(line)
         if isinstance(event, Failed):

@@ -106,7 +106,11 @@ def first_visible_uuid() -> str:
 
 
 def watch(
-    telemetry: Telemetry, run: Callable[[], object], clock_s: Callable[[], float], *, seconds: float,
+    telemetry: Telemetry,
+    run: Callable[[], object],
+    clock_s: Callable[[], float],
+    *,
+    seconds: float,
     period_s: float = 0.02,
 ) -> dict[str, float]:
     """Repeat `run` for a time and return the median `power_w`, `sm_clock_mhz` and `temperature_c` of its second half.

@@ -129,6 +129,8 @@ def fit_points(points: Sequence[ProfilePoint]) -> Fit | None:
         return None
     alpha, beta, r_squared, error = line
     return Fit(
-        alpha_ms=round(alpha, 5), beta_ms=round(beta, 5), max_error_pct=round(error, 2),
+        alpha_ms=round(alpha, 5),
+        beta_ms=round(beta, 5),
+        max_error_pct=round(error, 2),
         r_squared=None if r_squared is None else round(r_squared, 5),
-    )  # fmt: skip
+    )

@@ -64,9 +64,17 @@ class BatchOfOne:
 
 
 def measure_points(
-    loaded: LoadedModel, request: MeasureRequest, *, device: str, options: RunOptions, memory: MemoryMeter,
-    report: Report, clock_s: Callable[[], float] = time.perf_counter, began_s: float | None = None,
-    telemetry: Telemetry | None = None, record: Record | None = None,
+    loaded: LoadedModel,
+    request: MeasureRequest,
+    *,
+    device: str,
+    options: RunOptions,
+    memory: MemoryMeter,
+    report: Report,
+    clock_s: Callable[[], float] = time.perf_counter,
+    began_s: float | None = None,
+    telemetry: Telemetry | None = None,
+    record: Record | None = None,
 ) -> None:
     """Measure the points of a request that are not known yet and report each.
 
@@ -177,16 +185,21 @@ def _measure_point(
     timing, repeat_pct = measure_repeatedly(run, clock_s, budget_s=budget_s)
     peak_mib = memory.peak_mib()
     metrics = {
-        "runs": float(timing.runs), "uncertainty_pct": round(timing.uncertainty_pct, 2),
-        "repeat_pct": round(repeat_pct, 2), "fastest_ms": round(timing.fastest_ms, 4),
+        "runs": float(timing.runs),
+        "uncertainty_pct": round(timing.uncertainty_pct, 2),
+        "repeat_pct": round(repeat_pct, 2),
+        "fastest_ms": round(timing.fastest_ms, 4),
     }
     if runner.on_cuda:
         metrics |= {"sm_count": float(_sm_count()), **_device_times([run() for _ in range(10)])}
     metrics |= instruments.readings(run, budget_s)
     return ProfilePoint(
-        batch_size=size, share_pct=share_pct, latency_ms=round(timing.median_ms, 4),
+        batch_size=size,
+        share_pct=share_pct,
+        latency_ms=round(timing.median_ms, 4),
         latency_spread_ms=round(timing.spread_ms, 4),
-        memory_mib=None if peak_mib is None else round(peak_mib, 1), metrics=metrics,
+        memory_mib=None if peak_mib is None else round(peak_mib, 1),
+        metrics=metrics,
     )
 
 
@@ -218,8 +231,9 @@ def describe_machine(device: str) -> Machine:
         name, properties = torch.cuda.get_device_name(0), torch.cuda.get_device_properties(0)
         versions["cuda"] = str(torch.version.cuda)
         # The SM count is the share's under CUDA MPS, so it does not name the device.
-        return Machine(device, gpu_type_of(name), name, properties.total_memory / 2**20, versions,
-                       properties.multi_processor_count)  # fmt: skip
+        return Machine(
+            device, gpu_type_of(name), name, properties.total_memory / 2**20, versions, properties.multi_processor_count
+        )
     memory_mib = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**20
     return Machine(device, "cpu", f"{_processor()}, {cpu_cores()} cores", memory_mib, versions)
 
@@ -276,10 +290,17 @@ def _measure(request: MeasureRequest, report: Report, clock_s: Callable[[], floa
     memory: MemoryMeter = CudaMemory() if device == "cuda" else ResidentMemory()
     loaded = build(request.source, weights_path=request.weights_path, seed=request.seed, options=options.build)
     measure_points(
-        loaded, request, device=device, options=options.run, memory=memory, report=report, clock_s=clock_s,
-        began_s=began_s, telemetry=telemetry if device == "cuda" else None,
+        loaded,
+        request,
+        device=device,
+        options=options.run,
+        memory=memory,
+        report=report,
+        clock_s=clock_s,
+        began_s=began_s,
+        telemetry=telemetry if device == "cuda" else None,
         record=record_kernels if device == "cuda" else None,
-    )  # fmt: skip
+    )
     if telemetry is not None and used_mib is not None and device == "cuda":
         report(ContextSize(round(max(0.0, telemetry.used_mib() - used_mib - reserved_mib()), 1)))
 

@@ -160,23 +160,54 @@ CATALOGUE: dict[str, CatalogueEntry] = {
     for entry in (
         _image("alexnet", "AlexNet", _STANDARD),
         _text("bert", "BERT base uncased", TextInput(_TOKENS, 30_522, 0, (101,), (102,), first_word_id=999)),
-        _text("bloom_560", "BLOOM 560M", TextInput(_TOKENS, 250_880, 3, first_word_id=4),
-              hidden_size=1024, n_layer=24, n_head=16, vocab_size=250_880, pad_token_id=3),
+        _text(
+            "bloom_560",
+            "BLOOM 560M",
+            TextInput(_TOKENS, 250_880, 3, first_word_id=4),
+            hidden_size=1024,
+            n_layer=24,
+            n_head=16,
+            vocab_size=250_880,
+            pad_token_id=3,
+        ),
         _image("densenet121", "DenseNet-121", _STANDARD),
         _image("efficientnet_b7", "EfficientNet-B7", ImageInput(600, 600, "bicubic")),
         # GPT-2 has no padding token of its own; its end-of-text token pads, as is usual for its classifiers.
         _text("gpt2", "GPT-2 small", TextInput(_TOKENS, 50_257, 50_256, first_word_id=0), pad_token_id=50_256),
-        _image("inception_v3", "Inception v3", ImageInput(342, 299), aux_logits=False, transform_input=False,
-               init_weights=True),
+        _image(
+            "inception_v3",
+            "Inception v3",
+            ImageInput(342, 299),
+            aux_logits=False,
+            transform_input=False,
+            init_weights=True,
+        ),
         _image("mobilenet_v2", "MobileNetV2", _STANDARD),
         _image("resnet50", "ResNet-50", _STANDARD),
         _image("resnext50_32x4d", "ResNeXt-50 32x4d", _STANDARD),
-        _text("t5", "T5 small", TextInput(_TOKENS, 32_128, 0, (), (1,), first_word_id=3),
-              vocab_size=32_128, d_model=512, d_kv=64, d_ff=2048, num_layers=6, num_heads=8, decoder_start_token_id=0),
+        _text(
+            "t5",
+            "T5 small",
+            TextInput(_TOKENS, 32_128, 0, (), (1,), first_word_id=3),
+            vocab_size=32_128,
+            d_model=512,
+            d_kv=64,
+            d_ff=2048,
+            num_layers=6,
+            num_heads=8,
+            decoder_start_token_id=0,
+        ),
         _image("vgg19", "VGG-19", _STANDARD),
-        _text("xlnet", "XLNet base cased",
-              TextInput(_TOKENS, 32_000, 5, (), (4, 3), first_word_id=10, padding_side="left"),
-              d_model=768, n_layer=12, n_head=12, d_inner=3072, pad_token_id=5),
+        _text(
+            "xlnet",
+            "XLNet base cased",
+            TextInput(_TOKENS, 32_000, 5, (), (4, 3), first_word_id=10, padding_side="left"),
+            d_model=768,
+            n_layer=12,
+            n_head=12,
+            d_inner=3072,
+            pad_token_id=5,
+        ),
     )
 }
 
@@ -189,8 +220,10 @@ def known_names() -> tuple[str, ...]:
 def is_factory(source: str) -> bool:
     """Return whether a source names a user's own model, `package.module:factory`."""
     module, separator, function = source.partition(":")
-    return bool(separator) and "/" not in source and all(
-        part.isidentifier() for part in (*module.split("."), *function.split("."))
+    return (
+        bool(separator)
+        and "/" not in source
+        and all(part.isidentifier() for part in (*module.split("."), *function.split(".")))
     )
 
 
@@ -214,9 +247,13 @@ def lookup(name_or_source: str) -> CatalogueEntry:
         return entry
     close = difflib.get_close_matches(name, CATALOGUE, n=1, cutoff=0.6)
     hint = f"Did you mean '{CATALOGUE[close[0]].source if separator else close[0]}'? " if close else ""
-    raise refused("model", name_or_source, "not in the catalogue",
-                  f"{hint}Known: {', '.join(known_names())}. A model of your own is written package.module:factory, "
-                  "a local transformers directory by its path, an exported network as FILE.pt2 or FILE.onnx.")
+    raise refused(
+        "model",
+        name_or_source,
+        "not in the catalogue",
+        f"{hint}Known: {', '.join(known_names())}. A model of your own is written package.module:factory, "
+        "a local transformers directory by its path, an exported network as FILE.pt2 or FILE.onnx.",
+    )
 
 
 def with_pixels(signature: ModelSignature, *, preferred: bool) -> ModelSignature:

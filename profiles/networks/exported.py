@@ -36,10 +36,12 @@ def _exported_program(path: Path) -> LoadedModel:
     nodes = {node.name: node for node in program.graph.nodes}
     names = program.graph_signature.user_inputs, program.graph_signature.user_outputs
     inputs, outputs = (
-        tuple(_tensor(path, str(name), nodes[str(name)].meta["val"].dtype, nodes[str(name)].meta["val"].shape)
-              for name in some)
+        tuple(
+            _tensor(path, str(name), nodes[str(name)].meta["val"].dtype, nodes[str(name)].meta["val"].shape)
+            for name in some
+        )
         for some in names
-    )  # fmt: skip
+    )
     return LoadedModel(program.module(), ModelSignature("tensor", inputs, outputs, platform="torch.export"))
 
 
@@ -70,11 +72,19 @@ def _tensor(path: Path, name: str, dtype: Any, shape: Sequence[Any]) -> TensorSi
         cure = "Convert it in the network."
         raise refused(f"{path}: {name}", word, "is no type served here", cure)
     if not shape or isinstance(shape[0], int):
-        raise refused(f"{path}: {name}", list(map(str, shape)), "has no batch dimension of any size in front",
-                      "Export it with a dynamic first dimension.")  # fmt: skip
+        raise refused(
+            f"{path}: {name}",
+            list(map(str, shape)),
+            "has no batch dimension of any size in front",
+            "Export it with a dynamic first dimension.",
+        )
     if not all(isinstance(size, int) for size in shape[1:]):
-        raise refused(f"{path}: {name}", list(map(str, shape)), "has more than one dimension of any size",
-                      "Export it with all but the first dimension fixed.")  # fmt: skip
+        raise refused(
+            f"{path}: {name}",
+            list(map(str, shape)),
+            "has more than one dimension of any size",
+            "Export it with all but the first dimension fixed.",
+        )
     return TensorSignature(name, "float32" if word == "bfloat16" else word, tuple(shape[1:]))
 
 

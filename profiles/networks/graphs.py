@@ -37,9 +37,15 @@ class GraphedModule:
     """
 
     def __init__(
-        self, module: Callable[..., Any], name: str, intake: Intake, *, sizes: Sequence[int], warmup_runs: int,
+        self,
+        module: Callable[..., Any],
+        name: str,
+        intake: Intake,
+        *,
+        sizes: Sequence[int],
+        warmup_runs: int,
         stream: torch.cuda.Stream,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Prepare; the first call of a size warms up and captures.
 
         Args:

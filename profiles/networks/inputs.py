@@ -72,6 +72,10 @@ def check_range(spec: TensorSignature, array: np.ndarray[Any, Any]) -> np.ndarra
     if spec.below is not None and array.size:
         low, high = int(array.min()), int(array.max())
         if low < 0 or high >= spec.below:
-            raise refused(spec.name, low if low < 0 else high, f"values must be in [0, {spec.below})",
-                          "Use the model's own tokenizer.")  # fmt: skip
+            raise refused(
+                spec.name,
+                low if low < 0 else high,
+                f"values must be in [0, {spec.below})",
+                "Use the model's own tokenizer.",
+            )
     return array

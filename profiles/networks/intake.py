@@ -18,9 +18,13 @@ class Intake:
     """The first step of a network. Integers keep their type, pixels of a picture excepted."""
 
     def __init__(
-        self, dtype: torch.dtype, device: torch.device, *, channels_last: bool = False,
+        self,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        channels_last: bool = False,
         pictures: ImageInput | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Say what is computed in.
 
         Args:

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from tenuto.documents import StrictModel, parse_document
+from tenuto.documents import Fault, StrictModel, parse_document
 from tenuto.errors import InvalidInputError, Problem
 from tenuto.profiles.gpu_types import FAST_CAPABILITY
 
@@ -64,9 +64,9 @@ class RunOptions(StrictModel):
     @model_validator(mode="after")
     def _one_way(self) -> RunOptions:
         if self.compile and self.cuda_graphs:
-            raise ValueError(f"{_BOTH}; cure: {_KEEP_ONE}")
+            raise Fault(_BOTH, _KEEP_ONE)
         if self.runtime != "torch" and (self.compile or self.cuda_graphs):
-            raise ValueError(f"{_OTHER_RUNTIME}; cure: {_KEEP_ONE}")
+            raise Fault(_OTHER_RUNTIME, _KEEP_ONE)
         return self
 
     def chosen(self, capability: tuple[int, int] | None) -> ChosenOptions:
@@ -88,12 +88,18 @@ class RunOptions(StrictModel):
         half: Literal["fp16", "bf16"] = "fp16" if self.runtime in ("onnxruntime", "tensorrt") else "bf16"
         return ChosenOptions(
             dtype=self.dtype if self.dtype != "auto" else half if is_fast else "fp32",
-            channels_last=choose(self.channels_last, fast=own), tf32=choose(self.tf32),
+            channels_last=choose(self.channels_last, fast=own),
+            tf32=choose(self.tf32),
             cuda_graphs=choose(self.cuda_graphs, fast=own and not self.compile),
-            graphs_are_asked_for=bool(self.cuda_graphs), fold_batch_norms=choose(self.fold_batch_norms),
-            cudnn_benchmark=choose(self.cudnn_benchmark), uint8_input=choose(self.uint8_input), compile=self.compile,
-            pad_batches=self.pad_batches, runtime=self.runtime, warmup_runs=self.warmup_runs,
-        )  # fmt: skip
+            graphs_are_asked_for=bool(self.cuda_graphs),
+            fold_batch_norms=choose(self.fold_batch_norms),
+            cudnn_benchmark=choose(self.cudnn_benchmark),
+            uint8_input=choose(self.uint8_input),
+            compile=self.compile,
+            pad_batches=self.pad_batches,
+            runtime=self.runtime,
+            warmup_runs=self.warmup_runs,
+        )
 
 
 @dataclass(frozen=True)
@@ -127,7 +133,12 @@ class ChosenOptions:
 
 
 PLAIN = RunOptions(
-    dtype="fp32", channels_last=False, cuda_graphs=False, fold_batch_norms=False, cudnn_benchmark=False, tf32=False,
+    dtype="fp32",
+    channels_last=False,
+    cuda_graphs=False,
+    fold_batch_norms=False,
+    cudnn_benchmark=False,
+    tf32=False,
     uint8_input=False,
 )
 """Nothing that changes a result: what the originals of a merged program are compared with."""

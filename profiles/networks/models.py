@@ -70,8 +70,10 @@ def build(
             if family != "transformers":
                 raise refused("weights_path", weights_path, "is a directory", "Give the file with the weights.")
             return _from_directory(Path(weights_path), None, chosen, expected=entry.name.partition("_")[0])
-        return _image_model(entry, weights_path, chosen) if family == "torchvision" else _text_model(
-            entry, weights_path, chosen
+        return (
+            _image_model(entry, weights_path, chosen)
+            if family == "torchvision"
+            else _text_model(entry, weights_path, chosen)
         )
     except ModuleNotFoundError as error:
         if error.name is None or error.name.partition(".")[0] not in ("torch", "torchvision", "transformers"):
@@ -123,8 +125,12 @@ def _from_directory(
     from tenuto.profiles.networks.text_networks import classify, load_directory
 
     if weights_path is not None or options.config:
-        raise refused("model", str(directory), "a directory brings its own weights and configuration",
-                      "Remove `weights_path` and `options.config`.")
+        raise refused(
+            "model",
+            str(directory),
+            "a directory brings its own weights and configuration",
+            "Remove `weights_path` and `options.config`.",
+        )
     network = load_directory(directory, expected)
     config = network.config
     limit = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None)
@@ -135,7 +141,9 @@ def _from_directory(
         pad_id = config.pad_token_id = config.eos_token_id or 0
     own = directory / "tokenizer.json"
     text = TextInput(
-        sequence_length=length, vocabulary_size=int(config.vocab_size), pad_id=int(pad_id),
+        sequence_length=length,
+        vocabulary_size=int(config.vocab_size),
+        pad_id=int(pad_id),
         padding_side="left" if config.model_type == "xlnet" else "right",
         tokenizer_path=_tokenizer(options.tokenizer) or (str(own.resolve()) if own.exists() else None),
     )
@@ -148,8 +156,12 @@ def _from_file(source: str, weights_path: str | None, options: dict[str, Any]) -
     """Load an exported network, which brings its own weights and sizes."""
     if weights_path is not None or options:
         given = {**options, **({} if weights_path is None else {"weights_path": weights_path})}
-        raise refused("model", source, f"an exported network takes no {', '.join(sorted(given))}",
-                      "Remove them; only options of how it is run apply.")
+        raise refused(
+            "model",
+            source,
+            f"an exported network takes no {', '.join(sorted(given))}",
+            "Remove them; only options of how it is run apply.",
+        )
     return load_exported(source)
 
 
@@ -164,19 +176,29 @@ def _from_factory(source: str, weights_path: str | None, options: dict[str, Any]
         for part in function_name.split("."):
             target = getattr(target, part)
     except (ImportError, AttributeError) as error:
-        raise refused("model", source, f"cannot be imported ({error})",
-                      "Install the package, or start where the module lies; write package.module:factory.") from error
+        raise refused(
+            "model",
+            source,
+            f"cannot be imported ({error})",
+            "Install the package, or start where the module lies; write package.module:factory.",
+        ) from error
     arguments = options if weights_path is None else {**options, "weights_path": weights_path}
     try:
         made = target(**arguments)
     except TypeError as error:
         raise refused(
-            "model", source, f"cannot be called with the options {sorted(arguments)} ({error})",
-            "The factory takes the model's `options`, and `weights_path` if given, as keyword arguments."
+            "model",
+            source,
+            f"cannot be called with the options {sorted(arguments)} ({error})",
+            "The factory takes the model's `options`, and `weights_path` if given, as keyword arguments.",
         ) from error
     if not isinstance(made, LoadedModel) or not isinstance(made.signature, ModelSignature):
-        raise refused("model", source, f"the factory returned {type(made).__name__}",
-                      "Return tenuto.profiles.networks.catalogue.LoadedModel(module, signature).")
+        raise refused(
+            "model",
+            source,
+            f"the factory returned {type(made).__name__}",
+            "Return tenuto.profiles.networks.catalogue.LoadedModel(module, signature).",
+        )
     made.module.eval().requires_grad_(False)
     return made
 
@@ -190,8 +212,12 @@ def _seeded(create: Any, name: str, config: Mapping[str, Any], seed: int) -> Any
         try:
             return create()
         except (TypeError, ValueError, RuntimeError) as error:
-            raise refused(f"options of {name}", dict(config), f"no such network can be built ({error})",
-                          "Correct `config`; its keys are the arguments of the network's own constructor.") from error
+            raise refused(
+                f"options of {name}",
+                dict(config),
+                f"no such network can be built ({error})",
+                "Correct `config`; its keys are the arguments of the network's own constructor.",
+            ) from error
 
 
 def _calibrate(module: Any, size_px: int, seed: int) -> None:
@@ -255,17 +281,24 @@ def _smaller_vocabulary(text: TextInput, vocabulary: int) -> TextInput:
     """Keep special identifiers inside a vocabulary that `config` changed."""
     inside = max(0, vocabulary - 1)
     return replace(
-        text, vocabulary_size=vocabulary, pad_id=min(text.pad_id, inside),
+        text,
+        vocabulary_size=vocabulary,
+        pad_id=min(text.pad_id, inside),
         first_word_id=min(text.first_word_id, inside // 2),
-        prefix=tuple(min(i, inside) for i in text.prefix), suffix=tuple(min(i, inside) for i in text.suffix),
+        prefix=tuple(min(i, inside) for i in text.prefix),
+        suffix=tuple(min(i, inside) for i in text.suffix),
     )
 
 
 def _check_length(config: Any, length: int, name: str) -> None:
     limit = getattr(config, "max_position_embeddings", None)
     if limit is not None and config.model_type not in ("bloom", "t5", "xlnet") and length > limit:
-        raise refused(f"options of {name}", length, f"'sequence_length' is above the network's {limit} positions",
-                      f"Give at most {limit}.")
+        raise refused(
+            f"options of {name}",
+            length,
+            f"'sequence_length' is above the network's {limit} positions",
+            f"Give at most {limit}.",
+        )
 
 
 def _tokenizer(path: str | None) -> str | None:
@@ -273,8 +306,9 @@ def _tokenizer(path: str | None) -> str | None:
         return None
     file = Path(path) / "tokenizer.json" if Path(path).is_dir() else Path(path)
     if not file.exists():
-        raise refused("options.tokenizer", path, "no such file",
-                      "Give a local tokenizer.json of the tokenizers library.")
+        raise refused(
+            "options.tokenizer", path, "no such file", "Give a local tokenizer.json of the tokenizers library."
+        )
     return str(file.resolve())
 
 

@@ -62,9 +62,15 @@ class LoneModel:
     """A program of one model."""
 
     def __init__(
-        self, name: str, loaded: LoadedModel, device: torch.device, options: ChosenOptions, *,
-        batch_sizes: Sequence[int] = (), stream: torch.cuda.Stream | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        name: str,
+        loaded: LoadedModel,
+        device: torch.device,
+        options: ChosenOptions,
+        *,
+        batch_sizes: Sequence[int] = (),
+        stream: torch.cuda.Stream | None = None,
+    ) -> None:
         """Move the module to the device, or hand it to another runtime.
 
         Args:
@@ -82,8 +88,12 @@ class LoneModel:
         import torch
 
         if options.cuda_graphs and stream is None:
-            raise refused(f"options of {name}: cuda_graphs", True, "CUDA graphs need an NVIDIA GPU; this is a CPU",
-                          "Remove the option; `compile: true` works on a CPU.")  # fmt: skip
+            raise refused(
+                f"options of {name}: cuda_graphs",
+                True,
+                "CUDA graphs need an NVIDIA GPU; this is a CPU",
+                "Remove the option; `compile: true` works on a CPU.",
+            )
         signature = with_pixels(loaded.signature, preferred=options.uint8_input)
         self.signatures: Mapping[str, ModelSignature] = {name: signature}
         self.notes: list[str] = []
@@ -112,9 +122,14 @@ class LoneModel:
         if options.runtime != "torch":
             intake = Intake(self._dtype, device, pictures=pictures)
             elsewhere = run_elsewhere(
-                options.runtime, module, name, self._examples(self._dtype), device=device, sizes=self._sizes,
+                options.runtime,
+                module,
+                name,
+                self._examples(self._dtype),
+                device=device,
+                sizes=self._sizes,
                 stream=stream,
-            )  # fmt: skip
+            )
             self._call = lambda *tensors: elsewhere(*intake(tensors))
             return
         module = module.to(device)

@@ -45,5 +45,6 @@ def check_path(path: str | Path, what: str) -> None:
     real = Path(path).resolve()
     if not any(real.is_relative_to(folder) for folder in folders):
         listed = ", ".join(map(str, folders)) or "none"
-        raise refused(what, str(path), f"models are read from: {listed}",
-                      f"Move it there, or add its folder to {MODEL_PATHS}.")
+        raise refused(
+            what, str(path), f"models are read from: {listed}", f"Move it there, or add its folder to {MODEL_PATHS}."
+        )

@@ -43,12 +43,17 @@ def preprocess(signature: ModelSignature, body: bytes | memoryview) -> dict[str,
         try:
             text = bytes(body).decode("utf-8")
         except UnicodeDecodeError as error:
-            raise refused("body", f"byte {error.start}", "not UTF-8 text",
-                          "This model reads text; send it as UTF-8.") from error
+            raise refused(
+                "body", f"byte {error.start}", "not UTF-8 text", "This model reads text; send it as UTF-8."
+            ) from error
         ids, mask = text_tensors(text, signature.text)
         return {signature.inputs[0].name: ids, signature.inputs[1].name: mask}
-    raise refused("body", f"{len(body)} bytes", "this model takes tensors only",
-                  "Use POST /v2/models/{model}/infer with the tensors of its metadata.")
+    raise refused(
+        "body",
+        f"{len(body)} bytes",
+        "this model takes tensors only",
+        "Use POST /v2/models/{model}/infer with the tensors of its metadata.",
+    )
 
 
 def image_tensor(body: bytes | memoryview, image: ImageInput, *, is_normalised: bool = True) -> Array:
@@ -115,8 +120,12 @@ def text_tensors(text: str, spec: TextInput) -> tuple[NDArray[np.int64], NDArray
     if not ids:
         raise refused("body", text, "holds no word", "Send a text.")
     if max(ids) >= spec.vocabulary_size:
-        raise refused("tokenizer", spec.tokenizer_path, f"gives identifiers above the model's {spec.vocabulary_size}",
-                      "Use the tokenizer the model was trained with.")
+        raise refused(
+            "tokenizer",
+            spec.tokenizer_path,
+            f"gives identifiers above the model's {spec.vocabulary_size}",
+            "Use the tokenizer the model was trained with.",
+        )
     row = np.full(spec.sequence_length, spec.pad_id, dtype=np.int64)
     mask = np.zeros(spec.sequence_length, dtype=np.int64)
     place = slice(spec.sequence_length - len(ids), None) if spec.padding_side == "left" else slice(len(ids))
@@ -159,8 +168,9 @@ def _open_tokenizer(path: str, length: int) -> Any:
     try:
         tokenizer = Tokenizer.from_file(path)
     except Exception as error:  # the library raises plain Exception for an absent or damaged file
-        raise refused("tokenizer", path, f"cannot be read ({error})",
-                      "Give a tokenizer.json that exists on this node.") from error
+        raise refused(
+            "tokenizer", path, f"cannot be read ({error})", "Give a tokenizer.json that exists on this node."
+        ) from error
     tokenizer.no_padding()
     tokenizer.enable_truncation(length)
     return tokenizer

@@ -78,8 +78,7 @@ def load_program(
 
 
 def lone_program(
-    name: str, loaded: LoadedModel, options: RunOptions, batch_sizes: Sequence[int] = (),
-    streams: Streams | None = None,
+    name: str, loaded: LoadedModel, options: RunOptions, batch_sizes: Sequence[int] = (), streams: Streams | None = None
 ) -> ProgramRunner:
     """Return a program of one model that is built already; nothing is run.
 
@@ -97,7 +96,11 @@ def lone_program(
     with _on(streams):
         return ProgramRunner(
             LoneModel(
-                name, loaded, _device(streams), options.chosen(capability_of(streams)), batch_sizes=batch_sizes,
+                name,
+                loaded,
+                _device(streams),
+                options.chosen(capability_of(streams)),
+                batch_sizes=batch_sizes,
                 stream=stream,
             ),
             streams,

@@ -141,9 +141,7 @@ class ProgramRunner:
         """
         return self.run_timed(inputs, rows)[0]
 
-    def run_timed(
-        self, inputs: Mapping[str, Blocks], rows: Mapping[str, int]
-    ) -> tuple[dict[str, Arrays], BatchTimes]:
+    def run_timed(self, inputs: Mapping[str, Blocks], rows: Mapping[str, int]) -> tuple[dict[str, Arrays], BatchTimes]:
         """Run one batch as `run` does; also return where its time went."""
         batch = self.stage(inputs, rows)
         try:
@@ -197,8 +195,9 @@ class ProgramRunner:
         rows = {name: count for name, count in rows.items() if count}
         blocks = {
             (name, key, mine[0].dtype.name): mine
-            for name in rows for key, mine in self._padded(name, inputs[name], rows[name])
-        }  # fmt: skip
+            for name in rows
+            for key, mine in self._padded(name, inputs[name], rows[name])
+        }
         if self._streams is None:
             given: dict[str, list[Any]] = {name: [] for name in rows}
             for (name, _, _), mine in blocks.items():
@@ -270,9 +269,13 @@ class ProgramRunner:
         try:
             out.synchronize()
             times = BatchTimes(
-                batch.staging_ms, begin.elapsed_time(copied), copied.elapsed_time(begun), begun.elapsed_time(ended),
-                ended.elapsed_time(out), batch.staged_at_s + begin.elapsed_time(begun) / 1000.0,
-            )  # fmt: skip
+                batch.staging_ms,
+                begin.elapsed_time(copied),
+                copied.elapsed_time(begun),
+                begun.elapsed_time(ended),
+                ended.elapsed_time(out),
+                batch.staged_at_s + begin.elapsed_time(begun) / 1000.0,
+            )
             return self._outputs(batch.host, batch.rows), times
         finally:
             self._release(batch)
@@ -326,23 +329,29 @@ class ProgramRunner:
         slot.pinned[key] = torch.empty((rows, *shape), dtype=kind, pin_memory=True)
         return slot.pinned[key]
 
-    def _outputs(
-        self, answers: Mapping[str, tuple[torch.Tensor, ...]], rows: Mapping[str, int]
-    ) -> dict[str, Arrays]:
+    def _outputs(self, answers: Mapping[str, tuple[torch.Tensor, ...]], rows: Mapping[str, int]) -> dict[str, Arrays]:
         """Return host tensors as the arrays of the signatures, without the padding."""
         return {name: _as_arrays(self.signatures[name], answers[name], count) for name, count in rows.items()}
 
 
 def _as_arrays(signature: ModelSignature, answer: tuple[torch.Tensor, ...], rows: int) -> Arrays:
     if len(answer) != len(signature.outputs):
-        raise refused("signature.outputs", len(signature.outputs), f"the model returned {len(answer)} tensors",
-                      "Name every output of the model in its signature, in order.")  # fmt: skip
+        raise refused(
+            "signature.outputs",
+            len(signature.outputs),
+            f"the model returned {len(answer)} tensors",
+            "Name every output of the model in its signature, in order.",
+        )
     outputs = {}
     for spec, tensor in zip(signature.outputs, answer, strict=True):
         array = (tensor.float() if tensor.is_floating_point() else tensor).numpy()[:rows]
         if array.shape != (rows, *spec.shape):
-            raise refused(f"output {spec.name}", list(array.shape), f"the signature says {[rows, *spec.shape]}",
-                          "Correct the model's signature.")  # fmt: skip
+            raise refused(
+                f"output {spec.name}",
+                list(array.shape),
+                f"the signature says {[rows, *spec.shape]}",
+                "Correct the model's signature.",
+            )
         outputs[spec.name] = np.ascontiguousarray(array, dtype=np.dtype(spec.dtype))
     return outputs
 

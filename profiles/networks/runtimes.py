@@ -22,9 +22,15 @@ Call = Callable[..., Any]
 
 
 def run_elsewhere(
-    runtime: str, module: torch.nn.Module, name: str, examples: tuple[torch.Tensor, ...], *, device: torch.device,
-    sizes: Sequence[int], stream: torch.cuda.Stream | None,
-) -> Call:  # fmt: skip
+    runtime: str,
+    module: torch.nn.Module,
+    name: str,
+    examples: tuple[torch.Tensor, ...],
+    *,
+    device: torch.device,
+    sizes: Sequence[int],
+    stream: torch.cuda.Stream | None,
+) -> Call:
     """Return what runs a module's batches; compiled or converted now.
 
     Args:
@@ -146,12 +152,21 @@ class _OnnxSession:
 
 # ONNX's numbers of element types, by which the runtime also names bfloat16, and its words for them.
 _NUMBERS = {
-    "torch.float32": 1, "torch.uint8": 2, "torch.int32": 6, "torch.int64": 7, "torch.float16": 10, "torch.bfloat16": 16,
-}  # fmt: skip
+    "torch.float32": 1,
+    "torch.uint8": 2,
+    "torch.int32": 6,
+    "torch.int64": 7,
+    "torch.float16": 10,
+    "torch.bfloat16": 16,
+}
 ONNX_TYPES = {
-    "tensor(float)": "float32", "tensor(uint8)": "uint8", "tensor(int32)": "int32", "tensor(int64)": "int64",
-    "tensor(float16)": "float16", "tensor(bfloat16)": "bfloat16",
-}  # fmt: skip
+    "tensor(float)": "float32",
+    "tensor(uint8)": "uint8",
+    "tensor(int32)": "int32",
+    "tensor(int64)": "int64",
+    "tensor(float16)": "float16",
+    "tensor(bfloat16)": "bfloat16",
+}
 
 
 @contextlib.contextmanager
@@ -166,9 +181,14 @@ def _as_onnx(module: torch.nn.Module, name: str, examples: tuple[torch.Tensor, .
         try:
             with _quiet(), torch.no_grad():
                 torch.onnx.export(
-                    module, examples, str(path), input_names=names, dynamo=True, verbose=False,
+                    module,
+                    examples,
+                    str(path),
+                    input_names=names,
+                    dynamo=True,
+                    verbose=False,
                     dynamic_shapes=tuple({0: batch} for _ in examples),
-                )  # fmt: skip
+                )
         except Exception as error:  # the exporter raises what it finds, of many kinds
             raise EnvironmentFaultError(
                 f"'{name}' cannot be written as ONNX: {first_line(error)}. Install onnx and onnxscript, or remove "

@@ -99,23 +99,43 @@ def load_directory(directory: Path, expected: str | None) -> Any:
         InvalidInputError: not such a directory, another model type, or weights that are not complete.
     """
     if not (directory / "config.json").exists():
-        raise refused("model", str(directory), "has no config.json",
-                      "Give a directory written by save_pretrained, or a name of the catalogue.")
+        raise refused(
+            "model",
+            str(directory),
+            "has no config.json",
+            "Give a directory written by save_pretrained, or a name of the catalogue.",
+        )
     prepare_transformers()
     try:
         config = _inference_only(transformers.AutoConfig.from_pretrained(str(directory), local_files_only=True))
         if expected is not None and config.model_type != expected:
-            raise refused("weights_path", str(directory), f"holds a '{config.model_type}', not a '{expected}'",
-                          "Give the directory of the model asked for.")
+            raise refused(
+                "weights_path",
+                str(directory),
+                f"holds a '{config.model_type}', not a '{expected}'",
+                "Give the directory of the model asked for.",
+            )
         network, report = transformers.AutoModelForSequenceClassification.from_pretrained(
-            str(directory), config=config, local_files_only=True, trust_remote_code=False, output_loading_info=True,
+            str(directory),
+            config=config,
+            local_files_only=True,
+            trust_remote_code=False,
+            output_loading_info=True,
             dtype=torch.float32,
         )
     except (OSError, ValueError, RuntimeError) as error:
-        raise refused("model", str(directory), f"cannot be loaded as a sequence classifier ({first_line(error)})",
-                      "Save it again with save_pretrained.") from error
+        raise refused(
+            "model",
+            str(directory),
+            f"cannot be loaded as a sequence classifier ({first_line(error)})",
+            "Save it again with save_pretrained.",
+        ) from error
     missing = sorted(report["missing_keys"]) + sorted(str(key) for key in report["mismatched_keys"])
     if missing:
-        raise refused("model", str(directory), f"lacks weights of its network: {', '.join(missing[:5])}",
-                      "Save the classifier itself, with its trained head, not the language model below it.")
+        raise refused(
+            "model",
+            str(directory),
+            f"lacks weights of its network: {', '.join(missing[:5])}",
+            "Save the classifier itself, with its trained head, not the language model below it.",
+        )
     return network

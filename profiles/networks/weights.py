@@ -39,7 +39,9 @@ def read_state(path: str) -> dict[str, torch.Tensor]:
                 state = torch.load(file, map_location="cpu", weights_only=True)
     except (pickle.UnpicklingError, EOFError, SafetensorError, RuntimeError, OSError) as error:
         raise refused(
-            "weights_path", path, f"not a file of weights that is safe to read ({first_line(error)})",
+            "weights_path",
+            path,
+            f"not a file of weights that is safe to read ({first_line(error)})",
             "Save it with safetensors.torch.save_file(model.state_dict(), path).",
         ) from error
     if isinstance(state, dict) and isinstance(state.get("state_dict"), dict):
@@ -64,18 +66,27 @@ def apply_state(module: torch.nn.Module, state: dict[str, torch.Tensor], path: s
     if not any(key.startswith("AuxLogits.") for key in own):
         state = {key: value for key, value in state.items() if not key.startswith("AuxLogits.")}
     loaded = {id(own[key]) for key in state if key in own}
-    missing = [key for key, tensor in own.items()
-               if key not in state and id(tensor) not in loaded and not key.endswith("num_batches_tracked")]
+    missing = [
+        key
+        for key, tensor in own.items()
+        if key not in state and id(tensor) not in loaded and not key.endswith("num_batches_tracked")
+    ]
     unexpected = [key for key in state if key not in own]
-    shapes = [f"{key} is {tuple(state[key].shape)}, not {tuple(own[key].shape)}"
-              for key in state if key in own and state[key].shape != own[key].shape]
+    shapes = [
+        f"{key} is {tuple(state[key].shape)}, not {tuple(own[key].shape)}"
+        for key in state
+        if key in own and state[key].shape != own[key].shape
+    ]
     faults = [
         f"{what} {len(keys)} ({', '.join(keys[:4])}{', …' if len(keys) > 4 else ''})"
-        for what, keys in (("missing", missing), ("unknown", unexpected), ("of another shape", shapes)) if keys
+        for what, keys in (("missing", missing), ("unknown", unexpected), ("of another shape", shapes))
+        if keys
     ]
     if faults:
         raise refused(
-            "weights_path", path, f"does not fit '{name}': tensors {'; '.join(faults)}",
+            "weights_path",
+            path,
+            f"does not fit '{name}': tensors {'; '.join(faults)}",
             "Give the weights of this very network, or change `options` (config, num_labels) to match the file.",
         )
     module.load_state_dict(state, strict=False)

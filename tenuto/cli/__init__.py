@@ -1,45 +1,84 @@
-"""The command line: one module per verb, imported only when that verb is used.
+"""The command line: one module per verb, imported only when that verb is used. Other packages add theirs.
 
 Data goes to stdout, progress to stderr. Exit codes: 0 ok, 1 verdict failed, 2 wrong input, 3 environment.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 import sys
-from typing import Any
+from collections.abc import Callable
+from typing import Any, cast
 
 import click
 
-from tenuto import version
+from tenuto import plugins, version
 from tenuto.errors import TenutoError
 
 # Each is a module below tenuto.cli. The order is that of --help.
 VERBS = (
-    "quickstart", "profile", "profiles", "estimate", "merge", "cluster", "plan", "policies", "simulate", "goodput",
-    "capacity", "partition", "key", "serve", "deploy", "diff", "history", "rollback", "delete", "control", "model",
-    "bench", "report", "compare", "experiment", "status", "top", "doctor",
-)  # fmt: skip
+    "quickstart",
+    "profile",
+    "profiles",
+    "estimate",
+    "merge",
+    "cluster",
+    "plan",
+    "policies",
+    "simulate",
+    "goodput",
+    "partition",
+    "key",
+    "serve",
+    "deploy",
+    "diff",
+    "history",
+    "rollback",
+    "delete",
+    "control",
+    "model",
+    "bench",
+    "report",
+    "compare",
+    "status",
+    "doctor",
+)
+MOVED = {"top": "tenuto status --watch", "capacity": "tenuto goodput"}
+
+
+def verb_names() -> list[str]:
+    """Return all verbs in the order of --help: Tenuto's own, then those of other packages."""
+    return [*VERBS, *(name for name in plugins.registered(plugins.VERBS) if name not in VERBS)]
+
+
+def load_verb(name: str) -> click.Command | None:
+    """Return the command of a verb; None where there is none of that name."""
+    if name in VERBS:
+        own: click.Command = importlib.import_module(f"tenuto.cli.{name}").command
+        return own
+    point = plugins.registered(plugins.VERBS).get(name)
+    return None if point is None else cast(click.Command, point.load())
 
 
 class _Verbs(click.Group):
     """Loads a verb's module on first use, so that `tenuto --help` and planning start without Ray or torch."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002
-        return list(VERBS)
+        return verb_names()
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:  # noqa: ARG002
-        if cmd_name not in VERBS:
-            return None
-        command: click.Command = importlib.import_module(f"tenuto.cli.{cmd_name}").command
-        return command
+        return load_verb(cmd_name)
 
     def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
         try:
             return super().resolve_command(ctx, args)
         except click.UsageError:
-            raise click.UsageError(f"unknown command '{args[0]}'. Commands: {', '.join(VERBS)}.", ctx) from None
+            if args[0] in MOVED:
+                raise click.UsageError(f"'{args[0]}' is now `{MOVED[args[0]]}`.", ctx) from None
+            cure = plugins.cure_of_unknown(plugins.VERBS, args[0], verb_names())
+            raise click.UsageError(f"unknown command '{args[0]}'. {cure}", ctx) from None
 
 
 @click.group(cls=_Verbs, context_settings={"help_option_names": ["-h", "--help"]})
@@ -53,31 +92,44 @@ def _tenuto() -> None:
 
 def main(args: list[str] | None = None) -> None:
     """Run the command line and exit with its code; no traceback reaches a user unless TENUTO_DEBUG is set."""
+    sys.exit(exit_code(lambda: _tenuto.main(args=args, prog_name="tenuto", standalone_mode=False)))
+
+
+def exit_code(run: Callable[[], Any]) -> int:
+    """Run something, say on stderr why it failed, and return the exit code. A closed stdout or stderr is no failure."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed by who started us
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115  # as long as the process
     try:
-        code = _tenuto.main(args=args, prog_name="tenuto", standalone_mode=False)
+        code = run()
         sys.stdout.flush()
     except TenutoError as error:
-        _fail(f"error: {error}", error.exit_code, error)
+        return _failed(f"error: {error}", error.exit_code, error)
     except click.ClickException as error:
         error.show(file=sys.stderr)
-        sys.exit(2)
+        return 2
     except (KeyboardInterrupt, click.Abort):
-        _fail("interrupted", 130)
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(0)
+        return _failed("interrupted", 130)
+    except BrokenPipeError:  # the reader has seen enough
+        for stream in (sys.stdout, sys.stderr):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+        return 0
     except ModuleNotFoundError as error:
         if error.name is None or error.name.startswith("tenuto"):
             raise
-        _fail(f"error: this command needs the package '{error.name}'. Run: pip install 'tenuto[serve]'", 3, error)
+        return _failed(
+            f"error: this command needs the package '{error.name}'. Run: pip install 'tenuto[serve]'", 3, error
+        )
     except Exception as error:
-        _fail(f"internal error: {type(error).__name__}: {error}. Set TENUTO_DEBUG=1 for the traceback.", 3, error)
-    else:
-        sys.exit(code if isinstance(code, int) else 0)
+        return _failed(
+            f"internal error: {type(error).__name__}: {error}. Set TENUTO_DEBUG=1 for the traceback.", 3, error
+        )
+    return code if isinstance(code, int) else 0
 
 
-def _fail(message: str, code: int, error: BaseException | None = None) -> None:
+def _failed(message: str, code: int, error: BaseException | None = None) -> int:
     if error is not None and os.environ.get("TENUTO_DEBUG"):
         raise error
-    print(message, file=sys.stderr)
-    sys.exit(code)
+    with contextlib.suppress(OSError):
+        print(message, file=sys.stderr)
+    return code

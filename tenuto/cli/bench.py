@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +68,7 @@ def command(
     Applications fan out and join here as their users would: first stages at the scheduled time, later ones when all
     answers before them are there. They are judged end to end, in place of their stages.
 
-    Exit code 0 only when the verdict is PASS.
+    Ctrl-C and SIGTERM end it early and keep what was measured. Exit code 0 only when the verdict is PASS.
 
     Example: tenuto bench plan.yaml --duration-s 30 --seed 1 -o report
     """
@@ -88,6 +89,7 @@ def command(
     for note in notes:
         tell(note)
     result = run_bench(served, options, tell, applications=applications)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # what was measured is written, which takes a moment
     result.notes = notes
     document = describe(result, options, plan, command=command_line())
     if as_json:
@@ -108,8 +110,9 @@ def _read_key(file: str) -> str:
     try:
         return Path(file).read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:
-        raise refused("--key-file", file, f"cannot be read ({error})",
-                      "Give a file with the key and nothing else.") from error
+        raise refused(
+            "--key-file", file, f"cannot be read ({error})", "Give a file with the key and nothing else."
+        ) from error
 
 
 def _print(document: dict[str, Any]) -> None:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 @click.command(name="cluster", short_help="List the GPUs of this machine or Ray cluster; write a cluster file.")
-@click.option("--address", metavar="ADDRESS", help="Ray cluster (or `auto`) whose nodes to ask; default: this machine.")
+@click.option("--address", metavar="ADDRESS", help="Ray cluster whose nodes to ask, or `auto`; default: this machine.")
 @click.option("-o", "--output", metavar="FILE", help="Write the cluster file here.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def command(address: str | None, output: str | None, as_json: bool) -> int:
@@ -27,7 +27,7 @@ def command(address: str | None, output: str | None, as_json: bool) -> int:
 
     Example: tenuto cluster -o cluster.yaml
     """
-    from tenuto.deployments.operator.mps_inventory import cluster_of
+    from tenuto.deployments.machines.node_gpus import cluster_of
     from tenuto.mps.inventory import read_inventory
 
     nodes: dict[str | None, tuple[GpuDevice, ...]]
@@ -58,11 +58,12 @@ def command(address: str | None, output: str | None, as_json: bool) -> int:
 
 
 def _ray_nodes(address: str) -> dict[str | None, tuple[GpuDevice, ...]]:
-    from tenuto.deployments.operator.mps_inventory import read_ray_inventory
-    from tenuto.deployments.serve.ray_address import join_ray
+    from tenuto.deployments.machines.node_gpus import read_ray_inventory
+    from tenuto.deployments.process.limits import ANSWER_S, within
+    from tenuto.deployments.process.ray_address import join_ray
 
     try:
-        join_ray(address)
+        within(60.0, join_ray, address)
     except (ConnectionError, ValueError, RuntimeError, SystemExit) as error:  # it exits where the cluster is not Ray's
         raise EnvironmentFaultError(
             f"no Ray cluster answers at {address}: {error}. Check --address and `ray status`."
@@ -73,7 +74,7 @@ def _ray_nodes(address: str) -> dict[str | None, tuple[GpuDevice, ...]]:
         found = read_ray_inventory()
         return {address: found[address] for address in found}
     finally:
-        ray.shutdown()
+        within(ANSWER_S, ray.shutdown)
 
 
 def _print(names: list[str], nodes: Mapping[str | None, tuple[GpuDevice, ...]]) -> None:
@@ -81,14 +82,23 @@ def _print(names: list[str], nodes: Mapping[str | None, tuple[GpuDevice, ...]]) 
         ("node", "uuid", "type", "MiB", "free MiB", "CC", "SMs", "driver", "MIG", "compute mode"),
         (
             (
-                name, d.uuid, d.type, str(d.memory_mib), str(d.free_memory_mib),
-                ".".join(map(str, d.compute_capability)), str(d.sm_count), d.driver, _mig(d), d.compute_mode,
+                name,
+                d.uuid,
+                d.type,
+                str(d.memory_mib),
+                str(d.free_memory_mib),
+                ".".join(map(str, d.compute_capability)),
+                str(d.sm_count),
+                d.driver,
+                _mig(d),
+                d.compute_mode,
             )
             for name, devices in zip(names, nodes.values(), strict=True)
             for d in devices
         ),
-        left=("uuid", "type", "driver", "MIG", "compute mode"), whole=("uuid", "type"),
-    )  # fmt: skip
+        left=("uuid", "type", "driver", "MIG", "compute mode"),
+        whole=("uuid", "type"),
+    )
 
 
 def _mig(device: GpuDevice) -> str:

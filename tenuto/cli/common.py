@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import math
+import os
 import sys
 import time
 from collections.abc import Callable, Iterable
@@ -15,6 +16,7 @@ from typing import Any, TypeVar
 import click
 from rich.console import Console
 
+from tenuto.documents import write_whole
 from tenuto.errors import refused
 from tenuto.placement import Cluster, Plan
 from tenuto.placement.cluster import Gpu
@@ -26,19 +28,27 @@ T = TypeVar("T")
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 
 
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        raise BrokenPipeError  # `main` knows what that is; rich would exit with 1
+
+
 def progress_console() -> Console:
     """Return the console for progress and notices, on stderr."""
-    return Console(stderr=True, highlight=False)
+    return _Console(stderr=True, highlight=False)
 
 
 def stdout_console() -> Console:
     """Return the console for results; wide enough for tables when piped into a file."""
-    return Console(highlight=False, width=None if sys.stdout.isatty() else 120)
+    return _Console(highlight=False, width=None if sys.stdout.isatty() else 120)
 
 
 def tell(text: str) -> None:
-    """Print one line of progress on stderr."""
-    progress_console().print(f"tenuto: {text}", markup=False, soft_wrap=True)
+    """Print one line of progress on stderr, where somebody still reads it."""
+    try:
+        progress_console().print(f"tenuto: {text}", markup=False, soft_wrap=True)
+    except BrokenPipeError:  # what was begun goes on
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
 
 
 def command_line() -> list[str]:
@@ -53,7 +63,7 @@ def write_file(path: str, text: str, *, option: str = "-o", what: str = "") -> N
         InvalidInputError: it cannot be written.
     """
     try:
-        Path(path).write_text(text, encoding="utf-8")
+        write_whole(path, text)
     except OSError as error:
         raise refused(option, path, f"cannot be written ({error.strerror})", "Give a writable path.") from error
     progress_console().print(f"wrote {path}{what and f': {what}'}", markup=False, soft_wrap=True)
@@ -149,8 +159,9 @@ class ClusterArguments:
     def cluster(self) -> Cluster:
         """Return the cluster; raises `InvalidInputError` when neither or both are given."""
         if (self.gpus is None) == (self.cluster_file is None):
-            raise refused("--gpus", self.gpus, "give exactly one of --gpus and --cluster",
-                          "Write for example --gpus v100:4.")
+            raise refused(
+                "--gpus", self.gpus, "give exactly one of --gpus and --cluster", "Write for example --gpus v100:4."
+            )
         if self.gpus is not None:
             return Cluster.parse(self.gpus, elastic=self.elastic)
         cluster = Cluster.load(str(self.cluster_file))
@@ -199,8 +210,12 @@ def profiles_from(names: Iterable[str], gpu_types: Iterable[str]) -> Profiles:
         elif Path(name).exists():
             loaded.append(Profile.load(name))
         else:
-            raise refused("--profiles", name, "neither a file nor a shipped profile",
-                          f"Shipped profiles: {', '.join(shipped_names())}.")
+            raise refused(
+                "--profiles",
+                name,
+                "neither a file nor a shipped profile",
+                f"Shipped profiles: {', '.join(shipped_names())}.",
+            )
     if not loaded:
         for gpu_type in gpu_types:
             loaded += default_profiles(gpu_type)

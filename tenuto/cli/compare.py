@@ -40,14 +40,23 @@ def command(folders: tuple[str, ...], different_schedules: bool, as_json: bool) 
 
 def _data(comparison: Comparison) -> dict[str, Any]:
     return {
-        "first": comparison.first.name, "second": comparison.second.name, "method": comparison.method,
+        "first": comparison.first.name,
+        "second": comparison.second.name,
+        "method": comparison.method,
         "warnings": list(comparison.warnings),
         "differences": [
-            {"model": d.model, "metric": d.metric, "first": d.first, "second": d.second, "difference": d.difference,
-             "half_width": d.half_width, "conclusion": d.conclusion}
+            {
+                "model": d.model,
+                "metric": d.metric,
+                "first": d.first,
+                "second": d.second,
+                "difference": d.difference,
+                "half_width": d.half_width,
+                "conclusion": d.conclusion,
+            }
             for d in comparison.differences
         ],
-    }  # fmt: skip
+    }
 
 
 def _print(comparison: Comparison) -> None:
@@ -55,10 +64,7 @@ def _print(comparison: Comparison) -> None:
     first, second = comparison.first, comparison.second
     print_table(
         ("model", "figure", first.name, second.name, "difference", "95 % interval", "conclusion"),
-        (
-            (entry.model or "all", entry.metric, *_numbers(entry), entry.conclusion)
-            for entry in comparison.differences
-        ),
+        ((entry.model or "all", entry.metric, *_numbers(entry), entry.conclusion) for entry in comparison.differences),
         left=("figure", "conclusion"),
     )
     console.print(

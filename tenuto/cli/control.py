@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from typing import Any
 
 import click
+import msgspec
 
 from tenuto.cli.common import emit_json, json_option, stdout_console
 from tenuto.cli.deploying import address_option, operations
@@ -28,7 +28,7 @@ def pause(address: str | None) -> None:
     Example: tenuto control pause
     """
     with operations(address) as running:
-        running.control("pause", True)
+        running.controller.pause(True)
     stdout_console().print("paused")
 
 
@@ -40,7 +40,7 @@ def resume(address: str | None) -> None:
     Example: tenuto control resume
     """
     with operations(address) as running:
-        running.control("pause", False)
+        running.controller.pause(False)
     stdout_console().print("resumed")
 
 
@@ -53,21 +53,18 @@ def status(address: str | None, as_json: bool) -> None:
     Example: tenuto control status
     """
     with operations(address) as running:
-        state: dict[str, Any] = running.control("state")
+        state = running.controller.state()
     if as_json:
-        emit_json(state)
+        emit_json(msgspec.to_builtins(state))
         return
     print_table(
         ("model", "measured rps", "planned for rps"),
-        (
-            (name, number(rate), number(state["planned_for_rps"].get(name)))
-            for name, rate in state["rates_rps"].items()
-        ),
+        ((name, number(rate), number(state.planned_for_rps.get(name))) for name, rate in state.rates_rps.items()),
     )
-    doing = "changes nothing: paused" if state["paused"] else "no change under way"
-    if state["change"] is not None:
-        doing = f"a change for {time.time() - state['change']['begun_at_s']:.0f} s: {state['change']['why']}"
-    line = f"mode {state['mode']}, policy {state['policy']}; {doing}"
+    doing = "changes nothing: paused" if state.paused else "no change under way"
+    if state.change is not None:
+        doing = f"a change for {time.time() - state.change.begun_at_s:.0f} s: {state.change.why}"
+    line = f"mode {state.mode}, policy {state.policy}; {doing}"
     stdout_console().print(line, markup=False, soft_wrap=True)
 
 
@@ -81,10 +78,10 @@ def log(limit: int, address: str | None, as_json: bool) -> None:
     Example: tenuto control log --limit 20
     """
     with operations(address) as running:
-        entries: list[dict[str, Any]] = running.control("log", limit)
+        lines = running.controller.log(limit)
     if as_json:
-        emit_json({"log": entries})
+        emit_json({"log": msgspec.to_builtins(lines)})
         return
-    for entry in entries:
-        at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(entry["at_s"]))
-        stdout_console().print(f"{at}  {entry['kind']}: {entry['text']}", markup=False, soft_wrap=True)
+    for line in lines:
+        at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(line.at_s))
+        stdout_console().print(f"{at}  {line.kind}: {line.text}", markup=False, soft_wrap=True)

@@ -27,9 +27,7 @@ def command(asked: ServingArguments, why: str, replace: bool, address: str | Non
     plan = wanted.read_plan()
     ground = asked.ground(plan)
     with operations(address) as running:
-        reached = running.deploy(
-            wanted, why or asked.plan_file, ground=ground, replace=replace, kept=asked.left_open()
-        )
+        reached = running.deploy(wanted, why or asked.plan_file, ground=ground, replace=replace, kept=asked.left_open())
         version, url = running.history.latest(), running.base_url
     if as_json:
         emit_json({"reached": reached, "version": version.number if version is not None else None, "url": url})

@@ -39,6 +39,7 @@ class ServingArguments:
     trace_ratio: float
     log_json: bool
     insecure: bool
+    host_names: tuple[str, ...]
     encrypt: bool
     scheduler: str
     options: tuple[str, ...]
@@ -81,6 +82,7 @@ class ServingArguments:
                     "tls_cert": self.tls_cert and str(Path(self.tls_cert).resolve()),
                     "tls_key": self.tls_key and str(Path(self.tls_key).resolve()),
                     "insecure": self.insecure,
+                    "host_names": list(self.host_names),
                     "traces": {"endpoint": self.traces, "ratio": self.trace_ratio} if self.traces is not None else None,
                 },
                 "scheduler": self.scheduler,
@@ -99,9 +101,7 @@ class ServingArguments:
         """Return the fields of `deployment` that nothing on the command line asks for: where a plan runs they stay as
         they are."""
         context = click.get_current_context()
-        given = {
-            name for name in context.params if context.get_parameter_source(name) is ParameterSource.COMMANDLINE
-        }
+        given = {name for name in context.params if context.get_parameter_source(name) is ParameterSource.COMMANDLINE}
         return [field for field, names in _ASKED_BY.items() if not given & names]
 
     def ground(self, plan: Plan) -> Ground | None:
@@ -116,7 +116,7 @@ _ASKED_BY: Mapping[str, frozenset[str]] = {
     **{name: frozenset({"scheduler", "options"}) for name in ("scheduler", "scheduler_options")},
     "executor": frozenset({"emulate", "executor"}),
     "partition": frozenset({"partition_file"}),
-    "access": frozenset({"key_file", "tls_cert", "tls_key", "insecure", "traces", "trace_ratio"}),
+    "access": frozenset({"key_file", "tls_cert", "tls_key", "insecure", "host_names", "traces", "trace_ratio"}),
 }
 
 
@@ -133,7 +133,7 @@ def _planned_executor(plan_file: str) -> str:
 
 
 address_option = click.option(
-    "--address", metavar="ADDRESS", help="Ray cluster to use; default: RAY_ADDRESS, else the one of this machine."
+    "--address", metavar="ADDRESS", help="Ray cluster to use; default: RAY_ADDRESS, else the Ray of `tenuto serve`."
 )
 
 
@@ -171,20 +171,30 @@ _serving: Any = (
     click.option("--tls-key", metavar="FILE", help="Its key (PEM)."),
     click.option("--traces", metavar="URL", help="Send spans there by OTLP over HTTP (needs tenuto[tracing])."),
     click.option(
-        "--trace-ratio", default=0.0, show_default=True, type=click.FloatRange(0, 1),
+        "--trace-ratio",
+        default=0.0,
+        show_default=True,
+        type=click.FloatRange(0, 1),
         help="Share of the requests without a traceparent that are traced.",
     ),
     click.option("--log-json", is_flag=True, help="Write logs as JSON lines."),
+    click.option(
+        "--host-name",
+        "host_names",
+        multiple=True,
+        metavar="NAME",
+        help="What clients may call this server besides localhost, such as a proxy in front; repeatable.",
+    ),
     click.option("--insecure", is_flag=True, help="Let --host be reached from elsewhere without keys."),
     click.option("--encrypt", is_flag=True, help="Encrypt what goes between nodes; inside a node nothing leaves it."),
     click.option("--scheduler", default="deferred", show_default=True, help="Batching scheduler of the dispatcher."),
     click.option("--option", "options", multiple=True, metavar="K=V", help="Option of the scheduler; repeatable."),
     click.option(
         "--gateways",
-        default=1,
-        show_default=True,
-        type=click.IntRange(1, 64),
-        help="Processes that take HTTP; several feed one dispatcher per sub-cluster.",
+        default=0,
+        type=click.IntRange(0, 64),
+        help="Processes that take HTTP; several feed one dispatcher per sub-cluster.  [default: 2 where every process "
+        "has a core, else 1]",
     ),
     click.option(
         "--dispatchers",

@@ -39,19 +39,23 @@ def command(plan_file: str, from_file: str | None, address: str | None, as_json:
     there = frozenset(gpulet.id for gpulet in running.gpulets)  # they serve while they load
     without = [
         [
-            spec.name for spec in plan.models
+            spec.name
+            for spec in plan.models
             if running.hosts_of(spec.name) and not any(g.id in ready | there for g in plan.hosts_of(spec.name))
         ]
         for plan, ready, _ in way
-    ]  # fmt: skip
+    ]
     data: dict[str, Any] = {
         "changes": [{"gpulet": c.gpulet, "kind": c.kind, "reasons": list(c.reasons)} for c in changes],
         "steps": [
-            {"gpulets": sorted(g.id for g in plan.gpulets), "starting": sorted({g.id for g in plan.gpulets} - ready),
-             "unserved": gone}
+            {
+                "gpulets": sorted(g.id for g in plan.gpulets),
+                "starting": sorted({g.id for g in plan.gpulets} - ready),
+                "unserved": gone,
+            }
             for (plan, ready, _), gone in zip(way, without, strict=True)
         ],
-    }  # fmt: skip
+    }
     if as_json:
         emit_json(data)
         return

@@ -18,7 +18,7 @@ def command(as_json: bool) -> int:
 
     Example: tenuto doctor
     """
-    from tenuto.deployments.operator.doctor.environment import diagnose
+    from tenuto.deployments.machines.environment import diagnose
 
     checks = diagnose()
     if as_json:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
@@ -20,32 +20,50 @@ from tenuto.cli.tables import number, print_table
 from tenuto.documents import parse_pairs
 from tenuto.errors import refused
 
-if TYPE_CHECKING:
-    from tenuto.profiles.estimator.by_kernels import ByKernels
-
 _USHER_ACCURACY_PCT = 99.98  # USHER, OSDI 2024, table 4; on its own 20 models and per-kernel profiles
 
 
 @click.command("estimate", short_help="Estimate what a model needs on a GPU type, without running it.")
 @click.argument("model", metavar="MODEL")
 @click.option("--gpu", "gpu_type", required=True, metavar="TYPE", help="GPU type with profiles, such as v100 or cpu.")
-@click.option("--profiles", "profile_names", multiple=True, metavar="FILE|NAME",
-              help="Profiles to learn from; repeatable. Default: those shipped for the type.")
-@click.option("--batch-sizes", "sizes", type=Numbers(int, 1), default="1,2,4,8,16,32", show_default=True,
-              metavar="N,N…", help="Batch sizes to estimate.")
-@click.option("--option", "options", multiple=True, metavar="K=V",
-              help="Model option such as sequence_length=512; repeatable.")
-@click.option("--operator-times", "operator_files", metavar="FILE", multiple=True,
-              help="Also learn single kernels from files of `tenuto profile --time-operators`, by our method and by "
-                   "USHER's, which learns from several GPU types at once; repeatable.")
-@click.option("--errors/--no-errors", default=True, show_default=True,
-              help="Find the errors on models left out one by one (some seconds).")
-@click.option("-o", "--output", type=click.Path(dir_okay=False), metavar="FILE",
-              help="Write the estimates as a profile.")
+@click.option(
+    "--profiles",
+    "profile_names",
+    multiple=True,
+    metavar="FILE|NAME",
+    help="Profiles to learn from; repeatable. Default: those shipped for the type.",
+)
+@click.option(
+    "--batch-sizes",
+    "sizes",
+    type=Numbers(int, 1),
+    default="1,2,4,8,16,32",
+    show_default=True,
+    metavar="N,N…",
+    help="Batch sizes to estimate.",
+)
+@click.option(
+    "--option", "options", multiple=True, metavar="K=V", help="Model option such as sequence_length=512; repeatable."
+)
+@click.option(
+    "--errors/--no-errors",
+    default=True,
+    show_default=True,
+    help="Find the errors on models left out one by one (some seconds).",
+)
+@click.option(
+    "-o", "--output", type=click.Path(dir_okay=False), metavar="FILE", help="Write the estimates as a profile."
+)
 @json_option
 def command(
-    model: str, gpu_type: str, profile_names: tuple[str, ...], sizes: tuple[int, ...], options: tuple[str, ...],
-    operator_files: tuple[str, ...], errors: bool, output: str | None, as_json: bool,
+    model: str,
+    gpu_type: str,
+    profile_names: tuple[str, ...],
+    sizes: tuple[int, ...],
+    options: tuple[str, ...],
+    errors: bool,
+    output: str | None,
+    as_json: bool,
 ) -> None:
     """Estimate time, compute and memory requirement of MODEL on a GPU type without running it.
 
@@ -53,7 +71,6 @@ def command(
 
     Example: tenuto estimate resnet50 --gpu v100 --batch-sizes 4,8,16
     """
-    from tenuto.profiles.estimator.by_kernels import estimate_by_kernels, load_operator_files
     from tenuto.profiles.estimator.estimator import GkEstimator, leave_one_model_out
     from tenuto.profiles.estimator.training import collect_samples, conditions, is_same_network, tracer
     from tenuto.profiles.measuring.measure import row_name
@@ -61,9 +78,12 @@ def command(
     row = row_name(model)
     profiles = [p for p in profiles_from(profile_names, [gpu_type]) if p.gpu_type == gpu_type]
     if not profiles:
-        raise refused("--gpu", gpu_type, "no profile of this type to learn from",
-                      "Measure some models with `tenuto profile` on it and pass the file with --profiles.")
-    timed = load_operator_files(operator_files, gpu_type)
+        raise refused(
+            "--gpu",
+            gpu_type,
+            "no profile of this type to learn from",
+            "Measure some models with `tenuto profile` on it and pass the file with --profiles.",
+        )
     given = parse_pairs(options)
     with progress_console().status("tracing") as status:
         at_batch = tracer(model, given or conditions(profiles, row))
@@ -79,22 +99,21 @@ def command(
             status.update("leaving models out one by one")
         report = leave_one_model_out(samples, launches_overlap=on_gpu) if errors else None
     measured = {s.trace.batch_size: s for s in samples if is_same_network(s.model, row)}
-    by_kernel = None
-    if timed:
-        by_kernel = estimate_by_kernels(timed, gpu_type, row, [at_batch(size) for size in sizes], errors)
     if output:
         write_file(output, _as_profile(row, gpu_type, estimates, len(estimator.models), report))
     if as_json:
-        emit_json({
-            "model": row, "gpu_type": gpu_type, "learnt_from": list(estimator.models), "estimate_ms": round(took_ms, 3),
-            "estimates": [vars(e) for e in estimates],
-            "leave_one_model_out": vars(report) if report else None,
-            "by_kernels": by_kernel.as_data() if by_kernel else None,
-        })  # fmt: skip
+        emit_json(
+            {
+                "model": row,
+                "gpu_type": gpu_type,
+                "learnt_from": list(estimator.models),
+                "estimate_ms": round(took_ms, 3),
+                "estimates": [vars(e) for e in estimates],
+                "leave_one_model_out": vars(report) if report else None,
+            }
+        )
         return
     _print(row, gpu_type, estimates, measured, estimator.models, took_ms, report)
-    if by_kernel:
-        _print_by_kernels(by_kernel)
 
 
 def _as_profile(row: str, gpu_type: str, estimates: list[Any], models: int, report: Any) -> str:
@@ -102,7 +121,8 @@ def _as_profile(row: str, gpu_type: str, estimates: list[Any], models: int, repo
 
     points = tuple(
         ProfilePoint(
-            batch_size=e.batch_size, latency_ms=round(e.latency_ms, 4),
+            batch_size=e.batch_size,
+            latency_ms=round(e.latency_ms, 4),
             memory_mib=None if e.memory_mib is None else round(e.memory_mib, 1),
             metrics={} if e.creq_pct is None else {"achieved_occupancy_pct": round(e.creq_pct, 2)},
         )
@@ -113,14 +133,21 @@ def _as_profile(row: str, gpu_type: str, estimates: list[Any], models: int, repo
     if report is not None:
         doubt += f": time of models left out was wrong by {report.time_pct:.0f} % on average"
     profile = Profile(
-        name=f"estimate-{row}", gpu_type=gpu_type, source=f"estimated by `tenuto estimate` from {models} other models",
+        name=f"estimate-{row}",
+        gpu_type=gpu_type,
+        source=f"estimated by `tenuto estimate` from {models} other models",
         models={row: ModelProfile(points=points, doubts=(doubt,), estimated=("latency_ms", "memory_mib", *metrics))},
     )
     return profile.dump()
 
 
 def _print(
-    row: str, gpu_type: str, estimates: list[Any], measured: dict[int, Any], models: tuple[str, ...], took_ms: float,
+    row: str,
+    gpu_type: str,
+    estimates: list[Any],
+    measured: dict[int, Any],
+    models: tuple[str, ...],
+    took_ms: float,
     report: Any,
 ) -> None:
     console = stdout_console()
@@ -131,41 +158,32 @@ def _print(
         latency_ms, memory_mib, creq_pct = (
             (known.latency_ms, known.memory_mib, known.creq_pct) if known else (None, None, None)
         )
-        rows.append((
-            str(e.batch_size), number(e.latency_ms, 2), number(e.roofline_ms, 2), number(latency_ms, 2),
-            number(e.memory_mib, 0), number(memory_mib, 0), number(e.creq_pct), number(creq_pct),
-        ))  # fmt: skip
+        rows.append(
+            (
+                str(e.batch_size),
+                number(e.latency_ms, 2),
+                number(e.roofline_ms, 2),
+                number(latency_ms, 2),
+                number(e.memory_mib, 0),
+                number(memory_mib, 0),
+                number(e.creq_pct),
+                number(creq_pct),
+            )
+        )
     headings = "batch", "time ms", "roofline ms", "measured ms", "memory MiB", "measured MiB", "Creq %", "measured %"
     print_table(headings, rows)
     if report is None:
         return
-    console.print(f"Mean error on models left out ({report.models} models, {report.points} points), in brackets the "
-                  f"plain baseline; USHER claims {_USHER_ACCURACY_PCT} % accuracy with kernel profiles:")
+    console.print(
+        f"Mean error on models left out ({report.models} models, {report.points} points), in brackets the "
+        f"plain baseline; USHER claims {_USHER_ACCURACY_PCT} % accuracy with kernel profiles:"
+    )
     worst, wrong_pct = report.worst
-    console.print(f"  time {report.time_pct:.1f} % ({report.time_baseline_pct:.1f} %); "
-                  f"median {report.time_median_pct:.1f} %, worst {worst} {wrong_pct:.0f} %")
+    console.print(
+        f"  time {report.time_pct:.1f} % ({report.time_baseline_pct:.1f} %); "
+        f"median {report.time_median_pct:.1f} %, worst {worst} {wrong_pct:.0f} %"
+    )
     if report.memory_pct is not None:
         console.print(f"  memory {report.memory_pct:.1f} % ({report.memory_baseline_pct:.1f} %)")
     if report.creq_points is not None:
         console.print(f"  Creq {report.creq_points:.1f} points ({report.creq_baseline_points:.1f} points)")
-
-
-def _print_by_kernels(made: ByKernels) -> None:
-    console = stdout_console()
-    times = ", ".join(f"batch {batch}: {ms:.2f} ms" for batch, ms in made.latency_ms.items())
-    console.print(f"From single kernels of {len(made.models)} other models, {made.estimate_ms:.1f} ms each: {times}")
-    if made.creq_pct:
-        console.print("  Creq " + ", ".join(f"batch {batch}: {pct:.0f} %" for batch, pct in made.creq_pct.items()))
-    if (r := made.report) is not None:
-        console.print(
-            f"  on models left out ({r.models} models, {r.kernels} kernels): time {r.time_pct:.1f} %, plain roofline "
-            f"{r.roofline_pct:.1f} %; single kernels {r.kernel_median_pct:.0f} % (median); USHER claims "
-            f"{_USHER_ACCURACY_PCT} % accuracy"
-        )
-    console.print(f"By USHER's estimator as published, from kernels of {', '.join(made.usher.types)}: " + "; ".join(
-        f"batch {batch}: {need.time_ms:.2f} ms, {need.memory_bytes / 2**20:.0f} MiB"
-        + ("" if need.creq_pct is None else f", Creq {need.creq_pct:.0f} %")
-        for batch, need in made.usher.needs.items()
-    ))  # fmt: skip
-    if (e := made.usher.errors) is not None:
-        console.print(f"  on models left out ({e.models} models, {e.runs} batches): time {e.time_pct:.1f} %")

@@ -1,21 +1,40 @@
-"""`tenuto goodput`: the highest rate a plan or workload sustains within its SLOs, searched in virtual time."""
+"""`tenuto goodput`: the highest rate a plan, a workload or an endpoint sustains within its SLOs, and what comes of
+other rates, SLOs and burstiness."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import click
 
 from tenuto.batching.virtual.goodput import Criterion, Goal, Trial
-from tenuto.batching.virtual.highest_rate import HighestRate, Limits, find_highest_rate
-from tenuto.cli.common import ProgressLine, emit_json, stdout_console
+from tenuto.batching.virtual.highest_rate import HighestRate, SearchLimits, find_highest_rate
+from tenuto.cli.common import ProgressLine, command_line, emit_json, stdout_console, tell
 from tenuto.cli.tables import print_run
 from tenuto.cli.virtual import VirtualArguments, virtual_arguments
-from tenuto.loadgen.simulated import Simulation
+from tenuto.errors import TenutoError, refused
+from tenuto.loadgen.curves import (
+    AXES,
+    Attempt,
+    Attempted,
+    Curve,
+    Factors,
+    check_axes,
+    curves,
+    in_virtual_time,
+    on_endpoint,
+)
+from tenuto.loadgen.result_folder import provenance
+from tenuto.placement.applications import Application
+
+Answer = HighestRate[Trial] | HighestRate[Attempted]
+_LIVE_SECONDS, _LIVE_RUNS = 10.0, 12
 
 
-@click.command("goodput", short_help="The highest rate scale of a plan or workload in virtual time.")
+@click.command("goodput", short_help="The highest rate scale in time; attainment by SLO, rate and burstiness.")
 @virtual_arguments
 @click.option("--rate-scale", type=float, default=1.0, show_default=True, help="Where the search begins.")
 @click.option(
@@ -25,44 +44,157 @@ from tenuto.loadgen.simulated import Simulation
     show_default=True,
     help="Whether every model and application, or all their requests together, must attain 99 %.",
 )
-def command(asked: VirtualArguments, as_json: bool, rate_scale: float, criterion: Criterion) -> int:
+@click.option("--tolerance", type=float, default=0.01, show_default=True, help="Relative width of the final bracket.")
+@click.option("--runs", type=int, help=f"Most runs of the search. Default: 64, {_LIVE_RUNS} against an endpoint.")
+@click.option(
+    "--curve",
+    "curve_texts",
+    multiple=True,
+    metavar="AXIS[=V,V,…]",
+    help=f"Attainment along {', '.join(AXES)}; repeatable. Default with -o: all three in virtual time, none live.",
+)
+@click.option(
+    "--curve-at",
+    type=click.FloatRange(0, min_open=True),
+    metavar="SCALE",
+    help="Rate scale of the curves. Default: the highest found.",
+)
+@click.option("--clients", default=1, show_default=True, help="Against an endpoint: Ray actors that send; 0: none.")
+@click.option("-o", "--output", "folder", metavar="DIR", help="Folder for goodput.html and result.json.")
+@click.option("--force", is_flag=True, help="Replace an answer that is already in DIR.")
+@click.pass_context
+def command(
+    context: click.Context,
+    asked: VirtualArguments,
+    as_json: bool,
+    rate_scale: float,
+    criterion: Criterion,
+    tolerance: float,
+    runs: int | None,
+    curve_texts: tuple[str, ...],
+    curve_at: float | None,
+    clients: int,
+    folder: str | None,
+    force: bool,
+) -> int:
     """Search the highest rate scale at which every model and application keeps at least 99 % in time.
 
     Requests of an application count end to end; its stages are not judged by themselves.
 
-    Ctrl-C prints the best answer found so far. Exit code 1 when no rate satisfies the criterion.
+    A file is run in virtual time; an endpoint (http://…) is loaded for a few seconds per rate, with the plan it
+    serves. Ctrl-C prints the best answer found so far. Exit code 1 when no rate satisfies the criterion.
 
     Example: tenuto goodput workload.yaml --gpus v100:4 --scheduler deferred --duration-s 60
     """
-    simulation, goal, line = asked.simulation(), Goal(criterion), ProgressLine()
-    found = find_highest_rate(
-        lambda scale: simulation.try_rate(scale, goal),
-        Limits(start_scale=rate_scale),
-        lambda so_far: line.show(_progress(so_far)),
-    )
-    line.clear()
-    summary = _summary(found, simulation, goal)
+    is_live = "://" in asked.source
+    axes = _axes(curve_texts, by_default=folder is not None and not is_live)
+    out = None
+    if folder is not None:
+        from tenuto.loadgen.report.goodput import prepare_goodput_folder
+
+        out = prepare_goodput_folder(Path(folder), force=force)
+    limits = SearchLimits(tolerance, runs if runs is not None else _LIVE_RUNS if is_live else 64, rate_scale)
+    limits.check()
+    goal, line = Goal(criterion), ProgressLine()
+    found: Answer
+    if is_live:
+        is_given = context.get_parameter_source("duration_s") is click.core.ParameterSource.COMMANDLINE
+        seconds = asked.duration_s if is_given else _LIVE_SECONDS
+        attempt, applications = _live(asked, seconds, clients, goal)
+        how = f"measured against {asked.source}, {seconds:g} s a run"
+        live = find_highest_rate(lambda scale: attempt(Factors(scale)), limits, lambda so_far: tell(_progress(so_far)))
+        found, summary = live, _summary(live, goal)
+    else:
+        simulation = asked.simulation()  # wrong input is an error here, not a point of a curve
+        attempt, applications = in_virtual_time(asked.simulation), simulation.applications
+        how = f"in virtual time with {asked.scheduler_name}, {asked.duration_s:g} s a run (emulated)"
+        virtual = find_highest_rate(
+            lambda scale: simulation.try_rate(scale, goal), limits, lambda so_far: line.show(_progress(so_far))
+        )
+        line.clear()
+        best = virtual.best
+        found, summary = virtual, _summary(virtual, goal)
+        summary["simulation"] = simulation.finished(best.result, virtual.rate_scale).summary() if best else None
+    base = curve_at if curve_at is not None else found.rate_scale or rate_scale
+    drawn = {} if found.is_interrupted else _draw(attempt, axes, base)
+    summary |= {
+        "source": asked.source,
+        "how": how,
+        "curves_rate_scale": base,
+        "curves": [curve.summary() for curve in drawn.values()],
+        "settings": {"scheduler": None if is_live else asked.scheduler_name, "seed": asked.seed},
+        "applications": [application.name for application in applications],
+    }
     if as_json:
         emit_json(summary)
     else:
         _print(summary)
+    if out is not None:
+        from tenuto.loadgen.report.goodput import write_goodput
+
+        tell(f"page: {write_goodput(out, {'kind': 'goodput', **summary, **provenance(command_line())})}")
     return 0 if found.best is not None else 1
 
 
-def _progress(found: HighestRate[Trial]) -> str:
-    scale, trial = found.tried[-1]
+def _axes(texts: tuple[str, ...], *, by_default: bool) -> dict[str, tuple[float, ...]]:
+    if not texts:
+        return dict(AXES) if by_default else {}
+    axes: dict[str, tuple[float, ...]] = {}
+    for text in texts:
+        axis, _, values = text.partition("=")
+        try:
+            axes[axis] = tuple(float(part) for part in values.split(",")) if values else AXES.get(axis, ())
+        except ValueError:
+            raise refused("--curve", text, "must list numbers behind '='", f"Write {axis}=0.5,1,2.") from None
+    check_axes(axes)
+    return axes
+
+
+def _live(asked: VirtualArguments, seconds: float, clients: int, goal: Goal) -> tuple[Attempt, tuple[Application, ...]]:
+    from tenuto.deployments.serve.endpoint import served_plan
+    from tenuto.loadgen.bench import BenchOptions, asked_of
+    from tenuto.placement import Plan
+
+    url = asked.source
+    models, applications, notes = asked_of(Plan.from_data(served_plan(url), origin=url))
+    for note in notes:
+        tell(note)
+    options = BenchOptions(url.rstrip("/"), seconds, asked.seed, warmup_s=asked.warmup_s, clients=clients)
+    return on_endpoint(models, applications, options, goal, tell), applications
+
+
+def _draw(attempt: Attempt, axes: Mapping[str, tuple[float, ...]], base: float) -> dict[str, Curve]:
+    drawn: dict[str, Curve] = {}
+    try:
+        for curve in curves(attempt, axes, base):
+            drawn[curve.axis] = curve
+            last = curve.points[-1]
+            state = last.invalid or f"{100 * last.worst_attainment:.2f} % in time at worst"
+            tell(f"{curve.axis} {getattr(last.factors, curve.axis):g}: {state}")
+    except KeyboardInterrupt:
+        tell("interrupted; the points so far are kept")
+    except TenutoError as error:
+        if not drawn:
+            raise
+        tell(f"the curves end here: {error}")
+    return drawn
+
+
+def _progress(found: Answer) -> str:
+    scale, last = found.tried[-1]
     upper = f"{found.upper_scale:.4g}" if math.isfinite(found.upper_scale) else "?"
-    verdict = "in time" if trial.is_in_time else "too late"
-    worst = f", worst {trial.worst_model} {100 * trial.worst_attainment:.2f} %" if trial.worst_model else ""
+    verdict = "in time" if last.is_in_time else "too late"
+    worst = f", worst {last.worst_model} {100 * last.worst_attainment:.2f} %" if last.worst_model else ""
     bracket = f"between {found.rate_scale:.4g} and {upper}"
-    return f"scale {scale:.4g}: {trial.offered_rps:,.0f} rps {verdict}{worst}; {bracket}"
+    return f"scale {scale:.4g}: {last.offered_rps:,.0f} rps {verdict}{worst}; {bracket}"
 
 
-def _summary(found: HighestRate[Trial], simulation: Simulation, goal: Goal) -> dict[str, Any]:
+def _summary(found: Answer, goal: Goal) -> dict[str, Any]:
     best = found.best
     return {
         "goodput_rps": best.goodput_rps if best else 0.0,
         "rate_scale": found.rate_scale,
+        "upper_scale": found.upper_scale if math.isfinite(found.upper_scale) else None,
         "offered_rps": best.offered_rps if best else 0.0,
         "bracket_pct": 100.0 * found.bracket if math.isfinite(found.bracket) else None,
         "criterion": goal.criterion,
@@ -72,31 +204,33 @@ def _summary(found: HighestRate[Trial], simulation: Simulation, goal: Goal) -> d
         "trials": [
             {
                 "rate_scale": scale,
-                "passed": trial.is_in_time,
-                "offered_rps": trial.offered_rps,
-                "attainment": trial.attainment,
-                "worst_model": trial.worst_model,
-                "worst_attainment": trial.worst_attainment,
-                "stopped_early": trial.stopped_early,
+                "passed": tried.is_in_time,
+                "offered_rps": tried.offered_rps,
+                "goodput_rps": tried.goodput_rps,
+                "attainment": tried.attainment,
+                "worst_model": tried.worst_model,
+                "worst_attainment": tried.worst_attainment,
+                "stopped_early": tried.stopped_early,
+                "remark": tried.ends_search,
             }
-            for scale, trial in found.tried
+            for scale, tried in found.tried
         ],
-        "simulation": simulation.finished(best.result, found.rate_scale).summary() if best else None,
+        "simulation": None,
     }
 
 
-def _print(summary: dict[str, Any]) -> None:
+def _print(summary: Mapping[str, Any]) -> None:
     console = stdout_console()
     if summary["simulation"] is not None:
         print_run(summary["simulation"])
-    state = " (interrupted: best so far)" if summary["interrupted"] else ""
-    has_applications = summary["simulation"] is not None and summary["simulation"].get("applications")
-    each = "every model and application" if has_applications else "every model"
+    state = " (interrupted: best so far)" if summary["interrupted"] else f" ({summary['ended']})"
+    each = "every model and application" if summary["applications"] else "every model"
     which = each if summary["criterion"] == "each" else "all requests together"
-    if summary["simulation"] is None:
-        console.print(f"no rate tried keeps 99 % in time ({which}){state}")
+    if not summary["rate_scale"]:
+        console.print(f"no rate tried keeps 99 % in time ({which}){state}", markup=False)
     else:
         console.print(
             f"goodput: {summary['goodput_rps']:,.1f} rps at rate scale {summary['rate_scale']:.4g} "
-            f"({summary['offered_rps']:,.1f} rps offered; criterion: {which}){state}"
+            f"({summary['offered_rps']:,.1f} rps offered; criterion: {which}){state}",
+            markup=False,
         )

@@ -32,9 +32,14 @@ def command(number: int | None, output: str | None, address: str | None, as_json
         write_file(output, Plan.from_data(chosen.deployment.plan).dump())
         return
     if as_json:
-        emit_json({"versions": [
-            {"number": v.number, "at_s": v.at_s, "by": v.by, "why": v.why, "plan": v.deployment.plan} for v in versions
-        ]})  # fmt: skip
+        emit_json(
+            {
+                "versions": [
+                    {"number": v.number, "at_s": v.at_s, "by": v.by, "why": v.why, "plan": v.deployment.plan}
+                    for v in versions
+                ]
+            }
+        )
         return
     print_table(
         ("version", "at", "by", "gpu-lets", "GPUs", "why"),

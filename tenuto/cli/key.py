@@ -28,8 +28,9 @@ def command(name: str, models: tuple[str, ...], rate_rps: float | None, as_json:
     try:
         entry = KeyEntry(name=name, sha256=digest, rate_rps=rate_rps, models=models or ("*",))
     except ValidationError as error:
-        raise refused("NAME", name, "is not a client's name",
-                      "Use letters, digits, `.`, `-` and `_`, at most 64.") from error
+        raise refused(
+            "NAME", name, "is not a client's name", "Use letters, digits, `.`, `-` and `_`, at most 64."
+        ) from error
     data = entry.model_dump(mode="json", exclude_defaults=True)
     if as_json:
         emit_json({"key": key, "entry": data})

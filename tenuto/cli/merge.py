@@ -27,21 +27,44 @@ if TYPE_CHECKING:
 @click.argument("models", nargs=-1, required=True, metavar="NAME=MODEL…")
 @click.option("--weights", "weights", multiple=True, metavar="NAME=FILE", help="Local weights of a model; repeatable.")
 @click.option(
-    "--reseed", "reseeded", multiple=True, metavar="NAME=PREFIX,…",
+    "--reseed",
+    "reseeded",
+    multiple=True,
+    metavar="NAME=PREFIX,…",
     help="New random weights for a model's parameters of these prefixes, as after fine-tuning; repeatable.",
-)  # fmt: skip
+)
 @click.option("--option", "options", multiple=True, metavar="K=V", help="Option of every model, such as image_size=64.")
 @click.option("--seed", type=int, default=0, show_default=True, help="Seed of random weights.")
-@click.option("--batch-size", type=click.IntRange(1), default=4, show_default=True,
-              help="Batch of each model when timing.")
-@click.option("--repetitions", type=click.IntRange(1), default=7, show_default=True,
-              help="Timed runs of each way, in turns.")
-@click.option("-o", "--output", type=click.Path(dir_okay=False), metavar="FILE",
-              help="Measure the merged programs too, and write or complete this profile for `tenuto plan --profiles`.")
-@click.option("--batch-sizes", "sizes", type=Numbers(int, 1, 4096), default="1,2,4,8,16", show_default=True,
-              metavar="B,B…", help="With -o: joint batches to measure, all models' requests together.")
-@click.option("--shares", type=Numbers(int, 1, 100), default="100", show_default=True, metavar="PCT,PCT…",
-              help="With -o: shares of the CPU.")
+@click.option(
+    "--batch-size", type=click.IntRange(1), default=4, show_default=True, help="Batch of each model when timing."
+)
+@click.option(
+    "--repetitions", type=click.IntRange(1), default=7, show_default=True, help="Timed runs of each way, in turns."
+)
+@click.option(
+    "-o",
+    "--output",
+    type=click.Path(dir_okay=False),
+    metavar="FILE",
+    help="Measure the merged programs too, and write or complete this profile for `tenuto plan --profiles`.",
+)
+@click.option(
+    "--batch-sizes",
+    "sizes",
+    type=Numbers(int, 1, 4096),
+    default="1,2,4,8,16",
+    show_default=True,
+    metavar="B,B…",
+    help="With -o: joint batches to measure, all models' requests together.",
+)
+@click.option(
+    "--shares",
+    type=Numbers(int, 1, 100),
+    default="100",
+    show_default=True,
+    metavar="PCT,PCT…",
+    help="With -o: shares of the CPU.",
+)
 @json_option
 def command(
     models: tuple[str, ...],
@@ -106,10 +129,18 @@ def command(
         from tenuto.profiles.measuring.merged_programs import measure_into
 
         joint = measure_into(
-            book, merged, report, models_by_name, sources=sources, options=parsed, batch_sizes=sizes,
-            shares=shares, repetitions=repetitions, meter=meter,
+            book,
+            merged,
+            report,
+            models_by_name,
+            sources=sources,
+            options=parsed,
+            batch_sizes=sizes,
+            shares=shares,
+            repetitions=repetitions,
+            meter=meter,
             say=lambda text: tell(f"measuring {text}"),
-        )  # fmt: skip
+        )
         for cluster, times in zip(data["clusters"], joint, strict=True):
             cluster["joint"] = [one.to_data() for one in times]
         progress_console().print(f"wrote {book.path}", markup=False)
@@ -180,13 +211,15 @@ def _print(data: dict[str, Any]) -> None:
             ("operator", "weight", "shared", "rows x columns"),
             (
                 (
-                    operator["kind"], " | ".join(sorted(set(operator["names"].values()))),
-                    f"{operator['shared_pct']:.0f} %", f"{operator['rows']} x {operator['columns']}",
+                    operator["kind"],
+                    " | ".join(sorted(set(operator["names"].values()))),
+                    f"{operator['shared_pct']:.0f} %",
+                    f"{operator['rows']} x {operator['columns']}",
                 )
                 for operator in cluster["operators"]
             ),
             left=("weight",),
-        )  # fmt: skip
+        )
         pct = 100.0 * (cluster["together_ms"] / cluster["apart_ms"] - 1.0)
         verdict = "it pays" if cluster["pays"] else "it does not pay here"
         console.print(
@@ -202,13 +235,16 @@ def _print(data: dict[str, Any]) -> None:
                 ("joint batch", "share", "split", "apart ms", "together ms", "change"),
                 (
                     (
-                        str(row["batch_size"]), f"{row['share_pct']:g} %",
-                        ", ".join(f"{count} {name}" for name, count in row["split"].items()), f"{row['apart_ms']:.1f}",
-                        f"{row['together_ms']:.1f}", f"{100.0 * (row['together_ms'] / row['apart_ms'] - 1.0):+.0f} %",
+                        str(row["batch_size"]),
+                        f"{row['share_pct']:g} %",
+                        ", ".join(f"{count} {name}" for name, count in row["split"].items()),
+                        f"{row['apart_ms']:.1f}",
+                        f"{row['together_ms']:.1f}",
+                        f"{100.0 * (row['together_ms'] / row['apart_ms'] - 1.0):+.0f} %",
                     )
                     for row in cluster["joint"]
                 ),
                 left=("split",),
-            )  # fmt: skip
+            )
     for name, reason in data["unmerged"].items():
         console.print(f"{name} stays as it is: {reason}", markup=False)

@@ -45,7 +45,7 @@ def listing(address: str | None, as_json: bool) -> None:
     Example: tenuto model list
     """
     with operations(address) as running:
-        entries: list[dict[str, Any]] = running.control("models")
+        entries: list[dict[str, Any]] = running.controller.models()
     if as_json:
         emit_json({"models": entries})
         return
@@ -64,7 +64,7 @@ def add(entry: str, address: str | None) -> None:
     Example: tenuto model add '{name: resnet50, rate_rps: 100, slo_ms: 50}'
     """
     with operations(address) as running:
-        running.control("set_model", _entry(entry), add=True)
+        running.controller.set_model(_entry(entry), add=True)
     stdout_console().print("added; `tenuto control log` says when it is served")
 
 
@@ -77,7 +77,7 @@ def update(entry: str, address: str | None) -> None:
     Example: tenuto model update '{name: resnet50, rate_rps: 300, slo_ms: 50}'
     """
     with operations(address) as running:
-        running.control("set_model", _entry(entry), add=False)
+        running.controller.set_model(_entry(entry), add=False)
     stdout_console().print("updated; `tenuto control log` says what it changes")
 
 
@@ -90,5 +90,5 @@ def remove(name: str, address: str | None) -> None:
     Example: tenuto model remove resnet50
     """
     with operations(address) as running:
-        running.control("remove_model", name)
+        running.controller.remove_model(name)
     stdout_console().print("removed; `tenuto control log` says when its gpu-lets are free")

@@ -41,7 +41,10 @@ from tenuto.profiles import Profiles
     "--max-moved-mib", type=float, help="Most memory that may be loaded and unloaded, both counted, against --current."
 )
 @click.option(
-    "--memory-weight", type=float, default=Limits().memory_weight, show_default=True,
+    "--memory-weight",
+    type=float,
+    default=Limits().memory_weight,
+    show_default=True,
     help="Weight of even memory against even rates.",
 )
 @json_option
@@ -70,8 +73,12 @@ def command(
         raise refused(f"{source}: models", [], "the workload has no models", "Add at least one.")
     cluster = where.cluster()
     if len(cluster.gpu_types) != 1:
-        raise refused("--gpus", ",".join(cluster.gpu_types), "a partition is made for GPUs of one type",
-                      "Partition the models of each type by themselves.")
+        raise refused(
+            "--gpus",
+            ",".join(cluster.gpu_types),
+            "a partition is made for GPUs of one type",
+            "Partition the models of each type by themselves.",
+        )
     profiles = where.profiles(cluster.gpu_types)
     kind = cluster.gpu_types[0]
     context_mib = context_mib_of(kind, profiles)
@@ -92,7 +99,11 @@ def command(
 
 
 def _models(
-    workload: Workload, cluster: Cluster, profiles: Profiles, context_mib: float, subclusters: int,
+    workload: Workload,
+    cluster: Cluster,
+    profiles: Profiles,
+    context_mib: float,
+    subclusters: int,
     max_rate_rps: float | None,
 ) -> tuple[list[PartitionModel], list[Problem]]:
     """Return what each model needs at the staggered batch of its sub-cluster's share of the GPUs, and why models can be

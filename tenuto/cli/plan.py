@@ -9,14 +9,7 @@ from typing import Any, TypeVar
 import click
 from rich.markup import escape
 
-from tenuto.cli.common import (
-    ClusterArguments,
-    cluster_arguments,
-    emit_json,
-    json_option,
-    stdout_console,
-    write_file,
-)
+from tenuto.cli.common import ClusterArguments, cluster_arguments, emit_json, json_option, stdout_console, write_file
 from tenuto.cli.tables import print_table
 from tenuto.cli.watching import planning_watched
 from tenuto.errors import InvalidInputError, Problem, refused
@@ -39,49 +32,73 @@ class _Faults:
     """Runs steps that may each find input wrong, so that a user sees every problem in one go."""
 
     def __init__(self) -> None:
-        self.problems: list[Problem] = []
+        self.found: list[Problem | str] = []
 
     def attempt(self, step: Callable[[], T]) -> T | None:
         try:
             return step()
         except InvalidInputError as error:
-            self.problems += error.problems or (_loose(str(error)),)
+            self.found += error.problems or (str(error),)
             return None
 
     def raise_if_any(self) -> None:
-        if self.problems:
-            raise InvalidInputError(list({str(problem): problem for problem in self.problems}.values()))
-
-
-def _loose(text: str) -> Problem:
-    """Turn a plain message `what: rule. Cure.` into a problem of the same wording."""
-    path, _, rest = text.partition(": ")
-    rule, _, cure = rest.partition(". ")
-    return Problem(path, None, rule or text, cure or "Correct it.")
+        if self.found:
+            raise InvalidInputError(list({str(problem): problem for problem in self.found}.values()))
 
 
 @click.command("plan")
 @click.argument("workload_file", metavar="WORKLOAD")
-@click.option("--policy", "policy_name", default=DEFAULT_POLICY, show_default=True, metavar="NAME|FILE.py:CLASS",
-              help="Placement policy; see `tenuto policies`.")
-@click.option("--compare", metavar="NAME,NAME…",
-              help="Plan with several policies and print them side by side, each with the first profile that has what "
-                   "it needs.")
-@click.option("--extend", "extended_file", type=click.Path(dir_okay=False), metavar="PLAN",
-              help="Leave what this plan serves where it is and add the models of WORKLOAD that it lacks "
-                   "(igniter, ffd+, ffd++).")
+@click.option(
+    "--policy",
+    "policy_name",
+    default=DEFAULT_POLICY,
+    show_default=True,
+    metavar="NAME|FILE.py:CLASS",
+    help="Placement policy; see `tenuto policies`.",
+)
+@click.option(
+    "--compare",
+    metavar="NAME,NAME…",
+    help="Plan with several policies and print them side by side, each with the first profile that has what it needs.",
+)
+@click.option(
+    "--extend",
+    "extended_file",
+    type=click.Path(dir_okay=False),
+    metavar="PLAN",
+    help="Leave what this plan serves where it is and add the models of WORKLOAD that it lacks (igniter).",
+)
 @cluster_arguments
 @click.option("--option", "options", multiple=True, metavar="K=V", help="Option of the policy; repeatable.")
-@click.option("-o", "--output", type=click.Path(dir_okay=False), metavar="FILE",
-              help="Write the plan as a Serve config for `serve deploy`.")
-@click.option("--executor", type=click.Choice(["auto", "torch", "emulated"]), default="auto", show_default=True,
-              help="How the written plan's gpu-lets run their models.")
-@click.option("--picture", type=click.Path(dir_okay=False), metavar="FILE.svg",
-              help="Draw the GPUs with their gpu-lets.")
+@click.option(
+    "-o",
+    "--output",
+    type=click.Path(dir_okay=False),
+    metavar="FILE",
+    help="Write the plan as a Serve config for `serve deploy`.",
+)
+@click.option(
+    "--executor",
+    type=click.Choice(["auto", "torch", "emulated"]),
+    default="auto",
+    show_default=True,
+    help="How the written plan's gpu-lets run their models.",
+)
+@click.option(
+    "--picture", type=click.Path(dir_okay=False), metavar="FILE.svg", help="Draw the GPUs with their gpu-lets."
+)
 @json_option
 def command(
-    workload_file: str, policy_name: str, compare: str | None, extended_file: str | None, where: ClusterArguments,
-    options: tuple[str, ...], output: str | None, executor: str, picture: str | None, as_json: bool,
+    workload_file: str,
+    policy_name: str,
+    compare: str | None,
+    extended_file: str | None,
+    where: ClusterArguments,
+    options: tuple[str, ...],
+    output: str | None,
+    executor: str,
+    picture: str | None,
+    as_json: bool,
 ) -> None:
     """Find and validate a plan for WORKLOAD on a cluster.
 
@@ -95,11 +112,13 @@ def command(
     if compare and extended_file:
         raise refused("--compare", compare, "extends no plan", "Choose one policy with --policy for --extend.")
     if compare and (output or picture):
-        raise refused("--compare", compare, "writes no plan and no picture",
-                      "Choose one policy with --policy for -o and --picture.")
-    workload, cluster, profiles, policies = _inputs(
-        workload_file, names, where, options, strict_options=not compare
-    )
+        raise refused(
+            "--compare",
+            compare,
+            "writes no plan and no picture",
+            "Choose one policy with --policy for -o and --picture.",
+        )
+    workload, cluster, profiles, policies = _inputs(workload_file, names, where, options, strict_options=not compare)
     if compare:
         orders = [profiles, *_other_orders(profiles, where.profile_names, cluster)]
         _compare(policies, workload, cluster, orders, as_json)
@@ -122,7 +141,7 @@ def command(
 
 
 def _inputs(
-    workload_file: str, names: list[str], where: ClusterArguments, options: tuple[str, ...], *, strict_options: bool,
+    workload_file: str, names: list[str], where: ClusterArguments, options: tuple[str, ...], *, strict_options: bool
 ) -> tuple[Workload, Cluster, Profiles, dict[str, Policy]]:
     """Read all inputs and raise one `InvalidInputError` with the problems of all of them."""
     faults = _Faults()
@@ -134,7 +153,7 @@ def _inputs(
         known = {key for policy in policies.values() if policy is not None for key in _parameters(policy)}
         for key in values.keys() - known if all(policies.values()) else ():
             cure = f"Their options: {', '.join(sorted(known)) or 'none'}."
-            faults.problems.append(Problem(f"--option {key}", values[key], "no compared policy has this option", cure))
+            faults.found.append(Problem(f"--option {key}", values[key], "no compared policy has this option", cure))
     types = cluster.gpu_types if cluster else ()
     profiles = faults.attempt(lambda: where.profiles(types))
     if workload and cluster and profiles is not None:
@@ -181,12 +200,9 @@ def _compare(
         emit_json({"plans": data, "profiles": used, "errors": errors})
     elif plans:
         _print_comparison(plans, used)
-    problems = [
-        Problem(f"--compare {name}: {p.path}", p.value, p.rule, p.cure)
-        for name, error in failed.items() for p in (error.problems or (_loose(str(error)),))
-    ]
-    if problems:
-        raise InvalidInputError(problems)
+    if failed:
+        lines = [f"--compare {name}: {line}" for name, error in failed.items() for line in str(error).splitlines()]
+        raise InvalidInputError(lines)
 
 
 def _policy(name: str, options: dict[str, Any], strict: bool) -> Policy:
@@ -220,9 +236,21 @@ def _print_plan(plan: Plan) -> None:
     hidden = ("hidden ms",) if plan.streaming else ()
     if rows:
         print_table(
-            ("GPU", "type", "gpu-let", "share", "model", "batch", "latency ms", *hidden, "SLO ms", "rate rps",
-             "memory MiB"),
-            _cells(rows, with_hidden=plan.streaming), left=("type", "gpu-let", "share", "model"),
+            (
+                "GPU",
+                "type",
+                "gpu-let",
+                "share",
+                "model",
+                "batch",
+                "latency ms",
+                *hidden,
+                "SLO ms",
+                "rate rps",
+                "memory MiB",
+            ),
+            _cells(rows, with_hidden=plan.streaming),
+            left=("type", "gpu-let", "share", "model"),
         )
     idle = [gpu for gpu, gpulets in plan.by_gpu().items() if not gpulets]
     if idle:
@@ -248,10 +276,15 @@ def _cells(rows: Sequence[PlanRow], *, with_hidden: bool) -> Iterator[tuple[str,
         place = (row.gpu, row.gpulet)
         yield (
             *((row.gpu, row.gpu_type) if row.gpu != previous[0] else ("", "")),
-            *((row.gpulet, share) if place != previous else ("", "")), row.model, str(row.batch_size),
-            _number(row.latency_ms), *((_number(row.hidden_ms),) if with_hidden else ()), _number(row.slo_ms),
-            _number(row.rate_rps), _number(row.memory_mib),
-        )  # fmt: skip
+            *((row.gpulet, share) if place != previous else ("", "")),
+            row.model,
+            str(row.batch_size),
+            _number(row.latency_ms),
+            *((_number(row.hidden_ms),) if with_hidden else ()),
+            _number(row.slo_ms),
+            _number(row.rate_rps),
+            _number(row.memory_mib),
+        )
         previous = place
 
 

@@ -18,12 +18,14 @@ def command(as_json: bool) -> None:
     """
     policies = policy_names()
     if as_json:
-        emit_json({
-            "policies": [
-                {"name": name, **{key: _text(kind, key) for key in ("summary", "source", "readings")}}
-                for name, kind in policies.items()
-            ]
-        })
+        emit_json(
+            {
+                "policies": [
+                    {"name": name, **{key: _text(kind, key) for key in ("summary", "source", "readings")}}
+                    for name, kind in policies.items()
+                ]
+            }
+        )
         return
     print_table(
         ("policy", "summary", "source, and how ours reads it"),

@@ -11,15 +11,7 @@ import click
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from tenuto.cli.common import (
-    Numbers,
-    command_line,
-    emit_json,
-    json_option,
-    progress_console,
-    stdout_console,
-    write_file,
-)
+from tenuto.cli.common import Numbers, command_line, emit_json, json_option, progress_console, stdout_console
 from tenuto.cli.tables import number, print_table
 from tenuto.documents import parse_pairs
 from tenuto.errors import EnvironmentFaultError, InvalidInputError, Problem, TenutoError, refused
@@ -33,44 +25,106 @@ from tenuto.profiles.profile import ModelProfile, Profile, ProfilePoint
 
 @click.command("profile", short_help="Measure what models cost on this machine: latency and memory by batch and share.")
 @click.argument("models", nargs=-1, required=True, metavar="MODEL…")
-@click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True,
-              help="Where to measure; auto is CUDA where there is one.")
-@click.option("--batch-sizes", "sizes", type=Numbers(int), default="1,2,4,8", show_default=True, metavar="N,N…",
-              help="Batch sizes to measure.")
-@click.option("--shares", type=Numbers(float), default="100", show_default=True, metavar="PCT,PCT…",
-              help="Shares of the device in percent; threads on a CPU, CUDA MPS on a GPU.")
-@click.option("--budget-s", type=float, default=20.0, show_default=True,
-              help="Seconds of repeated timing per model, building it excluded.")
+@click.option(
+    "--device",
+    type=click.Choice(["auto", "cpu", "cuda"]),
+    default="auto",
+    show_default=True,
+    help="Where to measure; auto is CUDA where there is one.",
+)
+@click.option(
+    "--batch-sizes",
+    "sizes",
+    type=Numbers(int),
+    default="1,2,4,8",
+    show_default=True,
+    metavar="N,N…",
+    help="Batch sizes to measure.",
+)
+@click.option(
+    "--shares",
+    type=Numbers(float),
+    default="100",
+    show_default=True,
+    metavar="PCT,PCT…",
+    help="Shares of the device in percent; threads on a CPU, CUDA MPS on a GPU.",
+)
+@click.option(
+    "--budget-s",
+    type=float,
+    default=20.0,
+    show_default=True,
+    help="Seconds of repeated timing per model, building it excluded.",
+)
 @click.option("--weights", "weights_path", metavar="FILE|DIR", help="Local weights of the model (only with one MODEL).")
-@click.option("--option", "options", multiple=True, metavar="K=V",
-              help="Model option such as sequence_length=512, image_size=224 or dtype=bf16; repeatable.")
+@click.option(
+    "--option",
+    "options",
+    multiple=True,
+    metavar="K=V",
+    help="Model option such as sequence_length=512, image_size=224 or dtype=bf16; repeatable.",
+)
 @click.option("--seed", type=int, default=0, show_default=True, help="Seed of random weights and inputs.")
-@click.option("--time-limit-s", type=float, metavar="S",
-              help="Begin no point after S seconds; continue later with --resume.")
+@click.option(
+    "--time-limit-s", type=float, metavar="S", help="Begin no point after S seconds; continue later with --resume."
+)
 @click.option("--resume", is_flag=True, help="Keep what FILE holds and measure the rest.")
-@click.option("--adaptive", "tolerance_pct", type=float, default=0.0, metavar="PCT",
-              help="Measure the ends first, then where predictions disagree most; leave out what they agree on within "
-                   "PCT percent. Default: measure everything.")
-@click.option("--co-runs", "co_runs", default="", metavar="KIND,…",
-              help="Also run models at once: igniter (alone and two copies), pairs, residents (1 to 5 copies).")
+@click.option(
+    "--adaptive",
+    "tolerance_pct",
+    type=float,
+    default=0.0,
+    metavar="PCT",
+    help="Measure the ends first, then where predictions disagree most; leave out what they agree on within "
+    "PCT percent. Default: measure everything.",
+)
+@click.option(
+    "--co-runs",
+    "co_runs",
+    default="",
+    metavar="KIND,…",
+    help="Also run models at once: igniter (alone and two copies), pairs, residents (1 to 5 copies).",
+)
 @click.option("--co-run-s", type=float, default=5.0, show_default=True, help="Seconds of each co-run.")
-@click.option("--fit/--no-fit", default=False, show_default=True,
-              help="Fit the coefficients of iGniter's and gpulet's interference models from the file's measurements.")
-@click.option("--time-operators", "operator_file", metavar="FILE",
-              help="Also time every operator on the whole device into FILE, for `tenuto estimate --operator-times`.")
+@click.option(
+    "--fit/--no-fit",
+    default=False,
+    show_default=True,
+    help="Fit the coefficients of iGniter's and gpulet's interference models from the file's measurements.",
+)
 @click.option("--import-ncu", metavar="FILE", help="Nsight Compute CSV (--csv --page raw) of one batch of MODEL.")
 @click.option("--import-nsys", metavar="FILE", help="Nsight Systems CSV (-r cuda_gpu_trace) of the same batch.")
 @click.option("--import-trace", metavar="FILE", help="torch.profiler trace of the same batch.")
 @click.option("--import-batches", type=int, default=1, show_default=True, help="Batches those files recorded.")
-@click.option("-o", "--output", type=click.Path(dir_okay=False), metavar="FILE",
-              help="Profile file; default profile-TYPE.yaml, such as profile-cpu.yaml.")
+@click.option(
+    "-o",
+    "--output",
+    type=click.Path(dir_okay=False),
+    metavar="FILE",
+    help="Profile file; default profile-TYPE.yaml, such as profile-cpu.yaml.",
+)
 @json_option
 def command(
-    models: tuple[str, ...], device: str, sizes: tuple[int, ...], shares: tuple[float, ...], budget_s: float,
+    models: tuple[str, ...],
+    device: str,
+    sizes: tuple[int, ...],
+    shares: tuple[float, ...],
+    budget_s: float,
     weights_path: str | None,
-    options: tuple[str, ...], seed: int, time_limit_s: float | None, resume: bool, tolerance_pct: float, co_runs: str,
-    co_run_s: float, fit: bool, operator_file: str | None, import_ncu: str | None, import_nsys: str | None,
-    import_trace: str | None, import_batches: int, output: str | None, as_json: bool,
+    options: tuple[str, ...],
+    seed: int,
+    time_limit_s: float | None,
+    resume: bool,
+    tolerance_pct: float,
+    co_runs: str,
+    co_run_s: float,
+    fit: bool,
+    import_ncu: str | None,
+    import_nsys: str | None,
+    import_trace: str | None,
+    import_batches: int,
+    output: str | None,
+    as_json: bool,
 ) -> int:
     """Measure MODELs: latency, spread and peak memory per batch size and share, and the line alpha*b + beta.
 
@@ -88,8 +142,7 @@ def command(
     kinds = _kinds(co_runs, co_run_s)
     importing = any((import_ncu, import_nsys, import_trace))
     book = ProfileBook(
-        None if output is None else Path(output), command=shlex.join(command_line()),
-        resume=resume or importing,
+        None if output is None else Path(output), command=shlex.join(command_line()), resume=resume or importing
     )
     console = progress_console()
     fault: BaseException | None = None
@@ -103,17 +156,19 @@ def command(
             finished, fault = _measure(requests, book, until, given)
             if fault is None and kinds and (until is None or time.monotonic() < until):
                 fault = measure_co_runs(
-                    requests, book, kinds, seconds=co_run_s, until=until, shares=given, telemetry=_telemetry(book),
+                    requests,
+                    book,
+                    kinds,
+                    seconds=co_run_s,
+                    until=until,
+                    shares=given,
+                    telemetry=_telemetry(book),
                     say=lambda text: console.print(escape(text)),
                 )
     if book.profile is None:
         raise fault or EnvironmentFaultError(
             "the time limit was over before anything was measured. Give more seconds with --time-limit-s."
         )
-    if operator_file is not None and fault is None and not importing:
-        from tenuto.profiles.estimator.by_kernels import operator_times
-
-        write_file(operator_file, operator_times(requests, book.profile).dump(), option="--time-operators")
     if fit:
         from tenuto.placement.interference.from_profile import fit_coefficients
 
@@ -137,7 +192,8 @@ def _kinds(text: str, seconds: float) -> tuple[str, ...]:
     kinds = tuple(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
     problems = [
         Problem("--co-runs", kind, "is no kind of co-run", f"Kinds: {', '.join(KINDS)}.")
-        for kind in kinds if kind not in KINDS
+        for kind in kinds
+        if kind not in KINDS
     ]
     if not seconds > 0:
         problems.append(Problem("--co-run-s", seconds, "must be above 0", "Give seconds."))
@@ -147,26 +203,39 @@ def _kinds(text: str, seconds: float) -> tuple[str, ...]:
 
 
 def _import(
-    book: ProfileBook, requests: list[MeasureRequest], ncu: str | None, nsys: str | None, trace: str | None,
+    book: ProfileBook,
+    requests: list[MeasureRequest],
+    ncu: str | None,
+    nsys: str | None,
+    trace: str | None,
     batches: int,
 ) -> None:
     from tenuto.profiles.measuring.kernels.importing import ImportRequest, import_kernels
 
     (first, *others) = requests
     if others or len(first.batch_sizes) > 1 or len(first.shares) > 1:
-        raise refused("--batch-sizes", list(first.batch_sizes), "an import is of one model, batch size and share",
-                      "Name one MODEL, and for example --batch-sizes 4 --shares 100.")
+        raise refused(
+            "--batch-sizes",
+            list(first.batch_sizes),
+            "an import is of one model, batch size and share",
+            "Name one MODEL, and for example --batch-sizes 4 --shares 100.",
+        )
     if book.profile is None:
         raise refused("-o", str(book.path), "no such profile file to import into", "Measure MODEL first.")
-    request = ImportRequest(
-        row_name(first.source), first.batch_sizes[0], first.shares[0], ncu, nsys, trace, batches
-    )
+    request = ImportRequest(row_name(first.source), first.batch_sizes[0], first.shares[0], ncu, nsys, trace, batches)
     book.replace(import_kernels(book.profile, request))
 
 
 def _requests(
-    models: tuple[str, ...], device: str, sizes: tuple[int, ...], shares: tuple[float, ...], budget_s: float,
-    weights_path: str | None, options: tuple[str, ...], seed: int, tolerance_pct: float,
+    models: tuple[str, ...],
+    device: str,
+    sizes: tuple[int, ...],
+    shares: tuple[float, ...],
+    budget_s: float,
+    weights_path: str | None,
+    options: tuple[str, ...],
+    seed: int,
+    tolerance_pct: float,
 ) -> list[MeasureRequest]:
     """Turn arguments into requests; raises `InvalidInputError` with the problems of all of them."""
     problems: list[Problem] = []
@@ -176,8 +245,15 @@ def _requests(
     requests, rows = [], set()
     for model in models:
         request = MeasureRequest(
-            source=model, device=device, batch_sizes=sizes, shares=shares, budget_s=budget_s,
-            weights_path=weights_path, seed=seed, options=values, tolerance_pct=tolerance_pct,
+            source=model,
+            device=device,
+            batch_sizes=sizes,
+            shares=shares,
+            budget_s=budget_s,
+            weights_path=weights_path,
+            seed=seed,
+            options=values,
+            tolerance_pct=tolerance_pct,
         )
         try:
             request.check()
@@ -199,8 +275,9 @@ def _measure(
 ) -> tuple[int, BaseException | None]:
     """Measure one model after the other; on Ctrl-C or a fault return how many are finished, and the reason."""
     before = {row_name(request.source): book.before(row_name(request.source), request) for request in requests}
-    have = {name: {(p.batch_size, p.share_pct) for p in known.points} if known else set()
-            for name, known in before.items()}
+    have = {
+        name: {(p.batch_size, p.share_pct) for p in known.points} if known else set() for name, known in before.items()
+    }
     left = {
         row_name(r.source): sum((b, s) not in have[row_name(r.source)] for b in r.batch_sizes for s in r.shares)
         for r in requests
@@ -230,8 +307,11 @@ def _measure(
 
             try:
                 measurement = measure_model(
-                    replace(request, time_limit_s=remaining_s), on_point=on_point, on_machine=book.machine,
-                    before=before[name], shares=shares,
+                    replace(request, time_limit_s=remaining_s),
+                    on_point=on_point,
+                    on_machine=book.machine,
+                    before=before[name],
+                    shares=shares,
                 )
             except (KeyboardInterrupt, TenutoError) as fault:
                 return finished, fault
@@ -262,15 +342,19 @@ def _print(profile: Profile) -> None:
         ("model", "share", "batch", "latency ms", "± ms", "repeat %", "requests/s", "memory MiB"),
         (
             (
-                name if index == 0 else "", f"{point.share_pct:g} %", str(point.batch_size),
-                number(point.latency_ms, 2), number(point.latency_spread_ms, 2),
-                number(point.metrics.get("repeat_pct")), number(1000 * point.batch_size / point.latency_ms),
+                name if index == 0 else "",
+                f"{point.share_pct:g} %",
+                str(point.batch_size),
+                number(point.latency_ms, 2),
+                number(point.latency_spread_ms, 2),
+                number(point.metrics.get("repeat_pct")),
+                number(1000 * point.batch_size / point.latency_ms),
                 number(point.memory_mib, 0),
             )
             for name, model in profile.models.items()
             for index, point in enumerate(model.points)
         ),
-    )  # fmt: skip
+    )
     for name, model in profile.models.items():
         console.print(_fit_text(name, model))
         for doubt in model.doubts:
@@ -282,5 +366,7 @@ def _fit_text(name: str, model: ModelProfile) -> str:
     if fit is None:
         return f"{name}: no line; it takes two batch sizes on the whole device"
     quality = "" if fit.r_squared is None else f"r² {fit.r_squared:.4f}, "
-    return (f"{name}: l(b) = {fit.alpha_ms:.3f} b {'+' if fit.beta_ms >= 0 else '-'} {abs(fit.beta_ms):.3f} ms, "
-            f"{quality}largest error {fit.max_error_pct or 0:.1f} %")
+    return (
+        f"{name}: l(b) = {fit.alpha_ms:.3f} b {'+' if fit.beta_ms >= 0 else '-'} {abs(fit.beta_ms):.3f} ms, "
+        f"{quality}largest error {fit.max_error_pct or 0:.1f} %"
+    )

@@ -24,14 +24,17 @@ def command(as_json: bool) -> None:
             {
                 "profiles": [
                     {
-                        "name": p.name, "gpu_type": p.gpu_type, "default": p.name in defaults,
+                        "name": p.name,
+                        "gpu_type": p.gpu_type,
+                        "default": p.name in defaults,
                         "models": sorted(p.models),
-                        "source": p.source, "doubts": list(p.doubts),
+                        "source": p.source,
+                        "doubts": list(p.doubts),
                     }
                     for p in profiles
                 ]
             }
-        )  # fmt: skip
+        )
         return
     print_table(
         ("name", "GPU type", "default", "models", "source"),

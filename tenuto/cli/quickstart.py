@@ -66,6 +66,11 @@ def _cells(run: RunSummary, name: str) -> tuple[str, ...]:
     window_s = run.document["options"]["duration_s"] * 0.95
     planned_ms = plan.expected.models[name].latency_ms
     return (
-        run.title, name, f"{plan.model(name).slo_ms:g}", number(m["offered"] / window_s), number(m["ok"] / window_s),
-        percent(m["attainment"]), *map(number, (m["p50_ms"], m["mean_batch"], planned_ms, m["execution_p50_ms"])),
-    )  # fmt: skip
+        run.title,
+        name,
+        f"{plan.model(name).slo_ms:g}",
+        number(m["offered"] / window_s),
+        number(m["ok"] / window_s),
+        percent(m["attainment"]),
+        *map(number, (m["p50_ms"], m["mean_batch"], planned_ms, m["execution_p50_ms"])),
+    )

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import signal
-import threading
+import sys
 import time
 from typing import TYPE_CHECKING
 
@@ -11,72 +10,135 @@ import click
 
 from tenuto.cli.common import tell
 from tenuto.cli.deploying import ServingArguments, serving_arguments
+from tenuto.errors import EnvironmentFaultError, TenutoError
 
 if TYPE_CHECKING:
     from tenuto.deployments.control.operations import Ground
+    from tenuto.deployments.process.foreground import Orders
     from tenuto.deployments.serve.deployment import Deployment
 
-_LOOK_S = 5.0  # between looks whether another command has deleted what runs
+_LOOK_S = 1.0  # between looks at what runs; a loss is to be said within 3 s
+_ANSWER_S = 2.0
+_LOST_S = 30.0  # a cluster that has not answered for so long is lost
 
 
 @click.command(name="serve", short_help="Start a plan on Ray Serve and wait until it is healthy; Ctrl-C drains.")
 @serving_arguments
 @click.option("--replace", is_flag=True, help="End first what runs there, foreign Serve applications included.")
 @click.option(
-    "--address", metavar="ADDRESS", help="Ray cluster to use; default: a running one, else a local Ray is started."
+    "--address", metavar="ADDRESS", help="Ray cluster to use; default: RAY_ADDRESS, else a local Ray is started."
 )
-def command(asked: ServingArguments, replace: bool, address: str | None) -> None:
+def command(asked: ServingArguments, replace: bool, address: str | None) -> int:
     """Start a plan on Ray Serve, wait until it is healthy, and serve until Ctrl-C.
 
     Without a running Ray cluster a local one is started, and stopped at the end. Another terminal can operate it:
-    `tenuto deploy`, `diff`, `history`, `rollback`, `control`.
+    `tenuto deploy`, `diff`, `history`, `rollback`, `control`. SIGHUP reads the plan file again and goes over to it. A
+    second Ctrl-C ends everything at once. Exit code 3: what it needs of Ray was lost.
 
     Example: tenuto serve plan.yaml --emulate
     """
+    from tenuto.cli import exit_code
+    from tenuto.deployments.process.foreground import run_in_front
+
     deployment = asked.deployment()
     ground = asked.ground(deployment.read_plan())
-    stop = threading.Event()
-    _stop_on_signals(stop)
-    _run(deployment, ground, asked.plan_file, stop, address, replace=replace)
+
+    def serve(orders: Orders) -> int:
+        try:
+            return exit_code(lambda: _serve(asked, deployment, ground, orders, address, replace=replace))
+        finally:
+            sys.stderr.flush()
+
+    sys.stderr.flush()  # what is still to be written would be written by both
+    return run_in_front(serve, tell)
 
 
-def _stop_on_signals(stop: threading.Event) -> None:
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: stop.set())
-
-
-def _run(
-    deployment: Deployment, ground: Ground | None, what: str, stop: threading.Event, address: str | None, *,
+def _serve(
+    asked: ServingArguments,
+    deployment: Deployment,
+    ground: Ground | None,
+    orders: Orders,
+    address: str | None,
+    *,
     replace: bool,
-) -> None:  # fmt: skip
-    from tenuto.deployments.control.operations import begin, end_all, is_deployed, refuse_running
-    from tenuto.deployments.serve.endpoint import get_json
+) -> None:
+    from tenuto.deployments.control.operations import begin, end_all, refuse_running
+    from tenuto.deployments.process.foreground import Stopped, leave_signals_to_the_foreground
+    from tenuto.deployments.serve.endpoint import get_told
     from tenuto.deployments.serve.launcher import Launcher
+    from tenuto.deployments.wire.status import SystemStatus
 
     gpus = deployment.read_plan().gpus
-    with Launcher(progress=tell) as launcher:
-        launcher.connect(num_gpus=sum(gpu.type != "cpu" for gpu in gpus), address=address)
-        _stop_on_signals(stop)  # `ray.init` puts a handler of its own for SIGTERM, which ends the process at once
-        if not stop.is_set():
+    with Launcher(progress=tell, sleep=orders.sleep) as launcher:
+        try:
+            launcher.connect(num_gpus=sum(gpu.type != "cpu" for gpu in gpus), address=address)
+            leave_signals_to_the_foreground()
+            if not launcher.owns_ray:
+                orders.joined()
             if replace:
                 end_all()
             else:
                 refuse_running(tell)
-            begin(launcher, deployment, what, "serve", ground, ends_with_caller=True)
-            status = get_json(f"{launcher.operator_url}/status")
-            for gpulet in status["gpulets"]:
-                models = ", ".join(f"{name} (batch {size})" for name, size in gpulet["models"].items())
-                tell(f"{gpulet['id']} on {gpulet['device']}, pid {gpulet['pid']}: {models}")
+            begin(launcher, deployment, asked.plan_file, "serve", ground, ends_with_caller=True)
+            for gpulet in get_told(f"{launcher.operator_url}/status", SystemStatus).gpulets:
+                models = ", ".join(f"{name} (batch {size})" for name, size in gpulet.models.items())
+                tell(f"{gpulet.id} on {gpulet.device}, pid {gpulet.pid}: {models}")
             tell(
                 f"serving at {launcher.base_url}, documentation at {launcher.base_url}/docs, live page at "
                 f"{launcher.operator_url}. Ctrl-C drains."
             )
-            looked_s = time.monotonic()
-            while not stop.wait(0.5):
-                if time.monotonic() - looked_s > _LOOK_S:
-                    looked_s = time.monotonic()
-                    if not is_deployed():
-                        tell("deleted by another command")
-                        break
+            orders.serving()
+            _keep(asked, orders)
+        except Stopped:
+            pass
+        finally:
+            orders.ending()
         tell("draining")
     tell("stopped")
+
+
+def _keep(asked: ServingArguments, orders: Orders) -> None:
+    """Serve until told to stop, or until another command has deleted what runs.
+
+    Raises:
+        EnvironmentFaultError: the cluster is lost.
+        Stopped: told to stop.
+    """
+    from tenuto.deployments.control.operations import is_deployed
+    from tenuto.deployments.process.limits import within
+
+    heard_at, is_silent = time.monotonic(), False
+    while True:
+        orders.sleep(_LOOK_S)
+        if orders.take_reload():
+            _reload(asked, orders)
+        try:
+            if not within(_ANSWER_S, is_deployed):
+                tell("deleted by another command")
+                return
+        except Exception as error:  # Ray and Serve have many kinds
+            silent_s = time.monotonic() - heard_at
+            if silent_s > _LOST_S:
+                raise EnvironmentFaultError(f"Ray has not answered for {silent_s:.0f} s; {error}") from error
+            if not is_silent:
+                tell("Ray or Serve does not answer; what runs goes on as far as it can")
+            is_silent = True
+            continue
+        if is_silent:
+            tell("Ray and Serve answer again")
+        heard_at, is_silent = time.monotonic(), False
+
+
+def _reload(asked: ServingArguments, orders: Orders) -> None:
+    """Read the files again and go over to what they say; where that fails, what runs goes on."""
+    from tenuto.deployments.control.operations import Operations
+
+    tell(f"reading {asked.plan_file} again")
+    try:
+        wanted = asked.deployment()
+        with Operations(None, tell, sleep=orders.sleep) as running:
+            reached = running.deploy(wanted, asked.plan_file, by="reload", ground=asked.ground(wanted.read_plan()))
+    except TenutoError as error:
+        tell(f"nothing was reloaded: {error}")
+    else:
+        tell(f"{asked.plan_file} is served" if reached else "it could not be reached; the plan before runs again")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from tenuto.batching.core.autoscale import AutoscaleOptions
-from tenuto.batching.core.rehearsal import describe_schedulers
+from tenuto.batching.core.told import describe_schedulers
 from tenuto.batching.virtual.advice_series import advice_over_time
 from tenuto.cli.common import command_line, emit_json, progress_console, stdout_console, tell
 from tenuto.cli.tables import percent, print_advice, print_run, print_table
@@ -33,7 +33,9 @@ PROGRESS_S = 5.0  # between two lines of progress
 @click.option("--advice", "advice_window_s", type=float, metavar="S", help="Scaling advice for every S seconds.")
 @click.option("--control", "control_file", metavar="FILE", help="Let the controller change the plan meanwhile.")
 @click.option(
-    "--sample", type=click.FloatRange(0.0, 1.0), metavar="PART",
+    "--sample",
+    type=click.FloatRange(0.0, 1.0),
+    metavar="PART",
     help="With --control: of seconds in which nothing changes or is lost simulate only this part, drawn by chance.",
 )
 def command(
@@ -77,7 +79,7 @@ def command(
     else:
         print_run(summary)
         stdout_console().print(_in_words(summary, asked.scheduler_name))
-        for line in describe_schedulers(summary["schedulers"]):
+        for line in describe_schedulers([run.result.scheduler] if run.result.scheduler else []):
             stdout_console().print(f"scheduler: {line}", soft_wrap=True, markup=False)
         if "advice" in summary:
             print_advice(summary["advice"])
@@ -89,6 +91,7 @@ def command(
 def _run_controlled(
     asked: VirtualArguments, control_file: str, rate_scale: float, sample: float, *, as_json: bool
 ) -> None:
+    from tenuto.deployments.control.journal import Changed
     from tenuto.loadgen.controlled import controlled_summary
 
     simulation = asked.controlled(control_file)
@@ -98,7 +101,7 @@ def _run_controlled(
         nonlocal told_s
         if time.perf_counter() - told_s > PROGRESS_S:
             told_s = time.perf_counter()
-            tell(f"{now_s:,.0f} of {asked.duration_s:,.0f} s, {run.count('changed')} changes")
+            tell(f"{now_s:,.0f} of {asked.duration_s:,.0f} s, {run.count(Changed)} changes")
 
     run = simulation.run(rate_scale, progress, sample=sample)
     summary = controlled_summary(run, asked.duration_s, since, simulation.workload.applications)
@@ -149,8 +152,11 @@ def _write_report(folder: Path, run: SimulatedRun, simulation: Simulation, rate_
     from tenuto.loadgen.run_files import write_run_files
 
     settings = {
-        "seed": simulation.seed, "rate_scale": rate_scale, "scheduler": simulation.scheduler_name, **simulation.options,
-    }  # fmt: skip
+        "seed": simulation.seed,
+        "rate_scale": rate_scale,
+        "scheduler": simulation.scheduler_name,
+        **simulation.options,
+    }
     document, records = run.describe(simulation.plan, options=settings, command=command_line())
     write_run_files(folder, document, records, run.schedule)
     write_report(folder, Run(document, records, simulation.plan))

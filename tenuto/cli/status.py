@@ -1,111 +1,134 @@
-"""`tenuto status`: what runs against what was planned."""
+"""`tenuto status`: what runs against what was planned, once or as it happens."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import click
+import msgspec
 
 from tenuto.cli.common import emit_json, json_option, stdout_console
 from tenuto.cli.tables import number, print_table
-from tenuto.mps.others import OtherProcess
 from tenuto.outcome import OUTCOMES
 
+if TYPE_CHECKING:
+    from tenuto.deployments.operator.live_view import LiveStatus
+    from tenuto.deployments.wire.status import GpuletStatus, MpsStatus, SystemStatus
 
-@click.command(name="status", short_help="Show what runs against what was planned.")
-@click.option("--url", default="http://127.0.0.1:8000", show_default=True, help="Address of the gateway.")
+_SORTS = ("name", "attainment", "rate", "latency")
+
+
+@click.command(name="status", short_help="Show what runs against what was planned, once or live.")
+@click.option("--url", default="http://127.0.0.1:8000", show_default=True, help="Where operators are answered.")
+@click.option("--watch", is_flag=True, help="Watch the last ten seconds of it; Ctrl-C ends. In a file: once.")
+@click.option("--every-s", default=1.0, show_default=True, type=click.FloatRange(0.2, 60.0), help="Time between looks.")
+@click.option("--sort", default="attainment", show_default=True, type=click.Choice(_SORTS), help="Models, watched.")
 @json_option
-def command(url: str, as_json: bool) -> int:
-    """Show every gpu-let and model: planned against measured.
+def command(url: str, watch: bool, every_s: float, sort: str, as_json: bool) -> int:
+    """Show every gpu-let and model: planned against measured, since the start or, watched, lately.
 
     Exit code 1 when a gpu-let is missing.
 
-    Example: tenuto status --url http://127.0.0.1:8000
+    Example: tenuto status --watch --sort latency
     """
-    from tenuto.deployments.serve.endpoint import get_json
-    from tenuto.errors import EnvironmentFaultError
+    from tenuto.deployments.operator.live_view import LiveStatus
+    from tenuto.deployments.serve.endpoint import get_told
+    from tenuto.deployments.wire.status import SystemStatus
 
-    status = get_json(f"{url.rstrip('/')}/status")
-    if "gpulets" not in status:
-        raise EnvironmentFaultError(f"{url}/status: {status.get('error', 'not a Tenuto server')}")
+    base = url.rstrip("/")
+    if watch:
+        _watch(lambda: get_told(f"{base}/live", LiveStatus), every_s, sort, as_json=as_json)
+        return 0
+    status = get_told(f"{base}/status", SystemStatus)
     if as_json:
-        emit_json(status)
+        emit_json(msgspec.to_builtins(status))
     else:
         _print(status)
-    return 0 if all(gpulet["up"] for gpulet in status["gpulets"]) else 1
+    return 0 if all(gpulet.up for gpulet in status.gpulets) else 1
 
 
-def _print(status: dict[str, Any]) -> None:
-    from tenuto.batching.core.rehearsal import describe_schedulers
-    from tenuto.deployments.dispatch.advice import describe
+def _watch(look: Callable[[], LiveStatus], every_s: float, sort: str, *, as_json: bool) -> None:
+    """Show picture after picture; one where they go into a file, and of JSON."""
+    from rich.live import Live
+
+    from tenuto.cli.live_picture import picture
+
+    console, first = stdout_console(), look()
+    if as_json:
+        emit_json(msgspec.to_builtins(first))
+    elif not console.is_terminal:
+        console.print(picture(first, sort=sort, lines=10_000))
+    else:
+        with Live(
+            picture(first, sort=sort, lines=console.height), console=console, screen=True, auto_refresh=False
+        ) as on:
+            while True:
+                time.sleep(every_s)
+                on.update(picture(look(), sort=sort, lines=console.height), refresh=True)
+
+
+def _print(status: SystemStatus) -> None:
+    from tenuto.batching.core.told import describe_schedulers
 
     console = stdout_console()
     print_table(
         ("gpu-let", "state", "device", "share", "mode", "pid", "models (batch)"),
         (
             (
-                gpulet["id"],
-                "up" if gpulet["up"] else "down",
-                str(gpulet.get("device", "-")),
-                describe_share(gpulet),
-                describe_mode(gpulet["mode"]) if "mode" in gpulet else "-",
-                str(gpulet.get("pid", "-")),
-                ", ".join(f"{name} ({size})" for name, size in gpulet.get("models", {}).items()),
+                gpulet.id,
+                "up" if gpulet.up else "down",
+                gpulet.device or "-",
+                describe_share(gpulet.share_pct, gpulet.cuda_mps),
+                "-" if gpulet.mode is None else str(gpulet.mode),
+                "-" if gpulet.pid is None else str(gpulet.pid),
+                ", ".join(f"{name} ({size})" for name, size in gpulet.models.items()),
             )
-            for gpulet in status["gpulets"]
+            for gpulet in status.gpulets
         ),
         left=("state", "device", "share", "mode", "models (batch)"),
     )
-    for note in sharing_notes(status["gpulets"]):
+    for note in sharing_notes(status.gpulets):
         console.print(f"note: {note}", soft_wrap=True, markup=False)
     print_table(
         ("model", *OUTCOMES, "waiting", "mean batch", "planned ms", "executed ms (p50)"),
         (
             (
                 name,
-                *(str(m[key]) for key in (*OUTCOMES, "queued")),
-                *(number(m[key]) for key in ("mean_batch", "planned_latency_ms", "execution_p50_ms")),
+                *(str(count) for count in (*model.by_outcome.values(), model.queued)),
+                *(number(it) for it in (model.mean_batch, model.planned_latency_ms, model.execution_p50_ms)),
             )
-            for name, m in status["models"].items()
+            for name, model in status.models.items()
         ),
     )
-    if margin := status.get("margin"):
+    if (margin := status.margin) is not None:
         console.print(
-            f"margin before deadlines: {margin['margin_ms']:.2f} ms; {margin['late_share']:.2%} of the answers leave "
-            f"late; {margin['refused_for_margin']} requests were refused for it"
+            f"margin before deadlines: {margin.margin_ms:.2f} ms; {margin.late_share:.2%} of the answers leave "
+            f"late; {margin.refused_for_margin} requests were refused for it"
         )
-    for line in describe_schedulers(status.get("schedulers", ())):
+    for line in describe_schedulers(status.schedulers):
         console.print(f"scheduler: {line}", soft_wrap=True, markup=False)
-    if status.get("autoscale"):
-        console.print(f"autoscale advice: {describe(status['autoscale'])}")
+    if status.autoscale is not None:
+        console.print(f"autoscale advice: {status.autoscale}")
 
 
-def describe_share(gpulet: Mapping[str, Any]) -> str:
+def describe_share(share_pct: float | None, given: MpsStatus | None) -> str:
     """Return a gpu-let's share as planned, with the multiprocessors it really has where CUDA told them."""
-    share, given = gpulet.get("share_pct"), gpulet.get("cuda_mps") or {}
-    planned = "-" if share is None else f"{share:g} %"
-    if given.get("sm_count") is None or given.get("gpu_sm_count") is None:
+    planned = "-" if share_pct is None else f"{share_pct:g} %"
+    if given is None or given.sm_count is None or given.gpu_sm_count is None:
         return planned
-    return f"{planned} ({given['sm_count']}/{given['gpu_sm_count']} SMs)"
+    return f"{planned} ({given.sm_count}/{given.gpu_sm_count} SMs)"
 
 
-def sharing_notes(gpulets: list[dict[str, Any]]) -> list[str]:
+def sharing_notes(gpulets: Sequence[GpuletStatus]) -> list[str]:
     """Return what is unusual: an attachment that could not be proved by the process's own pid, and other processes."""
     notes = []
     for gpulet in gpulets:
-        given = gpulet.get("cuda_mps") or {}
-        if given.get("proof") not in (None, "pid"):
-            notes.append(f"{gpulet['id']}: its attachment to CUDA MPS was proved by: {given['proof']}")
-        if given.get("others"):
-            others = ", ".join(str(OtherProcess(**other)) for other in given["others"])
-            notes.append(f"{gpulet['id']}: when it started its GPU was also used outside CUDA MPS by {others}")
+        given = gpulet.cuda_mps
+        if given is not None and given.proof not in (None, "pid"):
+            notes.append(f"{gpulet.id}: its attachment to CUDA MPS was proved by: {given.proof}")
+        if given is not None and given.others:
+            others = ", ".join(map(str, given.others))
+            notes.append(f"{gpulet.id}: when it started its GPU was also used outside CUDA MPS by {others}")
     return notes
-
-
-def describe_mode(mode: Mapping[str, Any]) -> str:
-    """Return a `GpuletMode` as data in a few words, such as `share, streaming, cuda_graphs`. Share and streaming, each
-    on or off, are the four modes of the thesis' dispatcher."""
-    words = [word for word in ("share", "streaming") if mode.get(word)]
-    words += sorted(set(mode.get("programs", {}).values()) - {"plain", "emulated"})
-    return ", ".join(words) or "plain"

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from tenuto.batching.core.system import NetworkDelay
-from tenuto.batching.registry import SCHEDULERS, scheduler_class
+from tenuto.batching.registry import scheduler_class, scheduler_names
 from tenuto.cli.common import ClusterArguments, cluster_arguments, gathered, json_option, tell
 from tenuto.documents import load_document
 from tenuto.errors import InvalidInputError, Problem, raise_if_any, refused
@@ -45,14 +45,21 @@ class VirtualArguments:
         """
         network, options = self._checked()
         how: dict[str, Any] = {
-            "scheduler_name": self.scheduler_name, "options": options, "duration_s": self.duration_s,
-            "warmup_s": self.warmup_s, "seed": self.seed,
-        }  # fmt: skip
+            "scheduler_name": self.scheduler_name,
+            "options": options,
+            "duration_s": self.duration_s,
+            "warmup_s": self.warmup_s,
+            "seed": self.seed,
+        }
         document = load_document(self.source)
         if _is_plan(document):
             if self.where.names_a_cluster:
-                raise refused("--gpus", self.where.gpus or self.where.cluster_file, "a plan brings its own GPUs",
-                              "Leave the cluster away, or pass a workload.")
+                raise refused(
+                    "--gpus",
+                    self.where.gpus or self.where.cluster_file,
+                    "a plan brings its own GPUs",
+                    "Leave the cluster away, or pass a workload.",
+                )
             found = Simulation.of_plan(Plan.from_data(document, origin=self.source), network, slo_scale, **how)
             if slo_scale == 1.0:
                 for late in found.always_late():
@@ -80,9 +87,13 @@ class VirtualArguments:
         settings = ControlSettings.load(control_file)
         document, folder = load_document(self.source), Path(self.source).parent
         how: dict[str, Any] = {
-            "scheduler_name": self.scheduler_name, "options": options, "duration_s": self.duration_s,
-            "seed": self.seed, "network": network, "folder": folder,
-        }  # fmt: skip
+            "scheduler_name": self.scheduler_name,
+            "options": options,
+            "duration_s": self.duration_s,
+            "seed": self.seed,
+            "network": network,
+            "folder": folder,
+        }
         if not _is_plan(document):
             workload, cluster = Workload.load(self.source), self.where.cluster()
             return ControlledSimulation.of_workload(
@@ -144,7 +155,7 @@ virtual_arguments = gathered(
         default="deferred",
         show_default=True,
         metavar="NAME",
-        help=f"One of {', '.join(SCHEDULERS)}.",
+        help=f"One of {', '.join(scheduler_names())}.",
     ),
     click.option(
         "--duration-s", type=float, default=60.0, show_default=True, help="Length of the run in virtual time."

@@ -52,8 +52,12 @@ def test_a_run_that_passes(plan_file: str, tmp_path: Path, capsys: pytest.Captur
     assert "m" in out
     assert "Traceback" not in err
     assert sorted(p.name for p in (tmp_path / "out").iterdir()) == [
-        "report.html", "requests.parquet", "result.json", "schedule.npz", "timeline.csv",
-    ]  # fmt: skip
+        "report.html",
+        "requests.parquet",
+        "result.json",
+        "schedule.npz",
+        "timeline.csv",
+    ]
 
 
 def test_json_has_the_keys_of_simulate_and_more(plan_file: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -186,23 +190,44 @@ def test_a_simulation_writes_the_same_report(tmp_path: Path, capsys: pytest.Capt
 
 
 @pytest.mark.parametrize("clients", ["0", pytest.param("2", marks=pytest.mark.ray)])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_interrupting_writes_the_first_part_and_marks_it(
-    plan_file: str, tmp_path: Path, clients: str, request: pytest.FixtureRequest
+    plan_file: str, tmp_path: Path, clients: str, number: int, request: pytest.FixtureRequest
 ) -> None:
     if clients != "0":
         request.getfixturevalue("local_ray").connect()
     out = tmp_path / "out"
     with fake_server() as server:
         process = subprocess.Popen(
-            [sys.executable, "-c", "from tenuto.cli import main; main()", "bench", plan_file, "--url", server.url,
-             "--duration-s", "120",
-             "--warmup-s", "0", "--clients", clients, "-o", str(out)],
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
+            [
+                sys.executable,
+                "-c",
+                "from tenuto.cli import main; main()",
+                "bench",
+                plan_file,
+                "--url",
+                server.url,
+                "--duration-s",
+                "120",
+                "--warmup-s",
+                "0",
+                "--clients",
+                clients,
+                "-o",
+                str(out),
+            ],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
             env={**os.environ, "PYTHONUNBUFFERED": "1"},
-        )  # fmt: skip
+        )
         try:
             until(lambda: len(server.requests) >= 20 or process.poll() is not None)
-            os.killpg(process.pid, signal.SIGINT)  # as a terminal does: the clients get it too
+            if number == signal.SIGINT:
+                os.killpg(process.pid, number)  # as a terminal does: the clients get it too
+            else:
+                process.send_signal(number)
             stdout, stderr = process.communicate()
         finally:
             process.kill()

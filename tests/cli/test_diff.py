@@ -38,8 +38,10 @@ def test_every_gpulet_and_every_step_is_shown(capsys: pytest.CaptureFixture[str]
     found = json.loads(out)
     assert code == 0
     assert {change["gpulet"]: change["kind"] for change in found["changes"]} == {
-        "n0/0/a": "stop", "n0/0/b": "start", "n0/1/a": "reconfigure",
-    }  # fmt: skip
+        "n0/0/a": "stop",
+        "n0/0/b": "start",
+        "n0/1/a": "reconfigure",
+    }
     assert found["steps"][0]["starting"] == ["n0/0/b"]  # beside the old one, which has room
     assert found["steps"][-1]["gpulets"] == ["n0/0/b", "n0/1/a"]
     assert all(step["unserved"] == [] for step in found["steps"])

@@ -30,10 +30,11 @@ def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp
     models = {
         name: ModelProfile(
             points=tuple(ProfilePoint(batch_size=b, latency_ms=scale * (b + 1), memory_mib=10 + b) for b in (1, 4)),
-            network=name, options=SMALL[name],
+            network=name,
+            options=SMALL[name],
         )
         for name, scale in (("bert", 1.0), ("gpt2", 1.2), ("mobilenet_v2", 2.0))
-    }  # fmt: skip
+    }
     Path("known.yaml").write_text(Profile(name="known", gpu_type="cpu", source="a test", models=models).dump())
 
     def call(*arguments: str) -> tuple[int, str, str]:
@@ -86,23 +87,3 @@ def test_wrong_arguments(run: Any, arguments: tuple[str, ...], message: str) -> 
     code, _, err = run(*arguments)
     assert code == 2
     assert message in err
-
-
-def test_kernels_are_learnt_from_timed_operators(run: Any) -> None:
-    from tenuto.profiles.estimator.operator_times import OperatorFile
-    from tests.profiles.estimator.test_kernel_training import made_runs
-
-    Path("operators.yaml").write_text(OperatorFile(gpu_type="cpu", hardware="h", runs=tuple(made_runs(3))).dump())
-    code, out, err = run("bert", *KNOWN, "--batch-sizes", "1,4", "--operator-times", "operators.yaml")
-    assert code == 0, err
-    assert "From single kernels of 3 other models" in out
-    assert "plain roofline" in out
-    assert "By USHER's estimator as published, from kernels of cpu: batch 1:" in out
-    code, out, err = run("bert", *KNOWN, "--batch-sizes", "1", "--operator-times", "operators.yaml", "--no-errors",
-                         "--json")  # fmt: skip
-    assert json.loads(out)["by_kernels"]["latency_ms"]["1"] > 0
-    assert json.loads(out)["by_kernels"]["usher"]["estimates"]["1"]["memory_mib"] > 0
-    Path("operators.yaml").write_text(OperatorFile(gpu_type="v100", hardware="h", runs=tuple(made_runs(3))).dump())
-    code, _, err = run("bert", *KNOWN, "--operator-times", "operators.yaml", "--no-errors")
-    assert code == 2
-    assert "not of GPU type" in err

@@ -56,8 +56,10 @@ def test_measured_groups_are_planned_with(tmp_path: Path) -> None:
     assert code == 0
     joint = json.loads(text)["clusters"][0]["joint"]
     assert [row["split"] for row in joint if row["batch_size"] == 6] == [
-        {"base": 3, "tuned": 3}, {"base": 6}, {"tuned": 6}
-    ]  # fmt: skip
+        {"base": 3, "tuned": 3},
+        {"base": 6},
+        {"tuned": 6},
+    ]
     profile = Profile.load(file)
     assert list(profile.models) == ["base+tuned", "base", "tuned"]
     row = profile.models["base+tuned"]

@@ -16,8 +16,9 @@ def measured(request: MeasureRequest, on_point: Any = None, **_: Any) -> Measure
     """Stand in for the profiler: 2b + 5 ms at every share, scaled by it."""
     points = tuple(
         ProfilePoint(batch_size=b, share_pct=s, latency_ms=(2 * b + 5) * 100 / s, latency_spread_ms=0.1, memory_mib=50)
-        for s in sorted(request.shares, reverse=True) for b in request.batch_sizes
-    )  # fmt: skip
+        for s in sorted(request.shares, reverse=True)
+        for b in request.batch_sizes
+    )
     for point in points:
         on_point(point)
     fit = Fit(alpha_ms=2, beta_ms=5, r_squared=1, max_error_pct=0)
@@ -167,8 +168,9 @@ def test_a_stopped_run_and_its_co_runs_continue_from_the_file(real: Any) -> None
     code, _, err = real("--batch-sizes", "1")
     assert code == 0, err
     first = Profile.load("p.yaml").models["scale"].points
-    code, _, err = real("--batch-sizes", "1,2", "--shares", "50,100", "--resume", "--co-runs", "igniter",
-                        "--co-run-s", "0.2", "--fit")  # fmt: skip
+    code, _, err = real(
+        "--batch-sizes", "1,2", "--shares", "50,100", "--resume", "--co-runs", "igniter", "--co-run-s", "0.2", "--fit"
+    )
     assert code == 0, err
     profile = Profile.load("p.yaml")
     assert first[0] in profile.models["scale"].points
@@ -222,8 +224,17 @@ def test_nsight_files_are_merged_into_the_file(run: Any) -> None:
     data = Path(__file__).parents[1] / "profiles" / "data"
     row = ModelProfile(points=(ProfilePoint(batch_size=4, latency_ms=1.0),))
     Path("p.yaml").write_text(Profile(name="p", gpu_type="v100", source="t", models={"resnet50": row}).dump())
-    code, out, err = run("resnet50", "--batch-sizes", "4", "--import-ncu", str(data / "ncu_raw.csv"),
-                         "--import-nsys", str(data / "nsys_gpu_trace.csv"), "-o", "p.yaml")  # fmt: skip
+    code, out, err = run(
+        "resnet50",
+        "--batch-sizes",
+        "4",
+        "--import-ncu",
+        str(data / "ncu_raw.csv"),
+        "--import-nsys",
+        str(data / "nsys_gpu_trace.csv"),
+        "-o",
+        "p.yaml",
+    )
     assert code == 0, err
     assert "4 of 4 kernels" in out
     assert Profile.load("p.yaml").models["resnet50"].point(4).metrics["dram_util_pct"] > 0

@@ -12,18 +12,9 @@ import pytest
 
 from tenuto.cli import main
 from tenuto.profiles import Profile, ProfilePoint
-from tenuto.profiles.estimator.operator_times import time_operators
 from tenuto.profiles.measuring.book import ProfileBook
 from tenuto.profiles.networks.model_options import RunOptions
-from tests.instruments.virtual_gpu import (
-    CONTEXT_MIB,
-    ELEMENTS_PER_S,
-    SHORTEST_KERNEL_S,
-    SMS,
-    UUID,
-    VirtualGpu,
-    fake_nvml,
-)
+from tests.instruments.virtual_gpu import CONTEXT_MIB, SMS, UUID, VirtualGpu, fake_nvml
 
 OWN = "tests.instruments.own_models:scale"
 MEASURING = "tenuto.profiles.measuring"
@@ -32,9 +23,11 @@ Run = Callable[..., tuple[int, str, str]]
 
 @pytest.fixture
 def run(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
     worker_server: Callable[[str], list[str]],
-) -> Run:  # fmt: skip
+) -> Run:
     """Run the verb in a folder of its own, beside a CUDA MPS daemon of which only the pid file is there."""
     pipes = tmp_path / "pipes"
     pipes.mkdir()
@@ -166,8 +159,9 @@ def test_ctrl_c_keeps_the_points_and_resume_measures_the_rest(run: Run, monkeypa
 
 
 def test_co_runs_are_measured_under_their_shares_and_fitted(run: Run) -> None:
-    code, _, err = run("--batch-sizes", "1,2,4", "--shares", "20,50,100", "--co-runs", "igniter,pairs",
-                       "--co-run-s", "0.05", "--fit")  # fmt: skip
+    code, _, err = run(
+        "--batch-sizes", "1,2,4", "--shares", "20,50,100", "--co-runs", "igniter,pairs", "--co-run-s", "0.05", "--fit"
+    )
     assert code == 0, err
     missing = "one to five equal residents (--co-runs residents), L2 use (--import-ncu)"
     assert f"igniter, scale: not fitted; not measured: {missing}" in " ".join(err.split())
@@ -179,30 +173,6 @@ def test_co_runs_are_measured_under_their_shares_and_fitted(run: Run) -> None:
         for part in co_run.parts:
             assert {"h2d_ms", "kernels_ms", "d2h_ms", "kernels", "kernel_gap_ms"} <= set(part.metrics)
             assert part.runs
-
-
-def test_operators_are_timed_by_their_kernels() -> None:
-    with VirtualGpu().installed():
-        (run,) = time_operators(OWN, (4,), {"width": 4096}, device="cuda")
-    assert [operator.name for operator in run.operators] == ["mul", "sum"]
-    assert run.timed_by == "kernels"
-    (multiplied,), (summed,) = (operator.kernels for operator in run.operators)
-    # Not the launches around them: what the GPU takes for so many elements, and for a row's sum.
-    assert multiplied.time_ms == pytest.approx((SHORTEST_KERNEL_S + 4 * 4096 / ELEMENTS_PER_S) * 1e3, rel=1e-6)
-    assert summed.time_ms == pytest.approx((SHORTEST_KERNEL_S + 4 / ELEMENTS_PER_S) * 1e3, rel=1e-3)
-    assert [operator.time_ms for operator in run.operators] == [multiplied.time_ms, summed.time_ms]
-    wide, narrow = (operator.occupancy_pct for operator in run.operators)
-    assert wide == pytest.approx(100 * (4 * 4096 / 256) / SMS * 8 / 64)  # 64 blocks of 8 warps on 80 SMs of 64 warps
-    assert narrow == pytest.approx(100 * 1 / SMS * 8 / 64, abs=1e-3)
-
-
-def test_without_cupti_operators_have_times_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FAKE_GPU_NO_CUPTI", "1")
-    with VirtualGpu().installed():
-        (run,) = time_operators(OWN, (4,), {"width": 4096}, device="cuda")
-    assert [operator.occupancy_pct for operator in run.operators] == [None, None]
-    assert run.timed_by == "events"
-    assert run.operators[0].time_ms > run.operators[1].time_ms > 0
 
 
 def test_the_gpu_refuses_what_cuda_refuses() -> None:

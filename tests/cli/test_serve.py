@@ -15,14 +15,14 @@ from tenuto.cli import main
 from tenuto.deployments.serve.endpoint import get_json
 from tenuto.deployments.serve.launcher import unused_port
 from tenuto.errors import EnvironmentFaultError
-from tests.instruments.forked_workers import ROOT
+from tests.instruments.forking import ROOT
 from tests.instruments.live import PATIENCE_S, until
 
 # Its replicas are forked, as those of every Ray in these tests.
 PROGRAM = """
 import sys
 from tenuto.cli import main
-from tests.instruments.forked_ray import forked_ray_workers
+from tests.instruments.forking import forked_ray_workers
 
 with forked_ray_workers():
     main(sys.argv[1:])
@@ -41,9 +41,13 @@ models:
 
 def tenuto(*args: str, **environment: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-c", PROGRAM, *args], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT,
+        [sys.executable, "-c", PROGRAM, *args],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
         env={key: value for key, value in {**os.environ, **environment}.items() if value},
-    )  # fmt: skip
+    )
 
 
 def with_mark(mark: str) -> list[int]:
@@ -66,9 +70,7 @@ def is_ready(url: str) -> bool:
 
 
 @pytest.mark.ray
-def test_sigterm_drains_exits_0_and_leaves_nothing_running(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_sigterm_drains_exits_0_and_leaves_nothing_running(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """Ctrl-C goes the same way; Ray has a handler of its own for SIGTERM alone."""
     plan = tmp_path / "plan.yaml"
     plan.write_text(PLAN)
@@ -86,10 +88,14 @@ def test_sigterm_drains_exits_0_and_leaves_nothing_running(
             main(["status", "--url", url])
         assert shown_status.value.code == 0
         assert "emulated v100" in capsys.readouterr().out
+        plan.write_text(PLAN.replace("batch_size: 2", "batch_size: 4"))
+        process.send_signal(signal.SIGHUP)
+        until(lambda: process.poll() is not None or get_json(f"{url}/status")["gpulets"][0]["models"] == {"m": 4})
         history = tenuto("history", **alone)
         shown, err = history.communicate(timeout=PATIENCE_S)
         assert history.returncode == 0, err
         assert "serve" in shown
+        assert "reload" in shown
         process.send_signal(signal.SIGTERM)
         out, err = process.communicate(timeout=PATIENCE_S)
     finally:
@@ -101,6 +107,60 @@ def test_sigterm_drains_exits_0_and_leaves_nothing_running(
     assert out == ""
     shutil.rmtree(ray_folder, ignore_errors=True)
     until(lambda: with_mark(mark) == [])
+
+
+def serving(tmp_path: Path) -> tuple[subprocess.Popen[str], str, str]:
+    """Start the server on a Ray of its own; return its process, its address and the mark of its processes."""
+    plan, mark, port = tmp_path / "plan.yaml", uuid.uuid4().hex, unused_port()
+    plan.write_text(PLAN)
+    alone = {"RAY_TMPDIR": tempfile.mkdtemp(prefix="r"), "RAY_AUTH_MODE": "", "TENUTO_TEST_MARK": mark}
+    process = tenuto("serve", str(plan), "--port", str(port), "--emulate", RAY_ADDRESS="local", **alone)
+    return process, f"http://127.0.0.1:{port}", mark
+
+
+def of_ray(process: subprocess.Popen[str], part: str) -> list[int]:
+    """Return the processes below one whose command line begins with words that hold `part`. Ray's agents write their
+    title over their environment."""
+    found, waiting = [], [process.pid]
+    while waiting:
+        pid = waiting.pop()
+        try:
+            for thread in Path(f"/proc/{pid}/task").iterdir():
+                waiting += [int(child) for child in (thread / "children").read_text().split()]
+            words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[:3]
+        except OSError:
+            continue
+        if part.encode() in b" ".join(words):
+            found.append(pid)
+    return found
+
+
+@pytest.mark.ray
+def test_the_death_of_rays_agent_is_said_and_ends_it_with_3(tmp_path: Path) -> None:
+    """Ray's raylet ends with its agent, and all that serves with that; it hung for ever."""
+    process, url, mark = serving(tmp_path)
+    try:
+        until(lambda: process.poll() is not None or is_ready(url))
+        os.kill(of_ray(process, "DashboardAgent")[0], signal.SIGKILL)
+        _, err = process.communicate(timeout=PATIENCE_S)
+    finally:
+        process.kill()
+    assert process.returncode == 3, err
+    assert "dashboard agent died: Ray's raylet ends with it\n" in err
+    assert with_mark(mark) == []
+
+
+@pytest.mark.ray
+def test_sigterm_during_the_start_gives_143_and_leaves_nothing(tmp_path: Path) -> None:
+    process, _, mark = serving(tmp_path)
+    try:
+        until(lambda: process.poll() is not None or of_ray(process, "/raylet/raylet") != [])
+        process.send_signal(signal.SIGTERM)
+        _, err = process.communicate(timeout=PATIENCE_S)
+    finally:
+        process.kill()
+    assert process.returncode == 143, err
+    assert with_mark(mark) == []
 
 
 def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
@@ -129,11 +189,14 @@ def test_an_unknown_scheduler_is_refused_before_anything_starts(
     assert "deferred" in err
 
 
-@pytest.mark.parametrize(("arguments", "words"), [
-    (("--emulate", "--executor", "torch"), "--executor: 'torch': contradicts --emulate. Give one of the two."),
-    (("--tls-cert", "cert.pem"), "has one of tls_cert and tls_key. Give both, or neither.\n"),
-    (("--host", "0.0.0.0"), "user_config of the gateway: listen.host is 0.0.0.0"),
-])
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--emulate", "--executor", "torch"), "--executor: 'torch': contradicts --emulate. Give one of the two."),
+        (("--tls-cert", "cert.pem"), "has one of tls_cert and tls_key. Give both, or neither.\n"),
+        (("--host", "0.0.0.0"), "user_config of the gateway: listen.host is 0.0.0.0"),
+    ],
+)
 def test_what_does_not_go_together_is_refused_before_anything_starts(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, arguments: tuple[str, ...], words: str
 ) -> None:
@@ -145,9 +208,14 @@ def test_what_does_not_go_together_is_refused_before_anything_starts(
 
 
 def test_an_address_that_is_none_is_told(capsys: pytest.CaptureFixture[str]) -> None:
-    for verb in ("status", "top"):
-        code, err = refused(capsys, verb, "--url", "nonsense")
+    for options in ((), ("--watch",)):
+        code, err = refused(capsys, "status", *options, "--url", "nonsense")
         assert (code, "is not the address of a server. Write for example http://" in err) == (2, True)
+
+
+def test_a_verb_that_went_says_where(capsys: pytest.CaptureFixture[str]) -> None:
+    code, err = refused(capsys, "top")
+    assert (code, err.splitlines()[-1]) == (2, "Error: 'top' is now `tenuto status --watch`.")
 
 
 def test_status_without_a_server_says_how_to_start_one(capsys: pytest.CaptureFixture[str]) -> None:

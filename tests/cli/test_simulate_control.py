@@ -18,8 +18,21 @@ CONTROL = "mode: %s\npolicy: {name: gpulet}\n"
 
 def simulate(capsys: pytest.CaptureFixture[str], *more: str) -> tuple[int, str, str]:
     with pytest.raises(SystemExit) as stop:
-        main(["simulate", "w.yaml", "--control", "c.yaml", "--gpus", "v100:2", "--profiles", "igniter-v100",
-              "--duration-s", "80", *more])  # fmt: skip
+        main(
+            [
+                "simulate",
+                "w.yaml",
+                "--control",
+                "c.yaml",
+                "--gpus",
+                "v100:2",
+                "--profiles",
+                "igniter-v100",
+                "--duration-s",
+                "80",
+                *more,
+            ]
+        )
     output = capsys.readouterr()
     return int(stop.value.code or 0), output.out, output.err
 

@@ -1,14 +1,15 @@
 import pytest
-from msgspec.structs import asdict
+from msgspec.structs import replace
 
-from tenuto.cli.status import describe_mode, describe_share, sharing_notes
+from tenuto.cli.status import describe_share, sharing_notes
 from tenuto.deployments.gpulet.executors.emulated import EmulatedExecutor
 from tenuto.deployments.gpulet.executors.torch_executor import TorchExecutor
-from tenuto.deployments.wire.messages import GpuletMode
+from tenuto.deployments.wire.status import GpuletMode, GpuletStatus, MpsStatus
+from tenuto.mps.others import OtherProcess
 from tests.deployments.programs import load
 from tests.instruments.fake_cuda import FakeCuda, late_model
 
-GIVEN = {"sm_count": 32, "gpu_sm_count": 80, "proof": "pid", "others": []}
+GIVEN = MpsStatus(uuid="GPU-1", sm_count=32, gpu_sm_count=80, proof="pid", others=[])
 
 
 def test_every_model_is_said_to_run_as_it_does(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -23,26 +24,26 @@ def test_every_model_is_said_to_run_as_it_does(monkeypatch: pytest.MonkeyPatch) 
     # "b" cannot be captured; nobody asked for it, so that it is no error.
     assert executor.ways() == {"a": "cuda_graphs", "b": "plain", "c": "plain"}
     mode = GpuletMode(True, True, executor.ways())
-    assert describe_mode(asdict(mode)) == "share, streaming, cuda_graphs"
+    assert str(mode) == "share, streaming, cuda_graphs"
 
 
 def test_what_is_emulated_claims_no_program() -> None:
     executor = EmulatedExecutor("v100")
     load(executor, "m", latency={"alpha_ms": 1.0, "beta_ms": 1.0}, batch_sizes=[1])
     assert executor.ways() == {"m": "emulated"}
-    assert describe_mode(asdict(GpuletMode(False, False, executor.ways()))) == "plain"
+    assert str(GpuletMode(False, False, executor.ways())) == "plain"
 
 
 def test_a_share_is_told_as_planned_and_as_given() -> None:
-    assert describe_share({"share_pct": 40.0, "cuda_mps": GIVEN}) == "40 % (32/80 SMs)"
-    assert describe_share({"share_pct": 40.0, "cuda_mps": None}) == "40 %"
-    assert describe_share({"share_pct": None}) == "-"  # down, or a whole GPU
+    assert describe_share(40.0, GIVEN) == "40 % (32/80 SMs)"
+    assert describe_share(40.0, None) == "40 %"
+    assert describe_share(None, None) == "-"  # down, or a whole GPU
 
 
 def test_only_what_is_unusual_is_noted() -> None:
-    other = {"pid": 7, "name": "python", "user": 1001}
-    unusual = {**GIVEN, "proof": "the only client that came during its start", "others": [other]}
-    usual, gone = {"id": "n0/0/a", "cuda_mps": GIVEN}, {"id": "n0/0/b"}
-    first, second = sharing_notes([usual, gone, {"id": "n0/0/c", "cuda_mps": unusual}])
+    other = OtherProcess(7, "python", 1001)
+    unusual = replace(GIVEN, proof="the only client that came during its start", others=[other])
+    usual, gone = GpuletStatus(id="n0/0/a", cuda_mps=GIVEN), GpuletStatus(id="n0/0/b")
+    first, second = sharing_notes([usual, gone, GpuletStatus(id="n0/0/c", cuda_mps=unusual)])
     assert first == "n0/0/c: its attachment to CUDA MPS was proved by: the only client that came during its start"
     assert second.endswith("process 7 (python, user 1001)")

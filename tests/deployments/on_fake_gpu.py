@@ -69,7 +69,7 @@ class Journaled(SharedGpu):
 
 class OnFakeGpu(GpuletReplica):
     def _share_gpu(self) -> SharedGpu | None:
-        uuid, share_pct = self._spec["gpu"]["uuid"], self._spec["share_pct"]
+        uuid, share_pct = str(self._spec.gpu.uuid), self._spec.share_pct
         shared = Journaled(
             self._spec,
             devices=devices,

@@ -15,9 +15,14 @@ def lone(name: str, source: str | None = None, options: Mapping[str, Any] | None
 
 
 def load(
-    executor: Executor, name: str, source: str | None = None, options: Mapping[str, Any] | None = None,
-    *, batch_sizes: Sequence[int] = (1,), **entry: Any,
-) -> None:  # fmt: skip
+    executor: Executor,
+    name: str,
+    source: str | None = None,
+    options: Mapping[str, Any] | None = None,
+    *,
+    batch_sizes: Sequence[int] = (1,),
+    **entry: Any,
+) -> None:
     executor.load(lone(name, source, options, **entry), batch_sizes)
 
 

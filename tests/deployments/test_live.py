@@ -1,6 +1,5 @@
 """The whole serving stack on a real local Ray: HTTP in, batches over sockets, processes killed, plans changed."""
 
-import importlib
 import io
 import json
 import os
@@ -82,7 +81,7 @@ def test_health_and_metadata(url: str) -> None:
 def test_the_documentation_lists_the_infer_path(url: str) -> None:
     assert "/v2/models/{model}/infer" in get_json(f"{url}/openapi.json")["paths"]
     with urllib.request.urlopen(f"{url}/docs", timeout=None) as page:
-        assert b"swagger" in page.read().lower()
+        assert b"/v2/models/{model}/infer" in page.read()
 
 
 def test_a_photograph_gets_the_label_of_a_direct_forward_pass(url: str) -> None:
@@ -150,20 +149,6 @@ def test_the_real_triton_client_works_unchanged(url: str) -> None:
             logits[datatype] = client.infer("mobilenet_v2", [tensor]).as_numpy("logits")
         np.testing.assert_allclose(logits["UINT8"], logits["FP32"], rtol=1e-3, atol=1e-3)
         np.testing.assert_allclose(logits["FP16"], logits["FP32"], rtol=0.05, atol=0.05)
-
-        memory = importlib.import_module("tritonclient.utils.shared_memory")
-        key = f"/tenuto-test-{os.getpid()}"
-        region = memory.create_shared_memory_region("picture", key, floats.nbytes)
-        try:
-            memory.set_shared_memory_region(region, [floats])
-            client.register_system_shared_memory("picture", key, floats.nbytes)
-            tensor = client_module.InferInput("image", floats.shape, "FP32")
-            tensor.set_shared_memory("picture", floats.nbytes)
-            shared = client.infer("mobilenet_v2", [tensor]).as_numpy("logits")
-            np.testing.assert_allclose(shared, logits["FP32"], rtol=1e-4, atol=1e-5)
-            client.unregister_system_shared_memory("picture")
-        finally:
-            memory.destroy_shared_memory_region(region)
     finally:
         client.close()
 
@@ -207,8 +192,9 @@ def test_a_deadline_that_cannot_be_met_is_answered_at_once(url: str, slo_ms: str
 
 def test_errors_are_json_and_say_what_to_do(url: str) -> None:
     assert post(f"{url}/v2/models/nobody/infer", b"{}") == (
-        404, {"error": "unknown model 'nobody'. Models here: synthetic, mobilenet_v2."}
-    )  # fmt: skip
+        404,
+        {"error": "unknown model 'nobody'. Models here: synthetic, mobilenet_v2."},
+    )
     status, answer = post(f"{url}/v2/models/synthetic/infer", b"{")
     assert status == 400
     assert "not valid JSON" in answer["error"]
@@ -230,7 +216,7 @@ def test_a_client_that_goes_away_does_not_disturb_others(url: str) -> None:
 
     host, port = url.removeprefix("http://").split(":")
     body = json.dumps({"inputs": [{"name": "INPUT0", "shape": [1, 1], "datatype": "FP32", "data": [1]}]}).encode()
-    head = f"POST /v2/models/synthetic/infer HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+    head = f"POST /v2/models/synthetic/infer HTTP/1.1\r\nHost: {host}\r\nContent-Length: {len(body)}\r\n\r\n".encode()
     for _ in range(8):
         with socket.create_connection((host, int(port))) as connection:
             connection.sendall(head + body)

@@ -29,18 +29,18 @@ def make_plan(gpulets: dict[str, tuple[float, list[str]]]) -> Plan:
             "gpus": [{"id": "n0/0", "type": "v100"}, {"id": "n0/1", "type": "v100"}],
             "gpulets": [
                 {
-                    "id": gpulet, "gpu": gpulet.rpartition("/")[0], "share_pct": share,
+                    "id": gpulet,
+                    "gpu": gpulet.rpartition("/")[0],
+                    "share_pct": share,
                     "models": [
                         {"name": name, "batch_size": 4, "latency": latency, "latency_ms": 13.0} for name in held
                     ],
                 }
                 for gpulet, (share, held) in gpulets.items()
             ],
-            "models": [
-                {"name": name, "rate_rps": 20, "slo_ms": 1000, "latency": latency} for name in names
-            ],
+            "models": [{"name": name, "rate_rps": 20, "slo_ms": 1000, "latency": latency} for name in names],
         }
-    )  # fmt: skip
+    )
 
 
 def of(plan: Plan, **how: Any) -> Deployment:

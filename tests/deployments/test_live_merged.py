@@ -35,19 +35,23 @@ def make_plan(*, merged: bool, tuned: str = "tuned") -> Plan:
             "gpus": [{"id": "n0/0", "type": "cpu"}],
             "gpulets": [
                 {
-                    "id": "n0/0/a", "gpu": "n0/0", "models": [{"name": name, **replica} for name in sources],
+                    "id": "n0/0/a",
+                    "gpu": "n0/0",
+                    "models": [{"name": name, **replica} for name in sources],
                     "merge": [["base", "tuned"]] if merged else [],
                 }
             ],
             "models": [
                 {
-                    "name": name, "source": f"tests.deployments.residual_networks:{factory}", "rate_rps": 20,
+                    "name": name,
+                    "source": f"tests.deployments.residual_networks:{factory}",
+                    "rate_rps": 20,
                     "slo_ms": 60_000,  # the first batches take seconds where other programs run
                 }
                 for name, factory in sources.items()
             ],
         }
-    )  # fmt: skip
+    )
 
 
 @pytest.fixture(scope="module")

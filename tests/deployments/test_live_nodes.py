@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from tenuto.cli import main
-from tenuto.deployments.operator import mps_inventory
-from tenuto.deployments.operator.mps_inventory import read_ray_inventory
+from tenuto.deployments.machines import node_gpus
+from tenuto.deployments.machines.node_gpus import read_ray_inventory
 from tenuto.deployments.serve.config import serve_config
 from tenuto.deployments.serve.endpoint import get_json
 from tenuto.deployments.serve.launcher import Launcher, unused_port
@@ -24,9 +24,7 @@ pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore::ResourceWarni
 
 HEAD, OTHER, BARE, AGAIN = (f"127.0.0.{last}" for last in (2, 3, 4, 5))
 LABEL = "tenuto.test/rack=b7"
-BODY = json.dumps(
-    {"inputs": [{"name": "INPUT0", "shape": [2, 1], "datatype": "FP32", "data": [1, 2]}]}
-).encode()
+BODY = json.dumps({"inputs": [{"name": "INPUT0", "shape": [2, 1], "datatype": "FP32", "data": [1, 2]}]}).encode()
 
 
 def make_plan(*, other: str = LABEL) -> Plan:
@@ -41,13 +39,16 @@ def make_plan(*, other: str = LABEL) -> Plan:
                 for name, place in places
             ],
             "gpulets": [
-                {"id": f"{name}/0/a", "gpu": f"{name}/0",
-                 "models": [{"name": name, "batch_size": 4, "latency": latency}]}
+                {
+                    "id": f"{name}/0/a",
+                    "gpu": f"{name}/0",
+                    "models": [{"name": name, "batch_size": 4, "latency": latency}],
+                }
                 for name, _ in places
             ],
             "models": [{"name": name, "rate_rps": 40, "slo_ms": 500, "latency": latency} for name, _ in places],
         }
-    )  # fmt: skip
+    )
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +84,7 @@ def test_every_node_tells_its_gpus_and_the_verb_names_them(
     def read() -> dict[str, tuple[GpuDevice, ...]]:
         return read_ray_inventory(60.0, gpus_by_node)
 
-    monkeypatch.setattr(mps_inventory, "read_ray_inventory", read)
+    monkeypatch.setattr(node_gpus, "read_ray_inventory", read)
     path = tmp_path / "cluster.yaml"
     with pytest.raises(SystemExit) as ended:
         main(["cluster", "--address", cluster.address, "-o", str(path), "--json"])

@@ -26,15 +26,16 @@ HIT, SPARED = ("n0/0/a", "n0/0/b"), ("n0/1/a", "n0/1/b")
 
 def plan(*, changed: bool = False) -> Plan:
     """Two gpu-lets on each of two GPUs; `changed`: the first has one model more, its neighbour another share."""
-    replica = {"name": "synthetic", "batch_size": 4, "latency": {"alpha_ms": 1.0, "beta_ms": 9.0},
-               "latency_ms": 13.0}  # fmt: skip
+    replica = {"name": "synthetic", "batch_size": 4, "latency": {"alpha_ms": 1.0, "beta_ms": 9.0}, "latency_ms": 13.0}
     return Plan.from_data(
         {
             "policy": {"name": "test"},
             "gpus": [{"id": f"n0/{index}", "type": "v100", "uuid": uuid} for index, uuid in enumerate(GPUS)],
             "gpulets": [
                 {
-                    "id": gpulet, "gpu": gpulet[:4], "memory_mib": 1000.0,
+                    "id": gpulet,
+                    "gpu": gpulet[:4],
+                    "memory_mib": 1000.0,
                     "share_pct": 40.0 if changed and gpulet == "n0/0/b" else 50.0,
                     "models": [replica, {**replica, "name": "more"}] if changed and gpulet == "n0/0/a" else [replica],
                 }
@@ -46,7 +47,7 @@ def plan(*, changed: bool = False) -> Plan:
             ],
             "unserved": [] if changed else ["more"],
         }
-    )  # fmt: skip
+    )
 
 
 def config(made: Plan) -> dict[str, Any]:

@@ -16,13 +16,21 @@ X = [np.array([1, 2], np.float32).tobytes()]
 
 
 def submit(
-    dispatching: Dispatching, model: str, parts: Sequence[Buffer], slo_ms: float | None = None, client_id: str = "",
+    dispatching: Dispatching,
+    model: str,
+    parts: Sequence[Buffer],
+    slo_ms: float | None = None,
+    client_id: str = "",
     reserve_ms: float = 0.0,
-) -> asyncio.Future[Answer]:  # fmt: skip
+) -> asyncio.Future[Answer]:
     return ask(
-        dispatching, model, [InputPart(part) for part in parts], slo_ms=slo_ms, client_id=client_id,
+        dispatching,
+        model,
+        [InputPart(part) for part in parts],
+        slo_ms=slo_ms,
+        client_id=client_id,
         reserve_ms=reserve_ms,
-    )  # fmt: skip
+    )
 
 
 async def answer(future: asyncio.Future[Answer]) -> Answer:

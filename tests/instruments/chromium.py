@@ -33,10 +33,22 @@ def _run(*arguments: str) -> subprocess.CompletedProcess[str]:
     with tempfile.TemporaryDirectory() as profile:
         return subprocess.run(
             [
-                chromium, "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage",
-                "--no-first-run", "--disable-background-networking", "--disable-extensions",
-                "--enable-logging=stderr", "--v=0",
-                f"--user-data-dir={profile}", "--virtual-time-budget=4000", *arguments,
+                chromium,
+                "--headless=new",
+                "--no-sandbox",
+                "--disable-gpu",
+                "--disable-dev-shm-usage",
+                "--no-first-run",
+                "--disable-background-networking",
+                "--disable-extensions",
+                "--enable-logging=stderr",
+                "--v=0",
+                f"--user-data-dir={profile}",
+                "--virtual-time-budget=4000",
+                *arguments,
             ],
-            capture_output=True, text=True, timeout=120, check=True,
-        )  # fmt: skip
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=True,
+        )

@@ -153,8 +153,11 @@ class FakeCuda:
     def install(self, patch: pytest.MonkeyPatch) -> None:
         """Put this in the place of torch.cuda for one test."""
         real_empty, real_copy, real_clone, real_to = (
-            torch.empty, torch.Tensor.copy_, torch.Tensor.clone, torch.Tensor.to,
-        )  # fmt: skip
+            torch.empty,
+            torch.Tensor.copy_,
+            torch.Tensor.clone,
+            torch.Tensor.to,
+        )
 
         def empty(*shape: Any, pin_memory: bool = False, device: object = None, **rest: Any) -> torch.Tensor:
             if device is not None:

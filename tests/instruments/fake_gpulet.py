@@ -3,6 +3,7 @@ die."""
 
 import asyncio
 import itertools
+import os
 import time
 from collections.abc import Callable
 
@@ -15,12 +16,13 @@ from tenuto.deployments.wire.messages import (
     BatchFailed,
     BatchRan,
     GpuletCloses,
-    GpuletMode,
     GpuletState,
     Message,
     RunBatch,
+    TakeCharge,
 )
 from tenuto.deployments.wire.peer import Endpoint, Finder
+from tenuto.deployments.wire.status import GpuletMode
 from tenuto.deployments.wire.tensors import Blocks, RowOutput, inline_blocks, input_blocks
 from tenuto.placement import Plan
 from tenuto.profiles.networks.catalogue import ModelSignature, TensorSignature
@@ -38,11 +40,22 @@ def state(
 ) -> GpuletState:
     """What a gpu-let says it is; by default on this machine."""
     return GpuletState(
-        gpulet=gpulet, gpu="g", pid=pid, machine=machine or machine_id(), device="fake", emulated=False,
-        share_pct=None, memory_mib=None, memory_cap_mib=None, sm_count=None,
-        mode=GpuletMode(share=False, streaming=False, programs=dict.fromkeys(programs, "plain")), cuda_mps=None,
-        programs=programs, merged={}, signatures=signatures,
-    )  # fmt: skip
+        gpulet=gpulet,
+        gpu="g",
+        pid=pid,
+        machine=machine or machine_id(),
+        device="fake",
+        emulated=False,
+        share_pct=None,
+        memory_mib=None,
+        memory_cap_mib=None,
+        sm_count=None,
+        mode=GpuletMode(share=False, streaming=False, programs=dict.fromkeys(programs, "plain")),
+        cuda_mps=None,
+        programs=programs,
+        merged={},
+        signatures=signatures,
+    )
 
 
 class FakeGpulet:
@@ -62,6 +75,8 @@ class FakeGpulet:
         self.incarnation = 0
         self._held: list[tuple[FrameProtocol, RunBatch, memoryview]] = []
         self._protocols: set[FrameProtocol] = set()
+        self.terms: dict[str, int] = {}
+        self.in_charge: FrameProtocol | None = None  # of the one sub-cluster that tests have
         self._server: asyncio.Server | None = None
         self._alive = asyncio.Event()
         self._arenas = MappedArenas()
@@ -69,7 +84,7 @@ class FakeGpulet:
 
     async def start(self) -> None:
         self.incarnation += 1
-        self._address = f"\0tenuto-fake-{id(self)}-{next(_names)}"
+        self._address = f"\0tenuto-fake-{os.getpid()}-{id(self)}-{next(_names)}"
         self._server = await listen(self._address, self._accept)
         self._alive.set()
 
@@ -122,10 +137,18 @@ class FakeGpulet:
 
     def _state(self) -> GpuletState:
         programs = dict.fromkeys(self.programs, self.largest())
-        return state(self.id, programs, self.signatures(), pid=self.incarnation, machine=self.machine)
+        found = state(self.id, programs, self.signatures(), pid=self.incarnation, machine=self.machine)
+        found.terms = dict(self.terms)
+        return found
 
     def _on_message(self, protocol: FrameProtocol, message: Message, body: memoryview) -> None:
+        if isinstance(message, TakeCharge) and message.term > self.terms.get(message.sub_cluster, 0):
+            self.terms[message.sub_cluster], self.in_charge = message.term, protocol
+            self.tell(self._state())
         if not isinstance(message, RunBatch):
+            return
+        if self.in_charge not in (None, protocol):
+            protocol.send(BatchFailed(message.number, "another dispatcher is in charge", may_retry=True))
             return
         self.sizes.append(message.size)
         self.messages.append(message)

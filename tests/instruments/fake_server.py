@@ -105,7 +105,11 @@ class FakeServer:
 
     def _document(self, path: str) -> tuple[int, Any]:
         if path == "/status":
-            return 200, {"plan": self.plan, "gpulets": [{"id": "n0/0/A", "up": True, "emulated": self.emulated}]}
+            return 200, {
+                "plan": self.plan,
+                "models": {},
+                "gpulets": [{"id": "n0/0/A", "up": True, "emulated": self.emulated}],
+            }
         name = path.removeprefix("/v2/models/")
         if name in self.models:
             return 200, {"name": name, **self.models[name]}

@@ -123,14 +123,19 @@ def published(stretch: float) -> Workload:
 
     return workload(
         {
-            "name": "game", "rate_rps": 8, "slo_ms": 95 * stretch,
+            "name": "game",
+            "rate_rps": 8,
+            "slo_ms": 95 * stretch,
             "stages": [stage("lenet", 0.1, 1.0, count=6), stage("resnet50", 2.0, 10.0)],
         },
         {
-            "name": "traffic", "rate_rps": 4, "slo_ms": 136 * stretch,
+            "name": "traffic",
+            "rate_rps": 4,
+            "slo_ms": 136 * stretch,
             "stages": [
-                stage("ssd", 3.0, 8.0, part=2), stage("googlenet", 1.0, 4.0, after=["ssd"]),
+                stage("ssd", 3.0, 8.0, part=2),
+                stage("googlenet", 1.0, 4.0, after=["ssd"]),
                 stage("vgg16", 2.0, 6.0, after=["ssd"]),
             ],
         },
-    )  # fmt: skip
+    )

@@ -29,9 +29,13 @@ def replica(name: str, share_pct: float = 100.0, batch_size: int = 8, memory_mib
 
 
 def make_plan(
-    gpulets: Mapping[str, tuple[float, Sequence[str]]], *, slo_ms: float = 100.0, rate_rps: float = 50.0,
-    weights: Mapping[str, float] | None = None, models: Sequence[str] = (),
-) -> Plan:  # fmt: skip
+    gpulets: Mapping[str, tuple[float, Sequence[str]]],
+    *,
+    slo_ms: float = 100.0,
+    rate_rps: float = 50.0,
+    weights: Mapping[str, float] | None = None,
+    models: Sequence[str] = (),
+) -> Plan:
     """Return a plan from gpu-let ids, such as `n0/0/a`, with their share and the models they hold."""
     names = list(dict.fromkeys([*models, *(name for _, held in gpulets.values() for name in held)]))
     gpus = list(dict.fromkeys(gpulet.rsplit("/", 1)[0] for gpulet in gpulets))
@@ -42,7 +46,9 @@ def make_plan(
         gpus=tuple(PlannedGpu(id=name, type="v100") for name in gpus),
         gpulets=tuple(
             Gpulet(
-                id=name, gpu=name.rsplit("/", 1)[0], share_pct=share,
+                id=name,
+                gpu=name.rsplit("/", 1)[0],
+                share_pct=share,
                 models=tuple(replica(model, share) for model in resident),
             )
             for name, (share, resident) in gpulets.items()
@@ -55,4 +61,4 @@ def make_plan(
         ),
         unserved=unserved,
         unserved_reasons=dict.fromkeys(unserved, "a test wants it so"),
-    )  # fmt: skip
+    )

@@ -101,9 +101,14 @@ class EmulatedConnection:
         execution_ms = self._latency[message.program].at(message.size)
         start_at = max(loop.time(), ready_at)
         ran = BatchRan(
-            message.number, start_at * 1000.0, execution_ms, (start_at - ready_at) * 1000.0, 0.0, 0.0,
+            message.number,
+            start_at * 1000.0,
+            execution_ms,
+            (start_at - ready_at) * 1000.0,
+            0.0,
+            0.0,
             [(rows, []) for _, rows in message.members],
-        )  # fmt: skip
+        )
         self._timer = loop.call_at(start_at + execution_ms / 1000.0, self._end, ran)
 
     def _end(self, ran: BatchRan) -> None:
@@ -159,7 +164,6 @@ async def run_scenario(
     *,
     find_gpulet: Callable[[str], Finder],
     clock: Callable[[], float] = time.monotonic,
-    timer_slack_ms: float | None = None,
 ) -> tuple[list[RanBatch], list[Answer]]:
     """Run a scenario through a dispatcher on the running loop.
 
@@ -168,7 +172,6 @@ async def run_scenario(
         make_connection: makes the connections to the gpu-lets of `scenario.plan()`.
         find_gpulet: what the connections find their gpu-lets with.
         clock: the dispatcher's clock, in seconds; must pass as the loop's time does.
-        timer_slack_ms: how much earlier than asked the dispatcher is woken; 0 on a loop whose timers are exact.
 
     Returns:
         The batches in order of dispatch, with the time they were handed to the connection, and every request's answer.
@@ -201,7 +204,6 @@ async def run_scenario(
         way=WayMeter(scenario.network.ctrl_ms),
         reserve_ms=scenario.network.response_ms,
         clock=clock,
-        timer_slack_ms=timer_slack_ms,
         make_connection=recording,
         compute=compute_here,
     )
@@ -251,7 +253,7 @@ def run_virtual_clock(scenario: Scenario) -> tuple[list[RanBatch], list[Answer]]
 
     async def run() -> tuple[list[RanBatch], list[Answer]]:
         clock = asyncio.get_running_loop().time
-        return await run_scenario(scenario, make_connection, find_gpulet=find, clock=clock, timer_slack_ms=0.0)
+        return await run_scenario(scenario, make_connection, find_gpulet=find, clock=clock)
 
     with asyncio.Runner(loop_factory=VirtualLoop) as runner:
         return runner.run(run())

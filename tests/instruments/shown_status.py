@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
+
 from tenuto.deployments.dispatch.histogram import BATCH_SIZES, Histogram, buckets_around
+from tenuto.deployments.wire.status import SystemStatus
 
 __all__ = ["ShownServer"]
 
@@ -28,49 +31,100 @@ class ShownServer:
         """Call a model something else."""
         self._models = {name if each == model else each: value for each, value in self._models.items()}
 
-    def status(self) -> dict[str, Any]:
+    def status(self) -> SystemStatus:
         """Return everything that operators can be shown."""
+        return msgspec.convert(self._data(), SystemStatus)
+
+    def _data(self) -> dict[str, Any]:
         names = list(self._models)
         gpulets = []
         for index, (gpulet, gpu) in enumerate(self._gpulets):
             hosted = {names[index % len(names)]: 8, names[(index * 7 + 1) % len(names)]: 4}
             busy_s = self.seconds * (0.2 + 0.7 * (index % 10) / 10)
-            gpulets.append({
-                "id": gpulet, "gpu": gpu, "up": index != 5, "share_pct": self._share, "emulated": True,
-                "device": "emulated v100", "models": hosted, "busy_s": busy_s, "batches": 40 * self.seconds,
-                "predicted_s": busy_s * (0.9 + 0.02 * (index % 7)), "lost": int(index == 5),
-                "running": [{"program": next(iter(hosted)), "batch_size": 1 + index % 8}] if index % 3 else [],
-            })  # fmt: skip
+            gpulets.append(
+                {
+                    "id": gpulet,
+                    "gpu": gpu,
+                    "up": index != 5,
+                    "share_pct": self._share,
+                    "emulated": True,
+                    "device": "emulated v100",
+                    "models": hosted,
+                    "busy_s": busy_s,
+                    "batches": 40 * self.seconds,
+                    "predicted_s": busy_s * (0.9 + 0.02 * (index % 7)),
+                    "lost": int(index == 5),
+                    "running": [{"program": next(iter(hosted)), "batch_size": 1 + index % 8}] if index % 3 else [],
+                }
+            )
         return {
-            "version": "0.1.0", "started_at_s": 1.79e9, "uptime_s": float(self.seconds),
-            "plan": {"policy": {"name": "tenuto"}}, "policy": "tenuto",
-            "schedulers": [{"hold": 0.7, "defend": 1.0, "rehearsals": 12, "expected_gain": 0.008,
-                            "expected_spared": 0.1}],
-            "gpulets": gpulets, "models": {name: model.to_data() for name, model in self._models.items()},
+            "version": "0.1.0",
+            "started_at_s": 1.79e9,
+            "uptime_s": float(self.seconds),
+            "plan": {"policy": {"name": "tenuto"}},
+            "policy": "tenuto",
+            "schedulers": [
+                {"hold": 0.7, "defend": 1.0, "rehearsals": 12, "expected_gain": 0.008, "expected_spared": 0.1}
+            ],
+            "gpulets": gpulets,
+            "models": {name: model.to_data() for name, model in self._models.items()},
             "network": {"ctrl_ms": 0.8, "data_ms_per_request": 0.01, "response_ms": 3.0},
             "gateways": [
-                {"id": f"n0:{pid}", "started_at_s": 1.79e9,
-                 "margin": {"margin_ms": 1.2, "late_share": 0.004, "refused_for_margin": 8 + pid % 2},
-                 "front_door": {"connections": 32, "unfinished_bytes": 1 << 19, "turned_away": {"key": 1, "rate": 2}}}
+                {
+                    "id": f"n0:{pid}",
+                    "started_at_s": 1.79e9,
+                    "margin": {"margin_ms": 1.2, "late_share": 0.004, "refused_for_margin": 8 + pid % 2},
+                    "front_door": {
+                        "connections": 32,
+                        "unfinished_bytes": 1 << 19,
+                        "turned_away": {"key": 1, "rate": 2},
+                    },
+                }
                 for pid in (4001, 4002)
             ],
             "margin": {"margin_ms": 1.2, "late_share": 0.004, "refused_for_margin": 17},
             "front_door": {"connections": 64, "unfinished_bytes": 1 << 20, "turned_away": {"key": 3, "rate": 5}},
-            "autoscale": {"gpus": 25, "requests": 900, "bad_rate": 0.02, "idle_fraction": 0.3, "delta_gpus": 1,
-                          "window_s": 10.0, "unchanged_s": 30.0},
-            "controller": {"mode": "act", "paused": False, "decisions": {"changed": 2, "kept": 9}, "log": [
-                {"at_s": 1.79e9 + 40, "what": "changed", "why": "network_07 comes at 1.4 times its planned rate; gains "
-                 "38 r/s in time for 12 s of loading"},
-                {"at_s": 1.79e9 + 10, "what": "kept", "why": "the gain of 2 r/s does not pay a restart"},
-            ]},
+            "autoscale": {
+                "gpus": 25,
+                "requests": 900,
+                "bad_rate": 0.02,
+                "idle_fraction": 0.3,
+                "delta_gpus": 1,
+                "window_s": 10.0,
+                "unchanged_s": 30.0,
+            },
+            "controller": {
+                "mode": "act",
+                "paused": False,
+                "decisions": {"changed": 2, "kept": 9},
+                "log": [
+                    {
+                        "at_s": 1.79e9 + 40,
+                        "what": "changed",
+                        "why": "network_07 comes at 1.4 times its planned rate; gains "
+                        "38 r/s in time for 12 s of loading",
+                    },
+                    {"at_s": 1.79e9 + 10, "what": "kept", "why": "the gain of 2 r/s does not pay a restart"},
+                ],
+            },
             "events": [
                 {"at_s": 1.79e9 + 55, "what": "gpu-let lost", "why": "n0/1/b: its process ended"},
                 {"at_s": 1.79e9, "what": "plan applied", "why": "100 gpu-lets, 50 models, policy tenuto"},
             ],
-            "devices": [{"uuid": "GPU-1", "name": "H200", "memory_used_bytes": 5e9, "memory_total_bytes": 1.5e11,
-                         "utilization_ratio": 0.6, "power_watts": 420.0, "sm_clock_hertz": 1.98e9,
-                         "temperature_celsius": 61.0, "xid_errors": 0}],
-        }  # fmt: skip
+            "devices": [
+                {
+                    "uuid": "GPU-1",
+                    "name": "H200",
+                    "memory_used_bytes": 5e9,
+                    "memory_total_bytes": 1.5e11,
+                    "utilization_ratio": 0.6,
+                    "power_watts": 420.0,
+                    "sm_clock_hertz": 1.98e9,
+                    "temperature_celsius": 61.0,
+                    "xid_errors": 0,
+                }
+            ],
+        }
 
 
 class _Model:
@@ -105,9 +159,16 @@ class _Model:
 
     def to_data(self) -> dict[str, Any]:
         return {
-            **self._counts, "rejected": 0, "failed": 0, "cancelled": 1, "queued": self._index % 4,
-            "slo_ms": self.slo_ms, "rate_rps": float(self.rate_rps),
-            "planned_goodput_rps": float(self.rate_rps), "planned_latency_ms": 0.6 * self.slo_ms,
-            "mean_batch": 4.0, "execution_p50_ms": 0.2 * self.slo_ms,
-            **{key: histogram.to_data() for key, histogram in self._histograms.items()},
-        }  # fmt: skip
+            **self._counts,
+            "rejected": 0,
+            "failed": 0,
+            "cancelled": 1,
+            "queued": self._index % 4,
+            "slo_ms": self.slo_ms,
+            "rate_rps": float(self.rate_rps),
+            "planned_goodput_rps": float(self.rate_rps),
+            "planned_latency_ms": 0.6 * self.slo_ms,
+            "mean_batch": 4.0,
+            "execution_p50_ms": 0.2 * self.slo_ms,
+            **{key: msgspec.structs.asdict(histogram.buckets()) for key, histogram in self._histograms.items()},
+        }

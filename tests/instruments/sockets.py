@@ -81,8 +81,9 @@ def listening() -> list[Listening]:
         kind = _kind(process.pid, command)
         found += [
             Listening(kind, process.pid, c.laddr.ip, c.laddr.port)
-            for c in connections if c.status == psutil.CONN_LISTEN
-        ]  # fmt: skip
+            for c in connections
+            if c.status == psutil.CONN_LISTEN
+        ]
     return found
 
 

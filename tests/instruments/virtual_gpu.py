@@ -211,10 +211,20 @@ class VirtualGpu(TorchDispatchMode):
         if made or name.endswith("_"):
             elements = sum(t.numel() for t in (made or outputs))
             seconds = SHORTEST_KERNEL_S + elements / ELEMENTS_PER_S * self.whole_sms / self.sms
-            self._note("kernel", f"void fake_{name}_kernel<float>", seconds, {
-                "registers per thread": 32, "shared memory": 0, "grid": [max(1, -(-elements // 256)), 1, 1],
-                "block": [256, 1, 1], "est. achieved occupancy %": 50, "blocks per SM": 1.0, "warps per SM": 8.0,
-            })  # fmt: skip
+            self._note(
+                "kernel",
+                f"void fake_{name}_kernel<float>",
+                seconds,
+                {
+                    "registers per thread": 32,
+                    "shared memory": 0,
+                    "grid": [max(1, -(-elements // 256)), 1, 1],
+                    "block": [256, 1, 1],
+                    "est. achieved occupancy %": 50,
+                    "blocks per SM": 1.0,
+                    "warps per SM": 8.0,
+                },
+            )
 
     def _moved(self, source: torch.Tensor, asked: dict[str, Any]) -> torch.Tensor:
         to_gpu, here = torch.device(asked["device"]).type == "cuda", self.holds(source)
@@ -260,8 +270,18 @@ class VirtualGpu(TorchDispatchMode):
             yield
         finally:
             self.host_s += 1e-6
-            self.ranges.append({"ph": "X", "cat": "user_annotation", "name": name, "pid": 1, "tid": 1,
-                                "ts": began * 1e6, "dur": (self.host_s - began) * 1e6, "args": {}})  # fmt: skip
+            self.ranges.append(
+                {
+                    "ph": "X",
+                    "cat": "user_annotation",
+                    "name": name,
+                    "pid": 1,
+                    "tid": 1,
+                    "ts": began * 1e6,
+                    "dur": (self.host_s - began) * 1e6,
+                    "args": {},
+                }
+            )
 
     def _note(self, category: str, name: str, seconds: float, arguments: dict[str, Any]) -> None:
         if self.capturing is not None:
@@ -271,13 +291,31 @@ class VirtualGpu(TorchDispatchMode):
         starts = self.current.put(seconds)
         self.launches += 1
         if self.recorded is not None:
-            self.ranges.append({"ph": "X", "cat": "cuda_runtime", "name": "cudaLaunchKernel", "pid": 1, "tid": 1,
-                                "ts": launched_us, "dur": 3.0, "args": {"correlation": self.launches}})  # fmt: skip
+            self.ranges.append(
+                {
+                    "ph": "X",
+                    "cat": "cuda_runtime",
+                    "name": "cudaLaunchKernel",
+                    "pid": 1,
+                    "tid": 1,
+                    "ts": launched_us,
+                    "dur": 3.0,
+                    "args": {"correlation": self.launches},
+                }
+            )
             place = {"device": 0, "context": 1, "stream": self.current.number, "correlation": self.launches}
-            self.recorded.append({
-                "ph": "X", "cat": category, "name": name, "pid": 0, "tid": self.current.number, "ts": starts * 1e6,
-                "dur": seconds * 1e6, "args": {"External id": self.launches, **place, **arguments},
-            })  # fmt: skip
+            self.recorded.append(
+                {
+                    "ph": "X",
+                    "cat": category,
+                    "name": name,
+                    "pid": 0,
+                    "tid": self.current.number,
+                    "ts": starts * 1e6,
+                    "dur": seconds * 1e6,
+                    "args": {"External id": self.launches, **place, **arguments},
+                }
+            )
 
     # torch.cuda.
 
@@ -308,9 +346,13 @@ class VirtualGpu(TorchDispatchMode):
 
     def properties(self, _device: Any = None) -> SimpleNamespace:
         return SimpleNamespace(
-            name=self.name, total_memory=self.memory_bytes, multi_processor_count=self.sms, uuid=UUID,
-            major=self.capability[0], minor=self.capability[1],
-        )  # fmt: skip
+            name=self.name,
+            total_memory=self.memory_bytes,
+            multi_processor_count=self.sms,
+            uuid=UUID,
+            major=self.capability[0],
+            minor=self.capability[1],
+        )
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[VirtualGpu]:
@@ -332,19 +374,28 @@ class VirtualGpu(TorchDispatchMode):
             return numpy(tensor, **how)
 
         parts: dict[str, Any] = {
-            "is_available": lambda: True, "is_initialized": lambda: True, "device_count": lambda: 1,
+            "is_available": lambda: True,
+            "is_initialized": lambda: True,
+            "device_count": lambda: 1,
             "_lazy_init": lambda: None,
-            "get_device_capability": lambda _device=None: self.capability, "graph_pool_handle": lambda: (0, 1),
-            "CUDAGraph": lambda: Graph(self), "graph": self._capture,
-            "get_device_name": lambda _device=None: self.name, "get_device_properties": self.properties,
-            "Stream": self._new_stream, "Event": lambda enable_timing=False, blocking=False: Event(self, enable_timing),
-            "stream": self._on, "current_stream": lambda _device=None: self.current, "synchronize": self.synchronize,
-            "empty_cache": self.empty_cache, "reset_peak_memory_stats": self.reset_peak_memory_stats,
+            "get_device_capability": lambda _device=None: self.capability,
+            "graph_pool_handle": lambda: (0, 1),
+            "CUDAGraph": lambda: Graph(self),
+            "graph": self._capture,
+            "get_device_name": lambda _device=None: self.name,
+            "get_device_properties": self.properties,
+            "Stream": self._new_stream,
+            "Event": lambda enable_timing=False, blocking=False: Event(self, enable_timing),
+            "stream": self._on,
+            "current_stream": lambda _device=None: self.current,
+            "synchronize": self.synchronize,
+            "empty_cache": self.empty_cache,
+            "reset_peak_memory_stats": self.reset_peak_memory_stats,
             "max_memory_reserved": lambda _device=None: self._peak,
             "memory_reserved": lambda _device=None: self._reserved,
             "set_per_process_memory_fraction": lambda _fraction, _device=None: None,
             "mem_get_info": lambda _device=None: (self.memory_bytes - self._reserved, self.memory_bytes),
-        }  # fmt: skip
+        }
         with contextlib.ExitStack() as stack:
             stack.enter_context(mock.patch.multiple(torch.cuda, **parts))
             stack.enter_context(mock.patch.object(torch.Tensor, "numpy", as_array))
@@ -378,11 +429,20 @@ class Recording:
 
     def export_chrome_trace(self, path: str) -> None:
         major, minor = self.gpu.capability
-        device = {"id": 0, "name": self.gpu.name, "computeMajor": major, "computeMinor": minor,
-                  "numSms": self.gpu.sms, "totalGlobalMem": self.gpu.memory_bytes}  # fmt: skip
+        device = {
+            "id": 0,
+            "name": self.gpu.name,
+            "computeMajor": major,
+            "computeMinor": minor,
+            "numSms": self.gpu.sms,
+            "totalGlobalMem": self.gpu.memory_bytes,
+        }
         metadata = {"ph": "M", "name": "process_name", "pid": 0, "args": {"name": "python"}}
-        data = {"schemaVersion": 1, "deviceProperties": [device] if self.cupti else [],
-                "traceEvents": [metadata, *self.gpu.ranges, *self.events] if self.cupti else [metadata]}  # fmt: skip
+        data = {
+            "schemaVersion": 1,
+            "deviceProperties": [device] if self.cupti else [],
+            "traceEvents": [metadata, *self.gpu.ranges, *self.events] if self.cupti else [metadata],
+        }
         Path(path).write_text(json.dumps(data))
 
 
@@ -428,13 +488,16 @@ def fake_nvml(work_done: Any, used_bytes: Any = lambda: 0) -> ModuleType:
     module.NVMLError, module.NVML_CLOCK_SM, module.NVML_TEMPERATURE_GPU = NVMLError, 1, 0
     module.nvmlInit = lambda: state.update(started=True)
     for name, answer in {
-        "nvmlDeviceGetHandleByUUID": by_uuid, "nvmlDeviceGetHandleByIndex": lambda index: "handle",
-        "nvmlDeviceGetUUID": lambda handle: f"GPU-{UUID}", "nvmlDeviceGetPowerUsage": power_mw,
-        "nvmlDeviceGetClockInfo": lambda handle, kind: 1380, "nvmlDeviceGetTemperature": lambda handle, kind: 51,
+        "nvmlDeviceGetHandleByUUID": by_uuid,
+        "nvmlDeviceGetHandleByIndex": lambda index: "handle",
+        "nvmlDeviceGetUUID": lambda handle: f"GPU-{UUID}",
+        "nvmlDeviceGetPowerUsage": power_mw,
+        "nvmlDeviceGetClockInfo": lambda handle, kind: 1380,
+        "nvmlDeviceGetTemperature": lambda handle, kind: 51,
         "nvmlDeviceGetEnforcedPowerLimit": lambda handle: 300_000,
         "nvmlDeviceGetMaxClockInfo": lambda handle, kind: 1530,
         "nvmlDeviceGetMemoryInfo": lambda handle: SimpleNamespace(used=used_bytes()),
-    }.items():  # fmt: skip
+    }.items():
         setattr(module, name, needs_start(answer))
     return module  # type: ignore[no-any-return]
 

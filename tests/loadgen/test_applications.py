@@ -49,8 +49,11 @@ def test_stages_become_models_with_their_rate_and_part_of_the_deadline() -> None
     work = workload(traffic())
 
     assert [(m.name, m.rate_rps, m.slo_ms) for m in work.models] == [
-        ("traffic.ssd", 20.0, 60.0), ("traffic.a", 60.0, 30.0), ("traffic.b", 20.0, 30.0), ("traffic.end", 20.0, 30.0)
-    ]  # fmt: skip
+        ("traffic.ssd", 20.0, 60.0),
+        ("traffic.a", 60.0, 30.0),
+        ("traffic.b", 20.0, 30.0),
+        ("traffic.end", 20.0, 30.0),
+    ]
     application = work.applications[0]
     assert [application.complete_by_ms(stage) for stage in application.stages] == [60.0, 90.0, 90.0, 120.0]
 

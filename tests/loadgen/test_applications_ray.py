@@ -1,5 +1,5 @@
 """Applications on a real local Ray with emulated GPUs, over HTTP and the handle: every stage is sent when it is due, by
-the very schedule that virtual time runs. How near the figures come is `tests/benchmarks/bench_applications.py`."""
+the very schedule that virtual time runs. How near the figures come is `lab/benchmarks/bench_applications.py`."""
 
 from __future__ import annotations
 

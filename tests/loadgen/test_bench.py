@@ -158,11 +158,18 @@ def test_a_model_the_endpoint_does_not_know() -> None:
 @pytest.mark.parametrize(
     "wrong",
     [
-        {"warmup_s": 1.0}, {"warmup_s": -1.0}, {"slo_scale": 0.0}, {"clients": -1}, {"grace_s": -1.0},
+        {"warmup_s": 1.0},
+        {"warmup_s": -1.0},
+        {"slo_scale": 0.0},
+        {"clients": -1},
+        {"grace_s": -1.0},
         {"rate_scale": 0.0},
-        {"seed": -1}, {"duration_s": 0.0}, {"url": "ftp://x"}, {"url": "http://x:port"},
+        {"seed": -1},
+        {"duration_s": 0.0},
+        {"url": "ftp://x"},
+        {"url": "http://x:port"},
     ],
-)  # fmt: skip
+)
 def test_settings_out_of_range(wrong: dict[str, Any]) -> None:
     with pytest.raises(InvalidInputError):
         run_bench([spec()], options("http://127.0.0.1:9", **wrong))
@@ -277,9 +284,14 @@ def test_what_has_ended_is_handed_over_once_and_in_part() -> None:
 
     async def work(url: str) -> Records:
         job = ClientJob(
-            url, (ModelTarget("m", 1000.0, (Body(b"{}"),)),), np.arange(20), np.arange(20) * 10.0,
-            np.zeros(20, np.int32), PATIENCE_S, 20,
-        )  # fmt: skip
+            url,
+            (ModelTarget("m", 1000.0, (Body(b"{}"),)),),
+            np.arange(20),
+            np.arange(20) * 10.0,
+            np.zeros(20, np.int32),
+            PATIENCE_S,
+            20,
+        )
         client = Client(job, HttpSender(url), hands_over=True)
         assert client.take_ended() is None
         await client.prepare()

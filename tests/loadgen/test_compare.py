@@ -20,9 +20,15 @@ MODEL = {"attainment": 1.0, "p50_ms": 10.0, "p90_ms": 12.0, "p99_ms": 15.0, "mea
 
 def document(goodput: float, schedule: str, **more: Any) -> dict[str, Any]:
     return {
-        "models": {"m": MODEL}, "goodput_rps": goodput, "attainment": 1.0, "schedule_hash": schedule,
-        "verdict": {"result": "PASS", "reasons": [], "conditions": {}}, "options": {}, "window_ms": [0, 1000], **more,
-    }  # fmt: skip
+        "models": {"m": MODEL},
+        "goodput_rps": goodput,
+        "attainment": 1.0,
+        "schedule_hash": schedule,
+        "verdict": {"result": "PASS", "reasons": [], "conditions": {}},
+        "options": {},
+        "window_ms": [0, 1000],
+        **more,
+    }
 
 
 def side(name: str, *documents: dict[str, Any]) -> Side:

@@ -84,10 +84,15 @@ def test_anything_else_is_not_a_schedule(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("duration_s", "seed", "scale", "where"),
-    [(0.0, 0, 1.0, "--duration-s"), (1.0, -1, 1.0, "--seed"), (1.0, 0, 0.0, "--rate-scale"),
-     (float("inf"), 0, 1.0, "--duration-s"),
-     (1.0, 0, float("nan"), "--rate-scale"), (1e9, 0, 1.0, "--duration-s")],
-)  # fmt: skip
+    [
+        (0.0, 0, 1.0, "--duration-s"),
+        (1.0, -1, 1.0, "--seed"),
+        (1.0, 0, 0.0, "--rate-scale"),
+        (float("inf"), 0, 1.0, "--duration-s"),
+        (1.0, 0, float("nan"), "--rate-scale"),
+        (1e9, 0, 1.0, "--duration-s"),
+    ],
+)
 def test_numbers_out_of_range(duration_s: float, seed: int, scale: float, where: str) -> None:
     with pytest.raises(InvalidInputError, match=where):
         make_schedule([A], duration_s, seed, scale)

@@ -30,9 +30,16 @@ def summary_of(records: Records, warmup_ms: float = 0.0, duration_ms: float = 10
 
 @pytest.mark.parametrize(
     ("status", "latency_ms", "outcome"),
-    [(200, 100.0, "OK"), (200, 100.001, "LATE"), (504, 1.0, "EXPIRED"), (429, 1.0, "REJECTED"), (503, 1.0, "FAILED"),
-     (400, 1.0, "FAILED"), (0, 1.0, "FAILED")],
-)  # fmt: skip
+    [
+        (200, 100.0, "OK"),
+        (200, 100.001, "LATE"),
+        (504, 1.0, "EXPIRED"),
+        (429, 1.0, "REJECTED"),
+        (503, 1.0, "FAILED"),
+        (400, 1.0, "FAILED"),
+        (0, 1.0, "FAILED"),
+    ],
+)
 def test_outcome_by_status_and_latency(status: int, latency_ms: float, outcome: str) -> None:
     assert outcome_of(status, latency_ms, 100.0) is Outcome[outcome]
 

@@ -1,5 +1,5 @@
-"""What `tenuto.gpu_check.probe` says on a GPU with 132 SMs and 140000 MiB, without one: a process that attaches to the
-control program made of files. `python -m tests.mps.fake_probe MODE [MIB]`.
+"""What the laboratory's `gpu_check.probe` says on a GPU with 132 SMs and 140000 MiB, without one: a process that
+attaches to the control program made of files. `python -m tests.mps.fake_probe MODE [MIB]`.
 
 As NVIDIA's device plugin found it, a memory limit keyed by UUID is not applied. `FAKE_GPU_DETACHED`: CUDA does not find
 the daemon, and runs without it.
@@ -33,8 +33,14 @@ def main() -> int:
     limit = os.environ.get("CUDA_MPS_PINNED_DEVICE_MEM_LIMIT", f"0={MEMORY_MIB}M")
     total = int(limit.removeprefix("0=").removesuffix("M")) if limit.startswith("0=") else MEMORY_MIB
     print("a library's warning", flush=True)
-    say(event="ready", pid=os.getpid(), sm_count=math.floor(SMS * share / 100), uuid=uuid, free_mib=total - 500,
-        total_mib=total)  # fmt: skip
+    say(
+        event="ready",
+        pid=os.getpid(),
+        sm_count=math.floor(SMS * share / 100),
+        uuid=uuid,
+        free_mib=total - 500,
+        total_mib=total,
+    )
 
     def is_hit() -> bool:
         fault = pipes / "fault"

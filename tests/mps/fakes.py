@@ -145,6 +145,12 @@ class Bench:
 
     def gpulet(self, uuid: str = UUID) -> PrivateDaemon:
         return PrivateDaemon(
-            uuid, root=self.root, runner=self.daemon, processes=self.processes, clock=self.clock,
-            sleep=self.clock.sleep, start_reaper=self.reapers.append, wall_clock=self.clock,
-        )  # fmt: skip
+            uuid,
+            root=self.root,
+            runner=self.daemon,
+            processes=self.processes,
+            clock=self.clock,
+            sleep=self.clock.sleep,
+            start_reaper=self.reapers.append,
+            wall_clock=self.clock,
+        )

@@ -24,23 +24,32 @@ def asked(bench: Bench) -> Bench:
 @pytest.mark.parametrize(
     ("command", "answer"),
     [
-        ("get_default_active_thread_percentage", "0.0"), ("get_default_active_thread_percentage", "101"),
-        ("get_default_active_thread_percentage", "100.0\n100.0"), ("get_default_active_thread_percentage", ""),
-        ("get_server_list", "701 702"), ("get_server_list", "Failed"), ("get_server_list", "-3"),
-        ("get_server_status 701", "active"), ("get_server_status 701", ""),
+        ("get_default_active_thread_percentage", "0.0"),
+        ("get_default_active_thread_percentage", "101"),
+        ("get_default_active_thread_percentage", "100.0\n100.0"),
+        ("get_default_active_thread_percentage", ""),
+        ("get_server_list", "701 702"),
+        ("get_server_list", "Failed"),
+        ("get_server_list", "-3"),
+        ("get_server_status 701", "active"),
+        ("get_server_status 701", ""),
         ("get_server_status 701", "Server not found"),
-        ("get_client_list 701", "41\n0"), ("get_client_list 701", "41x"),
-        ("terminate_client 701 41", "1"), ("terminate_client 701 41", ""),
+        ("get_client_list 701", "41\n0"),
+        ("get_client_list 701", "41x"),
+        ("terminate_client 701 41", "1"),
+        ("terminate_client 701 41", ""),
     ],
-)  # fmt: skip
+)
 def test_anything_unexpected_is_an_error_that_shows_it(asked: Bench, command: str, answer: str) -> None:
     asked.daemon.answers[command] = answer
     control = asked.gpulet().control
     calls: dict[str, Callable[[], object]] = {
-        "get_default_active_thread_percentage": control.default_share_pct, "get_server_list": control.servers,
-        "get_server_status": lambda: control.server_status(701), "get_client_list": lambda: control.clients(701),
+        "get_default_active_thread_percentage": control.default_share_pct,
+        "get_server_list": control.servers,
+        "get_server_status": lambda: control.server_status(701),
+        "get_client_list": lambda: control.clients(701),
         "terminate_client": lambda: control.terminate_client(701, 41),
-    }  # fmt: skip
+    }
 
     with pytest.raises(ControlError, match=r"answered '.*control\.log"):
         calls[command.split()[0]]()

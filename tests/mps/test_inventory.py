@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 
 from tenuto.cli import main
-from tenuto.deployments.operator.mps_inventory import cluster_of
+from tenuto.deployments.machines.node_gpus import cluster_of
 from tenuto.errors import EnvironmentFaultError
 from tenuto.mps import inventory
 from tenuto.mps.inventory import GpuProcesses, read_inventory
@@ -23,11 +23,18 @@ def test_gpus_are_told_by_uuid_whatever_order_cuda_has(as_bytes: bool) -> None:
     nvml = two_gpus(as_bytes=as_bytes)
     first, second = read_inventory(nvml, lambda: COUNTS)
     assert (first.uuid, first.type, first.sm_count, first.compute_mode, first.is_mig) == (
-        V100, "v100", 80, "default", False,
-    )  # fmt: skip
+        V100,
+        "v100",
+        80,
+        "default",
+        False,
+    )
     assert (second.type, second.sm_count, second.compute_capability, second.compute_mode) == (
-        "a100", 108, (8, 0), "exclusive-process",
-    )  # fmt: skip
+        "a100",
+        108,
+        (8, 0),
+        "exclusive-process",
+    )
     assert second.driver == "580.95.05"
     assert nvml.open == 0
 
@@ -88,8 +95,9 @@ def test_mig_devices_come_into_the_cluster_file(tmp_path: Path) -> None:
     path = tmp_path / "cluster.yaml"
     path.write_text(cluster_of({None: read_inventory(split_gpu(), lambda: {V100: 80})}).dump(), encoding="utf-8")
     assert [(gpu.type, gpu.uuid, gpu.memory_mib) for gpu in Cluster.load(path).gpus][1:] == [
-        ("a100-3g.20gb", PARTS[0], 20_096), ("a100-1g.5gb", PARTS[1], 4864),
-    ]  # fmt: skip
+        ("a100-3g.20gb", PARTS[0], 20_096),
+        ("a100-1g.5gb", PARTS[1], 4864),
+    ]
 
 
 def test_processes_of_mig_devices_and_clients_of_cuda_mps_are_seen() -> None:

@@ -32,8 +32,9 @@ def test_server_and_clients_are_ours_and_the_rest_is_named(bench: Bench) -> None
     bench.daemon.connect(41)
     nvml = FakeNvml(FakeGpu(UUID, pids=[701, 88, 99], mps_pids=[41]))
     assert read_others(gpulet, gpu=GpuProcesses(nvml)) == (
-        OtherProcess(88, "python", 1001), OtherProcess(99, None, None),
-    )  # fmt: skip
+        OtherProcess(88, "python", 1001),
+        OtherProcess(99, None, None),
+    )
     assert read_others(gpulet, own_pid=88, gpu=GpuProcesses(nvml)) == (OtherProcess(99, None, None),)
 
 

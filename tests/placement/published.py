@@ -70,8 +70,13 @@ def requirement_profile(needs: dict[str, dict[int, tuple[float, float, float]]],
     models = {
         name: {
             "points": [
-                {"batch_size": size, "latency_ms": 1000.0 * size / rps, "throughput_rps": rps,
-                 "memory_mib": memory / 100 * 16384, "metrics": {"achieved_occupancy_pct": compute}}
+                {
+                    "batch_size": size,
+                    "latency_ms": 1000.0 * size / rps,
+                    "throughput_rps": rps,
+                    "memory_mib": memory / 100 * 16384,
+                    "metrics": {"achieved_occupancy_pct": compute},
+                }
                 for size, (compute, memory, rps) in by_size.items()
             ]
         }

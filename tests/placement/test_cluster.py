@@ -52,8 +52,16 @@ def test_uuids_and_node_names_must_match() -> None:
 
 def test_a_cluster_survives_a_round_trip() -> None:
 
-    data = {"nodes": [{"name": "a", "address": "10.0.0.1", "gpus": [
-        {"type": "v100", "count": 2, "uuids": ["GPU-1", "GPU-2"], "price_per_hour": 1.5}]}], "elastic": True}
+    data = {
+        "nodes": [
+            {
+                "name": "a",
+                "address": "10.0.0.1",
+                "gpus": [{"type": "v100", "count": 2, "uuids": ["GPU-1", "GPU-2"], "price_per_hour": 1.5}],
+            }
+        ],
+        "elastic": True,
+    }
     cluster = parse_document(Cluster, data)
     assert parse_document(Cluster, parse_yaml(cluster.dump())) == cluster
     assert [gpu.uuid for gpu in cluster.gpus] == ["GPU-1", "GPU-2"]

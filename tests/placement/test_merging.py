@@ -41,13 +41,15 @@ class Placed:
                 "gpus": [{"id": gpu.id, "type": gpu.type} for gpu in cluster.gpus],
                 "gpulets": [
                     {
-                        "id": f"n0/0/{position}", "gpu": "n0/0", "share_pct": 100 / len(self.gpulets),
+                        "id": f"n0/0/{position}",
+                        "gpu": "n0/0",
+                        "share_pct": 100 / len(self.gpulets),
                         "models": [{"name": name, "batch_size": 4} for name in names],
                     }
                     for position, names in enumerate(self.gpulets)
                 ],
             }
-        )  # fmt: skip
+        )
 
 
 def merged_row(latency: dict[int, float], memory_mib: float | None = None) -> Profiles:
@@ -114,8 +116,12 @@ def test_a_share_that_was_not_measured_does_not_use_the_row() -> None:
     points = [{"batch_size": b, "latency_ms": 2.0 * b, "share_pct": s} for b in (1, 8) for s in (50, 100)]
     for entry in one["models"]:
         del entry["latency"]
-    rows = {"a": {"points": points}, "b": {"points": points}, "c": {"points": points},
-            "a+b": {"points": [{"batch_size": 8, "latency_ms": 3.0}]}}  # fmt: skip
+    rows = {
+        "a": {"points": points},
+        "b": {"points": points},
+        "c": {"points": points},
+        "a+b": {"points": [{"batch_size": 8, "latency_ms": 3.0}]},
+    }
     data = {"name": "m", "gpu_type": "v100", "source": "test", "models": rows}
     one["models"].append({**one["models"][0], "name": "c"})
     plan = solve(Placed("ab", "c"), Workload.model_validate(one), ONE_GPU, Profiles([Profile.model_validate(data)]))
@@ -123,11 +129,7 @@ def test_a_share_that_was_not_measured_does_not_use_the_row() -> None:
 
 
 @pytest.mark.parametrize(
-    ("places", "why"),
-    [
-        (("ab", "b"), "n0/0/1 holds b"),
-        (("a", "b", "ab"), "n0/0/0 holds a; n0/0/1 holds b"),
-    ],
+    ("places", "why"), [(("ab", "b"), "n0/0/1 holds b"), (("a", "b", "ab"), "n0/0/0 holds a; n0/0/1 holds b")]
 )
 def test_groups_that_lie_apart_are_left_out_and_the_plan_says_why(places: tuple[str, ...], why: str) -> None:
     data = workload([["a", "b"]]).model_dump(mode="json", exclude_none=True)
@@ -147,13 +149,17 @@ def beside_each_other(merge: Any, together_ms: float, *, gpus: int = 1, policy: 
 
     def row(occupancy: float, latency: dict[int, float], memory: float) -> dict[str, Any]:
         metrics = {"achieved_occupancy_pct": occupancy, "wavg_ach_occ_pct": occupancy, "wavg_sm_util_pct": occupancy}
-        points = [{"batch_size": b, "latency_ms": ms, "memory_mib": memory, "metrics": metrics}
-                  for b, ms in latency.items()]  # fmt: skip
+        points = [
+            {"batch_size": b, "latency_ms": ms, "memory_mib": memory, "metrics": metrics} for b, ms in latency.items()
+        ]
         return {"points": points}
 
     alone = {4: 8.0}
-    rows = {"a": row(40.0, alone, 2000.0), "b": row(35.0, alone, 2000.0),
-            "a+b": row(75.0, {4: 0.6 * together_ms, 8: together_ms}, 2500.0)}  # fmt: skip
+    rows = {
+        "a": row(40.0, alone, 2000.0),
+        "b": row(35.0, alone, 2000.0),
+        "a+b": row(75.0, {4: 0.6 * together_ms, 8: together_ms}, 2500.0),
+    }
     profile = Profile.model_validate({"name": "m", "gpu_type": "v100", "source": "t", "models": rows})
     models = [{"name": n, "source": "resnet50", "rate_rps": 480 * gpus, "slo_ms": 60} for n in "ab"]
     given = Workload.model_validate({"models": models, "merge": merge})
@@ -175,7 +181,7 @@ def test_models_side_by_side_on_a_gpu_become_one_context_with_the_sum_of_their_s
     assert any("a+b is merged" in note and "75 %" in note for note in merged.notes)
 
 
-@pytest.mark.parametrize("policy", ["wsm-milp", "ao-milp", "mps-default"])
+@pytest.mark.parametrize("policy", ["wsm-milp", "ao-milp"])
 def test_so_they_do_under_every_policy_that_puts_them_side_by_side_without_shares(policy: str) -> None:
     plan = beside_each_other("auto", 8.0, policy=policy)
     (one,) = plan.gpulets
@@ -230,12 +236,18 @@ PLAN: dict[str, Any] = {
     "policy": {"name": "hand"},
     "gpus": [{"id": "n0/0", "type": "v100"}],
     "gpulets": [
-        {"id": "x", "gpu": "n0/0", "merge": [["a", "b"]], "models": [
-            {"name": n, "batch_size": 2, "memory_mib": 9000.0, "latency": {"alpha_ms": 1, "beta_ms": 1}} for n in "abc"
-        ]}
+        {
+            "id": "x",
+            "gpu": "n0/0",
+            "merge": [["a", "b"]],
+            "models": [
+                {"name": n, "batch_size": 2, "memory_mib": 9000.0, "latency": {"alpha_ms": 1, "beta_ms": 1}}
+                for n in "abc"
+            ],
+        }
     ],
     "models": [{"name": n, "source": "resnet50", "rate_rps": 1, "slo_ms": 50} for n in "abc"],
-}  # fmt: skip
+}
 
 
 def with_merge(*groups: Any) -> dict[str, Any]:

@@ -15,9 +15,12 @@ from tenuto.placement.shown.table import compare_rows, rows_of, totals_of, why_u
 from tests.placement.published import LANGUAGE_MIX, equal_rates, thesis, v100s
 
 PLAN: dict[str, Any] = {
-    "schema": 1, "policy": {"name": "p", "options": {}}, "gpus": [{"id": "n0/0", "type": "v100"}],
+    "schema": 1,
+    "policy": {"name": "p", "options": {}},
+    "gpus": [{"id": "n0/0", "type": "v100"}],
     "gpulets": [{"id": "n0/0/a", "gpu": "n0/0", "share_pct": 40, "models": [{"name": "m", "batch_size": 4}]}],
-    "unserved": ["x"], "unserved_reasons": {"x": "too large"},
+    "unserved": ["x"],
+    "unserved_reasons": {"x": "too large"},
     "models": [{"name": "m", "rate_rps": 10, "slo_ms": 100}, {"name": "x", "rate_rps": 5, "slo_ms": 100}],
 }
 
@@ -33,9 +36,13 @@ def test_another_schema_version_says_to_plan_again() -> None:
 def test_unknown_keys_and_broken_references_are_told() -> None:
     with pytest.raises(InvalidInputError, match="unknown key"):
         Plan.from_data({**PLAN, "gpulet": []})
-    broken = {**PLAN, "gpulets": [
-        PLAN["gpulets"][0], {**PLAN["gpulets"][0], "gpu": "n9/9", "models": [{"name": "m", "batch_size": 1}] * 2},
-    ]}
+    broken = {
+        **PLAN,
+        "gpulets": [
+            PLAN["gpulets"][0],
+            {**PLAN["gpulets"][0], "gpu": "n9/9", "models": [{"name": "m", "batch_size": 1}] * 2},
+        ],
+    }
     with pytest.raises(InvalidInputError) as caught:
         Plan.from_data(broken)
     assert len(caught.value.problems) == 3
@@ -44,10 +51,12 @@ def test_unknown_keys_and_broken_references_are_told() -> None:
 
 
 def test_a_plan_is_found_inside_a_serve_config(tmp_path: Path) -> None:
-    config = {"applications": [
-        {"name": "other", "deployments": [{"name": "x"}]},
-        {"name": "entry", "deployments": [{"name": "gateway", "user_config": {"plan": PLAN}}]},
-    ]}
+    config = {
+        "applications": [
+            {"name": "other", "deployments": [{"name": "x"}]},
+            {"name": "entry", "deployments": [{"name": "gateway", "user_config": {"plan": PLAN}}]},
+        ]
+    }
     path = tmp_path / "plan.yaml"
     path.write_text(yaml.safe_dump(config))
     assert Plan.load(path) == Plan.from_data(PLAN)

@@ -66,10 +66,15 @@ def test_unknown_names_suggest_the_nearest() -> None:
         load_policy("ushr")
 
 
-@pytest.mark.parametrize(("name", "words"), [
-    ("nowhere.py:X", "no such file"), ("{dir}/bad.py:X", "importing the file failed: ZeroDivisionError"),
-    ("{dir}/empty.py:X", "not a class with a place"), ("{dir}/text.txt:X", "not a Python file"),
-])
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("nowhere.py:X", "no such file"),
+        ("{dir}/bad.py:X", "importing the file failed: ZeroDivisionError"),
+        ("{dir}/empty.py:X", "not a class with a place"),
+        ("{dir}/text.txt:X", "not a Python file"),
+    ],
+)
 def test_files_that_hold_no_policy_are_refused(name: str, words: str, tmp_path: Path) -> None:
     (tmp_path / "bad.py").write_text("1 / 0\n")
     (tmp_path / "empty.py").write_text("X = 3\n")
@@ -91,7 +96,9 @@ def test_all_wrong_options_are_told_at_once() -> None:
     with pytest.raises(InvalidInputError) as caught:
         load_policy("usher", {"heavy": "1", "heavy_ratio": "x", "shares": "perhaps"})
     assert [problem.path for problem in caught.value.problems] == [
-        "--option heavy", "--option heavy_ratio", "--option shares",
+        "--option heavy",
+        "--option heavy_ratio",
+        "--option shares",
     ]
 
 

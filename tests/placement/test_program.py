@@ -22,19 +22,22 @@ def replica(name: str, **more: Any) -> dict[str, Any]:
 
 def plan(*gpulets: dict[str, Any], gpus: int = 1, streaming: bool = False) -> Plan:
     slos = {"cats": 100, "dogs": 80, "plain": 100}
-    return Plan.from_data({
-        "policy": {"name": "hand"},
-        "gpus": [{"id": f"n0/{index}", "type": "v100"} for index in range(gpus)],
-        "gpulets": [{"id": f"n0/{i}/a", "gpu": f"n0/{i % gpus}", **gpulet} for i, gpulet in enumerate(gpulets)],
-        "models": [{"name": n, "source": "resnet50", "rate_rps": 9, "slo_ms": slo} for n, slo in slos.items()],
-        "streaming": streaming,
-    })  # fmt: skip
+    return Plan.from_data(
+        {
+            "policy": {"name": "hand"},
+            "gpus": [{"id": f"n0/{index}", "type": "v100"} for index in range(gpus)],
+            "gpulets": [{"id": f"n0/{i}/a", "gpu": f"n0/{i % gpus}", **gpulet} for i, gpulet in enumerate(gpulets)],
+            "models": [{"name": n, "source": "resnet50", "rate_rps": 9, "slo_ms": slo} for n, slo in slos.items()],
+            "streaming": streaming,
+        }
+    )
 
 
 MIXED = {
-    "share_pct": 60, "merge": [["cats", "dogs"]],
+    "share_pct": 60,
+    "merge": [["cats", "dogs"]],
     "models": [replica("cats"), replica("plain", copy_in_ms=0.5, copy_out_ms=0.25), replica("dogs", slowdown=1.5)],
-}  # fmt: skip
+}
 
 
 def test_a_group_is_one_program_where_its_first_model_stands() -> None:

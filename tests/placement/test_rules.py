@@ -17,10 +17,16 @@ BOTH = Cluster.parse("v100:1,cpu:1")
 
 def workload(merge: Any = "off", **options: dict[str, Any]) -> Workload:
     models = [
-        {"name": name, "source": "resnet50", "rate_rps": 10, "slo_ms": 100, "options": given,
-         "latency": {"alpha_ms": 2, "beta_ms": 4}}
+        {
+            "name": name,
+            "source": "resnet50",
+            "rate_rps": 10,
+            "slo_ms": 100,
+            "options": given,
+            "latency": {"alpha_ms": 2, "beta_ms": 4},
+        }
         for name, given in options.items()
-    ]  # fmt: skip
+    ]
     return Workload.model_validate({"models": models, "merge": merge})
 
 
@@ -29,12 +35,15 @@ def plan(*gpulets: dict[str, Any], **options: dict[str, Any]) -> dict[str, Any]:
         "policy": {"name": "hand"},
         "gpus": [{"id": "g", "type": "v100"}, {"id": "c", "type": "cpu"}],
         "gpulets": [
-            {"id": f"{g['gpu']}/{index}", "models": [{"name": n, "batch_size": 4} for n in g["of"]],
-             **{k: v for k, v in g.items() if k != "of"}}
+            {
+                "id": f"{g['gpu']}/{index}",
+                "models": [{"name": n, "batch_size": 4} for n in g["of"]],
+                **{k: v for k, v in g.items() if k != "of"},
+            }
             for index, g in enumerate(gpulets)
         ],
         "models": workload(**options).model_dump(mode="json")["models"],
-    }  # fmt: skip
+    }
 
 
 def problems_of(step: Any, *args: Any) -> tuple[Problem, ...]:
@@ -50,8 +59,10 @@ def test_all_wrong_options_of_all_models_are_told_at_once() -> None:
     )
     found = problems_of(check_inputs, asked, GPU, Profiles([]))
     assert [p.path for p in found] == [
-        "models.0.options.dtype", "models.0.options.warmup_runs", "models.2.options.cuda_graphs"
-    ]  # fmt: skip
+        "models.0.options.dtype",
+        "models.0.options.warmup_runs",
+        "models.2.options.cuda_graphs",
+    ]
     assert problems_of(solve, load_policy("ffd"), asked, GPU, Profiles([])) == found
 
 
@@ -69,17 +80,16 @@ def test_a_plan_is_refused_where_it_puts_cuda_graphs_on_a_cpu() -> None:
     Plan.from_data(plan({"gpu": "g", "of": "a"}, {"gpu": "c", "of": "b"}, a={"cuda_graphs": True}, b={}))
     wrong = plan({"gpu": "g", "of": "a"}, {"gpu": "c", "of": "ab"}, a={"cuda_graphs": True}, b={"dtype": 16})
     found = problems_of(lambda: Plan.from_data(wrong, origin="plan.yaml"))
-    assert [p.path for p in found] == [
-        "plan.yaml: models.0.options.cuda_graphs", "plan.yaml: models.1.options.dtype"
-    ]  # fmt: skip
+    assert [p.path for p in found] == ["plan.yaml: models.0.options.cuda_graphs", "plan.yaml: models.1.options.dtype"]
 
 
 def test_groups_that_are_asked_for_refuse_options_of_single_modules() -> None:
     asked = workload([["a", "b"]], a={"dtype": "fp16", "warmup_runs": 4}, b={"pad_batches": True}, c={"dtype": "fp16"})
     found = problems_of(check_inputs, asked, GPU, Profiles([]))
     assert [(p.path, p.value) for p in found] == [
-        ("models.0.options.dtype", "fp16"), ("models.1.options.pad_batches", True)
-    ]  # fmt: skip
+        ("models.0.options.dtype", "fp16"),
+        ("models.1.options.pad_batches", True),
+    ]
     assert all("merged (a+b)" in p.rule for p in found)
     whole = {"gpu": "g", "of": "ab", "merge": [["a", "b"]]}
     (found_again,) = problems_of(lambda: Plan.from_data(plan(whole, a={"channels_last": True}, b={})))
@@ -121,8 +131,9 @@ def test_a_plan_is_refused_for_a_gpulet_that_would_run_with_other_options() -> N
     assert problem.cure == "Give `dtype: bf16` in its options, or measure it with --option dtype=fp32."
     eager = measured_on_h200(dtype="fp32", cuda_graphs=False)
     assert [p.path for p in problems_of(check_inputs, h200_workload(), h200, eager)] == [
-        "models.0.options.dtype", "models.0.options.cuda_graphs"
-    ]  # fmt: skip
+        "models.0.options.dtype",
+        "models.0.options.cuda_graphs",
+    ]
     check_inputs(h200_workload(dtype="fp32", cuda_graphs=False), h200, eager)
 
 

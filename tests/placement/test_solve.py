@@ -56,12 +56,15 @@ def test_what_follows_from_the_decision_is_filled_in() -> None:
     assert plan.policy.name == "fixed"
 
 
-@pytest.mark.parametrize(("gpulets", "words"), [
-    ((gpulet("n0/0/a", "bert", share_pct=60), gpulet("n0/0/b", "bert", share_pct=60)), "more than 100 %"),
-    ((gpulet("n0/0/a", "bert", memory_mib=17000),), "more memory than the GPU has"),
-    ((gpulet("n0/0/a", "bert", 4), gpulet("n0/1/a", "who")), "not a model of the workload"),
-    ((), "neither served nor listed as unserved"),
-])
+@pytest.mark.parametrize(
+    ("gpulets", "words"),
+    [
+        ((gpulet("n0/0/a", "bert", share_pct=60), gpulet("n0/0/b", "bert", share_pct=60)), "more than 100 %"),
+        ((gpulet("n0/0/a", "bert", memory_mib=17000),), "more memory than the GPU has"),
+        ((gpulet("n0/0/a", "bert", 4), gpulet("n0/1/a", "who")), "not a model of the workload"),
+        ((), "neither served nor listed as unserved"),
+    ],
+)
 def test_plans_that_break_a_rule_are_refused(gpulets: tuple[dict[str, Any], ...], words: str) -> None:
     line = {"latency": {"alpha_ms": 1, "beta_ms": 1}}
     gpulets = tuple({**g, "models": [{**m, **line} for m in g["models"]]} for g in gpulets)
@@ -95,10 +98,15 @@ def test_models_without_a_profile_are_told_at_once() -> None:
 
 
 def test_one_impossible_model_does_not_refuse_the_others() -> None:
-    workload = Workload.model_validate({"models": [
-        {"name": "bert", "rate_rps": 1, "slo_ms": 20}, {"name": "vgg19", "rate_rps": 1, "slo_ms": 500},
-        {"name": "alexnet", "rate_rps": 1, "slo_ms": 500},
-    ]})
+    workload = Workload.model_validate(
+        {
+            "models": [
+                {"name": "bert", "rate_rps": 1, "slo_ms": 20},
+                {"name": "vgg19", "rate_rps": 1, "slo_ms": 500},
+                {"name": "alexnet", "rate_rps": 1, "slo_ms": 500},
+            ]
+        }
+    )
     small = Cluster.model_validate({"nodes": [{"name": "n", "gpus": [{"type": "v100", "memory_mib": 1000}]}]})
     for policy in (FirstFitDecreasing(), WaoUsher(), Symphony()):
         plan = solve(policy, workload, small, thesis())
@@ -125,14 +133,23 @@ def test_a_rate_beyond_what_an_elastic_cluster_grows_to_is_refused_at_once() -> 
     check_inputs(workload, v100s(4), thesis())  # a fixed cluster carries what it can
 
 
-@pytest.mark.parametrize(("policy", "estimated", "is_told"), [
-    ("usher", 1.0, True), ("wao-usher", 1.0, True), ("ao-milp", 1.0, True),
-    ("usher", 0.0, False),  # by hardware counters
-    ("ffd", 1.0, False),  # reads no occupancy
-])
+@pytest.mark.parametrize(
+    ("policy", "estimated", "is_told"),
+    [
+        ("usher", 1.0, True),
+        ("wao-usher", 1.0, True),
+        ("ao-milp", 1.0, True),
+        ("usher", 0.0, False),  # by hardware counters
+        ("ffd", 1.0, False),  # reads no occupancy
+    ],
+)
 def test_an_estimated_occupancy_is_not_taken_for_a_measured_one(policy: str, estimated: float, is_told: bool) -> None:
-    metrics = {"achieved_occupancy_pct": 30.0, "wavg_ach_occ_pct": 20.0, "wavg_sm_util_pct": 40.0,
-               "occupancy_estimated": estimated}  # fmt: skip
+    metrics = {
+        "achieved_occupancy_pct": 30.0,
+        "wavg_ach_occ_pct": 20.0,
+        "wavg_sm_util_pct": 40.0,
+        "occupancy_estimated": estimated,
+    }
     points = [{"batch_size": b, "latency_ms": 2.0 + b, "memory_mib": 900, "metrics": metrics} for b in (1, 4)]
     data = {"name": "p", "source": "test", "gpu_type": "v100", "models": {"m": {"points": points}}}
     workload = Workload.model_validate({"models": [{"name": "m", "rate_rps": 50, "slo_ms": 100}]})

@@ -12,9 +12,7 @@ from tenuto.batching.planning.policy import TenutoPolicy
 from tenuto.cli.watching import planning_watched
 from tenuto.errors import InvalidInputError
 from tenuto.placement import Cluster, Plan, Policy, Workload, solve
-from tenuto.placement.policies.gpulet.baselines import SelfTuning
 from tenuto.placement.policies.gpulet.gpulet import Gpulet
-from tenuto.placement.policies.gpulet.ideal import Ideal
 from tenuto.placement.policies.usher.usher import Usher
 from tenuto.placement.watch import INTERRUPTED, Watch
 from tenuto.profiles import Profiles
@@ -47,18 +45,16 @@ def vision(rate_rps: float = 500.0) -> Workload:
 
 @pytest.mark.parametrize(
     ("make", "load", "profiles"),
-    [
-        (lambda: TenutoPolicy(requests=2_000, tries=8), vision(), THESIS),
-        (Usher, vision(), THESIS),
-        (Gpulet, FEW, IGNITER),
-        (lambda: Ideal(max_steps=2_000), FEW, IGNITER),
-        (lambda: SelfTuning(max_steps=2_000), FEW, IGNITER),
-    ],
+    [(lambda: TenutoPolicy(requests=2_000), vision(), THESIS), (Usher, vision(), THESIS), (Gpulet, FEW, IGNITER)],
 )
 @pytest.mark.parametrize("words", [1, 2])
 def test_a_policy_that_is_stopped_gives_a_plan_of_what_it_has(
     make: Callable[[], Policy], load: Workload, profiles: Profiles, words: int
 ) -> None:
+    check_that_it_stops(make, load, profiles, words)
+
+
+def check_that_it_stops(make: Callable[[], Policy], load: Workload, profiles: Profiles, words: int) -> None:
     policy, whole = make(), make()
     policy.watch, whole.watch = After(words), After(10**9)
     plan = solve(policy, load, Cluster.parse("v100:2"), profiles)
@@ -72,12 +68,11 @@ def test_a_policy_that_is_stopped_gives_a_plan_of_what_it_has(
         assert plan.gpulets
 
 
-def test_an_interruption_does_not_wait_for_layouts_that_follow_from_the_starts() -> None:
+def test_an_interruption_does_not_wait_for_further_starts() -> None:
     policy = TenutoPolicy()
     policy.watch = After(1)  # while the first start is planned
     plan = solve(policy, vision(), Cluster.parse("v100:2"), THESIS)
-    assert "began as the plan of symphony; 1 layouts judged" in plan.notes[0]
-    assert "0 tried in virtual time" in plan.notes[0]
+    assert plan.notes[0].startswith("the plan of symphony; 0 plans were tried in virtual time")
 
 
 class Endless(Policy):

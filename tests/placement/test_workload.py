@@ -23,24 +23,27 @@ def problems(*models: dict[str, object], **more: object) -> list[str]:
     return [str(problem) for problem in caught.value.problems]
 
 
-@pytest.mark.parametrize(("change", "path", "words"), [
-    ({"rate_rps": 0}, "models.0.rate_rps", "greater than 0"),
-    ({"rate_rps": -3}, "models.0.rate_rps", "greater than 0"),
-    ({"slo_ms": 0}, "models.0.slo_ms", "greater than 0"),
-    ({"rate_rps": "fast"}, "models.0.rate_rps", "Give a number without a unit"),
-    ({"rate_rps": float("inf")}, "models.0.rate_rps", "finite"),
-    ({"name": "../etc"}, "models.0.name", "letters, digits"),
-    ({"slo": 100}, "models.0.slo", "Did you mean 'slo_ms'?"),
-    ({"latency": {"alpha_ms": 1}}, "models.0.latency.beta_ms", "Add this key"),
-    ({"latency": {"alpha_ms": 1, "beta_ms": -1}}, "models.0.latency.beta_ms", "greater than or equal to 0"),
-    ({"latency": {"points": {1: -2}}}, "models.0.latency.points.1", "greater than 0"),
-    ({"latency": {"points": {0: 2}}}, "models.0.latency.points", "batch sizes must be at least 1"),
-    ({"latency": {"points": {1: 2}, "beta_ms": 1}}, "models.0.latency.beta_ms", "keep one form"),
-    ({"latency": 5}, "models.0.latency", "mapping"),
-    ({"latency": {"alpha_ms": 1, "beta_ms": 1}, "profile": "b"}, "models.0", "keep one of them"),
-    ({"weight": 0}, "models.0.weight", "greater than 0"),
-    ({"arrival": {"proces": "poisson"}}, "models.0.arrival.proces", "Did you mean 'process'?"),
-])
+@pytest.mark.parametrize(
+    ("change", "path", "words"),
+    [
+        ({"rate_rps": 0}, "models.0.rate_rps", "greater than 0"),
+        ({"rate_rps": -3}, "models.0.rate_rps", "greater than 0"),
+        ({"slo_ms": 0}, "models.0.slo_ms", "greater than 0"),
+        ({"rate_rps": "fast"}, "models.0.rate_rps", "Give a number without a unit"),
+        ({"rate_rps": float("inf")}, "models.0.rate_rps", "finite"),
+        ({"name": "../etc"}, "models.0.name", "letters, digits"),
+        ({"slo": 100}, "models.0.slo", "Did you mean 'slo_ms'?"),
+        ({"latency": {"alpha_ms": 1}}, "models.0.latency.beta_ms", "Add this key"),
+        ({"latency": {"alpha_ms": 1, "beta_ms": -1}}, "models.0.latency.beta_ms", "greater than or equal to 0"),
+        ({"latency": {"points": {1: -2}}}, "models.0.latency.points.1", "greater than 0"),
+        ({"latency": {"points": {0: 2}}}, "models.0.latency.points", "batch sizes must be at least 1"),
+        ({"latency": {"points": {1: 2}, "beta_ms": 1}}, "models.0.latency.beta_ms", "keep one form"),
+        ({"latency": 5}, "models.0.latency", "mapping"),
+        ({"latency": {"alpha_ms": 1, "beta_ms": 1}, "profile": "b"}, "models.0", "keep one of them"),
+        ({"weight": 0}, "models.0.weight", "greater than 0"),
+        ({"arrival": {"proces": "poisson"}}, "models.0.arrival.proces", "Did you mean 'process'?"),
+    ],
+)
 def test_each_fault_is_told_once_with_its_cure(change: dict[str, object], path: str, words: str) -> None:
     found = problems({**GOOD, **change})
     assert len(found) == 1
@@ -94,14 +97,19 @@ def test_files_that_cannot_be_read_are_told_by_name(tmp_path: Path) -> None:
 
 models = st.lists(
     st.fixed_dictionaries(
-        {"name": st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._-]{0,20}", fullmatch=True),
-         "rate_rps": st.floats(0.001, 1e7), "slo_ms": st.floats(0.1, 1e6)},
+        {
+            "name": st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._-]{0,20}", fullmatch=True),
+            "rate_rps": st.floats(0.001, 1e7),
+            "slo_ms": st.floats(0.1, 1e6),
+        },
         optional={
-            "weight": st.floats(0.1, 10), "profile": st.sampled_from(["resnet50", "x"]),
+            "weight": st.floats(0.1, 10),
+            "profile": st.sampled_from(["resnet50", "x"]),
             "arrival": st.fixed_dictionaries({"process": st.just("gamma"), "shape": st.floats(0.1, 2)}),
         },
     ),
-    unique_by=lambda model: model["name"], max_size=5,
+    unique_by=lambda model: model["name"],
+    max_size=5,
 )
 
 
@@ -123,10 +131,14 @@ def test_scaling_multiplies_rates_only() -> None:
 
 
 def test_one_network_may_appear_with_several_slos() -> None:
-    workload = Workload.model_validate({"models": [
-        {"name": "fast", "profile": "vgg19", "rate_rps": 1, "slo_ms": 50},
-        {"name": "slow", "profile": "vgg19", "rate_rps": 1, "slo_ms": 500},
-    ]})
+    workload = Workload.model_validate(
+        {
+            "models": [
+                {"name": "fast", "profile": "vgg19", "rate_rps": 1, "slo_ms": 50},
+                {"name": "slow", "profile": "vgg19", "rate_rps": 1, "slo_ms": 500},
+            ]
+        }
+    )
     assert profile_of(workload["fast"], "v100", thesis()) == profile_of(workload["slow"], "v100", thesis())
 
 

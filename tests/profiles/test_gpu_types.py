@@ -7,11 +7,22 @@ from tenuto.profiles.gpu_types import GPU_TYPES, gpu_type_of, sms_of_share
 
 @pytest.mark.parametrize(
     ("name", "kind"),
-    [("Tesla V100-SXM2-16GB", "v100"), ("NVIDIA H200", "h200"), ("NVIDIA H100 80GB HBM3", "h100"), ("Tesla P4", "p4"),
-     ("NVIDIA A10G", "a10g"), ("NVIDIA GeForce GTX 1080 Ti", "1080ti"), ("NVIDIA L4", "l4"), ("Tesla T4", "t4"),
-     ("NVIDIA A100-SXM4-40GB", "a100"), ("NVIDIA GeForce RTX 2080 Ti", "2080ti"), ("NVIDIA B200", "b200"),
-     ("NVIDIA GB200", "gb200"), ("Tesla K80", "k80")],
-)  # fmt: skip
+    [
+        ("Tesla V100-SXM2-16GB", "v100"),
+        ("NVIDIA H200", "h200"),
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("Tesla P4", "p4"),
+        ("NVIDIA A10G", "a10g"),
+        ("NVIDIA GeForce GTX 1080 Ti", "1080ti"),
+        ("NVIDIA L4", "l4"),
+        ("Tesla T4", "t4"),
+        ("NVIDIA A100-SXM4-40GB", "a100"),
+        ("NVIDIA GeForce RTX 2080 Ti", "2080ti"),
+        ("NVIDIA B200", "b200"),
+        ("NVIDIA GB200", "gb200"),
+        ("Tesla K80", "k80"),
+    ],
+)
 def test_known_products_have_our_names(name: str, kind: str) -> None:
     assert gpu_type_of(name) == kind
     assert kind in GPU_TYPES

@@ -136,13 +136,18 @@ def _copy_times_ms(program: ProgramEntry, table: Sequence[float]) -> tuple[float
         raw = options.get(key, planned)
         value = 0.0 if raw is None else raw
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0.0 <= value < math.inf:
-            raise refused(f"options of {program.name}: {key}", raw, "must be ms of one request, at least 0",
-                          "Give 0 for none.")  # fmt: skip
+            raise refused(
+                f"options of {program.name}: {key}", raw, "must be ms of one request, at least 0", "Give 0 for none."
+            )
         found.append(float(value))
     for size, latency_ms in enumerate(table[1:], start=1):
         if sum(found) * size >= latency_ms:
-            raise refused(f"options of {program.name}: copy_in_ms + copy_out_ms", sum(found),
-                          f"a batch of {size} takes {latency_ms:g} ms in all, copies included", "Give smaller ones.")
+            raise refused(
+                f"options of {program.name}: copy_in_ms + copy_out_ms",
+                sum(found),
+                f"a batch of {size} takes {latency_ms:g} ms in all, copies included",
+                "Give smaller ones.",
+            )
     return found[0], found[1]
 
 
@@ -160,8 +165,12 @@ def _signature(member: MemberEntry) -> ModelSignature:
         try:
             return msgspec.convert(given, ModelSignature)
         except msgspec.ValidationError as error:
-            raise refused(f"options of {member.name}", given, f"say no signature ({error})",
-                          "Give `inputs` and `outputs` with `name`, `dtype` and `shape`.") from error  # fmt: skip
+            raise refused(
+                f"options of {member.name}",
+                given,
+                f"say no signature ({error})",
+                "Give `inputs` and `outputs` with `name`, `dtype` and `shape`.",
+            ) from error
     try:
         return with_pixels(lookup(member.source or member.name).signature, preferred=False)
     except InvalidInputError:

@@ -27,8 +27,13 @@ class TorchExecutor:
     """Owns one device. Invariant: `load`, `run` and `unload` are called by one thread, one at a time."""
 
     def __init__(
-        self, device: str = "cpu", *, share_pct: float | None = None, memory_mib: float | None = None,
-        cores: int | None = None, streaming: bool = False,
+        self,
+        device: str = "cpu",
+        *,
+        share_pct: float | None = None,
+        memory_mib: float | None = None,
+        cores: int | None = None,
+        streaming: bool = False,
     ) -> None:
         """Choose the device.
 

@@ -245,8 +245,8 @@ def _take_turns(placed: list[_Placed], fill: float, memory_mib: float) -> bool:
             gain = (now.busy_s - larger.busy_s) * one.rate_rps
             if (
                 (best is None or gain > best[0])
-                and static - now.static_mib + larger.static_mib
-                + max(larger.working_mib, _beside(working, index, 0.0)) <= memory_mib + 1e-6
+                and static - now.static_mib + larger.static_mib + max(larger.working_mib, _beside(working, index, 0.0))
+                <= memory_mib + 1e-6
                 and larger.latency_ms <= _beside(bearable, index, math.inf)
                 and one.cost.in_time(larger, _beside(longest, index, 0.0))
             ):
@@ -272,8 +272,14 @@ def _hosted(gpu: _OpenGpu) -> list[Hosted]:
     for p in gpu.placed:
         assumed = p.cost.assumed_latency(p.share_pct)
         latency_ms = p.batch.latency_ms if assumed is None else assumed.at(p.batch.size)
-        replicas.append(Replica(name=p.cost.spec.name, batch_size=p.batch.size, rate_rps=round(p.rate_rps, 6),
-                                latency_ms=round(latency_ms, 6)))  # fmt: skip
+        replicas.append(
+            Replica(
+                name=p.cost.spec.name,
+                batch_size=p.batch.size,
+                rate_rps=round(p.rate_rps, 6),
+                latency_ms=round(latency_ms, 6),
+            )
+        )
     if gpu.takes_turns:
         return [Hosted(gpu.gpu, None, replicas)]
     return [Hosted(gpu.gpu, p.share_pct, [replica]) for p, replica in zip(gpu.placed, replicas, strict=True)]

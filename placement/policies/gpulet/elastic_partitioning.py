@@ -56,8 +56,10 @@ class _OpenGpu:
     def running_beside(self, index: int) -> list[list[Resident]]:
         """Return the batches of every gpu-let in use but one."""
         return [
-            [Resident(costs.model, size, share)
-             for (costs, _), size in zip(tenants, one.cycle.batch_sizes, strict=True)]
+            [
+                Resident(costs.model, size, share)
+                for (costs, _), size in zip(tenants, one.cycle.batch_sizes, strict=True)
+            ]
             for position, ((share, tenants), one) in enumerate(zip(self.gpulets, self.solved, strict=True))
             if position != index and one is not None
         ]
@@ -150,8 +152,9 @@ class ElasticPartitioning:
         if len(one.gpulets) >= self._rules.max_partitions:
             return share
         sizes = self._rules.shares_pct
-        return next((s for s in sizes if wanted <= s < share and any(abs(share - s - rest) < 1e-6 for rest in sizes)),
-                    share)
+        return next(
+            (s for s in sizes if wanted <= s < share and any(abs(share - s - rest) < 1e-6 for rest in sizes)), share
+        )
 
     def _occupy(self, one: _OpenGpu, index: int, size: float, costs: ShareCosts, left: float) -> float:
         """Put the model alone on a free gpu-let, or on the part of it of that size; return the rate it carries there.
@@ -168,7 +171,7 @@ class ElasticPartitioning:
             if rate <= CARRIED * left:
                 continue
             parts = [(size, ((costs, rate),))] + ([(share - size, ())] if size < share else [])
-            gpulets: list[tuple[float, Tenants]] = [*one.gpulets[:index], *parts, *one.gpulets[index + 1:]]
+            gpulets: list[tuple[float, Tenants]] = [*one.gpulets[:index], *parts, *one.gpulets[index + 1 :]]
             if self._try_on(one, gpulets):
                 return rate
         return 0.0

@@ -81,8 +81,11 @@ class Gpulet(Policy):
         costs, reasons = share_costs(workload, cluster, profiles, self._sizes(workload), self.max_batch)
         models = interference_models(self.interference, cluster.gpu_types, profiles)
         rules = Rules(
-            shares_pct=self._sizes(workload)[:-1], max_partitions=self.max_partitions, knee=KNEES[self.knee],
-            smaller=self.smaller, turns=self.turns,
+            shares_pct=self._sizes(workload)[:-1],
+            max_partitions=self.max_partitions,
+            knee=KNEES[self.knee],
+            smaller=self.smaller,
+            turns=self.turns,
             disturbances={kind: Disturbance(model) for kind, model in models.items()},
         )
         plain = self._search(workload, cluster, costs, rules, reasons)

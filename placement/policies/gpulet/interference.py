@@ -73,9 +73,13 @@ class Reserve:
         key = (kind, own.spec.name, share_pct)
         if key not in self._known:
             comers = self._comers(kind, own, WHOLE_GPU - share_pct)
-            self._known[key] = slowed_rps(own, share_pct, lambda batch: max(
-                (f for other in comers if (f := disturbance.factor(batch, [[other]])) < math.inf), default=1.0
-            ))
+            self._known[key] = slowed_rps(
+                own,
+                share_pct,
+                lambda batch: max(
+                    (f for other in comers if (f := disturbance.factor(batch, [[other]])) < math.inf), default=1.0
+                ),
+            )
         return self._known[key]
 
     def _comers(self, kind: str, own: ShareCosts, room_pct: float) -> list[Resident]:

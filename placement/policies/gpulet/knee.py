@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-import math
 from collections.abc import Sequence
 
 FLAT = 1e-9
@@ -43,24 +41,7 @@ def knee_by_chord(curve: Curve) -> float:
     return share
 
 
-def knee_by_bend(curve: Curve) -> float:
-    """Return the share at which the curve turns most sharply either way, or the largest share of a straight line.
-
-    The turn is that of the curve in logarithms: the change of elasticity d ln(rate) / d ln(share), which depends on no
-    unit. The shares come out that iGniter's paper states for gpu-lets, where rates are positive.
-    """
-    best, share = FLAT, curve[-1][0]
-    gains = [
-        math.log(after / before) / math.log(larger / smaller)
-        for (smaller, before), (larger, after) in itertools.pairwise(curve)
-    ]
-    for before, after, (candidate, _) in zip(gains, gains[1:], curve[1:], strict=False):
-        if abs(after - before) > best:
-            best, share = abs(after - before), candidate
-    return share
-
-
-KNEES = {"curvature": knee_by_curvature, "chord": knee_by_chord, "bend": knee_by_bend}
+KNEES = {"curvature": knee_by_curvature, "chord": knee_by_chord}
 
 
 def _scaled(curve: Curve) -> list[tuple[float, float]]:

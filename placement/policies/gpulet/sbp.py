@@ -51,9 +51,7 @@ class SquishyBinPacking(Policy):
         pool = GpuPool(cluster)
         share = WHOLE_GPU / 2 if self.halves else WHOLE_GPU
         by_model, reasons = share_costs(workload, cluster, profiles, (share,), self.max_batch)
-        costs = {
-            kind: {name: views[kind] for name, views in by_model.items() if kind in views} for kind in pool.types
-        }
+        costs = {kind: {name: views[kind] for name, views in by_model.items() if kind in views} for kind in pool.types}
         left = {spec.name: spec.rate_rps for spec in workload.models}
         hosted: list[Hosted] = []
         for kind in self._order(pool, costs, left, share):
@@ -69,9 +67,7 @@ class SquishyBinPacking(Policy):
         bins = {kind: len(self._bins(costs[kind], rates, share, None)) for kind in costs}
         return sorted(costs, key=lambda kind: (-len(costs[kind]), bins[kind] * pool.prices[kind]))
 
-    def _bins(
-        self, costs: dict[str, ShareCosts], rates: dict[str, float], share: float, most: int | None
-    ) -> list[Bin]:
+    def _bins(self, costs: dict[str, ShareCosts], rates: dict[str, float], share: float, most: int | None) -> list[Bin]:
         names = list(costs)
         demands = [
             Demand(index, rates[name], costs[name].slo_ms, costs[name].latency_ms[share])

@@ -120,8 +120,14 @@ def pack_cluster(workload: Workload, cluster: Cluster, profiles: Profiles, attem
 
 
 def _pack_types(
-    specs: Sequence[ModelSpec], kinds: Sequence[str], pool: GpuPool, profiles: Profiles, attempt: Try,
-    opened: Sequence[OpenGpu], *, first: bool,
+    specs: Sequence[ModelSpec],
+    kinds: Sequence[str],
+    pool: GpuPool,
+    profiles: Profiles,
+    attempt: Try,
+    opened: Sequence[OpenGpu],
+    *,
+    first: bool,
 ) -> tuple[Packed, float]:
     """Place models on one GPU type after the other; return the packing and the rate that no replica carries."""
     left = {spec.name: spec for spec in specs}
@@ -260,16 +266,17 @@ def _opened_by(plan: Plan, workload: Workload, pool: GpuPool, profiles: Profiles
     for gpulet in plan.gpulets:
         if len(gpulet.models) != 1:
             rule = "holds several models, which iGniter's plans do not"
-            cure = "Extend a plan of igniter, ffd+ or ffd++."
+            cure = "Extend a plan of igniter."
             problems.append(Problem(f"gpulets.{gpulet.id}", len(gpulet.models), rule, cure))
         elif gpulet.gpu in used:
             opened, replica = used[gpulet.gpu], gpulet.models[0]
             profile = profile_of(workload[replica.name], opened.gpu.type, profiles)
             demand = Demand(
-                workload[replica.name], replica.rate_rps or workload[replica.name].rate_rps,
+                workload[replica.name],
+                replica.rate_rps or workload[replica.name].rate_rps,
                 ModelConstants.of(profile.coefficients, replica.name),
                 Hardware.of(profiles.hardware(opened.gpu.type), opened.gpu.type),
-            )  # fmt: skip
+            )
             demand.batch_size = replica.batch_size
             context_mib = context_mib_of(opened.gpu.type, profiles)
             demand.memory_mib = (memory_of(profile, replica.batch_size) or 0.0) + context_mib
@@ -280,15 +287,24 @@ def _opened_by(plan: Plan, workload: Workload, pool: GpuPool, profiles: Profiles
 
 
 def igniter_plan(
-    name: str, workload: Workload, cluster: Cluster, packed: Packed, notes: Sequence[str] = (), *,
+    name: str,
+    workload: Workload,
+    cluster: Cluster,
+    packed: Packed,
+    notes: Sequence[str] = (),
+    *,
     overcommits: bool = False,
-) -> Plan:  # fmt: skip
+) -> Plan:
     """Return the plan with the latencies that iGniter's model expects."""
     hosted = []
     for opened in packed.gpus:
         times = beside_ms(opened.demands, opened.shares)
         for demand, units, time_ms in zip(opened.demands, opened.shares, times, strict=True):
-            replica = Replica(name=demand.spec.name, batch_size=demand.batch_size, rate_rps=round(demand.rate_rps, 6),
-                              latency_ms=round(time_ms, 6))  # fmt: skip
+            replica = Replica(
+                name=demand.spec.name,
+                batch_size=demand.batch_size,
+                rate_rps=round(demand.rate_rps, 6),
+                latency_ms=round(time_ms, 6),
+            )
             hosted.append(Hosted(opened.gpu, units * demand.hardware.share_unit_pct, [replica]))
     return hosting_plan(name, workload, cluster, hosted, packed.refused, notes, overcommits=overcommits)

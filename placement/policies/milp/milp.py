@@ -153,9 +153,7 @@ class _Solving:
             note += "; neighbours were not fully optimised in the time given"
         return chosen, note
 
-    def _rounded(
-        self, patterns: Sequence[Pattern], bound: Relaxation | None
-    ) -> tuple[list[Pattern], Solution]:
+    def _rounded(self, patterns: Sequence[Pattern], bound: Relaxation | None) -> tuple[list[Pattern], Solution]:
         """Return the better of a greedy plan and of the relaxation rounded down and filled up, with its patterns."""
         starts: list[Sequence[tuple[Pattern, int]]] = [()]
         if bound is not None and not self._program.one_batch_size:

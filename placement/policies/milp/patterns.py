@@ -58,8 +58,11 @@ class TooManyPatternsError(Exception):
 
 
 def items_of(
-    workload: Sequence[ModelSpec], usable: Mapping[str, Mapping[str, Sequence[Requirement]]],
-    context_pct: Mapping[str, float], *, one_batch_size: bool,
+    workload: Sequence[ModelSpec],
+    usable: Mapping[str, Mapping[str, Sequence[Requirement]]],
+    context_pct: Mapping[str, float],
+    *,
+    one_batch_size: bool,
 ) -> dict[str, list[list[Item]]]:
     """Return the sensible replicas of each model by GPU type.
 
@@ -90,9 +93,11 @@ def items_of(
             worse = {b for b in sizes if any(_is_better(by_size[c], by_size[b], c < b) for c in sizes if c != b)}
             items = {kind: [item for item in own if item.need.batch_size not in worse] for kind, own in items.items()}
         for kind, own in items.items():
-            found[kind].append(own if one_batch_size else [
-                one for one in own if not any(_dominates(other, one) for other in own if other is not one)
-            ])
+            found[kind].append(
+                own
+                if one_batch_size
+                else [one for one in own if not any(_dominates(other, one) for other in own if other is not one)]
+            )
     return found
 
 

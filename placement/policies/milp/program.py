@@ -58,8 +58,13 @@ class Program:
     """
 
     def __init__(
-        self, models: Sequence[ModelSpec], gpu_counts: Mapping[str, int] | None, prices: Mapping[str, float],
-        max_replicas: int | None, *, one_batch_size: bool = False,
+        self,
+        models: Sequence[ModelSpec],
+        gpu_counts: Mapping[str, int] | None,
+        prices: Mapping[str, float],
+        max_replicas: int | None,
+        *,
+        one_batch_size: bool = False,
     ) -> None:
         self.models, self.gpu_counts, self.prices, self.max_replicas = models, gpu_counts, prices, max_replicas
         self.one_batch_size = one_batch_size
@@ -119,7 +124,9 @@ class Program:
         # A rate may be carried by whole replicas to the last request; a millionth is for rounding in their sums.
         upper = [limit + (TOLERANCE if index < models else 0.0) for index, limit in enumerate(rows.most)]
         result = integer_program(
-            cost, integrality=[1] * columns + [0] * models + [1] * sizes, bounds=Bounds(least, most),
+            cost,
+            integrality=[1] * columns + [0] * models + [1] * sizes,
+            bounds=Bounds(least, most),
             constraints=LinearConstraint(rows.matrix(columns + models + sizes), -np.inf, upper),
             options={"time_limit": time_limit_s, "mip_rel_gap": 0.0},
         )

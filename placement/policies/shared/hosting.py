@@ -54,9 +54,14 @@ def hosting_plan(
         counts[each.gpu.id] = index + 1
         used.append(each.gpu)
         gpulets.append(
-            Gpulet(id=gpulet_id(each.gpu.id, index), gpu=each.gpu.id, share_pct=each.share_pct,
-                   duty_cycle_ms=each.duty_ms, models=tuple(each.replicas))
-        )  # fmt: skip
+            Gpulet(
+                id=gpulet_id(each.gpu.id, index),
+                gpu=each.gpu.id,
+                share_pct=each.share_pct,
+                duty_cycle_ms=each.duty_ms,
+                models=tuple(each.replicas),
+            )
+        )
         for replica in each.replicas:
             rates[replica.name] += replica.rate_rps or 0.0
     slowest = slowest_ms(gpulets)
@@ -73,8 +78,12 @@ def hosting_plan(
         policy=PolicyUsed(name=policy),
         gpus=planned_gpus(cluster, used),
         gpulets=tuple(gpulets),
-        expected=Expected(goodput_rps=round(sum(model.goodput_rps for model in models.values()), 6), models=models,
-                          gpus_used=len({gpu.id for gpu in used}), cost_per_hour=cost_of(used)),
+        expected=Expected(
+            goodput_rps=round(sum(model.goodput_rps for model in models.values()), 6),
+            models=models,
+            gpus_used=len({gpu.id for gpu in used}),
+            cost_per_hour=cost_of(used),
+        ),
         unserved=tuple(spec.name for spec in workload.models if spec.name not in slowest),
         unserved_reasons={
             spec.name: reasons.get(spec.name, "no GPU time left") for spec in workload.models if spec.name in missing

@@ -43,8 +43,9 @@ class Requirement:
 
     def replica(self, model: str, rate_rps: float) -> Replica:
         """Return it for the plan, with the latency the policy believes in: the one measured on the whole GPU."""
-        return Replica(name=model, batch_size=self.batch_size, rate_rps=round(rate_rps, 6),
-                       latency_ms=round(self.latency_ms, 6))  # fmt: skip
+        return Replica(
+            name=model, batch_size=self.batch_size, rate_rps=round(rate_rps, 6), latency_ms=round(self.latency_ms, 6)
+        )
 
 
 @dataclass(frozen=True)
@@ -113,7 +114,8 @@ def _percent(on: ModelOnGpu, batch_size: int, metric: str) -> float | None:
 def _requirements(on: ModelOnGpu, measured: tuple[Requirement, ...]) -> Requirements:
     in_time = tuple(r for r in measured if r.latency_ms <= on.slo_ms)
     usable = tuple(
-        r for r in in_time
+        r
+        for r in in_time
         if r.compute_pct <= 100.0 and r.memory_pct <= 100.0 and (r.memory_mib or 0.0) <= on.gpu.memory_mib
     )
     if usable:

@@ -57,7 +57,10 @@ def full_batch(demand: Demand, slack_ms: float = 0.0) -> int:
 
 
 def pack(
-    demands: Sequence[Demand], *, slack_ms: float = 0.0, fits: Callable[[Sequence[Part]], bool] | None = None,
+    demands: Sequence[Demand],
+    *,
+    slack_ms: float = 0.0,
+    fits: Callable[[Sequence[Part]], bool] | None = None,
     most: int | None = None,
 ) -> list[Bin]:
     """Return the GPUs needed to carry these rates.

@@ -246,9 +246,12 @@ class _Case:
         """Return rate and static memory of every sub-cluster in averages."""
         placed = assignment >= 0
         where = assignment[placed]
-        rate = np.bincount(where, self._rate[placed], self.count)
-        memory = np.bincount(where, self._memory[placed], self.count)
-        return rate.astype(np.float64), memory.astype(np.float64)
+        return self._sums(where, self._rate[placed]), self._sums(where, self._memory[placed])
+
+    def _sums(self, where: Assignment, values: Floats) -> Floats:
+        """Return the sum of the values in every sub-cluster. numpy's own sums of nothing are whole numbers, and what is
+        added to them later would lose its fraction."""
+        return np.bincount(where, values, self.count).astype(np.float64)
 
     def objective(self, assignment: Assignment) -> float:
         rate, memory = self.loads(assignment)
@@ -279,10 +282,10 @@ class _Case:
 
     def _held(self, assignment: Assignment) -> Floats:
         """Return static memory and the largest dynamic part of every sub-cluster in MiB."""
-        static = np.bincount(assignment, self._static, self.count)
+        static = self._sums(assignment, self._static)
         largest = np.zeros(self.count)
         np.maximum.at(largest, assignment, self._dynamic)
-        return np.asarray(static + largest)
+        return static + largest
 
     # --- starts and improvements ----------------------------------------------------------------------------------
 
@@ -305,7 +308,7 @@ class _Case:
         placed = found >= 0
         where = found[placed]
         rate, memory = self.loads(found)
-        static = np.bincount(where, self._static[placed], self.count)
+        static = self._sums(where, self._static[placed])
         dynamic = np.zeros(self.count)
         np.maximum.at(dynamic, where, self._dynamic[placed])
         models = np.bincount(where, minlength=self.count)
@@ -391,9 +394,15 @@ class _Case:
         return int(fullness.argmin())
 
     def _after(
-        self, k: int, home: Assignment, rate: Floats, memory: Floats, gain_rate: Floats, gain_memory: Floats,
+        self,
+        k: int,
+        home: Assignment,
+        rate: Floats,
+        memory: Floats,
+        gain_rate: Floats,
+        gain_memory: Floats,
         reduce: np.ufunc,
-    ) -> Floats:  # fmt: skip
+    ) -> Floats:
         """Return the potential after each exchange: rows are models leaving k, columns those that come for them from
         the sub-clusters `home`. Only two sub-clusters change, so that the rest is summed up once for each."""
         found = np.zeros(gain_rate.shape)
@@ -465,11 +474,12 @@ class _Case:
         integrality = np.zeros(size)
         integrality[: models * count] = 1
         result = integer_program(
-            objective, integrality=integrality,
+            objective,
+            integrality=integrality,
             bounds=Bounds(np.zeros(size), np.concatenate([most_x.ravel(), np.full(2 + count, np.inf)])),
             constraints=LinearConstraint(rows.matrix(size), rows.least, rows.most),
             options={"time_limit": time_limit_s, "mip_rel_gap": 1e-6},
-        )  # fmt: skip
+        )
         if result.x is None:
             return None, self.bound, result.status == 2
         assignment = result.x[: models * count].reshape(models, count).argmax(axis=1).astype(np.int64)

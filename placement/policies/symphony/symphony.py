@@ -60,8 +60,7 @@ class Symphony(Policy):
     summary = "every GPU of a sub-cluster holds all its models; staggered batch sizes"
     source = "Symphony (arXiv 2308.07470v2), sections 3 and 4 and appendix A"
     readings = (
-        "as few sub-clusters as memory and rate allow, where the paper is given their number; one GPU type in "
-        "each"
+        "as few sub-clusters as memory and rate allow, where the paper is given their number; one GPU type in each"
     )
 
     sub_clusters: int = option(0, minimum=0)
@@ -107,9 +106,7 @@ class Symphony(Policy):
         """Return the sub-clusters of one type, and why models are in none."""
         if not members:
             return [], {}
-        limits = Limits(
-            memory_mib=room_mib, max_rate_rps=self.max_rate_rps or None, memory_weight=self.memory_weight
-        )
+        limits = Limits(memory_mib=room_mib, max_rate_rps=self.max_rate_rps or None, memory_weight=self.memory_weight)
         # Batches, and with them memory, grow with the GPUs of a sub-cluster; an elastic cluster grows to any number.
         entries = [member.entry(MOST_GPUS if elastic else gpus) for member in members]
         most = len(members) if elastic else min(gpus, len(members))
@@ -128,9 +125,7 @@ class Symphony(Policy):
         groups = [[members[i] for i, k in zip(kept, where, strict=True) if k == g] for g in range(number)]
         return [_SubCluster(kind, group) for group in groups if group], left_out
 
-    def _fewest(
-        self, entries: Sequence[PartitionModel], limits: Limits, most: int
-    ) -> tuple[int, list[int | None]]:
+    def _fewest(self, entries: Sequence[PartitionModel], limits: Limits, most: int) -> tuple[int, list[int | None]]:
         """Return the fewest sub-clusters that hold all models, or the most there may be, with a first assignment."""
         if self.sub_clusters:
             number = min(self.sub_clusters, most)
@@ -166,7 +161,9 @@ class Symphony(Policy):
 
 def _replica(resident: StaggeredModel, gpus: int, carried: float) -> Replica:
     return Replica(
-        name=resident.spec.name, batch_size=resident.batch(gpus), rate_rps=resident.spec.rate_rps * carried / gpus,
+        name=resident.spec.name,
+        batch_size=resident.batch(gpus),
+        rate_rps=resident.spec.rate_rps * carried / gpus,
         latency_ms=round(resident.latency_ms(gpus), 6),
     )
 

@@ -68,8 +68,12 @@ def parse_chrome_trace(data: Any, *, origin: str = "trace", device_index: int = 
                 sizes[way] += int(arguments.get("bytes", 0))
                 times[way] += float(event.get("dur", 0.0)) / 1000.0
     if not kernels:
-        raise refused(origin, 0, "no kernel of this device was recorded",
-                      "Record with ProfilerActivity.CUDA on a machine whose CUPTI is not taken by another profiler.")
+        raise refused(
+            origin,
+            0,
+            "no kernel of this device was recorded",
+            "Record with ProfilerActivity.CUDA on a machine whose CUPTI is not taken by another profiler.",
+        )
     kernels.sort(key=lambda kernel: kernel.start_us)
     return KernelTrace(device, tuple(kernels), sizes, times)
 
@@ -83,22 +87,35 @@ def _device(data: Mapping[str, Any], origin: str, index: int) -> Device:
             except KeyError as error:
                 cure = "Record the trace with a PyTorch of 1.10 or later."
                 raise refused(f"{origin}: deviceProperties", one, f"lacks {error}", cure) from error
-    raise refused(f"{origin}: deviceProperties", index, "does not describe this device",
-                  "Record the trace with CUDA activities, or name another device.")
+    raise refused(
+        f"{origin}: deviceProperties",
+        index,
+        "does not describe this device",
+        "Record the trace with CUDA activities, or name another device.",
+    )
 
 
 def _kernel(event: Mapping[str, Any], arguments: Mapping[str, Any], path: str) -> Kernel:
     try:
         grid, block = (_dim3(arguments[key]) for key in ("grid", "block"))
         return Kernel(
-            name=str(event["name"]), grid=grid, block=block, start_us=float(event["ts"]),
-            duration_us=float(event["dur"]), registers_per_thread=_whole(arguments.get("registers per thread")),
-            shared_memory_bytes=_whole(arguments.get("shared memory")), stream=_whole(arguments.get("stream")),
+            name=str(event["name"]),
+            grid=grid,
+            block=block,
+            start_us=float(event["ts"]),
+            duration_us=float(event["dur"]),
+            registers_per_thread=_whole(arguments.get("registers per thread")),
+            shared_memory_bytes=_whole(arguments.get("shared memory")),
+            stream=_whole(arguments.get("stream")),
             correlation=_whole(arguments.get("correlation")),
         )
     except (KeyError, TypeError, ValueError) as error:
-        raise refused(path, event.get("name"), f"is a kernel without a readable {error}",
-                      "Record with torch.profiler; other tools' traces lack the launch configuration.") from error
+        raise refused(
+            path,
+            event.get("name"),
+            f"is a kernel without a readable {error}",
+            "Record with torch.profiler; other tools' traces lack the launch configuration.",
+        ) from error
 
 
 def _dim3(value: Any) -> tuple[int, int, int]:

@@ -15,13 +15,33 @@ from tenuto.errors import refused
 
 # Factors to microseconds and bytes by the spellings of both tools and their versions.
 MICROSECONDS: Mapping[str, float] = {
-    "ns": 1e-3, "nsec": 1e-3, "nsecond": 1e-3, "us": 1.0, "usec": 1.0, "usecond": 1.0, "μs": 1.0, "ms": 1e3,
-    "msec": 1e3, "msecond": 1e3, "s": 1e6, "sec": 1e6, "second": 1e6,
-}  # fmt: skip
+    "ns": 1e-3,
+    "nsec": 1e-3,
+    "nsecond": 1e-3,
+    "us": 1.0,
+    "usec": 1.0,
+    "usecond": 1.0,
+    "μs": 1.0,
+    "ms": 1e3,
+    "msec": 1e3,
+    "msecond": 1e3,
+    "s": 1e6,
+    "sec": 1e6,
+    "second": 1e6,
+}
 BYTES: Mapping[str, float] = {
-    "byte": 1.0, "b": 1.0, "bytes": 1.0, "kbyte": 1e3, "kb": 1e3, "mbyte": 1e6, "mb": 1e6, "gb": 1e9, "gbyte": 1e9,
-    "kib": 1024.0, "mib": 1048576.0,
-}  # fmt: skip
+    "byte": 1.0,
+    "b": 1.0,
+    "bytes": 1.0,
+    "kbyte": 1e3,
+    "kb": 1e3,
+    "mbyte": 1e6,
+    "mb": 1e6,
+    "gb": 1e9,
+    "gbyte": 1e9,
+    "kib": 1024.0,
+    "mib": 1048576.0,
+}
 
 
 def read_text(path: str | Path) -> str:
@@ -51,8 +71,9 @@ def read_rows(text: str, first_columns: Sequence[str], *, origin: str, export: s
                     rule = f"has {len(row)} cells where the header has {len(header)}"
                     raise refused(f"{origin}: row {number_}", row[-1], rule, f"Export again with `{export}`.")
             return [header, *rows]
-    raise refused(origin, "", f"has no header with the columns {', '.join(first_columns)}",
-                  f"Export it with `{export}`.")
+    raise refused(
+        origin, "", f"has no header with the columns {', '.join(first_columns)}", f"Export it with `{export}`."
+    )
 
 
 def unit_factor(unit: str, factors: Mapping[str, float], *, path: str) -> float:

@@ -41,8 +41,12 @@ def import_kernels(profile: Profile, request: ImportRequest) -> Profile:
     _check(profile, request)
     kernels, capability, notes = _kernels(request)
     if len(kernels) % request.batches:
-        raise refused("--import-batches", request.batches, f"does not divide the {len(kernels)} recorded kernels",
-                      "Give the number of batches that ran while the profiler recorded, warm-up included.")
+        raise refused(
+            "--import-batches",
+            request.batches,
+            f"does not divide the {len(kernels)} recorded kernels",
+            "Give the number of batches that ran while the profiler recorded, warm-up included.",
+        )
     device = _device(profile, capability, request.share_pct)
     metrics = kernel_metrics(kernels, device)
     if request.batches > 1 or not (request.nsys or request.trace):
@@ -54,7 +58,8 @@ def import_kernels(profile: Profile, request: ImportRequest) -> Profile:
     row = profile.models[request.row]
     points = tuple(
         point.model_copy(update={"metrics": {**point.metrics, **metrics}})
-        if (point.batch_size, point.share_pct) == (request.batch_size, request.share_pct) else point
+        if (point.batch_size, point.share_pct) == (request.batch_size, request.share_pct)
+        else point
         for point in row.points
     )
     note = f"batch {request.batch_size} at {request.share_pct:g} %: kernel metrics {', '.join(notes)}"
@@ -76,8 +81,12 @@ def _check(profile: Profile, request: ImportRequest) -> None:
         raise refused("MODEL", request.row, "is not in the profile file", f"It has: {known}.")
     if not any((p.batch_size, p.share_pct) == (request.batch_size, request.share_pct) for p in row.points):
         known = ", ".join(f"{p.batch_size} at {p.share_pct:g} %" for p in row.points) or "none"
-        raise refused(f"models.{request.row}", f"{request.batch_size} at {request.share_pct:g} %",
-                      "this batch size and share were not measured", f"Measured: {known}.")
+        raise refused(
+            f"models.{request.row}",
+            f"{request.batch_size} at {request.share_pct:g} %",
+            "this batch size and share were not measured",
+            f"Measured: {known}.",
+        )
 
 
 def _kernels(request: ImportRequest) -> tuple[Sequence[Kernel], tuple[int, int] | None, list[str]]:
@@ -94,8 +103,12 @@ def _kernels(request: ImportRequest) -> tuple[Sequence[Kernel], tuple[int, int] 
     if request.ncu:
         report = load_ncu(request.ncu)
         if capability is not None and report.compute_capability not in (None, capability):
-            raise refused(request.ncu, report.compute_capability, f"is of another GPU than the trace's {capability}",
-                          "Record both on one GPU.")
+            raise refused(
+                request.ncu,
+                report.compute_capability,
+                f"is of another GPU than the trace's {capability}",
+                "Record both on one GPU.",
+            )
         capability = capability or report.compute_capability
         if kernels:
             matched = match_kernels(kernels, report.kernels, origin=request.ncu)
@@ -116,6 +129,10 @@ def _device(profile: Profile, capability: tuple[int, int] | None, share_pct: flo
         rule = "SM count and compute capability are not known"
         raise refused("gpu_type", profile.gpu_type, rule, f"Types that have them: {there}.")
     if cc != known.capability:
-        raise refused("compute capability", cc, f"is not that of a {profile.gpu_type}, {known.capability}",
-                      "Import into the profile of the GPU type the files were recorded on.")
+        raise refused(
+            "compute capability",
+            cc,
+            f"is not that of a {profile.gpu_type}, {known.capability}",
+            "Import into the profile of the GPU type the files were recorded on.",
+        )
     return Device(profile.gpu_type, cc, sms_of_share(known.sm_count, share_pct))

@@ -60,16 +60,21 @@ def match_kernels(trace: Sequence[Kernel], measured: Sequence[Kernel], *, origin
                 partner = left[queue[0]]
                 used.add(queue.popleft())
                 result[position] = replace(
-                    kernel, achieved_occupancy_pct=partner.achieved_occupancy_pct, l2_util_pct=partner.l2_util_pct,
+                    kernel,
+                    achieved_occupancy_pct=partner.achieved_occupancy_pct,
+                    l2_util_pct=partner.l2_util_pct,
                     dram_util_pct=partner.dram_util_pct,
-                )  # fmt: skip
+                )
         left = [kernel for index, kernel in enumerate(left) if index not in used]
     unmatched = sum(one is None for one in result)
     if unmatched == len(trace):
         example = trace[0] if trace else None
-        raise refused(origin, None if example is None else f"{example.name} {example.grid} {example.block}",
-                      "no kernel of the one file is in the other by name and launch configuration",
-                      "Record both of the same model, batch size and GPU.")
+        raise refused(
+            origin,
+            None if example is None else f"{example.name} {example.grid} {example.block}",
+            "no kernel of the one file is in the other by name and launch configuration",
+            "Record both of the same model, batch size and GPU.",
+        )
     kernels = tuple(kernel if one is None else one for kernel, one in zip(trace, result, strict=True))
     return Matched(kernels, unmatched, len(left))
 

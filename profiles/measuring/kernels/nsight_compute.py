@@ -24,18 +24,28 @@ from tenuto.profiles.measuring.kernels.record import Kernel
 
 _EXPORT = "ncu --import FILE.ncu-rep --csv --page raw"
 METRICS = (
-    "gpu__time_duration.sum", "sm__warps_active.avg.pct_of_peak_sustained_active",
-    "lts__throughput.avg.pct_of_peak_sustained_elapsed", "dram__throughput.avg.pct_of_peak_sustained_elapsed",
-    "launch__registers_per_thread", "launch__shared_mem_per_block_static", "launch__shared_mem_per_block_dynamic",
-)  # fmt: skip
+    "gpu__time_duration.sum",
+    "sm__warps_active.avg.pct_of_peak_sustained_active",
+    "lts__throughput.avg.pct_of_peak_sustained_elapsed",
+    "dram__throughput.avg.pct_of_peak_sustained_elapsed",
+    "launch__registers_per_thread",
+    "launch__shared_mem_per_block_static",
+    "launch__shared_mem_per_block_dynamic",
+)
 """What to let Nsight Compute collect."""
 
 _DURATION = ("gpu__time_duration.sum", "gpu__time_duration.avg", "gpu__time_duration")
 _OCCUPANCY = ("sm__warps_active.avg.pct_of_peak_sustained_active",)
-_L2 = ("lts__throughput.avg.pct_of_peak_sustained_elapsed", "lts__t_sectors.avg.pct_of_peak_sustained_elapsed",
-       "lts__t_bytes.avg.pct_of_peak_sustained_elapsed")  # fmt: skip
-_DRAM = ("dram__throughput.avg.pct_of_peak_sustained_elapsed", "gpu__dram_throughput.avg.pct_of_peak_sustained_elapsed",
-         "dram__bytes.sum.pct_of_peak_sustained_elapsed")  # fmt: skip
+_L2 = (
+    "lts__throughput.avg.pct_of_peak_sustained_elapsed",
+    "lts__t_sectors.avg.pct_of_peak_sustained_elapsed",
+    "lts__t_bytes.avg.pct_of_peak_sustained_elapsed",
+)
+_DRAM = (
+    "dram__throughput.avg.pct_of_peak_sustained_elapsed",
+    "gpu__dram_throughput.avg.pct_of_peak_sustained_elapsed",
+    "dram__bytes.sum.pct_of_peak_sustained_elapsed",
+)
 _SHARED = ("launch__shared_mem_per_block_static", "launch__shared_mem_per_block_dynamic")
 
 
@@ -66,11 +76,17 @@ def parse_ncu(text: str, *, origin: str = "ncu CSV") -> NcuReport:
     found = {key: next((n for n in names if n in where), None) for key, names in wanted.items()}
     missing = [names[0] for key, names in wanted.items() if found[key] is None]
     if missing:
-        raise InvalidInputError([
-            Problem(f"{origin}: {name}", "", "column is missing",
-                    f"Collect --set full, or --metrics {','.join(METRICS)}.")
-            for name in missing
-        ])  # fmt: skip
+        raise InvalidInputError(
+            [
+                Problem(
+                    f"{origin}: {name}",
+                    "",
+                    "column is missing",
+                    f"Collect --set full, or --metrics {','.join(METRICS)}.",
+                )
+                for name in missing
+            ]
+        )
     if not rows or rows[0][where["ID"]].strip():
         rule = "has no row of units below the header"
         raise refused(origin, "", rule, f"Export with `{_EXPORT}`.")
@@ -91,7 +107,11 @@ def parse_ncu(text: str, *, origin: str = "ncu CSV") -> NcuReport:
 
 
 def _kernel(
-    row: Mapping[str, str], found: Mapping[str, str | None], factor: float, shared: Mapping[str, float], now_us: float,
+    row: Mapping[str, str],
+    found: Mapping[str, str | None],
+    factor: float,
+    shared: Mapping[str, float],
+    now_us: float,
     path: str,
 ) -> Kernel:
     values = {key: number(row[str(name)], path=f"{path}: {name}") for key, name in found.items()}
@@ -103,11 +123,16 @@ def _kernel(
     sizes = [number(row[name], path=path) for name in shared]
     known = [size * each for size, each in zip(sizes, shared.values(), strict=True) if size is not None]
     return Kernel(
-        name=row["Kernel Name"], grid=dim3(row["Grid Size"], path=f"{path}: Grid Size"),
-        block=dim3(row["Block Size"], path=f"{path}: Block Size"), start_us=now_us, duration_us=duration * factor,
+        name=row["Kernel Name"],
+        grid=dim3(row["Grid Size"], path=f"{path}: Grid Size"),
+        block=dim3(row["Block Size"], path=f"{path}: Block Size"),
+        start_us=now_us,
+        duration_us=duration * factor,
         registers_per_thread=None if registers is None else int(registers),
         shared_memory_bytes=round(sum(known)) if len(known) == len(_SHARED) else None,
-        achieved_occupancy_pct=values["occupancy"], l2_util_pct=values["L2"], dram_util_pct=values["DRAM"],
+        achieved_occupancy_pct=values["occupancy"],
+        l2_util_pct=values["L2"],
+        dram_util_pct=values["DRAM"],
     )
 
 

@@ -42,10 +42,8 @@ def parse_nsys(text: str, *, origin: str = "nsys CSV") -> tuple[Kernel, ...]:
         )
     factors = {
         name: unit_factor(units[name], kind, path=f"{origin}: {name}")
-        for name, kind in (
-            ("Start", MICROSECONDS), ("Duration", MICROSECONDS), ("StcSMem", BYTES), ("DymSMem", BYTES)
-        )
-    }  # fmt: skip
+        for name, kind in (("Start", MICROSECONDS), ("Duration", MICROSECONDS), ("StcSMem", BYTES), ("DymSMem", BYTES))
+    }
     kernels = []
     for line, cells in enumerate(rows, start=1):
         row = dict(zip(names, cells, strict=True))
@@ -66,8 +64,12 @@ def _kernel(row: Mapping[str, str], factors: Mapping[str, float], path: str) -> 
         values[name] = value * factors.get(name, 1.0)
     strm = number(row.get("Strm", ""), path=f"{path}: Strm")
     return Kernel(
-        name=row["Name"], grid=(int(values["GrdX"]), int(values["GrdY"]), int(values["GrdZ"])),
-        block=(int(values["BlkX"]), int(values["BlkY"]), int(values["BlkZ"])), start_us=values["Start"],
-        duration_us=values["Duration"], registers_per_thread=int(values["Reg/Trd"]),
-        shared_memory_bytes=round(values["StcSMem"] + values["DymSMem"]), stream=None if strm is None else int(strm),
+        name=row["Name"],
+        grid=(int(values["GrdX"]), int(values["GrdY"]), int(values["GrdZ"])),
+        block=(int(values["BlkX"]), int(values["BlkY"]), int(values["BlkZ"])),
+        start_us=values["Start"],
+        duration_us=values["Duration"],
+        registers_per_thread=int(values["Reg/Trd"]),
+        shared_memory_bytes=round(values["StcSMem"] + values["DymSMem"]),
+        stream=None if strm is None else int(strm),
     )

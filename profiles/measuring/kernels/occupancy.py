@@ -55,8 +55,12 @@ def block_bounds(kernel: Kernel, limits: SmLimits) -> BlockBounds:
         by_shared = limits.shared_bytes // per_block if per_block else limits.blocks
     bounds = BlockBounds(by_threads, by_registers, by_shared, limits.blocks)
     if bounds.fit < 1:
-        raise refused(f"kernel {kernel.name}", kernel.block, f"a block does not fit on an SM by its {bounds.binding}",
-                      "Check that the trace's compute capability is that of the GPU it was recorded on.")
+        raise refused(
+            f"kernel {kernel.name}",
+            kernel.block,
+            f"a block does not fit on an SM by its {bounds.binding}",
+            "Check that the trace's compute capability is that of the GPU it was recorded on.",
+        )
     return bounds
 
 

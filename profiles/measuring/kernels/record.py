@@ -83,6 +83,7 @@ SM_LIMITS: dict[tuple[int, int], SmLimits] = {
     (12, 1): SmLimits(48, 24, 100 * _KIB, 128, _KIB),
 }
 
+
 @dataclass(frozen=True)
 class Device:
     """The GPU a trace was recorded on. `sm_count` is that of the process: a CUDA MPS share makes it smaller."""
@@ -108,5 +109,9 @@ def sm_limits(compute_capability: tuple[int, int]) -> SmLimits:
     except KeyError:
         known = ", ".join(f"{major}.{minor}" for major, minor in sorted(SM_LIMITS))
         value = ".".join(str(part) for part in compute_capability)
-        raise refused("compute capability", value, "its occupancy limits are not known here",
-                      f"Known: {known}. Add it to tenuto.profiles.measuring.kernels.record.") from None
+        raise refused(
+            "compute capability",
+            value,
+            "its occupancy limits are not known here",
+            f"Known: {known}. Add it to tenuto.profiles.measuring.kernels.record.",
+        ) from None

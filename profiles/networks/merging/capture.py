@@ -19,10 +19,30 @@ from tenuto.profiles.networks.merging.distance import OperatorGraph
 aten = torch.ops.aten
 # Operators that mix what lies along their dimension; harmless along any but the batch.
 _ALONG = frozenset(
-    ("softmax", "_softmax", "log_softmax", "_log_softmax", "cumsum", "cumprod", "logcumsumexp", "sort", "argsort",
-     "flip", "roll", "topk", "cat", "index_select", "gather", "scatter", "index_add", "slice", "split", "chunk",
-     "split_with_sizes")
-)  # fmt: skip
+    (
+        "softmax",
+        "_softmax",
+        "log_softmax",
+        "_log_softmax",
+        "cumsum",
+        "cumprod",
+        "logcumsumexp",
+        "sort",
+        "argsort",
+        "flip",
+        "roll",
+        "topk",
+        "cat",
+        "index_select",
+        "gather",
+        "scatter",
+        "index_add",
+        "slice",
+        "split",
+        "chunk",
+        "split_with_sizes",
+    )
+)
 _RESHAPES = frozenset(("view", "reshape", "_unsafe_view", "flatten", "unflatten"))
 
 
@@ -81,8 +101,12 @@ def capture(name: str, module: torch.nn.Module, inputs: tuple[torch.Tensor, ...]
             program = torch.export.export(module, inputs, dynamic_shapes=(dynamic,) if _variadic(module) else dynamic)
             program = program.run_decompositions({})
     except Exception as error:  # export raises many kinds, all of which mean the same here
-        raise refused(f"model {name}", type(module).__name__, f"cannot be traced ({first_line(error)[:200]})",
-                      "Leave it out of the merge; it is served as it is.") from error
+        raise refused(
+            f"model {name}",
+            type(module).__name__,
+            f"cannot be traced ({first_line(error)[:200]})",
+            "Leave it out of the merge; it is served as it is.",
+        ) from error
     return _captured(name, program)
 
 
@@ -95,8 +119,11 @@ def _variadic(module: torch.nn.Module) -> bool:
 def _captured(name: str, program: Any) -> CapturedModel:
     graph, signature = program.graph, program.graph_signature
     _plain_batch_norms(graph)
-    placed = {**signature.inputs_to_parameters, **signature.inputs_to_buffers,
-              **signature.inputs_to_lifted_tensor_constants}  # fmt: skip
+    placed = {
+        **signature.inputs_to_parameters,
+        **signature.inputs_to_buffers,
+        **signature.inputs_to_lifted_tensor_constants,
+    }
     weights, names, inputs = {}, {}, []
     for node in graph.nodes:
         if node.op != "placeholder":

@@ -101,9 +101,12 @@ def _fits(model: CapturedModel, operator: WeightedOperator) -> bool:
     dims = operator.input.meta["val"].dim()
     features = 1 if operator.is_convolution else dims - 1
     return (
-        given.batch is not None and given.joinable and made.joinable and given.batch == made.batch
+        given.batch is not None
+        and given.joinable
+        and made.joinable
+        and given.batch == made.batch
         and given.batch[0] != features
-    )  # fmt: skip
+    )
 
 
 def _outline(operator: WeightedOperator) -> tuple[Any, ...]:
@@ -127,9 +130,8 @@ def match_models(models: Sequence[CapturedModel]) -> list[SharedOperator]:
         for other in others:
             candidates = tables[other.name].get(key, [])
             pairs = match_operators(
-                [matrix(anchor, a) for a in anchors], [matrix(other, b) for b in candidates],
-                OMEGA, EQUAL_ABS_DIFF,
-            )  # fmt: skip
+                [matrix(anchor, a) for a in anchors], [matrix(other, b) for b in candidates], OMEGA, EQUAL_ABS_DIFF
+            )
             for i, j, alike in pairs:
                 joined[i].append((alike, candidates[j]))
         for i, members in joined.items():
@@ -153,9 +155,7 @@ def _table(model: CapturedModel) -> dict[Any, list[WeightedOperator]]:
 
 
 def _group(
-    models: dict[str, CapturedModel],
-    anchor: WeightedOperator,
-    others: list[tuple[float, WeightedOperator]],
+    models: dict[str, CapturedModel], anchor: WeightedOperator, others: list[tuple[float, WeightedOperator]]
 ) -> SharedOperator | None:
     members, similarity = [anchor], 1.0
     part: Submatrix | None = None

@@ -124,8 +124,9 @@ def merge_models(
             near = min((d for pair, d in distances.items() if name in pair), default=float("inf"))
             unmerged[name] = (
                 f"no other model's operator graph is within {DISTANCE:g} edits; the nearest is {near:g} away"
-                if near < float("inf") else "no other model could be traced"
-            )  # fmt: skip
+                if near < float("inf")
+                else "no other model could be traced"
+            )
     shown = {f"{a} | {b}": distance for (a, b), distance in distances.items()}
     return merged, MergeReport(tuple(reports), dict(sorted(unmerged.items())), shown)
 
@@ -139,10 +140,11 @@ def _merge_cluster(
     alone = [model for model in captured if model.name not in joined]
     reasons = {
         model.name: f"no operator has {OMEGA:.0%} of its weights in common with the operator at the same depth "
-        f"of {captured[0].name}" if model is not captured[0] else
-        f"no other model of equal graph has {OMEGA:.0%} of an operator's weights in common with it"
+        f"of {captured[0].name}"
+        if model is not captured[0]
+        else f"no other model of equal graph has {OMEGA:.0%} of an operator's weights in common with it"
         for model in alone
-    }  # fmt: skip
+    }
     together = [model for model in captured if model.name in joined]
     if not together:
         return None, None, reasons
@@ -159,12 +161,16 @@ def _merge_cluster(
         reason = f"merged outputs err by {worst:.1e}, more than {TOLERANCE:.0e} of the largest magnitude"
         return None, None, reasons | {model.name: reason for model in together}
     report = MergedCluster(
-        models=made.names, operators=described, operators_before=total,
+        models=made.names,
+        operators=described,
+        operators_before=total,
         operators_after=total - sum(len(group.members) - 1 for group in shared if group.is_whole),
         operators_partly=sum(len(group.members) for group in shared if not group.is_whole),
         shared_parameters=sum(group.part.parameters for group in shared),
-        memory_before_mib=before, memory_after_mib=made.weights_mib, worst_error=worst,
-    )  # fmt: skip
+        memory_before_mib=before,
+        memory_after_mib=made.weights_mib,
+        worst_error=worst,
+    )
     return made, report, reasons
 
 
@@ -173,11 +179,15 @@ def _described(group: SharedOperator, models: Sequence[CapturedModel]) -> Merged
     first = next(iter(group.members.values()))
     largest = max(by_name[m.model].weights[m.weight].numel() for m in group.members.values())
     return MergedOperator(
-        kind=str(first.node.target).split(".")[1], depth=by_name[first.model].facts[first.node].depth,
+        kind=str(first.node.target).split(".")[1],
+        depth=by_name[first.model].facts[first.node].depth,
         names={m.model: by_name[m.model].names[m.weight] for m in group.members.values()},
-        similarity=group.similarity, shared_pct=100.0 * group.part.parameters / largest,
-        rows=len(group.part.rows), columns=len(group.part.columns), shared_parameters=group.part.parameters,
-    )  # fmt: skip
+        similarity=group.similarity,
+        shared_pct=100.0 * group.part.parameters / largest,
+        rows=len(group.part.rows),
+        columns=len(group.part.columns),
+        shared_parameters=group.part.parameters,
+    )
 
 
 def _worst_error(made: MergedModels, models: Mapping[str, tuple[torch.nn.Module, ModelSignature]]) -> float:

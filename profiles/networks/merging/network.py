@@ -21,9 +21,12 @@ class MergedNetwork:
     beside the originals; `settle` moves it to its device."""
 
     def __init__(
-        self, merged: MergedModels, report: MergedCluster, signatures: Mapping[str, ModelSignature],
+        self,
+        merged: MergedModels,
+        report: MergedCluster,
+        signatures: Mapping[str, ModelSignature],
         batch_sizes: Sequence[int] = (),
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Take a merged cluster as `merge_models` returns it, its report, the signatures of its models, and the planned
         joint batches."""
         self.signatures = {name: signatures[name] for name in merged.names}

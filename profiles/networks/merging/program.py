@@ -185,10 +185,13 @@ class _Builder:
             given = self.values[self.plan.keys[model.inputs[0]], (model.name,)]
             self.sizes[(model.name,)] = self.call(aten.sym_size.int, given, 0)
         nodes = sorted(
-            ((model.facts[node].depth, index, node, model) for model in models
-             for index, node in enumerate(model.operators)),
+            (
+                (model.facts[node].depth, index, node, model)
+                for model in models
+                for index, node in enumerate(model.operators)
+            ),
             key=lambda item: item[:2],
-        )  # fmt: skip
+        )
         done: set[Key] = set()
         for _, _, node, model in nodes:
             key = self.plan.keys[node]
@@ -240,8 +243,10 @@ class _Builder:
         dim, factor = facts.batch or (0, 1)
         source = self.values[key, whole]
         if isinstance(node.meta["val"], (list, tuple)):
-            pieces = [self.split(self.call(operator.getitem, source, i), whole, dim, factor)
-                      for i in range(len(node.meta["val"]))]  # fmt: skip
+            pieces = [
+                self.split(self.call(operator.getitem, source, i), whole, dim, factor)
+                for i in range(len(node.meta["val"]))
+            ]
             parts: list[Any] = [[piece[i] for piece in pieces] for i in range(len(whole))]
         else:
             parts = self.split(source, whole, dim, factor)

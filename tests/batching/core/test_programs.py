@@ -10,7 +10,7 @@ import pytest
 from tenuto.batching.core.build import from_plan
 from tenuto.batching.registry import SCHEDULERS, make_scheduler
 from tenuto.batching.virtual.goodput import Goal, Trial, try_arrivals
-from tenuto.batching.virtual.highest_rate import Limits, find_highest_rate
+from tenuto.batching.virtual.highest_rate import SearchLimits, find_highest_rate
 from tenuto.batching.virtual.simulator import simulate
 from tenuto.errors import InvalidInputError
 from tenuto.outcome import Outcome
@@ -61,7 +61,7 @@ def test_a_group_that_can_never_answer_in_time_is_refused_by_its_name() -> None:
         from_plan(plan([group]))
 
 
-@pytest.mark.parametrize("name", sorted(set(SCHEDULERS) - {"thesis-router"}))
+@pytest.mark.parametrize("name", sorted(SCHEDULERS))
 def test_requests_of_both_members_run_in_one_batch_and_count_as_their_own(name: str) -> None:
     group = {"models": ["a", "b"], "latency": {"points": {1: 4.0, 8: 8.0}}}
     scheduler = make_scheduler(name, from_plan(plan([group])), {})
@@ -117,6 +117,6 @@ def test_goodput_of_a_merged_plan_judges_its_members() -> None:
             scheduler = make_scheduler("deferred", from_plan(of), {})
             return try_arrivals(scheduler, *schedule(scale), Goal(), duration_s=4.0)
 
-        return find_highest_rate(attempt, Limits(tolerance=0.1)).rate_scale
+        return find_highest_rate(attempt, SearchLimits(tolerance=0.1)).rate_scale
 
     assert best(merged) > best(plan(slos={"a": 40.0, "b": 40.0}))

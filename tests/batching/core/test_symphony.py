@@ -223,8 +223,7 @@ def test_gpulets_serve_only_the_models_they_hold() -> None:
 
 def test_a_request_only_the_fast_gpulet_can_meet_is_left_to_it() -> None:
     system = System(
-        (Model("a", 30.0),),
-        (Gpulet("g0/slow", "g0", {0: host(2, 10, 8)}), Gpulet("g1/fast", "g1", {0: host(1, 5, 8)})),
+        (Model("a", 30.0),), (Gpulet("g0/slow", "g0", {0: host(2, 10, 8)}), Gpulet("g1/fast", "g1", {0: host(1, 5, 8)}))
     )
     core = SymphonyScheduler(system)
     core.add_request(0.0, 0, 0, 6.0)  # only the fast one can

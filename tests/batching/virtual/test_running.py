@@ -33,9 +33,7 @@ def arrivals(rates_rps: Sequence[float], seconds: float, seed: int = 0) -> Load:
     return merged[order], index[order]
 
 
-def running(
-    plan: Plan, load: Load, life: Life = AT_ONCE, scheduler: str = "deferred"
-) -> RunningSystem:
+def running(plan: Plan, load: Load, life: Life = AT_ONCE, scheduler: str = "deferred") -> RunningSystem:
     def build(system: System):  # type: ignore[no-untyped-def]
         return make_scheduler(scheduler, system)
 

@@ -6,11 +6,12 @@ import json
 from collections.abc import Mapping, Sequence
 
 from tenuto.deployments.control.controller import Controller
-from tenuto.deployments.control.interface import Apply, Entry, GpuletSeen, MakePlan, ModelSeen, Seen, WantGpus
+from tenuto.deployments.control.interface import Apply, GpuletSeen, MakePlan, ModelSeen, Observation, WantGpus
+from tenuto.deployments.control.journal import LogEntry
 from tenuto.deployments.control.memory import Memory
 from tenuto.deployments.control.planning import Proposal
 from tenuto.deployments.control.settings import ControlSettings
-from tenuto.deployments.control.worth import Worth
+from tenuto.deployments.control.worth import ChangeWorth
 from tenuto.placement import Plan
 from tenuto.placement.cluster import Gpu
 
@@ -32,7 +33,7 @@ class Desk:
         self.answer: Proposal | str | None = None  # what the planner says; None: nothing yet
         self.questions: list[MakePlan] = []
         self.applied: list[Apply] = []
-        self.entries: list[Entry] = []
+        self.entries: list[LogEntry] = []
         self.wanted: list[WantGpus] = []
         self.now_s = 0.0
 
@@ -47,13 +48,14 @@ class Desk:
                 models[name] = ModelSeen(arrived, arrived - bad, bad)
             here = {gpu.id for gpu in self.gpus}
             ready = frozenset(
-                g.id for g in self.controller.plan.gpulets
+                g.id
+                for g in self.controller.plan.gpulets
                 if g.id not in self.not_ready and g.id not in self.broken and g.gpu in here
-            )  # fmt: skip
+            )
             if self.applied:
                 ready |= {gpulet.id for gpulet in self.applied[-1].standby}
             gpulets = {name: GpuletSeen(ratio) for name, ratio in self.ratios.items()}
-            self.controller.observe(self.now_s, Seen(models, ready, self.gpus, self.broken, gpulets))
+            self.controller.observe(self.now_s, Observation(models, ready, self.gpus, self.broken, gpulets))
             self.take()
 
     def take(self) -> None:
@@ -87,5 +89,5 @@ class Desk:
 
 def pays(plan: Plan, *, saves: bool = False, wanted: Mapping[str, int] | None = None) -> Proposal:
     """Return a proposal that pays."""
-    worth = Worth(True, "a test says so", 100.0, 0.0 if saves else 10.0, saved_rent=10.0 if saves else 0.0)
+    worth = ChangeWorth(True, "a test says so", 100.0, 0.0 if saves else 10.0, saved_rent=10.0 if saves else 0.0)
     return Proposal(plan, "planned anew", worth, wanted)

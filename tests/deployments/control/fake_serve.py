@@ -8,6 +8,7 @@ from typing import Any
 from tenuto.deployments.serve.config import ENTRY_APPLICATION, application_name
 from tenuto.deployments.serve.deployment import Deployment
 from tenuto.deployments.serve.states import ApplicationState
+from tenuto.deployments.wire.status import DispatchingStatus, GpuletStatus, ModelStatus
 from tenuto.errors import EnvironmentFaultError
 
 __all__ = ["FakeServe"]
@@ -91,21 +92,17 @@ class FakeServe:
 
     # --- the gateways -----------------------------------------------------------------------------------------------
 
-    def status(self) -> dict[str, Any]:
+    def status(self) -> DispatchingStatus:
         if self.is_silent:
             raise EnvironmentFaultError("no gateway answers")
-        return {
-            "plan": self._plan,
-            "models": {name: {**counts, "counted_at_s": self.now_s} for name, counts in self.counts.items()},
-            "gpulets": [
-                {
-                    "id": gpulet["id"],
-                    "up": self._is_up(gpulet["id"]),
-                    "models": self._holds(gpulet["id"]),
-                }
+        return DispatchingStatus(
+            plan=self._plan,
+            models={name: ModelStatus(counted_at_s=self.now_s, **counts) for name, counts in self.counts.items()},
+            gpulets=[
+                GpuletStatus(id=gpulet["id"], up=self._is_up(gpulet["id"]), models=dict(self._holds(gpulet["id"])))
                 for gpulet in self._plan["gpulets"]
             ],
-        }
+        )
 
     def _holds(self, gpulet: str) -> dict[str, int]:
         name = application_name(gpulet)

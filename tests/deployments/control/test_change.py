@@ -7,7 +7,7 @@ import pytest
 from tenuto.deployments.control.change import change_deployment
 from tenuto.deployments.control.controller import Controller
 from tenuto.deployments.control.fit import gpus_of
-from tenuto.deployments.control.interface import Entry
+from tenuto.deployments.control.journal import LogEntry
 from tenuto.deployments.control.live import Live, LiveSystem
 from tenuto.deployments.control.memory import Memory
 from tenuto.deployments.control.planner import NoPlanner
@@ -32,16 +32,25 @@ class Cluster:
         self.deployment = of(plan)
         self.serve = FakeServe(self.deployment)
         self.history = History(DictStore())
-        self.entries: list[Entry] = []
+        self.entries: list[LogEntry] = []
 
     def change(self, plan: Plan, **how: object) -> bool:
         return change_deployment(
-            self.deployment, of(plan, **how), self.serve, self.serve.status, self.history, by="deploy", why="a test",
-            ready_timeout_s=30.0, tell=self.entries.append, clock=self.serve.clock, sleep=self.serve.sleep,
-        )  # fmt: skip
+            self.deployment,
+            of(plan, **how),
+            self.serve,
+            self.serve.status,
+            self.history,
+            by="deploy",
+            why="a test",
+            ready_timeout_s=30.0,
+            tell=self.entries.append,
+            clock=self.serve.clock,
+            sleep=self.serve.sleep,
+        )
 
     def served(self) -> set[str]:
-        return {gpulet["id"] for gpulet in self.serve.status()["gpulets"]}
+        return {gpulet.id for gpulet in self.serve.status().gpulets}
 
 
 HALVES = make_plan({"n0/0/a": (50.0, ["a"]), "n0/1/a": (50.0, ["b"])})
@@ -157,10 +166,16 @@ def test_what_cannot_be_served_so_changes_nothing() -> None:
     before = len(cluster.serve.configs)
     with pytest.raises(InvalidInputError, match="executor"):
         change_deployment(
-            cluster.deployment, Deployment(plan=LARGER.to_data(), executor="torch"), cluster.serve,
-            cluster.serve.status, cluster.history, by="deploy", why="", clock=cluster.serve.clock,
+            cluster.deployment,
+            Deployment(plan=LARGER.to_data(), executor="torch"),
+            cluster.serve,
+            cluster.serve.status,
+            cluster.history,
+            by="deploy",
+            why="",
+            clock=cluster.serve.clock,
             sleep=cluster.serve.sleep,
-        )  # fmt: skip
+        )
     with pytest.raises(InvalidInputError, match="partition"):
         cluster.change(LARGER, gateways=2, partition={"zebra": 0})
     assert len(cluster.serve.configs) == before

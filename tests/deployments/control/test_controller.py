@@ -8,7 +8,7 @@ import pytest
 
 from tenuto.deployments.control.planning import Proposal
 from tenuto.deployments.control.standby import Standby, twins
-from tenuto.deployments.control.worth import Worth
+from tenuto.deployments.control.worth import ChangeWorth
 from tenuto.placement import Workload
 from tests.deployments.control.desk import Desk, pays
 from tests.instruments.plans import gpu, make_plan
@@ -99,8 +99,8 @@ def test_a_change_is_made_before_what_it_replaces_is_broken() -> None:
     [
         ("the solver broke", "no plan: the solver broke"),
         (None, "took too long"),
-        (Proposal(None, "", Worth(False, "no other plan was found")), "no other plan was found"),
-        (Proposal(TWO, "planned anew", Worth(False, "it carries less")), "it carries less"),
+        (Proposal(None, "", ChangeWorth(False, "no other plan was found")), "no other plan was found"),
+        (Proposal(TWO, "planned anew", ChangeWorth(False, "it carries less")), "it carries less"),
     ],
 )
 def test_what_is_no_better_plan_changes_nothing(answer: Proposal | str | None, words: str) -> None:
@@ -115,7 +115,7 @@ def test_what_is_no_better_plan_changes_nothing(answer: Proposal | str | None, w
 
 def test_a_question_is_asked_again_when_there_is_news_or_its_answer_is_old() -> None:
     desk = Desk(ONE, GPUS, {"when": {"underused": None, "rate": None}, "rates": {"settle_s": 1}})
-    desk.answer = Proposal(None, "", Worth(False, "no other plan was found"))
+    desk.answer = Proposal(None, "", ChangeWorth(False, "no other plan was found"))
     desk.rates["a"] = 700.0
     desk.look(60)
     desk.questions.clear()
@@ -357,7 +357,7 @@ def test_gpus_are_asked_for_within_bounds_and_missing_ones_are_told() -> None:
 def test_batches_that_get_slower_still_are_planned_with_again() -> None:
     """What gpu-lets report is an average: a jump to 1.45 is first seen as one to 1.34, and then looked like no news."""
     desk = Desk(ONE, GPUS, {"when": {"underused": None, "rate": None}})
-    desk.answer = Proposal(None, "", Worth(False, "no other plan was found"))
+    desk.answer = Proposal(None, "", ChangeWorth(False, "no other plan was found"))
     for ratio in (1.0, 1.34, 1.45, 1.45, 1.45, 1.45, 1.46):
         desk.ratios["n0/0/a"] = {"a": ratio}
         desk.look()
@@ -376,7 +376,9 @@ LARGER = make_plan({"n0/0/b": (60.0, ["a"])}).gpulets[0]
 @pytest.mark.parametrize("happens", ["slow", "losses"])
 def test_a_standby_process_takes_over_at_the_next_look_without_the_planner(happens: str) -> None:
     desk = Desk(HALF, GPUS, {"standby_pct": 10, "when": {"underused": None, "rate": None}})
-    desk.answer = Proposal(None, "", Worth(False, "no other plan was found"), standby=(Standby("n0/0/a", LARGER),))
+    desk.answer = Proposal(
+        None, "", ChangeWorth(False, "no other plan was found"), standby=(Standby("n0/0/a", LARGER),)
+    )
     desk.look(25)
     assert desk.applied[-1].plan == HALF
     assert desk.applied[-1].standby == (LARGER,)
@@ -397,7 +399,7 @@ def test_a_standby_process_takes_over_at_the_next_look_without_the_planner(happe
 def test_standby_processes_of_what_is_kept_are_kept_while_the_plan_changes() -> None:
     desk = Desk(ONE, GPUS, {"standby_pct": 10})
     other = make_plan({"n0/0/b": (60.0, ["a", "b"])}).gpulets[0]
-    desk.answer = Proposal(None, "", Worth(False, "no other plan was found"), standby=(Standby("n0/0/a", other),))
+    desk.answer = Proposal(None, "", ChangeWorth(False, "no other plan was found"), standby=(Standby("n0/0/a", other),))
     desk.look(2)
     desk.rates["a"] = 700.0
     desk.answer = pays(TWO)
@@ -412,7 +414,7 @@ def test_a_twin_joins_at_the_next_look_where_a_gpu_is_lost_or_a_model_outgrows_w
     desk = Desk(HALF, GPUS, {"standby_gpus": 1, "when": {"underused": None}})
     waiting = twins(HALF, 1, GPUS, HALF)
     assert [(twin.of, twin.gpulet.gpu) for twin in waiting] == [("n0/0/a", "n0/1")]
-    desk.answer = Proposal(None, "", Worth(False, "no other plan was found"), standby=waiting)
+    desk.answer = Proposal(None, "", ChangeWorth(False, "no other plan was found"), standby=waiting)
     desk.look(25)
     assert desk.applied[-1].standby == (waiting[0].gpulet,)
     desk.answer = None
@@ -435,9 +437,7 @@ def test_standby_processes_come_with_an_answer_that_only_tells_rates() -> None:
     told = HALF.model_copy(update={"models": (HALF.models[0].model_copy(update={"rate_rps": 170.0}),)})
     desk.answer = replace(pays(told), standby=waiting)
     desk.look(2)
-    assert [(apply.plan.models[0].rate_rps, apply.standby) for apply in desk.applied] == [
-        (170.0, (waiting[0].gpulet,))
-    ]
+    assert [(apply.plan.models[0].rate_rps, apply.standby) for apply in desk.applied] == [(170.0, (waiting[0].gpulet,))]
 
 
 def test_twins_are_no_more_than_the_memory_of_idle_gpus_holds() -> None:

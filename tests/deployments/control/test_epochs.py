@@ -10,7 +10,7 @@ import pytest
 
 from tenuto.deployments.control.controller import Controller
 from tenuto.deployments.control.fit import gpus_of
-from tenuto.deployments.control.interface import Entry
+from tenuto.deployments.control.journal import LogEntry
 from tenuto.deployments.control.live import Live, LiveSystem
 from tenuto.deployments.control.memory import Memory
 from tenuto.deployments.control.planner import NoPlanner
@@ -27,15 +27,20 @@ QUIET = {"mode": "act", "when": {"underused": None, "rate": None, "slo": False, 
 
 
 def serving(
-    epoch: Mapping[str, float] | None = None, tell: Callable[[Entry], None] = lambda _entry: None
+    epoch: Mapping[str, float] | None = None, tell: Callable[[LogEntry], None] = lambda _entry: None
 ) -> tuple[Live, FakeServe, History]:
     deployment = Deployment(plan=PLAN.to_data(), executor="emulated", gateways=2, partition=UNEVEN)
     serve, history = FakeServe(deployment), History(DictStore())
     settings = ControlSettings.model_validate({**QUIET, "epoch": {"every_s": 60, "moved": 0.5, **(epoch or {})}})
     system = LiveSystem(deployment, serve, serve.status, gpus_of(PLAN))
     live = Live(
-        Controller(settings, Memory(PLAN, PLAN.workload)), system, NoPlanner(), history, by="the controller",
-        epoch=settings.epoch, tell=tell,
+        Controller(settings, Memory(PLAN, PLAN.workload)),
+        system,
+        NoPlanner(),
+        history,
+        by="the controller",
+        epoch=settings.epoch,
+        tell=tell,
     )
     return live, serve, history
 
@@ -54,7 +59,7 @@ def run(live: Live, serve: FakeServe, seconds: int) -> None:
 
 
 def test_models_change_their_sub_cluster_without_losing_their_dispatcher() -> None:
-    said: list[Entry] = []
+    said: list[LogEntry] = []
     live, serve, history = serving(tell=said.append)
     run(live, serve, 50)
     assert len(serve.configs) == 1

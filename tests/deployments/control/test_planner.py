@@ -30,9 +30,16 @@ class Policy:
 def question(policy: str) -> PlanRequest:
     rates = {"a": 900.0}
     return PlanRequest(
-        PLAN.workload, Demand.steady(rates), rates, PLAN, (gpu("n0/0"), gpu("n0/1")), PolicyUsed(name=policy),
-        Durations(10.0, 5.0), 300.0, 0.2,
-    )  # fmt: skip
+        PLAN.workload,
+        Demand.steady(rates),
+        rates,
+        PLAN,
+        (gpu("n0/0"), gpu("n0/1")),
+        PolicyUsed(name=policy),
+        Durations(10.0, 5.0),
+        300.0,
+        0.2,
+    )
 
 
 def answer(planner: PlannerProcess, number: int) -> Proposal | str:

@@ -5,21 +5,21 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-from collections.abc import AsyncIterator, Callable, Mapping
-from typing import Any
+from collections.abc import AsyncIterator, Callable
 
 import pytest
 
 from tenuto.deployments.control.controller import Controller
 from tenuto.deployments.control.fit import gpus_of
-from tenuto.deployments.control.interface import Entry
+from tenuto.deployments.control.journal import LogEntry
 from tenuto.deployments.control.live import ControlMemory, Live, LiveSystem
 from tenuto.deployments.control.memory import Memory
 from tenuto.deployments.control.planner import NoPlanner
 from tenuto.deployments.control.planning import Proposal
-from tenuto.deployments.control.service import Control, keep_ground
+from tenuto.deployments.control.service import ControllerReplica, keep_ground
 from tenuto.deployments.control.settings import ControlSettings
 from tenuto.deployments.serve.deployment import Deployment, History
+from tenuto.deployments.wire.status import DispatchingStatus
 from tenuto.errors import EnvironmentFaultError, InvalidInputError
 from tenuto.profiles import Profiles
 from tests.deployments.control.fake_serve import FakeServe
@@ -57,16 +57,16 @@ class Served:
         self.history.add(self.deployment, "deploy", "a test")
         self.begun: list[tuple[ControlSettings, Planner]] = []
         self.is_broken = False
-        self.control = Control(self.store, self._begin)
+        self.control = ControllerReplica(self.store, self._begin)
 
-    def _status(self) -> Mapping[str, Any]:
+    def _status(self) -> DispatchingStatus:
         if self.is_broken:
             raise ValueError("a fault of its own")
         self.serve.sleep(1.0)
         return self.serve.status()
 
     def _begin(
-        self, settings: ControlSettings, tell: Callable[[Entry], None], wake: Callable[[], None]
+        self, settings: ControlSettings, tell: Callable[[LogEntry], None], wake: Callable[[], None]
     ) -> tuple[Live, Planner]:
         kept, planner = ControlMemory(self.store), Planner(wake)
         self.begun.append((settings, planner))
@@ -87,12 +87,12 @@ async def served() -> AsyncIterator[Served]:
 
 
 async def test_it_says_how_it_stands_and_what_it_decided(served: Served) -> None:
-    assert (await served.control.state())["mode"] == "act"
-    assert (await served.control.pause(True))["paused"]
-    assert [entry["kind"] for entry in await served.control.log(10)] == ["paused"]
+    assert (await served.control.state()).mode == "act"
+    assert (await served.control.pause(True)).paused
+    assert [line.kind for line in await served.control.log(10)] == ["paused"]
     shown = await served.control.shown()
-    assert (shown["paused"], shown["decisions"], shown["log"][0]["what"]) == (True, {"paused": 1}, "paused")
-    assert not (await served.control.pause(False))["paused"]
+    assert (shown.paused, shown.decisions, shown.log[0].what) == (True, {"paused": 1}, "paused")
+    assert not (await served.control.pause(False)).paused
 
 
 async def test_models_come_change_and_go(served: Served) -> None:
@@ -134,14 +134,14 @@ async def test_what_only_a_new_beginning_can_change_is_refused(
     other = served.deployment.model_copy(update={field: value})
     with pytest.raises(InvalidInputError, match=words):
         await served.control.deploy(other.model_dump(), "deploy", "a test")
-    assert (await served.control.state())["change"] is None
+    assert (await served.control.state()).change is None
 
 
 async def test_new_settings_begin_anew_with_what_was_remembered(served: Served) -> None:
     await served.control.pause(True)
     await served.control.reconfigure({"settings": {"mode": "advise", "look_s": 0.01}})
     state = await served.control.state()
-    assert (state["mode"], state["paused"]) == ("advise", True)
+    assert (state.mode, state.paused) == ("advise", True)
     assert [settings.mode for settings, _ in served.begun] == ["act", "advise"]
     with pytest.raises(InvalidInputError, match="modus"):
         await served.control.reconfigure({"settings": {"modus": "act"}})

@@ -15,9 +15,14 @@ PROFILES = Profiles([load_shipped("igniter-v100")])
 
 def test_as_much_more_as_is_asked_and_free_and_fits_the_memory() -> None:
     cluster = Cluster.parse("v100:1")
-    workload = Workload.model_validate({"models": [
-        {"name": "resnet50", "rate_rps": 300, "slo_ms": 60}, {"name": "vgg19", "rate_rps": 90, "slo_ms": 80},
-    ]})  # fmt: skip
+    workload = Workload.model_validate(
+        {
+            "models": [
+                {"name": "resnet50", "rate_rps": 300, "slo_ms": 60},
+                {"name": "vgg19", "rate_rps": 90, "slo_ms": 80},
+            ]
+        }
+    )
     plan = solve(load_policy("igniter", {}), workload, cluster, PROFILES)
 
     def larger(more_pct: float, plan: Plan = plan) -> dict[str, Gpulet]:
@@ -37,12 +42,11 @@ def test_as_much_more_as_is_asked_and_free_and_fits_the_memory() -> None:
     most = larger(100.0)
     assert all(
         other.effective_share_pct <= gpulet.effective_share_pct + free_pct
-        for gpulet in plan.gpulets for other in [most[gpulet.id]]
-    )  # fmt: skip
+        for gpulet in plan.gpulets
+        for other in [most[gpulet.id]]
+    )
     heavy = tuple(
-        gpulet.model_copy(
-            update={"models": tuple(r.model_copy(update={"memory_mib": 6000.0}) for r in gpulet.models)}
-        )
+        gpulet.model_copy(update={"models": tuple(r.model_copy(update={"memory_mib": 6000.0}) for r in gpulet.models)})
         for gpulet in plan.gpulets
     )
     assert larger(10.0, plan.model_copy(update={"gpulets": heavy})) == {}

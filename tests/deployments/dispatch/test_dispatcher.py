@@ -1,21 +1,22 @@
 import asyncio
 import math
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable
 
 import numpy as np
 import pytest
 
 from tenuto.batching.core.build import from_plan
+from tenuto.batching.core.eager import EagerScheduler
 from tenuto.batching.core.scheduler import Drop, Reject, Scheduler
 from tenuto.batching.core.system import NetworkDelay
 from tenuto.batching.registry import make_scheduler
-from tenuto.batching.rivals.eager import EagerScheduler
 from tenuto.deployments.dispatch.dispatcher import Dispatcher
 from tenuto.deployments.dispatch.in_flight import Request
 from tenuto.deployments.entry.dispatching import ask
-from tenuto.deployments.wire.answers import Executed, Refused
+from tenuto.deployments.wire.answers import Executed, Loop, Refused, Rule
 from tenuto.deployments.wire.arena import Arena
 from tenuto.deployments.wire.tensors import InputPart
+from tenuto.errors import InvalidInputError
 from tenuto.outcome import Outcome
 from tenuto.placement import Plan
 from tests.instruments.asking import X, answer, outputs, submit, until
@@ -73,21 +74,6 @@ async def test_a_deadline_in_the_past_expires_without_execution(start: Start) ->
         assert "not executed" in found.reason
     assert gpulet.sizes == []
     assert dispatcher.accounts.counters["m"].expired == 3
-
-
-async def test_what_is_turned_away_for_one_reason_says_the_same(start: Start) -> None:
-    """Clients count by reason; when to come back stands beside it."""
-    gpulet = FakeGpulet("a", ("m",), hold=True)
-    dispatcher = await start(make_plan(("a", ("m",))), gpulet)
-    futures = [submit(dispatcher, "m", X)]
-    await asyncio.wait_for(gpulet.arrived.wait(), PATIENCE_S)
-    futures += [submit(dispatcher, "m", X) for _ in range(2)]
-    for number, after_ms in zip(list(dispatcher._open)[1:], (0.15, 1.9), strict=True):
-        dispatcher._reject(Reject(0, [number], after_ms))
-    ends = [await answer(future) for future in futures[1:]]
-    assert {end.reason for end in ends} == {"'m' exceeds the rate it is planned for. Send less, or plan for more"}
-    assert [end.retry_after_s for end in ends] == [0.00015, 0.0019]
-    gpulet.release()
 
 
 async def test_a_full_queue_rejects_with_a_time_to_retry(start: Start) -> None:
@@ -153,7 +139,7 @@ async def test_a_restarted_gpulet_rejoins_by_itself(start: Start) -> None:
     await gpulet.start()
     await until(lambda: dispatcher.is_ready("m"))
     assert (await answer(submit(dispatcher, "m", X))).outcome is Outcome.OK
-    assert dispatcher.gpulets()[0]["pid"] == 2
+    assert dispatcher.gpulets()[0].pid == 2
 
 
 async def test_others_keep_serving_while_one_is_dead(start: Start) -> None:
@@ -170,7 +156,7 @@ async def test_a_gpulet_on_standby_is_used_the_moment_a_plan_has_it(start: Start
     dispatcher = await start(make_plan(("a", ("m",))), first, idle)
     dispatcher.apply(make_plan(("a", ("m",))), standby=["b"])
     events = dispatcher.accounts.events
-    await until(lambda: ("gpu-let connected", "b") in {(event["what"], event["why"]) for event in events.to_data()})
+    await until(lambda: ("gpu-let connected", "b") in {(event.what, event.why) for event in events.newest()})
     assert (await answer(submit(dispatcher, "m", X))).gpulet == "a"
     dispatcher.apply(make_plan(("b", ("m",))))
     assert dispatcher.is_ready()
@@ -234,17 +220,20 @@ async def test_the_clients_id_reaches_the_gpulet_and_the_log_of_ended_requests(s
     for future in futures:
         await answer(future)
     assert [message.request_ids for message in gpulet.messages] == [["first", "second"]]
-    assert {e["id"]: e["outcome"] for e in dispatcher.accounts.ended.to_data()} == {
+    assert {e.id: e.outcome for e in dispatcher.accounts.ended.newest()} == {
         "first": "ok",
         "second": "ok",
         "third": "expired",
     }
-    (found,) = dispatcher.accounts.ended.to_data("second")
-    assert 0 <= found["dispatched_ms"] <= found["start_ms"] + 2.5
-    assert found["start_ms"] < found["end_ms"] <= found["answered_ms"] + 0.2
-    (dropped,) = dispatcher.accounts.ended.to_data("third")
-    assert (dropped["start_ms"], dropped["gpulet"]) == (None, None)
-    assert dispatcher.accounts.ended.to_data("nobody") == []
+    (found,) = dispatcher.accounts.ended.newest("second")
+    assert found.dispatched_ms is not None
+    assert found.start_ms is not None
+    assert found.end_ms is not None
+    assert 0 <= found.dispatched_ms <= found.start_ms + 2.5
+    assert found.start_ms < found.end_ms <= found.answered_ms + 0.2
+    (dropped,) = dispatcher.accounts.ended.newest("third")
+    assert (dropped.start_ms, dropped.gpulet) == (None, None)
+    assert dispatcher.accounts.ended.newest("nobody") == []
 
 
 async def test_a_start_on_another_machines_clock_is_unknown(start: Start) -> None:
@@ -292,40 +281,47 @@ async def test_a_gpulet_that_fails_at_once_draws_no_traffic(start: Start) -> Non
     assert {(await answer(one)).gpulet for one in both} == {"a", "b"}
 
 
-class Missing(EagerScheduler):
-    """Gives every request up once, as one whose timer came late does."""
+class Turning(EagerScheduler):
+    """Gives up each request, or turns it away with a time of its own."""
 
-    def add_requests(self, now_ms: float, requests: Iterable[tuple[int, int, float]]) -> None:
-        for model, request_id, _ in requests:
-            self.decisions.append(Drop(self.system.program_of[model], [request_id]))
+    def add_request(self, now_ms: float, model: int, request_id: int, deadline_ms: float) -> None:
+        del now_ms, deadline_ms
+        program = self.system.program_of[model]
+        self.decisions.append(
+            Reject(program, [request_id], 0.15 + request_id) if request_id < 2 else Drop(program, [request_id])
+        )
 
 
-async def test_a_request_tried_without_its_reserve_keeps_it_for_the_margins_account() -> None:
+async def test_what_is_refused_says_by_which_rule_and_whether_the_margin_was_in_its_way() -> None:
     gpulet = FakeGpulet("a", ("m",))
     await gpulet.start()
-    dispatcher = Dispatcher(lambda plan, network: Missing(from_plan(plan, network)), finder({"a": gpulet}))
+    dispatcher = Dispatcher(lambda plan, network: Turning(from_plan(plan, network)), finder({"a": gpulet}))
     dispatcher.apply(make_plan(("a", ("m",))))
     await until(dispatcher.is_ready)
-    asker = Ended()
-    request = dispatcher.admit("m", asker, slo_ms=60_000.0, reserve_ms=3.0)
-    dispatcher.start(request, [InputPart(X[0])])
-    await until(lambda: asker.reserves_ms == [3.0])
+    ends = [await answer(submit(dispatcher, "m", X, 60_000.0)) for _ in range(3)]
+    await answer(submit(dispatcher, "m", X, 0.5))
+    # What is turned away for one reason says the same: clients count by reason; when to come back stands beside it.
+    assert {end.reason for end in ends[:2]} == {"'m' exceeds the rate it is planned for. Send less, or plan for more"}
+    assert [end.retry_after_s for end in ends[:2]] == [0.00015, 0.00115]
+    told = [(row.outcome, row.rule, row.loop) for row in await dispatcher.ended(None, 10)]
+    assert told == [
+        ("expired", Rule.TOO_LATE, None),
+        ("expired", Rule.CUT, Loop.MARGIN),
+        ("rejected", Rule.BEYOND_PLAN, None),
+        ("rejected", Rule.BEYOND_PLAN, None),
+    ]
     await dispatcher.close()
     gpulet.die()
 
 
-class Ended:
-    """Asks, and writes down what was kept of the deadlines of what was executed."""
+async def test_a_scheduler_that_aborts_batches_is_refused() -> None:
+    class Aborting(EagerScheduler):
+        preempts = True
 
-    def __init__(self) -> None:
-        self.reserves_ms: list[float] = []
-
-    def executed(self, request: Request, executed: Executed, row: int) -> None:
-        del executed, row
-        self.reserves_ms.append(request.reserve_ms)
-
-    def refused(self, request: Request, refused: Refused) -> None:
-        raise AssertionError(refused)
+    dispatcher = Dispatcher(lambda plan, network: Aborting(from_plan(plan, network)), finder({}))
+    with pytest.raises(InvalidInputError, match="only virtual time"):
+        dispatcher.apply(make_plan(("a", ("m",))))
+    await dispatcher.close()
 
 
 class Noting:
@@ -349,7 +345,7 @@ async def test_a_request_that_is_turned_away_needs_no_tensors(start: Start) -> N
         request = dispatcher.admit("m", asker, slo_ms=slo_ms)
     assert asker.refusals == [Outcome.EXPIRED]
     dispatcher.cancel(request)  # its body could not be read
-    assert dispatcher.queue_lengths() == {"m": 0}
+    assert await dispatcher.waiting() == {"m": 0}
     assert gpulet.sizes == []
 
 

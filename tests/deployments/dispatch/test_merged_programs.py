@@ -16,7 +16,6 @@ from tenuto.batching.core.system import NetworkDelay
 from tenuto.batching.registry import make_scheduler
 from tenuto.deployments.dispatch.dispatcher import Dispatcher
 from tenuto.deployments.gpulet.executors.emulated import EmulatedExecutor
-from tenuto.deployments.gpulet.process import LocalReplica
 from tenuto.deployments.serve.config import serve_config
 from tenuto.deployments.serve.user_config import MemberEntry, ProgramEntry
 from tenuto.deployments.wire.answers import Answer
@@ -28,6 +27,7 @@ from tenuto.profiles.networks.catalogue import ModelSignature
 from tests.instruments.asking import outputs, submit, until
 from tests.instruments.fake_gpulet import FakeGpulet, finder
 from tests.instruments.live import PATIENCE_S
+from tests.instruments.local_replica import LocalReplica
 
 # Two models whose inputs and outputs differ in number, type and size.
 RAW: dict[str, Any] = {
@@ -65,10 +65,12 @@ def make_plan(*, merged: bool, batch_size: int = 4, slo_ms: float = 1000.0) -> P
     gpulet = {"id": "g", "gpu": "g", "models": replicas, "merge": [["a", "b"]] if merged else []}
     return Plan.from_data(
         {
-            "policy": {"name": "test"}, "gpus": [{"id": "g", "type": "v100"}], "gpulets": [gpulet],
+            "policy": {"name": "test"},
+            "gpus": [{"id": "g", "type": "v100"}],
+            "gpulets": [gpulet],
             "models": [{"name": n, "source": "own:factory", "rate_rps": 10, "slo_ms": slo_ms} for n in "ab"],
         }
-    )  # fmt: skip
+    )
 
 
 def request(model: str, value: float) -> list[bytes]:
@@ -124,9 +126,9 @@ async def test_a_joint_batch_answers_every_request_with_its_own_models_outputs(s
     assert gpulet.messages[0].members == [("a", 3), ("b", 5)]
     counters = dispatcher.accounts.counters
     assert [(counters[n].ok, counters[n].batches, counters[n].batched) for n in "ab"] == [(3, 1, 3), (5, 1, 5)]
-    models = dispatcher.status()["models"]
+    models = (await dispatcher.status()).models
     assert list(models) == ["a", "b"]
-    assert models["b"]["execution_p50_ms"] == 1.0
+    assert models["b"].execution_p50_ms == 1.0
 
 
 async def test_a_batch_may_hold_one_member_only(start: Start) -> None:
@@ -144,16 +146,16 @@ async def test_members_keep_their_own_deadlines_and_queues_in_the_status(start: 
     gone = submit(dispatcher, "b", request("b", 4.0), 0.0)
     assert (await asyncio.wait_for(gone, PATIENCE_S)).outcome is Outcome.EXPIRED
     futures = [submit(dispatcher, "a", request("a", 1.0)), submit(dispatcher, "a", request("a", 2.0))]
-    assert dispatcher.queue_lengths() == {"a": 2, "b": 0}
+    assert await dispatcher.waiting() == {"a": 2, "b": 0}
     first = submit(dispatcher, "b", request("b", 3.0))
-    assert dispatcher.queue_lengths() == {"a": 2, "b": 1}
+    assert await dispatcher.waiting() == {"a": 2, "b": 1}
     last = submit(dispatcher, "b", request("b", 5.0))  # fills the batch
     await asyncio.wait_for(gpulet.arrived.wait(), PATIENCE_S)
     gpulet.release()
     assert ok(await asyncio.wait_for(last, PATIENCE_S)) == expected("b", 5.0)
     await asyncio.wait_for(asyncio.gather(first, *futures), PATIENCE_S)
     assert dispatcher.accounts.counters["b"].expired == 1
-    assert dispatcher.queue_lengths() == {"a": 0, "b": 0}
+    assert await dispatcher.waiting() == {"a": 0, "b": 0}
 
 
 async def test_a_new_plan_without_the_group_moves_waiting_requests_and_answers_running_ones(start: Start) -> None:
@@ -168,8 +170,11 @@ async def test_a_new_plan_without_the_group_moves_waiting_requests_and_answers_r
     gpulet.release()
     answers = [await asyncio.wait_for(future, PATIENCE_S) for future in (*running, *waiting)]
     assert [ok(answer) for answer in answers] == [
-        expected("a", 0.0), expected("b", 1.0), expected("a", 10.0), expected("b", 11.0)
-    ]  # fmt: skip
+        expected("a", 0.0),
+        expected("b", 1.0),
+        expected("a", 10.0),
+        expected("b", 11.0),
+    ]
     assert [[message.program] for message in gpulet.messages[1:]] == [
         [model for model, _ in message.members] for message in gpulet.messages[1:]
     ]
@@ -233,8 +238,8 @@ async def test_a_real_gpulet_emulates_a_group_as_the_serve_config_tells_it() -> 
         assert ok(second) == {"s": [0.0], "z": [0.0, 0.0, 0.0]}
         assert (first.batch_size, first.emulated, first.gpulet) == (2, True, "g")
         (described,) = dispatcher.gpulets()
-        assert described["models"] == {"a+b": 2}
-        assert list(described["merged"]) == ["a+b"]
+        assert described.models == {"a+b": 2}
+        assert list(described.merged) == ["a+b"]
         (record,) = await replica.records()
         assert (record["model"], record["batch_size"]) == ("a+b", 2)
     finally:
@@ -259,14 +264,13 @@ def test_an_emulated_group_takes_the_groups_time_and_answers_each_member() -> No
     executor = EmulatedExecutor("v100")
     members = tuple(MemberEntry(name=n, options=RAW[n]) for n in "ab")
     latency = LatencyTable(points={1: 1.0, 4: 2.5})
-    executor.load(
-        ProgramEntry(name="a+b", batch_size=4, members=members, latency=latency, slowdown=2.0), range(1, 5)
-    )
+    executor.load(ProgramEntry(name="a+b", batch_size=4, members=members, latency=latency, slowdown=2.0), range(1, 5))
     answers, time_ms = executor.run("a+b", {}, {"a": 3, "b": 1})
     assert time_ms >= 5.0
     assert {name: {k: v.shape for k, v in arrays.items()} for name, arrays in answers.items()} == {
-        "a": {"y": (3, 2)}, "b": {"s": (1, 1), "z": (1, 3)}
-    }  # fmt: skip
+        "a": {"y": (3, 2)},
+        "b": {"s": (1, 1), "z": (1, 3)},
+    }
     assert executor.signature("b") == SIGNATURES["b"]
     assert list(executor.merged()) == ["a+b"]
     executor.unload("a+b")

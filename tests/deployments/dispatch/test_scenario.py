@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 
 from tenuto.deployments.dispatch.fleet import gpulet_connection
-from tenuto.deployments.gpulet.process import LocalReplica
 from tenuto.deployments.serve.config import serve_config
 from tenuto.errors import InvalidInputError
 from tenuto.outcome import Outcome
 from tenuto.placement import Plan
+from tests.instruments.local_replica import LocalReplica
 from tests.instruments.replay import run_scenario, run_virtual_clock
 from tests.instruments.scenario import RanBatch, Scenario, run_virtual
 
@@ -73,14 +73,14 @@ def drawn(seed: int, scheduler: str) -> Scenario:
     )
 
 
-@pytest.mark.parametrize("scheduler", ["deferred", "eager", "timeout", "clockwork", "shepherd"])
+@pytest.mark.parametrize("scheduler", ["deferred", "symphony", "eager"])
 @pytest.mark.parametrize("seed", range(6))
 def test_drawn_scenarios_run_the_same_batches_on_both_drivers(seed: int, scheduler: str) -> None:
     scenario = drawn(seed, scheduler)
     assert furthest_ms(run_virtual(scenario), run_virtual_clock(scenario)[0]) <= VIRTUAL_BOUND_MS
 
 
-@pytest.mark.parametrize("scheduler", ["deferred", "eager", "timeout", "clockwork"])
+@pytest.mark.parametrize("scheduler", ["deferred", "symphony", "eager"])
 @pytest.mark.parametrize("seed", range(4))
 def test_merged_models_run_the_same_joint_batches_on_both_drivers(seed: int, scheduler: str) -> None:
     plain = drawn(seed, scheduler)

@@ -36,8 +36,14 @@ BATCH = 4
 
 
 def make_plan(*, streaming: bool, rate_rps: float) -> Plan:
-    replica = {"name": "m", "batch_size": BATCH, "latency": LATENCY, "latency_ms": 10.0,
-               "copy_in_ms": COPY_IN_MS, "copy_out_ms": COPY_OUT_MS}  # fmt: skip
+    replica = {
+        "name": "m",
+        "batch_size": BATCH,
+        "latency": LATENCY,
+        "latency_ms": 10.0,
+        "copy_in_ms": COPY_IN_MS,
+        "copy_out_ms": COPY_OUT_MS,
+    }
     return Plan.from_data(
         {
             "policy": {"name": "test"},
@@ -150,9 +156,14 @@ def serve(scheduler: str, *, streaming: bool, rate_rps: float, seconds: float = 
         loop = asyncio.get_running_loop()
         way = WayMeter()
         dispatcher = Dispatcher(
-            build, lambda _: lambda: None, way=way, reserve_ms=WIRE_MS, clock=loop.time, timer_slack_ms=0.0,  # type: ignore[arg-type, return-value]
-            make_connection=make_connection, compute=compute_here,  # type: ignore[arg-type]
-        )  # fmt: skip
+            build,
+            lambda _: lambda: None,
+            way=way,
+            reserve_ms=WIRE_MS,
+            clock=loop.time,
+            make_connection=make_connection,
+            compute=compute_here,  # type: ignore[arg-type]
+        )
         dispatcher.apply(make_plan(streaming=streaming, rate_rps=rate_rps))
         await asyncio.sleep(0.001)
         futures = []
@@ -173,7 +184,8 @@ def serve(scheduler: str, *, streaming: bool, rate_rps: float, seconds: float = 
             if number >= len(futures) // 2:
                 word = "late" if is_late else str(answer.outcome.word)
                 result.outcomes[word] = result.outcomes.get(word, 0) + 1
-        result.budget_ms = way.told.ctrl_ms + BATCH * way.told.data_ms_per_request
+        delay = way.delay()
+        result.budget_ms = delay.ctrl_ms + BATCH * delay.data_ms_per_request
         await dispatcher.close()
         return result
 
@@ -187,7 +199,7 @@ def check_one_at_a_time(device: Device) -> None:
     assert device.most_here <= 2
 
 
-@pytest.mark.parametrize("scheduler", ["deferred", "eager", "timeout", "clockwork"])
+@pytest.mark.parametrize("scheduler", ["deferred", "eager"])
 def test_streaming_serves_a_load_that_is_too_much_without(scheduler: str) -> None:
     rate_rps = 540.0  # 400 with copies in every batch, 571 with copies hidden
     plain = serve(scheduler, streaming=False, rate_rps=rate_rps)
@@ -217,14 +229,14 @@ def test_copies_that_cannot_be_are_refused(options: dict[str, float]) -> None:
         from_plan(Plan.from_data(data))
 
 
-@pytest.mark.parametrize("scheduler", ["deferred", "eager", "timeout", "clockwork"])
+@pytest.mark.parametrize("scheduler", ["deferred", "eager"])
 def test_copies_are_budgeted_as_part_of_the_way(scheduler: str) -> None:
     run = serve(scheduler, streaming=True, rate_rps=300.0, seconds=1.0)
     assert run.budget_ms == pytest.approx(WIRE_MS + BATCH * (COPY_IN_MS + COPY_OUT_MS))
     assert run.outcomes == {"ok": 150}
 
 
-@pytest.mark.parametrize("scheduler", ["deferred", "eager", "timeout", "clockwork"])
+@pytest.mark.parametrize("scheduler", ["deferred", "eager"])
 def test_batches_that_overrun_make_no_more_late_than_without_streaming(scheduler: str) -> None:
     plain = serve(scheduler, streaming=False, rate_rps=540.0, seconds=4.0, seed=1)
     streamed = serve(scheduler, streaming=True, rate_rps=540.0, seconds=4.0, seed=1)

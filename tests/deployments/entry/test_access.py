@@ -18,7 +18,7 @@ import pytest
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from tenuto.deployments.entry.http import Head
-from tenuto.deployments.operator.traces import Traces
+from tenuto.deployments.entry.traces import Traces
 from tenuto.deployments.serve.config import serve_config
 from tenuto.deployments.serve.endpoint import CLIENT_KEY, client_key, model_metadata
 from tenuto.deployments.serve.launcher import unused_port
@@ -160,15 +160,6 @@ async def test_operators_have_a_port_of_their_own_and_clients_none_of_it(bench: 
     assert "<title>Tenuto</title>" in await operators(bench, "/")
 
 
-async def test_shared_memory_is_for_those_it_is_offered_to(bench: Bench) -> None:
-    path, region = "/v2/systemsharedmemory/region/r/register", {"key": "/something", "offset": 0, "byte_size": 4}
-    refused = await bench.client.post(path, json=region, headers=bearer("anna"))
-    assert refused.status_code == 403
-    await bench.follow(PLAN, keys=[entry("anna")], shared_memory_prefix="tenuto-")
-    refused = await bench.client.post(path, json=region, headers=bearer("anna"))
-    assert "begins with 'tenuto-'" in refused.json()["error"]
-
-
 async def test_what_a_proxy_in_front_took_counts_against_the_deadline(bench: Bench) -> None:
     assert bench.entry.service is not None
     now_s = time.time()
@@ -234,17 +225,20 @@ def certificate(folder: Path) -> tuple[Path, Path]:
     name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "tenuto")])
     now = datetime.datetime.now(datetime.UTC)
     made = (
-        x509.CertificateBuilder().subject_name(name).issuer_name(name).public_key(key.public_key())
-        .serial_number(1).not_valid_before(now).not_valid_after(now + datetime.timedelta(days=1))
+        x509.CertificateBuilder()
+        .subject_name(name)
+        .issuer_name(name)
+        .public_key(key.public_key())
+        .serial_number(1)
+        .not_valid_before(now)
+        .not_valid_after(now + datetime.timedelta(days=1))
         .add_extension(x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]), False)
         .sign(key, hashes.SHA256())
-    )  # fmt: skip
+    )
     files = folder / "cert.pem", folder / "key.pem"
     files[0].write_bytes(made.public_bytes(serialization.Encoding.PEM))
     files[1].write_bytes(
-        key.private_bytes(
-            serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
-        )
+        key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
     )
     return files
 
@@ -253,9 +247,7 @@ async def test_tls_by_file(bench: Bench, tmp_path: Path) -> None:
     cert, key = certificate(tmp_path)
     port = unused_port()
     listen = {"host": "127.0.0.1", "port": port, "tls_cert": str(cert), "tls_key": str(key)}
-    await bench.entry.follow(
-        *read_gateway_config({"plan": PLAN.to_data(), "listen": listen, "max_body_mib": 1})
-    )
+    await bench.entry.follow(*read_gateway_config({"plan": PLAN.to_data(), "listen": listen, "max_body_mib": 1}))
     trust = ssl.create_default_context(cafile=str(cert))
     async with httpx.AsyncClient(base_url=f"https://127.0.0.1:{port}", verify=trust, timeout=PATIENCE_S) as client:
         large = {"inputs": [{**TENSOR, "data": [1, 2]}], "parameters": {"note": "x" * 300_000}}
@@ -264,7 +256,9 @@ async def test_tls_by_file(bench: Bench, tmp_path: Path) -> None:
             assert answer.status_code == 200
     # A client that is refused in the middle of its body still reads why.
     reader, writer = await asyncio.open_connection("127.0.0.1", port, ssl=trust)
-    writer.write(b"POST /v2/models/m/infer HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\nffffffff\r\n")
+    writer.write(
+        b"POST /v2/models/m/infer HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\n\r\nffffffff\r\n"
+    )
     writer.write(bytes(3 << 19))
     async with asyncio.timeout(PATIENCE_S):
         assert (await reader.readline()).startswith(b"HTTP/1.1 413")
@@ -298,3 +292,50 @@ async def test_a_traced_request_tells_its_span_and_where_its_time_went(bench: Be
     assert all(before.end_time <= after.start_time for before, after in itertools.pairwise(stages))
     assert whole.start_time <= stages[0].start_time
     assert stages[-1].end_time <= whole.end_time
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({"Host": "127.0.0.1:1"}, 200),
+        ({"Host": "localhost"}, 200),
+        ({"Host": "[::1]:8000"}, 200),
+        ({"Host": "models.example.com"}, 200),
+        ({"Host": "Models.Example.com:443"}, 200),
+        ({"Host": "evil.example.com"}, 403),
+        ({"Host": "localhost.evil.example.com"}, 403),
+        ({"Host": "127.0.0.1.evil.example.com"}, 403),
+        ({"Host": "localhost", "Origin": "https://evil.example.com"}, 403),
+        ({"Host": "localhost", "Origin": "http://localhost"}, 200),
+        ({"Host": "localhost", "Sec-Fetch-Site": "cross-site", "Sec-Fetch-Mode": "no-cors"}, 403),
+    ],
+)
+async def test_where_no_key_is_asked_for_only_names_of_this_machine_are_answered(
+    headers: dict[str, str], status: int
+) -> None:
+    made = Bench()
+    for gpulet in made.gpulets.values():
+        await gpulet.start()
+    await made.follow(PLAN, host_names=["models.example.com"])
+    for path in ("/v2/health/live", "/v2", "/docs"):
+        answer = await made.client.get(path, headers=headers)
+        assert answer.status_code == status, path
+        assert status == 200 or "evil" in answer.text or "another site" in answer.text
+    refused = await made.client.post("/v2/models/m/infer", json={"inputs": [TENSOR]}, headers=headers)
+    assert (refused.status_code == 403) == (status == 403)
+    head = Head(b"GET", b"/v2", {name.lower().encode(): value.encode() for name, value in headers.items()})
+    assert (await made.entry.respond(head, b"", 0.0))[0] == status  # Serve's proxies are no way around it
+    await made.close()
+
+
+async def test_wrong_keys_wait_and_right_ones_do_not(bench: Bench) -> None:
+    wrong = {"X-Api-Key": "wrong"}
+    for _ in range(5):
+        assert (await bench.client.get("/v2", headers=wrong)).status_code == 401
+    slowed = asyncio.create_task(bench.client.get("/v2", headers=wrong))
+    while bench.entry.service.guesses.total < 6:
+        await asyncio.sleep(0)
+    assert (await bench.client.get("/v2", headers=bearer("anna"))).status_code == 200
+    assert not slowed.done()
+    answer = await slowed
+    assert (answer.status_code, answer.headers["connection"]) == (401, "close")

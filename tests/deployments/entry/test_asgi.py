@@ -27,9 +27,13 @@ def receiving(*chunks: bytes, ends: bool = True) -> Receive:
 
 def scope(**headers: str) -> dict[str, Any]:
     return {
-        "method": "POST", "path": "/app/v2/x", "raw_path": b"/app/v2/x", "root_path": "/app", "query_string": b"a=1",
+        "method": "POST",
+        "path": "/app/v2/x",
+        "raw_path": b"/app/v2/x",
+        "root_path": "/app",
+        "query_string": b"a=1",
         "headers": [(k.replace("_", "-").encode(), v.encode()) for k, v in headers.items()],
-    }  # fmt: skip
+    }
 
 
 async def test_a_request_is_read_without_the_prefix_of_its_application() -> None:

@@ -21,7 +21,7 @@ from tenuto.deployments.serve.config import serve_config
 from tenuto.deployments.serve.sub_clusters import cut_plan
 from tenuto.deployments.wire.answers import Executed, Refused
 from tenuto.deployments.wire.arena import Arena
-from tenuto.deployments.wire.peer import Endpoint
+from tenuto.deployments.wire.peer import Endpoint, PeerConnection
 from tenuto.deployments.wire.tensors import InputPart
 from tenuto.errors import InvalidInputError
 from tenuto.outcome import Outcome
@@ -42,9 +42,7 @@ def _eager(plan: Plan, network: NetworkDelay) -> Scheduler:
 class Cluster:
     """Dispatchers behind sockets, as many as are started, and as many gateways as a test asks for."""
 
-    def __init__(
-        self, plan: Plan, gpulets: Sequence[FakeGpulet], max_queued: int, scheduler: SchedulerFactory
-    ) -> None:
+    def __init__(self, plan: Plan, gpulets: Sequence[FakeGpulet], max_queued: int, scheduler: SchedulerFactory) -> None:
         self.scheduler = scheduler
         self.plan = plan
         self.gpulets = gpulets
@@ -57,8 +55,12 @@ class Cluster:
 
     async def start(self) -> BundleServer:
         dispatcher = Dispatcher(
-            self.scheduler, finder({g.id: g for g in self.gpulets}), max_queued=self.max_queued,
+            self.scheduler,
+            finder({g.id: g for g in self.gpulets}),
+            max_queued=self.max_queued,
             on_change=lambda: server.announce(),
+            sub_cluster="0",
+            on_superseded=lambda: server.step_back(),
         )
         server = BundleServer(dispatcher)
         self.servers[server] = await server.listen()
@@ -141,11 +143,11 @@ async def test_requests_of_two_gateways_share_batches_and_get_their_own_outputs(
     assert [np.frombuffer(a.outputs[0].data, np.float32)[0] for a in answers] == [2.0 * n for n in range(8)]
     assert gpulet.sizes == [4, 4]
     assert {name for message in gpulet.messages for name in message.request_ids} == {f"r{n}" for n in range(8)}
-    ended = await gateways[0].report("requests", id="r3", limit=5)
-    assert [(e["id"], e["outcome"]) for e in ended] == [("r3", "ok")]
-    status = await gateways[1].report("status")
-    assert (status["models"]["m"]["ok"], status["plan"]["policy"]["name"]) == (8, "test")
-    assert await gateways[0].report("queue") == {"m": 0}
+    ended = await gateways[0].ended("r3", 5)
+    assert [(e.id, e.outcome) for e in ended] == [("r3", "ok")]
+    status = await gateways[1].status()
+    assert (status.models["m"].ok, status.policy) == (8, "test")
+    assert await gateways[0].waiting() == {"m": 0}
 
 
 async def test_deadlines_rejections_and_errors_come_back(start: Start) -> None:
@@ -217,7 +219,7 @@ async def test_a_dead_dispatcher_fails_what_it_held_at_once_and_is_found_again(s
         assert (found.outcome, found.retry_after_s) == (Outcome.FAILED, 1.0)
         assert "dispatcher" in found.reason
     assert not gateway.is_ready("m")
-    assert [entry["up"] for entry in gateway.gpulets()] == [False]
+    assert [gpulet.up for gpulet in gateway.gpulets()] == [False]
     assert (await answer(submit(gateway, "m", X))).outcome is Outcome.FAILED
     gpulet.hold = False
     await cluster.start()
@@ -270,6 +272,41 @@ async def test_what_a_dead_dispatcher_held_is_asked_of_the_one_that_waits(start:
     gpulet.hold = False
     gpulet.release()
     arena.close()
+
+
+async def test_a_gateway_that_hears_a_dispatcher_no_more_takes_all_others_with_it(start: Start) -> None:
+    """The dispatcher lives and another gateway hears it well: still one alone schedules, and nothing runs for the other
+    one. Asked again, it waits, the youngest."""
+    gpulets = [FakeGpulet(name, ("m",), hold=True) for name in ("a", "b")]
+    cluster = await start(make_plan(("a", ("m",)), ("b", ("m",)), slo_ms=60_000.0), *gpulets, scheduler=_eager)
+    spare = await cluster.start()
+    deaf, other = await cluster.gateway(2), await cluster.gateway(2)
+    first = cluster.server
+    assert first is not None
+    held = [submit(gateway, "m", [np.array([n, 0], np.float32).tobytes()]) for n, gateway in enumerate([deaf, other])]
+    waiting = [submit(gateway, "m", X) for gateway in (deaf, other) * 3]
+    await until(lambda: first.dispatcher.accounts.counters["m"].submitted == 8)
+    await until(lambda: [len(gpulet.sizes) for gpulet in gpulets] == [1, 1])
+    for peer in deaf._groups["0"].peers:
+        connection = peer.connection
+        assert isinstance(connection, PeerConnection)
+        if connection.state is not None and connection.state.started_at_s == first.started_at_s:
+            assert connection._protocol is not None
+            connection._protocol.abort()
+    await until(lambda: spare.dispatcher.accounts.counters["m"].submitted == 8)
+    await until(lambda: [len(gpulet.sizes) for gpulet in gpulets] == [2, 2])  # the second time for the spare one
+    for gpulet in gpulets:
+        gpulet.hold = False
+        gpulet.release()
+    assert [(await answer(future)).outcome for future in (*held, *waiting)] == [Outcome.OK] * 8
+    assert sum(sum(gpulet.sizes) for gpulet in gpulets) == 8 + 2  # two were under way
+    await until(lambda: [gateway.connected() for gateway in (deaf, other)] == [{"0": 2}] * 2)
+    assert first.started_at_s > spare.started_at_s
+    assert [(await answer(submit(gateway, "m", X))).outcome for gateway in (deaf, other)] == [Outcome.OK] * 2
+    assert (first.dispatcher.accounts.counters["m"].submitted, spare.dispatcher.accounts.counters["m"].submitted) == (
+        8,
+        10,
+    )
 
 
 async def test_gateways_follow_how_many_dispatchers_there_are_to_be(start: Start) -> None:
@@ -378,8 +415,12 @@ def test_the_serve_config_has_a_dispatcher_per_sub_cluster_only_when_there_are_s
     assert names == ["tenuto", "gpulet-a", "gpulet-b"]
     config = serve_config(PLAN, gateways=3, partition={"m": 0, "n": 0, "o": 1})
     assert [a["name"] for a in config["applications"]] == [
-        "tenuto", "dispatcher-0", "dispatcher-1", "gpulet-a", "gpulet-b",
-    ]  # fmt: skip
+        "tenuto",
+        "dispatcher-0",
+        "dispatcher-1",
+        "gpulet-a",
+        "gpulet-b",
+    ]
     entry = config["applications"][0]["deployments"][0]
     assert entry["num_replicas"] == 3
     dispatcher = config["applications"][1]["deployments"][0]

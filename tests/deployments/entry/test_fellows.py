@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 
 from tenuto.batching.core.build import from_plan
@@ -21,23 +22,23 @@ from tenuto.deployments.operator.decisions import ControllerFigures
 from tenuto.deployments.serve.launcher import unused_port
 from tenuto.deployments.serve.user_config import read_gateway_config
 from tenuto.deployments.wire.peer import Endpoint
+from tenuto.deployments.wire.status import ControllerStatus, Event
 from tenuto.placement import Plan
 from tests.instruments.fake_gpulet import FakeGpulet, finder, make_plan
 from tests.instruments.live import PATIENCE_S
 
 KEY = {"name": "anna", "sha256": hashlib.sha256(b"key").hexdigest(), "rate_rps": 30.0}
 PLAN = make_plan(("a", ("m",)), slo_ms=60_000.0)
-CONTROLLER = {
-    "mode": "act", "paused": True, "decisions": {"changed": 2},
-    "log": [{"at_s": 1.0, "what": "changed", "why": "more load"}],
-}  # fmt: skip
+CONTROLLER = ControllerStatus(
+    mode="act", paused=True, decisions={"changed": 2}, log=[Event(1.0, "changed", "more load")]
+)
 
 
 def _eager(plan: Plan, network: NetworkDelay) -> Scheduler:
     return make_scheduler("eager", from_plan(plan, network), {})
 
 
-async def _controller() -> Mapping[str, Any]:
+async def _controller() -> ControllerStatus:
     return CONTROLLER
 
 
@@ -60,11 +61,16 @@ async def gateways() -> AsyncIterator[list[tuple[Entry, httpx.AsyncClient]]]:
         ports = unused_port(), unused_port()
         entry = Entry(find_dispatcher=lambda _name: find, ask_controller=_controller)
         await entry.follow(
-            *read_gateway_config({
-                "plan": PLAN.to_data(), "keys": [KEY], "sub_clusters": {"0": ["m"]},
-                "listen": {"port": ports[0]}, "operators": {"port": ports[1]},
-            })
-        )  # fmt: skip
+            *read_gateway_config(
+                {
+                    "plan": PLAN.to_data(),
+                    "keys": [KEY],
+                    "sub_clusters": {"0": ["m"]},
+                    "listen": {"port": ports[0]},
+                    "operators": {"port": ports[1]},
+                }
+            )
+        )
         client = httpx.AsyncClient(base_url=f"http://127.0.0.1:{ports[0]}", timeout=PATIENCE_S)
         client.operators = f"http://127.0.0.1:{ports[1]}"  # type: ignore[attr-defined]
         made.append((entry, client))
@@ -101,7 +107,7 @@ async def test_operators_see_all_gateways_at_any(gateways: list[tuple[Entry, htt
     assert len({gateway["id"] for gateway in status["gateways"]}) == 2
     assert sorted(gateway["front_door"]["turned_away"]["key"] for gateway in status["gateways"]) == [1, 2]
     assert status["models"]["m"]["ok"] == 1
-    assert status["controller"] == CONTROLLER
+    assert status["controller"] == msgspec.to_builtins(CONTROLLER)
     metrics = (await first.get(first.operators + "/metrics")).text  # type: ignore[attr-defined]
     assert metrics.count('tenuto_requests_turned_away_total{reason="key"') == 2
     assert 'tenuto_controller_decisions_total{decision="changed"} 2' in metrics
@@ -138,7 +144,11 @@ async def test_a_controller_that_does_not_answer_keeps_nobody_waiting() -> None:
 
     figures = ControllerFigures(ask, clock=lambda: now_s)
     for at_s, shown, count in (
-        (0.0, CONTROLLER, 1), (1.0, CONTROLLER, 1), (2.0, None, 2), (11.0, None, 2), (12.0, None, 3)
-    ):  # fmt: skip
+        (0.0, CONTROLLER, 1),
+        (1.0, CONTROLLER, 1),
+        (2.0, None, 2),
+        (11.0, None, 2),
+        (12.0, None, 3),
+    ):
         now_s = at_s
         assert (await figures.read(), asked) == (shown, count)

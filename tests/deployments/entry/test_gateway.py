@@ -6,7 +6,6 @@ import asyncio
 import json
 import socket
 from collections.abc import AsyncIterator
-from multiprocessing.shared_memory import SharedMemory
 from typing import Any
 
 import httpx
@@ -19,7 +18,7 @@ from tenuto.deployments.serve.launcher import unused_port
 from tenuto.deployments.serve.user_config import read_gateway_config
 from tenuto.errors import EnvironmentFaultError
 from tenuto.placement import Plan
-from tests.instruments.asking import X, until
+from tests.instruments.asking import until
 from tests.instruments.fake_gpulet import FakeGpulet, finder, make_plan
 from tests.instruments.live import PATIENCE_S
 
@@ -125,7 +124,7 @@ async def test_compressed_bodies_are_read(bench: Bench) -> None:
     ("model", "document", "headers", "status", "message"),
     [
         ("nobody", None, {}, 404, "unknown model 'nobody'. Models here: m, n."),
-        ("m", {}, {}, 400, "needs a list 'inputs'"),
+        ("m", {}, {}, 400, "missing required field `inputs`"),
         ("m", {"inputs": [{**TENSOR, "datatype": "INT64"}]}, {}, 400, "datatype 'INT64'; the model takes FP32"),
         ("m", {"inputs": [{**TENSOR, "data": [1, 2, 3]}]}, {}, 400, "x"),
         ("m", None, {"X_SLO_Ms": "soon"}, 400, "header X-SLO-Ms is 'soon'"),
@@ -233,37 +232,80 @@ async def test_operators_see_the_margin_and_what_it_costs(bench: Bench) -> None:
     assert "tenuto_margin_seconds{gateway=" in (await bench.client.get("/metrics")).text
 
 
-async def test_tensors_in_shared_memory_of_the_client(bench: Bench) -> None:
-    memory = SharedMemory(create=True, size=4096)
-    try:
-        assert memory.buf is not None
-        memory.buf[64:72] = X[0]
-        path = "/v2/systemsharedmemory/region/r/register"
-        region = json.dumps({"key": f"/{memory.name}", "offset": 0, "byte_size": 4096}).encode()
-        registered = await bench.client.post(path, content=region)  # without a content type, as Triton's client does
-        assert registered.status_code == 200
+async def test_shared_memory_of_clients_is_not_offered(bench: Bench) -> None:
+    assert not [name for name in (await bench.client.get("/v2")).json()["extensions"] if "memory" in name]
+    for kind in ("system", "cuda"):
+        begin = f"/v2/{kind}sharedmemory"
+        for path in ("/status", "/region/r/status"):
+            answer = await bench.client.get(begin + path)
+            assert (answer.status_code, "binary data" in answer.json()["error"]) == (404, True), path
+        for path in ("/region/r/register", "/region/r/unregister", "/unregister"):
+            answer = await bench.client.post(begin + path, content=b'{"key": "/any", "offset": 0, "byte_size": 8}')
+            assert (answer.status_code, "binary data" in answer.json()["error"]) == (404, True), path
+    place = {"shared_memory_region": "r", "shared_memory_byte_size": 8}
+    tensor = {"name": "x", "shape": [1, 2], "datatype": "FP32"}
+    for document in (
+        {"inputs": [{**tensor, "parameters": place}]},
+        {"inputs": [{**tensor, "data": [1, 2]}], "outputs": [{"name": "y", "parameters": place}]},
+    ):
+        answer = await bench.infer(document=document)
+        assert (answer.status_code, "not offered" in answer.json()["error"]) == (400, True)
 
-        def place(offset: int) -> dict[str, Any]:
-            return {
-                "shared_memory_region": "r", "shared_memory_offset": offset, "shared_memory_byte_size": 8
-            }  # fmt: skip
 
-        tensor = {"name": "x", "shape": [1, 2], "datatype": "FP32", "parameters": place(64)}
-        output = {"name": "y", "parameters": place(128)}
-        answer = await bench.infer(document={"inputs": [tensor], "outputs": [output]})
-        assert answer.status_code == 200
-        assert answer.json()["outputs"][0]["parameters"] == place(128)
-        assert np.frombuffer(memory.buf[128:136], np.float32).tolist() == [2.0, 4.0]
-        tensor["parameters"] = place(4092)
-        answer = await bench.infer(document={"inputs": [tensor]})
-        assert answer.status_code == 400
-        (region,) = (await bench.client.get("/v2/systemsharedmemory/status")).json()
-        assert (region["name"], region["byte_size"]) == ("r", 4096)
-        assert (await bench.client.post("/v2/systemsharedmemory/region/r/unregister")).status_code == 200
-        assert (await bench.client.get("/v2/systemsharedmemory/status")).json() == []
-    finally:
-        memory.close()
-        memory.unlink()
+@pytest.mark.filterwarnings("ignore:overflow")  # of the gpu-let of this test
+@pytest.mark.parametrize("sent", [3e38, -3e38, np.nan])
+async def test_numbers_that_json_cannot_carry_are_said(bench: Bench, sent: float) -> None:
+    """The model doubles what it gets: 3e38 becomes infinite in FP32. (JSON has no NaN, so it is sent as bytes.)"""
+    raw = np.array([sent, 1.0], np.float32).tobytes()
+    tensor = {"name": "x", "shape": [1, 2], "datatype": "FP32", "parameters": {"binary_data_size": 8}}
+    for wanted in ({}, {"outputs": [{"name": "y"}]}, {"parameters": {"slo_ms": 60_000}}):
+        text = json.dumps({"inputs": [tensor], **wanted}).encode()
+        headers = {"Inference-Header-Content-Length": str(len(text))}
+        answer = await bench.client.post("/v2/models/m/infer", content=text + raw, headers=headers)
+        assert (answer.status_code, "output 'y' holds NaN or infinite" in answer.json()["error"]) == (406, True)
+    text = json.dumps({"inputs": [tensor], "parameters": {"binary_data_output": True}}).encode()
+    headers = {"Inference-Header-Content-Length": str(len(text))}
+    answer = await bench.client.post("/v2/models/m/infer", content=text + raw, headers=headers)
+    assert answer.status_code == 200
+    got = np.frombuffer(answer.content[int(answer.headers["inference-header-content-length"]) :], np.float32)
+    np.testing.assert_array_equal(got, np.frombuffer(raw, np.float32) * np.float32(2.0))
+
+
+async def test_what_nobody_expected_is_told_by_a_name_that_the_log_has(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_arguments: object) -> None:
+        raise RuntimeError("secret of the model")
+
+    monkeypatch.setattr("tenuto.deployments.entry.call.InferCall._respond", fail)
+    answer = await bench.infer()
+    assert answer.status_code == 500
+    assert "secret" not in answer.text
+    incident = answer.json()["error"].rstrip(".").split()[-1]
+    assert any(incident in line.message and "secret" in str(line.exc_info) for line in caplog.records)
+
+
+async def test_operators_routes_answer_no_page_of_another_site(bench: Bench) -> None:
+    own = f"127.0.0.1:{bench.port}"
+    paths = ("/", "/live", "/status", "/status/queue", "/requests", "/metrics")
+    for path in paths:
+        for headers, expected in (
+            ({}, 200),
+            ({"host": "localhost"}, 200),
+            ({"host": "evil.example"}, 403),
+            ({"host": f"evil.example:{bench.port}"}, 403),
+            ({"origin": f"http://{own}"}, 200),
+            ({"origin": "http://evil.example"}, 403),
+            ({"origin": "null"}, 403),
+            ({"origin": "http://localhost:3000"}, 403),
+            ({"sec-fetch-site": "cross-site", "sec-fetch-mode": "no-cors"}, 403),
+            ({"sec-fetch-site": "same-origin", "sec-fetch-mode": "cors"}, 200),
+            ({"sec-fetch-site": "cross-site", "sec-fetch-mode": "navigate"}, 200),
+        ):
+            answer = await bench.client.get(path, headers=headers)
+            assert answer.status_code == expected, (path, headers, answer.text)
+    # Without keys, on loopback, a proxy's name has to be given with --host-name.
+    assert (await bench.client.get("/v2", headers={"host": "api.example"})).status_code == 403
 
 
 async def test_what_is_under_way_is_answered_before_the_gateway_ends(bench: Bench) -> None:

@@ -29,19 +29,6 @@ def test_whatever_was_late_a_lone_request_keeps_half_of_its_room(
     assert 0.0 <= reserve_ms <= max(0.0, (slo_ms - alone_ms) / 2.0)
 
 
-@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(Answers)
-def test_without_answers_it_comes_back_to_its_start(answers: list[float | None]) -> None:
-    margin = after(answers)
-    start_ms = Margin().margin_ms
-    margin.tick()
-    for _ in range(30):
-        before = abs(margin.margin_ms - start_ms)
-        margin.tick()
-        assert abs(margin.margin_ms - start_ms) <= before
-    assert margin.margin_ms == pytest.approx(start_ms, abs=0.1)
-
-
 @pytest.mark.parametrize("attainment", [0.9, 0.99, 0.999])
 @pytest.mark.parametrize("scale_ms", [0.3, 2.0])
 def test_the_share_that_is_late_settles_at_a_third_of_what_the_attainment_leaves(
@@ -60,18 +47,18 @@ def test_the_share_that_is_late_settles_at_a_third_of_what_the_attainment_leaves
         delay_ms = delays.expovariate(1.0 / scale_ms)
         margin.answered(reserve_ms - delay_ms, SLO_MS, 0.0, reserve_ms)
         late += number >= count and delay_ms > reserve_ms - allowance_ms
-    assert late / count == pytest.approx((1.0 - attainment) / 3.0, rel=0.25)
+    assert late / count == pytest.approx((1.0 - attainment) / 3.0, rel=0.25, abs=2e-4)
 
 
-def test_a_late_answer_raises_it_no_further_than_that_one_needed() -> None:
+def test_answers_that_are_late_together_raise_it_by_little_and_by_that_much_sooner_or_later() -> None:
     margin = Margin()
-    start_ms, reserve_ms = margin.margin_ms, margin.reserve_ms(SLO_MS, 0.0)
-    allowance_ms = margin.allowance_ms(SLO_MS)
-    for _ in range(20):  # requests of one batch
-        margin.answered(allowance_ms - 0.1, SLO_MS, 0.0, reserve_ms)
-    assert margin.margin_ms == pytest.approx(start_ms + 0.1)
-    margin.answered(-5.0, SLO_MS, 0.0, reserve_ms)
-    assert margin.margin_ms == pytest.approx(start_ms + 0.3)
+    start_ms = margin.margin_ms
+    for _ in range(15):  # requests of one batch
+        margin.answered(-0.1, SLO_MS, 0.0, margin.reserve_ms(SLO_MS, 0.0))
+    assert start_ms < margin.margin_ms < start_ms + 1.0
+    for _ in range(200):
+        margin.answered(-5.0, SLO_MS, 0.0, margin.reserve_ms(SLO_MS, 0.0))
+    assert margin.margin_ms > start_ms + 5.0
 
 
 def test_what_no_margin_can_help_does_not_move_it() -> None:

@@ -23,7 +23,6 @@ from tenuto.deployments.dispatch.fleet import GpuletConnection
 from tenuto.deployments.entry.asgi import AsgiExchange
 from tenuto.deployments.entry.http import Head
 from tenuto.deployments.entry.service import InferenceService, ReadingLag
-from tenuto.deployments.wire.arena import Arena
 from tenuto.deployments.wire.messages import GpuletState
 from tenuto.deployments.wire.peer import ConnectionEvents, Finder
 from tenuto.deployments.wire.tensors import Buffer
@@ -121,12 +120,14 @@ def play(*phases: Phase, seed: int = 1, oversleep_s: Callable[[], float] = lambd
 
     async def run() -> InferenceService:
         clock = loop.time
-        arena = Arena(1 << 20)
-        service = InferenceService(arena, lambda _exchange, _caller: None, clock=clock)
+        service = InferenceService(lambda _exchange, _caller: None, clock=clock)
         dispatcher = Dispatcher(
-            build, lambda _: None, clock=clock, make_connection=make_connection,  # type: ignore[arg-type, return-value]
+            build,
+            lambda _: None,
+            clock=clock,
+            make_connection=make_connection,  # type: ignore[arg-type, return-value]
             compute=compute_here,
-        )  # fmt: skip
+        )
         dispatcher.apply(make_plan())
         await asyncio.sleep(0.01)
         service.follow(dispatcher)
@@ -149,7 +150,6 @@ def play(*phases: Phase, seed: int = 1, oversleep_s: Callable[[], float] = lambd
                 await exchange.response()
         await dispatcher.close()
         service.close()
-        arena.close()
         return service
 
     with asyncio.Runner(loop_factory=Machine) as runner:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import random
 import threading
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
@@ -13,7 +14,7 @@ import pytest
 
 from tenuto.deployments.gpulet.channel import ArrivedBatch, Channel
 from tenuto.deployments.gpulet.inbox import Inbox
-from tenuto.deployments.wire.messages import AbortBatch, BatchRan, GpuletState, Message, RunBatch
+from tenuto.deployments.wire.messages import AbortBatch, BatchRan, GpuletState, Message, RunBatch, TakeCharge
 from tenuto.deployments.wire.peer import Endpoint, PeerConnection
 from tests.instruments.asking import PATIENCE_S, until
 from tests.instruments.fake_gpulet import SIGNATURE, state
@@ -32,6 +33,7 @@ class Far:
         self.connection = PeerConnection(GpuletState, "a", find, self)  # type: ignore[arg-type, var-annotated]
         self.answers: dict[int, bytes] = {}
         self.lost = asyncio.Event()
+        self.took = False  # charge, or tried to
 
     def peer_connected(self, connection: Any) -> None: ...
     def state_changed(self, connection: Any) -> None: ...
@@ -63,7 +65,7 @@ class Worker:
         while (batch := self.inbox.get()) is not None:
             self.begun.append(batch.message.number)
             self.dated.append(not math.isnan(batch.received_at))
-            if batch.is_aborted:
+            if batch.is_given_up():
                 self.aborted.append(batch.message.number)
             self.goes_on.wait(PATIENCE_S)
             ran = BatchRan(batch.message.number, math.nan, 1.0, 0.0, 0.0, 0.0, [])
@@ -148,6 +150,62 @@ async def test_a_batch_given_up_while_another_runs_is_known_to_be(channel: Chann
     await until(lambda: len(far.answers) == 2)
     assert worker.aborted == [1]
     await far.connection.stop()
+
+
+@pytest.mark.parametrize("host", ["", "127.0.0.1"])
+async def test_what_a_dispatcher_asked_that_has_gone_since_is_not_begun(
+    channel: Channel, worker: Worker, host: str
+) -> None:
+    """Its frames lie in the socket before the end of the connection, and are read before it."""
+    first, second = await connected(channel, host), await connected(channel)
+    worker.goes_on.clear()
+    second.connection.send(batch(0))
+    await until(lambda: worker.begun == [0])
+    for number in (1, 2, 3):
+        first.connection.send(batch(number), [b"1"])
+    await first.connection.stop()
+    second.connection.send(batch(4))
+    await asyncio.sleep(0.05)  # it leaves
+    worker.goes_on.set()
+    await until(lambda: 4 in second.answers)
+    await until(lambda: {number for number in worker.begun if number not in worker.aborted} == {0, 4})
+    await second.connection.stop()
+
+
+async def test_the_dispatcher_that_took_charge_last_is_obeyed_and_no_other(channel: Channel, worker: Worker) -> None:
+    """Three of one sub-cluster and one of another, in an order drawn anew each time."""
+    draw = random.Random(7)
+    three, other = [await connected(channel) for _ in range(3)], await connected(channel)
+    other.connection.send(TakeCharge("1", 1))
+    in_charge, latest = None, 0
+    for number in range(0, 240, 4):
+        claims, term = draw.choice(three), draw.randrange(1, latest + 3)
+        claims.connection.send(TakeCharge("0", term))
+        if term > latest:
+            in_charge, latest = claims, term
+        # On one connection a batch behind a claim finds it made; what others ask must not overtake it.
+        ahead = latest
+        await until(lambda: _terms(claims) == {"0": ahead, "1": 1})  # noqa: B023
+        for far, asked in zip((*three, other), range(number, number + 4), strict=True):
+            far.connection.send(batch(asked))
+        await until(lambda: len(worker.begun) == number + 4)  # noqa: B023
+        refused = {asked for asked in worker.aborted if asked >= number}
+        claimed = {far for far in three if far.took}
+        claims.took = True
+        expected = {
+            number + index
+            for index, far in enumerate(three)
+            if (far in claimed or far is claims) and far is not in_charge
+        }
+        assert refused == expected, (term, latest)
+    for far in (*three, other):
+        await far.connection.stop()
+
+
+def _terms(far: Far) -> dict[str, int]:
+    assert far.connection.state is not None
+    terms: dict[str, int] = far.connection.state.terms
+    return terms
 
 
 async def test_what_had_come_before_the_end_is_answered(channel: Channel, worker: Worker) -> None:

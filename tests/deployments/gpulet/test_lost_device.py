@@ -11,23 +11,33 @@ from tenuto.deployments.dispatch.dispatcher import Dispatcher
 from tenuto.deployments.gpulet import replica as replica_module
 from tenuto.deployments.gpulet import worker as worker_module
 from tenuto.deployments.gpulet.executors.torch_executor import TorchExecutor
-from tenuto.deployments.gpulet.process import LocalReplica
 from tenuto.deployments.serve.config import serve_config
+from tenuto.deployments.wire.answers import Refused
 from tenuto.outcome import Outcome
 from tenuto.placement import Plan
 from tests.instruments.asking import answer, outputs, submit, until
+from tests.instruments.local_replica import LocalReplica
 
 LATENCY = {"alpha_ms": 1.0, "beta_ms": 6.0}
-PLAN = Plan.from_data({
-    "policy": {"name": "test"},
-    "gpus": [{"id": "n0/0", "type": "cpu"}, {"id": "n0/1", "type": "cpu"}],
-    "gpulets": [
-        {"id": f"n0/{i}/a", "gpu": f"n0/{i}", "models": [{"name": "m", "batch_size": 2, "latency": LATENCY}]}
-        for i in range(2)
-    ],
-    "models": [{"name": "m", "source": "tests.instruments.own_models:scale", "rate_rps": 100, "slo_ms": 30_000,
-                "latency": LATENCY}],
-})  # fmt: skip
+PLAN = Plan.from_data(
+    {
+        "policy": {"name": "test"},
+        "gpus": [{"id": "n0/0", "type": "cpu"}, {"id": "n0/1", "type": "cpu"}],
+        "gpulets": [
+            {"id": f"n0/{i}/a", "gpu": f"n0/{i}", "models": [{"name": "m", "batch_size": 2, "latency": LATENCY}]}
+            for i in range(2)
+        ],
+        "models": [
+            {
+                "name": "m",
+                "source": "tests.instruments.own_models:scale",
+                "rate_rps": 100,
+                "slo_ms": 30_000,
+                "latency": LATENCY,
+            }
+        ],
+    }
+)
 STICKY = "cuDNN error: CUDNN_STATUS_EXECUTION_FAILED"
 
 
@@ -52,7 +62,7 @@ class Device(TorchExecutor):
 
 @pytest.mark.parametrize("is_sticky", [True, False])
 async def test_batches_of_a_lost_device_run_elsewhere_and_its_process_ends(
-    monkeypatch: pytest.MonkeyPatch, is_sticky: bool
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, is_sticky: bool
 ) -> None:
     exits: list[int] = []
     monkeypatch.setattr(Device, "made", [], raising=False)
@@ -85,6 +95,11 @@ async def test_batches_of_a_lost_device_run_elsewhere_and_its_process_ends(
         assert broken.ran == tried  # an idle gpu-let that cannot run attracts nothing
     else:  # one kernel was refused: those requests failed, and the gpu-let stays
         assert {found.outcome for found in answers} == {Outcome.OK, Outcome.FAILED}
+        for found in answers:
+            if isinstance(found, Refused):  # what the model said is in the log, under the name that the client got
+                assert STICKY not in found.reason
+                incident = found.reason.split()[-1]
+                assert any(incident in line.message and STICKY in str(line.exc_info) for line in caplog.records)
         assert sound.ran > 0
         broken.is_lost = False
         assert (await answer(submit(dispatcher, "m", [x.tobytes()]))).outcome is Outcome.OK

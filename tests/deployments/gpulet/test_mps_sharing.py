@@ -12,6 +12,8 @@ from tenuto.deployments.gpulet.mps_sharing import SharedGpu, join_shared_gpu
 from tenuto.deployments.gpulet.replica import GpuletReplica
 from tenuto.deployments.serve.config import serve_config
 from tenuto.deployments.serve.diff import diff
+from tenuto.deployments.serve.user_config import GpuletSpec
+from tenuto.deployments.wire.status import MpsStatus
 from tenuto.errors import EnvironmentFaultError
 from tenuto.mps.inventory import GpuDevice, read_inventory
 from tenuto.mps.others import OtherProcess
@@ -26,9 +28,14 @@ from tests.mps.fakes import OTHER, UUID, Bench
 def spec(name: str = "n0/0/a", share_pct: float | None = 40.0) -> dict[str, Any]:
     gpu = {"id": "n0/0", "type": "v100", "uuid": UUID}
     return {
-        "gpulet": name, "gpu": gpu, "share_pct": share_pct, "memory_mib": 3000.0, "executor": "emulated",
-        "mps": "auto", "cuda_mps": True,
-    }  # fmt: skip
+        "gpulet": name,
+        "gpu": gpu,
+        "share_pct": share_pct,
+        "memory_mib": 3000.0,
+        "executor": "emulated",
+        "mps": "auto",
+        "cuda_mps": True,
+    }
 
 
 def devices(**changes: Any) -> tuple[GpuDevice, ...]:
@@ -40,11 +47,17 @@ def shared(bench: Bench, *, pid: int = 41, sm_count: int = 32, uuid: str = UUID,
     planned = changes.pop("planned", spec())
     environment = client_environment(UUID, planned["share_pct"], 3000.0)
     return SharedGpu(
-        planned, daemon=bench.gpulet(), devices=changes.pop("devices", devices), pid=pid,
-        visible=lambda: (VisibleDevice(uuid, sm_count),), environment=changes.pop("environment", environment),
-        others=changes.pop("others", lambda daemon: ()), free_mib=lambda: changes.get("free_mib", 2900.0),
-        watch_xids=lambda uuid: changes.get("xids"), sleep=bench.clock.sleep,
-    )  # fmt: skip
+        GpuletSpec.model_validate(planned),
+        daemon=bench.gpulet(),
+        devices=changes.pop("devices", devices),
+        pid=pid,
+        visible=lambda: (VisibleDevice(uuid, sm_count),),
+        environment=changes.pop("environment", environment),
+        others=changes.pop("others", lambda daemon: ()),
+        free_mib=lambda: changes.get("free_mib", 2900.0),
+        watch_xids=lambda uuid: changes.get("xids"),
+        sleep=bench.clock.sleep,
+    )
 
 
 @pytest.fixture
@@ -58,10 +71,9 @@ def started(bench: Bench) -> SharedGpu:
 
 def test_a_gpulet_that_got_its_share_says_so(started: SharedGpu) -> None:
     started.check()
-    assert started.status() == {
-        "uuid": UUID, "sm_count": 32, "gpu_sm_count": 80, "memory_limit": "0=3000M",
-        "proof": "pid", "others": [], "xids": None,
-    }  # fmt: skip
+    assert started.status() == MpsStatus(
+        uuid=UUID, sm_count=32, gpu_sm_count=80, memory_limit="0=3000M", proof="pid", others=[], xids=None
+    )
 
 
 def test_a_cap_that_is_not_applied_is_found_although_the_process_is_attached(bench: Bench) -> None:
@@ -98,7 +110,7 @@ def test_a_gpu_that_is_unwell_is_left_and_a_fault_of_a_neighbour_is_only_told(be
     found.prove()
     xids.seen = (13,)
     found.check()
-    assert found.status()["xids"] == [13]
+    assert found.status().xids == [13]
     xids.seen = (13, 79)
     with pytest.raises(EnvironmentFaultError, match="Xid 79: the GPU itself is unwell"):
         found.check()
@@ -217,9 +229,7 @@ def test_others_on_the_gpu_are_told_and_refused_where_cuda_mps_is_required(bench
     other, hidden = OtherProcess(88, "python", 1001), OtherProcess(99, None, None)
     found = shared(bench, others=lambda daemon: (other, hidden))
     found.join()
-    assert found.status()["others"] == [
-        {"pid": 88, "name": "python", "user": 1001}, {"pid": 99, "name": None, "user": None},
-    ]  # fmt: skip
+    assert found.status().others == [other, hidden]
     found.leave()
     required = {**spec(), "mps": "required"}
     with pytest.raises(EnvironmentFaultError, match=r"process 88 \(python, user 1001\) also use.*mps: auto"):
@@ -233,7 +243,7 @@ def test_a_process_that_is_just_leaving_is_waited_for(bench: Bench) -> None:
     answers = iter([(OtherProcess(88, "python", 1001),), ()])
     found = shared(bench, others=lambda daemon: next(answers), planned={**spec(), "mps": "required"})
     found.join()
-    assert found.status()["others"] == []
+    assert found.status().others == []
 
 
 def test_faults_that_gpulets_see_end_their_restarts(bench: Bench) -> None:
@@ -263,7 +273,7 @@ def test_a_client_known_by_another_pid_is_watched_and_ended_by_that(bench: Bench
     bench.daemon.connect(9041)
     found.prove()
     found.check()
-    assert found.status()["proof"] == "the only client that came during its start"
+    assert found.status().proof == "the only client that came during its start"
     found.terminate()
     assert "terminate_client 701 9041" in bench.daemon.commands
     with pytest.raises(EnvironmentFaultError, match="9041 is no client"):
@@ -277,8 +287,8 @@ def test_work_in_flight_is_ended_before_the_process(bench: Bench, started: Share
 
 
 def test_nothing_is_joined_where_the_plan_asks_for_nothing() -> None:
-    assert join_shared_gpu({**spec(), "cuda_mps": False}, has_driver=True) is None
-    assert join_shared_gpu(spec(), has_driver=False) is None
+    assert join_shared_gpu(GpuletSpec.model_validate({**spec(), "cuda_mps": False}), has_driver=True) is None
+    assert join_shared_gpu(GpuletSpec.model_validate(spec()), has_driver=False) is None
 
 
 # --- the plan's side --------------------------------------------------------------------------------------------
@@ -288,14 +298,16 @@ def plan(*shares: float | None, mps: str = "auto", uuid: str | None = UUID, kind
     replica = {"name": "m", "batch_size": 2, "latency": {"alpha_ms": 1.0, "beta_ms": 1.0}}
     return Plan.from_data(
         {
-            "policy": {"name": "test"}, "mps": mps, "gpus": [{"id": "g", "type": kind, "uuid": uuid}],
+            "policy": {"name": "test"},
+            "mps": mps,
+            "gpus": [{"id": "g", "type": kind, "uuid": uuid}],
             "gpulets": [
                 {"id": f"g/{i}", "gpu": "g", "share_pct": share, "memory_mib": 2000, "models": [replica]}
                 for i, share in enumerate(shares)
             ],
             "models": [{"name": "m", "rate_rps": 10, "slo_ms": 100, "latency": {"alpha_ms": 1.0, "beta_ms": 1.0}}],
         }
-    )  # fmt: skip
+    )
 
 
 def environments(made: Plan, **options: Any) -> list[dict[str, str]]:
@@ -314,10 +326,17 @@ def test_every_gpulet_of_a_shared_gpu_has_its_environment_before_its_process_sta
 
 @pytest.mark.parametrize(
     ("made", "uses"),
-    [(plan(None), False), (plan(100.0), False), (plan(50.0), True), (plan(None, None), True),
-     (plan(None, mps="required"), True), (plan(50.0, mps="off"), False), (plan(50.0, uuid=None), False),
-     (plan(50.0, kind="cpu"), False)],
-)  # fmt: skip
+    [
+        (plan(None), False),
+        (plan(100.0), False),
+        (plan(50.0), True),
+        (plan(None, None), True),
+        (plan(None, mps="required"), True),
+        (plan(50.0, mps="off"), False),
+        (plan(50.0, uuid=None), False),
+        (plan(50.0, kind="cpu"), False),
+    ],
+)
 def test_when_cuda_mps_is_used(made: Plan, uses: bool) -> None:
     assert all(("CUDA_MPS_PIPE_DIRECTORY" in environment) is uses for environment in environments(made))
     assert not any("CUDA_MPS_PIPE_DIRECTORY" in environment for environment in environments(made, executor="emulated"))
@@ -374,9 +393,8 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
     return found
 
 
-MODELS = {
-    "models": [{"name": "m", "batch_size": 2, "latency": {"alpha_ms": 0.01, "beta_ms": 0.01}, "options": {}}],
-}
+ENTRY = {"name": "m", "batch_size": 2, "latency": {"alpha_ms": 0.01, "beta_ms": 0.01}, "members": [{"name": "m"}]}
+MODELS = {"programs": [ENTRY]}
 
 
 class Replica(GpuletReplica):
@@ -410,7 +428,7 @@ async def test_models_added_to_a_running_gpulet_load_in_its_turn(recorder: Recor
     await made.reconfigure(MODELS)
     await made.reconfigure(MODELS)  # nothing to load: no turn
     assert recorder.calls == ["prove"]
-    added = {"models": [*MODELS["models"], {**MODELS["models"][0], "name": "other"}]}
+    added = {"programs": [ENTRY, {**ENTRY, "name": "other", "members": [{"name": "other"}]}]}
     await made.reconfigure(added)
     assert recorder.calls == ["prove", "turn", "turn ends"]
     await made.reconfigure(MODELS)  # only unloads

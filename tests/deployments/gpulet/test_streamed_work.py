@@ -72,10 +72,16 @@ class Bench:
         self.unanswerable: set[int] = set()
         self.thread = threading.Thread(
             target=StreamedWork[Batch](
-                self.items, self.device, as_batch=lambda item: item if isinstance(item, Batch) else None,
-                take=self._take, done=self._done, failed=self._failed, otherwise=self._otherwise,
-            ).run, daemon=True,
-        )  # fmt: skip
+                self.items,
+                self.device,
+                as_batch=lambda item: item if isinstance(item, Batch) else None,
+                take=self._take,
+                done=self._done,
+                failed=self._failed,
+                otherwise=self._otherwise,
+            ).run,
+            daemon=True,
+        )
         self.thread.start()
 
     def _take(self, work: Batch) -> dict[str, Any] | None:
@@ -138,15 +144,23 @@ def test_the_next_batch_is_staged_and_launched_while_one_executes(bench: Bench) 
 def test_a_refused_or_failing_batch_leaves_room_for_the_next(bench: Bench) -> None:
     bench.refused = {0}
     bench.device.fail = {
-        "stage 1": ValueError("bad input"), "launch 2": RuntimeError("CUDA error"), "discard 2": RuntimeError("gone"),
+        "stage 1": ValueError("bad input"),
+        "launch 2": RuntimeError("CUDA error"),
+        "discard 2": RuntimeError("gone"),
         "finish 3": RuntimeError("late"),
-    }  # fmt: skip
+    }
     for number in range(7):
         bench.items.put(Batch(number))
     bench.end()
     assert sorted(bench.answers) == [
-        (0, "refused"), (1, "bad input"), (2, "CUDA error"), (3, "late"), (4, "ok"), (5, "ok"), (6, "ok"),
-    ]  # fmt: skip
+        (0, "refused"),
+        (1, "bad input"),
+        (2, "CUDA error"),
+        (3, "late"),
+        (4, "ok"),
+        (5, "ok"),
+        (6, "ok"),
+    ]
 
 
 def test_an_answer_that_cannot_be_made_fails_its_batch_alone(bench: Bench) -> None:

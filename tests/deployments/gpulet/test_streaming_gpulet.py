@@ -17,6 +17,7 @@ from tenuto.deployments.gpulet.replica import GpuletReplica
 from tenuto.deployments.serve.config import serve_config
 from tenuto.deployments.wire.answers import Answer
 from tenuto.deployments.wire.peer import Endpoint
+from tenuto.deployments.wire.status import GpuletMode
 from tenuto.errors import InvalidInputError
 from tenuto.outcome import Outcome
 from tenuto.placement import Plan
@@ -95,7 +96,7 @@ async def test_an_emulated_gpulet_reports_where_the_time_went(serving: tuple[Dis
     for found in answers:  # 1.0 a request in all, 0.5 of it copies
         assert found.execution_ms == pytest.approx(6.0 + 0.5 * found.batch_size, abs=0.01)
     (described,) = dispatcher.gpulets()
-    assert described["mode"] == {"share": False, "streaming": True, "programs": {"m": "emulated"}}
+    assert described.mode == GpuletMode(share=False, streaming=True, programs={"m": "emulated"})
     records = await gpulet.records()
     for one, after in itertools.pairwise(records):
         assert after["started_s"] >= one["ended_s"] - 1e-6
@@ -114,7 +115,7 @@ async def test_where_the_plan_does_not_stream_copies_are_part_of_the_execution(
         found = await answer(future)
         assert found.execution_ms >= 6.0 + found.batch_size - 0.01  # a half of each request more than what streams
     (described,) = dispatcher.gpulets()
-    assert described["mode"]["streaming"] is False
+    assert described.mode == GpuletMode(share=False, streaming=False, programs={"m": "emulated"})
     assert dispatcher.way.delay().data_ms_per_request == 0.0
 
 
@@ -128,8 +129,8 @@ async def test_on_a_cpu_every_request_gets_its_own_answer(serving: tuple[Dispatc
         assert found.outcome is Outcome.OK
         np.testing.assert_array_equal(np.frombuffer(found.outputs[0].data, np.float32), row * 2)
     (described,) = dispatcher.gpulets()
-    assert described["mode"]["programs"] == {"m": "plain"}
-    assert described["sm_count"] is None
+    assert described.mode == GpuletMode(share=False, streaming=True, programs={"m": "plain"})
+    assert described.sm_count is None
 
 
 @pytest.mark.parametrize("serving", [(make_plan("cpu", source=f"{OWN}:scale"), "torch", "eager")], indirect=True)
@@ -141,8 +142,8 @@ async def test_models_change_between_batches_and_a_failing_batch_fails_alone(
     found = await answer(wrong)
     assert found.outcome is Outcome.FAILED
     assert "running 'm' failed" in found.reason
-    entry = {"name": "m", "source": f"{OWN}:scale", "batch_size": 4, "options": {"factor": 3.0}}
-    await gpulet.reconfigure({"models": [entry]})
+    member = {"name": "m", "source": f"{OWN}:scale", "options": {"factor": 3.0}}
+    await gpulet.reconfigure({"programs": [{"name": "m", "batch_size": 4, "members": [member]}]})
     right = await answer(submit(dispatcher, "m", [np.ones(4, np.float32).tobytes()]))
     assert np.frombuffer(right.outputs[0].data, np.float32).tolist() == [3.0] * 4
 

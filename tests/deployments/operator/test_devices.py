@@ -5,6 +5,7 @@ from typing import Any
 
 from tenuto.deployments.operator.devices import DeviceFigures
 from tenuto.deployments.operator.exposition import render_metrics
+from tenuto.deployments.wire.status import DeviceStatus, SystemStatus
 
 
 class FakeError(Exception):
@@ -15,6 +16,7 @@ class FakeNvml:
     """Two GPUs; the second tells no power. `xids` are events that have not been read."""
 
     NVMLError = FakeError
+    nvmlEventTypeXidCriticalError = 8
 
     def __init__(self) -> None:
         self.xids: list[int] = []
@@ -27,6 +29,9 @@ class FakeNvml:
 
     def nvmlDeviceGetHandleByIndex(self, index: int) -> int:
         return index
+
+    def nvmlDeviceGetHandleByUUID(self, uuid: str) -> int:
+        return int(uuid.removeprefix("GPU-"))
 
     def nvmlDeviceGetUUID(self, handle: int) -> bytes:
         return f"GPU-{handle}".encode()
@@ -60,7 +65,7 @@ class FakeNvml:
         if handle:
             raise FakeError("not supported")
 
-    def nvmlEventSetWait(self, events: str, timeout_ms: int) -> Any:
+    def nvmlEventSetWait_v2(self, events: str, timeout_ms: int) -> Any:
         assert timeout_ms == 0
         if not self.xids:
             raise FakeError("timeout")
@@ -71,23 +76,29 @@ async def test_figures_come_in_base_units_and_at_most_every_five_seconds() -> No
     nvml, now_s = FakeNvml(), 0.0
     figures = DeviceFigures(lambda: nvml, clock=lambda: now_s)
     first, second = await figures.read()
-    assert first == {
-        "uuid": "GPU-0", "name": "H200", "memory_used_bytes": 3 << 30, "memory_total_bytes": 140 << 30,
-        "utilization_ratio": 0.37, "power_watts": 412.0, "sm_clock_hertz": 1.98e9, "temperature_celsius": 61.0,
-        "xid_errors": 0,
-    }  # fmt: skip
-    assert "power_watts" not in second
+    assert first == DeviceStatus(
+        uuid="GPU-0",
+        name="H200",
+        memory_used_bytes=3 << 30,
+        memory_total_bytes=140 << 30,
+        utilization_ratio=0.37,
+        power_watts=412.0,
+        sm_clock_hertz=1.98e9,
+        temperature_celsius=61.0,
+        xid_errors=0,
+    )
+    assert second.power_watts is None
     reads = nvml.reads
     now_s = 4.9
     await figures.read()
     assert nvml.reads == reads
     nvml.xids = [79, 31]
     now_s = 5.0
-    assert [device["xid_errors"] for device in await figures.read()] == [2, 0]
+    assert [device.xid_errors for device in await figures.read()] == [2, 0]
     now_s = 10.0
     found = await figures.read()
-    assert [device["xid_errors"] for device in found] == [2, 0]
-    text = render_metrics({"models": {}, "gpulets": [], "devices": found})
+    assert [device.xid_errors for device in found] == [2, 0]
+    text = render_metrics(SystemStatus(models={}, devices=found))
     assert 'tenuto_gpu_xid_errors_total{uuid="GPU-0",name="H200"} 2\n' in text
     assert text.count("tenuto_gpu_power_watts{") == 1
 

@@ -10,6 +10,7 @@ import uvicorn
 
 from tenuto.deployments.operator.app import make_operator_app
 from tenuto.deployments.serve.launcher import unused_port
+from tenuto.deployments.wire.status import SystemStatus
 from tests.instruments.chromium import find_chromium, shown_dom
 from tests.instruments.shown_status import ShownServer
 
@@ -25,14 +26,14 @@ class Watched:
     def missing(self) -> list:
         return []
 
-    async def status(self) -> dict:
+    async def status(self) -> SystemStatus:
         self._shown.second()
         return self._shown.status()
 
-    async def queue(self) -> dict:
+    async def waiting(self) -> dict:
         return {}
 
-    async def requests(self, id: str | None, limit: int) -> list:
+    async def ended(self, id: str | None, limit: int) -> list:
         return [{"id": id, "limit": limit}]
 
 

@@ -15,6 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 import tenuto.deployments.operator
 from tenuto.deployments.operator.exposition import render_metrics
+from tenuto.deployments.wire.status import SystemStatus
 from tests.instruments.shown_status import ShownServer
 
 WATCHING = Path(tenuto.deployments.operator.__file__).parent / "watching"
@@ -115,8 +116,8 @@ def test_names_of_any_kind_come_back_as_they_are() -> None:
 
 
 def test_what_is_not_known_is_left_out() -> None:
-    assert "NaN" not in render_metrics({"models": {}, "gpulets": []})
-    assert render_metrics({"models": {}, "gpulets": []}) == ""
+    assert "NaN" not in render_metrics(SystemStatus(models={}))
+    assert render_metrics(SystemStatus(models={})) == ""
 
 
 @needs_promtool
@@ -131,7 +132,8 @@ def test_alerts_come_when_they_should_and_not_before(tmp_path: Path) -> None:
     """Prometheus itself evaluates the rules, in its own virtual time."""
     bad, good = 'tenuto_requests_total{model="m",outcome="late"}', 'tenuto_requests_total{model="m",outcome="ok"}'
     case = {
-        "rule_files": [str(WATCHING / "alerts.yaml")], "evaluation_interval": "1m",
+        "rule_files": [str(WATCHING / "alerts.yaml")],
+        "evaluation_interval": "1m",
         "tests": [
             {
                 "interval": "1m",
@@ -146,22 +148,43 @@ def test_alerts_come_when_they_should_and_not_before(tmp_path: Path) -> None:
                 ],
                 "alert_rule_test": [
                     {"eval_time": "14m", "alertname": "TenutoAttainmentLow", "exp_alerts": []},
-                    {"eval_time": "28m", "alertname": "TenutoAttainmentLow", "exp_alerts": [
-                        {"exp_labels": {"severity": "page", "model": "m"},
-                         "exp_annotations": {"summary": "m: 95.24% of the requests in time"}}]},
+                    {
+                        "eval_time": "28m",
+                        "alertname": "TenutoAttainmentLow",
+                        "exp_alerts": [
+                            {
+                                "exp_labels": {"severity": "page", "model": "m"},
+                                "exp_annotations": {"summary": "m: 95.24% of the requests in time"},
+                            }
+                        ],
+                    },
                     {"eval_time": "20m", "alertname": "TenutoGpuletDown", "exp_alerts": []},
-                    {"eval_time": "24m", "alertname": "TenutoGpuletDown", "exp_alerts": [
-                        {"exp_labels": {"severity": "page", "gpulet": "a", "gpu": "0"},
-                         "exp_annotations": {"summary": "Gpu-let a is not connected"}}]},
+                    {
+                        "eval_time": "24m",
+                        "alertname": "TenutoGpuletDown",
+                        "exp_alerts": [
+                            {
+                                "exp_labels": {"severity": "page", "gpulet": "a", "gpu": "0"},
+                                "exp_annotations": {"summary": "Gpu-let a is not connected"},
+                            }
+                        ],
+                    },
                     {"eval_time": "30m", "alertname": "TenutoArrivalsAbovePlan", "exp_alerts": []},
                     {"eval_time": "18m", "alertname": "TenutoQueueBeyondDeadlines", "exp_alerts": []},
-                    {"eval_time": "26m", "alertname": "TenutoQueueBeyondDeadlines", "exp_alerts": [
-                        {"exp_labels": {"severity": "ticket", "model": "m"},
-                         "exp_annotations": {"summary": "m: more requests wait than arrive in two SLOs"}}]},
+                    {
+                        "eval_time": "26m",
+                        "alertname": "TenutoQueueBeyondDeadlines",
+                        "exp_alerts": [
+                            {
+                                "exp_labels": {"severity": "ticket", "model": "m"},
+                                "exp_annotations": {"summary": "m: more requests wait than arrive in two SLOs"},
+                            }
+                        ],
+                    },
                 ],
             }
         ],
-    }  # fmt: skip
+    }
     file = tmp_path / "alerts_test.yaml"
     file.write_text(yaml.safe_dump(case))
     result = subprocess.run(["promtool", "test", "rules", str(file)], capture_output=True, text=True)

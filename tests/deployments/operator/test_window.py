@@ -2,14 +2,16 @@
 
 import asyncio
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tenuto.deployments.dispatch.histogram import Histogram, buckets_around
-from tenuto.deployments.operator.live import LiveView
+from tenuto.deployments.operator.live_view import LiveView
 from tenuto.deployments.operator.window import between, quantile_s
+from tenuto.deployments.wire.status import SystemStatus
 from tests.instruments.shown_status import ShownServer
 
 
@@ -23,7 +25,7 @@ def test_a_quantile_lies_in_the_bucket_of_the_true_one(values: list[float], quan
     histogram = Histogram(buckets_around(slo_ms))
     for value in values:
         histogram.add(value)
-    found = quantile_s(histogram.to_data(), quantile)
+    found = quantile_s(histogram.buckets(), quantile)
     true = float(np.quantile(values, quantile, method="inverted_cdf"))
     bounds = np.array([0.0, *histogram.bounds])
     bucket = max(1, int(np.searchsorted(bounds, true)))
@@ -42,8 +44,8 @@ def test_figures_are_those_of_the_seconds_between() -> None:
         server.second()
     after = server.status()
     window = between(before, after, 10.0)
-    for name, model in after["models"].items():
-        grown = model["submitted"] - before["models"][name]["submitted"]
+    for name, model in after.models.items():
+        grown = model.submitted - before.models[name].submitted
         assert window.models[name].offered_rps == pytest.approx(grown / 10.0)
     bad = window.models["network_03"]
     assert bad.attainment is not None
@@ -68,7 +70,7 @@ def test_a_server_started_anew_counts_from_zero() -> None:
 async def test_nothing_is_sampled_while_nobody_looks() -> None:
     server, now_s, asked = ShownServer(models=2, gpulets=2), 0.0, 0
 
-    async def status() -> dict:
+    async def status() -> SystemStatus:
         nonlocal asked
         asked += 1
         server.second()
@@ -79,15 +81,16 @@ async def test_nothing_is_sampled_while_nobody_looks() -> None:
     assert asked == 0
     first = await view.look()
     assert asked == 1
-    assert first["history"]["at_s"] == []
+    assert first.history.at_s == []
     for _ in range(15):
         now_s += 1.0
         await view.sample()
     shown = await view.look()
     view.close()
-    assert shown["window"]["seconds"] == 10.0
-    assert shown["history"]["at_s"] == [float(at) for at in range(-14, 1)]
-    line = shown["history"]["models"]["network_01"]
-    assert len(line["goodput_rps"]) == len(line["offered_rps"]) == 15
-    assert "plan" not in shown
-    assert "latency_s" not in shown["models"]["network_01"]
+    assert shown.window.seconds == 10.0
+    assert shown.history.at_s == [float(at) for at in range(-14, 1)]
+    line = shown.history.models["network_01"]
+    assert len(line.goodput_rps) == len(line.offered_rps) == 15
+    told = msgspec.to_builtins(shown)
+    assert "plan" not in told
+    assert "latency_s" not in told["models"]["network_01"]

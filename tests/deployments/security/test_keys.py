@@ -7,15 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tenuto.deployments.security.keys import (
-    ENVIRONMENT,
-    Caller,
-    Callers,
-    KeyEntry,
-    new_key,
-    presented_key,
-    read_keys,
-)
+from tenuto.deployments.security.keys import ENVIRONMENT, Caller, Callers, KeyEntry, new_key, presented_key, read_keys
 from tenuto.errors import InvalidInputError
 
 HASH = hashlib.sha256(b"k").hexdigest()
@@ -52,10 +44,7 @@ def test_a_client_may_ask_for_its_models() -> None:
     assert [caller.may_ask(model) for model in ("resnet50", "bert", "bert2", "x")] == [True, True, False, False]
 
 
-@given(
-    st.floats(0.5, 1000.0), st.integers(1, 50),
-    st.lists(st.floats(0.0, 0.5), min_size=1, max_size=300),
-)  # fmt: skip
+@given(st.floats(0.5, 1000.0), st.integers(1, 50), st.lists(st.floats(0.0, 0.5), min_size=1, max_size=300))
 def test_never_more_than_the_burst_and_the_rate_and_waiting_as_told_is_enough(
     rate: float, burst: int, gaps: list[float]
 ) -> None:

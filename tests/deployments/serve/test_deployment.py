@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tenuto.deployments.serve import deployment as module
-from tenuto.deployments.serve.deployment import CONTROL_APPLICATION, Deployment, History, is_ours
+from tenuto.deployments.serve.deployment import CONTROL_APPLICATION, Deployment, History, fitting_gateways, is_ours
 from tenuto.deployments.serve.sub_clusters import fits_plan, parted
 from tenuto.errors import EnvironmentFaultError, InvalidInputError
 from tests.instruments.plans import make_plan
@@ -100,3 +100,12 @@ def test_old_versions_go(monkeypatch: pytest.MonkeyPatch) -> None:
     for number in range(6):
         history.add(of(), "deploy", str(number))
     assert [version.why for version in history.all()] == ["3", "4", "5"]
+
+
+@pytest.mark.parametrize(("cores", "gpulets", "expected"), [(2, 1, 1), (4, 1, 1), (5, 1, 2), (8, 4, 2), (64, 100, 1)])
+def test_two_gateways_run_where_every_process_has_a_core(cores: int, gpulets: int, expected: int) -> None:
+    assert fitting_gateways(cores, gpulets) == expected
+
+
+def test_a_deployment_that_does_not_say_has_one_gateway_until_it_is_known_where_it_runs() -> None:
+    assert of().config() == of(gateways=1).config() != of(gateways=2).config()

@@ -14,17 +14,25 @@ def plan(
     *gpulets: dict[str, Any], mps: str = "auto", models: dict[str, Any] | None = None, gpu_type: str = "v100"
 ) -> Plan:
     names = sorted({m["name"] for g in gpulets for m in g["models"]})
-    return Plan.from_data({
-        "schema": 1, "policy": {"name": "test"}, "mps": mps,
-        "gpus": [{"id": f"n0/{i}", "type": gpu_type} for i in range(2)],
-        "gpulets": list(gpulets),
-        "models": [{"name": n, "rate_rps": 10, "slo_ms": 100, **(models or {}).get(n, {})} for n in names],
-    })
+    return Plan.from_data(
+        {
+            "schema": 1,
+            "policy": {"name": "test"},
+            "mps": mps,
+            "gpus": [{"id": f"n0/{i}", "type": gpu_type} for i in range(2)],
+            "gpulets": list(gpulets),
+            "models": [{"name": n, "rate_rps": 10, "slo_ms": 100, **(models or {}).get(n, {})} for n in names],
+        }
+    )
 
 
 def gpulet(name: str, *models: tuple[str, int], **changes: Any) -> dict[str, Any]:
-    data: dict[str, Any] = {"id": name, "gpu": name.rsplit("/", 1)[0], "share_pct": 40,
-                            "models": [{"name": n, "batch_size": b} for n, b in models]}
+    data: dict[str, Any] = {
+        "id": name,
+        "gpu": name.rsplit("/", 1)[0],
+        "share_pct": 40,
+        "models": [{"name": n, "batch_size": b} for n, b in models],
+    }
     return {**data, **changes}
 
 
@@ -38,17 +46,20 @@ def kinds(old: Plan, new: Plan) -> dict[str, str]:
     return {change.gpulet: change.kind for change in found.changes}
 
 
-@pytest.mark.parametrize(("after", "kind"), [
-    (gpulet("n0/0/a", ("x", 4)), "route-only"),
-    (gpulet("n0/0/a", ("x", 8)), "reconfigure"),
-    (gpulet("n0/0/a", ("x", 4), ("z", 1)), "reconfigure"),
-    (gpulet("n0/0/a", ("z", 4)), "reconfigure"),
-    (gpulet("n0/0/a", ("x", 4), share_pct=50), "restart"),
-    (gpulet("n0/0/a", ("x", 4), share_pct=None), "restart"),
-    (gpulet("n0/0/a", ("x", 4), memory_mib=500), "restart"),
-    (gpulet("n0/0/a", ("x", 8), share_pct=50), "restart"),
-    (gpulet("n0/0/a", ("x", 4), duty_cycle_ms=20), "route-only"),
-])
+@pytest.mark.parametrize(
+    ("after", "kind"),
+    [
+        (gpulet("n0/0/a", ("x", 4)), "route-only"),
+        (gpulet("n0/0/a", ("x", 8)), "reconfigure"),
+        (gpulet("n0/0/a", ("x", 4), ("z", 1)), "reconfigure"),
+        (gpulet("n0/0/a", ("z", 4)), "reconfigure"),
+        (gpulet("n0/0/a", ("x", 4), share_pct=50), "restart"),
+        (gpulet("n0/0/a", ("x", 4), share_pct=None), "restart"),
+        (gpulet("n0/0/a", ("x", 4), memory_mib=500), "restart"),
+        (gpulet("n0/0/a", ("x", 8), share_pct=50), "restart"),
+        (gpulet("n0/0/a", ("x", 4), duty_cycle_ms=20), "route-only"),
+    ],
+)
 def test_a_change_of_one_gpulet_touches_only_it(after: dict[str, Any], kind: str) -> None:
     found = kinds(plan(*BEFORE), plan(after, BEFORE[1]))
     assert found == {"n0/0/a": kind, "n0/0/b": "route-only"}
@@ -97,10 +108,16 @@ def parts(config: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
     return found
 
 
-@pytest.mark.parametrize("after", [
-    (gpulet("n0/0/a", ("x", 8)), BEFORE[1]), (gpulet("n0/0/a", ("x", 4), share_pct=50), BEFORE[1]), (BEFORE[0],),
-    (*BEFORE, gpulet("n0/1/a", ("x", 1))), BEFORE,
-])
+@pytest.mark.parametrize(
+    "after",
+    [
+        (gpulet("n0/0/a", ("x", 8)), BEFORE[1]),
+        (gpulet("n0/0/a", ("x", 4), share_pct=50), BEFORE[1]),
+        (BEFORE[0],),
+        (*BEFORE, gpulet("n0/1/a", ("x", 1))),
+        BEFORE,
+    ],
+)
 def test_the_serve_config_changes_as_the_diff_says(after: tuple[dict[str, Any], ...]) -> None:
     config = pytest.importorskip("tenuto.deployments.serve.config")
     old, new = plan(*BEFORE), plan(*after)

@@ -6,15 +6,16 @@ from pathlib import Path
 
 import pytest
 
+from tenuto.deployments.process.ray_token import guard_of
 from tenuto.deployments.serve.config import serve_config
 from tenuto.deployments.serve.endpoint import get_json
 from tenuto.deployments.serve.launcher import Launcher
-from tenuto.deployments.serve.ray_token import guard_of
 from tenuto.placement import Plan
 from tests.instruments.live import PORT, infer
 from tests.instruments.sockets import check_sockets, listening
 
 pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::DeprecationWarning")]
+
 
 def make_plan() -> Plan:
     latency = {"alpha_ms": 1.0, "beta_ms": 9.0}
@@ -23,12 +24,15 @@ def make_plan() -> Plan:
             "policy": {"name": "test"},
             "gpus": [{"id": "n0/0", "type": "v100"}],
             "gpulets": [
-                {"id": "n0/0/a", "gpu": "n0/0",
-                 "models": [{"name": "synthetic", "batch_size": 4, "latency": latency, "latency_ms": 13.0}]}
+                {
+                    "id": "n0/0/a",
+                    "gpu": "n0/0",
+                    "models": [{"name": "synthetic", "batch_size": 4, "latency": latency, "latency_ms": 13.0}],
+                }
             ],
             "models": [{"name": "synthetic", "rate_rps": 100, "slo_ms": 200, "latency": latency}],
         }
-    )  # fmt: skip
+    )
 
 
 @pytest.fixture(scope="module")

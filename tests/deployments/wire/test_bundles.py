@@ -7,14 +7,7 @@ import pytest
 
 from tenuto.deployments.wire.answers import Executed, Refused
 from tenuto.deployments.wire.arena import Arena, MappedArenas
-from tenuto.deployments.wire.bundles import (
-    AnsweredRequest,
-    Bundler,
-    Places,
-    pack_answers,
-    read_parts,
-    unpack_answers,
-)
+from tenuto.deployments.wire.bundles import AnsweredRequest, Bundler, Places, pack_answers, read_parts, unpack_answers
 from tenuto.deployments.wire.messages import Answers, decode, encode
 from tenuto.deployments.wire.tensors import InputPart, RowOutput
 from tenuto.outcome import Outcome
@@ -30,10 +23,14 @@ def test_answers_survive_the_wire() -> None:
 
     whole, parts, mixed, full = ran("a", 2), ran("b", 4), ran("d", 4), Refused(Outcome.REJECTED, "full", 0.5, "c")
     answers = [
-        AnsweredRequest(1, whole, 0), AnsweredRequest(2, whole, 1), AnsweredRequest(3, full),
-        AnsweredRequest(4, parts, 1), AnsweredRequest(5, parts, 3), AnsweredRequest(6, full),
+        AnsweredRequest(1, whole, 0),
+        AnsweredRequest(2, whole, 1),
+        AnsweredRequest(3, full),
+        AnsweredRequest(4, parts, 1),
+        AnsweredRequest(5, parts, 3),
+        AnsweredRequest(6, full),
         *(AnsweredRequest(7 + number, mixed, row) for number, row in enumerate((0, 2, 1, 3))),
-    ]  # fmt: skip
+    ]
     message, buffers = pack_answers(answers, 7.0)
     again = decode(encode(message))
     assert isinstance(again, Answers)

@@ -95,17 +95,17 @@ async def test_frames_arrive_whole_and_in_order(address: Any, identity: Identity
     target = address if isinstance(address, str) else server.sockets[0].getsockname()
     inbox = Inbox()
     certificate = identity.certificate if identity else ""
-    connection = await connect(
-        target, Hello("secret"), inbox.on_message, inbox.on_lost, certificate=certificate
-    )
+    connection = await connect(target, Hello("secret"), inbox.on_message, inbox.on_lost, certificate=certificate)
     connection.limit_bodies(MUCH)
     big = bytes(range(256)) * 4096
     connection.send(AbortBatch(1), [b"ab", memoryview(b"cd")])
     connection.send(AbortBatch(2))
     connection.send(AbortBatch(3), [big, big])
     assert [await inbox.next() for _ in range(3)] == [
-        (AbortBatch(1), b"abcd"), (AbortBatch(2), b""), (AbortBatch(3), big + big)
-    ]  # fmt: skip
+        (AbortBatch(1), b"abcd"),
+        (AbortBatch(2), b""),
+        (AbortBatch(3), big + big),
+    ]
     connection.close()
     await asyncio.wait_for(inbox.lost.wait(), PATIENCE_S)
     assert not connection.is_connected
@@ -243,9 +243,12 @@ async def test_the_memory_of_large_bodies_is_used_again_only_when_nobody_looks()
         arrived.set()
 
     name = "\0tenuto-test-large"
-    server = await listen(name, lambda: FrameProtocol(
-        on_message, lambda *_: None, expect_token="t", on_hello=lambda protocol, _: protocol.limit_bodies(MUCH)
-    ))  # fmt: skip
+    server = await listen(
+        name,
+        lambda: FrameProtocol(
+            on_message, lambda *_: None, expect_token="t", on_hello=lambda protocol, _: protocol.limit_bodies(MUCH)
+        ),
+    )
     client = await connect(name, Hello("t"), lambda *_: None, lambda *_: None)
     size = (16 << 20) + 1
 

@@ -37,8 +37,10 @@ def plan(models: tuple[str, ...] = ("a", "b"), rate: float = 60.0) -> Plan:
     return Plan(
         policy=PolicyUsed(name="by <hand>"),
         gpus=(PlannedGpu(id="n0/0", type="v100"), PlannedGpu(id="n0/1", type="v100")),
-        gpulets=(Gpulet(id="n0/0/a", gpu="n0/0", share_pct=40.0, models=replicas),), models=specs, notes=("a <note>",),
-    )  # fmt: skip
+        gpulets=(Gpulet(id="n0/0/a", gpu="n0/0", share_pct=40.0, models=replicas),),
+        models=specs,
+        notes=("a <note>",),
+    )
 
 
 def simulated(

@@ -144,10 +144,18 @@ def test_malformed_files(tmp_path: Path, text: str, year: int, part: str) -> Non
 
 @pytest.mark.parametrize(
     "options",
-    [{"part": 2, "parts": 2}, {"part": -1}, {"parts": 1.5}, {"mapping": "zigzag"}, {"start_s": -1}, {"cv": 0},
-     {"rescale": "yes"},
-     {"window_s": "long"}, {"speed": 2}],
-)  # fmt: skip
+    [
+        {"part": 2, "parts": 2},
+        {"part": -1},
+        {"parts": 1.5},
+        {"mapping": "zigzag"},
+        {"start_s": -1},
+        {"cv": 0},
+        {"rescale": "yes"},
+        {"window_s": "long"},
+        {"speed": 2},
+    ],
+)
 def test_wrong_options(tmp_path: Path, options: dict[str, Any]) -> None:
     with pytest.raises(InvalidInputError, match="options"):
         times_of(write_day(tmp_path, 1, {("a", "f"): {0: 1}}), **options)

@@ -12,10 +12,14 @@ from tenuto.placement.expectation.waiting import Batch, Stream, blocked_part, lo
 streams = st.lists(
     st.builds(
         lambda rate, size, ms, slack: Stream(rate, Batch(size, ms), ms * slack),
-        st.floats(1, 500), st.integers(1, 64), st.floats(1, 100), st.floats(1.2, 20),
+        st.floats(1, 500),
+        st.integers(1, 64),
+        st.floats(1, 100),
+        st.floats(1.2, 20),
     ),
-    min_size=1, max_size=5,
-)  # fmt: skip
+    min_size=1,
+    max_size=5,
+)
 
 
 @settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -38,8 +42,7 @@ def test_long_deadlines_and_many_gpulets_lose_nothing(asked: list[Stream], load:
 
 
 @pytest.mark.parametrize(
-    ("load", "services"),
-    [(0.7, 4), (0.9, 8), (1.0, 5), (1.2, 10), (0.8, 0.3), (0.5, 1), (1.2, 0.05), (0.95, 2)],
+    ("load", "services"), [(0.7, 4), (0.9, 8), (1.0, 5), (1.2, 10), (0.8, 0.3), (0.5, 1), (1.2, 0.05), (0.95, 2)]
 )
 def test_a_single_server_whose_requests_wait_for_some_services_at_most(load: float, services: float) -> None:
     """M/D/1 with unit service: a request that would wait for longer is turned away (Lindley's recursion)."""

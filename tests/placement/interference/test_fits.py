@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import random
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,28 +11,20 @@ import pytest
 
 from tenuto.errors import InvalidInputError
 from tenuto.placement.interference import InterferenceModel, Resident, Sample
-from tenuto.placement.interference.contention import Contention, fit_contention, shipped_constants
 from tenuto.placement.interference.gpulet_linear import V100, fit_gpulet_linear
 from tenuto.placement.interference.igniter import IgniterInterference
 from tenuto.placement.interference.igniter_raw import fit_igniter
-from tenuto.placement.interference.measurements import load_pairs, pair_samples
+from tenuto.placement.interference.measurements import pair_samples
 from tenuto.profiles.shipped import load_shipped
-from tests.placement.published import DATA, facts
+from tests.placement.published import facts
 
 IGNITER = load_shipped("igniter-v100")
 RAW = facts("igniter_v100_raw_profile")
-PAIRS = load_pairs(DATA / "v100_interference_pairs.json", IGNITER.models)
+PAIRS = pair_samples(facts("v100_interference_pairs"), IGNITER.models)
 
 
 def errors(model: InterferenceModel, samples: Sequence[Sample]) -> Any:
     return np.array([abs(model.slowdown(s.gpulet, s.neighbours) / s.slowdown - 1) for s in samples])
-
-
-def random_split() -> tuple[list[Sample], list[Sample]]:
-    rows = list(range(len(PAIRS) // 2))
-    random.Random(0).shuffle(rows)
-    return ([PAIRS[2 * row + k] for row in rows[:420] for k in (0, 1)],
-            [PAIRS[2 * row + k] for row in rows[420:] for k in (0, 1)])  # fmt: skip
 
 
 @pytest.mark.parametrize("model", RAW["models"])
@@ -74,15 +65,18 @@ def _edit(change: Callable[[dict[str, Any]], object]) -> dict[str, Any]:
     return raw
 
 
-@pytest.mark.parametrize(("change", "named"), [
-    (lambda raw: raw["models"]["alexnet"].pop("kernels"), "kernels"),
-    (lambda raw: raw["models"]["alexnet"]["power_w"].pop(), "models.alexnet.power_w is not 3 x 3"),
-    (lambda raw: raw["models"]["alexnet"].update(sched_delay_total_ms=5.0), "models.alexnet"),
-    (lambda raw: raw["hardware"].update(frequency_mhz_1to5_vgg19=[1530.0]), "one value per number of residents"),
-    (lambda raw: raw["hardware"].update(power_w_1to5_vgg19=[300.0] * 5), "two below the power cap"),
-    (lambda raw: raw.update(models={}), "models"),
-    (lambda raw: raw["grid"].update(batch=[1, 1, 1]), "three batch sizes"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (lambda raw: raw["models"]["alexnet"].pop("kernels"), "kernels"),
+        (lambda raw: raw["models"]["alexnet"]["power_w"].pop(), "models.alexnet.power_w is not 3 x 3"),
+        (lambda raw: raw["models"]["alexnet"].update(sched_delay_total_ms=5.0), "models.alexnet"),
+        (lambda raw: raw["hardware"].update(frequency_mhz_1to5_vgg19=[1530.0]), "one value per number of residents"),
+        (lambda raw: raw["hardware"].update(power_w_1to5_vgg19=[300.0] * 5), "two below the power cap"),
+        (lambda raw: raw.update(models={}), "models"),
+        (lambda raw: raw["grid"].update(batch=[1, 1, 1]), "three batch sizes"),
+    ],
+)
 def test_a_bad_raw_profile_is_refused_by_name(change: Callable[[dict[str, Any]], object], named: str) -> None:
     with pytest.raises(InvalidInputError, match=named):
         fit_igniter(_edit(change))
@@ -92,11 +86,6 @@ def test_shipped_constants_are_those_of_all_pairs() -> None:
     fitted = fit_gpulet_linear(PAIRS)
     for name in ("l2_own", "l2_other", "dram_own", "dram_other", "constant"):
         assert getattr(fitted, name) == pytest.approx(getattr(V100, name), abs=1e-6)
-    constants, shipped = fit_contention(PAIRS), shipped_constants()
-    assert constants.trend.model_dump() == pytest.approx(shipped.trend.model_dump(), rel=1e-4)
-    for ours, theirs in zip(constants.pairs, shipped.pairs, strict=True):
-        assert (ours.own, ours.other) == (theirs.own, theirs.other)
-        assert ours.coefficients == pytest.approx(theirs.coefficients, rel=1e-4, abs=1e-7)
 
 
 def test_a_line_is_found_again_and_the_constant_does_not_hide_it() -> None:
@@ -104,41 +93,27 @@ def test_a_line_is_found_again_and_the_constant_does_not_hide_it() -> None:
     assert fit_gpulet_linear(made_up).dram_other == pytest.approx(V100.dram_other, rel=1e-6)
 
 
-def test_error_on_measurements_left_out() -> None:
-    train, test = random_split()
-    linear, ours = errors(fit_gpulet_linear(train), test), errors(Contention(fit_contention(train)), test)
-    assert 100 * linear.mean() < 3.0
-    assert 100 * np.percentile(linear, 90) < 10.26  # gpulet's published error, on its own GPU and models
-    assert 100 * ours.mean() < 0.8
-    assert 100 * np.percentile(ours, 95) < 2.0
-
-
-def test_error_on_pairs_of_networks_left_out() -> None:
-    found: dict[str, list[Any]] = {"linear": [], "ours": []}
-    for pair in sorted({frozenset(s.models) for s in PAIRS}, key=sorted):
-        train, test = ([s for s in PAIRS if (frozenset(s.models) == pair) is left_out] for left_out in (False, True))
-        found["linear"].append(errors(fit_gpulet_linear(train), test))
-        found["ours"].append(errors(Contention(fit_contention(train)), test))
-    mean = {name: 100 * float(np.concatenate(parts).mean()) for name, parts in found.items()}
-    assert mean["ours"] < 3.0
-    assert mean["ours"] < mean["linear"] < 3.5
-
-
-@pytest.mark.parametrize(("change", "named"), [
-    ({"columns": ["model_1"]}, "needs `rows` and `columns`"),
-    ({"rows": [["alexnet", "resnet50", 2, 2, 40, 1.7]]}, r"rows\[0\]"),
-    ({"rows": [["alexnet", "lenet", 2, 2, 40, 1.7, 4.3, 0, 0]]}, "lenet"),
-    ({"rows": [["alexnet", "resnet50", 2, 2, 40, -1.0, 4.3, 0, 0]]}, "positive"),
-    ({"rows": [["alexnet", "resnet50", 2, 2, "much", 1.7, 4.3, 0, 0]]}, "positive"),
-    ({"rows": [["alexnet", "resnet50", 2, 64, 40, 1.7, 4.3, 0, 0]]}, "no measurement at batch size 64"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"columns": ["model_1"]}, "needs `rows` and `columns`"),
+        ({"rows": [["alexnet", "resnet50", 2, 2, 40, 1.7]]}, r"rows\[0\]"),
+        ({"rows": [["alexnet", "lenet", 2, 2, 40, 1.7, 4.3, 0, 0]]}, "lenet"),
+        ({"rows": [["alexnet", "resnet50", 2, 2, 40, -1.0, 4.3, 0, 0]]}, "positive"),
+        ({"rows": [["alexnet", "resnet50", 2, 2, "much", 1.7, 4.3, 0, 0]]}, "positive"),
+        ({"rows": [["alexnet", "resnet50", 2, 64, 40, 1.7, 4.3, 0, 0]]}, "no measurement at batch size 64"),
+    ],
+)
 def test_bad_pairs_are_refused_by_row(change: dict[str, Any], named: str) -> None:
     with pytest.raises(InvalidInputError, match=named):
         pair_samples({**facts("v100_interference_pairs"), **change}, IGNITER.models)
 
 
 def test_too_few_samples_are_refused() -> None:
-    for fit in (fit_gpulet_linear, fit_contention):
-        for samples in ([], PAIRS[:1], [Sample(s.gpulet, s.neighbours * 2, 1.1, s.models) for s in PAIRS]):
-            with pytest.raises(InvalidInputError, match="measurements"):
-                fit(samples)
+    check_that_too_few_are_refused(fit_gpulet_linear)
+
+
+def check_that_too_few_are_refused(fit: Callable[[Sequence[Sample]], object]) -> None:
+    for samples in ([], PAIRS[:1], [Sample(s.gpulet, s.neighbours * 2, 1.1, s.models) for s in PAIRS]):
+        with pytest.raises(InvalidInputError, match="measurements"):
+            fit(samples)

@@ -72,8 +72,9 @@ def test_constants_for_whole_gpu_utilisations_scale_with_the_share() -> None:
 def test_utilisations_are_interpolated_and_never_invented() -> None:
     points = [
         {"batch_size": size, "share_pct": share, "latency_ms": 1, "metrics": {"l2_util_pct": size * share / 10}}
-        for size in (2, 4) for share in (20, 40)
-    ]  # fmt: skip
+        for size in (2, 4)
+        for share in (20, 40)
+    ]
     model, known = ModelProfile.model_validate({"points": points}), Utilisations()
     assert known.of(Resident(model, 3, 30.0), "l2_util_pct") == pytest.approx(0.09)
     for size, share, metric in ((1, 20.0, "l2_util_pct"), (2, 50.0, "l2_util_pct"), (2, 20.0, "dram_util_pct")):
@@ -85,8 +86,9 @@ def test_a_network_unlike_the_measured_ones_gets_the_trend_alone() -> None:
     trend_only = Contention(Constants(name="t", source="", trend=shipped_constants().trend))
     points = [
         {"batch_size": size, "share_pct": share, "latency_ms": 9.0 * size * 100 / share}
-        for size in (1, 32) for share in (20, 50, 80)
-    ]  # fmt: skip
+        for size in (1, 32)
+        for share in (20, 50, 80)
+    ]
     other = ModelProfile.model_validate({"points": points})
     assert gpu_ms(other) == pytest.approx(9.0)
     own, unlike, like = (Resident(model, 8, 50.0) for model in (MODELS["vgg19"], other, MODELS["ssd"]))
@@ -96,8 +98,12 @@ def test_a_network_unlike_the_measured_ones_gets_the_trend_alone() -> None:
 
 def test_names() -> None:
     assert [canonical_name(choice) for choice in (True, False, "true", "off", "Contention")] == [
-        "gpulet", "none", "gpulet", "none", "contention",
-    ]  # fmt: skip
+        "gpulet",
+        "none",
+        "gpulet",
+        "none",
+        "contention",
+    ]
     with pytest.raises(InvalidInputError, match="none, gpulet, igniter, contention"):
         Gpulet(interference="physics")
     with pytest.raises(InvalidInputError, match=r"profiles\.v100\.coefficients"):
@@ -149,9 +155,11 @@ def test_constants_of_another_gpu_type_are_named_in_the_notes() -> None:
     row = {"name": "a", "gpu_type": "a100", "source": "test", "models": {"vgg19": {"points": points}}}
     for name, noted in (("gpulet", True), ("contention", True), ("none", False)):
         plan = decided(
-            Gpulet(interference=name), five_models(vgg19=2), Cluster.parse("a100:1"),
+            Gpulet(interference=name),
+            five_models(vgg19=2),
+            Cluster.parse("a100:1"),
             Profiles([Profile.model_validate(row)]),
-        )  # fmt: skip
+        )
         assert any("fitted on a V100" in note for note in plan.notes) is noted
 
 

@@ -18,13 +18,9 @@ from tenuto.errors import InvalidInputError
 from tenuto.placement import Cluster, Plan, Policy, Workload, solve
 from tenuto.placement.costs import CONTEXT_MIB
 from tenuto.placement.policies.ffd.ffd import FirstFitDecreasing
-from tenuto.placement.policies.gpulet.baselines import MpsDefault, SelfTuning
 from tenuto.placement.policies.gpulet.gpulet import Gpulet
-from tenuto.placement.policies.gpulet.gpulets_plus import GpuletsPlus
-from tenuto.placement.policies.gpulet.ideal import Ideal
 from tenuto.placement.policies.gpulet.sbp import SquishyBinPacking
-from tenuto.placement.policies.igniter.gslice import Gslice
-from tenuto.placement.policies.igniter.igniter import FirstFitPlus, FirstFitPlusPlus, Igniter
+from tenuto.placement.policies.igniter.igniter import Igniter
 from tenuto.placement.policies.milp.milp import AoMilp, WsmMilp
 from tenuto.placement.policies.symphony.symphony import Symphony
 from tenuto.placement.policies.usher.usher import Usher, WaoUsher
@@ -71,19 +67,11 @@ CASES: dict[str, Case] = {
     "wsm-milp": Case(partial(WsmMilp, time_limit_s=PATIENCE_S), 1.0, THESIS, examples=6),
     "symphony": Case(Symphony, 1.0, THESIS),
     "igniter": Case(Igniter, 0.5, **tight),
-    "ffd++": Case(FirstFitPlusPlus, 0.5, **tight),
-    "ffd+": Case(FirstFitPlus, math.inf, **tight),
-    "gslice": Case(Gslice, math.inf, **tight),
-    "gslice, no over-commitment": Case(lambda: Gslice(overcommit=False), math.inf, **tight),
-    "gpulets+": Case(GpuletsPlus, 0.5, **tight),
     "gpulet": Case(Gpulet, 1.0, **tight),
     "gpulet, interference": Case(lambda: Gpulet(interference=True), 1.0, **tight),
     "sbp": Case(SquishyBinPacking, 1.0, **tight),
     "sbp, halves": Case(lambda: SquishyBinPacking(halves=True), 1.0, **tight),
-    "self-tuning": Case(lambda: SelfTuning(max_steps=500), 1.0, **tight),
-    "mps-default": Case(MpsDefault, math.inf, **tight),
-    "tenuto": Case(lambda: TenutoPolicy(tries=2, requests=200), 1.0, SHARES, (12, 900), 3, 2, 400, 4),
-    "ideal": Case(lambda: Ideal(max_steps=500), 1.0, SHARES, (12, 120), 4, 2, 500, 6),
+    "tenuto": Case(lambda: TenutoPolicy(requests=200), 1.0, SHARES, (12, 900), 3, 2, 400, 4),
 }
 
 
@@ -91,20 +79,28 @@ def workloads(case: Case) -> st.SearchStrategy[Workload]:
     rows = sorted(case.profiles.for_type("v100"))
     entries = st.tuples(st.sampled_from(rows), st.floats(1, case.rate_rps), st.floats(*case.slo_ms))
     return st.lists(entries, max_size=case.models).map(
-        lambda found: Workload.model_validate({"models": [
-            {"name": f"{row}-{index}", "profile": row, "rate_rps": rate, "slo_ms": slo}
-            for index, (row, rate, slo) in enumerate(found)
-        ]})
+        lambda found: Workload.model_validate(
+            {
+                "models": [
+                    {"name": f"{row}-{index}", "profile": row, "rate_rps": rate, "slo_ms": slo}
+                    for index, (row, rate, slo) in enumerate(found)
+                ]
+            }
+        )
     )
 
 
 def clusters(case: Case) -> st.SearchStrategy[Cluster]:
     return st.builds(
-        lambda count, elastic, memory: Cluster.model_validate({
-            "nodes": [{"name": "n0", "gpus": [{"type": "v100", "count": count, "memory_mib": memory}]}],
-            "elastic": elastic,
-        }),
-        st.integers(1, case.gpus), st.booleans(), st.sampled_from([6000, 16384]),
+        lambda count, elastic, memory: Cluster.model_validate(
+            {
+                "nodes": [{"name": "n0", "gpus": [{"type": "v100", "count": count, "memory_mib": memory}]}],
+                "elastic": elastic,
+            }
+        ),
+        st.integers(1, case.gpus),
+        st.booleans(),
+        st.sampled_from([6000, 16384]),
     )
 
 
@@ -155,8 +151,10 @@ def assert_valid(plan: Plan, workload: Workload, cluster: Cluster) -> None:
 
 @pytest.mark.parametrize("name", CASES)
 def test_plans_are_valid_deterministic_and_leave_their_input_alone(name: str) -> None:
-    case = CASES[name]
+    check_plans(CASES[name])
 
+
+def check_plans(case: Case) -> None:
     @given(workload=workloads(case), cluster=clusters(case))
     @settings(max_examples=case.examples, deadline=None, suppress_health_check=[HealthCheck.too_slow])
     def holds(workload: Workload, cluster: Cluster) -> None:
@@ -192,7 +190,11 @@ class _Recorder:
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("elastic", [False, True])
 def test_an_empty_workload_gives_an_empty_plan(name: str, elastic: bool) -> None:
-    plan = solve(CASES[name].make(), Workload(), Cluster.parse("v100:2", elastic=elastic), CASES[name].profiles)
+    check_an_empty_workload(CASES[name], elastic)
+
+
+def check_an_empty_workload(case: Case, elastic: bool) -> None:
+    plan = solve(case.make(), Workload(), Cluster.parse("v100:2", elastic=elastic), case.profiles)
     assert plan.gpulets == ()
     assert plan.unserved == ()
     assert plan.expected.goodput_rps == 0
@@ -200,13 +202,20 @@ def test_an_empty_workload_gives_an_empty_plan(name: str, elastic: bool) -> None
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_cluster_without_gpus_serves_nobody(name: str) -> None:
-    plan = solve(CASES[name].make(), Workload(), Cluster(), Profiles([]))
+    check_a_cluster_without_gpus(CASES[name])
+
+
+def check_a_cluster_without_gpus(case: Case) -> None:
+    plan = solve(case.make(), Workload(), Cluster(), Profiles([]))
     assert plan.gpus == ()
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_model_that_fits_nowhere_is_reported_not_dropped(name: str) -> None:
-    case = CASES[name]
+    check_what_fits_nowhere(CASES[name])
+
+
+def check_what_fits_nowhere(case: Case) -> None:
     rates = {"resnet50": 100, "vgg19": 5000, "ssd" if case.profiles is SHARES else "bert": 9000}
     workload = Workload.model_validate(
         {"models": [{"name": name, "rate_rps": rate, "slo_ms": 150} for name, rate in rates.items()]}

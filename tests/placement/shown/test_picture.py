@@ -76,7 +76,13 @@ def test_the_picture_is_the_same_every_time() -> None:
 
 def test_a_long_reason_is_wrapped_not_cut() -> None:
     reason = " ".join(f"word{index}" for index in range(60))
-    plan = Plan.from_data({"policy": {"name": "p"}, "unserved": ["m"], "unserved_reasons": {"m": reason},
-                           "models": [{"name": "m", "rate_rps": 1, "slo_ms": 9}]})
+    plan = Plan.from_data(
+        {
+            "policy": {"name": "p"},
+            "unserved": ["m"],
+            "unserved_reasons": {"m": reason},
+            "models": [{"name": "m", "rate_rps": 1, "slo_ms": 9}],
+        }
+    )
     text = draw(plan)
     assert all(word in text for word in reason.split())

@@ -35,10 +35,17 @@ def networks(count: int) -> list[tuple[str, Trace]]:
     for index in range(count):
         for batch in (1, 4):
             operators = tuple(
-                Operator("op", str(random.choice(["matmul", "norm", "conv1"])), batch * 10 ** random.uniform(6, 9.5),
-                         0.0, batch * 10 ** random.uniform(4, 7), 1e5, (i - 1,) if i else ())
+                Operator(
+                    "op",
+                    str(random.choice(["matmul", "norm", "conv1"])),
+                    batch * 10 ** random.uniform(6, 9.5),
+                    0.0,
+                    batch * 10 ** random.uniform(4, 7),
+                    1e5,
+                    (i - 1,) if i else (),
+                )
                 for i in range(int(random.integers(5, 30)))
-            )  # fmt: skip
+            )
             made.append((f"net{index}", Trace(batch, operators, 1e7, 1e5 * batch, 1e6 * batch)))
     return made
 
@@ -99,9 +106,15 @@ def test_the_constants_of_a_machine_are_found_again() -> None:
 
 
 GPU = DeviceTimes(
-    flops_per_ms=1e10, bytes_per_ms=5e8, launch_ms=0.03, copy_bytes_per_ms=1e7, ramp_elements=0.0, kernel_ms=0.003,
-    overlap=4.0, speeds={"conv1": 0.5},
-)  # fmt: skip
+    flops_per_ms=1e10,
+    bytes_per_ms=5e8,
+    launch_ms=0.03,
+    copy_bytes_per_ms=1e7,
+    ramp_elements=0.0,
+    kernel_ms=0.003,
+    overlap=4.0,
+    speeds={"conv1": 0.5},
+)
 
 
 def test_a_device_launches_ahead_copies_inputs_and_fills_up() -> None:
@@ -121,11 +134,13 @@ def test_a_device_is_found_again_in_spite_of_one_network_that_defies_it() -> Non
     traces, groups = [trace for _, trace in made], [name for name, _ in made]
     times = [GPU.time_ms(trace) * (4.0 if name == "net3" else 1.0) for name, trace in made]
     found = fit_device_times(traces, times, groups)
-    errors = [abs(found.time_ms(t) / GPU.time_ms(t) - 1) for t, name in zip(traces, groups, strict=True)
-              if name != "net3"]  # fmt: skip
+    errors = [
+        abs(found.time_ms(t) / GPU.time_ms(t) - 1) for t, name in zip(traces, groups, strict=True) if name != "net3"
+    ]
     assert np.mean(errors) < 0.08  # least squares would spread a factor of four over all
-    on_cpu = GkEstimator([Sample(n, t, ms) for n, t, ms in zip(groups, traces, times, strict=True)],
-                         launches_overlap=False)  # fmt: skip
+    on_cpu = GkEstimator(
+        [Sample(n, t, ms) for n, t, ms in zip(groups, traces, times, strict=True)], launches_overlap=False
+    )
     assert isinstance(on_cpu.kernels, KernelTimes)
 
 
@@ -165,10 +180,15 @@ def test_stacking_learns_a_pattern_and_ignores_noise() -> None:
 def samples(count: int) -> list[Sample]:
     machine = KernelTimes(1e9, 1e7, 0.01, {"conv1": 0.5, "norm": 2.0})
     return [
-        Sample(name, trace, machine.time_ms(trace), 20 + 1.5 * (trace.weight_bytes + trace.peak_bytes) / 2**20,
-               100 * trace.batch_size / (trace.batch_size + 3))
+        Sample(
+            name,
+            trace,
+            machine.time_ms(trace),
+            20 + 1.5 * (trace.weight_bytes + trace.peak_bytes) / 2**20,
+            100 * trace.batch_size / (trace.batch_size + 3),
+        )
         for name, trace in networks(count)
-    ]  # fmt: skip
+    ]
 
 
 def test_models_left_out_are_estimated() -> None:
@@ -203,13 +223,16 @@ def test_samples_come_from_profile_rows_that_name_a_network() -> None:
         ProfilePoint(batch_size=1, share_pct=50, latency_ms=4.0),
     )
     profile = Profile(
-        name="here", gpu_type="cpu", source="test", measured=Measured(hardware="h", date="2026-01-01"),
+        name="here",
+        gpu_type="cpu",
+        source="test",
+        measured=Measured(hardware="h", date="2026-01-01"),
         models={
             "small": ModelProfile(points=points, network="mobilenet_v2", options=SMALL["mobilenet_v2"]),
             "unknown-net": ModelProfile(points=points),
             "half": ModelProfile(points=points[1:], network="mobilenet_v2"),
         },
-    )  # fmt: skip
+    )
     (sample,) = collect_samples([profile])
     assert (sample.model, sample.latency_ms, sample.memory_mib, sample.creq_pct) == ("small", 2.0, 30, 40)
     assert sample.trace.input_bytes == 3 * 32 * 32 * 4

@@ -37,9 +37,12 @@ def test_two_processes_run_at_once_and_are_measured_while_both_do(quick_workers:
     assert [(p.model, p.batch_size, p.share_pct) for p in made.parts] == [("scale", 2, 50.0), ("scale", 4, 50.0)]
     assert all(p.latency_ms > 0 and p.runs for p in made.parts)
     profile = Profile(
-        name="p", gpu_type="cpu", source="test", co_runs=(made,),
+        name="p",
+        gpu_type="cpu",
+        source="test",
+        co_runs=(made,),
         models={"scale": ModelProfile(points=(ProfilePoint(batch_size=2, latency_ms=1.0),))},
-    )  # fmt: skip
+    )
     assert Profile.model_validate(profile.model_dump(by_alias=True)).co_runs[0] == made
 
 

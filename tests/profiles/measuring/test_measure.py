@@ -8,14 +8,7 @@ import pytest
 
 from tenuto.errors import EnvironmentFaultError, InvalidInputError
 from tenuto.profiles import Profile, ProfilePoint
-from tenuto.profiles.measuring.measure import (
-    STOPPED,
-    Measurement,
-    MeasureRequest,
-    assemble,
-    measure_model,
-    row_name,
-)
+from tenuto.profiles.measuring.measure import STOPPED, Measurement, MeasureRequest, assemble, measure_model, row_name
 
 OWN = "tests.instruments.own_models:scale"
 Fake = Callable[[str], None]

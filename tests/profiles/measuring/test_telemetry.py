@@ -52,11 +52,17 @@ def nvml(**changes: Any) -> SimpleNamespace:
         pass
 
     functions: dict[str, Any] = {
-        "NVMLError": NVMLError, "NVML_CLOCK_SM": 1, "NVML_TEMPERATURE_GPU": 0, "nvmlInit": lambda: None,
-        "nvmlDeviceGetHandleByUUID": lambda uuid: uuid, "nvmlDeviceGetPowerUsage": lambda h: 250_500,
-        "nvmlDeviceGetClockInfo": lambda h, kind: 1410, "nvmlDeviceGetTemperature": lambda h, kind: 55,
-        "nvmlDeviceGetEnforcedPowerLimit": lambda h: 300_000, "nvmlDeviceGetMaxClockInfo": lambda h, kind: 1530,
-    }  # fmt: skip
+        "NVMLError": NVMLError,
+        "NVML_CLOCK_SM": 1,
+        "NVML_TEMPERATURE_GPU": 0,
+        "nvmlInit": lambda: None,
+        "nvmlDeviceGetHandleByUUID": lambda uuid: uuid,
+        "nvmlDeviceGetPowerUsage": lambda h: 250_500,
+        "nvmlDeviceGetClockInfo": lambda h, kind: 1410,
+        "nvmlDeviceGetTemperature": lambda h, kind: 55,
+        "nvmlDeviceGetEnforcedPowerLimit": lambda h: 300_000,
+        "nvmlDeviceGetMaxClockInfo": lambda h, kind: 1530,
+    }
     return SimpleNamespace(**{**functions, **changes})
 
 
@@ -89,9 +95,15 @@ def test_a_point_carries_power_clocks_and_kernel_metrics() -> None:
     request = MeasureRequest(OWN, batch_sizes=(2,), budget_s=0.02)
     trace = load_chrome_trace(DATA / "kineto_trace.json")
     measure_points(
-        build(OWN), request, device="cpu", options=RunOptions(), memory=FixedMemory(), report=events.append,
-        telemetry=FakeGpu(), record=lambda run: trace,
-    )  # fmt: skip
+        build(OWN),
+        request,
+        device="cpu",
+        options=RunOptions(),
+        memory=FixedMemory(),
+        report=events.append,
+        telemetry=FakeGpu(),
+        record=lambda run: trace,
+    )
     (point,) = points_of(events)
     assert point.metrics["power_w"] >= 101
     assert point.metrics["kernels"] == 4
@@ -103,9 +115,15 @@ def test_what_cannot_be_read_is_left_out_with_a_doubt() -> None:
     events: list[Event] = []
     request = MeasureRequest(OWN, batch_sizes=(2,), budget_s=0.02)
     measure_points(
-        build(OWN), request, device="cpu", options=RunOptions(), memory=FixedMemory(), report=events.append,
-        telemetry=FakeGpu(broken=True), record=record_kernels,
-    )  # fmt: skip
+        build(OWN),
+        request,
+        device="cpu",
+        options=RunOptions(),
+        memory=FixedMemory(),
+        report=events.append,
+        telemetry=FakeGpu(broken=True),
+        record=record_kernels,
+    )
     doubts = " ".join(event.text for event in events if isinstance(event, Doubt))
     assert "no power and clocks" in doubts
     assert "no kernel metrics" in doubts  # a CPU trace describes no GPU

@@ -78,15 +78,21 @@ def test_no_point_begins_after_the_time_limit() -> None:
             clock.now += 1e-4
             return clock.now
 
-    measure_points(build(OWN), request, device="cpu", options=RunOptions(), memory=FixedMemory(), report=report,
-                   clock_s=Counting())  # fmt: skip
+    measure_points(
+        build(OWN), request, device="cpu", options=RunOptions(), memory=FixedMemory(), report=report, clock_s=Counting()
+    )
     seen = [type(e) for e in events if isinstance(e, (PointMeasured, Stopped))]
     assert seen == [PointMeasured, PointMeasured, Stopped]
 
 
 def test_batches_that_the_others_predict_are_left_out() -> None:
-    request = MeasureRequest(OWN, batch_sizes=(1, 2, 4, 8, 16), budget_s=0.02, tolerance_pct=99.0,
-                             known=((1, 100.0, 1.0), (4, 100.0, 4.0), (16, 100.0, 16.0)))  # fmt: skip
+    request = MeasureRequest(
+        OWN,
+        batch_sizes=(1, 2, 4, 8, 16),
+        budget_s=0.02,
+        tolerance_pct=99.0,
+        known=((1, 100.0, 1.0), (4, 100.0, 4.0), (16, 100.0, 16.0)),
+    )
     events = measured_events(request)
     assert points_of(events) == []
     assert isinstance(events[-1], Doubt)

@@ -15,9 +15,20 @@ from tenuto.profiles.networks.catalogue import (
 
 def test_the_thirteen_networks_of_the_thesis_are_there() -> None:
     assert known_names() == (
-        "alexnet", "bert", "bloom_560", "densenet121", "efficientnet_b7", "gpt2", "inception_v3", "mobilenet_v2",
-        "resnet50", "resnext50_32x4d", "t5", "vgg19", "xlnet",
-    )  # fmt: skip
+        "alexnet",
+        "bert",
+        "bloom_560",
+        "densenet121",
+        "efficientnet_b7",
+        "gpt2",
+        "inception_v3",
+        "mobilenet_v2",
+        "resnet50",
+        "resnext50_32x4d",
+        "t5",
+        "vgg19",
+        "xlnet",
+    )
 
 
 @pytest.mark.parametrize("name", known_names())
@@ -71,8 +82,14 @@ def test_with_sizes_changes_inputs_and_keeps_outputs_and_labels() -> None:
 
 @pytest.mark.parametrize(
     ("source", "expected"),
-    [("pkg.module:make", True), ("module:Class.make", True), ("resnet50", False), ("torchvision/resnet50", False),
-     ("./a:b", False), ("C:\\models", False)],
-)  # fmt: skip
+    [
+        ("pkg.module:make", True),
+        ("module:Class.make", True),
+        ("resnet50", False),
+        ("torchvision/resnet50", False),
+        ("./a:b", False),
+        ("C:\\models", False),
+    ],
+)
 def test_factories_are_recognised(source: str, expected: bool) -> None:
     assert is_factory(source) is expected

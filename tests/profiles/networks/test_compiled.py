@@ -39,8 +39,11 @@ def test_a_network_that_was_really_compiled_answers_as_the_plain_one(monkeypatch
 
     # The C++ compiler is asked for this kernel alone: not for which vector instructions it knows, nor for the headers
     # of later ones; nor by processes that import torch for it.
-    for owner, key, value in ((inductor.cpp, "vec_isa_ok", False), (inductor, "cpp_cache_precompile_headers", False),
-                              (inductor, "compile_threads", 1)):  # fmt: skip
+    for owner, key, value in (
+        (inductor.cpp, "vec_isa_ok", False),
+        (inductor, "cpp_cache_precompile_headers", False),
+        (inductor, "compile_threads", 1),
+    ):
         monkeypatch.setattr(owner, key, value)
     module = network()
     # One size, which takes the compiler seconds; what happens with several is below.

@@ -24,9 +24,10 @@ def test_the_device_is_asked_whatever_the_words_are(cuda: FakeCuda) -> None:
     assert loses_device(torch.AcceleratorError("CUDA error: device-side assert triggered"))
 
 
-@pytest.mark.parametrize("error", [
-    torch.OutOfMemoryError("CUDA out of memory"), EnvironmentFaultError("cannot be captured"), ValueError("x"),
-])
+@pytest.mark.parametrize(
+    "error",
+    [torch.OutOfMemoryError("CUDA out of memory"), EnvironmentFaultError("cannot be captured"), ValueError("x")],
+)
 def test_what_is_not_the_devices_fault_is_never_sticky(error: Exception, cuda: FakeCuda) -> None:
     cuda.lost = "anything"
     assert not loses_device(error)

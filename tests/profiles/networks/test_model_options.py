@@ -29,13 +29,16 @@ def test_a_wrong_cost_is_named(wrong: object) -> None:
         ModelOptions.parse({"copy_out_ms": wrong}, "options of m")
 
 
-@pytest.mark.parametrize("options", [
-    {},
-    {"dtype": "bf16", "channels_last": True, "pad_batches": True, "compile": True, "warmup_runs": 3},
-    {"cuda_graphs": True, "compile": False},
-    {"cuda_graphs": "true", "warmup_runs": "3"},  # as `--option K=V` gives them
-    {"image_size": "large", "depth": [1], "copy_in_ms": 1.0},  # says how it is built, or is emulated
-])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"dtype": "bf16", "channels_last": True, "pad_batches": True, "compile": True, "warmup_runs": 3},
+        {"cuda_graphs": True, "compile": False},
+        {"cuda_graphs": "true", "warmup_runs": "3"},  # as `--option K=V` gives them
+        {"image_size": "large", "depth": [1], "copy_in_ms": 1.0},  # says how it is built, or is emulated
+    ],
+)
 def test_what_a_gpulet_would_load_passes(options: dict[str, Any]) -> None:
     assert run_option_problems(options, "models.0.options") == []
     ModelOptions.parse(options, "options of m")
@@ -45,10 +48,12 @@ def test_every_wrong_key_is_told_with_its_own_path() -> None:
     options = {"dtype": "fp8", "compile": True, "cuda_graphs": True, "warmup_runs": 0, "channels_last": "very"}
     found = run_option_problems(options, "models.3.options", on_cpu=True)
     assert [(p.path, p.value) for p in found] == [
-        ("models.3.options.dtype", "fp8"), ("models.3.options.warmup_runs", 0),
-        ("models.3.options.channels_last", "very"), ("models.3.options.cuda_graphs", True),
+        ("models.3.options.dtype", "fp8"),
+        ("models.3.options.warmup_runs", 0),
+        ("models.3.options.channels_last", "very"),
         ("models.3.options.cuda_graphs", True),
-    ]  # fmt: skip
+        ("models.3.options.cuda_graphs", True),
+    ]
     assert all(p.rule and p.cure.endswith(".") for p in found)
     assert "both 'compile' and 'cuda_graphs'" in found[3].rule
     assert "need an NVIDIA GPU" in found[4].rule
@@ -64,9 +69,14 @@ def test_a_merged_program_knows_only_how_often_to_warm_up() -> None:
 
 
 FAST = {
-    "dtype": "bf16", "channels_last": True, "cuda_graphs": True, "fold_batch_norms": True, "cudnn_benchmark": True,
-    "tf32": True, "uint8_input": True,
-}  # fmt: skip
+    "dtype": "bf16",
+    "channels_last": True,
+    "cuda_graphs": True,
+    "fold_batch_norms": True,
+    "cudnn_benchmark": True,
+    "tf32": True,
+    "uint8_input": True,
+}
 
 
 @pytest.mark.parametrize("capability", [(8, 0), (9, 0), (10, 3)])
@@ -94,8 +104,8 @@ def test_compiled_modules_and_other_runtimes_go_without_graphs() -> None:
         ModelOptions.parse({"runtime": "onnxruntime", "compile": True}, "m")
 
 
-@pytest.mark.parametrize(("largest", "sizes"), [
-    (1, (1,)), (3, (1, 2, 3)), (20, (*range(1, 17), 20)), (40, (*range(1, 17), 24, 32, 40)),
-])
+@pytest.mark.parametrize(
+    ("largest", "sizes"), [(1, (1,)), (3, (1, 2, 3)), (20, (*range(1, 17), 20)), (40, (*range(1, 17), 24, 32, 40))]
+)
 def test_every_size_to_16_is_captured_then_every_eighth(largest: int, sizes: tuple[int, ...]) -> None:
     assert captured_sizes(largest) == sizes

@@ -153,8 +153,10 @@ def test_local_transformers_directory(tmp_path: Path) -> None:
     network.config.id2label = {0: "bad", 1: "good"}
     network.save_pretrained(tmp_path)
     ids, mask = texts(saved, 2)
-    for model in (build(str(tmp_path), options={"sequence_length": 8}),
-                  build("bert", weights_path=str(tmp_path), options={"sequence_length": 8})):  # fmt: skip
+    for model in (
+        build(str(tmp_path), options={"sequence_length": 8}),
+        build("bert", weights_path=str(tmp_path), options={"sequence_length": 8}),
+    ):
         torch.testing.assert_close(model.module(ids, mask), saved.module(ids, mask))
         assert model.signature.labels == ("bad", "good")
         assert model.signature.inputs[0].below == 1000

@@ -40,7 +40,8 @@ def reference(body: bytes, spec: ImageInput) -> Any:
     from torchvision.transforms._presets import ImageClassification
 
     transform = ImageClassification(
-        crop_size=spec.crop_px, resize_size=spec.resize_px,
+        crop_size=spec.crop_px,
+        resize_size=spec.resize_px,
         interpolation=torchvision.transforms.InterpolationMode(spec.interpolation),
     )
     return transform(Image.open(io.BytesIO(body)).convert("RGB")).numpy()

@@ -10,13 +10,7 @@ import pytest
 import torch
 
 from tenuto.errors import EnvironmentFaultError, InvalidInputError
-from tenuto.profiles.networks.catalogue import (
-    ImageInput,
-    LoadedModel,
-    ModelSignature,
-    TensorSignature,
-    image_signature,
-)
+from tenuto.profiles.networks.catalogue import ImageInput, LoadedModel, ModelSignature, TensorSignature, image_signature
 from tenuto.profiles.networks.device import cuda_streams
 from tenuto.profiles.networks.inputs import Arrays, as_blocks, sends_pixels
 from tenuto.profiles.networks.model_options import RunOptions
@@ -39,8 +33,9 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
 class Alone:
     """A program of one model, with the model's name left out."""
 
-    def __init__(self, loaded: LoadedModel, sizes: list[int], *, device: str = "cuda", streams: bool = True,
-                 **options: Any) -> None:  # fmt: skip
+    def __init__(
+        self, loaded: LoadedModel, sizes: list[int], *, device: str = "cuda", streams: bool = True, **options: Any
+    ) -> None:
         made = cuda_streams(device, overlapping=streams)
         self.runner = lone_program("m", loaded, RunOptions(**options), sizes, made)
 
@@ -260,9 +255,7 @@ def test_a_batch_may_hold_pixels_and_normalised_pictures_of_either_float(cuda: F
 
 
 def test_an_integer_input_of_a_model_without_pictures_stays_one() -> None:
-    signature = ModelSignature(
-        "tensor", (TensorSignature("n", "uint8", (2,)),), (TensorSignature("y", "uint8", (2,)),)
-    )
+    signature = ModelSignature("tensor", (TensorSignature("n", "uint8", (2,)),), (TensorSignature("y", "uint8", (2,)),))
     runner = Alone(LoadedModel(torch.nn.Identity(), signature), [1], device="cpu")
     given = np.array([[3, 250]], np.uint8)
     np.testing.assert_array_equal(runner.run({"n": given}, 1)["y"], given)
@@ -365,9 +358,14 @@ def test_on_a_cpu_results_are_those_of_a_plain_run() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
-@pytest.mark.parametrize("options", [
-    {"cuda_graphs": False, "channels_last": False}, {"cuda_graphs": True}, {"channels_last": True, "cuda_graphs": True},
-])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"cuda_graphs": False, "channels_last": False},
+        {"cuda_graphs": True},
+        {"channels_last": True, "cuda_graphs": True},
+    ],
+)
 def test_on_a_gpu_streamed_results_are_those_of_a_plain_forward_pass(options: dict[str, Any]) -> None:
     module = build("mobilenet_v2", options=SMALL["mobilenet_v2"]).module
     with torch.inference_mode():

@@ -87,9 +87,15 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
         warnings.simplefilter("ignore")
         torch.export.save(torch.export.export(module, (x,), dynamic_shapes=shapes), folder / "scale.pt2")
         torch.onnx.export(
-            module, (x,), str(folder / "scale.onnx"), input_names=["x"], output_names=["y", "total"],
-            dynamic_shapes=shapes, dynamo=True, verbose=False,
-        )  # fmt: skip
+            module,
+            (x,),
+            str(folder / "scale.onnx"),
+            input_names=["x"],
+            output_names=["y", "total"],
+            dynamic_shapes=shapes,
+            dynamo=True,
+            verbose=False,
+        )
         torch.export.save(torch.export.export(module, (x,)), folder / "fixed.pt2")
     return folder
 
@@ -99,8 +105,10 @@ def test_an_exported_file_is_a_source_with_the_signature_it_tells(kind: str, fil
     runner = load_program([Member("m", str(files / f"scale.{kind}"))], [1, 4])
     (signature,) = runner.signatures.values()
     assert [(t.dtype, t.shape) for t in (*signature.inputs, *signature.outputs)] == [
-        ("float32", (4,)), ("float32", (4,)), ("float32", ()),
-    ]  # fmt: skip
+        ("float32", (4,)),
+        ("float32", (4,)),
+        ("float32", ()),
+    ]
     assert signature.platform == ("torch.export" if kind == "pt2" else "onnx")
     x = np.ones((3, 4), np.float32)
     first, total = runner.run({"m": {signature.inputs[0].name: (x,)}}, {"m": 3})["m"].values()
@@ -112,9 +120,11 @@ def test_files_that_cannot_be_served_say_why(files: Path, tmp_path: Path) -> Non
     (tmp_path / "damaged.onnx").write_bytes(b"no model")
     (tmp_path / "damaged.pt2").write_bytes(b"no archive")
     wrong = {
-        tmp_path / "none.onnx": "no such file", tmp_path / "damaged.onnx": "cannot be read",
-        tmp_path / "damaged.pt2": "cannot be read", files / "fixed.pt2": "no batch dimension",
-    }  # fmt: skip
+        tmp_path / "none.onnx": "no such file",
+        tmp_path / "damaged.onnx": "cannot be read",
+        tmp_path / "damaged.pt2": "cannot be read",
+        files / "fixed.pt2": "no batch dimension",
+    }
     for source, words in wrong.items():
         with pytest.raises(InvalidInputError, match=words):
             build(str(source))

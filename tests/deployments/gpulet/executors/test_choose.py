@@ -6,12 +6,13 @@ import pytest
 from tenuto.deployments.gpulet.executors import choose
 from tenuto.deployments.gpulet.executors.choose import has_nvidia_devices, make_executor
 from tenuto.deployments.gpulet.executors.emulated import EmulatedExecutor
+from tenuto.deployments.serve.user_config import GpuletSpec
 from tenuto.errors import EnvironmentFaultError
 
 
-def spec(**changes: Any) -> dict[str, Any]:
-    gpu = {"id": "n0/0", "type": "v100", "uuid": changes.pop("uuid", None)}
-    return {"gpulet": "n0/0/a", "gpu": gpu, "share_pct": None, "memory_mib": None, "executor": "auto", **changes}
+def spec(kind: str = "v100", **changes: Any) -> GpuletSpec:
+    gpu = {"id": "n0/0", "type": kind, "uuid": changes.pop("uuid", None)}
+    return GpuletSpec.model_validate({"gpulet": "n0/0/a", "gpu": gpu, **changes})
 
 
 def with_driver(monkeypatch: pytest.MonkeyPatch, present: bool) -> None:
@@ -63,8 +64,6 @@ def test_a_share_that_cuda_mps_enforces_is_accepted(monkeypatch: pytest.MonkeyPa
 
 
 def test_the_processor_runs_real_models() -> None:
-    cpu = spec(share_pct=50)
-    cpu["gpu"]["type"] = "cpu"
-    executor = make_executor(cpu)
+    executor = make_executor(spec("cpu", share_pct=50))
     assert executor.device == "cpu"
     executor.close()

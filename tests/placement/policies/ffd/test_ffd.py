@@ -38,19 +38,26 @@ def cpu_profile() -> Profile:
         "resnet50": {1: 55.0, 2: 92.0, 4: 160.0, 8: 300.0},
         "bert": {1: 48.0, 2: 80.0, 4: 150.0, 8: 290.0},
     }
-    return Profile.model_validate({
-        "name": "here", "gpu_type": "cpu", "source": "test",
-        "models": {
-            name: {"points": [{"batch_size": b, "latency_ms": ms, "memory_mib": 300.0} for b, ms in by_size.items()]}
-            for name, by_size in models.items()
-        },
-    })
+    return Profile.model_validate(
+        {
+            "name": "here",
+            "gpu_type": "cpu",
+            "source": "test",
+            "models": {
+                name: {
+                    "points": [{"batch_size": b, "latency_ms": ms, "memory_mib": 300.0} for b, ms in by_size.items()]
+                }
+                for name, by_size in models.items()
+            },
+        }
+    )
 
 
 @pytest.mark.parametrize("cluster", ["cpu:1", "cpu:2"])
 def test_three_measured_models_share_a_processor_in_time(cluster: str) -> None:
     load = workload(
-        {"name": "mobilenet_v2", "rate_rps": 10, "slo_ms": 400}, {"name": "resnet50", "rate_rps": 4, "slo_ms": 800},
+        {"name": "mobilenet_v2", "rate_rps": 10, "slo_ms": 400},
+        {"name": "resnet50", "rate_rps": 4, "slo_ms": 800},
         {"name": "bert", "rate_rps": 3, "slo_ms": 800},
     )
     plan = decided(FirstFitDecreasing(), load, Cluster.parse(cluster), Profiles([cpu_profile()]))
@@ -85,8 +92,10 @@ def test_a_model_above_one_gpu_is_split_into_whole_gpus_and_a_rest() -> None:
 
 
 def test_what_finds_no_room_is_told_with_numbers() -> None:
-    load = workload({"name": "a", "rate_rps": 700, "slo_ms": 100, "latency": LINE},
-                    {"name": "b", "rate_rps": 10, "slo_ms": 100, "latency": LINE})
+    load = workload(
+        {"name": "a", "rate_rps": 700, "slo_ms": 100, "latency": LINE},
+        {"name": "b", "rate_rps": 10, "slo_ms": 100, "latency": LINE},
+    )
     plan = decided(FirstFitDecreasing(), load, v100s(4), Profiles([]))
     assert plan.unserved == ("b",)
     assert "% of a v100" in plan.unserved_reasons["b"]
@@ -133,8 +142,10 @@ def test_mps_off_refuses_space_where_only_shares_were_measured() -> None:
 
 
 def test_space_on_a_whole_gpu_profile_is_an_assumption_and_says_so() -> None:
-    load = workload({"name": "a", "rate_rps": 5, "slo_ms": 500, "latency": LINE},
-                    {"name": "b", "rate_rps": 5, "slo_ms": 500, "latency": LINE})
+    load = workload(
+        {"name": "a", "rate_rps": 5, "slo_ms": 500, "latency": LINE},
+        {"name": "b", "rate_rps": 5, "slo_ms": 500, "latency": LINE},
+    )
     plan = decided(FirstFitDecreasing(sharing="space"), load, v100s(1), Profiles([]))
     assert any("l(b)/(s/100)" in note for note in plan.notes)
     assert len(plan.gpulets) == 2
@@ -150,8 +161,11 @@ def test_the_thesis_profile_on_four_v100() -> None:
 
 
 def test_memory_keeps_models_apart() -> None:
-    plan = planned(FirstFitDecreasing(), equal_rates(["vgg19", "gpt2"], 10, 600), Cluster.model_validate(
-        {"nodes": [{"name": "n", "gpus": [{"type": "v100", "count": 2, "memory_mib": 1600}]}]}))
+    plan = planned(
+        FirstFitDecreasing(),
+        equal_rates(["vgg19", "gpt2"], 10, 600),
+        Cluster.model_validate({"nodes": [{"name": "n", "gpus": [{"type": "v100", "count": 2, "memory_mib": 1600}]}]}),
+    )
     assert plan.expected.gpus_used == 2
     assert not plan.unserved
 

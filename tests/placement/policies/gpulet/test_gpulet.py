@@ -10,7 +10,6 @@ from tenuto.errors import InvalidInputError
 from tenuto.placement import Cluster, Policy, Workload
 from tenuto.placement.policies.gpulet.duty_cycle import Asked, find_cycle
 from tenuto.placement.policies.gpulet.gpulet import Gpulet
-from tenuto.placement.policies.gpulet.ideal import Ideal
 from tenuto.placement.policies.gpulet.knee import knee_by_chord, knee_by_curvature
 from tenuto.placement.policies.gpulet.sbp import SquishyBinPacking
 from tests.placement.policies.gpulet.turns import (
@@ -24,8 +23,11 @@ from tests.placement.policies.gpulet.turns import (
 from tests.placement.published import decided
 
 POLICIES: dict[str, Policy] = {
-    "gpulet": Gpulet(), "gpulet+int": Gpulet(interference=True), "gpulet, 3 parts": Gpulet(max_partitions=3),
-    "sbp": SquishyBinPacking(), "sbp, halves": SquishyBinPacking(halves=True), "ideal": Ideal(max_steps=500),
+    "gpulet": Gpulet(),
+    "gpulet+int": Gpulet(interference=True),
+    "gpulet, 3 parts": Gpulet(max_partitions=3),
+    "sbp": SquishyBinPacking(),
+    "sbp, halves": SquishyBinPacking(halves=True),
 }
 
 
@@ -99,7 +101,7 @@ def test_turns_are_kept_and_an_elastic_cluster_carries_every_rate(
     workload = five_models(**{model.replace("-", "_"): rate for model, rate in zip(FIVE, rates, strict=True)})
     plan = decided(POLICIES[name], workload, Cluster.parse(f"v100:{gpus}", elastic=elastic), IGNITER)
     assert_turns_are_kept(plan, workload)
-    if elastic and name != "ideal":
+    if elastic:
         assert carried(plan, workload)
 
 

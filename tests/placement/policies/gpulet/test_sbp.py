@@ -73,9 +73,9 @@ def test_an_elastic_cluster_grows_and_takes_the_cheapest_type() -> None:
 
 def test_memory_keeps_models_apart() -> None:
     thesis = Profiles([load_shipped("thesis-v100")])
-    load = Workload.model_validate({"models": [
-        {"name": f"vgg{i}", "profile": "vgg19", "rate_rps": 20, "slo_ms": 900} for i in range(4)
-    ]})
+    load = Workload.model_validate(
+        {"models": [{"name": f"vgg{i}", "profile": "vgg19", "rate_rps": 20, "slo_ms": 900} for i in range(4)]}
+    )
     roomy = decided(SquishyBinPacking(), load, Cluster.parse("v100:4"), thesis)
     small = {"type": "v100", "count": 4, "memory_mib": 2000}
     cluster = Cluster.model_validate({"nodes": [{"name": "n", "gpus": [small]}]})

@@ -21,17 +21,21 @@ def slo_ms(row: str) -> float:
 def five_models(**rates: float) -> Workload:
     """Return a workload of the five models (`resnet50_b` for `resnet50-b`); rates of 0 leave a model out."""
     named = {name.replace("_", "-"): rate for name, rate in rates.items()}
-    return Workload.model_validate({"models": [
-        {"name": name, "profile": FIVE[name], "rate_rps": rate, "slo_ms": slo_ms(FIVE[name])}
-        for name, rate in named.items() if rate
-    ]})
+    return Workload.model_validate(
+        {
+            "models": [
+                {"name": name, "profile": FIVE[name], "rate_rps": rate, "slo_ms": slo_ms(FIVE[name])}
+                for name, rate in named.items()
+                if rate
+            ]
+        }
+    )
 
 
 def carried(plan: Plan, workload: Workload) -> bool:
     """Say whether the plan accepts the workload: every rate is carried."""
     return all(
-        spec.name in plan.expected.models
-        and plan.expected.models[spec.name].goodput_rps >= spec.rate_rps * (1 - 1e-5)
+        spec.name in plan.expected.models and plan.expected.models[spec.name].goodput_rps >= spec.rate_rps * (1 - 1e-5)
         for spec in workload.models
     )
 

@@ -19,9 +19,19 @@ def profiles() -> Profiles:
 
 
 def workload(rows: list[dict[str, Any]]) -> Workload:
-    return Workload.model_validate({"models": [
-        {"name": row.get("id", row["model"]), "profile": row["model"], "slo_ms": row["slo_ms"],
-         "rate_rps": row["rate_rps"]} for row in rows]})
+    return Workload.model_validate(
+        {
+            "models": [
+                {
+                    "name": row.get("id", row["model"]),
+                    "profile": row["model"],
+                    "slo_ms": row["slo_ms"],
+                    "rate_rps": row["rate_rps"],
+                }
+                for row in rows
+            ]
+        }
+    )
 
 
 def three() -> Workload:
@@ -59,8 +69,19 @@ def gpus_of(plan: Plan, workload: Workload) -> list[list[Placed]]:
     found = []
     for gpulets in plan.by_gpu().values():
         specs = [(g, g.models[0], workload[g.models[0].name]) for g in gpulets]
-        found.append([Placed(spec.name, spec.profile_row, g.effective_share_pct, replica.batch_size,
-                             replica.rate_rps or 0.0, spec.slo_ms) for g, replica, spec in specs])
+        found.append(
+            [
+                Placed(
+                    spec.name,
+                    spec.profile_row,
+                    g.effective_share_pct,
+                    replica.batch_size,
+                    replica.rate_rps or 0.0,
+                    spec.slo_ms,
+                )
+                for g, replica, spec in specs
+            ]
+        )
     return [gpu for gpu in found if gpu]
 
 

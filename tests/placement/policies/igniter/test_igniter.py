@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 
 from tenuto.errors import InvalidInputError
 from tenuto.placement import Cluster, Plan, Policy, Workload, solve
-from tenuto.placement.policies.igniter.gslice import Gslice
-from tenuto.placement.policies.igniter.igniter import FirstFitPlus, FirstFitPlusPlus, Igniter
+from tenuto.placement.policies.igniter.igniter import Igniter
 from tenuto.profiles import Profile, Profiles
 from tenuto.profiles.shipped import load_shipped
 from tests.placement.policies.igniter.cases import FACTS, placed, profiles, three, together, twelve
@@ -41,20 +38,12 @@ def test_twelve_workloads_take_six_gpus_placed_as_stated() -> None:
     assert gpus[4] == {"W1", "W5", "W11"}
 
 
-def test_ffd_plus_takes_five_gpus() -> None:
-    plan = solved(FirstFitPlus(), twelve())
-    assert plan.expected.gpus_used == FACTS["headline"]["gpus"]["ffd_plus"]
-    assert plan.expected.cost_per_hour == FACTS["headline"]["cost_per_h_usd"]["ffd_plus"]
-    assert "W2" in together(plan)[FACTS["plan_facts_stated"]["W2"]["ffd_plus"]["gpu"] - 1]
-
-
 def test_every_batch_takes_at_most_half_its_slo() -> None:
-    for policy in (Igniter(), FirstFitPlusPlus()):
-        workload = twelve()
-        for gpulet in solved(policy, workload).gpulets:
-            replica = gpulet.models[0]
-            assert replica.latency_ms is not None
-            assert replica.latency_ms <= workload[replica.name].slo_ms / 2
+    workload = twelve()
+    for gpulet in solved(Igniter(), workload).gpulets:
+        replica = gpulet.models[0]
+        assert replica.latency_ms is not None
+        assert replica.latency_ms <= workload[replica.name].slo_ms / 2
 
 
 def test_a_fixed_cluster_names_what_it_cannot_serve() -> None:
@@ -92,16 +81,25 @@ def slower(gpu_type: str, factor: float, without: tuple[str, ...] = ()) -> Profi
     return Profile.model_validate(data)
 
 
-@pytest.mark.parametrize("make", [Igniter, FirstFitPlusPlus])
-def test_an_elastic_cluster_buys_the_type_that_serves_all_at_the_lowest_price(make: Callable[[], Policy]) -> None:
+def test_an_elastic_cluster_buys_the_type_that_serves_all_at_the_lowest_price() -> None:
+    check_what_an_elastic_cluster_buys(Igniter())
+
+
+def check_what_an_elastic_cluster_buys(policy: Policy) -> None:
     both = Profiles([*profiles(), slower("t4", 1.5)])
     cluster = Cluster.parse("v100:1,t4:1", elastic=True)
-    plan = decided(make(), three(), cluster, both)
+    plan = decided(policy, three(), cluster, both)
     assert {gpu.type for gpu in plan.gpus} == {"t4"}
     assert not plan.unserved
-    dear = Cluster.model_validate({"elastic": True, "nodes": [{"name": "n0", "gpus": [
-        {"type": "v100", "price_per_hour": 0.1}, {"type": "t4", "price_per_hour": 3.0}]}]})
-    assert {gpu.type for gpu in decided(make(), three(), dear, both).gpus} == {"v100"}
+    dear = Cluster.model_validate(
+        {
+            "elastic": True,
+            "nodes": [
+                {"name": "n0", "gpus": [{"type": "v100", "price_per_hour": 0.1}, {"type": "t4", "price_per_hour": 3.0}]}
+            ],
+        }
+    )
+    assert {gpu.type for gpu in decided(policy, three(), dear, both).gpus} == {"v100"}
 
 
 def test_what_the_cheap_type_cannot_serve_goes_to_the_other() -> None:
@@ -133,9 +131,7 @@ def test_memory_counts_where_it_was_measured() -> None:
         for point in model["points"]:
             point["memory_mib"] = 6000.0
     big = Profiles([Profile.model_validate(data)])
-    for policy in (Igniter(), FirstFitPlusPlus(), Gslice()):
-        plan = decided(policy, three(), v100s(1, elastic=True), big)
-        assert plan.expected.gpus_used == 2
+    assert decided(Igniter(), three(), v100s(1, elastic=True), big).expected.gpus_used == 2
 
 
 def test_batches_beyond_the_measured_ones_need_memory_too() -> None:
@@ -143,14 +139,14 @@ def test_batches_beyond_the_measured_ones_need_memory_too() -> None:
     for model in data["models"].values():
         for point in model["points"]:
             point["memory_mib"] = 1000.0 + 40.0 * point["batch_size"]
-    cluster = Cluster.model_validate({"elastic": True, "nodes": [{"name": "n0", "gpus": [
-        {"type": "v100", "memory_mib": 3000.0}]}]})
+    cluster = Cluster.model_validate(
+        {"elastic": True, "nodes": [{"name": "n0", "gpus": [{"type": "v100", "memory_mib": 3000.0}]}]}
+    )
     models = [{"name": f"resnet50-{index}", "profile": "resnet50", "rate_rps": 745, "slo_ms": 97} for index in range(2)]
     workload = Workload.model_validate({"models": models})
-    for policy in (Igniter(), Gslice()):
-        plan = solve(policy, workload, cluster, Profiles([Profile.model_validate(data)]))
-        assert not plan.unserved
-        assert all(g.models[0].memory_mib for g in plan.gpulets)
+    plan = solve(Igniter(), workload, cluster, Profiles([Profile.model_validate(data)]))
+    assert not plan.unserved
+    assert all(g.models[0].memory_mib for g in plan.gpulets)
 
 
 def test_a_cluster_without_gpus() -> None:

@@ -132,8 +132,12 @@ def test_one_batch_size_for_all_types_is_chosen_with_all_types_in_view() -> None
     v100 = {"m": {4: (50.0, 10.0, 200.0), 8: (60.0, 10.0, 200.0)}}
     a100 = {"m": {4: (80.0, 10.0, 100.0), 8: (70.0, 10.0, 200.0)}}
     profiles = Profiles([requirement_profile(v100), requirement_profile(a100, "a100")])
-    plan = planned(wsm_milp(compute_metric="achieved_occupancy_pct"), equal_rates(["m"], 500, 500),
-                   Cluster.parse("v100:1,a100:1"), profiles)  # fmt: skip
+    plan = planned(
+        wsm_milp(compute_metric="achieved_occupancy_pct"),
+        equal_rates(["m"], 500, 500),
+        Cluster.parse("v100:1,a100:1"),
+        profiles,
+    )
     assert plan.expected.goodput_rps == 400
     assert plan.notes[0].startswith("optimal")
 

@@ -16,6 +16,7 @@ from tenuto.placement.policies.symphony.partition import (
     Limits,
     Partition,
     PartitionModel,
+    fits_some,
     gpus_by_need,
     longest_first,
     partition,
@@ -94,6 +95,25 @@ def test_limits_hold() -> None:
         assert len(found.members(k)) <= 2
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_fractions_of_a_mib_count(seed: int) -> None:
+    """Nothing lies above the limit, and what fits nowhere is what the sums of the others leave no room for."""
+    rng = random.Random(seed)
+    models = [model(f"m{i}", rng.uniform(1, 9), rng.uniform(0.1, 2.9), rng.uniform(0, 0.9)) for i in range(60)]
+    limits = Limits(memory_mib=6.5)
+    groups: dict[int | None, list[PartitionModel]] = {}
+    for one, k in zip(models, fits_some(models, 12, limits), strict=True):
+        groups.setdefault(k, []).append(one)
+
+    def held(group: list[PartitionModel]) -> float:
+        return sum(m.static_mib for m in group) + max(m.dynamic_mib for m in group)
+
+    left = groups.pop(None, [])
+    assert left
+    assert all(held(group) <= 6.5 * (1 + 1e-9) for group in groups.values())
+    assert not any(held([*group, one]) <= 6.5 for group in groups.values() for one in left)
+
+
 def test_change_is_bounded_loading_and_unloading_both_counted() -> None:
     models = [model("a"), model("b"), model("c"), model("d")]
     even, lopsided = {"a": 0, "b": 0, "c": 1, "d": 1}, {"a": 0, "b": 0, "c": 0, "d": 1}
@@ -125,9 +145,7 @@ def evaluated(seed: int) -> list[PartitionModel]:
     """Return 800 models as in the paper's evaluation: variants of a zoo, exponential rates."""
     rng = random.Random(seed)
     zoo = [(rng.uniform(10, 500), rng.uniform(50, 400)) for _ in range(35)]
-    return [
-        model(f"m{i}", rng.expovariate(1 / 100.0), zoo[i % 35][0], zoo[i % 35][1]) for i in range(800)
-    ]
+    return [model(f"m{i}", rng.expovariate(1 / 100.0), zoo[i % 35][0], zoo[i % 35][1]) for i in range(800)]
 
 
 def imbalances(found: Partition) -> tuple[float, float]:

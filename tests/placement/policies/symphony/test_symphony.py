@@ -104,10 +104,14 @@ def test_options_out_of_range_are_refused() -> None:
 
 def test_batches_that_grow_with_bought_gpus_stay_within_memory() -> None:
     """Found by generated workloads: memory was checked with the batches of the GPUs at hand, not of those bought."""
-    workload = Workload.model_validate({"models": [
-        {"name": "small", "profile": "alexnet", "rate_rps": 1, "slo_ms": 140},
-        {"name": "large", "profile": "efficientnet_b7", "rate_rps": 385, "slo_ms": 246},
-    ]})  # fmt: skip
+    workload = Workload.model_validate(
+        {
+            "models": [
+                {"name": "small", "profile": "alexnet", "rate_rps": 1, "slo_ms": 140},
+                {"name": "large", "profile": "efficientnet_b7", "rate_rps": 385, "slo_ms": 246},
+            ]
+        }
+    )
     cluster = Cluster.model_validate(
         {"nodes": [{"name": "n0", "gpus": [{"type": "v100", "memory_mib": 6000}]}], "elastic": True}
     )

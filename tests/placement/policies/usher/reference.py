@@ -82,9 +82,14 @@ def order(chosen: dict[str, tuple[Model, int, int]], readings: Readings) -> list
 
 
 def place(
-    unit: tuple[str, ...], chosen: dict[str, tuple[Model, int, int]], wanted: int, gpus: list[Gpu],
-    idle: dict[str, float], prices: dict[str, float], group: int,
-) -> int:  # fmt: skip
+    unit: tuple[str, ...],
+    chosen: dict[str, tuple[Model, int, int]],
+    wanted: int,
+    gpus: list[Gpu],
+    idle: dict[str, float],
+    prices: dict[str, float],
+    group: int,
+) -> int:
     """Place that many replicas of a unit one by one, no model twice on a GPU; return how many found a place."""
 
     needs: dict[str, tuple[float, float]] = {}
@@ -123,9 +128,16 @@ def place(
 
 
 def solve_group(
-    members: list[Model], gpus: list[Gpu], idle: dict[str, float], prices: dict[str, float], counts: dict[str, int],
-    *, elastic: bool, group: int, readings: Readings,
-) -> tuple[float, float, list[Gpu], dict[str, float]]:  # fmt: skip
+    members: list[Model],
+    gpus: list[Gpu],
+    idle: dict[str, float],
+    prices: dict[str, float],
+    counts: dict[str, int],
+    *,
+    elastic: bool,
+    group: int,
+    readings: Readings,
+) -> tuple[float, float, list[Gpu], dict[str, float]]:
     """Algorithm 1: try every configuration; the highest goodput, then the lowest cost, then the fewest replicas and
     smallest batches, model by model."""
     options = []

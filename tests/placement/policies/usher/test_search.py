@@ -40,22 +40,37 @@ def case(seed: int, *, elastic: bool) -> tuple[list[reference.Model], dict[str, 
 
 
 def planned(
-    models: list[reference.Model], counts: dict[str, int], groups: list[list[reference.Model]], *, elastic: bool,
+    models: list[reference.Model],
+    counts: dict[str, int],
+    groups: list[list[reference.Model]],
+    *,
+    elastic: bool,
     **options: object,
-) -> tuple[float, float, dict[str, float]]:  # fmt: skip
+) -> tuple[float, float, dict[str, float]]:
     """Return goodput, cost of the used GPUs, and goodput by model as the policy plans."""
     profiles = [
-        Profile.model_validate({
-            "name": f"made-up-{kind}", "gpu_type": kind, "source": "test", "coefficients": {"context_mib": 0.0},
-            "models": {
-                model.name: {"points": [
-                    {"batch_size": size, "latency_ms": 1000.0 * size / rps, "throughput_rps": rps,
-                     "metrics": {"creq": compute, "mreq": memory}}
-                    for size, (compute, memory, rps) in model.needs[kind].items()
-                ]}
-                for model in models
-            },
-        })
+        Profile.model_validate(
+            {
+                "name": f"made-up-{kind}",
+                "gpu_type": kind,
+                "source": "test",
+                "coefficients": {"context_mib": 0.0},
+                "models": {
+                    model.name: {
+                        "points": [
+                            {
+                                "batch_size": size,
+                                "latency_ms": 1000.0 * size / rps,
+                                "throughput_rps": rps,
+                                "metrics": {"creq": compute, "mreq": memory},
+                            }
+                            for size, (compute, memory, rps) in model.needs[kind].items()
+                        ]
+                    }
+                    for model in models
+                },
+            }
+        )
         for kind in counts
     ]
     workload = Workload.model_validate(

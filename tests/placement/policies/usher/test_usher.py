@@ -156,17 +156,22 @@ def test_an_elastic_cluster_of_two_types_buys_the_cheaper_one() -> None:
     plan = planned(Usher(), workload, cluster, profiles)
     assert {gpu.type for gpu in plan.gpus} == {"t4"}  # four at 0.526 $ instead of two at 3.06 $
     assert plan.expected.cost_per_hour == pytest.approx(4 * 0.526)
-    dear = Cluster.model_validate({
-        "nodes": [{"name": "n", "gpus": [{"type": kind, "price_per_hour": 1.0} for kind in ("v100", "t4")]}],
-        "elastic": True,
-    })
+    dear = Cluster.model_validate(
+        {
+            "nodes": [{"name": "n", "gpus": [{"type": kind, "price_per_hour": 1.0} for kind in ("v100", "t4")]}],
+            "elastic": True,
+        }
+    )
     assert {gpu.type for gpu in planned(Usher(), workload, dear, profiles).gpus} == {"v100"}
 
 
 def test_a_fixed_cluster_of_two_types_uses_both() -> None:
-    profiles = Profiles([
-        requirement_profile({"m": {4: (60.0, 10.0, 100.0)}}), requirement_profile({"m": {4: (80.0, 20.0, 50.0)}}, "t4"),
-    ])
+    profiles = Profiles(
+        [
+            requirement_profile({"m": {4: (60.0, 10.0, 100.0)}}),
+            requirement_profile({"m": {4: (80.0, 20.0, 50.0)}}, "t4"),
+        ]
+    )
     plan = planned(Usher(), equal_rates(["m"], 250, 500), Cluster.parse("v100:2,t4:1"), profiles)
     assert plan.expected.goodput_rps == pytest.approx(250)
     assert sorted(g.share_pct for g in plan.gpulets if g.share_pct) == [60.0, 60.0, 80.0]
@@ -199,9 +204,9 @@ def test_a_profile_without_the_metric_is_refused_with_the_known_ones() -> None:
 
 
 def test_a_slo_below_every_measured_batch_is_explained() -> None:
-    workload = Workload.model_validate({"models": [
-        {"name": "m", "rate_rps": 1, "slo_ms": 45}, {"name": "bert", "rate_rps": 10, "slo_ms": 300},
-    ]})
+    workload = Workload.model_validate(
+        {"models": [{"name": "m", "rate_rps": 1, "slo_ms": 45}, {"name": "bert", "rate_rps": 10, "slo_ms": 300}]}
+    )
     own = requirement_profile({"m": {4: (50.0, 5.0, 100.0)}})
     own = own.model_copy(update={"models": {**own.models, "bert": thesis().get("bert", "v100")}})
     points = own.models["m"].points
@@ -223,13 +228,22 @@ def test_the_reason_names_the_free_room_of_a_type_on_which_the_model_was_measure
 
 def test_a_model_in_parts_is_a_chain_of_stages_with_one_deadline_and_placed_like_models() -> None:
     """The paper serves Llama-2 in parts and does not say how they run; one after another is our reading."""
-    load = Workload.model_validate({"applications": [{
-        "name": "llama", "rate_rps": 20, "slo_ms": 400, "stages": [
-            {"model": "gpt2", "name": "first"},
-            {"model": "gpt2", "name": "second", "after": ["first"]},
-            {"model": "bert", "name": "third", "after": ["second"], "part": 2.0},
-        ],
-    }]})  # fmt: skip
+    load = Workload.model_validate(
+        {
+            "applications": [
+                {
+                    "name": "llama",
+                    "rate_rps": 20,
+                    "slo_ms": 400,
+                    "stages": [
+                        {"model": "gpt2", "name": "first"},
+                        {"model": "gpt2", "name": "second", "after": ["first"]},
+                        {"model": "bert", "name": "third", "after": ["second"], "part": 2.0},
+                    ],
+                }
+            ]
+        }
+    )
     names = ["llama.first", "llama.second", "llama.third"]
     assert [(spec.name, spec.slo_ms) for spec in load.models] == list(zip(names, (100.0, 100.0, 200.0), strict=True))
     plan = solve(Usher(), load, Cluster.parse("v100:4"), thesis())

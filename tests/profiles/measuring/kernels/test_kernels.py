@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 from tenuto.errors import InvalidInputError
-from tenuto.profiles.measuring.kernels.by_operator import RANGE_NAME, operator_kernels
 from tenuto.profiles.measuring.kernels.chrome_trace import load_chrome_trace, parse_chrome_trace
 from tenuto.profiles.measuring.kernels.metrics import (
     Launch,
@@ -24,11 +23,17 @@ ORION = Path(__file__).parents[3] / "data" / "orion_v100_kernels.json"
 
 
 def kernel(
-    blocks: int = 80, threads: int = 256, registers: int | None = 32, shared: int | None = 0, start: float = 0.0,
-    duration: float = 10.0, occupancy: float | None = None,
+    blocks: int = 80,
+    threads: int = 256,
+    registers: int | None = 32,
+    shared: int | None = 0,
+    start: float = 0.0,
+    duration: float = 10.0,
+    occupancy: float | None = None,
 ) -> Kernel:
-    return Kernel("k", (blocks, 1, 1), (threads, 1, 1), start, duration, registers, shared,
-                  achieved_occupancy_pct=occupancy)  # fmt: skip
+    return Kernel(
+        "k", (blocks, 1, 1), (threads, 1, 1), start, duration, registers, shared, achieved_occupancy_pct=occupancy
+    )
 
 
 @pytest.mark.parametrize(
@@ -78,9 +83,15 @@ def test_weighted_sm_utilisation_of_kernels_in_sequence_and_side_by_side() -> No
 
 @pytest.mark.parametrize(
     ("model", "expected"),
-    [("resnet50_b4", 54.748), ("mobilenet_v2_b4", 51.512), ("resnet101_b4", 52.157), ("bert_b2", 97.474),
-     ("efficientnet_b4", 33.069), ("transformer_xl_b4", 82.495)],
-)  # fmt: skip
+    [
+        ("resnet50_b4", 54.748),
+        ("mobilenet_v2_b4", 51.512),
+        ("resnet101_b4", 52.157),
+        ("bert_b2", 97.474),
+        ("efficientnet_b4", 33.069),
+        ("transformer_xl_b4", 82.495),
+    ],
+)
 def test_weighted_sm_utilisation_of_orions_sequences(model: str, expected: float) -> None:
     """Expected: sum(min(sms, 80)/80 * t)/sum(t) over the published rows, computed outside this package."""
     data = json.loads(ORION.read_text())
@@ -167,31 +178,3 @@ def test_wrong_traces_say_what_is_wrong(tmp_path: Path) -> None:
         load_chrome_trace(broken)
     with pytest.raises(InvalidInputError, match="cannot be read"):
         load_chrome_trace(tmp_path / "absent.json")
-
-
-def traced(*launches: tuple[float, int], ranges: int = 3) -> dict[str, Any]:
-    """Return a trace of operators of 10 µs each, with launches (at, correlation) and kernels that run much later."""
-    kernel = {"ph": "X", "cat": "kernel", "dur": 5.0, "name": "k"}
-    launch = {"registers per thread": 32, "shared memory": 0, "block": [256, 1, 1], "device": 0}
-    return {
-        "deviceProperties": [{"id": 0, "name": "V100", "computeMajor": 7, "computeMinor": 0, "numSms": 80}],
-        "traceEvents": [
-            *({"ph": "X", "cat": "user_annotation", "name": RANGE_NAME, "ts": 10.0 * i, "dur": 9.0}
-              for i in range(ranges)),
-            *({"ph": "X", "cat": "cuda_runtime", "name": "cudaLaunchKernel", "ts": at, "dur": 1.0,
-               "args": {"correlation": number}} for at, number in launches),
-            *({**kernel, "ts": 500.0 + 10 * number, "args": {**launch, "grid": [80 * number, 1, 1],
-               "correlation": number}} for _, number in launches),
-        ],
-    }  # fmt: skip
-
-
-def test_kernels_find_the_operator_that_launched_them() -> None:
-    # Operator 0 launches blocks for one and two per SM, operator 1 nothing, operator 2 four; one launch is outside.
-    found = operator_kernels(traced((3.0, 2), (1.0, 1), (22.0, 4), (60.0, 8)))
-    assert [[kernel.occupancy_pct for kernel in mine] for mine in found] == [
-        pytest.approx([100 * 8 / 64, 100 * 2 * 8 / 64]), [], pytest.approx([100 * 4 * 8 / 64])
-    ]  # fmt: skip
-    assert [kernel.time_ms for mine in found for kernel in mine] == pytest.approx([0.005] * 3)
-    with pytest.raises(InvalidInputError, match="has no range named"):
-        operator_kernels(traced((1.0, 1), ranges=0))

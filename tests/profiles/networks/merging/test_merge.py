@@ -78,8 +78,10 @@ def test_a_fine_tuned_convolution_is_shared_in_part_and_outputs_stay(tuned: Tune
     cluster = tuned.report.clusters[0]
 
     assert {op.names["a"]: round(op.shared_pct) for op in cluster.operators} == {
-        "first.weight": 100, "second.weight": 50, "head.weight": 100
-    }  # fmt: skip
+        "first.weight": 100,
+        "second.weight": 50,
+        "head.weight": 100,
+    }
     assert (cluster.operators_before, cluster.operators_after, cluster.operators_partly) == (6, 4, 2)
     assert cluster.worst_error <= 1e-5
     assert 0 < cluster.memory_after_mib < cluster.memory_before_mib

@@ -1,0 +1,5 @@
+"""The default scheduler: `due`, `lineup`, `cut` and `admission` are its rules, `deferring` carries them out."""
+
+from tenuto.batching.core.deferred.deferring import DeferredOptions, DeferredScheduler
+
+__all__ = ["DeferredOptions", "DeferredScheduler"]

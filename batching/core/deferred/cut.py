@@ -1,0 +1,82 @@
+"""Rule 3: what is cut from a queue, and what is turned away.
+
+A batch is cut by the window rule of Symphony's program (`gathering.py`): requests at the front are given up where they
+keep it below `defend` times the staggered size. Here the numbers that were learned while serving are applied: how much
+longer the program takes on the gpu-let it is cut for, and how long the way there is.
+
+A model that sends more than twice its planned rate gets, of the last idle gpu-let, no longer batches than those that
+keep to their plan can wait for (`admission.py` says who exceeds).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tenuto.batching.core.deferred.due import Holding
+from tenuto.batching.core.deferred.waiting import Place, Queue
+from tenuto.batching.core.gathering import window
+from tenuto.batching.core.gpulets import Gpulets
+from tenuto.batching.core.system import INF
+
+BORROWED = 1_000_000  # derived: more than any priority, by which that of a program that exceeds its plan falls
+ORDINARY_LOSS = 0.01  # derived: a hundredth, beside which a smaller difference of losses does not count
+WORST_FIRST = 1e6  # derived: requests per ms, more than any batch serves: whoever lost more comes first
+
+
+class Cutter:
+    """Cuts the batch that a queue would run now."""
+
+    def __init__(self, gpulets: Gpulets[Place], holding: Holding, *, evens_out: bool) -> None:
+        self._gpulets = gpulets
+        self._holding = holding
+        self._evens_out = evens_out
+
+    def cut(self, queue: Queue, pool: Place, gpulet: int, now: float) -> None:
+        """Cut the batch that the queue would run now on this gpu-let of the pool."""
+        program, deadlines, gpulets = queue.program, queue.deadlines, self._gpulets
+        queue.pool = pool
+        run = pool.run[program]
+        factor = queue.factor = gpulets.factor(program, gpulet)
+        ctrl_ms, data_ms = gpulets.ctrl_ms, gpulets.data_ms
+        size, head = len(deadlines), deadlines[0]
+        most = min(queue.longest, len(run) - 1)
+        if size < most:
+            sent_ms = ctrl_ms + data_ms * (size + 1) + factor * run[size + 1]
+            queue.due = self._holding.due_ms(queue, size, sent_ms, now)
+        else:
+            queue.due = now
+            size = most
+        queue.cut_until = head - (ctrl_ms + data_ms * size + factor * run[size])
+        if queue.cut_until < now:
+            arrives_at = now + ctrl_ms
+            skip, size = window(deadlines, queue.defend, run, factor, arrives_at, data_ms, arrives_at)
+            if size:
+                head = deadlines[skip]
+            elif pool is not queue.pools[0]:
+                queue.size = 0
+                return
+            else:
+                size = 1
+            queue.due = now
+        queue.size = size
+        queue.way_ms = ctrl_ms + data_ms * size
+        queue.latest = head - (queue.way_ms + factor * run[size])
+        queue.density = queue.worth * size / (factor * run[size])
+        queue.level = queue.priority
+        if queue.allowance.borrowed:
+            queue.density *= 1.0 - queue.allowance.borrowed
+            if queue.allowance.exceeds and queue.allowance.owed < size:
+                queue.level -= BORROWED
+        if self._evens_out:
+            queue.density += WORST_FIRST * round(queue.lost / ORDINARY_LOSS)
+
+    def longest_beside_ms(self, queues: Sequence[Queue], pool: Place, now: float) -> float:
+        """Return how long a batch of a program that exceeds its plan may be on the last idle gpu-let of a pool: as long
+        as any that keeps to its plan can wait, unless another gpu-let ends sooner."""
+        longest_ms = INF
+        for other in map(queues.__getitem__, pool.run):
+            if not other.allowance.exceeds and other.rate.rps and sum(len(place.idle) for place in other.pools) <= 1:
+                wait_ms = other.budget_ms - self._gpulets.way_ms(other.ripe) - other.factor * other.run[other.ripe]
+                if all(place.busy[0][0] > now + wait_ms for place in other.pools if place.busy):
+                    longest_ms = min(longest_ms, wait_ms)
+        return longest_ms

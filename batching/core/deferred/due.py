@@ -1,0 +1,89 @@
+"""Rule 1: when a batch is due.
+
+A batch is due when it has used the part `hold` of the time for which Symphony would hold it: 1 is Symphony's frontrun,
+0 sends at once. Holding makes batches longer, which saves GPU time and delays every request. So nothing is held under
+light load, while single requests would keep gpu-lets busy for less than `save_above` of the time, and otherwise no
+longer than takes them to that. Where even the longest batch saves next to nothing, nothing is held at all.
+"""
+
+from __future__ import annotations
+
+from math import ceil
+
+from tenuto.batching.core.deferred.waiting import Place, Queue
+from tenuto.batching.core.gpulets import Gpulets
+from tenuto.batching.core.rehearsal import Setting
+from tenuto.batching.core.staggered import staggered_batch
+from tenuto.batching.core.system import INF
+
+# Fitted constants: halved and doubled by lab/benchmarks/bench_constants.py, over random scenarios.
+RIPE = 0.5  # fitted: part of the staggered batch that may go before it is due where gpu-lets are short
+LEAST_SAVING = 0.1  # fitted: part of the GPU time that the longest batch saves, below which batches are not held
+LOSS_MS = 5000.0  # derived: the window of the offered rate, so that one batch hardly changes the share lost
+LOSS_COUNT = 200.0  # derived: requests over which that share is taken at least, to be known to 1 %
+
+
+class Holding:
+    """For how long batches are held: the setting that rehearsals choose, and what bounds it for each program."""
+
+    def __init__(self, gpulets: Gpulets[Place], setting: Setting, save_above: float) -> None:
+        self.setting = setting
+        self.save_above = save_above
+        self.in_full_until = -INF  # requests were lost lately, and are fewer where all are held in full
+        self._gpulets = gpulets
+
+    def due_ms(self, queue: Queue, size: int, sent_ms: float, now: float) -> float:
+        """Return when a batch of so many is due.
+
+        Args:
+            queue: whose batch it is.
+            size: its requests.
+            sent_ms: what one request more would take from its dispatch to its end.
+            now: the present time.
+        """
+        hold, head, until = self.setting.hold, queue.deadlines[0], queue.oldest + queue.held_ms
+        due = (head if head < until else until) - (1.0 - hold) * queue.budget_ms - hold * sent_ms
+        return min(due, self.bound_ms(queue, size, now)) if queue.is_bounded else due
+
+    def set_patience(self, queue: Queue) -> None:
+        """Find for how many times their own length batches of a queue are held at most.
+
+        With m programs per gpu-let and batches held for k times their length, each program keeps a gpu-let busy for at
+        most 1/k of the time, and all together for at most m/k: the bound is the k that makes this `save_above`. Where a
+        batch has its staggered size by then, there is none.
+        """
+        if not queue.pools:
+            return
+        rps = queue.rate.rps
+        queue.is_light = rps is not None and max(pool.alone for pool in queue.pools) < self.save_above
+        queue.patience = max(pool.crowd for pool in queue.pools) / self.save_above if self.save_above else INF
+        if rps is not None and rps / 1000.0 * queue.patience * queue.run[queue.staggered] >= queue.staggered:
+            queue.patience = INF
+        # What saves next to nothing is held for nothing.
+        queue.hold_at_most_ms = 0.0 if self.save_above and queue.saving < LEAST_SAVING else queue.longest_hold_ms
+        queue.is_bounded = queue.is_light or queue.patience < INF or queue.hold_at_most_ms < INF
+
+    def bound_ms(self, queue: Queue, size: int, now: float) -> float:
+        """Return until when a batch of so many is held at most."""
+        bound = queue.hold_at_most_ms
+        if now >= self.in_full_until:
+            # The load may have risen since its rate was taken: then gpu-lets are busy.
+            idle = sum(len(pool.idle) for pool in queue.pools)
+            is_light = queue.is_light and idle >= (1.0 - self.save_above) * queue.gpulets
+            bound = min(bound, 0.0 if is_light else queue.patience * queue.factor * queue.run[size])
+        return queue.oldest + bound
+
+    def set_staggered(self, queue: Queue) -> None:
+        gpulets = self._gpulets
+        queue.staggered = staggered_batch(
+            queue.run,
+            queue.budget_ms - gpulets.ctrl_ms,
+            queue.rate.rps,
+            longest=queue.longest,
+            factor=queue.factor,
+            data_ms=gpulets.data_ms,
+        )
+        queue.defend = max(1, round(self.setting.defend * queue.staggered))
+        queue.ripe = ceil(RIPE * queue.staggered)
+        queue.loss_step = 1.0 / max(LOSS_COUNT, LOSS_MS / 1000.0 * (queue.rate.rps or 0.0))
+        queue.alone = (queue.rate.recent_rps or 0.0) / 1000.0 * queue.run[1] / queue.gpulets

@@ -1,0 +1,191 @@
+"""The choice among plans: those of other policies, each model on every GPU, and trials in virtual time of the ones that
+are expected to serve most."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+from tenuto.batching.core.system import NetworkDelay
+from tenuto.batching.planning.judging import Judged, Worth, foreseen
+from tenuto.batching.planning.starts import Balanced, Everywhere
+from tenuto.batching.planning.trial import Trials
+from tenuto.errors import TenutoError, first_line
+from tenuto.options import option
+from tenuto.placement import Cluster, Plan, Policy, Workload, load_policy, solve
+from tenuto.placement.cluster import Gpu, GpuGroup, Node
+from tenuto.placement.watch import Watch
+from tenuto.profiles import Profiles
+
+STARTS = ("symphony", "sbp", "ffd", "igniter", "gpulet", "usher", "wao-usher")  # the quickest first
+SEARCHING = ("usher", "wao-usher", "ao-milp", "wsm-milp", "ideal")  # policies that may take seconds
+WITH_NEIGHBOURS = ("gpulet",)  # policies that plan without an interference model or with one: both are starts
+QUICKLY = {"symphony": {"time_limit_s": "0"}}  # moves and swaps come as near as the solver does in seconds
+LARGE = 40  # models or GPUs; beyond, a trial takes minutes
+# Starts that take minutes for more models than this, or seconds and serve half of what the others do.
+SLOW = {"ideal": LARGE, "gpulet": 500, "usher": 500, "wao-usher": 500}
+# The expectation is wrong by that much at worst (lab/benchmarks/bench_promises.py): plans further behind are not tried.
+NEAR = 0.1
+ROOMY = 0.5  # of its time: a busiest gpu-let below it has headroom enough, and fewer processes are better
+CONFIRMING = 3  # times as many requests where a plan is neither clearly enough to be bought nor clearly not
+
+
+@dataclass(kw_only=True, eq=False)
+class ChoosingOptions:
+    """The options of a choice, see `TenutoPolicy`."""
+
+    scheduler: str = "deferred"
+    starts: tuple[str, ...] = STARTS
+    requests: int = option(8_000, minimum=1)
+    attainment: float = option(0.99, above=0, maximum=1)
+    seed: int = option(0, minimum=0)
+    network_ms: tuple[float, ...] = option((0.0, 0.0, 0.0), minimum=0)
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A completed plan, what made it, and what it serves: as expected, and where it was tried by its trial."""
+
+    start: str
+    plan: Plan
+    foreseen: Judged
+    trial: Judged | None = None
+
+    @property
+    def judged(self) -> Judged:
+        """The trial, or what is expected where there was none."""
+        return self.foreseen if self.trial is None else self.trial
+
+    def rank(self, aim: float) -> tuple[float, ...]:
+        """Return what candidates are sorted by: of those that serve everything the one with most headroom, whose
+        busiest gpu-let is the least busy (as busy to a tenth, or below half of its time: the one with the fewest
+        gpu-lets, as each is a process); behind them whoever serves most."""
+        if not self.foreseen.keeps(aim):
+            return 1.0, -self.foreseen.value
+        busiest = float(self.foreseen.busy.max())
+        return 0.0, round(max(busiest, ROOMY), 1), len(self.plan.gpulets), busiest
+
+
+class Chooser:
+    """The choice for one workload. `refused` says why policies cannot plan."""
+
+    def __init__(
+        self,
+        options: ChoosingOptions,
+        workload: Workload,
+        cluster: Cluster,
+        profiles: Profiles,
+        watch: Watch | None = None,
+    ) -> None:
+        self._options, self._cluster, self._profiles = options, cluster, profiles
+        self._workload = workload.model_copy(update={"merge": "off"})  # what becomes one program is found afterwards
+        self.watch = watch or Watch()
+        self.aim = (1.0 + options.attainment) / 2.0  # half of the misses to spare: other arrivals are less kind
+        self.is_large = max(len(workload.models), len(cluster.gpus)) > LARGE
+        self.worth = Worth(workload.models, workload.objective)
+        trials = partial(
+            Trials,
+            workload.models,
+            scheduler=options.scheduler,
+            objective=workload.objective,
+            network=NetworkDelay(*options.network_ms),
+        )
+        self.trials = trials(requests=options.requests, seed=options.seed)
+        self._confirming = partial(trials, requests=CONFIRMING * options.requests, seed=options.seed + 1)
+        self.refused: dict[str, str] = {}
+
+    def best(self) -> Candidate | None:
+        """Return the plan that serves most on a fixed cluster; None where no model can be served.
+
+        Candidates that are expected to serve nearly as much as the best are tried, and the first that serves
+        everything is taken. Of more than `LARGE` models or GPUs what is expected decides.
+        """
+        found = self.candidates(self._cluster, is_one_enough=self.is_large)
+        if not found or self.is_large:
+            return found[0] if found else None
+        most, best = max(each.foreseen.value for each in found), found[0]
+        for each in found:
+            if self.watch.is_stopped():
+                break
+            if each.foreseen.value >= (1.0 - NEAR) * most:
+                tried = self.tried(each, floor=0.0 if best.trial is None else best.trial.value)
+                if tried is not None and (best.trial is None or tried.judged.value > best.trial.value):
+                    best = tried
+                if tried is not None and tried.judged.keeps(self.aim):
+                    return tried
+        return best
+
+    def candidates(self, cluster: Cluster, *, is_one_enough: bool = False) -> list[Candidate]:
+        """Return completed plans for a cluster, those that are expected to serve everything first, then by what they
+        serve.
+
+        Args:
+            cluster: to plan on.
+            is_one_enough: end with the first plan that is expected to keep every model's attainment.
+        """
+        found: dict[tuple[float, int], Candidate] = {}
+        for start, policy in self._policies(cluster):
+            if found and self.watch.is_stopped():
+                break
+            self.watch.say(f"planning with {start} on {len(cluster.gpus)} GPUs")
+            try:
+                plan = solve(policy, self._workload, cluster, self._profiles)
+            except TenutoError as error:
+                self.refused[start] = first_line(error)
+                continue
+            judged = foreseen(plan, self.worth)
+            if plan.gpulets:
+                found.setdefault((judged.value, len(plan.gpulets)), Candidate(start, plan, judged))
+                if is_one_enough and judged.keeps(self._options.attainment):
+                    break
+        return sorted(found.values(), key=lambda each: each.rank(self.aim))
+
+    def _policies(self, cluster: Cluster) -> Iterator[tuple[str, Policy]]:
+        """Return what makes plans, by its name; on a part of what could be bought those that always plan at once."""
+        for name in self._options.starts:
+            is_part = self._cluster.elastic and not cluster.elastic
+            if name in ("none", "") or (name in SEARCHING and is_part):
+                continue
+            if len(self._workload.models) > SLOW.get(name, len(self._workload.models)):
+                continue
+            yield name, load_policy(name, QUICKLY.get(name, {}))
+            if name in WITH_NEIGHBOURS and not self.is_large:
+                yield f"{name}, with interference", load_policy(name, {"interference": "contention"})
+        if self._workload.objective == "each" and not cluster.elastic:
+            yield Balanced.name, Balanced()
+        if not self.is_large and not cluster.elastic:
+            yield Everywhere.name, Everywhere()
+
+    def expected(self, gpus: Sequence[Gpu]) -> Candidate | None:
+        """Return the plan of these GPUs that is expected to serve most."""
+        return next(iter(self.candidates(_as_cluster(gpus), is_one_enough=True)), None)
+
+    def tried(self, each: Candidate, *, floor: float = 0.0, attainment: float = 0.0) -> Candidate | None:
+        """Return it with its trial; None where that ended early, because it cannot reach the value `floor` any more or
+        this attainment of every model."""
+        self.watch.say(f"trial {self.trials.count + 1} in virtual time: the plan of {each.start}")
+        trial = self.trials.run(each.plan, floor=floor, attainment=attainment)
+        return None if trial.value < 0.0 else replace(each, trial=trial)
+
+    def safe(self, each: Candidate) -> Candidate | None:
+        """Return it with its trial if it may be bought: every model keeps its attainment with half of the misses to
+        spare, or on longer, other arrivals too. Of many models what is expected is believed."""
+        least = self._options.attainment
+        if self.is_large:
+            return each if each.foreseen.keeps(least) else None
+        tried = self.tried(each, attainment=least)
+        if tried is None or tried.judged.keeps(self.aim):
+            return tried
+        is_kept = tried.judged.keeps(least) and self._confirming().run(each.plan, attainment=least).keeps(least)
+        return tried if is_kept else None
+
+
+def _as_cluster(gpus: Sequence[Gpu]) -> Cluster:
+    counts = Counter((gpu.type, gpu.memory_mib, gpu.price_per_hour) for gpu in gpus)
+    groups = tuple(
+        GpuGroup(type=kind, count=count, memory_mib=memory_mib, price_per_hour=price)
+        for (kind, memory_mib, price), count in counts.items()
+    )
+    return Cluster(nodes=(Node(name="n0", gpus=groups),))

@@ -1,0 +1,192 @@
+"""The one loop of virtual time: a schedule of arrivals, the scheduler that batches them, and emulated gpu-lets.
+
+The engine owns the clock and what becomes of every request. It knows nothing about how batches are chosen, and nothing
+of plans: `simulate` gives it one scheduler for a whole run, `RunningSystem` another one with every plan. Nothing here
+is random: the same schedule and systems give the same bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from heapq import heappop
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tenuto.batching.core.scheduler import Dispatch, Drop, Preempt, Rehearse, Reject, Scheduler
+from tenuto.batching.core.system import INF
+from tenuto.batching.virtual.gpulets import REHEARSAL, EmulatedBatch, EmulatedGpulets
+from tenuto.outcome import Outcome
+
+
+class Follows(Protocol):
+    """Which requests follow on which, as the stages of an application do.
+
+    The times of requests that follow are NaN in the schedule, behind all others. Those that never arrive count nowhere.
+    """
+
+    def answered(self, requests: Sequence[int], now_ms: float) -> Sequence[tuple[int, float]]:
+        """Return the requests that arrive because these have been answered, each with its deadline in ms."""
+
+    def given_up(self, requests: Sequence[int], outcome: Outcome) -> None:
+        """Take note that these get no answer, or none in time."""
+
+
+class Engine:
+    """Invariant: every arrival before number `next` has ended, waits in the scheduler, or runs on a gpu-let.
+
+    `times_ms` and `deadlines_ms` are by request; `lost` has those that were never answered, by outcome; `followed`
+    those that arrived because others had been answered; `planned` is the number of arrivals that follow on none.
+    `batch_ended` is called with the time, the place of the gpu-let and the batch, after its scheduler knows.
+    """
+
+    def __init__(
+        self,
+        times_ms: NDArray[np.float64],
+        model_index: NDArray[np.int32],
+        deadlines_ms: NDArray[np.float64],
+        follows: Follows | None = None,
+        *,
+        counted_from_ms: float = INF,
+    ) -> None:
+        """`counted_from_ms`: `lost_by_model` counts what is lost later than that, of models with gpu-lets."""
+        self.times_ms, self.models, self.deadlines_ms = times_ms, model_index, deadlines_ms
+        self.planned = len(times_ms)
+        if follows is not None:
+            self.times_ms, self.deadlines_ms = times_ms.copy(), deadlines_ms.copy()
+            self.planned = int(np.isfinite(times_ms).sum())
+        self.now_ms = 0.0
+        self.next = 0
+        self.scheduler: Scheduler | None = None
+        self.gpulets = EmulatedGpulets()
+        self.index: Sequence[int] = ()  # of the schedule's models in the scheduler's system; -1: not served
+        self._index = np.zeros(0, dtype=np.int64)  # the same
+        self.batch_ended: Callable[[float, int, EmulatedBatch], None] | None = None
+        self.lost: dict[Outcome, list[Sequence[int]]] = {
+            outcome: [] for outcome in (Outcome.EXPIRED, Outcome.REJECTED, Outcome.FAILED)
+        }
+        self.lost_by_model: list[int] = []
+        self.followed: list[int] = []
+        self._follows = follows
+        self._counted_from_ms = counted_from_ms
+
+    def install(
+        self, scheduler: Scheduler, index: Sequence[int], data_ms_by_model: Sequence[float] | None = None
+    ) -> None:
+        """Batch with this scheduler from now on; batches that run on gpu-lets of the last one end there.
+
+        Args:
+            scheduler: fresh.
+            index: of the schedule's models in the scheduler's system; -1: not served.
+            data_ms_by_model: see `simulate`.
+        """
+        self.scheduler, self.index, self._index = scheduler, index, np.array(index, dtype=np.int64)
+        self.lost_by_model = self.lost_by_model or [0] * len(index)
+        self.gpulets.add(scheduler.system, data_ms_by_model)
+
+    def serve(self, last: int) -> None:
+        """Let the arrivals before number `last` come, and everything happen until the last of them."""
+        scheduler, rows = self.scheduler, range(self.next, last)
+        if scheduler is None:
+            if rows:
+                self.lose(float(self.times_ms[last - 1]), Outcome.REJECTED, rows)
+            self.next = last
+            return
+        events, now, settle, add = self.gpulets.events, self.now_ms, self.settle, scheduler.add_request
+        for request, at, model, deadline in zip(
+            rows,
+            self.times_ms[self.next : last].tolist(),
+            self._index[self.models[self.next : last]].tolist(),
+            self.deadlines_ms[self.next : last].tolist(),
+            strict=True,
+        ):
+            if scheduler.next_wake_ms < at or (events and events[0][0] <= at):
+                settle(at, now)
+            now = at
+            if model < 0:
+                self.lose(at, Outcome.REJECTED, (request,))
+                continue
+            add(at, model, request, deadline)
+            if scheduler.decisions:
+                self.carry_out(at)
+        self.next, self.now_ms = last, now
+
+    def settle(self, until: float, now: float) -> None:
+        """Do all completions up to and including `until`, and all timers before it; `now` is the present time."""
+        scheduler, gpulets, batch_ended = self.scheduler, self.gpulets, self.batch_ended
+        if scheduler is None:
+            return
+        events, running, version, first = gpulets.events, gpulets.running, gpulets.version, gpulets.first
+        while True:
+            wake_at = scheduler.next_wake_ms
+            if events and events[0][0] <= until and events[0][0] <= wake_at:
+                at, gpulet, stamp = heappop(events)
+                if gpulet == REHEARSAL:
+                    if stamp != first or gpulets.rehearsal is None:
+                        continue
+                    now, job, gpulets.rehearsal = at, gpulets.rehearsal, None
+                    scheduler.rehearsed(now, job.run())
+                else:
+                    batch = running[gpulet]
+                    if version[gpulet] != stamp or batch is None:
+                        continue
+                    now = at
+                    if not batch.has_begun:
+                        gpulets.begin(now, gpulet)
+                        continue
+                    gpulets.finish(now, gpulet)
+                    if gpulet >= first:
+                        scheduler.batch_done(now, gpulet - first)
+                    if batch_ended is not None:
+                        batch_ended(now, gpulet, batch)
+                    if self._follows is not None:
+                        self._add_following(self._follows.answered(batch.ids, now), now)
+            elif wake_at < until:
+                now = max(now, wake_at)
+                scheduler.wake(now)
+            else:
+                self.now_ms = now
+                return
+            if scheduler.decisions:
+                self.carry_out(now)
+
+    def add(self, request: int, now: float, unserved: Outcome) -> None:
+        """Give the scheduler a request out of turn; it ends as `unserved` where its model has no gpu-let."""
+        model = self.index[int(self.models[request])] if self.scheduler is not None else -1
+        if model < 0 or self.scheduler is None:
+            self.lose(now, unserved, (request,))
+        else:
+            self.scheduler.add_request(now, model, request, float(self.deadlines_ms[request]))
+
+    def _add_following(self, due: Sequence[tuple[int, float]], now: float) -> None:
+        for request, deadline in due:
+            self.times_ms[request], self.deadlines_ms[request] = now, deadline
+            self.followed.append(request)
+            self.add(request, now, Outcome.REJECTED)
+
+    def carry_out(self, now: float) -> None:
+        """Do what the scheduler decided."""
+        scheduler, gpulets = self.scheduler, self.gpulets
+        if scheduler is None:
+            return
+        for decision in scheduler.drain():
+            if type(decision) is Dispatch:
+                gpulets.send(now, decision)
+            elif type(decision) is Drop:
+                self.lose(now, Outcome.EXPIRED, decision.request_ids)
+            elif type(decision) is Reject:
+                self.lose(now, Outcome.REJECTED, decision.request_ids)
+            elif type(decision) is Preempt:
+                gpulets.abort(now, gpulets.first + decision.gpulet)
+            elif type(decision) is Rehearse:
+                gpulets.rehearse(decision)
+
+    def lose(self, now: float, outcome: Outcome, requests: Sequence[int]) -> None:
+        """End requests that get no answer."""
+        self.lost[outcome].append(requests)
+        if now > self._counted_from_ms:
+            for model in self.models[list(requests)].tolist():
+                self.lost_by_model[model] += self.index[model] >= 0
+        if self._follows is not None:
+            self._follows.given_up(requests, outcome)

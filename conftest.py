@@ -1,0 +1,132 @@
+"""Settings that have to be in the environment before Ray starts anywhere in the test session."""
+
+import os
+import secrets
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+from tenuto.profiles.networks.cpu_share import calm_openmp
+from tests.instruments.forking import keep_collected
+from tests.instruments.local_ray import LocalRay
+
+if TYPE_CHECKING:
+    from tenuto.deployments.serve.launcher import Launcher
+
+MEASURING = "tenuto.profiles.measuring"
+# Tests of whole networks. Importing what building, tracing and merging them needs beyond torch takes a process 5 s.
+WITH_NETWORKS = (
+    "tests/profiles/networks/",
+    "tests/profiles/estimator/",
+    "tests/cli/test_estimate",
+    "tests/cli/test_merge",
+    "tests/deployments/gpulet/executors/test_torch_executor",
+)
+
+# A token of this run alone, as Ray has it on by default, without writing one into the home folder.
+os.environ["RAY_AUTH_MODE"] = "token"
+os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))  # the workers of pytest-xdist share their parent's
+os.environ.pop("RAY_AUTH_TOKEN_PATH", None)
+os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+os.environ.setdefault("RAY_worker_niceness", "0")
+os.environ.setdefault("RAY_SERVE_CONTROL_LOOP_INTERVAL_S", "0.1")  # Serve's own: every start waits for several turns
+os.environ.setdefault("RAY_SERVE_MAX_PER_REPLICA_RETRY_COUNT", "1")  # what cannot start does not start the third time
+os.environ.setdefault("RAY_DISABLE_IMPORT_WARNING", "1")
+calm_openmp(os.environ)  # several processes with torch on few cores
+
+# How fast a machine draws cases is no property of what is tested.
+settings.register_profile("tenuto", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("tenuto")
+
+# A shell starts what it puts into the background deaf to Ctrl-C, and children inherit that: tests that interrupt a
+# process would wait in vain.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.hookimpl(tryfirst=True)  # xdist reads the groups
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark as `unit` whatever needs neither Ray nor a GPU, and say which tests stay in one process.
+
+    Those are: all that need Ray, since they share one; all about networks, so that what builds them is imported once;
+    of the others those of one file. Tests that start a Ray of their own come last, so that the shared one is started
+    once.
+    """
+    for item in items:
+        if not any(item.get_closest_marker(name) for name in ("ray", "gpu")):
+            item.add_marker(pytest.mark.unit)
+        if item.get_closest_marker("xdist_group") is None:
+            item.add_marker(pytest.mark.xdist_group(_group(item)))
+    items.sort(key=lambda item: "own_ray" in getattr(item, "fixturenames", ()))
+    if hasattr(config, "workerinput"):
+        # What takes longest as a whole begins first.
+        items.sort(key=lambda item: {"ray": 0, "networks": 1}.get(item.get_closest_marker("xdist_group").args[0], 2))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_setupnodes(config: pytest.Config, specs: list[Any]) -> None:
+    """Fork the processes that run tests from one that has collected them."""
+    from tests.instruments.forking import forked_test_processes
+
+    forked = ExitStack()
+    forked.enter_context(forked_test_processes(config.args, specs))
+    config.add_cleanup(forked.close)
+
+
+def pytest_collection_finish() -> None:
+    """Leave modules and tests out of the collector's rounds."""
+    keep_collected()
+
+
+def _group(item: pytest.Item) -> str:
+    if item.get_closest_marker("ray"):
+        return "ray"
+    file = item.nodeid.split("::")[0]
+    return "networks" if file.startswith(WITH_NETWORKS) else file
+
+
+@pytest.fixture(scope="session")
+def worker_server() -> Iterator[Callable[[str], list[str]]]:
+    """Fork the profiler's workers from one process instead of importing torch in each; see `forking`."""
+    from tests.instruments.forking import forked_workers
+
+    with forked_workers() as arguments:
+        yield arguments
+
+
+@pytest.fixture
+def quick_workers(worker_server: Callable[[str], list[str]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let `tenuto.profiles.measuring.measure` and `corun` start their processes from the server."""
+    monkeypatch.setattr(f"{MEASURING}.measure._WORKER", worker_server("tenuto.profiles.measuring.worker"))
+    monkeypatch.setattr(f"{MEASURING}.corun._WORKER", worker_server("tenuto.profiles.measuring.corun_worker"))
+
+
+@pytest.fixture(scope="session")
+def local_ray() -> Iterator[LocalRay]:
+    """The Ray of this run, not yet connected. Its workers, and those of every Ray that a test starts, are forked."""
+    from tests.instruments.forking import forked_ray_workers
+
+    with forked_ray_workers():
+        found = LocalRay()
+        yield found
+        found.forget()
+
+
+@pytest.fixture(scope="module")
+def own_ray(local_ray: LocalRay) -> None:
+    """Let a test start a Ray of its own in this process."""
+    local_ray.end()
+
+
+@pytest.fixture(scope="module")
+def launcher(local_ray: LocalRay) -> Iterator["Launcher"]:
+    """A connection to this run's Ray; what a module applies is removed after its last test."""
+    from tenuto.deployments.serve.launcher import Launcher
+
+    local_ray.connect()
+    with Launcher() as running:
+        running.connect(num_gpus=4)
+        yield running

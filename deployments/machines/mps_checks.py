@@ -1,0 +1,190 @@
+"""The checks of `tenuto doctor` about GPUs and CUDA MPS; without a driver they are notes, since nothing is broken."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+from tenuto.deployments.machines.finding import Finding
+from tenuto.errors import EnvironmentFaultError
+from tenuto.mps.control import BINARY
+from tenuto.mps.folders import DEFAULT_ROOT, MOST_PATH_BYTES, find_leftovers, mps_root, pipe_directory
+from tenuto.mps.inventory import GpuDevice, read_inventory
+from tenuto.mps.others import OtherProcess, others_on
+from tenuto.mps.processes import Processes
+
+_VOLTA = (7, 0)
+_LEAST_FREE_MIB = 1024  # a CUDA context and one small model
+
+
+def check_gpus(
+    read: Callable[[], tuple[GpuDevice, ...]] = read_inventory,
+    others: Callable[[str], tuple[OtherProcess, ...] | None] = others_on,
+) -> list[Finding]:
+    """Check the driver and, on every GPU and MIG device, what CUDA MPS needs: Volta or newer, free memory, nobody else.
+
+    Args:
+        read: finds the GPUs.
+        others: finds the processes on a GPU that are not Tenuto's; None: not known.
+    """
+    try:
+        devices = read()
+    except EnvironmentFaultError as error:
+        return [Finding("nvidia driver", "fail", str(error), "nvidia-smi")]
+    if not devices:
+        return [Finding("nvidia driver", "fail", "it answers, but there is no GPU", "nvidia-smi -L")]
+    found = [Finding("nvidia driver", "ok", f"{devices[0].driver}, {len(devices)} GPUs")]
+    for device in devices:
+        found += [_check_gpu(device), *_check_processes(device, others)]
+    return found
+
+
+def _name(device: GpuDevice) -> str:
+    return f"{'gpu' if device.parent_uuid is None else 'mig'} {device.uuid[4:12]}"
+
+
+def _check_processes(
+    device: GpuDevice, others: Callable[[str], tuple[OtherProcess, ...] | None]
+) -> tuple[Finding, ...]:
+    found = others(device.uuid)
+    if not found:
+        return ()
+    cure = "with `mps: required` gpu-lets refuse to start beside them; stop them, or plan with `mps: auto`"
+    return (Finding(f"{_name(device)} others", "note", f"not Tenuto's: {', '.join(map(str, found))}", cure),)
+
+
+def _check_gpu(device: GpuDevice) -> Finding:
+    name = _name(device)
+    found = (
+        f"{device.type}, {device.free_memory_mib} of {device.memory_mib} MiB free, {device.sm_count} SMs, "
+        f"compute mode {device.compute_mode}"
+    )
+    if device.is_mig:
+        cure = f"nvidia-smi -i {device.uuid} -mig 0"
+        return Finding(name, "fail", f"{found}, in MIG mode without a MIG device", cure)
+    if device.compute_mode == "prohibited":
+        return Finding(name, "fail", found, f"nvidia-smi -i {device.uuid} -c EXCLUSIVE_PROCESS")
+    if device.compute_capability < _VOLTA:
+        return Finding(name, "note", f"{found}, older than Volta: no shares", "plan whole GPUs, with `mps: off`")
+    if device.free_memory_mib < _LEAST_FREE_MIB:
+        return Finding(name, "note", found, f"stop what holds the memory: nvidia-smi -i {device.uuid}")
+    return Finding(name, "ok", found)
+
+
+def check_mps(
+    *,
+    has_driver: bool,
+    root: Path | None = None,
+    processes: Processes | None = None,
+    which: Callable[[str], str | None] = shutil.which,
+    user: int | None = None,
+    others: Callable[[], tuple[int, ...]] | None = None,
+) -> list[Finding]:
+    """Check the control program, the folder of pipes and its user, leftovers of ours, and daemons of others.
+
+    Args:
+        has_driver: whether the node has GPUs; without, a missing program is a note.
+        root: folder of the daemons; default TENUTO_MPS_ROOT or the usual one.
+        processes: what is known of processes; replaced in tests.
+        which: finds a program.
+        user: whose folder it must be; default this process's user.
+        others: finds daemons that Tenuto did not start.
+    """
+    base = root if root is not None else mps_root()
+    known = processes if processes is not None else Processes()
+    found_others = others if others is not None else lambda: foreign_daemons(base)
+    return [
+        _check_program(which, has_driver),
+        _check_folder(base, os.getuid() if user is None else user),
+        _check_leftovers(base, known),
+        _check_others(found_others(), known),
+    ]
+
+
+def _check_program(which: Callable[[str], str | None], has_driver: bool) -> Finding:
+    path = which(BINARY)
+    if path is not None:
+        return Finding("CUDA MPS", "ok", path)
+    return Finding(
+        "CUDA MPS",
+        "fail" if has_driver else "note",
+        f"{BINARY} is not on PATH",
+        "install the CUDA MPS control program of the driver, or plan with `mps: off`" if has_driver else "",
+    )
+
+
+def _check_folder(base: Path, user: int) -> Finding:
+    name = "CUDA MPS folder"
+    longest = pipe_directory("GPU-00000000-0000-0000-0000-000000000000", base)
+    if len(os.fsencode(longest)) > MOST_PATH_BYTES:
+        cure = f"export TENUTO_MPS_ROOT={DEFAULT_ROOT}"
+        return Finding(name, "fail", f"{base} is too long: sockets below it need a short path", cure)
+    if base.is_symlink():
+        return Finding(name, "fail", f"{base} is a link", f"rm {base}")
+    try:
+        owner = base.stat().st_uid
+    except FileNotFoundError:
+        return Finding(name, "ok", f"{base} (made when needed)")
+    except OSError as error:
+        return Finding(name, "fail", f"{base}: {error.strerror}", "export TENUTO_MPS_ROOT to a folder of this user")
+    if owner != user:
+        return Finding(
+            name,
+            "fail",
+            f"{base} belongs to user {owner}, this is user {user}: CUDA MPS serves one user",
+            "run as that user, or export TENUTO_MPS_ROOT to a folder of this one",
+        )
+    if not base.is_dir() or not os.access(base, os.W_OK | os.X_OK):
+        return Finding(name, "fail", f"{base} is not a folder this user can write", f"chmod u+rwx {base}")
+    return Finding(name, "ok", str(base))
+
+
+def _check_leftovers(base: Path, processes: Processes) -> Finding:
+    leftovers = find_leftovers(base, processes)
+    if not leftovers:
+        return Finding("CUDA MPS leftovers", "ok", "none")
+    cures = [
+        f"echo quit | CUDA_MPS_PIPE_DIRECTORY={left.directory / 'pipe'} {BINARY}"
+        if left.is_running
+        else f"rm -r {left.directory}"
+        for left in leftovers
+    ]
+    found = ", ".join(
+        f"{left.gpu_uuid} ({'an unused daemon, pid ' + str(left.pid) if left.is_running else 'of a dead daemon'})"
+        for left in leftovers
+    )
+    return Finding("CUDA MPS leftovers", "note", found, "if no plan is being served: " + "; ".join(cures))
+
+
+def _check_others(pids: tuple[int, ...], processes: Processes) -> Finding:
+    if not pids:
+        return Finding("CUDA MPS of others", "ok", "none")
+    shown = ", ".join(f"pid {pid} of user {processes.user_of(pid)}" for pid in pids)
+    return Finding(
+        "CUDA MPS of others",
+        "note",
+        f"daemons that Tenuto did not start: {shown}; it never touches them",
+        "if they serve the same GPUs, let their owner stop them: echo quit | nvidia-cuda-mps-control",
+    )
+
+
+def foreign_daemons(base: Path, proc: Path = Path("/proc")) -> tuple[int, ...]:
+    """Return the pids of control daemons that have no pipe directory below `base`, as far as /proc tells this user."""
+    found = []
+    for entry in proc.glob("[0-9]*"):
+        try:
+            program = (entry / "cmdline").read_bytes().split(b"\0")[0]
+            if os.path.basename(os.fsdecode(program)) != BINARY:
+                continue
+        except OSError:
+            continue
+        try:
+            variables = (entry / "environ").read_bytes().split(b"\0")
+        except OSError:  # another user's: certainly not ours
+            variables = []
+        pipes = [value.split(b"=", 1)[1] for value in variables if value.startswith(b"CUDA_MPS_PIPE_DIRECTORY=")]
+        if not pipes or not Path(os.fsdecode(pipes[0])).is_relative_to(base):
+            found.append(int(entry.name))
+    return tuple(sorted(found))

@@ -1,0 +1,132 @@
+"""What the live page and `tenuto status --watch` show: the last two minutes of a server, sampled while
+somebody looks."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable
+
+import msgspec
+
+from tenuto.deployments.operator.window import WindowFigures, between
+from tenuto.deployments.wire.status import ModelCounts, SystemStatus, WatchedStatus
+
+logger = logging.getLogger("ray.serve")
+
+_EVERY_S = 1.0
+_KEPT = 120  # points of the history
+_SAMPLES = 12  # statuses; a window and a little
+_WINDOW_S = 10.0  # of the figures; long enough for a percentile at some tens of requests per second
+_LOOKED_S = 30.0  # sampling ends that long after the last look
+
+
+class RateHistory(msgspec.Struct, frozen=True):
+    """Rates of every model from sample to sample, oldest first; None where it was not there. `at_s`: before the last
+    sample, in seconds."""
+
+    at_s: list[float]
+    models: dict[str, ModelHistory]
+
+
+class ModelHistory(msgspec.Struct, frozen=True):
+    """Of one model."""
+
+    goodput_rps: list[float | None]
+    offered_rps: list[float | None]
+
+
+class LiveStatus(WatchedStatus, frozen=True, kw_only=True):
+    """The document at `GET /live`: the status without its plan and distributions, with the figures of the last ten
+    seconds and the history of two minutes."""
+
+    models: dict[str, ModelCounts]
+    window: WindowFigures
+    history: RateHistory
+
+
+class LiveView:
+    """Samples a status once a second from the first look on, and says what happened lately.
+
+    Nobody looks: nothing is sampled. All methods must be called on one event loop.
+    """
+
+    def __init__(
+        self, status: Callable[[], Awaitable[SystemStatus]], *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """Take what returns the status, and a clock in seconds."""
+        self._status = status
+        self._clock = clock
+        self._samples: deque[tuple[float, SystemStatus]] = deque(maxlen=_SAMPLES)
+        self._points: deque[tuple[float, dict[str, tuple[float, float]]]] = deque(maxlen=_KEPT)
+        self._looked_s = clock()
+        self._sampler: asyncio.Task[None] | None = None
+
+    async def look(self) -> LiveStatus:
+        """Return what there is to see; the first look begins the sampling."""
+        self._looked_s = self._clock()
+        if self._sampler is None or self._sampler.done():
+            self._samples.clear()
+            self._points.clear()
+            await self.sample()
+            self._sampler = asyncio.create_task(self._keep_sampling(), name="live view")
+        now_s, status = self._samples[-1]
+        before_s, before = self._earlier(now_s)
+        seconds = now_s - before_s if before is not None else max(_EVERY_S, status.uptime_s or 1.0)
+        return LiveStatus(
+            **{name: getattr(status, name) for name in WatchedStatus.__struct_fields__},
+            models={name: model.counts() for name, model in status.models.items()},
+            window=between(before, status, seconds),
+            history=self._history(),
+        )
+
+    async def sample(self) -> None:
+        """Take one sample; while somebody looks, that is done once a second."""
+        status = await self._status()
+        now_s = self._clock()
+        if self._samples and now_s > self._samples[-1][0]:
+            then_s, then = self._samples[-1]
+            figures = between(then, status, now_s - then_s).models
+            self._points.append(
+                (now_s, {n: (round(f.goodput_rps, 1), round(f.offered_rps, 1)) for n, f in figures.items()})
+            )
+        self._samples.append((now_s, status))
+
+    async def _keep_sampling(self) -> None:
+        while self._clock() - self._looked_s < _LOOKED_S:
+            await asyncio.sleep(_EVERY_S)
+            try:
+                await self.sample()
+            except TimeoutError as error:
+                logger.warning("the live view has no sample: %s", error or "a dispatcher does not answer")
+
+    def _earlier(self, now_s: float) -> tuple[float, SystemStatus | None]:
+        """Return the youngest sample that is a window old, else the oldest that is not the last one."""
+        older = [sample for sample in self._samples if sample[0] < now_s]
+        if not older:
+            return now_s, None
+        old_enough = [sample for sample in older if now_s - sample[0] >= _WINDOW_S]
+        return old_enough[-1] if old_enough else older[0]
+
+    def _history(self) -> RateHistory:
+        points = list(self._points)
+        last_s = points[-1][0] if points else 0.0
+        nothing = (None, None)
+        by_model = {
+            name: [models.get(name, nothing) for _, models in points]
+            for name in dict.fromkeys(name for _, models in points for name in models)
+        }
+        return RateHistory(
+            [round(at_s - last_s, 1) for at_s, _ in points],
+            {
+                name: ModelHistory([goodput for goodput, _ in rates], [offered for _, offered in rates])
+                for name, rates in by_model.items()
+            },
+        )
+
+    def close(self) -> None:
+        """Stop sampling."""
+        if self._sampler is not None:
+            self._sampler.cancel()

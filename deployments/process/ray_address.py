@@ -1,0 +1,255 @@
+"""Joining a Ray cluster: whether one answers at an address, asked before Ray is (`ray.init` takes 80 s to give up on a
+wrong one and then ends the process), a Ray that listens on the loopback interface alone, and where a Ray that was
+started here says its address.
+
+Whoever is joined is shown Ray's token. Ray's own note of the last cluster lies in `/tmp/ray`, which Ray opens to every
+user of the machine, so it is never read here: an address is given by the user, or stands in a folder of ours alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import socket
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from tenuto.deployments.process.ray_token import guard_of, token_file
+from tenuto.documents import write_whole
+from tenuto.errors import EnvironmentFaultError
+
+QUIET: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR, "namespace": "tenuto"}
+
+# Ray's own switch for "this machine alone", named after the systems where it is the default: with it the addresses of
+# its head, its agents and its workers stay on the loopback interface instead of becoming the machine's own.
+_ONE_MACHINE = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
+
+# What opens any HTTP/2 connection (RFC 9113 §3.4): the preface and an empty SETTINGS frame, which the server answers
+# with a SETTINGS frame. Ray speaks gRPC, which is HTTP/2.
+_HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))
+_SETTINGS = 4
+_LISTENS = "0A"  # a socket's state in /proc/net/tcp, see proc(5)
+# The address of a Unix socket holds 107 bytes (unix(7)). Below the folder Ray 2.60 makes a session, named by time and
+# process, and sockets in it: /session_2026-01-01_00-00-00_000000_4194304/sockets/plasma_store
+_LONGEST_FOLDER = 107 - 64
+_LOOPBACK = ("127.0.0.1", "localhost", "::1", "[::1]")
+
+
+def why_unreachable(address: str, timeout_s: float = 5.0) -> str | None:
+    """Return why no Ray cluster can be at an address; None when one may be, or when the address is Ray's to resolve.
+
+    Args:
+        address: `host:port`, `ray://host:port`, or `auto`: what RAY_ADDRESS says, or the Ray that we started here.
+        timeout_s: for the connection, and again for the first answer.
+    """
+    address = _resolved(address)
+    bare = address.removeprefix("ray://")
+    host, _, port = bare.rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 65_536:
+        return None if address in ("", "auto", "local") else f"'{address}' is not host:port"
+    return _why_not_ray(host.strip("[]"), int(port), timeout_s)
+
+
+def join_ray(address: str = "auto") -> None:
+    """Join a running cluster, also one that listens on this machine's loopback interface alone.
+
+    Raises:
+        ConnectionError: none answers there, with the reason.
+    """
+    import ray
+
+    reason = why_unreachable(address)
+    if reason is not None:
+        raise ConnectionError(reason)
+    address = _resolved(address)
+    if not address:
+        raise ConnectionError("no Ray of `tenuto serve` runs here. Give the address of another: --address, RAY_ADDRESS")
+    _refuse_unguarded(address)
+    if _is_of_this_machine(address):
+        _use_token()
+    with on_loopback() if _is_on_loopback_alone(address) else contextlib.nullcontext():
+        ray.init(address=address, **QUIET)
+
+
+def _refuse_unguarded(address: str) -> None:
+    """Raise `ConnectionError` where Ray would try for 20 s to come in without the token that is asked for."""
+    if address.startswith("ray://"):
+        return
+    guard = guard_of(address, shows_token=may_show_token(address))
+    if guard == "closed":
+        raise ConnectionError(
+            f"the Ray at {address} asks for a token, which is not shown to another machine unasked. Set "
+            "RAY_AUTH_MODE=token"
+        )
+    if guard == "theirs":
+        held = "the one of RAY_AUTH_TOKEN" if token_file() is None else f"in {token_file()}"
+        raise ConnectionError(
+            f"the Ray at {address} asks for a token, and it is not {held}. Copy ~/.ray/auth_token of whoever started "
+            "it there (chmod 600), or set RAY_AUTH_TOKEN"
+        )
+
+
+def may_show_token(address: str) -> bool:
+    """Whether Ray's token may be shown to the cluster at an address: on this machine, or where somebody said so."""
+    return _is_of_this_machine(address) or os.environ.get("RAY_AUTH_MODE", "").lower() == "token"
+
+
+@contextlib.contextmanager
+def on_loopback() -> Iterator[None]:
+    """Let a Ray that is started or joined in this block use the loopback interface; its processes inherit that."""
+    from ray._private import ray_constants
+
+    before, was_set = ray_constants.ENABLE_RAY_CLUSTER, os.environ.get(_ONE_MACHINE)
+    ray_constants.ENABLE_RAY_CLUSTER = False  # read from the environment when Ray was imported, which may be long ago
+    os.environ[_ONE_MACHINE] = "0"
+    try:
+        yield
+    finally:
+        ray_constants.ENABLE_RAY_CLUSTER = before
+        if was_set is None:
+            del os.environ[_ONE_MACHINE]
+        else:
+            os.environ[_ONE_MACHINE] = was_set
+
+
+def _is_of_this_machine(address: str) -> bool:
+    import ray
+
+    host = address.removeprefix("ray://").rpartition(":")[0]
+    return host in _LOOPBACK or host == ray.util.get_node_ip_address()
+
+
+def _use_token() -> None:
+    """Show Ray's token to a cluster of this machine, where there is one and the environment does not say otherwise.
+
+    Ray 2.60 does so for `auto` alone, which is an address by the time Ray gets it from us; and it warns of it.
+    """
+    from ray._private.authentication import authentication_token_setup as setup
+
+    before = setup.logger.level
+    setup.logger.setLevel(logging.ERROR)
+    try:
+        setup.maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
+    finally:
+        setup.logger.setLevel(before)
+
+
+def own_address_for(node_id: str) -> str:
+    """Return by which address a process on a Ray node reaches this one; empty: from the same node, without one."""
+    import ray
+
+    is_near = not node_id or node_id == ray.get_runtime_context().get_node_id()
+    return "" if is_near else str(ray.util.get_node_ip_address())
+
+
+def _is_on_loopback_alone(address: str) -> bool:
+    """Whether Ray would look for a cluster at this machine's own address, where it is not."""
+    import ray
+
+    host, _, port = address.rpartition(":")
+    own = ray.util.get_node_ip_address()
+    return host in _LOOPBACK and own not in _LOOPBACK and _why_not_ray(own, int(port), 1.0) is not None
+
+
+def _why_not_ray(host: str, port: int, timeout_s: float) -> str | None:
+    shown = f"{host}:{port}"
+    try:
+        with socket.create_connection((host, port), timeout=timeout_s) as connection:
+            if os.environ.get("RAY_USE_TLS", "0") not in ("", "0"):
+                return None  # the server waits for TLS first
+            connection.sendall(_HELLO)
+            answer = connection.recv(9)
+    except TimeoutError:
+        return f"{shown} does not answer within {timeout_s:g} s"
+    except (OSError, OverflowError) as error:
+        return f"{shown}: {getattr(error, 'strerror', None) or error}"
+    if len(answer) < 4 or answer[3] != _SETTINGS:
+        return f"something else than Ray listens at {shown}"
+    return None
+
+
+def running_ray() -> str:
+    """Return the address of the Ray that commands join by themselves; empty where none answers."""
+    address = _resolved("auto")
+    return address if address and why_unreachable(address, 1.0) is None else ""
+
+
+def _resolved(address: str) -> str:
+    """Return what `auto` means: what RAY_ADDRESS says, or the Ray that we started here; empty where neither does."""
+    return os.environ.get("RAY_ADDRESS") or _last_started() if address == "auto" else address
+
+
+def make_session_folder() -> Path:
+    """Make and return the folder for the sessions of a Ray that is started here.
+
+    Ray lets every user of the machine write where its sessions are, so they lie in a folder that only its owner can
+    enter. RAY_TMPDIR says where that is (default: /tmp).
+
+    Raises:
+        EnvironmentFaultError: it cannot be made, is open to others, or has too long a path for Ray's sockets.
+    """
+    folder = _own_folder()
+    cure = "Set RAY_TMPDIR to a folder of your own with a short path."
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise EnvironmentFaultError(f"{folder} for Ray's sessions cannot be made ({error.strerror}). {cure}") from error
+    if not _is_ours_alone(folder):
+        raise EnvironmentFaultError(
+            f"{folder} for Ray's sessions must be a folder that only this user can enter (mode 700): remove it. {cure}"
+        )
+    sessions = folder / "ray"
+    if len(os.fsencode(sessions)) > _LONGEST_FOLDER:
+        raise EnvironmentFaultError(f"{sessions} has too long a path for Ray's sockets. {cure}")
+    return sessions
+
+
+def announce(address: str) -> None:
+    """Let other commands of this user find a Ray that was just started here, unless they find one already."""
+    before = _last_started()
+    if not before or why_unreachable(before, 1.0) is not None:
+        write_whole(_last_started_file(), address)
+
+
+def _own_folder() -> Path:
+    return Path(os.environ.get("RAY_TMPDIR") or "/tmp") / f"tenuto-{os.geteuid()}"
+
+
+def _is_ours_alone(folder: Path) -> bool:
+    found = folder.lstat()
+    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o077
+
+
+def _last_started() -> str:
+    """Return the address of the Ray that this user's last `tenuto serve` started; empty where it is gone.
+
+    A port that it left may be somebody else's now, so that one counts only while a socket of ours listens there.
+    """
+    try:
+        if not _is_ours_alone(_own_folder()):
+            return ""
+        address = _last_started_file().read_text(encoding="utf-8").strip()
+    except OSError:
+        return ""
+    port = address.rpartition(":")[2]
+    return address if port.isdecimal() and _listeners(int(port)) == {os.geteuid()} else ""
+
+
+def _last_started_file() -> Path:
+    """It has the place and the name that Ray's own commands look for with RAY_TMPDIR set to our folder."""
+    return _own_folder() / "ray" / "ray_current_cluster"
+
+
+def _listeners(port: int) -> set[int]:
+    """Return the users whose TCP sockets listen on a port of this machine, on whichever address."""
+    users = set()
+    for table in ("tcp", "tcp6"):
+        with contextlib.suppress(OSError):  # without IPv6 there is no second one
+            for line in Path("/proc/net", table).read_text(encoding="ascii").splitlines()[1:]:
+                fields = line.split()
+                if fields[3] == _LISTENS and int(fields[1].rpartition(":")[2], 16) == port:
+                    users.add(int(fields[7]))
+    return users

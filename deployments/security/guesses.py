@@ -1,0 +1,52 @@
+"""Wrong keys, counted by the address they come from, and answered later and later. Right ones are never kept waiting:
+behind a proxy all clients have one address."""
+
+from __future__ import annotations
+
+import ipaddress
+import logging
+
+logger = logging.getLogger("ray.serve")
+
+_FREE = 5.0  # wrong keys of an address that are answered at once: a client that is configured wrongly tries a few times
+_FIRST_S = 0.1  # what the next one waits; each further one waits twice as long
+_LONGEST_S = 2.0
+_HALVED_S = 30.0  # until an address has half as many to its name
+_MOST_ADDRESSES = 4096
+
+
+class Guesses:
+    """How many wrong keys came lately from where."""
+
+    def __init__(self) -> None:
+        self.total = 0
+        self._lately: dict[str, tuple[float, float]] = {}  # by address, the latest last: how many, and when it was
+
+    def wait_s(self, address: str, now_s: float) -> float:
+        """Count a wrong key; return how long its answer has to wait, in seconds.
+
+        Args:
+            address: of the client, "" where it is not known.
+            now_s: the clock.
+        """
+        self.total += 1
+        place = _network(address)
+        count, at_s = self._lately.pop(place, (0.0, now_s))
+        count = count * 0.5 ** (max(0.0, now_s - at_s) / _HALVED_S) + 1.0
+        if len(self._lately) >= _MOST_ADDRESSES:
+            del self._lately[next(iter(self._lately))]
+        self._lately[place] = (count, now_s)
+        if count <= _FREE:
+            return 0.0
+        if count - 1.0 <= _FREE:
+            logger.warning("more than %d wrong keys came from %s: answers to them wait", _FREE, place or "a proxy")
+        return float(min(_LONGEST_S, _FIRST_S * 2.0 ** min(32.0, count - _FREE - 1.0)))
+
+
+def _network(address: str) -> str:
+    """Return whom an address belongs to: a client of IPv6 has a whole /64 of them."""
+    try:
+        found = ipaddress.ip_address(address.partition("%")[0])
+    except ValueError:
+        return address
+    return str(ipaddress.ip_network((found, 64), strict=False)) if found.version == 6 else str(found)

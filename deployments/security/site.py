@@ -1,0 +1,44 @@
+"""Pages of other sites do not reach ports that ask for no key through a browser on this machine."""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+from collections.abc import Collection, Mapping
+from functools import cache
+
+
+def why_foreign(headers: Mapping[str, str], names: Collection[str] = ()) -> str | None:
+    """Return why a request may come from a page of another site; None where it does not.
+
+    Such a page can let its own name point to 127.0.0.1 (DNS rebinding), and then names itself as Host. It can ask
+    across sites, which browsers say in Origin or Sec-Fetch-Site. Following a link to here is allowed.
+
+    Args:
+        headers: by lower-case name.
+        names: what clients may call this server besides, in lower case.
+    """
+    host = headers.get("host", "").lower()
+    name = host.removesuffix(f":{host.rpartition(':')[2]}") if not host.endswith("]") else host
+    if host and name not in names and not _is_of_this_machine(name.strip("[]")):
+        return f"Host '{host}' is no name of this machine. Ask for 127.0.0.1 or localhost, or name it with --host-name."
+    origin = headers.get("origin")
+    if origin is not None and origin.lower().partition("://")[2] != host:
+        return f"a page of '{origin}' may not ask here."
+    site = headers.get("sec-fetch-site", "none")
+    if site not in ("none", "same-origin") and headers.get("sec-fetch-mode") != "navigate":
+        return "a page of another site may not ask here."
+    return None
+
+
+def _is_of_this_machine(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return name in ("localhost", _own_name())
+    return True
+
+
+@cache
+def _own_name() -> str:
+    return socket.gethostname().lower()

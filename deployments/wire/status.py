@@ -1,0 +1,372 @@
+"""What runs, as operators and the controller are told it: every key of `GET /status` and of the reports between our
+processes, defined once and read by attribute.
+
+A report crosses from dispatchers to gateways as MessagePack, from gateways and the controller over Ray's handles, and
+to operators as JSON; whoever receives it has it as these types. Keys are added, never renamed: tests hold the JSON to
+the shape that it has had. Times are Unix time in seconds (`_at_s`), durations or delays as their names say; counts only
+grow for as long as the process lives that counts.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from tenuto.batching.core.told import SchedulerStatus
+from tenuto.mps.others import OtherProcess
+from tenuto.outcome import OUTCOMES
+from tenuto.profiles.networks.catalogue import ModelSignature
+
+
+class _Told(msgspec.Struct, frozen=True, kw_only=True):
+    """Base of the types: all fields by name."""
+
+
+# --- models -----------------------------------------------------------------------------------------------------------
+
+
+class Buckets(msgspec.Struct, frozen=True):
+    """A histogram: upper bounds, counts between them with one more above the last, and the sum of all values."""
+
+    le: list[float] = []
+    counts: list[int] = []
+    sum: float = 0.0
+
+
+class ModelCounts(_Told, frozen=True, kw_only=True):
+    """What became of a model's requests since its dispatcher started, and what the plan expects of it.
+
+    `submitted` requests were asked for; they ended `ok`, `late`, `expired`, `rejected` or `failed`, or their client
+    went away (`cancelled`). `batches` and `batched` requests were sent to gpu-lets. `failed_ms` is the time from
+    arrival to refusal, summed over refused requests, `last_ms` when the last answer left (Unix time in ms). `queued`
+    requests wait for a batch now. Planned figures are None where the plan expects nothing.
+    """
+
+    counted_at_s: float = 0.0
+    submitted: int = 0
+    ok: int = 0
+    late: int = 0
+    expired: int = 0
+    rejected: int = 0
+    failed: int = 0
+    cancelled: int = 0
+    batches: int = 0
+    batched: int = 0
+    mean_batch: float | None = None
+    execution_p50_ms: float | None = None
+    failed_ms: float = 0.0
+    last_ms: int = 0
+    slo_ms: float = 0.0
+    rate_rps: float = 0.0
+    planned_goodput_rps: float | None = None
+    planned_latency_ms: float | None = None
+    queued: int = 0
+
+    @property
+    def by_outcome(self) -> dict[str, int]:
+        """The requests that ended, by outcome."""
+        ends = (self.ok, self.late, self.expired, self.rejected, self.failed)
+        return dict(zip(OUTCOMES, ends, strict=True))
+
+    @property
+    def ended(self) -> int:
+        """The requests that ended."""
+        return self.ok + self.bad
+
+    @property
+    def bad(self) -> int:
+        """The requests that ended otherwise than in time."""
+        return self.late + self.expired + self.rejected + self.failed
+
+
+class ModelStatus(ModelCounts, frozen=True, kw_only=True):
+    """With distributions of executed requests, in seconds: from arrival to answer, the waits for a batch and at the
+    gpu-let, the execution; `proxy_s`, the time before a proxy in front, where one says when requests began."""
+
+    latency_s: Buckets = Buckets()
+    batching_s: Buckets = Buckets()
+    gpulet_queue_s: Buckets = Buckets()
+    execution_s: Buckets = Buckets()
+    batch_sizes: Buckets = Buckets()
+    proxy_s: Buckets | None = None
+
+    def counts(self) -> ModelCounts:
+        """Return it without the distributions."""
+        return ModelCounts(**{name: getattr(self, name) for name in ModelCounts.__struct_fields__})
+
+
+# --- gpu-lets ---------------------------------------------------------------------------------------------------------
+
+
+class GpuletMode(msgspec.Struct, frozen=True):
+    """How a gpu-let runs: whether CUDA MPS holds it to its share, whether copies overlap with execution, and how each
+    program runs (`plain`, `compile`, `cuda_graphs`, `merged` or `emulated`). Share and streaming, each on or off, are
+    the four modes of the thesis' dispatcher."""
+
+    share: bool
+    streaming: bool
+    programs: dict[str, str]
+
+    def __str__(self) -> str:
+        words = [word for word, is_on in (("share", self.share), ("streaming", self.streaming)) if is_on]
+        words += sorted(set(self.programs.values()) - {"plain", "emulated"})
+        return ", ".join(words) or "plain"
+
+
+class MpsStatus(_Told, frozen=True, kw_only=True):
+    """What CUDA MPS gave a gpu-let: the GPU's UUID, SMs of the share and of the GPU, CUDA's memory cap, how the
+    attachment was proved, the processes outside CUDA MPS on the GPU at the start, and the Xid errors since (None: not
+    known)."""
+
+    uuid: str
+    sm_count: int | None = None
+    gpu_sm_count: int | None = None
+    memory_limit: str | None = None
+    proof: str | None = None
+    others: list[OtherProcess] | None = None
+    xids: list[int] | None = None
+
+
+class RunningBatch(msgspec.Struct, frozen=True):
+    """A batch that a gpu-let has and has not answered."""
+
+    program: str
+    batch_size: int
+
+
+class GpuletStatus(_Told, frozen=True, kw_only=True):
+    """One gpu-let: as planned, as it said it is when it connected, and what its dispatcher counts of it.
+
+    `models`: the largest batch of every program it holds. `merged`: what merging did, by program. `busy_s`: time that
+    its batches took, `predicted_s`: what the plan says they take. `lost`: times that it went away. `slowdown`: what
+    batches of a program took lately over what the plan says. What only the gpu-let knows is None, or empty, before it
+    connects.
+    """
+
+    id: str
+    up: bool = False
+    gpu: str = ""
+    share_pct: float | None = None
+    gpulet: str = ""
+    pid: int | None = None
+    device: str | None = None
+    emulated: bool = False
+    memory_mib: float | None = None
+    memory_cap_mib: float | None = None
+    sm_count: int | None = None
+    mode: GpuletMode | None = None
+    cuda_mps: MpsStatus | None = None
+    models: dict[str, int] = {}
+    merged: dict[str, dict[str, float]] = {}
+    signatures: dict[str, ModelSignature] = {}
+    node_id: str = ""
+    busy_s: float = 0.0
+    predicted_s: float = 0.0
+    batches: int = 0
+    lost: int = 0
+    running: list[RunningBatch] = []
+    slowdown: dict[str, float] = {}
+
+
+# --- dispatchers ------------------------------------------------------------------------------------------------------
+
+
+class Event(msgspec.Struct, frozen=True):
+    """Something that happened, for people: when, what and why."""
+
+    at_s: float
+    what: str
+    why: str
+
+
+class NetworkStatus(msgspec.Struct, frozen=True):
+    """Delays that are planned with: to a gpu-let, of each request's data, and what is kept for the way back."""
+
+    ctrl_ms: float
+    data_ms_per_request: float
+    response_ms: float
+
+
+class AdviceStatus(_Told, frozen=True, kw_only=True):
+    """The advice of Symphony §3.5 over the last window: `delta_gpus` > 0: add so many; < 0: release so many."""
+
+    gpus: int
+    requests: int
+    bad_rate: float
+    idle_fraction: float
+    delta_gpus: int
+    window_s: float
+    unchanged_s: float
+
+    def __str__(self) -> str:
+        delta = self.delta_gpus
+        what = f"add {delta}" if delta > 0 else f"release {-delta}" if delta < 0 else "keep"
+        return (
+            f"{what} of {self.gpus} GPUs ({self.bad_rate:.1%} of {self.requests} requests bad, "
+            f"GPUs idle {self.idle_fraction:.0%} of the time)"
+        )
+
+
+class EndedRequest(_Told, frozen=True, kw_only=True):
+    """A request that ended. Times are ms after `received_at_s`; those that no clock of this node tells are None. Of
+    one that was refused or late: the `rule` that refused it, and the `loop` that made the difference, if one did."""
+
+    id: str
+    model: str
+    outcome: str
+    gpulet: str | None = None
+    batch_size: int = 0
+    received_at_s: float
+    dispatched_ms: float | None = None
+    start_ms: float | None = None
+    end_ms: float | None = None
+    answered_ms: float
+    reason: str | None = None
+    rule: str | None = None
+    loop: str | None = None
+
+
+class _Dispatched(_Told, frozen=True, kw_only=True):
+    """What every status has of the dispatchers. `scheduler` only where one alone schedules."""
+
+    policy: str | None = None
+    gpulets: list[GpuletStatus] = []
+    network: NetworkStatus | None = None
+    autoscale: AdviceStatus | None = None
+    scheduler: SchedulerStatus | None = None
+    schedulers: list[SchedulerStatus] = []
+    events: list[Event] = []
+
+
+class DispatchingStatus(_Dispatched, frozen=True, kw_only=True):
+    """What one dispatcher reports, or all of them as one. `plan` is its plain data; None before the first."""
+
+    plan: dict[str, Any] | None = None
+    models: dict[str, ModelStatus] = {}
+
+
+# --- gateways and their nodes -----------------------------------------------------------------------------------------
+
+
+class MarginStatus(msgspec.Struct, frozen=True):
+    """What a gateway keeps of deadlines for late timers and busy processors, and what that costs."""
+
+    margin_ms: float
+    late_share: float
+    refused_for_margin: int
+
+
+class FrontDoorStatus(msgspec.Struct, frozen=True):
+    """A gateway's sockets: connections, bytes of requests that are not answered, requests turned away by reason."""
+
+    connections: int
+    unfinished_bytes: int
+    turned_away: dict[str, int]
+
+
+class GatewayStatus(_Told, frozen=True, kw_only=True):
+    """One gateway; `id` is another after every start. `dispatchers`: how many of every sub-cluster are connected."""
+
+    id: str
+    started_at_s: float
+    margin: MarginStatus
+    front_door: FrontDoorStatus
+    dispatchers: dict[str, int] = {}
+
+
+class Served(_Told, frozen=True, kw_only=True):
+    """What a Python handle has to know to ask as a gateway does: the plan as plain data, the models of every
+    sub-cluster (none where a gateway schedules by itself), and how many dispatchers each of them has."""
+
+    plan: dict[str, Any]
+    sub_clusters: dict[str, tuple[str, ...]]
+    dispatchers: int
+
+
+class DeviceStatus(_Told, frozen=True, kw_only=True):
+    """A GPU of a gateway's node in base units; what its driver does not tell is None."""
+
+    uuid: str
+    name: str
+    memory_used_bytes: float | None = None
+    memory_total_bytes: float | None = None
+    utilization_ratio: float | None = None
+    power_watts: float | None = None
+    sm_clock_hertz: float | None = None
+    temperature_celsius: float | None = None
+    xid_errors: int = 0
+
+
+class GatewayReport(_Told, frozen=True, kw_only=True):
+    """What a gateway tells the others of itself. `proxied`: the wait before a proxy by model; `asked_rps`: how often
+    each key asks there; `devices`: the GPUs of its node."""
+
+    gateway: GatewayStatus
+    proxied: dict[str, Buckets] = {}
+    asked_rps: dict[str, float] = {}
+    devices: list[DeviceStatus] = []
+
+
+# --- the controller ---------------------------------------------------------------------------------------------------
+
+
+class LogLine(msgspec.Struct, frozen=True):
+    """An entry of the controller's log: its kind, what people read, the figures it rests on. `reached`, of one that
+    ends a change: whether that is where it was to go; None of all others."""
+
+    at_s: float
+    kind: str
+    text: str
+    data: dict[str, Any] = {}
+    reached: bool | None = None
+
+
+class ChangeStatus(msgspec.Struct, frozen=True):
+    """A change that is under way."""
+
+    why: str
+    begun_at_s: float
+
+
+class ControllerState(_Told, frozen=True, kw_only=True):
+    """How the controller stands: measured rates by model, and those that are planned for now; what batches of a program
+    take over their profile."""
+
+    mode: str = ""
+    paused: bool = False
+    change: ChangeStatus | None = None
+    policy: str = ""
+    rates_rps: dict[str, float] = {}
+    planned_for_rps: dict[str, float] = {}
+    slowdowns: dict[str, float] = {}
+
+
+class ControllerStatus(ControllerState, frozen=True, kw_only=True):
+    """With how often it decided what in this life, and the newest entries of its log, newest first."""
+
+    decisions: dict[str, int] = {}
+    log: list[Event] = []
+
+
+# --- all of it --------------------------------------------------------------------------------------------------------
+
+
+class WatchedStatus(_Dispatched, frozen=True, kw_only=True):
+    """What operators are shown of a whole system: of counts of gateways the sum, of margins the largest."""
+
+    gateways: list[GatewayStatus] = []
+    margin: MarginStatus | None = None
+    front_door: FrontDoorStatus | None = None
+    started_at_s: float = 0.0
+    devices: list[DeviceStatus] = []
+    version: str = ""
+    uptime_s: float = 0.0
+    controller: ControllerStatus | None = None
+
+
+class SystemStatus(WatchedStatus, frozen=True, kw_only=True):
+    """The document at `GET /status`. `models` is what tells it from any other document."""
+
+    plan: dict[str, Any] | None = None
+    models: dict[str, ModelStatus]

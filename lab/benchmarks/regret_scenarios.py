@@ -1,0 +1,350 @@
+"""Random serving scenarios for `bench_regret.py`, far wider than what any scheduler here was written for.
+
+A scenario is 1 to 20 models on 1 to 32 GPUs at 0.5 to 1.2 of what full staggered batches could carry. Models: l(1) of 2
+to 50 ms, fixed over marginal cost 0.3 to 20, an SLO of 1.6 to 12 l(1). Arrivals: uniform, Poisson, gamma of shape 0.1
+and 0.4, on-off bursts, or a mixture. On top, each in about a fifth of the scenarios: network delays, unequal gpu-lets,
+two to four gpu-lets per GPU, load steps, applications, programs of several models.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.optimize import linprog
+
+from tenuto.batching.core.system import Gpulet, Host, Model, NetworkDelay, Program, System
+from tenuto.batching.virtual.result import SimulationResult
+from tenuto.loadgen.simulated import Simulation
+from tenuto.outcome import Outcome
+from tenuto.placement import ModelSpec
+from tenuto.placement.applications import Application, Stage
+from tenuto.placement.arrivals.arrival import Arrival
+
+__all__ = ["FLAGS", "Ran", "Scenario", "draw", "run"]
+
+FLAGS = ("network", "unequal", "shared", "steps", "applications", "programs")
+ARRIVALS = ("uniform", "poisson", "gamma 0.1", "gamma 0.4", "on-off", "mixed")
+MOST_RPS = 20_000.0  # a dispatcher in Python carries no more; faster scenarios are slowed down as a whole
+REQUESTS = 40_000
+LEAST_SLOS = 60.0  # a run lasts so many of the longest SLO
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """A system and what is offered to it. `load` is the offered rate over that of full staggered batches."""
+
+    name: str
+    system: System
+    specs: tuple[ModelSpec, ...]
+    applications: tuple[Application, ...]
+    duration_s: float
+    warmup_s: float
+    seed: int
+    load: float
+    arrivals: str
+    flags: frozenset[str]
+
+    def families(self) -> list[str]:
+        """Return what it belongs to, for the breakdown."""
+        gpulets, models = len(self.system.gpulets), len(self.specs)
+        return [
+            f"arrivals {self.arrivals}",
+            f"load {'below 0.8' if self.load < 0.8 else '0.8 to 1' if self.load < 1.0 else 'above 1'}",
+            f"gpu-lets {'1-2' if gpulets < 3 else '3-8' if gpulets < 9 else '9 and more'}",
+            f"models {'1' if models == 1 else '2-5' if models < 6 else '6-20'}",
+            *(f"with {flag}" for flag in sorted(self.flags) or ["none of these"]),
+        ]
+
+
+@dataclass(frozen=True)
+class Ran:
+    """What a scheduler made of a scenario: requests in time over all offered, and by model or application."""
+
+    attainment: float
+    by_model: tuple[float, ...]
+
+    @property
+    def worst(self) -> float:
+        """The attainment of the model or application that is served worst."""
+        return min(self.by_model)
+
+
+def draw(seed: int, number: int, requests: int = REQUESTS) -> Scenario:
+    """Return scenario `number` of a series; the same numbers give the same scenario."""
+    rng = np.random.default_rng([seed, number])
+    flags = frozenset(flag for flag in FLAGS if rng.random() < 0.2)
+    gpus = _log_int(rng, 1, 32)
+    count = _log_int(rng, 1, 20)
+    if "programs" in flags:
+        count = max(count, 2)
+    first = np.exp(rng.uniform(math.log(2.0), math.log(50.0), count))
+    ratio = np.exp(rng.uniform(math.log(0.3), math.log(20.0), count))
+    slack = np.exp(rng.uniform(math.log(1.6), math.log(12.0), count))
+    alpha, beta = first / (1.0 + ratio), first * ratio / (1.0 + ratio)
+    network = NetworkDelay()
+    if "network" in flags:
+        quick = float(first.min())
+        control, data, response = rng.uniform(0.01, 0.2), rng.uniform(0.0, 0.02), rng.uniform(0.0, 0.3)
+        network = NetworkDelay(float(control * quick), float(data * quick), float(response * quick))
+    groups = _programs(rng, count) if "programs" in flags else [[m] for m in range(count)]
+    gpulets = _gpulets(rng, flags, gpus, groups, alpha, beta)
+    slowest = np.array([max(g[p][1] * g[p][0][1] for _, g in gpulets if p in g) for p in range(len(groups))])
+    slo = np.zeros(count)
+    for program, members in enumerate(groups):
+        fixed = network.ctrl_ms + network.data_ms_per_request + network.response_ms
+        for member in members:
+            slo[member] = slack[member] * max(first[member], slowest[program]) + fixed
+    share = rng.dirichlet(np.ones(count)) if rng.random() < 0.5 else np.full(count, 1.0 / count)
+    share = np.maximum(share, 0.02 / count) * rng.uniform(0.9, 1.1, count)  # no two uniform streams in step
+    # At which rate would full staggered batches keep every gpu-let busy?
+    scale = _staggered_rps(gpulets, groups, slo, share / share.sum(), network)
+    load = float(rng.uniform(0.5, 1.2))
+    rates = load * scale * share / share.sum()
+    stretch = max(1.0, rates.sum() / MOST_RPS)
+    return _assemble(rng, f"{seed:x}/{number}", flags, gpulets, groups, slo, rates, network, stretch, load, requests)
+
+
+def _log_int(rng: np.random.Generator, low: int, high: int) -> int:
+    return int(math.exp(rng.uniform(math.log(low), math.log(high + 1))))
+
+
+def _programs(rng: np.random.Generator, count: int) -> list[list[int]]:
+    """Return models in groups of one to three."""
+    order, groups = rng.permutation(count).tolist(), []
+    while order:
+        size = min(len(order), int(rng.integers(1, 4)))
+        groups.append(sorted(order[:size]))
+        order = order[size:]
+    return sorted(groups)
+
+
+# A gpu-let while it is drawn: its GPU and, by program, latency by batch size and slowdown.
+Drawn = tuple[str, dict[int, tuple[list[float], float]]]
+
+
+def _gpulets(
+    rng: np.random.Generator,
+    flags: frozenset[str],
+    gpus: int,
+    groups: list[list[int]],
+    alpha: NDArray[np.float64],
+    beta: NDArray[np.float64],
+) -> list[Drawn]:
+    """Return the gpu-lets: whole GPUs that host everything unless the flags say otherwise."""
+    per_gpu = int(rng.integers(2, 5)) if "shared" in flags else 1
+    gpus = max(1, gpus // per_gpu)
+    slower = float(rng.uniform(1.2, 3.0)) if "unequal" in flags else 1.0
+    partly = "unequal" in flags and rng.random() < 0.5
+    efficiency = float(rng.uniform(0.4, 1.0))
+    slowdown = float(rng.uniform(1.0, 1.4)) if per_gpu > 1 else 1.0
+    kinds: dict[object, dict[int, tuple[list[float], float]]] = {}
+    found: list[Drawn] = []
+    total = gpus * per_gpu
+    for number in range(total):
+        speed = (slower if number % 2 else 1.0) * per_gpu**efficiency
+        held = list(range(len(groups)))
+        if partly and len(groups) > 1:
+            held = [p for p in held if rng.random() < 0.6 or p % total == number]
+            held = held or [number % len(groups)]
+        key = (speed, tuple(held))
+        if key not in kinds:
+            kinds[key] = {p: (_latency(groups[p], alpha * speed, beta * speed), slowdown) for p in held}
+        found.append((f"g{number // per_gpu}", kinds[key]))
+    for program in range(len(groups)):  # every program has a host
+        if not any(program in hosts for _, hosts in found):
+            gpu, hosts = found[0]
+            found[0] = (gpu, {**hosts, program: (_latency(groups[program], alpha, beta), slowdown)})
+    return found
+
+
+def _latency(members: Sequence[int], alpha: NDArray[np.float64], beta: NDArray[np.float64]) -> list[float]:
+    """Return l(b), long enough for any SLO drawn; a program of several models shares half of their fixed costs."""
+    fixed = float(max(beta[m] for m in members) + 0.5 * (sum(beta[m] for m in members) - max(beta[m] for m in members)))
+    slope = float(max(alpha[m] for m in members))
+    return [0.0, *(slope * size + fixed for size in range(1, 400))]
+
+
+def _staggered_rps(
+    gpulets: list[Drawn],
+    groups: list[list[int]],
+    slo: NDArray[np.float64],
+    share: NDArray[np.float64],
+    network: NetworkDelay,
+) -> float:
+    """Return the rate at which staggered batches would fill the gpu-lets: a fluid bound, by a linear program."""
+    kinds = {id(hosts): hosts for _, hosts in gpulets}
+    many = {key: sum(1 for _, hosts in gpulets if id(hosts) == key) for key in kinds}
+    part = [sum(share[m] for m in members) for members in groups]
+    columns = [(key, p) for key, hosts in kinds.items() for p in hosts]
+    cost = []
+    for key, p in columns:
+        steps, slowdown = kinds[key][p]
+        hosts_of = sum(count for kind, count in many.items() if p in kinds[kind])
+        budget = min(slo[m] for m in groups[p]) - network.ctrl_ms - network.response_ms
+        fits = [
+            b
+            for b in range(1, len(steps))
+            if steps[b] * slowdown * (1.0 + 1.0 / hosts_of) + network.data_ms_per_request * b <= budget
+        ]
+        best = max(fits, default=1)
+        cost.append(steps[best] * slowdown / best)
+    size = len(columns) + 1  # the last column is the rate in requests per ms
+    rows, limits = [], []
+    for key, count in many.items():
+        row = np.zeros(size)
+        for place, (kind, _) in enumerate(columns):
+            if kind == key:
+                row[place] = cost[place]
+        rows.append(row)
+        limits.append(float(count))
+    equal = []
+    for p in range(len(groups)):
+        row = np.zeros(size)
+        row[[place for place, (_, program) in enumerate(columns) if program == p]] = 1.0
+        row[-1] = -part[p]
+        equal.append(row)
+    goal = np.zeros(size)
+    goal[-1] = -1.0
+    solved = linprog(goal, np.array(rows), np.array(limits), np.array(equal), np.zeros(len(groups)))
+    return 1000.0 * float(solved.x[-1])
+
+
+def _assemble(
+    rng: np.random.Generator,
+    name: str,
+    flags: frozenset[str],
+    gpulets: list[Drawn],
+    groups: list[list[int]],
+    slo: NDArray[np.float64],
+    rates: NDArray[np.float64],
+    network: NetworkDelay,
+    stretch: float,
+    load: float,
+    requests: int,
+) -> Scenario:
+    """Return the scenario, with every time multiplied by `stretch`."""
+    stretch = float(stretch)  # the scheduler calculates with plain floats
+    slo, rates = slo * stretch, rates / stretch
+    network = NetworkDelay(
+        network.ctrl_ms * stretch, network.data_ms_per_request * stretch, network.response_ms * stretch
+    )
+    count = len(slo)
+    process = str(rng.choice(ARRIVALS))
+    duration_s = max(requests / rates.sum(), LEAST_SLOS * slo.max() / 1000.0)
+    arrivals = [_arrival(rng, process, flags, float(slo.max()), duration_s) for _ in range(count)]
+    chained = _chains(rng, count) if "applications" in flags else []
+    names = [f"m{m}" for m in range(count)]
+    applications = []
+    for number, (parent, child) in enumerate(chained):
+        copies = int(rng.integers(1, 4))
+        rate = float(min(rates[parent], rates[child] / copies))
+        rates[parent], rates[child] = rate, copies * rate
+        stages = (
+            Stage(model=names[parent], part=float(slo[parent])),
+            Stage(model=names[child], count=copies, after=(names[parent],), part=float(slo[child])),
+        )
+        applications.append(
+            Application(
+                name=f"app{number}",
+                rate_rps=rate,
+                slo_ms=float(slo[parent] + slo[child]),
+                arrival=arrivals[parent],
+                stages=stages,
+            )
+        )
+        for m in (parent, child):
+            names[m] = f"app{number}.{names[m]}"
+    hosted: dict[int, dict[int, Host]] = {}
+    for _, hosts in gpulets:
+        if id(hosts) not in hosted:
+            hosted[id(hosts)] = {
+                p: Host(
+                    tuple(ms * stretch for ms in steps if ms * slowdown * stretch <= min(slo[m] for m in groups[p])),
+                    slowdown,
+                )
+                for p, (steps, slowdown) in hosts.items()
+            }
+    models = tuple(Model(names[m], float(slo[m]), float(rates[m])) for m in range(count))
+    programs = tuple(Program("+".join(names[m] for m in members), tuple(members)) for members in groups)
+    system = System(
+        models,
+        tuple(Gpulet(f"l{n}", gpu, hosted[id(hosts)]) for n, (gpu, hosts) in enumerate(gpulets)),
+        network,
+        programs,
+        "total",
+    )
+    specs = tuple(
+        ModelSpec(name=names[m], rate_rps=float(rates[m]), slo_ms=float(slo[m]), arrival=arrivals[m])
+        for m in range(count)
+    )
+    return Scenario(
+        name,
+        system,
+        specs,
+        tuple(applications),
+        duration_s,
+        duration_s / 5.0,
+        int(rng.integers(2**31)),
+        load,
+        process,
+        flags,
+    )
+
+
+def _chains(rng: np.random.Generator, count: int) -> list[tuple[int, int]]:
+    """Return disjoint pairs of models: the second is called when the first has answered."""
+    order = rng.permutation(count).tolist()
+    pairs = max(1, count // 4) if count > 1 else 0
+    return [(order[2 * pair], order[2 * pair + 1]) for pair in range(min(pairs, count // 2))]
+
+
+def _arrival(
+    rng: np.random.Generator, process: str, flags: frozenset[str], longest_slo_ms: float, duration_s: float
+) -> Arrival:
+    if process == "mixed":
+        process = str(rng.choice(ARRIVALS[:-1]))
+    if "steps" in flags:
+        factors = np.exp(rng.normal(0.0, 0.5, 5))
+        return Arrival(process="steps", options={"factors": [float(f) for f in factors / factors.mean()]})
+    if process.startswith("gamma"):
+        return Arrival(process="gamma", shape=float(process.partition(" ")[2]))
+    if process == "on-off":
+        period_s = longest_slo_ms / 1000.0 * math.exp(rng.uniform(math.log(2.0), math.log(20.0)))
+        busy = float(rng.uniform(0.4, 0.8))
+        return Arrival(process="on_off", options={"on_s": busy * period_s, "off_s": (1.0 - busy) * period_s})
+    return Arrival(process=process)
+
+
+def run(
+    scenario: Scenario, scheduler: str, options: Mapping[str, object] | None = None
+) -> tuple[Ran, SimulationResult]:
+    """Run a scheduler over a scenario; requests of an application count as one, answered when all its stages are."""
+    simulation = Simulation(
+        scenario.specs,
+        scenario.applications,
+        scenario.system,
+        None,
+        scheduler,
+        dict(options or {}),
+        scenario.duration_s,
+        scenario.warmup_s,
+        scenario.seed,
+    )
+    finished = simulation.run()
+    counts = finished.result.counts()
+    staged = {app.model_name(stage) for app in scenario.applications for stage in app.stages}
+    ended = [
+        (int(counts[m, Outcome.OK]), int(counts[m].sum()))
+        for m, spec in enumerate(scenario.specs)
+        if spec.name not in staged
+    ]
+    if scenario.applications:
+        rows = finished.summary()["applications"].values()
+        ended += [(int(row["ok"]), int(row["offered"])) for row in rows]
+    offered = sum(total for _, total in ended)
+    attainment = sum(good for good, _ in ended) / max(1, offered)
+    return Ran(attainment, tuple(good / total for good, total in ended if total)), finished.result

@@ -1,0 +1,126 @@
+"""gpulets+: gpu-lets as iGniter's paper has them as a baseline, spatial sharing only."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from tenuto.options import option
+from tenuto.placement.cluster import Cluster
+from tenuto.placement.costs import WHOLE_GPU
+from tenuto.placement.interference.named import canonical_name, interference_models
+from tenuto.placement.plan import Plan
+from tenuto.placement.policies.gpulet.knee import FLAT, KNEES, Curve
+from tenuto.placement.policies.gpulet.share_costs import ShareCosts, share_costs
+from tenuto.placement.policies.shared.gpu_pool import GpuPool
+from tenuto.placement.policies.shared.hosting import hosting_plan
+from tenuto.placement.policy import Policy
+from tenuto.placement.workload import ModelSpec, Workload
+from tenuto.profiles import Profiles
+from tenuto_lab.baselines.gpulets_plus_search import PairSearch, Rules
+
+CHOICES = {"batch": ("smallest", "largest"), "order": ("rate", "load"), "booked": ("alone", "beside")}
+
+
+def knee_by_bend(curve: Curve) -> float:
+    """Return the share at which the curve turns most sharply either way, or the largest share of a straight line.
+
+    The turn is that of the curve in logarithms: the change of elasticity d ln(rate) / d ln(share), which depends on no
+    unit. The shares come out that iGniter's paper states for gpu-lets, where rates are positive.
+    """
+    best, share = FLAT, curve[-1][0]
+    gains = [
+        math.log(after / before) / math.log(larger / smaller)
+        for (smaller, before), (larger, after) in itertools.pairwise(curve)
+    ]
+    for before, after, (candidate, _) in zip(gains, gains[1:], curve[1:], strict=False):
+        if abs(after - before) > best:
+            best, share = abs(after - before), candidate
+    return share
+
+
+ALL_KNEES = {**KNEES, "bend": knee_by_bend}
+
+
+@dataclass(kw_only=True, eq=False)
+class GpuletsPlus(Policy):
+    """Gives every model its most efficient share, at most two gpu-lets per GPU, best fit first.
+
+    Models come in descending order of rate. Until its rate is carried, a model takes the smaller of two shares: the one
+    where the curve of throughput over share (batches of one) bends most, and the smallest that carries the rate with
+    batches of one. It goes beside the model that leaves the least room of at least that share, and then gets all that
+    room; else to a GPU of its own. A batch beside a neighbour must stay within half the SLO under the linear
+    interference model of gpu-lets.
+
+    Readings of what iGniter's paper leaves open. All it states about its twelve workloads comes out: eight GPUs, W2 on
+    the second with 40 %, W4 with 60 % and batch 2, W9 with 40 %, and W7, W8 and W12 too slow for their rates. The last
+    needs `booked=alone`: a gpu-let is trusted to carry beside a neighbour what it carries alone, as in the authors'
+    published script; notes name whom that overloads. The batch is the smallest that carries the rate. The paper's first
+    example was made by other rules: with `batch=largest`, `order=load` and `check_neighbours=false` its plan comes out.
+    A model whose L2 and DRAM utilisation were not measured gets no neighbour. One that cannot run on any of the shares
+    gets a whole GPU.
+
+    Options:
+        shares: the sizes in percent a gpu-let may have.
+        interference: what a neighbour costs: `gpulet`, the linear model with the constants for the GPU type, or one of
+            the others in docs/interference.md; `none`.
+        batch: `smallest` that carries the rate, or `largest` within half the SLO.
+        order: `rate`, or `load` (rate times the latency of one request on the efficient share).
+        booked: `alone` or `beside`, see above.
+        check_neighbours: refuse a place where the model that is there already would exceed half its SLO.
+        knee: `bend` (see `knee_by_bend`), `curvature` or `chord`.
+        max_batch: largest batch considered.
+    """
+
+    name = "gpulets+"
+    summary = "gpu-lets as iGniter compares with: efficient shares, two gpu-lets per GPU, linear interference"
+    source = "the baseline gpu-lets+ of iGniter (arXiv 2211.01713), section 5; Choi et al., gpulet (USENIX ATC 2022)"
+    readings = (
+        "defaults give the paper's twelve workloads; its first example needs batch=largest, order=load, "
+        "check_neighbours=false"
+    )
+
+    shares: tuple[float, ...] = option((20.0, 40.0, 50.0, 60.0, 80.0), above=0, below=WHOLE_GPU)
+    interference: str = "gpulet"
+    batch: str = option("smallest", choices=CHOICES["batch"])
+    order: str = option("rate", choices=CHOICES["order"])
+    booked: str = option("alone", choices=CHOICES["booked"])
+    check_neighbours: bool = True
+    knee: str = option("bend", choices=tuple(ALL_KNEES))
+    max_batch: int = option(32, minimum=1)
+
+    def __post_init__(self) -> None:
+        self.interference = canonical_name(self.interference)
+        super().__post_init__()
+
+    def place(self, workload: Workload, cluster: Cluster, profiles: Profiles) -> Plan:
+        """Return the plan; deterministic, ties broken by the order of the workload and of the cluster.
+
+        Raises:
+            InvalidInputError: the profiles lack the hardware coefficients of the chosen interference model.
+        """
+        costs, reasons = share_costs(workload, cluster, profiles, self._sizes(workload), self.max_batch)
+        whole, _ = share_costs(workload, cluster, profiles, (WHOLE_GPU,), self.max_batch)
+        costs = {name: {**whole[name], **costs[name]} for name in costs}
+        rules = Rules(
+            knee=ALL_KNEES[self.knee],
+            smallest_batch=self.batch == "smallest",
+            book_alone=self.booked == "alone",
+            check_neighbours=self.check_neighbours,
+            interference=interference_models(self.interference, cluster.gpu_types, profiles),
+        )
+        search = PairSearch(GpuPool(cluster), rules)
+        for spec in sorted(workload.models, key=lambda m: -self._rank(m, costs[m.name], rules)):
+            if costs[spec.name]:
+                search.place(spec, costs[spec.name])
+        return hosting_plan(self.name, workload, cluster, search.hosted(), reasons, search.overloaded())
+
+    def _sizes(self, workload: Workload) -> tuple[float, ...]:
+        return tuple(sorted(set(self.shares))) if workload.mps != "off" else ()
+
+    def _rank(self, spec: ModelSpec, costs: Mapping[str, ShareCosts], rules: Rules) -> float:
+        if self.order == "rate" or not costs:
+            return spec.rate_rps
+        return spec.rate_rps * min(one.latency_ms[rules.efficient_pct(one)][1] for one in costs.values())

@@ -1,0 +1,268 @@
+"""The steps of `scripts/gpu_check`: for each one command, its limit, and what has to be there for it."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from tenuto.profiles.networks.catalogue import CATALOGUE
+from tenuto.profiles.networks.model_options import PLAIN
+
+CALLS = {
+    "A": "what is there, results beside the processor's, precision and graphs, served end to end",
+    "B": "CUDA MPS: attachment, SMs of a share, memory cap, context, streaming, connections",
+    "C": "a profile: batches by shares, pairs, fitted interference",
+    "D": "occupancy by hardware counters beside the estimate",
+    "F": "CUDA MPS: killed clients and a fault; nothing comes after it",
+    "E": "everything of the catalogue: some hours, only where it is asked for",
+}
+"""Groups of steps, each to be run by itself where time comes in pieces; in order."""
+
+Need = Literal["nothing", "mps", "no mps"]
+
+_PROFILE = ("-c", "from tenuto.cli import main; main()", "profile")
+
+
+@dataclass(frozen=True)
+class Step:
+    """One command of a check.
+
+    `arguments` are Python's; `limit_s` is after how long it is stopped; `packages` are those it imports beyond what a
+    profile needs; `environment` is added to the check's own.
+    """
+
+    name: str
+    call: str
+    arguments: tuple[str, ...]
+    limit_s: float
+    needs: Need = "nothing"
+    packages: tuple[str, ...] = ()
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+    def shown(self, python: str) -> str:
+        """Return the command as one would type it."""
+        settings = "".join(f"{key}={shlex.quote(value)} " for key, value in self.environment.items())
+        return settings + shlex.join([python, *self.arguments])
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How much is measured. `options` go to every model; `device` is where streaming and serving are measured."""
+
+    models: tuple[str, ...] = ("resnet50", "bert", "mobilenet_v2")
+    batch_sizes: str = "1,8,32"
+    shares: str = "20,40,60,80,100"
+    budget_s: float = 20.0
+    seconds: float = 6.0
+    co_run_s: float = 3.0
+    variants: str = "auto,eager,plain,compile"
+    options: tuple[str, ...] = ()
+    device: Literal["cuda", "cpu"] = "cuda"
+
+
+def steps(folder: Path, gpu_type: str, sizes: Sizes, gpu: str | None = None) -> tuple[Step, ...]:
+    """Return all steps in order.
+
+    Args:
+        folder: of the results.
+        gpu_type: in the name of the profile.
+        sizes: how much to measure.
+        gpu: UUID of the GPU; None is the first.
+    """
+    out = ("-o", str(folder))
+    first, *others = sizes.models
+    given = _options(sizes.options)
+    plain = _options([f"{key}={_yaml(value)}" for key, value in PLAIN.model_dump(exclude_defaults=True).items()])
+    profile = folder / f"profile-{gpu_type}.yaml"
+    seconds, on = f"{sizes.seconds:g}", ("--device", sizes.device)
+
+    def program(name: str, *arguments: str) -> tuple[str, ...]:
+        return ("-m", f"tenuto_lab.gpu_check.{name}", *arguments, *out)
+
+    def speed(name: str, *options: str) -> Step:
+        return Step(
+            f"speed-{name}",
+            "A",
+            (
+                *_PROFILE,
+                first,
+                *_CUDA,
+                "--batch-sizes",
+                sizes.batch_sizes,
+                "--budget-s",
+                seconds,
+                *options,
+                *given,
+                "-o",
+                str(folder / f"speed-{name}.yaml"),
+            ),
+            75.0,
+        )
+
+    def connections(number: int) -> Step:
+        return Step(
+            f"connections-{number}",
+            "B",
+            (
+                "-m",
+                "tenuto_lab.gpu_check.streaming",
+                first,
+                "--batch-size",
+                "8",
+                "--seconds",
+                seconds,
+                "--variants",
+                "auto",
+                "--mps",
+                *on,
+                *given,
+                "-o",
+                str(folder / f"connections-{number}.json"),
+            ),
+            60.0,
+            "mps",
+            environment={"CUDA_DEVICE_MAX_CONNECTIONS": str(number)},
+        )
+
+    grid = (
+        *_PROFILE,
+        first,
+        *others,
+        *_CUDA,
+        "--batch-sizes",
+        sizes.batch_sizes,
+        "--budget-s",
+        f"{sizes.budget_s:g}",
+        "--resume",
+        *given,
+        "-o",
+        str(profile),
+    )
+    return (
+        Step("inventory", "A", program("inventory", *(() if gpu is None else ("--gpu", gpu))), 60.0),
+        Step("same-results", "A", program("same_results", *on), 120.0),
+        speed("plain", *plain),
+        speed("eager", "--option", "cuda_graphs=false"),
+        speed("fast"),
+        Step(
+            "served",
+            "A",
+            program("end_to_end", first, "--batch-size", "8", "--seconds", seconds, *on, *given),
+            180.0,
+            packages=("msgspec",),
+        ),
+        Step("first-client", "B", program("sharing", "--part", "first"), 150.0),
+        Step("sharing", "B", program("sharing", "--part", "shares", "--limit-s", "170"), 240.0, "mps"),
+        Step(
+            "streaming",
+            "B",
+            (
+                "-m",
+                "tenuto_lab.gpu_check.streaming",
+                first,
+                "--batch-size",
+                "8",
+                "--seconds",
+                seconds,
+                "--variants",
+                sizes.variants,
+                *on,
+                *given,
+                "-o",
+                str(folder / "streaming.json"),
+            ),
+            180.0,
+        ),
+        *(connections(number) for number in (2, 4, 8)),
+        Step(
+            "grid",
+            "C",
+            (
+                *grid,
+                "--shares",
+                sizes.shares,
+                "--time-limit-s",
+                "420",
+                "--co-runs",
+                "pairs",
+                "--co-run-s",
+                f"{sizes.co_run_s:g}",
+                "--fit",
+            ),
+            530.0,
+            "mps",
+        ),
+        Step("whole-gpu", "C", (*grid, "--shares", "100", "--time-limit-s", "420"), 470.0, "no mps"),
+        Step("green-contexts", "C", program("green_contexts", first, "--batch-size", "8", *given), 90.0, "no mps"),
+        Step("occupancy", "D", program("occupancy", first, "--batch-size", "8", "--limit-s", "150", *given), 180.0),
+        Step(
+            "occupancy-import",
+            "D",
+            (
+                *_PROFILE,
+                first,
+                *_CUDA,
+                "--batch-sizes",
+                "8",
+                *given,
+                "--import-ncu",
+                str(folder / "ncu.csv"),
+                "-o",
+                str(profile),
+            ),
+            60.0,
+        ),
+        Step("faults", "F", program("sharing", "--part", "faults", "--limit-s", "150"), 220.0, "mps"),
+        *_catalogue(profile, given),
+    )
+
+
+_CUDA = ("--device", "cuda")
+
+
+def _catalogue(profile: Path, given: Sequence[str]) -> list[Step]:
+    """Return the thirteen models by all batches and shares, iGniter's configurations, residents and all pairs."""
+    names = list(CATALOGUE)
+    end = (*given, "--time-limit-s", "540", "--resume", "-o", str(profile))
+
+    def step(name: str, needs: Need, *arguments: str) -> Step:
+        return Step(name, "E", (*_PROFILE, *arguments, *_CUDA, *end), 580.0, needs)
+
+    grid = ("--batch-sizes", "1,2,4,8,16,32,64,128", "--budget-s", "60")
+    ten = ("--batch-sizes", "1,16,32", "--shares", "10,50,100")
+    return [
+        *(step(f"model-{name}", "mps", name, *grid, "--shares", "10,20,30,40,50,60,70,80,90,100") for name in names),
+        *(step(f"whole-{name}", "no mps", name, *grid) for name in names),
+        *(step(f"igniter-{name}", "mps", name, *ten, "--co-runs", "igniter") for name in names),
+        step("residents", "mps", names[0], *ten, "--co-runs", "residents"),
+        *(
+            step(
+                f"pair-{one}-{other}",
+                "mps",
+                one,
+                other,
+                "--batch-sizes",
+                "1,16",
+                "--shares",
+                "20,50,80,100",
+                "--co-runs",
+                "pairs",
+                "--co-run-s",
+                "3",
+            )
+            for index, one in enumerate(names)
+            for other in names[index + 1 :]
+        ),
+        step("fit", "mps", names[0], "--batch-sizes", "1", "--shares", "100", "--fit"),
+    ]
+
+
+def _options(pairs: Sequence[str]) -> tuple[str, ...]:
+    return tuple(word for pair in pairs for word in ("--option", pair))
+
+
+def _yaml(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -1,0 +1,118 @@
+"""Numeric constants of modules, and where each says that its value comes from.
+
+A number that steers has one of three sources, named in the comment on its line, in the lines above it or in the text
+below it: *derived* (from what), *paper* (which section), *fitted* (on what). A number that steers nothing begins its
+comment with what it is: a `unit`, a `format` (somebody else's: a protocol, a file, a driver) or a `limit` (what is
+refused or given up beyond it, and would be with any other value of that order).
+"""
+
+from __future__ import annotations
+
+import ast
+import io
+import re
+import tokenize
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from tenuto_lab.house.sources import Source
+
+Origin = Literal["derived", "paper", "fitted", "steers nothing", "unsourced"]
+ORIGINS: tuple[Origin, ...] = ("derived", "paper", "fitted", "steers nothing", "unsourced")
+
+_WORDS: tuple[tuple[Origin, re.Pattern[str]], ...] = (
+    ("steers nothing", re.compile(r"^(unit|format|limit)\b", re.I)),
+    ("fitted", re.compile(r"\bfitted\b", re.I)),
+    ("derived", re.compile(r"\bderived\b", re.I)),
+    ("paper", re.compile(r"\bpapers?\b|§|\barXiv\b|\bappendix [A-Z]\b", re.I)),
+    ("paper", re.compile(r"\b(section|eq\.|equation|theorem|algorithm|table|figure) \(?[A-Z]?\.?\d", re.I)),
+)
+
+
+@dataclass(frozen=True)
+class NumericConstant:
+    """A constant of a module: where it stands, its value as written, and what is said of it."""
+
+    place: str
+    room: str
+    name: str
+    value: str
+    said: str
+
+    @property
+    def origin(self) -> Origin:
+        """Where the value comes from, by what is said of it."""
+        return next((origin for origin, words in _WORDS if words.search(self.said)), "unsourced")
+
+
+def find_constants(sources: Iterable[Source]) -> Iterator[NumericConstant]:
+    """Yield the numeric constants of modules: capital names whose value is numbers only, alone or in a collection."""
+    for source in sources:
+        tree = ast.parse(source.text)
+        comments = _comments(source.text)
+        known: set[str] = set()
+        for position, node in enumerate(tree.body):
+            name, value = _assigned(node)
+            if value is None or not re.fullmatch(r"_?[A-Z][A-Z0-9_]*", name) or not _is_numeric(value, known):
+                continue
+            known.add(name)
+            after = tree.body[position + 1] if position + 1 < len(tree.body) else None
+            said = " ".join(part for part in (_beside(node, comments), _above(node, comments), _text(after)) if part)
+            yield NumericConstant(f"{source.path}:{node.lineno}", source.room, name, ast.unparse(value), said)
+
+
+def _assigned(node: ast.stmt) -> tuple[str, ast.expr | None]:
+    if isinstance(node, ast.Assign) and len(node.targets) == 1 and isinstance(node.targets[0], ast.Name):
+        return node.targets[0].id, node.value
+    if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+        return node.target.id, node.value
+    return "", None
+
+
+def _is_numeric(value: ast.expr, known: set[str]) -> bool:
+    """Return whether a value is made of numbers, and of constants of the same module that are."""
+    if isinstance(value, ast.Constant):
+        return isinstance(value.value, int | float) and not isinstance(value.value, bool)
+    if isinstance(value, ast.Name):
+        return value.id in known
+    if isinstance(value, ast.UnaryOp):
+        return _is_numeric(value.operand, known)
+    if isinstance(value, ast.BinOp):
+        return _is_numeric(value.left, known) and _is_numeric(value.right, known)
+    if isinstance(value, ast.Tuple | ast.List | ast.Set):
+        return bool(value.elts) and all(_is_numeric(each, known) for each in value.elts)
+    if isinstance(value, ast.Dict):
+        return bool(value.values) and all(_is_numeric(each, known) for each in value.values)
+    return False
+
+
+def _comments(text: str) -> dict[int, tuple[str, bool]]:
+    """Return the comment of each line that has one, and whether it stands alone there."""
+    return {
+        token.start[0]: (token.string.lstrip("# ").rstrip(), not token.line[: token.start[1]].strip())
+        for token in tokenize.generate_tokens(io.StringIO(text).readline)
+        if token.type == tokenize.COMMENT
+    }
+
+
+def _beside(node: ast.stmt, comments: dict[int, tuple[str, bool]]) -> str:
+    lines = range(node.lineno, (node.end_lineno or node.lineno) + 1)
+    return " ".join(comments[line][0] for line in lines if line in comments)
+
+
+def _above(node: ast.stmt, comments: dict[int, tuple[str, bool]]) -> str:
+    """Return the comment that ends on the line above; it may be of several lines."""
+    found: list[str] = []
+    line = node.lineno - 1
+    while line in comments and comments[line][1]:
+        found.insert(0, comments[line][0])
+        line -= 1
+    return " ".join(found)
+
+
+def _text(node: ast.stmt | None) -> str:
+    """Return the text that stands below an assignment and documents it."""
+    if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+        return " ".join(node.value.value.split())
+    return ""

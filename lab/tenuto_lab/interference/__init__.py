@@ -1,0 +1,1 @@
+"""How the constants of interference models that are shipped, or derived for experiments, were found."""

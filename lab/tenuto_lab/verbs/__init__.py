@@ -1,0 +1,1 @@
+"""Verbs of the command line that the laboratory adds, one module each."""

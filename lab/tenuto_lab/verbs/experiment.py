@@ -1,0 +1,208 @@
+"""`tenuto experiment`: run published experiments again and say which of their observations come out."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import click
+from rich.markup import escape
+
+from tenuto.cli.common import ProgressLine, command_line, emit_json, json_option, progress_console, stdout_console, tell
+from tenuto.cli.tables import print_table
+
+if TYPE_CHECKING:
+    from tenuto_lab.experiments.experiment import Experiment, Settings
+
+_MARKS = {
+    "reproduced": "[green]reproduced[/]",
+    "not reproduced": "[red]not reproduced[/]",
+    "not checked": "not checked",
+}
+
+
+@click.command("experiment", short_help="Run the thesis' experiments again; one page per experiment.")
+@click.argument("names", metavar="LIST|NAME...", nargs=-1, required=True)
+@click.option("-o", "--output", "folder", metavar="DIR", help="Folder; each experiment gets its own below it.")
+@click.option("--force", is_flag=True, help="Replace experiments that are already in DIR.")
+@click.option("--policy", "policies", multiple=True, metavar="NAME", help="Only this policy; repeatable.")
+@click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Seed of the arrivals.")
+@click.option(
+    "--duration-s",
+    type=click.FloatRange(0.5, 3600),
+    help="Length of each run. Default: the thesis' number of requests.",
+)
+@click.option(
+    "--clients",
+    type=click.Choice(["thesis", "exact"]),
+    default="thesis",
+    show_default=True,
+    help="Send what the thesis' clients reached, or the target rates exactly.",
+)
+@click.option("--quick", is_flag=True, help="Fewer points and shorter runs; the observations' points are kept.")
+@click.option("--live", is_flag=True, help="On Ray Serve with emulated GPUs: the points the page shows in detail.")
+@click.option(
+    "--time-stretch",
+    type=click.FloatRange(1, 1000),
+    metavar="K",
+    help="With --live: make all times K times as long and all rates a K-th. Default: 1, real time.",
+)
+@click.option(
+    "--address", metavar="ADDRESS", help="With --live: Ray cluster; default: a running one, else a local one."
+)
+@click.option("--jobs", type=click.IntRange(1), help="Processes. Default: 2, or 1 on a machine with one core.")
+@json_option
+def command(
+    names: tuple[str, ...],
+    folder: str | None,
+    force: bool,
+    policies: tuple[str, ...],
+    seed: int,
+    duration_s: float | None,
+    clients: Literal["thesis", "exact"],
+    quick: bool,
+    live: bool,
+    time_stretch: float | None,
+    address: str | None,
+    jobs: int | None,
+    as_json: bool,
+) -> int:
+    """Run published experiments again, in virtual time or live on emulated GPUs.
+
+    NAME is a figure of the thesis, such as 6.15, or all.
+    `tenuto experiment list` shows what there is. Exit code 1 when the run was interrupted.
+
+    Example: tenuto experiment 6.15 --quick -o experiments
+    """
+    from tenuto.placement import load_policy
+    from tenuto_lab.experiments.experiment import Settings
+    from tenuto_lab.experiments.registry import EXPERIMENTS, find_experiments
+
+    if len(names) == 1 and names[0].lower() == "list":
+        _print_list(EXPERIMENTS, as_json)
+        return 0
+    chosen = find_experiments(names)
+    for name in policies:
+        load_policy(name)
+    if time_stretch is not None and not live:
+        raise click.UsageError("--time-stretch is for --live. Add --live, or leave it away.")
+    settings = Settings(seed, clients, policies or None, duration_s, quick)
+    out = Path(folder) if folder is not None else None
+    if out is not None:
+        from tenuto_lab.experiments.output import prepare_experiment_folder
+
+        for experiment in chosen:
+            prepare_experiment_folder(out / f"figure-{experiment.name}", force=force)
+    workers = jobs if jobs is not None else min(2, os.cpu_count() or 1)
+    documents = []
+    for experiment in chosen:
+        document = _run(experiment, settings, out, workers, (time_stretch or 1.0, address) if live else None)
+        documents.append(document)
+        if not as_json:
+            _print(document)
+        if not document["complete"]:
+            break
+    if as_json:
+        emit_json({"experiments": documents})
+    return 0 if len(documents) == len(chosen) and all(document["complete"] for document in documents) else 1
+
+
+def _run(
+    experiment: Experiment, settings: Settings, out: Path | None, jobs: int, live: tuple[float, str | None] | None
+) -> dict[str, Any]:
+    from tenuto_lab.experiments.experiment import Results
+    from tenuto_lab.experiments.output import describe_experiment, write_experiment
+    from tenuto_lab.experiments.runner import run_cases
+
+    started = time.perf_counter()
+    line = ProgressLine(every_s=5.0)
+
+    def progress(done: int, total: int, what: str) -> None:
+        text = f"figure {experiment.name}: {done} of {total} points, {what.replace('|', ' ')}"
+        line.show(text, is_last=done == total)
+
+    how = "in virtual time"
+    cases = experiment.cases(settings)
+    if live is None:
+        finished = run_cases(cases, experiment.schedulers, jobs=jobs, report=progress)
+    else:
+        from tenuto_lab.experiments.live import run_live
+
+        stretch, address = live
+        how = f"on Ray Serve with emulated GPUs, time stretched {stretch:g}-fold"
+        finished = run_live(
+            experiment.in_detail(cases),
+            experiment.schedulers,
+            stretch=stretch,
+            report=progress,
+            say=tell,
+            address=address,
+        )
+    line.clear()
+    results = Results(finished.rows)
+    observations = experiment.check(results)
+    document = describe_experiment(
+        experiment,
+        results,
+        observations,
+        settings,
+        is_whole=finished.is_whole,
+        wall_s=round(time.perf_counter() - started, 1),
+        command=command_line(),
+        how=how,
+    )
+    if out is not None:
+        page = write_experiment(out / f"figure-{experiment.name}", experiment, results, observations, document)
+        progress_console().print(f"page: {page}", markup=False)
+    return document
+
+
+def _print_list(experiments: Sequence[Experiment], as_json: bool) -> None:
+    if as_json:
+        rows = [
+            {"name": e.name, "figures": list(e.figures), "section": e.section, "title": e.title} for e in experiments
+        ]
+        emit_json({"experiments": rows})
+        return
+    print_table(
+        ("name", "figures", "section", "what it shows"),
+        ((e.name, " to ".join(dict.fromkeys((e.figures[0], e.figures[-1]))), e.section, e.title) for e in experiments),
+        left=("figures", "section", "what it shows"),
+    )
+
+
+def _derived(derived: dict[str, Any]) -> str:
+    """Return in one sentence who planned with derived numbers, and their errors."""
+    errors = derived["errors_pct"]
+    fits = ", ".join(f"{name} {mean:.1f} % (at most {most:.1f} %)" for name, (mean, most, _) in errors.items())
+    plain, stand_in = derived["pair_errors_pct"]
+    return (
+        f"{', '.join(derived['policies'])} plan with derived coefficients, not published ones; latencies alone are off "
+        f"by {fits}; slowdowns on measured pairs by {stand_in:.1f} % (with published coefficients {plain:.1f} %)"
+    )
+
+
+def _print(document: dict[str, Any]) -> None:
+    """Print each observation with its verdict, then the count."""
+    from tenuto_lab.experiments.page import reproduced_of
+
+    console = stdout_console()
+    console.print(f"figure {document['name']}: {document['title']}", style="bold", markup=False)
+    for seen in document["observations"]:
+        console.print(f"  {_MARKS[seen['status']]}: {escape(seen['statement'])}")
+        console.print(f"    published: {escape(seen['published'])}")
+        console.print(f"    here: {escape(seen['ours'])}")
+        if seen["why"]:
+            console.print(f"    why: {escape(seen['why'])}")
+    if document["derived"] is not None:
+        console.print(f"  {escape(_derived(document['derived']))}")
+    for name, why in document["not_planned"].items():
+        console.print(f"  {name} cannot plan from this profile: {escape(why)}")
+    state = "" if document["complete"] else " (interrupted: partial)"
+    console.print(
+        f"  {reproduced_of(document['observations_summary'])}; {len(document['points'])} points in "
+        f"{document['wall_s']:.1f} s{state}"
+    )

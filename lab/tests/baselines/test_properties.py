@@ -1,0 +1,84 @@
+"""What must hold for every policy, of the laboratory's."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+
+from tenuto.placement import Policy
+from tenuto.profiles import Profile, Profiles
+from tenuto.profiles.shipped import load_shipped
+from tenuto_lab.baselines.first_fit import FirstFitPlus, FirstFitPlusPlus
+from tenuto_lab.baselines.gpulets_plus import GpuletsPlus
+from tenuto_lab.baselines.gslice import Gslice
+from tenuto_lab.baselines.ideal import Ideal
+from tenuto_lab.baselines.without_a_plan import MpsDefault, SelfTuning
+from tests.placement.policies.gpulet.turns import IGNITER
+from tests.placement.policies.igniter.cases import three
+from tests.placement.policies.test_properties import (
+    SHARES,
+    Case,
+    check_a_cluster_without_gpus,
+    check_an_empty_workload,
+    check_plans,
+    check_what_fits_nowhere,
+    tight,
+)
+from tests.placement.published import decided, v100s
+from tests.placement.test_merging import beside_each_other
+from tests.placement.test_watch import FEW, check_that_it_stops
+
+CASES: dict[str, Case] = {
+    "ffd++": Case(FirstFitPlusPlus, 0.5, **tight),
+    "ffd+": Case(FirstFitPlus, math.inf, **tight),
+    "gslice": Case(Gslice, math.inf, **tight),
+    "gslice, no over-commitment": Case(lambda: Gslice(overcommit=False), math.inf, **tight),
+    "gpulets+": Case(GpuletsPlus, 0.5, **tight),
+    "self-tuning": Case(lambda: SelfTuning(max_steps=500), 1.0, **tight),
+    "mps-default": Case(MpsDefault, math.inf, **tight),
+    "ideal": Case(lambda: Ideal(max_steps=500), 1.0, SHARES, (12, 120), 4, 2, 500, 6),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_plans_are_valid_deterministic_and_leave_their_input_alone(name: str) -> None:
+    check_plans(CASES[name])
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("elastic", [False, True])
+def test_an_empty_workload_gives_an_empty_plan(name: str, elastic: bool) -> None:
+    check_an_empty_workload(CASES[name], elastic)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_cluster_without_gpus_serves_nobody(name: str) -> None:
+    check_a_cluster_without_gpus(CASES[name])
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_model_that_fits_nowhere_is_reported_not_dropped(name: str) -> None:
+    check_what_fits_nowhere(CASES[name])
+
+
+@pytest.mark.parametrize("make", [lambda: Ideal(max_steps=2_000), lambda: SelfTuning(max_steps=2_000)])
+@pytest.mark.parametrize("words", [1, 2])
+def test_a_policy_that_is_stopped_gives_a_plan_of_what_it_has(make: Callable[[], Policy], words: int) -> None:
+    check_that_it_stops(make, FEW, IGNITER, words)
+
+
+def test_models_that_run_side_by_side_without_shares_are_merged() -> None:
+    (one,) = beside_each_other("auto", 8.0, policy="mps-default").gpulets
+    assert (one.share_pct, [group.models for group in one.merge]) == (None, [("a", "b")])
+
+
+@pytest.mark.parametrize("make", [FirstFitPlusPlus, Gslice])
+def test_memory_counts_where_it_was_measured(make: Callable[[], Policy]) -> None:
+    data = load_shipped("igniter-v100").model_dump(by_alias=True)
+    for model in data["models"].values():
+        for point in model["points"]:
+            point["memory_mib"] = 6000.0
+    big = Profiles([Profile.model_validate(data)])
+    assert decided(make(), three(), v100s(1, elastic=True), big).expected.gpus_used == 2

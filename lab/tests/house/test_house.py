@@ -1,0 +1,89 @@
+"""What is counted of the sources: lines of code proper, and where constants say they come from."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from tenuto_lab.house.constants import NumericConstant, find_constants
+from tenuto_lab.house.lines import proper_lines
+from tenuto_lab.house.sources import Source, checkout, read_sources
+from tenuto_lab.verbs.lab import command
+
+
+@pytest.mark.parametrize(
+    ("text", "lines"),
+    [
+        ("", 0),
+        ('"""Only a docstring,\nof two lines."""\n\n# and a comment\n', 0),
+        ("import a\nfrom b import (\n    c,\n    d,\n)\n\nX = 1\n", 1),
+        ('def f():\n    """Say."""\n    # why\n    return "a string"\n', 2),
+        ("call(\n    1,\n\n    2,\n)\n", 4),
+        ('X = """a text\n\nof three lines"""\n', 3),
+        ('class C:\n    """Say."""\n\n    x: int = 1  # with a comment\n', 2),
+    ],
+)
+def test_lines_of_code_proper(text: str, lines: int) -> None:
+    assert proper_lines(text) == lines
+
+
+def found(text: str) -> dict[str, NumericConstant]:
+    return {constant.name: constant for constant in find_constants([Source(Path("batching/core/x.py"), text)])}
+
+
+@pytest.mark.parametrize(
+    ("text", "origin"),
+    [
+        ("X = 3  # derived: twice the wave of a batch", "derived"),
+        ("# Fitted on the scenarios of seed 3:\n# halved, 0.6 points are lost.\nX = 3", "fitted"),
+        ('X = 3\n"""Section 4.2 of the paper."""', "paper"),
+        ("X = 3  # gpulet, §4", "paper"),
+        ("X = 3  # appendix D has it", "paper"),
+        ("X = 3  # format: the protocol's", "steers nothing"),
+        ("X = 3  # limit: bytes of a head", "steers nothing"),
+        ("X = 3  # how long is waited", "unsourced"),
+        ("# fitted\n\nX = 3", "unsourced"),
+        ("Y = 1  # fitted\nX = 3", "unsourced"),
+    ],
+)
+def test_origins_are_read_from_what_is_said(text: str, origin: str) -> None:
+    assert found(text)["X"].origin == origin
+
+
+def test_constants_are_capital_names_of_numbers() -> None:
+    text = "A = 1\n_B: float = -2.5 * A\nC = (1, 2)\nD = {'x': 1.0}\nE = 'text'\nF = True\nG = f(1)\nh = 3\nI = []\n"
+    assert {name: constant.value for name, constant in found(text).items()} == {
+        "A": "1",
+        "_B": "-2.5 * A",
+        "C": "(1, 2)",
+        "D": "{'x': 1.0}",
+    }
+    assert found(text)["_B"].place == "batching/core/x.py:2"
+    assert found(text)["_B"].room == "batching/core"
+
+
+def test_every_module_is_read_once_and_in_its_folder() -> None:
+    paths = [source.path for source in read_sources(checkout())]
+    assert len(paths) == len(set(paths))
+    assert Path("placement/policy.py") in paths
+    assert not [path for path in paths if str(path).startswith("tenuto/placement")]
+
+
+def test_the_verbs_print_what_was_counted(tmp_path: Path) -> None:
+    (tmp_path / "mps").mkdir()
+    (tmp_path / "mps" / "a.py").write_text("X = 1  # fitted on nothing\nY = 2\n")
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests" / "b.py").write_text("Z = 3\n")
+    lines = CliRunner().invoke(command, ["lines", str(tmp_path), "--json"])
+    assert json.loads(lines.stdout) == {
+        "machine": 2,
+        "folders": {"mps": 2, "tests": 1},
+        "rooms": {"mps": 2, "tests": 1},
+    }
+    fitted = CliRunner().invoke(command, ["constants", str(tmp_path), "--origin", "fitted", "--json"])
+    assert [row["name"] for row in json.loads(fitted.stdout)["constants"]] == ["X"]
+    assert "the machine: 2 lines" in CliRunner().invoke(command, ["lines", str(tmp_path)]).stdout
+    assert "1 fitted, 1 unsourced" in CliRunner().invoke(command, ["constants", str(tmp_path)]).stdout

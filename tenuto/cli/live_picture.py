@@ -1,0 +1,134 @@
+"""A running server as it happens, drawn for a terminal; the same figures as the live page."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from tenuto.batching.core.told import describe_schedulers
+from tenuto.cli.tables import number, percent
+from tenuto.deployments.operator.live_view import LiveStatus
+from tenuto.deployments.operator.window import ModelFigures
+from tenuto.deployments.wire.status import Event, ModelCounts
+
+_BAR = 16  # characters
+
+
+class _Model(NamedTuple):
+    name: str
+    counts: ModelCounts
+    now: ModelFigures
+
+
+SORTS: dict[str, Callable[[_Model], tuple[float, str]]] = {
+    "name": lambda model: (0.0, model.name),
+    "attainment": lambda model: (2.0 if model.now.attainment is None else model.now.attainment, model.name),
+    "rate": lambda model: (-model.now.offered_rps, model.name),
+    "latency": lambda model: (-(model.now.p99_ms or 0.0) / (model.counts.slo_ms or 1.0), model.name),
+}
+
+
+def picture(live: LiveStatus, *, sort: str, lines: int) -> RenderableType:
+    """Return one picture of what `/live` says, in at most so many lines; what does not fit is counted."""
+    models = sorted(
+        (_Model(name, counts, live.window.models[name]) for name, counts in live.models.items()), key=SORTS[sort]
+    )
+    notes = _notes(live)
+    room = max(6, lines - 6 - len(notes))
+    for_models = min(len(models), max(room // 2, room - len(live.gpulets)))
+    for_gpulets = min(len(live.gpulets), room - for_models)
+    return Group(
+        _headline(live, [model.now for model in models]),
+        _models(models[:for_models], len(models) - for_models),
+        _gpulets(live, for_gpulets),
+        *notes,
+    )
+
+
+def _headline(live: LiveStatus, figures: Sequence[ModelFigures]) -> Text:
+    goodput, offered = sum(now.goodput_rps for now in figures), sum(now.offered_rps for now in figures)
+    ended = sum(now.goodput_rps / now.attainment for now in figures if now.attainment)
+    down = sum(not gpulet.up for gpulet in live.gpulets)
+    text = Text(f"goodput {number(goodput)} of {number(offered)} offered /s   attainment ")
+    text.append(percent(goodput / ended if ended else None), _style(goodput / ended if ended else None))
+    text.append(f"   gpu-lets {len(live.gpulets) - down} up")
+    if down:
+        text.append(f", {down} down", "bold red")
+    if any(gpulet.emulated for gpulet in live.gpulets):
+        text.append("   emulated GPUs", "dim")
+    return text
+
+
+def _models(models: Sequence[_Model], hidden: int) -> Table:
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    rates = ("goodput/s", "offered/s", "planned/s", "attainment")
+    for heading in ("model", *rates, "p50 ms", "p99 ms", "SLO ms", "batch", "wait"):
+        table.add_column(heading, justify="left" if heading == "model" else "right", no_wrap=True)
+    for name, counts, now in models:
+        is_late = now.p99_ms is not None and 0.0 < counts.slo_ms < now.p99_ms
+        table.add_row(
+            Text(name),
+            number(now.goodput_rps),
+            number(now.offered_rps),
+            number(counts.rate_rps),
+            Text(percent(now.attainment), _style(now.attainment)),
+            number(now.p50_ms),
+            Text(number(now.p99_ms), "red" if is_late else ""),
+            number(counts.slo_ms),
+            number(now.mean_batch),
+            str(counts.queued),
+        )
+    if hidden:
+        table.add_row(Text(f"… {hidden} more", "dim"))
+    return table
+
+
+def _gpulets(live: LiveStatus, shown: int) -> Table:
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    for heading in ("gpu-let", "share", "busy", "", "batches/s", "of plan", "runs"):
+        is_number = heading in ("share", "busy", "batches/s", "of plan")
+        table.add_column(heading, justify="right" if is_number else "left", no_wrap=True)
+    # The busiest and those that are down are what an operator looks for.
+    figures = live.window.gpulets
+    ordered = sorted(live.gpulets, key=lambda g: (g.up, -figures[g.id].utilisation, g.id))
+    for gpulet in ordered[:shown]:
+        now = figures[gpulet.id]
+        running = ", ".join(f"{batch.program} x{batch.batch_size}" for batch in gpulet.running)
+        runs = Text(running or ", ".join(gpulet.models), "" if running else "dim")
+        filled = round(_BAR * now.utilisation)
+        table.add_row(
+            Text(gpulet.id, "" if gpulet.up else "red"),
+            "whole" if gpulet.share_pct is None else f"{gpulet.share_pct:g} %",
+            percent(now.utilisation),
+            Text("█" * filled + "·" * (_BAR - filled), "blue"),
+            number(now.batches_rps),
+            number(now.measured_to_predicted, 2),
+            runs if gpulet.up else Text("down", "bold red"),
+        )
+    if len(ordered) > shown:
+        table.add_row(Text(f"… {len(ordered) - shown} more", "dim"))
+    return table
+
+
+def _notes(live: LiveStatus) -> list[Text]:
+    """Return what the schedulers chose, the last decision and the last two events."""
+    decided = [] if live.controller is None else live.controller.log[:1]
+    lines = [f"scheduler: {line}" for line in describe_schedulers(live.schedulers)]
+    lines += [_happened("controller", event) for event in decided]
+    lines += [_happened("event", event) for event in live.events[:2]]
+    return [Text(line, "dim") for line in lines]
+
+
+def _happened(by: str, event: Event) -> str:
+    return f"{time.strftime('%H:%M:%S', time.localtime(event.at_s))} {by}: {event.what}: {event.why}"
+
+
+def _style(attainment: float | None) -> str:
+    if attainment is None:
+        return "dim"
+    return "green" if attainment >= 0.99 else "yellow" if attainment >= 0.95 else "bold red"

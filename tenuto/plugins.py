@@ -1,0 +1,41 @@
+"""What other packages add to Tenuto by entry points: policies, schedulers, verbs. One of them is the laboratory,
+`tenuto-lab`, whose names are known here, so that asking for one of them where it is not installed names the cure."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+from collections.abc import Iterable
+from importlib.metadata import EntryPoint, entry_points
+
+POLICIES = "tenuto.policies"
+SCHEDULERS = "tenuto.schedulers"
+VERBS = "tenuto.verbs"
+
+LABORATORY: dict[str, frozenset[str]] = {
+    POLICIES: frozenset({"ffd+", "ffd++", "gpulets+", "gslice", "ideal", "mps-default", "self-tuning"}),
+    SCHEDULERS: frozenset({"clockwork", "nexus", "shepherd", "thesis-router", "timeout"}),
+    VERBS: frozenset({"experiment", "kernels", "lab"}),
+}
+"""The names that `tenuto-lab` registers, by group; a test of the laboratory holds both to each other."""
+
+
+def registered(group: str) -> dict[str, EntryPoint]:
+    """Return the entry points of a group by name, in order of names."""
+    return {point.name: point for point in sorted(entry_points(group=group), key=lambda point: point.name)}
+
+
+@functools.cache  # reading what is installed takes longer than many a plan; the controller plans all day
+def entry_point(group: str, name: str) -> EntryPoint:
+    """Return the entry point of a name; KeyError where no installed package has it."""
+    return registered(group)[name]
+
+
+def cure_of_unknown(group: str, name: str, known: Iterable[str]) -> str:
+    """Return what to do about a name that is not known, as sentences."""
+    if name in LABORATORY[group]:
+        return f"'{name}' is part of the laboratory. Run: pip install tenuto-lab"
+    names = list(known)
+    close = difflib.get_close_matches(name, names, n=1)
+    hint = f"Did you mean '{close[0]}'? " if close else ""
+    return f"{hint}Use one of {', '.join(names)}."

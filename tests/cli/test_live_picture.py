@@ -1,0 +1,63 @@
+"""`tenuto status --watch` shows what the live page shows, in as many lines as there are."""
+
+import asyncio
+import io
+
+import pytest
+from rich.console import Console
+
+from tenuto.cli.live_picture import picture
+from tenuto.deployments.operator.live_view import LiveStatus, LiveView
+from tenuto.deployments.wire.status import SystemStatus
+from tests.instruments.shown_status import ShownServer
+
+
+@pytest.fixture(scope="module")
+def live() -> LiveStatus:
+    """Fifty models on a hundred gpu-lets, twenty seconds after the first look."""
+    server, now_s = ShownServer(), 0.0
+
+    async def status() -> SystemStatus:
+        server.second()
+        return server.status()
+
+    async def watch() -> LiveStatus:
+        nonlocal now_s
+        view = LiveView(status, clock=lambda: now_s)
+        await view.look()
+        for _ in range(20):
+            now_s += 1.0
+            await view.sample()
+        try:
+            return await view.look()
+        finally:
+            view.close()
+
+    return asyncio.run(watch())
+
+
+def shown(live: LiveStatus, *, sort: str, lines: int) -> list[str]:
+    console = Console(file=io.StringIO(), width=140, height=lines)
+    console.print(picture(live, sort=sort, lines=lines))
+    return console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("lines", [24, 50, 300])
+def test_a_picture_fits_and_says_what_it_leaves_out(live: LiveStatus, lines: int) -> None:
+    text = shown(live, sort="attainment", lines=lines)
+    assert len(text) <= lines
+    assert text[0].endswith("gpu-lets 99 up, 1 down   emulated GPUs")
+    models = [line for line in text if line.startswith("network_")]
+    gpulets = [line for line in text if line.startswith("n0/")]
+    hidden = [line for line in text if line.startswith("…")]
+    assert (len(models) < 50) + (len(gpulets) < 100) == len(hidden)
+    assert gpulets[0].split()[-1] == "down"
+    assert "network_07 comes at 1.4 times its planned rate" in text[-3]
+    assert "hold 0.7, defend 1 after 12 rehearsals; expected of the last change: 0.8% fewer lost" in text[-4]
+
+
+def test_the_worst_come_first(live: LiveStatus) -> None:
+    first = shown(live, sort="attainment", lines=60)[2]
+    assert first.split()[0] in {f"network_{index:02d}" for index in range(3, 50, 11)}
+    assert shown(live, sort="name", lines=60)[2].startswith("network_00")
+    assert shown(live, sort="rate", lines=60)[2].startswith("network_4")

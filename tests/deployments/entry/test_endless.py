@@ -1,0 +1,235 @@
+"""A client that sends one part of a request without end: what it may hold is bounded, and so is what is done at once.
+
+Work is counted: Python calls between two events of the loop, and bytes that are held. No clock is asked."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import sys
+import tracemalloc
+from collections.abc import AsyncIterator, Iterator
+from types import FrameType
+from typing import Any
+
+import pytest
+
+from tenuto.deployments.entry.connection import HttpConnection, HttpExchange, HttpServer, Limits
+from tenuto.deployments.entry.http import HttpError
+from tenuto.deployments.wire.arena import Arena
+
+SENT_BYTES = 2 << 20
+BODY_BYTES = 1 << 18
+MOST_HELD_BYTES = 4 << 20  # twice a body and what a transport holds back
+MOST_CALLS = 40_000  # between two events; a read of 64 KiB has up to 11,000 chunks, of one byte each
+
+
+class Deaf(asyncio.Transport):
+    """The socket of a client that reads nothing, unless `hears`."""
+
+    def __init__(self, *, hears: bool = True) -> None:
+        super().__init__()
+        self.hears = hears
+        self.reads = True
+        self.is_closed = self.has_ended = False
+        self.written = self.waiting = 0
+        self.connection: HttpConnection | None = None
+
+    def write(self, data: bytes | bytearray | memoryview) -> None:
+        self.written += len(data)
+        if not self.hears:
+            self.waiting += len(data)
+            if self.waiting > 1 << 16 and self.connection is not None:
+                self.connection.pause_writing()
+
+    def writelines(self, parts: Any) -> None:
+        for part in parts:
+            self.write(part)
+
+    def pause_reading(self) -> None:
+        self.reads = False
+
+    def resume_reading(self) -> None:
+        self.reads = True
+
+    def is_closing(self) -> bool:
+        return self.is_closed
+
+    def close(self) -> None:
+        self.is_closed = True
+
+    abort = close
+
+    def write_eof(self) -> None:
+        self.has_ended = True
+
+    def get_extra_info(self, name: str, default: Any = None) -> Any:
+        return ("127.0.0.1", 1) if name == "peername" else default
+
+
+class Service:
+    """Answers everything at once with a kilobyte, or never."""
+
+    def __init__(self) -> None:
+        self.answers = True
+        self.asked = 0
+
+    def refusal(self, exchange: HttpExchange) -> HttpError | None:
+        return HttpError(404, "not here") if exchange.head.url == b"/no" else None
+
+    def handle(self, exchange: HttpExchange) -> None:
+        self.asked += 1
+        if self.answers:
+            exchange.respond(200, b"", [bytes(1024)])
+
+
+class Calls:
+    """Counts the Python and C functions that are called."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __enter__(self) -> Calls:
+        self.count = 0
+        sys.setprofile(self._seen)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        sys.setprofile(None)
+
+    def _seen(self, _frame: FrameType, event: str, _argument: object) -> None:
+        if event in ("call", "c_call"):
+            self.count += 1
+
+
+@pytest.fixture
+async def server() -> AsyncIterator[HttpServer]:
+    arena = Arena(4 << 20)
+    made = HttpServer(Service(), arena, Limits(body_bytes=BODY_BYTES, unfinished_bytes=4 << 20, connections=8))
+    yield made
+    arena.close()
+
+
+POST = b"POST /x HTTP/1.1\r\nHost: x\r\n"
+CHUNKED = POST + b"Transfer-Encoding: chunked\r\n\r\n"
+GET = b"GET /x HTTP/1.1\r\nHost: x\r\n\r\n"
+ENDLESS: dict[str, tuple[bytes, bytes]] = {
+    "method": (b"", b"POST"),
+    "target": (b"GET /", b"x"),
+    "query": (b"GET /?", b"a=b&"),
+    "version": (b"GET / HTTP/1.", b"1"),
+    "empty lines": (b"", b"\r\n"),
+    "spaces": (b"GET ", b" "),
+    "header name": (POST, b"x"),
+    "header value": (POST + b"X: ", b"x"),
+    "spaces before a value": (POST + b"X:", b" "),
+    "headers": (POST, b"X: y\r\n"),
+    "headers of many names": (POST, b""),  # made below
+    "length": (POST + b"Content-Length: ", b"0"),
+    "keys": (POST + b"Authorization: Bearer ", b"k"),
+    "body beyond the limit": (POST + b"Content-Length: 99999999999\r\n\r\n", b"x"),
+    "body that is refused": (b"POST /no HTTP/1.1\r\nHost: x\r\nContent-Length: 999999\r\n\r\n", b"x"),
+    "chunks": (CHUNKED, b"1000\r\n" + b"x" * 4096 + b"\r\n"),
+    "chunks of one byte": (CHUNKED, b"1\r\nx\r\n"),
+    "one chunk": (CHUNKED + b"ffffffff\r\n", b"x"),
+    "chunk size": (CHUNKED, b"0"),
+    "extension name": (CHUNKED + b"1;", b"x"),
+    "extension value": (CHUNKED + b"1;a=", b"x"),
+    "extension in quotes": (CHUNKED + b'1;a="', b"x"),
+    "extensions": (CHUNKED + b"1", b";a=b"),
+    "extensions of each chunk": (CHUNKED, b"1;%b\r\nx\r\n" % (b"a" * 400)),
+    "trailer name": (CHUNKED + b"0\r\n", b"x"),
+    "trailer value": (CHUNKED + b"0\r\nX: ", b"x"),
+    "trailers": (CHUNKED + b"0\r\n", b"X: y\r\n"),
+    "requests": (b"", GET),
+    "refused requests": (b"", GET.replace(b"/x", b"/no")),
+    "requests with a body": (b"", POST + b"Content-Length: 1\r\n\r\nx"),
+    "requests after a close": (POST + b"Connection: close\r\n\r\n", GET),
+    "upgrades": (b"", POST + b"Connection: upgrade\r\nUpgrade: websocket\r\n\r\n"),
+    "frames after an upgrade": (POST + b"Connection: upgrade\r\nUpgrade: websocket\r\n\r\n", b"\x81\x7e\xff\xff"),
+    "HTTP/2": (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", bytes(9)),
+    "TLS": (bytes.fromhex("160301020001000100fc0303"), b"\xaa"),
+    "zeros": (b"", b"\0"),
+}
+
+
+def sent(name: str, piece: int) -> Iterator[bytes]:
+    """Return what a client sends, in pieces."""
+    first, more = ENDLESS[name]
+    block = more * max(1, (1 << 16) // len(more)) if more else b""
+    waiting = bytearray(first)
+    for number in itertools.count():
+        waiting += block or b"".join(b"X%d: y\r\n" % (number * 5000 + n) for n in range(5000))
+        while len(waiting) >= piece:
+            yield bytes(waiting[:piece])
+            del waiting[:piece]
+
+
+@pytest.mark.parametrize("how", ["answered", "never answered", "never reads"])
+@pytest.mark.parametrize("name", ENDLESS)
+async def test_nothing_a_client_sends_without_end_is_kept_or_worked_on_without_end(
+    server: HttpServer, name: str, how: str
+) -> None:
+    service = server.service
+    assert isinstance(service, Service)
+    service.answers = how != "never answered"
+    transport = Deaf(hears=how != "never reads")
+    connection = transport.connection = HttpConnection(server)
+    connection.connection_made(transport)
+    with Calls() as calls:
+        await asyncio.sleep(0)
+    turn = calls.count + MOST_CALLS
+    tracemalloc.start()
+    given = 0
+    try:
+        for piece in sent(name, 1 << 16):
+            rest = memoryview(piece)
+            while rest and transport.reads and not transport.is_closed:
+                room = connection.get_buffer(-1)
+                size = min(len(room), len(rest))
+                room[:size] = rest[:size]
+                with Calls() as calls:
+                    connection.buffer_updated(size)
+                assert calls.count < MOST_CALLS
+                rest = rest[size:]
+            given += len(piece) - len(rest)
+            for _ in range(2000):  # what is read and not looked at yet
+                if transport.reads or transport.is_closed:
+                    break
+                with Calls() as calls:
+                    await asyncio.sleep(0)
+                assert calls.count < turn
+                if not connection._ahead or len(connection._open) > 16 or connection._is_paused:
+                    break
+            if transport.is_closed or not transport.reads or given > SENT_BYTES:
+                break
+            assert tracemalloc.get_traced_memory()[0] < MOST_HELD_BYTES
+        assert tracemalloc.get_traced_memory()[1] < MOST_HELD_BYTES
+    finally:
+        tracemalloc.stop()
+    assert server.arena.used_bytes + server.chunked_bytes <= 2 * BODY_BYTES
+    # It is refused, or not read any more, or reads its answers; or what it sends is thrown away, which takes no memory.
+    ends = transport.has_ended or transport.is_closed or not transport.reads or connection._closes
+    assert ends or transport.written > 1024 or "body" in name
+    connection.connection_lost(None)
+    assert server.arena.used_bytes == server.chunked_bytes == 0
+
+
+@pytest.mark.parametrize("name", [name for name in ENDLESS if "body" not in name])
+async def test_nor_what_comes_in_small_pieces(server: HttpServer, name: str) -> None:
+    transport = Deaf()
+    connection = transport.connection = HttpConnection(server)
+    connection.connection_made(transport)
+    work = given = 0
+    for piece in itertools.islice(sent(name, 7), 6000):  # more than a head may have
+        if transport.is_closed or transport.has_ended or not transport.reads:
+            break
+        connection.get_buffer(-1)[:7] = piece
+        with Calls() as calls:
+            connection.buffer_updated(7)
+        assert calls.count < 1000
+        work += calls.count
+        given += 7
+        await asyncio.sleep(0)
+    assert work < 40 * given + 1000
+    connection.connection_lost(None)

@@ -1,0 +1,274 @@
+"""Two gateways, two dispatchers and two gpu-lets, killed, stopped and cut off one after another, with the test in
+Serve's place. Whatever happens, every request ends once, and no process begins what was given to another."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from tests.instruments.fault_process import DISPATCHERS, GPULETS
+from tests.instruments.live import until
+from tests.instruments.namespaces import Machine, machines, why_not
+
+GATEWAYS = ("g", "h")
+KIND = {
+    **dict.fromkeys(GPULETS, "gpulet"),
+    **dict.fromkeys(DISPATCHERS, "dispatcher"),
+    **dict.fromkeys(GATEWAYS, "gateway"),
+}
+SOME = 15  # answers that show that requests are served
+FIRST = 100_000  # numbers of requests of one gateway: a float32 has whole numbers up to 16 million
+
+
+class Seen(NamedTuple):
+    """What a gateway sees: dispatchers that are connected, gpu-lets that are up, the process that schedules."""
+
+    dispatchers: int
+    gpulets: int
+    scheduling: int
+
+
+class System:
+    """The six processes, on one machine or each on a machine of its own."""
+
+    def __init__(self, folder: Path, made: dict[str, Machine]) -> None:
+        self._folder = folder
+        self.machines = made
+        self.processes: dict[str, subprocess.Popen[bytes]] = {}
+        self._gateways = 0
+
+    def start(self, name: str) -> None:
+        """Start a process, the first time or in place of one that has ended."""
+        if name in self.processes:
+            self.processes[name].communicate()
+        kind, machine = KIND[name], self.machines.get(name)
+        where = "" if machine is None else machine.address
+        if kind == "gateway":
+            self._gateways += 1
+            where = str(FIRST * self._gateways)
+        words = [sys.executable, "-m", "tests.instruments.fault_process", kind, name, str(self._folder), where]
+        command = words if machine is None else machine.command(*words)
+        with (self._folder / "log").open("ab") as log:
+            self.processes[name] = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=log, stderr=log)
+
+    def start_all(self) -> None:
+        """Start them, each once those are there that it looks for."""
+        for names in (GPULETS, DISPATCHERS, GATEWAYS):
+            for name in names:
+                self.start(name)
+                if names != GATEWAYS:
+                    until(lambda name=name: (self._folder / f"{name}.json").exists())  # type: ignore[misc]
+
+    def end(self) -> None:
+        """End all processes."""
+        for process in self.processes.values():
+            process.kill()
+            process.communicate()
+
+    # --- what became of requests --------------------------------------------------------------------------------
+
+    def _lines(self, file: Path) -> list[list[str]]:
+        return [line.split() for line in file.read_text().splitlines()] if file.exists() else []
+
+    def said(self, name: str) -> list[list[str]]:
+        """What a gateway's present process has written."""
+        return self._lines(self._folder / f"asked-{name}-{self.processes[name].pid}")
+
+    def ok(self, name: str) -> int:
+        """Requests of a gateway's present process that were answered."""
+        return sum(line[0] == "ended" and line[2] == "ok" for line in self.said(name))
+
+    def sees(self, name: str) -> Seen:
+        """What a gateway saw last."""
+        last = next((line for line in reversed(self.said(name)) if line[0] == "sees"), None)
+        return Seen(0, 0, 0) if last is None else Seen(int(last[1]), int(last[2]), int(last[3]))
+
+    def scheduling(self) -> str:
+        """The dispatcher that schedules for all gateways; "" where they do not agree."""
+        found = {self.sees(name).scheduling for name in GATEWAYS}
+        names = [name for name in DISPATCHERS if self.processes[name].pid in found]
+        return names[0] if len(found) == 1 and names else ""
+
+    def is_whole(self) -> bool:
+        """Whether everybody is connected to everybody."""
+        seen = [self.sees(name) for name in GATEWAYS]
+        return all(each[:2] == (2, 2) for each in seen) and bool(self.scheduling())
+
+    def serves(self, *names: str) -> None:
+        """Wait until each of these gateways has got some more answers."""
+        before = {name: self.ok(name) for name in names}
+        until(lambda: all(self.ok(name) >= before[name] + SOME for name in names))
+
+    def judge(self, victim: str, *, killed: bool) -> None:
+        """Hold all requests so far to what was promised; the victim's only if it still lives."""
+        now_s = time.monotonic()
+        answered: dict[int, float] = {}
+        for file in self._folder.glob("asked-*"):
+            name, pid = file.name.split("-")[1:]
+            asked = {int(line[1]) for line in self._lines(file) if line[0] == "asked" and float(line[-1]) < now_s}
+
+            def ended(file: Path = file) -> list[list[str]]:
+                return [line for line in self._lines(file) if line[0] == "ended"]
+
+            if self.processes[name].pid == int(pid):
+                until(lambda: asked <= {int(line[1]) for line in ended()})  # noqa: B023
+            ends = [line for line in ended() if int(line[1]) in asked]
+            assert max(Counter(line[1] for line in ends).values(), default=0) <= 1
+            answered |= {int(line[1]): float(line[-1]) for line in ends if line[2] == "ok"}
+        begun: dict[int, list[tuple[float, int]]] = {}
+        for number, pid, at in self._lines(self._folder / "begun"):
+            begun.setdefault(int(number), []).append((float(at), int(pid)))
+        for number_, at_s in answered.items():
+            assert max(begun[number_])[0] < at_s, f"{number_} began after it was answered"
+        twice = {number: sorted(times) for number, times in begun.items() if len(times) > 1}
+        assert max((len(times) for times in twice.values()), default=0) <= 2
+        if KIND[victim] == "gateway":
+            return
+        if KIND[victim] == "gpulet" and not killed:
+            pid = self.processes[victim].pid
+            again = [number for number, times in twice.items() if times[1][1] == pid and times[0][1] != pid]
+            assert not again, f"{victim} began what others had been given"
+
+
+@pytest.fixture(scope="module")
+def system(tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
+    made = System(tmp_path_factory.mktemp("system"), {})
+    made.start_all()
+    yield made
+    made.end()
+
+
+def _victim(system: System, kind: str) -> str:
+    """The process of this kind that matters most: of dispatchers the one that schedules."""
+    until(system.is_whole)
+    return system.scheduling() if kind == "dispatcher" else next(name for name in KIND if KIND[name] == kind)
+
+
+def _has_noticed(system: System, victim: str, others: Sequence[str]) -> Callable[[], bool]:
+    pid = system.processes[victim].pid
+
+    def noticed() -> bool:
+        seen = [system.sees(name) for name in others]
+        if KIND[victim] == "gpulet":
+            return all(each.gpulets == 1 for each in seen)
+        return all(each.scheduling not in (0, pid) for each in seen)
+
+    return noticed
+
+
+@pytest.mark.parametrize("fault", ["kill", "stop", "stop and go on"])
+@pytest.mark.parametrize("kind", ["gpulet", "dispatcher", "gateway"])
+def test_a_process_that_is_killed_or_stopped_costs_no_other_and_runs_nothing_twice(
+    system: System, kind: str, fault: str
+) -> None:
+    victim = _victim(system, kind)
+    others = [name for name in GATEWAYS if name != victim]
+    system.serves(*GATEWAYS)
+    process = system.processes[victim]
+    process.send_signal(signal.SIGKILL if fault == "kill" else signal.SIGSTOP)
+    if kind != "gateway":
+        until(_has_noticed(system, victim, others))
+    else:
+        time.sleep(1.5)  # the dispatchers let it go meanwhile, or do not: nothing is judged by that
+    if fault == "stop and go on":
+        process.send_signal(signal.SIGCONT)
+    system.serves(*others)
+    if fault != "stop and go on" or process.poll() is not None:
+        process.wait(300.0)  # of a stopped one its peers make an end
+        assert process.returncode == -signal.SIGKILL
+        system.start(victim)
+    until(system.is_whole)
+    system.serves(*GATEWAYS)
+    system.judge(victim, killed=fault != "stop and go on")
+
+
+# --- lines between machines -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def apart(tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
+    reason = why_not()
+    if reason:
+        pytest.skip(reason)
+    with ExitStack() as stack:
+        made = System(tmp_path_factory.mktemp("apart"), stack.enter_context(machines(*KIND)))
+        stack.callback(made.end)
+        made.start_all()
+        yield made
+
+
+@pytest.mark.parametrize("ends", ["mended", "killed behind it"])
+@pytest.mark.parametrize("kind", ["gpulet", "dispatcher", "gateway"])
+def test_a_machine_that_is_cut_off_is_replaced_and_joins_again_by_itself(apart: System, kind: str, ends: str) -> None:
+    victim = _victim(apart, kind)
+    others = [name for name in GATEWAYS if name != victim]
+    apart.serves(*GATEWAYS)
+    apart.machines[victim].cut()
+    if kind != "gateway":
+        until(_has_noticed(apart, victim, others))
+    else:
+        until(lambda: apart.sees(victim).dispatchers == 0)
+    apart.serves(*others)
+    if ends != "mended":
+        _kill(apart.machines[victim])
+        apart.processes[victim].wait()
+        apart.machines[victim].mend()
+        apart.start(victim)
+    else:
+        apart.machines[victim].mend()
+    until(apart.is_whole)
+    apart.serves(*GATEWAYS)
+    apart.judge(victim, killed=ends != "mended")
+
+
+def test_a_gateway_cut_off_from_the_dispatcher_that_schedules_takes_all_to_the_other_one(apart: System) -> None:
+    """The dispatcher lives, and hears everybody else: no gpu-let may be used by two."""
+    victim = _victim(apart, "dispatcher")
+    far, near = apart.machines["g"], apart.machines[victim]
+    far.cut_from([near])
+    near.cut_from([far])
+    pid = apart.processes[victim].pid
+    until(lambda: all(apart.sees(name).scheduling not in (0, pid) for name in GATEWAYS))
+    apart.serves(*GATEWAYS)
+    assert {apart.sees(name).scheduling for name in GATEWAYS} == {
+        apart.processes[name].pid for name in DISPATCHERS if name != victim
+    }
+    far.mend()
+    near.mend()
+    until(apart.is_whole)
+    apart.serves(*GATEWAYS)
+    apart.judge(victim, killed=False)
+
+
+def test_a_slow_network_that_loses_packets_loses_and_repeats_no_request(apart: System) -> None:
+    until(apart.is_whole)
+    try:
+        for machine in apart.machines.values():
+            machine.disturb(delay_ms=25, loss_pct=5)  # both ways: 50 ms there and back
+    except subprocess.CalledProcessError as error:
+        pytest.skip(f"this kernel cannot disturb a line (netem): {error.stderr.strip()}")
+    for _ in range(5):
+        apart.serves(*GATEWAYS)
+    for machine in apart.machines.values():
+        machine.mend()
+    until(apart.is_whole)
+    apart.serves(*GATEWAYS)
+    apart.judge(GATEWAYS[0], killed=False)
+
+
+def _kill(machine: Machine) -> None:
+    found: Any = subprocess.run(
+        ["ip", "netns", "pids", machine._namespace], capture_output=True, text=True, check=True
+    ).stdout
+    for pid in found.split():
+        os.kill(int(pid), signal.SIGKILL)
