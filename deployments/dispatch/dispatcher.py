@@ -486,7 +486,7 @@ class Dispatcher:
     def _batch_ran(self, gpulet: AttachedGpulet, ran: BatchRan, body: memoryview) -> None:
         batch = self._fleet.take(gpulet, ran.number)
         if batch is None:
-            return  # preempted
+            return  # of a gpu-let that was given up
         now = self._time.now_ms
         gpulet.failures = 0
         gpulet.batches += 1

@@ -26,7 +26,7 @@ from tenuto.deployments.gpulet.inbox import Source
 from tenuto.deployments.wire.encryption import Identity, TlsSocket
 from tenuto.deployments.wire.frames import Address, FrameSocket, WrongFrameError, listener
 from tenuto.deployments.wire.liveness import BEAT_S
-from tenuto.deployments.wire.messages import AbortBatch, GpuletState, Message, RunBatch, TakeCharge
+from tenuto.deployments.wire.messages import GpuletState, Message, RunBatch, TakeCharge
 from tenuto.deployments.wire.peer import Endpoint
 from tenuto.deployments.wire.tensors import Buffer
 
@@ -80,7 +80,7 @@ class ArrivedBatch:
         return self.message.size
 
     def is_given_up(self) -> bool:
-        """Whether its dispatcher wants it no more, or has gone, or another one is in charge; for the worker."""
+        """Whether its dispatcher has gone, or another one is in charge; for the worker."""
         return self.is_aborted or not self._peer.is_obeyed()
 
     def answer(self, message: Message, buffers: Sequence[Buffer] = ()) -> None:
@@ -232,10 +232,6 @@ class Channel:
         if isinstance(message, RunBatch):
             batch = peer.running[message.number] = ArrivedBatch(peer, message, body, received_at)
             self._on_batch(batch)
-        elif isinstance(message, AbortBatch):
-            running = peer.running.get(message.number)
-            if running is not None:
-                running.is_aborted = True
         elif isinstance(message, TakeCharge):
             self._put_in_charge(peer, message)
         else:

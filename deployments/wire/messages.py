@@ -119,12 +119,6 @@ class RunBatch(_Message, tag=3):
         return sum(rows for _, rows in self.members)
 
 
-class AbortBatch(_Message, tag=4):
-    """Do not run that batch if it has not begun; it is answered all the same."""
-
-    number: int
-
-
 class BatchRan(_Message, tag=5):
     """A batch was executed; `members`: rows and described outputs, in the order of the `RunBatch`.
 
@@ -315,7 +309,6 @@ Message = (
     | TakeCharge
     | GpuletState
     | RunBatch
-    | AbortBatch
     | BatchRan
     | BatchFailed
     | GpuletCloses

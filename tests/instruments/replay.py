@@ -22,7 +22,7 @@ from tenuto.deployments.dispatch.fleet import ConnectionFactory, GpuletConnectio
 from tenuto.deployments.dispatch.measured_times import WayMeter
 from tenuto.deployments.dispatch.rehearsals import Computed
 from tenuto.deployments.wire.answers import Answer
-from tenuto.deployments.wire.messages import AbortBatch, BatchRan, GpuletState, Message, RunBatch
+from tenuto.deployments.wire.messages import BatchRan, GpuletState, Message, RunBatch
 from tenuto.deployments.wire.peer import ConnectionEvents, Endpoint, Finder
 from tenuto.deployments.wire.tensors import Buffer
 from tenuto.placement import Plan
@@ -78,16 +78,9 @@ class EmulatedConnection:
             self._timer.cancel()
 
     def send(self, message: Message, buffers: Sequence[Buffer] = ()) -> None:
-        """Take a batch, or throw the running one away."""
+        """Take a batch."""
         del buffers
         now = asyncio.get_running_loop().time()
-        if isinstance(message, AbortBatch):
-            if self._waiting and self._waiting[0][0].number == message.number:
-                self._waiting.popleft()
-                if self._timer is not None:
-                    self._timer.cancel()
-                self._begin()
-            return
         assert isinstance(message, RunBatch)
         self._waiting.append((message, now + self._ctrl_ms / 1000.0))
         if len(self._waiting) == 1:

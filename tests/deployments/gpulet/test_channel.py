@@ -14,7 +14,7 @@ import pytest
 
 from tenuto.deployments.gpulet.channel import ArrivedBatch, Channel
 from tenuto.deployments.gpulet.inbox import Inbox
-from tenuto.deployments.wire.messages import AbortBatch, BatchRan, GpuletState, Message, RunBatch, TakeCharge
+from tenuto.deployments.wire.messages import BatchRan, GpuletState, Message, RunBatch, TakeCharge
 from tenuto.deployments.wire.peer import Endpoint, PeerConnection
 from tests.instruments.asking import PATIENCE_S, until
 from tests.instruments.fake_gpulet import SIGNATURE, state
@@ -139,16 +139,6 @@ async def test_small_batches_of_this_machine_wait_in_their_socket_and_are_not_da
     await until(lambda: len(far.answers) == 3)
     assert worker.begun == [0, 1, 2]
     assert not any(worker.dated[1:])
-    await far.connection.stop()
-
-
-async def test_a_batch_given_up_while_another_runs_is_known_to_be(channel: Channel, worker: Worker) -> None:
-    far = await connected_amid_a_batch(channel, worker)
-    far.connection.send(batch(1))
-    far.connection.send(AbortBatch(1))
-    worker.goes_on.set()
-    await until(lambda: len(far.answers) == 2)
-    assert worker.aborted == [1]
     await far.connection.stop()
 
 

@@ -24,7 +24,7 @@ from tenuto.deployments.wire.frames import (
     listen,
     listener,
 )
-from tenuto.deployments.wire.messages import AbortBatch, BatchFailed, Hello, Message, RunBatch, encode
+from tenuto.deployments.wire.messages import BatchFailed, Hello, Message, RunBatch, encode
 
 PATIENCE_S = 60.0
 
@@ -98,13 +98,13 @@ async def test_frames_arrive_whole_and_in_order(address: Any, identity: Identity
     connection = await connect(target, Hello("secret"), inbox.on_message, inbox.on_lost, certificate=certificate)
     connection.limit_bodies(MUCH)
     big = bytes(range(256)) * 4096
-    connection.send(AbortBatch(1), [b"ab", memoryview(b"cd")])
-    connection.send(AbortBatch(2))
-    connection.send(AbortBatch(3), [big, big])
+    connection.send(BatchFailed(1, ""), [b"ab", memoryview(b"cd")])
+    connection.send(BatchFailed(2, ""))
+    connection.send(BatchFailed(3, ""), [big, big])
     assert [await inbox.next() for _ in range(3)] == [
-        (AbortBatch(1), b"abcd"),
-        (AbortBatch(2), b""),
-        (AbortBatch(3), big + big),
+        (BatchFailed(1, ""), b"abcd"),
+        (BatchFailed(2, ""), b""),
+        (BatchFailed(3, ""), big + big),
     ]
     connection.close()
     await asyncio.wait_for(inbox.lost.wait(), PATIENCE_S)
@@ -135,12 +135,12 @@ def test_frames_survive_any_cutting_of_the_stream(sent: list[tuple[str, bytes]],
     assert found == sent
 
 
-@pytest.mark.parametrize("hello", [Hello("guess"), Hello("ge\u00fcbt"), AbortBatch(1)])
+@pytest.mark.parametrize("hello", [Hello("guess"), Hello("ge\u00fcbt"), BatchFailed(1, "")])
 async def test_a_stranger_is_refused(hello: Any) -> None:
     server = await listen("\0tenuto-test-token", accept())
     inbox = Inbox()
     connection = await connect("\0tenuto-test-token", hello, inbox.on_message, inbox.on_lost)
-    connection.send(AbortBatch(1))
+    connection.send(BatchFailed(1, ""))
     await asyncio.wait_for(inbox.lost.wait(), PATIENCE_S)
     assert inbox.frames.empty()
     server.close()
@@ -187,8 +187,8 @@ async def test_garbage_closes_the_connection_and_not_the_server(garbage: bytes) 
     writer.close()
     inbox = Inbox()
     connection = await connect((host, port), Hello("secret"), inbox.on_message, inbox.on_lost)
-    connection.send(AbortBatch(7))
-    assert await inbox.next() == (AbortBatch(7), b"")
+    connection.send(BatchFailed(7, ""))
+    assert await inbox.next() == (BatchFailed(7, ""), b"")
     connection.close()
     server.close()
 
@@ -199,9 +199,9 @@ async def test_a_body_beyond_the_limit_closes_the_connection() -> None:
     connection = await connect("\0tenuto-test-limit", Hello("secret"), inbox.on_message, inbox.on_lost)
     connection.limit_bodies(1000)
     connection.limit_bodies(10)  # what was asked for by the larger one may still come
-    connection.send(AbortBatch(1), [bytes(1000)])
+    connection.send(BatchFailed(1, ""), [bytes(1000)])
     assert (await inbox.next())[1] == bytes(1000)
-    connection.send(AbortBatch(2), [bytes(1001)])
+    connection.send(BatchFailed(2, ""), [bytes(1001)])
     await asyncio.wait_for(inbox.lost.wait(), PATIENCE_S)
     server.close()
 
@@ -214,7 +214,7 @@ async def test_nobody_else_can_pose_as_an_encrypted_peer() -> None:
     with pytest.raises(ssl.SSLCertVerificationError):
         await connect(where, Hello("secret"), inbox.on_message, inbox.on_lost, certificate=Identity().certificate)
     plain = await connect(where, Hello("secret"), inbox.on_message, inbox.on_lost)
-    plain.send(AbortBatch(1))
+    plain.send(BatchFailed(1, ""))
     await asyncio.wait_for(inbox.lost.wait(), PATIENCE_S)
     assert inbox.frames.empty()
     server.close()
@@ -254,7 +254,7 @@ async def test_the_memory_of_large_bodies_is_used_again_only_when_nobody_looks()
 
     async def send(value: int, count: int = size) -> memoryview:
         arrived.clear()
-        client.send(AbortBatch(1), [bytes([value]) * count])
+        client.send(BatchFailed(1, ""), [bytes([value]) * count])
         await asyncio.wait_for(arrived.wait(), PATIENCE_S)
         return kept.pop()
 
@@ -304,7 +304,7 @@ def test_threads_exchange_frames_larger_than_what_a_socket_takes() -> None:
     client.close()
     with pytest.raises(OSError, match="closed by the peer"):
         server.receive()
-    server.send(AbortBatch(1))  # to nobody: silent
+    server.send(BatchFailed(1, ""))  # to nobody: silent
     server.close()
 
 
