@@ -29,7 +29,7 @@ from tenuto.placement import ModelSpec, Plan
 from tenuto.placement.applications import Application
 
 Progress = Callable[[str], None]
-_SHOWN_ERRORS = 8
+_SHOWN_ERRORS = 8  # limit: kinds of errors that are printed
 
 
 @dataclass(frozen=True)

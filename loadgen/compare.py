@@ -22,9 +22,9 @@ from tenuto.loadgen.records import Records
 from tenuto.loadgen.run import Run, load_document, load_run
 from tenuto.outcome import Outcome
 
-CONFIDENCE = 0.95
-_PARTS = 20
-_LEAST_PARTS = 5
+CONFIDENCE = 0.95  # unit: of intervals, two-sided
+_PARTS = 20  # unit: parts of a run, whose means are compared (batch means)
+_LEAST_PARTS = 5  # limit: below it no interval is given
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from tenuto.placement.applications import Application
 
 _Arriving = TypeVar("_Arriving", ModelSpec, Application)
 
-AXES: dict[str, tuple[float, ...]] = {
+AXES: dict[str, tuple[float, ...]] = {  # unit: what is tried unless asked otherwise
     "rate_scale": (0.25, 0.5, 0.75, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0),
     "slo_scale": (0.25, 0.4, 0.5, 0.6, 0.75, 1.0, 1.25, 1.5, 2.0),
     "cv": (0.25, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0),

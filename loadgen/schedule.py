@@ -19,7 +19,7 @@ from tenuto.placement.applications import Application
 from tenuto.placement.arrivals.azure import is_synthetic
 from tenuto.placement.arrivals.processes import arrival_times
 
-MOST_REQUESTS = 100_000_000  # 1.2 GB of schedule; a mistyped duration should say so instead of eating the memory
+MOST_REQUESTS = 100_000_000  # limit: 1.2 GB of schedule; a mistyped duration should say so instead of eating the memory
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from tenuto.loadgen.records import Records
 from tenuto.outcome import Outcome
 from tenuto.placement.applications import Application
 
-TARGET_ATTAINMENT = 0.99
+TARGET_ATTAINMENT = 0.99  # unit: the attainment that PASS asks for unless another is given
 
 
 @dataclass(frozen=True)

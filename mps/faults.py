@@ -12,8 +12,8 @@ from typing import Any
 from tenuto.documents import write_whole
 from tenuto.errors import EnvironmentFaultError
 
-MOST_FAULTS = 3  # within the window: two restarts, then a refusal
-WINDOW_S = 600.0
+MOST_FAULTS = 3  # limit: within the window: two restarts, then a refusal
+WINDOW_S = 600.0  # limit: after which a fault is forgotten
 
 # After these the GPU itself is unwell and no new process helps: uncorrectable memory, a lost bus or link, firmware that
 # hangs (NVIDIA, "Xid Errors"). The others are faults of one process, which learns of its own by CUDA's error.

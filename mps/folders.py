@@ -11,7 +11,7 @@ from pathlib import Path
 from tenuto.mps.processes import Processes
 
 DEFAULT_ROOT = "/tmp/tenuto-mps"
-MOST_PATH_BYTES = 90  # of a pipe directory: its sockets' paths may have 108 bytes
+MOST_PATH_BYTES = 90  # limit: of a pipe directory: its sockets' paths may have 108 bytes
 OWNER = "owner.json"
 
 

@@ -9,11 +9,11 @@ from collections.abc import Callable
 from tenuto.mps.control import ControlError
 from tenuto.mps.daemon import PrivateDaemon
 
-POLL_S = 2.0
-UNUSED_POLLS = 5  # a gpu-let that Serve replaces is away for some seconds
+POLL_S = 2.0  # limit: between two looks at a daemon's clients
+UNUSED_POLLS = 5  # limit: a gpu-let that Serve replaces is away for some seconds
 # After a fault all of a GPU's gpu-lets are away at once, for as long as importing torch and Serve's back-off between
 # two tries (at most 64 s) take; with the daemon the count of faults would go, and restarts would never come to an end.
-UNUSED_POLLS_AFTER_FAULTS = 60
+UNUSED_POLLS_AFTER_FAULTS = 60  # limit: two minutes
 
 
 def reap(daemon: PrivateDaemon, sleep: Callable[[float], None] = time.sleep) -> None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from tenuto.errors import EnvironmentFaultError
 
-_MULTIPROCESSOR_COUNT = 16  # CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT of cuda.h
+_MULTIPROCESSOR_COUNT = 16  # format: CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT of cuda.h
 
 
 @dataclass(frozen=True)

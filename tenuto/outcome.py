@@ -36,5 +36,5 @@ class Outcome(IntEnum):
 
 
 OUTCOMES = ("ok", "late", "expired", "rejected", "failed")
-_HTTP_STATUS = (200, 200, 504, 429, 503)
+_HTTP_STATUS = (200, 200, 504, 429, 503)  # format: RFC 9110 and 6585
 _OF_STATUS = {200: Outcome.OK, 504: Outcome.EXPIRED, 429: Outcome.REJECTED}

@@ -35,9 +35,9 @@ IMAGE_MODELS = ("mobilenet_v2", "resnet50")
 TEXT_MODEL = "bert"
 SENTENCE = "Hold every note for its full value, and never longer."
 
-_BUSY = 0.25  # part of the processor the planned load may take; the rest serves, sends and measures
-_EMULATED_FACTOR = 10.0  # how much more is asked of the four emulated GPUs
-_BATCH_SIZES = (1, 2, 4)
+_BUSY = 0.25  # limit: part of the processor the planned load may take; the rest serves, sends and measures
+_EMULATED_FACTOR = 10.0  # limit: how much more is asked of the four emulated GPUs
+_BATCH_SIZES = (1, 2, 4)  # limit: which the profile of the example has
 
 Say = Callable[[str], None]
 

@@ -17,7 +17,7 @@ from tenuto.outcome import Outcome
 from tenuto.placement.plan import ExpectedModel
 from tenuto.placement.workload import ModelSpec
 
-_KEPT_EVENTS = 256
+_KEPT_EVENTS = 256  # limit: events that a status tells of; older ones are in the log
 
 
 def _no_times() -> Histogram:

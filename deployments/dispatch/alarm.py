@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from typing import Any, Protocol
 
-_ABSOLUTE = 1  # TFD_TIMER_ABSTIME
+_ABSOLUTE = 1  # format: TFD_TIMER_ABSTIME
 _FLAGS = os.O_NONBLOCK | getattr(os, "O_CLOEXEC", 0)  # TFD_NONBLOCK and TFD_CLOEXEC have the values of these
 
 

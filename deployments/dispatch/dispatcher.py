@@ -52,7 +52,7 @@ SchedulerFactory = Callable[[Plan, NetworkDelay], Scheduler]
 
 _TOO_LATE = "the deadline could not be met; it was not executed. Lower the rate, raise the SLO or add GPUs"
 _NOT_BACK = "its batch did not come back by its deadline; the gpu-let that executes it may hang"
-_LEAST_OVERDUE_MS = 20.0  # what a loop may stand still for: no answer is given up sooner after its deadline
+_LEAST_OVERDUE_MS = 20.0  # limit: what a loop may stand still for: no answer is given up sooner after its deadline
 _NO_ANSWER = "the gpu-let that executed this batch died; send the request again"
 
 

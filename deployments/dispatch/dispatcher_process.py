@@ -50,7 +50,7 @@ from tenuto.outcome import Outcome
 
 logger = logging.getLogger("ray.serve")
 
-_DRAIN_S = 8.0
+_DRAIN_S = 8.0  # limit: for what is under way; Serve gives the process 10 s
 _LEFT = "its client went away"
 
 

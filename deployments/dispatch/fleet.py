@@ -26,10 +26,10 @@ GpuletConnection = Connection[GpuletState]
 # Makes the connection to a gpu-let from its id, what finds it and who is told.
 ConnectionFactory = Callable[[str, Finder, ConnectionEvents[GpuletState]], GpuletConnection]
 
-_LAST_ANSWERS_S = 30.0
-_FIRST_REST_S = 0.1
-_LONGEST_REST_S = 5.0
-_DRAWN_BITS = 31  # of a term, so that two dispatchers that have heard of the same one never choose equal ones
+_LAST_ANSWERS_S = 30.0  # limit: for the batches of a gpu-let that the plan no longer has
+_FIRST_REST_S = 0.1  # limit: between the first two tries to connect; twice as long after each further failure
+_LONGEST_REST_S = 5.0  # limit: of that rest, so that one which is back is found soon
+_DRAWN_BITS = 31  # format: of a term, so that two dispatchers that have heard of the same one never choose equal ones
 
 
 def gpulet_connection(gpulet_id: str, find: Finder, events: ConnectionEvents[GpuletState]) -> GpuletConnection:

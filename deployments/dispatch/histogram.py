@@ -7,10 +7,11 @@ from collections.abc import Sequence
 
 from tenuto.deployments.wire.status import Buckets
 
-# Of the SLO: fine around it, where attainment is decided, coarse where only the order matters.
+# unit: bounds of a histogram, in parts of the SLO: fine around it, where attainment is decided, coarse where only the
+# order matters.
 _PARTS_OF_SLO = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 0.75, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0, 5.0)
 
-BATCH_SIZES = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0)
+BATCH_SIZES = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0)  # unit: bounds of a histogram
 
 
 def buckets_around(slo_ms: float) -> tuple[float, ...]:

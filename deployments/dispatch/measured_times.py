@@ -12,13 +12,15 @@ from collections import deque
 
 from tenuto.batching.core.system import NetworkDelay
 
-_WEIGHT = 0.3  # of a batch in the average: a change is followed to 90 % within seven batches
-_CHANCE = 3.0  # mean deviations of single batches: an average is that far off by chance once in a hundred batches
-_FADES_AFTER_S = 2.0  # without a batch: longer than any client waits
-_FADES_TO = 0.7  # of what it exceeds 1 by, each second: from 40 to below 2 within the 10 s after
-_LOOKED_AT = 128  # ways and copies of so many batches; their median is within 0.1 standard deviations
-_LEAST = 16  # below which what was said at the beginning holds
-_MOST_WAY_MS = 4.0  # more is a processor that is busy, whatever the network: without a bound it could stop all sending
+_WEIGHT = 0.3  # derived: part of a batch in the average: a change is followed to 90 % within seven batches
+# derived: mean deviations of single batches: an average is that far off by chance once in a hundred batches
+_CHANCE = 3.0
+_FADES_AFTER_S = 2.0  # derived: without a batch: longer than any client waits
+_FADES_TO = 0.7  # derived: part of what it exceeds 1 by, each second: from 40 to below 2 within the 10 s after
+_LOOKED_AT = 128  # derived: ways and copies of so many batches; their median is within 0.1 standard deviations
+_LEAST = 16  # limit: batches, below which what was said at the beginning holds
+# limit: more is a processor that is busy, whatever the network: without a bound it could stop all sending
+_MOST_WAY_MS = 4.0
 
 
 class _Ratio:

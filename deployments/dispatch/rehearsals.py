@@ -18,8 +18,8 @@ from tenuto.batching.core.scheduler import Rehearsal, Rehearse
 
 logger = logging.getLogger("ray.serve")
 
-_LONGEST_S = 60.0
-_ENDS_S = 60.0  # after a kill
+_LONGEST_S = 60.0  # limit: of a rehearsal, after which it is given up
+_ENDS_S = 60.0  # limit: after a kill
 _LENGTH = struct.Struct("<Q")
 # Runs only when nobody else wants the core: at the lowest niceness it would still keep it until the end of its time
 # slice, some 3 ms. Before anything is imported, which takes 0.8 s just when the first requests come.

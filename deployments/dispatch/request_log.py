@@ -15,7 +15,7 @@ from tenuto.deployments.dispatch.in_flight import Request
 from tenuto.deployments.wire.answers import Executed, Refused, late_loop
 from tenuto.deployments.wire.status import EndedRequest
 
-_KEPT = 4096
+_KEPT = 4096  # limit: requests that the log shows
 # When it ended (wall clock, s), id, model, arrival, end and deadline (ms), and what became of it. Neither the request
 # nor its inputs or outputs are kept: of an execution only its times.
 _Ended = tuple[float, str, str, float, float, float, "_Times | Refused"]

@@ -23,16 +23,16 @@ from tenuto.deployments.wire.arena import Arena, Slot
 from tenuto.deployments.wire.status import FrontDoorStatus
 from tenuto.deployments.wire.tensors import Buffer
 
-_READ_BYTES = 1 << 16
-_SLOT_BYTES = 1 << 14  # bodies from here on are received into shared memory; below, one more copy costs less
-_JOINED_BYTES = 1 << 15
-_MOST_PIPELINED = 16  # unanswered ones of a connection; and read of one before the others have their turn
-_HEAD_S = 10.0  # from the first byte of a request to the end of its headers
-_BODY_S = 60.0  # from there to the end of its body; and for answers to be taken
-_LOOKED_AT = 32  # places that are looked at for one that is not in use
-_IDLE_S = 300.0  # between two requests
-_LINGER_S = 5.0  # for a client that goes on sending after its last answer
-_REFUSED_S = 0.01  # until one that has left altogether has refused what was sent; looked at again once a second
+_READ_BYTES = 1 << 16  # limit: of one read from a socket
+_SLOT_BYTES = 1 << 14  # derived: bodies from here on are received into shared memory; below, one more copy costs less
+_JOINED_BYTES = 1 << 15  # derived: below it, one write of a joined copy costs less than a vectored one
+_MOST_PIPELINED = 16  # limit: unanswered ones of a connection; and read of one before the others have their turn
+_HEAD_S = 10.0  # limit: from the first byte of a request to the end of its headers
+_BODY_S = 60.0  # limit: from there to the end of its body; and for answers to be taken
+_LOOKED_AT = 32  # limit: places that are looked at for one that is not in use
+_IDLE_S = 300.0  # limit: between two requests
+_LINGER_S = 5.0  # limit: for a client that goes on sending after its last answer
+_REFUSED_S = 0.01  # limit: until one that has left altogether has refused what was sent; looked at again once a second
 _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 # Why a request was turned away before its body was taken, as operators read it.
 _REASONS = {

@@ -50,11 +50,11 @@ from tenuto.profiles.networks.catalogue import ModelSignature
 
 logger = logging.getLogger("ray.serve")
 
-_REPORT_TIMEOUT_S = 5.0
-_MOST_ASKED = 8  # times for another dispatcher than one that is connected, before a pause
+_REPORT_TIMEOUT_S = 5.0  # limit: for the answers of all dispatchers to one question
+_MOST_ASKED = 8  # limit: times for another dispatcher than one that is connected, before a pause
 _DIED = "the dispatcher died; send the request again"
 _LATE = Refused(Outcome.EXPIRED, "its deadline passed before its dispatcher's death was noticed", 1.0)
-_LAST_READS_S = 10.0  # after a dispatcher's death its gpu-lets may still read what they have begun
+_LAST_READS_S = 10.0  # limit: after a dispatcher's death its gpu-lets may still read what they have begun
 
 DispatcherConnection = Connection[DispatcherState]
 ReportT = TypeVar("ReportT", bound=Report)

@@ -16,10 +16,10 @@ from tenuto.deployments.entry.http import Head, HttpError
 from tenuto.deployments.wire.tensors import Buffer
 
 _HEAD_END = b"\r\n\r\n"
-_MOST_HEADER_BYTES = 1 << 15
-_MOST_FRAMING_BYTES = 1 << 15  # of a chunked body beyond eight for each byte of it: `1 CR LF x CR LF` are five
-_KEPT_HEADS = 1024
-_LONGEST_KEPT_HEAD_BYTES = 2048
+_MOST_HEADER_BYTES = 1 << 15  # limit: of a head
+_MOST_FRAMING_BYTES = 1 << 15  # limit: of a chunked body beyond eight for each byte of it: `1 CR LF x CR LF` are five
+_KEPT_HEADS = 1024  # limit: heads whose reading is remembered
+_LONGEST_KEPT_HEAD_BYTES = 2048  # limit: of a head whose reading is remembered
 _OWN_NAMES = frozenset((b"x-request-id", b"traceparent", b"x-request-start"))  # these come once, and so do their heads
 # One space between the parts (3), and a version that is ours (2.3). llhttp also takes more spaces, empty lines before,
 # RTSP, ICE, HTTP/0.9 and 2.0.

@@ -47,9 +47,9 @@ from tenuto.deployments.wire.peer import Endpoint, Finder
 from tenuto.deployments.wire.status import DispatchingStatus, Served
 from tenuto.errors import EnvironmentFaultError, refused
 
-_DRAIN_S = 8.0
-_MOST_OPERATORS = 64  # connections
-_TAKEN_S = 10.0  # how long a gateway waits for a port that another still has
+_DRAIN_S = 8.0  # limit: for what is under way; Serve gives the process 10 s
+_MOST_OPERATORS = 64  # limit: connections
+_TAKEN_S = 10.0  # limit: how long a gateway waits for a port that another still has
 
 
 class Entry:

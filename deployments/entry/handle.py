@@ -29,8 +29,8 @@ from tenuto.errors import EnvironmentFaultError, InvalidInputError, Problem, Una
 from tenuto.outcome import Outcome
 from tenuto.placement import Plan
 
-_SLOT_BYTES = 1 << 14
-_ARENA_BYTES = 1 << 28
+_SLOT_BYTES = 1 << 14  # derived: below it a copy costs less than shared memory, as for bodies of HTTP
+_ARENA_BYTES = 1 << 28  # limit: of the memory that a handle shares with gpu-lets; beyond it tensors are sent
 ALONE = "gateway"  # the only sub-cluster where the gateway itself schedules
 
 

@@ -26,7 +26,7 @@ def status_line(status: int) -> bytes:
     return _STATUS_LINES[status]
 
 
-_MOST_MESSAGE = 4096  # characters
+_MOST_MESSAGE = 4096  # limit: characters
 
 
 class HttpError(Exception):

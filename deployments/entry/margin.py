@@ -13,19 +13,19 @@ from __future__ import annotations
 from tenuto.deployments.wire.status import MarginStatus
 
 # Options: an operator who knows the way to the clients gives `allowance_ms` instead.
-_ALLOWANCE_PART = 0.08  # of the SLO
-_MOST_ALLOWANCE_MS = 2.0
+_ALLOWANCE_PART = 0.08  # derived: of an SLO of 25 ms the 2 ms below; part of the SLO
+_MOST_ALLOWANCE_MS = 2.0  # limit: more is a slow network, of which the operator has to tell
 # Derived: a quantile that is followed in steps scatters by the root of step times scale, here 0.3 ms where delays are
 # of some 2 ms; and the first answers of a gateway are late by what its processes need to start.
 _STEP_MS = 0.05
-_START_MS = 2.0
+_START_MS = 2.0  # derived: that scatter and that start
 # Derived: what waits longer than some slices of the processor's time is no tail, and no margin helps it.
 _MOST_MS = 50.0
 # Derived: batches grow in proportion to the time they have, half of which they wait: beyond capacity one ms less of
 # margin serves this part of 1 / SLO more requests.
 _MS_WORTH = 0.5
 _MEMORY = 1e-3  # derived: of one request in shares that are known to a thousandth
-_KINDS = 256  # of requests, by the time allowed and by what one takes alone, whose bounds are remembered
+_KINDS = 256  # limit: of requests, by the time allowed and by what one takes alone, whose bounds are remembered
 
 
 class Margin:

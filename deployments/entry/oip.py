@@ -34,13 +34,14 @@ DATATYPES = {
 }
 _PROTOCOL_NAMES = {numpy_name: name for name, numpy_name in DATATYPES.items()}
 _ITEM_BYTES = {numpy_name: np.dtype(numpy_name).itemsize for numpy_name in DATATYPES.values()}
-MAX_SAMPLES = 1024
-MOST_JSON_BYTES = 4 << 20  # a picture of 3 x 224 x 224 floats takes 1.5 to 3 MiB; binary tensors have no such limit
-JSON_AT_ONCE_BYTES = 1 << 16  # from here on it is read aside: 5 ms or less
-_MOST_JSON_VALUES = 1 << 18
-_MOST_OBJECTS = 1 << 8
-_MOST_QUOTES = 1 << 12
-_PART_BYTES = 1 << 15  # of JSON numbers that are read at once, 2 ms or less: other threads wait so long
+MAX_SAMPLES = 1024  # limit: of one request
+# limit: a picture of 3 x 224 x 224 floats takes 1.5 to 3 MiB; binary tensors have no such limit
+MOST_JSON_BYTES = 4 << 20
+JSON_AT_ONCE_BYTES = 1 << 16  # limit: from here on it is read aside: 5 ms or less
+_MOST_JSON_VALUES = 1 << 18  # limit: numbers of a body
+_MOST_OBJECTS = 1 << 8  # limit: JSON objects of a body
+_MOST_QUOTES = 1 << 12  # limit: quotation marks of a body
+_PART_BYTES = 1 << 15  # limit: of JSON numbers that are read at once, 2 ms or less: other threads wait so long
 
 JSON_TOO_LARGE = (
     f"the JSON exceeds {MOST_JSON_BYTES >> 20} MiB or {_MOST_JSON_VALUES:,} values. Send large tensors as binary data "
@@ -52,7 +53,7 @@ Scalar = str | int | float | bool | None
 
 
 # A request that may wait longer is a mistake: it would hold its memory and its client's connection all the time.
-LONGEST_SLO_MS = 3_600_000.0
+LONGEST_SLO_MS = 3_600_000.0  # limit: an hour
 
 
 NO_SHARED_MEMORY = "shared memory of clients is not offered. Send tensors in the body as binary data."

@@ -47,14 +47,14 @@ _BEHIND = orjson.dumps(
 )
 _BEHIND_LINES = JSON + retry_after(1.0)
 _SITE = {name: name.encode() for name in ("host", "origin", "sec-fetch-site", "sec-fetch-mode")}
-_MOST_COLD_BYTES = 1 << 16  # of requests that carry no load: the application reads them on the loop
+_MOST_COLD_BYTES = 1 << 16  # limit: of requests that carry no load: the application reads them on the loop
 _COLD_TOO_LARGE = f"the body exceeds {_MOST_COLD_BYTES >> 10} KiB. Only inference takes large ones."
-_MOST_TEXT_BYTES = 1 << 20  # of a text for /predict: tokenizers hold the interpreter
-_LONGEST_BEFORE_S = 60.0  # a proxy that says more has another clock
+_MOST_TEXT_BYTES = 1 << 20  # limit: of a text for /predict: tokenizers hold the interpreter
+_LONGEST_BEFORE_S = 60.0  # limit: a proxy that says more has another clock
 _WITHOUT_KEY = b"/v2/health/"  # load balancers have none
 _BEARER = b"www-authenticate: Bearer\r\n"
 _DECODERS = min(4, os.cpu_count() or 1)
-_MOST_DECODING = 64  # pictures and texts that wait for a thread; what comes then is turned away
+_MOST_DECODING = 64  # limit: pictures and texts that wait for a thread; what comes then is turned away
 
 
 class ReadingLag:

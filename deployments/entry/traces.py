@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from opentelemetry.sdk.trace.export import SpanExporter
 
 _TRACEPARENT = re.compile(rb"00-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})")
-_SAMPLED = 1
+_SAMPLED = 1  # format: the flag of a traceparent (W3C Trace Context)
 
 
 class Traced(NamedTuple):

@@ -32,7 +32,7 @@ from tenuto.deployments.wire.tensors import Buffer
 
 logger = logging.getLogger("ray.serve")
 
-_HANDSHAKE_S = 5.0
+_HANDSHAKE_S = 5.0  # limit: for the first words of a dispatcher
 
 
 class _Peer:

@@ -15,7 +15,7 @@ from typing import Generic, Protocol, TypeVar
 
 ItemT = TypeVar("ItemT")
 
-_SLEPT_S = 1e-4  # a wait that ended sooner found something there
+_SLEPT_S = 1e-4  # limit: a wait that ended sooner found something there
 
 
 class Source(Protocol):

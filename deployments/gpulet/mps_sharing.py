@@ -28,9 +28,9 @@ from tenuto.mps.sm_count import VisibleDevice, free_memory_mib, visible_devices
 
 logger = logging.getLogger("ray.serve")
 
-_VOLTA = (7, 0)
-_UNANSWERED = 3  # health checks in a row: a busy node may make the daemon late once
-_OTHERS_LEAVE_S = 20  # a gpu-let of the last plan that ran without CUDA MPS takes half of that to go
+_VOLTA = (7, 0)  # format: compute capability from which CUDA MPS limits shares
+_UNANSWERED = 3  # limit: health checks in a row: a busy node may make the daemon late once
+_OTHERS_LEAVE_S = 20  # limit: a gpu-let of the last plan that ran without CUDA MPS takes half of that to go
 
 
 class SharedGpu:

@@ -33,8 +33,8 @@ from tenuto.deployments.wire.peer import Endpoint
 from tenuto.documents import parse_document
 from tenuto.errors import EnvironmentFaultError
 
-_LOOK_S = 1.0
-_LAST_WORDS_S = 0.2  # between the notice that the device is lost and the end of the process
+_LOOK_S = 1.0  # limit: between two looks for a batch that hangs, which `hangs_s` allows for
+_LAST_WORDS_S = 0.2  # limit: between the notice that the device is lost and the end of the process
 
 
 class GpuletReplica:

@@ -17,7 +17,7 @@ from tenuto.deployments.gpulet.executors.streamed import StreamingExecutor
 from tenuto.profiles.networks.inputs import Arrays, Blocks
 from tenuto.profiles.networks.runner import STREAMED_DEPTH, BatchTimes
 
-_ENDS_S = 60.0
+_ENDS_S = 60.0  # limit: for what has been launched
 
 
 class _Batch(Protocol):

@@ -15,8 +15,8 @@ from tenuto.mps.inventory import GpuDevice, read_inventory
 from tenuto.mps.others import OtherProcess, others_on
 from tenuto.mps.processes import Processes
 
-_VOLTA = (7, 0)
-_LEAST_FREE_MIB = 1024  # a CUDA context and one small model
+_VOLTA = (7, 0)  # format: compute capability from which CUDA MPS limits shares
+_LEAST_FREE_MIB = 1024  # limit: a CUDA context and one small model
 
 
 def check_gpus(

@@ -23,7 +23,7 @@ from tenuto.deployments.operator.page import live_page
 from tenuto.deployments.security.site import why_foreign
 from tenuto.deployments.wire.status import EndedRequest, SystemStatus
 
-_MOST_REQUESTS = 4096
+_MOST_REQUESTS = 4096  # limit: of the log in one answer
 
 
 class Watched(Protocol):

@@ -14,10 +14,10 @@ logger = logging.getLogger("ray.serve")
 # Returns what the controller shows of itself, None where none runs.
 AskController = Callable[[], Awaitable[ControllerStatus | None]]
 
-_EVERY_S = 2.0
-_ABSENT_S = 10.0  # until the next question, where none runs
-_WAITED_S = 1.0
-_LASTS_S = 20.0
+_EVERY_S = 2.0  # limit: between two questions to the controller, which looks as often
+_ABSENT_S = 10.0  # limit: until the next question, where none runs
+_WAITED_S = 1.0  # limit: for an answer that is under way; else the last one is shown
+_LASTS_S = 20.0  # limit: of one question
 
 
 async def nobody() -> None:

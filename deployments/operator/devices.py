@@ -18,9 +18,9 @@ from tenuto.mps.faults import XidEvents
 
 logger = logging.getLogger("ray.serve")
 
-_EVERY_S = 5.0
-_SM_CLOCK = 1  # NVML_CLOCK_SM
-_CORE_TEMPERATURE = 0  # NVML_TEMPERATURE_GPU
+_EVERY_S = 5.0  # limit: between two looks at a GPU
+_SM_CLOCK = 1  # format: NVML_CLOCK_SM
+_CORE_TEMPERATURE = 0  # format: NVML_TEMPERATURE_GPU
 
 
 class DeviceNvml(Protocol):

@@ -16,11 +16,11 @@ from tenuto.deployments.wire.status import ModelCounts, SystemStatus, WatchedSta
 
 logger = logging.getLogger("ray.serve")
 
-_EVERY_S = 1.0
-_KEPT = 120  # points of the history
-_SAMPLES = 12  # statuses; a window and a little
-_WINDOW_S = 10.0  # of the figures; long enough for a percentile at some tens of requests per second
-_LOOKED_S = 30.0  # sampling ends that long after the last look
+_EVERY_S = 1.0  # unit: a point of the history
+_KEPT = 120  # limit: points of the history
+_SAMPLES = 12  # limit: statuses; a window and a little
+_WINDOW_S = 10.0  # unit: of the figures; long enough for a percentile at some tens of requests per second
+_LOOKED_S = 30.0  # limit: sampling ends that long after the last look
 
 
 class RateHistory(msgspec.Struct, frozen=True):

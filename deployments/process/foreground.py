@@ -28,13 +28,15 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-_PR_SET_CHILD_SUBREAPER = 36
-_LOOK_S = 1.0  # between looks at the processes below; a death is to be said within 3 s
-_HUNG_S = 10.0  # a process that is stopped for so long is dead, and is killed: who watches it can start another
-_START_S = 900.0  # until it serves; the longest part, the loading of models, has a limit of its own that is shorter
-_DRAIN_S = 60.0  # Serve gives the entry, then gpu-lets, 10 s each to finish; a busy machine takes three times that
-_LEFT_S = 5.0  # for what still runs when the process behind has ended
-_LOST = 3  # exit code: the environment failed, and whoever supervises may start again
+_PR_SET_CHILD_SUBREAPER = 36  # format: of prctl(2)
+_LOOK_S = 1.0  # limit: between looks at the processes below; a death is to be said within 3 s
+_HUNG_S = 10.0  # limit: a process that is stopped for so long is dead, and is killed: who watches it can start another
+# limit: until it serves; the longest part, the loading of models, has a limit of its own that is shorter
+_START_S = 900.0
+# limit: Serve gives the entry, then gpu-lets, 10 s each to finish; a busy machine takes three times that
+_DRAIN_S = 60.0
+_LEFT_S = 5.0  # limit: for what still runs when the process behind has ended
+_LOST = 3  # format: exit code: the environment failed, and whoever supervises may start again
 
 # The processes of a Ray and a Serve of our own: a part of the command line, what it is, and what its death means.
 # Replicas are not listed: Serve starts them again, and the status shows it.

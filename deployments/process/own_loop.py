@@ -17,8 +17,9 @@ from tenuto.errors import EnvironmentFaultError
 
 ResultT = TypeVar("ResultT")
 
-_STANDSTILL_S = 4.0  # less than what Serve waits for the answer, so that Serve's log says why
-_COLLECT_AFTER = 5_000  # objects more than before: at 700 (the default) requests under way are looked at all the time
+_STANDSTILL_S = 4.0  # limit: less than what Serve waits for the answer, so that Serve's log says why
+# limit: objects more than before: at 700 (the default) requests under way are looked at all the time
+_COLLECT_AFTER = 5_000
 
 
 class OwnLoop:

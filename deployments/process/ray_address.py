@@ -30,11 +30,11 @@ _ONE_MACHINE = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 # What opens any HTTP/2 connection (RFC 9113 §3.4): the preface and an empty SETTINGS frame, which the server answers
 # with a SETTINGS frame. Ray speaks gRPC, which is HTTP/2.
 _HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))
-_SETTINGS = 4
+_SETTINGS = 4  # format: the type of that frame
 _LISTENS = "0A"  # a socket's state in /proc/net/tcp, see proc(5)
 # The address of a Unix socket holds 107 bytes (unix(7)). Below the folder Ray 2.60 makes a session, named by time and
 # process, and sockets in it: /session_2026-01-01_00-00-00_000000_4194304/sockets/plasma_store
-_LONGEST_FOLDER = 107 - 64
+_LONGEST_FOLDER = 107 - 64  # limit: what those leave
 _LOOPBACK = ("127.0.0.1", "localhost", "::1", "[::1]")
 
 

@@ -15,7 +15,7 @@ from typing import Literal
 
 from tenuto.documents import write_whole
 
-_TOKEN_BYTES = 32
+_TOKEN_BYTES = 32  # limit: 256 bits, which nobody guesses
 _ALIVE = "/ray.rpc.NodeInfoGcsService/CheckAlive"  # asks Ray's head nothing, and changes nothing
 
 # What a Ray does with who comes with our token, or without one: `open` takes everybody, `ours` takes our token,

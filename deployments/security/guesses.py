@@ -8,11 +8,12 @@ import logging
 
 logger = logging.getLogger("ray.serve")
 
-_FREE = 5.0  # wrong keys of an address that are answered at once: a client that is configured wrongly tries a few times
-_FIRST_S = 0.1  # what the next one waits; each further one waits twice as long
-_LONGEST_S = 2.0
-_HALVED_S = 30.0  # until an address has half as many to its name
-_MOST_ADDRESSES = 4096
+# limit: wrong keys of an address that are answered at once: a client that is configured wrongly tries a few times
+_FREE = 5.0
+_FIRST_S = 0.1  # limit: what the next one waits; each further one waits twice as long
+_LONGEST_S = 2.0  # limit: of that wait; the connection is held so long
+_HALVED_S = 30.0  # limit: until an address has half as many to its name
+_MOST_ADDRESSES = 4096  # limit: addresses that are remembered
 
 
 class Guesses:

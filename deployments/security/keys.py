@@ -21,9 +21,9 @@ from tenuto.errors import Problem, raise_if_any
 
 ENVIRONMENT = "TENUTO_API_KEYS"
 _PREFIX = "tenuto_"  # lets scanners for leaked secrets find one
-_MOST_KEY_BYTES = 512
-_RECENT_WEIGHT = 0.5  # of the last second
-_LEAST_PART = 0.01
+_MOST_KEY_BYTES = 512  # limit: of a key in a head
+_RECENT_WEIGHT = 0.5  # derived: two seconds make three quarters; part of the last second
+_LEAST_PART = 0.01  # limit: of a key's rate that every gateway may use, whatever the others are asked
 
 
 class KeyEntry(StrictModel):

@@ -14,9 +14,9 @@ from tenuto.deployments.serve.deployment import is_ours
 from tenuto.deployments.serve.states import ApplicationState, application_states, delete_applications
 from tenuto.errors import EnvironmentFaultError
 
-_MOST_CHECKED_NODES = 32
-_REFUSED_S = 0.2  # a machine that is there refuses at once
-_CHECK_S = 90.0  # a node's first worker imports Ray; on a busy machine that takes long
+_MOST_CHECKED_NODES = 32  # limit: nodes whose version of Tenuto is asked for; it rarely differs on the others only
+_REFUSED_S = 0.2  # limit: a machine that is there refuses at once
+_CHECK_S = 90.0  # limit: a node's first worker imports Ray; on a busy machine that takes long
 
 
 class Applications:

@@ -16,7 +16,8 @@ from tenuto.deployments.process.limits import within
 from tenuto.deployments.serve.deployment import is_ours
 from tenuto.deployments.serve.states import application_states, delete_applications, serve_client
 
-_APPLIES_S = 60.0  # Serve's controller takes a config in well under a second; one that was just started reads its state
+# limit: Serve's controller takes a config in well under a second; one that was just started reads its state
+_APPLIES_S = 60.0
 
 
 def deploy_applications(config: Mapping[str, Any]) -> None:

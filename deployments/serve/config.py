@@ -19,11 +19,11 @@ from tenuto.placement.program import Program
 ENTRY_APPLICATION = "tenuto"
 GPULET_PREFIX = "gpulet-"
 # CUDA MPS admits at most 48 clients per GPU (driver r550; 60 later), so 50 slots are never too few.
-LEDGER_SLOT = 0.02
-NODE_SLOT = 0.001  # of a node's own resource, of which there is 1: 1,000 gpu-lets per node
+LEDGER_SLOT = 0.02  # unit: a place of a GPU
+NODE_SLOT = 0.001  # unit: of a node's own resource, of which there is 1: 1,000 gpu-lets per node
 # Serve replaces a process that did not answer three times in a row: after 15 s. One that is merely starved answers one
 # of three; a stopped one is killed by its peers of the same machine long before.
-HEALTH_TIMEOUT_S = 5.0
+HEALTH_TIMEOUT_S = 5.0  # limit: for one answer
 HEAD_NODE = "__internal_head__"  # what Ray calls the head in its resources, besides its address
 _EXECUTORS = ("auto", "torch", "emulated")
 

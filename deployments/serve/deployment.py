@@ -23,7 +23,7 @@ from tenuto.errors import EnvironmentFaultError, refused
 from tenuto.placement import Gpulet, Plan
 
 CONTROL_APPLICATION = "tenuto-control"
-KEPT_VERSIONS = 100
+KEPT_VERSIONS = 100  # limit: plans that `tenuto history` shows
 
 
 class Deployment(StrictModel):
@@ -97,7 +97,7 @@ class Deployment(StrictModel):
 
 
 # Two gateways, the dispatcher that schedules, and Ray with all that waits: each keeps a core busy under full load.
-_CORES_OF_TWO = 4
+_CORES_OF_TWO = 4  # derived: of two gateways
 
 
 def fitting_gateways(cores: int, gpulets: int) -> int:

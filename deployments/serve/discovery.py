@@ -11,8 +11,8 @@ from tenuto.deployments.wire.peer import Endpoint, Finder
 from tenuto.deployments.wire.status import ControllerStatus, DispatchingStatus
 from tenuto.errors import EnvironmentFaultError
 
-_READY_S = 30.0
-_ANSWER_S = 5.0
+_READY_S = 30.0  # limit: for a process that may still be starting
+_ANSWER_S = 5.0  # limit: for one that runs
 
 
 def find_gpulet(gpulet_id: str) -> Finder:

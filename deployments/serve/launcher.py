@@ -39,9 +39,9 @@ RAY_ENVIRONMENT = {
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "RAY_DEDUP_LOGS": "1",
 }
-_JOIN_S = 60.0  # Ray itself gives a cluster's processes 30 s
-_SERVE_STARTS_S = 180.0  # its proxy gets 60 s (above), on a busy machine after a controller that took as long
-_SERVE_ENDS_S = 40.0  # Serve's own limit is 30 s
+_JOIN_S = 60.0  # limit: Ray itself gives a cluster's processes 30 s
+_SERVE_STARTS_S = 180.0  # limit: its proxy gets 60 s (above), on a busy machine after a controller that took as long
+_SERVE_ENDS_S = 40.0  # limit: Serve's own limit is 30 s
 
 
 def start_local_ray(num_gpus: int) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 from tenuto.deployments.process.limits import ANSWER_S, within
 from tenuto.errors import EnvironmentFaultError
 
-_DELETES_S = 70.0  # Serve's own limit is 60 s
+_DELETES_S = 70.0  # limit: Serve's own limit is 60 s
 
 
 @dataclass(frozen=True)

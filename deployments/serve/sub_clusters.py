@@ -13,7 +13,7 @@ from tenuto.placement.components import connected_components
 from tenuto.placement.policies.symphony.partition import Limits, PartitionModel, partition
 
 _WHOLE = "0"
-_EVENER = 0.1  # of the mean rate of a sub-cluster: what moving models has to gain
+_EVENER = 0.1  # limit: of the mean rate of a sub-cluster: what moving models has to gain
 
 
 def read_partition(path: str | Path) -> dict[str, int]:

@@ -84,7 +84,7 @@ class GpuletConfig(StrictModel):
 
 # This and `hangs_s` are chosen, not measured: far above what neighbours and busy processors make of a batch, and short
 # enough that a client who retries meets the new process.
-HANGS_TIMES = 20.0
+HANGS_TIMES = 20.0  # limit: times the longest batch
 
 
 def read_gpulet_config(raw: Mapping[str, Any], gpulet: str) -> GpuletConfig:

@@ -14,7 +14,7 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Protocol
 
-_GRAIN_BYTES = 1 << 16
+_GRAIN_BYTES = 1 << 16  # unit: sizes of slots, so that one that was given back fits the next
 _MEMFD = "/memfd:tenuto-arena"
 _NAME = re.compile(r"(\d+):(\d+):(\d+)")  # process, file descriptor, inode
 

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 
 _NAME = "tenuto"
 _LASTS = datetime.timedelta(days=3650)  # as long as any process
-_READ_BYTES = 1 << 18
-_WRITTEN_BYTES = 1 << 20  # encrypted at once, so that a reader gets its turn
+_READ_BYTES = 1 << 18  # limit: of one read from a socket
+_WRITTEN_BYTES = 1 << 20  # limit: encrypted at once, so that a reader gets its turn
 
 
 class Identity:

@@ -34,13 +34,14 @@ from tenuto.deployments.wire.tensors import Buffer
 logger = logging.getLogger("ray.serve")
 
 _PREFIX = struct.Struct("<IQ")  # bytes of the message, bytes of the body
-_FIRST_FRAME_BYTES = 4096
-_FIRST_FRAME_S = 5.0
-_MOST_MESSAGE_BYTES = 1 << 24
-_ROOM_BYTES = 1 << 16
-_JOINED_BYTES = 1 << 15  # below this, one write of a joined copy costs less than a vectored one
-_LARGE_BYTES = 16 << 20
-_UNHEARD_S = 1  # without a word from another machine, not even that bytes have come: it is lost, or the way to it
+_FIRST_FRAME_BYTES = 4096  # limit: of what a stranger may send
+_FIRST_FRAME_S = 5.0  # limit: for a stranger to say who it is
+_MOST_MESSAGE_BYTES = 1 << 24  # limit: of a message, without its tensors
+_ROOM_BYTES = 1 << 16  # limit: of one read from a socket
+_JOINED_BYTES = 1 << 15  # derived: below this, one write of a joined copy costs less than a vectored one
+_LARGE_BYTES = 16 << 20  # limit: from here on memory is used again, as fresh pages cost more than the copy
+# limit: without a word from another machine, not even that bytes have come: it is lost, or the way to it
+_UNHEARD_S = 1
 _COUNT = struct.Struct("i")
 _HEARD_MS = struct.Struct("52x2I")  # of Linux' tcp_info: ms since the last data and since the last acknowledgement
 _TIME = struct.Struct("ll")  # s, us

@@ -25,16 +25,18 @@ logger = logging.getLogger("ray.serve")
 # Whoever has sent something since its last tick sends no beat with this one, so that two bytes are at most 0.6 s apart:
 # at least two beats are missing then.
 BEAT_S = 0.3
-SILENT_TICKS = 4
-GIVEN_UP_S = BEAT_S * SILENT_TICKS  # the shortest silence after which a peer is given up
-PATIENT_TICKS = 16  # chosen: who gets no processor for 4.8 s serves no better than who hangs, and is not killed
-_IDLE_PART = 0.1  # of a time: who ran for less of it, and is ready to, waits for a processor
+SILENT_TICKS = 4  # derived: as above
+GIVEN_UP_S = BEAT_S * SILENT_TICKS  # derived: the shortest silence after which a peer is given up
+PATIENT_TICKS = 16  # limit: chosen: who gets no processor for 4.8 s serves no better than who hangs, and is not killed
+_IDLE_PART = 0.1  # limit: of a time: who ran for less of it, and is ready to, waits for a processor
 # Derived: what has waited so long with no byte or acknowledgement from the other machine is not begun. Its dispatcher
 # heard of us at most two ticks before the line broke, so it gives us up 0.6 s after that at the earliest; a sixth of
 # that is left for timers.
 LEASE_S = 0.5
-_LATE = 1.5  # a tick that comes after more than so many intervals says that this process had no processor
-_ENDED_AFTER_S = 1.5  # a stopped process has so long to go on, after it was given up
+# derived: between on time and one tick missed; a tick that comes after more than so many intervals says that this
+# process had no processor
+_LATE = 1.5
+_ENDED_AFTER_S = 1.5  # limit: a stopped process has so long to go on, after it was given up
 _PEER = struct.Struct("3i")  # pid, uid, gid
 
 

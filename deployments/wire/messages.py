@@ -25,7 +25,7 @@ from tenuto.deployments.wire.status import (
 from tenuto.deployments.wire.tensors import RowOutput, most_batch_bytes, most_row_bytes
 from tenuto.profiles.networks.catalogue import ModelSignature
 
-MOST_BUNDLED_BYTES = 16 << 20  # a bundle that has so many leaves at once
+MOST_BUNDLED_BYTES = 16 << 20  # limit: a bundle that has so many leaves at once
 
 
 class _Message(msgspec.Struct, array_like=True):

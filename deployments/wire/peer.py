@@ -15,7 +15,7 @@ from tenuto.deployments.wire.tensors import Buffer
 
 logger = logging.getLogger("ray.serve")
 
-_RETRY_S = (0.1, 0.2, 0.5, 1.0)
+_RETRY_S = (0.1, 0.2, 0.5, 1.0)  # limit: between two tries to connect
 
 PeerState = GpuletState | DispatcherState
 

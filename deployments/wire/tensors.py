@@ -74,7 +74,7 @@ def cut_rows(rows: int, described: Sequence[RowOutput], body: memoryview) -> tup
     return data, body
 
 
-_WIDEST_BYTES = 8  # of an element: clients may send wider numbers than the signature's
+_WIDEST_BYTES = 8  # format: of an element: clients may send wider numbers than the signature's
 
 
 def most_row_bytes(tensors: Sequence[TensorSignature]) -> int:

@@ -22,8 +22,8 @@ from tenuto.loadgen.records import NAN, Records, request_id
 from tenuto.loadgen.sender import Body, OnReply, Reply, Sender
 from tenuto.outcome import OUTCOMES, Outcome
 
-_LONGEST_ERROR = 160
-_KINDS_OF_ERROR = 50
+_LONGEST_ERROR = 160  # limit: characters of an error
+_KINDS_OF_ERROR = 50  # limit: kinds that are counted apart
 
 
 @dataclass(frozen=True)

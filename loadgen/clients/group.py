@@ -14,9 +14,10 @@ from tenuto.loadgen.clients.client import Client, ClientJob, ClientReport
 from tenuto.loadgen.sender import Sender
 from tenuto.loadgen.senders.choose import make_sender
 
-PREPARE_TIMEOUT_S = 120.0
-RESULT_TIMEOUT_S = 120.0
-_SWITCH_S = 0.0002  # how long another thread of this process, one that prints, may keep the client waiting; else 5 ms
+PREPARE_TIMEOUT_S = 120.0  # limit: for the clients to start
+RESULT_TIMEOUT_S = 120.0  # limit: for what they measured, after the last answer
+# limit: how long another thread of this process, one that prints, may keep the client waiting; else 5 ms
+_SWITCH_S = 0.0002
 
 
 class ClientGroup(Protocol):

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from typing import Literal
 
 Priority = Literal["realtime", "normal"]
-_LOWEST = 1  # of the real-time priorities: above all ordinary threads, below everyone's who asked for more
+_LOWEST = 1  # format: of the real-time priorities: above all ordinary threads, below everyone's who asked for more
 
 
 def prefer_this_thread(wanted: Priority = "realtime") -> Priority:

@@ -15,9 +15,9 @@ from numpy.typing import NDArray
 
 from tenuto.loadgen.report.palette import Style
 
-WIDTH = 420
-_LEFT, _RIGHT, _TOP, _BOTTOM = 60, 12, 14, 44
-_MOST_POINTS = 400
+WIDTH = 420  # unit: pixels of a drawing
+_LEFT, _RIGHT, _TOP, _BOTTOM = 60, 12, 14, 44  # unit: margins for the labels
+_MOST_POINTS = 400  # limit: points of a line; a screen shows no more
 
 
 def ticks(low: float, high: float, about: int = 5) -> list[float]:

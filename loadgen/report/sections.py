@@ -34,7 +34,7 @@ from tenuto.loadgen.report.series import (
 )
 from tenuto.loadgen.run import Run
 
-_MOST_CHARTS = 16
+_MOST_CHARTS = 16  # limit: charts of one kind on a page
 _TEXT = Style("var(--text)")
 _PREDICTED = Style("var(--text)", "3 3")
 

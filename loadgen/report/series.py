@@ -16,8 +16,8 @@ from tenuto.outcome import Outcome
 from tenuto.placement import Gpulet, Plan
 
 Floats = NDArray[np.float64]
-_BINS = 120
-_CDF_POINTS = 300
+_BINS = 120  # unit: of time over a run
+_CDF_POINTS = 300  # limit: points of a distribution
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 from tenuto.errors import InvalidInputError
 from tenuto.loadgen.sender import Body, OnReply, Reply
 
-_LONGEST_IDLE_S = 4.0
+_LONGEST_IDLE_S = 4.0  # limit: of a connection; servers close idle ones after 5 s and more
 
 
 def post_bytes(path: str, body: bytes, headers: Mapping[str, str], host: str) -> bytes:

@@ -26,7 +26,7 @@ _DTYPES = {
     "FP32": np.float32,
     "FP64": np.float64,
 }
-_LARGEST_TOKEN = 20_000  # below the vocabulary of every model in the catalogue
+_LARGEST_TOKEN = 20_000  # limit: below the vocabulary of every model in the catalogue
 
 
 def make_bodies(metadata: Mapping[str, Any], generator: np.random.Generator, *, binary: bool = True) -> list[Body]:

@@ -31,7 +31,7 @@ from tenuto.loadgen.result_folder import provenance
 from tenuto.placement.applications import Application
 
 Answer = HighestRate[Trial] | HighestRate[Attempted]
-_LIVE_SECONDS, _LIVE_RUNS = 10.0, 12
+_LIVE_SECONDS, _LIVE_RUNS = 10.0, 12  # limit: of a live search unless asked otherwise
 
 
 @click.command("goodput", short_help="The highest rate scale in time; attainment by SLO, rate and burstiness.")

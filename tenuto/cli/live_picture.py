@@ -16,7 +16,7 @@ from tenuto.deployments.operator.live_view import LiveStatus
 from tenuto.deployments.operator.window import ModelFigures
 from tenuto.deployments.wire.status import Event, ModelCounts
 
-_BAR = 16  # characters
+_BAR = 16  # unit: characters
 
 
 class _Model(NamedTuple):

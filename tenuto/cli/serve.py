@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     from tenuto.deployments.process.foreground import Orders
     from tenuto.deployments.serve.deployment import Deployment
 
-_LOOK_S = 1.0  # between looks at what runs; a loss is to be said within 3 s
-_ANSWER_S = 2.0
-_LOST_S = 30.0  # a cluster that has not answered for so long is lost
+_LOOK_S = 1.0  # limit: between looks at what runs; a loss is to be said within 3 s
+_ANSWER_S = 2.0  # limit: for a status
+_LOST_S = 30.0  # limit: a cluster that has not answered for so long is lost
 
 
 @click.command(name="serve", short_help="Start a plan on Ray Serve and wait until it is healthy; Ctrl-C drains.")

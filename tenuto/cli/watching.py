@@ -13,8 +13,8 @@ from tenuto.cli.common import ProgressLine
 from tenuto.placement import Policy
 from tenuto.placement.watch import Watch
 
-QUIET_S = 2.0  # what is planned sooner needs no line
-EVERY_S = 5.0  # between plain lines, where there is no terminal
+QUIET_S = 2.0  # limit: what is planned sooner needs no line
+EVERY_S = 5.0  # limit: between plain lines, where there is no terminal
 
 
 @contextmanager

@@ -120,7 +120,7 @@ def wait_until(end_s: float) -> None:
             time.sleep(rest - _SPUN_S)
 
 
-_SPUN_S = 5e-5
+_SPUN_S = 5e-5  # derived: Linux may wake a sleeper so much later (PR_SET_TIMERSLACK)
 
 
 def _copy_times_ms(program: ProgramEntry, table: Sequence[float]) -> tuple[float, float]:

@@ -3,7 +3,7 @@
 A number that steers has one of three sources, named in the comment on its line, in the lines above it or in the text
 below it: *derived* (from what), *paper* (which section), *fitted* (on what). A number that steers nothing begins its
 comment with what it is: a `unit`, a `format` (somebody else's: a protocol, a file, a driver) or a `limit` (what is
-refused or given up beyond it, and would be with any other value of that order).
+refused, given up, or done again beyond it, and would be with any other value of that order).
 """
 
 from __future__ import annotations
@@ -53,21 +53,28 @@ def find_constants(sources: Iterable[Source]) -> Iterator[NumericConstant]:
         comments = _comments(source.text)
         known: set[str] = set()
         for position, node in enumerate(tree.body):
-            name, value = _assigned(node)
-            if value is None or not re.fullmatch(r"_?[A-Z][A-Z0-9_]*", name) or not _is_numeric(value, known):
-                continue
-            known.add(name)
             after = tree.body[position + 1] if position + 1 < len(tree.body) else None
             said = " ".join(part for part in (_beside(node, comments), _above(node, comments), _text(after)) if part)
-            yield NumericConstant(f"{source.path}:{node.lineno}", source.room, name, ast.unparse(value), said)
+            for name, value in _assigned(node):
+                if re.fullmatch(r"_?[A-Z][A-Z0-9_]*", name) and _is_numeric(value, known):
+                    known.add(name)
+                    place = f"{source.path}:{node.lineno}"
+                    yield NumericConstant(place, source.room, name, ast.unparse(value), said)
 
 
-def _assigned(node: ast.stmt) -> tuple[str, ast.expr | None]:
-    if isinstance(node, ast.Assign) and len(node.targets) == 1 and isinstance(node.targets[0], ast.Name):
-        return node.targets[0].id, node.value
-    if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-        return node.target.id, node.value
-    return "", None
+def _assigned(node: ast.stmt) -> list[tuple[str, ast.expr]]:
+    """Return the names that a statement assigns to with their values; of `A, B = 1, 2` both."""
+    if isinstance(node, ast.Assign) and len(node.targets) == 1:
+        target, value = node.targets[0], node.value
+        if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple) and len(target.elts) == len(value.elts):
+            pairs = list(zip(target.elts, value.elts, strict=True))
+        else:
+            pairs = [(target, value)]
+    elif isinstance(node, ast.AnnAssign) and node.value is not None:
+        pairs = [(node.target, node.value)]
+    else:
+        pairs = []
+    return [(target.id, value) for target, value in pairs if isinstance(target, ast.Name)]
 
 
 def _is_numeric(value: ast.expr, known: set[str]) -> bool:
