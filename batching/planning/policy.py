@@ -83,6 +83,8 @@ class TenutoPolicy(ChoosingOptions, Policy):
         return found.plan.model_copy(
             update={
                 "policy": PolicyUsed(name=self.name),
+                # What was tried is a scheduler that runs whichever batch is due, not the rounds of gpulet's plan.
+                "gpulets": tuple(gpulet.model_copy(update={"duty_cycle_ms": None}) for gpulet in found.plan.gpulets),
                 "expected": _expected(found, workload, hosted),
                 "unserved": tuple(reasons),
                 "unserved_reasons": reasons,

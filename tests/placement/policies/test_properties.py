@@ -36,6 +36,7 @@ class Case:
     """A policy with what it can be asked: profiles, SLOs in ms, at most so many models, GPUs and requests/s of each.
 
     `part_of_slo` is the part of the SLO within which the policy keeps the latency of a batch; GSLICE+ keeps none.
+    `is_tried`: what the policy promises is what trials served, which may be less than the rates it planned.
     """
 
     make: Callable[[], Policy]
@@ -46,6 +47,7 @@ class Case:
     gpus: int = 6
     rate_rps: float = 2000
     examples: int = 8
+    is_tried: bool = False
 
 
 def igniter_with_memory() -> Profiles:
@@ -71,7 +73,7 @@ CASES: dict[str, Case] = {
     "gpulet, interference": Case(lambda: Gpulet(interference=True), 1.0, **tight),
     "sbp": Case(SquishyBinPacking, 1.0, **tight),
     "sbp, halves": Case(lambda: SquishyBinPacking(halves=True), 1.0, **tight),
-    "tenuto": Case(lambda: TenutoPolicy(requests=200), 1.0, SHARES, (12, 900), 3, 2, 400, 4),
+    "tenuto": Case(lambda: TenutoPolicy(requests=200), 1.0, SHARES, (12, 900), 3, 2, 400, 4, is_tried=True),
 }
 
 
@@ -107,7 +109,7 @@ def clusters(case: Case) -> st.SearchStrategy[Cluster]:
 models = workloads(CASES["wsm-milp"])
 
 
-def assert_decided(plan: Plan, workload: Workload, part_of_slo: float) -> None:
+def assert_decided(plan: Plan, workload: Workload, case: Case) -> None:
     """Check what the policy decided against what it believes itself."""
     rates: dict[str, float] = {}
     for gpulet in plan.gpulets:
@@ -115,13 +117,14 @@ def assert_decided(plan: Plan, workload: Workload, part_of_slo: float) -> None:
             assert sum(replica.latency_ms or 0.0 for replica in gpulet.models) <= gpulet.duty_cycle_ms + 1e-3
         for replica in gpulet.models:
             assert replica.latency_ms is not None
-            assert replica.latency_ms <= workload[replica.name].slo_ms * part_of_slo + 1e-6
+            assert replica.latency_ms <= workload[replica.name].slo_ms * case.part_of_slo + 1e-6
             if gpulet.duty_cycle_ms is not None:  # a request waits one round at most, then its batch runs
                 assert gpulet.duty_cycle_ms + replica.latency_ms <= workload[replica.name].slo_ms + 1e-3
             rates[replica.name] = rates.get(replica.name, 0.0) + (replica.rate_rps or 0.0)
     for name, rate in rates.items():
         assert rate <= workload[name].rate_rps * (1 + 1e-6)
-        assert plan.expected.models[name].goodput_rps == pytest.approx(rate, rel=1e-5, abs=1e-4)
+        promised = plan.expected.models[name].goodput_rps
+        assert (promised <= rate + 1e-4) if case.is_tried else (promised == pytest.approx(rate, rel=1e-5, abs=1e-4))
 
 
 def assert_valid(plan: Plan, workload: Workload, cluster: Cluster) -> None:
@@ -167,7 +170,7 @@ def check_plans(case: Case) -> None:
         plan = solve(policy, workload, cluster, case.profiles)
         assert_valid(plan, workload, cluster)
         if policy.decision is not None:
-            assert_decided(policy.decision, workload, case.part_of_slo)
+            assert_decided(policy.decision, workload, case)
         assert solve(case.make(), workload, cluster, case.profiles).dump() == plan.dump()
         assert Plan.from_data(parse_yaml(plan.dump())) == plan
         assert (workload.model_dump_json(), cluster.model_dump_json()) == before
