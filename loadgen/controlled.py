@@ -16,7 +16,7 @@ import numpy as np
 from tenuto.batching.core.build import NO_DELAY
 from tenuto.batching.core.system import TIME_TOLERANCE_MS, NetworkDelay
 from tenuto.batching.registry import make_scheduler
-from tenuto.deployments.control.journal import Changed, RolledBack
+from tenuto.deployments.control.journal import Kind
 from tenuto.deployments.control.settings import ControlSettings
 from tenuto.deployments.control.virtual import ControlledCluster, ControlledLoad, ControlledRun, World
 from tenuto.errors import refused
@@ -175,8 +175,8 @@ def controlled_summary(
         },
         "control": {
             "simulated": run.simulated,
-            "changes": run.count(Changed),
-            "rolled_back": run.count(RolledBack),
+            "changes": run.count(Kind.CHANGED),
+            "rolled_back": run.count(Kind.ROLLED_BACK),
             "gpu_hours": run.gpu_s / 3600.0,
             "share_hours": run.share_s / 3600.0,
             "log": [{"at_s": e.at_s, "kind": e.kind, "text": e.text, "data": e.data} for e in run.entries],

@@ -8,13 +8,12 @@ from collections.abc import Callable
 
 from tenuto.deployments.control.controller import Controller
 from tenuto.deployments.control.fit import gpus_of
-from tenuto.deployments.control.journal import LogEntry
 from tenuto.deployments.control.live import Live, LiveSystem, ServeSide
 from tenuto.deployments.control.memory import Memory
 from tenuto.deployments.control.planner import NoPlanner
 from tenuto.deployments.control.settings import ControlSettings
 from tenuto.deployments.serve.deployment import Deployment, History
-from tenuto.deployments.wire.status import DispatchingStatus
+from tenuto.deployments.wire.status import DispatchingStatus, LogLine
 from tenuto.errors import EnvironmentFaultError
 
 _LOOK_S = 0.25
@@ -31,7 +30,7 @@ def change_deployment(
     by: str,
     why: str,
     ready_timeout_s: float = 120.0,
-    tell: Callable[[LogEntry], None] = lambda _entry: None,
+    tell: Callable[[LogLine], None] = lambda _entry: None,
     clock: Callable[[], float] = time.time,
     sleep: Callable[[float], None] = time.sleep,
 ) -> bool:
@@ -57,9 +56,9 @@ def change_deployment(
     plan = running.read_plan()
     settings = ControlSettings.model_validate({"mode": "off", "change": {"ready_timeout_s": ready_timeout_s}})
     system = LiveSystem(running, serve, read_status, gpus_of(plan))
-    heard: list[LogEntry] = []
+    heard: list[LogLine] = []
 
-    def hear(entry: LogEntry) -> None:
+    def hear(entry: LogLine) -> None:
         heard.append(entry)
         tell(entry)
 

@@ -13,29 +13,11 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from tenuto.deployments.control import journal
 from tenuto.deployments.control.attainment import Attainment
 from tenuto.deployments.control.capacity import UNSERVED, Capacity, Demand
 from tenuto.deployments.control.interface import Apply, Decision, MakePlan, Observation, WantGpus
-from tenuto.deployments.control.journal import (
-    Abandoned,
-    Advised,
-    Begun,
-    Changed,
-    GpusMissing,
-    Kept,
-    LogEntry,
-    NoPlan,
-    OnStandby,
-    Paused,
-    RatesTold,
-    Reason,
-    Resumed,
-    RolledBack,
-    Stuck,
-    TakenBack,
-    TakenOver,
-    listed,
-)
+from tenuto.deployments.control.journal import Kind, Reason, listed
 from tenuto.deployments.control.memory import ChangeUnderWay, Memory
 from tenuto.deployments.control.pace import Pace
 from tenuto.deployments.control.planning import PlanRequest, Proposal
@@ -44,7 +26,7 @@ from tenuto.deployments.control.settings import ControlSettings, Mode
 from tenuto.deployments.control.standby import Standby, falling_short, still_fitting, taken_over
 from tenuto.deployments.control.steps import next_stage
 from tenuto.deployments.control.worth import Durations
-from tenuto.deployments.wire.status import ChangeStatus, ControllerState
+from tenuto.deployments.wire.status import ChangeStatus, ControllerState, LogLine
 from tenuto.placement import Gpulet, Plan, Workload
 from tenuto.placement.cluster import Gpu
 from tenuto.placement.plan import PolicyUsed
@@ -151,13 +133,13 @@ class Controller:
                 return
             why = "; ".join(reasons.values())
         if isinstance(result, str):
-            self.note(NoPlan(now_s, reasons, result))
+            self.note(journal.no_plan(now_s, reasons, result))
             return
         self._want(result)
         plan, worth = result.plan, result.worth
         weighed = (now_s, reasons, result, planning_s)
         if plan is None or not worth.pays:
-            self.note(Kept(*weighed))
+            self.note(journal.weighed(Kind.KEPT, *weighed))
             return
         is_repeated, self._is_repeated = self._is_repeated, False
         if not is_repeated and self._is_outgrown(plan):
@@ -165,7 +147,7 @@ class Controller:
             self._ask()
             return
         if plan.gpulets == self._plan.gpulets and not self.paused:
-            self._tell_rates(plan, RatesTold(*weighed))
+            self._tell_rates(plan, journal.weighed(Kind.RATES, *weighed))
             return
         saves_only = worth.saved_rent > 0.0
         obstacle = self._obstacle(saves_only=saves_only)
@@ -173,9 +155,9 @@ class Controller:
             obstacle = "GPUs are not given up while requests are lost"
         if obstacle is not None:
             self._answered = None  # asked again once that has passed
-            self.note(Kept(*weighed, obstacle))
+            self.note(journal.weighed(Kind.KEPT, *weighed, obstacle))
             return
-        self.note((Begun if self.mode == "act" else Advised)(*weighed))
+        self.note(journal.weighed(Kind.CHANGE if self.mode == "act" else Kind.ADVICE, *weighed))
         if self.mode == "act":
             self._begin(plan, why)
 
@@ -208,9 +190,9 @@ class Controller:
     def pause(self, *, paused: bool) -> None:
         """Change nothing, or change again; a change that is under way is finished."""
         self.paused = paused
-        self.note((Paused if paused else Resumed)(self._now_s))
+        self.note(LogLine(self._now_s, Kind.PAUSED if paused else Kind.RESUMED, "by an operator"))
 
-    def note(self, entry: LogEntry) -> None:
+    def note(self, entry: LogLine) -> None:
         """Write something into the log; the driver does so with what it does by itself."""
         self._decisions.append(entry)
 
@@ -325,7 +307,7 @@ class Controller:
             self._proving = None
             self._pace.forgive()
         if lost & used and self._change is not None:
-            self.note(Abandoned(self._now_s, sorted(lost)))
+            self.note(journal.abandoned(self._now_s, sorted(lost)))
             self._change = None
         return bool(lost & used)
 
@@ -493,7 +475,7 @@ class Controller:
         }
         short = {kind: count for kind, count in missing.items() if count > 0}
         if short:
-            self.note(GpusMissing(self._now_s, short))
+            self.note(journal.gpus_missing(self._now_s, short))
 
     # --- standby ------------------------------------------------------------------------------------------------------
 
@@ -512,7 +494,7 @@ class Controller:
             return
         self._standby = result.standby
         shares = {standby.gpulet.id: f"{standby.gpulet.effective_share_pct:g} %" for standby in self._standby}
-        self.note(OnStandby(self._now_s, why, shares))
+        self.note(journal.on_standby(self._now_s, why, shares))
         if is_kept:
             self._decisions.append(Apply(self._plan, why, self._idle_gpulets))
 
@@ -541,7 +523,7 @@ class Controller:
         known += [f"{', '.join(losing)} loses more requests than allowed"] if losing else []
         why = known[0] if known else f"{', '.join(sorted(short))} has more requests than what runs can carry"
         why = f"{why}: standby {names} takes over"
-        self.note(TakenOver(self._now_s, why))
+        self.note(LogLine(self._now_s, Kind.CHANGE, why))
         origin, self._standby_of, self._answered = self._plan, None, None
         self._standby = still_fitting(self._standby, target, self._gpus)
         self._pace.begun(self._now_s)
@@ -563,7 +545,7 @@ class Controller:
         change = ChangeUnderWay(origin, target, running, self._now_s, self._now_s, why, suffered=suffered)
         self._step(change, running)
 
-    def _tell_rates(self, plan: Plan, told: RatesTold) -> None:
+    def _tell_rates(self, plan: Plan, told: LogLine) -> None:
         """Let the scheduler know that the same gpu-lets are now meant for other rates: no change, nothing to prove."""
         self.note(told)
         if self.mode == "act":
@@ -619,9 +601,9 @@ class Controller:
         self._unsettled_s = self._now_s
         seconds = self._now_s - change.begun_s
         if change.is_rollback:
-            self.note(RolledBack(self._now_s, seconds))
+            self.note(journal.rolled_back(self._now_s, seconds))
             return
-        self.note(Changed(self._now_s, change.why, seconds))
+        self.note(journal.changed(self._now_s, change.why, seconds))
         self._proving = replace(change, stage_since_s=self._now_s)
 
     def _take_back_if_worse(self, losing: Sequence[str]) -> None:
@@ -640,11 +622,11 @@ class Controller:
         """Go back to the plan before a change; `held` are gpu-lets that serve now, by default those of that plan."""
         if change.is_rollback:
             self._change = None
-            self.note(Stuck(self._now_s, why))
+            self.note(journal.stuck(self._now_s, why))
             self._reasons[Reason.STUCK] = why
             return
         self._answered = None  # it is asked again once the wait is over
-        self.note(TakenBack(self._now_s, why, self._pace.failed(self._now_s)))
+        self.note(journal.taken_back(self._now_s, why, self._pace.failed(self._now_s)))
         before = {gpulet.id for gpulet in change.origin.gpulets}
         if held is None:
             held = [gpulet for gpulet in change.stage.gpulets if gpulet.id in before]

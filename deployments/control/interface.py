@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from tenuto.deployments.control.journal import LogEntry
 from tenuto.deployments.control.planning import PlanRequest
+from tenuto.deployments.wire.status import LogLine
 from tenuto.placement import Gpulet, Plan
 from tenuto.placement.cluster import Gpu
 
@@ -72,4 +72,4 @@ class WantGpus:
     by_type: Mapping[str, int]
 
 
-Decision = MakePlan | Apply | WantGpus | LogEntry
+Decision = MakePlan | Apply | WantGpus | LogLine

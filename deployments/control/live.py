@@ -10,7 +10,6 @@ from __future__ import annotations
 import copy
 import json
 import logging
-import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ import msgspec
 from tenuto.deployments.control.controller import Controller
 from tenuto.deployments.control.fit import gpus_of, renamed
 from tenuto.deployments.control.interface import Apply, Decision, GpuletSeen, MakePlan, ModelSeen, Observation, WantGpus
-from tenuto.deployments.control.journal import Evened, Evening, LogEntry
+from tenuto.deployments.control.journal import Kind
 from tenuto.deployments.control.memory import Memory
 from tenuto.deployments.control.planning import PlanRequest, Proposal
 from tenuto.deployments.control.settings import Epoch
@@ -404,9 +403,9 @@ class ControlMemory:
         """Keep the memory."""
         self._store.put(self._MEMORY, json.dumps(memory.to_data()).encode())
 
-    def add(self, entry: LogEntry) -> None:
+    def add(self, entry: LogLine) -> None:
         """Append to the log."""
-        self._log.append(entry.line(time.time()))
+        self._log.append(entry)
         self._store.put(self._LOG, msgspec.json.encode(list(self._log)))
 
     def log(self) -> list[LogLine]:
@@ -434,7 +433,7 @@ class Live:
         memory: ControlMemory | None = None,
         epoch: Epoch | None = None,
         want_gpus: Callable[[Mapping[str, int]], None] = lambda _by_type: None,
-        tell: Callable[[LogEntry], None] = lambda _entry: None,
+        tell: Callable[[LogLine], None] = lambda _entry: None,
     ) -> None:
         """Put them together.
 
@@ -481,7 +480,7 @@ class Live:
         controller, system, epoch = self.controller, self.system, self._epoch
         if self._why_moved is not None and system.is_settled:
             why, self._why_moved = self._why_moved, None
-            controller.note(Evened(now_s, why))
+            controller.note(LogLine(now_s, Kind.CHANGED, f"{why}: done", version=why))
         before = system.deployment.partition
         if epoch is None or before is None or controller.mode != "act" or controller.paused:
             return
@@ -498,7 +497,7 @@ class Live:
         here = {name: before[name] for name in after}
         parts = [f"{imbalance(assignment, rates):.0%}" for assignment in (here, after)]
         why = f"sub-clusters are {parts[0]} uneven, {parts[1]} with {moved}"
-        controller.note(Evening(now_s, why))
+        controller.note(LogLine(now_s, Kind.CHANGE, why))
         self.system.move(after, now_s)
         self._why_moved = why
         self.carry_out(now_s)
@@ -526,13 +525,13 @@ class Live:
             self._memory.write(self.controller.memory())
 
     def _do(self, decision: Decision, now_s: float) -> None:
-        if isinstance(decision, LogEntry):
+        if isinstance(decision, LogLine):
             logger.info("control: %s: %s", decision.kind, decision.text)
             if self._memory is not None:
                 self._memory.add(decision)
-            if decision.new_version is not None:
+            if decision.version is not None:
                 by, self._next_by = self._next_by or self._by, None
-                self._history.add(self.system.deployment, by, decision.new_version)
+                self._history.add(self.system.deployment, by, decision.version)
             self._tell(decision)
         elif isinstance(decision, Apply):
             try:

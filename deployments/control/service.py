@@ -20,7 +20,6 @@ from msgspec.structs import asdict
 
 from tenuto.deployments.control.controller import Controller
 from tenuto.deployments.control.fit import gpus_of
-from tenuto.deployments.control.journal import LogEntry
 from tenuto.deployments.control.live import ControlMemory, Live, LiveSystem, Planner
 from tenuto.deployments.control.memory import Memory
 from tenuto.deployments.control.planner import PlannerProcess
@@ -72,7 +71,7 @@ class ClosablePlanner(Planner, Protocol):
 
 
 Begun = tuple[Live, ClosablePlanner]
-Begin = Callable[[ControlSettings, Callable[[LogEntry], None], Callable[[], None]], Begun]
+Begin = Callable[[ControlSettings, Callable[[LogLine], None], Callable[[], None]], Begun]
 
 
 class ControllerReplica:
@@ -221,7 +220,7 @@ class ControllerReplica:
         async with asyncio.timeout(30.0):
             return await asyncio.wrap_future(future)
 
-    def _count(self, entry: LogEntry) -> None:
+    def _count(self, entry: LogLine) -> None:
         self._decisions[entry.kind] += 1
 
     # --- the thread ---------------------------------------------------------------------------------------------------
@@ -265,7 +264,7 @@ class ControllerReplica:
                 future.set_exception(error)
 
 
-def begin_on_cluster(settings: ControlSettings, tell: Callable[[LogEntry], None], wake: Callable[[], None]) -> Begun:
+def begin_on_cluster(settings: ControlSettings, tell: Callable[[LogLine], None], wake: Callable[[], None]) -> Begun:
     """Return the controller over what is deployed, with what was remembered of it; `tell` is told its decisions, `wake`
     called when there is a plan to look at."""
     store = ClusterStore()

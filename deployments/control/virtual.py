@@ -18,10 +18,11 @@ from tenuto.batching.virtual.engine import Follows
 from tenuto.batching.virtual.running import Life, Look, RunningSystem
 from tenuto.deployments.control.controller import Controller
 from tenuto.deployments.control.interface import Apply, GpuletSeen, MakePlan, ModelSeen, Observation, WantGpus
-from tenuto.deployments.control.journal import LogEntry
+from tenuto.deployments.control.journal import Kind
 from tenuto.deployments.control.memory import Memory
 from tenuto.deployments.control.planning import Proposal, propose
 from tenuto.deployments.control.settings import ControlSettings
+from tenuto.deployments.wire.status import LogLine
 from tenuto.errors import InvalidInputError
 from tenuto.outcome import OUTCOMES, Outcome
 from tenuto.placement import Plan, Workload
@@ -100,7 +101,7 @@ class ControlledRun:
 
     names: tuple[str, ...]
     windows: list[Window] = field(default_factory=list)
-    entries: list[LogEntry] = field(default_factory=list)
+    entries: list[LogLine] = field(default_factory=list)
     plans: list[tuple[float, Plan, str]] = field(default_factory=list)
     applications: Mapping[str, Sequence[int]] = field(default_factory=dict)
     skipped: NDArray[np.int64] = field(init=False)
@@ -142,9 +143,9 @@ class ControlledRun:
         """Seconds during which GPUs held a gpu-let, added up."""
         return sum(window.gpu_s for window in self.windows)
 
-    def count(self, kind: type[LogEntry]) -> int:
-        """Return how many entries of a type the log has."""
-        return sum(isinstance(entry, kind) for entry in self.entries)
+    def count(self, kind: Kind) -> int:
+        """Return how many entries of a kind the log has."""
+        return sum(entry.kind == kind for entry in self.entries)
 
 
 class ControlledCluster:
@@ -319,7 +320,7 @@ class ControlledCluster:
 
     def _carry_out(self, now_s: float) -> None:
         for decision in self._controller.drain():
-            if isinstance(decision, LogEntry):
+            if isinstance(decision, LogLine):
                 self._result.entries.append(decision)
             elif isinstance(decision, Apply):
                 self._system.apply(decision.plan, decision.standby)

@@ -313,13 +313,15 @@ class GatewayReport(_Told, frozen=True, kw_only=True):
 
 class LogLine(msgspec.Struct, frozen=True):
     """An entry of the controller's log: its kind, what people read, the figures it rests on. `reached`, of one that
-    ends a change: whether that is where it was to go; None of all others."""
+    ends a change: whether that is where it was to go; None of all others. `version`: why what runs is another since
+    this entry, for the history; None where it is not."""
 
     at_s: float
     kind: str
     text: str
     data: dict[str, Any] = {}
     reached: bool | None = None
+    version: str | None = None
 
 
 class ChangeStatus(msgspec.Struct, frozen=True):

@@ -35,6 +35,7 @@ from serve_queue_rule import serve_by_queue
 from svg_panels import Panel, Series, draw
 
 from tenuto.batching.registry import make_scheduler
+from tenuto.deployments.control.journal import Kind
 from tenuto.deployments.control.settings import ControlSettings
 from tenuto.deployments.control.virtual import ControlledCluster, ControlledLoad, ControlledRun, Incident
 from tenuto.loadgen.schedule import Schedule, make_schedule
@@ -93,9 +94,9 @@ def report(name: str, run: ControlledRun, cpu_s: float) -> None:
         f"{name}: {total.sum():,} requests in {cpu_s:.0f} s of a core; "
         f"violated {1 - total[Outcome.OK] / total.sum():.3%} (expired {total[Outcome.EXPIRED]:,}, "
         f"late {total[Outcome.LATE]:,}, rejected {total[Outcome.REJECTED]:,}, failed {total[Outcome.FAILED]:,}); "
-        f"worst model {worst} {attainments[worst]:.3%}; {run.count('changed')} changes, {run.count('rolled back')} "
-        f"rolled back; GPU-hours {run.gpu_s / 3600:.2f}, by share {run.share_s / 3600:.2f}"
-        + (f"; {run.simulated:,} requests one by one" if run.skipped.any() else "")
+        f"worst model {worst} {attainments[worst]:.3%}; {run.count(Kind.CHANGED)} changes, "
+        f"{run.count(Kind.ROLLED_BACK)} rolled back; GPU-hours {run.gpu_s / 3600:.2f}, "
+        f"by share {run.share_s / 3600:.2f}" + (f"; {run.simulated:,} requests one by one" if run.skipped.any() else "")
     )
 
 
@@ -135,7 +136,7 @@ def picture(title: str, run: ControlledRun, gpus: float, clairvoyant: Sequence[f
 def progress(now_s: float, run: ControlledRun) -> None:
     """Say now and then where a run is, on stderr."""
     if now_s % 1800 < run.windows[0].end_s:
-        print(f"  {now_s:,.0f} s, {run.count('changed')} changes", file=sys.stderr, flush=True)
+        print(f"  {now_s:,.0f} s, {run.count(Kind.CHANGED)} changes", file=sys.stderr, flush=True)
 
 
 def show_log(run: ControlledRun, kinds: Sequence[str]) -> None:
@@ -271,7 +272,7 @@ def day(args: argparse.Namespace) -> None:
         print(
             f"  GPU-hours: controller {held:.1f}, static plan for every model's peak {peak:.1f} ({held / peak:.2f} of "
             f"it), clairvoyant per 300 s {clairvoyant:.1f} ({held / clairvoyant:.2f} of it); changes per hour "
-            f"{run.count('changed') / hours:.1f}; models below 99 %: "
+            f"{run.count(Kind.CHANGED) / hours:.1f}; models below 99 %: "
             + (", ".join(f"{name} {part:.2%}" for name, part in run.attainments().items() if part < 0.99) or "none"),
             flush=True,
         )

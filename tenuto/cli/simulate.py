@@ -91,7 +91,7 @@ def command(
 def _run_controlled(
     asked: VirtualArguments, control_file: str, rate_scale: float, sample: float, *, as_json: bool
 ) -> None:
-    from tenuto.deployments.control.journal import Changed
+    from tenuto.deployments.control.journal import Kind
     from tenuto.loadgen.controlled import controlled_summary
 
     simulation = asked.controlled(control_file)
@@ -101,7 +101,7 @@ def _run_controlled(
         nonlocal told_s
         if time.perf_counter() - told_s > PROGRESS_S:
             told_s = time.perf_counter()
-            tell(f"{now_s:,.0f} of {asked.duration_s:,.0f} s, {run.count(Changed)} changes")
+            tell(f"{now_s:,.0f} of {asked.duration_s:,.0f} s, {run.count(Kind.CHANGED)} changes")
 
     run = simulation.run(rate_scale, progress, sample=sample)
     summary = controlled_summary(run, asked.duration_s, since, simulation.workload.applications)

@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 
 from tenuto.deployments.control.controller import Controller
 from tenuto.deployments.control.interface import Apply, GpuletSeen, MakePlan, ModelSeen, Observation, WantGpus
-from tenuto.deployments.control.journal import LogEntry
 from tenuto.deployments.control.memory import Memory
 from tenuto.deployments.control.planning import Proposal
 from tenuto.deployments.control.settings import ControlSettings
 from tenuto.deployments.control.worth import ChangeWorth
+from tenuto.deployments.wire.status import LogLine
 from tenuto.placement import Plan
 from tenuto.placement.cluster import Gpu
 
@@ -33,7 +33,7 @@ class Desk:
         self.answer: Proposal | str | None = None  # what the planner says; None: nothing yet
         self.questions: list[MakePlan] = []
         self.applied: list[Apply] = []
-        self.entries: list[LogEntry] = []
+        self.entries: list[LogLine] = []
         self.wanted: list[WantGpus] = []
         self.now_s = 0.0
 

@@ -7,13 +7,13 @@ import pytest
 from tenuto.deployments.control.change import change_deployment
 from tenuto.deployments.control.controller import Controller
 from tenuto.deployments.control.fit import gpus_of
-from tenuto.deployments.control.journal import LogEntry
 from tenuto.deployments.control.live import Live, LiveSystem
 from tenuto.deployments.control.memory import Memory
 from tenuto.deployments.control.planner import NoPlanner
 from tenuto.deployments.control.rates import RatesMemory
 from tenuto.deployments.control.settings import ControlSettings
 from tenuto.deployments.serve.deployment import Deployment, History
+from tenuto.deployments.wire.status import LogLine
 from tenuto.errors import EnvironmentFaultError, InvalidInputError
 from tenuto.placement import Plan
 from tests.deployments.control.fake_serve import FakeServe
@@ -32,7 +32,7 @@ class Cluster:
         self.deployment = of(plan)
         self.serve = FakeServe(self.deployment)
         self.history = History(DictStore())
-        self.entries: list[LogEntry] = []
+        self.entries: list[LogLine] = []
 
     def change(self, plan: Plan, **how: object) -> bool:
         return change_deployment(

@@ -10,13 +10,13 @@ import pytest
 
 from tenuto.deployments.control.controller import Controller
 from tenuto.deployments.control.fit import gpus_of
-from tenuto.deployments.control.journal import LogEntry
 from tenuto.deployments.control.live import Live, LiveSystem
 from tenuto.deployments.control.memory import Memory
 from tenuto.deployments.control.planner import NoPlanner
 from tenuto.deployments.control.settings import ControlSettings
 from tenuto.deployments.serve.deployment import Deployment, History
 from tenuto.deployments.serve.sub_clusters import evened, imbalance, parted
+from tenuto.deployments.wire.status import LogLine
 from tests.deployments.control.fake_serve import FakeServe
 from tests.instruments.plans import make_plan
 from tests.instruments.stores import DictStore
@@ -27,7 +27,7 @@ QUIET = {"mode": "act", "when": {"underused": None, "rate": None, "slo": False, 
 
 
 def serving(
-    epoch: Mapping[str, float] | None = None, tell: Callable[[LogEntry], None] = lambda _entry: None
+    epoch: Mapping[str, float] | None = None, tell: Callable[[LogLine], None] = lambda _entry: None
 ) -> tuple[Live, FakeServe, History]:
     deployment = Deployment(plan=PLAN.to_data(), executor="emulated", gateways=2, partition=UNEVEN)
     serve, history = FakeServe(deployment), History(DictStore())
@@ -59,7 +59,7 @@ def run(live: Live, serve: FakeServe, seconds: int) -> None:
 
 
 def test_models_change_their_sub_cluster_without_losing_their_dispatcher() -> None:
-    said: list[LogEntry] = []
+    said: list[LogLine] = []
     live, serve, history = serving(tell=said.append)
     run(live, serve, 50)
     assert len(serve.configs) == 1

@@ -11,7 +11,6 @@ import pytest
 
 from tenuto.deployments.control.controller import Controller
 from tenuto.deployments.control.fit import gpus_of
-from tenuto.deployments.control.journal import LogEntry
 from tenuto.deployments.control.live import ControlMemory, Live, LiveSystem
 from tenuto.deployments.control.memory import Memory
 from tenuto.deployments.control.planner import NoPlanner
@@ -19,7 +18,7 @@ from tenuto.deployments.control.planning import Proposal
 from tenuto.deployments.control.service import ControllerReplica, keep_ground
 from tenuto.deployments.control.settings import ControlSettings
 from tenuto.deployments.serve.deployment import Deployment, History
-from tenuto.deployments.wire.status import DispatchingStatus
+from tenuto.deployments.wire.status import DispatchingStatus, LogLine
 from tenuto.errors import EnvironmentFaultError, InvalidInputError
 from tenuto.profiles import Profiles
 from tests.deployments.control.fake_serve import FakeServe
@@ -66,7 +65,7 @@ class Served:
         return self.serve.status()
 
     def _begin(
-        self, settings: ControlSettings, tell: Callable[[LogEntry], None], wake: Callable[[], None]
+        self, settings: ControlSettings, tell: Callable[[LogLine], None], wake: Callable[[], None]
     ) -> tuple[Live, Planner]:
         kept, planner = ControlMemory(self.store), Planner(wake)
         self.begun.append((settings, planner))
