@@ -262,7 +262,7 @@ class FrameProtocol(asyncio.BufferedProtocol):
 
     def watch(self) -> None:
         """Abort the connection once the peer has said nothing for `GIVEN_UP_S`, and not for want of a processor; a
-        process of this machine that was stopped, and stays so, is killed then."""
+        process of this machine that is stopped is killed then."""
         self._silence = Silence(self._pid)
 
     def _begin_to_beat(self) -> None:

@@ -13,7 +13,6 @@ import os
 import signal
 import socket
 import struct
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -36,7 +35,6 @@ LEASE_S = 0.5
 # derived: between on time and one tick missed; a tick that comes after more than so many intervals says that this
 # process had no processor
 _LATE = 1.5
-_ENDED_AFTER_S = 1.5  # limit: a stopped process has so long to go on, after it was given up
 _PEER = struct.Struct("3i")  # pid, uid, gid
 
 
@@ -147,23 +145,14 @@ def is_stopped(pid: int) -> bool:
     return False
 
 
-def end_if_stopped(pid: int, after_s: float = _ENDED_AFTER_S) -> None:
-    """Kill a process of this machine that is stopped and still is after a while, so that Serve starts another. Returns
-    at once. Call it while a connection to the process is open, so that the number is still its own."""
-    if not pid or not is_stopped(pid):
-        return
-    try:
-        process = os.pidfd_open(pid)
-    except OSError:
-        return
+def end_if_stopped(pid: int) -> None:
+    """Kill a process of this machine that a signal has stopped, so that Serve starts another.
 
-    def end() -> None:
+    Call it when the process is given up, while a connection to it is open, so that the number is still its own. To wait
+    would save nothing: others have what it held, and its listening socket goes on taking clients' connections that
+    nobody answers, for as long as it lives.
+    """
+    if pid and is_stopped(pid):
+        logger.warning("process %d is stopped, and is killed", pid)
         with contextlib.suppress(OSError):  # it has ended, or is somebody else's
-            if is_stopped(pid):
-                logger.warning("process %d has been stopped for %.0f s: it is ended", pid, GIVEN_UP_S + after_s)
-                signal.pidfd_send_signal(process, signal.SIGKILL)
-        os.close(process)
-
-    timer = threading.Timer(after_s, end)
-    timer.daemon = True
-    timer.start()
+            os.kill(pid, signal.SIGKILL)

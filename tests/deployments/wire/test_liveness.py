@@ -119,21 +119,9 @@ def test_the_kernel_knows_who_waits_and_who_is_stopped() -> None:
         process.send_signal(signal.SIGSTOP)
         _until(lambda: is_stopped(process.pid))
         assert not processor_of(process.pid).is_ready
-        end_if_stopped(process.pid, after_s=0.0)
+        end_if_stopped(process.pid)
         assert process.wait(PATIENCE_S) == -signal.SIGKILL
-    end_if_stopped(os.getpid(), after_s=0.0)  # it runs
-
-
-def test_a_stopped_process_that_goes_on_in_time_is_left_alone() -> None:
-    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
-        process.send_signal(signal.SIGSTOP)
-        _until(lambda: is_stopped(process.pid))
-        end_if_stopped(process.pid, after_s=0.2)
-        process.send_signal(signal.SIGCONT)
-        _until(lambda: not is_stopped(process.pid))
-        end_if_stopped(process.pid, after_s=0.0)
-        process.communicate(b"\n", timeout=PATIENCE_S)
-        assert process.returncode == 0
+    end_if_stopped(os.getpid())  # it runs
 
 
 def _until(claim: Callable[[], bool]) -> None:
@@ -214,6 +202,54 @@ async def test_a_peer_that_never_speaks_is_given_up_on_a_loop_and_on_a_thread(ad
         end.receive()
     end.close()
     connected.close()
+    listening.close()
+
+
+_SPEAKING = """
+import socket, sys
+connection = socket.socket(socket.AF_UNIX)
+connection.connect("\\0" + sys.argv[1])
+while True:
+    connection.sendall(b"x")
+"""
+
+
+@pytest.mark.parametrize("is_of_loop", [True, False], ids=["loop", "thread"])
+async def test_a_stopped_process_is_killed_when_it_is_given_up_and_not_later(is_of_loop: bool) -> None:
+    """Its listening socket takes connections as long as it lives. It is told to go on at the moment it is given
+    up: that is too late."""
+    name = f"tenuto-test-stopped-{os.getpid()}-{is_of_loop}"
+    listening = listener("\0" + name)
+    process = subprocess.Popen([sys.executable, "-c", _SPEAKING, name])
+    accepted, _ = await asyncio.to_thread(listening.accept)
+    accepted.recv(1)
+    process.send_signal(signal.SIGSTOP)
+    _until(lambda: is_stopped(process.pid))
+    accepted.setblocking(False)
+    with contextlib.suppress(BlockingIOError):
+        while accepted.recv(1 << 16):
+            pass
+    async with asyncio.timeout(PATIENCE_S):
+        if is_of_loop:
+            lost = asyncio.Event()
+
+            def on_lost(*_: object) -> None:
+                process.send_signal(signal.SIGCONT)
+                lost.set()
+
+            protocol = FrameProtocol(lambda *_: None, on_lost)
+            await asyncio.get_running_loop().connect_accepted_socket(lambda: protocol, accepted)
+            protocol.watch()
+            await lost.wait()
+        else:
+            end = FrameSocket(accepted)
+            end.watch()
+            while not end.is_lost():
+                await asyncio.sleep(BEAT_S)
+                end.tick()
+            process.send_signal(signal.SIGCONT)
+            end.close()
+    assert await asyncio.to_thread(process.wait, PATIENCE_S) == -signal.SIGKILL
     listening.close()
 
 
