@@ -21,8 +21,7 @@ MEASURING = "tenuto.profiles.measuring"
 # Tests of whole networks. Importing what building, tracing and merging them needs beyond torch takes a process 5 s.
 WITH_NETWORKS = (
     "tests/profiles/networks/",
-    "tests/profiles/estimator/",
-    "tests/cli/test_estimate",
+    "lab/tests/estimator/",
     "tests/cli/test_merge",
     "tests/deployments/gpulet/executors/test_torch_executor",
 )

@@ -178,7 +178,7 @@ def _metric(owner: ProfilePoint | CoRunPart | CoRun, name: str, missing: list[st
 
 
 _WORDS = {
-    "l2_util_pct": "L2 use (--import-ncu)",
+    "l2_util_pct": "L2 use (`tenuto kernels import` of tenuto-lab)",
     "power_w": "power (NVML)",
     "sm_clock_mhz": "clocks (NVML)",
     "kernels_ms": "GPU time of a batch (CUDA events)",

@@ -22,7 +22,6 @@ VERBS = (
     "quickstart",
     "profile",
     "profiles",
-    "estimate",
     "merge",
     "cluster",
     "plan",

@@ -92,10 +92,6 @@ from tenuto.profiles.profile import ModelProfile, Profile, ProfilePoint
     show_default=True,
     help="Fit the coefficients of iGniter's and gpulet's interference models from the file's measurements.",
 )
-@click.option("--import-ncu", metavar="FILE", help="Nsight Compute CSV (--csv --page raw) of one batch of MODEL.")
-@click.option("--import-nsys", metavar="FILE", help="Nsight Systems CSV (-r cuda_gpu_trace) of the same batch.")
-@click.option("--import-trace", metavar="FILE", help="torch.profiler trace of the same batch.")
-@click.option("--import-batches", type=int, default=1, show_default=True, help="Batches those files recorded.")
 @click.option(
     "-o",
     "--output",
@@ -119,10 +115,6 @@ def command(
     co_runs: str,
     co_run_s: float,
     fit: bool,
-    import_ncu: str | None,
-    import_nsys: str | None,
-    import_trace: str | None,
-    import_batches: int,
     output: str | None,
     as_json: bool,
 ) -> int:
@@ -131,40 +123,30 @@ def command(
     MODEL is a name of the catalogue (resnet50), a source (transformers/bert), your own package.module:factory, or a
     local transformers directory. The file is written after every point; Ctrl-C keeps them, --resume continues.
 
-    With --import-… nothing is measured: the kernels those files recorded of one batch of MODEL at the one batch size
-    and share given are merged into FILE.
-
     Example: tenuto profile resnet50 mobilenet_v2 bert --batch-sizes 1,2,4,8 -o cpu.yaml
     """
     requests = _requests(models, device, sizes, shares, budget_s, weights_path, options, seed, tolerance_pct)
     if time_limit_s is not None and not time_limit_s > 0:
         raise refused("--time-limit-s", time_limit_s, "must be above 0", "Give seconds.")
     kinds = _kinds(co_runs, co_run_s)
-    importing = any((import_ncu, import_nsys, import_trace))
-    book = ProfileBook(
-        None if output is None else Path(output), command=shlex.join(command_line()), resume=resume or importing
-    )
+    book = ProfileBook(None if output is None else Path(output), command=shlex.join(command_line()), resume=resume)
     console = progress_console()
     fault: BaseException | None = None
-    if importing:
-        _import(book, requests, import_ncu, import_nsys, import_trace, import_batches)
-        finished = len(requests)
-    else:
-        until = None if time_limit_s is None else time.monotonic() + time_limit_s
-        shared = bool(kinds) or any(share < 100 for share in requests[0].shares)
-        with shares_of(device, needed=shared) as given:
-            finished, fault = _measure(requests, book, until, given)
-            if fault is None and kinds and (until is None or time.monotonic() < until):
-                fault = measure_co_runs(
-                    requests,
-                    book,
-                    kinds,
-                    seconds=co_run_s,
-                    until=until,
-                    shares=given,
-                    telemetry=_telemetry(book),
-                    say=lambda text: console.print(escape(text)),
-                )
+    until = None if time_limit_s is None else time.monotonic() + time_limit_s
+    shared = bool(kinds) or any(share < 100 for share in requests[0].shares)
+    with shares_of(device, needed=shared) as given:
+        finished, fault = _measure(requests, book, until, given)
+        if fault is None and kinds and (until is None or time.monotonic() < until):
+            fault = measure_co_runs(
+                requests,
+                book,
+                kinds,
+                seconds=co_run_s,
+                until=until,
+                shares=given,
+                telemetry=_telemetry(book),
+                say=lambda text: console.print(escape(text)),
+            )
     if book.profile is None:
         raise fault or EnvironmentFaultError(
             "the time limit was over before anything was measured. Give more seconds with --time-limit-s."
@@ -200,30 +182,6 @@ def _kinds(text: str, seconds: float) -> tuple[str, ...]:
     if problems:
         raise InvalidInputError(problems)
     return kinds
-
-
-def _import(
-    book: ProfileBook,
-    requests: list[MeasureRequest],
-    ncu: str | None,
-    nsys: str | None,
-    trace: str | None,
-    batches: int,
-) -> None:
-    from tenuto.profiles.measuring.kernels.importing import ImportRequest, import_kernels
-
-    (first, *others) = requests
-    if others or len(first.batch_sizes) > 1 or len(first.shares) > 1:
-        raise refused(
-            "--batch-sizes",
-            list(first.batch_sizes),
-            "an import is of one model, batch size and share",
-            "Name one MODEL, and for example --batch-sizes 4 --shares 100.",
-        )
-    if book.profile is None:
-        raise refused("-o", str(book.path), "no such profile file to import into", "Measure MODEL first.")
-    request = ImportRequest(row_name(first.source), first.batch_sizes[0], first.shares[0], ncu, nsys, trace, batches)
-    book.replace(import_kernels(book.profile, request))
 
 
 def _requests(

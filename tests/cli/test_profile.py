@@ -210,31 +210,9 @@ def test_a_file_of_other_options_or_another_device_is_not_continued(run: Any, mo
         (("resnet50", "--co-runs", "pairs", "--co-run-s", "0"), "--co-run-s"),
         (("resnet50", "--time-limit-s", "-1"), "--time-limit-s"),
         (("resnet50", "--adaptive", "-1"), "--adaptive"),
-        (("resnet50", "--import-ncu", "x.csv", "-o", "p.yaml"), "one model, batch size and share"),
-        (("resnet50", "--batch-sizes", "4", "--import-ncu", "x.csv", "-o", "p.yaml"), "no such profile file"),
     ],
 )
 def test_wrong_new_arguments(run: Any, arguments: tuple[str, ...], message: str) -> None:
     code, _, err = run(*arguments)
     assert code == 2
     assert message in err
-
-
-def test_nsight_files_are_merged_into_the_file(run: Any) -> None:
-    data = Path(__file__).parents[1] / "profiles" / "data"
-    row = ModelProfile(points=(ProfilePoint(batch_size=4, latency_ms=1.0),))
-    Path("p.yaml").write_text(Profile(name="p", gpu_type="v100", source="t", models={"resnet50": row}).dump())
-    code, out, err = run(
-        "resnet50",
-        "--batch-sizes",
-        "4",
-        "--import-ncu",
-        str(data / "ncu_raw.csv"),
-        "--import-nsys",
-        str(data / "nsys_gpu_trace.csv"),
-        "-o",
-        "p.yaml",
-    )
-    assert code == 0, err
-    assert "4 of 4 kernels" in out
-    assert Profile.load("p.yaml").models["resnet50"].point(4).metrics["dram_util_pct"] > 0

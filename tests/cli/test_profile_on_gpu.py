@@ -163,7 +163,7 @@ def test_co_runs_are_measured_under_their_shares_and_fitted(run: Run) -> None:
         "--batch-sizes", "1,2,4", "--shares", "20,50,100", "--co-runs", "igniter,pairs", "--co-run-s", "0.05", "--fit"
     )
     assert code == 0, err
-    missing = "one to five equal residents (--co-runs residents), L2 use (--import-ncu)"
+    missing = "one to five equal residents (--co-runs residents), L2 use (`tenuto kernels import` of tenuto-lab)"
     assert f"igniter, scale: not fitted; not measured: {missing}" in " ".join(err.split())
     profile = Profile.load("p.yaml")
     assert len(profile.co_runs) == 2 + 2

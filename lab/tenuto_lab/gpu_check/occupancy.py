@@ -15,10 +15,10 @@ from typing import Any
 
 from tenuto.errors import EnvironmentFaultError
 from tenuto.profiles.measuring.kernels.metrics import kernel_metrics
-from tenuto.profiles.measuring.kernels.nsight_compute import METRICS, load_ncu
 from tenuto.profiles.measuring.kernels.occupancy import estimated_occupancy_pct
 from tenuto.profiles.measuring.kernels.record import Device, Kernel
 from tenuto_lab.gpu_check.results import Results, in_words, step_parser
+from tenuto_lab.kernels.nsight_compute import METRICS, load_ncu
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

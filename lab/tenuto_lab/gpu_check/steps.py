@@ -23,7 +23,9 @@ CALLS = {
 
 Need = Literal["nothing", "mps", "no mps"]
 
-_PROFILE = ("-c", "from tenuto.cli import main; main()", "profile")
+_TENUTO = ("-c", "from tenuto.cli import main; main()")
+_PROFILE = (*_TENUTO, "profile")
+_IMPORT = (*_TENUTO, "kernels", "import")
 
 
 @dataclass(frozen=True)
@@ -201,18 +203,7 @@ def steps(folder: Path, gpu_type: str, sizes: Sizes, gpu: str | None = None) -> 
         Step(
             "occupancy-import",
             "D",
-            (
-                *_PROFILE,
-                first,
-                *_CUDA,
-                "--batch-sizes",
-                "8",
-                *given,
-                "--import-ncu",
-                str(folder / "ncu.csv"),
-                "-o",
-                str(profile),
-            ),
+            (*_IMPORT, first, "--batch-size", "8", "--ncu", str(folder / "ncu.csv"), "--profile", str(profile)),
             60.0,
         ),
         Step("faults", "F", program("sharing", "--part", "faults", "--limit-s", "150"), 220.0, "mps"),

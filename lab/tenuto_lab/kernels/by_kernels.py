@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from tenuto.errors import refused
-from tenuto.profiles.estimator.trace import Trace
-from tenuto.profiles.estimator.training import is_same_network
 from tenuto.profiles.measuring.measure import MeasureRequest, row_name
 from tenuto.profiles.networks.device import pick_device
 from tenuto.profiles.networks.model_options import ModelOptions
 from tenuto.profiles.profile import Profile
+from tenuto_lab.estimator.trace import Trace
+from tenuto_lab.estimator.training import is_same_network
 from tenuto_lab.kernels.kernel_training import KernelErrorReport, KernelEstimator, leave_one_model_out_kernels
 from tenuto_lab.kernels.operator_times import OperatorFile, time_operators
 from tenuto_lab.kernels.usher import NetworkNeed, UsherErrors, UsherEstimator, usher_errors

@@ -16,10 +16,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from tenuto.profiles.estimator.features import concurrent_sets
-from tenuto.profiles.estimator.roofline import KINDS, fit_kernel_times, fit_roofline
-from tenuto.profiles.estimator.stacking import StackedRegression
-from tenuto.profiles.estimator.trace import Operator, Trace
+from tenuto_lab.estimator.features import concurrent_sets
+from tenuto_lab.estimator.roofline import KINDS, fit_kernel_times, fit_roofline
+from tenuto_lab.estimator.stacking import StackedRegression
+from tenuto_lab.estimator.trace import Operator, Trace
 from tenuto_lab.kernels.operator_times import TimedRun, models_learnt_from
 
 _FASTEST_MS = 1e-4  # below, a clock's resolution is all that is seen

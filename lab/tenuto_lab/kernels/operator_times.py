@@ -16,9 +16,9 @@ from pydantic import Field
 
 from tenuto.documents import StrictModel, dump_yaml
 from tenuto.errors import InvalidInputError, refused
-from tenuto.profiles.estimator.trace import Operator, operator_recorder
 from tenuto.profiles.measuring.kernels.recording import write_trace
 from tenuto.profiles.networks.inputs import random_inputs
+from tenuto_lab.estimator.trace import Operator, operator_recorder
 from tenuto_lab.kernels.by_operator import RANGE_NAME, OperatorKernel, load_operator_kernels
 
 _WARM_UP_RUNS = 2

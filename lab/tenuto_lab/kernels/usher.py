@@ -26,9 +26,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tenuto.errors import refused
-from tenuto.profiles.estimator.features import starting_together
-from tenuto.profiles.estimator.stacking import checked_once
-from tenuto.profiles.estimator.trace import Operator, Trace
+from tenuto_lab.estimator.features import starting_together
+from tenuto_lab.estimator.stacking import checked_once
+from tenuto_lab.estimator.trace import Operator, Trace
 from tenuto_lab.kernels.operator_times import OperatorFile, TimedOperator, TimedRun, models_learnt_from
 
 _FASTEST_MS = 1e-4  # below, a clock's resolution is all that is seen

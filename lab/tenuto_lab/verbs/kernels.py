@@ -1,4 +1,4 @@
-"""`tenuto kernels`: time the operators of models, and estimate models from what was timed."""
+"""`tenuto kernels`: kernels that profilers recorded, operators timed one by one, and models estimated from them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ _options = click.option(
 
 @click.group("kernels", short_help="Time single kernels of models, and estimate models from them.")
 def command() -> None:
-    """Time the operators of models where they run, and estimate other models from single kernels.
+    """Time the operators of models where they run, estimate other models from single kernels, and import what Nsight
+    recorded.
 
     Example: tenuto kernels time resnet50 --profile cpu.yaml -o operators.yaml
     """
@@ -87,8 +88,8 @@ def _estimate(
 
     Example: tenuto kernels estimate resnet50 --gpu v100 --operator-times operators.yaml
     """
-    from tenuto.profiles.estimator.training import tracer
     from tenuto.profiles.measuring.measure import row_name
+    from tenuto_lab.estimator.training import tracer
     from tenuto_lab.kernels.by_kernels import estimate_by_kernels, load_operator_files
 
     timed = load_operator_files(operator_files, gpu_type)
@@ -100,6 +101,40 @@ def _estimate(
         emit_json({"model": row, "gpu_type": gpu_type, **made.as_data()})
     else:
         _print_by_kernels(made)
+
+
+@command.command("import", short_help="Merge kernels that Nsight or torch.profiler recorded into a profile.")
+@click.argument("model", metavar="MODEL")
+@click.option("--profile", "profile", required=True, metavar="FILE", help="The profile; it has MODEL's point.")
+@click.option("--batch-size", type=int, required=True, metavar="N", help="Batch size of the point.")
+@click.option("--share", type=float, default=100.0, show_default=True, metavar="PCT", help="Share of the point.")
+@click.option("--ncu", metavar="FILE", help="Nsight Compute CSV (--csv --page raw) of one batch of MODEL.")
+@click.option("--nsys", metavar="FILE", help="Nsight Systems CSV (-r cuda_gpu_trace) of the same batch.")
+@click.option("--trace", metavar="FILE", help="torch.profiler trace of the same batch.")
+@click.option("--batches", type=int, default=1, show_default=True, help="Batches those files recorded.")
+def _import(
+    model: str,
+    profile: str,
+    batch_size: int,
+    share: float,
+    ncu: str | None,
+    nsys: str | None,
+    trace: str | None,
+    batches: int,
+) -> None:
+    """Merge the kernels that profilers recorded of one batch of MODEL into its point of a profile.
+
+    Example: tenuto kernels import resnet50 --profile h200.yaml --batch-size 8 --ncu ncu.csv --nsys nsys.csv
+    """
+    from tenuto.profiles import Profile
+    from tenuto.profiles.measuring.measure import row_name
+    from tenuto_lab.kernels.nsight_import import ImportRequest, import_kernels
+
+    row = row_name(model)
+    merged = import_kernels(Profile.load(profile), ImportRequest(row, batch_size, share, ncu, nsys, trace, batches))
+    write_file(profile, merged.dump(), option="--profile")
+    for doubt in merged.models[row].doubts:
+        stdout_console().print(doubt, markup=False)
 
 
 def _print_by_kernels(made: ByKernels) -> None:

@@ -3,14 +3,14 @@ from pathlib import Path
 
 import pytest
 
+from lab.tests.estimator.test_estimator import networks
 from tenuto.errors import InvalidInputError
-from tenuto.profiles.estimator.features import concurrent_sets
-from tenuto.profiles.estimator.roofline import KernelTimes
-from tenuto.profiles.estimator.trace import Trace, trace_model
+from tenuto_lab.estimator.features import concurrent_sets
+from tenuto_lab.estimator.roofline import KernelTimes
+from tenuto_lab.estimator.trace import Trace, trace_model
 from tenuto_lab.kernels.kernel_training import KernelEstimator, leave_one_model_out_kernels
 from tenuto_lab.kernels.operator_times import OperatorFile, TimedOperator, TimedRun, time_operators
 from tests.instruments.small_networks import SMALL
-from tests.profiles.estimator.test_estimator import networks
 
 MACHINE = KernelTimes(1e9, 1e7, 0.01, {"conv1": 0.5, "norm": 2.0})
 

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from tenuto.errors import InvalidInputError
-from tenuto.profiles.estimator.features import starting_together
-from tenuto.profiles.estimator.roofline import KernelTimes
-from tenuto.profiles.estimator.trace import Operator, Trace
+from tenuto_lab.estimator.features import starting_together
+from tenuto_lab.estimator.roofline import KernelTimes
+from tenuto_lab.estimator.trace import Operator, Trace
 from tenuto_lab.kernels.operator_times import OperatorFile, TimedKernel, TimedOperator, TimedRun
 from tenuto_lab.kernels.usher import UsherEstimator, usher_errors
 

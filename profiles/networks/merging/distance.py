@@ -10,10 +10,12 @@ Every inserted, deleted or relabelled operator and every inserted or deleted edg
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from difflib import SequenceMatcher
+from itertools import combinations
 
+import networkx
 import numpy as np
 from scipy.optimize import linear_sum_assignment
 
@@ -41,23 +43,16 @@ def cluster_graphs(
 ) -> tuple[list[tuple[str, ...]], dict[tuple[str, str], float]]:
     """Return DBSCAN's clusters of two or more models, in the order given, and the distance of every pair.
 
+    Two models are enough for a cluster, and then DBSCAN's are the connected parts of the graph of close models.
+
     Args:
         graphs: by model.
-        radius: DBSCAN's, in edits; two models within it are enough for a cluster.
+        radius: DBSCAN's, in edits.
     """
-    from sklearn.cluster import DBSCAN
-
-    names = list(graphs)
-    matrix = np.zeros((len(names), len(names)))
-    distances = {}
-    for i, first in enumerate(names):
-        for j in range(i + 1, len(names)):
-            matrix[i, j] = matrix[j, i] = distances[first, names[j]] = edit_distance(graphs[first], graphs[names[j]])
-    if len(names) < 2:
-        return [], distances
-    labels = DBSCAN(eps=radius, min_samples=2, metric="precomputed").fit_predict(matrix)
-    clusters = [tuple(n for n, own in zip(names, labels, strict=True) if own == label) for label in set(labels) - {-1}]
-    return sorted(clusters, key=lambda cluster: names.index(cluster[0])), distances
+    distances = {(a, b): edit_distance(graphs[a], graphs[b]) for a, b in combinations(graphs, 2)}
+    close = networkx.Graph(pair for pair, distance in distances.items() if distance <= radius)
+    parts = [tuple(name for name in graphs if name in part) for part in networkx.connected_components(close)]
+    return sorted(parts, key=lambda part: list(graphs).index(part[0])), distances
 
 
 def _aligned(a: OperatorGraph, b: OperatorGraph) -> dict[int, int]:
@@ -97,8 +92,3 @@ def _cost(a: OperatorGraph, b: OperatorGraph, mapping: Mapping[int, int]) -> flo
     operators = len(a.kinds) + len(b.kinds) - 2 * len(mapping)
     kept = sum((mapping.get(i), mapping.get(j)) in b.edges for i, j in a.edges)
     return float(relabelled + operators + len(a.edges) + len(b.edges) - 2 * kept)
-
-
-def chain(kinds: Sequence[str]) -> OperatorGraph:
-    """Return a graph in which every operator feeds the next; for tests and examples."""
-    return OperatorGraph(tuple(kinds), frozenset((i, i + 1) for i in range(len(kinds) - 1)))

@@ -7,11 +7,11 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from tenuto.errors import InvalidInputError
-from tenuto.profiles.estimator.estimator import CREQ_METRIC, Sample
-from tenuto.profiles.estimator.trace import Trace, trace_model
 from tenuto.profiles.networks.catalogue import CATALOGUE, ImageInput, LoadedModel, image_signature, is_factory
 from tenuto.profiles.networks.model_options import ModelOptions
 from tenuto.profiles.profile import ModelProfile, Profile
+from tenuto_lab.estimator.estimator import CREQ_METRIC, Sample
+from tenuto_lab.estimator.trace import Trace, trace_model
 
 TraceAtBatch = Callable[[int], Trace]
 
@@ -26,7 +26,7 @@ _CONDITIONS: dict[str, dict[str, dict[str, Any]]] = {
     }
 }
 
-_FACTORY = "tenuto.profiles.estimator.training:torchvision_network"
+_FACTORY = "tenuto_lab.estimator.training:torchvision_network"
 _EFFICIENTNET_SIZES = (224, 240, 260, 300, 380, 456, 528, 600)
 
 # Symphony's zoo (its appendix C) names Keras networks and prints a line l(b) = alpha*b + beta for each. Two dozen of

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from tenuto.errors import InvalidInputError, refused
 from tenuto.profiles.gpu_types import GPU_TYPES, sms_of_share
 from tenuto.profiles.measuring.kernels.chrome_trace import load_chrome_trace
-from tenuto.profiles.measuring.kernels.matching import match_kernels
 from tenuto.profiles.measuring.kernels.metrics import kernel_metrics
-from tenuto.profiles.measuring.kernels.nsight_compute import load_ncu
-from tenuto.profiles.measuring.kernels.nsight_systems import load_nsys
 from tenuto.profiles.measuring.kernels.record import Device, Kernel
 from tenuto.profiles.profile import ModelProfile, Profile
+from tenuto_lab.kernels.kernel_matching import match_kernels
+from tenuto_lab.kernels.nsight_compute import load_ncu
+from tenuto_lab.kernels.nsight_systems import load_nsys
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ def import_kernels(profile: Profile, request: ImportRequest) -> Profile:
     kernels, capability, notes = _kernels(request)
     if len(kernels) % request.batches:
         raise refused(
-            "--import-batches",
+            "--batches",
             request.batches,
             f"does not divide the {len(kernels)} recorded kernels",
             "Give the number of batches that ran while the profiler recorded, warm-up included.",
@@ -70,11 +70,11 @@ def import_kernels(profile: Profile, request: ImportRequest) -> Profile:
 
 def _check(profile: Profile, request: ImportRequest) -> None:
     if request.batches < 1:
-        raise refused("--import-batches", request.batches, "must be at least 1", "Give the number of batches recorded.")
+        raise refused("--batches", request.batches, "must be at least 1", "Give the number of batches recorded.")
     if not (request.ncu or request.nsys or request.trace):
-        raise InvalidInputError("nothing to import. Give --import-ncu, --import-nsys or --import-trace.")
+        raise InvalidInputError("nothing to import. Give --ncu, --nsys or --trace.")
     if request.nsys and request.trace:
-        raise refused("--import-trace", request.trace, "gives the same as --import-nsys", "Give only one of the two.")
+        raise refused("--trace", request.trace, "gives the same as --nsys", "Give only one of the two.")
     row = profile.models.get(request.row)
     if row is None:
         known = ", ".join(sorted(profile.models))

@@ -9,9 +9,9 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from tenuto.profiles.estimator.device_times import DeviceTimes
-from tenuto.profiles.estimator.roofline import KINDS, KernelTimes
-from tenuto.profiles.estimator.trace import Operator, Trace
+from tenuto_lab.estimator.device_times import DeviceTimes
+from tenuto_lab.estimator.roofline import KINDS, KernelTimes
+from tenuto_lab.estimator.trace import Operator, Trace
 
 TAU_MS = 0.001  # kernels that start within this time of each other run together (USHER, section 4.1)
 

@@ -8,8 +8,8 @@ import pytest
 
 from tenuto.cli import main
 from tenuto.profiles import ModelProfile, Profile, ProfilePoint
-from tenuto.profiles.estimator import training
-from tenuto.profiles.estimator.trace import Trace, trace_model
+from tenuto_lab.estimator import training
+from tenuto_lab.estimator.trace import Trace, trace_model
 from tests.instruments.small_networks import SMALL
 
 

@@ -16,11 +16,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tenuto.errors import refused
-from tenuto.profiles.estimator.device_times import DeviceTimes, fit_device_times
-from tenuto.profiles.estimator.features import concurrent_sets, features, peak_threads
-from tenuto.profiles.estimator.roofline import KernelTimes, fit_kernel_times, fit_roofline
-from tenuto.profiles.estimator.stacking import StackedRegression
-from tenuto.profiles.estimator.trace import Trace
+from tenuto_lab.estimator.device_times import DeviceTimes, fit_device_times
+from tenuto_lab.estimator.features import concurrent_sets, features, peak_threads
+from tenuto_lab.estimator.roofline import KernelTimes, fit_kernel_times, fit_roofline
+from tenuto_lab.estimator.stacking import StackedRegression
+from tenuto_lab.estimator.trace import Trace
 
 CREQ_METRIC = "achieved_occupancy_pct"  # the compute requirement, as the thesis measures it for USHER
 MIB = 2**20

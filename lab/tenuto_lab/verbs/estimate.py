@@ -71,9 +71,9 @@ def command(
 
     Example: tenuto estimate resnet50 --gpu v100 --batch-sizes 4,8,16
     """
-    from tenuto.profiles.estimator.estimator import GkEstimator, leave_one_model_out
-    from tenuto.profiles.estimator.training import collect_samples, conditions, is_same_network, tracer
     from tenuto.profiles.measuring.measure import row_name
+    from tenuto_lab.estimator.estimator import GkEstimator, leave_one_model_out
+    from tenuto_lab.estimator.training import collect_samples, conditions, is_same_network, tracer
 
     row = row_name(model)
     profiles = [p for p in profiles_from(profile_names, [gpu_type]) if p.gpu_type == gpu_type]

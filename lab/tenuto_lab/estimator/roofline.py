@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from tenuto.profiles.estimator.trace import Operator, Trace
+from tenuto_lab.estimator.trace import Operator, Trace
 
 Floats = NDArray[np.float64]
 

@@ -19,8 +19,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from tenuto.profiles.estimator.roofline import KINDS, MeasuredNetworks
-from tenuto.profiles.estimator.trace import Operator, Trace
+from tenuto_lab.estimator.roofline import KINDS, MeasuredNetworks
+from tenuto_lab.estimator.trace import Operator, Trace
 
 Floats = NDArray[np.float64]
 

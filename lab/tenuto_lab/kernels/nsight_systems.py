@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from tenuto.errors import InvalidInputError, Problem, refused
-from tenuto.profiles.measuring.kernels.csv_table import BYTES, MICROSECONDS, number, read_rows, read_text, unit_factor
 from tenuto.profiles.measuring.kernels.record import Kernel
+from tenuto_lab.kernels.csv_table import BYTES, MICROSECONDS, number, read_rows, read_text, unit_factor
 
 _EXPORT = "nsys stats -r cuda_gpu_trace --format csv FILE.nsys-rep"
 _NEEDED = ("Start", "Duration", "GrdX", "GrdY", "GrdZ", "BlkX", "BlkY", "BlkZ", "Reg/Trd", "StcSMem", "DymSMem", "Name")

@@ -3,16 +3,18 @@ from pathlib import Path
 
 import pytest
 
+from tenuto.cli import main
 from tenuto.errors import InvalidInputError
 from tenuto.profiles import ModelProfile, Profile, ProfilePoint
 from tenuto.profiles.measuring.kernels.chrome_trace import load_chrome_trace
-from tenuto.profiles.measuring.kernels.importing import ImportRequest, import_kernels
-from tenuto.profiles.measuring.kernels.matching import base_name, match_kernels
-from tenuto.profiles.measuring.kernels.nsight_compute import load_ncu, parse_ncu
-from tenuto.profiles.measuring.kernels.nsight_systems import load_nsys, parse_nsys
+from tenuto_lab.kernels.kernel_matching import base_name, match_kernels
+from tenuto_lab.kernels.nsight_compute import load_ncu, parse_ncu
+from tenuto_lab.kernels.nsight_import import ImportRequest, import_kernels
+from tenuto_lab.kernels.nsight_systems import load_nsys, parse_nsys
+from tests.profiles.measuring.kernels.test_kernels import DATA
 
-DATA = Path(__file__).parents[2] / "data"
-NCU, NSYS, TRACE = (str(DATA / name) for name in ("ncu_raw.csv", "nsys_gpu_trace.csv", "kineto_trace.json"))
+NCU, NSYS = (str(Path(__file__).parent / "data" / name) for name in ("ncu_raw.csv", "nsys_gpu_trace.csv"))
+TRACE = str(DATA / "kineto_trace.json")
 NCU_TEXT, NSYS_TEXT = Path(NCU).read_text(), Path(NSYS).read_text()
 
 
@@ -149,3 +151,14 @@ def test_files_of_another_gpu_are_refused() -> None:
         import_kernels(profile("a100"), ImportRequest("net", 4, ncu=NCU))
     with pytest.raises(InvalidInputError, match="SM count and compute capability"):
         import_kernels(profile("cpu"), ImportRequest("net", 4, ncu=NCU))
+
+
+def test_the_verb_merges_files_into_a_profile(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "p.yaml"
+    row = profile().models["net"]
+    path.write_text(profile().model_copy(update={"models": {"resnet50": row}}).dump())
+    with pytest.raises(SystemExit) as end:
+        main(f"kernels import resnet50 --profile {path} --batch-size 4 --ncu {NCU} --nsys {NSYS}".split())
+    assert (end.value.code or 0) == 0
+    assert "4 of 4 kernels" in capsys.readouterr().out
+    assert Profile.load(path).models["resnet50"].point(4).metrics["dram_util_pct"] > 0

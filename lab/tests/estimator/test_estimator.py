@@ -6,14 +6,14 @@ import pytest
 
 from tenuto.errors import InvalidInputError
 from tenuto.profiles import Measured, ModelProfile, Profile, ProfilePoint
-from tenuto.profiles.estimator.device_times import DeviceTimes, fit_device_times
-from tenuto.profiles.estimator.estimator import CREQ_METRIC, GkEstimator, Sample, leave_one_model_out
-from tenuto.profiles.estimator.features import FEATURE_NAMES, concurrent_sets, features, peak_threads
-from tenuto.profiles.estimator.roofline import KernelTimes, fit_kernel_times, fit_roofline
-from tenuto.profiles.estimator.stacking import StackedRegression
-from tenuto.profiles.estimator.trace import Operator, Trace, trace_model
-from tenuto.profiles.estimator.training import collect_samples, is_same_network, source_of, tracer
 from tenuto.profiles.shipped import load_shipped
+from tenuto_lab.estimator.device_times import DeviceTimes, fit_device_times
+from tenuto_lab.estimator.estimator import CREQ_METRIC, GkEstimator, Sample, leave_one_model_out
+from tenuto_lab.estimator.features import FEATURE_NAMES, concurrent_sets, features, peak_threads
+from tenuto_lab.estimator.roofline import KernelTimes, fit_kernel_times, fit_roofline
+from tenuto_lab.estimator.stacking import StackedRegression
+from tenuto_lab.estimator.trace import Operator, Trace, trace_model
+from tenuto_lab.estimator.training import collect_samples, is_same_network, source_of, tracer
 from tests.instruments.small_networks import SMALL
 
 

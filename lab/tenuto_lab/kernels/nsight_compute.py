@@ -11,16 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tenuto.errors import InvalidInputError, Problem, refused
-from tenuto.profiles.measuring.kernels.csv_table import (
-    BYTES,
-    MICROSECONDS,
-    dim3,
-    number,
-    read_rows,
-    read_text,
-    unit_factor,
-)
 from tenuto.profiles.measuring.kernels.record import Kernel
+from tenuto_lab.kernels.csv_table import BYTES, MICROSECONDS, dim3, number, read_rows, read_text, unit_factor
 
 _EXPORT = "ncu --import FILE.ncu-rep --csv --page raw"
 METRICS = (
