@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import os
 import re
 import signal
@@ -82,24 +83,25 @@ ROWS = {
 def floor(row: Row) -> Iterator[tuple[int, str]]:
     """Run the floor; gives its port."""
     port = unused_port()
-    arguments = [str(value) for value in (port, row.gpus, row.alpha_ms, row.beta_ms, row.slo_ms)]
-    ways_back_ms = "3" if row.slo_ms < 50.0 else "4"
-    server = subprocess.Popen(
-        [
-            sys.executable,
-            str(FLOOR / "server.py"),
-            *arguments,
-            "--response-ms",
-            ways_back_ms,
-            *(["--pictures"] if row.picture else []),
-        ],
-        stdout=subprocess.PIPE,
-        text=True,
-    )
+    model = {"name": "synthetic", "alpha_ms": row.alpha_ms, "beta_ms": row.beta_ms, "slo_ms": row.slo_ms}
+    ways_back = ["--response-ms", "3" if row.slo_ms < 50.0 else "4"]
+    with floor_of(port, row.gpus, [{**model, "rate_rps": 600.0 * row.gpus}], *ways_back, *_pictures(row)):
+        yield port, "synthetic"
+
+
+def _pictures(row: Row) -> list[str]:
+    return ["--pictures"] if row.picture else []
+
+
+@contextlib.contextmanager
+def floor_of(port: int, gpus: int, models: list[dict[str, Any]], *options: str) -> Iterator[None]:
+    """Run the floor with every model on each of the GPUs; see `floor/server.py`."""
+    command = [sys.executable, str(FLOOR / "server.py"), str(port), str(gpus), json.dumps(models), *options]
+    server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
         assert server.stdout is not None
         assert server.stdout.readline() == "ready\n"
-        yield port, "synthetic"
+        yield
     finally:
         server.terminate()
         server.wait()

@@ -4,6 +4,7 @@ Protocol."""
 import argparse
 import asyncio
 import gc
+import json
 import math
 import random
 import time
@@ -12,7 +13,7 @@ import uvloop
 
 parser = argparse.ArgumentParser(description=__doc__)
 parser.add_argument("port", type=int)
-parser.add_argument("model")
+parser.add_argument("model", help="a name, or a JSON list of name, slo_ms and rate_rps: drawn by their rates")
 parser.add_argument("slo_ms", type=float, nargs="?")
 parser.add_argument("rates", type=float, nargs="*")
 parser.add_argument("--closed", type=int, nargs="+", help="numbers of connections")
@@ -31,12 +32,17 @@ if given.picture:
     header = f'{{"inputs":[{{"name":"INPUT0",{about}}}]}}'.encode()
     KIND = b"Content-Type: application/octet-stream\r\nInference-Header-Content-Length: %d\r\n" % len(header)
     BODY = header + bytes(size)
-REQUEST = HEAD % (given.model.encode(), KIND, len(BODY)) + BODY
+if given.model.startswith("["):
+    MODELS = json.loads(given.model)
+else:
+    MODELS = [{"name": given.model, "slo_ms": given.slo_ms, "rate_rps": 1.0}]
+RATES = [model["rate_rps"] for model in MODELS]
+REQUESTS = [HEAD % (model["name"].encode(), KIND, len(BODY)) + BODY for model in MODELS]
 
 
-async def ask(reader, writer) -> bytes:
-    """Send the request and return the head of the answer in lower case."""
-    writer.write(REQUEST)
+async def ask(reader, writer, model=0) -> bytes:
+    """Send a request for a model and return the head of the answer in lower case."""
+    writer.write(REQUESTS[model])
     head = (await reader.readuntil(b"\r\n\r\n")).lower()
     await reader.readexactly(int(number(head, b"content-length")))
     return head
@@ -57,21 +63,22 @@ async def open_loop(rate: float) -> None:
     generator, schedule, at = random.Random(given.seed), [], 0.0
     while (at := at + generator.expovariate(rate)) < given.seconds:
         schedule.append(at)
+    asked = generator.choices(range(len(MODELS)), RATES, k=len(schedule))
     pool, count = [], {"offered": 0, "in time": 0, "late": 0, "refused": 0, "broken": 0}
     doors_ms, lateness_ms = [], []
     start = time.monotonic()
 
-    async def one(at: float) -> None:
+    async def one(at: float, model: int) -> None:
         outcome = "broken"
         sent = time.monotonic() - start
         try:
             async with asyncio.timeout(15):
                 connection = pool.pop() if pool else await asyncio.open_connection("127.0.0.1", given.port)
-                head = await ask(*connection)
+                head = await ask(*connection, model)
                 latency_ms = 1e3 * (time.monotonic() - start - at)
                 outcome = "refused"
                 if head[9:12] == b"200":
-                    outcome = "late" if latency_ms > given.slo_ms else "in time"
+                    outcome = "late" if latency_ms > MODELS[model]["slo_ms"] else "in time"
                     served_ms = number(head, b"x-tenuto-queue-ms") + number(head, b"x-tenuto-execution-ms")
                     if at >= given.warmup_s and served_ms >= 0.0:
                         doors_ms.append(latency_ms - served_ms)
@@ -84,10 +91,10 @@ async def open_loop(rate: float) -> None:
             count[outcome] += 1
 
     tasks = []
-    for at in schedule:
+    for at, model in zip(schedule, asked, strict=True):
         if (delay := start + at - time.monotonic()) > 0:
             await asyncio.sleep(delay)
-        tasks.append(asyncio.create_task(one(at)))
+        tasks.append(asyncio.create_task(one(at, model)))
     await asyncio.gather(*tasks)
     span = given.seconds - given.warmup_s
     share = count["in time"] / max(1, count["offered"])

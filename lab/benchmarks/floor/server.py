@@ -1,5 +1,5 @@
-"""The plainest server around Tenuto's scheduler object: one process with one connection to each emulated gpu-let, one
-model, no Ray, no routing, hardly a check. What it reaches is what the machine and the scheduler allow."""
+"""The plainest server around Tenuto's scheduler object: one process with one connection to each emulated gpu-let, every
+model on each, no Ray, hardly a check. What it reaches is what the machine and the scheduler allow."""
 
 import argparse
 import asyncio
@@ -23,13 +23,18 @@ from tenuto.batching.registry import make_scheduler
 parser = argparse.ArgumentParser(description=__doc__)
 parser.add_argument("port", type=int)
 parser.add_argument("gpus", type=int)
-for name in ("alpha_ms", "beta_ms", "slo_ms"):
-    parser.add_argument(name, type=float)
+parser.add_argument("models", help="a JSON list of models: name, alpha_ms, beta_ms, slo_ms, rate_rps")
 parser.add_argument("--scheduler", default="deferred")
 parser.add_argument("--ctrl-ms", type=float, default=1.0)
 parser.add_argument("--response-ms", type=float, default=3.0)
 parser.add_argument("--pictures", action="store_true", help="receive bodies into shared memory; no HTTP parser")
 given = parser.parse_args()
+
+
+def largest(model) -> int:
+    """Return the largest batch that one request may wait for."""
+    return int((model["slo_ms"] - model["beta_ms"]) / model["alpha_ms"])
+
 
 TIMES = b"x-tenuto-queue-ms: %.3f\r\nx-tenuto-execution-ms: %.3f\r\n"
 OK = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\n"
@@ -37,13 +42,17 @@ LENGTH = b"content-length: %d\r\n\r\n"
 _LATE = b'{"error":"the deadline could not be met"}'
 EXPIRED = b"HTTP/1.1 504 Gateway Timeout\r\nretry-after: 1\r\ncontent-length: %d\r\n\r\n" % len(_LATE) + _LATE
 
-largest = int((given.slo_ms - given.beta_ms) / given.alpha_ms)
-host = Host((0.0, *(given.alpha_ms * size + given.beta_ms for size in range(1, largest + 1))))
+models = orjson.loads(given.models)
+hosts = {
+    index: Host((0.0, *(model["alpha_ms"] * size + model["beta_ms"] for size in range(1, 1 + largest(model)))))
+    for index, model in enumerate(models)
+}
 setup = System(
-    (Model("synthetic", given.slo_ms, 600.0 * given.gpus),),
-    tuple(Gpulet(f"g{number}/a", f"g{number}", {0: host}) for number in range(given.gpus)),
+    tuple(Model(model["name"], model["slo_ms"], model["rate_rps"]) for model in models),
+    tuple(Gpulet(f"g{number}/a", f"g{number}", hosts) for number in range(given.gpus)),
     NetworkDelay(ctrl_ms=given.ctrl_ms, response_ms=given.response_ms),
 )
+by_path = {f"/v2/models/{model['name']}/infer".encode(): index for index, model in enumerate(models)}
 scheduler = make_scheduler(given.scheduler, setup, {})
 waiting = {}  # request id -> (connection, the client's id)
 gpulets = []  # transports
@@ -64,7 +73,10 @@ def carry_out(now: float) -> None:
             if isinstance(decision, Dispatch):
                 counts["batch"] += 1
                 running[decision.gpulet].append((now_ms(), list(decision.request_ids)))
-                gpulets[decision.gpulet].write(struct.pack("<II", counts["batch"], len(decision.request_ids)))
+                size = len(decision.request_ids)
+                model = models[decision.program]
+                ms = model["alpha_ms"] * size + model["beta_ms"]
+                gpulets[decision.gpulet].write(struct.pack("<IIf", counts["batch"], size, ms))
             elif isinstance(decision, (Drop, Reject)):
                 for request in decision.request_ids:
                     waiting.pop(request)[0].send(EXPIRED)
@@ -146,7 +158,7 @@ class ClientConnection(asyncio.Protocol):
         if self.url.startswith(b"/v2/health"):
             self.transport.write(OK + LENGTH % 2 + b"{}")
             return
-        ask(self, orjson.loads(b"".join(self.chunks)[: self.json_length]))
+        ask(self, by_path[self.url], orjson.loads(b"".join(self.chunks)[: self.json_length]))
 
     def send(self, response):
         if not self.transport.is_closing():
@@ -186,7 +198,7 @@ class PictureConnection(asyncio.BufferedProtocol):
             self.rest = None
             document = orjson.loads(self.slot[: self.json_length])
             self.arrived_ms = now_ms()
-            ask(self, document)
+            ask(self, 0, document)
 
     def number(self, head, name):
         return int(head.split(b"\r\n" + name)[1].split(b"\r\n")[0])
@@ -196,10 +208,11 @@ class PictureConnection(asyncio.BufferedProtocol):
             self.transport.write(response)
 
 
-def ask(connection, document) -> None:
+def ask(connection, model, document) -> None:
     counts["request"] += 1
     waiting[counts["request"]] = (connection, document.get("id", ""))
-    scheduler.add_request(connection.arrived_ms, 0, counts["request"], connection.arrived_ms + given.slo_ms)
+    deadline_ms = connection.arrived_ms + models[model]["slo_ms"]
+    scheduler.add_request(connection.arrived_ms, model, counts["request"], deadline_ms)
     carry_out(connection.arrived_ms)
 
 
@@ -210,7 +223,7 @@ async def main() -> None:
     port = str(inner.sockets[0].getsockname()[1])
     program = str(Path(__file__).with_name("gpulet.py"))
     for _ in range(given.gpus):
-        subprocess.Popen([sys.executable, program, port, str(given.alpha_ms), str(given.beta_ms)])
+        subprocess.Popen([sys.executable, program, port])
     while len(gpulets) < given.gpus:
         await asyncio.sleep(0.05)
     protocol = PictureConnection if given.pictures else ClientConnection
