@@ -29,7 +29,7 @@ class AsgiExchange:
         self.is_in_slot = False
         self.has_key = False
         self.address = ""  # a proxy's is nobody's
-        self.on_left: Callable[[], None] | None = None
+        self.on_left: Callable[[], object] | None = None
         self._response: asyncio.Future[tuple[int, bytes, bytes]] = asyncio.get_running_loop().create_future()
 
     def respond(self, status: int, headers: bytes, payload: Sequence[Buffer]) -> None:

@@ -208,19 +208,18 @@ class InferCall:
         """A sample was executed; the last one makes the response."""
         if self._is_over:
             return
+        self._rows[request.id] = (executed, row)
+        parsed = self._parsed
+        if parsed is not None and len(self._rows) < len(parsed.parts):
+            return
+        self._is_over = True
         try:
-            self._rows[request.id] = (executed, row)
-            parsed = self._parsed
-            if parsed is not None and len(self._rows) < len(parsed.parts):
-                return
-            self._is_over = True
             if self._wants_classes:
                 self._respond_with_classes(request, executed, row)
             elif parsed is None or (parsed.is_plain and len(parsed.parts) == 1):
                 self._respond(request, executed, row)
             else:
                 self._respond_as_asked(parsed)
-            self._open = []
             self._service.answer_left(request, self._slo_ms, self._model.alone_ms)
             if self._traced is not None:
                 self._trace_executed(request, executed)
@@ -228,6 +227,8 @@ class InferCall:
             fail(self._exchange, HttpError(406, str(error)))
         except Exception as error:
             crash(self._exchange, error)
+        finally:
+            self._open = []  # they hold this call
 
     def _reply(self, status: int, lines: bytes, payload: Sequence[Buffer]) -> None:
         """Send the response, with the trace it belongs to."""

@@ -8,6 +8,7 @@ pipelined requests, unread answers, and the time any of them may take.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import email.utils
 import itertools
 import socket
@@ -140,7 +141,7 @@ class HttpExchange:
         self.has_key = False
         self.is_answered = False
         self.response: Sequence[Buffer] = ()  # once it is answered
-        self.on_left: Callable[[], None] | None = None
+        self.on_left: Callable[[], object] | None = None
 
     @property
     def address(self) -> str:
@@ -410,7 +411,8 @@ class HttpConnection(asyncio.BufferedProtocol):
         if self._chunk_bytes > server.limits.body_bytes:
             raise too_large(server.limits.body_bytes)
         if server.chunked_bytes > server.limits.unfinished_bytes:
-            raise _UNFINISHED
+            self._malformed(_UNFINISHED)  # raised again and again, it would keep the frames of each time
+            return
         if is_whole:
             exchange.body = bytes(framing.chunks) if len(framing.chunks) < _SLOT_BYTES else memoryview(framing.chunks)
             exchange.keep_alive = False  # what follows a chunked body is not looked for
@@ -526,7 +528,8 @@ class HttpConnection(asyncio.BufferedProtocol):
             self._close()
         elif self._transport is not None and not self._lingers and not self._transport.is_closing():
             self._lingers = True
-            self._transport.write_eof()
+            with contextlib.suppress(OSError):  # the client has reset it
+                self._transport.write_eof()
             self._transport.resume_reading()
 
     def _close(self) -> None:

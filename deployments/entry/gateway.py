@@ -186,7 +186,7 @@ class Entry:
     def answer_cold(self, exchange: Exchange, app: App, caller: Caller | None = None) -> None:
         """Let an ASGI application answer, and let it go when the client goes."""
         task = asyncio.create_task(self._answer(exchange, app, caller), name="cold request")
-        exchange.on_left = lambda: _cancel(task)
+        exchange.on_left = task.cancel
         self._keep(task)
 
     async def _answer(self, exchange: Exchange, app: App, caller: Caller | None) -> None:
@@ -257,10 +257,6 @@ class _Cold:
     def handle(self, exchange: HttpExchange) -> None:
         """Let the application answer."""
         self._entry.answer_cold(exchange, self._app)
-
-
-def _cancel(task: asyncio.Task[None]) -> None:
-    task.cancel()
 
 
 def _tls_context(certificate: str, key: str) -> ssl.SSLContext:

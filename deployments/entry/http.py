@@ -55,6 +55,11 @@ class HttpError(Exception):
         self.details = details or {}
         self.after_s = after_s
 
+    def kept(self) -> HttpError:
+        """Return it as a value to keep: without the frames that it was raised in, and all that these hold."""
+        self.__context__ = None
+        return self.with_traceback(None)
+
     def lines(self) -> bytes:
         """Return the headers of its response as raw lines."""
         return self.headers + JSON + retry_after(self.retry_after_s)
@@ -129,7 +134,7 @@ class Exchange(Protocol):
     slots: list[Slot]
     is_in_slot: bool
     has_key: bool
-    on_left: Callable[[], None] | None
+    on_left: Callable[[], object] | None
 
     @property
     def address(self) -> str:

@@ -231,7 +231,7 @@ class InferenceService:
             else:
                 route = self._load_route(action, self._known(name), head)._replace(caller=caller)
         except HttpError as error:
-            route = Route(lambda _exchange, _route: None, problem=error)
+            route = Route(lambda _exchange, _route: None, problem=error.kept())
         head.route, head.generation = route, self._generation
         return route
 
@@ -346,42 +346,29 @@ class InferenceService:
         if self._decoding >= _MOST_DECODING:
             raise HttpError(429, f"{_MOST_DECODING} bodies wait to be decoded. Retry in a second.", retry_after_s=1.0)
         self._decoding += 1
-        has_left = False
-        loop = asyncio.get_running_loop()
+        future = asyncio.get_running_loop().run_in_executor(self._threads, work)
+        exchange.on_left = future.cancel
+        future.add_done_callback(lambda done: self._go_on(exchange, done, then))
 
-        def left() -> None:
-            nonlocal has_left
-            has_left = True
-
-        def done(result: Any, error: BaseException | None) -> None:
-            self._decoding -= 1
-            if has_left:
-                return
-            exchange.on_left = None
-            # Raised here, the error and this frame would hold each other.
-            if isinstance(error, BadRequestError | InvalidInputError):
-                fail(exchange, HttpError(400, str(error)))
-            elif isinstance(error, HttpError):
-                fail(exchange, error)
-            elif error is not None:
-                crash(exchange, error)
-            else:
-                try:
-                    then(result)
-                except HttpError as refused:
-                    fail(exchange, refused)
-                except Exception as unexpected:
-                    crash(exchange, unexpected)
-
-        def run() -> None:
+    def _go_on(self, exchange: Exchange, done: asyncio.Future[Any], then: Callable[[Any], None]) -> None:
+        self._decoding -= 1
+        if done.cancelled():
+            return  # the client has left
+        exchange.on_left = None
+        error = done.exception()
+        if error is None:
             try:
-                result, error = work(), None
-            except BaseException as raised:
-                result, error = None, raised
-            loop.call_soon_threadsafe(done, result, error)
-
-        exchange.on_left = left
-        self._threads.submit(run)
+                then(done.result())
+            except HttpError as refused:
+                fail(exchange, refused)
+            except Exception as unexpected:
+                crash(exchange, unexpected)
+        elif isinstance(error, BadRequestError | InvalidInputError):
+            fail(exchange, HttpError(400, str(error)))
+        elif isinstance(error, HttpError):
+            fail(exchange, error)
+        else:
+            crash(exchange, error)
 
     def request_id(self, raw: str) -> str:
         """Return what a request is called: what its client calls it, else a name made here.
