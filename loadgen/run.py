@@ -61,6 +61,11 @@ class Run:
         """The requests scheduled within the measured window."""
         return self.records.within(self.begin_ms, self.end_ms)
 
+    def by_model(self) -> dict[str, Records]:
+        """Return the requests scheduled within the measured window, of each model."""
+        measured = self.measured
+        return {name: measured.where(measured.model == index) for index, name in enumerate(self.names)}
+
     def slo_ms(self, name: str) -> float | None:
         """The SLO a model was judged by; None when neither the document nor the plan says."""
         stated = (self.document.get("slos_ms") or {}).get(name)

@@ -16,6 +16,7 @@ from tenuto.outcome import Outcome
 from tenuto.placement import Gpulet, Plan
 
 Floats = NDArray[np.float64]
+Curve = tuple[str, Floats, Floats]  # a name with latencies and shares
 _BINS = 120  # unit: of time over a run
 _CDF_POINTS = 300  # limit: points of a distribution
 
@@ -36,13 +37,11 @@ def bin_edges_ms(run: Run) -> Floats:
     return np.append(np.arange(0.0, end_ms - 1e-6, width_ms), end_ms)
 
 
-def timeline(run: Run) -> Timeline:
-    """Return offered and ok requests per second by scheduled time."""
+def timeline(run: Run, at_ms: Floats, outcome: NDArray[np.int8]) -> Timeline:
+    """Return offered and ok requests per second, of requests with these scheduled times and outcomes."""
     edges = bin_edges_ms(run)
     length_s = np.diff(edges) / 1000.0
-    records = run.records
-    offered = np.histogram(records.scheduled_ms, edges)[0]
-    ok = np.histogram(records.scheduled_ms[records.outcome == Outcome.OK], edges)[0]
+    offered, ok = np.histogram(at_ms, edges)[0], np.histogram(at_ms[outcome == Outcome.OK], edges)[0]
     return Timeline((edges[:-1] + edges[1:]) / 2000.0, offered / length_s, ok / length_s)
 
 
@@ -105,11 +104,30 @@ class Prediction:
     weight: Floats
 
     @property
+    def batches(self) -> int:
+        """How many ran."""
+        return round(float(self.weight.sum()))
+
+    @property
+    def usual_measured_ms(self) -> float | None:
+        """Median of the measured; None without a batch."""
+        return _median(self.measured_ms)
+
+    @property
+    def usual_predicted_ms(self) -> float | None:
+        """Median of the predicted; None without a prediction or a batch."""
+        return _median(self.predicted_ms)
+
+    @property
     def error(self) -> float | None:
         """Median of measured / predicted - 1; None without a prediction or a batch."""
-        ratio = self.measured_ms / self.predicted_ms
-        ratio = ratio[~np.isnan(ratio)]
-        return float(np.median(ratio)) - 1.0 if ratio.size else None
+        ratio = _median(self.measured_ms / self.predicted_ms)
+        return None if ratio is None else ratio - 1.0
+
+
+def _median(values: Floats) -> float | None:
+    known = values[~np.isnan(values)]
+    return float(np.median(known)) if known.size else None
 
 
 def predictions(run: Run) -> list[Prediction]:
@@ -118,29 +136,17 @@ def predictions(run: Run) -> list[Prediction]:
         return []
     records = run.measured
     records = records.where((records.batch_size > 0) & ~np.isnan(records.execution_ms))
-    ids, codes = (
-        np.unique(records.gpulet.astype(str), return_inverse=True) if len(records) else (np.empty(0, str), np.empty(0))
-    )
-    found = []
+    gpulets = records.gpulet.astype(str)
     index_of = {name: index for index, name in enumerate(run.names)}
+    found = []
     for gpulet in run.plan.gpulets:
-        at = np.flatnonzero(ids == gpulet.id)
-        mine = records.where(codes == at[0]) if at.size else records.where(np.zeros(len(records), dtype=bool))
-        for replica in gpulet.models:
-            rows = mine.where(mine.model == index_of.get(replica.name, -1))
-            predicted = _predicted_ms(run.plan, gpulet, replica.name, rows.batch_size)
+        mine = records.where(gpulets == gpulet.id)
+        for name, size in ((replica.name, replica.batch_size) for replica in gpulet.models):
+            rows = mine.where(mine.model == index_of.get(name, -1))
             at_ms = np.where(np.isnan(rows.answered_ms), rows.scheduled_ms, rows.answered_ms)
-            found.append(
-                Prediction(
-                    gpulet.id,
-                    replica.name,
-                    replica.batch_size,
-                    at_ms,
-                    rows.execution_ms,
-                    predicted,
-                    1.0 / rows.batch_size,
-                )
-            )
+            predicted_ms = _predicted_ms(run.plan, gpulet, name, rows.batch_size)
+            weight = 1.0 / rows.batch_size
+            found.append(Prediction(gpulet.id, name, size, at_ms, rows.execution_ms, predicted_ms, weight))
     return found
 
 

@@ -173,7 +173,7 @@ def test_the_verb_writes_applications_into_every_file(tmp_path: Path) -> None:
         "stage of traffic",
         "Latency of the applications",
         "traffic over time",
-        "PASS needs 99 % of every application&#x27;s requests in time, end to end",
+        "PASS needs 99 % of every application's requests in time, end to end",
     ):
         assert words in page
     assert again.calls["traffic"].latency_ms.size == 50

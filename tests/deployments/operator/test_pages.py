@@ -15,7 +15,7 @@ from tenuto.deployments.entry.service import InferenceService
 from tenuto.deployments.operator.app import make_operator_app
 from tenuto.deployments.operator.docs_page import docs_page
 from tenuto.deployments.operator.page import live_page
-from tenuto.loadgen.report.page import html_document
+from tenuto.pages import templates
 
 ROOT = Path(__file__).parents[3]
 LOADS = ("src", "srcset", "data", "action", "poster", "background", "xlink:href")
@@ -54,7 +54,7 @@ def pages() -> dict[str, str]:
         "live": live_page().html.decode(),
         "docs of clients": docs_page(clients.openapi()),
         "docs of operators": docs_page(operators.openapi()),
-        "report": html_document("title", "<p>body</p>"),
+        "report": templates("tenuto.loadgen.report").get_template("page.html").render(),
     }
 
 
