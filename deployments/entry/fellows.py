@@ -43,7 +43,8 @@ class Fellows:
     def own(self) -> GatewayReport:
         """Return what only this gateway knows, without the GPUs of its node."""
         service = self._service
-        door, dispatching = self._server.status(), service.maybe_dispatching
+        door = replace(self._server.status(), wrong_keys=service.guesses.total)
+        dispatching = service.maybe_dispatching
         if service.lag.turned_away:
             door = replace(door, turned_away={**door.turned_away, "behind": service.lag.turned_away})
         return GatewayReport(

@@ -165,6 +165,7 @@ def _gateway(status: SystemStatus) -> Iterator[Metric]:
     yield _counts(("reason", "gateway"), turned_away).counter(
         "requests_turned_away", "Requests refused before they reached the scheduler, by reason.", float
     )
+    yield each.counter("wrong_keys", "Keys that were shown and that nobody has.", lambda g: g.front_door.wrong_keys)
     yield each.gauge("start_time_seconds", "When the gateway started (Unix time).", lambda g: g.started_at_s)
     known = [((status.version,), 1)] if status.version else []
     yield _counts(("version",), known).gauge("build_info", "1, with the version.", float)

@@ -77,6 +77,7 @@ def merge_system(
             sum(door.connections for door in doors),
             sum(door.unfinished_bytes for door in doors),
             {reason: sum(door.turned_away.get(reason, 0) for door in doors) for reason in reasons},
+            sum(door.wrong_keys for door in doors),
         ),
         started_at_s=started_at_s,
         devices=list({device.uuid: device for report in reports for device in report.devices}.values()),

@@ -258,11 +258,13 @@ class MarginStatus(msgspec.Struct, frozen=True):
 
 
 class FrontDoorStatus(msgspec.Struct, frozen=True):
-    """A gateway's sockets: connections, bytes of requests that are not answered, requests turned away by reason."""
+    """A gateway's sockets: connections, bytes of requests that are not answered, requests turned away by reason, and
+    keys shown that nobody has."""
 
     connections: int
     unfinished_bytes: int
     turned_away: dict[str, int]
+    wrong_keys: int = 0
 
 
 class GatewayStatus(_Told, frozen=True, kw_only=True):

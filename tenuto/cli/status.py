@@ -107,6 +107,9 @@ def _print(status: SystemStatus) -> None:
             f"margin before deadlines: {margin.margin_ms:.2f} ms; {margin.late_share:.2%} of the answers leave "
             f"late; {margin.refused_for_margin} requests were refused for it"
         )
+    if (door := status.front_door) is not None and door.turned_away:
+        reasons = ", ".join(f"{reason} {count}" for reason, count in sorted(door.turned_away.items()))
+        console.print(f"turned away at the door: {reasons}; wrong keys: {door.wrong_keys}")
     for line in describe_schedulers(status.schedulers):
         console.print(f"scheduler: {line}", soft_wrap=True, markup=False)
     if status.autoscale is not None:

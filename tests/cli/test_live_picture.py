@@ -6,6 +6,7 @@ import io
 import pytest
 from rich.console import Console
 
+from tenuto.cli import main
 from tenuto.cli.live_picture import picture
 from tenuto.deployments.operator.live_view import LiveStatus, LiveView
 from tenuto.deployments.wire.status import SystemStatus
@@ -61,3 +62,10 @@ def test_the_worst_come_first(live: LiveStatus) -> None:
     assert first.split()[0] in {f"network_{index:02d}" for index in range(3, 50, 11)}
     assert shown(live, sort="name", lines=60)[2].startswith("network_00")
     assert shown(live, sort="rate", lines=60)[2].startswith("network_4")
+
+
+def test_once_it_says_what_was_turned_away(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("tenuto.deployments.serve.endpoint.get_told", lambda *_: ShownServer().status())
+    with pytest.raises(SystemExit):
+        main(["status"])
+    assert "turned away at the door: key 3, rate 5; wrong keys: 2\n" in capsys.readouterr().out

@@ -78,12 +78,18 @@ class ShownServer:
                         "connections": 32,
                         "unfinished_bytes": 1 << 19,
                         "turned_away": {"key": 1, "rate": 2},
+                        "wrong_keys": 1,
                     },
                 }
                 for pid in (4001, 4002)
             ],
             "margin": {"margin_ms": 1.2, "late_share": 0.004, "refused_for_margin": 17},
-            "front_door": {"connections": 64, "unfinished_bytes": 1 << 20, "turned_away": {"key": 3, "rate": 5}},
+            "front_door": {
+                "connections": 64,
+                "unfinished_bytes": 1 << 20,
+                "turned_away": {"key": 3, "rate": 5},
+                "wrong_keys": 2,
+            },
             "autoscale": {
                 "gpus": 25,
                 "requests": 900,

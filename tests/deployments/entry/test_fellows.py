@@ -106,10 +106,12 @@ async def test_operators_see_all_gateways_at_any(gateways: list[tuple[Entry, htt
             status = await seen()
     assert len({gateway["id"] for gateway in status["gateways"]}) == 2
     assert sorted(gateway["front_door"]["turned_away"]["key"] for gateway in status["gateways"]) == [1, 2]
+    assert status["front_door"]["wrong_keys"] == 3
     assert status["models"]["m"]["ok"] == 1
     assert status["controller"] == msgspec.to_builtins(CONTROLLER)
     metrics = (await first.get(first.operators + "/metrics")).text  # type: ignore[attr-defined]
     assert metrics.count('tenuto_requests_turned_away_total{reason="key"') == 2
+    assert metrics.count("\ntenuto_wrong_keys_total{") == 2
     assert 'tenuto_controller_decisions_total{decision="changed"} 2' in metrics
     assert "tenuto_controller_paused 1" in metrics
 
