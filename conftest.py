@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from tenuto.deployments.serve.launcher import Launcher
 
 MEASURING = "tenuto.profiles.measuring"
+CO_RUN = "tenuto_lab.interference.co_run"
 # Tests of whole networks. Importing what building, tracing and merging them needs beyond torch takes a process 5 s.
 WITH_NETWORKS = (
     "tests/profiles/networks/",
@@ -100,9 +101,9 @@ def worker_server() -> Iterator[Callable[[str], list[str]]]:
 
 @pytest.fixture
 def quick_workers(worker_server: Callable[[str], list[str]], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let `tenuto.profiles.measuring.measure` and `corun` start their processes from the server."""
+    """Let the profiler and the laboratory's co-runs start their processes from the server."""
     monkeypatch.setattr(f"{MEASURING}.measure._WORKER", worker_server("tenuto.profiles.measuring.worker"))
-    monkeypatch.setattr(f"{MEASURING}.corun._WORKER", worker_server("tenuto.profiles.measuring.corun_worker"))
+    monkeypatch.setattr(f"{CO_RUN}._WORKER", worker_server(f"{CO_RUN}_worker"))
 
 
 @pytest.fixture(scope="session")

@@ -15,7 +15,7 @@ VERBS = "tenuto.verbs"
 LABORATORY: dict[str, frozenset[str]] = {
     POLICIES: frozenset({"ffd+", "ffd++", "gpulets+", "gslice", "ideal", "mps-default", "self-tuning"}),
     SCHEDULERS: frozenset({"clockwork", "nexus", "shepherd", "thesis-router", "timeout"}),
-    VERBS: frozenset({"estimate", "experiment", "kernels", "lab"}),
+    VERBS: frozenset({"estimate", "experiment", "interference", "kernels", "lab"}),
 }
 """The names that `tenuto-lab` registers, by group; a test of the laboratory holds both to each other."""
 

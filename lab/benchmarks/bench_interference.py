@@ -27,12 +27,14 @@ import numpy as np
 from placement_scenes import machine
 
 from tenuto.errors import InvalidInputError
-from tenuto.placement.interference import InterferenceModel, NoInterference, Resident, Sample
+from tenuto.placement.interference import InterferenceModel, NoInterference, Resident
 from tenuto.placement.interference.contention import Contention, gpu_ms
-from tenuto.placement.interference.gpulet_linear import CONSTANTS, fit_gpulet_linear
+from tenuto.placement.interference.gpulet_linear import CONSTANTS
 from tenuto.placement.interference.igniter import Hardware, IgniterInterference, Load, ModelConstants, inference_time_ms
 from tenuto.profiles.shipped import load_shipped
 from tenuto_lab.interference.contention_fit import fit_contention, load_pairs
+from tenuto_lab.interference.gpulet_fit import fit_gpulet_linear
+from tenuto_lab.interference.measurements import Sample
 
 PROFILE = load_shipped("igniter-v100")
 PAIRS_FILE = Path(__file__).parents[2] / "tests" / "data" / "v100_interference_pairs.json"

@@ -46,7 +46,7 @@ SIZES = Sizes(
     options=("width=4096",),
     device="cpu",
 )
-COUNTERS = Path(__file__).parents[2] / "tests" / "profiles" / "data" / "ncu_raw.csv"
+COUNTERS = Path(__file__).parent / "kernels" / "data" / "ncu_raw.csv"
 
 _STEP, _RELAY = "VIRTUAL_CHECK_STEP", "VIRTUAL_CHECK_RELAY"
 _NCU = """#!{python} -SE
@@ -97,7 +97,7 @@ def virtual_steps(relay: Callable[[str], list[str]], folder: Path, **departures:
     relays = {
         "step": relay("lab.tests.virtual_check:step_main"),
         "worker": relay("tests.instruments.virtual_gpu:worker_main"),
-        "corun": relay("tests.instruments.virtual_gpu:corun_main"),
+        "corun": relay("lab.tests.interference.virtual_co_run:main"),
     }
     ncu = folder / "ncu"
     ncu.write_text(_NCU.format(python=sys.executable, relay=_RELAY, step=_STEP, counters=str(COUNTERS)))
@@ -139,9 +139,8 @@ def step_main() -> None:
     ]:
         if hasattr(module, "read_inventory"):
             module.read_inventory = lambda: (device,)  # type: ignore[attr-defined]
-    for name in ("worker", "corun"):
-        place = "measure" if name == "worker" else "corun"
-        importlib.import_module(f"tenuto.profiles.measuring.{place}")._WORKER = relays[name]  # type: ignore[attr-defined]
+    for name, place in (("worker", "tenuto.profiles.measuring.measure"), ("corun", "tenuto_lab.interference.co_run")):
+        importlib.import_module(place)._WORKER = relays[name]  # type: ignore[attr-defined]
     if how == "-c":
         exec(program, {})
         return

@@ -18,19 +18,6 @@ class Resident:
     share_pct: float
 
 
-@dataclass(frozen=True)
-class Sample:
-    """A measurement to fit on: by how much the neighbours, running all the time, slowed a gpu-let down.
-
-    `models` names who was measured, the gpu-let's own model first.
-    """
-
-    gpulet: Resident
-    neighbours: tuple[Resident, ...]
-    slowdown: float
-    models: tuple[str, ...] = ()
-
-
 class InterferenceModel(Protocol):
     """Predicts the cost of sharing a GPU. Models never look at anything but the residents."""
 

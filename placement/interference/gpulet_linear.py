@@ -9,10 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-import numpy as np
-
-from tenuto.errors import refused
-from tenuto.placement.interference.base import Resident, Sample
+from tenuto.placement.interference.base import Resident
 from tenuto.placement.interference.utilisation import Utilisations
 
 
@@ -40,42 +37,17 @@ class GpuletLinear:
         """Return the factor; see `InterferenceModel.slowdown`."""
         if not neighbours:
             return 1.0
-        l2, dram = _l2_and_dram(gpulet, self.whole_gpu, self._utilisations)
-        others = [_l2_and_dram(other, self.whole_gpu, self._utilisations) for other in neighbours]
+        l2, dram = l2_and_dram(gpulet, self.whole_gpu, self._utilisations)
+        others = [l2_and_dram(other, self.whole_gpu, self._utilisations) for other in neighbours]
         worst = max(self.l2_other * other_l2 + self.dram_other * other_dram for other_l2, other_dram in others)
         return max(1.0, self.l2_own * l2 + self.dram_own * dram + worst + self.constant)
 
 
-def _l2_and_dram(resident: Resident, whole_gpu: bool, utilisations: Utilisations) -> tuple[float, float]:
+def l2_and_dram(resident: Resident, whole_gpu: bool, utilisations: Utilisations) -> tuple[float, float]:
     """Return L2 and DRAM utilisation as fractions; raises `MissingProfileError` where they were not measured."""
     alone = replace(resident, share_pct=100.0) if whole_gpu else resident
     scale = resident.share_pct / 100.0 if whole_gpu else 1.0
     return scale * utilisations.of(alone, "l2_util_pct"), scale * utilisations.of(alone, "dram_util_pct")
-
-
-def fit_gpulet_linear(samples: Sequence[Sample]) -> GpuletLinear:
-    """Fit the five constants by least squares on the factors, as the paper does.
-
-    Args:
-        samples: measured pairs; each has exactly one neighbour.
-
-    Raises:
-        InvalidInputError: samples with several neighbours, or too few different ones to determine five constants.
-    """
-    if any(len(sample.neighbours) != 1 for sample in samples):
-        raise refused("measurements", "several neighbours", "the fit takes pairs", "Give pairs only.")
-    known = Utilisations()
-    rows = [
-        (*_l2_and_dram(sample.gpulet, False, known), *_l2_and_dram(sample.neighbours[0], False, known), 1.0)
-        for sample in samples
-    ]
-    matrix = np.asarray(rows, dtype=float).reshape(len(rows), 5)
-    if np.linalg.matrix_rank(matrix) < 5:
-        rule = "five constants need samples that differ in L2 and DRAM utilisation of both models"
-        raise refused("measurements", f"{len(rows)} samples", rule, "Measure more models and batches.")
-    factors = np.asarray([sample.slowdown for sample in samples], dtype=float)
-    l2_own, dram_own, l2_other, dram_other, constant = np.linalg.lstsq(matrix, factors, rcond=None)[0].tolist()
-    return GpuletLinear(l2_own, l2_other, dram_own, dram_other, constant)
 
 
 # All 1,200 slowdowns of the 600 V100 pairs of the iGniter repository (commit b1ff2ab), alone latencies and

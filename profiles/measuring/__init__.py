@@ -1,1 +1,1 @@
-"""How a profile is measured: the profiler, its worker processes, co-runs, telemetry and kernels."""
+"""How a profile is measured: the profiler, its worker processes, telemetry and kernels."""

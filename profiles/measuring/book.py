@@ -9,7 +9,7 @@ from tenuto.documents import write_whole
 from tenuto.errors import refused
 from tenuto.profiles.measuring.events import Machine
 from tenuto.profiles.measuring.measure import STOPPED, Measurement, MeasureRequest, assemble, largest_context
-from tenuto.profiles.profile import CoRun, ModelProfile, Profile, ProfilePoint
+from tenuto.profiles.profile import ModelProfile, Profile, ProfilePoint
 
 
 class ProfileBook:
@@ -104,12 +104,6 @@ class ProfileBook:
             update = {"models": models, "measured": made.measured, "coefficients": {**known, **context}}
             self.profile = self.profile.model_copy(update=update)
         self.write()
-
-    def co_run(self, co_run: CoRun) -> None:
-        """Keep one co-run and write the file."""
-        if self.profile is not None:
-            self.profile = self.profile.model_copy(update={"co_runs": (*self.profile.co_runs, co_run)})
-            self.write()
 
     def replace(self, profile: Profile) -> None:
         """Put a changed profile in place and write the file."""

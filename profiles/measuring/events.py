@@ -67,27 +67,6 @@ class Stopped:
 
 
 @dataclass(frozen=True)
-class Ready:
-    """A process of a co-run has built its model and waits to be told for how long to run."""
-
-    device: str
-    sm_count: int | None = None
-    event: Literal["ready"] = "ready"
-
-
-@dataclass(frozen=True)
-class Ran:
-    """Begin and end of every batch of one process of a co-run on the monotonic clock in s, and what was read of them:
-    `splits` has a value in ms for each, `metrics` one for all."""
-
-    began: tuple[float, ...]
-    ended: tuple[float, ...]
-    splits: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
-    metrics: Mapping[str, float] = field(default_factory=dict)
-    event: Literal["ran"] = "ran"
-
-
-@dataclass(frozen=True)
 class Failed:
     """The process gives up. `is_input`: because of what it was asked, not of where it runs."""
 
@@ -106,17 +85,6 @@ class Failed:
 
 
 Event = Annotated[
-    Machine | Built | ContextSize | PointMeasured | Doubt | Stopped | Ready | Ran | Failed, Field(discriminator="event")
+    Machine | Built | ContextSize | PointMeasured | Doubt | Stopped | Failed, Field(discriminator="event")
 ]
-_EVENTS: TypeAdapter[Any] = TypeAdapter(Event)
-
-
-def as_line(event: Event) -> str:
-    """Return an event as a line of text."""
-    return _EVENTS.dump_json(event, exclude_none=True).decode() + "\n"
-
-
-def parse_line(line: str) -> Event:
-    """Return the event of a line; ValueError where it is none."""
-    found: Event = _EVENTS.validate_json(line)
-    return found
+EVENTS: TypeAdapter[Any] = TypeAdapter(Event)

@@ -11,10 +11,12 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import IO
+from typing import IO, Any
+
+from pydantic import TypeAdapter
 
 from tenuto.errors import EnvironmentFaultError, TenutoError
-from tenuto.profiles.measuring.events import Event, Failed, as_line, parse_line
+from tenuto.profiles.measuring.events import EVENTS, Failed
 from tenuto.profiles.networks.cpu_share import calm_openmp
 
 _SETTLE_S = 10.0  # for a batch in flight to end after SIGINT
@@ -94,21 +96,25 @@ class LineProcess:
 class WorkerProcess(LineProcess):
     """One worker."""
 
-    def __init__(self, arguments: Sequence[str], environment: Mapping[str, str], about: str) -> None:
+    def __init__(
+        self, arguments: Sequence[str], environment: Mapping[str, str], about: str, events: TypeAdapter[Any] = EVENTS
+    ) -> None:
         """Start it.
 
         Args:
             arguments: of Python.
             environment: beside this process's own, such as its share of a GPU.
             about: the model, for errors.
+            events: what it may report, `Failed` among it.
         """
+        self._events = events
         variables = {**os.environ, **environment}
         calm_openmp(variables)
         self._about = about
         self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 - open until `end`
         super().__init__(arguments, variables, f"profiling {about}", self._errors)
 
-    def next_event(self, timeout_s: float | None = None) -> Event | None:
+    def next_event(self, timeout_s: float | None = None) -> Any:
         """Return what it reports next; None once it has ended well.
 
         Raises:
@@ -131,7 +137,7 @@ class WorkerProcess(LineProcess):
                     code,
                 )
             return None
-        event = parse_line(line)
+        event = self._events.validate_json(line)
         if isinstance(event, Failed):
             raise event.error()
         return event
@@ -170,16 +176,16 @@ class WorkerProcess(LineProcess):
         self._errors.close()
 
 
-def serve_parent(work: Callable[[Callable[[Event], None]], None]) -> None:
-    """Do a worker's work, with a function that reports events; a fault is reported as the last of them.
+def serve_parent(work: Callable[[Callable[[Any], None]], None], events: TypeAdapter[Any] = EVENTS) -> None:
+    """Do a worker's work, with a function that reports `events`; a fault is reported as the last of them.
 
     Whatever a model prints goes to stderr. When interrupted, what the device has begun is finished.
     """
     with os.fdopen(os.dup(1), "w", buffering=1) as reports:
         os.dup2(2, 1)
 
-        def report(event: Event) -> None:
-            reports.write(as_line(event))
+        def report(event: Any) -> None:
+            reports.write(events.dump_json(event, exclude_none=True).decode() + "\n")
 
         try:
             work(report)

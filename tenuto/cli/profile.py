@@ -17,9 +17,7 @@ from tenuto.documents import parse_pairs
 from tenuto.errors import EnvironmentFaultError, InvalidInputError, Problem, TenutoError, refused
 from tenuto.mps.shares import shares_of
 from tenuto.profiles.measuring.book import ProfileBook
-from tenuto.profiles.measuring.corun_series import KINDS, measure_co_runs
 from tenuto.profiles.measuring.measure import STOPPED, MeasureRequest, Shares, measure_model, row_name
-from tenuto.profiles.measuring.telemetry import NvmlTelemetry, Telemetry, first_visible_uuid
 from tenuto.profiles.profile import ModelProfile, Profile, ProfilePoint
 
 
@@ -79,20 +77,6 @@ from tenuto.profiles.profile import ModelProfile, Profile, ProfilePoint
     "PCT percent. Default: measure everything.",
 )
 @click.option(
-    "--co-runs",
-    "co_runs",
-    default="",
-    metavar="KIND,…",
-    help="Also run models at once: igniter (alone and two copies), pairs, residents (1 to 5 copies).",
-)
-@click.option("--co-run-s", type=float, default=5.0, show_default=True, help="Seconds of each co-run.")
-@click.option(
-    "--fit/--no-fit",
-    default=False,
-    show_default=True,
-    help="Fit the coefficients of iGniter's and gpulet's interference models from the file's measurements.",
-)
-@click.option(
     "-o",
     "--output",
     type=click.Path(dir_okay=False),
@@ -112,9 +96,6 @@ def command(
     time_limit_s: float | None,
     resume: bool,
     tolerance_pct: float,
-    co_runs: str,
-    co_run_s: float,
-    fit: bool,
     output: str | None,
     as_json: bool,
 ) -> int:
@@ -128,36 +109,15 @@ def command(
     requests = _requests(models, device, sizes, shares, budget_s, weights_path, options, seed, tolerance_pct)
     if time_limit_s is not None and not time_limit_s > 0:
         raise refused("--time-limit-s", time_limit_s, "must be above 0", "Give seconds.")
-    kinds = _kinds(co_runs, co_run_s)
     book = ProfileBook(None if output is None else Path(output), command=shlex.join(command_line()), resume=resume)
     console = progress_console()
-    fault: BaseException | None = None
     until = None if time_limit_s is None else time.monotonic() + time_limit_s
-    shared = bool(kinds) or any(share < 100 for share in requests[0].shares)
-    with shares_of(device, needed=shared) as given:
+    with shares_of(device, needed=any(share < 100 for share in shares)) as given:
         finished, fault = _measure(requests, book, until, given)
-        if fault is None and kinds and (until is None or time.monotonic() < until):
-            fault = measure_co_runs(
-                requests,
-                book,
-                kinds,
-                seconds=co_run_s,
-                until=until,
-                shares=given,
-                telemetry=_telemetry(book),
-                say=lambda text: console.print(escape(text)),
-            )
     if book.profile is None:
         raise fault or EnvironmentFaultError(
             "the time limit was over before anything was measured. Give more seconds with --time-limit-s."
         )
-    if fit:
-        from tenuto.placement.interference.from_profile import fit_coefficients
-
-        fitted = fit_coefficients(book.profile)
-        book.replace(fitted.profile)
-        for note in fitted.notes:
-            console.print(escape(note))
     profile = book.profile
     if as_json:
         emit_json(profile.model_dump(mode="json", by_alias=True, exclude_none=True))
@@ -168,20 +128,6 @@ def command(
         console.print(f"error: {escape(str(fault))}")
         return fault.exit_code
     return 130 if fault is not None else 0
-
-
-def _kinds(text: str, seconds: float) -> tuple[str, ...]:
-    kinds = tuple(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
-    problems = [
-        Problem("--co-runs", kind, "is no kind of co-run", f"Kinds: {', '.join(KINDS)}.")
-        for kind in kinds
-        if kind not in KINDS
-    ]
-    if not seconds > 0:
-        problems.append(Problem("--co-run-s", seconds, "must be above 0", "Give seconds."))
-    if problems:
-        raise InvalidInputError(problems)
-    return kinds
 
 
 def _requests(
@@ -278,17 +224,6 @@ def _measure(
             done += left[name]
             progress.update(task, completed=done)
     return finished, None
-
-
-def _telemetry(book: ProfileBook) -> Telemetry | None:
-    """Return NVML of the first GPU this process may use; its absence only leaves power and clocks out."""
-    if book.profile is None or book.profile.gpu_type == "cpu":
-        return None
-    try:
-        return NvmlTelemetry(first_visible_uuid())
-    except TenutoError as error:
-        progress_console().print(f"no power and clocks: {escape(str(error))}")
-        return None
 
 
 def _print(profile: Profile) -> None:

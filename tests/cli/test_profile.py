@@ -158,7 +158,7 @@ def real(run: Any, quick_workers: None, monkeypatch: pytest.MonkeyPatch) -> Any:
     return call
 
 
-def test_a_stopped_run_and_its_co_runs_continue_from_the_file(real: Any) -> None:
+def test_a_stopped_run_continues_from_the_file(real: Any) -> None:
     code, _, err = real("--batch-sizes", "1,2", "--time-limit-s", "1e-9")
     assert code == 3, err  # over before the first model
     assert "Give more seconds" in err
@@ -168,18 +168,14 @@ def test_a_stopped_run_and_its_co_runs_continue_from_the_file(real: Any) -> None
     code, _, err = real("--batch-sizes", "1")
     assert code == 0, err
     first = Profile.load("p.yaml").models["scale"].points
-    code, _, err = real(
-        "--batch-sizes", "1,2", "--shares", "50,100", "--resume", "--co-runs", "igniter", "--co-run-s", "0.2", "--fit"
-    )
+    code, _, err = real("--batch-sizes", "1,2", "--shares", "50,100", "--resume")
     assert code == 0, err
     profile = Profile.load("p.yaml")
     assert first[0] in profile.models["scale"].points
     assert len(profile.models["scale"].points) == 4
-    assert [len(run.parts) for run in profile.co_runs] == [1, 2]
-    assert "not fitted" in err
-    code, _, err = real("--batch-sizes", "1,2", "--shares", "50,100", "--resume", "--co-runs", "igniter")
+    code, _, err = real("--batch-sizes", "1,2", "--shares", "50,100", "--resume")
     assert code == 0, err
-    assert Profile.load("p.yaml").co_runs == profile.co_runs
+    assert Profile.load("p.yaml").models == profile.models
     assert "batch" not in err  # nothing was measured again
 
 
@@ -206,8 +202,6 @@ def test_a_file_of_other_options_or_another_device_is_not_continued(run: Any, mo
     ("arguments", "message"),
     [
         (("resnet50", "--resume"), "needs the file to continue"),
-        (("resnet50", "--co-runs", "triples"), "is no kind of co-run"),
-        (("resnet50", "--co-runs", "pairs", "--co-run-s", "0"), "--co-run-s"),
         (("resnet50", "--time-limit-s", "-1"), "--time-limit-s"),
         (("resnet50", "--adaptive", "-1"), "--adaptive"),
     ],

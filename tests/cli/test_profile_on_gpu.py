@@ -22,7 +22,7 @@ Run = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture
-def run(
+def verb(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
@@ -40,14 +40,21 @@ def run(
     monkeypatch.setattr("tenuto.mps.shares.read_inventory", lambda: (gpu,))
     monkeypatch.syspath_prepend(str(Path(__file__).parents[2]))
     monkeypatch.setattr(f"{MEASURING}.measure._WORKER", worker_server("tests.instruments.virtual_gpu:worker_main"))
-    monkeypatch.setattr(f"{MEASURING}.corun._WORKER", worker_server("tests.instruments.virtual_gpu:corun_main"))
 
-    def call(*arguments: str, device: str = "cuda") -> tuple[int, str, str]:
-        common = ("--option", "width=4096", "--budget-s", "0.01", "--device", device, "-o", "p.yaml")
+    def call(*arguments: str) -> tuple[int, str, str]:
         with pytest.raises(SystemExit) as caught:
-            main(["profile", OWN, *common, *arguments])
+            main(list(arguments))
         out, err = capsys.readouterr()
         return int(caught.value.code or 0), out, err
+
+    return call
+
+
+@pytest.fixture
+def run(verb: Run) -> Run:
+    def call(*arguments: str, device: str = "cuda") -> tuple[int, str, str]:
+        common = ("--option", "width=4096", "--budget-s", "0.01", "--device", device, "-o", "p.yaml")
+        return verb("profile", OWN, *common, *arguments)
 
     return call
 
@@ -156,23 +163,6 @@ def test_ctrl_c_keeps_the_points_and_resume_measures_the_rest(run: Run, monkeypa
     assert set(after) == {*before, (2, 50.0)}
     assert all(after[key] == point for key, point in before.items())
     assert "--resume" not in doubts()
-
-
-def test_co_runs_are_measured_under_their_shares_and_fitted(run: Run) -> None:
-    code, _, err = run(
-        "--batch-sizes", "1,2,4", "--shares", "20,50,100", "--co-runs", "igniter,pairs", "--co-run-s", "0.05", "--fit"
-    )
-    assert code == 0, err
-    missing = "one to five equal residents (--co-runs residents), L2 use (`tenuto kernels import` of tenuto-lab)"
-    assert f"igniter, scale: not fitted; not measured: {missing}" in " ".join(err.split())
-    profile = Profile.load("p.yaml")
-    assert len(profile.co_runs) == 2 + 2
-    for co_run in profile.co_runs:
-        assert co_run.metrics["max_power_w"] == 300
-        assert co_run.metrics["residents"] == len(co_run.parts)
-        for part in co_run.parts:
-            assert {"h2d_ms", "kernels_ms", "d2h_ms", "kernels", "kernel_gap_ms"} <= set(part.metrics)
-            assert part.runs
 
 
 def test_the_gpu_refuses_what_cuda_refuses() -> None:

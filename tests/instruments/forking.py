@@ -57,7 +57,7 @@ OF_THE_PROFILER = (
     "torch",
     "torch._dynamo",
     "tenuto.profiles.measuring.worker",
-    "tenuto.profiles.measuring.corun_worker",
+    "tenuto_lab.interference.co_run_worker",
     "tests.instruments.own_models",
     "tests.instruments.virtual_gpu",
 )

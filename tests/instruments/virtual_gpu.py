@@ -5,7 +5,7 @@ is a kernel on the current stream and takes virtual time, longer on fewer SMs; t
 launching and jumps when it waits. What the documented interfaces refuse is refused here too: tensors on two devices, a
 device tensor read as an array, the time between events that were not recorded or are not over, NVML before its start.
 
-`VirtualGpu().installed()` puts it in place; processes get it by the names `worker_main` and `corun_main`.
+`VirtualGpu().installed()` puts it in place; processes get it by the name `worker_main`.
 """
 
 from __future__ import annotations
@@ -509,12 +509,3 @@ def worker_main() -> None:
     torch.set_num_threads(1)
     with VirtualGpu().installed() as gpu:
         worker.main(clock_s=gpu.clock_s)
-
-
-def corun_main() -> None:
-    """Be one process of a co-run on the fake; the clocks of all begin at zero."""
-    from tenuto.profiles.measuring import corun_worker
-
-    torch.set_num_threads(1)
-    with VirtualGpu().installed() as gpu:
-        corun_worker.main(clock_s=gpu.clock_s)

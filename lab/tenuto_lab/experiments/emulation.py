@@ -20,12 +20,11 @@ from functools import cache
 from statistics import fmean
 
 from tenuto.placement import Gpulet, Plan, Replica
-from tenuto.placement.interference import Sample
-from tenuto.placement.interference.measurements import pair_samples
 from tenuto.profiles import LatencyTable, ModelProfile, Profile
 from tenuto.profiles.share_latency import SM_UTILISATION, utilisation_factor
 from tenuto.profiles.shipped import load_shipped
 from tenuto_lab.experiments.facts import read_data
+from tenuto_lab.interference.measurements import Sample, pair_samples
 
 
 @cache

@@ -26,6 +26,8 @@ Need = Literal["nothing", "mps", "no mps"]
 _TENUTO = ("-c", "from tenuto.cli import main; main()")
 _PROFILE = (*_TENUTO, "profile")
 _IMPORT = (*_TENUTO, "kernels", "import")
+_CO_RUNS = (*_TENUTO, "interference", "measure")
+_FIT = (*_TENUTO, "interference", "fit")
 
 
 @dataclass(frozen=True)
@@ -179,24 +181,33 @@ def steps(folder: Path, gpu_type: str, sizes: Sizes, gpu: str | None = None) -> 
             180.0,
         ),
         *(connections(number) for number in (2, 4, 8)),
+        Step("grid", "C", (*grid, "--shares", sizes.shares, "--time-limit-s", "290"), 330.0, "mps"),
         Step(
-            "grid",
+            "pairs",
             "C",
             (
-                *grid,
+                *_CO_RUNS,
+                first,
+                *others,
+                *_CUDA,
+                "--batch-sizes",
+                sizes.batch_sizes,
                 "--shares",
                 sizes.shares,
-                "--time-limit-s",
-                "420",
-                "--co-runs",
+                "--kinds",
                 "pairs",
-                "--co-run-s",
+                "--seconds",
                 f"{sizes.co_run_s:g}",
-                "--fit",
+                "--time-limit-s",
+                "120",
+                *given,
+                "--profile",
+                str(profile),
             ),
-            530.0,
+            160.0,
             "mps",
         ),
+        Step("pairs-fit", "C", (*_FIT, str(profile)), 40.0, "mps"),
         Step("whole-gpu", "C", (*grid, "--shares", "100", "--time-limit-s", "420"), 470.0, "no mps"),
         Step("green-contexts", "C", program("green_contexts", first, "--batch-size", "8", *given), 90.0, "no mps"),
         Step("occupancy", "D", program("occupancy", first, "--batch-size", "8", "--limit-s", "150", *given), 180.0),
@@ -222,32 +233,22 @@ def _catalogue(profile: Path, given: Sequence[str]) -> list[Step]:
     def step(name: str, needs: Need, *arguments: str) -> Step:
         return Step(name, "E", (*_PROFILE, *arguments, *_CUDA, *end), 580.0, needs)
 
+    def co_runs(name: str, kind: str, sizes: str, shares: str, *models: str) -> Step:
+        what = ("--kinds", kind, "--batch-sizes", sizes, "--shares", shares, "--seconds", "3", "--time-limit-s", "540")
+        return Step(name, "E", (*_CO_RUNS, *models, *_CUDA, *what, *given, "--profile", str(profile)), 580.0, "mps")
+
     grid = ("--batch-sizes", "1,2,4,8,16,32,64,128", "--budget-s", "60")
-    ten = ("--batch-sizes", "1,16,32", "--shares", "10,50,100")
     return [
         *(step(f"model-{name}", "mps", name, *grid, "--shares", "10,20,30,40,50,60,70,80,90,100") for name in names),
         *(step(f"whole-{name}", "no mps", name, *grid) for name in names),
-        *(step(f"igniter-{name}", "mps", name, *ten, "--co-runs", "igniter") for name in names),
-        step("residents", "mps", names[0], *ten, "--co-runs", "residents"),
+        *(co_runs(f"igniter-{name}", "igniter", "1,16,32", "10,50,100", name) for name in names),
+        co_runs("residents", "residents", "1,16,32", "10,50,100", names[0]),
         *(
-            step(
-                f"pair-{one}-{other}",
-                "mps",
-                one,
-                other,
-                "--batch-sizes",
-                "1,16",
-                "--shares",
-                "20,50,80,100",
-                "--co-runs",
-                "pairs",
-                "--co-run-s",
-                "3",
-            )
+            co_runs(f"pair-{one}-{other}", "pairs", "1,16", "20,50,80,100", one, other)
             for index, one in enumerate(names)
             for other in names[index + 1 :]
         ),
-        step("fit", "mps", names[0], "--batch-sizes", "1", "--shares", "100", "--fit"),
+        Step("fit", "E", (*_FIT, str(profile)), 580.0, "mps"),
     ]
 
 

@@ -9,7 +9,6 @@ import numpy as np
 
 from tenuto.documents import load_document
 from tenuto.errors import refused
-from tenuto.placement.interference.base import Sample
 from tenuto.placement.interference.contention import (
     TERMS,
     Constants,
@@ -21,8 +20,8 @@ from tenuto.placement.interference.contention import (
     terms_of,
     trend_at,
 )
-from tenuto.placement.interference.measurements import pair_samples
 from tenuto.profiles import ModelProfile
+from tenuto_lab.interference.measurements import Sample, pair_samples
 
 DAMPING = 0.1  # fitted: ridge of a pair's correction, whose features are of the order of 1
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from tenuto.errors import refused
 from tenuto.placement.interference.igniter import Hardware, Load, ModelConstants, gpu_time_ms
-from tenuto.placement.interference.igniter_raw import fit_active_time
+from tenuto_lab.interference.igniter_raw import fit_active_time
 
 WHOLE_GPU_PCT = 100.0
 PROFILED_BATCH = 32  # the largest batch of iGniter's own small profile (section 4.1)

@@ -178,7 +178,7 @@ def test_what_came_to_an_end_is_not_run_again(tmp_path: Path) -> None:
     machine = FakeMachine(tmp_path, failing=["grid"])
     assert machine.check() == 1
     assert machine.ran[-1] == "faults"
-    assert "grid: stopped after 530 s; what was measured by then is kept" in machine.page()
+    assert "grid: stopped after 330 s; what was measured by then is kept" in machine.page()
     again = FakeMachine(tmp_path)
     assert again.check() == 0
     assert again.ran == ["grid"]

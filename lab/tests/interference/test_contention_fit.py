@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tenuto.placement.interference import Sample
+from lab.tests.interference.test_fits import IGNITER, PAIRS, check_that_too_few_are_refused, errors
 from tenuto.placement.interference.contention import Contention, shipped_constants
-from tenuto.placement.interference.gpulet_linear import fit_gpulet_linear
 from tenuto_lab.interference.contention_fit import fit_contention, load_pairs
-from tests.placement.interference.test_fits import IGNITER, PAIRS, check_that_too_few_are_refused, errors
+from tenuto_lab.interference.gpulet_fit import fit_gpulet_linear
+from tenuto_lab.interference.measurements import Sample
 from tests.placement.published import DATA
 
 

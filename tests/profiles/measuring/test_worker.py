@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tenuto.profiles import ProfilePoint
-from tenuto.profiles.measuring.events import Built, Doubt, Event, Failed, Machine, PointMeasured, Stopped, parse_line
+from tenuto.profiles.measuring.events import EVENTS, Built, Doubt, Event, Failed, Machine, PointMeasured, Stopped
 from tenuto.profiles.measuring.measure import REQUESTS, MeasureRequest
 from tenuto.profiles.measuring.worker import main, measure_points
 from tenuto.profiles.networks.model_options import RunOptions
@@ -111,7 +111,7 @@ def test_the_worker_reports_faults_as_events(
     finally:
         os.dup2(stdout, 1)
         os.close(stdout)
-    machine, failed = (parse_line(line) for line in capfd.readouterr().out.splitlines())
+    machine, failed = (EVENTS.validate_json(line) for line in capfd.readouterr().out.splitlines())
     assert isinstance(machine, Machine)
     assert isinstance(failed, Failed)
     assert failed.is_input

@@ -10,9 +10,9 @@ from itertools import combinations_with_replacement
 
 from tenuto.errors import TenutoError, refused
 from tenuto.profiles.measuring.book import ProfileBook
-from tenuto.profiles.measuring.corun import CoRunRequest, measure_co_run
 from tenuto.profiles.measuring.measure import MeasureRequest, Shares, row_name
 from tenuto.profiles.measuring.telemetry import Telemetry
+from tenuto_lab.interference.co_run import CoRunRequest, measure_co_run
 
 KINDS = ("igniter", "pairs", "residents")
 
@@ -121,7 +121,8 @@ def measure_co_runs(
                 say("time limit reached before the co-runs ended; continue with --resume")
                 return None
             made = measure_co_run(parts, seconds=seconds, shares=shares, telemetry=telemetry)
-            book.co_run(made)
+            if book.profile is not None:
+                book.replace(book.profile.model_copy(update={"co_runs": (*book.profile.co_runs, made)}))
             text = " + ".join(f"{p.model} b{p.batch_size} {p.share_pct:g} %: {p.latency_ms:.1f} ms" for p in made.parts)
             say(f"co-run {number} of {len(plan)}: {text}")
     except (KeyboardInterrupt, TenutoError) as fault:

@@ -3,13 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from tenuto.errors import refused
-from tenuto.placement.interference.base import Resident, Sample
+from tenuto.placement.interference import Resident
 from tenuto.profiles import ModelProfile
 
 COLUMNS = ("model_1", "model_2", "batch_1", "batch_2", "share_1_pct", "latency_1_ms", "latency_2_ms")
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A measurement to fit on: by how much the neighbours, running all the time, slowed a gpu-let down.
+
+    `models` names who was measured, the gpu-let's own model first.
+    """
+
+    gpulet: Resident
+    neighbours: tuple[Resident, ...]
+    slowdown: float
+    models: tuple[str, ...] = ()
 
 
 def pair_samples(

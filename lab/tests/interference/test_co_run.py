@@ -4,7 +4,7 @@ import pytest
 
 from tenuto.errors import EnvironmentFaultError, InvalidInputError
 from tenuto.profiles import CoRun, ModelProfile, Profile, ProfilePoint
-from tenuto.profiles.measuring.corun import CoRunRequest, measure_co_run
+from tenuto_lab.interference.co_run import CoRunRequest, measure_co_run
 from tests.profiles.measuring.test_measure import OWN, FakeShares
 from tests.profiles.measuring.test_telemetry import FakeGpu
 
@@ -27,7 +27,7 @@ def fake(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> object:
         script = tmp_path / "fake.py"
         made = FAKE.replace("{device}", device).replace("{times}", times).replace("{sms}", str(sms))
         script.write_text(text or made)
-        monkeypatch.setattr("tenuto.profiles.measuring.corun._WORKER", [str(script)])
+        monkeypatch.setattr("tenuto_lab.interference.co_run._WORKER", [str(script)])
 
     return use
 

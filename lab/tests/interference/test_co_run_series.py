@@ -3,8 +3,8 @@
 import pytest
 
 from tenuto.errors import InvalidInputError
-from tenuto.profiles.measuring.corun import CoRunRequest
-from tenuto.profiles.measuring.corun_series import igniter_co_runs, pair_co_runs, resident_co_runs
+from tenuto_lab.interference.co_run import CoRunRequest
+from tenuto_lab.interference.co_run_series import igniter_co_runs, pair_co_runs, resident_co_runs
 
 OWN = "tests.instruments.own_models:scale"
 ONE = CoRunRequest(OWN, 2, 50.0, device="cpu", options={"width": 8})

@@ -11,19 +11,19 @@ import statistics
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import TypeAdapter
+from pydantic import Field, TypeAdapter
 
 from tenuto.errors import EnvironmentFaultError, InvalidInputError
-from tenuto.profiles.measuring.events import Ran, Ready
+from tenuto.profiles.measuring.events import Failed
 from tenuto.profiles.measuring.measure import Shares, check_share, row_name
 from tenuto.profiles.measuring.processes import WorkerProcess
 from tenuto.profiles.measuring.telemetry import Telemetry
 from tenuto.profiles.measuring.timing import Timing
 from tenuto.profiles.profile import CoRun, CoRunPart
 
-_WORKER = ["-m", "tenuto.profiles.measuring.corun_worker"]
+_WORKER = ["-m", "tenuto_lab.interference.co_run_worker"]
 _PATIENCE_S = 10.0  # a busy CUDA MPS client leaves by itself
 
 
@@ -41,6 +41,30 @@ class CoRunRequest:
 
 
 CO_RUN_REQUESTS: TypeAdapter[CoRunRequest] = TypeAdapter(CoRunRequest)
+
+
+@dataclass(frozen=True)
+class Ready:
+    """A process of a co-run has built its model and waits to be told for how long to run."""
+
+    device: str
+    sm_count: int | None = None
+    event: Literal["ready"] = "ready"
+
+
+@dataclass(frozen=True)
+class Ran:
+    """Begin and end of every batch of one process of a co-run on the monotonic clock in s, and what was read of them:
+    `splits` has a value in ms for each, `metrics` one for all."""
+
+    began: tuple[float, ...]
+    ended: tuple[float, ...]
+    splits: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    event: Literal["ran"] = "ran"
+
+
+CO_RUN_EVENTS: TypeAdapter[Any] = TypeAdapter(Annotated[Ready | Ran | Failed, Field(discriminator="event")])
 _Kind = TypeVar("_Kind", Ready, Ran)
 
 
@@ -77,7 +101,7 @@ def measure_co_run(
         residents = []
         for part in parts:
             environment = shares.environment(part.share_pct) if shares else {}
-            resident = WorkerProcess(_WORKER, environment, part.source)
+            resident = WorkerProcess(_WORKER, environment, part.source, CO_RUN_EVENTS)
             stack.callback(resident.end, _PATIENCE_S)
             resident.tell(CO_RUN_REQUESTS.dump_json(part).decode())
             residents.append(resident)

@@ -17,7 +17,7 @@ from pydantic import AliasChoices, Field, model_validator
 
 from tenuto.documents import Fault, StrictModel, parse_document
 from tenuto.errors import refused
-from tenuto.placement.interference.fitting import demand_from_power, fit_line, frequency_slope, scheduling_line
+from tenuto_lab.interference.fitting import demand_from_power, fit_line, frequency_slope, scheduling_line
 
 Positive = Annotated[float, Field(gt=0)]
 NotNegative = Annotated[float, Field(ge=0)]

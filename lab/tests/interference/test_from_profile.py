@@ -4,12 +4,12 @@ from typing import Any
 
 import pytest
 
-from tenuto.placement.interference.from_profile import fit_coefficients
-from tenuto.placement.interference.igniter_raw import fit_igniter
 from tenuto.profiles import CoRun, CoRunPart, ModelProfile, Profile, ProfilePoint
+from tenuto_lab.interference.from_profile import fit_coefficients
+from tenuto_lab.interference.igniter_raw import fit_igniter
 
 RAW: dict[str, Any] = json.loads(
-    (Path(__file__).parents[2] / "data" / "igniter_v100_raw_profile.json").read_text(encoding="utf-8")
+    (Path(__file__).parents[3] / "tests" / "data" / "igniter_v100_raw_profile.json").read_text(encoding="utf-8")
 )
 BATCHES, SHARES = RAW["grid"]["batch"], RAW["grid"]["share_pct"]
 
@@ -89,7 +89,7 @@ def test_what_was_not_measured_is_named_and_never_assumed() -> None:
     bare = measured_profile().model_copy(update={"co_runs": ()})
     fitted = fit_coefficients(bare)
     assert fitted.profile.coefficients == {}
-    assert "--co-runs residents" in fitted.notes[0]
+    assert "--kinds residents" in fitted.notes[0]
     assert "two copies side by side" in fitted.notes[0]
     assert "gpulet: not fitted" in fitted.notes[-1]
 

@@ -10,12 +10,14 @@ import numpy as np
 import pytest
 
 from tenuto.errors import InvalidInputError
-from tenuto.placement.interference import InterferenceModel, Resident, Sample
-from tenuto.placement.interference.gpulet_linear import V100, fit_gpulet_linear
+from tenuto.placement.interference import InterferenceModel, Resident
+from tenuto.placement.interference.gpulet_linear import V100
 from tenuto.placement.interference.igniter import IgniterInterference
-from tenuto.placement.interference.igniter_raw import fit_igniter
-from tenuto.placement.interference.measurements import pair_samples
 from tenuto.profiles.shipped import load_shipped
+from tenuto_lab.interference.fitting import demand_from_power, frequency_slope, scheduling_line
+from tenuto_lab.interference.gpulet_fit import fit_gpulet_linear
+from tenuto_lab.interference.igniter_raw import fit_igniter
+from tenuto_lab.interference.measurements import Sample, pair_samples
 from tests.placement.published import facts
 
 IGNITER = load_shipped("igniter-v100")
@@ -117,3 +119,15 @@ def check_that_too_few_are_refused(fit: Callable[[Sequence[Sample]], object]) ->
     for samples in ([], PAIRS[:1], [Sample(s.gpulet, s.neighbours * 2, 1.1, s.models) for s in PAIRS]):
         with pytest.raises(InvalidInputError, match="measurements"):
             fit(samples)
+
+
+def test_published_hardware_coefficients_come_out() -> None:
+    raw = facts("igniter_v100_raw_profile")["hardware"]
+    frequency, power = raw["frequency_mhz_1to5_vgg19"], raw["power_w_1to5_vgg19"]
+    top, cap = raw["max_frequency_mhz"], raw["max_power_w"]
+    demand = [demand_from_power(power, cap, count) for count in range(1, 6)]
+    delays = raw["sched_delay_per_kernel_ms_1to5_vgg19"]
+    alpha, beta = scheduling_line(delays, [value / top for value in frequency])
+    assert frequency_slope(demand, frequency, cap, top) == pytest.approx(-1.025414, rel=1e-4)
+    assert alpha == pytest.approx(0.004750653, rel=1e-4)
+    assert beta == pytest.approx(-0.009022426, rel=1e-4)

@@ -1,6 +1,6 @@
 """One process of a co-run: builds its model, says it is ready, runs it without pause for as long as it is told.
 
-Started as `python -m tenuto.profiles.measuring.corun_worker` by `tenuto.profiles.measuring.corun`; not meant to be run
+Started as `python -m tenuto_lab.interference.co_run_worker` by `tenuto_lab.interference.co_run`; not meant to be run
 by hand. Reads the request and then the seconds, one line each; reports one JSON object a line.
 """
 
@@ -11,8 +11,6 @@ import time
 from collections.abc import Callable
 
 from tenuto.errors import TenutoError
-from tenuto.profiles.measuring.corun import CO_RUN_REQUESTS, CoRunRequest
-from tenuto.profiles.measuring.events import Event, Ran, Ready
 from tenuto.profiles.measuring.kernels.metrics import kernel_metrics
 from tenuto.profiles.measuring.kernels.recording import record_kernels
 from tenuto.profiles.measuring.processes import serve_parent
@@ -21,16 +19,19 @@ from tenuto.profiles.networks.cpu_share import cpu_threads
 from tenuto.profiles.networks.device import cuda_streams, is_fast_device, pick_device
 from tenuto.profiles.networks.model_options import ModelOptions
 from tenuto.profiles.networks.programs import lone_program
+from tenuto_lab.interference.co_run import CO_RUN_EVENTS, CO_RUN_REQUESTS, CoRunRequest, Ran, Ready
 
 _WARM_UP_RUNS = 3
 
 
 def main(clock_s: Callable[[], float] = time.monotonic) -> None:
     """Serve one co-run; faults are reported as events. `clock_s` is one for all processes of a machine."""
-    serve_parent(lambda report: _serve(CO_RUN_REQUESTS.validate_json(sys.stdin.readline()), report, clock_s))
+    serve_parent(
+        lambda report: _serve(CO_RUN_REQUESTS.validate_json(sys.stdin.readline()), report, clock_s), CO_RUN_EVENTS
+    )
 
 
-def _serve(request: CoRunRequest, report: Callable[[Event], None], clock_s: Callable[[], float]) -> None:
+def _serve(request: CoRunRequest, report: Callable[[Ready | Ran], None], clock_s: Callable[[], float]) -> None:
     import torch
 
     from tenuto.profiles.networks.models import build

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from tenuto.errors import InvalidInputError
-from tenuto.placement.interference.gpulet_linear import fit_gpulet_linear
-from tenuto.placement.interference.igniter_raw import fit_igniter
-from tenuto.placement.interference.measurements import COLUMNS, pair_samples
 from tenuto.profiles.profile import CoRun, CoRunPart, ModelProfile, Profile, ProfilePoint
+from tenuto_lab.interference.gpulet_fit import fit_gpulet_linear
+from tenuto_lab.interference.igniter_raw import fit_igniter
+from tenuto_lab.interference.measurements import COLUMNS, pair_samples
 
 _SHARE_UNIT_PCT = 2.5  # the step of shares that iGniter plans in
 
@@ -80,9 +80,9 @@ def _igniter_raw(name: str, model: ModelProfile, profile: Profile) -> tuple[dict
     diagonal = [points[i][i] for i in range(min(len(batches), len(shares)))]
     alone, beside = (_run_of_copies(profile.co_runs, name, count) for count in (1, 2))
     if alone is None:
-        missing.append("the model alone on its share (--co-runs igniter)")
+        missing.append("the model alone on its share (--kinds igniter)")
     if beside is None:
-        missing.append("two copies side by side (--co-runs igniter)")
+        missing.append("two copies side by side (--kinds igniter)")
     if alone is None or beside is None:
         return {}, missing
     part = alone.parts[0]
@@ -120,7 +120,7 @@ def _grid(model: ModelProfile) -> tuple[list[int], list[float]]:
 def _hardware(profile: Profile, missing: list[str]) -> dict[str, Any]:
     series = _resident_series(profile.co_runs)
     if len(series) < 3:
-        missing.append("one to five equal residents (--co-runs residents)")
+        missing.append("one to five equal residents (--kinds residents)")
         return {}
     speeds = [
         point.metrics["h2d_bytes"] / point.metrics["h2d_ms"]
@@ -178,7 +178,7 @@ def _metric(owner: ProfilePoint | CoRunPart | CoRun, name: str, missing: list[st
 
 
 _WORDS = {
-    "l2_util_pct": "L2 use (`tenuto kernels import` of tenuto-lab)",
+    "l2_util_pct": "L2 use (`tenuto kernels import`)",
     "power_w": "power (NVML)",
     "sm_clock_mhz": "clocks (NVML)",
     "kernels_ms": "GPU time of a batch (CUDA events)",
