@@ -8,20 +8,11 @@ applied where a batch is cut.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Generic, NamedTuple, TypeVar
+from typing import Generic, TypeVar
 
 from tenuto.batching.core.system import INF, TIME_TOLERANCE_MS, Host, NetworkDelay, System
-
-
-class GpuletState(NamedTuple):
-    """A gpu-let: when the batches sent to it end, how long the last of them takes, and what is known of its speed."""
-
-    ends: tuple[float, ...]
-    run_ms: float
-    is_lost: bool
-    factors: tuple[tuple[int, float], ...]
 
 
 @dataclass(slots=True, eq=False)
@@ -44,7 +35,6 @@ class Pool:
 
 
 P = TypeVar("P", bound=Pool)
-IDLE = GpuletState((), 0.0, False, ())
 
 
 class Gpulets(Generic[P]):
@@ -74,36 +64,27 @@ class Gpulets(Generic[P]):
         for pool in self.pools:
             for program in pool.run:
                 self.pools_of[program].append(pool)
-        self.resume((IDLE,) * len(system.gpulets), system.network)
-
-    def resume(self, states: Sequence[GpuletState], network: NetworkDelay) -> None:
-        """Begin anew from states of all gpu-lets."""
-        count = len(states)
-        self._pending = [len(state.ends) for state in states]  # batches sent and not done
-        self._free_at = [state.ends[-1] if state.ends else 0.0 for state in states]  # when the last of them ends
-        self._run_ms = [state.run_ms for state in states]  # how long that one takes
-        self._is_lost = [state.is_lost for state in states]
-        self._factors = [dict(state.factors) for state in states]
+        count = len(system.gpulets)
+        self._pending = [0] * count  # batches sent and not done
+        self._free_at = [0.0] * count  # when the last of them ends
+        self._run_ms = [0.0] * count  # how long that one takes
+        self._is_lost = [False] * count
+        self._factors: list[dict[int, float]] = [{} for _ in range(count)]
         self._place = [self._place_of(gpulet) for gpulet in range(count)]  # among those that are idle
-        self.adopt(network)
-        for pool in self.pools:
-            pool.idle, pool.busy, pool.full = [], [], []
-        for gpulet in range(count):
-            self._insert(gpulet)
+        self.adopt(system.network)
+        for place in range(count):
+            self._insert(place)
         self.moved = set(range(len(self.pools_of)))
         for program in range(len(self.pools_of)):
             self.order(program)
 
-    def state(self) -> tuple[GpuletState, ...]:
-        """Return the states of all gpu-lets."""
-        return tuple(
-            GpuletState(self._ends(gpulet), self._run_ms[gpulet], self._is_lost[gpulet], tuple(factors.items()))
-            for gpulet, factors in enumerate(self._factors)
-        )
+    def factors(self) -> tuple[tuple[int, int, float], ...]:
+        """Return, as (program, gpu-let, factor), how many times as long as planned batches take, as far as known."""
+        return tuple([(p, gpulet, f) for gpulet, learned in enumerate(self._factors) for p, f in learned.items()])
 
-    def _ends(self, gpulet: int) -> tuple[float, ...]:
-        end = self._free_at[gpulet]
-        return ((), (end,), (end - self._run_ms[gpulet], end))[self._pending[gpulet]]
+    def lost(self) -> tuple[int, ...]:
+        """Return the gpu-lets that are not to be used."""
+        return tuple([gpulet for gpulet, is_lost in enumerate(self._is_lost) if is_lost])
 
     def adopt(self, network: NetworkDelay) -> None:
         """Budget these delays from now on."""

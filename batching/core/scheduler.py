@@ -13,8 +13,6 @@ chooses. The contract with a driver:
   it was cancelled.
 * What is dispatched is a batch of a program, to a gpu-let that hosts it. The gpu-let is busy from its `Dispatch` to its
   `batch_done`; one `batch_done` per `Dispatch`, oldest first (none for a preempted batch or one lost with its gpu-let).
-* A `Rehearse` asks the driver to run a computation aside, and to bring its result back with `rehearsed`. Serving goes
-  on meanwhile, and goes on if the result never comes.
 """
 
 from __future__ import annotations
@@ -22,7 +20,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple
 
 from mypy_extensions import mypyc_attr
 
@@ -67,24 +65,8 @@ class Preempt(NamedTuple):
     gpulet: int
 
 
-class Rehearsal(Protocol):
-    """A computation a scheduler wants done aside: deterministic, without side effects, and picklable."""
-
-    def run(self) -> Any:
-        """Return the result, which is picklable too."""
-        ...
-
-
-class Rehearse(NamedTuple):
-    """Run `job.run()` beside the dispatch path and give what it returns to `Scheduler.rehearsed` at `due_ms`, or as
-    soon after as it is there. At most one is out at a time."""
-
-    job: Rehearsal
-    due_ms: float
-
-
 Refusal = Drop | Reject
-Decision = Dispatch | Drop | Reject | Preempt | Rehearse
+Decision = Dispatch | Drop | Reject | Preempt
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)
@@ -171,17 +153,13 @@ class Scheduler(ABC):
     def queued(self, program: int) -> int:
         """Return how many requests of a program wait for a batch."""
 
-    # A scheduler that plans with nothing, or rehearses nothing, may leave the rest as it is.
+    # A scheduler that plans with nothing may leave the rest as it is.
 
     def update_latency(self, program: int, gpulet: int, factor: float) -> None:  # noqa: B027
         """Plan with `factor` times the system's latency for this program on this gpu-let, as was measured online."""
 
     def update_network(self, network: NetworkDelay) -> None:  # noqa: B027
         """Budget these delays from now on."""
-
-    def rehearsed(self, now_ms: float, result: Any, cpu_ms: float | None = None) -> None:  # noqa: B027
-        """Take over the result of the `Rehearse` that is out, which took so much of a core; None: not known, as in
-        virtual time."""
 
     def status(self) -> SchedulerStatus | None:
         """Return, for operators, what it chose lately and what it expects of that; None where it chooses nothing."""

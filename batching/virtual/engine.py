@@ -8,16 +8,21 @@ is random: the same schedule and systems give the same bytes.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from heapq import heappop
+from heapq import heappop, heappush
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tenuto.batching.core.scheduler import Dispatch, Drop, Preempt, Rehearse, Reject, Scheduler
+from tenuto.batching.core.scheduler import Dispatch, Drop, Preempt, Reject, Scheduler
 from tenuto.batching.core.system import INF
-from tenuto.batching.virtual.gpulets import REHEARSAL, EmulatedBatch, EmulatedGpulets
+from tenuto.batching.core.told import SchedulerStatus
+from tenuto.batching.rehearsal.observer import Rehearsals, rehearsals_of
+from tenuto.batching.rehearsal.replay import Replay
+from tenuto.batching.virtual.gpulets import EmulatedBatch, EmulatedGpulets
 from tenuto.outcome import Outcome
+
+_REHEARSAL = 1 << 60  # format: the place of a rehearsal on the heap, behind every gpu-let
 
 
 class Follows(Protocol):
@@ -59,6 +64,8 @@ class Engine:
         self.now_ms = 0.0
         self.next = 0
         self.scheduler: Scheduler | None = None
+        self._rehearsals: Rehearsals | None = None
+        self._replay: Replay | None = None
         self.gpulets = EmulatedGpulets()
         self.index: Sequence[int] = ()  # of the schedule's models in the scheduler's system; -1: not served
         self._index = np.zeros(0, dtype=np.int64)  # the same
@@ -82,6 +89,7 @@ class Engine:
             data_ms_by_model: see `simulate`.
         """
         self.scheduler, self.index, self._index = scheduler, index, np.array(index, dtype=np.int64)
+        self._rehearsals, self._replay = rehearsals_of(scheduler), None
         self.lost_by_model = self.lost_by_model or [0] * len(index)
         self.gpulets.add(scheduler.system, data_ms_by_model)
 
@@ -94,6 +102,7 @@ class Engine:
             self.next = last
             return
         events, now, settle, add = self.gpulets.events, self.now_ms, self.settle, scheduler.add_request
+        rehearsals = self._rehearsals
         for request, at, model, deadline in zip(
             rows,
             self.times_ms[self.next : last].tolist(),
@@ -107,6 +116,8 @@ class Engine:
             if model < 0:
                 self.lose(at, Outcome.REJECTED, (request,))
                 continue
+            if rehearsals is not None:
+                self._show(rehearsals, at, model, deadline)
             add(at, model, request, deadline)
             if scheduler.decisions:
                 self.carry_out(at)
@@ -122,11 +133,11 @@ class Engine:
             wake_at = scheduler.next_wake_ms
             if events and events[0][0] <= until and events[0][0] <= wake_at:
                 at, gpulet, stamp = heappop(events)
-                if gpulet == REHEARSAL:
-                    if stamp != first or gpulets.rehearsal is None:
+                if gpulet == _REHEARSAL:
+                    if stamp != first or self._replay is None or self._rehearsals is None:
                         continue
-                    now, job, gpulets.rehearsal = at, gpulets.rehearsal, None
-                    scheduler.rehearsed(now, job.run())
+                    now, replay, self._replay = at, self._replay, None
+                    self._rehearsals.learn(replay.run(), now)
                 else:
                     batch = running[gpulet]
                     if version[gpulet] != stamp or batch is None:
@@ -157,7 +168,23 @@ class Engine:
         if model < 0 or self.scheduler is None:
             self.lose(now, unserved, (request,))
         else:
-            self.scheduler.add_request(now, model, request, float(self.deadlines_ms[request]))
+            deadline = float(self.deadlines_ms[request])
+            if self._rehearsals is not None:
+                self._show(self._rehearsals, now, model, deadline)
+            self.scheduler.add_request(now, model, request, deadline)
+
+    def _show(self, rehearsals: Rehearsals, now: float, model: int, deadline: float) -> None:
+        """Let the observer see an arrival, and keep the replay it wants until the result is due."""
+        replay = rehearsals.arrived(now, model, deadline)
+        if replay is not None:
+            self._replay = replay
+            heappush(self.gpulets.events, (rehearsals.due_ms(now, replay), _REHEARSAL, self.gpulets.first))
+
+    def status(self) -> SchedulerStatus | None:
+        """Return what the scheduler and its observer tell of themselves."""
+        if self._rehearsals is not None:
+            return self._rehearsals.told()
+        return None if self.scheduler is None else self.scheduler.status()
 
     def _add_following(self, due: Sequence[tuple[int, float]], now: float) -> None:
         for request, deadline in due:
@@ -179,8 +206,6 @@ class Engine:
                 self.lose(now, Outcome.REJECTED, decision.request_ids)
             elif type(decision) is Preempt:
                 gpulets.abort(now, gpulets.first + decision.gpulet)
-            elif type(decision) is Rehearse:
-                gpulets.rehearse(decision)
 
     def lose(self, now: float, outcome: Outcome, requests: Sequence[int]) -> None:
         """End requests that get no answer."""

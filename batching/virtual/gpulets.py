@@ -6,12 +6,10 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from heapq import heappush
 
-from tenuto.batching.core.scheduler import Dispatch, Rehearsal, Rehearse
+from tenuto.batching.core.scheduler import Dispatch
 from tenuto.batching.core.system import System
 from tenuto.batching.virtual.interference import Interference
 from tenuto.batching.virtual.result import BatchLog
-
-REHEARSAL = 1 << 60  # the place of a rehearsal on the heap: behind every gpu-let
 
 
 class EmulatedBatch:
@@ -41,7 +39,6 @@ class EmulatedGpulets:
         self.behind: list[deque[EmulatedBatch]] = []
         self.version: list[int] = []
         self.events: list[tuple[float, int, int]] = []
-        self.rehearsal: Rehearsal | None = None
         self.interference = Interference()
         self.log = BatchLog()
 
@@ -60,7 +57,6 @@ class EmulatedGpulets:
         self.running += [None] * count
         self.behind += [deque() for _ in range(count)]
         self.version += [0] * count
-        self.rehearsal = None
         self.interference.add(system.gpulets)
 
     def stretch(self, system: System, factors: Mapping[int, float]) -> None:
@@ -93,11 +89,6 @@ class EmulatedGpulets:
             heappush(self.events, (start, gpulet, version))
         else:
             self.begin(now, gpulet)
-
-    def rehearse(self, decision: Rehearse) -> None:
-        """Keep a job until its result is due."""
-        self.rehearsal = decision.job
-        heappush(self.events, (decision.due_ms, REHEARSAL, self.first))
 
     def begin(self, now: float, gpulet: int) -> None:
         """Start executing on a GPU shared with other gpu-lets."""

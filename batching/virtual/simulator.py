@@ -88,7 +88,7 @@ def simulate(
         duration_s=duration_s if engine.next == planned else engine.now_ms / 1000.0,
         warmup_s=warmup_s,
         wall_s=time.perf_counter() - started,
-        scheduler=scheduler.status(),
+        scheduler=engine.status(),
     )
 
 

@@ -15,10 +15,12 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-from tenuto.batching.core.scheduler import Dispatch, Drop, Refusal, Rehearse, Scheduler
+from tenuto.batching.core.scheduler import Dispatch, Drop, Refusal, Scheduler
 from tenuto.batching.core.system import INF, NetworkDelay, System
+from tenuto.batching.rehearsal.observer import Rehearsals, rehearsals_of
 from tenuto.deployments.dispatch.accounts import Accounts, ModelCounters
 from tenuto.deployments.dispatch.core_time import LEAST_PATIENCE_MS, CoreTime
 from tenuto.deployments.dispatch.fleet import (
@@ -30,7 +32,7 @@ from tenuto.deployments.dispatch.fleet import (
 )
 from tenuto.deployments.dispatch.in_flight import Asker, Batch, Request, pack_batch, split_reply
 from tenuto.deployments.dispatch.measured_times import LatencyRatios, WayMeter
-from tenuto.deployments.dispatch.rehearsals import Compute, Computed, Rehearsals
+from tenuto.deployments.dispatch.rehearsals import Compute, Computed, RehearsalRunner
 from tenuto.deployments.dispatch.unplanned import UnplannedScheduler
 from tenuto.deployments.wire.answers import Executed, Loop, Refused, Rule
 from tenuto.deployments.wire.arena import Held
@@ -123,7 +125,8 @@ class Dispatcher:
         self._latency_ratios = LatencyRatios()
         self._copied = 0  # requests of the largest batch whose copies are part of the way, where they are streamed
         self._copies_ms = 0.0  # by plan, until they are measured
-        self._rehearsals = Rehearsals(self._rehearsed, compute)
+        self._rehearsals: Rehearsals | None = None  # of the scheduler
+        self._runner = RehearsalRunner(compute)
         self._ticker: asyncio.TimerHandle | None = None
         self._overdue: asyncio.TimerHandle | None = None  # rings when a batch that runs may be
 
@@ -167,7 +170,7 @@ class Dispatcher:
         )
         for spec in plan.models:
             self.accounts.counters[spec.name].follow(spec.slo_ms)
-        self._scheduler = scheduler
+        self._scheduler, self._rehearsals = scheduler, rehearsals_of(scheduler)
         alone_ms = _alone_ms(scheduler.system)
         self._asked = {
             spec.name: _Asked(
@@ -191,7 +194,7 @@ class Dispatcher:
             if request.name in self._asked:
                 request.model = self._asked[request.name].index
                 if request.is_waiting:
-                    self._enqueue_again(request, now)
+                    self._enqueue(request, now)
             elif request.is_waiting:
                 self._refuse(request, _removed(request.name))
         self._carry_out(now)
@@ -224,7 +227,7 @@ class Dispatcher:
     async def close(self) -> None:
         """Answer everything that waits as failed, and disconnect."""
         self._time.close()
-        self._rehearsals.close()
+        self._runner.close()
         for timer in (self._ticker, self._overdue):
             if timer is not None:
                 timer.cancel()
@@ -276,8 +279,7 @@ class Dispatcher:
             return request
         self._reserved_ms += reserve_ms
         self._reserved += 1
-        # The core takes off its own budget for the way back, which this request need not keep.
-        scheduler.add_request(now, asked.index, request.id, deadline - reserve_ms + self._told.response_ms)
+        self._enqueue(request, now)
         if scheduler.decisions:
             self._carry_out_refusals(scheduler.drain_refusals())
         return request
@@ -301,9 +303,13 @@ class Dispatcher:
             self._scheduler.cancel(now, request.model, request.id)
         self._carry_out(now)
 
-    def _enqueue_again(self, request: Request, now: float) -> None:
+    def _enqueue(self, request: Request, now: float) -> None:
         """Give the core a request that it does not know, or not any more."""
+        # The core takes off its own budget for the way back, which this request need not keep.
         deadline_ms = request.deadline_ms - request.reserve_ms + self._told.response_ms
+        rehearsals = self._rehearsals
+        if rehearsals is not None and (replay := rehearsals.arrived(now, request.model, deadline_ms)) is not None:
+            self._runner.begin(replay, rehearsals.due_ms(now, replay) - now, partial(self._rehearsed, rehearsals))
         self._scheduler.add_request(now, request.model, request.id, deadline_ms)
 
     def _refuse(self, request: Request, refused: Refused) -> None:
@@ -334,8 +340,6 @@ class Dispatcher:
             for decision in scheduler.drain():
                 if isinstance(decision, Dispatch):
                     self._dispatch(decision, now)
-                elif isinstance(decision, Rehearse):
-                    self._rehearsals.begin(decision, now)
         self._time.arm(scheduler.next_wake_ms, now)
 
     def _on_timer(self, now: float) -> None:
@@ -431,9 +435,9 @@ class Dispatcher:
         loop = Loop.MARGIN if self._time.clock_ms + alone_ms <= request.deadline_ms else Loop.NONE
         self._refuse(request, Refused(Outcome.EXPIRED, _TOO_LATE, 1.0, rule=rule, loop=loop))
 
-    def _rehearsed(self, computed: Computed) -> None:
+    def _rehearsed(self, rehearsals: Rehearsals, computed: Computed) -> None:
         now = self._time.now_ms
-        self._scheduler.rehearsed(now, *computed)
+        rehearsals.learn(computed.result, now, computed.cpu_ms)
         self._carry_out(now)
 
     # --- what gpu-lets say (ConnectionEvents) -------------------------------------------------------------------------
@@ -624,7 +628,7 @@ class Dispatcher:
             else:
                 request.was_retried = True
                 request.is_waiting = True
-                self._enqueue_again(request, now)
+                self._enqueue(request, now)
 
     # --- state --------------------------------------------------------------------------------------------------
 
@@ -642,7 +646,8 @@ class Dispatcher:
         plan, accounts, told_ms = self._plan, self.accounts, self._told
         if plan is None:
             return DispatchingStatus(events=accounts.events.newest())
-        waiting, told = await self.waiting(), self._scheduler.status()
+        waiting = await self.waiting()
+        told = self._scheduler.status() if self._rehearsals is None else self._rehearsals.told()
         return DispatchingStatus(
             plan=self._plan_data,
             policy=plan.policy.name,

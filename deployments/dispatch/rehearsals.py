@@ -1,5 +1,5 @@
-"""Computations that a scheduler core wants done aside, in a process of their own: a thread would hold up the dispatcher
-by Python's lock. The process stays, because starting one costs more than most rehearsals."""
+"""Replays run aside, in a process of their own: a thread would hold up the dispatcher by Python's lock. The process
+stays, because starting one costs more than most replays."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Awaitable, Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from tenuto.batching.core.scheduler import Rehearsal, Rehearse
+from tenuto.batching.rehearsal.replay import Replay, Replayed
 
 logger = logging.getLogger("ray.serve")
 
@@ -34,26 +34,26 @@ _PROGRAM = f"from {__name__} import serve; serve()"
 
 
 class Computed(NamedTuple):
-    """What a rehearsal came to, and what it took of a core; None where nobody measured it."""
+    """What a replay came to, and what it took of a core; None where nobody measured it."""
 
-    result: Any
+    result: list[Replayed]
     cpu_ms: float | None
 
 
-# Runs a rehearsal.
-Compute = Callable[[Rehearsal], Awaitable[Computed]]
+# Runs a replay.
+Compute = Callable[[Replay], Awaitable[Computed]]
 
 
 class RehearsalProcess:
-    """A process of the lowest priority that runs one rehearsal after the other; started with the first."""
+    """A process of the lowest priority that runs one replay after the other; started with the first."""
 
     def __init__(self, longest_s: float = _LONGEST_S) -> None:
         """`longest_s`: what takes longer is given up."""
         self._longest_s = longest_s
         self._process: subprocess.Popen[bytes] | None = None
 
-    async def run(self, job: Rehearsal) -> Computed:
-        """Return what a rehearsal comes to, and the CPU time it took.
+    async def run(self, job: Replay) -> Computed:
+        """Return what a replay comes to, and the CPU time it took.
 
         Raises:
             EOFError: the process ended.
@@ -95,20 +95,18 @@ class RehearsalProcess:
                         pipe.close()
 
 
-class Rehearsals:
-    """Runs one rehearsal at a time; a result that comes after `close` is dropped."""
+class RehearsalRunner:
+    """Runs one replay at a time; a result that comes after `close` is dropped."""
 
-    def __init__(self, rehearsed: Callable[[Computed], None], compute: Compute | None = None) -> None:
-        """Take what is to be called with each result, on the event loop and not before it is due; and what computes it,
-        by default another process."""
-        self._rehearsed = rehearsed
+    def __init__(self, compute: Compute | None = None) -> None:
+        """`compute`: what runs it, by default another process."""
         self._process = RehearsalProcess()
         self._compute = compute or self._process.run
         self._task: asyncio.Task[None] | None = None
 
-    def begin(self, decision: Rehearse, now_ms: float) -> None:
-        """Start one; returns at once."""
-        self._task = asyncio.create_task(self._run(decision, now_ms), name="rehearsal")
+    def begin(self, replay: Replay, due_in_ms: float, learn: Callable[[Computed], None]) -> None:
+        """Start one; returns at once. `learn` is called on the event loop when the result is due, or later."""
+        self._task = asyncio.create_task(self._run(replay, due_in_ms, learn), name="rehearsal")
 
     def close(self) -> None:
         """Wait for no result any more."""
@@ -116,16 +114,16 @@ class Rehearsals:
             self._task.cancel()
         self._process.close()
 
-    async def _run(self, decision: Rehearse, now_ms: float) -> None:
+    async def _run(self, replay: Replay, due_in_ms: float, learn: Callable[[Computed], None]) -> None:
         loop = asyncio.get_running_loop()
-        due = loop.time() + (decision.due_ms - now_ms) / 1000.0
+        due = loop.time() + due_in_ms / 1000.0
         try:
-            computed = await self._compute(decision.job)
+            computed = await self._compute(replay)
         except (OSError, EOFError, pickle.UnpicklingError) as error:
             logger.warning("a rehearsal of the scheduler failed: %s: %s", type(error).__name__, error)
             return
         await asyncio.sleep(due - loop.time())
-        self._rehearsed(computed)
+        learn(computed)
 
 
 def serve() -> None:

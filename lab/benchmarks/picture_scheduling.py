@@ -13,13 +13,14 @@ from unittest.mock import patch
 
 from scenes import poisson
 
-from tenuto.batching.core import deferred
-from tenuto.batching.core.deferred import DeferredOptions, DeferredScheduler
+from tenuto.batching.core.deferred import DeferredOptions, DeferredScheduler, deferring
 from tenuto.batching.core.deferred.lineup import line_up
 from tenuto.batching.core.deferred.waiting import Place, Queue
-from tenuto.batching.core.rehearsal import Replay, Replayed
-from tenuto.batching.core.scheduler import Decision, Dispatch, Drop, Rehearse
+from tenuto.batching.core.scheduler import Decision, Dispatch, Drop
 from tenuto.batching.core.system import Gpulet, Host, Model, System
+from tenuto.batching.rehearsal.observer import Rehearsals
+from tenuto.batching.rehearsal.replay import Replay, Replayed
+from tenuto.batching.virtual import engine
 from tenuto.batching.virtual.simulator import simulate
 
 COLOURS = ("#2f6fb0", "#c8722c", "#3f8f4f", "#8a5fb5", "#a0853a")
@@ -48,7 +49,10 @@ class Plans:
         self.kept: tuple[list[float], list[Planned]] | None = None
 
     def line_up(self, waiting: list[Queue], now: float) -> list[float]:
-        ends = [state.ends[-1] - now if state.ends else 0.0 for state in self.scheduler._gpulets.state()]
+        ends = [0.0] * len(self.scheduler.system.gpulets)
+        for pool in self.scheduler._gpulets.pools:
+            for end, gpulet in pool.busy:
+                ends[gpulet] = end - now
         slacks = line_up(waiting, now)
         free, found = list(ends), []
         for queue in waiting:
@@ -84,7 +88,7 @@ def plan() -> str:
     models = tuple(Model("ABCDE"[number], slo, 90.0) for number, (_, _, slo) in enumerate(lines))
     system = System(models, tuple(Gpulet(f"g{number}", f"g{number}", hosts) for number in range(2)))
     plans = Plans(system)
-    with patch.object(deferred, "line_up", plans.line_up):
+    with patch.object(deferring, "line_up", plans.line_up):
         simulate(plans.scheduler, *poisson([90.0] * 5, 60.0, 1), duration_s=60.0)
     assert plans.kept is not None, "no plan of the run shows enough"
     ends, batches = plans.kept
@@ -122,23 +126,22 @@ def plan() -> str:
     return _picture(title, legend, parts, bottom + 44)
 
 
-class Recording(DeferredScheduler):
-    """Keeps the first job it gives out, and the hold that it adopts."""
+class Keeping(Rehearsals):
+    """Keeps the first replay that it gives out, and the hold that it adopts."""
 
-    job: Replay | None = None
+    replay: Replay | None = None
     adopted: float | None = None
 
-    def drain(self) -> list[Decision]:
-        decisions = super().drain()
-        for decision in decisions:
-            if self.job is None and isinstance(decision, Rehearse) and isinstance(decision.job, Replay):
-                self.job = decision.job
-        return decisions
+    def arrived(self, now: float, model: int, deadline_ms: float) -> Replay | None:
+        replay = super().arrived(now, model, deadline_ms)
+        if self.replay is None:
+            self.replay = replay
+        return replay
 
-    def rehearsed(self, now_ms: float, result: list[Replayed], cpu_ms: float | None = None) -> None:
-        super().rehearsed(now_ms, result, cpu_ms)
+    def learn(self, result: list[Replayed], now: float, cpu_ms: float | None = None) -> None:
+        super().learn(result, now, cpu_ms)
         if self.adopted is None:
-            self.adopted = self._setting.hold
+            self.adopted = self.told().hold
 
 
 class Playing(DeferredScheduler):
@@ -146,8 +149,8 @@ class Playing(DeferredScheduler):
 
     played: list[list[Decision]] = []  # noqa: RUF012, one list for the picture
 
-    def resume(self, *args: object) -> None:
-        super().resume(*args)  # type: ignore[arg-type]
+    def __init__(self, *args: object) -> None:
+        super().__init__(*args)  # type: ignore[arg-type]
         self.played.append([])
 
     def _dispatch(self, queue: Queue, pool: Place, now: float) -> bool:
@@ -165,12 +168,14 @@ def rehearsal() -> str:
     """Return a picture of the first rehearsal of two models that take turns on one gpu-let."""
     hosts = dict.fromkeys((0, 1), Host((0.0, *(0.1 * size + 18.0 for size in range(1, 9)))))
     system = System((Model("A", 40.0, 15.0), Model("B", 40.0, 15.0)), (Gpulet("g0", "g0", hosts),))
-    scheduler = Recording(system, DeferredOptions(hold=1.0))
-    simulate(scheduler, *poisson([15.0, 15.0], 20.0, 6))
-    assert scheduler.job is not None
-    assert scheduler.adopted is not None
+    scheduler = DeferredScheduler(system, DeferredOptions(hold=1.0))
+    kept = Keeping(scheduler)
+    with patch.object(engine, "rehearsals_of", lambda _scheduler: kept):
+        simulate(scheduler, *poisson([15.0, 15.0], 20.0, 6))
+    assert kept.replay is not None
+    assert kept.adopted is not None
     Playing.played.clear()
-    return _rehearsal(scheduler.job, scheduler.job._replace(scheduler=Playing).run(), scheduler.adopted)
+    return _rehearsal(kept.replay, kept.replay._replace(scheduler=Playing).run(), kept.adopted)
 
 
 def _rehearsal(job: Replay, found: list[Replayed], adopted: float) -> str:
@@ -212,7 +217,8 @@ def _rehearsal(job: Replay, found: list[Replayed], adopted: float) -> str:
     bottom = top + len(found) * (ROW + 14)
     parts += _axis(lambda when: x(begin + when), bottom, span, "ms of the recording")
     parts.append(_text(WIDTH - RIGHT - 170, 74, "lost of all that were recorded", "start"))
-    title = f"A rehearsal: {job.counted} arrivals of two models on one gpu-let, replayed with four values of hold"
+    count = job.counted[1] - job.counted[0]
+    title = f"A rehearsal: {count} arrivals of two models on one gpu-let, replayed with four values of hold"
     return _picture(
         title, "boxes: batches with their sizes   ✕ requests given up, where they arrived", parts, bottom + 44
     )

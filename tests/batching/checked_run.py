@@ -6,8 +6,10 @@ import heapq
 import math
 from dataclasses import dataclass, field
 
-from tenuto.batching.core.scheduler import Dispatch, Drop, Preempt, Rehearse, Scheduler
+from tenuto.batching.core.scheduler import Dispatch, Drop, Preempt, Scheduler
 from tenuto.batching.core.system import TIME_TOLERANCE_MS
+from tenuto.batching.rehearsal.observer import rehearsals_of
+from tenuto.batching.rehearsal.replay import Replay
 
 SLACK = 10 * TIME_TOLERANCE_MS
 
@@ -52,7 +54,8 @@ class CheckedRun:
         self.lost = [False] * count
         self.done: list[tuple[float, int, int]] = []
         self.sequence = 0
-        self.rehearsals: list[Rehearse] = []
+        self.rehearsals = rehearsals_of(scheduler)
+        self.replays: list[tuple[float, Replay]] = []  # when its result is due
 
     def run(self, events: list[Event]) -> Outcomes:
         for event in events:
@@ -74,10 +77,15 @@ class CheckedRun:
             steps += 1
             assert steps < 100_000, "the scheduler spins"
             wake = self.core.next_wake_ms
-            due = self.rehearsals[0].due_ms if self.rehearsals else math.inf
-            if self.rehearsals and due <= min(limit, wake) and not (self.done and self.done[0][0] <= due):
+            due = self.replays[0][0] if self.replays else math.inf
+            if (
+                self.rehearsals
+                and self.replays
+                and due <= min(limit, wake)
+                and not (self.done and self.done[0][0] <= due)
+            ):
                 self._advance_to(due)
-                self.core.rehearsed(due, self.rehearsals.pop().job.run())
+                self.rehearsals.learn(self.replays.pop()[1].run(), due)
             elif self.done and self.done[0][0] <= limit and self.done[0][0] <= wake:
                 at, _, gpulet = heapq.heappop(self.done)
                 if self.lost[gpulet] or not self.busy[gpulet] or self.busy[gpulet][0][2] != at:
@@ -97,6 +105,11 @@ class CheckedRun:
             self.deadline[event.ref] = event.at + event.slo_ms
             self.model[event.ref] = event.index
             self.queued.add(event.ref)
+            if self.rehearsals:
+                replay = self.rehearsals.arrived(event.at, event.index, event.at + event.slo_ms)
+                if replay is not None:
+                    assert not self.replays, "two rehearsals are out"
+                    self.replays.append((self.rehearsals.due_ms(event.at, replay), replay))
             self.core.add_request(event.at, event.index, event.ref, event.at + event.slo_ms)
         elif event.kind == "cancel":
             if event.ref in self.model:
@@ -127,9 +140,6 @@ class CheckedRun:
                     self.out.dropped[request] = self.now
             elif isinstance(decision, Dispatch):
                 self._dispatch(decision)
-            elif isinstance(decision, Rehearse):
-                assert not self.rehearsals, "two rehearsals are out"
-                self.rehearsals.append(decision)
             else:
                 self._preempt(decision)
 

@@ -14,9 +14,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from tenuto.batching.core.build import from_plan
-from tenuto.batching.core.scheduler import Rehearsal, Scheduler
+from tenuto.batching.core.scheduler import Scheduler
 from tenuto.batching.core.system import NetworkDelay
 from tenuto.batching.registry import make_scheduler
+from tenuto.batching.rehearsal.replay import Replay
 from tenuto.deployments.dispatch.dispatcher import Dispatcher
 from tenuto.deployments.dispatch.fleet import ConnectionFactory, GpuletConnection
 from tenuto.deployments.dispatch.measured_times import WayMeter
@@ -146,7 +147,7 @@ class _Renamed:
         self._events.message_came(self.connection, message, body)
 
 
-async def compute_here(job: Rehearsal) -> Computed:
+async def compute_here(job: Replay) -> Computed:
     """Rehearse on the spot: on a virtual loop nothing may wait for another process, and nothing be measured."""
     return Computed(job.run(), None)
 

@@ -73,14 +73,6 @@ class Allowance:
         """So many are served."""
         self.owed = max(0.0, self.owed - count)
 
-    def resume(self, now_ms: float, borrowed: float, usual: float) -> None:
-        """Begin anew: the bucket is full, or empty where the program exceeds its plan."""
-        self.borrowed = borrowed
-        self.usual = usual
-        self._at = self._full_at = now_ms
-        self.owed = 0.0
-        self._used = self._peak = self._burst() if self.exceeds else 0.0
-
     def next_ms(self) -> float:
         """Return how long after the last request there will be a token."""
         return max(0.0, self._used + 1.0 - self._burst()) / self._per_ms

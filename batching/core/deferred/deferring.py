@@ -12,8 +12,8 @@ Three rules, each in a module of its own; docs/scheduling.md draws them.
 3. *Cut* (`cut.py`, `admission.py`): a batch is cut by the window rule; of a model that exceeds its plan, what others
    lose requests for is turned away.
 
-This module carries the rules out: events come in, the queues concerned are looked at, batches go out. Rehearsals
-(`tenuto.batching.core.rehearsal`) now and then replay what came and set `hold` and `defend`.
+This module carries the rules out: events come in, the queues concerned are looked at, batches go out. An observer
+(`tenuto.batching.rehearsal`) may set `hold` and `defend` while it serves.
 
 What a request is worth follows the objective: alike (`total`), the weight of its model (`weighted`), or first of all
 the loss that its model had lately (`each`).
@@ -24,16 +24,16 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from dataclasses import dataclass, field
 from heapq import heappop, heappush, heapreplace
+from typing import NamedTuple
 
 from tenuto.batching.core.deferred.cut import Cutter
 from tenuto.batching.core.deferred.due import Holding
 from tenuto.batching.core.deferred.keeping_free import kept_until
 from tenuto.batching.core.deferred.lineup import is_short, line_up, rank
-from tenuto.batching.core.deferred.waiting import ORDER, Place, Queue, Waiting
+from tenuto.batching.core.deferred.waiting import Place, Queue, Waiting
 from tenuto.batching.core.gathering import longest_within, window
 from tenuto.batching.core.gpulets import Gpulets
-from tenuto.batching.core.rehearsal import Rehearsals, RehearsingScheduler, Replayed, Setting, State
-from tenuto.batching.core.scheduler import Dispatch, Drop, Rehearse, Reject, SchedulerOptions
+from tenuto.batching.core.scheduler import Dispatch, Drop, Reject, Scheduler, SchedulerOptions
 from tenuto.batching.core.staggered import ArrivalRate
 from tenuto.batching.core.system import EXPIRY_MARGIN_MS, INF, TIME_TOLERANCE_MS, NetworkDelay, System
 from tenuto.batching.core.told import SchedulerStatus
@@ -61,25 +61,37 @@ class DeferredOptions(SchedulerOptions):
     rehearse: bool = True
 
 
-class DeferredScheduler(RehearsingScheduler):
+class Known(NamedTuple):
+    """What a scheduler learned while serving: delays, by program the offered rate (requests per second; None: unknown),
+    how many times as long as planned a program takes on a gpu-let, and which gpu-lets are lost."""
+
+    network: NetworkDelay
+    rates: tuple[float | None, ...]
+    factors: tuple[tuple[int, int, float], ...]
+    lost: tuple[int, ...]
+
+
+class DeferredScheduler(Scheduler):
     """See the module. Invariant: no due batch of a program within its plan waits while a gpu-let that can serve it in
-    time is idle."""
+    time is idle.
+
+    `is_light`: nobody needs the GPU time that holding saves. `looked` counts how often it looked at the batch of a
+    program.
+    """
 
     name = "deferred"
     summary = "Symphony with a look ahead at all waiting batches, and holding times chosen by rehearsal"
     options_type = DeferredOptions
 
-    def __init__(self, system: System, options: SchedulerOptions | None = None) -> None:
+    def __init__(self, system: System, options: SchedulerOptions | None = None, known: Known | None = None) -> None:
+        """`known`: what another one learned; by default what is planned."""
         super().__init__(system, options)
-        chosen = options if isinstance(options, DeferredOptions) else DeferredOptions()
+        chosen = self.options = options if isinstance(options, DeferredOptions) else DeferredOptions()
+        self.looked = 0
+        self.is_light = False
         self._gpulets = Gpulets(system, Place)
         hold = chosen.hold if chosen.hold is not None else (1.0 if self._is_roomy() else 0.4)
-        setting = Setting(hold, chosen.defend, in_full=not chosen.rehearse)
-        self._holding = Holding(self._gpulets, setting, chosen.save_above)
-        self._is_light = False  # so it is for all programs
-        self._rehearsals = Rehearsals(system, setting) if chosen.rehearse else None
-        self._record: list[tuple[float, int, float]] | None = None  # (arrival, model, deadline) to be replayed
-        self._until_step = self._rehearsals.next_step() if self._rehearsals else -1  # requests until it goes on
+        self._holding = Holding(self._gpulets, hold, chosen.defend, chosen.save_above)
         weighted = system.objective == "weighted"
         self._evens_out = system.objective == "each"
         self._cutter = Cutter(self._gpulets, self._holding, evens_out=self._evens_out)
@@ -93,7 +105,14 @@ class DeferredScheduler(RehearsingScheduler):
         self._expiries: list[tuple[float, int]] = []  # a heap of (when, program); valid is what says its `expire_at`
         self._silent: list[tuple[float, int]] = []  # a heap: when a program will have been silent for long
         self._heavy = 0  # pools that are not under light load
-        self._adopt(system.network)
+        self._adopt(system.network if known is None else known.network)
+        if known is not None:
+            for queue, rps in zip(self._queues, known.rates, strict=True):
+                queue.rate = ArrivalRate(rps)
+            for program, gpulet, factor in known.factors:
+                self.update_latency(program, gpulet, factor)
+            for gpulet in known.lost:
+                self._gpulets.lose(gpulet)
         self._adopt_all_costs()
 
     def _is_roomy(self) -> bool:
@@ -121,14 +140,10 @@ class DeferredScheduler(RehearsingScheduler):
                 pool.alone += queue.alone
                 pool.crowd += 1.0 / queue.gpulets
         self._heavy = sum(pool.alone >= self._holding.save_above for pool in self._gpulets.pools)
-        waiting = sorted((queue for queue in self._queues if queue.ids), key=ORDER)
         for pool in self._gpulets.pools:
-            pool.waiting.clear()
             pool.is_enclosed = all(len(self._queues[program].pools) == 1 for program in pool.run)
         for queue in self._queues:
             self._holding.set_patience(queue)
-        for queue in waiting:
-            self._waiting.wait(queue)
 
     def _adopt_costs(self, queue: Queue) -> None:
         """Plan with what was learned of gpu-lets and of the way there."""
@@ -136,18 +151,6 @@ class DeferredScheduler(RehearsingScheduler):
         longest_ms = max(system.models[m].slo_ms for m in system.programs[program].members)
         shortest_ms = system.offered[program].slo_ms
         queue.adopt_costs(self._gpulets, shortest_ms - self._response_ms, longest_ms - self._response_ms)
-
-    def _look_at_all(self) -> None:
-        """Look at everything as soon as time goes on."""
-        self._waiting.forget_watches()
-        self._expiries.clear()
-        for queue in self._queues:
-            queue.cut_until = -INF
-            queue.expire_at = -INF if queue.ids else INF
-            if queue.ids:
-                self._expiries.append((-INF, queue.program))
-        self._waiting.touch(self._gpulets.pools)
-        self.next_wake_ms = -INF
 
     def _weigh(self, queue: Queue, now: float) -> None:
         """Follow a change of what a queue is offered, and of others that are offered nothing any more."""
@@ -164,14 +167,9 @@ class DeferredScheduler(RehearsingScheduler):
         self._adopt_costs(queue)
         self._load(queue)
         self._holding.set_patience(queue)
-        is_light = not self._heavy
-        if self._rehearsals and is_light != self._is_light:
-            self._is_light = is_light
-            if not is_light:
-                self._rehearsals.becomes_heavy()
-            if self._record is None and self._until_step > 0 and self._rehearsals.is_new_to(is_light=is_light):
-                self._until_step = 1
-            self._adopt_setting(self._rehearsals.setting(is_light=is_light), now)
+        if self.is_light != (not self._heavy):
+            self.is_light = not self._heavy
+            self._holding.in_full_until = -INF  # what was lost under heavy load says nothing of light load
 
     def _load(self, queue: Queue) -> None:
         """Follow a change of the load that a queue is for its gpu-lets."""
@@ -192,11 +190,6 @@ class DeferredScheduler(RehearsingScheduler):
             rate.roll(now_ms)
             if queue.pools:
                 self._weigh(queue, now_ms)
-        if self._record is not None:
-            self._record.append((now_ms, model, deadline_ms))
-        self._until_step -= 1
-        if not self._until_step:
-            self._step(now_ms)
         deadlines = queue.deadlines
         size = len(deadlines) + 1
         allowance = queue.allowance
@@ -310,8 +303,7 @@ class DeferredScheduler(RehearsingScheduler):
         self._lost_until[queue.program] = now + LOSING_MS
         if not queue.allowance.exceeds:
             self._pressed_until = now + PRESSED_MS
-        if self._holding.setting.in_full:
-            self._holding.in_full_until = max(self._holding.in_full_until, now + LOSING_MS)
+        self._holding.in_full_until = now + LOSING_MS
         if self._evens_out:
             kept = (1.0 - queue.loss_step) ** count
             queue.lost = 1.0 - (1.0 - queue.lost) * kept
@@ -447,87 +439,42 @@ class DeferredScheduler(RehearsingScheduler):
         gpulets.send(gpulet, run_ms, start + run_ms)
         return True
 
-    # Rehearsal -------------------------------------------------------------------------------------------------------
+    # What an observer reads and sets ----------------------------------------------------------------------------------
 
-    def _step(self, now: float) -> None:
-        """Begin to record arrivals, or have those recorded replayed."""
-        rehearsals = self._rehearsals
-        if rehearsals is None:
-            return
-        if self._record is None:
-            if rehearsals.may_begin(now, sum([queue.rate.rps or 0.0 for queue in self._queues])):
-                self._record = rehearsals.begin(self.state(now), self.looked, is_light=self._is_light)
-        else:
-            options = DeferredOptions(save_above=self._holding.save_above, rehearse=False)
-            job = rehearsals.end(type(self), options, self.looked, now)
-            if job is not None:
-                self._record = None
-                self.decisions.append(Rehearse(job, rehearsals.due_ms(now)))
-        self._until_step = rehearsals.next_step()
+    @property
+    def hold(self) -> float:
+        """Part of Symphony's holding time for which batches are held."""
+        return self._holding.hold
 
-    def state(self, now: float) -> State:
-        """Return what a replay begins with."""
-        return State(
-            now,
-            tuple(tuple(queue.deadlines) for queue in self._queues),
-            tuple(queue.rate.rps for queue in self._queues),
-            tuple(queue.allowance.borrowed for queue in self._queues),
-            tuple(queue.allowance.usual for queue in self._queues),
-            tuple(queue.lost for queue in self._queues),
-            self._gpulets.state(),
-            self._network,
-        )
+    @property
+    def defend(self) -> float:
+        """Part of the staggered batch for which heads are given up."""
+        return self._holding.defend
 
-    def resume(self, state: State, setting: Setting) -> None:
-        self._holding.setting = setting
-        self._holding.in_full_until = INF if setting.in_full else -INF
-        self._pressed_until = -INF
-        self._lost_until = {}
-        self._network = state.network
-        self._response_ms = state.network.response_ms
-        self._gpulets.resume(state.gpulets, state.network)
-        self.decisions = []
-        self._silent = []
-        number = 0
-        for queue, deadlines, rps, borrowed, burst, lost in zip(
-            self._queues, state.deadlines, state.rates, state.borrowed, state.bursts, state.lost, strict=True
-        ):
-            queue.rate = ArrivalRate(rps)
-            queue.lost = lost
-            queue.allowance.resume(state.now_ms, borrowed, burst)
-            queue.deadlines = list(deadlines)
-            queue.arrived = [min(deadline - queue.budget_ms, state.now_ms) for deadline in deadlines]
-            queue.oldest = min(queue.arrived, default=INF)
-            queue.ids = list(range(number - 1, number - 1 - len(deadlines), -1))
-            number -= len(deadlines)
-            queue.order = 0
-            queue.is_weighed = False
-        self._adopt_all_costs()
-        self._look_at_all()
-        self.next_wake_ms = state.now_ms
-
-    def rehearsed(self, now_ms: float, result: list[Replayed], cpu_ms: float | None = None) -> None:
-        if self._rehearsals is None:
-            return
-        self._rehearsals.learn(result, now_ms, cpu_ms)
-        self._until_step = self._rehearsals.next_step()
-        self._adopt_setting(self._rehearsals.setting(is_light=self._is_light), now_ms)
-
-    def _adopt_setting(self, setting: Setting, now: float) -> None:
-        if setting != self._holding.setting:
-            self._holding.setting = setting
-            if not setting.in_full:
-                self._holding.in_full_until = -INF
+    def tune(self, now: float, hold: float, defend: float) -> None:
+        """Go on with other values of both."""
+        holding = self._holding
+        if (hold, defend) != (holding.hold, holding.defend):
+            holding.hold, holding.defend = hold, defend
             for queue in self._queues:
                 queue.cut_until = -INF
                 if queue.pools:
-                    self._holding.set_staggered(queue)
+                    holding.set_staggered(queue)
             self._waiting.touch(self._gpulets.pools)
             self.next_wake_ms = now
 
+    def offered_rps(self) -> float:
+        """Return how many requests come per second, of all models."""
+        return sum([queue.rate.rps or 0.0 for queue in self._queues])
+
+    def known(self) -> Known:
+        """Return what was learned while serving, for another scheduler of the same system to begin with."""
+        gpulets = self._gpulets
+        rates = tuple([queue.rate.rps for queue in self._queues])
+        return Known(self._network, rates, gpulets.factors(), gpulets.lost())
+
     def status(self) -> SchedulerStatus:
-        told = SchedulerStatus(hold=self._holding.setting.hold, defend=self._holding.setting.defend)
-        return self._rehearsals.told(told) if self._rehearsals else told
+        return SchedulerStatus(hold=self._holding.hold, defend=self._holding.defend)
 
     # Everything else -------------------------------------------------------------------------------------------------
 

@@ -12,7 +12,6 @@ from math import ceil
 
 from tenuto.batching.core.deferred.waiting import Place, Queue
 from tenuto.batching.core.gpulets import Gpulets
-from tenuto.batching.core.rehearsal import Setting
 from tenuto.batching.core.staggered import staggered_batch
 from tenuto.batching.core.system import INF
 
@@ -24,10 +23,10 @@ LOSS_COUNT = 200.0  # derived: requests over which that share is taken at least,
 
 
 class Holding:
-    """For how long batches are held: the setting that rehearsals choose, and what bounds it for each program."""
+    """For how long batches are held: `hold` and `defend`, and what bounds them for each program."""
 
-    def __init__(self, gpulets: Gpulets[Place], setting: Setting, save_above: float) -> None:
-        self.setting = setting
+    def __init__(self, gpulets: Gpulets[Place], hold: float, defend: float, save_above: float) -> None:
+        self.hold, self.defend = hold, defend
         self.save_above = save_above
         self.in_full_until = -INF  # requests were lost lately, and are fewer where all are held in full
         self._gpulets = gpulets
@@ -41,7 +40,7 @@ class Holding:
             sent_ms: what one request more would take from its dispatch to its end.
             now: the present time.
         """
-        hold, head, until = self.setting.hold, queue.deadlines[0], queue.oldest + queue.held_ms
+        hold, head, until = self.hold, queue.deadlines[0], queue.oldest + queue.held_ms
         due = (head if head < until else until) - (1.0 - hold) * queue.budget_ms - hold * sent_ms
         return min(due, self.bound_ms(queue, size, now)) if queue.is_bounded else due
 
@@ -83,7 +82,7 @@ class Holding:
             factor=queue.factor,
             data_ms=gpulets.data_ms,
         )
-        queue.defend = max(1, round(self.setting.defend * queue.staggered))
+        queue.defend = max(1, round(self.defend * queue.staggered))
         queue.ripe = ceil(RIPE * queue.staggered)
         queue.loss_step = 1.0 / max(LOSS_COUNT, LOSS_MS / 1000.0 * (queue.rate.rps or 0.0))
         queue.alone = (queue.rate.recent_rps or 0.0) / 1000.0 * queue.run[1] / queue.gpulets

@@ -182,10 +182,6 @@ class Waiting:
         self._touched += touched
         return bool(touched)
 
-    def forget_watches(self) -> None:
-        """Look at what is touched only."""
-        self._watches.clear()
-
     def ripe(self, now: float) -> list[Queue]:
         """Return the queues to look at now."""
         queues: list[Queue] = []

@@ -30,14 +30,3 @@ def test_a_steady_program_that_triples_is_known_within_a_second_and_one_that_flu
     second = np.arange(0.0, 1000.0, 500.0 / RPS)
     assert not sent(on_off, np.concatenate([2000.0 * number + second for number in range(60)]))
     assert on_off.usual > 0.8 * RPS
-
-
-def test_what_was_known_of_a_program_is_known_in_a_replay() -> None:
-    """It would be lent a second of its planned rate there, which it is not any more."""
-    steady = Allowance(RPS)
-    sent(steady, np.arange(0.0, 60_000.0, 1000.0 / RPS))
-    replayed, anew = Allowance(RPS), Allowance(RPS)
-    replayed.resume(0.0, 0.0, steady.usual)
-    burst = np.zeros(50)
-    assert sum(replayed.take(at) for at in burst) == 10
-    assert sum(anew.take(at) for at in burst) == 44

@@ -1,21 +1,16 @@
-"""Our scheduler: what it looks ahead at, what goes first where not all can be met, and what rehearsals choose."""
+"""Our scheduler: what it looks ahead at, and what goes first where not all can be met."""
 
 from __future__ import annotations
-
-import pickle
-from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from tenuto.batching.core.deferred import DeferredOptions, DeferredScheduler
-from tenuto.batching.core.rehearsal import Budget, Rehearsals, Replay, Replayed, Setting
-from tenuto.batching.core.scheduler import Dispatch, Rehearse
+from tenuto.batching.core.scheduler import Dispatch
 from tenuto.batching.core.system import Gpulet, Host, Model, NetworkDelay, System
 from tenuto.batching.registry import make_scheduler
 from tenuto.batching.virtual.simulator import simulate
 from tenuto.outcome import Outcome
-from tenuto.placement import Objective
 from tests.batching.checked_run import CheckedRun, Event
 from tests.instruments.systems import everywhere_linear
 
@@ -98,60 +93,6 @@ def test_batches_that_no_gpulet_can_meet_any_more_are_pushed_out_one_after_the_o
     out = CheckedRun(DeferredScheduler(system, STILL)).run(events)
     assert set(out.served) == {0, 3}
     assert set(out.dropped) == {1, 2}
-
-
-def crowd(seed: int, rate_rps: float, count: int) -> list[Event]:
-    """Return arrivals of two models that each meet the other's batches on one gpu-let."""
-    rng = np.random.default_rng(seed)
-    times = np.cumsum(rng.exponential(1000.0 / rate_rps, count))
-    return [Event(float(at), "add", int(rng.integers(0, 2)), number, 40.0) for number, at in enumerate(times)]
-
-
-def two_on_one() -> System:
-    hosts = dict.fromkeys((0, 1), line(0.1, 18.0, 8))
-    return System((Model("a", 40.0), Model("b", 40.0)), (Gpulet("g/a", "g", hosts),))
-
-
-def test_rehearsals_find_that_holding_does_not_pay_and_say_so() -> None:
-    scheduler = DeferredScheduler(two_on_one(), DeferredOptions(hold=1.0))
-    CheckedRun(scheduler).run(crowd(3, 30.0, 4000))
-    status = scheduler.status()
-    assert status.hold < 1.0
-    assert (status.rehearsals or 0) >= 4
-
-
-def test_a_rehearsal_changes_nothing_and_gives_the_same_in_another_process() -> None:
-    found: list[Rehearse] = []
-    scheduler = DeferredScheduler(two_on_one())
-    for event in crowd(3, 30.0, 260):
-        while scheduler.next_wake_ms < event.at:
-            scheduler.wake(scheduler.next_wake_ms)
-        scheduler.add_request(event.at, event.index, event.ref, event.at + event.slo_ms)
-        found += [decision for decision in scheduler.drain() if isinstance(decision, Rehearse)]
-    job = found[-1].job
-    assert pickle.loads(pickle.dumps(job)).run() == job.run() == job.run()
-
-
-def test_without_an_answer_to_a_rehearsal_serving_goes_on() -> None:
-    scheduler = DeferredScheduler(two_on_one())
-    out = 0
-    for event in crowd(3, 30.0, 3000):
-        while scheduler.next_wake_ms < event.at:
-            scheduler.wake(scheduler.next_wake_ms)
-        scheduler.add_request(event.at, event.index, event.ref, event.at + event.slo_ms)
-        out += sum(isinstance(decision, Rehearse) for decision in scheduler.drain())
-    assert out == 1
-
-
-def test_a_scheduler_that_resumes_a_state_decides_as_the_one_it_was_taken_from() -> None:
-    events = crowd(5, 60.0, 400)
-    first = DeferredScheduler(two_on_one(), STILL)
-    run = CheckedRun(first)
-    run.run(events[:200])
-    state = first.state(run.now)
-    second = DeferredScheduler(two_on_one(), STILL)
-    second.resume(state, Setting(1.0, 1.0))
-    assert second.state(run.now) == state
 
 
 def offered(rates_rps: list[float], seconds: float, seed: int = 5) -> tuple[np.ndarray, np.ndarray]:  # type: ignore[type-arg]
@@ -266,41 +207,6 @@ def test_a_second_after_an_overload_lone_requests_are_answered_at_once() -> None
     assert np.median(result.dispatched_ms[calm] - times[calm]) == 0.0
 
 
-@pytest.mark.parametrize("cpu_ms", [400.0, 900.0, 4000.0])
-def test_rehearsals_take_a_twentieth_of_a_core_in_any_minute_however_dear_they_are(cpu_ms: float) -> None:
-    """What they took decides when the next begins, even if each of them finds something else to be the best; one that
-    takes more than all may waits for the next minute."""
-    scheduler = DeferredScheduler(two_on_one())
-    taken: list[float] = []  # when
-    for number in range(60_000):
-        now = 2.5 * number
-        scheduler.add_request(now, 0, number, now + 40.0)
-        for decision in scheduler.drain():
-            if isinstance(decision, Rehearse):
-                assert isinstance(decision.job, Replay)
-                settings = decision.job.settings
-                best = settings[len(taken) % len(settings)]
-                found = [Replayed(s, (9_000, 0), (9_000 if s == best else 0, 0), 1.0) for s in settings]
-                scheduler.rehearsed(now, found, cpu_ms)
-                taken.append(now)
-    assert len(taken) > 2
-    assert cpu_ms * (len(taken) - 1) <= 0.05 * taken[-1] + 1000.0
-    for began in taken:
-        assert cpu_ms * sum(began <= at < began + 60_000.0 for at in taken) <= max(3_000.0, cpu_ms)
-    assert scheduler.status().rehearsal_cpu_s == pytest.approx(len(taken) * cpu_ms / 1000.0)
-
-
-def test_above_5000_requests_a_second_rehearsals_take_ten_microseconds_for_each() -> None:
-    budget, rps, taken = Budget(), 20_000.0, []
-    for now in np.arange(0.0, 300_000.0, 100.0):
-        if budget.allows_one(now, rps):
-            budget.spend(900.0, now)
-            taken.append(now)
-    per_minute = [900.0 * sum(began <= at < began + 60_000.0 for at in taken) for began in taken]
-    assert max(per_minute) <= 0.01 * 60.0 * rps
-    assert 900.0 * len(taken) > 0.9 * 0.01 * 300.0 * rps
-
-
 def test_under_overload_the_model_of_higher_priority_keeps_its_requests() -> None:
     hosts = dict.fromkeys((0, 1), line(2.0, 4.0, 30))
     system = System((Model("first", 60.0, priority=1), Model("second", 60.0)), (Gpulet("g/a", "g", hosts),))
@@ -328,23 +234,6 @@ def test_the_objective_each_gives_models_that_cost_unlike_much_like_parts() -> N
     assert parts.min() >= 0.9 * parts.mean()
 
 
-@pytest.mark.parametrize(("objective", "chosen"), [("total", 0.4), ("each", 0.7)])
-def test_under_each_a_rehearsal_goes_by_the_models_served_worst(objective: Objective, chosen: float) -> None:
-    """Served unevenly, more requests are in time in all."""
-    system = replace(everywhere_linear([(f"m{i}", 1.0, 5.0, 50.0, None) for i in range(8)], 2), objective=objective)
-    rehearsals = Rehearsals(system, Setting(0.4, 1.0))
-    uneven, even = (600, 600, *(900,) * 6), (800,) * 8
-    rehearsals.learn(
-        [
-            Replayed(Setting(hold, 1.0), (1000,) * 8, met, 1.0)
-            for hold, met in ((0.0, uneven), (0.4, uneven), (0.7, even))
-        ],
-        0.0,
-        1.0,
-    )
-    assert rehearsals.setting(is_light=False).hold == chosen
-
-
 def test_gpulets_of_one_program_may_run_batches_of_other_sizes() -> None:
     small, large = {0: line(1.0, 2.0, 4), 1: line(1.0, 2.0, 4)}, {0: line(1.0, 8.0, 40), 1: line(1.0, 8.0, 40)}
     system = System((Model("a", 60.0), Model("b", 60.0)), (Gpulet("g/a", "g", small), Gpulet("h/a", "h", large)))
@@ -367,23 +256,6 @@ def test_a_batch_is_sent_ahead_to_the_most_urgent_and_not_to_the_one_with_the_lo
     while scheduler.next_wake_ms < 102.0 and not scheduler.decisions:
         scheduler.wake(scheduler.next_wake_ms)
     assert batches(scheduler) == [(1, [31])]
-
-
-@pytest.mark.parametrize(("borrowed", "gpulets", "is_whole"), [(0.3, 1, True), (0.9, 1, False), (0.9, 2, True)])
-def test_only_a_program_at_more_than_twice_its_plan_gets_shorter_batches(
-    borrowed: float, gpulets: int, *, is_whole: bool
-) -> None:
-    """Others that wait for its batches are late, unless another gpu-let is idle; but batches cut for each fluctuation
-    would cost everybody."""
-    hosts = {0: line(2.0, 8.0, 60), 1: line(1.0, 60.0, 200)}
-    models = (Model("tight", 60.0, 50.0), Model("loose", 700.0, 300.0))
-    scheduler = DeferredScheduler(System(models, tuple(Gpulet(f"{g}/a", f"{g}", hosts) for g in range(gpulets))), STILL)
-    state = scheduler.state(0.0)._replace(deadlines=((), (140.0,) * 60), rates=(50.0, 300.0), borrowed=(0.0, borrowed))
-    scheduler.resume(state, Setting(0.0, 1.0))
-    scheduler.wake(0.0)
-    ((program, requests),) = batches(scheduler)
-    assert program == 1
-    assert (len(requests) == 60) == is_whole
 
 
 def test_a_gpulet_holds_its_batches_whatever_another_that_shares_nothing_with_it_is_short_of() -> None:

@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 
-from tenuto.batching.core.scheduler import Rehearse
 from tenuto.deployments.dispatch import rehearsals
-from tenuto.deployments.dispatch.rehearsals import Computed, RehearsalProcess, Rehearsals
+from tenuto.deployments.dispatch.rehearsals import Computed, RehearsalProcess, RehearsalRunner
 from tests.instruments.asking import until
 from tests.instruments.live import PATIENCE_S
 
@@ -58,13 +57,13 @@ async def test_a_result_comes_when_it_is_due_and_a_failure_never(caplog: pytest.
             raise EOFError
         return Computed(job.number, None)
 
-    running = Rehearsals(found.append, compute)
+    running = RehearsalRunner(compute)
     loop = asyncio.get_running_loop()
-    running.begin(Rehearse(Where(1, ends=True), 0.0), 0.0)
+    running.begin(Where(1, ends=True), 0.0, found.append)  # type: ignore[arg-type]
     await until(lambda: "a rehearsal of the scheduler failed: EOFError" in caplog.text)
     begun = loop.time()
-    running.begin(Rehearse(Where(2), 30.0), 10.0)
+    running.begin(Where(2), 20.0, found.append)  # type: ignore[arg-type]
     await until(lambda: bool(found))
-    assert found == [Computed(2, None)]
+    assert found == [Computed(2, None)]  # type: ignore[arg-type]
     assert loop.time() - begun >= 0.0199
     running.close()

@@ -1,0 +1,56 @@
+"""What rehearsals may take of a core."""
+
+from __future__ import annotations
+
+from collections import deque
+
+from tenuto.batching.core.system import INF
+
+CORE = 0.05  # limit: of a core that rehearsals may take, or
+CORE_MS = 0.01  # limit: of a core for each request offered, where that is more: above 5,000 requests a second
+CREDIT_MS = 1000.0  # limit: of a core that they may take at once, at the start and after a rest
+SPAN_MS = 60_000.0  # unit: a minute; in any of them they take no more than that part of it
+
+
+class Budget:
+    """A part of any minute, and at once no more than they saved up."""
+
+    def __init__(self) -> None:
+        self._core = CORE  # the part
+        self.spent_ms = 0.0
+        self._saved_ms = CREDIT_MS
+        self._saved_at = -INF
+        self._lately: deque[tuple[float, float]] = deque()  # (when, ms of a core) in the last minute
+        self._last_ms = 0.0  # what the last one took
+        self._expected_ms = 0.0  # of it, before it was made
+        self._measured = 1.0  # the one by the other
+
+    def allows_one(self, now: float, rps: float) -> bool:
+        """Return whether one may begin that takes as much as the last."""
+        self._save(now)
+        self._core = max(CORE, CORE_MS / 1000.0 * rps)
+        return self._saved_ms >= 0.0 and self._left_ms(now) >= min(self._last_ms, self._core * SPAN_MS)
+
+    def is_used_by(self, expected_ms: float, now: float) -> bool:
+        """Return whether nothing is left in this minute beside a replay that should take so much."""
+        self._expected_ms = expected_ms
+        return self._measured * expected_ms >= self._left_ms(now)
+
+    def spend(self, cpu_ms: float, now: float) -> None:
+        """Take what the replay took that was expected last."""
+        self._save(now)
+        self._saved_ms -= cpu_ms
+        self._lately.append((now, cpu_ms))
+        self._last_ms = cpu_ms
+        self._measured = cpu_ms / self._expected_ms if self._expected_ms else 1.0
+        self.spent_ms += cpu_ms
+
+    def _left_ms(self, now: float) -> float:
+        while self._lately and self._lately[0][0] <= now - SPAN_MS:
+            self._lately.popleft()
+        return self._core * SPAN_MS - sum([spent_ms for _, spent_ms in self._lately])
+
+    def _save(self, now: float) -> None:
+        if self._saved_at > -INF:
+            self._saved_ms = min(CREDIT_MS, self._saved_ms + self._core * (now - self._saved_at))
+        self._saved_at = now

@@ -1,0 +1,85 @@
+"""What replays found of each value of a knob, and which of two values is the better."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+from tenuto.batching.core.system import System
+from tenuto.batching.rehearsal.replay import Replayed
+
+MEMORY = 0.8  # fitted: of what was found before, with each replay
+FEW = 10.0  # derived: requests of a program, below which it says nothing of the one served worst
+WORST_PART = 0.25  # derived: of the programs, by which `each` is judged: the one served worst is mostly chance
+NOISE = 0.5  # fitted: of the square root of what two values lost: the least difference that is taken for one
+
+
+class Seen(NamedTuple):
+    """What is remembered of a value: requests offered and met, by program, and the time gpu-lets were busy."""
+
+    offered: tuple[float, ...]
+    met: tuple[float, ...]
+    busy_ms: float
+
+    def then(self, replayed: Replayed) -> Seen:
+        """Remember one more."""
+        return Seen(
+            tuple([MEMORY * before + count for before, count in zip(self.offered, replayed.offered, strict=True)]),
+            tuple([MEMORY * before + count for before, count in zip(self.met, replayed.met, strict=True)]),
+            MEMORY * self.busy_ms + replayed.busy_ms,
+        )
+
+    def lost(self) -> float:
+        """Return how many requests were not met."""
+        return sum(self.offered, 0.0) - sum(self.met, 0.0)
+
+    def share(self, program: int) -> float:
+        """Return the share of the requests of a program that were not met."""
+        return 1.0 - self.met[program] / self.offered[program]
+
+    def variance(self, program: int) -> float:
+        """Return the variance of that share, if requests are lost by chance."""
+        return self.share(program) / self.offered[program]
+
+
+class Judge:
+    """Says what a value lost, as the objective has it."""
+
+    def __init__(self, system: System) -> None:
+        self._is_each = system.objective == "each"
+        # A request of the next higher priority counts ten times.
+        self._worth = [
+            (offered.weight if system.objective == "weighted" else 1.0) * 10.0**offered.priority
+            for offered in system.offered
+        ]
+        self.nothing = Seen((0.0,) * len(self._worth), (0.0,) * len(self._worth), 0.0)
+
+    def loss(self, seen: Seen) -> float:
+        """Return the share of worth lost, or with `each` the mean share lost of the quarter of the programs that lost
+        most."""
+        if self._is_each:
+            worst = self._worst(seen)
+            return sum(map(seen.share, worst), 0.0) / len(worst) if worst else 0.0
+        total = sum([w * o for w, o in zip(self._worth, seen.offered, strict=True)], 0.0)
+        met = sum([w * m for w, m in zip(self._worth, seen.met, strict=True)], 0.0)
+        return 1.0 - met / total if total else 0.0
+
+    def chance(self, one: Seen, other: Seen) -> float:
+        """Return what chance makes of the difference of what two values lose."""
+        if one is other:
+            return 0.0
+        if self._is_each:
+            first, second = self._worst(one), self._worst(other)
+            variance = sum(map(one.variance, first), 0.0) + sum(map(other.variance, second), 0.0)
+            return NOISE * math.sqrt(variance) / max(1, len(first))
+        return NOISE * math.sqrt(one.lost() + other.lost()) / max(1.0, sum(one.offered))
+
+    def doubt(self, one: Seen, other: Seen) -> float:
+        """Return what may not be risked for GPU time: with `each`, the loss of models served worst."""
+        return self.chance(one, other) if self._is_each else 0.0
+
+    def _worst(self, seen: Seen) -> list[int]:
+        """Return the programs by which `each` is judged."""
+        programs = [program for program, offered in enumerate(seen.offered) if offered >= FEW]
+        programs.sort(key=seen.share, reverse=True)
+        return programs[: math.ceil(WORST_PART * len(programs))]

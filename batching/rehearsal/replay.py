@@ -1,0 +1,104 @@
+"""A replay: recorded arrivals in virtual time, under one setting after the other, by schedulers of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from heapq import heappop, heappush
+from typing import NamedTuple
+
+from tenuto.batching.core.deferred import DeferredOptions, DeferredScheduler
+from tenuto.batching.core.deferred.deferring import Known
+from tenuto.batching.core.scheduler import Dispatch, Scheduler
+from tenuto.batching.core.system import INF, System
+
+
+class Setting(NamedTuple):
+    """What rehearsals choose."""
+
+    hold: float
+    defend: float
+
+    def changed(self, knob: int, value: float) -> Setting:
+        """Return it with another value of one knob."""
+        return self._replace(defend=value) if knob else self._replace(hold=value)
+
+
+class Replayed(NamedTuple):
+    """What a setting made of a replay: requests offered and met, by program, and the time gpu-lets were busy; `looked`
+    goes by what the replay took."""
+
+    setting: Setting
+    offered: tuple[int, ...]
+    met: tuple[int, ...]
+    busy_ms: float
+    looked: int = 0
+
+
+class Replay(NamedTuple):
+    """Deterministic, without side effects, and picklable. Every scheduler begins idle, with what was known when the
+    recording began; the requests of the first and the last SLO only keep gpu-lets busy. `counted` are the others."""
+
+    scheduler: type[DeferredScheduler]
+    options: DeferredOptions
+    system: System
+    known: Known
+    arrivals: Sequence[tuple[float, int, float]]  # (ms, model, deadline)
+    counted: tuple[int, int]
+    settings: tuple[Setting, ...]
+
+    def run(self) -> list[Replayed]:
+        """Return what each setting serves."""
+        program_of, programs = self.system.program_of, len(self.system.programs)
+        offered = [0] * programs
+        for _, model, _ in self.arrivals[slice(*self.counted)]:
+            offered[program_of[model]] += 1
+        found = []
+        for setting in self.settings:
+            chosen = replace(self.options, hold=setting.hold, defend=setting.defend)
+            core = self.scheduler(self.system, chosen, self.known)
+            met = [0] * programs
+            busy_ms = self._run(core, met)
+            found.append(Replayed(setting, tuple(offered), tuple(met), busy_ms, core.looked))
+        return found
+
+    def _run(self, core: Scheduler, met: list[int]) -> float:
+        """Count what is met by program; returns the time that gpu-lets are busy, in ms."""
+        busy_ms = 0.0
+        done: list[tuple[float, int]] = []
+        add = core.add_request
+        for number, (at, model, deadline) in enumerate(self.arrivals):
+            while core.next_wake_ms < at or (done and done[0][0] <= at):
+                _advance(core, done)
+                if core.decisions:
+                    busy_ms += _carry_out(core, done, met, self.counted)
+            add(at, model, number, deadline)
+        while done or core.next_wake_ms < INF:
+            _advance(core, done)
+            if core.decisions:
+                busy_ms += _carry_out(core, done, met, self.counted)
+        return busy_ms
+
+
+def _advance(core: Scheduler, done: list[tuple[float, int]]) -> None:
+    """Do what comes next: a batch ends, or a timer fires."""
+    wake = core.next_wake_ms
+    if done and done[0][0] <= wake:
+        at, gpulet = heappop(done)
+        core.batch_done(at, gpulet)
+    else:
+        core.wake(wake)
+
+
+def _carry_out(core: Scheduler, done: list[tuple[float, int]], met: list[int], counted: tuple[int, int]) -> float:
+    """Send batches on their way; returns how long they keep gpu-lets busy."""
+    busy_ms = 0.0
+    first, last = counted
+    for decision in core.decisions:
+        if type(decision) is Dispatch:
+            gpulet, program, ids, start, finish = decision
+            heappush(done, (finish, gpulet))
+            busy_ms += finish - start
+            met[program] += sum([first <= number < last for number in ids])
+    core.decisions.clear()
+    return busy_ms
