@@ -51,17 +51,23 @@ def test_turns_and_unserved_models_are_explained() -> None:
     assert "dashed frame: unrestricted gpu-let; models in one frame take turns" in shown
 
 
+def percent(node: ElementTree.Element, name: str) -> float:
+    return float(node.get(name, "0%").removesuffix("%"))
+
+
 def test_parts_stay_inside_the_picture_and_bars_follow_shares() -> None:
     plan = planned(WaoUsher(), equal_rates(LANGUAGE_MIX, 300, 300), v100s(3))
     root = ElementTree.fromstring(draw(plan))
     width, height = float(root.get("width", 0)), float(root.get("height", 0))
-    for rect in root.iter(f"{SVG}rect"):
-        assert 0 <= float(rect.get("x", 0)) <= float(rect.get("x", 0)) + float(rect.get("width", 0)) <= width
-        assert 0 <= float(rect.get("y", 0)) <= float(rect.get("y", 0)) + float(rect.get("height", 0)) <= height
-    lets = [r for r in root.iter(f"{SVG}rect") if (r.get("class") or "").startswith("let")]
-    frame = next(float(r.get("width", 0)) for r in root.iter(f"{SVG}rect") if r.get("class") == "frame")
-    for rect, gpulet in zip(lets, plan.gpulets, strict=True):
-        assert float(rect.get("width", 0)) == pytest.approx(frame * (gpulet.share_pct or 100) / 100, rel=1e-4)
+    bars = [node for node in root.iter(f"{SVG}svg") if node.get("class") == "bar"]
+    for bar in bars:
+        assert float(bar.get("x", 0)) + float(bar.get("width", 0)) <= width
+        assert float(bar.get("y", 0)) + float(bar.get("height", 0)) <= height
+    shown = [node for bar in bars for node in bar.iter(f"{SVG}svg") if node.get("class") == "gpulet"]
+    for node, gpulet in zip(shown, plan.gpulets, strict=True):
+        assert percent(node, "width") == pytest.approx(gpulet.share_pct or 100, abs=1e-3)
+        assert percent(node, "x") + percent(node, "width") <= 100.01
+        assert sum(percent(one, "width") for one in node.findall(f"{SVG}svg")) == pytest.approx(100)
 
 
 def test_an_empty_plan_and_strange_names_are_drawn() -> None:
